@@ -1,0 +1,1 @@
+"""TL, the language: reading, writing, and the diagnostics about it."""

@@ -1,0 +1,86 @@
+"""The table of diagnostic codes. The long form of each is explain/CODE.md."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Code:
+    """What a code stands for, in one line."""
+
+    title: str
+    severity: Literal["error", "warning"] = "error"
+    bad_input: bool = False
+
+
+CODES: dict[str, Code] = {
+    # reading the file
+    "FW001": Code("the file cannot be read", bad_input=True),
+    "FW002": Code("the file is not UTF-8 text", bad_input=True),
+    "FW003": Code("the file is too large", bad_input=True),
+    "FW004": Code("nested too deeply, or a statement is too long", bad_input=True),
+    "FW005": Code("there is no TL in this file", bad_input=True),
+    # syntax
+    "FW101": Code("a statement is not written as TL expects it"),
+    "FW102": Code("a word that begins no statement"),
+    "FW103": Code("a block without its end, or an end without its block"),
+    # names
+    "FW201": Code("a name that nothing defines"),
+    "FW202": Code("a name defined twice"),
+    "FW203": Code("a name that nothing uses", severity="warning"),
+    "FW204": Code("an operation or function that TL does not have"),
+    "FW205": Code("an operand or clause missing, or one too many"),
+    "FW206": Code("a name used as something it is not"),
+    "FW207": Code("code without a grid"),
+    "FW208": Code("an element type that TL does not have"),
+    "FW209": Code("an axis that the tensor does not have"),
+    # shapes
+    "FW301": Code("GEMM operands whose shapes do not multiply"),
+    "FW302": Code("a result that does not fit its tile"),
+    "FW303": Code("operands that do not line up"),
+    "FW304": Code("a Copy whose tile does not fit the tensor or the buffer"),
+    "FW305": Code("a Copy that does not say where"),
+    "FW306": Code("a size, count or coordinate that is not a whole number of the right kind"),
+    # spaces
+    "FW401": Code("a Copy between spaces that this GPU cannot do"),
+    "FW402": Code("an operand in the wrong space"),
+    "FW403": Code("a tile used before any Copy or Compute gives it a value"),
+    "FW404": Code("a Copy of a tensor that is not allocated"),
+    # layouts
+    "FW501": Code("fused GEMMs without a Reshape between them"),
+    "FW502": Code("a Reshape that does not apply"),
+    "FW503": Code("a GEMM over axes that are not the same (a transpose is missing)"),
+    "FW504": Code("GEMM operands of different element types"),
+    # flow
+    "FW601": Code("an accumulator that is never initialised"),
+    "FW602": Code("a buffer overwritten while its value is still needed"),
+    "FW603": Code("tiles of different positions put together"),
+    "FW604": Code("part of the sequence is missed"),
+    "FW605": Code("a coordinate outside the tensor"),
+    "FW606": Code("part of the sequence is counted twice"),
+    "FW607": Code("softmax state not rescaled when the maximum moves"),
+    "FW608": Code("a mask applied after the exponential"),
+    "FW609": Code("positions past the end of the sequence are not masked"),
+    "FW610": Code("an output that is not written exactly once"),
+    "FW611": Code("a program too long-running to check whole", severity="warning"),
+    # the GPU
+    "FW701": Code("more shared memory than the GPU has"),
+    "FW702": Code("more registers than a thread has"),
+    "FW703": Code("an element type that the GPU's MMA does not take"),
+    "FW704": Code("a tile that is not a whole number of MMA tiles"),
+    "FW705": Code("a GPU that Flashwright does not know", bad_input=True),
+    # the CPU run
+    "FW801": Code("the output is not what the spec asks for"),
+    "FW802": Code("the scores are not what the spec asks for"),
+    "FW803": Code("the mask is not what the spec asks for"),
+    "FW804": Code("the accumulation is not what the spec asks for"),
+    "FW805": Code("the program gives NaN or infinity"),
+    # specs and usage
+    "FW901": Code("a spec that no attention can meet", bad_input=True),
+    "FW902": Code("a variant that Flashwright does not know", bad_input=True),
+    "FW903": Code("a spec that cannot be read", bad_input=True),
+    "FW904": Code("a program and a spec that do not belong together", bad_input=True),
+    "FW905": Code("no configuration fits this GPU", bad_input=True),
+}

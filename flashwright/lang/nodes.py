@@ -1,0 +1,302 @@
+"""The syntax tree of TL.
+
+Nodes are frozen and compare by what they say, never by where they stand: spans are left out of
+equality, so that `parse(format(tree)) == tree` is a plain comparison. Comments and blank lines are
+kept (on the statement they belong to), because a formatter that loses them would not be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+Space = Literal["global", "shared", "register"]
+SPACES: tuple[Space, ...] = ("global", "shared", "register")
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of source text: character offsets, and 1-based line and column of both ends."""
+
+    start: int
+    end: int
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+
+    def to(self, other: Span) -> Span:
+        """From the start of this span to the end of the other."""
+        return Span(
+            self.start, other.end, self.line, self.column, other.end_line, other.end_column
+        )
+
+
+NOWHERE = Span(0, 0, 1, 1, 1, 1)
+
+
+# --- expressions ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Num:
+    """A number, kept as written (`1e30` stays `1e30`)."""
+
+    text: str
+    span: Span = field(default=NOWHERE, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name: parameter, dimension, loop variable, tensor or tile."""
+
+    id: str
+    span: Span = field(default=NOWHERE, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Unary:
+    """`-x` or `not x`."""
+
+    op: str
+    operand: Expr
+    span: Span = field(default=NOWHERE, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Binary:
+    """`x op y` with op one of `+ - * / % < <= > >= == != and or`."""
+
+    op: str
+    left: Expr
+    right: Expr
+    span: Span = field(default=NOWHERE, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Call:
+    """`f(x, y)`."""
+
+    func: Name
+    args: tuple[Expr, ...]
+    span: Span = field(default=NOWHERE, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Index:
+    """`T[a, b]`: one element of a global tensor, read as a scalar."""
+
+    tensor: Name
+    args: tuple[Expr, ...]
+    span: Span = field(default=NOWHERE, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Transpose:
+    """`K.T`: the operand seen transposed, in a GEMM."""
+
+    operand: Name
+    span: Span = field(default=NOWHERE, compare=False, repr=False, kw_only=True)
+
+
+Expr = Num | Name | Unary | Binary | Call | Index | Transpose
+
+# --- statements -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stmt:
+    """What every statement carries: its place, a comment at its end, a blank line above it."""
+
+    span: Span = field(default=NOWHERE, compare=False, repr=False, kw_only=True)
+    comment: str | None = field(default=None, kw_only=True)
+    gap: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Comment(Stmt):
+    """A comment on a line of its own (text after `//`, stripped)."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Param(Stmt):
+    """`param BM = 128`: a number fixed when the program is compiled."""
+
+    name: Name
+    value: Expr
+
+
+@dataclass(frozen=True)
+class Dim(Stmt):
+    """`dim top_k`: sizes known when the kernel is called, beside the predefined ones."""
+
+    names: tuple[Name, ...]
+
+
+@dataclass(frozen=True)
+class Let(Stmt):
+    """`let kv_head = floor(head_idx / 4)`: a name for a scalar."""
+
+    name: Name
+    value: Expr
+
+
+@dataclass(frozen=True)
+class GridAxis:
+    """`block_idx = 0:q_len / BM` inside `grid`."""
+
+    name: Name
+    low: Expr
+    high: Expr
+    span: Span = field(default=NOWHERE, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Grid(Stmt):
+    """`grid a = 0:n, b = 0:m`: one thread block for each combination."""
+
+    axes: tuple[GridAxis, ...]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension of an Allocate: `kv_len`, or with its label `L: kv_len`."""
+
+    label: Name | None
+    size: Expr
+    span: Span = field(default=NOWHERE, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Allocate(Stmt):
+    """`Allocate K in shared (BN, HeadDim) as bf16 with stages 2`."""
+
+    name: Name
+    space: Space
+    shape: tuple[Axis, ...]
+    dtype: Name | None = None
+    offset: Expr | None = None
+    stages: Expr | None = None
+
+
+@dataclass(frozen=True)
+class Coord:
+    """`L = i` inside `in coordinate [...]`."""
+
+    axis: Name
+    value: Expr
+    span: Span = field(default=NOWHERE, compare=False, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Copy(Stmt):
+    """`Copy K (BN, HeadDim) in coordinate [L = i] from global to shared and get K2`."""
+
+    name: Name
+    shape: tuple[Expr, ...] | None
+    coords: tuple[Coord, ...] | None
+    source: Space
+    dest: Space
+    target: Name | None = None
+
+
+Mode = Literal["get", "get new", "accumulate"]
+
+
+@dataclass(frozen=True)
+class Compute(Stmt):
+    """`Compute Verb a, b with s and t where c and get T and rescale O`.
+
+    `verb` is None for the expression form: `Compute S * 2 and get S`.
+    """
+
+    verb: Name | None
+    args: tuple[Expr, ...]
+    state: tuple[Name, ...] = ()
+    where: Expr | None = None
+    mode: Mode | None = None
+    target: Name | None = None
+    rescale: tuple[Name, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reshape(Stmt):
+    """`Reshape S from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new) as bf16`."""
+
+    name: Name
+    source: tuple[Name, ...]
+    dest: tuple[Name, ...]
+    dtype: Name | None = None
+    target: Name | None = None
+
+
+@dataclass(frozen=True)
+class For(Stmt):
+    """`for i = low:high ... end`: i takes every integer with low <= i < high.
+
+    The span is that of the header line; the body's statements have their own.
+    """
+
+    var: Name
+    low: Expr
+    high: Expr
+    body: tuple[Statement, ...]
+
+
+@dataclass(frozen=True)
+class If(Stmt):
+    """`if cond ... else ... end`. The span is that of the header line."""
+
+    cond: Expr
+    then: tuple[Statement, ...]
+    orelse: tuple[Statement, ...] = ()
+
+
+Statement = Comment | Param | Dim | Let | Grid | Allocate | Copy | Compute | Reshape | For | If
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A whole program as written."""
+
+    body: tuple[Statement, ...]
+
+    @property
+    def level(self) -> Literal["sketch", "code"]:
+        """A sketch says what happens; one size, allocation or layout makes it code."""
+        for stmt in statements(self.body):
+            if isinstance(stmt, (Param, Grid, Allocate, Reshape)):
+                return "code"
+            if isinstance(stmt, Copy) and stmt.shape is not None:
+                return "code"
+        return "sketch"
+
+
+def statements(body: tuple[Statement, ...]) -> Iterator[Statement]:
+    """All statements in program order, those inside loops and branches included."""
+    for stmt in body:
+        yield stmt
+        if isinstance(stmt, For):
+            yield from statements(stmt.body)
+        elif isinstance(stmt, If):
+            yield from statements(stmt.then)
+            yield from statements(stmt.orelse)
+
+
+def expressions(node: object) -> Iterator[Expr]:
+    """Every expression below a node, the node itself included, outermost first.
+
+    Bodies of loops and branches are not entered: they are statements of their own.
+    """
+    if isinstance(node, (Num, Name, Unary, Binary, Call, Index, Transpose)):
+        yield node
+    for part in fields(node):  # type: ignore[arg-type]
+        if part.name in ("span", "body", "then", "orelse"):
+            continue
+        value = getattr(node, part.name)
+        for item in value if isinstance(value, tuple) else (value,):
+            if hasattr(item, "__dataclass_fields__"):
+                yield from expressions(item)
