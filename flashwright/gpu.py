@@ -1,0 +1,311 @@
+"""What a GPU offers: memory sizes, registers, matrix instructions, copies and ceilings.
+
+Sources, named in short beside each fact:
+
+- guide: CUDA C++ Programming Guide, "Compute Capabilities" (technical specifications) and
+  "Arithmetic Instructions" (throughput) tables;
+- PTX: the PTX ISA manual, sections mma, wgmma, cp.async, cp.async.bulk;
+- paper: NVIDIA's architecture whitepaper (Turing, Ampere GA100, Ada, Hopper);
+- sheet: NVIDIA's data sheet of the product.
+
+Tensor figures are dense (never 2:4 sparse) and with FP32 accumulation. GeForce cards run FP16 with
+FP32 accumulation at half rate; the T4, the RTX 8000 and the L40S do not (Turing paper: Quadro
+RTX 6000/8000 130.5 TFLOPS with either accumulator; Ada paper: RTX 6000 Ada likewise; L40S sheet:
+362 dense), so no figure here is halved.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+TERA = 1e12
+
+Shape = tuple[int, int, int]
+
+# Every generation moves tiles along these ways; TMA alone also stores shared memory straight to
+# global memory (PTX: cp.async.bulk.tensor, sm_90).
+_BASE_COPIES = frozenset(
+    {
+        ("global", "shared"),
+        ("global", "register"),
+        ("shared", "register"),
+        ("register", "shared"),
+        ("register", "global"),
+    }
+)
+
+# setmaxnreg takes 24 to 256 in steps of 8 (PTX); the producer warpgroup gives back all it can.
+_PRODUCER_REGISTERS = 24
+_PRODUCER_WARPS = 4
+# No instruction can name more than 255 registers (guide: maximum 32-bit registers per thread).
+_MOST_REGISTERS = 255
+# A warp is given registers in units of 256, so 8 for each of its 32 threads (CUDA occupancy
+# calculator, register allocation unit size, all of 7.5 to 9.0).
+REGISTER_UNIT = 8
+
+
+class UnknownGpu(ValueError):  # noqa: N818 - reads as what happened
+    """A GPU that Flashwright has no facts about."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The facts about one GPU that decide what a kernel may use and how fast it can be."""
+
+    name: str
+    title: str
+    arch: str
+    generation: str
+    sms: int
+    clock_ghz: float
+    shared_per_block: int
+    shared_per_sm: int
+    shared_reserved: int
+    threads_per_sm: int
+    max_blocks_per_sm: int
+    l2_bytes: int
+    l2_bandwidth: float
+    bandwidth: float
+    memory_bytes: int
+    tensor_flops: Mapping[str, float] = field(hash=False)
+    fp32_flops: float
+    mma: Mapping[str, tuple[Shape, ...]] = field(hash=False)
+    wgmma: bool = False
+    cp_async: bool = False
+    tma: bool = False
+    reshape_in_place: bool = True
+    register_overhead: int = 32
+    registers_per_sm: int = 65536  # guide: 64 K 32-bit registers per SM on all of 7.5 to 9.0
+    exp_per_clock_per_sm: int = 16  # guide, throughput of exp2f: 16 on 7.5, 8.0, 8.9 and 9.0
+
+    @property
+    def copies(self) -> frozenset[tuple[str, str]]:
+        """The (from, to) pairs of memory spaces that one Copy may name."""
+        return _BASE_COPIES | {("shared", "global")} if self.tma else _BASE_COPIES
+
+    def takes(self, dtype: str) -> bool:
+        """Whether the tensor cores multiply tiles of this dtype."""
+        return dtype in self.mma
+
+    def flops_per_clock(self, dtype: str) -> float:
+        """Dense tensor operations of one SM in one clock."""
+        return self.tensor_flops[dtype] / (self.sms * self.clock_ghz * 1e9)
+
+    def register_limit(self, warps: int) -> int:
+        """Registers a thread may have when `warps` warps compute in one block.
+
+        On Hopper a producer warpgroup stands beside them and keeps 24 registers a thread; the
+        rest is dealt out by setmaxnreg: 255, 240 and 160 for 4, 8 and 12 compute warps.
+        """
+        if warps < 1:
+            raise ValueError(f"a block needs at least one warp, not {warps}")
+        lanes = self.registers_per_sm // 32
+        if self.wgmma:
+            lanes -= _PRODUCER_WARPS * _PRODUCER_REGISTERS
+        per_thread = lanes // warps // REGISTER_UNIT * REGISTER_UNIT
+        return min(_MOST_REGISTERS, per_thread)
+
+    def registers(self, tile_bytes: int, warps: int) -> int:
+        """Registers a thread needs when tiles of `tile_bytes` are spread over `warps` warps.
+
+        Beside the tiles a thread holds addresses, loop and mask indices, pipeline state and, with
+        mma.sync, fragments of the operands (two k-slices of A and B: about 16): 32 in all. wgmma
+        reads its operands from shared memory and a producer does the addressing: 24. Shipped
+        kernels bear that out: FlashAttention-3 runs d64 192x128 with P in registers (134 for
+        tiles) under a limit of 160, and FlashAttention-2 d128 128x64 (204) under 255.
+        """
+        return -(-tile_bytes // (128 * warps)) + self.register_overhead
+
+    def block_registers(self, registers: int, warps: int) -> int:
+        """Registers of the SM that `warps` warps take, rounded as the hardware allocates them."""
+        return 32 * warps * (-(-registers // REGISTER_UNIT) * REGISTER_UNIT)
+
+
+# mma.sync shapes (PTX). Turing multiplies fp16 only, 8 deep; bf16 and depth 16 come with sm_80;
+# e4m3 and e5m2, 32 deep, with sm_89.
+_MMA_SM75: dict[str, tuple[Shape, ...]] = {"fp16": ((16, 8, 8),)}
+_MMA_SM80: dict[str, tuple[Shape, ...]] = {
+    "fp16": ((16, 8, 8), (16, 8, 16)),
+    "bf16": ((16, 8, 8), (16, 8, 16)),
+}
+_MMA_SM89: dict[str, tuple[Shape, ...]] = _MMA_SM80 | {
+    "e4m3": ((16, 8, 32),),
+    "e5m2": ((16, 8, 32),),
+}
+
+
+def _with_wgmma() -> dict[str, tuple[Shape, ...]]:
+    """sm_90a: mma.sync as before, and wgmma m64nNkK, N = 8 to 256 in steps of 8 (PTX)."""
+    depth = {"fp16": 16, "bf16": 16, "e4m3": 32, "e5m2": 32}
+    return {
+        dtype: shapes + tuple((64, n, depth[dtype]) for n in range(8, 257, 8))
+        for dtype, shapes in _MMA_SM89.items()
+    }
+
+
+T4 = Gpu(
+    name="t4",
+    title="NVIDIA T4 16 GB",
+    arch="sm_75",  # guide
+    generation="Turing",
+    sms=40,  # sheet: 2560 CUDA cores, 64 per SM (Turing paper)
+    clock_ghz=1.59,  # product brief: boost 1590 MHz; 40 * 1024 * 1.59e9 = 65 TFLOPS
+    shared_per_block=64 * KIB,  # guide, 7.5
+    shared_per_sm=64 * KIB,  # guide, 7.5
+    shared_reserved=0,  # guide: only 8.0 and later keep 1 KB of each block
+    threads_per_sm=1024,  # guide, 7.5
+    max_blocks_per_sm=16,  # guide, 7.5
+    l2_bytes=4 * MIB,  # Turing paper, TU104: 4096 KB
+    # Not published; measured: Jia et al., "Dissecting the NVidia Turing T4 GPU", 2019.
+    l2_bandwidth=1.27 * TERA,
+    bandwidth=0.320 * TERA,  # product brief: 256 bit at 5001 MHz, 320 GB/s
+    memory_bytes=16 * GIB,  # sheet (ECC takes its part of it)
+    tensor_flops={"fp16": 65 * TERA},  # sheet: 65 TFLOPS mixed precision (FP16/FP32)
+    fp32_flops=8.1 * TERA,  # sheet
+    mma=_MMA_SM75,
+)
+
+RTX8000 = Gpu(
+    name="rtx8000",
+    title="NVIDIA Quadro RTX 8000 48 GB",
+    arch="sm_75",  # guide
+    generation="Turing",
+    sms=72,  # Turing paper, TU102 of the Quadro RTX 6000 and 8000
+    clock_ghz=1.77,  # Turing paper: boost 1770 MHz; 72 * 1024 * 1.77e9 = 130.5 TFLOPS
+    shared_per_block=64 * KIB,  # guide, 7.5
+    shared_per_sm=64 * KIB,  # guide, 7.5
+    shared_reserved=0,  # guide, as the T4
+    threads_per_sm=1024,  # guide, 7.5
+    max_blocks_per_sm=16,  # guide, 7.5
+    l2_bytes=6 * MIB,  # Turing paper: 6144 KB
+    # Not published and no measurement known: the T4's, by memory controllers (12/8) and clock.
+    l2_bandwidth=2.1 * TERA,
+    bandwidth=0.672 * TERA,  # Turing paper: 672 GB/s
+    memory_bytes=48 * GIB,  # sheet
+    tensor_flops={"fp16": 130.5 * TERA},  # Turing paper, FP16 with FP32 accumulate
+    fp32_flops=16.3 * TERA,  # Turing paper
+    mma=_MMA_SM75,
+)
+
+A100 = Gpu(
+    name="a100",
+    title="NVIDIA A100 SXM4 80 GB",
+    arch="sm_80",  # guide
+    generation="Ampere",
+    sms=108,  # Ampere paper
+    clock_ghz=1.41,  # Ampere paper: boost 1410 MHz; 108 * 2048 * 1.41e9 = 312 TFLOPS
+    shared_per_block=163 * KIB,  # guide, 8.0
+    shared_per_sm=164 * KIB,  # guide, 8.0
+    shared_reserved=1 * KIB,  # guide, 8.0: the system keeps 1 KB of each block
+    threads_per_sm=2048,  # guide, 8.0
+    max_blocks_per_sm=32,  # guide, 8.0
+    l2_bytes=40 * MIB,  # Ampere paper: 40960 KB
+    l2_bandwidth=5120 * 1.41e9,  # Ampere paper: 5120 bytes a clock
+    bandwidth=2.039 * TERA,  # sheet, 80 GB SXM: 2039 GB/s
+    memory_bytes=80 * GIB,  # sheet
+    tensor_flops={"fp16": 312 * TERA, "bf16": 312 * TERA},  # Ampere paper, FP32 accumulate
+    fp32_flops=19.5 * TERA,  # Ampere paper
+    mma=_MMA_SM80,
+    cp_async=True,  # PTX: cp.async needs sm_80
+)
+
+L40S = Gpu(
+    name="l40s",
+    title="NVIDIA L40S 48 GB",
+    arch="sm_89",  # guide
+    generation="Ada",
+    sms=142,  # sheet: 18176 CUDA cores, 128 per SM (Ada paper)
+    clock_ghz=2.52,  # product brief: boost 2520 MHz
+    shared_per_block=99 * KIB,  # guide, 8.9
+    shared_per_sm=100 * KIB,  # guide, 8.9
+    shared_reserved=1 * KIB,  # guide, 8.9
+    threads_per_sm=1536,  # guide, 8.9
+    max_blocks_per_sm=24,  # guide, 8.9
+    l2_bytes=96 * MIB,  # Ada paper, AD102 of the L40 and RTX 6000 Ada: 98304 KB
+    # Not published: assumed, 14 bytes a clock and SM, below the T4's 20 for its many SMs.
+    l2_bandwidth=5.0 * TERA,
+    bandwidth=0.864 * TERA,  # sheet
+    memory_bytes=48 * GIB,  # sheet
+    tensor_flops={  # sheet, dense: 362.05 and 733
+        "fp16": 362.05 * TERA,
+        "bf16": 362.05 * TERA,
+        "e4m3": 733 * TERA,
+        "e5m2": 733 * TERA,
+    },
+    fp32_flops=91.6 * TERA,  # sheet
+    mma=_MMA_SM89,
+    cp_async=True,  # PTX
+)
+
+H100 = Gpu(
+    name="h100",
+    title="NVIDIA H100 SXM5 80 GB",
+    arch="sm_90a",  # guide; the "a" for wgmma and setmaxnreg (PTX)
+    generation="Hopper",
+    sms=132,  # Hopper paper, SXM5
+    # Hopper paper: 1830 MHz boost for tensor work (132 * 4096 * 1.83e9 = 989.4 TFLOPS), 1980 MHz
+    # for the rest. Under load the power limit holds both lower; ratios are what matter here.
+    clock_ghz=1.83,
+    shared_per_block=227 * KIB,  # guide, 9.0
+    shared_per_sm=228 * KIB,  # guide, 9.0
+    shared_reserved=1 * KIB,  # guide, 9.0
+    threads_per_sm=2048,  # guide, 9.0
+    max_blocks_per_sm=32,  # guide, 9.0
+    l2_bytes=50 * MIB,  # Hopper paper: 50 MB
+    # Not published: assumed to be the A100's 5120 bytes a clock. It is at least 5.3 TB/s, which
+    # FlashAttention-3 draws at d128 and 680 TFLOPS with 128 rows a block (128 flops a byte).
+    l2_bandwidth=5120 * 1.83e9,
+    bandwidth=3.35 * TERA,  # sheet, SXM
+    memory_bytes=80 * GIB,  # sheet
+    tensor_flops={  # Hopper paper, dense
+        "fp16": 989.4 * TERA,
+        "bf16": 989.4 * TERA,
+        "e4m3": 1978.9 * TERA,
+        "e5m2": 1978.9 * TERA,
+    },
+    fp32_flops=66.9 * TERA,  # Hopper paper
+    mma=_with_wgmma(),
+    wgmma=True,  # PTX: sm_90a
+    cp_async=True,  # PTX
+    tma=True,  # PTX: cp.async.bulk.tensor needs sm_90
+    # QK of the next step is in flight while P of this one feeds PV, so P cannot lie in S's place.
+    reshape_in_place=False,
+    register_overhead=24,  # see Gpu.registers
+)
+
+H200 = replace(
+    H100,
+    name="h200",
+    title="NVIDIA H200 SXM 141 GB",
+    bandwidth=4.8 * TERA,  # sheet
+    memory_bytes=141 * GIB,  # sheet; every compute figure of the sheet is the H100 SXM's
+)
+
+GPUS: Mapping[str, Gpu] = {gpu.name: gpu for gpu in (T4, RTX8000, A100, L40S, H100, H200)}
+
+# What drivers and shops put around the name without changing which card of the table is meant.
+# "PCIe" and "40GB" are not here: those are other cards, with fewer SMs or less bandwidth.
+_DECORATION = re.compile(r"^(nvidia|quadro|tesla)+|(sxm[2-5]?|16gb|48gb|80gb|141gb|hbm3e?|gpu)+$")
+
+
+def find(name: str) -> Gpu:
+    """The GPU of that name: "H200", "rtx 8000", "NVIDIA A100-SXM4-80GB" all work."""
+    bare = re.sub(r"[^a-z0-9]", "", name.lower())
+    bare = _DECORATION.sub("", bare)
+    if bare in GPUS:
+        return GPUS[bare]
+    raise UnknownGpu(_unknown(name, bare))
+
+
+def _unknown(name: str, bare: str) -> str:
+    known = ", ".join(f"{gpu.name} ({gpu.title})" for gpu in GPUS.values())
+    starts = [key for key in GPUS if bare and (bare.startswith(key) or key.startswith(bare))]
+    near = starts or difflib.get_close_matches(bare, list(GPUS), n=1, cutoff=0.3)
+    guess = f" Did you mean {near[0]}?" if near else ""
+    return f"No facts about the GPU {name!r}.{guess} Known: {known}."

@@ -1,0 +1,125 @@
+"""What users and the checker rely on: which dtypes run where, and the budgets."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashwright.gpu import A100, GPUS, H100, H200, KIB, L40S, RTX8000, T4, Gpu, UnknownGpu, find
+
+
+def test_turing_multiplies_fp16_only() -> None:
+    for gpu in (T4, RTX8000):
+        assert gpu.takes("fp16")
+        assert not any(gpu.takes(dtype) for dtype in ("bf16", "e4m3", "e5m2", "fp32"))
+
+
+def test_fp8_comes_with_ada() -> None:
+    assert not A100.takes("e4m3")
+    assert all(gpu.takes("e4m3") and gpu.takes("bf16") for gpu in (L40S, H100, H200))
+
+
+def test_shared_memory_of_a_block() -> None:
+    budgets = {gpu.name: gpu.shared_per_block // KIB for gpu in GPUS.values()}
+    assert budgets == {
+        "t4": 64, "rtx8000": 64, "a100": 163, "l40s": 99, "h100": 227, "h200": 227,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda gpu: gpu.name)
+def test_facts_agree_with_each_other(gpu: Gpu) -> None:
+    assert set(gpu.tensor_flops) == set(gpu.mma)
+    # An SM multiplies a power of two of operations a clock; the published peak must show it.
+    per_clock = gpu.flops_per_clock("fp16")
+    whole = {"Turing": 1024, "Ampere": 2048, "Ada": 1024, "Hopper": 4096}[gpu.generation]
+    assert per_clock == pytest.approx(whole, rel=0.02)
+    lanes = gpu.fp32_flops / (2 * gpu.sms * gpu.clock_ghz * 1e9)
+    assert lanes == pytest.approx(64 if gpu.generation in ("Turing", "Ampere") else 128, rel=0.1)
+    assert gpu.shared_per_block + gpu.shared_reserved == gpu.shared_per_sm
+    assert (
+        gpu.arch
+        == {"Turing": "sm_75", "Ampere": "sm_80", "Ada": "sm_89", "Hopper": "sm_90a"}[
+            gpu.generation
+        ]
+    )
+
+
+def test_registers_beside_a_producer_warpgroup() -> None:
+    assert [H200.register_limit(warps) for warps in (4, 8, 12)] == [255, 240, 160]
+
+
+def test_registers_without_a_producer() -> None:
+    assert [A100.register_limit(warps) for warps in (4, 8, 12, 16)] == [255, 255, 168, 128]
+
+
+def test_a_dealt_out_register_file_is_never_exceeded() -> None:
+    for gpu in GPUS.values():
+        for warps in range(1, 33):
+            limit = gpu.register_limit(warps)
+            assert gpu.block_registers(limit, warps) <= gpu.registers_per_sm or limit == 255
+            assert limit == 255 or limit % 8 == 0
+    with pytest.raises(ValueError, match="at least one warp"):
+        T4.register_limit(0)
+
+
+def test_registers_count_the_tiles_of_each_thread() -> None:
+    tile = 128 * 128 * 4  # fp32, over 4 warps: 128 values a thread
+    assert A100.registers(tile, 4) - A100.registers(0, 4) == 128
+    assert A100.registers(tile, 8) - A100.registers(0, 8) == 64
+    assert A100.registers(1, 4) == A100.registers(0, 4) + 1  # part of a register is a register
+    assert H200.registers(0, 8) < A100.registers(0, 8)  # wgmma keeps no operand fragments
+
+
+def test_only_tma_stores_shared_memory_to_global() -> None:
+    storing = {gpu.name for gpu in GPUS.values() if ("shared", "global") in gpu.copies}
+    assert storing == {"h100", "h200"}
+    for gpu in GPUS.values():
+        assert ("global", "shared") in gpu.copies
+        assert ("global", "global") not in gpu.copies
+
+
+def test_matrix_instructions() -> None:
+    assert T4.mma["fp16"] == ((16, 8, 8),)
+    assert (16, 8, 16) in A100.mma["bf16"]
+    assert (16, 8, 32) in L40S.mma["e4m3"]
+    assert (64, 176, 16) in H200.mma["bf16"]
+    assert (64, 224, 32) in H200.mma["e4m3"]
+    assert not any(shape[0] == 64 for shape in L40S.mma["fp16"])
+
+
+def test_h200_is_an_h100_with_more_memory() -> None:
+    assert (H200.sms, H200.tensor_flops, H200.arch) == (H100.sms, H100.tensor_flops, H100.arch)
+    assert H200.bandwidth > H100.bandwidth
+    assert H200.memory_bytes > H100.memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("h200", "h200"),
+        ("H200 SXM", "h200"),
+        ("RTX 8000", "rtx8000"),
+        ("Quadro RTX-8000", "rtx8000"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("l40S", "l40s"),
+    ],
+)
+def test_find(name: str, key: str) -> None:
+    assert find(name).name == key
+
+
+@pytest.mark.parametrize(
+    ("name", "guess"),
+    [("H100 PCIe", "h100"), ("A100-40GB", "a100"), ("rtx", "rtx8000"), ("l40", "l40s")],
+)
+def test_other_cards_are_refused_with_a_guess(name: str, guess: str) -> None:
+    with pytest.raises(UnknownGpu, match=rf"Did you mean {guess}\?") as caught:
+        find(name)
+    assert all(key in str(caught.value) for key in GPUS)
+
+
+def test_nothing_like_it() -> None:
+    with pytest.raises(UnknownGpu) as caught:
+        find("")
+    assert "Did you mean" not in str(caught.value)
