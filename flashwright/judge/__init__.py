@@ -1,0 +1,1 @@
+"""Judging kernels: the fp64 oracle, the inputs, and the verdict."""

@@ -1,0 +1,157 @@
+"""Inputs for a kernel's trial: several distributions, because a wrong kernel may suit one of them.
+
+normal      the usual one
+scaled      tiny values: flat weights and outputs so small that a loose absolute limit passes zeros
+shifted     a mean far from 0: logits near 100, which overflow unless the maximum is subtracted
+peaked      logits so spread that a few keys take everything: a wrong mask or offset shows
+one_hot_v   V picks keys apart, so that O shows the weights themselves
+outliers    a few elements 32 times larger, as trained models have
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from flashwright.spec import AttentionSpec
+
+Array = NDArray[Any]
+
+KINDS = ("normal", "scaled", "shifted", "peaked", "one_hot_v", "outliers")
+
+DTYPES: Mapping[str, np.dtype[Any]] = {
+    "fp16": np.dtype(np.float16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "fp32": np.dtype(np.float32),
+    "int32": np.dtype(np.int32),
+}
+
+_MOST = {"fp16": 65504.0, "bf16": 3.3895e38, "e4m3": 448.0, "e5m2": 57344.0, "fp32": 3.4e38}
+_SCALE, _SHIFT, _PEAK, _OUTLIER = 0.05, 3.0, 3.0, 32.0
+
+
+def make_inputs(
+    spec: AttentionSpec, dims: Mapping[str, int], seed: int, kind: str = "normal"
+) -> dict[str, Array]:
+    """Q, K, V in the input dtype, and Slopes, Sink and Idx where the spec has them.
+
+    `dims` has batch, q_len, kv_len, and heads and kv_heads where they differ from the spec's.
+    Each tensor has its own stream: an option that adds a tensor leaves the others as they are.
+    """
+    batch, q_len, kv_len = (_size(dims, name) for name in ("batch", "q_len", "kv_len"))
+    heads, kv_heads = dims.get("heads", spec.heads), dims.get("kv_heads", spec.kv_heads)
+    shapes = {
+        "Q": (batch, heads, q_len, spec.head_dim),
+        "K": (batch, kv_heads, kv_len, spec.head_dim),
+        "V": (batch, kv_heads, kv_len, spec.value_dim),
+    }
+    plain = "normal" if kind == "one_hot_v" else kind
+    inputs = {
+        name: random_tensor(
+            shape, spec.input_dtype, _stream(seed, name), kind if name == "V" else plain
+        )
+        for name, shape in shapes.items()
+    }
+    if spec.alibi:
+        inputs["Slopes"] = (2.0 ** (-8 * np.arange(1, heads + 1) / heads)).astype(np.float32)
+    if spec.sink:
+        inputs["Sink"] = _sinks(spec, inputs, _stream(seed, "Sink"))
+    if spec.branch == "selected":
+        inputs["Idx"] = _blocks(spec, (batch, kv_heads, q_len), kv_len, _stream(seed, "Idx"))
+    return inputs
+
+
+def random_tensor(
+    shape: tuple[int, ...], dtype: str, rng: np.random.Generator, kind: str = "normal"
+) -> Array:
+    """One tensor of a custom program, rounded to the dtype and kept within its range.
+
+    int32 gives indices below the last axis's size, as in a block table.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"no such dtype: {dtype}; there are {', '.join(DTYPES)}")
+    if kind not in KINDS:
+        raise ValueError(f"no such kind of inputs: {kind}; there are {', '.join(KINDS)}")
+    if dtype == "int32":
+        return rng.integers(0, max(1, shape[-1] if shape else 1), shape, dtype=np.int32)
+    most = _MOST[dtype]
+    return np.clip(_draw(shape, rng, kind), -most, most).astype(DTYPES[dtype])
+
+
+def _draw(shape: tuple[int, ...], rng: np.random.Generator, kind: str) -> NDArray[np.float32]:
+    if kind == "one_hot_v" and len(shape) >= 2:
+        length, width = shape[-2:]
+        hot = np.arange(length)[:, None] % max(width, 1) == np.arange(width)
+        return np.broadcast_to(hot, shape).astype(np.float32)
+    x = rng.standard_normal(shape, dtype=np.float32)
+    if kind == "scaled":
+        x *= _SCALE
+    elif kind == "shifted":
+        x += _SHIFT
+    elif kind == "peaked":
+        x *= _PEAK
+    elif kind == "outliers" and x.size:
+        rare = rng.integers(0, x.size, 1 + x.size // 1000)
+        x.reshape(-1)[rare] *= _OUTLIER
+    return x
+
+
+def _stream(seed: int, name: str) -> np.random.Generator:
+    return np.random.default_rng([seed, zlib.crc32(name.encode())])
+
+
+def _size(dims: Mapping[str, int], name: str) -> int:
+    if name not in dims:
+        raise ValueError(f"dims lack {name}")
+    return dims[name]
+
+
+def _sinks(
+    spec: AttentionSpec, inputs: Mapping[str, Array], rng: np.random.Generator
+) -> NDArray[np.float32]:
+    """Logits near the rows' own log-sum-exp: far below it, a kernel without the sink would pass."""
+    q, k = inputs["Q"], inputs["K"]
+    heads = q.shape[1]
+    noise = rng.standard_normal(size=(heads,))
+    if not q.size or not k.size:
+        return noise.astype(np.float32)
+    group, rows = heads // k.shape[1], np.linspace(0, q.shape[2] - 1, 8).astype(int)
+    middle = np.empty(heads)
+    for h in range(heads):
+        s = q[0, h, rows].astype(np.float64) @ k[0, h // group].astype(np.float64).T
+        s *= spec.softmax_scale
+        if spec.softcap is not None:
+            s = spec.softcap * np.tanh(s / spec.softcap)
+        top = s.max(axis=1)
+        middle[h] = np.median(top + np.log(np.exp(s - top[:, None]).sum(axis=1)))
+    return (middle + noise).astype(np.float32)
+
+
+def _blocks(
+    spec: AttentionSpec, shape: tuple[int, int, int], kv_len: int, rng: np.random.Generator
+) -> NDArray[np.int32]:
+    """Distinct blocks that begin no later than the query, its own among them, sorted, then -1."""
+    batch, kv_heads, q_len = shape
+    count = -(-kv_len // spec.selected_block)
+    p = np.arange(q_len) + kv_len - q_len
+    own = p // spec.selected_block  # negative where the query stands before the first key
+    block = np.arange(count)
+    idx = np.full((*shape, spec.top_k), -1, dtype=np.int32)
+    taken = min(spec.top_k, count)
+    for b in range(batch):
+        for h in range(kv_heads):
+            lot = rng.random((q_len, count))
+            lot[block == own[:, None]] = -1  # drawn first
+            lot[block > own[:, None]] = 2  # never drawn before a block that may be seen
+            pick = np.argsort(lot, axis=1)[:, :taken]
+            pick = np.where(pick <= own[:, None], pick, count)
+            pick.sort(axis=1)
+            idx[b, h, :, :taken] = np.where(pick < count, pick, -1)
+    return idx

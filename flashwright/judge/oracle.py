@@ -1,0 +1,424 @@
+"""What attention is, in fp64, and how far a kernel may be from it.
+
+Tensors are laid out (batch, heads, length, dim). Clarity comes before speed, but only one block of
+rows of one head is held at a time, so that lengths of thousands are possible.
+
+The query in row i stands at position p = i + kv_len - q_len: the last query is the last token.
+In NSA's compressed branch a column is a block of tokens, so there p = i + tokens - q_len, where the
+dim `tokens` is the length in tokens (default: q_len), and block j covers the tokens
+j * stride .. j * stride + block - 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashwright.spec import AttentionSpec, BadSpec
+
+Array = NDArray[Any]
+Floats = NDArray[np.float64]
+Inputs = Mapping[str, Array]
+Dims = Mapping[str, int]
+
+_ROWS = 512  # rows of scores held at a time: 64 MB each at 16k keys
+
+
+def positions(
+    spec: AttentionSpec, q_len: int, kv_len: int, tokens: int | None = None
+) -> NDArray[np.int64]:
+    """The position p of every query row; `tokens` counts in the compressed branch only."""
+    end = kv_len
+    if spec.branch == "compressed":
+        end = q_len if tokens is None else tokens
+    return np.arange(q_len, dtype=np.int64) + (end - q_len)
+
+
+def visible(
+    spec: AttentionSpec, q_len: int, kv_len: int, tokens: int | None = None
+) -> NDArray[np.bool_]:
+    """Which columns each row may see: (q_len, kv_len). The selected blocks come on top of it."""
+    return _seen(spec, positions(spec, q_len, kv_len, tokens), kv_len)
+
+
+def _seen(spec: AttentionSpec, p: NDArray[np.int64], kv_len: int) -> NDArray[np.bool_]:
+    row, key = p[:, None], np.arange(kv_len)[None, :]
+    seen = np.ones((len(p), kv_len), dtype=np.bool_)
+    if spec.branch == "compressed":
+        last = key * spec.stride + spec.block - 1
+        return seen & (last <= row) if spec.causal else seen
+    if spec.causal:
+        seen &= key <= row
+    if spec.window is not None:
+        seen &= np.abs(row - key) < spec.window
+    return seen
+
+
+def chosen(spec: AttentionSpec, idx: Array, kv_len: int) -> NDArray[np.bool_]:
+    """Which keys lie in the selected blocks of each row: idx (rows, top_k) -> (rows, kv_len)."""
+    blocks = -(-kv_len // spec.selected_block)
+    table = np.zeros((len(idx), blocks), dtype=np.bool_)
+    row, slot = np.nonzero((idx >= 0) & (idx < blocks))
+    table[row, idx[row, slot]] = True
+    return table[:, np.arange(kv_len) // spec.selected_block]
+
+
+def scores(
+    spec: AttentionSpec,
+    q: Floats,
+    k: Floats,
+    p: NDArray[np.int64] | None = None,
+    slope: float | None = None,
+    idx: Array | None = None,
+) -> Floats:
+    """Logits (rows, kv_len) of one head: scale, softcap, ALiBi, then -inf where nothing is seen.
+
+    `p` are the rows' positions (default: those of a whole Q), `slope` this head's ALiBi slope,
+    `idx` the rows' selected blocks.
+    """
+    kv_len = len(k)
+    p = positions(spec, len(q), kv_len) if p is None else p
+    s: Floats = (q @ k.T) * spec.softmax_scale
+    if spec.softcap is not None:
+        s = spec.softcap * np.tanh(s / spec.softcap)
+    if spec.alibi:
+        if slope is None:
+            raise ValueError("ALiBi needs the head's slope")
+        s += slope * (np.arange(kv_len)[None, :] - p[:, None])
+    seen = _seen(spec, p, kv_len)
+    if spec.branch == "selected":
+        if idx is None:
+            raise ValueError("branch 'selected' needs the rows' block indices")
+        seen &= chosen(spec, idx, kv_len)
+    s[~seen] = -np.inf
+    return s
+
+
+def attention(spec: AttentionSpec, inputs: Inputs, dims: Dims | None = None) -> dict[str, Floats]:
+    """O (batch, heads, q_len, v_dim) and LSE (batch, heads, q_len), natural logarithm.
+
+    A row that sees nothing has O = 0 and LSE = -inf, or the sink's logit where there is a sink.
+    """
+    batch, heads, q_len = _check(spec, inputs, dims or {})
+    out = np.zeros((batch, heads, q_len, spec.value_dim))
+    lse = np.full((batch, heads, q_len), -np.inf)
+    for b, h in itertools.product(range(batch), range(heads)):
+        v = _head(inputs, "V", b, h, heads)
+        sink = float(inputs["Sink"][h]) if spec.sink else -np.inf
+        for rows, s in _score_rows(spec, inputs, dims or {}, b, h):
+            top = np.maximum(s.max(axis=1, initial=-np.inf), sink)
+            top[top == -np.inf] = 0  # a row without anything: avoids inf - inf
+            weight = np.exp(s - top[:, None])
+            total = weight.sum(axis=1) + np.exp(sink - top)
+            some = total > 0
+            out[b, h, rows][some] = (weight[some] @ v) / total[some, None]
+            lse[b, h, rows][some] = top[some] + np.log(total[some])
+    return {"O": out, "LSE": lse}
+
+
+class Weights(NamedTuple):
+    """What one head gives to each key."""
+
+    weights: Floats
+    """exp(score - the row's greatest score), 0 where masked; the sink is no part of it."""
+    scores: Floats
+
+
+def weights(spec: AttentionSpec, inputs: Inputs, dims: Dims | None, b: int, h: int) -> Weights:
+    """The true unnormalised weights and the scores (q_len, kv_len) of one head: to localise errors.
+
+    They hold the whole head at once: use them for lengths of thousands, not more.
+    """
+    _check(spec, inputs, dims or {})
+    s = np.concatenate([s for _, s in _score_rows(spec, inputs, dims or {}, b, h)])
+    top = s.max(axis=1, initial=-np.inf, keepdims=True)
+    return Weights(np.exp(s - np.where(top == -np.inf, 0, top)), s)
+
+
+def _score_rows(
+    spec: AttentionSpec, inputs: Inputs, dims: Dims, b: int, h: int
+) -> Iterator[tuple[slice, Floats]]:
+    q, heads = inputs["Q"][b, h], inputs["Q"].shape[1]
+    k = _head(inputs, "K", b, h, heads)
+    p = positions(spec, len(q), len(k), dims.get("tokens"))
+    slope = float(inputs["Slopes"][h]) if spec.alibi else None
+    idx = _kv_head(inputs["Idx"], b, h, heads) if spec.branch == "selected" else None
+    for start in range(0, max(len(q), 1), _ROWS):  # one empty block when there is no query
+        rows = slice(start, min(start + _ROWS, len(q)))
+        part = None if idx is None else idx[rows]
+        yield rows, scores(spec, q[rows].astype(np.float64), k, p[rows], slope, part)
+
+
+def _kv_head(tensor: Array, b: int, h: int, heads: int) -> Array:
+    part: Array = tensor[b, h * tensor.shape[1] // heads]
+    return part
+
+
+def _head(inputs: Inputs, name: str, b: int, h: int, heads: int) -> Floats:
+    return _kv_head(inputs[name], b, h, heads).astype(np.float64)
+
+
+def _check(spec: AttentionSpec, inputs: Inputs, dims: Dims) -> tuple[int, int, int]:
+    """Sizes that fit together, or a ValueError that names the tensor; numpy would broadcast."""
+    for name in ("Q", "K"):
+        if name not in inputs or inputs[name].ndim != 4:
+            raise ValueError(f"{name} must be given as (batch, heads, length, dim)")
+    batch, heads, q_len, _ = inputs["Q"].shape
+    _, kv_heads, kv_len, _ = inputs["K"].shape
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"K has {kv_heads} heads, which do not divide Q's {heads}")
+    wanted: dict[str, tuple[int, ...]] = {
+        "Q": (batch, heads, q_len, spec.head_dim),
+        "K": (batch, kv_heads, kv_len, spec.head_dim),
+        "V": (batch, kv_heads, kv_len, spec.value_dim),
+    }
+    if spec.alibi:
+        wanted["Slopes"] = (heads,)
+    if spec.sink:
+        wanted["Sink"] = (heads,)
+    if spec.branch == "selected":
+        wanted["Idx"] = (batch, kv_heads, q_len, spec.top_k)
+    for name, shape in wanted.items():
+        found = inputs[name].shape if name in inputs else None
+        if found != shape:
+            raise ValueError(f"{name} must have the shape {shape}, not {found}")
+    sizes = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "q_len": q_len, "kv_len": kv_len}
+    for name, size in sizes.items():
+        if dims.get(name, size) != size:
+            raise ValueError(f"dim {name} is {dims[name]}, but the tensors say {size}")
+    return batch, heads, q_len
+
+
+# How far a kernel may be off. The unit is the roundoff of the type in which the weights P enter the
+# second GEMM and O is stored. An honest kernel (fp32 scores, sums, accumulator; P and O rounded),
+# played in NumPy and not on a GPU, over every kind of inputs, keys 5 to 1500 and widths 8 to 128,
+# had at most 0.6 units of relative RMS error (1.0 where the output has under 1000 elements), and
+# single elements at most 2.5 units of their row's RMS above 1.5 units of their own size. The limits
+# leave two to three times that.
+# tanh is expected in fp32: with a random relative error of 2^-11, the bound of tanh.approx, the
+# play had 9 units of RMS error and 100 of an element's in fp16 (1.2 and 7 in bf16), and is refused.
+ROUNDOFF: Mapping[str, float] = MappingProxyType(
+    {
+        "fp16": 2.0**-11,
+        "bf16": 2.0**-8,
+        "fp8": 2.0**-4,  # P in e4m3 weighs far more than O in bf16
+        "e4m3": 2.0**-4,
+        "e5m2": 2.0**-3,
+        # Not 2^-24: sums over thousands of keys, and room for the GPU's fast exp2 and log2. The
+        # play's LSE had 2^-22 of RMS error, and 2^-18 in its worst element (outliers).
+        "fp32": 2.0**-19,
+    }
+)
+RMS_LIMIT = 2.0  # of the relative RMS error, in units
+ROW_LIMIT = 5.0  # of one element's error, in units of its row's RMS ...
+OWN_LIMIT = 1.5  # ... plus in units of its own size: its own rounding
+LSE_FP8_TOLERANCE = 2.0**-11  # Hopper's fp8 MMA is said to keep 14 bits; not measured
+_SMALLEST = {"fp16": 2.0**-24}  # below it O is rounded to 0; other types go down to 2^-126
+
+
+@dataclass(frozen=True)
+class Miss:
+    """One bad element."""
+
+    index: tuple[int, ...]
+    found: float
+    expected: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far an output is from the oracle's. RMS is that of the expected output."""
+
+    ok: bool
+    reason: str
+    """Why not, in one line; empty when ok."""
+    size: int = 0
+    max_abs: float = 0.0
+    relative_rms: float = 0.0
+    """RMS of the error over RMS."""
+    relative_max: float = 0.0
+    """Greatest error over RMS."""
+    bad: int = 0
+    """Elements outside their limit."""
+    nonfinite: int = 0
+    """NaN and infinities where a finite number is expected."""
+    first: Miss | None = None
+    worst: Miss | None = None
+
+
+def compare(
+    found: Array,
+    expected: Array,
+    dtype: str,
+    tolerance: float | None = None,
+    floor: float = 0.0,
+) -> Comparison:
+    """Is `found` the expected output, up to the rounding that `dtype` excuses?
+
+    `tolerance` replaces the limit of the relative RMS error; the limits of single elements move
+    with it. `floor` is the least RMS that errors are measured against. Infinities must match
+    exactly. A row is the last axis.
+    """
+    if found.shape != expected.shape:
+        return Comparison(False, f"the shape is {found.shape}, not {expected.shape}")
+    if not expected.size:
+        return Comparison(True, "")
+    f, e = (np.atleast_1d(x.astype(np.float64)) for x in (found, expected))
+    if np.isnan(e).any():
+        return Comparison(False, f"the reference has {int(np.isnan(e).sum())} NaN", e.size)
+    unit = ROUNDOFF[dtype] if tolerance is None else tolerance / RMS_LIMIT
+    smallest = _SMALLEST.get(dtype, 2.0**-126)
+    finite = np.isfinite(e)
+    known = np.where(finite, e, 0.0)
+    broken = finite & ~np.isfinite(f)
+    with np.errstate(invalid="ignore"):
+        error = np.where(finite, np.abs(f - known), np.where(f == e, 0.0, np.inf))
+    error[broken] = np.inf  # NaN too
+    row = np.maximum(_rms(known, finite, axis=-1), floor)
+    wrong = error > unit * (ROW_LIMIT * row + OWN_LIMIT * np.abs(known)) + smallest
+    rms = max(float(_rms(known, finite)[(0,) * e.ndim]), floor)
+    with np.errstate(over="ignore"):
+        rms_error = float(np.sqrt(np.mean(error[finite] ** 2))) if finite.any() else 0.0
+    result = Comparison(
+        ok=True,
+        reason="",
+        size=e.size,
+        max_abs=float(error.max()),
+        relative_rms=_ratio(rms_error, rms),
+        relative_max=_ratio(float(error.max()), rms),
+        bad=int(wrong.sum()),
+        nonfinite=int(broken.sum()),
+        first=_miss(f, e, int(np.argmax(wrong))) if wrong.any() else None,
+        worst=_miss(f, e, int(np.argmax(np.where(wrong, error, -1)))) if wrong.any() else None,
+    )
+    # Few elements scatter more; rounding to zero is excused as it is for single elements.
+    limit = RMS_LIMIT * unit * (1 + 4 / np.sqrt(e.size)) + _ratio(smallest, rms)
+    reason = _reason(result, limit, not f.any() and bool((np.abs(known) > smallest).any()))
+    return replace(result, ok=not reason, reason=reason)
+
+
+def compare_lse(spec: AttentionSpec, found: Array, expected: Array) -> Comparison:
+    """compare for the log-sum-exp: its error is the sum's relative error, so the floor is 1."""
+    tolerance = LSE_FP8_TOLERANCE if spec.dtype == "fp8" else None
+    return compare(found, expected, "fp32", tolerance, floor=1.0)
+
+
+def _rms(x: Floats, counted: NDArray[np.bool_], axis: int | None = None) -> Floats:
+    total = (x**2).sum(axis=axis, keepdims=True)
+    mean: Floats = np.sqrt(total / np.maximum(counted.sum(axis=axis, keepdims=True), 1))
+    return mean
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else (0.0 if part == 0 else np.inf)
+
+
+def _miss(found: Floats, expected: Floats, flat: int) -> Miss:
+    index = tuple(int(i) for i in np.unravel_index(flat, found.shape))
+    return Miss(index, float(found[index]), float(expected[index]))
+
+
+def _reason(result: Comparison, limit: float, zero: bool) -> str:
+    if zero:
+        return "every element is 0"
+    if result.nonfinite:
+        return f"{result.nonfinite} of {result.size} elements are NaN or infinite"
+    if result.bad and result.worst is not None:
+        worst = result.worst
+        return (
+            f"{result.bad} of {result.size} elements are wrong, the worst at {worst.index}: "
+            f"{worst.found:.6g} instead of {worst.expected:.6g}"
+        )
+    if result.relative_rms > limit:
+        return f"the relative RMS error is {result.relative_rms:.2e}, above {limit:.2e}"
+    return ""
+
+
+@dataclass(frozen=True)
+class UserReference:
+    """A user's own reference: called with inputs in fp64 (integers stay) and the dims."""
+
+    path: Path
+    function: Callable[..., Any]
+    inputs_function: Callable[..., Any] | None
+
+    def __call__(self, inputs: Inputs, dims: Dims) -> dict[str, Floats]:
+        """The outputs by name; a single array is O."""
+        given = {name: _for_user(array) for name, array in inputs.items()}
+        result = _guard(self.path, lambda: self.function(given, dict(dims)))
+        return {k: v.astype(np.float64) for k, v in self._arrays(result, "reference").items()}
+
+    def make_inputs(self, rng: np.random.Generator, dims: Dims) -> dict[str, Array] | None:
+        """The user's inputs by name, or None where the file makes none."""
+        make = self.inputs_function
+        if make is None:
+            return None
+        return self._arrays(_guard(self.path, lambda: make(rng, dict(dims))), "make_inputs")
+
+    def _arrays(self, result: object, what: str) -> dict[str, Array]:
+        named = result if isinstance(result, dict) else {"O": result}
+        arrays = {str(name): _array(value) for name, value in named.items()}
+        for name, array in arrays.items():
+            if array is None:
+                raise BadSpec(f"{self.path}: {what} gave no array of numbers for {name}")
+        return {name: array for name, array in arrays.items() if array is not None}
+
+
+def user_reference(path: str | Path) -> UserReference:
+    """Loads `reference(inputs, dims)` and the optional `make_inputs(rng, dims)` of a Python file.
+
+    The file runs as it is: it is the user's own. Its errors come as BadSpec, with file and line.
+    """
+    path = Path(path)
+    try:
+        source = path.read_bytes()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise BadSpec(f"{path}: the reference cannot be read: {why}") from None
+    module = ModuleType(f"flashwright_reference_{path.stem}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses and pickle look the module up there
+    _guard(path, lambda: exec(compile(source, str(path), "exec"), module.__dict__))
+    function, inputs = (getattr(module, name, None) for name in ("reference", "make_inputs"))
+    if not callable(function):
+        raise BadSpec(f"{path}: defines no reference: add def reference(inputs, dims)")
+    if inputs is not None and not callable(inputs):
+        raise BadSpec(f"{path}: make_inputs is no function: write def make_inputs(rng, dims)")
+    return UserReference(path, function, inputs)
+
+
+def _guard(path: Path, work: Callable[[], object]) -> object:
+    try:
+        return work()
+    except (Exception, SystemExit) as error:
+        frames = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f[0] == str(path)]
+        line = frames[-1] if frames else None
+        if isinstance(error, SyntaxError) and error.filename == str(path):
+            line = error.lineno
+        where = f"{path}:{line}" if line else str(path)
+        why = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise BadSpec(f"{where}: {type(error).__name__}: {why}".rstrip(": ")) from None
+
+
+def _for_user(array: Array) -> Array:
+    """A copy, so that the user's code cannot change what the kernel gets."""
+    kept = array.dtype if array.dtype.kind in "iub" else np.dtype(np.float64)
+    return array.astype(kept)
+
+
+def _array(value: object) -> Array | None:
+    try:
+        array = np.asarray(value)
+        array.astype(np.float64)
+    except (TypeError, ValueError):
+        return None
+    return array if array.dtype.kind not in "cOSUMm" else None

@@ -1,0 +1,416 @@
+"""What attention is asked for: one frozen, validated record, and its TOML and inline forms.
+
+    spec = AttentionSpec.make(variant="gqa", heads=32, kv_heads=8, causal=True)
+
+Every complaint is a line that names the field, says what is wrong and how to mend it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+MAX_HEADS = 65535  # a CUDA grid's y and z extent
+MAX_HEAD_DIM = 512  # a wider row of the accumulator fits no GPU's registers
+MAX_INT = 2**31 - 1  # kernels index with 32-bit integers
+FLOAT_RANGE = (1e-30, 1e30)  # kernels hold these numbers in fp32
+
+RUN_TIME_DIMS = ("batch", "heads", "kv_heads", "q_len", "kv_len")
+_ALWAYS_DUMPED = ("variant", "heads", "kv_heads", "head_dim", "dtype")
+_TEXT_FIELDS = ("variant", "dtype", "branch", "reference")
+
+
+class BadSpec(ValueError):  # noqa: N818 - it reads as what it says
+    """A specification that cannot be taken; `lines` says why, one complaint each."""
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = lines
+
+
+class AttentionSpec(BaseModel):
+    """One attention operator. Sizes that change from call to call (lengths, batch) are not here."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    variant: str
+    """A free name: mha, gqa, mla, or your own."""
+    heads: int = 32
+    kv_heads: int = 32
+    """Heads of K and V; the query heads share them in equal groups. Default: heads."""
+    head_dim: int = 128
+    """Columns of Q and K."""
+    v_dim: int | None = None
+    """Columns of V and O. None: head_dim."""
+    dtype: Literal["fp16", "bf16", "fp8"] = "fp16"
+    """Of Q, K, V and O; fp8 is e4m3 in and bf16 out."""
+    causal: bool = False
+    window: int | None = None
+    """Sliding window: position p = q_idx + kv_len - q_len sees key k when |p - k| < window
+    (and k <= p when causal)."""
+    softcap: float | None = None
+    """c: a score s becomes c * tanh(s / c)."""
+    alibi: bool = False
+    """Adds slope_h * (kv_idx - p); input `Slopes` (heads) fp32."""
+    sink: bool = False
+    """One logit per head that joins the denominator and has no value; input `Sink` (heads) fp32."""
+    scale: float | None = None
+    """Of Q K^T. None: 1 / sqrt(head_dim)."""
+    lse: bool = True
+    """The kernel also returns the log-sum-exp of each row."""
+    branch: Literal["compressed", "selected", "window"] | None = None
+    """Which branch of native sparse attention (NSA) this is; None: not NSA."""
+    block: int = 32
+    """NSA: tokens in one compressed block."""
+    stride: int = 16
+    """NSA: tokens between the starts of two compressed blocks."""
+    selected_block: int = 64
+    """NSA: tokens in one selected block."""
+    top_k: int = 16
+    """NSA: selected blocks per query."""
+    reference: str | None = None
+    """A Python file with `reference(inputs, dims)`; its path is relative to the spec's file."""
+    tolerance: float | None = None
+    """Allowed error relative to the output's RMS. None: what the dtype allows."""
+    dims: dict[str, int] = Field(default_factory=dict)
+    """Extra run-time dims of a custom program."""
+
+    @classmethod
+    def make(cls, **settings: object) -> Self:
+        """A spec from settings; raises BadSpec with readable lines."""
+        try:
+            return cls.model_validate(settings)
+        except ValidationError as error:
+            raise BadSpec(*problems(error)) from None
+
+    def __hash__(self) -> int:  # the generated one fails on the dict
+        return hash((*(v for k, v in self if k != "dims"), *sorted(self.dims.items())))
+
+    @property
+    def input_dtype(self) -> Literal["fp16", "bf16", "e4m3"]:
+        """Of Q, K and V."""
+        return "e4m3" if self.dtype == "fp8" else self.dtype
+
+    @property
+    def output_dtype(self) -> Literal["fp16", "bf16"]:
+        """Of O."""
+        return "bf16" if self.dtype == "fp8" else self.dtype
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def value_dim(self) -> int:
+        """Columns of V and O."""
+        return self.head_dim if self.v_dim is None else self.v_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor on Q K^T."""
+        return 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
+
+    def compressed_blocks(self, tokens: int) -> int:
+        """How many whole compressed blocks `tokens` tokens make (NSA)."""
+        return max(0, (tokens - self.block) // self.stride + 1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _share_nothing(cls, data: object) -> object:
+        """Without kv_heads every query head has its own."""
+        if isinstance(data, dict) and "kv_heads" not in data:
+            heads = data.get("heads")
+            if isinstance(heads, int) and 1 <= heads <= MAX_HEADS:  # else its own line is enough
+                return {**data, "kv_heads": heads}
+        return data
+
+    @field_validator("variant")
+    @classmethod
+    def _variant(cls, value: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}", value):
+            raise _wrong(f"{value[:64]!r} is not a name: use letters, digits, '_', '-', '.' or '+'")
+        return value
+
+    @field_validator("heads", "kv_heads")
+    @classmethod
+    def _heads(cls, value: int, info: ValidationInfo) -> int:
+        _check_count(value, MAX_HEADS)
+        heads = info.data.get("heads")
+        if info.field_name == "kv_heads" and heads is not None and heads % value:
+            raise _wrong(
+                f"kv heads ({value}) must divide the query heads ({heads}): "
+                f"use {_divisors(heads, value)}"
+            )
+        return value
+
+    @field_validator("head_dim", "v_dim")
+    @classmethod
+    def _width(cls, value: int | None) -> int | None:
+        if value is None:
+            return None
+        if value < 1:
+            raise _wrong(f"must be at least 8, not {value}: use a multiple of 8 such as 64 or 128")
+        if value > MAX_HEAD_DIM:
+            raise _wrong(f"must be at most {MAX_HEAD_DIM}, not {_shown(value)}")
+        if value % 8:
+            below = value // 8 * 8
+            choice = f"{below} or {below + 8}" if below else "8"
+            raise _wrong(f"must be a multiple of 8, not {value}: use {choice}")
+        return value
+
+    @field_validator("window", "block", "stride", "selected_block", "top_k")
+    @classmethod
+    def _count(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None:
+            hint = ": leave it out for no window" if info.field_name == "window" else ""
+            _check_count(value, MAX_INT, hint)
+        return value
+
+    @field_validator("softcap", "scale")
+    @classmethod
+    def _factor(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is None or FLOAT_RANGE[0] <= value <= FLOAT_RANGE[1]:
+            return value
+        if value <= 0:
+            without = "no softcap" if info.field_name == "softcap" else "1 / sqrt(head_dim)"
+            raise _wrong(f"must be above 0, not {value:g}: leave it out for {without}")
+        raise _wrong(f"must lie between 1e-30 and 1e30, not {value:g}: the kernel holds it in fp32")
+
+    @field_validator("tolerance")
+    @classmethod
+    def _tolerance(cls, value: float | None) -> float | None:
+        if value is not None and not 0 < value < 1:
+            raise _wrong(
+                f"must lie between 0 and 1, not {value:g}: it is relative to the output's RMS, "
+                "and 1 would accept zeros"
+            )
+        return value
+
+    @field_validator("reference")
+    @classmethod
+    def _reference(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[^\0\ud800-\udfff]*\.py", value, re.DOTALL):
+            raise _wrong(f"{value[:64]!a} is not a Python file: give the path of a .py file")
+        return value
+
+    @field_validator("dims")
+    @classmethod
+    def _dims(cls, value: dict[str, int]) -> dict[str, int]:
+        for name, size in value.items():
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise _wrong(f"{name[:64]!r} is not a name: use letters, digits and '_'")
+            if name in RUN_TIME_DIMS:
+                raise _wrong(f"{name} is always there: leave it out of dims")
+            if not 1 <= size <= MAX_INT:
+                raise _wrong(f"{name} must lie between 1 and {MAX_INT}, not {_shown(size)}")
+        return value
+
+    @model_validator(mode="after")
+    def _branches(self) -> Self:
+        if self.stride > self.block:
+            raise _wrong(
+                f"stride ({self.stride}) must not exceed block ({self.block}), which skips tokens: "
+                f"use {self.block} or less",
+                "stride",
+            )
+        if self.branch == "window" and self.window is None:
+            raise _wrong("branch 'window' needs its width: add window = 512", "window")
+        if self.branch in ("compressed", "selected") and self.window is not None:
+            raise _wrong(f"branch '{self.branch}' has no window: remove it", "window")
+        if self.branch == "compressed" and self.alibi:
+            raise _wrong("compressed blocks have no token position: set alibi = false", "alibi")
+        if self.branch == "selected" and not self.causal:
+            raise _wrong("branch 'selected' never looks ahead: set causal = true", "causal")
+        return self
+
+
+def _wrong(why: str, field: str = "") -> PydanticCustomError:
+    return PydanticCustomError("spec", "{why}", {"why": why, "field": field})
+
+
+def _shown(value: int) -> str:
+    """A number for a message; Python refuses to print integers of thousands of digits."""
+    return str(value) if abs(value) < 10**18 else "a number that large"
+
+
+def _check_count(value: int, most: int, hint: str = "") -> None:
+    if value < 1:
+        raise _wrong(f"must be at least 1, not {_shown(value)}{hint}")
+    if value > most:
+        raise _wrong(f"must be at most {most}, not {_shown(value)}")
+
+
+def _divisors(heads: int, near: int) -> str:
+    every = [d for d in range(1, heads + 1) if heads % d == 0]
+    shown = [str(d) for d in sorted(sorted(every, key=lambda d: abs(d - near))[:8])]
+    return " or ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else shown[0]
+
+
+_PLAIN = {
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text in quotes",
+    "dict_type": "must be a table of names and whole numbers",
+    "finite_number": "must be a finite number",
+    "string_unicode": "must be valid Unicode text",
+}
+
+
+def problems(error: ValidationError) -> list[str]:
+    """The error as readable lines, each `field: what is wrong, and the fix`."""
+    return [f"{field}: {why}" if field else why for field, why in _findings(error)]
+
+
+def _findings(error: ValidationError) -> list[tuple[str, str]]:
+    return [_finding(e) for e in error.errors(include_url=False)]
+
+
+def _finding(error: ErrorDetails) -> tuple[str, str]:
+    field = ".".join(str(part) for part in error["loc"])
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "spec":
+        return field or str(context["field"]), error["msg"]
+    if kind == "missing":
+        fix = ': add variant = "mha" (any name)' if field == "variant" else ""
+        return field, f"is missing{fix}"
+    if kind == "extra_forbidden":
+        return field, _unknown(field)
+    given = error["input"]
+    shown = f", not {_literal(given)}" if isinstance(given, str | bool | float) else ""
+    if kind == "literal_error":
+        return field, f"must be {context['expected']}{shown}"
+    if kind in _PLAIN:
+        return field, _PLAIN[kind] + shown
+    return field, error["msg"]
+
+
+def _literal(value: str | bool | float) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)[:64]
+
+
+def _unknown(name: str) -> str:
+    fields = list(AttentionSpec.model_fields)
+    close = difflib.get_close_matches(name.lower().replace("-", "_"), fields, n=1, cutoff=0.6)
+    if close:
+        return f"no such setting: did you mean {close[0]}?"
+    return f"no such setting: there are {', '.join(fields)}"
+
+
+def load(path: str | Path) -> AttentionSpec:
+    """The spec in a TOML file; raises BadSpec with the file, and the line where it is known."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        raise BadSpec(f"{path}: there is no such file") from None
+    except OSError as error:
+        raise BadSpec(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:  # not UTF-8, or a path with a NUL
+        raise BadSpec(f"{path}: is not a text file in UTF-8: {error}") from None
+    return parse(text, str(path))
+
+
+def parse(text: str, source: str = "spec") -> AttentionSpec:
+    """The spec in TOML text; `source` names the text in complaints."""
+    try:
+        settings = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
+        why, line = str(error), re.search(r" \(at line (\d+), column (\d+)\)$", str(error))
+        where = f"{source}:{line[1]}:{line[2]}" if line else source
+        raise BadSpec(f"{where}: not valid TOML: {why[: line.start()] if line else why}") from None
+    try:
+        return AttentionSpec.model_validate(settings)
+    except ValidationError as error:
+        found = _findings(error)
+        raise BadSpec(*(f"{source}{_line_of(text, f)}: {f}: {why}" for f, why in found)) from None
+
+
+def _line_of(text: str, field: str) -> str:
+    key = re.escape(field.split(".")[-1])
+    found = re.search(rf"^[ \t]*(?:\w+\.)?[\"']?{key}[\"']?[ \t]*=|^\[{key}\]", text, re.MULTILINE)
+    return f":{text.count(chr(10), 0, found.start()) + 1}" if found else ""
+
+
+def dump(spec: AttentionSpec) -> str:
+    """The spec as TOML: the main settings, and what differs from the defaults."""
+    lines = []
+    for name, field in AttentionSpec.model_fields.items():
+        value = getattr(spec, name)
+        if name != "dims" and (name in _ALWAYS_DUMPED or value != field.default):
+            lines.append(f"{name} = {_toml(value)}")
+    if spec.dims:
+        lines += ["", "[dims]", *(f"{name} = {size}" for name, size in spec.dims.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: str | bool | int | float) -> str:
+    """JSON's scalars are TOML's, but for the one control character that JSON leaves bare."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def parse_inline(text: str) -> dict[str, Any]:
+    """Settings from `causal, head-dim=64, dims.pages=4`, to be given to AttentionSpec.make.
+
+    A key alone means true; dashes stand for underscores; `none` unsets.
+    """
+    settings: dict[str, Any] = {}
+    wrong: list[str] = []
+    for part in (p.strip() for p in text.split(",")):
+        if not part:
+            continue
+        key, equals, raw = (piece.strip() for piece in part.partition("="))
+        name = key.replace("-", "_")
+        table: dict[str, Any] = settings
+        if name.startswith("dims."):
+            table, name = settings.setdefault("dims", {}), name.removeprefix("dims.")
+        elif name == "dims":
+            wrong.append("dims: give each one as dims.name=4")
+            continue
+        elif name not in AttentionSpec.model_fields:
+            wrong.append(f"{key or part}: {_unknown(key)}")
+            continue
+        if name in table:
+            wrong.append(f"{key}: is given twice")
+        elif not raw and (equals or not _is_flag(key)):
+            wrong.append(f"{key}: needs a value: write {key}=...")
+        else:
+            table[name] = _value(raw, text=name in _TEXT_FIELDS) if equals else True
+    if wrong:
+        raise BadSpec(*wrong)
+    return settings
+
+
+def _is_flag(key: str) -> bool:
+    field = AttentionSpec.model_fields.get(key.replace("-", "_"))
+    return field is not None and field.annotation is bool
+
+
+def _value(raw: str, text: bool) -> object:
+    words: Mapping[str, object] = {"none": None, "true": True, "false": False}
+    if raw.lower() in words and not (text and raw.lower() != "none"):
+        return words[raw.lower()]
+    if not text:
+        for number in (int, float):
+            try:
+                return number(raw)
+            except ValueError:
+                continue
+    return raw[1:-1] if len(raw) > 1 and raw[0] == raw[-1] and raw[0] in "\"'" else raw
