@@ -50,7 +50,7 @@ _MOST_REGISTERS = 255
 REGISTER_UNIT = 8
 
 
-class UnknownGpu(ValueError):  # noqa: N818 - reads as what happened
+class UnknownGpu(ValueError):
     """A GPU that Flashwright has no facts about."""
 
 

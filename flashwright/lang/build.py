@@ -8,6 +8,7 @@ nothing here recurses, however deep the program is.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from flashwright import __version__
 from flashwright.lang.nodes import (
     Allocate,
     Axis,
@@ -75,7 +77,20 @@ def grammar() -> Lark:
     from lark import Lark
 
     text = Path(__file__).with_name("grammar.lark").read_text(encoding="utf-8")
-    return Lark(text, parser="lalr", lexer="basic", transformer=cast(Any, Builder()))
+    builder = cast(Any, Builder())
+    return Lark(text, parser="lalr", lexer="basic", transformer=builder, cache=_cache())
+
+
+def _cache() -> str | bool:
+    """Where lark keeps the tables it made of the grammar: they take ten times longer to make than
+    to read. It knows a stale file by its hash; without a place to write it makes them anew."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(home) / "flashwright"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return str(folder / f"grammar-{__version__}.tables")
 
 
 @cache

@@ -50,6 +50,7 @@ class Diagnostic:
 
     @property
     def severity(self) -> Severity:
+        """Errors make the program wrong; warnings do not."""
         return CODES[self.code].severity
 
     @property

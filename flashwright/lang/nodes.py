@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from functools import cache
+from typing import Any, Literal, cast
 
 Space = Literal["global", "shared", "register"]
 SPACES: tuple[Space, ...] = ("global", "shared", "register")
@@ -28,9 +29,7 @@ class Span:
 
     def to(self, other: Span) -> Span:
         """From the start of this span to the end of the other."""
-        return Span(
-            self.start, other.end, self.line, self.column, other.end_line, other.end_column
-        )
+        return Span(self.start, other.end, self.line, self.column, other.end_line, other.end_column)
 
 
 NOWHERE = Span(0, 0, 1, 1, 1, 1)
@@ -293,10 +292,14 @@ def expressions(node: object) -> Iterator[Expr]:
     """
     if isinstance(node, (Num, Name, Unary, Binary, Call, Index, Transpose)):
         yield node
-    for part in fields(node):  # type: ignore[arg-type]
-        if part.name in ("span", "body", "then", "orelse"):
-            continue
-        value = getattr(node, part.name)
+    for part in _parts(cast(Any, type(node))):
+        value = getattr(node, part)
         for item in value if isinstance(value, tuple) else (value,):
             if hasattr(item, "__dataclass_fields__"):
                 yield from expressions(item)
+
+
+@cache
+def _parts(kind: Any) -> tuple[str, ...]:
+    skipped = ("span", "body", "then", "orelse", "comment", "gap")
+    return tuple(f.name for f in fields(kind) if f.name not in skipped)

@@ -75,7 +75,7 @@ class _Block:
     filled: bool = False  # something stands in the body already
 
 
-class _Stop(Exception):  # noqa: N818  it is no error
+class _Stop(Exception):
     """Enough diagnostics."""
 
 

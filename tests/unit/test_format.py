@@ -4,11 +4,11 @@ import re
 
 import pytest
 from hypothesis import given, settings
-from tl_trees import trees
 
 from flashwright.lang.format import format_expr, format_stmt, format_tree
 from flashwright.lang.nodes import Compute, Name, Param, Tree, Unary
 from flashwright.lang.parse import parse
+from tests.unit.tl_trees import trees
 
 MESSY = """\
 // A kernel

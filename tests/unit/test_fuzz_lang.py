@@ -5,13 +5,13 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tl_trees import trees
 
 from flashwright.lang import fix, render
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.format import format_tree
 from flashwright.lang.nodes import Tree
 from flashwright.lang.parse import parse, read
+from tests.unit.tl_trees import trees
 
 PROGRAM = """\
 // causal

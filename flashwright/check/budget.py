@@ -1,0 +1,219 @@
+"""Budgets: shared memory, registers and MMA shapes of the chosen GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from flashwright.check.machine import operand_dtypes
+from flashwright.check.names import Names
+from flashwright.check.program import Buffer, Program
+from flashwright.check.vocabulary import DTYPES
+from flashwright.gpu import Gpu
+from flashwright.lang.diagnostic import Diagnostic, Label
+from flashwright.lang.nodes import (
+    Compute,
+    Name,
+    Num,
+    Param,
+    Reshape,
+    Span,
+    Transpose,
+    Tree,
+    expressions,
+    statements,
+)
+
+KB = 1024
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a program needs of a GPU."""
+
+    shared: int
+    registers: int
+
+
+def use(program: Program, gpu: Gpu) -> Use:
+    """Shared memory per block in bytes, and registers per thread (an estimate)."""
+    shared = sum(b.bytes * b.stages for b in _in(program, "shared"))
+    return Use(shared, gpu.registers(_register_bytes(program, gpu), program.warps))
+
+
+def check_budget(program: Program, gpu: Gpu) -> Iterator[Diagnostic]:
+    """Findings about one GPU."""
+    yield from _shared(program, gpu)
+    yield from _registers(program, gpu)
+    yield from _gemms(program, gpu)
+
+
+def _in(program: Program, space: str) -> list[Buffer]:
+    return [b for b in program.buffers.values() if b.space == space]
+
+
+def _register_bytes(program: Program, gpu: Gpu) -> int:
+    """Register tiles over the whole block; a vector of rows lives in four threads at once."""
+    total = sum(b.bytes * (4 if len(b.shape) == 1 else 1) for b in _in(program, "register"))
+    if not gpu.reshape_in_place:  # an operand made by a Reshape has registers of its own
+        operands = operand_dtypes(program)
+        for stmt in statements(program.tree.body):
+            key = program.tile(stmt.name) if isinstance(stmt, Reshape) and not stmt.target else None
+            if key is not None:
+                rows, cols = program.buffers[key].shape
+                dtype = operands.get(id(stmt), program.buffers[key].dtype)
+                total += rows * cols * DTYPES[dtype]
+    return total
+
+
+# --- over the budget --------------------------------------------------------------------------
+
+
+def _shared(program: Program, gpu: Gpu) -> Iterator[Diagnostic]:
+    need = use(program, gpu).shared
+    if need <= gpu.shared_per_block:
+        return
+    largest = sorted(_in(program, "shared"), key=lambda b: -b.bytes * b.stages)
+    where = tuple(
+        Label(b.declared.span, f"{_kb(b.bytes * b.stages)} KB: {_factors(b)}") for b in largest
+    )
+    text = (
+        f"the block needs {_kb(need)} KB of shared memory, a block on {gpu.title} has "
+        f"{_kb(gpu.shared_per_block)} KB"
+    )
+    hint = _smallest_change(program, gpu)
+    yield Diagnostic("FW701", text, _culprit(largest[0], program), secondary=where, help=hint)
+
+
+def _registers(program: Program, gpu: Gpu) -> Iterator[Diagnostic]:
+    limit, need = gpu.register_limit(program.warps), use(program, gpu).registers
+    if need <= limit:
+        return
+    largest = sorted(_in(program, "register"), key=lambda b: -b.bytes)
+    threads = 32 * program.warps
+    where = tuple(
+        Label(b.declared.span, f"{b.bytes // (4 * threads)} registers of each thread")
+        for b in largest
+        if len(b.shape) == 2
+    )
+    text = (
+        f"each of the {threads} threads needs about {need} registers, {gpu.title} gives it {limit}"
+    )
+    hint = _smallest_change(program, gpu)
+    yield Diagnostic("FW702", text, _culprit(largest[0], program), secondary=where, help=hint)
+
+
+def _kb(size: int) -> str:
+    return f"{size / KB:.1f}".removesuffix(".0")
+
+
+def _factors(buffer: Buffer) -> str:
+    shape = " x ".join(map(str, buffer.shape))
+    stages = f", {buffer.stages} stages" if buffer.stages > 1 else ""
+    return f"`{buffer.name}` {shape} x {DTYPES[buffer.dtype]} bytes{stages}"
+
+
+def _culprit(buffer: Buffer, program: Program) -> Span:
+    """The largest parameter in the largest tile's size is what a person would change first."""
+    declared = buffer.declared
+    named = {e.id for e in expressions(declared) if isinstance(e, Name)}
+    tunable = [
+        s
+        for s in statements(program.tree.body)
+        if isinstance(s, Param) and s.name.id in named and s.name.id in _tunable(program)
+    ]
+    best = max(tunable, key=lambda p: program.params[p.name.id], default=None)
+    return best.span if best else declared.span
+
+
+def _tunable(program: Program) -> list[str]:
+    """Parameters that only decide the schedule: those that no tensor's size depends on."""
+    fixed = {
+        e.id
+        for t in program.tensors.values()
+        for a in t.axes
+        for e in expressions(a.size)
+        if isinstance(e, Name)
+    }
+    return [n for n, v in program.params.items() if n not in fixed and isinstance(v, int) and v > 1]
+
+
+def _smallest_change(program: Program, gpu: Gpu) -> str:
+    """The one parameter that must change least, relative to its value, for all to fit."""
+    options: list[tuple[float, str, int, Use]] = []
+    for name in _tunable(program):
+        value = int(program.params[name])
+        smaller = range(value - 16, 15, -16) if value > 16 else range(value - 1, 0, -1)
+        larger = (value * 2, value * 4) if name == "Warps" else ()
+        for candidate in (*smaller, *larger):
+            changed = _changed(program, name, candidate)
+            if changed is not None and _fits(changed, gpu):
+                distance = abs(value - candidate) / value
+                options.append((distance, name, candidate, use(changed, gpu)))
+                break
+    if not options:
+        return "no single parameter makes it fit; lower two of them"
+    _, name, candidate, need = min(options, key=lambda o: o[:3])
+    return (
+        f"the smallest change that fits: {name} = {candidate} (now {program.params[name]}); it "
+        f"needs {_kb(need.shared)} KB of shared memory and about {need.registers} registers"
+    )
+
+
+def _changed(program: Program, name: str, value: int) -> Program | None:
+    """The program with one parameter changed, if it still has its shapes right."""
+    body = tuple(
+        replace(s, value=Num(str(value))) if isinstance(s, Param) and s.name.id == name else s
+        for s in program.tree.body
+    )
+    names = Names(Tree(body))
+    if names.diagnostics or names.grid is None:
+        return None
+    return Program(
+        names.tree, names.params, tuple(names.dims), names.grid, names.tensors, names.buffers
+    )
+
+
+def _fits(program: Program, gpu: Gpu) -> bool:
+    need = use(program, gpu)
+    return (
+        need.shared <= gpu.shared_per_block
+        and need.registers <= gpu.register_limit(program.warps)
+        and not any(_gemms(program, gpu))
+    )
+
+
+# --- MMA --------------------------------------------------------------------------------------
+
+
+def _gemms(program: Program, gpu: Gpu) -> Iterator[Diagnostic]:
+    for stmt in statements(program.tree.body):
+        if isinstance(stmt, Compute) and stmt.verb and stmt.verb.id.lower() == "gemm":
+            yield from _mma(stmt, program, gpu)
+
+
+def _mma(stmt: Compute, program: Program, gpu: Gpu) -> Iterator[Diagnostic]:
+    names = [a.operand if isinstance(a, Transpose) else a for a in stmt.args]
+    keys = [program.tile(n) for n in names if isinstance(n, Name)]
+    target = program.tile(stmt.target) if stmt.target else None
+    if len(keys) != 2 or keys[1] is None or target is None:
+        return
+    right, out = program.buffers[keys[1]], program.buffers[target]
+    if not gpu.takes(right.dtype):
+        text = f"{gpu.title} has no MMA for {right.dtype}"
+        hint = f"it multiplies {', '.join(gpu.mma)}"
+        where = (Label(right.declared.span, f"{right.dtype} here"),)
+        yield Diagnostic("FW703", text, stmt.span, help=hint, secondary=where)
+        return
+    depth = right.shape[1] if isinstance(stmt.args[1], Transpose) else right.shape[0]
+    m, n = out.shape
+    step_m, step_n, step_k = gpu.mma[right.dtype][0]
+    rows = step_m * program.warps
+    for size, step, what in (
+        (m, rows, f"rows over {program.warps} warps of {step_m} rows"),
+        (n, step_n, f"columns in MMA tiles of {step_n}"),
+        (depth, step_k, f"summed elements in MMA steps of {step_k}"),
+    ):
+        if size % step:
+            text = f"{size} {what}: not a whole number ({gpu.title}, {right.dtype})"
+            yield Diagnostic("FW704", text, stmt.span, help=f"make it a multiple of {step}")

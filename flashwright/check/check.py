@@ -1,0 +1,89 @@
+"""The checker: tree in, program or diagnostics out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flashwright.check.names import Names
+from flashwright.check.operations import check_operations
+from flashwright.check.program import Program
+from flashwright.check.spaces import check_copies, check_operands
+from flashwright.gpu import Gpu
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.lang.nodes import Tree
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The verdict: the level, the findings, and the program if it is code without errors."""
+
+    level: Literal["sketch", "code"]
+    diagnostics: tuple[Diagnostic, ...]
+    program: Program | None = None
+
+    @property
+    def errors(self) -> tuple[Diagnostic, ...]:
+        """The findings that are errors."""
+        return tuple(d for d in self.diagnostics if d.severity == "error")
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are none but warnings."""
+        return not self.errors
+
+
+def check(tree: Tree, gpu: Gpu | None = None) -> Checked:
+    """Check a sketch or code; with a GPU also against what that GPU has."""
+    found = [*check_operations(tree), *check_copies(tree, gpu)]
+    if tree.level == "sketch":
+        from flashwright.check.sketch import check_sketch
+
+        return _verdict("sketch", [*found, *check_sketch(tree)])
+    from flashwright.check.shapes import check_shapes
+
+    names = Names(tree)
+    found += [*names.diagnostics, *check_operands(names)]
+    known = len(names.diagnostics)
+    if names.sized:
+        found += list(check_shapes(names))
+    found += names.diagnostics[known:]
+    if any(d.severity == "error" for d in found) or names.grid is None:
+        from flashwright.check.fragment import check_fragment
+
+        return _verdict("code", [*found, *check_fragment(names)])
+    program = Program(
+        tree, names.params, tuple(names.dims), names.grid, names.tensors, names.buffers
+    )
+    return _deeper(program, gpu, found)
+
+
+def _deeper(program: Program, gpu: Gpu | None, found: list[Diagnostic]) -> Checked:
+    """What needs every name and shape to be right first."""
+    from flashwright.check.budget import check_budget
+    from flashwright.check.flow import check_flow
+
+    found += check_flow(program)
+    if gpu is not None:
+        found += check_budget(program, gpu)
+    return _verdict("code", found, program)
+
+
+def _verdict(
+    level: Literal["sketch", "code"], found: list[Diagnostic], program: Program | None = None
+) -> Checked:
+    """Errors first, each place and code once, in the order of the program."""
+    unique = {(d.code, d.span, d.message): d for d in found}
+    ordered = sorted(
+        unique.values(), key=lambda d: (d.severity != "error", d.span.start if d.span else 0)
+    )
+    wrong = any(d.severity == "error" for d in ordered)
+    return Checked(level, tuple(ordered), None if wrong else program)
+
+
+def checked_program(tree: Tree, gpu: Gpu | None = None) -> Program:
+    """The program, or Failed with what is wrong."""
+    verdict = check(tree, gpu)
+    if verdict.program is None:
+        raise Failed(*verdict.errors)
+    return verdict.program

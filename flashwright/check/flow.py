@@ -1,0 +1,159 @@
+"""Flow: run the program on a few small problems without numbers and see what goes wrong.
+
+The problems are chosen from the program's own tile sizes: several blocks with ragged ends, exact
+multiples, a single position, more queries than keys, and one long enough for every window in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from flashwright.check.machine import GaveUp, Machine, Region
+from flashwright.check.program import Program, Tensor
+from flashwright.check.scalars import NotScalar, evaluate, whole
+from flashwright.lang.diagnostic import Diagnostic, Label
+from flashwright.lang.format import format_expr
+from flashwright.lang.nodes import Copy, Name, statements
+
+STEPS = 12_000
+"""Statements one problem may execute before the check gives up (a 60-line program takes 2,000)."""
+
+
+def check_flow(program: Program) -> Iterator[Diagnostic]:
+    """Findings of the first problem that shows any."""
+    for dims in problems(program):
+        machine = Machine(program, dims, steps=STEPS)
+        try:
+            machine.run()
+        except GaveUp:
+            text = "the check ran out of steps; what follows in the program was not checked"
+            yield Diagnostic("FW611", text, program.grid.span)
+            return
+        except NotScalar as problem:
+            yield Diagnostic("FW306", problem.why, problem.culprit.span)
+            return
+        findings = _causes(list(machine.findings.values()))
+        if not findings:
+            findings = list(_written_once(machine))
+        if findings:
+            yield from findings
+            return
+
+
+def _causes(findings: list[Diagnostic]) -> list[Diagnostic]:
+    """A value lost to an overwrite is also missing from its sum, and what took its place meets the
+    wrong partner: only the overwrite is worth saying."""
+    lost = {d.span for d in findings if d.code == "FW602"}
+    if not lost:
+        return findings
+    kept = [d for d in findings if d.code not in ("FW604", "FW606")]
+    return [d for d in kept if d.code != "FW603" or not lost & {w.span for w in d.secondary}]
+
+
+def problems(program: Program) -> Iterator[dict[str, int]]:
+    """Small problems on which mistakes show."""
+    rows, cols = _tile_size(program, "q_len"), _tile_size(program, "kv_len")
+    few = {"batch": 2, "heads": 4, "kv_heads": 2}
+    one = {"batch": 1, "heads": 1, "kv_heads": 1}
+    others = {d: 3 * _tile_size(program, d) + 2 for d in program.dims}
+    lengths = [
+        (few, 2 * rows + 1, 3 * cols + 1),
+        (one, 2 * rows, 2 * cols),
+        (one, 1, 1),
+        (one, 2 * rows + 3, max(rows // 2, 1)),
+        (one, 1, 2 * cols + 1),
+    ]
+    reach = _longest_reach(program, cols)
+    if reach:
+        lengths.append((one, rows + 3, reach + 3 * cols + 1))
+    for heads, q_len, kv_len in lengths:
+        yield {**others, **heads, "q_len": q_len, "kv_len": kv_len}
+
+
+def _tile_size(program: Program, dim: str) -> int:
+    """The largest tile that any Copy lays on an axis of that length (1 where none does)."""
+    best = 1
+    for stmt in statements(program.tree.body):
+        if not isinstance(stmt, Copy) or "global" not in (stmt.source, stmt.dest):
+            continue
+        source, dest = program.source(stmt), program.dest(stmt)
+        tensor = program.tensors[source[0] if stmt.source == "global" else dest[0]]
+        shape = program.buffers[dest if stmt.source == "global" else source].shape
+        for axis, size in zip(tensor.axes[len(tensor.axes) - len(shape) :], shape, strict=True):
+            if isinstance(axis.size, Name) and axis.size.id == dim:
+                best = max(best, size)
+    return best
+
+
+def _longest_reach(program: Program, cols: int) -> int:
+    """The largest parameter that could be a window: longer than two steps, not absurdly long."""
+    sizes = [whole(v) or 0 for v in program.params.values()]
+    return max((s for s in sizes if 2 * cols < s <= 64 * cols), default=0)
+
+
+# --- outputs ----------------------------------------------------------------------------------
+
+
+def _written_once(machine: Machine) -> Iterator[Diagnostic]:
+    """Every element of every output is stored by exactly one thread block."""
+    if not machine.program.outputs:
+        last = machine.program.tree.body[-1]
+        text = "nothing is stored to global memory: the kernel has no result"
+        hint = "end with `Copy O (BM, HeadDim) in coordinate [...] from register to global`"
+        yield Diagnostic("FW610", text, last.span, help=hint)
+    for tensor in machine.program.outputs:
+        if tensor.offset is not None:
+            continue  # a view of memory: only the caller knows the whole
+        shape = _shape(tensor, machine)
+        stores = [(r, s) for n, r, s in machine.stores if n == tensor.name]
+        count = np.zeros(_coarse(shape, [r for r, _ in stores]), dtype=np.int32)
+        cuts = _cuts(shape, [r for r, _ in stores])
+        for region, _ in stores:
+            count[tuple(_slice(r, c) for r, c in zip(region, cuts, strict=True))] += 1
+        if count.size and (count != 1).any():
+            place = np.argwhere(count != 1)[0]
+            times = int(count[tuple(place)])
+            where = ", ".join(
+                f"{a.label} = {cut[p]}" for a, cut, p in zip(tensor.axes, cuts, place, strict=True)
+            )
+            done = "is never written" if times == 0 else f"is written {times} times"
+            text = f"`{tensor.name}` at {where} {done}"
+            span = stores[0][1].span if stores else tensor.declared.span
+            sizes = ", ".join(
+                f"{format_expr(a.size)} = {n}" for a, n in zip(tensor.axes, shape, strict=True)
+            )
+            hint = "the grid and the coordinates of the Copy together reach each element once"
+            grid_line = (Label(machine.program.grid.span, "the grid"),)
+            yield Diagnostic(
+                "FW610", text, span, label=f"with {sizes}", secondary=grid_line, help=hint
+            )
+
+
+def _shape(tensor: Tensor, machine: Machine) -> list[int]:
+    env = {**machine.dims, **machine.program.params}
+    return [math.ceil(evaluate(a.size, env)) for a in tensor.axes]  # type: ignore[arg-type]
+
+
+def _cuts(shape: list[int], regions: list[Region]) -> list[list[int]]:
+    """Per axis, the places where a stored region begins or ends: what matters of the axis."""
+    cuts = []
+    for axis, size in enumerate(shape):
+        edges = {0}
+        for region in regions:
+            start, length = region[axis]
+            edges |= {min(max(e, 0), size) for e in (start, start + length)}
+        cuts.append(sorted(e for e in edges if e < size))
+    return cuts
+
+
+def _coarse(shape: list[int], regions: list[Region]) -> tuple[int, ...]:
+    return tuple(len(c) for c in _cuts(shape, regions))
+
+
+def _slice(part: tuple[int, int], cuts: list[int]) -> slice:
+    start, length = part
+    inside = [i for i, cut in enumerate(cuts) if start <= cut < start + length]
+    return slice(inside[0], inside[-1] + 1) if inside else slice(0, 0)

@@ -1,0 +1,81 @@
+"""What shows in the lines themselves, when too little is declared to run them.
+
+A model often sends the body of a loop alone. Its names are unknown then, but the two mistakes that
+the paper prints (no Reshape between fused GEMMs, K without its transpose) can still be pointed at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flashwright.check.names import Names
+from flashwright.check.vocabulary import split
+from flashwright.lang.diagnostic import Diagnostic, Edit, Fix, Label
+from flashwright.lang.nodes import Compute, Copy, Expr, Name, Reshape, expressions, statements
+
+
+def check_fragment(names: Names) -> Iterator[Diagnostic]:
+    """Findings about tiles that nothing allocates; what is allocated the other checks judge."""
+    products: dict[str, Compute] = {}  # tile -> the GEMM it comes from, still in the layout MMA_C
+    for stmt in statements(names.tree.body):
+        match stmt:
+            case Reshape(name):
+                products.pop(_base(stmt.target or name), None)
+            case Copy(name):
+                if stmt.dest == "register":
+                    products.pop(_base(stmt.target or name), None)
+            case Compute():
+                yield from _compute(stmt, products, names)
+
+
+def _compute(stmt: Compute, products: dict[str, Compute], names: Names) -> Iterator[Diagnostic]:
+    verb = stmt.verb.id.lower() if stmt.verb else ""
+    made = [products[_base(n)] for a in stmt.args for n in _tiles(a) if _base(n) in products]
+    if verb == "softmax" and made:
+        yield from _transpose(made[0], names)
+    if verb == "gemm" and len(stmt.args) == 2:
+        left = stmt.args[0]
+        if isinstance(left, Name) and _base(left) in products and not _held(left, names):
+            yield missing_reshape(stmt, left)
+        made = [stmt]
+    if stmt.target is not None:
+        products.pop(_base(stmt.target), None)
+        if made:
+            products[_base(stmt.target)] = made[0]
+
+
+def _transpose(gemm: Compute, names: Names) -> Iterator[Diagnostic]:
+    """The scores of a Softmax are products of rows of Q and rows of K: one is transposed."""
+    left, right = gemm.args
+    if isinstance(left, Name) and isinstance(right, Name) and not _held(right, names):
+        text = f"the scores sum over the head dimension, but `{right.id}` has keys as its rows"
+        edit = Edit(right.span.end, right.span.end, ".T")
+        fix = Fix(f"transpose it: `{right.id}.T`", (edit,))
+        yield Diagnostic("FW503", text, gemm.span, fix=fix)
+
+
+def missing_reshape(stmt: Compute, operand: Name) -> Diagnostic:
+    """FW501 for a GEMM that takes the result of another as it is."""
+    name = operand.id
+    text = f"`{name}` is the result of a GEMM and cannot be the operand of another as it is"
+    line = f"Reshape {name} from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)"
+    indent = " " * (stmt.span.column - 1)
+    fix = Fix(f"insert `{line}`", (Edit(stmt.span.start, stmt.span.start, f"{line}\n{indent}"),))
+    hint = "its layout in registers is MMA_C; an operand's is MMA_A"
+    where = (Label(operand.span, "in the layout MMA_C"),)
+    return Diagnostic("FW501", text, stmt.span, help=hint, fix=fix, secondary=where)
+
+
+def _base(name: Name) -> str:
+    return split(name.id)[0]
+
+
+def _tiles(expr: Expr) -> list[Name]:
+    """The names that may be register tiles."""
+    names = [e for e in expressions(expr) if isinstance(e, Name)]
+    return [n for n in names if split(n.id)[1] in (None, "register")]
+
+
+def _held(name: Name, names: Names) -> bool:
+    base = _base(name)
+    return base in names.tensors or any(b == base for b, _ in names.buffers)

@@ -1,0 +1,158 @@
+"""A checked program: the tree with its names resolved. What the interpreter and translator read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from flashwright.check.scalars import Scalar
+from flashwright.check.vocabulary import DTYPES, split
+from flashwright.lang.diagnostic import Label
+from flashwright.lang.nodes import (
+    Allocate,
+    Copy,
+    Expr,
+    For,
+    Grid,
+    If,
+    Let,
+    Name,
+    Param,
+    Reshape,
+    Space,
+    Statement,
+    Tree,
+    expressions,
+    statements,
+)
+
+Key = tuple[str, Space]
+
+
+@dataclass(frozen=True)
+class TensorAxis:
+    """One axis of a tensor in global memory: its letter in coordinates, and its size."""
+
+    label: str
+    size: Expr
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor in global memory, as the kernel's caller passes it."""
+
+    name: str
+    axes: tuple[TensorAxis, ...]
+    dtype: str
+    offset: Expr | None
+    declared: Allocate
+    read: bool
+    written: bool
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A tile in shared memory or registers."""
+
+    name: str
+    space: Space
+    shape: tuple[int, ...]
+    dtype: str
+    stages: int
+    declared: Allocate | Copy | Reshape
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of one stage."""
+        size = DTYPES[self.dtype]
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+@dataclass(frozen=True)
+class Program:
+    """Code-level TL whose every name, size and shape is known."""
+
+    tree: Tree
+    params: Mapping[str, Scalar]
+    dims: tuple[str, ...]
+    grid: Grid
+    tensors: Mapping[str, Tensor]
+    buffers: Mapping[Key, Buffer]
+
+    @property
+    def warps(self) -> int:
+        """Warps that compute (the reserved parameter Warps; 4 where none is given)."""
+        return int(self.params.get("Warps", 4))
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors that the kernel reads."""
+        return tuple(t for t in self.tensors.values() if t.read)
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The tensors that the kernel writes."""
+        return tuple(t for t in self.tensors.values() if t.written)
+
+    def tile(self, name: Name | str) -> Key | None:
+        """The tile a name means in a Compute: the one nearest the registers."""
+        return tile_of(name, self.buffers)
+
+    def definitions(self, *nodes: Statement | Expr, params: bool = False) -> tuple[Label, ...]:
+        """Where the scalars that the nodes speak of get their values: lets, loops, the grid."""
+        found: dict[str, Label] = {}
+        names = [e.id for n in nodes for e in expressions(n) if isinstance(e, Name)]
+        while names:
+            name = names.pop(0)
+            stmt = self._scalars.get(name)
+            if stmt is None or name in found or any(stmt is n for n in nodes):
+                continue
+            if isinstance(stmt, Param) and not params:
+                continue
+            verb = "runs" if isinstance(stmt, For | Grid) else "is set"
+            found[name] = Label(stmt.span, f"`{name}` {verb} here")
+            if isinstance(stmt, Let):
+                names += [e.id for e in expressions(stmt.value) if isinstance(e, Name)]
+        return tuple({label.span: label for label in found.values()}.values())
+
+    def guard(self, stmt: Statement) -> tuple[Label, ...]:
+        """The condition under which alone a statement runs, if there is one."""
+        found = self._guards.get(id(stmt))
+        return (Label(found.span, "only under this condition"),) if found else ()
+
+    @cached_property
+    def _scalars(self) -> Mapping[str, Statement]:
+        found: dict[str, Statement] = {}
+        for stmt in statements(self.tree.body):
+            match stmt:
+                case Param(name) | Let(name) | For(name):
+                    found[name.id] = stmt
+                case Grid(axes):
+                    found |= {axis.name.id: stmt for axis in axes}
+        return found
+
+    @cached_property
+    def _guards(self) -> Mapping[int, If]:
+        branches = [s for s in statements(self.tree.body) if isinstance(s, If)]
+        return {id(s): b for b in branches for s in statements((*b.then, *b.orelse))}
+
+    def source(self, copy: Copy) -> Key:
+        """What a Copy reads."""
+        return split(copy.name.id)[0], copy.source
+
+    def dest(self, copy: Copy) -> Key:
+        """What a Copy fills."""
+        return split((copy.target or copy.name).id)[0], copy.dest
+
+
+def tile_of(name: Name | str, buffers: Mapping[Key, Buffer]) -> Key | None:
+    """See Program.tile."""
+    base, space = split(name if isinstance(name, str) else name.id)
+    nearest: tuple[Space, ...] = (space,) if space else ("register", "shared")
+    for candidate in nearest:
+        if (base, candidate) in buffers:
+            return base, candidate
+    return None

@@ -1,0 +1,332 @@
+"""Shapes: operands multiply, line up and fit. All sizes are numbers here, names in the messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flashwright.check.names import Names
+from flashwright.check.operations import is_elementwise
+from flashwright.check.program import Buffer, Key, Tensor, tile_of
+from flashwright.check.scalars import NotScalar, Unknown, evaluate
+from flashwright.check.vocabulary import FUNCTIONS, split
+from flashwright.lang.diagnostic import Diagnostic, Edit, Fix, Label
+from flashwright.lang.format import format_expr
+from flashwright.lang.nodes import (
+    Allocate,
+    Binary,
+    Call,
+    Compute,
+    Copy,
+    Expr,
+    Name,
+    Reshape,
+    Transpose,
+    Unary,
+    statements,
+)
+
+Shape = tuple[int, ...]
+
+
+class Misfit(Exception):
+    """Operands that do not line up."""
+
+    def __init__(self, expr: Expr, message: str) -> None:
+        super().__init__(message)
+        self.expr = expr
+
+
+def check_shapes(names: Names) -> Iterator[Diagnostic]:
+    """Findings about every Copy, Compute and Reshape of code."""
+    for stmt in statements(names.tree.body):
+        match stmt:
+            case Copy():
+                yield from _copy(stmt, names)
+            case Compute() if stmt.verb is not None and stmt.verb.id.lower() == "gemm":
+                yield from _gemm(stmt, names)
+            case Compute() if is_elementwise(stmt):
+                yield from _elementwise(stmt, names)
+            case Compute():
+                yield from _in_place(stmt, names)
+            case Reshape():
+                yield from _reshape(stmt, names)
+
+
+def show(buffer: Buffer) -> str:
+    """A shape as declared and as numbers: `(BM, HeadDim) = (128, 64)`."""
+    declared = buffer.declared
+    numbers = f"({', '.join(map(str, buffer.shape))})"
+    sizes: tuple[Expr, ...] | None = None
+    if isinstance(declared, Allocate):
+        sizes = tuple(a.size for a in declared.shape)
+    elif isinstance(declared, Copy):
+        sizes = declared.shape
+    text = f"({', '.join(map(format_expr, sizes))})" if sizes else numbers
+    return numbers if text == numbers else f"{text} = {numbers}"
+
+
+def _held(name: Name, names: Names) -> Buffer | None:
+    key = tile_of(name, names.buffers)
+    return names.buffers[key] if key else None
+
+
+# --- GEMM -------------------------------------------------------------------------------------
+
+
+def _gemm(stmt: Compute, names: Names) -> Iterator[Diagnostic]:
+    if len(stmt.args) != 2 or stmt.target is None:
+        return
+    shapes: list[Shape] = []
+    buffers: list[Buffer] = []
+    for arg in stmt.args:
+        name = arg.operand if isinstance(arg, Transpose) else arg
+        held = _held(name, names) if isinstance(name, Name) else None
+        if not isinstance(name, Name):
+            yield Diagnostic("FW206", "a GEMM multiplies two tiles: name them", arg.span)
+        if held is None:
+            return
+        if len(held.shape) != 2:
+            text = f"a GEMM multiplies two-dimensional tiles; `{name.id}` is {show(held)}"  # type: ignore[union-attr]
+            yield Diagnostic("FW301", text, arg.span)
+            return
+        shapes.append(held.shape[::-1] if isinstance(arg, Transpose) else held.shape)
+        buffers.append(held)
+    (m, k), (k2, n) = shapes
+    result = _held(stmt.target, names)
+    if k != k2:
+        yield _no_product(stmt, buffers, shapes, result.shape if result else None)
+        return
+    if result is not None and result.shape != (m, n):
+        text = f"the product is ({m}, {n}), but `{stmt.target.id}` is {show(result)}"
+        where = (Label(result.declared.span, "its size is set here"),)
+        yield Diagnostic("FW302", text, stmt.target.span, secondary=where)
+
+
+def _no_product(
+    stmt: Compute, buffers: list[Buffer], shapes: list[Shape], result: Shape | None
+) -> Diagnostic:
+    left, right = stmt.args
+    (m, k), (k2, n) = shapes
+    fix = None
+    if k == n and result == (m, k2):
+        if isinstance(right, Transpose):
+            edit = Edit(right.operand.span.end, right.span.end, "")
+            fix = Fix(f"drop the `.T` of `{right.operand.id}`", (edit,))
+        else:
+            fix = Fix(
+                f"transpose it: `{format_expr(right)}.T`",
+                (Edit(right.span.end, right.span.end, ".T"),),
+            )
+    text = (
+        f"`{format_expr(left)}` has {k} columns, `{format_expr(right)}` has {k2} rows: "
+        "they do not multiply"
+    )
+    where = tuple(
+        Label(arg.span, f"{show(b)}{', seen transposed' if isinstance(arg, Transpose) else ''}")
+        for arg, b in zip(stmt.args, buffers, strict=True)
+    )
+    return Diagnostic("FW301", text, stmt.span, secondary=where, fix=fix)
+
+
+# --- elementwise ------------------------------------------------------------------------------
+
+
+def _elementwise(stmt: Compute, names: Names) -> Iterator[Diagnostic]:
+    target = _held(stmt.target, names) if stmt.target else None
+    if target is None:
+        return
+    try:
+        frame = _frame(stmt.args, target.shape, names)
+        for arg in stmt.args:
+            _fits(arg, frame, names)
+    except Misfit as misfit:
+        yield Diagnostic("FW303", str(misfit), misfit.expr.span)
+        return
+    if frame != target.shape:
+        assert stmt.target is not None
+        text = f"the result is {_text(frame)}, but `{stmt.target.id}` is {show(target)}"
+        where = (Label(target.declared.span, "its size is set here"),)
+        yield Diagnostic("FW302", text, stmt.target.span, secondary=where)
+
+
+def _frame(args: tuple[Expr, ...], target: Shape, names: Names) -> Shape:
+    """The shape of a result: that of its two-dimensional operands, else of its vectors."""
+    shapes = [s for arg in args for s in _operand_shapes(arg, names)]
+    tiles = [s for s in shapes if len(s) == 2]
+    if tiles:
+        return tiles[0]
+    vectors = [s for s in shapes if len(s) == 1]
+    if not vectors or len(target) == 2:
+        return target
+    return vectors[0]
+
+
+def _operand_shapes(expr: Expr, names: Names) -> Iterator[Shape]:
+    """The shapes of the tiles an expression combines element by element."""
+    match expr:
+        case Name():
+            held = _held(expr, names) if expr.id not in names.scalars else None
+            if held is not None:
+                yield held.shape
+        case Unary(_, operand):
+            yield from _operand_shapes(operand, names)
+        case Binary(_, left, right):
+            yield from _operand_shapes(left, names)
+            yield from _operand_shapes(right, names)
+        case Call(func, args) if _reduces(func):
+            for shape in _operand_shapes(args[0], names):
+                if len(shape) == 2:
+                    yield (shape[0],)
+        case Call(_, args):
+            for arg in args:
+                yield from _operand_shapes(arg, names)
+
+
+def _reduces(func: Name) -> bool:
+    known = FUNCTIONS.get(func.id.lower())
+    return known is not None and known.reduces
+
+
+def _fits(expr: Expr, frame: Shape, names: Names) -> None:
+    """Raise Misfit at the first operand that does not line up with the frame."""
+    match expr:
+        case Name():
+            held = _held(expr, names) if expr.id not in names.scalars else None
+            if held is not None and not _lines_up(held.shape, frame):
+                raise Misfit(
+                    expr, f"`{expr.id}` is {show(held)} and does not line up with {_text(frame)}"
+                )
+        case Unary(_, operand):
+            _fits(operand, frame, names)
+        case Binary(_, left, right):
+            _fits(left, frame, names)
+            _fits(right, frame, names)
+        case Call(func, args) if _reduces(func):
+            inner = _frame(args, (0, 0), names)
+            if len(inner) != 2 or inner == (0, 0):
+                raise Misfit(expr, f"`{func.id}` reduces the rows of a two-dimensional tile")
+            _fits(args[0], inner, names)
+            if not _lines_up(inner[:1], frame):
+                raise Misfit(
+                    expr, f"this has {inner[0]} rows and does not line up with {_text(frame)}"
+                )
+        case Call(_, args):
+            for arg in args:
+                _fits(arg, frame, names)
+
+
+def _lines_up(shape: Shape, frame: Shape) -> bool:
+    return shape == frame or (len(shape) == 1 and len(frame) == 2 and shape[0] in frame)
+
+
+def _text(shape: Shape) -> str:
+    return f"({', '.join(map(str, shape))})"
+
+
+def _in_place(stmt: Compute, names: Names) -> Iterator[Diagnostic]:
+    """Softmax and Mask: a two-dimensional tile, and state with one element per row."""
+    tile = _held(stmt.args[0], names) if stmt.args and isinstance(stmt.args[0], Name) else None
+    if tile is None:
+        return
+    if len(tile.shape) != 2:
+        yield Diagnostic(
+            "FW303",
+            f"`{tile.name}` is {show(tile)}: rows and columns are needed",
+            stmt.args[0].span,
+        )
+        return
+    if stmt.where is not None:
+        try:
+            _fits(stmt.where, tile.shape, names)
+        except Misfit as misfit:
+            yield Diagnostic("FW303", str(misfit), misfit.expr.span)
+    for name in (*stmt.state, *stmt.rescale):
+        held = _held(name, names)
+        if held is not None and held.shape[0] != tile.shape[0]:
+            text = f"`{name.id}` is {show(held)}, `{tile.name}` has {tile.shape[0]} rows"
+            yield Diagnostic("FW303", text, name.span)
+        elif held is not None and name in stmt.state and len(held.shape) != 1:
+            yield Diagnostic("FW303", f"`{name.id}` needs one element per row", name.span)
+
+
+# --- Copy and Reshape -------------------------------------------------------------------------
+
+
+def _copy(stmt: Copy, names: Names) -> Iterator[Diagnostic]:
+    source: Key = (split(stmt.name.id)[0], stmt.source)
+    dest: Key = (split((stmt.target or stmt.name).id)[0], stmt.dest)
+    held = [names.buffers[k] for k in (source, dest) if k in names.buffers]
+    if stmt.shape is not None:
+        shape: Shape | None = tuple(names.size(s, "a size of the tile") for s in stmt.shape)
+    else:
+        shape = held[0].shape if held else None
+    for buffer in held:
+        if shape is not None and buffer.shape != shape:
+            text = f"the Copy moves {_text(shape)}, but `{buffer.name}` in {buffer.space} is "
+            where = (Label(buffer.declared.span, "its size is set here"),)
+            yield Diagnostic("FW304", text + show(buffer), stmt.span, secondary=where)
+    outer = [names.tensors[b] for b, s in (source, dest) if s == "global" and b in names.tensors]
+    if not outer:
+        if stmt.coords and "global" not in (stmt.source, stmt.dest):
+            text = "a coordinate is a place in global memory"
+            yield Diagnostic("FW305", text, stmt.coords[0].span, help="leave it out here")
+    elif shape is None:
+        text = "the Copy does not say how much it moves"
+        hint = f"give the tile: `Copy {stmt.name.id} (BM, HeadDim) in coordinate [...]`"
+        yield Diagnostic("FW304", text, stmt.span, help=hint)
+    else:
+        yield from _coordinates(stmt, shape, outer[0], names)
+
+
+def _coordinates(stmt: Copy, shape: Shape, tensor: Tensor, names: Names) -> Iterator[Diagnostic]:
+    labels = [a.label for a in tensor.axes]
+    if len(shape) > len(labels):
+        text = f"the tile has {len(shape)} axes, `{tensor.name}` has {len(labels)}"
+        where = (Label(tensor.declared.span, "allocated here"),)
+        yield Diagnostic("FW304", text, stmt.span, secondary=where)
+        return
+    given = [c.axis.id for c in stmt.coords or ()]
+    for coord in stmt.coords or ():
+        if coord.axis.id not in labels:
+            text = f"`{tensor.name}` has no axis {coord.axis.id}; its axes are {', '.join(labels)}"
+            where = (Label(tensor.declared.span, "allocated here"),)
+            hint = f"name the axes where it is allocated: `({coord.axis.id}: ..., L: ...)`"
+            yield Diagnostic("FW209", text, coord.axis.span, secondary=where, help=hint)
+        elif given.count(coord.axis.id) > 1:
+            yield Diagnostic("FW202", f"{coord.axis.id} is given twice", coord.span)
+    if not set(given) <= set(labels):
+        return
+    tiled = labels[len(labels) - len(shape) :]
+    for axis in tensor.axes:
+        spans = axis.label in tiled and _spans(axis.size, shape[tiled.index(axis.label)], names)
+        if axis.label not in given and not spans:
+            text = f"the Copy does not say where on axis {axis.label} of `{tensor.name}`"
+            where = (Label(tensor.declared.span, f"{axis.label} is {format_expr(axis.size)} long"),)
+            hint = f"add `{axis.label} = ...` to the coordinate"
+            yield Diagnostic("FW305", text, stmt.span, secondary=where, help=hint)
+
+
+def _spans(size: Expr, tile: int, names: Names) -> bool:
+    """Whether a tile covers its whole axis, so that there is only one place for it."""
+    try:
+        value = evaluate(size, names.params)
+    except NotScalar:
+        return False
+    return not isinstance(value, Unknown) and tile >= value
+
+
+def _reshape(stmt: Reshape, names: Names) -> Iterator[Diagnostic]:
+    forms = [layout[0].id.upper() for layout in (stmt.source, stmt.dest)]
+    if forms != ["MMA_C", "MMA_A"]:
+        text = "a Reshape turns the result of a GEMM (MMA_C) into an operand (MMA_A)"
+        hint = "`Reshape S from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)`"
+        yield Diagnostic("FW502", text, stmt.span, help=hint)
+    held = _held(stmt.name, names)
+    if held is not None and (held.space != "register" or len(held.shape) != 2):
+        text = f"a Reshape works on a two-dimensional register tile; `{stmt.name.id}` is not one"
+        yield Diagnostic("FW502", text, stmt.name.span)
+    target = _held(stmt.target, names) if stmt.target else None
+    if held is not None and target is not None and held.shape != target.shape:
+        assert stmt.target is not None
+        text = f"`{stmt.name.id}` is {show(held)}, `{stmt.target.id}` is {show(target)}"
+        yield Diagnostic("FW302", text, stmt.target.span)

@@ -1,0 +1,173 @@
+"""What the checker knows of a tile: where its elements come from and what has become of them.
+
+A tile on the GPU is only numbers; that its columns are keys 64 to 127 of head 3 is in the author's
+mind. Here it is data, carried along by every statement, so that a GEMM over different keys, a store
+to the wrong rows or a missed block is seen at the statement that does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+from flashwright.check.scalars import Unknown, Value
+from flashwright.lang.nodes import Compute, Copy, Statement
+
+
+@dataclass(frozen=True)
+class Where:
+    """The positions along one axis of a tile: `size` of them from `start`, on a tensor's axis.
+
+    `dim` identifies the axis by its size (`kv_len`, `128`), so that K's keys and V's keys are the
+    same axis and a key is not a head dimension. `start` is Unknown where a tensor decides it.
+    """
+
+    dim: str
+    start: int | Unknown
+    size: int
+    extent: int = field(compare=False)
+    label: str = field(compare=False)
+    tensor: str = field(compare=False)
+    copy: Copy = field(compare=False, repr=False)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether part of the tile lies past the end of the tensor."""
+        return not isinstance(self.start, Unknown) and self.start + self.size > self.extent
+
+    def __str__(self) -> str:
+        axis = self.label if self.dim.isdigit() else self.dim
+        if isinstance(self.start, Unknown):
+            return f"{axis} at {self.start}"
+        return f"{axis} {self.start}..{self.start + self.size - 1}"
+
+
+class Place(NamedTuple):
+    """The one index of a tile on an axis that it does not stretch along: its head, its batch."""
+
+    value: Value
+    tensor: str
+    copy: Copy
+
+
+@dataclass(eq=False)
+class Epoch:
+    """One value of a running maximum; `stmt` is the statement that moved it there."""
+
+    stmt: Statement
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a value is to the softmax: a maximum, a difference of two, the factor between two,
+    scores relative to one, or weights (exponentials and sums of them) relative to one."""
+
+    name: Literal["max", "diff", "factor", "relative", "weights"]
+    now: Epoch | None = None
+    before: Epoch | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Masked:
+    """A mask that a tile has been through, with all that is needed to ask it about other keys."""
+
+    stmt: Compute
+    env: Mapping[str, Value]
+    rows: Where | None
+    dim: str
+    varying: frozenset[str]
+
+
+def together(tiles: Iterable[Tile]) -> tuple[Masked, ...]:
+    """The masks of several tiles, each statement's once (its latest)."""
+    return tuple({id(m.stmt): m for t in tiles for m in t.masks}.values())
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Which part of an axis a sum has taken in so far."""
+
+    dim: str
+    tensor: str
+    extent: int
+    ranges: tuple[tuple[int, int], ...]
+    stmt: Statement
+    axis: str
+    """What to call the axis in a message."""
+    demanded: bool
+    """Whether all of the axis must be taken in: a run-time length always, a fixed one (half of a
+    head, say) only once a loop walks along it. Where a tensor decides, nobody can demand it."""
+    known: bool = True
+
+    def missing(self) -> list[tuple[int, int]]:
+        """The parts of the axis that are not in the sum."""
+        gaps, at = [], 0
+        for low, high in self.ranges:
+            if low > at:
+                gaps.append((at, low))
+            at = max(at, high)
+        if at < self.extent:
+            gaps.append((at, self.extent))
+        return gaps
+
+    def overlap(self, other: Coverage) -> tuple[int, int] | None:
+        """A part that both have."""
+        for low, high in self.ranges:
+            for low2, high2 in other.ranges:
+                if max(low, low2) < min(high, high2):
+                    return max(low, low2), min(high, high2)
+        return None
+
+    def join(self, other: Coverage) -> Coverage:
+        """Both together, the latest statement first in mind."""
+        merged: list[tuple[int, int]] = []
+        for low, high in sorted((*self.ranges, *other.ranges)):
+            if merged and low <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+            else:
+                merged.append((low, high))
+        known = self.known and other.known
+        return replace(other, ranges=tuple(merged), demanded=known, known=known)
+
+
+CoverKey = tuple[str, str]
+Covered = Mapping[CoverKey, Coverage]
+
+
+def covering(where: Where, stmt: Statement) -> dict[CoverKey, Coverage]:
+    """The coverage of a sum over one tile axis."""
+    known = not isinstance(where.start, Unknown)
+    start = 0 if isinstance(where.start, Unknown) else where.start
+    piece = (max(start, 0), min(start + where.size, where.extent))
+    ranges = (piece,) if piece[0] < piece[1] else ()
+    fixed = where.dim.isdigit()
+    axis = f"{where.label} of `{where.tensor}`" if fixed else where.dim
+    made = Coverage(
+        where.dim, where.tensor, where.extent, ranges, stmt, axis, known and not fixed, known
+    )
+    return {(where.dim, where.tensor): made}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile's value: what is known of it, and its numbers when the program really runs."""
+
+    shape: tuple[int, ...]
+    axes: tuple[Where | None, ...]
+    dtype: str
+    at: Mapping[str, Place] = field(default_factory=dict)
+    covered: Covered = field(default_factory=dict)
+    layout: Literal["C", "A"] | None = None
+    kind: Kind | None = None
+    masks: tuple[Masked, ...] = ()
+    data: Any = field(default=None, repr=False)
+
+
+@dataclass
+class Cell:
+    """The present contents of a buffer, who wrote them, and whether anybody has read them."""
+
+    tile: Tile
+    writer: Statement
+    read: bool = False

@@ -1,0 +1,76 @@
+"""The words of TL that are not grammar: operations, element types, reserved names, spellings."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+from flashwright.lang.nodes import Space
+
+DTYPES: dict[str, int] = {"fp16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "fp32": 4, "int32": 4}
+DEFAULT_DTYPE: dict[Space, str] = {"global": "fp16", "shared": "fp16", "register": "fp32"}
+
+PREDEFINED_DIMS = ("batch", "heads", "kv_heads", "q_len", "kv_len")
+POSITIONS = ("q_idx", "kv_idx")
+CONSTANTS = {"inf": float("inf")}
+RESERVED_PARAMS = ("Warps",)
+
+DEFAULT_LABELS: dict[int, tuple[str, ...]] = {
+    1: ("L",),
+    2: ("L", "D"),
+    3: ("B", "H", "L"),
+    4: ("B", "H", "L", "D"),
+}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """How many operands an operation takes, and what it does to shapes."""
+
+    arity: tuple[int, ...]
+    reduces: bool = False
+
+
+FUNCTIONS: dict[str, Operation] = {
+    **{f: Operation((1,)) for f in ("exp", "exp2", "log", "log2", "tanh", "sigmoid", "sqrt")},
+    **{f: Operation((1,)) for f in ("abs", "floor", "ceil")},
+    **{f: Operation(tuple(range(2, 9))) for f in ("min", "max")},
+    "where": Operation((3,)),
+    "rowmax": Operation((1,), reduces=True),
+    "rowsum": Operation((1,), reduces=True),
+}
+ARITHMETIC = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
+STATEMENT_VERBS: dict[str, Operation] = {
+    "gemm": Operation((2,)),
+    "softmax": Operation((1,)),
+    "mask": Operation((1,)),
+}
+VERBS: dict[str, Operation] = {
+    **FUNCTIONS,
+    **{v: Operation((2,)) for v in ARITHMETIC},
+    **STATEMENT_VERBS,
+}
+
+_SUFFIXES: dict[str, Space] = {
+    "global": "global",
+    "gmem": "global",
+    "shared": "shared",
+    "smem": "shared",
+    "register": "register",
+    "registers": "register",
+    "reg": "register",
+    "rmem": "register",
+}
+_PREFIXES: dict[str, Space] = {"g": "global", "s": "shared", "r": "register"}
+
+
+@cache
+def split(name: str) -> tuple[str, Space | None]:
+    """`Q_shared` and `sQ` are Q in shared memory; a plain name has no space of its own."""
+    base, _, suffix = name.rpartition("_")
+    if base and suffix.lower() in _SUFFIXES:
+        return base, _SUFFIXES[suffix.lower()]
+    if re.match(r"[gsr][A-Z]", name):
+        return name[1:], _PREFIXES[name[0]]
+    return name, None
