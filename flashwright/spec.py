@@ -37,7 +37,7 @@ _ALWAYS_DUMPED = ("variant", "heads", "kv_heads", "head_dim", "dtype")
 _TEXT_FIELDS = ("variant", "dtype", "branch", "reference")
 
 
-class BadSpec(ValueError):  # noqa: N818 - it reads as what it says
+class BadSpec(ValueError):
     """A specification that cannot be taken; `lines` says why, one complaint each."""
 
     def __init__(self, *lines: str) -> None:

@@ -22,7 +22,7 @@ from flashwright.spec import AttentionSpec
 
 Array = NDArray[Any]
 
-KINDS = ("normal", "scaled", "shifted", "peaked", "one_hot_v", "outliers")
+KINDS = ("normal", "scaled", "shifted", "opposed", "peaked", "one_hot_v", "outliers")
 
 DTYPES: Mapping[str, np.dtype[Any]] = {
     "fp16": np.dtype(np.float16),
@@ -59,6 +59,8 @@ def make_inputs(
         )
         for name, shape in shapes.items()
     }
+    if kind == "opposed":  # every score far below 0: a maximum that starts at 0 shows
+        inputs["K"] = -inputs["K"]
     if spec.alibi:
         inputs["Slopes"] = (2.0 ** (-8 * np.arange(1, heads + 1) / heads)).astype(np.float32)
     if spec.sink:
@@ -93,7 +95,7 @@ def _draw(shape: tuple[int, ...], rng: np.random.Generator, kind: str) -> NDArra
     x = rng.standard_normal(shape, dtype=np.float32)
     if kind == "scaled":
         x *= _SCALE
-    elif kind == "shifted":
+    elif kind in ("shifted", "opposed"):
         x += _SHIFT
     elif kind == "peaked":
         x *= _PEAK

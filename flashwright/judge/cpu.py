@@ -1,0 +1,217 @@
+"""The verdict without a GPU: the program is run on the CPU and compared with fp64 attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashwright.check.program import Program, Tensor
+from flashwright.interpret import interpret, shape_of
+from flashwright.judge import inputs as trial
+from flashwright.judge import oracle
+from flashwright.judge.localise import localise
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.spec import AttentionSpec
+
+Array = NDArray[Any]
+Progress = Callable[[int, int, str], None]
+
+LENGTHS = ((1, 1), (17, 17), (64, 64), (100, 100), (257, 257), (100, 257), (257, 100))
+"""Pairs of q_len and kv_len: one position, ragged, exact, several blocks, unequal both ways."""
+
+# The caller's order of a tensor's axes; a head's group members are part of the head axis.
+_CALLER_ORDER = "BHGLD"
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One output of one problem."""
+
+    dims: Mapping[str, int]
+    output: str
+    comparison: oracle.Comparison
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a program is the attention its spec asks for, as far as the CPU run can tell."""
+
+    cases: tuple[CaseResult, ...]
+    diagnostics: tuple[Diagnostic, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Every output of every case agrees."""
+        return not self.diagnostics and all(c.comparison.ok for c in self.cases)
+
+    @property
+    def worst(self) -> float:
+        """The largest error of O over all cases, relative to the output's RMS."""
+        found = [c.comparison.relative_rms for c in self.cases if c.output == "O"]
+        return max(found, default=0.0)
+
+
+def judge(
+    program: Program,
+    spec: AttentionSpec,
+    *,
+    cases: Sequence[Mapping[str, int]] | None = None,
+    seed: int = 0,
+    base: Path | None = None,
+    progress: Progress | None = None,
+    kind: str = "normal",
+) -> Verdict:
+    """Run the cases in turn; the first wrong one ends the trial, with the place that is wrong.
+
+    `base` is the folder that the spec's `reference` is relative to; `kind` the distribution of
+    the inputs (see inputs.py).
+    """
+    reference = oracle.user_reference((base or Path()) / spec.reference) if spec.reference else None
+    problems = [dict(c) for c in (cases if cases is not None else default_cases(spec))]
+    results: list[CaseResult] = []
+    for number, dims in enumerate(problems):
+        if progress is not None:
+            progress(number, len(problems), f"q_len {dims['q_len']}, kv_len {dims['kv_len']}")
+        sizes = {**spec.dims, **dims}
+        trial_ = Trial(program, spec, sizes, seed + number, reference, kind)
+        results += trial_.results
+        if trial_.diagnostics:
+            return Verdict(tuple(results), trial_.diagnostics)
+    return Verdict(tuple(results))
+
+
+def default_cases(
+    spec: AttentionSpec, lengths: Sequence[tuple[int, int]] = LENGTHS
+) -> list[dict[str, int]]:
+    """Small problems with the spec's kind of head sharing.
+
+    The shortest have two batches and two kv heads, so that a wrong one is seen; the longer ones
+    are about lengths and have one.
+    """
+    cases = []
+    for q_len, kv_len in lengths:
+        short = q_len * kv_len <= 10_000
+        kv_heads = min(spec.kv_heads, 2) if short else 1
+        group = spec.group if spec.branch == "selected" else min(spec.group, 2)
+        dims = {"batch": 2 if q_len * kv_len <= 300 else 1}
+        dims |= {"heads": kv_heads * group, "kv_heads": kv_heads, "q_len": q_len}
+        if spec.branch == "compressed":
+            tokens = max(kv_len, spec.block)
+            dims |= {"kv_len": spec.compressed_blocks(tokens), "tokens": tokens}
+        else:
+            dims |= {"kv_len": kv_len}
+        cases.append(dims)
+    return cases
+
+
+class Trial:
+    """One problem: inputs, the run, the oracle's answer, the comparison."""
+
+    def __init__(
+        self,
+        program: Program,
+        spec: AttentionSpec,
+        dims: dict[str, int],
+        seed: int,
+        reference: oracle.UserReference | None,
+        kind: str,
+    ) -> None:
+        self.program, self.spec, self.dims = program, spec, dims
+        self.results: list[CaseResult] = []
+        self.diagnostics: tuple[Diagnostic, ...] = ()
+        self.inputs = self._inputs(seed, reference, kind)
+        answer = reference or (lambda given, sizes: oracle.attention(spec, given, sizes))
+        self.expected = answer(self.inputs, dims)
+        try:
+            found = interpret(program, self.arranged(), dims)
+        except Failed as failed:
+            self.diagnostics = failed.diagnostics
+            return
+        self._compare(found, standard=reference is None)
+
+    def _inputs(
+        self, seed: int, reference: oracle.UserReference | None, kind: str
+    ) -> dict[str, Array]:
+        if reference is None:
+            made = trial.make_inputs(self.spec, self.dims, seed, kind)
+        else:
+            made = reference.make_inputs(np.random.default_rng(seed), self.dims) or {}
+        for number, tensor in enumerate(self.program.inputs):
+            if tensor.name not in made:
+                if reference is None:
+                    text = f"the spec has no input `{tensor.name}`, which the program reads"
+                    raise Failed(Diagnostic("FW904", text, tensor.declared.span))
+                shape = shape_of(tensor, self.program, self.dims)
+                rng = np.random.default_rng([seed, number])
+                made[tensor.name] = trial.random_tensor(shape, tensor.dtype, rng, kind)
+        return made
+
+    def arranged(self) -> dict[str, Array]:
+        """The inputs in the order of axes that the program declares."""
+        arrays = {t.name: self._arrange(self.inputs[t.name], t) for t in self.program.inputs}
+        for tensor in self.program.outputs:  # a view's memory is the caller's to size
+            if tensor.offset is not None and tensor.name in self.expected:
+                arrays[tensor.name] = self.expected[tensor.name]
+        return arrays
+
+    def _arrange(self, array: Array, tensor: Tensor) -> Array:
+        return arrange(array, tensor, shape_of(tensor, self.program, self.dims))
+
+    def _compare(self, found: dict[str, Array], standard: bool) -> None:
+        outputs = [t for t in self.program.outputs if t.name in self.expected]
+        if not outputs:
+            names = ", ".join(self.expected)
+            text = f"the program writes none of the outputs that the spec knows ({names})"
+            raise Failed(Diagnostic("FW904", text))
+        self.diagnostics = tuple(self._unwritten())
+        for tensor in outputs:
+            expected = self._arrange(self.expected[tensor.name], tensor)
+            result = self._comparison(tensor, found[tensor.name], expected)
+            self.results.append(CaseResult(self.dims, tensor.name, result))
+            if not result.ok and not self.diagnostics:
+                truth = (self.spec, self.inputs) if standard else None
+                self.diagnostics = localise(
+                    self.program, tensor, result, self.arranged(), self.dims, truth
+                )
+
+    def _unwritten(self) -> Iterator[Diagnostic]:
+        """Outputs of the spec that the program declares and then forgets."""
+        for tensor in self.program.tensors.values():
+            if tensor.name in self.expected and not tensor.written:
+                text = f"`{tensor.name}` is an output of the spec, but nothing is stored in it"
+                hint = f"end with `Copy {tensor.name} ... from register to global`"
+                yield Diagnostic("FW801", text, tensor.declared.span, help=hint)
+
+    def _comparison(self, tensor: Tensor, found: Array, expected: Array) -> oracle.Comparison:
+        if tensor.name == "LSE":
+            return oracle.compare_lse(self.spec, found, expected)
+        return oracle.compare(found, expected, self.spec.dtype, self.spec.tolerance)
+
+
+def arrange(array: Array, tensor: Tensor, shape: tuple[int, ...]) -> Array:
+    """A caller's array with its axes as the program declares them.
+
+    The caller's order is batch, head, position, dimension. A program may declare another order,
+    and may split the heads into groups; other axes stay where they are.
+    """
+    labels = [a.label for a in tensor.axes]
+    known = [label for label in labels if label in _CALLER_ORDER]
+    ordered = array.shape == shape and sorted(known, key=_rank) == known
+    if ordered or tensor.offset is not None:
+        return array
+    if array.size != int(np.prod(shape)) or len(known) < len(labels):
+        text = f"`{tensor.name}` is {shape} here, but the spec gives it as {array.shape}"
+        raise Failed(Diagnostic("FW904", text, tensor.declared.span))
+    order = sorted(range(len(labels)), key=lambda i: _rank(labels[i]))
+    split = array.reshape([shape[i] for i in order])
+    back = [order.index(i) for i in range(len(labels))]
+    return np.ascontiguousarray(split.transpose(back))
+
+
+def _rank(label: str) -> int:
+    return _CALLER_ORDER.find(label)
