@@ -1,0 +1,1 @@
+"""Authors of TL: who writes the sketch, the parameters and the translation."""

@@ -1,0 +1,1 @@
+"""The built-in author: deterministic, without a model, a key or a network."""

@@ -1,0 +1,133 @@
+"""The built-in author: a sketch from a spec, then code from the sketch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import resources
+
+from flashwright.author.builtin.choose import Decision, choose
+from flashwright.author.builtin.complete import Choice, complete
+from flashwright.author.builtin.cost import Workload
+from flashwright.author.builtin.mask import MaskText, mask_text
+from flashwright.author.builtin.variants import find
+from flashwright.gpu import Gpu
+from flashwright.lang.format import format_tree
+from flashwright.lang.nodes import Compute, Expr, For, If, Let, Statement, Tree
+from flashwright.lang.parse import parse
+from flashwright.spec import AttentionSpec
+
+# Operations per score that an option adds to the softmax's own, for the cost model: tanh is an
+# exponential, a reciprocal and two multiplications; a bias is an FMA and an index.
+_EXTRA_OPERATIONS = {"softcap": 8, "alibi": 3}
+
+
+@dataclass(frozen=True)
+class Written:
+    """TL code with the reason for every number in it."""
+
+    code: str
+    choices: tuple[Choice, ...]
+    decision: Decision
+
+
+def write_sketch(spec: AttentionSpec) -> str:
+    """What moves and what is computed: the variant's sketch, with the spec's mask and options."""
+    variant = find(spec.variant)
+    body = _load(variant.sketch)
+    if spec.branch != "selected":  # its mask is part of the algorithm: the sketch has it
+        body = _masked(body, mask_text(spec))
+    for option, wanted in (("softcap", spec.softcap is not None), ("alibi", spec.alibi)):
+        if wanted:
+            body = _insert(body, _is_mask, _load(f"options/{option}.tl"), ())
+    if spec.dtype == "fp8":
+        body = _insert(body, _is_softmax, (), _load("options/fp8_weights.tl"))
+        body = _insert(body, lambda s: isinstance(s, For), (), _load("options/fp8_sum.tl"))
+    if spec.sink:
+        body = (body[0], *_load("options/sink.tl"), *body[1:])
+    if not spec.lse:
+        body = body[:-2]
+    return format_tree(Tree(body))
+
+
+def write_code(sketch: str, spec: AttentionSpec, gpu: Gpu) -> Written:
+    """The sketch with all its sizes. Raises choose.NothingFits where the GPU has no room."""
+    decision = choose(workload(spec), gpu)
+    tree, choices = complete(parse(sketch), spec, gpu, decision)
+    return Written(format_tree(tree), choices, decision)
+
+
+def workload(spec: AttentionSpec) -> Workload:
+    """The spec as the cost model sees it, on the reference problem of 16k tokens."""
+    selected = spec.branch == "selected"
+    keys = 4096
+    if selected:
+        keys = spec.top_k * spec.selected_block
+    elif spec.branch == "compressed":
+        keys = max(keys // spec.stride, 1)
+    extra = sum(_EXTRA_OPERATIONS[o] for o in _EXTRA_OPERATIONS if getattr(spec, o))
+    return Workload(
+        qk_dim=spec.head_dim,
+        v_dim=spec.value_dim,
+        dtype=spec.input_dtype,
+        heads=spec.heads,
+        kv_heads=spec.kv_heads,
+        kv_len=keys,
+        causal=spec.causal and spec.branch not in ("selected", "compressed"),
+        window=spec.window,
+        score_flops_extra=extra,
+        rows_fixed=-(-spec.group // 16) * 16 if selected else None,
+        cols_fixed=spec.selected_block if selected else None,
+    )
+
+
+# --- composing the sketch ---------------------------------------------------------------------
+
+
+def _load(name: str) -> tuple[Statement, ...]:
+    folder = resources.files("flashwright.author.builtin") / "sketches"
+    return parse((folder / name).read_text(encoding="utf-8")).body
+
+
+def _expr(text: str) -> Expr:
+    stmt = parse(f"let x = {text}").body[0]
+    assert isinstance(stmt, Let)
+    return stmt.value
+
+
+def _is_mask(stmt: Statement) -> bool:
+    return isinstance(stmt, Compute) and stmt.verb is not None and stmt.verb.id == "Mask"
+
+
+def _is_softmax(stmt: Statement) -> bool:
+    return isinstance(stmt, Compute) and stmt.verb is not None and stmt.verb.id == "Softmax"
+
+
+def _masked(body: tuple[Statement, ...], mask: MaskText) -> tuple[Statement, ...]:
+    """Set the condition of the Mask, and the bounds of the loop around it."""
+    done: list[Statement] = []
+    for stmt in body:
+        if isinstance(stmt, For):
+            inner = tuple(
+                replace(s, where=_expr(mask.condition)) if _is_mask(s) else s  # type: ignore[arg-type]
+                for s in stmt.body
+            )
+            stmt = replace(stmt, low=_expr(mask.low), high=_expr(mask.high), body=inner)
+        done.append(stmt)
+    return tuple(done)
+
+
+Body = tuple[Statement, ...]
+
+
+def _insert(body: Body, place: Callable[[Statement], bool], before: Body, after: Body) -> Body:
+    """Put statements around every statement that `place` picks, inside loops and branches too."""
+    done: list[Statement] = []
+    for stmt in body:
+        here = place(stmt)
+        if isinstance(stmt, For):
+            stmt = replace(stmt, body=_insert(stmt.body, place, before, after))
+        elif isinstance(stmt, If):
+            stmt = replace(stmt, then=_insert(stmt.then, place, before, after))
+        done += [*before, stmt, *after] if here else [stmt]
+    return tuple(done)

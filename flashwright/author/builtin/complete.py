@@ -1,0 +1,395 @@
+"""From sketch to code: the parameter stage of the built-in author.
+
+Knows nothing of variants: from the axes of the tensors and the order of the statements follow the
+tiles and coordinates of every Copy, the allocations, the starting values of what is accumulated,
+the Reshape between fused GEMMs and, on GPUs where one buffer must do, the prefetch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from flashwright.author.builtin.choose import Decision
+from flashwright.author.builtin.variants import find
+from flashwright.check.vocabulary import split
+from flashwright.gpu import Gpu
+from flashwright.lang.format import format_expr
+from flashwright.lang.nodes import (
+    Binary,
+    Call,
+    Comment,
+    Compute,
+    Copy,
+    Expr,
+    For,
+    If,
+    Index,
+    Name,
+    Statement,
+    Transpose,
+    Tree,
+    Unary,
+    expressions,
+    statements,
+)
+from flashwright.lang.parse import parse
+from flashwright.spec import AttentionSpec
+
+RESHAPE = "Reshape {} from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)"
+_GRID_VARIABLES = {"batch": "batch_idx", "heads": "head_idx", "kv_heads": "kv_head"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A number in the code, and why it is what it is."""
+
+    name: str
+    value: str
+    reason: str
+
+    @property
+    def brief(self) -> str:
+        """The first part of the reason, short enough to stand beside the number."""
+        return self.reason.split(";")[0]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor in global memory: axis letters and sizes, and how many trailing axes a tile has."""
+
+    name: str
+    labels: tuple[str, ...]
+    sizes: tuple[str, ...]
+    dtype: str
+
+    @property
+    def tile_rank(self) -> int:
+        """How many trailing axes a tile lies on."""
+        return min(2 if self.labels[-1] == "D" else 1, len(self.labels))
+
+
+def complete(
+    sketch: Tree, spec: AttentionSpec, gpu: Gpu, decision: Decision
+) -> tuple[Tree, tuple[Choice, ...]]:
+    """The code for a sketch, and the reasons for its numbers."""
+    return _Completion(sketch, spec, gpu, decision).run()
+
+
+def line(text: str, comment: str | None = None, gap: bool = False) -> Statement:
+    """One statement from its text."""
+    return replace(parse(text).body[0], comment=comment, gap=gap)
+
+
+class _Completion:
+    def __init__(self, sketch: Tree, spec: AttentionSpec, gpu: Gpu, decision: Decision) -> None:
+        self.sketch = sketch
+        self.spec = spec
+        self.gpu = gpu
+        self.decision = decision
+        self.tiling = decision.tiling
+        self.tensors = {t.name: t for t in self._tensors()}
+        self.grid = self._grid()
+        self.shapes: dict[str, tuple[str, ...]] = {}  # of tiles in registers, by base name
+        self.copied: dict[str, tuple[str, ...]] = {}  # of tiles in shared memory
+        self.streamed: set[str] = set()  # copied inside a loop
+        self.prefetches = gpu.reshape_in_place and self.tiling.stages == 1
+
+    def run(self) -> tuple[Tree, tuple[Choice, ...]]:
+        body = self._body(self.sketch.body, None)
+        body = self._initialised(body)
+        if self.prefetches:
+            body = tuple(self._prefetched(body))
+        choices = self._choices(body)
+        head: list[Statement] = [self._title()]
+        for choice in choices:
+            head.append(line(f"param {choice.name} = {choice.value}", choice.brief))
+        head += [line(f"dim {d}", gap=True) for d in self._extra_dims(body)]
+        head += self._where()
+        head += self._allocations(body)
+        rest = body[1:] if isinstance(body[0], Comment) else body
+        rest = (replace(rest[0], gap=True), *rest[1:])
+        return Tree((*head, *rest)), choices
+
+    # --- tensors and grid -----------------------------------------------------------------
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """The tensors that the sketch speaks of, with the spec's own sizes put in."""
+        spec = self.spec
+        used = set(_global_names(self.sketch))
+        for name, text in find(spec.variant).tensors.items():
+            pairs = [part.split(":") for part in text.split()]
+            sizes = tuple(self._size(size) for _, size in pairs)
+            labels = tuple(label for label, _ in pairs)
+            dtype = {"LSE": "fp32", "Slopes": "fp32", "Sink": "fp32", "Idx": "int32"}.get(name)
+            dtype = dtype or (spec.output_dtype if name == "O" else spec.input_dtype)
+            if name in used:
+                yield Tensor(name, labels, sizes, dtype)
+
+    def _size(self, size: str) -> str:
+        if size == "VDim" and self.spec.value_dim == self.spec.head_dim:
+            return "HeadDim"
+        if size == "kv_heads" and self.spec.kv_heads == self.spec.heads:
+            return "heads"
+        return size
+
+    def _grid(self) -> dict[str, str]:
+        """Grid variable -> extent: one block per tile of the output, the fastest axis first."""
+        out = self.tensors["O"]
+        first_tiled = len(out.sizes) - out.tile_rank
+        grid: dict[str, str] = {}
+        for position, size in reversed(list(enumerate(out.sizes))):
+            if position >= first_tiled:
+                if size == "q_len":
+                    grid["block_idx"] = "q_len / BM"
+            else:
+                grid[_GRID_VARIABLES.get(size, "q_pos")] = size
+        return grid
+
+    def _where(self) -> Iterator[Statement]:
+        axes = ", ".join(f"{name} = 0:{extent}" for name, extent in self.grid.items())
+        yield line(f"grid {axes}", gap=True)
+        shared = any("kv_heads" in t.sizes for t in self.tensors.values())
+        if shared and "kv_head" not in self.grid and self.spec.kv_heads > 1:
+            text = "let kv_head = floor(head_idx * kv_heads / heads)"
+            yield line(text, f"{self.spec.group} query heads share a kv head")
+
+    def _coordinate(self, size: str, loop: str | None) -> str | None:
+        """Where a tensor's axis is entered by this thread block, in this round of the loop."""
+        if size == "kv_heads" and self.spec.kv_heads == 1:
+            return "0"
+        if size == "q_len":
+            return "block_idx" if "block_idx" in self.grid else "q_pos"
+        if size == "kv_len":
+            return loop
+        return _GRID_VARIABLES.get(size)
+
+    # --- statements -----------------------------------------------------------------------
+
+    def _body(self, body: tuple[Statement, ...], loop: str | None) -> tuple[Statement, ...]:
+        done: list[Statement] = []
+        for stmt in body:
+            match stmt:
+                case Copy():
+                    stmt = self._copy(stmt, loop)
+                case For():
+                    stmt = replace(stmt, body=self._body(stmt.body, stmt.var.id))
+                case If():
+                    stmt = replace(stmt, then=self._body(stmt.then, loop))
+                case Compute():
+                    done += self._reshaped(stmt)
+                    self._shape_of_result(stmt)
+            done.append(stmt)
+        return tuple(done)
+
+    def _copy(self, stmt: Copy, loop: str | None) -> Copy:
+        tensor = self.tensors[split(stmt.name.id)[0]]
+        rank = tensor.tile_rank
+        tile = {"q_len": "BM", "Group": "BM", "kv_len": "BN"}
+        shape = tuple(tile.get(size, size) for size in tensor.sizes[-rank:])
+        given = {c.axis.id: format_expr(c.value) for c in stmt.coords or ()}
+        coords = []
+        for label, size in zip(tensor.labels, tensor.sizes, strict=True):
+            place = given.get(label) or self._coordinate(size, loop)
+            if place is not None:
+                coords.append(f"{label} = {place}")
+        if stmt.dest == "shared":
+            self.copied[tensor.name] = shape
+            if loop is not None:
+                self.streamed.add(tensor.name)
+        text = (
+            f"Copy {stmt.name.id} ({', '.join(shape)}) in coordinate [{', '.join(coords)}] "
+            f"from {stmt.source} to {stmt.dest}"
+        )
+        done = line(text, stmt.comment, stmt.gap)
+        assert isinstance(done, Copy)
+        return done
+
+    def _reshaped(self, stmt: Compute) -> list[Statement]:
+        """A GEMM's result on its way into another GEMM becomes an operand first."""
+        left = stmt.args[0]
+        if not _is(stmt, "gemm") or not isinstance(left, Name):
+            return []
+        base, space = split(left.id)
+        return [line(RESHAPE.format(left.id))] if space != "shared" and base in self.shapes else []
+
+    def _shape_of_result(self, stmt: Compute) -> None:
+        if _is(stmt, "gemm"):
+            (rows, _), (_, cols) = (self._operand(a) for a in stmt.args)
+            shape: tuple[str, ...] = (rows, cols)
+        elif _is(stmt, "softmax"):
+            for name in stmt.state:
+                self.shapes.setdefault(split(name.id)[0], (self._operand(stmt.args[0])[0],))
+            return
+        else:
+            shape = self._widest(stmt.args)
+        if stmt.target is not None:
+            self.shapes.setdefault(split(stmt.target.id)[0], shape)
+
+    def _operand(self, arg: Expr) -> tuple[str, ...]:
+        name = arg.operand if isinstance(arg, Transpose) else arg
+        assert isinstance(name, Name)
+        base, space = split(name.id)
+        shape = self.copied[base] if space == "shared" else self.shapes[base]
+        return shape[::-1] if isinstance(arg, Transpose) else shape
+
+    def _widest(self, args: tuple[Expr, ...]) -> tuple[str, ...]:
+        """The shape of an elementwise result; a scalar one fills a vector of rows."""
+        found = [s for arg in args for s in self._shapes_in(arg)]
+        return max(found, key=len, default=("BM",))
+
+    def _shapes_in(self, expr: Expr) -> Iterator[tuple[str, ...]]:
+        match expr:
+            case Name():
+                base = split(expr.id)[0]
+                if base in self.shapes:
+                    yield self.shapes[base]
+            case Unary(_, operand):
+                yield from self._shapes_in(operand)
+            case Binary(_, left, right):
+                yield from self._shapes_in(left)
+                yield from self._shapes_in(right)
+            case Call(func, args):
+                for arg in args:
+                    for shape in self._shapes_in(arg):
+                        yield shape[:1] if func.id.startswith("row") else shape
+
+    # --- starting values ------------------------------------------------------------------
+
+    def _initialised(self, body: tuple[Statement, ...]) -> tuple[Statement, ...]:
+        """What a loop adds to starts at 0, a running maximum far below any score."""
+        first = next(i for i, s in enumerate(body) if isinstance(s, For))
+        set_before = {
+            s.target.id for s in body[:first] if isinstance(s, Compute) and s.target is not None
+        }
+        starts: dict[str, str] = {}
+        for stmt in statements((body[first],)):
+            if not isinstance(stmt, Compute):
+                continue
+            for name, start in zip(stmt.state, ("-1e30", "0"), strict=False):
+                starts.setdefault(name.id, start)
+            if stmt.mode == "accumulate" and stmt.target is not None:
+                starts.setdefault(stmt.target.id, "0")
+        lines = [
+            line(f"Compute {start} and get {name}")
+            for name, start in starts.items()
+            if name not in set_before
+        ]
+        return (*body[:first], *lines, *body[first:])
+
+    # --- prefetch -------------------------------------------------------------------------
+
+    def _prefetched(self, body: tuple[Statement, ...]) -> Iterator[Statement]:
+        """With one buffer for K, its next block is copied as soon as the GEMM has read this one,
+        so that it travels under the softmax and the second GEMM."""
+        for stmt in body:
+            copy = _first_streamed(stmt) if isinstance(stmt, For) else None
+            if copy is None or not isinstance(stmt, For):
+                yield stmt
+                continue
+            low, high = format_expr(stmt.low), format_expr(stmt.high)
+            yield line(f"let First = {low}")
+            yield line(f"let Last = {high}")
+            fetch = _at(copy, stmt.var.id, "First")
+            guard = line("if First < Last\nend", "the first block, if there is any")
+            assert isinstance(guard, If)
+            yield replace(guard, then=(fetch,))
+            loop = line(f"for {stmt.var.id} = First:Last\nend", stmt.comment, stmt.gap)
+            assert isinstance(loop, For)
+            yield replace(loop, body=tuple(self._rotated(stmt, copy)))
+
+    def _rotated(self, loop: For, copy: Copy) -> Iterator[Statement]:
+        shared = f"{split(copy.name.id)[0]}_shared"
+        var = loop.var.id
+        for stmt in loop.body:
+            if stmt is copy:
+                continue
+            yield stmt
+            if any(isinstance(e, Name) and e.id == shared for e in expressions(stmt)):
+                following = line(f"if {var} < Last - 1\nend", "the next block, under the softmax")
+                assert isinstance(following, If)
+                yield replace(following, then=(_at(copy, var, f"{var} + 1"),))
+
+    # --- declarations ---------------------------------------------------------------------
+
+    def _title(self) -> Comment:
+        spec = self.spec
+        what = f"{spec.variant}, {spec.head_dim}"
+        what += f"/{spec.value_dim}" if spec.value_dim != spec.head_dim else ""
+        return Comment(f"{what} wide, {spec.input_dtype}, for {self.gpu.title}")
+
+    def _extra_dims(self, body: tuple[Statement, ...]) -> list[str]:
+        names = {e.id for s in statements(body) for e in expressions(s) if isinstance(e, Name)}
+        return ["tokens"] if "tokens" in names else []
+
+    def _allocations(self, body: tuple[Statement, ...]) -> Iterator[Statement]:
+        first = True
+        for tensor in self.tensors.values():
+            labelled = tensor.labels != {4: tuple("BHLD"), 3: tuple("BHL"), 2: tuple("LD")}.get(
+                len(tensor.labels)
+            )
+            pairs = zip(tensor.labels, tensor.sizes, strict=True)
+            axes = ", ".join(f"{a}: {s}" if labelled else s for a, s in pairs)
+            yield line(f"Allocate {tensor.name} in global ({axes}) as {tensor.dtype}", gap=first)
+            first = False
+        for name, shape in self.copied.items():
+            ahead = self.tiling.stages > 1 and name in self.streamed
+            stages = " with stages Stages" if ahead else ""
+            dtype = self.tensors[name].dtype
+            yield line(f"Allocate {name} in shared ({', '.join(shape)}) as {dtype}{stages}")
+        for name, shape in self.shapes.items():
+            yield line(f"Allocate {name} in register ({', '.join(shape)}) as fp32")
+
+    def _choices(self, body: tuple[Statement, ...]) -> tuple[Choice, ...]:
+        used = {e.id for s in statements(body) for e in expressions(s) if isinstance(e, Name)}
+        used |= {size for t in self.tensors.values() for size in t.sizes}
+        return tuple(c for c in self._numbers() if c.name in used or c.name in ("Warps", "Stages"))
+
+    def _numbers(self) -> Iterator[Choice]:
+        spec, tiling, why = self.spec, self.tiling, self.decision.reasons
+        yield Choice("HeadDim", str(spec.head_dim), "given: the width of Q and K")
+        yield Choice("VDim", str(spec.value_dim), "given: the width of V")
+        yield Choice("Group", str(spec.group), "given: query heads that share a kv head")
+        yield Choice("TopK", str(spec.top_k), "given: blocks selected for each position")
+        yield Choice("BM", str(tiling.bm), why["BM"])
+        yield Choice("BN", str(tiling.bn), why["BN"])
+        if tiling.stages > 1:
+            yield Choice("Stages", str(tiling.stages), why["Stages"])
+        yield Choice("Warps", str(tiling.warps), why["Warps"])
+        scale = "1 / sqrt(HeadDim)" if spec.scale is None else repr(spec.scale)
+        yield Choice("Scale", scale, "given: the softmax scale")
+        yield Choice("WeightScale", "256", "the top of e4m3's range: weights times 256 still fit")
+        yield Choice("Window", str(spec.window), "given: keys a query sees on one side")
+        yield Choice("Softcap", repr(spec.softcap), "given: no score goes beyond it")
+        yield Choice("Block", str(spec.block), "given: tokens in a compressed block")
+        yield Choice("Stride", str(spec.stride), "given: tokens between compressed blocks")
+
+
+def _is(stmt: Compute, verb: str) -> bool:
+    return stmt.verb is not None and stmt.verb.id.lower() == verb
+
+
+def _global_names(tree: Tree) -> Iterator[str]:
+    for stmt in statements(tree.body):
+        if isinstance(stmt, Copy) and "global" in (stmt.source, stmt.dest):
+            yield split((stmt.target or stmt.name).id)[0]
+        yield from (e.tensor.id for e in expressions(stmt) if isinstance(e, Index))
+
+
+def _first_streamed(loop: For) -> Copy | None:
+    """The first Copy of a loop that walks along with it: the one worth fetching ahead."""
+    for stmt in loop.body:
+        if isinstance(stmt, Copy) and stmt.source == "global":
+            walks = [c for c in stmt.coords or () if c.value == Name(loop.var.id)]
+            return stmt if walks else None
+    return None
+
+
+def _at(copy: Copy, var: str, place: str) -> Copy:
+    """The same Copy at another place along the loop."""
+    there = parse(f"let x = {place}").body[0]
+    value: Expr = there.value  # type: ignore[union-attr]
+    coords = tuple(
+        replace(c, value=value) if c.value == Name(var) else c for c in copy.coords or ()
+    )
+    return replace(copy, coords=coords, gap=False)

@@ -1,0 +1,424 @@
+"""What a tiling of one attention kernel needs, and how long it should take: a stated model.
+
+One block holds `bm` query rows and walks over the keys `bn` at a time. Each term below is cycles
+of one SM for one such step. The SM's units work side by side, so a step takes as long as its
+busiest unit plus the part of the others that finds nothing to hide under (`exposed`).
+
+The constants are few and each says where it comes from. Those of `exposed` and `fixed_cycles` were
+set so that known kernels come out near their measured share of the dense matmul rate
+(FlashAttention-3 on an H200: d128 full 86 %, d64 full 69 %; FlashAttention-2 on an A100, d128:
+about 70 %). The model ranks tilings; its microseconds are at boost clock, so a lower bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from flashwright.gpu import Gpu
+
+ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1}
+
+# 32 banks of 4 bytes (CUDA programming guide, shared memory, 5.x and later).
+SHARED_BYTES_PER_CLOCK = 128
+# Issue slots per score in the softmax: scale-and-subtract (FMA), maximum, sum, half of a two-wide
+# conversion and half of a move.
+SCORE_OPS = 4
+# Per step: loop and address arithmetic; and waiting, at barriers and for row-maximum shuffles.
+ISSUE_CYCLES = 100
+WAIT_CYCLES = 100
+# From asking for a tile to having it in shared memory, with the memory system busy.
+LATENCY_CYCLES = 700
+# mma.sync cannot feed Hopper's tensor cores: the best mma.sync attention reaches 346 TFLOPS on a
+# card whose dense matmuls reach 790, FlashAttention-3 681 (notes on the fastest kernels).
+HOPPER_MMA_SYNC = 0.62
+# The part of the lesser units' time that shows when one warp per scheduler works alone. wgmma runs
+# asynchronously (softmax of one step under the GEMM of another); mma.sync code hides less.
+ALONE_WGMMA = 0.45
+ALONE_MMA_SYNC = 0.60
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun: "1 stage", "2 stages"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One kernel's work, and the reference problem its sizes are chosen for (16k tokens in all).
+
+    `window` is how many keys a query sees, itself included, to its left; without `causal` it sees
+    as many to its right. With `rows_fixed` the rows of a tile are heads of one group at one
+    position; `cols_fixed` dictates the keys per step (a selected block). Where keys are selected,
+    kv_len is how many of them a query reads.
+    """
+
+    qk_dim: int
+    v_dim: int
+    dtype: str = "fp16"
+    batch: int = 4
+    heads: int = 16
+    kv_heads: int = 16
+    q_len: int = 4096
+    kv_len: int = 4096
+    causal: bool = False
+    window: int | None = None
+    score_flops_extra: int = 0
+    rows_fixed: int | None = None
+    cols_fixed: int | None = None
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element of Q, K and V."""
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of one key with its value."""
+        return (self.qk_dim + self.v_dim) * self.element_bytes
+
+
+@dataclass(frozen=True, order=True)
+class Tiling:
+    """Query rows per block, keys per step, buffers for K and V, and compute warps."""
+
+    bm: int
+    bn: int
+    stages: int
+    warps: int
+
+    def __str__(self) -> str:
+        stages, warps = count(self.stages, "stage"), count(self.warps, "warp")
+        return f"{self.bm}x{self.bn} with {stages} and {warps}"
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one block of a tiling needs."""
+
+    shared_bytes: int
+    registers: int
+    register_limit: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """An estimate with every term that went into it; cycles are of one SM for one step."""
+
+    mma_cycles: float
+    exp_cycles: float
+    elementwise_cycles: float
+    shared_cycles: float
+    load_cycles: float
+    exposed: float
+    stall_cycles: float
+    step_cycles: float
+    block_cycles: float
+    occupancy: int
+    blocks: int
+    waves: float
+    steps: float
+    tail: float
+    waste: float
+    memory_us: float
+    microseconds: float
+    tflops: float
+
+    @property
+    def limit(self) -> str:
+        """The unit that is busiest in a step."""
+        terms = {
+            "tensor cores": self.mma_cycles,
+            "softmax": softmax_cycles(self.exp_cycles, self.elementwise_cycles),
+            "shared memory": self.shared_cycles,
+            "L2": self.load_cycles,
+        }
+        return max(terms, key=lambda name: terms[name])
+
+
+# --- what it needs ----------------------------------------------------------------------------
+
+
+def footprint(workload: Workload, tiling: Tiling, gpu: Gpu) -> Footprint:
+    """Shared memory and registers of one block."""
+    bm, bn = tiling.bm, tiling.bn
+    size = workload.element_bytes
+    shared = bm * workload.qk_dim * size + tiling.stages * bn * workload.key_bytes
+    tiles = bm * workload.v_dim * 4 + bm * bn * 4
+    if not gpu.reshape_in_place:
+        tiles += bm * bn * size
+    # Row maximum, row sum and the rescale factor; each of the four threads of a quad has a copy.
+    tiles += 3 * bm * 4 * 4
+    return Footprint(shared, gpu.registers(tiles, tiling.warps), gpu.register_limit(tiling.warps))
+
+
+def occupancy(workload: Workload, tiling: Tiling, gpu: Gpu) -> int:
+    """Blocks that one SM holds at a time (0: not even one).
+
+    A wgmma kernel has its SM to itself: setmaxnreg deals out the whole register file, and the
+    grid is persistent.
+    """
+    need = footprint(workload, tiling, gpu)
+    if need.shared_bytes > gpu.shared_per_block or need.registers > need.register_limit:
+        return 0
+    if uses_wgmma(tiling, gpu):
+        return 1
+    return min(
+        gpu.shared_per_sm // (need.shared_bytes + gpu.shared_reserved),
+        gpu.registers_per_sm // gpu.block_registers(need.registers, tiling.warps),
+        gpu.threads_per_sm // (32 * tiling.warps),
+        gpu.max_blocks_per_sm,
+    )
+
+
+def uses_wgmma(tiling: Tiling, gpu: Gpu) -> bool:
+    """Warpgroups of 64 rows each; anything else runs on mma.sync."""
+    return gpu.wgmma and tiling.bm % 64 == 0 and tiling.warps * 16 == tiling.bm
+
+
+# --- cycles of one step -----------------------------------------------------------------------
+
+
+def mma_cycles(workload: Workload, tiling: Tiling, gpu: Gpu) -> float:
+    """Both GEMMs at the tensor cores' dense rate."""
+    flops = 2 * tiling.bm * tiling.bn * (workload.qk_dim + workload.v_dim)
+    rate = gpu.flops_per_clock(workload.dtype)
+    if gpu.wgmma and not uses_wgmma(tiling, gpu):
+        rate *= HOPPER_MMA_SYNC
+    return flops / rate
+
+
+def exp_cycles(tiling: Tiling, gpu: Gpu) -> float:
+    """One exponential per score."""
+    return tiling.bm * tiling.bn / gpu.exp_per_clock_per_sm
+
+
+def elementwise_cycles(workload: Workload, tiling: Tiling, gpu: Gpu) -> float:
+    """The softmax's plain arithmetic, and the rescale of O, which wider steps do less often."""
+    lanes = gpu.fp32_flops / (2 * gpu.sms * gpu.clock_ghz * 1e9)
+    scores = tiling.bm * tiling.bn * (SCORE_OPS + workload.score_flops_extra)
+    return (scores + tiling.bm * workload.v_dim) / lanes
+
+
+def softmax_cycles(exp: float, elementwise: float) -> float:
+    """Exponentials and arithmetic have pipes of their own, but the row maximum (half of the
+    arithmetic) must be known before the first exponential."""
+    return max(exp, elementwise / 2) + elementwise / 2
+
+
+def shared_cycles(workload: Workload, tiling: Tiling, gpu: Gpu) -> float:
+    """Reads of Q, K and V from shared memory, and the writes of the next K and V.
+
+    With mma.sync every warp reads all of K and V, so more rows per warp mean fewer reads; with
+    wgmma every warpgroup does. Each reads its own rows of Q again in every step.
+    """
+    keys = tiling.bn * workload.key_bytes
+    readers = tiling.warps // 4 if uses_wgmma(tiling, gpu) else tiling.warps
+    queries = tiling.bm * workload.qk_dim * workload.element_bytes
+    return (readers * keys + queries + keys) / SHARED_BYTES_PER_CLOCK
+
+
+def load_cycles(workload: Workload, tiling: Tiling, gpu: Gpu) -> float:
+    """K and V from L2, whose bandwidth the SMs share evenly."""
+    return tiling.bn * workload.key_bytes / l2_bytes_per_clock(gpu)
+
+
+def l2_bytes_per_clock(gpu: Gpu) -> float:
+    """One SM's share of the L2 bandwidth."""
+    return gpu.l2_bandwidth / (gpu.sms * gpu.clock_ghz * 1e9)
+
+
+def exposed(tiling: Tiling, gpu: Gpu, blocks_per_sm: int) -> float:
+    """The part of the lesser units' time that is not hidden under the busiest one.
+
+    A scheduler with a second warp has other work to issue while the first waits: with two or
+    three, nearly everything hides. Warpgroups on a ring of mbarriers run apart from each other;
+    warps of one mma.sync block meet at two block barriers a step, so each further one counts half.
+    """
+    mine = max(1.0, tiling.warps / 4)
+    if uses_wgmma(tiling, gpu):
+        return float(ALONE_WGMMA / mine**1.5)
+    others = blocks_per_sm * (1 + (mine - 1) / 2) * min(1.0, tiling.warps / 4)
+    return float(ALONE_MMA_SYNC / max(1.0, others) ** 1.5)
+
+
+def fixed_cycles(tiling: Tiling, gpu: Gpu, blocks_per_sm: int) -> float:
+    """What every step costs whatever its size, so that wide steps pay.
+
+    Other blocks of the SM fill the waits. A block barrier (mma.sync) waits for the last of all
+    warps, and the warps of a scheduler arrive one after the other; warpgroups do not meet.
+    """
+    queue = 1.0 if uses_wgmma(tiling, gpu) else max(1.0, tiling.warps / 4)
+    return ISSUE_CYCLES + WAIT_CYCLES * queue / blocks_per_sm
+
+
+def idle_schedulers(tiling: Tiling, blocks_per_sm: int) -> float:
+    """How much slower the units run because some of the SM's four schedulers have no warp: each
+    quarter of the SM has tensor cores, exponentials and FP32 lanes of its own."""
+    return max(1.0, 4 / (tiling.warps * blocks_per_sm))
+
+
+def stall_cycles(tiling: Tiling, load: float, step: float, blocks_per_sm: int) -> float:
+    """What a step waits for its K and V.
+
+    With one buffer each, V comes under QK and the next K under PV: half a step's time. Every
+    further stage lends a whole step; so do the other blocks of the SM in their turns.
+    """
+    lent = (tiling.stages - 0.5) * blocks_per_sm * step
+    return max(0.0, LATENCY_CYCLES + load * blocks_per_sm - lent) / blocks_per_sm
+
+
+def block_cycles(workload: Workload, tiling: Tiling, gpu: Gpu, blocks_per_sm: int) -> float:
+    """Once per block: fetch Q and the first K, store O. Other blocks of the SM work meanwhile."""
+    size = workload.element_bytes
+    moved = (tiling.bm * (workload.qk_dim + workload.v_dim) + tiling.bn * workload.qk_dim) * size
+    return (2 * LATENCY_CYCLES + moved / l2_bytes_per_clock(gpu)) / blocks_per_sm
+
+
+# --- how many steps ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Steps of all row tiles of one head: how many tiles, and their steps in all and at most."""
+
+    tiles: int
+    steps: int
+    longest: int
+
+
+def walk(workload: Workload, tiling: Tiling) -> Walk:
+    """The steps that a kernel makes which skips tiles no query sees."""
+    w = workload
+    positions = 1 if w.rows_fixed else tiling.bm
+    return _walk(w.q_len, w.kv_len, w.causal, w.window, positions, tiling.bn)
+
+
+@lru_cache(maxsize=4096)
+def _walk(
+    q_len: int, kv_len: int, causal: bool, window: int | None, positions: int, bn: int
+) -> Walk:
+    counts = []
+    for first in range(0, q_len, positions):
+        last = min(first + positions, q_len) - 1
+        low = _seen(first, q_len, kv_len, causal, window)[0] // bn
+        high = -(-_seen(last, q_len, kv_len, causal, window)[1] // bn)
+        counts.append(max(0, high - low))
+    return Walk(len(counts), sum(counts), max(counts, default=0))
+
+
+def _seen(row: int, q_len: int, kv_len: int, causal: bool, window: int | None) -> tuple[int, int]:
+    """The keys that one query sees, as a half-open range; the last query meets the last key."""
+    at = row + kv_len - q_len
+    low = 0 if window is None else max(0, at - window + 1)
+    high = kv_len
+    if causal:
+        high = at + 1
+    elif window is not None:
+        high = at + window
+    return low, max(0, min(kv_len, high))
+
+
+@lru_cache(maxsize=256)
+def _needed(q_len: int, kv_len: int, causal: bool, window: int | None) -> int:
+    """Scores of one head that attention needs."""
+    ranges = (_seen(row, q_len, kv_len, causal, window) for row in range(q_len))
+    return sum(max(0, high - low) for low, high in ranges)
+
+
+def masked_waste(workload: Workload, tiling: Tiling) -> float:
+    """Scores computed over scores needed: tiles on the diagonal, at the edges of a window and at
+    the ragged ends are computed whole."""
+    w = workload
+    positions = 1 if w.rows_fixed else tiling.bm
+    needed = _needed(w.q_len, w.kv_len, w.causal, w.window)
+    computed = walk(workload, tiling).steps * positions * tiling.bn
+    return computed / needed if needed else 1.0
+
+
+# --- all together -----------------------------------------------------------------------------
+
+
+def memory_us(workload: Workload, tiling: Tiling, gpu: Gpu, in_flight: int) -> float:
+    """Time of the device memory traffic alone.
+
+    Q and O move once. K and V move once as well when those of all heads in flight fit in half of
+    L2. Otherwise the blocks in flight, which walk the keys of their head side by side, read them
+    once together, and the next ones again.
+    """
+    w = workload
+    query_bytes = w.batch * w.heads * w.q_len * w.key_bytes
+    head_bytes = w.kv_len * w.key_bytes
+    kv_bytes: float = w.batch * w.kv_heads * head_bytes
+    groups = 1 if w.rows_fixed else w.heads // w.kv_heads
+    sharing = walk(workload, tiling).tiles * groups
+    if -(-in_flight // sharing) * head_bytes > gpu.l2_bytes / 2:
+        kv_bytes *= max(1.0, sharing / in_flight)
+    return (query_bytes + kv_bytes) / gpu.bandwidth * 1e6
+
+
+def spread(steps: Walk, groups: int, sms: int) -> tuple[float, float]:
+    """Steps on the busiest SM, and by how much that exceeds an even share.
+
+    Equal blocks are dealt out whole. Unequal ones (causal) are launched longest first, which
+    leaves about half an average block at the end, and never less than the longest block.
+    """
+    even = steps.steps * groups / sms
+    blocks = steps.tiles * groups
+    if steps.longest * steps.tiles == steps.steps:
+        busiest: float = -(-blocks // sms) * steps.longest
+    else:
+        busiest = max(even + steps.steps / steps.tiles / 2, steps.longest)
+    return busiest, busiest / even if even else 1.0
+
+
+def estimate(workload: Workload, tiling: Tiling, gpu: Gpu) -> Cost:
+    """The time of the reference problem, for a tiling that fits."""
+    resident = occupancy(workload, tiling, gpu)
+    if resident == 0:
+        raise ValueError(f"{tiling} does not fit on {gpu.title}")
+    slower = idle_schedulers(tiling, resident)
+    mma = mma_cycles(workload, tiling, gpu) * slower
+    exp = exp_cycles(tiling, gpu) * slower
+    plain = elementwise_cycles(workload, tiling, gpu) * slower
+    shared = shared_cycles(workload, tiling, gpu)
+    load = load_cycles(workload, tiling, gpu)
+    shown = exposed(tiling, gpu, resident)
+    units = [mma, softmax_cycles(exp, plain)]
+    busiest = max(*units, shared, load)
+    # wgmma fetches its own operands while it multiplies; ldmatrix is issued by the same warps.
+    work = sum(units) + (0.0 if uses_wgmma(tiling, gpu) else shared)
+    step = busiest + shown * max(0.0, work - busiest) + fixed_cycles(tiling, gpu, resident)
+    stall = stall_cycles(tiling, load, step, resident)
+    step += stall
+
+    steps = walk(workload, tiling)
+    w = workload
+    groups = w.batch * (w.heads // w.rows_fixed if w.rows_fixed else w.heads)
+    most, tail = spread(steps, groups, gpu.sms)
+    once = block_cycles(workload, tiling, gpu, resident)
+    blocks = steps.tiles * groups
+    cycles = most * step + blocks / gpu.sms * once
+    memory = memory_us(workload, tiling, gpu, gpu.sms * resident)
+    time = max(cycles / (gpu.clock_ghz * 1e3), memory)
+    needed = _needed(w.q_len, w.kv_len, w.causal, w.window) * w.batch * w.heads
+    return Cost(
+        mma_cycles=mma,
+        exp_cycles=exp,
+        elementwise_cycles=plain,
+        shared_cycles=shared,
+        load_cycles=load,
+        exposed=shown,
+        stall_cycles=stall,
+        step_cycles=step,
+        block_cycles=once,
+        occupancy=resident,
+        blocks=blocks,
+        waves=blocks / (gpu.sms * resident),
+        steps=most,
+        tail=tail,
+        waste=masked_waste(workload, tiling),
+        memory_us=memory,
+        microseconds=time,
+        tflops=2 * needed * (w.qk_dim + w.v_dim) / time / 1e6,
+    )
