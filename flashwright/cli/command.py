@@ -1,0 +1,246 @@
+"""What every command shares: its input, its complaints, and its end in an exit code."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+import tomllib
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec
+
+import typer
+
+from flashwright import __version__
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.lang.nodes import Span
+
+if TYPE_CHECKING:
+    from flashwright.gpu import Gpu
+    from flashwright.spec import AttentionSpec
+
+FINE, WRONG, BAD_INPUT, BUG, INTERRUPTED = 0, 1, 2, 70, 130
+
+P = ParamSpec("P")
+
+
+# --- errors -----------------------------------------------------------------------------------
+
+
+class Blamed(Exception):
+    """Diagnostics, and the text they are about."""
+
+    def __init__(self, diagnostics: Sequence[Diagnostic], filename: str, source: str) -> None:
+        super().__init__(filename)
+        self.diagnostics, self.filename, self.source = diagnostics, filename, source
+
+
+@contextmanager
+def blaming(filename: str, source: str = "") -> Iterator[None]:
+    """What fails inside is about this file."""
+    try:
+        yield
+    except Failed as failed:
+        raise Blamed(failed.diagnostics, filename, source) from None
+
+
+def guarded(command: Callable[P, int]) -> Callable[P, None]:
+    """A command that ends in an exit code, never in a traceback."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            code = command(*args, **kwargs)
+            sys.stdout.flush()  # a full disk shows here, not after we have said that all is well
+        except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
+            raise  # typer's own ways to end
+        except KeyboardInterrupt:
+            print("\nInterrupted. What was finished is kept.", file=sys.stderr)
+            code = INTERRUPTED
+        except Blamed as blamed:
+            code = tell(blamed.diagnostics, blamed.filename, blamed.source)
+        except Failed as failed:
+            code = tell(failed.diagnostics, "command line", "")
+        except MemoryError:
+            found = Diagnostic("FW904", "this problem does not fit into the machine's memory")
+            code = tell([found], "command line", "")
+        except OSError as error:
+            where = f" {error.filename}" if error.filename else ""
+            reason = error.strerror or type(error).__name__
+            found = Diagnostic("FW001", f"cannot read or write{where}: {reason}")
+            code = tell([found], "command line", "")
+        except Exception as error:
+            code = confess(error)
+        raise typer.Exit(code)
+
+    return run
+
+
+def tell(diagnostics: Sequence[Diagnostic], filename: str, source: str) -> int:
+    """Render diagnostics to stderr; the exit code they call for."""
+    from flashwright.lang.render import terminal
+
+    text = terminal(diagnostics, source, filename, colored(sys.stderr))
+    print(text, end="", file=sys.stderr)
+    return exit_code(diagnostics)
+
+
+def exit_code(diagnostics: Sequence[Diagnostic]) -> int:
+    """2 where the input itself is bad, 1 where the program is wrong, 0 for warnings and nothing."""
+    errors = [d for d in diagnostics if d.severity == "error"]
+    if any(d.bad_input for d in errors):
+        return BAD_INPUT
+    return WRONG if errors else FINE
+
+
+def confess(error: Exception) -> int:
+    """An exception that nobody expected: our bug, and what to send us."""
+    if os.environ.get("FLASHWRIGHT_DEBUG") == "1":
+        traceback.print_exception(error)
+        return BUG
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-1] if frames else None
+    place = f"{Path(last.filename).name}:{last.lineno} in {last.name}" if last else "nowhere"
+    print(
+        f"This is a bug in Flashwright {__version__}, not in your input: please report it.\n"
+        f"  {type(error).__name__}: {str(error)[:500]}\n"
+        f"  at {place}\n"
+        "Set FLASHWRIGHT_DEBUG=1 for the whole traceback.",
+        file=sys.stderr,
+    )
+    return BUG
+
+
+def colored(stream: Any) -> bool:
+    """Whether a stream is a terminal that wants colour."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return bool(stream.isatty())
+
+
+# --- what commands share ----------------------------------------------------------------------
+
+
+def shown_name(file: str) -> str:
+    """A program as messages call it."""
+    return "<stdin>" if file == "-" else file
+
+
+def read_source(file: str) -> str:
+    """The program's text, from a file or stdin; Failed if it is not text of a sensible size."""
+    from flashwright.lang import parse
+
+    if file != "-":
+        return parse.read(file)
+    data = sys.stdin.buffer.read(parse.MAX_BYTES + 1)
+    if len(data) > parse.MAX_BYTES:
+        raise Failed(Diagnostic("FW003", f"stdin has more than {parse.MAX_BYTES // 1024} KB"))
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise Failed(Diagnostic("FW002", f"stdin is not UTF-8 text: {error.reason}")) from None
+    if "\0" in text:
+        raise Failed(Diagnostic("FW002", "stdin is not UTF-8 text: a NUL byte"))
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def write_source(file: str, text: str) -> None:
+    """Put a changed program back where it came from, with the line ends it had."""
+    from flashwright.pipeline import write
+
+    path = Path(file)
+    with path.open("rb") as old:
+        ends = old.readline().endswith(b"\r\n")
+    write(path, text.replace("\n", "\r\n") if ends else text)
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU of an option; FW705 where there is no such GPU."""
+    from flashwright import gpu
+
+    try:
+        return gpu.find(name)
+    except gpu.UnknownGpu as error:
+        message, _, known = str(error).partition(" Known: ")
+        hint = f"known are {known.rstrip('.')}" if known else None
+        raise Failed(Diagnostic("FW705", message, help=hint)) from None
+
+
+def variant_spec(variant: str, options: Mapping[str, Any]) -> tuple[AttentionSpec, str]:
+    """The spec of a built-in variant, and what the variant is in words."""
+    from flashwright.author.builtin.variants import VARIANTS, UnknownVariant, make_spec
+    from flashwright.spec import BadSpec
+
+    try:
+        spec = make_spec(variant, **options)
+    except UnknownVariant as error:
+        raise Failed(Diagnostic("FW902", str(error), help="see `flashwright variants`")) from None
+    except BadSpec as error:
+        raise Failed(*(Diagnostic("FW901", line) for line in error.lines)) from None
+    return spec, VARIANTS[spec.variant].summary
+
+
+def load_spec(option: str | None, file: str) -> tuple[AttentionSpec, Path] | None:
+    """The spec to compare with, and the folder its paths are relative to.
+
+    It is `--spec` (a TOML file, or settings such as `causal, head_dim=64`), or else the TOML file
+    of the program's own name, or else spec.toml beside it.
+    """
+    if option is None:
+        beside = [Path(file).with_suffix(".toml"), Path(file).with_name("spec.toml")]
+        found = next((p for p in beside if file != "-" and p.is_file()), None)
+        return None if found is None else (_spec_file(found), found.parent)
+    if option.endswith(".toml") or os.path.isfile(option):
+        return _spec_file(Path(option)), Path(option).parent
+    return _inline_spec(option), Path()
+
+
+def _inline_spec(text: str) -> AttentionSpec:
+    from flashwright.spec import AttentionSpec, BadSpec, parse_inline
+
+    try:
+        settings = {"variant": "custom", **parse_inline(text)}
+    except BadSpec as error:
+        raise _bad_spec("FW903", error.lines, "--spec") from None
+    try:
+        return AttentionSpec.make(**settings)
+    except BadSpec as error:
+        raise _bad_spec("FW901", error.lines, "--spec") from None
+
+
+def _spec_file(path: Path) -> AttentionSpec:
+    from flashwright.spec import BadSpec, load
+
+    try:
+        return load(path)
+    except BadSpec as error:
+        source, code = "", "FW903"
+        try:
+            source = path.read_bytes().decode()
+            tomllib.loads(source)
+            code = "FW901"  # it can be read, so it is what it says that is wrong
+        except (OSError, ValueError, RecursionError):
+            pass
+        raise _bad_spec(code, error.lines, str(path), source) from None
+
+
+def _bad_spec(code: str, lines: Sequence[str], filename: str, source: str = "") -> Blamed:
+    """The complaints of a spec as diagnostics, under the line of the file that each names."""
+    found = []
+    for line in lines:
+        place = re.match(rf"{re.escape(filename)}(?::(\d+))?(?::\d+)?: ", line)
+        span = _line_span(source, int(place[1])) if place and place[1] else None
+        found.append(Diagnostic(code, line[place.end() :] if place else line, span))
+    return Blamed(found, filename, source)
+
+
+def _line_span(source: str, number: int) -> Span | None:
+    lines = source.split("\n")
+    if not 1 <= number <= len(lines):
+        return None
+    start, length = sum(len(text) + 1 for text in lines[: number - 1]), len(lines[number - 1])
+    return Span(start, start + length, number, 1, number, length + 1)

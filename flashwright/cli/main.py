@@ -1,0 +1,413 @@
+"""The command `flashwright`. Exit codes: 0 fine, 1 the program is wrong, 2 bad input or usage.
+
+Start-up matters, so this file imports nothing heavy at the top: each command imports what it uses.
+"""
+
+from __future__ import annotations
+
+import difflib
+import gc
+import sys
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashwright import __version__
+from flashwright.cli.command import (
+    FINE,
+    INTERRUPTED,
+    WRONG,
+    blaming,
+    colored,
+    exit_code,
+    find_gpu,
+    guarded,
+    read_source,
+    shown_name,
+    tell,
+    variant_spec,
+    write_source,
+)
+from flashwright.lang.codes import CODES
+from flashwright.lang.diagnostic import Diagnostic, Failed
+
+if TYPE_CHECKING:
+    from flashwright.check.check import Checked
+    from flashwright.gpu import Gpu
+    from flashwright.spec import AttentionSpec
+
+FIX_ROUNDS = 10  # a fix may lay bare the next mistake; a fix that never ends is a bug
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Attention kernels, thought through in TL: checked, run on the CPU, and explained.",
+)
+
+
+class Format(StrEnum):
+    """How `check` tells its findings."""
+
+    TEXT = "text"
+    JSON = "json"
+    MODEL = "model"
+
+
+class RunFormat(StrEnum):
+    """How `run` tells its findings."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
+class Dtype(StrEnum):
+    """Element types of Q, K, V and O."""
+
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP8 = "fp8"
+
+
+def flag(*names: str, **settings: Any) -> Any:
+    """An option without a value; typer would show its type, `bool`, which helps nobody."""
+    return typer.Option(*names, metavar=" ", **settings)
+
+
+def size(**settings: Any) -> Any:
+    """An option for a size of the problem, within what a CPU run can be asked for."""
+    return typer.Option(metavar="N", min=1, max=1 << 17, show_default=False, **settings)
+
+
+File = Annotated[str, typer.Argument(metavar="FILE", help="A TL program; - reads stdin.")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"flashwright {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        flag("--version", callback=_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+# --- generate ---------------------------------------------------------------------------------
+
+
+@app.command(rich_help_panel="Make")
+@guarded
+def generate(
+    variant: Annotated[str, typer.Argument(metavar="VARIANT", help="See `flashwright variants`.")],
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="See `flashwright gpus`.")],
+    causal: Annotated[bool, flag("--causal", help="A query sees no later key.")] = False,
+    window: Annotated[
+        int | None, typer.Option(metavar="N", help="Sliding window, in positions.")
+    ] = None,
+    head_dim: Annotated[int | None, typer.Option(metavar="N", help="Columns of Q and K.")] = None,
+    v_dim: Annotated[
+        int | None, typer.Option(metavar="N", help="Columns of V and O, if others.")
+    ] = None,
+    heads: Annotated[int | None, typer.Option(metavar="N", help="Query heads.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(metavar="N", help="Heads of K and V.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Of Q, K, V and O.")] = None,
+    softcap: Annotated[
+        float | None, typer.Option(metavar="X", help="s becomes X * tanh(s / X).")
+    ] = None,
+    alibi: Annotated[bool, flag("--alibi", help="Add ALiBi's slopes.")] = False,
+    sink: Annotated[bool, flag("--sink", help="A sink logit for each head.")] = False,
+    no_lse: Annotated[bool, flag("--no-lse", help="Do not return log-sum-exp.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where to; default out/VARIANT-GPU.")
+    ] = None,
+    quiet: Annotated[bool, flag("--quiet", "-q", help="Print the verdict only.")] = False,
+) -> int:
+    """Think an attention operator through in TL: sketch, sizes, check, CPU run."""
+    options = {
+        "causal": causal or None,
+        "window": window,
+        "head_dim": head_dim,
+        "v_dim": v_dim,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "dtype": dtype.value if dtype else None,
+        "softcap": softcap,
+        "alibi": alibi or None,
+        "sink": sink or None,
+        "lse": False if no_lse else None,
+    }
+    card = find_gpu(gpu)
+    spec, summary = variant_spec(variant, options)
+    folder = out or Path("out", f"{spec.variant}-{card.name}")
+    return _generate(spec, summary, card, folder, quiet)
+
+
+def _generate(spec: AttentionSpec, summary: str, card: Gpu, folder: Path, quiet: bool) -> int:
+    from flashwright import pipeline
+    from flashwright.cli import show
+
+    screen = show.Screen(show.console(quiet=quiet))
+    screen.header(summary, spec, card)
+    try:
+        run = pipeline.generate(spec, card, folder, screen)
+    finally:
+        screen.close()
+    if not run.ok:
+        for finding in run.failed:
+            name = finding.file or "command line"
+            tell([finding.diagnostic], name, run.artefacts.get(finding.file, ""))
+    screen.closing(run, str(folder))
+    if quiet and run.ok and run.verdict:
+        print(f"{folder}: agrees with fp64, largest rms error {run.verdict.worst:.1e}")
+    return FINE if run.ok else max(WRONG, exit_code([f.diagnostic for f in run.failed]))
+
+
+# --- check and fmt ----------------------------------------------------------------------------
+
+
+@app.command(rich_help_panel="Work on TL")
+@guarded
+def check(
+    file: File,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Also against this GPU's budgets.")
+    ] = None,
+    fix: Annotated[bool, flag("--fix", help="Apply the fixes, then check again.")] = False,
+    format: Annotated[Format, typer.Option(help="How to tell the findings.")] = Format.TEXT,
+) -> int:
+    """Check a sketch or code and say what is wrong, where, and how to mend it."""
+    card = find_gpu(gpu) if gpu is not None else None
+    try:
+        source = read_source(file)
+    except Failed as failed:
+        return _report(failed.diagnostics, "", file, format)
+    diagnostics, verdict = _checked(source, card)
+    if fix:
+        source, diagnostics, verdict = _fixed(file, source, diagnostics, verdict, card)
+    return _report(diagnostics, source, file, format, verdict, card, fixed=fix)
+
+
+def _checked(source: str, card: Gpu | None) -> tuple[Sequence[Diagnostic], Checked | None]:
+    from flashwright.check.check import check as run_check
+    from flashwright.lang.parse import parse
+
+    try:
+        verdict = run_check(parse(source), card)
+    except Failed as failed:
+        return failed.diagnostics, None
+    return verdict.diagnostics, verdict
+
+
+def _fixed(
+    file: str,
+    source: str,
+    diagnostics: Sequence[Diagnostic],
+    verdict: Checked | None,
+    card: Gpu | None,
+) -> tuple[str, Sequence[Diagnostic], Checked | None]:
+    """Apply fixes until none is left; what then stands in the file and is still wrong with it."""
+    from flashwright.lang.fix import apply
+
+    total, first = 0, source
+    for _ in range(FIX_ROUNDS):
+        mended, count = apply(source, diagnostics)
+        if not count or mended == source:
+            break
+        source, total = mended, total + count
+        diagnostics, verdict = _checked(source, card)
+    if file == "-":
+        print(source, end="")
+    elif source != first:
+        write_source(file, source)
+    print(f"{shown_name(file)}: {total} fix{'' if total == 1 else 'es'} applied", file=sys.stderr)
+    return source, diagnostics, verdict
+
+
+def _report(
+    diagnostics: Sequence[Diagnostic],
+    source: str,
+    file: str,
+    format: Format,
+    verdict: Checked | None = None,
+    card: Gpu | None = None,
+    fixed: bool = False,
+) -> int:
+    from flashwright.lang import render
+
+    # The mended text of stdin goes to stdout, so what is said about it must not.
+    stream = sys.stderr if fixed and file == "-" else sys.stdout
+    name = shown_name(file)
+    if format is Format.JSON:
+        print(render.as_json(diagnostics, name), file=stream)
+    elif format is Format.MODEL:
+        print(render.for_model(diagnostics, source), end="", file=stream)
+    else:
+        if diagnostics:
+            print(render.terminal(diagnostics, source, name, colored(stream)), file=stream)
+        print(_summary(diagnostics, name, verdict, card), file=stream)
+    return exit_code(diagnostics)
+
+
+def _summary(
+    diagnostics: Sequence[Diagnostic], name: str, verdict: Checked | None, card: Gpu | None
+) -> str:
+    from flashwright.lang import render
+
+    if verdict is None or not verdict.ok:
+        return f"{name}: {render.summary(diagnostics)}"
+    count = render.summary(diagnostics) if diagnostics else "0 errors, 0 warnings"
+    line = f"{name}: {verdict.level}, {'passes' if diagnostics else 'clean'}: {count}"
+    if card is not None and verdict.program is not None:
+        from flashwright.pipeline import budget_in_words
+
+        line += f"; {budget_in_words(verdict.program, card)} on {card.title}"
+    return line
+
+
+@app.command(rich_help_panel="Work on TL")
+@guarded
+def fmt(
+    file: File,
+    check: Annotated[bool, flag("--check", help="Change nothing; exit 1 if it would.")] = False,
+    stdout: Annotated[bool, flag("--stdout", help="Print, write nothing.")] = False,
+) -> int:
+    """Write a program in the one canonical form."""
+    from flashwright.lang.format import format_tree
+    from flashwright.lang.parse import parse
+
+    with blaming(shown_name(file)):
+        source = read_source(file)
+    with blaming(shown_name(file), source):
+        text = format_tree(parse(source))
+    if check:
+        same = text == source
+        print(f"{shown_name(file)}: {'is formatted' if same else 'would be changed'}")
+        return FINE if same else WRONG
+    if stdout or file == "-":
+        print(text, end="")
+    elif text != source:
+        write_source(file, text)
+        print(f"{file}: formatted")
+    else:
+        print(f"{file}: unchanged")
+    return FINE
+
+
+# --- run --------------------------------------------------------------------------------------
+
+
+@app.command(rich_help_panel="Work on TL")
+@guarded
+def run(
+    file: File,
+    spec: Annotated[
+        str | None,
+        typer.Option(metavar="SPEC", help="A TOML file, or inline: 'causal, head_dim=64'."),
+    ] = None,
+    q_len: Annotated[int | None, size(help="Queries.")] = None,
+    kv_len: Annotated[int | None, size(help="Keys; default as many as queries.")] = None,
+    batch: Annotated[int | None, size(help="Sequences.")] = None,
+    heads: Annotated[int | None, size(help="Query heads.")] = None,
+    kv_heads: Annotated[int | None, size(help="Heads of K and V.")] = None,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the random inputs.")] = 0,
+    format: Annotated[RunFormat, typer.Option(help="How to tell the result.")] = RunFormat.TEXT,
+) -> int:
+    """Run code on the CPU and compare it with attention in fp64.
+
+    The spec is --spec, else the TOML file of FILE's own name, else spec.toml beside it.
+    """
+    from flashwright.cli import run as on_cpu
+
+    given = [("q_len", q_len), ("kv_len", kv_len), ("batch", batch)]
+    given += [("heads", heads), ("kv_heads", kv_heads)]
+    sizes = {name: size for name, size in given if size is not None}
+    return on_cpu.run(on_cpu.Asked(file, sizes, seed, format is RunFormat.JSON), spec)
+
+
+# --- what there is to know --------------------------------------------------------------------
+
+
+@app.command(rich_help_panel="Look up")
+@guarded
+def explain(
+    code: Annotated[
+        str | None, typer.Argument(metavar="[CODE]", help="Such as FW301; without it, all codes.")
+    ] = None,
+) -> int:
+    """Explain a diagnostic, with a wrong and a right example."""
+    from flashwright.cli import show
+
+    out = show.console()
+    if code is None:
+        out.print(show.pairs_table(("code", "means"), ((c, e.title) for c, e in CODES.items())))
+        return FINE
+    known = _code(code)
+    page = Path(__file__).parent / "lang" / "explain" / f"{known}.md"
+    title = f"# {known}: {CODES[known].title}\n"
+    text = page.read_text(encoding="utf-8") if page.is_file() else title
+    if out.is_terminal:
+        out.print(show.markdown(text))
+    else:
+        print(text.rstrip("\n"))
+    return FINE
+
+
+def _code(given: str) -> str:
+    """The code that is meant: `fw301` and `301` are FW301."""
+    text = given.strip().upper()
+    known = text if text.startswith("FW") else f"FW{text}"
+    if known in CODES:
+        return known
+    said = [c for c, entry in CODES.items() if given.strip() and text in entry.title.upper()]
+    near = said[:3] or difflib.get_close_matches(known, CODES, n=1, cutoff=0.5)
+    guess = " or ".join(f"{c} ({CODES[c].title})" for c in near)
+    hint = f"did you mean {guess}?" if near else "`flashwright explain` lists them"
+    raise typer.BadParameter(f"there is no code {given!r}: {hint}", param_hint="CODE")
+
+
+@app.command(rich_help_panel="Look up")
+@guarded
+def variants() -> int:
+    """List the variants that the built-in author writes."""
+    from flashwright.author.builtin.variants import VARIANTS
+    from flashwright.cli import show
+
+    rows = ((v.name, v.summary) for v in VARIANTS.values())
+    show.console().print(show.pairs_table(("variant", "what it is"), rows))
+    return FINE
+
+
+@app.command(rich_help_panel="Look up")
+@guarded
+def gpus() -> int:
+    """List the GPUs that Flashwright knows."""
+    from flashwright.cli import show
+    from flashwright.gpu import GPUS
+
+    show.console().print(show.gpus_table(GPUS.values()))
+    return FINE
+
+
+def main() -> None:
+    """The entry point of the command."""
+    # A short-lived process has little garbage; looking for it costs 5 % of a check.
+    gc.set_threshold(100_000, 50, 50)
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure:
+            reconfigure(errors="replace")  # a terminal that lacks a character shows a ?
+    try:
+        app()
+    except KeyboardInterrupt:  # before a command began, or while it ended
+        print("\nInterrupted.", file=sys.stderr)
+        sys.exit(INTERRUPTED)

@@ -1,0 +1,348 @@
+"""How the command line looks: headers, highlighted TL, tables, the stages of a run as they pass."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.markdown import Markdown
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from flashwright.lang import render
+from flashwright.lang.recover import STATEMENTS
+from flashwright.pipeline import KB, Finding, Run, Stage, budget_in_words, claimed, not_claimed
+
+if TYPE_CHECKING:
+    from flashwright.author.builtin.complete import Choice
+    from flashwright.gpu import Gpu
+    from flashwright.judge.cpu import Verdict
+    from flashwright.spec import AttentionSpec
+
+WIDTH = 100
+
+_CLAUSES = (
+    "and|get|new|accumulate|rescale|with|where|in|from|to|as|coordinate|stages|offset|memory|or|not"
+)
+_TOKEN = re.compile(
+    rf"(?P<comment>//.*)"
+    rf"|(?P<keyword>\b(?:{'|'.join(STATEMENTS.values())})\b)"
+    rf"|(?P<space>\b(?:global|shared|register)\b)"
+    rf"|(?P<clause>\b(?:{_CLAUSES})\b)"
+    rf"|(?P<number>\b\d+(?:\.\d+)?(?:[eE][+-]?\d+)?\b)",
+    re.IGNORECASE,
+)
+_STYLES = {
+    "comment": "italic bright_black",
+    "keyword": "bold cyan",
+    "space": "magenta",
+    "clause": "cyan",
+    "number": "green",
+}
+
+
+def console(quiet: bool = False) -> Console:
+    """A console no wider than 100 columns, exactly that wide where there is no terminal."""
+    plain = Console(quiet=quiet, highlight=False, markup=False, emoji=False)
+    plain.width = min(WIDTH, plain.width) if plain.is_terminal else WIDTH
+    return plain
+
+
+def tl(source: str) -> Text:
+    """TL with its keywords, numbers and comments coloured."""
+    text = Text(source, no_wrap=True, overflow="ignore")
+    for match in _TOKEN.finditer(source):
+        text.stylize(_STYLES[match.lastgroup or "clause"], match.start(), match.end())
+    return text
+
+
+def listing(source: str, width: int = WIDTH) -> Text:
+    """TL with line numbers, because diagnostics speak of lines; long lines are folded."""
+    lines = source.rstrip("\n").split("\n")
+    pad = len(str(len(lines)))
+    whole = Text(no_wrap=True, overflow="ignore")
+    for number, line in enumerate(lines, 1):
+        for part, piece in enumerate(folded(line, width - pad - 5)):
+            shown = number if part == 0 else ""
+            whole.append("\n" if whole else "")
+            whole.append(f"  {shown:>{pad}} │ ", "bright_black").append(tl(piece))
+    return whole
+
+
+def folded(line: str, width: int) -> list[str]:
+    """A line in pieces of at most `width` where words allow it. The pieces are still TL."""
+    if len(line) <= width:
+        return [line]
+    code, slashes, comment = line.partition("//")
+    if not slashes or width - len(code) < 24:  # no room to hang the comment under itself
+        room = " " * (len(line) - len(line.lstrip()) + 4)
+        lead = room + "// " if line.lstrip().startswith("//") else room
+        return textwrap.wrap(line, width, subsequent_indent=lead, break_long_words=False)
+    words = textwrap.wrap(comment.strip(), width - len(code) - 3, break_long_words=False)
+    return [f"{code if n == 0 else ' ' * len(code)}// {text}" for n, text in enumerate(words)]
+
+
+def table(*columns: str, right: Sequence[str] = ()) -> Table:
+    """An empty table in the house style; `right` names the columns of numbers."""
+    empty = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for name in columns:
+        if name in right:
+            empty.add_column(name, justify="right", no_wrap=True)
+        else:
+            empty.add_column(name, overflow="fold")
+    return empty
+
+
+# --- words ------------------------------------------------------------------------------------
+
+
+def spec_in_words(spec: AttentionSpec) -> str:
+    """What is asked for, as a person would say it."""
+    heads = f"{spec.heads} heads"
+    if spec.kv_heads != spec.heads:
+        shared = "one KV head" if spec.kv_heads == 1 else f"{spec.kv_heads} KV heads"
+        heads = f"{spec.heads} query heads on {shared}"
+    width = f"head dim {spec.head_dim}"
+    if spec.value_dim != spec.head_dim:
+        width += f" (V {spec.value_dim})"
+    extras = [
+        "causal" if spec.causal else "every key visible",
+        f"window of {spec.window}" if spec.window is not None else "",
+        f"softcap {spec.softcap:g}" if spec.softcap is not None else "",
+        "ALiBi" if spec.alibi else "",
+        "sink" if spec.sink else "",
+        "" if spec.lse else "no log-sum-exp",
+    ]
+    dtype = "fp8 in, bf16 out" if spec.dtype == "fp8" else spec.dtype
+    return ", ".join(filter(None, [*extras, heads, width, dtype]))
+
+
+def gpu_in_words(gpu: Gpu) -> str:
+    """The facts of a GPU that decide a kernel's shape."""
+    return (
+        f"{gpu.generation} ({gpu.arch}): {gpu.sms} SMs, {gpu.shared_per_block // KB} KB of shared "
+        f"memory per block, {gpu.bandwidth / 1e12:g} TB/s"
+    )
+
+
+# --- tables -----------------------------------------------------------------------------------
+
+
+def choices_table(choices: Iterable[Choice]) -> Table:
+    """Every chosen number with its reason."""
+    shown = table("parameter", "value", "why", right=("value",))
+    for choice in choices:
+        shown.add_row(Text(choice.name, "bold"), str(choice.value), choice.reason)
+    return shown
+
+
+def cases_table(verdict: Verdict) -> Table:
+    """Each problem that was run, and how far each output is from fp64."""
+    numbers = ("q_len", "kv_len", "batch", "heads", "kv heads", "rms error", "max error")
+    shown = table(*numbers[:5], "output", *numbers[5:], "verdict", right=numbers)
+    before: object = None
+    for case in verdict.cases:
+        found, dims = case.comparison, case.dims
+        sizes = ["" if dims is before else str(dims.get(n.replace(" ", "_"), "")) for n in numbers]
+        before = dims
+        reason = f"{found.bad} of {found.size} wrong" if found.bad else found.reason
+        good, bad = Text("agrees", "green"), Text(reason, "bold red")
+        errors = (f"{found.relative_rms:.1e}", f"{found.relative_max:.1e}")
+        shown.add_row(*sizes[:5], case.output, *errors, good if found.ok else bad)
+    return shown
+
+
+def errors_in_words(verdict: Verdict) -> str:
+    """The line under the table of cases."""
+    return (
+        "errors are relative to the rms of the right answer; "
+        f"the largest rms error of O is {verdict.worst:.1e}"
+    )
+
+
+def gpus_table(gpus: Iterable[Gpu]) -> Table:
+    """The GPUs that Flashwright knows."""
+    numbers = ("SMs", "shared/block", "TB/s", "fp16 TFLOPS")
+    shown = table("name", "GPU", "arch", *numbers, "MMA", right=numbers)
+    for gpu in gpus:
+        shown.add_row(
+            Text(gpu.name, "bold cyan"),
+            gpu.title.removeprefix("NVIDIA "),
+            gpu.arch,
+            str(gpu.sms),
+            f"{gpu.shared_per_block // KB} KB",
+            f"{gpu.bandwidth / 1e12:.2f}",
+            f"{gpu.tensor_flops['fp16'] / 1e12:.0f}",
+            " ".join(gpu.mma),
+        )
+    return shown
+
+
+def pairs_table(columns: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Table:
+    """Names and what they mean."""
+    shown = table(*columns)
+    for name, text in rows:
+        shown.add_row(Text(name, "bold cyan"), text)
+    return shown
+
+
+def markdown(text: str) -> Markdown:
+    """Markdown for a terminal."""
+    return Markdown(text)
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr while something runs; nothing where there is no terminal."""
+    err = Console(stderr=True, highlight=False)
+    if not err.is_terminal:
+        yield lambda done, total, text: None
+        return
+    with _bar(err) as bar:
+        task = bar.add_task(title, total=None, what="")
+        yield lambda done, total, text: bar.update(task, completed=done, total=total, what=text)
+
+
+def _bar(out: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[what]}", style="bright_black"),
+        console=out,
+        transient=True,
+    )
+
+
+# --- a run, as it passes ----------------------------------------------------------------------
+
+
+class Screen:
+    """Shows `generate` in the terminal, or as plain lines where there is none."""
+
+    def __init__(self, out: Console) -> None:
+        self.out = out
+        self.tick, self.cross = ("✓", "✗") if out.encoding.startswith("utf") else ("ok", "--")
+        self.number = ""
+        self.bar: Progress | None = None
+
+    def header(self, summary: str, spec: AttentionSpec, gpu: Gpu) -> None:
+        """What is about to be made."""
+        body = Text.assemble(
+            (summary[:1].upper() + summary[1:], "bold"),
+            f"\n{spec_in_words(spec)}\n",
+            ("for ", "bright_black"),
+            (gpu.title, "bold"),
+            f"\n{gpu_in_words(gpu)}",
+        )
+        self.out.print(
+            Panel(
+                body, title="Flashwright", title_align="left", border_style="cyan", padding=(0, 2)
+            )
+        )
+
+    def begin(self, stage: Stage, number: int, total: int) -> None:
+        """A stage starts: a moving line in a terminal, a heading elsewhere."""
+        self.number = f"{number}/{total}"
+        if not self.out.is_terminal:
+            self.out.print(f"\n{self.number}  {stage.title}")
+            return
+        self.bar = _bar(self.out)
+        self.bar.add_task(f"{self.number}  {stage.title}", total=None, what="")
+        self.bar.start()
+
+    def progress(self, done: int, total: int, text: str) -> None:
+        """It is this far."""
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=done, total=total, what=text)
+
+    def close(self) -> None:
+        """Take the moving line away, whatever happened."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+    def end(self, stage: Stage, run: Run) -> None:
+        """A stage has ended: its heading, its time and what it made."""
+        self.close()
+        timing = run.timings[-1]
+        good = timing.status == "ok"
+        if self.out.is_terminal:
+            mark = (self.tick, "bold green") if good else (self.cross, "bold red")
+            line = Text.assemble("\n", mark, (f" {self.number}  {stage.title}", "bold"))
+            line.append(f"   {timing.seconds:.2f} s", "bright_black")
+            self.out.print(line)
+        for part in _made(stage.name, run, self.out.width) if good else ():
+            self.out.print(Padding(part, (0, 0, 0, 2)) if not isinstance(part, Text) else part)
+        if not self.out.is_terminal:
+            self.out.print(f"  {'done' if good else 'FAILED'} in {timing.seconds:.2f} s")
+
+    def closing(self, run: Run, folder: str) -> None:
+        """What is proved, what is not, and where to go from here."""
+        files = "  ".join([*run.artefacts, "result.json"])
+        files += "".join(f"\n  your changed {name} is kept as {name}.bak" for name in run.kept)
+        code = Path(folder, "code.tl")
+        parts: list[RenderableType] = [
+            _bullets("Shown", claimed(run), self.tick, "green"),
+            _bullets("Not shown (yet)", not_claimed(run), "·", "yellow"),
+            Text.assemble(("Files  ", "bold"), f"in {folder}\n  {files}"),
+        ]
+        if run.ok:
+            steps = [
+                (f"flashwright run {code} --q-len 300 --kv-len 500", "another problem, on the CPU"),
+                (f"flashwright check {code} --gpu {run.gpu.name}", "after you have changed a line"),
+                ("docs/tutorial.md", "write an operator of your own"),
+            ]
+            following = Text.assemble(("Next", "bold"))
+            for command, why in steps:
+                following.append(f"\n  {command}", "cyan").append(f"\n      {why}", "bright_black")
+            parts.append(following)
+        spaced = [piece for part in parts for piece in (part, Text())][:-1]
+        color = "green" if run.ok else "red"
+        title = "Done" if run.ok else "Stopped"
+        panel = Panel(
+            Group(*spaced), title=title, title_align="left", border_style=color, padding=(0, 2)
+        )
+        self.out.print()
+        self.out.print(panel)
+
+
+def _bullets(title: str, lines: Sequence[str], mark: str, color: str) -> Text:
+    text = Text.assemble((title, "bold"))
+    for line in lines:
+        text.append(f"\n  {mark} ", color).append(line)
+    return text
+
+
+def _made(stage: str, run: Run, width: int) -> list[RenderableType]:
+    """What a stage has to show when it has passed."""
+    if stage == "sketch":
+        return [listing(run.artefacts["sketch.tl"], width)]
+    if stage == "parameters" and run.written is not None:
+        return [listing(run.artefacts["code.tl"], width), choices_table(run.written.choices)]
+    if stage == "check":
+        warnings = [_rendered(f, run, color=False) for f in run.findings]
+        count = f"0 errors, {len(warnings)} warning{'' if len(warnings) == 1 else 's'}"
+        verdict = "clean" if not warnings else "passes"
+        budget = budget_in_words(run.program, run.gpu) if run.program else ""
+        line = f"  {verdict}: {count}; {budget}"
+        return [Text(line), *map(Text, warnings)]
+    if stage == "cpu" and run.verdict is not None:
+        return [cases_table(run.verdict), Text(f"  {errors_in_words(run.verdict)}")]
+    return []
+
+
+def _rendered(finding: Finding, run: Run, color: bool) -> str:
+    source = run.artefacts.get(finding.file, "")
+    name = finding.file or "spec.toml"
+    return render.terminal([finding.diagnostic], source, name, color).rstrip("\n")

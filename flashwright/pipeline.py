@@ -1,0 +1,373 @@
+"""What `flashwright generate` does: a tuple of stages, each taking a Run and returning the next.
+
+A stage writes its artefact as soon as it has it, so an interruption loses nothing that is finished.
+`result.json` comes last and is replaced whole: where it stands, the run it tells of has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from flashwright import __version__
+from flashwright.lang.diagnostic import Diagnostic, Failed
+
+if TYPE_CHECKING:
+    from flashwright.author.builtin.author import Written
+    from flashwright.check.program import Program
+    from flashwright.gpu import Gpu
+    from flashwright.judge.cpu import Verdict
+    from flashwright.spec import AttentionSpec
+
+SCHEMA = 1
+RESULT = "result.json"
+KB = 1024
+ARTEFACTS = ("spec.toml", "sketch.tl", "code.tl", "reasoning.md")
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A diagnostic and the artefact it is about."""
+
+    file: str
+    diagnostic: Diagnostic
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How a stage went."""
+
+    stage: str
+    status: Literal["ok", "failed"]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything known so far. Stages do not change it: they return the next one."""
+
+    spec: AttentionSpec
+    gpu: Gpu
+    folder: Path
+    artefacts: Mapping[str, str] = field(default_factory=dict)
+    """The text of each file written, by its name in the folder."""
+    timings: tuple[Timing, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    written: Written | None = None
+    program: Program | None = None
+    verdict: Verdict | None = None
+    kept: tuple[str, ...] = ()
+    """Files that were in the folder, not as we wrote them: they are now NAME.bak."""
+
+    @property
+    def failed(self) -> tuple[Finding, ...]:
+        """The findings that are errors."""
+        return tuple(f for f in self.findings if f.diagnostic.severity == "error")
+
+    @property
+    def ok(self) -> bool:
+        """Nothing is wrong so far."""
+        return not self.failed and (self.verdict is None or self.verdict.ok)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step. `proves` may be said once it has passed, `lacks` must be said before."""
+
+    name: str
+    title: str
+    work: Callable[[Run, Progress], Run]
+    proves: str
+    lacks: str
+
+
+class Watcher(Protocol):
+    """Whoever shows the run to a person."""
+
+    def begin(self, stage: Stage, number: int, total: int) -> None:
+        """A stage starts."""
+
+    def progress(self, done: int, total: int, text: str) -> None:
+        """It is this far."""
+
+    def end(self, stage: Stage, run: Run) -> None:
+        """It has ended, well or not: the last of run.timings says which."""
+
+
+def generate(
+    spec: AttentionSpec, gpu: Gpu, folder: Path, watcher: Watcher, stages: tuple[Stage, ...] = ()
+) -> Run:
+    """Run all stages; a failed one is the last. The folder then holds what was made."""
+    from flashwright import spec as specs
+
+    stages = stages or STAGES
+    kept = _prepare(folder)
+    run = _keep(Run(spec, gpu, folder, kept=kept), "spec.toml", specs.dump(spec))
+    for number, stage in enumerate(stages, 1):
+        watcher.begin(stage, number, len(stages))
+        run = _timed(stage, run, watcher.progress)
+        watcher.end(stage, run)
+        if not run.ok:
+            break
+    write(folder / RESULT, json.dumps(result(run), indent=2, ensure_ascii=False) + "\n")
+    return run
+
+
+def _prepare(folder: Path) -> tuple[str, ...]:
+    """Make the folder and take away what an earlier run left, so that no old file passes as new.
+
+    A file that is not as we wrote it holds somebody's work: it is kept under another name.
+    """
+    kept = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        ours = _recorded(folder / RESULT)
+        for name in ARTEFACTS:
+            path = folder / name
+            if path.exists() and ours.get(name) != hashlib.sha256(path.read_bytes()).hexdigest():
+                os.replace(path, folder / f"{name}.bak")
+                kept.append(name)
+            path.unlink(missing_ok=True)
+        (folder / RESULT).unlink(missing_ok=True)
+    except OSError as error:
+        raise _cannot("use", folder, error) from None
+    return tuple(kept)
+
+
+def _recorded(path: Path) -> dict[str, str]:
+    """The digests in an earlier run's record; none where there is no such record."""
+    try:
+        return dict(json.loads(path.read_bytes())["artefacts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _timed(stage: Stage, run: Run, progress: Progress) -> Run:
+    start = time.perf_counter()
+    try:
+        after = stage.work(run, progress)
+    except Failed as failed:
+        findings = tuple(Finding("", d) for d in failed.diagnostics)
+        after = replace(run, findings=run.findings + findings)
+    status: Literal["ok", "failed"] = "ok" if after.ok else "failed"
+    timing = Timing(stage.name, status, time.perf_counter() - start)
+    return replace(after, timings=(*run.timings, timing))
+
+
+# --- the stages -------------------------------------------------------------------------------
+
+
+def _sketch(run: Run, progress: Progress) -> Run:
+    from flashwright.author.builtin.author import write_sketch
+
+    return _keep(run, "sketch.tl", write_sketch(run.spec))
+
+
+def _parameters(run: Run, progress: Progress) -> Run:
+    from flashwright.author.builtin.author import write_code
+    from flashwright.author.builtin.choose import NothingFits
+    from flashwright.author.builtin.reasoning import reasoning
+
+    try:
+        written = write_code(run.artefacts["sketch.tl"], run.spec, run.gpu)
+    except NothingFits as error:
+        hint = (
+            "another --gpu, --dtype or a smaller --head-dim may fit; `flashwright gpus` lists them"
+        )
+        raise Failed(Diagnostic("FW905", str(error), help=hint)) from None
+    run = _keep(replace(run, written=written), "code.tl", written.code)
+    return _keep(run, "reasoning.md", reasoning(run.spec, run.gpu, written))
+
+
+def _check(run: Run, progress: Progress) -> Run:
+    from flashwright.check.check import check
+    from flashwright.lang.parse import parse
+
+    for name in ("sketch.tl", "code.tl"):
+        try:
+            checked = check(parse(run.artefacts[name]), run.gpu)
+            found, program = checked.diagnostics, checked.program
+        except Failed as failed:
+            found, program = failed.diagnostics, None
+        findings = (*run.findings, *(Finding(name, d) for d in found))
+        run = replace(run, findings=findings, program=program)
+    return run
+
+
+def _cpu(run: Run, progress: Progress) -> Run:
+    from flashwright.judge.cpu import judge
+
+    assert run.program is not None  # the check before this one stops the run otherwise
+    verdict = judge(run.program, run.spec, progress=progress)
+    findings = tuple(Finding("code.tl", d) for d in verdict.diagnostics)
+    return replace(run, verdict=verdict, findings=run.findings + findings)
+
+
+# Translation, build, verdict on the GPU and measurement will stand behind these, in this tuple.
+# Each takes the Run that the one before returned and adds its own fields and files to it; its line
+# then moves from LATER into its Stage.
+STAGES: tuple[Stage, ...] = (
+    Stage(
+        "sketch",
+        "Sketch: what moves and what is computed",
+        _sketch,
+        proves="the operator is thought through in TL",
+        lacks="no sketch",
+    ),
+    Stage(
+        "parameters",
+        "Parameters: sizes that fit the GPU, and why",
+        _parameters,
+        proves="every size is chosen for this GPU, with its reason",
+        lacks="no sizes chosen",
+    ),
+    Stage(
+        "check",
+        "Check: shapes, spaces, layouts, order, budgets",
+        _check,
+        proves="the TL code passes the checker and fits the GPU's budgets",
+        lacks="not checked",
+    ),
+    Stage(
+        "cpu",
+        "CPU run: is it attention?",
+        _cpu,
+        proves="run block by block on the CPU, it agrees with fp64 attention on all problems tried",
+        lacks="not compared with fp64 attention",
+    ),
+)
+
+# What a kernel needs beyond the stages that exist; a stage of that name takes its line away.
+LATER: Mapping[str, str] = {
+    "translate": "not translated to CUDA",
+    "build": "not compiled",
+    "verdict": "not run on a GPU",
+    "measure": "not measured: every speed is an estimate",
+}
+
+
+def claimed(run: Run) -> list[str]:
+    """What this run has shown."""
+    passed = _passed(run)
+    return [stage.proves for stage in STAGES if stage.name in passed]
+
+
+def not_claimed(run: Run) -> list[str]:
+    """What this run has not shown: the words of every stage that did not pass or does not exist."""
+    passed = _passed(run)
+    every = {**{stage.name: stage.lacks for stage in STAGES}, **LATER}
+    return [text for name, text in every.items() if name not in passed]
+
+
+def _passed(run: Run) -> set[str]:
+    return {t.stage for t in run.timings if t.status == "ok"}
+
+
+def budget_in_words(program: Program, gpu: Gpu) -> str:
+    """How much of the GPU a checked program takes."""
+    from flashwright.check.budget import use
+
+    need, limit = use(program, gpu), gpu.register_limit(program.warps)
+    return (
+        f"shared memory {need.shared / KB:g} of {gpu.shared_per_block // KB} KB, "
+        f"registers ~{need.registers} of {limit}"
+    )
+
+
+# --- the record -------------------------------------------------------------------------------
+
+
+def result(run: Run) -> dict[str, Any]:
+    """The run as plain data, without absolute paths."""
+    return {
+        "schema": SCHEMA,
+        "flashwright": __version__,
+        "ok": run.ok,
+        "spec": run.spec.model_dump(mode="json"),
+        "gpu": run.gpu.name,
+        "stages": [{**asdict(t), "seconds": round(t.seconds, 3)} for t in run.timings],
+        "parameters": [asdict(c) for c in run.written.choices] if run.written else [],
+        "findings": [_finding(f) for f in run.findings],
+        "cpu": cases(run.verdict) if run.verdict else None,
+        "artefacts": {name: _sha256(text) for name, text in run.artefacts.items()},
+        "claimed": claimed(run),
+        "not_claimed": not_claimed(run),
+    }
+
+
+def cases(verdict: Verdict) -> list[dict[str, Any]]:
+    """A verdict's cases as plain data; a number that JSON does not have becomes a word."""
+    return [
+        {
+            "dims": dict(case.dims),
+            "output": case.output,
+            "ok": case.comparison.ok,
+            "relative_rms": _number(case.comparison.relative_rms),
+            "relative_max": _number(case.comparison.relative_max),
+            "max_abs": _number(case.comparison.max_abs),
+            "reason": case.comparison.reason,
+        }
+        for case in verdict.cases
+    ]
+
+
+def _number(value: float) -> float | str:
+    return float(value) if math.isfinite(value) else str(float(value))
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    from flashwright.lang.render import as_json
+
+    record: dict[str, Any] = json.loads(as_json([finding.diagnostic], finding.file))[0]
+    return record
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# --- files ------------------------------------------------------------------------------------
+
+
+def _keep(run: Run, name: str, text: str) -> Run:
+    write(run.folder / name, text)
+    return replace(run, artefacts={**run.artefacts, name: text})
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file whole or not at all; Failed with FW001 where that is not possible."""
+    try:
+        target = path.resolve()  # through a link, as an ordinary write would go
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            if target.exists() and not os.access(target, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            with open(temporary, "w", encoding="utf-8", newline="") as file:
+                file.write(text)
+            if target.exists():
+                shutil.copymode(target, temporary)
+            os.replace(temporary, target)
+        except BaseException:  # Ctrl-C too: leave no half a file
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise _cannot("write", path, error) from None
+
+
+def _cannot(verb: str, path: Path, error: OSError) -> Failed:
+    reason = error.strerror or type(error).__name__
+    hint = "give another folder with --out" if verb == "use" else None
+    return Failed(Diagnostic("FW001", f"cannot {verb} {path}: {reason}", help=hint))

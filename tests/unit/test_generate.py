@@ -1,0 +1,193 @@
+"""`flashwright generate`: the folder it writes, what it claims, and how it fails."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flashwright import __version__, pipeline
+from tests.unit.test_cli import Outcome
+
+MADE = ["code.tl", "reasoning.md", "result.json", "sketch.tl", "spec.toml"]
+GQA = ("generate", "gqa", "--gpu", "h200", "--causal", "--head-dim", "64", "--dtype", "bf16")
+
+
+def test_generate(tmp_path: Path) -> None:
+    done = Outcome(*GQA, "--out", str(tmp_path))
+    assert done.code == 0, done.err
+    assert sorted(os.listdir(tmp_path)) == MADE
+    for words in (
+        "Grouped-query attention",
+        "causal, 32 query heads on 8 KV heads, head dim 64, bf16",
+        "NVIDIA H200",
+        "1/4  Sketch",
+        "Compute GEMM Q_shared, K_shared.T and get S",
+        "clean: 0 errors, 0 warnings; shared memory",
+        "agrees",
+        "not run on a GPU",
+        "flashwright run",
+    ):
+        assert words in done.out
+    assert max(map(len, done.out.replace(str(tmp_path), "DIR").splitlines())) <= 100
+    assert "\x1b" not in done.out
+
+
+def test_generated_files_work_with_the_other_commands(tmp_path: Path) -> None:
+    assert Outcome(*GQA, "--out", str(tmp_path), "--quiet").code == 0
+    code = str(tmp_path / "code.tl")
+    assert Outcome("check", code, "--gpu", "h200").code == 0
+    assert Outcome("check", str(tmp_path / "sketch.tl")).code == 0
+    assert Outcome("fmt", code, "--check").code == 0
+    assert Outcome("run", code, "--q-len", "30", "--kv-len", "50").code == 0
+
+
+def test_result_json(tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    Outcome(*GQA, "--out", str(folder), "--quiet")
+    text = (folder / "result.json").read_text()
+    result = json.loads(text)
+    assert result["schema"] == pipeline.SCHEMA
+    assert result["flashwright"] == __version__
+    assert result["ok"] is True
+    assert result["gpu"] == "h200"
+    assert result["spec"]["head_dim"] == 64
+    assert [s["stage"] for s in result["stages"]] == ["sketch", "parameters", "check", "cpu"]
+    assert all(s["status"] == "ok" and s["seconds"] >= 0 for s in result["stages"])
+    assert result["findings"] == []
+    assert {c["output"] for c in result["cpu"]} == {"O", "LSE"}
+    assert all(c["ok"] and c["relative_rms"] < 1e-2 for c in result["cpu"])
+    assert "not compiled" in result["not_claimed"]
+    assert "not run on a GPU" in result["not_claimed"]
+    assert str(tmp_path) not in text
+    assert sorted(result["artefacts"]) == sorted(set(MADE) - {"result.json"})
+    for name, digest in result["artefacts"].items():
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
+
+
+def test_quiet_is_one_line(tmp_path: Path) -> None:
+    done = Outcome(*GQA, "--out", str(tmp_path), "--quiet")
+    assert done.out.count("\n") == 1
+    assert "agrees with fp64" in done.out
+
+
+def test_generate_leaves_other_files_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "result.json").write_text("old")
+    Outcome(*GQA, "--out", str(tmp_path), "--quiet")
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert json.loads((tmp_path / "result.json").read_text())["ok"]
+
+
+def test_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert Outcome(*GQA, "--quiet").code == 0
+    assert sorted(os.listdir("out/gqa-h200")) == MADE
+
+
+def test_changed_files_are_kept(tmp_path: Path) -> None:
+    Outcome(*GQA, "--out", str(tmp_path), "--quiet")
+    (tmp_path / "code.tl").write_text("// mine\n")
+    done = Outcome(*GQA, "--out", str(tmp_path))
+    assert "your changed code.tl is kept as code.tl.bak" in done.out
+    assert (tmp_path / "code.tl.bak").read_text() == "// mine\n"
+    assert sorted(os.listdir(tmp_path)) == sorted([*MADE, "code.tl.bak"])
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "says"),
+    [
+        (("gqa", "--gpu", "h20"), "FW705", "Did you mean h200?"),
+        (("gqua", "--gpu", "h200"), "FW902", "did you mean gqa?"),
+        (("gqa", "--gpu", "h200", "--head-dim", "0"), "FW901", "head_dim: must be at least 8"),
+        (("gqa", "--gpu", "h200", "--heads", "32", "--kv-heads", "5"), "FW901", "must divide"),
+        (("mha", "--gpu", "h200", "--kv-heads", "4"), "FW901", "use gqa"),
+        (("mha", "--gpu", "h200", "--window", "-3"), "FW901", "window"),
+        (("mha", "--gpu", "h200", "--softcap", "nan"), "FW901", "softcap"),
+        (("mha", "--gpu", "t4", "--dtype", "bf16"), "FW905", "bf16"),
+        (("mha", "--gpu", "a100", "--dtype", "fp8"), "FW905", "e4m3"),
+    ],
+)
+def test_impossible_requests_are_2(
+    tmp_path: Path, options: tuple[str, ...], code: str, says: str
+) -> None:
+    done = Outcome("generate", *options, "--out", str(tmp_path / "made"))
+    assert done.code == 2
+    assert f"error[{code}]" in done.err
+    assert says in done.err
+
+
+def test_a_failed_stage_is_in_the_record(tmp_path: Path) -> None:
+    Outcome("generate", "mha", "--gpu", "t4", "--dtype", "bf16", "--out", str(tmp_path))
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["ok"] is False
+    assert result["stages"][-1]["stage"] == "parameters"
+    assert result["stages"][-1]["status"] == "failed"
+    assert result["findings"][0]["code"] == "FW905"
+    assert "not checked" in result["not_claimed"]
+    assert "code.tl" not in os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("gqa",),
+        ("gqa", "--gpu", "h200", "--dtype", "int4"),
+        ("gqa", "--gpu", "h200", "--head-dim", "x"),
+    ],
+)
+def test_usage_errors_are_2(options: tuple[str, ...]) -> None:
+    assert Outcome("generate", *options).code == 2
+
+
+def test_a_folder_that_cannot_be_made_is_2(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = Outcome(*GQA, "--out", str(tmp_path / "file" / "out"))
+    assert done.code == 2
+    assert "error[FW001]: cannot use" in done.err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder_is_2(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    done = Outcome(*GQA, "--out", str(tmp_path))
+    assert done.code == 2
+    assert "error[FW001]: cannot write" in done.err
+
+
+def test_a_disk_that_fills_up_is_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.replace
+
+    def full(old: str, new: Path) -> None:
+        if new.name != "spec.toml":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(old, new)
+
+    monkeypatch.setattr(os, "replace", full)
+    done = Outcome(*GQA, "--out", str(tmp_path))
+    assert done.code == 2
+    assert "error[FW001]: cannot write" in done.err
+    assert os.listdir(tmp_path) == ["spec.toml"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals of another kind")
+def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
+    args = [sys.executable, "-m", "flashwright", *GQA, "--out", str(tmp_path)]
+    child = subprocess.Popen(args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "reasoning.md").exists() and child.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 130, err
+    assert err.strip() == "Interrupted. What was finished is kept."
+    assert sorted(os.listdir(tmp_path)) == sorted(set(MADE) - {"result.json"})
