@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test lint mutants clean
+.PHONY: demo test lint clean
 
 demo: $(READY)
 	$(BIN)/flashwright generate gqa --gpu h200 --causal --head-dim 128 --dtype bf16 --out out/gqa-h200

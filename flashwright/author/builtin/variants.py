@@ -80,6 +80,17 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
+# What people ask for as a variant, and is an option of all of them.
+_OPTIONS = {
+    "causal": "causal",
+    "window": "window 4096",
+    "sliding-window": "window 4096",
+    "softcap": "softcap 30",
+    "alibi": "alibi",
+    "sink": "sink",
+}
+
+
 class UnknownVariant(ValueError):
     """A variant that is not in the table; the message lists them and guesses."""
 
@@ -89,7 +100,9 @@ def find(name: str) -> Variant:
     key = name.strip().lower().replace("_", "-")
     if key not in VARIANTS:
         near = difflib.get_close_matches(key, VARIANTS, n=1)
-        guess = f"; did you mean {near[0]}?" if near else ""
+        guess = f"; did you mean {near[0]}?" if near else "."
+        if key in _OPTIONS:
+            guess = f": it is an option, as in `generate gqa --{_OPTIONS[key]}`."
         raise UnknownVariant(f"there is no variant {name!r}{guess} Known are {', '.join(VARIANTS)}")
     return VARIANTS[key]
 
