@@ -11,6 +11,7 @@ from flashwright.check.vocabulary import (
     CONSTANTS,
     DEFAULT_DTYPE,
     DEFAULT_LABELS,
+    DTYPE_ALIASES,
     DTYPES,
     POSITIONS,
     PREDEFINED_DIMS,
@@ -158,7 +159,9 @@ class Names:
             return default
         if name.id not in DTYPES:
             text = f"`{name.id}` is no element type; there are {', '.join(DTYPES)}"
-            self.error("FW208", text, name.span, fix=guess_fix(name, DTYPES))
+            meant = DTYPE_ALIASES.get(name.id.lower())
+            fix = guess_fix(name, [meant] if meant else DTYPES, 0.0 if meant else 0.72)
+            self.error("FW208", text, name.span, fix=fix)
             return default
         return name.id
 
@@ -426,9 +429,9 @@ def _word_ids(stmt: Statement) -> set[int]:
     return {id(w) for w in words if w is not None}
 
 
-def guess_fix(name: Name, known: Iterable[str]) -> Fix | None:
+def guess_fix(name: Name, known: Iterable[str], cutoff: float = 0.72) -> Fix | None:
     """The nearest known name, when there is one near enough to be meant."""
-    near = difflib.get_close_matches(name.id, list(known), n=1, cutoff=0.72)
+    near = difflib.get_close_matches(name.id, list(known), n=1, cutoff=cutoff)
     if not near or near[0] == name.id:
         return None
     # `Q_shared` and `K_shared` are long and alike, yet nobody writes one for the other.

@@ -272,7 +272,10 @@ def _copy(stmt: Copy, names: Names) -> Iterator[Diagnostic]:
             yield Diagnostic("FW305", text, stmt.coords[0].span, help="leave it out here")
     elif shape is None:
         text = "the Copy does not say how much it moves"
-        hint = f"give the tile: `Copy {stmt.name.id} (BM, HeadDim) in coordinate [...]`"
+        tile = "(BM, HeadDim)" if len(outer[0].axes) > 1 else "(BM)"
+        hint = f"give the tile: `Copy {stmt.name.id} {tile} in coordinate [...]`"
+        if len(outer[0].axes) == 1:
+            hint += f"; one element is `{outer[0].name}[...]`, without a Copy"
         yield Diagnostic("FW304", text, stmt.span, help=hint)
     else:
         yield from _coordinates(stmt, shape, outer[0], names)

@@ -9,6 +9,15 @@ from functools import cache
 from flashwright.lang.nodes import Space
 
 DTYPES: dict[str, int] = {"fp16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "fp32": 4, "int32": 4}
+# What other languages call them.
+DTYPE_ALIASES = {
+    **dict.fromkeys(("float16", "f16", "half", "float16_t"), "fp16"),
+    **dict.fromkeys(("bfloat16", "bf16_t", "bfloat"), "bf16"),
+    **dict.fromkeys(("float32", "f32", "float", "single"), "fp32"),
+    **dict.fromkeys(("fp8", "float8", "float8_e4m3", "float8_e4m3fn", "fp8_e4m3", "f8"), "e4m3"),
+    **dict.fromkeys(("float8_e5m2", "fp8_e5m2"), "e5m2"),
+    **dict.fromkeys(("int", "i32", "int32_t", "int64"), "int32"),
+}
 DEFAULT_DTYPE: dict[Space, str] = {"global": "fp16", "shared": "fp16", "register": "fp32"}
 
 PREDEFINED_DIMS = ("batch", "heads", "kv_heads", "q_len", "kv_len")

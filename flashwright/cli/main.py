@@ -10,6 +10,7 @@ import gc
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -352,9 +353,8 @@ def explain(
         out.print(show.pairs_table(("code", "means"), ((c, e.title) for c, e in CODES.items())))
         return FINE
     known = _code(code)
-    page = Path(__file__).parent / "lang" / "explain" / f"{known}.md"
-    title = f"# {known}: {CODES[known].title}\n"
-    text = page.read_text(encoding="utf-8") if page.is_file() else title
+    page = resources.files("flashwright.lang") / "explain" / f"{known}.md"
+    text = page.read_text(encoding="utf-8")
     if out.is_terminal:
         out.print(show.markdown(text))
     else:

@@ -313,7 +313,8 @@ class _Reader:
     def _unknown(self, at: int) -> int:
         """A line that begins no statement: read it as the keyword it was meant to be, or skip."""
         tok = self.items[at]
-        found, kind = recover.unknown_line(tok)
+        after = self.items[at + 1] if at + 1 < len(self.items) else None
+        found, kind = recover.unknown_line(tok, after)
         self._report(found)
         if kind is None:
             return self._resume(at)

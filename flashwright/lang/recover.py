@@ -181,10 +181,13 @@ def ends_early(last: Tok, keyword: Tok, accepts: Callable[[str], bool]) -> Diagn
     return Diagnostic("FW101", message, last.span, f"expected {wanted}", (), _form(keyword))
 
 
-def unknown_line(tok: Tok) -> tuple[Diagnostic, str | None]:
+def unknown_line(tok: Tok, after: Tok | None = None) -> tuple[Diagnostic, str | None]:
     """FW102 for a line that begins no statement; the keyword it was meant to be, if certain."""
     listed = ", ".join(list(STATEMENTS.values())[:-2])
     help_text = f"a statement begins with one of: {listed}"
+    if after is not None and after.type == "EQUAL":
+        help_text = f"a tile is computed with `Compute ... and get {tok.text}`, a number with "
+        help_text += f"`let {tok.text} = ...`"
     if tok.type not in ("NAME", "VERB"):
         message = f"no statement begins with {shown(tok)}"
         return Diagnostic("FW101", message, tok.span, "not expected here", (), help_text), None

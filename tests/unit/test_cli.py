@@ -393,6 +393,8 @@ def test_explain(code: str) -> None:
     done = Outcome("explain", code)
     assert done.code == 0
     assert "FW301" in done.out
+    assert "## Wrong" in done.out
+    assert "## Right" in done.out
     assert done.out.startswith("#")  # raw Markdown where there is no terminal
 
 

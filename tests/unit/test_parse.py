@@ -458,3 +458,11 @@ def test_a_folder_or_a_locked_file_cannot_be_read(tmp_path: Path) -> None:
 def test_lark_is_not_imported_before_it_is_needed() -> None:
     code = "import sys, flashwright.lang.parse; sys.exit('lark' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_assignment_is_pointed_to_compute_and_let() -> None:
+    with pytest.raises(Failed) as failed:
+        parse("param BM = 64\nS = S * 2\n")
+    (found,) = failed.value.diagnostics
+    assert (found.code, found.span.line if found.span else 0) == ("FW102", 2)
+    assert "and get S" in (found.help or "")
