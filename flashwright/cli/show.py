@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,6 +50,16 @@ _STYLES = {
     "clause": "cyan",
     "number": "green",
 }
+
+
+def called() -> str:
+    """How this command can be typed again: by its name, or by the path it was called by."""
+    typed = Path(sys.argv[0])
+    found = shutil.which("flashwright")
+    if typed.name != "flashwright" or (found and Path(found).resolve() == typed.resolve()):
+        return "flashwright"
+    here = Path.cwd()
+    return str(typed.relative_to(here) if typed.is_relative_to(here) else typed)
 
 
 def console(quiet: bool = False) -> Console:
@@ -299,8 +311,8 @@ class Screen:
         ]
         if run.ok:
             steps = [
-                (f"flashwright run {code} --q-len 300 --kv-len 500", "another problem, on the CPU"),
-                (f"flashwright check {code} --gpu {run.gpu.name}", "after you have changed a line"),
+                (f"{called()} run {code} --q-len 300 --kv-len 500", "another problem, on the CPU"),
+                (f"{called()} check {code} --gpu {run.gpu.name}", "after you have changed a line"),
                 ("docs/tutorial.md", "write an operator of your own"),
             ]
             following = Text.assemble(("Next", "bold"))

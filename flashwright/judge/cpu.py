@@ -72,6 +72,7 @@ def judge(
     the inputs (see inputs.py).
     """
     reference = oracle.user_reference((base or Path()) / spec.reference) if spec.reference else None
+    _same_types(program, spec)
     problems = [dict(c) for c in (cases if cases is not None else default_cases(spec))]
     results: list[CaseResult] = []
     for number, dims in enumerate(problems):
@@ -83,6 +84,17 @@ def judge(
         if trial_.diagnostics:
             return Verdict(tuple(results), trial_.diagnostics)
     return Verdict(tuple(results))
+
+
+def _same_types(program: Program, spec: AttentionSpec) -> None:
+    """A program in another element type than the spec's is judged by the wrong rounding."""
+    meant = dict.fromkeys("QKV", spec.input_dtype) | {"O": spec.output_dtype}
+    for tensor in program.tensors.values():
+        wanted = meant.get(tensor.name, tensor.dtype)
+        if tensor.dtype != wanted:
+            text = f"`{tensor.name}` is {tensor.dtype}, but the spec's dtype makes it {wanted}"
+            hint = f"`Allocate {tensor.name} in global (...) as {wanted}`, or change the spec"
+            raise Failed(Diagnostic("FW904", text, tensor.declared.span, help=hint))
 
 
 def default_cases(
