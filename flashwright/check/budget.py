@@ -81,6 +81,7 @@ def _shared(program: Program, gpu: Gpu) -> Iterator[Diagnostic]:
         f"the block needs {_kb(need)} KB of shared memory, a block on {gpu.title} has "
         f"{_kb(gpu.shared_per_block)} KB"
     )
+    where += _sizes(largest, program)
     hint = _smallest_change(program, gpu)
     yield Diagnostic("FW701", text, _culprit(largest[0], program), secondary=where, help=hint)
 
@@ -99,6 +100,7 @@ def _registers(program: Program, gpu: Gpu) -> Iterator[Diagnostic]:
     text = (
         f"each of the {threads} threads needs about {need} registers, {gpu.title} gives it {limit}"
     )
+    where += _sizes(largest, program)
     hint = _smallest_change(program, gpu)
     yield Diagnostic("FW702", text, _culprit(largest[0], program), secondary=where, help=hint)
 
@@ -124,6 +126,16 @@ def _culprit(buffer: Buffer, program: Program) -> Span:
     ]
     best = max(tunable, key=lambda p: program.params[p.name.id], default=None)
     return best.span if best else declared.span
+
+
+def _sizes(buffers: list[Buffer], program: Program) -> tuple[Label, ...]:
+    """The parameters that a person could change to make the tiles smaller."""
+    named = {e.id for b in buffers for e in expressions(b.declared) if isinstance(e, Name)}
+    return tuple(
+        Label(s.span, f"{s.name.id} = {program.params[s.name.id]}")
+        for s in statements(program.tree.body)
+        if isinstance(s, Param) and s.name.id in named and s.name.id in _tunable(program)
+    )
 
 
 def _tunable(program: Program) -> list[str]:

@@ -21,6 +21,7 @@ from flashwright.check.tiles import (
     Tile,
     Where,
     covering,
+    kept,
     together,
 )
 from flashwright.check.vocabulary import ARITHMETIC
@@ -213,7 +214,8 @@ class Computer:
 
     def _disagree(self, span: Span, have: Where, want: Where) -> None:
         text = f"positions {have} of `{have.tensor}` meet {want} of `{want.tensor}`"
-        where = _origins(have, want) + self.program.guard(have.copy) + self.program.guard(want.copy)
+        filled = (self.program.dest(have.copy), self.program.dest(want.copy))
+        where = _origins(have, want) + self.program.guards_of(*filled)
         self.machine.report("FW603", text, span, secondary=where, label=self.machine.problem())
 
     def _combine(self, op: str, args: list[Operand], frame: Frame, stmt: Statement) -> Operand:
@@ -352,7 +354,11 @@ class Computer:
             for low, high in part.missing():
                 if any_visible(tile.masks, part.dim, low, high):
                     text = f"{part.axis} {low}..{high - 1} is never added in"
-                    where = (Label(stmt.span, "the sum is used here"), *self._bounds_of(part.stmt))
+                    where = (
+                        Label(stmt.span, "the sum is used here"),
+                        *_masks(tile, part.dim, "the mask shows it"),
+                        *self._bounds_of(part.stmt),
+                    )
                     self.machine.report(
                         "FW604",
                         text,
@@ -363,10 +369,11 @@ class Computer:
                     )
                     break
 
-    def _summing(self, where: Where | None, stmt: Statement) -> Covered:
+    def _summing(self, tile: Tile, stmt: Statement) -> Covered:
+        where = tile.axes[1]
         if where is None:
             return {}
-        return covering(where, self._loop(stmt))
+        return covering(where, tile.at, self._loop(stmt))
 
     def _reduce(self, op: str, arg: Expr, stmt: Statement) -> Tile:
         keys = [k for k in self._tiles(arg) if len(self.program.buffers[k].shape) == 2]
@@ -378,8 +385,8 @@ class Computer:
             frame.shape[:1],
             frame.axes[:1],
             "fp32",
-            tile.at,
-            self._summing(frame.axes[1], stmt) if op == "rowsum" else {},
+            kept(tile.at, frame.axes[:1]),
+            self._summing(tile, stmt) if op == "rowsum" else {},
             tile.layout,
             kinds.of_function(op, [tile.kind], stmt),
             tile.masks,
@@ -399,11 +406,7 @@ class Computer:
                 f"columns past {cols.dim} = {cols.extent} are not masked and count as scores of 0"
             )
             hint = f"`Compute Mask ... where kv_idx < {cols.dim}` before this line"
-            where = tuple(
-                Label(m.stmt.span, "this mask lets them through")
-                for m in tile.masks
-                if m.dim == cols.dim
-            )
+            where = _masks(tile, cols.dim, "this mask lets them through")
             self.machine.report(
                 "FW609", text, span, secondary=where, help=hint, label=self.machine.problem()
             )
@@ -532,8 +535,8 @@ class Computer:
             (left.shape[0], right.shape[1]),
             (left.axes[0], right.axes[1]),
             "fp32",
-            self._same_place([left, right], stmt),
-            self._summing(left.axes[1], stmt),
+            kept(self._same_place([left, right], stmt), (left.axes[0], right.axes[1])),
+            self._summing(left, stmt),
             "C",
             kind,
             left.masks,
@@ -579,6 +582,10 @@ class Computer:
         where = _origins(have, want)
         self.machine.report("FW503", text, stmt.span, secondary=where, fix=fix)
         return replace(right, axes=right.axes[::-1]) if fix else right
+
+
+def _masks(tile: Tile, dim: str, text: str) -> tuple[Label, ...]:
+    return tuple(Label(m.stmt.span, text) for m in tile.masks if m.dim == dim)
 
 
 def _origins(*places: Where) -> tuple[Label, ...]:

@@ -58,7 +58,11 @@ def problems(program: Program) -> Iterator[dict[str, int]]:
     rows, cols = _tile_size(program, "q_len"), _tile_size(program, "kv_len")
     few = {"batch": 2, "heads": 4, "kv_heads": 2}
     one = {"batch": 1, "heads": 1, "kv_heads": 1}
+    # A length that no tensor has (the tokens behind compressed keys) is as long as several tiles.
+    axes = {a.size for t in program.tensors.values() for a in t.axes}
+    free = [d for d in program.dims if Name(d) not in axes]
     others = {d: 3 * _tile_size(program, d) + 2 for d in program.dims}
+    others |= {d: 3 * max(rows, cols) + 2 for d in free}
     lengths = [
         (few, 2 * rows + 1, 3 * cols + 1),
         (one, 2 * rows, 2 * cols),

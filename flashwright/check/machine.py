@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from flashwright.check.program import Key, Program, Tensor
-from flashwright.check.scalars import NotScalar, Unknown, Value, evaluate, whole
+from flashwright.check.scalars import NotScalar, Scalar, Unknown, Value, evaluate, whole
 from flashwright.check.tiles import Cell, Place, Tile, Where
 from flashwright.check.vocabulary import CONSTANTS
 from flashwright.lang.diagnostic import Diagnostic, Edit, Fix, Label
@@ -235,7 +235,8 @@ class Machine:
                 text = (
                     f"index {place} is outside axis {axis.label} of `{tensor.name}`, {extent} long"
                 )
-                raise self.halt("FW605", text, arg.span, label=self.problem())
+                where = self.program.definitions(arg)
+                raise self.halt("FW605", text, arg.span, label=self.problem(), secondary=where)
             known.append(place)
         self.elements.setdefault(tensor.name, []).append(index)
         if self.math is not None:
@@ -243,9 +244,12 @@ class Machine:
         return Unknown(f"{tensor.name}[{', '.join(map(str, index))}]")
 
     def _walked_whole(self) -> None:
-        """An index tensor that a block walks along is walked to its end."""
+        """An axis of fixed length that a block walks along in an index tensor is walked to its
+        end. (A table sized at run time may be longer than what is in it.)"""
         for name, reads in self.elements.items():
             for position, axis in enumerate(self.program.tensors[name].axes):
+                if not self._identity(axis.size).isdigit():
+                    continue
                 seen = {r[position] for r in reads if not isinstance(r[position], Unknown)}
                 extent = self._extent(axis.size)
                 missed = [p for p in range(extent) if p not in seen]
@@ -292,18 +296,10 @@ class Machine:
                 name.span,
                 help=f"{verb} before this line",
                 label=self.problem(),
-                secondary=self._guarded_writers(key),
+                secondary=self.program.guards_of(key),
             )
         cell.read = True
         return cell.tile
-
-    def _guarded_writers(self, key: Key) -> tuple[Label, ...]:
-        """The conditions that kept a buffer from getting its value."""
-        copies = [s for s in statements(self.program.tree.body) if isinstance(s, Copy)]
-        found = {
-            w.span: w for c in copies if self.program.dest(c) == key for w in self.program.guard(c)
-        }
-        return tuple(found.values())
 
     def write(self, key: Key, tile: Tile, stmt: Statement, dtype: str | None = None) -> None:
         """Put a tile into a buffer, rounded to the buffer's element type."""
@@ -364,7 +360,8 @@ class Machine:
             start = self._start(value, size, tensor, axis.label, axis.size, span, expr, stmt)
             dim = self._identity(axis.size)
             extent = self._extent(axis.size)
-            places.append(Where(dim, start, size, extent, axis.label, tensor.name, stmt))
+            chosen = expr is not None and self.program.chosen(expr)
+            places.append(Where(dim, start, size, extent, axis.label, tensor.name, stmt, chosen))
             if not tiled:
                 at[dim] = Place(start, tensor.name, stmt)
         return places, at
@@ -395,7 +392,8 @@ class Machine:
             )
             where = self.program.guard(stmt)
             where += self.program.definitions(*([expr] if expr is not None else []))
-            raise self.halt("FW605", text, span, label=self.problem(), secondary=where)
+            hint = _outside(value, size, length)
+            raise self.halt("FW605", text, span, label=self.problem(), secondary=where, help=hint)
         return start
 
     def _identity(self, size: Expr) -> str:
@@ -441,6 +439,15 @@ class Machine:
 
 def _known(start: int | Unknown) -> int:
     return 0 if isinstance(start, Unknown) else start
+
+
+def _outside(value: Scalar, size: int, length: Expr) -> str | None:
+    """What is usually behind a place outside its tensor."""
+    if size > 1 and value >= size and whole(value / size) is not None:
+        return "a coordinate on an axis of the tile counts tiles: `L = i`, not `L = i * BN`"
+    if length == Name("kv_heads"):
+        return "query heads share kv heads: `let kv_head = floor(head_idx * kv_heads / heads)`"
+    return None
 
 
 def _floor(expr: Expr) -> Fix:

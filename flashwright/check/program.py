@@ -16,6 +16,7 @@ from flashwright.lang.nodes import (
     For,
     Grid,
     If,
+    Index,
     Let,
     Name,
     Param,
@@ -114,14 +115,32 @@ class Program:
                 continue
             verb = "runs" if isinstance(stmt, For | Grid) else "is set"
             found[name] = Label(stmt.span, f"`{name}` {verb} here")
-            if isinstance(stmt, Let):
-                names += [e.id for e in expressions(stmt.value) if isinstance(e, Name)]
+            if isinstance(stmt, Let | For):
+                names += [e.id for e in expressions(stmt) if isinstance(e, Name)]
         return tuple({label.span: label for label in found.values()}.values())
 
     def guard(self, stmt: Statement) -> tuple[Label, ...]:
         """The condition under which alone a statement runs, if there is one."""
         found = self._guards.get(id(stmt))
-        return (Label(found.span, "only under this condition"),) if found else ()
+        if found is None:
+            return ()
+        return (Label(found.span, "only under this condition"), *self.definitions(found.cond))
+
+    def guards_of(self, *keys: Key) -> tuple[Label, ...]:
+        """The conditions under which alone some Copy fills one of the buffers."""
+        copies = [s for s in statements(self.tree.body) if isinstance(s, Copy)]
+        found = [w for c in copies if self.dest(c) in keys for w in self.guard(c)]
+        return tuple({w.span: w for w in found}.values())
+
+    def chosen(self, expr: Expr) -> bool:
+        """Whether an element of a tensor decides the value of an expression."""
+        for part in expressions(expr):
+            if isinstance(part, Index):
+                return True
+            stmt = self._scalars.get(part.id) if isinstance(part, Name) else None
+            if isinstance(stmt, Let) and self.chosen(stmt.value):
+                return True
+        return False
 
     @cached_property
     def _scalars(self) -> Mapping[str, Statement]:

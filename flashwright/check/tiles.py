@@ -30,6 +30,8 @@ class Where:
     label: str = field(compare=False)
     tensor: str = field(compare=False)
     copy: Copy = field(compare=False, repr=False)
+    chosen: bool = field(default=False, compare=False)
+    """Whether an element of a tensor decides `start`: then no walk along the axis is meant."""
 
     @property
     def ragged(self) -> bool:
@@ -131,13 +133,16 @@ class Coverage:
         return replace(other, ranges=tuple(merged), demanded=known, known=known)
 
 
-CoverKey = tuple[str, str]
+CoverKey = tuple[str, ...]
+"""An axis of a tensor, and the page or other part of it that the sum is over."""
 Covered = Mapping[CoverKey, Coverage]
 
 
-def covering(where: Where, stmt: Statement) -> dict[CoverKey, Coverage]:
-    """The coverage of a sum over one tile axis."""
-    known = not isinstance(where.start, Unknown)
+def covering(where: Where, at: Mapping[str, Place], stmt: Statement) -> dict[CoverKey, Coverage]:
+    """The coverage of a sum over one tile axis, of a tile that is `at` a place on the others."""
+    part = [f"{dim} {p.value}" for dim, p in at.items() if p.tensor == where.tensor]
+    paged = any(isinstance(p.value, Unknown) for p in at.values() if p.tensor == where.tensor)
+    known = not isinstance(where.start, Unknown) and not where.chosen and not paged
     start = 0 if isinstance(where.start, Unknown) else where.start
     piece = (max(start, 0), min(start + where.size, where.extent))
     ranges = (piece,) if piece[0] < piece[1] else ()
@@ -146,7 +151,14 @@ def covering(where: Where, stmt: Statement) -> dict[CoverKey, Coverage]:
     made = Coverage(
         where.dim, where.tensor, where.extent, ranges, stmt, axis, known and not fixed, known
     )
-    return {(where.dim, where.tensor): made}
+    return {(where.dim, where.tensor, *part): made}
+
+
+def kept(at: Mapping[str, Place], axes: tuple[Where | None, ...]) -> dict[str, Place]:
+    """What is still said of where a tile lies after a sum: the places of its rows' tensor, and of
+    the keys if it still has them. Which page a summed-up key came from is past."""
+    tensors = {w.tensor for i, w in enumerate(axes) if w is not None and (i == 0 or w.label == "L")}
+    return {dim: place for dim, place in at.items() if place.tensor in tensors}
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def localise(
         interpret(program, arrays, dims, observe=watch.after, blocks=lambda b: b == block)
     except Found as found:
         return (found.diagnostic,)
-    return (last,)
+    return (watch.suspect.diagnostic if watch.suspect is not None else last,)
 
 
 def _block_of(

@@ -7,7 +7,8 @@ of the values seen so far. How the program scales or keeps its maximum is its ow
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,12 @@ from flashwright.lang.nodes import (
     Compute,
     Copy,
     Expr,
+    For,
     Name,
     Statement,
     Transpose,
     expressions,
+    statements,
 )
 
 Array = NDArray[Any]
@@ -56,8 +59,10 @@ class Watch:
         self.history: dict[Key, list[Statement]] = {}  # what was done to a tile
         self.trail: dict[Key, list[tuple[Statement, Tile]]] = {}  # scores, step by step
         self.masked: dict[Key, Array] = {}  # scores as the mask left them
+        self.rescaled: dict[Key, list[Statement]] = {}  # weights, sums: what was done to them since
         self.weighed: list[int] = []  # keys that went through a Softmax
         self.seen: list[int] = []  # keys whose values were added
+        self.adding: dict[Key, tuple[Statement, ...]] = {}  # the GEMM, and what made its weights
         self.suspect: Found | None = None  # wrong, but not yet seen to matter
 
     def after(self, stmt: Statement, machine: Machine) -> None:
@@ -85,6 +90,7 @@ class Watch:
         weighed = tile.kind is not None and tile.kind.name == "weights"
         if not weighed and key in self.trail:
             self.trail[key].append((stmt, tile))
+        self.rescaled.setdefault(key, []).append(stmt)
 
     def _masked_or_weighed(self, stmt: Compute, machine: Machine) -> None:
         key = self._key(stmt.args[0])
@@ -93,6 +99,7 @@ class Watch:
         if _is_verb(stmt, "mask"):
             self.masked[key] = np.asarray(tile.data)
         elif stmt.state:
+            self.rescaled[key] = []
             self._summed(key, tile, stmt, machine)
 
     # --- GEMMs ----------------------------------------------------------------------------
@@ -114,6 +121,8 @@ class Watch:
                 return
             self._weights(left, operand, truth, machine)
             if stmt.mode == "accumulate":
+                self.adding[key] = (*self.rescaled.get(left, []), stmt)
+                self.rescaled[key] = []
                 self._accumulated(operand, tile, truth, stmt, machine)
 
     def _right_head(self, tile: Tile, machine: Machine) -> None:
@@ -225,6 +234,10 @@ class Watch:
         if truth is None or places is None:
             return
         self.weighed += [int(k) for k in truth.keys]
+        cols = tile.axes[1]
+        assert cols is not None
+        if self.suspect is None:
+            self.suspect = self._wrong_score(key, truth, truth.valid[:, None], cols, machine)
         found = np.asarray(tile.data, dtype=np.float64)[:, : truth.weights.shape[1]]
         factor = _factor(found, truth.weights)
         total = np.asarray(machine.cells[self._key(stmt.state[1])].tile.data, dtype=np.float64)
@@ -268,21 +281,23 @@ class Watch:
                 raise self._at(stmt, "FW804", text, machine, stmt.target)
 
     def _stored(self, stmt: Copy, machine: Machine) -> None:
-        """Wrong at last: then what was suspected before is to blame, else the last step."""
+        """Wrong at last: then what was suspected before is to blame, else a key that was never
+        added, else what was done after the sum."""
         key, name = self.program.source(stmt), self.program.dest(stmt)[0]
         tile, steps = machine.cells[key].tile, self.history.get(key, [])
-        places, answer = self.truth.rows(tile), self.truth.answer(name)
+        places, answer = self._stored_rows(machine), self.truth.answer(name)
         if places is None or answer is None or not steps:
             return
         for row, place in enumerate(places):
             expected = np.atleast_1d(answer[place])
             found = np.atleast_1d(np.asarray(tile.data[row], dtype=np.float64))
             near = np.abs(found - expected) <= self.loose * (1 + np.abs(expected))
-            same = np.atleast_1d((found == expected) | near)
+            same = np.where(np.isfinite(expected), near, found == expected)
             if same.all():
                 continue
             if self.suspect is not None:
                 raise self.suspect
+            self._missed(place, stmt, machine)
             col = int(np.argmin(same))
             text = (
                 f"row {row} of `{name}` is {found[col]:.6g} after this, "
@@ -291,7 +306,39 @@ class Watch:
             b, h, q = place
             empty = not self.truth.head(b, h).weights[q].any()
             also = self._operands(steps[-1]) if empty else ()  # they have their start values yet
-            raise self._at(steps[-1], "FW804", text, machine, *also)
+            before = (*self.adding.get(key, ()), *self.rescaled.get(key, []))
+            raise self._at(steps[-1], "FW804", text, machine, *also, before=before)
+
+    def _stored_rows(self, machine: Machine) -> list[tuple[int, int, int]] | None:
+        """Batch, head and query of each row that the last store wrote, by where it wrote them."""
+        name, region, stmt = machine.stores[-1]
+        axes = self.program.tensors[name].axes
+        at = {a.label: start for a, (start, _) in zip(axes, region, strict=True)}
+        rank = len(self.program.buffers[self.program.source(stmt)].shape)
+        label, (_, size) = axes[-rank].label, region[-rank]
+        if not {"B", "H", "L"} <= at.keys() or label not in ("L", "G"):
+            return None
+        shape = self.truth.inputs["Q"].shape
+        if label == "L":
+            return [(at["B"], at["H"], q) for q in range(at["L"], min(at["L"] + size, shape[2]))]
+        group = self.truth.spec.group
+        heads = range(at["H"] * group + at["G"], at["H"] * group + min(at["G"] + size, group))
+        return [(at["B"], h, at["L"]) for h in heads]
+
+    def _missed(self, place: tuple[int, int, int], store: Copy, machine: Machine) -> None:
+        """A key that the row sees, and that no round of the loop brought."""
+        b, h, q = place
+        missed = set(np.flatnonzero(np.isfinite(self.truth.head(b, h).scores[q])))
+        missed -= set(self.seen)
+        for loop in statements(self.program.tree.body):
+            if not missed or not isinstance(loop, For):
+                continue
+            adds = [s for s in statements(loop.body) if _is_verb(s, "gemm")]
+            if adds:
+                text = f"key {min(missed)} is visible to query {q}, but this loop never adds it"
+                found = self._at(loop, "FW804", text, machine).diagnostic
+                also = (Label(store.span, "stored here"), *self.program.guard(adds[-1]))
+                raise Found(replace(found, secondary=(*found.secondary, *also)))
 
     def _operands(self, stmt: Statement) -> tuple[Name, ...]:
         args = stmt.args if isinstance(stmt, Compute) else ()
@@ -309,16 +356,26 @@ class Watch:
         what = "query" if rows is not None and rows.label == "L" else "row"
         return f"{what} {first + row}, key {start + col} (row {row}, column {col} of the tile)"
 
-    def _at(self, stmt: Statement, code: str, text: str, machine: Machine, *held: Name) -> Found:
-        """The finding; `held` are tiles whose start value may be what is wrong."""
+    def _at(
+        self,
+        stmt: Statement,
+        code: str,
+        text: str,
+        machine: Machine,
+        *held: Name,
+        before: Sequence[Statement] = (),
+    ) -> Found:
+        """The finding; `held` are tiles whose start value may be what is wrong, `before` steps that
+        have their part in it."""
         rounds = ", ".join(f"{f.var.id} = {machine.env.get(f.var.id)}" for f in machine.loops)
         where = problem(self.block, self.truth.dims) + (f", {rounds}" if rounds else "")
         hint = f"first wrong at `{format_stmt(stmt)}`"
-        also = list(self.program.definitions(stmt, params=True))
+        also = list(self.program.definitions(stmt, params=isinstance(stmt, Compute)))
         for name in held:
             first = self.history.get(self._key(name), [])
             if first and first[0] is not stmt:
                 also.append(Label(first[0].span, f"`{name.id}` starts here"))
+        also += [Label(s.span, "this has its part in it") for s in before if s is not stmt]
         return Found(Diagnostic(code, text, stmt.span, where, tuple(also), hint))
 
 
