@@ -64,7 +64,8 @@ def problems(program: Program) -> Iterator[dict[str, int]]:
     others = {d: 3 * _tile_size(program, d) + 2 for d in program.dims}
     others |= {d: 3 * max(rows, cols) + 2 for d in free}
     lengths = [
-        (few, 2 * rows + 1, 3 * cols + 1),
+        (one, 2 * rows + 1, 3 * cols + 1),
+        (few, rows + 1, 2 * cols + 1),
         (one, 2 * rows, 2 * cols),
         (one, 1, 1),
         (one, 2 * rows + 3, max(rows // 2, 1)),

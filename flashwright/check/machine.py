@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from flashwright.check.fixes import rounded_down
 from flashwright.check.program import Key, Program, Tensor
-from flashwright.check.scalars import NotScalar, Scalar, Unknown, Value, evaluate, whole
-from flashwright.check.tiles import Cell, Place, Tile, Where
+from flashwright.check.scalars import NotScalar, Unknown, Value, evaluate, whole
+from flashwright.check.tiles import Cell, Tile
 from flashwright.check.vocabulary import CONSTANTS
-from flashwright.lang.diagnostic import Diagnostic, Edit, Fix, Label
+from flashwright.lang.diagnostic import Diagnostic, Label
 from flashwright.lang.format import format_expr
 from flashwright.lang.nodes import (
     Compute,
@@ -79,7 +80,8 @@ class Machine:
         observe: Observer | None = None,
         steps: int | None = None,
     ) -> None:
-        from flashwright.check.compute import Computer  # the two halves of one machine
+        from flashwright.check.compute import Computer  # parts of the machine, by statement
+        from flashwright.check.copies import Copies
 
         self.program = program
         self.dims = dict(dims)
@@ -94,6 +96,7 @@ class Machine:
         self.stores: list[tuple[str, Region, Copy]] = []
         self.elements: dict[str, list[tuple[Value, ...]]] = {}
         self.computer = Computer(self)
+        self.copies = Copies(self)
         self._operand_dtype = operand_dtypes(program)
 
     # --- running --------------------------------------------------------------------------
@@ -153,7 +156,7 @@ class Machine:
                 if self.loops:
                     self.varying.add(name.id)
             case Copy():
-                self._copy(stmt)
+                self.copies.copy(stmt)
             case Compute():
                 self.computer.compute(stmt)
             case Reshape():
@@ -185,7 +188,7 @@ class Machine:
         first = whole(start)
         if first is None:
             text = f"the first value must be a whole number, here it is {start}"
-            raise self.halt("FW306", text, low.span, fix=_floor(low))
+            raise self.halt("FW306", text, low.span, fix=rounded_down(low))
         if not math.isfinite(stop):
             raise self.halt("FW306", f"the end must be a number, here it is {stop}", high.span)
         return first, math.ceil(stop)
@@ -227,10 +230,10 @@ class Machine:
         for axis, value, arg in zip(tensor.axes, index, expr.args, strict=True):
             if isinstance(value, Unknown):
                 continue
-            place, extent = whole(value), self._extent(axis.size)
+            place, extent = whole(value), self.extent(axis.size)
             if place is None:
                 text = f"an index must be a whole number, here it is {value}"
-                raise self.halt("FW306", text, arg.span, fix=_floor(arg))
+                raise self.halt("FW306", text, arg.span, fix=rounded_down(arg))
             if not 0 <= place < extent:
                 text = (
                     f"index {place} is outside axis {axis.label} of `{tensor.name}`, {extent} long"
@@ -240,7 +243,7 @@ class Machine:
             known.append(place)
         self.elements.setdefault(tensor.name, []).append(index)
         if self.math is not None:
-            return self.math.element(tensor, known, self._offset(tensor))
+            return self.math.element(tensor, known, self.offset(tensor))
         return Unknown(f"{tensor.name}[{', '.join(map(str, index))}]")
 
     def _walked_whole(self) -> None:
@@ -248,10 +251,10 @@ class Machine:
         end. (A table sized at run time may be longer than what is in it.)"""
         for name, reads in self.elements.items():
             for position, axis in enumerate(self.program.tensors[name].axes):
-                if not self._identity(axis.size).isdigit():
+                if not self.identity(axis.size).isdigit():
                     continue
                 seen = {r[position] for r in reads if not isinstance(r[position], Unknown)}
-                extent = self._extent(axis.size)
+                extent = self.extent(axis.size)
                 missed = [p for p in range(extent) if p not in seen]
                 if len(seen) > 1 and missed:
                     span, text = self._reader(name)
@@ -268,11 +271,20 @@ class Machine:
                 return stmt.span, "this loop"
         return self.program.tensors[name].declared.span, "the program"
 
-    def _extent(self, size: Expr) -> int:
+    def extent(self, size: Expr) -> int:
+        """The length of an axis in the present problem."""
         value = whole(evaluate(size, self._base()))
         return 0 if value is None else value
 
-    def _offset(self, tensor: Tensor) -> int | None:
+    def identity(self, size: Expr) -> str:
+        """What tells axes apart: a size that is fixed by its value, another by its name."""
+        try:
+            return str(evaluate(size, self.program.params))
+        except NotScalar:
+            return format_expr(size)
+
+    def offset(self, tensor: Tensor) -> int | None:
+        """How far into the caller's memory a view begins."""
         if tensor.offset is None:
             return None
         value = self.scalar(tensor.offset)
@@ -315,113 +327,6 @@ class Machine:
             tile = replace(tile, dtype=kept, data=data)
         self.cells[key] = Cell(tile, stmt)
 
-    # --- Copy -----------------------------------------------------------------------------
-
-    def _copy(self, stmt: Copy) -> None:
-        source, dest = self.program.source(stmt), self.program.dest(stmt)
-        if stmt.source == "global":
-            self.write(dest, self._load(stmt, self.program.tensors[source[0]], dest), stmt)
-            return
-        tile = self.read(source, stmt.name, stmt)
-        if stmt.dest == "global":
-            self._store(stmt, self.program.tensors[dest[0]], tile)
-        else:
-            self.write(dest, replace(tile, layout=None), stmt)
-
-    def _load(self, stmt: Copy, tensor: Tensor, dest: Key) -> Tile:
-        buffer = self.program.buffers[dest]
-        places, at = self._places(stmt, tensor, buffer.shape)
-        axes = places[len(places) - len(buffer.shape) :]
-        data = None
-        if self.math is not None:
-            region = tuple((_known(p.start), p.size) for p in places)
-            offset = self._offset(tensor)
-            data = self.math.load(tensor, region, offset, len(buffer.shape))
-        if tensor.offset is not None:
-            here = Place(self.scalar(tensor.offset), tensor.name, stmt)
-            at = {**at, f"offset of {tensor.name}": here}
-        return Tile(buffer.shape, tuple(axes), tensor.dtype, at, data=data)
-
-    def _places(
-        self, stmt: Copy, tensor: Tensor, shape: tuple[int, ...]
-    ) -> tuple[list[Where], dict[str, Place]]:
-        """Where the tile lies on every axis of the tensor, and its fixed coordinates by axis."""
-        coords = {c.axis.id: c for c in stmt.coords or ()}
-        places: list[Where] = []
-        at: dict[str, Place] = {}
-        first_tiled = len(tensor.axes) - len(shape)
-        for position, axis in enumerate(tensor.axes):
-            tiled = position >= first_tiled
-            size = shape[position - first_tiled] if tiled else 1
-            coord = coords.get(axis.label)
-            value = self.scalar(coord.value) if coord else 0
-            span = coord.value.span if coord else stmt.span
-            expr = coord.value if coord else None
-            start = self._start(value, size, tensor, axis.label, axis.size, span, expr, stmt)
-            dim = self._identity(axis.size)
-            extent = self._extent(axis.size)
-            chosen = expr is not None and self.program.chosen(expr)
-            places.append(Where(dim, start, size, extent, axis.label, tensor.name, stmt, chosen))
-            if not tiled:
-                at[dim] = Place(start, tensor.name, stmt)
-        return places, at
-
-    def _start(
-        self,
-        value: Value,
-        size: int,
-        tensor: Tensor,
-        label: str,
-        length: Expr,
-        span: Span,
-        expr: Expr | None,
-        stmt: Copy,
-    ) -> int | Unknown:
-        if isinstance(value, Unknown):
-            return value
-        start, extent = whole(value * size), self._extent(length)
-        if start is None:
-            text = f"axis {label} of `{tensor.name}`: {value} is no whole place"
-            fix = _floor(expr) if expr is not None else None
-            raise self.halt("FW306", text, span, fix=fix, label=self.problem())
-        if not 0 <= start < extent:
-            what = f"{start}..{start + size - 1}" if size > 1 else f"{start}"
-            text = (
-                f"this reaches {what} on axis {label} of `{tensor.name}`, which is "
-                f"{format_expr(length)} = {extent} long"
-            )
-            where = self.program.guard(stmt)
-            where += self.program.definitions(*([expr] if expr is not None else []))
-            hint = _outside(value, size, length)
-            raise self.halt("FW605", text, span, label=self.problem(), secondary=where, help=hint)
-        return start
-
-    def _identity(self, size: Expr) -> str:
-        try:
-            return str(evaluate(size, self.program.params))
-        except NotScalar:
-            return format_expr(size)
-
-    def _store(self, stmt: Copy, tensor: Tensor, tile: Tile) -> None:
-        self.computer.complete(tile, stmt)
-        places, at = self._places(stmt, tensor, tile.shape)
-        for have, want in zip(tile.axes, places[len(places) - len(tile.shape) :], strict=True):
-            if have is not None and have != want:
-                self._misplaced(stmt, f"{have}", f"{want}", have.copy)
-        for dim, place in at.items():
-            have2 = tile.at.get(dim)
-            if have2 is not None and have2.value != place.value:
-                self._misplaced(stmt, f"{dim} {have2.value}", f"{dim} {place.value}", have2.copy)
-        region = tuple((_known(p.start), p.size) for p in places)
-        self.stores.append((tensor.name, region, stmt))
-        if self.math is not None:
-            self.math.store(tensor, region, self._offset(tensor), tile.data, tile.shape)
-
-    def _misplaced(self, stmt: Copy, have: str, want: str, origin: Copy) -> None:
-        text = f"the tile holds {have}, but it is stored at {want}"
-        where = (Label(origin.span, "its positions come from this Copy"),)
-        self.report("FW603", text, stmt.span, secondary=where, label=self.problem())
-
     # --- Reshape --------------------------------------------------------------------------
 
     def _reshape(self, stmt: Reshape) -> None:
@@ -435,27 +340,6 @@ class Machine:
         target = self.program.tile(stmt.target) if stmt.target else key
         assert target is not None
         self.write(target, replace(tile, layout="A"), stmt, dtype)
-
-
-def _known(start: int | Unknown) -> int:
-    return 0 if isinstance(start, Unknown) else start
-
-
-def _outside(value: Scalar, size: int, length: Expr) -> str | None:
-    """What is usually behind a place outside its tensor."""
-    if size > 1 and value >= size and whole(value / size) is not None:
-        return "a coordinate on an axis of the tile counts tiles: `L = i`, not `L = i * BN`"
-    if length == Name("kv_heads"):
-        return "query heads share kv heads: `let kv_head = floor(head_idx * kv_heads / heads)`"
-    return None
-
-
-def _floor(expr: Expr) -> Fix:
-    edits = (
-        Edit(expr.span.start, expr.span.start, "floor("),
-        Edit(expr.span.end, expr.span.end, ")"),
-    )
-    return Fix(f"round it down: `floor({format_expr(expr)})`", edits)
 
 
 def _indices(stmt: Statement) -> Iterator[Index]:

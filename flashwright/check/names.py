@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
+from flashwright.check.fixes import guess_fix
 from flashwright.check.program import Buffer, Key, Tensor, TensorAxis, tile_of
 from flashwright.check.scalars import NotScalar, Scalar, Unknown, evaluate, whole
 from flashwright.check.vocabulary import (
@@ -427,15 +427,3 @@ def _word_ids(stmt: Statement) -> set[int]:
         case For(var):
             words = [var]
     return {id(w) for w in words if w is not None}
-
-
-def guess_fix(name: Name, known: Iterable[str], cutoff: float = 0.72) -> Fix | None:
-    """The nearest known name, when there is one near enough to be meant."""
-    near = difflib.get_close_matches(name.id, list(known), n=1, cutoff=cutoff)
-    if not near or near[0] == name.id:
-        return None
-    # `Q_shared` and `K_shared` are long and alike, yet nobody writes one for the other.
-    (base, space), (other, _) = split(name.id), split(near[0])
-    if space and difflib.SequenceMatcher(None, base.lower(), other.lower()).ratio() < 0.72:
-        return None
-    return Fix(f"did you mean `{near[0]}`?", (Edit(name.span.start, name.span.end, near[0]),))

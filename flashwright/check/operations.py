@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flashwright.check.names import guess_fix
+from flashwright.check.fixes import guess_fix
 from flashwright.check.vocabulary import FUNCTIONS, STATEMENT_VERBS, VERBS, Operation
 from flashwright.lang.diagnostic import Diagnostic
 from flashwright.lang.nodes import (

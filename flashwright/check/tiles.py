@@ -176,6 +176,10 @@ class Tile:
     data: Any = field(default=None, repr=False)
 
 
+Operand = Tile | Value
+"""What an expression is made of: tiles and scalars."""
+
+
 @dataclass
 class Cell:
     """The present contents of a buffer, who wrote them, and whether anybody has read them."""

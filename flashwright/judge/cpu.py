@@ -23,6 +23,10 @@ Progress = Callable[[int, int, str], None]
 
 LENGTHS = ((1, 1), (17, 17), (64, 64), (100, 100), (257, 257), (100, 257), (257, 100))
 """Pairs of q_len and kv_len: one position, ragged, exact, several blocks, unequal both ways."""
+LOW = (33, 33)
+"""The lengths of one more problem, whose scores are all far below 0: there a running maximum that
+starts at 0, and not below every score, loses all the weights. (A sink is where the maximum starts,
+and a row that is all sink has nothing to compare.)"""
 
 # The caller's order of a tensor's axes; a head's group members are part of the head axis.
 _CALLER_ORDER = "BHGLD"
@@ -73,13 +77,15 @@ def judge(
     """
     reference = oracle.user_reference((base or Path()) / spec.reference) if spec.reference else None
     _same_types(program, spec)
-    problems = [dict(c) for c in (cases if cases is not None else default_cases(spec))]
+    problems = [(dict(c), kind) for c in (cases if cases is not None else default_cases(spec))]
+    if cases is None and reference is None and kind == "normal" and not spec.sink:
+        problems.append((default_cases(spec, [LOW])[0], "opposed"))
     results: list[CaseResult] = []
-    for number, dims in enumerate(problems):
+    for number, (dims, drawn) in enumerate(problems):
         if progress is not None:
             progress(number, len(problems), f"q_len {dims['q_len']}, kv_len {dims['kv_len']}")
         sizes = {**spec.dims, **dims}
-        trial_ = Trial(program, spec, sizes, seed + number, reference, kind)
+        trial_ = Trial(program, spec, sizes, seed + number, reference, drawn)
         results += trial_.results
         if trial_.diagnostics:
             return Verdict(tuple(results), trial_.diagnostics)

@@ -1,0 +1,271 @@
+"""Expressions over tiles: their values, and what becomes of all that is known of the operands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from flashwright.check import kinds
+from flashwright.check.kinds import Unrescaled
+from flashwright.check.program import Key
+from flashwright.check.scalars import NotScalar, Unknown, Value
+from flashwright.check.scalars import apply as apply_scalar
+from flashwright.check.sums import Sums
+from flashwright.check.tiles import Kind, Operand, Place, Tile, Where, kept, together
+from flashwright.lang.diagnostic import Edit, Fix, Label
+from flashwright.lang.nodes import (
+    Binary,
+    Call,
+    Compute,
+    Expr,
+    Index,
+    Name,
+    Num,
+    Span,
+    Statement,
+    Transpose,
+    Unary,
+)
+
+if TYPE_CHECKING:
+    from flashwright.check.machine import Machine
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The rows and columns that an expression is computed over."""
+
+    shape: tuple[int, ...]
+    axes: tuple[Where | None, ...]
+
+
+class Expressions:
+    """Evaluates expressions for a Machine."""
+
+    def __init__(self, machine: Machine, sums: Sums) -> None:
+        self.machine = machine
+        self.program = machine.program
+        self.sums = sums
+        self.misused = False  # an operand was computed on: its element type is no more news
+
+    def key(self, name: Name) -> Key:
+        """The buffer a name means; the checks before have seen that there is one."""
+        key = self.program.tile(name)
+        assert key is not None, name
+        return key
+
+    def read(self, name: Name, stmt: Statement) -> Tile:
+        """The tile a name means."""
+        return self.machine.read(self.key(name), name, stmt)
+
+    def frame(self, expr: Expr, shape: tuple[int, ...]) -> Frame:
+        """Rows and columns come from the two-dimensional operands, else from the vectors."""
+        tiles = [self.machine.cells[k].tile for k in self._tiles(expr) if k in self.machine.cells]
+        for rank in (2, 1):
+            for tile in tiles:
+                if len(tile.shape) == rank == len(shape) and any(tile.axes):
+                    return Frame(tile.shape, tile.axes)
+        return Frame(shape, (None,) * len(shape))
+
+    def _tiles(self, expr: Expr) -> list[Key]:
+        """The tiles an expression combines; a row reduction gives only its rows."""
+        match expr:
+            case Name():
+                key = None if expr.id in self.machine.env else self.program.tile(expr)
+                return [key] if key else []
+            case Unary(_, operand):
+                return self._tiles(operand)
+            case Binary(_, left, right):
+                return self._tiles(left) + self._tiles(right)
+            case Call(func, args) if func.id.lower() not in ("rowmax", "rowsum"):
+                return [k for a in args for k in self._tiles(a)]
+        return []
+
+    def tile(self, value: Operand, frame: Frame) -> Tile:
+        """A scalar becomes a tile filled with it."""
+        if isinstance(value, Tile):
+            data = value.data
+            if self.machine.math is not None:
+                data = self.machine.math.fill(data, frame.shape)
+            return replace(value, shape=frame.shape, axes=frame.axes, data=data)
+        data = self.machine.math.fill(value, frame.shape) if self.machine.math else None
+        return Tile(frame.shape, frame.axes, "fp32", data=data)
+
+    def value(self, expr: Expr, frame: Frame, stmt: Statement) -> Operand:
+        """The value of an expression over the rows and columns of a frame."""
+        match expr:
+            case Num() | Index():
+                return self.machine.scalar(expr)
+            case Name("q_idx" | "kv_idx"):
+                return self._position(expr, frame)
+            case Name(id) if id in self.machine.env:
+                return self.machine.env[id]
+            case Name():
+                return self.turned(self.read(expr, stmt), frame, expr)
+            case Unary("not", operand):
+                return self.combine("not", [self.value(operand, frame, stmt)], frame, stmt)
+            case Unary(_, operand):
+                return self.combine("*", [-1, self.value(operand, frame, stmt)], frame, stmt)
+            case Binary(op, left, right):
+                args = [self.value(left, frame, stmt), self.value(right, frame, stmt)]
+                return self.combine(op, args, frame, stmt)
+            case Call(func, args) if func.id.lower() in ("rowmax", "rowsum"):
+                return self.turned(self.reduce(func.id.lower(), args[0], stmt), frame, expr)
+            case Call(func, args):
+                values = [self.value(a, frame, stmt) for a in args]
+                return self.combine(func.id.lower(), values, frame, stmt)
+            case Transpose():
+                raise AssertionError("operations.py lets `.T` into GEMMs only")
+
+    def reduce(self, op: str, arg: Expr, stmt: Statement) -> Tile:
+        """The maximum or the sum of each row."""
+        keys = [k for k in self._tiles(arg) if len(self.program.buffers[k].shape) == 2]
+        frame = self.frame(arg, self.program.buffers[keys[0]].shape)
+        tile = self.tile(self.value(arg, frame, stmt), frame)
+        self.sums.complete(tile, stmt)
+        self.sums.no_tail(tile, stmt, arg.span)
+        return Tile(
+            frame.shape[:1],
+            frame.axes[:1],
+            "fp32",
+            kept(tile.at, frame.axes[:1]),
+            self.sums.summing(tile, stmt) if op == "rowsum" else {},
+            tile.layout,
+            kinds.of_function(op, [tile.kind], stmt),
+            tile.masks,
+            self.machine.math.reduce(op, tile.data) if self.machine.math else None,
+        )
+
+    def _position(self, name: Name, frame: Frame) -> Tile:
+        axis = 0 if name.id == "q_idx" else 1
+        where = frame.axes[axis] if axis < len(frame.axes) else None
+        if where is None or where.label != "L":
+            side = "rows" if axis == 0 else "columns"
+            what = (
+                f"are positions on axis {where.label} of `{where.tensor}`" if where else "have no"
+            )
+            text = f"`{name.id}` has no meaning here: the {side} {what}"
+            text += ", not on a sequence (L)" if where else " positions"
+            raise self.machine.halt("FW206", text, name.span)
+        data = None
+        if self.machine.math is not None and not isinstance(where.start, Unknown):
+            data = self.machine.math.positions(where.start, where.size, axis, len(frame.shape))
+        return Tile(frame.shape, frame.axes, "int32", data=data)
+
+    def turned(self, tile: Tile, frame: Frame, expr: Expr) -> Tile:
+        """A tile seen in the frame: a vector lies along the axis whose positions it has."""
+        if len(tile.shape) == len(frame.shape):
+            for have, want in zip(tile.axes, frame.axes, strict=True):
+                if have is not None and want is not None and have != want:
+                    self.disagree(expr.span, have, want)
+            return tile
+        axis = self._axis(tile, frame, expr)
+        data = self.machine.math.turn(tile.data, axis) if self.machine.math else None
+        return replace(tile, data=data)
+
+    def _axis(self, tile: Tile, frame: Frame, expr: Expr) -> int:
+        have = tile.axes[0]
+        fits = [a for a, n in enumerate(frame.shape) if n == tile.shape[0]]
+        if have is not None:
+            for axis in fits:
+                if frame.axes[axis] == have:
+                    return axis
+            for want in frame.axes:
+                if want is not None and want.dim == have.dim:
+                    self.disagree(expr.span, have, want)
+                    return fits[0]
+            fits = [a for a in fits if frame.axes[a] is None] or fits
+        return fits[0]
+
+    def disagree(self, span: Span, have: Where, want: Where) -> None:
+        """Report positions that should be the same and are not."""
+        text = f"positions {have} of `{have.tensor}` meet {want} of `{want.tensor}`"
+        filled = (self.program.dest(have.copy), self.program.dest(want.copy))
+        where = origins(have, want) + self.program.guards_of(*filled)
+        self.machine.report("FW603", text, span, secondary=where, label=self.machine.problem())
+
+    def combine(self, op: str, args: list[Operand], frame: Frame, stmt: Statement) -> Operand:
+        """One operation on values, element by element."""
+        tiles = [a for a in args if isinstance(a, Tile)]
+        if not tiles:
+            return self._scalar(op, args, stmt)
+        numbers = [a.data if isinstance(a, Tile) else a for a in args]
+        data = self.machine.math.apply(op, numbers) if self.machine.math else None
+        layouts = {t.layout for t in tiles}
+        if "A" in layouts:
+            text = "this tile has been reshaped into an operand: compute on it before the Reshape"
+            self.misused = True
+            self.machine.report("FW502", text, stmt.span)
+        return Tile(
+            frame.shape,
+            frame.axes,
+            "fp32",
+            self.same_place(tiles, stmt),
+            self.sums.covered(op, args, stmt),
+            "C" if "C" in layouts else None,
+            self._kind(op, args, stmt),
+            together(tiles),
+            data,
+        )
+
+    def _scalar(self, op: str, args: list[Operand], stmt: Statement) -> Value:
+        values = [a for a in args if not isinstance(a, Tile)]
+        if op == "not":
+            return Unknown(f"not {values[0]}") if isinstance(values[0], Unknown) else not values[0]
+        try:
+            return apply_scalar(op, Num("0", span=stmt.span), values)
+        except NotScalar as problem:
+            raise self.machine.halt("FW306", problem.why, stmt.span) from None
+
+    def _kind(self, op: str, args: list[Operand], stmt: Statement) -> Kind | None:
+        found = [a.kind if isinstance(a, Tile) else None for a in args]
+        try:
+            if op in ("+", "-", "*", "/"):
+                return kinds.of_operator(op, found[0], found[1])
+            return kinds.of_function(op, found, stmt)
+        except Unrescaled as problem:
+            self._unrescaled(problem, stmt)
+            return found[-1]
+
+    def _unrescaled(self, problem: Unrescaled, stmt: Statement) -> None:
+        moved = problem.newer.stmt
+        text = "the maximum moves here, but what was summed before is not rescaled"
+        where = (Label(stmt.span, "weights relative to the new maximum are added to the old sum"),)
+        hint = "multiply the old sum by exp(old maximum - new maximum) first"
+        fix = None
+        if isinstance(moved, Compute) and moved.state and isinstance(stmt, Compute) and stmt.target:
+            hint = (
+                f"`... with {' and '.join(s.id for s in moved.state)} and rescale {stmt.target.id}`"
+            )
+            joint = ", " if moved.rescale else " and rescale "
+            edit = Edit(moved.span.end, moved.span.end, f"{joint}{stmt.target.id}")
+            fix = Fix(f"rescale `{stmt.target.id}` too", (edit,))
+        self.machine.report("FW607", text, moved.span, secondary=where, help=hint, fix=fix)
+
+    def same_place(self, tiles: list[Tile], stmt: Statement) -> dict[str, Place]:
+        """The fixed coordinates (head, batch) of what is combined; they must agree."""
+        at: dict[str, Place] = {}
+        for tile in tiles:
+            for dim, place in tile.at.items():
+                other = at.setdefault(dim, place)
+                if other.value != place.value:
+                    text = (
+                        f"`{other.tensor}` is at {other.value} of {dim}, "
+                        f"`{place.tensor}` at {place.value}"
+                    )
+                    where = tuple(
+                        Label(p.copy.span, f"`{p.tensor}` comes from here") for p in (other, place)
+                    )
+                    self.machine.report(
+                        "FW603", text, stmt.span, secondary=where, label=self.machine.problem()
+                    )
+        return at
+
+
+def origins(*places: Where) -> tuple[Label, ...]:
+    """The Copies that positions come from."""
+    seen: Mapping[Span, Label] = {
+        p.copy.span: Label(p.copy.span, f"`{p.tensor}`: {p}") for p in places
+    }
+    return tuple(seen.values())

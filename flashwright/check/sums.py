@@ -1,0 +1,133 @@
+"""Sums: which part of the sequence an accumulator has taken in, and whether that is all of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from flashwright.check.masks import any_visible
+from flashwright.check.scalars import Unknown
+from flashwright.check.tiles import Covered, Operand, Tile, covering
+from flashwright.lang.diagnostic import Label
+from flashwright.lang.nodes import Compute, For, Span, Statement
+
+if TYPE_CHECKING:
+    from flashwright.check.machine import Machine
+
+LINEAR = ("+", "-", "*")
+
+
+class Sums:
+    """Follows what sums have taken in, for a Machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.program = machine.program
+
+    def covered(self, op: str, args: list[Operand], stmt: Statement) -> Covered:
+        """Linear operations keep a sum a sum; any other needs it complete."""
+        tiles = [a for a in args if isinstance(a, Tile)]
+        if op == "where":
+            tiles = [a for a in args[1:] if isinstance(a, Tile)]
+        elif op == "/":
+            if isinstance(args[1], Tile):
+                self.complete(args[1], stmt)
+            tiles = [a for a in args[:1] if isinstance(a, Tile)]
+        elif op not in LINEAR:
+            for tile in tiles:
+                self.complete(tile, stmt)
+            return {}
+        merged: Covered = {}
+        for tile in tiles:
+            merged = self._joined(merged, tile.covered, stmt)
+        return merged
+
+    def _joined(self, total: Covered, term: Covered, stmt: Statement) -> Covered:
+        merged = dict(total)
+        for key, part in term.items():
+            have = merged.get(key)
+            if have is None:
+                merged[key] = part
+                continue
+            twice = have.overlap(part) if have.known and part.known else None
+            if twice and have.ranges != part.ranges:
+                self.twice(part.dim, twice, stmt)
+            merged[key] = have.join(part)
+        return merged
+
+    def twice(self, dim: str, twice: tuple[int, int], stmt: Statement) -> None:
+        """Report a part that is added a second time."""
+        text = f"{dim} {twice[0]}..{twice[1] - 1} is added a second time"
+        self.machine.report(
+            "FW606",
+            text,
+            self._loop(stmt).span,
+            label=self.machine.problem(),
+            secondary=(Label(stmt.span, "here"), *self._bounds_of(self._loop(stmt))),
+        )
+
+    def _loop(self, stmt: Statement) -> Statement:
+        return self.machine.loops[-1] if self.machine.loops else stmt
+
+    def _bounds_of(self, stmt: Statement) -> tuple[Label, ...]:
+        """Where the ends of a loop are set, if not in its own line."""
+        return self.program.definitions(stmt.low, stmt.high) if isinstance(stmt, For) else ()
+
+    def complete(self, tile: Tile, stmt: Statement) -> None:
+        """A sum that is used as such must have taken in everything the masks let through."""
+
+        for part in tile.covered.values():
+            if not part.demanded:
+                continue
+            for low, high in part.missing():
+                if any_visible(tile.masks, part.dim, low, high):
+                    text = f"{part.axis} {low}..{high - 1} is never added in"
+                    where = (
+                        Label(stmt.span, "the sum is used here"),
+                        *_masks(tile, part.dim, "the mask shows it"),
+                        *self._bounds_of(part.stmt),
+                    )
+                    self.machine.report(
+                        "FW604",
+                        text,
+                        part.stmt.span,
+                        secondary=where,
+                        label=self.machine.problem(),
+                        help=_stateless(stmt),
+                    )
+                    break
+
+    def summing(self, tile: Tile, stmt: Statement) -> Covered:
+        """What a sum over the columns of a tile takes in."""
+        where = tile.axes[1]
+        if where is None:
+            return {}
+        return covering(where, tile.at, self._loop(stmt))
+
+    def no_tail(self, tile: Tile, stmt: Statement, span: Span) -> None:
+        """Keys past the end of the sequence must be masked before rows are reduced."""
+
+        cols = tile.axes[1]
+        if cols is None or not cols.ragged:
+            return
+        assert not isinstance(cols.start, Unknown)
+        if any_visible(tile.masks, cols.dim, cols.extent, cols.start + cols.size):
+            text = (
+                f"columns past {cols.dim} = {cols.extent} are not masked and count as scores of 0"
+            )
+            hint = f"`Compute Mask ... where kv_idx < {cols.dim}` before this line"
+            where = _masks(tile, cols.dim, "this mask lets them through")
+            self.machine.report(
+                "FW609", text, span, secondary=where, help=hint, label=self.machine.problem()
+            )
+
+
+def _masks(tile: Tile, dim: str, text: str) -> tuple[Label, ...]:
+    return tuple(Label(m.stmt.span, text) for m in tile.masks if m.dim == dim)
+
+
+def _stateless(stmt: Statement) -> str | None:
+    """What to say of a Softmax that sees one block after another and remembers none."""
+    verb = stmt.verb.id.lower() if isinstance(stmt, Compute) and stmt.verb else ""
+    if verb != "softmax" or not isinstance(stmt, Compute) or stmt.state:
+        return None
+    return "in a loop a Softmax keeps its state: `with Smax and Ssum and rescale O`"
