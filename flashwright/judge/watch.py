@@ -175,9 +175,18 @@ class Watch:
                 row, col = (int(i) for i in np.argwhere(wrong)[0])
                 place = self._place(machine, key, wrong, cols)
                 text = f"{place} is {fact} by the spec, but its weight is {found[row, col]:.4g}"
-                steps = self.history[key]
-                masks = [s for s in steps if _is_verb(s, "mask")]
-                raise self._at((masks or steps)[-1], "FW803", text, machine)
+                unmasked = after is not None and after[row, col] == -np.inf and fact == "hidden"
+                raise self._at(self._mask_at_fault(key, unmasked), "FW803", text, machine)
+
+    def _mask_at_fault(self, key: Key, unmasked: bool) -> Statement:
+        """The mask, or what came between it and the Softmax when a masked score shows again; where
+        there is no mask, what turned the scores into weights."""
+        steps = self.history[key]
+        masks = [i for i, s in enumerate(steps) if _is_verb(s, "mask")]
+        if not masks:
+            return steps[-1]
+        later = [s for s in steps[masks[-1] + 1 :] if not _is_verb(s, "softmax")]
+        return later[0] if unmasked and later else steps[masks[-1]]
 
     def _wrong_score(
         self, key: Key, truth: Scores, rows: Array, cols: Where, machine: Machine
@@ -201,11 +210,20 @@ class Watch:
         if not off.any():  # nothing but the units differ
             return None
         row, col = (int(i) for i in np.argwhere(off)[0])
+        weighing = self._weighing(key, stmt) if fits else None
         text = (
-            f"the score of {self._place(machine, key, off, cols)} is {made[row, col]:.6g} after "
-            f"this, the spec's is {truth.scores[row, col]:.6g}"
+            f"the score of {self._place(machine, key, off, cols)} is {made[row, col]:.6g} "
+            f"{'before' if weighing else 'after'} this, the spec's is {truth.scores[row, col]:.6g}"
         )
-        return self._at(stmt, "FW802", text, machine)
+        return self._at(weighing or stmt, "FW802", text, machine)
+
+    def _weighing(self, key: Key, last: Statement) -> Statement | None:
+        """The expression that turns scores into weights, and may do on its way what is missing of
+        them: right up to there, wrong after it."""
+        steps = self.history[key]
+        later = steps[steps.index(last) + 1 :]
+        found = [s for s in later if not _is_verb(s, "mask")]
+        return found[0] if found and not _is_verb(found[0], "softmax") else None
 
     def _vanished(
         self, key: Key, tile: Tile, found: Floats, truth: Scores, machine: Machine
