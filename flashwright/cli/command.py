@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flashwright.gpu import Gpu
     from flashwright.spec import AttentionSpec
 
-FINE, WRONG, BAD_INPUT, BUG, INTERRUPTED = 0, 1, 2, 70, 130
+FINE, WRONG, BAD_INPUT, BUG, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 70, 130, 141
 
 P = ParamSpec("P")
 
@@ -56,8 +56,11 @@ def guarded(command: Callable[P, int]) -> Callable[P, None]:
         try:
             code = command(*args, **kwargs)
             sys.stdout.flush()  # a full disk shows here, not after we have said that all is well
-        except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
+        except (typer.Exit, typer.Abort, typer.BadParameter):
             raise  # typer's own ways to end
+        except BrokenPipeError:  # the reader has left (`| head`): no verdict, and no complaint
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = PIPE_CLOSED
         except KeyboardInterrupt:
             print("\nInterrupted. What was finished is kept.", file=sys.stderr)
             code = INTERRUPTED
