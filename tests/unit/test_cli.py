@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -460,9 +462,9 @@ def test_folded_lines_are_still_the_same_program() -> None:
     assert tl(GOOD).plain == GOOD
 
 
-def test_a_reader_that_leaves_early_is_no_verdict(tmp_path: Path) -> None:
+def test_a_reader_that_leaves_early_is_no_verdict() -> None:
     """`flashwright check FILE | head -0`: neither 1 (wrong) nor a traceback."""
-    command = f"{sys.executable} -m flashwright gpus | true; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    typed = f"{sys.executable} -m flashwright gpus | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", typed], capture_output=True, text=True, check=False)
     assert done.stdout.strip() in ("0", "141")  # 0 where all was written before the reader left
     assert "Traceback" not in done.stderr
