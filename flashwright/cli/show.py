@@ -62,9 +62,15 @@ def called() -> str:
     return str(typed.relative_to(here) if typed.is_relative_to(here) else typed)
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to the command's own end; rich would exit with 1, which says "wrong" here."""
+        raise BrokenPipeError
+
+
 def console(quiet: bool = False) -> Console:
     """A console no wider than 100 columns, exactly that wide where there is no terminal."""
-    plain = Console(quiet=quiet, highlight=False, markup=False, emoji=False)
+    plain = _Console(quiet=quiet, highlight=False, markup=False, emoji=False)
     plain.width = min(WIDTH, plain.width) if plain.is_terminal else WIDTH
     return plain
 
