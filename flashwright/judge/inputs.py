@@ -14,24 +14,17 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from flashwright.interpret import NUMPY_DTYPES
 from flashwright.spec import AttentionSpec
 
 Array = NDArray[Any]
 
 KINDS = ("normal", "scaled", "shifted", "opposed", "peaked", "one_hot_v", "outliers")
 
-DTYPES: Mapping[str, np.dtype[Any]] = {
-    "fp16": np.dtype(np.float16),
-    "bf16": np.dtype(ml_dtypes.bfloat16),
-    "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "e5m2": np.dtype(ml_dtypes.float8_e5m2),
-    "fp32": np.dtype(np.float32),
-    "int32": np.dtype(np.int32),
-}
+DTYPES: Mapping[str, np.dtype[Any]] = {n: np.dtype(t) for n, t in NUMPY_DTYPES.items()}
 
 _MOST = {"fp16": 65504.0, "bf16": 3.3895e38, "e4m3": 448.0, "e5m2": 57344.0, "fp32": 3.4e38}
 _SCALE, _SHIFT, _PEAK, _OUTLIER = 0.05, 3.0, 3.0, 32.0
