@@ -14,6 +14,7 @@ import numpy as np
 from flashwright.check.machine import GaveUp, Machine, Region
 from flashwright.check.program import Program, Tensor
 from flashwright.check.scalars import NotScalar, evaluate, whole
+from flashwright.check.vocabulary import PREDEFINED_DIMS
 from flashwright.lang.diagnostic import Diagnostic, Label
 from flashwright.lang.format import format_expr
 from flashwright.lang.nodes import Copy, Name, statements
@@ -24,11 +25,14 @@ STEPS = 12_000
 
 def check_flow(program: Program) -> Iterator[Diagnostic]:
     """Findings of the first problem that shows any."""
-    for dims in problems(program):
+    small = list(problems(program))
+    for number, dims in enumerate((*small, *_stretched(program, small))):
         machine = Machine(program, dims, steps=STEPS)
         try:
             machine.run()
         except GaveUp:
+            if number >= len(small):
+                return  # a loop over what was stretched: the small problems had it whole
             text = "the check ran out of steps; what follows in the program was not checked"
             yield Diagnostic("FW611", text, program.grid.span)
             return
@@ -58,11 +62,8 @@ def problems(program: Program) -> Iterator[dict[str, int]]:
     rows, cols = _tile_size(program, "q_len"), _tile_size(program, "kv_len")
     few = {"batch": 2, "heads": 4, "kv_heads": 2}
     one = {"batch": 1, "heads": 1, "kv_heads": 1}
-    # A length that no tensor has (the tokens behind compressed keys) is as long as several tiles.
-    axes = {a.size for t in program.tensors.values() for a in t.axes}
-    free = [d for d in program.dims if Name(d) not in axes]
     others = {d: 3 * _tile_size(program, d) + 2 for d in program.dims}
-    others |= {d: 3 * max(rows, cols) + 2 for d in free}
+    others |= {d: 3 * max(rows, cols) + 2 for d in _free(program)}
     lengths = [
         (one, 2 * rows + 1, 3 * cols + 1),
         (few, rows + 1, 2 * cols + 1),
@@ -76,6 +77,19 @@ def problems(program: Program) -> Iterator[dict[str, int]]:
         lengths.append((one, rows + 3, reach + 3 * cols + 1))
     for heads, q_len, kv_len in lengths:
         yield {**others, **heads, "q_len": q_len, "kv_len": kv_len}
+
+
+def _free(program: Program) -> list[str]:
+    """Lengths that no tensor has, such as the tokens that compressed keys stand for."""
+    axes = {a.size for t in program.tensors.values() for a in t.axes}
+    return [d for d in program.dims if d not in PREDEFINED_DIMS and Name(d) not in axes]
+
+
+def _stretched(program: Program, small: list[dict[str, int]]) -> Iterator[dict[str, int]]:
+    """The first problems again, so long in what no tensor has that every key may be seen."""
+    free = _free(program)
+    for dims in small[:3] if free else []:
+        yield {**dims, **dict.fromkeys(free, 32 * (dims["q_len"] + dims["kv_len"]))}
 
 
 def _tile_size(program: Program, dim: str) -> int:

@@ -324,7 +324,9 @@ class Watch:
             b, h, q = place
             empty = not self.truth.head(b, h).weights[q].any()
             also = self._operands(steps[-1]) if empty else ()  # they have their start values yet
+            read = [self._key(n) for n in self._operands(steps[-1])]
             before = (*self.adding.get(key, ()), *self.rescaled.get(key, []))
+            before += tuple(machine.cells[k].writer for k in read if k != key)
             raise self._at(steps[-1], "FW804", text, machine, *also, before=before)
 
     def _stored_rows(self, machine: Machine) -> list[tuple[int, int, int]] | None:

@@ -1,0 +1,130 @@
+"""The kill rate per class of mutations: python -m tests.mutation.report [--all] [--write].
+
+Mutates as many built-in programs as it takes for every line of them to occur beside each of its
+neighbours (with --all every program for every GPU and head dim), prints a Markdown table with every
+survivor, and writes it to docs/mutation.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from multiprocessing import Pool
+from pathlib import Path
+
+from flashwright.lang.diagnostic import Diagnostic
+from tests.mutation.mutants import EQUIVALENT, KINDS, mutants
+from tests.mutation.trial import Case, covering, every, try_mutant
+
+PAGE = Path(__file__).parents[2] / "docs" / "mutation.md"
+
+Row = tuple[str, str, str, str, str]
+"""Program, class, outcome (check, run, equal, misnamed, survived), what changed, why."""
+
+
+def described(diagnostics: Iterable[Diagnostic]) -> str:
+    """Diagnostics in one line each, with the lines they name."""
+    texts = []
+    for d in diagnostics:
+        lines = [s.line for s in (d.span, *(w.span for w in d.secondary)) if s is not None]
+        texts.append(f"{d.code} (lines {', '.join(map(str, lines))}): {d.message}")
+    return "\n".join(texts)
+
+
+def tried(case: Case) -> list[Row]:
+    """The outcome of every mutant of a program."""
+    rows: list[Row] = []
+    for mutant in mutants(case.subject):
+        outcome = try_mutant(mutant, case)
+        if outcome.killed:
+            result, note = outcome.by, ""
+        elif mutant.equal and not outcome.by:
+            result, note = "equal", mutant.equal
+        else:
+            result = "misnamed" if outcome.by else "survived"
+            note = described(outcome.diagnostics)
+        rows.append((case.name, mutant.kind, result, mutant.what, note))
+    return rows
+
+
+def page(rows: list[Row], programs: int, chosen: str) -> Iterator[str]:
+    """The report in Markdown."""
+    yield "# Mutation test"
+    yield ""
+    yield "Small mistakes made on purpose in the built-in programs, and what finds them: the"
+    yield "checker (`flashwright check`), or the CPU run beside fp64 (`flashwright run`). A mutant"
+    yield "counts as killed only when a diagnostic names the right line; the rule is in"
+    yield "`tests/mutation/test_mutants.py`. This page is written by"
+    yield "`python -m tests.mutation.report --write`; the suite runs a part of it."
+    yield ""
+    yield f"{programs} programs ({chosen}), {len(rows)} mutants."
+    yield ""
+    yield "| class | mutants | still the same | killed by check | killed by run | kill rate |"
+    yield "|---|---:|---:|---:|---:|---:|"
+    count = Counter((r[1], r[2]) for r in rows)
+    for kind in (*KINDS, "all"):
+        kinds = KINDS if kind == "all" else (kind,)
+        n = {o: sum(count[k, o] for k in kinds) for o in ("check", "run", "equal")}
+        total = sum(v for (k, _), v in count.items() if k in kinds)
+        real = total - n["equal"]
+        rate = f"{100 * (n['check'] + n['run']) / real:.1f} %" if real else "none made"
+        yield f"| {kind} | {total} | {n['equal']} | {n['check']} | {n['run']} | {rate} |"
+    yield ""
+    yield "## Mutants that still mean the same"
+    yield ""
+    by_rule = defaultdict(list)
+    for row in rows:
+        if row[2] == "equal":
+            by_rule[row[4]].append(row)
+    for rule, reason in EQUIVALENT.items():
+        found = by_rule.get(rule, [])
+        yield f"- **{rule}** ({len(found)}): {reason}."
+        for (kind, what), times in sorted(Counter((r[1], r[3]) for r in found).items()):
+            yield f"  - {kind}: {what}" + (f" (in {times} programs)" if times > 1 else "")
+    yield ""
+    yield "## Survivors"
+    yield ""
+    bad = [r for r in rows if r[2] in ("survived", "misnamed")]
+    for program, kind, result, what, note in bad:
+        yield f"- {program}, {kind}, {result}: {what}"
+        for line in note.splitlines():
+            yield f"  - {line}"
+    if not bad:
+        yield "None."
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", action="store_true", help="every GPU and head dim")
+    parser.add_argument("--write", action="store_true", help="write docs/mutation.md")
+    parser.add_argument("--only", default="", help="programs whose name contains this")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    asked = parser.parse_args()
+    cases = every(thorough=True) if asked.all else covering(every())
+    cases = [c for c in cases if asked.only in c.name]
+    rows: list[Row] = []
+    start = time.time()
+    with Pool(asked.jobs) as pool:
+        for number, (case, found) in enumerate(zip(cases, pool.imap(tried, cases), strict=True), 1):
+            rows += found
+            bad = sum(r[2] in ("survived", "misnamed") for r in found)
+            took = f"{time.time() - start:.0f} s"
+            print(
+                f"{number}/{len(cases)} {case.name}: {len(found)}, {bad} bad, {took}",
+                file=sys.stderr,
+            )
+    chosen = "so many that every line of every built-in program is beside each of its neighbours"
+    chosen = "all variants, masks, options, GPUs and head dims" if asked.all else chosen
+    text = "\n".join(page(rows, len(cases), chosen)) + "\n"
+    print(text)
+    if asked.write:
+        PAGE.write_text(text, encoding="utf-8")
+    return int(any(r[2] in ("survived", "misnamed") for r in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
