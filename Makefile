@@ -12,7 +12,7 @@ demo: $(READY)
 	$(BIN)/flashwright generate gqa --gpu h200 --causal --head-dim 128 --dtype bf16 --out out/gqa-h200
 
 test: $(READY) lint
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff check .
