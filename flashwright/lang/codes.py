@@ -17,7 +17,7 @@ class Code:
 
 CODES: dict[str, Code] = {
     # reading the file
-    "FW001": Code("the file cannot be read", bad_input=True),
+    "FW001": Code("a file cannot be read or written", bad_input=True),
     "FW002": Code("the file is not UTF-8 text", bad_input=True),
     "FW003": Code("the file is too large", bad_input=True),
     "FW004": Code("nested too deeply, or a statement is too long", bad_input=True),

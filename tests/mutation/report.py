@@ -1,23 +1,26 @@
-"""The kill rate per class of mutations: python -m tests.mutation.report [--all] [--write].
+"""The kill rate per class of mutations: python -m tests.mutation.report [--every|--all] [--write].
 
 Mutates as many built-in programs as it takes for every line of them to occur beside each of its
-neighbours (with --all every program for every GPU and head dim), prints a Markdown table with every
-survivor, and writes it to docs/mutation.md.
+neighbours; with --every all that differ in more than numbers, with --all those of every GPU and
+head dim; with --sample N only N mutants of a class in each. Prints a Markdown table with every
+survivor; --write puts it into docs/mutation.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from functools import partial
 from multiprocessing import Pool
 from pathlib import Path
 
 from flashwright.lang.diagnostic import Diagnostic
-from tests.mutation.mutants import EQUIVALENT, KINDS, mutants
+from tests.mutation.mutants import EQUIVALENT, KINDS, Mutant, mutants
 from tests.mutation.trial import Case, covering, every, try_mutant
 
 PAGE = Path(__file__).parents[2] / "docs" / "mutation.md"
@@ -35,10 +38,20 @@ def described(diagnostics: Iterable[Diagnostic]) -> str:
     return "\n".join(texts)
 
 
-def tried(case: Case) -> list[Row]:
-    """The outcome of every mutant of a program."""
-    rows: list[Row] = []
+def sampled(case: Case, most: int) -> Iterator[Mutant]:
+    """At most so many mutants of each class, others for each program (0: all)."""
+    classes: dict[str, list[Mutant]] = defaultdict(list)
     for mutant in mutants(case.subject):
+        classes[mutant.kind].append(mutant)
+    draw = random.Random(case.name)
+    for found in classes.values():
+        yield from draw.sample(found, most) if 0 < most < len(found) else found
+
+
+def tried(case: Case, most: int = 0) -> list[Row]:
+    """The outcome of the mutants of a program."""
+    rows: list[Row] = []
+    for mutant in sampled(case, most):
         outcome = try_mutant(mutant, case)
         if outcome.killed:
             result, note = outcome.by, ""
@@ -101,15 +114,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="every GPU and head dim")
     parser.add_argument("--write", action="store_true", help="write docs/mutation.md")
+    parser.add_argument("--every", action="store_true", help="every program that differs")
+    parser.add_argument("--sample", type=int, default=0, help="mutants of a class in a program")
     parser.add_argument("--only", default="", help="programs whose name contains this")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     asked = parser.parse_args()
-    cases = every(thorough=True) if asked.all else covering(every())
+    cases = every(thorough=asked.all)
+    cases = cases if asked.all or asked.every else covering(cases)
     cases = [c for c in cases if asked.only in c.name]
     rows: list[Row] = []
     start = time.time()
     with Pool(asked.jobs) as pool:
-        for number, (case, found) in enumerate(zip(cases, pool.imap(tried, cases), strict=True), 1):
+        results = pool.imap(partial(tried, most=asked.sample), cases)
+        for number, (case, found) in enumerate(zip(cases, results, strict=True), 1):
             rows += found
             bad = sum(r[2] in ("survived", "misnamed") for r in found)
             took = f"{time.time() - start:.0f} s"
@@ -118,7 +135,10 @@ def main() -> int:
                 file=sys.stderr,
             )
     chosen = "so many that every line of every built-in program is beside each of its neighbours"
+    chosen = "every one that differs in more than numbers" if asked.every else chosen
     chosen = "all variants, masks, options, GPUs and head dims" if asked.all else chosen
+    if asked.sample:
+        chosen += f"; of each class {asked.sample} in each program, drawn by its name"
     text = "\n".join(page(rows, len(cases), chosen)) + "\n"
     print(text)
     if asked.write:
