@@ -252,7 +252,7 @@ def problems(case: Case) -> list[dict[str, int]]:
 
 def _every_row_sees(spec: AttentionSpec) -> bool:
     """Whether every query sees a key, whatever the lengths (which are at least 1)."""
-    return spec.branch is None and not spec.causal and spec.window is None
+    return spec.branch in (None, "compressed") and not spec.causal and spec.window is None
 
 
 def _lengths(tree: Tree, spec: AttentionSpec) -> Iterator[dict[str, int]]:
