@@ -179,11 +179,7 @@ def _changed(program: Program, name: str, value: int) -> Program | None:
         for s in program.tree.body
     )
     names = Names(Tree(body))
-    if names.diagnostics or names.grid is None:
-        return None
-    return Program(
-        names.tree, names.params, tuple(names.dims), names.grid, names.tensors, names.buffers
-    )
+    return None if names.diagnostics else names.program()
 
 
 def _fits(program: Program, gpu: Gpu) -> bool:
@@ -200,7 +196,7 @@ def _fits(program: Program, gpu: Gpu) -> bool:
 
 def _gemms(program: Program, gpu: Gpu) -> Iterator[Diagnostic]:
     for stmt in statements(program.tree.body):
-        if isinstance(stmt, Compute) and stmt.verb and stmt.verb.id.lower() == "gemm":
+        if isinstance(stmt, Compute) and stmt.operation == "gemm":
             yield from _mma(stmt, program, gpu)
 
 

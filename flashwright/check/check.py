@@ -48,13 +48,11 @@ def check(tree: Tree, gpu: Gpu | None = None) -> Checked:
     if names.sized:
         found += list(check_shapes(names))
     found += names.diagnostics[known:]
-    if any(d.severity == "error" for d in found) or names.grid is None:
+    program = names.program()
+    if any(d.severity == "error" for d in found) or program is None:
         from flashwright.check.fragment import check_fragment
 
         return _verdict("code", [*found, *check_fragment(names)])
-    program = Program(
-        tree, names.params, tuple(names.dims), names.grid, names.tensors, names.buffers
-    )
     return _deeper(program, gpu, found)
 
 

@@ -29,7 +29,7 @@ class Computer:
 
     def compute(self, stmt: Compute) -> None:
         """Execute one statement."""
-        verb = stmt.verb.id.lower() if stmt.verb else ""
+        verb = stmt.operation
         if verb == "gemm":
             self._gemm(stmt)
         elif verb == "softmax":

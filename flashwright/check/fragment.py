@@ -29,7 +29,7 @@ def check_fragment(names: Names) -> Iterator[Diagnostic]:
 
 
 def _compute(stmt: Compute, products: dict[str, Compute], names: Names) -> Iterator[Diagnostic]:
-    verb = stmt.verb.id.lower() if stmt.verb else ""
+    verb = stmt.operation
     made = [products[_base(n)] for a in stmt.args for n in _tiles(a) if _base(n) in products]
     if verb == "softmax" and made:
         yield from _transpose(made[0], names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from flashwright.check.fixes import guess_fix
-from flashwright.check.program import Buffer, Key, Tensor, TensorAxis, tile_of
+from flashwright.check.program import Buffer, Key, Program, Tensor, TensorAxis, tile_of
 from flashwright.check.scalars import NotScalar, Scalar, Unknown, evaluate, whole
 from flashwright.check.vocabulary import (
     CONSTANTS,
@@ -68,6 +68,14 @@ class Names:
     def error(self, code: str, message: str, span: Span, **more: object) -> None:
         """Record a finding."""
         self.diagnostics.append(Diagnostic(code, message, span, **more))  # type: ignore[arg-type]
+
+    def program(self) -> Program | None:
+        """The program that the names make up, if it has its grid."""
+        if self.grid is None:
+            return None
+        return Program(
+            self.tree, self.params, tuple(self.dims), self.grid, self.tensors, self.buffers
+        )
 
     # --- declarations ---------------------------------------------------------------------
 

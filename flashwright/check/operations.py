@@ -26,12 +26,12 @@ def check_operations(tree: Tree) -> Iterator[Diagnostic]:
         yield from _calls(stmt)
         if isinstance(stmt, Compute):
             yield from _verb(stmt)
-            if stmt.verb is None or stmt.verb.id.lower() in VERBS:
+            if stmt.verb is None or stmt.operation in VERBS:
                 yield from _clauses(stmt)
 
 
 def _calls(stmt: Statement) -> Iterator[Diagnostic]:
-    gemm = isinstance(stmt, Compute) and stmt.verb is not None and stmt.verb.id.lower() == "gemm"
+    gemm = isinstance(stmt, Compute) and stmt.operation == "gemm"
     direct = {id(a) for a in stmt.args} if isinstance(stmt, Compute) and gemm else set()
     for expr in expressions(stmt):
         if isinstance(expr, Call):
@@ -49,7 +49,7 @@ def _verb(stmt: Compute) -> Iterator[Diagnostic]:
     if stmt.verb is None:
         yield from _arity("an expression", Operation((1,)), len(stmt.args), stmt.span)
         return
-    known = VERBS.get(stmt.verb.id.lower())
+    known = VERBS.get(stmt.operation)
     if known is None:
         yield _unknown(stmt.verb, "operation", VERBS)
     else:
@@ -74,7 +74,7 @@ def _arity(name: str, operation: Operation, count: int, span: Span) -> Iterator[
 
 
 def _clauses(stmt: Compute) -> Iterator[Diagnostic]:
-    verb = stmt.verb.id.lower() if stmt.verb else ""
+    verb = stmt.operation
     in_place = verb in ("softmax", "mask")
     for arg in stmt.args if in_place else ():
         if not isinstance(arg, Name):
@@ -103,4 +103,4 @@ def _clauses(stmt: Compute) -> Iterator[Diagnostic]:
 
 def is_elementwise(stmt: Compute) -> bool:
     """True for the statements whose value is one expression (not GEMM, Softmax or Mask)."""
-    return stmt.verb is None or stmt.verb.id.lower() not in STATEMENT_VERBS
+    return stmt.operation not in STATEMENT_VERBS

@@ -42,7 +42,7 @@ def check_shapes(names: Names) -> Iterator[Diagnostic]:
         match stmt:
             case Copy():
                 yield from _copy(stmt, names)
-            case Compute() if stmt.verb is not None and stmt.verb.id.lower() == "gemm":
+            case Compute() if stmt.operation == "gemm":
                 yield from _gemm(stmt, names)
             case Compute() if is_elementwise(stmt):
                 yield from _elementwise(stmt, names)

@@ -53,7 +53,7 @@ def _body(
 def _compute(
     stmt: Compute, placed: set[tuple[str, str]], walked: set[str] | None, weighed: set[str]
 ) -> Iterator[Diagnostic]:
-    verb = stmt.verb.id.lower() if stmt.verb else ""
+    verb = stmt.operation
     for expr in (e for arg in stmt.args for e in expressions(arg)):
         if isinstance(expr, Name):
             base, space = split(expr.id)

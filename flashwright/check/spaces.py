@@ -44,7 +44,7 @@ def check_operands(names: Names) -> Iterator[Diagnostic]:
     for stmt in statements(names.tree.body):
         if not isinstance(stmt, Compute):
             continue
-        if stmt.verb is not None and stmt.verb.id.lower() == "gemm" and len(stmt.args) == 2:
+        if stmt.operation == "gemm" and len(stmt.args) == 2:
             yield from _gemm(stmt, names)
         else:
             yield from _elementwise(stmt, names)

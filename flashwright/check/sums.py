@@ -127,7 +127,6 @@ def _masks(tile: Tile, dim: str, text: str) -> tuple[Label, ...]:
 
 def _stateless(stmt: Statement) -> str | None:
     """What to say of a Softmax that sees one block after another and remembers none."""
-    verb = stmt.verb.id.lower() if isinstance(stmt, Compute) and stmt.verb else ""
-    if verb != "softmax" or not isinstance(stmt, Compute) or stmt.state:
+    if not isinstance(stmt, Compute) or stmt.operation != "softmax" or stmt.state:
         return None
     return "in a loop a Softmax keeps its state: `with Smax and Ssum and rescale O`"

@@ -139,16 +139,7 @@ def read_source(file: str) -> str:
 
     if file != "-":
         return parse.read(file)
-    data = sys.stdin.buffer.read(parse.MAX_BYTES + 1)
-    if len(data) > parse.MAX_BYTES:
-        raise Failed(Diagnostic("FW003", f"stdin has more than {parse.MAX_BYTES // 1024} KB"))
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise Failed(Diagnostic("FW002", f"stdin is not UTF-8 text: {error.reason}")) from None
-    if "\0" in text:
-        raise Failed(Diagnostic("FW002", "stdin is not UTF-8 text: a NUL byte"))
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+    return parse.decode(sys.stdin.buffer.read(parse.MAX_BYTES + 1), "stdin")
 
 
 def write_source(file: str, text: str) -> None:

@@ -429,4 +429,4 @@ def _fit(made: Floats, true: Floats, shown: Array) -> bool:
 
 
 def _is_verb(stmt: Statement, *verbs: str) -> bool:
-    return isinstance(stmt, Compute) and stmt.verb is not None and stmt.verb.id.lower() in verbs
+    return isinstance(stmt, Compute) and stmt.operation in verbs

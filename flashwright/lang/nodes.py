@@ -220,6 +220,11 @@ class Compute(Stmt):
     target: Name | None = None
     rescale: tuple[Name, ...] = ()
 
+    @property
+    def operation(self) -> str:
+        """The verb in lower case (`gemm`); nothing for the expression form."""
+        return self.verb.id.lower() if self.verb else ""
+
 
 @dataclass(frozen=True)
 class Reshape(Stmt):

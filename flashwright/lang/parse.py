@@ -35,16 +35,21 @@ def read(path: Path | str) -> str:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise Failed(Diagnostic("FW001", f"cannot read {path}: {reason}")) from None
+    return decode(data, str(path))
+
+
+def decode(data: bytes, name: str) -> str:
+    """The text in what was read under that name, with plain line ends; Failed if it is none."""
     if len(data) > MAX_BYTES:
-        raise Failed(_too_large(f"{path} "))
+        raise Failed(_too_large(f"{name} "))
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise Failed(_not_text(path, f"byte 0x{data[error.start]:02x} on line {line}")) from None
+        raise Failed(_not_text(name, f"byte 0x{data[error.start]:02x} on line {line}")) from None
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
-        raise Failed(_not_text(path, f"a NUL byte on line {line}"))
+        raise Failed(_not_text(name, f"a NUL byte on line {line}"))
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -53,8 +58,8 @@ def _too_large(what: str) -> Diagnostic:
     return Diagnostic("FW003", message)
 
 
-def _not_text(path: Path | str, what: str) -> Diagnostic:
-    message = f"{path} is not UTF-8 text: {what}"
+def _not_text(name: str, what: str) -> Diagnostic:
+    message = f"{name} is not UTF-8 text: {what}"
     return Diagnostic("FW002", message, help="save the file as UTF-8")
 
 

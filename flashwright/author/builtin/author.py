@@ -96,11 +96,11 @@ def _expr(text: str) -> Expr:
 
 
 def _is_mask(stmt: Statement) -> bool:
-    return isinstance(stmt, Compute) and stmt.verb is not None and stmt.verb.id == "Mask"
+    return isinstance(stmt, Compute) and stmt.operation == "mask"
 
 
 def _is_softmax(stmt: Statement) -> bool:
-    return isinstance(stmt, Compute) and stmt.verb is not None and stmt.verb.id == "Softmax"
+    return isinstance(stmt, Compute) and stmt.operation == "softmax"
 
 
 def _masked(body: tuple[Statement, ...], mask: MaskText) -> tuple[Statement, ...]:

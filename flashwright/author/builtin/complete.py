@@ -208,16 +208,16 @@ class _Completion:
     def _reshaped(self, stmt: Compute) -> list[Statement]:
         """A GEMM's result on its way into another GEMM becomes an operand first."""
         left = stmt.args[0]
-        if not _is(stmt, "gemm") or not isinstance(left, Name):
+        if stmt.operation != "gemm" or not isinstance(left, Name):
             return []
         base, space = split(left.id)
         return [line(RESHAPE.format(left.id))] if space != "shared" and base in self.shapes else []
 
     def _shape_of_result(self, stmt: Compute) -> None:
-        if _is(stmt, "gemm"):
+        if stmt.operation == "gemm":
             (rows, _), (_, cols) = (self._operand(a) for a in stmt.args)
             shape: tuple[str, ...] = (rows, cols)
-        elif _is(stmt, "softmax"):
+        elif stmt.operation == "softmax":
             for name in stmt.state:
                 self.shapes.setdefault(split(name.id)[0], (self._operand(stmt.args[0])[0],))
             return
@@ -363,10 +363,6 @@ class _Completion:
         yield Choice("Softcap", repr(spec.softcap), "given: no score goes beyond it")
         yield Choice("Block", str(spec.block), "given: tokens in a compressed block")
         yield Choice("Stride", str(spec.stride), "given: tokens between compressed blocks")
-
-
-def _is(stmt: Compute, verb: str) -> bool:
-    return stmt.verb is not None and stmt.verb.id.lower() == verb
 
 
 def _global_names(tree: Tree) -> Iterator[str]:
