@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 
 from flashwright.check.fixes import guess_fix
 from flashwright.check.program import Buffer, Key, Program, Tensor, TensorAxis, tile_of
@@ -187,14 +188,22 @@ class Names:
         return tuple(axes)
 
     def _direction(self, base: str) -> tuple[bool, bool]:
-        """Whether the kernel reads and writes the tensor: its Copies tell."""
-        read = written = False
+        """Whether the kernel reads and writes the tensor."""
+        read, written = self._touched
+        return base in read, base in written
+
+    @cached_property
+    def _touched(self) -> tuple[set[str], set[str]]:
+        """The tensors that Copies and elements name as sources, and those stored to."""
+        read: set[str] = set()
+        written: set[str] = set()
         for stmt in statements(self.tree.body):
             if isinstance(stmt, Copy):
-                read |= stmt.source == "global" and split(stmt.name.id)[0] == base
-                target = stmt.target or stmt.name
-                written |= stmt.dest == "global" and split(target.id)[0] == base
-            read |= any(isinstance(e, Index) and e.tensor.id == base for e in expressions(stmt))
+                if stmt.source == "global":
+                    read.add(split(stmt.name.id)[0])
+                if stmt.dest == "global":
+                    written.add(split((stmt.target or stmt.name).id)[0])
+            read |= {e.tensor.id for e in expressions(stmt) if isinstance(e, Index)}
         return read, written
 
     def size(self, expr: Expr, what: str) -> int:

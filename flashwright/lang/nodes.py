@@ -290,18 +290,24 @@ def statements(body: tuple[Statement, ...]) -> Iterator[Statement]:
             yield from statements(stmt.orelse)
 
 
-def expressions(node: object) -> Iterator[Expr]:
+def expressions(node: object) -> list[Expr]:
     """Every expression below a node, the node itself included, outermost first.
 
     Bodies of loops and branches are not entered: they are statements of their own.
     """
+    found: list[Expr] = []
+    _gather(node, found)
+    return found
+
+
+def _gather(node: object, found: list[Expr]) -> None:
     if isinstance(node, (Num, Name, Unary, Binary, Call, Index, Transpose)):
-        yield node
+        found.append(node)
     for part in _parts(cast(Any, type(node))):
         value = getattr(node, part)
         for item in value if isinstance(value, tuple) else (value,):
             if hasattr(item, "__dataclass_fields__"):
-                yield from expressions(item)
+                _gather(item, found)
 
 
 @cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 from flashwright.check.vocabulary import DTYPES
@@ -69,7 +70,13 @@ class Mutant:
     what: str
     tree: Tree
     right: frozenset[int]
-    equal: str = ""
+    rule: str | Callable[[], str] = ""
+
+    @cached_property
+    def equal(self) -> str:
+        """The rule of EQUIVALENT by which it means the same, or nothing. Found when asked for:
+        most of the mutants that are made are not tried."""
+        return self.rule if isinstance(self.rule, str) else self.rule()
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,8 @@ class Subject:
     near_zero: bool  # a softcap keeps the scores within 5 of 0
     same_condition: Callable[[Expr, Expr, Site], bool] = lambda a, b, s: False
     more_blocks: Callable[[Tree], bool] = lambda t: False
-    first_inside: bool = False  # the first block of the loop lies inside the keys, visited or not
+    # Whether the first block of the loop lies inside the keys, visited or not.
+    first_inside: Callable[[], bool] = lambda: False
 
 
 Changes = Iterator[Mutant]
@@ -110,7 +118,10 @@ def rewrites(node: Any, change: Callable[[Expr], Iterable[Expr]]) -> Iterator[An
                 yield replace(node, **{part.name: new})
 
 
-def _changed(subject: Subject, kind: str, site: Site, new: Statement, equal: str = "") -> Mutant:
+Rule = str | Callable[[], str]
+
+
+def _changed(subject: Subject, kind: str, site: Site, new: Statement, equal: Rule = "") -> Mutant:
     what = f"`{format_stmt(site.stmt)}` becomes `{format_stmt(new)}`"
     tree = put(subject.tree, site.path, (new,))
     return Mutant(kind, what, tree, frozenset({site.stmt.span.line}), equal)
@@ -123,7 +134,7 @@ def _removed(subject: Subject, kind: str, site: Site) -> Mutant:
 
 
 def _moved(
-    subject: Subject, kind: str, site: Site, path: tuple[Any, ...], where: str, equal: str = ""
+    subject: Subject, kind: str, site: Site, path: tuple[Any, ...], where: str, equal: Rule = ""
 ) -> Mutant:
     """The statement taken out and put before what stands at `path` once it is gone."""
     tree = effects.insert(put(subject.tree, site.path, ()), path, site.stmt)
@@ -194,7 +205,7 @@ def copy_moved(subject: Subject) -> Changes:
         if site.owners:
             outer = site.path[:-2]
             header = f"`{format_stmt(site.owners[-1])}`"
-            equal = _unread(subject, site.owners[-1])
+            equal = partial(_unread, subject, site.owners[-1])
             yield _moved(subject, kind, site, outer, f"out, before {header}", equal)
             after = (*outer[:-1], outer[-1] + 1)
             yield _moved(subject, kind, site, after, f"out, behind {header}", equal)
@@ -307,11 +318,14 @@ def conditions(subject: Subject) -> Changes:
         stmt = site.stmt
         if is_verb(stmt, "mask"):
             for where in rewrites(stmt.where, weaker):
-                same = subject.same_condition(stmt.where, where, site)
-                equal = "same condition" if same else ""
-                yield _changed(
-                    subject, "mask condition changed", site, replace(stmt, where=where), equal
-                )
+                new = replace(stmt, where=where)
+                equal = partial(_same_condition, subject, site, new)
+                yield _changed(subject, "mask condition changed", site, new, equal)
+
+
+def _same_condition(subject: Subject, site: Site, new: Compute) -> str:
+    same = subject.same_condition(site.stmt.where, new.where, site)
+    return "same condition" if same else ""
 
 
 def softmax_state(subject: Subject) -> Changes:
@@ -354,12 +368,17 @@ def offset_dropped(subject: Subject) -> Changes:
         if not (bound or biased or is_verb(stmt, "mask")):
             continue
         for new in rewrites(stmt, _offsets_dropped):
-            equal = ""
-            if bound and subject.more_blocks(put(subject.tree, site.path, (new,))):
-                equal = "hidden blocks"
-            if is_verb(stmt, "mask") and subject.same_condition(stmt.where, new.where, site):
-                equal = "same condition"
+            equal: Rule = ""
+            if bound:
+                equal = partial(_hidden_blocks, subject, site, new)
+            elif is_verb(stmt, "mask"):
+                equal = partial(_same_condition, subject, site, new)
             yield _changed(subject, kind, site, new, equal)
+
+
+def _hidden_blocks(subject: Subject, site: Site, new: Statement) -> str:
+    more = subject.more_blocks(put(subject.tree, site.path, (new,)))
+    return "hidden blocks" if more else ""
 
 
 def place_dropped(subject: Subject) -> Changes:
@@ -483,21 +502,22 @@ def guards(subject: Subject) -> Changes:
         if not isinstance(stmt, If) or not isinstance(stmt.cond, Binary):
             continue
         cond = stmt.cond
+        unread = partial(_unread, subject, stmt)
         for by in (1, -1):
             new = replace(stmt, cond=replace(cond, right=_shifted(cond.right, by)))
-            yield _changed(subject, kind, site, new, _unread(subject, stmt) if by > 0 else "")
+            yield _changed(subject, kind, site, new, unread if by > 0 else "")
         new = replace(stmt, cond=replace(cond, op=strict[cond.op]))
-        yield _changed(subject, kind, site, new, _unread(subject, stmt))
+        yield _changed(subject, kind, site, new, unread)
         tree = put(subject.tree, site.path, stmt.then)
         right = {stmt.span.line} | {s.span.line for s in stmt.then}
         what = f"`{format_stmt(stmt)}` removed, its body kept"
-        yield Mutant(kind, what, tree, frozenset(right), _unread(subject, stmt))
+        yield Mutant(kind, what, tree, frozenset(right), unread)
 
 
 def _unread(subject: Subject, guard: Statement) -> str:
     """For a weaker guard of the fetch of the first block."""
     first = Binary("<", Name("First"), Name("Last"))
-    harmless = isinstance(guard, If) and guard.cond == first and subject.first_inside
+    harmless = isinstance(guard, If) and guard.cond == first and subject.first_inside()
     return "unread block" if harmless else ""
 
 
@@ -564,6 +584,24 @@ KINDS: tuple[str, ...] = (
     "dtype the GPU lacks",
 )
 """The classes, as the report lists them."""
+
+STATED: frozenset[str] = frozenset(
+    {
+        "Reshape removed",
+        "`.T` removed or added",
+        "Copy removed",
+        "Copy moved",
+        "coordinate off by one",
+        "loop short by one",
+        "accumulate and get exchanged",
+        "mask removed",
+        "mask moved",
+        "rescale removed",
+        "offset dropped",
+        "tile doubled past the budget",
+    }
+)
+"""The classes that the suite tries in every program; the others it tries in trial.SUITE."""
 
 
 def mutants(subject: Subject) -> Iterator[Mutant]:
