@@ -28,4 +28,8 @@ $(READY): pyproject.toml
 	@$(PYTHON) -m venv $(VENV) || { echo "Python's venv module is missing; on Debian and Ubuntu: apt install python3-venv"; exit 2; }
 	@echo "Setting up $(VENV) (once, about a minute) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@$(BIN)/python -c 'import sys; from flashwright.build import toolchain; sys.exit(not toolchain.has_nvcc())' || { \
+	  echo "There is no CUDA compiler: installing NVIDIA's (Python packages, 240 MB) ..."; \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[nvcc]' || \
+	  echo "That did not work: kernels are not compiled, and the tests that need it are skipped."; }
 	@touch $(READY)

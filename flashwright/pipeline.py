@@ -6,13 +6,8 @@ A stage writes its artefact as soon as it has it, so an interruption loses nothi
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import hashlib
 import json
 import math
-import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -20,21 +15,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from flashwright import __version__
+from flashwright.files import cannot, recorded, set_aside, sha256, write
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
 if TYPE_CHECKING:
     from flashwright.author.builtin.author import Written
+    from flashwright.build.compile import Built
     from flashwright.check.program import Program
     from flashwright.gpu import Gpu
     from flashwright.judge.cpu import Verdict
+    from flashwright.lower.translate import Translation
     from flashwright.spec import AttentionSpec
 
 SCHEMA = 1
 RESULT = "result.json"
 KB = 1024
-ARTEFACTS = ("spec.toml", "sketch.tl", "code.tl", "reasoning.md")
+ARTEFACTS = (
+    *("spec.toml", "sketch.tl", "code.tl", "reasoning.md"),
+    *("kernel.cu", "kernel.map.json", "launch.json"),
+    *("kernel.cubin", "kernel.ptx", "build.json"),
+)
 
 Progress = Callable[[int, int, str], None]
+Status = Literal["ok", "failed", "skipped"]
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,21 @@ class Finding:
 
 @dataclass(frozen=True)
 class Timing:
-    """How a stage went."""
+    """How a stage went. One that could not run is skipped, which is neither right nor wrong."""
 
     stage: str
-    status: Literal["ok", "failed"]
+    status: Status
     seconds: float
+    why: tuple[Diagnostic, ...] = ()
+    """Why it was skipped, and how to get what is missing."""
+
+
+class Skipped(Exception):
+    """A stage cannot run here, and the kernel is not to blame."""
+
+    def __init__(self, *why: Diagnostic) -> None:
+        super().__init__(*why)
+        self.why = why
 
 
 @dataclass(frozen=True)
@@ -63,13 +76,22 @@ class Run:
     folder: Path
     artefacts: Mapping[str, str] = field(default_factory=dict)
     """The text of each file written, by its name in the folder."""
+    binaries: Mapping[str, bytes] = field(default_factory=dict)
+    """The files written that are not text."""
     timings: tuple[Timing, ...] = ()
     findings: tuple[Finding, ...] = ()
     written: Written | None = None
     program: Program | None = None
     verdict: Verdict | None = None
+    translation: Translation | None = None
+    built: Built | None = None
     kept: tuple[str, ...] = ()
     """Files that were in the folder, not as we wrote them: they are now NAME.bak."""
+
+    @property
+    def files(self) -> dict[str, str | bytes]:
+        """All that was written, text or not."""
+        return {**self.artefacts, **self.binaries}
 
     @property
     def failed(self) -> tuple[Finding, ...]:
@@ -109,7 +131,10 @@ class Watcher(Protocol):
 def generate(
     spec: AttentionSpec, gpu: Gpu, folder: Path, watcher: Watcher, stages: tuple[Stage, ...] = ()
 ) -> Run:
-    """Run all stages; a failed one is the last. The folder then holds what was made."""
+    """Run all stages; a failed one is the last. The folder then holds what was made.
+
+    A stage that cannot run on this machine is skipped, and so is what needs its result.
+    """
     from flashwright import spec as specs
 
     stages = stages or STAGES
@@ -126,43 +151,30 @@ def generate(
 
 
 def _prepare(folder: Path) -> tuple[str, ...]:
-    """Make the folder and take away what an earlier run left, so that no old file passes as new.
-
-    A file that is not as we wrote it holds somebody's work: it is kept under another name.
-    """
-    kept = []
+    """Make the folder and take away what an earlier run left; the names of what is kept as .bak."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        ours = _recorded(folder / RESULT)
-        for name in ARTEFACTS:
-            path = folder / name
-            if path.exists() and ours.get(name) != hashlib.sha256(path.read_bytes()).hexdigest():
-                os.replace(path, folder / f"{name}.bak")
-                kept.append(name)
+        records = [folder / RESULT, folder / "build.json"]
+        ours = {name: digest for path in records for name, digest in recorded(path).items()}
+        for path in records:  # nobody's work: they tell of files that now go
             path.unlink(missing_ok=True)
-        (folder / RESULT).unlink(missing_ok=True)
     except OSError as error:
-        raise _cannot("use", folder, error) from None
-    return tuple(kept)
-
-
-def _recorded(path: Path) -> dict[str, str]:
-    """The digests in an earlier run's record; none where there is no such record."""
-    try:
-        return dict(json.loads(path.read_bytes())["artefacts"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+        raise cannot("use", folder, error) from None
+    return set_aside(folder, ARTEFACTS, ours)
 
 
 def _timed(stage: Stage, run: Run, progress: Progress) -> Run:
     start = time.perf_counter()
+    why: tuple[Diagnostic, ...] = ()
     try:
         after = stage.work(run, progress)
     except Failed as failed:
         findings = tuple(Finding("", d) for d in failed.diagnostics)
         after = replace(run, findings=run.findings + findings)
-    status: Literal["ok", "failed"] = "ok" if after.ok else "failed"
-    timing = Timing(stage.name, status, time.perf_counter() - start)
+    except Skipped as skipped:
+        after, why = run, skipped.why
+    status: Status = "skipped" if why else "ok" if after.ok else "failed"
+    timing = Timing(stage.name, status, time.perf_counter() - start, why)
     return replace(after, timings=(*run.timings, timing))
 
 
@@ -215,7 +227,48 @@ def _cpu(run: Run, progress: Progress) -> Run:
     return replace(run, verdict=verdict, findings=run.findings + findings)
 
 
-# Translation, build, verdict on the GPU and measurement will stand behind these, in this tuple.
+def _translate(run: Run, progress: Progress) -> Run:
+    from flashwright.build import package
+    from flashwright.lower.translate import translate
+
+    assert run.program is not None
+    try:
+        translation = translate(run.program, run.gpu)
+    except Failed as failed:
+        # Not an error of the program: the translator does not do this GPU, or not this yet.
+        if all(d.bad_input for d in failed.diagnostics):
+            raise Skipped(*failed.diagnostics) from None
+        raise
+    run = replace(run, translation=translation)
+    for name, text in package.translated(translation).items():
+        run = _keep(run, name, text)
+    return run
+
+
+def _build(run: Run, progress: Progress) -> Run:
+    from flashwright.build import package, toolchain
+    from flashwright.build.compile import build
+
+    if run.translation is None:
+        raise Skipped(Diagnostic("FW821", "there is no CUDA source to compile"))
+    try:
+        tools = toolchain.find()
+    except Failed as failed:
+        raise Skipped(*failed.diagnostics) from None
+    made, code = run.translation, run.artefacts["code.tl"]
+    try:
+        built = build(made.source, made.plan.arch, map=made.map, tl=code, toolchain=tools)
+    except Failed as failed:
+        found = [Finding("code.tl" if d.span else "kernel.cu", d) for d in failed.diagnostics]
+        return replace(run, findings=(*run.findings, *found))
+    warnings = tuple(Finding("kernel.cu", d) for d in built.warnings)
+    run = replace(run, built=built, findings=run.findings + warnings)
+    for name, data in package.compiled(built).items():
+        run = _keep(run, name, data)
+    return _keep(run, "build.json", package.record(built, run.gpu, run.files))
+
+
+# The verdict on the GPU and the measurement will stand behind these, in this tuple.
 # Each takes the Run that the one before returned and adds its own fields and files to it; its line
 # then moves from LATER into its Stage.
 STAGES: tuple[Stage, ...] = (
@@ -247,12 +300,24 @@ STAGES: tuple[Stage, ...] = (
         proves="run block by block on the CPU, it agrees with fp64 attention on all problems tried",
         lacks="not compared with fp64 attention",
     ),
+    Stage(
+        "translate",
+        "Translation: CuTe C++, each block under its TL line",
+        _translate,
+        proves="the TL code is translated to CuTe C++",
+        lacks="not translated to CUDA",
+    ),
+    Stage(
+        "build",
+        "Build: nvcc, and what ptxas says",
+        _build,
+        proves="it compiles for this GPU without spilling a register",
+        lacks="not compiled",
+    ),
 )
 
 # What a kernel needs beyond the stages that exist; a stage of that name takes its line away.
 LATER: Mapping[str, str] = {
-    "translate": "not translated to CUDA",
-    "build": "not compiled",
     "verdict": "not run on a GPU",
     "measure": "not measured: every speed is an estimate",
 }
@@ -297,11 +362,12 @@ def result(run: Run) -> dict[str, Any]:
         "ok": run.ok,
         "spec": run.spec.model_dump(mode="json"),
         "gpu": run.gpu.name,
-        "stages": [{**asdict(t), "seconds": round(t.seconds, 3)} for t in run.timings],
+        "stages": [_stage(timing) for timing in run.timings],
         "parameters": [asdict(c) for c in run.written.choices] if run.written else [],
         "findings": [_finding(f) for f in run.findings],
         "cpu": cases(run.verdict) if run.verdict else None,
-        "artefacts": {name: _sha256(text) for name, text in run.artefacts.items()},
+        "build": run.built.record() if run.built else None,
+        "artefacts": {name: sha256(data) for name, data in run.files.items()},
         "claimed": claimed(run),
         "not_claimed": not_claimed(run),
     }
@@ -323,6 +389,13 @@ def cases(verdict: Verdict) -> list[dict[str, Any]]:
     ]
 
 
+def _stage(timing: Timing) -> dict[str, Any]:
+    """A stage's line in the record; why is there only where it was skipped."""
+    line = {"stage": timing.stage, "status": timing.status, "seconds": round(timing.seconds, 3)}
+    why = [{"code": d.code, "message": d.message, "help": d.help} for d in timing.why]
+    return {**line, "why": why} if why else line
+
+
 def _number(value: float) -> float | str:
     return float(value) if math.isfinite(value) else str(float(value))
 
@@ -334,40 +407,11 @@ def _finding(finding: Finding) -> dict[str, Any]:
     return record
 
 
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 # --- files ------------------------------------------------------------------------------------
 
 
-def _keep(run: Run, name: str, text: str) -> Run:
-    write(run.folder / name, text)
-    return replace(run, artefacts={**run.artefacts, name: text})
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file whole or not at all; Failed with FW001 where that is not possible."""
-    try:
-        target = path.resolve()  # through a link, as an ordinary write would go
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            if target.exists() and not os.access(target, os.W_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            with open(temporary, "w", encoding="utf-8", newline="") as file:
-                file.write(text)
-            if target.exists():
-                shutil.copymode(target, temporary)
-            os.replace(temporary, target)
-        except BaseException:  # Ctrl-C too: leave no half a file
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise _cannot("write", path, error) from None
-
-
-def _cannot(verb: str, path: Path, error: OSError) -> Failed:
-    reason = error.strerror or type(error).__name__
-    hint = "give another folder with --out" if verb == "use" else None
-    return Failed(Diagnostic("FW001", f"cannot {verb} {path}: {reason}", help=hint))
+def _keep(run: Run, name: str, data: str | bytes) -> Run:
+    write(run.folder / name, data)
+    if isinstance(data, bytes):
+        return replace(run, binaries={**run.binaries, name: data})
+    return replace(run, artefacts={**run.artefacts, name: data})

@@ -17,9 +17,10 @@ import typer
 
 from flashwright import __version__
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.lang.nodes import Span
+from flashwright.lang.nodes import line_span
 
 if TYPE_CHECKING:
+    from flashwright.check.program import Program
     from flashwright.gpu import Gpu
     from flashwright.spec import AttentionSpec
 
@@ -144,7 +145,7 @@ def read_source(file: str) -> str:
 
 def write_source(file: str, text: str) -> None:
     """Put a changed program back where it came from, with the line ends it had."""
-    from flashwright.pipeline import write
+    from flashwright.files import write
 
     path = Path(file)
     with path.open("rb") as old:
@@ -162,6 +163,28 @@ def find_gpu(name: str) -> Gpu:
         message, _, known = str(error).partition(" Known: ")
         hint = f"known are {known.rstrip('.')}" if known else None
         raise Failed(Diagnostic("FW705", message, help=hint)) from None
+
+
+def load_program(file: str, gpu: Gpu | None = None) -> tuple[Program, str]:
+    """The checked program and its text; a sketch has nothing to run or to translate."""
+    from flashwright.check.check import check
+    from flashwright.lang.parse import parse
+
+    name = shown_name(file)
+    with blaming(name):
+        source = read_source(file)
+    with blaming(name, source):
+        verdict = check(parse(source), gpu)
+        if verdict.program is not None and not verdict.errors:
+            return verdict.program, source
+        if verdict.ok:
+            hint = (
+                "add param, grid and Allocate statements (docs/language.md), or let the built-in "
+                "author choose the sizes: flashwright generate"
+            )
+            text = "this is a sketch: it has no sizes, so there is nothing to run yet"
+            raise Failed(Diagnostic("FW207", text, help=hint))
+        raise Failed(*verdict.errors)
 
 
 def variant_spec(variant: str, options: Mapping[str, Any]) -> tuple[AttentionSpec, str]:
@@ -227,14 +250,6 @@ def _bad_spec(code: str, lines: Sequence[str], filename: str, source: str = "") 
     found = []
     for line in lines:
         place = re.match(rf"{re.escape(filename)}(?::(\d+))?(?::\d+)?: ", line)
-        span = _line_span(source, int(place[1])) if place and place[1] else None
+        span = line_span(source, int(place[1])) if place and place[1] else None
         found.append(Diagnostic(code, line[place.end() :] if place else line, span))
     return Blamed(found, filename, source)
-
-
-def _line_span(source: str, number: int) -> Span | None:
-    lines = source.split("\n")
-    if not 1 <= number <= len(lines):
-        return None
-    start, length = sum(len(text) + 1 for text in lines[: number - 1]), len(lines[number - 1])
-    return Span(start, start + length, number, 1, number, length + 1)

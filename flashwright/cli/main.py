@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flashwright import __version__
+from flashwright.cli import bench, kernel, verify
 from flashwright.cli.command import (
     FINE,
     INTERRUPTED,
@@ -47,7 +48,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Attention kernels, thought through in TL: checked, run on the CPU, and explained.",
+    help="Attention kernels, thought through in TL: checked, run on the CPU, compiled, explained.",
 )
 
 
@@ -133,7 +134,7 @@ def generate(
     ] = None,
     quiet: Annotated[bool, flag("--quiet", "-q", help="Print the verdict only.")] = False,
 ) -> int:
-    """Think an attention operator through in TL: sketch, sizes, check, CPU run."""
+    """Make an attention operator: TL sketch, sizes, check, CPU run, CUDA, cubin."""
     options = {
         "causal": causal or None,
         "window": window,
@@ -169,7 +170,8 @@ def _generate(spec: AttentionSpec, summary: str, card: Gpu, folder: Path, quiet:
             tell([finding.diagnostic], name, run.artefacts.get(finding.file, ""))
     screen.closing(run, str(folder))
     if quiet and run.ok and run.verdict:
-        print(f"{folder}: agrees with fp64, largest rms error {run.verdict.worst:.1e}")
+        rest = "" if run.built else "; not compiled"
+        print(f"{folder}: agrees with fp64, largest rms error {run.verdict.worst:.1e}{rest}")
     return FINE if run.ok else max(WRONG, exit_code([f.diagnostic for f in run.failed]))
 
 
@@ -396,6 +398,10 @@ def gpus() -> int:
 
     show.console().print(show.gpus_table(GPUS.values()))
     return FINE
+
+
+for part in (kernel, verify, bench):
+    part.register(app)
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ from flashwright.cli.command import (
     Blamed,
     blaming,
     exit_code,
+    load_program,
     load_spec,
-    read_source,
     shown_name,
     tell,
 )
@@ -47,7 +47,7 @@ class Asked:
 def run(asked: Asked, spec: str | None) -> int:
     """Run and compare, or run alone; the exit code."""
     try:
-        program, source = _program(asked)
+        program, source = load_program(asked.file)
         meant = load_spec(spec, asked.file)
         with blaming(asked.name, source):
             if meant is None:
@@ -58,27 +58,6 @@ def run(asked: Asked, spec: str | None) -> int:
             raise
         _print_json(asked, False, diagnostics=blamed.diagnostics, blamed=blamed.filename)
         return exit_code(blamed.diagnostics)
-
-
-def _program(asked: Asked) -> tuple[Program, str]:
-    """The checked program; a sketch has nothing to run."""
-    from flashwright.check.check import check
-    from flashwright.lang.parse import parse
-
-    with blaming(asked.name):
-        source = read_source(asked.file)
-    with blaming(asked.name, source):
-        verdict = check(parse(source))
-        if verdict.program is not None:
-            return verdict.program, source
-        if verdict.ok:
-            hint = (
-                "add param, grid and Allocate statements (docs/language.md), or let the built-in "
-                "author choose the sizes: flashwright generate"
-            )
-            text = "this is a sketch: it has no sizes, so there is nothing to run yet"
-            raise Failed(Diagnostic("FW207", text, help=hint))
-        raise Failed(*verdict.errors)
 
 
 def _run_and_compare(

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
+from flashwright.cli.kernel import build_in_words, launch_in_words
 from flashwright.lang import render
 from flashwright.lang.recover import STATEMENTS
 from flashwright.pipeline import KB, Finding, Run, Stage, budget_in_words, claimed, not_claimed
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from flashwright.author.builtin.complete import Choice
     from flashwright.gpu import Gpu
     from flashwright.judge.cpu import Verdict
+    from flashwright.lang.diagnostic import Diagnostic
     from flashwright.spec import AttentionSpec
 
 WIDTH = 100
@@ -294,20 +296,24 @@ class Screen:
         """A stage has ended: its heading, its time and what it made."""
         self.close()
         timing = run.timings[-1]
-        good = timing.status == "ok"
+        good, skipped = timing.status == "ok", timing.status == "skipped"
         if self.out.is_terminal:
             mark = (self.tick, "bold green") if good else (self.cross, "bold red")
+            mark = ("·", "bold yellow") if skipped else mark
             line = Text.assemble("\n", mark, (f" {self.number}  {stage.title}", "bold"))
             line.append(f"   {timing.seconds:.2f} s", "bright_black")
             self.out.print(line)
+        for reason in timing.why:
+            self.out.print(Padding(_skipped(reason), (0, 0, 0, 2)))
         for part in _made(stage.name, run, self.out.width) if good else ():
             self.out.print(Padding(part, (0, 0, 0, 2)) if not isinstance(part, Text) else part)
         if not self.out.is_terminal:
-            self.out.print(f"  {'done' if good else 'FAILED'} in {timing.seconds:.2f} s")
+            ended = {"ok": "done in", "failed": "FAILED in", "skipped": "SKIPPED after"}
+            self.out.print(f"  {ended[timing.status]} {timing.seconds:.2f} s")
 
     def closing(self, run: Run, folder: str) -> None:
         """What is proved, what is not, and where to go from here."""
-        files = "  ".join([*run.artefacts, "result.json"])
+        files = textwrap.fill("  ".join([*run.files, "result.json"]), 90, subsequent_indent="  ")
         files += "".join(f"\n  your changed {name} is kept as {name}.bak" for name in run.kept)
         code = Path(folder, "code.tl")
         parts: list[RenderableType] = [
@@ -357,7 +363,19 @@ def _made(stage: str, run: Run, width: int) -> list[RenderableType]:
         return [Text(line), *map(Text, warnings)]
     if stage == "cpu" and run.verdict is not None:
         return [cases_table(run.verdict), Text(f"  {errors_in_words(run.verdict)}")]
+    if stage == "translate" and run.translation is not None:
+        plan, lines = run.translation.plan, run.translation.source.count("\n")
+        return [Text(f"  kernel.cu: {lines} lines for {plan.arch}; {launch_in_words(plan)}")]
+    if stage == "build" and run.built is not None:
+        warnings = [_rendered(f, run, color=False) for f in run.findings if f.file == "kernel.cu"]
+        return [*(Text(f"  {line}") for line in build_in_words(run.built)), *map(Text, warnings)]
     return []
+
+
+def _skipped(reason: Diagnostic) -> Text:
+    """Why a stage did not run, and how to get what it needs."""
+    text = Text.assemble(("not run: ", "yellow"), f"{reason.message} ", (f"({reason.code})", "dim"))
+    return text.append(f"\n{reason.help}", "bright_black") if reason.help else text
 
 
 def _rendered(finding: Finding, run: Run, color: bool) -> str:

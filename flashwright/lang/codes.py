@@ -77,6 +77,22 @@ CODES: dict[str, Code] = {
     "FW803": Code("the mask is not what the spec asks for"),
     "FW804": Code("the accumulation is not what the spec asks for"),
     "FW805": Code("the program gives NaN or infinity"),
+    # the translation
+    "FW811": Code("a program that cannot be translated for this GPU", bad_input=True),
+    # the build
+    "FW821": Code("what is needed to compile is not there", bad_input=True),
+    "FW822": Code("the compiler does not take the generated code"),
+    "FW823": Code("the kernel spills registers"),
+    "FW824": Code("the compiler gives up what makes the kernel fast"),
+    "FW825": Code("the compiler did not come to an end", bad_input=True),
+    "FW826": Code("the build cache cannot be used", severity="warning"),
+    # the kernel on a GPU
+    "FW851": Code("no GPU here can run the kernel", bad_input=True),
+    "FW852": Code("a kernel package that cannot be loaded", bad_input=True),
+    "FW853": Code("the kernel's output on the GPU is not what the spec asks for"),
+    "FW854": Code("the kernel is less exact than the library's attention"),
+    "FW855": Code("the kernel gives different answers to the same question"),
+    "FW856": Code("the kernel does not run"),
     # specs and usage
     "FW901": Code("a spec that no attention can meet", bad_input=True),
     "FW902": Code("a variant that Flashwright does not know", bad_input=True),

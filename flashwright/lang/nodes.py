@@ -35,6 +35,17 @@ class Span:
 NOWHERE = Span(0, 0, 1, 1, 1, 1)
 
 
+def line_span(source: str, number: int) -> Span | None:
+    """A whole line of a text, without the blanks it begins with; None where it has none such."""
+    lines = source.split("\n")
+    if not 1 <= number <= len(lines):
+        return None
+    text = lines[number - 1].rstrip()
+    begin = len(text) - len(text.lstrip())
+    start = sum(len(line) + 1 for line in lines[: number - 1])
+    return Span(start + begin, start + len(text), number, begin + 1, number, len(text) + 1)
+
+
 # --- expressions ------------------------------------------------------------------------------
 
 

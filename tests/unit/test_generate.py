@@ -21,6 +21,12 @@ MADE = ["code.tl", "reasoning.md", "result.json", "sketch.tl", "spec.toml"]
 GQA = ("generate", "gqa", "--gpu", "h200", "--causal", "--head-dim", "64", "--dtype", "bf16")
 
 
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes after the CPU run is tested in test_kernel.py; here it would only take time."""
+    monkeypatch.setenv("FLASHWRIGHT_NVCC", "/nowhere/nvcc")
+
+
 def test_generate(tmp_path: Path) -> None:
     done = Outcome(*GQA, "--out", str(tmp_path))
     assert done.code == 0, done.err
@@ -29,10 +35,13 @@ def test_generate(tmp_path: Path) -> None:
         "Grouped-query attention",
         "causal, 32 query heads on 8 KV heads, head dim 64, bf16",
         "NVIDIA H200",
-        "1/4  Sketch",
+        "1/6  Sketch",
         "Compute GEMM Q_shared, K_shared.T and get S",
         "clean: 0 errors, 0 warnings; shared memory",
         "agrees",
+        "6/6  Build",
+        "SKIPPED",
+        "not compiled",
         "not run on a GPU",
         "flashwright run",
     ):
@@ -60,8 +69,10 @@ def test_result_json(tmp_path: Path) -> None:
     assert result["ok"] is True
     assert result["gpu"] == "h200"
     assert result["spec"]["head_dim"] == 64
-    assert [s["stage"] for s in result["stages"]] == ["sketch", "parameters", "check", "cpu"]
-    assert all(s["status"] == "ok" and s["seconds"] >= 0 for s in result["stages"])
+    first, later = ["sketch", "parameters", "check", "cpu"], ["translate", "build"]
+    assert [s["stage"] for s in result["stages"]] == first + later
+    assert all(s["status"] == "ok" and s["seconds"] >= 0 for s in result["stages"][:4])
+    assert result["stages"][-1]["status"] == "skipped"
     assert result["findings"] == []
     assert {c["output"] for c in result["cpu"]} == {"O", "LSE"}
     assert all(c["ok"] and c["relative_rms"] < 1e-2 for c in result["cpu"])

@@ -1,0 +1,127 @@
+"""Tensors of PyTorch, CuPy and JAX: how each makes an output, and on which stream it works.
+
+All of them go to the launcher through DLPack; what differs is told here, once. No framework is
+imported that the caller has not imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+NAMES = {  # the frameworks' names of our element types
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "int32": "int32",
+    "e4m3": "float8_e4m3fn",
+    "e5m2": "float8_e5m2",
+}
+
+
+class Framework(Protocol):
+    """What the launcher needs to know of a library of arrays."""
+
+    def empty(self, like: Any, shape: Sequence[int], dtype: str) -> Any:
+        """A new tensor on the device of `like`, its values arbitrary."""
+
+    def launch(self, function: Any, mode: int, tensors: Sequence[Any], dims: Sequence[Any]) -> None:
+        """Call the launcher on the framework's current stream."""
+
+
+def framework_of(array: Any) -> Framework:
+    """The framework that an array belongs to."""
+    kind: Any = type(array)
+    return _framework(kind)
+
+
+@functools.cache
+def _framework(kind: type) -> Framework:
+    roots = (base.__module__.partition(".")[0] for base in kind.__mro__)  # a subclass will do
+    return next((_KNOWN[root] for root in roots if root in _KNOWN), _OTHER)
+
+
+class _Torch:
+    def empty(self, like: Any, shape: Sequence[int], dtype: str) -> Any:
+        return like.new_empty(shape, dtype=getattr(sys.modules["torch"], NAMES[dtype]))
+
+    def launch(self, function: Any, mode: int, tensors: Sequence[Any], dims: Sequence[Any]) -> None:
+        function(mode, *tensors, *dims)  # tvm-ffi itself takes torch's current stream over
+
+
+class _CuPy:
+    def empty(self, like: Any, shape: Sequence[int], dtype: str) -> Any:
+        with like.device:
+            return sys.modules["cupy"].empty(shape, _numpy_dtype(dtype))
+
+    def launch(self, function: Any, mode: int, tensors: Sequence[Any], dims: Sequence[Any]) -> None:
+        import tvm_ffi
+
+        first = next(t for t in tensors if _is_cupy(t))
+        with first.device:
+            stream = sys.modules["cupy"].cuda.get_current_stream().ptr
+        # The kernel goes to CuPy's own stream, so CuPy need not wait for anything (-1).
+        given = [
+            tvm_ffi.from_dlpack(t.__dlpack__(stream=-1)) if _is_cupy(t) else t for t in tensors
+        ]
+        with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", first.device.id), stream):
+            function(mode, *given, *dims)
+
+
+class _Jax:
+    """JAX has no stream to join: it is waited for before the kernel, and the kernel after it."""
+
+    def empty(self, like: Any, shape: Sequence[int], dtype: str) -> Any:
+        import jax.numpy as jnp
+
+        return jnp.empty(shape, getattr(jnp, NAMES[dtype]), device=next(iter(like.devices())))
+
+    def launch(self, function: Any, mode: int, tensors: Sequence[Any], dims: Sequence[Any]) -> None:
+        import jax
+        import tvm_ffi
+
+        from flashwright.build.native import launcher
+
+        if any(isinstance(t, getattr(jax.core, "Tracer", ())) for t in tensors):
+            raise TypeError("a kernel cannot be called inside jax.jit: call it with arrays")
+        jax.block_until_ready([t for t in tensors if isinstance(t, jax.Array)])
+        given = [tvm_ffi.from_dlpack(t) if isinstance(t, jax.Array) else t for t in tensors]
+        function(mode, *given, *dims)
+        if not mode & 2:
+            launcher().synchronize(next(t for t in given if t is not None).device.index)
+
+
+class _Other:
+    """Anything with DLPack: it can be read and written, but not made."""
+
+    def empty(self, like: Any, shape: Sequence[int], dtype: str) -> Any:
+        kind = f"{type(like).__module__}.{type(like).__name__}"
+        if not hasattr(like, "__dlpack__"):
+            raise TypeError(f"a kernel takes tensors (PyTorch, CuPy, JAX, DLPack), not {kind}")
+        raise TypeError(f"no way is known to make a {kind} for the output: give one, out=...")
+
+    def launch(self, function: Any, mode: int, tensors: Sequence[Any], dims: Sequence[Any]) -> None:
+        function(mode, *tensors, *dims)
+
+
+def _is_cupy(array: Any) -> bool:
+    return isinstance(framework_of(array), _CuPy)
+
+
+def _numpy_dtype(dtype: str) -> Any:
+    import ml_dtypes
+    import numpy as np
+
+    name = NAMES[dtype]
+    return np.dtype(getattr(np, name, None) or getattr(ml_dtypes, name))
+
+
+_KNOWN: dict[str, Framework] = {
+    "torch": _Torch(),
+    "cupy": _CuPy(),
+    "jax": _Jax(),
+    "jaxlib": _Jax(),
+}
+_OTHER = _Other()

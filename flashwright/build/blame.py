@@ -1,0 +1,154 @@
+"""What nvcc and ptxas complain about, as diagnostics under the TL line that it came from."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flashwright.build.toolchain import GET_HOST, GET_NVCC
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.lang.nodes import Span, line_span
+
+if TYPE_CHECKING:
+    from flashwright.build.compile import LineMap
+
+MOST = 5  # further errors are mostly echoes of the first
+
+# `kernel.cu(12): error: x` and `fw/a.cuh(3): error #20: x` of nvcc, `kernel.cu:12:5: error: x` of
+# the host's preprocessor, `ptxas x.ptx, line 3; error   : x` of ptxas.
+_ERROR = re.compile(
+    r"^(?P<file>[^\s(:][^(:\n]*)[(:](?P<line>\d+)\)?(?::\d+)?: (?:catastrophic |fatal )?error"
+    r"(?: #[\w-]+)?: (?P<text>.+)$"
+    r"|^ptxas [^\n]*?, line (?P<ptx>\d+); (?:error|fatal)\s*: (?P<said>.+)$"
+    r"|^(?:nvcc|ptxas|cicc) (?:fatal|error)\s*: (?P<plain>.+)$",
+    re.MULTILINE,
+)
+_FROM_KERNEL = re.compile(r"\bat line (\d+) of \"?kernel\.cu\b")
+_NO_HEADER = re.compile(r"fatal error: (\S+): No such file or directory")
+
+# What is wrong with the machine and not with the kernel, in nvcc's words.
+_MACHINE = (
+    (
+        re.compile(r"Failed to preprocess host compiler|Cannot find compiler|exec\w* .?cc1plus"),
+        GET_HOST,
+    ),
+    (
+        re.compile(r"unsupported (?:GNU|clang) version[^\n]*", re.IGNORECASE),
+        "name an older compiler in NVCC_CCBIN, or take a newer nvcc",
+    ),
+    (re.compile(r"Unsupported gpu architecture[^\n]*"), f"take another nvcc: {GET_NVCC}"),
+)
+
+# ptxas: wgmma serialised for different reasons, and a setmaxnreg that it does not heed.
+_SLOW = re.compile(r"^.*\((C75(?:08|10|11|15))\)\s*(.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where in the TL a line of the generated code came from."""
+
+    map: LineMap | None
+    tl: str
+
+    def span(self, cu_line: int | None) -> Span | None:
+        """The TL line as a place in its text; None where that is not known."""
+        if cu_line is None or self.map is None:
+            return None
+        line = self.map.tl_line(cu_line)
+        return None if line is None else line_span(self.tl, line)
+
+
+def refused(code: int, log: str, places: Places) -> Failed:
+    """What to say of an nvcc that has failed."""
+    if code < 0 or (code >= 128 + signal.SIGHUP and code != 255):  # 255: ptxas's plain no
+        number = -code if code < 0 else code - 128
+        return unfinished(f"nvcc was ended from outside or broke down (signal {number})")
+    machine = _machine(log)
+    if machine is not None:
+        return Failed(machine)
+    matches = list(_ERROR.finditer(log))
+    ends = [m.start() for m in matches[1:]] + [len(log)]  # what stands below an error belongs to it
+    errors = [
+        _error(m, log[m.start() : end], places) for m, end in zip(matches, ends, strict=False)
+    ]
+    found = list(dict.fromkeys(errors))
+    if len(found) > 1:  # "ptxas fatal: aborted due to errors" says nothing after the errors
+        found = [d for d in found if "aborted due to errors" not in d.message]
+    if not found:
+        last = " / ".join(line.strip() for line in log.strip().split("\n")[-3:])[:500]
+        found = [Diagnostic("FW822", f"nvcc failed with {code}: {last or 'it said nothing'}")]
+    return Failed(*found[:MOST])
+
+
+def _machine(log: str) -> Diagnostic | None:
+    if "No space left on device" in log:
+        text = "nvcc cannot write its files: no space left on the disk"
+        return Diagnostic("FW001", text, help="FLASHWRIGHT_CACHE names another folder to work in")
+    header = _NO_HEADER.search(log)
+    if header and not header[1].startswith("fw/"):
+        hint = "this nvcc and these headers are not a whole set"
+        return Diagnostic("FW821", f"nvcc does not find {header[1]}", help=f"{hint}; {GET_NVCC}")
+    for pattern, hint in _MACHINE:
+        said = pattern.search(log)
+        if said:
+            line = next(part for part in log.split("\n") if said[0][:40] in part).strip()
+            return Diagnostic("FW821", f"nvcc cannot work here: {line}", help=hint)
+    return None
+
+
+def _error(match: re.Match[str], whole: str, places: Places) -> Diagnostic:
+    """One error with the line of kernel.cu it is at, or was instantiated from."""
+    line: int | None = None
+    where = match["file"] or (f"line {match['ptx']} of the PTX" if match["ptx"] else "")
+    if match["file"] and match["file"].endswith("kernel.cu"):
+        line = int(match["line"])
+    elif match["file"]:
+        where = f"{_short(match['file'])}:{match['line']}"
+        called = _FROM_KERNEL.findall(whole)
+        line = int(called[-1]) if called else None
+    if line is not None:
+        inside = "" if match["file"].endswith("kernel.cu") else f"{where}, from "
+        where = f"{inside}kernel.cu:{line}"
+    text = match["text"] or match["said"] or match["plain"]
+    at = f" ({where})" if where else ""
+    span = places.span(line)
+    hint = (
+        "the generated code is wrong, not your program: please report it with the TL"
+        if span or places.map
+        else None
+    )
+    label = "this became the code that nvcc refuses" if span else ""
+    return Diagnostic("FW822", f"nvcc: {text.strip()}{at}", span, label, help=hint)
+
+
+def _short(path: str) -> str:
+    """A header as it is included: what follows the include folder."""
+    parts = path.replace("\\", "/").split("/")
+    for root in ("fw", "cute", "cutlass"):
+        if root in parts[:-1]:
+            return "/".join(parts[parts.index(root) :])
+    return parts[-1]
+
+
+def refuse_slow(log: str, stores: int, loads: int, registers: int) -> None:
+    """Spills and serialised instructions: the kernel would be right, and many times too slow."""
+    found = []
+    if stores or loads:
+        text = (
+            f"the kernel spills: {stores} bytes stored to and {loads} bytes loaded from local "
+            f"memory, with {registers} registers a thread"
+        )
+        hint = "smaller tiles (BM, BN), more warps or fewer tiles in registers at a time"
+        found.append(Diagnostic("FW823", text, help=hint))
+    for code, text in dict.fromkeys(_SLOW.findall(log)):
+        found.append(Diagnostic("FW824", f"ptxas ({code}): {text.strip()}"))
+    if found:
+        raise Failed(*found)
+
+
+def unfinished(text: str) -> Failed:
+    """A compiler that did not come to an end."""
+    hint = "nothing was kept of it; the machine may be short of memory, or the tiles very large"
+    return Failed(Diagnostic("FW825", text, help=hint))

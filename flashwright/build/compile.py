@@ -1,0 +1,228 @@
+"""One run of nvcc: device code to a cubin and its PTX, and what ptxas says about it.
+
+One run gives both: with --keep the PTX that the cubin is assembled from stays there, at no cost.
+What is measured to be slow is an error here: spilled registers, wgmma that ptxas serialises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+from flashwright.build import blame
+from flashwright.build.cache import Cache, Entry, digest
+from flashwright.build.toolchain import Toolchain, find
+from flashwright.files import cannot
+from flashwright.lang.diagnostic import Diagnostic, Failed
+
+# No fast-math: what is approximate is written so in the source.
+FLAGS = (
+    *("-std=c++17", "-O3", "--expt-relaxed-constexpr", "--expt-extended-lambda"),
+    *("-Xptxas", "-v", "-cubin", "--keep"),
+)
+TIME_LIMIT = 600.0
+NAME = "kernel.cu"
+# These change what nvcc does without being in the key of the cache.
+HIDDEN_FLAGS = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
+
+
+class LineMap(Protocol):
+    """From lines of the generated code to lines of TL; the translator's map is one."""
+
+    def tl_line(self, cu_line: int) -> int | None:
+        """The TL line that a line of kernel.cu came from."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What ptxas says: registers of a thread, and bytes."""
+
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    stack: int
+    shared: int
+    """Static shared memory only; what a launch asks for is in the launch plan."""
+    seconds: float
+    """What the compilation took, now or when it was put into the cache."""
+
+
+@dataclass(frozen=True)
+class Built(Facts):
+    """A compiled kernel."""
+
+    cubin: bytes
+    ptx: str
+    arch: str
+    real: str
+    """The GPU that the cubin is for; the same as `arch`, or newer."""
+    key: str
+    nvcc: str
+    cached: bool
+    warnings: tuple[Diagnostic, ...] = ()
+
+    def record(self) -> dict[str, Any]:
+        """The facts as plain data."""
+        names = [f.name for f in fields(Facts)]
+        facts = {name: getattr(self, name) for name in names}
+        return {"arch": self.arch, "real": self.real, "nvcc": self.nvcc, "key": self.key, **facts}
+
+
+def build(
+    source: str,
+    arch: str,
+    *,
+    real: str | None = None,
+    map: LineMap | None = None,
+    tl: str = "",
+    toolchain: Toolchain | None = None,
+    cache: Cache | None = None,
+    time_limit: float = TIME_LIMIT,
+) -> Built:
+    """Compile a kernel, or take it from the cache.
+
+    `real` compiles the same PTX for a newer GPU than `arch`. `map` and the text of `tl` put what
+    nvcc complains about under its TL line.
+    """
+    tools, store = toolchain or find(), cache or Cache()
+    real = real or arch
+    flags = (*FLAGS, *target(arch, real))
+    key = digest([source, tools.version, *flags], [tools.device, tools.cutlass])
+    entry, cached = store.get(key), True
+    if entry is None:
+        with store.turn(key, patience=time_limit):
+            entry = store.get(key)  # whoever had the turn before may have made it
+            if entry is None:
+                places = blame.Places(map, tl)
+                entry, cached = _compiled(source, flags, tools, store, places, time_limit), False
+                store.put(key, entry)
+    facts = Facts(**entry.facts)
+    return Built(
+        **asdict(facts),
+        cubin=entry.cubin,
+        ptx=entry.ptx.decode(),
+        arch=arch,
+        real=real,
+        key=key,
+        nvcc=tools.version,
+        cached=cached,
+        warnings=_warnings(store),
+    )
+
+
+def target(arch: str, real: str) -> tuple[str, str]:
+    """nvcc's words for PTX of one architecture, assembled for another that is not older."""
+    found = [re.fullmatch(r"sm_(\d{2,3})([af]?)", name) for name in (arch, real)]
+    if None in found:
+        wrong = arch if found[0] is None else real
+        raise ValueError(f"{wrong!r} is not an architecture such as sm_80")
+    versions = [int(match[1]) for match in found if match]
+    if versions[1] < versions[0]:
+        raise ValueError(f"{real} is older than {arch}, and cannot run its code")
+    return "-gencode", f"arch={arch.replace('sm_', 'compute_')},code={real}"
+
+
+def _warnings(store: Cache) -> tuple[Diagnostic, ...]:
+    if store.trouble is None:
+        return ()
+    hint = "the next build compiles again; FLASHWRIGHT_CACHE names another folder"
+    text = f"the build cache cannot be written: {store.trouble}"
+    return (Diagnostic("FW826", text, help=hint),)
+
+
+def _compiled(
+    source: str,
+    flags: Sequence[str],
+    tools: Toolchain,
+    store: Cache,
+    places: blame.Places,
+    time_limit: float,
+) -> Entry:
+    start = time.monotonic()
+    with store.workplace() as place:
+        command = [str(tools.nvcc), *flags, "-I", str(tools.device), "-I", str(tools.cutlass)]
+        try:
+            (place / NAME).write_text(source, encoding="utf-8")
+            code, log = run([*command, "-o", "kernel.cubin", NAME], place, time_limit)
+            if code != 0:
+                raise blame.refused(code, log, places)
+            cubin, ptx = (place / "kernel.cubin").read_bytes(), (place / "kernel.ptx").read_bytes()
+        except OSError as error:
+            raise cannot("compile in", place, error) from None
+        facts = read_facts(log, time.monotonic() - start)
+    if not facts.registers:  # then "no spills" would be said of nothing
+        raise Failed(Diagnostic("FW822", "ptxas tells of no kernel in the generated code"))
+    blame.refuse_slow(log, facts.spill_stores, facts.spill_loads, facts.registers)
+    return Entry(asdict(facts), cubin, ptx)
+
+
+# --- the process ------------------------------------------------------------------------------
+
+
+def run(command: Sequence[str], place: Path, time_limit: float) -> tuple[int, str]:
+    """Run nvcc in a session of its own; its exit status and all it said.
+
+    It starts a dozen processes: however we leave, by Ctrl-C or by the clock, all of them are ended.
+    """
+    env = {k: v for k, v in os.environ.items() if k not in HIDDEN_FLAGS}
+    env |= {"TMPDIR": str(place), "LC_ALL": "C"}  # what is said in another language is not parsed
+    try:
+        child = subprocess.Popen(
+            command,
+            cwd=place,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        text = f"{command[0]} cannot be run: {error.strerror}"
+        raise Failed(Diagnostic("FW821", text)) from None
+    try:
+        said, _ = child.communicate(timeout=time_limit)
+        return child.returncode, said.decode(errors="replace")
+    except subprocess.TimeoutExpired:
+        raise blame.unfinished(f"nvcc was stopped after {time_limit:g} seconds") from None
+    finally:
+        _end(child)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End the whole session; there is nothing left of it where nvcc ended by itself."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if hasattr(os, "killpg"):
+            os.killpg(child.pid, signal.SIGKILL)
+        else:
+            child.kill()
+    if child.returncode is None:
+        child.wait()
+    if child.stdout:
+        child.stdout.close()
+
+
+# --- what ptxas says --------------------------------------------------------------------------
+
+
+def read_facts(log: str, seconds: float) -> Facts:
+    """The numbers of `ptxas -v`: the largest over the functions, and the sum of all spills."""
+
+    def numbers(pattern: str) -> list[int]:
+        return [int(n) for n in re.findall(pattern, log)]
+
+    return Facts(
+        registers=max(numbers(r"Used (\d+) registers"), default=0),
+        spill_stores=sum(numbers(r"(\d+) bytes spill stores")),
+        spill_loads=sum(numbers(r"(\d+) bytes spill loads")),
+        stack=max(numbers(r"(\d+) bytes stack frame"), default=0),
+        shared=max(numbers(r"(\d+) bytes smem"), default=0),
+        seconds=round(seconds, 2),
+    )

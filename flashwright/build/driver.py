@@ -1,0 +1,85 @@
+"""What the CUDA driver says of this machine: which GPUs there are, or why there are none."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from dataclasses import dataclass
+
+from flashwright.lang.diagnostic import Diagnostic, Failed
+
+LIBRARY = "libcuda.so.1"
+_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU of this machine."""
+
+    number: int
+    name: str
+    capability: tuple[int, int]
+
+    @property
+    def arch(self) -> str:
+        """Such as sm_90."""
+        return "sm_{}{}".format(*self.capability)
+
+    def takes(self, arch: str) -> bool:
+        """Whether it can run code for an architecture, by its PTX if not by its cubin.
+
+        PTX is good for every later GPU, but that of sm_90a and the like for that one alone.
+        """
+        number = self.capability[0] * 10 + self.capability[1]
+        wanted = re.fullmatch(r"sm_(\d+)([af]?)", arch)
+        if wanted is None:
+            return False
+        return number == int(wanted[1]) if wanted[2] else number >= int(wanted[1])
+
+
+def cards() -> tuple[Card, ...]:
+    """The GPUs here, at least one; Failed with FW851 and the reason where there is none."""
+    found, reason = _look()
+    if not found:
+        hint = "a kernel package can be made, checked and built here, and run where there is a GPU"
+        raise Failed(Diagnostic("FW851", f"no GPU can be used here: {reason}", help=hint))
+    return found
+
+
+def missing() -> str | None:
+    """Why no GPU can be used here; None where one can."""
+    found, reason = _look()
+    return None if found else reason
+
+
+@functools.cache
+def _look() -> tuple[tuple[Card, ...], str]:
+    try:
+        cuda = ctypes.CDLL(LIBRARY)
+    except OSError:
+        return (), f"there is no NVIDIA driver ({LIBRARY} is not found)"
+    count = ctypes.c_int()
+    result = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
+    if result:
+        return (), f"the NVIDIA driver says {_error(cuda, result)}"
+    if not count.value:
+        return (), "the NVIDIA driver sees no GPU (CUDA_VISIBLE_DEVICES may hide it)"
+    return tuple(_card(cuda, number) for number in range(count.value)), ""
+
+
+def _card(cuda: ctypes.CDLL, number: int) -> Card:
+    device, value, name = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(256)
+    cuda.cuDeviceGet(ctypes.byref(device), number)
+    cuda.cuDeviceGetName(name, len(name), device)
+    capability = []
+    for attribute in (_MAJOR, _MINOR):
+        cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+        capability.append(value.value)
+    return Card(number, name.value.decode(errors="replace"), (capability[0], capability[1]))
+
+
+def _error(cuda: ctypes.CDLL, result: int) -> str:
+    name = ctypes.c_char_p()
+    cuda.cuGetErrorName(result, ctypes.byref(name))
+    return (name.value or b"error %d" % result).decode()

@@ -1,0 +1,147 @@
+// Launches a kernel by its launch plan, on the stream of the caller's framework.
+//
+// One fixed program for all kernels, compiled once on the caller's machine with its C++ compiler.
+
+#include <tvm/ffi/function.h>
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <mutex>
+
+#include "call.h"
+#include "driver.h"
+
+namespace fw {
+
+// The code in one device's primary context. It is never unloaded: a captured graph may still hold it.
+struct Loaded {
+  Context context;
+  Kernel kernel;
+};
+
+class Launcher {
+ public:
+  Launcher(ffi::Bytes cubin, ffi::Bytes ptx, Plan plan)
+      : cubin_(std::move(cubin)), ptx_(std::move(ptx)), plan_(std::move(plan)) {}
+
+  // Arguments: layout (0 or 1; +2 to check only), the tensors, the dimensions; None where not given.
+  void operator()(const ffi::AnyView* args, int32_t count) {
+    size_t wanted = 1 + plan_.tensors.size() + plan_.dims.size();
+    if (static_cast<size_t>(count) != wanted) {
+      TVM_FFI_THROW(TypeError) << "expected " << wanted << " arguments, not " << count;
+    }
+    int64_t mode = args[0].cast<int64_t>();
+    Call call(plan_, mode & 1, args + 1);
+    unsigned blocks[3];
+    if (!call.grid(blocks) || (mode & 2)) return;
+    const Loaded& code = on(call.device());
+    InContext here(code.context);
+    void* parameters[] = {call.parameters()};
+    Result result = driver().cuLaunchKernel(
+        code.kernel, blocks[0], blocks[1], blocks[2], static_cast<unsigned>(plan_.threads), 1, 1,
+        static_cast<unsigned>(plan_.shared), call.stream(), parameters, nullptr);
+    driver().check(result, "launching the kernel");
+  }
+
+ private:
+  const Loaded& on(int device) {
+    if (device < 0 || device >= static_cast<int>(kMaxDevices)) {
+      TVM_FFI_THROW(ValueError) << "cuda:" << device << " is out of range";
+    }
+    Loaded* found = loaded_[device].load(std::memory_order_acquire);
+    if (found == nullptr) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      found = loaded_[device].load(std::memory_order_acquire);
+      if (found == nullptr) {
+        found = new Loaded(load(device));
+        loaded_[device].store(found, std::memory_order_release);
+      }
+    }
+    return *found;
+  }
+
+  Loaded load(int ordinal) const {
+    const Driver& cuda = driver();
+    Device device;
+    Loaded code{};
+    cuda.check(cuda.cuDeviceGet(&device, ordinal), "cuDeviceGet");
+    int optin = 0, threads = 0;
+    cuda.check(cuda.cuDeviceGetAttribute(&optin, kMaxSharedOptin, device), "cuDeviceGetAttribute");
+    if (plan_.shared > optin) {
+      TVM_FFI_THROW(RuntimeError) << "this kernel needs " << plan_.shared
+                                  << " bytes of shared memory per block; cuda:" << ordinal << " has "
+                                  << optin;
+    }
+    DuringCapture allowed;
+    cuda.check(cuda.cuDevicePrimaryCtxRetain(&code.context, device), "cuDevicePrimaryCtxRetain");
+    InContext here(code.context);
+    Module module = load_module(device);
+    cuda.check(cuda.cuModuleGetFunction(&code.kernel, module, plan_.entry.c_str()),
+               ("finding the kernel " + plan_.entry).c_str());
+    cuda.check(cuda.cuFuncGetAttribute(&threads, kMaxThreads, code.kernel), "cuFuncGetAttribute");
+    if (plan_.threads > threads) {
+      TVM_FFI_THROW(RuntimeError) << "this kernel needs " << plan_.threads
+                                  << " threads per block, but its registers allow " << threads
+                                  << " on cuda:" << ordinal;
+    }
+    cuda.check(cuda.cuFuncSetAttribute(code.kernel, kMaxDynamicShared, static_cast<int>(plan_.shared)),
+               "setting the shared memory of the kernel");
+    return code;
+  }
+
+  // The cubin where the driver takes it for this device, else the PTX, compiled by the driver.
+  Module load_module(Device device) const {
+    const Driver& cuda = driver();
+    Module module = nullptr;
+    if (cubin_.size() > 0) {
+      Result result = cuda.cuModuleLoadDataEx(&module, cubin_.data(), 0, nullptr, nullptr);
+      if (result != kNoBinaryForGpu) {
+        cuda.check(result, "loading kernel.cubin");
+        return module;
+      }
+    }
+    int major = 0, minor = 0;
+    cuda.cuDeviceGetAttribute(&major, kMajor, device);
+    cuda.cuDeviceGetAttribute(&minor, kMinor, device);
+    if (ptx_.size() == 0) {
+      TVM_FFI_THROW(RuntimeError) << "this kernel is compiled for " << plan_.arch
+                                  << ", which a GPU of sm_" << major << minor
+                                  << " cannot run; build it with its PTX (flashwright build --ptx)";
+    }
+    vector<char> log(8192, '\0');
+    int options[] = {kErrorLog, kLogSize};
+    void* values[] = {log.data(), reinterpret_cast<void*>(log.size() - 1)};
+    Result result = cuda.cuModuleLoadDataEx(&module, ptx_.data(), 2, options, values);
+    if (result != 0 && log[0] != '\0') {
+      TVM_FFI_THROW(RuntimeError) << "the driver cannot compile kernel.ptx for sm_" << major << minor
+                                  << ": " << log.data();
+    }
+    cuda.check(result, "compiling kernel.ptx");
+    return module;
+  }
+
+  ffi::Bytes cubin_, ptx_;
+  Plan plan_;
+  std::mutex mutex_;
+  std::array<std::atomic<Loaded*>, kMaxDevices> loaded_{};
+};
+
+ffi::Function make(ffi::Bytes cubin, ffi::Bytes ptx, ffi::Array<int64_t> numbers,
+                   ffi::Array<ffi::String> words) {
+  driver();
+  auto launcher = std::make_shared<Launcher>(cubin, ptx, Reader(numbers, words).plan());
+  return ffi::Function::FromPacked(
+      [launcher](const ffi::AnyView* args, int32_t count, ffi::Any*) { (*launcher)(args, count); });
+}
+
+// Waits for the stream that launches on this device go to.
+void synchronize(int64_t device) {
+  driver().check(driver().cuStreamSynchronize(TVMFFIEnvGetStream(kDLCUDA, static_cast<int>(device))),
+                 "the kernel");
+}
+
+}  // namespace fw
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(make, fw::make);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(synchronize, fw::synchronize);

@@ -1,0 +1,260 @@
+"""A kernel package as a function: `load(folder)(q, k, v)`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from flashwright.build import driver
+from flashwright.build.arrays import Framework, framework_of
+from flashwright.build.encode import LAYOUTS, caller_order, encode
+from flashwright.build.native import launcher
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.lower.launch_plan import LaunchPlan, PlanTensor, Postfix, evaluate
+
+PLAN, CUBIN, PTX = "launch.json", "kernel.cubin", "kernel.ptx"
+_CHECK_ONLY = 2
+
+# Where the size of an output's axis comes from: a number, the axis of an input, or an expression.
+Source = int | tuple[int, int] | Postfix
+
+
+def load(folder: str | Path) -> Kernel:
+    """The kernel in a folder that `flashwright build` or `generate` has made.
+
+    Failed (flashwright.lang.diagnostic) where the folder holds none, or no GPU can be used here.
+    """
+    folder = Path(folder)
+    plan = read_plan(folder)
+    cubin, ptx = _image(folder / CUBIN), _image(folder / PTX)
+    if not (cubin or ptx):
+        hint = f"flashwright build {folder}"
+        raise Failed(Diagnostic("FW852", f"{folder} has no {CUBIN} and no {PTX}", help=hint))
+    return Kernel(plan, cubin, ptx)
+
+
+def read_plan(folder: Path) -> LaunchPlan:
+    """The launch plan of a kernel package; Failed with FW852 where there is none to use."""
+    path = folder / PLAN
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        hint = "a kernel package is a folder made by `flashwright generate` or `flashwright build`"
+        text_ = f"{folder} is no kernel package: {PLAN}: {error.strerror}"
+        raise Failed(Diagnostic("FW852", text_, help=hint)) from None
+    try:
+        return LaunchPlan.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        text_ = f"{path} is no launch plan: {where}: {first['msg']}"
+        raise Failed(Diagnostic("FW852", text_, help="build the package again")) from None
+
+
+def _image(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise Failed(Diagnostic("FW852", f"cannot read {path}: {error.strerror}")) from None
+
+
+class Kernel:
+    """A compiled kernel. Call it with tensors of PyTorch, CuPy or JAX on a CUDA device."""
+
+    def __init__(self, plan: LaunchPlan, cubin: bytes, ptx: bytes = b"") -> None:
+        driver.cards()  # says plainly where there is no GPU
+        code = encode(plan)
+        self.plan = plan
+        self.inputs = tuple(t.name for t in plan.tensors if t.read)
+        self.outputs = tuple(t.name for t in plan.tensors if t.written)
+        # PTX is text to the driver: it ends with a zero.
+        text = ptx + b"\0" if ptx else b""
+        self._function = launcher().make(cubin, text, list(code.numbers), list(code.words))
+        self._index = {t.name: i for i, t in enumerate(plan.tensors)}
+        self._positions = [self._index[name] for name in self.inputs]
+        self._dim_index = {name: i for i, name in enumerate(plan.dims)}
+        self._shapes = [_Shapes(plan, layout) for layout in LAYOUTS]
+
+    def __repr__(self) -> str:
+        return (
+            f"<flashwright kernel {self.plan.entry}({', '.join(self.inputs)}) for {self.plan.arch}>"
+        )
+
+    def __call__(
+        self,
+        *tensors: Any,
+        out: Any = None,
+        outputs: Iterable[str] | None = None,
+        layout: str = "bhsd",
+        **named: Any,
+    ) -> Any:
+        """Launch on the current stream; the first output, or those that `outputs` names as a tuple.
+
+        Inputs come in the order of `inputs`, or by name. `out` is a tensor for the first output, or
+        a mapping of names to tensors. A dimension that no tensor has as an axis is given by name.
+        """
+        mode = _mode(layout)
+        given, dims = self._arguments(tensors, named)
+        wanted = self._wanted(out, outputs)
+        self._put(given, out)
+        framework = framework_of(given[self._positions[0]])
+        for name in wanted:
+            index = self._index[name]
+            if given[index] is None:
+                given[index] = self._empty(framework, mode, index, given, dims)
+        framework.launch(self._function, mode, given, dims)
+        found = tuple(given[self._index[name]] for name in wanted)
+        return found if outputs is not None else found[0]
+
+    def _arguments(
+        self, tensors: Sequence[Any], named: Mapping[str, Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """All tensors and all dimensions in the plan's order, None where not given."""
+        given: list[Any] = [None] * len(self.plan.tensors)
+        dims: list[Any] = [None] * len(self.plan.dims)
+        if len(tensors) > len(self._positions):
+            raise TypeError(
+                f"{len(tensors)} tensors are given, but the kernel has {len(self._positions)} "
+                f"inputs: {', '.join(self.inputs)} (outputs are given as out=)"
+            )
+        for index, tensor in zip(self._positions, tensors, strict=False):
+            given[index] = tensor
+        for name, value in named.items():
+            if name in self._dim_index:
+                dims[self._dim_index[name]] = _whole(name, value)
+            elif name not in self.inputs:
+                raise TypeError(self._unknown(name))
+            elif given[self._index[name]] is not None:
+                raise TypeError(f"`{name}` is given twice, by its place and by its name")
+            else:
+                given[self._index[name]] = value
+        missing = [n for n in self.inputs if given[self._index[n]] is None]
+        if missing:
+            raise TypeError(
+                f"the input `{missing[0]}` is missing; needed: {', '.join(self.inputs)}"
+            )
+        return given, dims
+
+    def _unknown(self, name: str) -> str:
+        if name in self.outputs:
+            return f"`{name}` is an output: give it as out={{{name!r}: tensor}}"
+        known = [*self.inputs, *self.plan.dims]
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        return f"there is no input `{name}`: " + (
+            f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        )
+
+    def _wanted(self, out: Any, outputs: Iterable[str] | None) -> tuple[str, ...]:
+        if outputs is None:
+            return self.outputs[:1]
+        wanted = (outputs,) if isinstance(outputs, str) else tuple(outputs)
+        for name in wanted:
+            if name not in self.outputs:
+                raise TypeError(f"there is no output `{name}`: there are {', '.join(self.outputs)}")
+        return wanted
+
+    def _put(self, given: list[Any], out: Any) -> None:
+        """The caller's own outputs at their places."""
+        if out is None:
+            return
+        for name, tensor in (out if isinstance(out, dict) else {self.outputs[0]: out}).items():
+            if name not in self.outputs:
+                raise TypeError(
+                    f"out names `{name}`, which is no output: there are {', '.join(self.outputs)}"
+                )
+            given[self._index[name]] = tensor
+
+    def _empty(
+        self, framework: Framework, mode: int, index: int, given: list[Any], dims: list[Any]
+    ) -> Any:
+        """A new output, of the framework of the first input."""
+        first, tensor = given[self._positions[0]], self.plan.tensors[index]
+        try:
+            if tensor.flat:
+                text = f"`{tensor.name}` is a view into memory that only you can size"
+                raise TypeError(f"{text}: give it, out=...")
+            shape = self._shapes[mode].of(index, given, dims)
+            return framework.empty(first, shape, tensor.dtype)
+        except Exception:
+            # Where the tensors do not fit the plan, the launcher knows best how to say it.
+            framework.launch(self._function, mode | _CHECK_ONLY, given, dims)
+            raise
+
+
+class _Shapes:
+    """The shapes of the outputs, worked out once as far as they can be."""
+
+    def __init__(self, plan: LaunchPlan, layout: str) -> None:
+        self.plan = plan
+        self.sources = _dim_sources(plan, layout)
+        self.axes = {i: self._axes(t, layout) for i, t in enumerate(plan.tensors) if t.written}
+
+    def of(self, index: int, given: list[Any], dims: list[Any]) -> list[int]:
+        """One output's shape, for these inputs."""
+        shape = []
+        for axis in self.axes[index]:
+            size = 1
+            for source in axis:
+                if isinstance(source, int):
+                    size *= source
+                elif isinstance(source[0], int) and len(source) == 2:
+                    size *= given[source[0]].shape[source[1]]
+                else:
+                    size *= evaluate(source, self._dims(given, dims))
+            shape.append(size)
+        return shape
+
+    def _axes(self, tensor: PlanTensor, layout: str) -> list[list[Source]]:
+        order = caller_order(tensor, layout)
+        return [[self._source(tensor.axes[p].size) for p in parts] for parts in order]
+
+    def _source(self, size: Postfix) -> Source:
+        if len(size) > 1:
+            return size
+        (token,) = size
+        if isinstance(token, int):
+            return token
+        found = self.sources.get(token)
+        return found[:2] if found and found[2] == 1 else size
+
+    def _dims(self, given: list[Any], dims: list[Any]) -> dict[str, int]:
+        found = {d: v for d, v in zip(self.plan.dims, dims, strict=True) if v is not None}
+        for name, (tensor, axis, part) in self.sources.items():
+            found[name] = given[tensor].shape[axis] // part
+        return found
+
+
+def _dim_sources(plan: LaunchPlan, layout: str) -> dict[str, tuple[int, int, int]]:
+    """For each dimension an input that has it: which, on which axis, and divided by what."""
+    sources: dict[str, tuple[int, int, int]] = {}
+    for index, tensor in enumerate(plan.tensors):
+        if not tensor.read or tensor.flat:
+            continue
+        for axis, parts in enumerate(caller_order(tensor, layout)):
+            sizes = [tensor.axes[p].size for p in parts]
+            numbers = [s[0] for s in sizes if len(s) == 1 and isinstance(s[0], int)]
+            for size in sizes:
+                if len(size) == 1 and isinstance(size[0], str):
+                    divisor = 1
+                    for number in numbers:
+                        divisor *= int(number)
+                    sources.setdefault(size[0], (index, axis, divisor))
+    return sources
+
+
+def _mode(layout: str) -> int:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be {' or '.join(map(repr, LAYOUTS))}, not {layout!r}")
+    return LAYOUTS.index(layout)
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"`{name}` is a dimension: give a whole number, not {type(value).__name__}")
+    return int(value)

@@ -1,0 +1,47 @@
+"""The files of a kernel package: their names, and what is in them.
+
+build.json comes last and names the others with their digests: where it stands, they are of a piece.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from flashwright import __version__
+from flashwright.files import sha256
+
+if TYPE_CHECKING:
+    from flashwright.build.compile import Built
+    from flashwright.gpu import Gpu
+    from flashwright.lower.translate import Translation
+
+SCHEMA = 1
+RECORD = "build.json"
+TRANSLATED = ("kernel.cu", "kernel.map.json", "launch.json")
+COMPILED = ("kernel.cubin", "kernel.ptx")
+IN_RECORD = ("code.tl", "spec.toml", *TRANSLATED, *COMPILED)
+
+
+def translated(translation: Translation) -> dict[str, str]:
+    """The source, where each of its lines came from, and how to launch it."""
+    texts = (translation.source, translation.map.dump(), translation.plan.dump())
+    return dict(zip(TRANSLATED, texts, strict=True))
+
+
+def compiled(built: Built, ptx: bool = True) -> dict[str, str | bytes]:
+    """The cubin, and the PTX by which newer GPUs can run it."""
+    return {"kernel.cubin": built.cubin, **({"kernel.ptx": built.ptx} if ptx else {})}
+
+
+def record(built: Built, gpu: Gpu, files: Mapping[str, str | bytes]) -> str:
+    """build.json: with what it was compiled, what ptxas says, and the digest of every file."""
+    told = {
+        "schema": SCHEMA,
+        "flashwright": __version__,
+        "gpu": gpu.name,
+        **built.record(),
+        "artefacts": {name: sha256(files[name]) for name in IN_RECORD if name in files},
+    }
+    return json.dumps(told, indent=2) + "\n"

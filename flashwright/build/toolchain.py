@@ -1,0 +1,170 @@
+"""Where the compiler and the headers are; where one is missing, which, and how to get it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from flashwright.lang.diagnostic import Diagnostic, Failed
+
+OLDEST = (12, 0)  # the first nvcc that knows sm_90a; CUTLASS 4 asks for no more
+USUAL = Path("/usr/local/cuda/bin")  # where NVIDIA's installers put it without touching PATH
+GET_NVCC = (
+    "pip install 'flashwright[nvcc]' gets it without root; or install the CUDA toolkit and put its "
+    "bin on PATH, or name the file in FLASHWRIGHT_NVCC"
+)
+GET_CUTLASS = (
+    "pip install nvidia-cutlass==4.2.0.0, or name a CUTLASS checkout in FLASHWRIGHT_CUTLASS"
+)
+GET_HOST = (
+    "nvcc lets the host's C++ compiler read the headers: install g++ (on Debian and Ubuntu: apt "
+    "install g++), or name one in NVCC_CCBIN"
+)
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """What a build needs: the compiler, and the two folders its includes are found in."""
+
+    nvcc: Path
+    version: str
+    """Such as 13.0.88."""
+    cutlass: Path
+    """The folder that has cute/ and cutlass/ in it."""
+    device: Path
+    """The folder that has fw/ in it: the vocabulary of the generated code."""
+
+
+def find() -> Toolchain:
+    """The tools on this machine; Failed with everything that is missing, not only the first."""
+    missing: list[Diagnostic] = []
+    found: list[Path] = []
+    for look in (_nvcc, _cutlass, _host):
+        try:
+            found.append(look())
+        except Failed as failed:
+            missing.extend(failed.diagnostics)
+    if missing:
+        raise Failed(*missing)
+    nvcc, cutlass, _ = found
+    return Toolchain(nvcc, _version(nvcc), cutlass, device())
+
+
+def has_nvcc() -> bool:
+    """Whether there is a compiler at all."""
+    try:
+        _nvcc()
+    except Failed:
+        return False
+    return True
+
+
+def device() -> Path:
+    """The headers that come with this package."""
+    return Path(__file__).parents[1] / "device"
+
+
+def _lacks(what: str, how: str) -> Failed:
+    return Failed(Diagnostic("FW821", what, help=how))
+
+
+# --- the compiler -----------------------------------------------------------------------------
+
+
+def _nvcc() -> Path:
+    named = os.environ.get("FLASHWRIGHT_NVCC")
+    if named:
+        if _runs(Path(named)):
+            return Path(named)
+        text = f"FLASHWRIGHT_NVCC is {named}, and that is not a program"
+        raise _lacks(text, "name the file nvcc itself, or unset it to have one looked for")
+    for path in _places():
+        if _runs(path):
+            return path
+    text = "there is no CUDA compiler: no nvcc in CUDA_HOME, on PATH or among Python's packages"
+    raise _lacks(text, GET_NVCC)
+
+
+def _places() -> Iterator[Path]:
+    """Where an nvcc may be, in the order in which one is taken."""
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(variable):
+            yield Path(os.environ[variable], "bin", "nvcc")
+    on_path = shutil.which("nvcc")
+    if on_path:
+        yield Path(on_path)
+    yield USUAL / "nvcc"
+    for folder in _wheels():
+        yield from sorted(folder.glob("cu*/bin/nvcc"), reverse=True)  # CUDA 13 and later
+
+
+def _wheels() -> list[Path]:
+    """The folder that NVIDIA's Python packages share; there is one in each site-packages."""
+    spec = find_spec("nvidia")
+    return [Path(place) for place in (spec.submodule_search_locations or [])] if spec else []
+
+
+def _runs(path: Path) -> bool:
+    return path.is_file() and os.access(path, os.X_OK)
+
+
+def _version(nvcc: Path) -> str:
+    """What it says it is; it must be one that can be used."""
+    try:
+        done = subprocess.run(
+            [nvcc, "--version"], capture_output=True, text=True, timeout=60, errors="replace"
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = getattr(error, "strerror", None) or "it does not answer"
+        raise _lacks(f"{nvcc} cannot be run: {reason}", GET_NVCC) from None
+    told = re.search(r"release \d+\.\d+, V(\d+)\.(\d+)\.(\d+)", done.stdout)
+    if told is None:
+        said = (done.stdout + done.stderr).strip().split("\n")[0][:200] or "nothing"
+        raise _lacks(f"{nvcc} does not say its version; it says: {said}", GET_NVCC)
+    if (int(told[1]), int(told[2])) < OLDEST:
+        wanted = ".".join(map(str, OLDEST))
+        text = f"{nvcc} is of CUDA {told[1]}.{told[2]}; {wanted} or newer is needed"
+        raise _lacks(text, GET_NVCC)
+    return ".".join(told.groups())
+
+
+# --- what it reads with, and what it reads ----------------------------------------------------
+
+
+def _host() -> Path:
+    """The C++ compiler that nvcc calls, even where device code alone is asked for."""
+    named = os.environ.get("NVCC_CCBIN")
+    wanted = named or ("cl" if sys.platform == "win32" else "gcc")
+    if named and Path(named).is_dir():
+        return Path(named)
+    path = shutil.which(wanted)
+    if path is None:
+        text = f"NVCC_CCBIN is {named}, and that" if named else f"{wanted}"
+        raise _lacks(f"there is no C++ compiler for nvcc: {text} is not there", GET_HOST)
+    return Path(path)
+
+
+def _cutlass() -> Path:
+    """The headers of CUTLASS and CuTe. The package has them as data: it is never imported."""
+    for variable in ("FLASHWRIGHT_CUTLASS", "CUTLASS_PATH"):
+        named = os.environ.get(variable)
+        if not named:
+            continue
+        for folder in (Path(named), Path(named, "include")):
+            if (folder / "cute" / "tensor.hpp").is_file():
+                return folder.resolve()
+        text = f"{variable} is {named}, and there is no cute/tensor.hpp in it or in its include/"
+        raise _lacks(text, "name a CUTLASS checkout, or unset it to use the Python package")
+    spec = find_spec("cutlass_library")
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        folder = Path(place, "source", "include")
+        if (folder / "cute" / "tensor.hpp").is_file():
+            return folder
+    raise _lacks("the headers of CUTLASS (CuTe) are not there", GET_CUTLASS)

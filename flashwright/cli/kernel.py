@@ -1,0 +1,243 @@
+"""`flashwright translate` and `flashwright build`: from TL code to CUDA, and to a cubin."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flashwright.cli.command import (
+    FINE,
+    WRONG,
+    Blamed,
+    blaming,
+    exit_code,
+    find_gpu,
+    guarded,
+    load_program,
+    load_spec,
+    shown_name,
+    tell,
+)
+from flashwright.files import cannot, recorded, set_aside, sha256, write
+
+if TYPE_CHECKING:
+    from flashwright.build.compile import Built
+    from flashwright.build.toolchain import Toolchain
+    from flashwright.gpu import Gpu
+    from flashwright.lower.launch_plan import LaunchPlan
+    from flashwright.lower.translate import Translation
+
+CODE = "code.tl"
+KB = 1024
+PANEL = "Make"
+
+
+def register(app: typer.Typer) -> None:
+    """Put the commands of this file on the command line."""
+    for command in (translate, build):
+        app.command(rich_help_panel=PANEL)(command)
+
+
+# --- translate --------------------------------------------------------------------------------
+
+
+@guarded
+def translate(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="TL code; - reads stdin.")],
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="See `flashwright gpus`.")],
+    out: Annotated[
+        str,
+        typer.Option("--out", "-o", metavar="FILE", help="Where to; without it, to stdout."),
+    ] = "-",
+) -> int:
+    """Translate TL code to CuTe C++, each block under the TL line it implements.
+
+    Beside FILE.cu go FILE.map.json (which lines came from which) and launch.json.
+    """
+    made, _ = _translated(file, find_gpu(gpu))
+    if out == "-":
+        print(made.source, end="")
+        return FINE
+    path = Path(out) / "kernel.cu" if Path(out).is_dir() else Path(out)
+    write(path, made.source)
+    write(path.with_suffix(".map.json"), made.map.dump())
+    write(path.with_name("launch.json"), made.plan.dump())
+    print(f"{path}: {made.source.count(chr(10))} lines for {made.plan.arch}")
+    return FINE
+
+
+def _translated(file: str, card: Gpu) -> tuple[Translation, str]:
+    from flashwright.lower.translate import translate as to_cuda
+
+    program, source = load_program(file, card)
+    with blaming(shown_name(file), source):
+        return to_cuda(program, card), source
+
+
+# --- build ------------------------------------------------------------------------------------
+
+
+@guarded
+def build(
+    what: Annotated[
+        str,
+        typer.Argument(metavar="FILE|FOLDER", help="TL code, or a folder with code.tl in it."),
+    ],
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Default: the one the folder was made for."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="DIR", help="Default: FOLDER, or out/FILE-GPU."),
+    ] = None,
+    ptx: Annotated[
+        bool, typer.Option("--ptx/--no-ptx", help="Also the PTX, by which newer GPUs can run it.")
+    ] = True,
+    real: Annotated[
+        str | None,
+        typer.Option(metavar="ARCH", help="Compile the same PTX for a newer GPU, such as sm_90."),
+    ] = None,
+) -> int:
+    """Translate and compile TL code to a cubin, or take it from the cache."""
+    from flashwright.build import package, toolchain
+
+    is_folder = what != "-" and Path(what).is_dir()
+    file = str(Path(what, CODE)) if is_folder else what
+    card = find_gpu(gpu if gpu is not None else _known_gpu(Path(what)))
+    tools = toolchain.find()  # before the work, so that nothing is changed where it is missing
+    made, source = _translated(file, card)
+    folder = out or (Path(what) if is_folder else Path("out", f"{_stem(file)}-{card.name}"))
+    files = {**_inputs(file, source), **package.translated(made)}
+    try:
+        with blaming(shown_name(file), source):
+            built = _compiled(made, source, tools, real)
+    except Blamed as blamed:
+        if exit_code(blamed.diagnostics) == WRONG:
+            _put(folder, files)  # what the compiler complains of, to look at
+        raise
+    files |= package.compiled(built, ptx)
+    kept = _put(folder, {**files, package.RECORD: package.record(built, card, files)})
+    _tell_built(built, made, folder, kept)
+    return FINE
+
+
+def _known_gpu(folder: Path) -> str:
+    """The GPU that a folder was made for, as its records say."""
+    for name in ("build.json", "result.json"):
+        try:
+            return str(json.loads((folder / name).read_bytes())["gpu"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    raise typer.BadParameter("say for which GPU; `flashwright gpus` lists them", param_hint="--gpu")
+
+
+def _compiled(made: Translation, source: str, tools: Toolchain, real: str | None) -> Built:
+    from flashwright.build import compile as compiler
+
+    try:
+        compiler.target(made.plan.arch, real or made.plan.arch)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--real") from None
+    with _waiting():
+        return compiler.build(
+            made.source, made.plan.arch, real=real, map=made.map, tl=source, toolchain=tools
+        )
+
+
+@contextmanager
+def _waiting() -> Iterator[None]:
+    """Something moves while nvcc works, where somebody watches."""
+    if not sys.stderr.isatty():  # a script, or a build from the cache: rich would cost 0.1 s
+        yield
+        return
+    from flashwright.cli import show
+
+    with show.progress("compiling"):
+        yield
+
+
+def _stem(file: str) -> str:
+    return "kernel" if file == "-" else Path(file).stem
+
+
+def _inputs(file: str, source: str) -> dict[str, str | bytes]:
+    """The program, and its spec with the reference it names: what a verdict later needs."""
+    if file == "-":
+        return {CODE: source}
+    code = Path(file)
+    files: dict[str, str | bytes] = {CODE: code.read_bytes()}
+    meant = load_spec(None, file)
+    if meant is not None:
+        from flashwright import spec as specs
+
+        spec, base = meant
+        if spec.reference is not None:
+            name = Path(spec.reference).name
+            files[name] = (base / spec.reference).read_bytes()
+            spec = spec.model_copy(update={"reference": name})
+        own = code.with_name("spec.toml")
+        there = code.name == CODE and own.is_file() and not code.with_suffix(".toml").is_file()
+        files["spec.toml"] = own.read_bytes() if there else specs.dump(spec)
+    return files
+
+
+def _put(folder: Path, files: Mapping[str, str | bytes]) -> tuple[str, ...]:
+    """Write what has changed, the record last; the names of changed files kept as NAME.bak."""
+    from flashwright.build import package
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        record, result = folder / package.RECORD, folder / "result.json"
+        ours = {**recorded(result), **recorded(record)}
+        record.unlink(missing_ok=True)
+        new = [name for name, data in files.items() if not _same(folder / name, data)]
+    except OSError as error:
+        raise cannot("use", folder, error) from None
+    old = [name for name in package.COMPILED if name not in files]
+    kept = set_aside(folder, [*new, *old], ours)
+    for name in new:
+        write(folder / name, files[name])
+    return kept
+
+
+def _same(path: Path, data: str | bytes) -> bool:
+    return path.is_file() and sha256(path.read_bytes()) == sha256(data)
+
+
+def _tell_built(built: Built, made: Translation, folder: Path, kept: tuple[str, ...]) -> None:
+    if built.warnings:
+        tell(built.warnings, "build cache", "")
+    lines = made.source.count("\n")
+    print(f"{folder}: kernel.cu of {lines} lines; {launch_in_words(made.plan)}")
+    for line in build_in_words(built):
+        print(f"  {line}")
+    for name in kept:
+        print(f"  your changed {name} is kept as {name}.bak")
+
+
+# --- words ------------------------------------------------------------------------------------
+
+
+def launch_in_words(plan: LaunchPlan) -> str:
+    """What a block of the kernel takes."""
+    return f"{plan.threads} threads and {plan.shared / KB:g} KB of shared memory a block"
+
+
+def build_in_words(built: Built) -> tuple[str, str]:
+    """What the compiler made of it, and when."""
+    stack = f", {built.stack} bytes of stack" if built.stack else ""
+    static = f", {built.shared} bytes of static shared memory" if built.shared else ""
+    took = f"{built.seconds:.1f} s"
+    when = f"from the cache; it took {took} to compile" if built.cached else f"compiled in {took}"
+    size = f"cubin for {built.real} of {len(built.cubin) / KB:.0f} KB"
+    return (
+        f"{built.registers} registers a thread, no spills{stack}{static}",
+        f"{size}, {when} with nvcc {built.nvcc}",
+    )

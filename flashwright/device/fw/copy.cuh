@@ -1,0 +1,97 @@
+// Tiles between global and shared memory, by all threads of the block together.
+#pragma once
+
+#include <cute/arch/copy_sm80.hpp>
+#include <fw/global.cuh>
+#include <fw/shared.cuh>
+
+namespace fw {
+
+// Which 16-byte chunks of a tile a thread moves: neighbouring threads move neighbouring chunks of a
+// swizzle atom's row, so that global reads are whole lines and shared writes meet no conflict.
+template <int Threads, class Tile>
+struct Chunks {
+  static constexpr int across = Tile::width / Tile::chunk;  // threads side by side in a row
+  static constexpr int down = Threads / across;             // rows in one go
+  static constexpr int goes = (Tile::rows + down - 1) / down;
+  static constexpr int atoms = Tile::cols / Tile::width;
+  static constexpr int count = goes * atoms;
+
+  int row, chunk;
+
+  __device__ Chunks() : row(threadIdx.x / across), chunk(threadIdx.x % across) {}
+
+  // Calls body(number, row, column, address in shared memory) for each chunk.
+  template <class Body>
+  __device__ void each(Tile tile, Body body) const {
+    uint32_t const first = tile.chunk_address(row, chunk);
+    CUTE_UNROLL
+    for (int go = 0; go < goes; ++go) {
+      if (Tile::rows % down != 0 && row + go * down >= Tile::rows) continue;
+      CUTE_UNROLL
+      for (int atom = 0; atom < atoms; ++atom) {
+        // The swizzle repeats every 8 rows: only a block of few threads must look it up again.
+        uint32_t const line = down % 8 == 0 ? first + go * down * Tile::row_bytes
+                                            : tile.chunk_address(row + go * down, chunk);
+        body(go * atoms + atom, row + go * down, chunk * Tile::chunk + atom * Tile::width,
+             line + atom * Tile::atom_bytes);
+      }
+    }
+  }
+};
+
+// Starts the copy of a tile; rows from `valid` on are filled with zeros. cp.async, sm_80 and later.
+template <int Threads, class Tile, class T>
+__device__ void copy_async(Tile dst, GlobalTile<T> src, int valid) {
+  Chunks<Threads, Tile>{}.each(dst, [&](int, int row, int col, uint32_t to) {
+    T const* from = src.at(row, 0) + col;
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(row < valid ? 16 : 0));
+  });
+}
+
+// Ends a group of copies: those started since the last commit.
+__device__ inline void commit() { cute::cp_async_fence(); }
+
+// Waits until at most `Left` groups of this thread are still on their way.
+template <int Left>
+__device__ void wait() {
+  cute::cp_async_wait<Left>();
+}
+
+// A tile on its way through registers, where there is no cp.async: `load` starts it, `store` puts it
+// into shared memory, so that the loads run under whatever stands between the two.
+template <int Threads, class Tile>
+struct Staged {
+  using Way = Chunks<Threads, Tile>;
+  uint4 held[Way::count];
+
+  template <class T>
+  __device__ void load(GlobalTile<T> src, int valid) {
+    Way{}.each(Tile{}, [&](int n, int row, int col, uint32_t) {
+      held[n] = make_uint4(0, 0, 0, 0);
+      if (row < valid) held[n] = *reinterpret_cast<uint4 const*>(src.at(row, 0) + col);
+    });
+  }
+
+  __device__ void store(Tile dst) const {
+    Way{}.each(dst, [&](int n, int, int, uint32_t to) {
+      uint4 const x = held[n];
+      asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y),
+                   "r"(x.z), "r"(x.w)
+                   : "memory");
+    });
+  }
+};
+
+// Element by element, for tiles that may end within a row; rows and columns outside become 0.
+template <int Threads, class Tile, class T>
+__device__ void copy_elements(Tile dst, GlobalTile<T> src, int rows, int cols) {
+  auto to = dst.tensor();
+  for (int i = threadIdx.x; i < Tile::rows * Tile::cols; i += Threads) {
+    int const row = i / Tile::cols, col = i % Tile::cols;
+    to(row, col) = row < rows && col < cols ? *src.at(row, col) : T(0);
+  }
+}
+
+}  // namespace fw

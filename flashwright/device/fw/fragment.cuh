@@ -1,0 +1,198 @@
+// Tiles in registers, spread over the threads as the MMA leaves its results: a warp has 16 rows of
+// every 16 * Warps; of those, a thread has 2 rows and 2 neighbouring columns in every 8.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cute/tensor.hpp>
+#include <fw/global.cuh>
+
+namespace fw {
+
+using cute::Int;
+
+// An accumulator of Rows x Cols, as tile(row, column) over the rows and columns that a thread holds;
+// in memory the four values of one m16n8 result stand together.
+template <int Rows, int Cols, int Warps>
+using Accumulator = cute::Layout<
+    cute::Shape<cute::Shape<cute::_2, Int<Rows / (16 * Warps)>>, cute::Shape<cute::_2, Int<Cols / 8>>>,
+    cute::Stride<cute::Stride<cute::_2, cute::_4>,
+                 cute::Stride<cute::_1, Int<4 * (Rows / (16 * Warps))>>>>;
+
+template <int Rows, int Cols, int Warps>
+__device__ auto accumulator() {
+  return cute::make_tensor<float>(Accumulator<Rows, Cols, Warps>{});
+}
+
+// A vector with one value for each row, or each column, that a thread holds.
+template <int Rows, int Warps, class T = float>
+__device__ auto row_vector() {
+  return cute::make_tensor<T>(cute::Layout<Int<Rows / (8 * Warps)>>{});
+}
+
+template <int Cols, class T = float>
+__device__ auto col_vector() {
+  return cute::make_tensor<T>(cute::Layout<Int<Cols / 4>>{});
+}
+
+// Which row and column of the tile a thread's m-th row and n-th column are. In a wide tile, the
+// result of a product with 8-bit columns, a thread has 4 neighbouring columns in every 16.
+template <int Warps, bool Wide = false>
+struct Place {
+  int const first_row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+  int const first_col = threadIdx.x % 4 * (Wide ? 4 : 2);
+
+  __device__ int row(int m) const { return first_row + m % 2 * 8 + m / 2 * (16 * Warps); }
+  __device__ int col(int n) const {
+    return Wide ? first_col + n % 4 + n / 4 * 16 : first_col + n % 2 + n / 2 * 8;
+  }
+};
+
+// Two numbers rounded to 16 bits, side by side in one register.
+template <class T>
+__device__ uint32_t pack(float low, float high) {
+  if constexpr (cute::is_same_v<T, bf16>) {
+    __nv_bfloat162 const both = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<uint32_t const&>(both);
+  } else {
+    static_assert(cute::is_same_v<T, fp16>);
+    __half2 const both = __floats2half2_rn(low, high);
+    return reinterpret_cast<uint32_t const&>(both);
+  }
+}
+
+// Four lanes hold, for four groups of columns, one register each: after this, lane l holds all four
+// registers of group l, which lie side by side in memory.
+__device__ inline void transpose_quad(uint32_t (&r)[4]) {
+  bool const odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+  uint32_t const give0 = odd ? r[0] : r[1], give1 = odd ? r[2] : r[3];
+  uint32_t const got0 = __shfl_xor_sync(0xffffffffu, give0, 1);
+  uint32_t const got1 = __shfl_xor_sync(0xffffffffu, give1, 1);
+  (odd ? r[0] : r[1]) = got0;
+  (odd ? r[2] : r[3]) = got1;
+  uint32_t const give2 = upper ? r[0] : r[2], give3 = upper ? r[1] : r[3];
+  uint32_t const got2 = __shfl_xor_sync(0xffffffffu, give2, 2);
+  uint32_t const got3 = __shfl_xor_sync(0xffffffffu, give3, 2);
+  (upper ? r[0] : r[2]) = got2;
+  (upper ? r[1] : r[3]) = got3;
+}
+
+// Rounds an accumulator to 16 bits and stores its first `valid` rows, 16 bytes at a time (8 where the
+// tile is wide: its columns are neighbours already).
+template <int Warps, bool Wide = false, class T, class Tile>
+__device__ void store(GlobalTile<T> dst, Tile const& tile, int valid) {
+  constexpr int rows = decltype(cute::size<0>(tile))::value;
+  constexpr int cols = decltype(cute::size<1>(tile))::value;
+  static_assert(sizeof(T) == 2 && cols % 8 == 0);
+  Place<Warps, Wide> const place;
+  CUTE_UNROLL
+  for (int m = 0; m < rows; ++m) {
+    bool const inside = place.row(m) < valid;
+    T* const line = dst.at(place.row(m), 0);
+    CUTE_UNROLL
+    for (int n = 0; n < cols; n += Wide ? 4 : 8) {
+      if constexpr (Wide) {
+        uint2 const both = make_uint2(pack<T>(tile(m, n), tile(m, n + 1)),
+                                      pack<T>(tile(m, n + 2), tile(m, n + 3)));
+        if (inside) *reinterpret_cast<uint2*>(line + place.col(n)) = both;
+      } else {
+        uint32_t r[4];
+        CUTE_UNROLL
+        for (int k = 0; k < 4; ++k) r[k] = pack<T>(tile(m, n + 2 * k), tile(m, n + 2 * k + 1));
+        transpose_quad(r);
+        T* const to = line + n * 4 + threadIdx.x % 4 * 8;
+        if (inside) *reinterpret_cast<uint4*>(to) = make_uint4(r[0], r[1], r[2], r[3]);
+      }
+    }
+  }
+}
+
+// Calls body(row of the tile, column of the tile, element) for all that a thread holds.
+template <int Warps, bool Wide, class Tile, class Body>
+__device__ void each_element(Tile& tile, Body body) {
+  Place<Warps, Wide> const place;
+  CUTE_UNROLL
+  for (int m = 0; m < decltype(cute::size<0>(tile))::value; ++m) {
+    CUTE_UNROLL
+    for (int n = 0; n < decltype(cute::size<1>(tile))::value; ++n) {
+      body(place.row(m), place.col(n), tile(m, n));
+    }
+  }
+}
+
+// Any tile of any element type to and from global memory, element by element; outside: 0, not stored.
+template <int Warps, bool Wide = false, class T, class Tile>
+__device__ void store_elements(GlobalTile<T> dst, Tile const& tile, int rows, int cols) {
+  each_element<Warps, Wide>(tile, [&](int row, int col, auto const& x) {
+    if (row < rows && col < cols) *dst.at(row, col) = static_cast<T>(x);
+  });
+}
+
+template <int Warps, bool Wide = false, class T, class Tile>
+__device__ void load(Tile& tile, GlobalTile<T> src, int rows, int cols) {
+  each_element<Warps, Wide>(tile, [&](int row, int col, auto& x) {
+    x = row < rows && col < cols ? static_cast<float>(*src.at(row, col)) : 0.f;
+  });
+}
+
+// Between registers and shared memory, element by element.
+template <int Warps, bool Wide = false, class Shared, class Tile>
+__device__ void to_shared(Shared dst, Tile const& tile) {
+  auto to = dst.tensor();
+  each_element<Warps, Wide>(tile, [&](int row, int col, auto const& x) {
+    to(row, col) = static_cast<typename Shared::value_type>(x);
+  });
+}
+
+template <int Warps, bool Wide = false, class Shared, class Tile>
+__device__ void from_shared(Tile& tile, Shared src) {
+  auto from = src.tensor();
+  each_element<Warps, Wide>(
+      tile, [&](int row, int col, auto& x) { x = static_cast<float>(from(row, col)); });
+}
+
+// Vectors along the rows or the columns of a tile, of which the first `valid` are inside.
+template <int Warps, class T, class Vector>
+__device__ void store_rows(GlobalTile<T> dst, Vector const& values, int valid) {
+  Place<Warps> const place;
+  CUTE_UNROLL
+  for (int m = 0; m < decltype(cute::size(values))::value; ++m) {
+    if (threadIdx.x % 4 == 0 && place.row(m) < valid) {
+      *dst.at(place.row(m), 0) = static_cast<T>(values(m));
+    }
+  }
+}
+
+template <int Warps, class T, class Vector>
+__device__ void store_cols(GlobalTile<T> dst, Vector const& values, int valid) {
+  Place<Warps> const place;
+  CUTE_UNROLL
+  for (int n = 0; n < decltype(cute::size(values))::value; ++n) {
+    if (threadIdx.x < 4 && place.col(n) < valid) {
+      *dst.at(place.col(n), 0) = static_cast<T>(values(n));
+    }
+  }
+}
+
+template <int Warps, class T, class Vector>
+__device__ void load_rows(Vector& values, GlobalTile<T> src, int valid) {
+  using Value = typename Vector::value_type;
+  Place<Warps> const place;
+  CUTE_UNROLL
+  for (int m = 0; m < decltype(cute::size(values))::value; ++m) {
+    values(m) = place.row(m) < valid ? static_cast<Value>(*src.at(place.row(m), 0)) : Value(0);
+  }
+}
+
+template <int Warps, class T, class Vector>
+__device__ void load_cols(Vector& values, GlobalTile<T> src, int valid) {
+  using Value = typename Vector::value_type;
+  Place<Warps> const place;
+  CUTE_UNROLL
+  for (int n = 0; n < decltype(cute::size(values))::value; ++n) {
+    values(n) = place.col(n) < valid ? static_cast<Value>(*src.at(place.col(n), 0)) : Value(0);
+  }
+}
+
+}  // namespace fw

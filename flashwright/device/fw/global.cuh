@@ -1,0 +1,66 @@
+// Tensors in global memory as the launcher passes them, and tiles in them.
+#pragma once
+
+#include <cstdint>
+
+#include <cute/numeric/numeric_types.hpp>
+
+namespace fw {
+
+using bf16 = cute::bfloat16_t;
+using fp16 = cute::half_t;
+using e4m3 = cute::float_e4m3_t;
+using e5m2 = cute::float_e5m2_t;
+
+// Coordinates and the steps within a tile are not negative and fit into 32 bits (the launcher sees to
+// the strides), so that a place takes one multiplication.
+__device__ inline uint64_t times(uint32_t count, uint32_t step) {
+  return static_cast<uint64_t>(count) * step;
+}
+
+// Where a tile begins, and how far its rows and columns are apart, in elements.
+template <class T>
+struct GlobalTile {
+  T* data;
+  uint32_t row;
+  uint32_t col;
+
+  __device__ T* at(int r, int c) const { return data + times(r, row) + times(c, col); }
+};
+
+// Memory layout shared with the launcher: the pointer, then one stride for each axis.
+template <class T, int Axes>
+struct Global {
+  T* data;
+  uint64_t stride[Axes];
+
+  // The element at the coordinates; axes left out at the end count as 0.
+  template <class... Coords>
+  __device__ T* at(Coords... coords) const {
+    static_assert(sizeof...(Coords) <= Axes);
+    T* found = data;
+    int axis = 0;
+    ((found += static_cast<uint32_t>(coords) * stride[axis++]), ...);
+    return found;
+  }
+
+  // A tile of rows and columns (the last two axes) that begins at the coordinates.
+  template <class... Coords>
+  __device__ GlobalTile<T> tile(Coords... coords) const {
+    return {at(coords...), static_cast<uint32_t>(stride[Axes >= 2 ? Axes - 2 : 0]),
+            static_cast<uint32_t>(stride[Axes - 1])};
+  }
+
+  // A tile of the last axis alone.
+  template <class... Coords>
+  __device__ GlobalTile<T> line(Coords... coords) const {
+    return {at(coords...), static_cast<uint32_t>(stride[Axes - 1]), 0};
+  }
+};
+
+// Whole division that rounds down or up, whatever the sign; the divisor is positive.
+__device__ constexpr int floor_div(int a, int b) { return a / b - (a % b < 0); }
+__device__ constexpr int ceil_div(int a, int b) { return a / b + (a % b > 0); }
+__device__ constexpr int floor_mod(int a, int b) { return a - floor_div(a, b) * b; }
+
+}  // namespace fw

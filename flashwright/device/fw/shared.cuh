@@ -1,0 +1,60 @@
+// Tiles in shared memory: rows of 16-byte chunks, swizzled so that eight rows of one column of
+// chunks lie in eight different groups of banks. ldmatrix and 16-byte copies then never conflict.
+#pragma once
+
+#include <cute/tensor.hpp>
+
+namespace fw {
+
+// The widest power of two (32, 64 or 128 bytes) that a row is a multiple of.
+constexpr int swizzle_bytes(int row_bytes) {
+  return row_bytes % 128 == 0 ? 128 : row_bytes % 64 == 0 ? 64 : 32;
+}
+
+constexpr int log2_of(int x) { return x <= 1 ? 0 : 1 + log2_of(x / 2); }
+
+template <class T, int Rows, int Cols>
+struct SharedTile {
+  static_assert(Cols * sizeof(T) % 32 == 0, "a row is a multiple of 32 bytes");
+  using value_type = T;
+  static constexpr int rows = Rows;
+  static constexpr int cols = Cols;
+  static constexpr int chunk = 16 / sizeof(T);                        // elements copied at once
+  static constexpr int width = swizzle_bytes(Cols * sizeof(T)) / sizeof(T);  // of a swizzle atom
+  static constexpr int bits = log2_of(width / chunk);
+
+  // Atoms of 8 rows; those of one column of atoms follow each other.
+  using Atom = decltype(cute::composition(
+      cute::Swizzle<bits, log2_of(chunk), 3>{},
+      cute::Layout<cute::Shape<cute::_8, cute::Int<width>>, cute::Stride<cute::Int<width>, cute::_1>>{}));
+  using Layout = decltype(cute::tile_to_shape(Atom{}, cute::Shape<cute::Int<Rows>, cute::Int<Cols>>{}));
+
+  static constexpr int row_bytes = width * sizeof(T);  // of a row within its atom
+  static constexpr int bytes = Rows * Cols * sizeof(T);
+
+  T* data;  // aligned to 1024 bytes: the swizzle is one of addresses
+
+  // One more stage of the same buffer.
+  __device__ SharedTile stage(int n) const { return {data + n * Rows * Cols}; }
+
+  // Plain CuTe, for code that looks at elements.
+  __device__ auto tensor() const { return cute::make_tensor(cute::make_smem_ptr(data), Layout{}); }
+
+  // The address of a chunk in the first column of atoms. A thread computes this once: from there,
+  // `row_bytes` leads down by a row (in steps of 8), `atom_bytes` to the next column of atoms, and
+  // an exclusive or with 16 * n to the chunk whose number differs in the bits of n.
+  __device__ uint32_t chunk_address(int row, int in_atom) const {
+    int const flip = (row % 8) >> (3 - bits);  // what Swizzle<bits, log2(chunk), 3> does
+    return cute::cast_smem_ptr_to_uint(data) + row * row_bytes + ((in_atom ^ flip) * 16);
+  }
+  static constexpr int atom_bytes = Rows * row_bytes;
+  static constexpr int chunks = width / chunk;  // in a row of an atom
+};
+
+// The tile that begins at an address, with room for further stages behind it.
+template <class T, int Rows, int Cols>
+__device__ SharedTile<T, Rows, Cols> shared_tile(unsigned char* begin) {
+  return {reinterpret_cast<T*>(begin)};
+}
+
+}  // namespace fw

@@ -1,0 +1,82 @@
+"""Files written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from flashwright.lang.diagnostic import Diagnostic, Failed
+
+
+def write(path: Path, data: str | bytes) -> None:
+    """Write a file whole or not at all; Failed with FW001 where that is not possible."""
+    try:
+        target = path.resolve()  # through a link, as an ordinary write would go
+        if target.exists() and not os.access(target, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        replace(target, data.encode() if isinstance(data, str) else data)
+    except OSError as error:
+        raise cannot("write", path, error) from None
+
+
+def replace(target: Path, data: bytes) -> None:
+    """Put a file into its place in one step: whoever reads sees the old one or the new one."""
+    # Not the process's number: on a shared disk another machine may have the same.
+    temporary = target.with_name(f".{target.name}.{os.urandom(6).hex()}.tmp")
+    try:
+        temporary.write_bytes(data)
+        if target.exists():
+            shutil.copymode(target, temporary)
+        os.replace(temporary, target)
+    except BaseException:  # Ctrl-C too: leave no half a file
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def cannot(verb: str, path: Path, error: OSError) -> Failed:
+    """The diagnostic of a file or folder that cannot be used."""
+    reason = error.strerror or type(error).__name__
+    hint = "give another folder with --out" if verb == "use" else None
+    return Failed(Diagnostic("FW001", f"cannot {verb} {path}: {reason}", help=hint))
+
+
+# --- files of an earlier run ------------------------------------------------------------------
+
+
+def sha256(data: str | bytes) -> str:
+    """The digest under which a record keeps a file."""
+    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
+
+
+def recorded(path: Path) -> dict[str, str]:
+    """The digests in an earlier run's record; none where there is no such record."""
+    try:
+        return dict(json.loads(path.read_bytes())["artefacts"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def set_aside(folder: Path, names: Iterable[str], ours: Mapping[str, str]) -> tuple[str, ...]:
+    """Take away what an earlier run left, so that no old file passes as new.
+
+    A file that is not as we wrote it holds somebody's work: it is kept as NAME.bak. Those names are
+    returned.
+    """
+    kept = []
+    try:
+        for name in names:
+            path = folder / name
+            if path.exists() and ours.get(name) != sha256(path.read_bytes()):
+                os.replace(path, folder / f"{name}.bak")
+                kept.append(name)
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise cannot("use", folder, error) from None
+    return tuple(kept)

@@ -1,0 +1,74 @@
+"""The yardstick of a kernel's exactness: PyTorch's flash backend on the same problem.
+
+The operator under `scaled_dot_product_attention` is called itself, because only it knows windows,
+and causal masks where queries and keys are not equally many. What it does not know (softcap, ALiBi,
+sinks) is left out for it: its error is then that of the plain problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flashwright.judge import oracle_device
+from flashwright.spec import AttentionSpec
+
+WIDEST = 256
+
+
+def unable(spec: AttentionSpec) -> str | None:
+    """Why the library cannot be compared with; None where it can."""
+    if spec.reference is not None:
+        return "the program has a reference of its own"
+    if spec.dtype == "fp8":
+        return "torch's flash backend has no fp8"
+    if spec.branch in ("compressed", "selected"):
+        return "torch's flash backend has no such sparsity"
+    if max(spec.head_dim, spec.value_dim) > WIDEST:
+        return f"torch's flash backend has head dims up to {WIDEST}"
+    return None
+
+
+def error(
+    spec: AttentionSpec, inputs: Mapping[str, Any], dims: Mapping[str, int], expected: Any
+) -> float | None:
+    """The library's error of O, relative to its RMS; `expected` is the oracle's O for the spec."""
+    import torch
+
+    if unable(spec) is not None:
+        return None
+    plain = spec.model_copy(update={"softcap": None, "alibi": False, "sink": False, "branch": None})
+    if (plain.softcap, plain.alibi, plain.sink) != (spec.softcap, spec.alibi, spec.sink):
+        expected = oracle_device.attention(torch, plain, inputs, dims)["O"]
+    try:
+        found = _forward(plain, *(inputs[name] for name in "QKV"))
+    except (RuntimeError, TypeError, AttributeError):
+        return None  # this torch cannot: there is then no ratio to tell of
+    return relative_rms(found, expected)
+
+
+def relative_rms(found: Any, expected: Any) -> float | None:
+    """The RMS of the error over the RMS of what is expected; None where that says nothing."""
+    whole = float((expected**2).mean().sqrt())
+    part = float(((found.double() - expected) ** 2).mean().sqrt())
+    return part / whole if whole > 0 and part < float("inf") else None
+
+
+def _forward(spec: AttentionSpec, q: Any, k: Any, v: Any) -> Any:
+    """O of the flash operator, in (batch, heads, length, dim) as ours."""
+    import torch
+
+    wide = spec.head_dim - spec.value_dim
+    if wide > 0:  # it wants V as wide as K
+        v = torch.nn.functional.pad(v, (0, wide))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    window = {}
+    if spec.window is not None:
+        right = 0 if spec.causal else spec.window - 1
+        window = {"window_size_left": spec.window - 1, "window_size_right": right}
+    found = torch.ops.aten._flash_attention_forward(
+        *(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, spec.causal, False),
+        scale=spec.softmax_scale,
+        **window,
+    )[0]
+    return found.transpose(1, 2)[..., : spec.value_dim]

@@ -1,0 +1,109 @@
+"""The fp64 oracle for large problems, on the device that the inputs are on.
+
+It says what oracle.py says (a test holds them together), with PyTorch instead of NumPy where the
+tensors are PyTorch's: length 4097 with many heads then takes milliseconds. Only functions that both
+libraries have under one name are used.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from flashwright.spec import AttentionSpec
+
+_ROWS = 2048  # rows of scores held at a time: 256 MB each at 16k keys
+
+
+def attention(
+    lib: ModuleType, spec: AttentionSpec, inputs: Mapping[str, Any], dims: Mapping[str, int]
+) -> dict[str, Any]:
+    """O (batch, heads, q_len, v_dim) and LSE (batch, heads, q_len) in fp64.
+
+    `lib` is torch or numpy, whichever the inputs are of.
+    """
+    q, k, v = (inputs[name] for name in "QKV")
+    (batch, heads, q_len, _), (kv_heads, kv_len) = q.shape, k.shape[1:3]
+    out = _zeros(lib, q, batch, heads, q_len, v.shape[3])
+    lse = _zeros(lib, q, batch, heads, q_len)
+    if not kv_len:
+        alone = _fp64(lib, inputs["Sink"])[None, :, None] if spec.sink else float("-inf")
+        return {"O": out, "LSE": lse + alone}
+    end = dims.get("tokens", q_len) if spec.branch == "compressed" else kv_len
+    for b, h in itertools.product(range(batch), range(heads)):
+        g = h * kv_heads // heads
+        keys, values = (_fp64(lib, x[b, g]) for x in (k, v))
+        for start in range(0, q_len, _ROWS):
+            rows = slice(start, min(start + _ROWS, q_len))
+            p = _count(lib, q, rows.start, rows.stop)[:, None] + (end - q_len)
+            s = _scores(lib, spec, _fp64(lib, q[b, h, rows]), keys, p, inputs, h)
+            seen = _seen(lib, spec, p, _count(lib, q, 0, kv_len)[None, :])
+            if spec.branch == "selected":
+                seen = seen & _chosen(lib, spec, inputs["Idx"][b, g, rows], kv_len)
+            s = lib.where(seen, s, float("-inf"))
+            sink = _fp64(lib, inputs["Sink"][h]) if spec.sink else None
+            out[b, h, rows], lse[b, h, rows] = _softmax(lib, s, values, sink)
+    return {"O": out, "LSE": lse}
+
+
+def _scores(
+    lib: Any, spec: AttentionSpec, q: Any, k: Any, p: Any, inputs: Mapping[str, Any], h: int
+) -> Any:
+    s = (q @ k.swapaxes(-1, -2)) * spec.softmax_scale
+    if spec.softcap is not None:
+        s = spec.softcap * lib.tanh(s / spec.softcap)
+    if spec.alibi:
+        s = s + _fp64(lib, inputs["Slopes"][h]) * (_count(lib, k, 0, len(k))[None, :] - p)
+    return s
+
+
+def _seen(lib: Any, spec: AttentionSpec, p: Any, key: Any) -> Any:
+    seen = (p == p) & (key == key)
+    if spec.branch == "compressed":
+        return (key * spec.stride + spec.block - 1 <= p) if spec.causal else seen
+    if spec.causal:
+        seen = seen & (key <= p)
+    if spec.window is not None:
+        seen = seen & (abs(p - key) < spec.window)
+    return seen
+
+
+def _chosen(lib: Any, spec: AttentionSpec, idx: Any, kv_len: int) -> Any:
+    block = _count(lib, idx, 0, kv_len)[None, :] // spec.selected_block
+    found = idx[:, :1] == block
+    for slot in range(1, idx.shape[1]):
+        found = found | (idx[:, slot : slot + 1] == block)
+    return found
+
+
+def _softmax(lib: Any, s: Any, v: Any, sink: Any) -> tuple[Any, Any]:
+    """The output's rows and their log-sum-exp; rows without anything have 0 and -inf."""
+    top = lib.amax(s, -1)
+    if sink is not None:
+        top = lib.where(top < sink, sink, top)
+    top = lib.where(top == float("-inf"), 0.0, top)
+    weight = lib.exp(s - top[:, None])
+    total = weight.sum(-1)
+    if sink is not None:
+        total = total + lib.exp(sink - top)
+    some = total > 0
+    safe = lib.where(some, total, 1.0)
+    out = lib.where(some[:, None], (weight @ v) / safe[:, None], 0.0)
+    return out, lib.where(some, top + lib.log(safe), float("-inf"))
+
+
+def _fp64(lib: Any, x: Any) -> Any:
+    # Through fp32, which holds every element type: not all of torch's casts go from fp8 to fp64.
+    return x.to(lib.float32).to(lib.float64) if hasattr(x, "to") else x.astype(lib.float64)
+
+
+def _zeros(lib: Any, like: Any, *shape: int) -> Any:
+    place = {"device": like.device} if hasattr(like, "to") else {}
+    return lib.zeros(shape, dtype=lib.float64, **place)
+
+
+def _count(lib: Any, like: Any, start: int, stop: int) -> Any:
+    place = {"device": like.device} if hasattr(like, "to") else {}
+    return lib.arange(start, stop, **place)

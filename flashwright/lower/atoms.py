@@ -1,0 +1,65 @@
+"""What the GPU multiplies and copies with: MMA atoms, and where the tiles lie in shared memory."""
+
+from __future__ import annotations
+
+from flashwright.check.program import Buffer, Key, Program
+from flashwright.gpu import Gpu
+from flashwright.lang.nodes import Span
+from flashwright.lower.scalars import refused
+
+CPP_TYPES = {
+    "fp16": "fw::fp16",
+    "bf16": "fw::bf16",
+    "e4m3": "fw::e4m3",
+    "e5m2": "fw::e5m2",
+    "fp32": "float",
+    "int32": "int",
+}
+
+ATOMS = {
+    (75, "fp16"): "SM75_16x8x8_F32F16F16F32_TN",
+    (80, "fp16"): "SM80_16x8x16_F32F16F16F32_TN",
+    (80, "bf16"): "SM80_16x8x16_F32BF16BF16F32_TN",
+    (89, "e4m3"): "SM89_16x8x32_F32E4M3E4M3F32_TN",
+    (89, "e5m2"): "SM89_16x8x32_F32E5M2E5M2F32_TN",
+}
+
+ALIGNMENT = 1024  # the largest swizzle atom: 8 rows of 128 bytes
+
+
+def generation(gpu: Gpu) -> int:
+    """80 for sm_80."""
+    return int("".join(c for c in gpu.arch.removeprefix("sm_") if c.isdigit()))
+
+
+def atom(gpu: Gpu, dtype: str, span: Span | None) -> str:
+    """The newest MMA atom of the GPU for an element type."""
+    found = [n for g, d in ATOMS if d == dtype and g <= generation(gpu) for n in (g,)]
+    if not found:
+        raise refused(f"no mma.sync for {dtype} on {gpu.title}", span)
+    return f"cute::{ATOMS[max(found), dtype]}"
+
+
+def shared_layout(program: Program, stages: dict[Key, int]) -> tuple[dict[Key, int], int]:
+    """The offset of each shared tile, and the bytes in all."""
+    offsets: dict[Key, int] = {}
+    size = 0
+    for key, buffer in program.buffers.items():
+        if buffer.space != "shared":
+            continue
+        _check(buffer)
+        offsets[key] = size
+        size += -(-buffer.bytes * stages[key] // ALIGNMENT) * ALIGNMENT
+    return offsets, size
+
+
+def _check(buffer: Buffer) -> None:
+    span = buffer.declared.span
+    if len(buffer.shape) != 2:
+        hint = f"Copy `{buffer.name}` to register"
+        raise refused("a vector in shared memory is not translated", span, hint)
+    rows, cols = buffer.shape
+    width = cols * (buffer.bytes // (rows * cols))
+    if rows % 8 or width % 32:
+        text = f"a tile of {rows} rows of {width} bytes: rows go by 8, bytes by 32"
+        raise refused(text, span)

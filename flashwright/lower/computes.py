@@ -1,0 +1,350 @@
+"""The Compute statements in tile IR: elementwise work, Softmax spelt out, masks, GEMMs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from flashwright.check.program import Buffer, Key
+from flashwright.check.vocabulary import ARITHMETIC
+from flashwright.lang import nodes as tl
+from flashwright.lang.nodes import Expr, Name
+from flashwright.lower import ir
+from flashwright.lower.code import Code
+from flashwright.lower.element import (
+    COLUMN,
+    ROW,
+    TILE,
+    Element,
+    Leaf,
+    Op,
+    Reduce,
+    fold,
+    literal,
+    times,
+)
+from flashwright.lower.masks import conjuncts, everywhere
+from flashwright.lower.names import cpp, tile_name
+from flashwright.lower.places import Axes
+from flashwright.lower.scalars import Scalar, refused
+
+if TYPE_CHECKING:
+    from flashwright.lower.lower import Lowering
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The rows and columns that a statement works on, and the tile that has them."""
+
+    shape: tuple[int, ...]
+    axes: Axes
+    buffer: Buffer
+
+
+class Computes:
+    """Lowers Compute statements for a Lowering.
+
+    A product of a tile with a positive constant is not carried out: `pending` keeps the factor, and
+    what reads the tile next takes it along (one FMA), as a softmax does with its scale.
+    """
+
+    def __init__(self, lowering: Lowering, sides: dict[Key, ir.Side]) -> None:
+        self.lowering = lowering
+        self.program = lowering.program
+        self.sides = dict(sides)
+        self.pending: dict[Key, Leaf] = {}
+
+    # --- tiles ----------------------------------------------------------------------------
+
+    def key(self, name: Name) -> Key:
+        """The tile that a name means."""
+        found = self.program.tile(name)
+        if found is None:
+            raise refused(f"`{name.id}` is no tile", name.span)
+        return found
+
+    def leaf(self, key: Key) -> Leaf:
+        """A tile's or vector's element at the present row and column."""
+        if key[1] != "register":
+            hint = f"Copy `{key[0]}` from shared to register first"
+            raise refused("elementwise work is done in registers", None, hint)
+        buffer = self.program.buffers[key]
+        axes = TILE if len(buffer.shape) == 2 else _AXES[self.sides.setdefault(key, "rows")]
+        places = ", ".join(sorted(axes))
+        kind = "int" if buffer.dtype == "int32" else "float"
+        return Leaf(Code(f"{tile_name(key)}({places})", kind), axes)  # type: ignore[arg-type]
+
+    def read(self, key: Key, frame: Frame) -> Element:
+        """A tile seen in a frame; a vector lies along the axis whose positions it has."""
+        buffer = self.program.buffers[key]
+        if len(buffer.shape) == 1 and len(frame.shape) == 2:
+            self._turn(key, buffer, frame)
+        found: Element = self.leaf(key)
+        return times(found, self.pending[key]) if key in self.pending else found
+
+    def _turn(self, key: Key, buffer: Buffer, frame: Frame) -> None:
+        places = self.lowering.places
+        (own,) = self.lowering.axes.get(key, (None,))
+        fits = [i for i, n in enumerate(frame.shape) if n == buffer.shape[0]]
+        agreed = [i for i in fits if places.agree(own, frame.axes[i])]
+        side: ir.Side = "rows" if (agreed or fits)[0] == 0 else "columns"
+        if agreed or key not in self.sides:
+            self.sides[key] = side
+
+    def settle(self, key: Key | None = None) -> None:
+        """Carry out the products that were put off, of one tile or of all."""
+        for held in [key] if key else list(self.pending):
+            factor = self.pending.pop(held, None)
+            if factor is not None:
+                target = self.leaf(held)
+                buffer = self.program.buffers[held]
+                assign = ir.Assign(target, times(target, factor), buffer)
+                self.lowering.emit(ir.Compute(buffer.shape, (assign,)))
+
+    def forget(self, key: Key) -> None:
+        """The tile is about to be overwritten."""
+        self.pending.pop(key, None)
+
+    # --- statements -----------------------------------------------------------------------
+
+    def compute(self, stmt: tl.Compute) -> None:
+        """Lower one statement."""
+        match stmt.operation:
+            case "gemm":
+                self._gemm(stmt)
+            case "softmax":
+                self._softmax(stmt)
+            case "mask":
+                self._mask(stmt)
+            case verb:
+                self._elementwise(stmt, expression(stmt, verb))
+
+    def _gemm(self, stmt: tl.Compute) -> None:
+        assert stmt.target is not None
+        left, right = stmt.args
+        if isinstance(left, tl.Transpose):
+            hint = "exchange the operands, or Copy the tile transposed"
+            raise refused("the left operand of a GEMM lies row by row", left.span, hint)
+        assert isinstance(left, Name)
+        turned = isinstance(right, tl.Transpose)
+        name = right.operand if isinstance(right, tl.Transpose) else right
+        assert isinstance(name, Name)
+        a, b, target = self.key(left), self.key(name), self.key(stmt.target)
+        if b[1] != "shared":
+            hint = f"Copy `{b[0]}` to shared first"
+            raise refused("the right operand of a GEMM comes from shared memory", right.span, hint)
+        fresh = stmt.mode != "accumulate"
+        if fresh:
+            self.forget(target)
+        else:
+            self.settle(target)
+        axes = self.lowering.axes
+        rows, cols = axes.get(a, (None, None)), axes.get(b, (None, None))
+        axes[target] = (rows[0], cols[0] if turned else cols[1])
+        self.lowering.emit(ir.Gemm(target, a, b, turned, fresh, **_where(stmt)))
+
+    def _elementwise(self, stmt: tl.Compute, expr: Expr) -> None:
+        assert stmt.target is not None
+        target = self.key(stmt.target)
+        frame = self._frame(expr, target)
+        self._same_side(expr, target)
+        value = self.element(expr, frame)
+        if stmt.mode == "accumulate":
+            value = Op("+", (self.read(target, frame), value))
+        value = fold(value)
+        own = self.leaf(target)
+        if len(own.axes) == 2 and (factor := _factor(value, own)) is not None:
+            self.pending[target] = factor
+            self.lowering.emit(self._node(stmt, frame, ()))
+            return
+        self.forget(target)
+        self.lowering.axes[target] = frame.axes[: len(self.program.buffers[target].shape)]
+        assign = ir.Assign(own, value, self.program.buffers[target])
+        self.lowering.emit(self._node(stmt, frame, (assign,)))
+
+    def _mask(self, stmt: tl.Compute) -> None:
+        name = stmt.args[0]
+        assert isinstance(name, Name)
+        assert stmt.where is not None
+        key = self.key(name)
+        buffer = self.program.buffers[key]
+        frame = Frame(buffer.shape, self.lowering.axes.get(key, (None, None)), buffer)
+        tile = self.leaf(key)
+        hidden, start = literal(float("-inf")), _where(stmt)
+        rows, cols = self._origins(frame)
+        for always, condition in conjuncts(stmt.where, lambda e: everywhere(self, e, frame)):
+            shown = self.element(condition, frame)
+            assign = ir.Assign(tile, Op("where", (shown, tile, hidden)), buffer)
+            self.lowering.emit(
+                ir.Compute(buffer.shape, (assign,), rows, cols, always, **start)  # type: ignore[arg-type]
+            )
+            start = {"lines": start["lines"]}
+
+    def _softmax(self, stmt: tl.Compute) -> None:
+        """The statement's definition, spelt out (docs/language.md has the same lines)."""
+        name = stmt.args[0]
+        assert isinstance(name, Name)
+        key = self.key(name)
+        buffer = self.program.buffers[key]
+        frame = Frame(buffer.shape, self.lowering.axes.get(key, (None, None)), buffer)
+        scores, tile = self.read(key, frame), self.leaf(key)
+        self.forget(key)
+        if not stmt.state:
+            top, total = _local("top"), _local("total")
+            assigns = [
+                ir.Assign(top, Reduce("max", scores)),
+                ir.Assign(tile, Op("exp", (Op("-", (scores, top)),)), buffer),
+                ir.Assign(total, Reduce("sum", tile)),
+                ir.Assign(tile, Op("/", (tile, total)), buffer),
+            ]
+        else:
+            assigns = self._running(stmt, scores, tile, buffer)
+        folded = tuple(ir.Assign(a.target, fold(a.value), a.buffer) for a in assigns)
+        self.lowering.emit(self._node(stmt, frame, folded))
+
+    def _running(
+        self, stmt: tl.Compute, scores: Element, tile: Leaf, buffer: Buffer
+    ) -> list[ir.Assign]:
+        now, drop = _local("now"), _local("drop")
+        most, summed = (self.key(n) for n in stmt.state)
+        for vector in (most, summed):
+            self.sides[vector] = "rows"
+        old, total = self.leaf(most), self.leaf(summed)
+        buffers = self.program.buffers
+        assigns = [
+            ir.Assign(now, Op("max", (old, Reduce("max", scores)))),
+            ir.Assign(drop, Op("exp", (Op("-", (old, now)),))),
+            ir.Assign(old, now, buffers[most]),
+            ir.Assign(tile, Op("exp", (Op("-", (scores, now)),)), buffer),
+            ir.Assign(
+                total, Op("+", (Op("*", (total, drop)), Reduce("sum", tile))), buffers[summed]
+            ),
+        ]
+        for held in map(self.key, stmt.rescale):
+            own = self.leaf(held)
+            assigns.append(ir.Assign(own, Op("*", (own, drop)), buffers[held]))
+        return assigns
+
+    def _node(self, stmt: tl.Compute, frame: Frame, assigns: tuple[ir.Assign, ...]) -> ir.Compute:
+        rows, cols = self._origins(frame)
+        return ir.Compute(frame.shape, assigns, rows, cols, **_where(stmt))
+
+    def _origins(self, frame: Frame) -> tuple[Code | None, Code | None]:
+        starts = [self.lowering.origin(w, frame.buffer, i) for i, w in enumerate(frame.axes)]
+        return starts[0], starts[1] if len(starts) > 1 else None
+
+    # --- expressions ----------------------------------------------------------------------
+
+    def _frame(self, expr: Expr, target: Key) -> Frame:
+        """Rows and columns come from the two-dimensional operands, else from the vectors."""
+        buffers = self.program.buffers
+        shape = buffers[target].shape
+        for rank in (2, 1):
+            for key in self._tiles(expr):
+                axes = self.lowering.axes.get(key, ())
+                if len(buffers[key].shape) == rank == len(shape) and any(axes):
+                    return Frame(buffers[key].shape, axes, buffers[key])
+        return Frame(shape, (None,) * len(shape), buffers[target])
+
+    def _tiles(self, expr: Expr) -> list[Key]:
+        """The tiles an expression combines; a row reduction gives only its rows."""
+        match expr:
+            case Name():
+                scope = self.lowering.scalars.scope
+                key = None if expr.id in scope else self.program.tile(expr)
+                return [key] if key else []
+            case tl.Unary(_, operand):
+                return self._tiles(operand)
+            case tl.Binary(_, left, right):
+                return self._tiles(left) + self._tiles(right)
+            case tl.Call(func, args) if func.id.lower() not in ("rowmax", "rowsum"):
+                return [k for a in args for k in self._tiles(a)]
+        return []
+
+    def _same_side(self, expr: Expr, target: Key) -> None:
+        """Vectors that are combined without a tile lie alike; what a row is reduced to is a row."""
+        buffers = self.program.buffers
+        if len(buffers[target].shape) != 1:
+            return
+        vectors = [target, *self._tiles(expr)]
+        reduces = any(
+            isinstance(e, tl.Call) and e.func.id.lower() in ("rowmax", "rowsum")
+            for e in tl.expressions(expr)
+        )
+        known = [self.sides[v] for v in vectors if v in self.sides]
+        side: ir.Side = "rows" if reduces or not known else known[0]
+        if reduces or known:
+            self.sides |= {v: side for v in vectors if len(buffers[v].shape) == 1}
+
+    def element(self, expr: Expr, frame: Frame) -> Element:
+        """The expression for one element."""
+        match expr:
+            case Name("q_idx"):
+                return Leaf(Code("q_idx"), ROW)
+            case Name("kv_idx"):
+                return Leaf(Code("kv_idx"), COLUMN)
+            case Name(id) if id in self.program.params:
+                value = self.program.params[id]
+                kind = "float" if isinstance(value, (float, Fraction)) else "int"
+                return Leaf(Code(cpp(id), kind), value=float(value))  # type: ignore[arg-type]
+            case Name(id) if id in self.lowering.scalars.scope:
+                return _scalar(self.lowering.scalars(expr))
+            case Name():
+                return self.read(self.key(expr), frame)
+            case tl.Num(text) if not text.isdigit():
+                return literal(float(text))
+            case tl.Num() | tl.Index():
+                return _scalar(self.lowering.scalars(expr))
+            case tl.Unary(op, operand):
+                return Op("neg" if op == "-" else "not", (self.element(operand, frame),))
+            case tl.Binary(op, left, right):
+                return Op(op, (self.element(left, frame), self.element(right, frame)))
+            case tl.Call(func, args) if func.id.lower() in ("rowmax", "rowsum"):
+                keys = [k for k in self._tiles(args[0]) if len(self.program.buffers[k].shape) == 2]
+                buffer = self.program.buffers[keys[0]]
+                inner = Frame(buffer.shape, self.lowering.axes.get(keys[0], (None, None)), buffer)
+                op2 = func.id.lower().removeprefix("row")
+                return Reduce(op2, self.element(args[0], inner))  # type: ignore[arg-type]
+            case tl.Call(func, args):
+                return Op(func.id.lower(), tuple(self.element(a, frame) for a in args))
+            case tl.Transpose():
+                raise AssertionError("`.T` belongs to a GEMM")
+
+
+_AXES = {"rows": ROW, "columns": COLUMN}
+
+
+def _scalar(x: Scalar) -> Leaf:
+    if x.type in ("float", "bool"):
+        return Leaf(x.code, value=float(x.value) if x.value is not None else None)
+    code = x.code if x.whole else x.as_float()
+    return Leaf(code, value=float(x.value) if x.value is not None else None)
+
+
+def _local(name: str) -> Leaf:
+    """A name that lives for one row."""
+    return Leaf(Code(name, "float"), ROW)
+
+
+def _factor(value: Element, own: Leaf) -> Leaf | None:
+    """The positive constant that a statement multiplies its own tile by, if that is all it does."""
+    match value:
+        case Op("*", (inner, Leaf(value=float(known)) as factor)) if inner == own and known > 0:
+            return factor
+    return None
+
+
+def _where(stmt: tl.Compute) -> dict[str, object]:
+    from flashwright.lower.lower import where
+
+    return where(stmt)
+
+
+def expression(stmt: tl.Compute, verb: str) -> Expr:
+    """The verb form `Multiply A, x` as the expression it stands for."""
+    if stmt.verb is None:
+        return stmt.args[0]
+    if verb in ARITHMETIC:
+        return tl.Binary(ARITHMETIC[verb], stmt.args[0], stmt.args[1], span=stmt.span)
+    return tl.Call(stmt.verb, stmt.args, span=stmt.span)

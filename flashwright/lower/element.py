@@ -1,0 +1,192 @@
+"""What is computed for one element of a tile: expressions over rows (m) and columns (n), the algebra
+that makes them cheap, and their C++."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from flashwright.lower.code import Code, Type, as_float, binary, call, choose, real, unary
+
+Axes = frozenset[str]
+NOWHERE: Axes = frozenset()
+ROW: Axes = frozenset("m")
+COLUMN: Axes = frozenset("n")
+TILE: Axes = frozenset("mn")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Something with a C++ name: a constant, a scalar, an element of a tile or a vector."""
+
+    code: Code
+    axes: Axes = NOWHERE
+    value: float | None = None
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operator or a function of TL, and `reciprocal`."""
+
+    op: str
+    args: tuple[Element, ...]
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """The maximum or the sum of a row."""
+
+    op: Literal["max", "sum"]
+    arg: Element
+
+
+Element = Leaf | Op | Reduce
+
+LOG2_E = Leaf(Code("fw::log2_e", "float"), value=math.log2(math.e))
+COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
+
+
+def literal(value: float) -> Leaf:
+    """A number."""
+    return Leaf(real(value), value=float(value))
+
+
+def axes_of(x: Element) -> Axes:
+    """What an expression varies along."""
+    match x:
+        case Leaf():
+            return x.axes
+        case Op(_, args):
+            return frozenset().union(*(axes_of(a) for a in args))
+        case Reduce(_, arg):
+            return axes_of(arg) - COLUMN
+
+
+def type_of(x: Element) -> Type:
+    """The C++ type of an expression."""
+    match x:
+        case Leaf():
+            return x.code.type
+        case Op(op, args):
+            if op in (*COMPARISONS, "and", "or", "not"):
+                return "bool"
+            operands = args[1:] if op == "where" else args
+            whole = op in ("+", "-", "*", "neg", "min", "max", "abs", "where", "%")
+            return "int" if whole and all(type_of(a) == "int" for a in operands) else "float"
+        case Reduce():
+            return "float"
+
+
+# --- algebra ----------------------------------------------------------------------------------
+
+
+def fold(x: Element) -> Element:
+    """The same value with fewer and cheaper operations."""
+    match x:
+        case Op(op, args):
+            return _folded(op, tuple(fold(a) for a in args))
+        case Reduce(op, arg):
+            return _reduced(op, fold(arg))
+    return x
+
+
+def _folded(op: str, args: tuple[Element, ...]) -> Element:
+    match op, args:
+        case "exp", (x,):
+            return Op("exp2", (_scaled(x, LOG2_E) if "n" in axes_of(x) else times(x, LOG2_E),))
+        case "*", (x, y):
+            return times(x, y)
+        case "/", (x, Leaf(value=float(value))) if value and type_of(x) == "float":
+            return times(x, _inverse(args[1]))
+        case "/", (x, y) if "n" in axes_of(x) and "n" not in axes_of(y):
+            return times(x, Op("reciprocal", (y,)))
+    return Op(op, args)
+
+
+def _inverse(x: Element) -> Leaf:
+    assert isinstance(x, Leaf)
+    assert x.value
+    return Leaf(binary("/", real(1.0), as_float(x.code)), value=1 / x.value)
+
+
+def times(x: Element, y: Element) -> Element:
+    """A product, its constants gathered at the right."""
+    if _is_constant(x) and not _is_constant(y):
+        x, y = y, x
+    if not _is_constant(y) or type_of(x) == type_of(y) == "int":
+        return Op("*", (x, y))
+    assert isinstance(y, Leaf)
+    match x:
+        case Leaf(value=float(value)):
+            return Leaf(
+                binary("*", as_float(x.code), as_float(y.code), "float"), value=value * _known(y)
+            )
+        case Op("*", (inner, Leaf(value=float()) as factor)):
+            return Op("*", (inner, times(factor, y)))
+    return Op("*", (x, y))
+
+
+def _scaled(x: Element, factor: Leaf) -> Element:
+    """x times a constant, the constant taken inside sums so that each term is one FMA."""
+    match x:
+        case Op("+" | "-" as op, (a, b)):
+            return Op(op, (_scaled(a, factor), _scaled(b, factor)))
+        case Op("neg", (a,)):
+            return Op("neg", (_scaled(a, factor),))
+    return times(x, factor)
+
+
+def _reduced(op: Literal["max", "sum"], x: Element) -> Element:
+    match x:
+        case Op("*", (inner, Leaf(value=float(value)) as factor)) if value > 0 or op == "sum":
+            return times(_reduced(op, inner), factor)
+    return Reduce(op, x)
+
+
+def _is_constant(x: Element) -> bool:
+    return isinstance(x, Leaf) and x.value is not None
+
+
+def _known(x: Leaf) -> float:
+    assert x.value is not None
+    return x.value
+
+
+# --- C++ --------------------------------------------------------------------------------------
+
+
+def code(x: Element) -> Code:
+    """The expression in C++."""
+    match x:
+        case Leaf():
+            return x.code
+        case Op(op, args):
+            return _code(op, args, [code(a) for a in args])
+        case Reduce():
+            raise AssertionError("the printer takes reductions out first")
+
+
+def _code(op: str, args: tuple[Element, ...], parts: list[Code]) -> Code:
+    if op in ("and", "or"):
+        return binary("&&" if op == "and" else "||", *parts)
+    if op == "not":
+        return unary("!", parts[0])
+    kind = type_of(Op(op, args))
+    whole = kind == "int" or (op in COMPARISONS and all(type_of(a) == "int" for a in args))
+    if op == "where":
+        yes, no = (p if whole else as_float(p) for p in parts[1:])
+        return choose(parts[0], yes, no)
+    parts = parts if whole else [as_float(p) for p in parts]
+    if op == "neg":
+        return unary("-", parts[0])
+    if op == "%":
+        return call("fw::floor_mod", *parts, type=kind)
+    if op in (*COMPARISONS, "+", "-", "*", "/"):
+        return binary(op, *parts)
+    found = parts[0]
+    if op in ("min", "max"):
+        for other in parts[1:]:
+            found = call(f"fw::{op}", found, other, type=kind)
+        return found
+    return call(f"fw::{op}", *parts, type=kind)

@@ -1,0 +1,197 @@
+"""The tile IR: what the kernel does, statement by statement, with the TL lines each came from.
+
+Everything that a schedule decides is a node of its own here (commit, wait, barrier, put), so that
+passes can move it and the printer only has to say it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from flashwright.check.program import Buffer, Key, Tensor
+from flashwright.lower.code import Code
+from flashwright.lower.element import Element, Leaf
+
+Lines = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Node:
+    """Comes from these lines of the program; `title` is the statement, where one starts here."""
+
+    lines: Lines = field(default=(0, 0), kw_only=True)
+    title: str = field(default="", kw_only=True)
+
+
+@dataclass(frozen=True)
+class Define(Node):
+    """A scalar gets its name."""
+
+    name: str
+    value: Code
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Window:
+    """A tile of a tensor in global memory: where it begins on every axis, and how many of its rows
+    and columns lie inside (None: all of them, whatever the problem)."""
+
+    tensor: Tensor
+    start: tuple[Code, ...]
+    rows: Code | None
+    cols: Code | None
+
+
+@dataclass(frozen=True)
+class Load(Node):
+    """A tile starts on its way from global to shared memory."""
+
+    dest: Key
+    window: Window
+    stage: Code | None = None
+
+
+@dataclass(frozen=True)
+class Put(Node):
+    """A tile that waits in registers goes into shared memory (where there is no cp.async)."""
+
+    dest: Key
+    stage: Code | None = None
+
+
+@dataclass(frozen=True)
+class Commit(Node):
+    """The loads since the last commit are one group."""
+
+
+@dataclass(frozen=True)
+class Wait(Node):
+    """Until at most `left` groups are on their way."""
+
+    left: int
+
+
+@dataclass(frozen=True)
+class Barrier(Node):
+    """All threads of the block meet."""
+
+
+@dataclass(frozen=True)
+class Fill(Node):
+    """Registers from global memory, each thread its own elements."""
+
+    dest: Key
+    window: Window
+
+
+@dataclass(frozen=True)
+class Store(Node):
+    """Registers to global memory."""
+
+    source: Key
+    window: Window
+    optional: bool
+
+
+@dataclass(frozen=True)
+class Move(Node):
+    """Between shared memory and registers."""
+
+    source: Key
+    dest: Key
+    stage: Code | None = None
+
+
+@dataclass(frozen=True)
+class Gemm(Node):
+    """An accumulator gets the product of two tiles, or has it added."""
+
+    target: Key
+    left: Key
+    right: Key
+    transposed: bool  # the right tile lies as N rows of k columns
+    fresh: bool
+    left_stage: Code | None = None
+    right_stage: Code | None = None
+
+
+@dataclass(frozen=True)
+class Operand(Node):
+    """An accumulator, rounded, becomes the left operand of a GEMM."""
+
+    target: Key
+    source: Key
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Assign:
+    """One tile, vector or name local to the row gets the value of an expression."""
+
+    target: Leaf
+    value: Element
+    buffer: Buffer | None = None  # None: a name local to the row
+    partial: bool = False  # sums stay split over the four threads of a row
+
+
+@dataclass(frozen=True)
+class Compute(Node):
+    """Elementwise work. `unless` is a condition on the whole block under which it changes nothing.
+
+    `rows` and `cols` are where the tile begins, for expressions that speak of positions.
+    """
+
+    shape: tuple[int, ...]
+    assigns: tuple[Assign, ...]
+    rows: Code | None = None
+    cols: Code | None = None
+    unless: Code | None = None
+
+
+@dataclass(frozen=True)
+class Loop(Node):
+    """For every whole number from `low` on while `condition` holds."""
+
+    var: str
+    low: Code
+    condition: Code
+    body: tuple[Statement, ...]
+
+
+@dataclass(frozen=True)
+class Branch(Node):
+    """The same way for all threads of a block."""
+
+    condition: Code
+    then: tuple[Statement, ...]
+    orelse: tuple[Statement, ...] = ()
+
+
+Statement = (
+    Define | Load | Put | Commit | Wait | Barrier | Fill | Store | Move | Gemm | Operand | Compute
+    | Loop | Branch
+)  # fmt: skip
+
+Side = Literal["rows", "columns"]
+
+
+@dataclass(frozen=True)
+class GridAxis:
+    """One coordinate of the block; `reversed` where the longest blocks come last otherwise."""
+
+    name: str
+    low: Code
+    reversed: bool
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The whole kernel."""
+
+    grid: tuple[GridAxis, ...]
+    body: tuple[Statement, ...]
+    sides: dict[Key, Side]  # of the vectors in registers
+    operands: frozenset[Key]  # register tiles that are loaded as operands
+    staged: tuple[Key, ...] = ()  # shared tiles that go through registers

@@ -1,0 +1,86 @@
+"""The launch plan: all that a caller must know to launch a kernel, as data beside its cubin.
+
+The kernel takes one parameter, a struct passed by value: for each tensor, in order, its pointer and
+then its strides (in elements, int64, one for each axis); after the tensors the dimensions (int32),
+in order. The struct's size is padded to 8 bytes.
+
+Sizes are integer expressions over the dimensions in postfix form: `["q_len", 128, "ceil_div"]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import BaseModel, ConfigDict
+
+Postfix = tuple[int | str, ...]
+
+OPERATORS = {
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "*": lambda a, b: a * b,
+    "ceil_div": lambda a, b: -(-a // b),
+    "floor_div": lambda a, b: a // b,
+    "mod": lambda a, b: a % b,
+    "min": min,
+    "max": max,
+}
+
+
+class PlanAxis(BaseModel):
+    """One axis of a tensor: its letter, and its size (a number, a dimension or made of them)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    label: str
+    size: Postfix
+
+
+class PlanTensor(BaseModel):
+    """A tensor that the caller passes, its axes in the order that the program declares.
+
+    `vector` is how many elements of the last axis are moved at once: where it is more than 1, that
+    axis must be contiguous, and all other strides and the address multiples of it.
+    A `flat` tensor is a view into memory whose whole extent only the caller knows: it is passed as
+    one contiguous axis.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: str
+    dtype: str
+    axes: tuple[PlanAxis, ...]
+    read: bool
+    written: bool
+    vector: int = 1
+    flat: bool = False
+
+
+class LaunchPlan(BaseModel):
+    """How to launch the kernel `entry`: one count for each axis of the grid, first fastest."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    entry: str
+    arch: str
+    threads: int
+    shared: int
+    grid: tuple[Postfix, ...]
+    dims: tuple[str, ...]
+    tensors: tuple[PlanTensor, ...]
+
+    def dump(self) -> str:
+        """As JSON, one short line for each tensor's axis."""
+        return self.model_dump_json(indent=1) + "\n"
+
+
+def evaluate(expr: Postfix, dims: Mapping[str, int]) -> int:
+    """The value of a size."""
+    stack: list[int] = []
+    for token in expr:
+        if isinstance(token, int):
+            stack.append(token)
+        elif token in OPERATORS:
+            right, left = stack.pop(), stack.pop()
+            stack.append(OPERATORS[token](left, right))
+        else:
+            stack.append(dims[token])
+    (value,) = stack
+    return value

@@ -1,0 +1,260 @@
+"""From a checked program to tile IR: one node or a few for each statement, in program order."""
+
+from __future__ import annotations
+
+from flashwright.check.machine import operand_dtypes
+from flashwright.check.program import Buffer, Key, Program, Tensor
+from flashwright.check.scalars import NotScalar, whole
+from flashwright.check.scalars import evaluate as exact
+from flashwright.check.vocabulary import CONSTANTS
+from flashwright.lang import nodes as tl
+from flashwright.lang.format import format_stmt
+from flashwright.lang.nodes import Expr, Name
+from flashwright.lower import ir
+from flashwright.lower.code import Code, binary, integer
+from flashwright.lower.computes import Computes
+from flashwright.lower.names import cpp
+from flashwright.lower.places import ZERO, Axes, Places, Where
+from flashwright.lower.scalars import Scalar, Scalars, named, refused
+
+Axis = Where | None
+
+
+def lower(program: Program) -> ir.Kernel:
+    """The kernel before any schedule: what happens, in the order of the program."""
+    sides = Lowering(program, {}).kernel().sides  # the first walk finds how the vectors lie
+    return Lowering(program, sides).kernel()
+
+
+class Lowering:
+    """One walk through the program."""
+
+    def __init__(self, program: Program, sides: dict[Key, ir.Side]) -> None:
+        self.program = program
+        known = {**CONSTANTS, **program.params}
+        scope = {n: named(cpp(n), v) for n, v in known.items()}
+        scope |= {d: Scalar(Code(cpp(d))) for d in program.dims}
+        self.scalars = Scalars(scope, self._element)
+        self.places = Places(known)
+        self.axes: dict[Key, Axes] = {}
+        self.body: list[ir.Statement] = []
+        self.operand_dtype = operand_dtypes(program)
+        self.operands: set[Key] = set()
+        self.computes = Computes(self, sides)
+
+    def kernel(self) -> ir.Kernel:
+        """Walk the whole program."""
+        grid = []
+        for axis in self.program.grid.axes:
+            low = self.scalars(axis.low).as_int(axis.low.span)
+            self.scalars.define(axis.name.id, Scalar(Code(cpp(axis.name.id))))
+            grid.append(ir.GridAxis(cpp(axis.name.id), low, False))
+        self.statements(self.program.tree.body)
+        return ir.Kernel(
+            tuple(grid), tuple(self.body), self.computes.sides, frozenset(self.operands)
+        )
+
+    def emit(self, node: ir.Statement) -> None:
+        """Append a node to the body under construction."""
+        self.body.append(node)
+
+    def statements(self, body: tuple[tl.Statement, ...]) -> None:
+        """Lower statements in order."""
+        for stmt in body:
+            match stmt:
+                case tl.Let():
+                    self._let(stmt)
+                case tl.Copy():
+                    self._copy(stmt)
+                case tl.Compute():
+                    self.computes.compute(stmt)
+                case tl.Reshape():
+                    self._reshape(stmt)
+                case tl.For():
+                    self._for(stmt)
+                case tl.If():
+                    self._if(stmt)
+
+    def inside(self, body: tuple[tl.Statement, ...]) -> tuple[ir.Statement, ...]:
+        """Lower a body of its own."""
+        outer, self.body = self.body, []
+        self.statements(body)
+        self.computes.settle()
+        inner, self.body = self.body, outer
+        return tuple(inner)
+
+    # --- control and scalars --------------------------------------------------------------
+
+    def _let(self, stmt: tl.Let) -> None:
+        value = self.scalars(stmt.value)
+        self.places.lets[stmt.name.id] = stmt.value
+        name = cpp(stmt.name.id)
+        note = ""
+        if not value.whole:  # the numerator has the name: nothing is rounded
+            below = value.below.text
+            name = f"{name}_{below}" if below.isidentifier() else f"{name}_scaled"
+            note = f"{below} * {stmt.name.id}"
+        self.emit(ir.Define(name, value.code, note, **where(stmt)))
+        self.scalars.define(stmt.name.id, Scalar(Code(name, value.code.type), value.below))
+
+    def _for(self, stmt: tl.For) -> None:
+        low = self.scalars(stmt.low).as_int(stmt.low.span)
+        high, var = self.scalars(stmt.high), Scalar(Code(cpp(stmt.var.id)))
+        self.scalars.define(stmt.var.id, var)
+        condition = self.scalars.binary("<", var, high, stmt.span).code
+        self.computes.settle()
+        before, lets = dict(self.axes), dict(self.places.lets)
+        self.inside(stmt.body)  # to see where the tiles lie at its end
+        after = self.axes
+        self.axes = {
+            key: tuple(
+                self.places.joined(a, b, stmt.low, stmt.var)
+                for a, b in zip(axes, after[key], strict=True)
+            )
+            for key, axes in before.items()
+        }
+        self.places.lets = lets
+        body = self.inside(stmt.body)
+        self.emit(ir.Loop(cpp(stmt.var.id), low, condition, body, **where(stmt)))
+
+    def _if(self, stmt: tl.If) -> None:
+        self.computes.settle()
+        condition = self.scalars(stmt.cond).code
+        before = dict(self.axes)
+        then = self.inside(stmt.then)
+        filled, self.axes = self.axes, before
+        orelse = self.inside(stmt.orelse)
+        self.axes = {**self.axes, **filled}
+        self.emit(ir.Branch(condition, then, orelse, **where(stmt)))
+
+    def _element(self, expr: tl.Index, index: tuple[Code, ...]) -> Code:
+        """One element of a tensor, read as a scalar."""
+        tensor = self.program.tensors[expr.tensor.id]
+        places = ", ".join(i.text for i in index)
+        read = f"*{tensor_name(tensor)}.at({places})"
+        if tensor.dtype == "int32":
+            return Code(read, "int", 8)
+        return Code(f"float({read})", "float")
+
+    # --- copies ---------------------------------------------------------------------------
+
+    def _copy(self, stmt: tl.Copy) -> None:
+        source, dest = self.program.source(stmt), self.program.dest(stmt)
+        if stmt.source == "global":
+            buffer = self.program.buffers[dest]
+            window, axes = self._window(stmt, self.program.tensors[source[0]], buffer)
+            self.axes[dest] = axes
+            self.computes.forget(dest)
+            kind = ir.Load if stmt.dest == "shared" else ir.Fill
+            self.emit(kind(dest, window, **where(stmt)))
+        elif stmt.dest == "global":
+            tensor = self.program.tensors[dest[0]]
+            self.computes.settle(source)
+            window, _ = self._window(stmt, tensor, self.program.buffers[source])
+            optional = tensor is not self.program.outputs[0]
+            self.emit(ir.Store(source, window, optional, **where(stmt)))
+        else:
+            self.computes.settle(source)
+            self.computes.forget(dest)
+            self.axes[dest] = self.axes.get(source, (None,) * len(self.program.buffers[dest].shape))
+            if stmt.dest == "register" and self._feeds_gemm(dest):
+                self.operands.add(dest)
+            self.emit(ir.Move(source, dest, **where(stmt)))
+
+    def _feeds_gemm(self, key: Key) -> bool:
+        """Whether a register tile is a GEMM's left operand without a Reshape of its own."""
+        flat = list(tl.statements(self.program.tree.body))
+        return any(
+            isinstance(s, tl.Compute)
+            and s.operation == "gemm"
+            and isinstance(s.args[0], Name)
+            and self.program.tile(s.args[0]) == key
+            for s in flat
+        )
+
+    def _window(self, stmt: tl.Copy, tensor: Tensor, buffer: Buffer) -> tuple[ir.Window, Axes]:
+        coords = {c.axis.id: c.value for c in stmt.coords or ()}
+        first_tiled = len(tensor.axes) - len(buffer.shape)
+        start: list[Code] = []
+        inside: list[Code | None] = []
+        axes: list[Axis] = []
+        for position, axis in enumerate(tensor.axes):
+            coord = coords.get(axis.label, ZERO)
+            place = self.scalars(coord)
+            if position >= first_tiled:
+                size = buffer.shape[position - first_tiled]
+                place = self.scalars.binary(
+                    "*", place, self.size(buffer, position - first_tiled), stmt.span
+                )
+                axes.append(Where(self._identity(axis.size), coord, size, axis.label))
+                inside.append(self._inside(axis.size, place, size, stmt))
+            start.append(place.as_int(stmt.span))
+        rows, cols = inside[0], inside[1] if len(inside) > 1 else None
+        return ir.Window(tensor, tuple(start), rows, cols), tuple(axes)
+
+    def _inside(self, extent: Expr, start: Scalar, size: int, stmt: tl.Copy) -> Code | None:
+        """How much of the tile lies inside the tensor; None where it always does."""
+        fixed = self._fixed(extent)
+        if fixed is not None and fixed % size == 0:
+            return None
+        length = self.scalars(extent)
+        return self.scalars.binary("-", length, start, stmt.span).as_int(stmt.span)
+
+    def _fixed(self, size: Expr) -> int | None:
+        try:
+            return whole(exact(size, self.program.params))
+        except NotScalar:
+            return None
+
+    def _identity(self, size: Expr) -> str:
+        fixed = self._fixed(size)
+        return str(fixed) if fixed is not None else str(size)
+
+    def size(self, buffer: Buffer, axis: int) -> Scalar:
+        """A tile's size by the name it was declared with."""
+        declared = buffer.declared
+        expr: Expr | None = None
+        if isinstance(declared, tl.Allocate):
+            expr = declared.shape[axis].size
+        elif isinstance(declared, tl.Copy) and declared.shape is not None:
+            expr = declared.shape[axis]
+        if isinstance(expr, Name):
+            return self.scalars(expr)
+        return Scalar(integer(buffer.shape[axis]))
+
+    def origin(self, place: Axis, buffer: Buffer, axis: int) -> Code | None:
+        """The position at which a tile's rows or columns begin."""
+        if place is None:
+            return None
+        size = self.size(buffer, axis)
+        start = self.scalars.binary("*", self.scalars(place.coord), size, tl.NOWHERE)
+        return start.as_int(tl.NOWHERE)
+
+    # --- Reshape --------------------------------------------------------------------------
+
+    def _reshape(self, stmt: tl.Reshape) -> None:
+        source = self.program.tile(stmt.name)
+        target = self.program.tile(stmt.target) if stmt.target else source
+        if source is None or target is None:
+            raise refused("this Reshape has no tile", stmt.span)
+        self.computes.settle(source)
+        held = self.program.buffers[source].dtype
+        dtype = stmt.dtype.id if stmt.dtype else self.operand_dtype.get(id(stmt), held)
+        self.axes[target] = self.axes.get(source, (None, None))
+        self.emit(ir.Operand(target, source, dtype, **where(stmt)))
+
+
+def where(stmt: tl.Statement) -> dict[str, object]:
+    """The lines of a statement and its text, for the node made of it."""
+    title = format_stmt(stmt).splitlines()[0]
+    return {"lines": (stmt.span.line, stmt.span.end_line), "title": title}
+
+
+def tensor_name(tensor: Tensor) -> str:
+    """How the kernel speaks of a tensor."""
+    return f"p.{cpp(tensor.name)}"
+
+
+def sum_of(a: Code, b: Code) -> Code:
+    """a + b."""
+    return binary("+", a, b)

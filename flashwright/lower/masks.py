@@ -1,0 +1,130 @@
+"""Masks: when a condition on positions holds on a whole tile, so that masking it can be left out.
+
+The test is made from the condition itself: each side of a comparison is bounded over the tile's rows
+and columns, and `kv_idx <= q_idx + c` holds everywhere if the last key is at most the first query + c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from flashwright.lang import nodes as tl
+from flashwright.lang.nodes import NOWHERE, Expr, Name
+from flashwright.lower.code import Code, binary
+from flashwright.lower.scalars import Scalar, constant
+
+if TYPE_CHECKING:
+    from flashwright.lower.computes import Computes, Frame
+
+Bounds = tuple[Scalar, Scalar]
+
+
+def conjuncts(
+    condition: Expr, test: Callable[[Expr], Code | None]
+) -> Iterator[tuple[Code | None, Expr]]:
+    """The parts of an `and`: those that can be left out on some tiles together, each other alone."""
+    tested = [(part, test(part)) for part in _parts(condition)]
+    known = [(part, code) for part, code in tested if code is not None]
+    if known:
+        together, holds = known[0]
+        for part, code in known[1:]:
+            together = tl.Binary("and", together, part)
+            holds = binary("&&", holds, code)
+        yield holds, together
+    for part, code in tested:
+        if code is None:
+            yield None, part
+
+
+def _parts(condition: Expr) -> list[Expr]:
+    if isinstance(condition, tl.Binary) and condition.op == "and":
+        return [*_parts(condition.left), *_parts(condition.right)]
+    return [condition]
+
+
+def everywhere(computes: Computes, condition: Expr, frame: Frame) -> Code | None:
+    """A test, the same for all threads, that the condition holds on the whole tile."""
+    match condition:
+        case tl.Binary("and" | "or" as op, left, right):
+            a, b = (everywhere(computes, side, frame) for side in (left, right))
+            if op == "and":
+                return binary("&&", a, b) if a and b else None
+            return binary("||", a, b) if a and b else a or b
+        case tl.Binary("<" | "<=" | ">" | ">=" as op, left, right):
+            x, y = (_bounds(computes, side, frame) for side in (left, right))
+            if x is None or y is None:
+                return None
+            least_gap = (x[1], y[0]) if op in ("<", "<=") else (x[0], y[1])
+            return _apply(computes, op, *least_gap).code
+    return None
+
+
+def _bounds(computes: Computes, expr: Expr, frame: Frame) -> Bounds | None:
+    """The least and the greatest value of an expression over the tile, if they can be told."""
+    match expr:
+        case Name("q_idx" | "kv_idx" as name):
+            return _positions(computes, 0 if name == "q_idx" else 1, frame)
+        case tl.Unary("-", operand):
+            found = _bounds(computes, operand, frame)
+            return found and _difference(computes, (constant(0), constant(0)), found)
+        case tl.Binary("+" | "-" | "*" | "/" as op, left, right):
+            a, b = (_bounds(computes, side, frame) for side in (left, right))
+            return _arithmetic(computes, op, a, b) if a and b else None
+        case tl.Call(func, args) if func.id.lower() in ("floor", "ceil", "min", "max"):
+            parts = [_bounds(computes, a, frame) for a in args]
+            lows, highs = [p[0] for p in parts if p], [p[1] for p in parts if p]
+            if len(lows) < len(parts):
+                return None
+            scalars = computes.lowering.scalars
+            name = func.id.lower()
+            return scalars.call(name, lows, NOWHERE), scalars.call(name, highs, NOWHERE)
+    if _uniform(computes, expr):
+        value = computes.lowering.scalars(expr)
+        return (value, value) if value.type == "int" else None
+    return None
+
+
+def _uniform(computes: Computes, expr: Expr) -> bool:
+    """Whether an expression is a scalar without reads of memory."""
+    scope = computes.lowering.scalars.scope
+    return all(
+        e.id in scope if isinstance(e, Name) else not isinstance(e, (tl.Index, tl.Call))
+        for e in tl.expressions(expr)
+    )
+
+
+def _positions(computes: Computes, axis: int, frame: Frame) -> Bounds | None:
+    lowering = computes.lowering
+    place = frame.axes[axis]
+    if place is None:
+        return None
+    start = lowering.origin(place, frame.buffer, axis)
+    if start is None:
+        return None
+    first = Scalar(start)
+    size = lowering.size(frame.buffer, axis)
+    last = _apply(computes, "-", _apply(computes, "+", first, size), constant(1))
+    return first, last
+
+
+def _arithmetic(computes: Computes, op: str, a: Bounds, b: Bounds) -> Bounds | None:
+    if op == "+":
+        return _apply(computes, "+", a[0], b[0]), _apply(computes, "+", a[1], b[1])
+    if op == "-":
+        return _difference(computes, a, b)
+    factor = b[0].value if b[0] is b[1] else None
+    if factor is None and op == "*" and a[0] is a[1]:
+        a, b, factor = b, a, a[0].value
+    if factor is None or (op == "/" and factor == 0):
+        return None
+    low, high = (_apply(computes, op, x, b[0]) for x in a)
+    return (low, high) if factor >= 0 else (high, low)
+
+
+def _difference(computes: Computes, a: Bounds, b: Bounds) -> Bounds:
+    return _apply(computes, "-", a[0], b[1]), _apply(computes, "-", a[1], b[0])
+
+
+def _apply(computes: Computes, op: str, a: Scalar, b: Scalar) -> Scalar:
+    return computes.lowering.scalars.binary(op, a, b, NOWHERE)

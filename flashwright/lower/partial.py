@@ -1,0 +1,137 @@
+"""Row sums that a loop adds up are kept in parts, one for each of the four threads of a row, and are
+put together once behind the loop instead of in every round."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashwright.lower import ir
+from flashwright.lower.element import Element, Leaf, Op, Reduce
+
+
+def keep_partial(body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
+    """The top level of a program with its loops' sums kept in parts."""
+    out = list(body)
+    position = 0
+    while position < len(out):
+        node = out[position]
+        if isinstance(node, ir.Loop):
+            for target in _sums(node):
+                start = _start(out[:position], target)
+                if start is None:
+                    continue
+                out[start] = _started(out[start], target)
+                out[position] = _marked(out[position], target)
+                whole = ir.Assign(target, Op("row_sum", (target,)), _buffer(node, target))
+                out.insert(position + 1, ir.Compute(whole.buffer.shape, (whole,)))  # type: ignore[union-attr]
+        position += 1
+    return tuple(out)
+
+
+def _computes(body: tuple[ir.Statement, ...]) -> list[ir.Compute]:
+    found: list[ir.Compute] = []
+    for node in body:
+        if isinstance(node, ir.Compute):
+            found.append(node)
+        elif isinstance(node, ir.Loop):
+            found += _computes(node.body)
+        elif isinstance(node, ir.Branch):
+            found += _computes((*node.then, *node.orelse))
+    return found
+
+
+def _buffer(loop: ir.Loop, target: Leaf) -> object:
+    return next(a.buffer for c in _computes(loop.body) for a in c.assigns if a.target == target)
+
+
+def _sums(loop: ir.Loop) -> list[Leaf]:
+    """The vectors that the loop touches only by adding row sums to them and by rescaling them."""
+    assigns = [a for c in _computes(loop.body) for a in c.assigns]
+    candidates = {
+        a.target for a in assigns if a.buffer is not None and len(a.buffer.shape) == 1
+        and any(isinstance(x, Reduce) and x.op == "sum" for x in _terms(a.value))
+    }  # fmt: skip
+    return [
+        t
+        for t in sorted(candidates, key=lambda leaf: leaf.code.text)
+        if all(_additive(a.value, t) if a.target == t else not reads(a.value, t) for a in assigns)
+    ]
+
+
+def _terms(x: Element) -> list[Element]:
+    return [t for a in x.args for t in _terms(a)] if isinstance(x, Op) and x.op == "+" else [x]
+
+
+def _additive(x: Element, target: Leaf) -> bool:
+    """Whether the value is `target * anything` and row sums, added up."""
+    for term in _terms(x):
+        own = term == target
+        scaled = isinstance(term, Op) and term.op == "*" and target in term.args
+        if scaled:
+            others = [a for a in term.args if a != target]  # type: ignore[union-attr]
+            scaled = not any(reads(a, target) for a in others)
+        summed = isinstance(term, Reduce) and term.op == "sum"
+        if not (own or scaled or summed):
+            return False
+    return True
+
+
+def reads(x: Element, target: Leaf) -> bool:
+    """Whether an expression uses a tile's or vector's value."""
+    match x:
+        case Leaf():
+            return x == target
+        case Op(_, args):
+            return any(reads(a, target) for a in args)
+        case Reduce(_, arg):
+            return reads(arg, target)
+
+
+def _start(before: list[ir.Statement], target: Leaf) -> int | None:
+    """Where the vector gets its first value, if nothing between there and the loop reads it."""
+    for position in reversed(range(len(before))):
+        node = before[position]
+        if isinstance(node, (ir.Loop, ir.Branch, ir.Fill, ir.Move)):
+            inner = _computes((node,)) if not isinstance(node, (ir.Fill, ir.Move)) else []
+            if any(a.target == target or reads(a.value, target) for c in inner for a in c.assigns):
+                return None
+        elif isinstance(node, ir.Compute):
+            if any(reads(a.value, target) for a in node.assigns):
+                return None
+            if any(a.target == target for a in node.assigns):
+                return position
+    return None
+
+
+def _started(node: ir.Statement, target: Leaf) -> ir.Statement:
+    assert isinstance(node, ir.Compute)
+
+    def part(value: Element) -> Element:
+        zero = isinstance(value, Leaf) and value.value == 0
+        return value if zero else Op("row_part", (value,))
+
+    return replace(
+        node,
+        assigns=tuple(
+            replace(a, value=part(a.value)) if a.target == target else a for a in node.assigns
+        ),
+    )
+
+
+def _marked(node: ir.Statement, target: Leaf) -> ir.Statement:
+    """The statement with the sums of a vector left in parts."""
+    if isinstance(node, ir.Loop):
+        return replace(node, body=tuple(_marked(n, target) for n in node.body))
+    if isinstance(node, ir.Branch):
+        then, orelse = (
+            tuple(_marked(n, target) for n in part) for part in (node.then, node.orelse)
+        )
+        return replace(node, then=then, orelse=orelse)
+    if isinstance(node, ir.Compute):
+        return replace(
+            node,
+            assigns=tuple(replace(a, partial=a.partial or a.target == target) for a in node.assigns),
+        )
+    return node
+
+

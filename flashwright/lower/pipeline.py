@@ -1,0 +1,128 @@
+"""Pipelining, where the program allows it: the copies of a buffer with N stages run N - 1 rounds of
+their loop ahead. `with stages 2` says that this may be done; what the program means stays the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from flashwright.check.program import Buffer, Key
+from flashwright.lower import ir
+from flashwright.lower.code import Code, binary, integer
+
+
+def pipeline(
+    body: tuple[ir.Statement, ...], buffers: Mapping[Key, Buffer], ahead: int
+) -> tuple[ir.Statement, ...]:
+    """Every loop with its copies run ahead, at most so many rounds."""
+    out: list[ir.Statement] = []
+    for node in body:
+        if isinstance(node, ir.Loop):
+            out += _loop(node, buffers, ahead)
+        else:
+            out.append(node)
+    return tuple(out)
+
+
+def _loop(loop: ir.Loop, buffers: Mapping[Key, Buffer], ahead: int) -> list[ir.Statement]:
+    stages = _stages(loop, buffers, ahead)
+    if not stages:
+        return [loop]
+    prologue: list[ir.Statement] = []
+    for early in range(max(stages.values()) - 1):
+        now = _plus(loop.low, early)
+        for node, lets in _loads(loop):
+            if stages.get(node.dest, 1) - 1 > early:
+                load = replace(_moved(node, lets, loop.var, now), stage=integer(early))
+                condition = _put(loop.condition, loop.var, now)
+                prologue.append(ir.Branch(condition, (load,), lines=node.lines))
+    body = tuple(_round(node, loop, stages, lets) for node, lets in _with_lets(loop.body))
+    return [*prologue, replace(loop, body=body)]
+
+
+def _stages(loop: ir.Loop, buffers: Mapping[Key, Buffer], ahead: int) -> dict[Key, int]:
+    """The buffers that one copy of the loop fills, with their stages."""
+    filled = [node.dest for node, _ in _loads(loop)]
+    return {
+        key: min(buffers[key].stages, ahead + 1)
+        for key in filled
+        if min(buffers[key].stages, ahead + 1) > 1 and filled.count(key) == 1
+    }
+
+
+def _loads(loop: ir.Loop) -> list[tuple[ir.Load, dict[str, Code]]]:
+    return [(n, lets) for n, lets in _with_lets(loop.body) if isinstance(n, ir.Load)]
+
+
+def _with_lets(body: tuple[ir.Statement, ...]) -> list[tuple[ir.Statement, dict[str, Code]]]:
+    """Each statement with the names defined above it in the same body."""
+    lets: dict[str, Code] = {}
+    found = []
+    for node in body:
+        found.append((node, dict(lets)))
+        if isinstance(node, ir.Define):
+            lets[node.name] = node.value
+    return found
+
+
+def _round(
+    node: ir.Statement, loop: ir.Loop, stages: dict[Key, int], lets: dict[str, Code]
+) -> ir.Statement:
+    """A statement of the loop: copies for a later round, readers at this round's stage."""
+    count = binary("-", Code(loop.var), loop.low) if loop.low.text != "0" else Code(loop.var)
+    if isinstance(node, ir.Load) and node.dest in stages:
+        n = stages[node.dest]
+        later = _plus(Code(loop.var), n - 1)
+        load = replace(_moved(node, lets, loop.var, later), title="",
+                       stage=_modulo(_plus(count, n - 1), n))  # fmt: skip
+        condition = _put(loop.condition, loop.var, later)
+        return ir.Branch(condition, (load,), lines=node.lines, title=node.title)
+    if isinstance(node, ir.Gemm):
+        left, right = (
+            _modulo(count, stages[key]) if key in stages else None
+            for key in (node.left, node.right)
+        )
+        return replace(node, left_stage=left, right_stage=right)
+    if isinstance(node, ir.Move) and node.source in stages:
+        return replace(node, stage=_modulo(count, stages[node.source]))
+    if isinstance(node, ir.Branch):
+        then, orelse = (
+            tuple(_round(n, loop, stages, lets) for n in part) for part in (node.then, node.orelse)
+        )
+        return replace(node, then=then, orelse=orelse)
+    return node
+
+
+def _plus(code: Code, count: int) -> Code:
+    if code.text.isdigit():
+        return integer(int(code.text) + count)
+    return binary("+", code, integer(count)) if count else code
+
+
+def _modulo(code: Code, n: int) -> Code:
+    return binary("%", code, integer(n))
+
+
+def _moved(node: ir.Load, lets: dict[str, Code], var: str, to: Code) -> ir.Load:
+    """The copy as another round does it."""
+
+    def other(code: Code) -> Code:
+        for name, value in reversed(lets.items()):
+            code = _put(code, name, value)
+        return _put(code, var, to)
+
+    window = node.window
+    rows, cols = (other(c) if c is not None else None for c in (window.rows, window.cols))
+    return replace(
+        node,
+        window=replace(window, start=tuple(map(other, window.start)), rows=rows, cols=cols),
+    )
+
+
+def _put(code: Code, name: str, value: Code) -> Code:
+    """The expression with another in the place of a name."""
+    if code.text == name:
+        return value
+    text = value.text if value.level == Code("").level else f"({value.text})"
+    return replace(code, text=re.sub(rf"\b{name}\b", text, code.text))

@@ -1,0 +1,158 @@
+"""The launch plan of a kernel, and the order in which its blocks start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from flashwright.check.program import Program, Tensor
+from flashwright.check.scalars import NotScalar, evaluate
+from flashwright.gpu import Gpu
+from flashwright.lang import nodes as tl
+from flashwright.lang.nodes import Binary, Call, Expr, Name, Num, Unary
+from flashwright.lower import ir
+from flashwright.lower.launch_plan import LaunchPlan, PlanAxis, PlanTensor, Postfix
+from flashwright.lower.print_cute import whole_lines
+from flashwright.lower.scalars import refused
+
+BYTES_AT_ONCE = 16
+
+
+def make_plan(program: Program, gpu: Gpu, kernel: ir.Kernel, shared: int) -> LaunchPlan:
+    """All that a caller must know."""
+    if len(program.grid.axes) > 3:
+        raise refused("a grid has at most three axes", program.grid.span)
+    return LaunchPlan(
+        entry="attention",
+        arch=gpu.arch,
+        threads=32 * program.warps,
+        shared=shared,
+        grid=tuple(
+            _ceiling(_difference(a.high, a.low), program) for a in program.grid.axes
+        ),
+        dims=program.dims,
+        tensors=tuple(_tensor(t, program, kernel) for t in program.tensors.values()),
+    )
+
+
+def _difference(high: Expr, low: Expr) -> Expr:
+    return high if low == Num("0") else Binary("-", high, low)
+
+
+def _tensor(tensor: Tensor, program: Program, kernel: ir.Kernel) -> PlanTensor:
+    from flashwright.check.vocabulary import DTYPES
+
+    size = DTYPES[tensor.dtype]
+    lines = any(
+        (isinstance(n, ir.Load) and n.window.tensor is tensor and n.window.cols is None)
+        or (
+            isinstance(n, ir.Store)
+            and n.window.tensor is tensor
+            and len(program.buffers[n.source].shape) == 2
+            and whole_lines(n.window, program.buffers[n.source])
+        )
+        for n in _flat(kernel.body)
+    )
+    return PlanTensor(
+        name=tensor.name,
+        dtype=tensor.dtype,
+        axes=tuple(PlanAxis(label=a.label, size=_postfix(a.size, program)) for a in tensor.axes),
+        read=tensor.read,
+        written=tensor.written,
+        vector=BYTES_AT_ONCE // size if lines else 1,
+        flat=tensor.offset is not None,
+    )
+
+
+def _flat(body: tuple[ir.Statement, ...]) -> list[ir.Statement]:
+    found: list[ir.Statement] = []
+    for node in body:
+        found.append(node)
+        if isinstance(node, ir.Loop):
+            found += _flat(node.body)
+        elif isinstance(node, ir.Branch):
+            found += _flat((*node.then, *node.orelse))
+    return found
+
+
+# --- sizes in postfix form --------------------------------------------------------------------
+
+
+def _ceiling(expr: Expr, program: Program) -> Postfix:
+    above, below = _fraction(expr, program)
+    return above if below == (1,) else (*above, *below, "ceil_div")
+
+
+def _postfix(expr: Expr, program: Program) -> Postfix:
+    above, below = _fraction(expr, program)
+    return above if below == (1,) else (*above, *below, "floor_div")
+
+
+def _fraction(expr: Expr, program: Program) -> tuple[Postfix, Postfix]:
+    """Numerator and denominator, each an integer expression over the dimensions."""
+    try:
+        value = evaluate(expr, program.params)
+        if not isinstance(value, (float, str)):
+            return (int(value.numerator),), (int(value.denominator),)
+    except NotScalar:
+        pass
+    match expr:
+        case Name(id):
+            return (id,), (1,)
+        case Unary("-", operand):
+            above, below = _fraction(operand, program)
+            return (0, *above, "-"), below
+        case Binary("+" | "-" as op, left, right):
+            (a, b), (c, d) = _fraction(left, program), _fraction(right, program)
+            if b == d:
+                return (*a, *c, op), b
+            return (*a, *d, "*", *c, *b, "*", op), (*b, *d, "*")
+        case Binary("*", left, right):
+            (a, b), (c, d) = _fraction(left, program), _fraction(right, program)
+            return (*a, *c, "*"), _product(b, d)
+        case Binary("/", left, right):
+            (a, b), (c, d) = _fraction(left, program), _fraction(right, program)
+            return (*a, *d, "*") if d != (1,) else a, _product(b, c)
+        case Call(func, (operand,)) if func.id.lower() in ("floor", "ceil"):
+            above, below = _fraction(operand, program)
+            return (*above, *below, f"{func.id.lower()}_div"), (1,)
+        case Call(func, (left, right)) if func.id.lower() in ("min", "max"):
+            (a, b), (c, d) = _fraction(left, program), _fraction(right, program)
+            if b != d:
+                a, c, b = (*a, *d, "*"), (*c, *b, "*"), (*b, *d, "*")
+            return (*a, *c, func.id.lower()), b
+    raise refused("a size that a launch cannot compute", expr.span)
+
+
+def _product(a: Postfix, b: Postfix) -> Postfix:
+    if a == (1,):
+        return b
+    return a if b == (1,) else (*a, *b, "*")
+
+
+# --- the order of blocks ----------------------------------------------------------------------
+
+
+def ordered(program: Program, grid: tuple[ir.GridAxis, ...]) -> tuple[ir.GridAxis, ...]:
+    """Blocks with the most rounds first, so that no long one is left for the end."""
+    loops = [s for s in program.tree.body if isinstance(s, tl.For)]
+    if not loops:
+        return grid
+    first = program.grid.axes[0].name.id
+    few, many = _rounds(program, loops[0], first, 0), _rounds(program, loops[0], first, 7)
+    if few is None or many is None or many <= few:
+        return grid
+    return (replace(grid[0], reversed=True), *grid[1:])
+
+
+def _rounds(program: Program, loop: tl.For, axis: str, block: int) -> Any:
+    """Rounds of the loop in one block of a square problem of a thousand and some positions."""
+    env: dict[str, Any] = {**program.params, **dict.fromkeys(program.dims, 4096)}
+    env |= {a.name.id: 0 for a in program.grid.axes} | {axis: block}
+    try:
+        for stmt in program.tree.body:
+            if isinstance(stmt, tl.Let):
+                env[stmt.name.id] = evaluate(stmt.value, env, lambda e, i: 0)
+        return evaluate(loop.high, env) - evaluate(loop.low, env)  # type: ignore[operator]
+    except (NotScalar, TypeError):
+        return None

@@ -1,0 +1,206 @@
+"""Elementwise work in C++: loops over the rows and columns that a thread holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from flashwright.lower import ir
+from flashwright.lower.code import Code, as_float
+from flashwright.lower.element import (
+    COLUMN,
+    NOWHERE,
+    ROW,
+    TILE,
+    Element,
+    Leaf,
+    Op,
+    Reduce,
+    axes_of,
+    code,
+    type_of,
+)
+
+UNROLL = "CUTE_UNROLL"
+
+
+def compute(node: ir.Compute) -> Iterator[str]:
+    """The lines for one statement, not indented."""
+    if not node.assigns:
+        yield "// (a constant factor: taken along by what reads the tile next)"
+        return
+    if node.unless is not None:
+        yield f"if (!({node.unless})) {{"
+        for line in _loops(node):
+            yield f"  {line}"
+        yield "}"
+        return
+    yield from _loops(node)
+
+
+def _loops(node: ir.Compute) -> Iterator[str]:
+    rows: list[ir.Assign] = []
+    for assign in node.assigns:
+        if assign.buffer is not None and not axes_of(assign.value):
+            yield from _rows(node, rows)
+            rows = []
+            yield from _filled(assign)
+        elif assign.target.axes == COLUMN:
+            yield from _rows(node, rows)
+            rows = []
+            yield from _loop("n", f"cute::size({_variable(assign.target)})", _columns(node, assign))
+        else:
+            rows.append(assign)
+    yield from _rows(node, rows)
+
+
+def _filled(assign: ir.Assign) -> Iterator[str]:
+    name, value = _variable(assign.target), _converted(assign)
+    zero = isinstance(assign.value, Leaf) and assign.value.value == 0
+    yield f"cute::clear({name});" if zero else f"cute::fill({name}, {value});"
+
+
+def _columns(node: ir.Compute, assign: ir.Assign) -> Iterator[str]:
+    if uses(assign.value, "kv_idx"):
+        yield f"int const kv_idx = {_position(node.cols, 'at.col(n)')};"
+    yield f"{assign.target.code} = {_converted(assign)};"
+
+
+def _rows(node: ir.Compute, assigns: list[ir.Assign]) -> Iterator[str]:
+    if not assigns:
+        return
+    body = _Row(node)
+    for assign in assigns:
+        body.add(assign)
+    held = next(t for a in assigns for t in (a.target, *leaves(a.value)) if t.axes and a_tile(t))
+    count = f"cute::size<0>({_variable(held)})" if held.axes == TILE else (
+        f"cute::size({_variable(held)})")  # fmt: skip
+    yield from _loop("m", count, iter(body.lines))
+
+
+@dataclass
+class _Row:
+    """What is done for one row: names first made once, then tiles column by column."""
+
+    node: ir.Compute
+    lines: list[str] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+    positioned: bool = False
+
+    def add(self, assign: ir.Assign) -> None:
+        """Append one assignment."""
+        if uses(assign.value, "q_idx") and not self.positioned:
+            self.lines.append(f"int const q_idx = {_position(self.node.rows, 'at.row(m)')};")
+            self.positioned = True
+        value = self._without_reductions(assign.value, assign.partial)
+        if assign.target.axes == TILE:
+            value = self._hoisted(value)
+            self.lines += self._over_columns(assign.target, [
+                f"{assign.target.code} = {_converted(ir.Assign(assign.target, value, assign.buffer))};"
+            ], value)  # fmt: skip
+        elif assign.buffer is None:
+            self.lines.append(f"float const {assign.target.code} = {code(value)};")
+        else:
+            text = _converted(ir.Assign(assign.target, value, assign.buffer))
+            self.lines.append(f"{assign.target.code} = {text};")
+        self._stale(assign.target)
+
+    def _stale(self, target: Leaf) -> None:
+        """Names made from what has just been changed are not used again."""
+        self.names = {t: n for t, n in self.names.items() if target.code.text not in t}
+
+    def _without_reductions(self, x: Element, partial: bool) -> Element:
+        match x:
+            case Op(op, args):
+                return Op(op, tuple(self._without_reductions(a, partial) for a in args))
+            case Reduce(op, arg):
+                return self._reduced(op, arg, partial)
+        return x
+
+    def _reduced(self, op: str, arg: Element, partial: bool) -> Leaf:
+        name = self._fresh("most" if op == "max" else "sum")
+        start = "-INFINITY" if op == "max" else "0.f"
+        inner = self._hoisted(arg)
+        self.lines.append(f"float {name} = {start};")
+        step = f"{name} = fw::max({name}, {code(inner)});" if op == "max" else (
+            f"{name} += {code(inner)};")  # fmt: skip
+        tile = next(t for t in leaves(arg) if t.axes == TILE)
+        self.lines += self._over_columns(tile, [step], inner)
+        if not partial:
+            self.lines.append(f"{name} = fw::row_{op}({name});")
+        return Leaf(Code(name, "float"), ROW)
+
+    def _fresh(self, stem: str) -> str:
+        taken = sum(1 for n in self.names.values() if n.startswith(stem))
+        name = f"{stem}_{taken}" if taken else stem
+        self.names[f"{stem} {len(self.names)} {len(self.lines)}"] = name
+        return name
+
+    def _hoisted(self, x: Element) -> Element:
+        """Whatever does not vary along the columns is computed once, under a name."""
+        match x:
+            case Op(_, args) if axes_of(x) == ROW and type_of(x) == "float":
+                text = code(x).text
+                if text not in self.names:
+                    self.names[text] = f"row_{sum(n.startswith('row_') for n in self.names.values())}"
+                    self.lines.append(f"float const {self.names[text]} = {text};")
+                return Leaf(Code(self.names[text], "float"), ROW)
+            case Op(op, args):
+                return Op(op, tuple(self._hoisted(a) for a in args))
+        return x
+
+    def _over_columns(self, tile: Leaf, inner: list[str], value: Element) -> list[str]:
+        position = []
+        if uses(value, "kv_idx"):
+            position = [f"int const kv_idx = {_position(self.node.cols, 'at.col(n)')};"]
+        return list(_loop("n", f"cute::size<1>({_variable(tile)})", iter([*position, *inner])))
+
+
+def _loop(var: str, count: str, body: Iterator[str]) -> Iterator[str]:
+    yield UNROLL
+    yield f"for (int {var} = 0; {var} < {count}; ++{var}) {{"
+    for line in body:
+        yield f"  {line}"
+    yield "}"
+
+
+def _converted(assign: ir.Assign) -> str:
+    """The value as the target's element type has it."""
+    value = code(assign.value)
+    dtype = assign.buffer.dtype if assign.buffer is not None else "fp32"
+    if dtype == "int32":
+        return value.text if value.type == "int" else f"int({value})"
+    text = as_float(value).text
+    return text if dtype == "fp32" else f"float(fw::{dtype}({text}))"
+
+
+def _position(origin: Code | None, within: str) -> str:
+    if origin is None or origin.text == "0":
+        return within
+    return f"{origin} + {within}"
+
+
+def _variable(leaf: Leaf) -> str:
+    return leaf.code.text.split("(")[0]
+
+
+def a_tile(leaf: Leaf) -> bool:
+    """Whether a leaf is an element of a tile or a vector."""
+    return "(" in leaf.code.text and leaf.axes != NOWHERE and leaf.axes != COLUMN
+
+
+def leaves(x: Element) -> Iterator[Leaf]:
+    """All leaves of an expression."""
+    match x:
+        case Leaf():
+            yield x
+        case Op(_, args):
+            for arg in args:
+                yield from leaves(arg)
+        case Reduce(_, arg):
+            yield from leaves(arg)
+
+
+def uses(x: Element, name: str) -> bool:
+    """Whether an expression speaks of a position."""
+    return any(leaf.code.text == name for leaf in leaves(x))

@@ -1,0 +1,49 @@
+"""Which lines of the kernel implement which lines of TL: kernel.map.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Stretch(BaseModel):
+    """Lines of the kernel (first and last) that implement lines of TL."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    cu: tuple[int, int]
+    tl: tuple[int, int]
+
+
+class SourceMap(BaseModel):
+    """All stretches, in the order of the kernel."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    tl: str = "code.tl"
+    lines: tuple[Stretch, ...] = ()
+
+    def dump(self) -> str:
+        """As JSON, one stretch a line."""
+        rows = ",\n  ".join(s.model_dump_json() for s in self.lines)
+        return f'{{"tl": "{self.tl}", "lines": [\n  {rows}\n]}}\n'
+
+    def tl_line(self, cu_line: int) -> int | None:
+        """The first line of TL that a line of the kernel implements."""
+        for stretch in self.lines:
+            if stretch.cu[0] <= cu_line <= stretch.cu[1]:
+                return stretch.tl[0]
+        return None
+
+
+def source_map(lines: Sequence[tuple[int, int] | None]) -> SourceMap:
+    """From the TL lines of each line of the kernel."""
+    found: list[Stretch] = []
+    for number, tl in enumerate(lines, 1):
+        if tl is None or tl == (0, 0):
+            continue
+        last = found[-1] if found else None
+        if last is not None and last.tl == tl and last.cu[1] == number - 1:
+            found[-1] = Stretch(cu=(last.cu[0], number), tl=tl)
+        else:
+            found.append(Stretch(cu=(number, number), tl=tl))
+    return SourceMap(lines=tuple(found))

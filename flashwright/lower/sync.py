@@ -1,0 +1,258 @@
+"""Who waits for what: commits, waits and barriers around shared memory, as few as are needed.
+
+Shared tiles are written by all threads and read by all. A read needs the tile's copy to have arrived
+(wait) and every thread to have seen that (barrier); a write needs every thread to be done with what was
+there (barrier). Whenever a barrier is due anyway, copies that will be read in the same round are waited
+for at once, so that it serves for them too: two barriers a round for a K and a V of one stage each.
+
+Where there is no cp.async a copy travels in registers: it touches shared memory only when it is put
+there, right before the barrier of its reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from flashwright.check.program import Buffer, Key
+from flashwright.lower import ir
+
+
+@dataclass
+class Tile:
+    """What is known of a shared tile at some point of the program."""
+
+    flying: tuple[int, ...] = ()  # for each copy under way, oldest first: groups begun after it
+    arrived: bool = False  # written, but other threads do not know yet
+    visible: bool = False
+    read: bool = False  # since the last barrier
+
+    def join(self, other: Tile) -> Tile:
+        """What holds whichever way one came."""
+        flying = tuple(map(min, zip(self.flying, other.flying, strict=False)))
+        if len(self.flying) != len(other.flying):
+            flying = (0,) * max(len(self.flying), len(other.flying))
+        return Tile(
+            flying,
+            self.arrived or other.arrived,
+            self.visible and other.visible,
+            self.read or other.read,
+        )
+
+
+State = dict[Key, Tile]
+
+
+def synchronise(
+    body: tuple[ir.Statement, ...], buffers: Mapping[Key, Buffer], asynchronous: bool
+) -> tuple[ir.Statement, ...]:
+    """The body with all that its shared tiles need to be right."""
+    walk = _Walk(buffers, asynchronous)
+    walk.run(body)
+    return tuple(walk.out)
+
+
+class _Walk:
+    def __init__(self, buffers: Mapping[Key, Buffer], asynchronous: bool) -> None:
+        self.asynchronous = asynchronous
+        self.state: State = {k: Tile() for k, b in buffers.items() if b.space == "shared"}
+        self.stages: dict[Key, ir.Put] = {}
+        self.open: set[Key] = set()
+        self.out: list[ir.Statement] = []
+
+    def run(self, body: tuple[ir.Statement, ...]) -> None:
+        for position, node in enumerate(body):
+            self._node(node, body[position:])
+        self._commit()
+
+    def _node(self, node: ir.Statement, rest: tuple[ir.Statement, ...]) -> None:
+        loads = list(_loads(node))
+        if loads and _only_loads(node):
+            self._load(node, loads, rest)
+            return
+        if isinstance(node, ir.Define):
+            self.out.append(node)
+            return
+        self._commit()
+        if isinstance(node, ir.Loop):
+            self._loop(node, rest)
+        elif isinstance(node, ir.Branch):
+            self._branch(node)
+        else:
+            reads, writes = _touched(node)
+            self._ensure(reads, rest)
+            if any(self.state[k].read for k in writes):
+                self._barrier(rest)
+            self.out.append(node)
+            for key in reads:
+                self.state[key].read = True
+            for key in writes:
+                self.state[key].arrived, self.state[key].visible = True, False
+
+    # --- copies ---------------------------------------------------------------------------
+
+    def _load(
+        self, node: ir.Statement, loads: list[ir.Load], rest: tuple[ir.Statement, ...]
+    ) -> None:
+        keys = [load.dest for load in loads]
+        direct = self.asynchronous or any(load.window.cols is not None for load in loads)
+        if direct and any(self.state[k].read or self.state[k].arrived for k in keys):
+            self._commit()
+            self._barrier(rest)
+        self.out.append(node)
+        for load in loads:
+            tile = self.state[load.dest]
+            if load.stage is None:
+                tile.visible = False
+            if load.window.cols is not None:  # element by element, done when it returns
+                tile.arrived = True
+            elif self.asynchronous:
+                self.open.add(load.dest)
+            else:
+                tile.flying = (*tile.flying, 0)
+                self.stages[load.dest] = ir.Put(load.dest, load.stage, lines=load.lines)
+
+    def _commit(self) -> None:
+        if not self.open:
+            return
+        for key, tile in self.state.items():
+            tile.flying = tuple(n + 1 for n in tile.flying)
+            if key in self.open:
+                tile.flying = (*tile.flying, 0)
+        self.open = set()
+        self.out.append(ir.Commit())
+
+    def _ensure(self, keys: set[Key], rest: tuple[ir.Statement, ...]) -> None:
+        missing = [k for k in keys if not self.state[k].visible]
+        if not missing:
+            return
+        self._arrive(missing)
+        self._barrier(rest)
+
+    def _arrive(self, keys: list[Key]) -> None:
+        """Wait for the oldest copies of these tiles."""
+        flying = [k for k in keys if self.state[k].flying]
+        if not flying:
+            return
+        if not self.asynchronous:
+            for key in flying:
+                if self.state[key].read:
+                    self._meet()
+                self.out.append(self.stages[key])
+                self.state[key].flying = self.state[key].flying[1:]
+                self.state[key].arrived = True
+            return
+        left = min(self.state[k].flying[0] for k in flying)
+        self.out.append(ir.Wait(left))
+        for tile in self.state.values():
+            if tile.flying and tile.flying[0] >= left:
+                tile.flying, tile.arrived = tile.flying[1:], True
+
+    def _barrier(self, rest: tuple[ir.Statement, ...]) -> None:
+        """A barrier, and before it whatever makes it serve for later readers of this body too."""
+        soon = [
+            k
+            for k in _read_soon(rest)
+            if self.state[k].flying
+            and not self.state[k].visible
+            and not self.state[k].arrived
+            and (self.asynchronous or not self.state[k].read)
+        ]
+        self._arrive(soon)
+        self._meet()
+
+    def _meet(self) -> None:
+        self.out.append(ir.Barrier())
+        for tile in self.state.values():
+            tile.visible = tile.visible or tile.arrived
+            tile.arrived = tile.read = False
+
+    # --- control --------------------------------------------------------------------------
+
+    def _loop(self, loop: ir.Loop, rest: tuple[ir.Statement, ...]) -> None:
+        filled = {load.dest for load in _loads(loop)}
+        ahead = {load.dest for load in _loads(loop) if load.stage is not None}
+        if ahead:  # the loop waits by counting: nothing older may be under way
+            constant = _reads(loop) - filled
+            self._ensure({k for k in constant if not self.state[k].visible}, rest)
+        entry = _copied(self.state)
+        body: tuple[ir.Statement, ...] = ()
+        for _ in range(3):
+            start = _copied(self.state)
+            outer, self.out = self.out, []
+            self.run(loop.body)
+            body, self.out = tuple(self.out), outer
+            for key in ahead:  # the next round reads another stage
+                self.state[key].visible = False
+            joined = {k: entry[k].join(t) for k, t in self.state.items()}
+            self.state = joined
+            if joined == start:
+                break
+        self.out.append(replace(loop, body=body))
+
+    def _branch(self, node: ir.Branch) -> None:
+        before = _copied(self.state)
+        parts, ends = [], []
+        for part in (node.then, node.orelse):
+            self.state = _copied(before)
+            outer, self.out = self.out, []
+            self.run(part)
+            parts.append(tuple(self.out))
+            self.out = outer
+            ends.append(self.state)
+        self.state = {k: ends[0][k].join(ends[1][k]) for k in before}
+        self.out.append(replace(node, then=parts[0], orelse=parts[1]))
+
+
+def _copied(state: State) -> State:
+    return {k: replace(t) for k, t in state.items()}
+
+
+def _loads(node: ir.Statement) -> Iterator[ir.Load]:
+    for inner in _nodes(node):
+        if isinstance(inner, ir.Load):
+            yield inner
+
+
+def _nodes(node: ir.Statement) -> Iterator[ir.Statement]:
+    yield node
+    parts: tuple[ir.Statement, ...] = ()
+    if isinstance(node, ir.Loop):
+        parts = node.body
+    elif isinstance(node, ir.Branch):
+        parts = (*node.then, *node.orelse)
+    for part in parts:
+        yield from _nodes(part)
+
+
+def _only_loads(node: ir.Statement) -> bool:
+    """A copy, or a branch with nothing but copies in it."""
+    if isinstance(node, ir.Branch):
+        return not node.orelse and all(isinstance(n, (ir.Load, ir.Define)) for n in node.then)
+    return isinstance(node, ir.Load)
+
+
+def _touched(node: ir.Statement) -> tuple[set[Key], set[Key]]:
+    """The shared tiles that a statement reads and writes."""
+    reads: set[Key] = set()
+    writes: set[Key] = set()
+    if isinstance(node, ir.Gemm):
+        reads = {k for k in (node.left, node.right) if k[1] == "shared"}
+    elif isinstance(node, ir.Move):
+        reads = {node.source} if node.source[1] == "shared" else set()
+        writes = {node.dest} if node.dest[1] == "shared" else set()
+    return reads, writes
+
+
+def _reads(node: ir.Statement) -> set[Key]:
+    return {k for n in _nodes(node) for k in _touched(n)[0]}
+
+
+def _read_soon(rest: tuple[ir.Statement, ...]) -> list[Key]:
+    """The tiles read in the rest of a body before another copy goes into them."""
+    found: list[Key] = []
+    filled: set[Key] = set()
+    for node in rest:
+        found += [k for k in sorted(_reads(node)) if k not in filled and k not in found]
+        filled |= {load.dest for load in _loads(node) if load.stage is None}
+    return found

@@ -1,0 +1,63 @@
+"""The translator, whole: a checked program and a GPU to CuTe C++, its map and its launch plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flashwright.check.program import Key, Program
+from flashwright.gpu import Gpu
+from flashwright.lower import ir
+from flashwright.lower.atoms import generation, shared_layout
+from flashwright.lower.launch_plan import LaunchPlan
+from flashwright.lower.lower import lower
+from flashwright.lower.partial import keep_partial
+from flashwright.lower.pipeline import pipeline
+from flashwright.lower.plan import make_plan, ordered
+from flashwright.lower.print_cute import Printer
+from flashwright.lower.source_map import SourceMap, source_map
+from flashwright.lower.sync import synchronise
+
+REGISTERS = 65536  # of an SM, on every GPU from sm_75 on
+SPARE_REGISTERS = 64  # of a thread, beside its tiles: addresses, operands on their way
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A kernel as text, and what belongs to it."""
+
+    source: str
+    map: SourceMap
+    plan: LaunchPlan
+
+
+def translate(program: Program, gpu: Gpu) -> Translation:
+    """Translate a program for a GPU; Failed says what cannot be translated, and where."""
+    kernel = lower(program)
+    asynchronous = generation(gpu) >= 80
+    stages: dict[Key, int] = {k: b.stages for k, b in program.buffers.items()}
+    body = keep_partial(kernel.body)
+    body = pipeline(body, program.buffers, ahead=max(stages.values()) if asynchronous else 1)
+    body = synchronise(body, program.buffers, asynchronous)
+    kernel = replace(kernel, body=body, grid=ordered(program, kernel.grid))
+    offsets, size = shared_layout(program, stages)
+    blocks = _blocks(program, gpu, size)
+    printed = Printer(program, gpu, kernel, offsets, blocks).print()
+    return Translation(
+        printed.source, source_map(printed.lines), make_plan(program, gpu, kernel, size)
+    )
+
+
+def _blocks(program: Program, gpu: Gpu, shared: int) -> int:
+    """How many blocks an SM should hold at once: what registers and shared memory allow."""
+    threads = 32 * program.warps
+    held = sum(
+        b.bytes // 4 // threads if len(b.shape) == 2 else 4
+        for b in program.buffers.values()
+        if b.space == "register"
+    )
+    by_registers = REGISTERS // (threads * min(held + SPARE_REGISTERS, 256))
+    by_shared = gpu.shared_per_sm // max(shared + 1024, 1)
+    return max(1, min(by_registers, by_shared))
+
+
+__all__ = ["Translation", "ir", "translate"]

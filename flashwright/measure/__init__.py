@@ -1,0 +1,1 @@
+"""Measuring kernels beside the libraries, in one run."""

@@ -1,0 +1,104 @@
+/* A libcuda.so.1 without a GPU: it remembers what it was asked to launch, for the tests of the launcher. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define PARAMETERS 512
+
+struct Launch {
+  unsigned grid[3], block[3], shared;
+  void* stream;
+  void* kernel;
+  unsigned char parameters[PARAMETERS];
+};
+
+static struct Launch last;
+static int launches, loads, pushed, retained, synchronized_, shared_set, image_is_ptx;
+static int refuse_cubin, fail_launch, fail_ptx, max_threads = 1024;
+static int mode = 0, size = 0;
+static void* current; /* the context of this thread */
+static int contexts[4];
+
+/* What tests ask and set. */
+struct Launch* fake_last(void) { return &last; }
+int fake_count(const char* what) {
+  if (!strcmp(what, "launches")) return launches;
+  if (!strcmp(what, "loads")) return loads;
+  if (!strcmp(what, "pushed")) return pushed;
+  if (!strcmp(what, "retained")) return retained;
+  if (!strcmp(what, "synchronized")) return synchronized_;
+  if (!strcmp(what, "shared_set")) return shared_set;
+  if (!strcmp(what, "ptx")) return image_is_ptx;
+  if (!strcmp(what, "mode")) return mode;
+  return -1;
+}
+void fake_set(const char* what, int value) {
+  if (!strcmp(what, "refuse_cubin")) refuse_cubin = value;
+  if (!strcmp(what, "fail_launch")) fail_launch = value;
+  if (!strcmp(what, "fail_ptx")) fail_ptx = value;
+  if (!strcmp(what, "max_threads")) max_threads = value;
+  if (!strcmp(what, "size")) size = value < PARAMETERS ? value : PARAMETERS; /* of the parameters */
+}
+
+int cuInit(unsigned flags) { return flags; }
+int cuDeviceGetCount(int* count) { return *count = 2, 0; }
+int cuDeviceGet(int* device, int number) {
+  if (number > 1) return 101;
+  return *device = number, 0;
+}
+int cuDeviceGetName(char* name, int size, int device) {
+  return snprintf(name, size, "Fake GPU %d", device), 0;
+}
+int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  (void)device;
+  *value = attribute == 97 ? 100 * 1024 : attribute == 75 ? 9 : attribute == 76 ? 0 : -1;
+  return 0;
+}
+int cuDevicePrimaryCtxRetain(void** context, int device) {
+  return ++retained, *context = &contexts[device], 0;
+}
+int cuCtxGetCurrent(void** context) { return *context = current, 0; }
+int cuCtxPushCurrent_v2(void* context) { return ++pushed, current = context, 0; }
+int cuCtxPopCurrent_v2(void** context) { return *context = current, current = NULL, 0; }
+int cuModuleLoadDataEx(void** module, const char* image, unsigned n, int* options, void** values) {
+  if (mode != 2 || current == NULL) return 900; /* capture would be broken; no context */
+  image_is_ptx = image[0] == '.';
+  if (!image_is_ptx && refuse_cubin) return 209;
+  if (image_is_ptx && fail_ptx) {
+    if (n == 2 && options[0] == 5) strcpy(values[0], "ptxas: line 7: no such instruction");
+    return 218;
+  }
+  return ++loads, *module = &loads, 0;
+}
+int cuModuleGetFunction(void** kernel, void* module, const char* name) {
+  (void)module;
+  if (strcmp(name, "attention")) return 500;
+  return *kernel = current, 0; /* so that a launch shows for which device it was loaded */
+}
+int cuFuncGetAttribute(int* value, int attribute, void* kernel) {
+  (void)kernel;
+  return *value = attribute == 0 ? max_threads : 0, 0;
+}
+int cuFuncSetAttribute(void* kernel, int attribute, int value) {
+  (void)kernel;
+  if (attribute == 8) shared_set = value;
+  return 0;
+}
+int cuLaunchKernel(void* kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                   unsigned bz, unsigned shared, void* stream, void** parameters, void** extra) {
+  if (fail_launch) return 1;
+  if (current != kernel || extra != NULL) return 400;
+  ++launches;
+  last = (struct Launch){{gx, gy, gz}, {bx, by, bz}, shared, stream, kernel, {0}};
+  memcpy(last.parameters, parameters[0], size);
+  return 0;
+}
+int cuStreamSynchronize(void* stream) { return (void)stream, ++synchronized_, 0; }
+int cuThreadExchangeStreamCaptureMode(int* wanted) {
+  int before = mode;
+  return mode = *wanted, *wanted = before, 0;
+}
+int cuGetErrorName(int result, const char** name) {
+  return *name = result == 1 ? "CUDA_ERROR_INVALID_VALUE" : "CUDA_ERROR_FAKE", 0;
+}
+int cuGetErrorString(int result, const char** text) { return (void)result, *text = "as asked", 0; }

@@ -1,0 +1,578 @@
+"""The launcher, without a GPU: the real one, before a driver that only remembers.
+
+Each test runs in a process whose libcuda.so.1 is the fake one, so that no other test meets it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashwright.build.encode import caller_order, encode
+from flashwright.build.load import CUBIN, PLAN, PTX, Kernel, load, read_plan
+from flashwright.lang.diagnostic import Failed
+from flashwright.lower.launch_plan import LaunchPlan, PlanAxis, PlanTensor
+from tests.unit import fake_gpu
+from tests.unit.fake_gpu import CPU, CUDA, Driver, Tensor, tensor
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("cc") and shutil.which("c++")), reason="no C and C++ compiler here"
+)
+
+SHARED, THREADS = 70_000, 128
+
+
+def plan_tensor(name: str, axes: str, dtype: str = "fp16", **settings: Any) -> PlanTensor:
+    """`axes` is like "B:batch H:heads L:q_len D:64"."""
+    found = []
+    for part in axes.split():
+        label, size = part.split(":")
+        tokens = tuple(int(t) if t.lstrip("-").isdecimal() else t for t in size.split(","))
+        found.append(PlanAxis(label=label, size=tokens))
+    usual = {"read": name not in ("O", "LSE"), "written": name in ("O", "LSE"), "vector": 1}
+    return PlanTensor(name=name, dtype=dtype, axes=tuple(found), **{**usual, **settings})
+
+
+ATTENTION = (
+    plan_tensor("Q", "B:batch H:heads L:q_len D:64", vector=8),
+    plan_tensor("K", "B:batch H:kv_heads L:kv_len D:64", vector=8),
+    plan_tensor("V", "B:batch H:kv_heads L:kv_len D:64", vector=8),
+    plan_tensor("Slopes", "H:heads", "fp32"),
+    plan_tensor("O", "B:batch H:heads L:q_len D:64", vector=8),
+    plan_tensor("LSE", "B:batch H:heads L:q_len", "fp32"),
+)
+DIMS = ("batch", "heads", "kv_heads", "q_len", "kv_len")
+FORMAT = "P4q P4q P4q P1q P4q P3q 5i4x".replace(" ", "").replace("P", "Q")
+GRID = (("q_len", 128, "ceil_div"), ("heads",), ("batch",))
+
+
+def make_plan(**changes: Any) -> LaunchPlan:
+    settings: dict[str, Any] = {
+        "entry": "attention",
+        "arch": "sm_80",
+        "threads": THREADS,
+        "shared": SHARED,
+        "grid": GRID,
+        "dims": DIMS,
+        "tensors": ATTENTION,
+    }
+    return LaunchPlan(**{**settings, **changes})
+
+
+def kernel(**changes: Any) -> Kernel:
+    return Kernel(make_plan(**changes), b"\x7fELF", b".version 8.0")
+
+
+def inputs(batch: int = 2, heads: int = 6, kv_heads: int = 3, q: int = 300, k: int = 77) -> Any:
+    """Q, K, V and Slopes."""
+    kv = [tensor(batch, kv_heads, k, 64) for _ in range(2)]
+    return [tensor(batch, heads, q, 64), *kv, tensor(heads, dtype="float32")]
+
+
+def outputs(batch: int = 2, heads: int = 6, q: int = 300) -> dict[str, Tensor]:
+    return {"O": tensor(batch, heads, q, 64), "LSE": tensor(batch, heads, q, dtype="float32")}
+
+
+# --- the process with the fake driver ---------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
+    folder = tmp_path_factory.mktemp("driver")
+    fake_gpu.build(folder)
+    before = os.environ.get("LD_LIBRARY_PATH")
+    os.environ["LD_LIBRARY_PATH"] = f"{folder}:{before}" if before else str(folder)
+    try:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=context) as executor:
+            executor.submit(os.getpid).result()  # it starts only now
+            yield executor
+    finally:
+        if before is None:
+            del os.environ["LD_LIBRARY_PATH"]
+        else:
+            os.environ["LD_LIBRARY_PATH"] = before
+
+
+def on_fake_gpu(body: Callable[[], None]) -> Callable[[ProcessPoolExecutor], None]:
+    def test(pool: ProcessPoolExecutor) -> None:
+        pool.submit(_run, body.__module__, body.__name__).result()
+
+    test.__name__, test.__doc__ = body.__name__, body.__doc__
+    test.body = body  # type: ignore[attr-defined]
+    return test
+
+
+def _run(module: str, name: str) -> None:
+    driver = Driver()
+    driver.set("size", struct.calcsize("=" + FORMAT))
+    for switch in ("refuse_cubin", "fail_launch", "fail_ptx"):
+        driver.set(switch, 0)
+    driver.set("max_threads", 1024)
+    getattr(importlib.import_module(module), name).body()
+
+
+def refused(kind: type[Exception], *words: str) -> Any:
+    """A complaint that says all of this; and nothing was launched."""
+    return pytest.raises(kind, match=".*".join(map(re.escape, words)))
+
+
+# --- what is launched -------------------------------------------------------------------------
+
+
+@on_fake_gpu
+def test_a_launch_has_the_grid_the_block_and_the_parameters_of_the_plan() -> None:
+    driver, given, out = Driver(), inputs(), outputs()
+    driver.set("size", 248)
+    assert kernel()(*given, out=out) is out["O"]
+    assert list(driver.last.grid) == [3, 6, 2]
+    assert list(driver.last.block) == [THREADS, 1, 1]
+    assert driver.last.shared == SHARED == driver.count("shared_set")
+    expected: list[int] = []
+    for array in (*given, out["O"], out["LSE"]):
+        expected += [array.address, *array.strides]
+    assert driver.parameters(FORMAT) == (*expected, 2, 6, 3, 300, 77)
+
+
+@on_fake_gpu
+def test_an_output_that_is_not_asked_for_is_a_null_pointer() -> None:
+    driver, out = Driver(), outputs()
+    kernel()(*inputs(), out=out["O"])
+    found = driver.parameters(FORMAT)
+    assert found[17] == out["O"].address
+    assert found[22:26] == (0, 0, 0, 0)
+
+
+@on_fake_gpu
+def test_the_same_memory_in_the_other_layout_gives_the_same_strides() -> None:
+    driver, run = Driver(), kernel()
+    q, k, v, slopes = inputs()
+    out = outputs()
+    run(q, k, v, slopes, out=out)
+    expected = driver.parameters(FORMAT)
+    turned = [Tensor(x.array.swapaxes(1, 2)) for x in (q, k, v, out["O"])]
+    run(*turned[:3], slopes, out={"O": turned[3], "LSE": out["LSE"]}, layout="bshd")
+    assert driver.parameters(FORMAT) == expected
+
+
+@on_fake_gpu
+def test_strides_are_passed_on_as_they_are() -> None:
+    """Q, K and V as slices of one packed projection."""
+    driver = Driver()
+    packed = np.zeros((2, 50, 3, 6, 64), np.float16)
+    q, k, v = (Tensor(packed[:, :, i].transpose(0, 2, 1, 3)) for i in range(3))
+    kernel()(q, k, v, tensor(6, dtype="float32"), out=tensor(2, 6, 50, 64))
+    found = driver.parameters(FORMAT)
+    assert found[1:5] == (50 * 3 * 6 * 64, 64, 3 * 6 * 64, 1)
+    assert found[5] == packed.ctypes.data + 6 * 64 * 2
+
+
+@on_fake_gpu
+def test_axes_in_another_order_and_split_heads() -> None:
+    """A plan whose heads are in groups: the caller's one head axis becomes two."""
+    driver = Driver()
+    grouped = (
+        plan_tensor("Q", "B:batch L:q_len H:kv_heads G:4 D:64", vector=8),
+        plan_tensor("K", "B:batch H:kv_heads L:kv_len D:64", vector=8),
+        plan_tensor("O", "B:batch L:q_len H:kv_heads G:4 D:64", vector=8),
+    )
+    dims = ("batch", "kv_heads", "q_len", "kv_len")
+    run = kernel(tensors=grouped, dims=dims, grid=(("q_len",), ("kv_heads",)))
+    q, k, o = tensor(2, 12, 10, 64), tensor(2, 3, 20, 64), tensor(2, 12, 10, 64)
+    driver.set("size", 8 * 19)
+    run(q, k, out=o)
+    found = driver.parameters("Q5qQ4qQ5q4i")
+    assert found[1:6] == (12 * 640, 64, 4 * 640, 640, 1)
+    assert found[-4:] == (2, 3, 10, 20)
+    with refused(ValueError, "`Q`", "13", "multiple of 4"):
+        run(tensor(2, 13, 10, 64), k, out=o)
+
+
+@on_fake_gpu
+def test_views_into_memory_are_contiguous_and_have_no_shape_to_check() -> None:
+    driver = Driver()
+    views = (
+        plan_tensor("Q", "B:batch L:q_len D:64"),
+        plan_tensor("Pool", "L:q_len D:64", flat=True),
+        plan_tensor("O", "B:batch L:q_len D:64"),
+    )
+    run = kernel(tensors=views, dims=("batch", "q_len"), grid=(("q_len",),))
+    q, pool, o = tensor(2, 10, 64), tensor(7, 100), tensor(2, 10, 64)
+    driver.set("size", 8 * 12)
+    run(q, pool, out=o)
+    assert driver.parameters("Q3qQ2qQ3q2i")[4:7] == (pool.address, 64, 1)
+    with refused(TypeError, "`O` is a view into memory that only you can size: give it, out="):
+        kernel(
+            tensors=(*views[:2], views[2].model_copy(update={"flat": True})),
+            dims=("batch", "q_len"),
+            grid=(("q_len",),),
+        )(q, pool)
+    with refused(ValueError, "`Pool` must be contiguous", "strides are (100, 2)"):
+        run(q, Tensor(np.zeros((7, 100), np.float16)[:, ::2]), out=o)
+
+
+@on_fake_gpu
+def test_kv_heads_that_no_tensor_has_are_as_many_as_the_heads() -> None:
+    driver = Driver()
+    plain = tuple(t for t in ATTENTION if t.name not in ("K", "V", "Slopes"))
+    run = kernel(tensors=plain, dims=DIMS[:4])
+    driver.set("size", 8 * 16)
+    run(tensor(2, 6, 300, 64), out=tensor(2, 6, 300, 64))
+    assert driver.parameters("Q4qQ4qQ3q4i")[-4:] == (2, 6, 6, 300)
+
+
+@on_fake_gpu
+def test_dimensions_that_no_tensor_has_are_given_by_name() -> None:
+    driver = Driver()
+    run = kernel(dims=(*DIMS, "tokens"), grid=(("tokens", 10, "floor_div"),))
+    run(*inputs(), out=outputs(), tokens=95)
+    assert list(driver.last.grid) == [9, 1, 1]
+    assert driver.parameters(FORMAT.removesuffix("4x") + "i")[-1] == 95
+    with refused(TypeError, "no tensor says what `tokens` is", "tokens=..."):
+        run(*inputs(), out=outputs())
+    with refused(TypeError, "`tokens`", "whole number", "float"):
+        run(*inputs(), out=outputs(), tokens=1.5)
+    with refused(ValueError, "`tokens`", "-1"):
+        run(*inputs(), out=outputs(), tokens=-1)
+    with refused(ValueError, "`q_len` is given as 7", "`Q` has 300"):
+        run(*inputs(), out=outputs(), tokens=1, q_len=7)
+
+
+@on_fake_gpu
+def test_every_operator_of_a_size() -> None:
+    sizes = {
+        ("q_len", 128, "ceil_div"): 3,
+        ("q_len", 128, "floor_div"): 2,
+        ("q_len", 128, "mod"): 44,
+        ("q_len", "kv_len", "min"): 77,
+        ("q_len", "kv_len", "max"): 300,
+        ("q_len", "kv_len", "-"): 223,
+        ("q_len", 2, "*", "kv_len", "+"): 677,
+        ("kv_len", "q_len", "-", 10, "floor_div", 24, "+"): 1,  # rounds down below 0 too
+        ("kv_len", "q_len", "-", 10, "ceil_div", 24, "+"): 2,
+        ("kv_len", "q_len", "-", 10, "mod"): 7,
+    }
+    for size, expected in sizes.items():
+        kernel(grid=(size,))(*inputs(), out=outputs())
+        assert Driver().last.grid[0] == expected, size
+
+
+@on_fake_gpu
+def test_a_problem_without_blocks_launches_nothing() -> None:
+    before = Driver().count("launches")
+    kernel()(*inputs(batch=0), out=outputs(batch=0))
+    assert Driver().count("launches") == before
+
+
+@on_fake_gpu
+def test_strides_of_axes_with_one_position_do_not_matter() -> None:
+    q = tensor(1, 6, 1, 64)
+    odd = Tensor(np.lib.stride_tricks.as_strided(q.array, strides=(6, 128, 10, 2)))
+    kernel()(odd, *inputs(batch=1, q=1)[1:], out=outputs(batch=1, q=1))
+    assert Driver().parameters(FORMAT)[1:5] == (0, 64, 0, 1)
+
+
+@on_fake_gpu
+def test_it_goes_to_the_device_and_stream_of_the_caller() -> None:
+    import tvm_ffi
+
+    driver, run = Driver(), kernel()
+    first, loads = driver.last.kernel, driver.count("loads")
+    where = {"device": (CUDA, 1)}
+    tensors = [tensor(*x.shape, **where) for x in inputs()[:3]]
+    slopes = tensor(6, dtype="float32", **where)
+    with tvm_ffi.use_raw_stream(tvm_ffi.device("cuda", 1), 0x1234):
+        run(*tensors, slopes, out=tensor(2, 6, 300, 64, **where))
+    assert driver.last.stream == 0x1234
+    assert driver.last.kernel != first
+    run(*tensors, slopes, out=tensor(2, 6, 300, 64, **where))
+    assert not driver.last.stream
+    assert driver.count("loads") == loads + 1  # once for each device
+    assert driver.count("mode") == 0  # the capture mode is put back
+
+
+# --- which code is loaded ---------------------------------------------------------------------
+
+
+@on_fake_gpu
+def test_the_cubin_is_used_where_the_driver_takes_it_and_else_the_ptx() -> None:
+    driver = Driver()
+    kernel()(*inputs(), out=outputs())
+    assert driver.count("ptx") == 0
+    driver.set("refuse_cubin", 1)
+    kernel()(*inputs(), out=outputs())
+    assert driver.count("ptx") == 1
+    with refused(RuntimeError, "compiled for sm_80", "sm_90 cannot run", "--ptx"):
+        Kernel(make_plan(), b"\x7fELF")(*inputs(), out=outputs())
+    driver.set("fail_ptx", 1)
+    with refused(RuntimeError, "cannot compile kernel.ptx for sm_90", "line 7"):
+        kernel()(*inputs(), out=outputs())
+
+
+@on_fake_gpu
+def test_what_the_driver_refuses_is_told_in_its_words() -> None:
+    driver = Driver()
+    with refused(RuntimeError, "finding the kernel other", "CUDA_ERROR"):
+        kernel(entry="other")(*inputs(), out=outputs())
+    with refused(RuntimeError, "200000 bytes of shared memory", "cuda:0 has 102400"):
+        kernel(shared=200_000)(*inputs(), out=outputs())
+    driver.set("max_threads", 64)
+    with refused(RuntimeError, "128 threads", "allow 64"):
+        kernel()(*inputs(), out=outputs())
+    driver.set("max_threads", 1024)
+    driver.set("fail_launch", 1)
+    with refused(RuntimeError, "launching the kernel", "CUDA_ERROR_INVALID_VALUE"):
+        kernel()(*inputs(), out=outputs())
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+@on_fake_gpu
+def test_wrong_arguments_are_named_before_anything_runs() -> None:
+    run, before = kernel(), Driver().count("launches")
+    q, k, v, slopes = inputs()
+    o = tensor(2, 6, 300, 64)
+    odd = Tensor(np.zeros(2 * 3 * 77 * 64 + 1, np.float16)[1:].reshape(2, 3, 77, 64))
+    wide = Tensor(np.zeros((2, 3, 77, 128), np.float16)[..., ::2])
+    tight = Tensor(np.zeros((2, 3, 77, 65), np.float16)[..., :64])
+    shared = Tensor(np.broadcast_to(np.zeros((1, 1, 300, 64), np.float16), (2, 6, 300, 64)))
+    wrong: list[tuple[Any, ...]] = [
+        (
+            ValueError,
+            "`K` must be on a CUDA device; it is on the CPU",
+            {"K": tensor(2, 3, 77, 64, device=(CPU, 0))},
+        ),
+        (
+            ValueError,
+            "`V` is on cuda:1, but `Q` is on cuda:0",
+            {"V": tensor(2, 3, 77, 64, device=(CUDA, 1))},
+        ),
+        (
+            TypeError,
+            "`K` must be fp16; it is bfloat16",
+            {"K": tensor(2, 3, 77, 64, dtype="bfloat16")},
+        ),
+        (
+            TypeError,
+            "`O` must be fp16; it is float32",
+            {"out": tensor(2, 6, 300, 64, dtype="float32")},
+        ),
+        (
+            ValueError,
+            "`Q` must have 4 axes (B, H, L, D); its shape is (6, 300, 64)",
+            {"Q": tensor(6, 300, 64)},
+        ),
+        (
+            ValueError,
+            "`V` has kv_len = 78 (axis L of (2, 3, 78, 64)), but `K` has kv_len = 77",
+            {"V": tensor(2, 3, 78, 64)},
+        ),
+        (ValueError, "`V` has kv_heads = 2", {"V": tensor(2, 2, 77, 64)}),
+        (
+            ValueError,
+            "`K` must be 64 wide on axis D, not 72; its shape is (2, 3, 77, 72)",
+            {"K": tensor(2, 3, 77, 72)},
+        ),
+        (ValueError, "`Slopes` has heads = 5", {"Slopes": tensor(5, dtype="float32")}),
+        (ValueError, "`O` has q_len = 299", {"out": tensor(2, 6, 299, 64)}),
+        (
+            ValueError,
+            "kv_heads = 4 must divide heads = 6",
+            {"K": tensor(2, 4, 77, 64), "V": tensor(2, 4, 77, 64)},
+        ),
+        (
+            ValueError,
+            "`K` must be contiguous along its last axis; its strides are (29568, 9856, 128, 2)",
+            {"K": wide},
+        ),
+        (
+            ValueError,
+            "`K` must have strides that are multiples of 8 elements; they are (15015, 5005, 65, 1)",
+            {"K": tight},
+        ),
+        (ValueError, "`K` must begin at a multiple of 16 bytes", {"K": odd}),
+        (ValueError, "`O` is written, but its elements share memory", {"out": shared}),
+        (TypeError, "`K` must be a tensor, not int", {"K": 7}),
+        (TypeError, "the input `Slopes` is missing; needed: Q, K, V, Slopes", {"Slopes": None}),
+        (TypeError, "there is no input `Slope`: did you mean Slopes?", {"Slope": slopes}),
+        (TypeError, "`LSE` is an output: give it as out={'LSE': tensor}", {"LSE": o}),
+        (TypeError, "there is no output `P`: there are O, LSE", {"outputs": ["P"]}),
+        (TypeError, "out names `P`, which is no output", {"out": {"P": o}}),
+        (ValueError, "layout must be 'bhsd' or 'bshd', not 'sbhd'", {"layout": "sbhd"}),
+        (
+            ValueError,
+            "this problem needs 70000 blocks along axis 2",
+            {
+                "Q": tensor(70000, 6, 0, 64),
+                "K": tensor(70000, 3, 0, 64),
+                "V": tensor(70000, 3, 0, 64),
+                "out": tensor(70000, 6, 0, 64),
+            },
+        ),
+    ]
+    for kind, words, changes in wrong:
+        arguments = {"Q": q, "K": k, "V": v, "Slopes": slopes, "out": o, **changes}
+        with refused(kind, words):
+            run(**arguments)
+    with refused(TypeError, "5 tensors are given, but the kernel has 4 inputs"):
+        run(q, k, v, slopes, o)
+    with refused(TypeError, "`Q` is given twice"):
+        run(q, k, v, slopes, Q=q, out=o)
+    with refused(TypeError, "no way is known to make a tests.unit.fake_gpu.Tensor", "out="):
+        run(q, k, v, slopes)
+    with refused(ValueError, "`Q` must have 4 axes"):  # found while the output is being made
+        run(tensor(3, 77), k, v, slopes)
+    with refused(ValueError, "`Q` must be on a CUDA device; it is on the CPU"):
+        run(q.array, k, v, slopes)
+    with refused(TypeError, "`Q` must be a tensor, not"):
+        run([1, 2], k, v, slopes)
+    assert Driver().count("launches") == before
+
+
+# --- plans and packages -----------------------------------------------------------------------
+
+
+WRONG_PLANS: list[tuple[dict[str, Any], str]] = [
+    ({"grid": ()}, "a grid has 1 to 3 axes, not 0"),
+    ({"threads": 2000}, "1 to 1024 threads"),
+    ({"shared": -1}, "-1 bytes"),
+    ({"grid": (("length",),)}, "speaks of `length`, which is no dimension"),
+    ({"grid": (("q_len", "+"),)}, "is no expression"),
+    ({"grid": (("q_len", 2),)}, "is no expression"),
+    ({"grid": ((1,) * 30 + ("+",) * 29,)}, "is no expression"),
+    ({"dims": (*DIMS, "batch")}, "given twice"),
+    ({"tensors": ATTENTION[:3]}, "reads a tensor and writes one"),
+    ({"tensors": (plan_tensor("Q", "B:batch", "fp64"),)}, "element type fp64"),
+    ({"tensors": (plan_tensor("Q", " ".join(["T:1"] * 9)),)}, "9 axes"),
+    ({"tensors": (plan_tensor("Q", "B:batch", vector=0),)}, "0 elements at once"),
+    ({"tensors": (plan_tensor("Q", "H:heads G:kv_heads"),)}, "split by something"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), WRONG_PLANS)
+def test_a_plan_that_cannot_be_launched_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(Failed, match=re.escape(words)) as failed:
+        encode(make_plan(**changes))
+    assert {d.code for d in failed.value.diagnostics} == {"FW852"}
+
+
+@pytest.mark.parametrize(
+    ("axes", "bhsd", "bshd"),
+    [
+        ("B:batch H:heads L:q_len D:64", [(0,), (1,), (2,), (3,)], [(0,), (2,), (1,), (3,)]),
+        ("B:batch L:q_len H:heads D:64", [(0,), (2,), (1,), (3,)], [(0,), (1,), (2,), (3,)]),
+        ("B:batch H:heads L:q_len", [(0,), (1,), (2,)], [(0,), (1,), (2,)]),
+        ("P:pages H:kv_heads L:64 D:64", [(0,), (1,), (2,), (3,)], [(0,), (1,), (2,), (3,)]),
+        (
+            "B:batch L:q_len H:kv_heads G:4 D:64",
+            [(0,), (2, 3), (1,), (4,)],
+            [(0,), (1,), (2, 3), (4,)],
+        ),
+        ("H:heads L:q_len M:kv_len", [(0,), (1,), (2,)], [(0,), (1,), (2,)]),
+    ],
+)
+def test_the_callers_order_of_axes(axes: str, bhsd: Any, bshd: Any) -> None:
+    assert list(caller_order(plan_tensor("Q", axes), "bhsd")) == bhsd
+    assert list(caller_order(plan_tensor("Q", axes), "bshd")) == bshd
+
+
+def test_a_folder_that_is_no_package(tmp_path: Path) -> None:
+    with pytest.raises(Failed, match=r"no kernel package.*launch.json"):
+        load(tmp_path)
+    (tmp_path / PLAN).write_text('{"entry": "attention"}')
+    with pytest.raises(Failed, match="is no launch plan: arch"):
+        read_plan(tmp_path)
+    (tmp_path / PLAN).write_text(make_plan().dump())
+    assert read_plan(tmp_path) == make_plan()
+    with pytest.raises(Failed, match=rf"has no {CUBIN} and no {PTX}"):
+        load(tmp_path)
+
+
+def test_without_a_driver_it_says_so(tmp_path: Path) -> None:
+    """In a process of its own, whose driver is hidden where there is one."""
+    (tmp_path / PLAN).write_text(make_plan().dump())
+    (tmp_path / CUBIN).write_bytes(b"\x7fELF")
+    code = (
+        "import flashwright, sys\n"
+        "from flashwright.build import driver\n"
+        "driver.LIBRARY = 'libcuda-that-is-not-there.so.1'\n"
+        f"try: flashwright.load({str(tmp_path)!r})\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+        "print('tvm_ffi' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    said, imported = done.stdout.splitlines()
+    assert said.startswith("Failed FW851: no GPU can be used here: there is no NVIDIA driver")
+    assert imported == "False"
+
+
+def test_the_launcher_compiles_without_a_warning(tmp_path: Path) -> None:
+    from tvm_ffi import libinfo
+
+    from flashwright.build.native import FLAGS, SOURCE
+
+    command = [
+        "c++",
+        *FLAGS,
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-isystem",
+        libinfo.find_include_path(),
+    ]
+    command += ["-fsyntax-only", str(SOURCE / "launcher.cpp"), "-Wno-unused-parameter"]
+    subprocess.run(command, check=True)
+
+
+def test_without_a_compiler_it_says_how_to_get_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flashwright.build import native
+
+    monkeypatch.setenv("FLASHWRIGHT_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(Failed, match="CXX names no-such-compiler") as failed:
+        native.library()
+    assert "apt install g++" in (failed.value.diagnostics[0].help or "")
+
+
+def test_a_compiler_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flashwright.build import native
+
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        "#!/bin/sh\n[ $1 = --version ] && exit\necho 'x.h: error: no' >&2; exit 1\n"
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("FLASHWRIGHT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(Failed, match=r"cannot compile it: x\.h: error: no"):
+        native.library()
+    assert not list((tmp_path / "cache" / "launcher").iterdir())
+
+
+def test_processes_that_build_the_launcher_at_once_both_have_it(tmp_path: Path) -> None:
+    code = "from flashwright.build.native import launcher, library; launcher(); print(library())"
+    env = {**os.environ, "FLASHWRIGHT_CACHE": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    both = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    found = {Path(child.communicate()[0].strip()) for child in both}
+    assert [child.returncode for child in both] == [0, 0]
+    assert found == set((tmp_path / "launcher").iterdir())
+    assert len(found) == 1
