@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from flashwright.check.program import Program
     from flashwright.gpu import Gpu
     from flashwright.judge.cpu import Verdict
+    from flashwright.judge.gpu import GpuVerdict
     from flashwright.lower.translate import Translation
     from flashwright.spec import AttentionSpec
 
@@ -85,6 +86,7 @@ class Run:
     verdict: Verdict | None = None
     translation: Translation | None = None
     built: Built | None = None
+    gpu_verdict: GpuVerdict | None = None
     kept: tuple[str, ...] = ()
     """Files that were in the folder, not as we wrote them: they are now NAME.bak."""
 
@@ -101,7 +103,8 @@ class Run:
     @property
     def ok(self) -> bool:
         """Nothing is wrong so far."""
-        return not self.failed and (self.verdict is None or self.verdict.ok)
+        verdicts = (self.verdict, self.gpu_verdict)
+        return not self.failed and all(v is None or v.ok for v in verdicts)
 
 
 @dataclass(frozen=True)
@@ -268,9 +271,24 @@ def _build(run: Run, progress: Progress) -> Run:
     return _keep(run, "build.json", package.record(built, run.gpu, run.files))
 
 
-# The verdict on the GPU and the measurement will stand behind these, in this tuple.
-# Each takes the Run that the one before returned and adds its own fields and files to it; its line
-# then moves from LATER into its Stage.
+def _verdict(run: Run, progress: Progress) -> Run:
+    from flashwright.judge.gpu import verdict
+
+    if run.built is None:
+        raise Skipped(Diagnostic("FW851", "there is no compiled kernel to run"))
+    try:
+        found = verdict(run.folder, run.spec, run.program, progress=progress)
+    except Failed as failed:
+        # No GPU, or none that takes the kernel: nothing is known of it, for good or ill.
+        if all(d.code == "FW851" for d in failed.diagnostics):
+            raise Skipped(*failed.diagnostics) from None
+        raise
+    findings = tuple(Finding("kernel.cu", d) for d in found.diagnostics)
+    return replace(run, gpu_verdict=found, findings=run.findings + findings)
+
+
+# The measurement will stand behind these, in this tuple. Each takes the Run that the one before
+# returned and adds its own fields and files to it; its line then moves from LATER into its Stage.
 STAGES: tuple[Stage, ...] = (
     Stage(
         "sketch",
@@ -314,11 +332,17 @@ STAGES: tuple[Stage, ...] = (
         proves="it compiles for this GPU without spilling a register",
         lacks="not compiled",
     ),
+    Stage(
+        "verdict",
+        "Verdict: right on the GPU?",
+        _verdict,
+        proves="run on the GPU at hand, it agrees with fp64 attention on all problems tried",
+        lacks="not run on a GPU",
+    ),
 )
 
 # What a kernel needs beyond the stages that exist; a stage of that name takes its line away.
 LATER: Mapping[str, str] = {
-    "verdict": "not run on a GPU",
     "measure": "not measured: every speed is an estimate",
 }
 
@@ -367,6 +391,7 @@ def result(run: Run) -> dict[str, Any]:
         "findings": [_finding(f) for f in run.findings],
         "cpu": cases(run.verdict) if run.verdict else None,
         "build": run.built.record() if run.built else None,
+        "gpu_run": run.gpu_verdict.record() if run.gpu_verdict else None,
         "artefacts": {name: sha256(data) for name, data in run.files.items()},
         "claimed": claimed(run),
         "not_claimed": not_claimed(run),

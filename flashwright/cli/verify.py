@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -52,7 +52,7 @@ def verify(
     with show.progress(f"running {folder}") as step:
         found = judge.verdict(folder, spec, lengths=lengths, seed=seed, progress=step)
     if as_json:
-        print(json.dumps(record(folder, found), indent=2))
+        print(json.dumps({"folder": str(folder), **found.record()}, indent=2))
     else:
         out = show.console()
         out.print(f"{folder} on {found.card} ({found.arch}): {show.spec_in_words(spec)}")
@@ -103,27 +103,3 @@ def in_words(found: GpuVerdict) -> str:
     if found.worst_ratio is not None:
         return f"{line}, at most {found.worst_ratio:.2f} times that of torch's flash backend"
     return f"{line}; {found.unable}" if found.unable else line
-
-
-def record(folder: Path, found: GpuVerdict) -> dict[str, Any]:
-    """The verdict as plain data."""
-    cases = [
-        {
-            "dims": dict(case.dims),
-            "output": case.output,
-            "ok": case.comparison.ok,
-            "relative_rms": case.comparison.relative_rms,
-            "relative_max": case.comparison.relative_max,
-            "library_rms": case.library,
-            "reason": case.comparison.reason,
-        }
-        for case in found.cases
-    ]
-    return {
-        "folder": str(folder),
-        "ok": found.ok,
-        "gpu": found.card,
-        "arch": found.arch,
-        "cases": cases,
-        "diagnostics": [{"code": d.code, "message": d.message} for d in found.diagnostics],
-    }

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from flashwright.check.program import Buffer, Key, Program
+from flashwright.check.vocabulary import DTYPES
 from flashwright.gpu import Gpu
 from flashwright.lang.nodes import Span
+from flashwright.lower import ir
+from flashwright.lower.element import leaves
+from flashwright.lower.names import tile_name
 from flashwright.lower.scalars import refused
 
 CPP_TYPES = {
@@ -63,3 +67,25 @@ def _check(buffer: Buffer) -> None:
     if rows % 8 or width % 32:
         text = f"a tile of {rows} rows of {width} bytes: rows go by 8, bytes by 32"
         raise refused(text, span)
+
+
+def wide_tiles(body: tuple[ir.Statement, ...], program: Program) -> frozenset[Key]:
+    """Accumulators whose columns lie as a product with 8-bit columns leaves them: the products
+    themselves, and what is computed from them."""
+    wide: set[Key] = set()
+    nodes = list(ir.flat(body))
+    for node in nodes:
+        if isinstance(node, ir.Gemm) and not node.transposed:
+            if DTYPES[program.buffers[node.right].dtype] == 1:
+                wide.add(node.target)
+    assigns = [a for n in nodes if isinstance(n, ir.Compute) for a in n.assigns if a.buffer]
+    while True:
+        more: set[Key] = set()
+        for assign in assigns:
+            assert assign.buffer is not None
+            named = {leaf.code.text.split("(")[0] for leaf in leaves(assign.value)}
+            if len(assign.buffer.shape) == 2 and named & {tile_name(k) for k in wide}:
+                more.add((assign.buffer.name, "register"))
+        if more <= wide:
+            return frozenset(wide)
+        wide |= more

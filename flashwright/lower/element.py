@@ -4,6 +4,7 @@ that makes them cheap, and their C++."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -76,6 +77,18 @@ def type_of(x: Element) -> Type:
             return "int" if whole and all(type_of(a) == "int" for a in operands) else "float"
         case Reduce():
             return "float"
+
+
+def leaves(x: Element) -> Iterator[Leaf]:
+    """All leaves of an expression."""
+    match x:
+        case Leaf():
+            yield x
+        case Op(_, args):
+            for arg in args:
+                yield from leaves(arg)
+        case Reduce(_, arg):
+            yield from leaves(arg)
 
 
 # --- algebra ----------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ passes can move it and the printer only has to say it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -42,6 +43,7 @@ class Window:
     start: tuple[Code, ...]
     rows: Code | None
     cols: Code | None
+    offset: Code | None = None  # in elements, of a view into memory
 
 
 @dataclass(frozen=True)
@@ -194,4 +196,14 @@ class Kernel:
     body: tuple[Statement, ...]
     sides: dict[Key, Side]  # of the vectors in registers
     operands: frozenset[Key]  # register tiles that are loaded as operands
-    staged: tuple[Key, ...] = ()  # shared tiles that go through registers
+    wide: frozenset[Key] = frozenset()  # accumulators whose threads hold 4 columns in every 16
+
+
+def flat(body: tuple[Statement, ...]) -> Iterator[Statement]:
+    """All statements in order, those inside loops and branches included."""
+    for node in body:
+        yield node
+        if isinstance(node, Loop):
+            yield from flat(node.body)
+        elif isinstance(node, Branch):
+            yield from flat((*node.then, *node.orelse))

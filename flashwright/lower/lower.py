@@ -11,7 +11,7 @@ from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_stmt
 from flashwright.lang.nodes import Expr, Name
 from flashwright.lower import ir
-from flashwright.lower.code import Code, binary, integer
+from flashwright.lower.code import Code, integer
 from flashwright.lower.computes import Computes
 from flashwright.lower.names import cpp
 from flashwright.lower.places import ZERO, Axes, Places, Where
@@ -190,7 +190,9 @@ class Lowering:
                 inside.append(self._inside(axis.size, place, size, stmt))
             start.append(place.as_int(stmt.span))
         rows, cols = inside[0], inside[1] if len(inside) > 1 else None
-        return ir.Window(tensor, tuple(start), rows, cols), tuple(axes)
+        offset = tensor.offset
+        shift = self.scalars(offset).as_int(offset.span) if offset is not None else None
+        return ir.Window(tensor, tuple(start), rows, cols, shift), tuple(axes)
 
     def _inside(self, extent: Expr, start: Scalar, size: int, stmt: tl.Copy) -> Code | None:
         """How much of the tile lies inside the tensor; None where it always does."""
@@ -253,8 +255,3 @@ def where(stmt: tl.Statement) -> dict[str, object]:
 def tensor_name(tensor: Tensor) -> str:
     """How the kernel speaks of a tensor."""
     return f"p.{cpp(tensor.name)}"
-
-
-def sum_of(a: Code, b: Code) -> Code:
-    """a + b."""
-    return binary("+", a, b)

@@ -130,8 +130,8 @@ def _marked(node: ir.Statement, target: Leaf) -> ir.Statement:
     if isinstance(node, ir.Compute):
         return replace(
             node,
-            assigns=tuple(replace(a, partial=a.partial or a.target == target) for a in node.assigns),
+            assigns=tuple(
+                replace(a, partial=a.partial or a.target == target) for a in node.assigns
+            ),
         )
     return node
-
-

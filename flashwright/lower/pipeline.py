@@ -113,11 +113,11 @@ def _moved(node: ir.Load, lets: dict[str, Code], var: str, to: Code) -> ir.Load:
         return _put(code, var, to)
 
     window = node.window
-    rows, cols = (other(c) if c is not None else None for c in (window.rows, window.cols))
-    return replace(
-        node,
-        window=replace(window, start=tuple(map(other, window.start)), rows=rows, cols=cols),
+    rows, cols, offset = (
+        other(c) if c is not None else None for c in (window.rows, window.cols, window.offset)
     )
+    start = tuple(map(other, window.start))
+    return replace(node, window=ir.Window(window.tensor, start, rows, cols, offset))
 
 
 def _put(code: Code, name: str, value: Code) -> Code:

@@ -42,7 +42,9 @@ class Places:
             return False
         return a.dim == b.dim and a.size == b.size and self.same(a.coord, b.coord)
 
-    def joined(self, before: Where | None, after: Where | None, low: Expr, var: Name) -> Where | None:
+    def joined(
+        self, before: Where | None, after: Where | None, low: Expr, var: Name
+    ) -> Where | None:
         """The place at the top of a loop's body: as it was, or stepping along with the loop."""
         if before is None or after is None:
             return None

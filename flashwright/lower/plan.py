@@ -27,9 +27,7 @@ def make_plan(program: Program, gpu: Gpu, kernel: ir.Kernel, shared: int) -> Lau
         arch=gpu.arch,
         threads=32 * program.warps,
         shared=shared,
-        grid=tuple(
-            _ceiling(_difference(a.high, a.low), program) for a in program.grid.axes
-        ),
+        grid=tuple(_ceiling(_difference(a.high, a.low), program) for a in program.grid.axes),
         dims=program.dims,
         tensors=tuple(_tensor(t, program, kernel) for t in program.tensors.values()),
     )
@@ -51,7 +49,7 @@ def _tensor(tensor: Tensor, program: Program, kernel: ir.Kernel) -> PlanTensor:
             and len(program.buffers[n.source].shape) == 2
             and whole_lines(n.window, program.buffers[n.source])
         )
-        for n in _flat(kernel.body)
+        for n in ir.flat(kernel.body)
     )
     return PlanTensor(
         name=tensor.name,
@@ -62,17 +60,6 @@ def _tensor(tensor: Tensor, program: Program, kernel: ir.Kernel) -> PlanTensor:
         vector=BYTES_AT_ONCE // size if lines else 1,
         flat=tensor.offset is not None,
     )
-
-
-def _flat(body: tuple[ir.Statement, ...]) -> list[ir.Statement]:
-    found: list[ir.Statement] = []
-    for node in body:
-        found.append(node)
-        if isinstance(node, ir.Loop):
-            found += _flat(node.body)
-        elif isinstance(node, ir.Branch):
-            found += _flat((*node.then, *node.orelse))
-    return found
 
 
 # --- sizes in postfix form --------------------------------------------------------------------

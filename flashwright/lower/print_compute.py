@@ -18,40 +18,43 @@ from flashwright.lower.element import (
     Reduce,
     axes_of,
     code,
+    leaves,
     type_of,
 )
 
 UNROLL = "CUTE_UNROLL"
 
 
-def compute(node: ir.Compute) -> Iterator[str]:
-    """The lines for one statement, not indented."""
+def compute(node: ir.Compute, at: str = "at") -> Iterator[str]:
+    """The lines for one statement, not indented; `at` knows the places of its tile's columns."""
     if not node.assigns:
         yield "// (a constant factor: taken along by what reads the tile next)"
         return
     if node.unless is not None:
         yield f"if (!({node.unless})) {{"
-        for line in _loops(node):
+        for line in _loops(node, at):
             yield f"  {line}"
         yield "}"
         return
-    yield from _loops(node)
+    yield from _loops(node, at)
 
 
-def _loops(node: ir.Compute) -> Iterator[str]:
+def _loops(node: ir.Compute, at: str) -> Iterator[str]:
     rows: list[ir.Assign] = []
     for assign in node.assigns:
         if assign.buffer is not None and not axes_of(assign.value):
-            yield from _rows(node, rows)
+            yield from _rows(node, rows, at)
             rows = []
             yield from _filled(assign)
         elif assign.target.axes == COLUMN:
-            yield from _rows(node, rows)
+            yield from _rows(node, rows, at)
             rows = []
-            yield from _loop("n", f"cute::size({_variable(assign.target)})", _columns(node, assign))
+            yield from _loop(
+                "n", f"cute::size({_variable(assign.target)})", _columns(node, assign, at)
+            )
         else:
             rows.append(assign)
-    yield from _rows(node, rows)
+    yield from _rows(node, rows, at)
 
 
 def _filled(assign: ir.Assign) -> Iterator[str]:
@@ -60,16 +63,16 @@ def _filled(assign: ir.Assign) -> Iterator[str]:
     yield f"cute::clear({name});" if zero else f"cute::fill({name}, {value});"
 
 
-def _columns(node: ir.Compute, assign: ir.Assign) -> Iterator[str]:
+def _columns(node: ir.Compute, assign: ir.Assign, at: str) -> Iterator[str]:
     if uses(assign.value, "kv_idx"):
-        yield f"int const kv_idx = {_position(node.cols, 'at.col(n)')};"
+        yield f"int const kv_idx = {_position(node.cols, f'{at}.col(n)')};"
     yield f"{assign.target.code} = {_converted(assign)};"
 
 
-def _rows(node: ir.Compute, assigns: list[ir.Assign]) -> Iterator[str]:
+def _rows(node: ir.Compute, assigns: list[ir.Assign], at: str) -> Iterator[str]:
     if not assigns:
         return
-    body = _Row(node)
+    body = _Row(node, at)
     for assign in assigns:
         body.add(assign)
     held = next(t for a in assigns for t in (a.target, *leaves(a.value)) if t.axes and a_tile(t))
@@ -83,6 +86,7 @@ class _Row:
     """What is done for one row: names first made once, then tiles column by column."""
 
     node: ir.Compute
+    at: str
     lines: list[str] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
     positioned: bool = False
@@ -90,7 +94,9 @@ class _Row:
     def add(self, assign: ir.Assign) -> None:
         """Append one assignment."""
         if uses(assign.value, "q_idx") and not self.positioned:
-            self.lines.append(f"int const q_idx = {_position(self.node.rows, 'at.row(m)')};")
+            self.lines.append(
+                f"int const q_idx = {_position(self.node.rows, f'{self.at}.row(m)')};"
+            )
             self.positioned = True
         value = self._without_reductions(assign.value, assign.partial)
         if assign.target.axes == TILE:
@@ -142,7 +148,9 @@ class _Row:
             case Op(_, args) if axes_of(x) == ROW and type_of(x) == "float":
                 text = code(x).text
                 if text not in self.names:
-                    self.names[text] = f"row_{sum(n.startswith('row_') for n in self.names.values())}"
+                    self.names[text] = (
+                        f"row_{sum(n.startswith('row_') for n in self.names.values())}"
+                    )
                     self.lines.append(f"float const {self.names[text]} = {text};")
                 return Leaf(Code(self.names[text], "float"), ROW)
             case Op(op, args):
@@ -152,7 +160,7 @@ class _Row:
     def _over_columns(self, tile: Leaf, inner: list[str], value: Element) -> list[str]:
         position = []
         if uses(value, "kv_idx"):
-            position = [f"int const kv_idx = {_position(self.node.cols, 'at.col(n)')};"]
+            position = [f"int const kv_idx = {_position(self.node.cols, f'{self.at}.col(n)')};"]
         return list(_loop("n", f"cute::size<1>({_variable(tile)})", iter([*position, *inner])))
 
 
@@ -187,18 +195,6 @@ def _variable(leaf: Leaf) -> str:
 def a_tile(leaf: Leaf) -> bool:
     """Whether a leaf is an element of a tile or a vector."""
     return "(" in leaf.code.text and leaf.axes != NOWHERE and leaf.axes != COLUMN
-
-
-def leaves(x: Element) -> Iterator[Leaf]:
-    """All leaves of an expression."""
-    match x:
-        case Leaf():
-            yield x
-        case Op(_, args):
-            for arg in args:
-                yield from leaves(arg)
-        case Reduce(_, arg):
-            yield from leaves(arg)
 
 
 def uses(x: Element, name: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from flashwright.check.program import Buffer, Key, Program, Tensor
+from flashwright.check.program import Buffer, Key, Program
 from flashwright.gpu import Gpu
 from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_expr
@@ -93,8 +93,7 @@ class Printer:
         yield "struct Params {"
         for tensor in self.program.tensors.values():
             sizes = ", ".join(format_expr(a.size) for a in tensor.axes)
-            axes = 1 if tensor.offset is not None else len(tensor.axes)
-            kind = f"fw::Global<{CPP_TYPES[tensor.dtype]}, {axes}>"
+            kind = f"fw::Global<{CPP_TYPES[tensor.dtype]}, {len(tensor.axes)}>"
             yield f"  {kind} {cpp(tensor.name)};  // ({sizes})"
         yield f"  int {', '.join(map(cpp, self.program.dims))};"
         yield "};"
@@ -117,7 +116,9 @@ class Printer:
         self._body(self.kernel.body, 1)
         body, self.text, self.lines = (self.text, self.lines), text, lines
         code = "\n".join(line for line in body[0] if not line.lstrip().startswith("//"))
-        used = set(re.findall(r"[A-Za-z_]\w*", code + " ".join(a.low.text for a in self.kernel.grid)))
+        used = set(
+            re.findall(r"[A-Za-z_]\w*", code + " ".join(a.low.text for a in self.kernel.grid))
+        )
         self._write(self._coordinates(used), _lines(self.program.grid), 1)
         for key, buffer in self.program.buffers.items():
             self._write(self._declare(key, buffer), _lines(buffer.declared), 1)
@@ -162,12 +163,12 @@ class Printer:
                     yield f"auto {name} = fw::col_vector<{sizes[0]}{more}>();"
 
     def _loaded(self, key: Key) -> bool:
-        return any(isinstance(n, ir.Put) and n.dest == key for n in _flat(self.kernel.body))
+        return any(isinstance(n, ir.Put) and n.dest == key for n in ir.flat(self.kernel.body))
 
     def _assigned(self) -> set[Key]:
         """Register tiles that are accumulators or vectors (operands are made where they are)."""
         found: set[Key] = set()
-        for node in _flat(self.kernel.body):
+        for node in ir.flat(self.kernel.body):
             match node:
                 case ir.Gemm(target):
                     found.add(target)
@@ -222,12 +223,14 @@ class Printer:
         while start and start[-1].text == "0":
             start.pop()
         places = ", ".join(c.text for c in start)
-        return f"{self._tensor(window.tensor)}.{kind}({places})"
+        tensor = f"p.{cpp(window.tensor.name)}"
+        if window.offset is not None:
+            tensor += f".from({window.offset})"
+        return f"{tensor}.{kind}({places})"
 
-    def _tensor(self, tensor: Tensor) -> str:
-        if tensor.offset is None:
-            return f"p.{cpp(tensor.name)}"
-        return f"{cpp(tensor.name)}_view"
+    def warps(self, key: Key) -> str:
+        """The template arguments that say how a tile lies."""
+        return "Warps, true" if key in self.kernel.wide else "Warps"
 
     def operand_name(self, key: Key) -> str:
         """The left operand of a GEMM in registers."""
@@ -279,7 +282,7 @@ def _fill(printer: Printer, node: ir.Fill) -> Lines:
     rows = window.rows or integer(buffer.shape[0])
     if len(buffer.shape) == 2:
         cols = window.cols or integer(buffer.shape[1])
-        yield f"fw::load<Warps>({name}, {printer.window(window)}, {rows}, {cols});"
+        yield f"fw::load<{printer.warps(node.dest)}>({name}, {printer.window(window)}, {rows}, {cols});"
     else:
         side = "rows" if printer.kernel.sides.get(node.dest, "rows") == "rows" else "cols"
         yield f"fw::load_{side}<Warps>({name}, {printer.window(window, 'line')}, {rows});"
@@ -295,11 +298,11 @@ def _store(printer: Printer, node: ir.Store) -> Lines:
         target = printer.window(window, "line")
         yield f"{guard}fw::store_{side}<Warps>({target}, {name}, {rows});"
     elif whole_lines(window, buffer):
-        yield f"{guard}fw::store<Warps>({printer.window(window)}, {name}, {rows});"
+        yield f"{guard}fw::store<{printer.warps(node.source)}>({printer.window(window)}, {name}, {rows});"
     else:
         cols = window.cols or integer(buffer.shape[1])
         target = printer.window(window)
-        yield f"{guard}fw::store_elements<Warps>({target}, {name}, {rows}, {cols});"
+        yield f"{guard}fw::store_elements<{printer.warps(node.source)}>({target}, {name}, {rows}, {cols});"
 
 
 def whole_lines(window: ir.Window, buffer: Buffer) -> bool:
@@ -314,13 +317,13 @@ def whole_lines(window: ir.Window, buffer: Buffer) -> bool:
 def _move(printer: Printer, node: ir.Move) -> Lines:
     if node.dest[1] == "shared":
         dest = printer.shared(node.dest, node.stage)
-        yield f"fw::to_shared<Warps>({dest}, {tile_name(node.source)});"
+        yield f"fw::to_shared<{printer.warps(node.source)}>({dest}, {tile_name(node.source)});"
     elif node.dest in printer.kernel.operands:
         source = printer.shared(node.source, node.stage)
         yield f"auto const {tile_name(node.dest)} = fw::load_operand<Warps>({source});"
     else:
         source = printer.shared(node.source, node.stage)
-        yield f"fw::from_shared<Warps>({tile_name(node.dest)}, {source});"
+        yield f"fw::from_shared<{printer.warps(node.dest)}>({tile_name(node.dest)}, {source});"
 
 
 def _gemm(printer: Printer, node: ir.Gemm) -> Lines:
@@ -343,7 +346,10 @@ def _operand(printer: Printer, node: ir.Operand) -> Lines:
 
 
 def _compute(printer: Printer, node: ir.Compute) -> Lines:
-    yield from compute(node)
+    wide = any(
+        a.buffer and (a.buffer.name, "register") in printer.kernel.wide for a in node.assigns
+    )
+    yield from compute(node, "wide_at" if wide else "at")
 
 
 RULES: dict[type, Callable[[Printer, Any], Lines]] = {
@@ -366,14 +372,5 @@ def _lines(stmt: tl.Statement) -> ir.Lines:
     return stmt.span.line, stmt.span.end_line
 
 
-def _flat(body: tuple[ir.Statement, ...]) -> Iterator[ir.Statement]:
-    for node in body:
-        yield node
-        if isinstance(node, ir.Loop):
-            yield from _flat(node.body)
-        elif isinstance(node, ir.Branch):
-            yield from _flat((*node.then, *node.orelse))
-
-
 def _gemm_dtypes(program: Program, body: tuple[ir.Statement, ...]) -> set[str]:
-    return {program.buffers[n.right].dtype for n in _flat(body) if isinstance(n, ir.Gemm)}
+    return {program.buffers[n.right].dtype for n in ir.flat(body) if isinstance(n, ir.Gemm)}

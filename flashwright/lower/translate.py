@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 from flashwright.check.program import Key, Program
 from flashwright.gpu import Gpu
-from flashwright.lower import ir
-from flashwright.lower.atoms import generation, shared_layout
+from flashwright.lower.atoms import generation, shared_layout, wide_tiles
 from flashwright.lower.launch_plan import LaunchPlan
 from flashwright.lower.lower import lower
 from flashwright.lower.partial import keep_partial
@@ -38,7 +37,8 @@ def translate(program: Program, gpu: Gpu) -> Translation:
     body = keep_partial(kernel.body)
     body = pipeline(body, program.buffers, ahead=max(stages.values()) if asynchronous else 1)
     body = synchronise(body, program.buffers, asynchronous)
-    kernel = replace(kernel, body=body, grid=ordered(program, kernel.grid))
+    wide = wide_tiles(body, program)
+    kernel = replace(kernel, body=body, grid=ordered(program, kernel.grid), wide=wide)
     offsets, size = shared_layout(program, stages)
     blocks = _blocks(program, gpu, size)
     printed = Printer(program, gpu, kernel, offsets, blocks).print()
@@ -58,6 +58,3 @@ def _blocks(program: Program, gpu: Gpu, shared: int) -> int:
     by_registers = REGISTERS // (threads * min(held + SPARE_REGISTERS, 256))
     by_shared = gpu.shared_per_sm // max(shared + 1024, 1)
     return max(1, min(by_registers, by_shared))
-
-
-__all__ = ["Translation", "ir", "translate"]

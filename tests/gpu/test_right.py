@@ -50,7 +50,7 @@ def agrees(found: GpuVerdict) -> None:
     assert found.cases
 
 
-@pytest.mark.parametrize(("gpu", "variants", "settings"), matrix())
+@pytest.mark.parametrize(("gpu", "variants", "settings"), list(matrix()))
 def test_built_in(gpu: str, variants: tuple[str, ...], settings: dict[str, Any]) -> None:
     """The sharings of heads are mostly one kernel: it is made once, and run with each."""
     for variant in variants:

@@ -10,7 +10,8 @@ differ where they do:
   keep `headroom` for the compiler and for elementwise extras, as a spill fails the build; a tuner
   may pass headroom=0. Tilings that send P through shared memory (d64 192x192, d96 192x144) are
   another kernel and not priced here.
-- A100 d64 128x128, d128 128x64 and T4 d128 128x64 with eight warps are theirs.
+- A100 d64 128x128 and d128 128x64 are theirs; they fill a thread's 255 registers, and a spill fails
+  our build, so we take 128x112 and 128x48. T4 d128 128x64 with eight warps is theirs.
 - L40S: keeping Q in registers (128x128 in 64 KB, eight warps) is another kernel as well.
 """
 
@@ -25,14 +26,13 @@ from flashwright.author.builtin.cost import (
     Footprint,
     Tiling,
     Workload,
+    comfort,
     count,
     estimate,
     footprint,
 )
 from flashwright.gpu import Gpu
 
-# Registers kept free on Hopper beyond the estimate: there a spill also serialises wgmma (C7511).
-HEADROOM = 8
 # The model is no finer than this: among estimates this close the simplest tiling is taken.
 TIE = 0.02
 RANKED = 8
@@ -111,10 +111,10 @@ def _rows(workload: Workload, gpu: Gpu) -> Iterator[tuple[int, int]]:
 def choose(workload: Workload, gpu: Gpu, headroom: int | None = None) -> Decision:
     """The cheapest tiling that fits `gpu`; raises NothingFits where there is none.
 
-    `headroom` registers are kept free below the limit (by default 8 on Hopper, none elsewhere).
+    `headroom` registers are kept free below the limit (by default 8 on Hopper, 24 elsewhere).
     """
     _validate(workload, gpu)
-    spare = headroom if headroom is not None else (HEADROOM if gpu.wgmma else 0)
+    spare = headroom if headroom is not None else comfort(gpu)
     tilings = enumerate_tilings(workload, gpu)
     fits: list[Candidate] = []
     over_shared = over_registers = 0

@@ -44,6 +44,13 @@ struct Global {
     return found;
   }
 
+  // The same axes, beginning elsewhere in memory.
+  __device__ Global from(int64_t offset) const {
+    Global moved = *this;
+    moved.data += offset;
+    return moved;
+  }
+
   // A tile of rows and columns (the last two axes) that begins at the coordinates.
   template <class... Coords>
   __device__ GlobalTile<T> tile(Coords... coords) const {
