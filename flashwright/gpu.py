@@ -122,9 +122,14 @@ class Gpu:
         """
         return -(-tile_bytes // (128 * warps)) + self.register_overhead
 
-    def block_registers(self, registers: int, warps: int) -> int:
-        """Registers of the SM that `warps` warps take, rounded as the hardware allocates them."""
-        return 32 * warps * (-(-registers // REGISTER_UNIT) * REGISTER_UNIT)
+    def blocks_by_registers(self, registers: int, warps: int) -> int:
+        """Blocks of so many warps that an SM's registers hold.
+
+        Registers are given out by the warp, rounded up, from the quarter of the SM it runs on.
+        """
+        rounded = -(-min(registers, _MOST_REGISTERS) // REGISTER_UNIT) * REGISTER_UNIT
+        in_quarter = self.registers_per_sm // 4 // (32 * rounded)
+        return 4 * in_quarter // warps
 
 
 # mma.sync shapes (PTX). Turing multiplies fp16 only, 8 deep; bf16 and depth 16 come with sm_80;

@@ -145,7 +145,8 @@ class Kernel:
         if name in self.outputs:
             return f"`{name}` is an output: give it as out={{{name!r}: tensor}}"
         known = [*self.inputs, *self.plan.dims]
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        folded = {k.lower(): k for k in known}  # torch's habit is q, k, v
+        near = [folded[n] for n in difflib.get_close_matches(name.lower(), folded, 1, cutoff=0.4)]
         return f"there is no input `{name}`: " + (
             f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
         )

@@ -38,7 +38,7 @@ def generation(gpu: Gpu) -> int:
 
 def atom(gpu: Gpu, dtype: str, span: Span | None) -> str:
     """The newest MMA atom of the GPU for an element type."""
-    found = [n for g, d in ATOMS if d == dtype and g <= generation(gpu) for n in (g,)]
+    found = [since for since, taken in ATOMS if taken == dtype and since <= generation(gpu)]
     if not found:
         raise refused(f"no mma.sync for {dtype} on {gpu.title}", span)
     return f"cute::{ATOMS[max(found), dtype]}"
@@ -69,23 +69,26 @@ def _check(buffer: Buffer) -> None:
         raise refused(text, span)
 
 
+def _bytes(program: Program, key: Key) -> int:
+    return DTYPES[program.buffers[key].dtype]
+
+
 def wide_tiles(body: tuple[ir.Statement, ...], program: Program) -> frozenset[Key]:
     """Accumulators whose columns lie as a product with 8-bit columns leaves them: the products
     themselves, and what is computed from them."""
     wide: set[Key] = set()
     nodes = list(ir.flat(body))
     for node in nodes:
-        if isinstance(node, ir.Gemm) and not node.transposed:
-            if DTYPES[program.buffers[node.right].dtype] == 1:
-                wide.add(node.target)
-    assigns = [a for n in nodes if isinstance(n, ir.Compute) for a in n.assigns if a.buffer]
+        if isinstance(node, ir.Gemm) and not node.transposed and _bytes(program, node.right) == 1:
+            wide.add(node.target)
+    assigns = [a for n in nodes if isinstance(n, ir.Compute) for a in n.assigns]
     while True:
         more: set[Key] = set()
         for assign in assigns:
-            assert assign.buffer is not None
             named = {leaf.code.text.split("(")[0] for leaf in leaves(assign.value)}
-            if len(assign.buffer.shape) == 2 and named & {tile_name(k) for k in wide}:
-                more.add((assign.buffer.name, "register"))
+            buffer = assign.buffer
+            if buffer and len(buffer.shape) == 2 and named & {tile_name(k) for k in wide}:
+                more.add((buffer.name, "register"))
         if more <= wide:
             return frozenset(wide)
         wide |= more

@@ -11,7 +11,7 @@ from flashwright.check.vocabulary import ARITHMETIC
 from flashwright.lang import nodes as tl
 from flashwright.lang.nodes import Expr, Name
 from flashwright.lower import ir
-from flashwright.lower.code import Code
+from flashwright.lower.code import Code, Type
 from flashwright.lower.element import (
     COLUMN,
     ROW,
@@ -20,6 +20,7 @@ from flashwright.lower.element import (
     Leaf,
     Op,
     Reduce,
+    Reduction,
     fold,
     literal,
     times,
@@ -72,8 +73,8 @@ class Computes:
         buffer = self.program.buffers[key]
         axes = TILE if len(buffer.shape) == 2 else _AXES[self.sides.setdefault(key, "rows")]
         places = ", ".join(sorted(axes))
-        kind = "int" if buffer.dtype == "int32" else "float"
-        return Leaf(Code(f"{tile_name(key)}({places})", kind), axes)  # type: ignore[arg-type]
+        kind: Type = "int" if buffer.dtype == "int32" else "float"
+        return Leaf(Code(f"{tile_name(key)}({places})", kind), axes)
 
     def read(self, key: Key, frame: Frame) -> Element:
         """A tile seen in a frame; a vector lies along the axis whose positions it has."""
@@ -142,7 +143,7 @@ class Computes:
         axes = self.lowering.axes
         rows, cols = axes.get(a, (None, None)), axes.get(b, (None, None))
         axes[target] = (rows[0], cols[0] if turned else cols[1])
-        self.lowering.emit(ir.Gemm(target, a, b, turned, fresh, **_where(stmt)))
+        self.lowering.emit(ir.Gemm(target, a, b, turned, fresh, origin=ir.origin(stmt)))
 
     def _elementwise(self, stmt: tl.Compute, expr: Expr) -> None:
         assert stmt.target is not None
@@ -171,15 +172,15 @@ class Computes:
         buffer = self.program.buffers[key]
         frame = Frame(buffer.shape, self.lowering.axes.get(key, (None, None)), buffer)
         tile = self.leaf(key)
-        hidden, start = literal(float("-inf")), _where(stmt)
+        hidden, origin = literal(float("-inf")), ir.origin(stmt)
         rows, cols = self._origins(frame)
         for always, condition in conjuncts(stmt.where, lambda e: everywhere(self, e, frame)):
             shown = self.element(condition, frame)
             assign = ir.Assign(tile, Op("where", (shown, tile, hidden)), buffer)
             self.lowering.emit(
-                ir.Compute(buffer.shape, (assign,), rows, cols, always, **start)  # type: ignore[arg-type]
+                ir.Compute(buffer.shape, (assign,), rows, cols, always, origin=origin)
             )
-            start = {"lines": start["lines"]}
+            origin = origin.untitled
 
     def _softmax(self, stmt: tl.Compute) -> None:
         """The statement's definition, spelt out (docs/language.md has the same lines)."""
@@ -228,7 +229,7 @@ class Computes:
 
     def _node(self, stmt: tl.Compute, frame: Frame, assigns: tuple[ir.Assign, ...]) -> ir.Compute:
         rows, cols = self._origins(frame)
-        return ir.Compute(frame.shape, assigns, rows, cols, **_where(stmt))
+        return ir.Compute(frame.shape, assigns, rows, cols, origin=ir.origin(stmt))
 
     def _origins(self, frame: Frame) -> tuple[Code | None, Code | None]:
         starts = [self.lowering.origin(w, frame.buffer, i) for i, w in enumerate(frame.axes)]
@@ -286,8 +287,8 @@ class Computes:
                 return Leaf(Code("kv_idx"), COLUMN)
             case Name(id) if id in self.program.params:
                 value = self.program.params[id]
-                kind = "float" if isinstance(value, (float, Fraction)) else "int"
-                return Leaf(Code(cpp(id), kind), value=float(value))  # type: ignore[arg-type]
+                kind: Type = "float" if isinstance(value, (float, Fraction)) else "int"
+                return Leaf(Code(cpp(id), kind), value=float(value))
             case Name(id) if id in self.lowering.scalars.scope:
                 return _scalar(self.lowering.scalars(expr))
             case Name():
@@ -304,8 +305,8 @@ class Computes:
                 keys = [k for k in self._tiles(args[0]) if len(self.program.buffers[k].shape) == 2]
                 buffer = self.program.buffers[keys[0]]
                 inner = Frame(buffer.shape, self.lowering.axes.get(keys[0], (None, None)), buffer)
-                op2 = func.id.lower().removeprefix("row")
-                return Reduce(op2, self.element(args[0], inner))  # type: ignore[arg-type]
+                reduction: Reduction = "max" if func.id.lower() == "rowmax" else "sum"
+                return Reduce(reduction, self.element(args[0], inner))
             case tl.Call(func, args):
                 return Op(func.id.lower(), tuple(self.element(a, frame) for a in args))
             case tl.Transpose():
@@ -333,12 +334,6 @@ def _factor(value: Element, own: Leaf) -> Leaf | None:
         case Op("*", (inner, Leaf(value=float(known)) as factor)) if inner == own and known > 0:
             return factor
     return None
-
-
-def _where(stmt: tl.Compute) -> dict[str, object]:
-    from flashwright.lower.lower import where
-
-    return where(stmt)
 
 
 def expression(stmt: tl.Compute, verb: str) -> Expr:

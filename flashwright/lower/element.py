@@ -1,5 +1,5 @@
-"""What is computed for one element of a tile: expressions over rows (m) and columns (n), the algebra
-that makes them cheap, and their C++."""
+"""What is computed for one element of a tile: expressions over rows (m) and columns (n), the
+algebra that makes them cheap, and their C++."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Literal
 from flashwright.lower.code import Code, Type, as_float, binary, call, choose, real, unary
 
 Axes = frozenset[str]
+Reduction = Literal["max", "sum"]
 NOWHERE: Axes = frozenset()
 ROW: Axes = frozenset("m")
 COLUMN: Axes = frozenset("n")
@@ -38,7 +39,7 @@ class Op:
 class Reduce:
     """The maximum or the sum of a row."""
 
-    op: Literal["max", "sum"]
+    op: Reduction
     arg: Element
 
 
@@ -150,7 +151,7 @@ def _scaled(x: Element, factor: Leaf) -> Element:
     return times(x, factor)
 
 
-def _reduced(op: Literal["max", "sum"], x: Element) -> Element:
+def _reduced(op: Reduction, x: Element) -> Element:
     match x:
         case Op("*", (inner, Leaf(value=float(value)) as factor)) if value > 0 or op == "sum":
             return times(_reduced(op, inner), factor)
@@ -182,7 +183,7 @@ def code(x: Element) -> Code:
 
 def _code(op: str, args: tuple[Element, ...], parts: list[Code]) -> Code:
     if op in ("and", "or"):
-        return binary("&&" if op == "and" else "||", *parts)
+        return binary("&&" if op == "and" else "||", parts[0], parts[1])
     if op == "not":
         return unary("!", parts[0])
     kind = type_of(Op(op, args))
@@ -196,7 +197,7 @@ def _code(op: str, args: tuple[Element, ...], parts: list[Code]) -> Code:
     if op == "%":
         return call("fw::floor_mod", *parts, type=kind)
     if op in (*COMPARISONS, "+", "-", "*", "/"):
-        return binary(op, *parts)
+        return binary(op, parts[0], parts[1])
     found = parts[0]
     if op in ("min", "max"):
         for other in parts[1:]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from flashwright.check.program import Buffer, Key, Tensor
+from flashwright.lang import nodes as tl
+from flashwright.lang.format import format_stmt
 from flashwright.lower.code import Code
 from flashwright.lower.element import Element, Leaf
 
@@ -18,11 +20,28 @@ Lines = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Node:
-    """Comes from these lines of the program; `title` is the statement, where one starts here."""
+class Origin:
+    """The lines of TL that a node comes from; `title` is the statement, where one starts here."""
 
-    lines: Lines = field(default=(0, 0), kw_only=True)
-    title: str = field(default="", kw_only=True)
+    lines: Lines | None = None
+    title: str = ""
+
+    @property
+    def untitled(self) -> Origin:
+        """The same lines, for a further node of the statement."""
+        return Origin(self.lines)
+
+
+def origin(stmt: tl.Statement) -> Origin:
+    """Where the first node of a statement comes from."""
+    return Origin((stmt.span.line, stmt.span.end_line), format_stmt(stmt).splitlines()[0])
+
+
+@dataclass(frozen=True)
+class Node:
+    """Comes from somewhere in the program, unless a pass has put it in."""
+
+    origin: Origin = field(default=Origin(), kw_only=True)
 
 
 @dataclass(frozen=True)

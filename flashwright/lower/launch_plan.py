@@ -9,13 +9,13 @@ Sizes are integer expressions over the dimensions in postfix form: `["q_len", 12
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from pydantic import BaseModel, ConfigDict
 
 Postfix = tuple[int | str, ...]
 
-OPERATORS = {
+OPERATORS: dict[str, Callable[[int, int], int]] = {
     "+": lambda a, b: a + b,
     "-": lambda a, b: a - b,
     "*": lambda a, b: a * b,

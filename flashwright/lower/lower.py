@@ -8,7 +8,6 @@ from flashwright.check.scalars import NotScalar, whole
 from flashwright.check.scalars import evaluate as exact
 from flashwright.check.vocabulary import CONSTANTS
 from flashwright.lang import nodes as tl
-from flashwright.lang.format import format_stmt
 from flashwright.lang.nodes import Expr, Name
 from flashwright.lower import ir
 from flashwright.lower.code import Code, integer
@@ -94,7 +93,7 @@ class Lowering:
             below = value.below.text
             name = f"{name}_{below}" if below.isidentifier() else f"{name}_scaled"
             note = f"{below} * {stmt.name.id}"
-        self.emit(ir.Define(name, value.code, note, **where(stmt)))
+        self.emit(ir.Define(name, value.code, note, origin=ir.origin(stmt)))
         self.scalars.define(stmt.name.id, Scalar(Code(name, value.code.type), value.below))
 
     def _for(self, stmt: tl.For) -> None:
@@ -115,7 +114,7 @@ class Lowering:
         }
         self.places.lets = lets
         body = self.inside(stmt.body)
-        self.emit(ir.Loop(cpp(stmt.var.id), low, condition, body, **where(stmt)))
+        self.emit(ir.Loop(cpp(stmt.var.id), low, condition, body, origin=ir.origin(stmt)))
 
     def _if(self, stmt: tl.If) -> None:
         self.computes.settle()
@@ -125,7 +124,7 @@ class Lowering:
         filled, self.axes = self.axes, before
         orelse = self.inside(stmt.orelse)
         self.axes = {**self.axes, **filled}
-        self.emit(ir.Branch(condition, then, orelse, **where(stmt)))
+        self.emit(ir.Branch(condition, then, orelse, origin=ir.origin(stmt)))
 
     def _element(self, expr: tl.Index, index: tuple[Code, ...]) -> Code:
         """One element of a tensor, read as a scalar."""
@@ -146,20 +145,20 @@ class Lowering:
             self.axes[dest] = axes
             self.computes.forget(dest)
             kind = ir.Load if stmt.dest == "shared" else ir.Fill
-            self.emit(kind(dest, window, **where(stmt)))
+            self.emit(kind(dest, window, origin=ir.origin(stmt)))
         elif stmt.dest == "global":
             tensor = self.program.tensors[dest[0]]
             self.computes.settle(source)
             window, _ = self._window(stmt, tensor, self.program.buffers[source])
-            optional = tensor is not self.program.outputs[0]
-            self.emit(ir.Store(source, window, optional, **where(stmt)))
+            optional = len(self.program.outputs) > 1  # the caller asks for those it wants
+            self.emit(ir.Store(source, window, optional, origin=ir.origin(stmt)))
         else:
             self.computes.settle(source)
             self.computes.forget(dest)
             self.axes[dest] = self.axes.get(source, (None,) * len(self.program.buffers[dest].shape))
             if stmt.dest == "register" and self._feeds_gemm(dest):
                 self.operands.add(dest)
-            self.emit(ir.Move(source, dest, **where(stmt)))
+            self.emit(ir.Move(source, dest, origin=ir.origin(stmt)))
 
     def _feeds_gemm(self, key: Key) -> bool:
         """Whether a register tile is a GEMM's left operand without a Reshape of its own."""
@@ -243,13 +242,7 @@ class Lowering:
         held = self.program.buffers[source].dtype
         dtype = stmt.dtype.id if stmt.dtype else self.operand_dtype.get(id(stmt), held)
         self.axes[target] = self.axes.get(source, (None, None))
-        self.emit(ir.Operand(target, source, dtype, **where(stmt)))
-
-
-def where(stmt: tl.Statement) -> dict[str, object]:
-    """The lines of a statement and its text, for the node made of it."""
-    title = format_stmt(stmt).splitlines()[0]
-    return {"lines": (stmt.span.line, stmt.span.end_line), "title": title}
+        self.emit(ir.Operand(target, source, dtype, origin=ir.origin(stmt)))
 
 
 def tensor_name(tensor: Tensor) -> str:

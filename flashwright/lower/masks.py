@@ -1,7 +1,8 @@
 """Masks: when a condition on positions holds on a whole tile, so that masking it can be left out.
 
-The test is made from the condition itself: each side of a comparison is bounded over the tile's rows
-and columns, and `kv_idx <= q_idx + c` holds everywhere if the last key is at most the first query + c.
+The test is made from the condition itself: each side of a comparison is bounded over the tile's
+rows and columns, and `kv_idx <= q_idx + c` holds everywhere if the last key is at most the first
+query + c.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ Bounds = tuple[Scalar, Scalar]
 def conjuncts(
     condition: Expr, test: Callable[[Expr], Code | None]
 ) -> Iterator[tuple[Code | None, Expr]]:
-    """The parts of an `and`: those that can be left out on some tiles together, each other alone."""
+    """The parts of an `and`: those that some tiles can leave out together, each other alone."""
     tested = [(part, test(part)) for part in _parts(condition)]
     known = [(part, code) for part, code in tested if code is not None]
     if known:
         together, holds = known[0]
-        for part, code in known[1:]:
+        for part, also in known[1:]:
             together = tl.Binary("and", together, part)
-            holds = binary("&&", holds, code)
+            holds = binary("&&", holds, also)
         yield holds, together
     for part, code in tested:
         if code is None:
@@ -73,12 +74,12 @@ def _bounds(computes: Computes, expr: Expr, frame: Frame) -> Bounds | None:
             return _arithmetic(computes, op, a, b) if a and b else None
         case tl.Call(func, args) if func.id.lower() in ("floor", "ceil", "min", "max"):
             parts = [_bounds(computes, a, frame) for a in args]
-            lows, highs = [p[0] for p in parts if p], [p[1] for p in parts if p]
-            if len(lows) < len(parts):
+            known = [p for p in parts if p is not None]
+            if len(known) < len(parts):
                 return None
-            scalars = computes.lowering.scalars
-            name = func.id.lower()
-            return scalars.call(name, lows, NOWHERE), scalars.call(name, highs, NOWHERE)
+            scalars, function = computes.lowering.scalars, func.id.lower()
+            lows, highs = [p[0] for p in known], [p[1] for p in known]
+            return scalars.call(function, lows), scalars.call(function, highs)
     if _uniform(computes, expr):
         value = computes.lowering.scalars(expr)
         return (value, value) if value.type == "int" else None

@@ -4,9 +4,26 @@ from __future__ import annotations
 
 from flashwright.check.program import Key
 
-_TAKEN = frozenset(
-    ["alignas", "alignof", "and", "asm", "auto", "bool", "break", "case", "catch", "char", "class", "const", "constexpr", "continue", "decltype", "default", "delete", "do", "double", "else", "enum", "explicit", "export", "extern", "false", "float", "for", "friend", "goto", "if", "inline", "int", "long", "mutable", "namespace", "new", "not", "operator", "or", "private", "protected", "public", "register", "return", "short", "signed", "sizeof", "static", "struct", "switch", "template", "this", "throw", "true", "try", "typedef", "typename", "union", "unsigned", "using", "virtual", "void", "volatile", "while", "xor", "fw", "cute", "p", "m", "n", "at", "shared", "attention", "Params", "Threads", "Mma", "now", "drop", "top", "total", "INFINITY", "min", "max", "abs", "exp", "log", "sqrt", "floor", "ceil", "tanh"]
+_KEYWORDS = (
+    *("alignas", "alignof", "and", "and_eq", "asm", "auto", "bitand", "bitor", "bool", "break"),
+    *("case", "catch", "char", "char16_t", "char32_t", "char8_t", "class", "co_await", "co_return"),
+    *("co_yield", "compl", "concept", "const", "const_cast", "consteval", "constexpr", "constinit"),
+    *("continue", "decltype", "default", "delete", "do", "double", "dynamic_cast", "else", "enum"),
+    *("explicit", "export", "extern", "false", "float", "for", "friend", "goto", "if", "inline"),
+    *("int", "long", "mutable", "namespace", "new", "noexcept", "not", "not_eq", "nullptr"),
+    *("operator", "or", "or_eq", "private", "protected", "public", "register"),
+    *("reinterpret_cast", "requires", "return", "short", "signed", "sizeof", "static"),
+    *("static_assert", "static_cast", "struct", "switch", "template", "this", "thread_local"),
+    *("throw", "true", "try", "typedef", "typeid", "typename", "union", "unsigned", "using"),
+    *("virtual", "void", "volatile", "wchar_t", "while", "xor", "xor_eq"),
 )
+_FUNCTIONS = ("abs", "ceil", "exp", "exp2", "floor", "log", "log2", "max", "min", "sqrt", "tanh")
+_CUDA = ("INFINITY", "blockDim", "blockIdx", "cute", "gridDim", "threadIdx", "warpSize")
+_KERNEL = (  # what the printer calls things
+    *("Mma", "Params", "Threads", "at", "attention", "drop", "fw", "m", "most", "n", "now", "p"),
+    *("shared", "sum", "top", "total", "wide_at"),
+)
+_TAKEN = frozenset((*_KEYWORDS, *_FUNCTIONS, *_CUDA, *_KERNEL))
 
 
 def cpp(name: str) -> str:

@@ -1,10 +1,11 @@
-"""Row sums that a loop adds up are kept in parts, one for each of the four threads of a row, and are
-put together once behind the loop instead of in every round."""
+"""Row sums that a loop adds up are kept in parts, one for each of the four threads of a row, and
+are put together once behind the loop instead of in every round."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from flashwright.check.program import Buffer
 from flashwright.lower import ir
 from flashwright.lower.element import Element, Leaf, Op, Reduce
 
@@ -22,35 +23,31 @@ def keep_partial(body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
                     continue
                 out[start] = _started(out[start], target)
                 out[position] = _marked(out[position], target)
-                whole = ir.Assign(target, Op("row_sum", (target,)), _buffer(node, target))
-                out.insert(position + 1, ir.Compute(whole.buffer.shape, (whole,)))  # type: ignore[union-attr]
+                buffer = _buffer(node, target)
+                whole = ir.Assign(target, Op("row_sum", (target,)), buffer)
+                out.insert(position + 1, ir.Compute(buffer.shape, (whole,)))
         position += 1
     return tuple(out)
 
 
-def _computes(body: tuple[ir.Statement, ...]) -> list[ir.Compute]:
-    found: list[ir.Compute] = []
-    for node in body:
-        if isinstance(node, ir.Compute):
-            found.append(node)
-        elif isinstance(node, ir.Loop):
-            found += _computes(node.body)
-        elif isinstance(node, ir.Branch):
-            found += _computes((*node.then, *node.orelse))
-    return found
+def _assigns(body: tuple[ir.Statement, ...]) -> list[ir.Assign]:
+    return [a for node in ir.flat(body) if isinstance(node, ir.Compute) for a in node.assigns]
 
 
-def _buffer(loop: ir.Loop, target: Leaf) -> object:
-    return next(a.buffer for c in _computes(loop.body) for a in c.assigns if a.target == target)
+def _buffer(loop: ir.Loop, target: Leaf) -> Buffer:
+    return next(a.buffer for a in _assigns(loop.body) if a.target == target and a.buffer)
 
 
 def _sums(loop: ir.Loop) -> list[Leaf]:
     """The vectors that the loop touches only by adding row sums to them and by rescaling them."""
-    assigns = [a for c in _computes(loop.body) for a in c.assigns]
+    assigns = _assigns(loop.body)
     candidates = {
-        a.target for a in assigns if a.buffer is not None and len(a.buffer.shape) == 1
+        a.target
+        for a in assigns
+        if a.buffer is not None
+        and len(a.buffer.shape) == 1
         and any(isinstance(x, Reduce) and x.op == "sum" for x in _terms(a.value))
-    }  # fmt: skip
+    }
     return [
         t
         for t in sorted(candidates, key=lambda leaf: leaf.code.text)
@@ -64,16 +61,18 @@ def _terms(x: Element) -> list[Element]:
 
 def _additive(x: Element, target: Leaf) -> bool:
     """Whether the value is `target * anything` and row sums, added up."""
-    for term in _terms(x):
-        own = term == target
-        scaled = isinstance(term, Op) and term.op == "*" and target in term.args
-        if scaled:
-            others = [a for a in term.args if a != target]  # type: ignore[union-attr]
-            scaled = not any(reads(a, target) for a in others)
-        summed = isinstance(term, Reduce) and term.op == "sum"
-        if not (own or scaled or summed):
-            return False
-    return True
+    return all(_added(term, target) for term in _terms(x))
+
+
+def _added(term: Element, target: Leaf) -> bool:
+    match term:
+        case Leaf():
+            return term == target
+        case Op("*", (a, b)) if target in (a, b):
+            return not reads(b if a == target else a, target)
+        case Reduce("sum", _):
+            return True
+    return False
 
 
 def reads(x: Element, target: Leaf) -> bool:
@@ -91,9 +90,8 @@ def _start(before: list[ir.Statement], target: Leaf) -> int | None:
     """Where the vector gets its first value, if nothing between there and the loop reads it."""
     for position in reversed(range(len(before))):
         node = before[position]
-        if isinstance(node, (ir.Loop, ir.Branch, ir.Fill, ir.Move)):
-            inner = _computes((node,)) if not isinstance(node, (ir.Fill, ir.Move)) else []
-            if any(a.target == target or reads(a.value, target) for c in inner for a in c.assigns):
+        if isinstance(node, (ir.Loop, ir.Branch)):
+            if any(a.target == target or reads(a.value, target) for a in _assigns((node,))):
                 return None
         elif isinstance(node, ir.Compute):
             if any(reads(a.value, target) for a in node.assigns):

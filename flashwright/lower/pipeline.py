@@ -1,5 +1,6 @@
 """Pipelining, where the program allows it: the copies of a buffer with N stages run N - 1 rounds of
-their loop ahead. `with stages 2` says that this may be done; what the program means stays the same."""
+their loop ahead. `with stages 2` says that this may be done; what the program means stays as it is.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def _loop(loop: ir.Loop, buffers: Mapping[Key, Buffer], ahead: int) -> list[ir.S
             if stages.get(node.dest, 1) - 1 > early:
                 load = replace(_moved(node, lets, loop.var, now), stage=integer(early))
                 condition = _put(loop.condition, loop.var, now)
-                prologue.append(ir.Branch(condition, (load,), lines=node.lines))
+                prologue.append(ir.Branch(condition, (load,), origin=node.origin.untitled))
     body = tuple(_round(node, loop, stages, lets) for node, lets in _with_lets(loop.body))
     return [*prologue, replace(loop, body=body)]
 
@@ -74,10 +75,13 @@ def _round(
     if isinstance(node, ir.Load) and node.dest in stages:
         n = stages[node.dest]
         later = _plus(Code(loop.var), n - 1)
-        load = replace(_moved(node, lets, loop.var, later), title="",
-                       stage=_modulo(_plus(count, n - 1), n))  # fmt: skip
+        load = replace(
+            _moved(node, lets, loop.var, later),
+            stage=_modulo(_plus(count, n - 1), n),
+            origin=node.origin.untitled,
+        )
         condition = _put(loop.condition, loop.var, later)
-        return ir.Branch(condition, (load,), lines=node.lines, title=node.title)
+        return ir.Branch(condition, (load,), origin=node.origin)
     if isinstance(node, ir.Gemm):
         left, right = (
             _modulo(count, stages[key]) if key in stages else None

@@ -1,4 +1,4 @@
-"""Where the tiles lie: positions of rows and columns, followed through the program as expressions."""
+"""Where the tiles lie: positions of rows and columns, as expressions of the program."""
 
 from __future__ import annotations
 

@@ -7,12 +7,13 @@ from typing import Any
 
 from flashwright.check.program import Program, Tensor
 from flashwright.check.scalars import NotScalar, evaluate
+from flashwright.check.vocabulary import DTYPES
 from flashwright.gpu import Gpu
 from flashwright.lang import nodes as tl
 from flashwright.lang.nodes import Binary, Call, Expr, Name, Num, Unary
 from flashwright.lower import ir
 from flashwright.lower.launch_plan import LaunchPlan, PlanAxis, PlanTensor, Postfix
-from flashwright.lower.print_cute import whole_lines
+from flashwright.lower.print_rules import whole_lines
 from flashwright.lower.scalars import refused
 
 BYTES_AT_ONCE = 16
@@ -38,8 +39,6 @@ def _difference(high: Expr, low: Expr) -> Expr:
 
 
 def _tensor(tensor: Tensor, program: Program, kernel: ir.Kernel) -> PlanTensor:
-    from flashwright.check.vocabulary import DTYPES
-
     size = DTYPES[tensor.dtype]
     lines = any(
         (isinstance(n, ir.Load) and n.window.tensor is tensor and n.window.cols is None)
@@ -133,7 +132,7 @@ def ordered(program: Program, grid: tuple[ir.GridAxis, ...]) -> tuple[ir.GridAxi
 
 
 def _rounds(program: Program, loop: tl.For, axis: str, block: int) -> Any:
-    """Rounds of the loop in one block of a square problem of a thousand and some positions."""
+    """Rounds of the loop in one block of a square problem of 4096 positions."""
     env: dict[str, Any] = {**program.params, **dict.fromkeys(program.dims, 4096)}
     env |= {a.name.id: 0 for a in program.grid.axes} | {axis: block}
     try:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 from flashwright.lower import ir
 from flashwright.lower.code import Code, as_float
 from flashwright.lower.element import (
     COLUMN,
-    NOWHERE,
     ROW,
     TILE,
     Element,
@@ -75,10 +74,9 @@ def _rows(node: ir.Compute, assigns: list[ir.Assign], at: str) -> Iterator[str]:
     body = _Row(node, at)
     for assign in assigns:
         body.add(assign)
-    held = next(t for a in assigns for t in (a.target, *leaves(a.value)) if t.axes and a_tile(t))
-    count = f"cute::size<0>({_variable(held)})" if held.axes == TILE else (
-        f"cute::size({_variable(held)})")  # fmt: skip
-    yield from _loop("m", count, iter(body.lines))
+    held = next(t for a in assigns for t in (a.target, *leaves(a.value)) if _has_rows(t))
+    size = "cute::size<0>" if held.axes == TILE else "cute::size"
+    yield from _loop("m", f"{size}({_variable(held)})", body.lines)
 
 
 @dataclass
@@ -94,22 +92,20 @@ class _Row:
     def add(self, assign: ir.Assign) -> None:
         """Append one assignment."""
         if uses(assign.value, "q_idx") and not self.positioned:
-            self.lines.append(
-                f"int const q_idx = {_position(self.node.rows, f'{self.at}.row(m)')};"
-            )
+            place = _position(self.node.rows, f"{self.at}.row(m)")
+            self.lines.append(f"int const q_idx = {place};")
             self.positioned = True
         value = self._without_reductions(assign.value, assign.partial)
-        if assign.target.axes == TILE:
+        target = assign.target
+        if target.axes == TILE:
             value = self._hoisted(value)
-            self.lines += self._over_columns(assign.target, [
-                f"{assign.target.code} = {_converted(ir.Assign(assign.target, value, assign.buffer))};"
-            ], value)  # fmt: skip
+            step = f"{target.code} = {_converted(replace(assign, value=value))};"
+            self.lines += self._over_columns(target, step, value)
         elif assign.buffer is None:
-            self.lines.append(f"float const {assign.target.code} = {code(value)};")
+            self.lines.append(f"float const {target.code} = {code(value)};")
         else:
-            text = _converted(ir.Assign(assign.target, value, assign.buffer))
-            self.lines.append(f"{assign.target.code} = {text};")
-        self._stale(assign.target)
+            self.lines.append(f"{target.code} = {_converted(replace(assign, value=value))};")
+        self._stale(target)
 
     def _stale(self, target: Leaf) -> None:
         """Names made from what has just been changed are not used again."""
@@ -128,10 +124,11 @@ class _Row:
         start = "-INFINITY" if op == "max" else "0.f"
         inner = self._hoisted(arg)
         self.lines.append(f"float {name} = {start};")
-        step = f"{name} = fw::max({name}, {code(inner)});" if op == "max" else (
-            f"{name} += {code(inner)};")  # fmt: skip
+        step = f"{name} += {code(inner)};"
+        if op == "max":
+            step = f"{name} = fw::max({name}, {code(inner)});"
         tile = next(t for t in leaves(arg) if t.axes == TILE)
-        self.lines += self._over_columns(tile, [step], inner)
+        self.lines += self._over_columns(tile, step, inner)
         if not partial:
             self.lines.append(f"{name} = fw::row_{op}({name});")
         return Leaf(Code(name, "float"), ROW)
@@ -148,23 +145,23 @@ class _Row:
             case Op(_, args) if axes_of(x) == ROW and type_of(x) == "float":
                 text = code(x).text
                 if text not in self.names:
-                    self.names[text] = (
-                        f"row_{sum(n.startswith('row_') for n in self.names.values())}"
-                    )
+                    count = sum(n.startswith("row_") for n in self.names.values())
+                    self.names[text] = f"row_{count}"
                     self.lines.append(f"float const {self.names[text]} = {text};")
                 return Leaf(Code(self.names[text], "float"), ROW)
             case Op(op, args):
                 return Op(op, tuple(self._hoisted(a) for a in args))
         return x
 
-    def _over_columns(self, tile: Leaf, inner: list[str], value: Element) -> list[str]:
-        position = []
+    def _over_columns(self, tile: Leaf, step: str, value: Element) -> Iterator[str]:
+        inner = [step]
         if uses(value, "kv_idx"):
-            position = [f"int const kv_idx = {_position(self.node.cols, f'{self.at}.col(n)')};"]
-        return list(_loop("n", f"cute::size<1>({_variable(tile)})", iter([*position, *inner])))
+            place = _position(self.node.cols, f"{self.at}.col(n)")
+            inner.insert(0, f"int const kv_idx = {place};")
+        return _loop("n", f"cute::size<1>({_variable(tile)})", inner)
 
 
-def _loop(var: str, count: str, body: Iterator[str]) -> Iterator[str]:
+def _loop(var: str, count: str, body: Iterable[str]) -> Iterator[str]:
     yield UNROLL
     yield f"for (int {var} = 0; {var} < {count}; ++{var}) {{"
     for line in body:
@@ -192,9 +189,9 @@ def _variable(leaf: Leaf) -> str:
     return leaf.code.text.split("(")[0]
 
 
-def a_tile(leaf: Leaf) -> bool:
-    """Whether a leaf is an element of a tile or a vector."""
-    return "(" in leaf.code.text and leaf.axes != NOWHERE and leaf.axes != COLUMN
+def _has_rows(leaf: Leaf) -> bool:
+    """Whether a leaf is an element of a tile, or of a vector along the rows."""
+    return "(" in leaf.code.text and leaf.axes in (ROW, TILE)
 
 
 def uses(x: Element, name: str) -> bool:

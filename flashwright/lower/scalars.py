@@ -99,7 +99,7 @@ class Scalars:
             case Binary(op, left, right):
                 return self.binary(op, self(left), self(right), expr.span)
             case Call(func, args):
-                return self.call(func.id.lower(), [self(a) for a in args], expr.span)
+                return self.call(func.id.lower(), [self(a) for a in args])
             case Index(_, args):
                 places = tuple(self(a).as_int(a.span) for a in args)
                 return Scalar(self.read(expr, places))
@@ -107,6 +107,7 @@ class Scalars:
                 raise AssertionError("`.T` belongs to a GEMM")
 
     def binary(self, op: str, a: Scalar, b: Scalar, span: Span) -> Scalar:
+        """`a op b`."""
         if op in ("and", "or"):
             return Scalar(binary("&&" if op == "and" else "||", a.code, b.code))
         if op in ("<", "<=", ">", ">=", "==", "!="):
@@ -120,12 +121,13 @@ class Scalars:
         if op == "%":
             return Scalar(call("fw::floor_mod", a.as_int(span), b.as_int(span), type="int"))
         x, y, below = _common(a, b)
-        return replace(_reduced(_sum(op, x, y), below))
+        return _reduced(_sum(op, x, y), below)
 
-    def call(self, name: str, args: list[Scalar], span: Span) -> Scalar:
+    def call(self, name: str, args: list[Scalar]) -> Scalar:
+        """A function of TL."""
         if name in ("floor", "ceil") and args[0].type == "int":
-            (x,) = args
-            return x if x.whole else Scalar(call(f"fw::{name}_div", x.code, x.below, type="int"))
+            (a,) = args
+            return a if a.whole else Scalar(call(f"fw::{name}_div", a.code, a.below, type="int"))
         if name in ("min", "max") and all(a.type == "int" for a in args):
             first = args[0]
             for other in args[1:]:

@@ -39,7 +39,7 @@ def source_map(lines: Sequence[tuple[int, int] | None]) -> SourceMap:
     """From the TL lines of each line of the kernel."""
     found: list[Stretch] = []
     for number, tl in enumerate(lines, 1):
-        if tl is None or tl == (0, 0):
+        if tl is None:
             continue
         last = found[-1] if found else None
         if last is not None and last.tl == tl and last.cu[1] == number - 1:

@@ -1,18 +1,21 @@
 """Who waits for what: commits, waits and barriers around shared memory, as few as are needed.
 
-Shared tiles are written by all threads and read by all. A read needs the tile's copy to have arrived
-(wait) and every thread to have seen that (barrier); a write needs every thread to be done with what was
-there (barrier). Whenever a barrier is due anyway, copies that will be read in the same round are waited
-for at once, so that it serves for them too: two barriers a round for a K and a V of one stage each.
+Shared tiles are written by all threads and read by all. A read needs the tile's copy to have
+arrived (wait) and every thread to have seen that (barrier); a write needs every thread to be done
+with what was there (barrier). Whenever a barrier is due anyway, copies that will be read in the
+same round are waited for at once, so that it serves for them too: two barriers a round for a K and
+a V of one stage each.
 
-Where there is no cp.async a copy travels in registers: it touches shared memory only when it is put
-there, right before the barrier of its reader.
+Where there is no cp.async a copy travels in registers. It goes ahead of its reader, and touches
+shared memory only when it is put there, right before the reader's barrier; or, where registers are
+short, it is put there at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from flashwright.check.program import Buffer, Key
 from flashwright.lower import ir
@@ -41,20 +44,22 @@ class Tile:
 
 
 State = dict[Key, Tile]
+Travel = Literal["async", "ahead", "at once"]
 
 
 def synchronise(
-    body: tuple[ir.Statement, ...], buffers: Mapping[Key, Buffer], asynchronous: bool
+    body: tuple[ir.Statement, ...], buffers: Mapping[Key, Buffer], travel: Travel
 ) -> tuple[ir.Statement, ...]:
     """The body with all that its shared tiles need to be right."""
-    walk = _Walk(buffers, asynchronous)
+    walk = _Walk(buffers, travel)
     walk.run(body)
     return tuple(walk.out)
 
 
 class _Walk:
-    def __init__(self, buffers: Mapping[Key, Buffer], asynchronous: bool) -> None:
-        self.asynchronous = asynchronous
+    def __init__(self, buffers: Mapping[Key, Buffer], travel: Travel) -> None:
+        self.asynchronous = travel == "async"
+        self.at_once = travel == "at once"
         self.state: State = {k: Tile() for k, b in buffers.items() if b.space == "shared"}
         self.stages: dict[Key, ir.Put] = {}
         self.open: set[Key] = set()
@@ -95,22 +100,23 @@ class _Walk:
         self, node: ir.Statement, loads: list[ir.Load], rest: tuple[ir.Statement, ...]
     ) -> None:
         keys = [load.dest for load in loads]
-        direct = self.asynchronous or any(load.window.cols is not None for load in loads)
+        elements = any(load.window.cols is not None for load in loads)
+        direct = self.asynchronous or self.at_once or elements
         if direct and any(self.state[k].read or self.state[k].arrived for k in keys):
             self._commit()
             self._barrier(rest)
-        self.out.append(node)
+        self.out += _put_at_once(node) if self.at_once else [node]
         for load in loads:
             tile = self.state[load.dest]
             if load.stage is None:
                 tile.visible = False
-            if load.window.cols is not None:  # element by element, done when it returns
+            if load.window.cols is not None or self.at_once:  # done when it returns
                 tile.arrived = True
             elif self.asynchronous:
                 self.open.add(load.dest)
             else:
                 tile.flying = (*tile.flying, 0)
-                self.stages[load.dest] = ir.Put(load.dest, load.stage, lines=load.lines)
+                self.stages[load.dest] = ir.Put(load.dest, load.stage, origin=load.origin.untitled)
 
     def _commit(self) -> None:
         if not self.open:
@@ -204,25 +210,27 @@ class _Walk:
         self.out.append(replace(node, then=parts[0], orelse=parts[1]))
 
 
+def _put_at_once(node: ir.Statement) -> list[ir.Statement]:
+    """A copy, or a branch of copies, each followed by its way into shared memory."""
+    if isinstance(node, ir.Branch):
+        return [replace(node, then=tuple(n for inner in node.then for n in _with_put(inner)))]
+    return _with_put(node)
+
+
+def _with_put(node: ir.Statement) -> list[ir.Statement]:
+    if isinstance(node, ir.Load) and node.window.cols is None:
+        return [node, ir.Put(node.dest, node.stage)]
+    return [node]
+
+
 def _copied(state: State) -> State:
     return {k: replace(t) for k, t in state.items()}
 
 
 def _loads(node: ir.Statement) -> Iterator[ir.Load]:
-    for inner in _nodes(node):
+    for inner in ir.flat((node,)):
         if isinstance(inner, ir.Load):
             yield inner
-
-
-def _nodes(node: ir.Statement) -> Iterator[ir.Statement]:
-    yield node
-    parts: tuple[ir.Statement, ...] = ()
-    if isinstance(node, ir.Loop):
-        parts = node.body
-    elif isinstance(node, ir.Branch):
-        parts = (*node.then, *node.orelse)
-    for part in parts:
-        yield from _nodes(part)
 
 
 def _only_loads(node: ir.Statement) -> bool:
@@ -245,7 +253,7 @@ def _touched(node: ir.Statement) -> tuple[set[Key], set[Key]]:
 
 
 def _reads(node: ir.Statement) -> set[Key]:
-    return {k for n in _nodes(node) for k in _touched(n)[0]}
+    return {k for n in ir.flat((node,)) for k in _touched(n)[0]}
 
 
 def _read_soon(rest: tuple[ir.Statement, ...]) -> list[Key]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from flashwright.check.program import Key, Program
 from flashwright.gpu import Gpu
+from flashwright.lang.nodes import Copy, For, statements
 from flashwright.lower.atoms import generation, shared_layout, wide_tiles
 from flashwright.lower.launch_plan import LaunchPlan
 from flashwright.lower.lower import lower
@@ -14,9 +15,9 @@ from flashwright.lower.pipeline import pipeline
 from flashwright.lower.plan import make_plan, ordered
 from flashwright.lower.print_cute import Printer
 from flashwright.lower.source_map import SourceMap, source_map
-from flashwright.lower.sync import synchronise
+from flashwright.lower.sync import Travel, synchronise
 
-REGISTERS = 65536  # of an SM, on every GPU from sm_75 on
+FULL = 240  # of the 255 registers of a thread: beyond that, fetching ahead makes it spill
 SPARE_REGISTERS = 64  # of a thread, beside its tiles: addresses, operands on their way
 
 
@@ -36,7 +37,10 @@ def translate(program: Program, gpu: Gpu) -> Translation:
     stages: dict[Key, int] = {k: b.stages for k, b in program.buffers.items()}
     body = keep_partial(kernel.body)
     body = pipeline(body, program.buffers, ahead=max(stages.values()) if asynchronous else 1)
-    body = synchronise(body, program.buffers, asynchronous)
+    travel: Travel = "async" if asynchronous else "ahead"
+    if not asynchronous and _held(program) + _travelling(program) + SPARE_REGISTERS > FULL:
+        travel = "at once"
+    body = synchronise(body, program.buffers, travel)
     wide = wide_tiles(body, program)
     kernel = replace(kernel, body=body, grid=ordered(program, kernel.grid), wide=wide)
     offsets, size = shared_layout(program, stages)
@@ -49,12 +53,24 @@ def translate(program: Program, gpu: Gpu) -> Translation:
 
 def _blocks(program: Program, gpu: Gpu, shared: int) -> int:
     """How many blocks an SM should hold at once: what registers and shared memory allow."""
+    by_registers = gpu.blocks_by_registers(_held(program) + SPARE_REGISTERS, program.warps)
+    by_shared = gpu.shared_per_sm // (shared + gpu.shared_reserved)
+    return max(1, min(by_registers, by_shared))
+
+
+def _held(program: Program) -> int:
+    """Registers of a thread for its tiles; it has a row's value for every eighth row of a warp."""
     threads = 32 * program.warps
-    held = sum(
-        b.bytes // 4 // threads if len(b.shape) == 2 else 4
+    return sum(
+        b.bytes // 4 // threads if len(b.shape) == 2 else -(-b.shape[0] // (8 * program.warps))
         for b in program.buffers.values()
         if b.space == "register"
     )
-    by_registers = REGISTERS // (threads * min(held + SPARE_REGISTERS, 256))
-    by_shared = gpu.shared_per_sm // max(shared + 1024, 1)
-    return max(1, min(by_registers, by_shared))
+
+
+def _travelling(program: Program) -> int:
+    """Registers of a thread for the tiles that a loop fetches ahead, where there is no cp.async."""
+    loops = [s for s in program.tree.body if isinstance(s, For)]
+    copies = [s for f in loops for s in statements(f.body) if isinstance(s, Copy)]
+    keys = {program.dest(c) for c in copies if c.source == "global" and c.dest == "shared"}
+    return sum(program.buffers[k].bytes // 4 // (32 * program.warps) for k in keys)

@@ -51,11 +51,18 @@ def test_registers_without_a_producer() -> None:
     assert [A100.register_limit(warps) for warps in (4, 8, 12, 16)] == [255, 255, 168, 128]
 
 
+def test_warps_take_registers_from_their_quarter() -> None:
+    # Five blocks of two warps need three warps on some quarter: 16384 / 3 / 32 = 170 each.
+    assert A100.blocks_by_registers(168, 2) == 6
+    assert A100.blocks_by_registers(176, 2) == 4
+    assert A100.blocks_by_registers(255, 4) == 2
+
+
 def test_a_dealt_out_register_file_is_never_exceeded() -> None:
     for gpu in GPUS.values():
         for warps in range(1, 33):
             limit = gpu.register_limit(warps)
-            assert gpu.block_registers(limit, warps) <= gpu.registers_per_sm or limit == 255
+            assert limit == 255 or warps % 4 or gpu.blocks_by_registers(limit, warps) >= 1
             assert limit == 255 or limit % 8 == 0
     with pytest.raises(ValueError, match="at least one warp"):
         T4.register_limit(0)

@@ -264,14 +264,22 @@ class Call {
     const TensorPlan& plan = plan_.tensors[i];
     const Order& order = plan.orders[layout_];
     int64_t last = static_cast<int64_t>(plan.axes.size()) - 1;
-    for (size_t c = 0; c < order.size(); ++c) {
+    for (size_t c = order.size(); c-- > 0;) {  // the last first: what is wrong there explains the rest
       int64_t stride = given_[i].strides[c];
       for (size_t k = order[c].size(); k-- > 0;) {
         int64_t p = order[c][k], size = plan.axes[p].size.value(dims_);
         strides[p] = fitting(plan, given_[i], p == last, size, stride);
+        within(plan, given_[i], p >= last - 1 && size > 1, strides[p]);
         stride *= size;
       }
     }
+  }
+
+  // Inside a tile the kernel counts in 32 bits without a sign.
+  void within(const TensorPlan& plan, const Given& given, bool in_tile, int64_t stride) const {
+    if (stride >= 0 && (!in_tile || stride <= UINT32_MAX)) return;
+    FW_REFUSE(ValueError, plan) << "has strides that the kernel cannot use: "
+                                << shape_of(*given.tensor, given.strides.data());
   }
 
   // A stride that the kernel can use. Along an axis of one position any number will do, and frameworks

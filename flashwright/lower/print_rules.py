@@ -1,0 +1,183 @@
+"""The printer's table of rules: an IR node to a few lines of CuTe C++."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from flashwright.check.program import Buffer, Key, Program
+from flashwright.lower import ir
+from flashwright.lower.atoms import CPP_TYPES
+from flashwright.lower.code import Code, integer
+from flashwright.lower.names import cpp, tile_name
+from flashwright.lower.print_compute import compute
+
+Lines = Iterator[str]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the rules know of the kernel they print."""
+
+    program: Program
+    kernel: ir.Kernel
+    asynchronous: bool  # there is cp.async
+
+    @cached_property
+    def gemm_dtypes(self) -> tuple[str, ...]:
+        """The element types that are multiplied."""
+        gemms = (n for n in ir.flat(self.kernel.body) if isinstance(n, ir.Gemm))
+        return tuple(sorted({self.program.buffers[n.right].dtype for n in gemms}))
+
+    def mma(self, dtype: str) -> str:
+        """The name of an element type's MMA atom."""
+        return "Mma" if len(self.gemm_dtypes) == 1 else f"Mma_{dtype}"
+
+    def shared(self, key: Key, stage: Code | None) -> str:
+        """A shared tile, at one of its stages."""
+        return tile_name(key) if stage is None else f"{tile_name(key)}.stage({stage})"
+
+    def window(self, window: ir.Window, kind: str = "tile") -> str:
+        """A tile in global memory."""
+        start = list(window.start)
+        while start and start[-1].text == "0":
+            start.pop()
+        places = ", ".join(c.text for c in start)
+        tensor = f"p.{cpp(window.tensor.name)}"
+        if window.offset is not None:
+            tensor += f".from({window.offset})"
+        return f"{tensor}.{kind}({places})"
+
+    def rows(self, window: ir.Window, key: Key) -> Code:
+        """How many rows of a tile are inside."""
+        return window.rows or integer(self.program.buffers[key].shape[0])
+
+    def cols(self, window: ir.Window, key: Key) -> Code:
+        """How many columns of a tile are inside."""
+        return window.cols or integer(self.program.buffers[key].shape[1])
+
+    def warps(self, key: Key) -> str:
+        """The template arguments that say how a tile lies."""
+        return "Warps, true" if key in self.kernel.wide else "Warps"
+
+    def side(self, key: Key) -> str:
+        """Along what a vector lies."""
+        return "rows" if self.kernel.sides.get(key, "rows") == "rows" else "cols"
+
+    def operand(self, key: Key) -> str:
+        """The left operand of a GEMM in registers."""
+        return tile_name(key) if key in self.kernel.operands else f"{tile_name(key)}_operand"
+
+
+def whole_lines(window: ir.Window, buffer: Buffer) -> bool:
+    """Whether a result can be stored 16 bytes at a time."""
+    return (
+        window.cols is None
+        and window.tensor.dtype in ("fp16", "bf16")
+        and buffer.shape[1] % 32 == 0
+    )
+
+
+def _define(at: Context, node: ir.Define) -> Lines:
+    note = f"  // {node.note}" if node.note else ""
+    yield f"{node.value.type} const {node.name} = {node.value};{note}"
+
+
+def _load(at: Context, node: ir.Load) -> Lines:
+    dest, source = at.shared(node.dest, node.stage), at.window(node.window)
+    rows = at.rows(node.window, node.dest)
+    if node.window.cols is not None:
+        yield f"fw::copy_elements<Threads>({dest}, {source}, {rows}, {node.window.cols});"
+    elif at.asynchronous:
+        yield f"fw::copy_async<Threads>({dest}, {source}, {rows});"
+    else:
+        yield f"{tile_name(node.dest)}_staged.load({source}, {rows});"
+
+
+def _put(at: Context, node: ir.Put) -> Lines:
+    yield f"{tile_name(node.dest)}_staged.store({at.shared(node.dest, node.stage)});"
+
+
+def _fill(at: Context, node: ir.Fill) -> Lines:
+    name, rows = tile_name(node.dest), at.rows(node.window, node.dest)
+    if len(at.program.buffers[node.dest].shape) == 1:
+        source = at.window(node.window, "line")
+        yield f"fw::load_{at.side(node.dest)}<Warps>({name}, {source}, {rows});"
+    else:
+        source, cols = at.window(node.window), at.cols(node.window, node.dest)
+        yield f"fw::load<{at.warps(node.dest)}>({name}, {source}, {rows}, {cols});"
+
+
+def _store(at: Context, node: ir.Store) -> Lines:
+    buffer, window = at.program.buffers[node.source], node.window
+    name, rows = tile_name(node.source), at.rows(window, node.source)
+    target, warps = at.window(window), at.warps(node.source)
+    if len(buffer.shape) == 1:
+        line = at.window(window, "line")
+        store = f"fw::store_{at.side(node.source)}<Warps>({line}, {name}, {rows});"
+    elif whole_lines(window, buffer):
+        store = f"fw::store<{warps}>({target}, {name}, {rows});"
+    else:
+        cols = at.cols(window, node.source)
+        store = f"fw::store_elements<{warps}>({target}, {name}, {rows}, {cols});"
+    if node.optional:
+        yield f"if (p.{cpp(window.tensor.name)}.data != nullptr) {{"
+        yield f"  {store}"
+        yield "}"
+    else:
+        yield store
+
+
+def _move(at: Context, node: ir.Move) -> Lines:
+    source, dest = tile_name(node.source), tile_name(node.dest)
+    if node.dest[1] == "shared":
+        to = at.shared(node.dest, node.stage)
+        yield f"fw::to_shared<{at.warps(node.source)}>({to}, {source});"
+    elif node.dest in at.kernel.operands:
+        held = at.shared(node.source, node.stage)
+        yield f"auto const {dest} = fw::load_operand<Warps>({held});"
+    else:
+        held = at.shared(node.source, node.stage)
+        yield f"fw::from_shared<{at.warps(node.dest)}>({dest}, {held});"
+
+
+def _gemm(at: Context, node: ir.Gemm) -> Lines:
+    target = tile_name(node.target)
+    if node.fresh:
+        yield f"cute::clear({target});"
+    if node.left[1] == "shared":
+        left = f"fw::left<Warps>({at.shared(node.left, node.left_stage)})"
+    else:
+        left = at.operand(node.left)
+    right = at.shared(node.right, node.right_stage)
+    side = "right_transposed" if node.transposed else "right"
+    mma = at.mma(at.program.buffers[node.right].dtype)
+    yield f"fw::gemm<{mma}>({target}, {left}, fw::{side}({right}));"
+
+
+def _operand(at: Context, node: ir.Operand) -> Lines:
+    name = f"{tile_name(node.target)}_operand"
+    yield f"auto const {name} = fw::operand<{CPP_TYPES[node.dtype]}>({tile_name(node.source)});"
+
+
+def _compute(at: Context, node: ir.Compute) -> Lines:
+    wide = any(a.buffer and (a.buffer.name, "register") in at.kernel.wide for a in node.assigns)
+    yield from compute(node, "wide_at" if wide else "at")
+
+
+RULES: dict[type, Callable[[Context, Any], Lines]] = {
+    ir.Define: _define,
+    ir.Load: _load,
+    ir.Put: _put,
+    ir.Commit: lambda at, node: iter(["fw::commit();"]),
+    ir.Wait: lambda at, node: iter([f"fw::wait<{node.left}>();"]),
+    ir.Barrier: lambda at, node: iter(["__syncthreads();"]),
+    ir.Fill: _fill,
+    ir.Store: _store,
+    ir.Move: _move,
+    ir.Gemm: _gemm,
+    ir.Operand: _operand,
+    ir.Compute: _compute,
+}

@@ -1,0 +1,195 @@
+"""Runs the tile IR of one thread block, event by event, and looks for races in shared memory.
+
+All threads go the same way, so one list of events is that of every thread, and two threads are in
+step only at barriers: what one does at event k is known to another at event l if a barrier lies
+between. An asynchronous copy may write at any time between its start and the wait for its group.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from flashwright.check.program import Key, Program
+from flashwright.gpu import Gpu
+from flashwright.lower import ir
+from flashwright.lower.atoms import generation
+from flashwright.lower.code import Code
+from flashwright.lower.lower import lower
+from flashwright.lower.partial import keep_partial
+from flashwright.lower.pipeline import pipeline
+from flashwright.lower.sync import synchronise
+
+Place = tuple[Key, int]  # a shared tile and its stage
+NEVER = 1 << 60
+
+
+class Race(AssertionError):
+    """Two threads, or a thread and its copy, meet in shared memory."""
+
+
+@dataclass
+class Written:
+    """What was last written to a place."""
+
+    content: object
+    kind: str
+    start: int
+    done: int  # the event from which on the writing thread knows that it is there
+
+
+@dataclass
+class Block:
+    """One thread block at work. `seen` is all it read and stored: what the program means."""
+
+    env: dict[str, Any]
+    asynchronous: bool
+    sequential: bool = False  # as TL says it: every copy is done when the next statement begins
+    clock: int = 0
+    barriers: int = 0
+    last_barrier: int = -1
+    held: dict[Place, Written] = field(default_factory=dict)
+    read: dict[Place, int] = field(default_factory=dict)  # the last time
+    staged: dict[Key, object] = field(default_factory=dict)
+    open: list[Written] = field(default_factory=list)
+    groups: list[list[Written]] = field(default_factory=list)
+    seen: list[object] = field(default_factory=list)
+
+    def run(self, body: tuple[ir.Statement, ...]) -> None:
+        for node in body:
+            self.clock += 1
+            match node:
+                case ir.Loop():
+                    self.env[node.var] = value(node.low, self.env)
+                    while value(node.condition, self.env):
+                        self.run(node.body)
+                        self.env[node.var] += 1
+                case ir.Branch():
+                    self.run(node.then if value(node.condition, self.env) else node.orelse)
+                case ir.Define():
+                    self.env[node.name] = value(node.value, self.env)
+                case _:
+                    self.step(node)
+
+    def step(self, node: ir.Statement) -> None:
+        match node:
+            case ir.Load():
+                self.load(node)
+            case ir.Put(dest, stage):
+                self.write(self.place(dest, stage), self.staged.get(dest, "nothing"), "put")
+            case ir.Commit():
+                self.groups.append(self.open)
+                self.open = []
+            case ir.Wait(left):
+                for group in self.groups[: len(self.groups) - left]:
+                    for written in group:
+                        written.done = min(written.done, self.clock)
+            case ir.Barrier():
+                self.last_barrier, self.barriers = self.clock, self.barriers + 1
+            case ir.Gemm():
+                for key, stage in ((node.left, node.left_stage), (node.right, node.right_stage)):
+                    self.take(key, stage)
+            case ir.Move(source, dest, stage) if source[1] == "shared":
+                self.take(source, stage)
+            case ir.Move(source, dest, stage):
+                moves = sum(1 for x in self.seen if x == ("move", dest))
+                self.seen.append(("move", dest))
+                self.write(self.place(dest, stage), (source, moves), "move")
+            case ir.Fill(_, window) | ir.Store(_, window):
+                self.seen.append(content(window, self.env))
+
+    def load(self, node: ir.Load) -> None:
+        what, place = content(node.window, self.env), self.place(node.dest, node.stage)
+        if node.window.cols is not None:
+            self.write(place, what, "elements")
+        elif self.sequential or self.asynchronous:
+            written = self.write(place, what, "copy")
+            if not self.sequential:
+                written.done = NEVER
+                self.open.append(written)
+        else:
+            self.staged[node.dest] = what
+
+    def place(self, key: Key, stage: Code | None) -> Place:
+        return key, 0 if stage is None else value(stage, self.env)
+
+    def write(self, place: Place, what: object, kind: str) -> Written:
+        before = self.held.get(place)
+        if not self.sequential:
+            if self.read.get(place, -1) > self.last_barrier:
+                raise Race(f"{place} is overwritten while others may still read it")
+            if before is not None and before.done > self.clock:
+                raise Race(f"{place} is overwritten while a copy is on its way there")
+            if before and before.kind != kind and before.done > self.last_barrier:
+                raise Race(f"{place} is overwritten by other threads than wrote it")
+        self.held[place] = Written(what, kind, self.clock, self.clock)
+        return self.held[place]
+
+    def take(self, key: Key, stage: Code | None) -> None:
+        if key[1] != "shared":
+            return
+        place = self.place(key, stage)
+        held = self.held.get(place)
+        if held is None:
+            raise Race(f"{place} is read before anything is there")
+        if not self.sequential and held.done >= self.last_barrier:
+            raise Race(f"{place} is read before all threads know that it is there")
+        self.read[place] = self.clock
+        self.seen.append((key, held.content))
+
+
+def content(window: ir.Window, env: Mapping[str, Any]) -> object:
+    places = (*window.start, window.rows, window.cols, window.offset)
+    return window.tensor.name, *(None if c is None else value(c, env) for c in places)
+
+
+def value(code: Code, env: Mapping[str, Any]) -> Any:
+    """A C++ expression of the kernel, evaluated."""
+    text = re.sub(r"\*p\.(\w+)\.at\(", r"read('\1', ", code.text)
+    text = text.replace("&&", " and ").replace("||", " or ").replace("fw::", "")
+    text = re.sub(r"!(?!=)", " not ", text)
+    assert not re.search(r"[?/]", text), f"{text} is more than this little evaluator knows"
+    functions = {
+        "min": min,
+        "max": max,
+        "abs": abs,
+        "floor_div": lambda a, b: a // b,
+        "ceil_div": lambda a, b: -(-a // b),
+        "floor_mod": lambda a, b: a % b,
+        "read": lambda tensor, *index: hash((tensor, index)) % 7,
+    }
+    return eval(text, {"__builtins__": {}}, {**functions, **env})
+
+
+def scheduled(program: Program, gpu: Gpu) -> tuple[ir.Statement, ...]:
+    """The body as it is printed."""
+    asynchronous = generation(gpu) >= 80
+    body = keep_partial(lower(program).body)
+    ahead = max(b.stages for b in program.buffers.values()) if asynchronous else 1
+    return synchronise(pipeline(body, program.buffers, ahead), program.buffers, asynchronous)
+
+
+def block(
+    program: Program, gpu: Gpu, dims: Mapping[str, int], place: Mapping[str, int], **options: bool
+) -> Block:
+    """One thread block before it starts."""
+    params = {n: v for n, v in program.params.items() if not isinstance(v, Fraction)}
+    env: dict[str, Any] = {**params, **dict.fromkeys(program.dims, 2), **dims, **place}
+    return Block(env, generation(gpu) >= 80, **options)
+
+
+def check_block(
+    program: Program, gpu: Gpu, dims: Mapping[str, int], place: Mapping[str, int]
+) -> Block:
+    """Raises Race; also if the schedule reads anything else than the program says."""
+    meant = block(program, gpu, dims, place, sequential=True)
+    meant.run(lower(program).body)
+    done = block(program, gpu, dims, place)
+    done.run(scheduled(program, gpu))
+    if meant.seen != done.seen:
+        first = next(i for i, (a, b) in enumerate(zip(meant.seen, done.seen, strict=False)) if a != b)
+        raise Race(f"{meant.seen[first]} is meant, {done.seen[first]} is there")
+    return done
