@@ -250,7 +250,7 @@ def _translate(run: Run, progress: Progress) -> Run:
 
 def _build(run: Run, progress: Progress) -> Run:
     from flashwright.build import package, toolchain
-    from flashwright.build.compile import build
+    from flashwright.build.make import make
 
     if run.translation is None:
         raise Skipped(Diagnostic("FW821", "there is no CUDA source to compile"))
@@ -258,15 +258,15 @@ def _build(run: Run, progress: Progress) -> Run:
         tools = toolchain.find()
     except Failed as failed:
         raise Skipped(*failed.diagnostics) from None
-    made, code = run.translation, run.artefacts["code.tl"]
+    assert run.program is not None
     try:
-        built = build(made.source, made.plan.arch, map=made.map, tl=code, toolchain=tools)
+        made, built = make(run.program, run.gpu, tl=run.artefacts["code.tl"], toolchain=tools)
     except Failed as failed:
         found = [Finding("code.tl" if d.span else "kernel.cu", d) for d in failed.diagnostics]
         return replace(run, findings=(*run.findings, *found))
     warnings = tuple(Finding("kernel.cu", d) for d in built.warnings)
-    run = replace(run, built=built, findings=run.findings + warnings)
-    for name, data in package.compiled(built).items():
+    run = replace(run, built=built, translation=made, findings=run.findings + warnings)
+    for name, data in {**package.translated(made), **package.compiled(built)}.items():
         run = _keep(run, name, data)
     return _keep(run, "build.json", package.record(built, run.gpu, run.files))
 

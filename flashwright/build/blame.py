@@ -132,18 +132,23 @@ def _short(path: str) -> str:
     return parts[-1]
 
 
-def refuse_slow(log: str, stores: int, loads: int, registers: int) -> None:
-    """Spills and serialised instructions: the kernel would be right, and many times too slow."""
-    found = []
+def refuse_spills(stores: int, loads: int, registers: int) -> None:
+    """Registers that go to memory and back: the kernel would be right, and too slow."""
     if stores or loads:
         text = (
             f"the kernel spills: {stores} bytes stored to and {loads} bytes loaded from local "
             f"memory, with {registers} registers a thread"
         )
         hint = "smaller tiles (BM, BN), more warps or fewer tiles in registers at a time"
-        found.append(Diagnostic("FW823", text, help=hint))
-    for code, text in dict.fromkeys(_SLOW.findall(log)):
-        found.append(Diagnostic("FW824", f"ptxas ({code}): {text.strip()}"))
+        raise Failed(Diagnostic("FW823", text, help=hint))
+
+
+def refuse_serialised(log: str) -> None:
+    """Instructions that wait for each other: the kernel would be right, and many times too slow."""
+    found = [
+        Diagnostic("FW824", f"ptxas ({code}): {text.strip()}")
+        for code, text in dict.fromkeys(_SLOW.findall(log))
+    ]
     if found:
         raise Failed(*found)
 

@@ -105,6 +105,7 @@ def build(
                 entry, cached = _compiled(source, flags, tools, store, places, time_limit), False
                 store.put(key, entry)
     facts = Facts(**entry.facts)
+    blame.refuse_spills(facts.spill_stores, facts.spill_loads, facts.registers)
     return Built(
         **asdict(facts),
         cubin=entry.cubin,
@@ -160,7 +161,7 @@ def _compiled(
         facts = read_facts(log, time.monotonic() - start)
     if not facts.registers:  # then "no spills" would be said of nothing
         raise Failed(Diagnostic("FW822", "ptxas tells of no kernel in the generated code"))
-    blame.refuse_slow(log, facts.spill_stores, facts.spill_loads, facts.registers)
+    blame.refuse_serialised(log)
     return Entry(asdict(facts), cubin, ptx)
 
 

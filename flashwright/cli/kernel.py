@@ -29,6 +29,7 @@ from flashwright.files import cannot, recorded, set_aside, sha256, write
 if TYPE_CHECKING:
     from flashwright.build.compile import Built
     from flashwright.build.toolchain import Toolchain
+    from flashwright.check.program import Program
     from flashwright.gpu import Gpu
     from flashwright.lower.launch_plan import LaunchPlan
     from flashwright.lower.translate import Translation
@@ -60,7 +61,9 @@ def translate(
 
     Beside FILE.cu go FILE.map.json (which lines came from which) and launch.json.
     """
-    made, _ = _translated(file, find_gpu(gpu))
+    card = find_gpu(gpu)
+    program, source = load_program(file, card)
+    made = _translated(file, program, source, card)
     if out == "-":
         print(made.source, end="")
         return FINE
@@ -72,12 +75,11 @@ def translate(
     return FINE
 
 
-def _translated(file: str, card: Gpu) -> tuple[Translation, str]:
+def _translated(file: str, program: Program, source: str, card: Gpu) -> Translation:
     from flashwright.lower.translate import translate as to_cuda
 
-    program, source = load_program(file, card)
     with blaming(shown_name(file), source):
-        return to_cuda(program, card), source
+        return to_cuda(program, card)
 
 
 # --- build ------------------------------------------------------------------------------------
@@ -112,17 +114,18 @@ def build(
     file = str(Path(what, CODE)) if is_folder else what
     card = find_gpu(gpu if gpu is not None else _known_gpu(Path(what)))
     tools = toolchain.find()  # before the work, so that nothing is changed where it is missing
-    made, source = _translated(file, card)
+    program, source = load_program(file, card)
+    made = _translated(file, program, source, card)
     folder = out or (Path(what) if is_folder else Path("out", f"{_stem(file)}-{card.name}"))
     files = {**_inputs(file, source), **package.translated(made)}
     try:
         with blaming(shown_name(file), source):
-            built = _compiled(made, source, tools, real)
+            made, built = _compiled(program, card, source, tools, real)
     except Blamed as blamed:
         if exit_code(blamed.diagnostics) == WRONG:
             _put(folder, files)  # what the compiler complains of, to look at
         raise
-    files |= package.compiled(built, ptx)
+    files |= {**package.translated(made), **package.compiled(built, ptx)}
     kept = _put(folder, {**files, package.RECORD: package.record(built, card, files)})
     _tell_built(built, made, folder, kept)
     return FINE
@@ -138,17 +141,18 @@ def _known_gpu(folder: Path) -> str:
     raise typer.BadParameter("say for which GPU; `flashwright gpus` lists them", param_hint="--gpu")
 
 
-def _compiled(made: Translation, source: str, tools: Toolchain, real: str | None) -> Built:
+def _compiled(
+    program: Program, card: Gpu, source: str, tools: Toolchain, real: str | None
+) -> tuple[Translation, Built]:
     from flashwright.build import compile as compiler
+    from flashwright.build.make import make
 
     try:
-        compiler.target(made.plan.arch, real or made.plan.arch)
+        compiler.target(card.arch, real or card.arch)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--real") from None
     with _waiting():
-        return compiler.build(
-            made.source, made.plan.arch, real=real, map=made.map, tl=source, toolchain=tools
-        )
+        return make(program, card, real=real, tl=source, toolchain=tools)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def generation(gpu: Gpu) -> int:
     return int("".join(c for c in gpu.arch.removeprefix("sm_") if c.isdigit()))
 
 
-def atom(gpu: Gpu, dtype: str, span: Span | None) -> str:
+def atom(gpu: Gpu, dtype: str, span: Span) -> str:
     """The newest MMA atom of the GPU for an element type."""
     found = [since for since, taken in ATOMS if taken == dtype and since <= generation(gpu)]
     if not found:
@@ -74,21 +74,32 @@ def _bytes(program: Program, key: Key) -> int:
 
 
 def wide_tiles(body: tuple[ir.Statement, ...], program: Program) -> frozenset[Key]:
-    """Accumulators whose columns lie as a product with 8-bit columns leaves them: the products
-    themselves, and what is computed from them."""
-    wide: set[Key] = set()
+    """Tiles whose columns lie as a product with 8-bit columns leaves them: the products themselves,
+    and whatever is computed with them."""
     nodes = list(ir.flat(body))
-    for node in nodes:
-        if isinstance(node, ir.Gemm) and not node.transposed and _bytes(program, node.right) == 1:
-            wide.add(node.target)
-    assigns = [a for n in nodes if isinstance(n, ir.Compute) for a in n.assigns]
-    while True:
-        more: set[Key] = set()
-        for assign in assigns:
-            named = {leaf.code.text.split("(")[0] for leaf in leaves(assign.value)}
-            buffer = assign.buffer
-            if buffer and len(buffer.shape) == 2 and named & {tile_name(k) for k in wide}:
-                more.add((buffer.name, "register"))
-        if more <= wide:
-            return frozenset(wide)
+    gemms = [n for n in nodes if isinstance(n, ir.Gemm)]
+    wide = {n.target for n in gemms if _leaves_wide(program, n)}
+    if not wide:
+        return frozenset()
+    together = [_columns(a, program) for n in nodes if isinstance(n, ir.Compute) for a in n.assigns]
+    while more := {key for keys in together if keys & wide for key in keys} - wide:
         wide |= more
+    narrow = {n.target for n in gemms if not _leaves_wide(program, n)}
+    narrow |= {n.source for n in nodes if isinstance(n, ir.Operand)}
+    narrow |= {k for k in wide if len(program.buffers[k].shape) == 1}
+    for key in sorted(wide & narrow):
+        span, hint = program.buffers[key].declared.span, "Copy it through shared memory"
+        text = f"the columns of `{key[0]}` lie otherwise than those of the 8-bit product it is"
+        raise refused(f"{text} computed with", span, hint)
+    return frozenset(wide)
+
+
+def _leaves_wide(program: Program, node: ir.Gemm) -> bool:
+    return not node.transposed and _bytes(program, node.right) == 1
+
+
+def _columns(assign: ir.Assign, program: Program) -> set[Key]:
+    """The tiles, and vectors along columns, of which an assignment combines elements."""
+    found = [x for x in (assign.target, *leaves(assign.value)) if "n" in x.axes]
+    named = {x.code.text.split("(")[0] for x in found}
+    return {k for k in program.buffers if k[1] == "register" and tile_name(k) in named}

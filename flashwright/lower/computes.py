@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from flashwright.check.program import Buffer, Key
-from flashwright.check.vocabulary import ARITHMETIC
+from flashwright.check.vocabulary import ARITHMETIC, DTYPES
 from flashwright.lang import nodes as tl
 from flashwright.lang.nodes import Expr, Name
 from flashwright.lower import ir
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from flashwright.lower.lower import Lowering
 
 
+PUT_OFF = "(a constant factor: taken along by what reads the tile next)"
+
+
 @dataclass(frozen=True)
 class Frame:
     """The rows and columns that a statement works on, and the tile that has them."""
@@ -54,7 +57,7 @@ class Computes:
         self.lowering = lowering
         self.program = lowering.program
         self.sides = dict(sides)
-        self.pending: dict[Key, Leaf] = {}
+        self.pending: dict[Key, tuple[Leaf, ir.Compute]] = {}  # the factor, its statement
 
     # --- tiles ----------------------------------------------------------------------------
 
@@ -82,7 +85,7 @@ class Computes:
         if len(buffer.shape) == 1 and len(frame.shape) == 2:
             self._turn(key, buffer, frame)
         found: Element = self.leaf(key)
-        return times(found, self.pending[key]) if key in self.pending else found
+        return times(found, self.pending[key][0]) if key in self.pending else found
 
     def _turn(self, key: Key, buffer: Buffer, frame: Frame) -> None:
         places = self.lowering.places
@@ -96,12 +99,16 @@ class Computes:
     def settle(self, key: Key | None = None) -> None:
         """Carry out the products that were put off, of one tile or of all."""
         for held in [key] if key else list(self.pending):
-            factor = self.pending.pop(held, None)
-            if factor is not None:
-                target = self.leaf(held)
-                buffer = self.program.buffers[held]
-                assign = ir.Assign(target, times(target, factor), buffer)
-                self.lowering.emit(ir.Compute(buffer.shape, (assign,)))
+            if held not in self.pending:
+                continue
+            factor, put_off = self.pending.pop(held)
+            target, buffer = self.leaf(held), self.program.buffers[held]
+            assign = ir.Assign(target, times(target, factor), buffer)
+            done = ir.Compute(buffer.shape, (assign,), origin=put_off.origin)
+            if self.lowering.body and self.lowering.body[-1] is put_off:
+                self.lowering.body[-1] = done
+            else:
+                self.lowering.emit(replace(done, origin=put_off.origin.untitled))
 
     def forget(self, key: Key) -> None:
         """The tile is about to be overwritten."""
@@ -135,6 +142,7 @@ class Computes:
         if b[1] != "shared":
             hint = f"Copy `{b[0]}` to shared first"
             raise refused("the right operand of a GEMM comes from shared memory", right.span, hint)
+        self._whole_steps(b, turned, stmt)
         fresh = stmt.mode != "accumulate"
         if fresh:
             self.forget(target)
@@ -144,6 +152,16 @@ class Computes:
         rows, cols = axes.get(a, (None, None)), axes.get(b, (None, None))
         axes[target] = (rows[0], cols[0] if turned else cols[1])
         self.lowering.emit(ir.Gemm(target, a, b, turned, fresh, origin=ir.origin(stmt)))
+
+    def _whole_steps(self, right: Key, turned: bool, stmt: tl.Compute) -> None:
+        """Operands are fetched 16 columns and 32 bytes along k at a time."""
+        buffer = self.program.buffers[right]
+        columns, depth = buffer.shape if turned else buffer.shape[::-1]
+        by = 32 // DTYPES[buffer.dtype]
+        if columns % 16 or depth % by:
+            text = f"a GEMM of {columns} columns and depth {depth}"
+            hint = f"columns go by 16 and the depth by {by}: change the tile of `{right[0]}`"
+            raise refused(text, stmt.span, hint)
 
     def _elementwise(self, stmt: tl.Compute, expr: Expr) -> None:
         assert stmt.target is not None
@@ -156,8 +174,9 @@ class Computes:
         value = fold(value)
         own = self.leaf(target)
         if len(own.axes) == 2 and (factor := _factor(value, own)) is not None:
-            self.pending[target] = factor
-            self.lowering.emit(self._node(stmt, frame, ()))
+            put_off = replace(self._node(stmt, frame, ()), note=PUT_OFF)
+            self.pending[target] = factor, put_off
+            self.lowering.emit(put_off)
             return
         self.forget(target)
         self.lowering.axes[target] = frame.axes[: len(self.program.buffers[target].shape)]

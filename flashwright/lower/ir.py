@@ -136,6 +136,7 @@ class Gemm(Node):
     fresh: bool
     left_stage: Code | None = None
     right_stage: Code | None = None
+    rolled: bool = False  # the steps along k stay a loop: slower, but fewer operands are in flight
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,7 @@ class Compute(Node):
     rows: Code | None = None
     cols: Code | None = None
     unless: Code | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ class Lowering:
         self.body: list[ir.Statement] = []
         self.operand_dtype = operand_dtypes(program)
         self.operands: set[Key] = set()
+        self.only_offsets = _only_offsets(program)
         self.computes = Computes(self, sides)
 
     def kernel(self) -> ir.Kernel:
@@ -93,12 +94,16 @@ class Lowering:
             below = value.below.text
             name = f"{name}_{below}" if below.isidentifier() else f"{name}_scaled"
             note = f"{below} * {stmt.name.id}"
-        self.emit(ir.Define(name, value.code, note, origin=ir.origin(stmt)))
+        if stmt.name.id not in self.only_offsets:
+            self.emit(ir.Define(name, value.code, note, origin=ir.origin(stmt)))
         self.scalars.define(stmt.name.id, Scalar(Code(name, value.code.type), value.below))
 
     def _for(self, stmt: tl.For) -> None:
-        low = self.scalars(stmt.low).as_int(stmt.low.span)
-        high, var = self.scalars(stmt.high), Scalar(Code(cpp(stmt.var.id)))
+        name = cpp(stmt.var.id)
+        low = self._bound(
+            Scalar(self.scalars(stmt.low).as_int(stmt.low.span)), f"{name}_first", stmt
+        )
+        high, var = self._bound(self.scalars(stmt.high), f"{name}_end", stmt), Scalar(Code(name))
         self.scalars.define(stmt.var.id, var)
         condition = self.scalars.binary("<", var, high, stmt.span).code
         self.computes.settle()
@@ -114,7 +119,15 @@ class Lowering:
         }
         self.places.lets = lets
         body = self.inside(stmt.body)
-        self.emit(ir.Loop(cpp(stmt.var.id), low, condition, body, origin=ir.origin(stmt)))
+        self.emit(ir.Loop(name, low.code, condition, body, origin=ir.origin(stmt)))
+
+    def _bound(self, bound: Scalar, name: str, stmt: tl.For) -> Scalar:
+        """A loop's bound under a name of its own, unless it is a name or a number."""
+        if bound.code.text.isalnum() or bound.code.text.isidentifier() or bound.type != "int":
+            return bound
+        note = "" if bound.whole else f"{bound.below} times the loop's end"
+        self.emit(ir.Define(name, bound.code, note, origin=ir.origin(stmt).untitled))
+        return Scalar(Code(name), bound.below)
 
     def _if(self, stmt: tl.If) -> None:
         self.computes.settle()
@@ -150,6 +163,9 @@ class Lowering:
             tensor = self.program.tensors[dest[0]]
             self.computes.settle(source)
             window, _ = self._window(stmt, tensor, self.program.buffers[source])
+            if stmt.source == "shared" and window.cols is not None:
+                hint = f"Copy `{source[0]}` to register and from there to global"
+                raise refused("a shared tile is stored by whole rows", stmt.span, hint)
             optional = len(self.program.outputs) > 1  # the caller asks for those it wants
             self.emit(ir.Store(source, window, optional, origin=ir.origin(stmt)))
         else:
@@ -189,9 +205,20 @@ class Lowering:
                 inside.append(self._inside(axis.size, place, size, stmt))
             start.append(place.as_int(stmt.span))
         rows, cols = inside[0], inside[1] if len(inside) > 1 else None
-        offset = tensor.offset
-        shift = self.scalars(offset).as_int(offset.span) if offset is not None else None
+        shift = self._offset(tensor.offset) if tensor.offset is not None else None
         return ir.Window(tensor, tuple(start), rows, cols, shift), tuple(axes)
+
+    def _offset(self, expr: Expr) -> Code:
+        """How far into its memory a view begins: in 64 bits, since memory is longer than an int."""
+        scope = self.scalars.scope
+        long = {
+            name: Scalar(Code(f"int64_t({x.code})"))
+            for name, x in scope.items()
+            if x.type == "int" and x.value is None and x.whole
+        }
+        for name, value in self.places.lets.items():
+            long[name] = Scalars({**scope, **long}, self._element)(value)
+        return Scalars({**scope, **long}, self._element)(expr).as_int(expr.span)
 
     def _inside(self, extent: Expr, start: Scalar, size: int, stmt: tl.Copy) -> Code | None:
         """How much of the tile lies inside the tensor; None where it always does."""
@@ -248,3 +275,16 @@ class Lowering:
 def tensor_name(tensor: Tensor) -> str:
     """How the kernel speaks of a tensor."""
     return f"p.{cpp(tensor.name)}"
+
+
+def _only_offsets(program: Program) -> set[str]:
+    """The lets that only say where views begin."""
+    lets = {s.name.id: s for s in tl.statements(program.tree.body) if isinstance(s, tl.Let)}
+    rest = [s for s in tl.statements(program.tree.body) if not isinstance(s, (tl.Let, tl.Allocate))]
+    used = {e.id for s in rest for e in tl.expressions(s) if isinstance(e, Name)}
+    pending = [n for n in used if n in lets]
+    while pending:
+        inner = [e.id for e in tl.expressions(lets[pending.pop()].value) if isinstance(e, Name)]
+        pending += [n for n in inner if n in lets and n not in used]
+        used |= set(inner)
+    return set(lets) - used

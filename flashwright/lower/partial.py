@@ -16,43 +16,61 @@ def keep_partial(body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
     position = 0
     while position < len(out):
         node = out[position]
+        position += 1
         if isinstance(node, ir.Loop):
-            for target in _sums(node):
-                start = _start(out[:position], target)
+            at = position - 1
+            for target, buffer in _sums(node).items():
+                start = _start(out[:at], target, buffer)
                 if start is None:
                     continue
                 out[start] = _started(out[start], target)
-                out[position] = _marked(out[position], target)
-                buffer = _buffer(node, target)
-                whole = ir.Assign(target, Op("row_sum", (target,)), buffer)
-                out.insert(position + 1, ir.Compute(buffer.shape, (whole,)))
-        position += 1
+                out[at] = _marked(out[at], target)
+                out.insert(position, _whole(target, buffer, node.origin))
+                position += 1
     return tuple(out)
+
+
+def _whole(target: Leaf, buffer: Buffer, loop: ir.Origin) -> ir.Compute:
+    assign = ir.Assign(target, Op("row_sum", (target,)), buffer)
+    note = f"In the loop each of the four threads of a row has had its own part of {buffer.name}."
+    return ir.Compute(buffer.shape, (assign,), note=note, origin=loop.untitled)
 
 
 def _assigns(body: tuple[ir.Statement, ...]) -> list[ir.Assign]:
     return [a for node in ir.flat(body) if isinstance(node, ir.Compute) for a in node.assigns]
 
 
-def _buffer(loop: ir.Loop, target: Leaf) -> Buffer:
-    return next(a.buffer for a in _assigns(loop.body) if a.target == target and a.buffer)
-
-
-def _sums(loop: ir.Loop) -> list[Leaf]:
+def _sums(loop: ir.Loop) -> dict[Leaf, Buffer]:
     """The vectors that the loop touches only by adding row sums to them and by rescaling them."""
     assigns = _assigns(loop.body)
-    candidates = {
-        a.target
+    return {
+        a.target: a.buffer
         for a in assigns
         if a.buffer is not None
         and len(a.buffer.shape) == 1
         and any(isinstance(x, Reduce) and x.op == "sum" for x in _terms(a.value))
+        and all(_keeps(b, a.target) for b in assigns)
+        and not any(_copies(n, a.buffer) for n in ir.flat(loop.body))
     }
-    return [
-        t
-        for t in sorted(candidates, key=lambda leaf: leaf.code.text)
-        if all(_additive(a.value, t) if a.target == t else not reads(a.value, t) for a in assigns)
-    ]
+
+
+def _keeps(assign: ir.Assign, target: Leaf) -> bool:
+    if assign.target == target:
+        return _additive(assign.value, target)
+    return not reads(assign.value, target)
+
+
+def _copies(node: ir.Statement, buffer: Buffer) -> bool:
+    """Whether a vector is copied from somewhere or to somewhere."""
+    key = (buffer.name, buffer.space)
+    match node:
+        case ir.Fill(dest):
+            return dest == key
+        case ir.Store(source):
+            return source == key
+        case ir.Move(source, dest):
+            return key in (source, dest)
+    return False
 
 
 def _terms(x: Element) -> list[Element]:
@@ -70,8 +88,8 @@ def _added(term: Element, target: Leaf) -> bool:
             return term == target
         case Op("*", (a, b)) if target in (a, b):
             return not reads(b if a == target else a, target)
-        case Reduce("sum", _):
-            return True
+        case Reduce("sum", arg):
+            return not reads(arg, target)
     return False
 
 
@@ -86,10 +104,12 @@ def reads(x: Element, target: Leaf) -> bool:
             return reads(arg, target)
 
 
-def _start(before: list[ir.Statement], target: Leaf) -> int | None:
-    """Where the vector gets its first value, if nothing between there and the loop reads it."""
+def _start(before: list[ir.Statement], target: Leaf, buffer: Buffer) -> int | None:
+    """Where the vector gets its first value, if nothing between there and the loop touches it."""
     for position in reversed(range(len(before))):
         node = before[position]
+        if any(_copies(n, buffer) for n in ir.flat((node,))):
+            return None
         if isinstance(node, (ir.Loop, ir.Branch)):
             if any(a.target == target or reads(a.value, target) for a in _assigns((node,))):
                 return None

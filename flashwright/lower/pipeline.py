@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from flashwright.check.program import Buffer, Key
 from flashwright.lower import ir
-from flashwright.lower.code import Code, binary, integer
+from flashwright.lower.code import ATOM, Code, binary, integer
 
 
 def pipeline(
@@ -18,38 +18,60 @@ def pipeline(
 ) -> tuple[ir.Statement, ...]:
     """Every loop with its copies run ahead, at most so many rounds."""
     out: list[ir.Statement] = []
-    for node in body:
+    for position, node in enumerate(body):
         if isinstance(node, ir.Loop):
-            out += _loop(node, buffers, ahead)
+            stages = _stages(node, body[position + 1 :], buffers, ahead)
+            out += _loop(node, stages) if stages else [node]
         else:
             out.append(node)
     return tuple(out)
 
 
-def _loop(loop: ir.Loop, buffers: Mapping[Key, Buffer], ahead: int) -> list[ir.Statement]:
-    stages = _stages(loop, buffers, ahead)
-    if not stages:
-        return [loop]
+def _loop(loop: ir.Loop, stages: dict[Key, int]) -> list[ir.Statement]:
     prologue: list[ir.Statement] = []
     for early in range(max(stages.values()) - 1):
         now = _plus(loop.low, early)
-        for node, lets in _loads(loop):
-            if stages.get(node.dest, 1) - 1 > early:
-                load = replace(_moved(node, lets, loop.var, now), stage=integer(early))
-                condition = _put(loop.condition, loop.var, now)
-                prologue.append(ir.Branch(condition, (load,), origin=node.origin.untitled))
+        loads = tuple(
+            replace(_moved(node, lets, loop.var, now), stage=integer(early))
+            for node, lets in _loads(loop)
+            if stages.get(node.dest, 1) - 1 > early
+        )
+        condition = _put(loop.condition, loop.var, now)
+        prologue.append(ir.Branch(condition, loads, origin=loop.origin.untitled))
+        prologue.append(ir.Commit())
     body = tuple(_round(node, loop, stages, lets) for node, lets in _with_lets(loop.body))
     return [*prologue, replace(loop, body=body)]
 
 
-def _stages(loop: ir.Loop, buffers: Mapping[Key, Buffer], ahead: int) -> dict[Key, int]:
-    """The buffers that one copy of the loop fills, with their stages."""
-    filled = [node.dest for node, _ in _loads(loop)]
-    return {
-        key: min(buffers[key].stages, ahead + 1)
-        for key in filled
-        if min(buffers[key].stages, ahead + 1) > 1 and filled.count(key) == 1
-    }
+def _stages(
+    loop: ir.Loop, after: tuple[ir.Statement, ...], buffers: Mapping[Key, Buffer], ahead: int
+) -> dict[Key, int]:
+    """The buffers whose copies can run ahead, with their stages: one copy at the top of the body
+    fills the buffer before anything reads it, and nobody reads it behind the loop."""
+    found = {}
+    for node, _ in _loads(loop):
+        stages = min(buffers[node.dest].stages, ahead + 1)
+        only = sum(_fills(n, node.dest) for n in ir.flat(loop.body)) == 1
+        stale = _reads_first(loop.body, node.dest) or _reads_first(after, node.dest)
+        if stages > 1 and only and not stale:
+            found[node.dest] = stages
+    return found
+
+
+def _fills(node: ir.Statement, key: Key) -> bool:
+    return isinstance(node, (ir.Load, ir.Move)) and node.dest == key
+
+
+def _reads_first(body: tuple[ir.Statement, ...], key: Key) -> bool:
+    """Whether the first statement that speaks of a buffer takes what is there."""
+    for node in ir.flat(body):
+        if _fills(node, key):
+            return False
+        if isinstance(node, ir.Gemm) and key in (node.left, node.right):
+            return True
+        if isinstance(node, ir.Move) and node.source == key:
+            return True
+    return False
 
 
 def _loads(loop: ir.Loop) -> list[tuple[ir.Load, dict[str, Code]]]:
@@ -95,6 +117,8 @@ def _round(
             tuple(_round(n, loop, stages, lets) for n in part) for part in (node.then, node.orelse)
         )
         return replace(node, then=then, orelse=orelse)
+    if isinstance(node, ir.Loop):
+        return replace(node, body=tuple(_round(n, loop, stages, lets) for n in node.body))
     return node
 
 
@@ -128,5 +152,22 @@ def _put(code: Code, name: str, value: Code) -> Code:
     """The expression with another in the place of a name."""
     if code.text == name:
         return value
-    text = value.text if value.level == Code("").level else f"({value.text})"
-    return replace(code, text=re.sub(rf"\b{name}\b", text, code.text))
+    bare = value.text
+    closed = bare if value.level == ATOM else f"({bare})"
+    place = rf"(?<![\w:.]){name}(?![\w(])"
+    text = re.sub(place, lambda found: bare if _is_argument(found) else closed, code.text)
+    return replace(code, text=_tidy(text))
+
+
+def _is_argument(found: re.Match[str]) -> bool:
+    """Whether what was found stands alone between the commas of a call."""
+    before, after = found.string[: found.start()], found.string[found.end() :]
+    return before.endswith(("(", ", ")) and after.startswith((",", ")"))
+
+
+def _tidy(text: str) -> str:
+    """Without `0 * BN`, and what it is added to or taken from."""
+    text = re.sub(r"(?<![\w.])1 \* ", "", text)
+    while text != (text := re.sub(r"(?<![\w.])0 \* \w+(?![\w(:.])", "0", text)):
+        pass
+    return re.sub(r" [-+] 0(?![\w.]| \*)", "", text)

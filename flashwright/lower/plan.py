@@ -46,7 +46,7 @@ def _tensor(tensor: Tensor, program: Program, kernel: ir.Kernel) -> PlanTensor:
             isinstance(n, ir.Store)
             and n.window.tensor is tensor
             and len(program.buffers[n.source].shape) == 2
-            and whole_lines(n.window, program.buffers[n.source])
+            and (n.source[1] == "shared" or whole_lines(n.window, program.buffers[n.source]))
         )
         for n in ir.flat(kernel.body)
     )
@@ -83,7 +83,7 @@ def _fraction(expr: Expr, program: Program) -> tuple[Postfix, Postfix]:
     except NotScalar:
         pass
     match expr:
-        case Name(id):
+        case Name(id) if id in program.dims:
             return (id,), (1,)
         case Unary("-", operand):
             above, below = _fraction(operand, program)

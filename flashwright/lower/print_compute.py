@@ -26,9 +26,8 @@ UNROLL = "CUTE_UNROLL"
 
 def compute(node: ir.Compute, at: str = "at") -> Iterator[str]:
     """The lines for one statement, not indented; `at` knows the places of its tile's columns."""
-    if not node.assigns:
-        yield "// (a constant factor: taken along by what reads the tile next)"
-        return
+    if node.note:
+        yield f"// {node.note}"
     if node.unless is not None:
         yield f"if (!({node.unless})) {{"
         for line in _loops(node, at):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,11 @@ from flashwright.lower.names import cpp, tile_name
 from flashwright.lower.print_rules import RULES, Context, Lines
 
 WIDTH = 100
+LOOSEST = (("?", ":"), ("||",), ("&&",), ("+", "-"))
+BREAKS = re.compile(  # an angle bracket stands right behind a name, a comparison between spaces
+    r"(?P<open>[({\[]|(?<=\w)<)|(?P<close>[)}\]]|(?<=\S)>)|(?P<comma>,)"
+    r"| (?P<operator>\?|:|&&|\|\||\+|-) "
+)
 
 
 @dataclass
@@ -87,8 +92,12 @@ class Printer:
             yield f"constexpr int Warps = {self.program.warps};"
         yield "constexpr int Threads = 32 * Warps;"
         for dtype in self.context.gemm_dtypes:
-            yield f"using {self.context.mma(dtype)} = {atom(self.gpu, dtype, None)};"
+            yield f"using {self.context.mma(dtype)} = {self._atom(dtype)};"
         yield ""
+
+    def _atom(self, dtype: str) -> str:
+        held = next(b for b in self.program.buffers.values() if b.dtype == dtype)
+        return atom(self.gpu, dtype, held.declared.span)
 
     def _param(self, stmt: tl.Param) -> str:
         value = self.program.params[stmt.name.id]
@@ -188,12 +197,14 @@ class Printer:
     # --- statements -----------------------------------------------------------------------
 
     def _body(self, page: Page, body: tuple[ir.Statement, ...], indent: int) -> None:
+        before: ir.Lines | None = None
         for node in body:
             lines = node.origin.lines
+            if _begins(node, before) and page.text[-1] and not page.text[-1].endswith("{"):
+                page.write([""])
             if lines and node.origin.title:
-                if page.text[-1] and not page.text[-1].endswith("{"):
-                    page.write([""])
                 page.write([f"// {lines[0]:3} | {node.origin.title}"], lines, indent)
+            before = lines
             if isinstance(node, ir.Loop):
                 head = f"for (int {node.var} = {node.low}; {node.condition}; ++{node.var}) {{"
                 page.write(["CUTE_NO_UNROLL", head], lines, indent)
@@ -214,19 +225,39 @@ class Printer:
         page.write(["}"], lines, indent)
 
 
+def _begins(node: ir.Statement, before: ir.Lines | None) -> bool:
+    """Whether something new begins here, behind a statement of other lines."""
+    if node.origin.title or (isinstance(node, ir.Compute) and node.note):
+        return True
+    return isinstance(node, (ir.Define, ir.Branch, ir.Compute)) and node.origin.lines != before
+
+
 def wrapped(line: str) -> list[str]:
-    """A line of at most 100 characters, or its parts: broken at commas of the outermost call."""
+    """A line of at most 100 characters, or its parts, broken where the fewest brackets are open."""
     if len(line) <= WIDTH or line.lstrip().startswith("//"):
         return [line]
-    indent = len(line) - len(line.lstrip()) + 4
-    depth, cuts = 0, []
-    for place, letter in enumerate(line):
-        depth += (letter in "(<{") - (letter in ")}" or (letter == ">" and line[place - 1] != "-"))
-        if letter == "," and depth <= 1 and place < WIDTH - 1:
-            cuts.append(place + 1)
+    indent = len(line) - len(line.lstrip())
+    cuts = [cut for cut in _cuts(line.split("  // ")[0]) if indent + 4 < cut[2] <= WIDTH]
     if not cuts:
         return [line]
-    return [line[: cuts[-1]], *wrapped(" " * indent + line[cuts[-1] :].lstrip())]
+    depth, rank, _ = min(cuts)
+    place = max(p for d, r, p in cuts if (d, r) == (depth, rank))
+    return [line[:place].rstrip(), *wrapped(" " * (indent + 4) + line[place:].lstrip())]
+
+
+def _cuts(line: str) -> Iterator[tuple[int, int, int]]:
+    """Where a line may be broken: how many brackets are open, how loosely it binds, the place."""
+    depth = 0
+    for match in BREAKS.finditer(line):
+        if match["open"]:
+            depth += 1
+        elif match["close"]:
+            depth -= 1
+        elif match["comma"]:
+            yield depth, 0, match.end()
+        else:
+            rank = next(i for i, ops in enumerate(LOOSEST, 1) if match["operator"] in ops)
+            yield depth, rank, match.start() + 1
 
 
 def _lines(stmt: tl.Statement) -> ir.Lines:

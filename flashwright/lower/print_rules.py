@@ -114,7 +114,9 @@ def _store(at: Context, node: ir.Store) -> Lines:
     buffer, window = at.program.buffers[node.source], node.window
     name, rows = tile_name(node.source), at.rows(window, node.source)
     target, warps = at.window(window), at.warps(node.source)
-    if len(buffer.shape) == 1:
+    if node.source[1] == "shared":
+        store = f"fw::copy_out<Threads>({target}, {name}, {rows});"
+    elif len(buffer.shape) == 1:
         line = at.window(window, "line")
         store = f"fw::store_{at.side(node.source)}<Warps>({line}, {name}, {rows});"
     elif whole_lines(window, buffer):
@@ -154,7 +156,8 @@ def _gemm(at: Context, node: ir.Gemm) -> Lines:
     right = at.shared(node.right, node.right_stage)
     side = "right_transposed" if node.transposed else "right"
     mma = at.mma(at.program.buffers[node.right].dtype)
-    yield f"fw::gemm<{mma}>({target}, {left}, fw::{side}({right}));"
+    gemm = "gemm_rolled" if node.rolled else "gemm"
+    yield f"fw::{gemm}<{mma}>({target}, {left}, fw::{side}({right}));"
 
 
 def _operand(at: Context, node: ir.Operand) -> Lines:

@@ -44,10 +44,10 @@ class Scalar:
         return binary("/", as_float(self.code), as_float(self.below))
 
     def as_int(self, span: Span) -> Code:
-        """As a whole number, which it must be."""
-        if self.type == "int" and self.whole:
-            return self.code
-        raise refused("this must be a whole number in the kernel: write `floor(...)`", span)
+        """As a whole number; TL allows fractions here only where they come out whole."""
+        if self.type != "int":
+            raise refused("this must be a whole number in the kernel", span)
+        return self.code if self.whole else call("fw::floor_div", self.code, self.below, type="int")
 
 
 def refused(message: str, span: Span | None, help: str | None = None) -> Failed:
@@ -114,6 +114,8 @@ class Scalars:
             return Scalar(binary(op, *_comparable(a, b)))
         if "float" in (a.type, b.type):
             return Scalar(binary(op, a.as_float(), b.as_float()))
+        if op in ("/", "%") and not _positive(b):
+            raise refused("a divisor that is not surely positive", span)
         if op == "/":
             return _reduced(_times(a.code, b.below), _times(a.below, b.code))
         if op == "*":
@@ -150,6 +152,11 @@ def _negated(x: Scalar) -> Scalar:
     if isinstance(x.value, int) and x.code.text.isdigit():
         return Scalar(integer(-x.value), value=-x.value)
     return Scalar(unary("-", x.code), x.below, value)
+
+
+def _positive(x: Scalar) -> bool:
+    """Whether a divisor is known to be above 0, taking it that dimensions are."""
+    return x.value > 0 if x.value is not None else "-" not in x.code.text
 
 
 def _not(x: Scalar) -> Scalar:

@@ -47,6 +47,9 @@ State = dict[Key, Tile]
 Travel = Literal["async", "ahead", "at once"]
 
 
+ROUNDS = 8  # of a loop, until what is known at its start does not change any more
+
+
 def synchronise(
     body: tuple[ir.Statement, ...], buffers: Mapping[Key, Buffer], travel: Travel
 ) -> tuple[ir.Statement, ...]:
@@ -61,7 +64,8 @@ class _Walk:
         self.asynchronous = travel == "async"
         self.at_once = travel == "at once"
         self.state: State = {k: Tile() for k, b in buffers.items() if b.space == "shared"}
-        self.stages: dict[Key, ir.Put] = {}
+        self.puts: dict[Key, ir.Put] = {}  # of the copies that wait in registers
+        self.late: list[ir.Put] | None = None  # those of the next round; None: in no loop
         self.open: set[Key] = set()
         self.out: list[ir.Statement] = []
 
@@ -79,8 +83,10 @@ class _Walk:
             self.out.append(node)
             return
         self._commit()
+        if isinstance(node, ir.Commit):
+            return
         if isinstance(node, ir.Loop):
-            self._loop(node, rest)
+            self._loop(node)
         elif isinstance(node, ir.Branch):
             self._branch(node)
         else:
@@ -101,22 +107,33 @@ class _Walk:
     ) -> None:
         keys = [load.dest for load in loads]
         elements = any(load.window.cols is not None for load in loads)
-        direct = self.asynchronous or self.at_once or elements
+        first = self.late is None and any(load.stage is not None for load in loads)
+        at_once = self.at_once or (first and not self.asynchronous)
+        direct = self.asynchronous or at_once or elements
+        if self.asynchronous:  # of two copies on their way to one place either may come last
+            self._arrive([load.dest for load in loads if load.stage is None])
         if direct and any(self.state[k].read or self.state[k].arrived for k in keys):
             self._commit()
             self._barrier(rest)
-        self.out += _put_at_once(node) if self.at_once else [node]
+        self.out += _put_at_once(node) if at_once else [node]
         for load in loads:
-            tile = self.state[load.dest]
-            if load.stage is None:
-                tile.visible = False
-            if load.window.cols is not None or self.at_once:  # done when it returns
-                tile.arrived = True
-            elif self.asynchronous:
-                self.open.add(load.dest)
-            else:
-                tile.flying = (*tile.flying, 0)
-                self.stages[load.dest] = ir.Put(load.dest, load.stage, origin=load.origin.untitled)
+            self._started(load, at_once)
+
+    def _started(self, load: ir.Load, at_once: bool) -> None:
+        tile, put = (
+            self.state[load.dest],
+            ir.Put(load.dest, load.stage, origin=load.origin.untitled),
+        )
+        if load.stage is None:
+            tile.visible = False
+        if load.window.cols is not None or at_once:  # done when it returns
+            tile.arrived = True
+        elif self.asynchronous:
+            self.open.add(load.dest)
+        elif load.stage is not None and self.late is not None:
+            self.late.append(put)
+        else:
+            tile.flying, self.puts[load.dest] = (0,), put
 
     def _commit(self) -> None:
         if not self.open:
@@ -144,11 +161,14 @@ class _Walk:
             for key in flying:
                 if self.state[key].read:
                     self._meet()
-                self.out.append(self.stages[key])
+                self.out.append(self.puts[key])
                 self.state[key].flying = self.state[key].flying[1:]
                 self.state[key].arrived = True
             return
         left = min(self.state[k].flying[0] for k in flying)
+        if self.out and isinstance(before := self.out[-1], ir.Wait):
+            left = min(left, before.left)
+            self.out.pop()
         self.out.append(ir.Wait(left))
         for tile in self.state.values():
             if tile.flying and tile.flying[0] >= left:
@@ -175,19 +195,16 @@ class _Walk:
 
     # --- control --------------------------------------------------------------------------
 
-    def _loop(self, loop: ir.Loop, rest: tuple[ir.Statement, ...]) -> None:
+    def _loop(self, loop: ir.Loop) -> None:
         filled = {load.dest for load in _loads(loop)}
         ahead = {load.dest for load in _loads(loop) if load.stage is not None}
-        if ahead:  # the loop waits by counting: nothing older may be under way
-            constant = _reads(loop) - filled
-            self._ensure({k for k in constant if not self.state[k].visible}, rest)
+        if ahead or not self.asynchronous:  # what is there before the loop is not waited for in it
+            self._ensure(_reads(loop) - filled, ())
         entry = _copied(self.state)
         body: tuple[ir.Statement, ...] = ()
-        for _ in range(3):
+        for _ in range(ROUNDS):
             start = _copied(self.state)
-            outer, self.out = self.out, []
-            self.run(loop.body)
-            body, self.out = tuple(self.out), outer
+            body = self._round(loop.body)
             for key in ahead:  # the next round reads another stage
                 self.state[key].visible = False
             joined = {k: entry[k].join(t) for k, t in self.state.items()}
@@ -195,6 +212,18 @@ class _Walk:
             if joined == start:
                 break
         self.out.append(replace(loop, body=body))
+
+    def _round(self, body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
+        """A loop's body; what it fetches through registers for the next one is put at its end."""
+        out, late = self.out, self.late
+        self.out, self.late = [], []
+        self.run(body)
+        for put in self.late:
+            self.out.append(put)
+            self.state[put.dest].arrived = True
+        done = tuple(self.out)
+        self.out, self.late = out, late
+        return done
 
     def _branch(self, node: ir.Branch) -> None:
         before = _copied(self.state)
@@ -219,7 +248,7 @@ def _put_at_once(node: ir.Statement) -> list[ir.Statement]:
 
 def _with_put(node: ir.Statement) -> list[ir.Statement]:
     if isinstance(node, ir.Load) and node.window.cols is None:
-        return [node, ir.Put(node.dest, node.stage)]
+        return [node, ir.Put(node.dest, node.stage, origin=node.origin.untitled)]
     return [node]
 
 
@@ -249,6 +278,8 @@ def _touched(node: ir.Statement) -> tuple[set[Key], set[Key]]:
     elif isinstance(node, ir.Move):
         reads = {node.source} if node.source[1] == "shared" else set()
         writes = {node.dest} if node.dest[1] == "shared" else set()
+    elif isinstance(node, ir.Store) and node.source[1] == "shared":
+        reads = {node.source}
     return reads, writes
 
 

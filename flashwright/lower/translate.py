@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from flashwright.check.program import Key, Program
 from flashwright.gpu import Gpu
 from flashwright.lang.nodes import Copy, For, statements
+from flashwright.lower import ir
 from flashwright.lower.atoms import generation, shared_layout, wide_tiles
 from flashwright.lower.launch_plan import LaunchPlan
 from flashwright.lower.lower import lower
@@ -30,25 +31,50 @@ class Translation:
     plan: LaunchPlan
 
 
-def translate(program: Program, gpu: Gpu) -> Translation:
-    """Translate a program for a GPU; Failed says what cannot be translated, and where."""
+def translate(program: Program, gpu: Gpu, sparing: bool = False) -> Translation:
+    """Translate a program for a GPU; Failed says what cannot be translated, and where.
+
+    A `sparing` kernel needs fewer registers and is a little slower.
+    """
     kernel = lower(program)
-    asynchronous = generation(gpu) >= 80
-    stages: dict[Key, int] = {k: b.stages for k, b in program.buffers.items()}
-    body = keep_partial(kernel.body)
-    body = pipeline(body, program.buffers, ahead=max(stages.values()) if asynchronous else 1)
-    travel: Travel = "async" if asynchronous else "ahead"
-    if not asynchronous and _held(program) + _travelling(program) + SPARE_REGISTERS > FULL:
-        travel = "at once"
-    body = synchronise(body, program.buffers, travel)
+    body = schedule(program, gpu, _rolled(kernel.body) if sparing else kernel.body)
     wide = wide_tiles(body, program)
     kernel = replace(kernel, body=body, grid=ordered(program, kernel.grid), wide=wide)
+    stages: dict[Key, int] = {k: b.stages for k, b in program.buffers.items()}
     offsets, size = shared_layout(program, stages)
     blocks = _blocks(program, gpu, size)
     printed = Printer(program, gpu, kernel, offsets, blocks).print()
     return Translation(
         printed.source, source_map(printed.lines), make_plan(program, gpu, kernel, size)
     )
+
+
+def schedule(
+    program: Program, gpu: Gpu, body: tuple[ir.Statement, ...]
+) -> tuple[ir.Statement, ...]:
+    """The same work with copies running ahead, and all that this makes necessary."""
+    asynchronous = generation(gpu) >= 80
+    stages = max(b.stages for b in program.buffers.values())
+    body = keep_partial(body)
+    body = pipeline(body, program.buffers, ahead=stages if asynchronous else 1)
+    travel: Travel = "async" if asynchronous else "ahead"
+    if not asynchronous and _held(program) + _travelling(program) + SPARE_REGISTERS > FULL:
+        travel = "at once"
+    return synchronise(body, program.buffers, travel)
+
+
+def _rolled(body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
+    """Products of shared tiles with their steps along k as a loop."""
+    out: list[ir.Statement] = []
+    for node in body:
+        if isinstance(node, ir.Gemm) and node.left[1] == "shared":
+            node = replace(node, rolled=True)
+        elif isinstance(node, ir.Loop):
+            node = replace(node, body=_rolled(node.body))
+        elif isinstance(node, ir.Branch):
+            node = replace(node, then=_rolled(node.then), orelse=_rolled(node.orelse))
+        out.append(node)
+    return tuple(out)
 
 
 def _blocks(program: Program, gpu: Gpu, shared: int) -> int:

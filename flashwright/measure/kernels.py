@@ -38,10 +38,9 @@ def make(spec: AttentionSpec, gpu: str, card: Card) -> Made:
     """One kernel: written for the GPU named `gpu`, compiled for the card at hand."""
     from flashwright.author.builtin.author import write_code, write_sketch
     from flashwright.author.builtin.choose import NothingFits
-    from flashwright.build.compile import build
+    from flashwright.build.make import make as translate_and_build
     from flashwright.check.check import check
     from flashwright.lang.parse import parse
-    from flashwright.lower.translate import translate
 
     target = gpus.find(gpu)
     try:
@@ -49,13 +48,12 @@ def make(spec: AttentionSpec, gpu: str, card: Card) -> Made:
         checked = check(parse(code), target)
         if checked.program is None or checked.errors:
             return Made(spec, diagnostics=tuple(checked.errors))
-        made = translate(checked.program, target)
-        arch = made.plan.arch
+        arch = target.arch
         if not card.takes(arch):
             text = f"a kernel for {target.title} ({arch}) cannot run on {card.name} ({card.arch})"
             raise Failed(Diagnostic("FW851", text, help="name an older GPU: --as a100"))
         real = None if arch.rstrip("af") == card.arch else card.arch
-        built = build(made.source, arch, real=real, map=made.map, tl=code)
+        made, built = translate_and_build(checked.program, target, real=real, tl=code)
     except Failed as failed:  # returned and not raised: it has to go from process to process
         return Made(spec, diagnostics=failed.diagnostics)
     except NothingFits as error:

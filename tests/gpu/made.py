@@ -11,11 +11,10 @@ from flashwright import gpu as gpus
 from flashwright import spec as specs
 from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.builtin.choose import NothingFits
-from flashwright.build.compile import build
 from flashwright.build.load import Kernel
+from flashwright.build.make import make
 from flashwright.check.check import check
 from flashwright.lang.parse import parse
-from flashwright.lower import translate as translator
 from flashwright.spec import AttentionSpec
 
 
@@ -42,8 +41,7 @@ def fresh(code: str, gpu: str) -> Kernel:
     checked = check(parse(code), card)
     assert checked.program is not None
     assert not checked.errors
-    made = translator.translate(checked.program, card)
-    built = build(made.source, made.plan.arch)
+    made, built = make(checked.program, card)
     return Kernel(made.plan, built.cubin, built.ptx.encode())
 
 

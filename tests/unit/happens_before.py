@@ -19,9 +19,7 @@ from flashwright.lower import ir
 from flashwright.lower.atoms import generation
 from flashwright.lower.code import Code
 from flashwright.lower.lower import lower
-from flashwright.lower.partial import keep_partial
-from flashwright.lower.pipeline import pipeline
-from flashwright.lower.sync import synchronise
+from flashwright.lower.translate import schedule
 
 Place = tuple[Key, int]  # a shared tile and its stage
 NEVER = 1 << 60
@@ -164,14 +162,6 @@ def value(code: Code, env: Mapping[str, Any]) -> Any:
     return eval(text, {"__builtins__": {}}, {**functions, **env})
 
 
-def scheduled(program: Program, gpu: Gpu) -> tuple[ir.Statement, ...]:
-    """The body as it is printed."""
-    asynchronous = generation(gpu) >= 80
-    body = keep_partial(lower(program).body)
-    ahead = max(b.stages for b in program.buffers.values()) if asynchronous else 1
-    return synchronise(pipeline(body, program.buffers, ahead), program.buffers, asynchronous)
-
-
 def block(
     program: Program, gpu: Gpu, dims: Mapping[str, int], place: Mapping[str, int], **options: bool
 ) -> Block:
@@ -186,10 +176,13 @@ def check_block(
 ) -> Block:
     """Raises Race; also if the schedule reads anything else than the program says."""
     meant = block(program, gpu, dims, place, sequential=True)
-    meant.run(lower(program).body)
+    body = lower(program).body
+    meant.run(body)
     done = block(program, gpu, dims, place)
-    done.run(scheduled(program, gpu))
+    done.run(schedule(program, gpu, body))
     if meant.seen != done.seen:
-        first = next(i for i, (a, b) in enumerate(zip(meant.seen, done.seen, strict=False)) if a != b)
+        first = next(
+            i for i, (a, b) in enumerate(zip(meant.seen, done.seen, strict=False)) if a != b
+        )
         raise Race(f"{meant.seen[first]} is meant, {done.seen[first]} is there")
     return done

@@ -148,9 +148,13 @@ def test_a_read_only_cache_still_gives_what_is_in_it(nvcc: FakeNvcc) -> None:
 # --- what is refused --------------------------------------------------------------------------
 
 
-def test_spills_are_errors(nvcc: FakeNvcc) -> None:
+def test_spills_are_errors_without_compiling_again(nvcc: FakeNvcc) -> None:
     nvcc.set(says=PTXAS.format(stack=904, stores=1184, loads=1208, registers=255))
-    (found,) = refused(nvcc)
+    for _ in range(2):
+        with pytest.raises(Failed) as caught:
+            made(nvcc)
+    assert len(nvcc.runs) == 1
+    (found,) = caught.value.diagnostics
     assert found.code == "FW823"
     assert "1184 bytes stored to and 1208 bytes loaded" in found.message
     assert "255 registers" in found.message

@@ -17,7 +17,8 @@ import pytest
 from flashwright import __version__, pipeline
 from tests.unit.test_cli import Outcome
 
-MADE = ["code.tl", "reasoning.md", "result.json", "sketch.tl", "spec.toml"]
+BEFORE = ["code.tl", "reasoning.md", "result.json", "sketch.tl", "spec.toml"]
+MADE = sorted([*BEFORE, "kernel.cu", "kernel.map.json", "launch.json"])
 GQA = ("generate", "gqa", "--gpu", "h200", "--causal", "--head-dim", "64", "--dtype", "bf16")
 
 
@@ -35,11 +36,12 @@ def test_generate(tmp_path: Path) -> None:
         "Grouped-query attention",
         "causal, 32 query heads on 8 KV heads, head dim 64, bf16",
         "NVIDIA H200",
-        "1/6  Sketch",
+        "1/7  Sketch",
         "Compute GEMM Q_shared, K_shared.T and get S",
         "clean: 0 errors, 0 warnings; shared memory",
         "agrees",
-        "6/6  Build",
+        "6/7  Build",
+        "7/7  Verdict",
         "SKIPPED",
         "not compiled",
         "not run on a GPU",
@@ -69,10 +71,10 @@ def test_result_json(tmp_path: Path) -> None:
     assert result["ok"] is True
     assert result["gpu"] == "h200"
     assert result["spec"]["head_dim"] == 64
-    first, later = ["sketch", "parameters", "check", "cpu"], ["translate", "build"]
+    first, later = ["sketch", "parameters", "check", "cpu", "translate"], ["build", "verdict"]
     assert [s["stage"] for s in result["stages"]] == first + later
-    assert all(s["status"] == "ok" and s["seconds"] >= 0 for s in result["stages"][:4])
-    assert result["stages"][-1]["status"] == "skipped"
+    assert all(s["status"] == "ok" and s["seconds"] >= 0 for s in result["stages"][:5])
+    assert all(s["status"] == "skipped" for s in result["stages"][5:])
     assert result["findings"] == []
     assert {c["output"] for c in result["cpu"]} == {"O", "LSE"}
     assert all(c["ok"] and c["relative_rms"] < 1e-2 for c in result["cpu"])
@@ -201,4 +203,4 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
     _, err = child.communicate(timeout=60)
     assert child.returncode == 130, err
     assert err.strip() == "Interrupted. What was finished is kept."
-    assert sorted(os.listdir(tmp_path)) == sorted(set(MADE) - {"result.json"})
+    assert sorted(os.listdir(tmp_path)) == sorted(set(BEFORE) - {"result.json"})

@@ -111,7 +111,7 @@ def _rows(workload: Workload, gpu: Gpu) -> Iterator[tuple[int, int]]:
 def choose(workload: Workload, gpu: Gpu, headroom: int | None = None) -> Decision:
     """The cheapest tiling that fits `gpu`; raises NothingFits where there is none.
 
-    `headroom` registers are kept free below the limit (by default 8 on Hopper, 24 elsewhere).
+    `headroom` registers are kept free below the limit (by default 8 on Hopper, 28 elsewhere).
     """
     _validate(workload, gpu)
     spare = headroom if headroom is not None else comfort(gpu)

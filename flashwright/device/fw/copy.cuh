@@ -84,6 +84,19 @@ struct Staged {
   }
 };
 
+// A tile from shared memory to its first `valid` rows in global memory.
+template <int Threads, class T, class Tile>
+__device__ void copy_out(GlobalTile<T> dst, Tile src, int valid) {
+  Chunks<Threads, Tile>{}.each(src, [&](int, int row, int col, uint32_t from) {
+    uint4 x;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(from)
+                 : "memory");
+    if (row < valid) *reinterpret_cast<uint4*>(dst.at(row, 0) + col) = x;
+  });
+}
+
 // Element by element, for tiles that may end within a row; rows and columns outside become 0.
 template <int Threads, class Tile, class T>
 __device__ void copy_elements(Tile dst, GlobalTile<T> src, int rows, int cols) {

@@ -82,6 +82,7 @@ template <class Tile>
 struct RowsOfB {
   static constexpr bool wide = false;
   static constexpr int pairs = Tile::rows / 16;
+  static constexpr int steps = Tile::cols / (2 * Tile::chunk);
   uint32_t own;
 
   __device__ explicit RowsOfB(Tile tile)
@@ -100,6 +101,7 @@ template <class Tile>
 struct ColumnsOfB {
   static constexpr bool wide = false;
   static constexpr int pairs = Tile::cols / 16;
+  static constexpr int steps = Tile::rows / 16;
   uint32_t own;
 
   __device__ explicit ColumnsOfB(Tile tile)
@@ -119,6 +121,7 @@ template <class Tile>
 struct BytesOfB {
   static constexpr bool wide = true;
   static constexpr int pairs = Tile::cols / 16;
+  static constexpr int steps = Tile::rows / 32;
   uint32_t own;
 
   __device__ explicit BytesOfB(Tile tile) : own(tile.chunk_address(threadIdx.x % 32, 0)) {
@@ -155,30 +158,43 @@ __device__ auto right(Tile tile) {
   }
 }
 
-// acc += A B, step by step along k.
+// acc += A B for one step along k.
 template <class Atom, class A, class B, class Acc>
-__device__ void gemm(Acc& acc, A const& a, B const& b) {
+__device__ void gemm_step(Acc& acc, A const& a, B const& b, int step) {
+  uint32_t left[A::row_blocks][4];
   CUTE_UNROLL
-  for (int step = 0; step < A::steps; ++step) {
-    uint32_t left[A::row_blocks][4];
+  for (int m = 0; m < A::row_blocks; ++m) a.fetch(step, m, left[m]);
+  CUTE_UNROLL
+  for (int pair = 0; pair < B::pairs; ++pair) {
+    uint32_t right[4];
+    b.fetch(step, pair, right);
     CUTE_UNROLL
-    for (int m = 0; m < A::row_blocks; ++m) a.fetch(step, m, left[m]);
-    CUTE_UNROLL
-    for (int pair = 0; pair < B::pairs; ++pair) {
-      uint32_t right[4];
-      b.fetch(step, pair, right);
+    for (int m = 0; m < A::row_blocks; ++m) {
       CUTE_UNROLL
-      for (int m = 0; m < A::row_blocks; ++m) {
-        CUTE_UNROLL
-        for (int n = 0; n < 2; ++n) {
-          int const row = 2 * m;
-          int const col = 4 * pair + (B::wide ? n : 2 * n), next = col + (B::wide ? 2 : 1);
-          mma<Atom>(acc(row, col), acc(row, next), acc(row + 1, col), acc(row + 1, next), left[m],
-                    right[2 * n], right[2 * n + 1]);
-        }
+      for (int n = 0; n < 2; ++n) {
+        int const row = 2 * m;
+        int const col = 4 * pair + (B::wide ? n : 2 * n), next = col + (B::wide ? 2 : 1);
+        mma<Atom>(acc(row, col), acc(row, next), acc(row + 1, col), acc(row + 1, next), left[m],
+                  right[2 * n], right[2 * n + 1]);
       }
     }
   }
+}
+
+// acc += A B. The compiler fetches operands as far ahead as registers allow.
+template <class Atom, class A, class B, class Acc>
+__device__ void gemm(Acc& acc, A const& a, B const& b) {
+  static_assert(decltype(cute::size<1>(acc))::value == 4 * B::pairs && A::steps == B::steps);
+  CUTE_UNROLL
+  for (int step = 0; step < A::steps; ++step) gemm_step<Atom>(acc, a, b, step);
+}
+
+// The same with operands of one step at a time: for kernels that would spill otherwise.
+template <class Atom, class A, class B, class Acc>
+__device__ void gemm_rolled(Acc& acc, A const& a, B const& b) {
+  static_assert(decltype(cute::size<1>(acc))::value == 4 * B::pairs && A::steps == B::steps);
+  CUTE_NO_UNROLL
+  for (int step = 0; step < A::steps; ++step) gemm_step<Atom>(acc, a, b, step);
 }
 
 // A tile in shared memory as an operand in registers, fetched once.

@@ -1,0 +1,35 @@
+"""A checked program to a compiled kernel: translate, compile, and spare registers if need be."""
+
+from __future__ import annotations
+
+from flashwright.build.compile import Built, build
+from flashwright.build.toolchain import Toolchain
+from flashwright.check.program import Program
+from flashwright.gpu import Gpu
+from flashwright.lang.diagnostic import Failed
+from flashwright.lower.translate import Translation, translate
+
+
+def make(
+    program: Program,
+    gpu: Gpu,
+    *,
+    real: str | None = None,
+    tl: str = "",
+    toolchain: Toolchain | None = None,
+) -> tuple[Translation, Built]:
+    """The fast translation; where ptxas spills with it, the one that needs fewer registers.
+
+    How many registers a kernel takes only ptxas knows, and at the edge it depends on trifles.
+    """
+
+    def compiled(made: Translation) -> tuple[Translation, Built]:
+        arch = made.plan.arch
+        return made, build(made.source, arch, real=real, map=made.map, tl=tl, toolchain=toolchain)
+
+    try:
+        return compiled(translate(program, gpu))
+    except Failed as failed:
+        if any(d.code != "FW823" for d in failed.diagnostics):
+            raise
+    return compiled(translate(program, gpu, sparing=True))

@@ -1,0 +1,105 @@
+"""Tiles that a mask does not touch: the test is right on every tile, and not more careful than it
+must be."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from typing import Any
+
+import pytest
+
+from flashwright.check.scalars import evaluate
+from flashwright.lang.nodes import Expr
+from flashwright.lang.parse import parse
+from flashwright.lower import ir
+from flashwright.lower.lower import lower
+from tests.unit.happens_before import value
+from tests.unit.lowered import printed
+from tests.unit.tl_attention import attention, program
+
+CAUSAL = "kv_idx <= q_idx + kv_len - q_len"
+WINDOW = "kv_idx > q_idx + kv_len - q_len - Window"
+PARAMS = "param Window = 120\nparam Prefix = 50\nparam Stride = 4\nparam Block = 8\nparam Down = -2"
+MASKS = {
+    "ragged": "kv_idx < kv_len",
+    "causal": CAUSAL,
+    "both": f"kv_idx < kv_len and {CAUSAL}",
+    "window": f"{CAUSAL} and {WINDOW}",
+    "around": f"kv_idx < kv_len and {WINDOW} and kv_idx < q_idx + kv_len - q_len + Window",
+    "prefix": f"kv_idx < kv_len and (kv_idx < Prefix or {CAUSAL})",
+    "compressed": "kv_idx < kv_len and kv_idx * Stride + Block <= q_idx + kv_len * Stride",
+    "turned": "kv_idx < kv_len and q_idx + kv_len - q_len >= kv_idx",
+    "negative": "kv_idx < kv_len and -kv_idx >= -q_idx - (kv_len - q_len)",
+    "halved": "kv_idx < kv_len and kv_idx / 2 <= q_idx / 2 + (kv_len - q_len) / 2",
+    "blocks": "kv_idx < kv_len and floor(kv_idx / 8) <= floor(q_idx / 8)",
+    "falling": "kv_idx < kv_len and kv_idx * Down >= (q_idx + kv_len - q_len) * Down",
+    "min": f"kv_idx < min(kv_len, 999) and {CAUSAL}",
+}
+
+
+def masks(mask: str) -> list[ir.Compute]:
+    """What a mask becomes."""
+    made = program(attention(params=PARAMS, mask=mask))
+    nodes = [n for n in ir.flat(lower(made).body) if isinstance(n, ir.Compute)]
+    return [n for n in nodes if "INFINITY" in str(n.assigns)]
+
+
+def condition(mask: str) -> Expr:
+    (stmt,) = parse(f"Compute Mask S where {mask}\n").body
+    found = stmt.where  # type: ignore[union-attr]
+    assert found is not None
+    return found
+
+
+def holds(mask: Expr, env: dict[str, Any], rows: range, cols: range) -> bool:
+    return all(evaluate(mask, {**env, "q_idx": q, "kv_idx": k}) for q in rows for k in cols)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_left_out_where_it_holds_everywhere_and_only_there(name: str) -> None:
+    (node,) = masks(MASKS[name])
+    assert node.unless is not None
+    mask, seen = condition(MASKS[name]), set()
+    params = {"BM": 64, "BN": 32, "Window": 120, "Prefix": 50, "Stride": 4, "Block": 8, "Down": -2}
+    for q_len, kv_len in ((128, 128), (100, 130), (64, 300), (300, 100)):
+        for block, i in product(range(-(-q_len // 64)), range(-(-kv_len // 32))):
+            env = {**params, "q_len": q_len, "kv_len": kv_len, "block": block, "i": i}
+            rows, cols = range(64 * block, 64 * block + 64), range(32 * i, 32 * i + 32)
+            left_out, true = value(node.unless, env), holds(mask, env, rows, cols)
+            assert left_out == true, (q_len, kv_len, block, i)
+            seen.add(left_out)
+    assert seen == {True, False}
+
+
+def test_prefix_is_told_from_either_side() -> None:
+    (node,) = masks(MASKS["prefix"])
+    assert "||" in str(node.unless)
+
+
+def test_a_mask_from_memory_is_always_applied() -> None:
+    docs = """\
+Allocate DocQ in global (B: batch, L: q_len) as int32
+Allocate DocK in global (B: batch, L: kv_len) as int32
+Allocate DocQ in register (BM) as int32
+Allocate DocK in register (BN) as int32
+Copy DocQ (BM) in coordinate [B = item, L = block] from global to register"""
+    copy = "Copy DocK (BN) in coordinate [B = item, L = i] from global to register"
+    softmax = "Compute Softmax S with Smax and Ssum and rescale O_register"
+    text = attention(
+        allocate=docs,
+        softmax=softmax,
+        scale=f"{copy}\n  Compute Multiply S, Scale and get new S",
+        mask="DocQ == DocK and kv_idx < kv_len",
+    )
+    nodes = [n for n in ir.flat(lower(program(text)).body) if isinstance(n, ir.Compute)]
+    known, unknown = (n for n in nodes if "INFINITY" in str(n.assigns))
+    assert known.unless is not None
+    assert "Doc" not in str(known.assigns), "the part that can be told is applied by itself"
+    assert unknown.unless is None
+    source = printed(text)
+    assert "S(m, n) = DocQ(m) == DocK(n) ? S(m, n) : -INFINITY;" in source
+    assert "fw::row_vector<BM, Warps, int>()" in source
+    assert "fw::col_vector<BN, int>()" in source
+    assert re.search(r"fw::load_rows<Warps>\(DocQ", source)
+    assert re.search(r"fw::load_cols<Warps>\(DocK", source)

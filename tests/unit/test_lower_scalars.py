@@ -1,0 +1,141 @@
+"""Scalars in C++: exact division without fractions, and no parenthesis too many or too few."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashwright.check.scalars import evaluate
+from flashwright.lang.diagnostic import Failed
+from flashwright.lang.nodes import NOWHERE, Binary, Call, Expr, Name, Num, Unary
+from flashwright.lang.parse import parse
+from flashwright.lower.code import Code, binary, choose, integer, real, unary
+from flashwright.lower.scalars import Scalar, Scalars, constant, named
+from tests.unit.happens_before import value
+
+PARAMS = {"BM": 64, "BN": 48, "Window": 70, "Scale": Fraction(1, 8), "Cap": 20.5}
+DIMS = ("q_len", "kv_len", "heads", "kv_heads")
+
+
+def expr(text: str) -> Expr:
+    (stmt,) = parse(f"let x = {text}\n").body
+    return stmt.value  # type: ignore[union-attr]
+
+
+def scalars() -> Scalars:
+    scope = {n: named(n, v) for n, v in PARAMS.items()}
+    scope |= {n: Scalar(Code(n)) for n in (*DIMS, "i", "block")}
+    return Scalars(scope, lambda e, index: Code(f"*p.{e.tensor.id}.at({index[0]})", "int", 8))
+
+
+def cpp(text: str) -> str:
+    return scalars()(expr(text)).code.text
+
+
+def whole(text: str) -> str:
+    return scalars()(expr(text)).as_int(NOWHERE).text
+
+
+@pytest.mark.parametrize(
+    ("tl", "printed"),
+    [
+        ("i < kv_len / BN", "i * BN < kv_len"),
+        ("i < kv_len / BN - 1", "i * BN < kv_len - BN"),
+        ("i + 1 < kv_len / BN", "(i + 1) * BN < kv_len"),
+        ("i / 2 < kv_len / BN", "i * BN < kv_len * 2"),
+        ("i - (block - 1)", "i - (block - 1)"),
+        ("(i - block) - 1", "i - block - 1"),
+        ("i * (block + 1)", "i * (block + 1)"),
+        ("-(i + 1)", "-(i + 1)"),
+        ("i < 1 and (block < 2 or i > 3)", "i < 1 && (block < 2 || i > 3)"),
+        ("not i < 1", "!(i < 1)"),
+        ("i + 0", "i"),
+        ("1 * i", "i"),
+        ("2 * 3 + i", "6 + i"),
+        ("Table[i]", "*p.Table.at(i)"),
+    ],
+)
+def test_printed(tl: str, printed: str) -> None:
+    assert cpp(tl) == printed
+
+
+@pytest.mark.parametrize(
+    ("tl", "printed"),
+    [
+        ("floor(i * kv_heads / heads)", "fw::floor_div(i * kv_heads, heads)"),
+        ("ceil(kv_len / BN)", "fw::ceil_div(kv_len, BN)"),
+        ("floor(i)", "i"),
+        ("floor(min(kv_len / BN, i))", "fw::floor_div(fw::min(kv_len, i * BN), BN)"),
+        ("i % 4", "fw::floor_mod(i, 4)"),
+        ("where(i < 2, i, block)", "i < 2 ? i : block"),
+    ],
+)
+def test_whole_numbers(tl: str, printed: str) -> None:
+    assert whole(tl) == printed
+
+
+def test_a_fraction_is_no_whole_number() -> None:
+    with pytest.raises(Failed) as caught:
+        scalars()(expr("kv_len / BN")).as_int(NOWHERE)
+    assert caught.value.diagnostics[0].code == "FW811"
+
+
+@pytest.mark.parametrize("tl", ["i < kv_len / -2", "i < kv_len / (q_len - kv_len)", "i % (0 - 3)"])
+def test_a_divisor_that_may_be_negative_is_refused(tl: str) -> None:
+    """Numerators are compared crosswise, which turns round where a denominator is negative."""
+    with pytest.raises(Failed) as caught:
+        scalars()(expr(tl))
+    assert caught.value.diagnostics[0].code == "FW811"
+    assert caught.value.diagnostics[0].span is not None
+
+
+def test_fractions_and_floats() -> None:
+    assert scalars()(expr("Scale")).as_float().text == "0.125f"
+    assert cpp("Cap * i") == "Cap * float(i)"
+    assert cpp("sqrt(i)") == "fw::sqrt(float(i))"
+    assert scalars()(expr("kv_len / 3")).as_float().text == "float(kv_len) / 3.f"
+    assert constant(True).code.text == "true"
+
+
+def test_parentheses_keep_the_order_of_fp32_operations() -> None:
+    a, b, c = (Code(x, "float") for x in "abc")
+    assert binary("+", a, binary("+", b, c)).text == "a + (b + c)"
+    assert binary("*", a, binary("*", b, c)).text == "a * (b * c)"
+    assert binary("*", Code("a"), binary("*", Code("b"), Code("c"))).text == "a * b * c"
+    assert binary("-", Code("a"), integer(-1)).text == "a - -1"
+    assert unary("-", integer(-1)).text == "-(-1)"
+    assert choose(binary("<", a, b), choose(a, b, c), c).text == "a < b ? (a ? b : c) : c"
+    assert real(1e30).text == "1e+30f"
+    assert real(float("-inf")).text == "-INFINITY"
+
+
+SMALL = st.integers(1, 9).map(lambda n: Num(str(n)))
+NAMES = st.sampled_from(("i", "block", "kv_len", "q_len", "BN")).map(Name)
+OPERATORS = st.sampled_from(("+", "-", "*"))
+
+
+def trees(inner: st.SearchStrategy[Expr]) -> st.SearchStrategy[Expr]:
+    return (
+        st.builds(Binary, OPERATORS, inner, inner)
+        | st.builds(lambda a, b: Binary("/", a, b), inner, SMALL)
+        | st.builds(lambda a: Unary("-", a), inner)
+        | st.builds(lambda f, a: Call(Name(f), (a,)), st.sampled_from(("floor", "ceil")), inner)
+        | st.builds(
+            lambda f, a, b: Call(Name(f), (a, b)), st.sampled_from(("min", "max")), inner, inner
+        )
+    )
+
+
+EXPRESSIONS = st.recursive(SMALL | NAMES, trees, max_leaves=7)
+NUMBERS = st.fixed_dictionaries({n: st.integers(0, 50) for n in ("i", "block", "kv_len", "q_len")})
+
+
+@given(EXPRESSIONS, EXPRESSIONS, st.sampled_from(("<", "<=", ">", ">=", "==", "!=")), NUMBERS)
+def test_comparisons_are_exact(left: Expr, right: Expr, op: str, numbers: dict[str, int]) -> None:
+    """Whatever is divided by what: C++ with whole numbers says the same as exact arithmetic."""
+    tree, env = Binary(op, left, right), {**numbers, "BN": 48}
+    printed = scalars()(tree).code
+    assert value(printed, env) == evaluate(tree, env), printed.text
