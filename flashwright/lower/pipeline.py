@@ -69,7 +69,7 @@ def _reads_first(body: tuple[ir.Statement, ...], key: Key) -> bool:
             return False
         if isinstance(node, ir.Gemm) and key in (node.left, node.right):
             return True
-        if isinstance(node, ir.Move) and node.source == key:
+        if isinstance(node, (ir.Move, ir.Store)) and node.source == key:
             return True
     return False
 

@@ -111,7 +111,10 @@ class _Walk:
         at_once = self.at_once or (first and not self.asynchronous)
         direct = self.asynchronous or at_once or elements
         if self.asynchronous:  # of two copies on their way to one place either may come last
-            self._arrive([load.dest for load in loads if load.stage is None])
+            again = [load.dest for load in loads if load.stage is None]
+            if self.open.intersection(again):
+                self._commit()
+            self._arrive(again)
         if direct and any(self.state[k].read or self.state[k].arrived for k in keys):
             self._commit()
             self._barrier(rest)
@@ -120,10 +123,8 @@ class _Walk:
             self._started(load, at_once)
 
     def _started(self, load: ir.Load, at_once: bool) -> None:
-        tile, put = (
-            self.state[load.dest],
-            ir.Put(load.dest, load.stage, origin=load.origin.untitled),
-        )
+        tile = self.state[load.dest]
+        put = ir.Put(load.dest, load.stage, origin=load.origin.untitled)
         if load.stage is None:
             tile.visible = False
         if load.window.cols is not None or at_once:  # done when it returns

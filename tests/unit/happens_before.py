@@ -96,7 +96,9 @@ class Block:
                 moves = sum(1 for x in self.seen if x == ("move", dest))
                 self.seen.append(("move", dest))
                 self.write(self.place(dest, stage), (source, moves), "move")
-            case ir.Fill(_, window) | ir.Store(_, window):
+            case ir.Fill(key, window) | ir.Store(key, window):
+                if isinstance(node, ir.Store):
+                    self.take(key, None)
                 self.seen.append(content(window, self.env))
 
     def load(self, node: ir.Load) -> None:
@@ -157,6 +159,7 @@ def value(code: Code, env: Mapping[str, Any]) -> Any:
         "floor_div": lambda a, b: a // b,
         "ceil_div": lambda a, b: -(-a // b),
         "floor_mod": lambda a, b: a % b,
+        "int64_t": int,
         "read": lambda tensor, *index: hash((tensor, index)) % 7,
     }
     return eval(text, {"__builtins__": {}}, {**functions, **env})

@@ -38,7 +38,7 @@ THROUGH_SHARED = {
     "p": "S_shared",
     "allocate": "Allocate S in shared (BM, BN) as fp16",
 }
-TWICE = THROUGH_SHARED | {
+TWICE = THROUGH_SHARED | {  # which is no attention any more
     "p": "S_shared, V_shared and accumulate O_register\n  Compute S * 1 and get new S\n"
     "  Copy S from register to shared\n  Compute GEMM S_shared",
 }
@@ -82,14 +82,15 @@ def check_all(made: Program, gpu: Gpu) -> None:
 def test_no_race_whatever_the_stages(shape: str, gpu: str) -> None:
     for k_stages, v_stages in product((1, 2, 3), (1, 2, 4)):
         text = attention(k_stages=k_stages, v_stages=v_stages, **SHAPES[shape])
-        check_all(program(text), gpus.find(gpu))
+        check_all(program(text, strict=SHAPES[shape] is not TWICE), gpus.find(gpu))
 
 
 @pytest.mark.parametrize("travel", ["ahead", "at once"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_race_through_registers(shape: str, travel: Travel) -> None:
     for stages in (1, 2):
-        made = program(attention(k_stages=stages, v_stages=stages, **SHAPES[shape]))
+        text = attention(k_stages=stages, v_stages=stages, **SHAPES[shape])
+        made = program(text, strict=SHAPES[shape] is not TWICE)
         body = pipeline(lower(made).body, made.buffers, ahead=1)
         body = synchronise(body, made.buffers, travel)
         for dims, place in blocks(made, 100, 300):

@@ -184,12 +184,21 @@ REFUSED = {
         attention().replace("block = 0:q_len / BM", "block = 0:abs(q_len)"),
         "grid",
     ),
-    "a tile whose rows are no multiple of 32 bytes": (
+    "a product that is no whole number of steps": (
         attention().replace("param HeadDim = 64", "param HeadDim = 40"),
-        "Allocate K in shared",
+        "Compute GEMM",
     ),
-    "a place that is a fraction": (
-        attention(copy_k=COPY.format("K").replace("H = head", "H = head / 2")),
+    "a tile whose rows are no multiple of 32 bytes": (
+        attention(
+            allocate="Allocate Bias in global (L: q_len, M: 8) as fp16\n"
+            "Allocate Bias in register (BM, 8) as fp32\n"
+            "Copy Bias (BM, 8) in coordinate [L = block] from global to shared\n"
+            "Copy Bias from shared to register",
+        ),
+        "Copy Bias (BM, 8)",
+    ),
+    "a place that is no whole number": (
+        attention(copy_k=COPY.format("K").replace("H = head", "H = sqrt(head)")),
         "Copy K",
     ),
 }

@@ -36,7 +36,6 @@ struct Case {
   static __device__ void through_shared(Params const& p, Held shared, Out out, Back back) {
     auto tile = fw::accumulator<M, N, Warps>();
     fw::load<Warps, Wide>(tile, p.src.tile(), M, N);
-    __syncthreads();
     fw::to_shared<Warps, Wide>(shared, tile);
     __syncthreads();
     auto const plain = shared.tensor();
@@ -66,15 +65,18 @@ struct Case {
     fw::store_rows<Warps>(p.whole_out.line(), whole, p.rows);
   }
 
+  // One block for each, so that a thread holds one tile at a time.
   static __device__ void run(Params const& p, unsigned char* begin) {
     Held const shared = fw::shared_tile<T, M, N>(begin);
-    stores<false>(p, p.stored.tile(), p.elements.tile());
-    stores<true>(p, p.stored_wide.tile(), p.elements_wide.tile());
-    loads<false>(p, p.loaded.tile());
-    loads<true>(p, p.loaded_wide.tile());
-    through_shared<false>(p, shared, p.held.tile(), p.back.tile());
-    through_shared<true>(p, shared, p.held_wide.tile(), p.back_wide.tile());
-    vectors(p);
+    switch (blockIdx.x) {
+      case 0: return stores<false>(p, p.stored.tile(), p.elements.tile());
+      case 1: return stores<true>(p, p.stored_wide.tile(), p.elements_wide.tile());
+      case 2: return loads<false>(p, p.loaded.tile());
+      case 3: return loads<true>(p, p.loaded_wide.tile());
+      case 4: return through_shared<false>(p, shared, p.held.tile(), p.back.tile());
+      case 5: return through_shared<true>(p, shared, p.held_wide.tile(), p.back_wide.tile());
+      case 6: return vectors(p);
+    }
   }
 };
 
