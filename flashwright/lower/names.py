@@ -17,7 +17,12 @@ _KEYWORDS = (
     *("throw", "true", "try", "typedef", "typeid", "typename", "union", "unsigned", "using"),
     *("virtual", "void", "volatile", "wchar_t", "while", "xor", "xor_eq"),
 )
-_FUNCTIONS = ("abs", "ceil", "exp", "exp2", "floor", "log", "log2", "max", "min", "sqrt", "tanh")
+_FUNCTIONS = (  # of the C library, at file scope
+    *("abs", "acos", "asin", "atan", "atan2", "ceil", "clock", "cos", "cosh", "div", "erf", "exit"),
+    *("exp", "exp2", "fabs", "floor", "fma", "free", "gamma", "hypot", "index", "j0", "j1", "jn"),
+    *("log", "log2", "max", "min", "pow", "rand", "remainder", "rindex", "round", "scalb", "select"),
+    *("signal", "sin", "sinh", "sqrt", "system", "tan", "tanh", "time", "trunc", "y0", "y1", "yn"),
+)
 _CUDA = ("INFINITY", "blockDim", "blockIdx", "cute", "gridDim", "threadIdx", "warpSize")
 _KERNEL = (  # what the printer calls things
     *("Mma", "Params", "Threads", "at", "attention", "drop", "fw", "m", "most", "n", "now", "p"),

@@ -11,6 +11,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 from flashwright.check.program import Key, Program
@@ -174,18 +176,28 @@ def block(
     return Block(env, generation(gpu) >= 80, **options)
 
 
-def check_block(
-    program: Program, gpu: Gpu, dims: Mapping[str, int], place: Mapping[str, int]
-) -> Block:
-    """Raises Race; also if the schedule reads anything else than the program says."""
-    meant = block(program, gpu, dims, place, sequential=True)
-    body = lower(program).body
-    meant.run(body)
-    done = block(program, gpu, dims, place)
-    done.run(schedule(program, gpu, body))
-    if meant.seen != done.seen:
-        first = next(
-            i for i, (a, b) in enumerate(zip(meant.seen, done.seen, strict=False)) if a != b
-        )
-        raise Race(f"{meant.seen[first]} is meant, {done.seen[first]} is there")
-    return done
+@dataclass(frozen=True)
+class Checker:
+    """A program as it is meant and as it is scheduled for a GPU, to be run on many blocks."""
+
+    program: Program
+    gpu: Gpu
+
+    @cached_property
+    def meant(self) -> tuple[ir.Statement, ...]:
+        return lower(self.program).body
+
+    @cached_property
+    def scheduled(self) -> tuple[ir.Statement, ...]:
+        return schedule(self.program, self.gpu, self.meant)
+
+    def check(self, dims: Mapping[str, int], place: Mapping[str, int]) -> Block:
+        """Raises Race; also if the schedule reads anything else than the program says."""
+        meant = block(self.program, self.gpu, dims, place, sequential=True)
+        meant.run(self.meant)
+        done = block(self.program, self.gpu, dims, place)
+        done.run(self.scheduled)
+        for said, found in zip_longest(meant.seen, done.seen):
+            if said != found:
+                raise Race(f"{said} is meant, {found} is there")
+        return done

@@ -62,7 +62,7 @@ def test_left_out_where_it_holds_everywhere_and_only_there(name: str) -> None:
     assert node.unless is not None
     mask, seen = condition(MASKS[name]), set()
     params = {"BM": 64, "BN": 32, "Window": 120, "Prefix": 50, "Stride": 4, "Block": 8, "Down": -2}
-    for q_len, kv_len in ((128, 128), (100, 130), (64, 300), (300, 100)):
+    for q_len, kv_len in ((128, 128), (64, 300), (300, 100)):
         for block, i in product(range(-(-q_len // 64)), range(-(-kv_len // 32))):
             env = {**params, "q_len": q_len, "kv_len": kv_len, "block": block, "i": i}
             rows, cols = range(64 * block, 64 * block + 64), range(32 * i, 32 * i + 32)

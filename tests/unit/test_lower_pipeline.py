@@ -8,7 +8,7 @@ from flashwright import gpu as gpus
 from flashwright.lower import ir
 from flashwright.lower.code import Code, binary, integer
 from flashwright.lower.pipeline import _put as put
-from tests.unit.happens_before import check_block
+from tests.unit.happens_before import Checker
 from tests.unit.lowered import printed, scheduled
 from tests.unit.tl_attention import COPY, attention, program
 
@@ -59,7 +59,7 @@ def test_a_let_from_a_table_is_read_for_the_later_round(gpu: str) -> None:
     source = printed(text, strict=False)
     assert "p.K.tile(item, head, (*p.Table.at(item, i + 1)) * BN)" in source
     made = program(text, strict=False)
-    done = check_block(made, gpus.find(gpu), {"q_len": 64, "kv_len": 300}, PLACE)
+    done = Checker(made, gpus.find(gpu)).check({"q_len": 64, "kv_len": 300}, PLACE)
     assert len({str(x) for x in done.seen}) > 4, "the pages differ"
 
 
