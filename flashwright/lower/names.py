@@ -20,8 +20,9 @@ _KEYWORDS = (
 _FUNCTIONS = (  # of the C library, at file scope
     *("abs", "acos", "asin", "atan", "atan2", "ceil", "clock", "cos", "cosh", "div", "erf", "exit"),
     *("exp", "exp2", "fabs", "floor", "fma", "free", "gamma", "hypot", "index", "j0", "j1", "jn"),
-    *("log", "log2", "max", "min", "pow", "rand", "remainder", "rindex", "round", "scalb", "select"),
-    *("signal", "sin", "sinh", "sqrt", "system", "tan", "tanh", "time", "trunc", "y0", "y1", "yn"),
+    *("log", "log2", "max", "min", "pow", "rand", "remainder", "rindex", "round", "scalb"),
+    *("select", "signal", "sin", "sinh", "sqrt", "system", "tan", "tanh", "time", "trunc"),
+    *("y0", "y1", "yn"),
 )
 _CUDA = ("INFINITY", "blockDim", "blockIdx", "cute", "gridDim", "threadIdx", "warpSize")
 _KERNEL = (  # what the printer calls things

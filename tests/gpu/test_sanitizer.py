@@ -1,4 +1,4 @@
-"""compute-sanitizer on the kernels of each architecture: no bad access, no race in shared memory."""
+"""compute-sanitizer on kernels of each architecture: no bad access, no race in shared memory."""
 
 from __future__ import annotations
 
