@@ -143,6 +143,10 @@ class Computes:
             hint = f"Copy `{b[0]}` to shared first"
             raise refused("the right operand of a GEMM comes from shared memory", right.span, hint)
         self._whole_steps(b, turned, stmt)
+        from_shared = a[1] == "shared" or a in self.lowering.operands
+        if from_shared and not turned and DTYPES[self.program.buffers[b].dtype] == 1:
+            hint = "Reshape the left one in registers, or give the right one transposed (`.T`)"
+            raise refused("8-bit rows times 8-bit columns lie in different orders", stmt.span, hint)
         fresh = stmt.mode != "accumulate"
         if fresh:
             self.forget(target)

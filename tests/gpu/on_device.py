@@ -20,6 +20,7 @@ from flashwright.build.load import Kernel
 from flashwright.lower.atoms import ALIGNMENT, CPP_TYPES
 from flashwright.lower.launch_plan import LaunchPlan, PlanAxis, PlanTensor
 
+NAN = float("nan")
 FOLDER = Path(__file__).parent / "device"
 DTYPES = {name: dtype for dtype, name in arrays.NAMES.items()}
 
@@ -70,7 +71,7 @@ def run(
     threads: int,
     blocks: int = 1,
     shared: int = 0,
-    **dims: int,
+    **dims: Any,  # whole numbers
 ) -> None:
     """Launch with tensors and numbers in the order of the struct."""
     tensors = [_tensor(name, x, False) for name, x in inputs.items()]
@@ -91,3 +92,48 @@ def _tensor(name: str, x: Any, written: bool) -> PlanTensor:
     dtype = DTYPES[str(x.dtype).removeprefix("torch.")]
     axes = tuple(PlanAxis(label="X", size=(size,)) for size in x.shape)
     return PlanTensor(name=name, dtype=dtype, axes=axes, read=not written, written=written)
+
+
+# --- matrices to give and to compare ----------------------------------------------------------
+
+
+def dtype_of(name: str) -> Any:
+    import torch
+
+    return getattr(torch, arrays.NAMES[name])
+
+
+def size_of(name: str) -> int:
+    return int(dtype_of(name).itemsize)
+
+
+def normal(*shape: int, dtype: str = "fp32") -> Any:
+    import torch
+
+    return torch.randn(shape, device="cuda").to(dtype_of(dtype))
+
+
+def framed(rows: int, cols: int, dtype: str = "fp32", *, turned: bool = False) -> tuple[Any, Any]:
+    """A matrix of NaN, and its inner part: strided, and where `turned`, column by column."""
+    import torch
+
+    if turned:
+        whole, inner = framed(cols, rows, dtype)
+        return whole, inner.T
+    whole = torch.full((rows + 4, cols + 32), NAN, device="cuda").to(dtype_of(dtype))
+    return whole, whole[2 : 2 + rows, 16 : 16 + cols]  # rows begin at multiples of 16 bytes
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Equal, and NaN where that is expected."""
+    found, expected = found.double(), expected.double()
+    return bool(((found == expected) | (found.isnan() & expected.isnan())).all())
+
+
+def inside(x: Any, rows: int, cols: int, other: float) -> Any:
+    """The first rows and columns of a matrix; elsewhere another value."""
+    import torch
+
+    out = torch.full(x.shape, other, device=x.device, dtype=torch.float64)
+    out[:rows, :cols] = x[:rows, :cols].double()
+    return out

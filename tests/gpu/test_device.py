@@ -8,11 +8,22 @@ from typing import Any
 
 import pytest
 
-from flashwright.build import arrays
 from flashwright.lower.atoms import ATOMS
-from tests.gpu.on_device import Code, element, listed, run
+from tests.gpu.on_device import (
+    NAN,
+    Code,
+    dtype_of,
+    element,
+    framed,
+    inside,
+    listed,
+    normal,
+    run,
+    same,
+    size_of,
+)
 
-NAN, INF = float("nan"), float("inf")
+INF = float("inf")
 MANTISSA = {"fp16": 10, "bf16": 7, "e4m3": 3, "e5m2": 2}
 
 
@@ -21,48 +32,6 @@ def seeded() -> None:
     import torch
 
     torch.manual_seed(0)
-
-
-def dtype_of(name: str) -> Any:
-    import torch
-
-    return getattr(torch, arrays.NAMES[name])
-
-
-def size_of(name: str) -> int:
-    return int(dtype_of(name).itemsize)
-
-
-def normal(*shape: int, dtype: str = "fp32") -> Any:
-    import torch
-
-    return torch.randn(shape, device="cuda").to(dtype_of(dtype))
-
-
-def framed(rows: int, cols: int, dtype: str = "fp32", *, turned: bool = False) -> tuple[Any, Any]:
-    """A matrix of NaN, and its inner part: strided, and where `turned`, column by column."""
-    import torch
-
-    if turned:
-        whole, inner = framed(cols, rows, dtype)
-        return whole, inner.T
-    whole = torch.full((rows + 4, cols + 32), NAN, device="cuda").to(dtype_of(dtype))
-    return whole, whole[2 : 2 + rows, 16 : 16 + cols]  # rows begin at multiples of 16 bytes
-
-
-def same(found: Any, expected: Any) -> bool:
-    """Equal, and NaN where that is expected."""
-    found, expected = found.double(), expected.double()
-    return bool(((found == expected) | (found.isnan() & expected.isnan())).all())
-
-
-def inside(x: Any, rows: int, cols: int, other: float) -> Any:
-    """The first rows and columns of a matrix; elsewhere another value."""
-    import torch
-
-    out = torch.full(x.shape, other, device=x.device, dtype=torch.float64)
-    out[:rows, :cols] = x[:rows, :cols].double()
-    return out
 
 
 # --- shared.cuh -------------------------------------------------------------------------------
@@ -91,9 +60,7 @@ def test_addresses_of_chunks(size: int, cols: int) -> None:
             assert torch.equal(out[name], expected + further), (name, rows)
         assert torch.equal(out["last"], expected + 16 - size), rows  # a chunk is contiguous
         assert expected.unique().numel() == expected.numel()
-        banks = (expected // 16 % 8).view(
-            -1, 8, chunks
-        )  # in groups of four, as ldmatrix reads them
+        banks = (expected // 16 % 8).view(-1, 8, chunks)  # four at a time, as ldmatrix reads
         assert bool((banks.sort(dim=1).values == eight).all()), rows
 
 

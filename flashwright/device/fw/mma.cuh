@@ -40,6 +40,7 @@ __device__ void mma(float& d0, float& d1, float& d2, float& d3, uint32_t const (
 // Operand A as a thread holds it: r[k step][block of 16 rows].
 template <int RowBlocks, int Steps>
 struct OperandA {
+  static constexpr bool in_order = false;  // as its maker left it
   static constexpr int row_blocks = RowBlocks;
   static constexpr int steps = Steps;
   uint32_t r[Steps][RowBlocks][4];
@@ -63,6 +64,7 @@ __device__ uint32_t chunk_of(uint32_t address, int number) {
 // Rows of A in shared memory, k along the columns.
 template <class Tile, int Warps>
 struct RowsOfA {
+  static constexpr bool in_order = true;  // of k
   static constexpr int row_blocks = Tile::rows / (16 * Warps);
   static constexpr int steps = Tile::cols / (2 * Tile::chunk);
   uint32_t own;
@@ -161,6 +163,7 @@ __device__ auto right(Tile tile) {
 // acc += A B for one step along k.
 template <class Atom, class A, class B, class Acc>
 __device__ void gemm_step(Acc& acc, A const& a, B const& b, int step) {
+  static_assert(!(A::in_order && B::wide), "k comes in another order in the two operands");
   uint32_t left[A::row_blocks][4];
   CUTE_UNROLL
   for (int m = 0; m < A::row_blocks; ++m) a.fetch(step, m, left[m]);
