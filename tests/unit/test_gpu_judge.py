@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from flashwright.author.builtin.variants import make_spec
 from flashwright.build import driver
 from flashwright.cli.main import app
-from flashwright.cli.verify import in_words, record
+from flashwright.cli.verify import in_words
 from flashwright.judge import flash, inputs, oracle, oracle_device
 from flashwright.judge.cpu import default_cases
 from flashwright.judge.gpu import GpuCase, GpuVerdict, _problems, verdict
@@ -88,7 +88,7 @@ def test_a_verdict_in_words_and_as_data() -> None:
     assert "at most 1.50 times" in in_words(found)
     wrong = GpuVerdict("Some GPU", "sm_90", (case,), (Diagnostic("FW854", "less exact"),))
     assert not wrong.ok
-    told = json.loads(json.dumps(record(Path("x"), wrong)))
+    told = json.loads(json.dumps(wrong.record()))
     assert told["ok"] is False
     assert told["diagnostics"] == [{"code": "FW854", "message": "less exact"}]
 

@@ -114,7 +114,7 @@ def choose(workload: Workload, gpu: Gpu, headroom: int | None = None) -> Decisio
     `headroom` registers are kept free below the limit (by default 8 on Hopper, 28 elsewhere).
     """
     _validate(workload, gpu)
-    spare = headroom if headroom is not None else comfort(gpu)
+    spare = headroom if headroom is not None else comfort(workload, gpu)
     tilings = enumerate_tilings(workload, gpu)
     fits: list[Candidate] = []
     over_shared = over_registers = 0

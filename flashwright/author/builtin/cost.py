@@ -152,21 +152,21 @@ def footprint(workload: Workload, tiling: Tiling, gpu: Gpu) -> Footprint:
         tiles += bm * bn * size
     # Row maximum, row sum and the rescale factor; each of the four threads of a quad has a copy.
     tiles += 3 * bm * 4 * 4
-    registers = gpu.registers(tiles, tiling.warps)
-    if not gpu.wgmma:
-        # A slope or a position for each row; addresses of a third swizzle atom along k.
-        registers += 8 * (workload.score_flops_extra > 0) + 8 * (workload.qk_dim * size > 256)
-    return Footprint(shared, registers, gpu.register_limit(tiling.warps))
+    return Footprint(shared, gpu.registers(tiles, tiling.warps), gpu.register_limit(tiling.warps))
 
 
-def comfort(gpu: Gpu) -> int:
+def comfort(workload: Workload, gpu: Gpu) -> int:
     """Registers that a thread should have beyond the estimate, lest it spill.
 
     On Hopper a spill also serialises wgmma (C7511). With mma.sync ptxas fetches operands ahead as
     far as registers go and then spills a few others: with 204 for tiles (d128 128x64, d64 128x128)
     it did so in half of the kernels, with 188 in none.
     """
-    return 8 if gpu.wgmma else 28
+    if gpu.wgmma:
+        return 8
+    # A slope or a position for each row; addresses of a third swizzle atom along k.
+    wide = workload.qk_dim * workload.element_bytes > 256
+    return 28 + 8 * (workload.score_flops_extra > 0) + 8 * wide
 
 
 def occupancy(workload: Workload, tiling: Tiling, gpu: Gpu) -> int:
@@ -182,7 +182,7 @@ def occupancy(workload: Workload, tiling: Tiling, gpu: Gpu) -> int:
         return 1
     return min(
         gpu.shared_per_sm // (need.shared_bytes + gpu.shared_reserved),
-        gpu.blocks_by_registers(need.registers + comfort(gpu), tiling.warps),
+        gpu.blocks_by_registers(need.registers + comfort(workload, gpu), tiling.warps),
         gpu.threads_per_sm // (32 * tiling.warps),
         gpu.max_blocks_per_sm,
     )
