@@ -37,7 +37,7 @@ class Computer:
         elif verb == "mask":
             self._mask(stmt)
         else:
-            self._elementwise(stmt, _expression(stmt, verb))
+            self._elementwise(stmt, expression(stmt))
 
     def _elementwise(self, stmt: Compute, expr: Expr) -> None:
         assert stmt.target is not None
@@ -243,10 +243,10 @@ def _name(arg: Expr) -> Name:
     return name
 
 
-def _expression(stmt: Compute, verb: str) -> Expr:
+def expression(stmt: Compute) -> Expr:
     """The verb form `Multiply A, x` as the expression it stands for."""
     if stmt.verb is None:
         return stmt.args[0]
-    if verb in ARITHMETIC:
-        return Binary(ARITHMETIC[verb], stmt.args[0], stmt.args[1], span=stmt.span)
+    if stmt.operation in ARITHMETIC:
+        return Binary(ARITHMETIC[stmt.operation], stmt.args[0], stmt.args[1], span=stmt.span)
     return Call(stmt.verb, stmt.args, span=stmt.span)

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from flashwright.check.compute import expression
 from flashwright.check.program import Buffer, Key
-from flashwright.check.vocabulary import ARITHMETIC, DTYPES
+from flashwright.check.vocabulary import DTYPES
 from flashwright.lang import nodes as tl
 from flashwright.lang.nodes import Expr, Name
 from flashwright.lower import ir
@@ -125,8 +126,8 @@ class Computes:
                 self._softmax(stmt)
             case "mask":
                 self._mask(stmt)
-            case verb:
-                self._elementwise(stmt, expression(stmt, verb))
+            case _:
+                self._elementwise(stmt, expression(stmt))
 
     def _gemm(self, stmt: tl.Compute) -> None:
         assert stmt.target is not None
@@ -357,12 +358,3 @@ def _factor(value: Element, own: Leaf) -> Leaf | None:
         case Op("*", (inner, Leaf(value=float(known)) as factor)) if inner == own and known > 0:
             return factor
     return None
-
-
-def expression(stmt: tl.Compute, verb: str) -> Expr:
-    """The verb form `Multiply A, x` as the expression it stands for."""
-    if stmt.verb is None:
-        return stmt.args[0]
-    if verb in ARITHMETIC:
-        return tl.Binary(ARITHMETIC[verb], stmt.args[0], stmt.args[1], span=stmt.span)
-    return tl.Call(stmt.verb, stmt.args, span=stmt.span)
