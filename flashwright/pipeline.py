@@ -260,7 +260,8 @@ def _build(run: Run, progress: Progress) -> Run:
         raise Skipped(*failed.diagnostics) from None
     assert run.program is not None
     try:
-        made, built = make(run.program, run.gpu, tl=run.artefacts["code.tl"], toolchain=tools)
+        code = run.artefacts["code.tl"]
+        made, built = make(run.program, run.gpu, first=run.translation, tl=code, toolchain=tools)
     except Failed as failed:
         found = [Finding("code.tl" if d.span else "kernel.cu", d) for d in failed.diagnostics]
         return replace(run, findings=(*run.findings, *found))

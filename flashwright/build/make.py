@@ -14,13 +14,15 @@ def make(
     program: Program,
     gpu: Gpu,
     *,
+    first: Translation | None = None,
     real: str | None = None,
     tl: str = "",
     toolchain: Toolchain | None = None,
 ) -> tuple[Translation, Built]:
     """The fast translation; where ptxas spills with it, the one that needs fewer registers.
 
-    How many registers a kernel takes only ptxas knows, and at the edge it depends on trifles.
+    `first` is the fast one, where it has been made already. How many registers a kernel takes only
+    ptxas knows, and at the edge it depends on trifles.
     """
 
     def compiled(made: Translation) -> tuple[Translation, Built]:
@@ -28,7 +30,7 @@ def make(
         return made, build(made.source, arch, real=real, map=made.map, tl=tl, toolchain=toolchain)
 
     try:
-        return compiled(translate(program, gpu))
+        return compiled(first or translate(program, gpu))
     except Failed as failed:
         if any(d.code != "FW823" for d in failed.diagnostics):
             raise

@@ -11,6 +11,7 @@ from flashwright.check.vocabulary import DTYPES, split
 from flashwright.lang.diagnostic import Label
 from flashwright.lang.nodes import (
     Allocate,
+    Axis,
     Copy,
     Expr,
     For,
@@ -70,6 +71,15 @@ class Buffer:
         for extent in self.shape:
             size *= extent
         return size
+
+    def named_size(self, axis: int) -> Name | None:
+        """The name that a size was declared by, if it was one."""
+        sizes = None if isinstance(self.declared, Reshape) else self.declared.shape
+        if sizes is None:
+            return None
+        found = sizes[axis]
+        expr = found.size if isinstance(found, Axis) else found
+        return expr if isinstance(expr, Name) else None
 
 
 @dataclass(frozen=True)

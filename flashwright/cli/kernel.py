@@ -120,7 +120,7 @@ def build(
     files = {**_inputs(file, source), **package.translated(made)}
     try:
         with blaming(shown_name(file), source):
-            made, built = _compiled(program, card, source, tools, real)
+            made, built = _compiled(program, made, card, source, tools, real)
     except Blamed as blamed:
         if exit_code(blamed.diagnostics) == WRONG:
             _put(folder, files)  # what the compiler complains of, to look at
@@ -142,7 +142,12 @@ def _known_gpu(folder: Path) -> str:
 
 
 def _compiled(
-    program: Program, card: Gpu, source: str, tools: Toolchain, real: str | None
+    program: Program,
+    made: Translation,
+    card: Gpu,
+    source: str,
+    tools: Toolchain,
+    real: str | None,
 ) -> tuple[Translation, Built]:
     from flashwright.build import compile as compiler
     from flashwright.build.make import make
@@ -152,7 +157,7 @@ def _compiled(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--real") from None
     with _waiting():
-        return make(program, card, real=real, tl=source, toolchain=tools)
+        return make(program, card, first=made, real=real, tl=source, toolchain=tools)
 
 
 @contextmanager

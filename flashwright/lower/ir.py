@@ -6,8 +6,8 @@ passes can move it and the printer only has to say it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from flashwright.check.program import Buffer, Key, Tensor
@@ -228,3 +228,19 @@ def flat(body: tuple[Statement, ...]) -> Iterator[Statement]:
             yield from flat(node.body)
         elif isinstance(node, Branch):
             yield from flat((*node.then, *node.orelse))
+
+
+def changed(
+    body: tuple[Statement, ...], change: Callable[[Statement], Statement]
+) -> tuple[Statement, ...]:
+    """The same statements, each but loops and branches put through a change."""
+    out: list[Statement] = []
+    for node in body:
+        if isinstance(node, Loop):
+            out.append(replace(node, body=changed(node.body, change)))
+        elif isinstance(node, Branch):
+            then, orelse = (changed(part, change) for part in (node.then, node.orelse))
+            out.append(replace(node, then=then, orelse=orelse))
+        else:
+            out.append(change(node))
+    return tuple(out)

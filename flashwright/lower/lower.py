@@ -240,15 +240,8 @@ class Lowering:
 
     def size(self, buffer: Buffer, axis: int) -> Scalar:
         """A tile's size by the name it was declared with."""
-        declared = buffer.declared
-        expr: Expr | None = None
-        if isinstance(declared, tl.Allocate):
-            expr = declared.shape[axis].size
-        elif isinstance(declared, tl.Copy) and declared.shape is not None:
-            expr = declared.shape[axis]
-        if isinstance(expr, Name):
-            return self.scalars(expr)
-        return Scalar(integer(buffer.shape[axis]))
+        name = buffer.named_size(axis)
+        return self.scalars(name) if name else Scalar(integer(buffer.shape[axis]))
 
     def origin(self, place: Axis, buffer: Buffer, axis: int) -> Code | None:
         """The position at which a tile's rows or columns begin."""

@@ -4,6 +4,7 @@ are put together once behind the loop instead of in every round."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from flashwright.check.program import Buffer
 from flashwright.lower import ir
@@ -24,7 +25,7 @@ def keep_partial(body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
                 if start is None:
                     continue
                 out[start] = _started(out[start], target)
-                out[at] = _marked(out[at], target)
+                (out[at],) = ir.changed((out[at],), partial(_marked, target=target))
                 out.insert(position, _whole(target, buffer, node.origin))
                 position += 1
     return tuple(out)
@@ -138,18 +139,7 @@ def _started(node: ir.Statement, target: Leaf) -> ir.Statement:
 
 def _marked(node: ir.Statement, target: Leaf) -> ir.Statement:
     """The statement with the sums of a vector left in parts."""
-    if isinstance(node, ir.Loop):
-        return replace(node, body=tuple(_marked(n, target) for n in node.body))
-    if isinstance(node, ir.Branch):
-        then, orelse = (
-            tuple(_marked(n, target) for n in part) for part in (node.then, node.orelse)
-        )
-        return replace(node, then=then, orelse=orelse)
-    if isinstance(node, ir.Compute):
-        return replace(
-            node,
-            assigns=tuple(
-                replace(a, partial=a.partial or a.target == target) for a in node.assigns
-            ),
-        )
-    return node
+    if not isinstance(node, ir.Compute):
+        return node
+    assigns = (replace(a, partial=a.partial or a.target == target) for a in node.assigns)
+    return replace(node, assigns=tuple(assigns))

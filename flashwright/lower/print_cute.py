@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from flashwright.check.program import Buffer, Key, Program
 from flashwright.gpu import Gpu
 from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_expr
 from flashwright.lower import ir
-from flashwright.lower.atoms import CPP_TYPES, atom, generation
+from flashwright.lower.atoms import CPP_TYPES, atom
 from flashwright.lower.code import real
 from flashwright.lower.names import cpp, tile_name
 from flashwright.lower.print_rules import RULES, Context, Lines
@@ -67,7 +66,7 @@ class Printer:
         self.kernel = kernel
         self.offsets = offsets
         self.blocks = blocks
-        self.context = Context(program, kernel, generation(gpu) >= 80)
+        self.context = Context(program, kernel, gpu.cp_async)
 
     def print(self) -> Page:
         """The whole file. What is declared depends on what is used, so the kernel comes first."""
@@ -188,11 +187,8 @@ class Printer:
         return found
 
     def _size(self, buffer: Buffer, axis: int) -> str:
-        declared = buffer.declared
-        sizes = declared.shape if not isinstance(declared, tl.Reshape) else None
-        expr: Any = sizes[axis] if sizes else None
-        expr = expr.size if isinstance(expr, tl.Axis) else expr
-        return cpp(expr.id) if isinstance(expr, tl.Name) else str(buffer.shape[axis])
+        name = buffer.named_size(axis)
+        return cpp(name.id) if name else str(buffer.shape[axis])
 
     # --- statements -----------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from flashwright.check.program import Key, Program
 from flashwright.gpu import Gpu
 from flashwright.lang.nodes import Copy, For, statements
 from flashwright.lower import ir
-from flashwright.lower.atoms import generation, shared_layout, wide_tiles
+from flashwright.lower.atoms import shared_layout, wide_tiles
 from flashwright.lower.launch_plan import LaunchPlan
 from flashwright.lower.lower import lower
 from flashwright.lower.partial import keep_partial
@@ -37,7 +37,7 @@ def translate(program: Program, gpu: Gpu, sparing: bool = False) -> Translation:
     A `sparing` kernel needs fewer registers and is a little slower.
     """
     kernel = lower(program)
-    body = schedule(program, gpu, _rolled(kernel.body) if sparing else kernel.body)
+    body = schedule(program, gpu, ir.changed(kernel.body, _rolled) if sparing else kernel.body)
     wide = wide_tiles(body, program)
     kernel = replace(kernel, body=body, grid=ordered(program, kernel.grid), wide=wide)
     stages: dict[Key, int] = {k: b.stages for k, b in program.buffers.items()}
@@ -53,7 +53,7 @@ def schedule(
     program: Program, gpu: Gpu, body: tuple[ir.Statement, ...]
 ) -> tuple[ir.Statement, ...]:
     """The same work with copies running ahead, and all that this makes necessary."""
-    asynchronous = generation(gpu) >= 80
+    asynchronous = gpu.cp_async
     stages = max(b.stages for b in program.buffers.values())
     body = keep_partial(body)
     body = pipeline(body, program.buffers, ahead=stages if asynchronous else 1)
@@ -63,18 +63,11 @@ def schedule(
     return synchronise(body, program.buffers, travel)
 
 
-def _rolled(body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
-    """Products of shared tiles with their steps along k as a loop."""
-    out: list[ir.Statement] = []
-    for node in body:
-        if isinstance(node, ir.Gemm) and node.left[1] == "shared":
-            node = replace(node, rolled=True)
-        elif isinstance(node, ir.Loop):
-            node = replace(node, body=_rolled(node.body))
-        elif isinstance(node, ir.Branch):
-            node = replace(node, then=_rolled(node.then), orelse=_rolled(node.orelse))
-        out.append(node)
-    return tuple(out)
+def _rolled(node: ir.Statement) -> ir.Statement:
+    """A product of shared tiles with its steps along k as a loop."""
+    if isinstance(node, ir.Gemm) and node.left[1] == "shared":
+        return replace(node, rolled=True)
+    return node
 
 
 def _blocks(program: Program, gpu: Gpu, shared: int) -> int:
