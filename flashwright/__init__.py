@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from flashwright.build.load import Kernel
+    from flashwright.judge.verdict import Verdict
+    from flashwright.sandbox.candidate import Candidate
+    from flashwright.spec import AttentionSpec
 
 __version__ = "0.1.0"
 
@@ -17,3 +22,30 @@ def load(folder: str | Path) -> Kernel:
     from flashwright.build import load as package  # only now: the command line needs none of it
 
     return package.load(folder)
+
+
+def verify(
+    candidate: Callable[..., Any] | str | Candidate, spec: str | AttentionSpec, **options: Any
+) -> Verdict:
+    """The judge's verdict on anybody's kernel: `print(flashwright.verify(attention, "causal"))`.
+
+    `candidate` is a function that takes Q, K, V as (batch, heads, length, dim) and returns O, or a
+    text as `flashwright verify` takes it. `spec` says what it should compute: a text such as
+    "causal, heads=32, kv_heads=8, head_dim=128, dtype=bf16", or an AttentionSpec. The candidate
+    runs in a process of its own. Options are those of `flashwright.judge.judge.judge`: seed,
+    lengths, device, limits, libraries, progress.
+    """
+    from flashwright.judge.judge import judge
+    from flashwright.sandbox.candidate import Candidate, InWorker
+    from flashwright.sandbox.process import IN_WORKER
+    from flashwright.spec import AttentionSpec, parse_inline
+
+    if os.environ.get(IN_WORKER):
+        raise InWorker
+    if isinstance(spec, str):
+        spec = AttentionSpec.make(**{"variant": "custom", **parse_inline(spec)})
+    if isinstance(candidate, str):
+        candidate = Candidate.parse(candidate)
+    elif not isinstance(candidate, Candidate):
+        candidate = Candidate.of(candidate)
+    return judge(candidate, spec, **options)

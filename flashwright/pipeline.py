@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flashwright.check.program import Program
     from flashwright.gpu import Gpu
     from flashwright.judge.cpu import Verdict
-    from flashwright.judge.gpu import GpuVerdict
+    from flashwright.judge.verdict import Verdict as GpuVerdict
     from flashwright.lower.translate import Translation
     from flashwright.spec import AttentionSpec
 
@@ -273,12 +273,14 @@ def _build(run: Run, progress: Progress) -> Run:
 
 
 def _verdict(run: Run, progress: Progress) -> Run:
-    from flashwright.judge.gpu import verdict
+    from flashwright.judge.judge import judge
+    from flashwright.sandbox.candidate import Candidate
 
     if run.built is None:
         raise Skipped(Diagnostic("FW851", "there is no compiled kernel to run"))
     try:
-        found = verdict(run.folder, run.spec, run.program, progress=progress)
+        package = Candidate("package", str(run.folder.resolve()), title=str(run.folder))
+        found = judge(package, run.spec, progress=progress)
     except Failed as failed:
         # No GPU, or none that takes the kernel: nothing is known of it, for good or ill.
         if all(d.code == "FW851" for d in failed.diagnostics):

@@ -87,15 +87,17 @@ def build(
     cache: Cache | None = None,
     time_limit: float = TIME_LIMIT,
     may_spill: bool = False,
+    line_info: bool = False,
 ) -> Built:
     """Compile a kernel, or take it from the cache.
 
     `real` compiles the same PTX for a newer GPU than `arch`. `map` and the text of `tl` put what
     nvcc complains about under its TL line. A kernel that spills is refused, unless it `may_spill`.
+    `line_info` keeps the source's lines in the cubin, for tools that tell of them.
     """
     tools, store = toolchain or find(), cache or Cache()
     real = real or arch
-    flags = (*FLAGS, *target(arch, real))
+    flags = (*FLAGS, *(("-lineinfo",) if line_info else ()), *target(arch, real))
     key = digest([source, tools.version, *flags], [tools.device, tools.cutlass])
     entry, cached = store.get(key), True
     if entry is None:

@@ -369,7 +369,7 @@ def _made(stage: str, run: Run, width: int) -> list[RenderableType]:
     if stage == "verdict" and run.gpu_verdict is not None:
         from flashwright.cli import verify
 
-        return [verify.table(run.gpu_verdict), Text(verify.in_words(run.gpu_verdict), "green")]
+        return [verify.table(run.gpu_verdict), *verify.in_words(run.gpu_verdict)]
     if stage == "build" and run.built is not None:
         warnings = [_rendered(f, run, color=False) for f in run.findings if f.file == "kernel.cu"]
         return [*(Text(f"  {line}") for line in build_in_words(run.built)), *map(Text, warnings)]

@@ -1,4 +1,4 @@
-"""`flashwright verify`: a kernel package on this machine's GPU, beside attention in fp64."""
+"""`flashwright verify`: the judge's verdict on a kernel package, a callable or a shared library."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from flashwright.cli.command import FINE, WRONG, exit_code, guarded, load_spec, 
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
-    from flashwright.judge.gpu import GpuVerdict
+    from flashwright.judge.verdict import Offence, Verdict
+    from flashwright.sandbox.candidate import Candidate
     from flashwright.spec import AttentionSpec
 
 CODE = "code.tl"
+GB = 1 << 30
 
 
 def register(app: typer.Typer) -> None:
@@ -27,79 +30,164 @@ def register(app: typer.Typer) -> None:
 
 @guarded
 def verify(
-    folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="A kernel package: generate or build makes it.")
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="WHAT", help="A kernel package, file.py:function, or library.so:function."
+        ),
     ],
+    spec: Annotated[
+        str | None,
+        typer.Option(metavar="TOML|TEXT", help="What it should compute; a package has its own."),
+    ] = None,
     q_len: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="One problem only: its queries.")
     ] = None,
     kv_len: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Its keys; default as many.")
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the random inputs.")] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=0, help="Of shapes and inputs; default a new one."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="cuda|cpu", help="Default: the GPU, where there is one.")
+    ] = None,
+    libraries: Annotated[
+        bool, typer.Option("--libraries", metavar=" ", help="It may call torch, cuDNN and others.")
+    ] = False,
+    sanitize: Annotated[
+        bool, typer.Option("--sanitize", metavar=" ", help="Also under compute-sanitizer.")
+    ] = False,
+    seconds: Annotated[
+        float, typer.Option(metavar="S", min=0.1, help="For one call, before it counts as hung.")
+    ] = 60.0,
+    memory: Annotated[
+        float, typer.Option(metavar="GB", min=0.1, help="Of the host that it may take.")
+    ] = 24.0,
+    gpu_memory: Annotated[
+        float | None, typer.Option(metavar="GB", min=0.1, help="Of the GPU; default nearly all.")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", metavar=" ", help="Print the verdict as JSON.")
     ] = False,
 ) -> int:
-    """Run a kernel on this machine's GPU and compare it with attention in fp64."""
+    """Judge a kernel: right against fp64 on shapes nobody saw, and nothing done on the side."""
     from flashwright.cli import show
-    from flashwright.judge import gpu as judge
+    from flashwright.judge.judge import judge
+    from flashwright.sandbox.candidate import Candidate
+    from flashwright.sandbox.limits import Limits
 
-    spec = _spec(folder)
+    if device not in (None, "cuda", "cpu"):
+        raise typer.BadParameter("cuda or cpu", param_hint="--device")
+    candidate = Candidate.parse(what)
+    meant, base = _spec(candidate, what, spec)
     lengths = None
     if q_len is not None or kv_len is not None:
         lengths = [(q_len or kv_len or 1, kv_len or q_len or 1)]
-    with show.progress(f"running {folder}") as step:
-        found = judge.verdict(folder, spec, lengths=lengths, seed=seed, progress=step)
+    most = None if gpu_memory is None else int(gpu_memory * GB)
+    limits = Limits(seconds=seconds, memory=int(memory * GB), gpu_memory=most)
+    with show.progress(f"judging {what}") as step:
+        found = judge(
+            candidate,
+            meant,
+            seed=seed,
+            device=device,
+            base=base,
+            lengths=lengths,
+            limits=limits,
+            libraries=libraries,
+            progress=step,
+        )
+    unsafe = _sanitized(candidate, meant, base, what) if sanitize else ()
     if as_json:
-        print(json.dumps({"folder": str(folder), **found.record()}, indent=2))
+        more = [{"name": o.name, "message": o.message} for o in unsafe]
+        told = {"sanitizer": more} if sanitize else {}
+        print(json.dumps({**found.record(), **told}, indent=2))
     else:
-        out = show.console()
-        out.print(f"{folder} on {found.card} ({found.arch}): {show.spec_in_words(spec)}")
-        out.print(table(found))
-        if found.diagnostics:
-            tell(found.diagnostics, str(folder), "")
-        else:
-            out.print(in_words(found))
-    return FINE if found.ok else max(WRONG, exit_code(found.diagnostics))
+        _show(what, found, meant, sanitize, unsafe)
+    bad = (*found.diagnostics, *(o.diagnostic for o in unsafe))
+    return max(WRONG, exit_code(bad)) if bad else FINE
 
 
-def _spec(folder: Path) -> AttentionSpec:
-    if not folder.is_dir():
-        text = f"{folder} is no kernel package: it is not a folder"
-        hint = "make one: flashwright generate gqa --gpu a100 --causal --out DIR"
-        raise Failed(Diagnostic("FW852", text, help=hint))
-    found = load_spec(None, str(folder / CODE))
-    if found is None:
-        text = f"{folder} has no spec.toml: nothing says what the kernel should compute"
+def _sanitized(
+    candidate: Candidate, spec: AttentionSpec, base: Path, what: str
+) -> tuple[Offence, ...]:
+    from flashwright.cli import show
+    from flashwright.judge.sanitize import sanitize
+
+    with show.progress(f"compute-sanitizer on {what}") as step:
+        return sanitize(candidate, spec, base=base, progress=step)
+
+
+def _spec(candidate: Candidate, what: str, option: str | None) -> tuple[AttentionSpec, Path]:
+    """What the candidate should compute, and the folder that its reference is relative to."""
+    beside = str(Path(what, CODE)) if candidate.kind == "package" else "-"
+    found = load_spec(option, beside)
+    if found is not None:
+        return found
+    if candidate.kind == "package":
+        text = f"{what} has no spec.toml: nothing says what the kernel should compute"
         raise Failed(Diagnostic("FW852", text, help="put a spec beside it (docs/language.md)"))
-    return found[0]
+    text = f"nothing says what {what} should compute"
+    hint = "--spec 'causal, heads=32, kv_heads=8, head_dim=128, dtype=bf16', or a TOML file"
+    raise Failed(Diagnostic("FW857", text, help=hint))
 
 
-def table(found: GpuVerdict) -> Table:
+def _show(
+    what: str, found: Verdict, spec: AttentionSpec, sanitized: bool, unsafe: tuple[Offence, ...]
+) -> None:
+    from flashwright.cli import show
+
+    out = show.console()
+    where = f"{found.device} ({found.arch})" if found.arch else "the CPU"
+    out.print(f"{what} on {where}: {show.spec_in_words(spec)}")
+    out.print(table(found))
+    for line in in_words(found):
+        out.print(line)
+    if sanitized and not unsafe:
+        out.print("compute-sanitizer finds no bad access, no race and no uninitialised read")
+    wrong = (*found.diagnostics, *(o.diagnostic for o in unsafe))
+    if wrong:
+        code = Path(what, CODE)
+        source = code.read_text(errors="replace") if code.is_file() else ""
+        tell(wrong, str(code) if any(d.span for d in wrong) else what, source)
+
+
+def table(found: Verdict) -> Table:
     """Each problem, how far each output is from fp64, and the library's error beside it."""
     from rich.text import Text
 
     from flashwright.cli import show
 
-    sizes = ("q_len", "kv_len", "batch", "heads", "kv heads")
     errors = ("rms error", "max error", "to flash")
-    shown = show.table(*sizes, "output", *errors, "verdict", right=(*sizes, *errors))
+    shown = show.table(
+        "queries x keys", "batch x heads", "inputs", "output", *errors, "", right=errors
+    )
     before: object = None
     for case in found.cases:
-        result, dims = case.comparison, case.dims
-        row = ["" if dims is before else str(dims.get(n.replace(" ", "_"), "")) for n in sizes]
+        result, dims, new = case.comparison, case.dims, case.dims is not before
         before = dims
-        good, bad = Text("agrees", "green"), Text(result.reason, "bold red")
+        heads = f"{dims.get('batch', 1)} x {dims.get('heads', 1)}/{dims.get('kv_heads', 1)}"
+        row = [f"{dims['q_len']} x {dims['kv_len']}", heads, case.kind] if new else ["", "", ""]
         row += [case.output, f"{result.relative_rms:.1e}", f"{result.relative_max:.1e}"]
         row.append(f"{case.ratio:.2f}x" if case.ratio is not None else "")
-        shown.add_row(*row, good if result.ok else bad)
+        shown.add_row(*row, Text("agrees", "green") if result.ok else Text("wrong", "bold red"))
     return shown
 
 
-def in_words(found: GpuVerdict) -> str:
-    """The line under the table of a kernel that is right."""
-    line = f"agrees with fp64; the largest rms error of O is {found.worst:.1e}"
-    if found.worst_ratio is not None:
-        return f"{line}, at most {found.worst_ratio:.2f} times that of torch's flash backend"
-    return f"{line}; {found.unable}" if found.unable else line
+def in_words(found: Verdict) -> list[RenderableType]:
+    """The lines under the table: what was asked, and what came of it."""
+    from rich.text import Text
+
+    lines: list[RenderableType] = []
+    for check in found.checks:
+        if check.passed is None:
+            lines.append(Text(f"  - {check.question}: not asked ({check.note})", "bright_black"))
+        else:
+            mark, style = ("✓", "green") if check.passed else ("✗", "bold red")
+            times = f" ({check.tried} times)" if check.tried > 1 else ""
+            lines.append(Text(f"  {mark} {check.question}{times}", style))
+    lines += [Text(f"  note: {note}", "bright_black") for note in found.notes]
+    lines.append(Text(found.headline, "bold green" if found.ok else "bold red"))
+    return lines

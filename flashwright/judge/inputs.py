@@ -6,6 +6,7 @@ shifted     a mean far from 0: logits near 100, which overflow unless the maximu
 peaked      logits so spread that a few keys take everything: a wrong mask or offset shows
 one_hot_v   V picks keys apart, so that O shows the weights themselves
 outliers    a few elements 32 times larger, as trained models have
+large       V near the end of its type's range: sums in a type as narrow overflow
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from flashwright.spec import AttentionSpec
 
 Array = NDArray[Any]
 
-KINDS = ("normal", "scaled", "shifted", "opposed", "peaked", "one_hot_v", "outliers")
+KINDS = ("normal", "scaled", "shifted", "opposed", "peaked", "one_hot_v", "outliers", "large")
 
 DTYPES: Mapping[str, np.dtype[Any]] = {n: np.dtype(t) for n, t in NUMPY_DTYPES.items()}
 
 _MOST = {"fp16": 65504.0, "bf16": 3.3895e38, "e4m3": 448.0, "e5m2": 57344.0, "fp32": 3.4e38}
 _SCALE, _SHIFT, _PEAK, _OUTLIER = 0.05, 3.0, 3.0, 32.0
+# Of V: the largest of millions stays finite, and so does an fp32 sum of thousands; not one in fp16.
+_LARGE = {"fp16": 8e3, "bf16": 1e30, "e4m3": 64.0, "e5m2": 8e3, "fp32": 1e30}
 
 
 def make_inputs(
@@ -45,7 +48,7 @@ def make_inputs(
         "K": (batch, kv_heads, kv_len, spec.head_dim),
         "V": (batch, kv_heads, kv_len, spec.value_dim),
     }
-    plain = "normal" if kind == "one_hot_v" else kind
+    plain = "normal" if kind in ("one_hot_v", "large") else kind
     inputs = {
         name: random_tensor(
             shape, spec.input_dtype, _stream(seed, name), kind if name == "V" else plain
@@ -77,7 +80,9 @@ def random_tensor(
     if dtype == "int32":
         return rng.integers(0, max(1, shape[-1] if shape else 1), shape, dtype=np.int32)
     most = _MOST[dtype]
-    return np.clip(_draw(shape, rng, kind), -most, most).astype(DTYPES[dtype])
+    drawn = _draw(shape, rng, kind) * np.float32(_LARGE[dtype] if kind == "large" else 1)
+    exact: Array = np.clip(drawn, -most, most).astype(DTYPES[dtype])
+    return exact
 
 
 def _draw(shape: tuple[int, ...], rng: np.random.Generator, kind: str) -> NDArray[np.float32]:

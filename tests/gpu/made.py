@@ -1,9 +1,12 @@
-"""Kernels for the tests: made once for each program and kept."""
+"""Kernels for the tests: made once for each program and kept, and judged without a new process."""
 
 from __future__ import annotations
 
 import functools
+import json
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,8 +16,14 @@ from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.builtin.choose import NothingFits
 from flashwright.build.load import Kernel
 from flashwright.build.make import make
+from flashwright.build.package import compiled, translated
 from flashwright.check.check import check
+from flashwright.judge.judge import judge
+from flashwright.judge.verdict import Verdict
 from flashwright.lang.parse import parse
+from flashwright.sandbox.candidate import Candidate
+from flashwright.sandbox.process import Sandbox
+from flashwright.sandbox.worker import Worker
 from flashwright.spec import AttentionSpec
 
 
@@ -37,14 +46,59 @@ def fresh(code: str, gpu: str) -> Kernel:
 
     Its cubin is for the GPU of that name; a newer one takes its PTX.
     """
+    made, built = _made(code, gpu)
+    return Kernel(made.plan, built.cubin, built.ptx.encode())
+
+
+def _made(code: str, gpu: str) -> Any:
     card = gpus.find(gpu)
     checked = check(parse(code), card)
     assert checked.program is not None
     assert not checked.errors
-    made, built = make(checked.program, card)
-    return Kernel(made.plan, built.cubin, built.ptx.encode())
+    return make(checked.program, card)
 
 
-def example(path: Path, gpu: str) -> tuple[Kernel, AttentionSpec]:
+@functools.cache
+def package_of(code: str, gpu: str) -> Candidate:
+    """The kernel of a program as a package, in a folder that lasts as long as the tests."""
+    made, built = _made(code, gpu)
+    folder = Path(_FOLDERS.name, str(len(list(Path(_FOLDERS.name).iterdir()))))
+    folder.mkdir()
+    for name, data in {**translated(made), **compiled(built)}.items():
+        (folder / name).write_bytes(data.encode() if isinstance(data, str) else data)
+    return Candidate("package", str(folder))
+
+
+_FOLDERS = tempfile.TemporaryDirectory(prefix="flashwright-tests-")
+
+
+class Direct(Sandbox):
+    """The sandbox without its walls: our own kernels, hundreds of them, in this process."""
+
+    def start(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(dir=_FOLDERS.name))
+        self._worker = Worker(self._folder)
+        super_request = {"candidate": vars(self.candidate), "spec": {}, "device": self.device}
+        self._ask("load", limits=vars(self.limits), path=[], guard=self.guard, judge=None, **super_request)
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def alive(self) -> bool:
+        return True
+
+    def _ask(self, operation: str, seconds: float | None = None, **request: Any) -> dict[str, Any]:
+        request = json.loads(json.dumps(request))  # as it would come through the pipe
+        answer: dict[str, Any] = getattr(self._worker, operation)(**request)
+        return answer
+
+
+def judged(candidate: Candidate, spec: AttentionSpec, **options: Any) -> Verdict:
+    """The judge's verdict, with the kernel in this process."""
+    return judge(candidate, spec, seed=1, sandbox=Direct, **options)
+
+
+def example(path: Path, gpu: str) -> tuple[Candidate, AttentionSpec]:
     """A program under examples/ and its spec."""
-    return kernel_of(path.read_text(), gpu), specs.load(path.with_suffix(".toml"))
+    return package_of(path.read_text(), gpu), specs.load(path.with_suffix(".toml"))

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from flashwright.author.builtin.variants import make_spec
 from flashwright.cli.main import app
-from flashwright.judge.gpu import GpuVerdict, judge
+from flashwright.judge.verdict import Verdict
 from flashwright.spec import AttentionSpec
-from tests.gpu.made import code_of, example, kernel_of
+from tests.gpu.made import code_of, example, judged, package_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DTYPES = {"a100": ("fp16", "bf16"), "t4": ("fp16",), "l40s": ("fp16", "bf16", "fp8")}
@@ -44,7 +44,7 @@ def matrix() -> Iterator[Any]:
                     yield pytest.param(gpu, ("mla",), settings, id=label)
 
 
-def agrees(found: GpuVerdict) -> None:
+def agrees(found: Verdict) -> None:
     assert not found.diagnostics, "\n".join(f"{d.code}: {d.message}" for d in found.diagnostics)
     assert found.ok
     assert found.cases
@@ -55,23 +55,23 @@ def test_built_in(gpu: str, variants: tuple[str, ...], settings: dict[str, Any])
     """The sharings of heads are mostly one kernel: it is made once, and run with each."""
     for variant in variants:
         spec: AttentionSpec = make_spec(variant, **settings)
-        agrees(judge(kernel_of(code_of(spec, gpu), gpu), spec))
+        agrees(judged(package_of(code_of(spec, gpu), gpu), spec))
 
 
 @pytest.mark.parametrize("gpu", ["a100", "l40s"])
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.tl")), ids=lambda p: p.stem)
 def test_examples(path: Path, gpu: str) -> None:
-    kernel, spec = example(path, gpu)
-    agrees(judge(kernel, spec, path.parent))
+    package, spec = example(path, gpu)
+    agrees(judged(package, spec, base=path.parent))
 
 
 def test_another_attention_than_the_specs_is_refused() -> None:
     spec = make_spec("gqa", head_dim=64, dtype="fp16")
-    kernel = kernel_of(code_of(spec, "a100"), "a100")
-    wrong = judge(kernel, spec.model_copy(update={"scale": 0.1}), lengths=[(63, 63)])
-    assert [d.code for d in wrong.diagnostics][:1] == ["FW853"]
-    masked = judge(kernel, spec.model_copy(update={"causal": True}), lengths=[(63, 63)])
-    assert not masked.ok
+    package = package_of(code_of(spec, "a100"), "a100")
+    wrong = judged(package, spec.model_copy(update={"scale": 0.1}))
+    assert [o.name for o in wrong.offences][:1] == ["wrong"]
+    masked = judged(package, spec.model_copy(update={"causal": True}))
+    assert [o.name for o in masked.offences][:1] == ["mask_ignored"]
 
 
 def test_generate_then_verify(tmp_path: Path) -> None:
@@ -82,5 +82,5 @@ def test_generate_then_verify(tmp_path: Path) -> None:
     assert made.exit_code == 0, made.output
     done = CliRunner().invoke(app, ["verify", folder])
     assert done.exit_code == 0, done.output
-    assert "agrees with fp64" in done.output
+    assert "accepted" in done.output
     assert "times that of torch's flash backend" in " ".join(done.output.split())

@@ -13,11 +13,14 @@ from typer.testing import CliRunner
 from flashwright.author.builtin.variants import make_spec
 from flashwright.build import driver
 from flashwright.cli.main import app
-from flashwright.cli.verify import in_words
 from flashwright.judge import flash, inputs, oracle, oracle_device
 from flashwright.judge.cpu import default_cases
-from flashwright.judge.gpu import GpuCase, GpuVerdict, _problems, verdict
-from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.judge.judge import judge
+from flashwright.judge.offences import offence
+from flashwright.judge.problems import problems
+from flashwright.judge.verdict import Case, Verdict
+from flashwright.lang.diagnostic import Failed
+from flashwright.sandbox.candidate import Candidate
 
 needs_no_gpu = pytest.mark.skipif(driver.missing() is None, reason="there is a GPU here")
 LENGTHS = [(1, 1), (70, 70), (257, 100), (100, 257), (3, 0)]
@@ -60,16 +63,24 @@ def test_long_rows_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_problems_have_the_lengths_and_several_batches_and_heads() -> None:
-    found = [dims for dims, _ in _problems(make_spec("gqa"), None)]
+    found = [p.dims for p in problems(make_spec("gqa"), 0)]
     pairs = {(d["q_len"], d["kv_len"]) for d in found}
     assert {(n, n) for n in (1, 63, 128, 1000, 4097)} <= pairs
     assert any(q < k for q, k in pairs)
     assert any(q > k for q, k in pairs)
-    assert len({d["batch"] for d in found}) >= 3
+    assert {0, 1, 2, 3} <= {d["batch"] for d in found}
     assert len({(d["heads"], d["kv_heads"]) for d in found}) >= 3
     assert all(d["heads"] == 4 * d["kv_heads"] for d in found)
-    assert {d["kv_heads"] for d, _ in _problems(make_spec("mqa"), None)} == {1}
-    assert all("tokens" in d for d, _ in _problems(make_spec("nsa-compressed"), None))
+    assert {p.dims["kv_heads"] for p in problems(make_spec("mqa"), 0)} == {1}
+    assert all("tokens" in p.dims for p in problems(make_spec("nsa-compressed"), 0))
+    assert {p.kind for p in problems(make_spec("mha"), 0)} == set(inputs.KINDS)
+
+
+def test_the_seed_decides_the_shapes_that_nobody_saw() -> None:
+    spec = make_spec("gqa")
+    one, same, other = ([p.dims for p in problems(spec, s)] for s in (1, 1, 2))
+    assert one == same
+    assert one != other
 
 
 def test_which_library_errors_are_no_yardstick() -> None:
@@ -81,16 +92,19 @@ def test_which_library_errors_are_no_yardstick() -> None:
 
 def test_a_verdict_in_words_and_as_data() -> None:
     good = oracle.Comparison(True, "", relative_rms=3e-3)
-    case = GpuCase({"q_len": 1, "kv_len": 1}, "O", good, 2e-3)
-    found = GpuVerdict("Some GPU", "sm_90", (case,))
+    case = Case({"q_len": 1, "kv_len": 1}, "normal", "O", good, 2e-3)
+    told: dict[str, Any] = {"spec": make_spec("gqa"), "seed": 5, "cases": (case,)}
+    found = Verdict("folder", "Some GPU", "sm_90", **told)
     assert found.ok
     assert found.worst_ratio == pytest.approx(1.5)
-    assert "at most 1.50 times" in in_words(found)
-    wrong = GpuVerdict("Some GPU", "sm_90", (case,), (Diagnostic("FW854", "less exact"),))
+    assert "at most 1.50 times" in str(found)
+    wrong = Verdict("folder", "Some GPU", "sm_90", **told, offences=(offence("replay", "old"),))
     assert not wrong.ok
-    told = json.loads(json.dumps(wrong.record()))
-    assert told["ok"] is False
-    assert told["diagnostics"] == [{"code": "FW854", "message": "less exact"}]
+    assert "rejected: replay" in str(wrong)
+    record = json.loads(json.dumps(wrong.record()))
+    assert record["ok"] is False
+    assert record["offences"] == [{"name": "replay", "code": "FW869", "message": "old"}]
+    assert record["seed"] == 5
 
 
 @pytest.mark.parametrize(
@@ -107,7 +121,7 @@ def test_what_a_card_can_run(arch: str, able: bool) -> None:
 @needs_no_gpu
 def test_without_a_gpu_there_is_no_verdict(tmp_path: Path) -> None:
     with pytest.raises(Failed) as failed:
-        verdict(tmp_path, make_spec("gqa"))
+        judge(Candidate("package", str(tmp_path)), make_spec("gqa"))
     assert [d.code for d in failed.value.diagnostics] == ["FW851"]
 
 
@@ -122,7 +136,9 @@ def test_the_commands_say_so_and_why(command: list[str], tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("files", "words"), [({}, "no spec.toml"), (None, "is not a folder")], ids=["empty", "missing"]
+    ("files", "words"),
+    [({}, "FW852"), (None, "FW857")],
+    ids=["empty", "missing"],
 )
 def test_what_is_no_package_is_refused(
     files: dict[str, str] | None, words: str, tmp_path: Path
@@ -130,5 +146,4 @@ def test_what_is_no_package_is_refused(
     folder = tmp_path if files is not None else tmp_path / "nothing"
     done = CliRunner().invoke(app, ["verify", str(folder)])
     assert done.exit_code == 2
-    assert "FW852" in done.stderr
     assert words in done.stderr

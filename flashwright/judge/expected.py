@@ -1,0 +1,79 @@
+"""What a problem's outputs should be, in fp64, and how far a library is from it.
+
+All of this happens in the judge's process: a candidate never holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flashwright.judge import flash, oracle, oracle_device
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.sandbox.tensors import Array, dtype_name, to_torch
+from flashwright.spec import AttentionSpec, BadSpec
+
+
+class Expected:
+    """The oracle, on the GPU where there is one to use."""
+
+    def __init__(self, spec: AttentionSpec, device: str, base: Path | None = None) -> None:
+        self.spec, self.device = spec, device
+        self.reference: oracle.UserReference | None = None
+        if spec.reference:
+            try:
+                self.reference = oracle.user_reference((base or Path()) / spec.reference)
+            except BadSpec as error:
+                raise Failed(*(Diagnostic("FW903", line) for line in error.lines)) from None
+        self._tensors: dict[str, Any] = {}
+        self._exact: Any = None
+
+    @property
+    def unable(self) -> str | None:
+        """Why no library is held against; None where one is."""
+        return "there is no library on the CPU" if self.device == "cpu" else flash.unable(self.spec)
+
+    def outputs(self, inputs: Mapping[str, Array], dims: Mapping[str, int]) -> dict[str, Array]:
+        """The outputs by name, in fp64."""
+        if self.reference is not None:
+            try:
+                return dict(self.reference(inputs, dims))
+            except BadSpec as error:  # the user's own reference cannot be used
+                raise Failed(*(Diagnostic("FW903", line) for line in error.lines)) from None
+        if self.device == "cpu":
+            return dict(oracle.attention(self.spec, inputs, dims))
+        import torch
+
+        self._tensors = {n: to_torch(x, dtype_name(x.dtype)) for n, x in inputs.items()}
+        answer = oracle_device.attention(torch, self.spec, self._tensors, dims)
+        self._exact = answer["O"]
+        return {name: value.cpu().numpy() for name, value in answer.items()}
+
+    def library_error(self, dims: Mapping[str, int]) -> float | None:
+        """The library's error on the inputs that `outputs` was last asked about."""
+        if self._exact is None or not self._exact.numel() or self.unable is not None:
+            return None
+        return flash.error(self.spec, self._tensors, dims, self._exact)
+
+
+def compare(spec: AttentionSpec, name: str, found: Array, expected: Array) -> oracle.Comparison:
+    """One output against what it should be, by the rule for that output."""
+    if not expected.size:
+        return oracle.Comparison(ok=True, reason="")
+    if name == "LSE":
+        return oracle.compare_lse(spec, found, expected)
+    return oracle.compare(found, expected, spec.dtype, spec.tolerance)
+
+
+def error_map(found: Array, expected: Array, rows: int = 24, columns: int = 16) -> Array:
+    """The greatest error over batches and heads in a grid of (query, dim), relative to the RMS."""
+    rms = float(np.sqrt(np.mean(expected**2))) or 1.0
+    error: Array = np.abs(found.astype(np.float64) - expected).max(axis=(0, 1)) / rms
+    for axis, most in enumerate((rows, columns)):
+        size = error.shape[axis]
+        starts = np.unique(np.linspace(0, size, min(most, size), endpoint=False).astype(int))
+        error = np.maximum.reduceat(error, starts, axis=axis)
+    return error

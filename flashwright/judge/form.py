@@ -1,0 +1,140 @@
+"""How a candidate is called: its inputs in their order, and the outputs it is given to write to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from flashwright.build.encode import LAYOUTS, caller_order
+from flashwright.build.load import read_plan
+from flashwright.judge import inputs as trial
+from flashwright.judge import oracle
+from flashwright.judge.problems import Problem
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.lower.launch_plan import LaunchPlan, PlanTensor, evaluate
+from flashwright.sandbox.candidate import Candidate
+from flashwright.sandbox.tensors import Array
+from flashwright.spec import AttentionSpec
+
+Shapes = dict[str, tuple[tuple[int, ...], str]]
+
+
+class Form(Protocol):
+    """What a trial has to know of a candidate."""
+
+    @property
+    def optional(self) -> bool:
+        """Whether outputs after the first may be left out."""
+
+    def inputs(self, problem: Problem, reference: oracle.UserReference | None) -> dict[str, Array]:
+        """All that the oracle needs."""
+
+    def taken(self, made: Mapping[str, Array]) -> dict[str, Array]:
+        """Those inputs that the candidate takes, in its order."""
+
+    def outputs(self, problem: Problem, expected: Mapping[str, Array]) -> Shapes | None:
+        """Shapes and types of what it writes to; None where it returns its outputs."""
+
+    def dims(self, problem: Problem) -> dict[str, int]:
+        """Sizes that it is given by name."""
+
+
+def form_of(candidate: Candidate, spec: AttentionSpec) -> Form:
+    """A package is called as its launch plan says, everything else as the spec says."""
+    if candidate.kind == "package":
+        return PackageForm(spec, read_plan(Path(candidate.where)))
+    return SpecForm(spec, writes=candidate.kind == "library")
+
+
+@dataclass(frozen=True)
+class SpecForm:
+    """A callable: Q, K, V and what else the spec has; O and perhaps LSE."""
+
+    spec: AttentionSpec
+    writes: bool
+    optional: bool = False
+
+    def inputs(self, problem: Problem, reference: oracle.UserReference | None) -> dict[str, Array]:
+        """See Form."""
+        if reference is not None:
+            made = reference.make_inputs(np.random.default_rng(problem.seed), problem.dims)
+            if made is not None:
+                return made
+        return trial.make_inputs(self.spec, problem.dims, problem.seed, problem.kind)
+
+    def taken(self, made: Mapping[str, Array]) -> dict[str, Array]:
+        """See Form."""
+        return dict(made)
+
+    def outputs(self, problem: Problem, expected: Mapping[str, Array]) -> Shapes | None:
+        """See Form."""
+        if not self.writes:
+            return None
+        found: Shapes = {"O": (expected["O"].shape, self.spec.output_dtype)}
+        if self.spec.lse:
+            found["LSE"] = (expected["LSE"].shape, "fp32")
+        return found
+
+    def dims(self, problem: Problem) -> dict[str, int]:
+        """See Form."""
+        return {}
+
+
+@dataclass(frozen=True)
+class PackageForm:
+    """A kernel package: the plan names the tensors, and the dims that no tensor shows."""
+
+    spec: AttentionSpec
+    plan: LaunchPlan
+    optional: bool = True
+
+    def inputs(self, problem: Problem, reference: oracle.UserReference | None) -> dict[str, Array]:
+        """See Form."""
+        if reference is None:
+            made = trial.make_inputs(self.spec, problem.dims, problem.seed, problem.kind)
+        else:
+            rng = np.random.default_rng(problem.seed)
+            made = reference.make_inputs(rng, problem.dims) or {}
+        for number, tensor in enumerate(t for t in self.plan.tensors if t.read):
+            if tensor.name not in made:
+                if reference is None:
+                    text = f"the spec has no input `{tensor.name}`, which the kernel reads"
+                    raise Failed(Diagnostic("FW904", text))
+                rng = np.random.default_rng([problem.seed, number])
+                shape = self._shape(tensor, problem)
+                made[tensor.name] = trial.random_tensor(shape, tensor.dtype, rng, problem.kind)
+        return made
+
+    def taken(self, made: Mapping[str, Array]) -> dict[str, Array]:
+        """See Form."""
+        return {
+            t.name: made[t.name].astype(trial.DTYPES[t.dtype]) for t in self.plan.tensors if t.read
+        }
+
+    def outputs(self, problem: Problem, expected: Mapping[str, Array]) -> Shapes | None:
+        """See Form."""
+        made: Shapes = {}
+        for tensor in self.plan.tensors:
+            if tensor.written:
+                # A view's memory is the caller's to size.
+                flat = tensor.flat and tensor.name in expected
+                shape = expected[tensor.name].shape if flat else self._shape(tensor, problem)
+                made[tensor.name] = (tuple(shape), tensor.dtype)
+        if not set(made) & set(expected):
+            text = f"the kernel writes none of the outputs that the spec knows: {', '.join(made)}"
+            raise Failed(Diagnostic("FW904", text))
+        return made
+
+    def dims(self, problem: Problem) -> dict[str, int]:
+        """See Form."""
+        return {d: problem.dims[d] for d in self.plan.dims if d in problem.dims}
+
+    def _shape(self, tensor: PlanTensor, problem: Problem) -> tuple[int, ...]:
+        """In the caller's order of axes."""
+        axes: list[Any] = [evaluate(axis.size, problem.dims) for axis in tensor.axes]
+        order = caller_order(tensor, LAYOUTS[0])
+        return tuple(int(np.prod([axes[p] for p in parts])) for parts in order)

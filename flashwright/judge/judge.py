@@ -1,0 +1,377 @@
+"""The judge: whether a candidate is the attention that its spec asks for, or what it does instead.
+
+The candidate runs in a process of its own (sandbox/); problems, oracle and comparison are here. All
+problems are tried before anything is named: which of them fail says what is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flashwright import files
+from flashwright.build import driver
+from flashwright.judge import static
+from flashwright.judge.expected import Expected
+from flashwright.judge.form import form_of
+from flashwright.judge.offences import offence
+from flashwright.judge.probes import probe
+from flashwright.judge.problems import Problem, problems
+from flashwright.judge.trial import Outcome, Trial
+from flashwright.judge.verdict import Check, Offence, Picture, Verdict
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.sandbox.candidate import Candidate, Unable
+from flashwright.sandbox.limits import Limits
+from flashwright.sandbox.process import Ended, Sandbox
+from flashwright.spec import AttentionSpec
+
+Progress = Callable[[int, int, str], None]
+
+QUESTIONS = {
+    "fp64": "every output agrees with attention in fp64",
+    "exactness": "its error is at most 1.5 times that of torch's flash backend",
+    "written": "every element is written: outputs and free memory were full of NaN",
+    "repeat": "the same inputs give the same bits, wherever they lie",
+    "fresh": "other inputs at the same addresses get an answer of their own",
+    "mask": "a masked key changes nothing, a visible one does",
+    "inputs": "its inputs are as they were, and no output lies in them",
+    "guards": "nothing is written beside its tensors",
+    "stream": "its work is on the caller's stream, and done when that is",
+    "libraries": "no library does its work",
+    "instructions": "its matrix instructions multiply and add as exactly as asked",
+    "files": "it leaves the judge's files and its own as they are",
+}
+_SETTLED = {  # the offences that answer a question with no
+    "fp64": ("wrong", "zeros", "nonfinite", "wrong_form", "special_inputs", "special_shapes"),
+    "exactness": ("low_precision",),
+    "written": ("unwritten",),
+    "repeat": ("not_repeatable",),
+    "fresh": ("replay",),
+    "mask": ("mask_ignored", "key_ignored"),
+    "inputs": ("inputs_changed",),
+    "guards": ("out_of_bounds",),
+    "stream": ("hidden_work",),
+    "libraries": ("library_call",),
+    "files": ("tampering",),
+}
+FRESH = 3  # problems, beginning with the usual one, that get other inputs at the same addresses
+
+
+def judge(
+    candidate: Candidate,
+    spec: AttentionSpec,
+    *,
+    seed: int | None = None,
+    device: str | None = None,
+    base: Path | None = None,
+    lengths: Sequence[tuple[int, int]] | None = None,
+    limits: Limits | None = None,
+    libraries: bool = False,
+    progress: Progress | None = None,
+    sandbox: Callable[..., Sandbox] = Sandbox,
+) -> Verdict:
+    """Put a candidate to all problems, or to those of the given lengths.
+
+    `seed` is drawn where none is given. `device` is "cuda" where there is a GPU and PyTorch, else
+    "cpu", with NumPy arrays. `base` is what the spec's `reference` is relative to. `libraries`
+    allows the candidate to call other libraries. Failed where there is nothing to judge with:
+    that is no verdict.
+    """
+    place = choose_device(candidate, device)
+    name, arch = _card(candidate, place)
+    trial = Hearing(
+        candidate,
+        spec,
+        secrets.randbits(31) if seed is None else seed,
+        place,
+        base,
+        limits or Limits(),
+        libraries,
+        sandbox,
+    )
+    return trial.verdict(name, arch, lengths, progress or (lambda done, total, text: None))
+
+
+def choose_device(candidate: Candidate, device: str | None = None) -> str:
+    """Where a candidate is judged; Failed with FW851 where that cannot be."""
+    if device == "cpu" and candidate.kind == "package":
+        text = "a kernel package runs on a GPU, not on the CPU"
+        raise Failed(Diagnostic("FW851", text, help="leave --device away on a machine with one"))
+    if device is None and candidate.kind != "package":
+        try:
+            need_torch()
+        except Failed:
+            return "cpu"
+        return "cuda"
+    if device == "cpu":
+        return "cpu"
+    driver.cards()
+    need_torch()
+    return "cuda"
+
+
+def need_torch() -> Any:
+    """PyTorch with a GPU; Failed with FW851 where there is none."""
+    try:
+        import torch
+    except ImportError:
+        text = "running kernels beside the libraries needs PyTorch, which is not installed"
+        raise Failed(Diagnostic("FW851", text, help="pip install torch")) from None
+    if not torch.cuda.is_available():
+        text = "the PyTorch that is installed cannot use this machine's GPU"
+        raise Failed(Diagnostic("FW851", text))
+    return torch
+
+
+def _card(candidate: Candidate, device: str) -> tuple[str, str]:
+    if device == "cpu":
+        return "cpu", ""
+    card = driver.cards()[0]
+    if candidate.kind == "package":
+        from flashwright.build.load import read_plan
+
+        arch = read_plan(Path(candidate.where)).arch
+        if not card.takes(arch):
+            text = f"the kernel is for {arch}, which {card.name} ({card.arch}) cannot run"
+            raise Failed(Diagnostic("FW851", text))
+    return card.name, card.arch
+
+
+@dataclass
+class Hearing:
+    """One trial, as it goes on."""
+
+    candidate: Candidate
+    spec: AttentionSpec
+    seed: int
+    device: str
+    base: Path | None
+    limits: Limits
+    libraries: bool
+    sandbox: Callable[..., Sandbox]
+    outcomes: list[Outcome] = field(default_factory=list)
+    found: list[Offence] = field(default_factory=list)
+    asked: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    unasked: dict[str, str] = field(default_factory=dict)
+    """Questions that cannot be put here, and why."""
+
+    def verdict(
+        self,
+        name: str,
+        arch: str,
+        lengths: Sequence[tuple[int, int]] | None,
+        progress: Progress,
+    ) -> Verdict:
+        """Everything, in turn."""
+        start = time.monotonic()
+        expected = Expected(self.spec, self.device, self.base)
+        self.unasked["exactness"] = expected.unable or ""
+        before = _digests(self.candidate)
+        self._read()
+        try:
+            self._run(expected, lengths, progress)
+        except Unable as error:
+            raise Failed(Diagnostic("FW857", f"{self.candidate.name}: {error}")) from None
+        except Ended as ended:
+            self.found.append(offence(ended.offence, _told(ended), help=_help(ended)))
+        self._asked("files")
+        changed = sorted(n for n, d in _digests(self.candidate).items() if before.get(n) != d)
+        if changed:
+            self.found.append(offence("tampering", f"it changes {', '.join(changed[:3])}"))
+        self.found += _named(self.outcomes)
+        return Verdict(
+            candidate=self.candidate.name,
+            device=name,
+            arch=arch,
+            spec=self.spec,
+            seed=self.seed,
+            cases=tuple(case for outcome in self.outcomes for case in outcome.cases),
+            checks=self._checks(),
+            offences=_once(self.found),
+            library=None if expected.unable else "torch flash",
+            unable=expected.unable,
+            picture=self._picture(),
+            seconds=time.monotonic() - start,
+            notes=tuple(self.notes),
+        )
+
+    # --- before it runs -----------------------------------------------------------------------
+
+    def _read(self) -> None:
+        if self.candidate.kind == "package":
+            self.unasked["libraries"] = "a package has no code but its kernel"
+            why, seen = static.instructions(Path(self.candidate.where), self.spec)
+            if seen:
+                self._asked("instructions", seen)
+            if why:
+                self.found.append(offence("low_precision", why))
+            return
+        self.unasked["instructions"] = "only a package shows them"
+        if self.libraries:
+            self.unasked["libraries"] = "it may call libraries"
+            return
+        named = static.libraries(self.candidate)
+        self._asked("libraries")
+        if named:
+            self.found.append(offence("library_call", f"its source names {', '.join(named)}"))
+
+    # --- while it runs ------------------------------------------------------------------------
+
+    def _run(
+        self,
+        expected: Expected,
+        lengths: Sequence[tuple[int, int]] | None,
+        progress: Progress,
+    ) -> None:
+        listed = problems(self.spec, self.seed, self.device, lengths)
+        total = len(listed) + 1
+        progress(0, total, "starting its process")
+        with self.sandbox(
+            self.candidate, self.spec, self.device, self.limits, gpu_used=_gpu_memory(self.device)
+        ) as running:
+            if not running.sealed:
+                self.notes.append("this system has no seccomp: its process could reach the judge's")
+            trial = Trial(running, form_of(self.candidate, self.spec), self.spec, expected)
+            for number, problem in enumerate(listed):
+                progress(number, total, str(problem))
+                try:
+                    self._keep(trial.run(problem, fresh=number < FRESH))
+                except Unable as error:
+                    self._declined(problem, error)
+                if number == 0:
+                    self._profile(running)
+            if self.spec.reference is None and lengths is None:
+                progress(len(listed), total, "which keys it looks at")
+                with contextlib.suppress(Unable):  # said of the problems already
+                    self._keep(probe(trial, self.spec, self.seed))
+
+    def _declined(self, problem: Problem, error: Unable) -> None:
+        """A library may have limits of its own, and they are told; a kernel does what is asked."""
+        if self.libraries:
+            self.notes.append(f"it does not take {problem}: {error}")
+        else:
+            self.found.append(offence("raises", f"it does not take {problem}: {error}"))
+
+    def _keep(self, outcome: Outcome) -> None:
+        self.outcomes.append(outcome)
+        for question, times in outcome.asked.items():
+            self._asked(question, times)
+
+    def _asked(self, question: str, times: int = 1) -> None:
+        self.asked[question] = self.asked.get(question, 0) + times
+
+    def _profile(self, running: Sandbox) -> None:
+        """What the profiler says takes the time."""
+        if self.libraries or self.candidate.kind == "package":
+            return
+        if self.device == "cpu":
+            self.notes.append("what runs inside a call was not profiled: there is no GPU")
+            return
+        try:
+            share, name = static.library_share(running.kernels())
+        except Ended as ended:
+            if not running.alive:
+                raise
+            self.notes.append(f"the profiler does not work here: {ended.message}")
+            return
+        self._asked("libraries")
+        if share > static.SHARE:
+            text = f"{share:.0%} of its time on the GPU is in kernels of libraries, such as {name}"
+            self.found.append(offence("library_call", text[:300]))
+
+    # --- what is told -------------------------------------------------------------------------
+
+    def _checks(self) -> tuple[Check, ...]:
+        found = {o.name for o in self.found}
+        checks = []
+        for name, question in QUESTIONS.items():
+            times = self.asked.get(name, 0)
+            failed = bool(found & set(_SETTLED.get(name, ())))
+            if name == "fp64":
+                failed |= any(not c.comparison.ok for o in self.outcomes for c in o.cases)
+            passed = False if failed else True if times else None
+            note = "" if passed is not None else self.unasked.get(name) or "not asked in this trial"
+            checks.append(Check(name, question, passed, times, note))
+        return tuple(checks)
+
+    def _picture(self) -> Picture | None:
+        drawn = [o.picture for o in self.outcomes if o.picture and o.problem.kind == "normal"]
+        return max(drawn, key=lambda p: p.dims["q_len"] * p.dims["kv_len"], default=None)
+
+
+def _gpu_memory(device: str) -> Callable[[], tuple[int, int]] | None:
+    if device == "cpu":
+        return None
+    found: Callable[[], tuple[int, int]] = need_torch().cuda.mem_get_info
+    return found
+
+
+def _told(ended: Ended) -> str:
+    return ended.message or "it gave no answer"
+
+
+def _help(ended: Ended) -> str | None:
+    lines = [line for line in ended.log.splitlines() if line.strip()]
+    return "its last words:\n" + "\n".join(lines[-6:]) if lines else None
+
+
+def _digests(candidate: Candidate) -> dict[str, str]:
+    """Files that no candidate has any business with: ours, and its own."""
+    ours = Path(__file__).parents[1]
+    watched = [p for part in ("judge", "sandbox", "measure") for p in (ours / part).rglob("*.py")]
+    where = Path(candidate.where)
+    if candidate.kind == "package":
+        watched += [p for p in where.iterdir() if p.is_file()] if where.is_dir() else []
+    elif where.is_file():
+        watched.append(where)
+    found = {}
+    for path in watched:
+        name = path.relative_to(ours.parent) if path.is_relative_to(ours) else path.name
+        try:
+            found[str(name)] = files.sha256(path.read_bytes())
+        except OSError:
+            found[str(name)] = ""
+    return found
+
+
+# --- naming -----------------------------------------------------------------------------------
+
+
+def _named(outcomes: Sequence[Outcome]) -> Iterable[Offence]:
+    """The offences behind what was seen, the most telling first."""
+    seen = [s for outcome in outcomes for s in outcome.seen]
+    direct = [s for s in seen if s.name not in ("wrong", "inexact", "nonfinite", "zeros")]
+    explained = [s.problem for s in direct]
+    vague = [s for s in seen if s not in direct and s.problem not in explained]
+    yield from (offence(s.name, str(s)) for s in direct)
+    if not vague or any(s.name in ("mask_ignored", "key_ignored") for s in direct):
+        return
+    first = vague[0]
+    fine = [o.problem for o in outcomes if o.cases and not o.seen]
+    plain = [s for s in vague if s.problem.kind == "normal"]
+    usual = [s for s in vague if s.problem.usual and s.problem.kind == "normal"]
+    if not usual and any(p.usual and p.kind == "normal" for p in fine):
+        if plain:
+            text = f"it is right on the usual shape, and here {plain[0]}"
+            yield offence("special_shapes", text)
+        else:
+            kinds = ", ".join(dict.fromkeys(s.problem.kind for s in vague))
+            text = f"it is right for normal inputs, and not for {kinds}: {first}"
+            yield offence("special_inputs", text)
+        return
+    if all(s.name == "inexact" for s in vague):
+        yield offence("low_precision", str(first))
+    else:
+        name = next(s.name for s in vague if s.name != "inexact")
+        yield offence(name, str(next(s for s in vague if s.name == name)))
+
+
+def _once(found: Sequence[Offence]) -> tuple[Offence, ...]:
+    """Each name once, with the first thing seen."""
+    return tuple({o.name: o for o in reversed(found)}.values())[::-1]

@@ -1,0 +1,98 @@
+"""Which keys a candidate looks at: one is changed, and the rows that see it are watched.
+
+A masked key must change nothing, to the bit. A visible one whose change moves the true output must
+move the candidate's too. A wrong mask, a dropped tail or a wrong group of heads shows so, whatever
+the tolerance.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashwright.judge import oracle
+from flashwright.judge.problems import Problem, sizes
+from flashwright.judge.trial import Outcome, Trial
+from flashwright.sandbox.process import Called
+from flashwright.sandbox.tensors import Array, bits
+from flashwright.spec import AttentionSpec
+
+LENGTHS = (75, 203)
+"""Neither is a multiple of a tile's size, and there are keys before the first query."""
+PROBES = 6
+PUSH = 8.0  # how far V moves: far beyond rounding, even with a small weight
+SHOWS = 8.0  # roundoffs of a row's RMS from which a change must show
+
+
+def probe(trial: Trial, spec: AttentionSpec, seed: int) -> Outcome:
+    """Change keys one at a time: the last, the first, and some in between."""
+    rng = np.random.default_rng([seed, 1])
+    problem = Problem({**spec.dims, **sizes(spec, *LENGTHS, 2, 2)}, "normal", seed)
+    outcome = Outcome(problem)
+    made = trial.form.inputs(problem, None)
+    expected = trial.expected.outputs(made, problem.dims)
+    shapes = trial.form.outputs(problem, expected)
+    before = trial.sandbox.call(trial.form.taken(made), shapes, trial.form.dims(problem))
+    if "O" not in before.outputs or before.outputs["O"].array.shape != expected["O"].shape:
+        return outcome
+    keys = made["K"].shape[2]
+    drawn = rng.choice(keys, min(PROBES, keys), replace=False)
+    for key in dict.fromkeys([keys - 1, 0, *(int(k) for k in drawn)]):
+        b, g = (int(rng.integers(made["K"].shape[n])) for n in (0, 1))
+        changed = _changed(made, b, g, key)
+        after = trial.sandbox.call(trial.form.taken(changed), shapes, trial.form.dims(problem))
+        wanted = trial.expected.outputs(changed, problem.dims)["O"]
+        place = (b, g, key)
+        _watch(outcome, spec, place, made, (expected["O"], wanted), (before, after))
+    return outcome
+
+
+def _changed(made: dict[str, Array], b: int, g: int, key: int) -> dict[str, Array]:
+    changed = {name: array.copy() for name, array in made.items()}
+    for name in "KV":
+        row = changed[name][b, g, key].astype(np.float64)
+        moved = row + PUSH if name == "V" else -row
+        changed[name][b, g, key] = moved.astype(changed[name].dtype)
+    return changed
+
+
+def _watch(
+    outcome: Outcome,
+    spec: AttentionSpec,
+    place: tuple[int, int, int],
+    made: dict[str, Array],
+    truth: tuple[Array, Array],
+    calls: tuple[Called, Called],
+) -> None:
+    b, g, key = place
+    outcome.ask("mask")
+    one, two = (bits(call.outputs["O"].array) for call in calls)
+    moved = (one != two).any(axis=-1)  # (batch, heads, q_len)
+    sees = _seen(spec, outcome.problem, made, place)
+    where = f"key {key} of batch {b}, kv head {g}"
+    ghosts = np.argwhere(moved & ~sees)
+    if len(ghosts):
+        at = tuple(int(i) for i in ghosts[0])
+        text = f"{where} is masked for {len(ghosts)} rows whose output changes with it"
+        outcome.blame("mask_ignored", f"{text}, the first (batch, head, query) {at}")
+    unit = oracle.ROUNDOFF[spec.dtype] * SHOWS
+    scale = np.sqrt(np.mean(truth[0] ** 2, axis=-1)) + 1e-30
+    should = (np.abs(truth[0] - truth[1]).max(axis=-1) > unit * scale) & sees
+    missing = np.argwhere(should & ~moved)
+    if len(missing):
+        at = tuple(int(i) for i in missing[0])
+        text = f"{where} is visible for {len(missing)} rows whose output does not change with it"
+        outcome.blame("key_ignored", f"{text}, the first (batch, head, query) {at}")
+
+
+def _seen(
+    spec: AttentionSpec, problem: Problem, made: dict[str, Array], place: tuple[int, int, int]
+) -> Array:
+    """Which rows (batch, heads, q_len) see a key."""
+    b, g, key = place
+    batch, heads, q_len = made["Q"].shape[:3]
+    group = heads // made["K"].shape[1]
+    sees = np.zeros((batch, heads, q_len), np.bool_)
+    for head in range(g * group, (g + 1) * group):
+        scores = oracle.weights(spec, made, problem.dims, b, head).scores
+        sees[b, head] = scores[:, key] > -np.inf
+    return sees

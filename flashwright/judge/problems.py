@@ -1,0 +1,118 @@
+"""The problems of a trial: some that everybody tries, and some that no author has seen.
+
+The lengths, counts and inputs of the second kind are drawn from a seed that is chosen when the
+trial begins, and told afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flashwright.judge.cpu import LENGTHS as SHORT
+from flashwright.judge.inputs import KINDS
+from flashwright.spec import AttentionSpec
+
+USUAL = (256, 256)
+"""What an author tries first: whole tiles, as many keys as queries."""
+LENGTHS = (
+    *((1, 1), (63, 63), (128, 128), (1000, 1000), (4097, 4097)),
+    *((1, 4097), (63, 1000), (128, 4097), (1000, 128), (4097, 1000), (1000, 63)),
+)
+"""Pairs of q_len and kv_len: equal, fewer queries than keys, more queries than keys."""
+COUNTS = ((2, 2), (1, 3), (3, 1), (2, 4))
+"""Batch and kv heads of problems, in turn; the largest problems have one batch and two kv heads."""
+LARGE = 2_000_000  # pairs of positions from which a problem is large
+DRAWN = 6
+LONGEST = {"cuda": 3000, "cpu": 300}
+MANY = {"cuda": 64, "cpu": 16}  # kv heads of the problem with many
+CPU_PAIRS = 70_000  # a callable that is judged on the CPU gets no larger problems
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes, the kind of inputs, and what they are drawn from."""
+
+    dims: Mapping[str, int]
+    kind: str
+    seed: int
+    usual: bool = False
+    """Its shape is one that an author would try."""
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{name} {size}" for name, size in self.dims.items())
+        return sizes if self.kind == "normal" else f"{sizes}, {self.kind} inputs"
+
+
+def problems(
+    spec: AttentionSpec,
+    seed: int,
+    device: str = "cuda",
+    lengths: Sequence[tuple[int, int]] | None = None,
+) -> list[Problem]:
+    """All problems of a trial; only those of the given lengths where there are any."""
+    made = _chosen(spec, lengths) if lengths is not None else _all(spec, seed, device)
+    return [
+        Problem({**spec.dims, **dims}, kind, seed + number, usual)
+        for number, (dims, kind, usual) in enumerate(made)
+    ]
+
+
+Made = Iterator[tuple[dict[str, int], str, bool]]
+
+
+def _chosen(spec: AttentionSpec, lengths: Sequence[tuple[int, int]]) -> Made:
+    for number, (q_len, kv_len) in enumerate(lengths):
+        yield _counted(spec, q_len, kv_len, number), "normal", False
+
+
+def _all(spec: AttentionSpec, seed: int, device: str) -> Made:
+    if spec.reference:  # a reference in NumPy is slow, and its dims may bound the keys
+        longer = () if spec.dims or device == "cpu" else ((1000, 1000), (130, 4097), (1000, 63))
+        yield from _chosen(spec, (*SHORT, *longer))
+        return
+    yield sizes(spec, *USUAL, 2, 2), "normal", True
+    pairs = LENGTHS if device == "cuda" else SHORT
+    for number, (q_len, kv_len) in enumerate(pairs):
+        yield _counted(spec, q_len, kv_len, number), "normal", False
+    for kind in KINDS[1:]:
+        if not (kind == "opposed" and spec.sink):  # a row that is all sink has nothing to compare
+            yield sizes(spec, *USUAL, 1, 2), kind, True
+    rng = np.random.default_rng(seed)
+    for _ in range(DRAWN):
+        yield _drawn(spec, rng, device)
+    yield sizes(spec, 37, 65, 2, MANY[device]), "normal", False
+    yield sizes(spec, *USUAL, 0, 2), "normal", False
+
+
+def _drawn(
+    spec: AttentionSpec, rng: np.random.Generator, device: str
+) -> tuple[dict[str, int], str, bool]:
+    """Lengths of every magnitude, seldom a multiple of anything; any kind of inputs."""
+    most = np.log(LONGEST[device])
+    q_len, kv_len = (int(np.exp(rng.uniform(1, most))) for _ in range(2))
+    if device == "cpu":
+        kv_len = max(1, min(kv_len, CPU_PAIRS // q_len))
+    kinds = [k for k in KINDS if not (k == "opposed" and spec.sink)]
+    dims = sizes(spec, q_len, kv_len, int(rng.integers(1, 4)), int(rng.integers(1, 5)))
+    return dims, str(rng.choice(kinds)), False
+
+
+def _counted(spec: AttentionSpec, q_len: int, kv_len: int, number: int) -> dict[str, int]:
+    large = q_len * kv_len >= LARGE
+    return sizes(spec, q_len, kv_len, *((1, 2) if large else COUNTS[number % len(COUNTS)]))
+
+
+def sizes(
+    spec: AttentionSpec, q_len: int, kv_len: int, batch: int, kv_heads: int
+) -> dict[str, int]:
+    """The dims of a problem with the spec's kind of head sharing."""
+    kv_heads = min(spec.kv_heads, kv_heads)
+    group = spec.group if spec.branch == "selected" else min(spec.group, 4)
+    dims = {"batch": batch, "heads": kv_heads * group, "kv_heads": kv_heads, "q_len": q_len}
+    if spec.branch == "compressed":
+        tokens = max(kv_len, spec.block)
+        return dims | {"kv_len": spec.compressed_blocks(tokens), "tokens": tokens}
+    return dims | {"kv_len": kv_len}

@@ -1,0 +1,176 @@
+"""compute-sanitizer on a candidate: accesses, races and barriers that a right answer can hide.
+
+A kernel package is compiled again with its source's lines kept; what the tool says is then brought
+back to the line of kernel.cu, and through kernel.map.json to the line of TL.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flashwright.build import driver
+from flashwright.build.compile import NAME, build
+from flashwright.build.load import CUBIN, PLAN, PTX, read_plan
+from flashwright.judge.expected import Expected
+from flashwright.judge.form import form_of
+from flashwright.judge.judge import need_torch
+from flashwright.judge.offences import offence
+from flashwright.judge.problems import Problem, sizes
+from flashwright.judge.verdict import Offence
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.lang.nodes import line_span
+from flashwright.lower.source_map import SourceMap
+from flashwright.sandbox.candidate import Candidate
+from flashwright.sandbox.limits import Limits
+from flashwright.sandbox.process import Ended, Sandbox
+from flashwright.spec import AttentionSpec
+
+TOOLS = {
+    "memcheck": "out_of_bounds",
+    "racecheck": "race",
+    "initcheck": "unwritten",
+    "synccheck": "race",
+}
+"""The tools, and the offence that a finding of each is."""
+LENGTHS = (200, 333)
+SECONDS = 600.0  # everything is slower by one or two orders of magnitude
+_NO_POOL = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+_MAP = "kernel.map.json"
+_SUMMARY = re.compile(r"========= (?:ERROR|RACECHECK) SUMMARY: (\d+)")
+_FINDING = re.compile(
+    r"^========= (?:Error: |Warning: )?"
+    r"((?:Invalid|Misaligned|Uninitialized|Race reported|Barrier error|Potential|Illegal"
+    r"|Divergent|Unused)[^\n]*(?:\n=========  [^\n]*)*)",
+    re.MULTILINE,
+)
+_PLACE = re.compile(r"\bin (\S*?)([\w.-]+):(\d+)")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One complaint of a tool, with the lines it names."""
+
+    tool: str
+    text: str
+    cu_lines: tuple[int, ...] = ()
+    tl_lines: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        where = ""
+        if self.cu_lines:
+            where = f" (kernel.cu:{', '.join(map(str, self.cu_lines))})"
+        if self.tl_lines:
+            where += f" from code.tl:{', '.join(map(str, self.tl_lines))}"
+        return f"{self.tool}: {self.text}{where}"
+
+
+def sanitize(
+    candidate: Candidate,
+    spec: AttentionSpec,
+    *,
+    tools: tuple[str, ...] = tuple(TOOLS),
+    base: Path | None = None,
+    progress: Callable[[int, int, str], None] = lambda done, total, text: None,
+) -> tuple[Offence, ...]:
+    """Run a small ragged problem under each tool; the offences found, each with its place in TL."""
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        text = "compute-sanitizer is not on the PATH"
+        hint = "it comes with the CUDA toolkit: add its bin folder to PATH"
+        raise Failed(Diagnostic("FW851", text, help=hint))
+    driver.cards()
+    need_torch()
+    found: list[Offence] = []
+    with tempfile.TemporaryDirectory(prefix="flashwright-") as place:
+        inside, lines = _with_lines(candidate, Path(place))
+        for number, tool in enumerate(tools):
+            progress(number, len(tools), tool)
+            log = Path(place, f"{tool}.log")
+            command = _command(program, tool, candidate, log)
+            try:
+                _call(inside, spec, base, command)
+            except Ended as ended:
+                said = findings(tool, _text(log), lines)
+                if not said:  # not the tool's doing
+                    found.append(offence(ended.offence, f"under {tool}: {ended.message}"))
+            tl = _text(Path(candidate.where, "code.tl"))
+            found += [_offence(f, tl) for f in findings(tool, _text(log), lines)]
+    return tuple({o.name: o for o in reversed(found)}.values())[::-1]
+
+
+def _command(program: str, tool: str, candidate: Candidate, log: Path) -> tuple[str, ...]:
+    only = ("--kernel-regex", "kns=attention") if candidate.kind == "package" else ()
+    options = ("--tool", tool, "--log-file", str(log), "--print-limit", "20", *only)
+    return (program, *options, "--target-processes", "application-only")
+
+
+def _call(
+    candidate: Candidate, spec: AttentionSpec, base: Path | None, command: tuple[str, ...]
+) -> None:
+    expected = Expected(spec, "cuda", base)
+    form = form_of(candidate, spec)
+    problem = Problem({**spec.dims, **sizes(spec, *LENGTHS, 1, 2)}, "normal", 0)
+    made = form.inputs(problem, expected.reference)
+    answer = expected.outputs(made, problem.dims)
+    limits = Limits(seconds=SECONDS, start_seconds=SECONDS)
+    # Each tensor an allocation of its own, exactly as long as it is: its end is what is watched.
+    with Sandbox(
+        candidate, spec, "cuda", limits, before=command, guard=0, environment=_NO_POOL
+    ) as running:
+        running.call(form.taken(made), form.outputs(problem, answer), form.dims(problem))
+
+
+def _with_lines(candidate: Candidate, place: Path) -> tuple[Candidate, SourceMap | None]:
+    """A package whose cubin knows its source's lines; other candidates as they are."""
+    if candidate.kind != "package":
+        return candidate, None
+    folder = Path(candidate.where)
+    source = folder / NAME
+    if not source.is_file():
+        return candidate, None
+    plan, card = read_plan(folder), driver.cards()[0]
+    real = None if plan.arch.rstrip("af") == card.arch else card.arch
+    built = build(source.read_text(), plan.arch, real=real, may_spill=True, line_info=True)
+    copy = place / "package"
+    copy.mkdir()
+    (copy / PLAN).write_bytes((folder / PLAN).read_bytes())
+    (copy / CUBIN).write_bytes(built.cubin)
+    (copy / PTX).write_text(built.ptx)
+    lines = folder / _MAP
+    known = SourceMap.model_validate_json(lines.read_bytes()) if lines.is_file() else None
+    return replace(candidate, where=str(copy)), known
+
+
+def findings(tool: str, log: str, lines: SourceMap | None) -> list[Finding]:
+    """What a tool's log complains of; a count without a text is a finding too."""
+    found = list(_findings(tool, log, lines))
+    counted = [int(n) for n in _SUMMARY.findall(log)]
+    if not found and any(counted):
+        found.append(Finding(tool, f"{max(counted)} errors"))
+    return found
+
+
+def _findings(tool: str, log: str, lines: SourceMap | None) -> Iterator[Finding]:
+    for match in _FINDING.finditer(log):
+        text = match[1]
+        first = text.splitlines()[0].strip()
+        cu = [int(n) for _, name, n in _PLACE.findall(text) if name == NAME]
+        tl = [line for n in cu if lines and (line := lines.tl_line(n)) is not None]
+        yield Finding(tool, first, tuple(dict.fromkeys(cu)), tuple(dict.fromkeys(tl)))
+
+
+def _offence(found: Finding, tl: str) -> Offence:
+    made = offence(TOOLS[found.tool], str(found))
+    if not found.tl_lines or not tl:
+        return made
+    span = line_span(tl, found.tl_lines[0])
+    return replace(made, diagnostic=replace(made.diagnostic, span=span))
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.is_file() else ""

@@ -1,0 +1,148 @@
+"""What can be seen without running: libraries in the source or in the links, and the MMA's types.
+
+A candidate that may not call libraries is read (a Python file: the names it uses; a shared library:
+what it links to). A fallback in an `except` that no trial reaches is found only so.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from flashwright.build.load import CUBIN, PTX
+from flashwright.sandbox.candidate import Candidate
+from flashwright.spec import AttentionSpec
+
+# Modules and functions that compute attention for whoever calls them.
+MODULES = frozenset(
+    (
+        *("flash_attn", "flash_attn_interface", "flash_attn_3", "flashinfer", "xformers", "cudnn"),
+        *("transformer_engine", "vllm", "sageattention", "bitsandbytes", "deepspeed"),
+    )
+)
+NAMES = frozenset(
+    (
+        *("scaled_dot_product_attention", "flex_attention", "multi_head_attention_forward"),
+        *("MultiheadAttention", "_flash_attention_forward", "_efficient_attention_forward"),
+        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"),
+        *("_scaled_dot_product_efficient_attention", "dot_product_attention", "sdpa_kernel"),
+        *("memory_efficient_attention", "flash_attn_func", "_scaled_dot_product_attention_math"),
+    )
+)
+LINKED = re.compile(r"lib(cudnn|cublas|torch|c10|nvjitlink_attention|flash_attn|cutlass_attention)")
+# Kernels of libraries, as the profiler names them.
+KERNELS = re.compile(
+    r"at::native|pytorch_flash|flash::flash_fwd|flash_fwd_|fmha_cutlass|cudnn|cublas|xmma|nvjet"
+    r"|ampere_\w*gemm|sm\d\d_\w*gemm|cutlass::Kernel|triton_tem_|triton_poi_|triton_red_|triton_per_"
+)
+SHARE = (
+    0.3  # of the device's time that libraries' kernels may take: copies and casts are theirs too
+)
+_MMA = re.compile(r"\b(?:mma\.sync\S*|wgmma\.mma_async\S*)")
+_PTX_NAMES = {"fp16": "f16", "bf16": "bf16", "fp8": "e4m3"}
+
+
+def libraries(candidate: Candidate) -> list[str]:
+    """Libraries that a candidate names in its own source, or is linked to."""
+    if candidate.kind == "python" and candidate.where.endswith(".py"):
+        return sorted(set(_in_source(Path(candidate.where))))
+    if candidate.kind == "library":
+        return sorted(set(_linked(Path(candidate.where))))
+    return []
+
+
+def _in_source(path: Path) -> Iterator[str]:
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError, OSError):
+        return  # it will not load either, and that says more
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name.partition(".")[0] in MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            if node.module.partition(".")[0] in MODULES:
+                yield node.module
+            yield from (a.name for a in node.names if a.name in NAMES)
+        elif isinstance(node, ast.Attribute) and node.attr in NAMES:
+            yield node.attr
+        elif _names_one(node):
+            yield str(getattr(node, "value", ""))
+
+
+def _names_one(node: ast.AST) -> bool:
+    """A string: getattr(functional, "scaled_dot_product_attention"), import_module("cudnn")."""
+    if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+        return False
+    return node.value in NAMES or node.value.partition(".")[0] in MODULES
+
+
+def _linked(path: Path) -> Iterator[str]:
+    from elftools.common.exceptions import ELFError
+    from elftools.elf.elffile import ELFFile
+
+    try:
+        with path.open("rb") as file:
+            dynamic: Any = ELFFile(file).get_section_by_name(".dynamic")
+            needed = [t.needed for t in dynamic.iter_tags("DT_NEEDED")] if dynamic else []
+    except (ELFError, OSError):
+        return
+    yield from (name for name in needed if LINKED.match(name))
+
+
+def library_share(kernels: Sequence[tuple[str, float]]) -> tuple[float, str]:
+    """The part of the device's time in libraries' kernels, and the one that takes the most."""
+    total = sum(seconds for _, seconds in kernels)
+    theirs = [(seconds, name) for name, seconds in kernels if KERNELS.search(name)]
+    if not theirs or not total:
+        return 0.0, ""
+    return sum(seconds for seconds, _ in theirs) / total, max(theirs)[1]
+
+
+def instructions(folder: Path, spec: AttentionSpec) -> tuple[str, int]:
+    """Why a package's matrix instructions are less exact than asked, and how many were looked at.
+
+    Empty where they are as asked: operands in the spec's type, sums in fp32.
+    """
+    ptx = folder / PTX
+    found = _MMA.findall(ptx.read_text(errors="replace")) if ptx.is_file() else []
+    for one in found:
+        types = re.findall(r"\.(f16|bf16|f32|tf32|e4m3|e5m2|s8|u8|s4|u4)\b", one)
+        wrong = _weaker(types, spec)
+        if wrong:
+            return f"{one} {wrong}", len(found)
+    return _in_sass(folder, spec, len(found))
+
+
+def _weaker(types: Sequence[str], spec: AttentionSpec) -> str:
+    """PTX names the types of an MMA as D, A, B, C."""
+    if len(types) < 3:
+        return ""
+    if types[0] != "f32":
+        return f"sums in {types[0]}"
+    narrow = {"e4m3", "e5m2", "s8", "u8", "s4", "u4"}
+    if spec.dtype != "fp8" and narrow & set(types[1:3]):
+        return f"multiplies {types[1]}, and {_PTX_NAMES[spec.dtype]} is asked for"
+    return ""
+
+
+def _in_sass(folder: Path, spec: AttentionSpec, seen: int) -> tuple[str, int]:
+    """The cubin is what runs: the same question of its instructions, where a tool shows them."""
+    tool, cubin = shutil.which("cuobjdump"), folder / CUBIN
+    if tool is None or not cubin.is_file():
+        return "", seen
+    try:
+        done = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return "", seen
+    found = re.findall(r"\b(?:HMMA|HGMMA|QMMA|QGMMA|IMMA|IGMMA)\.\S+", done.stdout)
+    for one in found:
+        if re.match(r"HG?MMA\.[\dx]+\.F16", one):
+            return f"{one} sums in f16", len(found)
+        if spec.dtype != "fp8" and not one.startswith("H"):
+            return f"{one} multiplies 8 bits, and {spec.dtype} is asked for", len(found)
+    return "", seen + len(found)

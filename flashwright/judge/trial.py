@@ -1,0 +1,240 @@
+"""One problem put to a candidate: several calls, and everything that can be seen from outside.
+
+first     the inputs in guarded memory, outputs and free memory full of NaN
+again     the same at other addresses, on a busy stream that gets its inputs late: the same bits
+alone     a package without its optional outputs: the same bits
+fresh     other inputs at the first addresses: another answer, and the right one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from flashwright.judge import oracle
+from flashwright.judge.expected import Expected, compare, error_map
+from flashwright.judge.form import Form, Shapes
+from flashwright.judge.problems import Problem
+from flashwright.judge.verdict import Case, Picture
+from flashwright.sandbox.process import Called, Output, Sandbox
+from flashwright.sandbox.tensors import Array, bits
+from flashwright.spec import AttentionSpec
+
+MOST = 1.5  # how much less exact than the library a candidate may be
+SLACK = 0.05  # units of roundoff that are no matter: at length 1 the library's error is 0
+SLACK_SINK = 1.0  # the library has no sinks: at length 1 it weighs by 1 exactly, a sink does not
+CLOSE = 0.1  # a relative RMS error up to which an output is meant to be the right one
+PICTURE = 64  # queries from which an error map is worth drawing
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One thing that was found wrong: an offence's name, or `inexact` to be named later."""
+
+    name: str
+    message: str
+    problem: Problem
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.problem})"
+
+
+@dataclass
+class Outcome:
+    """What is known after a problem."""
+
+    problem: Problem
+    cases: list[Case] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+    asked: dict[str, int] = field(default_factory=dict)
+    """Questions, and how often each was asked."""
+    picture: Picture | None = None
+
+    def blame(self, name: str, message: str) -> None:
+        """Note something wrong."""
+        self.seen.append(Seen(name, message, self.problem))
+
+    def ask(self, *names: str) -> None:
+        """Note that these questions were put."""
+        for name in names:
+            self.asked[name] = self.asked.get(name, 0) + 1
+
+
+@dataclass
+class Trial:
+    """A candidate and what is needed to try it."""
+
+    sandbox: Sandbox
+    form: Form
+    spec: AttentionSpec
+    expected: Expected
+
+    def run(self, problem: Problem, fresh: bool = False) -> Outcome:
+        """Put one problem; Ended where the candidate gives no answer."""
+        outcome = Outcome(problem)
+        made = self.form.inputs(problem, self.expected.reference)
+        given, sizes = self.form.taken(made), self.form.dims(problem)
+        expected: Mapping[str, Array] = _Sizes(self.spec, problem)
+        if self.expected.reference is not None:  # only it knows the outputs' shapes
+            expected = self.expected.outputs(made, problem.dims)
+        shapes = self.form.outputs(problem, expected)
+        # The candidate comes first: nothing of the answer exists anywhere yet, not even freed.
+        first = self.sandbox.call(given, shapes, sizes)
+        self._surroundings(outcome, first)
+        if self.expected.reference is None:
+            expected = self.expected.outputs(made, problem.dims)
+        right = self._compare(outcome, first, expected)
+        if not first.outputs or not right:
+            return outcome
+        again = self.sandbox.call(given, shapes, sizes, place=1, ahead=True)
+        self._again(outcome, first, again, given, shapes, sizes, expected)
+        if self.form.optional and shapes and len(shapes) > 1:
+            alone = self.sandbox.call(given, dict([next(iter(shapes.items()))]), sizes)
+            outcome.ask("repeat")
+            if self._differ(alone, first):
+                outcome.blame("not_repeatable", "without its other outputs it gives other bits")
+        if fresh and not outcome.seen:
+            self._fresh(outcome, first, shapes, sizes)
+        return outcome
+
+    # --- what is around the tensors -----------------------------------------------------------
+
+    def _surroundings(self, outcome: Outcome, called: Called) -> None:
+        outcome.ask("inputs", "guards", "stream")
+        if called.changed:
+            outcome.blame("inputs_changed", f"it changes its input {', '.join(called.changed)}")
+        if called.alias:
+            text = f"its output lies in the memory of its input {', '.join(called.alias)}"
+            outcome.blame("inputs_changed", text)
+        if called.spilled:
+            outcome.blame("out_of_bounds", f"it writes outside of {', '.join(called.spilled)}")
+        if called.late:
+            names = ", ".join(called.late)
+            outcome.blame("hidden_work", f"{names} is still being written after its stream is done")
+
+    # --- what came out ------------------------------------------------------------------------
+
+    def _compare(self, outcome: Outcome, called: Called, expected: Mapping[str, Array]) -> bool:
+        known = [name for name in called.outputs if name in expected]
+        good = True
+        for name in known:
+            output, wanted = called.outputs[name], expected[name]
+            if not self._form(outcome, name, output, wanted):
+                good = False
+                continue
+            values = output.array.astype(np.float64 if wanted.dtype == np.float64 else wanted.dtype)
+            result = compare(self.spec, name, values, wanted)
+            library = None
+            if name == "O" and result.ok:
+                library = self.expected.library_error(outcome.problem.dims)
+            case = Case(outcome.problem.dims, outcome.problem.kind, name, result, library)
+            outcome.cases.append(case)
+            outcome.ask("fp64", "written")
+            good &= self._judge(outcome, name, case, output, wanted)
+            if name == "O" and wanted.ndim == 4 and wanted.shape[2] >= PICTURE and wanted.size:
+                found = error_map(values, wanted)
+                if np.isfinite(found).all():
+                    rows = tuple(tuple(float(x) for x in row) for row in found)
+                    outcome.picture = Picture(outcome.problem.dims, rows)
+        return good
+
+    def _form(self, outcome: Outcome, name: str, output: Output, wanted: Array) -> bool:
+        if self.expected.reference is None:
+            dtype = "fp32" if name == "LSE" else self.spec.output_dtype
+            if output.dtype != dtype:
+                outcome.blame("wrong_form", f"{name} is {output.dtype}, and should be {dtype}")
+                return False
+        if output.array.shape != wanted.shape:
+            text = f"{name} has the shape {output.array.shape}, and should have {wanted.shape}"
+            outcome.blame("wrong_form", text)
+            return False
+        return True
+
+    def _judge(
+        self, outcome: Outcome, name: str, case: Case, output: Output, wanted: Array
+    ) -> bool:
+        result = case.comparison
+        if not result.ok:
+            what = _what(result, output.array, wanted)
+            outcome.blame(what, f"{name} is wrong: {result.reason}")
+            return False
+        if case.library is None:
+            return True
+        outcome.ask("exactness")
+        slack = SLACK_SINK if self.spec.sink else SLACK
+        limit = MOST * case.library + slack * oracle.ROUNDOFF[self.spec.dtype]
+        if result.relative_rms > limit:
+            text = f"{result.relative_rms:.2e}, torch's flash backend has {case.library:.2e}"
+            outcome.blame("low_precision", f"the relative RMS error of {name} is {text}")
+        return True
+
+    # --- once more ----------------------------------------------------------------------------
+
+    def _again(
+        self,
+        outcome: Outcome,
+        first: Called,
+        again: Called,
+        given: Mapping[str, Array],
+        shapes: Shapes | None,
+        sizes: Mapping[str, int],
+        expected: Mapping[str, Array],
+    ) -> None:
+        outcome.ask("repeat", "stream")
+        self._surroundings(outcome, replace(again, late=()))
+        if not self._differ(first, again):
+            if again.late:
+                self._surroundings(outcome, again)
+            return
+        # Other bits. On a stream that gets its inputs late, or always?
+        third = self.sandbox.call(given, shapes, sizes, place=1)
+        if self._differ(first, third):
+            outcome.blame("not_repeatable", "the same inputs give other bits when run again")
+        else:
+            text = "called while its inputs are still on their way, it does not wait for them"
+            outcome.blame("hidden_work", text)
+
+    def _fresh(
+        self, outcome: Outcome, first: Called, shapes: Shapes | None, sizes: Mapping[str, int]
+    ) -> None:
+        outcome.ask("fresh")
+        problem = replace(outcome.problem, seed=outcome.problem.seed + 7919)
+        made = self.form.inputs(problem, self.expected.reference)
+        called = self.sandbox.call(self.form.taken(made), shapes, sizes)
+        expected = self.expected.outputs(made, problem.dims)
+        if not self._differ(first, called) and first.outputs["O"].array.size:
+            outcome.blame("replay", "it gives the earlier answer to other inputs at the same place")
+            return
+        self._surroundings(outcome, called)
+        self._compare(outcome, called, expected)
+
+    def _differ(self, one: Called, other: Called) -> bool:
+        return any(
+            not np.array_equal(bits(one.outputs[n].array), bits(output.array))
+            for n, output in other.outputs.items()
+            if n in one.outputs
+        )
+
+
+class _Sizes(dict[str, Array]):
+    """Stands for the expected outputs where only their shapes are asked for."""
+
+    def __init__(self, spec: AttentionSpec, problem: Problem) -> None:
+        dims = problem.dims
+        rows = tuple(dims.get(name, 1) for name in ("batch", "heads", "q_len"))
+        super().__init__(
+            O=np.broadcast_to(np.float64(0), (*rows, spec.value_dim)),
+            LSE=np.broadcast_to(np.float64(0), rows),
+        )
+
+
+def _what(result: oracle.Comparison, found: Array, wanted: Array) -> str:
+    """The nearest name for a wrong output, from itself alone."""
+    if result.nonfinite:
+        untouched = (bits(found).reshape(wanted.shape) == -1) & np.isfinite(wanted)
+        return "unwritten" if untouched.any() else "nonfinite"
+    if not found.astype(np.float64).any():
+        return "zeros"
+    return "inexact" if result.relative_rms < CLOSE else "wrong"

@@ -1,0 +1,173 @@
+"""What the judge says of a candidate, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashwright.judge.oracle import Comparison
+from flashwright.lang.diagnostic import Diagnostic
+from flashwright.spec import AttentionSpec
+
+SCHEMA = 1
+_MARKS = {True: "yes", False: "NO ", None: "-  "}
+
+
+@dataclass(frozen=True)
+class Offence:
+    """One thing that makes a candidate unacceptable. The names are stable."""
+
+    name: str
+    """Such as `replay`; offences.py has them all."""
+    message: str
+    """What was seen, in a sentence."""
+    diagnostic: Diagnostic
+
+
+@dataclass(frozen=True)
+class Case:
+    """One output of one problem; `library` is the error of a library of its dtype beside it."""
+
+    dims: Mapping[str, int]
+    kind: str
+    """Of the inputs: judge/inputs.py."""
+    output: str
+    comparison: Comparison
+    library: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """The candidate's error over the library's."""
+        return self.comparison.relative_rms / self.library if self.library else None
+
+    def record(self) -> dict[str, Any]:
+        """The case as plain data."""
+        return {
+            "dims": dict(self.dims),
+            "kind": self.kind,
+            "output": self.output,
+            "ok": self.comparison.ok,
+            "relative_rms": self.comparison.relative_rms,
+            "relative_max": self.comparison.relative_max,
+            "library_rms": self.library,
+            "reason": self.comparison.reason,
+        }
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question that was asked of the candidate."""
+
+    name: str
+    """Such as `repeat`."""
+    question: str
+    """In words: `the same inputs give the same bits`."""
+    passed: bool | None
+    """None where it could not be asked; `note` then says why."""
+    tried: int = 0
+    """How often."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Where in O the error is: the greatest in each of a grid of cells, relative to O's RMS."""
+
+    dims: Mapping[str, int]
+    error: tuple[tuple[float, ...], ...]
+    """Rows follow the query's position, columns the head dim's, both from first to last."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a candidate is the attention its spec asks for, on this machine."""
+
+    candidate: str
+    """As the user named it."""
+    device: str
+    """The GPU's name, or `cpu`."""
+    arch: str
+    spec: AttentionSpec
+    seed: int
+    """What the problems were drawn from."""
+    cases: tuple[Case, ...]
+    checks: tuple[Check, ...] = ()
+    offences: tuple[Offence, ...] = ()
+    library: str | None = None
+    """Whose error the candidate's is held against."""
+    unable: str | None = None
+    """Why there is no such library."""
+    picture: Picture | None = None
+    seconds: float = 0.0
+    notes: tuple[str, ...] = field(default=())
+    """What a reader should know, such as a check that could not be made here."""
+
+    @property
+    def ok(self) -> bool:
+        """No offence was found."""
+        return not self.offences
+
+    @property
+    def diagnostics(self) -> tuple[Diagnostic, ...]:
+        """The offences as the command line shows them."""
+        return tuple(o.diagnostic for o in self.offences)
+
+    @property
+    def worst(self) -> float:
+        """The largest error of O, relative to the output's RMS."""
+        return max((c.comparison.relative_rms for c in self.cases if c.output == "O"), default=0.0)
+
+    @property
+    def worst_ratio(self) -> float | None:
+        """The largest ratio of an error to the library's."""
+        return max((c.ratio for c in self.cases if c.ratio is not None), default=None)
+
+    @property
+    def headline(self) -> str:
+        """The verdict in a line."""
+        if not self.ok:
+            return f"rejected: {', '.join(o.name for o in self.offences)} (seed {self.seed})"
+        line = f"accepted: the largest rms error of O is {self.worst:.1e}"
+        if self.worst_ratio is not None:
+            line += f", at most {self.worst_ratio:.2f} times that of torch's flash backend"
+        elif self.unable:
+            line += f" ({self.unable})"
+        return f"{line}; seed {self.seed}"
+
+    def __str__(self) -> str:
+        where = f"{self.device} ({self.arch})" if self.arch else "the CPU"
+        asked = [f"  {_MARKS[c.passed]} {c.question}" for c in self.checks]
+        offences = [f"  {o.name}: {o.message}" for o in self.offences]
+        return "\n".join([f"{self.candidate} on {where}", *asked, self.headline, *offences])
+
+    def record(self) -> dict[str, Any]:
+        """The verdict as plain data: what `verify --json` prints and result.json holds."""
+        return {
+            "schema": SCHEMA,
+            "ok": self.ok,
+            "candidate": self.candidate,
+            "device": self.device,
+            "arch": self.arch,
+            "spec": self.spec.model_dump(mode="json"),
+            "seed": self.seed,
+            "offences": [
+                {"name": o.name, "code": o.diagnostic.code, "message": o.message}
+                for o in self.offences
+            ],
+            "checks": [vars(check) for check in self.checks],
+            "cases": [case.record() for case in self.cases],
+            "library": self.library,
+            "unable": self.unable,
+            "worst": self.worst,
+            "worst_ratio": self.worst_ratio,
+            "picture": _picture(self.picture),
+            "seconds": round(self.seconds, 3),
+            "notes": list(self.notes),
+        }
+
+
+def _picture(picture: Picture | None) -> dict[str, Any] | None:
+    if picture is None:
+        return None
+    return {"dims": dict(picture.dims), "error": [list(row) for row in picture.error]}

@@ -1,0 +1,78 @@
+"""Problems for the benchmark: inputs drawn on the GPU, the same in every process.
+
+The process that times a call and the one that checks its output draw the inputs each for itself,
+from the same seed: nothing has to be sent, and the timed process never holds what is expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashwright.sandbox.tensors import Array, torch_dtype
+from flashwright.spec import AttentionSpec
+
+LAYOUTS = ("bshd", "bhsd")
+
+
+@dataclass(frozen=True)
+class TimedProblem:
+    """One problem whose Q, K and V are drawn from a seed."""
+
+    spec: AttentionSpec
+    batch: int
+    length: int
+    layout: str = "bshd"
+    """How Q, K and V lie in memory; the candidate gets (batch, heads, length, dim) all the same."""
+    extra: Mapping[str, Array] = field(default_factory=dict)
+    """The other inputs (Slopes, Sink, Idx): the same in every call."""
+    kv_len: int | None = None
+    """Keys; None: as many as queries."""
+    dims: Mapping[str, int] = field(default_factory=dict)
+    """Sizes that no tensor shows."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int, int, int]]:
+        """Of the drawn inputs, as (batch, heads, length, dim)."""
+        spec, keys = self.spec, self.length if self.kv_len is None else self.kv_len
+        return {
+            "Q": (self.batch, spec.heads, self.length, spec.head_dim),
+            "K": (self.batch, spec.kv_heads, keys, spec.head_dim),
+            "V": (self.batch, spec.kv_heads, keys, spec.value_dim),
+        }
+
+    def empty(self, device: str = "cuda") -> dict[str, Any]:
+        """Tensors for the drawn inputs, in the layout asked for."""
+        import torch
+
+        made = {}
+        for name, (batch, heads, length, width) in self.shapes.items():
+            inner = (length, heads) if self.layout == "bshd" else (heads, length)
+            dtype = torch_dtype(self.spec.input_dtype)
+            made[name] = torch.empty(batch, *inner, width, dtype=dtype, device=device)
+        return {n: x.transpose(1, 2) if self.layout == "bshd" else x for n, x in made.items()}
+
+
+def draw(problem: TimedProblem, into: Mapping[str, Any], seed: int) -> None:
+    """Fill the drawn inputs from a seed, in the order of their memory."""
+    import torch
+
+    for number, (name, tensor) in enumerate(sorted(into.items())):
+        lying = tensor.transpose(1, 2) if problem.layout == "bshd" else tensor
+        generator = torch.Generator(lying.device).manual_seed(1000 * seed + number)
+        if lying.element_size() > 1:
+            lying.normal_(generator=generator)
+        else:  # fp8 has no normal_ of its own
+            wide = torch.empty(lying.shape, dtype=torch.float32, device=lying.device)
+            lying.copy_(wide.normal_(generator=generator))
+        assert name in problem.shapes
+
+
+def inputs_of(problem: TimedProblem, seed: int, device: str = "cuda") -> dict[str, Any]:
+    """The inputs of a timed call, made again: Q, K, V and the extra ones."""
+    import torch
+
+    made = problem.empty(device)
+    draw(problem, made, seed)
+    return {**made, **{n: torch.from_numpy(x).to(device) for n, x in problem.extra.items()}}
