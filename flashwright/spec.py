@@ -128,6 +128,27 @@ class AttentionSpec(BaseModel):
         """The factor on Q K^T."""
         return 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
 
+    @property
+    def in_words(self) -> str:
+        """What is asked for, as a person would say it."""
+        heads = f"{self.heads} heads"
+        if self.kv_heads != self.heads:
+            shared = "one KV head" if self.kv_heads == 1 else f"{self.kv_heads} KV heads"
+            heads = f"{self.heads} query heads on {shared}"
+        width = f"head dim {self.head_dim}"
+        if self.value_dim != self.head_dim:
+            width += f" (V {self.value_dim})"
+        extras = [
+            "causal" if self.causal else "every key visible",
+            f"window of {self.window}" if self.window is not None else "",
+            f"softcap {self.softcap:g}" if self.softcap is not None else "",
+            "ALiBi" if self.alibi else "",
+            "sink" if self.sink else "",
+            "" if self.lse else "no log-sum-exp",
+        ]
+        dtype = "fp8 in, bf16 out" if self.dtype == "fp8" else self.dtype
+        return ", ".join(filter(None, [*extras, heads, width, dtype]))
+
     def compressed_blocks(self, tokens: int) -> int:
         """How many whole compressed blocks `tokens` tokens make (NSA)."""
         return max(0, (tokens - self.block) // self.stride + 1)

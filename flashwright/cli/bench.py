@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import re
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flashwright.cli.command import FINE, INTERRUPTED, WRONG, find_gpu, guarded
+from flashwright.cli.command import BAD_INPUT, FINE, INTERRUPTED, WRONG, find_gpu, guarded, tell
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from flashwright.build.driver import Card
-    from flashwright.measure.bench import Measured
     from flashwright.measure.grid import Cell
+    from flashwright.measure.journal import Journal
+    from flashwright.measure.kernels import Made
+    from flashwright.measure.peers.registry import Peer
+    from flashwright.measure.results import Results
+    from flashwright.measure.session import Plan
 
 
 class Mask(StrEnum):
@@ -36,6 +41,21 @@ class Layout(StrEnum):
     BHSD = "bhsd"
 
 
+class L2(StrEnum):
+    """What the L2 cache holds before a call."""
+
+    COLD = "cold"
+    BOTH = "both"
+
+
+class Dtype(StrEnum):
+    """Element types of Q, K, V and O."""
+
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP8 = "fp8"
+
+
 def register(app: typer.Typer) -> None:
     """Put the command on the command line."""
     app.command(rich_help_panel="On the GPU")(bench)
@@ -43,6 +63,16 @@ def register(app: typer.Typer) -> None:
 
 @guarded
 def bench(
+    table: Annotated[
+        int | None, typer.Option(metavar="N", help="The paper's: 1, 2, 4, 6, 7, 8 or 9.")
+    ] = None,
+    grid: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Your own shapes, in TOML.")
+    ] = None,
+    package: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FOLDER", help="A kernel package to measure; repeatable."),
+    ] = None,
     as_gpu: Annotated[
         str | None,
         typer.Option(
@@ -59,137 +89,230 @@ def bench(
         list[int] | None, typer.Option(metavar="N", min=1, help="Only this one; repeatable.")
     ] = None,
     mask: Annotated[Mask, typer.Option(help="Which masks.")] = Mask.BOTH,
+    heads: Annotated[int | None, typer.Option(metavar="N", min=1, help="Query heads.")] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Heads of K and V.")
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="In all: the batch follows. Default 16384."),
+    ] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Default bf16; fp16 for the paper's tables.")
+    ] = None,
     layout: Annotated[Layout, typer.Option(help="Order of the tensors in memory.")] = Layout.BSHD,
+    l2: Annotated[L2, typer.Option(help="Also with a warm L2.")] = L2.COLD,
+    peers: Annotated[
+        str | None, typer.Option(metavar="A,B", help="Only these: flash, cudnn, flex, ...; none.")
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE:NAME", help="A callable of yours as a peer; repeatable."),
+    ] = None,
     jobs: Annotated[
         int, typer.Option(metavar="N", min=0, help="Compilers at a time; default one per core.")
     ] = 0,
     out: Annotated[
-        Path, typer.Option(metavar="FILE", help="Where the figures go, as JSON.")
-    ] = Path("out/bench.json"),
+        Path | None,
+        typer.Option(metavar="DIR", help="Where to; default out/bench/TITLE-CARD."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", metavar=" ", help="Go on with what is in DIR.")
+    ] = False,
 ) -> int:
-    """Measure the paper's grid: 16k tokens, hidden 2048, beside torch's backends, in one run."""
+    """Measure kernels beside torch, FlexAttention, FlashAttention and your own, in one run.
+
+    Without --table, --grid or --package it is the paper's grid in bf16: 16k tokens, hidden 2048.
+    """
     from flashwright.build import driver
-    from flashwright.cli import show
-    from flashwright.judge.gpu import need_torch
-    from flashwright.measure import bench as measuring
-    from flashwright.measure import kernels
+    from flashwright.judge.judge import need_torch
+    from flashwright.measure.session import Plan
+    from flashwright.measure.timing import Rules
 
     card = driver.cards()[0]
     need_torch()
-    gpu = find_gpu(as_gpu or card.name).name
-    cells = _cells(variant, head_dim, length, mask)
-    with show.progress(f"compiling for {gpu}") as step:
-        made = {m.spec: m for m in kernels.make_all((c.spec for c in cells), gpu, card, step, jobs)}
-    measured: list[Measured] = []
-    complete = True
-    with show.progress("measuring") as step:
+    asked = Asked(variant, head_dim, length, mask, heads, kv_heads, tokens, dtype)
+    title, cells, packages = _cells(asked, table, grid, package or [])
+    plan = Plan(
+        title=title,
+        cells=tuple(cells),
+        gpu=find_gpu(as_gpu or card.name).name,
+        peers=tuple(_peers(peers, peer or [])),
+        table=table,
+        layout=layout.value,
+        rules=Rules(warm=l2 is L2.BOTH),
+        packages=tuple(packages),
+    )
+    return run(plan, card, out or _folder(title, card.name), resume, jobs)
 
-        def done(one: Measured) -> None:
-            measured.append(one)
-            step(len(measured), len(cells), one.cell.name)
-            _write(out, card, gpu, measured)  # after each: an interruption loses no figure
 
-        try:
-            measuring.bench(cells, made, layout=layout.value, done=done)
-        except KeyboardInterrupt:
-            complete = False
-    _show(card, gpu, measured)
-    print(f"{out}: {len(measured)} of {len(cells)} cells")
-    if not complete:
-        return INTERRUPTED
-    return FINE if all(measuring.OURS in m.timings for m in measured) else WRONG
+# --- what is asked for ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options that choose shapes."""
+
+    variants: Sequence[str] | None = None
+    head_dims: Sequence[int] | None = None
+    lengths: Sequence[int] | None = None
+    mask: Mask = Mask.BOTH
+    heads: int | None = None
+    kv_heads: int | None = None
+    tokens: int | None = None
+    dtype: Dtype | None = None
+
+    @property
+    def masks(self) -> list[bool]:
+        """Whether causal."""
+        return {Mask.FULL: [False], Mask.CAUSAL: [True], Mask.BOTH: [False, True]}[self.mask]
+
+    def wants(self, cell: Cell) -> bool:
+        """Whether a cell that is there already is among those asked for."""
+        spec = cell.spec
+        return (
+            (not self.variants or spec.variant in [v.lower() for v in self.variants])
+            and (not self.head_dims or spec.head_dim in self.head_dims)
+            and (not self.lengths or cell.length in self.lengths)
+            and spec.causal in self.masks
+        )
 
 
 def _cells(
-    variants: Sequence[str] | None,
-    head_dims: Sequence[int] | None,
-    lengths: Sequence[int] | None,
-    mask: Mask,
-) -> list[Cell]:
+    asked: Asked, table: int | None, grid: Path | None, packages: Sequence[Path]
+) -> tuple[str, list[Cell], list[Made]]:
+    """What the run is called, its cells, and the kernels that are there already."""
     from flashwright.author.builtin.variants import UnknownVariant
-    from flashwright.measure import grid
     from flashwright.spec import BadSpec
 
-    masks = {Mask.FULL: [False], Mask.CAUSAL: [True], Mask.BOTH: [False, True]}[mask]
+    chosen = [n for n, g in (("--table", table), ("--grid", grid), ("--package", packages)) if g]
+    if len(chosen) > 1:
+        raise typer.BadParameter(f"{' and '.join(chosen)} do not go together")
+    if chosen and (asked.heads or asked.kv_heads):
+        raise typer.BadParameter(f"{chosen[0]} has its own heads", param_hint="--heads")
     try:
-        return list(
-            grid.cells(
-                variants or grid.VARIANTS,
-                head_dims or grid.HEAD_DIMS,
-                lengths or grid.LENGTHS,
-                masks,
-            )
-        )
+        title, cells, made = _named(asked, table, grid, packages)
     except UnknownVariant as error:
         raise Failed(Diagnostic("FW902", str(error), help="see `flashwright variants`")) from None
     except BadSpec as error:
         raise Failed(*(Diagnostic("FW901", line) for line in error.lines)) from None
+    kept = [cell for cell in cells if asked.wants(cell)] if chosen else list(cells)
+    if not kept:
+        raise typer.BadParameter(f"no cell of {title} is among those asked for")
+    return title, kept, made
 
 
-def _write(path: Path, card: Card, gpu: str, measured: Sequence[Measured]) -> None:
-    from flashwright import __version__
+def _named(
+    asked: Asked, table: int | None, grid: Path | None, packages: Sequence[Path]
+) -> tuple[str, Sequence[Cell], list[Made]]:
+    from flashwright.measure import grid as grids
+    from flashwright.measure import kernels
+    from flashwright.measure.tables import TABLES
+
+    if table is not None:
+        if table not in TABLES:
+            known = ", ".join(str(number) for number in TABLES)
+            raise typer.BadParameter(f"there are {known}, not {table}", param_hint="--table")
+        return f"table {table}", TABLES[table].cells(asked.dtype and asked.dtype.value), []
+    if grid is not None:
+        found = grids.load(grid)
+        return found.title, found.cells, []
+    tokens = asked.tokens or grids.TOKENS
+    lengths = asked.lengths or grids.LENGTHS
+    if packages:
+        made = [kernels.load(folder) for folder in packages]
+        every = [c for one in made for c in grids.of_spec(one.spec, lengths, tokens)]
+        return " and ".join(one.name for one in made), every, made
+    shape = grids.Shape(
+        asked.variants or grids.VARIANTS,
+        asked.head_dims or grids.HEAD_DIMS,
+        lengths,
+        asked.masks,
+        asked.dtype.value if asked.dtype else "bf16",
+        asked.heads,
+        asked.kv_heads,
+        tokens,
+    )
+    return "grid", list(grids.cells(shape)), []
+
+
+def _peers(names: str | None, callables: Sequence[str]) -> list[Peer]:
+    from flashwright.measure.peers import registry
+
+    try:
+        asked = [n for n in names.split(",") if n.strip()] if names is not None else None
+        return registry.choose(asked, callables)
+    except registry.UnknownPeer as error:
+        raise typer.BadParameter(str(error), param_hint="--peers") from None
+
+
+def _folder(title: str, card: str) -> Path:
+    plain = re.sub(r"[^a-z0-9]+", "-", f"{title}-{card.removeprefix('NVIDIA ')}".lower())
+    return Path("out", "bench", plain.strip("-"))
+
+
+# --- the run ----------------------------------------------------------------------------------
+
+
+def run(plan: Plan, card: Card, folder: Path, resume: bool, jobs: int = 0) -> int:
+    """Measure a plan, and tell all that is known at its end, however it ends."""
+    import secrets
+
+    from flashwright.cli.bench_show import Screen, show_results
+    from flashwright.measure.journal import Journal
+    from flashwright.measure.results import Results
+    from flashwright.measure.session import OtherRun, session
+
+    if resume:
+        journal, kept = Journal.resume(folder), ""
+    else:
+        journal, kept = Journal.begin(folder)
+    if kept:
+        print(f"the records of an earlier run are kept as {folder / kept}", file=sys.stderr)
+    complete = True
+    with contextlib.closing(Screen()) as screen:
+        try:
+            session(plan, card, folder, journal, screen, secrets.randbits(31), jobs)
+        except KeyboardInterrupt:
+            complete = False
+        except OtherRun as other:
+            text = f"{journal.path} is of another run: {other}"
+            hint = "leave --resume away, or give another --out"
+            raise typer.BadParameter(f"{text}; {hint}", param_hint="--resume") from None
+    results = Results.of(journal.records)
+    show_results(results)
+    return _end(plan, folder, journal, results, complete)
+
+
+def _end(plan: Plan, folder: Path, journal: Journal, results: Results, complete: bool) -> int:
     from flashwright.files import write
-    from flashwright.measure.bench import record
+    from flashwright.measure.markdown import FILE, page
+    from flashwright.measure.records import OURS
 
-    told = {
-        "flashwright": __version__,
-        "card": card.name,
-        "arch": card.arch,
-        "translated_for": gpu,
-        "torch": _torch_version(),
-        "cells": [record(one) for one in measured],
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write(path, json.dumps(told, indent=1) + "\n")
-
-
-def _torch_version() -> str:
-    import torch
-
-    return f"{torch.__version__}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
-
-
-def _show(card: Card, gpu: str, measured: Sequence[Measured]) -> None:
-    from flashwright.cli import show
-    from flashwright.measure.bench import OURS, summarise
-    from flashwright.measure.peers import PEERS
-
-    out = show.console()
-    out.print(f"On {card.name}, translated for {gpu}; TFLOPS, a causal cell counted as half")
-    out.print(table(measured))
-    for name in (OURS, *(p.name for p in PEERS)):
-        reasons = {m.reasons[name]: m.cell.name for m in measured if name in m.reasons}
-        for reason, where in reasons.items():
-            out.print(f"  {name} at {where}: {reason}")
-    for peer in PEERS:
-        found = summarise(measured, peer.name)
-        if found is not None:
-            out.print(
-                f"against {found.peer}: geometric mean {found.mean:.3f} over {found.cells} cells, "
-                f"worst {found.worst:.3f} ({found.where})"
-            )
+    done = sum(results.complete(cell.name) for cell in plan.cells)
+    code = FINE if all((c.name, OURS) in results.numbers for c in plan.cells) else WRONG
+    try:
+        write(folder / FILE, page(results))
+    except Failed as failed:
+        code = tell(failed.diagnostics, "command line", "")
+    rest = "" if complete else "; interrupted, --resume goes on"
+    print(f"{folder}: {done} of {len(plan.cells)} cells{rest}")
+    if not journal.save():
+        text = f"{journal.unsaved} records are not in their file: {journal.trouble}"
+        hint = _rescued(journal)
+        tell([Diagnostic("FW001", text, help=hint)], "command line", "")
+        code = BAD_INPUT
+    return code if complete else INTERRUPTED
 
 
-def table(measured: Sequence[Measured]) -> Table:
-    """A row for each cell: our rate, the peers', and ours relative to the first peer."""
-    from flashwright.cli import show
-    from flashwright.measure.bench import OURS
-    from flashwright.measure.grid import kernel_name
-    from flashwright.measure.peers import PEERS, YARDSTICK
+def _rescued(journal: Journal) -> str:
+    """Put all records somewhere else, where there is room; what to tell the user."""
+    import tempfile
 
-    numbers = ("length", "ours", *(p.name for p in PEERS), "ratio", "spread")
-    shown = show.table("kernel", *numbers, right=numbers)
-    before = ""
-    for one in measured:
-        name = kernel_name(one.cell.spec)
-        rates = [one.tflops(n) for n in (OURS, *(p.name for p in PEERS))]
-        ratio, ours = one.ratio(YARDSTICK), one.timings.get(OURS)
-        shown.add_row(
-            "" if name == before else name,
-            str(one.cell.length),
-            *("-" if rate is None else f"{rate:.0f}" for rate in rates),
-            "-" if ratio is None else f"{ratio:.2f}",
-            "-" if ours is None else f"{ours.spread:.1%}",
-        )
-        before = name
-    return shown
+    try:
+        with tempfile.NamedTemporaryFile("wb", suffix=".jsonl", delete=False) as file:
+            for record in journal.records:
+                file.write(record.model_dump_json().encode() + b"\n")
+        return f"all of them are in {file.name}: make room and copy it to {journal.path}"
+    except OSError:
+        return "the table above has their figures"

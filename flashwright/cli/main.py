@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flashwright import __version__
-from flashwright.cli import bench, kernel, verify
+from flashwright.cli import bench, kernel, receipt, report, verify
 from flashwright.cli.command import (
     FINE,
     INTERRUPTED,
@@ -400,7 +400,7 @@ def gpus() -> int:
     return FINE
 
 
-for part in (kernel, verify, bench):
+for part in (kernel, verify, bench, receipt, report):
     part.register(app)
 
 

@@ -72,7 +72,7 @@ def _run_and_compare(
         with show.progress(f"running {asked.name}") as step:
             verdict = _judged(program, spec, base, asked, step)
         out = show.console()
-        out.print(f"{asked.name} against fp64: {show.spec_in_words(spec)}")
+        out.print(f"{asked.name} against fp64: {spec.in_words}")
         out.print(show.cases_table(verdict))
         if verdict.diagnostics:
             tell(verdict.diagnostics, asked.name, source)

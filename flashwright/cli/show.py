@@ -125,27 +125,6 @@ def table(*columns: str, right: Sequence[str] = ()) -> Table:
 # --- words ------------------------------------------------------------------------------------
 
 
-def spec_in_words(spec: AttentionSpec) -> str:
-    """What is asked for, as a person would say it."""
-    heads = f"{spec.heads} heads"
-    if spec.kv_heads != spec.heads:
-        shared = "one KV head" if spec.kv_heads == 1 else f"{spec.kv_heads} KV heads"
-        heads = f"{spec.heads} query heads on {shared}"
-    width = f"head dim {spec.head_dim}"
-    if spec.value_dim != spec.head_dim:
-        width += f" (V {spec.value_dim})"
-    extras = [
-        "causal" if spec.causal else "every key visible",
-        f"window of {spec.window}" if spec.window is not None else "",
-        f"softcap {spec.softcap:g}" if spec.softcap is not None else "",
-        "ALiBi" if spec.alibi else "",
-        "sink" if spec.sink else "",
-        "" if spec.lse else "no log-sum-exp",
-    ]
-    dtype = "fp8 in, bf16 out" if spec.dtype == "fp8" else spec.dtype
-    return ", ".join(filter(None, [*extras, heads, width, dtype]))
-
-
 def gpu_in_words(gpu: Gpu) -> str:
     """The facts of a GPU that decide a kernel's shape."""
     return (
@@ -260,7 +239,7 @@ class Screen:
         """What is about to be made."""
         body = Text.assemble(
             (summary[:1].upper() + summary[1:], "bold"),
-            f"\n{spec_in_words(spec)}\n",
+            f"\n{spec.in_words}\n",
             ("for ", "bright_black"),
             (gpu.title, "bold"),
             f"\n{gpu_in_words(gpu)}",

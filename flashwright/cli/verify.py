@@ -141,7 +141,7 @@ def _show(
 
     out = show.console()
     where = f"{found.device} ({found.arch})" if found.arch else "the CPU"
-    out.print(f"{what} on {where}: {show.spec_in_words(spec)}")
+    out.print(f"{what} on {where}: {spec.in_words}")
     out.print(table(found))
     for line in in_words(found):
         out.print(line)

@@ -1,146 +1,259 @@
-"""A benchmark run: every cell of a grid, our kernel and the peers in turns, and what came out."""
+"""A benchmark run: every cell, all contestants in turns, each finished cell on disk at once."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import random
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashwright.build.load import Kernel
-from flashwright.judge.flash import relative_rms
+from flashwright.measure import machine, spot
+from flashwright.measure.ceilings import Ceilings, ceiling_of
+from flashwright.measure.contest import Contestant, Make, Missing, Seat
 from flashwright.measure.grid import Cell
-from flashwright.measure.kernels import Made
-from flashwright.measure.peers import PEERS, Sdpa, Unable
-from flashwright.measure.timing import Timing, measure
+from flashwright.measure.journal import Journal
+from flashwright.measure.records import AbsentRecord, NumberRecord, RunRecord
+from flashwright.measure.results import Results
+from flashwright.measure.timing import Played, Rules, Timing, play
+from flashwright.measure.work import Work
+from flashwright.sandbox.candidate import Unable
+from flashwright.sandbox.problem import TimedProblem
+from flashwright.sandbox.process import Ended, Sandbox
+from flashwright.spec import AttentionSpec
 
-OURS = "flashwright"
-WRONG = 0.03  # relative RMS between two right kernels in bf16 is a tenth of it
+BURST = (3, 10, 0.2)
+"""Calls of a burst: at least, at most, and about so many seconds of them."""
+HIDDEN_FACTOR, HIDDEN_SECONDS = 2.0, 200e-6
+"""A call may take so many times its event time by the wall clock, and so much more: launches take
+tens of microseconds, the question and its answer a hundred for a whole burst."""
+TRIES = 3  # of a burst: a neighbour on the host must not make somebody a cheat
 
-
-@dataclass(frozen=True)
-class Measured:
-    """One cell: the timings by name, and for those that have none the reason."""
-
-    cell: Cell
-    timings: Mapping[str, Timing] = field(default_factory=dict)
-    reasons: Mapping[str, str] = field(default_factory=dict)
-
-    def tflops(self, name: str) -> float | None:
-        """A candidate's rate."""
-        found = self.timings.get(name)
-        return self.cell.tflops(found.median) if found else None
-
-    def ratio(self, peer: str) -> float | None:
-        """How many times faster than the peer we are."""
-        ours, other = self.timings.get(OURS), self.timings.get(peer)
-        return other.median / ours.median if ours and other else None
+Line = NumberRecord | AbsentRecord
 
 
 @dataclass(frozen=True)
-class Summary:
-    """Our ratios to one peer over all cells that both have done."""
+class Tools:
+    """What a run has from outside; tests bring their own."""
 
-    peer: str
-    cells: int
-    mean: float
-    """Geometric."""
-    worst: float
-    where: str
+    make: Make = Sandbox
+    expected: spot.Expected = spot.expected
+    clock_mhz: Callable[[], float | None] = machine.clock_mhz
+    chance: random.Random = field(default_factory=random.Random)
+    clock: Callable[[], float] = time.monotonic
+
+
+@dataclass(frozen=True)
+class Step:
+    """How far a run is."""
+
+    done: int
+    total: int
+    cell: str
+    lines: tuple[Line, ...] = ()
+    """What was just found; none at the beginning."""
+    left: float | None = None
+    """Seconds, by what the cells so far have taken."""
 
 
 def bench(
-    cells: Iterable[Cell],
-    kernels: Mapping[Any, Made],
-    peers: Sequence[Sdpa] = PEERS,
-    layout: str = "bshd",
-    done: Callable[[Measured], None] = lambda measured: None,
+    run: RunRecord,
+    cells: Sequence[Cell],
+    contestants: Sequence[Contestant],
+    journal: Journal,
+    rules: Rules | None = None,
+    tools: Tools | None = None,
+    step: Callable[[Step], None] = lambda step: None,
 ) -> None:
-    """Measure the cells; `done` gets each as soon as it is finished."""
-    loaded: dict[Any, Kernel] = {}
-    for cell in cells:
-        made = kernels[cell.spec]
-        if made.plan is not None and cell.spec not in loaded:
-            loaded[cell.spec] = Kernel(made.plan, made.cubin, made.ptx)
-        done(_measured(cell, loaded.get(cell.spec), made.why, peers, layout))
+    """Measure the cells that the journal does not have yet, and add their lines to it.
+
+    A KeyboardInterrupt passes through; all that was added by then is in the journal.
+    """
+    known = Results.of(journal.records)
+    wanted = [cell for cell in cells if not known.complete(cell.name)]
+    contest = Contest(run, contestants, rules or Rules(), tools or Tools())
+    clock, done = contest.tools.clock, len(cells) - len(wanted)
+    start = clock()
+    try:
+        for number, cell in enumerate(wanted):
+            left = (clock() - start) / number * (len(wanted) - number) if number else None
+            step(Step(done + number, len(cells), cell.name, left=left))
+            lines = tuple(contest.measure(cell))
+            for line in lines:
+                journal.add(line)
+            left = (clock() - start) / (number + 1) * (len(wanted) - number - 1)
+            step(Step(done + number + 1, len(cells), cell.name, lines, left))
+    finally:
+        contest.close()
 
 
-def _measured(
-    cell: Cell, kernel: Kernel | None, why: str, peers: Sequence[Sdpa], layout: str
-) -> Measured:
-    q, k, v = _inputs(cell, layout)
-    calls: dict[str, Callable[[], Any]] = {}
-    reasons: dict[str, str] = {}
-    for peer in peers:
-        try:
-            calls[peer.name] = peer.prepare(cell, q, k, v)
-        except Unable as error:
-            reasons[peer.name] = str(error)
-    if kernel is None:
-        reasons[OURS] = why
-    else:
-        wrong = _wrong(kernel(q, k, v), calls)
-        if wrong:
-            reasons[OURS] = wrong
-        else:
-            calls[OURS] = lambda: kernel(q, k, v)
-    return Measured(cell, measure(calls), reasons)
+class Contest:
+    """The contestants of a run, with their processes."""
+
+    def __init__(
+        self, run: RunRecord, contestants: Sequence[Contestant], rules: Rules, tools: Tools
+    ) -> None:
+        self.run, self.rules, self.tools = run, rules, tools
+        self.seats = {c.name: Seat(c, tools.make) for c in contestants}
+        self.measured = Ceilings(run.matmul, run.copy_gbs)
+
+    def close(self) -> None:
+        """End all processes."""
+        for seat in self.seats.values():
+            seat.close()
+
+    def measure(self, cell: Cell) -> Iterator[Line]:
+        """One cell: a line for each contestant, in their order."""
+        seed = cell_seed(self.run.seed, cell)
+        problem = problem_of(cell, self.run.layout, seed)
+        work = cell.work(problem.extra.get("Idx"))
+        absent = self._prepare(cell, problem)
+        ready = {who: seat for who, seat in self.seats.items() if who not in absent}
+        watches = {
+            who: spot.Watch(seat, problem, self.rules, self.tools.chance)
+            for who, seat in ready.items()
+        }
+        played = play(
+            ready, seed, self.rules, lambda turn: watches[turn.who].look(turn), self.tools.clock
+        )
+        mhz = self.tools.clock_mhz() if played.rounds else None
+        for who in self.seats:
+            try:
+                if who not in absent:
+                    yield self._number(cell, seed, work, played, watches[who], who, mhz)
+                    continue
+            except Ended as error:
+                absent[who] = self._absent(cell, who, error.message, error.offence)
+            yield absent[who]
+
+    def _prepare(self, cell: Cell, problem: TimedProblem) -> dict[str, AbsentRecord]:
+        """Everybody gets ready at the same time; those who cannot say why."""
+        begun = {who: seat.prepare(cell.kernel, problem) for who, seat in self.seats.items()}
+        absent = {}
+        for who, future in begun.items():
+            try:
+                future.result()
+            except Unable as error:
+                missing = self.seats[who].contestant.candidate(cell.kernel)
+                offence = missing.offence if isinstance(missing, Missing) else None
+                absent[who] = self._absent(cell, who, str(error), offence)
+            except Ended as error:
+                absent[who] = self._absent(cell, who, error.message, error.offence)
+        return absent
+
+    def _absent(self, cell: Cell, who: str, why: str, offence: str | None) -> AbsentRecord:
+        return AbsentRecord(run=self.run.id, cell=cell.name, who=who, why=why, offence=offence)
+
+    # --- what a contestant's turns come to ----------------------------------------------------
+
+    def _number(
+        self,
+        cell: Cell,
+        seed: int,
+        work: Work,
+        played: Played,
+        watch: spot.Watch,
+        who: str,
+        mhz: float | None,
+    ) -> NumberRecord:
+        if who in played.lost:
+            raise played.lost[who]
+        seat = self.seats[who]
+        timing = Timing.of(played.cold[who])
+        self._refuse_speed(cell, work, timing.median)
+        found = watch.judge(self.tools.expected, seat.contestant.slack)
+        if found.offence is not None:
+            raise Ended(found.offence, found.why)
+        if seat.contestant.watched:
+            _refuse_hidden(seat, timing.median)
+        rate, warm = cell.tflops(timing.median, work), played.warm.get(who)
+        ceiling = self.measured.matmul.get(cell.spec.dtype)
+        return NumberRecord(
+            run=self.run.id,
+            cell=cell.name,
+            kernel=cell.kernel,
+            length=cell.length,
+            batch=cell.batch,
+            who=who,
+            seconds=timing.median,
+            spread=timing.spread,
+            samples=timing.samples,
+            warm_seconds=Timing.of(warm).median if warm else None,
+            tflops=rate,
+            share=rate / ceiling if ceiling else None,
+            gbs=self._gbs(cell.spec, work, timing.median),
+            checked=found.checked,
+            relative_rms=found.relative_rms,
+            seed=seed,
+            clock_mhz=mhz,
+        )
+
+    def _gbs(self, spec: AttentionSpec, work: Work, seconds: float) -> float | None:
+        """Bytes a second, where memory is the narrower of the two measured ceilings."""
+        rate, copy = self.measured.matmul.get(spec.dtype), self.measured.copy_gbs
+        if rate is None or copy is None or work.intensity >= rate * 1e3 / copy:
+            return None
+        return work.bytes / seconds / 1e9
+
+    def _refuse_speed(self, cell: Cell, work: Work, seconds: float) -> None:
+        """Ended where a time is below the roofline."""
+        ceiling = ceiling_of(self.run.card, cell.spec, self.measured)
+        if ceiling is None or seconds >= ceiling.least_seconds(work):
+            return
+        least = ceiling.least_seconds(work)
+        text = f"{seconds * 1e6:.3g} us, where {least * 1e6:.3g} us is the least that can be"
+        raise Ended("too_fast", f"{text} ({ceiling.source})")
 
 
-def _wrong(ours: Any, calls: Mapping[str, Callable[[], Any]]) -> str:
-    """A fast wrong kernel is no fast kernel; whether it is right is for `verify` to say in full."""
-    if not bool(ours.isfinite().all()):
-        return "it gives NaN or infinity"
-    peer = next(iter(calls), None)
-    error = relative_rms(ours, calls[peer]().double()) if peer else 0.0
-    return "" if error is not None and error < WRONG else f"it differs from {peer} by {error}"
+def _refuse_hidden(seat: Seat, seconds: float) -> None:
+    """Ended where calls take far longer by our clock than by the events on their stream."""
+    least, most, about = BURST
+    calls = max(least, min(most, math.ceil(about / seconds)))
+    limit = HIDDEN_FACTOR * seconds + HIDDEN_SECONDS
+    taken = math.inf
+    for _ in range(TRIES):
+        taken = min(taken, seat.burst(calls) / calls)
+        if taken <= limit:
+            return
+    text = (
+        f"a call takes {taken * 1e6:.4g} us by the wall clock and {seconds * 1e6:.4g} us by events"
+    )
+    raise Ended("hidden_work", f"{text}: work is done where the events do not see it")
 
 
-def _inputs(cell: Cell, layout: str) -> tuple[Any, Any, Any]:
-    """Q, K, V as (batch, heads, length, dim), in memory as models have them."""
-    import torch
+# --- problems ---------------------------------------------------------------------------------
 
-    spec = cell.spec
-    torch.manual_seed(0)
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[spec.output_dtype]
 
-    def make(heads: int, width: int) -> Any:
-        inner = (cell.length, heads) if layout == "bshd" else (heads, cell.length)
-        made = torch.randn(cell.batch, *inner, width, device="cuda", dtype=dtype)
-        return made.transpose(1, 2) if layout == "bshd" else made
+def cell_seed(seed: int, cell: Cell) -> int:
+    """From which a cell's inputs are drawn: another for each, the same for every run of a seed."""
+    return zlib.crc32(f"{seed} {cell.name}".encode()) >> 1
 
-    return (
-        make(spec.heads, spec.head_dim),
-        make(spec.kv_heads, spec.head_dim),
-        make(spec.kv_heads, spec.value_dim),
+
+def problem_of(cell: Cell, layout: str, seed: int) -> TimedProblem:
+    """What the contestants are given."""
+    compressed = cell.spec.branch == "compressed"
+    return TimedProblem(
+        cell.spec,
+        cell.batch,
+        cell.length,
+        layout,
+        _extra(cell, seed),
+        cell.kv_len if compressed else None,
+        {"tokens": cell.length} if compressed else {},
     )
 
 
-def summarise(measured: Sequence[Measured], peer: str) -> Summary | None:
-    """Our speed relative to a peer: geometric mean and the worst cell."""
-    ratios = [(r, m.cell.name) for m in measured if (r := m.ratio(peer)) is not None]
-    if not ratios:
-        return None
-    mean = math.exp(sum(math.log(r) for r, _ in ratios) / len(ratios))
-    worst, where = min(ratios)
-    return Summary(peer, len(ratios), mean, worst, where)
+def _extra(cell: Cell, seed: int) -> Mapping[str, Any]:
+    """Slopes, Sink and Idx; they do not change from call to call."""
+    spec = cell.spec
+    if not (spec.alibi or spec.sink or spec.branch == "selected"):
+        return {}
+    from flashwright.judge.inputs import make_inputs
 
-
-def record(measured: Measured) -> dict[str, Any]:
-    """A cell as plain data."""
-    cell = measured.cell
-    return {
-        "cell": cell.name,
-        "variant": cell.spec.variant,
-        "head_dim": cell.spec.head_dim,
-        "heads": cell.spec.heads,
-        "kv_heads": cell.spec.kv_heads,
-        "causal": cell.spec.causal,
-        "dtype": cell.spec.dtype,
-        "length": cell.length,
-        "batch": cell.batch,
-        "seconds": {name: t.median for name, t in measured.timings.items()},
-        "spread": {name: round(t.spread, 4) for name, t in measured.timings.items()},
-        "tflops": {name: round(cell.tflops(t.median), 1) for name, t in measured.timings.items()},
-        "reasons": dict(measured.reasons),
-    }
+    # These do not depend on the width of Q and K, which would take long to draw.
+    narrow = spec.model_copy(update={"head_dim": 8, "v_dim": 8, "scale": None})
+    dims = {"batch": cell.batch, "q_len": cell.length, "kv_len": cell.kv_len}
+    made = make_inputs(narrow, dims, seed)
+    return {name: array for name, array in made.items() if name not in ("Q", "K", "V")}

@@ -1,12 +1,17 @@
-"""The paper's grid: 16k tokens in all, a hidden size of 2048, and how the work in it is counted."""
+"""The cells of a benchmark: the paper's grid, or one's own, and how the work in them is counted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from flashwright.author.builtin.variants import make_spec
-from flashwright.spec import AttentionSpec
+from flashwright.files import cannot
+from flashwright.measure.work import Work, work_of
+from flashwright.spec import AttentionSpec, BadSpec
 
 TOKENS = 16_384
 HIDDEN = 2_048
@@ -14,6 +19,7 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
 HEAD_DIMS = (64, 128)
 VARIANTS = ("mha", "gqa", "mqa")
 GROUP = 4  # query heads to a kv head in grouped-query attention
+_SIZES = ("lengths", "tokens", "batch")  # of a grid's file; all else is the spec's
 
 
 @dataclass(frozen=True)
@@ -25,45 +31,182 @@ class Cell:
     batch: int
 
     @property
-    def name(self) -> str:
-        """Such as `gqa d128 causal 4096`."""
-        return f"{kernel_name(self.spec)} {self.length}"
+    def kernel(self) -> str:
+        """The name of the kernel that does it: one for all lengths."""
+        return kernel_name(self.spec)
 
     @property
-    def flops(self) -> float:
-        """Both GEMMs, by the paper's formula: 4 L L D H B, half of it where causal."""
+    def name(self) -> str:
+        """Such as `gqa d128 causal 4096`."""
+        return f"{self.kernel} {self.length}"
+
+    @property
+    def kv_len(self) -> int:
+        """Keys: as many as queries, or the blocks that the tokens are compressed to."""
+        if self.spec.branch == "compressed":
+            return self.spec.compressed_blocks(self.length)
+        return self.length
+
+    def work(self, idx: Any = None) -> Work:
+        """What must be computed and moved; `idx` are the selected blocks, if there are any."""
+        return work_of(self.spec, self.batch, self.length, self.kv_len, idx)
+
+    def flops(self, work: Work | None = None) -> float:
+        """Both GEMMs, by the paper's formula: 4 L L D H B, half of it where causal.
+
+        The formula knows no windows and no sparsity; there it is what is really needed.
+        """
         spec = self.spec
+        if spec.window is not None or spec.branch is not None:
+            return (work or self.work()).flops
         whole = 2 * self.length**2 * (spec.head_dim + spec.value_dim) * spec.heads * self.batch
         return whole / 2 if spec.causal else whole
 
-    def tflops(self, seconds: float) -> float:
+    def tflops(self, seconds: float, work: Work | None = None) -> float:
         """The rate, in 10^12 operations a second."""
-        return self.flops / seconds / 1e12
+        return self.flops(work) / seconds / 1e12
 
 
 def kernel_name(spec: AttentionSpec) -> str:
-    """A spec of the grid in a few words."""
-    return f"{spec.variant} d{spec.head_dim} {'causal' if spec.causal else 'full'}"
+    """A spec in a few words: those of the paper's grid in the fewest, all different."""
+    width = f"d{spec.head_dim}"
+    if spec.value_dim != spec.head_dim:
+        width += f"/{spec.value_dim}"
+    words = [
+        spec.variant,
+        "" if _usual_heads(spec) else f"{spec.heads}/{spec.kv_heads}",
+        width,
+        "causal" if spec.causal else "full",
+        f"window {spec.window}" if spec.window is not None else "",
+        f"softcap {spec.softcap:g}" if spec.softcap is not None else "",
+        "alibi" if spec.alibi else "",
+        "sink" if spec.sink else "",
+        "fp8" if spec.dtype == "fp8" else "",
+    ]
+    return " ".join(filter(None, words))
 
 
-def cells(
-    variants: Sequence[str] = VARIANTS,
-    head_dims: Sequence[int] = HEAD_DIMS,
-    lengths: Sequence[int] = LENGTHS,
-    masks: Sequence[bool] = (False, True),
-    dtype: str = "bf16",
-) -> Iterator[Cell]:
+def _usual_heads(spec: AttentionSpec) -> bool:
+    if spec.branch is not None:
+        return (spec.heads, spec.kv_heads) == (64, 4)
+    return (spec.heads, spec.kv_heads) == _heads(spec.variant, spec.value_dim)
+
+
+def _heads(variant: str, width: int) -> tuple[int, int]:
+    """Query and kv heads that make up the hidden size."""
+    heads = max(1, HIDDEN // width)
+    return heads, {"gqa": max(1, heads // GROUP), "mqa": 1}.get(variant, heads)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a grid may leave as the paper has it."""
+
+    variants: Sequence[str] = VARIANTS
+    head_dims: Sequence[int] = HEAD_DIMS
+    lengths: Sequence[int] = LENGTHS
+    masks: Sequence[bool] = (False, True)
+    dtype: str = "bf16"
+    heads: int | None = None
+    kv_heads: int | None = None
+    tokens: int = TOKENS
+
+
+def cells(shape: Shape | None = None) -> Iterator[Cell]:
     """The grid, or a part of it; one kernel's lengths come together."""
-    for variant in variants:
-        for head_dim in head_dims:
-            for causal in masks:
-                spec = _spec(variant, head_dim, causal, dtype)
-                for length in lengths:
-                    yield Cell(spec, length, max(1, TOKENS // length))
+    shape = shape or Shape()
+    for variant in shape.variants:
+        for head_dim in shape.head_dims:
+            for causal in shape.masks:
+                spec = _spec(shape, variant, head_dim, causal)
+                for length in shape.lengths:
+                    yield Cell(spec, length, max(1, shape.tokens // length))
 
 
-def _spec(variant: str, head_dim: int, causal: bool, dtype: str) -> AttentionSpec:
-    heads = HIDDEN // head_dim
-    kv_heads = {"gqa": heads // GROUP, "mqa": 1}.get(variant, heads)
-    settings = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    return make_spec(variant, **settings, causal=causal, dtype=dtype)
+def _spec(shape: Shape, variant: str, head_dim: int, causal: bool) -> AttentionSpec:
+    heads, kv_heads = _heads(variant, head_dim)
+    if shape.heads is not None:
+        heads = shape.heads
+        kv_heads = {"gqa": max(1, heads // GROUP), "mqa": 1}.get(variant, heads)
+    return make_spec(
+        variant,
+        heads=heads,
+        kv_heads=kv_heads if shape.kv_heads is None else shape.kv_heads,
+        head_dim=head_dim,
+        causal=causal,
+        dtype=shape.dtype,
+    )
+
+
+def of_spec(spec: AttentionSpec, lengths: Sequence[int], tokens: int = TOKENS) -> list[Cell]:
+    """One kernel at several lengths."""
+    return [Cell(spec, length, max(1, tokens // length)) for length in lengths]
+
+
+# --- a grid from a file -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Cells and what they are called together."""
+
+    title: str
+    cells: tuple[Cell, ...]
+
+
+def load(path: Path) -> Grid:
+    """A grid in TOML: `lengths` and `tokens` for all, and a [[kernel]] for each with its spec.
+
+        lengths = [1024, 4096]
+        [[kernel]]
+        variant = "gqa"
+        heads = 32
+        kv_heads = 8
+        causal = true
+        batch = 1
+
+    Raises BadSpec with lines that name the file.
+    """
+    try:
+        told = tomllib.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise cannot("read", path, error) from None
+    except (ValueError, RecursionError) as error:
+        raise BadSpec(f"{path}: not valid TOML: {error}") from None
+    known = ("title", "kernel", *_SIZES)
+    strange = [key for key in told if key not in known]
+    kernels = told.get("kernel", [])
+    if strange:
+        raise BadSpec(f"{path}: no such setting: {strange[0]}; there are {', '.join(known)}")
+    if not isinstance(kernels, list) or not kernels:
+        raise BadSpec(f"{path}: it has no [[kernel]]")
+    found: dict[str, Cell] = {}
+    for number, kernel in enumerate(kernels, 1):
+        try:
+            found |= {cell.name: cell for cell in _of_file(kernel, told)}
+        except (BadSpec, ValueError) as error:
+            raise BadSpec(f"{path}: kernel {number}: {error}") from None
+    return Grid(str(told.get("title", path.stem)), tuple(found.values()))
+
+
+def _of_file(kernel: Mapping[str, Any], common: Mapping[str, Any]) -> Iterator[Cell]:
+    sizes = {name: kernel.get(name, common.get(name)) for name in _SIZES}
+    options = {name: value for name, value in kernel.items() if name not in _SIZES}
+    if "variant" not in options:
+        raise BadSpec('variant: is missing: add variant = "mha"')
+    strange = sorted(set(options) - set(AttentionSpec.model_fields))
+    if strange:
+        raise BadSpec(f"no such setting: {strange[0]}")
+    spec = make_spec(**options)
+    lengths = LENGTHS if sizes["lengths"] is None else sizes["lengths"]
+    if not isinstance(lengths, list | tuple) or not all(_count(n) for n in lengths):
+        raise BadSpec("lengths: must be a list of whole numbers above 0")
+    for name in ("tokens", "batch"):
+        if sizes[name] is not None and not _count(sizes[name]):
+            raise BadSpec(f"{name}: must be a whole number above 0")
+    for cell in of_spec(spec, lengths, sizes["tokens"] or TOKENS):
+        yield cell if sizes["batch"] is None else replace(cell, batch=sizes["batch"])
+
+
+def _count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,79 +1,300 @@
-"""The kernels of a grid: generated, translated and compiled, several at a time."""
+"""The kernels of a benchmark: written, translated and compiled, several at a time; then judged.
+
+Each is a kernel package in the benchmark's folder: what is measured can be looked at, and run.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from flashwright import gpu as gpus
+from flashwright import spec as specs
+from flashwright.build import package
 from flashwright.build.driver import Card
+from flashwright.files import cannot, sha256, write
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.lower.launch_plan import LaunchPlan
+from flashwright.measure.contest import Hand, Missing
+from flashwright.measure.grid import kernel_name
+from flashwright.measure.records import KernelRecord
+from flashwright.sandbox.candidate import Candidate
 from flashwright.spec import AttentionSpec
 
+if TYPE_CHECKING:
+    from flashwright.build.compile import Built
+    from flashwright.judge.verdict import Verdict
+    from flashwright.lower.translate import Translation
+
+CODE, SPEC = "code.tl", "spec.toml"
+LENGTHS = ((1, 1), (63, 63), (128, 128), (1000, 1000), (130, 1000), (1000, 63))
+"""Problems on which a kernel is judged before it is measured; `verify` has all of them."""
+JUDGES = 4
+"""Verdicts at a time: most of a trial is spent waiting for processes to start."""
+
 Step = Callable[[int, int, str], None]
+Judge = Callable[[Candidate, AttentionSpec], "Verdict"]
 
 
 @dataclass(frozen=True)
 class Made:
-    """A compiled kernel, or why there is none."""
+    """A kernel and all that belongs to it, or why there is none."""
 
     spec: AttentionSpec
-    plan: LaunchPlan | None = None
-    cubin: bytes = b""
-    ptx: bytes = b""
-    registers: int = 0
-    diagnostics: tuple[Diagnostic, ...] = ()
+    gpu: str
+    """The GPU it was translated for."""
+    files: Mapping[str, str | bytes] = field(default_factory=dict, repr=False)
+    """By name, as they are in a kernel package."""
+    reasoning: str = field(default="", repr=False)
+    ptxas: Mapping[str, int] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    folder: str = ""
+    why: str = ""
 
     @property
-    def why(self) -> str:
-        """Why there is no kernel, in a line."""
-        return "; ".join(f"{d.code}: {d.message}" for d in self.diagnostics)
+    def name(self) -> str:
+        """Such as `mha d64 causal`."""
+        return kernel_name(self.spec)
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """Of the TL, the source and the cubin, as far as there are any."""
+        names = {"tl": CODE, "source": "kernel.cu", "cubin": "kernel.cubin"}
+        return {key: sha256(self.files[n]) for key, n in names.items() if n in self.files}
+
+    def record(self, verdict: Mapping[str, Any], seconds: Mapping[str, float]) -> KernelRecord:
+        """The line of a benchmark's file."""
+        text = {name: data for name, data in self.files.items() if isinstance(data, str)}
+        return KernelRecord(
+            name=self.name,
+            spec=self.spec.model_dump(mode="json"),
+            gpu=self.gpu,
+            tl=text.get(CODE, ""),
+            source=text.get("kernel.cu", ""),
+            map=_map(text.get("kernel.map.json", "")),
+            reasoning=self.reasoning,
+            hashes=self.hashes,
+            ptxas=dict(self.ptxas),
+            seconds={**self.seconds, **seconds},
+            verdict=dict(verdict),
+            why=self.why,
+        )
 
 
-def make(spec: AttentionSpec, gpu: str, card: Card) -> Made:
+def _map(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(text) if text else {}
+    return found
+
+
+# --- making them ------------------------------------------------------------------------------
+
+
+def make(spec: AttentionSpec, gpu: str, card: Card | None) -> Made:
     """One kernel: written for the GPU named `gpu`, compiled for the card at hand."""
     from flashwright.author.builtin.author import write_code, write_sketch
     from flashwright.author.builtin.choose import NothingFits
-    from flashwright.build.make import make as translate_and_build
+    from flashwright.author.builtin.reasoning import reasoning
+
+    target, start = gpus.find(gpu), time.perf_counter()
+    try:
+        written = write_code(write_sketch(spec), spec, target)
+    except NothingFits as error:
+        return Made(spec, gpu, why=f"FW905: {error}")
+    author = time.perf_counter() - start
+    made = from_tl(written.code, spec, gpu, card)
+    return replace(
+        made,
+        reasoning=reasoning(spec, target, written),
+        seconds={"author": round(author, 3), **made.seconds},
+    )
+
+
+def from_tl(code: str, spec: AttentionSpec, gpu: str, card: Card | None) -> Made:
+    """The kernel of a TL program. Without a card it is translated, and not compiled."""
+    from flashwright.build.make import make as build
     from flashwright.check.check import check
     from flashwright.lang.parse import parse
+    from flashwright.lower.translate import translate
 
-    target = gpus.find(gpu)
-    try:
-        code = write_code(write_sketch(spec), spec, target).code
+    target, start = gpus.find(gpu), time.perf_counter()
+    files: dict[str, str | bytes] = {CODE: code, SPEC: specs.dump(spec)}
+    made = Made(spec, gpu, files)
+    try:  # what fails is returned and not raised: it has to go from process to process
         checked = check(parse(code), target)
         if checked.program is None or checked.errors:
-            return Made(spec, diagnostics=tuple(checked.errors))
-        arch = target.arch
-        if not card.takes(arch):
-            text = f"a kernel for {target.title} ({arch}) cannot run on {card.name} ({card.arch})"
-            raise Failed(Diagnostic("FW851", text, help="name an older GPU: --as a100"))
-        real = None if arch.rstrip("af") == card.arch else card.arch
-        made, built = translate_and_build(checked.program, target, real=real, tl=code)
-    except Failed as failed:  # returned and not raised: it has to go from process to process
-        return Made(spec, diagnostics=failed.diagnostics)
-    except NothingFits as error:
-        return Made(spec, diagnostics=(Diagnostic("FW905", str(error)),))
-    return Made(spec, made.plan, built.cubin, built.ptx.encode(), built.registers)
+            return replace(made, why=_why(checked.errors))
+        translation = translate(checked.program, target)
+        files |= package.translated(translation)
+        translated = time.perf_counter()
+        took = {"translate": round(translated - start, 3)}
+        if card is None:
+            return replace(made, seconds=took)
+        real = _real(target, card)
+        translation, built = build(checked.program, target, first=translation, real=real, tl=code)
+    except Failed as failed:
+        return replace(made, why=_why(failed.diagnostics))
+    # From the cache it took no time, but that is not what it takes to make one.
+    took["build"] = round(max(time.perf_counter() - translated, built.seconds), 3)
+    files |= {**package.translated(translation), **package.compiled(built)}
+    files[package.RECORD] = package.record(built, target, files)
+    return replace(made, ptxas=_ptxas(built, translation), seconds=took)
+
+
+def _why(diagnostics: Sequence[Diagnostic]) -> str:
+    return "; ".join(f"{d.code}: {d.message}" for d in diagnostics)
+
+
+def _real(target: gpus.Gpu, card: Card) -> str | None:
+    arch = target.arch
+    if not card.takes(arch):
+        text = f"a kernel for {target.title} ({arch}) cannot run on {card.name} ({card.arch})"
+        raise Failed(Diagnostic("FW851", text, help="name an older GPU: --as a100"))
+    return None if arch.rstrip("af") == card.arch else card.arch
+
+
+def _ptxas(built: Built, translation: Translation) -> dict[str, int]:
+    return {
+        "registers": built.registers,
+        "spill_stores": built.spill_stores,
+        "spill_loads": built.spill_loads,
+        "stack": built.stack,
+        "shared": translation.plan.shared + built.shared,
+        "threads": translation.plan.threads,
+    }
 
 
 def make_all(
-    specs: Iterable[AttentionSpec], gpu: str, card: Card, step: Step, jobs: int = 0
+    wanted: Iterable[AttentionSpec], gpu: str, card: Card, step: Step, jobs: int = 0
 ) -> Iterator[Made]:
     """The kernels as they are done; processes of their own, so that Ctrl-C ends their compilers."""
-    wanted = list(dict.fromkeys(specs))
+    every = list(dict.fromkeys(wanted))
+    if not every:
+        return
     context = multiprocessing.get_context("spawn")
-    workers = min(jobs or os.cpu_count() or 1, len(wanted))
+    workers = min(jobs or os.cpu_count() or 1, len(every))
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         try:
-            futures = [pool.submit(make, spec, gpu, card) for spec in wanted]
+            futures = [pool.submit(make, spec, gpu, card) for spec in every]
             for done, future in enumerate(as_completed(futures), 1):
-                step(done, len(wanted), "")
+                step(done, len(every), "")
                 yield future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def save(made: Made, folder: Path) -> Made:
+    """Write a kernel as a package, in a folder of its name; the record of its files comes last."""
+    if made.why:
+        return made
+    place = folder / made.name.replace(" ", "-").replace("/", "_")
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot("use", place, error) from None
+    for name in sorted(made.files, key=lambda n: n == package.RECORD):
+        write(place / name, made.files[name])
+    return replace(made, folder=str(place))
+
+
+def load(folder: Path) -> Made:
+    """A kernel package that somebody has made; Failed with FW852 where it is none."""
+    from flashwright.build.load import read_plan
+
+    plan = read_plan(folder)
+    files: dict[str, str | bytes] = {}
+    for name in package.IN_RECORD:
+        path = folder / name
+        if path.is_file():
+            data = path.read_bytes()
+            files[name] = data if name == "kernel.cubin" else data.decode(errors="replace")
+    try:
+        spec = specs.load(folder / SPEC)
+    except specs.BadSpec as error:
+        raise Failed(*(Diagnostic("FW852", line) for line in error.lines)) from None
+    facts: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):  # without it, what it was made for is not known
+        facts = json.loads((folder / package.RECORD).read_bytes())
+    known = ("registers", "spill_stores", "spill_loads", "stack")
+    numbers = {name: int(facts[name]) for name in known if name in facts}
+    ptxas = {**numbers, "shared": plan.shared, "threads": plan.threads}
+    why = (folder / "reasoning.md").read_text() if (folder / "reasoning.md").is_file() else ""
+    gpu = str(facts.get("gpu", plan.arch))
+    return Made(spec, gpu, files, why, ptxas, folder=str(folder.resolve()))
+
+
+# --- judging them -----------------------------------------------------------------------------
+
+
+def judged(candidate: Candidate, spec: AttentionSpec, seed: int | None = None) -> Verdict:
+    """The judge's verdict on a few lengths."""
+    from flashwright.judge.judge import judge
+
+    lengths = None if spec.reference else LENGTHS
+    return judge(candidate, spec, seed=seed, base=Path(candidate.where), lengths=lengths)
+
+
+def verdicts(every: Sequence[Made], judge: Judge, step: Step) -> Iterator[KernelRecord]:
+    """The record of each kernel as its verdict comes in; those without a kernel come first."""
+    waiting: list[Future[KernelRecord]] = []
+    hands = [Hand(f"judge {n}") for n in range(min(JUDGES, len(every)))]
+    for number, made in enumerate(every):
+        if made.why:
+            yield made.record({}, {})
+        else:
+            work = functools.partial(_judged, made, judge)
+            waiting.append(hands[number % len(hands)].give(work))
+    for hand in hands:
+        hand.rest()
+    for done, future in enumerate(as_completed(waiting), 1):
+        record = future.result()
+        step(done, len(waiting), record.name)
+        yield record
+
+
+def _judged(made: Made, judge: Judge) -> KernelRecord:
+    start = time.perf_counter()
+    try:
+        verdict = judge(candidate_of(made), made.spec)
+    except Failed as failed:  # there is nothing to judge it with, so there is nothing to measure
+        return replace(made, why=_why(failed.diagnostics)).record({}, {})
+    took = {"verdict": round(time.perf_counter() - start, 3)}
+    return made.record(shortened(verdict), took)
+
+
+def shortened(verdict: Verdict) -> dict[str, Any]:
+    """What a receipt needs of a verdict."""
+    return {
+        "ok": verdict.ok,
+        "device": verdict.device,
+        "arch": verdict.arch,
+        "seed": verdict.seed,
+        "cases": len(verdict.cases),
+        "worst": verdict.worst,
+        "worst_ratio": verdict.worst_ratio,
+        "offences": [offence.name for offence in verdict.offences],
+    }
+
+
+def candidate_of(made: Made) -> Candidate:
+    """The package, as the sandbox takes it."""
+    return Candidate("package", made.folder, title=made.name)
+
+
+def entry(record: KernelRecord, folder: str) -> Candidate | Missing:
+    """What of ours is measured for a kernel: its package, or why there is nothing to measure."""
+    if record.why:
+        return Missing(record.why)
+    offences = record.verdict.get("offences", [])
+    if not record.verdict.get("ok"):
+        named = ", ".join(offences) or "it has no verdict"
+        return Missing(f"the judge rejects it: {named}", offences[0] if offences else None)
+    return Candidate("package", folder, title=record.name)

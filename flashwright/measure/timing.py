@@ -1,35 +1,53 @@
-"""Timing on the GPU: events, warm-up, interleaved rounds, and a cold L2 before every call.
+"""Rounds of turns: everybody has one turn in each round, and each round begins with another.
 
-All candidates of a cell take turns, round after round, so that a clock that falls or a neighbour
-that wakes up meets them alike. Only what was measured in one run may be compared.
+So a clock that falls or a neighbour that wakes up meets all alike. Only what was measured in the
+same rounds may be compared.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Protocol
 
-WARM_UP = 5
-ROUNDS = (12, 80)
-"""At least and at most."""
-SECONDS = 1.5
-"""For one cell, once it has had its least rounds."""
-FLUSH_BYTES = 512 << 20
-"""Written before each call. Ten times an H200's L2; and it keeps the GPU busy (0.1 ms) while the
-next call is being launched, so that no launch is part of a measurement."""
+from flashwright.sandbox.process import Ended
+
+STEP = 64
+"""Between the seeds of two rounds: more than the calls of a turn."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How long is measured."""
+
+    calls: int = 4
+    """Timed calls of a turn, at most. More would let the clocks drift within a round."""
+    turn_seconds: float = 0.04
+    """About so long a turn may take: whoever needs 20 ms for a call has 2 of them."""
+    least: int = 5
+    """Rounds, however long they take: with fewer the median says little."""
+    most: int = 25
+    """100 calls of each: beyond that the median moves by less than it does from run to run."""
+    seconds: float = 1.2
+    """For one cell, once it has had its least rounds: 72 cells are then measured in minutes."""
+    settled: float = 0.002
+    """Rounds stop early when every median is known to this part of itself."""
+    warm: bool = False
+    """Each turn is followed by one with a warm L2."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long one candidate took, in seconds."""
+    """How long one contestant took, in seconds."""
 
     median: float
     spread: float
     """Half the distance of the quartiles, relative to the median."""
-    rounds: int
+    samples: int
 
     @classmethod
     def of(cls, samples: list[float]) -> Timing:
@@ -38,40 +56,98 @@ class Timing:
         middle, quarter = median(ordered), len(ordered) // 4
         return cls(middle, (ordered[-1 - quarter] - ordered[quarter]) / 2 / middle, len(ordered))
 
+    @property
+    def uncertainty(self) -> float:
+        """The median's standard error, relative to it, were the samples drawn from a bell curve.
 
-def measure(
-    candidates: Mapping[str, Callable[[], Any]],
-    rounds: tuple[int, int] = ROUNDS,
-    seconds: float = SECONDS,
-) -> dict[str, Timing]:
-    """Time every candidate; each round runs all of them, beginning with another one."""
-    import torch
+        Half the distance of its quartiles is 0.674 standard deviations, and the median's error
+        1.253 of them over the root of how many there are.
+        """
+        return 1.253 / 0.674 * self.spread / math.sqrt(self.samples)
 
-    names = list(candidates)
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    for _ in range(WARM_UP):
-        for name in names:
-            candidates[name]()
-    torch.cuda.synchronize()
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    start = time.monotonic()
-    for number in range(rounds[1]):
-        if number >= rounds[0] and time.monotonic() - start > seconds:
+
+class Player(Protocol):
+    """Who has turns; a sandbox is one."""
+
+    def turn(self, calls: int, seed: int, cold: bool = True) -> list[float]:
+        """Seconds of that many calls; Ended where it gives no answer."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn that has been had."""
+
+    who: str
+    round: int
+    seed: int
+    """Call i had the inputs of seed + i."""
+    calls: int
+
+
+@dataclass
+class Played:
+    """What came of the rounds."""
+
+    cold: dict[str, list[float]] = field(default_factory=dict)
+    warm: dict[str, list[float]] = field(default_factory=dict)
+    lost: dict[str, Ended] = field(default_factory=dict)
+    """Who ended on the way: its samples are gone, the others' are not."""
+    rounds: int = 0
+
+
+def play(
+    players: Mapping[str, Player],
+    seed: int,
+    rules: Rules | None = None,
+    after: Callable[[Turn], None] = lambda turn: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Played:
+    """Time all players; `after` may look at a turn's outputs before the next one begins.
+
+    In one round everybody gets the same inputs, and in each round others.
+    """
+    rules = rules or Rules()
+    played = Played(cold={who: [] for who in players}, warm={who: [] for who in players})
+    calls: dict[str, int] = {}
+    for who, player in players.items():
+        with _losing(played, who):
+            calls[who] = _calls(player.turn(1, seed)[0], rules)  # it also wakes the GPU up
+    start = clock()
+    for number in range(rules.most):
+        names = [who for who in players if who not in played.lost]
+        if not names or (number >= rules.least and _enough(played, rules, clock() - start)):
             break
-        turn = number % max(len(names), 1)
-        pairs = [(name, *_timed(candidates[name], flush)) for name in names[turn:] + names[:turn]]
-        torch.cuda.synchronize()
-        for name, before, after in pairs:
-            samples[name].append(before.elapsed_time(after) / 1e3)
-    return {name: Timing.of(found) for name, found in samples.items() if found}
+        first = number % len(names)
+        for who in names[first:] + names[:first]:
+            turn = Turn(who, number, seed + STEP * (number + 1), calls[who])
+            with _losing(played, who):
+                played.cold[who] += players[who].turn(turn.calls, turn.seed)
+                after(turn)
+                if rules.warm:
+                    again = turn.seed + STEP // 2
+                    played.warm[who] += players[who].turn(turn.calls, again, cold=False)
+        played.rounds = number + 1
+    return played
 
 
-def _timed(call: Callable[[], Any], flush: Any) -> tuple[Any, Any]:
-    import torch
+@contextlib.contextmanager
+def _losing(played: Played, who: str) -> Iterator[None]:
+    """Whoever ends in here is out, and nobody else is disturbed."""
+    try:
+        yield
+    except Ended as error:
+        played.lost[who] = error
+        played.cold.pop(who, None)
+        played.warm.pop(who, None)
 
-    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    flush.zero_()
-    before.record()
-    call()
-    after.record()
-    return before, after
+
+def _calls(seconds: float, rules: Rules) -> int:
+    """How many calls of that length a turn has."""
+    return max(1, min(rules.calls, int(rules.turn_seconds / seconds)))
+
+
+def _enough(played: Played, rules: Rules, seconds: float) -> bool:
+    if seconds > rules.seconds:
+        return True
+    every = [*played.cold.values(), *(played.warm.values() if rules.warm else ())]
+    return all(Timing.of(samples).uncertainty < rules.settled for samples in every)

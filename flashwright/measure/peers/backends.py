@@ -1,0 +1,70 @@
+"""The backends of torch's scaled_dot_product_attention."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from flashwright.measure.peers.features import first_line, is_memory, need
+from flashwright.sandbox.candidate import Unable
+from flashwright.spec import AttentionSpec
+
+
+def torch_flash(spec: AttentionSpec) -> Callable[..., Any]:
+    """FlashAttention-2 as torch carries it."""
+    return _backend(spec, "FLASH_ATTENTION")
+
+
+def torch_cudnn(spec: AttentionSpec) -> Callable[..., Any]:
+    """The fused attention of cuDNN."""
+    return _backend(spec, "CUDNN_ATTENTION")
+
+
+def torch_efficient(spec: AttentionSpec) -> Callable[..., Any]:
+    """The memory-efficient kernel that came from xFormers."""
+    return _backend(spec, "EFFICIENT_ATTENTION")
+
+
+def _backend(spec: AttentionSpec, name: str) -> Callable[..., Any]:
+    # V of another width is cuDNN's; the others lack it, and say so themselves.
+    need(spec, "V of another width than K")
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backend = getattr(SDPBackend, name, None)
+    if backend is None:
+        raise Unable("this torch does not have it")
+    settings = {
+        "is_causal": spec.causal,
+        "scale": spec.softmax_scale,
+        "enable_gqa": spec.kv_heads != spec.heads,
+    }
+
+    def attention(q: Any, k: Any, v: Any) -> Any:
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **settings)
+
+    def told(q: Any, k: Any, v: Any) -> Any:
+        try:
+            return attention(q, k, v)
+        except (RuntimeError, NotImplementedError) as error:
+            if is_memory(error):
+                raise
+            raise Unable(_why(lambda: attention(q, k, v), error)) from None
+
+    return told
+
+
+def _why(again: Callable[[], Any], error: Exception) -> str:
+    """Torch says in warnings why a backend does not take a problem; its error names none of it."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            again()
+        except (RuntimeError, NotImplementedError) as same:
+            error = same
+    lines = [str(w.message).splitlines()[0] for w in said] + [first_line(error)]
+    # One such line introduces the reasons of each backend, also of those that were not asked.
+    reasons = [line for line in lines if "not used because" not in line]
+    return reasons[0].partition(" (Triggered")[0]

@@ -1,0 +1,91 @@
+"""FlexAttention, compiled: the mask as a mask_mod, softcap and ALiBi as a score_mod."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flashwright.measure.peers.features import first_line, is_memory, need
+from flashwright.sandbox.candidate import Unable
+from flashwright.spec import AttentionSpec
+
+MOST_SHAPES = 256
+"""Compiled versions of one function. Torch's own limit is 8, and beyond it runs uncompiled."""
+
+
+def flex_attention(spec: AttentionSpec) -> Callable[..., Any]:
+    """One compilation for each shape: with symbolic lengths the kernel is slower, and no peer."""
+    need(spec, "windows", "softcap", "ALiBi", "compressed keys", "V of another width than K")
+    try:
+        from torch.nn.attention import flex_attention as flex
+    except ImportError:
+        raise Unable("this torch does not have it") from None
+    return _Flex(spec, flex)
+
+
+class _Flex:
+    def __init__(self, spec: AttentionSpec, flex: Any) -> None:
+        import torch
+
+        self.spec, self.flex, self.torch = spec, flex, torch
+        dynamo = torch._dynamo.config
+        for name in ("recompile_limit", "cache_size_limit"):  # the new name and the old one
+            if hasattr(dynamo, name):
+                setattr(dynamo, name, MOST_SHAPES)
+        # One kernel has nothing to compile in parallel, and a process for each core takes memory.
+        torch._inductor.config.compile_threads = 1
+        self.compiled = torch.compile(flex.flex_attention, dynamic=False, fullgraph=True)
+        self.ready: dict[tuple[int, ...], dict[str, Any]] = {}
+
+    def __call__(self, q: Any, k: Any, v: Any, slopes: Any = None) -> Any:
+        key = (*q.shape, *k.shape)
+        if key in self.ready:
+            return self.compiled(q, k, v, **self.ready[key])
+        settings = {
+            "score_mod": self._score(q, k, slopes),
+            "block_mask": self._mask(q, k),
+            "scale": self.spec.softmax_scale,
+            "enable_gqa": self.spec.kv_heads != self.spec.heads,
+        }
+        try:
+            found = self.compiled(q, k, v, **settings)
+            self.torch.cuda.synchronize()
+        except Exception as error:  # of the compiler: there are dozens of kinds
+            if is_memory(error):
+                raise
+            raise Unable(f"it does not compile: {first_line(error)}") from None
+        self.ready[key] = settings
+        return found
+
+    def _mask(self, q: Any, k: Any) -> Any:
+        spec, offset = self.spec, self._offset(q, k)
+        if not spec.causal and spec.window is None:
+            return None
+
+        def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
+            p = i + offset
+            if spec.branch == "compressed":
+                return j * spec.stride + spec.block - 1 <= p
+            near = p - j < spec.window if spec.window is not None else None
+            if spec.causal:
+                return j <= p if near is None else (j <= p) & near
+            return near & (j - p < spec.window)
+
+        sizes = (None, None, q.shape[2], k.shape[2])
+        return self.flex.create_block_mask(seen, *sizes, device=q.device)
+
+    def _score(self, q: Any, k: Any, slopes: Any) -> Any:
+        cap, offset, tanh = self.spec.softcap, self._offset(q, k), self.torch.tanh
+        if cap is None and not self.spec.alibi:
+            return None
+
+        def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            if cap is not None:
+                s = cap * tanh(s / cap)
+            return s + slopes[h] * (j - i - offset) if slopes is not None else s
+
+        return score
+
+    def _offset(self, q: Any, k: Any) -> int:
+        """The last query is the last token; compressed keys cover as many tokens as there are."""
+        return 0 if self.spec.branch == "compressed" else int(k.shape[2] - q.shape[2])

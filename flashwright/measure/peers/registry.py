@@ -1,0 +1,122 @@
+"""Which peers there are: ours by name, those of other packages by entry point, any callable.
+
+A package brings its own with an entry point of the group `flashwright.peers`, whose value is a
+factory as those of this package are: `my-kernel = "my_package.attention:factory"`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.util import find_spec
+
+from flashwright.sandbox.candidate import Candidate
+
+GROUP = "flashwright.peers"
+HERE = "flashwright.measure.peers"
+
+
+class UnknownPeer(ValueError):
+    """A peer that is not in the list; the message lists them and guesses."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One contestant beside ours."""
+
+    key: str
+    """As it is chosen on the command line."""
+    name: str
+    """As tables call it."""
+    candidate: Candidate
+    module: str = ""
+    """The package it needs beside torch; it takes part unasked only where that is installed."""
+    distribution: str = ""
+    """Whose version is told."""
+    stands_for: tuple[str, ...] = ()
+    """The systems of the paper's tables that it is."""
+    slack: float = 1.0
+    """How many times the usual error it may have."""
+    watched: bool = False
+    """Its event times are held against the wall clock: somebody's own code, as ours is."""
+
+    @property
+    def installed(self) -> bool:
+        """Whether what it needs beside torch is there."""
+        return not self.module or find_spec(self.module) is not None
+
+    @property
+    def version(self) -> str:
+        """Of its package; empty where it is torch's."""
+        try:
+            return version(self.distribution) if self.distribution else ""
+        except PackageNotFoundError:
+            return ""
+
+
+def _own(key: str, name: str, function: str, *stands_for: str, slack: float = 1.0) -> Peer:
+    candidate = Candidate("python", HERE, function, factory=True, title=name)
+    return Peer(key, name, candidate, stands_for=stands_for, slack=slack)
+
+
+def _package(key: str, name: str, function: str, module: str, distribution: str) -> Peer:
+    candidate = Candidate("python", HERE, function, factory=True, title=name)
+    stands_for = ("flash-attn v2",) if key == "fa2" else ()
+    return Peer(key, name, candidate, module, distribution, stands_for)
+
+
+BUILT_IN = (
+    _own("flash", "torch flash", "torch_flash", "flash-attn v2", "flash-attn v1"),
+    _own("cudnn", "torch cuDNN", "torch_cudnn", "cuDNN"),
+    _own("efficient", "torch efficient", "torch_efficient"),
+    _own("flex", "FlexAttention", "flex_attention", "FlexAttention"),
+    # It rounds its scores to 16 bits, which costs about twice the error of those that do not.
+    _own(
+        *("naive", "naive torch", "naive_torch"),
+        *("torch", "vanilla DeepSeek-V3", "naive PyTorch NSA"),
+        slack=4.0,
+    ),
+    _package(
+        "fa3", "FlashAttention-3", "flash_attention_3", "flash_attn_interface", "flash_attn_3"
+    ),
+    _package("fa2", "FlashAttention-2", "flash_attention_2", "flash_attn", "flash_attn"),
+    _package("flashinfer", "FlashInfer", "flash_infer", "flashinfer", "flashinfer-python"),
+)
+
+
+def known() -> dict[str, Peer]:
+    """All peers by key: the built-in ones, and those that installed packages bring."""
+    found = {peer.key: peer for peer in BUILT_IN}
+    for point in entry_points(group=GROUP):
+        distribution = point.dist.name if point.dist else ""
+        candidate = Candidate("python", point.module, point.attr, factory=True, title=point.name)
+        found[point.name] = Peer(
+            point.name, point.name, candidate, distribution=distribution, watched=True
+        )
+    return found
+
+
+def choose(asked: Sequence[str] | None, callables: Sequence[str] = ()) -> list[Peer]:
+    """The contestants beside ours: those asked for, or all that are installed; then callables.
+
+    `none` among those asked for is nobody. A callable is `file.py:function` or `module:function`.
+    """
+    every = known()
+    if asked is None:
+        chosen = [peer for peer in every.values() if peer.installed]
+    else:
+        chosen = [_find(key, every) for key in dict.fromkeys(asked) if key != "none"]
+    for text in callables:
+        chosen.append(Peer(text, text, Candidate.parse(text), watched=True))
+    return chosen
+
+
+def _find(key: str, every: dict[str, Peer]) -> Peer:
+    for peer in every.values():
+        if key.strip().lower() in (peer.key.lower(), peer.name.lower()):
+            return peer
+    near = difflib.get_close_matches(key, every, n=1)
+    guess = f"; did you mean {near[0]}?" if near else "."
+    raise UnknownPeer(f"there is no peer {key!r}{guess} Known are {', '.join(every)}")

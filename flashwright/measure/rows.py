@@ -1,0 +1,190 @@
+"""A benchmark as rows: each contestant's figure, our ratio to it, and the paper's beside both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from flashwright.measure import tables
+from flashwright.measure.peers import registry
+from flashwright.measure.records import OURS
+from flashwright.measure.results import Results
+from flashwright.spec import AttentionSpec, BadSpec
+
+NSA = 9
+NSA_TOTAL = "nsa, all three branches"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One contestant in one row."""
+
+    who: str
+    value: float | None = None
+    """TFLOPS, or seconds where the table tells those."""
+    ratio: float | None = None
+    """Our speed over its."""
+    paper: float | None = None
+    paper_ratio: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell, or the sum of some."""
+
+    kernel: str
+    length: int
+    unit: str
+    entries: tuple[Entry, ...]
+    """Ours first."""
+    spread: float | None = None
+    """Of our time."""
+
+    @property
+    def name(self) -> str:
+        """As its cell is called."""
+        return f"{self.kernel} {self.length}"
+
+
+def rows(results: Results, gpu: str | None = None) -> list[Row]:
+    """Each cell of which anything is known, with the paper's figures for `gpu` or its main GPU."""
+    table = table_of(results)
+    seconds = table is not None and tables.TABLES[table].unit == "s"
+    names = {peer.name: peer.stands_for for peer in registry.known().values()}
+    found = [_row(results, cell, table, gpu, names, seconds) for cell in results.cells]
+    if table == NSA:
+        found += _totals(results, names)
+    return found
+
+
+def table_of(results: Results) -> int | None:
+    """The paper's table that was run, if it is one that we know."""
+    table = results.run.table if results.run else None
+    return table if table in tables.TABLES else None
+
+
+def _split(cell: str) -> tuple[str, int]:
+    """A cell's kernel and its length."""
+    kernel, _, length = cell.rpartition(" ")
+    return (kernel, int(length)) if length.isdecimal() else (cell, 0)
+
+
+def _row(
+    results: Results,
+    cell: str,
+    table: int | None,
+    gpu: str | None,
+    names: dict[str, tuple[str, ...]],
+    seconds: bool,
+) -> Row:
+    kernel, length = _split(cell)
+    figures = _figures(results, cell, length, table, gpu)
+    entries = []
+    for who in results.contestants:
+        number = results.numbers.get((cell, who))
+        value = None if number is None else number.seconds if seconds else number.tflops
+        ratio = None if who == OURS else results.ratio(cell, who)
+        entries.append(_entry(who, value, ratio, figures, names))
+    ours = results.numbers.get((cell, OURS))
+    return Row(
+        kernel,
+        length,
+        "s" if seconds else "TFLOPS",
+        tuple(entries),
+        ours.spread if ours else None,
+    )
+
+
+def _entry(
+    who: str,
+    value: float | None,
+    ratio: float | None,
+    figures: tables.Figures | None,
+    names: dict[str, tuple[str, ...]],
+) -> Entry:
+    if figures is None:
+        return Entry(who, value, ratio)
+    if who == OURS:
+        return Entry(who, value, ratio, figures.ours)
+    for system in names.get(who, ()):
+        found = figures.by_system.get(system), figures.ratio(system)
+        if found != (None, None):
+            return Entry(who, value, ratio, *found)
+    return Entry(who, value, ratio)
+
+
+def _figures(
+    results: Results, cell: str, length: int, table: int | None, gpu: str | None
+) -> tables.Figures | None:
+    kernel = results.kernel_of(cell)
+    if table is None or kernel is None:
+        return None
+    try:
+        spec = AttentionSpec.make(**kernel.spec)
+    except BadSpec:
+        return None
+    wanted = gpu or tables.TABLES[table].gpus[0]
+    every = tables.figures(table, spec, length)
+    return next((one for one in every if one.gpu == wanted), None)
+
+
+def _totals(results: Results, names: dict[str, tuple[str, ...]]) -> Iterator[Row]:
+    """NSA is its branches one after the other; who lacks one of them has no total."""
+    by_length: dict[int, list[str]] = {}
+    for cell in results.cells:
+        by_length.setdefault(_split(cell)[1], []).append(cell)
+    branches = len({_split(cell)[0] for cell in (results.run.cells if results.run else ())})
+    for length, cells in sorted(by_length.items()):
+        total: dict[str, float] = {}
+        for who in results.contestants:
+            parts = [s for cell in cells if (s := results.seconds(cell, who)) is not None]
+            if len(parts) == branches:
+                total[who] = sum(parts)
+        figures, ours = tables.nsa_total(length), total.get(OURS)
+        entries = tuple(
+            _entry(
+                who,
+                total.get(who),
+                total[who] / ours if ours and who != OURS and who in total else None,
+                figures,
+                names,
+            )
+            for who in results.contestants
+        )
+        yield Row(NSA_TOTAL, length, "s", entries)
+
+
+# --- words ------------------------------------------------------------------------------------
+
+
+def value_in_words(value: float | None, unit: str) -> str:
+    """A figure of ours; a dash where there is none."""
+    if value is None:
+        return "-"
+    if unit == "s":
+        return f"{value * 1e3:.3g} ms"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def paper_in_words(value: float | None, unit: str) -> str:
+    """A figure of the paper's."""
+    if value is None:
+        return ""
+    return f"{value:g} s" if unit == "s" else f"{value:g}"
+
+
+def ratio_in_words(ratio: float | None) -> str:
+    """How many times as fast."""
+    return "" if ratio is None else f"{ratio:.2f}x"
+
+
+def development_in_words(results: Results) -> list[str]:
+    """Table 4: how long our kernel took from the spec to its verdict, and the paper's."""
+    found = []
+    for name, kernel in results.kernels.items():
+        if kernel.seconds and not kernel.why:
+            parts = ", ".join(f"{what} {s:.3g} s" for what, s in kernel.seconds.items())
+            found.append(f"{name}: {sum(kernel.seconds.values()):.3g} s ({parts})")
+    for system in (tables.OURS, "human expert"):
+        found.append(f"the paper's {system}: {tables.development(system)}")
+    return found

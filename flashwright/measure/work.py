@@ -1,0 +1,106 @@
+"""How much work a problem is, exactly, and how fast it can be done at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashwright.spec import AttentionSpec
+
+_BYTES = {"fp16": 2, "bf16": 2, "e4m3": 1}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a problem asks for, over its whole batch and all heads."""
+
+    pairs: int
+    """(query, key) pairs that are visible: masked ones need not be computed."""
+    flops: float
+    read: int
+    """Bytes of Q, K and V that some query needs."""
+    written: int
+    """Bytes of O."""
+
+    @property
+    def bytes(self) -> int:
+        """Of Q, K, V and O."""
+        return self.read + self.written
+
+    @property
+    def intensity(self) -> float:
+        """Operations to a byte."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """What nothing on this GPU can be faster than."""
+
+    flops: float
+    """Operations a second, dense, in the dtype of the inputs."""
+    bandwidth: float
+    """Bytes a second."""
+    l2_bytes: int = 0
+    source: str = ""
+    """Where these are from, in words."""
+
+    def least_seconds(self, work: Work) -> float:
+        """The roofline. What still lies in the L2 at the end has not been written to memory."""
+        moved = work.read + max(0, work.written - self.l2_bytes)
+        return max(work.flops / self.flops, moved / self.bandwidth)
+
+
+def work_of(
+    spec: AttentionSpec, batch: int, q_len: int, kv_len: int, idx: NDArray[Any] | None = None
+) -> Work:
+    """The work of one call. `idx` (batch, kv_heads, q_len, top_k) are the selected blocks.
+
+    Without `idx` a selected branch is counted as if every block that may be chosen were there.
+    """
+    if spec.branch == "selected":
+        pairs = _selected(spec, batch, q_len, kv_len, idx)
+    else:
+        rows = _visible(spec, q_len, kv_len)
+        pairs = int(rows.sum()) * batch * spec.heads
+    size = _BYTES[spec.input_dtype]
+    queries = batch * spec.heads * q_len
+    keys = batch * spec.kv_heads * kv_len * (spec.head_dim + spec.value_dim) * size
+    return Work(
+        pairs,
+        2.0 * pairs * (spec.head_dim + spec.value_dim),
+        # Which keys are needed at all depends on the selection: they are not counted.
+        queries * spec.head_dim * size + (0 if spec.branch == "selected" else keys),
+        queries * spec.value_dim * _BYTES[spec.output_dtype],
+    )
+
+
+def _visible(spec: AttentionSpec, q_len: int, kv_len: int) -> NDArray[np.int64]:
+    """How many keys each row sees."""
+    row = np.arange(q_len, dtype=np.int64)
+    if spec.branch == "compressed":
+        seen = (row - spec.block + 1) // spec.stride + 1 if spec.causal else row * 0 + kv_len
+        return np.clip(seen, 0, kv_len)
+    p = row + (kv_len - q_len)
+    end = p + 1 if spec.causal else np.full_like(p, kv_len)
+    begin = np.zeros_like(p)
+    if spec.window is not None:
+        begin, end = p - spec.window + 1, np.minimum(end, p + spec.window)
+    found: NDArray[np.int64] = np.clip(end, 0, kv_len) - np.clip(begin, 0, kv_len)
+    return np.maximum(found, 0)
+
+
+def _selected(
+    spec: AttentionSpec, batch: int, q_len: int, kv_len: int, idx: NDArray[Any] | None
+) -> int:
+    p = np.arange(q_len, dtype=np.int64) + (kv_len - q_len)
+    if idx is None:
+        whole = np.minimum(np.clip(p + 1, 0, kv_len), spec.top_k * spec.selected_block)
+        return int(whole.sum()) * batch * spec.heads
+    begin = idx.astype(np.int64) * spec.selected_block
+    end = np.minimum(np.minimum(begin + spec.selected_block, kv_len), p[:, None] + 1)
+    seen = np.where(idx >= 0, np.maximum(end - begin, 0), 0)
+    return int(seen.sum()) * spec.group

@@ -1,0 +1,1 @@
+"""A run for people to read: one HTML page, the terminal, Markdown, all from the same model."""

@@ -1,0 +1,194 @@
+"""From files to one Report: kernel packages, verdicts, benchmarks, in any mixture.
+
+What cannot be understood is Failed with the file and, where it has lines, the line: a report that
+silently leaves something out would be worse than none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flashwright.files import cannot
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.measure.grid import kernel_name
+from flashwright.measure.journal import RECORDS
+from flashwright.report import package, recorded
+from flashwright.report.model import Bench, Kernel, Report, Verdict
+from flashwright.report.paper import figure
+from flashwright.report.reading import bad, json_of, spec_of, text_of, validated
+from flashwright.report.recorded import Paper
+
+PACKAGE_FILES = ("result.json", "build.json", "code.tl")
+NOT_RUN = "not run on a GPU"  # what a package's record says of a verdict that is not there
+
+
+def gather(given: Sequence[str | Path], paper: Paper = figure) -> Report:
+    """One report of all that is given; Failed where something is not what a report is made of."""
+    found = _Found(paper)
+    for one in given:
+        found.add(Path(one))
+    return Report(
+        title=_title(found.kernels, found.benches),
+        kernels=tuple(found.kernels),
+        benches=tuple(found.benches),
+        given=tuple(str(one) for one in given),
+    )
+
+
+class _Found:
+    """What has been read so far."""
+
+    def __init__(self, paper: Paper) -> None:
+        self.paper = paper
+        self.kernels: list[Kernel] = []
+        self.benches: list[Bench] = []
+
+    def add(self, path: Path) -> None:
+        """Whatever a path is."""
+        if path.is_dir():
+            self._folder(path)
+        elif path.name == "result.json":
+            self._package(path.parent)
+        else:
+            self._file(path)
+
+    def _folder(self, path: Path) -> None:
+        has_records = (path / RECORDS).is_file()
+        has_package = any((path / name).is_file() for name in PACKAGE_FILES)
+        if has_records:
+            self._records(path / RECORDS)
+        if has_package:
+            self._package(path)
+        if not has_records and not has_package:
+            text = f"{path} has nothing to report: neither {' nor '.join(PACKAGE_FILES)}"
+            hint = f"give a folder of generate or bench, a {RECORDS}, or what verify --json printed"
+            raise Failed(Diagnostic("FW852", f"{text}, nor {RECORDS}", help=hint))
+
+    def _file(self, path: Path) -> None:
+        if not path.exists():
+            raise cannot("read", path, FileNotFoundError(2, "No such file or directory"))
+        text = text_of(path)
+        if path.suffix == ".jsonl" or _first_record(text):
+            return self._records(path)
+        told = json_of(text, path)
+        if not isinstance(told, dict) or not isinstance(told.get("ok"), bool):
+            raise bad(path, "this is neither a verdict nor a benchmark's records")
+        return self._verdict(path, told)
+
+    # --- packages and verdicts ----------------------------------------------------------------
+
+    def _package(self, folder: Path) -> None:
+        new = package.read(folder)
+        twin = next((i for i, k in enumerate(self.kernels) if _same(k, new)), None)
+        if twin is None:
+            self.kernels.append(replace(new, name=self._unused(new.name, new.folder)))
+        else:
+            self._join(twin, self.kernels[twin], new)
+
+    def _verdict(self, path: Path, told: dict[str, Any]) -> None:
+        candidate = told.get("candidate") or told.get("folder") or path.stem
+        verdict = validated(Verdict, {**told, "candidate": str(candidate)}, path)
+        spec = spec_of(told["spec"], path) if "spec" in told else None
+        for i, kernel in enumerate(self.kernels):
+            if _is_about(verdict, spec is None or spec == kernel.spec, kernel):
+                self.kernels[i] = _judged(kernel, verdict)
+                return
+        name = self._unused(kernel_name(spec) if spec else verdict.candidate, verdict.candidate)
+        alone = Kernel(name, spec, verdict.arch, folder=verdict.candidate, verdict=verdict)
+        self.kernels.append(alone)
+
+    # --- benchmarks ---------------------------------------------------------------------------
+
+    def _records(self, path: Path) -> None:
+        bench, kernels = recorded.read(path, self.paper)
+        names: dict[str, str] = {}
+        for kernel in kernels:
+            twin = next((i for i, k in enumerate(self.kernels) if _same(k, kernel)), None)
+            if twin is None:
+                names[kernel.name] = self._unused(kernel.name, str(path))
+                self.kernels.append(replace(kernel, name=names[kernel.name]))
+            else:
+                names[kernel.name] = self.kernels[twin].name
+                self._join(twin, kernel, self.kernels[twin])
+        known = {name: names.get(name, "") for name in bench.kernels}
+        self.benches.append(replace(bench, kernels=known))
+
+    def _join(self, place: int, measured: Kernel, packaged: Kernel) -> None:
+        """One kernel that is told twice keeps the name it has here."""
+        name = self.kernels[place].name
+        self.kernels[place] = replace(_joined(measured, packaged), name=name)
+
+    def _unused(self, name: str, hint: str) -> str:
+        """A name that no other kernel of the report has."""
+        taken = {k.name for k in self.kernels}
+        if name not in taken:
+            return name
+        tries = (f"{name} ({hint})", *(f"{name} ({hint}, {n})" for n in range(2, 1000)))
+        return next(one for one in tries if one not in taken)
+
+
+def _first_record(text: str) -> bool:
+    """Is the first line one of a benchmark's?"""
+    try:
+        told = json.loads(text.lstrip().split("\n", 1)[0])
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(told, dict) and "record" in told
+
+
+def _same(one: Kernel, other: Kernel) -> bool:
+    """Two tellings of one kernel: the same TL became the same source and the same cubin."""
+    names = ("code.tl", "kernel.cu", "kernel.cubin")
+    mine, theirs = ([k.hashes.get(n) for n in names] for k in (one, other))
+    return None not in mine and mine == theirs
+
+
+def _joined(measured: Kernel, packaged: Kernel) -> Kernel:
+    """A benchmark's kernel with what its package knows; a rejection by either stands."""
+    verdicts = [v for v in (measured.verdict, packaged.verdict) if v is not None]
+    rejected = [v for v in verdicts if not v.right]
+    fullest = max(verdicts, key=lambda v: len(v.cases), default=None)
+    return replace(
+        packaged,
+        folder=packaged.folder or measured.folder,
+        ptxas={**measured.ptxas, **packaged.ptxas},
+        seconds={**measured.seconds, **packaged.seconds},
+        failures=tuple(dict.fromkeys((*measured.failures, *packaged.failures))),
+        verdict=rejected[0] if rejected else fullest,
+    )
+
+
+def _is_about(verdict: Verdict, same_spec: bool, kernel: Kernel) -> bool:
+    """Is it the verdict on this package? It may have been made on another machine."""
+    if not kernel.folder or not same_spec:
+        return False
+    mine, theirs = Path(kernel.folder).resolve(), Path(verdict.candidate)
+    return theirs.resolve() == mine or theirs.name == mine.name
+
+
+def _judged(kernel: Kernel, verdict: Verdict) -> Kernel:
+    """A package with a later verdict than its own record has."""
+    lacks = kernel.not_claimed
+    if verdict.on_gpu:
+        lacks = tuple(line for line in lacks if line != NOT_RUN)
+    if kernel.verdict is not None and not kernel.verdict.right and not kernel.changed:
+        return kernel  # the same files were rejected before: another seed does not mend them
+    return replace(kernel, verdict=verdict, not_claimed=lacks, changed=())
+
+
+def _title(kernels: Sequence[Kernel], benches: Sequence[Bench]) -> str:
+    runs = dict.fromkeys(f"{b.record.title} on {b.record.card}" for b in benches)
+    if runs:
+        return _capital("; ".join(runs))
+    if len(kernels) == 1:
+        only = kernels[0]
+        return f"{only.name} for {only.gpu}" if only.gpu else only.name
+    return f"{len(kernels)} kernels" if kernels else "Nothing to report"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

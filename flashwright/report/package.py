@@ -1,0 +1,174 @@
+"""A kernel package's folder as a Kernel of the report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from flashwright.files import sha256
+from flashwright.lower.source_map import SourceMap, Stretch
+from flashwright.measure.grid import kernel_name
+from flashwright.report.model import Case, Kernel, Verdict
+from flashwright.report.reading import bad, bytes_of, object_of, spec_of, text_of, validated
+from flashwright.spec import AttentionSpec, BadSpec, parse
+
+TEXTS = ("code.tl", "kernel.cu", "reasoning.md", "spec.toml")
+DIGESTED = (
+    *("spec.toml", "code.tl", "kernel.cu", "kernel.map.json", "launch.json"),
+    *("kernel.cubin", "kernel.ptx"),
+)
+
+
+class _Told(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class _Finding(_Told):
+    code: str = ""
+    message: str = ""
+    severity: str = "error"
+
+
+class _Stage(_Told):
+    stage: str
+    status: str = "ok"
+    seconds: float = 0.0
+    why: tuple[_Finding, ...] = ()
+
+
+class _Result(_Told):
+    """The part of result.json that a report tells (pipeline.py writes it)."""
+
+    ok: bool = True
+    spec: dict[str, Any] | None = None
+    gpu: str = ""
+    stages: tuple[_Stage, ...] = ()
+    findings: tuple[_Finding, ...] = ()
+    cpu: tuple[Case, ...] | None = None
+    gpu_run: Verdict | None = None
+    artefacts: dict[str, str] = {}
+    claimed: tuple[str, ...] = ()
+    not_claimed: tuple[str, ...] = ()
+
+
+class _Build(_Told):
+    gpu: str = ""
+    registers: int | None = None
+    spill_stores: int = 0
+    spill_loads: int = 0
+    stack: int = 0
+    shared: int = 0
+    seconds: float | None = None
+
+
+class _Launch(_Told):
+    threads: int | None = None
+    shared: int = 0
+
+
+Told = TypeVar("Told", bound=_Told)
+
+
+def read(folder: Path) -> Kernel:
+    """What the files of a folder say; Failed where one of them is not what it should be."""
+    result = _file(_Result, folder / "result.json")
+    build, launch = _file(_Build, folder / "build.json"), _file(_Launch, folder / "launch.json")
+    texts = {name: text_of(folder / name) for name in TEXTS if (folder / name).is_file()}
+    spec = _spec(folder, texts.get("spec.toml"), result)
+    kernel = Kernel(
+        name=kernel_name(spec) if spec else folder.resolve().name,
+        spec=spec,
+        gpu=result.gpu or build.gpu,
+        folder=str(folder),
+        tl=texts.get("code.tl", ""),
+        source=texts.get("kernel.cu", ""),
+        map=_map(folder / "kernel.map.json"),
+        reasoning=texts.get("reasoning.md", ""),
+        hashes={n: sha256(bytes_of(folder / n)) for n in DIGESTED if (folder / n).is_file()},
+        ptxas=_ptxas(build, launch),
+        seconds=_seconds(result, build),
+        not_claimed=result.not_claimed,
+        skipped=_skipped(result),
+        changed=_changed(folder, result),
+    )
+    return kernel if kernel.changed else _with_claims(kernel, result)
+
+
+def _with_claims(kernel: Kernel, result: _Result) -> Kernel:
+    """What the record says holds for the files only while they are those it tells of."""
+    verdict = result.gpu_run
+    if verdict is not None and not verdict.candidate:
+        verdict = verdict.model_copy(update={"candidate": kernel.folder})
+    return replace(
+        kernel,
+        verdict=verdict,
+        cpu=result.cpu or (),
+        claimed=result.claimed,
+        failures=_failures(result),
+    )
+
+
+def _file(model: type[Told], path: Path) -> Told:
+    return validated(model, object_of(path) if path.is_file() else {}, path)
+
+
+def _spec(folder: Path, toml: str | None, result: _Result) -> AttentionSpec | None:
+    if result.spec is not None:
+        return spec_of(result.spec, folder / "result.json")
+    if toml is None:
+        return None
+    path = folder / "spec.toml"
+    try:
+        return parse(toml, str(path))
+    except BadSpec as error:
+        raise bad(path, error.lines[0].removeprefix(f"{path}: ")) from None
+
+
+def _map(path: Path) -> tuple[Stretch, ...]:
+    return validated(SourceMap, object_of(path), path).lines if path.is_file() else ()
+
+
+def _changed(folder: Path, result: _Result) -> tuple[str, ...]:
+    """The files that are not those the record tells of: nothing it says is of them."""
+    there = {n: folder / n for n in result.artefacts if Path(n).name == n}
+    return tuple(
+        name
+        for name, path in there.items()
+        if path.is_file() and sha256(bytes_of(path)) != result.artefacts[name]
+    )
+
+
+def _failures(result: _Result) -> tuple[str, ...]:
+    """Why `generate` stopped, unless the verdict says it already."""
+    if result.ok or (result.gpu_run is not None and not result.gpu_run.right):
+        return ()
+    errors = tuple(f"{f.code}: {f.message}" for f in result.findings if f.severity == "error")
+    stages = tuple(f"the stage `{s.stage}` failed" for s in result.stages if s.status == "failed")
+    return errors or stages or ("it failed",)
+
+
+def _skipped(result: _Result) -> tuple[str, ...]:
+    """Why stages did not run."""
+    skipped = (s for s in result.stages if s.status == "skipped")
+    return tuple(f"{s.stage}: {why.message}" for s in skipped for why in s.why)
+
+
+def _ptxas(build: _Build, launch: _Launch) -> dict[str, int]:
+    """As a benchmark's records have it; shared memory is what a block gets in all."""
+    told: dict[str, int] = {}
+    if build.registers is not None:
+        spills = build.spill_stores + build.spill_loads
+        told |= {"registers": build.registers, "spills": spills, "stack": build.stack}
+    if launch.threads is not None:
+        told |= {"shared": launch.shared + build.shared, "threads": launch.threads}
+    return told
+
+
+def _seconds(result: _Result, build: _Build) -> dict[str, float]:
+    """Of each stage; the compiler's is what it took when it last ran, not what the cache took."""
+    told = {s.stage: s.seconds for s in result.stages if s.status != "skipped"}
+    told.pop("build", None)
+    return told if build.seconds is None else {**told, "nvcc": build.seconds}

@@ -1,0 +1,85 @@
+"""Files as text, as JSON, as validated data; each complaint names the file and the place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from flashwright.files import cannot
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.spec import AttentionSpec, BadSpec
+
+MAX_BYTES = 256 << 20  # a benchmark's records hold sources; more than this is some other file
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def bad(path: Path, why: str, within: str = "") -> Failed:
+    """The diagnostic of a file that is not what it should be."""
+    place = f"{path}: {within}" if within else str(path)
+    hint = "make it again: generate, verify --json or bench writes what a report is made of"
+    return Failed(Diagnostic("FW852", f"{place}: {why}", help=hint))
+
+
+def bytes_of(path: Path) -> bytes:
+    """A file's content."""
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise bad(path, f"is larger than {MAX_BYTES >> 20} MB")
+        return path.read_bytes()
+    except OSError as error:
+        raise cannot("read", path, error) from None
+
+
+def text_of(path: Path) -> str:
+    """A file's text."""
+    try:
+        return bytes_of(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise bad(path, f"is not text in UTF-8 (byte {error.start})") from None
+
+
+def json_of(text: str, path: Path) -> Any:
+    """JSON."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise bad(path, f"is not JSON: {error.msg}", f"line {error.lineno}") from None
+    except (ValueError, RecursionError) as error:
+        raise bad(path, f"is not JSON that can be read: {error}") from None
+
+
+def object_of(path: Path) -> dict[str, Any]:
+    """A file that holds one JSON object."""
+    told = json_of(text_of(path), path)
+    if not isinstance(told, dict):
+        raise bad(path, "is not a JSON object")
+    return told
+
+
+def validated(model: type[Model], told: Any, path: Path, within: str = "") -> Model:
+    """Plain data as a model; the first complaint otherwise."""
+    try:
+        return model.model_validate(told)
+    except ValidationError as error:
+        raise bad(path, complaint(error), within) from None
+
+
+def complaint(error: ValidationError) -> str:
+    """The first thing that is wrong, in a line."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where}: {first['msg']}" if where else first["msg"]
+
+
+def spec_of(told: Any, path: Path, within: str = "") -> AttentionSpec:
+    """The spec in a record."""
+    if not isinstance(told, dict):
+        raise bad(path, "spec: is not a JSON object", within)
+    try:
+        return AttentionSpec.make(**told)
+    except BadSpec as error:
+        raise bad(path, f"spec: {error.lines[0]}", within) from None

@@ -1,0 +1,90 @@
+"""No false alarm: libraries and honest kernels are accepted, over all plain specs."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from flashwright.author.builtin.variants import make_spec
+from flashwright.judge.judge import judge
+from flashwright.judge.verdict import Verdict
+from flashwright.sandbox.candidate import Candidate
+from flashwright.spec import AttentionSpec
+from tests.offences.inside import judged
+
+pytest.importorskip("torch")
+
+SHARING = {"mha": (8, 8), "gqa": (8, 2), "mqa": (8, 1)}
+
+
+def spec_of(sharing: str, dtype: str, width: int, causal: bool) -> AttentionSpec:
+    heads, kv_heads = SHARING[sharing]
+    return make_spec(
+        sharing, heads=heads, kv_heads=kv_heads, dtype=dtype, head_dim=width, causal=causal
+    )
+
+
+ALL = list(itertools.product(SHARING, ("fp16", "bf16"), (64, 128), (False, True)))
+SOME = [
+    ("mha", "fp16", 64, False),
+    ("gqa", "bf16", 128, True),
+    ("mqa", "fp16", 128, True),
+    ("gqa", "bf16", 64, False),
+]
+
+
+def shown(value: object) -> str:
+    return {True: "causal", False: "full"}.get(value, str(value))  # type: ignore[call-overload]
+
+
+def accepts(found: Verdict) -> None:
+    assert found.ok, f"seed {found.seed}\n" + "\n".join(
+        f"{o.name}: {o.message}" for o in found.offences
+    )
+    assert found.cases
+
+
+def library(name: str) -> Candidate:
+    return Candidate("python", "tests.offences.libraries", name, factory=True)
+
+
+@pytest.mark.parametrize("name", ["flash", "cudnn", "efficient", "math"])
+@pytest.mark.parametrize(("sharing", "dtype", "width", "causal"), ALL, ids=shown)
+def test_backends(name: str, sharing: str, dtype: str, width: int, causal: bool) -> None:
+    accepts(judged(library(name), spec_of(sharing, dtype, width, causal), libraries=True))
+
+
+@pytest.mark.parametrize(("sharing", "dtype", "width", "causal"), SOME, ids=shown)
+def test_naive(sharing: str, dtype: str, width: int, causal: bool) -> None:
+    accepts(judged(library("naive"), spec_of(sharing, dtype, width, causal), libraries=True))
+
+
+@pytest.mark.parametrize(("sharing", "dtype", "width", "causal"), SOME, ids=shown)
+def test_flex(sharing: str, dtype: str, width: int, causal: bool) -> None:
+    """Each shape is compiled anew, so there are only a few."""
+    spec = spec_of(sharing, dtype, width, causal)
+    accepts(judged(library("flex"), spec, libraries=True, lengths=[(256, 256), (130, 200)]))
+
+
+@pytest.mark.parametrize(("sharing", "dtype", "width", "causal"), SOME, ids=shown)
+def test_triton(sharing: str, dtype: str, width: int, causal: bool) -> None:
+    """Without leave to call libraries: its kernel is what the profile shows."""
+    pytest.importorskip("triton")
+    spec = spec_of(sharing, dtype, width, causal)
+    one = Candidate("python", "tests.offences.triton_attention", "honest", factory=True)
+    found = judged(one, spec)
+    accepts(found)
+    assert {c.name for c in found.checks if c.passed} >= {"libraries", "exactness", "mask"}
+
+
+def test_a_stream_of_its_own_that_waits() -> None:
+    pytest.importorskip("triton")
+    spec = make_spec("gqa", heads=4, kv_heads=2, head_dim=64, dtype="fp16", causal=True)
+    accepts(judged(Candidate("python", "tests.offences.cuda", "on_a_stream_that_waits"), spec))
+
+
+@pytest.mark.parametrize("name", ["flash", "cudnn", "naive"])
+def test_in_a_process_of_its_own(name: str) -> None:
+    spec = spec_of("gqa", "bf16", 128, True)
+    accepts(judge(library(name), spec, libraries=True))

@@ -1,0 +1,269 @@
+"""Every offence on the GPU is found, and has its name: callables, packages, timed calls.
+
+What does no harm is judged in this process, the rest in one of its own.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashwright import gpu as gpus
+from flashwright.author.builtin.variants import make_spec
+from flashwright.build import driver
+from flashwright.build.compile import build
+from flashwright.build.package import compiled, translated
+from flashwright.check.check import check
+from flashwright.judge.judge import judge
+from flashwright.judge.verdict import Verdict
+from flashwright.lang.parse import parse
+from flashwright.lower.translate import translate
+from flashwright.measure.bench import Contest, Tools
+from flashwright.measure.contest import Contestant
+from flashwright.measure.grid import Cell
+from flashwright.measure.records import AbsentRecord, NumberRecord, RunRecord
+from flashwright.measure.timing import Rules
+from flashwright.sandbox.candidate import Candidate
+from flashwright.sandbox.limits import Limits
+from flashwright.spec import AttentionSpec
+from tests.gpu.made import code_of, package_of
+from tests.offences.inside import judged
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+SPEC = make_spec("gqa", heads=4, kv_heads=2, head_dim=64, dtype="fp16", causal=True)
+FLAT = SPEC.model_copy(update={"scale": 5e-5})  # normal inputs have nearly equal weights
+WIDE = SPEC.model_copy(update={"head_dim": 128})
+SHORT = [(9, 9), (100, 260)]
+
+
+def candidate(function: str) -> Candidate:
+    return Candidate("python", "tests.offences.cuda", function)
+
+
+def names(found: Verdict) -> tuple[str, ...]:
+    return tuple(offence.name for offence in found.offences)
+
+
+def told(found: Verdict) -> str:
+    return "\n".join(f"{o.name}: {o.message}" for o in found.offences)
+
+
+# --- callables --------------------------------------------------------------------------------
+
+FOUND: list[tuple[str, str, AttentionSpec]] = [
+    ("zeros", "zeros", SPEC),
+    ("noise", "wrong", SPEC),
+    ("some_rows_nan", "nonfinite", SPEC),
+    ("last_rows_unwritten", "unwritten", SPEC),
+    ("wider_type", "wrong_form", SPEC),
+    ("on_the_host", "wrong_form", SPEC),
+    ("weights_in_e4m3", "low_precision", SPEC),
+    ("sums_in_fp16", "low_precision", SPEC),
+    ("inputs_in_e4m3", "low_precision", SPEC),
+    ("other_bits", "not_repeatable", SPEC),
+    ("mean_of_v", "special_inputs", FLAT),
+    ("no_maximum", "special_inputs", WIDE),
+    ("tail_of_keys_dropped", "special_shapes", SPEC),
+    ("equal_lengths_only", "special_shapes", SPEC),
+    ("no_mask", "mask_ignored", SPEC),
+    ("one_key_too_many", "mask_ignored", SPEC),
+    ("one_key_too_few", "key_ignored", SPEC),
+    ("heads_mixed_up", "mask_ignored", SPEC),
+    ("first_batch_only", "key_ignored", SPEC),
+    ("replay_by_shape", "replay", SPEC),
+    ("replay_by_address", "replay", SPEC),
+    ("leftover", "replay", SPEC),
+    ("scales_q_in_place", "inputs_changed", SPEC),
+    ("output_over_q", "inputs_changed", SPEC),
+    ("writes_behind_v", "out_of_bounds", SPEC),
+    ("reads_behind_v", "out_of_bounds", SPEC),
+    ("on_another_stream", "hidden_work", SPEC),
+    ("in_a_thread", "hidden_work", SPEC),
+    ("torch_flash", "library_call", SPEC),
+    ("torch_cudnn", "library_call", SPEC),
+    ("torch_efficient", "library_call", SPEC),
+    ("torch_matmul", "library_call", SPEC),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "offence", "spec"), FOUND, ids=[f"{f}-{name}" for f, name, _ in FOUND]
+)
+def test_found_by_the_whole_trial(function: str, offence: str, spec: AttentionSpec) -> None:
+    found = judged(candidate(function), spec)
+    assert offence in names(found), told(found)
+
+
+@pytest.mark.parametrize("function", ["torch_flash", "torch_matmul"])
+def test_a_library_is_only_that(function: str) -> None:
+    """It is right, after all."""
+    assert names(judged(candidate(function), SPEC)) == ("library_call",)
+
+
+ENDS: list[tuple[str, str, Limits]] = [
+    ("raises", "raises", Limits()),
+    ("device_assert", "device_error", Limits()),
+    ("illegal_address", "device_error", Limits()),
+    ("endless", "hang", Limits(seconds=15)),
+    ("too_much_at_once", "out_of_memory", Limits()),
+    ("leaks", "out_of_memory", Limits(gpu_memory=16 << 30)),
+    ("leaks_past_torch", "out_of_memory", Limits(gpu_memory=16 << 30)),
+    ("in_a_thread", "hidden_work", Limits()),
+    ("on_another_stream", "hidden_work", Limits()),
+]
+
+
+@pytest.mark.parametrize(("function", "offence", "limits"), ENDS, ids=[e[0] for e in ENDS])
+def test_found_from_outside(function: str, offence: str, limits: Limits) -> None:
+    """In a process of its own; ours can use the GPU as before."""
+    import torch
+
+    lengths = SHORT * 4 if function == "leaks" else SHORT
+    found = judge(candidate(function), SPEC, seed=1, lengths=lengths, limits=limits)
+    assert offence in names(found), told(found)
+    assert float(torch.ones(4, device="cuda").sum()) == 4
+
+
+def test_a_fallback_in_an_except_is_found_by_reading() -> None:
+    file = Path(__file__).parents[1] / "offences" / "calls_sdpa.py"
+    found = judged(Candidate("python", str(file), "attention"), SPEC, lengths=[(9, 9)])
+    assert "library_call" in names(found)
+
+
+# --- packages ---------------------------------------------------------------------------------
+
+NARROW = """
+struct Narrow {  // sums in fp16, as a faster instruction does
+  __device__ static void fma(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1,
+                             uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1, float c0, float c1,
+                             float c2, float c3) {
+    cutlass::half_t c[4] = {cutlass::half_t(c0), cutlass::half_t(c1), cutlass::half_t(c2),
+                            cutlass::half_t(c3)};
+    uint32_t& x = reinterpret_cast<uint32_t*>(c)[0];
+    uint32_t& y = reinterpret_cast<uint32_t*>(c)[1];
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, "
+        "{%0, %1};"
+        : "+r"(x), "+r"(y)
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    d0 = c[0], d1 = c[1], d2 = c[2], d3 = c[3];
+  }
+};
+using Mma = Narrow;
+"""
+HEAD = "fw::floor_div(head_idx * kv_heads, heads)"
+STORE = "if (p.O.data != nullptr) {"
+MASK = "kv_idx <= q_idx + kv_len - q_len ? S(m, n) : -INFINITY"
+EDITS: dict[str, tuple[str, str, str]] = {
+    "no rescale": ("O(m, n) = O(m, n) * drop;", "O(m, n) = O(m, n);", "wrong"),
+    "no mask": (MASK, "S(m, n)", "mask_ignored"),
+    "mask off by one": (MASK, MASK.replace("<=", "<"), "key_ignored"),
+    "another head": (HEAD, "head_idx % kv_heads", "mask_ignored"),
+    "no store": (STORE, STORE.replace(")", " && block_idx)"), "unwritten"),
+    "rows behind the end": ("O, q_len - block_idx * BM);", "O, BM);", "out_of_bounds"),
+    "sums in fp16": ("using Mma = cute::SM80_16x8x16_F32F16F16F32_TN;", NARROW, "low_precision"),
+}
+GPU = "a100"
+
+
+@functools.cache
+def edited(edit: str) -> Candidate:
+    """A package whose kernel.cu was changed by hand, and compiled."""
+    old, new, _ = EDITS[edit]
+    card = gpus.find(GPU)
+    program = check(parse(code_of(SPEC, GPU)), card).program
+    assert program is not None
+    made = translate(program, card, sparing=True)
+    assert old in made.source
+    source = made.source.replace(old, new)
+    folder = Path(_FOLDERS.name, edit.replace(" ", "-"))
+    folder.mkdir()
+    files = {**translated(made), **compiled(build(source, made.plan.arch)), "kernel.cu": source}
+    for name, data in files.items():
+        (folder / name).write_bytes(data.encode() if isinstance(data, str) else data)
+    return Candidate("package", str(folder))
+
+
+_FOLDERS = tempfile.TemporaryDirectory(prefix="flashwright-tests-")
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_package_with_a_wrong_kernel(edit: str) -> None:
+    found = judged(edited(edit), SPEC)
+    assert EDITS[edit][2] in names(found), told(found)
+
+
+def test_a_package_that_multiplies_in_8_bits() -> None:
+    plain = make_spec("mha", heads=4, head_dim=64, dtype="bf16", causal=True)
+    fp8 = plain.model_copy(update={"dtype": "fp8"})
+    found = judged(package_of(code_of(fp8, "l40s"), "l40s"), plain)
+    assert "low_precision" in names(found), told(found)
+    assert any("e4m3" in o.message for o in found.offences), told(found)
+
+
+# --- timed calls ------------------------------------------------------------------------------
+
+LONG = make_spec("mha", heads=32, head_dim=64, dtype="fp16", causal=True)
+CELL = Cell(LONG, 4096, 4)
+TIMED = [
+    ("forges_times", {"too_fast"}),
+    ("forges_plausible_times", {"hidden_work"}),
+    ("on_another_stream", {"hidden_work", "too_fast", "wrong"}),
+    ("in_a_thread", {"hidden_work", "too_fast", "wrong"}),
+    ("replay_when_timed", {"replay", "too_fast"}),
+    ("zeros", {"wrong", "too_fast"}),
+    ("device_assert", {"device_error"}),
+    ("endless", {"hang"}),
+]
+
+
+def measured(function: str) -> AbsentRecord | NumberRecord:
+    card = driver.cards()[0]
+    run = RunRecord(
+        id="test",
+        started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        title="test",
+        card=card.name,
+        arch=card.arch,
+        translated_for=GPU,
+        layout="bshd",
+        contestants=(function,),
+        cells=(CELL.name,),
+        environment={},
+        seed=1,
+    )
+    limits = Limits(seconds=15, start_seconds=20 if function == "endless" else 120)
+    tools = Tools(make=lambda one, spec: _sandbox(one, spec, limits))
+    contestants = [Contestant(function, candidate(function), watched=True)]
+    contest = Contest(run, contestants, Rules(least=3, most=4, seconds=0.5), tools)
+    try:
+        (line,) = contest.measure(CELL)
+        return line
+    finally:
+        contest.close()
+
+
+def _sandbox(one: Candidate, spec: AttentionSpec, limits: Limits) -> Any:
+    from flashwright.sandbox.process import Sandbox
+
+    return Sandbox(one, spec, "cuda", limits)
+
+
+@pytest.mark.parametrize(("function", "offences"), TIMED, ids=[t[0] for t in TIMED])
+def test_no_offence_gets_a_number(function: str, offences: set[str]) -> None:
+    line = measured(function)
+    assert isinstance(line, AbsentRecord), line
+    assert line.offence in offences, line.why
+
+
+def test_an_honest_kernel_gets_one() -> None:
+    line = measured("on_a_stream_that_waits")
+    assert isinstance(line, NumberRecord), line
+    assert line.checked >= 1

@@ -1,0 +1,272 @@
+"""A benchmark without a GPU: contestants that do as they are told, and a clock that they move."""
+
+from __future__ import annotations
+
+import datetime
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from flashwright.build.driver import Card
+from flashwright.measure.bench import Step, Tools
+from flashwright.measure.ceilings import Ceilings
+from flashwright.measure.contest import Contestant
+from flashwright.measure.grid import Cell, Shape, cells
+from flashwright.measure.kernels import Made
+from flashwright.measure.peers.registry import Peer
+from flashwright.measure.records import OURS, RunRecord
+from flashwright.measure.session import Parts
+from flashwright.sandbox.candidate import Candidate, Unable
+from flashwright.sandbox.problem import TimedProblem
+from flashwright.sandbox.process import Ended
+from flashwright.sandbox.tensors import Array
+from flashwright.spec import AttentionSpec
+
+H200 = Card(0, "NVIDIA H200", (9, 0))
+MS = 1e-3
+
+
+def right(problem: TimedProblem, seed: int, batch: int, head: int) -> Array:
+    """Stands for attention in fp64: numbers that nobody guesses."""
+    rng = np.random.default_rng([seed, batch, head])
+    return rng.standard_normal((8, problem.spec.value_dim))
+
+
+@dataclass
+class Behaviour:
+    """How a contestant behaves."""
+
+    seconds: float | Callable[[TimedProblem, bool], float] = MS
+    """Of a call, for the problem and whether the L2 is cold."""
+    wall: float = 0.0
+    """More of it by the wall clock."""
+    output: Callable[[Array, int], Array] = lambda exact, call: exact
+    """What becomes of the right answer to a call."""
+    ends: Callable[[str, Cell | None, int], str | None] = lambda what, problem, times: None
+    """An offence, where it ends: what it is asked, for which problem, how often so far."""
+    unable: str = ""
+    unable_at: Callable[[TimedProblem], str] = lambda problem: ""
+
+
+@dataclass
+class World:
+    """All contestants, what they were asked, and the time that has passed."""
+
+    behaviours: dict[str, Behaviour] = field(default_factory=dict)
+    log: list[tuple[Any, ...]] = field(default_factory=list)
+    time: float = 0.0
+    interrupt: int | None = None
+    """Ctrl-C at this many events."""
+
+    def make(self, candidate: Candidate, spec: AttentionSpec) -> FakeProcess:
+        return FakeProcess(self, candidate, spec)
+
+    def event(self, *what: Any) -> None:
+        self.log.append(what)
+        if self.interrupt is not None and len(self.log) > self.interrupt:
+            raise KeyboardInterrupt
+
+    def asked(self, *beginning: Any) -> list[tuple[Any, ...]]:
+        return [e for e in self.log if e[: len(beginning)] == beginning]
+
+    def tools(self) -> Tools:
+        return Tools(
+            make=self.make,
+            expected=right,
+            clock_mhz=lambda: 1980.0,
+            chance=random.Random(7),
+            clock=lambda: self.time,
+        )
+
+
+class FakeProcess:
+    """A sandbox without a process."""
+
+    def __init__(self, world: World, candidate: Candidate, spec: AttentionSpec) -> None:
+        self.world, self.candidate, self.spec = world, candidate, spec
+        kind = candidate.kind
+        self.name = OURS if kind == "package" else candidate.title
+        self.does = world.behaviours.setdefault(self.name, Behaviour())
+        self.problem: TimedProblem | None = None
+        self.seed = 0
+        self.alive = False
+
+    def _event(self, what: str, *more: Any) -> None:
+        assert self.alive or what == "start", f"{self.name} is asked to {what} without a process"
+        self.world.event(what, self.name, *more)
+        times = len(self.world.asked(what, self.name))
+        offence = self.does.ends(what, self.problem, times)  # type: ignore[arg-type]
+        if offence:
+            self.alive = False
+            raise Ended(offence, f"at {what}")
+
+    def start(self) -> None:
+        self.alive = True
+        self._event("start")
+        if self.does.unable:
+            raise Unable(self.does.unable)
+
+    def prepare(self, problem: TimedProblem) -> None:
+        assert problem.spec == self.spec
+        self.problem = problem
+        self._event("prepare", problem.length)
+        if why := self.does.unable_at(problem):
+            raise Unable(why)
+
+    def _seconds(self, cold: bool) -> float:
+        assert self.problem is not None
+        does = self.does.seconds
+        return does if isinstance(does, float) else does(self.problem, cold)
+
+    def turn(self, calls: int, seed: int, cold: bool = True) -> list[float]:
+        self.seed = seed
+        self._event("turn", seed, calls, cold)
+        one = self._seconds(cold)
+        self.world.time += (calls + 1) * one
+        return [one * (1 + 0.001 * n) for n in range(calls)]
+
+    def fetch(self, call: int, batch: int, head: int) -> Array:
+        assert self.problem is not None
+        self._event("fetch", call, batch, head)
+        exact = right(self.problem, self.seed + call, batch, head)
+        return self.does.output(exact, call).astype(np.float32)
+
+    def burst(self, calls: int) -> float:
+        self._event("burst", calls)
+        return calls * (self._seconds(True) + self.does.wall)
+
+    def close(self) -> None:
+        self.alive = False
+
+
+# --- what a run is made of --------------------------------------------------------------------
+
+
+def small(*lengths: int, variants: Sequence[str] = ("mha",), **more: Any) -> list[Cell]:
+    """A little grid: one kernel, causal, unless more are asked for."""
+    shape = Shape(variants, (64,), lengths or (512, 1024), (True,), **more)
+    return list(cells(shape))
+
+
+def peer(name: str, **more: Any) -> Peer:
+    return Peer(
+        name, name, Candidate("python", "somewhere", name, factory=True, title=name), **more
+    )
+
+
+def contestants(*peers: str, kernel: str = "mha d64 causal") -> list[Contestant]:
+    ours = {kernel: Candidate("package", "folder", title=kernel)}
+    others = [Contestant(name, peer(name).candidate) for name in peers]
+    return [Contestant(OURS, ours, watched=True), *others]
+
+
+def run_record(wanted: Sequence[Cell], *peers: str, **more: Any) -> RunRecord:
+    told: dict[str, Any] = {
+        "id": "run",
+        "started": "2026-01-01T00:00:00+00:00",
+        "title": "grid",
+        "card": H200.name,
+        "arch": H200.arch,
+        "translated_for": "a100",
+        "layout": "bshd",
+        "contestants": (OURS, *peers),
+        "cells": tuple(cell.name for cell in wanted),
+        "environment": {"torch": "2.11"},
+        "matmul": {"bf16": 790.0, "fp16": 790.0},
+        "copy_gbs": 4000.0,
+        "settings": {"dtype": "bf16", "l2": "cold"},
+        "seed": 5,
+    }
+    return RunRecord(**{**told, **more})
+
+
+class Quiet:
+    """A watcher that remembers."""
+
+    def __init__(self) -> None:
+        self.phases: list[str] = []
+        self.cells: list[Step] = []
+        self.troubles: list[str] = []
+
+    def phase(self, title: str) -> None:
+        self.phases.append(title)
+
+    def progress(self, done: int, total: int, text: str) -> None:
+        pass
+
+    def cell(self, step: Step) -> None:
+        self.cells.append(step)
+
+    def trouble(self, text: str) -> None:
+        self.troubles.append(text)
+
+
+def made(spec: AttentionSpec, tl: str = "// TL\n", gpu: str = "a100") -> Made:
+    """A kernel that nobody has compiled."""
+    files: dict[str, str | bytes] = {
+        "code.tl": tl,
+        "spec.toml": "",
+        "kernel.cu": "// CUDA\n",
+        "kernel.map.json": '{"lines": []}',
+        "launch.json": "{}",
+        "kernel.cubin": f"{spec.variant} {spec.head_dim}".encode(),
+        "build.json": "{}",
+    }
+    seconds = {"author": 0.5, "translate": 0.25, "build": 20.0}
+    return Made(spec, gpu, files, "because", {"registers": 200}, seconds)
+
+
+def verdict(*offences: str) -> Any:
+    """What the judge would say."""
+    return SimpleNamespace(
+        ok=not offences,
+        device=H200.name,
+        arch=H200.arch,
+        seed=3,
+        cases=(1, 2),
+        worst=1e-3,
+        worst_ratio=0.9,
+        offences=[SimpleNamespace(name=name) for name in offences],
+    )
+
+
+@dataclass
+class Workshop:
+    """Makes and judges kernels for a session, and counts."""
+
+    world: World
+    offences: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)
+    tl: str = "// TL\n"
+    judged: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=lambda: {"torch": "2.11", "driver": "580"})
+
+    def make(self, wanted: Sequence[AttentionSpec], gpu: str, *more: Any) -> Iterator[Made]:
+        for spec in wanted:
+            self.world.event("make", spec.variant)
+            one = made(spec, self.tl, gpu)
+            yield replace(one, why=self.why[one.name]) if one.name in self.why else one
+
+    def judge(self, candidate: Candidate, spec: AttentionSpec) -> Any:
+        self.world.event("judge", spec.variant)
+        self.judged.append(candidate.title)
+        return verdict(*self.offences.get(candidate.title, ()))
+
+    def ceilings(self, dtypes: Any) -> Ceilings:
+        self.world.event("ceilings")
+        return Ceilings(dict.fromkeys(dtypes, 790.0), 4000.0)
+
+    def parts(self) -> Parts:
+        return Parts(
+            tools=self.world.tools(),
+            make=self.make,
+            judge=self.judge,
+            environment=lambda peers: dict(self.environment),
+            clocks=lambda: {"sm_mhz": 1980.0},
+            ceilings=self.ceilings,
+            now=lambda: datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC),
+        )

@@ -1,0 +1,513 @@
+"""A candidate in a process of its own: limits, ends of all kinds, and what is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashwright
+from flashwright.lang.diagnostic import Failed
+from flashwright.sandbox import process
+from flashwright.sandbox.candidate import Candidate, Unable
+from flashwright.sandbox.limits import Limits
+from flashwright.sandbox.process import Called, Ended, Sandbox
+from flashwright.spec import AttentionSpec
+
+ROOT = Path(__file__).parents[2]
+SPEC = AttentionSpec.make(variant="mha", heads=2, head_dim=16, dtype="fp16", causal=True)
+SMALL = Limits(seconds=5, start_seconds=20)
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the sandboxes of a test have their folders; nothing else is there."""
+    place = tmp_path / "scratch"
+    place.mkdir()
+    monkeypatch.setattr(process, "_SHARED_MEMORY", Path("/no/such/folder"))
+    monkeypatch.setattr(process.tempfile, "tempdir", str(place))
+    return place
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The process ids of the workers that a test starts."""
+    found: list[int] = []
+    real = subprocess.Popen
+
+    class Noted(real):  # type: ignore[type-arg,misc,valid-type]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            found.append(self.pid)
+
+    monkeypatch.setattr(process.subprocess, "Popen", Noted)
+    return found
+
+
+def inputs(length: int = 9, dtype: Any = np.float16) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    return {name: rng.standard_normal((1, 2, length, 16)).astype(dtype) for name in "QKV"}
+
+
+def cpu(function: str) -> Candidate:
+    return Candidate("python", "tests.offences.cpu", function)
+
+
+def written(folder: Path, text: str, function: str = "attention", **more: Any) -> Candidate:
+    (folder / "candidate.py").write_text(text)
+    return Candidate("python", str(folder / "candidate.py"), function, **more)
+
+
+@contextlib.contextmanager
+def running(candidate: Candidate, limits: Limits = SMALL) -> Iterator[Sandbox]:
+    with Sandbox(candidate, SPEC, "cpu", limits) as sandbox:
+        yield sandbox
+
+
+def called(candidate: Candidate, limits: Limits = SMALL, **options: Any) -> Called:
+    with running(candidate, limits) as sandbox:
+        return sandbox.call(inputs(), **options)
+
+
+def dead(pid: int, seconds: float = 2.0) -> bool:
+    """Gone, or on its way: a killed process that nobody has waited for yet is no danger."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state in "ZX":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+# --- a call -----------------------------------------------------------------------------------
+
+
+def test_a_call_gives_the_bits_and_touches_nothing() -> None:
+    found = called(Candidate("python", "tests.offences.honest", "causal"))
+    assert (found.changed, found.spilled, found.late, found.alias) == ((), (), (), ())
+    assert found.outputs["O"].dtype == "fp16"
+    from tests.offences.honest import causal
+
+    exact = causal(*inputs().values())
+    assert np.array_equal(found.outputs["O"].array, exact)
+
+
+def test_types_that_numpy_lacks_travel_by_their_bits(tmp_path: Path) -> None:
+    from ml_dtypes import bfloat16, float8_e4m3fn
+
+    same = written(tmp_path, "def attention(q, k, v):\n    return q.copy()\n")
+    with running(same) as sandbox:
+        for dtype, name in ((bfloat16, "bf16"), (float8_e4m3fn, "e4m3"), (np.float32, "fp32")):
+            given = inputs(dtype=dtype)
+            out = sandbox.call(given).outputs["O"]
+            assert out.dtype == name
+            assert out.array.tobytes() == given["Q"].tobytes()
+
+
+def test_another_place_is_another_address(tmp_path: Path) -> None:
+    text = """
+def attention(q, k, v):
+    raise RuntimeError(f"{q.ctypes.data} {v.ctypes.data}")
+"""
+    where = []
+    with running(written(tmp_path, text)) as sandbox:
+        for place in (0, 1, 2):
+            with pytest.raises(Ended) as ended:
+                sandbox.call(inputs(), place=place)
+            where.append(ended.value.message)
+    assert len(set(where)) == 3
+
+
+@pytest.mark.parametrize(
+    ("function", "spilled"), [("writes_behind_v", ("V",)), ("writes_before_q", ("Q",))]
+)
+def test_guard_zones(function: str, spilled: tuple[str, ...]) -> None:
+    with running(cpu(function)) as sandbox:
+        for place in (0, 3):
+            assert sandbox.call(inputs(), place=place).spilled == spilled
+
+
+def test_what_happens_to_the_inputs_is_seen() -> None:
+    assert called(cpu("scales_q_in_place")).changed == ("Q",)
+    found = called(cpu("output_over_q"))
+    assert found.changed == found.alias == ("Q",)
+
+
+def test_an_input_given_back_shares_its_memory(tmp_path: Path) -> None:
+    found = called(written(tmp_path, "def attention(q, k, v):\n    return v[:, ::-1]\n"))
+    assert (found.alias, found.changed) == (("V",), ())
+
+
+def test_a_thread_that_goes_on_is_seen() -> None:
+    assert called(cpu("in_a_thread")).late == ("O",)
+
+
+# --- how it ends ------------------------------------------------------------------------------
+
+ENDS = [
+    ("hangs", "hang", "no answer after 0.5 s"),
+    ("hangs_deaf", "hang", "no answer after 0.5 s"),
+    ("crashes", "crash", "SIGSEGV"),
+    ("writes_to_null", "crash", "SIGSEGV"),
+    ("exits", "crash", "exit code 0"),
+    ("takes_memory", "out_of_memory", "0.5 GB"),
+    ("raises", "raises", "ValueError: the head dim must be 128"),
+    ("exits_politely", "raises", "SystemExit"),
+]
+
+
+@pytest.mark.parametrize(("function", "offence", "words"), ENDS, ids=[e[0] for e in ENDS])
+def test_every_end_has_its_name_and_leaves_nothing(
+    function: str, offence: str, words: str, scratch: Path, started: list[int]
+) -> None:
+    limits = Limits(seconds=3 if function == "takes_memory" else 0.5, memory=1 << 29)
+    with pytest.raises(Ended) as ended:
+        called(cpu(function), limits)
+    assert ended.value.offence == offence
+    assert words in ended.value.message
+    assert started
+    assert all(dead(pid) for pid in started)
+    assert not list(scratch.iterdir())
+
+
+def test_after_an_exception_the_next_call_is_possible(tmp_path: Path) -> None:
+    text = """
+def attention(q, k, v):
+    if q.shape[2] == 9:
+        raise ValueError("no nine")
+    return q.copy()
+"""
+    with running(written(tmp_path, text)) as sandbox:
+        with pytest.raises(Ended, match="no nine") as ended:
+            sandbox.call(inputs())
+        assert "candidate.py" in ended.value.log
+        assert sandbox.call(inputs(8)).outputs["O"].array.shape == (1, 2, 8, 16)
+
+
+def test_after_a_crash_it_can_be_started_again() -> None:
+    with running(cpu("exits")) as sandbox:
+        for _ in range(2):
+            with pytest.raises(Ended):
+                sandbox.call(inputs())
+            assert not sandbox.alive
+            with pytest.raises(Ended, match="its process is gone"):
+                sandbox.call(inputs())
+            sandbox.start()
+        assert sandbox.alive
+
+
+def test_an_odd_signal_is_a_crash_too(tmp_path: Path) -> None:
+    """Not every number of a signal has a name."""
+    text = "import os\ndef attention(q, k, v):\n    os.kill(os.getpid(), 41)\n"
+    with pytest.raises(Ended, match="signal 41") as ended:
+        called(written(tmp_path, text))
+    assert ended.value.offence == "crash"
+
+
+LOADS = {
+    "raises": ("import no_such_module", "raises", "no_such_module"),
+    "no function": ("other = 1", "raises", "attention"),
+    "no callable": ("attention = 1", "raises", "is no function"),
+    "syntax": ("def attention(:", "raises", "SyntaxError"),
+    "exits": ("import os\nos._exit(3)", "crash", "exit code 3"),
+    "hangs": ("while True: pass", "hang", "no answer after 1 s"),
+}
+
+
+@pytest.mark.parametrize("case", LOADS)
+def test_a_candidate_that_cannot_be_loaded(
+    case: str, tmp_path: Path, scratch: Path, started: list[int]
+) -> None:
+    text, offence, words = LOADS[case]
+    with pytest.raises(Ended, match=words) as ended:
+        called(written(tmp_path, text), Limits(start_seconds=1 if case == "hangs" else 20))
+    assert ended.value.offence == offence
+    assert all(dead(pid) for pid in started)
+    assert not list(scratch.iterdir())
+
+
+def test_unable_is_no_offence(tmp_path: Path) -> None:
+    text = """
+from flashwright.sandbox.candidate import Unable
+def make(spec):
+    if spec.dtype == "fp16":
+        raise Unable(f"no {spec.dtype} here")
+"""
+    with pytest.raises(Unable, match="no fp16 here"):
+        called(written(tmp_path, text, "make", factory=True))
+
+
+def test_a_factory_gets_the_spec(tmp_path: Path) -> None:
+    text = """
+import numpy as np
+def make(spec):
+    return lambda q, k, v: np.full(q.shape, spec.heads + spec.causal, q.dtype)
+"""
+    found = called(written(tmp_path, text, "make", factory=True))
+    assert found.outputs["O"].array.flat[0] == 3
+
+
+def test_a_method_of_a_class_and_a_module_by_name(tmp_path: Path) -> None:
+    text = "class Mine:\n    @staticmethod\n    def attention(q, k, v):\n        return q.copy()\n"
+    assert called(written(tmp_path, text, "Mine.attention")).outputs["O"].dtype == "fp16"
+
+
+# --- what it knows ----------------------------------------------------------------------------
+
+
+def test_it_does_not_see_the_users_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "GITHUB_TOKEN", "SSH_AUTH_SOCK"):
+        monkeypatch.setenv(name, "secret")
+    text = """
+import os, sys
+def attention(q, k, v):
+    raise RuntimeError(" ".join(sorted(os.environ)) + " HOME=" + os.environ["HOME"])
+"""
+    with pytest.raises(Ended) as ended:
+        called(written(tmp_path, text))
+    told = ended.value.message
+    assert "PATH" in told
+    assert not [name for name in ("API_KEY", "SECRET", "TOKEN", "SSH") if name in told]
+    assert os.environ.get("HOME", "/root") not in told.split("HOME=")[1].split(os.sep * 2)
+    assert "flashwright-" in told.split("HOME=")[1]
+
+
+REACHES = """
+import os, socket
+def attention(q, k, v):
+    judge, refused = os.getppid(), []
+    for number, work in enumerate((
+        lambda: os.kill(judge, 0),
+        lambda: os.kill(-judge, 0),
+        lambda: os.killpg(os.getpgid(judge), 0),
+        lambda: socket.socket(socket.AF_INET, socket.SOCK_STREAM),
+        lambda: socket.socket(socket.AF_INET6, socket.SOCK_DGRAM),
+        lambda: os.close(os.open(f"/proc/{judge}/mem", os.O_RDWR)),
+    )):
+        try:
+            work()
+        except OSError:
+            refused.append(number)
+    os.kill(os.getpid(), 0)  # itself it may
+    socket.socket(socket.AF_UNIX).close()
+    raise RuntimeError(f"refused {refused}")
+"""
+
+
+def test_it_reaches_neither_the_judge_nor_the_network(tmp_path: Path) -> None:
+    with running(written(tmp_path, REACHES)) as sandbox:
+        if not sandbox.sealed:
+            pytest.skip("this system has no seccomp")
+        with pytest.raises(Ended) as ended:
+            sandbox.call(inputs())
+    assert "refused [0, 1, 2, 3, 4" in ended.value.message
+    assert "5]" in ended.value.message or os.getuid() == 0, "it can write to the judge's memory"
+
+
+def test_it_has_no_terminal_and_its_output_is_kept_apart(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text = """
+import os, sys
+print("loaded")
+def attention(q, k, v):
+    print("to stdout", sys.stdin.read() == "")
+    print("to stderr", file=sys.stderr)
+    os.system("echo from a shell")
+    return q.copy()
+"""
+    with running(written(tmp_path, text)) as sandbox:
+        sandbox.call(inputs())
+        assert sandbox.log().split("\n")[:2] == ["loaded", "to stdout True"]
+        assert "from a shell" in sandbox.log()
+        assert "to stderr" in sandbox.log()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_large_files_are_refused(tmp_path: Path) -> None:
+    text = """
+def attention(q, k, v):
+    with open("big", "wb") as file:
+        file.truncate(1 << 30)
+"""
+    with pytest.raises(Ended, match="OSError") as ended:
+        called(written(tmp_path, text), Limits(file_bytes=1 << 20))
+    assert ended.value.offence == "raises"
+
+
+# --- who dies with whom -----------------------------------------------------------------------
+
+PARENT = """
+import sys
+from flashwright.sandbox.candidate import Candidate
+from flashwright.sandbox.limits import Limits
+from flashwright.sandbox.process import Sandbox
+from flashwright.spec import AttentionSpec
+import numpy as np
+spec = AttentionSpec.make(variant="mha", heads=2, head_dim=16)
+with Sandbox(Candidate.parse(sys.argv[1]), spec, "cpu", Limits(seconds=60)) as sandbox:
+    x = np.zeros((1, 2, 9, 16), np.float16)
+    sandbox.call({"Q": x, "K": x, "V": x})
+"""
+NOTED = """
+import os, time
+def attention(q, k, v):
+    with open({note!r}, "w") as file:
+        file.write(str(os.getpid()) + " ")
+    time.sleep(60)
+"""
+
+
+def noted(note: Path) -> int:
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        if note.exists() and note.read_text().endswith(" "):
+            return int(note.read_text())
+        time.sleep(0.02)
+    raise AssertionError("the candidate was never called")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_worker_dies_with_its_parent(number: signal.Signals, tmp_path: Path) -> None:
+    """Ctrl-C, a polite end and one that no handler sees."""
+    note, place = tmp_path / "note", tmp_path / "tmp"
+    place.mkdir()
+    (tmp_path / "parent.py").write_text(PARENT)
+    candidate = written(tmp_path, NOTED.format(note=str(note)))
+    # Without shared memory the scratch folder goes to TMPDIR, where it can be looked for.
+    code = f"import flashwright.sandbox.process as p; p._ROOM = 1 << 60; exec({PARENT!r})"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, f"{candidate.where}:attention"],
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(place)},
+    )
+    try:
+        worker = noted(note)
+        parent.send_signal(number)
+        parent.wait(10)
+        assert dead(worker)
+        if number == signal.SIGINT:
+            assert not list(place.iterdir())
+    finally:
+        parent.kill()
+        parent.wait()
+
+
+def test_no_child_outlives_the_candidate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even one that has left its session."""
+    note = tmp_path / "children"
+    monkeypatch.setenv("FLASHWRIGHT_TEST_NOTE", str(note))
+    called(cpu("leaves_children"))
+    children = [int(pid) for pid in note.read_text().split()]
+    assert len(children) == 2
+    try:
+        assert [pid for pid in children if not dead(pid)] == []
+    finally:
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+# --- a script, and a shared library -----------------------------------------------------------
+
+SCRIPT = """
+import flashwright
+from tests.offences.honest import causal
+
+def attention(q, k, v):
+    return causal(q, k, v)
+
+try:
+    found = flashwright.verify(
+        attention, "causal, heads=2, head_dim=16", lengths=[(9, 9)], device="cpu"
+    )
+except Exception as error:
+    print("caught", error)
+print("once:", found.ok)
+"""
+
+
+def test_a_script_needs_no_main_guard(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert (done.stdout, done.stderr) == ("once: True\n", "")
+
+
+def test_a_function_that_no_other_process_finds_is_refused() -> None:
+    def inner(q: Any, k: Any, v: Any) -> Any:
+        return q
+
+    for function in (inner, lambda q, k, v: q, Limits()):
+        with pytest.raises(Failed, match="FW857"):
+            flashwright.verify(function, "causal, head_dim=16", device="cpu")
+
+
+@pytest.mark.parametrize("text", ["nothing", "no/such.py:f", "no_such.so:f", ":f", "f:", ""])
+def test_text_that_names_nothing(text: str) -> None:
+    with pytest.raises(Failed, match="FW857"):
+        Candidate.parse(text)
+
+
+LIBRARY = """
+#include <tvm/ffi/container/tensor.h>
+#include <tvm/ffi/function.h>
+#include <cstring>
+namespace ffi = tvm::ffi;
+using T = ffi::TensorView;
+void first(T q, T k, T v, T o, T lse) {
+  std::memcpy(o.data_ptr(), q.data_ptr(), q.numel() * 2);
+  std::memset(lse.data_ptr(), 0, lse.numel() * 4);
+}
+void null(T q, T k, T v, T o, T lse) {
+  *reinterpret_cast<volatile int*>(8) = 1;
+}
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(first, first);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(null, null);
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A shared library that copies Q to O, compiled here."""
+    compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    from tvm_ffi import libinfo
+
+    folder = tmp_path_factory.mktemp("library")
+    (folder / "mine.cpp").write_text(LIBRARY)
+    includes = {libinfo.find_include_path(), libinfo.find_dlpack_include_path()}
+    command = [compiler, "-std=c++17", "-O0", "-fPIC", "-shared", *(f"-I{i}" for i in includes)]
+    command += [str(folder / "mine.cpp"), "-o", str(folder / "mine.so")]
+    done = subprocess.run([*command, libinfo.find_libtvm_ffi()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder / "mine.so"
+
+
+def test_a_shared_library_writes_to_tensors_it_is_given(library: Path) -> None:
+    shapes = {"O": ((1, 2, 9, 16), "fp16"), "LSE": ((1, 2, 9), "fp32")}
+    found = called(Candidate.parse(f"{library}:first"), outputs=shapes)
+    assert np.array_equal(found.outputs["O"].array, inputs()["Q"])
+    assert not found.outputs["LSE"].array.any()
+    with pytest.raises(Ended, match="SIGSEGV"):
+        called(Candidate.parse(f"{library}:null"), outputs=shapes)
