@@ -37,7 +37,7 @@ def verify(
     """
     from flashwright.judge.judge import judge
     from flashwright.sandbox.candidate import Candidate, InWorker
-    from flashwright.sandbox.process import IN_WORKER
+    from flashwright.sandbox.place import IN_WORKER
     from flashwright.spec import AttentionSpec, parse_inline
 
     if os.environ.get(IN_WORKER):

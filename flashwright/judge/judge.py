@@ -22,7 +22,7 @@ from flashwright.judge.form import form_of
 from flashwright.judge.offences import offence
 from flashwright.judge.probes import probe
 from flashwright.judge.problems import Problem, problems
-from flashwright.judge.trial import Outcome, Trial
+from flashwright.judge.trial import Outcome, Seen, Trial
 from flashwright.judge.verdict import Check, Offence, Picture, Verdict
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.sandbox.candidate import Candidate, Unable
@@ -180,6 +180,9 @@ class Hearing:
             raise Failed(Diagnostic("FW857", f"{self.candidate.name}: {error}")) from None
         except Ended as ended:
             self.found.append(offence(ended.offence, _told(ended), help=_help(ended)))
+        if not self.found and not any(o.cases or o.seen for o in self.outcomes):
+            text = f"{self.candidate.name} does none of the problems"
+            raise Failed(Diagnostic("FW857", "; ".join([text, *self.notes[-1:]])))
         self._asked("files")
         changed = sorted(n for n, d in _digests(self.candidate).items() if before.get(n) != d)
         if changed:
@@ -346,30 +349,47 @@ def _digests(candidate: Candidate) -> dict[str, str]:
 def _named(outcomes: Sequence[Outcome]) -> Iterable[Offence]:
     """The offences behind what was seen, the most telling first."""
     seen = [s for outcome in outcomes for s in outcome.seen]
-    direct = [s for s in seen if s.name not in ("wrong", "inexact", "nonfinite", "zeros")]
+    vague = [s for s in seen if s.name in ("wrong", "inexact", "nonfinite", "zeros")]
+    direct = [s for s in seen if s not in vague]
     explained = [s.problem for s in direct]
-    vague = [s for s in seen if s not in direct and s.problem not in explained]
-    yield from (offence(s.name, str(s)) for s in direct)
-    if not vague or any(s.name in ("mask_ignored", "key_ignored") for s in direct):
-        return
-    first = vague[0]
-    fine = [o.problem for o in outcomes if o.cases and not o.seen]
-    plain = [s for s in vague if s.problem.kind == "normal"]
+    vague = [s for s in vague if s.problem not in explained]
     usual = [s for s in vague if s.problem.usual and s.problem.kind == "normal"]
-    if not usual and any(p.usual and p.kind == "normal" for p in fine):
-        if plain:
-            text = f"it is right on the usual shape, and here {plain[0]}"
-            yield offence("special_shapes", text)
-        else:
-            kinds = ", ".join(dict.fromkeys(s.problem.kind for s in vague))
-            text = f"it is right for normal inputs, and not for {kinds}: {first}"
-            yield offence("special_inputs", text)
-        return
-    if all(s.name == "inexact" for s in vague):
-        yield offence("low_precision", str(first))
-    else:
-        name = next(s.name for s in vague if s.name != "inexact")
-        yield offence(name, str(next(s for s in vague if s.name == name)))
+    fine = any(
+        o.problem.usual and o.problem.kind == "normal" and o.cases and _passes(o) for o in outcomes
+    )
+    # What the plainest problem shows names it, whatever other inputs make of it.
+    telling = () if fine else tuple(_plainly(usual or vague))
+    yield from (o for o in telling if o.name != "wrong")
+    yield from (offence(s.name, str(s)) for s in direct)
+    yield from (o for o in telling if o.name == "wrong")
+    if fine:
+        yield from _special(vague)
+
+
+def _passes(outcome: Outcome) -> bool:
+    """Less exact than it should be is not yet wrong."""
+    return all(s.name == "low_precision" for s in outcome.seen)
+
+
+def _plainly(vague: Sequence[Seen]) -> Iterable[Offence]:
+    names = [s.name for s in vague]
+    for name in ("zeros", "nonfinite", "wrong", "inexact"):
+        if name in names:
+            text = str(vague[names.index(name)])
+            yield offence("low_precision" if name == "inexact" else name, text)
+            return
+
+
+def _special(vague: Sequence[Seen]) -> Iterable[Offence]:
+    """Right on the usual shape with normal inputs: what it is not right for."""
+    plain = [s for s in vague if s.problem.kind == "normal"]
+    other = [s for s in vague if s.problem.usual and s.problem.kind != "normal"]
+    if plain:
+        yield offence("special_shapes", f"it is right on the usual shape, and here {plain[0]}")
+    if other or (vague and not plain):
+        kinds = ", ".join(dict.fromkeys(s.problem.kind for s in other or vague))
+        text = f"it is right for normal inputs, and not for {kinds}: {(other or vague)[0]}"
+        yield offence("special_inputs", text)
 
 
 def _once(found: Sequence[Offence]) -> tuple[Offence, ...]:

@@ -30,6 +30,7 @@ Floats = NDArray[np.float64]
 Inputs = Mapping[str, Array]
 Dims = Mapping[str, int]
 
+NOISE = "noise of O"
 _ROWS = 512  # rows of scores held at a time: 64 MB each at 16k keys
 
 
@@ -103,13 +104,17 @@ def scores(
     return s
 
 
-def attention(spec: AttentionSpec, inputs: Inputs, dims: Dims | None = None) -> dict[str, Floats]:
+def attention(
+    spec: AttentionSpec, inputs: Inputs, dims: Dims | None = None, noise: bool = False
+) -> dict[str, Floats]:
     """O (batch, heads, q_len, v_dim) and LSE (batch, heads, q_len), natural logarithm.
 
     A row that sees nothing has O = 0 and LSE = -inf, or the sink's logit where there is a sink.
+    With `noise` also that of O: what an error of 1 in each of its terms comes to (see compare).
     """
     batch, heads, q_len = _check(spec, inputs, dims or {})
     out = np.zeros((batch, heads, q_len, spec.value_dim))
+    spread = np.zeros_like(out) if noise else None
     lse = np.full((batch, heads, q_len), -np.inf)
     for b, h in itertools.product(range(batch), range(heads)):
         v = _head(inputs, "V", b, h, heads)
@@ -122,7 +127,11 @@ def attention(spec: AttentionSpec, inputs: Inputs, dims: Dims | None = None) -> 
             some = total > 0
             out[b, h, rows][some] = (weight[some] @ v) / total[some, None]
             lse[b, h, rows][some] = top[some] + np.log(total[some])
-    return {"O": out, "LSE": lse}
+            if spread is not None:
+                terms = weight[some] / total[some, None]
+                spread[b, h, rows][some] = np.sqrt(terms**2 @ v**2)
+    found = {"O": out, "LSE": lse}
+    return found if spread is None else {**found, NOISE: spread}
 
 
 class Weights(NamedTuple):
@@ -261,12 +270,14 @@ def compare(
     dtype: str,
     tolerance: float | None = None,
     floor: float = 0.0,
+    noise: Array | None = None,
 ) -> Comparison:
     """Is `found` the expected output, up to the rounding that `dtype` excuses?
 
     `tolerance` replaces the limit of the relative RMS error; the limits of single elements move
     with it. `floor` is the least RMS that errors are measured against. Infinities must match
-    exactly. A row is the last axis.
+    exactly. A row is the last axis. `noise` has for each element the root of the sum of its terms'
+    squares: large terms that cancel leave their errors behind, and no kernel can help it.
     """
     if found.shape != expected.shape:
         return Comparison(False, f"the shape is {found.shape}, not {expected.shape}")
@@ -284,6 +295,8 @@ def compare(
         error = np.where(finite, np.abs(f - known), np.where(f == e, 0.0, np.inf))
     error[broken] = np.inf  # NaN too
     row = np.maximum(_rms(known, finite, axis=-1), floor)
+    if noise is not None:
+        row = np.maximum(row, noise)
     wrong = error > unit * (ROW_LIMIT * row + OWN_LIMIT * np.abs(known)) + smallest
     rms = max(float(_rms(known, finite)[(0,) * e.ndim]), floor)
     with np.errstate(over="ignore"):

@@ -12,25 +12,33 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+from flashwright.judge.oracle import NOISE
 from flashwright.spec import AttentionSpec
 
 _ROWS = 2048  # rows of scores held at a time: 256 MB each at 16k keys
 
 
 def attention(
-    lib: ModuleType, spec: AttentionSpec, inputs: Mapping[str, Any], dims: Mapping[str, int]
+    lib: ModuleType,
+    spec: AttentionSpec,
+    inputs: Mapping[str, Any],
+    dims: Mapping[str, int],
+    noise: bool = False,
 ) -> dict[str, Any]:
     """O (batch, heads, q_len, v_dim) and LSE (batch, heads, q_len) in fp64.
 
-    `lib` is torch or numpy, whichever the inputs are of.
+    `lib` is torch or numpy, whichever the inputs are of. `noise` is oracle.py's.
     """
     q, k, v = (inputs[name] for name in "QKV")
     (batch, heads, q_len, _), (kv_heads, kv_len) = q.shape, k.shape[1:3]
     out = _zeros(lib, q, batch, heads, q_len, v.shape[3])
     lse = _zeros(lib, q, batch, heads, q_len)
+    found = {"O": out, "LSE": lse}
+    if noise:
+        found[NOISE] = _zeros(lib, q, batch, heads, q_len, v.shape[3])
     if not kv_len:
         alone = _fp64(lib, inputs["Sink"])[None, :, None] if spec.sink else float("-inf")
-        return {"O": out, "LSE": lse + alone}
+        return {**found, "LSE": lse + alone}
     end = dims.get("tokens", q_len) if spec.branch == "compressed" else kv_len
     for b, h in itertools.product(range(batch), range(heads)):
         g = h * kv_heads // heads
@@ -44,8 +52,11 @@ def attention(
                 seen = seen & _chosen(lib, spec, inputs["Idx"][b, g, rows], kv_len)
             s = lib.where(seen, s, float("-inf"))
             sink = _fp64(lib, inputs["Sink"][h]) if spec.sink else None
-            out[b, h, rows], lse[b, h, rows] = _softmax(lib, s, values, sink)
-    return {"O": out, "LSE": lse}
+            weight, lse[b, h, rows] = _softmax(lib, s, sink)
+            out[b, h, rows] = weight @ values
+            if noise:
+                found[NOISE][b, h, rows] = ((weight**2) @ (values**2)) ** 0.5
+    return found
 
 
 def _scores(
@@ -78,8 +89,8 @@ def _chosen(lib: Any, spec: AttentionSpec, idx: Any, kv_len: int) -> Any:
     return found
 
 
-def _softmax(lib: Any, s: Any, v: Any, sink: Any) -> tuple[Any, Any]:
-    """The output's rows and their log-sum-exp; rows without anything have 0 and -inf."""
+def _softmax(lib: Any, s: Any, sink: Any) -> tuple[Any, Any]:
+    """The rows' weights and their log-sum-exp; rows without anything have 0 and -inf."""
     top = lib.amax(s, -1)
     if sink is not None:
         top = lib.where(top < sink, sink, top)
@@ -90,8 +101,7 @@ def _softmax(lib: Any, s: Any, v: Any, sink: Any) -> tuple[Any, Any]:
         total = total + lib.exp(sink - top)
     some = total > 0
     safe = lib.where(some, total, 1.0)
-    out = lib.where(some[:, None], (weight @ v) / safe[:, None], 0.0)
-    return out, lib.where(some, top + lib.log(safe), float("-inf"))
+    return weight / safe[:, None], lib.where(some, top + lib.log(safe), float("-inf"))
 
 
 def _fp64(lib: Any, x: Any) -> Any:

@@ -10,6 +10,7 @@ import ast
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,11 @@ NAMES = frozenset(
     )
 )
 LINKED = re.compile(r"lib(cudnn|cublas|torch|c10|nvjitlink_attention|flash_attn|cutlass_attention)")
-# Kernels of libraries, as the profiler names them.
+# Kernels of libraries that do attention's work, as the profiler names them: fused attention, matrix
+# products, softmax. Copies, casts and fills are nobody's achievement.
 KERNELS = re.compile(
-    r"at::native|pytorch_flash|flash::flash_fwd|flash_fwd_|fmha_cutlass|cudnn|cublas|xmma|nvjet"
-    r"|ampere_\w*gemm|sm\d\d_\w*gemm|cutlass::Kernel|triton_tem_|triton_poi_|triton_red_|triton_per_"
+    r"pytorch_flash|flash_fwd|fmha|cudnn|cublas|xmma|nvjet|gemm|cutlass::Kernel|triton_tem_"
+    r"|[Ss]oft_?[Mm]ax",
 )
 SHARE = (
     0.3  # of the device's time that libraries' kernels may take: copies and casts are theirs too
@@ -49,11 +51,24 @@ _PTX_NAMES = {"fp16": "f16", "bf16": "bf16", "fp8": "e4m3"}
 
 def libraries(candidate: Candidate) -> list[str]:
     """Libraries that a candidate names in its own source, or is linked to."""
-    if candidate.kind == "python" and candidate.where.endswith(".py"):
-        return sorted(set(_in_source(Path(candidate.where))))
+    if candidate.kind == "python":
+        path = _source(candidate.where)
+        return sorted(set(_in_source(path))) if path else []
     if candidate.kind == "library":
         return sorted(set(_linked(Path(candidate.where))))
     return []
+
+
+def _source(where: str) -> Path | None:
+    """The file of a module, found without importing anything of it."""
+    if where.endswith(".py"):
+        return Path(where)
+    inner = Path(*where.split("."))
+    for folder in sys.path:
+        for path in (Path(folder, inner).with_suffix(".py"), Path(folder, inner, "__init__.py")):
+            if path.is_file():
+                return path
+    return None
 
 
 def _in_source(path: Path) -> Iterator[str]:
@@ -111,7 +126,7 @@ def instructions(folder: Path, spec: AttentionSpec) -> tuple[str, int]:
     ptx = folder / PTX
     found = _MMA.findall(ptx.read_text(errors="replace")) if ptx.is_file() else []
     for one in found:
-        types = re.findall(r"\.(f16|bf16|f32|tf32|e4m3|e5m2|s8|u8|s4|u4)\b", one)
+        types = re.findall(r"\.(f16|bf16|f32|s32|tf32|e4m3|e5m2|s8|u8|s4|u4)\b", one)
         wrong = _weaker(types, spec)
         if wrong:
             return f"{one} {wrong}", len(found)

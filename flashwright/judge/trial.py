@@ -26,6 +26,7 @@ MOST = 1.5  # how much less exact than the library a candidate may be
 SLACK = 0.05  # units of roundoff that are no matter: at length 1 the library's error is 0
 SLACK_SINK = 1.0  # the library has no sinks: at length 1 it weighs by 1 exactly, a sink does not
 CLOSE = 0.1  # a relative RMS error up to which an output is meant to be the right one
+PATIENCE = 0.2  # seconds in which a thread that was left behind has to show itself
 PICTURE = 64  # queries from which an error map is worth drawing
 
 
@@ -81,12 +82,13 @@ class Trial:
             expected = self.expected.outputs(made, problem.dims)
         shapes = self.form.outputs(problem, expected)
         # The candidate comes first: nothing of the answer exists anywhere yet, not even freed.
-        first = self.sandbox.call(given, shapes, sizes)
+        first = self.sandbox.call(given, shapes, sizes, patience=PATIENCE if fresh else 0.0)
         self._surroundings(outcome, first)
         if self.expected.reference is None:
             expected = self.expected.outputs(made, problem.dims)
         right = self._compare(outcome, first, expected)
         if not first.outputs or not right:
+            self._beside(outcome, first, given, shapes, sizes)
             return outcome
         again = self.sandbox.call(given, shapes, sizes, place=1, ahead=True)
         self._again(outcome, first, again, given, shapes, sizes, expected)
@@ -114,6 +116,21 @@ class Trial:
             names = ", ".join(called.late)
             outcome.blame("hidden_work", f"{names} is still being written after its stream is done")
 
+    def _beside(
+        self,
+        outcome: Outcome,
+        first: Called,
+        given: Mapping[str, Array],
+        shapes: Shapes | None,
+        sizes: Mapping[str, int],
+    ) -> None:
+        """Where NaN came out: is it what lies beside its tensors? Then zeros there change it."""
+        vague = [s for s in outcome.seen if s.name in ("unwritten", "nonfinite")]
+        if vague and self._differ(first, self.sandbox.call(given, shapes, sizes, around=0)):
+            outcome.seen = [s for s in outcome.seen if s not in vague]
+            text = "its output changes with what lies beside its tensors"
+            outcome.blame("out_of_bounds", text)
+
     # --- what came out ------------------------------------------------------------------------
 
     def _compare(self, outcome: Outcome, called: Called, expected: Mapping[str, Array]) -> bool:
@@ -125,7 +142,7 @@ class Trial:
                 good = False
                 continue
             values = output.array.astype(np.float64 if wanted.dtype == np.float64 else wanted.dtype)
-            result = compare(self.spec, name, values, wanted)
+            result = compare(self.spec, name, values, expected)
             library = None
             if name == "O" and result.ok:
                 library = self.expected.library_error(outcome.problem.dims)
@@ -199,16 +216,23 @@ class Trial:
     def _fresh(
         self, outcome: Outcome, first: Called, shapes: Shapes | None, sizes: Mapping[str, int]
     ) -> None:
-        outcome.ask("fresh")
         problem = replace(outcome.problem, seed=outcome.problem.seed + 7919)
-        made = self.form.inputs(problem, self.expected.reference)
-        called = self.sandbox.call(self.form.taken(made), shapes, sizes)
-        expected = self.expected.outputs(made, problem.dims)
-        if not self._differ(first, called) and first.outputs["O"].array.size:
-            outcome.blame("replay", "it gives the earlier answer to other inputs at the same place")
-            return
-        self._surroundings(outcome, called)
-        self._compare(outcome, called, expected)
+        whole = self.form.inputs(problem, self.expected.reference)
+        partly = self.form.inputs(outcome.problem, self.expected.reference)
+        keys = partly["V"].shape[2] if self.expected.reference is None else 0
+        if keys >= 8:  # whoever knows its inputs by their first and last elements
+            middle = slice(keys // 4, keys - keys // 4)
+            partly["V"][:, :, middle] = whole["V"][:, :, middle]
+        for made in (whole, partly) if keys >= 8 else (whole,):
+            outcome.ask("fresh")
+            called = self.sandbox.call(self.form.taken(made), shapes, sizes)
+            expected = self.expected.outputs(made, problem.dims)
+            if not self._differ(first, called) and first.outputs["O"].array.size:
+                text = "it gives the earlier answer to other inputs at the same place"
+                outcome.blame("replay", text)
+                return
+            self._surroundings(outcome, called)
+            self._compare(outcome, called, expected)
 
     def _differ(self, one: Called, other: Called) -> bool:
         return any(

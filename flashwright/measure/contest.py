@@ -32,6 +32,9 @@ class Process(Protocol):
     def start(self) -> None:
         """Load the candidate; Unable or Ended where that fails."""
 
+    def switch(self, candidate: Candidate, spec: AttentionSpec) -> None:
+        """Load another candidate instead; as start."""
+
     def prepare(self, problem: TimedProblem) -> None:
         """Get ready for a problem; Unable with the reason where it cannot do it."""
 
@@ -136,15 +139,18 @@ class Seat:
             raise Unable(self._unable[kernel])
         with self._counted():
             if self._process is None or self._runs != (candidate, problem.spec):
-                self._begin(candidate, problem.spec)
+                self._load(candidate, problem.spec)
             self._asked().prepare(problem)
 
-    def _begin(self, candidate: Candidate, spec: AttentionSpec) -> None:
-        """Start a process for another kernel; who cannot do that kernel is not asked again."""
-        self.drop()
-        self._process, self._runs = self._make(candidate, spec), (candidate, spec)
+    def _load(self, candidate: Candidate, spec: AttentionSpec) -> None:
+        """Another kernel; who cannot do it is not asked for it again."""
+        self._runs = (candidate, spec)
         try:
-            self._process.start()
+            if self._process is None:
+                self._process = self._make(candidate, spec)
+                self._process.start()
+            else:
+                self._process.switch(candidate, spec)
         except Unable as error:
             self._unable[self._kernel] = str(error)
             self.drop()

@@ -51,7 +51,7 @@ class Candidate:
     @classmethod
     def parse(cls, text: str) -> Candidate:
         """`FOLDER`, `file.py:function`, `package.module:function` or `library.so:function`."""
-        if Path(text).is_dir():
+        if text and Path(text).is_dir():
             return cls("package", str(Path(text).resolve()), title=text)
         where, colon, function = text.rpartition(":")
         if not colon or not where or not function:

@@ -44,8 +44,13 @@ class Buffer:
 class Device(Protocol):
     """What differs between the GPU and the CPU."""
 
-    def buffer(self, shape: Sequence[int], dtype: str, shift: int = 0) -> Buffer:
-        """A poisoned tensor; `shift` moves it to another address."""
+    def buffer(
+        self, shape: Sequence[int], dtype: str, shift: int = 0, around: int = POISON
+    ) -> Buffer:
+        """A poisoned tensor; `shift` moves it to another address, `around` is beside it."""
+
+    def empty(self, buffer: Buffer, around: int = POISON) -> None:
+        """Poison a tensor again."""
 
     def fill(self, buffer: Buffer, bits: Array) -> None:
         """Give the tensor its bytes."""
@@ -62,8 +67,8 @@ class Device(Protocol):
     def arrived(self) -> None:
         """Wait for the queue that the candidate was called in, and for no other."""
 
-    def finish(self) -> None:
-        """Wait for everything."""
+    def finish(self, patience: float) -> None:
+        """Wait for everything, also for a thread that goes on behind the caller's back."""
 
     def poison(self) -> None:
         """Leave NaN in the memory that the candidate's next allocations get."""
@@ -81,14 +86,22 @@ class Cpu:
     def __init__(self, guard: int = GUARD) -> None:
         self.guard = guard
 
-    def buffer(self, shape: Sequence[int], dtype: str, shift: int = 0) -> Buffer:
+    def buffer(
+        self, shape: Sequence[int], dtype: str, shift: int = 0, around: int = POISON
+    ) -> Buffer:
         """See Device."""
         kind = DTYPES[dtype]
         size = int(np.prod(shape)) * kind.itemsize
-        base = np.full(2 * self.guard + size + shift, POISON, np.uint8)
+        base = np.full(2 * self.guard + size + shift, around, np.uint8)
         start = self.guard + shift
+        base[start : start + size] = POISON
         view = base[start : start + size].view(kind).reshape(tuple(shape))
         return Buffer(base, view, start, size)
+
+    def empty(self, buffer: Buffer, around: int = POISON) -> None:
+        """See Device."""
+        buffer.base[:] = around
+        buffer.payload[:] = POISON
 
     def fill(self, buffer: Buffer, bits: Array) -> None:
         """See Device."""
@@ -114,9 +127,9 @@ class Cpu:
     def arrived(self) -> None:
         """See Device."""
 
-    def finish(self) -> None:
-        """See Device. A thread that goes on behind the caller's back gets its chance to show."""
-        time.sleep(0.02)
+    def finish(self, patience: float) -> None:
+        """See Device."""
+        time.sleep(patience)
 
     def poison(self) -> None:
         """See Device."""
@@ -144,14 +157,22 @@ class Cuda:
         most = limits.gpu_memory or int(0.9 * whole)
         torch.cuda.set_per_process_memory_fraction(min(1.0, most / whole))
 
-    def buffer(self, shape: Sequence[int], dtype: str, shift: int = 0) -> Buffer:
+    def buffer(
+        self, shape: Sequence[int], dtype: str, shift: int = 0, around: int = POISON
+    ) -> Buffer:
         """See Device."""
         size = int(np.prod(shape)) * DTYPES[dtype].itemsize
         total = 2 * self.guard + size + shift
-        base = self.torch.full((total,), POISON, dtype=self.torch.uint8, device="cuda")
+        base = self.torch.full((total,), around, dtype=self.torch.uint8, device="cuda")
         start = self.guard + shift
+        base[start : start + size] = POISON
         view = base[start : start + size].view(torch_dtype(dtype)).view(tuple(shape))
         return Buffer(base, view, start, size)
+
+    def empty(self, buffer: Buffer, around: int = POISON) -> None:
+        """See Device."""
+        buffer.base.fill_(around)
+        buffer.payload.fill_(POISON)
 
     def fill(self, buffer: Buffer, bits: Array) -> None:
         """See Device."""
@@ -189,11 +210,12 @@ class Cuda:
         """See Device."""
         self.torch.cuda.current_stream().synchronize()
 
-    def finish(self) -> None:
+    def finish(self, patience: float) -> None:
         """See Device."""
         self.torch.cuda.synchronize()
-        time.sleep(0.005)  # a thread of the candidate's may still have something to launch
-        self.torch.cuda.synchronize()
+        if patience:
+            time.sleep(patience)
+            self.torch.cuda.synchronize()
 
     def poison(self) -> None:
         """See Device."""

@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,21 +25,18 @@ import numpy as np
 from flashwright.sandbox.candidate import Candidate, Unable
 from flashwright.sandbox.device import GUARD, POISON
 from flashwright.sandbox.limits import Limits, resident
+from flashwright.sandbox.place import environment, make_folder, opened
 from flashwright.sandbox.problem import TimedProblem
 from flashwright.sandbox.tensors import DTYPES, Array
 from flashwright.sandbox.worker import IN, OUT
 from flashwright.spec import AttentionSpec
 
-IN_WORKER = "FLASHWRIGHT_WORKER"
-"""Set in a candidate's process."""
 _COMMAND = (sys.executable, "-m", "flashwright.sandbox.worker")
-_KEPT = ("PATH", "LANG", "TMPDIR", "USER", "LOGNAME", "LD_LIBRARY_PATH", "CC", "CXX")
-_KEPT_BEGINNINGS = ("CUDA", "NVIDIA", "TORCH", "TRITON", "LC_", "FLASHWRIGHT", "PYTORCH")
-_SHARED_MEMORY = Path("/dev/shm")
-_ROOM = 8 << 30
 _MOST_OF_GPU = 0.95  # torch's own allocations are held to less (device.py)
 _TICK = 0.05  # seconds between two looks at the memory
 _SHIFT = 256  # bytes by which a tensor moves from call to call
+_LONGEST = 1 << 20  # bytes of an answer
+_ERRORS = ("raises", "wrong_form", "out_of_memory", "device_error", "unable")  # the worker's
 
 
 class Ended(Exception):
@@ -77,7 +73,10 @@ class Called:
 
 @dataclass
 class Sandbox:
-    """A candidate in a process of its own. Use it as a context manager."""
+    """A candidate in a process of its own. Use it as a context manager.
+
+    The process ends with the thread that started it: that is how Linux tells it of its parent.
+    """
 
     candidate: Candidate
     spec: AttentionSpec
@@ -115,7 +114,7 @@ class Sandbox:
     def start(self) -> None:
         """Start the process and load the candidate; Ended or Unable where that fails."""
         self.close()
-        self._folder = _folder()
+        self._folder = make_folder()
         down, up = os.pipe(), os.pipe()
         try:
             with open(self._folder / "log.txt", "wb") as log:
@@ -126,14 +125,25 @@ class Sandbox:
                     stdout=log,
                     stderr=log,
                     cwd=self._folder,
-                    env={**_environment(self._folder), **self.environment},
+                    env={**environment(self._folder), **self.environment},
                     start_new_session=True,
                 )
         finally:
             os.close(down[0])
             os.close(up[1])
         self._write, self._read, self._buffer = down[1], up[0], b""
-        path = [str(Path(p or ".").resolve()) for p in sys.path]
+        try:
+            self._load(None if self.before else os.getpid())  # such a tool needs what is sealed off
+        except BaseException:  # Ctrl-C too: nobody gets a chance to close it
+            self.close()
+            raise
+
+    def switch(self, candidate: Candidate, spec: AttentionSpec) -> None:
+        """Another candidate in the same process, which is quicker than a new one."""
+        self.candidate, self.spec = candidate, spec
+        self._load(None)
+
+    def _load(self, judge: int | None) -> None:
         answer = self._ask(
             "load",
             self.limits.start_seconds,
@@ -141,11 +151,11 @@ class Sandbox:
             spec=self.spec.model_dump(mode="json"),
             device=self.device,
             limits=asdict(self.limits),
-            path=path,
+            path=[str(Path(p or ".").resolve()) for p in sys.path],
             guard=self.guard,
-            judge=None if self.before else os.getpid(),  # such a tool needs what is sealed off
+            judge=judge,
         )
-        self.sealed = bool(answer.get("sealed"))
+        self.sealed |= bool(answer.get("sealed"))
 
     def close(self) -> None:
         """End the process and all that it has started."""
@@ -163,7 +173,7 @@ class Sandbox:
     def log(self) -> str:
         """The last of what the candidate printed."""
         try:
-            with open(self._folder / "log.txt", "rb") as file:
+            with opened(self._folder / "log.txt") as file:
                 file.seek(0, os.SEEK_END)
                 file.seek(max(0, file.tell() - 4000))
                 return file.read().decode(errors="replace")
@@ -175,15 +185,19 @@ class Sandbox:
     def _ask(self, operation: str, seconds: float | None = None, **request: Any) -> dict[str, Any]:
         if not self.alive:
             raise Ended("crash", "its process is gone", self.log())
+        if self._buffer or select.select([self._read], [], [], 0)[0]:
+            if not self._buffer and not os.read(self._read, 1 << 16):
+                raise self._died()
+            raise self._end("tampering", "it answers before it is asked")
         limit = seconds or self.limits.seconds
         with contextlib.suppress(BrokenPipeError):  # what became of it shows below
             os.write(self._write, json.dumps({"op": operation, **request}).encode() + b"\n")
         line = self._line(time.monotonic() + limit, limit)
         try:
             answer = json.loads(line)
-            if not isinstance(answer, dict):
+            if not isinstance(answer, dict) or answer.get("error", "raises") not in _ERRORS:
                 raise ValueError
-        except ValueError:
+        except (ValueError, TypeError, RecursionError):
             raise self._end("tampering", "it writes into the judge's own pipe") from None
         if "error" in answer:
             message = str(answer.get("message", ""))
@@ -203,6 +217,8 @@ class Sandbox:
                 if not part:
                     raise self._died()
                 self._buffer += part
+                if len(self._buffer) > _LONGEST:
+                    raise self._end("tampering", "it writes into the judge's own pipe")
             elif time.monotonic() > deadline:
                 raise self._end("hang", f"no answer after {limit:g} s")
             else:
@@ -224,10 +240,14 @@ class Sandbox:
 
     def _died(self) -> Ended:
         assert self._process is not None
-        code = self._process.wait()
+        try:
+            code = self._process.wait(1)
+        except subprocess.TimeoutExpired:
+            return self._end("tampering", "it closes the judge's own pipe")
         how = f"exit code {code}"
         if code < 0:
-            how = f"signal {-code} ({signal.Signals(-code).name})"
+            known = -code in [int(number) for number in signal.Signals]
+            how = f"signal {-code}" + (f" ({signal.Signals(-code).name})" if known else "")
         log = self.log()
         last = next((line for line in reversed(log.splitlines()) if line.strip()), "")
         offence = "out_of_memory" if code == -signal.SIGKILL else "crash"
@@ -248,23 +268,22 @@ class Sandbox:
         *,
         place: int = 0,
         ahead: bool = False,
+        around: int = POISON,
+        patience: float = 0.0,
     ) -> Called:
         """Call the candidate with these inputs, each in its own guarded memory.
 
         `outputs` are shapes and types of tensors that it is given to write to (packages and
         libraries). Another `place` means other addresses. `ahead` calls it while the inputs are
-        still on their way, on a stream of its own.
+        still on their way, on a stream of its own. `around` is the byte in the guard zones.
+        For so many seconds of `patience` its outputs must not change any more.
         """
-        listed, at = [], 0
-        with open(self._folder / IN, "wb") as file:
-            for name, array in inputs.items():
-                names = {dtype: n for n, dtype in DTYPES.items()}
-                told = {"name": name, "dtype": names[array.dtype], "shape": array.shape, "at": at}
-                listed.append(told)
-                flat = np.ascontiguousarray(array).reshape(-1)
-                at += flat.nbytes
-                if flat.size:
-                    flat.view(np.uint8).tofile(file)
+        if not self.alive:
+            raise Ended("crash", "its process is gone")
+        try:
+            listed = self._give(inputs)
+        except FileNotFoundError:
+            raise self._end("tampering", "it takes the judge's folder away") from None
         wanted = [
             {"name": n, "shape": list(shape), "dtype": dtype}
             for n, (shape, dtype) in (outputs or {}).items()
@@ -277,11 +296,28 @@ class Sandbox:
             dims=dict(dims or {}),
             shift=_SHIFT * place,
             ahead=ahead,
+            around=around,
+            patience=patience,
         )
         try:
-            return self._called(answer, inputs, outputs or {}, time.monotonic() - start)
-        except (KeyError, TypeError, ValueError, OSError):
+            seconds = time.monotonic() - start
+            return self._called(answer, inputs, outputs or {}, seconds, around)
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError):
             raise self._end("tampering", "its answer is not the worker's") from None
+
+    def _give(self, inputs: Mapping[str, Array]) -> list[dict[str, Any]]:
+        """Write the inputs down, one behind the other."""
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        listed, at = [], 0
+        with open(self._folder / IN, "wb") as file:
+            for name, array in inputs.items():
+                told = {"name": name, "dtype": names[array.dtype], "shape": array.shape, "at": at}
+                listed.append(told)
+                flat = np.ascontiguousarray(array).reshape(-1)
+                at += flat.nbytes
+                if flat.size:
+                    flat.view(np.uint8).tofile(file)
+        return listed
 
     def _called(
         self,
@@ -289,8 +325,12 @@ class Sandbox:
         inputs: Mapping[str, Array],
         given: Mapping[str, tuple[Sequence[int], str]],
         seconds: float,
+        around: int,
     ) -> Called:
-        raw = np.fromfile(self._folder / OUT, np.uint8)
+        with opened(self._folder / OUT) as file:
+            raw = np.fromfile(file, np.uint8)
+        if set(answer["buffers"]) != {*inputs, *given} or not answer["outputs"]:
+            raise ValueError
         outputs = {}
         for name, told in answer["outputs"].items():
             dtype = str(told["dtype"]) or given[name][1]
@@ -310,7 +350,7 @@ class Sandbox:
                 whole[start + size :],
             )
             missing = len(before) < self.guard or len(behind) < self.guard
-            if missing or (before != POISON).any() or (behind != POISON).any():
+            if missing or (before != around).any() or (behind != around).any():
                 spilled.append(name)
             if name in inputs:
                 exact = np.ascontiguousarray(inputs[name]).reshape(-1)
@@ -366,10 +406,10 @@ class Sandbox:
     def fetch(self, call: int, batch: int, head: int) -> Array:
         """O of one head of a call of the last turn, in fp32."""
         self._ask("fetch", call=call, batch=batch, head=head)
-        spec = self.spec
         try:
-            found: Array = np.fromfile(self._folder / OUT, np.float32)
-            return found.reshape(-1, spec.value_dim)
+            with opened(self._folder / OUT) as file:
+                found: Array = np.fromfile(file, np.float32)
+            return found.reshape(-1, self.spec.value_dim)
         except (ValueError, OSError):
             raise self._end("tampering", "its output has another shape than it said") from None
 
@@ -385,31 +425,3 @@ def _bytes(
 
 def _positive(value: object) -> bool:
     return isinstance(value, float | int) and not isinstance(value, bool) and value > 0
-
-
-def _folder() -> Path:
-    """A folder in memory where there is room for it: tensors go through it."""
-    shared = _SHARED_MEMORY
-    usable = shared.is_dir() and os.access(shared, os.W_OK)
-    room = usable and shutil.disk_usage(shared).free > _ROOM
-    return Path(tempfile.mkdtemp(prefix="flashwright-", dir=shared if room else None))
-
-
-def _environment(folder: Path) -> dict[str, str]:
-    """What a candidate may know of the user's environment: no keys, no home."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name in _KEPT or name.startswith(_KEPT_BEGINNINGS)
-    }
-    package = str(Path(__file__).parents[2])
-    paths = [package, *(p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p)]
-    absolute = os.pathsep.join(str(Path(p).resolve()) for p in paths)
-    return {
-        **kept,
-        "PYTHONPATH": absolute,
-        "HOME": str(folder),
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        IN_WORKER: "1",
-    }

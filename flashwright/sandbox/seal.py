@@ -17,17 +17,20 @@ from collections.abc import Sequence
 
 _PDEATHSIG, _NO_NEW_PRIVS, _SET_SECCOMP, _MODE_FILTER = 1, 38, 22, 2  # prctl
 _LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06  # BPF: ld abs word, jeq, ret
-_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
+_ALLOW, _PRETEND = 0x7FFF0000, 0x00050000  # the latter: nothing happens, and that is success
+_REFUSE = _PRETEND | errno.EPERM
 _NUMBER, _ARCH, _FIRST = 0, 4, 16  # offsets in seccomp_data; the low half of the first argument
 _SYSTEMS = {  # the machine: its audit number, and the numbers of its system calls
     "x86_64": (
         0xC000003E,
         {"kill": 62, "tkill": 200, "tgkill": 234, "ptrace": 101, "socket": 41}
+        | {"setsid": 112, "setpgid": 109}
         | {"process_vm_readv": 310, "process_vm_writev": 311},
     ),
     "aarch64": (
         0xC00000B7,
         {"kill": 129, "tkill": 130, "tgkill": 131, "ptrace": 117, "socket": 198}
+        | {"setsid": 157, "setpgid": 154}
         | {"process_vm_readv": 270, "process_vm_writev": 271},
     ),
 }
@@ -75,15 +78,19 @@ def _filter(audit: int, numbers: dict[str, int], judge: int) -> list[tuple[int, 
     program = [(_LOAD, 0, 0, _ARCH), (_EQUAL, 1, 0, audit), (_RETURN, 0, 0, _ALLOW)]
     for name in ("ptrace", "process_vm_readv", "process_vm_writev", "tkill", *_EVERYWHERE):
         program += _rule(numbers[name], ())
+    for name in ("setsid", "setpgid"):  # whoever leaves the group is not killed with it
+        program += _rule(numbers[name], (), _PRETEND)
     for name, values in (("kill", targets), ("tgkill", targets[:1]), ("socket", networks)):
         program += _rule(numbers[name], values)
     return [*program, (_RETURN, 0, 0, _ALLOW)]
 
 
-def _rule(number: int, values: Sequence[int]) -> list[tuple[int, int, int, int]]:
+def _rule(
+    number: int, values: Sequence[int], answer: int = _REFUSE
+) -> list[tuple[int, int, int, int]]:
     """Refuse a call: always, or where its first argument is one of these."""
     if not values:
-        return [(_LOAD, 0, 0, _NUMBER), (_EQUAL, 0, 1, number), (_RETURN, 0, 0, _REFUSE)]
+        return [(_LOAD, 0, 0, _NUMBER), (_EQUAL, 0, 1, number), (_RETURN, 0, 0, answer)]
     tests = [(_EQUAL, len(values) - n - 1, 0, value) for n, value in enumerate(values[:-1])]
     tests.append((_EQUAL, 0, 1, values[-1]))
     body = [(_LOAD, 0, 0, _FIRST), *tests, (_RETURN, 0, 0, _REFUSE)]

@@ -1,9 +1,8 @@
-"""Kernels for the tests: made once for each program and kept, and judged without a new process."""
+"""Kernels for the tests: made once for each program and kept."""
 
 from __future__ import annotations
 
 import functools
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,8 @@ from flashwright.build.load import Kernel
 from flashwright.build.make import make
 from flashwright.build.package import compiled, translated
 from flashwright.check.check import check
-from flashwright.judge.judge import judge
-from flashwright.judge.verdict import Verdict
 from flashwright.lang.parse import parse
 from flashwright.sandbox.candidate import Candidate
-from flashwright.sandbox.process import Sandbox
-from flashwright.sandbox.worker import Worker
 from flashwright.spec import AttentionSpec
 
 
@@ -70,33 +65,6 @@ def package_of(code: str, gpu: str) -> Candidate:
 
 
 _FOLDERS = tempfile.TemporaryDirectory(prefix="flashwright-tests-")
-
-
-class Direct(Sandbox):
-    """The sandbox without its walls: our own kernels, hundreds of them, in this process."""
-
-    def start(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(dir=_FOLDERS.name))
-        self._worker = Worker(self._folder)
-        super_request = {"candidate": vars(self.candidate), "spec": {}, "device": self.device}
-        self._ask("load", limits=vars(self.limits), path=[], guard=self.guard, judge=None, **super_request)
-
-    def close(self) -> None:
-        pass
-
-    @property
-    def alive(self) -> bool:
-        return True
-
-    def _ask(self, operation: str, seconds: float | None = None, **request: Any) -> dict[str, Any]:
-        request = json.loads(json.dumps(request))  # as it would come through the pipe
-        answer: dict[str, Any] = getattr(self._worker, operation)(**request)
-        return answer
-
-
-def judged(candidate: Candidate, spec: AttentionSpec, **options: Any) -> Verdict:
-    """The judge's verdict, with the kernel in this process."""
-    return judge(candidate, spec, seed=1, sandbox=Direct, **options)
 
 
 def example(path: Path, gpu: str) -> tuple[Candidate, AttentionSpec]:

@@ -16,7 +16,8 @@ from flashwright.author.builtin.variants import make_spec
 from flashwright.cli.main import app
 from flashwright.judge.verdict import Verdict
 from flashwright.spec import AttentionSpec
-from tests.gpu.made import code_of, example, judged, package_of
+from tests.gpu.made import code_of, example, package_of
+from tests.offences.inside import judged
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DTYPES = {"a100": ("fp16", "bf16"), "t4": ("fp16",), "l40s": ("fp16", "bf16", "fp8")}

@@ -26,7 +26,7 @@ def judged(candidate: Candidate, spec: AttentionSpec, **options: Any) -> Verdict
 
 
 class Quick(Cpu):
-    def finish(self) -> None:
+    def finish(self, patience: float) -> None:
         """Nobody who is judged inside has a thread."""
 
 

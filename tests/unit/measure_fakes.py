@@ -110,6 +110,12 @@ class FakeProcess:
         if self.does.unable:
             raise Unable(self.does.unable)
 
+    def switch(self, candidate: Candidate, spec: AttentionSpec) -> None:
+        self.candidate, self.spec = candidate, spec
+        self._event("switch")
+        if self.does.unable:
+            raise Unable(self.does.unable)
+
     def prepare(self, problem: TimedProblem) -> None:
         assert problem.spec == self.spec
         self.problem = problem

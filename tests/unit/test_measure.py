@@ -189,12 +189,13 @@ def test_processes_are_kept_from_cell_to_cell() -> None:
     assert len(world.asked("prepare", OURS)) == 3
 
 
-def test_another_kernel_is_another_process() -> None:
+def test_another_kernel_comes_into_the_same_process() -> None:
     wanted = small(512, variants=("mha", "mqa"))
     ours = {c.kernel: Candidate("package", c.kernel) for c in wanted}
     world = World()
     measured(world, wanted, who=[Contestant(OURS, ours, watched=True)])
-    assert len(world.asked("start", OURS)) == 2
+    assert len(world.asked("start", OURS)) == 1
+    assert len(world.asked("switch", OURS)) == 1
 
 
 # --- those who misbehave ----------------------------------------------------------------------

@@ -18,7 +18,7 @@ import pytest
 
 import flashwright
 from flashwright.lang.diagnostic import Failed
-from flashwright.sandbox import process
+from flashwright.sandbox import place, process
 from flashwright.sandbox.candidate import Candidate, Unable
 from flashwright.sandbox.limits import Limits
 from flashwright.sandbox.process import Called, Ended, Sandbox
@@ -32,11 +32,11 @@ SMALL = Limits(seconds=5, start_seconds=20)
 @pytest.fixture(autouse=True)
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the sandboxes of a test have their folders; nothing else is there."""
-    place = tmp_path / "scratch"
-    place.mkdir()
-    monkeypatch.setattr(process, "_SHARED_MEMORY", Path("/no/such/folder"))
-    monkeypatch.setattr(process.tempfile, "tempdir", str(place))
-    return place
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr(place, "_SHARED_MEMORY", Path("/no/such/folder"))
+    monkeypatch.setattr(place.tempfile, "tempdir", str(folder))
+    return folder
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_an_input_given_back_shares_its_memory(tmp_path: Path) -> None:
 
 
 def test_a_thread_that_goes_on_is_seen() -> None:
-    assert called(cpu("in_a_thread")).late == ("O",)
+    assert called(cpu("in_a_thread"), patience=0.2).late == ("O",)
 
 
 # --- how it ends ------------------------------------------------------------------------------
