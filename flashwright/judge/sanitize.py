@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from flashwright.build import driver
+from flashwright.build import driver, toolchain
 from flashwright.build.compile import NAME, build
 from flashwright.build.load import CUBIN, PLAN, PTX, read_plan
 from flashwright.judge.expected import Expected
@@ -21,6 +22,7 @@ from flashwright.judge.form import form_of
 from flashwright.judge.judge import need_torch
 from flashwright.judge.offences import offence
 from flashwright.judge.problems import Problem, sizes
+from flashwright.judge.sass_lines import line_at, lines_of
 from flashwright.judge.verdict import Offence
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.nodes import line_span
@@ -48,7 +50,31 @@ _FINDING = re.compile(
     r"|Divergent|Unused)[^\n]*(?:\n=========  [^\n]*)*)",
     re.MULTILINE,
 )
-_PLACE = re.compile(r"\bin (\S*?)([\w.-]+):(\d+)")
+_PLACE = re.compile(r"(?:\+0x([0-9a-f]+) )?in \S*?([\w.-]+):(\d+)")
+
+
+@dataclass(frozen=True)
+class Lines:
+    """From what a tool names to kernel.cu, and from there to TL."""
+
+    addresses: Mapping[int, int] = field(default_factory=dict)
+    """The line of kernel.cu of each instruction."""
+    map: SourceMap = field(default_factory=SourceMap)
+
+    def cu(self, text: str) -> tuple[int, ...]:
+        """The lines of kernel.cu in a complaint, each once."""
+        found: list[int | None] = []
+        for address, file, line in _PLACE.findall(text):
+            if file == NAME:
+                found.append(int(line))
+            elif address:
+                found.append(line_at(self.addresses, int(address, 16)))
+        return tuple(dict.fromkeys(line for line in found if line is not None))
+
+    def tl(self, cu: Iterable[int]) -> tuple[int, ...]:
+        """The lines of TL that these implement."""
+        found = (self.map.tl_line(line) for line in cu)
+        return tuple(dict.fromkeys(line for line in found if line is not None))
 
 
 @dataclass(frozen=True)
@@ -125,28 +151,30 @@ def _call(
         running.call(form.taken(made), form.outputs(problem, answer), form.dims(problem))
 
 
-def _with_lines(candidate: Candidate, place: Path) -> tuple[Candidate, SourceMap | None]:
+def _with_lines(candidate: Candidate, place: Path) -> tuple[Candidate, Lines]:
     """A package whose cubin knows its source's lines; other candidates as they are."""
     if candidate.kind != "package":
-        return candidate, None
+        return candidate, Lines()
     folder = Path(candidate.where)
     source = folder / NAME
     if not source.is_file():
-        return candidate, None
+        return candidate, Lines()
+    tools = toolchain.find()
     plan, card = read_plan(folder), driver.cards()[0]
     real = None if plan.arch.rstrip("af") == card.arch else card.arch
-    built = build(source.read_text(), plan.arch, real=real, may_spill=True, line_info=True)
+    options: dict[str, Any] = {"real": real, "may_spill": True, "line_info": True}
+    built = build(source.read_text(), plan.arch, toolchain=tools, **options)
     copy = place / "package"
     copy.mkdir()
     (copy / PLAN).write_bytes((folder / PLAN).read_bytes())
     (copy / CUBIN).write_bytes(built.cubin)
     (copy / PTX).write_text(built.ptx)
-    lines = folder / _MAP
-    known = SourceMap.model_validate_json(lines.read_bytes()) if lines.is_file() else None
-    return replace(candidate, where=str(copy)), known
+    known = folder / _MAP
+    map = SourceMap.model_validate_json(known.read_bytes()) if known.is_file() else SourceMap()
+    return replace(candidate, where=str(copy)), Lines(lines_of(built.cubin, tools), map)
 
 
-def findings(tool: str, log: str, lines: SourceMap | None) -> list[Finding]:
+def findings(tool: str, log: str, lines: Lines) -> list[Finding]:
     """What a tool's log complains of; a count without a text is a finding too."""
     found = list(_findings(tool, log, lines))
     counted = [int(n) for n in _SUMMARY.findall(log)]
@@ -155,13 +183,18 @@ def findings(tool: str, log: str, lines: SourceMap | None) -> list[Finding]:
     return found
 
 
-def _findings(tool: str, log: str, lines: SourceMap | None) -> Iterator[Finding]:
+def _findings(tool: str, log: str, lines: Lines) -> Iterator[Finding]:
     for match in _FINDING.finditer(log):
         text = match[1]
-        first = text.splitlines()[0].strip()
-        cu = [int(n) for _, name, n in _PLACE.findall(text) if name == NAME]
-        tl = [line for n in cu if lines and (line := lines.tl_line(n)) is not None]
-        yield Finding(tool, first, tuple(dict.fromkeys(cu)), tuple(dict.fromkeys(tl)))
+        cu = lines.cu(text)
+        yield Finding(tool, _short(text), cu, lines.tl(cu))
+
+
+def _short(text: str) -> str:
+    """The first line, and what the access raced with, without names longer than all the rest."""
+    lines = [line.lstrip("= ") for line in text.splitlines()]
+    told = lines[:2] if lines[1:] and lines[1].startswith("and ") else lines[:1]
+    return re.sub(r" at \S.*?\+0x[0-9a-f]+(?: in \S+)?", "", " ".join(told)).strip()
 
 
 def _offence(found: Finding, tl: str) -> Offence:

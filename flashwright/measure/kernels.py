@@ -267,21 +267,9 @@ def _judged(made: Made, judge: Judge) -> KernelRecord:
     except Failed as failed:  # there is nothing to judge it with, so there is nothing to measure
         return replace(made, why=_why(failed.diagnostics)).record({}, {})
     took = {"verdict": round(time.perf_counter() - start, 3)}
-    return made.record(shortened(verdict), took)
-
-
-def shortened(verdict: Verdict) -> dict[str, Any]:
-    """What a receipt needs of a verdict."""
-    return {
-        "ok": verdict.ok,
-        "device": verdict.device,
-        "arch": verdict.arch,
-        "seed": verdict.seed,
-        "cases": len(verdict.cases),
-        "worst": verdict.worst,
-        "worst_ratio": verdict.worst_ratio,
-        "offences": [offence.name for offence in verdict.offences],
-    }
+    told = verdict.record()
+    del told["spec"]  # the kernel's own
+    return made.record(told, took)
 
 
 def candidate_of(made: Made) -> Candidate:
@@ -293,7 +281,7 @@ def entry(record: KernelRecord, folder: str) -> Candidate | Missing:
     """What of ours is measured for a kernel: its package, or why there is nothing to measure."""
     if record.why:
         return Missing(record.why)
-    offences = record.verdict.get("offences", [])
+    offences = [str(o["name"]) for o in record.verdict.get("offences", [])]
     if not record.verdict.get("ok"):
         named = ", ".join(offences) or "it has no verdict"
         return Missing(f"the judge rejects it: {named}", offences[0] if offences else None)

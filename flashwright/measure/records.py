@@ -78,7 +78,7 @@ class KernelRecord(_Record):
     seconds: dict[str, float] = {}
     """How long the author, the translation and the compiler took."""
     verdict: dict[str, Any] = {}
-    """The judge's record (judge/verdict.py), shortened to what a receipt needs."""
+    """The judge's record (judge/verdict.py), without the spec, which stands above."""
     why: str = ""
 
 

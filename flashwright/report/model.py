@@ -17,7 +17,7 @@ State = Literal["right", "rejected", "cpu", "unjudged", "changed", "missing"]
 
 
 class _Told(BaseModel):
-    """Part of a verdict as JSON holds it. A receipt's is shortened, so most may be missing."""
+    """Part of a verdict as JSON holds it; what is missing there is not known."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -83,8 +83,6 @@ class Verdict(_Told):
     """What the judge said: Verdict.record() of judge/verdict.py, read back."""
 
     ok: bool
-    tried: int | None = None
-    """How many outputs there were, where the cases themselves are not kept."""
     candidate: str = ""
     device: str = ""
     arch: str = ""
@@ -103,21 +101,18 @@ class Verdict(_Told):
     @model_validator(mode="before")
     @classmethod
     def _whole(cls, told: Any) -> Any:
-        """A receipt counts its cases and only names offences; the sanitizer's are offences too."""
+        """The sanitizer's findings are offences too."""
         if not isinstance(told, dict):
             return told
-        cases, offences, more = (told.get(n, ()) for n in ("cases", "offences", "sanitizer"))
-        if isinstance(cases, int):
-            told = {**told, "cases": (), "tried": cases}
+        offences, more = (told.get(n, ()) for n in ("offences", "sanitizer"))
         if isinstance(offences, list | tuple) and isinstance(more, list | tuple):
-            named = ({"name": o} if isinstance(o, str) else o for o in (*offences, *more))
-            told = {**told, "offences": tuple(named)}
+            told = {**told, "offences": (*offences, *more)}
         return told
 
     @property
     def outputs(self) -> int:
         """How many outputs were compared with fp64."""
-        return self.tried if self.tried is not None else len(self.cases)
+        return len(self.cases)
 
     @property
     def right(self) -> bool:

@@ -6,12 +6,14 @@ import datetime
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from flashwright.build.driver import Card
+from flashwright.judge.offences import offence
+from flashwright.judge.oracle import Comparison
+from flashwright.judge.verdict import Case, Verdict
 from flashwright.measure.bench import Step, Tools
 from flashwright.measure.ceilings import Ceilings
 from flashwright.measure.contest import Contestant
@@ -226,18 +228,13 @@ def made(spec: AttentionSpec, tl: str = "// TL\n", gpu: str = "a100") -> Made:
     return Made(spec, gpu, files, "because", {"registers": 200}, seconds)
 
 
-def verdict(*offences: str) -> Any:
+def verdict(*offences: str) -> Verdict:
     """What the judge would say."""
-    return SimpleNamespace(
-        ok=not offences,
-        device=H200.name,
-        arch=H200.arch,
-        seed=3,
-        cases=(1, 2),
-        worst=1e-3,
-        worst_ratio=0.9,
-        offences=[SimpleNamespace(name=name) for name in offences],
-    )
+    spec = AttentionSpec.make(variant="any")
+    good = Comparison(ok=True, reason="", relative_rms=1e-3)
+    cases = (Case({"q_len": 5, "kv_len": 7}, "normal", "O", good, 2e-3),)
+    found = tuple(offence(name, "seen") for name in offences)
+    return Verdict("any", H200.name, H200.arch, spec, 3, cases, offences=found)
 
 
 @dataclass

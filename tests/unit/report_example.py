@@ -114,11 +114,9 @@ def rejected(spec: AttentionSpec, name: str = "replay") -> dict[str, Any]:
     return verdict(spec, ok=False, offences=[{"name": name, "code": "FW853", "message": message}])
 
 
-def short(told: dict[str, Any]) -> dict[str, Any]:
-    """A verdict as a receipt keeps it (measure/kernels.py)."""
-    kept = ("ok", "device", "arch", "seed", "worst", "worst_ratio")
-    names = [offence["name"] for offence in told["offences"]]
-    return {**{n: told[n] for n in kept}, "cases": len(told["cases"]), "offences": names}
+def receipt(told: dict[str, Any]) -> dict[str, Any]:
+    """A verdict as a kernel's record has it (measure/kernels.py): the spec stands beside it."""
+    return {name: value for name, value in told.items() if name != "spec"}
 
 
 def run_record(**changes: Any) -> RunRecord:
@@ -193,7 +191,7 @@ def records(names: Sequence[str] = tuple(SPECS)) -> Iterator[_Record]:
     for name in names:
         spec = SPECS[name]
         whole = kernel_record(name)
-        kept = whole.verdict if name in (WHOLE, REJECTED) else short(whole.verdict)
+        kept = whole.verdict if name in (WHOLE, REJECTED) else receipt(whole.verdict)
         yield whole.model_copy(update={"verdict": kept})
         for length in LENGTHS:
             cell = f"{name} {length}"

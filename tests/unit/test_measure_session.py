@@ -66,16 +66,10 @@ def test_the_file_has_the_run_the_kernels_and_all_numbers(tmp_path: Path) -> Non
     kernels.sort(key=lambda kernel: kernel.name)  # they come as their verdicts do
     assert [k.name for k in kernels] == ["mha d64 causal", "mqa d64 causal"]
     assert set(kernels[0].hashes) == {"tl", "source", "cubin"}
-    assert kernels[0].verdict == {
-        "ok": True,
-        "device": "NVIDIA H200",
-        "arch": "sm_90",
-        "seed": 3,
-        "cases": 2,
-        "worst": 1e-3,
-        "worst_ratio": 0.9,
-        "offences": [],
-    }
+    told = kernels[0].verdict
+    assert (told["ok"], told["seed"], told["worst_ratio"]) == (True, 3, 0.5)
+    assert told["cases"][0]["dims"] == {"q_len": 5, "kv_len": 7}
+    assert "spec" not in told
     assert set(kernels[0].seconds) == {"author", "translate", "build", "verdict"}
     assert len([r for r in rest if isinstance(r, NumberRecord)]) == 4 * 3
     assert all(Results.of(records).complete(cell.name) for cell in plan().cells)

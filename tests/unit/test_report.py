@@ -17,7 +17,6 @@ from flashwright.gpu import find
 from flashwright.judge import verdict
 from flashwright.judge.oracle import Comparison
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.measure.kernels import shortened
 from flashwright.measure.records import OURS, AbsentRecord
 from flashwright.report import headline, ratios, reproduce
 from flashwright.report.gather import NOT_RUN, gather
@@ -99,9 +98,9 @@ def test_what_the_sanitizer_finds_rejects_a_kernel_too(tmp_path: Path) -> None:
     assert states(gather([path])) == ["right"]
 
 
-def test_a_shortened_verdict_says_as_much(tmp_path: Path) -> None:
+def test_the_verdict_in_a_receipt_says_as_much(tmp_path: Path) -> None:
     for told, state in ((example.verdict(SPEC), "right"), (example.rejected(SPEC), "rejected")):
-        kernel = example.kernel_record(NAME, verdict=example.short(told))
+        kernel = example.kernel_record(NAME, verdict=example.receipt(told))
         records = [example.run_record(), kernel]
         report = gather([example.write_records(tmp_path / "records.jsonl", records)])
         (point,) = headline.verdicts(report)
@@ -205,7 +204,7 @@ def test_what_the_judge_says_can_be_reported(tmp_path: Path) -> None:
         told = report.kernels[0].verdict
         assert told is not None
         assert (told.candidate, told.seed, told.cases[0].ratio) == ("mine.py:f", 7, case.ratio)
-        kernel = example.kernel_record(NAME, verdict=shortened(said))
+        kernel = example.kernel_record(NAME, verdict=example.receipt(said.record()))
         records = [example.run_record(), kernel]
         report = gather([example.write_records(tmp_path / "records.jsonl", records)])
         assert states(report) == [state]

@@ -23,6 +23,8 @@ def torch_cudnn(spec: AttentionSpec) -> Callable[..., Any]:
 
 def torch_efficient(spec: AttentionSpec) -> Callable[..., Any]:
     """The memory-efficient kernel that came from xFormers."""
+    if spec.kv_heads != spec.heads:
+        raise Unable("it has no heads of K and V that query heads share")
     return _backend(spec, "EFFICIENT_ATTENTION")
 
 
