@@ -6,13 +6,16 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-slow lint clean
 
 demo: $(READY)
 	$(BIN)/flashwright generate gqa --gpu h200 --causal --head-dim 128 --dtype bf16 --out out/gqa-h200
 
 test: $(READY) lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow'
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -82,6 +82,7 @@ def test_mutants_are_killed(name: str, operator: str) -> None:
     assert not any(wrong), "\n".join(filter(None, wrong))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_program_is_guarded(variant: str, part: int) -> None:
