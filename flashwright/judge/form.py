@@ -17,7 +17,7 @@ from flashwright.judge.problems import Problem
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.launch_plan import LaunchPlan, PlanTensor, evaluate
 from flashwright.sandbox.candidate import Candidate
-from flashwright.sandbox.tensors import Array
+from flashwright.sandbox.tensors import DTYPES, Array
 from flashwright.spec import AttentionSpec
 
 Shapes = dict[str, tuple[tuple[int, ...], str]]
@@ -111,9 +111,7 @@ class PackageForm:
 
     def taken(self, made: Mapping[str, Array]) -> dict[str, Array]:
         """See Form."""
-        return {
-            t.name: made[t.name].astype(trial.DTYPES[t.dtype]) for t in self.plan.tensors if t.read
-        }
+        return {t.name: made[t.name].astype(DTYPES[t.dtype]) for t in self.plan.tensors if t.read}
 
     def outputs(self, problem: Problem, expected: Mapping[str, Array]) -> Shapes | None:
         """See Form."""

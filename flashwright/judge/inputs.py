@@ -18,14 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashwright.interpret import NUMPY_DTYPES
+from flashwright.sandbox.tensors import DTYPES
 from flashwright.spec import AttentionSpec
 
 Array = NDArray[Any]
 
 KINDS = ("normal", "scaled", "shifted", "opposed", "peaked", "one_hot_v", "outliers", "large")
-
-DTYPES: Mapping[str, np.dtype[Any]] = {n: np.dtype(t) for n, t in NUMPY_DTYPES.items()}
 
 _MOST = {"fp16": 65504.0, "bf16": 3.3895e38, "e4m3": 448.0, "e5m2": 57344.0, "fp32": 3.4e38}
 _SCALE, _SHIFT, _PEAK, _OUTLIER = 0.05, 3.0, 3.0, 32.0

@@ -19,7 +19,7 @@ from flashwright.build import driver
 from flashwright.judge import static
 from flashwright.judge.expected import Expected
 from flashwright.judge.form import form_of
-from flashwright.judge.offences import offence
+from flashwright.judge.offences import offence, once
 from flashwright.judge.probes import probe
 from flashwright.judge.problems import Problem, problems
 from flashwright.judge.trial import Outcome, Seen, Trial
@@ -196,7 +196,7 @@ class Hearing:
             seed=self.seed,
             cases=tuple(case for outcome in self.outcomes for case in outcome.cases),
             checks=self._checks(),
-            offences=_once(self.found),
+            offences=once(self.found),
             library=None if expected.unable else "torch flash",
             unable=expected.unable,
             picture=self._picture(),
@@ -390,8 +390,3 @@ def _special(vague: Sequence[Seen]) -> Iterable[Offence]:
         kinds = ", ".join(dict.fromkeys(s.problem.kind for s in other or vague))
         text = f"it is right for normal inputs, and not for {kinds}: {(other or vague)[0]}"
         yield offence("special_inputs", text)
-
-
-def _once(found: Sequence[Offence]) -> tuple[Offence, ...]:
-    """Each name once, with the first thing seen."""
-    return tuple({o.name: o for o in reversed(found)}.values())[::-1]

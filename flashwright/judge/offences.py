@@ -6,7 +6,7 @@ verdict on the candidate; what cannot be asked here is none, and is said as such
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from flashwright.judge.verdict import Offence
@@ -49,3 +49,8 @@ CODES: Mapping[str, str] = MappingProxyType(
 def offence(name: str, message: str, help: str | None = None) -> Offence:
     """An offence, with the diagnostic that shows it."""
     return Offence(name, message, Diagnostic(CODES[name], f"{name}: {message}", help=help))
+
+
+def once(found: Sequence[Offence]) -> tuple[Offence, ...]:
+    """Each name once, with the first thing seen."""
+    return tuple({o.name: o for o in reversed(found)}.values())[::-1]

@@ -20,7 +20,7 @@ from flashwright.build.load import CUBIN, PLAN, PTX, read_plan
 from flashwright.judge.expected import Expected
 from flashwright.judge.form import form_of
 from flashwright.judge.judge import need_torch
-from flashwright.judge.offences import offence
+from flashwright.judge.offences import offence, once
 from flashwright.judge.problems import Problem, sizes
 from flashwright.judge.sass_lines import line_at, lines_of
 from flashwright.judge.verdict import Offence
@@ -126,7 +126,7 @@ def sanitize(
                     found.append(offence(ended.offence, f"under {tool}: {ended.message}"))
             tl = _text(Path(candidate.where, "code.tl"))
             found += [_offence(f, tl) for f in findings(tool, _text(log), lines)]
-    return tuple({o.name: o for o in reversed(found)}.values())[::-1]
+    return once(found)
 
 
 def _command(program: str, tool: str, candidate: Candidate, log: Path) -> tuple[str, ...]:

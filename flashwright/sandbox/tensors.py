@@ -39,12 +39,6 @@ def to_torch(array: Array, dtype: str, device: str = "cuda") -> Any:
     return torch.from_numpy(bits).view(getattr(torch, NAMES[dtype])).to(device)
 
 
-def to_numpy(tensor: Any) -> Array:
-    """A tensor as a NumPy array that holds its values: fp32, or integers as they are."""
-    found: Array = (tensor.float() if tensor.is_floating_point() else tensor).cpu().numpy()
-    return found
-
-
 def bits(array: Array) -> Array:
     """The same memory as whole numbers, to compare NaN with NaN."""
     flat: Array = np.ascontiguousarray(array)
