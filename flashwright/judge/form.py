@@ -63,8 +63,14 @@ class SpecForm:
         if reference is not None:
             made = reference.make_inputs(np.random.default_rng(problem.seed), problem.dims)
             if made is not None:
-                return made
+                return {name: self._narrow(array) for name, array in made.items()}
         return trial.make_inputs(self.spec, problem.dims, problem.seed, problem.kind)
+
+    def _narrow(self, array: Array) -> Array:
+        """NumPy draws float64 and int64 where nobody says otherwise; kernels take neither."""
+        if array.dtype in DTYPES.values():
+            return array
+        return array.astype(DTYPES["int32" if array.dtype.kind in "iub" else self.spec.input_dtype])
 
     def taken(self, made: Mapping[str, Array]) -> dict[str, Array]:
         """See Form."""

@@ -181,7 +181,9 @@ class Trial:
             return True
         outcome.ask("exactness")
         slack = SLACK_SINK if self.spec.sink else SLACK
-        limit = MOST * case.library + slack * oracle.ROUNDOFF[self.spec.dtype]
+        # Few rows scatter: where one outlier rules, the ratio is that of two single roundings.
+        few = 1 + 4 / np.sqrt(max(wanted[..., 0].size, 1))
+        limit = MOST * few * case.library + slack * oracle.ROUNDOFF[self.spec.dtype]
         if result.relative_rms > limit:
             text = f"{result.relative_rms:.2e}, torch's flash backend has {case.library:.2e}"
             outcome.blame("low_precision", f"the relative RMS error of {name} is {text}")

@@ -89,7 +89,10 @@ class Sandbox:
     environment: Mapping[str, str] = field(default_factory=dict)
     """More of it for the process."""
     gpu_used: Callable[[], tuple[int, int]] | None = None
-    """Free and whole memory of the GPU, where nobody else uses it: what torch does not limit."""
+    """Free and whole memory of the GPU: it shows what is taken past torch, which has a limit.
+
+    What was in use at the start is not held against the candidate.
+    """
 
     def __post_init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -114,6 +117,7 @@ class Sandbox:
     def start(self) -> None:
         """Start the process and load the candidate; Ended or Unable where that fails."""
         self.close()
+        self._others = _in_use(self.gpu_used)
         self._folder = make_folder()
         down, up = os.pipe(), os.pipe()
         try:
@@ -234,7 +238,7 @@ class Sandbox:
         if self.gpu_used is not None:
             free, whole = self.gpu_used()
             most = self.limits.gpu_memory or int(_MOST_OF_GPU * whole)
-            if whole - free > most:
+            if whole - free - self._others > most:
                 text = f"it takes more than {most / (1 << 30):.3g} GB of the GPU's memory"
                 raise self._end("out_of_memory", text)
 
@@ -425,3 +429,8 @@ def _bytes(
 
 def _positive(value: object) -> bool:
     return isinstance(value, float | int) and not isinstance(value, bool) and value > 0
+
+
+def _in_use(memory: Callable[[], tuple[int, int]] | None) -> int:
+    free, whole = memory() if memory else (0, 0)
+    return whole - free

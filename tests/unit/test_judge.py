@@ -326,6 +326,25 @@ def test_a_reference_of_ones_own(tmp_path: Path) -> None:
     assert names(wrong) == ("wrong",)
 
 
+def test_the_references_own_inputs_come_in_types_that_kernels_take(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import numpy as np\n"
+        "def make_inputs(rng, dims):\n"
+        "    shape = (1, 2, dims['q_len'], 16)\n"
+        "    return {'Q': rng.standard_normal(shape), 'Number': rng.integers(0, 9, 3)}\n"
+        "def reference(inputs, dims):\n"
+        "    return inputs['Q'] * inputs['Number'][0]\n"
+        "def attention(q, number):\n"
+        "    assert number.dtype == np.int32\n"
+        "    return (q.astype(np.float32) * number[0]).astype(np.float16)\n"
+    )
+    spec = AttentionSpec.make(variant="own", heads=2, head_dim=16, reference="mine.py", lse=False)
+    found = flashwright.verify(
+        f"{tmp_path / 'mine.py'}:attention", spec, device="cpu", base=tmp_path, sandbox=Inside
+    )
+    assert found.ok, found.offences
+
+
 def test_bfloat16_and_fp8_arrive_as_they_are(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def attention(q, k, v):\n    raise ValueError(str(q.dtype))\n")

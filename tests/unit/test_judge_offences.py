@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from flashwright.judge.expected import Expected
 from flashwright.judge.judge import judge
 from flashwright.judge.verdict import Verdict
 from flashwright.sandbox.candidate import Candidate
@@ -226,6 +227,7 @@ MEDDLING: dict[str, tuple[str, ...]] = {
 # In a program of its own: a judge that can be stopped would stop the tests too.
 PROGRAM = """
 import json, sys
+from flashwright.judge.expected import Expected
 from flashwright.judge.judge import judge
 from flashwright.sandbox.candidate import Candidate
 from flashwright.sandbox.limits import Limits
@@ -273,3 +275,17 @@ def test_a_candidate_that_rewrites_itself(tmp_path: Path) -> None:
     found = judge(one, SPEC, lengths=SHORT, device="cpu")
     assert "tampering" in names(found)
     assert "mine.py" in told(found)
+
+
+def test_wrong_comes_before_inexact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where logits are tiny, a wrong scale looks like a lack of bits."""
+    (tmp_path / "off.py").write_text(
+        "from tests.offences.honest import attention as honest\n"
+        "def attention(q, k, v):\n"
+        "    return honest(q, k, v, causal=True, scale=0.3)\n"
+    )
+    monkeypatch.setattr(Expected, "library_error", lambda self, dims: 1e-4)
+    one = Candidate("python", str(tmp_path / "off.py"), "attention")
+    found = [o.name for o in judge(one, SPEC, seed=1, device="cpu", sandbox=Inside).offences]
+    assert found[0] == "wrong"
+    assert "low_precision" in found

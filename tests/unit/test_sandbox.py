@@ -184,6 +184,24 @@ def test_every_end_has_its_name_and_leaves_nothing(
     assert not list(scratch.iterdir())
 
 
+def test_only_what_the_candidate_takes_of_the_gpu_is_held_against_it() -> None:
+    used = iter([60, *[90] * 1000])  # by others before it starts, by all while it waits
+    limits = Limits(seconds=0.5, gpu_memory=40)
+    with (
+        pytest.raises(Ended) as ended,
+        Sandbox(cpu("hangs"), SPEC, "cpu", limits, gpu_used=lambda: (100 - next(used), 100)) as one,
+    ):
+        one.call(inputs())
+    assert ended.value.offence == "hang"
+    used = iter([60, *[101] * 1000])
+    with (
+        pytest.raises(Ended) as ended,
+        Sandbox(cpu("hangs"), SPEC, "cpu", limits, gpu_used=lambda: (200 - next(used), 200)) as one,
+    ):
+        one.call(inputs())
+    assert ended.value.offence == "out_of_memory"
+
+
 def test_after_an_exception_the_next_call_is_possible(tmp_path: Path) -> None:
     text = """
 def attention(q, k, v):
