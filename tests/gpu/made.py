@@ -36,6 +36,11 @@ def kernel_of(code: str, gpu: str) -> Kernel:
     return fresh(code, gpu)
 
 
+def made_of(code: str, gpu: str) -> tuple[Kernel, str]:
+    """The kernel of a program, loaded once, and its PTX."""
+    return kernel_of(code, gpu), str(_made(code, gpu)[1].ptx)
+
+
 def fresh(code: str, gpu: str) -> Kernel:
     """A kernel whose code is not on the device yet.
 

@@ -1,0 +1,201 @@
+"""A launch on the CPU: the plan's grid, the caller's arrays, and what was found."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashwright.build.encode import LAYOUTS, caller_order
+from flashwright.emulate.encode import MODULE, Program, encode
+from flashwright.emulate.machine import Found, Launch, Region, library
+from flashwright.emulate.parse import bad, parse
+from flashwright.emulate.ptx import Instruction
+from flashwright.lower.launch_plan import LaunchPlan, PlanTensor, evaluate
+
+Array = NDArray[Any]
+
+KINDS = (
+    *("out_of_bounds", "misaligned", "read_only", "unwritten", "race", "deadlock", "divergent"),
+    *("proxy", "transaction", "register", "fence", "barrier", "trap"),
+)
+COUNTS = (*("executed", "lanes", "bytes", "wavefronts", "ideal", "sectors", "requests", "waits"),)
+GAP = 1 << 20  # bytes between two tensors: whoever runs over the end of one hits nothing
+_ROOM = 256
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that the hardware would not have told."""
+
+    kind: str
+    instruction: Instruction
+    block: int
+    """The number of the thread block."""
+    warp: int
+    lane: int
+    """-1: the whole warp."""
+    address: int
+    """In its space; of a barrier its number, or where it lies in shared memory."""
+    other: Instruction | None
+    """What it collides with."""
+    detail: tuple[int, int]
+    """Of a barrier: arrivals and bytes that it still waits for; of a transaction: bytes."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a launch found, and what it did."""
+
+    findings: tuple[Finding, ...]
+    counts: NDArray[np.int64]
+    """A row for each of the program's instructions, with the columns COUNTS."""
+
+
+def prepare(ptx: str, entry: str) -> Program:
+    """A kernel, decoded; Failed with FW831 where the machine cannot execute it."""
+    module = parse(ptx)
+    if entry not in module.entries:
+        raise bad(1, f"there is no kernel {entry}; there are {', '.join(module.entries)}")
+    return encode(module, module.entries[entry])
+
+
+def run(
+    program: Program,
+    plan: LaunchPlan,
+    arrays: Mapping[str, Array],
+    dims: Mapping[str, int],
+    schedule: str = "eager",
+) -> Result:
+    """Run a kernel on arrays in the caller's order of axes; outputs are written in place."""
+    regions, parameters = _memory(plan, arrays, dims)
+    grid = [evaluate(count, dims) for count in plan.grid]
+    return launch(program, regions, parameters, grid, [plan.threads], plan.shared, schedule)
+
+
+def launch(
+    program: Program,
+    regions: Sequence[Region],
+    parameters: bytes,
+    grid: Sequence[int],
+    block: Sequence[int],
+    shared: int,
+    schedule: str = "eager",
+) -> Result:
+    """Run blocks of threads over a grid; `shared` comes on top of what the kernel declares.
+
+    `schedule` says when asynchronous work is done: `eager`, when it is started; `lazy`, as late as
+    a wait allows; `random:SEED`, at any moment between, with the warps in any order.
+    """
+    kind, seed = _schedule(schedule)
+    names, (code, operands, touched, specials) = program.packed
+    registers = np.frombuffer(bytes(program.registers) or b"\0", np.uint8)
+    data = np.frombuffer(bytes(program.data) or b"\0", np.uint8).copy()
+    # A struct may be padded at its end.
+    given = np.frombuffer(parameters.ljust(max(program.parameter_bytes, 1), b"\0"), np.uint8)
+    known = [*regions, Region(MODULE, len(program.data), data.ctypes.data, 1)]
+    listed = (Region * len(known))(*known)
+    found = (Found * _ROOM)()
+    counts = np.zeros((len(program.names), len(COUNTS)), np.int64)
+    told = Launch(
+        names=names,
+        code=code.ctypes.data,
+        instructions=len(program.names),
+        operands=operands.ctypes.data,
+        operand_count=len(program.operands),
+        touched=touched.ctypes.data,
+        touched_count=len(program.touched),
+        registers=registers.ctypes.data,
+        register_bytes=len(program.registers),
+        specials=specials.ctypes.data,
+        special_count=len(program.specials) // 2,
+        regions=ctypes.addressof(listed),
+        region_count=len(known),
+        parameters=given.ctypes.data,
+        parameter_bytes=len(given),
+        grid=(ctypes.c_int32 * 3)(*[*grid, 1, 1][:3]),
+        block=(ctypes.c_int32 * 3)(*[*block, 1, 1][:3]),
+        shared_bytes=program.shared + shared,
+        local_bytes=program.local,
+        schedule=kind,
+        seed=seed,
+        findings=ctypes.addressof(found),
+        finding_room=_ROOM,
+        counts=counts.ctypes.data,
+    )
+    unknown = library().fw_unknown(ctypes.byref(told))
+    if unknown >= 0:
+        one = program.source[unknown]
+        raise bad(one.line, f"the machine does not know {one.opcode}")
+    count = library().fw_run(ctypes.byref(told))
+    return Result(tuple(_finding(program, f) for f in found[: min(count, _ROOM)]), counts)
+
+
+def _schedule(text: str) -> tuple[int, int]:
+    """Its number in the machine, and the seed; ValueError for what is none."""
+    name, _, seed = text.partition(":")
+    if text in ("eager", "lazy"):
+        return ("eager", "lazy").index(text), 0
+    if name == "random" and seed.isdecimal():
+        return 2, int(seed)
+    raise ValueError(f"no schedule {text!r}: there are eager, lazy and random:SEED")
+
+
+def _finding(program: Program, found: Any) -> Finding:
+    return Finding(
+        KINDS[found.kind],
+        program.source[found.instruction],
+        found.block,
+        found.warp,
+        found.lane,
+        found.address,
+        program.source[found.other] if found.other >= 0 else None,
+        (found.detail[0], found.detail[1]),
+    )
+
+
+def behind(base: int, size: int) -> int:
+    """Where the next array begins."""
+    return base + -(-size // GAP) * GAP + GAP
+
+
+def _memory(
+    plan: LaunchPlan, arrays: Mapping[str, Array], dims: Mapping[str, int]
+) -> tuple[list[Region], bytes]:
+    """Where each tensor is, and the struct of parameters, as the launcher packs it."""
+    regions, packed, base = [], b"", GAP
+    for tensor in plan.tensors:
+        array = arrays.get(tensor.name)
+        if array is None:
+            packed += bytes(8 * (1 + len(tensor.axes)))
+            continue
+        size = array.nbytes
+        use = 0 if not tensor.written else 1 if tensor.read else 2
+        regions.append(Region(base, size, array.ctypes.data, use))
+        packed += struct.pack("<Q", base)
+        packed += b"".join(struct.pack("<q", s) for s in _strides(tensor, array, dims))
+        base = behind(base, size)
+    packed += b"".join(struct.pack("<i", dims[name]) for name in plan.dims)
+    return regions, packed.ljust(-(-len(packed) // 8) * 8, b"\0")
+
+
+def _strides(tensor: PlanTensor, array: Array, dims: Mapping[str, int]) -> list[int]:
+    sizes = [evaluate(axis.size, dims) for axis in tensor.axes]
+    strides = [0] * len(sizes)
+    if tensor.flat:
+        dense = 1
+        for axis in reversed(range(len(sizes))):
+            strides[axis] = dense
+            dense *= sizes[axis]
+        return strides
+    for axis, parts in enumerate(caller_order(tensor, LAYOUTS[0])):
+        stride = array.strides[axis] // array.itemsize
+        for part in reversed(parts):
+            strides[part] = stride
+            stride *= sizes[part]
+    return strides

@@ -1,0 +1,457 @@
+"""A kernel for the machine: every operand a slot of the register file, every label a number."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashwright.emulate.parse import bad, names
+from flashwright.emulate.ptx import (
+    Address,
+    Entry,
+    Immediate,
+    Instruction,
+    Module,
+    Operand,
+    Pair,
+    Register,
+    Symbol,
+    Variable,
+    Vector,
+)
+
+LANES = 32
+MODULE = 1 << 38  # where variables of the module lie in global memory
+_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
+_TYPE = re.compile(r"\.(?:[usb](8|16|32|64|128)|(?:b?f|tf)(16|32|64))(?:x2)?\b")
+# Parts of an opcode that change nothing here.
+_IDLE = re.compile(
+    r"\.(?:aligned|uni|volatile|relaxed|acquire|release|gpu|cta|sys|weak|nc|ca|cg|cs|cv|wb|wt|lu"
+    r"|L1::\w+|L2::\w+|L2_\w+|level::\w+)(?![\w:])"
+)
+_NOTHING = ("membar", "fence", "prefetch", "prefetchu", "setmaxnreg", "griddepcontrol", "nanosleep")
+_AXES = ("x", "y", "z")
+# In the order of launch.cpp's `special`.
+SPECIALS = (
+    *(f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in _AXES),
+    *("%laneid", "%warpid"),
+    *(f"%lanemask_{which}" for which in ("eq", "lt", "le", "ge", "gt")),
+    *("%nwarpid", "%smid", "%nsmid", "%dynamic_smem_size"),
+    *(f"%{name}.{axis}" for name in ("clusterid", "nclusterid") for axis in _AXES),
+    *(f"%cluster_{name}.{axis}" for name in ("ctaid", "nctaid") for axis in _AXES),
+    *("%cluster_ctarank", "%cluster_nctarank"),
+)
+# In the order of atomic.cpp.
+OPERATIONS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
+TYPES = ("b32", "b64", "u32", "u64", "s32", "s64", "f32", "f64", "f16x2", "bf16x2")
+NORMAL, BRANCH, EXIT, SYNC, ARRIVE, MBARRIER, CLUSTER_ARRIVE, CLUSTER_WAIT, PRODUCTS = range(9)
+
+
+@dataclass
+class Program:
+    """A kernel, encoded."""
+
+    names: list[str] = field(default_factory=list)
+    code: list[int] = field(default_factory=list)
+    """Eight numbers for each instruction: run.h's Code behind the handler."""
+    operands: list[int] = field(default_factory=list)
+    touched: list[int] = field(default_factory=list)
+    """Registers that an instruction writes, then those that it reads: for wgmma's sake."""
+    registers: bytearray = field(default_factory=bytearray)
+    specials: list[int] = field(default_factory=list)
+    source: list[Instruction] = field(default_factory=list)
+    shared: int = 0
+    """Bytes of shared memory that are declared; the launch's own come behind them."""
+    local: int = 0
+    """Bytes of each thread's own memory."""
+    data: bytearray = field(default_factory=bytearray)
+    """Variables of the module."""
+    parameters: tuple[Variable, ...] = ()
+    offsets: tuple[int, ...] = ()
+    """Of the parameters."""
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of all parameters together."""
+        return self.offsets[-1] + self.parameters[-1].size if self.parameters else 0
+
+    @cached_property
+    def packed(self) -> tuple[Any, list[NDArray[np.int32]]]:
+        """Names, and code, operands, touched and specials, as the machine takes them."""
+        names = (ctypes.c_char_p * len(self.names))(*(n.encode() for n in self.names))
+        lists = (self.code, self.operands, self.touched, self.specials)
+        return names, [np.array(numbers or [0], np.int32) for numbers in lists]
+
+
+def encode(module: Module, entry: Entry) -> Program:
+    """The program of a kernel; Failed with FW831 at the first thing that cannot be."""
+    return _Encoder(module, entry).program()
+
+
+class _Encoder:
+    def __init__(self, module: Module, entry: Entry) -> None:
+        self.entry = entry
+        self.made = Program(parameters=entry.parameters)
+        self.slots: dict[object, int] = {}
+        self.addresses: dict[str, int] = {}
+        self.line = 0
+        self.jumps: list[tuple[int, str, int]] = []
+        self.starts: list[int] = []
+        self.now: Instruction | None = None
+        self._place([*module.variables, *entry.variables])
+
+    def _place(self, variables: list[Variable]) -> None:
+        """Where each variable lies in its space; shared memory that the launch sizes is last."""
+        made = self.made
+        ends = {"param": 0, "shared": 0, "local": 0, "global": 0}
+        sized = [v for v in variables if v.size or v.space != "shared"]
+        unsized = [v for v in variables if not v.size and v.space == "shared"]
+        for variable in (*self.entry.parameters, *sized, *unsized):
+            space = "global" if variable.space == "const" else variable.space
+            offset = -(-ends[space] // variable.align) * variable.align
+            self.addresses[variable.name] = offset + (MODULE if space == "global" else 0)
+            ends[space] = offset + variable.size
+            if space == "global":
+                made.data += bytes(offset - len(made.data))
+                made.data += variable.data.ljust(variable.size, b"\0")
+        made.offsets = tuple(self.addresses[p.name] for p in self.entry.parameters)
+        made.shared, made.local = ends["shared"], ends["local"]
+
+    def program(self) -> Program:
+        for instruction in self.entry.code:
+            self.starts.append(len(self.made.names))
+            self.line, self.now = instruction.line, instruction
+            self._instruction(instruction)
+        self.starts.append(len(self.made.names))
+        # A kernel may end without saying so.
+        self.now = Instruction("ret", (), None, self.line)
+        self._emit("", [], EXIT)
+        for at, label, line in self.jumps:
+            if label not in self.entry.labels:
+                raise bad(line, f"there is no label {label}")
+            self.made.operands[at] = self.starts[self.entry.labels[label]]
+        return self.made
+
+    # --- slots --------------------------------------------------------------------------------
+
+    def _room(self, key: object, data: bytes) -> int:
+        if key not in self.slots:
+            self.slots[key] = len(self.made.registers)
+            self.made.registers += data
+        return self.slots[key]
+
+    def _bytes_of(self, name: str) -> int:
+        if name in SPECIALS:
+            return 4
+        kind = self.entry.registers.get(name)
+        if kind is None:
+            raise bad(self.line, f"the register {name} is not declared")
+        return 0 if kind == "pred" else _BYTES[kind.lstrip("busf")]
+
+    def _register(self, name: str) -> int:
+        if name == "_":
+            return -1
+        if name in SPECIALS:
+            known = name in self.slots
+            slot = self._room(name, bytes(4 * LANES))
+            if not known:
+                self.made.specials += [SPECIALS.index(name), slot]
+            return slot
+        size = self._bytes_of(name)
+        return self._room(name, bytes(LANES * size if size else 8))
+
+    def _constant(self, value: int, size: int) -> int:
+        value %= 1 << 8 * size
+        return self._room((value, size), value.to_bytes(size, "little") * LANES)
+
+    def _slot(self, operand: Operand, size: int) -> int:
+        if isinstance(operand, Register):
+            return self._negated(operand) if operand.negated else self._register(operand.name)
+        if isinstance(operand, Immediate):
+            return self._constant(_narrowed(operand, size), size)
+        if isinstance(operand, Symbol):
+            if operand.name not in self.addresses:
+                raise bad(self.line, f"{operand.name} is no variable that can be used here")
+            return self._constant(self.addresses[operand.name], size)
+        raise bad(self.line, "an operand of a kind that is not expected here")
+
+    def _negated(self, operand: Register) -> int:
+        """A predicate turned round, for an instruction that takes it as it is."""
+        slot = self._room(("not", operand.name), bytes(8))
+        self._emit("not.pred", [slot, self._register(operand.name)])
+        return slot
+
+    def _address(self, operand: Operand) -> list[int]:
+        """Slot, bytes of it, offset."""
+        if not isinstance(operand, Address):
+            raise bad(self.line, "an address is expected here")
+        base = operand.base
+        size = self._bytes_of(base.name) if isinstance(base, Register) else 8
+        return [self._slot(base, size), size, operand.offset]
+
+    def _number(self, operand: Operand) -> int:
+        if not isinstance(operand, Immediate):
+            raise bad(self.line, "only a constant can stand here")
+        return operand.value
+
+    # --- instructions -------------------------------------------------------------------------
+
+    def _emit(self, name: str, operands: list[int], control: int = NORMAL) -> None:
+        one = self.now
+        assert one is not None
+        guard = self._register(one.guard.name) if one.guard else -1
+        negated = int(bool(one.guard and one.guard.negated))
+        written, read = self._touched(one)
+        made = self.made
+        made.code += [len(made.operands), len(operands), guard, negated, control]
+        made.code += [len(made.touched), len(written), len(read)]
+        made.touched += [*written, *read]
+        made.names.append(name)
+        made.operands += operands
+        made.source.append(one)
+
+    def _touched(self, one: Instruction) -> tuple[list[int], list[int]]:
+        if one.opcode.startswith("wgmma.mma_async"):
+            return [], []  # it has rules of its own
+        first = 0 if one.opcode.partition(".")[0] in ("st", "red", "cp", "bar", "stmatrix") else 1
+        parts = (one.operands[:first], one.operands[first:])
+        written, read = ([n for n in names(part) if n in self.entry.registers] for part in parts)
+        return [self._register(n) for n in written], [self._register(n) for n in read]
+
+    def _instruction(self, one: Instruction) -> None:
+        name = _IDLE.sub("", one.opcode).replace("shared::cta", "shared")
+        first = name.partition(".")[0]
+        if first == "bra":
+            target = one.operands[0]
+            assert isinstance(target, Symbol)
+            self._emit("", [0], BRANCH)
+            self.jumps.append((len(self.made.operands) - 1, target.name, one.line))
+        elif first in ("ret", "exit"):
+            self._emit("", [], EXIT)
+        elif first in ("trap", "brkpt"):
+            self._emit("trap", [])
+        elif name.startswith("fence.proxy.async"):
+            self._emit("fence.proxy.async", [])
+        elif first in _NOTHING or name.startswith("cp.async.bulk.prefetch"):
+            self._emit("nothing", [])
+        elif first in _SPECIAL:
+            _SPECIAL[first](self, name, one.operands)
+        else:
+            self._plain(name, one.operands)
+
+    def _plain(self, name: str, operands: Sequence[Operand]) -> None:
+        size = _width(name)
+        if name.startswith("mov.") and any(isinstance(o, Vector) for o in operands):
+            # Slots alone do not tell d, {a, b} from {a, b}, d.
+            packs = isinstance(operands[1], Vector)
+            name = name.replace("mov.", "mov.pack." if packs else "mov.unpack.")
+            size //= len(_flat(operands[1 if packs else 0]))
+        flat = [inner for operand in operands for inner in _flat(operand)]
+        slots = [
+            self._slot(operand, _operand_width(name, number, len(flat), size))
+            for number, operand in enumerate(flat)
+        ]
+        self._emit(name, slots)
+
+    def _access(self, name: str, operands: Sequence[Operand]) -> None:
+        parts = name.split(".")
+        space = next((p for p in parts if p in ("param", "global", "shared", "const", "local")), "")
+        kind = parts[-1]
+        if kind.lstrip("busf") not in _BYTES or len(operands) != 2:
+            raise self._unknown()
+        size = _BYTES[kind.lstrip("busf")]
+        load = parts[0] == "ld"
+        value, where = operands if load else operands[::-1]
+        values = _flat(value)
+        width = size
+        for register in values:
+            if isinstance(register, Register) and register.name != "_":
+                width = self._bytes_of(register.name)
+        slots = [self._slot(v, width) for v in values]
+        header = [size, width, int(kind[0] == "s"), len(slots)]
+        spelled = f"{parts[0]}.{space}" if space else parts[0]
+        self._emit(spelled, [*header, *slots, *self._address(where)])
+
+    def _matrices(self, name: str, operands: Sequence[Operand]) -> None:
+        kind = name.partition(".")[0]
+        values, where = operands if kind == "ldmatrix" else operands[::-1]
+        if ".m8n8." not in name or not name.endswith(".b16"):
+            raise self._unknown()
+        slots = [self._slot(v, 4) for v in _flat(values)]
+        self._emit(kind, [len(slots), int(".trans" in name), *slots, *self._address(where)])
+
+    def _atomic(self, name: str, operands: Sequence[Operand]) -> None:
+        kind, *parts = name.replace(".noftz", "").split(".")
+        space = 1 if "shared" in parts else 0 if "global" in parts else 2
+        if parts[-1] not in TYPES or parts[-2] not in OPERATIONS or ".v" in name:
+            raise self._unknown()
+        operation, number = OPERATIONS.index(parts[-2]), TYPES.index(parts[-1])
+        result, where, *rest = operands if kind == "atom" else (Register("_"), *operands)
+        size = 8 if "64" in parts[-1] else 4
+        given = [*(self._slot(o, size) for o in rest), -1][:2]
+        header = [space, operation, number, self._slot(result, size)]
+        self._emit("atom", [*header, *given, *self._address(where)])
+
+    # --- copies -------------------------------------------------------------------------------
+
+    def _copy(self, name: str, operands: Sequence[Operand]) -> None:
+        if name.startswith("cp.async.bulk"):
+            self._bulk(name, operands)
+        elif name in ("cp.async.commit_group", "cp.async.wait_all"):
+            self._emit(name, [])
+        elif name == "cp.async.wait_group":
+            self._emit(name, [self._number(operands[0])])
+        elif name == "cp.async.shared.global":
+            to, source, size, *rest = operands
+            taken = self._slot(rest[0], 4) if rest else -1
+            places = [*self._address(to), *self._address(source)]
+            self._emit("cp.async", [*places, self._number(size), taken])
+        else:
+            raise self._unknown()
+
+    def _bulk(self, name: str, operands: Sequence[Operand]) -> None:
+        tensor = int(".tensor." in name)
+        if name == "cp.async.bulk.commit_group":
+            self._emit(name, [])
+        elif name.startswith("cp.async.bulk.wait_group"):
+            self._emit("cp.async.bulk.wait_group", [self._number(operands[0])])
+        elif ".mbarrier::complete_tx::bytes" in name and ".global." in name:
+            to, source, *rest = operands
+            barrier = rest[0] if tensor else rest[1]
+            what = self._box(source) if tensor else self._run(source, rest[0])
+            places = [*self._address(to), *self._address(barrier)]
+            self._emit("cp.async.bulk.load", [*places, tensor, *what])
+        elif ".bulk_group" in name and name.find(".global") < name.find(".shared"):
+            to, source, *rest = operands
+            what = self._box(to) if tensor else self._run(to, rest[0])
+            self._emit("cp.async.bulk.store", [*self._address(source), tensor, *what])
+        else:
+            raise self._unknown()
+
+    def _box(self, operand: Operand) -> list[int]:
+        if not isinstance(operand, Address) or operand.coordinates is None:
+            raise bad(self.line, "a tensor with its coordinates is expected here")
+        at = [self._slot(c, 4) for c in _flat(operand.coordinates)]
+        return [*self._address(operand), len(at), *at]
+
+    def _run(self, operand: Operand, size: Operand) -> list[int]:
+        return [*self._address(operand), self._slot(size, 4)]
+
+    # --- barriers -----------------------------------------------------------------------------
+
+    def _barrier(self, name: str, operands: Sequence[Operand]) -> None:
+        kind = name.split(".")[1]
+        if kind == "cluster":
+            self._emit("", [], CLUSTER_ARRIVE if ".arrive" in name else CLUSTER_WAIT)
+        elif kind == "warp":
+            self._emit("bar.warp", [])
+        elif kind in ("sync", "arrive"):
+            numbers = [o.value if isinstance(o, Immediate) else ~self._slot(o, 4) for o in operands]
+            self._emit("", [*numbers, 0][:2], SYNC if kind == "sync" else ARRIVE)
+        else:
+            raise self._unknown()
+
+    def _mbarrier(self, name: str, operands: Sequence[Operand]) -> None:
+        kind = name.split(".")[1]
+        if kind == "init":
+            self._emit("mbarrier.init", [*self._address(operands[0]), self._slot(operands[1], 4)])
+        elif kind == "inval":
+            self._emit("mbarrier.inval", self._address(operands[0]))
+        elif kind == "expect_tx":
+            sizes = [-1, -1, self._slot(operands[1], 4), 0]
+            self._emit("mbarrier.arrive", [*self._address(operands[0]), *sizes])
+        elif kind == "arrive" and ".drop" not in name:
+            token, where, *rest = operands
+            given = self._slot(rest[0], 4) if rest else -1
+            sizes = [-1, given, 1] if ".expect_tx" in name else [given, -1, 1]
+            self._emit("mbarrier.arrive", [*self._address(where), self._slot(token, 8), *sizes])
+        elif kind in ("try_wait", "test_wait"):
+            parity = ".parity" in name
+            done, where, phase = operands[:3]
+            asked = [self._slot(phase, 4 if parity else 8), int(not parity)]
+            self._emit("", [self._slot(done, 0), *self._address(where), *asked], MBARRIER)
+        else:
+            raise self._unknown()
+
+    # --- wgmma --------------------------------------------------------------------------------
+
+    def _wgmma(self, name: str, operands: Sequence[Operand]) -> None:
+        kind = name.split(".")[1]
+        if kind == "wait_group":
+            self._emit("", [self._number(operands[0])], PRODUCTS)
+        elif kind != "mma_async":
+            self._emit(f"wgmma.{kind}", [])
+        elif len(operands) < 6 or ".sp" in name:
+            raise self._unknown()
+        else:
+            d, a, b, accumulate, *rest = operands
+            numbers = [self._number(o) for o in rest] + [0, 0]
+            registers = isinstance(a, Vector)
+            turned = [0, numbers[2]] if registers else numbers[2:4]
+            header = [int(registers), *turned, *numbers[:2], self._slot(accumulate, 0)]
+            slots = [[self._slot(x, 4) for x in _flat(d)], [self._slot(x, 8) for x in _flat(a)]]
+            last = self._slot(b, 8)
+            self._emit(name, [*header, len(slots[0]), *slots[0], *slots[1], last])
+
+    def _unknown(self) -> Exception:
+        assert self.now is not None
+        return bad(self.line, f"the machine does not know {self.now.opcode}")
+
+
+_SPECIAL = {
+    **dict.fromkeys(("ld", "st"), _Encoder._access),
+    **dict.fromkeys(("ldmatrix", "stmatrix"), _Encoder._matrices),
+    **dict.fromkeys(("bar", "barrier"), _Encoder._barrier),
+    **dict.fromkeys(("atom", "red"), _Encoder._atomic),
+    "cp": _Encoder._copy,
+    "mbarrier": _Encoder._mbarrier,
+    "wgmma": _Encoder._wgmma,
+}
+
+
+def _flat(operand: Operand) -> list[Operand]:
+    if isinstance(operand, Vector):
+        return [inner for item in operand.items for inner in _flat(item)]
+    if isinstance(operand, Pair):
+        return [*_flat(operand.first), *_flat(operand.second)]
+    return [operand]
+
+
+def _narrowed(operand: Immediate, size: int) -> int:
+    """Its bits in that many bytes; fp64 constants stand for fp32 ones in some places."""
+    if operand.bits == 64 and size == 4:
+        value = struct.unpack("<d", struct.pack("<Q", operand.value))[0]
+        return int(struct.unpack("<I", struct.pack("<f", value))[0])
+    return operand.value
+
+
+def _width(name: str) -> int:
+    """Bytes of an instruction's operands: those of its last type."""
+    found = _TYPE.findall(name)
+    if not found:
+        return 4
+    whole, real = found[-1]
+    size = _BYTES[whole or real]
+    return 4 if "x2" in name.rpartition(".")[2] else size
+
+
+def _operand_width(name: str, number: int, count: int, size: int) -> int:
+    """Where an operand is not of the instruction's own type."""
+    first = name.partition(".")[0]
+    if first in ("shl", "shr") and number == 2:
+        return 4
+    if first in ("bfe", "bfi") and number >= count - 2:
+        return 4
+    if first == "match" and number == count - 1:
+        return 4
+    if name.startswith("mad.wide") and number == 3:
+        return 2 * size
+    return size

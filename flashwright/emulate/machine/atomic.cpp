@@ -1,0 +1,100 @@
+// atom and red: one lane after the other, in the order of their numbers.
+//
+// They are not looked at for races: among themselves they have none, and what they mean to other accesses is up
+// to the program.
+#include <algorithm>
+
+#include "numbers.h"
+#include "run.h"
+
+namespace fw {
+namespace {
+
+// In the order of encode.py's OPERATIONS and TYPES.
+enum Operation : int32_t { kAdd, kMin, kMax, kAnd, kOr, kXor, kExchange, kCompare, kIncrement, kDecrement };
+enum Type : int32_t { kB32, kB64, kU32, kU64, kS32, kS64, kF32, kF64, kF16x2, kBF16x2 };
+
+template <class T>
+T combined(int32_t operation, T old, T b, T c) {
+  using U = std::conditional_t<std::is_integral_v<T>, T, uint64_t>;
+  auto bits = [&](auto f) {
+    if constexpr (std::is_integral_v<T>) return f(static_cast<U>(old), static_cast<U>(b));
+    else return old;
+  };
+  switch (operation) {
+    case kAdd: return old + b;
+    case kMin: return std::min(old, b);
+    case kMax: return std::max(old, b);
+    case kAnd: return bits([](U x, U y) { return x & y; });
+    case kOr: return bits([](U x, U y) { return x | y; });
+    case kXor: return bits([](U x, U y) { return x ^ y; });
+    case kExchange: return b;
+    case kCompare: return old == b ? c : old;
+    case kIncrement: return old >= b ? T{0} : old + T{1};
+    default: return old == T{0} || old > b ? b : old - T{1};
+  }
+}
+
+template <class F>
+uint32_t added_pairs(uint32_t old, uint32_t b) {
+  uint32_t sum = 0;
+  for (int half = 0; half < 2; ++half) {
+    F x{{static_cast<uint16_t>(old >> 16 * half)}}, y{{static_cast<uint16_t>(b >> 16 * half)}};
+    sum |= uint32_t{encode<F>(static_cast<double>(to_float(x)) + to_float(y)).bits} << 16 * half;
+  }
+  return sum;
+}
+
+template <class T>
+void apply(Context& c, const int32_t* o, int lane, uint8_t* at) {
+  T old;
+  std::memcpy(&old, at, sizeof old);
+  T b = lanes<T>(c, o[4])[lane];
+  T third = o[5] >= 0 ? lanes<T>(c, o[5])[lane] : T{};
+  T now;
+  if constexpr (std::is_same_v<T, uint32_t>) {
+    now = o[2] == kF16x2    ? added_pairs<F16>(old, b)
+          : o[2] == kBF16x2 ? added_pairs<BF16>(old, b)
+                            : combined<T>(o[1], old, b, third);
+  } else {
+    now = combined<T>(o[1], old, b, third);
+  }
+  std::memcpy(at, &now, sizeof now);
+  if (o[3] >= 0) lanes<T>(c, o[3])[lane] = old;
+}
+
+// Operands: whether in shared memory (2: generic), operation, type, slot of the result or -1, slot of the operand,
+// slot of the second one or -1, address.
+void atomic(Context& c, const int32_t* o, uint32_t mask) {
+  int bytes = o[2] == kB64 || o[2] == kU64 || o[2] == kS64 || o[2] == kF64 ? 8 : 4;
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    int lane = __builtin_ctz(rest);
+    uint64_t address = address_of(c, o + 6, lane);
+    bool shared = o[0] == 1 || (o[0] == 2 && address / kWindow * kWindow == kSharedWindow);
+    uint8_t* at = nullptr;
+    if (!shared) {
+      at = c.machine->global(c, lane, address, bytes, true);
+    } else if ((address %= kWindow) + bytes > c.block->shared.size() || address % bytes != 0) {
+      c.machine->find(c, address % bytes ? kMisaligned : kOutOfBounds, lane, address);
+    } else {
+      at = c.block->shared.data() + address;
+      std::fill_n(c.block->written.begin() + address, bytes, 1);
+    }
+    if (at == nullptr) continue;
+    switch (o[2]) {
+      case kB64: case kU64: apply<uint64_t>(c, o, lane, at); break;
+      case kS64: apply<int64_t>(c, o, lane, at); break;
+      case kS32: apply<int32_t>(c, o, lane, at); break;
+      case kF32: apply<float>(c, o, lane, at); break;
+      case kF64: apply<double>(c, o, lane, at); break;
+      default: apply<uint32_t>(c, o, lane, at);
+    }
+  }
+  c.machine->counts[c.instruction].bytes += int64_t{bytes} * __builtin_popcount(mask);
+}
+
+}  // namespace
+
+void add_atomic(Table& table) { table["atom"] = atomic; }
+
+}  // namespace fw

@@ -1,0 +1,114 @@
+// mbarriers: arrivals and bytes complete a phase, and whoever waits for it knows what they knew.
+#include "run.h"
+
+namespace fw {
+
+Mbarrier* mbarrier(Context& context, int lane, uint64_t address) {
+  auto found = context.block->mbarriers.find(static_cast<uint32_t>(address % kWindow));
+  if (found == context.block->mbarriers.end()) {
+    context.machine->find(context, kBarrier, lane, address % kWindow);
+    return nullptr;
+  }
+  const Access& made = found->second.made;
+  if (made.time > Clock::at(full(context).clock.known, made.agent)) {
+    context.machine->find(context, kRace, lane, address % kWindow, made.instruction);
+  }
+  return &found->second;
+}
+
+void settle(Block& block, Mbarrier& barrier) {
+  ++block.events;
+  if (barrier.pending != 0 || barrier.bytes != 0) return;
+  ++barrier.phase;
+  barrier.pending = barrier.count;
+  barrier.expected = barrier.completed = 0;
+  uint32_t landed = barrier.outstanding.empty() ? barrier.issued : *barrier.outstanding.begin() - 1;
+  barrier.arriving.learn(barrier.agent, landed);
+  barrier.done = barrier.arriving;
+  for (FullWarp& warp : block.warps) {
+    if (warp.state == State::kMbarrier) warp.state = State::kReady;  // it asks again
+    for (Fragment& fragment : warp.fragments) fragment.parked = false;
+  }
+}
+
+namespace {
+
+// Operands: address, count.
+void init(Context& c, const int32_t* o, uint32_t mask) {
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    int lane = __builtin_ctz(rest);
+    uint64_t address = address_of(c, o, lane) % kWindow;
+    if (c.machine->shared(c, lane, address, 8, true) == nullptr) continue;
+    Mbarrier& barrier = c.block->mbarriers[static_cast<uint32_t>(address)];
+    barrier = {};
+    barrier.made = c.block->writes[address / 4];
+    barrier.agent = c.block->agents++;
+    barrier.count = barrier.pending = lanes<uint32_t>(c, o[3])[lane];
+  }
+}
+
+void invalidate(Context& c, const int32_t* o, uint32_t mask) {
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    int lane = __builtin_ctz(rest);
+    c.block->mbarriers.erase(static_cast<uint32_t>(address_of(c, o, lane) % kWindow));
+  }
+}
+
+// Operands: address, slot of the token or -1, slot of the arrivals or -1, slot of the bytes or -1, whether it arrives.
+void arrive(Context& c, const int32_t* o, uint32_t mask) {
+  FullWarp& warp = full(c);
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    int lane = __builtin_ctz(rest);
+    uint64_t address = address_of(c, o, lane) % kWindow;
+    Mbarrier* barrier = mbarrier(c, lane, address);
+    if (barrier == nullptr) continue;
+    if (o[3] >= 0) lanes<uint64_t>(c, o[3])[lane] = barrier->phase;
+    if (o[5] >= 0) {
+      barrier->bytes += lanes<uint32_t>(c, o[5])[lane];
+      barrier->expected += lanes<uint32_t>(c, o[5])[lane];
+    }
+    if (o[6]) {
+      barrier->pending -= o[4] >= 0 ? lanes<uint32_t>(c, o[4])[lane] : 1;
+      barrier->arriving.join(warp.clock);
+    }
+    if (barrier->pending < 0) {
+      c.machine->find(c, kBarrier, lane, address, -1, barrier->count);
+      barrier->pending = 0;
+    }
+    settle(*c.block, *barrier);
+  }
+  ++warp.clock.known[warp.number];  // what it does from here on, those who wait do not know
+}
+
+// Everything that this warp knows of is now seen by TMA and wgmma too.
+void fence_proxy(Context& c, const int32_t*, uint32_t) {
+  FullWarp& warp = full(c);
+  Clock known{{}, warp.clock.known};
+  warp.clock.join(known);
+  ++warp.clock.known[warp.number];
+}
+
+// Clusters are of one block: another block's shared memory is one's own.
+template <class T>
+void map_address(Context& c, const int32_t* o, uint32_t mask) {
+  for_lanes(mask, [&](int lane) { lanes<T>(c, o[0])[lane] = lanes<T>(c, o[1])[lane]; });
+}
+
+void trap(Context& c, const int32_t*, uint32_t mask) {
+  c.machine->find(c, kTrap, __builtin_ctz(mask), 0);
+  c.machine->stopped = true;
+}
+
+}  // namespace
+
+void add_barrier(Table& table) {
+  table["mbarrier.init"] = init;
+  table["mbarrier.inval"] = invalidate;
+  table["mbarrier.arrive"] = arrive;
+  table["fence.proxy.async"] = fence_proxy;
+  table["trap"] = trap;
+  table["mapa.shared::cluster.u32"] = map_address<uint32_t>;
+  table["mapa.shared::cluster.u64"] = table["mapa.u64"] = map_address<uint64_t>;
+}
+
+}  // namespace fw

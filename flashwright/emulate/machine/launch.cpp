@@ -1,0 +1,176 @@
+// A launch, as ctypes hands it over: decoded, and run block by block.
+#include <algorithm>
+#include <cfenv>
+
+#include "run.h"
+
+namespace fw {
+namespace {
+
+Table table() {
+  Table all;
+  add_arithmetic(all);
+  add_convert(all);
+  add_exchange(all);
+  add_matrix(all);
+  add_memory(all);
+  add_barrier(all);
+  add_async(all);
+  add_atomic(all);
+  return all;
+}
+
+const Table& known() {
+  static const Table all = table();
+  return all;
+}
+
+}  // namespace
+}  // namespace fw
+
+extern "C" {
+
+struct fw_launch {
+  const char* const* names;  // of each instruction; empty for jumps and waits
+  const int32_t* code;       // eight numbers each: those of fw::Code behind the handler
+  int32_t instructions;
+  const int32_t* operands;
+  int32_t operand_count;
+  const int32_t* touched;
+  int32_t touched_count;
+  const uint8_t* registers;  // a warp's register file before it starts, constants included
+  int32_t register_bytes;
+  const int32_t* specials;   // pairs: kind, slot
+  int32_t special_count;
+  const fw::Region* regions;
+  int32_t region_count;
+  const uint8_t* parameters;
+  int32_t parameter_bytes;
+  int32_t grid[3];
+  int32_t block[3];
+  int32_t shared_bytes;
+  int32_t local_bytes;
+  int32_t schedule;
+  uint64_t seed;
+  fw::Finding* findings;
+  int32_t finding_room;
+  fw::Counts* counts;  // one for each instruction, added to
+};
+
+// The index of the first instruction that is not known, or -1.
+int32_t fw_unknown(const fw_launch* launch) {
+  for (int32_t n = 0; n < launch->instructions; ++n) {
+    std::string name = launch->names[n];
+    fw::WgmmaShape shape;
+    if (name.rfind("wgmma.mma_async", 0) == 0 ? !fw::wgmma_shape(name, shape) : !name.empty() && !fw::known().count(name)) {
+      return n;
+    }
+  }
+  return -1;
+}
+
+}  // extern "C"
+
+namespace {
+
+void decode(const fw_launch& launch, fw::Machine& machine) {
+  for (int32_t n = 0; n < launch.instructions; ++n) {
+    const int32_t* c = launch.code + 8 * n;
+    std::string name = launch.names[n];
+    bool product = name.rfind("wgmma.mma_async", 0) == 0;
+    if (product) {
+      machine.shapes.resize(launch.instructions);
+      fw::wgmma_shape(name, machine.shapes[n]);
+      name = "wgmma";
+    }
+    auto found = fw::known().find(name);
+    machine.code.push_back({found == fw::known().end() ? nullptr : found->second, c[0], c[1], c[2], c[3], c[4],
+                            c[5], c[6], c[7]});
+  }
+  machine.operands.assign(launch.operands, launch.operands + launch.operand_count);
+  machine.touched.assign(launch.touched, launch.touched + launch.touched_count);
+  machine.regions.assign(launch.regions, launch.regions + launch.region_count);
+  for (const fw::Region& region : machine.regions) machine.filled.emplace_back(region.use == 2 ? region.size : 0, 0);
+  machine.parameters.assign(launch.parameters, launch.parameters + launch.parameter_bytes);
+  machine.schedule = static_cast<fw::Schedule>(launch.schedule);
+  machine.random.seed(launch.seed);
+  machine.counts.resize(launch.instructions);
+}
+
+// Special registers, in the order of encode.py's SPECIALS.
+uint32_t special(const fw_launch& launch, int kind, int number, int warp, int lane) {
+  const int32_t *size = launch.block, *grid = launch.grid;
+  int t = warp * fw::kLanes + lane;
+  const int32_t thread[3] = {t % size[0], t / size[0] % size[1], t / size[0] / size[1]};
+  const int32_t place[3] = {number % grid[0], number / grid[0] % grid[1], number / grid[0] / grid[1]};
+  uint32_t bit = 1u << lane;
+  if (kind < 3) return thread[kind];
+  if (kind < 6) return size[kind - 3];
+  if (kind < 9) return place[kind - 6];
+  if (kind < 12) return grid[kind - 9];
+  if (kind >= 23 && kind < 26) return place[kind - 23];  // clusters are blocks
+  if (kind >= 26 && kind < 29) return grid[kind - 26];
+  switch (kind) {
+    case 12: return lane;
+    case 13: return warp;
+    case 14: return bit;
+    case 15: return bit - 1;
+    case 16: return bit | (bit - 1);
+    case 17: return ~(bit - 1);
+    case 18: return ~(bit | (bit - 1));
+    case 19: return (size[0] * size[1] * size[2] + 31) / 32;
+    case 20: return number % 132;
+    case 21: return 132;
+    case 22: return launch.shared_bytes;
+    case 32: case 33: case 34: case 36: return 1;  // sizes of the cluster
+    default: return 0;  // places in it
+  }
+}
+
+void prepare(const fw_launch& launch, fw::Block& block, int number) {
+  const int32_t* size = launch.block;
+  int threads = size[0] * size[1] * size[2];
+  block.number = number;
+  block.shared.assign(launch.shared_bytes, 0xff);
+  block.written.assign(launch.shared_bytes, 0);
+  block.warps.resize((threads + fw::kLanes - 1) / fw::kLanes);
+  for (size_t w = 0; w < block.warps.size(); ++w) {
+    fw::FullWarp& warp = block.warps[w];
+    warp.number = static_cast<int>(w);
+    warp.file.assign(launch.registers, launch.registers + launch.register_bytes);
+    warp.registers = warp.file.data();
+    warp.local.assign(static_cast<size_t>(launch.local_bytes) * fw::kLanes, 0xff);
+    warp.wrote.resize(launch.register_bytes / 8 + 1);
+    warp.busy.resize(launch.register_bytes / 8 + 1);
+    int live = std::min(threads - static_cast<int>(w) * fw::kLanes, fw::kLanes);
+    warp.fragments = {{0, live == fw::kLanes ? fw::kAll : (1u << live) - 1}};
+    for (int32_t n = 0; n < launch.special_count; ++n) {
+      auto* values = reinterpret_cast<uint32_t*>(warp.registers + launch.specials[2 * n + 1]);
+      for (int lane = 0; lane < fw::kLanes; ++lane) {
+        values[lane] = special(launch, launch.specials[2 * n], number, warp.number, lane);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+// How many findings there are.
+extern "C" int32_t fw_run(const fw_launch* launch) {
+  std::fenv_t before;  // whoever was loaded before may have left this thread rounding otherwise
+  std::fegetenv(&before);
+  std::fesetenv(FE_DFL_ENV);
+  fw::Machine machine;
+  decode(*launch, machine);
+  int blocks = launch->grid[0] * launch->grid[1] * launch->grid[2];
+  for (int number = 0; number < blocks && !machine.stopped; ++number) {
+    fw::Block block;
+    prepare(*launch, block, number);
+    fw::run_block(machine, block);
+  }
+  for (int32_t n = 0; n < launch->instructions; ++n) launch->counts[n] = machine.counts[n];
+  auto count = static_cast<int32_t>(machine.findings.size());
+  std::copy_n(machine.findings.begin(), std::min(count, launch->finding_room), launch->findings);
+  std::fesetenv(&before);
+  return count;
+}

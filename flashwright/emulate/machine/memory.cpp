@@ -1,0 +1,394 @@
+// Loads, stores, atomic operations, ldmatrix, stmatrix and copies that a thread starts by itself.
+#include <algorithm>
+
+#include "run.h"
+
+namespace fw {
+
+void Machine::find(const Context& context, FindingKind kind, int lane, uint64_t address, int other,
+                   int64_t first, int64_t second) {
+  // What is broken once is broken often; a kernel that goes astray is stopped.
+  if (++echoes >= 10000) stopped = true;
+  if (kind != kDeadlock && !told.insert({kind, context.instruction}).second) return;
+  findings.push_back({kind, context.instruction, context.block->number, context.warp->number, lane, other,
+                      address, {first, second}});
+}
+
+uint8_t* Machine::global(Context& context, int lane, uint64_t address, int bytes, bool write, int align) {
+  if (address % (align ? align : bytes) != 0) {
+    find(context, kMisaligned, lane, address);
+    return nullptr;
+  }
+  for (size_t n = 0; n < regions.size(); ++n) {
+    Region& region = regions[n];
+    if (address < region.base || address + bytes > region.base + region.size) continue;
+    uint64_t offset = address - region.base;
+    if (write && region.use == 0) {
+      find(context, kReadOnly, lane, address);
+      return nullptr;
+    }
+    if (region.use == 2) {
+      auto marks = filled[n].begin() + offset;
+      if (write) std::fill_n(marks, bytes, 1);
+      else if (std::count(marks, marks + bytes, 0)) find(context, kUnwritten, lane, address);
+    }
+    return region.data + offset;
+  }
+  find(context, kOutOfBounds, lane, address);
+  return nullptr;
+}
+
+namespace {
+
+// Marks what is written; false, and told, where what is read was not.
+bool mark(Block& block, uint64_t address, int bytes, bool write) {
+  auto marks = block.written.begin() + address;
+  if (write) std::fill_n(marks, bytes, 1);
+  return write || std::count(marks, marks + bytes, 0) == 0;
+}
+
+}  // namespace
+
+bool Machine::shared_async(Context& context, Accessor who, uint64_t address, int bytes, bool write) {
+  Block& block = *context.block;
+  if (address + bytes > block.shared.size()) {
+    find(context, kOutOfBounds, who.lane, address);
+    return false;
+  }
+  bool unfenced = false;
+  int32_t other = block.touch(who, address, bytes, context.instruction, write, unfenced);
+  if (other >= 0) find(context, unfenced ? kProxy : kRace, who.lane, address, other);
+  if (!mark(block, address, bytes, write)) find(context, kUnwritten, who.lane, address);
+  return true;
+}
+
+uint8_t* Machine::shared(Context& context, int lane, uint64_t address, int bytes, bool write) {
+  if (address % bytes != 0) {
+    find(context, kMisaligned, lane, address);
+    return nullptr;
+  }
+  FullWarp& warp = full(context);
+  Accessor who{&warp.clock, warp.number, warp.clock.known[warp.number], warp.number, lane, false};
+  if (!shared_async(context, who, address, bytes, write)) return nullptr;
+  return context.block->shared.data() + address;
+}
+
+namespace {
+
+enum class Space { kGlobal, kShared, kGeneric, kParameter, kLocal };
+
+uint8_t* within(Context& c, uint8_t* data, size_t size, int lane, uint64_t address, int bytes) {
+  if (address + bytes <= size) return data + address;
+  c.machine->find(c, kOutOfBounds, lane, address);
+  return nullptr;
+}
+
+uint8_t* parameter(Context& c, int lane, uint64_t address, int bytes) {
+  auto& all = c.machine->parameters;
+  return within(c, all.data(), all.size(), lane, address, bytes);
+}
+
+uint8_t* local(Context& c, int lane, uint64_t address, int bytes) {
+  auto& all = full(c).local;
+  size_t each = all.size() / kLanes;
+  return within(c, all.data() + lane * each, each, lane, address, bytes);
+}
+
+Space resolve(Space space, uint64_t& address) {
+  if (space != Space::kGeneric) {
+    if (space != Space::kGlobal) address %= kWindow;
+    return space;
+  }
+  uint64_t window = address / kWindow * kWindow;
+  if (window == kSharedWindow || window == kLocalWindow || window == kParameterWindow) {
+    address -= window;
+    return window == kSharedWindow ? Space::kShared : window == kLocalWindow ? Space::kLocal : Space::kParameter;
+  }
+  return Space::kGlobal;
+}
+
+uint8_t* at(Context& c, Space space, int lane, uint64_t address, int bytes, bool write) {
+  switch (space) {
+    case Space::kParameter: return parameter(c, lane, address, bytes);
+    case Space::kLocal: return local(c, lane, address, bytes);
+    case Space::kShared: return c.machine->shared(c, lane, address, bytes, write);
+    default: return c.machine->global(c, lane, address, bytes, write);
+  }
+}
+
+// --- what it costs --------------------------------------------------------------------------------
+
+// Addresses of a warp's access. Shared memory has 32 banks of 4 bytes; a wavefront takes from each bank one
+// word, which any number of lanes may share. Wide accesses go by quarters or halves of the warp.
+struct Traffic {
+  uint64_t address[kLanes];
+  int count = 0;
+
+  void shared(Counts& counts, int bytes) const {
+    int together = bytes <= 4 ? 32 : bytes == 8 ? 16 : 8;
+    int words = std::max(bytes / 4, 1);
+    for (int first = 0; first < count; first += together) {
+      int end = std::min(first + together, count), worst = 1;
+      uint32_t seen[32][kLanes];
+      int used[32] = {};
+      for (int n = first; n < end; ++n) {
+        for (int w = 0; w < words; ++w) {
+          auto word = static_cast<uint32_t>(address[n] / 4 + w);
+          int bank = word % 32;
+          if (std::find(seen[bank], seen[bank] + used[bank], word) == seen[bank] + used[bank]) {
+            seen[bank][used[bank]++] = word;
+            worst = std::max(worst, used[bank]);
+          }
+        }
+      }
+      counts.wavefronts += worst;
+      counts.ideal += 1;
+    }
+  }
+
+  // No access is wider than 16 bytes: aligned, it lies in one sector of 32.
+  void global(Counts& counts) const {
+    uint64_t sectors[kLanes];
+    int many = 0;
+    for (int n = 0; n < count; ++n) {
+      if (std::find(sectors, sectors + many, address[n] / 32) == sectors + many) sectors[many++] = address[n] / 32;
+    }
+    counts.sectors += many;
+    counts.requests += 1;
+  }
+};
+
+void count(Context& c, Space space, const Traffic& traffic, int bytes) {
+  Counts& counts = c.machine->counts[c.instruction];
+  counts.bytes += int64_t{bytes} * traffic.count;
+  if (space == Space::kShared) traffic.shared(counts, bytes);
+  if (space == Space::kGlobal) traffic.global(counts);
+}
+
+// --- loads and stores -----------------------------------------------------------------------------
+
+// Operands: bytes of an element, bytes of a register, whether it is signed, how many, the registers, the
+// slot of the address and its bytes, the offset. Numbers are themselves, not slots.
+struct Moved {
+  int bytes, width, is_signed, count;
+  const int32_t* registers;
+  const int32_t* address;
+
+  explicit Moved(const int32_t* o)
+      : bytes(o[0]), width(o[1]), is_signed(o[2]), count(o[3]), registers(o + 4), address(o + 4 + o[3]) {}
+};
+
+template <Space kSpace>
+void load(Context& c, const int32_t* o, uint32_t mask) {
+  Moved a(o);
+  Traffic traffic;
+  Space space = kSpace;
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    int lane = __builtin_ctz(rest);
+    uint64_t address = address_of(c, a.address, lane);
+    space = resolve(kSpace, address);
+    traffic.address[traffic.count++] = address;
+    uint8_t* from = at(c, space, lane, address, a.bytes * a.count, false);
+    for (int n = 0; n < a.count; ++n) {
+      uint64_t value = 0;
+      if (from != nullptr) std::memcpy(&value, from + n * a.bytes, a.bytes);
+      if (a.is_signed && a.bytes < 8 && (value >> (8 * a.bytes - 1) & 1)) value |= ~uint64_t{0} << (8 * a.bytes);
+      if (a.registers[n] >= 0) std::memcpy(c.warp->registers + a.registers[n] + lane * a.width, &value, a.width);
+    }
+  }
+  count(c, space, traffic, a.bytes * a.count);
+}
+
+template <Space kSpace>
+void store(Context& c, const int32_t* o, uint32_t mask) {
+  Moved a(o);
+  Traffic traffic;
+  Space space = kSpace;
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    int lane = __builtin_ctz(rest);
+    uint64_t address = address_of(c, a.address, lane);
+    space = resolve(kSpace, address);
+    traffic.address[traffic.count++] = address;
+    uint8_t* to = at(c, space, lane, address, a.bytes * a.count, true);
+    if (to == nullptr) continue;
+    for (int n = 0; n < a.count; ++n) {
+      std::memcpy(to + n * a.bytes, c.warp->registers + a.registers[n] + lane * a.width, a.bytes);
+    }
+  }
+  count(c, space, traffic, a.bytes * a.count);
+}
+
+// --- matrices of 8 x 8 ----------------------------------------------------------------------------
+
+// Operands: how many matrices, whether transposed, the registers, then the address.
+// Lane 8 i + r has the address of row r of matrix i; lane l gets elements 2 (l % 4) and the next of row l / 4.
+struct Matrices {
+  int many, transposed;
+  const int32_t* registers;
+  const int32_t* address;
+  uint16_t rows[4][8][8] = {};
+  uint8_t* place[kLanes] = {};
+
+  Matrices(Context& c, const int32_t* o, uint32_t mask, bool write)
+      : many(o[0]), transposed(o[1]), registers(o + 2), address(o + 2 + o[0]) {
+    if (mask != kAll) c.machine->find(c, kDivergent, -1, mask);
+    Traffic traffic;
+    for (int lane = 0; lane < 8 * many; ++lane) {
+      uint64_t where = address_of(c, address, lane) % kWindow;
+      traffic.address[traffic.count++] = where;
+      place[lane] = c.machine->shared(c, lane, where, 16, write);
+    }
+    count(c, Space::kShared, traffic, 16);
+  }
+
+  uint16_t& element(int matrix, int lane, int which) {
+    int row = lane / 4, column = 2 * (lane % 4) + which;
+    return transposed ? rows[matrix][column][row] : rows[matrix][row][column];
+  }
+};
+
+void load_matrix(Context& c, const int32_t* o, uint32_t mask) {
+  Matrices all(c, o, mask, false);
+  for (int lane = 0; lane < 8 * all.many; ++lane) {
+    if (all.place[lane] != nullptr) std::memcpy(all.rows[lane / 8][lane % 8], all.place[lane], 16);
+  }
+  for_lanes(mask, [&](int lane) {
+    for (int n = 0; n < all.many; ++n) {
+      lanes<uint32_t>(c, all.registers[n])[lane] = all.element(n, lane, 0) | uint32_t{all.element(n, lane, 1)} << 16;
+    }
+  });
+}
+
+void store_matrix(Context& c, const int32_t* o, uint32_t mask) {
+  Matrices all(c, o, mask, true);
+  for (int n = 0; n < all.many; ++n) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      uint32_t pair = lanes<uint32_t>(c, all.registers[n])[lane];
+      all.element(n, lane, 0) = static_cast<uint16_t>(pair);
+      all.element(n, lane, 1) = static_cast<uint16_t>(pair >> 16);
+    }
+  }
+  for (int lane = 0; lane < 8 * all.many; ++lane) {
+    if (all.place[lane] != nullptr) std::memcpy(all.place[lane], all.rows[lane / 8][lane % 8], 16);
+  }
+}
+
+// --- copies that are waited for later -------------------------------------------------------------
+
+// Operands: destination, source, size, slot of the source's size or -1.
+void copy_async(Context& c, const int32_t* o, uint32_t mask) {
+  FullWarp& warp = full(c);
+  Block& block = *c.block;
+  Traffic traffic;
+  std::vector<Piece> pieces;
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    int lane = __builtin_ctz(rest);
+    Piece piece{static_cast<uint32_t>(address_of(c, o, lane) % kWindow), o[6], nullptr, {}};
+    int taken = o[7] < 0 ? piece.bytes : std::min<int>(lanes<uint32_t>(c, o[7])[lane], piece.bytes);
+    uint64_t from = address_of(c, o + 3, lane);
+    if (taken > 0) {
+      traffic.address[traffic.count++] = from;
+      uint8_t* data = c.machine->global(c, lane, from, piece.bytes, false);
+      if (data != nullptr) std::memcpy(piece.fill, data, taken);
+    }
+    Accessor who{&warp.clock, warp.copies.agent, warp.copies.open, warp.number, lane, false};
+    if (piece.shared % piece.bytes != 0) {
+      c.machine->find(c, kMisaligned, lane, piece.shared);
+    } else if (c.machine->shared_async(c, who, piece.shared, piece.bytes, true)) {
+      pieces.push_back(piece);
+    }
+  }
+  count(c, Space::kGlobal, traffic, o[6]);
+  c.machine->begin(warp.copies, [&block, pieces = std::move(pieces)] {
+    for (const Piece& piece : pieces) std::memcpy(block.shared.data() + piece.shared, piece.fill, piece.bytes);
+  });
+}
+
+void commit(Context& c, const int32_t*, uint32_t) { close(full(c).copies); }
+
+void wait_group(Context& c, const int32_t* o, uint32_t) { finish(*c.block, full(c), full(c).copies, o[0]); }
+
+void wait_all(Context& c, const int32_t*, uint32_t) {
+  close(full(c).copies);
+  finish(*c.block, full(c), full(c).copies, 0);
+}
+
+void nothing(Context&, const int32_t*, uint32_t) {}
+
+// Lanes of a warp meet: what each of them did before, the others know.
+void meet(Context& c, const int32_t*, uint32_t) { ++full(c).clock.known[c.warp->number]; }
+
+template <uint64_t window, bool to>
+void convert(Context& c, const int32_t* o, uint32_t mask) {
+  for_lanes(mask, [&](int lane) {
+    uint64_t value = lanes<uint64_t>(c, o[1])[lane];
+    lanes<uint64_t>(c, o[0])[lane] = to ? value % kWindow : value + window;
+  });
+}
+
+}  // namespace
+
+void Machine::begin(Queue& queue, std::function<void()> work) {
+  if (schedule == kEager || chance(4)) {
+    // What came before it in its queue is done before it.
+    for (Group& group : queue.closed) {
+      for (auto& one : group.work) one();
+      group.work.clear();
+    }
+    for (auto& one : queue.current.work) one();
+    queue.current.work.clear();
+    work();
+  } else {
+    queue.current.work.push_back(std::move(work));
+  }
+}
+
+void close(Queue& queue) {
+  queue.closed.push_back(std::move(queue.current));
+  queue.current = {};
+  ++queue.open;
+}
+
+void finish(Block& block, FullWarp& warp, Queue& queue, size_t kept) {
+  while (queue.closed.size() > kept) {
+    Group& group = queue.closed.front();
+    for (auto& one : group.work) one();
+    for (auto [slot, by] : group.busy) warp.busy[slot / 8] = 0;
+    queue.closed.pop_front();
+    // Of what is finished the warp knows from now on.
+    warp.clock.learn(queue.agent, queue.open - 1 - static_cast<uint32_t>(queue.closed.size()));
+  }
+  // A register may be in a later group too.
+  for (const Group& group : queue.closed) {
+    for (auto [slot, by] : group.busy) warp.busy[slot / 8] = by + 1;
+  }
+  ++block.events;
+}
+
+void add_memory(Table& table) {
+  table["ld.param"] = load<Space::kParameter>;
+  table["ld.global"] = table["ld.const"] = load<Space::kGlobal>;
+  table["ld.shared"] = load<Space::kShared>;
+  table["ld.local"] = load<Space::kLocal>;
+  table["ld"] = load<Space::kGeneric>;
+  table["st.global"] = store<Space::kGlobal>;
+  table["st.shared"] = store<Space::kShared>;
+  table["st.local"] = store<Space::kLocal>;
+  table["st"] = store<Space::kGeneric>;
+  table["ldmatrix"] = load_matrix;
+  table["stmatrix"] = store_matrix;
+  table["cp.async"] = copy_async;
+  table["cp.async.commit_group"] = commit;
+  table["cp.async.wait_group"] = wait_group;
+  table["cp.async.wait_all"] = wait_all;
+  table["membar"] = table["fence"] = table["nothing"] = nothing;
+  table["bar.warp"] = meet;
+  table["cvta.shared.u64"] = convert<kSharedWindow, false>;
+  table["cvta.to.shared.u64"] = convert<kSharedWindow, true>;
+  table["cvta.local.u64"] = convert<kLocalWindow, false>;
+  table["cvta.to.local.u64"] = convert<kLocalWindow, true>;
+  table["cvta.param.u64"] = convert<kParameterWindow, false>;
+  table["cvta.to.param.u64"] = convert<kParameterWindow, true>;
+}
+
+}  // namespace fw

@@ -1,0 +1,85 @@
+// Which accesses to shared memory are ordered, and which are not.
+#include <algorithm>
+
+#include "run.h"
+
+namespace fw {
+
+void Clock::learn(int agent, uint32_t time) {
+  if (agent >= static_cast<int>(known.size())) known.resize(agent + 1);
+  known[agent] = std::max(known[agent], time);
+}
+
+void Clock::join(const Clock& other) {
+  for (auto times : {&Clock::known, &Clock::fenced}) {
+    auto& mine = this->*times;
+    const auto& theirs = other.*times;
+    if (mine.size() < theirs.size()) mine.resize(theirs.size());
+    for (size_t n = 0; n < theirs.size(); ++n) mine[n] = std::max(mine[n], theirs[n]);
+  }
+}
+
+void Block::start() {
+  int count = static_cast<int>(warps.size());
+  writes.assign(shared.size() / 4 + 1, {});
+  reads.assign(writes.size() * count, {});
+  agents = 4 * count;
+  for (FullWarp& warp : warps) {
+    warp.clock.known.assign(agents, 0);
+    warp.clock.known[warp.number] = 1;
+    warp.copies.agent = count + warp.number;
+    warp.products.agent = 2 * count + warp.number / 4;  // four warps multiply together
+    warp.stores.agent = 3 * count + warp.number;
+  }
+}
+
+namespace {
+
+bool collides(const Access& before, const Accessor& who, int32_t instruction, uint8_t bytes) {
+  if (before.time == 0 || (before.bytes & bytes) == 0) return false;
+  if (before.agent != who.agent || who.agent != who.warp) return before.time > Clock::at(who.clock->known, before.agent);
+  // Its own warp: lanes go their own ways until they are told to meet (bar.warp.sync, which moves time on).
+  // Of lanes that write at once, one wins: which, does not matter where they write the same.
+  return before.time == who.time && before.lane != who.lane && before.instruction != instruction;
+}
+
+void note(Access& access, const Accessor& who, int32_t instruction, uint8_t bytes) {
+  bool same = access.agent == who.agent && access.time == who.time;
+  access.lane = same && access.lane != who.lane ? -2 : static_cast<int8_t>(who.lane);
+  access.bytes = same ? access.bytes | bytes : bytes;
+  access.agent = static_cast<int16_t>(who.agent);
+  access.time = who.time;
+  access.instruction = instruction;
+}
+
+}  // namespace
+
+int32_t Block::touch(const Accessor& who, uint64_t address, int bytes, int32_t instruction, bool write,
+                     bool& unfenced) {
+  int32_t other = -1;
+  int count = static_cast<int>(warps.size());
+  for (uint64_t n = address / 4; n <= (address + bytes - 1) / 4; ++n) {
+    uint64_t first = std::max(address, 4 * n) - 4 * n, end = std::min(address + bytes, 4 * n + 4) - 4 * n;
+    auto mask = static_cast<uint8_t>((1u << end) - (1u << first));
+    Access& last = writes[n];
+    if (collides(last, who, instruction, mask)) {
+      other = last.instruction;
+    } else if (who.async && last.time != 0 && last.agent < 2 * count && (last.bytes & mask) != 0 &&
+               last.time > Clock::at(who.clock->fenced, last.agent)) {
+      other = last.instruction;  // written by a store or by cp.async
+      unfenced = true;
+    }
+    Access* readers = &reads[n * count];
+    if (write) {
+      for (int r = 0; r < count; ++r) {
+        if (collides(readers[r], who, instruction, mask)) other = readers[r].instruction, unfenced = false;
+      }
+      note(last, who, instruction, mask);
+    } else {
+      note(readers[who.warp], who, instruction, mask);
+    }
+  }
+  return other;
+}
+
+}  // namespace fw

@@ -1,0 +1,241 @@
+// A launch as it runs: memory, blocks, warps, what is under way, and what was found wrong.
+#pragma once
+
+#include <array>
+#include <deque>
+#include <functional>
+#include <map>
+#include <random>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "machine.h"
+#include "wgmma.h"
+
+namespace fw {
+
+// --- what the caller sees (emulate.py has the same) ------------------------------------------------
+
+// Global memory: only what the launch was given exists.
+struct Region {
+  uint64_t base;
+  uint64_t size;
+  uint8_t* data;
+  int32_t use;  // 0 may be read, 1 may be read and written, 2 is an output: nothing in it yet
+};
+
+enum FindingKind : int32_t {
+  kOutOfBounds, kMisaligned, kReadOnly, kUnwritten, kRace, kDeadlock, kDivergent, kProxy, kTransaction,
+  kRegister, kFence, kBarrier, kTrap,
+};
+
+struct Finding {
+  int32_t kind, instruction, block, warp, lane, other;
+  uint64_t address;
+  int64_t detail[2];
+};
+
+struct Counts {
+  int64_t executed = 0, lanes = 0, bytes = 0, wavefronts = 0, ideal = 0, sectors = 0, requests = 0, waits = 0;
+};
+
+enum Schedule : int32_t { kEager, kLazy, kRandom };
+
+// --- time -----------------------------------------------------------------------------------------
+
+// Whatever accesses memory is an agent with a time of its own: each warp, the copies and the stores of each warp
+// that run on without it, the matrix products of each warpgroup; and each mbarrier, for what completes on it.
+// A clock says up to which time of each agent everything is known to have happened. Clocks are joined where
+// warps meet. An access that its agent does not know of may as well happen at the same time as its own.
+struct Clock {
+  std::vector<uint32_t> known;   // by agent
+  std::vector<uint32_t> fenced;  // the same for the eyes of TMA and wgmma: known at a proxy fence
+
+  static uint32_t at(const std::vector<uint32_t>& times, int agent) {
+    return agent < static_cast<int>(times.size()) ? times[agent] : 0;
+  }
+  void learn(int agent, uint32_t time);
+  void join(const Clock& other);
+};
+
+// An access to a word of shared memory.
+struct Access {
+  uint32_t time = 0;  // 0 is never
+  int32_t instruction = -1;
+  int16_t agent = -1;
+  int8_t lane = -1;    // -2: several
+  uint8_t bytes = 0;   // a bit for each
+};
+
+// Who accesses, as what.
+struct Accessor {
+  const Clock* clock;
+  int agent;
+  uint32_t time;
+  int warp;
+  int lane;  // -1 for what is not done by one lane
+  bool async;  // through the asynchronous proxy
+};
+
+// --- what is under way ----------------------------------------------------------------------------
+
+// A piece of a copy from global memory to shared memory, or back.
+struct Piece {
+  uint32_t shared;
+  int32_t bytes;
+  uint8_t* global;    // null: outside of the tensor
+  uint8_t fill[16];   // what then comes instead
+};
+
+struct Group {  // of asynchronous work that is waited for together
+  std::vector<std::function<void()>> work;
+  std::vector<std::pair<int32_t, int32_t>> busy;  // registers that are its own until then, and whose
+};
+
+// Groups in order: one queue each for a warp's copies, matrix products and stores.
+struct Queue {
+  int agent = 0;
+  uint32_t open = 1;  // the number, and the time, of the group that is being filled
+  std::deque<Group> closed;
+  Group current;
+};
+
+struct Load {  // by TMA, on its way
+  std::function<void()> land;
+};
+
+// --- blocks ---------------------------------------------------------------------------------------
+
+struct Fragment {  // lanes of a warp that are at the same place
+  int32_t at;
+  uint32_t mask;
+  bool parked = false;
+};
+
+enum class State { kReady, kBarrier, kMbarrier, kCluster, kProduct, kDone };
+
+struct Wrote {
+  int32_t instruction = -1;
+  uint32_t fences = 0;
+};
+
+struct FullWarp : Warp {
+  std::vector<uint8_t> file;
+  std::vector<uint8_t> local;       // each lane's own memory
+  std::vector<Fragment> fragments;  // by place, the lowest first
+  State state = State::kReady;
+  uint64_t barrier = 0;             // the number or the address of what it waits at
+  bool give_up = false;             // its next try to wait is in vain
+  uint32_t cluster = 0;             // the generation of the cluster's barrier that it waits for
+  Clock clock;
+  Queue copies, products, stores;
+  uint32_t fences = 1;              // of wgmma
+  std::vector<Wrote> wrote;         // by slot / 8: who wrote a register, and after how many fences
+  std::vector<int32_t> busy;        // by slot / 8: 1 + the wgmma that uses it
+  int64_t steps = 0;
+};
+
+struct Barrier {
+  int wanted = 0, arrived = 0;
+  uint32_t generation = 0;
+  Clock clock, done;
+};
+
+struct Mbarrier {
+  Access made;  // by its initialisation
+  int agent = 0;
+  int64_t count = 0, pending = 0, bytes = 0;
+  int64_t expected = 0, completed = 0;  // bytes of this phase
+  uint32_t phase = 0;
+  uint32_t issued = 0;
+  std::set<uint32_t> outstanding;
+  Clock arriving, done;
+};
+
+struct Block {
+  int number = 0;
+  std::vector<uint8_t> shared;
+  std::vector<uint8_t> written;  // which bytes of it anybody has written
+  std::vector<FullWarp> warps;
+  std::array<Barrier, 17> barriers;  // the last one is the cluster's
+  std::map<uint32_t, Mbarrier> mbarriers;
+  std::vector<Load> loads;
+  std::vector<Access> writes;  // of each word of shared memory the last one
+  std::vector<Access> reads;   // and of each word by each warp
+  int agents = 0;
+  int64_t events = 0;  // what somebody may have waited for
+
+  void start();
+  // Notes an access. The instruction that it collides with, or -1; `unfenced` where only a proxy fence lacks.
+  int32_t touch(const Accessor& who, uint64_t address, int bytes, int32_t instruction, bool write, bool& unfenced);
+};
+
+// --- the machine ----------------------------------------------------------------------------------
+
+struct Code {
+  Handler run;
+  int32_t first, count;  // its operands
+  int32_t guard;         // slot, or -1
+  int32_t negated;
+  int32_t control;       // 0, or which kind of jump or wait it is
+  int32_t touched, wrote, read;  // registers: where they are listed, how many are written, how many read
+};
+
+enum Control : int32_t {
+  kNormal, kBranch, kExit, kBarrierSync, kBarrierArrive, kMbarrierWait, kClusterArrive, kClusterWait, kProductWait,
+};
+
+struct Machine {
+  std::vector<Code> code;
+  std::vector<int32_t> operands;
+  std::vector<int32_t> touched;
+  std::vector<WgmmaShape> shapes;  // by instruction; empty where there is no wgmma
+  std::vector<Region> regions;
+  std::vector<std::vector<uint8_t>> filled;  // of each output: which bytes were written
+  std::vector<uint8_t> parameters;
+  std::vector<Finding> findings;  // of each kind at each instruction the first
+  std::set<std::pair<int32_t, int32_t>> told;
+  int64_t echoes = 0;
+  std::vector<Counts> counts;
+  Schedule schedule = kEager;
+  std::mt19937_64 random;
+  bool stopped = false;
+
+  void find(const Context& context, FindingKind kind, int lane, uint64_t address, int other = -1,
+            int64_t first = 0, int64_t second = 0);
+  // The bytes at an address, or null, which has then been told.
+  uint8_t* global(Context& context, int lane, uint64_t address, int bytes, bool write, int align = 0);
+  uint8_t* shared(Context& context, int lane, uint64_t address, int bytes, bool write);
+  // The same for asynchronous work of a group or an mbarrier.
+  bool shared_async(Context& context, Accessor who, uint64_t address, int bytes, bool write);
+  // Work that may be done at any time until its group is waited for.
+  void begin(Queue& queue, std::function<void()> work);
+  void load(Block& block, std::function<void()> land);
+  bool chance(int of) { return schedule == kRandom && random() % of == 0; }
+};
+
+inline FullWarp& full(const Context& context) { return *static_cast<FullWarp*>(context.warp); }
+
+// The address of an operand (slot, bytes of the register, offset) in a lane.
+inline uint64_t address_of(Context& c, const int32_t* o, int lane) {
+  uint64_t base = o[1] == 8 ? lanes<uint64_t>(c, o[0])[lane] : lanes<uint32_t>(c, o[0])[lane];
+  return base + static_cast<int64_t>(o[2]);
+}
+
+// Where generic addresses mean something else than global memory.
+constexpr uint64_t kSharedWindow = uint64_t{0x7f} << 40, kLocalWindow = uint64_t{0x7e} << 40,
+                   kParameterWindow = uint64_t{0x7d} << 40, kWindow = uint64_t{1} << 40;
+
+void run_block(Machine& machine, Block& block);
+void finish(Block& block, FullWarp& warp, Queue& queue, size_t kept);  // all groups but the last ones
+void close(Queue& queue);
+// An arrival, or bytes that have come, may complete a phase.
+void settle(Block& block, Mbarrier& barrier);
+Mbarrier* mbarrier(Context& context, int lane, uint64_t address);
+
+void add_barrier(Table& table);
+void add_async(Table& table);
+void add_atomic(Table& table);
+
+}  // namespace fw

@@ -1,0 +1,186 @@
+"""Anybody's CUDA kernel on the CPU: no launch plan, no package, NumPy arrays as its pointers.
+
+saxpy = kernel(source)
+print(saxpy(grid, block, x, y, 2.0, len(x)))
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, SupportsFloat, SupportsIndex
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashwright.build.compile import NAME, build
+from flashwright.emulate.emulate import GAP, Result, behind, launch, prepare
+from flashwright.emulate.machine import Region
+from flashwright.emulate.parse import parse
+from flashwright.emulate.places import Extent, Origin, diagnostics
+from flashwright.emulate.profile import Profile, profile
+from flashwright.emulate.ptx import Variable
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.lang.render import terminal
+
+Array = NDArray[Any]
+Size = int | Sequence[int]
+
+_REALS = {2: "<e", 4: "<f", 8: "<d"}
+
+
+@dataclass(frozen=True)
+class Launched(Result):
+    """What a launch did; printed, it says what was found."""
+
+    diagnostics: tuple[Diagnostic, ...] = ()
+    """The findings for people: what, where, and which thread."""
+    profile: Profile | None = field(default=None, repr=False)
+    name: str = ""
+    text: str = field(default="", repr=False)
+
+    @property
+    def ok(self) -> bool:
+        """Nothing was found."""
+        return not self.findings
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"{self.name}: nothing found"
+        return terminal(self.diagnostics, self.text, self.name).rstrip("\n")
+
+
+def kernel(source: str | Path, entry: str | None = None, *, arch: str = "sm_80") -> Kernel:
+    """A kernel to launch, from CUDA or PTX: the text, or a file that ends in .cu or .ptx.
+
+    `entry` names it where there are several; C++'s name is enough where it is unique. CUDA is
+    compiled for `arch` with the project's nvcc (Failed with FW821 where there is none, with FW822
+    where nvcc does not take it). Failed with FW831 where the emulator cannot execute it.
+    """
+    text, name = _read(source)
+    if not _is_ptx(text):
+        built = build(text, arch, may_spill=True, line_info=True)
+        return Kernel(built.ptx, entry, name, text)
+    return Kernel(text, entry, name if name != NAME else "kernel.ptx")
+
+
+def _read(source: str | Path) -> tuple[str, str]:
+    """The text, and what to call it."""
+    if isinstance(source, str) and ("\n" in source or not source.endswith((".cu", ".ptx"))):
+        return source, NAME
+    path = Path(source)
+    try:
+        return path.read_text(encoding="utf-8"), path.name
+    except OSError as error:
+        text = f"cannot read {path}: {error.strerror}"
+        raise Failed(Diagnostic("FW001", text)) from None
+
+
+def _is_ptx(text: str) -> bool:
+    return any(line.strip().startswith(".version") for line in text.splitlines()[:50])
+
+
+class Kernel:
+    """A kernel of PTX. Call it with the grid, the block and its arguments."""
+
+    def __init__(self, ptx: str, entry: str | None, name: str = NAME, text: str = "") -> None:
+        self.ptx, self.name, self.text = ptx, name, text
+        module = parse(ptx)
+        self.entry = _choose(list(module.entries), entry)
+        self.parameters = module.entries[self.entry].parameters
+        """The names of the parameters that are floating-point numbers."""
+        self.program = prepare(ptx, self.entry)
+
+    def __repr__(self) -> str:
+        return f"<emulated kernel {self.entry}, {len(self.parameters)} parameters>"
+
+    def __call__(
+        self, grid: Size, block: Size, *args: Any, shared: int = 0, schedule: str = "eager"
+    ) -> Launched:
+        """Launch it; what it writes is in the arrays afterwards.
+
+        A contiguous NumPy array is passed as a pointer to its data, and the kernel may write to it
+        unless it is marked as read-only. Numbers are passed in the parameter's own size, a bytes
+        object as a struct. `shared` are the bytes of dynamic shared memory; `schedule` says when
+        asynchronous work is done: "eager", "lazy" or "random:SEED".
+        """
+        if len(args) != len(self.parameters):
+            text = f"{self.entry} takes {len(self.parameters)} arguments, and {len(args)} are given"
+            raise TypeError(text)
+        packed, regions, extents = self._packed(args)
+        sizes, threads = _size("grid", grid), _size("block", block)
+        done = launch(self.program, regions, packed, sizes, threads, shared, schedule=schedule)
+        return self._launched(done, tuple(sizes), tuple(extents))
+
+    def _packed(self, args: Sequence[Any]) -> tuple[bytes, list[Region], list[Extent]]:
+        packed, regions, extents, base = b"", [], [], GAP
+        for number, (parameter, value) in enumerate(zip(self.parameters, args, strict=True)):
+            packed = packed.ljust(-(-len(packed) // parameter.align) * parameter.align, b"\0")
+            if isinstance(value, np.ndarray) and value.ndim:
+                array = _pointed(number, value, parameter)
+                use = int(array.flags.writeable)  # to read alone, or to read and to write
+                regions.append(Region(base, array.nbytes, array.ctypes.data, use))
+                extents.append(Extent(f"argument {number}", base, array.nbytes))
+                packed += struct.pack("<Q", base)
+                base = behind(base, array.nbytes)
+            else:
+                packed += _number(number, value, parameter, parameter.real)
+        return packed, regions, extents
+
+    def _launched(
+        self, done: Result, grid: tuple[int, ...], extents: tuple[Extent, ...]
+    ) -> Launched:
+        origin = Origin(grid=grid, tensors=extents, shown=self.name, text=self.text)
+        counted = profile(self.program.source, done.counts, origin)
+        told = diagnostics(done.findings, origin)
+        return Launched(done.findings, done.counts, told, counted, self.name, self.text)
+
+
+def _choose(names: list[str], wanted: str | None) -> str:
+    if wanted in names:
+        return str(wanted)
+    # C++ puts the length before a name: _Z5saxpyPf is saxpy.
+    found = names if wanted is None else [n for n in names if f"{len(wanted)}{wanted}" in n]
+    if len(found) == 1:
+        return found[0]
+    listed = ", ".join(names) or "none"
+    text = "there is no kernel" if not found else "there are several kernels"
+    text += f" {wanted}" if wanted is not None else ""
+    raise Failed(Diagnostic("FW831", f"{text}; the kernels are: {listed}", help="name one: entry="))
+
+
+def _size(name: str, given: Size) -> list[int]:
+    sizes = [given] if isinstance(given, SupportsIndex) else list(given)
+    if not 1 <= len(sizes) <= 3 or any(int(size) < 1 for size in sizes):
+        raise ValueError(f"{name} must be one to three counts of at least 1, not {given!r}")
+    return [int(size) for size in sizes]
+
+
+def _pointed(number: int, array: Array, parameter: Variable) -> Array:
+    if parameter.size != 8:
+        raise TypeError(
+            f"argument {number} is an array, but the kernel takes {parameter.size} bytes"
+        )
+    if not array.flags.c_contiguous:
+        raise ValueError(f"argument {number} must be contiguous: numpy.ascontiguousarray")
+    return array
+
+
+def _number(number: int, value: Any, parameter: Variable, real: bool) -> bytes:
+    """A value as the bytes of its parameter."""
+    size = parameter.size
+    if isinstance(value, bytes | bytearray | np.generic | np.ndarray):
+        data = value.tobytes() if isinstance(value, np.generic | np.ndarray) else bytes(value)
+        if len(data) == size:
+            return data
+    elif real and isinstance(value, SupportsFloat) and size in _REALS:
+        return struct.pack(_REALS[size], float(value))
+    elif not real and isinstance(value, SupportsIndex):
+        whole = int(value)
+        if -(1 << 8 * size - 1) <= whole < 1 << 8 * size:
+            return (whole % (1 << 8 * size)).to_bytes(size, "little")
+    kind = "floating-point number" if real else "whole number"
+    text = f"argument {number} is {value!r}, which is no {kind} of {size} bytes"
+    raise TypeError(text)

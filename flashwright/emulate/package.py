@@ -1,0 +1,163 @@
+"""A kernel package for the emulator: its PTX, its plan, and the way back to its source and TL."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+from flashwright.build import toolchain
+from flashwright.build.compile import NAME, build
+from flashwright.build.load import PTX, read_plan
+from flashwright.emulate.emulate import GAP, Array, Result, behind, prepare, run
+from flashwright.emulate.encode import Program
+from flashwright.emulate.parse import bad, parse
+from flashwright.emulate.places import Extent, Origin
+from flashwright.emulate.ptx import Entry, Place
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.lower.launch_plan import LaunchPlan, evaluate
+from flashwright.lower.source_map import SourceMap, read
+
+CODE = "code.tl"
+
+
+class Unending(Exception):
+    """A launch that took longer than it may."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """A kernel with its plan, and what is known of where its PTX came from."""
+
+    name: str
+    plan: LaunchPlan
+    ptx: str = field(repr=False)
+    source: str = field(default="", repr=False)
+    """kernel.cu, where it is there."""
+    map: SourceMap = field(default_factory=SourceMap, repr=False)
+    tl: str = field(default="", repr=False)
+    places: Mapping[int, tuple[Place, ...]] = field(default_factory=dict, repr=False)
+    """The source's lines by the PTX's own, where the PTX does not tell them itself."""
+
+    @cached_property
+    def program(self) -> Program:
+        """Decoded; Failed with FW831 where the emulator cannot execute it."""
+        made = prepare(self.ptx, self.plan.entry)
+        made.source = [replace(i, places=self.places.get(i.line, i.places)) for i in made.source]
+        return made
+
+    def with_lines(self) -> Package:
+        """With the lines of its source, which the PTX of a package does not have.
+
+        They are those of the same source compiled once more. Itself where that cannot be: without
+        a compiler, or where kernel.cu is not what the PTX was made of.
+        """
+        entry = self._entry(self.ptx)
+        if not self.source or any(one.places for one in entry.code):
+            return self
+        try:
+            tools = toolchain.find()
+            arch = self.plan.arch
+            built = build(self.source, arch, toolchain=tools, may_spill=True, line_info=True)
+            lined = self._entry(built.ptx)
+        except Failed:
+            return self
+        told = [[(one.opcode, one.operands) for one in e.code] for e in (entry, lined)]
+        if told[0] != told[1]:
+            return self
+        pairs = zip(entry.code, lined.code, strict=True)
+        return replace(self, places={one.line: other.places for one, other in pairs})
+
+    def _entry(self, ptx: str) -> Entry:
+        module = parse(ptx)
+        if self.plan.entry not in module.entries:
+            raise bad(1, f"there is no kernel {self.plan.entry}")
+        return module.entries[self.plan.entry]
+
+    def origin(self, dims: Mapping[str, int], arrays: Mapping[str, Array] | None = None) -> Origin:
+        """What leads from an instruction back to TL, for a launch of these sizes and arrays."""
+        grid = tuple(evaluate(count, dims) for count in self.plan.grid)
+        extents = tuple(Extent(*one) for one in addresses(self.plan, arrays or {}))
+        return Origin(map=self.map, tl=self.tl, grid=grid, tensors=extents, text=self.source)
+
+    def run(
+        self,
+        arrays: Mapping[str, Array],
+        dims: Mapping[str, int],
+        schedule: str = "eager",
+        seconds: float | None = None,
+    ) -> Result:
+        """Run it on arrays, whose outputs are written in place; Unending after so many seconds.
+
+        The machine runs in a thread of its own, so that Ctrl-C is heard meanwhile.
+        """
+        program, answer = self.program, _Answer()
+
+        def work() -> None:
+            try:
+                answer.result = run(program, self.plan, arrays, dims, schedule=schedule)
+            except BaseException as error:
+                answer.error = error
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if thread.is_alive():
+            raise Unending(f"no end after {seconds:g} s")
+        if answer.error is not None:
+            raise answer.error
+        assert answer.result is not None
+        return answer.result
+
+
+def addresses(plan: LaunchPlan, arrays: Mapping[str, Array]) -> Iterator[tuple[str, int, int]]:
+    """Where emulate.run puts each tensor: its name, its first byte and its bytes."""
+    base = GAP
+    for tensor in plan.tensors:
+        if tensor.name in arrays:
+            size = arrays[tensor.name].nbytes
+            yield tensor.name, base, size
+            base = behind(base, size)
+
+
+class _Answer:
+    result: Result | None = None
+    error: BaseException | None = None
+
+
+def read_package(folder: Path, name: str = "", file: str = PTX) -> Package:
+    """The kernel in a folder; Failed with FW852 where there is no PTX of one."""
+    plan = read_plan(folder)
+    ptx = folder / file
+    if not ptx.is_file():
+        text = f"{folder} has no {file}, which is what the emulator executes"
+        raise Failed(Diagnostic("FW852", text, help=f"flashwright build {folder}"))
+    return Package(
+        name or str(folder),
+        plan,
+        _text(ptx),
+        _text(folder / NAME),
+        read(folder),
+        _text(folder / CODE),
+    )
+
+
+def compile_package(path: Path, name: str = "") -> Package:
+    """A package's kernel.cu as it is now, compiled; Failed as build.compile.build says."""
+    folder, source = path.parent, _text(path)
+    plan = read_plan(folder)
+    if not source:
+        raise Failed(Diagnostic("FW001", f"there is nothing in {path}"))
+    built = build(source, plan.arch, may_spill=True, line_info=True)
+    return Package(name or str(path), plan, built.ptx, source, read(folder), _text(folder / CODE))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise Failed(Diagnostic("FW852", f"cannot read {path}: {error.strerror}")) from None

@@ -1,0 +1,426 @@
+"""Text to PTX. What it does not know is an error with its line."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from flashwright.emulate.ptx import (
+    Address,
+    Entry,
+    Immediate,
+    Instruction,
+    Module,
+    Operand,
+    Pair,
+    Place,
+    Register,
+    Symbol,
+    Variable,
+    Vector,
+)
+from flashwright.lang.diagnostic import Diagnostic, Failed
+
+_SIZES = {"b8": 1, "b16": 2, "b32": 4, "b64": 8, "b128": 16, "pred": 1}
+_TOKEN = re.compile(
+    r"0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|0[xX][0-9a-fA-F]+U?|\d+U?"
+    r"|%?[A-Za-z_$][\w$]*(?:\.[xyzw])?|[\[\]{}(),+|!<>=*-]|\S"
+)
+_REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+(.*)", re.DOTALL)
+_VARIABLE = re.compile(
+    r"(?P<how>(?:\.(?:visible|extern|weak|const|global|shared|local|param)\s+)+)"
+    r"(?:\.align\s+(?P<align>\d+)\s+)?\.(?P<type>\w+)\s+(?P<name>[\w$%]+)"
+    r"(?P<size>(?:\[\d*\])*)\s*(?:=\s*(?P<data>.*))?$",
+    re.DOTALL,
+)
+_LOC = re.compile(
+    r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:.*inlined_at\s+(\d+)\s+(\d+)\s+(\d+))?", re.DOTALL
+)
+_FILE = re.compile(r'\.file\s+(\d+)\s+"((?:[^"\\]|\\.)*)"')
+_ENTRY = re.compile(r"(?:\.(?:visible|weak)\s+)?\.entry\s+([\w$]+)\s*(?:\((.*?)\))?(.*)", re.DOTALL)
+_LABEL = re.compile(r"\s*([\w$]+)\s*:(?!:)")
+_WITHOUT_LABELS = re.compile(r"^\s*(?:[\w$]+\s*:(?!:)\s*)*")
+_DEPTH = 32  # of calls inlined into each other
+
+
+def parse(text: str) -> Module:
+    """A module; Failed with FW831 at a line that cannot be read."""
+    return _Parser(text).module()
+
+
+def bad(line: int, text: str) -> Failed:
+    """PTX that cannot be read or executed."""
+    return Failed(Diagnostic("FW831", f"PTX line {line}: {text}"))
+
+
+@dataclass
+class _Scope:
+    """Braces inside a kernel: names in them are their own, and may be declared again elsewhere."""
+
+    number: int
+    start: int
+    """The index of its first instruction."""
+    registers: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Body:
+    """A kernel as it is being read."""
+
+    name: str
+    parameters: tuple[Variable, ...]
+    registers: dict[str, str] = field(default_factory=dict)
+    variables: list[Variable] = field(default_factory=list)
+    code: list[Instruction] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+    scopes: list[_Scope] = field(default_factory=list)
+
+    def leave(self) -> None:
+        """Jumps inside the innermost scope go to its own labels."""
+        scope = self.scopes.pop()
+        own = {label: f"{label}@{scope.number}" for label in scope.labels}
+        self.labels |= {own[label]: at for label, at in scope.labels.items()}
+        for n in range(scope.start, len(self.code)) if own else ():
+            one = self.code[n]
+            to = one.operands[0] if one.opcode.startswith("bra") else None
+            if isinstance(to, Symbol) and to.name in own:
+                self.code[n] = replace(one, operands=(Symbol(own[to.name]),))
+
+
+class _Parser:
+    def __init__(self, text: str) -> None:
+        self.text = _without_comments(text)
+        # They stand at the end, behind all that speaks of them.
+        self.files = {int(number): name for number, name in _FILE.findall(self.text)}
+        self.target = ""
+        self.variables: list[Variable] = []
+        self.entries: dict[str, Entry] = {}
+        self.body: _Body | None = None
+        self.places: tuple[Place, ...] = ()
+        self.inlined: dict[tuple[int, int, int], tuple[int, int, int]] = {}
+        self.fresh = 0
+        self.section = False
+        """Inside a section for debuggers, which nobody executes."""
+
+    def module(self) -> Module:
+        for line, statement, end in _statements(self.text):
+            self._statement(line, statement, end)
+        return Module(self.target, self.entries, tuple(self.variables), self.files)
+
+    # --- statements ---------------------------------------------------------------------------
+
+    def _statement(self, line: int, text: str, end: str) -> None:
+        if self.section:
+            self.section = end != "}"
+            return
+        body = self.body
+        while body is not None and (label := _LABEL.match(text)):
+            labels = body.scopes[-1].labels if body.scopes else body.labels
+            labels[label[1]] = len(body.code)
+            line += text[: label.end()].count("\n")
+            text = text[label.end() :]
+        line += len(text[: len(text) - len(text.lstrip())].split("\n")) - 1
+        text = text.strip()
+        if end == "{":
+            self._open(line, text)
+        elif text:
+            self._plain(line, text)
+        if end == "}":
+            self._close(line)
+
+    def _open(self, line: int, text: str) -> None:
+        if self.body is not None:
+            self.fresh += 1
+            self.body.scopes.append(_Scope(self.fresh, len(self.body.code)))
+            return
+        if text.startswith(".section"):
+            self.section = True
+            return
+        entry = _ENTRY.match(text)
+        if entry is None:
+            raise bad(line, f"only kernels can be executed, not `{text.split('(')[0][:60]}`")
+        parts = [p.strip() for p in (entry[2] or "").split(",") if p.strip()]
+        self.body = _Body(entry[1], tuple(self._variable(line, p) for p in parts))
+
+    def _close(self, line: int) -> None:
+        body = self.body
+        if body is None:
+            raise bad(line, "a brace is closed that was not opened")
+        if body.scopes:
+            body.leave()
+            return
+        self.entries[body.name] = Entry(
+            body.name,
+            body.parameters,
+            body.registers,
+            tuple(body.variables),
+            tuple(body.code),
+            body.labels,
+        )
+        self.body, self.places = None, ()
+
+    def _plain(self, line: int, text: str) -> None:
+        if text.startswith(".reg"):
+            self._registers(line, text)
+        elif re.match(r"\.loc\s", text):
+            self._loc(text)
+        elif text.startswith(".target"):
+            self.target = text.split()[1].rstrip(",")
+        elif text.startswith((".version", ".address_size", ".pragma", ".file")):
+            return
+        elif text.startswith("."):
+            variable = self._variable(line, text)
+            (self.body.variables if self.body else self.variables).append(variable)
+        elif self.body is None:
+            raise bad(line, f"`{text[:60]}` stands outside of any kernel")
+        else:
+            self.body.code.append(self._instruction(line, text))
+
+    def _loc(self, text: str) -> None:
+        found = _LOC.match(text)
+        if found is None:
+            return
+        at = (int(found[1]), int(found[2]), int(found[3]))
+        if found[4]:
+            self.inlined[at] = (int(found[4]), int(found[5]), int(found[6]))
+        places: list[Place] = []
+        here: tuple[int, int, int] | None = at
+        while here is not None and len(places) < _DEPTH:
+            places.append(Place(self.files.get(here[0], ""), here[1]))
+            here = self.inlined.get(here) if here != at or found[4] else None
+        self.places = tuple(places)
+
+    def _registers(self, line: int, text: str) -> None:
+        found, body = _REGISTERS.match(text), self.body
+        if found is None or body is None:
+            raise bad(line, f"cannot read `{text[:60]}`")
+        for name in found[2].split(","):
+            name = name.strip()
+            many = re.fullmatch(r"(%?[\w$]+)<(\d+)>", name)
+            if many:
+                body.registers.update({f"{many[1]}{n}": found[1] for n in range(int(many[2]))})
+            elif body.scopes:
+                own = f"{name}@{body.scopes[-1].number}"
+                body.scopes[-1].registers[name] = own
+                body.registers[own] = found[1]
+            else:
+                body.registers[name] = found[1]
+
+    def _variable(self, line: int, text: str) -> Variable:
+        found = _VARIABLE.match(text)
+        if found is None:
+            raise bad(line, f"cannot read `{text[:60]}`")
+        kind = re.sub(r"^[usf]", "b", found["type"])
+        if kind not in _SIZES:
+            raise bad(line, f"there is no type .{found['type']}")
+        size = _SIZES[kind]
+        unsized = False
+        for number in re.findall(r"\[(\d*)\]", found["size"]):
+            unsized |= not number
+            size *= int(number or 0)
+        space = next(
+            s
+            for s in (*found["how"].replace(".", "").split()[::-1], "global")
+            if s in ("const", "global", "shared", "local", "param")
+        )
+        data = self._data(line, found["data"], _SIZES[kind]) if found["data"] else b""
+        align, real = int(found["align"] or _SIZES[kind]), found["type"].startswith("f")
+        return Variable(found["name"], space, align, size, data, real)
+
+    def _data(self, line: int, text: str, size: int) -> bytes:
+        numbers = re.findall(r"-?0[xX][0-9a-fA-F]+|-?\d+", text.replace("U", ""))
+        try:
+            return b"".join((int(n, 0) % (1 << 8 * size)).to_bytes(size, "little") for n in numbers)
+        except ValueError:
+            raise bad(line, f"cannot read `{text[:60]}`") from None
+
+    # --- instructions -------------------------------------------------------------------------
+
+    def _instruction(self, line: int, text: str) -> Instruction:
+        guard = None
+        if text.startswith("@"):
+            guarded, _, text = text[1:].partition(" ")
+            guard = self._register(guarded.lstrip("!").strip(), guarded.startswith("!"))
+            text = text.strip()
+        found = re.match(r"[a-z][\w.:]*", text)
+        if found is None:
+            raise bad(line, f"cannot read `{text[:60]}`")
+        opcode, rest = found[0], text[found.end() :]
+        operands = _Operands(line, rest, self._register).all()
+        return Instruction(opcode, operands, guard, line, self.places)
+
+    def _register(self, name: str, negated: bool = False) -> Register:
+        body = self.body
+        for scope in reversed(body.scopes if body else []):
+            if name in scope.registers:
+                return Register(scope.registers[name], negated)
+        return Register(name, negated)
+
+
+class _Operands:
+    """The operands of one instruction."""
+
+    def __init__(self, line: int, text: str, register: object) -> None:
+        self.line, self.text = line, text
+        self.register = register
+        self.tokens = _TOKEN.findall(text)
+        self.at = 0
+
+    def all(self) -> tuple[Operand, ...]:
+        found: list[Operand] = []
+        while self.at < len(self.tokens):
+            found.append(self._operand())
+            if self.at < len(self.tokens):
+                self._take(",")
+        return tuple(found)
+
+    def _peek(self) -> str:
+        return self.tokens[self.at] if self.at < len(self.tokens) else ""
+
+    def _take(self, wanted: str) -> None:
+        if self._peek() != wanted:
+            raise bad(self.line, f"expected `{wanted}` in `{self.text.strip()[:60]}`")
+        self.at += 1
+
+    def _operand(self) -> Operand:
+        one = self._single()
+        if self._peek() == "|":
+            self._take("|")
+            return Pair(one, self._single())
+        return one
+
+    def _single(self) -> Operand:
+        token = self._peek()
+        if token == "{":
+            return self._vector()
+        if token == "[":
+            return self._address()
+        self.at += 1
+        if token == "!":
+            name = self._peek()
+            self.at += 1
+            return self.register(name, True)  # type: ignore[operator, no-any-return]
+        if token == "-":
+            inner = self._single()
+            if isinstance(inner, Immediate):
+                return Immediate(-inner.value, inner.bits)
+            raise bad(self.line, f"cannot read `{self.text.strip()[:60]}`")
+        return self._word(token)
+
+    def _word(self, token: str) -> Operand:
+        if token[:2] in ("0f", "0F") and len(token) == 10:
+            return Immediate(int(token[2:], 16), 32)
+        if token[:2] in ("0d", "0D") and len(token) == 18:
+            return Immediate(int(token[2:], 16), 64)
+        if token[:1].isdigit():
+            return Immediate(int(token.rstrip("U"), 0))
+        if token[:1] == "%" or token == "_":
+            return self.register(token)  # type: ignore[operator, no-any-return]
+        if re.fullmatch(r"[A-Za-z_$][\w$]*", token):
+            found: Register = self.register(token)  # type: ignore[operator]
+            return found if found.name != token else Symbol(token)
+        raise bad(self.line, f"cannot read `{token}` in `{self.text.strip()[:60]}`")
+
+    def _vector(self) -> Vector:
+        self._take("{")
+        items = [self._single()]
+        while self._peek() == ",":
+            self._take(",")
+            items.append(self._single())
+        self._take("}")
+        return Vector(tuple(items))
+
+    def _address(self) -> Address:
+        self._take("[")
+        base = self._single()
+        if not isinstance(base, Register | Symbol | Immediate):
+            raise bad(self.line, f"no address in `{self.text.strip()[:60]}`")
+        offset, coordinates = 0, None
+        while self._peek() in ("+", "-"):
+            sign = -1 if self._peek() == "-" else 1
+            self.at += 1
+            by = self._single()
+            if not isinstance(by, Immediate):
+                raise bad(self.line, f"no offset in `{self.text.strip()[:60]}`")
+            offset += sign * by.value
+        if self._peek() == ",":
+            self._take(",")
+            coordinates = self._vector()
+        self._take("]")
+        return Address(base, offset, coordinates)
+
+
+def _without_comments(text: str) -> str:
+    """Comments become blanks: lines stay where they are."""
+
+    def blank(match: re.Match[str]) -> str:
+        return re.sub(r"[^\n]", " ", match[0])
+
+    return re.sub(r"/\*.*?\*/|//[^\n]*", blank, text, flags=re.DOTALL)
+
+
+def _statements(text: str) -> Iterator[tuple[int, str, str]]:
+    """Statements with their line and what ends them: `;`, `{`, `}`, or for directives the line."""
+    line, start, inside = 1, 0, 0
+    depth = 0
+    at = 0
+    while at < len(text):
+        sign = text[at]
+        if sign == "\n" and not depth and _is_directive(text[start:at]):
+            yield line, text[start:at], "\n"
+            line += text.count("\n", start, at + 1)
+            start = at + 1
+        elif sign == "(" or sign == "[":
+            depth += 1
+        elif sign == ")" or sign == "]":
+            depth -= 1
+        elif sign == ";" and not inside:
+            yield line, text[start:at], ";"
+            line += text.count("\n", start, at + 1)
+            start = at + 1
+        elif sign in "{}" and not depth:
+            if sign == "{" and _is_operand(text[start:at]):
+                inside += 1
+            elif sign == "}" and inside:
+                inside -= 1
+            else:
+                yield line, text[start:at], sign
+                line += text.count("\n", start, at + 1)
+                start = at + 1
+        at += 1
+
+
+def _is_directive(text: str) -> bool:
+    first = _WITHOUT_LABELS.sub("", text).split(None, 1)[:1]
+    return bool(first) and first[0] in (".version", ".target", ".address_size", ".file", ".loc")
+
+
+def _is_operand(text: str) -> bool:
+    """Whether a brace behind this opens a list of operands, and no block or initialiser's end."""
+    words = _WITHOUT_LABELS.sub("", text).strip()
+    return bool(words) and not words.startswith(
+        (".entry", ".visible", ".func", ".weak", ".section")
+    )
+
+
+def float_bits(value: float) -> int:
+    """The bits of an fp32 number."""
+    return int(struct.unpack("<I", struct.pack("<f", value))[0])
+
+
+def names(operands: Sequence[Operand]) -> Iterator[str]:
+    """All registers in some operands."""
+    for operand in operands:
+        if isinstance(operand, Register):
+            yield operand.name
+        elif isinstance(operand, Vector):
+            yield from names(operand.items)
+        elif isinstance(operand, Pair):
+            yield from names((operand.first, operand.second))
+        elif isinstance(operand, Address):
+            yield from names(
+                (operand.base, *(operand.coordinates.items if operand.coordinates else ()))
+            )

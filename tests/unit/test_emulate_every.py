@@ -1,0 +1,96 @@
+"""Every kernel that the translator emits for Turing, Ampere and Ada: right under emulation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashwright import gpu as gpus
+from flashwright import spec as specs
+from flashwright.author.builtin.author import write_code, write_sketch
+from flashwright.author.builtin.choose import NothingFits
+from flashwright.author.builtin.variants import make_spec
+from flashwright.build import toolchain
+from flashwright.judge import oracle
+from flashwright.judge.problems import problems
+from flashwright.spec import AttentionSpec
+from tests.unit.together import SCHEDULES, Kernel, emulated, kernels
+
+pytestmark = [
+    pytest.mark.skipif(not toolchain.has_nvcc(), reason="there is no CUDA compiler here"),
+    pytest.mark.slow,
+]
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.tl"))
+DTYPES = {"a100": ("fp16", "bf16"), "t4": ("fp16",), "l40s": ("fp16", "bf16", "fp8")}
+MIXES = [(gpu, dtype) for gpu, dtypes in DTYPES.items() for dtype in dtypes]
+HEAD_DIMS = (64, 96, 128, 256)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 70},
+    "softcap": {"softcap": 30.0},
+    "alibi": {"alibi": True},
+    "sink": {"sink": True},
+}
+OTHERS = ("nsa-compressed", "nsa-selected")
+LENGTHS = ((1, 1), (70, 133), (150, 90))
+
+
+def right(kernel: Kernel, reference: oracle.UserReference | None = None) -> None:
+    """Ragged lengths, each under another schedule, and one of them under all."""
+    asked = problems(kernel.spec, 1, "cpu", LENGTHS)
+    for problem, schedule in zip(asked, itertools.cycle(SCHEDULES)):
+        result, _, compared = emulated(kernel, problem, schedule, reference)
+        told = [(f.kind, f.instruction.opcode, f.instruction.line) for f in result.findings]
+        assert not told, f"{kernel.spec}: {problem}: {told}"
+        assert compared.ok, f"{kernel.spec}: {problem}: {compared.reason}"
+    outputs = [emulated(kernel, asked[1], s, reference)[1] for s in SCHEDULES[:3]]
+    for other, name in itertools.product(outputs[1:], outputs[0]):
+        np.testing.assert_array_equal(other[name].view(np.uint8), outputs[0][name].view(np.uint8))
+
+
+def built(wanted: Sequence[AttentionSpec], gpu: str) -> list[Kernel]:
+    """The built-in author's kernels, of those that fit the GPU."""
+    codes = []
+    for spec in wanted:
+        try:
+            codes.append((write_code(write_sketch(spec), spec, gpus.find(gpu)).code, spec))
+        except NothingFits:
+            continue
+    return kernels(codes, gpu)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("gpu", "dtype"), MIXES)
+def test_built_in(gpu: str, dtype: str, option: str) -> None:
+    wanted = []
+    for causal in (False, True):
+        settings = {"dtype": dtype, "causal": causal, **OPTIONS[option]}
+        wanted += [make_spec("gqa", head_dim=width, **settings) for width in HEAD_DIMS]
+        wanted.append(make_spec("mla", **settings))
+    made = built(wanted, gpu)
+    assert len(made) >= len(wanted) - 2
+    for kernel in made:
+        right(kernel)
+
+
+@pytest.mark.parametrize(("gpu", "dtype"), MIXES)
+def test_sparse(gpu: str, dtype: str) -> None:
+    wanted = [make_spec(name, dtype=dtype) for name in OTHERS]
+    made = built(wanted, gpu)
+    assert made
+    for kernel in made:
+        right(kernel)
+
+
+@pytest.mark.parametrize("gpu", ["a100", "l40s"])
+def test_examples(gpu: str) -> None:
+    listed = [(path.read_text(), specs.load(path.with_suffix(".toml"))) for path in EXAMPLES]
+    for path, kernel in zip(EXAMPLES, kernels(listed, gpu), strict=True):
+        own = kernel.spec.reference
+        right(kernel, oracle.user_reference(path.parent / own) if own else None)

@@ -1,0 +1,316 @@
+"""The machine's own rules, on kernels small enough to read."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashwright.emulate.emulate import Result, launch
+from flashwright.emulate.encode import encode
+from flashwright.emulate.machine import Region
+from flashwright.emulate.parse import parse
+from flashwright.lang.diagnostic import Failed
+
+HEAD = ".version 8.4\n.target sm_90a\n.address_size 64\n"
+SCHEDULES = ("eager", "lazy", "random:3")
+BASE = 1 << 20
+
+
+def run(
+    body: str,
+    out: Any,
+    threads: int = 32,
+    schedule: str = "eager",
+    shared: int = 0,
+    grid: int = 1,
+    use: int = 1,
+) -> Result:
+    """A kernel with one parameter, the array `out`: its body in PTX."""
+    registers = ".reg .pred %p<8>;\n.reg .b32 %r<32>;\n.reg .f32 %f<8>;\n.reg .b64 %rd<16>;\n"
+    start = "ld.param.u64 %rd0, [out];\nmov.u32 %r0, %tid.x;\n"
+    text = f"{HEAD}.visible .entry k(.param .u64 out)\n{{\n{registers}{start}{body}\nret;\n}}\n"
+    module = parse(text)
+    regions = [Region(BASE, out.nbytes, out.ctypes.data, use)]
+    program = encode(module, module.entries["k"])
+    return launch(program, regions, struct.pack("<Q", BASE), [grid], [threads], shared, schedule)
+
+
+def store(value: str = "%r1", index: str = "%r0") -> str:
+    """out[index] = value."""
+    return f"mad.wide.u32 %rd9, {index}, 4, %rd0;\nst.global.u32 [%rd9], {value};\n"
+
+
+def kinds(result: Result) -> set[str]:
+    return {f.kind for f in result.findings}
+
+
+# --- control ----------------------------------------------------------------------------------
+
+
+def test_lanes_part_and_meet_again() -> None:
+    out = np.zeros(32, np.uint32)
+    body = """
+    mov.u32 %r1, 0;
+    mov.u32 %r2, 0;
+LOOP:
+    setp.ge.u32 %p0, %r2, %r0;
+    @%p0 bra DONE;
+    add.u32 %r1, %r1, %r2;
+    add.u32 %r2, %r2, 1;
+    bra LOOP;
+DONE:
+    activemask.b32 %r3;
+    add.u32 %r1, %r1, %r3;
+"""
+    result = run(body + store(), out)
+    assert not result.findings
+    lane = np.arange(32, dtype=np.uint32)
+    np.testing.assert_array_equal(out, lane * (lane - 1) // 2 + np.uint32(0xFFFFFFFF))
+
+
+def test_the_same_label_in_two_scopes_is_two_labels() -> None:
+    out = np.zeros(32, np.uint32)
+    part = (
+        "{\n.reg .pred P;\nsetp.eq.u32 P, %r0, N;\n@P bra SKIP;\nadd.u32 %r1, %r1, 1;\nSKIP:\n}\n"
+    )
+    body = "mov.u32 %r1, 0;\n" + part.replace("N", "3") + part.replace("N", "5")
+    run(body + store(), out)
+    expected = np.full(32, 2)
+    expected[[3, 5]] = 1
+    np.testing.assert_array_equal(out, expected)
+
+
+def test_a_kernel_that_never_ends_is_stopped() -> None:
+    result = run("LOOP:\nbra LOOP;", np.zeros(1, np.uint32))
+    assert kinds(result) == {"deadlock"}
+
+
+def test_a_trap_stops_the_kernel() -> None:
+    out = np.zeros(32, np.uint32)
+    body = "mov.u32 %r1, 7;\nsetp.eq.u32 %p0, %r0, 9;\n@%p0 trap;\n"
+    result = run(body + store(), out)
+    assert kinds(result) == {"trap"}
+    assert result.findings[0].lane == 9
+    assert not out.any()
+
+
+def test_special_registers_say_where_a_thread_is() -> None:
+    out = np.zeros(3 * 64, np.uint32)
+    body = """
+    mov.u32 %r1, %ctaid.x;
+    mad.lo.u32 %r2, %r1, 64, %r0;
+    mov.u32 %r3, %laneid;
+    mov.u32 %r4, %warpid;
+    mad.lo.u32 %r4, %r4, 32, %r3;
+    mad.lo.u32 %r1, %r1, 1000, %r4;
+"""
+    run(body + store("%r1", "%r2"), out, threads=64, grid=3)
+    np.testing.assert_array_equal(
+        out.reshape(3, 64) - np.arange(64), [[0] * 64, [1000] * 64, [2000] * 64]
+    )
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+
+def test_an_output_that_nobody_wrote_is_not_read() -> None:
+    out = np.zeros(32, np.uint32)
+    body = "mad.wide.u32 %rd1, %r0, 4, %rd0;\nld.global.u32 %r1, [%rd1];\n"
+    assert kinds(run(body, out, use=2)) == {"unwritten"}
+    assert not kinds(run(store("%r0") + body, out, use=2))
+    assert not kinds(run(body, out, use=1))
+
+
+def test_threads_own_memory_and_variables_of_the_module() -> None:
+    out = np.zeros(32, np.uint32)
+    text = f"""{HEAD}
+.global .align 4 .u32 table[4] = {{5, 6, 7, 8}};
+.visible .entry k(.param .u64 out)
+{{
+.local .align 8 .b8 depot[16];
+.reg .b32 %r<8>;
+.reg .b64 %rd<8>;
+ld.param.u64 %rd0, [out];
+mov.u32 %r0, %tid.x;
+mov.u64 %rd1, depot;
+cvta.local.u64 %rd2, %rd1;
+st.u32 [%rd2+4], %r0;
+and.b32 %r1, %r0, 3;
+mov.u64 %rd3, table;
+mad.wide.u32 %rd4, %r1, 4, %rd3;
+ld.global.u32 %r2, [%rd4];
+ld.local.u32 %r3, [%rd1+4];
+add.u32 %r2, %r2, %r3;
+{store("%r2").replace("%rd9", "%rd5")}
+ret;
+}}
+"""
+    module = parse(text)
+    regions = [Region(BASE, out.nbytes, out.ctypes.data, 1)]
+    program = encode(module, module.entries["k"])
+    result = launch(program, regions, struct.pack("<Q", BASE), [1], [32], 0)
+    assert not result.findings
+    np.testing.assert_array_equal(out, np.arange(32) + 5 + np.arange(32) % 4)
+
+
+ATOMICS: Mapping[str, int] = {
+    "add.u32": 3 * 32 + 100,
+    "max.u32": 100,
+    "min.u32": 3,
+    "or.b32": 103,
+    "exch.b32": 3,
+    "inc.u32": 29,
+}
+
+
+@pytest.mark.parametrize("operation", ATOMICS)
+def test_atomic_operations_are_all_done(operation: str) -> None:
+    out = np.full(1, 100, np.uint32)
+    body = "mov.u32 %r1, 3;\nred.global.OP [%rd0], %r1;\n".replace("OP", operation)
+    if operation == "inc.u32":  # up to 40, then from 0 again
+        out[0], body = 38, body.replace("%r1, 3", "%r1, 40")
+    assert not run(body, out).findings
+    assert out[0] == ATOMICS[operation]
+
+
+# --- barriers ---------------------------------------------------------------------------------
+
+EXCHANGE = """
+    .shared .align 16 .b8 tile[1024];
+    mov.u32 %r2, tile;
+    mad.lo.u32 %r3, %r0, 4, %r2;
+    st.shared.u32 [%r3], %r0;
+    MEET
+    xor.b32 %r4, %r0, WITH;
+    mad.lo.u32 %r5, %r4, 4, %r2;
+    ld.shared.u32 %r1, [%r5];
+"""
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("meet", "other", "found"),
+    [
+        ("bar.sync 0;", 32, set()),
+        ("bar.sync 1, 64;", 32, set()),
+        ("bar.warp.sync -1;", 1, set()),
+        ("bar.sync 0;", 1, set()),
+        ("", 1, {"race"}),  # lanes of a warp go their own ways
+        ("bar.warp.sync -1;", 32, {"race", "unwritten"}),
+        ("", 0, set()),
+    ],
+)
+def test_what_orders_two_threads(schedule: str, meet: str, other: int, found: set[str]) -> None:
+    out = np.zeros(64, np.uint32)
+    body = EXCHANGE.replace("MEET", meet).replace("WITH", str(other))
+    result = run(body + store(), out, threads=64, schedule=schedule)
+    assert kinds(result) <= found if found else not result.findings
+    assert bool(result.findings) == bool(found)
+    if not found:
+        np.testing.assert_array_equal(out, np.arange(64) ^ other)
+
+
+def test_bytes_beside_each_other_are_no_race() -> None:
+    body = """
+    .shared .align 16 .b8 tile[64];
+    mov.u32 %r2, tile;
+    add.u32 %r3, %r2, %r0;
+    st.shared.u8 [%r3], %r0;
+    bar.sync 0;
+    ld.shared.u8 %r1, [%r3];
+"""
+    out = np.zeros(64, np.uint32)
+    assert not run(body + store(), out, threads=64).findings
+    np.testing.assert_array_equal(out, np.arange(64))
+
+
+MBARRIER = """
+    .shared .align 8 .b64 bar;
+    .shared .align 4 .b32 word;
+    mov.u32 %r2, bar;
+    mov.u32 %r3, word;
+    setp.ne.u32 %p0, %r0, 0;
+    @!%p0 mbarrier.init.shared::cta.b64 [%r2], COUNT;
+    bar.sync 0;
+    setp.lt.u32 %p1, %r0, 32;
+    @%p1 bra CONSUME;
+    setp.ne.u32 %p2, %r0, 32;
+    @!%p2 st.shared.u32 [%r3], 77;
+    @!%p2 mbarrier.arrive.shared::cta.b64 _, [%r2];
+    bra END;
+CONSUME:
+    mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r2], 0;
+    @!%p3 bra CONSUME;
+    ld.shared.u32 %r1, [%r3];
+END:
+"""
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_an_mbarrier_hands_on_what_was_known(schedule: str) -> None:
+    out = np.zeros(64, np.uint32)
+    guarded = "@%p1 bra STORE;\nbra OVER;\nSTORE:\n" + store() + "OVER:\n"
+    result = run(MBARRIER.replace("COUNT", "1") + guarded, out, threads=64, schedule=schedule)
+    assert not result.findings
+    assert (out[:32] == 77).all()
+    stuck = run(MBARRIER.replace("COUNT", "2"), out, threads=64, schedule=schedule)
+    assert kinds(stuck) == {"deadlock"}
+    assert stuck.findings[0].detail == (1, 0)
+    early = MBARRIER.replace("COUNT", "1").replace("@!%p3 bra CONSUME;\n", "")
+    wrong = kinds(run(early, out, threads=64, schedule=schedule))
+    assert wrong <= {"race", "unwritten"}
+
+
+# --- what cannot be ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("frob.u32 %r1, %r2;", "does not know frob.u32"),
+        ("add.u32 %r1, %r2, %r99;", "%r99 is not declared"),
+        ("bra NOWHERE;", "no label NOWHERE"),
+        ("ld.global.u32 %r1, [%rd0;", "expected"),
+    ],
+)
+def test_what_cannot_be_executed_is_told_with_its_line(line: str, words: str) -> None:
+    with pytest.raises(Failed) as failed:
+        run(line, np.zeros(1, np.uint32))
+    (diagnostic,) = failed.value.diagnostics
+    assert diagnostic.code == "FW831"
+    assert words in diagnostic.message
+    assert "PTX line 12:" in diagnostic.message
+
+
+def test_a_schedule_that_is_none() -> None:
+    with pytest.raises(ValueError, match="there are eager, lazy and random:SEED"):
+        run("", np.zeros(1, np.uint32), schedule="sometimes")
+
+
+# --- counts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stride", "waves"), [(4, 1), (8, 2), (128, 32), (132, 1)])
+def test_bank_conflicts_are_counted(stride: int, waves: int) -> None:
+    body = f"""
+    .shared .align 16 .b8 tile[8192];
+    mov.u32 %r2, tile;
+    mad.lo.u32 %r3, %r0, {stride}, %r2;
+    st.shared.u32 [%r3], %r0;
+"""
+    result = run(body, np.zeros(1, np.uint32))
+    row = result.counts[[n for n, c in enumerate(result.counts[:, 3]) if c]]
+    assert row[0, 3:5].tolist() == [waves, 1]
+    assert row[0, :3].tolist() == [1, 32, 128]
+
+
+@pytest.mark.parametrize(("stride", "sectors"), [(4, 4), (32, 32), (0, 1)])
+def test_sectors_are_counted(stride: int, sectors: int) -> None:
+    out = np.zeros(32 * 8, np.uint32)
+    body = f"mad.wide.u32 %rd1, %r0, {stride}, %rd0;\nld.global.u32 %r1, [%rd1];\n"
+    counts = run(body, out).counts
+    assert counts[:, 5:7].max(axis=0).tolist() == [sectors, 1]
