@@ -25,15 +25,20 @@ def load(folder: str | Path) -> Kernel:
 
 
 def verify(
-    candidate: Callable[..., Any] | str | Candidate, spec: str | AttentionSpec, **options: Any
+    candidate: Callable[..., Any] | str | Candidate,
+    spec: str | AttentionSpec,
+    *,
+    on: str | None = None,
+    **options: Any,
 ) -> Verdict:
     """The judge's verdict on anybody's kernel: `print(flashwright.verify(attention, "causal"))`.
 
     `candidate` is a function that takes Q, K, V as (batch, heads, length, dim) and returns O, or a
     text as `flashwright verify` takes it. `spec` says what it should compute: a text such as
     "causal, heads=32, kv_heads=8, head_dim=128, dtype=bf16", or an AttentionSpec. The candidate
-    runs in a process of its own. Options are those of `flashwright.judge.judge.judge`: seed,
-    lengths, device, limits, libraries, progress.
+    runs in a process of its own. `on` is "gpu" or "cpu", where a kernel package is emulated; by
+    itself it is the GPU, where there is one. Options are those of `flashwright.judge.judge.judge`:
+    seed, lengths, device, limits, libraries, progress.
     """
     from flashwright.judge.judge import judge
     from flashwright.sandbox.candidate import Candidate, InWorker
@@ -48,4 +53,10 @@ def verify(
         candidate = Candidate.parse(candidate)
     elif not isinstance(candidate, Candidate):
         candidate = Candidate.of(candidate)
+    if on == "cpu" and candidate.kind == "package":
+        from flashwright.judge.emulated import judge_emulated
+
+        return judge_emulated(candidate.where, spec, **options)
+    if on is not None:
+        options["device"] = {"gpu": "cuda", "cpu": "cpu"}[on]
     return judge(candidate, spec, **options)

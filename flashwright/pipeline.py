@@ -7,7 +7,6 @@ A stage writes its artefact as soon as it has it, so an interruption loses nothi
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -30,7 +29,13 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 RESULT = "result.json"
-KB = 1024
+EMULATION_SECONDS = 8.0  # for the verdict under emulation; `verify --on cpu` takes its time
+KINDS: Mapping[str, str] = {
+    "gpu": "right on a GPU",
+    "emulated": "right under emulation",
+    "checked": "only checked",
+}
+"""The kinds of verdict that a run can end with: each says less than the one before."""
 ARTEFACTS = (
     *("spec.toml", "sketch.tl", "code.tl", "reasoning.md"),
     *("kernel.cu", "kernel.map.json", "launch.json"),
@@ -87,6 +92,8 @@ class Run:
     translation: Translation | None = None
     built: Built | None = None
     gpu_verdict: GpuVerdict | None = None
+    emulated: GpuVerdict | None = None
+    """The verdict on the kernel's PTX, executed on the CPU: where no GPU can run it."""
     kept: tuple[str, ...] = ()
     """Files that were in the folder, not as we wrote them: they are now NAME.bak."""
 
@@ -103,8 +110,15 @@ class Run:
     @property
     def ok(self) -> bool:
         """Nothing is wrong so far."""
-        verdicts = (self.verdict, self.gpu_verdict)
+        verdicts = (self.verdict, self.gpu_verdict, self.emulated)
         return not self.failed and all(v is None or v.ok for v in verdicts)
+
+    @property
+    def kind(self) -> str:
+        """What its verdict rests on: one of KINDS."""
+        if self.gpu_verdict is not None:
+            return "gpu"
+        return "checked" if self.emulated is None else "emulated"
 
 
 @dataclass(frozen=True)
@@ -284,10 +298,25 @@ def _verdict(run: Run, progress: Progress) -> Run:
     except Failed as failed:
         # No GPU, or none that takes the kernel: nothing is known of it, for good or ill.
         if all(d.code == "FW851" for d in failed.diagnostics):
-            raise Skipped(*failed.diagnostics) from None
+            return _emulate(run, progress, failed.diagnostics)
         raise
     findings = tuple(Finding("kernel.cu", d) for d in found.diagnostics)
     return replace(run, gpu_verdict=found, findings=run.findings + findings)
+
+
+def _emulate(run: Run, progress: Progress, why: tuple[Diagnostic, ...]) -> Run:
+    """The verdict without a GPU; skipped where the emulator cannot be had or knows too little."""
+    from flashwright.judge.emulated import judge_emulated
+
+    try:
+        found = judge_emulated(run.folder, run.spec, seconds=EMULATION_SECONDS, progress=progress)
+    except Failed as failed:
+        if all(d.bad_input for d in failed.diagnostics):
+            raise Skipped(*why, *failed.diagnostics) from None
+        raise
+    findings = tuple(Finding("code.tl" if d.span else "kernel.cu", d) for d in found.diagnostics)
+    noted = replace(found, notes=(f"instead of a GPU: {why[0].message}", *found.notes))
+    return replace(run, emulated=noted, findings=run.findings + findings)
 
 
 # The measurement will stand behind these, in this tuple. Each takes the Run that the one before
@@ -337,7 +366,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         "verdict",
-        "Verdict: right on the GPU?",
+        "Verdict: right on the GPU, or under emulation?",
         _verdict,
         proves="run on the GPU at hand, it agrees with fp64 attention on all problems tried",
         lacks="not run on a GPU",
@@ -350,32 +379,30 @@ LATER: Mapping[str, str] = {
 }
 
 
+# What the last stage proves where there is no GPU.
+EMULATED = (
+    "its PTX, executed on the CPU by the GPU's rules, agrees with fp64 attention on all problems "
+    "tried, with no race and no bad access"
+)
+
+
 def claimed(run: Run) -> list[str]:
     """What this run has shown."""
-    passed = _passed(run)
-    return [stage.proves for stage in STAGES if stage.name in passed]
+    passed, proves = _passed(run), {stage.name: stage.proves for stage in STAGES}
+    if run.gpu_verdict is None:
+        proves["verdict"] = EMULATED
+    return [text for name, text in proves.items() if name in passed]
 
 
 def not_claimed(run: Run) -> list[str]:
     """What this run has not shown: the words of every stage that did not pass or does not exist."""
-    passed = _passed(run)
+    passed = _passed(run) - ({"verdict"} if run.gpu_verdict is None else set())
     every = {**{stage.name: stage.lacks for stage in STAGES}, **LATER}
     return [text for name, text in every.items() if name not in passed]
 
 
 def _passed(run: Run) -> set[str]:
     return {t.stage for t in run.timings if t.status == "ok"}
-
-
-def budget_in_words(program: Program, gpu: Gpu) -> str:
-    """How much of the GPU a checked program takes."""
-    from flashwright.check.budget import use
-
-    need, limit = use(program, gpu), gpu.register_limit(program.warps)
-    return (
-        f"shared memory {need.shared / KB:g} of {gpu.shared_per_block // KB} KB, "
-        f"registers ~{need.registers} of {limit}"
-    )
 
 
 # --- the record -------------------------------------------------------------------------------
@@ -392,8 +419,10 @@ def result(run: Run) -> dict[str, Any]:
         "stages": [_stage(timing) for timing in run.timings],
         "parameters": [asdict(c) for c in run.written.choices] if run.written else [],
         "findings": [_finding(f) for f in run.findings],
-        "cpu": cases(run.verdict) if run.verdict else None,
+        "cpu": run.verdict.record() if run.verdict else None,
         "build": run.built.record() if run.built else None,
+        "verdict": run.kind,
+        "emulated_run": run.emulated.record() if run.emulated else None,
         "gpu_run": run.gpu_verdict.record() if run.gpu_verdict else None,
         "artefacts": {name: sha256(data) for name, data in run.files.items()},
         "claimed": claimed(run),
@@ -401,31 +430,11 @@ def result(run: Run) -> dict[str, Any]:
     }
 
 
-def cases(verdict: Verdict) -> list[dict[str, Any]]:
-    """A verdict's cases as plain data; a number that JSON does not have becomes a word."""
-    return [
-        {
-            "dims": dict(case.dims),
-            "output": case.output,
-            "ok": case.comparison.ok,
-            "relative_rms": _number(case.comparison.relative_rms),
-            "relative_max": _number(case.comparison.relative_max),
-            "max_abs": _number(case.comparison.max_abs),
-            "reason": case.comparison.reason,
-        }
-        for case in verdict.cases
-    ]
-
-
 def _stage(timing: Timing) -> dict[str, Any]:
     """A stage's line in the record; why is there only where it was skipped."""
     line = {"stage": timing.stage, "status": timing.status, "seconds": round(timing.seconds, 3)}
     why = [{"code": d.code, "message": d.message, "help": d.help} for d in timing.why]
     return {**line, "why": why} if why else line
-
-
-def _number(value: float) -> float | str:
-    return float(value) if math.isfinite(value) else str(float(value))
 
 
 def _finding(finding: Finding) -> dict[str, Any]:

@@ -41,6 +41,15 @@ def use(program: Program, gpu: Gpu) -> Use:
     return Use(shared, gpu.registers(_register_bytes(program, gpu), program.warps))
 
 
+def in_words(program: Program, gpu: Gpu) -> str:
+    """How much of the GPU a checked program takes."""
+    need, limit = use(program, gpu), gpu.register_limit(program.warps)
+    return (
+        f"shared memory {need.shared / KB:g} of {gpu.shared_per_block // KB} KB, "
+        f"registers ~{need.registers} of {limit}"
+    )
+
+
 def check_budget(program: Program, gpu: Gpu) -> Iterator[Diagnostic]:
     """Findings about one GPU."""
     yield from _shared(program, gpu)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flashwright import __version__
-from flashwright.cli import bench, kernel, receipt, report, verify
+from flashwright.cli import bench, emulate, kernel, receipt, report, verify
 from flashwright.cli.command import (
     FINE,
     INTERRUPTED,
@@ -171,7 +171,8 @@ def _generate(spec: AttentionSpec, summary: str, card: Gpu, folder: Path, quiet:
     screen.closing(run, str(folder))
     if quiet and run.ok and run.verdict:
         rest = "" if run.built else "; not compiled"
-        print(f"{folder}: agrees with fp64, largest rms error {run.verdict.worst:.1e}{rest}")
+        said = f"{pipeline.KINDS[run.kind]}{rest}"
+        print(f"{folder}: agrees with fp64, largest rms error {run.verdict.worst:.1e}; {said}")
     return FINE if run.ok else max(WRONG, exit_code([f.diagnostic for f in run.failed]))
 
 
@@ -271,7 +272,7 @@ def _summary(
     count = render.summary(diagnostics) if diagnostics else "0 errors, 0 warnings"
     line = f"{name}: {verdict.level}, {'passes' if diagnostics else 'clean'}: {count}"
     if card is not None and verdict.program is not None:
-        from flashwright.pipeline import budget_in_words
+        from flashwright.check.budget import in_words as budget_in_words
 
         line += f"; {budget_in_words(verdict.program, card)} on {card.title}"
     return line
@@ -371,7 +372,7 @@ def _code(given: str) -> str:
     if known in CODES:
         return known
     said = [c for c, entry in CODES.items() if given.strip() and text in entry.title.upper()]
-    near = said[:3] or difflib.get_close_matches(known, CODES, n=1, cutoff=0.5)
+    near = said[:3] or difflib.get_close_matches(known.replace("O", "0"), CODES, 1, 0.5)
     guess = " or ".join(f"{c} ({CODES[c].title})" for c in near)
     hint = f"did you mean {guess}?" if near else "`flashwright explain` lists them"
     raise typer.BadParameter(f"there is no code {given!r}: {hint}", param_hint="CODE")
@@ -400,7 +401,7 @@ def gpus() -> int:
     return FINE
 
 
-for part in (kernel, verify, bench, receipt, report):
+for part in (kernel, emulate, verify, bench, receipt, report):
     part.register(app)
 
 

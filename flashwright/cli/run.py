@@ -91,7 +91,7 @@ def _judged(
     from flashwright.judge.cpu import judge
     from flashwright.spec import BadSpec
 
-    cases = [_problem(asked.sizes, spec)] if asked.sizes else None
+    cases = [problem(asked.sizes, spec)] if asked.sizes else None
     try:
         return judge(program, spec, cases=cases, seed=asked.seed, base=base, progress=step)
     except BadSpec as error:  # the user's own reference cannot be used
@@ -99,7 +99,7 @@ def _judged(
         raise Blamed(found, spec.reference or "spec", "") from None
 
 
-def _problem(sizes: Mapping[str, int], spec: AttentionSpec | None = None) -> dict[str, int]:
+def problem(sizes: Mapping[str, int], spec: AttentionSpec | None = None) -> dict[str, int]:
     """A whole problem from the sizes that were given: small where nothing is said."""
     q_len = sizes.get("q_len", sizes.get("kv_len", SMALL))
     kv_len = sizes.get("kv_len", q_len)
@@ -126,7 +126,7 @@ def _run_alone(program: Program, asked: Asked) -> int:
     from flashwright.interpret import interpret, shape_of
     from flashwright.judge.inputs import random_tensor
 
-    dims, rng = _problem(asked.sizes), np.random.default_rng(asked.seed)
+    dims, rng = problem(asked.sizes), np.random.default_rng(asked.seed)
     missing = [d for d in program.dims if d not in dims]
     if missing:
         text = f"no value is given for {', '.join(missing)}"
@@ -186,14 +186,13 @@ def _print_json(
     **more: object,
 ) -> None:
     from flashwright.lang.render import as_json
-    from flashwright.pipeline import cases
 
     record = {
         "file": asked.name,
         "ok": ok,
         "compared": verdict is not None,
         "spec": spec.model_dump(mode="json") if spec else None,
-        "cases": cases(verdict) if verdict else [],
+        "cases": verdict.record() if verdict else [],
         "diagnostics": json.loads(as_json(diagnostics, blamed or asked.name)),
         **more,
     }

@@ -20,10 +20,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
+from flashwright.check.budget import in_words as budget_in_words
 from flashwright.cli.kernel import build_in_words, launch_in_words
 from flashwright.lang import render
 from flashwright.lang.recover import STATEMENTS
-from flashwright.pipeline import KB, Finding, Run, Stage, budget_in_words, claimed, not_claimed
+from flashwright.pipeline import (
+    KINDS,
+    Finding,
+    Run,
+    Stage,
+    claimed,
+    not_claimed,
+)
 
 if TYPE_CHECKING:
     from flashwright.author.builtin.complete import Choice
@@ -33,6 +41,7 @@ if TYPE_CHECKING:
     from flashwright.spec import AttentionSpec
 
 WIDTH = 100
+KB = 1024
 
 _CLAUSES = (
     "and|get|new|accumulate|rescale|with|where|in|from|to|as|coordinate|stages|offset|memory|or|not"
@@ -306,13 +315,16 @@ class Screen:
                 (f"{called()} check {code} --gpu {run.gpu.name}", "after you have changed a line"),
                 ("docs/tutorial.md", "write an operator of your own"),
             ]
+            if run.built is not None:
+                counts = "the kernel itself, on the CPU, and what it does by line of TL"
+                steps.insert(1, (f"{called()} emulate {folder} --profile", counts))
             following = Text.assemble(("Next", "bold"))
             for command, why in steps:
                 following.append(f"\n  {command}", "cyan").append(f"\n      {why}", "bright_black")
             parts.append(following)
         spaced = [piece for part in parts for piece in (part, Text())][:-1]
         color = "green" if run.ok else "red"
-        title = "Done" if run.ok else "Stopped"
+        title = f"Done: {KINDS[run.kind]}" if run.ok else "Stopped"
         panel = Panel(
             Group(*spaced), title=title, title_align="left", border_style=color, padding=(0, 2)
         )
@@ -345,10 +357,11 @@ def _made(stage: str, run: Run, width: int) -> list[RenderableType]:
     if stage == "translate" and run.translation is not None:
         plan, lines = run.translation.plan, run.translation.source.count("\n")
         return [Text(f"  kernel.cu: {lines} lines for {plan.arch}; {launch_in_words(plan)}")]
-    if stage == "verdict" and run.gpu_verdict is not None:
+    judged = run.gpu_verdict or run.emulated
+    if stage == "verdict" and judged is not None:
         from flashwright.cli import verify
 
-        return [verify.table(run.gpu_verdict), *verify.in_words(run.gpu_verdict)]
+        return [verify.table(judged), *verify.in_words(judged)]
     if stage == "build" and run.built is not None:
         warnings = [_rendered(f, run, color=False) for f in run.findings if f.file == "kernel.cu"]
         return [*(Text(f"  {line}") for line in build_in_words(run.built)), *map(Text, warnings)]

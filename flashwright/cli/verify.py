@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 
     from flashwright.judge.verdict import Offence, Verdict
     from flashwright.sandbox.candidate import Candidate
+    from flashwright.sandbox.limits import Limits
     from flashwright.spec import AttentionSpec
 
 CODE = "code.tl"
@@ -50,8 +54,13 @@ def verify(
         int | None,
         typer.Option(metavar="N", min=0, help="Of shapes and inputs; default a new one."),
     ] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(metavar="gpu|cpu", help="A package on the CPU is emulated. Default: the GPU."),
+    ] = None,
     device: Annotated[
-        str | None, typer.Option(metavar="cuda|cpu", help="Default: the GPU, where there is one.")
+        str | None,
+        typer.Option(metavar="cuda|cpu", help="The same for a callable; --on says it too."),
     ] = None,
     libraries: Annotated[
         bool, typer.Option("--libraries", metavar=" ", help="It may call torch, cuDNN and others.")
@@ -78,8 +87,7 @@ def verify(
     from flashwright.sandbox.candidate import Candidate
     from flashwright.sandbox.limits import Limits
 
-    if device not in (None, "cuda", "cpu"):
-        raise typer.BadParameter("cuda or cpu", param_hint="--device")
+    device = _device(on, device)
     candidate = Candidate.parse(what)
     meant, base = _spec(candidate, what, spec)
     lengths = None
@@ -87,18 +95,21 @@ def verify(
         lengths = [(q_len or kv_len or 1, kv_len or q_len or 1)]
     most = None if gpu_memory is None else int(gpu_memory * GB)
     limits = Limits(seconds=seconds, memory=int(memory * GB), gpu_memory=most)
-    with show.progress(f"judging {what}") as step:
-        found = judge(
-            candidate,
-            meant,
-            seed=seed,
-            device=device,
-            base=base,
-            lengths=lengths,
-            limits=limits,
-            libraries=libraries,
-            progress=step,
-        )
+    with show.progress(f"judging {what}") as step, _offering(candidate, what):
+        if candidate.kind == "package" and on == "cpu":
+            found = _emulated(what, meant, base, seed, lengths, limits, step)
+        else:
+            found = judge(
+                candidate,
+                meant,
+                seed=seed,
+                device=device,
+                base=base,
+                lengths=lengths,
+                limits=limits,
+                libraries=libraries,
+                progress=step,
+            )
     unsafe = _sanitized(candidate, meant, base, what) if sanitize else ()
     if as_json:
         more = [{"name": o.name, "message": o.message} for o in unsafe]
@@ -108,6 +119,45 @@ def verify(
         _show(what, found, meant, sanitize, unsafe)
     bad = (*found.diagnostics, *(o.diagnostic for o in unsafe))
     return max(WRONG, exit_code(bad)) if bad else FINE
+
+
+def _device(on: str | None, device: str | None) -> str | None:
+    if on not in (None, "gpu", "cpu"):
+        raise typer.BadParameter("gpu or cpu", param_hint="--on")
+    if device not in (None, "cuda", "cpu"):
+        raise typer.BadParameter("cuda or cpu", param_hint="--device")
+    meant = {"gpu": "cuda", "cpu": "cpu"}.get(on or "", device)
+    if device is not None and meant != device:
+        raise typer.BadParameter(f"--device is {device}", param_hint="--on")
+    return meant
+
+
+@contextmanager
+def _offering(candidate: Candidate, what: str) -> Iterator[None]:
+    """Where there is no GPU for a package, there is still the emulator."""
+    try:
+        yield
+    except Failed as failed:
+        if candidate.kind != "package" or any(d.code != "FW851" for d in failed.diagnostics):
+            raise
+        offer = f"without a GPU, judge it under emulation: flashwright verify {what} --on cpu"
+        raise Failed(*(replace(d, help=offer) for d in failed.diagnostics)) from None
+
+
+def _emulated(
+    what: str,
+    spec: AttentionSpec,
+    base: Path,
+    seed: int | None,
+    lengths: list[tuple[int, int]] | None,
+    limits: Limits,
+    step: Callable[[int, int, str], None],
+) -> Verdict:
+    from flashwright.judge.emulated import judge_emulated
+
+    return judge_emulated(
+        what, spec, seed=seed, base=base, lengths=lengths, limits=limits, progress=step
+    )
 
 
 def _sanitized(
@@ -140,8 +190,7 @@ def _show(
     from flashwright.cli import show
 
     out = show.console()
-    where = f"{found.device} ({found.arch})" if found.arch else "the CPU"
-    out.print(f"{what} on {where}: {spec.in_words}")
+    out.print(f"{what} on {found.where}: {spec.in_words}")
     out.print(table(found))
     for line in in_words(found):
         out.print(line)

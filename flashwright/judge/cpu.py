@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,25 @@ class Verdict:
         """The largest error of O over all cases, relative to the output's RMS."""
         found = [c.comparison.relative_rms for c in self.cases if c.output == "O"]
         return max(found, default=0.0)
+
+    def record(self) -> list[dict[str, Any]]:
+        """The cases as plain data; a number that JSON does not have becomes a word."""
+        return [
+            {
+                "dims": dict(case.dims),
+                "output": case.output,
+                "ok": case.comparison.ok,
+                "relative_rms": _number(case.comparison.relative_rms),
+                "relative_max": _number(case.comparison.relative_max),
+                "max_abs": _number(case.comparison.max_abs),
+                "reason": case.comparison.reason,
+            }
+            for case in self.cases
+        ]
+
+
+def _number(value: float) -> float | str:
+    return float(value) if math.isfinite(value) else str(float(value))
 
 
 def judge(

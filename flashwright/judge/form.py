@@ -138,7 +138,11 @@ class PackageForm:
         return {d: problem.dims[d] for d in self.plan.dims if d in problem.dims}
 
     def _shape(self, tensor: PlanTensor, problem: Problem) -> tuple[int, ...]:
-        """In the caller's order of axes."""
-        axes: list[Any] = [evaluate(axis.size, problem.dims) for axis in tensor.axes]
-        order = caller_order(tensor, LAYOUTS[0])
-        return tuple(int(np.prod([axes[p] for p in parts])) for parts in order)
+        return planned_shape(tensor, problem.dims)
+
+
+def planned_shape(tensor: PlanTensor, dims: Mapping[str, int]) -> tuple[int, ...]:
+    """A tensor's shape in the caller's order of axes."""
+    axes: list[Any] = [evaluate(axis.size, dims) for axis in tensor.axes]
+    order = caller_order(tensor, LAYOUTS[0])
+    return tuple(int(np.prod([axes[p] for p in parts])) for parts in order)

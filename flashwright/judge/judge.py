@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ QUESTIONS = {
     "instructions": "its matrix instructions multiply and add as exactly as asked",
     "files": "it leaves the judge's files and its own as they are",
 }
-_SETTLED = {  # the offences that answer a question with no
+SETTLED = {  # the offences that answer a question with no
     "fp64": ("wrong", "zeros", "nonfinite", "wrong_form", "special_inputs", "special_shapes"),
     "exactness": ("low_precision",),
     "written": ("unwritten",),
@@ -101,7 +101,8 @@ def choose_device(candidate: Candidate, device: str | None = None) -> str:
     """Where a candidate is judged; Failed with FW851 where that cannot be."""
     if device == "cpu" and candidate.kind == "package":
         text = "a kernel package runs on a GPU, not on the CPU"
-        raise Failed(Diagnostic("FW851", text, help="leave --device away on a machine with one"))
+        hint = "the emulator executes its PTX there: flashwright verify --on cpu"
+        raise Failed(Diagnostic("FW851", text, help=hint))
     if device is None and candidate.kind != "package":
         try:
             need_torch()
@@ -160,6 +161,8 @@ class Hearing:
     notes: list[str] = field(default_factory=list)
     unasked: dict[str, str] = field(default_factory=dict)
     """Questions that cannot be put here, and why."""
+    questions: Mapping[str, str] = field(default_factory=lambda: QUESTIONS)
+    settled: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SETTLED)
 
     def verdict(
         self,
@@ -232,16 +235,18 @@ class Hearing:
         lengths: Sequence[tuple[int, int]] | None,
         progress: Progress,
     ) -> None:
-        listed = problems(self.spec, self.seed, self.device, lengths)
+        listed = self._problems(lengths)
         total = len(listed) + 1
-        progress(0, total, "starting its process")
+        progress(0, total, "starting")
         with self.sandbox(
             self.candidate, self.spec, self.device, self.limits, gpu_used=_gpu_memory(self.device)
         ) as running:
             if not running.sealed:
                 self.notes.append("this system has no seccomp: its process could reach the judge's")
-            trial = Trial(running, form_of(self.candidate, self.spec), self.spec, expected)
+            trial = self._trial(running, expected)
             for number, problem in enumerate(listed):
+                if self._enough(running, number, total):
+                    return
                 progress(number, total, str(problem))
                 try:
                     self._keep(trial.run(problem, fresh=number < FRESH))
@@ -249,10 +254,22 @@ class Hearing:
                     self._declined(problem, error)
                 if number == 0:
                     self._profile(running)
+            if self._enough(running, len(listed), total):
+                return
             if self.spec.reference is None and lengths is None:
                 progress(len(listed), total, "which keys it looks at")
                 with contextlib.suppress(Unable):  # said of the problems already
                     self._keep(probe(trial, self.spec, self.seed))
+
+    def _trial(self, running: Sandbox, expected: Expected) -> Trial:
+        return Trial(running, form_of(self.candidate, self.spec), self.spec, expected)
+
+    def _problems(self, lengths: Sequence[tuple[int, int]] | None) -> list[Problem]:
+        return problems(self.spec, self.seed, self.device, lengths)
+
+    def _enough(self, running: Sandbox, done: int, total: int) -> bool:
+        """Whether no further problem is put: here, never."""
+        return False
 
     def _declined(self, problem: Problem, error: Unable) -> None:
         """A library may have limits of its own, and they are told; a kernel does what is asked."""
@@ -293,9 +310,9 @@ class Hearing:
     def _checks(self) -> tuple[Check, ...]:
         found = {o.name for o in self.found}
         checks = []
-        for name, question in QUESTIONS.items():
+        for name, question in self.questions.items():
             times = self.asked.get(name, 0)
-            failed = bool(found & set(_SETTLED.get(name, ())))
+            failed = bool(found & set(self.settled.get(name, ())))
             if name == "fp64":
                 failed |= any(not c.comparison.ok for o in self.outcomes for c in o.cases)
             passed = False if failed else True if times else None

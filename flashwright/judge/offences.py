@@ -51,6 +51,12 @@ def offence(name: str, message: str, help: str | None = None) -> Offence:
     return Offence(name, message, Diagnostic(CODES[name], f"{name}: {message}", help=help))
 
 
+def hazard(kind: str, diagnostic: Diagnostic) -> Offence:
+    """What the emulator found, by its kind (emulate.py has them); `unwritten` is an output's."""
+    name = "unwritten_read" if kind == "unwritten" else kind
+    return Offence(name, diagnostic.message.removeprefix(f"{kind}: "), diagnostic)
+
+
 def once(found: Sequence[Offence]) -> tuple[Offence, ...]:
     """Each name once, with the first thing seen."""
     return tuple({o.name: o for o in reversed(found)}.values())[::-1]

@@ -26,8 +26,10 @@ COUNTS = ((2, 2), (1, 3), (3, 1), (2, 4))
 """Batch and kv heads of problems, in turn; the largest problems have one batch and two kv heads."""
 LARGE = 2_000_000  # pairs of positions from which a problem is large
 DRAWN = 6
-LONGEST = {"cuda": 3000, "cpu": 300}
+LONGEST = {"cuda": 3000, "cpu": 300, "emulated": 200}
 MANY = {"cuda": 64, "cpu": 16}  # kv heads of the problem with many
+EMULATED_LENGTHS = ((1, 1), (17, 17), (100, 257), (257, 100), (64, 64), (1, 200), (130, 3))
+"""As LENGTHS, for a kernel that an emulator executes."""
 CPU_PAIRS = 70_000  # a callable that is judged on the CPU gets no larger problems
 
 
@@ -60,7 +62,32 @@ def problems(
     ]
 
 
+def emulated_problems(
+    spec: AttentionSpec, seed: int, lengths: Sequence[tuple[int, int]] | None = None
+) -> list[Problem]:
+    """Problems for an emulator: fewer and smaller, the most telling first."""
+    if spec.reference or lengths is not None:
+        return problems(spec, seed, "cpu", lengths)
+    return [
+        Problem({**spec.dims, **dims}, kind, seed + number, usual)
+        for number, (dims, kind, usual) in enumerate(_emulated(spec, seed))
+    ]
+
+
 Made = Iterator[tuple[dict[str, int], str, bool]]
+
+
+def _emulated(spec: AttentionSpec, seed: int) -> Made:
+    yield sizes(spec, 128, 128, 1, 2), "normal", True
+    for number, (q_len, kv_len) in enumerate(EMULATED_LENGTHS):
+        batch, kv_heads = COUNTS[number % len(COUNTS)] if q_len * kv_len < 300 else (1, 1)
+        yield sizes(spec, q_len, kv_len, batch, kv_heads), "normal", False
+    for kind in _kinds(spec)[1:]:
+        yield sizes(spec, 64, 96, 1, 1), kind, True
+    rng = np.random.default_rng(seed)
+    for _ in range(DRAWN):
+        dims, kind, usual = _drawn(spec, rng, "emulated")
+        yield {**dims, "batch": 1}, kind, usual
 
 
 def _chosen(spec: AttentionSpec, lengths: Sequence[tuple[int, int]]) -> Made:
@@ -92,7 +119,7 @@ def _drawn(
     """Lengths of every magnitude, seldom a multiple of anything; any kind of inputs."""
     most = np.log(LONGEST[device])
     q_len, kv_len = (int(np.exp(rng.uniform(1, most))) for _ in range(2))
-    if device == "cpu":
+    if device != "cuda":
         kv_len = max(1, min(kv_len, CPU_PAIRS // q_len))
     dims = sizes(spec, q_len, kv_len, int(rng.integers(1, 4)), int(rng.integers(1, 5)))
     return dims, str(rng.choice(_kinds(spec))), False

@@ -26,7 +26,7 @@ from flashwright.judge.sass_lines import line_at, lines_of
 from flashwright.judge.verdict import Offence
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.nodes import line_span
-from flashwright.lower.source_map import SourceMap
+from flashwright.lower.source_map import SourceMap, read
 from flashwright.sandbox.candidate import Candidate
 from flashwright.sandbox.limits import Limits
 from flashwright.sandbox.process import Ended, Sandbox
@@ -42,7 +42,6 @@ TOOLS = {
 LENGTHS = (200, 333)
 SECONDS = 600.0  # everything is slower by one or two orders of magnitude
 _NO_POOL = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-_MAP = "kernel.map.json"
 _SUMMARY = re.compile(r"========= (?:ERROR|RACECHECK) SUMMARY: (\d+)")
 _FINDING = re.compile(
     r"^========= (?:Error: |Warning: )?"
@@ -169,9 +168,7 @@ def _with_lines(candidate: Candidate, place: Path) -> tuple[Candidate, Lines]:
     (copy / PLAN).write_bytes((folder / PLAN).read_bytes())
     (copy / CUBIN).write_bytes(built.cubin)
     (copy / PTX).write_text(built.ptx)
-    known = folder / _MAP
-    map = SourceMap.model_validate_json(known.read_bytes()) if known.is_file() else SourceMap()
-    return replace(candidate, where=str(copy)), Lines(lines_of(built.cubin, tools), map)
+    return replace(candidate, where=str(copy)), Lines(lines_of(built.cubin, tools), read(folder))
 
 
 def findings(tool: str, log: str, lines: Lines) -> list[Finding]:

@@ -71,6 +71,7 @@ class Trial:
     form: Form
     spec: AttentionSpec
     expected: Expected
+    differs: str = "the same inputs give other bits when run again"
 
     def run(self, problem: Problem, fresh: bool = False) -> Outcome:
         """Put one problem; Ended where the candidate gives no answer."""
@@ -209,7 +210,7 @@ class Trial:
         # Other bits. On a stream that gets its inputs late, or always?
         third = self.sandbox.call(given, shapes, sizes, place=1)
         if self._differ(first, third):
-            outcome.blame("not_repeatable", "the same inputs give other bits when run again")
+            outcome.blame("not_repeatable", self.differs)
         else:
             text = "called while its inputs are still on their way, it does not wait for them"
             outcome.blame("hidden_work", text)

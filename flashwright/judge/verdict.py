@@ -11,6 +11,8 @@ from flashwright.lang.diagnostic import Diagnostic
 from flashwright.spec import AttentionSpec
 
 SCHEMA = 1
+EMULATION = "emulation"
+"""The device of a verdict for which no GPU ran: the kernel's PTX was executed on the CPU."""
 _MARKS = {True: "yes", False: "NO ", None: "-  "}
 
 
@@ -86,7 +88,7 @@ class Verdict:
     candidate: str
     """As the user named it."""
     device: str
-    """The GPU's name, or `cpu`."""
+    """The GPU's name, `cpu`, or `emulation`."""
     arch: str
     spec: AttentionSpec
     seed: int
@@ -109,6 +111,18 @@ class Verdict:
         return not self.offences
 
     @property
+    def emulated(self) -> bool:
+        """The kernel's PTX was executed on the CPU, not the kernel on a GPU."""
+        return self.device == EMULATION
+
+    @property
+    def where(self) -> str:
+        """Where it was judged, in words."""
+        if self.emulated:
+            return f"the CPU, by emulation of {self.arch}"
+        return f"{self.device} ({self.arch})" if self.arch else "the CPU"
+
+    @property
     def diagnostics(self) -> tuple[Diagnostic, ...]:
         """The offences as the command line shows them."""
         return tuple(o.diagnostic for o in self.offences)
@@ -128,18 +142,18 @@ class Verdict:
         """The verdict in a line."""
         if not self.ok:
             return f"rejected: {', '.join(o.name for o in self.offences)} (seed {self.seed})"
-        line = f"accepted: the largest rms error of O is {self.worst:.1e}"
+        how = "accepted under emulation" if self.emulated else "accepted"
+        line = f"{how}: the largest rms error of O is {self.worst:.1e}"
         if self.worst_ratio is not None:
             line += f", at most {self.worst_ratio:.2f} times that of torch's flash backend"
-        elif self.unable:
+        elif self.unable and not self.emulated:
             line += f" ({self.unable})"
         return f"{line}; seed {self.seed}"
 
     def __str__(self) -> str:
-        where = f"{self.device} ({self.arch})" if self.arch else "the CPU"
         asked = [f"  {_MARKS[c.passed]} {c.question}" for c in self.checks]
         offences = [f"  {o.name}: {o.message}" for o in self.offences]
-        return "\n".join([f"{self.candidate} on {where}", *asked, self.headline, *offences])
+        return "\n".join([f"{self.candidate} on {self.where}", *asked, self.headline, *offences])
 
     def record(self) -> dict[str, Any]:
         """The verdict as plain data: what `verify --json` prints and result.json holds."""

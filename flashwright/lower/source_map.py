@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
+
+NAME = "kernel.map.json"
 
 
 class Stretch(BaseModel):
@@ -33,6 +36,17 @@ class SourceMap(BaseModel):
             if stretch.cu[0] <= cu_line <= stretch.cu[1]:
                 return stretch.tl[0]
         return None
+
+    def tl_before(self, cu_line: int) -> int | None:
+        """The same for a line that implements none, such as a barrier: of the last one before."""
+        ended = [stretch for stretch in self.lines if stretch.cu[1] <= cu_line]
+        return max(ended, key=lambda s: s.cu[1]).tl[0] if ended else None
+
+
+def read(folder: Path) -> SourceMap:
+    """The map in a kernel package; an empty one where it has none."""
+    path = folder / NAME
+    return SourceMap.model_validate_json(path.read_bytes()) if path.is_file() else SourceMap()
 
 
 def source_map(lines: Sequence[tuple[int, int] | None]) -> SourceMap:

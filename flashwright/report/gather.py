@@ -151,7 +151,7 @@ def _joined(measured: Kernel, packaged: Kernel) -> Kernel:
     """A benchmark's kernel with what its package knows; a rejection by either stands."""
     verdicts = [v for v in (measured.verdict, packaged.verdict) if v is not None]
     rejected = [v for v in verdicts if not v.right]
-    fullest = max(verdicts, key=lambda v: len(v.cases), default=None)
+    fullest = max(verdicts, key=lambda v: (v.on_gpu, len(v.cases)), default=None)
     return replace(
         packaged,
         folder=packaged.folder or measured.folder,
@@ -175,8 +175,11 @@ def _judged(kernel: Kernel, verdict: Verdict) -> Kernel:
     lacks = kernel.not_claimed
     if verdict.on_gpu:
         lacks = tuple(line for line in lacks if line != NOT_RUN)
-    if kernel.verdict is not None and not kernel.verdict.right and not kernel.changed:
+    before = None if kernel.changed else kernel.verdict
+    if before is not None and not before.right:
         return kernel  # the same files were rejected before: another seed does not mend them
+    if before is not None and before.on_gpu and verdict.right and not verdict.on_gpu:
+        return kernel  # a GPU has said so already
     return replace(kernel, verdict=verdict, not_claimed=lacks, changed=())
 
 

@@ -13,12 +13,15 @@ from flashwright.report import words
 from flashwright.report.model import Bench, Check, Kernel, Report, State, Verdict
 from flashwright.report.ratios import Ratios, every
 
-ORDER: tuple[State, ...] = ("rejected", "missing", "changed", "unjudged", "cpu", "right")
+ORDER: tuple[State, ...] = (
+    *("rejected", "missing", "changed", "unjudged", "cpu", "emulated", "right"),
+)
 MARKS: dict[State, str] = {
     "right": "✓",
     "rejected": "✗",
     "missing": "✗",
     "cpu": "◐",
+    "emulated": "◐",
     "unjudged": "?",
     "changed": "?",
 }
@@ -63,6 +66,7 @@ def _point(state: State, where: str, kernels: Sequence[Kernel], total: int) -> P
         "missing": "could not be made",
         "changed": "not judged: files have changed since they were",
         "cpu": "right on the CPU, not run on a GPU",
+        "emulated": "right under emulation, not run on a GPU",
         "unjudged": "not run on a GPU" if any(k.folder for k in kernels) else "not judged",
     }[state]
     text = f"{count}{title}"

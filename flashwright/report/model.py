@@ -8,12 +8,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from flashwright.judge.verdict import EMULATION
 from flashwright.lower.source_map import Stretch
 from flashwright.measure.records import OURS, AbsentRecord, NumberRecord, RunRecord
 from flashwright.spec import AttentionSpec
 
-State = Literal["right", "rejected", "cpu", "unjudged", "changed", "missing"]
-"""What is known of a kernel. `cpu`: right there, and not run on a GPU."""
+State = Literal["right", "rejected", "emulated", "cpu", "unjudged", "changed", "missing"]
+"""What is known of a kernel. `emulated` and `cpu`: right there, and not run on a GPU."""
 
 
 class _Told(BaseModel):
@@ -123,7 +124,13 @@ class Verdict(_Told):
     @property
     def on_gpu(self) -> bool:
         """It was run on a GPU, whose name is then known."""
-        return self.device.lower() not in ("", "cpu")
+        return self.device.lower() not in ("", "cpu", EMULATION)
+
+    @property
+    def where(self) -> str:
+        """The GPU's name; for an emulation also what was emulated."""
+        emulated = self.device == EMULATION and self.arch
+        return f"{self.device} of {self.arch}" if emulated else self.device
 
 
 @dataclass(frozen=True)
@@ -170,6 +177,8 @@ class Kernel:
             return "changed"
         if self.verdict is None:
             return "unjudged"
+        if self.verdict.device == EMULATION:
+            return "emulated"
         return "right" if self.verdict.on_gpu else "cpu"
 
 

@@ -49,6 +49,7 @@ class _Result(_Told):
     findings: tuple[_Finding, ...] = ()
     cpu: tuple[Case, ...] | None = None
     gpu_run: Verdict | None = None
+    emulated_run: Verdict | None = None
     artefacts: dict[str, str] = {}
     claimed: tuple[str, ...] = ()
     not_claimed: tuple[str, ...] = ()
@@ -99,7 +100,7 @@ def read(folder: Path) -> Kernel:
 
 def _with_claims(kernel: Kernel, result: _Result) -> Kernel:
     """What the record says holds for the files only while they are those it tells of."""
-    verdict = result.gpu_run
+    verdict = result.gpu_run or result.emulated_run
     if verdict is not None and not verdict.candidate:
         verdict = verdict.model_copy(update={"candidate": kernel.folder})
     return replace(
@@ -143,7 +144,8 @@ def _changed(folder: Path, result: _Result) -> tuple[str, ...]:
 
 def _failures(result: _Result) -> tuple[str, ...]:
     """Why `generate` stopped, unless the verdict says it already."""
-    if result.ok or (result.gpu_run is not None and not result.gpu_run.right):
+    verdicts = (v for v in (result.gpu_run, result.emulated_run) if v is not None)
+    if result.ok or any(not v.right for v in verdicts):
         return ()
     errors = tuple(f"{f.code}: {f.message}" for f in result.findings if f.severity == "error")
     stages = tuple(f"the stage `{s.stage}` failed" for s in result.stages if s.status == "failed")

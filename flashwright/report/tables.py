@@ -19,6 +19,7 @@ STATES = {
     "rejected": "rejected",
     "missing": "no kernel",
     "cpu": "right on the CPU",
+    "emulated": "right under emulation",
     "unjudged": "not judged",
     "changed": "changed since",
 }

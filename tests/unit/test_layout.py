@@ -10,8 +10,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "flashwright"
 # A module may import those before it, and its own.
 ORDER = (
-    *("spec", "gpu", "lang", "files", "check", "interpret", "author", "lower", "build", "sandbox"),
-    *("judge", "measure", "report", "pipeline", "cli"),
+    *("spec", "gpu", "lang", "files", "check", "interpret", "author", "lower", "build", "emulate"),
+    *("sandbox", "judge", "measure", "report", "pipeline", "cli"),
 )
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -43,7 +43,9 @@ def test_files_stay_small(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 460
 
 
-@pytest.mark.parametrize("folder", ["lang", "check", "lower", "build", "sandbox", "judge"])
+@pytest.mark.parametrize(
+    "folder", ["lang", "check", "lower", "build", "emulate", "sandbox", "judge"]
+)
 def test_nothing_below_the_author_knows_a_variant(folder: str) -> None:
     names = ("mha", "gqa", "mqa", "mla", "nsa")
     for path in (PACKAGE / folder).rglob("*.py"):

@@ -1,0 +1,403 @@
+"""`flashwright emulate`: a kernel's own PTX on the CPU, what it gives and what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashwright.cli.command import (
+    FINE,
+    WRONG,
+    blaming,
+    find_gpu,
+    guarded,
+    load_program,
+    load_spec,
+    shown_name,
+    tell,
+)
+from flashwright.files import cannot
+from flashwright.lang.diagnostic import Diagnostic, Failed
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from rich.console import Console
+    from rich.table import Table
+
+    from flashwright.emulate.emulate import Result
+    from flashwright.emulate.package import Package
+    from flashwright.emulate.profile import Profile, Row
+    from flashwright.judge.oracle import Comparison
+    from flashwright.spec import AttentionSpec
+
+CODE = "code.tl"
+KERNELS = (".ptx", ".cu")
+LONGEST = 1 << 14  # positions; a CPU needs minutes for more
+SECONDS = 600.0
+_MANY = 1000
+
+
+def register(app: typer.Typer) -> None:
+    """Put the command on the command line."""
+    app.command(rich_help_panel="On the CPU")(emulate)
+
+
+def _size(**settings: Any) -> Any:
+    return typer.Option(metavar="N", min=1, max=LONGEST, show_default=False, **settings)
+
+
+@guarded
+def emulate(
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="WHAT", help="A kernel package, its kernel.ptx or kernel.cu, or TL code."
+        ),
+    ],
+    spec: Annotated[
+        str | None,
+        typer.Option(metavar="TOML|TEXT", help="What it should compute; a package has its own."),
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="For TL code: the GPU to compile it for.")
+    ] = None,
+    q_len: Annotated[int | None, _size(help="Queries.")] = None,
+    kv_len: Annotated[int | None, _size(help="Keys; default as many as queries.")] = None,
+    batch: Annotated[int | None, _size(help="Sequences.")] = None,
+    heads: Annotated[int | None, _size(help="Query heads.")] = None,
+    kv_heads: Annotated[int | None, _size(help="Heads of K and V.")] = None,
+    schedule: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="eager|lazy|random:SEED|all",
+            help="When asynchronous work is done; may be given several times.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the random inputs.")] = 0,
+    profile: Annotated[
+        bool, typer.Option("--profile", metavar=" ", help="Count, and tell it by line of TL.")
+    ] = False,
+    seconds: Annotated[
+        float, typer.Option(metavar="S", min=0.1, help="For one launch, before it counts as hung.")
+    ] = SECONDS,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar=" ", help="Print all of it as JSON.")
+    ] = False,
+) -> int:
+    """Execute a kernel's PTX on the CPU, with the hardware's rules checked while it runs."""
+    from flashwright.cli import run as on_cpu
+    from flashwright.cli import show
+    from flashwright.emulate.machine import library
+
+    given = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads}
+    sizes = {n: s for n, s in {**given, "kv_heads": kv_heads}.items() if s is not None}
+    schedules = _schedules(schedule or ["eager"], seed)
+    with show.progress(f"emulating {what}") as step:
+        step(0, len(schedules), "compiling")
+        package = _package(what, gpu)
+        step(0, len(schedules), "compiling the emulator itself, once")
+        library()
+        meant, base = _meant(what, spec)
+        dims = {**(dict(meant.dims) if meant else {}), **on_cpu.problem(sizes, meant)}
+        trial = _Trial(package, meant, base, dims, seed, seconds)
+        for number, one in enumerate(schedules):
+            step(number, len(schedules), one)
+            trial.run(one)
+    source = package.tl or ""
+    counted = trial.profile() if profile else None
+    if as_json:
+        print(json.dumps(trial.record(what, counted), indent=2))
+    else:
+        _show(show.console(), what, trial, counted)
+        if trial.diagnostics:
+            tell(trial.diagnostics, _file(what, package), source)
+    return FINE if trial.ok else WRONG
+
+
+def _schedules(given: Sequence[str], seed: int) -> list[str]:
+    found: list[str] = []
+    for one in given:
+        found += ["eager", "lazy", f"random:{seed}"] if one == "all" else [one]
+    for one in found:
+        kind, colon, number = one.partition(":")
+        good = (kind in ("eager", "lazy") and not colon) or (
+            kind == "random" and number.isdecimal()
+        )
+        if not good:
+            text = f"{one!r} is none: eager, lazy, random:SEED or all"
+            raise typer.BadParameter(text, param_hint="--schedule")
+    return list(dict.fromkeys(found))
+
+
+# --- what is emulated -------------------------------------------------------------------------
+
+
+def _package(what: str, gpu: str | None) -> Package:
+    """The kernel, with its source's lines in its PTX wherever they can be had."""
+    from flashwright.emulate.package import compile_package, read_package
+
+    path = Path(what)
+    if what != "-" and path.is_dir():
+        return read_package(path, what).with_lines()
+    if path.suffix == ".ptx":
+        return read_package(path.parent, what, path.name).with_lines()
+    if path.suffix == ".cu":
+        return compile_package(path, what)
+    return _compiled(what, gpu)
+
+
+def _compiled(file: str, gpu: str | None) -> Package:
+    from flashwright.build.make import make
+    from flashwright.emulate.package import Package
+
+    if file != "-" and not Path(file).is_file():
+        raise cannot("read", Path(file), FileNotFoundError(2, "No such file or directory"))
+    if gpu is None:
+        text = "say for which GPU; `flashwright gpus` lists them"
+        raise typer.BadParameter(text, param_hint="--gpu")
+    card = find_gpu(gpu)
+    program, source = load_program(file, card)
+    with blaming(shown_name(file), source):
+        made, built = make(program, card, tl=source)
+    plain = Package(shown_name(file), made.plan, built.ptx, made.source, made.map, source)
+    return plain.with_lines()
+
+
+def _meant(what: str, option: str | None) -> tuple[AttentionSpec | None, Path]:
+    """What the kernel should compute, if anything says it, and the folder its paths start from."""
+    path = Path(what)
+    beside = path / CODE if path.is_dir() else path
+    if path.suffix in KERNELS:
+        beside = path.parent / CODE
+    found = load_spec(option, "-" if what == "-" else str(beside))
+    return found if found is not None else (None, Path())
+
+
+def _file(what: str, package: Package) -> str:
+    """What the lines of a diagnostic are lines of."""
+    path = Path(what)
+    folder = path if path.is_dir() else path.parent
+    return str(folder / CODE) if path.is_dir() or path.suffix in KERNELS else package.name
+
+
+# --- one problem ------------------------------------------------------------------------------
+
+
+@dataclass
+class _Run:
+    schedule: str
+    seconds: float
+    outputs: dict[str, NDArray[Any]]
+    result: Result
+    compared: dict[str, Comparison]
+    findings: tuple[Diagnostic, ...]
+
+
+class _Trial:
+    """One problem, under one schedule after the other."""
+
+    def __init__(
+        self,
+        package: Package,
+        spec: AttentionSpec | None,
+        base: Path,
+        dims: Mapping[str, int],
+        seed: int,
+        seconds: float,
+    ) -> None:
+        from flashwright.judge.emulated import pose
+
+        self.package, self.spec, self.dims, self.seconds = package, spec, dims, seconds
+        self.problem = pose(package.plan, spec, base, dims, seed)
+        self.runs: list[_Run] = []
+
+    def run(self, schedule: str) -> None:
+        """Execute it under a schedule, and compare."""
+        from flashwright.emulate.places import diagnostics
+        from flashwright.judge.emulated import launch
+        from flashwright.judge.expected import compare
+        from flashwright.sandbox.process import Ended
+
+        problem, start = self.problem, time.monotonic()
+        try:
+            made, result = launch(
+                self.package, problem.inputs, problem.outputs, self.dims, schedule, self.seconds
+            )
+        except Ended as ended:
+            text = f"schedule {schedule}: {ended.message}"
+            raise Failed(Diagnostic("FW877", f"hang: {text}")) from None
+        took = time.monotonic() - start
+        compared = {}
+        if self.spec is not None:
+            known = [name for name in made if name in problem.expected]
+            compared = {
+                n: compare(self.spec, n, made[n].astype("float64"), problem.expected) for n in known
+            }
+        origin = self.package.origin(self.dims, problem.arrays)
+        told = diagnostics(result.findings, origin)
+        self.runs.append(_Run(schedule, took, made, result, compared, told))
+
+    @property
+    def diagnostics(self) -> list[Diagnostic]:
+        """All that is wrong, each thing once."""
+        from flashwright.judge.offences import offence
+        from flashwright.sandbox.tensors import bits
+
+        found: dict[str, Diagnostic] = {}
+        for run in self.runs:
+            for one in run.findings:
+                found.setdefault(f"{one.code}{one.span}{one.help}", one)
+        for run in self.runs:
+            for name, result in run.compared.items():
+                if not result.ok:
+                    text = f"{name} under schedule {run.schedule}: {result.reason}"
+                    found.setdefault(f"wrong {name}", offence("wrong", text).diagnostic)
+            same = (bits(run.outputs[n]) == bits(x) for n, x in self.runs[0].outputs.items())
+            if not all(one.all() for one in same):
+                text = f"schedules {self.runs[0].schedule} and {run.schedule} give other bits"
+                found.setdefault("differs", offence("not_repeatable", text).diagnostic)
+        return list(found.values())
+
+    @property
+    def ok(self) -> bool:
+        """Nothing is wrong."""
+        return not self.diagnostics
+
+    def profile(self) -> Profile:
+        """The counts of the first schedule."""
+        from flashwright.emulate.profile import profile
+
+        source, counts = self.package.program.source, self.runs[0].result.counts
+        return profile(source, counts, self.package.origin(self.dims))
+
+    def record(self, what: str, counted: Profile | None) -> dict[str, Any]:
+        """As plain data."""
+        from flashwright.lang.render import as_json
+
+        return {
+            "what": what,
+            "ok": self.ok,
+            "arch": self.package.plan.arch,
+            "dims": dict(self.dims),
+            "compared": self.spec is not None,
+            "runs": [
+                {
+                    "schedule": run.schedule,
+                    "seconds": round(run.seconds, 3),
+                    "findings": len(run.result.findings),
+                    "outputs": {
+                        name: {
+                            "ok": result.ok,
+                            "relative_rms": result.relative_rms,
+                            "relative_max": result.relative_max,
+                            "reason": result.reason,
+                        }
+                        for name, result in run.compared.items()
+                    },
+                }
+                for run in self.runs
+            ],
+            "diagnostics": json.loads(as_json(self.diagnostics, _file(what, self.package))),
+            **({"profile": counted.record()} if counted is not None else {}),
+        }
+
+
+# --- in the terminal --------------------------------------------------------------------------
+
+
+def _show(out: Console, what: str, trial: _Trial, counted: Profile | None) -> None:
+    spec = trial.spec
+    words = f": {spec.in_words}" if spec else ""
+    out.print(f"{what} on the CPU, by emulation of {trial.package.plan.arch}{words}")
+    out.print(", ".join(f"{name} {size}" for name, size in trial.dims.items()))
+    out.print(_runs_table(trial))
+    if spec is None:
+        out.print("NOTHING WAS COMPARED: there is no spec, so nobody knows what is right here.")
+    if counted is not None:
+        out.print(lines_table(counted))
+        out.print(kinds_table(counted))
+    if trial.ok:
+        agrees = "agrees with fp64; " if spec else ""
+        out.print(f"{agrees}no access out of bounds, no race, no barrier amiss")
+
+
+def _runs_table(trial: _Trial) -> Table:
+    from rich.text import Text
+
+    from flashwright.cli import show
+
+    numbers = ("seconds", "instructions", "findings", "rms error", "max error")
+    shown = show.table("schedule", *numbers[:3], "output", *numbers[3:], "", right=numbers)
+    for run in trial.runs:
+        executed = f"{int(run.result.counts[:, 0].sum()):,}"
+        row = [run.schedule, f"{run.seconds:.2f}", executed, str(len(run.result.findings))]
+        for name, result in run.compared.items():
+            verdict = Text("agrees", "green") if result.ok else Text("wrong", "bold red")
+            errors = (f"{result.relative_rms:.1e}", f"{result.relative_max:.1e}")
+            shown.add_row(*row, name, *errors, verdict)
+            row = [""] * len(row)
+        if not run.compared:
+            shown.add_row(*row, "", "", "", "")
+    return shown
+
+
+def lines_table(counted: Profile) -> Table:
+    """The counts by line; a line that is not executed has no row."""
+    from flashwright.cli import show
+
+    numbers = ("line", "warp instr.", "MMA ops", "global", "shared", "banks", "sectors", "waits")
+    shown = show.table(numbers[0], counted.of, *numbers[1:], right=numbers)
+    words = shown.columns[1]
+    words.no_wrap, words.overflow, words.max_width = True, "ellipsis", 25
+    for row in (*counted.lines, counted.total):
+        whole = row is counted.total
+        name = "" if row.line is None else str(row.line)
+        text = "in all" if whole else row.text or "(no line)"
+        shown.add_row(name, text, *_cells(row))
+    return shown
+
+
+def _cells(row: Row) -> list[str]:
+    moved = [
+        (row.bytes.get(f"{level}_read", 0), row.bytes.get(f"{level}_written", 0))
+        for level in ("global", "shared")
+    ]
+    ratios = [row.conflicts, row.sectors_a_request]
+    return [
+        f"{row.executed:,}",
+        _count(row.operations),
+        *(_count(sum(both)) for both in moved),
+        *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
+        _count(row.waits),
+    ]
+
+
+def kinds_table(counted: Profile) -> Table:
+    """The counts by kind of instruction."""
+    from flashwright.cli import show
+    from flashwright.emulate.profile import KINDS
+
+    total = max(counted.total.executed, 1)
+    shown = show.table("kind", "warp instr.", "share", right=("warp instr.", "share"))
+    for kind in KINDS:
+        count = counted.total.instructions.get(kind, 0)
+        if count:
+            shown.add_row(kind, f"{count:,}", f"{100 * count / total:.1f} %")
+    return shown
+
+
+def _count(number: int) -> str:
+    """`1.5M`; nothing for 0."""
+    if not number:
+        return ""
+    value, unit = float(number), ""
+    units = iter("kMGT")
+    while value >= _MANY:
+        value, unit = value / _MANY, next(units)
+    return f"{value:.3g}{unit}"

@@ -1,0 +1,146 @@
+"""The verdict under emulation: what it accepts, what it names, and what becomes of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import flashwright
+from flashwright import pipeline
+from flashwright.build import driver
+from flashwright.gpu import find
+from flashwright.judge.emulated import judge_emulated
+from flashwright.judge.verdict import EMULATION
+from flashwright.lang.diagnostic import Failed
+from flashwright.report import headline
+from flashwright.report.gather import gather
+from tests.unit import emulated
+from tests.unit import report_example as example
+from tests.unit.emulated import needs_compilers
+from tests.unit.test_report import Nobody
+
+SPEC = emulated.SPEC
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return emulated.write(tmp_path_factory.mktemp("package"))
+
+
+@needs_compilers
+def test_a_right_kernel_is_accepted(package: Path) -> None:
+    told: list[tuple[int, int, str]] = []
+    found = judge_emulated(package, SPEC, seed=7, progress=lambda *step: told.append(step))
+    assert found.ok, found
+    assert (found.device, found.arch, found.seed) == (EMULATION, "sm_80", 7)
+    assert "accepted under emulation" in found.headline
+    assert {c.name for c in found.checks if c.passed} >= {"fp64", "written", "repeat", "hazards"}
+    assert all(c.passed for c in found.checks)
+    lengths = {(c.dims["q_len"], c.dims["kv_len"]) for c in found.cases}
+    assert (1, 1) in lengths
+    assert any(q < kv for q, kv in lengths)
+    assert any(q > kv for q, kv in lengths)
+    assert len({c.kind for c in found.cases}) >= 6
+    assert told[-1][0] <= told[-1][1]
+    assert len(told) > 10
+
+
+@needs_compilers
+def test_its_time_is_bounded_and_that_is_said(package: Path) -> None:
+    found = judge_emulated(package, SPEC, seed=7, seconds=0.0)
+    assert found.ok
+    assert len({id(c.dims) for c in found.cases}) == 2, "two problems in any case"
+    assert re.search(r"the time was up after 2 of \d+ problems", found.notes[0])
+
+
+@needs_compilers
+def test_a_missing_barrier_is_an_offence_at_its_line(tmp_path: Path) -> None:
+    folder = emulated.write(tmp_path / "package", emulated.without_second_barrier)
+    found = judge_emulated(folder, SPEC, seed=1, lengths=[(300, 300)])
+    assert not found.ok
+    races = {o.name: o for o in found.offences}
+    assert "race" in races
+    assert races["race"].diagnostic.code == "FW837"
+    span = races["race"].diagnostic.span
+    assert span is not None
+    copy = [emulated.tl_line(f"Copy {x} (BN, HeadDim)") for x in "KV"]
+    gemms = [emulated.tl_line(f"Compute GEMM {x}") for x in ("Q_shared", "S")]
+    assert span.line in (*copy, copy[0] + 6, *gemms)
+    assert {c.name: c.passed for c in found.checks}["hazards"] is False
+    assert "race" in found.headline
+
+
+@needs_compilers
+def test_a_wrong_number_is_wrong_without_any_hazard(tmp_path: Path) -> None:
+    folder = emulated.write(tmp_path / "package")
+    ptx = folder / "kernel.ptx"
+    text = ptx.read_text()
+    scale = re.search(r"0f3E38AA3B", text)  # log2(e) / sqrt(64)
+    assert scale, "the softmax scale is a constant of the kernel"
+    ptx.write_text(text.replace(scale[0], "0f3E48AA3B"))
+    found = judge_emulated(folder, SPEC, seed=1, lengths=[(64, 96)])
+    assert {o.name for o in found.offences} <= {"wrong", "low_precision"}
+    assert found.offences
+    assert {c.name: c.passed for c in found.checks}["hazards"] is True
+
+
+@needs_compilers
+def test_the_same_from_python(package: Path) -> None:
+    found = flashwright.verify(str(package), SPEC, on="cpu", lengths=[(17, 33)], seed=2)
+    assert found.ok
+    assert found.emulated
+    assert str(found).startswith(f"{package} on the CPU, by emulation of sm_80\n")
+
+
+def test_a_folder_without_ptx_is_no_verdict(tmp_path: Path) -> None:
+    with pytest.raises(Failed, match="FW852"):
+        judge_emulated(tmp_path, SPEC)
+
+
+# --- generate and the report ------------------------------------------------------------------
+
+
+@needs_compilers
+def test_generate_without_a_gpu_ends_with_an_emulated_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "_look", lambda: ((), "the test says so"))
+    monkeypatch.setattr(pipeline, "EMULATION_SECONDS", 0.0)
+    run = pipeline.generate(SPEC, find(emulated.GPU), tmp_path, Nobody())
+    assert run.ok
+    assert run.kind == "emulated"
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["verdict"] == "emulated"
+    assert result["gpu_run"] is None
+    assert result["emulated_run"]["device"] == EMULATION
+    assert result["stages"][-1] == {**result["stages"][-1], "stage": "verdict", "status": "ok"}
+    assert pipeline.EMULATED in result["claimed"]
+    assert "not run on a GPU" in result["not_claimed"]
+    (point,) = headline.verdicts(gather([tmp_path]))
+    assert (point.state, point.title) == ("emulated", "Right under emulation, not run on a GPU")
+    assert "not run on a GPU" in point.not_shown
+
+
+def test_an_emulated_verdict_is_none_of_a_gpu(tmp_path: Path) -> None:
+    spec = example.SPECS["gqa d128 causal"]
+    told = example.verdict(spec, device=EMULATION, arch="sm_80")
+    folder = example.write_package(tmp_path / "kernel", emulated_run=told)
+    (point,) = headline.verdicts(gather([folder]))
+    assert point.state == "emulated"
+    rejected = {**example.rejected(spec), "device": EMULATION}
+    bad = example.write_package(tmp_path / "bad", emulated_run=rejected, ok=False)
+    assert headline.verdicts(gather([bad]))[0].state == "rejected"
+    later = tmp_path / "verdict.json"
+    later.write_text(json.dumps(example.verdict(spec, candidate=str(folder))))
+    assert headline.verdicts(gather([folder, later]))[0].state == "right"
+
+
+def test_a_verdict_of_a_gpu_outweighs_an_emulated_one(tmp_path: Path) -> None:
+    spec = example.SPECS["gqa d128 causal"]
+    folder = example.write_package(tmp_path / "kernel", example.verdict(spec))
+    path = tmp_path / "verdict.json"
+    path.write_text(json.dumps(example.verdict(spec, device=EMULATION, candidate=str(folder))))
+    assert headline.verdicts(gather([folder, path]))[0].state == "right"
