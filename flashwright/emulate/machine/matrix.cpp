@@ -9,7 +9,8 @@
 // What is summed: C and the K products in that order, all in double, where each product is exact;
 // the sum is rounded once, to nearest, to the type of D. It is within K 2^-53 (|C| + the sum of
 // |products|), and that one rounding, of the true value. Tensor cores align products to the
-// largest, cut them off (f16, bf16: some 24 bits and a few more; e4m3, e5m2 on Hopper: 13 bits),
+// largest, cut them off (f16, bf16: some 24 bits and a few more; e4m3, e5m2 on Ada: 13 bits; Hopper
+// has no such mma.sync of its own, ptxas makes it of f16),
 // add four to 32 at a time and round toward zero: they lie further from the true value than this
 // does, and differ from it by their own error. Integers are exact.
 
