@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from flashwright.author.builtin import cost
+from flashwright.author.builtin import cost, steps
 from flashwright.author.builtin.choose import (
     TIE,
     Decision,
@@ -153,8 +153,8 @@ def test_deterministic() -> None:
 def test_fast_enough_to_call_anywhere() -> None:
     times = []
     for _ in range(3):
-        cost._walk.cache_clear()
-        cost._needed.cache_clear()
+        steps.walk.cache_clear()
+        steps.needed.cache_clear()
         start = time.process_time()
         choose(work(128, causal=True), H200)
         times.append(time.process_time() - start)
@@ -195,7 +195,17 @@ def test_walk_and_needed_against_brute_force(
     needed = sum(seen(q, k) for q in range(q_len) for k in range(kv_len))
     tiles = {(q // 32, k // 16) for q in range(q_len) for k in range(kv_len) if seen(q, k)}
     tiling = Tiling(32, 16, 1, 2)
+    whole = [
+        all(
+            seen(q, k)
+            for q in range(32 * i, min(32 * i + 32, q_len))
+            for k in range(16 * j, 16 * j + 16)
+        )
+        and 16 * j + 16 <= kv_len
+        for i, j in tiles
+    ]
     assert cost.walk(w, tiling).steps == len(tiles)
+    assert cost.walk(w, tiling).masked == len(tiles) - sum(whole)
     assert masked_waste(w, tiling) == pytest.approx(len(tiles) * 32 * 16 / needed)
 
 
@@ -237,10 +247,25 @@ def test_idle_schedulers_cost() -> None:
 
 
 def test_extra_score_work_costs_time() -> None:
-    t = Tiling(128, 128, 2, 8)
-    plain = estimate(work(64), t, H200)
-    softcap = estimate(work(64, score_flops_extra=8), t, H200)
-    assert softcap.microseconds > plain.microseconds
+    for gpu, t in ((H200, Tiling(128, 128, 2, 8)), (A100, Tiling(128, 64, 1, 4))):
+        plain = estimate(work(64), t, gpu)
+        alibi = estimate(work(64, options=("alibi",)), t, gpu)
+        softcap = estimate(work(64, options=("softcap",)), t, gpu)
+        assert plain.microseconds < alibi.microseconds < softcap.microseconds
+        # tanh is two exponentials more; the rows' own factors are few.
+        assert softcap.exp_cycles == pytest.approx(3 * plain.exp_cycles, rel=0.1)
+
+
+def test_masks_cost_time_where_steps_have_them() -> None:
+    t = Tiling(128, 64, 1, 4)
+    assert cost.masked_share(work(64), t) == 0
+    assert cost.masked_share(work(64, causal=True), t) == pytest.approx(2 / 33, rel=0.05)
+    assert cost.masked_share(work(64, causal=True, window=64), t) == 1
+    terms = [
+        cost.elementwise_cycles(work(64, causal=True, window=window), t, A100)
+        for window in (None, 1024, 64)
+    ]
+    assert terms == sorted(terms)
 
 
 def test_memory_bound_work_takes_as_long_as_its_bytes() -> None:

@@ -17,9 +17,8 @@ from flashwright.lang.nodes import Compute, Expr, For, If, Let, Statement, Tree
 from flashwright.lang.parse import parse
 from flashwright.spec import AttentionSpec
 
-# Operations per score that an option adds to the softmax's own, for the cost model: tanh is an
-# exponential, a reciprocal and two multiplications; a bias is an FMA and an index.
-_EXTRA_OPERATIONS = {"softcap": 8, "alibi": 3}
+# What adds work to every score: the cost model knows how much.
+_PRICED_OPTIONS = ("softcap", "alibi")
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,6 @@ def workload(spec: AttentionSpec) -> Workload:
         keys = spec.top_k * spec.selected_block
     elif spec.branch == "compressed":
         keys = max(keys // spec.stride, 1)
-    extra = sum(_EXTRA_OPERATIONS[o] for o in _EXTRA_OPERATIONS if getattr(spec, o))
     return Workload(
         qk_dim=spec.head_dim,
         v_dim=spec.value_dim,
@@ -75,7 +73,7 @@ def workload(spec: AttentionSpec) -> Workload:
         kv_len=keys,
         causal=spec.causal and spec.branch not in ("selected", "compressed"),
         window=spec.window,
-        score_flops_extra=extra,
+        options=tuple(option for option in _PRICED_OPTIONS if getattr(spec, option)),
         rows_fixed=-(-spec.group // 16) * 16 if selected else None,
         cols_fixed=spec.selected_block if selected else None,
     )

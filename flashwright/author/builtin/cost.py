@@ -4,40 +4,46 @@ One block holds `bm` query rows and walks over the keys `bn` at a time. Each ter
 of one SM for one such step. The SM's units work side by side, so a step takes as long as its
 busiest unit plus the part of the others that finds nothing to hide under (`exposed`).
 
-The constants are few and each says where it comes from. Those of `exposed` and `fixed_cycles` were
-set for wgmma so that known kernels come out near their measured share of the dense matmul rate
-(FlashAttention-3 on an H200: d128 full 86 %, d64 full 69 %), for mma.sync to timings of our own
-kernels on an H200. The model ranks tilings; its microseconds are at boost clock: a lower bound.
+What the kernels issue was counted (counted.py); that all of shared memory's and L2's bytes are
+those of the formulas below, a test finds by counting too. The constants are few and each says where
+it comes from. Those of `exposed` and `fixed_cycles` were set for wgmma so that known kernels come
+out near their measured share of the dense matmul rate (FlashAttention-3 on an H200: d128 full 86 %,
+d64 full 69 %), for mma.sync to timings of our own kernels on an H200. The model ranks tilings; its
+microseconds are at boost clock: a lower bound.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 
+from flashwright.author.builtin import counted, steps
 from flashwright.gpu import Gpu
 
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1}
 
 # 32 banks of 4 bytes (CUDA programming guide, shared memory, 5.x and later).
 SHARED_BYTES_PER_CLOCK = 128
-# Issue slots per score in the softmax: scale-and-subtract (FMA), maximum, sum, half of a two-wide
-# conversion and half of a move.
-SCORE_OPS = 4
-# Per step: loop and address arithmetic; and waiting, at barriers and for row-maximum shuffles.
-# With mma.sync all threads issue the copies, and the next step's operands wait for the barrier: 300
-# fits 228 timings of 57 tilings (d64 and d128, full and causal, 512 and 4096 long) on an H200.
-ISSUE_CYCLES = 100
-ISSUE_CYCLES_MMA_SYNC = 300
-WAIT_CYCLES = 100
-# From asking for a tile to having it in shared memory, with the memory system busy.
+# Each of an SM's four schedulers issues one instruction of a warp per clock (architecture papers).
+ISSUED_PER_CLOCK = 4
+# Four threads share a row of an mma accumulator, and each works out its maximum and factor (PTX).
+LANES_OF_A_ROW = 4
+# Per step, with wgmma: loop and address arithmetic, and waiting at barriers. Guesses, as there are
+# no such kernels yet to count; with ALONE_WGMMA they give the shares named above.
+ISSUE_CYCLES = 80
+WAIT_CYCLES = 60
+# Per step, with mma.sync, beyond what is issued: two block barriers, and the operands that are
+# fetched behind them. With the counts it gives, within 1.1 %, what 300 cycles and 100 of waiting
+# gave without, which were fitted to 228 timings of 57 tilings on an H200 (docs/performance.md).
+MEET_CYCLES = 190
+# From asking for a tile to having it in shared memory, with the memory system busy. A guess.
 LATENCY_CYCLES = 700
 # mma.sync cannot feed Hopper's tensor cores: the best mma.sync attention reaches 346 TFLOPS on a
 # card whose dense matmuls reach 790, FlashAttention-3 681 (notes on the fastest kernels).
 HOPPER_MMA_SYNC = 0.62
 # The part of the lesser units' time that shows when one warp per scheduler works alone. wgmma runs
-# asynchronously (softmax of one step under the GEMM of another); mma.sync code hides less.
-ALONE_WGMMA = 0.45
+# asynchronously (softmax of one step under the GEMM of another); mma.sync code hides less. Fitted,
+# as above.
+ALONE_WGMMA = 0.55
 ALONE_MMA_SYNC = 1.00
 
 
@@ -53,7 +59,7 @@ class Workload:
     `window` is how many keys a query sees, itself included, to its left; without `causal` it sees
     as many to its right. With `rows_fixed` the rows of a tile are heads of one group at one
     position; `cols_fixed` dictates the keys per step (a selected block). Where keys are selected,
-    kv_len is how many of them a query reads.
+    kv_len is how many of them a query reads. `options` add work to every score.
     """
 
     qk_dim: int
@@ -66,7 +72,7 @@ class Workload:
     kv_len: int = 4096
     causal: bool = False
     window: int | None = None
-    score_flops_extra: int = 0
+    options: tuple[str, ...] = ()
     rows_fixed: int | None = None
     cols_fixed: int | None = None
 
@@ -74,6 +80,11 @@ class Workload:
     def element_bytes(self) -> int:
         """Bytes of one element of Q, K and V."""
         return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def mask(self) -> str:
+        """What the steps at the edge of the visible keys check."""
+        return "window" if self.window is not None else "causal" if self.causal else "ragged"
 
     @property
     def key_bytes(self) -> int:
@@ -111,6 +122,7 @@ class Cost:
     mma_cycles: float
     exp_cycles: float
     elementwise_cycles: float
+    softmax_cycles: float
     shared_cycles: float
     load_cycles: float
     exposed: float
@@ -132,7 +144,7 @@ class Cost:
         """The unit that is busiest in a step."""
         terms = {
             "tensor cores": self.mma_cycles,
-            "softmax": softmax_cycles(self.exp_cycles, self.elementwise_cycles),
+            "softmax": self.softmax_cycles,
             "shared memory": self.shared_cycles,
             "L2": self.load_cycles,
         }
@@ -166,7 +178,7 @@ def comfort(workload: Workload, gpu: Gpu) -> int:
         return 8
     # A slope or a position for each row; addresses of a third swizzle atom along k.
     wide = workload.qk_dim * workload.element_bytes > 256
-    return 28 + 8 * (workload.score_flops_extra > 0) + 8 * wide
+    return 28 + 8 * (bool(workload.options)) + 8 * wide
 
 
 def occupancy(workload: Workload, tiling: Tiling, gpu: Gpu) -> int:
@@ -205,22 +217,31 @@ def mma_cycles(workload: Workload, tiling: Tiling, gpu: Gpu) -> float:
     return flops / rate
 
 
-def exp_cycles(tiling: Tiling, gpu: Gpu) -> float:
-    """One exponential per score."""
-    return tiling.bm * tiling.bn / gpu.exp_per_clock_per_sm
+def exp_cycles(workload: Workload, tiling: Tiling, gpu: Gpu) -> float:
+    """One exponential for each score, and those of its options; one for each thread's rows."""
+    each = counted.score(gpu.arch, workload.dtype, workload.options).special
+    rows = LANES_OF_A_ROW * counted.row().special
+    return tiling.bm * (tiling.bn * each + rows) / gpu.exp_per_clock_per_sm
 
 
 def elementwise_cycles(workload: Workload, tiling: Tiling, gpu: Gpu) -> float:
-    """The softmax's plain arithmetic, and the rescale of O, which wider steps do less often."""
+    """The softmax's plain arithmetic, masks where a step needs them, and what wider steps do less
+    often: the rescale of O, and each row's maximum and factor."""
     lanes = gpu.fp32_flops / (2 * gpu.sms * gpu.clock_ghz * 1e9)
-    scores = tiling.bm * tiling.bn * (SCORE_OPS + workload.score_flops_extra)
-    return (scores + tiling.bm * workload.v_dim) / lanes
+    each = counted.score(gpu.arch, workload.dtype, workload.options).plain
+    each += counted.mask(workload.mask) * masked_share(workload, tiling)
+    row = workload.v_dim * counted.element().plain + LANES_OF_A_ROW * counted.row().plain
+    return tiling.bm * (tiling.bn * each + row) / lanes
 
 
-def softmax_cycles(exp: float, elementwise: float) -> float:
-    """Exponentials and arithmetic have pipes of their own, but the row maximum (half of the
-    arithmetic) must be known before the first exponential."""
-    return max(exp, elementwise / 2) + elementwise / 2
+def softmax_cycles(workload: Workload, tiling: Tiling, gpu: Gpu) -> float:
+    """Exponentials and arithmetic have pipes of their own, but the row maximum must be known before
+    the softmax's first exponential: half of its arithmetic, and all that options do to a score."""
+    bare = replace(workload, options=())
+    exp, plain = exp_cycles(bare, tiling, gpu), elementwise_cycles(bare, tiling, gpu)
+    more_exp = exp_cycles(workload, tiling, gpu) - exp
+    more = elementwise_cycles(workload, tiling, gpu) - plain
+    return max(more_exp, more + plain / 2) + max(exp, plain / 2)
 
 
 def shared_cycles(workload: Workload, tiling: Tiling, gpu: Gpu) -> float:
@@ -259,16 +280,27 @@ def exposed(tiling: Tiling, gpu: Gpu, blocks_per_sm: int) -> float:
     return float(ALONE_MMA_SYNC / max(1.0, others) ** 1.5)
 
 
-def fixed_cycles(tiling: Tiling, gpu: Gpu, blocks_per_sm: int) -> float:
+def issue_cycles(workload: Workload, tiling: Tiling, gpu: Gpu) -> float:
+    """Addresses, copies, barriers and branches: all warps issue them, for no score in particular.
+
+    Each lane copies 16 bytes at a time.
+    """
+    each = counted.overhead(gpu.cp_async, workload.element_bytes)
+    copies = tiling.bn * workload.key_bytes / 16 / (32 * tiling.warps)
+    return tiling.warps * (each.step + each.copy * copies) / ISSUED_PER_CLOCK
+
+
+def fixed_cycles(
+    workload: Workload, tiling: Tiling, gpu: Gpu, blocks_per_sm: int, slower: float
+) -> float:
     """What every step costs whatever its size, so that wide steps pay.
 
-    Other blocks of the SM fill the waits. A block barrier (mma.sync) waits for the last of all
-    warps, and the warps of a scheduler arrive one after the other; warpgroups do not meet.
+    At a block barrier (mma.sync) all warps wait for the last one, which comes when all have
+    issued; warpgroups do not meet, and other blocks of the SM fill their waits.
     """
     if uses_wgmma(tiling, gpu):
         return ISSUE_CYCLES + WAIT_CYCLES / blocks_per_sm
-    queue = max(1.0, tiling.warps / 4)
-    return ISSUE_CYCLES_MMA_SYNC + WAIT_CYCLES * queue / blocks_per_sm
+    return issue_cycles(workload, tiling, gpu) * slower + MEET_CYCLES
 
 
 def idle_schedulers(tiling: Tiling, blocks_per_sm: int) -> float:
@@ -297,52 +329,11 @@ def block_cycles(workload: Workload, tiling: Tiling, gpu: Gpu, blocks_per_sm: in
 # --- how many steps ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Walk:
-    """Steps of all row tiles of one head: how many tiles, and their steps in all and at most."""
-
-    tiles: int
-    steps: int
-    longest: int
-
-
-def walk(workload: Workload, tiling: Tiling) -> Walk:
+def walk(workload: Workload, tiling: Tiling) -> steps.Walk:
     """The steps that a kernel makes which skips tiles no query sees."""
     w = workload
     positions = 1 if w.rows_fixed else tiling.bm
-    return _walk(w.q_len, w.kv_len, w.causal, w.window, positions, tiling.bn)
-
-
-@lru_cache(maxsize=4096)
-def _walk(
-    q_len: int, kv_len: int, causal: bool, window: int | None, positions: int, bn: int
-) -> Walk:
-    counts = []
-    for first in range(0, q_len, positions):
-        last = min(first + positions, q_len) - 1
-        low = _seen(first, q_len, kv_len, causal, window)[0] // bn
-        high = -(-_seen(last, q_len, kv_len, causal, window)[1] // bn)
-        counts.append(max(0, high - low))
-    return Walk(len(counts), sum(counts), max(counts, default=0))
-
-
-def _seen(row: int, q_len: int, kv_len: int, causal: bool, window: int | None) -> tuple[int, int]:
-    """The keys that one query sees, as a half-open range; the last query meets the last key."""
-    at = row + kv_len - q_len
-    low = 0 if window is None else max(0, at - window + 1)
-    high = kv_len
-    if causal:
-        high = at + 1
-    elif window is not None:
-        high = at + window
-    return low, max(0, min(kv_len, high))
-
-
-@lru_cache(maxsize=256)
-def _needed(q_len: int, kv_len: int, causal: bool, window: int | None) -> int:
-    """Scores of one head that attention needs."""
-    ranges = (_seen(row, q_len, kv_len, causal, window) for row in range(q_len))
-    return sum(max(0, high - low) for low, high in ranges)
+    return steps.walk(w.q_len, w.kv_len, w.causal, w.window, positions, tiling.bn)
 
 
 def masked_waste(workload: Workload, tiling: Tiling) -> float:
@@ -350,9 +341,15 @@ def masked_waste(workload: Workload, tiling: Tiling) -> float:
     the ragged ends are computed whole."""
     w = workload
     positions = 1 if w.rows_fixed else tiling.bm
-    needed = _needed(w.q_len, w.kv_len, w.causal, w.window)
+    needed = steps.needed(w.q_len, w.kv_len, w.causal, w.window)
     computed = walk(workload, tiling).steps * positions * tiling.bn
     return computed / needed if needed else 1.0
+
+
+def masked_share(workload: Workload, tiling: Tiling) -> float:
+    """The part of the steps that have a score to mask."""
+    way = walk(workload, tiling)
+    return way.masked / way.steps if way.steps else 0.0
 
 
 # --- all together -----------------------------------------------------------------------------
@@ -376,18 +373,18 @@ def memory_us(workload: Workload, tiling: Tiling, gpu: Gpu, in_flight: int) -> f
     return (query_bytes + kv_bytes) / gpu.bandwidth * 1e6
 
 
-def spread(steps: Walk, groups: int, sms: int) -> tuple[float, float]:
+def spread(way: steps.Walk, groups: int, sms: int) -> tuple[float, float]:
     """Steps on the busiest SM, and by how much that exceeds an even share.
 
     Equal blocks are dealt out whole. Unequal ones (causal) are launched longest first, which
     leaves about half an average block at the end, and never less than the longest block.
     """
-    even = steps.steps * groups / sms
-    blocks = steps.tiles * groups
-    if steps.longest * steps.tiles == steps.steps:
-        busiest: float = -(-blocks // sms) * steps.longest
+    even = way.steps * groups / sms
+    blocks = way.tiles * groups
+    if way.longest * way.tiles == way.steps:
+        busiest: float = -(-blocks // sms) * way.longest
     else:
-        busiest = max(even + steps.steps / steps.tiles / 2, steps.longest)
+        busiest = max(even + way.steps / way.tiles / 2, way.longest)
     return busiest, busiest / even if even else 1.0
 
 
@@ -398,33 +395,34 @@ def estimate(workload: Workload, tiling: Tiling, gpu: Gpu) -> Cost:
         raise ValueError(f"{tiling} does not fit on {gpu.title}")
     slower = idle_schedulers(tiling, resident)
     mma = mma_cycles(workload, tiling, gpu) * slower
-    exp = exp_cycles(tiling, gpu) * slower
-    plain = elementwise_cycles(workload, tiling, gpu) * slower
+    softmax = softmax_cycles(workload, tiling, gpu) * slower
     shared = shared_cycles(workload, tiling, gpu)
     load = load_cycles(workload, tiling, gpu)
     shown = exposed(tiling, gpu, resident)
-    units = [mma, softmax_cycles(exp, plain)]
+    units = [mma, softmax]
     busiest = max(*units, shared, load)
     # wgmma fetches its own operands while it multiplies; ldmatrix is issued by the same warps.
     work = sum(units) + (0.0 if uses_wgmma(tiling, gpu) else shared)
-    step = busiest + shown * max(0.0, work - busiest) + fixed_cycles(tiling, gpu, resident)
+    step = busiest + shown * max(0.0, work - busiest)
+    step += fixed_cycles(workload, tiling, gpu, resident, slower)
     stall = stall_cycles(tiling, load, step, resident)
     step += stall
 
-    steps = walk(workload, tiling)
+    way = walk(workload, tiling)
     w = workload
     groups = w.batch * (w.heads // w.rows_fixed if w.rows_fixed else w.heads)
-    most, tail = spread(steps, groups, gpu.sms)
+    most, tail = spread(way, groups, gpu.sms)
     once = block_cycles(workload, tiling, gpu, resident)
-    blocks = steps.tiles * groups
+    blocks = way.tiles * groups
     cycles = most * step + blocks / gpu.sms * once
     memory = memory_us(workload, tiling, gpu, gpu.sms * resident)
     time = max(cycles / (gpu.clock_ghz * 1e3), memory)
-    needed = _needed(w.q_len, w.kv_len, w.causal, w.window) * w.batch * w.heads
+    needed = steps.needed(w.q_len, w.kv_len, w.causal, w.window) * w.batch * w.heads
     return Cost(
         mma_cycles=mma,
-        exp_cycles=exp,
-        elementwise_cycles=plain,
+        exp_cycles=exp_cycles(workload, tiling, gpu) * slower,
+        elementwise_cycles=elementwise_cycles(workload, tiling, gpu) * slower,
+        softmax_cycles=softmax,
         shared_cycles=shared,
         load_cycles=load,
         exposed=shown,

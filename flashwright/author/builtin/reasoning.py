@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from flashwright.author.builtin.author import Written
 from flashwright.author.builtin.choose import Candidate, Decision
-from flashwright.author.builtin.cost import softmax_cycles
 from flashwright.author.builtin.mask import mask_text
 from flashwright.gpu import Gpu
 from flashwright.spec import AttentionSpec
@@ -111,12 +110,11 @@ def _ranking(decision: Decision) -> Iterator[str]:
 def _row(candidate: Candidate, chosen: bool) -> str:
     t, f, c = candidate.tiling, candidate.footprint, candidate.cost
     name = f"**{t.bm} x {t.bn}**" if chosen else f"{t.bm} x {t.bn}"
-    softmax = softmax_cycles(c.exp_cycles, c.elementwise_cycles)
     cells = (
-        name, t.stages, t.warps, f"{c.mma_cycles:.0f}", f"{softmax:.0f}", f"{c.shared_cycles:.0f}",
-        f"{c.load_cycles:.0f}", f"{c.step_cycles:.0f}", f"{f.shared_bytes / KB:.0f}",
-        f"{f.registers} of {f.register_limit}", c.occupancy, f"{100 * (c.waste - 1):.0f} %",
-        f"{c.microseconds:.1f}",
+        name, t.stages, t.warps, f"{c.mma_cycles:.0f}", f"{c.softmax_cycles:.0f}",
+        f"{c.shared_cycles:.0f}", f"{c.load_cycles:.0f}", f"{c.step_cycles:.0f}",
+        f"{f.shared_bytes / KB:.0f}", f"{f.registers} of {f.register_limit}", c.occupancy,
+        f"{100 * (c.waste - 1):.0f} %", f"{c.microseconds:.1f}",
     )  # fmt: skip
     return "| " + " | ".join(map(str, cells)) + " |"
 
