@@ -70,6 +70,17 @@ struct Cut {
     }
     for (int64_t n = 0; n < size; n += 16) add(shared + n, global + n, 16, nullptr, true);
   }
+
+  // Operands: whether there is a map, then map and coordinates, or an address and the slot of the size.
+  void all(const int32_t* o, uint32_t shared) {
+    TensorMap map;
+    if (o[0] == 0) run(address_of(c, o + 1, who.lane), shared, lanes<uint32_t>(c, o[4])[who.lane]);
+    else if (read_map(c, o + 1, who.lane, map)) box(map, o + 4, shared);
+    Counts& counts = c.machine->counts[c.instruction];
+    counts.bytes += bytes;
+    counts.sectors += (bytes + 31) / 32;
+    counts.requests += 1;
+  }
 };
 
 void landed(Machine& machine, Context c, int lane, uint32_t address, uint32_t number, int64_t bytes) {
@@ -84,7 +95,7 @@ void landed(Machine& machine, Context c, int lane, uint32_t address, uint32_t nu
   settle(*c.block, barrier);
 }
 
-// Operands: destination, mbarrier, whether there is a map, then map and coordinates, or source and slot of the size.
+// Operands: destination, mbarrier, then those of Cut::all.
 void load_bulk(Context& c, const int32_t* o, uint32_t mask) {
   FullWarp& warp = full(c);
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
@@ -95,16 +106,7 @@ void load_bulk(Context& c, const int32_t* o, uint32_t mask) {
     if (barrier == nullptr) continue;
     uint32_t number = ++barrier->issued;
     Cut cut{c, {&warp.clock, barrier->agent, number, warp.number, lane, true}, true, {}, 0};
-    TensorMap map;
-    if (o[6] == 0) {
-      cut.run(address_of(c, o + 7, lane), shared, lanes<uint32_t>(c, o[10])[lane]);
-    } else if (read_map(c, o + 7, lane, map)) {
-      cut.box(map, o + 10, shared);
-    }
-    Counts& counts = c.machine->counts[c.instruction];
-    counts.bytes += cut.bytes;
-    counts.sectors += (cut.bytes + 31) / 32;
-    counts.requests += 1;
+    cut.all(o + 6, shared);
     barrier->outstanding.insert(number);
     Machine& machine = *c.machine;
     machine.load(*c.block, [&machine, c, lane, address, number, bytes = cut.bytes, pieces = std::move(cut.pieces)] {
@@ -117,7 +119,7 @@ void load_bulk(Context& c, const int32_t* o, uint32_t mask) {
   }
 }
 
-// Operands: source, whether there is a map, then map and coordinates, or destination and slot of the size.
+// Operands: source, then those of Cut::all.
 void store_bulk(Context& c, const int32_t* o, uint32_t mask) {
   FullWarp& warp = full(c);
   Block& block = *c.block;
@@ -125,16 +127,7 @@ void store_bulk(Context& c, const int32_t* o, uint32_t mask) {
     int lane = __builtin_ctz(rest);
     auto shared = static_cast<uint32_t>(address_of(c, o, lane) % kWindow);
     Cut cut{c, {&warp.clock, warp.stores.agent, warp.stores.open, warp.number, lane, true}, false, {}, 0};
-    TensorMap map;
-    if (o[3] == 0) {
-      cut.run(address_of(c, o + 4, lane), shared, lanes<uint32_t>(c, o[7])[lane]);
-    } else if (read_map(c, o + 4, lane, map)) {
-      cut.box(map, o + 7, shared);
-    }
-    Counts& counts = c.machine->counts[c.instruction];
-    counts.bytes += cut.bytes;
-    counts.sectors += (cut.bytes + 31) / 32;
-    counts.requests += 1;
+    cut.all(o + 3, shared);
     c.machine->begin(warp.stores, [&block, pieces = std::move(cut.pieces)] {
       for (const Piece& piece : pieces) std::memcpy(piece.global, block.shared.data() + piece.shared, piece.bytes);
     });

@@ -178,9 +178,9 @@ struct Moved {
       : bytes(o[0]), width(o[1]), is_signed(o[2]), count(o[3]), registers(o + 4), address(o + 4 + o[3]) {}
 };
 
-template <Space kSpace>
-void load(Context& c, const int32_t* o, uint32_t mask) {
-  Moved a(o);
+// Calls move(lane, bytes in memory or null) for every lane.
+template <Space kSpace, class Move>
+void access(Context& c, const Moved& a, uint32_t mask, bool write, Move move) {
   Traffic traffic;
   Space space = kSpace;
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
@@ -188,34 +188,32 @@ void load(Context& c, const int32_t* o, uint32_t mask) {
     uint64_t address = address_of(c, a.address, lane);
     space = resolve(kSpace, address);
     traffic.address[traffic.count++] = address;
-    uint8_t* from = at(c, space, lane, address, a.bytes * a.count, false);
+    move(lane, at(c, space, lane, address, a.bytes * a.count, write));
+  }
+  count(c, space, traffic, a.bytes * a.count);
+}
+
+template <Space kSpace>
+void load(Context& c, const int32_t* o, uint32_t mask) {
+  Moved a(o);
+  access<kSpace>(c, a, mask, false, [&](int lane, const uint8_t* from) {
     for (int n = 0; n < a.count; ++n) {
       uint64_t value = 0;
       if (from != nullptr) std::memcpy(&value, from + n * a.bytes, a.bytes);
       if (a.is_signed && a.bytes < 8 && (value >> (8 * a.bytes - 1) & 1)) value |= ~uint64_t{0} << (8 * a.bytes);
       if (a.registers[n] >= 0) std::memcpy(c.warp->registers + a.registers[n] + lane * a.width, &value, a.width);
     }
-  }
-  count(c, space, traffic, a.bytes * a.count);
+  });
 }
 
 template <Space kSpace>
 void store(Context& c, const int32_t* o, uint32_t mask) {
   Moved a(o);
-  Traffic traffic;
-  Space space = kSpace;
-  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
-    int lane = __builtin_ctz(rest);
-    uint64_t address = address_of(c, a.address, lane);
-    space = resolve(kSpace, address);
-    traffic.address[traffic.count++] = address;
-    uint8_t* to = at(c, space, lane, address, a.bytes * a.count, true);
-    if (to == nullptr) continue;
-    for (int n = 0; n < a.count; ++n) {
+  access<kSpace>(c, a, mask, true, [&](int lane, uint8_t* to) {
+    for (int n = 0; to != nullptr && n < a.count; ++n) {
       std::memcpy(to + n * a.bytes, c.warp->registers + a.registers[n] + lane * a.width, a.bytes);
     }
-  }
-  count(c, space, traffic, a.bytes * a.count);
+  });
 }
 
 // --- matrices of 8 x 8 ----------------------------------------------------------------------------
