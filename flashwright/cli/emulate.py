@@ -121,17 +121,17 @@ def emulate(
 
 
 def _schedules(given: Sequence[str], seed: int) -> list[str]:
+    from flashwright.emulate.emulate import schedule_of
+
     found: list[str] = []
     for one in given:
         found += ["eager", "lazy", f"random:{seed}"] if one == "all" else [one]
     for one in found:
-        kind, colon, number = one.partition(":")
-        good = (kind in ("eager", "lazy") and not colon) or (
-            kind == "random" and number.isdecimal()
-        )
-        if not good:
+        try:
+            schedule_of(one)
+        except ValueError:
             text = f"{one!r} is none: eager, lazy, random:SEED or all"
-            raise typer.BadParameter(text, param_hint="--schedule")
+            raise typer.BadParameter(text, param_hint="--schedule") from None
     return list(dict.fromkeys(found))
 
 

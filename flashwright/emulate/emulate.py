@@ -92,7 +92,7 @@ def launch(
     `schedule` says when asynchronous work is done: `eager`, when it is started; `lazy`, as late as
     a wait allows; `random:SEED`, at any moment between, with the warps in any order.
     """
-    kind, seed = _schedule(schedule)
+    kind, seed = schedule_of(schedule)
     names, (code, operands, touched, specials) = program.packed
     registers = np.frombuffer(bytes(program.registers) or b"\0", np.uint8)
     data = np.frombuffer(bytes(program.data) or b"\0", np.uint8).copy()
@@ -128,15 +128,14 @@ def launch(
         finding_room=_ROOM,
         counts=counts.ctypes.data,
     )
-    unknown = library().fw_unknown(ctypes.byref(told))
-    if unknown >= 0:
-        one = program.source[unknown]
-        raise bad(one.line, f"the machine does not know {one.opcode}")
     count = library().fw_run(ctypes.byref(told))
+    if count < 0:
+        one = program.source[-1 - count]
+        raise bad(one.line, f"the machine does not know {one.opcode}")
     return Result(tuple(_finding(program, f) for f in found[: min(count, _ROOM)]), counts)
 
 
-def _schedule(text: str) -> tuple[int, int]:
+def schedule_of(text: str) -> tuple[int, int]:
     """Its number in the machine, and the seed; ValueError for what is none."""
     name, _, seed = text.partition(":")
     if text in ("eager", "lazy"):
@@ -164,22 +163,31 @@ def behind(base: int, size: int) -> int:
     return base + -(-size // GAP) * GAP + GAP
 
 
+def addresses(plan: LaunchPlan, arrays: Mapping[str, Array]) -> dict[str, int]:
+    """Where each tensor begins in emulated memory."""
+    found, base = {}, GAP
+    for tensor in plan.tensors:
+        if tensor.name in arrays:
+            found[tensor.name] = base
+            base = behind(base, arrays[tensor.name].nbytes)
+    return found
+
+
 def _memory(
     plan: LaunchPlan, arrays: Mapping[str, Array], dims: Mapping[str, int]
 ) -> tuple[list[Region], bytes]:
     """Where each tensor is, and the struct of parameters, as the launcher packs it."""
-    regions, packed, base = [], b"", GAP
+    regions, packed, bases = [], b"", addresses(plan, arrays)
     for tensor in plan.tensors:
         array = arrays.get(tensor.name)
         if array is None:
             packed += bytes(8 * (1 + len(tensor.axes)))
             continue
-        size = array.nbytes
+        base = bases[tensor.name]
         use = 0 if not tensor.written else 1 if tensor.read else 2
-        regions.append(Region(base, size, array.ctypes.data, use))
+        regions.append(Region(base, array.nbytes, array.ctypes.data, use))
         packed += struct.pack("<Q", base)
         packed += b"".join(struct.pack("<q", s) for s in _strides(tensor, array, dims))
-        base = behind(base, size)
     packed += b"".join(struct.pack("<i", dims[name]) for name in plan.dims)
     return regions, packed.ljust(-(-len(packed) // 8) * 8, b"\0")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 from flashwright.build import toolchain
 from flashwright.build.compile import NAME, build
 from flashwright.build.load import PTX, read_plan
-from flashwright.emulate.emulate import GAP, Array, Result, behind, prepare, run
+from flashwright.emulate.emulate import Array, Result, addresses, prepare, run
 from flashwright.emulate.encode import Program
 from flashwright.emulate.parse import bad, parse
 from flashwright.emulate.places import Extent, Origin
@@ -79,7 +79,9 @@ class Package:
     def origin(self, dims: Mapping[str, int], arrays: Mapping[str, Array] | None = None) -> Origin:
         """What leads from an instruction back to TL, for a launch of these sizes and arrays."""
         grid = tuple(evaluate(count, dims) for count in self.plan.grid)
-        extents = tuple(Extent(*one) for one in addresses(self.plan, arrays or {}))
+        given = arrays or {}
+        placed = addresses(self.plan, given)
+        extents = tuple(Extent(name, base, given[name].nbytes) for name, base in placed.items())
         return Origin(map=self.map, tl=self.tl, grid=grid, tensors=extents, text=self.source)
 
     def run(
@@ -110,16 +112,6 @@ class Package:
             raise answer.error
         assert answer.result is not None
         return answer.result
-
-
-def addresses(plan: LaunchPlan, arrays: Mapping[str, Array]) -> Iterator[tuple[str, int, int]]:
-    """Where emulate.run puts each tensor: its name, its first byte and its bytes."""
-    base = GAP
-    for tensor in plan.tensors:
-        if tensor.name in arrays:
-            size = arrays[tensor.name].nbytes
-            yield tensor.name, base, size
-            base = behind(base, size)
 
 
 class _Answer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -108,7 +107,7 @@ class _Parser:
     def module(self) -> Module:
         for line, statement, end in _statements(self.text):
             self._statement(line, statement, end)
-        return Module(self.target, self.entries, tuple(self.variables), self.files)
+        return Module(self.target, self.entries, tuple(self.variables))
 
     # --- statements ---------------------------------------------------------------------------
 
@@ -404,11 +403,6 @@ def _is_operand(text: str) -> bool:
     return bool(words) and not words.startswith(
         (".entry", ".visible", ".func", ".weak", ".section")
     )
-
-
-def float_bits(value: float) -> int:
-    """The bits of an fp32 number."""
-    return int(struct.unpack("<I", struct.pack("<f", value))[0])
 
 
 def names(operands: Sequence[Operand]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -115,4 +115,3 @@ class Module:
     entries: Mapping[str, Entry]
     variables: tuple[Variable, ...] = ()
     """Outside of any kernel."""
-    files: Mapping[int, str] = field(default_factory=dict)

@@ -26,7 +26,7 @@ from flashwright.judge.form import PackageForm, planned_shape
 from flashwright.judge.inputs import random_tensor
 from flashwright.judge.judge import QUESTIONS, SETTLED, Hearing, Progress
 from flashwright.judge.offences import hazard
-from flashwright.judge.problems import Problem, emulated_problems
+from flashwright.judge.problems import Problem, problems
 from flashwright.judge.trial import Trial
 from flashwright.judge.verdict import EMULATION, Offence, Verdict
 from flashwright.lang.diagnostic import Diagnostic, Failed
@@ -269,7 +269,7 @@ class _Hearing(Hearing):
         return Trial(running, form, self.spec, expected, differs=_DIFFERS)
 
     def _problems(self, lengths: Sequence[tuple[int, int]] | None) -> list[Problem]:
-        return emulated_problems(self.spec, self.seed, lengths)
+        return problems(self.spec, self.seed, "emulated", lengths)
 
     def _enough(self, running: Sandbox, done: int, total: int) -> bool:
         """The time is up, or something was found: one place is enough to mend."""

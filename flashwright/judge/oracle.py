@@ -313,10 +313,15 @@ def compare(
         first=_miss(f, e, int(np.argmax(wrong))) if wrong.any() else None,
         worst=_miss(f, e, int(np.argmax(np.where(wrong, error, -1)))) if wrong.any() else None,
     )
-    # Few elements scatter more; rounding to zero is excused as it is for single elements.
-    limit = RMS_LIMIT * unit * (1 + 4 / np.sqrt(e.size)) + _ratio(smallest, rms)
+    # Rounding to zero is excused as it is for single elements.
+    limit = RMS_LIMIT * unit * scatter(e.size) + _ratio(smallest, rms)
     reason = _reason(result, limit, not f.any() and bool((np.abs(known) > smallest).any()))
     return replace(result, ok=not reason, reason=reason)
+
+
+def scatter(count: int) -> float:
+    """How much wider the limit of a mean over so many is: few of them scatter more."""
+    return float(1 + 4 / np.sqrt(max(count, 1)))
 
 
 def compare_lse(spec: AttentionSpec, found: Array, expected: Array) -> Comparison:

@@ -54,23 +54,14 @@ def problems(
     device: str = "cuda",
     lengths: Sequence[tuple[int, int]] | None = None,
 ) -> list[Problem]:
-    """All problems of a trial; only those of the given lengths where there are any."""
+    """All problems of a trial; only those of the given lengths where there are any.
+
+    `device` is cuda, cpu, or emulated: then they are fewer and smaller, the most telling first.
+    """
     made = _chosen(spec, lengths) if lengths is not None else _all(spec, seed, device)
     return [
         Problem({**spec.dims, **dims}, kind, seed + number, usual)
         for number, (dims, kind, usual) in enumerate(made)
-    ]
-
-
-def emulated_problems(
-    spec: AttentionSpec, seed: int, lengths: Sequence[tuple[int, int]] | None = None
-) -> list[Problem]:
-    """Problems for an emulator: fewer and smaller, the most telling first."""
-    if spec.reference or lengths is not None:
-        return problems(spec, seed, "cpu", lengths)
-    return [
-        Problem({**spec.dims, **dims}, kind, seed + number, usual)
-        for number, (dims, kind, usual) in enumerate(_emulated(spec, seed))
     ]
 
 
@@ -97,8 +88,11 @@ def _chosen(spec: AttentionSpec, lengths: Sequence[tuple[int, int]]) -> Made:
 
 def _all(spec: AttentionSpec, seed: int, device: str) -> Made:
     if spec.reference:  # a reference in NumPy is slow, and its dims may bound the keys
-        longer = () if spec.dims or device == "cpu" else ((1000, 1000), (130, 4097), (1000, 63))
+        longer = () if spec.dims or device != "cuda" else ((1000, 1000), (130, 4097), (1000, 63))
         yield from _chosen(spec, (*SHORT, *longer))
+        return
+    if device == "emulated":
+        yield from _emulated(spec, seed)
         return
     yield sizes(spec, *USUAL, 2, 2), "normal", True
     pairs = LENGTHS if device == "cuda" else SHORT

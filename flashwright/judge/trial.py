@@ -182,8 +182,8 @@ class Trial:
             return True
         outcome.ask("exactness")
         slack = SLACK_SINK if self.spec.sink else SLACK
-        # Few rows scatter: where one outlier rules, the ratio is that of two single roundings.
-        few = 1 + 4 / np.sqrt(max(wanted[..., 0].size, 1))
+        # Rows count: where one outlier rules each, the ratio is that of a few single roundings.
+        few = oracle.scatter(wanted[..., 0].size)
         limit = MOST * few * case.library + slack * oracle.ROUNDOFF[self.spec.dtype]
         if result.relative_rms > limit:
             text = f"{result.relative_rms:.2e}, torch's flash backend has {case.library:.2e}"

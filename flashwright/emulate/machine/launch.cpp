@@ -57,33 +57,23 @@ struct fw_launch {
   fw::Counts* counts;  // one for each instruction, added to
 };
 
-// The index of the first instruction that is not known, or -1.
-int32_t fw_unknown(const fw_launch* launch) {
-  for (int32_t n = 0; n < launch->instructions; ++n) {
-    std::string name = launch->names[n];
-    fw::WgmmaShape shape;
-    if (name.rfind("wgmma.mma_async", 0) == 0 ? !fw::wgmma_shape(name, shape) : !name.empty() && !fw::known().count(name)) {
-      return n;
-    }
-  }
-  return -1;
-}
-
 }  // extern "C"
 
 namespace {
 
-void decode(const fw_launch& launch, fw::Machine& machine) {
+// The index of the first instruction that is not known, or -1.
+int32_t decode(const fw_launch& launch, fw::Machine& machine) {
   for (int32_t n = 0; n < launch.instructions; ++n) {
     const int32_t* c = launch.code + 8 * n;
     std::string name = launch.names[n];
     bool product = name.rfind("wgmma.mma_async", 0) == 0;
     if (product) {
       machine.shapes.resize(launch.instructions);
-      fw::wgmma_shape(name, machine.shapes[n]);
+      if (!fw::wgmma_shape(name, machine.shapes[n])) return n;
       name = "wgmma";
     }
     auto found = fw::known().find(name);
+    if (found == fw::known().end() && !name.empty()) return n;
     machine.code.push_back({found == fw::known().end() ? nullptr : found->second, c[0], c[1], c[2], c[3], c[4],
                             c[5], c[6], c[7]});
   }
@@ -95,6 +85,7 @@ void decode(const fw_launch& launch, fw::Machine& machine) {
   machine.schedule = static_cast<fw::Schedule>(launch.schedule);
   machine.random.seed(launch.seed);
   machine.counts.resize(launch.instructions);
+  return -1;
 }
 
 // Special registers, in the order of encode.py's SPECIALS.
@@ -155,13 +146,14 @@ void prepare(const fw_launch& launch, fw::Block& block, int number) {
 
 }  // namespace
 
-// How many findings there are.
+// How many findings there are; below 0, -1 less the index of an instruction that is not known: then nothing is run.
 extern "C" int32_t fw_run(const fw_launch* launch) {
+  fw::Machine machine;
+  int32_t unknown = decode(*launch, machine);
+  if (unknown >= 0) return -1 - unknown;
   std::fenv_t before;  // whoever was loaded before may have left this thread rounding otherwise
   std::fegetenv(&before);
   std::fesetenv(FE_DFL_ENV);
-  fw::Machine machine;
-  decode(*launch, machine);
   int blocks = launch->grid[0] * launch->grid[1] * launch->grid[2];
   for (int number = 0; number < blocks && !machine.stopped; ++number) {
     fw::Block block;

@@ -40,7 +40,7 @@ uint8_t* Machine::global(Context& context, int lane, uint64_t address, int bytes
 
 namespace {
 
-// Marks what is written; false, and told, where what is read was not.
+// Marks what is written; false where what is read was not.
 bool mark(Block& block, uint64_t address, int bytes, bool write) {
   auto marks = block.written.begin() + address;
   if (write) std::fill_n(marks, bytes, 1);
@@ -329,12 +329,8 @@ void convert(Context& c, const int32_t* o, uint32_t mask) {
 void Machine::begin(Queue& queue, std::function<void()> work) {
   if (schedule == kEager || chance(4)) {
     // What came before it in its queue is done before it.
-    for (Group& group : queue.closed) {
-      for (auto& one : group.work) one();
-      group.work.clear();
-    }
-    for (auto& one : queue.current.work) one();
-    queue.current.work.clear();
+    for (Group& group : queue.closed) group.perform();
+    queue.current.perform();
     work();
   } else {
     queue.current.work.push_back(std::move(work));
@@ -350,7 +346,7 @@ void close(Queue& queue) {
 void finish(Block& block, FullWarp& warp, Queue& queue, size_t kept) {
   while (queue.closed.size() > kept) {
     Group& group = queue.closed.front();
-    for (auto& one : group.work) one();
+    group.perform();
     for (auto [slot, by] : group.busy) warp.busy[slot / 8] = 0;
     queue.closed.pop_front();
     // Of what is finished the warp knows from now on.

@@ -225,8 +225,7 @@ struct Runner {
     int64_t at = int64_t{queue.open} - static_cast<int64_t>(queue.closed.size());
     for (Group& group : queue.closed) {
       if (at++ > number) return;
-      for (auto& one : group.work) one();
-      group.work.clear();
+      group.perform();
     }
   }
 

@@ -90,6 +90,12 @@ struct Piece {
 
 struct Group {  // of asynchronous work that is waited for together
   std::vector<std::function<void()>> work;
+
+  void perform() {
+    for (auto& one : work) one();
+    work.clear();
+  }
+
   std::vector<std::pair<int32_t, int32_t>> busy;  // registers that are its own until then, and whose
 };
 
