@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,17 +20,16 @@ from flashwright.emulate.ptx import (
     Instruction,
     Module,
     Operand,
-    Pair,
     Register,
     Symbol,
     Variable,
     Vector,
 )
+from flashwright.emulate.widths import BYTES, flat, narrowed, operand_width, width_of
 
 LANES = 32
 MODULE = 1 << 38  # where variables of the module lie in global memory
-_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
-_TYPE = re.compile(r"\.(?:[usb](8|16|32|64|128)|(?:b?f|tf)(16|32|64))(?:x2)?\b")
+_PLAIN = re.compile(r"(?:[us]|b?f)(8|16|32|64)")  # what cvt has two operands of
 # Parts of an opcode that change nothing here.
 _IDLE = re.compile(
     r"\.(?:aligned|uni|volatile|relaxed|acquire|release|gpu|cta|sys|weak|nc|ca|cg|cs|cv|wb|wt|lu"
@@ -154,7 +152,7 @@ class _Encoder:
         kind = self.entry.registers.get(name)
         if kind is None:
             raise bad(self.line, f"the register {name} is not declared")
-        return 0 if kind == "pred" else _BYTES[kind.lstrip("busf")]
+        return 0 if kind == "pred" else BYTES[kind.lstrip("busf")]
 
     def _register(self, name: str) -> int:
         if name == "_":
@@ -176,7 +174,7 @@ class _Encoder:
         if isinstance(operand, Register):
             return self._negated(operand) if operand.negated else self._register(operand.name)
         if isinstance(operand, Immediate):
-            return self._constant(_narrowed(operand, size), size)
+            return self._constant(narrowed(operand, size), size)
         if isinstance(operand, Symbol):
             if operand.name not in self.addresses:
                 raise bad(self.line, f"{operand.name} is no variable that can be used here")
@@ -248,29 +246,43 @@ class _Encoder:
             self._plain(name, one.operands)
 
     def _plain(self, name: str, operands: Sequence[Operand]) -> None:
-        size = _width(name)
+        size = width_of(name)
         if name.startswith("mov.") and any(isinstance(o, Vector) for o in operands):
             # Slots alone do not tell d, {a, b} from {a, b}, d.
             packs = isinstance(operands[1], Vector)
             name = name.replace("mov.", "mov.pack." if packs else "mov.unpack.")
-            size //= len(_flat(operands[1 if packs else 0]))
-        flat = [inner for operand in operands for inner in _flat(operand)]
+            size //= len(flat(operands[1 if packs else 0]))
+        single = [inner for operand in operands for inner in flat(operand)]
         slots = [
-            self._slot(operand, _operand_width(name, number, len(flat), size))
-            for number, operand in enumerate(flat)
+            self._slot(operand, operand_width(name, number, len(single), size))
+            for number, operand in enumerate(single)
         ]
         self._emit(name, slots)
+
+    def _convert(self, name: str, operands: Sequence[Operand]) -> None:
+        """Registers may be wider than what is converted: then it is said how wide they are."""
+        kinds = [_PLAIN.fullmatch(kind) for kind in name.split(".")[-2:]]
+        if len(operands) != 2 or not all(kinds):
+            self._plain(name, operands)
+            return
+        typed = [max(2, BYTES[kind[1]]) for kind in kinds if kind]  # bytes are in registers of two
+        sizes = [
+            self._bytes_of(operand.name) if isinstance(operand, Register) else size
+            for operand, size in zip(operands, typed, strict=True)
+        ]
+        slots = [self._slot(o, size) for o, size in zip(operands, sizes, strict=True)]
+        self._emit(name, slots + sizes if sizes != typed else slots)
 
     def _access(self, name: str, operands: Sequence[Operand]) -> None:
         parts = name.split(".")
         space = next((p for p in parts if p in ("param", "global", "shared", "const", "local")), "")
         kind = parts[-1]
-        if kind.lstrip("busf") not in _BYTES or len(operands) != 2:
+        if kind.lstrip("busf") not in BYTES or len(operands) != 2:
             raise self._unknown()
-        size = _BYTES[kind.lstrip("busf")]
+        size = BYTES[kind.lstrip("busf")]
         load = parts[0] == "ld"
         value, where = operands if load else operands[::-1]
-        values = _flat(value)
+        values = flat(value)
         width = size
         for register in values:
             if isinstance(register, Register) and register.name != "_":
@@ -285,7 +297,7 @@ class _Encoder:
         values, where = operands if kind == "ldmatrix" else operands[::-1]
         if ".m8n8." not in name or not name.endswith(".b16"):
             raise self._unknown()
-        slots = [self._slot(v, 4) for v in _flat(values)]
+        slots = [self._slot(v, 4) for v in flat(values)]
         self._emit(kind, [len(slots), int(".trans" in name), *slots, *self._address(where)])
 
     def _atomic(self, name: str, operands: Sequence[Operand]) -> None:
@@ -314,6 +326,9 @@ class _Encoder:
             taken = self._slot(rest[0], 4) if rest else -1
             places = [*self._address(to), *self._address(source)]
             self._emit("cp.async", [*places, self._number(size), taken])
+        elif name.startswith("cp.async.mbarrier.arrive"):
+            counted = int(".noinc" in name)
+            self._emit("cp.async.mbarrier.arrive", [*self._address(operands[0]), counted])
         else:
             raise self._unknown()
 
@@ -339,7 +354,7 @@ class _Encoder:
     def _box(self, operand: Operand) -> list[int]:
         if not isinstance(operand, Address) or operand.coordinates is None:
             raise bad(self.line, "a tensor with its coordinates is expected here")
-        at = [self._slot(c, 4) for c in _flat(operand.coordinates)]
+        at = [self._slot(c, 4) for c in flat(operand.coordinates)]
         return [*self._address(operand), len(at), *at]
 
     def _run(self, operand: Operand, size: Operand) -> list[int]:
@@ -368,6 +383,9 @@ class _Encoder:
         elif kind == "expect_tx":
             sizes = [-1, -1, self._slot(operands[1], 4), 0]
             self._emit("mbarrier.arrive", [*self._address(operands[0]), *sizes])
+        elif kind == "complete_tx":
+            place, size = self._address(operands[0]), self._slot(operands[1], 4)
+            self._emit("mbarrier.complete_tx", [*place, size])
         elif kind == "arrive" and ".drop" not in name:
             token, where, *rest = operands
             given = self._slot(rest[0], 4) if rest else -1
@@ -389,15 +407,16 @@ class _Encoder:
             self._emit("", [self._number(operands[0])], PRODUCTS)
         elif kind != "mma_async":
             self._emit(f"wgmma.{kind}", [])
-        elif len(operands) < 6 or ".sp" in name:
+        elif len(operands) < 4 or ".sp" in name:
             raise self._unknown()
         else:
             d, a, b, accumulate, *rest = operands
-            numbers = [self._number(o) for o in rest] + [0, 0]
+            # Integers have no signs, and what is not of two bytes has one major only.
+            numbers = ([self._number(o) for o in rest] or [1, 1]) + [0, 0]
             registers = isinstance(a, Vector)
             turned = [0, numbers[2]] if registers else numbers[2:4]
             header = [int(registers), *turned, *numbers[:2], self._slot(accumulate, 0)]
-            slots = [[self._slot(x, 4) for x in _flat(d)], [self._slot(x, 8) for x in _flat(a)]]
+            slots = [[self._slot(x, 4) for x in flat(d)], [self._slot(x, 8) for x in flat(a)]]
             last = self._slot(b, 8)
             self._emit(name, [*header, len(slots[0]), *slots[0], *slots[1], last])
 
@@ -412,46 +431,7 @@ _SPECIAL = {
     **dict.fromkeys(("bar", "barrier"), _Encoder._barrier),
     **dict.fromkeys(("atom", "red"), _Encoder._atomic),
     "cp": _Encoder._copy,
+    "cvt": _Encoder._convert,
     "mbarrier": _Encoder._mbarrier,
     "wgmma": _Encoder._wgmma,
 }
-
-
-def _flat(operand: Operand) -> list[Operand]:
-    if isinstance(operand, Vector):
-        return [inner for item in operand.items for inner in _flat(item)]
-    if isinstance(operand, Pair):
-        return [*_flat(operand.first), *_flat(operand.second)]
-    return [operand]
-
-
-def _narrowed(operand: Immediate, size: int) -> int:
-    """Its bits in that many bytes; fp64 constants stand for fp32 ones in some places."""
-    if operand.bits == 64 and size == 4:
-        value = struct.unpack("<d", struct.pack("<Q", operand.value))[0]
-        return int(struct.unpack("<I", struct.pack("<f", value))[0])
-    return operand.value
-
-
-def _width(name: str) -> int:
-    """Bytes of an instruction's operands: those of its last type."""
-    found = _TYPE.findall(name)
-    if not found:
-        return 4
-    whole, real = found[-1]
-    size = _BYTES[whole or real]
-    return 4 if "x2" in name.rpartition(".")[2] else size
-
-
-def _operand_width(name: str, number: int, count: int, size: int) -> int:
-    """Where an operand is not of the instruction's own type."""
-    first = name.partition(".")[0]
-    if first in ("shl", "shr") and number == 2:
-        return 4
-    if first in ("bfe", "bfi") and number >= count - 2:
-        return 4
-    if first == "match" and number == count - 1:
-        return 4
-    if name.startswith("mad.wide") and number == 3:
-        return 2 * size
-    return size

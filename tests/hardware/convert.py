@@ -9,7 +9,7 @@ import numpy as np
 from tests.hardware.formats import BF16, E4M3, E5M2, F16, KINDS, Array, nearest, together, value
 from tests.hardware.integers import plain, signed, wrapped
 from tests.hardware.operands import operands
-from tests.hardware.snippet import Model, Snippet
+from tests.hardware.snippet import Model, Operands, Snippet
 
 INTEGERS = ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64")
 FLOATS = ("f16", "f32", "f64")
@@ -117,6 +117,10 @@ def floats() -> Iterator[Snippet]:
         yield plain(f"cvt.rz{ftz}.f32.f64", ("f64",), "f32", "cvt", cases=SOME)
         for way in "nzmp":
             yield plain(f"cvt.r{way}i{ftz}.f32.f32", ("f32",), "f32", "cvt", cases=SOME)
+    for way in "nz":
+        opcode = f"cvt.r{way}.ftz.f32.f64"
+        name = f"{opcode} below the smallest"
+        yield plain(opcode, ("f64",), "f32", "cvt", name=name, fix=_just_below, cases=FEW)
     for way in "mp":
         yield plain(f"cvt.r{way}.f16.f32", ("f32",), "f16", "cvt", cases=768)
         yield plain(f"cvt.r{way}.f32.f64", ("f64",), "f32", "cvt", cases=SOME)
@@ -133,6 +137,13 @@ def floats() -> Iterator[Snippet]:
         yield plain(f"cvt.r{way}.bf16.f16", ("f16",), "bf16", "cvt", arch="sm_90", cases=SOME)
         yield plain(f"cvt.r{way}.f16.bf16", ("bf16",), "f16", "cvt", arch="sm_90", cases=SOME)
         yield plain(f"cvt.r{way}.bf16.f64", ("f64",), "bf16", "cvt", arch="sm_90", cases=SOME)
+
+
+def _just_below(found: Operands) -> None:
+    """f32's smallest normal number less 2^-n of it: is that flushed?"""
+    n = np.arange(FEW)
+    x = np.ldexp(1 - np.ldexp(1.0, -(1 + n % 53)), -126)
+    found[0][:] = np.where(n % 2, -x, x).view(np.uint64)
 
 
 # --- to the formats of tensor cores -------------------------------------------------------------

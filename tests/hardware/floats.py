@@ -16,6 +16,7 @@ from tests.hardware.snippet import Model, Operands, Snippet
 ROUNDINGS = ("", ".rn", ".rz", ".rm", ".rp")
 FLUSHES = ("", ".ftz")
 FEW, MORE = 512, 768
+TINY = 2.0**-126  # the smallest normal number of f32
 
 
 def native(kind: str, f: Callable[..., Any], ftz: bool = False) -> Model:
@@ -29,7 +30,10 @@ def native(kind: str, f: Callable[..., Any], ftz: bool = False) -> Model:
         wide = np.float32 if kind == "f16" else to
         with np.errstate(all="ignore"):
             result = np.asarray(f(*(g.view(to).astype(wide) for g in given))).astype(to)
-        return _flushed(result.view(word)) if ftz else result.view(shape)
+            if ftz:  # before it is rounded
+                exact = np.abs(f(*(g.view(to).astype(np.float64) for g in given)))
+                result = np.where(exact < TINY, np.copysign(0, result), result).astype(to)
+        return result.view(shape)
 
     return model
 
@@ -67,6 +71,10 @@ def singles() -> Iterator[Snippet]:
         yield from _choices("f32", ftz, "sm_80")
         for name in ("neg", "abs"):
             yield plain(f"{name}{ftz}.f32", ("f32",), "f32", "f32", cases=FEW)
+    for rounding in ROUNDINGS[1:]:
+        opcode = f"fma{rounding}.ftz.f32"
+        name = f"{opcode} below the smallest"
+        yield plain(opcode, ("f32",) * 3, "f32", "f32", name=name, fix=_just_below, cases=128)
     yield plain("copysign.f32", ("b32",) * 2, "b32", "f32", given=("f32",) * 2, cases=256)
     for name in ("finite", "infinite", "number", "notanumber", "normal", "subnormal"):
         yield plain(f"testp.{name}.f32", ("f32",), "pred", "f32", cases=128)
@@ -78,6 +86,15 @@ def singles() -> Iterator[Snippet]:
         ("f32",),
         lambda: operands(("f32",), "fma with constants", FEW),
     )
+
+
+def _just_below(found: Operands) -> None:
+    """The smallest normal number less a product that is 2^-n of it: is that flushed?"""
+    n = np.arange(128, dtype=np.uint32)
+    sign = (n // 64) << np.uint32(31)
+    found[0][:] = (127 - 63) << 23
+    found[1][:] = (np.uint32(127 - 63) - n % 64 << np.uint32(23)) | sign ^ np.uint32(1 << 31)
+    found[2][:] = np.uint32(1 << 23) | sign
 
 
 def _choices(kind: str, ftz: str, arch: str) -> Iterator[Snippet]:
@@ -127,13 +144,11 @@ def halves() -> Iterator[Snippet]:
 
 # --- approximate --------------------------------------------------------------------------------
 
-TINY = 2.0**-126  # where results are flushed, one may be zero and the other not
-
 
 def approximations() -> Iterator[Snippet]:
     """Bounds as the PTX ISA states them."""
     for ftz in FLUSHES:
-        floor = TINY if ftz else 0.0
+        floor = TINY if ftz else 0.0  # one may be flushed, and the other not
         for name, f, ulps, relative in (
             ("rcp.approx", lambda a: 1 / a, 1, 0.0),
             ("sqrt.approx", np.sqrt, 0, 2.0**-23),

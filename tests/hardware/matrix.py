@@ -4,14 +4,16 @@ Of the trials some have whole numbers so small that every order of adding is exa
 must be the same. Of the others the emulator sums in fp64 and rounds once; what the hardware does is
 not documented, but was measured by others: products are exact, the K + 1 terms are cut off at a
 fixed distance below the largest, and the sum is cut off once more. So, with S = |C| + the sum of
-|products|, a result may be away from the hardware's by
+|products|, a result may be away from the hardware's by what was seen on an H200, and about as much
+again:
 
-    (K + 2) 2^-23 S     mma.sync and wgmma of f16, bf16, tf32 added up in f32; also mma.sync of
-                        e4m3, e5m2 on Hopper, where ptxas makes f16 of them, and adds C at the end
-    (K + 2) 2^-13 S     wgmma of e4m3, e5m2 added up in f32: 13 bits below the largest are kept
-    (K / 8) 2^-10 S     added up in f16, to which it rounds after every 8 products or later
+    4 2^-23 S    (1.8 was seen)  mma.sync and wgmma of f16, bf16, tf32 added up in f32; also
+                                 mma.sync of e4m3, e5m2 on Hopper, where ptxas makes f16 of them
+    8 2^-13 S    (4.7)           wgmma of e4m3, e5m2 added up in f32: 13 bits are kept
+    1 2^-10 S    (0.02)          f16 added up in f16: an ulp
+    2 2^-10 S    (0.93)          e4m3, e5m2 added up in f16
 
-and integers by nothing.
+whatever K is, and integers by nothing.
 """
 
 from __future__ import annotations
@@ -150,9 +152,11 @@ def _register(numbers: list[Array]) -> Array:
 # --- bounds -------------------------------------------------------------------------------------
 
 
-def part_of_sum(k: int, accumulator: str, kept: int = 23) -> float:
+def part_of_sum(element: str, accumulator: str, kept: int = 23) -> float:
     """The bound, as a part of S."""
-    return max(k / 8, 1) * 2.0**-10 if accumulator == "f16" else (k + 2) * 2.0**-kept
+    if accumulator == "f16":
+        return (1 if element == "f16" else 2) * 2.0**-10
+    return (4 if kept == 23 else 8) * 2.0**-kept
 
 
 @dataclass(frozen=True)
@@ -171,21 +175,22 @@ def product(
     whole: bool,
     *,
     sat: bool = False,
-    times: int = 1,
+    sign: int = 1,
+    steps: int = 1,
     kept: int = 23,
 ) -> Product:
-    """From bits; `times` is what A B is multiplied by, `kept` the bits below the largest term."""
+    """From bits; `sign` is that of A B, `steps` are instructions, `kept` bits of the largest."""
     x, y, z = (decoded(m, kind) for m, kind in zip((a, b, c), kinds, strict=True))
     with np.errstate(all="ignore"):
         terms = x[:, :, None] * y[None]
-        d = z + times * terms.sum(axis=1)
-        total = np.abs(z) + abs(times) * np.abs(terms).sum(axis=1)
+        d = z + sign * terms.sum(axis=1)
+        total = np.abs(z) + np.abs(terms).sum(axis=1)
     if kinds[2] == "s32":
         d = np.clip(d, -(2.0**31), 2.0**31 - 1) if sat else d
         return Product(d, np.zeros_like(d))
     smallest = 2.0**-24 if kinds[2] == "f16" else 2.0**-149
     total = np.where(np.isfinite(total), total, 0.0)
-    room = abs(times) * part_of_sum(a.shape[1], kinds[2], kept) * total + smallest
+    room = steps * part_of_sum(kinds[0], kinds[2], kept) * total + smallest
     return Product(d, np.zeros_like(room) if whole else room)
 
 

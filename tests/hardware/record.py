@@ -1,6 +1,7 @@
 """Run every snippet on this machine's GPU and keep what comes out.
 
     python -m tests.hardware.record OUT.npz        record, and compare with the emulator
+    python -m tests.hardware.record --missing      the same for what has no results, or old ones
     python -m tests.hardware.record --compare      the emulator against what was recorded before
 
 It needs NumPy and the NVIDIA driver; to compare also a C++ compiler. The table of all snippets goes
@@ -169,24 +170,32 @@ def _heard(command: list[str], patience: float) -> Iterator[str]:
     yield f"end {why or said or f'status {child.returncode}'}"
 
 
-def record(out: Path, device: str) -> Recording:
-    """All snippets."""
+def record(out: Path, device: str, before: Recording | None = None) -> Recording:
+    """All snippets, or those that have no results before."""
     command = [sys.executable, "-m", "tests.hardware.record", "--device", device, "--worker"]
     start = time.monotonic()
+    before = before or Recording("", {}, {})
+    kept = [one.snippet.name for one in prepared() if before.of(one) is not None]
+    todo = [n for n, one in enumerate(prepared()) if one.snippet.name not in kept]
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        machine, failed = collect(range(len(prepared())), place, command)
-        results = {}
-        for number, one in enumerate(prepared()):
-            file = place / f"{number}.bin"
+        machine, failed = collect(todo, place, command)
+        results = {name: before.results[name] for name in kept}
+        for number in todo:
+            one, file = prepared()[number], place / f"{number}.bin"
             if number not in failed and file.is_file():
                 results[one.snippet.name] = (one.digest, file.read_bytes())
     reasons = {prepared()[number].snippet.name: why[:200] for number, why in sorted(failed.items())}
+    if machine in before.machine:
+        machine = before.machine
+    elif before.machine:
+        machine = f"{before.machine}; {machine}"
     found = Recording(machine, results, reasons)
     recording.save(out, found)
     seconds, size = time.monotonic() - start, out.stat().st_size
     print(
-        f"{machine}: {len(results)} of {len(prepared())} snippets in {seconds:.0f} s, {size} bytes"
+        f"{machine}: {len(todo) - len(failed)} of {len(todo)} snippets in {seconds:.0f} s, "
+        f"{len(results)} of {len(prepared())} are known, {size} bytes"
     )
     for name, why in reasons.items():
         print(f"  no results: {name}: {why}")
@@ -243,14 +252,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.hardware.record")
     parser.add_argument("out", nargs="?", type=Path, default=recording.FILE)
     parser.add_argument("--compare", action="store_true", help="run nothing on the GPU")
+    parser.add_argument(
+        "--missing", action="store_true", help="keep the results that OUT has; record the others"
+    )
     parser.add_argument("--device", default="tests.hardware.gpu:Gpu", help=argparse.SUPPRESS)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.worker:
         return work(given.worker, given.device)
-    found = recording.load(given.out) if given.compare else record(given.out, given.device)
-    if found is None:
+    found = recording.load(given.out) if given.compare or given.missing else None
+    if found is None and given.compare:
         raise SystemExit(f"there is no {given.out}")
+    if found is None or given.missing:
+        found = record(given.out, given.device, found)
     try:
         importlib.import_module("tests.hardware.emulated").library()
     except Exception as error:  # a bare machine: what was recorded can be compared elsewhere

@@ -1,4 +1,11 @@
-"""Snippets: TMA with tensor maps: boxes inside, partly and wholly outside, under every swizzle."""
+"""Snippets: TMA with tensor maps: boxes inside, partly and wholly outside, under every swizzle.
+
+On an H200 all loads ended with an illegal instruction that had, among others, a box before the
+start, one that is wholly outside and one at an odd number, and so did stores at (-8, -2) and
+(100, 0) into a tensor of 72 columns; stores inside and over the end did not. Which of the three it
+is was not found out: what certainly works is in snippets of its own, and each doubtful place in
+another one.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +19,16 @@ from tests.hardware.operands import draw
 from tests.hardware.snippet import WARP, Model, Operands, Snippet, Tensor
 
 COLUMNS, ROWS, PITCH = 72, 10, 160  # of the tensor: elements of two bytes, rows, bytes of a row
-PLACES = ((0, 0), (8, 2), (-8, -3), (COLUMNS - 8, ROWS - 2), (-3, 1), (1000, 0), (0, -9), (5, 5))
-DATA = 2  # operands that hold the tensor: one has WARP words for each trial
+DOUBTFUL = {
+    "at an odd place": (5, 5),
+    "before the start": (-8, -3),
+    "before the start at an odd place": (-3, 1),
+    "from the end of a row": (COLUMNS, 0),
+    "far beyond a row": (1000, 0),
+    "below the last row": (0, ROWS),
+    "far below": (0, 1000),
+    "above the first row": (0, -9),
+}
 HINT = ", 0x14F0000000000000"  # to keep it in the second cache
 MAP = "mov.b64 %wide, more;\ncvta.param.u64 %wide, %wide;\n"
 
@@ -22,11 +37,15 @@ def _declares(size: int) -> str:
     return f"{DECLARES}.shared .align 1024 .b8 tile[{size}];"
 
 
-def _coordinates(names: tuple[int, ...]) -> Operands:
-    return [
-        np.repeat(np.array([place[n] for place in PLACES], np.int32), WARP).view(np.uint32)
-        for n in names
-    ]
+def _places(tensor: Tensor) -> list[tuple[int, ...]]:
+    """Inside, and over the ends; along a row in steps of 16 bytes."""
+    step = 16 // tensor.element_bytes
+    last = (tensor.sizes[0] - 1) // step * step
+    rows = tensor.sizes[1] if len(tensor.sizes) > 1 else 1
+    columns = (0, step, last, 0, last, step, 2 * step, last)
+    down = (0, 2, 0, rows - 2, rows - 2, rows - 1, 1, rows - 1)
+    back = (0, 1, 0, 0, 1, 1, 0, 0)
+    return [place[: len(tensor.sizes)] for place in zip(columns, down, back, strict=True)]
 
 
 def loads() -> Iterator[Snippet]:
@@ -36,18 +55,23 @@ def loads() -> Iterator[Snippet]:
         *(("128B", 32), ("64B", 16), ("128B", 8)),  # rows narrower than the swizzle
     ):
         tensor = Tensor((COLUMNS, ROWS), (PITCH,), (width, 8), swizzle)
-        yield _load(tensor, f"cp.async.bulk.tensor.2d load {swizzle} {width}", (0, 1))
+        yield _load(tensor, f"cp.async.bulk.tensor.2d load {swizzle} {width}")
     nan = Tensor((COLUMNS, ROWS), (PITCH,), (64, 8), "128B", fill="nan")
-    yield _load(nan, "cp.async.bulk.tensor.2d load with NaN", (0, 1))
+    yield _load(nan, "cp.async.bulk.tensor.2d load with NaN")
     bytes_ = Tensor((144, ROWS), (PITCH,), (128, 8), "128B", element_bytes=1)
-    yield _load(bytes_, "cp.async.bulk.tensor.2d load of bytes", (0, 1))
+    yield _load(bytes_, "cp.async.bulk.tensor.2d load of bytes")
     words = Tensor((36, ROWS), (PITCH,), (32, 8), "128B", element_bytes=4)
-    yield _load(words, "cp.async.bulk.tensor.2d load of words", (0, 1))
-    yield _load(Tensor((700,), (), (128,)), "cp.async.bulk.tensor.1d load", (0,))
+    yield _load(words, "cp.async.bulk.tensor.2d load of words")
+    yield _load(Tensor((700,), (), (128,)), "cp.async.bulk.tensor.1d load")
     hinted = Tensor((COLUMNS, ROWS), (PITCH,), (16, 8))
-    yield _load(hinted, "cp.async.bulk.tensor.2d load with a hint", (0, 1), HINT)
+    yield _load(hinted, "cp.async.bulk.tensor.2d load with a hint", HINT)
     cube = Tensor((COLUMNS, 5, 2), (PITCH, 5 * PITCH), (32, 3, 2), "64B")
-    yield _load(cube, "cp.async.bulk.tensor.3d load", (0, 1, 1))
+    yield _load(cube, "cp.async.bulk.tensor.3d load")
+    for swizzle, width in (("none", 16), ("128B", 64)):
+        tensor = Tensor((COLUMNS, ROWS), (PITCH,), (width, 8), swizzle)
+        for where, place in DOUBTFUL.items():
+            name = f"cp.async.bulk.tensor.2d load {swizzle} {width} {where}"
+            yield _load(tensor, name, places=[place])
 
 
 def _box(tensor: Tensor) -> int:
@@ -61,13 +85,18 @@ def _room(tensor: Tensor) -> int:
     return -(-row * int(np.prod(tensor.box[1:])) // 128) * 128
 
 
-def _load(tensor: Tensor, name: str, axes: tuple[int, ...], hint: str = "") -> Snippet:
+def _load(
+    tensor: Tensor, name: str, hint: str = "", places: list[tuple[int, ...]] | None = None
+) -> Snippet:
+    places = places or _places(tensor)
     rank, room = len(tensor.sizes), _room(tensor)
     words = room // 128
+    size = ROWS * PITCH  # of every tensor, at most: each trial has a word of each lane of it
+    held = -(-size // (4 * WARP * len(places)))
     tile = "" if hint else ".tile"  # which goes without saying
     copy = f"cp.async.bulk.tensor.{rank}d.shared::cluster.global{tile}"
     copy += ".mbarrier::complete_tx::bytes" + (".L2::cache_hint" if hint else "")
-    at = ", ".join(f"%i{DATA + n}" for n in range(rank))
+    at = ", ".join(f"%i{held + n}" for n in range(rank))
     lines = [START, MAP, "mov.u32 %tile, tile;", "mad.lo.s32 %at, %t, 4, %tile;"]
     lines += [f"st.shared.b32 [%at+{128 * n}], 0xabababab;" for n in range(words)]
     lines += ["@%first mbarrier.init.shared::cta.b64 [%barrier], 1;", READY]
@@ -76,33 +105,34 @@ def _load(tensor: Tensor, name: str, axes: tuple[int, ...], hint: str = "") -> S
     lines += [f"ld.shared.b32 %o{n}, [%at+{128 * n}];" for n in range(words)]
 
     def given() -> Operands:
-        data = [draw(f"tma {n}", len(PLACES) * WARP).astype(np.uint32) for n in range(DATA)]
-        return [*data, *_coordinates(axes)]
+        data = [draw(f"tma {n}", len(places) * WARP).astype(np.uint32) for n in range(held)]
+        starts = [np.array(axis, np.int32).view(np.uint32) for axis in zip(*places, strict=True)]
+        return [*data, *(np.repeat(start, WARP) for start in starts)]
 
     narrow = _room(tensor) != _box(tensor)
     return Snippet(
         name,
         "tma",
         "\n".join(lines),
-        ("b32",) * DATA + ("s32",) * rank,
+        ("b32",) * held + ("s32",) * rank,
         ("b32",) * words,
         given,
         arch="sm_90",
         declares=_declares(room),
         tensor=tensor,
-        model=None if narrow or tensor.fill == "nan" else _loaded(tensor),
+        model=None if narrow or tensor.fill == "nan" else _loaded(tensor, held),
     )
 
 
-def _loaded(tensor: Tensor) -> Model:
+def _loaded(tensor: Tensor, held: int) -> Model:
     """The box in shared memory, by elements."""
     size = tensor.element_bytes
     bits = {"none": 0, "32B": 1, "64B": 3, "128B": 7}[tensor.swizzle]
 
     def model(*ops: Array) -> Operands:
-        data = np.concatenate(ops[:DATA]).view(np.uint8)
-        starts = [o.view(np.int32)[::WARP] for o in ops[DATA:]]
-        boxes = np.zeros((len(PLACES), _room(tensor)), np.uint8)
+        data = np.concatenate(ops[:held]).view(np.uint8)
+        starts = [o.view(np.int32)[::WARP] for o in ops[held:]]
+        boxes = np.zeros((len(starts[0]), _room(tensor)), np.uint8)
         for trial, box in enumerate(boxes):
             for n, index in enumerate(np.ndindex(*reversed(tensor.box))):
                 at = [int(s[trial]) + i for s, i in zip(starts, reversed(index), strict=True)]
@@ -112,7 +142,7 @@ def _loaded(tensor: Tensor) -> Model:
                 source = sum(a * s for a, s in zip(at, strides, strict=True))
                 place = n * size ^ ((n * size >> 7 & bits) << 4)
                 box[place : place + size] = data[source : source + size]
-        table = boxes.view(np.uint32).reshape(len(PLACES), -1, WARP)
+        table = boxes.view(np.uint32).reshape(len(boxes), -1, WARP)
         return [np.ascontiguousarray(table[:, n]).reshape(-1) for n in range(table.shape[1])]
 
     return model
@@ -122,7 +152,9 @@ def stores() -> Iterator[Snippet]:
     """A box into the results' place; what is outside of the tensor is left out."""
     for swizzle, width, place in (
         *(("none", 16, (8, 1)), ("32B", 16, (8, 1)), ("64B", 32, (24, 2)), ("128B", 64, (8, 0))),
-        *(("128B", 64, (16, 3)), ("128B", 64, (-8, -2)), ("none", 16, (100, 0))),
+        ("128B", 64, (16, 3)),
+        *(("none", 16, place) for place in ((64, 4), (5, 1), (COLUMNS, 0), (96, 0), (0, 6))),
+        *(("128B", 64, (-8, 0)), ("128B", 64, (0, -2))),  # CUDA's guide forbids both
     ):
         yield _store(Tensor((COLUMNS, 6), (PITCH,), (width, 4), swizzle, of_results=True), place)
 

@@ -42,11 +42,14 @@ def shuffles() -> Iterator[Snippet]:
             ("b32",) * 5,
             lambda: [draw("shfl", WARP).astype(np.uint32)],
         )
-        yield Snippet(  # half a warp alone
+        # Half a warp alone. What a lane gets from one that is not there PTX leaves open: for down
+        # the half is a segment of its own.
+        edge = 0x101F if mode == "down" else clamp
+        yield Snippet(
             f"{opcode} of half",
             "warp",
             "setp.lt.u32 %p, %t, 16;\nmov.b32 %o0, %i0;\n"
-            f"@%p {opcode} %o0, %i0, 1, {clamp:#x}, 0xffff;",
+            f"@%p {opcode} %o0, %i0, 1, {edge:#x}, 0xffff;",
             ("b32",),
             ("b32",),
             lambda: [draw("half", WARP).astype(np.uint32)],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from tests.hardware.snippet import WARP, WARPGROUP, Operands, Snippet
 ROWS = 64
 TRIALS = (0, 2)  # whole numbers, any numbers (matrix.py)
 ATOM = 1024  # bytes: what the widest swizzle repeats after
+_STEP = 32  # bytes along k of an instruction
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def k_tile(width: int, step: int = 0) -> Tile:
     """Rows of k, one below the other; `step` instructions into them."""
     if width == 1:  # cores of 8 rows: two along k, then the next rows
         return Tile(1, True, 0, leading=128, stride=256)
-    return Tile(width, True, 32 * step, leading=16, stride=8 * 16 * width)
+    return Tile(width, True, _STEP * step, leading=16, stride=8 * 16 * width)
 
 
 def mn_tile(width: int, rows: int, size: int = 2) -> Tile:
@@ -100,6 +101,10 @@ def mn_tile(width: int, rows: int, size: int = 2) -> Tile:
     atom = 8 * 16 * width
     across = max(1, rows * size // (16 * width))
     return Tile(width, False, 0, leading=atom, stride=atom * across)
+
+
+def _moved(tile: Tile, step: int) -> Tile:
+    return replace(tile, start=tile.start + _STEP * step)
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,8 @@ class Wgmma:
     scale_a: int = 1
     scale_b: int = 1
     sat: bool = False
-    twice: bool = False
+    steps: int = 1
+    """Products that are added up one after the other, 32 bytes further along k each time."""
     note: str = ""
 
     @property
@@ -141,9 +147,15 @@ class Wgmma:
         """Bytes of the two images, whole atoms each."""
         size = ELEMENTS[self.a][0]
         tiles = ((self.a_tile, ROWS), (self.b_tile, self.n))
-        last = [0 if t is None else int(t.places(r, self.k, size).max()) + size for t, r in tiles]
+        last = [0 if t is None else int(self._places(t, r).max()) + size for t, r in tiles]
         a, b = (-(-x // ATOM) * ATOM for x in last)
         return a, b
+
+    def _places(self, tile: Tile, rows: int) -> Array:
+        """Of all steps, one beside the other."""
+        size = ELEMENTS[self.a][0]
+        tiles = [_moved(tile, step) for step in range(self.steps)]
+        return np.concatenate([t.places(rows, self.k, size) for t in tiles], axis=1)
 
     def images(self, trial: int) -> tuple[Array, Array]:
         size = ELEMENTS[self.a][0]
@@ -160,8 +172,8 @@ class Wgmma:
         if self.a_tile is None:
             a = elements(self.a, self.name + "r", trial, (ROWS, self.k))
         else:
-            a = a_image[self.a_tile.places(ROWS, self.k, size) // size]
-        b = b_image[self.b_tile.places(self.n, self.k, size) // size].T
+            a = a_image[self._places(self.a_tile, ROWS) // size]
+        b = b_image[self._places(self.b_tile, self.n) // size].T
         c = elements(self.d, self.name + "c", trial, (ROWS, self.n))
         return a, np.ascontiguousarray(b), c
 
@@ -200,13 +212,14 @@ class Wgmma:
     def products(self) -> list[Product]:
         found = []
         kinds = (self.a, self.b, self.d)
-        times = self.scale_a * self.scale_b * (2 if self.twice else 1)
+        sign = self.scale_a * self.scale_b
         kept = 13 if self.a in ("e4m3", "e5m2") else 23
         for trial in TRIALS:
             a, b, c = self.matrices(trial)
             c = c if self.scale_d else np.zeros_like(c)
             whole = trial in WHOLE
-            found.append(product(a, b, c, kinds, whole, sat=self.sat, times=times, kept=kept))
+            more = {"sat": self.sat, "sign": sign, "steps": self.steps, "kept": kept}
+            found.append(product(a, b, c, kinds, whole, **more))
         return found
 
     def model(self, *_: Array) -> Operands:
@@ -240,7 +253,10 @@ class Wgmma:
         lines += [f"add.s32 %at, %tile, {self.sizes[0]};"]
         lines += self._descriptor("%db", "%at", self.b_tile)
         lines += [f"setp.ne.b32 %scale, {int(self.scale_d)}, 0;", "wgmma.fence.sync.aligned;"]
-        lines += [self._instruction(results, a + b)] * (2 if self.twice else 1)
+        # Of two whose operands are all the same ptxas keeps one: they must not be.
+        further = [f"add.s64 {d}, {d}, {_STEP >> 4};" for d in ("%da", "%db")]
+        for step in range(self.steps):
+            lines += [*(further if step else []), self._instruction(results, a + b)]
         lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;"]
         bound = None if self.d == "s32" else self.bound
         return Snippet(
@@ -344,4 +360,5 @@ def _others() -> Iterator[Wgmma]:
     yield Wgmma(16, "f16", "f16", scale_d=False, note="without C")
     yield Wgmma(16, "f16", "f16", scale_a=-1, note="minus A")
     yield Wgmma(16, "bf16", "bf16", scale_a=-1, scale_b=-1, note="minus A and B")
-    yield Wgmma(16, "bf16", "bf16", twice=True, note="twice")
+    yield Wgmma(16, "bf16", "bf16", steps=2, note="two steps")
+    yield Wgmma(16, "f16", "f16", steps=4, note="four steps")

@@ -36,6 +36,10 @@ NUMPY: dict[str, Any] = {
     "e4m3": ml_dtypes.float8_e4m3fn,
     "e5m2": ml_dtypes.float8_e5m2,
     "tf32": np.float32,
+    "f32": np.float32,
+    "s8": np.int8,
+    "u8": np.uint8,
+    "s32": np.int32,
 }
 
 

@@ -30,7 +30,13 @@ TYPES = (
     ("f16", "f16", "f16"),
     ("f32", "tf32", "tf32"),
     *((d, a, b) for d in ("f32", "f16") for a in EIGHT for b in EIGHT),
+    *(("s32", a, b) for a in ("s8", "u8") for b in ("s8", "u8")),
 )
+
+
+def has_width(n: int, types: tuple[str, str, str]) -> bool:
+    """Integers have fewer."""
+    return types[0] != "s32" or n <= 32 or n % 16 == 0
 
 
 @pytest.fixture(scope="session")
@@ -92,12 +98,15 @@ def test_base_offset_means_nothing_without_a_swizzle(parts: Parts) -> None:
 
 @pytest.mark.parametrize("types", TYPES)
 def test_names(parts: Parts, types: tuple[str, str, str]) -> None:
-    ids = ("f32", "f16", "bf16", "e4m3", "e5m2", "tf32")
+    ids = ("f32", "f16", "bf16", "e4m3", "e5m2", "tf32", "s8", "u8", "s32")
     size = np.dtype(NUMPY[types[1]]).itemsize
     for n in range(8, 257, 8):
         wanted = [n, 32 // size, size, *(ids.index(t) for t in types)]
-        wanted.append(n // 2 if types[0] == "f32" else n // 4)
+        wanted.append(n // 4 if types[0] == "f16" else n // 2)
         name = name_of(n, types)
+        if not has_width(n, types):
+            assert parts.shape(name) is None
+            continue
         assert parts.shape(name) == wanted
         assert parts.shape(name.replace(".sync.aligned", "")) == wanted
         assert parts.shape(name.replace(".sync", "")) == wanted
@@ -125,7 +134,11 @@ def test_names(parts: Parts, types: tuple[str, str, str]) -> None:
         "wgmma.mma_async.m64n128k8.f16.tf32.tf32",
         "wgmma.mma_async.m64n128k8.f32.f32.f32",
         "wgmma.mma_async.m64n128k32.f32.e4m3.f16",
-        "wgmma.mma_async.m64n128k32.s32.s8.s8",
+        "wgmma.mma_async.m64n128k32.f32.s8.s8",
+        "wgmma.mma_async.m64n128k32.s32.s8.e4m3",
+        "wgmma.mma_async.m64n128k32.satfinite.f32.e4m3.e4m3",
+        "wgmma.mma_async.m64n128k32.s32.satfinite.s8.s8",
+        "wgmma.mma_async.m64n128k256.s32.b1.b1",
         "wgmma.mma_async.sp.m64n128k32.f32.bf16.bf16",
         "mma.sync.m16n8k16.f32.bf16.bf16",
     ],
@@ -138,6 +151,9 @@ def test_names_that_are_none(parts: Parts, name: str) -> None:
 
 
 def numbers(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> np.ndarray:
+    if kind in ("s8", "u8", "s32"):
+        limits = np.iinfo(NUMPY[kind])
+        return rng.integers(limits.min, limits.max, shape, NUMPY[kind], endpoint=True)
     values = rng.normal(size=shape) * 2.0 ** rng.integers(-4, 5, shape)
     return np.asarray(values.astype(NUMPY[kind]))
 
@@ -153,7 +169,9 @@ def product(a: np.ndarray, b: np.ndarray, c: np.ndarray, d_type: str) -> np.ndar
     total = c.astype(np.float64)
     for k in range(a.shape[1]):
         total = total + np.outer(a[:, k], b[:, k])
-    return np.asarray(total.astype(np.float32 if d_type == "f32" else np.float16))
+    if d_type == "s32":
+        return np.asarray(total.astype(np.int64).astype(np.int32))
+    return np.asarray(total.astype(NUMPY[d_type]))
 
 
 def to_registers(d: np.ndarray) -> np.ndarray:
@@ -194,7 +212,7 @@ class Case:
         self.k = 32 // np.dtype(NUMPY[types[1]]).itemsize
         self.a = numbers(rng, (64, self.k), types[1])
         self.b = numbers(rng, (n, self.k), types[2])
-        self.d = rng.normal(size=(16, n)).astype(np.float32 if types[0] == "f32" else np.float16)
+        self.d = numbers(rng, (16, n), types[0])
 
     def wanted(self, warp: int, sign: int = 1, accumulate: bool = True) -> np.ndarray:
         a, b = exactly(self.a, self.types[1])[16 * warp :][:16], exactly(self.b, self.types[2])
@@ -216,7 +234,7 @@ class Case:
 
 @pytest.mark.parametrize("types", TYPES)
 def test_product_of_every_width(parts: Parts, types: tuple[str, str, str]) -> None:
-    for i, n in enumerate(range(8, 257, 8)):
+    for i, n in enumerate(n for n in range(8, 257, 8) if has_width(n, types)):
         case, swizzle, warp = Case(parts, n, types, n), SWIZZLES[i % 4], i % 4
         a_tile = canonical(SWIZZLES[(i + 1) % 4], False, 64) if i % 3 else None
         found = case.found(warp, a_tile, canonical(swizzle, False, n, 1024 * i))
@@ -245,6 +263,22 @@ def test_signs_and_no_accumulation(parts: Parts, types: tuple[str, str, str]) ->
     case.d[:] = np.nan  # and is not read
     found = case.found(1, None, tile, accumulate=False)
     np.testing.assert_array_equal(found, wanted)
+
+
+def test_integers_wrap_or_stay_at_their_limits(parts: Parts) -> None:
+    case, tile = Case(parts, 8, ("s32", "s8", "u8"), 3), canonical("none", False, 8)
+    case.a[:], case.b[:], case.d[:] = 127, 255, 2**31 - 5
+    case.a[1], case.d[1] = -128, -(2**31) + 5
+    more = 32 * 255
+    wrapped = np.full((16, 8), 2**31 - 5 + 127 * more - 2**32, np.int64).astype(np.int32)
+    wrapped[1] = -(2**31) + 5 - 128 * more + 2**32
+    found = case.found(0, canonical("none", False, 64), tile)
+    np.testing.assert_array_equal(found, to_registers(wrapped))
+    case.name = case.name.replace(".s32", ".satfinite.s32")
+    limits = np.full((16, 8), 2**31 - 1, np.int32)
+    limits[1] = -(2**31)
+    found = case.found(0, canonical("none", False, 64), tile)
+    np.testing.assert_array_equal(found, to_registers(limits))
 
 
 def test_infinity_nan_and_the_smallest_product(parts: Parts) -> None:

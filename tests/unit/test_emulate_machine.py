@@ -265,6 +265,85 @@ def test_an_mbarrier_hands_on_what_was_known(schedule: str) -> None:
     assert wrong <= {"race", "unwritten"}
 
 
+COPIED = """
+    .shared .align 8 .b64 bar;
+    .shared .align 256 .b8 tile[256];
+    mov.u32 %r2, bar;
+    mov.u32 %r3, tile;
+    mad.lo.u32 %r4, %r0, 4, %r3;
+    mad.wide.u32 %rd1, %r0, 4, %rd0;
+    setp.ne.u32 %p0, %r0, 0;
+    @!%p0 mbarrier.init.shared::cta.b64 [%r2], COUNT;
+    bar.sync 0;
+    cp.async.ca.shared.global [%r4], [%rd1], 4;
+    ARRIVE
+WAIT:
+    mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r2], 0;
+    @!%p3 bra WAIT;
+    xor.b32 %r4, %r4, 128;
+    ld.shared.u32 %r1, [%r4];
+"""
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_copies_arrive_at_an_mbarrier(schedule: str) -> None:
+    """Each of 64 lanes when its own is there; without .noinc the barrier counts one more first."""
+    arrive = "cp.async.mbarrier.arrive{}.shared::cta.b64 [%r2];"
+    both = arrive.format("") + "\nmbarrier.arrive.shared::cta.b64 _, [%r2];"
+    for count, how in ((64, arrive.format(".noinc")), (64, both)):
+        out = np.arange(64, dtype=np.uint32)
+        body = COPIED.replace("COUNT", str(count)).replace("ARRIVE", how)
+        result = run(body + store(), out, threads=64, schedule=schedule)
+        assert not result.findings
+        np.testing.assert_array_equal(out, np.arange(64) ^ 32)
+    out = np.arange(64, dtype=np.uint32)
+    stuck = run(body.replace("], 64;", "], 65;"), out, threads=64, schedule=schedule)
+    assert kinds(stuck) == {"deadlock"}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_copies_behind_the_arrival_are_not_waited_for(schedule: str) -> None:
+    arrive = "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r2];"
+    copy = "cp.async.ca.shared.global [%r4], [%rd1], 4;"
+    body = COPIED.replace("COUNT", "64").replace(copy, "").replace("ARRIVE", f"{arrive}\n{copy}")
+    out = np.arange(64, dtype=np.uint32)
+    found = kinds(run(body, out, threads=64, schedule=schedule))
+    assert "race" in found
+    assert found <= {"race", "unwritten"}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_bytes_that_a_thread_completes(schedule: str) -> None:
+    expect = "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r2], 64;\n"
+    complete = "mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%r2], BYTES;\n"
+    body = MBARRIER.replace("COUNT", "1").replace(
+        "    @!%p2 mbarrier.arrive", f"@!%p2 {expect}@!%p2 {complete}    @!%p2 mbarrier.arrive"
+    )
+    out = np.zeros(64, np.uint32)
+    assert not run(body.replace("BYTES", "64"), out, threads=64, schedule=schedule).findings
+    stuck = run(body.replace("BYTES", "48"), out, threads=64, schedule=schedule)
+    assert kinds(stuck) == {"deadlock"}
+    assert stuck.findings[0].detail == (0, 16)
+
+
+def test_conversions_in_wider_registers() -> None:
+    """The upper bits are not read, and are written with the sign."""
+    body = """
+    mad.lo.u32 %r2, %r0, 257, 0x1f0;
+    cvt.s8.s32 %r1, %r2;
+    cvt.s32.s8 %r3, %r2;
+    cvt.u8.u32 %r4, %r2;
+    sub.u32 %r5, %r1, %r3;
+    mad.lo.u32 %r1, %r5, 1000, %r4;
+"""
+    out = np.zeros(32, np.uint32)
+    assert not run(body + store(), out).findings
+    np.testing.assert_array_equal(out, (np.arange(32) * 257 + 0x1F0) & 0xFF)
+    body = "cvt.u64.u16 %rd1, %r0;\ncvt.s16.s64 %rd2, -2;\ncvt.u32.u64 %r1, %rd2;\n"
+    assert not run(body + store(), out).findings
+    assert (out == 0xFFFFFFFE).all()
+
+
 # --- what cannot be ---------------------------------------------------------------------------
 
 

@@ -370,7 +370,7 @@ FORMATS = {
     "f64": (np.float64, 53, -1022, Fraction((2**53 - 1) * 2**971), 0xFFF8 << 48),
     "e4m3": (E4M3, 4, -6, Fraction(448), 0x7F),
     "e5m2": (E5M2, 3, -14, Fraction(57344), 0x7F),
-    "tf32": (np.float32, 11, -126, Fraction((2**11 - 1) * 2**117), 0x7FFFFFFF),
+    "tf32": (np.float32, 11, -126, Fraction((2**11 - 1) * 2**117), 0x7FFFE000),
 }
 
 
@@ -440,8 +440,13 @@ EXACT: dict[str, Callable[..., Fraction]] = {
 }
 
 
-def float_result(op: str, type_: str, mode: str, values: tuple[float, ...]) -> float:
-    """IEEE 754's answer: exactly where all is finite, by double's rules where it is not."""
+def float_result(
+    op: str, type_: str, mode: str, values: tuple[float, ...], ftz: bool = False
+) -> float:
+    """IEEE 754's answer: exactly where all is finite, by double's rules where it is not.
+
+    What .ftz flushes is what is too small before it is rounded.
+    """
     wide = [np.float64(v) for v in values]
     with np.errstate(all="ignore"):
         rough = {
@@ -464,6 +469,8 @@ def float_result(op: str, type_: str, mode: str, values: tuple[float, ...]) -> f
             terms = [wide[0] * wide[1] if op == "fma" else wide[0], last]
         signs = {math.copysign(1, t) for t in terms}
         return -0.0 if signs == {-1.0} or (mode == "rm" and len(signs) == 2) else 0.0
+    if ftz and abs(exact) < Fraction(2) ** FORMATS[type_][2]:
+        return math.copysign(0.0, exact)
     return rounded(exact, type_, mode)
 
 
@@ -490,13 +497,11 @@ def check_floats(
     rows = [tuple(float(v) for v in row) for row in zip(*sources, strict=True)]
     if "ftz" in parts:
         rows = [tuple(flushed(v, type_) for v in row) for row in rows]
-    wanted = [float_result(op, type_, mode, row) for row in rows]
+    wanted = [float_result(op, type_, mode, row, "ftz" in parts) for row in rows]
     if "sat" in parts:
         wanted = [0.0 if not v > 0 else min(v, 1.0) for v in wanted]
     if "relu" in parts:
         wanted = [0.0 if v <= 0 else v for v in wanted]
-    if "ftz" in parts:
-        wanted = [flushed(v, type_) for v in wanted]
     same(ops(name, kind, *sources, mask=mask), encoded(wanted, type_), mask)
 
 
@@ -514,6 +519,27 @@ def test_single_and_double(ops: Ops, op: str, tail: str, mode: str) -> None:
         return
     for mask in (ALL, SOME, ALL):
         check_floats(ops, name, op, tail.rpartition(".")[2], mode or "rn", mask)
+
+
+@pytest.mark.parametrize("type_", ["f32", "f16"])
+@pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
+def test_what_is_flushed_is_too_small_before_it_is_rounded(ops: Ops, type_: str, mode: str) -> None:
+    """As an H200 does it: products and quotients that would round up to the smallest number."""
+    kind, precision, exponent, *_ = FORMATS[type_]
+    least, below = kind(2.0**exponent), kind(1 - 2.0**-precision)
+    a = np.array([least, -least] * 16, dtype=kind)
+    zeros = np.array([0.0, -0.0] * 16, dtype=kind)
+    if type_ == "f32" or mode == "rn":
+        name = f"mul.{mode}.ftz.{type_}"
+        same(ops(name, kind, a, np.full(LANES, below)), zeros)
+        same(ops(name, kind, a, np.full(LANES, kind(1))), a)
+    if type_ == "f32":
+        above = np.full(LANES, 1 + 2.0**-23, dtype=kind)
+        same(ops(f"div.{mode}.ftz.f32", kind, a, above), zeros)
+        less = np.full(LANES, -(2.0**-24), dtype=kind)
+        same(ops(f"fma.{mode}.ftz.f32", kind, a, less, a), zeros)
+        if mode == "rn":  # so little Hopper does not see
+            same(ops("fma.rn.ftz.f32", kind, a, np.full(LANES, kind(-(2.0**-90))), a), a)
 
 
 SMALL = [
@@ -823,7 +849,11 @@ def reduced(values: np.ndarray, name: str, to: str, mode: str) -> np.ndarray:
             result = rounded(Fraction(value), to, mode, ".satfinite" in name)
             value = math.copysign(result, value)
         wanted.append(value)
-    return encoded(wanted, to)
+    out = encoded(wanted, to)
+    if mode == "rna":  # as Hopper has it: NaN's bits are cut off, and with .satfinite one less
+        cut = (values.view(np.uint32) & 0xFFFFE000) - (0x2000 if ".satfinite" in name else 0)
+        out.view(np.uint32)[np.isnan(values)] = cut[np.isnan(values)]
+    return out
 
 
 @pytest.mark.parametrize(("name", "to", "mode", "two"), REDUCED, ids=[r[0] for r in REDUCED])

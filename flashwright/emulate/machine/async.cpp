@@ -83,18 +83,6 @@ struct Cut {
   }
 };
 
-void landed(Machine& machine, Context c, int lane, uint32_t address, uint32_t number, int64_t bytes) {
-  Mbarrier& barrier = c.block->mbarriers[address];
-  barrier.outstanding.erase(number);
-  barrier.bytes -= bytes;
-  barrier.completed += bytes;
-  if (barrier.pending == 0 && barrier.bytes < 0) {
-    machine.find(c, kTransaction, lane, address, -1, barrier.expected, barrier.completed);
-    barrier.bytes = 0;
-  }
-  settle(*c.block, barrier);
-}
-
 // Operands: destination, mbarrier, then those of Cut::all.
 void load_bulk(Context& c, const int32_t* o, uint32_t mask) {
   FullWarp& warp = full(c);
@@ -108,13 +96,14 @@ void load_bulk(Context& c, const int32_t* o, uint32_t mask) {
     Cut cut{c, {&warp.clock, barrier->agent, number, warp.number, lane, true}, true, {}, 0};
     cut.all(o + 6, shared);
     barrier->outstanding.insert(number);
-    Machine& machine = *c.machine;
-    machine.load(*c.block, [&machine, c, lane, address, number, bytes = cut.bytes, pieces = std::move(cut.pieces)] {
+    c.machine->load(*c.block, [c, lane, address, number, bytes = cut.bytes, pieces = std::move(cut.pieces)]() mutable {
       for (const Piece& piece : pieces) {
         const uint8_t* from = piece.global == nullptr ? piece.fill : piece.global;
         std::memcpy(c.block->shared.data() + piece.shared, from, piece.bytes);
       }
-      landed(machine, c, lane, address, number, bytes);
+      Mbarrier& landed = c.block->mbarriers[address];
+      landed.outstanding.erase(number);
+      completed(c, lane, address, landed, bytes);
     });
   }
 }
@@ -126,7 +115,7 @@ void store_bulk(Context& c, const int32_t* o, uint32_t mask) {
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
     int lane = __builtin_ctz(rest);
     auto shared = static_cast<uint32_t>(address_of(c, o, lane) % kWindow);
-    Cut cut{c, {&warp.clock, warp.stores.agent, warp.stores.open, warp.number, lane, true}, false, {}, 0};
+    Cut cut{c, {&warp.clock, warp.stores.agent, warp.stores.time, warp.number, lane, true}, false, {}, 0};
     cut.all(o + 3, shared);
     c.machine->begin(warp.stores, [&block, pieces = std::move(cut.pieces)] {
       for (const Piece& piece : pieces) std::memcpy(piece.global, block.shared.data() + piece.shared, piece.bytes);
@@ -136,6 +125,30 @@ void store_bulk(Context& c, const int32_t* o, uint32_t mask) {
 
 void store_commit(Context& c, const int32_t*, uint32_t) { close(full(c).stores); }
 void store_wait(Context& c, const int32_t* o, uint32_t) { finish(*c.block, full(c), full(c).stores, o[0]); }
+
+// --- cp.async and mbarriers -----------------------------------------------------------------------
+
+// Arrives when the copies that were started before are there. What else the warp did, those who wait do not know.
+// Operands: address, whether the barrier counts it among its arrivals (.noinc).
+void arrive_copied(Context& c, const int32_t* o, uint32_t mask) {
+  FullWarp& warp = full(c);
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    int lane = __builtin_ctz(rest);
+    auto address = static_cast<uint32_t>(address_of(c, o, lane) % kWindow);
+    Mbarrier* barrier = mbarrier(c, lane, address);
+    if (barrier == nullptr) continue;
+    if (!o[3]) ++barrier->pending;
+    c.machine->load(*c.block, [c, lane, address, time = warp.copies.time]() mutable {
+      Queue& copies = full(c).copies;
+      for (Group& group : copies.closed) group.perform();
+      copies.current.perform();
+      Mbarrier& barrier = c.block->mbarriers[address];
+      barrier.arriving.learn(copies.agent, time);
+      arrived(c, lane, address, barrier, 1);
+    });
+  }
+  ++warp.copies.time;  // what it copies from here on is not waited for
+}
 
 // --- wgmma ----------------------------------------------------------------------------------------
 
@@ -156,7 +169,7 @@ struct Product {
 
 void read_chunks(Context& c, const std::vector<uint32_t>& chunks) {
   FullWarp& warp = full(c);
-  Accessor who{&warp.clock, warp.products.agent, warp.products.open, warp.number, -1, true};
+  Accessor who{&warp.clock, warp.products.agent, warp.products.time, warp.number, -1, true};
   for (uint32_t address : chunks) c.machine->shared_async(c, who, address, 16, false);
   c.machine->counts[c.instruction].bytes += 16 * static_cast<int64_t>(chunks.size());
 }
@@ -245,6 +258,7 @@ void add_async(Table& table) {
   table["cp.async.bulk.store"] = store_bulk;
   table["cp.async.bulk.commit_group"] = store_commit;
   table["cp.async.bulk.wait_group"] = store_wait;
+  table["cp.async.mbarrier.arrive"] = arrive_copied;
   table["wgmma"] = product;
   table["wgmma.fence"] = product_fence;
   table["wgmma.commit_group"] = product_commit;

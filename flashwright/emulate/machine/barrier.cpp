@@ -16,6 +16,8 @@ Mbarrier* mbarrier(Context& context, int lane, uint64_t address) {
   return &found->second;
 }
 
+namespace {
+
 void settle(Block& block, Mbarrier& barrier) {
   ++block.events;
   if (barrier.pending != 0 || barrier.bytes != 0) return;
@@ -29,6 +31,27 @@ void settle(Block& block, Mbarrier& barrier) {
     if (warp.state == State::kMbarrier) warp.state = State::kReady;  // it asks again
     for (Fragment& fragment : warp.fragments) fragment.parked = false;
   }
+}
+
+}  // namespace
+
+void arrived(Context& c, int lane, uint64_t address, Mbarrier& barrier, int64_t count) {
+  barrier.pending -= count;
+  if (barrier.pending < 0) {
+    c.machine->find(c, kBarrier, lane, address, -1, barrier.count);
+    barrier.pending = 0;
+  }
+  settle(*c.block, barrier);
+}
+
+void completed(Context& c, int lane, uint64_t address, Mbarrier& barrier, int64_t bytes) {
+  barrier.bytes -= bytes;
+  barrier.completed += bytes;
+  if (barrier.pending == 0 && barrier.bytes < 0) {
+    c.machine->find(c, kTransaction, lane, address, -1, barrier.expected, barrier.completed);
+    barrier.bytes = 0;
+  }
+  settle(*c.block, barrier);
 }
 
 namespace {
@@ -67,17 +90,21 @@ void arrive(Context& c, const int32_t* o, uint32_t mask) {
       barrier->bytes += lanes<uint32_t>(c, o[5])[lane];
       barrier->expected += lanes<uint32_t>(c, o[5])[lane];
     }
-    if (o[6]) {
-      barrier->pending -= o[4] >= 0 ? lanes<uint32_t>(c, o[4])[lane] : 1;
-      barrier->arriving.join(warp.clock);
-    }
-    if (barrier->pending < 0) {
-      c.machine->find(c, kBarrier, lane, address, -1, barrier->count);
-      barrier->pending = 0;
-    }
-    settle(*c.block, *barrier);
+    if (o[6]) barrier->arriving.join(warp.clock);
+    int64_t count = o[4] >= 0 ? lanes<uint32_t>(c, o[4])[lane] : 1;
+    arrived(c, lane, address, *barrier, o[6] ? count : 0);
   }
   ++warp.clock.known[warp.number];  // what it does from here on, those who wait do not know
+}
+
+// Bytes that a thread says have come. Operands: address, slot of the bytes.
+void complete(Context& c, const int32_t* o, uint32_t mask) {
+  for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+    int lane = __builtin_ctz(rest);
+    uint64_t address = address_of(c, o, lane) % kWindow;
+    Mbarrier* barrier = mbarrier(c, lane, address);
+    if (barrier != nullptr) completed(c, lane, address, *barrier, lanes<uint32_t>(c, o[3])[lane]);
+  }
 }
 
 // Everything that this warp knows of is now seen by TMA and wgmma too.
@@ -105,6 +132,7 @@ void add_barrier(Table& table) {
   table["mbarrier.init"] = init;
   table["mbarrier.inval"] = invalidate;
   table["mbarrier.arrive"] = arrive;
+  table["mbarrier.complete_tx"] = complete;
   table["fence.proxy.async"] = fence_proxy;
   table["trap"] = trap;
   table["mapa.shared::cluster.u32"] = map_address<uint32_t>;

@@ -52,6 +52,7 @@ inline uint64_t write_float(double x, const Cvt& cvt) {
     case kF64: return bits_as<uint64_t>(x);
     default: break;
   }
+  if (cvt.ftz && tiny<float>(x)) x = std::copysign(0.0, x);
   const float value = narrow<float>(x, cvt.round);
   return bits_as<uint32_t>(cvt.ftz ? flush(value) : value);
 }
@@ -69,7 +70,7 @@ inline uint64_t to_integer(double x, const Cvt& cvt) {  // always saturates
   const bool sign = is_signed(cvt.to);
   const int bits = kBits[cvt.to];
   const uint64_t top = 1ull << (bits - 1), low = sign ? 0 - top : 0, high = low + top - 1 + top;
-  if (x != x) return bits == 64 || cvt.from == kF64 ? 0 - top : 0;  // NaN
+  if (x != x) return bits == 64 || cvt.from == kF64 ? (sign ? 0 - top : top) : 0;  // NaN
   x = whole(x, cvt.round);
   if (x >= std::ldexp(1.0, sign ? bits - 1 : bits)) return high;
   if (x <= (sign ? -std::ldexp(1.0, bits - 1) : 0.0)) return low;
@@ -194,8 +195,19 @@ constexpr const char* kTargetNames[] = {".f16",    ".bf16",   ".tf32",  ".f16x2"
 constexpr int kTargetBytes[] = {2, 2, 4, 4, 4, 2, 2};
 constexpr int kA = 4, kSatfinite = 8, kRelu = 16;  // a variant: kN, kZ or kA, and modifiers
 
+// cvt.rna.tf32, as Hopper does it: bits are added and cut off, those of NaN only cut off. With
+// .satfinite what has an infinity's exponent is one less: NaN too, which may make a number of it.
+uint32_t round_away(float a, bool satfinite) {
+  constexpr uint32_t kLast = 1u << 13;
+  uint32_t word = bits_as<uint32_t>(a);
+  if (std::isfinite(a)) word += kLast / 2;
+  word &= 0 - kLast;
+  const bool top = (word & F32::kInfinity) == F32::kInfinity;
+  return satfinite && top ? word - kLast : word;
+}
+
 uint32_t reduce(float a, Target target, int variant) {
-  const Round round = variant & kA ? Round::kAway : Round(variant & 3);
+  const Round round = Round(variant & 3);
   const bool satfinite = variant & kSatfinite;
   const double x = variant & kRelu && a <= 0 ? 0.0f : a;
   switch (target) {
@@ -205,8 +217,10 @@ uint32_t reduce(float a, Target target, int variant) {
     case kBrains: return encode<BF16>(x, round, satfinite).bits;
     case kE4M3s: return encode<E4M3>(x, round, satfinite).bits;
     case kE5M2s: return encode<E5M2>(x, round, satfinite).bits;
-    default: return x == x ? encode<T32>(x, round, satfinite).bits << 13 : F32::kNan;
+    default: break;
   }
+  if (variant & kA) return round_away(a, satfinite);
+  return encode<T32>(x, round, satfinite).bits << 13;
 }
 
 // cvt d, a; or d, a, b with a in the upper half of d; or both from the halves of an f16x2.

@@ -18,12 +18,21 @@ using std::string;
 
 // Functions of one lane that the host rounds by itself.
 template <class F, bool kFtz = false, bool kSat = false> struct Float {
-  static F add(F a, F b) { return out(in(a) + in(b)); }
+  static F add(F a, F b) { return out(in(a) + in(b)); }  // which is exact where it is small
   static F sub(F a, F b) { return out(in(a) - in(b)); }
-  static F mul(F a, F b) { return out(in(a) * in(b)); }
-  static F fma(F a, F b, F c) { return out(std::fma(in(a), in(b), in(c))); }
-  static F div(F a, F b) { return out(in(a) / in(b)); }
-  static F rcp(F a) { return out(1 / in(a)); }
+  static F mul(F a, F b) {
+    a = in(a), b = in(b);
+    return out(a * b, [=] { return double(a) * double(b); });
+  }
+  static F fma(F a, F b, F c) {
+    a = in(a), b = in(b), c = in(c);
+    return out(std::fma(a, b, c), [=] { return sum_odd(double(a) * double(b), double(c)); });
+  }
+  static F div(F a, F b) {
+    a = in(a), b = in(b);
+    return out(a / b, [=] { return quotient_odd(a, b); });
+  }
+  static F rcp(F a) { return div(1, a); }
   static F sqrt(F a) { return out(std::sqrt(in(a))); }
   static F neg(F a) { return out(-in(a)); }
   static F abs(F a) { return out(std::fabs(in(a))); }
@@ -46,6 +55,11 @@ template <class F, bool kFtz = false, bool kSat = false> struct Float {
   static F out(F x) {
     if constexpr (kSat) x = x > 0 ? (x < 1 ? x : F(1)) : F(0);  // 0 for NaN
     return in(canonical(x));
+  }
+  // Whether the smallest normal number was rounded up to, only the value itself can tell.
+  template <class Value> static F out(F x, Value value) {
+    const bool perhaps = kFtz && std::fabs(x) == std::numeric_limits<F>::min();
+    return out(perhaps && tiny<F>(value()) ? std::copysign(F(0), x) : x);
   }
 };
 
@@ -172,6 +186,7 @@ template <class F> F compute_in(F a, F b, F c, const Soft& soft) {
   double x = compute(wide(a), wide(b), wide(c), soft);
   if (soft.has(kSat)) x = x > 0 ? (x < 1 ? x : 1.0) : 0.0;  // 0 for NaN
   if (soft.has(kRelu) && x <= 0) x = 0.0;
+  if (soft.has(kFtz) && tiny<F>(x)) x = std::copysign(0.0, x);
   const F result = narrow<F>(x, soft.round);
   return soft.has(kFtz) ? flush(result) : result;
 }

@@ -289,7 +289,7 @@ void copy_async(Context& c, const int32_t* o, uint32_t mask) {
       uint8_t* data = c.machine->global(c, lane, from, piece.bytes, false);
       if (data != nullptr) std::memcpy(piece.fill, data, taken);
     }
-    Accessor who{&warp.clock, warp.copies.agent, warp.copies.open, warp.number, lane, false};
+    Accessor who{&warp.clock, warp.copies.agent, warp.copies.time, warp.number, lane, false};
     if (piece.shared % piece.bytes != 0) {
       c.machine->find(c, kMisaligned, lane, piece.shared);
     } else if (c.machine->shared_async(c, who, piece.shared, piece.bytes, true)) {
@@ -338,6 +338,7 @@ void Machine::begin(Queue& queue, std::function<void()> work) {
 }
 
 void close(Queue& queue) {
+  queue.current.time = queue.time++;
   queue.closed.push_back(std::move(queue.current));
   queue.current = {};
   ++queue.open;
@@ -348,9 +349,8 @@ void finish(Block& block, FullWarp& warp, Queue& queue, size_t kept) {
     Group& group = queue.closed.front();
     group.perform();
     for (auto [slot, by] : group.busy) warp.busy[slot / 8] = 0;
+    warp.clock.learn(queue.agent, group.time);  // of what is finished it knows from now on
     queue.closed.pop_front();
-    // Of what is finished the warp knows from now on.
-    warp.clock.learn(queue.agent, queue.open - 1 - static_cast<uint32_t>(queue.closed.size()));
   }
   // A register may be in a later group too.
   for (const Group& group : queue.closed) {

@@ -97,12 +97,14 @@ struct Group {  // of asynchronous work that is waited for together
   }
 
   std::vector<std::pair<int32_t, int32_t>> busy;  // registers that are its own until then, and whose
+  uint32_t time = 0;                              // of its last part
 };
 
 // Groups in order: one queue each for a warp's copies, matrix products and stores.
 struct Queue {
   int agent = 0;
-  uint32_t open = 1;  // the number, and the time, of the group that is being filled
+  uint32_t open = 1;  // the number of the group that is being filled
+  uint32_t time = 1;  // of what is added to it: more than the number where an mbarrier tracks a part of a group
   std::deque<Group> closed;
   Group current;
 };
@@ -236,9 +238,10 @@ constexpr uint64_t kSharedWindow = uint64_t{0x7f} << 40, kLocalWindow = uint64_t
 void run_block(Machine& machine, Block& block);
 void finish(Block& block, FullWarp& warp, Queue& queue, size_t kept);  // all groups but the last ones
 void close(Queue& queue);
-// An arrival, or bytes that have come, may complete a phase.
-void settle(Block& block, Mbarrier& barrier);
 Mbarrier* mbarrier(Context& context, int lane, uint64_t address);
+// Arrivals, or bytes that have come, may complete a phase.
+void arrived(Context& context, int lane, uint64_t address, Mbarrier& barrier, int64_t count);
+void completed(Context& context, int lane, uint64_t address, Mbarrier& barrier, int64_t bytes);
 
 void add_barrier(Table& table);
 void add_async(Table& table);

@@ -7,7 +7,7 @@
 // |products|), and that one rounding, of the true value. Tensor cores align products to the
 // largest, cut them off (f16, bf16, tf32: some 24 bits and a few more; e4m3, e5m2 on Hopper: 13
 // bits, also of the f32 that they add to) and round toward zero: they lie further from the true
-// value than this does, and differ from it by their own error.
+// value than this does, and differ from it by their own error. Integers are exact.
 
 #include "wgmma.h"
 
@@ -30,8 +30,9 @@ constexpr int kMostK = 32, kMostN = 256;
 // --- names --------------------------------------------------------------------------------------
 
 bool type_of(const string& name, int& type) {
-  constexpr const char* kNames[] = {"f32", "f16", "bf16", "e4m3", "e5m2", "tf32"};
-  for (int i = 0; i < 6; ++i) {
+  constexpr const char* kNames[] = {"f32",  "f16", "bf16", "e4m3", "e5m2",
+                                    "tf32", "s8",  "u8",   "s32"};
+  for (int i = 0; i < 9; ++i) {
     if (name == kNames[i]) {
       type = i;
       return true;
@@ -41,9 +42,16 @@ bool type_of(const string& name, int& type) {
 }
 
 bool is_eight(int type) { return type == Type::kE4M3 || type == Type::kE5M2; }
+bool is_whole(int type) { return type == Type::kS8 || type == Type::kU8; }
 
-// What PTX combines: bf16 and tf32 go into f32 only, and only the formats of 8 bits mix.
+// What PTX combines: bf16 and tf32 go into f32 only, integers into s32, and only what has 8 bits
+// mixes. Integers have fewer widths.
 bool allowed(const WgmmaShape& shape) {
+  if (shape.d == Type::kS32) {
+    const bool width = shape.n <= 32 || shape.n % 16 == 0;
+    return is_whole(shape.a) && is_whole(shape.b) && width;
+  }
+  if (shape.satfinite || is_whole(shape.a)) return false;
   if (shape.d != Type::kF32 && shape.d != Type::kF16) return false;
   if (is_eight(shape.a) && is_eight(shape.b)) return true;
   if (shape.a != shape.b || shape.a == Type::kF32) return false;
@@ -51,7 +59,8 @@ bool allowed(const WgmmaShape& shape) {
 }
 
 int bytes_of(int type) {
-  return is_eight(type) ? 1 : type == Type::kTF32 || type == Type::kF32 ? 4 : 2;
+  if (is_eight(type) || is_whole(type)) return 1;
+  return type == Type::kF16 || type == Type::kBF16 ? 2 : 4;
 }
 
 std::vector<string> parts_of(const string& name) {
@@ -138,6 +147,10 @@ void decode(int type, const uint8_t* bytes, int size, double* out) {
         out[i] = bits_as<float>(word & 0xffffe000u);
       }
       return;
+    case Type::kS8:
+      for (int i = 0; i < size; ++i) out[i] = static_cast<int8_t>(bytes[i]);
+      return;
+    case Type::kU8: std::copy_n(bytes, size, out); return;
     default: {
       const float* table = type == Type::kE4M3 ? kDecoded.e4m3 : kDecoded.e5m2;
       for (int i = 0; i < size; ++i) out[i] = table[bytes[i]];
@@ -184,16 +197,28 @@ void b_from_chunks(int type, const uint8_t* bytes, bool mn_major, double (*b)[kB
   }
 }
 
-// 16 x 8 of D: two columns a lane, the lanes one behind the other as the rows are. In f32 registers
-// 2 h and 2 h + 1 hold the even and the odd columns of half h, 8 rows; in f16 they are the halves
-// of register h.
+double d_as_double(int type, uint32_t word) {
+  if (type == Type::kF32) return bits_as<float>(word);
+  return static_cast<int32_t>(word);
+}
+
+uint32_t d_from_double(const WgmmaShape& shape, double x) {
+  if (shape.d == Type::kF32) return bits_as<uint32_t>(narrow<float>(x));
+  if (shape.satfinite) x = std::clamp(x, double(INT32_MIN), double(INT32_MAX));
+  return static_cast<uint32_t>(static_cast<int64_t>(x));  // wraps, where it still has to
+}
+
+// 16 x 8 of D: two columns a lane, the lanes one behind the other as the rows are. In f32 and s32
+// registers 2 h and 2 h + 1 hold the even and the odd columns of half h, 8 rows; in f16 they are
+// the halves of register h.
 void load_d(int type, const uint32_t* const* d, double (*c)[kBlock]) {
   for (int half = 0; half < 2; ++half) {
     double* out = c[8 * half];
-    if (type == Type::kF32) {
+    if (type != Type::kF16) {
       const uint32_t *even = d[2 * half], *odd = d[2 * half + 1];
       for (int lane = 0; lane < kLanes; ++lane) {
-        out[2 * lane] = bits_as<float>(even[lane]), out[2 * lane + 1] = bits_as<float>(odd[lane]);
+        out[2 * lane] = d_as_double(type, even[lane]);
+        out[2 * lane + 1] = d_as_double(type, odd[lane]);
       }
     } else {
       widen<F16>(reinterpret_cast<const uint8_t*>(d[half]), 2 * kLanes, out);
@@ -201,14 +226,14 @@ void load_d(int type, const uint32_t* const* d, double (*c)[kBlock]) {
   }
 }
 
-void store_d(int type, const double (*c)[kBlock], uint32_t* const* d) {
+void store_d(const WgmmaShape& shape, const double (*c)[kBlock], uint32_t* const* d) {
   for (int half = 0; half < 2; ++half) {
     const double* from = c[8 * half];
-    if (type == Type::kF32) {
+    if (shape.d != Type::kF16) {
       uint32_t *even = d[2 * half], *odd = d[2 * half + 1];
       for (int lane = 0; lane < kLanes; ++lane) {
-        even[lane] = bits_as<uint32_t>(narrow<float>(from[2 * lane]));
-        odd[lane] = bits_as<uint32_t>(narrow<float>(from[2 * lane + 1]));
+        even[lane] = d_from_double(shape, from[2 * lane]);
+        odd[lane] = d_from_double(shape, from[2 * lane + 1]);
       }
     } else {
       for (int lane = 0; lane < kLanes; ++lane) {
@@ -265,14 +290,16 @@ void multiply(const WgmmaShape& shape, const uint32_t* const* a_registers, const
     else std::memset(c, 0, sizeof c);
     multiply_block<kK>(a, reinterpret_cast<Vector(*)[kVectors]>(b),
                        reinterpret_cast<Vector(*)[kVectors]>(c));
-    store_d(shape.d, c, d);
+    store_d(shape, c, d);
   }
 }
 
 }  // namespace
 
 bool wgmma_shape(const string& name, WgmmaShape& shape) {
-  const std::vector<string> part = parts_of(name);
+  std::vector<string> part = parts_of(name);
+  shape.satfinite = part.size() == 7 && part[3] == "satfinite";
+  if (shape.satfinite) part.erase(part.begin() + 3);
   if (part.size() != 6 || part[0] != "wgmma" || part[1] != "mma_async") return false;
   if (std::sscanf(part[2].c_str(), "m64n%3dk%2d", &shape.n, &shape.k) != 2) return false;
   if (part[2] != "m64n" + std::to_string(shape.n) + "k" + std::to_string(shape.k)) return false;

@@ -12,18 +12,19 @@
 namespace fw {
 
 struct WgmmaShape {
-  enum Type : int { kF32, kF16, kBF16, kE4M3, kE5M2, kTF32 };
+  enum Type : int { kF32, kF16, kBF16, kE4M3, kE5M2, kTF32, kS8, kU8, kS32 };
 
   int n = 0, k = 0;                  // m is 64: 16 rows for each warp
-  int element_bytes = 2;             // of A and B: 2 (f16, bf16), 1 (e4m3, e5m2), 4 (tf32)
+  int element_bytes = 2;             // of A and B: 2 (f16, bf16), 1 (e4m3, e5m2, s8, u8), 4 (tf32)
   int d = kF32, a = kF16, b = kF16;  // of Type
+  bool satfinite = false;            // s32 stays at its limits
 
   int accumulators() const { return d == kF16 ? n / 4 : n / 2; }  // registers of D, of 32 bits
 };
 
 // From PTX's name, with or without .sync and .aligned, as
-// wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16; false where it is none of these. Integers
-// and .sp are not.
+// wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16; false where it is none of these. Single
+// bits and .sp are not.
 bool wgmma_shape(const std::string& name, WgmmaShape& shape);
 
 // The shared-memory byte addresses of the 16-byte chunks of an operand: `extent` (64 of A, n of B)
