@@ -45,7 +45,8 @@ class Finding:
     other: Instruction | None
     """What it collides with."""
     detail: tuple[int, int]
-    """Of a barrier: arrivals and bytes that it still waits for; of a transaction: bytes."""
+    """Of a barrier: arrivals and bytes that it still waits for; of a transaction: bytes; of a box
+    that begins where TMA lets none begin: the axis, and where along it."""
 
 
 @dataclass(frozen=True)

@@ -173,6 +173,10 @@ def _span(found: Place, origin: Origin) -> Span | None:
 
 
 _NOUNS = {"proxy": "the store", "register": "the wgmma", "fence": "the write"}
+_BOXES = {
+    "misaligned": "which is no multiple of 16 bytes",
+    "out_of_bounds": "before the tensor: a load may, a store may not",
+}
 _OTHER = {
     "race": "the access that it collides with",
     "proxy": "written here",
@@ -194,6 +198,8 @@ def _told(one: Finding, origin: Origin) -> str:
     first, second = one.detail
     if one.kind == "deadlock":
         return _waits(one)
+    if one.kind in _BOXES and second and "bulk.tensor" in one.instruction.opcode:
+        return _box(one, origin)
     if one.kind == "divergent":
         return f"executes {one.instruction.opcode} with only a part of its warp"
     if one.kind == "trap":
@@ -212,6 +218,15 @@ def _told(one: Finding, origin: Origin) -> str:
         "barrier": f"uses the barrier at {one.address:#x}, which is not initialised or has more "
         "arrivals than it counts",
     }[one.kind]
+
+
+def _box(one: Finding, origin: Origin) -> str:
+    """Of TMA: a box that begins where an H200 stops with an illegal instruction."""
+    axis, start = one.detail
+    extents = (e.name for e in origin.tensors if e.base <= one.address < e.base + e.size)
+    name = next((f"`{name}`" for name in extents), f"the tensor at {one.address:#x}")
+    along = "the innermost axis" if axis == 0 else f"axis {axis} (0 is the innermost)"
+    return f"copies a box of {name} that begins at {start} along {along}, {_BOXES[one.kind]}"
 
 
 def _waits(one: Finding) -> str:

@@ -30,9 +30,10 @@ def native(kind: str, f: Callable[..., Any], ftz: bool = False) -> Model:
         wide = np.float32 if kind == "f16" else to
         with np.errstate(all="ignore"):
             result = np.asarray(f(*(g.view(to).astype(wide) for g in given))).astype(to)
-            if ftz:  # before it is rounded
-                exact = np.abs(f(*(g.view(to).astype(np.float64) for g in given)))
-                result = np.where(exact < TINY, np.copysign(0, result), result).astype(to)
+            if ftz:  # what is too small even when it is rounded where there are smaller numbers
+                higher = f(*(g.view(to).astype(np.float64) for g in given)) * 2.0**30
+                tiny = np.abs(higher.astype(to)) < TINY * 2.0**30
+                result = np.where(tiny, np.copysign(0, result), result).astype(to)
         return result.view(shape)
 
     return model

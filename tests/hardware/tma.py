@@ -1,10 +1,8 @@
 """Snippets: TMA with tensor maps: boxes inside, partly and wholly outside, under every swizzle.
 
-On an H200 all loads ended with an illegal instruction that had, among others, a box before the
-start, one that is wholly outside and one at an odd number, and so did stores at (-8, -2) and
-(100, 0) into a tensor of 72 columns; stores inside and over the end did not. Which of the three it
-is was not found out: what certainly works is in snippets of its own, and each doubtful place in
-another one.
+An H200 ends two of them with an illegal instruction: a box that begins at no multiple of 16 bytes
+along a row, and a store that begins before the tensor. The emulator finds both. Each such place has
+a snippet of its own, since nothing comes of what else is in it.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from tests.hardware.operands import draw
 from tests.hardware.snippet import WARP, Model, Operands, Snippet, Tensor
 
 COLUMNS, ROWS, PITCH = 72, 10, 160  # of the tensor: elements of two bytes, rows, bytes of a row
-DOUBTFUL = {
+ELSEWHERE = {
     "at an odd place": (5, 5),
     "before the start": (-8, -3),
     "before the start at an odd place": (-3, 1),
@@ -69,7 +67,7 @@ def loads() -> Iterator[Snippet]:
     yield _load(cube, "cp.async.bulk.tensor.3d load")
     for swizzle, width in (("none", 16), ("128B", 64)):
         tensor = Tensor((COLUMNS, ROWS), (PITCH,), (width, 8), swizzle)
-        for where, place in DOUBTFUL.items():
+        for where, place in ELSEWHERE.items():
             name = f"cp.async.bulk.tensor.2d load {swizzle} {width} {where}"
             yield _load(tensor, name, places=[place])
 

@@ -13,6 +13,7 @@ from flashwright.emulate.emulate import Result, launch
 from flashwright.emulate.encode import encode
 from flashwright.emulate.machine import Region
 from flashwright.emulate.parse import parse
+from flashwright.emulate.tensor_map import encode_tensor_map
 from flashwright.lang.diagnostic import Failed
 
 HEAD = ".version 8.4\n.target sm_90a\n.address_size 64\n"
@@ -342,6 +343,66 @@ def test_conversions_in_wider_registers() -> None:
     body = "cvt.u64.u16 %rd1, %r0;\ncvt.s16.s64 %rd2, -2;\ncvt.u32.u64 %r1, %rd2;\n"
     assert not run(body + store(), out).findings
     assert (out == 0xFFFFFFFE).all()
+
+
+# --- TMA --------------------------------------------------------------------------------------
+
+LOADED = """
+    .shared .align 8 .b64 bar;
+    .shared .align 128 .b8 tile[128];
+    mov.u32 %r2, bar;
+    mov.u32 %r3, tile;
+    setp.eq.u32 %p0, %r0, 0;
+    @%p0 mbarrier.init.shared::cta.b64 [%r2], 1;
+    bar.sync 0;
+    @%p0 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r2], 64;
+    @%p0 cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes
+         [%r3], [%rd0, {X, Y}], [%r2];
+WAIT:
+    mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r2], 0;
+    @!%p1 bra WAIT;
+"""
+STORED = """
+    .shared .align 128 .b8 tile[128];
+    mov.u32 %r3, tile;
+    mad.lo.u32 %r4, %r0, 4, %r3;
+    setp.eq.u32 %p0, %r0, 0;
+    st.shared.u32 [%r4], %r0;
+    fence.proxy.async;
+    bar.sync 0;
+    @%p0 cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd0, {X, Y}], [%r3];
+    cp.async.bulk.commit_group;
+    cp.async.bulk.wait_group 0;
+"""
+FORBIDDEN: list[tuple[str, int, tuple[int, int], dict[str, tuple[int, int]]]] = [
+    *((LOADED, 2, at, {}) for at in ((0, 0), (8, 1), (-8, -3), (-16, 0), (32, 0), (0, 4), (0, -9))),
+    *((LOADED, 2, (x, 1), {"misaligned": (0, x)}) for x in (5, -3, 4, 12, 1001)),
+    (LOADED, 4, (4, 0), {}),
+    (LOADED, 4, (2, 0), {"misaligned": (0, 2)}),
+    (LOADED, 1, (16, 0), {}),
+    (LOADED, 1, (8, 0), {"misaligned": (0, 8)}),
+    *((STORED, 2, at, {}) for at in ((0, 0), (8, 3), (32, 0), (0, 4), (1000, 1000))),
+    (STORED, 2, (5, 1), {"misaligned": (0, 5)}),
+    (STORED, 2, (-8, 0), {"out_of_bounds": (0, -8)}),
+    (STORED, 2, (0, -2), {"out_of_bounds": (1, -2)}),
+    (STORED, 2, (-3, 0), {"misaligned": (0, -3), "out_of_bounds": (0, -3)}),
+]
+
+
+@pytest.mark.parametrize(("body", "size", "at", "found"), FORBIDDEN)
+def test_where_a_box_may_begin(
+    body: str, size: int, at: tuple[int, int], found: dict[str, tuple[int, int]]
+) -> None:
+    """The map, and behind it its tensor: 4 rows of 64 bytes, and boxes of 2 rows of 32."""
+    out = np.zeros(128 + 4 * 64, np.uint8)
+    sizes, box = (64 // size, 4), (32 // size, 2)
+    map_ = encode_tensor_map(BASE + 128, sizes, [64], box, size)
+    out[:128] = np.frombuffer(map_, np.uint8)
+    for schedule in SCHEDULES:
+        text = body.replace("X, Y", f"{at[0]}, {at[1]}")
+        told = run(text, out, schedule=schedule).findings
+        assert {f.kind: f.detail for f in told} == found
+        assert all(f.address == BASE + 128 for f in told)
 
 
 # --- what cannot be ---------------------------------------------------------------------------

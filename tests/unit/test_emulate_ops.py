@@ -445,7 +445,7 @@ def float_result(
 ) -> float:
     """IEEE 754's answer: exactly where all is finite, by double's rules where it is not.
 
-    What .ftz flushes is what is too small before it is rounded.
+    What .ftz flushes is what is too small when rounded as if exponents went on below.
     """
     wide = [np.float64(v) for v in values]
     with np.errstate(all="ignore"):
@@ -469,7 +469,8 @@ def float_result(
             terms = [wide[0] * wide[1] if op == "fma" else wide[0], last]
         signs = {math.copysign(1, t) for t in terms}
         return -0.0 if signs == {-1.0} or (mode == "rm" and len(signs) == 2) else 0.0
-    if ftz and abs(exact) < Fraction(2) ** FORMATS[type_][2]:
+    higher = rounded(exact * 2**20, type_, mode)
+    if ftz and abs(higher) < 2.0 ** (FORMATS[type_][2] + 20):
         return math.copysign(0.0, exact)
     return rounded(exact, type_, mode)
 
@@ -523,8 +524,10 @@ def test_single_and_double(ops: Ops, op: str, tail: str, mode: str) -> None:
 
 @pytest.mark.parametrize("type_", ["f32", "f16"])
 @pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
-def test_what_is_flushed_is_too_small_before_it_is_rounded(ops: Ops, type_: str, mode: str) -> None:
-    """As an H200 does it: products and quotients that would round up to the smallest number."""
+def test_what_is_flushed_would_round_up_to_the_smallest_number(
+    ops: Ops, type_: str, mode: str
+) -> None:
+    """As an H200 does it: all that is left of it in as many bits as others have is too small."""
     kind, precision, exponent, *_ = FORMATS[type_]
     least, below = kind(2.0**exponent), kind(1 - 2.0**-precision)
     a = np.array([least, -least] * 16, dtype=kind)
@@ -538,8 +541,24 @@ def test_what_is_flushed_is_too_small_before_it_is_rounded(ops: Ops, type_: str,
         same(ops(f"div.{mode}.ftz.f32", kind, a, above), zeros)
         less = np.full(LANES, -(2.0**-24), dtype=kind)
         same(ops(f"fma.{mode}.ftz.f32", kind, a, less, a), zeros)
-        if mode == "rn":  # so little Hopper does not see
-            same(ops("fma.rn.ftz.f32", kind, a, np.full(LANES, kind(-(2.0**-90))), a), a)
+
+
+@pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
+def test_what_lacks_less_than_a_bit_is_not_flushed(ops: Ops, mode: str) -> None:
+    """Where it is rounded away from zero: as an H200 has it in fma and cvt."""
+    a = np.array([2.0**-126, -(2.0**-126)] * 16, np.float32)
+    up = {"rn": (1, 1), "rz": (0, 0), "rm": (0, 1), "rp": (1, 0)}[mode]
+    wanted = np.copysign(abs(a) * np.array(up * 16, np.float32), a)
+    for bits in (25, 26, 30, 52, 53, 54, 90):
+        less = np.full(LANES, -(2.0**-bits), np.float32)
+        same(ops(f"fma.{mode}.ftz.f32", np.float32, a, less, a), wanted)
+        name = f"cvt.{mode}.ftz.f32.f64"
+        if name in ops.names and bits <= 53:
+            wide = a.astype(np.float64) * (1 - 2.0**-bits)
+            same(ops(name, np.float32, wide), wanted)
+    more = np.full(LANES, (1 + 2.0**-23) * 2.0**-63, np.float32)
+    less = np.copysign(np.float32((1 - 2.0**-23) * 2.0**-63), a)
+    same(ops(f"mul.{mode}.ftz.f32", np.float32, more, less), wanted)
 
 
 SMALL = [

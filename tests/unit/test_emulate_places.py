@@ -158,6 +158,31 @@ def test_what_a_barrier_waits_for_is_told() -> None:
     assert "does not come to an end" in diagnostics([endless], ORIGIN)[0].message
 
 
+@pytest.mark.parametrize(
+    ("kind", "address", "detail", "words"),
+    [
+        (
+            *("misaligned", 0x100000, (0, 5)),
+            "copies a box of `K` that begins at 5 along the innermost axis, which is no multiple "
+            "of 16 bytes",
+        ),
+        (
+            *("out_of_bounds", 0x4000000, (2, -1)),
+            "copies a box of the tensor at 0x4000000 that begins at -1 along axis 2 (0 is the "
+            "innermost), before the tensor: a load may, a store may not",
+        ),
+    ],
+)
+def test_where_a_box_begins_is_told(
+    kind: str, address: int, detail: tuple[int, int], words: str
+) -> None:
+    store = at(opcode="cp.async.bulk.tensor.3d.global.shared::cta.bulk_group")
+    one = finding(kind, store, address=address, detail=detail)
+    assert diagnostics([one], ORIGIN)[0].message.endswith(words)
+    (plain,) = diagnostics([replace(one, detail=(0, 0))], ORIGIN)
+    assert "box" not in plain.message, "an address is"
+
+
 def test_the_size_of_a_copy_is_its_operand() -> None:
     where = Address(Register("%r1"))
     copy = Instruction("cp.async.cg.shared.global", (where, where, Immediate(16)), None, 3)

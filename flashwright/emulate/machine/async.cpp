@@ -52,12 +52,26 @@ struct Cut {
     if (c.machine->shared_async(c, who, shared, size, load)) pieces.push_back(piece);
   }
 
+  // Boxes that an H200 ends the kernel for, with an illegal instruction: those that do not begin at a
+  // multiple of 16 bytes, and stores that begin before the tensor, as a load may. The box is moved
+  // all the same: whoever waits for it would only be the next finding.
+  void check_start(const TensorMap& map, const int32_t* at, int many) {
+    auto tell = [&](FindingKind kind, int axis) {
+      c.machine->find(c, kind, who.lane, map.base, -1, axis, at[axis]);
+    };
+    if (int64_t{at[0]} * map.element_bytes % 16 != 0) tell(kMisaligned, 0);
+    for (int n = 0; !load && n < many; ++n) {
+      if (at[n] < 0) tell(kOutOfBounds, n);
+    }
+  }
+
   // Operands: how many coordinates, and their slots.
   void box(const TensorMap& map, const int32_t* o, uint32_t shared) {
     int32_t at[5] = {};
     for (int n = 0; n < o[0]; ++n) at[n] = lanes<int32_t>(c, o[1 + n])[who.lane];
     uint32_t align = map.swizzle == 0 ? 16 : 128;
     if (shared % align != 0) c.machine->find(c, kMisaligned, who.lane, shared);
+    check_start(map, at, o[0]);
     for_pieces(map, at, shared, [&](uint32_t place, uint64_t global, int size, bool inside) {
       add(place, global, size, &map, inside);
     });

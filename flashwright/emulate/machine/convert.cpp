@@ -52,7 +52,7 @@ inline uint64_t write_float(double x, const Cvt& cvt) {
     case kF64: return bits_as<uint64_t>(x);
     default: break;
   }
-  if (cvt.ftz && tiny<float>(x)) x = std::copysign(0.0, x);
+  if (cvt.ftz && tiny<float>(x, cvt.round)) x = std::copysign(0.0, x);
   const float value = narrow<float>(x, cvt.round);
   return bits_as<uint32_t>(cvt.ftz ? flush(value) : value);
 }

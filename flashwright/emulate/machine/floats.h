@@ -59,7 +59,7 @@ template <class F, bool kFtz = false, bool kSat = false> struct Float {
   // Whether the smallest normal number was rounded up to, only the value itself can tell.
   template <class Value> static F out(F x, Value value) {
     const bool perhaps = kFtz && std::fabs(x) == std::numeric_limits<F>::min();
-    return out(perhaps && tiny<F>(value()) ? std::copysign(F(0), x) : x);
+    return out(perhaps && tiny<F>(value(), Round::kNearest) ? std::copysign(F(0), x) : x);
   }
 };
 
@@ -186,7 +186,7 @@ template <class F> F compute_in(F a, F b, F c, const Soft& soft) {
   double x = compute(wide(a), wide(b), wide(c), soft);
   if (soft.has(kSat)) x = x > 0 ? (x < 1 ? x : 1.0) : 0.0;  // 0 for NaN
   if (soft.has(kRelu) && x <= 0) x = 0.0;
-  if (soft.has(kFtz) && tiny<F>(x)) x = std::copysign(0.0, x);
+  if (soft.has(kFtz) && tiny<F>(x, soft.round)) x = std::copysign(0.0, x);
   const F result = narrow<F>(x, soft.round);
   return soft.has(kFtz) ? flush(result) : result;
 }
