@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.lower.launch_plan import OPERATORS, LaunchPlan, PlanTensor, Postfix
+from flashwright.lower.launch_plan import OPERATORS, LaunchPlan, PlanMap, PlanTensor, Postfix
 
 LAYOUTS = ("bhsd", "bshd")
 """The order of a caller's axes: batch, heads, sequence, dim; or batch, sequence, heads, dim."""
@@ -23,6 +23,18 @@ DTYPES = {  # DLPack's code and the bits
     "e4m3": (10, 8),
     "e5m2": (12, 8),
 }
+SWIZZLES = (0, 32, 64, 128)
+"""The bytes that a tensor map can swizzle over; the place here is CUtensorMapSwizzle's number."""
+
+_MAP_TYPES = {  # CUtensorMapDataType; it has no 8-bit floats, and zeros are zeros
+    "fp16": 6,
+    "bf16": 9,
+    "fp32": 7,
+    "int32": 3,
+    "e4m3": 0,
+    "e5m2": 0,
+}
+_MOST_MAP_AXES, _MOST_BOX, _TMA_BYTES = 5, 256, 16
 _NUMBER, _DIM = 0, 1  # an operator's number is its place in OPERATORS, after these two
 _DEPTH, _MOST_AXES, _MOST_DIMS, _MOST_THREADS = 16, 8, 32, 1024
 _CALLER_ORDER = "BHGLD"  # a head's place within its group is part of the caller's head axis
@@ -77,7 +89,7 @@ class _Writer:
     def plan(self, plan: LaunchPlan) -> None:
         self.words += [plan.entry, plan.arch]
         heads = [self.dims.index(d) if d in self.dims else -1 for d in ("heads", "kv_heads")]
-        self.numbers += [plan.threads, plan.shared, *heads, len(self.dims)]
+        self.numbers += [plan.threads, plan.shared, plan.stays, *heads, len(self.dims)]
         self.words += self.dims
         self.numbers.append(len(plan.tensors))
         for tensor in plan.tensors:
@@ -85,6 +97,12 @@ class _Writer:
         self.numbers.append(len(plan.grid))
         for count in plan.grid:
             self.size(count)
+        self.numbers.append(len(plan.maps))
+        names = [tensor.name for tensor in plan.tensors]
+        for one in plan.maps:
+            index = names.index(one.tensor)
+            self.numbers += [index, _MAP_TYPES[plan.tensors[index].dtype]]
+            self.numbers += [SWIZZLES.index(one.swizzle), *one.box]
 
     def tensor(self, tensor: PlanTensor) -> None:
         self.words += [tensor.name, tensor.dtype]
@@ -130,6 +148,12 @@ def _wrong(plan: LaunchPlan) -> Iterator[str]:
         yield from _wrong_size(count, plan.dims, "the grid")
     for tensor in plan.tensors:
         yield from _wrong_tensor(tensor, plan.dims)
+    known = {tensor.name: tensor for tensor in plan.tensors}
+    for one in plan.maps:
+        if one.tensor in known:
+            yield from _wrong_map(one, known[one.tensor])
+        else:
+            yield f"a map of `{one.tensor}`, which is no tensor"
 
 
 def _wrong_tensor(tensor: PlanTensor, dims: tuple[str, ...]) -> Iterator[str]:
@@ -145,6 +169,31 @@ def _wrong_tensor(tensor: PlanTensor, dims: tuple[str, ...]) -> Iterator[str]:
         sizes = [tensor.axes[p].size for p in parts]
         if len(parts) > 1 and sum(not _is_number(size) for size in sizes) > 1:
             yield f"the head axis of `{tensor.name}` is split by something that is not a number"
+
+
+def _wrong_map(one: PlanMap, tensor: PlanTensor) -> Iterator[str]:
+    of, axes = f"the map of `{one.tensor}`", len(tensor.axes)
+    if not tensor.read or tensor.flat:
+        yield f"{of} is for loads, of a tensor that is read and not flat"
+    if axes > _MOST_MAP_AXES:
+        yield f"{of} has {axes} axes; TMA knows 1 to {_MOST_MAP_AXES}"
+    if len(one.box) != axes:
+        yield f"{of} has a box of {len(one.box)} axes, the tensor has {axes}"
+    if not all(1 <= size <= _MOST_BOX for size in one.box):
+        yield f"{of} has the box {list(one.box)}; on each axis there can be 1 to {_MOST_BOX}"
+    if one.swizzle not in SWIZZLES:
+        yield f"{of} swizzles over {one.swizzle} bytes: it can be {', '.join(map(str, SWIZZLES))}"
+    if tensor.dtype not in DTYPES or not one.box:
+        return
+    size = DTYPES[tensor.dtype][1] // 8
+    if tensor.vector < 1 or tensor.vector * size % _TMA_BYTES:
+        # It is the vector that has the launcher see to the address and the strides.
+        yield f"{of} needs a vector of {_TMA_BYTES // size}, not {tensor.vector}"
+    inner = one.box[-1] * size
+    if inner % _TMA_BYTES:
+        yield f"{of} has {inner} bytes in a row of its box: not a multiple of {_TMA_BYTES}"
+    if one.swizzle and inner > one.swizzle:
+        yield f"{of} has {inner} bytes in a row of its box, more than its swizzle, {one.swizzle}"
 
 
 def _wrong_size(expr: Postfix, dims: tuple[str, ...], where: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from flashwright.check.scalars import Scalar
-from flashwright.check.vocabulary import DTYPES, split
+from flashwright.check.vocabulary import DTYPES, SCHEDULE_PARAMS, split
 from flashwright.lang.diagnostic import Label
 from flashwright.lang.nodes import (
     Allocate,
@@ -83,6 +83,19 @@ class Buffer:
 
 
 @dataclass(frozen=True)
+class Schedule:
+    """How the work is laid out in time, on GPUs with warpgroups that multiply and one that loads;
+    what a program means does not depend on it."""
+
+    overlap: bool
+    """The next scores are multiplied while the softmax of this step is computed."""
+    ping_pong: bool
+    """Warpgroups take turns: one multiplies while another computes its softmax."""
+    persistent: bool
+    """A block for each SM stays, and takes one block of the grid after the other."""
+
+
+@dataclass(frozen=True)
 class Program:
     """Code-level TL whose every name, size and shape is known."""
 
@@ -97,6 +110,11 @@ class Program:
     def warps(self) -> int:
         """Warps that compute (the reserved parameter Warps; 4 where none is given)."""
         return int(self.params.get("Warps", 4))
+
+    @property
+    def schedule(self) -> Schedule:
+        """What the reserved parameters Overlap, PingPong and Persistent ask for; 1 if absent."""
+        return Schedule(*(bool(self.params.get(name, 1)) for name in SCHEDULE_PARAMS))
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:

@@ -16,7 +16,8 @@ from flashwright.emulate.encode import MODULE, Program, encode
 from flashwright.emulate.machine import Found, Launch, Region, library
 from flashwright.emulate.parse import bad, parse
 from flashwright.emulate.ptx import Instruction
-from flashwright.lower.launch_plan import LaunchPlan, PlanTensor, evaluate
+from flashwright.emulate.tensor_map import encode_tensor_map
+from flashwright.lower.launch_plan import LaunchPlan, PlanMap, PlanTensor, evaluate
 
 Array = NDArray[Any]
 
@@ -26,7 +27,11 @@ KINDS = (
 )
 COUNTS = (*("executed", "lanes", "bytes", "wavefronts", "ideal", "sectors", "requests", "waits"),)
 GAP = 1 << 20  # bytes between two tensors: whoever runs over the end of one hits nothing
+SMS = 3  # few, so that the blocks of a kernel that stays take several of the grid's each
 _ROOM = 256
+_SWIZZLES = {0: "none", 32: "32B", 64: "64B", 128: "128B"}
+_TMA_UNIT = 16
+_ZEROS = np.zeros(_TMA_UNIT, np.uint8)  # in place of a tensor without elements
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ def run(
 ) -> Result:
     """Run a kernel on arrays in the caller's order of axes; outputs are written in place."""
     regions, parameters = _memory(plan, arrays, dims)
-    grid = [evaluate(count, dims) for count in plan.grid]
+    grid = plan.blocks(dims, SMS)
     return launch(program, regions, parameters, grid, [plan.threads], plan.shared, schedule)
 
 
@@ -190,7 +195,39 @@ def _memory(
         packed += struct.pack("<Q", base)
         packed += b"".join(struct.pack("<q", s) for s in _strides(tensor, array, dims))
     packed += b"".join(struct.pack("<i", dims[name]) for name in plan.dims)
-    return regions, packed.ljust(-(-len(packed) // 8) * 8, b"\0")
+    if not plan.maps:
+        return regions, packed.ljust(-(-len(packed) // 8) * 8, b"\0")
+    zeros = max((behind(base, arrays[name].nbytes) for name, base in bases.items()), default=GAP)
+    regions.append(Region(zeros, _ZEROS.nbytes, _ZEROS.ctypes.data, 0))
+    tensors = {tensor.name: tensor for tensor in plan.tensors}
+    maps = b""
+    for one in plan.maps:
+        place = bases[one.tensor], zeros
+        maps += _map(one, tensors[one.tensor], arrays[one.tensor], dims, place)
+    packed = maps + packed
+    return regions, packed.ljust(-(-len(packed) // 64) * 64, b"\0")
+
+
+def _map(
+    one: PlanMap, tensor: PlanTensor, array: Array, dims: Mapping[str, int], place: tuple[int, int]
+) -> bytes:
+    """With the sizes and strides that the launcher gives to the driver (launcher/call.h).
+
+    `place` is the tensor's address and that of zeros; ValueError for what cannot be a map's tensor.
+    """
+    sizes = [evaluate(axis.size, dims) for axis in tensor.axes]
+    strides = [s * array.itemsize for s in _strides(tensor, array, dims)]
+    base = place[0]
+    if not all(sizes):
+        sizes, base = [1] * len(sizes), place[1]
+    if sizes[-1] > 1 and strides[-1] != array.itemsize:
+        raise ValueError(f"`{tensor.name}` must be contiguous along its last axis")
+    outer = [s if n > 1 else _TMA_UNIT for n, s in zip(sizes, strides, strict=True)][:-1]
+    swizzle, box = _SWIZZLES[one.swizzle], one.box[::-1]
+    try:
+        return encode_tensor_map(base, sizes[::-1], outer[::-1], box, array.itemsize, swizzle)
+    except ValueError as error:
+        raise ValueError(f"the tensor map of `{tensor.name}`: {error}") from None
 
 
 def _strides(tensor: PlanTensor, array: Array, dims: Mapping[str, int]) -> list[int]:

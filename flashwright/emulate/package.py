@@ -11,13 +11,13 @@ from pathlib import Path
 from flashwright.build import toolchain
 from flashwright.build.compile import NAME, build
 from flashwright.build.load import PTX, read_plan
-from flashwright.emulate.emulate import Array, Result, addresses, prepare, run
+from flashwright.emulate.emulate import SMS, Array, Result, addresses, prepare, run
 from flashwright.emulate.encode import Program
 from flashwright.emulate.parse import bad, parse
 from flashwright.emulate.places import Extent, Origin
 from flashwright.emulate.ptx import Entry, Place
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.lower.launch_plan import LaunchPlan, evaluate
+from flashwright.lower.launch_plan import LaunchPlan
 from flashwright.lower.source_map import SourceMap, read
 
 CODE = "code.tl"
@@ -78,7 +78,7 @@ class Package:
 
     def origin(self, dims: Mapping[str, int], arrays: Mapping[str, Array] | None = None) -> Origin:
         """What leads from an instruction back to TL, for a launch of these sizes and arrays."""
-        grid = tuple(evaluate(count, dims) for count in self.plan.grid)
+        grid = self.plan.blocks(dims, SMS)
         given = arrays or {}
         placed = addresses(self.plan, given)
         extents = tuple(Extent(name, base, given[name].nbytes) for name, base in placed.items())

@@ -26,7 +26,7 @@ from flashwright.lower.element import (
     literal,
     times,
 )
-from flashwright.lower.masks import conjuncts, everywhere
+from flashwright.lower.masks import conjuncts, end, everywhere
 from flashwright.lower.names import cpp, tile_name
 from flashwright.lower.places import Axes
 from flashwright.lower.scalars import Scalar, refused
@@ -45,6 +45,7 @@ class Frame:
     shape: tuple[int, ...]
     axes: Axes
     buffer: Buffer
+    own: bool = False  # only the rows of one warpgroup
 
 
 class Computes:
@@ -201,8 +202,9 @@ class Computes:
         for always, condition in conjuncts(stmt.where, lambda e: everywhere(self, e, frame)):
             shown = self.element(condition, frame)
             assign = ir.Assign(tile, Op("where", (shown, tile, hidden)), buffer)
+            last = end(self, condition, frame)
             self.lowering.emit(
-                ir.Compute(buffer.shape, (assign,), rows, cols, always, origin=origin)
+                ir.Compute(buffer.shape, (assign,), rows, cols, always, end=last, origin=origin)
             )
             origin = origin.untitled
 

@@ -146,6 +146,43 @@ class Operand(Node):
     target: Key
     source: Key
     dtype: str
+    again: bool = False  # it is there already, and gets a new value
+
+
+@dataclass(frozen=True)
+class Open(Node):
+    """Products into these accumulators may be started."""
+
+    targets: tuple[Key, ...]
+
+
+@dataclass(frozen=True)
+class Start(Node):
+    """A product begins, as a group of its own."""
+
+    gemm: Gemm
+
+
+@dataclass(frozen=True)
+class Finish(Node):
+    """Until at most `left` groups of products are under way; these accumulators can be used."""
+
+    left: int
+    targets: tuple[Key, ...]
+
+
+@dataclass(frozen=True)
+class Turn(Node):
+    """Warpgroups start their products in turns."""
+
+    step: Literal["take", "pass"]
+
+
+@dataclass(frozen=True)
+class Settle(Node):
+    """What a vector needs is computed before what follows: the compiler must not put it off."""
+
+    vector: str
 
 
 @dataclass(frozen=True)
@@ -156,13 +193,15 @@ class Assign:
     value: Element
     buffer: Buffer | None = None  # None: a name local to the row
     partial: bool = False  # sums stay split over the four threads of a row
+    kept: bool = False  # a name local to the row that lasts: a vector
 
 
 @dataclass(frozen=True)
 class Compute(Node):
     """Elementwise work. `unless` is a condition on the whole block under which it changes nothing.
 
-    `rows` and `cols` are where the tile begins, for expressions that speak of positions.
+    `rows` and `cols` are where the tile begins, for expressions that speak of positions. From the
+    column `end` on, a mask leaves nothing of a warpgroup's rows.
     """
 
     shape: tuple[int, ...]
@@ -171,6 +210,8 @@ class Compute(Node):
     cols: Code | None = None
     unless: Code | None = None
     note: str = ""
+    kept: tuple[str, ...] = ()  # vectors that it makes of names local to the row
+    end: Code | None = None
 
 
 @dataclass(frozen=True)
@@ -192,12 +233,36 @@ class Branch(Node):
     orelse: tuple[Statement, ...] = ()
 
 
+@dataclass(frozen=True)
+class Await(Node):
+    """A warpgroup that multiplies waits until a tile has been filled."""
+
+    key: Key
+
+
+@dataclass(frozen=True)
+class Release(Node):
+    """It is done with what is in a tile."""
+
+    key: Key
+
+
+@dataclass(frozen=True)
+class Roles(Node):
+    """One thread loads what the others work on; both take the blocks of the grid one by one."""
+
+    loader: tuple[Statement, ...]
+    readers: tuple[Statement, ...]
+
+
 Statement = (
     Define | Load | Put | Commit | Wait | Barrier | Fill | Store | Move | Gemm | Operand | Compute
-    | Loop | Branch
+    | Loop | Branch | Await | Release | Roles | Open | Start | Finish
+    | Turn | Settle
 )  # fmt: skip
 
 Side = Literal["rows", "columns"]
+_ONE = Code("1")
 
 
 @dataclass(frozen=True)
@@ -207,6 +272,7 @@ class GridAxis:
     name: str
     low: Code
     reversed: bool
+    count: Code = _ONE
 
 
 @dataclass(frozen=True)
@@ -218,6 +284,7 @@ class Kernel:
     sides: dict[Key, Side]  # of the vectors in registers
     operands: frozenset[Key]  # register tiles that are loaded as operands
     wide: frozenset[Key] = frozenset()  # accumulators whose threads hold 4 columns in every 16
+    rounds: int = 0  # of a section, where a kernel that stays takes the longest blocks first
 
 
 def flat(body: tuple[Statement, ...]) -> Iterator[Statement]:
@@ -228,6 +295,10 @@ def flat(body: tuple[Statement, ...]) -> Iterator[Statement]:
             yield from flat(node.body)
         elif isinstance(node, Branch):
             yield from flat((*node.then, *node.orelse))
+        elif isinstance(node, Roles):
+            yield from flat((*node.loader, *node.readers))
+        elif isinstance(node, Start):
+            yield node.gemm
 
 
 def changed(

@@ -4,11 +4,16 @@ The kernel takes one parameter, a struct passed by value: for each tensor, in or
 then its strides (in elements, int64, one for each axis); after the tensors the dimensions (int32),
 in order. The struct's size is padded to 8 bytes.
 
+Where there are maps, the struct begins with them, in order: a CUtensorMap of 128 bytes each. It is
+then aligned to 64 bytes, and its size padded to a multiple of 64. (With CUDA 13's cuda.h both are
+128: the caller gives as much, and a kernel takes what it declares.)
+
 Sizes are integer expressions over the dimensions in postfix form: `["q_len", 128, "ceil_div"]`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from pydantic import BaseModel, ConfigDict
@@ -54,8 +59,27 @@ class PlanTensor(BaseModel):
     flat: bool = False
 
 
+class PlanMap(BaseModel):
+    """A tensor map (CUtensorMap): with it a kernel has TMA load tiles of a tensor that it reads.
+
+    `box` is the tile, in elements on each of the tensor's axes as the plan has them, 1 where it has
+    no extent. The kernel gives coordinates as TMA wants them, the last axis first. Elements beyond
+    an end of the tensor are zeros. Of a tensor without elements every tile is zeros.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    tensor: str
+    box: tuple[int, ...]
+    swizzle: int
+    """In bytes: 0 (none), 32, 64 or 128."""
+
+
 class LaunchPlan(BaseModel):
-    """How to launch the kernel `entry`: one count for each axis of the grid, first fastest."""
+    """How to launch the kernel `entry`: one count for each axis of the grid, first fastest.
+
+    A kernel that `stays` is launched with one block for each SM at most, in a row: they share out
+    the blocks of the grid among themselves.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     entry: str
@@ -63,12 +87,20 @@ class LaunchPlan(BaseModel):
     threads: int
     shared: int
     grid: tuple[Postfix, ...]
+    stays: bool = False
     dims: tuple[str, ...]
     tensors: tuple[PlanTensor, ...]
+    maps: tuple[PlanMap, ...] = ()
 
     def dump(self) -> str:
         """As JSON, one short line for each tensor's axis."""
-        return self.model_dump_json(indent=1) + "\n"
+        unsaid = {name for name in ("maps", "stays") if not getattr(self, name)}
+        return self.model_dump_json(indent=1, exclude=unsaid) + "\n"
+
+    def blocks(self, dims: Mapping[str, int], sms: int) -> tuple[int, ...]:
+        """The blocks to launch on a GPU with so many SMs, along each axis."""
+        counts = tuple(evaluate(count, dims) for count in self.grid)
+        return (min(math.prod(counts), sms),) if self.stays else counts
 
 
 def evaluate(expr: Postfix, dims: Mapping[str, int]) -> int:

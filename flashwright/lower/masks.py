@@ -8,6 +8,7 @@ query + c.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flashwright.lang import nodes as tl
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from flashwright.lower.computes import Computes, Frame
 
 Bounds = tuple[Scalar, Scalar]
+GROUP_ROWS = 64  # of a warpgroup
 
 
 def conjuncts(
@@ -58,6 +60,28 @@ def everywhere(computes: Computes, condition: Expr, frame: Frame) -> Code | None
                 return None
             least_gap = (x[1], y[0]) if op in ("<", "<=") else (x[0], y[1])
             return _apply(computes, op, *least_gap).code
+    return None
+
+
+def end(computes: Computes, condition: Expr, frame: Frame) -> Code | None:
+    """The first key that the condition keeps from all rows of a warpgroup, as it does every later
+    one; `group` is the warpgroup's number."""
+    own = replace(frame, own=True)
+    for part in _parts(condition):
+        match part:
+            case tl.Binary("<" | "<=" as op, Name("kv_idx"), bound):
+                more = op == "<="
+            case tl.Binary(">" | ">=" as op, bound, Name("kv_idx")):
+                more = op == ">="
+            case _:
+                continue
+        names = {e.id for e in tl.expressions(bound) if isinstance(e, Name)}
+        found = (
+            _bounds(computes, bound, own) if "q_idx" in names and "kv_idx" not in names else None
+        )
+        if found and found[1].whole:
+            last = found[1]
+            return (_apply(computes, "+", last, constant(1)) if more else last).code
     return None
 
 
@@ -103,8 +127,11 @@ def _positions(computes: Computes, axis: int, frame: Frame) -> Bounds | None:
     start = lowering.origin(place, frame.buffer, axis)
     if start is None:
         return None
-    first = Scalar(start)
-    size = lowering.size(frame.buffer, axis)
+    first, size = Scalar(start), lowering.size(frame.buffer, axis)
+    if frame.own and axis == 0:
+        size = constant(GROUP_ROWS)
+        before = _apply(computes, "*", Scalar(Code("group")), size)
+        first = _apply(computes, "+", first, before)
     last = _apply(computes, "-", _apply(computes, "+", first, size), constant(1))
     return first, last
 

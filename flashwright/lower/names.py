@@ -26,8 +26,23 @@ _FUNCTIONS = (  # of the C library, at file scope
 )
 _CUDA = ("INFINITY", "blockDim", "blockIdx", "cute", "gridDim", "threadIdx", "warpSize")
 _KERNEL = (  # what the printer calls things
-    *("Mma", "Params", "Threads", "at", "attention", "drop", "fw", "m", "most", "n", "now", "p"),
-    *("shared", "sum", "top", "total", "wide_at"),
+    *(
+        "Mma",
+        "Params",
+        "Threads",
+        "at",
+        "attention",
+        "drop",
+        "drops",
+        "fw",
+        "group",
+        "m",
+        "most",
+        "n",
+        "now",
+        "p",
+    ),
+    *("shared", "sum", "top", "total", "walk", "wide_at"),
 )
 _TAKEN = frozenset((*_KEYWORDS, *_FUNCTIONS, *_CUDA, *_KERNEL))
 
@@ -40,3 +55,13 @@ def cpp(name: str) -> str:
 def tile_name(key: Key) -> str:
     """The C++ name of a tile: registers have the plain one."""
     return cpp(key[0]) if key[1] == "register" else f"{key[0]}_{key[1]}"
+
+
+def ring_name(key: Key) -> str:
+    """The ring of stages of a shared tile."""
+    return f"{tile_name(key).removesuffix('_shared')}_ring"
+
+
+def map_name(key: Key) -> str:
+    """What TMA knows of the tensor that a shared tile is filled from."""
+    return f"{tile_name(key).removesuffix('_shared')}_map"

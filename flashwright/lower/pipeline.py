@@ -30,13 +30,13 @@ def pipeline(
 def _loop(loop: ir.Loop, stages: dict[Key, int]) -> list[ir.Statement]:
     prologue: list[ir.Statement] = []
     for early in range(max(stages.values()) - 1):
-        now = _plus(loop.low, early)
+        now = plus(loop.low, early)
         loads = tuple(
             replace(_moved(node, lets, loop.var, now), stage=integer(early))
             for node, lets in _loads(loop)
             if stages.get(node.dest, 1) - 1 > early
         )
-        condition = _put(loop.condition, loop.var, now)
+        condition = put(loop.condition, loop.var, now)
         prologue.append(ir.Branch(condition, loads, origin=loop.origin.untitled))
         prologue.append(ir.Commit())
     body = tuple(_round(node, loop, stages, lets) for node, lets in _with_lets(loop.body))
@@ -96,13 +96,13 @@ def _round(
     count = binary("-", Code(loop.var), loop.low) if loop.low.text != "0" else Code(loop.var)
     if isinstance(node, ir.Load) and node.dest in stages:
         n = stages[node.dest]
-        later = _plus(Code(loop.var), n - 1)
+        later = plus(Code(loop.var), n - 1)
         load = replace(
             _moved(node, lets, loop.var, later),
-            stage=_modulo(_plus(count, n - 1), n),
+            stage=_modulo(plus(count, n - 1), n),
             origin=node.origin.untitled,
         )
-        condition = _put(loop.condition, loop.var, later)
+        condition = put(loop.condition, loop.var, later)
         return ir.Branch(condition, (load,), origin=node.origin)
     if isinstance(node, ir.Gemm):
         left, right = (
@@ -122,7 +122,8 @@ def _round(
     return node
 
 
-def _plus(code: Code, count: int) -> Code:
+def plus(code: Code, count: int) -> Code:
+    """An expression and a number more."""
     if code.text.isdigit():
         return integer(int(code.text) + count)
     return binary("+", code, integer(count)) if count else code
@@ -137,8 +138,8 @@ def _moved(node: ir.Load, lets: dict[str, Code], var: str, to: Code) -> ir.Load:
 
     def other(code: Code) -> Code:
         for name, value in reversed(lets.items()):
-            code = _put(code, name, value)
-        return _put(code, var, to)
+            code = put(code, name, value)
+        return put(code, var, to)
 
     window = node.window
     rows, cols, offset = (
@@ -148,7 +149,7 @@ def _moved(node: ir.Load, lets: dict[str, Code], var: str, to: Code) -> ir.Load:
     return replace(node, window=ir.Window(window.tensor, start, rows, cols, offset))
 
 
-def _put(code: Code, name: str, value: Code) -> Code:
+def put(code: Code, name: str, value: Code) -> Code:
     """The expression with another in the place of a name."""
     if code.text == name:
         return value

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 from flashwright.check.program import Program, Tensor
@@ -12,26 +14,53 @@ from flashwright.gpu import Gpu
 from flashwright.lang import nodes as tl
 from flashwright.lang.nodes import Binary, Call, Expr, Name, Num, Unary
 from flashwright.lower import ir
-from flashwright.lower.launch_plan import LaunchPlan, PlanAxis, PlanTensor, Postfix
+from flashwright.lower.code import Code, binary, integer
+from flashwright.lower.launch_plan import (
+    OPERATORS,
+    LaunchPlan,
+    PlanAxis,
+    PlanMap,
+    PlanTensor,
+    Postfix,
+)
+from flashwright.lower.names import cpp
 from flashwright.lower.print_rules import whole_lines
 from flashwright.lower.scalars import refused
 
 BYTES_AT_ONCE = 16
+L2_SHARE = 0.4  # it has two halves, and what both read is in both
+_SIGNS = {"+": "+", "-": "-", "*": "*", "mod": "%", "floor_div": "/"}
 
 
 def make_plan(program: Program, gpu: Gpu, kernel: ir.Kernel, shared: int) -> LaunchPlan:
     """All that a caller must know."""
     if len(program.grid.axes) > 3:
         raise refused("a grid has at most three axes", program.grid.span)
+    roles = any(isinstance(n, ir.Roles) for n in kernel.body)
+    counts = tuple(_ceiling(_difference(a.high, a.low), program) for a in program.grid.axes)
     return LaunchPlan(
         entry="attention",
         arch=gpu.arch,
-        threads=32 * program.warps,
+        threads=32 * program.warps + (128 if roles else 0),
         shared=shared,
-        grid=tuple(_ceiling(_difference(a.high, a.low), program) for a in program.grid.axes),
+        grid=(reduce(_product, counts),) if roles else counts,
+        stays=roles and program.schedule.persistent,
         dims=program.dims,
         tensors=tuple(_tensor(t, program, kernel) for t in program.tensors.values()),
+        maps=tuple(_maps(program, kernel)) if roles else (),
     )
+
+
+def _maps(program: Program, kernel: ir.Kernel) -> Iterator[PlanMap]:
+    """The boxes that TMA loads: as many rows as the tile, as wide as its swizzle."""
+    loads = {n.dest: n.window for n in ir.flat(kernel.body) if isinstance(n, ir.Load)}
+    for key, buffer in program.buffers.items():
+        if key in loads:
+            rows, cols = buffer.shape
+            size = DTYPES[buffer.dtype]
+            swizzle = next(b for b in (128, 64, 32) if cols * size % b == 0)
+            box = (*(1 for _ in loads[key].start[2:]), rows, swizzle // size)
+            yield PlanMap(tensor=loads[key].tensor.name, box=box, swizzle=swizzle)
 
 
 def _difference(high: Expr, low: Expr) -> Expr:
@@ -120,7 +149,9 @@ def _product(a: Postfix, b: Postfix) -> Postfix:
 
 
 def ordered(program: Program, grid: tuple[ir.GridAxis, ...]) -> tuple[ir.GridAxis, ...]:
-    """Blocks with the most rounds first, so that no long one is left for the end."""
+    """With their counts; blocks of most rounds first, so that no long one is left for the end."""
+    counts = [_ceiling(_difference(a.high, a.low), program) for a in program.grid.axes]
+    grid = tuple(replace(a, count=_code(c)) for a, c in zip(grid, counts, strict=True))
     loops = [s for s in program.tree.body if isinstance(s, tl.For)]
     if not loops:
         return grid
@@ -129,6 +160,37 @@ def ordered(program: Program, grid: tuple[ir.GridAxis, ...]) -> tuple[ir.GridAxi
     if few is None or many is None or many <= few:
         return grid
     return (replace(grid[0], reversed=True), *grid[1:])
+
+
+def rounds(program: Program, gpu: Gpu, kernel: ir.Kernel) -> int:
+    """Of a section (device/fw/walk.cuh): an even number, for which all that its blocks read in
+    their loops stays in the L2, with some room for what they write."""
+    if not kernel.grid[0].reversed:
+        return 0
+    loops = (n for n in ir.flat(kernel.body) if isinstance(n, ir.Loop))
+    loads = {n.dest for loop in loops for n in ir.flat(loop.body) if isinstance(n, ir.Load)}
+    tiles = [program.buffers[key] for key in loads]
+    line = sum(b.bytes // b.shape[0] for b in tiles)  # bytes read for one key
+    pair = 2 * gpu.sms * 16 * program.warps * line
+    return 2 * max(1, int(L2_SHARE * gpu.l2_bytes / max(pair, 1)))
+
+
+def _code(size: Postfix) -> Code:
+    """A size in C++."""
+    stack: list[Code] = []
+    for token in size:
+        if isinstance(token, int):
+            stack.append(integer(token))
+        elif token not in OPERATORS:
+            stack.append(Code(cpp(token)))
+        else:
+            right, left = stack.pop(), stack.pop()
+            if token in _SIGNS:
+                stack.append(binary(_SIGNS[token], left, right))
+            else:
+                stack.append(Code(f"fw::{token}({left}, {right})"))
+    (found,) = stack
+    return found
 
 
 def _rounds(program: Program, loop: tl.For, axis: str, block: int) -> Any:

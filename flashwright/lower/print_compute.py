@@ -100,7 +100,7 @@ class _Row:
             value = self._hoisted(value)
             step = f"{target.code} = {_converted(replace(assign, value=value))};"
             self.lines += self._over_columns(target, step, value)
-        elif assign.buffer is None:
+        elif assign.buffer is None and not assign.kept:
             self.lines.append(f"float const {target.code} = {code(value)};")
         else:
             self.lines.append(f"{target.code} = {_converted(replace(assign, value=value))};")

@@ -13,10 +13,13 @@ from flashwright.lang.format import format_expr
 from flashwright.lower import ir
 from flashwright.lower.atoms import CPP_TYPES, atom
 from flashwright.lower.code import real
-from flashwright.lower.names import cpp, tile_name
+from flashwright.lower.names import cpp, map_name, ring_name, tile_name
+from flashwright.lower.overlap import kept_vectors
 from flashwright.lower.print_rules import RULES, Context, Lines
 
 WIDTH = 100
+# Of a thread that loads and of one that multiplies, by warpgroups that multiply: setmaxnreg.
+REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}
 LOOSEST = (("?", ":"), ("||",), ("&&",), ("+", "-"))
 BREAKS = re.compile(  # an angle bracket stands right behind a name, a comparison between spaces
     r"(?P<open>[({\[]|(?<=\w)<)|(?P<close>[)}\]]|(?<=\S)>)|(?P<comma>,)"
@@ -59,14 +62,21 @@ class Printer:
     """Prints one kernel."""
 
     def __init__(
-        self, program: Program, gpu: Gpu, kernel: ir.Kernel, offsets: dict[Key, int], blocks: int
+        self,
+        program: Program,
+        gpu: Gpu,
+        kernel: ir.Kernel,
+        offsets: dict[Key, int],
+        blocks: int,
+        rings: dict[Key, int] | None = None,
     ) -> None:
         self.program = program
         self.gpu = gpu
         self.kernel = kernel
         self.offsets = offsets
         self.blocks = blocks
-        self.context = Context(program, kernel, gpu.cp_async)
+        self.rings = rings or {}
+        self.context = Context(program, kernel, gpu.cp_async, bool(rings))
 
     def print(self) -> Page:
         """The whole file. What is declared depends on what is used, so the kernel comes first."""
@@ -81,7 +91,7 @@ class Printer:
     def _head(self, used: set[str]) -> Lines:
         yield f"// Attention for {self.gpu.title} ({self.gpu.arch}), translated by Flashwright."
         yield "// Each block stands under the line of TL that it implements: `//  12 | Copy ...`."
-        yield "#include <fw/attention.cuh>"
+        yield f"#include <fw/{'hopper' if self.rings else 'attention'}.cuh>"
         yield ""
         params = [s for s in tl.statements(self.program.tree.body) if isinstance(s, tl.Param)]
         for stmt in params:
@@ -89,8 +99,11 @@ class Printer:
                 yield self._param(stmt)
         if "Warps" not in self.program.params:
             yield f"constexpr int Warps = {self.program.warps};"
-        yield "constexpr int Threads = 32 * Warps;"
-        for dtype in self.context.gemm_dtypes:
+        if self.rings:
+            yield "constexpr int Threads = 32 * Warps + 128;  // a warpgroup more, which loads"
+        else:
+            yield "constexpr int Threads = 32 * Warps;"
+        for dtype in () if self.rings else self.context.gemm_dtypes:
             yield f"using {self.context.mma(dtype)} = {self._atom(dtype)};"
         yield ""
 
@@ -108,6 +121,9 @@ class Printer:
 
     def _params(self) -> Lines:
         yield "struct Params {"
+        for key in self.rings:
+            rows, cols = (self._size(self.program.buffers[key], axis) for axis in (0, 1))
+            yield f"  fw::Map {map_name(key)};  // tiles of {rows} x {cols}"
         for tensor in self.program.tensors.values():
             sizes = ", ".join(format_expr(a.size) for a in tensor.axes)
             kind = f"fw::Global<{CPP_TYPES[tensor.dtype]}, {len(tensor.axes)}>"
@@ -122,25 +138,78 @@ class Printer:
         body = Page([""], [None])
         self._body(body, self.kernel.body, 1)
         used = body.names | set(re.findall(r"\w+", " ".join(a.low.text for a in self.kernel.grid)))
+        if self.rings:
+            used |= set(re.findall(r"\w+", " ".join(a.count.text for a in self.kernel.grid)))
         page = Page()
-        bounds = "Threads" if self.blocks <= 1 else f"Threads, {self.blocks}"
+        alone = self.blocks <= 1 and not self.rings  # setmaxnreg wants to be told of one block
+        bounds = "Threads" if alone else f"Threads, {self.blocks}"
         page.write([f'extern "C" __global__ void __launch_bounds__({bounds})'])
         page.write(["    attention(__grid_constant__ Params const p) {"])
         page.write(self._coordinates(used), _lines(self.program.grid), 1)
         for key, buffer in self.program.buffers.items():
-            page.write(self._declare(key, buffer), _lines(buffer.declared), 1)
-        for name, wide in (("at", ""), ("wide_at", ", true")):
-            if name in used:
-                page.write([f"fw::Place<Warps{wide}> const {name};"], None, 1)
+            if not (self.rings and buffer.space == "register"):
+                page.write(self._declare(key, buffer), _lines(buffer.declared), 1)
+        if not self.rings:
+            self._places(page, used)
         page.add(body)
         page.write(["}"])
         return page
+
+    def _places(self, page: Page, used: set[str]) -> None:
+        for name, wide in (("at", ""), ("wide_at", ", true")):
+            if name in used:
+                page.write([f"fw::Place<Warps{wide}> const {name};"], None, 1)
+
+    def _roles(self, page: Page, node: ir.Roles) -> None:
+        """The loader leaves when it is done; the rest of the kernel is the readers'."""
+        groups = self.program.warps // 4
+        give, take = REGISTERS[groups]
+        if page.text[-1]:
+            page.write([""])
+        page.write(["if (threadIdx.x == 0) {"], None, 1)
+        page.write([f"{ring_name(key)}.init(Warps);" for key in self.rings], None, 2)
+        page.write(["}", "fw::rings_ready();", "", "if (threadIdx.x >= 32 * Warps) {"], None, 1)
+        if give:
+            page.write([f"fw::give_registers<{give}>();"], None, 2)
+        page.write(["if (fw::is_loader<Warps>()) {"], None, 2)
+        self._walk(page, node.loader, 3)
+        page.write(["}", "return;"], None, 2)
+        page.write(["}"], None, 1)
+        if take:
+            page.write([f"fw::take_registers<{take}>();"], None, 1)
+        page.write([""])
+        readers = Page([""], [None])
+        if any(isinstance(n, ir.Turn) for n in ir.flat(node.readers)):
+            readers.write(["fw::first_turn<Warps / 4>(group);"], None, 1)
+        self._walk(readers, node.readers, 1)
+        for key, buffer in self.program.buffers.items():
+            if buffer.space == "register":
+                page.write(self._declare(key, buffer), _lines(buffer.declared), 1)
+        for name, rows in kept_vectors(node.readers).items():
+            page.write([f"auto {name} = fw::row_vector<{rows}, Warps>();"], None, 1)
+        self._places(page, readers.names)
+        page.write(["int const group = fw::warpgroup();"], None, 1)
+        page.add(readers)
+
+    def _walk(self, page: Page, body: tuple[ir.Statement, ...], indent: int) -> None:
+        """A role's work, for all blocks of the grid that are its own."""
+        part, lines, grid = Page([""], [None]), _lines(self.program.grid), self.kernel.grid
+        self._body(part, body, indent + 1)
+        kind = f"fw::Walk<{self.kernel.rounds}>"
+        counts = ", ".join(axis.count.text for axis in grid)
+        page.write([f"for ({kind} walk({counts}); walk.more(); walk.next()) {{"], lines, indent)
+        for axis, letter in zip(grid, "xyz", strict=False):
+            if axis.name in part.names:
+                low = "" if axis.low.text == "0" else f"{axis.low} + "
+                page.write([f"int const {axis.name} = {low}walk.{letter}();"], lines, indent + 1)
+        page.add(part)
+        page.write(["}"], lines, indent)
 
     def _coordinates(self, used: set[str]) -> Lines:
         dims = [cpp(d) for d in self.program.dims if cpp(d) in used]
         if dims:
             yield "int const " + ", ".join(f"{d} = p.{d}" for d in dims) + ";"
-        for axis, letter in zip(self.kernel.grid, "xyz", strict=False):
+        for axis, letter in zip(() if self.rings else self.kernel.grid, "xyz", strict=False):
             value = f"blockIdx.{letter}"
             note = ""
             if axis.reversed:
@@ -157,6 +226,8 @@ class Printer:
             kind = f"{CPP_TYPES[buffer.dtype]}, {', '.join(sizes)}"
             place = f"shared + {self.offsets[key]}" if self.offsets[key] else "shared"
             yield f"auto const {name} = fw::shared_tile<{kind}>({place});"
+            if key in self.rings:
+                yield f"fw::Ring<{buffer.stages}> {ring_name(key)}(shared + {self.rings[key]});"
             if self._staged(key):
                 yield f"fw::Staged<Threads, decltype({name})> {name}_staged;"
         elif key in self._assigned():
@@ -208,6 +279,8 @@ class Printer:
                 page.write(["}"], lines, indent)
             elif isinstance(node, ir.Branch):
                 self._branch(page, node, indent)
+            elif isinstance(node, ir.Roles):
+                self._roles(page, node)
             else:
                 page.write(RULES[type(node)](self.context, node), lines, indent)
 

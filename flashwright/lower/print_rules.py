@@ -11,7 +11,7 @@ from flashwright.check.program import Buffer, Key, Program
 from flashwright.lower import ir
 from flashwright.lower.atoms import CPP_TYPES
 from flashwright.lower.code import Code, integer
-from flashwright.lower.names import cpp, tile_name
+from flashwright.lower.names import cpp, map_name, ring_name, tile_name
 from flashwright.lower.print_compute import compute
 
 Lines = Iterator[str]
@@ -24,6 +24,7 @@ class Context:
     program: Program
     kernel: ir.Kernel
     asynchronous: bool  # there is cp.async
+    roles: bool = False  # one thread loads by TMA, warpgroups multiply with wgmma
 
     @cached_property
     def gemm_dtypes(self) -> tuple[str, ...]:
@@ -88,7 +89,11 @@ def _define(at: Context, node: ir.Define) -> Lines:
 def _load(at: Context, node: ir.Load) -> Lines:
     dest, source = at.shared(node.dest, node.stage), at.window(node.window)
     rows = at.rows(node.window, node.dest)
-    if node.window.cols is not None:
+    if at.roles:
+        ring, map = ring_name(node.dest), map_name(node.dest)
+        start = ", ".join(c.text for c in node.window.start)
+        yield f"fw::fetch({tile_name(node.dest)}, {ring}, p.{map}, {start});"
+    elif node.window.cols is not None:
         yield f"fw::copy_elements<Threads>({dest}, {source}, {rows}, {node.window.cols});"
     elif at.asynchronous:
         yield f"fw::copy_async<Threads>({dest}, {source}, {rows});"
@@ -145,8 +150,24 @@ def _move(at: Context, node: ir.Move) -> Lines:
         yield f"fw::from_shared<{at.warps(node.dest)}>({dest}, {held});"
 
 
+def _product(at: Context, node: ir.Gemm, name: str) -> str:
+    shared = node.left[1] == "shared"
+    left = at.shared(node.left, node.left_stage) if shared else at.operand(node.left)
+    right = at.shared(node.right, node.right_stage)
+    how = ", ".join(str(flag).lower() for flag in (node.fresh, node.transposed))
+    return f"fw::{name}<{how}>(group, {tile_name(node.target)}, {left}, {right});"
+
+
+def _start(at: Context, node: ir.Start) -> Lines:
+    yield _product(at, node.gemm, "start_product")
+    yield "fw::close_products();"
+
+
 def _gemm(at: Context, node: ir.Gemm) -> Lines:
     target = tile_name(node.target)
+    if at.roles:
+        yield _product(at, node, "product")
+        return
     if node.fresh:
         yield f"cute::clear({target});"
     if node.left[1] == "shared":
@@ -162,7 +183,15 @@ def _gemm(at: Context, node: ir.Gemm) -> Lines:
 
 def _operand(at: Context, node: ir.Operand) -> Lines:
     name = f"{tile_name(node.target)}_operand"
+    if at.roles:
+        what = name if node.again else f"auto {name}"
+        yield f"{what} = fw::operand<{CPP_TYPES[node.dtype]}>({tile_name(node.source)});"
+        return
     yield f"auto const {name} = fw::operand<{CPP_TYPES[node.dtype]}>({tile_name(node.source)});"
+
+
+def _listed(keys: tuple[Key, ...]) -> str:
+    return ", ".join(map(tile_name, keys))
 
 
 def _compute(at: Context, node: ir.Compute) -> Lines:
@@ -177,6 +206,15 @@ RULES: dict[type, Callable[[Context, Any], Lines]] = {
     ir.Commit: lambda at, node: iter(["fw::commit();"]),
     ir.Wait: lambda at, node: iter([f"fw::wait<{node.left}>();"]),
     ir.Barrier: lambda at, node: iter(["__syncthreads();"]),
+    ir.Await: lambda at, node: iter([f"{ring_name(node.key)}.wait();"]),
+    ir.Release: lambda at, node: iter([f"{ring_name(node.key)}.release();"]),
+    ir.Open: lambda at, node: iter([f"fw::open_products({_listed(node.targets)});"]),
+    ir.Start: _start,
+    ir.Settle: lambda at, node: iter([f"fw::settle({node.vector});"]),
+    ir.Turn: lambda at, node: iter([f"fw::{node.step}_turn<Warps / 4>(group);"]),
+    ir.Finish: lambda at, node: iter(
+        [f"fw::finish_products<{node.left}>({_listed(node.targets)});"]
+    ),
     ir.Fill: _fill,
     ir.Store: _store,
     ir.Move: _move,

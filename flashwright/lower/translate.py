@@ -13,8 +13,9 @@ from flashwright.lower.launch_plan import LaunchPlan
 from flashwright.lower.lower import lower
 from flashwright.lower.partial import keep_partial
 from flashwright.lower.pipeline import pipeline
-from flashwright.lower.plan import make_plan, ordered
+from flashwright.lower.plan import make_plan, ordered, rounds
 from flashwright.lower.print_cute import Printer
+from flashwright.lower.roles import divided, ring_offsets
 from flashwright.lower.source_map import SourceMap, source_map
 from flashwright.lower.sync import Travel, synchronise
 
@@ -37,13 +38,22 @@ def translate(program: Program, gpu: Gpu, sparing: bool = False) -> Translation:
     A `sparing` kernel needs fewer registers and is a little slower.
     """
     kernel = lower(program)
-    body = schedule(program, gpu, ir.changed(kernel.body, _rolled) if sparing else kernel.body)
+    roles = divided(program, gpu, keep_partial(kernel.body))
+    body = roles or schedule(
+        program, gpu, ir.changed(kernel.body, _rolled) if sparing else kernel.body
+    )
     wide = wide_tiles(body, program)
     kernel = replace(kernel, body=body, grid=ordered(program, kernel.grid), wide=wide)
+    if roles:
+        kernel = replace(kernel, rounds=rounds(program, gpu, kernel))
     stages: dict[Key, int] = {k: b.stages for k, b in program.buffers.items()}
     offsets, size = shared_layout(program, stages)
     blocks = _blocks(program, gpu, size)
-    printed = Printer(program, gpu, kernel, offsets, blocks).print()
+    rings: dict[Key, int] = {}
+    if roles:
+        rings, size = ring_offsets(program, kernel, size)
+        blocks = 1
+    printed = Printer(program, gpu, kernel, offsets, blocks, rings).print()
     return Translation(
         printed.source, source_map(printed.lines), make_plan(program, gpu, kernel, size)
     )

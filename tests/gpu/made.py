@@ -13,6 +13,7 @@ from flashwright import gpu as gpus
 from flashwright import spec as specs
 from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.builtin.choose import NothingFits
+from flashwright.build import driver
 from flashwright.build.load import Kernel
 from flashwright.build.make import make
 from flashwright.build.package import compiled, translated
@@ -23,7 +24,10 @@ from flashwright.spec import AttentionSpec
 
 
 def code_of(spec: AttentionSpec, gpu: str) -> str:
-    """The built-in program; a skip where none fits the GPU."""
+    """The built-in program; a skip where none fits the GPU, or the card at hand cannot run it."""
+    arch, card = gpus.find(gpu).arch, driver.cards()[0]
+    if not card.takes(arch):
+        pytest.skip(f"a kernel for {arch} does not run on {card.arch}")
     try:
         return write_code(write_sketch(spec), spec, gpus.find(gpu)).code
     except NothingFits as error:

@@ -18,7 +18,7 @@ from flashwright.build import arrays, driver
 from flashwright.build.compile import Built, build
 from flashwright.build.load import Kernel
 from flashwright.lower.atoms import ALIGNMENT, CPP_TYPES
-from flashwright.lower.launch_plan import LaunchPlan, PlanAxis, PlanTensor
+from flashwright.lower.launch_plan import LaunchPlan, PlanAxis, PlanMap, PlanTensor
 
 NAN = float("nan")
 FOLDER = Path(__file__).parent / "device"
@@ -71,10 +71,12 @@ def run(
     threads: int,
     blocks: int = 1,
     shared: int = 0,
+    maps: tuple[PlanMap, ...] = (),
     **dims: Any,  # whole numbers
 ) -> None:
-    """Launch with tensors and numbers in the order of the struct."""
-    tensors = [_tensor(name, x, False) for name, x in inputs.items()]
+    """Launch with maps, tensors and numbers in the order of the struct."""
+    mapped = {one.tensor for one in maps}
+    tensors = [_tensor(name, x, False, name in mapped) for name, x in inputs.items()]
     tensors += [_tensor(name, x, True) for name, x in outputs.items()]
     plan = LaunchPlan(
         entry="attention",
@@ -84,14 +86,18 @@ def run(
         grid=((blocks,),),
         dims=tuple(dims),
         tensors=tuple(tensors),
+        maps=maps,
     )
     kernel(code, plan)(*inputs.values(), out=dict(outputs), **dims)
 
 
-def _tensor(name: str, x: Any, written: bool) -> PlanTensor:
+def _tensor(name: str, x: Any, written: bool, mapped: bool = False) -> PlanTensor:
+    """TMA wants strides and addresses that are multiples of 16 bytes."""
     dtype = DTYPES[str(x.dtype).removeprefix("torch.")]
     axes = tuple(PlanAxis(label="X", size=(size,)) for size in x.shape)
-    return PlanTensor(name=name, dtype=dtype, axes=axes, read=not written, written=written)
+    vector = 16 // x.dtype.itemsize if mapped else 1
+    use = {"read": not written, "written": written}
+    return PlanTensor(name=name, dtype=dtype, axes=axes, vector=vector, **use)
 
 
 # --- matrices to give and to compare ----------------------------------------------------------

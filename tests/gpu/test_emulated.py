@@ -19,6 +19,9 @@ LENGTHS = ((1, 1), (70, 133), (150, 90), (300, 300))
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("a100", "gqa", {"head_dim": 128, "dtype": "bf16", "causal": True}),
     ("a100", "mha", {"head_dim": 64, "dtype": "fp16", "softcap": 30.0}),
+    ("h200", "gqa", {"head_dim": 128, "dtype": "bf16", "causal": True}),
+    ("h200", "mha", {"head_dim": 64, "dtype": "fp16", "causal": True}),
+    ("h200", "mla", {"dtype": "bf16", "causal": True}),
     ("a100", "mla", {"dtype": "bf16", "causal": True}),
     ("a100", "mqa", {"head_dim": 256, "dtype": "fp16", "alibi": True}),
     ("t4", "gqa", {"head_dim": 128, "dtype": "fp16", "causal": True}),

@@ -20,7 +20,12 @@ from tests.gpu.made import code_of, example, package_of
 from tests.offences.inside import judged
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-DTYPES = {"a100": ("fp16", "bf16"), "t4": ("fp16",), "l40s": ("fp16", "bf16", "fp8")}
+DTYPES = {
+    "a100": ("fp16", "bf16"),
+    "t4": ("fp16",),
+    "l40s": ("fp16", "bf16", "fp8"),
+    "h200": ("fp16", "bf16", "fp8"),
+}
 HEAD_DIMS = (64, 96, 128, 256)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -59,7 +64,7 @@ def test_built_in(gpu: str, variants: tuple[str, ...], settings: dict[str, Any])
         agrees(judged(package_of(code_of(spec, gpu), gpu), spec))
 
 
-@pytest.mark.parametrize("gpu", ["a100", "l40s"])
+@pytest.mark.parametrize("gpu", ["a100", "l40s", "h200"])
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.tl")), ids=lambda p: p.stem)
 def test_examples(path: Path, gpu: str) -> None:
     package, spec = example(path, gpu)

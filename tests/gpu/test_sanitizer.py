@@ -22,7 +22,8 @@ KERNELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "t4": ("mha", "t4", {"causal": True, "head_dim": 64, "dtype": "fp16"}),
     "t4-wide": ("mha", "t4", {"head_dim": 256, "dtype": "fp16"}),
     "l40s-fp8": ("mha", "l40s", {"causal": True, "head_dim": 64, "dtype": "fp8"}),
-    "h200": ("mha", "h200", {"causal": True, "head_dim": 64, "dtype": "bf16"}),
+    "h200": ("gqa", "h200", {"causal": True, "head_dim": 128, "dtype": "bf16"}),
+    "h200-three": ("mha", "h200", {"causal": True, "head_dim": 64, "dtype": "bf16"}),
 }
 
 

@@ -1,9 +1,11 @@
 /* A libcuda.so.1 without a GPU: it remembers what it was asked to launch, for the tests of the launcher. */
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define PARAMETERS 512
+#define PARAMETERS 1024
+#define MAPS 4
 
 struct Launch {
   unsigned grid[3], block[3], shared;
@@ -12,15 +14,26 @@ struct Launch {
   unsigned char parameters[PARAMETERS];
 };
 
+struct Map { /* what it was asked to encode */
+  uint64_t address, sizes[5], strides[4];
+  uint32_t rank, box[5], steps[5];
+  int type, interleave, swizzle, promotion, fill;
+};
+
 static struct Launch last;
+static struct Map maps[MAPS];
+static int encoded; /* maps, since the last launch */
+static char zeros[16] __attribute__((aligned(16)));
 static int launches, loads, pushed, retained, synchronized_, shared_set, image_is_ptx;
-static int refuse_cubin, fail_launch, fail_ptx, max_threads = 1024;
+static int refuse_cubin, fail_launch, fail_ptx, fail_map, max_threads = 1024;
 static int mode = 0, size = 0;
 static void* current; /* the context of this thread */
 static int contexts[4];
 
 /* What tests ask and set. */
 struct Launch* fake_last(void) { return &last; }
+struct Map* fake_maps(void) { return maps; }
+void* fake_zeros(void) { return zeros; }
 int fake_count(const char* what) {
   if (!strcmp(what, "launches")) return launches;
   if (!strcmp(what, "loads")) return loads;
@@ -36,6 +49,7 @@ void fake_set(const char* what, int value) {
   if (!strcmp(what, "refuse_cubin")) refuse_cubin = value;
   if (!strcmp(what, "fail_launch")) fail_launch = value;
   if (!strcmp(what, "fail_ptx")) fail_ptx = value;
+  if (!strcmp(what, "fail_map")) fail_map = value, encoded = 0;
   if (!strcmp(what, "max_threads")) max_threads = value;
   if (!strcmp(what, "size")) size = value < PARAMETERS ? value : PARAMETERS; /* of the parameters */
 }
@@ -51,7 +65,7 @@ int cuDeviceGetName(char* name, int size, int device) {
 }
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
   (void)device;
-  *value = attribute == 97 ? 100 * 1024 : attribute == 75 ? 9 : attribute == 76 ? 0 : -1;
+  *value = attribute == 97 ? 100 * 1024 : attribute == 16 ? 5 : attribute == 75 ? 9 : attribute == 76 ? 0 : -1;
   return 0;
 }
 int cuDevicePrimaryCtxRetain(void** context, int device) {
@@ -88,11 +102,36 @@ int cuLaunchKernel(void* kernel, unsigned gx, unsigned gy, unsigned gz, unsigned
                    unsigned bz, unsigned shared, void* stream, void** parameters, void** extra) {
   if (fail_launch) return 1;
   if (current != kernel || extra != NULL) return 400;
-  ++launches;
+  ++launches, encoded = 0;
   last = (struct Launch){{gx, gy, gz}, {bx, by, bz}, shared, stream, kernel, {0}};
   memcpy(last.parameters, parameters[0], size);
   return 0;
 }
+int cuModuleGetGlobal_v2(void** address, size_t* bytes, void* module, const char* name) {
+  (void)module;
+  if (bytes != NULL || strcmp(name, "zeros")) return 500;
+  return *address = zeros, 0;
+}
+#ifndef WITHOUT_MAPS
+/* Refuses what the driver refuses, as far as the launcher could get it wrong; map n is 128 times 0xc0 + n. */
+int cuTensorMapEncodeTiled(void* map, int type, uint32_t rank, void* address, const uint64_t* sizes,
+                           const uint64_t* strides, const uint32_t* box, const uint32_t* steps,
+                           int interleave, int swizzle, int promotion, int fill) {
+  if (current == NULL) return 201;
+  if (fail_map || encoded == MAPS || rank < 1 || rank > 5) return 1;
+  if ((uintptr_t)map % 64 || address == NULL || (uintptr_t)address % 16) return 1;
+  struct Map* one = &maps[encoded];
+  *one = (struct Map){(uintptr_t)address, {0}, {0}, rank, {0}, {0}, type, interleave, swizzle, promotion, fill};
+  for (uint32_t i = 0; i < rank; ++i) {
+    one->sizes[i] = sizes[i], one->box[i] = box[i], one->steps[i] = steps[i];
+    if (sizes[i] < 1 || sizes[i] > UINT64_C(1) << 32 || box[i] < 1 || box[i] > 256) return 1;
+    if (i + 1 == rank) continue;
+    one->strides[i] = strides[i];
+    if (strides[i] % 16 || strides[i] >= UINT64_C(1) << 40) return 1;
+  }
+  return memset(map, 0xc0 + encoded++, 128), 0;
+}
+#endif
 int cuStreamSynchronize(void* stream) { return (void)stream, ++synchronized_, 0; }
 int cuThreadExchangeStreamCaptureMode(int* wanted) {
   int before = mode;

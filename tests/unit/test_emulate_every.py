@@ -27,7 +27,12 @@ pytestmark = [
 ]
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.tl"))
-DTYPES = {"a100": ("fp16", "bf16"), "t4": ("fp16",), "l40s": ("fp16", "bf16", "fp8")}
+DTYPES = {
+    "a100": ("fp16", "bf16"),
+    "t4": ("fp16",),
+    "l40s": ("fp16", "bf16", "fp8"),
+    "h200": ("fp16", "bf16", "fp8"),
+}
 MIXES = [(gpu, dtype) for gpu, dtypes in DTYPES.items() for dtype in dtypes]
 HEAD_DIMS = (64, 96, 128, 256)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -88,7 +93,7 @@ def test_sparse(gpu: str, dtype: str) -> None:
         right(kernel)
 
 
-@pytest.mark.parametrize("gpu", ["a100", "l40s"])
+@pytest.mark.parametrize("gpu", ["a100", "l40s", "h200"])
 def test_examples(gpu: str) -> None:
     listed = [(path.read_text(), specs.load(path.with_suffix(".toml"))) for path in EXAMPLES]
     for path, kernel in zip(EXAMPLES, kernels(listed, gpu), strict=True):

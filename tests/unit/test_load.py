@@ -5,15 +5,12 @@ Each test runs in a process whose libcuda.so.1 is the fake one, so that no other
 
 from __future__ import annotations
 
-import importlib
-import multiprocessing
 import os
 import re
 import shutil
-import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,110 +21,36 @@ import pytest
 from flashwright.build.encode import caller_order, encode
 from flashwright.build.load import CUBIN, PLAN, PTX, Kernel, load, read_plan
 from flashwright.lang.diagnostic import Failed
-from flashwright.lower.launch_plan import LaunchPlan, PlanAxis, PlanTensor
-from tests.unit import fake_gpu
-from tests.unit.fake_gpu import CPU, CUDA, Driver, Tensor, tensor
+from tests.unit.fake_gpu import (
+    ATTENTION,
+    CPU,
+    CUDA,
+    DIMS,
+    FORMAT,
+    SHARED,
+    THREADS,
+    Driver,
+    Tensor,
+    inputs,
+    kernel,
+    make_plan,
+    on_fake_gpu,
+    outputs,
+    plan_tensor,
+    process,
+    refused,
+    tensor,
+)
 
 pytestmark = pytest.mark.skipif(
     not (shutil.which("cc") and shutil.which("c++")), reason="no C and C++ compiler here"
 )
 
-SHARED, THREADS = 70_000, 128
-
-
-def plan_tensor(name: str, axes: str, dtype: str = "fp16", **settings: Any) -> PlanTensor:
-    """`axes` is like "B:batch H:heads L:q_len D:64"."""
-    found = []
-    for part in axes.split():
-        label, size = part.split(":")
-        tokens = tuple(int(t) if t.lstrip("-").isdecimal() else t for t in size.split(","))
-        found.append(PlanAxis(label=label, size=tokens))
-    usual = {"read": name not in ("O", "LSE"), "written": name in ("O", "LSE"), "vector": 1}
-    return PlanTensor(name=name, dtype=dtype, axes=tuple(found), **{**usual, **settings})
-
-
-ATTENTION = (
-    plan_tensor("Q", "B:batch H:heads L:q_len D:64", vector=8),
-    plan_tensor("K", "B:batch H:kv_heads L:kv_len D:64", vector=8),
-    plan_tensor("V", "B:batch H:kv_heads L:kv_len D:64", vector=8),
-    plan_tensor("Slopes", "H:heads", "fp32"),
-    plan_tensor("O", "B:batch H:heads L:q_len D:64", vector=8),
-    plan_tensor("LSE", "B:batch H:heads L:q_len", "fp32"),
-)
-DIMS = ("batch", "heads", "kv_heads", "q_len", "kv_len")
-FORMAT = "P4q P4q P4q P1q P4q P3q 5i4x".replace(" ", "").replace("P", "Q")
-GRID = (("q_len", 128, "ceil_div"), ("heads",), ("batch",))
-
-
-def make_plan(**changes: Any) -> LaunchPlan:
-    settings: dict[str, Any] = {
-        "entry": "attention",
-        "arch": "sm_80",
-        "threads": THREADS,
-        "shared": SHARED,
-        "grid": GRID,
-        "dims": DIMS,
-        "tensors": ATTENTION,
-    }
-    return LaunchPlan(**{**settings, **changes})
-
-
-def kernel(**changes: Any) -> Kernel:
-    return Kernel(make_plan(**changes), b"\x7fELF", b".version 8.0")
-
-
-def inputs(batch: int = 2, heads: int = 6, kv_heads: int = 3, q: int = 300, k: int = 77) -> Any:
-    """Q, K, V and Slopes."""
-    kv = [tensor(batch, kv_heads, k, 64) for _ in range(2)]
-    return [tensor(batch, heads, q, 64), *kv, tensor(heads, dtype="float32")]
-
-
-def outputs(batch: int = 2, heads: int = 6, q: int = 300) -> dict[str, Tensor]:
-    return {"O": tensor(batch, heads, q, 64), "LSE": tensor(batch, heads, q, dtype="float32")}
-
-
-# --- the process with the fake driver ---------------------------------------------------------
-
 
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
-    folder = tmp_path_factory.mktemp("driver")
-    fake_gpu.build(folder)
-    before = os.environ.get("LD_LIBRARY_PATH")
-    os.environ["LD_LIBRARY_PATH"] = f"{folder}:{before}" if before else str(folder)
-    try:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, mp_context=context) as executor:
-            executor.submit(os.getpid).result()  # it starts only now
-            yield executor
-    finally:
-        if before is None:
-            del os.environ["LD_LIBRARY_PATH"]
-        else:
-            os.environ["LD_LIBRARY_PATH"] = before
-
-
-def on_fake_gpu(body: Callable[[], None]) -> Callable[[ProcessPoolExecutor], None]:
-    def test(pool: ProcessPoolExecutor) -> None:
-        pool.submit(_run, body.__module__, body.__name__).result()
-
-    test.__name__, test.__doc__ = body.__name__, body.__doc__
-    test.body = body  # type: ignore[attr-defined]
-    return test
-
-
-def _run(module: str, name: str) -> None:
-    driver = Driver()
-    driver.set("size", struct.calcsize("=" + FORMAT))
-    for switch in ("refuse_cubin", "fail_launch", "fail_ptx"):
-        driver.set(switch, 0)
-    driver.set("max_threads", 1024)
-    getattr(importlib.import_module(module), name).body()
-
-
-def refused(kind: type[Exception], *words: str) -> Any:
-    """A complaint that says all of this; and nothing was launched."""
-    return pytest.raises(kind, match=".*".join(map(re.escape, words)))
+    with process(tmp_path_factory.mktemp("driver")) as executor:
+        yield executor
 
 
 # --- what is launched -------------------------------------------------------------------------

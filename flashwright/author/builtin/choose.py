@@ -1,5 +1,5 @@
-"""Which tile sizes, stages and warps: every sensible tiling is priced and the cheapest that fits
-wins, with the figures that decided it in words.
+"""Which tile sizes, stages and warps: what was measured (tuned.py), where that fits; else every
+sensible tiling is priced and the cheapest that fits wins, with the figures that decided it.
 
 How the choices compare with the fastest known kernels (notes on attention kernels), and why they
 differ where they do:
@@ -18,8 +18,9 @@ differ where they do:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from flashwright.author.builtin import tuned
 from flashwright.author.builtin.cost import (
     ELEMENT_BYTES,
     Cost,
@@ -71,6 +72,8 @@ class Decision:
     over_shared: int
     over_registers: int
     reasons: dict[str, str]
+    measured: str = ""
+    """Where the choice was measured; empty where it is the model's."""
 
     @property
     def tiling(self) -> Tiling:
@@ -86,7 +89,11 @@ def enumerate_tilings(workload: Workload, gpu: Gpu) -> list[Tiling]:
     else:
         columns = tuple(bn for bn in (_BN_WGMMA if gpu.wgmma else _BN) if bn % step == 0)
     # Without asynchronous copies a second buffer has nothing to fill it ahead of time.
-    stages = (1, 2, 3, 4) if gpu.cp_async or gpu.tma else (1,)
+    stages: tuple[int, ...] = (1, 2, 3, 4) if gpu.cp_async or gpu.tma else (1,)
+    if _loader(
+        workload, gpu
+    ):  # with one stage it would wait for those who compute, and they for it
+        stages = (2, 3, 4)
     return [
         Tiling(bm, bn, ahead, warps)
         for bm, warps in _rows(workload, gpu)
@@ -109,9 +116,10 @@ def _rows(workload: Workload, gpu: Gpu) -> Iterator[tuple[int, int]]:
 
 
 def choose(workload: Workload, gpu: Gpu, headroom: int | None = None) -> Decision:
-    """The cheapest tiling that fits `gpu`; raises NothingFits where there is none.
+    """The measured tiling, else the cheapest that fits `gpu`; raises NothingFits where none does.
 
-    `headroom` registers are kept free below the limit (by default 8 on Hopper, 28 elsewhere).
+    `headroom` registers are kept free below the limit (by default 8 on Hopper, 28 elsewhere); where
+    it is given, the model alone decides.
     """
     _validate(workload, gpu)
     spare = headroom if headroom is not None else comfort(workload, gpu)
@@ -129,7 +137,13 @@ def choose(workload: Workload, gpu: Gpu, headroom: int | None = None) -> Decisio
     if not fits:
         raise NothingFits(_nearest(workload, tilings, gpu, spare))
     fits.sort(key=lambda c: (c.cost.microseconds, c.tiling))
-    chosen = _simplest(fits)
+    found = tuned.find(workload, gpu) if headroom is None else None
+    measured = _measured(workload, found, gpu) if found else None
+    cheapest = _with_queries_ahead(workload, _simplest(fits), gpu)
+    chosen = measured or cheapest
+    reasons = _reasons(workload, gpu, chosen, fits, spare)
+    if found and measured:
+        reasons = _with_measurement(reasons, found, cheapest)
     ranked = [chosen, *(c for c in fits if c is not chosen)]
     return Decision(
         workload=workload,
@@ -139,8 +153,32 @@ def choose(workload: Workload, gpu: Gpu, headroom: int | None = None) -> Decisio
         enumerated=len(tilings),
         over_shared=over_shared,
         over_registers=over_registers,
-        reasons=_reasons(workload, gpu, chosen, fits, spare),
+        reasons=reasons,
+        measured=found.reason if found and measured else "",
     )
+
+
+def _loader(workload: Workload, gpu: Gpu) -> bool:
+    """Whether a warpgroup of its own loads what the others multiply (lower/roles.py)."""
+    return gpu.wgmma and ELEMENT_BYTES[workload.dtype] == 2 and workload.rows_fixed is None
+
+
+def _with_queries_ahead(workload: Workload, chosen: Candidate, gpu: Gpu) -> Candidate:
+    """Two buffers for Q where a loader can use them and they fit: the next block's Q comes while
+    this one is computed. Measured on the H200: 1 to 8 % up to 1024 keys, nothing beyond 8192."""
+    twice = replace(chosen.tiling, q_stages=2)
+    need = footprint(workload, twice, gpu)
+    if not _loader(workload, gpu) or need.shared_bytes > gpu.shared_per_block:
+        return chosen
+    return replace(chosen, tiling=twice, footprint=need)
+
+
+def _measured(workload: Workload, choice: tuned.Choice, gpu: Gpu) -> Candidate | None:
+    """A tiling that was measured needs no headroom: it is known to compile."""
+    need = footprint(workload, choice.tiling, gpu)
+    if need.shared_bytes > gpu.shared_per_block or need.registers > need.register_limit:
+        return None
+    return Candidate(choice.tiling, need, estimate(workload, choice.tiling, gpu))
 
 
 def _validate(workload: Workload, gpu: Gpu) -> None:
@@ -213,6 +251,23 @@ def _reasons(
         "Stages": _why_stages(gpu, chosen) + against("stages") + ".",
         "Warps": _why_warps(chosen) + against("warps") + ".",
     }
+
+
+def _with_measurement(
+    reasons: dict[str, str], found: tuned.Choice, cheapest: Candidate
+) -> dict[str, str]:
+    """First what decided, the measurement, and then what the model says of it."""
+    t = found.tiling
+    heads = {
+        "BM": f"{t.bm} rows a block, {found.reason}",
+        "BN": f"{t.bn} keys a step, measured with BM",
+        "Stages": f"{count(t.stages, 'stage')}, measured with BM",
+        "Warps": f"{count(t.warps, 'warp')}, measured with BM",
+    }
+    told = {name: f"{head}; by the model, {reasons[name]}" for name, head in heads.items()}
+    if cheapest.tiling != t:
+        told["BM"] = f"{told['BM'][:-1]}; the model alone would take {cheapest.tiling}."
+    return told
 
 
 def _why_bm(workload: Workload, gpu: Gpu, chosen: Candidate) -> str:

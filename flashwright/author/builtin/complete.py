@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from flashwright.author.builtin.choose import Decision
 from flashwright.author.builtin.variants import find
-from flashwright.check.vocabulary import split
+from flashwright.check.vocabulary import RESERVED_PARAMS, split
 from flashwright.gpu import Gpu
 from flashwright.lang.format import format_expr
 from flashwright.lang.nodes import (
@@ -37,6 +37,7 @@ from flashwright.lang.parse import parse
 from flashwright.spec import AttentionSpec
 
 RESHAPE = "Reshape {} from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)"
+QUERIES_AHEAD = "the next block's Q comes while this one is computed"
 _GRID_VARIABLES = {"batch": "batch_idx", "heads": "head_idx", "kv_heads": "kv_head"}
 
 
@@ -333,8 +334,9 @@ class _Completion:
             yield line(f"Allocate {tensor.name} in global ({axes}) as {tensor.dtype}", gap=first)
             first = False
         for name, shape in self.copied.items():
-            ahead = self.tiling.stages > 1 and name in self.streamed
-            stages = " with stages Stages" if ahead else ""
+            number = "Stages" if name in self.streamed else "QStages"
+            several = self.tiling.stages if name in self.streamed else self.tiling.q_stages
+            stages = f" with stages {number}" if several > 1 else ""
             dtype = self.tensors[name].dtype
             yield line(f"Allocate {name} in shared ({', '.join(shape)}) as {dtype}{stages}")
         for name, shape in self.shapes.items():
@@ -343,7 +345,8 @@ class _Completion:
     def _choices(self, body: tuple[Statement, ...]) -> tuple[Choice, ...]:
         used = {e.id for s in statements(body) for e in expressions(s) if isinstance(e, Name)}
         used |= {size for t in self.tensors.values() for size in t.sizes}
-        return tuple(c for c in self._numbers() if c.name in used or c.name in ("Warps", "Stages"))
+        used |= {"Stages", "QStages", *RESERVED_PARAMS}
+        return tuple(c for c in self._numbers() if c.name in used)
 
     def _numbers(self) -> Iterator[Choice]:
         spec, tiling, why = self.spec, self.tiling, self.decision.reasons
@@ -355,7 +358,12 @@ class _Completion:
         yield Choice("BN", str(tiling.bn), why["BN"])
         if tiling.stages > 1:
             yield Choice("Stages", str(tiling.stages), why["Stages"])
+        if tiling.q_stages > 1:
+            yield Choice("QStages", str(tiling.q_stages), QUERIES_AHEAD)
         yield Choice("Warps", str(tiling.warps), why["Warps"])
+        yield from (
+            Choice(name, "0", "faster without, where it was measured") for name in tiling.off
+        )
         scale = "1 / sqrt(HeadDim)" if spec.scale is None else repr(spec.scale)
         yield Choice("Scale", scale, "given: the softmax scale")
         yield Choice("WeightScale", "256", "the top of e4m3's range: weights times 256 still fit")

@@ -94,16 +94,21 @@ class Workload:
 
 @dataclass(frozen=True, order=True)
 class Tiling:
-    """Query rows per block, keys per step, buffers for K and V, and compute warps."""
+    """Query rows per block, keys per step, buffers for K and V, compute warps; buffers for Q, and
+    which parts of Hopper's schedule are left away (the model knows neither's gain)."""
 
     bm: int
     bn: int
     stages: int
     warps: int
+    q_stages: int = 1
+    off: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         stages, warps = count(self.stages, "stage"), count(self.warps, "warp")
-        return f"{self.bm}x{self.bn} with {stages} and {warps}"
+        more = [f"{self.q_stages} buffers for Q"] if self.q_stages > 1 else []
+        more += [f"no {name}" for name in self.off]
+        return ", ".join([f"{self.bm}x{self.bn} with {stages} and {warps}", *more])
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,8 @@ def footprint(workload: Workload, tiling: Tiling, gpu: Gpu) -> Footprint:
     """Shared memory and registers of one block."""
     bm, bn = tiling.bm, tiling.bn
     size = workload.element_bytes
-    shared = bm * workload.qk_dim * size + tiling.stages * bn * workload.key_bytes
+    queries = tiling.q_stages * bm * workload.qk_dim * size
+    shared = queries + tiling.stages * bn * workload.key_bytes
     tiles = bm * workload.v_dim * 4 + bm * bn * 4
     if not gpu.reshape_in_place:
         tiles += bm * bn * size
@@ -174,7 +180,7 @@ def comfort(workload: Workload, gpu: Gpu) -> int:
     far as registers go and then spills a few others: with 204 for tiles (d128 128x64, d64 128x128)
     it did so in half of the kernels, with 188 in none.
     """
-    if gpu.wgmma:
+    if gpu.wgmma and workload.element_bytes == 2:  # fp8 goes by mma.sync there, too
         return 8
     # A slope or a position for each row; addresses of a third swizzle atom along k.
     wide = workload.qk_dim * workload.element_bytes > 256

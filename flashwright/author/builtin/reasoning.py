@@ -91,6 +91,8 @@ def _candidates(decision: Decision) -> Iterator[str]:
     yield f"- {decision.over_shared} need more shared memory than a block has"
     yield f"- {decision.over_registers} need more registers than a thread has"
     yield f"- {fits} fit and were priced"
+    if decision.measured:
+        yield f"- taken whatever its price: {decision.tiling}, {decision.measured}"
 
 
 def _ranking(decision: Decision) -> Iterator[str]:

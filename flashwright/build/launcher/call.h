@@ -12,6 +12,7 @@
 #include <cstring>
 #include <sstream>
 
+#include "driver.h"
 #include "plan.h"
 
 namespace fw {
@@ -49,9 +50,14 @@ inline string axes_of(const TensorPlan& tensor, const Order& order) {
 struct Given {
   const DLTensor* tensor = nullptr;
   std::array<int64_t, kMaxAxes> strides{};  // the caller's axes
+  std::array<int64_t, kMaxAxes> parts{};    // the plan's axes
 
   char* address() const { return static_cast<char*>(tensor->data) + tensor->byte_offset; }
 };
+
+// TMA's unit in bytes: addresses and strides are multiples of it. The vectors of tensors that have maps are
+// at least as wide (encode.py sees to that), so that what fits the plan fits TMA.
+constexpr uint64_t kTmaUnit = 16;
 
 class Call {
  public:
@@ -75,8 +81,36 @@ class Call {
   void* stream() const { return TVMFFIEnvGetStream(kDLCUDA, device_.device_id); }
   void* parameters() { return packed_.data(); }
 
-  // Blocks in x, y and z; false where there is nothing to do.
+  // The maps, which are the first in the struct; in the device's context. `zeros` gives the address of
+  // zeros there: the driver takes no map of a tensor without elements, so it gets one of a single zero.
+  template <typename Zeros>
+  void encode(Zeros&& zeros) {
+    for (size_t m = 0; m < plan_.maps.size(); ++m) {
+      const MapPlan& map = plan_.maps[m];
+      const TensorPlan& plan = plan_.tensors[map.tensor];
+      const Given& given = given_[map.tensor];
+      size_t rank = plan.axes.size();
+      std::array<uint64_t, kMaxMapAxes> sizes{}, strides{};  // the last axis first
+      std::array<uint32_t, kMaxMapAxes> every{1, 1, 1, 1, 1};
+      bool empty = false;
+      for (size_t i = 0; i < rank; ++i) {
+        sizes[i] = plan.axes[rank - 1 - i].size.value(dims_);
+        strides[i] = given.parts[rank - 1 - i] * plan.bits / 8;
+        if (sizes[i] == 1) strides[i] = kTmaUnit;  // any will do, and the given one may be any
+        empty = empty || sizes[i] == 0;
+      }
+      if (empty) sizes.fill(1), strides.fill(kTmaUnit);
+      Result result = map_driver().cuTensorMapEncodeTiled(
+          packed_[m].bytes, map.type, static_cast<uint32_t>(rank), empty ? zeros() : given.address(),
+          sizes.data(), strides.data() + 1, map.box.data(), every.data(), kNoInterleave, map.swizzle,
+          kPromote128, kFillZeros);
+      if (result != 0) driver().check(result, map_of(plan, given).c_str());
+    }
+  }
+
+  // Blocks in x, y and z; false where there is nothing to do. Of a kernel that stays, all of them in x.
   bool grid(unsigned blocks[3]) const {
+    if (plan_.stays) return in_a_row(blocks);
     constexpr int64_t most[3] = {INT_MAX, 65535, 65535};
     bool some = true;
     for (size_t i = 0; i < 3; ++i) {
@@ -92,6 +126,20 @@ class Call {
   }
 
  private:
+  bool in_a_row(unsigned blocks[3]) const {
+    constexpr int64_t most = 1 << 30;  // the kernel counts them
+    int64_t count = 1;
+    for (const Size& size : plan_.grid) {
+      count *= size.value(dims_);
+      if (count > most) {
+        TVM_FFI_THROW(ValueError) << "this problem needs " << count << " blocks; the kernel counts to "
+                                  << most;
+      }
+    }
+    blocks[0] = static_cast<unsigned>(count), blocks[1] = blocks[2] = 1;
+    return count > 0;
+  }
+
   void take(size_t i, const ffi::AnyView& arg) {
     const TensorPlan& plan = plan_.tensors[i];
     if (arg.type_index() == ffi::TypeIndex::kTVMFFINone) {
@@ -238,18 +286,29 @@ class Call {
     TVM_FFI_THROW(ValueError) << "kv_heads = " << kv_heads << " must divide heads = " << heads;
   }
 
-  // The parameter struct: for each tensor its address and strides, then the dimensions as int32.
+  // The parameter struct: room for the maps, for each tensor its address and strides, then the
+  // dimensions as int32.
   void pack() {
+    used_ = plan_.maps.size() * kMapBytes;
+    size_t bytes = used_ + plan_.dims.size() * sizeof(int32_t);
+    for (const TensorPlan& plan : plan_.tensors) bytes += (1 + plan.axes.size()) * sizeof(int64_t);
+    packed_.resize((bytes + sizeof(Block) - 1) / sizeof(Block));
     for (size_t i = 0; i < plan_.tensors.size(); ++i) {
       const TensorPlan& plan = plan_.tensors[i];
-      bool there = given_[i].tensor != nullptr;
-      push<void*>(there ? given_[i].address() : nullptr);
-      std::array<int64_t, kMaxAxes> strides{};
-      if (there) plan.flat ? dense_strides(plan, strides) : split_strides(i, strides);
-      for (size_t a = 0; a < plan.axes.size(); ++a) push<int64_t>(strides[a]);
+      Given& given = given_[i];
+      bool there = given.tensor != nullptr;
+      push<void*>(there ? given.address() : nullptr);
+      if (there) plan.flat ? dense_strides(plan, given.parts) : split_strides(i, given.parts);
+      for (size_t a = 0; a < plan.axes.size(); ++a) push<int64_t>(given.parts[a]);
     }
     for (size_t d = 0; d < plan_.dims.size(); ++d) push<int32_t>(static_cast<int32_t>(dims_[d]));
-    packed_.resize((packed_.size() + 7) / 8 * 8);
+  }
+
+  static string map_of(const TensorPlan& plan, const Given& given) {
+    const DLTensor& tensor = *given.tensor;
+    return "encoding the tensor map of `" + plan.name + "`, whose shape is " +
+           shape_of(tensor, tensor.shape) + " and whose strides are " +
+           shape_of(tensor, given.strides.data()) + ",";
   }
 
   void dense_strides(const TensorPlan& plan, std::array<int64_t, kMaxAxes>& strides) const {
@@ -304,10 +363,14 @@ class Call {
 
   template <typename T>
   void push(T value) {
-    size_t at = packed_.size();
-    packed_.resize(at + sizeof(T));
-    std::memcpy(packed_.data() + at, &value, sizeof(T));
+    std::memcpy(reinterpret_cast<char*>(packed_.data()) + used_, &value, sizeof(T));
+    used_ += sizeof(T);
   }
+
+  // As aligned as CUDA 13 has its maps (before, it was 64), and padded to as much.
+  struct alignas(kMapBytes) Block {
+    char bytes[kMapBytes];
+  };
 
   const Plan& plan_;
   int layout_;
@@ -316,7 +379,8 @@ class Call {
   vector<Given> given_;
   DLDevice device_{};
   const char* device_owner_ = nullptr;
-  vector<char> packed_;
+  vector<Block> packed_;
+  size_t used_ = 0;  // bytes
 };
 
 }  // namespace fw

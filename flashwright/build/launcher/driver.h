@@ -6,7 +6,8 @@
 #include <dlfcn.h>
 #include <tvm/ffi/error.h>
 
-#include <type_traits>
+#include <cstddef>
+#include <cstdint>
 
 namespace fw {
 
@@ -19,11 +20,23 @@ using Stream = void*;
 
 constexpr Result kNoBinaryForGpu = 209;      // CUDA_ERROR_NO_BINARY_FOR_GPU
 constexpr int kMaxSharedOptin = 97;          // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+constexpr int kSms = 16;                     // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 constexpr int kMajor = 75, kMinor = 76;      // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
 constexpr int kMaxThreads = 0;               // CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
 constexpr int kMaxDynamicShared = 8;         // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 constexpr int kErrorLog = 5, kLogSize = 6;   // CU_JIT_ERROR_LOG_BUFFER, its size in bytes
 constexpr int kRelaxed = 2;                  // CU_STREAM_CAPTURE_MODE_RELAXED
+
+// CU_TENSOR_MAP_INTERLEAVE_NONE, _L2_PROMOTION_L2_128B, and _FLOAT_OOB_FILL_NONE, which is zeros.
+constexpr int kNoInterleave = 0, kPromote128 = 2, kFillZeros = 0;
+
+template <typename Function>
+void find(Function& function, const char* name, const char* needed = "") {
+  void* library = dlopen("libcuda.so.1", RTLD_NOW);
+  if (library == nullptr) TVM_FFI_THROW(RuntimeError) << "there is no CUDA driver: " << dlerror();
+  function = reinterpret_cast<Function>(dlsym(library, name));
+  if (function == nullptr) TVM_FFI_THROW(RuntimeError) << "the CUDA driver has no " << name << needed;
+}
 
 struct Driver {
   Result (*cuInit)(unsigned);
@@ -45,12 +58,6 @@ struct Driver {
   Result (*cuGetErrorString)(Result, const char**);
 
   Driver() {
-    void* library = dlopen("libcuda.so.1", RTLD_NOW);
-    if (library == nullptr) TVM_FFI_THROW(RuntimeError) << "there is no CUDA driver: " << dlerror();
-    auto find = [&](auto& function, const char* name) {
-      function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
-      if (function == nullptr) TVM_FFI_THROW(RuntimeError) << "the CUDA driver has no " << name;
-    };
     find(cuInit, "cuInit");
     find(cuDeviceGet, "cuDeviceGet");
     find(cuDeviceGetAttribute, "cuDeviceGetAttribute");
@@ -81,6 +88,24 @@ struct Driver {
 
 inline const Driver& driver() {
   static const Driver instance;
+  return instance;
+}
+
+// What tensor maps need besides. Older drivers lack it, and most kernels do without.
+struct MapDriver {
+  Result (*cuTensorMapEncodeTiled)(void*, int, uint32_t, void*, const uint64_t*, const uint64_t*,
+                                   const uint32_t*, const uint32_t*, int, int, int, int);
+  Result (*cuModuleGetGlobal)(void**, size_t*, Module, const char*);
+
+  MapDriver() {
+    find(cuTensorMapEncodeTiled, "cuTensorMapEncodeTiled",
+         ", which this kernel needs: it takes a driver of CUDA 12.0 or newer");
+    find(cuModuleGetGlobal, "cuModuleGetGlobal_v2");
+  }
+};
+
+inline const MapDriver& map_driver() {
+  static const MapDriver instance;
   return instance;
 }
 

@@ -4,6 +4,7 @@
 
 #include <tvm/ffi/function.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstring>
@@ -15,10 +16,15 @@
 
 namespace fw {
 
+// Zeros in a device's memory. A module's memory can be had while a stream is captured, without a stream.
+constexpr char kZeros[] =
+    ".version 8.0\n.target sm_90\n.address_size 64\n.visible .global .align 16 .b8 zeros[16];\n";
+
 // The code in one device's primary context. It is never unloaded: a captured graph may still hold it.
 struct Loaded {
   Context context;
   Kernel kernel;
+  int sms;
 };
 
 class Launcher {
@@ -37,7 +43,9 @@ class Launcher {
     unsigned blocks[3];
     if (!call.grid(blocks) || (mode & 2)) return;
     const Loaded& code = on(call.device());
+    if (plan_.stays) blocks[0] = std::min(blocks[0], static_cast<unsigned>(code.sms));
     InContext here(code.context);
+    call.encode([&] { return zeros(call.device()); });
     void* parameters[] = {call.parameters()};
     Result result = driver().cuLaunchKernel(
         code.kernel, blocks[0], blocks[1], blocks[2], static_cast<unsigned>(plan_.threads), 1, 1,
@@ -68,6 +76,7 @@ class Launcher {
     Loaded code{};
     cuda.check(cuda.cuDeviceGet(&device, ordinal), "cuDeviceGet");
     int optin = 0, threads = 0;
+    cuda.check(cuda.cuDeviceGetAttribute(&code.sms, kSms, device), "cuDeviceGetAttribute");
     cuda.check(cuda.cuDeviceGetAttribute(&optin, kMaxSharedOptin, device), "cuDeviceGetAttribute");
     if (plan_.shared > optin) {
       TVM_FFI_THROW(RuntimeError) << "this kernel needs " << plan_.shared
@@ -89,6 +98,21 @@ class Launcher {
     cuda.check(cuda.cuFuncSetAttribute(code.kernel, kMaxDynamicShared, static_cast<int>(plan_.shared)),
                "setting the shared memory of the kernel");
     return code;
+  }
+
+  // In the device's context.
+  void* zeros(int device) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    void*& found = zeros_[device];
+    if (found == nullptr) {
+      DuringCapture allowed;
+      Module module = nullptr;
+      driver().check(driver().cuModuleLoadDataEx(&module, kZeros, 0, nullptr, nullptr),
+                     "loading zeros, for the map of a tensor without elements,");
+      driver().check(map_driver().cuModuleGetGlobal(&found, nullptr, module, "zeros"),
+                     "cuModuleGetGlobal");
+    }
+    return found;
   }
 
   // The cubin where the driver takes it for this device, else the PTX, compiled by the driver.
@@ -141,12 +165,15 @@ class Launcher {
   Plan plan_;
   std::mutex mutex_;
   std::array<std::atomic<Loaded*>, kMaxDevices> loaded_{};
+  std::array<void*, kMaxDevices> zeros_{};
 };
 
 ffi::Function make(ffi::Bytes cubin, ffi::Bytes ptx, ffi::Array<int64_t> numbers,
                    ffi::Array<ffi::String> words) {
   driver();
-  auto launcher = std::make_shared<Launcher>(cubin, ptx, Reader(numbers, words).plan());
+  Plan plan = Reader(numbers, words).plan();
+  if (!plan.maps.empty()) map_driver();  // an old driver is told of now, not at the first call
+  auto launcher = std::make_shared<Launcher>(cubin, ptx, std::move(plan));
   return ffi::Function::FromPacked(
       [launcher](const ffi::AnyView* args, int32_t count, ffi::Any*) { (*launcher)(args, count); });
 }

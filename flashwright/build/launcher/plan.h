@@ -89,12 +89,22 @@ struct TensorPlan {
   std::array<Order, 2> orders;  // layout bhsd, layout bshd
 };
 
+constexpr size_t kMapBytes = 128;  // sizeof(CUtensorMap)
+constexpr size_t kMaxMapAxes = 5;
+
+struct MapPlan {
+  size_t tensor;                            // which of the plan's
+  int type, swizzle;                        // CUtensorMapDataType, CUtensorMapSwizzle
+  std::array<uint32_t, kMaxMapAxes> box{};  // the last axis first, as the driver wants it
+};
+
 struct Plan {
   string entry, arch;
-  int64_t threads, shared, heads, kv_heads;  // the last two: which dims these are, or -1
+  int64_t threads, shared, stays, heads, kv_heads;  // the last two: which dims these are, or -1
   vector<string> dims;
   vector<TensorPlan> tensors;
   vector<Size> grid;
+  vector<MapPlan> maps;
 };
 
 class Reader {
@@ -103,10 +113,11 @@ class Reader {
       : numbers_(numbers), words_(words) {}
 
   Plan plan() {
-    Plan plan{word(), word(), number(), number(), number(), number(), {}, {}, {}};
+    Plan plan{word(), word(), number(), number(), number(), number(), number(), {}, {}, {}, {}};
     for (int64_t n = number(); n > 0; --n) plan.dims.push_back(word());
     for (int64_t n = number(); n > 0; --n) plan.tensors.push_back(tensor());
     for (int64_t n = number(); n > 0; --n) plan.grid.push_back(size());
+    for (int64_t n = number(); n > 0; --n) plan.maps.push_back(map(plan.tensors));
     return plan;
   }
 
@@ -127,6 +138,15 @@ class Reader {
       }
     }
     return tensor;
+  }
+  MapPlan map(const vector<TensorPlan>& tensors) {
+    MapPlan map;
+    map.tensor = static_cast<size_t>(number());
+    map.type = static_cast<int>(number()), map.swizzle = static_cast<int>(number());
+    for (size_t a = tensors[map.tensor].axes.size(); a-- > 0;) {
+      map.box[a] = static_cast<uint32_t>(number());
+    }
+    return map;
   }
   Size size() {
     Size size;

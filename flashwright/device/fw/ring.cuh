@@ -1,0 +1,147 @@
+// Hopper's way of loading: one thread asks TMA for whole tiles, and mbarriers tell the warpgroups that multiply
+// when a tile has come, and it when they are done with it.
+#pragma once
+
+#include <fw/shared.cuh>
+
+namespace fw {
+
+// What TMA has to know of a tensor in global memory: the driver's CUtensorMap, filled in by the launcher.
+struct alignas(64) Map {
+  uint64_t opaque[16];
+};
+
+__device__ inline void mbarrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+__device__ inline void mbarrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ inline void mbarrier_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+__device__ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "AGAIN:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra COME;\n"
+      "bra AGAIN;\n"
+      "COME:\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// The stages of a shared tile, filled one after the other, round and round: for each a barrier that says that it
+// is full, and one that says that it is empty. Loader and readers each count for themselves.
+template <int Stages>
+struct Ring {
+  static constexpr int bytes = 2 * Stages * 8;
+  uint32_t full;
+  int stage = 0;
+  uint32_t phase = 0;
+
+  __device__ explicit Ring(unsigned char* begin) : full(cute::cast_smem_ptr_to_uint(begin)) {}
+
+  // By one thread, before anybody uses it: every warp that reads says that it is done. (One for four warps would do
+  // where they multiply together, but not where they let a tile pass: one might not have seen yet that it came.)
+  __device__ void init(int warps) const {
+    for (int s = 0; s < Stages; ++s) {
+      mbarrier_init(full + 8 * s, 1);
+      mbarrier_init(empty(s), warps);
+    }
+  }
+
+  __device__ uint32_t empty(int s) const { return full + 8 * (Stages + s); }
+
+  __device__ void next() {
+    if (++stage == Stages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+
+  // The loader: until the stage is free; then so many bytes are on their way to it.
+  __device__ uint32_t acquire(int expected) const {
+    mbarrier_wait(empty(stage), phase ^ 1);
+    mbarrier_expect(full + 8 * stage, expected);
+    return full + 8 * stage;
+  }
+
+  // A reader: until the stage has been filled; and when its warp is done with it.
+  __device__ void wait() const { mbarrier_wait(full + 8 * stage, phase); }
+
+  __device__ void release() {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty(stage));
+    next();
+  }
+};
+
+// All threads, once all rings are initialised.
+__device__ inline void rings_ready() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  __syncthreads();
+}
+
+// Registers go from the warpgroup that loads to those that multiply.
+template <int Count>
+__device__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
+}
+
+template <int Count>
+__device__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
+}
+
+// Whether this thread asks for the tiles: one of the last warpgroup, which does nothing else.
+template <int Warps>
+__device__ bool is_loader() {
+  return threadIdx.x == 32 * Warps;
+}
+
+// A tile whose first element is at the coordinates (one for each axis) starts on its way. A box is as wide as a
+// swizzle atom; what lies outside of the tensor becomes 0.
+template <class Tile, int Stages, class... Coords>
+__device__ void fetch(Tile tile, Ring<Stages>& ring, Map const& map, Coords... coords) {
+  static_assert(sizeof...(Coords) >= 2 && sizeof...(Coords) <= 5);
+  int at[] = {coords...};
+  constexpr int rank = sizeof...(Coords);
+  Tile const to = tile.stage(ring.stage);
+  uint32_t const barrier = ring.acquire(Tile::bytes);
+  CUTE_UNROLL
+  for (int col = 0; col < Tile::cols; col += Tile::width) {
+    uint32_t const dst = cute::cast_smem_ptr_to_uint(to.data) + col * Tile::rows * sizeof(*to.data);
+    int const x = at[rank - 1] + col;
+    if constexpr (rank == 2) {
+      asm volatile(
+          "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
+              "r"(dst), "l"(&map), "r"(barrier), "r"(x), "r"(at[0])
+          : "memory");
+    } else if constexpr (rank == 3) {
+      asm volatile(
+          "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
+              "r"(dst), "l"(&map), "r"(barrier), "r"(x), "r"(at[1]), "r"(at[0])
+          : "memory");
+    } else if constexpr (rank == 4) {
+      asm volatile(
+          "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];" ::
+              "r"(dst), "l"(&map), "r"(barrier), "r"(x), "r"(at[2]), "r"(at[1]), "r"(at[0])
+          : "memory");
+    } else {
+      asm volatile(
+          "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::
+              "r"(dst), "l"(&map), "r"(barrier), "r"(x), "r"(at[3]), "r"(at[2]), "r"(at[1]), "r"(at[0])
+          : "memory");
+    }
+  }
+  ring.next();
+}
+
+}  // namespace fw

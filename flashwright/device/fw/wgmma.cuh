@@ -1,0 +1,143 @@
+// Matrix products of tiles with wgmma: four warps multiply 64 rows at once, and go on while it is being done. The right
+// operand comes from shared memory, the left one from there or from registers.
+#pragma once
+
+#include <fw/mma.cuh>
+#include <fw/wgmma_atom.cuh>
+
+namespace fw {
+
+// What wgmma has to know of a tile in shared memory. Along the swizzle's rows (of 32, 64 or 128 bytes) it finds its way
+// itself: 8 of them make an atom, and it is told how far apart the atoms are that lie below and beside each other.
+// A place in the tile is a sum in the lower half, which one addition of the uniform datapath makes.
+template <class Tile>
+struct Descriptor {
+  static constexpr uint32_t swizzle = Tile::bits == 3 ? 1 : Tile::bits == 2 ? 2 : 3;
+  static constexpr uint32_t upper = swizzle << 30 | 8 * Tile::row_bytes >> 4;
+  uint32_t lower;
+
+  __device__ explicit Descriptor(Tile tile)
+      : lower((cute::cast_smem_ptr_to_uint(tile.data) & 0x3ffff) >> 4 | (Tile::atom_bytes >> 4 & 0x3fff) << 16) {}
+
+  __device__ uint64_t at(uint32_t bytes) const {
+    return static_cast<uint64_t>(upper) << 32 | (lower + (bytes >> 4));
+  }
+
+  // Where a step of 16 along k begins: k along the columns, or along the rows.
+  __device__ uint64_t along_columns(int step) const {
+    constexpr int steps = Tile::row_bytes / 32;  // in an atom
+    return at(step / steps * Tile::atom_bytes + step % steps * 32);
+  }
+  __device__ uint64_t along_rows(int step) const { return at(step * 16 * Tile::row_bytes); }
+};
+
+// The number of this warpgroup, which the compiler then knows to be the same for all of its threads. Asked for once:
+// it takes a shuffle.
+__device__ inline int warpgroup() {
+  return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 128), 0);
+}
+
+// The left operand, step by step: the rows of this warpgroup in a shared tile, or registers.
+template <class Tile>
+struct LeftRows {
+  Descriptor<Tile> own;
+
+  __device__ LeftRows(Tile tile, int group) : own(tile) { own.lower += group * (64 * Tile::row_bytes >> 4); }
+  __device__ uint64_t operator()(int step) const { return own.along_columns(step); }
+};
+
+template <class Operand>
+struct LeftRegisters {
+  Operand const& a;
+  __device__ auto const& operator()(int step) const { return a.r[step][0]; }
+};
+
+template <class T, int Rows, int Cols>
+__device__ auto left_steps(SharedTile<T, Rows, Cols> tile, int group) {
+  return LeftRows<SharedTile<T, Rows, Cols>>(tile, group);
+}
+
+template <int Steps>
+__device__ auto left_steps(OperandA<1, Steps> const& a, int) {
+  return LeftRegisters<OperandA<1, Steps>>{a};
+}
+
+// Starts acc = A B, or acc += A B: B given as N rows of k columns (Transposed), or as k rows of N columns.
+template <bool Fresh, bool Transposed, class Acc, class A, class B>
+__device__ void start_product(int group, Acc& acc, A const& a, B b) {
+  using T = typename B::value_type;
+  static_assert(sizeof(T) == 2 && decltype(cute::size<0>(acc))::value == 2, "a warpgroup has 64 rows");
+  constexpr int steps = (Transposed ? B::cols : B::rows) / 16;
+  constexpr int columns = Transposed ? B::rows : B::cols;
+  auto const left = left_steps(a, group);
+  Descriptor<B> const right(b);
+  CUTE_UNROLL
+  for (int step = 0; step < steps; ++step) {
+    uint64_t const part = Transposed ? right.along_columns(step) : right.along_rows(step);
+    Wgmma<T, columns, !Transposed>::run(acc.data(), left(step), part, !Fresh || step > 0);
+  }
+}
+
+// Registers that the compiler must not move over this place.
+template <class Acc>
+__device__ void hold(Acc& acc) {
+  CUTE_UNROLL
+  for (int i = 0; i < decltype(cute::size(acc))::value; ++i) asm volatile("" : "+f"(acc.data()[i])::"memory");
+}
+
+// Behind this products may be started: what other instructions did to the accumulators is done.
+template <class... Accs>
+__device__ void open_products(Accs&... accs) {
+  (hold(accs), ...);
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Ends a group of products: those started since the last one.
+__device__ inline void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Until at most `Left` groups are under way; the accumulators of the others can be used.
+template <int Left, class... Accs>
+__device__ void finish_products(Accs&... accs) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Left) : "memory");
+  (hold(accs), ...);
+}
+
+// Computes all that a vector needs before what follows. Without it ptxas moves the wait for a product above work that
+// does not need the product, and nothing is left to do meanwhile; above a branch it moves none. What decides never
+// happens (a NaN that nobody makes), and would do no harm.
+template <class Vector>
+__device__ void settle(Vector const& values) {
+  float all = 0.f;
+  CUTE_UNROLL
+  for (int m = 0; m < decltype(cute::size(values))::value; ++m) all += values(m);
+  if (__any_sync(0xffffffffu, __float_as_int(all) == 0x7fedcba9)) __nanosleep(0);
+}
+
+// The whole product, waited for.
+template <bool Fresh, bool Transposed, class Acc, class A, class B>
+__device__ void product(int group, Acc& acc, A const& a, B b) {
+  open_products(acc);
+  start_product<Fresh, Transposed>(group, acc, a, b);
+  close_products();
+  finish_products<0>(acc);
+}
+
+// Warpgroups start their products one after the other: while one multiplies, another has time for its softmax. Each
+// waits at a barrier of its own (the block's is 0) for the one before it.
+template <int Groups>
+__device__ void take_turn(int group) {
+  asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory");
+}
+
+template <int Groups>
+__device__ void pass_turn(int group) {
+  asm volatile("bar.arrive %0, 256;" ::"r"(1 + (group + 1) % Groups) : "memory");
+}
+
+// The last one lets the first one begin.
+template <int Groups>
+__device__ void first_turn(int group) {
+  if (group == Groups - 1) pass_turn<Groups>(group);
+}
+
+}  // namespace fw

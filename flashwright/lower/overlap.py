@@ -1,0 +1,291 @@
+"""Two products under way at a time: while the tensor cores multiply, the softmax is computed.
+
+A loop of attention multiplies twice in a round: scores S = Q K^T, then O += P V with the P that is
+made of S. In each round but the first, the scores of this round are started together with the
+second product of the round before, whose operands are long there; then this round's softmax is
+computed under the second product. The loop is written out once before itself for the first scores,
+and once behind for the last product:
+
+    S(0), P(0);  for i = 1..: { start S(i); start O += P(i-1) V(i-1); wait for S; softmax;
+                                wait for O; rescale O; P(i) };  O += P(n) V(n)
+
+Whatever the loop does with O besides (the softmax rescales it) moves behind the wait for it. That
+is possible where nothing else reads O, and where it needs no value that changes in between.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from flashwright.check.program import Key
+from flashwright.lower import ir
+from flashwright.lower.code import Code, binary, call, choose, integer
+from flashwright.lower.element import ROW, TILE, Element, Leaf, Op, Reduce, leaves
+from flashwright.lower.idle import idle, variable
+from flashwright.lower.masks import GROUP_ROWS
+from flashwright.lower.names import tile_name
+from flashwright.lower.pipeline import plus, put
+
+
+def overlapped(body: tuple[ir.Statement, ...], turns: bool, few: bool) -> tuple[ir.Statement, ...]:
+    """Every loop that multiplies twice in a round, rewritten.
+
+    With `turns` the warpgroups start their products one after the other, so that one computes its
+    softmax while another multiplies.
+
+    With `few` warpgroups each must do more to keep the tensor cores busy: what it does with O waits
+    until the next scores are being multiplied, and the softmax is held to be done before the wait
+    for O. (Three do better with that where it is, and where the compiler puts it: measured, see
+    docs/performance.md.)
+    """
+    out: list[ir.Statement] = []
+    rows = _rows(body)
+    for node in body:
+        parts = _parts(node) if isinstance(node, ir.Loop) else None
+        if isinstance(node, ir.Loop) and parts:
+            out.append(_rewritten(node, parts, _own_end(node, parts, rows), turns, few))
+        elif isinstance(node, ir.Release) and out and _early(out[-1], node):
+            out.append(_released(out.pop(), node))
+        else:
+            out.append(node)
+    return tuple(out)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A round of the loop, taken apart."""
+
+    head: tuple[ir.Statement, ...]
+    """Waits for what the first product reads, and names."""
+    first: ir.Gemm
+    after: tuple[ir.Statement, ...]
+    """What the first product has read is handed back."""
+    middle: tuple[ir.Statement, ...]
+    """The softmax, but for what it does with O."""
+    rescale: tuple[ir.Compute, ...]
+    operand: ir.Operand
+    ready: tuple[ir.Statement, ...]
+    """Waits for what the second product reads."""
+    second: ir.Gemm
+    tail: tuple[ir.Statement, ...]
+
+
+def _rewritten(
+    loop: ir.Loop, parts: _Parts, own: ir.Define | None, turns: bool, few: bool
+) -> ir.Branch:
+    scores, out = parts.first.target, parts.second.target
+    first, second = (ir.Start(g, origin=g.origin) for g in (parts.first, parts.second))
+    take, give = ((ir.Turn("take"),), (ir.Turn("pass"),)) if turns else ((), ())
+    early, late = ((), parts.rescale) if few else (parts.rescale, ())
+    apart = (*late, ir.Open((out,))) if few else ()
+    before = (
+        *(ir.Define(loop.var, loop.low), *parts.head, ir.Open((scores,)), first),
+        *(ir.Finish(0, (scores,)), *parts.after, *parts.middle, *early, parts.operand),
+    )
+    body = (
+        *(*parts.head, *take, ir.Open((scores,) if few else (scores, out)), first),
+        *(*apart, *parts.ready, second, *give),
+        *(ir.Finish(1, (scores,)), *parts.after, *parts.middle),
+        *(*(_settled(parts.middle) if few else ()), ir.Finish(0, (out,)), *parts.tail),
+        *(*early, replace(parts.operand, again=True)),
+    )
+    again = replace(loop, low=plus(loop.low, 1), body=body)
+    behind = (*late, *parts.ready, ir.Open((out,)), second, ir.Finish(0, (out,)), *parts.tail)
+    rest: tuple[ir.Statement, ...] = ()
+    if own:
+        mine = Code(own.name)
+        again = replace(again, condition=binary("&&", loop.condition, Code(f"{loop.var} < {mine}")))
+        passing = (*parts.head, *take, *give, *parts.after, *parts.ready, *parts.tail)
+        rest = (replace(loop, low=mine, body=passing, origin=loop.origin.untitled),)
+        before = (own, *before)
+    condition = put(loop.condition, loop.var, loop.low)
+    then = (*before, again, *behind, *rest)
+    return ir.Branch(condition, then, origin=loop.origin.untitled)
+
+
+# --- a warpgroup's own end --------------------------------------------------------------------
+
+
+def _own_end(loop: ir.Loop, parts: _Parts, rows: Code | None) -> ir.Define | None:
+    """The round from which on a mask leaves nothing of a warpgroup's rows, at least the second: it
+    then only lets the tiles pass, while others go on with them. So does one whose rows are not
+    stored."""
+    own = _masked(loop, parts)
+    if own is None:
+        return None
+    if rows is not None:
+        first = binary("*", Code("group"), integer(GROUP_ROWS))
+        own = choose(binary("<", first, rows), own, integer(0))
+    return ir.Define(f"{loop.var}_own", call("fw::max", plus(loop.low, 1), own, type="int"))
+
+
+def _masked(loop: ir.Loop, parts: _Parts) -> Code | None:
+    work = [n for n in parts.middle if isinstance(n, ir.Compute)]
+    if len(work) < len(parts.middle):
+        return None
+    for node in work:
+        step = re.fullmatch(rf"{loop.var} \* (\w+)", node.cols.text) if node.cols else None
+        if not step or not node.end or re.search(rf"\b{loop.var}\b", node.end.text):
+            continue
+        if idle([*work, *parts.rescale], node):
+            return call("fw::ceil_div", node.end, Code(step[1]), type="int")
+    return None
+
+
+def _rows(body: tuple[ir.Statement, ...]) -> Code | None:
+    """How many rows of a block's tiles are stored, where it is the same for all of them."""
+    found = {n.window.rows for n in ir.flat(body) if isinstance(n, ir.Store)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _settled(middle: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
+    """The last vector that the softmax makes is made before the wait behind it."""
+    vectors = [
+        a.target
+        for node in middle
+        if isinstance(node, ir.Compute)
+        for a in node.assigns
+        if a.buffer and len(a.buffer.shape) == 1
+    ]
+    return (ir.Settle(variable(vectors[-1])),) if vectors else ()
+
+
+def _early(before: ir.Statement, node: ir.Release) -> bool:
+    """Whether a rewritten loop is done with a tile before its last product."""
+    if not isinstance(before, ir.Branch):
+        return False
+    loops = [n for n, part in enumerate(before.then) if isinstance(part, ir.Loop)]
+    behind = before.then[loops[0] + 1 :] if loops else before.then
+    reads = (n.gemm for n in behind if isinstance(n, ir.Start))
+    return bool(loops) and not any(node.key in (g.left, g.right) for g in reads)
+
+
+def _released(loop: ir.Statement, node: ir.Release) -> ir.Branch:
+    """The tile handed back right behind the loop, so that the next one can come."""
+    assert isinstance(loop, ir.Branch)
+    place = next(n for n, part in enumerate(loop.then) if isinstance(part, ir.Loop)) + 1
+    then = (*loop.then[:place], node, *loop.then[place:])
+    return replace(loop, then=then, orelse=(*loop.orelse, node))
+
+
+# --- taking a round apart ---------------------------------------------------------------------
+
+
+def _parts(loop: ir.Loop) -> _Parts | None:
+    body = loop.body
+    gemms = [n for n, node in enumerate(body) if isinstance(node, ir.Gemm)]
+    if len(gemms) != 2 or sum(isinstance(n, ir.Gemm) for n in ir.flat(body)) != 2:
+        return None
+    first, second = (body[n] for n in gemms)
+    assert isinstance(first, ir.Gemm)
+    assert isinstance(second, ir.Gemm)
+    head, between, tail = body[: gemms[0]], body[gemms[0] + 1 : gemms[1]], body[gemms[1] + 1 :]
+    operands = [n for n in between if isinstance(n, ir.Operand)]
+    fits = (
+        first.fresh
+        and not second.fresh
+        and first.left[1] == first.right[1] == "shared"
+        and len(operands) == 1
+        and (operands[0].target, operands[0].source) == (second.left, first.target)
+        and all(isinstance(n, (ir.Await, ir.Define)) for n in head)
+        and all(isinstance(n, ir.Release) for n in tail)
+    )
+    if not fits:
+        return None
+    return _sorted(head, first, between, operands[0], second, tail)
+
+
+def _sorted(
+    head: tuple[ir.Statement, ...],
+    first: ir.Gemm,
+    between: tuple[ir.Statement, ...],
+    operand: ir.Operand,
+    second: ir.Gemm,
+    tail: tuple[ir.Statement, ...],
+) -> _Parts | None:
+    after = tuple(n for n in between if isinstance(n, ir.Release))
+    ready = tuple(n for n in between if isinstance(n, ir.Await))
+    work = [n for n in between if not isinstance(n, (ir.Release, ir.Await, ir.Operand))]
+    if {n.key for n in ready} & {first.left, first.right}:
+        return None
+    middle: list[ir.Statement] = []
+    rescale: list[ir.Compute] = []
+    for node in work:
+        if not _speaks(node, second.target):
+            middle.append(node)
+            continue
+        parted = _parted(node, second.target)
+        if parted is None:
+            return None
+        middle.append(parted[0])
+        rescale.append(parted[1])
+    return _Parts(head, first, after, tuple(middle), tuple(rescale), operand, ready, second, tail)
+
+
+def _speaks(node: ir.Statement, key: Key) -> bool:
+    """Whether a statement has to do with a tile in registers."""
+    if isinstance(node, ir.Compute):
+        return any(_names(a, key) for a in node.assigns)
+    return any(
+        (isinstance(n, ir.Fill) and n.dest == key)
+        or (isinstance(n, ir.Store) and n.source == key)
+        or (isinstance(n, ir.Compute) and any(_names(a, key) for a in n.assigns))
+        for n in ir.flat((node,))
+    )
+
+
+def _names(assign: ir.Assign, key: Key) -> bool:
+    name = tile_name(key)
+    return any(variable(leaf) == name for leaf in (assign.target, *leaves(assign.value)))
+
+
+def _parted(node: ir.Statement, key: Key) -> tuple[ir.Compute, ir.Compute] | None:
+    """A statement without what it does with the tile, and that alone. Names of a row that both use
+    become vectors, which last from one to the other."""
+    if not isinstance(node, ir.Compute) or node.unless is not None:
+        return None
+    own = [a for a in node.assigns if _names(a, key)]
+    rest = [a for a in node.assigns if not _names(a, key)]
+    local = {a.target.code.text for a in rest if a.buffer is None}
+    used = {leaf.code.text for a in own for leaf in leaves(a.value)} & local
+    stable = all(
+        variable(leaf) == tile_name(key) or leaf.code.text in used or leaf.value is not None
+        for a in own
+        for leaf in leaves(a.value)
+    )
+    if not stable or any(a.target.axes != TILE for a in own):
+        return None
+    kept = {name: Leaf(Code(f"{name}s(m)", "float"), ROW) for name in used}
+    first, second = (tuple(_renamed(a, kept) for a in part) for part in (rest, own))
+    return (
+        replace(node, assigns=first, kept=tuple(sorted(f"{name}s" for name in used))),
+        replace(node, assigns=second, origin=node.origin.untitled),
+    )
+
+
+def _renamed(assign: ir.Assign, kept: dict[str, Leaf]) -> ir.Assign:
+    target = kept.get(assign.target.code.text, assign.target)
+    return replace(
+        assign, target=target, value=_with(assign.value, kept), kept=target is not assign.target
+    )
+
+
+def _with(x: Element, kept: dict[str, Leaf]) -> Element:
+    match x:
+        case Leaf():
+            return kept.get(x.code.text, x)
+        case Op(op, args):
+            return Op(op, tuple(_with(a, kept) for a in args))
+        case Reduce(op, arg):
+            return Reduce(op, _with(arg, kept))
+
+
+def kept_vectors(body: tuple[ir.Statement, ...]) -> dict[str, int]:
+    """The vectors that were made, and the rows of their tiles."""
+    return {
+        name: node.shape[0]
+        for node in ir.flat(body)
+        if isinstance(node, ir.Compute)
+        for name in node.kept
+    }

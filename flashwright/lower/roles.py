@@ -1,0 +1,183 @@
+"""Hopper's division of labour: one thread loads tiles by TMA, the warpgroups multiply and compute.
+
+The program is written out twice. The loader keeps the copies and what leads to them; the readers
+keep everything else, wait for a tile where they first need it, and hand its stage back where they
+last do. How often a tile is filled need not be known: both sides count as they go (device/fw/
+ring.cuh), so that any loop or branch around a copy will do, as long as it is the same for both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from flashwright.check.program import Buffer, Key, Program
+from flashwright.check.vocabulary import DTYPES
+from flashwright.gpu import Gpu
+from flashwright.lower import ir
+from flashwright.lower.code import Code
+from flashwright.lower.names import ring_name
+from flashwright.lower.overlap import overlapped
+
+WIDEST = 256  # columns of one wgmma
+MOST_GROUPS = 3
+MOST_AXES = 5  # of a tensor map
+
+
+def divided(
+    program: Program, gpu: Gpu, body: tuple[ir.Statement, ...]
+) -> tuple[ir.Statement, ...] | None:
+    """The two roles; None where it is no program for wgmma and TMA."""
+    if not gpu.wgmma or not _fits(program, body):
+        return None
+    loads = [n for n in ir.flat(body) if isinstance(n, ir.Load)]
+    readers = _Readers({load.dest for load in loads}, program.buffers)
+    reading, schedule = readers.body(body), program.schedule
+    if schedule.overlap:
+        groups = program.warps // 4
+        turns = schedule.ping_pong and groups > 1
+        reading = overlapped(reading, turns, few=groups < MOST_GROUPS)
+    return (ir.Roles(_loading(body), reading),)
+
+
+def ring_offsets(program: Program, kernel: ir.Kernel, begin: int) -> tuple[dict[Key, int], int]:
+    """Where the barriers of each tile's ring lie in shared memory, and where they end."""
+    offsets: dict[Key, int] = {}
+    filled = {n.dest for n in ir.flat(kernel.body) if isinstance(n, ir.Load)}
+    for key in (k for k in program.buffers if k in filled):
+        offsets[key] = begin
+        begin += 16 * program.buffers[key].stages
+    return offsets, begin
+
+
+# --- what wgmma and TMA can do ----------------------------------------------------------------
+
+
+def _fits(program: Program, body: tuple[ir.Statement, ...]) -> bool:
+    nodes = list(ir.flat(body))
+    loads = [n for n in nodes if isinstance(n, ir.Load)]
+    gemms = [n for n in nodes if isinstance(n, ir.Gemm)]
+    groups, rest = divmod(program.warps, 4)
+    return (
+        bool(gemms)
+        and not rest
+        and 1 <= groups <= MOST_GROUPS
+        and len({load.dest for load in loads}) == len(loads)
+        and all(_by_tma(load, program) for load in loads)
+        and all(_by_wgmma(gemm, program) for gemm in gemms)
+        and not any(_otherwise(n) for n in nodes)
+    )
+
+
+def _by_tma(load: ir.Load, program: Program) -> bool:
+    window, buffer = load.window, program.buffers[load.dest]
+    whole = window.cols is None and window.offset is None and len(buffer.shape) == 2
+    return whole and 2 <= len(window.start) <= MOST_AXES and buffer.shape[0] <= 256
+
+
+def _by_wgmma(gemm: ir.Gemm, program: Program) -> bool:
+    target, left, right = (program.buffers[k] for k in (gemm.target, gemm.left, gemm.right))
+    rows, columns = target.shape
+    depth = right.shape[1 if gemm.transposed else 0]
+    return (
+        DTYPES[right.dtype] == 2
+        and gemm.right[1] == "shared"
+        and rows == 16 * program.warps
+        and columns % 8 == 0
+        and columns <= WIDEST
+        and depth % 16 == 0
+        and (gemm.left[1] == "register" or left.shape[0] == rows)
+    )
+
+
+def _otherwise(node: ir.Statement) -> bool:
+    """Whether a statement uses shared memory in another way."""
+    if isinstance(node, ir.Move):
+        return True
+    return isinstance(node, ir.Store) and node.source[1] == "shared"
+
+
+# --- the loader -------------------------------------------------------------------------------
+
+
+def _loading(body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
+    """The copies, and the loops, branches and names that they need."""
+    out: list[ir.Statement] = []
+    for node in reversed(body):
+        if isinstance(node, ir.Load) or (isinstance(node, ir.Define) and node.name in _words(out)):
+            out.append(node)
+        elif isinstance(node, ir.Loop) and _loads(node):
+            out.append(replace(node, body=_loading(node.body)))
+        elif isinstance(node, ir.Branch) and _loads(node):
+            then, orelse = _loading(node.then), _loading(node.orelse)
+            out.append(replace(node, then=then, orelse=orelse))
+    return tuple(reversed(out))
+
+
+def _words(nodes: Iterable[ir.Statement]) -> set[str]:
+    """The names that copies, and what leads to them, speak of."""
+    codes: list[Code | None] = []
+    for node in ir.flat(tuple(nodes)):
+        match node:
+            case ir.Load(_, window):
+                codes += [*window.start]
+            case ir.Define(_, value):
+                codes.append(value)
+            case ir.Loop(_, low, condition):
+                codes += [low, condition]
+            case ir.Branch(condition):
+                codes.append(condition)
+    return {word for code in codes if code for word in re.findall(r"[A-Za-z_]\w*", code.text)}
+
+
+def _loads(node: ir.Statement) -> set[Key]:
+    return {n.dest for n in ir.flat((node,)) if isinstance(n, ir.Load)}
+
+
+# --- the readers ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Readers:
+    """Puts in who waits for what: every tile is waited for and handed back in the body that its
+    copy stood in, so that both are done as often as the copy."""
+
+    filled: set[Key]
+    buffers: Mapping[Key, Buffer]
+
+    def body(self, body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
+        before: dict[int, list[ir.Statement]] = {}
+        after: dict[int, list[ir.Statement]] = {}
+        for position, node in enumerate(body):
+            if isinstance(node, ir.Load):
+                uses = [n for n in range(position, len(body)) if _reads(body[n], node.dest)]
+                first, last = (uses[0], uses[-1]) if uses else (position, position)
+                before.setdefault(first, []).append(ir.Await(node.dest, origin=node.origin))
+                after.setdefault(last, []).append(ir.Release(node.dest))
+        out: list[ir.Statement] = []
+        for position, node in enumerate(body):
+            out += before.get(position, [])
+            if not isinstance(node, ir.Load):
+                out.append(self._node(node))
+            out += after.get(position, [])
+        return tuple(out)
+
+    def _node(self, node: ir.Statement) -> ir.Statement:
+        if isinstance(node, ir.Loop):
+            return replace(node, body=self.body(node.body))
+        if isinstance(node, ir.Branch):
+            return replace(node, then=self.body(node.then), orelse=self.body(node.orelse))
+        if isinstance(node, ir.Gemm):
+            left, right = (self._stage(k) for k in (node.left, node.right))
+            return replace(node, left_stage=left, right_stage=right)
+        return node
+
+    def _stage(self, key: Key) -> Code | None:
+        if key not in self.filled or self.buffers[key].stages == 1:
+            return None
+        return Code(f"{ring_name(key)}.stage")
+
+
+def _reads(node: ir.Statement, key: Key) -> bool:
+    return any(isinstance(n, ir.Gemm) and key in (n.left, n.right) for n in ir.flat((node,)))

@@ -1,0 +1,69 @@
+"""How blocks that stay share out the grid (device/fw/walk.cuh), under emulation."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import flashwright.emulate
+from flashwright.emulate.own import Kernel
+from tests.unit.emulated import needs_compilers
+
+SOURCE = """
+#include <fw/walk.cuh>
+extern "C" __global__ void walk(int* order, int width, int height, int depth) {
+  int turn = 0;
+  for (fw::Walk<%d> walk(width, height, depth); walk.more(); walk.next()) {
+    int const place = (walk.z() * height + walk.y()) * width + walk.x();
+    atomicAdd(order + 2 * place, 1);
+    order[2 * place + 1] = gridDim.x * turn++ + blockIdx.x;
+  }
+}
+"""
+
+
+@functools.cache
+def kernel(rounds: int) -> Kernel:
+    return flashwright.emulate.kernel(SOURCE % rounds)
+
+
+def walked(rounds: int, blocks: int, width: int, height: int, depth: int) -> tuple[int, np.ndarray]:
+    """How often each is taken, and in which turn by whom."""
+    order = np.zeros((depth, height, width, 2), np.int32)
+    done = kernel(rounds)(blocks, 1, order, width, height, depth)
+    assert done.ok, done
+    return set(order[..., 0].ravel()), order[..., 1]
+
+
+GRIDS = [(1, 1, 1), (4, 3, 2), (5, 7, 1), (16, 2, 2), (3, 40, 1), (67, 1, 1), (2, 1, 9)]
+
+
+@needs_compilers
+@pytest.mark.parametrize("rounds", [0, 2, 6])
+@pytest.mark.parametrize("blocks", [1, 4, 13])
+def test_every_block_of_the_grid_is_taken_once(rounds: int, blocks: int) -> None:
+    for grid in GRIDS:
+        often, _ = walked(rounds, blocks, *grid)
+        assert often == {1}, grid
+
+
+@needs_compilers
+@pytest.mark.parametrize(("width", "columns"), [(4, 66), (16, 33), (24, 30), (33, 12)])
+def test_all_have_as_much_to_do_where_blocks_grow(width: int, columns: int) -> None:
+    blocks = 13
+    _, order = walked(2, blocks, width, columns, 1)
+    load: Counter[int] = Counter()
+    for place, who in np.ndenumerate(order[0] % blocks):
+        load[who] += place[1] + 1
+    assert max(load.values()) / (sum(load.values()) / blocks) < 1.06
+
+
+@needs_compilers
+def test_the_longest_of_a_section_come_first() -> None:
+    _, order = walked(2, 4, 8, 4, 1)  # two rounds of four: one column each
+    turns = order[0] // 4
+    for column in turns:
+        assert list(np.argsort(-column, kind="stable")[:1]) == [0]

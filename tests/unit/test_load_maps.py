@@ -1,0 +1,319 @@
+"""Tensor maps, without a GPU: what a plan says of them, and what the driver is asked for."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashwright.build.encode import encode
+from flashwright.lang.diagnostic import Failed
+from flashwright.lower.launch_plan import LaunchPlan, PlanMap
+from tests.unit.fake_gpu import (
+    ATTENTION,
+    FORMAT,
+    MAP_SETTINGS,
+    Driver,
+    Map,
+    Tensor,
+    inputs,
+    kernel,
+    make_plan,
+    on_fake_gpu,
+    outputs,
+    plan_tensor,
+    process,
+    refused,
+    tensor,
+)
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("cc") and shutil.which("c++")), reason="no C and C++ compiler here"
+)
+
+MAPS = tuple(
+    PlanMap(tensor=name, box=(1, 1, rows, 64), swizzle=128)
+    for name, rows in (("Q", 128), ("K", 96), ("V", 80))
+)
+TYPES = {"fp16": 6, "bf16": 9, "fp32": 7, "int32": 3, "e4m3": 0, "e5m2": 0}  # of cuda.h
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
+    with process(tmp_path_factory.mktemp("driver")) as executor:
+        yield executor
+
+
+def shape(one: Map) -> tuple[list[int], list[int]]:
+    """Sizes, and strides in bytes without that of the last axis: in the order of the axes."""
+    rank = one.rank
+    return list(one.sizes[:rank])[::-1], list(one.strides[: rank - 1])[::-1]
+
+
+def small(*tensors: Any, maps: Any, **settings: Any) -> Any:
+    """A kernel of few tensors; batch and length are its dimensions."""
+    grid = (("length", 1, "+"),)
+    shared: dict[str, Any] = {"dims": ("batch", "length"), "grid": grid, **settings}
+    return kernel(tensors=tensors, maps=maps, **shared)
+
+
+# --- what the driver is asked for -------------------------------------------------------------
+
+
+@on_fake_gpu
+def test_the_struct_begins_with_the_maps() -> None:
+    driver, given, out = Driver(), inputs(), outputs()
+    driver.set("size", 3 * 128 + 248)
+    kernel(maps=MAPS)(*given, out=out)
+    expected: list[int] = []
+    for array in (*given, out["O"], out["LSE"]):
+        expected += [array.address, *array.strides]
+    found = driver.parameters("128s128s128s" + FORMAT)
+    assert found[:3] == tuple(bytes([0xC0 + n]) * 128 for n in range(3))
+    assert found[3:] == (*expected, 2, 6, 3, 300, 77)
+
+
+@on_fake_gpu
+def test_the_struct_is_padded_as_far_as_any_compiler_has_it() -> None:
+    driver = Driver()
+    driver.set("size", 640)  # of 632; that it is there, and zeros
+    kernel(maps=MAPS)(*inputs(), out=outputs())
+    assert driver.parameters("628x12s") == (bytes(12),)
+
+
+@on_fake_gpu
+def test_a_map_has_the_address_sizes_strides_and_box() -> None:
+    driver, given = Driver(), inputs()
+    kernel(maps=MAPS)(*given, out=outputs())
+    for number, rows in enumerate((128, 96, 80)):
+        one, array = driver.map(number), given[number].array
+        assert one.address == array.ctypes.data
+        assert shape(one) == (list(array.shape), list(array.strides[:-1]))
+        assert list(one.box[:4]) == [64, rows, 1, 1]
+        assert list(one.steps[:4]) == [1, 1, 1, 1]
+        assert [getattr(one, name) for name in MAP_SETTINGS] == [6, 0, 3, 2, 0]
+
+
+@on_fake_gpu
+def test_strided_and_turned_inputs() -> None:
+    """Q, K and V as slices of one packed projection, in both layouts."""
+    driver, run = Driver(), kernel(maps=MAPS)
+    packed = np.zeros((2, 50, 3, 6, 64), np.float16)
+    q, k, v = (packed[:, :, i] for i in range(3))
+    slopes, out = tensor(6, dtype="float32"), tensor(2, 6, 50, 64)
+    turned = [Tensor(x.transpose(0, 2, 1, 3)) for x in (q, k, v)]
+    other = Tensor(out.array.transpose(0, 2, 1, 3))
+    for layout, arrays, to in (
+        ("bhsd", turned, out),
+        ("bshd", [Tensor(x) for x in (q, k, v)], other),
+    ):
+        run(*arrays, slopes, out=to, layout=layout)
+        for number in range(3):
+            one = driver.map(number)
+            assert one.address == packed.ctypes.data + number * 6 * 64 * 2
+            assert shape(one) == ([2, 6, 50, 64], [50 * 3 * 6 * 128, 128, 3 * 6 * 128]), layout
+
+
+@on_fake_gpu
+def test_broadcast_inputs_have_a_stride_of_nothing() -> None:
+    driver, given = Driver(), inputs()
+    given[1] = Tensor(np.broadcast_to(np.zeros((1, 1, 77, 64), np.float16), (2, 3, 77, 64)))
+    kernel(maps=MAPS)(*given, out=outputs())
+    assert shape(driver.map(1)) == ([2, 3, 77, 64], [0, 0, 128])
+
+
+@on_fake_gpu
+def test_the_stride_of_an_axis_with_one_position_is_one_that_the_driver_takes() -> None:
+    q = tensor(1, 6, 1, 64)
+    for odd in (6, 10, 1 << 45):
+        strided = np.lib.stride_tricks.as_strided(q.array, strides=(odd, 128, odd, 2))
+        kernel(maps=MAPS)(Tensor(strided), *inputs(batch=1, q=1)[1:], out=outputs(batch=1, q=1))
+        assert shape(Driver().map(0)) == ([1, 6, 1, 64], [16, 128, 16])
+
+
+@on_fake_gpu
+def test_split_heads_and_sizes_that_are_worked_out() -> None:
+    driver = Driver()
+    tensors = (
+        plan_tensor("Q", "B:batch L:length H:kv_heads G:4 D:64", vector=8),
+        plan_tensor("P", "T:length,16,ceil_div D:64", vector=8),
+        plan_tensor("O", "B:batch L:length D:64"),
+    )
+    maps = (
+        PlanMap(tensor="P", box=(16, 32), swizzle=64),
+        PlanMap(tensor="Q", box=(1, 16, 1, 4, 64), swizzle=0),
+    )
+    run = small(*tensors, maps=maps, dims=("batch", "length", "kv_heads"))
+    run(tensor(2, 12, 40, 64), tensor(3, 64), out=tensor(2, 40, 64))
+    first, second = driver.map(0), driver.map(1)
+    assert shape(first) == ([3, 64], [128])
+    assert (list(first.box[:2]), first.swizzle) == ([32, 16], 2)
+    row = 128
+    assert shape(second) == ([2, 40, 3, 4, 64], [480 * row, row, 160 * row, 40 * row])
+    assert (list(second.box), second.swizzle) == ([64, 4, 1, 16, 1], 0)
+
+
+@on_fake_gpu
+def test_one_axis_and_every_type() -> None:
+    driver = Driver()
+    for dtype, number in TYPES.items():
+        if dtype.startswith("e"):
+            continue  # NumPy memory of these cannot be had; the number is encode.py's all the same
+        wide = 16 // (4 if dtype.endswith("32") else 2)
+        tensors = (
+            plan_tensor("X", "T:length", dtype, vector=wide),
+            plan_tensor("O", "B:batch L:length"),
+        )
+        run = small(*tensors, maps=(PlanMap(tensor="X", box=(32,), swizzle=0),))
+        names = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "int32": "int32"}
+        run(tensor(100, dtype=names[dtype]), batch=1, out=tensor(1, 100))
+        assert shape(driver.map(0)) == ([100], [])
+        assert driver.map(0).type == number
+
+
+def test_the_numbers_of_the_types() -> None:
+    """As the launcher gets them: a map's are the last, its type behind the tensor's number."""
+    for dtype, number in TYPES.items():
+        changes = {"dtype": dtype, "vector": 16}
+        tensors = tuple(t.model_copy(update=changes) for t in ATTENTION)
+        box = PlanMap(tensor="K", box=(1, 1, 64, 16), swizzle=64)
+        assert encode(make_plan(tensors=tensors, maps=(box,))).numbers[-8:] == (
+            *(1, 1, number, 2),
+            *(1, 1, 64, 16),
+        )
+
+
+# --- tensors without elements -----------------------------------------------------------------
+
+
+@on_fake_gpu
+def test_without_keys_the_map_is_of_a_zero() -> None:
+    """The kernel runs, and whatever it loads of K is 0. PyTorch's empty tensors lie at null."""
+    driver, loads = Driver(), Driver().count("loads")
+    given = inputs(k=0)
+    given[2] = _at_null(2, 3, 0, 64)
+    run = kernel(maps=MAPS)
+    for _ in range(2):
+        run(*given, out=outputs())
+        assert driver.map(0).address == given[0].address
+        for number in (1, 2):
+            one = driver.map(number)
+            assert (one.address, one.rank) == (driver.zeros, 4)
+            assert shape(one) == ([1, 1, 1, 1], [16, 16, 16])
+            assert list(one.box[:4]) == [64, (96, 80)[number - 1], 1, 1]
+    assert driver.count("loads") == loads + 2  # the kernel, and the zeros once
+    assert driver.count("mode") == 0  # the capture mode is put back
+
+
+def _at_null(*sizes: int) -> Tensor:
+    class Null(Tensor):
+        address = 0  # type: ignore[assignment]
+
+    return Null(np.zeros(sizes, np.float16))
+
+
+@on_fake_gpu
+def test_a_problem_without_blocks_encodes_nothing() -> None:
+    driver, run = Driver(), kernel(maps=MAPS)
+    before = driver.count("launches")
+    driver.set("fail_map", 1)
+    run(*inputs(batch=0), out=outputs(batch=0))
+    assert driver.count("launches") == before
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+@on_fake_gpu
+def test_a_refusal_of_the_driver_names_the_tensor() -> None:
+    driver, run, given = Driver(), kernel(maps=MAPS), inputs()
+    before = driver.count("launches")
+    far = np.lib.stride_tricks.as_strided(given[2].array, strides=(1 << 40, 9856, 128, 2))
+    with refused(
+        RuntimeError,
+        "the tensor map of `V`, whose shape is (2, 3, 77, 64) and whose strides are (549755813888,",
+        "CUDA_ERROR_INVALID_VALUE",
+    ):
+        run(*given[:2], Tensor(far), given[3], out=outputs())
+    driver.set("fail_map", 1)
+    with refused(RuntimeError, "the tensor map of `Q`", "CUDA_ERROR_INVALID_VALUE"):
+        run(*given, out=outputs())
+    assert driver.count("launches") == before
+    driver.set("fail_map", 0)
+    run(*given, out=outputs())
+
+
+@on_fake_gpu
+def test_what_tma_cannot_take_is_said_before_the_driver_is_asked() -> None:
+    run, given = kernel(maps=MAPS), inputs()
+    tight = Tensor(np.zeros((2, 3, 77, 65), np.float16)[..., :64])
+    with refused(ValueError, "`K` must have strides that are multiples of 8 elements"):
+        run(given[0], tight, *given[2:], out=outputs())
+    odd = Tensor(np.zeros(2 * 3 * 77 * 64 + 1, np.float16)[1:].reshape(2, 3, 77, 64))
+    with refused(ValueError, "`K` must begin at a multiple of 16 bytes"):
+        run(given[0], odd, *given[2:], out=outputs())
+
+
+def _without() -> str:
+    kernel()(*inputs(), out=outputs())  # has no maps
+    try:
+        kernel(maps=MAPS)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_an_older_driver_is_told_of_when_the_kernel_is_loaded(tmp_path: Path) -> None:
+    with process(tmp_path, "-DWITHOUT_MAPS") as pool:
+        said = pool.submit(_without).result()
+    assert "has no cuTensorMapEncodeTiled" in said
+    assert "CUDA 12.0 or newer" in said
+
+
+K = {t.name: t for t in ATTENTION}["K"]
+FLAT = K.model_copy(update={"name": "P", "flat": True})
+MANY = plan_tensor("M", " ".join(["T:1"] * 6), vector=8)
+NARROW = K.model_copy(update={"name": "N", "vector": 4})
+NONE = K.model_copy(update={"name": "X", "vector": 0})
+STRANGE = K.model_copy(update={"name": "S", "dtype": "fp64"})
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"tensor": "W"}, "a map of `W`, which is no tensor"),
+    ({"tensor": "O"}, "the map of `O` is for loads, of a tensor that is read and not flat"),
+    ({"tensor": "P"}, "the map of `P` is for loads"),
+    ({"tensor": "M", "box": (1, 1, 1, 1, 1, 8)}, "has 6 axes; TMA knows 1 to 5"),
+    ({"box": (64, 64)}, "the map of `K` has a box of 2 axes, the tensor has 4"),
+    ({"box": ()}, "a box of 0 axes"),
+    ({"box": (1, 1, 257, 64)}, "has the box [1, 1, 257, 64]; on each axis there can be 1 to 256"),
+    ({"box": (1, 0, 64, 64)}, "the box [1, 0, 64, 64]"),
+    ({"swizzle": 16}, "swizzles over 16 bytes: it can be 0, 32, 64, 128"),
+    ({"box": (1, 1, 64, 12), "swizzle": 0}, "24 bytes in a row of its box: not a multiple of 16"),
+    ({"swizzle": 64}, "128 bytes in a row of its box, more than its swizzle, 64"),
+    ({"tensor": "N"}, "the map of `N` needs a vector of 8, not 4"),
+    ({"tensor": "X"}, "the map of `X` needs a vector of 8, not 0"),
+    ({"tensor": "S"}, "element type fp64"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), WRONG, ids=[words for _, words in WRONG])
+def test_a_map_that_cannot_be_made_is_refused(changes: dict[str, Any], words: str) -> None:
+    usual: dict[str, Any] = {"tensor": "K", "box": (1, 1, 64, 64), "swizzle": 128}
+    tensors = (*ATTENTION, FLAT, MANY, NARROW)
+    tensors += tuple(t for t in (NONE, STRANGE) if t.name == changes.get("tensor"))
+    encode(make_plan(tensors=tensors[: len(ATTENTION) + 3], maps=(PlanMap(**usual),)))
+    with pytest.raises(Failed, match=re.escape(words)) as failed:
+        encode(make_plan(tensors=tensors, maps=(PlanMap(**{**usual, **changes}),)))
+    assert {d.code for d in failed.value.diagnostics} == {"FW852"}
+
+
+def test_maps_are_told_only_where_there_are_some() -> None:
+    assert "maps" not in make_plan().dump()
+    plan = make_plan(maps=MAPS)
+    assert LaunchPlan.model_validate_json(plan.dump()) == plan
+    assert plan.model_copy(update={"maps": ()}) == make_plan()
+    assert plan.dump().startswith(make_plan().dump().removesuffix("\n}\n"))

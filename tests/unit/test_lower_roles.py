@@ -1,0 +1,131 @@
+"""Hopper's roles and overlap: what stands where in the kernel, and which programs get them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from flashwright import gpu as gpus
+from flashwright.author.builtin.author import write_code, write_sketch
+from flashwright.author.builtin.variants import make_spec
+from flashwright.build.encode import encode
+from flashwright.check.check import check
+from flashwright.lang.parse import parse
+from flashwright.lower.launch_plan import LaunchPlan
+from flashwright.lower.translate import translate
+
+
+def translated(
+    variant: str = "gqa", schedule: Mapping[str, int] | None = None, **settings: Any
+) -> tuple[str, LaunchPlan]:
+    spec = make_spec(variant, **{"head_dim": 128, "dtype": "bf16", **settings})
+    card = gpus.find("h200")
+    code = write_code(write_sketch(spec), spec, card).code
+    params = "".join(f"param {name} = {value}\n" for name, value in (schedule or {}).items())
+    checked = check(parse(params + code), card)
+    assert checked.program is not None
+    assert not checked.diagnostics
+    made = translate(checked.program, card)
+    return made.source, made.plan
+
+
+def parts(source: str) -> tuple[str, str]:
+    """What the loader does, and what the readers do."""
+    loader, _, readers = source.partition("    return;\n  }\n")
+    return loader.partition("fw::rings_ready();")[2], readers
+
+
+def test_one_thread_loads_and_the_others_do_everything_else() -> None:
+    source, plan = translated(causal=True)
+    loader, readers = parts(source)
+    assert re.findall(r"fw::fetch\((\w)_shared", loader) == ["Q", "K", "V"]
+    assert "product" not in loader
+    assert "fw::fetch" not in readers
+    assert plan.threads == 32 * 8 + 128
+    assert [m.tensor for m in plan.maps] == ["Q", "K", "V"]
+    assert {m.box for m in plan.maps} == {(1, 1, 128, 64)}
+    encode(plan)  # the launcher takes it
+
+
+def test_every_tile_is_waited_for_and_handed_back_as_often_as_it_is_filled() -> None:
+    _, readers = parts(translated()[0])
+    first, _, rest = readers.partition("      for (int i = 1;")
+    loop, _, last = rest.partition("\n      }\n")
+    for text, waits in ((first, ["Q", "K"]), (loop, ["K", "V"]), (last, ["V"])):
+        assert re.findall(r"(\w)_ring\.wait\(\)", text) == waits
+    # Q is done with before the last product; where there is no key at all, too.
+    for text, releases in ((first, ["K"]), (loop, ["K", "V"]), (last, ["Q", "V", "Q"])):
+        assert re.findall(r"(\w)_ring\.release\(\)", text) == releases
+    assert re.search(r"\} else \{\s+Q_ring\.release\(\);", last)
+
+
+def in_order(readers: str, *texts: str) -> bool:
+    loop = readers[readers.index("for (int i = 1;") :]
+    places = [loop.index(text) for text in texts]
+    return places == sorted(places)
+
+
+def test_the_softmax_is_computed_under_the_second_product() -> None:
+    _, readers = parts(translated(causal=True)[0])
+    assert in_order(
+        readers,
+        *("fw::take_turn", "fw::open_products(S)", "fw::start_product<true, true>(group, S"),
+        *("O(m, n) = O(m, n) * drops(m)", "fw::open_products(O)"),
+        *("fw::start_product<false, false>(group, O", "fw::pass_turn", "fw::finish_products<1>(S)"),
+        *("K_ring.release", "fw::exp2(S(m, n)", "fw::settle(Ssum)", "fw::finish_products<0>(O)"),
+        *("V_ring.release", "S_operand = fw::operand"),
+    )
+
+
+def test_a_warpgroup_ends_where_its_mask_does_and_lets_the_tiles_of_the_others_pass() -> None:
+    _, readers = parts(translated(causal=True)[0])
+    assert "for (int i = 1; i * BN < i_end && i < i_own; ++i)" in readers
+    passing = readers[readers.index("for (int i = i_own; i * BN < i_end; ++i)") :]
+    passing = passing[: passing.index("\n      }\n")]
+    steps = ("K_ring.wait", "take_turn", "pass_turn", "K_ring.release", "V_ring.wait")
+    places = [passing.index(step) for step in (*steps, "V_ring.release")]
+    assert places == sorted(places)
+    assert "product" not in passing
+    for settings in ({}, {"window": 100}):  # nobody ends before the others
+        assert "i_own" not in translated(**settings)[0]
+
+
+@pytest.mark.parametrize(
+    ("param", "without"),
+    [("Overlap", "fw::start_product"), ("PingPong", "_turn"), ("Persistent", "")],
+)
+def test_the_schedule_is_the_programs_choice(param: str, without: str) -> None:
+    source, plan = translated(causal=True)
+    other, launch = translated(causal=True, schedule={param: 0})
+    same, again = translated(causal=True, schedule={param: 1})
+    assert re.sub(r"// +\d+ \|", "", same) == re.sub(r"// +\d+ \|", "", source)
+    assert again == plan
+    if without:
+        assert without in source
+        assert without not in other
+    assert launch.stays == (param != "Persistent")
+    assert plan.stays
+    dims = {"q_len": 1000, "kv_len": 1000, "heads": 16, "kv_heads": 4, "batch": 3}
+    assert plan.blocks(dims, sms=132) == (132,)
+    assert launch.model_copy(update={"stays": False}).blocks(dims, sms=132) == (8 * 16 * 3,)
+
+
+@pytest.mark.parametrize(
+    ("variant", "settings"),
+    [("gqa", {"dtype": "fp8"}), ("nsa-selected", {})],
+    ids=str,
+)
+def test_what_wgmma_cannot_do_goes_the_other_way(variant: str, settings: dict[str, Any]) -> None:
+    source, plan = translated(variant, **settings)
+    assert plan.maps == ()
+    assert "fw::gemm<" in source
+
+
+@pytest.mark.parametrize("width", [64, 96, 128, 256])
+def test_boxes_are_as_wide_as_the_swizzle(width: int) -> None:
+    _, plan = translated(head_dim=width)
+    swizzle = 128 if width % 64 == 0 else 64
+    assert {(m.swizzle, m.box[-1]) for m in plan.maps} == {(swizzle, swizzle // 2)}
