@@ -27,8 +27,8 @@ SHARED_BYTES_PER_CLOCK = 128
 ISSUED_PER_CLOCK = 4
 # Four threads share a row of an mma accumulator, and each works out its maximum and factor (PTX).
 LANES_OF_A_ROW = 4
-# Per step, with wgmma: loop and address arithmetic, and waiting at barriers. Guesses, as there are
-# no such kernels yet to count; with ALONE_WGMMA they give the shares named above.
+# Per step, with wgmma: loop and address arithmetic, and waiting at barriers. Guesses from
+# before there were such kernels to count; with ALONE_WGMMA they give the shares named above.
 ISSUE_CYCLES = 80
 WAIT_CYCLES = 60
 # Per step, with mma.sync, beyond what is issued: two block barriers, and the operands that are
