@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from flashwright.build.classes import Kernels
     from flashwright.build.load import Kernel
     from flashwright.judge.verdict import Verdict
     from flashwright.sandbox.candidate import Candidate
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
-def load(folder: str | Path) -> Kernel:
+def load(folder: str | Path) -> Kernel | Kernels:
     """The kernel in a folder, as a function: `flashwright.load(folder)(q, k, v)`."""
-    from flashwright.build import load as package  # only now: the command line needs none of it
+    from flashwright.build import classes as package  # only now: the command line needs none of it
 
     return package.load(folder)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from flashwright import __version__
+from flashwright.build.package import CLASSES, TUNING
 from flashwright.files import cannot, recorded, set_aside, sha256, write
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
@@ -177,7 +178,7 @@ def _prepare(folder: Path) -> tuple[str, ...]:
             path.unlink(missing_ok=True)
     except OSError as error:
         raise cannot("use", folder, error) from None
-    return set_aside(folder, ARTEFACTS, ours)
+    return set_aside(folder, (*ARTEFACTS, CLASSES, TUNING), ours)
 
 
 def _timed(stage: Stage, run: Run, progress: Progress) -> Run:

@@ -193,7 +193,7 @@ class _Shapes:
 
     def __init__(self, plan: LaunchPlan, layout: str) -> None:
         self.plan = plan
-        self.sources = _dim_sources(plan, layout)
+        self.sources = dim_sources(plan, layout)
         self.axes = {i: self._axes(t, layout) for i, t in enumerate(plan.tensors) if t.written}
 
     def of(self, index: int, given: list[Any], dims: list[Any]) -> list[int]:
@@ -231,7 +231,7 @@ class _Shapes:
         return found
 
 
-def _dim_sources(plan: LaunchPlan, layout: str) -> dict[str, tuple[int, int, int]]:
+def dim_sources(plan: LaunchPlan, layout: str) -> dict[str, tuple[int, int, int]]:
     """For each dimension an input that has it: which, on which axis, and divided by what."""
     sources: dict[str, tuple[int, int, int]] = {}
     for index, tensor in enumerate(plan.tensors):

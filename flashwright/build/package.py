@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 RECORD = "build.json"
+CLASSES = "classes.json"
+"""Which of several kernels serves which lengths (classes.py)."""
+TUNING = "tuning.json"
+"""What was tried to find them (measure/tune)."""
 TRANSLATED = ("kernel.cu", "kernel.map.json", "launch.json")
 COMPILED = ("kernel.cubin", "kernel.ptx")
 IN_RECORD = ("code.tl", "spec.toml", *TRANSLATED, *COMPILED)
@@ -36,12 +40,16 @@ def compiled(built: Built, ptx: bool = True) -> dict[str, str | bytes]:
 
 
 def record(built: Built, gpu: Gpu, files: Mapping[str, str | bytes]) -> str:
-    """build.json: with what it was compiled, what ptxas says, and the digest of every file."""
+    """build.json: with what it was compiled, what ptxas says, and the digest of every file.
+
+    Of a further kernel it is the digest of its own build.json, which has those of its files.
+    """
+    more = [name for name in files if name == CLASSES or name.endswith(f"/{RECORD}")]
     told = {
         "schema": SCHEMA,
         "flashwright": __version__,
         "gpu": gpu.name,
         **built.record(),
-        "artefacts": {name: sha256(files[name]) for name in IN_RECORD if name in files},
+        "artefacts": {name: sha256(files[name]) for name in (*IN_RECORD, *more) if name in files},
     }
     return json.dumps(told, indent=2) + "\n"

@@ -105,6 +105,9 @@ def emulate(
         library()
         meant, base = _meant(what, spec)
         dims = {**(dict(meant.dims) if meant else {}), **on_cpu.problem(sizes, meant)}
+        serving = _serving(what, dims)
+        if Path(serving) != Path(what):
+            what, package = serving, _package(serving, gpu)
         trial = _Trial(package, meant, base, dims, seed, seconds)
         for number, one in enumerate(schedules):
             step(number, len(schedules), one)
@@ -150,6 +153,14 @@ def _package(what: str, gpu: str | None) -> Package:
     if path.suffix == ".cu":
         return compile_package(path, what)
     return _compiled(what, gpu)
+
+
+def _serving(what: str, dims: Mapping[str, int]) -> str:
+    """Of a package with several kernels the one that such a problem is given to."""
+    from flashwright.build.classes import serving
+
+    is_folder = what != "-" and Path(what).is_dir()
+    return str(serving(Path(what), dims)) if is_folder else what
 
 
 def _compiled(file: str, gpu: str | None) -> Package:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -112,26 +113,60 @@ def build(
 
     is_folder = what != "-" and Path(what).is_dir()
     file = str(Path(what, CODE)) if is_folder else what
-    card = find_gpu(gpu if gpu is not None else _known_gpu(Path(what)))
+    card = find_gpu(gpu if gpu is not None else known_gpu(Path(what)))
     tools = toolchain.find()  # before the work, so that nothing is changed where it is missing
+    folder = out or (Path(what) if is_folder else Path("out", f"{_stem(file)}-{card.name}"))
+    order = _Order(card, tools, ptx, real)
+    further: dict[str, str | bytes] = {}
+    for name in _others(Path(what)) if is_folder else ():
+        _build(str(Path(what, name, CODE)), folder / name, order)
+        further[f"{name}/{package.RECORD}"] = (folder / name / package.RECORD).read_bytes()
+    if further:
+        further[package.CLASSES] = Path(what, package.CLASSES).read_bytes()
+    _build(file, folder, order, further)
+    return FINE
+
+
+@dataclass(frozen=True)
+class _Order:
+    """With what all kernels of a package are built."""
+
+    card: Gpu
+    tools: Toolchain
+    ptx: bool
+    real: str | None
+
+
+def _others(folder: Path) -> tuple[str, ...]:
+    """The further kernels of a package; those that are built already say whether they belong."""
+    from flashwright.build import classes, package
+
+    return classes.read(folder).others if (folder / package.CLASSES).is_file() else ()
+
+
+def _build(
+    file: str, folder: Path, order: _Order, further: Mapping[str, str | bytes] | None = None
+) -> None:
+    """One kernel; `further` are the records of its package's others, and when they serve."""
+    from flashwright.build import package
+
+    card = order.card
     program, source = load_program(file, card)
     made = _translated(file, program, source, card)
-    folder = out or (Path(what) if is_folder else Path("out", f"{_stem(file)}-{card.name}"))
     files = {**_inputs(file, source), **package.translated(made)}
     try:
         with blaming(shown_name(file), source):
-            made, built = _compiled(program, made, card, source, tools, real)
+            made, built = _compiled(program, made, card, source, order.tools, order.real)
     except Blamed as blamed:
         if exit_code(blamed.diagnostics) == WRONG:
             _put(folder, files)  # what the compiler complains of, to look at
         raise
-    files |= {**package.translated(made), **package.compiled(built, ptx)}
+    files |= {**package.translated(made), **package.compiled(built, order.ptx), **(further or {})}
     kept = _put(folder, {**files, package.RECORD: package.record(built, card, files)})
     _tell_built(built, made, folder, kept)
-    return FINE
 
 
-def _known_gpu(folder: Path) -> str:
+def known_gpu(folder: Path) -> str:
     """The GPU that a folder was made for, as its records say."""
     for name in ("build.json", "result.json"):
         try:

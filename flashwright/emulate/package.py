@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 
 from flashwright.build import toolchain
+from flashwright.build.classes import Classes
+from flashwright.build.classes import read as read_classes
 from flashwright.build.compile import NAME, build
 from flashwright.build.load import PTX, read_plan
 from flashwright.emulate.emulate import SMS, Array, Result, addresses, prepare, run
@@ -134,6 +136,30 @@ def read_package(folder: Path, name: str = "", file: str = PTX) -> Package:
         read(folder),
         _text(folder / CODE),
     )
+
+
+@dataclass(frozen=True)
+class Served:
+    """The kernels of a package, each for the sizes that it serves."""
+
+    classes: Classes
+    packages: Mapping[str, Package]
+
+    @property
+    def plan(self) -> LaunchPlan:
+        """How it is called: alike for all."""
+        return next(iter(self.packages.values())).plan
+
+    def pick(self, dims: Mapping[str, int]) -> Package:
+        """The kernel that a problem of these sizes is given to."""
+        return self.packages[self.classes.pick(dims.get(self.classes.by, 0))]
+
+
+def read_served(folder: Path) -> Served:
+    """All kernels of a package that are ever called; Failed as read_package says."""
+    rules = read_classes(folder)
+    used = dict.fromkeys(rule.kernel for rule in rules.rules)
+    return Served(rules, {name: read_package(folder / name) for name in used})
 
 
 def compile_package(path: Path, name: str = "") -> Package:

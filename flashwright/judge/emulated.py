@@ -19,7 +19,7 @@ import numpy as np
 
 from flashwright.emulate.emulate import COUNTS, Finding, Result
 from flashwright.emulate.machine import library
-from flashwright.emulate.package import Package, Unending, read_package
+from flashwright.emulate.package import Package, Served, Unending, read_served
 from flashwright.emulate.places import CODES, diagnostics
 from flashwright.judge.expected import Expected
 from flashwright.judge.form import PackageForm, planned_shape
@@ -69,9 +69,10 @@ def judge_emulated(
     there is nothing that can be executed.
     """
     tell = progress or (lambda done, total, text: None)
-    package = read_package(Path(folder))
+    served = read_served(Path(folder))
     tell(0, 1, "reading its PTX")
-    _ = package.program  # what cannot be executed is told before anything is tried
+    for package in served.packages.values():
+        _ = package.program  # what cannot be executed is told before anything is tried
     tell(0, 1, "compiling the emulator, once")
     library()
     hearing = _Hearing(
@@ -82,13 +83,13 @@ def judge_emulated(
         base=base,
         limits=limits or Limits(),
         libraries=False,
-        sandbox=partial(Emulator, package=package),
+        sandbox=partial(Emulator, served=served),
         questions=ASKED,
         settled={**SETTLED, "hazards": tuple(hazard(k, _NOTHING).name for k in CODES)},
-        package=package,
+        served=served,
         until=time.monotonic() + seconds,
     )
-    found = hearing.verdict(EMULATION, package.plan.arch, lengths, tell)
+    found = hearing.verdict(EMULATION, served.plan.arch, lengths, tell)
     return replace(found, unable=None)  # nobody expects a library there
 
 
@@ -138,6 +139,7 @@ def pose(
 class Launch:
     """A launch in which something was found."""
 
+    package: Package
     findings: tuple[Finding, ...]
     inputs: Mapping[str, Array]
     outputs: Mapping[str, tuple[Sequence[int], str]]
@@ -149,7 +151,7 @@ class Launch:
 class Emulator(Sandbox):
     """In the place of a process: the package's PTX, executed here."""
 
-    package: Package | None = None
+    served: Served | None = None
     launches: int = 0
     found: list[Launch] = field(default_factory=list)
     _first: Called | None = None
@@ -202,12 +204,12 @@ class Emulator(Sandbox):
         dims: Mapping[str, int],
         schedule: str,
     ) -> Called:
-        assert self.package is not None
-        start = time.monotonic()
-        made, done = launch(self.package, inputs, outputs, dims, schedule, self.limits.seconds)
+        assert self.served is not None
+        start, package = time.monotonic(), self.served.pick(dims)
+        made, done = launch(package, inputs, outputs, dims, schedule, self.limits.seconds)
         self.launches += 1
         if done.findings:
-            self.found.append(Launch(done.findings, inputs, outputs, dims, schedule))
+            self.found.append(Launch(package, done.findings, inputs, outputs, dims, schedule))
         told = {name: Output(array, outputs[name][1]) for name, array in made.items()}
         return Called(told, seconds=time.monotonic() - start)
 
@@ -260,16 +262,18 @@ def _same(one: Called, other: Called) -> bool:
 
 @dataclass
 class _Hearing(Hearing):
-    package: Package | None = None
+    served: Served | None = None
     until: float = 0.0
 
     def _trial(self, running: Sandbox, expected: Expected) -> Trial:
-        assert self.package is not None
-        form = PackageForm(self.spec, self.package.plan)
+        assert self.served is not None
+        form = PackageForm(self.spec, self.served.plan)
         return Trial(running, form, self.spec, expected, differs=_DIFFERS)
 
     def _problems(self, lengths: Sequence[tuple[int, int]] | None) -> list[Problem]:
-        return problems(self.spec, self.seed, "emulated", lengths)
+        assert self.served is not None
+        bounds = self.served.classes.bounds
+        return problems(self.spec, self.seed, "emulated", lengths, bounds)
 
     def _enough(self, running: Sandbox, done: int, total: int) -> bool:
         """The time is up, or something was found: one place is enough to mend."""
@@ -285,19 +289,29 @@ class _Hearing(Hearing):
 
     def _hazards(self, found: Sequence[Launch]) -> list[Offence]:
         """The offences of the first launch that has any, at their lines of TL."""
-        assert self.package is not None
-        first, package = found[0], self.package.with_lines()
-        if package is not self.package:  # the same launch, by instructions that know their lines
+        first = found[0]
+        package = first.package.with_lines()
+        if package is not first.package:  # the same launch, by instructions that know their lines
             first = self._again(package, first)
         sizes = ", ".join(f"{name} {size}" for name, size in first.dims.items())
         note = f"with {sizes}, schedule {first.schedule}"
         origin = package.origin(first.dims, _arrays(first.inputs, first.outputs))
+        told = diagnostics(first.findings, origin)
+        if Path(package.name) != Path(self.candidate.title):
+            told = tuple(_elsewhere(d, package.name) for d in told)
         return [
             hazard(_KINDS[d.code], replace(d, help=f"{d.help}; {note}" if d.help else note))
-            for d in diagnostics(first.findings, origin)
+            for d in told
         ]
 
     def _again(self, package: Package, first: Launch) -> Launch:
         given = (first.inputs, first.outputs, first.dims, first.schedule)
         done = launch(package, *given, self.limits.seconds)[1]
         return replace(first, findings=done.findings)
+
+
+def _elsewhere(found: Diagnostic, folder: str) -> Diagnostic:
+    """A finding in a further kernel of a package: its line is none of the package's own TL."""
+    line = f", line {found.span.line}" if found.span else ""
+    text = f"{found.message} ({folder}/code.tl{line})"
+    return replace(found, message=text, span=None, secondary=())

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from flashwright.build import classes
 from flashwright.build.encode import LAYOUTS, caller_order
 from flashwright.build.load import read_plan
 from flashwright.judge import inputs as trial
@@ -48,6 +49,11 @@ def form_of(candidate: Candidate, spec: AttentionSpec) -> Form:
     if candidate.kind == "package":
         return PackageForm(spec, read_plan(Path(candidate.where)))
     return SpecForm(spec, writes=candidate.kind == "library")
+
+
+def bounds_of(candidate: Candidate) -> list[int]:
+    """Keys at which a package goes over from one kernel to another."""
+    return classes.read(Path(candidate.where)).bounds if candidate.kind == "package" else []
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from flashwright import files
-from flashwright.build import driver
+from flashwright.build import classes, driver
+from flashwright.build.load import read_plan
 from flashwright.judge import static
 from flashwright.judge.expected import Expected
-from flashwright.judge.form import form_of
+from flashwright.judge.form import bounds_of, form_of
 from flashwright.judge.offences import offence, once
 from flashwright.judge.probes import probe
 from flashwright.judge.problems import Problem, problems
@@ -134,8 +135,7 @@ def _card(candidate: Candidate, device: str) -> tuple[str, str]:
         return "cpu", ""
     card = driver.cards()[0]
     if candidate.kind == "package":
-        from flashwright.build.load import read_plan
-
+        classes.read(Path(candidate.where))
         arch = read_plan(Path(candidate.where)).arch
         if not card.takes(arch):
             text = f"the kernel is for {arch}, which {card.name} ({card.arch}) cannot run"
@@ -212,11 +212,12 @@ class Hearing:
     def _read(self) -> None:
         if self.candidate.kind == "package":
             self.unasked["libraries"] = "a package has no code but its kernel"
-            why, seen = static.instructions(Path(self.candidate.where), self.spec)
-            if seen:
-                self._asked("instructions", seen)
-            if why:
-                self.found.append(offence("low_precision", why))
+            for folder in classes.folders(Path(self.candidate.where)).values():
+                why, seen = static.instructions(folder, self.spec)
+                if seen:
+                    self._asked("instructions", seen)
+                if why:
+                    self.found.append(offence("low_precision", why))
             return
         self.unasked["instructions"] = "only a package shows them"
         if self.libraries:
@@ -265,7 +266,7 @@ class Hearing:
         return Trial(running, form_of(self.candidate, self.spec), self.spec, expected)
 
     def _problems(self, lengths: Sequence[tuple[int, int]] | None) -> list[Problem]:
-        return problems(self.spec, self.seed, self.device, lengths)
+        return problems(self.spec, self.seed, self.device, lengths, bounds_of(self.candidate))
 
     def _enough(self, running: Sandbox, done: int, total: int) -> bool:
         """Whether no further problem is put: here, never."""
@@ -347,12 +348,16 @@ def _digests(candidate: Candidate) -> dict[str, str]:
     watched = [p for part in ("judge", "sandbox", "measure") for p in (ours / part).rglob("*.py")]
     where = Path(candidate.where)
     if candidate.kind == "package":
-        watched += [p for p in where.iterdir() if p.is_file()] if where.is_dir() else []
+        watched += [p for p in where.rglob("*") if p.is_file()] if where.is_dir() else []
     elif where.is_file():
         watched.append(where)
     found = {}
     for path in watched:
-        name = path.relative_to(ours.parent) if path.is_relative_to(ours) else path.name
+        name = (
+            path.relative_to(ours.parent)
+            if path.is_relative_to(ours)
+            else path.relative_to(where.parent)
+        )
         try:
             found[str(name)] = files.sha256(path.read_bytes())
         except OSError:

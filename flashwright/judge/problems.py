@@ -53,16 +53,29 @@ def problems(
     seed: int,
     device: str = "cuda",
     lengths: Sequence[tuple[int, int]] | None = None,
+    bounds: Sequence[int] = (),
 ) -> list[Problem]:
     """All problems of a trial; only those of the given lengths where there are any.
 
     `device` is cuda, cpu, or emulated: then they are fewer and smaller, the most telling first.
+    `bounds` are keys at which the candidate goes over to another kernel: each gets its problems.
     """
     made = _chosen(spec, lengths) if lengths is not None else _all(spec, seed, device)
+    listed = list(made)
+    if lengths is None:
+        listed[1:1] = _at_bounds(spec, device, bounds)
     return [
         Problem({**spec.dims, **dims}, kind, seed + number, usual)
-        for number, (dims, kind, usual) in enumerate(made)
+        for number, (dims, kind, usual) in enumerate(listed)
     ]
+
+
+def _at_bounds(spec: AttentionSpec, device: str, bounds: Sequence[int]) -> Made:
+    """On both sides of each; few queries, for an emulator takes every key of them."""
+    queries = 100 if device == "cuda" else 1
+    for keys in (n for bound in bounds for n in (bound, bound + 1) if n):
+        tokens = (keys - 1) * spec.stride + spec.block if spec.branch == "compressed" else keys
+        yield sizes(spec, queries, tokens, 1, 1), "normal", False
 
 
 Made = Iterator[tuple[dict[str, int], str, bool]]

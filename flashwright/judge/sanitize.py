@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flashwright.build import driver, toolchain
+from flashwright.build.classes import folders
 from flashwright.build.compile import NAME, build
 from flashwright.build.load import CUBIN, PLAN, PTX, read_plan
 from flashwright.judge.expected import Expected
@@ -111,6 +112,27 @@ def sanitize(
     driver.cards()
     need_torch()
     found: list[Offence] = []
+    kernels = [candidate]
+    if candidate.kind == "package":  # each of its kernels alone, whatever lengths it serves
+        places = folders(Path(candidate.where)).values()
+        kernels = [replace(candidate, where=str(folder)) for folder in places]
+    for kernel in kernels:
+        # A line of a further kernel is none of the package's own TL, beside which it is shown.
+        tl = _text(Path(kernel.where, "code.tl")) if kernel == candidate else ""
+        found += _under(program, kernel, spec, tools, base, progress, tl)
+    return once(found)
+
+
+def _under(
+    program: str,
+    candidate: Candidate,
+    spec: AttentionSpec,
+    tools: tuple[str, ...],
+    base: Path | None,
+    progress: Callable[[int, int, str], None],
+    tl: str,
+) -> Iterator[Offence]:
+    """One kernel, under each tool."""
     with tempfile.TemporaryDirectory(prefix="flashwright-") as place:
         inside, lines = _with_lines(candidate, Path(place))
         for number, tool in enumerate(tools):
@@ -122,10 +144,8 @@ def sanitize(
             except Ended as ended:
                 said = findings(tool, _text(log), lines)
                 if not said:  # not the tool's doing
-                    found.append(offence(ended.offence, f"under {tool}: {ended.message}"))
-            tl = _text(Path(candidate.where, "code.tl"))
-            found += [_offence(f, tl) for f in findings(tool, _text(log), lines)]
-    return once(found)
+                    yield offence(ended.offence, f"under {tool}: {ended.message}")
+            yield from (_offence(f, tl) for f in findings(tool, _text(log), lines))
 
 
 def _command(program: str, tool: str, candidate: Candidate, log: Path) -> tuple[str, ...]:

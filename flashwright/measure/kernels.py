@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashwright import gpu as gpus
 from flashwright import spec as specs
-from flashwright.build import package
+from flashwright.build import classes, package
 from flashwright.build.driver import Card
 from flashwright.files import cannot, sha256, write
 from flashwright.lang.diagnostic import Diagnostic, Failed
@@ -66,9 +66,12 @@ class Made:
 
     @property
     def hashes(self) -> dict[str, str]:
-        """Of the TL, the source and the cubin, as far as there are any."""
+        """Of the TL, the source and the cubin, as far as there are any; those of further kernels
+        go by the names of their files."""
         names = {"tl": CODE, "source": "kernel.cu", "cubin": "kernel.cubin"}
-        return {key: sha256(self.files[n]) for key, n in names.items() if n in self.files}
+        files = {key: self.files[n] for key, n in names.items() if n in self.files}
+        files |= {n: data for n, data in self.files.items() if _of_others(n, *names.values())}
+        return {key: sha256(data) for key, data in files.items()}
 
     def record(self, verdict: Mapping[str, Any], seconds: Mapping[str, float]) -> KernelRecord:
         """The line of a benchmark's file."""
@@ -86,7 +89,13 @@ class Made:
             seconds={**self.seconds, **seconds},
             verdict=dict(verdict),
             why=self.why,
+            others={n: t for n, t in text.items() if _of_others(n, CODE, "kernel.cu")},
         )
+
+
+def _of_others(name: str, *files: str) -> bool:
+    """Whether a file is such a one of a further kernel of the package, or says when it serves."""
+    return name == package.CLASSES or name.partition("/")[2] in files
 
 
 def _map(text: str) -> dict[str, Any]:
@@ -174,18 +183,25 @@ def _ptxas(built: Built, translation: Translation) -> dict[str, int]:
 def make_all(
     wanted: Iterable[AttentionSpec], gpu: str, card: Card, step: Step, jobs: int = 0
 ) -> Iterator[Made]:
-    """The kernels as they are done; processes of their own, so that Ctrl-C ends their compilers."""
+    """The kernels as they are done."""
     every = list(dict.fromkeys(wanted))
-    if not every:
+    work = [functools.partial(make, spec, gpu, card) for spec in every]
+    for done, (_, made) in enumerate(in_processes(work, jobs), 1):
+        step(done, len(every), "")
+        yield made
+
+
+def in_processes(work: Sequence[Callable[[], Made]], jobs: int = 0) -> Iterator[tuple[int, Made]]:
+    """What each comes to, with its number, as they are done; processes of their own, so that Ctrl-C
+    ends their compilers. Whoever stops asking ends those that have not begun."""
+    if not work:
         return
     context = multiprocessing.get_context("spawn")
-    workers = min(jobs or os.cpu_count() or 1, len(every))
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(min(jobs or os.cpu_count() or 1, len(work)), context) as pool:
         try:
-            futures = [pool.submit(make, spec, gpu, card) for spec in every]
-            for done, future in enumerate(as_completed(futures), 1):
-                step(done, len(every), "")
-                yield future.result()
+            numbers = {pool.submit(one): number for number, one in enumerate(work)}
+            for future in as_completed(numbers):
+                yield numbers[future], future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -196,11 +212,19 @@ def save(made: Made, folder: Path) -> Made:
     if made.why:
         return made
     place = folder / made.name.replace(" ", "-").replace("/", "_")
+    return put(made, place)
+
+
+def put(made: Made, place: Path) -> Made:
+    """The same, in this folder."""
     try:
         place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot("use", place, error) from None
-    for name in sorted(made.files, key=lambda n: n == package.RECORD):
+    # Whoever reads meanwhile must not find rules without kernels.
+    last = (package.CLASSES, package.RECORD)
+    for name in sorted(made.files, key=lambda n: last.index(n) if n in last else -1):
+        (place / name).parent.mkdir(exist_ok=True)
         write(place / name, made.files[name])
     return replace(made, folder=str(place))
 
@@ -211,11 +235,13 @@ def load(folder: Path) -> Made:
 
     plan = read_plan(folder)
     files: dict[str, str | bytes] = {}
-    for name in package.IN_RECORD:
-        path = folder / name
-        if path.is_file():
-            data = path.read_bytes()
-            files[name] = data if name == "kernel.cubin" else data.decode(errors="replace")
+    for kernel, place in classes.folders(folder).items():
+        prefix = "" if kernel == classes.OWN else f"{kernel}/"
+        for name in (package.CLASSES, *package.IN_RECORD):
+            if (place / name).is_file():
+                data = (place / name).read_bytes()
+                text = data if name == "kernel.cubin" else data.decode(errors="replace")
+                files[f"{prefix}{name}"] = text
     try:
         spec = specs.load(folder / SPEC)
     except specs.BadSpec as error:
@@ -235,10 +261,12 @@ def load(folder: Path) -> Made:
 
 
 def judged(candidate: Candidate, spec: AttentionSpec, seed: int | None = None) -> Verdict:
-    """The judge's verdict on a few lengths."""
+    """The judge's verdict on a few lengths, some of which every kernel of a package serves."""
+    from flashwright.judge.form import bounds_of
     from flashwright.judge.judge import judge
 
-    lengths = None if spec.reference else LENGTHS
+    bounds = bounds_of(candidate)
+    lengths = None if spec.reference else (*LENGTHS, *((130, n + 1) for n in bounds))
     return judge(candidate, spec, seed=seed, base=Path(candidate.where), lengths=lengths)
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import flashwright
 from flashwright import gpu as gpus
 from flashwright.build.driver import Card
+from flashwright.build.package import CLASSES
 from flashwright.files import sha256
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.measure import journal, kernels, machine
@@ -174,7 +175,7 @@ class _Kernel:
         notes: tuple[str, ...],
     ) -> Iterator[Finding]:
         """Build, judge and measure."""
-        built = self.parts.build(record.tl, spec, record.gpu, card)
+        built = self._built(record, spec, card)
         if built.why:
             # A compiler that is not there says nothing of the kernel; one that refuses it does.
             gone = "FW821" in built.why or "FW851" in built.why
@@ -197,6 +198,19 @@ class _Kernel:
         found = self._timed(cells, spec, kernels.candidate_of(saved), peers, card)
         for cell in cells:
             yield self._compared(cell, found, peers[cell], card, notes)
+
+    def _built(self, record: KernelRecord, spec: AttentionSpec, card: Card) -> Made:
+        """The package again, with all its kernels."""
+        built = self.parts.build(record.tl, spec, record.gpu, card)
+        files = dict(built.files)
+        for name, tl in _further(record).items():
+            other = self.parts.build(tl, spec, record.gpu, card)
+            if other.why:
+                return other
+            files |= {f"{name}/{file}": data for file, data in other.files.items()}
+        if CLASSES in record.others:
+            files[CLASSES] = record.others[CLASSES]
+        return replace(built, files=files)
 
     def _cubin(self, record: KernelRecord, built: Made, card: Card) -> tuple[str, ...]:
         if card.arch != self.run.arch or record.hashes.get("cubin") == built.hashes.get("cubin"):
@@ -275,7 +289,7 @@ def _digests(record: KernelRecord, run: RunRecord, parts: Parts) -> _Digests:
         return _Digests(unchecked="the reference that its spec names is not in the file")
     if record.why or not record.tl:
         return _Digests(unchecked=record.why or "its TL is not in the file")
-    told = {"tl": record.tl, "source": record.source}
+    told = {"tl": record.tl, "source": record.source, **record.others}
     wrong = tuple(
         f"the {name} in the file is not that of its digest"
         for name, text in told.items()
@@ -283,11 +297,13 @@ def _digests(record: KernelRecord, run: RunRecord, parts: Parts) -> _Digests:
     )
     if wrong:
         return _Digests(wrong)
+    pairs = [(record.tl, record.hashes.get("source") if record.source else None)]
+    pairs += [(tl, record.hashes.get(f"{n}/kernel.cu")) for n, tl in _further(record).items()]
     try:
-        made = _sources(record.tl, record.gpu)
+        same = all(s is None or s in _sources(tl, record.gpu) for tl, s in pairs)
     except (Failed, gpus.UnknownGpu) as error:
         return _Digests(unchecked=f"it cannot be translated here: {error}")
-    if not record.source or record.hashes.get("source") in made:
+    if same:
         return _Digests()
     then, now = run.environment, parts.environment()
     if then.get("translator") != now.get("translator"):
@@ -296,6 +312,12 @@ def _digests(record: KernelRecord, run: RunRecord, parts: Parts) -> _Digests:
         ]
         return _Digests(notes=(f"another translator: {versions[0]} then, {versions[1]} now",))
     return _Digests(("the same translator makes another source of its TL",))
+
+
+def _further(record: KernelRecord) -> dict[str, str]:
+    """The TL of the kernels beside the package's own, by name."""
+    end = f"/{kernels.CODE}"
+    return {n.removesuffix(end): text for n, text in record.others.items() if n.endswith(end)}
 
 
 def _sources(tl: str, gpu: str) -> set[str]:

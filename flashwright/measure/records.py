@@ -80,6 +80,9 @@ class KernelRecord(_Record):
     verdict: dict[str, Any] = {}
     """The judge's record (judge/verdict.py), without the spec, which stands above."""
     why: str = ""
+    others: dict[str, str] = {}
+    """Where a package has several kernels: its classes.json, and the TL and source of the others,
+    by the names of their files."""
 
 
 class NumberRecord(_Record):

@@ -32,9 +32,9 @@ from flashwright.spec import AttentionSpec
 KERNELS = "kernels"
 _NO_MATTER = ("flashwright", "python")
 """Versions that no time depends on: the translator and the compiler are told beside them."""
-_TEXTS = ("tl", "source")
-"""Digests that say whether a kernel is the same. nvcc writes the folder it worked in into a cubin,
-as a number in some names: two cubins of one source by one compiler may differ in that."""
+_BINARY = "cubin"
+"""The digest that does not say whether a kernel is the same. nvcc writes the folder it worked in
+into a cubin, as a number in some names: two of one source by one compiler may differ in that."""
 
 
 class OtherRun(Exception):
@@ -243,7 +243,8 @@ def _kernels(
     known = Results.of(keeping.journal.records).kernels
     for made in every:
         before = known[made.name].hashes if made.name in known else made.hashes
-        if any(before.get(name) != made.hashes.get(name) for name in _TEXTS):
+        texts = [n for n in {**before, **made.hashes} if not n.endswith(_BINARY)]
+        if any(before.get(name) != made.hashes.get(name) for name in texts):
             raise OtherRun(f"the kernel {made.name} is not the one that was measured")
     watcher.phase("judging the kernels")
     unknown = [made for made in every if made.name not in known]

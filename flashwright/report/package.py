@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from flashwright.build.classes import read as read_classes
+from flashwright.build.package import CLASSES
 from flashwright.files import sha256
 from flashwright.lower.source_map import SourceMap, Stretch
 from flashwright.measure.grid import kernel_name
@@ -88,7 +90,7 @@ def read(folder: Path) -> Kernel:
         source=texts.get("kernel.cu", ""),
         map=_map(folder / "kernel.map.json"),
         reasoning=texts.get("reasoning.md", ""),
-        hashes={n: sha256(bytes_of(folder / n)) for n in DIGESTED if (folder / n).is_file()},
+        hashes=_hashes(folder),
         ptxas=_ptxas(build, launch),
         seconds=_seconds(result, build),
         not_claimed=result.not_claimed,
@@ -96,6 +98,13 @@ def read(folder: Path) -> Kernel:
         changed=_changed(folder, result),
     )
     return kernel if kernel.changed else _with_claims(kernel, result)
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    """The digests of its files, and of those of its further kernels."""
+    others = [f"{name}/{file}" for name in read_classes(folder).others for file in DIGESTED]
+    names = (*DIGESTED, CLASSES, *others)
+    return {n: sha256(bytes_of(folder / n)) for n in names if (folder / n).is_file()}
 
 
 def _with_claims(kernel: Kernel, result: _Result) -> Kernel:
@@ -135,10 +144,12 @@ def _map(path: Path) -> tuple[Stretch, ...]:
 def _changed(folder: Path, result: _Result) -> tuple[str, ...]:
     """The files that are not those the record tells of: nothing it says is of them."""
     there = {n: folder / n for n in result.artefacts if Path(n).name == n}
+    if result.artefacts:  # kernels that came later are not told of
+        there[CLASSES] = folder / CLASSES
     return tuple(
         name
         for name, path in there.items()
-        if path.is_file() and sha256(bytes_of(path)) != result.artefacts[name]
+        if path.is_file() and sha256(bytes_of(path)) != result.artefacts.get(name)
     )
 
 

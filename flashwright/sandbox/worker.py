@@ -72,7 +72,7 @@ class Worker:
         self.candidate = Candidate(**candidate)
         sealed = judge is not None and seal(judge)  # the device is there, the candidate is not yet
         if self.candidate.kind == "package":
-            from flashwright.build.load import load
+            from flashwright.build.classes import load
 
             self.function = load(self.candidate.where)
         elif self.candidate.kind == "library":

@@ -2,6 +2,7 @@
 
 On a machine with a GPU: python -m pytest tests/gpu -n 8 --ignore-glob '*test_[bt]*'
 and then, with nothing beside them: python -m pytest tests/gpu/test_bench.py tests/gpu/test_timed.py
+tests/gpu/test_tune.py
 """
 
 from __future__ import annotations

@@ -90,8 +90,8 @@ class FakeProcess:
 
     def __init__(self, world: World, candidate: Candidate, spec: AttentionSpec) -> None:
         self.world, self.candidate, self.spec = world, candidate, spec
-        kind = candidate.kind
-        self.name = OURS if kind == "package" else candidate.title
+        ours = candidate.kind == "package" and candidate.title not in world.behaviours
+        self.name = OURS if ours else candidate.title
         self.does = world.behaviours.setdefault(self.name, Behaviour())
         self.problem: TimedProblem | None = None
         self.seed = 0

@@ -56,7 +56,6 @@ def test_what_was_measured_is_taken(dtype: str, causal: bool) -> None:
 def test_other_work_is_left_to_the_model(other: dict[str, object]) -> None:
     decision = choose(replace(D64, **other), H200)  # type: ignore[arg-type]
     assert not decision.measured
-    assert decision.measured == ""
 
 
 def test_other_gpus_and_a_given_headroom_are_left_to_the_model() -> None:

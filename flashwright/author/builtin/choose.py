@@ -1,5 +1,5 @@
-"""Which tile sizes, stages and warps: what was measured (tuned.py), where that fits; else every
-sensible tiling is priced and the cheapest that fits wins, with the figures that decided it.
+"""Which tile sizes, stages and warps: what was measured (tuned.py), else every sensible tiling is
+priced and the cheapest that fits wins, with the figures that decided it in words.
 
 How the choices compare with the fastest known kernels (notes on attention kernels), and why they
 differ where they do:

@@ -56,9 +56,7 @@ class Choice(BaseModel):
     def reason(self) -> str:
         """Such as `measured on the H200: fastest of 14 tilings at 512 to 16384 keys`."""
         text = f"measured on the {self.gpu.upper()}: fastest"
-        text += (
-            f" of {count(self.tried, 'tiling')}" if self.tried is not None else " of those tried"
-        )
+        text += f" of {count(self.tried, 'tiling')}" if self.tried else " of those tried"
         if self.lengths is not None:
             text += " at {} to {} keys".format(*self.lengths)
         return text

@@ -1,0 +1,211 @@
+"""A package with several kernels: which one serves which lengths.
+
+Beside its own kernel a package may have others, each a kernel package in a subfolder, and a file
+that says from the number of keys which of them is called:
+
+    {"by": "kv_len", "rules": [{"up_to": 1024, "kernel": "short"}, {"kernel": "."}]}
+
+Rules go upwards; the last one has no `up_to` and serves all that is left. "." is the package's own
+kernel. A package without the file has one kernel for everything.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from flashwright import spec as specs
+from flashwright.build import load as one
+from flashwright.build.encode import LAYOUTS
+from flashwright.build.load import Kernel, dim_sources, read_plan
+from flashwright.build.package import CLASSES
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.lower.launch_plan import LaunchPlan
+
+OWN = "."
+SPEC = "spec.toml"
+
+
+class Rule(BaseModel):
+    """Up to how many keys a kernel serves; the last rule has no end."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    up_to: int | None = Field(None, ge=0)
+    kernel: str
+
+
+class Classes(BaseModel):
+    """The rules of a package, upwards."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    by: str = "kv_len"
+    rules: tuple[Rule, ...]
+
+    @property
+    def bounds(self) -> list[int]:
+        """Where one rule ends and the next begins."""
+        return [rule.up_to for rule in self.rules if rule.up_to is not None]
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The kernels beside the package's own, each once."""
+        return tuple(dict.fromkeys(r.kernel for r in self.rules if r.kernel != OWN))
+
+    def pick(self, size: int) -> str:
+        """The kernel that serves a size."""
+        return self.rules[bisect_left(self.bounds, size)].kernel
+
+    def dump(self) -> str:
+        """As JSON, a line for each rule."""
+        rules = ",\n".join(f"    {r.model_dump_json(exclude_none=True)}" for r in self.rules)
+        return f'{{\n  "by": "{self.by}",\n  "rules": [\n{rules}\n  ]\n}}\n'
+
+
+ALONE = Classes(rules=(Rule(up_to=None, kernel=OWN),))
+
+
+def load(folder: str | Path) -> Kernel | Kernels:
+    """What a package's folder holds, as one function; Failed as build.load.load says."""
+    folder = Path(folder)
+    classes = read(folder)
+    if classes == ALONE:
+        return one.load(folder)
+    used = dict.fromkeys(rule.kernel for rule in classes.rules)
+    return Kernels(classes, {name: one.load(folder / name) for name in used})
+
+
+def read(folder: Path) -> Classes:
+    """The rules of a package, with all that they name held against it; Failed with FW852."""
+    path = folder / CLASSES
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return ALONE
+    except OSError as error:
+        raise Failed(Diagnostic("FW852", f"cannot read {path}: {error.strerror}")) from None
+    try:
+        found = Classes.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise _bad(path, f"{where}: {first['msg']}", _FORM) from None
+    _upwards(path, found)
+    plan = read_plan(folder)
+    if found.by not in plan.dims:
+        known = ", ".join(plan.dims)
+        raise _bad(path, f"by: the kernel has no {found.by}", f"it has {known}")
+    for name in found.others:
+        _belongs(path, name, plan)
+    return found
+
+
+def folders(folder: Path) -> dict[str, Path]:
+    """The folders of all kernels of a package, its own first."""
+    return {OWN: folder, **{name: folder / name for name in read(folder).others}}
+
+
+def serving(folder: Path, dims: Mapping[str, int]) -> Path:
+    """The folder of the kernel that a problem of these sizes is given to."""
+    classes = read(folder)
+    return folder / classes.pick(dims.get(classes.by, 0))
+
+
+_FORM = 'such as {"rules": [{"up_to": 1024, "kernel": "short"}, {"kernel": "."}]}'
+
+
+def _bad(path: Path, text: str, hint: str) -> Failed:
+    return Failed(Diagnostic("FW852", f"{path}: {text}", help=hint))
+
+
+def _upwards(path: Path, found: Classes) -> None:
+    """No size is without a kernel, and no rule without a size."""
+    last, by = len(found.rules), found.by
+    if not found.rules:
+        raise _bad(path, "it has no rules", _FORM)
+    for number, rule in enumerate(found.rules, 1):
+        if rule.up_to is None and number < last:
+            text = f"rule {number} has no up_to, so those after it are never asked"
+            raise _bad(path, text, "give it its up_to, or leave the later rules away")
+    if found.rules[-1].up_to is not None:
+        text = f"rule {last}, the last, ends at {found.rules[-1].up_to}: beyond that no kernel is"
+        raise _bad(path, f"{text} called", f"leave its up_to away: it then serves every other {by}")
+    for number, (low, high) in enumerate(zip(found.bounds, found.bounds[1:], strict=False), 2):
+        if high <= low:
+            text = f"rule {number} serves up to {high}, the one before it up to {low} already"
+            raise _bad(path, text, "put the rules in the order of their up_to, each once")
+
+
+def _belongs(path: Path, name: str, plan: LaunchPlan) -> None:
+    """A further kernel is a package in a subfolder, for the same spec and the same GPU."""
+    hint = "`flashwright tune` makes such packages; without the file the package's own kernel is"
+    hint += " called for everything"
+    if Path(name).name != name or name == "..":
+        raise _bad(path, f"{name!r} is no name of a subfolder", hint)
+    folder = path.parent / name
+    if not folder.is_dir():
+        raise _bad(path, f"there is no subfolder {name!r}, which a rule names", hint)
+    mine, its = path.with_name(SPEC), folder / SPEC
+    try:
+        if mine.is_file() and its.is_file() and specs.load(mine) != specs.load(its):
+            raise _bad(path, f"{name!r} is a kernel for another spec: {its}", hint)
+    except specs.BadSpec as error:
+        raise Failed(*(Diagnostic("FW852", line) for line in error.lines)) from None
+    other = read_plan(folder)
+    if other.arch != plan.arch:
+        raise _bad(path, f"{name!r} is for {other.arch}, the package for {plan.arch}", hint)
+    if _form(other) != _form(plan):
+        raise _bad(path, f"{name!r} is called with other tensors than the package", hint)
+
+
+def _form(plan: LaunchPlan) -> object:
+    """What a caller sees of a kernel."""
+    return plan.dims, [t.model_copy(update={"vector": 1}) for t in plan.tensors]
+
+
+class Kernels:
+    """The kernels of a package as one function: each call goes to the one that serves its size."""
+
+    def __init__(self, classes: Classes, kernels: Mapping[str, Kernel]) -> None:
+        self.classes = classes
+        self._bounds = classes.bounds
+        self._served = [kernels[rule.kernel] for rule in classes.rules]
+        first = self._served[0]
+        self.plan, self.inputs, self.outputs = first.plan, first.inputs, first.outputs
+        self._sources = {layout: self._source(layout) for layout in LAYOUTS}
+
+    def _source(self, layout: str) -> tuple[str, int, int, int] | None:
+        """Which input shows the size: its name, its place, on which axis, and divided by what."""
+        found = dim_sources(self.plan, layout).get(self.classes.by)
+        if found is None:
+            return None
+        name = self.plan.tensors[found[0]].name
+        return name, self.inputs.index(name), found[1], found[2]
+
+    def __repr__(self) -> str:
+        names = ", ".join(dict.fromkeys(rule.kernel for rule in self.classes.rules))
+        arguments = ", ".join(self.inputs)
+        return f"<flashwright kernels {names} ({arguments}) for {self.plan.arch}>"
+
+    def __call__(self, *tensors: Any, layout: str = "bhsd", **more: Any) -> Any:
+        """As build.load.Kernel."""
+        return self.pick(tensors, more, layout)(*tensors, layout=layout, **more)
+
+    def pick(
+        self, tensors: Sequence[Any], named: Mapping[str, Any], layout: str = "bhsd"
+    ) -> Kernel:
+        """The kernel for these tensors; what is amiss with them, any kernel says when called."""
+        try:
+            source = self._sources.get(layout)
+            if source is None:
+                size = int(named[self.classes.by])
+            else:
+                name, place, axis, part = source
+                tensor = tensors[place] if place < len(tensors) else named[name]
+                size = tensor.shape[axis] // part
+        except (KeyError, AttributeError, IndexError, TypeError, ValueError):
+            return self._served[-1]
+        return self._served[bisect_left(self._bounds, size)]

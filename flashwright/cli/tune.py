@@ -1,0 +1,275 @@
+"""`flashwright tune`: the fastest tiles for a kernel package, measured on this machine's GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flashwright.cli.command import (
+    FINE,
+    INTERRUPTED,
+    WRONG,
+    find_gpu,
+    guarded,
+    load_program,
+    load_spec,
+)
+from flashwright.cli.kernel import known_gpu
+from flashwright.lang.diagnostic import Diagnostic, Failed
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from flashwright.build.driver import Card
+    from flashwright.measure.tune.state import Tuning
+    from flashwright.measure.tune.tune import Order
+
+CODE = "code.tl"
+LENGTHS = "512,1024,2048,4096,8192,16384"
+CANDIDATES = 24
+
+
+def register(app: typer.Typer) -> None:
+    """Put the command on the command line."""
+    app.command(rich_help_panel="On the GPU")(tune)
+
+
+@guarded
+def tune(
+    folder: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FOLDER", help="A kernel package; several only for --write-defaults."
+        ),
+    ],
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Default: the one the package was made for."),
+    ] = None,
+    lengths: Annotated[
+        str, typer.Option(metavar="A,B", help="Queries and keys; 16k tokens in all.")
+    ] = LENGTHS,
+    candidates: Annotated[
+        int, typer.Option(metavar="N", min=1, help="How many tilings and schedules to try.")
+    ] = CANDIDATES,
+    minutes: Annotated[
+        float | None, typer.Option(metavar="M", min=0, help="Then the best so far is kept.")
+    ] = None,
+    jobs: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Compilers at a time; default one per core.")
+    ] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", metavar=" ", help="Go on with an interrupted tuning.")
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", metavar=" ", help="Only list what would be tried; needs no GPU."),
+    ] = False,
+    write_defaults: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Put what the FOLDERs' tunings found into the author's table."
+        ),
+    ] = None,
+) -> int:
+    """Find the fastest tiles, stages, warps and schedule for a package, and keep them in it.
+
+    Candidates are compiled, judged, and timed in rounds as `bench` does. Where another kernel than
+    the package's own is faster, it is put beside it, with the lengths it serves in classes.json.
+    """
+    if write_defaults is not None:
+        return _write_defaults(write_defaults, folder)
+    if len(folder) > 1:
+        raise typer.BadParameter("one package at a time", param_hint="FOLDER")
+    card = None if dry_run else _card()
+    order = _order(folder[0], gpu, card, _numbers(lengths), candidates, minutes, jobs)
+    if card is None:
+        return _list(order)
+    return _run(order, card, resume)
+
+
+# --- what is asked for ------------------------------------------------------------------------
+
+
+def _card() -> Card:
+    from flashwright.build import driver
+    from flashwright.judge.judge import need_torch
+
+    try:
+        card = driver.cards()[0]
+        need_torch()
+    except Failed as failed:
+        found = failed.diagnostics[0]
+        hint = "--dry-run lists the candidates without one"
+        raise Failed(Diagnostic(found.code, found.message, help=hint)) from None
+    return card
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[1-9]\d{0,6}", part) for part in parts):
+        raise typer.BadParameter(f"{text!r} is no list such as {LENGTHS}", param_hint="--lengths")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def _order(
+    folder: Path,
+    gpu: str | None,
+    card: Card | None,
+    lengths: tuple[int, ...],
+    candidates: int,
+    minutes: float | None,
+    jobs: int,
+) -> Order:
+    from flashwright.author.builtin.retile import NEEDED, tiling_of
+    from flashwright.measure.tune.tune import Order
+
+    target = find_gpu(gpu or _known(folder, card))
+    file = str(folder / CODE)
+    program, code = load_program(file, target)
+    meant = load_spec(None, file)
+    if meant is None:
+        text = f"{folder} has no spec.toml: nobody could say whether a kernel is right"
+        raise Failed(Diagnostic("FW852", text, help="`flashwright generate` writes one"))
+    if meant[0].reference is not None:
+        text = "a spec with a reference of its own has no problems that are timed"
+        raise Failed(Diagnostic("FW904", text, help="tune a package of the built-in variants"))
+    if tiling_of(program) is None:
+        text = f"{file} has no params {' and '.join(NEEDED)}: its tiles cannot be changed"
+        hint = f"call its row tile {NEEDED[0]} and its column tile {NEEDED[1]}"
+        raise Failed(Diagnostic("FW904", text, help=hint))
+    if card is not None and not card.takes(target.arch):
+        text = f"a kernel for {target.title} cannot run on {card.name} ({card.arch})"
+        raise Failed(Diagnostic("FW851", text, help="name an older GPU: --gpu a100"))
+    return Order(folder, meant[0], program, code, target, lengths, candidates, minutes, jobs)
+
+
+def _known(folder: Path, card: Card | None) -> str:
+    """The GPU that a package was made for; where it does not say, the one that is here."""
+    try:
+        return known_gpu(folder)
+    except typer.BadParameter:
+        if card is None:
+            raise
+    return card.name
+
+
+# --- the tuning -------------------------------------------------------------------------------
+
+
+def _run(order: Order, card: Card, resume: bool) -> int:
+    import secrets
+
+    from flashwright.cli.bench_show import Screen
+    from flashwright.measure.tune.state import read
+    from flashwright.measure.tune.tune import OtherTuning
+    from flashwright.measure.tune.tune import tune as work
+
+    before = read(order.folder) if resume else None
+    with contextlib.closing(Screen()) as screen:
+        try:
+            done = work(order, card, screen, secrets.randbits(31), before)
+        except OtherTuning as other:
+            text = f"the tuning in {order.folder} is of {other}; leave --resume away"
+            raise typer.BadParameter(text, param_hint="--resume") from None
+        except KeyboardInterrupt:
+            screen.close()
+            print(f"{order.folder}: interrupted; what was found is kept, --resume goes on")
+            return INTERRUPTED
+    return show_tuning(order.folder, done)
+
+
+def show_tuning(folder: Path, tuning: Tuning) -> int:
+    """The figures, what was kept, and what was not timed."""
+    from flashwright.cli import show
+
+    out = show.console()
+    out.print(f"On {tuning.card}, for {tuning.gpu}: microseconds by keys, * serves them.")
+    out.print(table(tuning))
+    for one in tuning.tried:
+        if one.failure:
+            out.print(f"  {one.name}: {one.failure}")
+    if tuning.note:
+        out.print(f"  note: {tuning.note}; --resume goes on")
+    for line in in_words(tuning):
+        out.print(line)
+    print(f"{folder}: {len(tuning.kept)} classes, {len(tuning.tried)} candidates tried")
+    return FINE if tuning.kept else WRONG
+
+
+def table(tuning: Tuning) -> Table:
+    """A row for each candidate that was timed, the fastest first."""
+    from flashwright.cli import show
+
+    served = serving(tuning)
+    heads = [str(length) for length in tuning.lengths]
+    shown = show.table("candidate", *heads, right=tuple(heads))
+    timed = [one for one in tuning.tried if one.first or one.final]
+
+    def order(name: str) -> float:
+        return sum(f[name].seconds if name in f else 1e9 for f in map(tuning.at, tuning.lengths))
+
+    for one in sorted(timed, key=lambda one: order(one.name)):
+        cells = []
+        for length in tuning.lengths:
+            figure = one.final.get(length) or one.first.get(length)
+            mark = "*" if served.get(length) == one.name else " "
+            cells.append(f"{figure.seconds * 1e6:.1f}{mark}" if figure else "- ")
+        shown.add_row(one.name, *cells)
+    return shown
+
+
+def serving(tuning: Tuning) -> dict[int, str]:
+    """The candidate that serves each length."""
+    return {length: kept.tried for kept in tuning.kept for length in kept.lengths}
+
+
+def in_words(tuning: Tuning) -> list[str]:
+    """Which kernel serves what, and how much faster that is than before."""
+    lines = []
+    for kept in tuning.kept:
+        whose = "the package's own" if kept.kernel == "." else f"in {kept.kernel}/"
+        keys = "every other length" if kept.up_to is None else f"up to {kept.up_to} keys"
+        lines.append(f"{keys}: {kept.tried}, {whose}")
+    served, present = serving(tuning), tuning.tried[0].name if tuning.tried else ""
+    ratios = [
+        f"{figures[present].seconds / figures[served[length]].seconds:.2f}"
+        for length in tuning.lengths
+        if (figures := tuning.at(length)) and {present, served.get(length)} <= set(figures)
+    ]
+    if ratios:
+        lines.append(f"times as fast as the package's own, by length: {', '.join(ratios)}")
+    return lines
+
+
+# --- without a GPU ----------------------------------------------------------------------------
+
+
+def _list(order: Order) -> int:
+    """What would be tried, in its order, with the model's estimates."""
+    from flashwright.cli import show
+
+    offers = order.offers()
+    heads = [str(length) for length in order.lengths]
+    shown = show.table("", "candidate", *heads, right=("", *heads))
+    for number, offer in enumerate(offers, 1):
+        cells = [f"{us:.0f}" for us in offer.microseconds] or ["-"] * len(heads)
+        shown.add_row(str(number), offer.name + (" (present)" if number == 1 else ""), *cells)
+    out = show.console()
+    out.print(f"{order.folder} for {order.gpu.title}: the model's microseconds by keys.")
+    out.print(shown)
+    return FINE
+
+
+def _write_defaults(table: Path, folders: Sequence[Path]) -> int:
+    from flashwright.measure.tune.defaults import write_defaults
+
+    told = write_defaults(table, folders)
+    for folder, text in told:
+        print(f"{folder}: {text}")
+    return WRONG if all(text.startswith("left out") for _, text in told) else FINE

@@ -1,0 +1,1 @@
+"""Which of many tilings is the fastest, measured; and where."""

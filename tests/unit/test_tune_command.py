@@ -1,0 +1,170 @@
+"""`flashwright tune` as a command, and the table that it writes for the author."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from flashwright.author.builtin import tuned
+from flashwright.build import driver
+from flashwright.build.package import TUNING
+from tests.unit.measure_fakes import H200, Behaviour
+from tests.unit.test_cli import Outcome
+from tests.unit.tune_fakes import CROSSING, PRESENT, SHORT, SPEC, Bench, order, package
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return package(tmp_path / "package")
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "_look", lambda: ((), "the test says so"))
+
+
+def test_without_a_gpu_it_says_so_and_lists_what_it_would_try(folder: Path, no_gpu: None) -> None:
+    done = Outcome("tune", str(folder), "--gpu", "h200")
+    assert done.code == 2
+    assert "no GPU can be used here: the test says so" in done.err
+    assert "--dry-run lists the candidates" in done.err
+    listed = Outcome("tune", str(folder), "--gpu", "h200", "--dry-run", "--candidates", "6")
+    assert listed.code == 0, listed.err
+    rows = [line.split() for line in listed.out.splitlines() if "-s" in line]
+    assert [row[0] for row in rows] == list("123456")
+    assert rows[0][1:3] == [PRESENT, "(present)"]
+    assert all(float(figure) > 0 for row in rows for figure in row[-6:])
+    assert [p.name for p in folder.iterdir()] != [], "and nothing is written"
+    assert not (folder / TUNING).exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--lengths", "512,many"), "no list such as"),
+        (("--gpu", "h300"), "h300"),
+        (("--candidates", "0"), "candidates"),
+    ],
+)
+def test_bad_usage(args: tuple[str, ...], words: str, folder: Path, no_gpu: None) -> None:
+    done = Outcome("tune", str(folder), "--gpu", "h200", "--dry-run", *args)
+    assert done.code == 2
+    assert words in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_folder_that_cannot_be_tuned(folder: Path, no_gpu: None) -> None:
+    options = ("--gpu", "h200", "--dry-run")
+    two = Outcome("tune", str(folder), str(folder), *options)
+    assert two.code == 2
+    assert "one package at a time" in two.err
+    (folder / "spec.toml").rename(folder / "other.txt")
+    done = Outcome("tune", str(folder), *options)
+    assert (done.code, "has no spec.toml" in done.err) == (2, True)
+    (folder / "other.txt").rename(folder / "spec.toml")
+    code = (folder / "code.tl").read_text().replace("BM", "Rows")
+    (folder / "code.tl").write_text(code)
+    done = Outcome("tune", str(folder), *options)
+    assert (done.code, "has no params BM and BN" in done.err) == (2, True)
+    shutil.rmtree(folder)
+    assert Outcome("tune", str(folder), *options).code == 2
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Bench:
+    """The command with a GPU that is not there."""
+    bench = Bench(CROSSING)
+    for offer in order(folder).offers():
+        bench.world.behaviours[offer.name] = Behaviour(bench._seconds(offer.name))
+    monkeypatch.setattr(driver, "_look", lambda: ((H200,), ""))
+    monkeypatch.setattr("flashwright.judge.judge.need_torch", lambda: None)
+    monkeypatch.setattr("flashwright.measure.tune.tune.Parts", bench.parts)
+    return bench
+
+
+COMMAND = ("--lengths", "512,1024,2048", "--candidates", "5")
+
+
+def test_the_command_tells_what_it_found(folder: Path, fake: Bench) -> None:
+    fake.why = {"128x128-s2-w8": "FW823: it spills"}
+    done = Outcome("tune", str(folder), "--gpu", "h200", *COMMAND)
+    assert done.code == 0, done.err
+    row = next(line for line in done.out.splitlines() if line.strip().startswith(SHORT))
+    assert row.split()[1:] == ["901.4*", "1802.7*", "4406.6"]
+    assert f"up to 1024 keys: {SHORT}, in {SHORT}/" in done.out
+    assert f"every other length: {PRESENT}, the package's own" in done.out
+    assert "1.11, 1.11, 1.00" in done.out
+    assert "128x128-s2-w8: FW823: it spills" in done.out
+    assert f"{folder}: 2 classes, 5 candidates tried" in done.out
+
+
+def test_the_command_is_interrupted_and_goes_on(folder: Path, fake: Bench) -> None:
+    fake.world.interrupt = 60
+    done = Outcome("tune", str(folder), "--gpu", "h200", *COMMAND)
+    assert done.code == 130
+    assert "--resume goes on" in done.out
+    fake.world.interrupt = None
+    refused = Outcome("tune", str(folder), "--gpu", "h200", "--resume", "--lengths", "64")
+    assert refused.code == 2
+    assert "leave --resume away" in " ".join(refused.err.replace("│", " ").split())
+    done = Outcome("tune", str(folder), "--gpu", "h200", "--resume", *COMMAND)
+    assert done.code == 0, done.err
+    assert len(fake.made) == 5, "each once"
+    turns = len(fake.world.asked("turn"))
+    done = Outcome("tune", str(folder), "--gpu", "h200", "--resume", *COMMAND)
+    assert done.code == 0, "there is nothing left to do, and that is no error"
+    assert len(fake.world.asked("turn")) == turns
+    (folder / TUNING).write_text("{}")
+    damaged = Outcome("tune", str(folder), "--gpu", "h200", "--resume", *COMMAND)
+    assert (damaged.code, "is no record of a tuning" in damaged.err) == (2, True)
+
+
+# --- defaults ---------------------------------------------------------------------------------
+
+
+def test_what_a_tuning_found_becomes_a_line_of_the_authors_table(
+    folder: Path, tmp_path: Path
+) -> None:
+    table = tmp_path / "tuned.json"
+    done = Bench({SHORT: lambda n: 0.8, PRESENT: lambda n: 1.0}).run(order(folder))
+    told = Outcome("tune", str(folder), "--write-defaults", str(table))
+    assert told.code == 0, told.err
+    (choice,) = tuned.read(table.read_text())
+    assert choice.tiling.bm == 128
+    assert choice.key == ("h200", ("bf16", "fp16"), 64, 64, SPEC.causal)
+    reason = "measured on the H200: fastest of 5 tilings at 512 to 2048 keys"
+    assert choice.reason == reason
+    assert reason in told.out
+    assert done.best == SHORT
+    # A later tuning of the same work takes the line's place.
+    Bench({PRESENT: lambda n: 0.5}).run(order(folder))
+    assert Outcome("tune", str(folder), "--write-defaults", str(table)).code == 0
+    (choice,) = tuned.read(table.read_text())
+    assert choice.tiling.bm == 192
+
+
+def test_what_the_table_cannot_have_is_left_out_with_its_reason(
+    folder: Path, tmp_path: Path
+) -> None:
+    table = tmp_path / "tuned.json"
+    done = Bench(CROSSING).run(order(folder))
+    for change, words in (
+        ({"complete": False}, "not measured to its end"),
+        ({"card": "NVIDIA A100-SXM4-80GB"}, "kernels for h200, measured on NVIDIA A100"),
+        ({"spec": {**done.spec, "window": 128}}, "plain attention only"),
+    ):
+        done.model_copy(update=change).save(folder)
+        told = Outcome("tune", str(folder), "--write-defaults", str(table))
+        assert told.code == 1
+        assert words in told.out
+    table.write_text("[]")
+    bad = Outcome("tune", str(folder), "--write-defaults", str(table))
+    assert (bad.code, "no table of measured choices" in bad.err) == (2, True)
+    (folder / TUNING).unlink()
+    none = Outcome("tune", str(folder), "--write-defaults", str(tmp_path / "new.json"))
+    assert (none.code, "has no tuning.json" in none.err) == (2, True)
