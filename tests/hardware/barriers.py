@@ -1,4 +1,4 @@
-"""Snippets: barriers in shared memory, and copies that complete on them."""
+"""Snippets: barriers in shared memory, copies that complete on them, and barriers with numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from tests.hardware.formats import Array
 from tests.hardware.operands import draw
-from tests.hardware.snippet import WARP, Operands, Snippet
+from tests.hardware.snippet import WARP, WARPGROUP, Model, Operands, Snippet
 
 DECLARES = """
 .shared .align 8 .b64 barrier;
@@ -207,4 +207,81 @@ def bulk() -> Iterator[Snippet]:
         arch="sm_90",
         declares=declares,
         model=lambda a: a,
+    )
+
+
+# --- barriers with numbers ----------------------------------------------------------------------
+
+_ROUNDS = 3
+
+
+def named() -> Iterator[Snippet]:
+    """One half of a block arrives, the other one waits; both in turns, as our kernels' do."""
+    yield _halves("bar.arrive handed over", 1)
+    yield _halves("bar.arrive there and back", _ROUNDS)
+    yield _turns()
+
+
+def _halves(name: str, rounds: int) -> Snippet:
+    """The first half writes, the second reads; what is to be written again waits for that."""
+    half, threads = 2 * WARP, 4 * WARP
+    writer, reader = ["@%second bra reader;"], ["reader:"]
+    for n in range(rounds):
+        last = n == rounds - 1
+        writer += [f"bar.sync 2, {threads};"] if n else []
+        writer += [f"add.s32 %o{n}, %i0, {n};", f"st.shared.b32 [%at], %o{n};"]
+        writer += [f"bar.arrive 1, {threads};"]
+        reader += [f"bar.sync 1, {threads};", f"ld.shared.b32 %o{n}, [%at];"]
+        reader += [] if last else [f"bar.arrive 2, {threads};"]
+    # From the other end: each cell is read by another warp's lane than the writer's.
+    start = [f"and.b32 %at, %t, {half - 1};", f"setp.ge.u32 %second, %t, {half};"]
+    start += [f"@%second xor.b32 %at, %at, {half - 1};", "mov.u32 %tile, tile;"]
+    start += ["mad.lo.s32 %at, %at, 4, %tile;"]
+    lines = [*start, *writer, "bra.uni done;", *reader, "done:"]
+
+    def model(a: Array) -> Operands:
+        written = a.reshape(-1, 2, half)[:, 0]
+        both = np.concatenate([written, written[:, ::-1]], axis=1).reshape(-1)
+        return [both + np.uint32(n) for n in range(rounds)]
+
+    return _named(name, lines, threads, rounds, model)
+
+
+def _turns() -> Snippet:
+    """Two warpgroups, each with a barrier whose number is in a register; the last begins."""
+    lines = ["shr.u32 %own, %t, 7;", "setp.ne.u32 %second, %own, 0;", "sub.s32 %next, 2, %own;"]
+    lines += ["add.s32 %own, %own, 1;", "mov.u32 %tile, tile;", "and.b32 %at, %t, 127;"]
+    lines += ["mad.lo.s32 %at, %at, 4, %tile;", "@%second st.shared.b32 [%at], %i0;"]
+    lines += ["@%second bar.arrive %next, 256;"]
+    for n in range(_ROUNDS):
+        lines += ["bar.sync %own, 256;", f"ld.shared.b32 %o{n}, [%at];"]
+        lines += [f"mad.lo.s32 %tile, %o{n}, 5, %i0;", "st.shared.b32 [%at], %tile;"]
+        lines += ["bar.arrive %next, 256;"]  # the last one nobody waits for
+
+    def model(a: Array) -> Operands:
+        groups = a.reshape(-1, 2, WARPGROUP)
+        cells, seen = groups[:, 1], []
+        for _ in range(_ROUNDS):
+            both = []
+            for group in range(2):
+                both.append(cells)
+                cells = cells * np.uint32(5) + groups[:, group]
+            seen.append(np.stack(both, axis=1).reshape(-1))
+        return seen
+
+    return _named("bar.arrive in turns", lines, 2 * WARPGROUP, _ROUNDS, model)
+
+
+def _named(name: str, lines: list[str], threads: int, results: int, model: Model) -> Snippet:
+    return Snippet(
+        name,
+        "barriers",
+        "\n".join(lines),
+        ("b32",),
+        ("b32",) * results,
+        lambda: [draw(name, 2 * threads).astype(np.uint32)],
+        threads=threads,
+        declares=".shared .align 4 .b8 tile[512];\n"
+        ".reg .b32 %tile, %at, %own, %next;\n.reg .pred %second;",
+        model=model,
     )

@@ -60,6 +60,14 @@ SPREAD: tuple[tuple[str, str, dict[str, Any]], ...] = (
     *(("h200", v, {**_CAUSAL, "dtype": t}) for v, t in (("mha", "fp16"), ("gqa", "bf16"))),
     ("h200", "mha", {**_CAUSAL, "dtype": "fp8"}),
     ("h200", "mla", {"causal": True, "dtype": "bf16"}),
+    *(
+        ("h200", "mha", {"head_dim": d, "causal": c, "dtype": t})
+        for d, c, t in (
+            *((64, True, "bf16"), (96, True, "fp16"), (128, False, "fp16"), (192, False, "bf16")),
+            (256, True, "bf16"),
+        )
+    ),
+    ("h200", "mla", {"causal": True, "dtype": "fp16"}),
 )
 
 

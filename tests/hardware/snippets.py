@@ -31,6 +31,7 @@ FAMILIES = (
         barriers.arrivals,
         barriers.tokens,
         barriers.bulk,
+        barriers.named,
         matrix.mmas,
     ),
     *(wgmma.wgmmas, tma.loads, tma.stores),

@@ -43,11 +43,13 @@ def _places(tensor: Tensor) -> list[tuple[int, ...]]:
     columns = (0, step, last, 0, last, step, 2 * step, last)
     down = (0, 2, 0, rows - 2, rows - 2, rows - 1, 1, rows - 1)
     back = (0, 1, 0, 0, 1, 1, 0, 0)
-    return [place[: len(tensor.sizes)] for place in zip(columns, down, back, strict=True)]
+    further = (0, 1, 0, -1, 1, 0, 2, 1), (0, 0, 1, 0, 1, 1, -1, 0)
+    axes = (columns, down, back, *further)
+    return [place[: len(tensor.sizes)] for place in zip(*axes, strict=True)]
 
 
 def loads() -> Iterator[Snippet]:
-    """Two dimensions, every swizzle; one and three; NaN for what is outside."""
+    """Two dimensions, every swizzle; one to five; NaN for what is outside."""
     for swizzle, width in (
         *(("none", 16), ("none", 64), ("32B", 16), ("64B", 32), ("128B", 64)),
         *(("128B", 32), ("64B", 16), ("128B", 8)),  # rows narrower than the swizzle
@@ -62,14 +64,30 @@ def loads() -> Iterator[Snippet]:
     yield _load(words, "cp.async.bulk.tensor.2d load of words")
     yield _load(Tensor((700,), (), (128,)), "cp.async.bulk.tensor.1d load")
     hinted = Tensor((COLUMNS, ROWS), (PITCH,), (16, 8))
-    yield _load(hinted, "cp.async.bulk.tensor.2d load with a hint", HINT)
+    yield _load(hinted, "cp.async.bulk.tensor.2d load with a hint", HINT, tile="")
     cube = Tensor((COLUMNS, 5, 2), (PITCH, 5 * PITCH), (32, 3, 2), "64B")
     yield _load(cube, "cp.async.bulk.tensor.3d load")
+    yield from _heads()
     for swizzle, width in (("none", 16), ("128B", 64)):
         tensor = Tensor((COLUMNS, ROWS), (PITCH,), (width, 8), swizzle)
         for where, place in ELSEWHERE.items():
             name = f"cp.async.bulk.tensor.2d load {swizzle} {width} {where}"
             yield _load(tensor, name, places=[place])
+
+
+def _heads() -> Iterator[Snippet]:
+    """Spelled as in our kernels: rows of one head, and boxes that are deep in every dimension."""
+    five = (32, 3, 2, 2, 2), (64, 192, 384, 768)
+    for what, tensor in (
+        ("2d load of one head", Tensor((64, 9), (128,), (64, 8), "128B")),
+        ("3d load of one head", Tensor((64, 5, 2), (128, 640), (64, 4, 1), "128B")),
+        # Heads within a row.
+        ("4d load of one head", Tensor((64, 3, 2, 2), (256, 128, 768), (64, 2, 1, 1), "128B")),
+        ("4d load", Tensor((64, 3, 2, 2), (128, 384, 768), (32, 2, 2, 2), "64B")),
+        ("5d load of one head", Tensor(*five, (32, 2, 1, 1, 1), "64B")),
+        ("5d load", Tensor(*five, (16, 2, 2, 2, 2), "32B")),
+    ):
+        yield _load(tensor, f"cp.async.bulk.tensor.{what}", tile="")
 
 
 def _box(tensor: Tensor) -> int:
@@ -84,14 +102,18 @@ def _room(tensor: Tensor) -> int:
 
 
 def _load(
-    tensor: Tensor, name: str, hint: str = "", places: list[tuple[int, ...]] | None = None
+    tensor: Tensor,
+    name: str,
+    hint: str = "",
+    places: list[tuple[int, ...]] | None = None,
+    tile: str = ".tile",
 ) -> Snippet:
+    """`tile` goes without saying."""
     places = places or _places(tensor)
     rank, room = len(tensor.sizes), _room(tensor)
     words = room // 128
     size = ROWS * PITCH  # of every tensor, at most: each trial has a word of each lane of it
     held = -(-size // (4 * WARP * len(places)))
-    tile = "" if hint else ".tile"  # which goes without saying
     copy = f"cp.async.bulk.tensor.{rank}d.shared::cluster.global{tile}"
     copy += ".mbarrier::complete_tx::bytes" + (".L2::cache_hint" if hint else "")
     at = ", ".join(f"%i{held + n}" for n in range(rank))

@@ -103,6 +103,18 @@ def mn_tile(width: int, rows: int, size: int = 2) -> Tile:
     return Tile(width, False, 0, leading=atom, stride=atom * across)
 
 
+def own_k_tile(rows: int) -> Tile:
+    """The second step along the columns of a tile of ours; swizzled, `leading` means nothing."""
+    return replace(k_tile(8, 1), leading=128 * rows)
+
+
+def own_n_tile(columns: int, rows: int = 32) -> Tile:
+    """The second step along the rows of a tile of ours: columns of atoms, the widest that fit."""
+    width = next(w for w in (8, 4, 2) if columns * 2 % (16 * w) == 0)
+    line = 16 * width
+    return Tile(width, False, 16 * line, leading=rows * line, stride=8 * line)
+
+
 def _moved(tile: Tile, step: int) -> Tile:
     return replace(tile, start=tile.start + _STEP * step)
 
@@ -125,6 +137,7 @@ class Wgmma:
     steps: int = 1
     """Products that are added up one after the other, 32 bytes further along k each time."""
     note: str = ""
+    trials: tuple[int, ...] = TRIALS
 
     @property
     def k(self) -> int:
@@ -181,7 +194,7 @@ class Wgmma:
 
     def operands(self) -> Operands:
         trials = []
-        for trial in TRIALS:
+        for trial in self.trials:
             words = [i.view(np.uint32).reshape(-1, WARPGROUP) for i in self.images(trial)]
             a, _, c = self.matrices(trial)
             given = [*np.concatenate(words)]
@@ -214,7 +227,7 @@ class Wgmma:
         kinds = (self.a, self.b, self.d)
         sign = self.scale_a * self.scale_b
         kept = 13 if self.a in ("e4m3", "e5m2") else 23
-        for trial in TRIALS:
+        for trial in self.trials:
             a, b, c = self.matrices(trial)
             c = c if self.scale_d else np.zeros_like(c)
             whole = trial in WHOLE
@@ -301,7 +314,7 @@ _WIDTHS = {1: "plain", 2: "32B", 4: "64B", 8: "128B"}
 
 def wgmmas() -> Iterator[Snippet]:
     """Swizzles, majors, types, widths, A in registers, signs."""
-    many = [*_layouts(), *_types(), *_others()]
+    many = [*_layouts(), *_types(), *_others(), *_ours()]
     for one in many:
         yield one.snippet()
 
@@ -362,3 +375,19 @@ def _others() -> Iterator[Wgmma]:
     yield Wgmma(16, "bf16", "bf16", scale_a=-1, scale_b=-1, note="minus A and B")
     yield Wgmma(16, "bf16", "bf16", steps=2, note="two steps")
     yield Wgmma(16, "f16", "f16", steps=4, note="four steps")
+
+
+def _ours() -> Iterator[Wgmma]:
+    """The widths of our kernels, with descriptors as fw/wgmma.cuh makes them; those of fp8 too."""
+    widths = {64: "f16", 96: "f16", 112: "bf16", 128: "f16", 192: "bf16", 256: "bf16"}
+    for n, kind in widths.items():
+        for a_tile, b_k in itertools.product((None, own_k_tile(ROWS)), (True, False)):
+            where = "shared memory" if a_tile else "registers"
+            note = f"A in {where}, B by {'k' if b_k else 'n'}"
+            b_tile = own_k_tile(n) if b_k else own_n_tile(n)
+            # Q K and P V; of the two others whole numbers, which take less room, show the layout.
+            trials = TRIALS if bool(a_tile) == b_k else WHOLE[:1]
+            yield Wgmma(n, kind, kind, a_tile=a_tile, b_tile=b_tile, note=note, trials=trials)
+    for n, a_tile in itertools.product((64, 128, 256), (None, own_k_tile(ROWS))):
+        note = f"A in {'shared memory' if a_tile else 'registers'}"
+        yield Wgmma(n, "e4m3", "e4m3", a_tile=a_tile, b_tile=own_k_tile(n), note=note)
