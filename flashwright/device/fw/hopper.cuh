@@ -2,6 +2,8 @@
 #pragma once
 
 #include <fw/attention.cuh>
+#include <fw/past.cuh>
 #include <fw/ring.cuh>
+#include <fw/transpose.cuh>
 #include <fw/walk.cuh>
 #include <fw/wgmma.cuh>
