@@ -248,40 +248,17 @@ class Release(Node):
 
 
 @dataclass(frozen=True)
-class Transpose(Node):
-    """The warps that do this turn a tile that has landed."""
-
-    key: Key
-
-
-@dataclass(frozen=True)
-class PutBy(Node):
-    """A sum so far goes into shared memory, and a new one begins."""
-
-    key: Key
-
-
-@dataclass(frozen=True)
-class TakeBack(Node):
-    """What was put by of a sum is added to it."""
-
-    key: Key
-
-
-@dataclass(frozen=True)
 class Roles(Node):
-    """One thread loads what the others work on, and a few warps turn some of it; all take the
-    blocks of the grid one by one."""
+    """One thread loads what the others work on; both take the blocks of the grid one by one."""
 
     loader: tuple[Statement, ...]
     readers: tuple[Statement, ...]
-    turner: tuple[Statement, ...] = ()
 
 
 Statement = (
     Define | Load | Put | Commit | Wait | Barrier | Fill | Store | Move | Gemm | Operand | Compute
     | Loop | Branch | Await | Release | Roles | Open | Start | Finish
-    | Turn | Settle | Transpose | PutBy | TakeBack
+    | Turn | Settle
 )  # fmt: skip
 
 Side = Literal["rows", "columns"]
@@ -319,7 +296,7 @@ def flat(body: tuple[Statement, ...]) -> Iterator[Statement]:
         elif isinstance(node, Branch):
             yield from flat((*node.then, *node.orelse))
         elif isinstance(node, Roles):
-            yield from flat((*node.loader, *node.turner, *node.readers))
+            yield from flat((*node.loader, *node.readers))
         elif isinstance(node, Start):
             yield node.gemm
 

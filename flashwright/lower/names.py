@@ -50,8 +50,3 @@ def ring_name(key: Key) -> str:
 def map_name(key: Key) -> str:
     """What TMA knows of the tensor that a shared tile is filled from."""
     return f"{tile_name(key).removesuffix('_shared')}_map"
-
-
-def past_name(key: Key) -> str:
-    """What has been put by of an accumulator."""
-    return f"{tile_name(key)}_past"

@@ -160,7 +160,7 @@ def choose(workload: Workload, gpu: Gpu, headroom: int | None = None) -> Decisio
 
 def _loader(workload: Workload, gpu: Gpu) -> bool:
     """Whether a warpgroup of its own loads what the others multiply (lower/roles.py)."""
-    return gpu.wgmma and workload.rows_fixed is None
+    return gpu.wgmma and ELEMENT_BYTES[workload.dtype] == 2 and workload.rows_fixed is None
 
 
 def _with_queries_ahead(workload: Workload, chosen: Candidate, gpu: Gpu) -> Candidate:

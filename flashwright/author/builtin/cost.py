@@ -165,8 +165,6 @@ def footprint(workload: Workload, tiling: Tiling, gpu: Gpu) -> Footprint:
     size = workload.element_bytes
     queries = tiling.q_stages * bm * workload.qk_dim * size
     shared = queries + tiling.stages * bn * workload.key_bytes
-    if gpu.wgmma and size == 1:  # where V lands before it is turned, and where O is put by
-        shared += (bn + 2 * bm) * workload.v_dim
     tiles = bm * workload.v_dim * 4 + bm * bn * 4
     if not gpu.reshape_in_place:
         tiles += bm * bn * size
@@ -182,7 +180,7 @@ def comfort(workload: Workload, gpu: Gpu) -> int:
     far as registers go and then spills a few others: with 204 for tiles (d128 128x64, d64 128x128)
     it did so in half of the kernels, with 188 in none.
     """
-    if gpu.wgmma and workload.element_bytes == 2:  # bytes take a few more
+    if gpu.wgmma and workload.element_bytes == 2:  # fp8 goes by mma.sync there, too
         return 8
     # A slope or a position for each row; addresses of a third swizzle atom along k.
     wide = workload.qk_dim * workload.element_bytes > 256

@@ -2,8 +2,6 @@
 #pragma once
 
 #include <fw/attention.cuh>
-#include <fw/past.cuh>
 #include <fw/ring.cuh>
-#include <fw/transpose.cuh>
 #include <fw/walk.cuh>
 #include <fw/wgmma.cuh>
