@@ -152,7 +152,7 @@ def test_a_peer_is_right_or_says_why_not(peer: registry.Peer, spec: Any) -> None
             found = call(*inputs.values())
     except Unable as error:
         why = str(error)
-    except RuntimeError:
+    except (AssertionError, RuntimeError):
         if not peer.module:
             raise
         no_number(peer, cell)

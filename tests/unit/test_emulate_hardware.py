@@ -56,15 +56,7 @@ REFUSED = {
 }
 # What was added or changed since, and why. `python -m tests.hardware.record --missing` on a GPU
 # records it; then these go, and what the GPU refused goes above.
-AWAITED = {
-    r"bar\.arrive .*": "the warpgroups of our kernels for Hopper take turns",
-    r"cp\.async\.bulk\.tensor\.([45]d load|[23]d load of one head).*": (
-        "their tensors have batch, head, row and column"
-    ),
-    r"wgmma\..*\.m64n(64|96|128)k16\.f32\.f16\.f16 A in .*": "the widths they use",
-    r"wgmma\..*\.m64n(112|192|256)k16\.f32\.bf16\.bf16 A in .*": "the same",
-    r"wgmma\..*\.m64n(64|128|256)k32\.f32\.e4m3\.e4m3 A in .*": "those of kernels with fp8",
-}
+AWAITED: dict[str, str] = {}  # a pattern of names, and the reason
 ASYNCHRONOUS = ("memory", "barriers", "wgmma", "tma")
 GROUPS = sorted({one.snippet.group for one in prepared()})
 

@@ -180,11 +180,13 @@ def comfort(workload: Workload, gpu: Gpu) -> int:
     far as registers go and then spills a few others: with 204 for tiles (d128 128x64, d64 128x128)
     it did so in half of the kernels, with 188 in none.
     """
-    if gpu.wgmma and workload.element_bytes == 2:  # fp8 goes by mma.sync there, too
+    if gpu.wgmma and workload.element_bytes == 2:
         return 8
     # A slope or a position for each row; addresses of a third swizzle atom along k.
     wide = workload.qk_dim * workload.element_bytes > 256
-    return 28 + 8 * (bool(workload.options)) + 8 * wide
+    # Bytes for Hopper go by mma.sync, too: 128x128 at d128 spilled, 128x64 at d256 did not.
+    bytes_there = gpu.wgmma and workload.v_dim <= 128
+    return 28 + 8 * (bool(workload.options)) + 8 * wide + 40 * bytes_there
 
 
 def occupancy(workload: Workload, tiling: Tiling, gpu: Gpu) -> int:
