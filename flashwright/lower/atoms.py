@@ -7,7 +7,7 @@ from flashwright.check.vocabulary import DTYPES
 from flashwright.gpu import Gpu
 from flashwright.lang.nodes import Span
 from flashwright.lower import ir
-from flashwright.lower.element import leaves
+from flashwright.lower.element import leaves, variable
 from flashwright.lower.names import tile_name
 from flashwright.lower.scalars import refused
 
@@ -101,5 +101,5 @@ def _leaves_wide(program: Program, node: ir.Gemm) -> bool:
 def _columns(assign: ir.Assign, program: Program) -> set[Key]:
     """The tiles, and vectors along columns, of which an assignment combines elements."""
     found = [x for x in (assign.target, *leaves(assign.value)) if "n" in x.axes]
-    named = {x.code.text.split("(")[0] for x in found}
+    named = {variable(x) for x in found}
     return {k for k in program.buffers if k[1] == "register" and tile_name(k) in named}

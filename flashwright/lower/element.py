@@ -92,6 +92,11 @@ def leaves(x: Element) -> Iterator[Leaf]:
             yield from leaves(arg)
 
 
+def variable(leaf: Leaf) -> str:
+    """The name of a tile or a vector, without its indices."""
+    return leaf.code.text.split("(")[0]
+
+
 # --- algebra ----------------------------------------------------------------------------------
 
 

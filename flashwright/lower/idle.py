@@ -7,10 +7,10 @@ leaves its state alone, and its weights are 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from flashwright.lower import ir
-from flashwright.lower.element import Element, Leaf, Op, Reduce
+from flashwright.lower.element import Element, Leaf, Op, Reduce, leaves, variable
 
 _KNOWN: dict[str, Callable[..., float]] = {
     "+": lambda x, y: x + y,
@@ -31,7 +31,7 @@ _KNOWN: dict[str, Callable[..., float]] = {
 _MANY = 16  # elements of the row
 
 
-def idle(work: Iterable[ir.Compute], mask: ir.Compute) -> bool:
+def idle(work: Sequence[ir.Compute], mask: ir.Compute) -> bool:
     """Whether all vectors and tiles stay as they are if the mask hides a whole tile of scores, but
     for these: they must become 0.
 
@@ -43,7 +43,7 @@ def idle(work: Iterable[ir.Compute], mask: ir.Compute) -> bool:
         for node in work:
             for assign in node.assigns:
                 name = variable(assign.target)
-                for leaf in (assign.target, *_unknown(assign.value)):
+                for leaf in (assign.target, *leaves(assign.value)):
                     known.setdefault(variable(leaf), 1.25 + 0.5 * len(known))  # no two alike
                 hidden = node is mask
                 state[name] = -math.inf if hidden else _value(assign.value, known | state)
@@ -53,22 +53,6 @@ def idle(work: Iterable[ir.Compute], mask: ir.Compute) -> bool:
         return False
     made = {variable(a.target) for node in work for a in node.assigns if a.buffer}
     return state[scores] == 0 and all(state[n] == known[n] for n in made - {scores})
-
-
-def variable(leaf: Leaf) -> str:
-    """The name of a tile or a vector, without its indices."""
-    return leaf.code.text.split("(")[0]
-
-
-def _unknown(x: Element) -> Iterable[Leaf]:
-    match x:
-        case Leaf(value=None):
-            yield x
-        case Op(_, args):
-            for arg in args:
-                yield from _unknown(arg)
-        case Reduce(_, arg):
-            yield from _unknown(arg)
 
 
 def _value(x: Element, state: dict[str, float]) -> float:

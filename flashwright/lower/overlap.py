@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from flashwright.check.program import Key
 from flashwright.lower import ir
 from flashwright.lower.code import Code, binary, call, choose, integer
-from flashwright.lower.element import ROW, TILE, Element, Leaf, Op, Reduce, leaves
-from flashwright.lower.idle import idle, variable
+from flashwright.lower.element import ROW, TILE, Element, Leaf, Op, Reduce, leaves, variable
+from flashwright.lower.idle import idle
 from flashwright.lower.masks import GROUP_ROWS
 from flashwright.lower.names import tile_name
 from flashwright.lower.pipeline import plus, put

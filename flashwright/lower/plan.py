@@ -37,7 +37,7 @@ def make_plan(program: Program, gpu: Gpu, kernel: ir.Kernel, shared: int) -> Lau
     if len(program.grid.axes) > 3:
         raise refused("a grid has at most three axes", program.grid.span)
     roles = any(isinstance(n, ir.Roles) for n in kernel.body)
-    counts = tuple(_ceiling(_difference(a.high, a.low), program) for a in program.grid.axes)
+    counts = _counts(program)
     return LaunchPlan(
         entry="attention",
         arch=gpu.arch,
@@ -61,6 +61,11 @@ def _maps(program: Program, kernel: ir.Kernel) -> Iterator[PlanMap]:
             swizzle = next(b for b in (128, 64, 32) if cols * size % b == 0)
             box = (*(1 for _ in loads[key].start[2:]), rows, swizzle // size)
             yield PlanMap(tensor=loads[key].tensor.name, box=box, swizzle=swizzle)
+
+
+def _counts(program: Program) -> tuple[Postfix, ...]:
+    """The blocks along each axis of the grid."""
+    return tuple(_ceiling(_difference(a.high, a.low), program) for a in program.grid.axes)
 
 
 def _difference(high: Expr, low: Expr) -> Expr:
@@ -150,8 +155,7 @@ def _product(a: Postfix, b: Postfix) -> Postfix:
 
 def ordered(program: Program, grid: tuple[ir.GridAxis, ...]) -> tuple[ir.GridAxis, ...]:
     """With their counts; blocks of most rounds first, so that no long one is left for the end."""
-    counts = [_ceiling(_difference(a.high, a.low), program) for a in program.grid.axes]
-    grid = tuple(replace(a, count=_code(c)) for a, c in zip(grid, counts, strict=True))
+    grid = tuple(replace(a, count=_code(c)) for a, c in zip(grid, _counts(program), strict=True))
     loops = [s for s in program.tree.body if isinstance(s, tl.For)]
     if not loops:
         return grid

@@ -19,6 +19,7 @@ from flashwright.lower.element import (
     code,
     leaves,
     type_of,
+    variable,
 )
 
 UNROLL = "CUTE_UNROLL"
@@ -48,7 +49,7 @@ def _loops(node: ir.Compute, at: str) -> Iterator[str]:
             yield from _rows(node, rows, at)
             rows = []
             yield from _loop(
-                "n", f"cute::size({_variable(assign.target)})", _columns(node, assign, at)
+                "n", f"cute::size({variable(assign.target)})", _columns(node, assign, at)
             )
         else:
             rows.append(assign)
@@ -56,7 +57,7 @@ def _loops(node: ir.Compute, at: str) -> Iterator[str]:
 
 
 def _filled(assign: ir.Assign) -> Iterator[str]:
-    name, value = _variable(assign.target), _converted(assign)
+    name, value = variable(assign.target), _converted(assign)
     zero = isinstance(assign.value, Leaf) and assign.value.value == 0
     yield f"cute::clear({name});" if zero else f"cute::fill({name}, {value});"
 
@@ -75,7 +76,7 @@ def _rows(node: ir.Compute, assigns: list[ir.Assign], at: str) -> Iterator[str]:
         body.add(assign)
     held = next(t for a in assigns for t in (a.target, *leaves(a.value)) if _has_rows(t))
     size = "cute::size<0>" if held.axes == TILE else "cute::size"
-    yield from _loop("m", f"{size}({_variable(held)})", body.lines)
+    yield from _loop("m", f"{size}({variable(held)})", body.lines)
 
 
 @dataclass
@@ -157,7 +158,7 @@ class _Row:
         if uses(value, "kv_idx"):
             place = _position(self.node.cols, f"{self.at}.col(n)")
             inner.insert(0, f"int const kv_idx = {place};")
-        return _loop("n", f"cute::size<1>({_variable(tile)})", inner)
+        return _loop("n", f"cute::size<1>({variable(tile)})", inner)
 
 
 def _loop(var: str, count: str, body: Iterable[str]) -> Iterator[str]:
@@ -182,10 +183,6 @@ def _position(origin: Code | None, within: str) -> str:
     if origin is None or origin.text == "0":
         return within
     return f"{origin} + {within}"
-
-
-def _variable(leaf: Leaf) -> str:
-    return leaf.code.text.split("(")[0]
 
 
 def _has_rows(leaf: Leaf) -> bool:

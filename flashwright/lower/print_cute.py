@@ -137,9 +137,8 @@ class Printer:
     def _kernel(self) -> Page:
         body = Page([""], [None])
         self._body(body, self.kernel.body, 1)
-        used = body.names | set(re.findall(r"\w+", " ".join(a.low.text for a in self.kernel.grid)))
-        if self.rings:
-            used |= set(re.findall(r"\w+", " ".join(a.count.text for a in self.kernel.grid)))
+        grid = " ".join(f"{a.low} {a.count if self.rings else ''}" for a in self.kernel.grid)
+        used = body.names | set(re.findall(r"\w+", grid))
         page = Page()
         alone = self.blocks <= 1 and not self.rings  # setmaxnreg wants to be told of one block
         bounds = "Threads" if alone else f"Threads, {self.blocks}"

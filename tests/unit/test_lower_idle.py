@@ -13,8 +13,8 @@ from flashwright.author.builtin.variants import make_spec
 from flashwright.check.check import check
 from flashwright.lang.parse import parse
 from flashwright.lower import ir
-from flashwright.lower.element import Op, literal
-from flashwright.lower.idle import idle, variable
+from flashwright.lower.element import Op, literal, variable
+from flashwright.lower.idle import idle
 from flashwright.lower.lower import lower
 
 
