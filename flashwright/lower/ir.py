@@ -179,13 +179,6 @@ class Turn(Node):
 
 
 @dataclass(frozen=True)
-class Settle(Node):
-    """What a vector needs is computed before what follows: the compiler must not put it off."""
-
-    vector: str
-
-
-@dataclass(frozen=True)
 class Assign:
     """One tile, vector or name local to the row gets the value of an expression."""
 
@@ -242,9 +235,10 @@ class Await(Node):
 
 @dataclass(frozen=True)
 class Release(Node):
-    """It is done with what is in a tile."""
+    """It is done with what is in a tile, and says so once a vector is known (if one is named)."""
 
     key: Key
+    known: str = ""
 
 
 @dataclass(frozen=True)
@@ -258,7 +252,7 @@ class Roles(Node):
 Statement = (
     Define | Load | Put | Commit | Wait | Barrier | Fill | Store | Move | Gemm | Operand | Compute
     | Loop | Branch | Await | Release | Roles | Open | Start | Finish
-    | Turn | Settle
+    | Turn
 )  # fmt: skip
 
 Side = Literal["rows", "columns"]

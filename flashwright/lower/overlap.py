@@ -6,17 +6,20 @@ second product of the round before, whose operands are long there; then this rou
 computed under the second product. The loop is written out once before itself for the first scores,
 and once behind for the last product:
 
-    S(0), P(0);  for i = 1..: { start S(i); start O += P(i-1) V(i-1); wait for S; softmax;
-                                wait for O; rescale O; P(i) };  O += P(n) V(n)
+    S(0), P(0);  for i = 1..: { start S(i); start O += P(i-1) V(i-1); wait for S; the row's maximum;
+                                wait for O; rescale O; exponentials; P(i) };  O += P(n) V(n)
 
-Whatever the loop does with O besides (the softmax rescales it) moves behind the wait for it. That
-is possible where nothing else reads O, and where it needs no value that changes in between.
+Whatever the loop does with O besides (the softmax rescales it) stands behind the wait for it, as
+soon as its factors are known: the exponentials, which the special function unit is slow with, leave
+room for it. That is possible where nothing else reads O, and where it needs no value that changes
+in between.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from flashwright.check.program import Key
 from flashwright.lower import ir
@@ -28,23 +31,20 @@ from flashwright.lower.names import tile_name
 from flashwright.lower.pipeline import plus, put
 
 
-def overlapped(body: tuple[ir.Statement, ...], turns: bool, few: bool) -> tuple[ir.Statement, ...]:
+def overlapped(body: tuple[ir.Statement, ...], turns: bool) -> tuple[ir.Statement, ...]:
     """Every loop that multiplies twice in a round, rewritten.
 
     With `turns` the warpgroups start their products one after the other, so that one computes its
     softmax while another multiplies.
-
-    With `few` warpgroups each must do more to keep the tensor cores busy: what it does with O waits
-    until the next scores are being multiplied, and the softmax is held to be done before the wait
-    for O. (Three do better with that where it is, and where the compiler puts it: measured, see
-    docs/performance.md.)
     """
     out: list[ir.Statement] = []
     rows = _rows(body)
     for node in body:
         parts = _parts(node) if isinstance(node, ir.Loop) else None
         if isinstance(node, ir.Loop) and parts:
-            out.append(_rewritten(node, parts, _own_end(node, parts, rows), turns, few))
+            if _cleared(out, parts.second.target):
+                parts = replace(parts, anew=())
+            out.append(_rewritten(node, parts, _own_end(node, parts, rows), turns))
         elif isinstance(node, ir.Release) and out and _early(out[-1], node):
             out.append(_released(out.pop(), node))
         else:
@@ -59,39 +59,40 @@ class _Parts:
     head: tuple[ir.Statement, ...]
     """Waits for what the first product reads, and names."""
     first: ir.Gemm
-    after: tuple[ir.Statement, ...]
+    after: tuple[ir.Release, ...]
     """What the first product has read is handed back."""
     middle: tuple[ir.Statement, ...]
-    """The softmax, but for what it does with O."""
+    """The softmax until the factors of O are known."""
     rescale: tuple[ir.Compute, ...]
+    later: tuple[ir.Statement, ...]
+    """The rest of the softmax."""
     operand: ir.Operand
     ready: tuple[ir.Statement, ...]
     """Waits for what the second product reads."""
     second: ir.Gemm
     tail: tuple[ir.Statement, ...]
+    anew: tuple[ir.Compute, ...]
+    """What is done with O in the first round."""
 
 
-def _rewritten(
-    loop: ir.Loop, parts: _Parts, own: ir.Define | None, turns: bool, few: bool
-) -> ir.Branch:
+def _rewritten(loop: ir.Loop, parts: _Parts, own: ir.Define | None, turns: bool) -> ir.Branch:
     scores, out = parts.first.target, parts.second.target
     first, second = (ir.Start(g, origin=g.origin) for g in (parts.first, parts.second))
     take, give = ((ir.Turn("take"),), (ir.Turn("pass"),)) if turns else ((), ())
-    early, late = ((), parts.rescale) if few else (parts.rescale, ())
-    apart = (*late, ir.Open((out,))) if few else ()
+    known = _known(parts.middle)
     before = (
         *(ir.Define(loop.var, loop.low), *parts.head, ir.Open((scores,)), first),
-        *(ir.Finish(0, (scores,)), *parts.after, *parts.middle, *early, parts.operand),
+        *(ir.Finish(0, (scores,)), *parts.after, *parts.middle),
+        *(*parts.anew, *parts.later, parts.operand),
     )
     body = (
-        *(*parts.head, *take, ir.Open((scores,) if few else (scores, out)), first),
-        *(*apart, *parts.ready, second, *give),
-        *(ir.Finish(1, (scores,)), *parts.after, *parts.middle),
-        *(*(_settled(parts.middle) if few else ()), ir.Finish(0, (out,)), *parts.tail),
-        *(*early, replace(parts.operand, again=True)),
+        *(*parts.head, *take, ir.Open((scores, out)), first),
+        *(*parts.ready, second, *give, ir.Finish(1, (scores,)), *parts.middle),
+        *(*(replace(n, known=known) for n in parts.after), ir.Finish(0, (out,)), *parts.tail),
+        *(*parts.rescale, *parts.later, replace(parts.operand, again=True)),
     )
     again = replace(loop, low=plus(loop.low, 1), body=body)
-    behind = (*late, *parts.ready, ir.Open((out,)), second, ir.Finish(0, (out,)), *parts.tail)
+    behind = (*parts.ready, ir.Open((out,)), second, ir.Finish(0, (out,)), *parts.tail)
     rest: tuple[ir.Statement, ...] = ()
     if own:
         mine = Code(own.name)
@@ -102,6 +103,26 @@ def _rewritten(
     condition = put(loop.condition, loop.var, loop.low)
     then = (*before, again, *behind, *rest)
     return ir.Branch(condition, then, origin=loop.origin.untitled)
+
+
+def _known(middle: tuple[ir.Statement, ...]) -> str:
+    """The last vector that is made before the wait for O: what is handed back between them is
+    handed back when its value is there, which holds the wait in its place."""
+    vectors = [
+        variable(a.target)
+        for node in middle
+        if isinstance(node, ir.Compute)
+        for a in node.assigns
+        if a.buffer and len(a.buffer.shape) == 1
+    ]
+    return vectors[-1] if vectors else ""
+
+
+def _cleared(before: list[ir.Statement], key: Key) -> bool:
+    """Whether a tile is 0 behind these statements."""
+    last = next((n for n in reversed(before) if _speaks(n, key)), None)
+    values = [a.value for a in last.assigns] if isinstance(last, ir.Compute) else []
+    return len(values) == 1 and isinstance(values[0], Leaf) and values[0].value == 0
 
 
 # --- a warpgroup's own end --------------------------------------------------------------------
@@ -121,8 +142,9 @@ def _own_end(loop: ir.Loop, parts: _Parts, rows: Code | None) -> ir.Define | Non
 
 
 def _masked(loop: ir.Loop, parts: _Parts) -> Code | None:
-    work = [n for n in parts.middle if isinstance(n, ir.Compute)]
-    if len(work) < len(parts.middle):
+    done = (*parts.middle, *parts.later)
+    work = [n for n in done if isinstance(n, ir.Compute)]
+    if len(work) < len(done):
         return None
     for node in work:
         step = re.fullmatch(rf"{loop.var} \* (\w+)", node.cols.text) if node.cols else None
@@ -137,18 +159,6 @@ def _rows(body: tuple[ir.Statement, ...]) -> Code | None:
     """How many rows of a block's tiles are stored, where it is the same for all of them."""
     found = {n.window.rows for n in ir.flat(body) if isinstance(n, ir.Store)}
     return found.pop() if len(found) == 1 else None
-
-
-def _settled(middle: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
-    """The last vector that the softmax makes is made before the wait behind it."""
-    vectors = [
-        a.target
-        for node in middle
-        if isinstance(node, ir.Compute)
-        for a in node.assigns
-        if a.buffer and len(a.buffer.shape) == 1
-    ]
-    return (ir.Settle(variable(vectors[-1])),) if vectors else ()
 
 
 def _early(before: ir.Statement, node: ir.Release) -> bool:
@@ -210,17 +220,43 @@ def _sorted(
     if {n.key for n in ready} & {first.left, first.right}:
         return None
     middle: list[ir.Statement] = []
+    later: list[ir.Statement] = []
     rescale: list[ir.Compute] = []
     for node in work:
         if not _speaks(node, second.target):
-            middle.append(node)
+            (later if rescale else middle).append(node)
             continue
         parted = _parted(node, second.target)
-        if parted is None:
+        if parted is None or rescale:
             return None
-        middle.append(parted[0])
+        soon, rest = _soon(parted[0])
+        middle.append(soon)
+        later += rest
         rescale.append(parted[1])
-    return _Parts(head, first, after, tuple(middle), tuple(rescale), operand, ready, second, tail)
+    found = tuple(rescale)
+    return _Parts(
+        *(head, first, after, tuple(middle), found, tuple(later)),
+        *(operand, ready, second, tail, found),
+    )
+
+
+def _soon(node: ir.Compute) -> tuple[ir.Compute, tuple[ir.Compute, ...]]:
+    """A statement until the vectors that it makes for others are there, and what is left of it.
+
+    Of the names of a row that both parts use the second knows those that a vector has as well.
+    """
+    made = max(n for n, a in enumerate(node.assigns) if a.kept)
+    rows = takewhile(lambda a: a.target.axes == ROW, node.assigns[made + 1 :])
+    place = made + 1 + sum(1 for _ in rows)
+    soon, rest = node.assigns[:place], node.assigns[place:]
+    local = {a.target.code.text for a in soon if a.buffer is None and not a.kept}
+    held = {a.value.code.text: a.target for a in soon if a.buffer and isinstance(a.value, Leaf)}
+    used = {leaf.code.text for a in rest for leaf in leaves(a.value)} & local
+    if not rest or not used <= held.keys():
+        return node, ()
+    named = tuple(replace(a, value=_with(a.value, held)) for a in rest)
+    later = replace(node, assigns=named, kept=(), origin=node.origin.untitled)
+    return replace(node, assigns=soon), (later,)
 
 
 def _speaks(node: ir.Statement, key: Key) -> bool:

@@ -113,24 +113,30 @@ class _Row:
 
     def _without_reductions(self, x: Element, partial: bool) -> Element:
         match x:
+            case Op("+", (held, Reduce("sum", arg))) if partial:
+                return self._reduced("sum", arg, code(held).text)
             case Op(op, args):
                 return Op(op, tuple(self._without_reductions(a, partial) for a in args))
             case Reduce(op, arg):
-                return self._reduced(op, arg, partial)
+                found = self._reduced(op, arg, "-INFINITY" if op == "max" else "0.f")
+                if not partial:
+                    self.lines.append(f"{found.code} = fw::row_{op}({found.code});")
+                return found
         return x
 
-    def _reduced(self, op: str, arg: Element, partial: bool) -> Leaf:
+    def _reduced(self, op: str, arg: Element, start: str) -> Leaf:
+        """What a thread has of a row, put together with what is there already."""
         name = self._fresh("most" if op == "max" else "sum")
-        start = "-INFINITY" if op == "max" else "0.f"
         inner = self._hoisted(arg)
+        first = 0
+        if op == "max" and isinstance(arg, Leaf):
+            start, first = f"{variable(arg)}(m, 0)", 1
         self.lines.append(f"float {name} = {start};")
         step = f"{name} += {code(inner)};"
         if op == "max":
             step = f"{name} = fw::max({name}, {code(inner)});"
         tile = next(t for t in leaves(arg) if t.axes == TILE)
-        self.lines += self._over_columns(tile, step, inner)
-        if not partial:
-            self.lines.append(f"{name} = fw::row_{op}({name});")
+        self.lines += self._over_columns(tile, step, inner, first)
         return Leaf(Code(name, "float"), ROW)
 
     def _fresh(self, stem: str) -> str:
@@ -153,17 +159,17 @@ class _Row:
                 return Op(op, tuple(self._hoisted(a) for a in args))
         return x
 
-    def _over_columns(self, tile: Leaf, step: str, value: Element) -> Iterator[str]:
+    def _over_columns(self, tile: Leaf, step: str, value: Element, first: int = 0) -> Iterator[str]:
         inner = [step]
         if uses(value, "kv_idx"):
             place = _position(self.node.cols, f"{self.at}.col(n)")
             inner.insert(0, f"int const kv_idx = {place};")
-        return _loop("n", f"cute::size<1>({variable(tile)})", inner)
+        return _loop("n", f"cute::size<1>({variable(tile)})", inner, first)
 
 
-def _loop(var: str, count: str, body: Iterable[str]) -> Iterator[str]:
+def _loop(var: str, count: str, body: Iterable[str], first: int = 0) -> Iterator[str]:
     yield UNROLL
-    yield f"for (int {var} = 0; {var} < {count}; ++{var}) {{"
+    yield f"for (int {var} = {first}; {var} < {count}; ++{var}) {{"
     for line in body:
         yield f"  {line}"
     yield "}"

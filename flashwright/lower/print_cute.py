@@ -216,7 +216,10 @@ class Printer:
             low = "" if axis.low.text == "0" else f"{axis.low} + "
             yield f"int const {axis.name} = {low}{value};{note}"
         if any(k[1] == "shared" for k in self.program.buffers):
-            yield "extern __shared__ __align__(1024) unsigned char shared[];"
+            name = "memory" if self.rings else "shared"
+            yield f"extern __shared__ __align__(1024) unsigned char {name}[];"
+            if self.rings:
+                yield f"unsigned char* const shared = fw::pinned({name});"
 
     def _declare(self, key: Key, buffer: Buffer) -> Lines:
         name = tile_name(key)

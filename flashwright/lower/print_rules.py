@@ -207,10 +207,11 @@ RULES: dict[type, Callable[[Context, Any], Lines]] = {
     ir.Wait: lambda at, node: iter([f"fw::wait<{node.left}>();"]),
     ir.Barrier: lambda at, node: iter(["__syncthreads();"]),
     ir.Await: lambda at, node: iter([f"{ring_name(node.key)}.wait();"]),
-    ir.Release: lambda at, node: iter([f"{ring_name(node.key)}.release();"]),
+    ir.Release: lambda at, node: iter(
+        [f"{ring_name(node.key)}.release({f'{node.known}(0)' if node.known else ''});"]
+    ),
     ir.Open: lambda at, node: iter([f"fw::open_products({_listed(node.targets)});"]),
     ir.Start: _start,
-    ir.Settle: lambda at, node: iter([f"fw::settle({node.vector});"]),
     ir.Turn: lambda at, node: iter([f"fw::{node.step}_turn<Warps / 4>(group);"]),
     ir.Finish: lambda at, node: iter(
         [f"fw::finish_products<{node.left}>({_listed(node.targets)});"]

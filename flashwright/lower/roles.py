@@ -35,9 +35,7 @@ def divided(
     readers = _Readers({load.dest for load in loads}, program.buffers)
     reading, schedule = readers.body(body), program.schedule
     if schedule.overlap:
-        groups = program.warps // 4
-        turns = schedule.ping_pong and groups > 1
-        reading = overlapped(reading, turns, few=groups < MOST_GROUPS)
+        reading = overlapped(reading, turns=schedule.ping_pong and program.warps > 4)
     return (ir.Roles(_loading(body), reading),)
 
 

@@ -134,9 +134,9 @@ extern "C" __global__ void __launch_bounds__(Threads, 2)
     //  45 | Compute Softmax S1 with M1 and L1 and rescale O1
     CUTE_UNROLL
     for (int m = 0; m < cute::size(M1); ++m) {
-      float most = -INFINITY;
+      float most = S1(m, 0);
       CUTE_UNROLL
-      for (int n = 0; n < cute::size<1>(S1); ++n) {
+      for (int n = 1; n < cute::size<1>(S1); ++n) {
         most = fw::max(most, S1(m, n));
       }
       most = fw::row_max(most);
@@ -148,12 +148,12 @@ extern "C" __global__ void __launch_bounds__(Threads, 2)
       for (int n = 0; n < cute::size<1>(S1); ++n) {
         S1(m, n) = fw::exp2(S1(m, n) * (Scale * fw::log2_e) - row_0);
       }
-      float sum = 0.f;
+      float sum = L1(m) * drop;
       CUTE_UNROLL
       for (int n = 0; n < cute::size<1>(S1); ++n) {
         sum += S1(m, n);
       }
-      L1(m) = L1(m) * drop + sum;
+      L1(m) = sum;
       CUTE_UNROLL
       for (int n = 0; n < cute::size<1>(O1); ++n) {
         O1(m, n) = O1(m, n) * drop;
@@ -163,9 +163,9 @@ extern "C" __global__ void __launch_bounds__(Threads, 2)
     //  46 | Compute Softmax S2 with M2 and L2 and rescale O2
     CUTE_UNROLL
     for (int m = 0; m < cute::size(M2); ++m) {
-      float most = -INFINITY;
+      float most = S2(m, 0);
       CUTE_UNROLL
-      for (int n = 0; n < cute::size<1>(S2); ++n) {
+      for (int n = 1; n < cute::size<1>(S2); ++n) {
         most = fw::max(most, S2(m, n));
       }
       most = fw::row_max(most);
@@ -177,12 +177,12 @@ extern "C" __global__ void __launch_bounds__(Threads, 2)
       for (int n = 0; n < cute::size<1>(S2); ++n) {
         S2(m, n) = fw::exp2(S2(m, n) * (Scale * fw::log2_e) - row_0);
       }
-      float sum = 0.f;
+      float sum = L2(m) * drop;
       CUTE_UNROLL
       for (int n = 0; n < cute::size<1>(S2); ++n) {
         sum += S2(m, n);
       }
-      L2(m) = L2(m) * drop + sum;
+      L2(m) = sum;
       CUTE_UNROLL
       for (int n = 0; n < cute::size<1>(O2); ++n) {
         O2(m, n) = O2(m, n) * drop;

@@ -109,9 +109,9 @@ extern "C" __global__ void __launch_bounds__(Threads, 3)
     //  36 | Compute Softmax S with Smax and Ssum and rescale O_register
     CUTE_UNROLL
     for (int m = 0; m < cute::size(Smax); ++m) {
-      float most = -INFINITY;
+      float most = S(m, 0);
       CUTE_UNROLL
-      for (int n = 0; n < cute::size<1>(S); ++n) {
+      for (int n = 1; n < cute::size<1>(S); ++n) {
         most = fw::max(most, S(m, n));
       }
       most = fw::row_max(most);
@@ -123,12 +123,12 @@ extern "C" __global__ void __launch_bounds__(Threads, 3)
       for (int n = 0; n < cute::size<1>(S); ++n) {
         S(m, n) = fw::exp2(S(m, n) * (Scale * fw::log2_e) - row_0);
       }
-      float sum = 0.f;
+      float sum = Ssum(m) * drop;
       CUTE_UNROLL
       for (int n = 0; n < cute::size<1>(S); ++n) {
         sum += S(m, n);
       }
-      Ssum(m) = Ssum(m) * drop + sum;
+      Ssum(m) = sum;
       CUTE_UNROLL
       for (int n = 0; n < cute::size<1>(O); ++n) {
         O(m, n) = O(m, n) * drop;

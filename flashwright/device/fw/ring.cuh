@@ -81,7 +81,22 @@ struct Ring {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(empty(stage));
     next();
   }
+
+  // The same, not before a value is known. It keeps ptxas from moving the wait for a product, which comes next, above
+  // the work that gives the value: nothing would be left to do meanwhile. (What is added to the address is 0, as these
+  // grids have one axis, but the compiler does not know that.)
+  __device__ void release(float known) {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty(stage) + (__float_as_int(known) & blockIdx.y));
+    next();
+  }
 };
+
+// Where shared memory begins, found out once: what a shuffle gave is kept, while the address itself would be asked for
+// again in each round of a loop, with an instruction that takes its time.
+__device__ inline unsigned char* pinned(unsigned char* shared) {
+  uint32_t const address = __shfl_sync(0xffffffffu, cute::cast_smem_ptr_to_uint(shared), 0);
+  return static_cast<unsigned char*>(__cvta_shared_to_generic(address));
+}
 
 // All threads, once all rings are initialised.
 __device__ inline void rings_ready() {

@@ -102,17 +102,6 @@ __device__ void finish_products(Accs&... accs) {
   (hold(accs), ...);
 }
 
-// Computes all that a vector needs before what follows. Without it ptxas moves the wait for a product above work that
-// does not need the product, and nothing is left to do meanwhile; above a branch it moves none. What decides never
-// happens (a NaN that nobody makes), and would do no harm.
-template <class Vector>
-__device__ void settle(Vector const& values) {
-  float all = 0.f;
-  CUTE_UNROLL
-  for (int m = 0; m < decltype(cute::size(values))::value; ++m) all += values(m);
-  if (__any_sync(0xffffffffu, __float_as_int(all) == 0x7fedcba9)) __nanosleep(0);
-}
-
 // The whole product, waited for.
 template <bool Fresh, bool Transposed, class Acc, class A, class B>
 __device__ void product(int group, Acc& acc, A const& a, B b) {
