@@ -275,8 +275,7 @@ class Printer:
                 page.write([f"// {lines[0]:3} | {node.origin.title}"], lines, indent)
             before = lines
             if isinstance(node, ir.Loop):
-                head = f"for (int {node.var} = {node.low}; {node.condition}; ++{node.var}) {{"
-                page.write(["CUTE_NO_UNROLL", head], lines, indent)
+                page.write(["CUTE_NO_UNROLL", _head(node)], lines, indent)
                 self._body(page, node.body, indent + 1)
                 page.write(["}"], lines, indent)
             elif isinstance(node, ir.Branch):
@@ -294,6 +293,12 @@ class Printer:
             page.write(["} else {"], lines, indent)
             self._body(page, node.orelse, indent + 1)
         page.write(["}"], lines, indent)
+
+
+def _head(loop: ir.Loop) -> str:
+    start = "" if loop.number == "resumes" else f"{loop.var} = {loop.low}"
+    kind = "int " if loop.number == "own" else ""
+    return f"for ({kind}{start}; {loop.condition}; ++{loop.var}) {{"
 
 
 def _begins(node: ir.Statement, before: ir.Lines | None) -> bool:

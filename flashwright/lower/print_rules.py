@@ -83,7 +83,8 @@ def whole_lines(window: ir.Window, buffer: Buffer) -> bool:
 
 def _define(at: Context, node: ir.Define) -> Lines:
     note = f"  // {node.note}" if node.note else ""
-    yield f"{node.value.type} const {node.name} = {node.value};{note}"
+    kind = node.value.type if node.varies else f"{node.value.type} const"
+    yield f"{kind} {node.name} = {node.value};{note}"
 
 
 def _load(at: Context, node: ir.Load) -> Lines:

@@ -35,7 +35,8 @@ def divided(
     readers = _Readers({load.dest for load in loads}, program.buffers)
     reading, schedule = readers.body(body), program.schedule
     if schedule.overlap:
-        reading = overlapped(reading, turns=schedule.ping_pong and program.warps > 4)
+        turns = schedule.ping_pong and program.warps > 4
+        reading = overlapped(reading, turns, schedule.apart)
     return (ir.Roles(_loading(body), reading),)
 
 

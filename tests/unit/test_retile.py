@@ -72,7 +72,9 @@ def test_what_is_offered_fits_and_is_in_turn_the_best_of_each_length() -> None:
         best = min(offer.microseconds[number] for offer in found)
         assert any(offer.microseconds[number] == best for offer in found[:4])
     # Things that the model knows nothing of are tried early too, with the best tiles.
-    assert {"Overlap", "PingPong", "Persistent"} == {n for t in tilings[:24] for n in t.off}
+    assert {"Overlap", "PingPong", "Apart", "Persistent"} == {
+        n for t in tilings[:24] for n in t.off
+    }
 
 
 def test_only_sizes_and_schedule_change() -> None:

@@ -32,10 +32,12 @@ struct SharedTile {
   static constexpr int row_bytes = width * sizeof(T);  // of a row within its atom
   static constexpr int bytes = Rows * Cols * sizeof(T);
 
-  T* data;  // aligned to 1024 bytes: the swizzle is one of addresses
+  T* data;         // aligned to 1024 bytes: the swizzle is one of addresses
+  int number = 0;  // of the stage
 
-  // One more stage of the same buffer.
-  __device__ SharedTile stage(int n) const { return {data + n * Rows * Cols}; }
+  // One more stage of the same buffer, and the first of them.
+  __device__ SharedTile stage(int n) const { return {data + n * Rows * Cols, n}; }
+  __device__ T* first() const { return data - number * Rows * Cols; }
 
   // Plain CuTe, for code that looks at elements.
   __device__ auto tensor() const { return cute::make_tensor(cute::make_smem_ptr(data), Layout{}); }
