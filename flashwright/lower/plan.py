@@ -176,7 +176,7 @@ def rounds(program: Program, gpu: Gpu, kernel: ir.Kernel) -> int:
     tiles = [program.buffers[key] for key in loads]
     line = sum(b.bytes // b.shape[0] for b in tiles)  # bytes read for one key
     pair = 2 * gpu.sms * 16 * program.warps * line
-    return 2 * max(1, int(L2_SHARE * gpu.l2_bytes / max(pair, 1)))
+    return 2 * max(1, round(L2_SHARE * gpu.l2_bytes / max(pair, 1)))
 
 
 def _code(size: Postfix) -> Code:
