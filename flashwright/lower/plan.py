@@ -24,7 +24,7 @@ from flashwright.lower.launch_plan import (
     Postfix,
 )
 from flashwright.lower.names import cpp
-from flashwright.lower.print_rules import whole_lines
+from flashwright.lower.print_rules import in_lines
 from flashwright.lower.scalars import refused
 
 BYTES_AT_ONCE = 16
@@ -80,7 +80,7 @@ def _tensor(tensor: Tensor, program: Program, kernel: ir.Kernel) -> PlanTensor:
             isinstance(n, ir.Store)
             and n.window.tensor is tensor
             and len(program.buffers[n.source].shape) == 2
-            and (n.source[1] == "shared" or whole_lines(n.window, program.buffers[n.source]))
+            and (n.source[1] == "shared" or in_lines(n, program.buffers[n.source]))
         )
         for n in ir.flat(kernel.body)
     )

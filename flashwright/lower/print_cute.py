@@ -69,6 +69,7 @@ class Printer:
         offsets: dict[Key, int],
         blocks: int,
         rings: dict[Key, int] | None = None,
+        room: int | None = None,
     ) -> None:
         self.program = program
         self.gpu = gpu
@@ -76,7 +77,7 @@ class Printer:
         self.offsets = offsets
         self.blocks = blocks
         self.rings = rings or {}
-        self.context = Context(program, kernel, gpu.cp_async, bool(rings))
+        self.context = Context(program, kernel, gpu.cp_async, bool(rings), room)
 
     def print(self) -> Page:
         """The whole file. What is declared depends on what is used, so the kernel comes first."""

@@ -25,6 +25,7 @@ class Context:
     kernel: ir.Kernel
     asynchronous: bool  # there is cp.async
     roles: bool = False  # one thread loads by TMA, warpgroups multiply with wgmma
+    room: int | None = None  # where in shared memory results are put in order on their way out
 
     @cached_property
     def gemm_dtypes(self) -> tuple[str, ...]:
@@ -72,11 +73,13 @@ class Context:
         return tile_name(key) if key in self.kernel.operands else f"{tile_name(key)}_operand"
 
 
-def whole_lines(window: ir.Window, buffer: Buffer) -> bool:
-    """Whether a result can be stored 16 bytes at a time."""
+def in_lines(node: ir.Store, buffer: Buffer) -> bool:
+    """Whether a result in registers is stored 16 bytes at a time."""
     return (
-        window.cols is None
-        and window.tensor.dtype in ("fp16", "bf16")
+        node.source[1] == "register"
+        and len(buffer.shape) == 2
+        and node.window.cols is None
+        and node.window.tensor.dtype in ("fp16", "bf16")
         and buffer.shape[1] % 32 == 0
     )
 
@@ -125,8 +128,10 @@ def _store(at: Context, node: ir.Store) -> Lines:
     elif len(buffer.shape) == 1:
         line = at.window(window, "line")
         store = f"fw::store_{at.side(node.source)}<Warps>({line}, {name}, {rows});"
-    elif whole_lines(window, buffer):
+    elif in_lines(node, buffer):
         store = f"fw::store<{warps}>({target}, {name}, {rows});"
+        if at.room is not None:
+            store = f"fw::store_through<Warps>(shared + {at.room}, {target}, {name}, {rows});"
     else:
         cols = at.cols(window, node.source)
         store = f"fw::store_elements<{warps}>({target}, {name}, {rows}, {cols});"

@@ -109,6 +109,17 @@ def test_rounds_that_need_no_mask_have_a_loop_of_their_own() -> None:
     assert "Q_ring.release()" in last
 
 
+def test_results_go_out_through_shared_memory_where_there_is_room() -> None:
+    source, plan = translated(causal=True, schedule={"BN": 128})
+    place = int(re.findall(r"fw::store_through<Warps>\(shared \+ (\d+),", source)[0])
+    rings = [int(n) for n in re.findall(r"_ring\(shared \+ (\d+)\)", source)]
+    assert max(rings) + 16 * 2 <= place
+    assert plan.shared == place + 8 * 2048
+    full, other = translated(causal=True, schedule={"BN": 160})
+    assert "fw::store<Warps>(p.O.tile(" in full
+    assert other.shared + 8 * 2048 > gpus.find("h200").shared_per_block
+
+
 @pytest.mark.parametrize(
     ("param", "without"),
     [
