@@ -40,7 +40,7 @@ def parts(source: str) -> tuple[str, str]:
 
 
 def test_one_thread_loads_and_the_others_do_everything_else() -> None:
-    source, plan = translated(causal=True)
+    source, plan = translated(causal=True, schedule={"BN": 128})
     loader, readers = parts(source)
     assert re.findall(r"fw::fetch\((\w)_shared", loader) == ["Q", "K", "V"]
     assert "product" not in loader

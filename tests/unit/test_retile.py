@@ -78,7 +78,7 @@ def test_what_is_offered_fits_and_is_in_turn_the_best_of_each_length() -> None:
 
 def test_only_sizes_and_schedule_change() -> None:
     made = program(D64, H200)
-    tiling = Tiling(128, 96, 3, 8, 1, ("PingPong",))
+    tiling = Tiling(128, 96, 3, 8, 1, ("PingPong", "Apart"))
     text = retiled(made.tree, tiling, "for a test")
     changed = checked(text, H200)
     assert not changed.schedule.ping_pong
@@ -93,7 +93,7 @@ def test_only_sizes_and_schedule_change() -> None:
     params = [line for line in text.splitlines() if line.startswith("param BM")]
     assert params[0].endswith("// for a test"), "the old reason does not stay"
     # And back again: a schedule that is on by itself needs no param, one that is there stays.
-    again = retiled(changed.tree, replace(tiling, off=()), "for a test")
+    again = retiled(changed.tree, replace(tiling, off=("Apart",)), "for a test")
     assert "param PingPong = 1" in again
     assert checked(again, H200).schedule.ping_pong
 
