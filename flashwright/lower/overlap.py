@@ -45,7 +45,7 @@ def overlapped(
     for node in body:
         parts = _parts(node) if isinstance(node, ir.Loop) else None
         if isinstance(node, ir.Loop) and parts:
-            if _cleared(out, parts.second.target):
+            if _cleared(out, parts.second.target) and _scales(parts.rescale):
                 parts = replace(parts, anew=())
             own = _own_end(node, parts, rows)
             out.append(_rewritten(node, parts, own, turns, apart))
@@ -141,6 +141,15 @@ def _cleared(before: list[ir.Statement], key: Key) -> bool:
     last = next((n for n in reversed(before) if _speaks(n, key)), None)
     values = [a.value for a in last.assigns] if isinstance(last, ir.Compute) else []
     return len(values) == 1 and isinstance(values[0], Leaf) and values[0].value == 0
+
+
+def _scales(rescale: tuple[ir.Compute, ...]) -> bool:
+    """Whether a tile that is 0 stays so."""
+    return all(
+        isinstance(a.value, Op) and a.value.op == "*" and a.target in a.value.args
+        for node in rescale
+        for a in node.assigns
+    )
 
 
 # --- a warpgroup's own end --------------------------------------------------------------------
@@ -257,12 +266,14 @@ def _sorted(
             (later if rescale else middle).append(node)
             continue
         parted = _parted(node, second.target)
-        if parted is None or rescale:
+        if parted is None:
             return None
         soon, rest = _soon(parted[0])
-        middle.append(soon)
+        (later if rescale else middle).append(soon)
         later += rest
         rescale.append(parted[1])
+    if len(rescale) > 1:  # the factors of a further one are known only at the end
+        middle, later = middle + later, []
     found = tuple(rescale)
     return _Parts(
         *(head, first, after, tuple(middle), found, tuple(later)),
@@ -275,7 +286,7 @@ def _soon(node: ir.Compute) -> tuple[ir.Compute, tuple[ir.Compute, ...]]:
 
     Of the names of a row that both parts use the second knows those that a vector has as well.
     """
-    made = max(n for n, a in enumerate(node.assigns) if a.kept)
+    made = max((n for n, a in enumerate(node.assigns) if a.kept), default=-1)
     rows = takewhile(lambda a: a.target.axes == ROW, node.assigns[made + 1 :])
     place = made + 1 + sum(1 for _ in rows)
     soon, rest = node.assigns[:place], node.assigns[place:]

@@ -82,6 +82,25 @@ def test_the_softmax_is_computed_under_the_second_product() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("work", "line", "rounds"),
+    [("", "O(m, n) * drops(m)", 1), ("O_register * 2", "* 2.f", 1), ("O_register + 1", "+ 1.f", 2)],
+)
+def test_what_is_done_with_o_is_done_in_the_first_round_where_it_matters(
+    work: str, line: str, rounds: int
+) -> None:
+    spec, card = make_spec("mha", head_dim=64, dtype="bf16"), gpus.find("h200")
+    code = write_code(write_sketch(spec), spec, card).code
+    more = f"  Compute {work} and get new O_register\n" if work else ""
+    code = re.sub(r"(.*Softmax.*\n)", rf"\1{more}", code)
+    checked = check(parse(code), card)
+    assert checked.program is not None
+    assert not checked.errors
+    _, readers = parts(translate(checked.program, card).source)
+    assert "fw::finish_products<1>(S)" in readers
+    assert readers.count(line) == rounds
+
+
 def test_a_warpgroup_ends_where_its_mask_does_and_lets_the_tiles_of_the_others_pass() -> None:
     _, readers = parts(translated(causal=True, schedule={"Apart": 0})[0])
     assert "for (i = 1; i * BN < i_end && i < i_own; ++i)" in readers
