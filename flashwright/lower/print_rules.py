@@ -13,6 +13,7 @@ from flashwright.lower.atoms import CPP_TYPES
 from flashwright.lower.code import Code, integer
 from flashwright.lower.names import cpp, map_name, ring_name, tile_name
 from flashwright.lower.print_compute import compute
+from flashwright.lower.turned import landing
 
 Lines = Iterator[str]
 
@@ -31,6 +32,12 @@ class Context:
         """The element types that are multiplied."""
         gemms = (n for n in ir.flat(self.kernel.body) if isinstance(n, ir.Gemm))
         return tuple(sorted({self.program.buffers[n.right].dtype for n in gemms}))
+
+    @cached_property
+    def turned(self) -> frozenset[Key]:
+        """Tiles that are turned on their way to their readers."""
+        nodes = ir.flat(self.kernel.body)
+        return frozenset(n.key for n in nodes if isinstance(n, ir.Transpose))
 
     def mma(self, dtype: str) -> str:
         """The name of an element type's MMA atom."""
@@ -101,6 +108,12 @@ def _load(at: Context, node: ir.Load) -> Lines:
         yield f"{tile_name(node.dest)}_staged.load({source}, {rows});"
 
 
+def _transpose(at: Context, node: ir.Transpose) -> Lines:
+    source, dest = landing(node.key), node.key
+    names = (tile_name(source), ring_name(source), tile_name(dest), ring_name(dest))
+    yield f"fw::transpose<Warps>({', '.join(names)});"
+
+
 def _put(at: Context, node: ir.Put) -> Lines:
     yield f"{tile_name(node.dest)}_staged.store({at.shared(node.dest, node.stage)});"
 
@@ -154,7 +167,8 @@ def _product(at: Context, node: ir.Gemm, name: str) -> str:
     shared = node.left[1] == "shared"
     left = at.shared(node.left, node.left_stage) if shared else at.operand(node.left)
     right = at.shared(node.right, node.right_stage)
-    how = ", ".join(str(flag).lower() for flag in (node.fresh, node.transposed))
+    transposed = node.transposed or node.right in at.turned
+    how = ", ".join(str(flag).lower() for flag in (node.fresh, transposed))
     return f"fw::{name}<{how}>(group, {tile_name(node.target)}, {left}, {right});"
 
 
@@ -202,6 +216,7 @@ def _compute(at: Context, node: ir.Compute) -> Lines:
 RULES: dict[type, Callable[[Context, Any], Lines]] = {
     ir.Define: _define,
     ir.Load: _load,
+    ir.Transpose: _transpose,
     ir.Put: _put,
     ir.Commit: lambda at, node: iter(["fw::commit();"]),
     ir.Wait: lambda at, node: iter([f"fw::wait<{node.left}>();"]),

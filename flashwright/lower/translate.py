@@ -39,9 +39,11 @@ def translate(program: Program, gpu: Gpu, sparing: bool = False) -> Translation:
     """
     kernel = lower(program)
     roles = divided(program, gpu, keep_partial(kernel.body))
-    body = roles or schedule(
-        program, gpu, ir.changed(kernel.body, _rolled) if sparing else kernel.body
-    )
+    body: tuple[ir.Statement, ...]
+    if roles:
+        program, body = roles[0], (roles[1],)
+    else:
+        body = schedule(program, gpu, ir.changed(kernel.body, _rolled) if sparing else kernel.body)
     wide = wide_tiles(body, program)
     kernel = replace(kernel, body=body, grid=ordered(program, kernel.grid), wide=wide)
     if roles:

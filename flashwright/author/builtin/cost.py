@@ -166,6 +166,9 @@ def footprint(workload: Workload, tiling: Tiling, gpu: Gpu) -> Footprint:
     queries = tiling.q_stages * bm * workload.qk_dim * size
     shared = queries + tiling.stages * bn * workload.key_bytes
     tiles = bm * workload.v_dim * 4 + bm * bn * 4
+    if turns_tiles(workload, gpu):  # where V lands before it is turned, and a step of O
+        shared += tiling.stages * bn * workload.v_dim
+        tiles += bm * workload.v_dim * 4
     if not gpu.reshape_in_place:
         tiles += bm * bn * size
     # Row maximum, row sum and the rescale factor; each of the four threads of a quad has a copy.
@@ -180,13 +183,15 @@ def comfort(workload: Workload, gpu: Gpu) -> int:
     far as registers go and then spills a few others: with 204 for tiles (d128 128x64, d64 128x128)
     it did so in half of the kernels, with 188 in none.
     """
+    if turns_tiles(workload, gpu):  # 128x128 at d128 has 238 of 240, and does not spill
+        return 16 * bool(workload.options)
     if gpu.wgmma and workload.element_bytes == 2:
         return 8
     # A slope or a position for each row; addresses of a third swizzle atom along k.
     wide = workload.qk_dim * workload.element_bytes > 256
-    # Bytes for Hopper go by mma.sync, too: 128x128 at d128 spilled, 128x64 at d256 did not.
+    # Bytes for Hopper that go by mma.sync, too: 128x128 at d128 spilled, 128x64 at d256 did not.
     bytes_there = gpu.wgmma and workload.v_dim <= 128
-    return 28 + 8 * (bool(workload.options)) + 8 * wide + 40 * bytes_there
+    return 28 + 8 * bool(workload.options) + 8 * wide + 40 * bytes_there
 
 
 def occupancy(workload: Workload, tiling: Tiling, gpu: Gpu) -> int:
@@ -211,6 +216,12 @@ def occupancy(workload: Workload, tiling: Tiling, gpu: Gpu) -> int:
 def uses_wgmma(tiling: Tiling, gpu: Gpu) -> bool:
     """Warpgroups of 64 rows each; anything else runs on mma.sync."""
     return gpu.wgmma and tiling.bm % 64 == 0 and tiling.warps * 16 == tiling.bm
+
+
+def turns_tiles(workload: Workload, gpu: Gpu) -> bool:
+    """Bytes by wgmma: V is turned, O needs room for a step (lower/turned.py, lower/steps.py)."""
+    fits = workload.v_dim <= 128 and workload.rows_fixed is None
+    return gpu.wgmma and workload.element_bytes == 1 and fits
 
 
 # --- cycles of one step -----------------------------------------------------------------------

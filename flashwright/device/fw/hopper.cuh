@@ -3,5 +3,6 @@
 
 #include <fw/attention.cuh>
 #include <fw/ring.cuh>
+#include <fw/transpose.cuh>
 #include <fw/walk.cuh>
 #include <fw/wgmma.cuh>
