@@ -6,120 +6,34 @@ A stage writes its artefact as soon as it has it, so an interruption loses nothi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from flashwright import __version__
-from flashwright.build.package import CLASSES, TUNING
+from flashwright.build.package import CLASSES, IN_RECORD, OWN, RECORD, TUNING, inside
 from flashwright.files import cannot, recorded, set_aside, sha256, write
 from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.run import Finding, Progress, Run, Skipped, Status, Timing
 
 if TYPE_CHECKING:
-    from flashwright.author.builtin.author import Written
-    from flashwright.build.compile import Built
+    from flashwright.build.toolchain import Toolchain
     from flashwright.check.program import Program
     from flashwright.gpu import Gpu
-    from flashwright.judge.cpu import Verdict
-    from flashwright.judge.verdict import Verdict as GpuVerdict
-    from flashwright.lower.translate import Translation
     from flashwright.spec import AttentionSpec
 
 SCHEMA = 1
 RESULT = "result.json"
 EMULATION_SECONDS = 8.0  # for the verdict under emulation; `verify --on cpu` takes its time
-KINDS: Mapping[str, str] = {
-    "gpu": "right on a GPU",
-    "emulated": "right under emulation",
-    "checked": "only checked",
-}
-"""The kinds of verdict that a run can end with: each says less than the one before."""
 ARTEFACTS = (
     *("spec.toml", "sketch.tl", "code.tl", "reasoning.md"),
     *("kernel.cu", "kernel.map.json", "launch.json"),
     *("kernel.cubin", "kernel.ptx", "build.json"),
 )
-
-Progress = Callable[[int, int, str], None]
-Status = Literal["ok", "failed", "skipped"]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A diagnostic and the artefact it is about."""
-
-    file: str
-    diagnostic: Diagnostic
-
-
-@dataclass(frozen=True)
-class Timing:
-    """How a stage went. One that could not run is skipped, which is neither right nor wrong."""
-
-    stage: str
-    status: Status
-    seconds: float
-    why: tuple[Diagnostic, ...] = ()
-    """Why it was skipped, and how to get what is missing."""
-
-
-class Skipped(Exception):
-    """A stage cannot run here, and the kernel is not to blame."""
-
-    def __init__(self, *why: Diagnostic) -> None:
-        super().__init__(*why)
-        self.why = why
-
-
-@dataclass(frozen=True)
-class Run:
-    """Everything known so far. Stages do not change it: they return the next one."""
-
-    spec: AttentionSpec
-    gpu: Gpu
-    folder: Path
-    artefacts: Mapping[str, str] = field(default_factory=dict)
-    """The text of each file written, by its name in the folder."""
-    binaries: Mapping[str, bytes] = field(default_factory=dict)
-    """The files written that are not text."""
-    timings: tuple[Timing, ...] = ()
-    findings: tuple[Finding, ...] = ()
-    written: Written | None = None
-    program: Program | None = None
-    verdict: Verdict | None = None
-    translation: Translation | None = None
-    built: Built | None = None
-    gpu_verdict: GpuVerdict | None = None
-    emulated: GpuVerdict | None = None
-    """The verdict on the kernel's PTX, executed on the CPU: where no GPU can run it."""
-    kept: tuple[str, ...] = ()
-    """Files that were in the folder, not as we wrote them: they are now NAME.bak."""
-
-    @property
-    def files(self) -> dict[str, str | bytes]:
-        """All that was written, text or not."""
-        return {**self.artefacts, **self.binaries}
-
-    @property
-    def failed(self) -> tuple[Finding, ...]:
-        """The findings that are errors."""
-        return tuple(f for f in self.findings if f.diagnostic.severity == "error")
-
-    @property
-    def ok(self) -> bool:
-        """Nothing is wrong so far."""
-        verdicts = (self.verdict, self.gpu_verdict, self.emulated)
-        return not self.failed and all(v is None or v.ok for v in verdicts)
-
-    @property
-    def kind(self) -> str:
-        """What its verdict rests on: one of KINDS."""
-        if self.gpu_verdict is not None:
-            return "gpu"
-        return "checked" if self.emulated is None else "emulated"
 
 
 @dataclass(frozen=True)
@@ -157,7 +71,7 @@ def generate(
 
     stages = stages or STAGES
     kept = _prepare(folder)
-    run = _keep(Run(spec, gpu, folder, kept=kept), "spec.toml", specs.dump(spec))
+    run = _keep(Run(spec, gpu, folder, kept=kept), {"spec.toml": specs.dump(spec)})
     for number, stage in enumerate(stages, 1):
         watcher.begin(stage, number, len(stages))
         run = _timed(stage, run, watcher.progress)
@@ -172,13 +86,26 @@ def _prepare(folder: Path) -> tuple[str, ...]:
     """Make the folder and take away what an earlier run left; the names of what is kept as .bak."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        records = [folder / RESULT, folder / "build.json"]
+        records = [folder / RESULT, folder / RECORD]
         ours = {name: digest for path in records for name, digest in recorded(path).items()}
         for path in records:  # nobody's work: they tell of files that now go
             path.unlink(missing_ok=True)
     except OSError as error:
         raise cannot("use", folder, error) from None
-    return set_aside(folder, (*ARTEFACTS, CLASSES, TUNING), ours)
+    kept = set_aside(folder, (*ARTEFACTS, CLASSES, TUNING), ours)
+    others = {name.partition("/")[0] for name in ours if "/" in name} - {"", ".", ".."}
+    return (*kept, *(name for other in sorted(others) for name in _clear(folder, other, ours)))
+
+
+def _clear(folder: Path, kernel: str, ours: Mapping[str, str]) -> tuple[str, ...]:
+    """The same for a subfolder with a further kernel, which goes where nothing else is in it."""
+    told = recorded(folder / kernel / RECORD)
+    known = {**ours, **{f"{kernel}/{name}": digest for name, digest in told.items()}}
+    kept = set_aside(folder, [inside(kernel, name) for name in IN_RECORD], known)
+    with contextlib.suppress(OSError):
+        (folder / kernel / RECORD).unlink(missing_ok=True)
+        (folder / kernel).rmdir()
+    return kept
 
 
 def _timed(stage: Stage, run: Run, progress: Progress) -> Run:
@@ -202,7 +129,7 @@ def _timed(stage: Stage, run: Run, progress: Progress) -> Run:
 def _sketch(run: Run, progress: Progress) -> Run:
     from flashwright.author.builtin.author import write_sketch
 
-    return _keep(run, "sketch.tl", write_sketch(run.spec))
+    return _keep(run, {"sketch.tl": write_sketch(run.spec)})
 
 
 def _parameters(run: Run, progress: Progress) -> Run:
@@ -217,74 +144,101 @@ def _parameters(run: Run, progress: Progress) -> Run:
             "another --gpu, --dtype or a smaller --head-dim may fit; `flashwright gpus` lists them"
         )
         raise Failed(Diagnostic("FW905", str(error), help=hint)) from None
-    run = _keep(replace(run, written=written), "code.tl", written.code)
-    return _keep(run, "reasoning.md", reasoning(run.spec, run.gpu, written))
+    files = {"code.tl": written.code}
+    for name, code in written.further.items():
+        run = replace(run, kept=(*run.kept, *_clear(run.folder, name, {})))
+        files |= {f"{name}/code.tl": code, f"{name}/spec.toml": run.artefacts["spec.toml"]}
+    files["reasoning.md"] = reasoning(run.spec, run.gpu, written)
+    return _keep(replace(run, written=written), files)
 
 
 def _check(run: Run, progress: Progress) -> Run:
     from flashwright.check.check import check
     from flashwright.lang.parse import parse
 
-    for name in ("sketch.tl", "code.tl"):
+    codes = {inside(kernel, "code.tl"): kernel for kernel in run.codes}
+    programs: dict[str, Program] = {}
+    for name in ("sketch.tl", *codes):
         try:
             checked = check(parse(run.artefacts[name]), run.gpu)
             found, program = checked.diagnostics, checked.program
         except Failed as failed:
             found, program = failed.diagnostics, None
-        findings = (*run.findings, *(Finding(name, d) for d in found))
-        run = replace(run, findings=findings, program=program)
-    return run
+        run = run.noting(name, *found)
+        if name in codes and program is not None:
+            programs[codes[name]] = program
+    return replace(run, programs=programs)
 
 
 def _cpu(run: Run, progress: Progress) -> Run:
     from flashwright.judge.cpu import judge
 
-    assert run.program is not None  # the check before this one stops the run otherwise
-    verdict = judge(run.program, run.spec, progress=progress)
-    findings = tuple(Finding("code.tl", d) for d in verdict.diagnostics)
-    return replace(run, verdict=verdict, findings=run.findings + findings)
+    for kernel, program in run.programs.items():
+        verdict = judge(program, run.spec, progress=progress)
+        run = replace(run, verdicts={**run.verdicts, kernel: verdict})
+        run = run.noting(inside(kernel, "code.tl"), *verdict.diagnostics)
+        if not run.ok:
+            break
+    return run
 
 
 def _translate(run: Run, progress: Progress) -> Run:
-    from flashwright.build import package
+    from flashwright.build import classes, package
     from flashwright.lower.translate import translate
 
-    assert run.program is not None
+    assert run.written is not None
     try:
-        translation = translate(run.program, run.gpu)
+        made = {kernel: translate(program, run.gpu) for kernel, program in run.programs.items()}
     except Failed as failed:
         # Not an error of the program: the translator does not do this GPU, or not this yet.
         if all(d.bad_input for d in failed.diagnostics):
             raise Skipped(*failed.diagnostics) from None
         raise
-    run = replace(run, translation=translation)
-    for name, text in package.translated(translation).items():
-        run = _keep(run, name, text)
-    return run
+    files = {kernel: package.translated(one) for kernel, one in made.items()}
+    rules = classes.Classes.of(run.written.classes)
+    return _keep(replace(run, translations=made), classes.packed(files, rules))
 
 
 def _build(run: Run, progress: Progress) -> Run:
-    from flashwright.build import package, toolchain
-    from flashwright.build.make import make
+    from flashwright.build import toolchain
 
-    if run.translation is None:
+    if not run.translations:
         raise Skipped(Diagnostic("FW821", "there is no CUDA source to compile"))
     try:
         tools = toolchain.find()
     except Failed as failed:
         raise Skipped(*failed.diagnostics) from None
-    assert run.program is not None
+    # The package's own is the last: its record names those of the others.
+    for kernel in sorted(run.translations, key=lambda name: name == OWN):
+        run = _built(run, kernel, tools)
+        if not run.ok:
+            break
+    return run
+
+
+def _built(run: Run, kernel: str, tools: Toolchain) -> Run:
+    """One kernel compiled, and its files written."""
+    from flashwright.build import package
+    from flashwright.build.make import make
+
+    code, source = inside(kernel, "code.tl"), inside(kernel, "kernel.cu")
+    program, first = run.programs[kernel], run.translations[kernel]
     try:
-        code = run.artefacts["code.tl"]
-        made, built = make(run.program, run.gpu, first=run.translation, tl=code, toolchain=tools)
+        tl = run.artefacts[code]
+        made, built = make(program, run.gpu, first=first, tl=tl, toolchain=tools)
     except Failed as failed:
-        found = [Finding("code.tl" if d.span else "kernel.cu", d) for d in failed.diagnostics]
-        return replace(run, findings=(*run.findings, *found))
-    warnings = tuple(Finding("kernel.cu", d) for d in built.warnings)
-    run = replace(run, built=built, translation=made, findings=run.findings + warnings)
-    for name, data in {**package.translated(made), **package.compiled(built)}.items():
-        run = _keep(run, name, data)
-    return _keep(run, "build.json", package.record(built, run.gpu, run.files))
+        for found in failed.diagnostics:
+            run = run.noting(code if found.span else source, found)
+        return run
+    run = replace(
+        run.noting(source, *built.warnings),
+        builds={**run.builds, kernel: built},
+        translations={**run.translations, kernel: made},
+    )
+    files = {**package.translated(made), **package.compiled(built)}
+    run = _keep(run, {inside(kernel, name): data for name, data in files.items()})
+    record = package.record(built, run.gpu, run.files_of(kernel))
+    return _keep(run, {inside(kernel, RECORD): record})
 
 
 def _verdict(run: Run, progress: Progress) -> Run:
@@ -301,8 +255,7 @@ def _verdict(run: Run, progress: Progress) -> Run:
         if all(d.code == "FW851" for d in failed.diagnostics):
             return _emulate(run, progress, failed.diagnostics)
         raise
-    findings = tuple(Finding("kernel.cu", d) for d in found.diagnostics)
-    return replace(run, gpu_verdict=found, findings=run.findings + findings)
+    return replace(run, gpu_verdict=found).noting("kernel.cu", *found.diagnostics)
 
 
 def _emulate(run: Run, progress: Progress, why: tuple[Diagnostic, ...]) -> Run:
@@ -420,14 +373,23 @@ def result(run: Run) -> dict[str, Any]:
         "stages": [_stage(timing) for timing in run.timings],
         "parameters": [asdict(c) for c in run.written.choices] if run.written else [],
         "findings": [_finding(f) for f in run.findings],
-        "cpu": run.verdict.record() if run.verdict else None,
-        "build": run.built.record() if run.built else None,
+        **_kernel(run, OWN),
+        "others": {kernel: _kernel(run, kernel) for kernel in run.codes if kernel != OWN},
         "verdict": run.kind,
         "emulated_run": run.emulated.record() if run.emulated else None,
         "gpu_run": run.gpu_verdict.record() if run.gpu_verdict else None,
         "artefacts": {name: sha256(data) for name, data in run.files.items()},
         "claimed": claimed(run),
         "not_claimed": not_claimed(run),
+    }
+
+
+def _kernel(run: Run, kernel: str) -> dict[str, Any]:
+    """What is known of one kernel of the package."""
+    verdict, built = run.verdicts.get(kernel), run.builds.get(kernel)
+    return {
+        "cpu": verdict.record() if verdict else None,
+        "build": built.record() if built else None,
     }
 
 
@@ -448,8 +410,16 @@ def _finding(finding: Finding) -> dict[str, Any]:
 # --- files ------------------------------------------------------------------------------------
 
 
-def _keep(run: Run, name: str, data: str | bytes) -> Run:
-    write(run.folder / name, data)
-    if isinstance(data, bytes):
-        return replace(run, binaries={**run.binaries, name: data})
-    return replace(run, artefacts={**run.artefacts, name: data})
+def _keep(run: Run, files: Mapping[str, str | bytes]) -> Run:
+    """Write files, in their order."""
+    for name, data in files.items():
+        path = run.folder / name
+        try:
+            path.parent.mkdir(exist_ok=True)
+        except OSError as error:
+            raise cannot("use", path.parent, error) from None
+        write(path, data)
+    text = {name: data for name, data in files.items() if isinstance(data, str)}
+    binary = {name: data for name, data in files.items() if isinstance(data, bytes)}
+    artefacts, binaries = {**run.artefacts, **text}, {**run.binaries, **binary}
+    return replace(run, artefacts=artefacts, binaries=binaries)

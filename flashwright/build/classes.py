@@ -12,7 +12,7 @@ kernel. A package without the file has one kernel for everything.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,12 @@ from flashwright import spec as specs
 from flashwright.build import load as one
 from flashwright.build.encode import LAYOUTS
 from flashwright.build.load import Kernel, dim_sources, read_plan
-from flashwright.build.package import CLASSES
+from flashwright.build.package import CLASSES, OWN, inside
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.launch_plan import LaunchPlan
 
-OWN = "."
 SPEC = "spec.toml"
+Files = Mapping[str, str | bytes]
 
 
 class Rule(BaseModel):
@@ -44,6 +44,11 @@ class Classes(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     by: str = "kv_len"
     rules: tuple[Rule, ...]
+
+    @classmethod
+    def of(cls, rules: Iterable[tuple[int | None, str]]) -> Classes:
+        """From pairs of `up_to` and kernel; without a name it is the package's own."""
+        return cls(rules=tuple(Rule(up_to=up_to, kernel=name or OWN) for up_to, name in rules))
 
     @property
     def bounds(self) -> list[int]:
@@ -101,6 +106,16 @@ def read(folder: Path) -> Classes:
     for name in found.others:
         _belongs(path, name, plan)
     return found
+
+
+def packed(kernels: Mapping[str, Files], classes: Classes) -> dict[str, str | bytes]:
+    """The files of several kernels as one package has them; the rules, if it needs any, are last:
+    whoever reads meanwhile must not find rules without kernels."""
+    rules = {CLASSES: classes.dump()} if classes.others else {}
+    return {
+        **{inside(k, name): data for k, files in kernels.items() for name, data in files.items()},
+        **rules,
+    }
 
 
 def folders(folder: Path) -> dict[str, Path]:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 RECORD = "build.json"
+OWN = "."
+"""The package's own kernel, where others go by the names of their subfolders."""
 CLASSES = "classes.json"
 """Which of several kernels serves which lengths (classes.py)."""
 TUNING = "tuning.json"
@@ -26,6 +28,11 @@ TUNING = "tuning.json"
 TRANSLATED = ("kernel.cu", "kernel.map.json", "launch.json")
 COMPILED = ("kernel.cubin", "kernel.ptx")
 IN_RECORD = ("code.tl", "spec.toml", *TRANSLATED, *COMPILED)
+
+
+def inside(kernel: str, name: str) -> str:
+    """A file of a kernel, by the name that it has in the package."""
+    return name if kernel == OWN else f"{kernel}/{name}"
 
 
 def translated(translation: Translation) -> dict[str, str]:

@@ -91,6 +91,8 @@ class Schedule:
     """The next scores are multiplied while the softmax of this step is computed."""
     ping_pong: bool
     """Warpgroups take turns: one multiplies while another computes its softmax."""
+    apart: bool
+    """Rounds that a mask leaves as they are have a loop of their own."""
     persistent: bool
     """A block for each SM stays, and takes one block of the grid after the other."""
 
@@ -113,7 +115,7 @@ class Program:
 
     @property
     def schedule(self) -> Schedule:
-        """What the reserved parameters Overlap, PingPong and Persistent ask for; 1 if absent."""
+        """What the reserved parameters SCHEDULE_PARAMS ask for; each is 1 if absent."""
         return Schedule(*(bool(self.params.get(name, 1)) for name in SCHEDULE_PARAMS))
 
     @property

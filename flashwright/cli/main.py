@@ -157,6 +157,7 @@ def generate(
 def _generate(spec: AttentionSpec, summary: str, card: Gpu, folder: Path, quiet: bool) -> int:
     from flashwright import pipeline
     from flashwright.cli import show
+    from flashwright.run import KINDS
 
     screen = show.Screen(show.console(quiet=quiet))
     screen.header(summary, spec, card)
@@ -169,10 +170,11 @@ def _generate(spec: AttentionSpec, summary: str, card: Gpu, folder: Path, quiet:
             name = finding.file or "command line"
             tell([finding.diagnostic], name, run.artefacts.get(finding.file, ""))
     screen.closing(run, str(folder))
-    if quiet and run.ok and run.verdict:
+    if quiet and run.ok and run.verdicts:
         rest = "" if run.built else "; not compiled"
-        said = f"{pipeline.KINDS[run.kind]}{rest}"
-        print(f"{folder}: agrees with fp64, largest rms error {run.verdict.worst:.1e}; {said}")
+        worst = max(verdict.worst for verdict in run.verdicts.values())
+        said = f"{KINDS[run.kind]}{rest}"
+        print(f"{folder}: agrees with fp64, largest rms error {worst:.1e}; {said}")
     return FINE if run.ok else max(WRONG, exit_code([f.diagnostic for f in run.failed]))
 
 

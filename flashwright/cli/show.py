@@ -20,18 +20,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
+from flashwright.author.builtin.reasoning import classes_in_words
+from flashwright.build.package import OWN, inside
 from flashwright.check.budget import in_words as budget_in_words
 from flashwright.cli.kernel import build_in_words, launch_in_words
 from flashwright.lang import render
 from flashwright.lang.recover import STATEMENTS
-from flashwright.pipeline import (
-    KINDS,
-    Finding,
-    Run,
-    Stage,
-    claimed,
-    not_claimed,
-)
+from flashwright.pipeline import Stage, claimed, not_claimed
+from flashwright.run import KINDS, Finding, Run
 
 if TYPE_CHECKING:
     from flashwright.author.builtin.complete import Choice
@@ -344,7 +340,9 @@ def _made(stage: str, run: Run, width: int) -> list[RenderableType]:
     if stage == "sketch":
         return [listing(run.artefacts["sketch.tl"], width)]
     if stage == "parameters" and run.written is not None:
-        return [listing(run.artefacts["code.tl"], width), choices_table(run.written.choices)]
+        further = [Text(f"  {line}") for line in classes_in_words(run.written)]
+        listed = listing(run.artefacts["code.tl"], width)
+        return [listed, choices_table(run.written.choices), *further]
     if stage == "check":
         warnings = [_rendered(f, run, color=False) for f in run.findings]
         count = f"0 errors, {len(warnings)} warning{'' if len(warnings) == 1 else 's'}"
@@ -352,20 +350,39 @@ def _made(stage: str, run: Run, width: int) -> list[RenderableType]:
         budget = budget_in_words(run.program, run.gpu) if run.program else ""
         line = f"  {verdict}: {count}; {budget}"
         return [Text(line), *map(Text, warnings)]
-    if stage == "cpu" and run.verdict is not None:
-        return [cases_table(run.verdict), Text(f"  {errors_in_words(run.verdict)}")]
-    if stage == "translate" and run.translation is not None:
-        plan, lines = run.translation.plan, run.translation.source.count("\n")
-        return [Text(f"  kernel.cu: {lines} lines for {plan.arch}; {launch_in_words(plan)}")]
+    if stage == "cpu":
+        return [part for kernel in run.verdicts for part in _agreement(kernel, run)]
+    if stage == "translate":
+        return [_source(kernel, run) for kernel in run.translations]
     judged = run.gpu_verdict or run.emulated
     if stage == "verdict" and judged is not None:
         from flashwright.cli import verify
 
         return [verify.table(judged), *verify.in_words(judged)]
-    if stage == "build" and run.built is not None:
-        warnings = [_rendered(f, run, color=False) for f in run.findings if f.file == "kernel.cu"]
-        return [*(Text(f"  {line}") for line in build_in_words(run.built)), *map(Text, warnings)]
+    if stage == "build":
+        return [line for kernel in run.codes for line in _compiled(kernel, run)]
     return []
+
+
+def _agreement(kernel: str, run: Run) -> list[RenderableType]:
+    """The table is the package's own; a further kernel, which has the same cases, gets a line."""
+    verdict = run.verdicts[kernel]
+    if kernel != OWN:
+        return [Text(f"  {kernel} agrees too: the largest is {verdict.worst:.1e}")]
+    return [cases_table(verdict), Text(f"  {errors_in_words(verdict)}")]
+
+
+def _source(kernel: str, run: Run) -> Text:
+    made, name = run.translations[kernel], inside(kernel, "kernel.cu")
+    lines = made.source.count("\n")
+    return Text(f"  {name}: {lines} lines for {made.plan.arch}; {launch_in_words(made.plan)}")
+
+
+def _compiled(kernel: str, run: Run) -> list[Text]:
+    whose = [] if kernel == OWN else [f"{kernel}:"]
+    lines = [f"  {line}" for line in (*whose, *build_in_words(run.builds[kernel]))]
+    found = [f for f in run.findings if f.file == inside(kernel, "kernel.cu")]
+    return [Text(line) for line in (*lines, *(_rendered(f, run, color=False) for f in found))]
 
 
 def _skipped(reason: Diagnostic) -> Text:

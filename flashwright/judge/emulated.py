@@ -39,7 +39,7 @@ from flashwright.sandbox.tensors import DTYPES, Array, bits
 from flashwright.spec import AttentionSpec
 
 SECONDS = 120.0  # for a whole trial
-FEWEST = 2  # problems that are tried however long they take
+FEWEST = 2  # problems that are tried however long they take, and those at the bounds of classes
 _KINDS = {code: kind for kind, code in CODES.items()}
 # Of a process, a stream or a library, which are not here; or answered by what the emulator finds.
 _LEFT_OUT = ("exactness", "inputs", "guards", "stream", "libraries")
@@ -275,6 +275,12 @@ class _Hearing(Hearing):
         bounds = self.served.classes.bounds
         return problems(self.spec, self.seed, "emulated", lengths, bounds)
 
+    @property
+    def _fewest(self) -> int:
+        """So many that every kernel of the package has had a problem: the bounds' come second."""
+        assert self.served is not None
+        return max(FEWEST, 1 + 2 * len(self.served.classes.bounds))
+
     def _enough(self, running: Sandbox, done: int, total: int) -> bool:
         """The time is up, or something was found: one place is enough to mend."""
         assert isinstance(running, Emulator)
@@ -282,7 +288,7 @@ class _Hearing(Hearing):
         if running.found:
             self.found += self._hazards(running.found)
             return True
-        if done >= FEWEST and time.monotonic() > self.until:
+        if done >= self._fewest and time.monotonic() > self.until:
             self.notes.append(f"the time was up after {done} of {total} problems")
             return True
         return False

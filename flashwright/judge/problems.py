@@ -30,6 +30,7 @@ LONGEST = {"cuda": 3000, "cpu": 300, "emulated": 200}
 MANY = {"cuda": 64, "cpu": 16}  # kv heads of the problem with many
 EMULATED_LENGTHS = ((1, 1), (17, 17), (100, 257), (257, 100), (64, 64), (1, 200), (130, 3))
 """As LENGTHS, for a kernel that an emulator executes."""
+AT_BOUNDS = 200  # queries
 CPU_PAIRS = 70_000  # a callable that is judged on the CPU gets no larger problems
 
 
@@ -63,19 +64,19 @@ def problems(
     made = _chosen(spec, lengths) if lengths is not None else _all(spec, seed, device)
     listed = list(made)
     if lengths is None:
-        listed[1:1] = _at_bounds(spec, device, bounds)
+        listed[1:1] = _at_bounds(spec, bounds)
     return [
         Problem({**spec.dims, **dims}, kind, seed + number, usual)
         for number, (dims, kind, usual) in enumerate(listed)
     ]
 
 
-def _at_bounds(spec: AttentionSpec, device: str, bounds: Sequence[int]) -> Made:
-    """On both sides of each; few queries, for an emulator takes every key of them."""
-    queries = 100 if device == "cuda" else 1
+def _at_bounds(spec: AttentionSpec, bounds: Sequence[int]) -> Made:
+    """On both sides of each. Under emulation no other problem may have so many keys that it goes to
+    the last kernel, so these have more than one block of queries."""
     for keys in (n for bound in bounds for n in (bound, bound + 1) if n):
         tokens = (keys - 1) * spec.stride + spec.block if spec.branch == "compressed" else keys
-        yield sizes(spec, queries, tokens, 1, 1), "normal", False
+        yield sizes(spec, AT_BOUNDS, tokens, 1, 1), "normal", False
 
 
 Made = Iterator[tuple[dict[str, int], str, bool]]

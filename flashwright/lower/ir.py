@@ -51,6 +51,7 @@ class Define(Node):
     name: str
     value: Code
     note: str = ""
+    varies: bool = False  # loops that follow go on with it
 
 
 @dataclass(frozen=True)
@@ -209,12 +210,17 @@ class Compute(Node):
 
 @dataclass(frozen=True)
 class Loop(Node):
-    """For every whole number from `low` on while `condition` holds."""
+    """For every whole number from `low` on while `condition` holds.
+
+    The number may be one that was defined before; a loop that `resumes` goes on with it where the
+    loop before it ended.
+    """
 
     var: str
     low: Code
     condition: Code
     body: tuple[Statement, ...]
+    number: Literal["own", "defined", "resumes"] = "own"
 
 
 @dataclass(frozen=True)

@@ -36,11 +36,14 @@ from flashwright.lower.pipeline import plus, put
 from flashwright.lower.steps import total
 
 
-def overlapped(body: tuple[ir.Statement, ...], turns: bool) -> tuple[ir.Statement, ...]:
+def overlapped(
+    body: tuple[ir.Statement, ...], turns: bool, apart: bool
+) -> tuple[ir.Statement, ...]:
     """Every loop that multiplies twice in a round, rewritten.
 
     With `turns` the warpgroups start their products one after the other, so that one computes its
-    softmax while another multiplies.
+    softmax while another multiplies. With `apart` the rounds that need no mask have a loop of their
+    own.
     """
     out: list[ir.Statement] = []
     rows = _rows(body)
@@ -49,7 +52,8 @@ def overlapped(body: tuple[ir.Statement, ...], turns: bool) -> tuple[ir.Statemen
         if isinstance(node, ir.Loop) and parts:
             if not parts.last and _cleared(out, parts.second.target):
                 parts = replace(parts, anew=())
-            out.append(_rewritten(node, parts, _own_end(node, parts, rows), turns))
+            own = _own_end(node, parts, rows)
+            out.append(_rewritten(node, parts, own, turns, apart))
         elif isinstance(node, ir.Release) and out and _early(out[-1], node):
             out.append(_released(out.pop(), node))
         else:
@@ -84,13 +88,15 @@ class _Parts:
     """What is done with it behind the last product, where that is a step."""
 
 
-def _rewritten(loop: ir.Loop, parts: _Parts, own: ir.Define | None, turns: bool) -> ir.Branch:
+def _rewritten(
+    loop: ir.Loop, parts: _Parts, own: ir.Define | None, turns: bool, apart: bool
+) -> ir.Branch:
     scores, out = parts.first.target, parts.second.target
     first, second = (ir.Start(g, origin=g.origin) for g in (parts.first, parts.second))
     take, give = ((ir.Turn("take"),), (ir.Turn("pass"),)) if turns else ((), ())
     known = _known(parts.middle)
     before = (
-        *(ir.Define(loop.var, loop.low), *parts.head, ir.Open((scores,)), first),
+        *(ir.Define(loop.var, loop.low, varies=True), *parts.head, ir.Open((scores,)), first),
         *(ir.Finish(0, (scores,)), *parts.after, *parts.middle),
         *(*parts.anew, *parts.later, parts.operand),
     )
@@ -100,19 +106,31 @@ def _rewritten(loop: ir.Loop, parts: _Parts, own: ir.Define | None, turns: bool)
         *(*(replace(n, known=known) for n in parts.after), ir.Finish(0, (out,)), *parts.tail),
         *(*parts.again, *parts.later, replace(parts.operand, again=True)),
     )
-    again = replace(loop, low=plus(loop.low, 1), body=body)
+    again = replace(loop, low=plus(loop.low, 1), body=body, number="defined")
     finish = (ir.Finish(0, (out,)), *parts.tail, *parts.last)
     behind = (*parts.ready, ir.Open((out,)), second, *finish)
     rest: tuple[ir.Statement, ...] = ()
     if own:
-        mine = Code(own.name)
-        again = replace(again, condition=binary("&&", loop.condition, Code(f"{loop.var} < {mine}")))
+        mine = Code(f"{loop.var} < {own.name}")
+        again = replace(again, condition=binary("&&", loop.condition, mine))
         passing = (*parts.head, *take, *give, *parts.after, *parts.ready, *parts.tail)
-        rest = (replace(loop, low=mine, body=passing, origin=loop.origin.untitled),)
+        rest = (replace(loop, body=passing, number="resumes", origin=loop.origin.untitled),)
         before = (own, *before)
     condition = put(loop.condition, loop.var, loop.low)
-    then = (*before, again, *behind, *rest)
+    then = (*before, *(_apart(again) if apart else (again,)), *behind, *rest)
     return ir.Branch(condition, then, origin=loop.origin.untitled)
+
+
+def _apart(loop: ir.Loop) -> tuple[ir.Loop, ...]:
+    """The rounds of a loop in which its mask changes nothing, without it, for as long as there are
+    such; then the others."""
+    masks = [n for n in loop.body if isinstance(n, ir.Compute) and n.unless is not None]
+    if len(masks) != 1 or masks[0].unless is None:
+        return (loop,)
+    clear = binary("&&", loop.condition, masks[0].unless)
+    plain = tuple(n for n in loop.body if n is not masks[0])
+    then = replace(loop, number="resumes", origin=loop.origin.untitled)
+    return replace(loop, condition=clear, body=plain), then
 
 
 def _known(middle: tuple[ir.Statement, ...]) -> str:
@@ -173,18 +191,30 @@ def _rows(body: tuple[ir.Statement, ...]) -> Code | None:
 
 def _early(before: ir.Statement, node: ir.Release) -> bool:
     """Whether a rewritten loop is done with a tile before its last product."""
-    if not isinstance(before, ir.Branch):
+    place = _behind(before)
+    if place is None:
         return False
-    loops = [n for n, part in enumerate(before.then) if isinstance(part, ir.Loop)]
-    behind = before.then[loops[0] + 1 :] if loops else before.then
-    reads = (n.gemm for n in behind if isinstance(n, ir.Start))
-    return bool(loops) and not any(node.key in (g.left, g.right) for g in reads)
+    assert isinstance(before, ir.Branch)
+    reads = (n.gemm for n in before.then[place:] if isinstance(n, ir.Start))
+    return not any(node.key in (g.left, g.right) for g in reads)
+
+
+def _behind(node: ir.Statement) -> int | None:
+    """Where in a rewritten loop the last of its loops ends that multiplies."""
+    if not isinstance(node, ir.Branch):
+        return None
+    loops = [
+        n
+        for n, part in enumerate(node.then, 1)
+        if isinstance(part, ir.Loop) and any(isinstance(s, ir.Start) for s in part.body)
+    ]
+    return loops[-1] if loops else None
 
 
 def _released(loop: ir.Statement, node: ir.Release) -> ir.Branch:
     """The tile handed back right behind the loop, so that the next one can come."""
     assert isinstance(loop, ir.Branch)
-    place = next(n for n, part in enumerate(loop.then) if isinstance(part, ir.Loop)) + 1
+    place = _behind(loop)
     then = (*loop.then[:place], node, *loop.then[place:])
     return replace(loop, then=then, orelse=(*loop.orelse, node))
 

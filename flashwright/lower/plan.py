@@ -24,7 +24,7 @@ from flashwright.lower.launch_plan import (
     Postfix,
 )
 from flashwright.lower.names import cpp
-from flashwright.lower.print_rules import whole_lines
+from flashwright.lower.print_rules import in_lines
 from flashwright.lower.scalars import refused
 
 BYTES_AT_ONCE = 16
@@ -80,7 +80,7 @@ def _tensor(tensor: Tensor, program: Program, kernel: ir.Kernel) -> PlanTensor:
             isinstance(n, ir.Store)
             and n.window.tensor is tensor
             and len(program.buffers[n.source].shape) == 2
-            and (n.source[1] == "shared" or whole_lines(n.window, program.buffers[n.source]))
+            and (n.source[1] == "shared" or in_lines(n, program.buffers[n.source]))
         )
         for n in ir.flat(kernel.body)
     )
@@ -176,7 +176,7 @@ def rounds(program: Program, gpu: Gpu, kernel: ir.Kernel) -> int:
     tiles = [program.buffers[key] for key in loads]
     line = sum(b.bytes // b.shape[0] for b in tiles)  # bytes read for one key
     pair = 2 * gpu.sms * 16 * program.warps * line
-    return 2 * max(1, int(L2_SHARE * gpu.l2_bytes / max(pair, 1)))
+    return 2 * max(1, round(L2_SHARE * gpu.l2_bytes / max(pair, 1)))
 
 
 def _code(size: Postfix) -> Code:

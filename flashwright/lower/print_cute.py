@@ -71,6 +71,7 @@ class Printer:
         offsets: dict[Key, int],
         blocks: int,
         rings: dict[Key, int] | None = None,
+        room: int | None = None,
     ) -> None:
         self.program = program
         self.gpu = gpu
@@ -78,7 +79,7 @@ class Printer:
         self.offsets = offsets
         self.blocks = blocks
         self.rings = rings or {}
-        self.context = Context(program, kernel, gpu.cp_async, bool(rings))
+        self.context = Context(program, kernel, gpu.cp_async, bool(rings), room)
 
     def print(self) -> Page:
         """The whole file. What is declared depends on what is used, so the kernel comes first."""
@@ -288,8 +289,7 @@ class Printer:
                 page.write([f"// {lines[0]:3} | {node.origin.title}"], lines, indent)
             before = lines
             if isinstance(node, ir.Loop):
-                head = f"for (int {node.var} = {node.low}; {node.condition}; ++{node.var}) {{"
-                page.write(["CUTE_NO_UNROLL", head], lines, indent)
+                page.write(["CUTE_NO_UNROLL", _head(node)], lines, indent)
                 self._body(page, node.body, indent + 1)
                 page.write(["}"], lines, indent)
             elif isinstance(node, ir.Branch):
@@ -307,6 +307,12 @@ class Printer:
             page.write(["} else {"], lines, indent)
             self._body(page, node.orelse, indent + 1)
         page.write(["}"], lines, indent)
+
+
+def _head(loop: ir.Loop) -> str:
+    start = "" if loop.number == "resumes" else f"{loop.var} = {loop.low}"
+    kind = "int " if loop.number == "own" else ""
+    return f"for ({kind}{start}; {loop.condition}; ++{loop.var}) {{"
 
 
 def _begins(node: ir.Statement, before: ir.Lines | None) -> bool:

@@ -26,6 +26,7 @@ class Context:
     kernel: ir.Kernel
     asynchronous: bool  # there is cp.async
     roles: bool = False  # one thread loads by TMA, warpgroups multiply with wgmma
+    room: int | None = None  # where in shared memory results are put in order on their way out
 
     @cached_property
     def gemm_dtypes(self) -> tuple[str, ...]:
@@ -79,18 +80,27 @@ class Context:
         return tile_name(key) if key in self.kernel.operands else f"{tile_name(key)}_operand"
 
 
-def whole_lines(window: ir.Window, buffer: Buffer) -> bool:
-    """Whether a result can be stored 16 bytes at a time."""
+def in_lines(node: ir.Store, buffer: Buffer) -> bool:
+    """Whether a result in registers is stored 16 bytes at a time."""
     return (
-        window.cols is None
-        and window.tensor.dtype in ("fp16", "bf16")
+        node.source[1] == "register"
+        and len(buffer.shape) == 2
+        and node.window.cols is None
+        and node.window.tensor.dtype in ("fp16", "bf16")
         and buffer.shape[1] % 32 == 0
     )
 
 
+def through_room(node: ir.Store, buffer: Buffer, kernel: ir.Kernel) -> bool:
+    """Whether it is put in order in shared memory first, where there is room. Wide tiles need not
+    be: a thread has neighbouring columns there."""
+    return in_lines(node, buffer) and node.source not in kernel.wide
+
+
 def _define(at: Context, node: ir.Define) -> Lines:
     note = f"  // {node.note}" if node.note else ""
-    yield f"{node.value.type} const {node.name} = {node.value};{note}"
+    kind = node.value.type if node.varies else f"{node.value.type} const"
+    yield f"{kind} {node.name} = {node.value};{note}"
 
 
 def _load(at: Context, node: ir.Load) -> Lines:
@@ -137,8 +147,10 @@ def _store(at: Context, node: ir.Store) -> Lines:
     elif len(buffer.shape) == 1:
         line = at.window(window, "line")
         store = f"fw::store_{at.side(node.source)}<Warps>({line}, {name}, {rows});"
-    elif whole_lines(window, buffer):
+    elif in_lines(node, buffer):
         store = f"fw::store<{warps}>({target}, {name}, {rows});"
+        if at.room is not None and through_room(node, buffer, at.kernel):
+            store = f"fw::store_through<Warps>(shared + {at.room}, {target}, {name}, {rows});"
     else:
         cols = at.cols(window, node.source)
         store = f"fw::store_elements<{warps}>({target}, {name}, {rows}, {cols});"

@@ -15,7 +15,7 @@ from flashwright.lower.partial import keep_partial
 from flashwright.lower.pipeline import pipeline
 from flashwright.lower.plan import make_plan, ordered, rounds
 from flashwright.lower.print_cute import Printer
-from flashwright.lower.roles import divided, ring_offsets
+from flashwright.lower.roles import divided, ring_offsets, room_offset
 from flashwright.lower.source_map import SourceMap, source_map
 from flashwright.lower.sync import Travel, synchronise
 
@@ -52,10 +52,12 @@ def translate(program: Program, gpu: Gpu, sparing: bool = False) -> Translation:
     offsets, size = shared_layout(program, stages)
     blocks = _blocks(program, gpu, size)
     rings: dict[Key, int] = {}
+    room: int | None = None
     if roles:
         rings, size = ring_offsets(program, kernel, size)
+        room, size = room_offset(program, gpu, kernel, size)
         blocks = 1
-    printed = Printer(program, gpu, kernel, offsets, blocks, rings).print()
+    printed = Printer(program, gpu, kernel, offsets, blocks, rings, room).print()
     return Translation(
         printed.source, source_map(printed.lines), make_plan(program, gpu, kernel, size)
     )

@@ -107,7 +107,7 @@ def _map(text: str) -> dict[str, Any]:
 
 
 def make(spec: AttentionSpec, gpu: str, card: Card | None) -> Made:
-    """One kernel: written for the GPU named `gpu`, compiled for the card at hand."""
+    """One package: written for the GPU named `gpu`, compiled for the card at hand."""
     from flashwright.author.builtin.author import write_code, write_sketch
     from flashwright.author.builtin.choose import NothingFits
     from flashwright.author.builtin.reasoning import reasoning
@@ -118,23 +118,43 @@ def make(spec: AttentionSpec, gpu: str, card: Card | None) -> Made:
     except NothingFits as error:
         return Made(spec, gpu, why=f"FW905: {error}")
     author = time.perf_counter() - start
-    made = from_tl(written.code, spec, gpu, card)
+    further = {name: from_tl(code, spec, gpu, card) for name, code in written.further.items()}
+    others = {name: one.files for name, one in further.items()}
+    beside = classes.packed(others, classes.Classes.of(written.classes))
+    made = from_tl(written.code, spec, gpu, card, beside)
+    failed = [f"{name}: {one.why}" for name, one in further.items() if one.why]
     return replace(
         made,
         reasoning=reasoning(spec, target, written),
-        seconds={"author": round(author, 3), **made.seconds},
+        seconds=_sum({"author": author}, made.seconds, *(one.seconds for one in further.values())),
+        why=made.why or "; ".join(failed),
     )
 
 
-def from_tl(code: str, spec: AttentionSpec, gpu: str, card: Card | None) -> Made:
-    """The kernel of a TL program. Without a card it is translated, and not compiled."""
+def _sum(*parts: Mapping[str, float]) -> dict[str, float]:
+    """The seconds of each step, for all kernels of a package."""
+    steps = dict.fromkeys(step for part in parts for step in part)
+    return {step: round(sum(part.get(step, 0.0) for part in parts), 3) for step in steps}
+
+
+def from_tl(
+    code: str,
+    spec: AttentionSpec,
+    gpu: str,
+    card: Card | None,
+    beside: Mapping[str, str | bytes] | None = None,
+) -> Made:
+    """The kernel of a TL program. Without a card it is translated, and not compiled.
+
+    `beside` are the files of its package's other kernels, and when they serve.
+    """
     from flashwright.build.make import make as build
     from flashwright.check.check import check
     from flashwright.lang.parse import parse
     from flashwright.lower.translate import translate
 
     target, start = gpus.find(gpu), time.perf_counter()
-    files: dict[str, str | bytes] = {CODE: code, SPEC: specs.dump(spec)}
+    files: dict[str, str | bytes] = {CODE: code, SPEC: specs.dump(spec), **(beside or {})}
     made = Made(spec, gpu, files)
     try:  # what fails is returned and not raised: it has to go from process to process
         checked = check(parse(code), target)
@@ -217,11 +237,12 @@ def save(made: Made, folder: Path) -> Made:
 
 def put(made: Made, place: Path) -> Made:
     """The same, in this folder."""
+    # Whoever reads meanwhile must not find rules without kernels, nor those of other kernels.
     try:
         place.mkdir(parents=True, exist_ok=True)
+        (place / package.CLASSES).unlink(missing_ok=True)
     except OSError as error:
         raise cannot("use", place, error) from None
-    # Whoever reads meanwhile must not find rules without kernels.
     last = (package.CLASSES, package.RECORD)
     for name in sorted(made.files, key=lambda n: last.index(n) if n in last else -1):
         (place / name).parent.mkdir(exist_ok=True)
@@ -236,12 +257,8 @@ def load(folder: Path) -> Made:
     plan = read_plan(folder)
     files: dict[str, str | bytes] = {}
     for kernel, place in classes.folders(folder).items():
-        prefix = "" if kernel == classes.OWN else f"{kernel}/"
-        for name in (package.CLASSES, *package.IN_RECORD):
-            if (place / name).is_file():
-                data = (place / name).read_bytes()
-                text = data if name == "kernel.cubin" else data.decode(errors="replace")
-                files[f"{prefix}{name}"] = text
+        there = (n for n in (package.CLASSES, *package.IN_RECORD) if (place / n).is_file())
+        files |= {package.inside(kernel, name): _read(place / name) for name in there}
     try:
         spec = specs.load(folder / SPEC)
     except specs.BadSpec as error:
@@ -255,6 +272,11 @@ def load(folder: Path) -> Made:
     why = (folder / "reasoning.md").read_text() if (folder / "reasoning.md").is_file() else ""
     gpu = str(facts.get("gpu", plan.arch))
     return Made(spec, gpu, files, why, ptxas, folder=str(folder.resolve()))
+
+
+def _read(path: Path) -> str | bytes:
+    data = path.read_bytes()
+    return data if path.name == "kernel.cubin" else data.decode(errors="replace")
 
 
 # --- judging them -----------------------------------------------------------------------------

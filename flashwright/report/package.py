@@ -143,7 +143,8 @@ def _map(path: Path) -> tuple[Stretch, ...]:
 
 def _changed(folder: Path, result: _Result) -> tuple[str, ...]:
     """The files that are not those the record tells of: nothing it says is of them."""
-    there = {n: folder / n for n in result.artefacts if Path(n).name == n}
+    kernels = ("", *read_classes(folder).others)
+    there = {n: folder / n for n in result.artefacts if n.rpartition("/")[0] in kernels}
     if result.artefacts:  # kernels that came later are not told of
         there[CLASSES] = folder / CLASSES
     return tuple(

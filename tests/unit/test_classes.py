@@ -14,10 +14,14 @@ from typing import Any
 import pytest
 
 import flashwright
+from flashwright import pipeline
 from flashwright import spec as specs
+from flashwright.author.builtin import tuned
+from flashwright.author.builtin.variants import make_spec
 from flashwright.build import classes
 from flashwright.build.classes import ALONE, CLASSES, OWN, Classes, Kernels, Rule, folders, serving
 from flashwright.build.load import CUBIN, PLAN, Kernel
+from flashwright.build.package import IN_RECORD, RECORD
 from flashwright.judge.form import bounds_of
 from flashwright.judge.judge import _digests
 from flashwright.judge.problems import problems
@@ -25,7 +29,7 @@ from flashwright.lang.diagnostic import Failed
 from flashwright.measure import kernels
 from flashwright.report import package as reported
 from flashwright.sandbox.candidate import Candidate
-from tests.unit import emulated, test_kernel, test_receipt
+from tests.unit import emulated, test_kernel, test_receipt, test_report
 from tests.unit.emulated import needs_compilers
 from tests.unit.fake_gpu import (
     ATTENTION,
@@ -322,6 +326,73 @@ def test_build_makes_all_kernels_and_its_record_names_them(
     assert artefacts[CLASSES] == kernels.sha256(rules.dump())
     short = (folder / "short" / "build.json").read_bytes()
     assert artefacts["short/build.json"] == kernels.sha256(short)
+
+
+# --- what the author writes -------------------------------------------------------------------
+
+D64 = make_spec("mha", head_dim=64, causal=True, dtype="bf16")
+SHORT = "128x128-s2-w8-q2-noApart"
+WHOLE = {*IN_RECORD, RECORD}
+
+
+def test_generate_compiles_every_kernel_of_a_package(
+    tmp_path: Path, nvcc: test_kernel.FakeNvcc
+) -> None:
+    test_report.generate(D64, tmp_path, "verdict")
+    assert len(nvcc.runs) == 2
+    assert {p.name for p in tmp_path.iterdir()} >= WHOLE
+    assert {p.name for p in (tmp_path / SHORT).iterdir()} == WHOLE
+    told = json.loads((tmp_path / RECORD).read_text())["artefacts"]
+    short = json.loads((tmp_path / SHORT / RECORD).read_text())["artefacts"]
+    assert told[f"{SHORT}/{RECORD}"] == kernels.sha256((tmp_path / SHORT / RECORD).read_bytes())
+    assert told[CLASSES] == kernels.sha256((tmp_path / CLASSES).read_bytes())
+    assert set(short) == set(IN_RECORD)
+    assert short["code.tl"] == kernels.sha256((tmp_path / SHORT / "code.tl").read_bytes())
+    assert classes.read(tmp_path).others == (SHORT,)
+
+
+def test_a_kernel_that_does_not_compile_is_named(
+    tmp_path: Path, nvcc: test_kernel.FakeNvcc
+) -> None:
+    nvcc.set(body="exit 1", says="kernel.cu(9): error: no such thing\n")
+    run = test_report.generate(D64, tmp_path, "verdict")
+    assert [Path(f.file).parent.name for f in run.failed] == [SHORT], "it is the first"
+    assert not (tmp_path / RECORD).exists()
+
+
+def test_the_report_sees_that_a_further_kernel_was_changed(tmp_path: Path) -> None:
+    test_report.generate(D64, tmp_path, "build", "verdict")
+    assert reported.read(tmp_path).changed == ()
+    (tmp_path / SHORT / "code.tl").write_text("// mine\n")
+    assert reported.read(tmp_path).changed == (f"{SHORT}/code.tl",)
+
+
+def test_the_benchmark_makes_the_same_kernels(tmp_path: Path) -> None:
+    made = kernels.make(D64, "h200", None)
+    assert not made.why
+    test_report.generate(D64, tmp_path / "generated", "build", "verdict")
+    for name in (CLASSES, "code.tl", f"{SHORT}/code.tl", f"{SHORT}/kernel.cu", "kernel.cu"):
+        assert made.files[name] == (tmp_path / "generated" / name).read_text()
+    assert set(made.record({}, {}).others) == {CLASSES, f"{SHORT}/code.tl", f"{SHORT}/kernel.cu"}
+    folder = Path(kernels.put(made, tmp_path / "made").folder)
+    assert classes.read(folder).others == (SHORT,)
+    own = kernels.make(D64.model_copy(update={"causal": False}), "h200", None)
+    kernels.put(own, folder)
+    assert classes.read(folder) == ALONE, "the rules were for others"
+
+
+@needs_compilers
+def test_the_emulated_verdict_of_generate_is_on_every_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early = [c.model_copy(update={"up_to": c.up_to and 128}) for c in tuned._shipped()]
+    monkeypatch.setattr(tuned, "_shipped", lambda: tuple(early))
+    monkeypatch.setattr(pipeline, "EMULATION_SECONDS", 0.0)
+    run = test_report.generate(D64, tmp_path)
+    assert run.ok
+    assert run.emulated is not None
+    keys = {case.dims["kv_len"] for case in run.emulated.cases}
+    assert {128, 129} <= keys, "however short the time is"
 
 
 def test_generate_anew_leaves_no_rules_of_other_kernels(

@@ -15,10 +15,20 @@ from pathlib import Path
 import pytest
 
 from flashwright import __version__, pipeline
+from flashwright.author.builtin import tuned
+from flashwright.author.builtin.retile import name_of, tiling_of
+from flashwright.build import classes
+from flashwright.build.package import CLASSES, OWN
+from flashwright.check.check import check
+from flashwright.gpu import H200
+from flashwright.lang.parse import parse
 from tests.unit.test_cli import Outcome
 
-BEFORE = ["code.tl", "reasoning.md", "result.json", "sketch.tl", "spec.toml"]
-MADE = sorted([*BEFORE, "kernel.cu", "kernel.map.json", "launch.json"])
+# For few keys other tiles were measured to be faster: a kernel of their own, in this folder.
+SHORT = "128x128-s2-w8-q2-noApart"
+BEFORE = [SHORT, "code.tl", "reasoning.md", "result.json", "sketch.tl", "spec.toml"]
+KERNEL = ["kernel.cu", "kernel.map.json", "launch.json"]
+MADE = sorted([*BEFORE, *KERNEL, CLASSES])
 GQA = ("generate", "gqa", "--gpu", "h200", "--causal", "--head-dim", "64", "--dtype", "bf16")
 
 
@@ -81,7 +91,10 @@ def test_result_json(tmp_path: Path) -> None:
     assert "not compiled" in result["not_claimed"]
     assert "not run on a GPU" in result["not_claimed"]
     assert str(tmp_path) not in text
-    assert sorted(result["artefacts"]) == sorted(set(MADE) - {"result.json"})
+    short = [f"{SHORT}/{name}" for name in ("code.tl", "spec.toml", *KERNEL)]
+    assert sorted(result["artefacts"]) == sorted({*MADE, *short} - {"result.json", SHORT})
+    assert list(result["others"]) == [SHORT]
+    assert all(c["ok"] for c in result["others"][SHORT]["cpu"])
     for name, digest in result["artefacts"].items():
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
 
@@ -113,6 +126,67 @@ def test_changed_files_are_kept(tmp_path: Path) -> None:
     assert "your changed code.tl is kept as code.tl.bak" in done.out
     assert (tmp_path / "code.tl.bak").read_text() == "// mine\n"
     assert sorted(os.listdir(tmp_path)) == sorted([*MADE, "code.tl.bak"])
+
+
+# --- several kernels --------------------------------------------------------------------------
+
+
+def test_tiles_that_are_faster_for_few_keys_are_a_kernel_beside(tmp_path: Path) -> None:
+    done = Outcome(*GQA, "--out", str(tmp_path))
+    assert done.code == 0, done.err
+    assert f"up to 1024 keys `{SHORT}` is called: measured on the H200" in done.out
+    rules = classes.read(tmp_path)
+    assert [rules.pick(n) for n in (1, 1024, 1025)] == [SHORT, SHORT, OWN]
+    sizes = {}
+    for kernel, place in classes.folders(tmp_path).items():
+        assert {"code.tl", "spec.toml", *KERNEL} <= set(os.listdir(place))
+        program = check(parse((place / "code.tl").read_text()), H200).program
+        assert program is not None
+        sizes[kernel] = name_of(tiling_of(program))  # type: ignore[arg-type]
+    assert sizes == {OWN: "192x128-s2-w12-q2-noApart", SHORT: SHORT}
+    assert "up to 1024 keys" in (tmp_path / SHORT / "code.tl").read_text(), "it says why"
+    assert f"- up to 1024 keys `{SHORT}`" in (tmp_path / "reasoning.md").read_text()
+
+
+def test_a_further_kernel_goes_where_it_is_no_longer_made(tmp_path: Path) -> None:
+    Outcome(*GQA, "--out", str(tmp_path), "--quiet")
+    assert Outcome(*GQA, "--window", "64", "--out", str(tmp_path), "--quiet").code == 0
+    assert sorted(os.listdir(tmp_path)) == sorted({*MADE} - {SHORT, CLASSES})
+    assert classes.read(tmp_path) == classes.ALONE
+
+
+def test_a_changed_further_kernel_is_kept(tmp_path: Path) -> None:
+    Outcome(*GQA, "--out", str(tmp_path), "--quiet")
+    (tmp_path / SHORT / "code.tl").write_text("// mine\n")
+    done = Outcome(*GQA, "--out", str(tmp_path))
+    assert f"{SHORT}/code.tl.bak" in done.out
+    assert (tmp_path / SHORT / "code.tl.bak").read_text() == "// mine\n"
+    assert (tmp_path / SHORT / "code.tl").read_text() != "// mine\n"
+    Outcome(*GQA, "--window", "64", "--out", str(tmp_path), "--quiet")
+    assert os.listdir(tmp_path / SHORT) == ["code.tl.bak"], "and nothing else"
+
+
+def test_a_folder_that_nobody_recorded_is_not_taken_for_ours(tmp_path: Path) -> None:
+    (tmp_path / SHORT).mkdir()
+    (tmp_path / SHORT / "kernel.cubin").write_bytes(b"an old one")
+    Outcome(*GQA, "--out", str(tmp_path), "--quiet")
+    assert not (tmp_path / SHORT / "kernel.cubin").exists(), "it would pass as the new one"
+    assert (tmp_path / SHORT / "kernel.cubin.bak").read_bytes() == b"an old one"
+
+
+def test_a_wrong_further_kernel_fails_with_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = tuned._shipped()
+    bad = [c if c.up_to is None else c.model_copy(update={"warps": 5}) for c in real]
+    monkeypatch.setattr(tuned, "_shipped", lambda: tuple(bad))
+    done = Outcome(*GQA, "--out", str(tmp_path))
+    assert done.code == 1
+    assert "128x128-s2-w5-q2-noApart/code.tl:" in done.err
+    assert not (tmp_path / CLASSES).exists()
+
+
+# --- what is amiss ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

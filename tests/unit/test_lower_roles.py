@@ -24,8 +24,9 @@ def translated(
     spec = make_spec(variant, **{"head_dim": 128, "dtype": "bf16", **settings})
     card = gpus.find("h200")
     code = write_code(write_sketch(spec), spec, card).code
-    params = "".join(f"param {name} = {value}\n" for name, value in (schedule or {}).items())
-    checked = check(parse(params + code), card)
+    for name, value in (schedule or {}).items():
+        code = f"param {name} = {value}\n" + re.sub(rf"param {name} = .*\n", "", code)
+    checked = check(parse(code), card)
     assert checked.program is not None
     assert not checked.diagnostics
     made = translate(checked.program, card)
@@ -39,7 +40,7 @@ def parts(source: str) -> tuple[str, str]:
 
 
 def test_one_thread_loads_and_the_others_do_everything_else() -> None:
-    source, plan = translated(causal=True)
+    source, plan = translated(causal=True, schedule={"BN": 128})
     loader, readers = parts(source)
     assert re.findall(r"fw::fetch\((\w)_shared", loader) == ["Q", "K", "V"]
     assert "product" not in loader
@@ -51,8 +52,8 @@ def test_one_thread_loads_and_the_others_do_everything_else() -> None:
 
 
 def test_every_tile_is_waited_for_and_handed_back_as_often_as_it_is_filled() -> None:
-    _, readers = parts(translated()[0])
-    first, _, rest = readers.partition("      for (int i = 1;")
+    _, readers = parts(translated(schedule={"Apart": 0})[0])
+    first, _, rest = readers.partition("      for (i = 1;")
     loop, _, last = rest.partition("\n      }\n")
     for text, waits in ((first, ["Q", "K"]), (loop, ["K", "V"]), (last, ["V"])):
         assert re.findall(r"(\w)_ring\.wait\(\)", text) == waits
@@ -63,7 +64,7 @@ def test_every_tile_is_waited_for_and_handed_back_as_often_as_it_is_filled() -> 
 
 
 def in_order(readers: str, *texts: str) -> bool:
-    loop = readers[readers.index("for (int i = 1;") :]
+    loop = readers[readers.index("for (i = 1;") :]
     places = [loop.index(text) for text in texts]
     return places == sorted(places)
 
@@ -81,9 +82,9 @@ def test_the_softmax_is_computed_under_the_second_product() -> None:
 
 
 def test_a_warpgroup_ends_where_its_mask_does_and_lets_the_tiles_of_the_others_pass() -> None:
-    _, readers = parts(translated(causal=True)[0])
-    assert "for (int i = 1; i * BN < i_end && i < i_own; ++i)" in readers
-    passing = readers[readers.index("for (int i = i_own; i * BN < i_end; ++i)") :]
+    _, readers = parts(translated(causal=True, schedule={"Apart": 0})[0])
+    assert "for (i = 1; i * BN < i_end && i < i_own; ++i)" in readers
+    passing = readers[readers.index("for (; i * BN < i_end; ++i)") :]
     passing = passing[: passing.index("\n      }\n")]
     steps = ("K_ring.wait", "take_turn", "pass_turn", "K_ring.release", "V_ring.wait")
     places = [passing.index(step) for step in (*steps, "V_ring.release")]
@@ -93,14 +94,45 @@ def test_a_warpgroup_ends_where_its_mask_does_and_lets_the_tiles_of_the_others_p
         assert "i_own" not in translated(**settings)[0]
 
 
+def test_rounds_that_need_no_mask_have_a_loop_of_their_own() -> None:
+    _, readers = parts(translated(causal=True, schedule={"Apart": 1})[0])
+    start = readers.index("for (i = 1; i * BN < i_end && i < i_own\n")
+    plain, masked, last = readers[start:].split("\n      }\n")[:3]
+    assert "i * BN + BN - 1 <= block_idx * BM + kv_len - q_len; ++i)" in plain
+    assert "for (; i * BN < i_end && i < i_own; ++i)" in masked
+    assert "-INFINITY" not in plain
+    assert "-INFINITY" in masked
+    for loop in (plain, masked):
+        assert re.findall(r"(\w)_ring\.(wait|release)", loop) == [
+            *(("K", "wait"), ("V", "wait"), ("K", "release"), ("V", "release"))
+        ]
+    assert "Q_ring.release()" in last
+
+
+def test_results_go_out_through_shared_memory_where_there_is_room() -> None:
+    source, plan = translated(causal=True, schedule={"BN": 128})
+    place = int(re.findall(r"fw::store_through<Warps>\(shared \+ (\d+),", source)[0])
+    rings = [int(n) for n in re.findall(r"_ring\(shared \+ (\d+)\)", source)]
+    assert max(rings) + 16 * 2 <= place
+    assert plan.shared == place + 8 * 2048
+    full, other = translated(causal=True, schedule={"BN": 160})
+    assert "fw::store<Warps>(p.O.tile(" in full
+    assert other.shared + 8 * 2048 > gpus.find("h200").shared_per_block
+
+
 @pytest.mark.parametrize(
     ("param", "without"),
-    [("Overlap", "fw::start_product"), ("PingPong", "_turn"), ("Persistent", "")],
+    [
+        ("Overlap", "fw::start_product"),
+        ("PingPong", "_turn"),
+        ("Apart", "for (; i * BN < i_end && i < i_own; ++i)"),
+        ("Persistent", ""),
+    ],
 )
 def test_the_schedule_is_the_programs_choice(param: str, without: str) -> None:
-    source, plan = translated(causal=True)
-    other, launch = translated(causal=True, schedule={param: 0})
-    same, again = translated(causal=True, schedule={param: 1})
+    source, plan = translated(causal=True, schedule={"Apart": 1})
+    other, launch = translated(causal=True, schedule={"Apart": 1, param: 0})
+    same, again = translated(causal=True, schedule={"Apart": 1, param: 1})
     assert re.sub(r"// +\d+ \|", "", same) == re.sub(r"// +\d+ \|", "", source)
     assert again == plan
     if without:

@@ -21,6 +21,8 @@ from flashwright.measure.records import OURS, AbsentRecord
 from flashwright.report import headline, ratios, reproduce
 from flashwright.report.gather import NOT_RUN, gather
 from flashwright.report.model import PaperFigure, Report
+from flashwright.run import Run
+from flashwright.spec import AttentionSpec
 from tests.unit import report_example as example
 
 SPEC = example.SPECS["gqa d128 causal"]
@@ -169,14 +171,18 @@ class Nobody:
     def progress(self, done: int, total: int, text: str) -> None:
         pass
 
-    def end(self, stage: pipeline.Stage, run: pipeline.Run) -> None:
+    def end(self, stage: pipeline.Stage, run: Run) -> None:
         pass
 
 
+def generate(spec: AttentionSpec, folder: Path, *without: str) -> Run:
+    """A kernel for the H200, without these stages."""
+    stages = tuple(stage for stage in pipeline.STAGES if stage.name not in without)
+    return pipeline.generate(spec, find("h200"), folder, Nobody(), stages)
+
+
 def test_what_generate_writes_can_be_reported(tmp_path: Path) -> None:
-    wanted = ("sketch", "parameters", "check", "translate")
-    stages = tuple(stage for stage in pipeline.STAGES if stage.name in wanted)
-    run = pipeline.generate(SPEC, find("h200"), tmp_path / "kernel", Nobody(), stages)
+    run = generate(SPEC, tmp_path / "kernel", "cpu", "build", "verdict")
     (kernel,) = gather([tmp_path / "kernel"]).kernels
     assert (kernel.state, kernel.changed) == ("unjudged", ())
     assert kernel.claimed == tuple(pipeline.claimed(run))

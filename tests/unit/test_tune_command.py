@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from flashwright.author.builtin import tuned
+from flashwright.author.builtin.retile import name_of
 from flashwright.build import driver
 from flashwright.build.package import TUNING
 from tests.unit.measure_fakes import H200, Behaviour
@@ -146,6 +147,25 @@ def test_what_a_tuning_found_becomes_a_line_of_the_authors_table(
     assert Outcome("tune", str(folder), "--write-defaults", str(table)).code == 0
     (choice,) = tuned.read(table.read_text())
     assert choice.tiling.bm == 192
+
+
+def test_the_classes_of_a_tuning_are_lines_of_the_table(folder: Path, tmp_path: Path) -> None:
+    table = tmp_path / "tuned.json"
+    Bench(CROSSING).run(order(folder))
+    told = Outcome("tune", str(folder), "--write-defaults", str(table))
+    assert told.code == 0, told.err
+    short, main = tuned.read(table.read_text())
+    assert (short.up_to, name_of(short.tiling)) == (1024, SHORT)
+    assert (main.up_to, name_of(main.tiling)) == (None, PRESENT)
+    assert short.reason == "measured on the H200: fastest of 5 tilings at 512 to 1024 keys"
+    assert main.reason == "measured on the H200: fastest of 5 tilings at 2048 keys"
+    assert f"{SHORT}, {short.reason}; {PRESENT}, {main.reason}" in told.out
+    assert tuned.dump(tuned.read(table.read_text())) == table.read_text()
+    # A later tuning takes the place of them all.
+    Bench({PRESENT: lambda n: 0.5}).run(order(folder))
+    assert Outcome("tune", str(folder), "--write-defaults", str(table)).code == 0
+    (choice,) = tuned.read(table.read_text())
+    assert name_of(choice.tiling) == PRESENT
 
 
 def test_what_the_table_cannot_have_is_left_out_with_its_reason(

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from importlib import resources
+from pathlib import Path
 
 import pytest
 
 from flashwright.author.builtin import tuned
-from flashwright.author.builtin.author import workload, write_code, write_sketch
+from flashwright.author.builtin.author import Written, workload, write_code, write_sketch
 from flashwright.author.builtin.choose import choose
 from flashwright.author.builtin.complete import complete
 from flashwright.author.builtin.cost import Tiling, Workload, footprint
 from flashwright.author.builtin.reasoning import reasoning
+from flashwright.author.builtin.retile import tiling_of
 from flashwright.author.builtin.variants import make_spec
 from flashwright.check.check import check
 from flashwright.gpu import A100, H100, H200
 from flashwright.lang.format import format_tree
 from flashwright.lang.parse import parse
+from tests.unit.test_cli import Outcome
+from tests.unit.tune_fakes import package
 
 D64 = Workload(64, 64, "bf16", heads=32, kv_heads=32)
-MEASURED = Tiling(192, 128, 2, 12, 2)
+MEASURED = Tiling(192, 128, 2, 12, 2, ("Apart",))
 
 
 def shipped() -> str:
@@ -38,7 +43,7 @@ def test_what_was_measured_is_taken(dtype: str, causal: bool) -> None:
     assert decision.measured.startswith("measured on the H200: fastest")
     assert decision.measured in decision.reasons["BM"]
     wide = choose(replace(D64, qk_dim=128, v_dim=128, dtype=dtype, causal=causal), H200)
-    assert wide.tiling == Tiling(128, 128, 2, 8, 2)
+    assert wide.tiling == Tiling(128, 160, 2, 8, 2)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +130,87 @@ def test_the_reason_comes_from_the_data() -> None:
 def test_the_table_is_as_it_would_be_written_again() -> None:
     choices = tuned.read(shipped())
     assert tuned.dump(choices) == shipped()
-    assert len({c.key for c in choices}) == len(choices)
+    assert tuned.dump(reversed(choices)) == shipped()
+    assert len({(c.key, c.up_to) for c in choices}) == len(choices)
     for choice in choices:
         need = footprint(Workload(choice.qk_dim, choice.v_dim), choice.tiling, H200)
         assert need.registers <= need.register_limit
+
+
+# --- other lengths ----------------------------------------------------------------------------
+
+CAUSAL = make_spec("mha", head_dim=64, dtype="bf16", causal=True)
+
+
+def table(*changes: dict[str, object]) -> list[tuned.Choice]:
+    """Lines of a table for CAUSAL on the H200; 192x128 where nothing else is said."""
+    line = next(c for c in tuned.read(shipped()) if c.tiling == MEASURED and c.causal)
+    return [line.model_copy(update=change) for change in changes]
+
+
+def written(monkeypatch: pytest.MonkeyPatch, *changes: dict[str, object]) -> Written:
+    monkeypatch.setattr(tuned, "_shipped", lambda: tuple(tuned.read(tuned.dump(table(*changes)))))
+    return write_code(write_sketch(CAUSAL), CAUSAL, H200)
+
+
+def test_what_is_faster_for_few_keys_is_a_program_of_its_own() -> None:
+    made = write_code(write_sketch(CAUSAL), CAUSAL, H200)
+    (name,) = made.further
+    assert made.classes == [(1024, name), (None, "")]
+    short = Tiling(128, 128, 2, 8, 2, ("Apart",))
+    for code, tiling in ((made.code, MEASURED), (made.further[name], short)):
+        checked = check(parse(code), H200)
+        assert checked.program is not None
+        assert not checked.errors
+        assert tiling_of(checked.program) == tiling
+    assert made.further[name].count("measured on the H200: fastest of those tried up to 1024") == 6
+    assert name in reasoning(CAUSAL, H200, made)
+
+
+@pytest.mark.parametrize("other", [{"causal": False}, {"window": 64}, {"softcap": 30.0}], ids=str)
+def test_other_work_has_one_program(other: dict[str, object]) -> None:
+    spec = make_spec("mha", **{"head_dim": 64, "dtype": "bf16", "causal": True, **other})
+    made = write_code(write_sketch(spec), spec, H200)
+    assert made.classes == [(None, "")]
+    assert not made.further
+    assert "Other lengths" not in reasoning(spec, H200, made)
+
+
+def test_the_same_tiles_are_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"bm": 128, "warps": 8}
+    made = written(
+        monkeypatch, {}, {"up_to": 4096, **small}, {"up_to": 512, **small}, {"up_to": 1024}
+    )
+    (name,) = made.further
+    assert made.classes == [(512, name), (1024, ""), (4096, name), (None, "")]
+    assert "up to 1024 keys this kernel" in reasoning(CAUSAL, H200, made)
+    alone = written(monkeypatch, {}, {"up_to": 512})
+    assert not alone.further
+    assert "Other lengths" not in reasoning(CAUSAL, H200, alone)
+
+
+def test_what_does_not_fit_is_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = written(monkeypatch, {}, {"up_to": 512, "stages": 9})
+    assert made.classes == [(None, "")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (({"up_to": 64},), "h200 bf16+fp16 64/64 causal: up_to 64 has no choice without up_to"),
+        (({}, {"up_to": 64}, {"up_to": 64, "bm": 64}), "there are 2 choices up_to 64"),
+        (({}, {"bm": 64}), "there are 2 choices without up_to"),
+        (({}, {"up_to": 0}), "choice 1: up_to: Input should be greater than or equal to 1"),
+    ],
+)
+def test_a_table_with_a_hole_or_two_choices_is_refused(
+    changes: tuple[dict[str, object], ...], words: str, tmp_path: Path
+) -> None:
+    text = tuned.dump(table(*changes))
+    with pytest.raises(ValueError, match=re.escape(words)):
+        tuned.read(text)
+    file = tmp_path / "tuned.json"
+    file.write_text(text)
+    done = Outcome("tune", str(package(tmp_path / "package")), "--write-defaults", str(file))
+    assert done.code == 2
+    assert words in " ".join(done.err.split())

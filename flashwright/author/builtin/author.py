@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib import resources
 
 from flashwright.author.builtin.choose import Decision, choose
 from flashwright.author.builtin.complete import Choice, complete
 from flashwright.author.builtin.cost import Workload
 from flashwright.author.builtin.mask import MaskText, mask_text
+from flashwright.author.builtin.retile import name_of, retiled
 from flashwright.author.builtin.variants import find
 from flashwright.gpu import Gpu
 from flashwright.lang.format import format_tree
@@ -28,6 +29,14 @@ class Written:
     code: str
     choices: tuple[Choice, ...]
     decision: Decision
+    further: Mapping[str, str] = field(default_factory=dict)
+    """The same program with other tiles, by name: those that are faster up to some lengths."""
+
+    @property
+    def classes(self) -> list[tuple[int | None, str]]:
+        """Up to how many keys which of them serves, upwards; the program itself has no name."""
+        named = [(c.up_to, name_of(c.tiling)) for c in self.decision.further]
+        return [*((up_to, n if n in self.further else "") for up_to, n in named), (None, "")]
 
 
 def write_sketch(spec: AttentionSpec) -> str:
@@ -53,7 +62,12 @@ def write_code(sketch: str, spec: AttentionSpec, gpu: Gpu) -> Written:
     """The sketch with all its sizes. Raises choose.NothingFits where the GPU has no room."""
     decision = choose(workload(spec), gpu)
     tree, choices = complete(parse(sketch), spec, gpu, decision)
-    return Written(format_tree(tree), choices, decision)
+    further = {
+        name_of(c.tiling): retiled(tree, c.tiling, c.reason)
+        for c in decision.further
+        if c.tiling != decision.tiling
+    }
+    return Written(format_tree(tree), choices, decision, further)
 
 
 def workload(spec: AttentionSpec) -> Workload:

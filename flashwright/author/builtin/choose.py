@@ -75,6 +75,8 @@ class Decision:
     reasons: dict[str, str]
     measured: str = ""
     """Where the choice was measured; empty where it is the model's."""
+    further: tuple[tuned.Choice, ...] = ()
+    """What was measured to be faster up to some lengths, upwards."""
 
     @property
     def tiling(self) -> Tiling:
@@ -156,6 +158,7 @@ def choose(workload: Workload, gpu: Gpu, headroom: int | None = None) -> Decisio
         over_registers=over_registers,
         reasons=reasons,
         measured=found.reason if found and measured else "",
+        further=_further(workload, found, gpu) if found and measured else (),
     )
 
 
@@ -183,6 +186,10 @@ def _measured(workload: Workload, choice: tuned.Choice, gpu: Gpu) -> Candidate |
     if need.shared_bytes > gpu.shared_per_block or need.registers > need.register_limit:
         return None
     return Candidate(choice.tiling, need, estimate(workload, choice.tiling, gpu))
+
+
+def _further(workload: Workload, main: tuned.Choice, gpu: Gpu) -> tuple[tuned.Choice, ...]:
+    return tuple(c for c in tuned.further(main) if _measured(workload, c, gpu))
 
 
 def _validate(workload: Workload, gpu: Gpu) -> None:

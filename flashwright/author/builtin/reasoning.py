@@ -20,10 +20,12 @@ def reasoning(spec: AttentionSpec, gpu: Gpu, written: Written) -> str:
         _structure(written),
         _candidates(written.decision),
         _ranking(written.decision),
+        _classes(written),
         _numbers(written),
         _model(),
     )
-    return "\n".join(line for part in parts for line in (*part, ""))
+    texts = [list(part) for part in parts]
+    return "\n".join(line for text in texts if text for line in (*text, ""))
 
 
 def _task(spec: AttentionSpec, gpu: Gpu) -> Iterator[str]:
@@ -119,6 +121,27 @@ def _row(candidate: Candidate, chosen: bool) -> str:
         f"{100 * (c.waste - 1):.0f} %", f"{c.microseconds:.1f}",
     )  # fmt: skip
     return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def classes_in_words(written: Written) -> list[str]:
+    """Up to how many keys which program serves, and why; nothing where there is but one."""
+    served = zip(written.classes[:-1], written.decision.further, strict=True)
+    return [
+        f"up to {up_to} keys {f'`{name}`' if name else 'this kernel'} is called: {c.reason}"
+        for (up_to, name), c in served
+        if written.further
+    ]
+
+
+def _classes(written: Written) -> Iterator[str]:
+    told = classes_in_words(written)
+    if not told:
+        return
+    yield "## Other lengths"
+    yield ""
+    yield "The same program with other tiles is faster at some lengths, and is beside this one:"
+    yield ""
+    yield from (f"- {line}" for line in told)
 
 
 def _numbers(written: Written) -> Iterator[str]:

@@ -29,7 +29,6 @@ from flashwright.lang.nodes import (
 )
 
 NEEDED = ("BM", "BN")
-WHY = "set by flashwright tune"
 # The model does not know what these bring. Among tilings this close it is no worse a guess to try
 # the schedule of a better one first.
 EACH_CHANGE = 0.02
@@ -80,8 +79,8 @@ def tiling_of(program: Program) -> Tiling | None:
     return Tiling(bm, bn, stages, program.warps, q_stages, off)
 
 
-def retiled(tree: Tree, tiling: Tiling) -> str:
-    """The program with these sizes, as text."""
+def retiled(tree: Tree, tiling: Tiling, why: str) -> str:
+    """The program with these sizes, as text; each of them says `why`."""
     streamed, resident = _buffers(tree)
     wanted = params_of(tiling)
     there = {s.name.id for s in tree.body if isinstance(s, Param)}
@@ -93,7 +92,7 @@ def retiled(tree: Tree, tiling: Tiling) -> str:
     for stmt in tree.body:
         if isinstance(stmt, Param) and stmt.name.id in wanted:
             value = Num(str(wanted[stmt.name.id]))
-            stmt = replace(stmt, value=value, comment=WHY)  # the old reason was for other sizes
+            stmt = replace(stmt, value=value, comment=why)  # the old reason was for other sizes
         elif isinstance(stmt, Allocate) and stmt.space == "shared":
             name = split(stmt.name.id)[0]
             number = "Stages" if name in streamed else "QStages" if name in resident else ""
@@ -102,7 +101,7 @@ def retiled(tree: Tree, tiling: Tiling) -> str:
         body.append(stmt)
     last = max(n for n, s in enumerate(body) if isinstance(s, Param)) + 1
     new = [
-        Param(Name(name), Num(str(value)), comment=WHY)
+        Param(Name(name), Num(str(value)), comment=why)
         for name, value in wanted.items()
         if name not in there
     ]
@@ -186,6 +185,7 @@ def _variants(plain: Tiling, gpu: Gpu, resident: bool) -> Iterator[Tiling]:
     yield replace(ahead, off=("Overlap",))
     if plain.warps > 4:  # a warpgroup alone has nobody to take turns with
         yield replace(ahead, off=("PingPong",))
+    yield replace(ahead, off=("Apart",))
     # A block that does not stay has no next Q to fetch.
     yield replace(plain, off=("Persistent",))
 

@@ -2,22 +2,28 @@
 
 The table is tuned.json beside this file; `flashwright tune --write-defaults` adds to it. A plain
 workload that it has is given the measured tiling; all others are left to the cost model.
+
+Which tiling is the fastest depends on the length. So a workload has one main choice, and may have
+further ones, which serve `up_to` so many keys.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 from importlib import resources
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flashwright.author.builtin.cost import Tiling, Workload, count
 from flashwright.gpu import Gpu
 
 MADE_BY = "flashwright tune --write-defaults"
 PARAMS = ("BM", "BN", "Stages", "Warps", "QStages")
+Key = tuple[str, tuple[str, ...], int, int, bool]
 
 
 class Choice(BaseModel):
@@ -30,6 +36,8 @@ class Choice(BaseModel):
     qk_dim: int
     v_dim: int
     causal: bool
+    up_to: int | None = Field(None, ge=1)
+    """Keys; None: the main one, which serves all that the others do not."""
     bm: int = Field(alias="BM")
     bn: int = Field(alias="BN")
     stages: int = Field(alias="Stages")
@@ -43,8 +51,8 @@ class Choice(BaseModel):
     """The fewest and the most keys."""
 
     @property
-    def key(self) -> tuple[str, tuple[str, ...], int, int, bool]:
-        """What it is the choice for."""
+    def key(self) -> Key:
+        """What it is the choice for, at some lengths or at all of them."""
         return self.gpu, self.dtypes, self.qk_dim, self.v_dim, self.causal
 
     @property
@@ -58,8 +66,9 @@ class Choice(BaseModel):
         text = f"measured on the {self.gpu.upper()}: fastest"
         text += f" of {count(self.tried, 'tiling')}" if self.tried else " of those tried"
         if self.lengths is not None:
-            text += " at {} to {} keys".format(*self.lengths)
-        return text
+            low, high = self.lengths
+            return f"{text} at {high} keys" if low == high else f"{text} at {low} to {high} keys"
+        return text if self.up_to is None else f"{text} up to {self.up_to} keys"
 
     def serves(self, workload: Workload, gpu: Gpu) -> bool:
         """Whether it was measured for such work: options take registers, and other walks over the
@@ -77,24 +86,62 @@ class Choice(BaseModel):
 
 
 def find(workload: Workload, gpu: Gpu) -> Choice | None:
-    """The measured choice for a workload, where there is one."""
-    return next((c for c in _shipped() if c.serves(workload, gpu)), None)
+    """The main choice for a workload, where it was measured."""
+    return next((c for c in _shipped() if c.up_to is None and c.serves(workload, gpu)), None)
+
+
+def further(main: Choice) -> list[Choice]:
+    """The choices beside a main one, upwards."""
+    return [c for c in _shipped() if c.up_to is not None and c.key == main.key]
 
 
 def read(text: str) -> list[Choice]:
-    """The choices of a table; ValueError where it is none."""
+    """The choices of a table, those for one key upwards; ValueError where it is none."""
     data: dict[str, Any] = json.loads(text)
-    return [Choice.model_validate(one) for one in data["choices"]]
+    choices = _ordered(_choice(n, one) for n, one in enumerate(data["choices"], 1))
+    _complete(choices)
+    return choices
 
 
-def dump(choices: list[Choice]) -> str:
+def dump(choices: Iterable[Choice]) -> str:
     """A table of choices, a line each."""
     lines = [
         "    " + json.dumps(c.model_dump(mode="json", by_alias=True, exclude_defaults=True))
-        for c in sorted(choices, key=lambda c: c.key)
+        for c in _ordered(choices)
     ]
     rows = ",\n".join(lines)
     return f'{{\n  "made by": {json.dumps(MADE_BY)},\n  "choices": [\n{rows}\n  ]\n}}\n'
+
+
+def _choice(number: int, one: object) -> Choice:
+    try:
+        return Choice.model_validate(one)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"choice {number}: {where}: {first['msg']}") from None
+
+
+def _ordered(choices: Iterable[Choice]) -> list[Choice]:
+    """Key by key, upwards, the main one last: as the rules of a package go."""
+    return sorted(choices, key=lambda c: (c.key, c.up_to is None, c.up_to or 0))
+
+
+def _complete(choices: list[Choice]) -> None:
+    """Every length has one choice, and no more."""
+    counts = Counter((c.key, c.up_to) for c in choices)
+    for (key, up_to), times in counts.items():
+        if times > 1:
+            which = "without up_to" if up_to is None else f"up_to {up_to}"
+            raise ValueError(f"{_words(key)}: there are {times} choices {which}")
+        if (key, None) not in counts:
+            text = f"up_to {up_to} has no choice without up_to beside it, for more keys"
+            raise ValueError(f"{_words(key)}: {text}")
+
+
+def _words(key: Key) -> str:
+    gpu, dtypes, qk_dim, v_dim, causal = key
+    return f"{gpu} {'+'.join(dtypes)} {qk_dim}/{v_dim} {'causal' if causal else 'full'}"
 
 
 @cache

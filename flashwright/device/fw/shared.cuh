@@ -32,10 +32,12 @@ struct SharedTile {
   static constexpr int row_bytes = width * sizeof(T);  // of a row within its atom
   static constexpr int bytes = Rows * Cols * sizeof(T);
 
-  T* data;  // aligned to 1024 bytes: the swizzle is one of addresses
+  T* data;         // aligned to 1024 bytes: the swizzle is one of addresses
+  int number = 0;  // of the stage
 
-  // One more stage of the same buffer.
-  __device__ SharedTile stage(int n) const { return {data + n * Rows * Cols}; }
+  // One more stage of the same buffer, and the first of them.
+  __device__ SharedTile stage(int n) const { return {data + n * Rows * Cols, n}; }
+  __device__ T* first() const { return data - number * Rows * Cols; }
 
   // Plain CuTe, for code that looks at elements.
   __device__ auto tensor() const { return cute::make_tensor(cute::make_smem_ptr(data), Layout{}); }
@@ -55,6 +57,13 @@ struct SharedTile {
 template <class T, int Rows, int Cols>
 __device__ SharedTile<T, Rows, Cols> shared_tile(unsigned char* begin) {
   return {reinterpret_cast<T*>(begin)};
+}
+
+// Four 8x8 matrices of 16-bit units to shared memory; the thread names the row `lane % 8` of matrix `lane / 8`.
+__device__ inline void stmatrix(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
 }
 
 }  // namespace fw

@@ -16,13 +16,6 @@ __device__ bool is_turner() {
   return threadIdx.x >= 32 * (Warps + 4 - turners);
 }
 
-// Four 8x8 matrices of 16-bit units to shared memory; the thread names the row `lane % 8` of matrix `lane / 8`.
-__device__ inline void stmatrix(uint32_t row, uint32_t const (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]), "r"(r[1]),
-               "r"(r[2]), "r"(r[3])
-               : "memory");
-}
-
 // 32 rows and 16 columns of a tile, turned. ldmatrix transposes units of 16 bits, so that a thread gets two columns at
 // once, which the byte permutes take apart: even columns become one block of 8 rows, odd ones the next (the product is
 // a wide one), and k comes in the order 2q, 2q + 1, 8 + 2q, 9 + 2q, which is that of what a thread holds of P.
@@ -65,7 +58,7 @@ __device__ void turn_tile(From from, To to) {
       CUTE_UNROLL
       for (int i = 0; i < AtOnce && step + i < steps; ++i) {
         turn(r[i]);
-        stmatrix(chunk_of<To>(out, 2 * (step + i)), r[i]);
+        stmatrix(chunk_of<To>(out, 2 * (step + i)), r[i][0], r[i][1], r[i][2], r[i][3]);
       }
     }
   }
@@ -81,7 +74,7 @@ __device__ void transpose(From from, Ring<Landed>& landed, To to, Ring<Stages>& 
   }
   landed.wait();
   mbarrier_wait(ring.empty(ring.stage), ring.phase ^ 1);
-  turn_tile<(Warps > 8 ? 1 : 2)>(from.stage(landed.stage), to.stage(ring.stage));
+  turn_tile<(Warps > 8 ? 1 : 4)>(from.stage(landed.stage), to.stage(ring.stage));
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncwarp();
   if (threadIdx.x % 32 == 0) {

@@ -16,8 +16,10 @@ struct Descriptor {
   static constexpr uint32_t upper = swizzle << 30 | 8 * Tile::row_bytes >> 4;
   uint32_t lower;
 
+  // The first stage's is the same all along; the others' are one step from it.
   __device__ explicit Descriptor(Tile tile)
-      : lower((cute::cast_smem_ptr_to_uint(tile.data) & 0x3ffff) >> 4 | (Tile::atom_bytes >> 4 & 0x3fff) << 16) {}
+      : lower(((cute::cast_smem_ptr_to_uint(tile.first()) & 0x3ffff) >> 4 | (Tile::atom_bytes >> 4 & 0x3fff) << 16) +
+              tile.number * (Tile::bytes >> 4)) {}
 
   __device__ uint64_t at(uint32_t bytes) const {
     return static_cast<uint64_t>(upper) << 32 | (lower + (bytes >> 4));

@@ -8,12 +8,13 @@ from pathlib import Path
 from flashwright import gpu as gpus
 from flashwright.author.builtin import tuned
 from flashwright.author.builtin.author import workload
+from flashwright.author.builtin.retile import name_of
 from flashwright.author.builtin.tuned import Choice
 from flashwright.build.package import TUNING
 from flashwright.check.vocabulary import SCHEDULE_PARAMS
 from flashwright.files import write
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.measure.tune.state import Tuning, read
+from flashwright.measure.tune.state import Kept, Tuning, read
 from flashwright.spec import AttentionSpec, BadSpec
 
 GROUPS = (("bf16", "fp16"), ("e4m3",))
@@ -23,26 +24,30 @@ GROUPS = (("bf16", "fp16"), ("e4m3",))
 def write_defaults(table: Path, folders: Iterable[Path]) -> list[tuple[Path, str]]:
     """Put the best of each folder's tuning into a table, which is made where there is none.
 
-    What became of each folder: its reason in the table, or why it has no line there.
+    What became of each folder: its reasons in the table, or why it has no line there.
     """
-    known = {choice.key: choice for choice in _table(table)}
+    known = _table(table)
     told = []
     for folder in folders:
         tuning = read(folder)
         if tuning is None:
             text = f"{folder} has no {TUNING}"
             raise Failed(Diagnostic("FW001", text, help=f"flashwright tune {folder}"))
-        found = choice_of(tuning)
-        if isinstance(found, Choice):
-            known[found.key] = found
-        told.append((folder, found.reason if isinstance(found, Choice) else found))
-    write(table, tuned.dump(list(known.values())))
+        found = choices_of(tuning)
+        if isinstance(found, str):
+            told.append((folder, found))
+            continue
+        known = [*(c for c in known if c.key != found[0].key), *found]
+        told.append((folder, "; ".join(f"{name_of(c.tiling)}, {c.reason}" for c in found)))
+    write(table, tuned.dump(known))
     return told
 
 
-def choice_of(tuning: Tuning) -> Choice | str:
-    """What a tuning says of its kind of work, or why it says nothing."""
-    if not tuning.complete or tuning.best not in tuning.by_name():
+def choices_of(tuning: Tuning) -> list[Choice] | str:
+    """What a tuning says of its kind of work, a choice for each class of lengths; or why it says
+    nothing."""
+    known = tuning.by_name()
+    if not tuning.complete or not tuning.kept or any(k.tried not in known for k in tuning.kept):
         return "left out: it was not measured to its end"
     try:
         spec = AttentionSpec.make(**tuning.spec)
@@ -52,24 +57,29 @@ def choice_of(tuning: Tuning) -> Choice | str:
         return f"left out: {error}"
     if card != gpu:
         return f"left out: kernels for {gpu.name}, measured on {tuning.card}"
-    params = tuning.by_name()[tuning.best].params
-    names = {n: v for n, v in params.items() if n not in SCHEDULE_PARAMS}
-    choice = Choice.model_validate(
+    choices = [_choice(tuning, kept, spec, gpu) for kept in tuning.kept]
+    if not choices[0].serves(workload(spec), gpu):
+        return "left out: the table has plain attention only, without windows and options"
+    return choices
+
+
+def _choice(tuning: Tuning, kept: Kept, spec: AttentionSpec, gpu: gpus.Gpu) -> Choice:
+    """The line of one class. Of the last, which has no end, it is the main one."""
+    params = tuning.by_name()[kept.tried].params
+    return Choice.model_validate(
         {
             "gpu": gpu.name,
             "dtypes": next(g for g in GROUPS if spec.input_dtype in g),
             "qk_dim": spec.head_dim,
             "v_dim": spec.value_dim,
             "causal": spec.causal,
-            **names,
+            "up_to": kept.up_to,
+            **{n: v for n, v in params.items() if n not in SCHEDULE_PARAMS},
             "off": tuple(n for n in SCHEDULE_PARAMS if params.get(n) == 0),
             "tried": sum(bool(one.first) for one in tuning.tried),
-            "lengths": (min(tuning.lengths), max(tuning.lengths)),
+            "lengths": (min(kept.lengths), max(kept.lengths)),
         }
     )
-    if not choice.serves(workload(spec), gpu):
-        return "left out: the table has plain attention only, without windows and options"
-    return choice
 
 
 def _table(path: Path) -> list[Choice]:

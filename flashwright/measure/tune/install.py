@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flashwright.build import classes, package
-from flashwright.build.classes import OWN, Classes, Rule
+from flashwright.build.classes import Classes
 from flashwright.build.load import PLAN
+from flashwright.build.package import OWN
 from flashwright.files import cannot, sha256, write
 from flashwright.lang.diagnostic import Failed
 
@@ -32,7 +33,7 @@ def install(folder: Path, work: Path, kept: Sequence[Class], present: str) -> li
             if name not in names:
                 names[name] = _put(folder, work / name)
         rules = [(up_to, names[name]) for up_to, name in kept]
-        told = Classes(rules=tuple(Rule(up_to=up_to, kernel=name) for up_to, name in rules))
+        told = Classes.of(rules)
         if told.others:
             write(folder / package.CLASSES, told.dump())
         else:

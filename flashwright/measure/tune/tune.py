@@ -42,6 +42,7 @@ from flashwright.spec import AttentionSpec
 
 WORK = ".tuning"
 FINAL = "final"
+WHY = "set by flashwright tune"
 TIME_UP = "not compiled: the time was up"
 SHORT = Rules(least=3, most=5, seconds=0.4, settled=0.01)
 """Enough to tell who is far behind."""
@@ -99,7 +100,7 @@ class Order:
 
     def text(self, offer: Offer, first: Offer) -> str:
         """A candidate's TL: the present one as it was written."""
-        return self.code if offer == first else retiled(self.program.tree, offer.tiling)
+        return self.code if offer == first else retiled(self.program.tree, offer.tiling, WHY)
 
 
 def _problem(cell: Cell) -> Workload:

@@ -1,0 +1,51 @@
+// Results on their way out through shared memory: there each warp puts its 16 rows in order, so that whole lines are
+// written. (Without room for that, `store` has the threads exchange what they hold: many more instructions.)
+#pragma once
+
+#include <fw/fragment.cuh>
+#include <fw/shared.cuh>
+
+namespace fw {
+
+constexpr int out_bytes = 16 * 128;  // of room for a warp: its rows, 64 columns at a time
+
+// 16 bytes from shared to global memory.
+__device__ inline void copy_line(uint32_t from, void* to, bool inside) {
+  uint32_t a, b, c, d;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(from) : "memory");
+  if (inside) asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+// Rounds an accumulator of 16 rows for each warp to 16 bits and stores its first `valid` rows.
+template <int Warps, class T, class Tile>
+__device__ void store_through(unsigned char* room, GlobalTile<T> dst, Tile const& tile, int valid) {
+  constexpr int cols = 4 * decltype(cute::size<1>(tile))::value;
+  static_assert(sizeof(T) == 2 && decltype(cute::size<0>(tile))::value == 2 && cols % 32 == 0);
+  using Part = SharedTile<T, 16, cols % 64 ? 32 : 64>;
+  constexpr int chunks = Part::cols / 8, rows = 32 / chunks;  // of 8 columns; rows that a warp writes at once
+  int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  Part const part{reinterpret_cast<T*>(room + warp * out_bytes)};
+  int const first = warp * 16 + lane / chunks;
+  T* line[16 / rows] = {dst.at(first, 0) + lane % chunks * 8};
+  CUTE_UNROLL
+  for (int n = 1; n < 16 / rows; ++n) line[n] = line[n - 1] + times(rows, dst.row);
+  CUTE_UNROLL
+  for (int col = 0; col < cols; col += Part::cols) {
+    __syncwarp();
+    CUTE_UNROLL
+    for (int k = 0; k < Part::cols; k += 16) {
+      int const n = (col + k) / 4;
+      stmatrix(part.chunk_address(lane % 16, k / 8 + lane / 16), pack<T>(tile(0, n), tile(0, n + 1)),
+               pack<T>(tile(1, n), tile(1, n + 1)), pack<T>(tile(0, n + 2), tile(0, n + 3)),
+               pack<T>(tile(1, n + 2), tile(1, n + 3)));
+    }
+    __syncwarp();
+    CUTE_UNROLL
+    for (int n = 0; n < 16 / rows; ++n) {
+      uint32_t const from = part.chunk_address(lane / chunks + n * rows, lane % chunks);
+      copy_line(from, line[n] + col, first + n * rows < valid);
+    }
+  }
+}
+
+}  // namespace fw
