@@ -137,7 +137,7 @@ class Gemm(Node):
     fresh: bool
     left_stage: Code | None = None
     right_stage: Code | None = None
-    rolled: bool = False  # the steps along k stay a loop: slower, but fewer operands are in flight
+    sparing: bool = False  # slower, but fewer operands are in flight
 
 
 @dataclass(frozen=True)

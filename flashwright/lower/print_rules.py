@@ -197,13 +197,13 @@ def _gemm(at: Context, node: ir.Gemm) -> Lines:
     if node.fresh:
         yield f"cute::clear({target});"
     if node.left[1] == "shared":
-        left = f"fw::left<Warps>({at.shared(node.left, node.left_stage)})"
+        left, sparing = f"fw::left<Warps>({at.shared(node.left, node.left_stage)})", "gemm_rolled"
     else:
-        left = at.operand(node.left)
+        left, sparing = at.operand(node.left), "gemm_in_turn"
     right = at.shared(node.right, node.right_stage)
     side = "right_transposed" if node.transposed else "right"
     mma = at.mma(at.program.buffers[node.right].dtype)
-    gemm = "gemm_rolled" if node.rolled else "gemm"
+    gemm = sparing if node.sparing else "gemm"
     yield f"fw::{gemm}<{mma}>({target}, {left}, fw::{side}({right}));"
 
 
