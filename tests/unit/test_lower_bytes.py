@@ -89,7 +89,7 @@ def test_without_overlap_it_is_added_behind_the_product() -> None:
     assert "drops_before" not in readers
 
 
-@pytest.mark.parametrize(("width", "stages"), [(64, 2), (128, 2)])
+@pytest.mark.parametrize(("width", "stages"), [(64, 2), (128, 3)])
 def test_tiles_land_in_the_room_there_is(width: int, stages: int) -> None:
     source, plan = translated(written(head_dim=width))
     assert f"fw::Ring<{stages}> V_landed_ring(" in source
