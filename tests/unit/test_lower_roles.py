@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,6 +119,20 @@ def test_results_go_out_through_shared_memory_where_there_is_room() -> None:
     full, other = translated(causal=True, schedule={"BN": 160})
     assert "fw::store<Warps>(p.O.tile(" in full
     assert other.shared + 8 * 2048 > gpus.find("h200").shared_per_block
+
+
+def test_the_grid_is_cut_into_sections_where_memory_is_too_slow_for_all_of_it() -> None:
+    spec = make_spec("mha", head_dim=64, dtype="bf16", causal=True)
+    card = gpus.find("h200")
+    program = check(parse(write_code(write_sketch(spec), spec, card).code), card).program
+    assert program is not None
+
+    def rounds(bandwidth: float) -> list[int]:
+        source = translate(program, replace(card, bandwidth=bandwidth)).source
+        return [int(n) for n in re.findall(r"fw::Walk<(\d+)> walk", source)]
+
+    assert rounds(card.bandwidth) == [100, 100], "192 rows share what is read"
+    assert rounds(gpus.find("h100").bandwidth) == [4, 4], "loader and readers agree"
 
 
 @pytest.mark.parametrize(
