@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from flashwright import gpu as gpus
-from flashwright.author.builtin.author import write_code, write_sketch
+from flashwright.author.builtin.author import workload, write_code, write_sketch
+from flashwright.author.builtin.needs import uses_wgmma
 from flashwright.author.builtin.variants import make_spec
 from flashwright.build.encode import encode
 from flashwright.lower.launch_plan import LaunchPlan
@@ -100,6 +101,21 @@ def test_a_sum_without_registers_for_its_steps_goes_the_other_way() -> None:
     source, plan = translated(written(head_dim=256))
     assert plan.maps == ()
     assert "fw::gemm<" in source
+
+
+def test_where_registers_are_few_no_operand_is_fetched_ahead() -> None:
+    made = translate(program(written(head_dim=256)), CARD, sparing=True)
+    assert "fw::gemm_rolled<Mma>(S, fw::left<Warps>(Q_shared)" in made.source
+    assert "fw::gemm_in_turn<Mma>(O, S_operand" in made.source
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("width", [64, 96, 128, 256])
+def test_the_author_knows_which_way_a_program_goes(width: int, dtype: str) -> None:
+    spec = make_spec("mha", head_dim=width, dtype=dtype)
+    made = write_code(write_sketch(spec), spec, CARD)
+    by_wgmma = uses_wgmma(workload(spec), made.decision.tiling, CARD)
+    assert bool(translated(made.code)[1].maps) == by_wgmma
 
 
 def test_so_does_a_program_without_room_to_land_in() -> None:
