@@ -137,7 +137,7 @@ class Gemm(Node):
     fresh: bool
     left_stage: Code | None = None
     right_stage: Code | None = None
-    rolled: bool = False  # the steps along k stay a loop: slower, but fewer operands are in flight
+    sparing: bool = False  # slower, but fewer operands are in flight
 
 
 @dataclass(frozen=True)
@@ -248,17 +248,26 @@ class Release(Node):
 
 
 @dataclass(frozen=True)
+class Transpose(Node):
+    """The warps that do this turn a tile that has landed."""
+
+    key: Key
+
+
+@dataclass(frozen=True)
 class Roles(Node):
-    """One thread loads what the others work on; both take the blocks of the grid one by one."""
+    """One thread loads what the others work on, and a few warps turn some of it; all take the
+    blocks of the grid one by one."""
 
     loader: tuple[Statement, ...]
     readers: tuple[Statement, ...]
+    turner: tuple[Statement, ...] = ()
 
 
 Statement = (
     Define | Load | Put | Commit | Wait | Barrier | Fill | Store | Move | Gemm | Operand | Compute
     | Loop | Branch | Await | Release | Roles | Open | Start | Finish
-    | Turn
+    | Turn | Transpose
 )  # fmt: skip
 
 Side = Literal["rows", "columns"]
@@ -296,7 +305,7 @@ def flat(body: tuple[Statement, ...]) -> Iterator[Statement]:
         elif isinstance(node, Branch):
             yield from flat((*node.then, *node.orelse))
         elif isinstance(node, Roles):
-            yield from flat((*node.loader, *node.readers))
+            yield from flat((*node.loader, *node.turner, *node.readers))
         elif isinstance(node, Start):
             yield node.gemm
 

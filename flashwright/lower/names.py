@@ -50,3 +50,8 @@ def ring_name(key: Key) -> str:
 def map_name(key: Key) -> str:
     """What TMA knows of the tensor that a shared tile is filled from."""
     return f"{tile_name(key).removesuffix('_shared')}_map"
+
+
+def step_name(key: Key) -> str:
+    """What one step adds to an accumulator."""
+    return f"{key[0]}_step"

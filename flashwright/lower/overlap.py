@@ -13,11 +13,15 @@ Whatever the loop does with O besides (the softmax rescales it) stands behind th
 soon as its factors are known: the exponentials, which the special function unit is slow with, leave
 room for it. That is possible where nothing else reads O, and where it needs no value that changes
 in between.
+
+Where the product of a step goes into a tile of its own and is added then (steps.py), what O is
+multiplied with is kept for one more round: O = O * (the factor of the round before) + step.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -29,6 +33,7 @@ from flashwright.lower.idle import idle
 from flashwright.lower.masks import GROUP_ROWS
 from flashwright.lower.names import tile_name
 from flashwright.lower.pipeline import plus, put
+from flashwright.lower.steps import total
 
 
 def overlapped(
@@ -45,7 +50,8 @@ def overlapped(
     for node in body:
         parts = _parts(node) if isinstance(node, ir.Loop) else None
         if isinstance(node, ir.Loop) and parts:
-            if _cleared(out, parts.second.target) and _scales(parts.rescale):
+            cleared = not parts.last and _cleared(out, parts.second.target)
+            if cleared and _scales(parts.rescale):
                 parts = replace(parts, anew=())
             own = _own_end(node, parts, rows)
             out.append(_rewritten(node, parts, own, turns, apart))
@@ -77,6 +83,10 @@ class _Parts:
     tail: tuple[ir.Statement, ...]
     anew: tuple[ir.Compute, ...]
     """What is done with O in the first round."""
+    again: tuple[ir.Compute, ...]
+    """What is done with O in the others: it is rescaled, and a step is added to it."""
+    last: tuple[ir.Compute, ...] = ()
+    """What is done with it behind the last product, where that is a step."""
 
 
 def _rewritten(
@@ -95,10 +105,11 @@ def _rewritten(
         *(*parts.head, *take, ir.Open((scores, out)), first),
         *(*parts.ready, second, *give, ir.Finish(1, (scores,)), *parts.middle),
         *(*(replace(n, known=known) for n in parts.after), ir.Finish(0, (out,)), *parts.tail),
-        *(*parts.rescale, *parts.later, replace(parts.operand, again=True)),
+        *(*parts.again, *parts.later, replace(parts.operand, again=True)),
     )
     again = replace(loop, low=plus(loop.low, 1), body=body, number="defined")
-    behind = (*parts.ready, ir.Open((out,)), second, ir.Finish(0, (out,)), *parts.tail)
+    finish = (ir.Finish(0, (out,)), *parts.tail, *parts.last)
+    behind = (*parts.ready, ir.Open((out,)), second, *finish)
     rest: tuple[ir.Statement, ...] = ()
     if own:
         mine = Code(f"{loop.var} < {own.name}")
@@ -231,18 +242,24 @@ def _parts(loop: ir.Loop) -> _Parts | None:
     assert isinstance(second, ir.Gemm)
     head, between, tail = body[: gemms[0]], body[gemms[0] + 1 : gemms[1]], body[gemms[1] + 1 :]
     operands = [n for n in between if isinstance(n, ir.Operand)]
+    adds = [n for n in tail if isinstance(n, ir.Compute)]
     fits = (
         first.fresh
-        and not second.fresh
+        and second.fresh == bool(adds)
         and first.left[1] == first.right[1] == "shared"
         and len(operands) == 1
         and (operands[0].target, operands[0].source) == (second.left, first.target)
         and all(isinstance(n, (ir.Await, ir.Define)) for n in head)
-        and all(isinstance(n, ir.Release) for n in tail)
+        and all(isinstance(n, ir.Release) for n in tail if n not in adds)
+        and len(adds) <= 1
     )
     if not fits:
         return None
-    return _sorted(head, first, between, operands[0], second, tail)
+    if not adds:
+        return _sorted(head, first, between, operands[0], second, tail, second.target)
+    key, rest = total(adds[0], second.target), tuple(n for n in tail if n not in adds)
+    found = key and _sorted(head, first, between, operands[0], second, rest, key)
+    return _stepped(found, adds[0]) if found else None
 
 
 def _sorted(
@@ -252,6 +269,7 @@ def _sorted(
     operand: ir.Operand,
     second: ir.Gemm,
     tail: tuple[ir.Statement, ...],
+    out: Key,
 ) -> _Parts | None:
     after = tuple(n for n in between if isinstance(n, ir.Release))
     ready = tuple(n for n in between if isinstance(n, ir.Await))
@@ -262,10 +280,10 @@ def _sorted(
     later: list[ir.Statement] = []
     rescale: list[ir.Compute] = []
     for node in work:
-        if not _speaks(node, second.target):
+        if not _speaks(node, out):
             (later if rescale else middle).append(node)
             continue
-        parted = _parted(node, second.target)
+        parted = _parted(node, out)
         if parted is None:
             return None
         soon, rest = _soon(parted[0])
@@ -277,8 +295,32 @@ def _sorted(
     found = tuple(rescale)
     return _Parts(
         *(head, first, after, tuple(middle), found, tuple(later)),
-        *(operand, ready, second, tail, found),
+        *(operand, ready, second, tail, found, found),
     )
+
+
+def _stepped(parts: _Parts, add: ir.Compute) -> _Parts | None:
+    """A round whose product is a step: the sum is rescaled where the step is added, by what the
+    round before knew. What this round knows is noted for that."""
+    if not parts.rescale:
+        return replace(parts, again=(add,), last=(add,))
+    assigns = [a for node in parts.rescale for a in node.assigns]
+    if len(assigns) != 1 or assigns[0].target != add.assigns[0].target:
+        return None
+    names = sorted(kept_vectors(parts.middle))
+    before = {f"{name}(m)": Leaf(Code(f"{name}_before(m)", "float"), ROW) for name in names}
+    scaled = {assigns[0].target.code.text: _with(assigns[0].value, before)}
+    added = replace(add.assigns[0], value=_with(add.assigns[0].value, scaled))
+    joint = replace(add, assigns=(added,))
+    noted = replace(
+        add,
+        assigns=tuple(
+            ir.Assign(target, Leaf(Code(name, "float"), ROW), kept=True)
+            for name, target in before.items()
+        ),
+        kept=tuple(f"{name}_before" for name in names),
+    )
+    return replace(parts, anew=(noted,), again=(joint, noted), last=(joint,))
 
 
 def _soon(node: ir.Compute) -> tuple[ir.Compute, tuple[ir.Compute, ...]]:
@@ -348,7 +390,7 @@ def _renamed(assign: ir.Assign, kept: dict[str, Leaf]) -> ir.Assign:
     )
 
 
-def _with(x: Element, kept: dict[str, Leaf]) -> Element:
+def _with(x: Element, kept: Mapping[str, Element]) -> Element:
     match x:
         case Leaf():
             return kept.get(x.code.text, x)

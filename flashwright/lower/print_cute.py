@@ -16,10 +16,12 @@ from flashwright.lower.code import real
 from flashwright.lower.names import cpp, map_name, ring_name, tile_name
 from flashwright.lower.overlap import kept_vectors
 from flashwright.lower.print_rules import RULES, Context, Lines
+from flashwright.lower.turned import landing
 
 WIDTH = 100
 # Of a thread that loads and of one that multiplies, by warpgroups that multiply: setmaxnreg.
 REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}
+REGISTERS_TURNING = {1: (0, 0), 2: (40, 232), 3: (32, 160)}  # where some turn tiles beside it
 LOOSEST = (("?", ":"), ("||",), ("&&",), ("+", "-"))
 BREAKS = re.compile(  # an angle bracket stands right behind a name, a comparison between spaces
     r"(?P<open>[({\[]|(?<=\w)<)|(?P<close>[)}\]]|(?<=\S)>)|(?P<comma>,)"
@@ -122,7 +124,7 @@ class Printer:
 
     def _params(self) -> Lines:
         yield "struct Params {"
-        for key in self.rings:
+        for key in (k for k in self.rings if k not in self.context.turned):
             rows, cols = (self._size(self.program.buffers[key], axis) for axis in (0, 1))
             yield f"  fw::Map {map_name(key)};  // tiles of {rows} x {cols}"
         for tensor in self.program.tensors.values():
@@ -147,7 +149,7 @@ class Printer:
         page.write(["    attention(__grid_constant__ Params const p) {"])
         page.write(self._coordinates(used), _lines(self.program.grid), 1)
         for key, buffer in self.program.buffers.items():
-            if not (self.rings and buffer.space == "register"):
+            if not self.rings or key in self.rings:
                 page.write(self._declare(key, buffer), _lines(buffer.declared), 1)
         if not self.rings:
             self._places(page, used)
@@ -163,16 +165,19 @@ class Printer:
     def _roles(self, page: Page, node: ir.Roles) -> None:
         """The loader leaves when it is done; the rest of the kernel is the readers'."""
         groups = self.program.warps // 4
-        give, take = REGISTERS[groups]
+        give, take = (REGISTERS_TURNING if node.turner else REGISTERS)[groups]
         if page.text[-1]:
             page.write([""])
         page.write(["if (threadIdx.x == 0) {"], None, 1)
-        page.write([f"{ring_name(key)}.init(Warps);" for key in self.rings], None, 2)
+        page.write([f"{ring_name(key)}.init({self._users(key)});" for key in self.rings], None, 2)
         page.write(["}", "fw::rings_ready();", "", "if (threadIdx.x >= 32 * Warps) {"], None, 1)
         if give:
             page.write([f"fw::give_registers<{give}>();"], None, 2)
         page.write(["if (fw::is_loader<Warps>()) {"], None, 2)
         self._walk(page, node.loader, 3)
+        if node.turner:
+            page.write(["} else if (fw::is_turner<Warps>()) {"], None, 2)
+            self._walk(page, node.turner, 3)
         page.write(["}", "return;"], None, 2)
         page.write(["}"], None, 1)
         if take:
@@ -190,6 +195,12 @@ class Printer:
         self._places(page, readers.names)
         page.write(["int const group = fw::warpgroup();"], None, 1)
         page.add(readers)
+
+    def _users(self, key: Key) -> str:
+        """Who reads a ring, and who writes it, where that is not TMA."""
+        if key in self.context.turned:
+            return "Warps, fw::turners"
+        return "fw::turners" if key in map(landing, self.context.turned) else "Warps"
 
     def _walk(self, page: Page, body: tuple[ir.Statement, ...], indent: int) -> None:
         """A role's work, for all blocks of the grid that are its own."""
@@ -226,6 +237,7 @@ class Printer:
         name = tile_name(key)
         sizes = [self._size(buffer, i) for i in range(len(buffer.shape))]
         if buffer.space == "shared":
+            sizes = sizes[::-1] if key in self.context.turned else sizes
             kind = f"{CPP_TYPES[buffer.dtype]}, {', '.join(sizes)}"
             place = f"shared + {self.offsets[key]}" if self.offsets[key] else "shared"
             yield f"auto const {name} = fw::shared_tile<{kind}>({place});"
@@ -235,7 +247,8 @@ class Printer:
                 yield f"fw::Staged<Threads, decltype({name})> {name}_staged;"
         elif key in self._assigned():
             if len(buffer.shape) == 2:
-                yield f"auto {name} = fw::accumulator<{', '.join(sizes)}, Warps>();"
+                lies = self.context.warps(key) if self.rings else "Warps"
+                yield f"auto {name} = fw::accumulator<{', '.join(sizes)}, {lies}>();"
             else:
                 more = ", int" if buffer.dtype == "int32" else ""
                 if self.context.side(key) == "rows":

@@ -13,6 +13,7 @@ from flashwright.lower.atoms import CPP_TYPES
 from flashwright.lower.code import Code, integer
 from flashwright.lower.names import cpp, map_name, ring_name, tile_name
 from flashwright.lower.print_compute import compute
+from flashwright.lower.turned import landing
 
 Lines = Iterator[str]
 
@@ -32,6 +33,12 @@ class Context:
         """The element types that are multiplied."""
         gemms = (n for n in ir.flat(self.kernel.body) if isinstance(n, ir.Gemm))
         return tuple(sorted({self.program.buffers[n.right].dtype for n in gemms}))
+
+    @cached_property
+    def turned(self) -> frozenset[Key]:
+        """Tiles that are turned on their way to their readers."""
+        nodes = ir.flat(self.kernel.body)
+        return frozenset(n.key for n in nodes if isinstance(n, ir.Transpose))
 
     def mma(self, dtype: str) -> str:
         """The name of an element type's MMA atom."""
@@ -84,6 +91,12 @@ def in_lines(node: ir.Store, buffer: Buffer) -> bool:
     )
 
 
+def through_room(node: ir.Store, buffer: Buffer, kernel: ir.Kernel) -> bool:
+    """Whether it is put in order in shared memory first, where there is room. Wide tiles need not
+    be: a thread has neighbouring columns there."""
+    return in_lines(node, buffer) and node.source not in kernel.wide
+
+
 def _define(at: Context, node: ir.Define) -> Lines:
     note = f"  // {node.note}" if node.note else ""
     kind = node.value.type if node.varies else f"{node.value.type} const"
@@ -103,6 +116,12 @@ def _load(at: Context, node: ir.Load) -> Lines:
         yield f"fw::copy_async<Threads>({dest}, {source}, {rows});"
     else:
         yield f"{tile_name(node.dest)}_staged.load({source}, {rows});"
+
+
+def _transpose(at: Context, node: ir.Transpose) -> Lines:
+    source, dest = landing(node.key), node.key
+    names = (tile_name(source), ring_name(source), tile_name(dest), ring_name(dest))
+    yield f"fw::transpose<Warps>({', '.join(names)});"
 
 
 def _put(at: Context, node: ir.Put) -> Lines:
@@ -130,7 +149,7 @@ def _store(at: Context, node: ir.Store) -> Lines:
         store = f"fw::store_{at.side(node.source)}<Warps>({line}, {name}, {rows});"
     elif in_lines(node, buffer):
         store = f"fw::store<{warps}>({target}, {name}, {rows});"
-        if at.room is not None:
+        if at.room is not None and through_room(node, buffer, at.kernel):
             store = f"fw::store_through<Warps>(shared + {at.room}, {target}, {name}, {rows});"
     else:
         cols = at.cols(window, node.source)
@@ -160,7 +179,8 @@ def _product(at: Context, node: ir.Gemm, name: str) -> str:
     shared = node.left[1] == "shared"
     left = at.shared(node.left, node.left_stage) if shared else at.operand(node.left)
     right = at.shared(node.right, node.right_stage)
-    how = ", ".join(str(flag).lower() for flag in (node.fresh, node.transposed))
+    transposed = node.transposed or node.right in at.turned
+    how = ", ".join(str(flag).lower() for flag in (node.fresh, transposed))
     return f"fw::{name}<{how}>(group, {tile_name(node.target)}, {left}, {right});"
 
 
@@ -177,13 +197,13 @@ def _gemm(at: Context, node: ir.Gemm) -> Lines:
     if node.fresh:
         yield f"cute::clear({target});"
     if node.left[1] == "shared":
-        left = f"fw::left<Warps>({at.shared(node.left, node.left_stage)})"
+        left, sparing = f"fw::left<Warps>({at.shared(node.left, node.left_stage)})", "gemm_rolled"
     else:
-        left = at.operand(node.left)
+        left, sparing = at.operand(node.left), "gemm_in_turn"
     right = at.shared(node.right, node.right_stage)
     side = "right_transposed" if node.transposed else "right"
     mma = at.mma(at.program.buffers[node.right].dtype)
-    gemm = "gemm_rolled" if node.rolled else "gemm"
+    gemm = sparing if node.sparing else "gemm"
     yield f"fw::{gemm}<{mma}>({target}, {left}, fw::{side}({right}));"
 
 
@@ -208,6 +228,7 @@ def _compute(at: Context, node: ir.Compute) -> Lines:
 RULES: dict[type, Callable[[Context, Any], Lines]] = {
     ir.Define: _define,
     ir.Load: _load,
+    ir.Transpose: _transpose,
     ir.Put: _put,
     ir.Commit: lambda at, node: iter(["fw::commit();"]),
     ir.Wait: lambda at, node: iter([f"fw::wait<{node.left}>();"]),

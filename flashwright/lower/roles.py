@@ -4,12 +4,14 @@ The program is written out twice. The loader keeps the copies and what leads to 
 keep everything else, wait for a tile where they first need it, and hand its stage back where they
 last do. How often a tile is filled need not be known: both sides count as they go (device/fw/
 ring.cuh), so that any loop or branch around a copy will do, as long as it is the same for both.
+Where tiles are turned on their way (turned.py), it is written out a third time, for the warps that
+do it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
 from flashwright.check.program import Buffer, Key, Program
@@ -19,7 +21,11 @@ from flashwright.lower import ir
 from flashwright.lower.code import Code
 from flashwright.lower.names import ring_name
 from flashwright.lower.overlap import overlapped
-from flashwright.lower.print_rules import in_lines
+from flashwright.lower.print_rules import through_room
+from flashwright.lower.room import BARRIERS, with_room
+from flashwright.lower.steps import can_step, in_steps, long_sums, with_steps
+from flashwright.lower.turned import can_turn, landed, turned_tiles, turning
+from flashwright.lower.weights import in_exponent
 
 WIDEST = 256  # columns of one wgmma
 MOST_GROUPS = 3
@@ -29,26 +35,43 @@ ROOM_OF_A_WARP, ROOM_ALIGNED = 2048, 1024  # in bytes: device/fw/out.cuh
 
 def divided(
     program: Program, gpu: Gpu, body: tuple[ir.Statement, ...]
-) -> tuple[ir.Statement, ...] | None:
-    """The two roles; None where it is no program for wgmma and TMA."""
+) -> tuple[Program, ir.Roles] | None:
+    """The roles, and the program with the tiles that they need besides; None where it is no program
+    for wgmma and TMA."""
     if not gpu.wgmma or not _fits(program, body):
         return None
-    loads = [n for n in ir.flat(body) if isinstance(n, ir.Load)]
-    readers = _Readers({load.dest for load in loads}, program.buffers)
+    turned, sums = turned_tiles(program, body), long_sums(program, body)
+    if not can_step(program, sums):
+        return None
+    more = with_room(with_steps(program, sums), gpu, turned)
+    if more is None:
+        return None
+    body = in_exponent(in_steps(program, body, sums))
+    keys = {n.dest for n in ir.flat(body) if isinstance(n, ir.Load)}
+    loader = ir.changed(_loading(body, keys), lambda node: landed(node, turned))
+    turner = _loading(ir.changed(body, turning), turned)
+    return more, ir.Roles(loader, _reading(more, body, keys), turner)
+
+
+def _reading(
+    program: Program, body: tuple[ir.Statement, ...], keys: set[Key]
+) -> tuple[ir.Statement, ...]:
+    readers = _Readers(keys, program.buffers)
     reading, schedule = readers.body(body), program.schedule
     if schedule.overlap:
         turns = schedule.ping_pong and program.warps > 4
         reading = overlapped(reading, turns, schedule.apart)
-    return (ir.Roles(_loading(body), reading),)
+    return reading
 
 
 def ring_offsets(program: Program, kernel: ir.Kernel, begin: int) -> tuple[dict[Key, int], int]:
     """Where the barriers of each tile's ring lie in shared memory, and where they end."""
     offsets: dict[Key, int] = {}
     filled = {n.dest for n in ir.flat(kernel.body) if isinstance(n, ir.Load)}
+    filled |= {n.key for n in ir.flat(kernel.body) if isinstance(n, ir.Transpose)}
     for key in (k for k in program.buffers if k in filled):
         offsets[key] = begin
-        begin += 16 * program.buffers[key].stages
+        begin += BARRIERS * program.buffers[key].stages
     return offsets, begin
 
 
@@ -60,7 +83,7 @@ def room_offset(
     place = -(-begin // ROOM_ALIGNED) * ROOM_ALIGNED
     end = place + ROOM_OF_A_WARP * program.warps
     stores = (n for n in ir.flat(kernel.body) if isinstance(n, ir.Store))
-    used = any(in_lines(n, program.buffers[n.source]) for n in stores)
+    used = any(through_room(n, program.buffers[n.source], kernel) for n in stores)
     return (place, end) if used and end <= gpu.shared_per_block else (None, begin)
 
 
@@ -72,13 +95,14 @@ def _fits(program: Program, body: tuple[ir.Statement, ...]) -> bool:
     loads = [n for n in nodes if isinstance(n, ir.Load)]
     gemms = [n for n in nodes if isinstance(n, ir.Gemm)]
     groups, rest = divmod(program.warps, 4)
+    turned = turned_tiles(program, body)
     return (
         bool(gemms)
         and not rest
         and 1 <= groups <= MOST_GROUPS
         and len({load.dest for load in loads}) == len(loads)
         and all(_by_tma(load, program) for load in loads)
-        and all(_by_wgmma(gemm, program) for gemm in gemms)
+        and all(_by_wgmma(gemm, program, turned) for gemm in gemms)
         and not any(_otherwise(n) for n in nodes)
     )
 
@@ -89,17 +113,17 @@ def _by_tma(load: ir.Load, program: Program) -> bool:
     return whole and 2 <= len(window.start) <= MOST_AXES and buffer.shape[0] <= 256
 
 
-def _by_wgmma(gemm: ir.Gemm, program: Program) -> bool:
+def _by_wgmma(gemm: ir.Gemm, program: Program, turned: frozenset[Key]) -> bool:
     target, left, right = (program.buffers[k] for k in (gemm.target, gemm.left, gemm.right))
     rows, columns = target.shape
-    depth = right.shape[1 if gemm.transposed else 0]
+    depth, size = right.shape[1 if gemm.transposed else 0], DTYPES[right.dtype]
     return (
-        DTYPES[right.dtype] == 2
+        (size == 2 or (size == 1 and can_turn(gemm, turned)))
         and gemm.right[1] == "shared"
         and rows == 16 * program.warps
         and columns % 8 == 0
         and columns <= WIDEST
-        and depth % 16 == 0
+        and depth * size % 32 == 0
         and (gemm.left[1] == "register" or left.shape[0] == rows)
     )
 
@@ -114,17 +138,22 @@ def _otherwise(node: ir.Statement) -> bool:
 # --- the loader -------------------------------------------------------------------------------
 
 
-def _loading(body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
-    """The copies, and the loops, branches and names that they need."""
+def _loading(body: tuple[ir.Statement, ...], keys: Set[Key]) -> tuple[ir.Statement, ...]:
+    """The copies to these tiles, and the loops, branches and names that they need."""
     out: list[ir.Statement] = []
     for node in reversed(body):
-        if isinstance(node, ir.Load) or (isinstance(node, ir.Define) and node.name in _words(out)):
-            out.append(node)
-        elif isinstance(node, ir.Loop) and _loads(node):
-            out.append(replace(node, body=_loading(node.body)))
-        elif isinstance(node, ir.Branch) and _loads(node):
-            then, orelse = _loading(node.then), _loading(node.orelse)
+        if isinstance(node, ir.Define):
+            if node.name in _words(out):
+                out.append(node)
+        elif not _loads(node) & keys:
+            continue
+        elif isinstance(node, ir.Loop):
+            out.append(replace(node, body=_loading(node.body, keys)))
+        elif isinstance(node, ir.Branch):
+            then, orelse = (_loading(part, keys) for part in (node.then, node.orelse))
             out.append(replace(node, then=then, orelse=orelse))
+        else:
+            out.append(node)
     return tuple(reversed(out))
 
 
@@ -145,7 +174,9 @@ def _words(nodes: Iterable[ir.Statement]) -> set[str]:
 
 
 def _loads(node: ir.Statement) -> set[Key]:
-    return {n.dest for n in ir.flat((node,)) if isinstance(n, ir.Load)}
+    nodes = list(ir.flat((node,)))
+    copied = {n.dest for n in nodes if isinstance(n, ir.Load)}
+    return copied | {n.key for n in nodes if isinstance(n, ir.Transpose)}
 
 
 # --- the readers ------------------------------------------------------------------------------

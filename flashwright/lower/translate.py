@@ -39,9 +39,11 @@ def translate(program: Program, gpu: Gpu, sparing: bool = False) -> Translation:
     """
     kernel = lower(program)
     roles = divided(program, gpu, keep_partial(kernel.body))
-    body = roles or schedule(
-        program, gpu, ir.changed(kernel.body, _rolled) if sparing else kernel.body
-    )
+    body: tuple[ir.Statement, ...]
+    if roles:
+        program, body = roles[0], (roles[1],)
+    else:
+        body = schedule(program, gpu, ir.changed(kernel.body, _sparing) if sparing else kernel.body)
     wide = wide_tiles(body, program)
     kernel = replace(kernel, body=body, grid=ordered(program, kernel.grid), wide=wide)
     if roles:
@@ -75,11 +77,9 @@ def schedule(
     return synchronise(body, program.buffers, travel)
 
 
-def _rolled(node: ir.Statement) -> ir.Statement:
-    """A product of shared tiles with its steps along k as a loop."""
-    if isinstance(node, ir.Gemm) and node.left[1] == "shared":
-        return replace(node, rolled=True)
-    return node
+def _sparing(node: ir.Statement) -> ir.Statement:
+    """A product with few operands in flight."""
+    return replace(node, sparing=True) if isinstance(node, ir.Gemm) else node
 
 
 def _blocks(program: Program, gpu: Gpu, shared: int) -> int:

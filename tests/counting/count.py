@@ -17,7 +17,7 @@ import numpy as np
 from flashwright import gpu as gpus
 from flashwright.author.builtin import cost
 from flashwright.author.builtin.author import workload
-from flashwright.author.builtin.cost import Tiling
+from flashwright.author.builtin.needs import Tiling
 from tests.counting.step import OVERHEAD, Sample, Step, built, one_mask, one_step
 
 FILE = Path(cost.__file__).with_name("counted.json")

@@ -22,7 +22,7 @@ from flashwright import gpu as gpus
 from flashwright.author.builtin.author import workload, write_sketch
 from flashwright.author.builtin.choose import choose
 from flashwright.author.builtin.complete import complete
-from flashwright.author.builtin.cost import Tiling
+from flashwright.author.builtin.needs import Tiling
 from flashwright.author.builtin.variants import make_spec
 from flashwright.emulate.emulate import COUNTS, run
 from flashwright.emulate.profile import kind, levels

@@ -9,11 +9,11 @@ again:
 
     4 2^-23 S    (1.8 was seen)  mma.sync and wgmma of f16, bf16, tf32 added up in f32; also
                                  mma.sync of e4m3, e5m2 on Hopper, where ptxas makes f16 of them
-    8 2^-13 S    (4.7)           wgmma of e4m3, e5m2 added up in f32: 13 bits are kept
     1 2^-10 S    (0.02)          f16 added up in f16: an ulp
     2 2^-10 S    (0.93)          e4m3, e5m2 added up in f16
 
-whatever K is, and integers by nothing.
+whatever K is, and integers by nothing. Nor may wgmma of e4m3, e5m2 added up in f32, of which so
+little is kept that all of the rule shows: see `cut_off`.
 """
 
 from __future__ import annotations
@@ -152,11 +152,11 @@ def _register(numbers: list[Array]) -> Array:
 # --- bounds -------------------------------------------------------------------------------------
 
 
-def part_of_sum(element: str, accumulator: str, kept: int = 23) -> float:
+def part_of_sum(element: str, accumulator: str) -> float:
     """The bound, as a part of S."""
     if accumulator == "f16":
         return (1 if element == "f16" else 2) * 2.0**-10
-    return (4 if kept == 23 else 8) * 2.0**-kept
+    return 4 * 2.0**-23
 
 
 @dataclass(frozen=True)
@@ -177,9 +177,8 @@ def product(
     sat: bool = False,
     sign: int = 1,
     steps: int = 1,
-    kept: int = 23,
 ) -> Product:
-    """From bits; `sign` is that of A B, `steps` are instructions, `kept` bits of the largest."""
+    """From bits; `sign` is that of A B, `steps` are instructions."""
     x, y, z = (decoded(m, kind) for m, kind in zip((a, b, c), kinds, strict=True))
     with np.errstate(all="ignore"):
         terms = x[:, :, None] * y[None]
@@ -190,8 +189,31 @@ def product(
         return Product(d, np.zeros_like(d))
     smallest = 2.0**-24 if kinds[2] == "f16" else 2.0**-149
     total = np.where(np.isfinite(total), total, 0.0)
-    room = steps * part_of_sum(kinds[0], kinds[2], kept) * total + smallest
+    room = steps * part_of_sum(kinds[0], kinds[2]) * total + smallest
     return Product(d, np.zeros_like(room) if whole else room)
+
+
+def cut_off(a: Array, b: Array, c: Array, kinds: tuple[str, str, str], sign: int = 1) -> Product:
+    """D of bytes as Hopper's wgmma adds them up in f32: all terms are cut off toward zero 13 bits
+    below the largest exponent (a product's is the sum of its factors'), and so is D below its own.
+    """
+    x, y, z = (decoded(m, kind) for m, kind in zip((a, b, c), kinds, strict=True))
+    terms = x[:, :, None] * y[None]
+    factors = _exponent(x)[:, :, None] + _exponent(y)[None]
+    top = np.maximum(factors.max(axis=1), _exponent(z))
+    d = sign * _cut_at(terms, top[:, None] - 13).sum(axis=1) + _cut_at(z, top - 13)
+    d = _cut_at(d, _exponent(d) - 13)
+    return Product(d, np.zeros_like(d))
+
+
+def _exponent(x: Array) -> Array:
+    """Of 0 one below all others."""
+    return np.where(x == 0, -300, np.frexp(x)[1] - 1)
+
+
+def _cut_at(x: Array, exponent: Array) -> Array:
+    found: Array = np.ldexp(np.trunc(np.ldexp(x, -exponent)), exponent)
+    return found
 
 
 def rounded(d: Array, kind: str) -> Array:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flashwright.author.builtin.author import Written, write_code, write_sketch
 from flashwright.author.builtin.choose import NothingFits
-from flashwright.author.builtin.cost import footprint
+from flashwright.author.builtin.needs import footprint
 from flashwright.author.builtin.variants import VARIANTS, make_spec
 from flashwright.check.budget import check_budget, use
 from flashwright.check.check import check, checked_program

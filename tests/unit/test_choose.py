@@ -16,7 +16,8 @@ from flashwright.author.builtin.choose import (
     choose,
     enumerate_tilings,
 )
-from flashwright.author.builtin.cost import Tiling, Workload, estimate, footprint, masked_waste
+from flashwright.author.builtin.cost import estimate, masked_waste
+from flashwright.author.builtin.needs import Tiling, Workload, footprint
 from flashwright.gpu import A100, GPUS, H100, H200, L40S, RTX8000, T4, Gpu
 
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
@@ -227,10 +228,11 @@ def test_exponentials_limit_small_heads_and_mma_large_ones() -> None:
 
 
 def test_more_to_switch_between_hides_more() -> None:
-    shown = [cost.exposed(Tiling(64 * n, 96, 2, 4 * n), H200, 1) for n in (1, 2, 3)]
+    shown = [cost.exposed(work(128), Tiling(64 * n, 96, 2, 4 * n), H200, 1) for n in (1, 2, 3)]
     assert shown == sorted(shown, reverse=True)
     t = Tiling(128, 64, 1, 4)
-    assert cost.exposed(t, A100, 2) < cost.exposed(t, A100, 1)
+    one, two = (cost.exposed(work(128), t, A100, blocks) for blocks in (1, 2))
+    assert two < one
 
 
 def test_a_second_stage_hides_the_loads_on_hopper() -> None:

@@ -10,7 +10,7 @@ import pytest
 from flashwright import gpu as gpus
 from flashwright.author.builtin import cost, counted
 from flashwright.author.builtin.author import workload
-from flashwright.author.builtin.cost import Tiling
+from flashwright.author.builtin.needs import ELEMENT_BYTES, Tiling, Workload
 from flashwright.emulate.profile import operations
 from flashwright.gpu import GPUS, Gpu
 from tests.counting.count import FILE, MASKS, OPTIONS, overhead
@@ -89,14 +89,14 @@ def test_there_are_figures_for_all_that_is_written(gpu: Gpu) -> None:
             work = counted.score(gpu.arch, dtype, options)
             assert 3 < work.plain < 14
             assert work.special in (1, 3)
-        each = counted.overhead(gpu.cp_async, cost.ELEMENT_BYTES[dtype])
+        each = counted.overhead(gpu.cp_async, ELEMENT_BYTES[dtype])
         assert each.step > 0 < each.copy
     assert all(counted.mask(name) > 1 for name in MASKS)
 
 
 def test_the_model_lives_on_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every figure of the file moves the estimate of a tiling that needs it."""
-    w = cost.Workload(64, 64, causal=True, options=tuple(OPTIONS))
+    w = Workload(64, 64, causal=True, options=tuple(OPTIONS))
     tiling, card = Tiling(128, 64, 1, 4), gpus.find("a100")
 
     def estimate(data: object) -> float:

@@ -179,19 +179,22 @@ def test_the_schedule_is_the_programs_choice(param: str, without: str) -> None:
     assert launch.model_copy(update={"stays": False}).blocks(dims, sms=132) == (8 * 16 * 3,)
 
 
-@pytest.mark.parametrize(
-    ("variant", "settings"),
-    [("gqa", {"dtype": "fp8"}), ("nsa-selected", {})],
-    ids=str,
-)
-def test_what_wgmma_cannot_do_goes_the_other_way(variant: str, settings: dict[str, Any]) -> None:
-    source, plan = translated(variant, **settings)
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_what_wgmma_cannot_do_goes_the_other_way(dtype: str) -> None:
+    source, plan = translated("nsa-selected", dtype=dtype)
     assert plan.maps == ()
     assert "fw::gemm<" in source
 
 
-@pytest.mark.parametrize("width", [64, 96, 128, 256])
-def test_boxes_are_as_wide_as_the_swizzle(width: int) -> None:
-    _, plan = translated(head_dim=width)
-    swizzle = 128 if width % 64 == 0 else 64
-    assert {(m.swizzle, m.box[-1]) for m in plan.maps} == {(swizzle, swizzle // 2)}
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [
+        *(("bf16", width) for width in (64, 96, 128, 256)),
+        *(("fp8", width) for width in (64, 96, 128)),
+    ],
+)
+def test_boxes_are_as_wide_as_the_swizzle(width: int, dtype: str) -> None:
+    _, plan = translated(head_dim=width, dtype=dtype)
+    size = 1 if dtype == "fp8" else 2
+    swizzle = next(b for b in (128, 64, 32) if width * size % b == 0)
+    assert {(m.swizzle, m.box[-1]) for m in plan.maps} == {(swizzle, swizzle // size)}

@@ -13,6 +13,7 @@ from flashwright.judge import oracle
 from flashwright.judge.inputs import DTYPES, KINDS, make_inputs, random_tensor
 from flashwright.judge.oracle import compare, compare_lse, user_reference
 from flashwright.spec import AttentionSpec, BadSpec
+from tests.hardware.matrix import cut_off, rounded
 
 Array = NDArray[Any]
 SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 8}
@@ -421,6 +422,48 @@ def test_lse(sample: dict[str, Array]) -> None:
     found = true.copy()
     found[0, 0, 200] += 1 / 4096  # one key of 4096 forgotten
     assert not compare_lse(spec, found, true).ok
+
+
+def scores_of_bytes(q: Array, k: Array) -> Array:
+    """Q K^T as Hopper's wgmma adds it up, 32 bytes at a time."""
+    sums, kinds = np.zeros((len(q), len(k)), np.uint32), ("e4m3", "e4m3", "f32")
+    for at in range(0, q.shape[1], 32):
+        left, right = (x[:, at : at + 32].view(np.uint8) for x in (q, k))
+        sums = rounded(cut_off(left, right.T, sums, kinds).d, "f32")
+    return sums.view(np.float32).astype(np.float64)
+
+
+def lse_of(scores: Array) -> Array:
+    top = scores.max(axis=1)
+    found: Array = top + np.log(np.exp(scores - top[:, None]).sum(axis=1))
+    return found[None, None]
+
+
+def bytes_of(kind: str, width: int) -> tuple[AttentionSpec, Array, Array, Array]:
+    """Q and K of one head, and their scores."""
+    spec = spec_of(dtype="fp8", head_dim=width, heads=1, kv_heads=1)
+    x = make_inputs(spec, {"batch": 1, "q_len": 100, "kv_len": 100}, 3, kind)
+    q, k = (x[name][0, 0] for name in ("Q", "K"))
+    return spec, q, k, q.astype(np.float64) @ k.astype(np.float64).T * spec.softmax_scale
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [64, 128])
+def test_a_tensor_cores_sums_of_bytes_pass(kind: str, width: int) -> None:
+    spec, q, k, exact = bytes_of(kind, width)
+    found = lse_of(scores_of_bytes(q, k) * spec.softmax_scale)
+    result = compare_lse(spec, found, lse_of(exact))
+    assert result.ok, result.reason
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_wrong_scores_of_bytes_do_not(width: int) -> None:
+    """A key in fifty that is forgotten; scores that are half a percent too large."""
+    spec, _, _, exact = bytes_of("normal", width)
+    assert not compare_lse(spec, lse_of(exact[:, :-2]), lse_of(exact)).ok
+    for kind in ("shifted", "peaked"):
+        spec, _, _, exact = bytes_of(kind, width)
+        assert not compare_lse(spec, lse_of(exact * 1.005), lse_of(exact)).ok
 
 
 def test_underflow_in_fp16_is_excused() -> None:

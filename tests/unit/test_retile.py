@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flashwright.author.builtin.author import workload, write_code, write_sketch
-from flashwright.author.builtin.cost import Tiling, footprint
+from flashwright.author.builtin.needs import Tiling, footprint
 from flashwright.author.builtin.retile import (
     NEEDED,
     name_of,

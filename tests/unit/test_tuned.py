@@ -14,7 +14,7 @@ from flashwright.author.builtin import tuned
 from flashwright.author.builtin.author import Written, workload, write_code, write_sketch
 from flashwright.author.builtin.choose import choose
 from flashwright.author.builtin.complete import complete
-from flashwright.author.builtin.cost import Tiling, Workload, footprint
+from flashwright.author.builtin.needs import Tiling, Workload, footprint
 from flashwright.author.builtin.reasoning import reasoning
 from flashwright.author.builtin.retile import tiling_of
 from flashwright.author.builtin.variants import make_spec

@@ -8,8 +8,8 @@ from importlib import resources
 
 from flashwright.author.builtin.choose import Decision, choose
 from flashwright.author.builtin.complete import Choice, complete
-from flashwright.author.builtin.cost import Workload
 from flashwright.author.builtin.mask import MaskText, mask_text
+from flashwright.author.builtin.needs import Workload
 from flashwright.author.builtin.retile import name_of, retiled
 from flashwright.author.builtin.variants import find
 from flashwright.gpu import Gpu

@@ -1,4 +1,4 @@
-"""What a tiling of one attention kernel needs, and how long it should take: a stated model.
+"""How long a tiling of one attention kernel should take: a stated model.
 
 One block holds `bm` query rows and walks over the keys `bn` at a time. Each term below is cycles
 of one SM for one such step. The SM's units work side by side, so a step takes as long as its
@@ -17,9 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flashwright.author.builtin import counted, steps
+from flashwright.author.builtin.needs import Tiling, Workload, comfort, footprint, uses_wgmma
 from flashwright.gpu import Gpu
-
-ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1}
 
 # 32 banks of 4 bytes (CUDA programming guide, shared memory, 5.x and later).
 SHARED_BYTES_PER_CLOCK = 128
@@ -45,79 +44,6 @@ HOPPER_MMA_SYNC = 0.62
 # as above.
 ALONE_WGMMA = 0.55
 ALONE_MMA_SYNC = 1.00
-
-
-def count(number: int, noun: str) -> str:
-    """A number with its noun: "1 stage", "2 stages"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-@dataclass(frozen=True)
-class Workload:
-    """One kernel's work, and the reference problem its sizes are chosen for (16k tokens in all).
-
-    `window` is how many keys a query sees, itself included, to its left; without `causal` it sees
-    as many to its right. With `rows_fixed` the rows of a tile are heads of one group at one
-    position; `cols_fixed` dictates the keys per step (a selected block). Where keys are selected,
-    kv_len is how many of them a query reads. `options` add work to every score.
-    """
-
-    qk_dim: int
-    v_dim: int
-    dtype: str = "fp16"
-    batch: int = 4
-    heads: int = 16
-    kv_heads: int = 16
-    q_len: int = 4096
-    kv_len: int = 4096
-    causal: bool = False
-    window: int | None = None
-    options: tuple[str, ...] = ()
-    rows_fixed: int | None = None
-    cols_fixed: int | None = None
-
-    @property
-    def element_bytes(self) -> int:
-        """Bytes of one element of Q, K and V."""
-        return ELEMENT_BYTES[self.dtype]
-
-    @property
-    def mask(self) -> str:
-        """What the steps at the edge of the visible keys check."""
-        return "window" if self.window is not None else "causal" if self.causal else "ragged"
-
-    @property
-    def key_bytes(self) -> int:
-        """Bytes of one key with its value."""
-        return (self.qk_dim + self.v_dim) * self.element_bytes
-
-
-@dataclass(frozen=True, order=True)
-class Tiling:
-    """Query rows per block, keys per step, buffers for K and V, compute warps; buffers for Q, and
-    which parts of Hopper's schedule are left away (the model knows neither's gain)."""
-
-    bm: int
-    bn: int
-    stages: int
-    warps: int
-    q_stages: int = 1
-    off: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        stages, warps = count(self.stages, "stage"), count(self.warps, "warp")
-        more = [f"{self.q_stages} buffers for Q"] if self.q_stages > 1 else []
-        more += [f"no {name}" for name in self.off]
-        return ", ".join([f"{self.bm}x{self.bn} with {stages} and {warps}", *more])
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """What one block of a tiling needs."""
-
-    shared_bytes: int
-    registers: int
-    register_limit: int
 
 
 @dataclass(frozen=True)
@@ -156,37 +82,7 @@ class Cost:
         return max(terms, key=lambda name: terms[name])
 
 
-# --- what it needs ----------------------------------------------------------------------------
-
-
-def footprint(workload: Workload, tiling: Tiling, gpu: Gpu) -> Footprint:
-    """Shared memory and registers of one block."""
-    bm, bn = tiling.bm, tiling.bn
-    size = workload.element_bytes
-    queries = tiling.q_stages * bm * workload.qk_dim * size
-    shared = queries + tiling.stages * bn * workload.key_bytes
-    tiles = bm * workload.v_dim * 4 + bm * bn * 4
-    if not gpu.reshape_in_place:
-        tiles += bm * bn * size
-    # Row maximum, row sum and the rescale factor; each of the four threads of a quad has a copy.
-    tiles += 3 * bm * 4 * 4
-    return Footprint(shared, gpu.registers(tiles, tiling.warps), gpu.register_limit(tiling.warps))
-
-
-def comfort(workload: Workload, gpu: Gpu) -> int:
-    """Registers that a thread should have beyond the estimate, lest it spill.
-
-    On Hopper a spill also serialises wgmma (C7511). With mma.sync ptxas fetches operands ahead as
-    far as registers go and then spills a few others: with 204 for tiles (d128 128x64, d64 128x128)
-    it did so in half of the kernels, with 188 in none.
-    """
-    if gpu.wgmma and workload.element_bytes == 2:
-        return 8
-    # A slope or a position for each row; addresses of a third swizzle atom along k.
-    wide = workload.qk_dim * workload.element_bytes > 256
-    # Bytes for Hopper go by mma.sync, too: 128x128 at d128 spilled, 128x64 at d256 did not.
-    bytes_there = gpu.wgmma and workload.v_dim <= 128
-    return 28 + 8 * (bool(workload.options)) + 8 * wide + 40 * bytes_there
+# --- blocks of an SM --------------------------------------------------------------------------
 
 
 def occupancy(workload: Workload, tiling: Tiling, gpu: Gpu) -> int:
@@ -198,7 +94,7 @@ def occupancy(workload: Workload, tiling: Tiling, gpu: Gpu) -> int:
     need = footprint(workload, tiling, gpu)
     if need.shared_bytes > gpu.shared_per_block or need.registers > need.register_limit:
         return 0
-    if uses_wgmma(tiling, gpu):
+    if uses_wgmma(workload, tiling, gpu):
         return 1
     return min(
         gpu.shared_per_sm // (need.shared_bytes + gpu.shared_reserved),
@@ -208,11 +104,6 @@ def occupancy(workload: Workload, tiling: Tiling, gpu: Gpu) -> int:
     )
 
 
-def uses_wgmma(tiling: Tiling, gpu: Gpu) -> bool:
-    """Warpgroups of 64 rows each; anything else runs on mma.sync."""
-    return gpu.wgmma and tiling.bm % 64 == 0 and tiling.warps * 16 == tiling.bm
-
-
 # --- cycles of one step -----------------------------------------------------------------------
 
 
@@ -220,7 +111,7 @@ def mma_cycles(workload: Workload, tiling: Tiling, gpu: Gpu) -> float:
     """Both GEMMs at the tensor cores' dense rate."""
     flops = 2 * tiling.bm * tiling.bn * (workload.qk_dim + workload.v_dim)
     rate = gpu.flops_per_clock(workload.dtype)
-    if gpu.wgmma and not uses_wgmma(tiling, gpu):
+    if gpu.wgmma and not uses_wgmma(workload, tiling, gpu):
         rate *= HOPPER_MMA_SYNC
     return flops / rate
 
@@ -259,7 +150,7 @@ def shared_cycles(workload: Workload, tiling: Tiling, gpu: Gpu) -> float:
     wgmma every warpgroup does. Each reads its own rows of Q again in every step.
     """
     keys = tiling.bn * workload.key_bytes
-    readers = tiling.warps // 4 if uses_wgmma(tiling, gpu) else tiling.warps
+    readers = tiling.warps // 4 if uses_wgmma(workload, tiling, gpu) else tiling.warps
     queries = tiling.bm * workload.qk_dim * workload.element_bytes
     return (readers * keys + queries + keys) / SHARED_BYTES_PER_CLOCK
 
@@ -274,7 +165,7 @@ def l2_bytes_per_clock(gpu: Gpu) -> float:
     return gpu.l2_bandwidth / (gpu.sms * gpu.clock_ghz * 1e9)
 
 
-def exposed(tiling: Tiling, gpu: Gpu, blocks_per_sm: int) -> float:
+def exposed(workload: Workload, tiling: Tiling, gpu: Gpu, blocks_per_sm: int) -> float:
     """The part of the lesser units' time that is not hidden under the busiest one.
 
     A scheduler with a second warp has other work to issue while the first waits: with two or
@@ -282,7 +173,7 @@ def exposed(tiling: Tiling, gpu: Gpu, blocks_per_sm: int) -> float:
     warps of one mma.sync block meet at two block barriers a step, so each further one counts half.
     """
     mine = max(1.0, tiling.warps / 4)
-    if uses_wgmma(tiling, gpu):
+    if uses_wgmma(workload, tiling, gpu):
         return float(ALONE_WGMMA / mine**1.5)
     others = blocks_per_sm * (1 + (mine - 1) / 2) * min(1.0, tiling.warps / 4)
     return float(ALONE_MMA_SYNC / max(1.0, others) ** 1.5)
@@ -306,7 +197,7 @@ def fixed_cycles(
     At a block barrier (mma.sync) all warps wait for the last one, which comes when all have
     issued; warpgroups do not meet, and other blocks of the SM fill their waits.
     """
-    if uses_wgmma(tiling, gpu):
+    if uses_wgmma(workload, tiling, gpu):
         return ISSUE_CYCLES + WAIT_CYCLES / blocks_per_sm
     return issue_cycles(workload, tiling, gpu) * slower + MEET_CYCLES
 
@@ -406,11 +297,11 @@ def estimate(workload: Workload, tiling: Tiling, gpu: Gpu) -> Cost:
     softmax = softmax_cycles(workload, tiling, gpu) * slower
     shared = shared_cycles(workload, tiling, gpu)
     load = load_cycles(workload, tiling, gpu)
-    shown = exposed(tiling, gpu, resident)
+    shown = exposed(workload, tiling, gpu, resident)
     units = [mma, softmax]
     busiest = max(*units, shared, load)
     # wgmma fetches its own operands while it multiplies; ldmatrix is issued by the same warps.
-    work = sum(units) + (0.0 if uses_wgmma(tiling, gpu) else shared)
+    work = sum(units) + (0.0 if uses_wgmma(workload, tiling, gpu) else shared)
     step = busiest + shown * max(0.0, work - busiest)
     step += fixed_cycles(workload, tiling, gpu, resident, slower)
     stall = stall_cycles(tiling, load, step, resident)

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from flashwright.author.builtin.choose import enumerate_tilings
-from flashwright.author.builtin.cost import Tiling, Workload, estimate, footprint, uses_wgmma
+from flashwright.author.builtin.cost import estimate
+from flashwright.author.builtin.needs import Tiling, Workload, footprint, uses_wgmma
 from flashwright.check.program import Program
 from flashwright.check.vocabulary import SCHEDULE_PARAMS, split
 from flashwright.gpu import Gpu
@@ -150,13 +151,13 @@ def offers(program: Program, gpu: Gpu, problems: Sequence[Workload]) -> list[Off
         if (alike is not None and plain.stages != alike) or not _fits(plain, gpu, problems):
             continue
         price = tuple(estimate(w, plain, gpu).microseconds for w in problems)
-        for tiling in _variants(plain, gpu, resident):
+        for tiling in _variants(problems[0], plain, gpu, resident):
             if _fits(tiling, gpu, problems):
                 priced[tiling] = price
     first = Offer(present, priced.get(present) or _priced(present, gpu, problems))
     orders = [
-        sorted(priced, key=lambda t: (priced[t][n] * (1 + EACH_CHANGE * _changes(t, gpu)), t))
-        for n in range(len(problems))
+        sorted(priced, key=lambda t: (priced[t][n] * (1 + EACH_CHANGE * _changes(w, t, gpu)), t))
+        for n, w in enumerate(problems)
     ]
     in_turn = (tiling for rank in zip(*orders, strict=True) for tiling in rank)
     every = dict.fromkeys(t for t in in_turn if t != present)
@@ -175,10 +176,10 @@ def _priced(tiling: Tiling, gpu: Gpu, problems: Sequence[Workload]) -> tuple[flo
     return tuple(estimate(w, tiling, gpu).microseconds for w in problems)
 
 
-def _variants(plain: Tiling, gpu: Gpu, resident: bool) -> Iterator[Tiling]:
+def _variants(workload: Workload, plain: Tiling, gpu: Gpu, resident: bool) -> Iterator[Tiling]:
     """The same tiles with one thing changed about their schedule."""
     yield plain
-    if not uses_wgmma(plain, gpu):
+    if not uses_wgmma(workload, plain, gpu):
         return
     ahead = replace(plain, q_stages=2) if resident else plain
     yield ahead
@@ -190,7 +191,8 @@ def _variants(plain: Tiling, gpu: Gpu, resident: bool) -> Iterator[Tiling]:
     yield replace(plain, off=("Persistent",))
 
 
-def _changes(tiling: Tiling, gpu: Gpu) -> int:
+def _changes(workload: Workload, tiling: Tiling, gpu: Gpu) -> int:
     """By how much a tiling is not what is usual: the model prices more stages as it does two."""
-    without = uses_wgmma(tiling, gpu) and tiling.q_stages == 1 and "Persistent" not in tiling.off
+    by_wgmma = uses_wgmma(workload, tiling, gpu)
+    without = by_wgmma and tiling.q_stages == 1 and "Persistent" not in tiling.off
     return max(0, tiling.stages - USUAL_STAGES) + len(tiling.off) + without

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from flashwright.author.builtin.cost import Tiling, Workload, count
+from flashwright.author.builtin.needs import Tiling, Workload, count
 from flashwright.gpu import Gpu
 
 MADE_BY = "flashwright tune --write-defaults"

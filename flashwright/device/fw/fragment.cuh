@@ -20,9 +20,23 @@ using Accumulator = cute::Layout<
     cute::Stride<cute::Stride<cute::_2, cute::_4>,
                  cute::Stride<cute::_1, Int<4 * (Rows / (16 * Warps))>>>>;
 
+// The same of a wide tile (see Place), in the order in which wgmma leaves it: of every 16 columns the even ones are one
+// m16n8 result, the odd ones the next.
 template <int Rows, int Cols, int Warps>
+using WideAccumulator = cute::Layout<
+    cute::Shape<cute::Shape<cute::_2, Int<Rows / (16 * Warps)>>,
+                cute::Shape<cute::_2, cute::_2, Int<Cols / 16>>>,
+    cute::Stride<cute::Stride<cute::_2, cute::_4>,
+                 cute::Stride<Int<4 * (Rows / (16 * Warps))>, cute::_1,
+                              Int<8 * (Rows / (16 * Warps))>>>>;
+
+template <int Rows, int Cols, int Warps, bool Wide = false>
 __device__ auto accumulator() {
-  return cute::make_tensor<float>(Accumulator<Rows, Cols, Warps>{});
+  if constexpr (Wide) {
+    return cute::make_tensor<float>(WideAccumulator<Rows, Cols, Warps>{});
+  } else {
+    return cute::make_tensor<float>(Accumulator<Rows, Cols, Warps>{});
+  }
 }
 
 // A vector with one value for each row, or each column, that a thread holds.

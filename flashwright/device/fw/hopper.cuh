@@ -4,5 +4,6 @@
 #include <fw/attention.cuh>
 #include <fw/out.cuh>
 #include <fw/ring.cuh>
+#include <fw/transpose.cuh>
 #include <fw/walk.cuh>
 #include <fw/wgmma.cuh>

@@ -160,8 +160,8 @@ __device__ auto right(Tile tile) {
   }
 }
 
-// acc += A B for one step along k.
-template <class Atom, class A, class B, class Acc>
+// acc += A B for one step along k. InTurn: the warp meets before each fetch of B, which ptxas then leaves in its place.
+template <class Atom, bool InTurn = false, class A, class B, class Acc>
 __device__ void gemm_step(Acc& acc, A const& a, B const& b, int step) {
   static_assert(!(A::in_order && B::wide), "k comes in another order in the two operands");
   uint32_t left[A::row_blocks][4];
@@ -170,6 +170,7 @@ __device__ void gemm_step(Acc& acc, A const& a, B const& b, int step) {
   CUTE_UNROLL
   for (int pair = 0; pair < B::pairs; ++pair) {
     uint32_t right[4];
+    if constexpr (InTurn) __syncwarp();
     b.fetch(step, pair, right);
     CUTE_UNROLL
     for (int m = 0; m < A::row_blocks; ++m) {
@@ -198,6 +199,14 @@ __device__ void gemm_rolled(Acc& acc, A const& a, B const& b) {
   static_assert(decltype(cute::size<1>(acc))::value == 4 * B::pairs && A::steps == B::steps);
   CUTE_NO_UNROLL
   for (int step = 0; step < A::steps; ++step) gemm_step<Atom>(acc, a, b, step);
+}
+
+// The same where A is in registers, which a loop cannot count: operands of two blocks of columns at a time.
+template <class Atom, class A, class B, class Acc>
+__device__ void gemm_in_turn(Acc& acc, A const& a, B const& b) {
+  static_assert(decltype(cute::size<1>(acc))::value == 4 * B::pairs && A::steps == B::steps);
+  CUTE_UNROLL
+  for (int step = 0; step < A::steps; ++step) gemm_step<Atom, true>(acc, a, b, step);
 }
 
 // A tile in shared memory as an operand in registers, fetched once.

@@ -9,12 +9,6 @@ namespace fw {
 
 constexpr int out_bytes = 16 * 128;  // of room for a warp: its rows, 64 columns at a time
 
-__device__ inline void stmatrix(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
-               "r"(c), "r"(d)
-               : "memory");
-}
-
 // 16 bytes from shared to global memory.
 __device__ inline void copy_line(uint32_t from, void* to, bool inside) {
   uint32_t a, b, c, d;

@@ -49,12 +49,13 @@ struct Ring {
 
   __device__ explicit Ring(unsigned char* begin) : full(cute::cast_smem_ptr_to_uint(begin)) {}
 
-  // By one thread, before anybody uses it: every warp that reads says that it is done. (One for four warps would do
-  // where they multiply together, but not where they let a tile pass: one might not have seen yet that it came.)
-  __device__ void init(int warps) const {
+  // By one thread, before anybody uses it: every warp that reads says that it is done, each of those who write (one,
+  // where TMA does) that its part is there. (One reader for four warps would do where they multiply together, but not
+  // where they let a tile pass: one might not have seen yet that it came.)
+  __device__ void init(int readers, int writers = 1) const {
     for (int s = 0; s < Stages; ++s) {
-      mbarrier_init(full + 8 * s, 1);
-      mbarrier_init(empty(s), warps);
+      mbarrier_init(full + 8 * s, writers);
+      mbarrier_init(empty(s), readers);
     }
   }
 

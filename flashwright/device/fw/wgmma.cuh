@@ -25,7 +25,7 @@ struct Descriptor {
     return static_cast<uint64_t>(upper) << 32 | (lower + (bytes >> 4));
   }
 
-  // Where a step of 16 along k begins: k along the columns, or along the rows.
+  // Where a step of 32 bytes along k begins: k along the columns, or, in 16 bits, along the rows.
   __device__ uint64_t along_columns(int step) const {
     constexpr int steps = Tile::row_bytes / 32;  // in an atom
     return at(step / steps * Tile::atom_bytes + step % steps * 32);
@@ -64,12 +64,13 @@ __device__ auto left_steps(OperandA<1, Steps> const& a, int) {
   return LeftRegisters<OperandA<1, Steps>>{a};
 }
 
-// Starts acc = A B, or acc += A B: B given as N rows of k columns (Transposed), or as k rows of N columns.
+// Starts acc = A B, or acc += A B: B given as N rows of k columns (Transposed), or, in 16 bits, as k rows of N columns.
 template <bool Fresh, bool Transposed, class Acc, class A, class B>
 __device__ void start_product(int group, Acc& acc, A const& a, B b) {
   using T = typename B::value_type;
-  static_assert(sizeof(T) == 2 && decltype(cute::size<0>(acc))::value == 2, "a warpgroup has 64 rows");
-  constexpr int steps = (Transposed ? B::cols : B::rows) / 16;
+  static_assert(decltype(cute::size<0>(acc))::value == 2, "a warpgroup has 64 rows");
+  static_assert(Transposed || sizeof(T) == 2, "bytes are multiplied along rows only");
+  constexpr int steps = (Transposed ? B::cols : B::rows) * sizeof(T) / 32;
   constexpr int columns = Transposed ? B::rows : B::cols;
   auto const left = left_steps(a, group);
   Descriptor<B> const right(b);

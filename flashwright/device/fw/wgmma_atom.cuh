@@ -8,8 +8,9 @@
 
 namespace fw {
 
-// 64 x Columns += 64 x 16 times 16 x Columns, in 16 bits: `d` are a thread's results, A is four registers of them or
-// a descriptor of shared memory, B is one. MnMajor: B lies as 16 rows of columns.
+// 64 x Columns += 64 x k times k x Columns, where k is 16 elements of 16 bits or 32 bytes: `d` are a thread's results,
+// A is four registers of them or a descriptor of shared memory, B is one. MnMajor, in 16 bits: B lies as k rows of
+// columns.
 template <class T, int Columns, bool MnMajor>
 struct Wgmma;
 
@@ -49,38 +50,43 @@ struct Wgmma;
 #define FW_HELD_15 FW_HELD_14, FW_HELD(112)
 #define FW_HELD_16 FW_HELD_15, FW_HELD(120)
 
-// x0 .. x6: the numbers of the operands behind the results.
-#define FW_SHARED(columns, list, held, type, x0, x1, x2, x3)                                     \
+// x0 .. x6: the numbers of the operands behind the results. Bytes cannot lie the other way, and there is nothing to say
+// about it (`major`).
+#define FW_SHARED(columns, list, held, kind, major, x0, x1, x2, x3)                              \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #x2 ", 0;\n"                             \
-               "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" list     \
-               "}, %" #x0 ", %" #x1 ", add, 1, 1, 0, %" #x3 ";\n}"                                \
+               "wgmma.mma_async.sync.aligned.m64n" #columns kind " {" list "}, %" #x0 ", %" #x1    \
+               ", add, 1, 1" major(", 0, %" #x3) ";\n}"                                          \
                : held                                                                            \
                : "l"(a), "l"(b), "r"(add), "n"(MnMajor))
-#define FW_REGISTERS(columns, list, held, type, x0, x1, x2, x3, x4, x5, x6)                      \
+#define FW_REGISTERS(columns, list, held, kind, major, x0, x1, x2, x3, x4, x5, x6)               \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #x5 ", 0;\n"                             \
-               "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type " {" list     \
-               "}, {%" #x0 ", %" #x1 ", %" #x2 ", %" #x3 "}, %" #x4 ", add, 1, 1, %" #x6 ";\n}"   \
+               "wgmma.mma_async.sync.aligned.m64n" #columns kind " {" list "}, {%" #x0 ", %" #x1   \
+               ", %" #x2 ", %" #x3 "}, %" #x4 ", add, 1, 1" major(", %" #x6) ";\n}"              \
                : held                                                                            \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(MnMajor))
+#define FW_SAID(text) text
+#define FW_UNSAID(text)
+
+// `of` is one of the two above.
+#define FW_OF_TYPE(of, columns, eighth, ...)                                                     \
+  if constexpr (cute::is_same_v<T, bf16>) {                                                      \
+    of(columns, FW_LIST_##eighth, FW_HELD_##eighth, "k16.f32.bf16.bf16", FW_SAID, __VA_ARGS__);   \
+  } else if constexpr (cute::is_same_v<T, fp16>) {                                               \
+    of(columns, FW_LIST_##eighth, FW_HELD_##eighth, "k16.f32.f16.f16", FW_SAID, __VA_ARGS__);     \
+  } else if constexpr (cute::is_same_v<T, e4m3>) {                                               \
+    of(columns, FW_LIST_##eighth, FW_HELD_##eighth, "k32.f32.e4m3.e4m3", FW_UNSAID, __VA_ARGS__); \
+  } else {                                                                                       \
+    of(columns, FW_LIST_##eighth, FW_HELD_##eighth, "k32.f32.e5m2.e5m2", FW_UNSAID, __VA_ARGS__); \
+  }
 
 #define FW_WGMMA(columns, eighth, x0, x1, x2, x3, x4, x5, x6)                                    \
   template <class T, bool MnMajor>                                                               \
   struct Wgmma<T, columns, MnMajor> {                                                            \
     static __device__ void run(float* d, uint64_t a, uint64_t b, int add) {                      \
-      if constexpr (cute::is_same_v<T, bf16>) {                                                  \
-        FW_SHARED(columns, FW_LIST_##eighth, FW_HELD_##eighth, "bf16", x0, x1, x2, x3);          \
-      } else {                                                                                   \
-        FW_SHARED(columns, FW_LIST_##eighth, FW_HELD_##eighth, "f16", x0, x1, x2, x3);           \
-      }                                                                                          \
+      FW_OF_TYPE(FW_SHARED, columns, eighth, x0, x1, x2, x3)                                     \
     }                                                                                            \
     static __device__ void run(float* d, uint32_t const (&a)[4], uint64_t b, int add) {          \
-      if constexpr (cute::is_same_v<T, bf16>) {                                                  \
-        FW_REGISTERS(columns, FW_LIST_##eighth, FW_HELD_##eighth, "bf16", x0, x1, x2, x3, x4,    \
-                     x5, x6);                                                                    \
-      } else {                                                                                   \
-        FW_REGISTERS(columns, FW_LIST_##eighth, FW_HELD_##eighth, "f16", x0, x1, x2, x3, x4,     \
-                     x5, x6);                                                                    \
-      }                                                                                          \
+      FW_OF_TYPE(FW_REGISTERS, columns, eighth, x0, x1, x2, x3, x4, x5, x6)                      \
     }                                                                                            \
   };
 FW_WGMMA(16, 1, 8, 9, 10, 11, 12, 13, 14)
@@ -101,6 +107,9 @@ FW_WGMMA(240, 15, 120, 121, 122, 123, 124, 125, 126)
 FW_WGMMA(256, 16, 128, 129, 130, 131, 132, 133, 134)
 
 #undef FW_WGMMA
+#undef FW_OF_TYPE
+#undef FW_UNSAID
+#undef FW_SAID
 #undef FW_REGISTERS
 #undef FW_SHARED
 

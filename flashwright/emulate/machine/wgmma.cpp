@@ -5,14 +5,19 @@
 // What is summed: D and the K products in that order, all in double, where each product is exact;
 // the sum is rounded once, to nearest, to the type of D. It is within K 2^-53 (|D| + the sum of
 // |products|), and that one rounding, of the true value. Tensor cores align products to the
-// largest, cut them off (f16, bf16, tf32: some 24 bits and a few more; e4m3, e5m2 on Hopper: 13
-// bits, also of the f32 that they add to) and round toward zero: they lie further from the true
-// value than this does, and differ from it by their own error. Integers are exact.
+// largest, cut them off (some 24 bits and a few more) and round toward zero: they lie further from
+// the true value than this does, and differ from it by their own error. Integers are exact.
+//
+// Of e4m3 and e5m2 added up in f32 so little is kept that a kernel has to be made for it, so here
+// the sum is Hopper's own, to the bit (tests/hardware): D and the products are cut off toward zero
+// 13 bits below the largest exponent, where a product's is the sum of its factors', and so is the
+// result below its own.
 
 #include "wgmma.h"
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 
 #include "numbers.h"
 #include "tensor_map.h"
@@ -275,6 +280,56 @@ void multiply_block(const double (*a)[kK], const Vector (*b)[kVectors], Vector (
   }
 }
 
+constexpr int kKept = 13;          // bits below the largest
+constexpr int kNotFinite = 4096;   // the exponent of infinity and NaN: above all others
+constexpr int kOfZero = -1023;     // below them, also beside another factor
+
+int exponent_of(double x) {
+  const int exponent = static_cast<int>(bits_as<uint64_t>(x) >> 52 & 0x7ff) - 1023;
+  return exponent == 1024 ? kNotFinite : exponent;
+}
+
+double power_of_two(int exponent) {
+  return bits_as<double>(static_cast<uint64_t>(exponent + 1023) << 52);
+}
+
+// A sum in units of the last bit that is kept of the largest term, cut off once more.
+int cut_off(int sum) {
+  const int size = std::abs(sum), bits = 32 - __builtin_clz(size | 1);
+  const int lost = std::max(bits - (kKept + 1), 0), kept = size >> lost << lost;
+  return sum < 0 ? -kept : kept;
+}
+
+template <int kK>
+void multiply_bytes(const double (*a)[kK], const double (*b)[kBlock], double (*c)[kBlock]) {
+  int of_a[16][kK], of_b[kK][kBlock];
+  for (int i = 0; i < 16 * kK; ++i) of_a[0][i] = exponent_of(a[0][i]);
+  for (int i = 0; i < kK * kBlock; ++i) of_b[0][i] = exponent_of(b[0][i]);
+  for (int row = 0; row < 16; ++row) {
+    int top[kBlock], sum[kBlock];
+    double unit[kBlock];
+    for (int n = 0; n < kBlock; ++n) top[n] = exponent_of(c[row][n]);
+    for (int k = 0; k < kK; ++k) {
+      for (int n = 0; n < kBlock; ++n) top[n] = std::max(top[n], of_a[row][k] + of_b[k][n]);
+    }
+    for (int n = 0; n < kBlock; ++n) {
+      const bool plain = top[n] > kOfZero / 2 && top[n] < kNotFinite / 2;
+      unit[n] = plain ? power_of_two(kKept - top[n]) : 0.0;
+      sum[n] = plain ? static_cast<int>(c[row][n] * unit[n]) : 0;
+    }
+    for (int k = 0; k < kK; ++k) {
+      for (int n = 0; n < kBlock; ++n) {
+        const double term = a[row][k] * b[k][n];
+        if (unit[n] != 0) sum[n] += static_cast<int>(term * unit[n]);
+        else c[row][n] += term;  // zeros, or what is no number
+      }
+    }
+    for (int n = 0; n < kBlock; ++n) {
+      if (unit[n] != 0) c[row][n] = cut_off(sum[n]) / unit[n];
+    }
+  }
+}
+
 template <int kK>
 void multiply(const WgmmaShape& shape, const uint32_t* const* a_registers, const uint8_t* a_bytes,
               bool a_mn_major, const uint8_t* b_bytes, bool b_mn_major, bool accumulate,
@@ -288,8 +343,12 @@ void multiply(const WgmmaShape& shape, const uint32_t* const* a_registers, const
     b_from_chunks<kK>(shape.b, b_bytes + block * kBlockBytes, b_mn_major, b);
     if (accumulate) load_d(shape.d, d, c);
     else std::memset(c, 0, sizeof c);
-    multiply_block<kK>(a, reinterpret_cast<Vector(*)[kVectors]>(b),
-                       reinterpret_cast<Vector(*)[kVectors]>(c));
+    if (is_eight(shape.a) && shape.d == Type::kF32) {
+      multiply_bytes<kK>(a, b, c);
+    } else {
+      multiply_block<kK>(a, reinterpret_cast<Vector(*)[kVectors]>(b),
+                         reinterpret_cast<Vector(*)[kVectors]>(c));
+    }
     store_d(shape, c, d);
   }
 }

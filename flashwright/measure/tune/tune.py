@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from flashwright.author.builtin.author import workload
-from flashwright.author.builtin.cost import Workload
+from flashwright.author.builtin.needs import Workload
 from flashwright.author.builtin.retile import Offer, offers, params_of, retiled
 from flashwright.build import package
 from flashwright.build.driver import Card

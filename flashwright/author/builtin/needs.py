@@ -1,0 +1,160 @@
+"""A kernel's work and its tiles, as the cost model sees them, and what a block of them needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from flashwright.gpu import Gpu
+
+ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1}
+
+# mma.sync does not multiply bytes on Hopper: ptxas makes f16 of them, twice as large, beside the
+# slices of operands that a thread holds already (see Gpu.registers).
+UNPACKED_REGISTERS = 32
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun: "1 stage", "2 stages"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One kernel's work, and the reference problem its sizes are chosen for (16k tokens in all).
+
+    `window` is how many keys a query sees, itself included, to its left; without `causal` it sees
+    as many to its right. With `rows_fixed` the rows of a tile are heads of one group at one
+    position; `cols_fixed` dictates the keys per step (a selected block). Where keys are selected,
+    kv_len is how many of them a query reads. `options` add work to every score.
+    """
+
+    qk_dim: int
+    v_dim: int
+    dtype: str = "fp16"
+    batch: int = 4
+    heads: int = 16
+    kv_heads: int = 16
+    q_len: int = 4096
+    kv_len: int = 4096
+    causal: bool = False
+    window: int | None = None
+    options: tuple[str, ...] = ()
+    rows_fixed: int | None = None
+    cols_fixed: int | None = None
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element of Q, K and V."""
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def mask(self) -> str:
+        """What the steps at the edge of the visible keys check."""
+        return "window" if self.window is not None else "causal" if self.causal else "ragged"
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of one key with its value."""
+        return (self.qk_dim + self.v_dim) * self.element_bytes
+
+
+@dataclass(frozen=True, order=True)
+class Tiling:
+    """Query rows per block, keys per step, buffers for K and V, compute warps; buffers for Q, and
+    which parts of Hopper's schedule are left away (the model knows neither's gain)."""
+
+    bm: int
+    bn: int
+    stages: int
+    warps: int
+    q_stages: int = 1
+    off: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        stages, warps = count(self.stages, "stage"), count(self.warps, "warp")
+        more = [f"{self.q_stages} buffers for Q"] if self.q_stages > 1 else []
+        more += [f"no {name}" for name in self.off]
+        return ", ".join([f"{self.bm}x{self.bn} with {stages} and {warps}", *more])
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What one block of a tiling needs."""
+
+    shared_bytes: int
+    registers: int
+    register_limit: int
+
+
+# --- by which instructions --------------------------------------------------------------------
+
+
+def takes_wgmma(workload: Workload, gpu: Gpu) -> bool:
+    """Whether some tiling of a workload goes by TMA and wgmma, as the translator has it
+    (lower/roles.py): no gathered rows, and of bytes O twice in registers, as V is turned."""
+    widest = 256 if workload.element_bytes == 2 else 128
+    return gpu.wgmma and workload.rows_fixed is None and workload.v_dim <= widest
+
+
+def uses_wgmma(workload: Workload, tiling: Tiling, gpu: Gpu) -> bool:
+    """Warpgroups of 64 rows each; anything else runs on mma.sync."""
+    whole = tiling.bm % 64 == 0 and tiling.warps * 16 == tiling.bm
+    return takes_wgmma(workload, gpu) and whole
+
+
+@cache
+def without_wgmma(gpu: Gpu) -> Gpu:
+    """The GPU as a kernel of mma.sync has it: nobody loads for it, and P takes S's place."""
+    if not gpu.wgmma:
+        return gpu
+    usual = Gpu.register_overhead
+    return replace(gpu, wgmma=False, reshape_in_place=True, register_overhead=usual)
+
+
+def turns_tiles(workload: Workload, tiling: Tiling, gpu: Gpu) -> bool:
+    """Bytes by wgmma: V is turned, O needs room for a step (lower/turned.py, lower/steps.py)."""
+    return workload.element_bytes == 1 and uses_wgmma(workload, tiling, gpu)
+
+
+# --- shared memory and registers ---------------------------------------------------------------
+
+
+def footprint(workload: Workload, tiling: Tiling, gpu: Gpu) -> Footprint:
+    """Shared memory and registers of one block."""
+    bm, bn = tiling.bm, tiling.bn
+    size = workload.element_bytes
+    queries = tiling.q_stages * bm * workload.qk_dim * size
+    shared = queries + tiling.stages * bn * workload.key_bytes
+    tiles = bm * workload.v_dim * 4 + bm * bn * 4
+    if turns_tiles(workload, tiling, gpu):  # where V lands before it is turned, and a step of O
+        shared += tiling.stages * bn * workload.v_dim
+        tiles += bm * workload.v_dim * 4
+    by_mma_sync = not uses_wgmma(workload, tiling, gpu)
+    card = without_wgmma(gpu) if by_mma_sync else gpu
+    if not card.reshape_in_place:
+        tiles += bm * bn * size
+    # Row maximum, row sum and the rescale factor; each of the four threads of a quad has a copy.
+    tiles += 3 * bm * 4 * 4
+    registers = card.registers(tiles, tiling.warps)
+    if gpu.wgmma and by_mma_sync and size == 1:
+        registers += UNPACKED_REGISTERS
+    return Footprint(shared, registers, card.register_limit(tiling.warps))
+
+
+def comfort(workload: Workload, gpu: Gpu) -> int:
+    """Registers that a thread should have beyond the estimate, lest it spill.
+
+    On Hopper a spill also serialises wgmma (C7511). With mma.sync ptxas fetches operands ahead as
+    far as registers go and then spills a few others: with 204 for tiles (d128 128x64, d64 128x128)
+    it did so in half of the kernels, with 188 in none.
+    """
+    if takes_wgmma(workload, gpu):
+        if workload.element_bytes == 2:
+            return 8
+        # 128x128 at d128 has 238 of 240 and does not spill; with ALiBi and a causal mask 128x128 at
+        # d96, which has 206, does.
+        return (16 + 20 * workload.causal) * bool(workload.options)
+    # A slope or a position for each row; addresses of a third swizzle atom along k.
+    wide = workload.qk_dim * workload.element_bytes > 256
+    return 28 + 8 * bool(workload.options) + 8 * wide
