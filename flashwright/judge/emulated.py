@@ -279,7 +279,7 @@ class _Hearing(Hearing):
     def _fewest(self) -> int:
         """So many that every kernel of the package has had a problem: the bounds' come second."""
         assert self.served is not None
-        return max(FEWEST, 1 + 2 * len(self.served.classes.bounds))
+        return max(FEWEST, 1 + len(self.served.classes.bounds))
 
     def _enough(self, running: Sandbox, done: int, total: int) -> bool:
         """The time is up, or something was found: one place is enough to mend."""

@@ -30,7 +30,7 @@ LONGEST = {"cuda": 3000, "cpu": 300, "emulated": 200}
 MANY = {"cuda": 64, "cpu": 16}  # kv heads of the problem with many
 EMULATED_LENGTHS = ((1, 1), (17, 17), (100, 257), (257, 100), (64, 64), (1, 200), (130, 3))
 """As LENGTHS, for a kernel that an emulator executes."""
-AT_BOUNDS = 200  # queries
+AT_BOUNDS, FEW_AT_BOUNDS = 200, 50  # queries
 CPU_PAIRS = 70_000  # a callable that is judged on the CPU gets no larger problems
 
 
@@ -64,19 +64,23 @@ def problems(
     made = _chosen(spec, lengths) if lengths is not None else _all(spec, seed, device)
     listed = list(made)
     if lengths is None:
-        listed[1:1] = _at_bounds(spec, bounds)
+        listed[1:1] = _at_bounds(spec, device, bounds)
     return [
         Problem({**spec.dims, **dims}, kind, seed + number, usual)
         for number, (dims, kind, usual) in enumerate(listed)
     ]
 
 
-def _at_bounds(spec: AttentionSpec, bounds: Sequence[int]) -> Made:
-    """On both sides of each. Under emulation no other problem may have so many keys that it goes to
-    the last kernel, so these have more than one block of queries."""
-    for keys in (n for bound in bounds for n in (bound, bound + 1) if n):
+def _at_bounds(spec: AttentionSpec, device: str, bounds: Sequence[int]) -> Made:
+    """On both sides of each. Under emulation, which takes its time for so many keys, only beyond
+    them: no other problem goes to those kernels. They have several blocks, of queries or heads."""
+    slow = device == "emulated"
+    sides, queries = ((1,) if slow else (0, 1)), AT_BOUNDS
+    if slow and spec.group > 1:
+        queries = FEW_AT_BOUNDS
+    for keys in (n for bound in bounds for side in sides if (n := bound + side)):
         tokens = (keys - 1) * spec.stride + spec.block if spec.branch == "compressed" else keys
-        yield sizes(spec, AT_BOUNDS, tokens, 1, 1), "normal", False
+        yield sizes(spec, queries, tokens, 1, 1), "normal", False
 
 
 Made = Iterator[tuple[dict[str, int], str, bool]]

@@ -198,9 +198,9 @@ def test_the_judge_puts_problems_to_every_kernel(tmp_path: Path) -> None:
     candidate = Candidate("package", str(put(tmp_path)))
     bounds = bounds_of(candidate)
     assert bounds == [100]
-    for device in ("cuda", "emulated"):
+    for device, at in (("cuda", [100, 101]), ("emulated", [101])):
         keys = [p.dims["kv_len"] for p in problems(SPEC, 1, device, bounds=bounds)]
-        assert keys[1:3] == [100, 101]
+        assert keys[1 : 1 + len(at)] == at
     only = problems(SPEC, 1, "cuda", [(7, 8)], bounds)
     assert [p.dims["kv_len"] for p in only] == [8]
     assert len(set(_digests(candidate))) == len(_digests(candidate))
