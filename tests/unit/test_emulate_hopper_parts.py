@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.hardware.matrix import cut_off, rounded
 from tests.unit.hopper_parts import (
     NUMPY,
     SHARED,
@@ -215,8 +216,14 @@ class Case:
         self.d = numbers(rng, (16, n), types[0])
 
     def wanted(self, warp: int, sign: int = 1, accumulate: bool = True) -> np.ndarray:
-        a, b = exactly(self.a, self.types[1])[16 * warp :][:16], exactly(self.b, self.types[2])
-        return to_registers(product(sign * a, b, self.d * accumulate, self.types[0]))
+        rows, d = self.a[16 * warp :][:16], self.d * accumulate
+        if self.types[0] == "f32" and self.types[1] in EIGHT:
+            left, right = (np.ascontiguousarray(x).view(np.uint8) for x in (rows, self.b))
+            kinds = (*self.types[1:], "f32")
+            bits = np.ascontiguousarray(d).view(np.uint32)
+            return to_registers(rounded(cut_off(left, right.T, bits, kinds, sign).d, "f32"))
+        a, b = exactly(rows, self.types[1]), exactly(self.b, self.types[2])
+        return to_registers(product(sign * a, b, d, self.types[0]))
 
     def found(self, warp: int, a_tile: Tile | None, b_tile: Tile, **options: Any) -> np.ndarray:
         if a_tile is None:

@@ -303,8 +303,10 @@ int cut_off(int sum) {
 template <int kK>
 void multiply_bytes(const double (*a)[kK], const double (*b)[kBlock], double (*c)[kBlock]) {
   int of_a[16][kK], of_b[kK][kBlock];
-  for (int i = 0; i < 16 * kK; ++i) of_a[0][i] = exponent_of(a[0][i]);
-  for (int i = 0; i < kK * kBlock; ++i) of_b[0][i] = exponent_of(b[0][i]);
+  for (int i = 0; i < 16 * kK; ++i) of_a[i / kK][i % kK] = exponent_of(a[i / kK][i % kK]);
+  for (int i = 0; i < kK * kBlock; ++i) {
+    of_b[i / kBlock][i % kBlock] = exponent_of(b[i / kBlock][i % kBlock]);
+  }
   for (int row = 0; row < 16; ++row) {
     int top[kBlock], sum[kBlock];
     double unit[kBlock];
