@@ -21,7 +21,6 @@ from flashwright.lower import ir
 from flashwright.lower.code import Code
 from flashwright.lower.names import ring_name
 from flashwright.lower.overlap import overlapped
-from flashwright.lower.print_rules import through_room
 from flashwright.lower.room import BARRIERS, with_room
 from flashwright.lower.steps import can_step, in_steps, long_sums, with_steps
 from flashwright.lower.turned import can_turn, landed, turned_tiles, turning
@@ -30,7 +29,6 @@ from flashwright.lower.weights import in_exponent
 WIDEST = 256  # columns of one wgmma
 MOST_GROUPS = 3
 MOST_AXES = 5  # of a tensor map
-ROOM_OF_A_WARP, ROOM_ALIGNED = 2048, 1024  # in bytes: device/fw/out.cuh
 
 
 def divided(
@@ -73,18 +71,6 @@ def ring_offsets(program: Program, kernel: ir.Kernel, begin: int) -> tuple[dict[
         offsets[key] = begin
         begin += BARRIERS * program.buffers[key].stages
     return offsets, begin
-
-
-def room_offset(
-    program: Program, gpu: Gpu, kernel: ir.Kernel, begin: int
-) -> tuple[int | None, int]:
-    """Where in shared memory results are put in order on their way out, and its end; None where no
-    result is, or there is no room."""
-    place = -(-begin // ROOM_ALIGNED) * ROOM_ALIGNED
-    end = place + ROOM_OF_A_WARP * program.warps
-    stores = (n for n in ir.flat(kernel.body) if isinstance(n, ir.Store))
-    used = any(through_room(n, program.buffers[n.source], kernel) for n in stores)
-    return (place, end) if used and end <= gpu.shared_per_block else (None, begin)
 
 
 # --- what wgmma and TMA can do ----------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""Room in shared memory where tiles land that are turned, beside the program's own tiles."""
+"""Room in shared memory beside the program's own tiles: where tiles land that are turned, and where
+results are put in order on their way out."""
 
 from __future__ import annotations
 
@@ -6,10 +7,13 @@ from dataclasses import replace
 
 from flashwright.check.program import Buffer, Key, Program
 from flashwright.gpu import Gpu
+from flashwright.lower import ir
 from flashwright.lower.atoms import shared_layout
+from flashwright.lower.print_rules import through_room
 from flashwright.lower.turned import landing
 
 BARRIERS = 16  # bytes, for each stage of a ring
+OF_A_WARP, ALIGNED = 2048, 1024  # bytes for results: device/fw/out.cuh
 
 
 def with_room(program: Program, gpu: Gpu, turned: frozenset[Key]) -> Program | None:
@@ -39,3 +43,15 @@ def _needed(program: Program) -> int:
     stages = {key: buffer.stages for key, buffer in program.buffers.items()}
     shared = sum(stages[key] for key in stages if key[1] == "shared")
     return shared_layout(program, stages)[1] + BARRIERS * shared
+
+
+def room_offset(
+    program: Program, gpu: Gpu, kernel: ir.Kernel, begin: int
+) -> tuple[int | None, int]:
+    """Where in shared memory results are put in order on their way out, and its end; None where no
+    result is, or there is no room."""
+    place = -(-begin // ALIGNED) * ALIGNED
+    end = place + OF_A_WARP * program.warps
+    stores = (n for n in ir.flat(kernel.body) if isinstance(n, ir.Store))
+    used = any(through_room(n, program.buffers[n.source], kernel) for n in stores)
+    return (place, end) if used and end <= gpu.shared_per_block else (None, begin)

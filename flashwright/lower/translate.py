@@ -15,7 +15,8 @@ from flashwright.lower.partial import keep_partial
 from flashwright.lower.pipeline import pipeline
 from flashwright.lower.plan import make_plan, ordered, rounds
 from flashwright.lower.print_cute import Printer
-from flashwright.lower.roles import divided, ring_offsets, room_offset
+from flashwright.lower.roles import divided, ring_offsets
+from flashwright.lower.room import room_offset
 from flashwright.lower.source_map import SourceMap, source_map
 from flashwright.lower.sync import Travel, synchronise
 
