@@ -11,7 +11,7 @@ from typing import Literal
 from flashwright.lower.code import Code, Type, as_float, binary, call, choose, real, unary
 
 Axes = frozenset[str]
-Reduction = Literal["max", "sum"]
+Reduction = Literal["max", "sum", "max3"]
 NOWHERE: Axes = frozenset()
 ROW: Axes = frozenset("m")
 COLUMN: Axes = frozenset("n")
@@ -37,7 +37,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Reduce:
-    """The maximum or the sum of a row."""
+    """The maximum or the sum of a row; `max3`: a maximum as integers (maxima.py)."""
 
     op: Reduction
     arg: Element

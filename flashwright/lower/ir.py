@@ -52,6 +52,7 @@ class Define(Node):
     value: Code
     note: str = ""
     varies: bool = False  # loops that follow go on with it
+    again: bool = False  # it is there already, and gets a new value
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ class Loop(Node):
 
 @dataclass(frozen=True)
 class Branch(Node):
-    """The same way for all threads of a block."""
+    """The same way for all threads of a block, or of a warp (where no others wait for it)."""
 
     condition: Code
     then: tuple[Statement, ...]

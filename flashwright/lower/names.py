@@ -26,8 +26,8 @@ _FUNCTIONS = (  # of the C library, at file scope
 )
 _CUDA = ("INFINITY", "blockDim", "blockIdx", "cute", "gridDim", "threadIdx", "warpSize")
 _KERNEL = (  # what the printer calls things
-    *("Mma", "Params", "Threads", "at", "attention", "drop", "drops", "fw", "group", "m", "most"),
-    *("n", "now", "p", "shared", "sum", "top", "total", "walk", "wide_at"),
+    *("Mma", "Params", "Threads", "above", "at", "attention", "drop", "drops", "fw", "group", "m"),
+    *("most", "n", "now", "p", "reached", "shared", "sum", "top", "total", "walk", "wide_at"),
 )
 _TAKEN = frozenset((*_KEYWORDS, *_FUNCTIONS, *_CUDA, *_KERNEL))
 

@@ -117,6 +117,11 @@ class _Row:
                 return self._reduced("sum", arg, code(held).text)
             case Op(op, args):
                 return Op(op, tuple(self._without_reductions(a, partial) for a in args))
+            case Reduce("max3", Leaf() as tile):
+                name = self._fresh("most")
+                most = f"fw::row_max(fw::most_as_integers({variable(tile)}, m))"
+                self.lines.append(f"float const {name} = {most};")
+                return Leaf(Code(name, "float"), ROW)
             case Reduce(op, arg):
                 found = self._reduced(op, arg, "-INFINITY" if op == "max" else "0.f")
                 if not partial:

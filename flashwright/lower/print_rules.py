@@ -100,7 +100,8 @@ def through_room(node: ir.Store, buffer: Buffer, kernel: ir.Kernel) -> bool:
 def _define(at: Context, node: ir.Define) -> Lines:
     note = f"  // {node.note}" if node.note else ""
     kind = node.value.type if node.varies else f"{node.value.type} const"
-    yield f"{kind} {node.name} = {node.value};{note}"
+    name = node.name if node.again else f"{kind} {node.name}"
+    yield f"{name} = {node.value};{note}"
 
 
 def _load(at: Context, node: ir.Load) -> Lines:

@@ -19,6 +19,7 @@ from flashwright.check.vocabulary import DTYPES
 from flashwright.gpu import Gpu
 from flashwright.lower import ir
 from flashwright.lower.code import Code
+from flashwright.lower.maxima import by_threes
 from flashwright.lower.names import ring_name
 from flashwright.lower.overlap import overlapped
 from flashwright.lower.room import BARRIERS, with_room
@@ -32,10 +33,10 @@ MOST_AXES = 5  # of a tensor map
 
 
 def divided(
-    program: Program, gpu: Gpu, body: tuple[ir.Statement, ...]
+    program: Program, gpu: Gpu, body: tuple[ir.Statement, ...], sparing: bool = False
 ) -> tuple[Program, ir.Roles] | None:
     """The roles, and the program with the tiles that they need besides; None where it is no program
-    for wgmma and TMA."""
+    for wgmma and TMA. `sparing` ones need fewer registers."""
     if not gpu.wgmma or not _fits(program, body):
         return None
     turned, sums = turned_tiles(program, body), long_sums(program, body)
@@ -48,7 +49,10 @@ def divided(
     keys = {n.dest for n in ir.flat(body) if isinstance(n, ir.Load)}
     loader = ir.changed(_loading(body, keys), lambda node: landed(node, turned))
     turner = _loading(ir.changed(body, turning), turned)
-    return more, ir.Roles(loader, _reading(more, body, keys), turner)
+    reading = _reading(more, body, keys)
+    if not sparing:
+        reading = by_threes(more, gpu, reading)
+    return more, ir.Roles(loader, reading, turner)
 
 
 def _reading(

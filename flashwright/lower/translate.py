@@ -39,7 +39,7 @@ def translate(program: Program, gpu: Gpu, sparing: bool = False) -> Translation:
     A `sparing` kernel needs fewer registers and is a little slower.
     """
     kernel = lower(program)
-    roles = divided(program, gpu, keep_partial(kernel.body))
+    roles = divided(program, gpu, keep_partial(kernel.body), sparing)
     body: tuple[ir.Statement, ...]
     if roles:
         program, body = roles[0], (roles[1],)

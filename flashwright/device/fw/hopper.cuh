@@ -2,6 +2,7 @@
 #pragma once
 
 #include <fw/attention.cuh>
+#include <fw/maxima.cuh>
 #include <fw/out.cuh>
 #include <fw/ring.cuh>
 #include <fw/transpose.cuh>

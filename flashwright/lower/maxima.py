@@ -1,0 +1,183 @@
+"""Maxima of rows as integers, three at a time, where the softmax takes as long as the products.
+
+Hopper has the largest of three integers in one instruction, of floats only that of two. Bits of
+floats compare like integers as long as one of the two is not negative; of negative ones the integer
+maximum is the smallest. It is an element of the row in any case, so never too large: once the
+running maximum m of a row is at least 0, max(m, integer maximum) is what it would be in floats.
+
+The first round of an overlapped loop has its maxima in floats, and all lanes of a warp vote whether
+all of its rows have come so far (`above`). In the rounds that follow, a warp that is not `above`
+finds the maxima in floats first and votes again. Where a program adds nothing to its scores they
+lie around 0, and one round of keys will do; if all of them are negative, it is right and slower.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+from flashwright.check.program import Key, Program
+from flashwright.check.vocabulary import DTYPES
+from flashwright.gpu import Gpu
+from flashwright.lower import ir
+from flashwright.lower.code import Code, call, unary
+from flashwright.lower.element import ROW, Element, Leaf, Op, Reduce, leaves, variable
+from flashwright.lower.names import tile_name
+
+ABOVE = Code("above", "bool")
+REACHED = Leaf(Code("reached(m)", "float"), ROW)
+NOTE = "Bits of floats compare like integers once no row's maximum is negative; until then:"
+
+
+def by_threes(
+    program: Program, gpu: Gpu, body: tuple[ir.Statement, ...]
+) -> tuple[ir.Statement, ...]:
+    """Overlapped loops (overlap.py) with their maxima found so, where it pays."""
+    return tuple(_loops(program, gpu, n) if isinstance(n, ir.Branch) else n for n in body)
+
+
+def _loops(program: Program, gpu: Gpu, node: ir.Branch) -> ir.Branch:
+    loops = [n for n in node.then if isinstance(n, ir.Loop) and _products(n)]
+    if not loops or not _pays(program, gpu, *_products(loops[0])):
+        return node
+    scores = _products(loops[0])[0].target
+    bodies = [node.then, *(loop.body for loop in loops)]
+    rounds = [_folds(body, scores) for body in bodies]
+    if any(len(found) != 1 for found in rounds) or not all(_own(b, scores) for b in bodies):
+        return node
+    held = {found[0].held for found in rounds}
+    if len(held) > 1 or not _only_grows(node, held.pop(), len(rounds)):
+        return node
+    then: list[ir.Statement] = []
+    for part in node.then:
+        if isinstance(part, ir.Loop) and part in loops:
+            part = replace(part, body=_as_integers(part.body, scores))
+        then.append(part)
+        if fold := _fold(part, scores):
+            then.append(replace(_vote(fold.held), varies=True, origin=part.origin.untitled))
+    return replace(node, then=tuple(then))
+
+
+def _products(loop: ir.Loop) -> list[ir.Gemm]:
+    return [n.gemm for n in loop.body if isinstance(n, ir.Start)]
+
+
+def _pays(program: Program, gpu: Gpu, first: ir.Gemm, second: ir.Gemm) -> bool:
+    """Whether both products of a score take no longer than its exponential: then the maxima are on
+    the way of what takes longest. (In 8 bits they are not, and it was slower.)"""
+    right = [program.buffers[gemm.right] for gemm in (first, second)]
+    if any(DTYPES[buffer.dtype] != 2 for buffer in right):
+        return False
+    depth = right[0].shape[1 if first.transposed else 0]
+    flops = 2 * (depth + program.buffers[second.target].shape[1])
+    rate = round(gpu.flops_per_clock(right[0].dtype))  # from figures of four digits
+    return flops * gpu.exp_per_clock_per_sm <= rate
+
+
+# --- the maximum of a softmax -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Fold:
+    """`now = max(held, the maximum of a row of scores)`, which `held` then becomes."""
+
+    held: Leaf
+    most: Element
+    number: int  # of the assignment in its statement
+
+
+def _folds(body: tuple[ir.Statement, ...], scores: Key) -> list[_Fold]:
+    return [fold for node in body if (fold := _fold(node, scores))]
+
+
+def _fold(node: ir.Statement, scores: Key) -> _Fold | None:
+    if not isinstance(node, ir.Compute) or node.unless is not None:
+        return None
+    for number, assign in enumerate(node.assigns):
+        match assign.value:
+            case Op("max", (Leaf(axes=axes) as held, most)) if axes == ROW:
+                becomes = any(a.target == held and a.value == assign.target for a in node.assigns)
+                if becomes and _with_integers(most, scores):
+                    return _Fold(held, most, number)
+    return None
+
+
+def _with_integers(most: Element, scores: Key) -> Element | None:
+    """A row's maximum, if it is one of scores times a positive number, found as integers."""
+    match most:
+        case Reduce("max", Leaf() as tile) if variable(tile) == tile_name(scores):
+            return Reduce("max3", tile)
+        case Op("*", (Reduce() as inner, Leaf(value=float(factor)) as by)) if factor > 0:
+            found = _with_integers(inner, scores)
+            return found and Op("*", (found, by))
+    return None
+
+
+def _own(body: tuple[ir.Statement, ...], scores: Key) -> bool:
+    """Whether the scores at their maximum depend on nothing but the product (but for masks). What a
+    bias is added to may be negative for most of a row."""
+    before = tuple(takewhile(lambda n: not _fold(n, scores), body))
+    assigns = (a for n in ir.flat(before) if isinstance(n, ir.Compute) for a in n.assigns)
+    own = [a for a in assigns if variable(a.target) == tile_name(scores)]
+    return all(
+        leaf == a.target or leaf.value is not None for a in own for leaf in leaves(_shown(a.value))
+    )
+
+
+def _shown(value: Element) -> Element:
+    """Without a mask."""
+    match value:
+        case Op("where", (_, shown, Leaf(value=float(hidden)))) if hidden == -math.inf:
+            return shown
+    return value
+
+
+def _only_grows(node: ir.Branch, held: Leaf, folds: int) -> bool:
+    """Whether a running maximum is changed by its folds alone."""
+    nodes = list(ir.flat((node,)))
+    assigns = [a for n in nodes if isinstance(n, ir.Compute) for a in n.assigns]
+    filled = any(isinstance(n, ir.Fill) and tile_name(n.dest) == variable(held) for n in nodes)
+    return not filled and sum(a.target == held for a in assigns) == folds
+
+
+# --- the rounds behind the first --------------------------------------------------------------
+
+
+def _as_integers(body: tuple[ir.Statement, ...], scores: Key) -> tuple[ir.Statement, ...]:
+    out: list[ir.Statement] = []
+    for node in body:
+        fold = _fold(node, scores)
+        if fold and isinstance(node, ir.Compute):
+            out += _lifted(node, fold, scores)
+        else:
+            out.append(node)
+    return tuple(out)
+
+
+def _lifted(node: ir.Compute, fold: _Fold, scores: Key) -> tuple[ir.Statement, ...]:
+    """What a row has reached: its running maximum, or, as long as that says too little, the new one
+    as well; then the statement, with the maximum as integers on top."""
+    origin, assigns = node.origin.untitled, list(node.assigns)
+    most = _with_integers(fold.most, scores)
+    assert most is not None
+    whole = ir.Assign(REACHED, assigns[fold.number].value, kept=True)
+    assigns[fold.number] = replace(assigns[fold.number], value=Op("max", (REACHED, most)))
+    start = replace(
+        node,
+        assigns=(ir.Assign(REACHED, fold.held, kept=True),),
+        kept=(variable(REACHED),),
+        note=NOTE,
+    )
+    in_floats = replace(node, assigns=(whole,), kept=(), origin=origin)
+    vote = replace(_vote(REACHED), again=True, origin=origin)
+    return (
+        start,
+        ir.Branch(unary("!", ABOVE), (in_floats, vote), origin=origin),
+        replace(node, assigns=tuple(assigns), origin=origin),
+    )
+
+
+def _vote(rows: Leaf) -> ir.Define:
+    value = call("fw::none_negative", Code(variable(rows)), type="bool")
+    return ir.Define(ABOVE.text, value)
