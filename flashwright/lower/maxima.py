@@ -27,7 +27,9 @@ from flashwright.lower.names import tile_name
 
 ABOVE = Code("above", "bool")
 REACHED = Leaf(Code("reached(m)", "float"), ROW)
-NOTE = "Bits of floats compare like integers once no row's maximum is negative; until then:"
+NOTE = (
+    "As integers, maxima are right once no row of the warp has a negative one; before, in floats."
+)
 
 
 def by_threes(
