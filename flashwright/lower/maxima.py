@@ -25,11 +25,9 @@ from flashwright.lower.code import Code, call, unary
 from flashwright.lower.element import ROW, Element, Leaf, Op, Reduce, leaves, variable
 from flashwright.lower.names import tile_name
 
-ABOVE = Code("above", "bool")
+ABOVE = Code("above")
 REACHED = Leaf(Code("reached(m)", "float"), ROW)
-NOTE = (
-    "As integers, maxima are right once no row of the warp has a negative one; before, in floats."
-)
+NOTE = "While a row of the warp has a negative maximum, maxima as integers may be too small."
 
 
 def by_threes(
@@ -44,12 +42,7 @@ def _loops(program: Program, gpu: Gpu, node: ir.Branch) -> ir.Branch:
     if not loops or not _pays(program, gpu, *_products(loops[0])):
         return node
     scores = _products(loops[0])[0].target
-    bodies = [node.then, *(loop.body for loop in loops)]
-    rounds = [_folds(body, scores) for body in bodies]
-    if any(len(found) != 1 for found in rounds) or not all(_own(b, scores) for b in bodies):
-        return node
-    held = {found[0].held for found in rounds}
-    if len(held) > 1 or not _only_grows(node, held.pop(), len(rounds)):
+    if not _can(node, [node.then, *(loop.body for loop in loops)], scores):
         return node
     then: list[ir.Statement] = []
     for part in node.then:
@@ -59,6 +52,18 @@ def _loops(program: Program, gpu: Gpu, node: ir.Branch) -> ir.Branch:
         if fold := _fold(part, scores):
             then.append(replace(_vote(fold.held), varies=True, origin=part.origin.untitled))
     return replace(node, then=tuple(then))
+
+
+def _can(node: ir.Branch, rounds: list[tuple[ir.Statement, ...]], scores: Key) -> bool:
+    """Whether each round has one softmax of the scores as they are, all with one maximum."""
+    folds = [_folds(body, scores) for body in rounds]
+    held = {fold.held for found in folds for fold in found}
+    return (
+        all(len(found) == 1 for found in folds)
+        and len(held) == 1
+        and all(_own(body, scores) for body in rounds)
+        and _only_grows(node, held.pop(), len(rounds))
+    )
 
 
 def _products(loop: ir.Loop) -> list[ir.Gemm]:
@@ -181,5 +186,5 @@ def _lifted(node: ir.Compute, fold: _Fold, scores: Key) -> tuple[ir.Statement, .
 
 
 def _vote(rows: Leaf) -> ir.Define:
-    value = call("fw::none_negative", Code(variable(rows)), type="bool")
+    value = call("fw::none_negative", Code(variable(rows)), type="int")
     return ir.Define(ABOVE.text, value)

@@ -34,8 +34,8 @@ TINY = 2.0**-133  # the smallest of bf16; times Q and Scale it is -0 where it is
 PLANTED = {
     "nothing in floats": ("if (!above) {", "if (false) {"),
     "a vote that one row is enough for": (
-        "bool above = fw::none_negative(Smax);",
-        "bool above = __any_sync(0xffffffffu, Smax(0) >= 0.f);",
+        "int above = fw::none_negative(Smax);",
+        "int above = __any_sync(0xffffffffu, Smax(0) >= 0.f);",
     ),
     "floats that are forgotten": ("fw::max(reached(m), most", "fw::max(Smax(m), most"),
 }

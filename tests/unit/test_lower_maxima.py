@@ -93,9 +93,7 @@ def test_the_first_round_counts_in_floats_and_the_others_only_until_all_rows_are
         r"\n +for \((?:i = 1)?; .*[^{]*\{\n", readers(program(f"param Apart = {apart}\n{code}"))
     )[: 2 + apart]
     assert THREES not in first
-    places = [
-        first.index(t) for t in ("fw::max(most, S(m, n))", "bool above =", "fw::exp2(S(m, n)")
-    ]
+    places = [first.index(t) for t in ("fw::max(most, S(m, n))", "int above =", "fw::exp2(S(m, n)")]
     assert places == sorted(places)
     assert len(loops) == 1 + apart
     for loop in loops:

@@ -18,9 +18,9 @@ __device__ float most_as_integers(Tile const& tile, int m) {
   return __int_as_float(most);
 }
 
-// Whether none of a warp's rows has a negative value: the same for all of its lanes.
+// Whether none of a warp's rows has a negative value: the same for all of its lanes, and an int, as votes are.
 template <class Vector>
-__device__ bool none_negative(Vector const& rows) {
+__device__ int none_negative(Vector const& rows) {
   bool all = true;
   CUTE_UNROLL
   for (int m = 0; m < decltype(cute::size(rows))::value; ++m) all = all && rows(m) >= 0.f;
