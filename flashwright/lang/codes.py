@@ -77,6 +77,7 @@ CODES: dict[str, Code] = {
     "FW803": Code("the mask is not what the spec asks for"),
     "FW804": Code("the accumulation is not what the spec asks for"),
     "FW805": Code("the program gives NaN or infinity"),
+    "FW806": Code("a program that takes too much to run"),
     # the translation
     "FW811": Code("a program that cannot be translated for this GPU", bad_input=True),
     # the build
