@@ -21,6 +21,7 @@ from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.run import Finding, Progress, Run, Skipped, Status, Timing
 
 if TYPE_CHECKING:
+    from flashwright.by_model import Authors
     from flashwright.gpu import Gpu
     from flashwright.spec import AttentionSpec
 
@@ -52,24 +53,33 @@ class Watcher(Protocol):
 
 
 def generate(
-    spec: AttentionSpec, gpu: Gpu, folder: Path, watcher: Watcher, steps: tuple[Stage, ...] = ()
+    spec: AttentionSpec,
+    gpu: Gpu,
+    folder: Path,
+    watcher: Watcher,
+    authors: Authors | None = None,
+    last: str = "verdict",
 ) -> Run:
     """Run all stages; a failed one is the last. The folder then holds what was made.
 
-    A stage that cannot run on this machine is skipped, and so is what needs its result.
+    `authors` names the language models that do some of them. `last` is the stage to end with. One
+    that cannot run on this machine is skipped, and so is what needs its result.
     """
     from flashwright import spec as specs
 
-    steps = steps or STAGES
+    works = authors.works() if authors else {}
+    steps = [replace(stage, work=works.get(stage.name, stage.work)) for stage in STAGES]
     kept = prepare(folder)
     run = keep(Run(spec, gpu, folder, kept=kept), {"spec.toml": specs.dump(spec)})
     for number, stage in enumerate(steps, 1):
         watcher.begin(stage, number, len(steps))
         run = _timed(stage, run, watcher.progress)
         watcher.end(stage, run)
-        if not run.ok:
+        if not run.ok or stage.name == last:
             break
     write(folder / RESULT, json.dumps(result(run), indent=2, ensure_ascii=False) + "\n")
+    if authors and run.ok:
+        authors.transcript.end("right")
     return run
 
 
@@ -186,6 +196,7 @@ def result(run: Run) -> dict[str, Any]:
         "spec": run.spec.model_dump(mode="json"),
         "gpu": run.gpu.name,
         "stages": [_stage(timing) for timing in run.timings],
+        **({"asked": dict(run.asked)} if run.asked else {}),
         "parameters": [asdict(c) for c in run.written.choices] if run.written else [],
         "findings": [_finding(f) for f in run.findings],
         **_kernel(run, OWN),

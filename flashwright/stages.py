@@ -51,6 +51,8 @@ def parameters(run: Run, progress: Progress) -> Run:
 
 def check(run: Run, progress: Progress) -> Run:
     """Sketch and code through the checker."""
+    if run.codes and set(run.programs) == set(run.codes):  # with the author's last attempt
+        return run
     from flashwright.check.check import check as checked_by
     from flashwright.lang.parse import parse
 
@@ -70,6 +72,8 @@ def check(run: Run, progress: Progress) -> Run:
 
 def cpu(run: Run, progress: Progress) -> Run:
     """The code run on the CPU: is it attention?"""
+    if run.programs and set(run.verdicts) == set(run.programs):  # with the author's last attempt
+        return run
     from flashwright.judge.cpu import judge
 
     for kernel, program in run.programs.items():
@@ -101,6 +105,8 @@ def translate(run: Run, progress: Progress) -> Run:
 
 def build(run: Run, progress: Progress) -> Run:
     """The source compiled; skipped where there is none, or no compiler."""
+    if run.built is not None:  # with the author's last attempt
+        return run
     from flashwright.build import toolchain
 
     if not run.translations:
@@ -144,6 +150,8 @@ def _built(run: Run, kernel: str, tools: Toolchain) -> Run:
 
 def verdict(run: Run, progress: Progress) -> Run:
     """Right on the GPU, or under emulation where there is none?"""
+    if run.gpu_verdict is not None or run.emulated is not None:  # with the author's last attempt
+        return run
     from flashwright.judge.judge import judge
     from flashwright.sandbox.candidate import Candidate
 

@@ -28,14 +28,16 @@ class Written:
 
     code: str
     choices: tuple[Choice, ...]
-    decision: Decision
+    decision: Decision | None = None
+    """None where somebody else wrote the code."""
     further: Mapping[str, str] = field(default_factory=dict)
     """The same program with other tiles, by name: those that are faster up to some lengths."""
 
     @property
     def classes(self) -> list[tuple[int | None, str]]:
         """Up to how many keys which of them serves, upwards; the program itself has no name."""
-        named = [(c.up_to, name_of(c.tiling)) for c in self.decision.further]
+        chosen = self.decision.further if self.decision else ()
+        named = [(c.up_to, name_of(c.tiling)) for c in chosen]
         return [*((up_to, n if n in self.further else "") for up_to, n in named), (None, "")]
 
 
