@@ -59,6 +59,8 @@ class Authors:
     asked: Mapping[str, Asked] = field(default_factory=dict)
     description: str | None = None
     """The user's own words for the operator."""
+    reference: str = ""
+    """The user's function that the judge compares with, as text."""
 
     def works(self) -> dict[str, Callable[[Run, Progress], Run]]:
         """The stages of the pipeline that a model does, by their names there."""
@@ -200,8 +202,9 @@ def _ask(
         spec=run.spec,
         gpu=run.gpu,
         description=authors.description,
-        sketch=run.artefacts.get("sketch.tl"),
-        code=run.artefacts.get("code.tl"),
+        reference=authors.reference,
+        sketch=run.artefacts.get("sketch.tl", ""),
+        code=run.artefacts.get("code.tl", ""),
         **more,
     )
     numbers = range(1, asked.candidates + 1)

@@ -69,7 +69,8 @@ def work(task: Task[T], lane: Lane, meter: Meter) -> T:
         try:
             source = task.extract(reply)
         except NoCode as none:
-            source, tried = reply.text, Tried(None, none.why + "\n", (none.diagnostic,))
+            found = Diagnostic("FW912", none.why)
+            source, tried = "", Tried(None, f"{none.why}\n", (found,))
         else:
             tried = task.attempt(source, lane)
         lane.outcome(tried.value is not None, tried.findings, tried.files)
