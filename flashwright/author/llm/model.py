@@ -7,7 +7,7 @@ of the files beside this one; no stage asks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 Role = Literal["system", "user", "assistant"]
@@ -64,6 +64,9 @@ class Question:
     """GBNF that the reply must follow, for a server that can constrain it."""
     temperature: float | None = None
     """None: what the server has as its default."""
+    seconds: float | None = field(default=None, compare=False)
+    """Time for the whole reply, which is cut then; how long it may take does not change what is
+    asked, so two questions that differ in this alone are the same."""
 
 
 class Model(Protocol):
@@ -82,11 +85,22 @@ class Model(Protocol):
 
 
 class NoAnswer(Exception):
-    """A request that brought no reply, as the user is told; `again` where another may."""
+    """A request that brought no reply, as the user is told; `again` where another may.
 
-    def __init__(self, why: str, *, help: str = "", again: bool = False, wait: float = 0.0) -> None:
+    `usage` is what it may have cost all the same: a server that falls silent has read the prompt.
+    """
+
+    def __init__(
+        self,
+        why: str,
+        *,
+        help: str = "",
+        again: bool = False,
+        wait: float = 0.0,
+        usage: Usage = Usage(),  # noqa: B008 - frozen
+    ) -> None:
         super().__init__(why)
-        self.why, self.help, self.again, self.wait = why, help, again, wait
+        self.why, self.help, self.again, self.wait, self.usage = why, help, again, wait, usage
 
 
 def transcript(messages: Sequence[Message]) -> str:
