@@ -73,8 +73,8 @@ def _schedule(gpu: Gpu) -> str:
     if gpu.tma:
         return (
             "One thread beside the warps loads tiles ahead (TMA), as far as `with stages N` "
-            "allows: 2 for K and V is the usual. One block on an SM takes nearly all of its shared memory. "
-            "The products of one warpgroup hide the softmax of another."
+            "allows: 2 for K and V is the usual. One block on an SM takes nearly all of its shared "
+            "memory. The products of one warpgroup hide the softmax of another."
         )
     if gpu.cp_async:
         return (
