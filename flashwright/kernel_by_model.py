@@ -21,7 +21,7 @@ from flashwright.gpu import Gpu
 from flashwright.lang import render
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.contract import contract
-from flashwright.run import Finding, Progress, Run, Skipped
+from flashwright.run import Finding, Run, Skipped
 
 SOURCE = "kernel.cu"
 
@@ -48,7 +48,9 @@ def attempted(run: Run, program: Program, source: str, lane: Lane) -> Tried[Kern
     except Failed as failed:
         if all(d.bad_input for d in failed.diagnostics):
             raise  # no compiler, or one that does not work: no attempt can help
-        return _wrong([Finding(SOURCE, d) for d in failed.diagnostics], source, tl, {SOURCE: source})
+        return _wrong(
+            [Finding(SOURCE, d) for d in failed.diagnostics], source, tl, {SOURCE: source}
+        )
     trial = _trial(run, lane, made)
     if lane.model is None:  # what the judge said is in the record
         taken, told = lane.before["taken"], lane.before["findings"]

@@ -23,7 +23,6 @@ from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.spec import AttentionSpec, BadSpec
 
 ENDLESS = Budget(attempts=10_000, tokens=None, seconds=None)
-LAST = "build"
 COMPARED = ("sketch.tl", "code.tl", "kernel.cu", "launch.json", "kernel.cubin")
 
 
@@ -35,8 +34,10 @@ class Replayed:
     same: bool
 
 
-def replay(recorded: Path, folder: Path, watcher: pipeline.Watcher) -> Replayed:
-    """Repeat the run of a folder in another, and compare."""
+def replay(
+    recorded: Path, folder: Path, watcher: pipeline.Watcher, last: str = "build"
+) -> Replayed:
+    """Repeat the run of a folder in another, up to a stage, and compare."""
     settings = _settings(recorded)
     try:
         shutil.copytree(recorded / FOLDER, folder / FOLDER, dirs_exist_ok=True)
@@ -46,7 +47,7 @@ def replay(recorded: Path, folder: Path, watcher: pipeline.Watcher) -> Replayed:
         raise cannot("use", folder, error) from None
     asked = {s: Asked(None, a["model"], ENDLESS, None, a["candidates"]) for s, a in settings.asked}
     authors = Authors(Transcript(folder / FOLDER), asked, settings.description)
-    pipeline.generate(settings.spec, gpus.find(settings.gpu), folder, watcher, authors, last=LAST)
+    pipeline.generate(settings.spec, gpus.find(settings.gpu), folder, watcher, authors, last=last)
     lines = [*_outcomes(recorded / FOLDER, folder / FOLDER), *_artefacts(recorded, folder)]
     return Replayed(tuple(text for text, _ in lines), all(same for _, same in lines))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
 
+from flashwright.author.builtin import tuned
 from flashwright.author.builtin.choose import Decision, choose
 from flashwright.author.builtin.complete import Choice, complete
 from flashwright.author.builtin.mask import MaskText, mask_text
@@ -34,10 +35,14 @@ class Written:
     """The same program with other tiles, by name: those that are faster up to some lengths."""
 
     @property
+    def chosen(self) -> tuple[tuned.Choice, ...]:
+        """The tilings that are faster up to some lengths."""
+        return self.decision.further if self.decision else ()
+
+    @property
     def classes(self) -> list[tuple[int | None, str]]:
         """Up to how many keys which of them serves, upwards; the program itself has no name."""
-        chosen = self.decision.further if self.decision else ()
-        named = [(c.up_to, name_of(c.tiling)) for c in chosen]
+        named = [(c.up_to, name_of(c.tiling)) for c in self.chosen]
         return [*((up_to, n if n in self.further else "") for up_to, n in named), (None, "")]
 
 
