@@ -10,8 +10,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "flashwright"
 # A module may import those before it, and its own.
 ORDER = (
-    *("spec", "gpu", "lang", "files", "check", "interpret", "author", "lower", "build", "emulate"),
-    *("sandbox", "judge", "measure", "report", "run", "pipeline", "cli"),
+    *("spec", "gpu", "lang", "files", "confine", "check", "interpret", "author", "lower", "build"),
+    *("emulate", "sandbox", "judge", "measure", "report", "run", "pipeline", "cli"),
 )
 FILES = sorted(PACKAGE.rglob("*.py"))
 
