@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from flashwright.build.toolchain import GET_HOST, GET_NVCC
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from flashwright.build.compile import LineMap
 
 MOST = 5  # further errors are mostly echoes of the first
+_MOST_READ = 200
 
 # `kernel.cu(12): error: x` and `fw/a.cuh(3): error #20: x` of nvcc, `kernel.cu:12:5: error: x` of
 # the host's preprocessor, `ptxas x.ptx, line 3; error   : x` of ptxas.
@@ -74,7 +76,7 @@ def refused(code: int, log: str, places: Places, ptx: str = "") -> Failed:
     if code < 0 or (code >= 128 + signal.SIGHUP and code != 255):  # 255: ptxas's plain no
         number = -code if code < 0 else code - 128
         return unfinished(f"nvcc was ended from outside or broke down (signal {number})")
-    matches = list(_ERROR.finditer(log))
+    matches = list(islice(_ERROR.finditer(log), _MOST_READ))
     # A model's own code may say anything in a message of its own: only ours is above suspicion.
     own = places.own and any((m["file"] or "").endswith("kernel.cu") for m in matches)
     machine = None if own else _machine(log)

@@ -174,8 +174,8 @@ def _compiled(source: str, flags: Sequence[str], work: _Work) -> Entry:
             code, log = work.nvcc([*command, "-o", "kernel.cubin", NAME], place)
             if code != 0:
                 half = place / "kernel.ptx"
-                ptx = half.read_text(errors="replace") if places.own and half.is_file() else ""
-                raise blame.refused(code, log, places, ptx)
+                text = half.read_text(errors="replace") if places.own and half.is_file() else ""
+                raise blame.refused(code, log, places, text)
             named = [(place / n).read_bytes() for n in ("kernel.cubin", "kernel.ptx")]
             cubin, ptx = (_PLACE.sub(rb"\g<1>00000000", data) for data in named)
         except OSError as error:

@@ -157,8 +157,9 @@ def _toolchain(tools: Toolchain) -> Iterator[Path]:
 
 def _installed(program: Path) -> Path:
     """What belongs to PREFIX/bin/program: the prefix, unless all of somebody's files are in it."""
-    prefix, home = program.parent.parent, Path(os.path.expanduser("~")).absolute()
-    return program.parent if prefix in (home, *home.parents) else prefix
+    folder, home = program.parent, Path(os.path.expanduser("~")).absolute()
+    shared = folder.parent in (home, *home.parents)
+    return folder if shared or folder.name != "bin" else folder.parent
 
 
 def _watch(child: subprocess.Popen[bytes], limits: Limits) -> None:

@@ -32,7 +32,7 @@ _TOKEN = re.compile(
 )
 _SAME = {"%:": "#", "%:%:": "##", "<%": "{", "%>": "}", "<:": "[", ":>": "]"}  # digraphs
 _OPEN = {
-    "raw": "a raw string: write an ordinary one",
+    "raw": "a raw string",
     "open": "a quote or a comment that is not closed",
 }
 
@@ -45,13 +45,21 @@ class Unreadable(Exception):
         self.what, self.span = what, span
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Token:
     """A word of the code. A directive is one token, with its line, without `#` and comments."""
 
     kind: Kind
     text: str
-    span: Span
+    start: int
+    end: int
+    """Places in the text without its splices: where two are the same, tokens touch."""
+    reader: _Reader
+
+    @property
+    def span(self) -> Span:
+        """Its place in the source; few are ever asked for theirs."""
+        return self.reader.span(self.start, self.end)
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,7 @@ class _Reader:
         tokens: list[Token] = []
         comments: list[Comment] = []
         row: list[re.Match[str]] = []
-        for match in [*_TOKEN.finditer(self.joined + "\n")]:
+        for match in _TOKEN.finditer(self.joined + "\n"):
             kind = match.lastgroup or ""
             if kind in _OPEN:
                 raise Unreadable(_OPEN[kind], self.span(match.start(), match.end()))
@@ -112,12 +120,12 @@ class _Reader:
         if code and code[0][0] in ("#", "%:"):
             rest = row[row.index(code[0]) + 1 :]
             text = "".join(" " if m.lastgroup in ("comment", "blank") else m[0] for m in rest)
-            yield Token("directive", text.strip(), self.span(code[0].start(), code[-1].end()))
+            yield Token("directive", text.strip(), code[0].start(), code[-1].end(), self)
             return
         for match in code:
             kind: Kind = match.lastgroup  # type: ignore[assignment]
             text = _SAME.get(match[0], match[0])
-            yield Token(kind, text, self.span(match.start(), match.end()))
+            yield Token(kind, text, match.start(), match.end(), self)
 
     def span(self, start: int, end: int) -> Span:
         """A stretch of the joined text in the source itself."""
