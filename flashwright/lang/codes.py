@@ -87,6 +87,8 @@ CODES: dict[str, Code] = {
     "FW824": Code("the compiler gives up what makes the kernel fast"),
     "FW825": Code("the compiler did not come to an end", bad_input=True),
     "FW826": Code("the build cache cannot be used", severity="warning"),
+    "FW827": Code("model-written code that does not keep to its contract"),
+    "FW828": Code("code that reaches outside"),
     # the kernel under emulation
     "FW831": Code("PTX that the emulator cannot execute", bad_input=True),
     "FW833": Code("an access outside of every tensor and of shared memory"),
