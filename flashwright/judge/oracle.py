@@ -60,7 +60,8 @@ def _seen(spec: AttentionSpec, p: NDArray[np.int64], kv_len: int) -> NDArray[np.
     if spec.causal:
         seen &= key <= row
     if spec.window is not None:
-        seen &= np.abs(row - key) < spec.window
+        near = np.abs(row - key) < spec.window
+        seen &= near | (key < (spec.sink_tokens or 0))
     return seen
 
 
