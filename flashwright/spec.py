@@ -34,6 +34,7 @@ FLOAT_RANGE = (1e-30, 1e30)  # kernels hold these numbers in fp32
 
 RUN_TIME_DIMS = ("batch", "heads", "kv_heads", "q_len", "kv_len")
 _ALWAYS_DUMPED = ("variant", "heads", "kv_heads", "head_dim", "dtype")
+_PYTHON = r"[^\0\ud800-\udfff]*\.py(:[A-Za-z_][A-Za-z0-9_]*)?"
 _TEXT_FIELDS = ("variant", "dtype", "branch", "reference")
 
 
@@ -88,7 +89,8 @@ class AttentionSpec(BaseModel):
     top_k: int = 16
     """NSA: selected blocks per query."""
     reference: str | None = None
-    """A Python file with `reference(inputs, dims)`; its path is relative to the spec's file."""
+    """A Python file with a function that says what is right, as FILE.py or FILE.py:function; its
+    path is relative to the spec's file."""
     tolerance: float | None = None
     """Allowed error relative to the output's RMS. None: what the dtype allows."""
     dims: dict[str, int] = Field(default_factory=dict)
@@ -212,8 +214,7 @@ class AttentionSpec(BaseModel):
     @classmethod
     def _count(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value is not None:
-            without = {"window": "no window", "sink_tokens": "none"}.get(info.field_name or "")
-            hint = f": leave it out for {without}" if without else ""
+            hint = ": leave it out for no window" if info.field_name == "window" else ""
             _check_count(value, MAX_INT, hint)
         return value
 
@@ -240,7 +241,7 @@ class AttentionSpec(BaseModel):
     @field_validator("reference")
     @classmethod
     def _reference(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[^\0\ud800-\udfff]*\.py", value, re.DOTALL):
+        if value is not None and not re.fullmatch(_PYTHON, value, re.DOTALL):
             raise _wrong(f"{value[:64]!a} is not a Python file: give the path of a .py file")
         return value
 
@@ -265,11 +266,8 @@ class AttentionSpec(BaseModel):
                 "stride",
             )
         if self.sink_tokens is not None and self.window is None:
-            raise _wrong(
-                "changes nothing without a window, as every key is seen: add window = 512, or "
-                "leave it out (a logit that joins the softmax is sink = true)",
-                "sink_tokens",
-            )
+            fix = "add window = 512, or leave it out (a logit that joins the softmax is sink)"
+            raise _wrong(f"changes nothing without a window: {fix}", "sink_tokens")
         if self.branch == "window" and self.window is None:
             raise _wrong("branch 'window' needs its width: add window = 512", "window")
         if self.branch in ("compressed", "selected") and self.window is not None:

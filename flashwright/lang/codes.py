@@ -139,4 +139,5 @@ CODES: dict[str, Code] = {
     "FW903": Code("a spec that cannot be read", bad_input=True),
     "FW904": Code("a program and a spec that do not belong together", bad_input=True),
     "FW905": Code("no configuration fits this GPU", bad_input=True),
+    "FW906": Code("words that no spec has", bad_input=True),
 }
