@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -61,17 +62,24 @@ class Watcher(Protocol):
 
 
 def generate(
-    spec: AttentionSpec, gpu: Gpu, folder: Path, watcher: Watcher, stages: tuple[Stage, ...] = ()
+    spec: AttentionSpec,
+    gpu: Gpu,
+    folder: Path,
+    watcher: Watcher,
+    stages: tuple[Stage, ...] = (),
+    reference: bytes | None = None,
 ) -> Run:
     """Run all stages; a failed one is the last. The folder then holds what was made.
 
-    A stage that cannot run on this machine is skipped, and so is what needs its result.
+    A stage that cannot run on this machine is skipped, and so is what needs its result. `reference`
+    is the file that the spec's `reference` names: the folder gets it.
     """
     from flashwright import spec as specs
 
     stages = stages or STAGES
-    kept = _prepare(folder)
-    run = _keep(Run(spec, gpu, folder, kept=kept), {"spec.toml": specs.dump(spec)})
+    mine = {_reference(spec): reference} if reference is not None else {}
+    kept = _prepare(folder, mine)
+    run = _keep(Run(spec, gpu, folder, kept=kept), {"spec.toml": specs.dump(spec), **mine})
     for number, stage in enumerate(stages, 1):
         watcher.begin(stage, number, len(stages))
         run = _timed(stage, run, watcher.progress)
@@ -82,8 +90,18 @@ def generate(
     return run
 
 
-def _prepare(folder: Path) -> tuple[str, ...]:
-    """Make the folder and take away what an earlier run left; the names of what is kept as .bak."""
+def _reference(spec: AttentionSpec) -> str:
+    """The file of the spec's reference, without the function's name."""
+    from flashwright.judge.reference import split
+
+    return split(spec.reference or "")[0]
+
+
+def _prepare(folder: Path, mine: Mapping[str, bytes]) -> tuple[str, ...]:
+    """Make the folder and take away what an earlier run left; the names of what is kept as .bak.
+
+    A file of `mine` that is there already stays.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         records = [folder / RESULT, folder / RECORD]
@@ -92,7 +110,8 @@ def _prepare(folder: Path) -> tuple[str, ...]:
             path.unlink(missing_ok=True)
     except OSError as error:
         raise cannot("use", folder, error) from None
-    kept = set_aside(folder, (*ARTEFACTS, CLASSES, TUNING), ours)
+    ours |= {name: sha256(data) for name, data in mine.items()}
+    kept = set_aside(folder, (*ARTEFACTS, CLASSES, TUNING, *mine), ours)
     others = {name.partition("/")[0] for name in ours if "/" in name} - {"", ".", ".."}
     return (*kept, *(name for other in sorted(others) for name in _clear(folder, other, ours)))
 
@@ -147,9 +166,18 @@ def _parameters(run: Run, progress: Progress) -> Run:
     files = {"code.tl": written.code}
     for name, code in written.further.items():
         run = replace(run, kept=(*run.kept, *_clear(run.folder, name, {})))
-        files |= {f"{name}/code.tl": code, f"{name}/spec.toml": run.artefacts["spec.toml"]}
+        files |= {f"{name}/code.tl": code, f"{name}/spec.toml": _spec_inside(run)}
     files["reasoning.md"] = reasoning(run.spec, run.gpu, written)
     return _keep(replace(run, written=written), files)
+
+
+def _spec_inside(run: Run) -> str:
+    """The spec as a file in a subfolder."""
+    from flashwright import spec as specs
+
+    if run.spec.reference is None:
+        return run.artefacts["spec.toml"]
+    return specs.dump(run.spec.model_copy(update={"reference": f"../{run.spec.reference}"}))
 
 
 def _check(run: Run, progress: Progress) -> Run:
@@ -172,9 +200,13 @@ def _check(run: Run, progress: Progress) -> Run:
 
 def _cpu(run: Run, progress: Progress) -> Run:
     from flashwright.judge.cpu import judge
+    from flashwright.spec import BadSpec
 
     for kernel, program in run.programs.items():
-        verdict = judge(program, run.spec, progress=progress)
+        try:
+            verdict = judge(program, run.spec, base=run.folder, progress=progress)
+        except BadSpec as error:  # the user's own reference cannot be used
+            raise Failed(*(Diagnostic("FW903", line) for line in error.lines)) from None
         run = replace(run, verdicts={**run.verdicts, kernel: verdict})
         run = run.noting(inside(kernel, "code.tl"), *verdict.diagnostics)
         if not run.ok:
@@ -249,7 +281,7 @@ def _verdict(run: Run, progress: Progress) -> Run:
         raise Skipped(Diagnostic("FW851", "there is no compiled kernel to run"))
     try:
         package = Candidate("package", str(run.folder.resolve()), title=str(run.folder))
-        found = judge(package, run.spec, progress=progress)
+        found = judge(package, run.spec, base=run.folder, progress=progress)
     except Failed as failed:
         # No GPU, or none that takes the kernel: nothing is known of it, for good or ill.
         if all(d.code == "FW851" for d in failed.diagnostics):
@@ -263,7 +295,8 @@ def _emulate(run: Run, progress: Progress, why: tuple[Diagnostic, ...]) -> Run:
     from flashwright.judge.emulated import judge_emulated
 
     try:
-        found = judge_emulated(run.folder, run.spec, seconds=EMULATION_SECONDS, progress=progress)
+        judged = partial(judge_emulated, run.folder, run.spec, base=run.folder)
+        found = judged(seconds=EMULATION_SECONDS, progress=progress)
     except Failed as failed:
         if all(d.bad_input for d in failed.diagnostics):
             raise Skipped(*why, *failed.diagnostics) from None

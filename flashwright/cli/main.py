@@ -18,6 +18,7 @@ import typer
 
 from flashwright import __version__
 from flashwright.cli import bench, emulate, kernel, receipt, report, tune, verify
+from flashwright.cli.asked import Asked, asked
 from flashwright.cli.command import (
     FINE,
     INTERRUPTED,
@@ -30,7 +31,6 @@ from flashwright.cli.command import (
     read_source,
     shown_name,
     tell,
-    variant_spec,
     write_source,
 )
 from flashwright.lang.codes import CODES
@@ -39,7 +39,6 @@ from flashwright.lang.diagnostic import Diagnostic, Failed
 if TYPE_CHECKING:
     from flashwright.check.check import Checked
     from flashwright.gpu import Gpu
-    from flashwright.spec import AttentionSpec
 
 FIX_ROUNDS = 10  # a fix may lay bare the next mistake; a fix that never ends is a bug
 
@@ -110,7 +109,10 @@ def _root(
 @app.command(rich_help_panel="Make")
 @guarded
 def generate(
-    variant: Annotated[str, typer.Argument(metavar="VARIANT", help="See `flashwright variants`.")],
+    variant: Annotated[
+        str,
+        typer.Argument(metavar="VARIANT", help="See `flashwright variants`; or plain English."),
+    ],
     gpu: Annotated[str, typer.Option(metavar="NAME", help="See `flashwright gpus`.")],
     causal: Annotated[bool, flag("--causal", help="A query sees no later key.")] = False,
     window: Annotated[
@@ -128,7 +130,13 @@ def generate(
     ] = None,
     alibi: Annotated[bool, flag("--alibi", help="Add ALiBi's slopes.")] = False,
     sink: Annotated[bool, flag("--sink", help="A sink logit for each head.")] = False,
+    sink_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="First keys that a window does not hide.")
+    ] = None,
     no_lse: Annotated[bool, flag("--no-lse", help="Do not return log-sum-exp.")] = False,
+    reference: Annotated[
+        str | None, typer.Option(metavar="FILE.py", help="A function that says what is right.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where to; default out/VARIANT-GPU.")
     ] = None,
@@ -146,23 +154,24 @@ def generate(
         "softcap": softcap,
         "alibi": alibi or None,
         "sink": sink or None,
+        "sink_tokens": sink_tokens,
         "lse": False if no_lse else None,
     }
     card = find_gpu(gpu)
-    spec, summary = variant_spec(variant, options)
-    folder = out or Path("out", f"{spec.variant}-{card.name}")
-    return _generate(spec, summary, card, folder, quiet)
+    meant = asked(variant, options, reference)
+    folder = out or Path("out", f"{meant.spec.variant}-{card.name}")
+    return _generate(meant, card, folder, quiet)
 
 
-def _generate(spec: AttentionSpec, summary: str, card: Gpu, folder: Path, quiet: bool) -> int:
+def _generate(meant: Asked, card: Gpu, folder: Path, quiet: bool) -> int:
     from flashwright import pipeline
     from flashwright.cli import show
     from flashwright.run import KINDS
 
     screen = show.Screen(show.console(quiet=quiet))
-    screen.header(summary, spec, card)
+    screen.header(meant.summary, meant.spec, card)
     try:
-        run = pipeline.generate(spec, card, folder, screen)
+        run = pipeline.generate(meant.spec, card, folder, screen, reference=meant.reference)
     finally:
         screen.close()
     if not run.ok:
