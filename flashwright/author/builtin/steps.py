@@ -36,9 +36,9 @@ def walk(
         # The first query sees least on the right, the last one least on the left.
         first = seen(start, q_len, kv_len, causal, window)
         last = seen(end, q_len, kv_len, causal, window)
-        counts.append(
-            max(0, -(-last[1] // bn) - first[0] // bn) + min(first[0], sinks + bn - 1) // bn
-        )
+        end_of = last[1] if causal else max(last[1], min(sinks, kv_len))
+        early = min(first[0], sinks + bn - 1) // bn
+        counts.append(max(0, -(-end_of // bn) - first[0] // bn) + early)
         whole += max(0, first[1] // bn - -(-last[0] // bn))
     return Walk(len(counts), sum(counts), max(counts, default=0), sum(counts) - whole)
 
@@ -58,5 +58,9 @@ def seen(row: int, q_len: int, kv_len: int, causal: bool, window: int | None) ->
 @lru_cache(maxsize=256)
 def needed(q_len: int, kv_len: int, causal: bool, window: int | None, sinks: int = 0) -> int:
     """Scores of one head that attention needs."""
-    ranges = (seen(row, q_len, kv_len, causal, window) for row in range(q_len))
-    return sum(max(0, high - low) + min(low, sinks) for low, high in ranges)
+    total = 0
+    for row in range(q_len):
+        low, high = seen(row, q_len, kv_len, causal, window)
+        first = min(sinks, high if causal else kv_len)
+        total += first + max(0, high - max(low, first))
+    return total
