@@ -22,7 +22,7 @@ _LATE: Answer = ("late", None)
 _GONE: Answer = ("gone", None)
 
 
-def call(function: Callable[..., T], *arguments: Any, seconds: float, memory: int = 6 * GB) -> T:
+def call(function: Callable[..., T], *arguments: Any, seconds: float, memory: int) -> T:
     """What the function returns; Failed where it raises that, or takes more than it may.
 
     The function is a module's own, and what goes in and out can be pickled.

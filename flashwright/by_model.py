@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flashwright import apart
 from flashwright.author.builtin.author import Written, write_code
@@ -30,18 +31,23 @@ from flashwright.lang import render
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.parse import parse
 from flashwright.run import Progress, Run
+from flashwright.spec import BadSpec
 
 if TYPE_CHECKING:
     from flashwright.gpu import Gpu
     from flashwright.spec import AttentionSpec
 
+T = TypeVar("T")
+
 CHECK_SECONDS = 60.0
 RUN_SECONDS = 300.0  # all problems of the CPU run; the built-in author's programs take 1 to 10
+MEMORY = 6 << 30
+REFERENCE_MEMORY = 1 << 40  # addresses that a library reserves count as well
 STAGES = {"sketch": "sketch.tl", "code": "code.tl", "translate": "kernel.cu"}
 
 
 @dataclass(frozen=True)
-class Asked:
+class Who:
     """Who does a stage, and what it may cost. Without a model the record alone answers."""
 
     model: Model | None
@@ -56,7 +62,7 @@ class Authors:
     """Who does which stage; one that is not named here is the built-in author's."""
 
     transcript: Transcript
-    asked: Mapping[str, Asked] = field(default_factory=dict)
+    asked: Mapping[str, Who] = field(default_factory=dict)
     description: str | None = None
     """The user's own words for the operator."""
     reference: str = ""
@@ -92,9 +98,9 @@ def sketch(authors: Authors, run: Run, progress: Progress) -> Run:
 
 def _try_sketch(run: Run, whole: bool, source: str, lane: Lane) -> Tried[str]:
     try:
-        found = apart.call(_checked_sketch, source, run.gpu, seconds=CHECK_SECONDS)
+        found = apart.call(_checked_sketch, source, run.gpu, seconds=CHECK_SECONDS, memory=MEMORY)
         if whole and not _errors(found):
-            found = apart.call(_completed, source, run.spec, run.gpu, seconds=RUN_SECONDS)
+            found = _limited(_completed, source, run)
     except Failed as failed:
         found = failed.diagnostics
     return _tried(source if not _errors(found) else None, found, source, "sketch.tl")
@@ -104,7 +110,7 @@ def _checked_sketch(source: str, gpu: Gpu) -> tuple[Diagnostic, ...]:
     return check(parse(source), gpu).diagnostics
 
 
-def _completed(source: str, spec: AttentionSpec, gpu: Gpu) -> tuple[Diagnostic, ...]:
+def _completed(source: str, spec: AttentionSpec, gpu: Gpu, base: Path) -> tuple[Diagnostic, ...]:
     """What is wrong with a sketch that the built-in author completes."""
     try:
         written = write_code(source, spec, gpu)
@@ -114,7 +120,7 @@ def _completed(source: str, spec: AttentionSpec, gpu: Gpu) -> tuple[Diagnostic, 
         text = f"the built-in author cannot complete this sketch ({type(error).__name__}: {error})"
         hint = "keep to one loop over the keys, with the tensors Q, K, V and O"
         return (Diagnostic("FW905", text, help=hint),)
-    found = _judged(written.code, spec, gpu)[2]
+    found = _judged(written.code, spec, gpu, base)[2]
     return tuple(replace(d, span=None, secondary=(), fix=None) for d in found)
 
 
@@ -145,7 +151,7 @@ class _Code:
 
 def _try_code(run: Run, source: str, lane: Lane) -> Tried[_Code]:
     try:
-        judged = apart.call(_judged, source, run.spec, run.gpu, seconds=RUN_SECONDS)
+        judged = _limited(_judged, source, run)
     except Failed as failed:
         return _tried(None, failed.diagnostics, source, "code.tl")
     program, verdict, found = judged
@@ -155,14 +161,24 @@ def _try_code(run: Run, source: str, lane: Lane) -> Tried[_Code]:
 
 
 def _judged(
-    source: str, spec: AttentionSpec, gpu: Gpu
+    source: str, spec: AttentionSpec, gpu: Gpu, base: Path
 ) -> tuple[Program | None, cpu.Verdict | None, tuple[Diagnostic, ...]]:
     """Code through the checker and the CPU run: program, verdict, and all that was found."""
     checked = check(parse(source), gpu)
     if checked.program is None or _errors(checked.diagnostics):
         return None, None, checked.diagnostics or (_NO_CODE,)
-    verdict = cpu.judge(checked.program, spec)
+    try:
+        verdict = cpu.judge(checked.program, spec, base=base)
+    except BadSpec as error:  # the user's own reference cannot be used
+        raise Failed(*(Diagnostic("FW903", line) for line in error.lines)) from None
     return checked.program, verdict, (*checked.diagnostics, *verdict.diagnostics)
+
+
+def _limited(function: Callable[..., T], source: str, run: Run) -> T:
+    """Work on a model's TL, in a process with limits; the user's reference may need more memory."""
+    memory = REFERENCE_MEMORY if run.spec.reference else MEMORY
+    given = (source, run.spec, run.gpu, run.folder)
+    return apart.call(function, *given, seconds=RUN_SECONDS, memory=memory)
 
 
 _NO_CODE = Diagnostic(
@@ -227,7 +243,7 @@ def _ask(
     return replace(run, asked={**run.asked, stage: _cost(asked, stage, lanes, meters)}), value
 
 
-def _meter(asked: Asked, candidates: int) -> Meter:
+def _meter(asked: Who, candidates: int) -> Meter:
     """What one of several candidates may spend: tokens and money are shared, attempts are not."""
     budget = asked.budget
     tokens = None if budget.tokens is None else budget.tokens // candidates
@@ -248,7 +264,7 @@ def _given_up(run: Run, stage: str, gave_up: GaveUp) -> Run:
     )
 
 
-def _cost(asked: Asked, stage: Any, lanes: list[Lane], meters: list[Meter]) -> dict[str, Any]:
+def _cost(asked: Who, stage: Any, lanes: list[Lane], meters: list[Meter]) -> dict[str, Any]:
     """What a stage took, for the record."""
     spendings = [meter.spending for meter in meters]
     return {

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from flashwright.build.package import CLASSES, IN_RECORD, RECORD, TUNING, inside
-from flashwright.files import cannot, recorded, set_aside, write
+from flashwright.files import cannot, recorded, set_aside, sha256, write
 from flashwright.run import Run
 
 RESULT = "result.json"
@@ -19,8 +19,11 @@ ARTEFACTS = (
 )
 
 
-def prepare(folder: Path) -> tuple[str, ...]:
-    """Make the folder and take away what an earlier run left; the names of what is kept as .bak."""
+def prepare(folder: Path, mine: Mapping[str, bytes]) -> tuple[str, ...]:
+    """Make the folder and take away what an earlier run left; the names of what is kept as .bak.
+
+    A file of `mine` that is there already stays.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         records = [folder / RESULT, folder / RECORD]
@@ -29,7 +32,8 @@ def prepare(folder: Path) -> tuple[str, ...]:
             path.unlink(missing_ok=True)
     except OSError as error:
         raise cannot("use", folder, error) from None
-    kept = set_aside(folder, (*ARTEFACTS, CLASSES, TUNING), ours)
+    ours |= {name: sha256(data) for name, data in mine.items()}
+    kept = set_aside(folder, (*ARTEFACTS, CLASSES, TUNING, *mine), ours)
     others = {name.partition("/")[0] for name in ours if "/" in name} - {"", ".", ".."}
     return (*kept, *(name for other in sorted(others) for name in clear(folder, other, ours)))
 

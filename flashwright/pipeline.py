@@ -59,18 +59,21 @@ def generate(
     watcher: Watcher,
     authors: Authors | None = None,
     last: str = "verdict",
+    reference: bytes | None = None,
 ) -> Run:
     """Run all stages; a failed one is the last. The folder then holds what was made.
 
     `authors` names the language models that do some of them. `last` is the stage to end with. One
-    that cannot run on this machine is skipped, and so is what needs its result.
+    that cannot run on this machine is skipped, and so is what needs its result. `reference` is the
+    file that the spec's `reference` names: the folder gets it.
     """
     from flashwright import spec as specs
 
     works = authors.works() if authors else {}
     steps = [replace(stage, work=works.get(stage.name, stage.work)) for stage in STAGES]
-    kept = prepare(folder)
-    run = keep(Run(spec, gpu, folder, kept=kept), {"spec.toml": specs.dump(spec)})
+    mine = {_reference(spec): reference} if reference is not None else {}
+    kept = prepare(folder, mine)
+    run = keep(Run(spec, gpu, folder, kept=kept), {"spec.toml": specs.dump(spec), **mine})
     for number, stage in enumerate(steps, 1):
         watcher.begin(stage, number, len(steps))
         run = _timed(stage, run, watcher.progress)
@@ -81,6 +84,13 @@ def generate(
     if authors and run.ok:
         authors.transcript.end("right")
     return run
+
+
+def _reference(spec: AttentionSpec) -> str:
+    """The file of the spec's reference, without the function's name."""
+    from flashwright.judge.reference import split
+
+    return split(spec.reference or "")[0]
 
 
 def _timed(stage: Stage, run: Run, progress: Progress) -> Run:

@@ -16,7 +16,7 @@ from flashwright import gpu as gpus
 from flashwright import pipeline
 from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.transcript import BEFORE, FOLDER, OUTCOME, Transcript
-from flashwright.by_model import Asked, Authors
+from flashwright.by_model import Authors, Who
 from flashwright.files import cannot
 from flashwright.folder import RESULT
 from flashwright.lang.diagnostic import Diagnostic, Failed
@@ -45,7 +45,7 @@ def replay(
             path.rename(path.with_name(BEFORE))
     except OSError as error:
         raise cannot("use", folder, error) from None
-    asked = {s: Asked(None, a["model"], ENDLESS, None, a["candidates"]) for s, a in settings.asked}
+    asked = {s: Who(None, a["model"], ENDLESS, None, a["candidates"]) for s, a in settings.asked}
     authors = Authors(Transcript(folder / FOLDER), asked, settings.description)
     pipeline.generate(settings.spec, gpus.find(settings.gpu), folder, watcher, authors, last=last)
     lines = [*_outcomes(recorded / FOLDER, folder / FOLDER), *_artefacts(recorded, folder)]

@@ -7,6 +7,7 @@ Whoever wrote the sketch, the code or the kernel, the same stages look at it; a 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from flashwright.build.package import OWN, RECORD, inside
@@ -44,9 +45,18 @@ def parameters(run: Run, progress: Progress) -> Run:
     files = {"code.tl": written.code}
     for name, code in written.further.items():
         run = replace(run, kept=(*run.kept, *clear(run.folder, name, {})))
-        files |= {f"{name}/code.tl": code, f"{name}/spec.toml": run.artefacts["spec.toml"]}
+        files |= {f"{name}/code.tl": code, f"{name}/spec.toml": _spec_inside(run)}
     files["reasoning.md"] = reasoning(run.spec, run.gpu, written)
     return keep(replace(run, written=written), files)
+
+
+def _spec_inside(run: Run) -> str:
+    """The spec as a file in a subfolder."""
+    from flashwright import spec as specs
+
+    if run.spec.reference is None:
+        return run.artefacts["spec.toml"]
+    return specs.dump(run.spec.model_copy(update={"reference": f"../{run.spec.reference}"}))
 
 
 def check(run: Run, progress: Progress) -> Run:
@@ -75,9 +85,13 @@ def cpu(run: Run, progress: Progress) -> Run:
     if run.programs and set(run.verdicts) == set(run.programs):  # with the author's last attempt
         return run
     from flashwright.judge.cpu import judge
+    from flashwright.spec import BadSpec
 
     for kernel, program in run.programs.items():
-        verdict = judge(program, run.spec, progress=progress)
+        try:
+            verdict = judge(program, run.spec, base=run.folder, progress=progress)
+        except BadSpec as error:  # the user's own reference cannot be used
+            raise Failed(*(Diagnostic("FW903", line) for line in error.lines)) from None
         run = replace(run, verdicts={**run.verdicts, kernel: verdict})
         run = run.noting(inside(kernel, "code.tl"), *verdict.diagnostics)
         if not run.ok:
@@ -159,7 +173,7 @@ def verdict(run: Run, progress: Progress) -> Run:
         raise Skipped(Diagnostic("FW851", "there is no compiled kernel to run"))
     try:
         package = Candidate("package", str(run.folder.resolve()), title=str(run.folder))
-        found = judge(package, run.spec, progress=progress)
+        found = judge(package, run.spec, base=run.folder, progress=progress)
     except Failed as failed:
         # No GPU, or none that takes the kernel: nothing is known of it, for good or ill.
         if all(d.code == "FW851" for d in failed.diagnostics):
@@ -173,7 +187,8 @@ def _emulate(run: Run, progress: Progress, why: tuple[Diagnostic, ...]) -> Run:
     from flashwright.judge.emulated import judge_emulated
 
     try:
-        found = judge_emulated(run.folder, run.spec, seconds=EMULATION_SECONDS, progress=progress)
+        judged = partial(judge_emulated, run.folder, run.spec, base=run.folder)
+        found = judged(seconds=EMULATION_SECONDS, progress=progress)
     except Failed as failed:
         if all(d.bad_input for d in failed.diagnostics):
             raise Skipped(*why, *failed.diagnostics) from None

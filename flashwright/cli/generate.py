@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flashwright.cli.asked import Asked, asked
 from flashwright.cli.command import (
     FINE,
     WRONG,
@@ -18,13 +19,11 @@ from flashwright.cli.command import (
     flag,
     guarded,
     tell,
-    variant_spec,
 )
 
 if TYPE_CHECKING:
     from flashwright.by_model import Authors
     from flashwright.gpu import Gpu
-    from flashwright.spec import AttentionSpec
 
 BUILTIN = "builtin"
 MODELS = "Language models"
@@ -50,7 +49,10 @@ def _asked(*names: str, **settings: Any) -> Any:
 
 @guarded
 def generate(
-    variant: Annotated[str, typer.Argument(metavar="VARIANT", help="See `flashwright variants`.")],
+    variant: Annotated[
+        str,
+        typer.Argument(metavar="VARIANT", help="See `flashwright variants`; or plain English."),
+    ],
     gpu: Annotated[str, typer.Option(metavar="NAME", help="See `flashwright gpus`.")],
     causal: Annotated[bool, flag("--causal", help="A query sees no later key.")] = False,
     window: Annotated[
@@ -68,7 +70,13 @@ def generate(
     ] = None,
     alibi: Annotated[bool, flag("--alibi", help="Add ALiBi's slopes.")] = False,
     sink: Annotated[bool, flag("--sink", help="A sink logit for each head.")] = False,
+    sink_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="First keys that a window does not hide.")
+    ] = None,
     no_lse: Annotated[bool, flag("--no-lse", help="Do not return log-sum-exp.")] = False,
+    reference: Annotated[
+        str | None, typer.Option(metavar="FILE.py", help="A function that says what is right.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where to; default out/VARIANT-GPU.")
     ] = None,
@@ -123,16 +131,16 @@ def generate(
         "softcap": softcap,
         "alibi": alibi or None,
         "sink": sink or None,
+        "sink_tokens": sink_tokens,
         "lse": False if no_lse else None,
     }
     card = find_gpu(gpu)
-    spec, summary = variant_spec(variant, options)
-    folder = out or Path("out", f"{spec.variant}-{card.name}")
-    names = {"sketch": sketch, "code": params, "translate": translate}
-    asked = {stage: name or model or BUILTIN for stage, name in names.items()}
+    meant = asked(variant, options, reference)
+    folder = out or Path("out", f"{meant.spec.variant}-{card.name}")
+    named = {"sketch": sketch, "code": params, "translate": translate}
+    names = {stage: name or model or BUILTIN for stage, name in named.items()}
     wanted = _Wanted(base_url, candidates, attempts, tokens, minutes, dollars, price, fresh)
-    authors = _authors(asked, wanted, folder, spec, card, None)
-    return _generate(spec, summary, card, folder, quiet, authors)
+    return _generate(meant, card, folder, quiet, _authors(names, wanted, folder, meant, card))
 
 
 @dataclass(frozen=True)
@@ -153,9 +161,8 @@ def _authors(
     names: Mapping[str, str],
     wanted: _Wanted,
     folder: Path,
-    spec: AttentionSpec,
+    meant: Asked,
     card: Gpu,
-    description: str | None,
 ) -> Authors | None:
     """Who does which stage; None where it is the built-in author all along."""
     named = {stage: name for stage, name in names.items() if name != BUILTIN}
@@ -164,7 +171,7 @@ def _authors(
     from flashwright.author.llm.budget import Budget, Prices
     from flashwright.author.llm.connect import connect
     from flashwright.author.llm.transcript import FOLDER, Transcript
-    from flashwright.by_model import Asked, Authors
+    from flashwright.by_model import Authors, Who
 
     prices = Prices(*_price(wanted.price)) if wanted.price else None
     if wanted.dollars is not None and prices is None:
@@ -173,12 +180,14 @@ def _authors(
         )
     budget = Budget(wanted.attempts, wanted.tokens, wanted.dollars, 60 * wanted.minutes)
     models = {name: connect(name, wanted.base_url) for name in set(named.values())}
-    asked = {
-        stage: Asked(models[name], name, budget, prices, wanted.candidates)
+    every = {
+        stage: Who(models[name], name, budget, prices, wanted.candidates)
         for stage, name in named.items()
     }
-    authors = Authors(Transcript(folder / FOLDER), asked, description)
-    authors.begin(spec, card, fresh=wanted.fresh)
+    words = meant.description or None
+    function = (meant.reference or b"").decode("utf-8", "replace")
+    authors = Authors(Transcript(folder / FOLDER), every, words, function)
+    authors.begin(meant.spec, card, fresh=wanted.fresh)
     return authors
 
 
@@ -193,8 +202,7 @@ def _price(text: str) -> tuple[float, float]:
 
 
 def _generate(
-    spec: AttentionSpec,
-    summary: str,
+    meant: Asked,
     card: Gpu,
     folder: Path,
     quiet: bool,
@@ -205,9 +213,11 @@ def _generate(
     from flashwright.run import KINDS
 
     screen = show.Screen(show.console(quiet=quiet))
-    screen.header(summary, spec, card)
+    screen.header(meant.summary, meant.spec, card)
     try:
-        run = pipeline.generate(spec, card, folder, screen, authors)
+        run = pipeline.generate(
+            meant.spec, card, folder, screen, authors, reference=meant.reference
+        )
     finally:
         screen.close()
     if not run.ok:

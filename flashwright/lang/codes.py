@@ -142,6 +142,7 @@ CODES: dict[str, Code] = {
     "FW903": Code("a spec that cannot be read", bad_input=True),
     "FW904": Code("a program and a spec that do not belong together", bad_input=True),
     "FW905": Code("no configuration fits this GPU", bad_input=True),
+    "FW906": Code("words that no spec has", bad_input=True),
     # language models
     "FW911": Code("a model that cannot be reached", bad_input=True),
     "FW912": Code("a model's reply that cannot be used"),

@@ -13,7 +13,7 @@ from flashwright.author.builtin.variants import make_spec
 from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.connect import connect
 from flashwright.author.llm.transcript import FOLDER, Transcript
-from flashwright.by_model import Asked, Authors
+from flashwright.by_model import Authors, Who
 from flashwright.gpu import find
 from flashwright.pipeline import Stage
 from flashwright.replay import replay
@@ -57,7 +57,7 @@ def generate(
 ) -> Run:
     """A run up to the verdict of the CPU: what comes after it needs a compiler, and time."""
     model = connect("m", server.url, env={"OPENAI_API_KEY": key})
-    one = Asked(model, "m", Budget(attempts), candidates=candidates)
+    one = Who(model, "m", Budget(attempts), candidates=candidates)
     authors = Authors(Transcript(folder / FOLDER), dict.fromkeys(stages or ("code",), one))
     authors.begin(SPEC, CARD)
     return pipeline.generate(SPEC, CARD, folder, Nobody(), authors, last="cpu")
