@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flashwright import __version__
-from flashwright.cli import bench, emulate, kernel, receipt, report, tune, verify
+from flashwright.cli import bench, emulate, grammar, kernel, receipt, report, tune, verify
 from flashwright.cli.command import (
     FINE,
     INTERRUPTED,
@@ -403,7 +403,7 @@ def gpus() -> int:
     return FINE
 
 
-for part in (kernel, emulate, verify, bench, tune, receipt, report):
+for part in (kernel, emulate, verify, bench, tune, receipt, report, grammar):
     part.register(app)
 
 
