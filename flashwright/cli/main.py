@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flashwright import __version__
-from flashwright.cli import bench, emulate, generate, kernel, receipt, replay, report, tune, verify
+from flashwright.cli import (
+    bench,
+    emulate,
+    generate,
+    grammar,
+    kernel,
+    receipt,
+    replay,
+    report,
+    tune,
+    verify,
+)
 from flashwright.cli.command import (
     FINE,
     INTERRUPTED,
@@ -313,7 +324,7 @@ def gpus() -> int:
     return FINE
 
 
-for part in (generate, kernel, emulate, verify, bench, tune, receipt, report, replay):
+for part in (generate, kernel, replay, emulate, verify, bench, tune, receipt, report, grammar):
     part.register(app)
 
 
