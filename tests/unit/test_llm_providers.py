@@ -158,8 +158,10 @@ def test_a_reply_of_more_than_two_megabytes(provider: str) -> None:
 
 def test_an_answer_that_is_one_endless_line() -> None:
     limits = Limits(sent=200_000)
-    with serve([raw(b"data: " + b"x" * 1_000_000)]) as server, pytest.raises(NoAnswer):
-        reach("openai", server, limits).ask(HELLO)
+    with serve([raw(b"data: " + b"x" * 1_000_000)]) as server:
+        model = reach("openai", server, limits)
+        with pytest.raises(NoAnswer, match="more than a reply can be"):
+            model.ask(HELLO)
 
 
 def test_a_compressed_answer_is_not_unpacked() -> None:

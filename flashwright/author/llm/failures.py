@@ -22,6 +22,10 @@ _HELP = {
 _NO_USE = ("insufficient_quota", "invalid_request", "authentication", "permission", "not_found")
 
 
+class TooLong(httpx2.ReadError):
+    """An answer of more bytes than any may have."""
+
+
 def redact(text: str, key: str) -> str:
     """The text without the key, wherever it occurs."""
     return text.replace(key, "[key]") if key else text
@@ -74,6 +78,8 @@ def explain(error: Exception, line: Line, known: bool, read: Usage) -> NoAnswer:
         return NoAnswer(f"nothing answers at {line.where}", help=help, again=known)
     if isinstance(cause, httpx2.DecodingError):
         return NoAnswer(f"{line.where} compresses its answers, unasked", usage=read)
+    if isinstance(cause, TooLong):
+        return NoAnswer(f"{line.where} sends more than a reply can be", usage=read)
     if isinstance(cause, httpx2.TimeoutException):
         why = f"{line.where} fell silent"
     elif isinstance(cause, httpx2.HTTPError | httpx2.StreamError):

@@ -16,7 +16,7 @@ from typing import Protocol
 import httpx2
 
 from flashwright.author.llm.budget import estimate_prompt
-from flashwright.author.llm.failures import explain, plain, redact
+from flashwright.author.llm.failures import TooLong, explain, plain, redact
 from flashwright.author.llm.line import Limits, Line
 from flashwright.author.llm.model import Finish, NoAnswer, Question, Reply, Usage
 
@@ -137,10 +137,11 @@ def _most(question: Question, line: Line) -> int:
 
 
 def _reply(heard: Heard, question: Question, line: Line, seconds: float) -> Reply:
-    data = "".join(heard.parts).encode("utf-8", "replace")  # half a surrogate pair is good JSON
-    text = data[: _most(question, line)].decode("utf-8", "ignore")
+    text = "".join(heard.parts)
     if len(line.key) >= _SECRET:
-        text = redact(text, line.key)
+        text = redact(text, line.key)  # before any of it is cut off
+    data = text.encode("utf-8", "replace")  # half a surrogate pair is good JSON
+    text = data[: _most(question, line)].decode("utf-8", "ignore")
     prompt, completion = heard.prompt, heard.completion
     counted = prompt is not None and completion is not None and heard.finish is not None
     if prompt is None:
@@ -196,7 +197,7 @@ class _Measured(httpx2.SyncByteStream):
             yield piece[:left]
             left -= len(piece)
             if left <= 0:
-                raise httpx2.ReadError("too long")
+                raise TooLong("")
 
     def close(self) -> None:
         self._inner.close()
