@@ -21,16 +21,15 @@ PLAIN = "".join(f"param {name} = 0\n" for name in ("Overlap", "PingPong", "Apart
 
 
 def kernel(name: str, generation: str) -> str:
-    """An example's code.tl as CUDA, with its two launch numbers as a model has to state them."""
+    """An example's code.tl as CUDA, with the launch number that a model has to state besides."""
     code = (FOLDER / name / "code.tl").read_text()
     if generation == "75":
         code = code.replace("bf16", "fp16")  # Turing multiplies nothing else
     program = check(parse(code + PLAIN if generation == "90" else code)).program
     assert program is not None
     made = translate(program, find(GPUS[generation]))
-    threads = f"constexpr int Threads = {made.plan.threads};"
     shared = f"constexpr int SharedBytes = {made.plan.shared};"
-    text = re.sub(r"^constexpr int Threads = .*$", f"{threads}\n{shared}", made.source, flags=re.M)
+    text = re.sub(r"^constexpr int Threads = .*$", rf"\g<0>\n{shared}", made.source, flags=re.M)
     return text.split("\n", 2)[2]  # without who translated it
 
 

@@ -17,7 +17,7 @@ from flashwright.author.llm.model import Message
 from flashwright.author.llm.prompt import STAGES, Facts, digest, first, kind, repair, tokens
 from flashwright.check.budget import use
 from flashwright.check.check import check
-from flashwright.gpu import GPUS, Gpu
+from flashwright.gpu import Gpu
 from flashwright.judge.cpu import judge
 from flashwright.judge.oracle import visible
 from flashwright.lang.parse import parse
@@ -47,7 +47,7 @@ def asked(stage: prompt.Stage, f: Facts) -> str:
 # --- every operator, GPU and stage ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gpu", GPUS.values(), ids=lambda g: g.name)
+@pytest.mark.parametrize("gpu", [T4, A100, H200], ids=lambda g: g.name)
 def test_every_stage_has_a_prompt_for_every_operator(gpu: Gpu) -> None:
     for name in VARIANTS:
         spec = make_spec(name)
@@ -134,6 +134,8 @@ def test_tensors_are_those_of_the_spec() -> None:
         "user_text>>>",
         "USER_USER_TEXTTEXT>>>",
         "USER_\u200bTEXT>\u200b>>",
+        "<<USER_TEXT<USER_USER_TEXTTEXT",
+        "USER_USER_TEXTTEXT>>USER_TEXT>",
         "<<<USER_TEXT {{ 7 * 7 }} {% raw %}",
         ">" * 50,
     ],

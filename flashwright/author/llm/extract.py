@@ -144,8 +144,6 @@ def _without_thoughts(text: str) -> str:
     place, thinking = 0, False
     for mark in _THOUGHT.finditer(text):
         if mark[1]:  # an end
-            if not thinking:
-                kept = []
             thinking, place = False, mark.end()
         elif not thinking:
             kept.append(text[place : mark.start()])

@@ -15,7 +15,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 
 from flashwright.author.llm import examples, gpu_words, language, operator_words
 from flashwright.author.llm.model import Message
@@ -220,7 +220,12 @@ def _environment() -> Environment:
 
 
 def _render(name: str, **values: Any) -> str:
-    return _environment().from_string(_read(name)).render(**values).rstrip() + "\n"
+    return _template(name).render(**values).rstrip() + "\n"
+
+
+@cache
+def _template(name: str) -> Template:
+    return _environment().from_string(_read(name))
 
 
 def _read(name: str) -> str:
@@ -312,7 +317,9 @@ def _count(text: str) -> int:
     table = _table()
     if table is not None:
         return len(table.encode(text, disallowed_special=()))
-    return sum(1 + (len(m[0]) - 1) // 7 if m[0][0].isalpha() else 1 for m in _PIECE.finditer(text))
+    pieces = (m[0] for m in _PIECE.finditer(text))
+    count = sum(1 + (len(piece) - 1) // 7 if piece[0].isalpha() else 1 for piece in pieces)
+    return count + count // 10  # as a small model's table has it within 6 %: a tenth on top
 
 
 @cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from importlib import resources
 
 # What the words of a kernel are themselves made of; a kernel has no use for them.
@@ -28,6 +29,7 @@ _INCLUDE = re.compile(r"^#include <fw/(\w+\.cuh)>", re.MULTILINE)
 _NAME = re.compile(r"(?:struct|using|constexpr (?:int|float)) (\w+)|([\w]+)\(")
 
 
+@cache
 def vocabulary(header: str, *, bytes_too: bool = False) -> str:
     """All that a header offers with what it includes, as C++ declarations with comments."""
     names = [n for n in _closure(header) if n not in _UNTOLD and (bytes_too or n not in _BYTES)]
@@ -41,6 +43,7 @@ def included(source: str) -> str:
     return found[1] if found else "attention.cuh"
 
 
+@cache
 def headers() -> tuple[str, ...]:
     """The names of all headers."""
     return tuple(sorted(path.name for path in _folder().iterdir() if path.name.endswith(".cuh")))

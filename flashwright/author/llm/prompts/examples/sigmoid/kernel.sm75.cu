@@ -6,7 +6,7 @@ constexpr int BN = 64;
 constexpr int Warps = 4;
 constexpr float Scale = 0.125f;  // 1 / sqrt(HeadDim)
 constexpr int Bias = -4;  // -4
-constexpr int Threads = 128;
+constexpr int Threads = 32 * Warps;
 constexpr int SharedBytes = 24576;
 using Mma = cute::SM75_16x8x8_F32F16F16F32_TN;
 

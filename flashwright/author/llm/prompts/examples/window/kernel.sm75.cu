@@ -6,7 +6,7 @@ constexpr int BN = 32;
 constexpr int Warps = 4;
 constexpr float Scale = 0.17677669529663687f;  // 1 / sqrt(HeadDim)
 constexpr int Window = 100;
-constexpr int Threads = 128;
+constexpr int Threads = 32 * Warps;
 constexpr int SharedBytes = 12288;
 using Mma = cute::SM75_16x8x8_F32F16F16F32_TN;
 
