@@ -22,7 +22,7 @@ from pathlib import Path
 from flashwright.build import blame
 from flashwright.build.toolchain import Toolchain
 from flashwright.confine.session import use
-from flashwright.confine.start import Policy, confined
+from flashwright.confine.start import NOT_STARTED, Policy, confined
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
 GB, MB = 1 << 30, 1 << 20
@@ -120,6 +120,9 @@ def run_confined(
         finally:
             _end(child)
         said = _both_ends(log.fileno(), limits.log_bytes)
+    if child.returncode == NOT_STARTED:
+        hint = f"for code that a model wrote it may read no folders but its own; {READS} names more"
+        raise Failed(Diagnostic("FW821", said.strip()[:500] or "nvcc cannot be run", help=hint))
     if "(File size limit exceeded)" in said or _largest(place) >= limits.file_bytes:
         raise _too_much(f"it wrote a file of more than {limits.file_bytes // MB} MB")
     return child.returncode, said

@@ -19,6 +19,9 @@ from pathlib import Path
 from flashwright.confine.landlock import restrict
 from flashwright.confine.seal import die_with_parent, seal
 
+NOT_STARTED = 126
+"""The exit status where the command cannot be run at all, as a shell has it."""
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -41,7 +44,8 @@ def confined(policy: Policy, command: Sequence[str]) -> tuple[list[str], dict[st
     """The command line and the environment that run a command under a policy."""
     start = [sys.executable, "-P", "-S", "-s", "-m", "flashwright.confine.start"]
     package = str(Path(__file__).resolve().parents[2])
-    return [*start, json.dumps(asdict(policy)), *command], {"PYTHONPATH": package}
+    env = {**policy.environment, "PYTHONPATH": package}
+    return [*start, json.dumps(asdict(policy)), *command], env
 
 
 def _limit(kind: int, most: int) -> None:
@@ -63,7 +67,8 @@ def main() -> None:
     try:
         os.execve(command[0], command, dict(policy.environment))
     except OSError as error:
-        sys.exit(f"{command[0]} cannot be run: {error.strerror}")
+        print(f"{command[0]} cannot be run: {error.strerror}")
+        sys.exit(NOT_STARTED)
 
 
 if __name__ == "__main__":

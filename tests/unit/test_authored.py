@@ -115,6 +115,14 @@ def _has_landlock() -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
+@linux
+def test_a_compiler_that_cannot_be_run_is_not_the_codes_fault(nvcc: FakeNvcc) -> None:
+    nvcc.path.chmod(0o644)
+    found = failed(nvcc)
+    assert (found.code, "cannot be run: Permission denied" in found.message) == ("FW821", True)
+    assert process.READS in (found.help or "")
+
+
 def test_only_the_last_and_first_of_what_it_says_is_kept(nvcc: FakeNvcc) -> None:
     nvcc.set("yes 'kernel.cu(1): error: x' | head -c 9000000; exit 1", says="")
     assert failed(nvcc).message == "nvcc: x"
