@@ -92,6 +92,7 @@ TAKEN = {
     "in a string": 'char const* a = "#include <x> __FILE__ /* main() .incbin _Pragma";',
     "a string over lines": 'char const* a = "x \\\n#include <unistd.h>";',
     "a comment over lines": "// x \\\n#include <unistd.h>",
+    "blanks behind a backslash, as GCC has it": "// x \\ \t\n#include <unistd.h>",
     "unroll": "#pragma unroll\n#pragma unroll 4\n#pragma unroll (N * 2)\n#pragma nounroll",
     "once": "#pragma once",
     "conditions": "#if defined(A) && A > 2\n#elif B\n#else\n#endif\n#undef A\n#",
