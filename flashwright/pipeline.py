@@ -6,7 +6,6 @@ A stage writes its artefact as soon as it has it, so an interruption loses nothi
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -14,26 +13,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from flashwright import __version__
-from flashwright.build.package import CLASSES, IN_RECORD, OWN, RECORD, TUNING, inside
-from flashwright.files import cannot, recorded, set_aside, sha256, write
+from flashwright import __version__, stages
+from flashwright.build.package import OWN
+from flashwright.files import sha256, write
+from flashwright.folder import RESULT, keep, prepare
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.run import Finding, Progress, Run, Skipped, Status, Timing
 
 if TYPE_CHECKING:
-    from flashwright.build.toolchain import Toolchain
-    from flashwright.check.program import Program
+    from flashwright.by_model import Authors
     from flashwright.gpu import Gpu
     from flashwright.spec import AttentionSpec
 
 SCHEMA = 1
-RESULT = "result.json"
-EMULATION_SECONDS = 8.0  # for the verdict under emulation; `verify --on cpu` takes its time
-ARTEFACTS = (
-    *("spec.toml", "sketch.tl", "code.tl", "reasoning.md"),
-    *("kernel.cu", "kernel.map.json", "launch.json"),
-    *("kernel.cubin", "kernel.ptx", "build.json"),
-)
 
 
 @dataclass(frozen=True)
@@ -61,51 +53,44 @@ class Watcher(Protocol):
 
 
 def generate(
-    spec: AttentionSpec, gpu: Gpu, folder: Path, watcher: Watcher, stages: tuple[Stage, ...] = ()
+    spec: AttentionSpec,
+    gpu: Gpu,
+    folder: Path,
+    watcher: Watcher,
+    authors: Authors | None = None,
+    last: str = "verdict",
+    reference: bytes | None = None,
 ) -> Run:
     """Run all stages; a failed one is the last. The folder then holds what was made.
 
-    A stage that cannot run on this machine is skipped, and so is what needs its result.
+    `authors` names the language models that do some of them. `last` is the stage to end with. One
+    that cannot run on this machine is skipped, and so is what needs its result. `reference` is the
+    file that the spec's `reference` names: the folder gets it.
     """
     from flashwright import spec as specs
 
-    stages = stages or STAGES
-    kept = _prepare(folder)
-    run = _keep(Run(spec, gpu, folder, kept=kept), {"spec.toml": specs.dump(spec)})
-    for number, stage in enumerate(stages, 1):
-        watcher.begin(stage, number, len(stages))
+    works = authors.works() if authors else {}
+    steps = [replace(stage, work=works.get(stage.name, stage.work)) for stage in STAGES]
+    mine = {_reference(spec): reference} if reference is not None else {}
+    kept = prepare(folder, mine)
+    run = keep(Run(spec, gpu, folder, kept=kept), {"spec.toml": specs.dump(spec), **mine})
+    for number, stage in enumerate(steps, 1):
+        watcher.begin(stage, number, len(steps))
         run = _timed(stage, run, watcher.progress)
         watcher.end(stage, run)
-        if not run.ok:
+        if not run.ok or stage.name == last:
             break
     write(folder / RESULT, json.dumps(result(run), indent=2, ensure_ascii=False) + "\n")
+    if authors and run.ok:
+        authors.transcript.end("right")
     return run
 
 
-def _prepare(folder: Path) -> tuple[str, ...]:
-    """Make the folder and take away what an earlier run left; the names of what is kept as .bak."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        records = [folder / RESULT, folder / RECORD]
-        ours = {name: digest for path in records for name, digest in recorded(path).items()}
-        for path in records:  # nobody's work: they tell of files that now go
-            path.unlink(missing_ok=True)
-    except OSError as error:
-        raise cannot("use", folder, error) from None
-    kept = set_aside(folder, (*ARTEFACTS, CLASSES, TUNING), ours)
-    others = {name.partition("/")[0] for name in ours if "/" in name} - {"", ".", ".."}
-    return (*kept, *(name for other in sorted(others) for name in _clear(folder, other, ours)))
+def _reference(spec: AttentionSpec) -> str:
+    """The file of the spec's reference, without the function's name."""
+    from flashwright.judge.reference import split
 
-
-def _clear(folder: Path, kernel: str, ours: Mapping[str, str]) -> tuple[str, ...]:
-    """The same for a subfolder with a further kernel, which goes where nothing else is in it."""
-    told = recorded(folder / kernel / RECORD)
-    known = {**ours, **{f"{kernel}/{name}": digest for name, digest in told.items()}}
-    kept = set_aside(folder, [inside(kernel, name) for name in IN_RECORD], known)
-    with contextlib.suppress(OSError):
-        (folder / kernel / RECORD).unlink(missing_ok=True)
-        (folder / kernel).rmdir()
-    return kept
+    return split(spec.reference or "")[0]
 
 
 def _timed(stage: Stage, run: Run, progress: Progress) -> Run:
@@ -123,205 +108,55 @@ def _timed(stage: Stage, run: Run, progress: Progress) -> Run:
     return replace(after, timings=(*run.timings, timing))
 
 
-# --- the stages -------------------------------------------------------------------------------
-
-
-def _sketch(run: Run, progress: Progress) -> Run:
-    from flashwright.author.builtin.author import write_sketch
-
-    return _keep(run, {"sketch.tl": write_sketch(run.spec)})
-
-
-def _parameters(run: Run, progress: Progress) -> Run:
-    from flashwright.author.builtin.author import write_code
-    from flashwright.author.builtin.choose import NothingFits
-    from flashwright.author.builtin.reasoning import reasoning
-
-    try:
-        written = write_code(run.artefacts["sketch.tl"], run.spec, run.gpu)
-    except NothingFits as error:
-        hint = (
-            "another --gpu, --dtype or a smaller --head-dim may fit; `flashwright gpus` lists them"
-        )
-        raise Failed(Diagnostic("FW905", str(error), help=hint)) from None
-    files = {"code.tl": written.code}
-    for name, code in written.further.items():
-        run = replace(run, kept=(*run.kept, *_clear(run.folder, name, {})))
-        files |= {f"{name}/code.tl": code, f"{name}/spec.toml": run.artefacts["spec.toml"]}
-    files["reasoning.md"] = reasoning(run.spec, run.gpu, written)
-    return _keep(replace(run, written=written), files)
-
-
-def _check(run: Run, progress: Progress) -> Run:
-    from flashwright.check.check import check
-    from flashwright.lang.parse import parse
-
-    codes = {inside(kernel, "code.tl"): kernel for kernel in run.codes}
-    programs: dict[str, Program] = {}
-    for name in ("sketch.tl", *codes):
-        try:
-            checked = check(parse(run.artefacts[name]), run.gpu)
-            found, program = checked.diagnostics, checked.program
-        except Failed as failed:
-            found, program = failed.diagnostics, None
-        run = run.noting(name, *found)
-        if name in codes and program is not None:
-            programs[codes[name]] = program
-    return replace(run, programs=programs)
-
-
-def _cpu(run: Run, progress: Progress) -> Run:
-    from flashwright.judge.cpu import judge
-
-    for kernel, program in run.programs.items():
-        verdict = judge(program, run.spec, progress=progress)
-        run = replace(run, verdicts={**run.verdicts, kernel: verdict})
-        run = run.noting(inside(kernel, "code.tl"), *verdict.diagnostics)
-        if not run.ok:
-            break
-    return run
-
-
-def _translate(run: Run, progress: Progress) -> Run:
-    from flashwright.build import classes, package
-    from flashwright.lower.translate import translate
-
-    assert run.written is not None
-    try:
-        made = {kernel: translate(program, run.gpu) for kernel, program in run.programs.items()}
-    except Failed as failed:
-        # Not an error of the program: the translator does not do this GPU, or not this yet.
-        if all(d.bad_input for d in failed.diagnostics):
-            raise Skipped(*failed.diagnostics) from None
-        raise
-    files = {kernel: package.translated(one) for kernel, one in made.items()}
-    rules = classes.Classes.of(run.written.classes)
-    return _keep(replace(run, translations=made), classes.packed(files, rules))
-
-
-def _build(run: Run, progress: Progress) -> Run:
-    from flashwright.build import toolchain
-
-    if not run.translations:
-        raise Skipped(Diagnostic("FW821", "there is no CUDA source to compile"))
-    try:
-        tools = toolchain.find()
-    except Failed as failed:
-        raise Skipped(*failed.diagnostics) from None
-    # The package's own is the last: its record names those of the others.
-    for kernel in sorted(run.translations, key=lambda name: name == OWN):
-        run = _built(run, kernel, tools)
-        if not run.ok:
-            break
-    return run
-
-
-def _built(run: Run, kernel: str, tools: Toolchain) -> Run:
-    """One kernel compiled, and its files written."""
-    from flashwright.build import package
-    from flashwright.build.make import make
-
-    code, source = inside(kernel, "code.tl"), inside(kernel, "kernel.cu")
-    program, first = run.programs[kernel], run.translations[kernel]
-    try:
-        tl = run.artefacts[code]
-        made, built = make(program, run.gpu, first=first, tl=tl, toolchain=tools)
-    except Failed as failed:
-        for found in failed.diagnostics:
-            run = run.noting(code if found.span else source, found)
-        return run
-    run = replace(
-        run.noting(source, *built.warnings),
-        builds={**run.builds, kernel: built},
-        translations={**run.translations, kernel: made},
-    )
-    files = {**package.translated(made), **package.compiled(built)}
-    run = _keep(run, {inside(kernel, name): data for name, data in files.items()})
-    record = package.record(built, run.gpu, run.files_of(kernel))
-    return _keep(run, {inside(kernel, RECORD): record})
-
-
-def _verdict(run: Run, progress: Progress) -> Run:
-    from flashwright.judge.judge import judge
-    from flashwright.sandbox.candidate import Candidate
-
-    if run.built is None:
-        raise Skipped(Diagnostic("FW851", "there is no compiled kernel to run"))
-    try:
-        package = Candidate("package", str(run.folder.resolve()), title=str(run.folder))
-        found = judge(package, run.spec, progress=progress)
-    except Failed as failed:
-        # No GPU, or none that takes the kernel: nothing is known of it, for good or ill.
-        if all(d.code == "FW851" for d in failed.diagnostics):
-            return _emulate(run, progress, failed.diagnostics)
-        raise
-    return replace(run, gpu_verdict=found).noting("kernel.cu", *found.diagnostics)
-
-
-def _emulate(run: Run, progress: Progress, why: tuple[Diagnostic, ...]) -> Run:
-    """The verdict without a GPU; skipped where the emulator cannot be had or knows too little."""
-    from flashwright.judge.emulated import judge_emulated
-
-    try:
-        found = judge_emulated(run.folder, run.spec, seconds=EMULATION_SECONDS, progress=progress)
-    except Failed as failed:
-        if all(d.bad_input for d in failed.diagnostics):
-            raise Skipped(*why, *failed.diagnostics) from None
-        raise
-    findings = tuple(Finding("code.tl" if d.span else "kernel.cu", d) for d in found.diagnostics)
-    noted = replace(found, notes=(f"instead of a GPU: {why[0].message}", *found.notes))
-    return replace(run, emulated=noted, findings=run.findings + findings)
-
-
 # The measurement will stand behind these, in this tuple. Each takes the Run that the one before
 # returned and adds its own fields and files to it; its line then moves from LATER into its Stage.
 STAGES: tuple[Stage, ...] = (
     Stage(
         "sketch",
         "Sketch: what moves and what is computed",
-        _sketch,
+        stages.sketch,
         proves="the operator is thought through in TL",
         lacks="no sketch",
     ),
     Stage(
         "parameters",
         "Parameters: sizes that fit the GPU, and why",
-        _parameters,
+        stages.parameters,
         proves="every size is chosen for this GPU, with its reason",
         lacks="no sizes chosen",
     ),
     Stage(
         "check",
         "Check: shapes, spaces, layouts, order, budgets",
-        _check,
+        stages.check,
         proves="the TL code passes the checker and fits the GPU's budgets",
         lacks="not checked",
     ),
     Stage(
         "cpu",
         "CPU run: is it attention?",
-        _cpu,
+        stages.cpu,
         proves="run block by block on the CPU, it agrees with fp64 attention on all problems tried",
         lacks="not compared with fp64 attention",
     ),
     Stage(
         "translate",
         "Translation: CuTe C++, each block under its TL line",
-        _translate,
+        stages.translate,
         proves="the TL code is translated to CuTe C++",
         lacks="not translated to CUDA",
     ),
     Stage(
         "build",
         "Build: nvcc, and what ptxas says",
-        _build,
+        stages.build,
         proves="it compiles for this GPU without spilling a register",
         lacks="not compiled",
     ),
     Stage(
         "verdict",
         "Verdict: right on the GPU, or under emulation?",
-        _verdict,
+        stages.verdict,
         proves="run on the GPU at hand, it agrees with fp64 attention on all problems tried",
         lacks="not run on a GPU",
     ),
@@ -371,6 +206,7 @@ def result(run: Run) -> dict[str, Any]:
         "spec": run.spec.model_dump(mode="json"),
         "gpu": run.gpu.name,
         "stages": [_stage(timing) for timing in run.timings],
+        **({"asked": dict(run.asked)} if run.asked else {}),
         "parameters": [asdict(c) for c in run.written.choices] if run.written else [],
         "findings": [_finding(f) for f in run.findings],
         **_kernel(run, OWN),
@@ -405,21 +241,3 @@ def _finding(finding: Finding) -> dict[str, Any]:
 
     record: dict[str, Any] = json.loads(as_json([finding.diagnostic], finding.file))[0]
     return record
-
-
-# --- files ------------------------------------------------------------------------------------
-
-
-def _keep(run: Run, files: Mapping[str, str | bytes]) -> Run:
-    """Write files, in their order."""
-    for name, data in files.items():
-        path = run.folder / name
-        try:
-            path.parent.mkdir(exist_ok=True)
-        except OSError as error:
-            raise cannot("use", path.parent, error) from None
-        write(path, data)
-    text = {name: data for name, data in files.items() if isinstance(data, str)}
-    binary = {name: data for name, data in files.items() if isinstance(data, bytes)}
-    artefacts, binaries = {**run.artefacts, **text}, {**run.binaries, **binary}
-    return replace(run, artefacts=artefacts, binaries=binaries)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from flashwright.build.package import OWN
 from flashwright.lang.diagnostic import Diagnostic
@@ -83,6 +83,8 @@ class Run:
     gpu_verdict: GpuVerdict | None = None
     emulated: GpuVerdict | None = None
     """The verdict on the kernels' PTX, executed on the CPU: where no GPU can run it."""
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    """What each stage that a language model did has taken."""
     kept: tuple[str, ...] = ()
     """Files that were in the folder, not as we wrote them: they are now NAME.bak."""
 

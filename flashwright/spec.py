@@ -34,6 +34,7 @@ FLOAT_RANGE = (1e-30, 1e30)  # kernels hold these numbers in fp32
 
 RUN_TIME_DIMS = ("batch", "heads", "kv_heads", "q_len", "kv_len")
 _ALWAYS_DUMPED = ("variant", "heads", "kv_heads", "head_dim", "dtype")
+_PYTHON = r"[^\0\ud800-\udfff]*\.py(:[A-Za-z_][A-Za-z0-9_]*)?"
 _TEXT_FIELDS = ("variant", "dtype", "branch", "reference")
 
 
@@ -65,6 +66,8 @@ class AttentionSpec(BaseModel):
     window: int | None = None
     """Sliding window: position p = q_idx + kv_len - q_len sees key k when |p - k| < window
     (and k <= p when causal)."""
+    sink_tokens: int | None = None
+    """With a window: the first so many keys are seen whatever the window (k <= p when causal)."""
     softcap: float | None = None
     """c: a score s becomes c * tanh(s / c)."""
     alibi: bool = False
@@ -86,7 +89,8 @@ class AttentionSpec(BaseModel):
     top_k: int = 16
     """NSA: selected blocks per query."""
     reference: str | None = None
-    """A Python file with `reference(inputs, dims)`; its path is relative to the spec's file."""
+    """A Python file with a function that says what is right, as FILE.py or FILE.py:function; its
+    path is relative to the spec's file."""
     tolerance: float | None = None
     """Allowed error relative to the output's RMS. None: what the dtype allows."""
     dims: dict[str, int] = Field(default_factory=dict)
@@ -139,15 +143,24 @@ class AttentionSpec(BaseModel):
         if self.value_dim != self.head_dim:
             width += f" (V {self.value_dim})"
         extras = [
-            "causal" if self.causal else "every key visible",
-            f"window of {self.window}" if self.window is not None else "",
-            f"softcap {self.softcap:g}" if self.softcap is not None else "",
+            "causal" if self.causal else "every key visible" if self.window is None else "",
+            self._window_in_words,
+            f"softcap {_exact(self.softcap)}" if self.softcap is not None else "",
             "ALiBi" if self.alibi else "",
-            "sink" if self.sink else "",
+            "sink logit" if self.sink else "",
+            f"scale {_exact(self.scale)}" if self.scale is not None else "",
             "" if self.lse else "no log-sum-exp",
         ]
         dtype = "fp8 in, bf16 out" if self.dtype == "fp8" else self.dtype
         return ", ".join(filter(None, [*extras, heads, width, dtype]))
+
+    @property
+    def _window_in_words(self) -> str:
+        if self.window is None:
+            return ""
+        told = f"window of {self.window}" + ("" if self.causal else " to both sides")
+        tokens = self.sink_tokens
+        return told + (f", {tokens} sink token{'s' * (tokens > 1)}" if tokens else "")
 
     def compressed_blocks(self, tokens: int) -> int:
         """How many whole compressed blocks `tokens` tokens make (NSA)."""
@@ -197,7 +210,7 @@ class AttentionSpec(BaseModel):
             raise _wrong(f"must be a multiple of 8, not {value}: use {choice}")
         return value
 
-    @field_validator("window", "block", "stride", "selected_block", "top_k")
+    @field_validator("window", "sink_tokens", "block", "stride", "selected_block", "top_k")
     @classmethod
     def _count(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value is not None:
@@ -228,7 +241,7 @@ class AttentionSpec(BaseModel):
     @field_validator("reference")
     @classmethod
     def _reference(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[^\0\ud800-\udfff]*\.py", value, re.DOTALL):
+        if value is not None and not re.fullmatch(_PYTHON, value, re.DOTALL):
             raise _wrong(f"{value[:64]!a} is not a Python file: give the path of a .py file")
         return value
 
@@ -252,6 +265,9 @@ class AttentionSpec(BaseModel):
                 f"use {self.block} or less",
                 "stride",
             )
+        if self.sink_tokens is not None and self.window is None:
+            fix = "add window = 512, or leave it out (a logit that joins the softmax is sink)"
+            raise _wrong(f"changes nothing without a window: {fix}", "sink_tokens")
         if self.branch == "window" and self.window is None:
             raise _wrong("branch 'window' needs its width: add window = 512", "window")
         if self.branch in ("compressed", "selected") and self.window is not None:
@@ -270,6 +286,11 @@ def _wrong(why: str, field: str = "") -> PydanticCustomError:
 def _shown(value: int) -> str:
     """A number for a message; Python refuses to print integers of thousands of digits."""
     return str(value) if abs(value) < 10**18 else "a number that large"
+
+
+def _exact(value: float) -> str:
+    """A number as short as it can be without becoming another."""
+    return f"{value:g}" if float(f"{value:g}") == value else repr(value)
 
 
 def _check_count(value: int, most: int, hint: str = "") -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from flashwright.build.toolchain import GET_HOST, GET_NVCC
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from flashwright.build.compile import LineMap
 
 MOST = 5  # further errors are mostly echoes of the first
+_MOST_READ = 200
 
 # `kernel.cu(12): error: x` and `fw/a.cuh(3): error #20: x` of nvcc, `kernel.cu:12:5: error: x` of
 # the host's preprocessor, `ptxas x.ptx, line 3; error   : x` of ptxas.
@@ -26,6 +28,7 @@ _ERROR = re.compile(
     re.MULTILINE,
 )
 _FROM_KERNEL = re.compile(r"\bat line (\d+) of \"?kernel\.cu\b")
+_HOST = re.compile(r"(?<![\w)\]])/(?:[\w.+@-]+/)+")  # the folders of this machine
 _NO_HEADER = re.compile(r"fatal error: (\S+): No such file or directory")
 
 # What is wrong with the machine and not with the kernel, in nvcc's words.
@@ -47,29 +50,40 @@ _SLOW = re.compile(r"^.*\((C75(?:08|10|11|15))\)\s*(.*)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Places:
-    """Where in the TL a line of the generated code came from."""
+    """Where in the TL a line of the generated code came from.
+
+    Of code that a model wrote (its `own`) the text is kernel.cu itself: who wrote it can mend it.
+    """
 
     map: LineMap | None
     tl: str
+    own: bool = False
+    ptx: tuple[str, ...] = ()
+    """Its lines, where the model wrote some of them itself."""
 
     def span(self, cu_line: int | None) -> Span | None:
         """The TL line as a place in its text; None where that is not known."""
+        if self.own and cu_line is not None:
+            return line_span(self.tl, cu_line)
         if cu_line is None or self.map is None:
             return None
         line = self.map.tl_line(cu_line)
         return None if line is None else line_span(self.tl, line)
 
 
-def refused(code: int, log: str, places: Places) -> Failed:
-    """What to say of an nvcc that has failed."""
+def refused(code: int, log: str, places: Places, ptx: str = "") -> Failed:
+    """What to say of an nvcc that has failed; `ptx` is what it had made by then."""
     if code < 0 or (code >= 128 + signal.SIGHUP and code != 255):  # 255: ptxas's plain no
         number = -code if code < 0 else code - 128
         return unfinished(f"nvcc was ended from outside or broke down (signal {number})")
-    machine = _machine(log)
+    matches = list(islice(_ERROR.finditer(log), _MOST_READ))
+    # A model's own code may say anything in a message of its own: only ours is above suspicion.
+    own = places.own and any((m["file"] or "").endswith("kernel.cu") for m in matches)
+    machine = None if own else _machine(log)
     if machine is not None:
         return Failed(machine)
-    matches = list(_ERROR.finditer(log))
     ends = [m.start() for m in matches[1:]] + [len(log)]  # what stands below an error belongs to it
+    places = replace(places, ptx=tuple(ptx.split("\n"))) if places.own else places
     errors = [
         _error(m, log[m.start() : end], places) for m, end in zip(matches, ends, strict=False)
     ]
@@ -78,6 +92,7 @@ def refused(code: int, log: str, places: Places) -> Failed:
         found = [d for d in found if "aborted due to errors" not in d.message]
     if not found:
         last = " / ".join(line.strip() for line in log.strip().split("\n")[-3:])[:500]
+        last = _HOST.sub("", last) if places.own else last
         found = [Diagnostic("FW822", f"nvcc failed with {code}: {last or 'it said nothing'}")]
     return Failed(*found[:MOST])
 
@@ -111,16 +126,29 @@ def _error(match: re.Match[str], whole: str, places: Places) -> Diagnostic:
     if line is not None:
         inside = "" if match["file"].endswith("kernel.cu") else f"{where}, from "
         where = f"{inside}kernel.cu:{line}"
-    text = match["text"] or match["said"] or match["plain"]
-    at = f" ({where})" if where else ""
+    text = (match["text"] or match["said"] or match["plain"]).strip()
     span = places.span(line)
+    if places.own:
+        return _own_error(_HOST.sub("", text), where, span, match["ptx"], places)
+    at = f" ({where})" if where else ""
     hint = (
         "the generated code is wrong, not your program: please report it with the TL"
         if span or places.map
         else None
     )
     label = "this became the code that nvcc refuses" if span else ""
-    return Diagnostic("FW822", f"nvcc: {text.strip()}{at}", span, label, help=hint)
+    return Diagnostic("FW822", f"nvcc: {text}{at}", span, label, help=hint)
+
+
+def _own_error(
+    text: str, where: str, span: Span | None, ptx: str | None, places: Places
+) -> Diagnostic:
+    """The same for whoever wrote the code: under its own line, and the PTX that asm has become."""
+    here = where.startswith("kernel.cu:") and span is not None
+    at = "" if here or not where else f" (in {where})"
+    if ptx and 1 <= int(ptx) <= len(places.ptx):
+        at = f" (in the PTX: {places.ptx[int(ptx) - 1].strip()[:120]})"
+    return Diagnostic("FW822", f"nvcc: {text}{at}", span)
 
 
 def _short(path: str) -> str:
@@ -153,7 +181,9 @@ def refuse_serialised(log: str) -> None:
         raise Failed(*found)
 
 
-def unfinished(text: str) -> Failed:
+SHORT = "nothing was kept of it; the machine may be short of memory, or the tiles very large"
+
+
+def unfinished(text: str, hint: str = SHORT) -> Failed:
     """A compiler that did not come to an end."""
-    hint = "nothing was kept of it; the machine may be short of memory, or the tiles very large"
     return Failed(Diagnostic("FW825", text, help=hint))

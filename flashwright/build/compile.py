@@ -6,11 +6,7 @@ What is measured to be slow is an error here: spilled registers, wgmma that ptxa
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import signal
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -19,6 +15,7 @@ from typing import Any, Protocol
 
 from flashwright.build import blame
 from flashwright.build.cache import Cache, Entry, digest
+from flashwright.build.process import Limits, run, run_confined
 from flashwright.build.toolchain import Toolchain, find
 from flashwright.files import cannot
 from flashwright.lang.diagnostic import Diagnostic, Failed
@@ -33,8 +30,6 @@ FLAGS = (
 _PLACE = re.compile(rb"(_INTERNAL_|_GLOBAL__N__)[0-9a-f]{8}(?=_)")
 TIME_LIMIT = 600.0
 NAME = "kernel.cu"
-# These change what nvcc does without being in the key of the cache.
-HIDDEN_FLAGS = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 
 
 class LineMap(Protocol):
@@ -88,27 +83,33 @@ def build(
     tl: str = "",
     toolchain: Toolchain | None = None,
     cache: Cache | None = None,
-    time_limit: float = TIME_LIMIT,
+    time_limit: float | None = None,
     may_spill: bool = False,
     line_info: bool = False,
+    untrusted: bool = False,
 ) -> Built:
     """Compile a kernel, or take it from the cache.
 
     `real` compiles the same PTX for a newer GPU than `arch`. `map` and the text of `tl` put what
     nvcc complains about under its TL line. A kernel that spills is refused, unless it `may_spill`.
-    `line_info` keeps the source's lines in the cubin, for tools that tell of them.
+    `line_info` keeps the source's lines in the cubin, for tools that tell of them. `untrusted`
+    code, which a model wrote, is compiled in a confined process (process.py), in two minutes at
+    most, and what nvcc complains about is put under the line of the source itself.
     """
     tools, store = toolchain or find(), cache or Cache()
+    seconds = time_limit or (Limits.seconds if untrusted else TIME_LIMIT)
+    limits = Limits(seconds=seconds) if untrusted else None
+    places = blame.Places(None, source, own=True) if untrusted else blame.Places(map, tl)
     real = real or arch
     flags = (*FLAGS, *(("-lineinfo",) if line_info else ()), *target(arch, real))
     key = digest([source, tools.version, *flags], [tools.device, tools.cutlass])
     entry, cached = store.get(key), True
     if entry is None:
-        with store.turn(key, patience=time_limit):
+        with store.turn(key, patience=seconds):
             entry = store.get(key)  # whoever had the turn before may have made it
             if entry is None:
-                places = blame.Places(map, tl)
-                entry, cached = _compiled(source, flags, tools, store, places, time_limit), False
+                work = _Work(tools, store, places, seconds, limits)
+                entry, cached = _compiled(source, flags, work), False
                 store.put(key, entry)
     facts = Facts(**entry.facts)
     if not may_spill:
@@ -146,22 +147,35 @@ def _warnings(store: Cache) -> tuple[Diagnostic, ...]:
     return (Diagnostic("FW826", text, help=hint),)
 
 
-def _compiled(
-    source: str,
-    flags: Sequence[str],
-    tools: Toolchain,
-    store: Cache,
-    places: blame.Places,
-    time_limit: float,
-) -> Entry:
+@dataclass(frozen=True)
+class _Work:
+    """What one run of nvcc has to do with, beside what it compiles."""
+
+    tools: Toolchain
+    store: Cache
+    places: blame.Places
+    seconds: float
+    limits: Limits | None
+    """Of code that nobody has read."""
+
+    def nvcc(self, command: Sequence[str], place: Path) -> tuple[int, str]:
+        if self.limits is None:
+            return run(command, place, self.seconds)
+        return run_confined(command, place, self.tools, self.limits)
+
+
+def _compiled(source: str, flags: Sequence[str], work: _Work) -> Entry:
+    tools, places = work.tools, work.places
     start = time.monotonic()
-    with store.workplace() as place:
+    with work.store.workplace() as place:
         command = [str(tools.nvcc), *flags, "-I", str(tools.device), "-I", str(tools.cutlass)]
         try:
             (place / NAME).write_text(source, encoding="utf-8")
-            code, log = run([*command, "-o", "kernel.cubin", NAME], place, time_limit)
+            code, log = work.nvcc([*command, "-o", "kernel.cubin", NAME], place)
             if code != 0:
-                raise blame.refused(code, log, places)
+                half = place / "kernel.ptx"
+                text = half.read_text(errors="replace") if places.own and half.is_file() else ""
+                raise blame.refused(code, log, places, text)
             named = [(place / n).read_bytes() for n in ("kernel.cubin", "kernel.ptx")]
             cubin, ptx = (_PLACE.sub(rb"\g<1>00000000", data) for data in named)
         except OSError as error:
@@ -171,51 +185,6 @@ def _compiled(
         raise Failed(Diagnostic("FW822", "ptxas tells of no kernel in the generated code"))
     blame.refuse_serialised(log)
     return Entry(asdict(facts), cubin, ptx)
-
-
-# --- the process ------------------------------------------------------------------------------
-
-
-def run(command: Sequence[str], place: Path, time_limit: float) -> tuple[int, str]:
-    """Run nvcc in a session of its own; its exit status and all it said.
-
-    It starts a dozen processes: however we leave, by Ctrl-C or by the clock, all of them are ended.
-    """
-    env = {k: v for k, v in os.environ.items() if k not in HIDDEN_FLAGS}
-    env |= {"TMPDIR": str(place), "LC_ALL": "C"}  # what is said in another language is not parsed
-    try:
-        child = subprocess.Popen(
-            command,
-            cwd=place,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    except OSError as error:
-        text = f"{command[0]} cannot be run: {error.strerror}"
-        raise Failed(Diagnostic("FW821", text)) from None
-    try:
-        said, _ = child.communicate(timeout=time_limit)
-        return child.returncode, said.decode(errors="replace")
-    except subprocess.TimeoutExpired:
-        raise blame.unfinished(f"nvcc was stopped after {time_limit:g} seconds") from None
-    finally:
-        _end(child)
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the whole session; there is nothing left of it where nvcc ended by itself."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        if hasattr(os, "killpg"):
-            os.killpg(child.pid, signal.SIGKILL)
-        else:
-            child.kill()
-    if child.returncode is None:
-        child.wait()
-    if child.stdout:
-        child.stdout.close()
 
 
 # --- what ptxas says --------------------------------------------------------------------------

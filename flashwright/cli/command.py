@@ -253,3 +253,11 @@ def _bad_spec(code: str, lines: Sequence[str], filename: str, source: str = "") 
         span = line_span(source, int(place[1])) if place and place[1] else None
         found.append(Diagnostic(code, line[place.end() :] if place else line, span))
     return Blamed(found, filename, source)
+
+
+# --- options ----------------------------------------------------------------------------------
+
+
+def flag(*names: str, **settings: Any) -> Any:
+    """An option without a value; typer would show its type, `bool`, which helps nobody."""
+    return typer.Option(*names, metavar=" ", **settings)

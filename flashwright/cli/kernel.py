@@ -223,9 +223,11 @@ def _inputs(file: str, source: str) -> dict[str, str | bytes]:
 
         spec, base = meant
         if spec.reference is not None:
-            name = Path(spec.reference).name
-            files[name] = (base / spec.reference).read_bytes()
-            spec = spec.model_copy(update={"reference": name})
+            from flashwright.judge.reference import split
+
+            path, _ = split(str(base / spec.reference))
+            files[Path(path).name] = Path(path).read_bytes()
+            spec = spec.model_copy(update={"reference": Path(spec.reference).name})
         own = code.with_name("spec.toml")
         there = code.name == CODE and own.is_file() and not code.with_suffix(".toml").is_file()
         files["spec.toml"] = own.read_bytes() if there else specs.dump(spec)

@@ -11,13 +11,23 @@ import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flashwright import __version__
-from flashwright.cli import bench, emulate, kernel, receipt, report, tune, verify
+from flashwright.cli import (
+    bench,
+    emulate,
+    generate,
+    grammar,
+    kernel,
+    receipt,
+    replay,
+    report,
+    tune,
+    verify,
+)
 from flashwright.cli.command import (
     FINE,
     INTERRUPTED,
@@ -26,11 +36,10 @@ from flashwright.cli.command import (
     colored,
     exit_code,
     find_gpu,
+    flag,
     guarded,
     read_source,
     shown_name,
-    tell,
-    variant_spec,
     write_source,
 )
 from flashwright.lang.codes import CODES
@@ -39,7 +48,6 @@ from flashwright.lang.diagnostic import Diagnostic, Failed
 if TYPE_CHECKING:
     from flashwright.check.check import Checked
     from flashwright.gpu import Gpu
-    from flashwright.spec import AttentionSpec
 
 FIX_ROUNDS = 10  # a fix may lay bare the next mistake; a fix that never ends is a bug
 
@@ -67,19 +75,6 @@ class RunFormat(StrEnum):
     JSON = "json"
 
 
-class Dtype(StrEnum):
-    """Element types of Q, K, V and O."""
-
-    FP16 = "fp16"
-    BF16 = "bf16"
-    FP8 = "fp8"
-
-
-def flag(*names: str, **settings: Any) -> Any:
-    """An option without a value; typer would show its type, `bool`, which helps nobody."""
-    return typer.Option(*names, metavar=" ", **settings)
-
-
 def size(**settings: Any) -> Any:
     """An option for a size of the problem, within what a CPU run can be asked for."""
     return typer.Option(metavar="N", min=1, max=1 << 17, show_default=False, **settings)
@@ -102,80 +97,6 @@ def _root(
     ] = False,
 ) -> None:
     pass
-
-
-# --- generate ---------------------------------------------------------------------------------
-
-
-@app.command(rich_help_panel="Make")
-@guarded
-def generate(
-    variant: Annotated[str, typer.Argument(metavar="VARIANT", help="See `flashwright variants`.")],
-    gpu: Annotated[str, typer.Option(metavar="NAME", help="See `flashwright gpus`.")],
-    causal: Annotated[bool, flag("--causal", help="A query sees no later key.")] = False,
-    window: Annotated[
-        int | None, typer.Option(metavar="N", help="Sliding window, in positions.")
-    ] = None,
-    head_dim: Annotated[int | None, typer.Option(metavar="N", help="Columns of Q and K.")] = None,
-    v_dim: Annotated[
-        int | None, typer.Option(metavar="N", help="Columns of V and O, if others.")
-    ] = None,
-    heads: Annotated[int | None, typer.Option(metavar="N", help="Query heads.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(metavar="N", help="Heads of K and V.")] = None,
-    dtype: Annotated[Dtype | None, typer.Option(help="Of Q, K, V and O.")] = None,
-    softcap: Annotated[
-        float | None, typer.Option(metavar="X", help="s becomes X * tanh(s / X).")
-    ] = None,
-    alibi: Annotated[bool, flag("--alibi", help="Add ALiBi's slopes.")] = False,
-    sink: Annotated[bool, flag("--sink", help="A sink logit for each head.")] = False,
-    no_lse: Annotated[bool, flag("--no-lse", help="Do not return log-sum-exp.")] = False,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where to; default out/VARIANT-GPU.")
-    ] = None,
-    quiet: Annotated[bool, flag("--quiet", "-q", help="Print the verdict only.")] = False,
-) -> int:
-    """Make an attention operator: TL sketch, sizes, check, CPU run, CUDA, cubin."""
-    options = {
-        "causal": causal or None,
-        "window": window,
-        "head_dim": head_dim,
-        "v_dim": v_dim,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "dtype": dtype.value if dtype else None,
-        "softcap": softcap,
-        "alibi": alibi or None,
-        "sink": sink or None,
-        "lse": False if no_lse else None,
-    }
-    card = find_gpu(gpu)
-    spec, summary = variant_spec(variant, options)
-    folder = out or Path("out", f"{spec.variant}-{card.name}")
-    return _generate(spec, summary, card, folder, quiet)
-
-
-def _generate(spec: AttentionSpec, summary: str, card: Gpu, folder: Path, quiet: bool) -> int:
-    from flashwright import pipeline
-    from flashwright.cli import show
-    from flashwright.run import KINDS
-
-    screen = show.Screen(show.console(quiet=quiet))
-    screen.header(summary, spec, card)
-    try:
-        run = pipeline.generate(spec, card, folder, screen)
-    finally:
-        screen.close()
-    if not run.ok:
-        for finding in run.failed:
-            name = finding.file or "command line"
-            tell([finding.diagnostic], name, run.artefacts.get(finding.file, ""))
-    screen.closing(run, str(folder))
-    if quiet and run.ok and run.verdicts:
-        rest = "" if run.built else "; not compiled"
-        worst = max(verdict.worst for verdict in run.verdicts.values())
-        said = f"{KINDS[run.kind]}{rest}"
-        print(f"{folder}: agrees with fp64, largest rms error {worst:.1e}; {said}")
-    return FINE if run.ok else max(WRONG, exit_code([f.diagnostic for f in run.failed]))
 
 
 # --- check and fmt ----------------------------------------------------------------------------
@@ -403,7 +324,7 @@ def gpus() -> int:
     return FINE
 
 
-for part in (kernel, emulate, verify, bench, tune, receipt, report):
+for part in (generate, kernel, replay, emulate, verify, bench, tune, receipt, report, grammar):
     part.register(app)
 
 

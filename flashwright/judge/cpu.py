@@ -16,6 +16,7 @@ from flashwright.interpret import interpret, shape_of
 from flashwright.judge import inputs as trial
 from flashwright.judge import oracle
 from flashwright.judge.localise import localise
+from flashwright.judge.reference import UserReference, user_reference
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.spec import AttentionSpec
 
@@ -28,6 +29,9 @@ LOW = (33, 33)
 """The lengths of one more problem, whose scores are all far below 0: there a running maximum that
 starts at 0, and not below every score, loses all the weights. (A sink is where the maximum starts,
 and a row that is all sink has nothing to compare.)"""
+FEW, BEYOND, FARTHEST = 33, 90, 8192
+"""The problem for a window that none of LENGTHS reaches past: so many queries, so many keys more
+than the window has. One wider than FARTHEST is left to the GPU."""
 
 # The caller's order of a tensor's axes; a head's group members are part of the head axis.
 _CALLER_ORDER = "BHGLD"
@@ -95,9 +99,10 @@ def judge(
     `base` is the folder that the spec's `reference` is relative to; `kind` the distribution of
     the inputs (see inputs.py).
     """
-    reference = oracle.user_reference((base or Path()) / spec.reference) if spec.reference else None
+    reference = user_reference((base or Path()) / spec.reference) if spec.reference else None
     _same_types(program, spec)
-    problems = [(dict(c), kind) for c in (cases if cases is not None else default_cases(spec))]
+    usual = default_cases(spec, (*LENGTHS, *past_the_window(spec)))
+    problems = [(dict(c), kind) for c in (cases if cases is not None else usual)]
     if cases is None and reference is None and kind == "normal" and not spec.sink:
         problems.append((default_cases(spec, [LOW])[0], "opposed"))
     results: list[CaseResult] = []
@@ -121,6 +126,16 @@ def _same_types(program: Program, spec: AttentionSpec) -> None:
             text = f"`{tensor.name}` is {tensor.dtype}, but the spec's dtype makes it {wanted}"
             hint = f"`Allocate {tensor.name} in global (...) as {wanted}`, or change the spec"
             raise Failed(Diagnostic("FW904", text, tensor.declared.span, help=hint))
+
+
+def past_the_window(
+    spec: AttentionSpec, lengths: Sequence[tuple[int, int]] = LENGTHS
+) -> list[tuple[int, int]]:
+    """Lengths at which a window hides keys, where none of the usual ones are so long."""
+    longest = max(kv_len for _, kv_len in lengths)
+    if spec.window is None or not longest <= spec.window <= FARTHEST:
+        return []
+    return [(FEW, spec.window + (spec.sink_tokens or 0) + BEYOND)]
 
 
 def default_cases(
@@ -156,7 +171,7 @@ class Trial:
         spec: AttentionSpec,
         dims: dict[str, int],
         seed: int,
-        reference: oracle.UserReference | None,
+        reference: UserReference | None,
         kind: str,
     ) -> None:
         self.program, self.spec, self.dims = program, spec, dims
@@ -172,13 +187,13 @@ class Trial:
             return
         self._compare(found, standard=reference is None)
 
-    def _inputs(
-        self, seed: int, reference: oracle.UserReference | None, kind: str
-    ) -> dict[str, Array]:
-        if reference is None:
+    def _inputs(self, seed: int, reference: UserReference | None, kind: str) -> dict[str, Array]:
+        made = None
+        if reference is not None:
+            made = reference.make_inputs(np.random.default_rng(seed), self.dims)
+        if made is None and (reference is None or reference.by_name):
             made = trial.make_inputs(self.spec, self.dims, seed, kind)
-        else:
-            made = reference.make_inputs(np.random.default_rng(seed), self.dims) or {}
+        made = made or {}
         for number, tensor in enumerate(self.program.inputs):
             if tensor.name not in made:
                 if reference is None:

@@ -2,7 +2,7 @@
 
 The operator under `scaled_dot_product_attention` is called itself, because only it knows windows,
 and causal masks where queries and keys are not equally many. What it does not know (softcap, ALiBi,
-sinks) is left out for it: its error is then that of the plain problem.
+sinks, sink tokens) is left out for it: its error is then that of the plain problem.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def error(
 
     if unable(spec) is not None:
         return None
-    plain = spec.model_copy(update={"softcap": None, "alibi": False, "sink": False, "branch": None})
-    if (plain.softcap, plain.alibi, plain.sink) != (spec.softcap, spec.alibi, spec.sink):
+    lacks: dict[str, Any] = {"softcap": None, "alibi": False, "sink": False, "sink_tokens": None}
+    plain = spec.model_copy(update={**lacks, "branch": None})
+    if any(getattr(spec, name) != value for name, value in lacks.items()):
         expected = oracle_device.attention(torch, plain, inputs, dims)["O"]
     try:
         found = _forward(plain, *(inputs[name] for name in "QKV"))

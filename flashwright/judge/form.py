@@ -13,8 +13,8 @@ from flashwright.build import classes
 from flashwright.build.encode import LAYOUTS, caller_order
 from flashwright.build.load import read_plan
 from flashwright.judge import inputs as trial
-from flashwright.judge import oracle
 from flashwright.judge.problems import Problem
+from flashwright.judge.reference import UserReference
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.launch_plan import LaunchPlan, PlanTensor, evaluate
 from flashwright.sandbox.candidate import Candidate
@@ -31,7 +31,7 @@ class Form(Protocol):
     def optional(self) -> bool:
         """Whether outputs after the first may be left out."""
 
-    def inputs(self, problem: Problem, reference: oracle.UserReference | None) -> dict[str, Array]:
+    def inputs(self, problem: Problem, reference: UserReference | None) -> dict[str, Array]:
         """All that the oracle needs."""
 
     def taken(self, made: Mapping[str, Array]) -> dict[str, Array]:
@@ -64,7 +64,7 @@ class SpecForm:
     writes: bool
     optional: bool = False
 
-    def inputs(self, problem: Problem, reference: oracle.UserReference | None) -> dict[str, Array]:
+    def inputs(self, problem: Problem, reference: UserReference | None) -> dict[str, Array]:
         """See Form."""
         if reference is not None:
             made = reference.make_inputs(np.random.default_rng(problem.seed), problem.dims)
@@ -87,7 +87,7 @@ class SpecForm:
         if not self.writes:
             return None
         found: Shapes = {"O": (expected["O"].shape, self.spec.output_dtype)}
-        if self.spec.lse:
+        if self.spec.lse and "LSE" in expected:  # a reference of the user's may know none
             found["LSE"] = (expected["LSE"].shape, "fp32")
         return found
 
@@ -104,13 +104,14 @@ class PackageForm:
     plan: LaunchPlan
     optional: bool = True
 
-    def inputs(self, problem: Problem, reference: oracle.UserReference | None) -> dict[str, Array]:
+    def inputs(self, problem: Problem, reference: UserReference | None) -> dict[str, Array]:
         """See Form."""
-        if reference is None:
+        made = None
+        if reference is not None:
+            made = reference.make_inputs(np.random.default_rng(problem.seed), problem.dims)
+        if made is None and (reference is None or reference.by_name):
             made = trial.make_inputs(self.spec, problem.dims, problem.seed, problem.kind)
-        else:
-            rng = np.random.default_rng(problem.seed)
-            made = reference.make_inputs(rng, problem.dims) or {}
+        made = made or {}
         for number, tensor in enumerate(t for t in self.plan.tensors if t.read):
             if tensor.name not in made:
                 if reference is None:

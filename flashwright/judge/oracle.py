@@ -12,18 +12,15 @@ j * stride .. j * stride + block - 1.
 from __future__ import annotations
 
 import itertools
-import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flashwright.spec import AttentionSpec, BadSpec
+from flashwright.spec import AttentionSpec
 
 Array = NDArray[Any]
 Floats = NDArray[np.float64]
@@ -60,7 +57,8 @@ def _seen(spec: AttentionSpec, p: NDArray[np.int64], kv_len: int) -> NDArray[np.
     if spec.causal:
         seen &= key <= row
     if spec.window is not None:
-        seen &= np.abs(row - key) < spec.window
+        near = np.abs(row - key) < spec.window
+        seen &= near | (key < (spec.sink_tokens or 0))
     return seen
 
 
@@ -374,84 +372,3 @@ def _reason(result: Comparison, limit: float, zero: bool) -> str:
     if result.relative_rms > limit:
         return f"the relative RMS error is {result.relative_rms:.2e}, above {limit:.2e}"
     return ""
-
-
-@dataclass(frozen=True)
-class UserReference:
-    """A user's own reference: called with inputs in fp64 (integers stay) and the dims."""
-
-    path: Path
-    function: Callable[..., Any]
-    inputs_function: Callable[..., Any] | None
-
-    def __call__(self, inputs: Inputs, dims: Dims) -> dict[str, Floats]:
-        """The outputs by name; a single array is O."""
-        given = {name: _for_user(array) for name, array in inputs.items()}
-        result = _guard(self.path, lambda: self.function(given, dict(dims)))
-        return {k: v.astype(np.float64) for k, v in self._arrays(result, "reference").items()}
-
-    def make_inputs(self, rng: np.random.Generator, dims: Dims) -> dict[str, Array] | None:
-        """The user's inputs by name, or None where the file makes none."""
-        make = self.inputs_function
-        if make is None:
-            return None
-        return self._arrays(_guard(self.path, lambda: make(rng, dict(dims))), "make_inputs")
-
-    def _arrays(self, result: object, what: str) -> dict[str, Array]:
-        named = result if isinstance(result, dict) else {"O": result}
-        arrays = {str(name): _array(value) for name, value in named.items()}
-        for name, array in arrays.items():
-            if array is None:
-                raise BadSpec(f"{self.path}: {what} gave no array of numbers for {name}")
-        return {name: array for name, array in arrays.items() if array is not None}
-
-
-def user_reference(path: str | Path) -> UserReference:
-    """Loads `reference(inputs, dims)` and the optional `make_inputs(rng, dims)` of a Python file.
-
-    The file runs as it is: it is the user's own. Its errors come as BadSpec, with file and line.
-    """
-    path = Path(path)
-    try:
-        source = path.read_bytes()
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise BadSpec(f"{path}: the reference cannot be read: {why}") from None
-    module = ModuleType(f"flashwright_reference_{path.stem}")
-    module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # dataclasses and pickle look the module up there
-    _guard(path, lambda: exec(compile(source, str(path), "exec"), module.__dict__))
-    function, inputs = (getattr(module, name, None) for name in ("reference", "make_inputs"))
-    if not callable(function):
-        raise BadSpec(f"{path}: defines no reference: add def reference(inputs, dims)")
-    if inputs is not None and not callable(inputs):
-        raise BadSpec(f"{path}: make_inputs is no function: write def make_inputs(rng, dims)")
-    return UserReference(path, function, inputs)
-
-
-def _guard(path: Path, work: Callable[[], object]) -> object:
-    try:
-        return work()
-    except (Exception, SystemExit) as error:
-        frames = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f[0] == str(path)]
-        line = frames[-1] if frames else None
-        if isinstance(error, SyntaxError) and error.filename == str(path):
-            line = error.lineno
-        where = f"{path}:{line}" if line else str(path)
-        why = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise BadSpec(f"{where}: {type(error).__name__}: {why}".rstrip(": ")) from None
-
-
-def _for_user(array: Array) -> Array:
-    """A copy, so that the user's code cannot change what the kernel gets."""
-    kept = array.dtype if array.dtype.kind in "iub" else np.dtype(np.float64)
-    return array.astype(kept)
-
-
-def _array(value: object) -> Array | None:
-    try:
-        array = np.asarray(value)
-        array.astype(np.float64)
-    except (TypeError, ValueError):
-        return None
-    return array if array.dtype.kind not in "cOSUMm" else None

@@ -77,7 +77,7 @@ def _seen(lib: Any, spec: AttentionSpec, p: Any, key: Any) -> Any:
     if spec.causal:
         seen = seen & (key <= p)
     if spec.window is not None:
-        seen = seen & (abs(p - key) < spec.window)
+        seen = seen & ((abs(p - key) < spec.window) | (key < (spec.sink_tokens or 0)))
     return seen
 
 

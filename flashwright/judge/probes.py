@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from flashwright.judge import oracle
+from flashwright.judge.cpu import past_the_window
 from flashwright.judge.problems import Problem, sizes
 from flashwright.judge.trial import Outcome, Trial
 from flashwright.sandbox.process import Called
@@ -17,7 +18,8 @@ from flashwright.sandbox.tensors import Array, bits
 from flashwright.spec import AttentionSpec
 
 LENGTHS = (75, 203)
-"""Neither is a multiple of a tile's size, and there are keys before the first query."""
+"""Neither is a multiple of a tile's size, and there are keys before the first query. A window gets
+as many keys as it takes to hide some."""
 PROBES = 6
 PUSH = 8.0  # how far V moves: far beyond rounding, even with a small weight
 SHOWS = 8.0  # roundoffs of a row's RMS from which a change must show
@@ -26,7 +28,8 @@ SHOWS = 8.0  # roundoffs of a row's RMS from which a change must show
 def probe(trial: Trial, spec: AttentionSpec, seed: int) -> Outcome:
     """Change keys one at a time: the last, the first, and some in between."""
     rng = np.random.default_rng([seed, 1])
-    problem = Problem({**spec.dims, **sizes(spec, *LENGTHS, 2, 2)}, "normal", seed)
+    (lengths,) = past_the_window(spec, [LENGTHS]) or [LENGTHS]
+    problem = Problem({**spec.dims, **sizes(spec, *lengths, 2, 2)}, "normal", seed)
     outcome = Outcome(problem)
     made = trial.form.inputs(problem, None)
     expected = trial.expected.outputs(made, problem.dims)
@@ -36,7 +39,9 @@ def probe(trial: Trial, spec: AttentionSpec, seed: int) -> Outcome:
         return outcome
     keys = made["K"].shape[2]
     drawn = rng.choice(keys, min(PROBES, keys), replace=False)
-    for key in dict.fromkeys([keys - 1, 0, *(int(k) for k in drawn)]):
+    edge = spec.sink_tokens or 0  # the first key that is no sink token, and the last that is one
+    edges = [key for key in (edge, edge - 1) if 0 < edge < keys]
+    for key in dict.fromkeys([keys - 1, 0, *edges, *(int(k) for k in drawn)]):
         b, g = (int(rng.integers(made["K"].shape[n])) for n in (0, 1))
         changed = _changed(made, b, g, key)
         after = trial.sandbox.call(trial.form.taken(changed), shapes, trial.form.dims(problem))

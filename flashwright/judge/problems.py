@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flashwright.judge.cpu import LENGTHS as SHORT
+from flashwright.judge.cpu import past_the_window
 from flashwright.judge.inputs import KINDS
 from flashwright.spec import AttentionSpec
 
@@ -91,6 +92,8 @@ def _emulated(spec: AttentionSpec, seed: int) -> Made:
     for number, (q_len, kv_len) in enumerate(EMULATED_LENGTHS):
         batch, kv_heads = COUNTS[number % len(COUNTS)] if q_len * kv_len < 300 else (1, 1)
         yield sizes(spec, q_len, kv_len, batch, kv_heads), "normal", False
+    for q_len, kv_len in past_the_window(spec, EMULATED_LENGTHS):
+        yield sizes(spec, q_len, kv_len, 1, 1), "normal", False
     for kind in _kinds(spec)[1:]:
         yield sizes(spec, 64, 96, 1, 1), kind, True
     rng = np.random.default_rng(seed)
@@ -107,13 +110,14 @@ def _chosen(spec: AttentionSpec, lengths: Sequence[tuple[int, int]]) -> Made:
 def _all(spec: AttentionSpec, seed: int, device: str) -> Made:
     if spec.reference:  # a reference in NumPy is slow, and its dims may bound the keys
         longer = () if spec.dims or device != "cuda" else ((1000, 1000), (130, 4097), (1000, 63))
-        yield from _chosen(spec, (*SHORT, *longer))
+        yield from _chosen(spec, (*SHORT, *longer, *past_the_window(spec, (*SHORT, *longer))))
         return
     if device == "emulated":
         yield from _emulated(spec, seed)
         return
     yield sizes(spec, *USUAL, 2, 2), "normal", True
     pairs = LENGTHS if device == "cuda" else SHORT
+    pairs = (*pairs, *past_the_window(spec, pairs))
     for number, (q_len, kv_len) in enumerate(pairs):
         yield _counted(spec, q_len, kv_len, number), "normal", False
     for kind in _kinds(spec)[1:]:

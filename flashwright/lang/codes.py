@@ -77,6 +77,7 @@ CODES: dict[str, Code] = {
     "FW803": Code("the mask is not what the spec asks for"),
     "FW804": Code("the accumulation is not what the spec asks for"),
     "FW805": Code("the program gives NaN or infinity"),
+    "FW806": Code("a program that takes too much to run"),
     # the translation
     "FW811": Code("a program that cannot be translated for this GPU", bad_input=True),
     # the build
@@ -86,6 +87,8 @@ CODES: dict[str, Code] = {
     "FW824": Code("the compiler gives up what makes the kernel fast"),
     "FW825": Code("the compiler did not come to an end", bad_input=True),
     "FW826": Code("the build cache cannot be used", severity="warning"),
+    "FW827": Code("model-written code that does not keep to its contract"),
+    "FW828": Code("code that reaches outside"),
     # the kernel under emulation
     "FW831": Code("PTX that the emulator cannot execute", bad_input=True),
     "FW833": Code("an access outside of every tensor and of shared memory"),
@@ -139,4 +142,10 @@ CODES: dict[str, Code] = {
     "FW903": Code("a spec that cannot be read", bad_input=True),
     "FW904": Code("a program and a spec that do not belong together", bad_input=True),
     "FW905": Code("no configuration fits this GPU", bad_input=True),
+    "FW906": Code("words that no spec has", bad_input=True),
+    # language models
+    "FW911": Code("a model that cannot be reached", bad_input=True),
+    "FW912": Code("a model's reply that cannot be used"),
+    "FW913": Code("the budget is used up"),
+    "FW914": Code("a budget that cannot be kept", bad_input=True),
 }

@@ -23,7 +23,7 @@ MAX_DEPTH = 64
 MAX_TOKENS = 400
 MAX_DIAGNOSTICS = 20
 
-_SOFT = ("WHERE", "OFFSET", "STAGES", "MEMORY", "COORDINATE")
+SOFT = ("WHERE", "OFFSET", "STAGES", "MEMORY", "COORDINATE")
 _OPERANDS = ("NAME", "NUMBER", "NOT", "OFFSET", "STAGES", "MEMORY", "COORDINATE")
 
 
@@ -202,7 +202,7 @@ class _Reader:
     def _retype(self, n: int) -> None:
         """Some words mean what their place says: verbs, and keywords that may be names."""
         tok = self.items[n]
-        if tok.type in _SOFT and not self.machine.accepts(tok.type):
+        if tok.type in SOFT and not self.machine.accepts(tok.type):
             tok.type = "NAME"
         following = next((t for t in self.items[n + 1 : n + 9] if t.type != "COMMENT"), None)
         operand = following is not None and following.type in _OPERANDS

@@ -307,10 +307,12 @@ class Computes:
     def element(self, expr: Expr, frame: Frame) -> Element:
         """The expression for one element."""
         match expr:
-            case Name("q_idx"):
-                return Leaf(Code("q_idx"), ROW)
-            case Name("kv_idx"):
-                return Leaf(Code("kv_idx"), COLUMN)
+            case Name("q_idx" | "kv_idx" as position):
+                if frame.axes[0 if position == "q_idx" else -1] is None:
+                    text = f"`{position}`: where this tile lies cannot be told in every round"
+                    hint = "let one Copy in the loop fill the tile, or fetch block i + 1 ahead"
+                    raise refused(text, expr.span, hint)
+                return Leaf(Code(position), ROW if position == "q_idx" else COLUMN)
             case Name(id) if id in self.program.params:
                 value = self.program.params[id]
                 kind: Type = "float" if isinstance(value, (float, Fraction)) else "int"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashwright.check.scalars import NotScalar, Unknown, Value, evaluate
-from flashwright.lang.nodes import Binary, Expr, Index, Name, Num, expressions
+from flashwright.lang.nodes import Binary, Call, Expr, Index, Name, Num, Unary, expressions
 
 ZERO = Num("0")
 
@@ -23,6 +23,20 @@ class Where:
 
 
 Axes = tuple[Where | None, ...]
+
+
+def _put(expr: Expr, old: Expr, new: Expr) -> Expr:
+    """The expression with a part of it replaced, wherever it stands."""
+    if expr == old:
+        return new
+    match expr:
+        case Unary(_, operand):
+            return replace(expr, operand=_put(operand, old, new))
+        case Binary(_, left, right):
+            return replace(expr, left=_put(left, old, new), right=_put(right, old, new))
+        case Call(_, args):
+            return replace(expr, args=tuple(_put(a, old, new) for a in args))
+    return expr
 
 
 class Places:
@@ -50,9 +64,15 @@ class Places:
             return None
         if self.agree(before, after):
             return before
-        steps = self.same(after.coord, Binary("+", var, Num("1")))
+        ahead = Binary("+", var, Num("1"))
+        steps = self.same(after.coord, ahead)
         if before.dim == after.dim and self.same(before.coord, low) and steps:
             return Where(before.dim, var, before.size, before.label)
+        # Any other expression of the loop's variable, which the body leaves one round ahead.
+        coord = _put(after.coord, ahead, var)
+        whole = _put(coord, var, ahead) == after.coord
+        if before.dim == after.dim and whole and before.coord == _put(coord, var, low):
+            return Where(before.dim, coord, before.size, before.label)
         return None
 
     def _at(self, expr: Expr, trial: int) -> object:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from flashwright.check.program import Buffer, Key, Program
+from flashwright.check.vocabulary import SCHEDULE_PARAMS
 from flashwright.gpu import Gpu
 from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_expr
@@ -91,9 +92,23 @@ class Printer:
 
     # --- before the kernel ----------------------------------------------------------------
 
+    def opening(self, shared: int) -> Page:
+        """The file up to the kernel's body, for whoever writes that: with all constants."""
+        page = Page()
+        for line in self._constants({*map(cpp, self.program.params)} - {*SCHEDULE_PARAMS}):
+            page.write([line])
+            if line.startswith("constexpr int Threads"):
+                page.write([f"constexpr int SharedBytes = {shared};"])
+        page.write(["", *self._params(), *self._signature()])
+        return page
+
     def _head(self, used: set[str]) -> Lines:
         yield f"// Attention for {self.gpu.title} ({self.gpu.arch}), translated by Flashwright."
         yield "// Each block stands under the line of TL that it implements: `//  12 | Copy ...`."
+        yield from self._constants(used)
+        yield ""
+
+    def _constants(self, used: set[str]) -> Lines:
         yield f"#include <fw/{'hopper' if self.rings else 'attention'}.cuh>"
         yield ""
         params = [s for s in tl.statements(self.program.tree.body) if isinstance(s, tl.Param)]
@@ -108,7 +123,6 @@ class Printer:
             yield "constexpr int Threads = 32 * Warps;"
         for dtype in () if self.rings else self.context.gemm_dtypes:
             yield f"using {self.context.mma(dtype)} = {self._atom(dtype)};"
-        yield ""
 
     def _atom(self, dtype: str) -> str:
         held = next(b for b in self.program.buffers.values() if b.dtype == dtype)
@@ -137,16 +151,19 @@ class Printer:
 
     # --- the kernel -----------------------------------------------------------------------
 
+    def _signature(self) -> Lines:
+        alone = self.blocks <= 1 and not self.rings  # setmaxnreg wants to be told of one block
+        bounds = "Threads" if alone else f"Threads, {self.blocks}"
+        yield f'extern "C" __global__ void __launch_bounds__({bounds})'
+        yield "    attention(__grid_constant__ Params const p) {"
+
     def _kernel(self) -> Page:
         body = Page([""], [None])
         self._body(body, self.kernel.body, 1)
         grid = " ".join(f"{a.low} {a.count if self.rings else ''}" for a in self.kernel.grid)
         used = body.names | set(re.findall(r"\w+", grid))
         page = Page()
-        alone = self.blocks <= 1 and not self.rings  # setmaxnreg wants to be told of one block
-        bounds = "Threads" if alone else f"Threads, {self.blocks}"
-        page.write([f'extern "C" __global__ void __launch_bounds__({bounds})'])
-        page.write(["    attention(__grid_constant__ Params const p) {"])
+        page.write(self._signature())
         page.write(self._coordinates(used), _lines(self.program.grid), 1)
         for key, buffer in self.program.buffers.items():
             if not self.rings or key in self.rings:

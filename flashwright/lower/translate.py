@@ -38,6 +38,13 @@ def translate(program: Program, gpu: Gpu, sparing: bool = False) -> Translation:
 
     A `sparing` kernel needs fewer registers and is a little slower.
     """
+    printer, plan = prepared(program, gpu, sparing)
+    printed = printer.print()
+    return Translation(printed.source, source_map(printed.lines), plan)
+
+
+def prepared(program: Program, gpu: Gpu, sparing: bool = False) -> tuple[Printer, LaunchPlan]:
+    """All that is decided before a line is printed, and how the kernel will be launched."""
     kernel = lower(program)
     roles = divided(program, gpu, keep_partial(kernel.body), sparing)
     body: tuple[ir.Statement, ...]
@@ -58,10 +65,8 @@ def translate(program: Program, gpu: Gpu, sparing: bool = False) -> Translation:
         rings, size = ring_offsets(program, kernel, size)
         room, size = room_offset(program, gpu, kernel, size)
         blocks = 1
-    printed = Printer(program, gpu, kernel, offsets, blocks, rings, room).print()
-    return Translation(
-        printed.source, source_map(printed.lines), make_plan(program, gpu, kernel, size)
-    )
+    printer = Printer(program, gpu, kernel, offsets, blocks, rings, room)
+    return printer, make_plan(program, gpu, kernel, size)
 
 
 def schedule(

@@ -78,6 +78,7 @@ def kernel_name(spec: AttentionSpec) -> str:
         width,
         "causal" if spec.causal else "full",
         f"window {spec.window}" if spec.window is not None else "",
+        f"sink tokens {spec.sink_tokens}" if spec.sink_tokens is not None else "",
         f"softcap {spec.softcap:g}" if spec.softcap is not None else "",
         "alibi" if spec.alibi else "",
         "sink" if spec.sink else "",

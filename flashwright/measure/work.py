@@ -87,10 +87,13 @@ def _visible(spec: AttentionSpec, q_len: int, kv_len: int) -> NDArray[np.int64]:
     p = row + (kv_len - q_len)
     end = p + 1 if spec.causal else np.full_like(p, kv_len)
     begin = np.zeros_like(p)
+    sinks = np.clip(end, 0, min(spec.sink_tokens or 0, kv_len))
     if spec.window is not None:
         begin, end = p - spec.window + 1, np.minimum(end, p + spec.window)
-    found: NDArray[np.int64] = np.clip(end, 0, kv_len) - np.clip(begin, 0, kv_len)
-    return np.maximum(found, 0)
+    found: NDArray[np.int64] = np.clip(end, 0, kv_len) - np.clip(
+        np.maximum(begin, sinks), 0, kv_len
+    )
+    return sinks + np.maximum(found, 0)
 
 
 def _selected(

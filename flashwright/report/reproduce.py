@@ -81,7 +81,8 @@ def generate(kernel: Kernel) -> str:
 def _settings(spec: AttentionSpec) -> dict[str, object]:
     """What `generate` has options for."""
     names = ("causal", "window", "head_dim", "v_dim", "heads", "kv_heads", "dtype", "softcap")
-    return {name: getattr(spec, name) for name in (*names, "alibi", "sink", "lse")}
+    more = ("alibi", "sink", "sink_tokens", "lse")
+    return {name: getattr(spec, name) for name in (*names, *more)}
 
 
 def _bench(bench: Bench, specs: Sequence[AttentionSpec]) -> list[Step]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import resource
 from dataclasses import dataclass
-from pathlib import Path
 
 GB = 1 << 30
 
@@ -33,27 +30,3 @@ def apply(limits: Limits) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = limits.file_bytes if most == resource.RLIM_INFINITY else min(limits.file_bytes, most)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
-
-def resident(session: int) -> int:
-    """Bytes of memory that all processes of a session hold; 0 where the system does not tell.
-
-    Not RLIMIT_AS: CUDA reserves terabytes of addresses that it never uses.
-    """
-    total = 0
-    with contextlib.suppress(OSError):
-        for entry in os.scandir("/proc"):
-            if entry.name.isdigit():
-                total += _resident(Path(entry.path), session)
-    return total
-
-
-def _resident(process: Path, session: int) -> int:
-    try:
-        # The name in parentheses may hold anything: count the fields from behind it.
-        fields = (process / "stat").read_text().rpartition(")")[2].split()
-        if int(fields[3]) != session:
-            return 0
-        return int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0

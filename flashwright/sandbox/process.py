@@ -22,9 +22,10 @@ from typing import Any
 
 import numpy as np
 
+from flashwright.confine.session import use
 from flashwright.sandbox.candidate import Candidate, Unable
 from flashwright.sandbox.device import GUARD, POISON
-from flashwright.sandbox.limits import Limits, resident
+from flashwright.sandbox.limits import Limits
 from flashwright.sandbox.place import environment, make_folder, opened
 from flashwright.sandbox.problem import TimedProblem
 from flashwright.sandbox.tensors import DTYPES, Array
@@ -232,7 +233,7 @@ class Sandbox:
 
     def _watch_memory(self) -> None:
         assert self._process is not None
-        if resident(self._process.pid) > self.limits.memory:
+        if use(self._process.pid).memory > self.limits.memory:
             text = f"it holds more than {self.limits.memory / (1 << 30):.3g} GB of memory"
             raise self._end("out_of_memory", text)
         if self.gpu_used is not None:

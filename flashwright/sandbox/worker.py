@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
+from flashwright.confine.seal import die_with_parent, seal
 from flashwright.sandbox.candidate import Candidate, InWorker, Unable
 from flashwright.sandbox.device import Buffer, Cpu, Cuda, Device
 from flashwright.sandbox.limits import Limits, apply
-from flashwright.sandbox.seal import die_with_parent, seal
 from flashwright.sandbox.tensors import Array, dtype_name
 
 IN, OUT = "inputs.bin", "outputs.bin"

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import flashwright
-from flashwright import pipeline
 from flashwright import spec as specs
+from flashwright import stages
 from flashwright.author.builtin import tuned
 from flashwright.author.builtin.variants import make_spec
 from flashwright.build import classes
@@ -387,7 +387,7 @@ def test_the_emulated_verdict_of_generate_is_on_every_kernel(
 ) -> None:
     early = [c.model_copy(update={"up_to": c.up_to and 128}) for c in tuned._shipped()]
     monkeypatch.setattr(tuned, "_shipped", lambda: tuple(early))
-    monkeypatch.setattr(pipeline, "EMULATION_SECONDS", 0.0)
+    monkeypatch.setattr(stages, "EMULATION_SECONDS", 0.0)
     run = test_report.generate(D64, tmp_path)
     assert run.ok
     assert run.emulated is not None

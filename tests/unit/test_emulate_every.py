@@ -16,8 +16,8 @@ from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.builtin.choose import NothingFits
 from flashwright.author.builtin.variants import make_spec
 from flashwright.build import toolchain
-from flashwright.judge import oracle
 from flashwright.judge.problems import problems
+from flashwright.judge.reference import UserReference, user_reference
 from flashwright.spec import AttentionSpec
 from tests.unit.together import SCHEDULES, Kernel, emulated, kernels
 
@@ -46,7 +46,7 @@ OTHERS = ("nsa-compressed", "nsa-selected")
 LENGTHS = ((1, 1), (70, 133), (150, 90))
 
 
-def right(kernel: Kernel, reference: oracle.UserReference | None = None) -> None:
+def right(kernel: Kernel, reference: UserReference | None = None) -> None:
     """Ragged lengths, each under another schedule, and one of them under all."""
     asked = problems(kernel.spec, 1, "cpu", LENGTHS)
     for problem, schedule in zip(asked, itertools.cycle(SCHEDULES)):
@@ -98,4 +98,4 @@ def test_examples(gpu: str) -> None:
     listed = [(path.read_text(), specs.load(path.with_suffix(".toml"))) for path in EXAMPLES]
     for path, kernel in zip(EXAMPLES, kernels(listed, gpu), strict=True):
         own = kernel.spec.reference
-        right(kernel, oracle.user_reference(path.parent / own) if own else None)
+        right(kernel, user_reference(path.parent / own) if own else None)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import flashwright
-from flashwright import pipeline
+from flashwright import pipeline, stages
 from flashwright.build import driver
 from flashwright.gpu import find
 from flashwright.judge.emulated import judge_emulated
@@ -108,7 +108,7 @@ def test_generate_without_a_gpu_ends_with_an_emulated_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "_look", lambda: ((), "the test says so"))
-    monkeypatch.setattr(pipeline, "EMULATION_SECONDS", 0.0)
+    monkeypatch.setattr(stages, "EMULATION_SECONDS", 0.0)
     run = pipeline.generate(SPEC, find(emulated.GPU), tmp_path, Nobody())
     assert run.ok
     assert run.kind == "emulated"

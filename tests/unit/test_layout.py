@@ -10,8 +10,9 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "flashwright"
 # A module may import those before it, and its own.
 ORDER = (
-    *("spec", "gpu", "lang", "files", "check", "interpret", "author", "lower", "build", "emulate"),
-    *("sandbox", "judge", "measure", "report", "run", "pipeline", "cli"),
+    *("spec", "gpu", "lang", "files", "apart", "confine", "check", "interpret", "author", "lower"),
+    *("build", "emulate", "sandbox", "judge", "measure", "report", "run", "folder", "stages"),
+    *("kernel_by_model", "by_model", "pipeline", "replay", "cli"),
 )
 FILES = sorted(PACKAGE.rglob("*.py"))
 

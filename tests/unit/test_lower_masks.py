@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from flashwright.check.scalars import evaluate
+from flashwright.lang.diagnostic import Failed
 from flashwright.lang.nodes import Expr
 from flashwright.lang.parse import parse
 from flashwright.lower import ir
 from flashwright.lower.lower import lower
 from tests.unit.happens_before import value
 from tests.unit.lowered import printed
-from tests.unit.tl_attention import attention, program
+from tests.unit.tl_attention import COPY, attention, program
 
 CAUSAL = "kv_idx <= q_idx + kv_len - q_len"
 WINDOW = "kv_idx > q_idx + kv_len - q_len - Window"
@@ -103,3 +104,12 @@ Copy DocQ (BM) in coordinate [B = item, L = block] from global to register"""
     assert "fw::col_vector<BN, int>()" in source
     assert re.search(r"fw::load_rows<Warps>\(DocQ", source)
     assert re.search(r"fw::load_cols<Warps>\(DocK", source)
+
+
+def test_a_tile_whose_place_cannot_be_told_is_refused() -> None:
+    """It was masked as if it lay at position 0."""
+    late = COPY.format("K").replace("L = i", "L = min(i + 1, n - 1)")
+    text = attention(params="dim n", copy_k="", scale=f"{late}\n  Compute S * 1 and get S")
+    with pytest.raises(Failed, match="where this tile lies cannot be told") as caught:
+        lower(program(text, strict=False))
+    assert caught.value.diagnostics[0].code == "FW811"

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from flashwright.judge import oracle
 from flashwright.judge.inputs import DTYPES, KINDS, make_inputs, random_tensor
-from flashwright.judge.oracle import compare, compare_lse, user_reference
+from flashwright.judge.oracle import compare, compare_lse
+from flashwright.judge.reference import user_reference
 from flashwright.spec import AttentionSpec, BadSpec
 from tests.hardware.matrix import cut_off, rounded
 

@@ -25,6 +25,7 @@ from flashwright.judge import oracle
 from flashwright.judge.expected import compare
 from flashwright.judge.form import PackageForm
 from flashwright.judge.problems import Problem
+from flashwright.judge.reference import UserReference
 from flashwright.lang.parse import parse
 from flashwright.lower.launch_plan import LaunchPlan
 from flashwright.lower.source_map import SourceMap
@@ -106,7 +107,7 @@ def emulated(
     kernel: Kernel,
     problem: Problem,
     schedule: str = "eager",
-    reference: oracle.UserReference | None = None,
+    reference: UserReference | None = None,
 ) -> tuple[Result, dict[str, NDArray[Any]], oracle.Comparison]:
     """What was found, the outputs, and how far O is from the fp64 answer."""
     form = PackageForm(kernel.spec, kernel.plan)

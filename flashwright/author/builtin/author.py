@@ -6,15 +6,27 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import resources
 
+from flashwright.author.builtin import tuned
 from flashwright.author.builtin.choose import Decision, choose
 from flashwright.author.builtin.complete import Choice, complete
-from flashwright.author.builtin.mask import MaskText, mask_text
+from flashwright.author.builtin.mask import START, MaskText, mask_text
 from flashwright.author.builtin.needs import Workload
 from flashwright.author.builtin.retile import name_of, retiled
 from flashwright.author.builtin.variants import find
 from flashwright.gpu import Gpu
 from flashwright.lang.format import format_tree
-from flashwright.lang.nodes import Compute, Expr, For, If, Let, Statement, Tree
+from flashwright.lang.nodes import (
+    Compute,
+    Coord,
+    Copy,
+    Expr,
+    For,
+    If,
+    Let,
+    Name,
+    Statement,
+    Tree,
+)
 from flashwright.lang.parse import parse
 from flashwright.spec import AttentionSpec
 
@@ -28,14 +40,20 @@ class Written:
 
     code: str
     choices: tuple[Choice, ...]
-    decision: Decision
+    decision: Decision | None = None
+    """None where somebody else wrote the code."""
     further: Mapping[str, str] = field(default_factory=dict)
     """The same program with other tiles, by name: those that are faster up to some lengths."""
 
     @property
+    def chosen(self) -> tuple[tuned.Choice, ...]:
+        """The tilings that are faster up to some lengths."""
+        return self.decision.further if self.decision else ()
+
+    @property
     def classes(self) -> list[tuple[int | None, str]]:
         """Up to how many keys which of them serves, upwards; the program itself has no name."""
-        named = [(c.up_to, name_of(c.tiling)) for c in self.decision.further]
+        named = [(c.up_to, name_of(c.tiling)) for c in self.chosen]
         return [*((up_to, n if n in self.further else "") for up_to, n in named), (None, "")]
 
 
@@ -87,6 +105,7 @@ def workload(spec: AttentionSpec) -> Workload:
         kv_len=keys,
         causal=spec.causal and spec.branch not in ("selected", "compressed"),
         window=spec.window,
+        sinks=spec.sink_tokens or 0,
         options=tuple(option for option in _PRICED_OPTIONS if getattr(spec, option)),
         rows_fixed=-(-spec.group // 16) * 16 if selected else None,
         cols_fixed=spec.selected_block if selected else None,
@@ -116,17 +135,24 @@ def _is_softmax(stmt: Statement) -> bool:
 
 
 def _masked(body: tuple[Statement, ...], mask: MaskText) -> tuple[Statement, ...]:
-    """Set the condition of the Mask, and the bounds of the loop around it."""
+    """Set the condition of the Mask, the bounds of the loop around it, and what it copies."""
     done: list[Statement] = []
     for stmt in body:
         if isinstance(stmt, For):
-            inner = tuple(
-                replace(s, where=_expr(mask.condition)) if _is_mask(s) else s  # type: ignore[arg-type]
-                for s in stmt.body
-            )
+            if mask.start:
+                done.append(Let(Name(START), _expr(mask.start)))
+            inner = tuple(_placed(s, mask) for s in stmt.body)
             stmt = replace(stmt, low=_expr(mask.low), high=_expr(mask.high), body=inner)
         done.append(stmt)
     return tuple(done)
+
+
+def _placed(stmt: Statement, mask: MaskText) -> Statement:
+    if isinstance(stmt, Compute) and stmt.operation == "mask":
+        return replace(stmt, where=_expr(mask.condition))
+    if isinstance(stmt, Copy) and mask.place:
+        return replace(stmt, coords=(Coord(Name("L"), _expr(mask.place)),))
+    return stmt
 
 
 Body = tuple[Statement, ...]

@@ -7,6 +7,7 @@ the Reshape between fused GEMMs and, on GPUs where one buffer must do, the prefe
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -25,6 +26,7 @@ from flashwright.lang.nodes import (
     For,
     If,
     Index,
+    Let,
     Name,
     Statement,
     Transpose,
@@ -368,6 +370,8 @@ class _Completion:
         yield Choice("Scale", scale, "given: the softmax scale")
         yield Choice("WeightScale", "256", "the top of e4m3's range: weights times 256 still fit")
         yield Choice("Window", str(spec.window), "given: keys a query sees on one side")
+        yield Choice("SinkTokens", str(spec.sink_tokens), "given: keys that every query sees")
+        yield Choice("SinkBlocks", "ceil(SinkTokens / BN)", "the blocks that they lie in")
         yield Choice("Softcap", repr(spec.softcap), "given: no score goes beyond it")
         yield Choice("Block", str(spec.block), "given: tokens in a compressed block")
         yield Choice("Stride", str(spec.stride), "given: tokens between compressed blocks")
@@ -384,16 +388,22 @@ def _first_streamed(loop: For) -> Copy | None:
     """The first Copy of a loop that walks along with it: the one worth fetching ahead."""
     for stmt in loop.body:
         if isinstance(stmt, Copy) and stmt.source == "global":
-            walks = [c for c in stmt.coords or () if c.value == Name(loop.var.id)]
+            walks = [c for c in stmt.coords or () if loop.var in expressions(c.value)]
             return stmt if walks else None
     return None
 
 
 def _at(copy: Copy, var: str, place: str) -> Copy:
     """The same Copy at another place along the loop."""
-    there = parse(f"let x = {place}").body[0]
-    value: Expr = there.value  # type: ignore[union-attr]
+
+    def there(value: Expr) -> Expr:
+        text = re.sub(rf"\b{var}\b", f"({place})", format_expr(value))
+        stmt = parse(f"let x = {text}").body[0]
+        assert isinstance(stmt, Let)
+        return stmt.value
+
     coords = tuple(
-        replace(c, value=value) if c.value == Name(var) else c for c in copy.coords or ()
+        replace(c, value=there(c.value)) if Name(var) in expressions(c.value) else c
+        for c in copy.coords or ()
     )
     return replace(copy, coords=coords, gap=False)

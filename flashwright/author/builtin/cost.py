@@ -232,7 +232,7 @@ def walk(workload: Workload, tiling: Tiling) -> steps.Walk:
     """The steps that a kernel makes which skips tiles no query sees."""
     w = workload
     positions = 1 if w.rows_fixed else tiling.bm
-    return steps.walk(w.q_len, w.kv_len, w.causal, w.window, positions, tiling.bn)
+    return steps.walk(w.q_len, w.kv_len, w.causal, w.window, positions, tiling.bn, w.sinks)
 
 
 def masked_waste(workload: Workload, tiling: Tiling) -> float:
@@ -240,7 +240,7 @@ def masked_waste(workload: Workload, tiling: Tiling) -> float:
     the ragged ends are computed whole."""
     w = workload
     positions = 1 if w.rows_fixed else tiling.bm
-    needed = steps.needed(w.q_len, w.kv_len, w.causal, w.window)
+    needed = steps.needed(w.q_len, w.kv_len, w.causal, w.window, w.sinks)
     computed = walk(workload, tiling).steps * positions * tiling.bn
     return computed / needed if needed else 1.0
 
@@ -316,7 +316,7 @@ def estimate(workload: Workload, tiling: Tiling, gpu: Gpu) -> Cost:
     cycles = most * step + blocks / gpu.sms * once
     memory = memory_us(workload, tiling, gpu, gpu.sms * resident)
     time = max(cycles / (gpu.clock_ghz * 1e3), memory)
-    needed = steps.needed(w.q_len, w.kv_len, w.causal, w.window) * w.batch * w.heads
+    needed = steps.needed(w.q_len, w.kv_len, w.causal, w.window, w.sinks) * w.batch * w.heads
     return Cost(
         mma_cycles=mma,
         exp_cycles=exp_cycles(workload, tiling, gpu) * slower,

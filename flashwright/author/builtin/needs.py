@@ -24,9 +24,10 @@ class Workload:
     """One kernel's work, and the reference problem its sizes are chosen for (16k tokens in all).
 
     `window` is how many keys a query sees, itself included, to its left; without `causal` it sees
-    as many to its right. With `rows_fixed` the rows of a tile are heads of one group at one
-    position; `cols_fixed` dictates the keys per step (a selected block). Where keys are selected,
-    kv_len is how many of them a query reads. `options` add work to every score.
+    as many to its right; the first `sinks` keys it sees whatever the window. With `rows_fixed` the
+    rows of a tile are heads of one group at one position; `cols_fixed` dictates the keys per step
+    (a selected block). Where keys are selected, kv_len is how many of them a query reads. `options`
+    add work to every score.
     """
 
     qk_dim: int
@@ -39,6 +40,7 @@ class Workload:
     kv_len: int = 4096
     causal: bool = False
     window: int | None = None
+    sinks: int = 0
     options: tuple[str, ...] = ()
     rows_fixed: int | None = None
     cols_fixed: int | None = None

@@ -15,6 +15,7 @@ KB = 1024
 
 def reasoning(spec: AttentionSpec, gpu: Gpu, written: Written) -> str:
     """The whole page."""
+    assert written.decision is not None
     parts = (
         _task(spec, gpu),
         _structure(written),
@@ -125,7 +126,7 @@ def _row(candidate: Candidate, chosen: bool) -> str:
 
 def classes_in_words(written: Written) -> list[str]:
     """Up to how many keys which program serves, and why; nothing where there is but one."""
-    served = zip(written.classes[:-1], written.decision.further, strict=True)
+    served = zip(written.classes[:-1], written.chosen, strict=True)
     return [
         f"up to {up_to} keys {f'`{name}`' if name else 'this kernel'} is called: {c.reason}"
         for (up_to, name), c in served

@@ -19,9 +19,16 @@ class Walk:
 
 @lru_cache(maxsize=4096)
 def walk(
-    q_len: int, kv_len: int, causal: bool, window: int | None, positions: int, bn: int
+    q_len: int,
+    kv_len: int,
+    causal: bool,
+    window: int | None,
+    positions: int,
+    bn: int,
+    sinks: int = 0,
 ) -> Walk:
-    """The steps of tiles that are `positions` queries tall and `bn` keys wide."""
+    """The steps of tiles that are `positions` queries tall and `bn` keys wide; those of the first
+    `sinks` keys, where they lie before a window, come on top and are masked."""
     counts = []
     whole = 0
     for start in range(0, q_len, positions):
@@ -29,7 +36,9 @@ def walk(
         # The first query sees least on the right, the last one least on the left.
         first = seen(start, q_len, kv_len, causal, window)
         last = seen(end, q_len, kv_len, causal, window)
-        counts.append(max(0, -(-last[1] // bn) - first[0] // bn))
+        end_of = last[1] if causal else max(last[1], min(sinks, kv_len))
+        early = min(first[0], sinks + bn - 1) // bn
+        counts.append(max(0, -(-end_of // bn) - first[0] // bn) + early)
         whole += max(0, first[1] // bn - -(-last[0] // bn))
     return Walk(len(counts), sum(counts), max(counts, default=0), sum(counts) - whole)
 
@@ -47,7 +56,11 @@ def seen(row: int, q_len: int, kv_len: int, causal: bool, window: int | None) ->
 
 
 @lru_cache(maxsize=256)
-def needed(q_len: int, kv_len: int, causal: bool, window: int | None) -> int:
+def needed(q_len: int, kv_len: int, causal: bool, window: int | None, sinks: int = 0) -> int:
     """Scores of one head that attention needs."""
-    ranges = (seen(row, q_len, kv_len, causal, window) for row in range(q_len))
-    return sum(max(0, high - low) for low, high in ranges)
+    total = 0
+    for row in range(q_len):
+        low, high = seen(row, q_len, kv_len, causal, window)
+        first = min(sinks, high if causal else kv_len)
+        total += first + max(0, high - max(low, first))
+    return total

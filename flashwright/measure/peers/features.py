@@ -14,6 +14,7 @@ _FEATURES: Mapping[str, Callable[[AttentionSpec], object]] = {
     "softcap": lambda spec: spec.softcap is not None,
     "ALiBi": lambda spec: spec.alibi,
     "sinks": lambda spec: spec.sink,
+    "sink tokens": lambda spec: spec.sink_tokens is not None,
     "compressed keys": lambda spec: spec.branch == "compressed",
     "selected blocks of keys": lambda spec: spec.branch == "selected",
     "V of another width than K": lambda spec: spec.value_dim != spec.head_dim,

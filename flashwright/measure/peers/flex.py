@@ -15,7 +15,8 @@ MOST_SHAPES = 256
 
 def flex_attention(spec: AttentionSpec) -> Callable[..., Any]:
     """One compilation for each shape: with symbolic lengths the kernel is slower, and no peer."""
-    need(spec, "windows", "softcap", "ALiBi", "compressed keys", "V of another width than K")
+    known = ("windows", "sink tokens", "softcap", "ALiBi", "compressed keys")
+    need(spec, *known, "V of another width than K")
     try:
         from torch.nn.attention import flex_attention as flex
     except ImportError:
@@ -66,10 +67,14 @@ class _Flex:
             p = i + offset
             if spec.branch == "compressed":
                 return j * spec.stride + spec.block - 1 <= p
-            near = p - j < spec.window if spec.window is not None else None
-            if spec.causal:
-                return j <= p if near is None else (j <= p) & near
-            return near & (j - p < spec.window)
+            if spec.window is None:
+                return j <= p
+            near = p - j < spec.window
+            if not spec.causal:
+                near = near & (j - p < spec.window)
+            if spec.sink_tokens is not None:
+                near = near | (j < spec.sink_tokens)
+            return (j <= p) & near if spec.causal else near
 
         sizes = (None, None, q.shape[2], k.shape[2])
         return self.flex.create_block_mask(seen, *sizes, device=q.device)

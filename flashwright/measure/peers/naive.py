@@ -95,7 +95,7 @@ class _Naive:
             last = count * spec.stride + spec.block - 1 if compressed else count
             mask = last <= p
         if spec.window is not None:
-            near = (p - count).abs() < spec.window
+            near = ((p - count).abs() < spec.window) | (count < (spec.sink_tokens or 0))
             mask = near if mask is None else mask & near
         return mask
 

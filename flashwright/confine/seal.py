@@ -1,8 +1,9 @@
-"""What a candidate's process may not do to others: a seccomp filter, for itself and its children.
+"""What an untrusted process may not do to others: a seccomp filter, for itself and its children.
 
-It can reach neither the judge (signals, ptrace, its memory) nor the network. No privilege is needed
-for this, and none can be gained afterwards. Where the system has no seccomp, nothing is sealed, and
-the caller is told.
+Such a process is a candidate's, or the compiler's with code that a model wrote. It can reach
+neither the judge (signals, ptrace, its memory) nor the network. No privilege is needed for this,
+and none can be gained afterwards. Where the system has no seccomp, nothing is sealed, and the
+caller is told.
 """
 
 from __future__ import annotations

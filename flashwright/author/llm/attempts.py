@@ -1,0 +1,118 @@
+"""Ask, try, tell what was wrong, ask again: how a model comes from a task to something right.
+
+What is right is not decided here: a task brings the function that tries an attempt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from flashwright.author.llm import prompt
+from flashwright.author.llm.budget import Meter, Spent
+from flashwright.author.llm.extract import NoCode
+from flashwright.author.llm.model import NoAnswer, Question, Reply
+from flashwright.author.llm.prompt import Facts, Stage
+from flashwright.author.llm.transcript import Lane
+from flashwright.lang.diagnostic import Diagnostic
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Tried(Generic[T]):
+    """An attempt that was looked at: what it became where it is right, else what is wrong."""
+
+    value: T | None
+    findings: str = ""
+    """For the model."""
+    diagnostics: tuple[Diagnostic, ...] = ()
+    """For the user, where it is the last one."""
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    """What was made of it, for the record."""
+
+
+@dataclass(frozen=True)
+class Task(Generic[T]):
+    """One stage for a model."""
+
+    stage: Stage
+    facts: Facts
+    extract: Callable[[Reply], str]
+    attempt: Callable[[str, Lane], Tried[T]]
+    grammar: str | None = None
+
+
+@dataclass(frozen=True)
+class GaveUp(Exception):
+    """No attempt was right; why it ended, and what was wrong with the last one."""
+
+    why: str
+    last: tuple[Diagnostic, ...] = ()
+    source: str = ""
+
+
+def work(task: Task[T], lane: Lane, meter: Meter) -> T:
+    """One candidate: attempts until one is right, or the budget is used up."""
+    first = messages = prompt.first(task.stage, task.facts)
+    source, tried = "", Tried[T](None)
+    while True:
+        grammar = task.grammar if lane.grammars else None
+        try:
+            reply = meter.ask(lane, Question(messages, grammar=grammar))
+        except Spent as spent:
+            raise GaveUp(str(spent), tried.diagnostics, source) from None
+        except NoAnswer as none:
+            raise GaveUp(_said(none), tried.diagnostics, source) from None
+        try:
+            source = task.extract(reply)
+        except NoCode as none:
+            found = Diagnostic("FW912", none.why)
+            source, tried = "", Tried(None, f"{none.why}\n", (found,))
+        else:
+            tried = task.attempt(source, lane)
+        lane.outcome(tried.value is not None, tried.findings, tried.files)
+        if tried.value is not None:
+            return tried.value
+        refused = reply.finish == "refusal"
+        history = () if refused else messages
+        messages = (
+            prompt.repair(task.stage, task.facts, history, tried.findings, source)
+            if not refused
+            else first
+        )
+
+
+def _said(none: NoAnswer) -> str:
+    return f"{none.why}; {none.help}" if none.help else none.why
+
+
+def best(
+    task: Task[T], lanes: list[Lane], meters: list[Meter], rank: Callable[[T], float]
+) -> tuple[T, Lane]:
+    """Several candidates side by side; of those that are right the one that ranks lowest.
+
+    Where none is right, the reason is that of the first.
+    """
+    done: list[tuple[float, int, T]] = []
+    failures: dict[int, GaveUp] = {}
+    pool = ThreadPoolExecutor(len(lanes), thread_name_prefix="candidate")
+    try:
+        pairs = zip(lanes, meters, strict=True)
+        running = {pool.submit(work, task, lane, meter): n for n, (lane, meter) in enumerate(pairs)}
+        for future in as_completed(running):
+            number = running[future]
+            try:
+                value = future.result()
+            except GaveUp as gave_up:
+                failures[number] = gave_up
+            else:
+                done.append((rank(value), number, value))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    if not done:
+        raise failures[min(failures)]
+    _, number, value = min(done, key=lambda entry: entry[:2])
+    return value, lanes[number]

@@ -1,0 +1,58 @@
+"""The worked examples in the prompts: never the operator that is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import resources
+
+from flashwright.gpu import Gpu
+from flashwright.spec import AttentionSpec
+
+NAMES = {
+    "window": "a window to both sides, with ALiBi, 32 wide, in bf16",
+    "sigmoid": "weights by a sigmoid instead of a softmax, causal, 64 wide, in fp16",
+}
+FILES = ("sketch.tl", "code.tl", "kernel.sm75.cu", "kernel.sm80.cu", "kernel.sm90.cu")
+
+
+@dataclass(frozen=True)
+class Example:
+    """One operator at every step."""
+
+    name: str
+
+    @property
+    def title(self) -> str:
+        """What it computes."""
+        return NAMES[self.name]
+
+    @property
+    def sketch(self) -> str:
+        """Step 1."""
+        return self.read("sketch.tl")
+
+    @property
+    def code(self) -> str:
+        """Step 2."""
+        return self.read("code.tl")
+
+    def kernel(self, gpu: Gpu, *, hopper: bool) -> str:
+        """Step 3: with TMA and wgmma, or as all GPUs of the generation can do it."""
+        generation = "90" if hopper else "80" if gpu.cp_async else "75"
+        return self.read(f"kernel.sm{generation}.cu")
+
+    def read(self, name: str) -> str:
+        """One of its files."""
+        folder = resources.files(__package__) / "prompts" / "examples" / self.name
+        return (folder / name).read_text(encoding="utf-8")
+
+
+def of_language(spec: AttentionSpec) -> Example:
+    """For the sketch and the code: one with a softmax, unless that says too much."""
+    told = spec.window is not None or spec.alibi or spec.branch is not None
+    return Example("sigmoid" if told else "window")
+
+
+def of_translation(code: str) -> Example:
+    """For the translation: the short one, unless that is what is being translated."""
+    return Example("window" if "sigmoid" in code.lower() else "sigmoid")

@@ -1,0 +1,207 @@
+#include <fw/hopper.cuh>
+
+constexpr int HeadDim = 32;
+constexpr int BM = 64;
+constexpr int BN = 32;
+constexpr int Warps = 4;
+constexpr float Scale = 0.17677669529663687f;  // 1 / sqrt(HeadDim)
+constexpr int Window = 100;
+constexpr int Threads = 32 * Warps + 128;  // a warpgroup more, which loads
+constexpr int SharedBytes = 21504;
+
+struct Params {
+  fw::Map K_map;  // tiles of BN x HeadDim
+  fw::Map V_map;  // tiles of BN x HeadDim
+  fw::Map Q_map;  // tiles of BM x HeadDim
+  fw::Global<fw::bf16, 4> Q;  // (batch, heads, q_len, HeadDim)
+  fw::Global<fw::bf16, 4> K;  // (batch, heads, kv_len, HeadDim)
+  fw::Global<fw::bf16, 4> V;  // (batch, heads, kv_len, HeadDim)
+  fw::Global<fw::bf16, 4> O;  // (batch, heads, q_len, HeadDim)
+  fw::Global<float, 1> Slopes;  // (heads)
+  int batch, heads, kv_heads, q_len, kv_len;
+};
+
+extern "C" __global__ void __launch_bounds__(Threads, 1)
+    attention(__grid_constant__ Params const p) {
+  int const batch = p.batch, heads = p.heads, q_len = p.q_len, kv_len = p.kv_len;
+  extern __shared__ __align__(1024) unsigned char memory[];
+  unsigned char* const shared = fw::pinned(memory);
+  auto const K_shared = fw::shared_tile<fw::bf16, BN, HeadDim>(shared);
+  fw::Ring<2> K_ring(shared + 12288);
+  auto const V_shared = fw::shared_tile<fw::bf16, BN, HeadDim>(shared + 4096);
+  fw::Ring<2> V_ring(shared + 12320);
+  auto const Q_shared = fw::shared_tile<fw::bf16, BM, HeadDim>(shared + 8192);
+  fw::Ring<1> Q_ring(shared + 12352);
+
+  if (threadIdx.x == 0) {
+    K_ring.init(Warps);
+    V_ring.init(Warps);
+    Q_ring.init(Warps);
+  }
+  fw::rings_ready();
+
+  if (threadIdx.x >= 32 * Warps) {
+    if (fw::is_loader<Warps>()) {
+      for (fw::Walk<20> walk(fw::ceil_div(q_len, 64), heads, batch); walk.more(); walk.next()) {
+        int const block_idx = walk.x();
+        int const head_idx = walk.y();
+        int const batch_idx = walk.z();
+
+        //  22 | Copy Q (BM, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = block_idx] from global to shared
+        fw::fetch(Q_shared, Q_ring, p.Q_map, batch_idx, head_idx, block_idx * BM, 0);
+
+        int const i_first = fw::floor_div(fw::max(0, block_idx * BM + kv_len - q_len - Window + 1),
+            BN);
+        int const i_end = fw::min(kv_len,
+            (block_idx + 1) * BM + kv_len - q_len + Window - 1);  // BN times the loop's end
+
+        //  26 | for i = floor(max(0, block_idx * BM + kv_len - q_len - Window + 1) / BN):min(kv_len, (block_idx + 1) * BM + kv_len - q_len + Window - 1) / BN
+        CUTE_NO_UNROLL
+        for (int i = i_first; i * BN < i_end; ++i) {
+          //  27 | Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = i] from global to shared
+          fw::fetch(K_shared, K_ring, p.K_map, batch_idx, head_idx, i * BN, 0);
+
+          //  28 | Copy V (BN, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = i] from global to shared
+          fw::fetch(V_shared, V_ring, p.V_map, batch_idx, head_idx, i * BN, 0);
+        }
+      }
+    }
+    return;
+  }
+
+  auto S = fw::accumulator<BM, BN, Warps>();
+  auto Smax = fw::row_vector<BM, Warps>();
+  auto Ssum = fw::row_vector<BM, Warps>();
+  auto O = fw::accumulator<BM, HeadDim, Warps>();
+  fw::Place<Warps> const at;
+  int const group = fw::warpgroup();
+
+  for (fw::Walk<20> walk(fw::ceil_div(q_len, 64), heads, batch); walk.more(); walk.next()) {
+    int const block_idx = walk.x();
+    int const head_idx = walk.y();
+    int const batch_idx = walk.z();
+
+    //  23 | Compute -1e30 and get Smax
+    cute::fill(Smax, -1e+30f);
+
+    //  24 | Compute 0 and get Ssum
+    cute::clear(Ssum);
+
+    //  25 | Compute 0 and get O_register
+    cute::clear(O);
+
+    int const i_first = fw::floor_div(fw::max(0, block_idx * BM + kv_len - q_len - Window + 1), BN);
+    int const i_end = fw::min(kv_len,
+        (block_idx + 1) * BM + kv_len - q_len + Window - 1);  // BN times the loop's end
+
+    //  22 | Copy Q (BM, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = block_idx] from global to shared
+    Q_ring.wait();
+
+    //  26 | for i = floor(max(0, block_idx * BM + kv_len - q_len - Window + 1) / BN):min(kv_len, (block_idx + 1) * BM + kv_len - q_len + Window - 1) / BN
+    CUTE_NO_UNROLL
+    for (int i = i_first; i * BN < i_end; ++i) {
+      //  27 | Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = i] from global to shared
+      K_ring.wait();
+
+      //  29 | Compute GEMM Q_shared, K_shared.T and get S
+      fw::product<true, true>(group, S, Q_shared, K_shared.stage(K_ring.stage));
+      K_ring.release();
+
+      //  30 | Compute Multiply S, Scale and get new S
+      // (a constant factor: taken along by what reads the tile next)
+
+      //  31 | Compute S + Slopes[head_idx] * (kv_idx - q_idx - (kv_len - q_len)) and get new S
+      CUTE_UNROLL
+      for (int m = 0; m < cute::size<0>(S); ++m) {
+        int const q_idx = block_idx * BM + at.row(m);
+        CUTE_UNROLL
+        for (int n = 0; n < cute::size<1>(S); ++n) {
+          int const kv_idx = i * BN + at.col(n);
+          S(m, n) = S(m, n) * Scale
+              + float(*p.Slopes.at(head_idx)) * float(kv_idx - q_idx - (kv_len - q_len));
+        }
+      }
+
+      //  32 | Compute Mask S where kv_idx < kv_len and abs(q_idx + kv_len - q_len - kv_idx) < Window
+      if (!(i * BN + BN - 1 < kv_len)) {
+        CUTE_UNROLL
+        for (int m = 0; m < cute::size<0>(S); ++m) {
+          CUTE_UNROLL
+          for (int n = 0; n < cute::size<1>(S); ++n) {
+            int const kv_idx = i * BN + at.col(n);
+            S(m, n) = kv_idx < kv_len ? S(m, n) : -INFINITY;
+          }
+        }
+      }
+      CUTE_UNROLL
+      for (int m = 0; m < cute::size<0>(S); ++m) {
+        int const q_idx = block_idx * BM + at.row(m);
+        CUTE_UNROLL
+        for (int n = 0; n < cute::size<1>(S); ++n) {
+          int const kv_idx = i * BN + at.col(n);
+          S(m, n) = fw::abs(q_idx + kv_len - q_len - kv_idx) < Window ? S(m, n) : -INFINITY;
+        }
+      }
+
+      //  33 | Compute Softmax S with Smax and Ssum and rescale O_register
+      CUTE_UNROLL
+      for (int m = 0; m < cute::size(Smax); ++m) {
+        float most = S(m, 0);
+        CUTE_UNROLL
+        for (int n = 1; n < cute::size<1>(S); ++n) {
+          most = fw::max(most, S(m, n));
+        }
+        most = fw::row_max(most);
+        float const now = fw::max(Smax(m), most);
+        float const drop = fw::exp2((Smax(m) - now) * fw::log2_e);
+        Smax(m) = now;
+        float const row_0 = now * fw::log2_e;
+        CUTE_UNROLL
+        for (int n = 0; n < cute::size<1>(S); ++n) {
+          S(m, n) = fw::exp2(S(m, n) * fw::log2_e - row_0);
+        }
+        float sum = Ssum(m) * drop;
+        CUTE_UNROLL
+        for (int n = 0; n < cute::size<1>(S); ++n) {
+          sum += S(m, n);
+        }
+        Ssum(m) = sum;
+        CUTE_UNROLL
+        for (int n = 0; n < cute::size<1>(O); ++n) {
+          O(m, n) = O(m, n) * drop;
+        }
+      }
+
+      //  34 | Reshape S from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
+      auto S_operand = fw::operand<fw::bf16>(S);
+
+      //  28 | Copy V (BN, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = i] from global to shared
+      V_ring.wait();
+
+      //  35 | Compute GEMM S, V_shared and accumulate O_register
+      fw::product<false, false>(group, O, S_operand, V_shared.stage(V_ring.stage));
+      V_ring.release();
+    }
+    Q_ring.release();
+
+    // In the loop each of the four threads of a row has had its own part of Ssum.
+    CUTE_UNROLL
+    for (int m = 0; m < cute::size(Ssum); ++m) {
+      Ssum(m) = fw::row_sum(Ssum(m));
+    }
+
+    //  37 | Compute where(Ssum > 0, O_register / Ssum, 0) and get new O_register
+    CUTE_UNROLL
+    for (int m = 0; m < cute::size<0>(O); ++m) {
+      float const row_0 = fw::reciprocal(Ssum(m));
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<1>(O); ++n) {
+        O(m, n) = Ssum(m) > 0.f ? O(m, n) * row_0 : 0.f;
+      }
+    }
+
+    //  38 | Copy O (BM, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = block_idx] from register to global
+    fw::store_through<Warps>(shared + 13312, p.O.tile(batch_idx, head_idx, block_idx * BM), O,
+        q_len - block_idx * BM);
+  }
+}

@@ -1,0 +1,218 @@
+"""What was said, kept: one folder for each exchange with a model, for people and for a replay.
+
+    model/run.json           who was asked for which stage, with what budget, and how it ended
+    model/sketch.1.01/       the first candidate's first attempt at the sketch:
+      prompt.md, reply.md      as a person reads them
+      exchange.json            the same as data: question, reply, tokens, seconds
+      findings.md              what was wrong with it, as the model was told
+      outcome.json             whether it was taken, and the digest of what was made of it
+
+An exchange is on the disk before anything is made of it, so that nothing paid for is lost. A run
+that was cut off goes on from there: the same questions get the answers that they got.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flashwright.author.llm.model import Message, Model, NoAnswer, Question, Reply, Usage
+from flashwright.author.llm.model import transcript as as_markdown
+from flashwright.files import cannot, sha256, write
+
+SCHEMA = 1
+FOLDER = "model"
+RUN = "run.json"
+EXCHANGE, OUTCOME = "exchange.json", "outcome.json"
+BEFORE = "outcome-before.json"
+"""In a replay: what became of the reply then."""
+_NAME = re.compile(r"(?P<stage>[a-z]+)\.(?P<candidate>\d+)\.(?P<number>\d+)")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A question and its reply."""
+
+    question: Question
+    reply: Reply
+
+    def dump(self) -> str:
+        """As JSON."""
+        told = {"schema": SCHEMA, "question": asdict(self.question), "reply": asdict(self.reply)}
+        return json.dumps(told, indent=1, ensure_ascii=False) + "\n"
+
+
+def read(path: Path) -> Exchange | None:
+    """An exchange from its file; None where it is not whole."""
+    try:
+        told = json.loads(path.read_bytes())
+        question, reply = told["question"], told["reply"]
+        messages = tuple(Message(**m) for m in question.pop("messages"))
+        usage = Usage(**reply.pop("usage"))
+        return Exchange(Question(messages, **question), Reply(**reply, usage=usage))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+@dataclass
+class Lane:
+    """One candidate's attempts at a stage. As a Model it asks, and keeps what is said.
+
+    What the record holds already is not asked again. Without a model behind it (a replay) there is
+    nothing else; the question may then differ from the recorded one, which `changed` tells.
+    """
+
+    folder: Path
+    stage: str
+    candidate: int
+    model: Model | None
+    number: int = 0
+    changed: list[str] = field(default_factory=list)
+    repeated: int = 0
+    """How many of the replies came from the record."""
+
+    @property
+    def name(self) -> str:
+        """The model's."""
+        return self.model.name if self.model else "the record"
+
+    @property
+    def grammars(self) -> bool:
+        """The model's."""
+        return self.model.grammars if self.model else False
+
+    @property
+    def here(self) -> Path:
+        """The folder of the present attempt."""
+        return self.folder / f"{self.stage}.{self.candidate}.{self.number:02}"
+
+    def ask(self, question: Question) -> Reply:
+        """The recorded reply, or the model's, which is then recorded."""
+        self.number += 1
+        known = read(self.here / EXCHANGE)
+        same = known is not None and _asked(known.question) == _asked(question)
+        if known is not None and (same or self.model is None):
+            if not same:
+                self.changed.append(self.here.name)
+            self.repeated += 1
+            return known.reply
+        if self.model is None:
+            self.number -= 1
+            raise NoAnswer(f"the record of {self.stage} ends after {self.number} replies")
+        try:
+            reply = self.model.ask(question)
+        except BaseException:
+            self.number -= 1
+            raise
+        self._keep(Exchange(question, reply))
+        return reply
+
+    def _keep(self, exchange: Exchange) -> None:
+        _make(self.here)
+        for old in (OUTCOME, "findings.md"):
+            (self.here / old).unlink(missing_ok=True)
+        write(self.here / "prompt.md", as_markdown(exchange.question.messages))
+        write(self.here / "reply.md", exchange.reply.text)
+        write(self.here / EXCHANGE, exchange.dump())
+
+    @property
+    def before(self) -> dict[str, Any]:
+        """In a replay, what became of the last reply when it was recorded."""
+        try:
+            told: dict[str, Any] = json.loads((self.here / BEFORE).read_bytes())
+            return {"taken": bool(told["taken"]), "findings": str(told["findings"])}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {"taken": False, "findings": ""}
+
+    def outcome(self, taken: bool, findings: str, files: Mapping[str, str | bytes]) -> None:
+        """What became of the last reply."""
+        _make(self.here)
+        for name, data in files.items():
+            write(self.here / name, data)
+        if findings:
+            write(self.here / "findings.md", findings)
+        digests = {name: sha256(data) for name, data in files.items()}
+        told = {"schema": SCHEMA, "taken": taken, "findings": findings, "artefacts": digests}
+        write(self.here / OUTCOME, json.dumps(told, indent=1, ensure_ascii=False) + "\n")
+
+
+def _asked(question: Question) -> tuple[object, ...]:
+    """What makes a question the same: how long the reply may be and take depends on the budget."""
+    return question.messages, question.grammar, question.temperature
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """All that is recorded of a run, in its folder `model`."""
+
+    folder: Path
+
+    def lane(self, stage: str, candidate: int, model: Model | None) -> Lane:
+        """A candidate's attempts at a stage."""
+        return Lane(self.folder, stage, candidate, model)
+
+    def begin(self, settings: Mapping[str, Any], fresh: bool = False) -> bool:
+        """Open the record for a run with these settings; whether it goes on from an earlier one.
+
+        One that came out right, or of another run, is set aside under the next free name.
+        """
+        known = self.read()
+        same = known is not None and known["settings"] == dict(settings) and not known["ended"]
+        resumed = same and not fresh
+        if self.folder.exists() and not resumed:
+            self._set_aside()
+        _make(self.folder)
+        self._write(settings, "")
+        return resumed
+
+    def end(self, how: str) -> None:
+        """The run has come to its end."""
+        known = self.read()
+        if known is not None:
+            self._write(known["settings"], how)
+
+    def read(self) -> dict[str, Any] | None:
+        """run.json; None where there is none, or no whole one."""
+        try:
+            told: dict[str, Any] = json.loads((self.folder / RUN).read_bytes())
+            return {"settings": dict(told["settings"]), "ended": str(told["ended"])}
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def attempts(self) -> list[tuple[str, int, int, Exchange]]:
+        """All exchanges: stage, candidate, number."""
+        found = []
+        for path in sorted(self.folder.glob(f"*/{EXCHANGE}")):
+            name, exchange = _NAME.fullmatch(path.parent.name), read(path)
+            if name and exchange:
+                place = name["stage"], int(name["candidate"]), int(name["number"])
+                found.append((*place, exchange))
+        return found
+
+    def usage(self) -> Usage:
+        """All tokens."""
+        return sum((exchange.reply.usage for *_, exchange in self.attempts()), Usage())
+
+    def _write(self, settings: Mapping[str, Any], ended: str) -> None:
+        told = {"schema": SCHEMA, "settings": dict(settings), "ended": ended}
+        write(self.folder / RUN, json.dumps(told, indent=1, ensure_ascii=False) + "\n")
+
+    def _set_aside(self) -> None:
+        number = 1
+        while (aside := self.folder.with_name(f"{self.folder.name}-{number}")).exists():
+            number += 1
+        try:
+            self.folder.rename(aside)
+        except OSError as error:
+            raise cannot("use", self.folder, error) from None
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot("use", folder, error) from None

@@ -1,0 +1,203 @@
+"""The compiler's process: run to its end, or ended whole; confined where a model wrote the code.
+
+What a compiler reads can make it work without end, or show what lies in the user's files. For code
+that nobody has read it gets no keys, no network, and none but its own files, as far as the system
+can see to that, and it is watched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashwright.build import blame
+from flashwright.build.toolchain import Toolchain
+from flashwright.confine.session import use
+from flashwright.confine.start import NOT_STARTED, Policy, confined
+from flashwright.lang.diagnostic import Diagnostic, Failed
+
+GB, MB = 1 << 30, 1 << 20
+# These change what nvcc does without being in the key of the cache.
+HIDDEN_FLAGS = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
+READS = "FLASHWRIGHT_COMPILER_READS"
+"""Further folders that the compiler of model-written code may read, as in PATH."""
+_KEPT = ("PATH", "LD_LIBRARY_PATH", "NVCC_CCBIN")
+_SYSTEM = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt", "/nix/store", "/gnu/store"),
+    *("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d"),
+    *("/dev/urandom", "/dev/zero", "/sys/devices/system/cpu"),
+)
+_LOG = "log.txt"
+_TICK = 0.02  # seconds between two looks whether it has ended
+_LOOK = 10  # ticks between two looks at what it holds
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much the compiler may take for code that a model wrote: several times what ours needs."""
+
+    seconds: float = 120.0
+    memory: int = 6 * GB
+    """All of its processes together."""
+    processes: int = 64
+    file_bytes: int = 256 * MB
+    log_bytes: int = 4 * MB
+    """What is read of its messages: the beginning and the end."""
+
+
+def run(command: Sequence[str], place: Path, time_limit: float) -> tuple[int, str]:
+    """Run nvcc in a session of its own; its exit status and all it said.
+
+    It starts a dozen processes: however we leave, by Ctrl-C or by the clock, all of them are ended.
+    """
+    env = {k: v for k, v in os.environ.items() if k not in HIDDEN_FLAGS}
+    env |= {"TMPDIR": str(place), "LC_ALL": "C"}  # what is said in another language is not parsed
+    child = _start(command, place, env, subprocess.PIPE)
+    try:
+        said, _ = child.communicate(timeout=time_limit)
+        return child.returncode, said.decode(errors="replace")
+    except subprocess.TimeoutExpired:
+        raise blame.unfinished(f"nvcc was stopped after {time_limit:g} seconds") from None
+    finally:
+        _end(child)
+
+
+def _start(
+    command: Sequence[str], place: Path, env: dict[str, str], out: int
+) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            command,
+            cwd=place,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        text = f"{command[0]} cannot be run: {error.strerror}"
+        raise Failed(Diagnostic("FW821", text)) from None
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End the whole session; there is nothing left of it where nvcc ended by itself."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if hasattr(os, "killpg"):
+            os.killpg(child.pid, signal.SIGKILL)
+        else:
+            child.kill()
+    if child.returncode is None:
+        child.wait()
+    if child.stdout:
+        child.stdout.close()
+
+
+# --- code that nobody has read ----------------------------------------------------------------
+
+
+def run_confined(
+    command: Sequence[str], place: Path, tools: Toolchain, limits: Limits
+) -> tuple[int, str]:
+    """The same for code that a model wrote; FW825 where it takes more than it may."""
+    command = [os.path.abspath(command[0]), *command[1:]]
+    env = environment(place)
+    if sys.platform == "linux":
+        command, env = confined(_policy(place, tools, limits, env), command)
+    with open(place / _LOG, "w+b") as log:
+        child = _start(command, place, env, log.fileno())
+        try:
+            _watch(child, limits)
+        finally:
+            _end(child)
+        said = _both_ends(log.fileno(), limits.log_bytes)
+    if child.returncode == NOT_STARTED:
+        hint = f"for code that a model wrote it may read no folders but its own; {READS} names more"
+        raise Failed(Diagnostic("FW821", said.strip()[:500] or "nvcc cannot be run", help=hint))
+    if "(File size limit exceeded)" in said or _largest(place) >= limits.file_bytes:
+        raise _too_much(f"it wrote a file of more than {limits.file_bytes // MB} MB")
+    return child.returncode, said
+
+
+def environment(place: Path) -> dict[str, str]:
+    """What the compiler is told of the user's: where programs are, and nothing else."""
+    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    return {"PATH": os.defpath, **kept, "HOME": str(place), "TMPDIR": str(place), "LC_ALL": "C"}
+
+
+def _policy(place: Path, tools: Toolchain, limits: Limits, env: dict[str, str]) -> Policy:
+    return Policy(
+        readable=(*_SYSTEM, *dict.fromkeys(map(str, _toolchain(tools)))),
+        writable=(str(place), "/dev/null"),
+        seconds=math.ceil(limits.seconds) + 5,
+        file_bytes=limits.file_bytes,
+        addresses=4 * limits.memory,
+        environment=env,
+    )
+
+
+def _toolchain(tools: Toolchain) -> Iterator[Path]:
+    """The folders of the compilers and of the headers, wherever they are installed."""
+    yield from (tools.device, tools.cutlass)
+    host = shutil.which(os.environ.get("NVCC_CCBIN") or "gcc")
+    for program in (tools.nvcc, *((Path(host),) if host else ())):
+        for path in {program.absolute(), program.resolve()}:
+            yield _installed(path)
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(name):
+            yield Path(os.environ[name])
+    yield from (Path(p) for p in os.environ.get(READS, "").split(os.pathsep) if p)
+
+
+def _installed(program: Path) -> Path:
+    """What belongs to PREFIX/bin/program: the prefix, unless all of somebody's files are in it."""
+    folder, home = program.parent, Path(os.path.expanduser("~")).absolute()
+    shared = folder.parent in (home, *home.parents)
+    return folder if shared or folder.name != "bin" else folder.parent
+
+
+def _watch(child: subprocess.Popen[bytes], limits: Limits) -> None:
+    """Wait for its end; Failed where it takes more than it may."""
+    until, ticks = time.monotonic() + limits.seconds, 0
+    while child.poll() is None:
+        if time.monotonic() > until:
+            raise _too_much(f"it was stopped after {limits.seconds:g} seconds")
+        if ticks % _LOOK == 0:
+            held = use(child.pid)
+            if held.memory > limits.memory:
+                raise _too_much(f"it took more than {limits.memory / GB:.3g} GB of memory")
+            if held.processes > limits.processes:
+                raise _too_much(f"it started more than {limits.processes} processes")
+        ticks += 1
+        time.sleep(_TICK)
+
+
+def _largest(place: Path) -> int:
+    return max((p.lstat().st_size for p in place.iterdir()), default=0)
+
+
+def _both_ends(file: int, most: int) -> str:
+    size = os.fstat(file).st_size
+    if size <= most:
+        data = os.pread(file, size, 0)
+    else:
+        half = most // 2
+        data = os.pread(file, half, 0) + b"\n...\n" + os.pread(file, half, size - half)
+    return data.decode(errors="replace")
+
+
+def _too_much(text: str) -> Failed:
+    hint = (
+        "the code makes the compiler work without end or nearly so: templates or constexpr that do "
+        "not come to an end, macros that grow, loops that are unrolled too far"
+    )
+    return blame.unfinished(f"nvcc on this code: {text}", hint)

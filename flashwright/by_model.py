@@ -1,0 +1,291 @@
+"""The stages that a language model does, where the user asks one.
+
+A model's sketch, code or kernel is put to the same stages as the built-in author's, attempt by
+attempt, in processes with limits; what they find goes back to the model. What comes out is a Run in
+which the later stages have their results already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from flashwright import apart
+from flashwright.author.builtin.author import Written, write_code
+from flashwright.author.builtin.choose import NothingFits
+from flashwright.author.llm import extract, prompt
+from flashwright.author.llm.attempts import GaveUp, Task, Tried, best
+from flashwright.author.llm.budget import Budget, Meter, Prices
+from flashwright.author.llm.model import Model, Reply
+from flashwright.author.llm.prompt import Facts
+from flashwright.author.llm.transcript import Lane, Transcript
+from flashwright.build.package import OWN
+from flashwright.check.check import check
+from flashwright.check.program import Program
+from flashwright.folder import keep
+from flashwright.judge import cpu
+from flashwright.lang import render
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.lang.parse import parse
+from flashwright.run import Progress, Run
+from flashwright.spec import BadSpec
+
+if TYPE_CHECKING:
+    from flashwright.gpu import Gpu
+    from flashwright.spec import AttentionSpec
+
+T = TypeVar("T")
+
+CHECK_SECONDS = 60.0
+RUN_SECONDS = 300.0  # all problems of the CPU run; the built-in author's programs take 1 to 10
+MEMORY = 6 << 30
+REFERENCE_MEMORY = 1 << 40  # addresses that a library reserves count as well
+STAGES = {"sketch": "sketch.tl", "code": "code.tl", "translate": "kernel.cu"}
+
+
+@dataclass(frozen=True)
+class Who:
+    """Who does a stage, and what it may cost. Without a model the record alone answers."""
+
+    model: Model | None
+    name: str
+    budget: Budget
+    prices: Prices | None = None
+    candidates: int = 1
+
+
+@dataclass(frozen=True)
+class Authors:
+    """Who does which stage; one that is not named here is the built-in author's."""
+
+    transcript: Transcript
+    asked: Mapping[str, Who] = field(default_factory=dict)
+    description: str | None = None
+    """The user's own words for the operator."""
+    reference: str = ""
+    """The user's function that the judge compares with, as text."""
+
+    def works(self) -> dict[str, Callable[[Run, Progress], Run]]:
+        """The stages of the pipeline that a model does, by their names there."""
+        every = {"sketch": sketch, "code": code, "translate": kernel}
+        names = {"sketch": "sketch", "code": "parameters", "translate": "translate"}
+        return {names[s]: partial(every[s], self) for s in STAGES if s in self.asked}
+
+    def begin(self, spec: AttentionSpec, gpu: Gpu, fresh: bool = False) -> bool:
+        """Open the record; whether the run goes on from an earlier one that was cut off.
+
+        Budgets are not part of what makes it the same run: a stage that used its own up goes on
+        with a larger one.
+        """
+        asked = {s: {"model": a.name, "candidates": a.candidates} for s, a in self.asked.items()}
+        settings = {"spec": spec.model_dump(mode="json"), "gpu": gpu.name, "asked": asked}
+        return self.transcript.begin({**settings, "description": self.description}, fresh)
+
+
+# --- the stages -------------------------------------------------------------------------------
+
+
+def sketch(authors: Authors, run: Run, progress: Progress) -> Run:
+    """What moves and what is computed. If the built-in author does the rest, with all its sizes."""
+    whole = "code" not in authors.asked
+    attempt = partial(_try_sketch, run, whole)
+    run, text = _ask(authors, run, "sketch", extract.tl, attempt, progress)
+    return run if text is None else keep(run, {"sketch.tl": text})
+
+
+def _try_sketch(run: Run, whole: bool, source: str, lane: Lane) -> Tried[str]:
+    try:
+        found = apart.call(_checked_sketch, source, run.gpu, seconds=CHECK_SECONDS, memory=MEMORY)
+        if whole and not _errors(found):
+            found = _limited(_completed, source, run)
+    except Failed as failed:
+        found = failed.diagnostics
+    return _tried(source if not _errors(found) else None, found, source, "sketch.tl")
+
+
+def _checked_sketch(source: str, gpu: Gpu) -> tuple[Diagnostic, ...]:
+    return check(parse(source), gpu).diagnostics
+
+
+def _completed(source: str, spec: AttentionSpec, gpu: Gpu, base: Path) -> tuple[Diagnostic, ...]:
+    """What is wrong with a sketch that the built-in author completes."""
+    try:
+        written = write_code(source, spec, gpu)
+    except NothingFits as error:
+        return (Diagnostic("FW905", str(error)),)
+    except (KeyError, ValueError, AssertionError, StopIteration) as error:
+        text = f"the built-in author cannot complete this sketch ({type(error).__name__}: {error})"
+        hint = "keep to one loop over the keys, with the tensors Q, K, V and O"
+        return (Diagnostic("FW905", text, help=hint),)
+    found = _judged(written.code, spec, gpu, base)[2]
+    return tuple(replace(d, span=None, secondary=(), fix=None) for d in found)
+
+
+def code(authors: Authors, run: Run, progress: Progress) -> Run:
+    """The sketch with all its sizes, checked and run on the CPU."""
+    attempt = partial(_try_code, run)
+    run, done = _ask(authors, run, "code", extract.tl, attempt, progress)
+    if done is None:
+        return run
+    run = keep(run, {"code.tl": done.text})
+    return replace(
+        run.noting("code.tl", *done.warnings),
+        written=Written(done.text, ()),
+        programs={OWN: done.program},
+        verdicts={OWN: done.verdict},
+    )
+
+
+@dataclass(frozen=True)
+class _Code:
+    """TL code that passed."""
+
+    text: str
+    program: Program
+    verdict: cpu.Verdict
+    warnings: tuple[Diagnostic, ...]
+
+
+def _try_code(run: Run, source: str, lane: Lane) -> Tried[_Code]:
+    try:
+        judged = _limited(_judged, source, run)
+    except Failed as failed:
+        return _tried(None, failed.diagnostics, source, "code.tl")
+    program, verdict, found = judged
+    if program is None or verdict is None or _errors(found) or not verdict.ok:
+        return _tried(None, found, source, "code.tl")
+    return _tried(_Code(source, program, verdict, found), (), source, "code.tl")
+
+
+def _judged(
+    source: str, spec: AttentionSpec, gpu: Gpu, base: Path
+) -> tuple[Program | None, cpu.Verdict | None, tuple[Diagnostic, ...]]:
+    """Code through the checker and the CPU run: program, verdict, and all that was found."""
+    checked = check(parse(source), gpu)
+    if checked.program is None or _errors(checked.diagnostics):
+        return None, None, checked.diagnostics or (_NO_CODE,)
+    try:
+        verdict = cpu.judge(checked.program, spec, base=base)
+    except BadSpec as error:  # the user's own reference cannot be used
+        raise Failed(*(Diagnostic("FW903", line) for line in error.lines)) from None
+    return checked.program, verdict, (*checked.diagnostics, *verdict.diagnostics)
+
+
+def _limited(function: Callable[..., T], source: str, run: Run) -> T:
+    """Work on a model's TL, in a process with limits; the user's reference may need more memory."""
+    memory = REFERENCE_MEMORY if run.spec.reference else MEMORY
+    given = (source, run.spec, run.gpu, run.folder)
+    return apart.call(function, *given, seconds=RUN_SECONDS, memory=memory)
+
+
+_NO_CODE = Diagnostic(
+    "FW207",
+    "this is a sketch: it has no sizes and no grid",
+    help="write code: params, a grid, allocations, and a tile and a coordinate for every Copy",
+)
+
+
+def kernel(authors: Authors, run: Run, progress: Progress) -> Run:
+    """The code as CUDA, compiled and judged."""
+    from flashwright.kernel_by_model import Kernel, attempted, facts_of, placed
+
+    program = run.programs[OWN]
+    attempt = partial(attempted, run, program)
+    facts = facts_of(program, run.gpu)
+    done: Kernel | None
+    run, done = _ask(authors, run, "translate", extract.cuda, attempt, progress, **facts)
+    return run if done is None else placed(run, done)
+
+
+# --- asking -----------------------------------------------------------------------------------
+
+
+def _ask(
+    authors: Authors,
+    run: Run,
+    stage: Any,
+    take: Callable[[Reply], str],
+    attempt: Callable[[str, Lane], Tried[Any]],
+    progress: Progress,
+    **more: Any,
+) -> tuple[Run, Any]:
+    """The best candidate's result, and the Run with what it cost; None where there is none."""
+    asked = authors.asked[stage]
+    facts = Facts(
+        spec=run.spec,
+        gpu=run.gpu,
+        description=authors.description,
+        reference=authors.reference,
+        sketch=run.artefacts.get("sketch.tl", ""),
+        code=run.artefacts.get("code.tl", ""),
+        **more,
+    )
+    numbers = range(1, asked.candidates + 1)
+    lanes = [authors.transcript.lane(stage, n, asked.model) for n in numbers]
+    meters = [_meter(asked, asked.candidates) for _ in lanes]
+
+    def trying(source: str, lane: Lane) -> Tried[Any]:
+        progress(lane.number, asked.budget.attempts, f"attempt {lane.number}: trying what it wrote")
+        tried = attempt(source, lane)
+        said = "right" if tried.value is not None else f"{len(tried.diagnostics)} findings"
+        progress(lane.number, asked.budget.attempts, f"attempt {lane.number}: {said}")
+        return tried
+
+    progress(0, asked.budget.attempts, f"asking {asked.name}")
+    task = Task[Any](stage, facts, take, trying)
+    try:
+        value, _ = best(task, lanes, meters, rank=lambda value: 0.0)
+    except GaveUp as gave_up:
+        value, run = None, _given_up(run, stage, gave_up)
+    return replace(run, asked={**run.asked, stage: _cost(asked, stage, lanes, meters)}), value
+
+
+def _meter(asked: Who, candidates: int) -> Meter:
+    """What one of several candidates may spend: tokens and money are shared, attempts are not."""
+    budget = asked.budget
+    tokens = None if budget.tokens is None else budget.tokens // candidates
+    dollars = None if budget.dollars is None else budget.dollars / candidates
+    return Meter(replace(budget, tokens=tokens, dollars=dollars), asked.prices)
+
+
+def _given_up(run: Run, stage: str, gave_up: GaveUp) -> Run:
+    file = STAGES[stage]
+    if gave_up.source:
+        run = keep(run, {file: gave_up.source})
+    run = run.noting(file if gave_up.source else "", *gave_up.last)
+    hint = (
+        "every attempt is in the folder `model`; give it more with --attempts, --tokens, --minutes"
+    )
+    return run.noting(
+        "", Diagnostic("FW913", f"no {stage} came out right: {gave_up.why}", help=hint)
+    )
+
+
+def _cost(asked: Who, stage: Any, lanes: list[Lane], meters: list[Meter]) -> dict[str, Any]:
+    """What a stage took, for the record."""
+    spendings = [meter.spending for meter in meters]
+    return {
+        "model": asked.name,
+        "prompt": prompt.digest(stage),
+        "candidates": len(lanes),
+        "attempts": [lane.number for lane in lanes],
+        "repeated": sum(lane.repeated for lane in lanes),
+        "tokens": sum(spent.usage.total for spent in spendings),
+        "dollars": sum(spent.dollars for spent in spendings if spent.dollars is not None),
+    }
+
+
+# --- findings ---------------------------------------------------------------------------------
+
+
+def _errors(found: tuple[Diagnostic, ...]) -> bool:
+    return any(d.severity == "error" for d in found)
+
+
+def _tried(value: Any, found: tuple[Diagnostic, ...], source: str, file: str) -> Tried[Any]:
+    """An attempt that was looked at; where it is right, what is left are warnings."""
+    told = render.for_model(found, source) if value is None else ""
+    return Tried(value, told, found if value is None else (), {file: source})

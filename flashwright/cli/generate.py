@@ -1,0 +1,233 @@
+"""`flashwright generate`: an attention operator, from what is asked for to a kernel package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashwright.cli.asked import Asked, asked
+from flashwright.cli.command import (
+    FINE,
+    WRONG,
+    exit_code,
+    find_gpu,
+    flag,
+    guarded,
+    tell,
+)
+
+if TYPE_CHECKING:
+    from flashwright.by_model import Authors
+    from flashwright.gpu import Gpu
+
+BUILTIN = "builtin"
+MODELS = "Language models"
+
+
+class Dtype(StrEnum):
+    """Element types of Q, K, V and O."""
+
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP8 = "fp8"
+
+
+def register(app: typer.Typer) -> None:
+    """Put the command on the command line."""
+    app.command(rich_help_panel="Make")(generate)
+
+
+def _asked(*names: str, **settings: Any) -> Any:
+    """An option about language models."""
+    return typer.Option(*names, rich_help_panel=MODELS, **settings)
+
+
+@guarded
+def generate(
+    variant: Annotated[
+        str,
+        typer.Argument(metavar="VARIANT", help="See `flashwright variants`; or plain English."),
+    ],
+    gpu: Annotated[str, typer.Option(metavar="NAME", help="See `flashwright gpus`.")],
+    causal: Annotated[bool, flag("--causal", help="A query sees no later key.")] = False,
+    window: Annotated[
+        int | None, typer.Option(metavar="N", help="Sliding window, in positions.")
+    ] = None,
+    head_dim: Annotated[int | None, typer.Option(metavar="N", help="Columns of Q and K.")] = None,
+    v_dim: Annotated[
+        int | None, typer.Option(metavar="N", help="Columns of V and O, if others.")
+    ] = None,
+    heads: Annotated[int | None, typer.Option(metavar="N", help="Query heads.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(metavar="N", help="Heads of K and V.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Of Q, K, V and O.")] = None,
+    softcap: Annotated[
+        float | None, typer.Option(metavar="X", help="s becomes X * tanh(s / X).")
+    ] = None,
+    alibi: Annotated[bool, flag("--alibi", help="Add ALiBi's slopes.")] = False,
+    sink: Annotated[bool, flag("--sink", help="A sink logit for each head.")] = False,
+    sink_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="First keys that a window does not hide.")
+    ] = None,
+    no_lse: Annotated[bool, flag("--no-lse", help="Do not return log-sum-exp.")] = False,
+    reference: Annotated[
+        str | None, typer.Option(metavar="FILE.py", help="A function that says what is right.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where to; default out/VARIANT-GPU.")
+    ] = None,
+    quiet: Annotated[bool, flag("--quiet", "-q", help="Print the verdict only.")] = False,
+    model: Annotated[
+        str | None, _asked(metavar="NAME", help="Who does all three stages below.")
+    ] = None,
+    sketch: Annotated[
+        str | None, _asked(metavar="NAME", help="Who writes the sketch: builtin, or a model.")
+    ] = None,
+    params: Annotated[
+        str | None, _asked(metavar="NAME", help="Who finds the sizes: builtin, or a model.")
+    ] = None,
+    translate: Annotated[
+        str | None, _asked(metavar="NAME", help="Who writes the CUDA: builtin, or a model.")
+    ] = None,
+    base_url: Annotated[
+        str | None, _asked(metavar="URL", help="Of an OpenAI-compatible server.")
+    ] = None,
+    candidates: Annotated[
+        int, _asked(metavar="N", min=1, max=16, help="Side by side, for each stage; best kept.")
+    ] = 1,
+    attempts: Annotated[
+        int, _asked(metavar="N", min=1, max=100, help="Replies for a stage, repairs included.")
+    ] = 6,
+    tokens: Annotated[
+        int, _asked(metavar="N", min=1000, help="For a stage, read and written.")
+    ] = 400_000,
+    minutes: Annotated[float, _asked(metavar="X", min=0.1, help="For a stage.")] = 30.0,
+    dollars: Annotated[
+        float | None, _asked(metavar="X", min=0.0, help="For a stage; needs --price.")
+    ] = None,
+    price: Annotated[
+        str | None, _asked(metavar="IN/OUT", help="Dollars for a million tokens, as in 3/15.")
+    ] = None,
+    fresh: Annotated[
+        bool, flag("--fresh", rich_help_panel=MODELS, help="Do not go on from the folder's record.")
+    ] = False,
+) -> int:
+    """Make an attention operator: TL sketch, sizes, check, CPU run, CUDA, cubin.
+
+    A language model does the stages that it is asked for; the built-in author does the others.
+    """
+    options = {
+        "causal": causal or None,
+        "window": window,
+        "head_dim": head_dim,
+        "v_dim": v_dim,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "dtype": dtype.value if dtype else None,
+        "softcap": softcap,
+        "alibi": alibi or None,
+        "sink": sink or None,
+        "sink_tokens": sink_tokens,
+        "lse": False if no_lse else None,
+    }
+    card = find_gpu(gpu)
+    meant = asked(variant, options, reference)
+    folder = out or Path("out", f"{meant.spec.variant}-{card.name}")
+    named = {"sketch": sketch, "code": params, "translate": translate}
+    names = {stage: name or model or BUILTIN for stage, name in named.items()}
+    wanted = _Wanted(base_url, candidates, attempts, tokens, minutes, dollars, price, fresh)
+    return _generate(meant, card, folder, quiet, _authors(names, wanted, folder, meant, card))
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What was said of the models."""
+
+    base_url: str | None
+    candidates: int
+    attempts: int
+    tokens: int
+    minutes: float
+    dollars: float | None
+    price: str | None
+    fresh: bool
+
+
+def _authors(
+    names: Mapping[str, str],
+    wanted: _Wanted,
+    folder: Path,
+    meant: Asked,
+    card: Gpu,
+) -> Authors | None:
+    """Who does which stage; None where it is the built-in author all along."""
+    named = {stage: name for stage, name in names.items() if name != BUILTIN}
+    if not named:
+        return None
+    from flashwright.author.llm.budget import Budget, Prices
+    from flashwright.author.llm.connect import connect
+    from flashwright.author.llm.transcript import FOLDER, Transcript
+    from flashwright.by_model import Authors, Who
+
+    prices = Prices(*_price(wanted.price)) if wanted.price else None
+    if wanted.dollars is not None and prices is None:
+        raise typer.BadParameter(
+            "say what a million tokens cost: --price IN/OUT", param_hint="--dollars"
+        )
+    budget = Budget(wanted.attempts, wanted.tokens, wanted.dollars, 60 * wanted.minutes)
+    models = {name: connect(name, wanted.base_url) for name in set(named.values())}
+    every = {
+        stage: Who(models[name], name, budget, prices, wanted.candidates)
+        for stage, name in named.items()
+    }
+    words = meant.description or None
+    function = (meant.reference or b"").decode("utf-8", "replace")
+    authors = Authors(Transcript(folder / FOLDER), every, words, function)
+    authors.begin(meant.spec, card, fresh=wanted.fresh)
+    return authors
+
+
+def _price(text: str) -> tuple[float, float]:
+    """Dollars for a million tokens read and written, from `3/15`."""
+    try:
+        read, written = (float(part) for part in text.split("/"))
+    except ValueError:
+        why = f"{text!r} is not IN/OUT, dollars for a million tokens read and written, as in 3/15"
+        raise typer.BadParameter(why, param_hint="--price") from None
+    return read, written
+
+
+def _generate(
+    meant: Asked,
+    card: Gpu,
+    folder: Path,
+    quiet: bool,
+    authors: Authors | None,
+) -> int:
+    from flashwright import pipeline
+    from flashwright.cli import show
+    from flashwright.run import KINDS
+
+    screen = show.Screen(show.console(quiet=quiet))
+    screen.header(meant.summary, meant.spec, card)
+    try:
+        run = pipeline.generate(
+            meant.spec, card, folder, screen, authors, reference=meant.reference
+        )
+    finally:
+        screen.close()
+    if not run.ok:
+        for finding in run.failed:
+            name = finding.file or "command line"
+            tell([finding.diagnostic], name, run.artefacts.get(finding.file, ""))
+    screen.closing(run, str(folder))
+    if quiet and run.ok and run.verdicts:
+        rest = "" if run.built else "; not compiled"
+        worst = max(verdict.worst for verdict in run.verdicts.values())
+        said = f"{KINDS[run.kind]}{rest}"
+        print(f"{folder}: agrees with fp64, largest rms error {worst:.1e}; {said}")
+    return FINE if run.ok else max(WRONG, exit_code([f.diagnostic for f in run.failed]))

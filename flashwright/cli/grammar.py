@@ -1,0 +1,60 @@
+"""`flashwright grammar`: TL's grammar, as it is read, or for the server of a model."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flashwright.cli.command import FINE, guarded
+
+
+class Level(StrEnum):
+    """What the grammar is to let through."""
+
+    SKETCH = "sketch"
+    CODE = "code"
+
+
+def register(app: typer.Typer) -> None:
+    """Put the command on the command line."""
+    app.command(rich_help_panel="Look up")(grammar)
+
+
+@guarded
+def grammar(
+    gbnf: Annotated[
+        bool, typer.Option("--gbnf", metavar=" ", help="As GBNF, for llama.cpp's servers.")
+    ] = False,
+    level: Annotated[
+        Level | None, typer.Option(help="GBNF of sketches or of code; default code.")
+    ] = None,
+    bounded: Annotated[
+        bool,
+        typer.Option("--bounded", metavar=" ", help="GBNF of short programs, for tiny models."),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Where to; without it, to stdout."),
+    ] = None,
+) -> int:
+    """Print TL's grammar: lark's, which reads programs, or GBNF, to which a model can be kept."""
+    from flashwright.files import write
+    from flashwright.lang import gbnf as in_gbnf
+    from flashwright.lang.gbnf_rules import FILE
+
+    if not gbnf and (bounded or level is not None):
+        option = "--bounded" if bounded else "--level"
+        raise typer.BadParameter("is about GBNF: add --gbnf", param_hint=option)
+    if gbnf:
+        text = in_gbnf.gbnf((level or Level.CODE).value, bounded)
+    else:
+        text = FILE.read_text(encoding="utf-8")
+    if out is None:
+        print(text, end="")
+        return FINE
+    write(out, text)
+    print(f"{out}: {text.count(chr(10))} lines")
+    return FINE

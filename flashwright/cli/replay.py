@@ -1,0 +1,51 @@
+"""`flashwright replay`: a run with language models again, from its record, with nobody asked."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flashwright.cli.command import FINE, WRONG, guarded
+from flashwright.lang.diagnostic import Diagnostic, Failed
+
+
+def register(app: typer.Typer) -> None:
+    """Put the command on the command line."""
+    app.command(rich_help_panel="Make")(replay)
+
+
+@guarded
+def replay(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="A folder made by generate.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="DIR", help="Keep what is made; else it is removed."),
+    ] = None,
+) -> int:
+    """Repeat a run from its record, up to the compiled kernel, and compare with what it made.
+
+    Replies come from the record; all else is done anew: checks, CPU runs, translation, compilation.
+    """
+    from flashwright.author.llm.transcript import FOLDER, Transcript
+    from flashwright.cli import show
+    from flashwright.replay import replay as again
+
+    if Transcript(folder / FOLDER).read() is None:
+        text = f"{folder} has no record of a run with a language model"
+        hint = f"`flashwright generate ... --model NAME` leaves one in {FOLDER}/"
+        raise Failed(Diagnostic("FW915", text, help=hint))
+    place = out or Path(tempfile.mkdtemp(prefix="flashwright-replay-"))
+    screen = show.Screen(show.console())
+    try:
+        found = again(folder, place, screen)
+    finally:
+        screen.close()
+        if out is None:
+            shutil.rmtree(place, ignore_errors=True)
+    for line in found.lines:
+        print(line)
+    return FINE if found.same else WRONG

@@ -1,0 +1,1 @@
+"""What keeps a process from what is not its own: limits, the network, other processes, files."""

@@ -1,0 +1,266 @@
+"""A user's own reference: a function in a Python file that says what is right.
+
+It is one of two kinds:
+
+    def reference(inputs, dims): ...    float64 arrays by name, and the sizes by name
+    def attention(q, k, v): ...         any of the inputs, by the names of the parameters
+
+A file that imports torch gets its tensors from the second kind of call, in float64 and on the CPU;
+others get NumPy's arrays. The file is the user's own: it runs as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashwright.spec import BadSpec
+
+Array = NDArray[Any]
+Floats = NDArray[np.float64]
+Inputs = Mapping[str, Array]
+Dims = Mapping[str, int]
+
+_NAMES = {"query": "Q", "key": "K", "value": "V"}
+_OUTPUTS = {"o": "O", "out": "O", "output": "O", "lse": "LSE"}
+_ORDER = ("O", "LSE")  # of a tuple
+_USUAL = ("reference", "attention")
+
+
+@dataclass(frozen=True)
+class UserReference:
+    """A user's own reference: called with inputs in fp64 (integers stay) and the dims."""
+
+    path: Path
+    function: Callable[..., Any]
+    inputs_function: Callable[..., Any] | None
+    parameters: tuple[inspect.Parameter, ...] | None = None
+    """Of a function that takes inputs by name; None: it takes them all in a dict."""
+    torch: bool = False
+    """It takes tensors."""
+
+    @property
+    def by_name(self) -> bool:
+        """Its parameters are the spec's inputs, in the order of axes that callers have."""
+        return self.parameters is not None
+
+    def __call__(self, inputs: Inputs, dims: Dims) -> dict[str, Floats]:
+        """The outputs by name; a single array is O."""
+        given = {name: _for_user(array) for name, array in inputs.items()}
+        if self.parameters is None:
+            result = _guard(self.path, lambda: self.function(given, dict(dims)))
+        else:
+            result = self._called(self.parameters, given, dims)
+        found = {k: v.astype(np.float64) for k, v in self._arrays(result, "reference").items()}
+        return _before_the_first_key(found, dims) if self.by_name else found
+
+    def _called(
+        self, parameters: tuple[inspect.Parameter, ...], given: dict[str, Array], dims: Dims
+    ) -> object:
+        """The result of a function that takes inputs by name."""
+        every: dict[str, Any] = {name.lower(): size for name, size in dims.items()}
+        every |= {name.lower(): array for name, array in given.items()}
+        every |= {alias: given[name] for alias, name in _NAMES.items() if name in given}
+        wanted = {p.name: p.name.lower() for p in parameters}
+        lacking = [p.name for p in parameters if wanted[p.name] not in every and not _free(p)]
+        if lacking:
+            raise BadSpec(
+                f"{self.path}: the reference takes {', '.join(lacking)}, which is no input: "
+                f"there are {', '.join(sorted(given))}, and the sizes {', '.join(sorted(dims))}; "
+                "others come from make_inputs(rng, dims)"
+            )
+        values = {name: every[key] for name, key in wanted.items() if key in every}
+        if not self.torch:
+            return _guard(self.path, lambda: self.function(**values))
+        return _guard(self.path, lambda: _in_torch(self.function, values))
+
+    def make_inputs(self, rng: np.random.Generator, dims: Dims) -> dict[str, Array] | None:
+        """The user's inputs by name, or None where the file makes none."""
+        make = self.inputs_function
+        if make is None:
+            return None
+        return self._arrays(_guard(self.path, lambda: make(rng, dict(dims))), "make_inputs")
+
+    def _arrays(self, result: object, what: str) -> dict[str, Array]:
+        named = result if isinstance(result, dict) else {"O": result}
+        if self.by_name and what == "reference":
+            named = _outputs(result)
+        arrays = {str(name): _array(value) for name, value in named.items()}
+        for name, array in arrays.items():
+            if array is None:
+                raise BadSpec(f"{self.path}: {what} gave no array of numbers for {name}")
+        return {name: array for name, array in arrays.items() if array is not None}
+
+
+# --- loading ----------------------------------------------------------------------------------
+
+
+def split(text: str) -> tuple[str, str]:
+    """A file and the function that is meant; none is named in `mine.py`, one in `mine.py:mine`."""
+    found = re.fullmatch(r"(.*\.py):([A-Za-z_]\w*)", text, re.DOTALL)
+    return (found[1], found[2]) if found else (text, "")
+
+
+def user_reference(path: str | Path) -> UserReference:
+    """Loads the function of `FILE.py` or `FILE.py:function`, and `make_inputs(rng, dims)` if any.
+
+    The errors of the file come as BadSpec, with file and line.
+    """
+    file, wanted = split(str(path))
+    path = Path(file)
+    try:
+        source = path.read_bytes()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise BadSpec(f"{path}: the reference cannot be read: {why}") from None
+    module = ModuleType(f"flashwright_reference_{path.stem}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses and pickle look the module up there
+    _guard(path, lambda: exec(compile(source, str(path), "exec"), module.__dict__))
+    function = _function(path, module, wanted)
+    inputs = getattr(module, "make_inputs", None)
+    if inputs is not None and not callable(inputs):
+        raise BadSpec(f"{path}: make_inputs is no function: write def make_inputs(rng, dims)")
+    return UserReference(path, function, inputs, _parameters(path, function), _torch(source))
+
+
+def _function(path: Path, module: ModuleType, wanted: str) -> Callable[..., Any]:
+    """The one that is asked for, else `reference` or `attention`, else the only one there is."""
+    own = [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, FunctionType)
+        and value.__module__ == module.__name__
+        and not name.startswith("_")
+        and name != "make_inputs"
+    ]
+    usual = [name for name in _USUAL if callable(getattr(module, name, None))]
+    name = wanted or (usual[0] if usual else own[0] if len(own) == 1 else "")
+    function = getattr(module, name, None) if name else None
+    if callable(function):
+        return function  # type: ignore[no-any-return]
+    if wanted:
+        there = f"there are {', '.join(own)}" if own else "there is none"
+        raise BadSpec(f"{path}: defines no function {wanted}: {there}")
+    if own:
+        raise BadSpec(f"{path}: defines no reference: say which, as in {path.name}:{own[0]}")
+    hint = "add def reference(inputs, dims) or def attention(q, k, v)"
+    raise BadSpec(f"{path}: defines no reference: {hint}")
+
+
+def _parameters(path: Path, function: Callable[..., Any]) -> tuple[inspect.Parameter, ...] | None:
+    """The parameters, where they are inputs by name."""
+    try:
+        found = tuple(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # not written in Python
+        return None
+    names = {p.name.lower() for p in found}
+    if names & {"q", "k", "v", *_NAMES}:
+        wrong = [p.name for p in found if p.kind is p.POSITIONAL_ONLY]
+        if wrong:
+            raise BadSpec(f"{path}: inputs come by name: take the / out of the parameters")
+        return found
+    return None
+
+
+def _free(parameter: inspect.Parameter) -> bool:
+    """Whether a call may go without it."""
+    several = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return several or parameter.default is not parameter.empty
+
+
+def _torch(source: bytes) -> bool:
+    """Whether the file imports torch, at its top or in a function."""
+    for node in ast.walk(ast.parse(source)):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        if any(name.partition(".")[0] == "torch" for name in names):
+            return True
+    return False
+
+
+# --- calling ----------------------------------------------------------------------------------
+
+
+def _in_torch(function: Callable[..., Any], values: Mapping[str, Any]) -> object:
+    """A call with tensors. What the function makes itself is in float64 too, unless it says so."""
+    import torch
+
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.no_grad():
+            tensors = {
+                name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+                for name, value in values.items()
+            }
+            return function(**tensors)
+    finally:
+        torch.set_default_dtype(usual)
+
+
+def _outputs(result: object) -> dict[str, object]:
+    """O alone, (O, LSE), or a dict; names in any case."""
+    if isinstance(result, tuple):
+        named = dict(zip(_ORDER, result, strict=False))
+        return {name: value for name, value in named.items() if value is not None}
+    if isinstance(result, dict):
+        return {_OUTPUTS.get(str(k).lower(), str(k)): v for k, v in result.items()}
+    return {"O": result}
+
+
+def _before_the_first_key(found: dict[str, Floats], dims: Dims) -> dict[str, Floats]:
+    """Queries before the first key see nothing where keys are seen up to a position, and a softmax
+    of nothing is NaN in PyTorch. As everywhere here, they give 0, and -inf as their LSE."""
+    many = max(0, dims.get("q_len", 0) - dims.get("kv_len", 0))
+    for name, empty in zip(_ORDER, (0.0, -np.inf), strict=True):
+        if many and name in found and found[name].ndim >= 3:
+            rows = found[name][:, :, :many]
+            rows[np.isnan(rows)] = empty
+    return found
+
+
+def _guard(path: Path, work: Callable[[], object]) -> object:
+    try:
+        return work()
+    except BadSpec:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f[0] == str(path)]
+        line = frames[-1] if frames else None
+        if isinstance(error, SyntaxError) and error.filename == str(path):
+            line = error.lineno
+        where = f"{path}:{line}" if line else str(path)
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            hint = "install it, or write the reference in NumPy"
+            raise BadSpec(f"{where}: PyTorch is not installed here: {hint}") from None
+        why = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise BadSpec(f"{where}: {type(error).__name__}: {why}".rstrip(": ")) from None
+
+
+def _for_user(array: Array) -> Array:
+    """A copy, so that the user's code cannot change what the kernel gets."""
+    kept = array.dtype if array.dtype.kind in "iub" else np.dtype(np.float64)
+    return array.astype(kept)
+
+
+def _array(value: object) -> Array | None:
+    if hasattr(value, "detach"):  # a tensor; NumPy takes none with a gradient, or in bf16
+        value = value.detach().cpu().double().numpy()
+    try:
+        array = np.asarray(value)
+        array.astype(np.float64)
+    except (TypeError, ValueError):
+        return None
+    return array if array.dtype.kind not in "cOSUMm" else None

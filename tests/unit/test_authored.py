@@ -1,0 +1,295 @@
+"""Translations that a model wrote: compiled without keys and without end, packed, and judged."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flashwright import gpu as gpus
+from flashwright.build import process, toolchain
+from flashwright.build.authored import TranslationByModel, translated_by_model
+from flashwright.build.compile import build
+from flashwright.build.toolchain import Toolchain
+from flashwright.confine import landlock
+from flashwright.judge.emulated import judge_emulated
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.lang.render import for_model
+from flashwright.lower.contract import Flavour
+from flashwright.lower.source_map import commented
+from tests.unit.emulated import SPEC, needs_compilers
+from tests.unit.fake_nvcc import GOOD, WORKS, FakeNvcc, nvcc
+from tests.unit.test_contract import ours, program
+
+__all__ = ["nvcc"]  # a fixture
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="confined on Linux only")
+needs_nvcc = pytest.mark.skipif(not toolchain.has_nvcc(), reason="there is no CUDA compiler here")
+KERNEL = 'extern "C" __global__ void k(float* x) {{ {} }}\n'
+
+
+def failed(nvcc: FakeNvcc, source: str = "x", seconds: float | None = None) -> Diagnostic:
+    with pytest.raises(Failed) as caught:
+        build(source, "sm_80", toolchain=nvcc.tools, untrusted=True, time_limit=seconds)
+    return caught.value.diagnostics[0]
+
+
+# --- the process ------------------------------------------------------------------------------
+
+
+def test_the_compiler_is_told_of_no_keys(nvcc: FakeNvcc, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OPENAI_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "SSH_AUTH_SOCK", "OTHER"):
+        monkeypatch.setenv(name, "hush-hush")
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-hush-hush")
+    nvcc.set(f"{WORKS} && env > kernel.ptx && pwd > kernel.cubin")
+    built = build("x", "sm_80", toolchain=nvcc.tools, untrusted=True)
+    told = dict(line.split("=", 1) for line in built.ptx.splitlines())
+    assert "hush" not in built.ptx
+    assert {*told} <= {"PATH", "HOME", "TMPDIR", "LC_ALL", "LD_LIBRARY_PATH", "NVCC_CCBIN"} | {
+        *("PWD", "SHLVL", "_", "OLDPWD")  # the shell's own
+    }
+    place = built.cubin.decode().strip()
+    assert told["HOME"] == told["TMPDIR"] == place
+    assert not Path(place).exists()
+
+
+@linux
+def test_time(nvcc: FakeNvcc) -> None:
+    nvcc.set("sleep 60 & sleep 60")
+    start = time.monotonic()
+    found = failed(nvcc, seconds=0.5)
+    assert (found.code, time.monotonic() - start < 5) == ("FW825", True)
+    assert "0.5 seconds" in found.message
+
+
+@linux
+def test_memory_processes_and_files(nvcc: FakeNvcc, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = process.Limits(memory=64 << 20, processes=20, file_bytes=1 << 20, seconds=30)
+    monkeypatch.setattr("flashwright.build.compile.Limits", _Smaller(small))
+    nvcc.set("sh -c 'x=y; while :; do x=$x$x; done'")
+    assert "GB of memory" in failed(nvcc, "a").message
+    nvcc.set("for i in $(seq 40); do sleep 60 & done; sleep 60")
+    assert "20 processes" in failed(nvcc, "b").message
+    nvcc.set("head -c 9000000 /dev/zero > kernel.ii; exit 1")
+    found = failed(nvcc, "c")
+    assert (found.code, "1 MB" in found.message) == ("FW825", True)
+
+
+class _Smaller:
+    """Limits that a test can reach."""
+
+    seconds = 30.0
+
+    def __init__(self, small: process.Limits) -> None:
+        self.small = small
+
+    def __call__(self, seconds: float) -> process.Limits:
+        return self.small
+
+
+@linux
+@pytest.mark.skipif(not Path("/bin/bash").exists(), reason="it asks bash for a connection")
+def test_no_network_and_none_of_the_users_files(nvcc: FakeNvcc, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("hush-hush")
+    connect = "bash -c 'exec 3<>/dev/tcp/127.0.0.1/9' 2>> kernel.ptx"
+    nvcc.set(f"{WORKS}; cat {secret} > kernel.ptx; echo x > {tmp_path}/written; {connect}; exit 0")
+    told = build("x", "sm_80", toolchain=nvcc.tools, untrusted=True).ptx
+    if platform.machine() in ("x86_64", "aarch64"):
+        assert "Operation not permitted" in told
+        assert "refused" not in told
+    if _has_landlock():
+        assert "hush" not in told
+        assert not (tmp_path / "written").exists()
+
+
+def _has_landlock() -> bool:
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if landlock.restrict(["/"], []) else 1)
+    return os.waitpid(child, 0)[1] == 0
+
+
+@linux
+def test_a_compiler_that_cannot_be_run_is_not_the_codes_fault(nvcc: FakeNvcc) -> None:
+    nvcc.path.chmod(0o644)
+    found = failed(nvcc)
+    assert (found.code, "cannot be run: Permission denied" in found.message) == ("FW821", True)
+    assert process.READS in (found.help or "")
+
+
+def test_only_the_last_and_first_of_what_it_says_is_kept(nvcc: FakeNvcc) -> None:
+    nvcc.set("yes 'kernel.cu(1): error: x' | head -c 9000000; exit 1", says="")
+    assert failed(nvcc).message == "nvcc: x"
+
+
+def test_messages_name_no_folder_of_this_machine(nvcc: FakeNvcc) -> None:
+    says = 'kernel.cu(2): error: cannot open "/home/somebody/x/y.h", a/b\n'
+    nvcc.set("exit 1", says=says)
+    found = failed(nvcc, "int a;\n  int b;\n")
+    assert found.message == 'nvcc: cannot open "y.h", a/b'
+    assert for_model([found], "int a;\n  int b;\n").startswith("1. error FW822 on line 2: nvcc:")
+    nvcc.set("exit 1", says="something /home/somebody/x/y.h\n")
+    said = failed(nvcc).message
+    assert said.startswith("nvcc failed with 1: ")
+    assert said.endswith("something y.h")
+
+
+def test_a_model_cannot_blame_the_machine(nvcc: FakeNvcc) -> None:
+    nvcc.set("exit 1", says="kernel.cu:1:2: error: #error No space left on device\n")
+    assert failed(nvcc).code == "FW822"
+    nvcc.set("exit 1", says="kernel.cu:1:10: fatal error: cute/x.hpp: No such file or directory\n")
+    assert failed(nvcc).code == "FW822"
+    nvcc.set("exit 1", says="gcc: No space left on device\n")
+    assert failed(nvcc).code == "FW001"
+
+
+# --- with the real compiler -------------------------------------------------------------------
+
+
+def taken(
+    source: str, gpu: str = "a100", flavour: Flavour = "full", tools: Toolchain | None = None
+) -> TranslationByModel:
+    return translated_by_model(
+        program(gpu), gpus.find(gpu), SPEC, source, flavour=flavour, toolchain=tools
+    )
+
+
+@needs_compilers
+def test_a_small_kernel_is_packed_and_judged_like_ours(tmp_path: Path) -> None:
+    source, plan = ours()
+    made = taken(source)
+    assert made.translation.plan == plan
+    for name, data in made.files.items():
+        (tmp_path / name).write_bytes(data if isinstance(data, bytes) else data.encode())
+    digests = json.loads((tmp_path / "build.json").read_text())["artefacts"]
+    assert {*digests, "build.json"} == {*made.files}
+    assert judge_emulated(tmp_path, SPEC, seed=3, lengths=[(17, 33)], seconds=0.0).ok
+
+
+@needs_nvcc
+def test_findings_are_in_the_lines_of_the_file() -> None:
+    source = "// a comment\n" + KERNEL.format("\n  x[0] = y;\n")
+    with pytest.raises(Failed) as caught:
+        build(source, "sm_80", untrusted=True)
+    shown = '1. error FW822 on line 3: nvcc: identifier "y" is undefined\n   line 3: x[0] = y;\n'
+    assert for_model(caught.value.diagnostics, source) == shown
+
+
+PTX = """.visible .entry attention(
+\t.param .align {align} .b8 attention_param_0[{size}]
+)
+.maxntid {threads}
+{{
+"""
+COMPILED = {  # what the PTX says, and what is wrong with it
+    "as agreed": ({}, ""),
+    "another struct": ({"size": 240}, "takes 240 bytes, and the caller passes 212"),
+    "fewer threads": ({"threads": 64}, "compiled for 64 threads a block, and Threads is 128"),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_what_macros_change_shows_in_the_ptx(nvcc: FakeNvcc, name: str) -> None:
+    told, says = COMPILED[name]
+    text = PTX.format(**{"align": 8, "size": 216, "threads": 128, **told})
+    nvcc.set(f"{WORKS}; cat > kernel.ptx <<'END'\n{text}END\n")
+    if not says:
+        assert taken(ours()[0], tools=nvcc.tools).built.ptx == text
+        return
+    with pytest.raises(Failed, match="FW827") as caught:
+        taken(ours()[0], tools=nvcc.tools)
+    assert says in caught.value.diagnostics[0].message
+
+
+def test_static_and_dynamic_shared_memory_are_one(nvcc: FakeNvcc) -> None:
+    says = GOOD.replace("256 bytes smem", "160000 bytes smem")
+    text = PTX.format(align=8, size=216, threads=128)
+    nvcc.set(f"{WORKS}; cat > kernel.ptx <<'END'\n{text}END\n", says=says)
+    with pytest.raises(Failed, match="FW827: 160000 bytes of static and 45056 of dynamic"):
+        taken(ours()[0], tools=nvcc.tools)
+
+
+def test_nothing_is_compiled_that_is_not_screened(nvcc: FakeNvcc) -> None:
+    nvcc.set("touch compiled; exit 1")
+    for source in (ours()[0] + '#include "/etc/passwd"\n', ours()[0].replace("Params", "P")):
+        with pytest.raises(Failed, match=r"FW82[78]"):
+            taken(source, tools=nvcc.tools)
+
+
+@needs_nvcc
+@pytest.mark.slow
+@pytest.mark.parametrize("flavour", ["full", "plain"])
+def test_hopper(flavour: Flavour) -> None:
+    source, plan = ours("h200", flavour)
+    made = taken(source, "h200", flavour)
+    assert made.translation.plan == plan
+
+
+BOMBS = {
+    "templates": (
+        "template <int N, int M> struct A { static constexpr long v = A<N - 1, 2 * M>::v + "
+        "A<N - 1, 2 * M + 1>::v; };\n"
+        "template <int M> struct A<0, M> { static constexpr long v = M; };\n"
+        + KERNEL.format("x[0] = A<28, 0>::v;"),
+        "FW825",
+    ),
+    "recursion": (
+        "template <int N> struct A { static constexpr int v = A<N + 1>::v; };\n"
+        + KERNEL.format("x[0] = A<0>::v;"),
+        "FW822",  # nvcc itself ends it
+    ),
+    "constexpr": (
+        "constexpr int f() { int i = 0; while (true) ++i; return i; }\n"
+        + KERNEL.format("constexpr int a = f(); x[0] = a;"),
+        "FW822",
+    ),
+}
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", BOMBS)
+def test_no_code_keeps_the_compiler_for_ever(name: str) -> None:
+    source, code = BOMBS[name]
+    limit = 2.0 if code == "FW825" else 60.0
+    start = time.monotonic()
+    with pytest.raises(Failed) as caught:
+        build(source, "sm_80", untrusted=True, time_limit=limit)
+    assert caught.value.diagnostics[0].code == code
+    assert time.monotonic() - start < limit + 10
+
+
+# --- its own comments as a map ----------------------------------------------------------------
+
+
+def test_comments_are_read_into_a_map() -> None:
+    source = (
+        "//   9 | nowhere\nstruct A {\n};\nvoid f() {\n"
+        "  //   3 | Copy Q\n  copy();\n\n  for (;;) {\n"
+        "    //  4 | Compute\n    go(1,\n       2);\n  }\n  rest();\n"
+        '  char a[] = "// 3 | x";\n}\nint after;\n'
+    )
+    found = commented(source, {3: 3, 4: 5})
+    told = {n: found.tl_line(n) for n in range(1, 18)}
+    assert {n for n, line in told.items() if line == 3} == {5, 6, 8}
+    assert {n for n, line in told.items() if line == 4} == {9, 10, 11}
+    assert {n for n, line in told.items() if line is None} == {1, 2, 3, 4, 7, *range(12, 18)}
+    assert commented("void f() {}\n", {1: 1}).lines == ()
+
+
+def test_our_own_comments_give_about_our_own_map() -> None:
+    from flashwright.build.authored import _lines
+    from flashwright.lower.translate import translate
+
+    made = translate(program("a100"), gpus.find("a100"))
+    found = commented(made.source, _lines(program("a100")))
+    numbers = range(1, made.source.count("\n") + 1)
+    both = [(made.map.tl_line(n), found.tl_line(n)) for n in numbers]
+    known = [(a, b) for a, b in both if a is not None and b is not None]
+    assert len(known) > 60
+    assert sum(a == b for a, b in known) >= 0.95 * len(known)

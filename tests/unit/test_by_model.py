@@ -1,0 +1,168 @@
+"""Whole runs with a scripted model on loopback: what is asked, repaired, recorded and replayed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flashwright import pipeline
+from flashwright.author.builtin.author import write_code, write_sketch
+from flashwright.author.builtin.variants import make_spec
+from flashwright.author.llm.budget import Budget
+from flashwright.author.llm.connect import connect
+from flashwright.author.llm.transcript import FOLDER, Transcript
+from flashwright.by_model import Authors, Who
+from flashwright.gpu import find
+from flashwright.pipeline import Stage
+from flashwright.replay import replay
+from flashwright.run import Run
+from tests.unit.llm_server import Answer, Request, Server, cut, say, serve, status
+
+SPEC = make_spec("mha", causal=True, head_dim=64)
+CARD = find("a100")
+SKETCH = write_sketch(SPEC)
+CODE = write_code(SKETCH, SPEC, CARD).code
+WITHOUT_RESHAPE = "".join(
+    line for line in CODE.splitlines(keepends=True) if not line.strip().startswith("Reshape")
+)
+WRONG_SCALE = CODE.replace("1 / sqrt(HeadDim)", "1 / HeadDim")
+
+
+def fenced(text: str) -> str:
+    return f"Here it is.\n\n```tl\n{text}```\n\nI hope that helps!"
+
+
+class Nobody:
+    """A watcher that looks away."""
+
+    def begin(self, stage: Stage, number: int, total: int) -> None:
+        pass
+
+    def progress(self, done: int, total: int, text: str) -> None:
+        pass
+
+    def end(self, stage: Stage, run: Run) -> None:
+        pass
+
+
+def generate(
+    server: Server,
+    folder: Path,
+    *stages: str,
+    key: str = "",
+    attempts: int = 6,
+    candidates: int = 1,
+) -> Run:
+    """A run up to the verdict of the CPU: what comes after it needs a compiler, and time."""
+    model = connect("m", server.url, env={"OPENAI_API_KEY": key})
+    one = Who(model, "m", Budget(attempts), candidates=candidates)
+    authors = Authors(Transcript(folder / FOLDER), dict.fromkeys(stages or ("code",), one))
+    authors.begin(SPEC, CARD)
+    return pipeline.generate(SPEC, CARD, folder, Nobody(), authors, last="cpu")
+
+
+def outcome(folder: Path, attempt: str) -> dict[str, object]:
+    told: dict[str, object] = json.loads((folder / "model" / attempt / "outcome.json").read_text())
+    return told
+
+
+def test_a_wrong_program_is_sent_back_with_its_line_and_fix_and_the_next_is_taken(
+    tmp_path: Path,
+) -> None:
+    with serve([say(fenced(WITHOUT_RESHAPE)), say(fenced(CODE))]) as server:
+        run = generate(server, tmp_path)
+    assert run.ok, run.failed
+    assert len(server.requests) == 2
+    second = server.requests[1].text
+    line = WITHOUT_RESHAPE[: WITHOUT_RESHAPE.index("Compute GEMM S, V_shared")].count("\n") + 1
+    assert f"FW501 on line {line}" in second
+    assert "Reshape S from" in second  # the fix
+    assert outcome(tmp_path, "code.1.01")["taken"] is False
+    assert outcome(tmp_path, "code.1.02")["taken"] is True
+    assert (tmp_path / "code.tl").read_text() == CODE
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["asked"]["code"]["attempts"] == [2]
+    assert result["asked"]["code"]["tokens"] > 0
+
+
+def test_what_the_cpu_run_finds_is_sent_back_too(tmp_path: Path) -> None:
+    assert WRONG_SCALE != CODE
+    with serve([say(fenced(WRONG_SCALE)), say(fenced(CODE))]) as server:
+        run = generate(server, tmp_path)
+    assert run.ok, run.failed
+    assert "FW802" in server.requests[1].text
+
+
+def test_each_stage_has_its_own_author(tmp_path: Path) -> None:
+    with serve([say(fenced(SKETCH))]) as server:
+        run = generate(server, tmp_path, "sketch")
+    assert run.ok, run.failed
+    assert (tmp_path / "sketch.tl").read_text() == SKETCH
+    assert (tmp_path / "code.tl").read_text() == CODE  # the built-in author's, from that sketch
+
+
+def test_the_budget_of_attempts_ends_a_run_and_more_of_it_goes_on(tmp_path: Path) -> None:
+    with serve([say(fenced(WITHOUT_RESHAPE))] * 2) as server:
+        run = generate(server, tmp_path, attempts=2)
+    assert len(server.requests) == 2
+    # why it ended, and what was wrong with the last attempt
+    assert [f.diagnostic.code for f in run.failed] == ["FW501", "FW913"]
+    with serve([say(fenced(CODE))]) as server:
+        run = generate(server, tmp_path, attempts=3)
+    assert run.ok, run.failed
+    assert len(server.requests) == 1  # the first two replies were in the record
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [status(429, retry_after=0), status(500), cut(fenced(CODE)[:300]), say("")],
+    ids=["429", "500", "cut", "empty"],
+)
+def test_trouble_on_the_line_costs_a_request_and_nothing_else(
+    trouble: Answer, tmp_path: Path
+) -> None:
+    with serve([trouble, say(fenced(CODE))]) as server:
+        run = generate(server, tmp_path)
+    assert run.ok, run.failed
+    assert len(server.requests) == 2
+
+
+def test_a_replay_asks_nobody_and_finds_the_same(tmp_path: Path) -> None:
+    recorded = tmp_path / "run"
+    with serve([say("I cannot say."), say(fenced(WITHOUT_RESHAPE)), say(fenced(CODE))]) as server:
+        assert generate(server, recorded).ok
+    again = replay(recorded, tmp_path / "again", Nobody(), last="cpu")
+    assert again.same
+    assert "code.1.02: sent back, the same" in again.lines
+    assert "code.tl: the same" in again.lines
+    reply = recorded / "model" / "code.1.03" / "exchange.json"
+    reply.write_text(reply.read_text().replace("// mha, 64 wide", "// MHA, 64 wide"))
+    other = replay(recorded, tmp_path / "other", Nobody(), last="cpu")
+    assert not other.same
+    assert "code.tl: NOT THE SAME" in other.lines
+
+
+def test_no_key_is_ever_written(tmp_path: Path) -> None:
+    key = "sk-very-secret-4711"
+    with serve([say(f"my key is {key}"), say(fenced(CODE))]) as server:
+        run = generate(server, tmp_path, key=key)
+    assert run.ok
+    assert server.requests[0].key == key
+    written = [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert any(p.name == "exchange.json" for p in written)
+    assert all(key.encode() not in p.read_bytes() for p in written)
+
+
+def test_of_several_candidates_one_that_is_right_is_kept(tmp_path: Path) -> None:
+    texts = iter([fenced(WITHOUT_RESHAPE), fenced(CODE)])
+
+    def script(request: Request) -> Answer:
+        return say(next(texts, fenced(WITHOUT_RESHAPE)))
+
+    with serve(script) as server:
+        run = generate(server, tmp_path, attempts=1, candidates=2)
+    assert run.ok, run.failed
+    assert run.asked["code"]["attempts"] == [1, 1]
+    assert (tmp_path / "code.tl").read_text() == CODE

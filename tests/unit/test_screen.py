@@ -1,0 +1,148 @@
+"""What model-written CUDA may contain: each rule with what it lets pass and what it refuses."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from flashwright.build.screen import MOST_BYTES, screen
+from flashwright.lang.diagnostic import Diagnostic, Failed
+
+ROOT = Path(__file__).parents[2]
+
+
+def refusals(source: str | bytes) -> tuple[Diagnostic, ...]:
+    try:
+        screen(source)
+    except Failed as failed:
+        return failed.diagnostics
+    return ()
+
+
+REFUSED = {
+    "quotes": '#include "kernel.h"',
+    "absolute": "#include </etc/passwd>",
+    "absolute in quotes": '#include "/etc/passwd"',
+    "upwards": "#include <fw/../../secret.h>",
+    "hidden": "#include <cuda/.ssh/id>",
+    "doubled": "#include <fw//../x>",
+    "another library": "#include <fstream>",
+    "another folder": "#include <sys/socket.h>",
+    "a name that only begins so": "#include <cudax/a.h>",
+    "by a macro": "#define WHAT <fw/attention.cuh>\n#include WHAT",
+    "next": "#include_next <fw/attention.cuh>",
+    "blanks": "  #  include  <unistd.h>",
+    "digraph": "%:include <unistd.h>",
+    "a comment before": "/* x */ #include <unistd.h>",
+    "a comment over lines": "/*\n*/#include <unistd.h>",
+    "a comment within": "#/**/include/**/<unistd.h>",
+    "spliced": "#inc\\\nlude <unistd.h>",
+    "spliced with blanks": "#inc\\  \nlude <unistd.h>",
+    "spliced comment": "/\\\n* x *\\\n/ #include <unistd.h>",
+    "a comment that ends": "// x \\\\ y\n#include <unistd.h>",
+    "behind a string": 'char const* a = "/*";\n#include <unistd.h>\n// */',
+    "behind an escaped quote": 'char const* a = "\\"/*";\n#include <unistd.h>\n// */',
+    "behind a character": "char a = '\"';\n#include <unistd.h>\n// \"",
+    "behind a number": "int a = 1'000'000;\n#include <unistd.h>\n// '",
+    "trigraph": "??=include <unistd.h>",
+    "spliced by a trigraph": "// x ??/\n#include <unistd.h>",
+    "embed": "#embed </etc/passwd>",
+    "import": "#import <fw/attention.cuh>",
+    "line": '#line 7 "other.cu"',
+    "line marker": '# 7 "other.cu"',
+    "ident": '#ident "x"',
+    "pragma": "#pragma GCC dependency </etc/passwd>",
+    "diagnostics off": "#pragma nv_diag_suppress 177",
+    "pragma by an operator": '_Pragma("GCC poison x")',
+    "pragma in a macro": '#define P _Pragma("GCC poison x")',
+    "asks for a file": "#if __has_include(</etc/shadow>)\n#endif",
+    "where": "char const* a = __FILE__;",
+    "when": "char const* a = __TIME__;",
+    "glued": "#define A __FI##LE__",
+    "raw string": 'char const* a = R"(x)";',
+    "unclosed string": 'char const* a = "x;\n#include <unistd.h>',
+    "unclosed comment": "int a; /* x",
+    "backslash": "int \\u0061b;",
+    "main": "int main() { return 0; }",
+    "system": 'void f() { system("ls"); }',
+    "environment": 'char* f() { return getenv("HOME"); }',
+    "host function": "__host__ void f() {}",
+    "constructor": "__attribute__((constructor)) void f() {}",
+    "constructor, dressed up": "__attribute__((unused, __constructor__(101))) void f() {}",
+    "constructor in brackets": "[[gnu::constructor]] void f() {}",
+    "launch": "void f() { k<<<1, 1>>>(); }",
+    "managed": "__managed__ int a;",
+    "asm of the file": 'asm(".globl x");',
+    "asm in a namespace": 'namespace a::b { asm(".globl x"); }',
+    "incbin": '__device__ void f() { asm volatile("." "inc" "bin \\"/etc/passwd\\""); }',
+    "incbin in a macro": '#define A asm(".incbin \\"x\\"")',
+    "control character": "int a; // \x1b[2J",
+    "lone carriage return": "// x\r#include <unistd.h>",
+    "turned text": "int a; // \u202e x",
+    "half a character": "int a; // \ud800",
+}
+TAKEN = {
+    "vocabulary": "#include <fw/hopper.cuh>\n#include <cute/tensor.hpp>  // tensors",
+    "CUDA": "#include <cuda_fp16.h>\n#include <cuda/std/utility>\n#include <cuda/barrier>",
+    "standard": "#include <cstdint>\n#include <cutlass/numeric_types.h>",
+    "in a comment": '// #include "/etc/passwd" __FILE__ system(x) asm("x") R"(',
+    "in a long comment": '/* #import <x>\n#line 3 "x"\n__host__ void f(); */',
+    "in a string": 'char const* a = "#include <x> __FILE__ /* main() .incbin _Pragma";',
+    "a string over lines": 'char const* a = "x \\\n#include <unistd.h>";',
+    "a comment over lines": "// x \\\n#include <unistd.h>",
+    "blanks behind a backslash, as GCC has it": "// x \\ \t\n#include <unistd.h>",
+    "unroll": "#pragma unroll\n#pragma unroll 4\n#pragma unroll (N * 2)\n#pragma nounroll",
+    "once": "#pragma once",
+    "conditions": "#if defined(A) && A > 2\n#elif B\n#else\n#endif\n#undef A\n#",
+    "macro": "#define MAX(a, b) ((a) > (b) ? (a) : (b))  // 1'000\n#define S(x) #x",
+    "asm": '__device__ void f() { asm volatile("bar.sync 1, %0;" : : "r"(1)); }',
+    "asm in a namespace's function": 'namespace a { __device__ void f() { asm("exit;"); } }',
+    "asm in a member": 'struct A { __device__ void f() { asm("exit;"); } };',
+    "both sides": "__host__ __device__ int f() { return 1; }\n__device__ __host__ int g();",
+    "names that only resemble": "int file_system, mainly, a__FILE__; auto x = system;",
+    "attributes": "__attribute__((aligned(16))) int a; [[maybe_unused]] int b; int section = a[b];",
+    "question marks": 'int a = b ? c : d; char const* e = "what??!"; // why??/ because',
+    "numbers": "float a = 1.e+5f + 0x1p-3; int b = 1'000;",
+    "line ends of another system": "int a;\r\n#include <fw/attention.cuh>\r\n",
+    "other alphabets": "// Größe, 漢字, λ",
+}
+
+
+@pytest.mark.parametrize("source", REFUSED.values(), ids=REFUSED.keys())
+def test_refused(source: str) -> None:
+    found = refusals(f"int before;\n{source}\nint after;\n")
+    assert {d.code for d in found} == {"FW828"}
+
+
+@pytest.mark.parametrize("source", TAKEN.values(), ids=TAKEN.keys())
+def test_taken(source: str) -> None:
+    assert not refusals(f"int before;\n{source}\nint after;\n")
+
+
+def test_the_place_is_that_of_the_file_as_it_is() -> None:
+    source = 'int a = \\\n  1;\n/* one\ntwo */\n#include \\\n  "x.h"\n'
+    (found,) = refusals(source)
+    assert found.span is not None
+    assert (found.span.line, found.span.column) == (5, 1)
+    assert source[found.span.start : found.span.end] == '#include \\\n  "x.h"'
+    assert '#include "x.h"' in found.message.replace("   ", " ")
+
+
+def test_our_own_kernels_are_taken() -> None:
+    for path in (ROOT / "tests" / "golden").glob("*.cu"):
+        assert not refusals(path.read_bytes()), path.name
+
+
+def test_what_is_no_text_or_too_long() -> None:
+    assert "UTF-8" in refusals(b"int a; // \xff")[0].message
+    assert not refusals("//" + "x" * (MOST_BYTES - 2))
+    assert str(MOST_BYTES) in refusals("//" + "x" * (MOST_BYTES - 1))[0].message
+
+
+def test_no_text_keeps_it_long() -> None:
+    for part in ("[[", "{asm(", "namespace a{"):
+        start = time.monotonic()
+        refusals(part * (MOST_BYTES // 8 // len(part)))
+        assert time.monotonic() - start < 5
