@@ -31,7 +31,6 @@ BYTES_AT_ONCE = 16
 L2_SHARE = 0.4  # it has two halves, and what both read is in both
 REACHED = 0.6  # of the tensor cores' rate: about what the kernels do
 MEMORY_SHARE = 0.8  # of its bandwidth that keys may take
-ALL_ROUNDS = 100
 _SIGNS = {"+": "+", "-": "-", "*": "*", "mod": "%", "floor_div": "/"}
 
 
@@ -172,7 +171,7 @@ def ordered(program: Program, grid: tuple[ir.GridAxis, ...]) -> tuple[ir.GridAxi
 def rounds(program: Program, gpu: Gpu, kernel: ir.Kernel) -> int:
     """Of a section (device/fw/walk.cuh): an even number, for which about all that its blocks read
     in their loops stays in the L2, with some room for what they write. Where memory is fast enough
-    to be read anew by each block, one section has all of the grid, which shares it out better."""
+    to be read anew by each block, a section has twice as many, which share it out better."""
     if not kernel.grid[0].reversed:
         return 0
     loops = (n for n in ir.flat(kernel.body) if isinstance(n, ir.Loop))
@@ -181,9 +180,9 @@ def rounds(program: Program, gpu: Gpu, kernel: ir.Kernel) -> int:
     rows, widths = 16 * program.warps, sum(b.shape[1] for b in tiles)
     line = sum(b.bytes // b.shape[0] for b in tiles)  # bytes read for one key
     rate = REACHED * min((gpu.tensor_flops[b.dtype] for b in tiles), default=0.0)
-    if rate * line < MEMORY_SHARE * gpu.bandwidth * 2 * rows * widths:
-        return ALL_ROUNDS
-    return 2 * max(1, round(L2_SHARE * gpu.l2_bytes / max(2 * gpu.sms * rows * line, 1)))
+    fitting = 2 * max(1, round(L2_SHARE * gpu.l2_bytes / max(2 * gpu.sms * rows * line, 1)))
+    enough = rate * line < MEMORY_SHARE * gpu.bandwidth * 2 * rows * widths
+    return 2 * fitting if enough else fitting
 
 
 def _code(size: Postfix) -> Code:
