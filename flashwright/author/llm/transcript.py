@@ -34,7 +34,7 @@ RUN = "run.json"
 EXCHANGE, OUTCOME = "exchange.json", "outcome.json"
 BEFORE = "outcome-before.json"
 """In a replay: what became of the reply then."""
-_NAME = re.compile(r"(?P<stage>[a-z]+)\.(?P<candidate>\d+)\.(?P<number>\d+)")
+ATTEMPT = re.compile(r"(?P<stage>[a-z]+)\.(?P<candidate>\d+)\.(?P<number>\d+)")
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Lane:
     def _clear(self) -> None:
         """Set aside what an earlier run had from here on: its conversation was another one."""
         for path in sorted(self.folder.glob(f"{self.stage}.{self.candidate}.*")):
-            name = _NAME.fullmatch(path.name)
+            name = ATTEMPT.fullmatch(path.name)
             if name and int(name["number"]) >= self.number:
                 set_aside(path)
 
@@ -197,7 +197,7 @@ class Transcript:
         """All exchanges: stage, candidate, number."""
         found = []
         for path in sorted(self.folder.glob(f"*/{EXCHANGE}")):
-            name, exchange = _NAME.fullmatch(path.parent.name), read(path)
+            name, exchange = ATTEMPT.fullmatch(path.parent.name), read(path)
             if name and exchange:
                 place = name["stage"], int(name["candidate"]), int(name["number"])
                 found.append((*place, exchange))
