@@ -13,6 +13,7 @@ import resource
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
@@ -58,6 +59,7 @@ def call(function: Callable[..., T], *arguments: Any, seconds: float, memory: in
 def _uninterrupted() -> Iterator[None]:
     """What is started here hears no Ctrl-C, which a terminal sends to all: its end is our matter,
     and a traceback of its own is nobody's."""
+    resource_tracker.ensure_running()  # the first start of a process would, and lift the block
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
