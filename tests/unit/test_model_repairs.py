@@ -18,7 +18,7 @@ from flashwright.author.llm.prompt import Facts
 from flashwright.lang.codes import CODES
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from tests.unit.llm_server import say, serve
-from tests.unit.test_by_model import CARD, CODE, SKETCH, SPEC, fenced, generate
+from tests.unit.test_by_model import CARD, CODE, SKETCH, SPEC, WRONG_SCALE, fenced, generate
 from tests.unit.test_explain import PROGRAMS, Fence
 
 PACKAGE = Path(by_model.__file__).parent
@@ -122,7 +122,7 @@ def test_one_conversation_through_several_kinds(tmp_path: Path) -> None:
         "FW101": CODE.replace("param BM = ", "param BM := ", 1),
         "FW201": CODE.replace("Compute GEMM Q_shared,", "Compute GEMM Q_shard,", 1),
         "FW503": CODE.replace("K_shared.T", "K_shared", 1),
-        "FW803": CODE.replace("q_idx + kv_len - q_len", "q_idx", 1),
+        "FW802": WRONG_SCALE,
     }
     with serve([*(say(fenced(text)) for text in wrong.values()), say(fenced(CODE))]) as server:
         run = generate(server, tmp_path, attempts=8)
