@@ -44,6 +44,7 @@ RUN_SECONDS = 300.0  # all problems of the CPU run; the built-in author's progra
 MEMORY = 6 << 30
 REFERENCE_MEMORY = 1 << 40  # addresses that a library reserves count as well
 MOST_TOLD, LONGEST_TOLD = 20, 20_000  # findings that go back to the model, and their characters
+MORE = "every attempt is in the folder `model`; give it more with --attempts, --tokens, --minutes"
 STAGES = {"sketch": "sketch.tl", "code": "code.tl", "translate": "kernel.cu"}
 
 
@@ -276,12 +277,9 @@ def _given_up(run: Run, stage: str, gave_up: GaveUp) -> Run:
     if gave_up.source:
         run = keep(run, {file: gave_up.source})
     run = run.noting(file if gave_up.source else "", *gave_up.last)
-    hint = (
-        "every attempt is in the folder `model`; give it more with --attempts, --tokens, --minutes"
-    )
-    return run.noting(
-        "", Diagnostic("FW913", f"no {stage} came out right: {gave_up.why}", help=hint)
-    )
+    text = f"no {stage} came out right: {gave_up.end.message}"
+    help = MORE if gave_up.end.code == "FW913" else gave_up.end.help
+    return run.noting("", Diagnostic(gave_up.end.code, text, help=help))
 
 
 def _cost(asked: Who, stage: Any, lanes: list[Lane], meters: list[Meter]) -> dict[str, Any]:

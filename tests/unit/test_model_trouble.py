@@ -158,16 +158,16 @@ def test_a_huge_reply_is_cut_recorded_and_asked_for_again(
 
 ENDS: dict[str, tuple[Callable[[Request], Answer], str, str, int]] = {
     "refusals": (lambda r: refuse(), "FW913", "3 attempts", 3),
-    "empty": (lambda r: say(""), "FW913", "is empty, each time", 3),
+    "empty": (lambda r: say(""), "FW912", "is empty, each time", 3),
     "wrong": (lambda r: say(fenced("Compute nothing\n")), "FW913", "3 attempts", 3),
-    "429 for an hour": (lambda r: status(429, retry_after=3600), "FW913", "asks to wait 3600", 1),
-    "no such model": (lambda r: status(404, "no model m"), "FW913", "no model m", 1),
-    "no key": (lambda r: status(401, "bad key"), "FW913", "OPENAI_API_KEY", 1),
-    "500 for ever": (lambda r: status(500, "oh \x1b[31mno"), "FW913", "answers 500: oh [31mno", 8),
-    "a page": (lambda r: raw(b"<html>", "text/html"), "FW913", "not a stream", 1),
+    "429 for an hour": (lambda r: status(429, retry_after=3600), "FW911", "asks to wait 3600", 1),
+    "no such model": (lambda r: status(404, "no model m"), "FW911", "no model m", 1),
+    "no key": (lambda r: status(401, "bad key"), "FW911", "answers 401: bad key", 1),
+    "500 for ever": (lambda r: status(500, "oh \x1b[31mno"), "FW911", "answers 500: oh [31mno", 8),
+    "a page": (lambda r: raw(b"<html>", "text/html"), "FW911", "not a stream", 1),
     "compressed": (
         lambda r: raw(b"x", **{"Content-Encoding": "gzip"}),
-        "FW913",
+        "FW911",
         "compresses its answers",
         1,
     ),
@@ -191,7 +191,7 @@ def test_nothing_answers(tmp_path: Path) -> None:
     with serve([]) as server:
         pass
     run = generate(server, tmp_path, Budget(attempts=3))
-    assert codes(run) == ["FW913"]
+    assert codes(run) == ["FW911"]
     assert "nothing answers at 127.0.0.1" in run.failed[0].diagnostic.message
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from flashwright.author.llm import prompt
-from flashwright.author.llm.budget import Meter, Spent
+from flashwright.author.llm.budget import Meter, Spent, diagnosis
 from flashwright.author.llm.extract import NoCode
 from flashwright.author.llm.model import NoAnswer, Question, Reply
 from flashwright.author.llm.prompt import Facts, Stage
@@ -50,7 +50,7 @@ class Task(Generic[T]):
 class GaveUp(Exception):
     """No attempt was right; why it ended, and what was wrong with the last one."""
 
-    why: str
+    end: Diagnostic
     last: tuple[Diagnostic, ...] = ()
     source: str = ""
 
@@ -61,14 +61,13 @@ def work(task: Task[T], lane: Lane, meter: Meter, stopped: Callable[[], bool] = 
     source, tried = "", Tried[T](None)
     while True:
         if stopped():
-            raise GaveUp("another candidate could not go on", tried.diagnostics, source)
+            end = Diagnostic("FW913", "another candidate could not go on")
+            raise GaveUp(end, tried.diagnostics, source)
         grammar = task.grammar if lane.grammars else None
         try:
             reply = meter.ask(lane, Question(messages, grammar=grammar))
-        except Spent as spent:
-            raise GaveUp(str(spent), tried.diagnostics, source) from None
-        except NoAnswer as none:
-            raise GaveUp(_said(none), tried.diagnostics, source) from None
+        except (Spent, NoAnswer) as end:
+            raise GaveUp(diagnosis(end), tried.diagnostics, source) from None
         try:
             source = task.extract(reply)
         except NoCode as none:
@@ -86,10 +85,6 @@ def work(task: Task[T], lane: Lane, meter: Meter, stopped: Callable[[], bool] = 
             if not refused
             else first
         )
-
-
-def _said(none: NoAnswer) -> str:
-    return f"{none.why}; {none.help}" if none.help else none.why
 
 
 def best(
