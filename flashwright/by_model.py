@@ -268,8 +268,12 @@ def _meter(asked: Who, candidates: int) -> Meter:
     dollars = None if budget.dollars is None else budget.dollars / candidates
     own = replace(budget, tokens=tokens, dollars=dollars)
     if asked.model is None:  # a record does not answer sooner for being waited for
-        return Meter(own, asked.prices, sleep=lambda seconds: None)
+        return Meter(own, asked.prices, sleep=_at_once)
     return Meter(own, asked.prices)
+
+
+def _at_once(seconds: float) -> None:
+    """No wait."""
 
 
 def _given_up(run: Run, stage: str, gave_up: GaveUp) -> Run:

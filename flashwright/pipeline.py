@@ -23,6 +23,7 @@ from flashwright.run import Finding, Progress, Run, Skipped, Status, Timing
 if TYPE_CHECKING:
     from flashwright.by_model import Authors
     from flashwright.gpu import Gpu
+    from flashwright.judge.verdict import Verdict as GpuVerdict
     from flashwright.spec import AttentionSpec
 
 SCHEMA = 1
@@ -212,12 +213,17 @@ def result(run: Run) -> dict[str, Any]:
         **_kernel(run, OWN),
         "others": {kernel: _kernel(run, kernel) for kernel in run.codes if kernel != OWN},
         "verdict": run.kind,
-        "emulated_run": run.emulated.record() if run.emulated else None,
-        "gpu_run": run.gpu_verdict.record() if run.gpu_verdict else None,
+        "emulated_run": _verdict(run, run.emulated),
+        "gpu_run": _verdict(run, run.gpu_verdict),
         "artefacts": {name: sha256(data) for name, data in run.files.items()},
         "claimed": claimed(run),
         "not_claimed": not_claimed(run),
     }
+
+
+def _verdict(run: Run, verdict: GpuVerdict | None) -> dict[str, Any] | None:
+    """A verdict on the package, which it knows by its place on this machine."""
+    return {**verdict.record(), "candidate": run.folder.name or "."} if verdict else None
 
 
 def _kernel(run: Run, kernel: str) -> dict[str, Any]:
