@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import resource
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
 from flashwright.lang.diagnostic import Diagnostic, Failed
@@ -30,7 +34,8 @@ def call(function: Callable[..., T], *arguments: Any, seconds: float, memory: in
     context = multiprocessing.get_context("spawn")  # a fork would inherit threads and their locks
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(there, memory, function, arguments), daemon=True)
-    process.start()
+    with _uninterrupted():
+        process.start()
     there.close()
     try:
         answered = here.poll(seconds)
@@ -50,7 +55,28 @@ def call(function: Callable[..., T], *arguments: Any, seconds: float, memory: in
     raise Failed(_ended(kind, value, seconds, memory))
 
 
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """What is started here hears no Ctrl-C, which a terminal sends to all: its end is our matter,
+    and a traceback of its own is nobody's."""
+    resource_tracker.ensure_running()  # the first start of a process would, and lift the block
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_with_parent() -> None:
+    """Where the caller is killed, nobody is left to end this process."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
 def _work(answer: Connection, memory: int, function: Callable[..., Any], arguments: Any) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     try:

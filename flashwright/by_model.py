@@ -27,7 +27,7 @@ from flashwright.check.check import check
 from flashwright.check.program import Program
 from flashwright.folder import keep
 from flashwright.judge import cpu
-from flashwright.lang import render
+from flashwright.lang import gbnf, render
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.parse import parse
 from flashwright.run import Progress, Run
@@ -43,6 +43,8 @@ CHECK_SECONDS = 60.0
 RUN_SECONDS = 300.0  # all problems of the CPU run; the built-in author's programs take 1 to 10
 MEMORY = 6 << 30
 REFERENCE_MEMORY = 1 << 40  # addresses that a library reserves count as well
+MOST_TOLD, LONGEST_TOLD = 20, 20_000  # findings that go back to the model, and their characters
+MORE = "every attempt is in the folder `model`; give it more with --attempts, --tokens, --minutes"
 STAGES = {"sketch": "sketch.tl", "code": "code.tl", "translate": "kernel.cu"}
 
 
@@ -55,6 +57,8 @@ class Who:
     budget: Budget
     prices: Prices | None = None
     candidates: int = 1
+    bounded: bool = False
+    """Whether the grammar, where the server takes one, ends what a small model would not."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +84,15 @@ class Authors:
         Budgets are not part of what makes it the same run: a stage that used its own up goes on
         with a larger one.
         """
-        asked = {s: {"model": a.name, "candidates": a.candidates} for s, a in self.asked.items()}
+        asked = {s: _settings(a) for s, a in self.asked.items()}
         settings = {"spec": spec.model_dump(mode="json"), "gpu": gpu.name, "asked": asked}
         return self.transcript.begin({**settings, "description": self.description}, fresh)
+
+
+def _settings(asked: Who) -> dict[str, Any]:
+    """What makes an author the same one."""
+    bounded = {"bounded": True} if asked.bounded else {}
+    return {"model": asked.name, "candidates": asked.candidates, **bounded}
 
 
 # --- the stages -------------------------------------------------------------------------------
@@ -235,7 +245,7 @@ def _ask(
         return tried
 
     progress(0, asked.budget.attempts, f"asking {asked.name}")
-    task = Task[Any](stage, facts, take, trying)
+    task = Task[Any](stage, facts, take, trying, _grammar(stage, asked))
     try:
         value, _ = best(task, lanes, meters, rank=lambda value: 0.0)
     except GaveUp as gave_up:
@@ -243,12 +253,27 @@ def _ask(
     return replace(run, asked={**run.asked, stage: _cost(asked, stage, lanes, meters)}), value
 
 
+def _grammar(stage: str, asked: Who) -> str | None:
+    """What keeps a model to TL, where its server can make it."""
+    level: dict[str, gbnf.Level] = {"sketch": "sketch", "code": "code"}
+    if stage not in level or asked.model is None or not asked.model.grammars:
+        return None
+    return gbnf.gbnf(level[stage], asked.bounded)
+
+
 def _meter(asked: Who, candidates: int) -> Meter:
     """What one of several candidates may spend: tokens and money are shared, attempts are not."""
     budget = asked.budget
     tokens = None if budget.tokens is None else budget.tokens // candidates
     dollars = None if budget.dollars is None else budget.dollars / candidates
-    return Meter(replace(budget, tokens=tokens, dollars=dollars), asked.prices)
+    own = replace(budget, tokens=tokens, dollars=dollars)
+    if asked.model is None:  # a record does not answer sooner for being waited for
+        return Meter(own, asked.prices, sleep=_at_once)
+    return Meter(own, asked.prices)
+
+
+def _at_once(seconds: float) -> None:
+    """No wait."""
 
 
 def _given_up(run: Run, stage: str, gave_up: GaveUp) -> Run:
@@ -256,12 +281,9 @@ def _given_up(run: Run, stage: str, gave_up: GaveUp) -> Run:
     if gave_up.source:
         run = keep(run, {file: gave_up.source})
     run = run.noting(file if gave_up.source else "", *gave_up.last)
-    hint = (
-        "every attempt is in the folder `model`; give it more with --attempts, --tokens, --minutes"
-    )
-    return run.noting(
-        "", Diagnostic("FW913", f"no {stage} came out right: {gave_up.why}", help=hint)
-    )
+    text = f"no {stage} came out right: {gave_up.end.message}"
+    help = MORE if gave_up.end.code == "FW913" else gave_up.end.help
+    return run.noting("", Diagnostic(gave_up.end.code, text, help=help))
 
 
 def _cost(asked: Who, stage: Any, lanes: list[Lane], meters: list[Meter]) -> dict[str, Any]:
@@ -287,5 +309,17 @@ def _errors(found: tuple[Diagnostic, ...]) -> bool:
 
 def _tried(value: Any, found: tuple[Diagnostic, ...], source: str, file: str) -> Tried[Any]:
     """An attempt that was looked at; where it is right, what is left are warnings."""
-    told = render.for_model(found, source) if value is None else ""
-    return Tried(value, told, found if value is None else (), {file: source})
+    if value is not None:
+        return Tried(value, files={file: source})
+    shown = found
+    if len(found) > MOST_TOLD:
+        shown = tuple(sorted(found, key=lambda d: d.severity != "error")[:MOST_TOLD])
+    told = _short(render.for_model(shown, source))
+    if len(found) > MOST_TOLD:
+        told += f"There are {len(found) - MOST_TOLD} more findings.\n"
+    return Tried(None, told, shown, {file: source})
+
+
+def _short(text: str) -> str:
+    """A program of long names makes long findings: a prompt has room for some."""
+    return text if len(text) <= LONGEST_TOLD else text[:LONGEST_TOLD] + " ...\n"

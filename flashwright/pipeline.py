@@ -23,7 +23,7 @@ from flashwright.run import Finding, Progress, Run, Skipped, Status, Timing
 if TYPE_CHECKING:
     from flashwright.by_model import Authors
     from flashwright.gpu import Gpu
-    from flashwright.judge.verdict import Verdict
+    from flashwright.judge.verdict import Verdict as GpuVerdict
     from flashwright.spec import AttentionSpec
 
 SCHEMA = 1
@@ -213,17 +213,17 @@ def result(run: Run) -> dict[str, Any]:
         **_kernel(run, OWN),
         "others": {kernel: _kernel(run, kernel) for kernel in run.codes if kernel != OWN},
         "verdict": run.kind,
-        "emulated_run": _judged(run, run.emulated),
-        "gpu_run": _judged(run, run.gpu_verdict),
+        "emulated_run": _verdict(run, run.emulated),
+        "gpu_run": _verdict(run, run.gpu_verdict),
         "artefacts": {name: sha256(data) for name, data in run.files.items()},
         "claimed": claimed(run),
         "not_claimed": not_claimed(run),
     }
 
 
-def _judged(run: Run, verdict: Verdict | None) -> dict[str, Any] | None:
-    """A verdict, on a folder that may be moved."""
-    return {**verdict.record(), "candidate": run.folder.name} if verdict else None
+def _verdict(run: Run, verdict: GpuVerdict | None) -> dict[str, Any] | None:
+    """A verdict on the package, which it knows by its place on this machine."""
+    return {**verdict.record(), "candidate": run.folder.name or "."} if verdict else None
 
 
 def _kernel(run: Run, kernel: str) -> dict[str, Any]:

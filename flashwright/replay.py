@@ -7,6 +7,8 @@ every file. What a GPU said of a model's kernel is taken from the record.
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +17,29 @@ from typing import Any
 from flashwright import gpu as gpus
 from flashwright import pipeline
 from flashwright.author.llm.budget import Budget
-from flashwright.author.llm.transcript import BEFORE, FOLDER, OUTCOME, Transcript
-from flashwright.by_model import Authors, Who
+from flashwright.author.llm.transcript import (
+    ATTEMPT,
+    BEFORE,
+    FOLDER,
+    OUTCOME,
+    Transcript,
+    set_aside,
+)
+from flashwright.build.package import RECORD
+from flashwright.by_model import STAGES, Authors, Who
 from flashwright.files import cannot
 from flashwright.folder import RESULT
+from flashwright.gpu import Gpu
+from flashwright.judge.reference import split
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.spec import AttentionSpec, BadSpec
 
 ENDLESS = Budget(attempts=10_000, tokens=None, seconds=None)
 COMPARED = ("sketch.tl", "code.tl", "kernel.cu", "launch.json", "kernel.cubin")
+COMPILED = ("kernel.cubin", "kernel.ptx")
+MACHINE = ("FW001", "FW821", "FW825")  # trouble of this machine, which says nothing of the record
+MOST = 16  # candidates, as of generate
+VERSION = re.compile(r"[\w.]{1,40}")
 
 
 @dataclass(frozen=True)
@@ -38,18 +54,46 @@ def replay(
     recorded: Path, folder: Path, watcher: pipeline.Watcher, last: str = "build"
 ) -> Replayed:
     """Repeat the run of a folder in another, up to a stage, and compare."""
-    settings = _settings(recorded)
+    told = _settings(recorded)
+    _copy(recorded, folder)
+    asked = {s: Who(None, model, ENDLESS, None, count) for s, model, count in told.asked}
+    text = (told.reference or b"").decode("utf-8", "replace")
+    authors = Authors(Transcript(folder / FOLDER), asked, told.description, text)
+    run = pipeline.generate(
+        told.spec, told.gpu, folder, watcher, authors, last=last, reference=told.reference
+    )
+    here = [f.diagnostic for f in run.failed if f.diagnostic.code in MACHINE]
+    if here:
+        raise Failed(*here)
+    versions = _version(recorded), _version(folder)
+    other = versions[0] != versions[1] and None not in versions
+    lines = [
+        *_outcomes(recorded / FOLDER, folder / FOLDER, other),
+        *_artefacts(recorded, folder, other),
+    ]
+    if other:
+        text = f"compiled with nvcc {versions[1]}, then {versions[0]}: its output is not compared"
+        lines.append((text, True))
+    return Replayed(tuple(text for text, _ in lines), all(same for _, same in lines))
+
+
+def _copy(recorded: Path, folder: Path) -> None:
+    """The record to where it is repeated, without links: it may come from anywhere."""
     try:
-        shutil.copytree(recorded / FOLDER, folder / FOLDER, dirs_exist_ok=True)
+        if folder.resolve() == recorded.resolve():
+            text = f"{folder} is the record itself"
+            raise Failed(Diagnostic("FW915", text, help="give another folder with --out"))
+        if os.path.lexists(folder / FOLDER):
+            set_aside(folder / FOLDER)
+        shutil.copytree(recorded / FOLDER, folder / FOLDER, ignore=_links)
         for path in (folder / FOLDER).glob(f"*/{OUTCOME}"):
             path.rename(path.with_name(BEFORE))
     except OSError as error:
         raise cannot("use", folder, error) from None
-    asked = {s: Who(None, a["model"], ENDLESS, None, a["candidates"]) for s, a in settings.asked}
-    authors = Authors(Transcript(folder / FOLDER), asked, settings.description)
-    pipeline.generate(settings.spec, gpus.find(settings.gpu), folder, watcher, authors, last=last)
-    lines = [*_outcomes(recorded / FOLDER, folder / FOLDER), *_artefacts(recorded, folder)]
-    return Replayed(tuple(text for text, _ in lines), all(same for _, same in lines))
+
+
+def _links(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if Path(folder, name).is_symlink()]
 
 
 @dataclass(frozen=True)
@@ -57,9 +101,10 @@ class _Settings:
     """Of the recorded run."""
 
     spec: AttentionSpec
-    gpu: str
-    asked: tuple[tuple[str, dict[str, Any]], ...]
+    gpu: Gpu
+    asked: tuple[tuple[str, str, int], ...]
     description: str | None
+    reference: bytes | None
 
 
 def _settings(recorded: Path) -> _Settings:
@@ -67,34 +112,79 @@ def _settings(recorded: Path) -> _Settings:
     try:
         settings = (told or {})["settings"]
         spec = AttentionSpec.model_validate(settings["spec"])
-        asked = tuple((s, dict(a)) for s, a in settings["asked"].items())
-        return _Settings(spec, settings["gpu"], asked, settings["description"])
-    except (KeyError, TypeError, ValueError, AttributeError, BadSpec):
+        gpu = gpus.find(settings["gpu"])
+        asked = tuple((s, *_who(a)) for s, a in settings["asked"].items() if s in STAGES)
+        words = settings["description"]
+        if not isinstance(words, str | None):
+            raise TypeError
+        return _Settings(spec, gpu, asked, words, _reference(recorded, spec))
+    except (KeyError, TypeError, ValueError, AttributeError, OSError, BadSpec, gpus.UnknownGpu):
         text = f"the record in {recorded / FOLDER} is not one that this version can read"
         raise Failed(Diagnostic("FW915", text)) from None
 
 
-def _outcomes(before: Path, after: Path) -> list[tuple[str, bool]]:
+def _who(asked: dict[str, Any]) -> tuple[str, int]:
+    model, candidates = asked["model"], asked["candidates"]
+    if not (isinstance(model, str) and type(candidates) is int and 1 <= candidates <= MOST):
+        raise ValueError
+    return model, candidates
+
+
+def _reference(recorded: Path, spec: AttentionSpec) -> bytes | None:
+    """The user's function, which lies in the run's folder: no path leads out of it."""
+    if spec.reference is None:
+        return None
+    name = split(spec.reference)[0]
+    if Path(name).name != name or (recorded / name).is_symlink():
+        raise ValueError
+    return (recorded / name).read_bytes()
+
+
+# --- comparing --------------------------------------------------------------------------------
+
+
+def _outcomes(before: Path, after: Path, other: bool) -> list[tuple[str, bool]]:
     """Each attempt: taken or not, with the same findings?"""
     lines = []
     for path in sorted(before.glob(f"*/{OUTCOME}")):
         name = path.parent.name
-        one, other = _read(path), _read(after / name / OUTCOME)
-        same = one == other and one is not None
+        if not ATTEMPT.fullmatch(name):  # of a conversation that was given up
+            continue
+        one, now = _read(path), _read(after / name / OUTCOME)
+        same = one is not None and _comparable(one, other) == _comparable(now, other)
         how = "taken" if one and one.get("taken") else "sent back"
         lines.append((f"{name}: {how}, {'the same' if same else 'NOT THE SAME'}", same))
     return lines
 
 
-def _artefacts(recorded: Path, folder: Path) -> list[tuple[str, bool]]:
+def _comparable(outcome: Any, other: bool) -> Any:
+    """An outcome without what differs from run to run, or with `other` versions of nvcc."""
+    if not isinstance(outcome, dict) or not isinstance(outcome.get("artefacts"), dict):
+        return outcome
+    left = (RECORD, *COMPILED) if other else (RECORD,)  # which has the time that it took
+    files = {name: digest for name, digest in outcome["artefacts"].items() if name not in left}
+    told = {**outcome, "artefacts": files}
+    if other and "kernel.cu" in files:
+        del told["findings"]  # in the compiler's words
+    return told
+
+
+def _artefacts(recorded: Path, folder: Path, other: bool) -> list[tuple[str, bool]]:
     """Each file that the run made, by its digest."""
-    one, other = _digests(recorded / RESULT), _digests(folder / RESULT)
-    names = [name for name in COMPARED if name in one]
+    one, now = _digests(recorded / RESULT), _digests(folder / RESULT)
+    names = [n for n in COMPARED if n in one and not (other and n in COMPILED)]
     return [
-        (f"{name}: {'the same' if one[name] == other.get(name) else 'NOT THE SAME'}",
-         one[name] == other.get(name))
+        (f"{name}: {'the same' if one[name] == now.get(name) else 'NOT THE SAME'}",
+         one[name] == now.get(name))
         for name in names
     ]  # fmt: skip
+
+
+def _version(folder: Path) -> str | None:
+    """Of the nvcc that compiled the kernel of a run; None where there is none."""
+    told = _read(folder / RECORD)
+    version = told.get("nvcc") if isinstance(told, dict) else None
+    return version if isinstance(version, str) and VERSION.fullmatch(version) else None
 
 
 def _read(path: Path) -> Any:

@@ -148,4 +148,5 @@ CODES: dict[str, Code] = {
     "FW912": Code("a model's reply that cannot be used"),
     "FW913": Code("the budget is used up"),
     "FW914": Code("a budget that cannot be kept", bad_input=True),
+    "FW915": Code("a record that cannot be replayed", bad_input=True),
 }

@@ -116,6 +116,7 @@ def test_generate_without_a_gpu_ends_with_an_emulated_verdict(
     assert result["verdict"] == "emulated"
     assert result["gpu_run"] is None
     assert result["emulated_run"]["device"] == EMULATION
+    assert "/" not in result["emulated_run"]["candidate"]  # a record names no place of a machine
     assert result["stages"][-1] == {**result["stages"][-1], "stage": "verdict", "status": "ok"}
     assert pipeline.EMULATED in result["claimed"]
     assert "not run on a GPU" in result["not_claimed"]

@@ -5,13 +5,14 @@ What is right is not decided here: a task brings the function that tries an atte
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from flashwright.author.llm import prompt
-from flashwright.author.llm.budget import Meter, Spent
+from flashwright.author.llm.budget import Meter, Spent, diagnosis
 from flashwright.author.llm.extract import NoCode
 from flashwright.author.llm.model import NoAnswer, Question, Reply
 from flashwright.author.llm.prompt import Facts, Stage
@@ -45,27 +46,28 @@ class Task(Generic[T]):
     grammar: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class GaveUp(Exception):
     """No attempt was right; why it ended, and what was wrong with the last one."""
 
-    why: str
+    end: Diagnostic
     last: tuple[Diagnostic, ...] = ()
     source: str = ""
 
 
-def work(task: Task[T], lane: Lane, meter: Meter) -> T:
-    """One candidate: attempts until one is right, or the budget is used up."""
+def work(task: Task[T], lane: Lane, meter: Meter, stopped: Callable[[], bool] = lambda: False) -> T:
+    """One candidate: attempts until one is right, the budget is used up, or it is stopped."""
     first = messages = prompt.first(task.stage, task.facts)
     source, tried = "", Tried[T](None)
     while True:
+        if stopped():
+            end = Diagnostic("FW913", "another candidate could not go on")
+            raise GaveUp(end, tried.diagnostics, source)
         grammar = task.grammar if lane.grammars else None
         try:
             reply = meter.ask(lane, Question(messages, grammar=grammar))
-        except Spent as spent:
-            raise GaveUp(str(spent), tried.diagnostics, source) from None
-        except NoAnswer as none:
-            raise GaveUp(_said(none), tried.diagnostics, source) from None
+        except (Spent, NoAnswer) as end:
+            raise GaveUp(diagnosis(end), tried.diagnostics, source) from None
         try:
             source = task.extract(reply)
         except NoCode as none:
@@ -85,10 +87,6 @@ def work(task: Task[T], lane: Lane, meter: Meter) -> T:
         )
 
 
-def _said(none: NoAnswer) -> str:
-    return f"{none.why}; {none.help}" if none.help else none.why
-
-
 def best(
     task: Task[T], lanes: list[Lane], meters: list[Meter], rank: Callable[[T], float]
 ) -> tuple[T, Lane]:
@@ -98,20 +96,29 @@ def best(
     """
     done: list[tuple[float, int, T]] = []
     failures: dict[int, GaveUp] = {}
-    pool = ThreadPoolExecutor(len(lanes), thread_name_prefix="candidate")
+    ended: queue.Queue[tuple[int, T | BaseException]] = queue.Queue()
+    stop = threading.Event()
+
+    def one(number: int) -> None:
+        try:
+            ended.put((number, work(task, lanes[number], meters[number], stop.is_set)))
+        except BaseException as error:  # for the one who waits
+            ended.put((number, error))
+
+    # Daemons, unlike a pool's: where the user interrupts, nobody waits for a model that is silent.
+    for number in range(len(lanes)):
+        threading.Thread(target=one, args=(number,), name="candidate", daemon=True).start()
     try:
-        pairs = zip(lanes, meters, strict=True)
-        running = {pool.submit(work, task, lane, meter): n for n, (lane, meter) in enumerate(pairs)}
-        for future in as_completed(running):
-            number = running[future]
-            try:
-                value = future.result()
-            except GaveUp as gave_up:
-                failures[number] = gave_up
+        for _ in lanes:
+            number, result = ended.get()
+            if isinstance(result, GaveUp):
+                failures[number] = result
+            elif isinstance(result, BaseException):
+                raise result
             else:
-                done.append((rank(value), number, value))
+                done.append((rank(result), number, result))
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        stop.set()  # no further question, whatever it is that ends this
     if not done:
         raise failures[min(failures)]
     _, number, value = min(done, key=lambda entry: entry[:2])

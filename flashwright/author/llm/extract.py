@@ -151,7 +151,8 @@ def _without_thoughts(text: str) -> str:
     return "".join(kept) if thinking else "".join([*kept, text[place:]])
 
 
-_FENCE = re.compile(r"^([ \t]*(?:>[ \t]?)*)(`{3,}|~{3,})[ \t]*([^`\n]*)$")
+# `++` gives nothing back: else a long line of one character takes the square of its length.
+_FENCE = re.compile(r"^([ \t]*+(?:>[ \t]?)*+)(`{3,}+|~{3,}+)[ \t]*+([^`\n]*+)$")
 
 
 def _blocks(text: str) -> list[_Block]:
@@ -204,13 +205,13 @@ def _trimmed(text: str) -> str:
 # --- the languages ----------------------------------------------------------------------------
 
 _STATEMENT = re.compile(
-    r"^[ \t]*(?:copy[ \t]+\w+[^\n]*\bfrom\b|compute[ \t]+\S|param[ \t]+\w+[ \t]*=|"
-    r"grid[ \t]+\w+[ \t]*=|allocate[ \t]+\w+[ \t]+in\b|let[ \t]+\w+[ \t]*=|"
-    r"dim[ \t]+\w+[ \t]*(?:,|$)|for[ \t]+\w+[ \t]*(?:=|in\b)[^\n]*:|"
-    r"reshape[ \t]+\w+[ \t]+from\b|if[ \t]+[^\n]*[<>=]|end[ \t]*$)",
+    r"^[ \t]*+(?:copy[ \t]++\w++[^\n]*\bfrom\b|compute[ \t]++\S|param[ \t]++\w++[ \t]*+=|"
+    r"grid[ \t]++\w++[ \t]*+=|allocate[ \t]++\w++[ \t]++in\b|let[ \t]++\w++[ \t]*+=|"
+    r"dim[ \t]++\w++[ \t]*+(?:,|$)|for[ \t]++\w++[ \t]*+(?:=|in\b)[^\n]*:|"
+    r"reshape[ \t]++\w++[ \t]++from\b|if[ \t]++[^\n]*[<>=]|end[ \t]*+$)",
     re.IGNORECASE,
 )
-_GRID = re.compile(r"^[ \t]*grid[ \t]+\w+[ \t]*=", re.IGNORECASE | re.MULTILINE)
+_GRID = re.compile(r"^[ \t]*+grid[ \t]++\w++[ \t]*+=", re.IGNORECASE | re.MULTILINE)
 _DEF = re.compile(r"^def \w+\(", re.MULTILINE)
 
 

@@ -8,12 +8,16 @@
       outcome.json             whether it was taken, and the digest of what was made of it
 
 An exchange is on the disk before anything is made of it, so that nothing paid for is lost. A run
-that was cut off goes on from there: the same questions get the answers that they got.
+that was cut off goes on from there: the same questions get the answers that they got. Where a
+question has changed since, the answers from there on are kept under another name (`sketch.1.01-1`).
+
+All of it is within the run's folder: a link there leads to nothing that is read or written.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -30,7 +34,7 @@ RUN = "run.json"
 EXCHANGE, OUTCOME = "exchange.json", "outcome.json"
 BEFORE = "outcome-before.json"
 """In a replay: what became of the reply then."""
-_NAME = re.compile(r"(?P<stage>[a-z]+)\.(?P<candidate>\d+)\.(?P<number>\d+)")
+ATTEMPT = re.compile(r"(?P<stage>[a-z]+)\.(?P<candidate>\d+)\.(?P<number>\d+)")
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class Exchange:
 def read(path: Path) -> Exchange | None:
     """An exchange from its file; None where it is not whole."""
     try:
-        told = json.loads(path.read_bytes())
+        told = json.loads(_bytes(path))
         question, reply = told["question"], told["reply"]
         messages = tuple(Message(**m) for m in question.pop("messages"))
         usage = Usage(**reply.pop("usage"))
@@ -112,18 +116,24 @@ class Lane:
         return reply
 
     def _keep(self, exchange: Exchange) -> None:
+        self._clear()
         _make(self.here)
-        for old in (OUTCOME, "findings.md"):
-            (self.here / old).unlink(missing_ok=True)
-        write(self.here / "prompt.md", as_markdown(exchange.question.messages))
-        write(self.here / "reply.md", exchange.reply.text)
-        write(self.here / EXCHANGE, exchange.dump())
+        _put(self.here, EXCHANGE, exchange.dump())  # the first: it is what a run goes on from
+        _put(self.here, "prompt.md", as_markdown(exchange.question.messages))
+        _put(self.here, "reply.md", exchange.reply.text)
+
+    def _clear(self) -> None:
+        """Set aside what an earlier run had from here on: its conversation was another one."""
+        for path in sorted(self.folder.glob(f"{self.stage}.{self.candidate}.*")):
+            name = ATTEMPT.fullmatch(path.name)
+            if name and int(name["number"]) >= self.number:
+                set_aside(path)
 
     @property
     def before(self) -> dict[str, Any]:
         """In a replay, what became of the last reply when it was recorded."""
         try:
-            told: dict[str, Any] = json.loads((self.here / BEFORE).read_bytes())
+            told: dict[str, Any] = json.loads(_bytes(self.here / BEFORE))
             return {"taken": bool(told["taken"]), "findings": str(told["findings"])}
         except (OSError, ValueError, KeyError, TypeError):
             return {"taken": False, "findings": ""}
@@ -132,12 +142,12 @@ class Lane:
         """What became of the last reply."""
         _make(self.here)
         for name, data in files.items():
-            write(self.here / name, data)
+            _put(self.here, name, data)
         if findings:
-            write(self.here / "findings.md", findings)
+            _put(self.here, "findings.md", findings)
         digests = {name: sha256(data) for name, data in files.items()}
         told = {"schema": SCHEMA, "taken": taken, "findings": findings, "artefacts": digests}
-        write(self.here / OUTCOME, json.dumps(told, indent=1, ensure_ascii=False) + "\n")
+        _put(self.here, OUTCOME, json.dumps(told, indent=1, ensure_ascii=False) + "\n")
 
 
 def _asked(question: Question) -> tuple[object, ...]:
@@ -163,8 +173,8 @@ class Transcript:
         known = self.read()
         same = known is not None and known["settings"] == dict(settings) and not known["ended"]
         resumed = same and not fresh
-        if self.folder.exists() and not resumed:
-            self._set_aside()
+        if os.path.lexists(self.folder) and not resumed:
+            set_aside(self.folder)
         _make(self.folder)
         self._write(settings, "")
         return resumed
@@ -178,7 +188,7 @@ class Transcript:
     def read(self) -> dict[str, Any] | None:
         """run.json; None where there is none, or no whole one."""
         try:
-            told: dict[str, Any] = json.loads((self.folder / RUN).read_bytes())
+            told: dict[str, Any] = json.loads(_bytes(self.folder / RUN))
             return {"settings": dict(told["settings"]), "ended": str(told["ended"])}
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -187,7 +197,7 @@ class Transcript:
         """All exchanges: stage, candidate, number."""
         found = []
         for path in sorted(self.folder.glob(f"*/{EXCHANGE}")):
-            name, exchange = _NAME.fullmatch(path.parent.name), read(path)
+            name, exchange = ATTEMPT.fullmatch(path.parent.name), read(path)
             if name and exchange:
                 place = name["stage"], int(name["candidate"]), int(name["number"])
                 found.append((*place, exchange))
@@ -199,20 +209,45 @@ class Transcript:
 
     def _write(self, settings: Mapping[str, Any], ended: str) -> None:
         told = {"schema": SCHEMA, "settings": dict(settings), "ended": ended}
-        write(self.folder / RUN, json.dumps(told, indent=1, ensure_ascii=False) + "\n")
+        _put(self.folder, RUN, json.dumps(told, indent=1, ensure_ascii=False) + "\n")
 
-    def _set_aside(self) -> None:
-        number = 1
-        while (aside := self.folder.with_name(f"{self.folder.name}-{number}")).exists():
-            number += 1
-        try:
-            self.folder.rename(aside)
-        except OSError as error:
-            raise cannot("use", self.folder, error) from None
+
+# --- files ------------------------------------------------------------------------------------
+
+
+def set_aside(path: Path) -> None:
+    """Give a folder the next free name of NAME-1, NAME-2 and so on."""
+    number = 1
+    while os.path.lexists(aside := path.with_name(f"{path.name}-{number}")):
+        number += 1
+    try:
+        path.rename(aside)
+    except OSError as error:
+        raise cannot("use", path, error) from None
 
 
 def _make(folder: Path) -> None:
     try:
+        if folder.is_symlink():
+            folder.unlink()
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot("use", folder, error) from None
+
+
+def _put(folder: Path, name: str, data: str | bytes) -> None:
+    """Write a file in the place of whatever has its name: `write` would follow a link."""
+    path = folder / name
+    try:
+        if path.is_symlink():
+            path.unlink()
+    except OSError as error:
+        raise cannot("write", path, error) from None
+    write(path, data)
+
+
+def _bytes(path: Path) -> bytes:
+    """What a file of the record holds; OSError where it, or its folder, is a link."""
+    if path.is_symlink() or path.parent.is_symlink():
+        raise FileNotFoundError(path)
+    return path.read_bytes()

@@ -1,0 +1,137 @@
+"""Recorded runs with language models (tests/recorded/): they hold no secret, and still come out so.
+
+Each folder is one that `flashwright generate` left: nobody is asked here, all else is done anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashwright import gpu as gpus
+from flashwright.author.llm import extract
+from flashwright.author.llm.transcript import FOLDER, Transcript
+from flashwright.build import toolchain
+from flashwright.build.screen import screen
+from flashwright.check.check import check
+from flashwright.lang.parse import parse
+from flashwright.lower.contract import bound, contract
+from flashwright.replay import replay
+from tests.unit.test_by_model import Nobody
+
+RECORDED = Path(__file__).parents[1] / "recorded"
+RUNS = sorted(path.parents[1] for path in RECORDED.glob(f"*/{FOLDER}/run.json"))
+FILES = {"sketch": "sketch.tl", "code": "code.tl", "translate": "kernel.cu"}
+recorded = pytest.mark.parametrize("run", RUNS, ids=lambda path: path.name)
+
+
+# --- secrets ----------------------------------------------------------------------------------
+
+SECRETS = {
+    "a key": r"\b(?:sk|pk|rk)-[A-Za-z0-9][A-Za-z0-9_-]{15,}",
+    "a token": r"\b(?:gh[pousr]|github_pat|hf|glpat|xox[abp])[_-]\w{16,}",
+    "a cloud's key": r"\bA(?:KI|SI)A[0-9A-Z]{16}\b|\bAIza[\w-]{30,}",
+    "a header": r"(?i)\bbearer\s+[\w.~+/-]{8,}|\b(?:x-api-key|authorization)\W{1,4}[\w.~+/-]{8,}",
+    "a setting": r"(?i)(?:api_?key|secret|password|access_token)['\"]?\s*[:=]\s*['\"]?[\w.-]{8,}",
+    "a private key": r"-----BEGIN [A-Z ]*PRIVATE KEY",
+    "somebody's folder": r"(?<![\w.])/(?:home|root|tmp|Users|private|var/folders|work)/[\w.-]+",
+    "somebody's folder on Windows": r"(?i)\b[a-z]:\\+users\\+\w+",
+}
+
+
+def secrets(text: str, env: dict[str, str] | os._Environ[str] = os.environ) -> Iterator[str]:
+    """What a record must not have in it."""
+    for what, pattern in SECRETS.items():
+        yield from (f"{what}: {match[0][:40]}" for match in re.finditer(pattern, text))
+    for name, value in env.items():
+        if re.search(r"KEY|TOKEN|SECRET|PASSWORD", name) and len(value) >= 8 and value in text:
+            yield f"the value of {name}"
+
+
+def test_no_record_has_a_key_or_a_path_of_a_machine() -> None:
+    for path in RECORDED.rglob("*"):
+        if path.is_file():
+            text = path.read_bytes().decode("utf-8", "replace")
+            assert [*secrets(text)] == [], path.relative_to(RECORDED)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "my key is sk-proj-abcdefghij0123456789",
+        '"Authorization": "Bearer abcdef0123456789"',
+        "x-api-key: 0123456789abcdef",
+        "OPENAI_API_KEY=something-long",
+        "hf_abcdefghijklmnopqrst",
+        "AKIAIOSFODNN7EXAMPLE",
+        "File /home/somebody/run/model/code.tl",
+        "cannot write /tmp/pytest-of-x/code.tl",
+        r"C:\\Users\\somebody",
+        "it said hush-hush-hush, twice",
+    ],
+)
+def test_the_search_finds_what_it_is_for(text: str) -> None:
+    assert [*secrets(text, {"SOME_API_KEY": "hush-hush-hush"})]
+
+
+def test_the_search_lets_our_own_words_pass() -> None:
+    text = "Compute Softmax S // max over /tmp? no. A task-force of 16 keys; kv_heads = 8; sk-1"
+    assert [*secrets(text, {"SHORT_KEY": "none", "OTHER": "Compute Softmax"})] == []
+
+
+# --- what was made ----------------------------------------------------------------------------
+
+
+@recorded
+def test_links_are_no_part_of_a_record(run: Path) -> None:
+    assert not [path for path in run.rglob("*") if path.is_symlink()]
+
+
+@recorded
+def test_what_was_taken_passes_the_reader_and_the_checker_today(run: Path) -> None:
+    card = gpus.find(_settings(run)["gpu"])
+    for name in ("sketch.tl", "code.tl"):
+        found = check(parse((run / name).read_text()), card)
+        assert [d for d in found.diagnostics if d.severity == "error"] == []
+    program = check(parse((run / "code.tl").read_text()), card).program
+    assert program is not None
+    if "translate" in _settings(run)["asked"]:
+        source = (run / "kernel.cu").read_text()
+        screen(source)
+        plan = bound(contract(program, card), source)
+        assert plan.entry == json.loads((run / "launch.json").read_text())["entry"]
+
+
+@recorded
+def test_each_reply_still_holds_the_program_that_was_tried(run: Path) -> None:
+    exchanges = Transcript(run / FOLDER).attempts()
+    assert exchanges
+    for stage, candidate, number, exchange in exchanges:
+        file = run / FOLDER / f"{stage}.{candidate}.{number:02}" / FILES[stage]
+        if file.exists():
+            take = extract.cuda if stage == "translate" else extract.tl
+            assert take(exchange.reply) == file.read_text()
+
+
+@pytest.mark.slow  # nvcc: some 10 s for each
+@recorded
+def test_a_replay_comes_to_the_same_kernel(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHWRIGHT_CACHE", str(tmp_path / "cache"))
+    last = "build" if toolchain.has_nvcc() else "cpu"
+    if last == "cpu" and "translate" in _settings(run)["asked"]:
+        pytest.skip("there is no CUDA compiler here")
+    again = replay(run, tmp_path / "again", Nobody(), last=last)
+    assert again.same, "\n".join(again.lines)
+
+
+def _settings(run: Path) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads((run / FOLDER / "run.json").read_text())["settings"]
+    return told

@@ -1,0 +1,184 @@
+"""Records: what goes on from them, what is set aside, and when a replay is the same."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashwright import by_model, pipeline
+from flashwright import replay as replays
+from flashwright.author.llm.attempts import Task, Tried, best
+from flashwright.author.llm.budget import Budget, Meter
+from flashwright.author.llm.connect import connect
+from flashwright.author.llm.model import Message, Question, Reply
+from flashwright.author.llm.prompt import Facts
+from flashwright.author.llm.transcript import FOLDER, Lane, Transcript
+from flashwright.by_model import Authors, Who
+from flashwright.files import sha256
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from tests.unit.llm_server import cut, say, serve
+from tests.unit.test_by_model import CARD, SPEC, Nobody
+
+
+class Parrot:
+    """A model that says what it was asked last, after a while."""
+
+    name, grammars = "parrot", False
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.asked: list[str] = []
+        self.seconds = seconds
+
+    def ask(self, question: Question) -> Reply:
+        self.asked.append(question.messages[-1].text)
+        time.sleep(self.seconds)
+        return Reply(f"said {question.messages[-1].text}")
+
+
+def question(text: str) -> Question:
+    return Question((Message("user", text),))
+
+
+# --- the record -------------------------------------------------------------------------------
+
+
+def test_a_question_that_has_changed_is_asked_and_the_old_reply_is_kept(tmp_path: Path) -> None:
+    first = Lane(tmp_path, "code", 1, Parrot())
+    for text in ("a", "b", "c"):
+        first.ask(question(text))
+        first.outcome(False, f"not {text}", {"code.tl": text})
+    model = Parrot()
+    again = Lane(tmp_path, "code", 1, model)
+    assert [again.ask(question(t)).text for t in ("a", "B")] == ["said a", "said B"]
+    assert model.asked == ["B"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        *("code.1.01", "code.1.02", "code.1.02-1", "code.1.03-1")
+    ]
+    assert (tmp_path / "code.1.02-1" / "reply.md").read_text() == "said b"
+    assert (tmp_path / "code.1.03-1" / "findings.md").read_text() == "not c"
+    attempts = Transcript(tmp_path).attempts()
+    assert [e.reply.text for *_, e in attempts] == ["said a", "said B"]
+
+
+def test_an_exchange_is_whole_before_anything_else_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is killed in between goes on from it all the same."""
+    from flashwright.author.llm import transcript
+
+    written: list[str] = []
+    put = transcript._put
+
+    def dies(folder: Path, name: str, data: str | bytes) -> None:
+        if written:
+            raise SystemExit
+        written.append(name)
+        put(folder, name, data)
+
+    monkeypatch.setattr(transcript, "_put", dies)
+    with pytest.raises(SystemExit):
+        Lane(tmp_path, "code", 1, Parrot()).ask(question("a"))
+    model = Parrot()
+    assert Lane(tmp_path, "code", 1, model).ask(question("a")).text == "said a"
+    assert model.asked == []
+
+
+def test_where_one_candidate_cannot_go_on_the_others_ask_no_more(tmp_path: Path) -> None:
+    """A full disk, or no compiler: what ends a stage ends it for all."""
+    slow = Parrot(0.2)
+    lanes = [Lane(tmp_path, "code", 1, Parrot()), Lane(tmp_path, "code", 2, slow)]
+
+    def attempt(source: str, lane: Lane) -> Tried[str]:
+        if lane.candidate == 1:
+            raise Failed(Diagnostic("FW821", "no compiler"))
+        return Tried(None, "again", (), {})
+
+    task = Task[str]("code", Facts(SPEC, CARD), lambda reply: reply.text, attempt)
+    with pytest.raises(Failed, match="FW821"):
+        best(task, lanes, [Meter(Budget(50)) for _ in lanes], rank=lambda value: 0.0)
+    time.sleep(0.6)
+    assert len(slow.asked) == 1
+
+
+# --- a replay ---------------------------------------------------------------------------------
+
+
+def outcomes(tmp_path: Path, one: dict[str, Any], now: dict[str, Any], other: bool) -> bool:
+    for name, told in (("one", one), ("now", now)):
+        folder = tmp_path / name / "translate.1.01"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "outcome.json").write_text(json.dumps(told))
+    ((_, same),) = replays._outcomes(tmp_path / "one", tmp_path / "now", other)
+    return same
+
+
+def told(taken: bool = True, findings: str = "", **files: str) -> dict[str, Any]:
+    digests = {name.replace("_", "."): sha256(text) for name, text in files.items()}
+    return {"schema": 1, "taken": taken, "findings": findings, "artefacts": digests}
+
+
+def test_what_differs_from_run_to_run_is_not_compared(tmp_path: Path) -> None:
+    one = told(kernel_cu="x", build_json="12.1 seconds")
+    assert outcomes(tmp_path, one, told(kernel_cu="x", build_json="9.7 seconds"), False)
+    assert not outcomes(tmp_path, one, told(kernel_cu="y", build_json="12.1 seconds"), False)
+    assert not outcomes(tmp_path, one, told(False, kernel_cu="x"), False)
+    assert not outcomes(tmp_path, one, {}, False)
+
+
+def test_another_nvcc_makes_another_cubin_and_says_it_otherwise(tmp_path: Path) -> None:
+    one = told(findings="error: a", kernel_cu="x", kernel_cubin="1", kernel_ptx="1")
+    now = told(findings="error: b", kernel_cu="x", kernel_cubin="2", kernel_ptx="2")
+    assert not outcomes(tmp_path, one, now, other=False)
+    assert outcomes(tmp_path, one, now, other=True)
+    assert not outcomes(tmp_path, one, {**now, "taken": False}, other=True)
+    of_tl = told(findings="FW201", code_tl="x")
+    assert not outcomes(tmp_path, of_tl, {**of_tl, "findings": "FW202"}, other=True)
+
+
+REFERENCE = b"def reference(q, k, v):\n    return q\n"
+
+
+def recorded(folder: Path) -> None:
+    """A short run that a user's function judges: a reply that was cut off, and one without TL."""
+    spec = SPEC.model_copy(update={"reference": "mine.py"})
+    with serve([cut("I thi"), say("I do not know.")]) as server:
+        who = Who(connect("m", server.url, env={}), "m", Budget(attempts=1))
+        authors = Authors(Transcript(folder / FOLDER), {"code": who})
+        authors.begin(spec, CARD)
+        pipeline.generate(
+            spec, CARD, folder, Nobody(), authors, last="parameters", reference=REFERENCE
+        )
+
+
+def test_a_replay_has_the_users_function_and_waits_for_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    def meter(*given: Any, sleep: Callable[[float], None] = waits.append) -> Meter:
+        return Meter(*given, sleep=sleep)
+
+    monkeypatch.setattr(by_model, "Meter", meter)
+    recorded(tmp_path / "run")
+    assert len(waits) == 1  # where the reply was cut off
+    again = replays.replay(tmp_path / "run", tmp_path / "again", Nobody(), last="parameters")
+    assert len(waits) == 1
+    assert again.same, again.lines
+    assert "code.1.02: sent back, the same" in again.lines
+    assert (tmp_path / "again" / "mine.py").read_bytes() == REFERENCE
+
+
+def test_a_replay_overwrites_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_model, "Meter", partial(Meter, sleep=lambda seconds: None))
+    recorded(tmp_path / "run")
+    with pytest.raises(Failed, match="the record itself"):
+        replays.replay(tmp_path / "run", tmp_path / "run", Nobody(), last="parameters")
+    for _ in range(2):
+        replays.replay(tmp_path / "run", tmp_path / "again", Nobody(), last="parameters")
+    assert (tmp_path / "again" / f"{FOLDER}-1").is_dir()
