@@ -46,6 +46,8 @@ REFERENCE_MEMORY = 1 << 40  # addresses that a library reserves count as well
 MOST_TOLD, LONGEST_TOLD = 20, 20_000  # findings that go back to the model, and their characters
 MORE = "every attempt is in the folder `model`; give it more with --attempts, --tokens, --minutes"
 STAGES = {"sketch": "sketch.tl", "code": "code.tl", "translate": "kernel.cu"}
+FILES = {**STAGES, "direct": "kernel.cu", "pytorch": "attention.py"}
+"""What each stage makes; the last two are a study's."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def sketch(authors: Authors, run: Run, progress: Progress) -> Run:
     """What moves and what is computed. If the built-in author does the rest, with all its sizes."""
     whole = "code" not in authors.asked
     attempt = partial(_try_sketch, run, whole)
-    run, text = _ask(authors, run, "sketch", extract.tl, attempt, progress)
+    run, text = ask(authors, run, "sketch", extract.tl, attempt, progress)
     return run if text is None else keep(run, {"sketch.tl": text})
 
 
@@ -137,7 +139,7 @@ def _completed(source: str, spec: AttentionSpec, gpu: Gpu, base: Path) -> tuple[
 def code(authors: Authors, run: Run, progress: Progress) -> Run:
     """The sketch with all its sizes, checked and run on the CPU."""
     attempt = partial(_try_code, run)
-    run, done = _ask(authors, run, "code", extract.tl, attempt, progress)
+    run, done = ask(authors, run, "code", extract.tl, attempt, progress)
     if done is None:
         return run
     run = keep(run, {"code.tl": done.text})
@@ -206,14 +208,14 @@ def kernel(authors: Authors, run: Run, progress: Progress) -> Run:
     attempt = partial(attempted, run, program)
     facts = facts_of(program, run.gpu)
     done: Kernel | None
-    run, done = _ask(authors, run, "translate", extract.cuda, attempt, progress, **facts)
+    run, done = ask(authors, run, "translate", extract.cuda, attempt, progress, **facts)
     return run if done is None else placed(run, done)
 
 
 # --- asking -----------------------------------------------------------------------------------
 
 
-def _ask(
+def ask(
     authors: Authors,
     run: Run,
     stage: Any,
@@ -277,7 +279,7 @@ def _at_once(seconds: float) -> None:
 
 
 def _given_up(run: Run, stage: str, gave_up: GaveUp) -> Run:
-    file = STAGES[stage]
+    file = FILES[stage]
     if gave_up.source:
         run = keep(run, {file: gave_up.source})
     run = run.noting(file if gave_up.source else "", *gave_up.last)

@@ -20,7 +20,7 @@ from flashwright.folder import keep
 from flashwright.gpu import Gpu
 from flashwright.lang import render
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.lower.contract import contract
+from flashwright.lower.contract import Contract, contract
 from flashwright.run import Finding, Run, Skipped
 
 SOURCE = "kernel.cu"
@@ -40,11 +40,13 @@ def facts_of(program: Program, gpu: Gpu) -> dict[str, str]:
     return {"header": agreed.header, "notes": agreed.notes, "program": in_words(program, gpu)}
 
 
-def attempted(run: Run, program: Program, source: str, lane: Lane) -> Tried[Kernel]:
-    """Look at what a model wrote."""
-    tl = run.artefacts["code.tl"]
+def attempted(
+    run: Run, program: Program, source: str, lane: Lane, *, agreed: Contract | None = None
+) -> Tried[Kernel]:
+    """Look at what a model wrote: for the run's TL, or by a contract that knows of none."""
+    tl = "" if agreed else run.artefacts["code.tl"]
     try:
-        made = translated_by_model(program, run.gpu, run.spec, source, tl=tl)
+        made = translated_by_model(program, run.gpu, run.spec, source, tl=tl, agreed=agreed)
     except Failed as failed:
         if all(d.bad_input for d in failed.diagnostics):
             raise  # no compiler, or one that does not work: no attempt can help

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -61,17 +61,19 @@ def generate(
     authors: Authors | None = None,
     last: str = "verdict",
     reference: bytes | None = None,
+    plan: Sequence[Stage] | None = None,
 ) -> Run:
     """Run all stages; a failed one is the last. The folder then holds what was made.
 
     `authors` names the language models that do some of them. `last` is the stage to end with. One
     that cannot run on this machine is skipped, and so is what needs its result. `reference` is the
-    file that the spec's `reference` names: the folder gets it.
+    file that the spec's `reference` names: the folder gets it. `plan` are other stages than the
+    usual ones: what is claimed at the end is by their names.
     """
     from flashwright import spec as specs
 
     works = authors.works() if authors else {}
-    steps = [replace(stage, work=works.get(stage.name, stage.work)) for stage in STAGES]
+    steps = [replace(stage, work=works.get(stage.name, stage.work)) for stage in plan or STAGES]
     mine = {_reference(spec): reference} if reference is not None else {}
     kept = prepare(folder, mine)
     run = keep(Run(spec, gpu, folder, kept=kept), {"spec.toml": specs.dump(spec), **mine})

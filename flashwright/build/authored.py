@@ -49,6 +49,7 @@ def translated_by_model(
     *,
     tl: str = "",
     flavour: Flavour = "full",
+    agreed: Contract | None = None,
     real: str | None = None,
     may_spill: bool = False,
     time_limit: float | None = None,
@@ -56,12 +57,14 @@ def translated_by_model(
 ) -> TranslationByModel:
     """Take what a model wrote for a program; Failed says what is wrong with it, and where.
 
-    `tl` is the text that the model was given. FW827 and FW828 are about the text, FW822 to FW825
+    `tl` is the text that the model was given; with a contract `agreed` with one who was given none,
+    there is none in the package. FW827 and FW828 are about the text, FW822 to FW825
     about what nvcc says; `bad_input` among them is the machine's trouble, not the model's.
     """
     screen(source)
-    text = tl or format_tree(program.tree)
-    agreed = contract(program, gpu, flavour)
+    text = tl if tl or agreed else format_tree(program.tree)
+    lines = _lines(program) if text else {}
+    agreed = agreed or contract(program, gpu, flavour)
     plan = bound(agreed, source)
     built = build(
         source,
@@ -73,14 +76,15 @@ def translated_by_model(
         untrusted=True,
     )
     _compare(built, plan, agreed)
-    made = Translation(source, commented(source, _lines(program)), plan)
+    made = Translation(source, commented(source, lines), plan)
     return TranslationByModel(made, built, _files(made, built, gpu, spec, text))
 
 
 def _files(
     made: Translation, built: Built, gpu: Gpu, spec: AttentionSpec, tl: str
 ) -> dict[str, str | bytes]:
-    files: dict[str, str | bytes] = {"code.tl": tl, "spec.toml": specs.dump(spec)}
+    files: dict[str, str | bytes] = {"code.tl": tl} if tl else {}
+    files["spec.toml"] = specs.dump(spec)
     files |= {**package.translated(made), **package.compiled(built)}
     return {**files, package.RECORD: package.record(built, gpu, files)}
 
