@@ -183,7 +183,7 @@ def _authors(
     from flashwright.author.llm.transcript import FOLDER, Transcript
     from flashwright.by_model import Authors, Who
 
-    prices = Prices(*_price(wanted.price)) if wanted.price else None
+    prices = Prices(*read_price(wanted.price)) if wanted.price else None
     if wanted.dollars is not None and prices is None:
         raise typer.BadParameter(
             "say what a million tokens cost: --price IN/OUT", param_hint="--dollars"
@@ -201,7 +201,7 @@ def _authors(
     return authors
 
 
-def _price(text: str) -> tuple[float, float]:
+def read_price(text: str) -> tuple[float, float]:
     """Dollars for a million tokens read and written, from `3/15`."""
     try:
         read, written = (float(part) for part in text.split("/"))

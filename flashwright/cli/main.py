@@ -25,6 +25,7 @@ from flashwright.cli import (
     receipt,
     replay,
     report,
+    study,
     tune,
     verify,
 )
@@ -324,7 +325,10 @@ def gpus() -> int:
     return FINE
 
 
-for part in (generate, kernel, replay, emulate, verify, bench, tune, receipt, report, grammar):
+for part in (
+    *(generate, kernel, replay, emulate, verify, bench, tune, receipt, report, study),
+    grammar,
+):
     part.register(app)
 
 

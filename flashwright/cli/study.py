@@ -1,0 +1,185 @@
+"""`flashwright study`: how far a language model comes, with several operators, ways and samples."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashwright.cli.command import BAD_INPUT, FINE, find_gpu, guarded
+from flashwright.cli.generate import MODELS, read_price
+
+if TYPE_CHECKING:
+    from flashwright.study.report import Report
+    from flashwright.study.sample import Sample, Terms
+
+
+class Translate(StrEnum):
+    """Who writes the CUDA of the ways with TL."""
+
+    MODEL = "model"
+    BUILTIN = "builtin"
+
+
+def register(app: typer.Typer) -> None:
+    """Put the command on the command line."""
+    app.command(rich_help_panel="Make")(study)
+
+
+def _budget(**settings: Any) -> Any:
+    """An option about what a stage may cost."""
+    return typer.Option(rich_help_panel=MODELS, **settings)
+
+
+@guarded
+def study(
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="Who is studied.")] = None,
+    gpu: Annotated[str | None, typer.Option(metavar="NAME", help="See `flashwright gpus`.")] = None,
+    operators: Annotated[
+        str, typer.Option(metavar="A,B|FILE.toml", help="Variants, or a file with specs.")
+    ] = "mha,gqa,mqa,mla",
+    ways: Annotated[
+        str, typer.Option(metavar="A,B", help="Of tl, no-sketch, direct, pytorch.")
+    ] = "tl,no-sketch,direct,pytorch",
+    samples: Annotated[
+        int, typer.Option(metavar="N", min=1, max=1000, help="Of each operator and way.")
+    ] = 3,
+    translate: Annotated[
+        Translate, typer.Option(help="Who writes the CUDA where there is TL.")
+    ] = Translate.MODEL,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where to; what is there is not asked again.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Only tell what a study's records say.")
+    ] = None,
+    base_url: Annotated[
+        str | None, _budget(metavar="URL", help="Of an OpenAI-compatible server.")
+    ] = None,
+    attempts: Annotated[
+        int, _budget(metavar="N", min=1, max=100, help="Replies for a stage, repairs included.")
+    ] = 6,
+    tokens: Annotated[
+        int, _budget(metavar="N", min=1000, help="For a stage, read and written.")
+    ] = 400_000,
+    minutes: Annotated[float, _budget(metavar="X", min=0.1, help="For a stage.")] = 30.0,
+    dollars: Annotated[
+        float | None, _budget(metavar="X", min=0.0, help="For a stage; needs --price.")
+    ] = None,
+    price: Annotated[
+        str | None, _budget(metavar="IN/OUT", help="Dollars for a million tokens, as in 3/15.")
+    ] = None,
+) -> int:
+    """Study a model: several samples of each operator by each way, and how far they came.
+
+    The same command goes on where it was cut off.
+    """
+    if report is not None:
+        return _tell(report)
+    given = {"--model": model, "--gpu": gpu, "--out": out}
+    if model is None or gpu is None or out is None:
+        missing = next(name for name, value in given.items() if value is None)
+        raise typer.BadParameter("is needed, or --report DIR", param_hint=missing)
+    if dollars is not None and price is None:
+        why = "say what a million tokens cost: --price IN/OUT"
+        raise typer.BadParameter(why, param_hint="--dollars")
+    from flashwright.author.llm.budget import Budget, Prices
+    from flashwright.study.sample import Terms
+
+    terms = Terms(
+        find_gpu(gpu),
+        Budget(attempts, tokens, dollars, 60 * minutes),
+        Prices(*read_price(price)) if price else None,
+        translate is Translate.BUILTIN,
+    )
+    return _study(model, base_url, terms, _Wanted(operators, ways, samples), out)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Which samples."""
+
+    operators: str
+    ways: str
+    samples: int
+
+
+def _study(model: str, base_url: str | None, terms: Terms, wanted: _Wanted, root: Path) -> int:
+    from flashwright.author.llm.connect import connect
+    from flashwright.cli import show
+    from flashwright.study import operators, ways
+    from flashwright.study.session import study
+    from flashwright.study.settings import OtherStudy, Settings
+
+    chosen = operators.chosen(wanted.operators), ways.chosen(wanted.ways)
+    settings = Settings.of(model, terms, *chosen, wanted.samples)
+    asked = connect(model, base_url)
+    try:
+        settings.keep(root)
+    except OtherStudy as other:
+        text = f"{root} has another study: {other}"
+        raise typer.BadParameter(text, param_hint="--out") from None
+    try:
+        with show.progress("study") as bar:
+            study(settings, terms, asked, root, _Screen(bar))
+    except KeyboardInterrupt:
+        _tell(root)
+        raise
+    return _tell(root)
+
+
+class _Screen:
+    """A line for each sample that has ended, and in a terminal a bar below them."""
+
+    def __init__(self, bar: Callable[[int, int, str], None]) -> None:
+        self._bar, self._now, self._total = bar, 0, 0
+        self._sample = ""
+
+    def begin(self, sample: Sample, number: int, total: int) -> None:
+        """A sample starts, or goes on."""
+        self._now, self._total, self._sample = number, total, str(sample)
+        self._bar(number - 1, total, self._sample)
+
+    def progress(self, text: str) -> None:
+        """It is this far."""
+        self._bar(max(0, self._now - 1), self._total, f"{self._sample}: {text}")
+
+    def end(self, sample: Sample, text: str) -> None:
+        """It has ended."""
+        print(f"{sample}: {_printable(text)}", flush=True)
+
+
+def _printable(text: str) -> str:
+    """What a server said may be in it."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _tell(root: Path) -> int:
+    """Write the report, and show its table."""
+    from flashwright.study import report
+
+    made = report.make(root)
+    _show(made)
+    print(f"{root}: {', '.join(report.FILES)}")
+    if made.open:
+        told = f"{made.open} samples are open: the same command goes on with them"
+        print(told, file=sys.stderr)
+        return BAD_INPUT
+    return FINE
+
+
+def _show(made: Report) -> None:
+    from flashwright.cli import show
+    from flashwright.study.report import brief
+
+    head, *body = brief(made.rows)
+    table = show.table(*head, right=head[2:])
+    for line in body:
+        table.add_row(*line)
+    show.console().print(table)
+    print("?: nobody could tell on this machine; the whole table is in study.md")

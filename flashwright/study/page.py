@@ -1,0 +1,93 @@
+"""study.html: one page with the table and a drawing for each operator, everything inline."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from importlib import resources
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from flashwright import __version__
+from flashwright.report.svg import Scale, apart, line, mark, path, picture, tag, text
+from flashwright.study.funnel import Row
+from flashwright.study.ways import LEVELS, WAYS
+
+W, H = 420.0, 200.0
+LEFT, RIGHT, TOP, BOTTOM = 34.0, 72.0, 12.0, 26.0
+SHORT = {"sketch": "sketch", "code": "code", "cpu": "CPU", "compiles": "compiles", "right": "right"}
+
+
+def html(
+    title: str, notes: Sequence[str], table: Sequence[Sequence[str]], every: Sequence[Row]
+) -> str:
+    """The whole page."""
+    css = (resources.files("flashwright.report") / "page.css").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(css.encode()).digest()).decode()
+    template = (resources.files(__package__) / "page.html.j2").read_text(encoding="utf-8")
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(template).render(
+        title=title,
+        notes=notes,
+        head=table[0],
+        body=table[1:],
+        drawings=drawings(every),
+        css=Markup(css),
+        policy=f"default-src 'none'; style-src 'sha256-{digest}'",
+        version=__version__,
+    )
+
+
+def drawings(every: Sequence[Row]) -> list[tuple[str, Markup]]:
+    """A funnel for each operator, those of all together first."""
+    names = list(dict.fromkeys(row.operator for row in reversed(every)))
+    order = [names[0], *reversed(names[1:])]
+    found = ((name, funnel([row for row in every if row.operator == name])) for name in order)
+    return [(name, drawing) for name, drawing in found if drawing]
+
+
+def funnel(ways: Sequence[Row]) -> Markup:
+    """The part of the samples that reached each level, a line for each way."""
+    shown = [(row, known) for row in ways if (known := _known(row))]
+    if not shown:
+        return Markup("")
+    names = [*LEVELS]
+    x = Scale(0, len(names) - 1, LEFT + 14, W - RIGHT - 10)
+    y = Scale(0, 1, H - BOTTOM, TOP)
+    parts = [*_grid(x, y)]
+    ends = apart([y(known[-1][1]) for _, known in shown], 12, TOP, H - BOTTOM)
+    for (row, known), label in zip(shown, ends, strict=True):
+        style = [*WAYS].index(row.way.name)
+        points = [(x(at), y(share)) for at, share in known]
+        last = points[-1][0] + 10
+        inside = [path(points, "curve"), *(mark(px, py, style, 3.6) for px, py in points)]
+        inside.append(text(last, label + 4, row.way.name, "name"))
+        parts.append(tag("g", *inside, class_=f"series s{style}"))
+    told = "; ".join(
+        f"{row.way.name}: " + ", ".join(f"{LEVELS[names[at]]} {share:.0%}" for at, share in known)
+        for row, known in shown
+    )
+    title = f"How far the samples came: {shown[0][0].operator}"
+    return picture(W, H, title, told, *parts)
+
+
+def _known(row: Row) -> list[tuple[int, float]]:
+    """Place and height of each level of which something is known."""
+    found = ((at, row.levels.get(name)) for at, name in enumerate(LEVELS))
+    shares = ((at, level.share) for at, level in found if level)
+    return [(at, share) for at, share in shares if share is not None]
+
+
+def _grid(x: Scale, y: Scale) -> list[Markup]:
+    parts = []
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        at = y(share)
+        parts.append(line(LEFT, at, W - RIGHT, at, "axis" if share == 0 else "grid"))
+        parts.append(text(LEFT - 5, at + 3.5, f"{share:.0%}", "tick", "end"))
+    for number, name in enumerate(LEVELS):
+        parts.append(text(x(number), H - BOTTOM + 15, SHORT[name], "tick", "middle"))
+    return parts

@@ -1,0 +1,108 @@
+"""The way without a kernel: a PyTorch function, judged as every other candidate is.
+
+It can be judged where there is PyTorch and a GPU. Elsewhere it is kept, and nobody says of it
+whether it is right.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from flashwright.author.llm import extract
+from flashwright.author.llm.attempts import Tried
+from flashwright.author.llm.transcript import Lane
+from flashwright.by_model import FILES, Authors, ask
+from flashwright.files import write
+from flashwright.folder import keep
+from flashwright.judge import static
+from flashwright.judge.judge import judge, need_torch
+from flashwright.judge.verdict import Verdict
+from flashwright.lang import render
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.pipeline import STAGES, Stage
+from flashwright.run import Progress, Run, Skipped
+from flashwright.sandbox.candidate import Candidate
+
+FILE, FUNCTION = FILES["pytorch"], "attention"
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function that nothing speaks against; without a verdict where nobody can tell."""
+
+    source: str
+    verdict: Verdict | None
+
+
+def plan(authors: Authors) -> Sequence[Stage]:
+    """The function by the model, and what is known of it."""
+    asking = Stage("pytorch", "PyTorch: a function", partial(work, authors), proves="", lacks="")
+    usual = next(stage for stage in STAGES if stage.name == "verdict")
+    return [asking, replace(usual, work=_told)]
+
+
+def work(authors: Authors, run: Run, progress: Progress) -> Run:
+    """Ask for the function, until one is right."""
+    done: Function | None
+    attempt = partial(_attempted, run)
+    run, done = ask(authors, run, "pytorch", extract.python, attempt, progress)
+    if done is None:
+        return run
+    return replace(keep(run, {FILE: done.source}), gpu_verdict=done.verdict)
+
+
+def _told(run: Run, progress: Progress) -> Run:
+    """The verdict came with the last attempt, or there is none."""
+    if run.gpu_verdict is None:
+        try:
+            need_torch()
+        except Failed as failed:
+            raise Skipped(*failed.diagnostics) from None
+        raise Skipped(Diagnostic("FW851", "the function was not judged"))
+    return run
+
+
+def _attempted(run: Run, source: str, lane: Lane) -> Tried[Function]:
+    files = {FILE: source}
+    path = lane.here / FILE
+    write(path, source)
+    candidate = Candidate("python", str(path.resolve()), FUNCTION, title=FILE)
+    found = tuple(_read(source, candidate))
+    if found:
+        return _wrong(found, source)
+    try:
+        need_torch()
+    except Failed:
+        return Tried(Function(source, None), "", (), files)
+    try:
+        # Its products and sums are those of PyTorch's own libraries.
+        verdict = judge(candidate, run.spec, base=run.folder, libraries=True)
+    except Failed as failed:
+        if all(d.code == "FW851" for d in failed.diagnostics):
+            raise  # no GPU any more: no attempt can help
+        return _wrong(failed.diagnostics, source)
+    if not verdict.ok:
+        return _wrong(verdict.diagnostics, source)
+    return Tried(Function(source, verdict), "", (), files)
+
+
+def _read(source: str, candidate: Candidate) -> Iterator[Diagnostic]:
+    """What is wrong with it before it is run."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        yield Diagnostic("FW857", f"this is no Python: {error}")
+        return
+    if not any(isinstance(node, ast.FunctionDef) and node.name == FUNCTION for node in tree.body):
+        yield Diagnostic("FW857", f"there is no function `{FUNCTION}` at the top level")
+    named = static.libraries(candidate)
+    if named:
+        text = f"its source names {', '.join(named)}, and it has to do the work itself"
+        yield Diagnostic("FW870", text)
+
+
+def _wrong(found: tuple[Diagnostic, ...], source: str) -> Tried[Function]:
+    return Tried(None, render.for_model(found, source), found, {FILE: source})

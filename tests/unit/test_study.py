@@ -1,0 +1,417 @@
+"""Studies: what is asked, what is counted of it, and that nothing is asked twice."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from flashwright.author.builtin.variants import make_spec
+from flashwright.author.llm.budget import Budget
+from flashwright.author.llm.connect import connect
+from flashwright.cli.main import app
+from flashwright.judge.offences import offence
+from flashwright.judge.verdict import Verdict
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.lower.contract import bound, contract
+from flashwright.study import direct, funnel, operators, page, pytorch, report, session, speed
+from flashwright.study.funnel import pass_at
+from flashwright.study.sample import Sample, Terms
+from flashwright.study.settings import OtherStudy, Settings
+from flashwright.study.ways import WAYS
+from flashwright.study.ways import chosen as chosen_ways
+from tests.unit.llm_server import Answer, hang, say, serve, status
+from tests.unit.test_by_model import CARD, CODE, SPEC, WRONG_SCALE, fenced
+
+SMALL = operators.Operator("small", SPEC)
+OTHER = operators.Operator("other", make_spec("gqa"))
+NONSENSE = fenced("param = (\n")
+TERMS = Terms(CARD, Budget(attempts=1), last="cpu")
+
+
+class Heard:
+    """What a person is told."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.ended: list[str] = []
+
+    def begin(self, sample: Sample, number: int, total: int) -> None:
+        self.begun.append(str(sample))
+
+    def progress(self, text: str) -> None:
+        pass
+
+    def end(self, sample: Sample, text: str) -> None:
+        self.ended.append(f"{sample}: {text}")
+
+
+def settings(ways: str = "no-sketch", samples: int = 1, *many: operators.Operator) -> Settings:
+    return Settings.of("m", TERMS, many or (SMALL,), chosen_ways(ways), samples)
+
+
+def studied(root: Path, wanted: Settings, *script: Answer) -> tuple[Heard, int]:
+    """A study with a scripted model; how many requests there were."""
+    heard = Heard()
+    wanted.keep(root)
+    with serve([*script]) as server:
+        model = connect("m", server.url, env={})
+        session.study(wanted, TERMS, model, root, heard)
+    return heard, len(server.requests)
+
+
+def rows(root: Path) -> dict[str, Any]:
+    told = json.loads((root / "study.json").read_text())
+    return {f"{row['operator']} {row['way']}": row for row in told["rows"]}
+
+
+# --- counting ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("samples", "right", "k", "chance"),
+    [
+        (5, 2, 1, 0.4),
+        (5, 2, 3, 0.9),
+        (3, 1, 2, 2 / 3),
+        (3, 1, 3, 1.0),
+        (3, 0, 3, 0.0),
+        (1, 1, 1, 1),
+    ],
+)
+def test_pass_at_k_as_by_hand(samples: int, right: int, k: int, chance: float) -> None:
+    assert pass_at(samples, right, k) == pytest.approx(chance)
+
+
+def test_one_right_one_wrong_and_one_that_is_no_program_are_counted_where_they_ended(
+    tmp_path: Path,
+) -> None:
+    replies = [say(fenced(text)) for text in (CODE, WRONG_SCALE)]
+    heard, asked = studied(tmp_path, settings(samples=3), *replies, say(NONSENSE))
+    assert asked == 3
+    assert [line.partition(": ")[2].partition(":")[0] for line in heard.ended] == [
+        "only checked",
+        "failed in parameters",
+        "failed in parameters",
+    ]
+    made = report.make(tmp_path)
+    row = rows(tmp_path)["small no-sketch"]
+    levels = row["levels"]
+    assert list(levels) == ["code", "cpu", "compiles", "right"]
+    assert (levels["code"]["passed"], levels["code"]["failed"]) == (2, 1)
+    assert (levels["cpu"]["passed"], levels["cpu"]["failed"]) == (1, 2)
+    assert levels["cpu"]["pass_at"] == pytest.approx([1 / 3, 2 / 3, 1])
+    # The run ended with the CPU: of the one that is right there nobody knows the rest.
+    assert levels["right"] == {"passed": 0, "failed": 2, "unknown": 1, "pass_at": []}
+    assert row["fast"] is None
+    assert row["attempts"] == 1
+    assert row["tokens"] > 1000
+    text = (tmp_path / "study.md").read_text()
+    assert "| 2/3 | 1/3 | 0/3 (1 not judged) |" in text
+    assert "not measured" in text
+    assert made.open == 0
+
+
+def test_what_is_asked_for_without_a_sketch_speaks_of_none(tmp_path: Path) -> None:
+    wanted = settings()
+    wanted.keep(tmp_path)
+    with serve([say(NONSENSE)]) as server:
+        session.study(wanted, TERMS, connect("m", server.url, env={}), tmp_path, Heard())
+    asked = server.requests[0].text
+    assert not re.search(r"\bsketch\b", asked, re.IGNORECASE)
+    assert "What code has" in asked
+    assert not (tmp_path / "small/no-sketch/1/sketch.tl").exists()
+
+
+def recorded(root: Path, sample: Sample, right: bool, ratio: float | None = None) -> None:
+    """A sample as a run on a GPU leaves it."""
+    folder = sample.folder(root)
+    folder.mkdir(parents=True)
+    names = ["sketch", "parameters", "check", "cpu", "translate", "build", "verdict"]
+    stages = [{"stage": name, "status": "ok"} for name in names]
+    stages = stages if right else [*stages[:4], {"stage": "translate", "status": "failed"}]
+    told = {"ok": right, "verdict": "gpu" if right else "checked", "stages": stages}
+    (folder / "result.json").write_text(json.dumps(told))
+    if ratio is not None:
+        (folder / "speed.json").write_text(json.dumps({"ratio": ratio}))
+
+
+def test_how_many_are_faster_is_told_where_all_that_are_right_were_measured(tmp_path: Path) -> None:
+    wanted = settings("tl", 3).keep(tmp_path)
+    first, second, third = wanted.every
+    recorded(tmp_path, first, True, 1.6)
+    recorded(tmp_path, second, True, 1.2)
+    recorded(tmp_path, third, False)
+    (row,) = funnel.rows(wanted, tmp_path)
+    assert row.fast == {1.0: pytest.approx(2 / 3), 1.5: pytest.approx(1 / 3)}
+    assert row.kinds == {"gpu": 2}
+    assert row.levels["right"].at == pytest.approx((2 / 3, 1, 1))
+    (second.folder(tmp_path) / "speed.json").unlink()
+    (row,) = funnel.rows(wanted, tmp_path)
+    assert row.fast is None
+
+
+def test_a_kernel_that_compiled_and_was_wrong_has_compiled(tmp_path: Path) -> None:
+    wanted = settings("tl", 1).keep(tmp_path)
+    (sample,) = wanted.every
+    recorded(tmp_path, sample, False)
+    attempt = sample.folder(tmp_path) / "model" / "translate.1.01"
+    attempt.mkdir(parents=True)
+    files = {"kernel.cu": "1", "kernel.cubin": "2"}
+    outcome = {"taken": False, "findings": "1. error FW861: wrong", "artefacts": files}
+    (attempt / "outcome.json").write_text(json.dumps(outcome))
+    (row,) = funnel.rows(wanted, tmp_path)
+    assert row.levels["compiles"].passed == 1
+    assert row.levels["right"].failed == 1
+
+
+def test_of_all_operators_counts_are_added_and_chances_are_means(tmp_path: Path) -> None:
+    wanted = settings("tl", 2, SMALL, OTHER).keep(tmp_path)
+    for sample in wanted.every:  # one of two right, both right
+        recorded(tmp_path, sample, sample.operator == OTHER or sample.number == 1)
+    *_, together = funnel.rows(wanted, tmp_path)
+    assert (together.operator, together.levels["right"].passed) == ("all operators", 3)
+    assert together.levels["right"].at == pytest.approx((0.75, 1.0))
+
+
+# --- going on ---------------------------------------------------------------------------------
+
+
+def arguments(root: Path, url: str, *more: str) -> list[str]:
+    file = root.parent / "operators.toml"
+    file.write_text('[small]\nvariant = "mha"\ncausal = true\nhead_dim = 64\n')
+    told = ["study", "--model", "m", "--base-url", url, "--gpu", "a100", "--out", str(root)]
+    told += ["--operators", str(file), "--ways", "no-sketch", "--samples", "2", "--attempts", "1"]
+    return [*told, *more]
+
+
+def test_a_study_that_was_killed_asks_only_for_what_is_missing(tmp_path: Path) -> None:
+    root = tmp_path / "study"
+    with serve([say(NONSENSE), hang()]) as server:
+        command = [sys.executable, "-m", "flashwright", *arguments(root, server.url)]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            until(lambda: len(server.requests) == 2 or process.poll() is not None)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    assert len(server.requests) == 2
+    with serve([say(fenced(WRONG_SCALE))]) as server:
+        again = CliRunner().invoke(app, arguments(root, server.url))
+        assert again.exit_code == 0, again.output
+        assert len(server.requests) == 1
+    with serve([]) as server:
+        assert CliRunner().invoke(app, arguments(root, server.url)).exit_code == 0
+    assert not server.requests
+    levels = rows(root)["small no-sketch"]["levels"]
+    assert (levels["code"]["passed"], levels["code"]["failed"]) == (1, 1)
+
+
+def until(what: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not what() and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def test_the_report_is_made_again_from_the_records_alone(tmp_path: Path) -> None:
+    studied(tmp_path, settings("no-sketch", 1), say(NONSENSE))
+    report.make(tmp_path)
+    before = {name: (tmp_path / name).read_bytes() for name in report.FILES}
+    for name in before:
+        (tmp_path / name).unlink()
+    told = CliRunner().invoke(app, ["study", "--report", str(tmp_path)])
+    assert told.exit_code == 0, told.output
+    assert "no-sketch" in told.output
+    assert {name: (tmp_path / name).read_bytes() for name in report.FILES} == before
+
+
+def test_another_study_in_the_same_folder_is_refused_and_more_of_the_same_is_not(
+    tmp_path: Path,
+) -> None:
+    settings().keep(tmp_path)
+    grown = settings("tl", 2, OTHER).keep(tmp_path)
+    assert [o.name for o in grown.operators] == ["small", "other"]
+    assert [way.name for way in grown.ways] == ["no-sketch", "tl"]
+    with pytest.raises(OtherStudy, match="model was m and is n"):
+        replace(settings(), model="n").keep(tmp_path)
+    other = operators.Operator("small", make_spec("gqa"))
+    with pytest.raises(OtherStudy, match="small was another operator"):
+        settings("tl", 1, other).keep(tmp_path)
+    told = CliRunner().invoke(app, arguments(tmp_path, "http://127.0.0.1:9/v1"))
+    assert told.exit_code == 2
+    assert "another study" in " ".join(told.output.split())
+
+
+# --- trouble ----------------------------------------------------------------------------------
+
+
+def test_a_sample_without_an_answer_stays_open_and_the_others_go_on(tmp_path: Path) -> None:
+    wanted = settings(samples=2)
+    heard, asked = studied(tmp_path, wanted, status(401, "no such key"), say(NONSENSE))
+    assert asked == 2
+    assert "small, no-sketch, sample 1: open: " in heard.ended[0]
+    assert "failed in parameters" in heard.ended[1]
+    made = report.make(tmp_path)
+    assert made.open == 1
+    assert "1 samples are open" in (tmp_path / "study.md").read_text()
+    told = CliRunner().invoke(app, ["study", "--report", str(tmp_path)])
+    assert told.exit_code == 2
+    _, asked = studied(tmp_path, wanted, say(NONSENSE))
+    assert asked == 1
+    assert report.make(tmp_path).open == 0
+
+
+def test_a_mistake_of_ours_costs_one_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = session.take
+
+    def broken(sample: Sample, *rest: Any) -> Any:
+        if sample.number == 1:
+            raise RuntimeError("who has thought of this?")
+        return take(sample, *rest)
+
+    monkeypatch.setattr(session, "take", broken)
+    heard, asked = studied(tmp_path, settings(samples=2), say(NONSENSE))
+    assert asked == 1
+    assert "mistake" in heard.ended[0]
+    assert "who has thought" in (tmp_path / "small/no-sketch/1/trouble.txt").read_text()
+
+
+# --- the ways ---------------------------------------------------------------------------------
+
+
+def test_the_direct_way_has_a_contract_without_tl() -> None:
+    agreed = direct.without_tl(contract(direct._program(SPEC, CARD), CARD, "plain"))
+    assert not re.search(r"\b(BN|Mma|Warps|Stages)\b", agreed.header + agreed.notes)
+    assert "constexpr int BM = 128;  // queries of a block" in agreed.header
+    own = "constexpr int BN = 8;\n"
+    source = agreed.header.replace("struct Params", f"{own}struct Params") + "}\n"
+    assert bound(agreed, source).threads == agreed.plan.threads
+    with pytest.raises(Failed, match="FW827"):
+        bound(agreed, source.replace("BM = 128", "BM = 64"))
+
+
+RIGHT = "import torch\n\ndef attention(Q, K, V):\n    return Q, Q\n"
+LAZY = RIGHT.replace("return Q", "return torch.nn.functional.scaled_dot_product_attention(Q, K, V)")
+
+
+def python(text: str) -> Answer:
+    return say(f"```python\n{text}```\n")
+
+
+def test_a_pytorch_function_is_not_judged_where_there_is_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none() -> None:
+        raise Failed(Diagnostic("FW851", "no GPU"))
+
+    monkeypatch.setattr(pytorch, "need_torch", none)
+    replies = python(RIGHT), python(LAZY), python("def attention(:\n")
+    heard, asked = studied(tmp_path, settings("pytorch", 3), *replies)
+    assert asked == 3
+    assert "FW870" in heard.ended[1]
+    assert "FW857" in heard.ended[2]
+    report.make(tmp_path)
+    levels = rows(tmp_path)["small pytorch"]["levels"]
+    assert levels == {"right": {"passed": 0, "failed": 2, "unknown": 1, "pass_at": []}}
+    assert (tmp_path / "small/pytorch/1/attention.py").read_text() == RIGHT
+
+
+def test_a_pytorch_function_that_the_judge_rejects_is_sent_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter([(offence("wrong", "O is off"),), ()])
+
+    def judged(candidate: Any, spec: Any, **rest: Any) -> Verdict:
+        assert rest["libraries"]
+        return Verdict("it", "a GPU", "sm_80", spec, 1, (), offences=next(found))
+
+    monkeypatch.setattr(pytorch, "need_torch", lambda: None)
+    monkeypatch.setattr(pytorch, "judge", judged)
+    monkeypatch.setattr(sys.modules[__name__], "TERMS", replace(TERMS, budget=Budget(attempts=2)))
+    _, asked = studied(tmp_path, settings("pytorch"), python(RIGHT), python(RIGHT))
+    assert asked == 2
+    report.make(tmp_path)
+    row = rows(tmp_path)["small pytorch"]
+    assert row["levels"]["right"]["pass_at"] == [1.0]
+    assert row["right"] == {"gpu": 1, "emulated": 0}
+    assert row["attempts"] == 2
+
+
+def test_a_kernel_that_is_right_on_a_gpu_is_measured_once(tmp_path: Path) -> None:
+    wanted = settings("tl", 1).keep(tmp_path)
+    (sample,) = wanted.every
+    recorded(tmp_path, sample, True)
+    folder = sample.folder(tmp_path)
+    (folder / "kernel.cubin").write_bytes(b"1")
+    calls = []
+
+    def measure(where: Path, progress: Callable[[str], None]) -> float:
+        calls.append(where)
+        (where / speed.FILE).write_text('{"ratio": 1.25}')
+        return 1.25
+
+    for _ in range(2):
+        with serve([]) as server:
+            model = connect("m", server.url, env={})
+            session.study(wanted, TERMS, model, tmp_path, Heard(), measure)
+    assert calls == [folder]
+    (row,) = funnel.rows(wanted, tmp_path)
+    assert row.fast == {1.0: 1.0, 1.5: 0.0}
+
+
+# --- what is asked for, and what is shown -----------------------------------------------------
+
+
+def test_operators_are_variants_or_those_of_a_file(tmp_path: Path) -> None:
+    assert [o.name for o in operators.chosen("MHA, gqa")] == ["mha", "gqa"]
+    file = tmp_path / "some.toml"
+    file.write_text('[long]\nvariant = "gqa"\ncausal = true\n\n[mqa]\n')
+    long, mqa = operators.chosen(str(file))
+    assert (long.name, long.spec) == ("long", make_spec("gqa", causal=True))
+    assert mqa.spec == make_spec("mqa")
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ('["../x"]\nvariant = "mha"\n', "FW903"),
+        ('[a]\nvariant = "mha"\nreference = "x.py"\n', "FW903"),
+        ('[a]\nvariant = "mha"\nsize = 3\n', "FW903"),
+        ('[a]\nvariant = "mha"\n[A]\nvariant = "mha"\n', "FW903"),
+        ('[a]\nvariant = "mhaa"\n', "FW902"),
+        ('[a]\nvariant = "mha"\nheads = -1\n', "FW901"),
+        ('variant = "mha"\n', "FW903"),
+        ("[a\n", "FW903"),
+    ],
+)
+def test_operators_that_cannot_be_are_refused(text: str, code: str, tmp_path: Path) -> None:
+    file = tmp_path / "some.toml"
+    file.write_text(text)
+    with pytest.raises(Failed, match=code):
+        operators.chosen(str(file))
+
+
+def test_the_page_is_whole_and_escapes_what_it_is_told(tmp_path: Path) -> None:
+    name = "<script>alert(1)</script>"
+    wanted = replace(settings("tl,direct", 1), model=name).keep(tmp_path)
+    recorded(tmp_path, Sample(SMALL, WAYS["tl"], 1), True)
+    report.make(tmp_path)
+    text = (tmp_path / "study.html").read_text()
+    assert name not in text
+    assert "&lt;script&gt;" in text
+    assert "http" not in text.replace('http-equiv="Content', "")
+    (shown,) = page.drawings(funnel.rows(wanted, tmp_path))
+    assert "tl: sketch valid 100%" in shown[1]
+    assert "direct" not in shown[1]  # nothing is known of it
