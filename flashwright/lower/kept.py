@@ -72,8 +72,8 @@ class Kept:
         for found in self.constants:
             wanted = self.fixed.get(found.name)
             if wanted is not None and found.value != wanted:
-                text = f"{found.name} is {wanted} in the TL program and `{found.text[:80]}` here"
-                raise broken(text, found.span, "the launch and the tensor maps go by the TL")
+                text = f"{found.name} is {wanted} in the given header and `{found.text[:80]}` here"
+                raise broken(text, found.span, "the launch and the tensor maps go by it")
 
     def constant(self, name: str) -> tuple[int, Span]:
         """A constant of the file; Failed where it has none, or none that can be read."""

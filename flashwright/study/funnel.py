@@ -17,7 +17,7 @@ from flashwright.study.ways import Way
 
 SPEEDS = (1.0, 1.5)
 """Times as fast as the best peer, for fast_p."""
-ALL = "all operators"
+ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Row:
     levels: Mapping[str, Level]
     fast: Mapping[float, float] | None
     """fast_p: the part of the samples that is right and more than p times as fast as the best
-    peer. None where a kernel that is right was not measured."""
+    peer. None where one that is right, or may be, was not measured."""
 
     @property
     def kinds(self) -> Mapping[str, int]:
@@ -112,7 +112,7 @@ def _level(found: Sequence[bool | None]) -> Level:
 def _fast(outcomes: Sequence[Outcome]) -> Mapping[float, float] | None:
     may_be_right = [o for o in outcomes if o.passed["right"] is not False]
     ratios = [o.ratio for o in may_be_right if o.ratio is not None]
-    if not ratios or len(ratios) < len(may_be_right):
+    if not outcomes or len(ratios) < len(may_be_right):
         return None
     return {p: sum(ratio > p for ratio in ratios) / len(outcomes) for p in SPEEDS}
 

@@ -64,7 +64,11 @@ def notes(report: Report) -> list[str]:
     """What a reader has to know to read the table."""
     ways = "; ".join(f"{way.name}: {way.title}" for way in report.settings.ways)
     budget = report.settings.terms["budget"]
-    by = "the built-in translator" if report.settings.terms["translation"] == "builtin" else "it"
+    by = (
+        "the built-in translator"
+        if report.settings.terms["translation"] == "builtin"
+        else "the model"
+    )
     found = [
         f"Ways: {ways}. Where a way has TL, {by} translates it to CUDA.",
         f"Each stage has {budget['attempts']} attempts at most: an attempt that fails is sent back "
@@ -94,7 +98,8 @@ def lines(every: Sequence[Row]) -> list[list[str]]:
 def _line(row: Row, ks: Sequence[int]) -> list[str]:
     ended = len(row.outcomes)
     at = row.levels["right"].at
-    fast = ["not measured" if row.fast is None else f"{row.fast[p]:.0%}" for p in SPEEDS]
+    unmeasured = "not measured" if ended else ABSENT
+    fast = [unmeasured if row.fast is None else f"{row.fast[p]:.0%}" for p in SPEEDS]
     return [
         row.operator,
         row.way.name,
@@ -127,7 +132,8 @@ def brief(every: Sequence[Row]) -> list[list[str]]:
     """The same as narrow as a terminal: without what is in brackets, tokens or minutes."""
     head, *body = lines(every)
     kept = [n for n, name in enumerate(head) if name not in ("attempts", "tokens", "minutes")]
-    names = {"samples": "n", **{title: name for name, title in LEVELS.items()}, "cpu": "CPU"}
+    names = {title: name for name, title in LEVELS.items()}
+    names |= {"samples": "n", LEVELS["cpu"]: "CPU"}
     unknown = (UNTOLD, "not measured")
     return [
         [names.get(head[n], head[n]) for n in kept],

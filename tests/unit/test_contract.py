@@ -120,7 +120,7 @@ CHANGES: dict[str, tuple[str, str, str]] = {
     "no entry": ("    attention(", "    flash(", "no kernel `attention`"),
     "another parameter": ("__grid_constant__ Params const p", "Params const* p", "does not take"),
     "mangled": ('extern "C" ', "", 'not `extern "C"`'),
-    "another tile": ("int BM = 128", "int BM = 64", "BM is 128 in the TL program"),
+    "another tile": ("int BM = 128", "int BM = 64", "BM is 128 in the given header"),
     "no threads": ("constexpr int Threads", "constexpr int Thread_s", "no constant `Threads`"),
     "threads by a call": ("int Threads = 4 * 32", "int Threads = f(4)", "cannot be read: f"),
     "threads twice": (

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from flashwright.judge.offences import offence
 from flashwright.judge.verdict import Verdict
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.contract import bound, contract
+from flashwright.measure.records import OURS
 from flashwright.study import direct, funnel, operators, page, pytorch, report, session, speed
 from flashwright.study.funnel import pass_at
 from flashwright.study.sample import Sample, Terms
@@ -31,6 +33,7 @@ from flashwright.study.settings import OtherStudy, Settings
 from flashwright.study.ways import WAYS
 from flashwright.study.ways import chosen as chosen_ways
 from tests.unit.llm_server import Answer, hang, say, serve, status
+from tests.unit.measure_fakes import H200, Behaviour, Workshop, World, made, peer
 from tests.unit.test_by_model import CARD, CODE, SPEC, WRONG_SCALE, fenced
 
 SMALL = operators.Operator("small", SPEC)
@@ -104,7 +107,7 @@ def test_one_right_one_wrong_and_one_that_is_no_program_are_counted_where_they_e
         "failed in parameters",
         "failed in parameters",
     ]
-    made = report.make(tmp_path)
+    told = report.make(tmp_path)
     row = rows(tmp_path)["small no-sketch"]
     levels = row["levels"]
     assert list(levels) == ["code", "cpu", "compiles", "right"]
@@ -119,7 +122,7 @@ def test_one_right_one_wrong_and_one_that_is_no_program_are_counted_where_they_e
     text = (tmp_path / "study.md").read_text()
     assert "| 2/3 | 1/3 | 0/3 (1 not judged) |" in text
     assert "not measured" in text
-    assert made.open == 0
+    assert told.open == 0
 
 
 def test_what_is_asked_for_without_a_sketch_speaks_of_none(tmp_path: Path) -> None:
@@ -180,7 +183,7 @@ def test_of_all_operators_counts_are_added_and_chances_are_means(tmp_path: Path)
     for sample in wanted.every:  # one of two right, both right
         recorded(tmp_path, sample, sample.operator == OTHER or sample.number == 1)
     *_, together = funnel.rows(wanted, tmp_path)
-    assert (together.operator, together.levels["right"].passed) == ("all operators", 3)
+    assert (together.operator, together.levels["right"].passed) == ("all", 3)
     assert together.levels["right"].at == pytest.approx((0.75, 1.0))
 
 
@@ -261,8 +264,7 @@ def test_a_sample_without_an_answer_stays_open_and_the_others_go_on(tmp_path: Pa
     assert asked == 2
     assert "small, no-sketch, sample 1: open: " in heard.ended[0]
     assert "failed in parameters" in heard.ended[1]
-    made = report.make(tmp_path)
-    assert made.open == 1
+    assert report.make(tmp_path).open == 1
     assert "1 samples are open" in (tmp_path / "study.md").read_text()
     told = CliRunner().invoke(app, ["study", "--report", str(tmp_path)])
     assert told.exit_code == 2
@@ -371,6 +373,22 @@ def test_a_kernel_that_is_right_on_a_gpu_is_measured_once(tmp_path: Path) -> Non
     assert row.fast == {1.0: 1.0, 1.5: 0.0}
 
 
+def test_speed_is_measured_beside_the_fastest_peer_of_each_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World({OURS: Behaviour(2e-3), "flash": Behaviour(3e-3), "naive": Behaviour(9e-3)})
+    package = replace(made(SPEC), folder=str(tmp_path))
+    monkeypatch.setattr(speed.driver, "cards", lambda: (H200,))
+    monkeypatch.setattr(speed, "need_torch", lambda: None)
+    monkeypatch.setattr(speed.kernels, "load", lambda folder: package)
+    monkeypatch.setattr(speed.registry, "choose", lambda asked: [peer("flash"), peer("naive")])
+    parts = Workshop(world).parts()
+    monkeypatch.setattr(speed, "session", partial(speed.session, parts=parts))
+    found = speed.measure(tmp_path, lambda text: None)
+    assert found == pytest.approx(1.5)
+    assert speed.ratio(tmp_path) == found
+
+
 # --- what is asked for, and what is shown -----------------------------------------------------
 
 
@@ -415,3 +433,56 @@ def test_the_page_is_whole_and_escapes_what_it_is_told(tmp_path: Path) -> None:
     (shown,) = page.drawings(funnel.rows(wanted, tmp_path))
     assert "tl: sketch valid 100%" in shown[1]
     assert "direct" not in shown[1]  # nothing is known of it
+
+
+BODY = """
+  int const head = blockIdx.y, batch = blockIdx.z;
+  int const row = blockIdx.x * BM + threadIdx.x;
+  if (row >= p.q_len) return;
+  int const seen = min(p.kv_len, row + p.kv_len - p.q_len + 1);
+  float acc[HeadDim], q[HeadDim];
+  for (int d = 0; d < HeadDim; ++d) {
+    acc[d] = 0;
+    q[d] = static_cast<float>(*p.Q.at(batch, head, row, d)) * Scale;
+  }
+  float most = -1e30f, sum = 0;
+  for (int k = 0; k < seen; ++k) {
+    float s = 0;
+    for (int d = 0; d < HeadDim; ++d) s += q[d] * static_cast<float>(*p.K.at(batch, head, k, d));
+    float const now = fmaxf(most, s), drop = __expf(most - now), weight = __expf(s - now);
+    sum = sum * drop + weight;
+    most = now;
+    for (int d = 0; d < HeadDim; ++d) {
+      acc[d] = acc[d] * drop + weight * static_cast<float>(*p.V.at(batch, head, k, d));
+    }
+  }
+  if (p.O.data) {
+    for (int d = 0; d < HeadDim; ++d) {
+      *p.O.at(batch, head, row, d) = static_cast<fw::fp16>(sum > 0 ? acc[d] / sum : 0);
+    }
+  }
+  if (p.LSE.data) *p.LSE.at(batch, head, row) = sum > 0 ? most + __logf(sum) : -INFINITY;
+}
+"""
+
+
+@pytest.mark.slow
+def test_cuda_without_tl_is_compiled_and_judged(tmp_path: Path) -> None:
+    agreed = direct.without_tl(contract(direct._program(SPEC, CARD), CARD, "plain"))
+    threads = agreed.header.replace(f"Threads = {agreed.plan.threads}", "Threads = BM")
+    right = threads.rstrip() + BODY
+    wrong = right.replace("row + p.kv_len - p.q_len + 1", "row + 1")
+    sources = (right.replace("float acc[", "flaot acc["), wrong, right)
+    replies = [say(f"Step by step.\n```cuda\n{source}```\n") for source in sources]
+    terms = replace(TERMS, budget=Budget(attempts=3), last="verdict")
+    wanted = Settings.of("m", terms, (SMALL,), chosen_ways("direct"), 1).keep(tmp_path)
+    with serve(replies) as server:
+        model = connect("m", server.url, env={})
+        session.study(wanted, terms, model, tmp_path, Heard())
+    assert len(server.requests) == 3
+    assert "TL" not in server.requests[1].text
+    report.make(tmp_path)
+    row = rows(tmp_path)["small direct"]
+    assert row["levels"]["right"]["passed"] == 1
+    assert row["attempts"] == 3
+    assert not (tmp_path / "small/direct/1/code.tl").exists()

@@ -36,6 +36,8 @@ _ANSWERS = {
 _WHOLE = 130  # lines of a program that are listed whole in a repair
 _AROUND = 6  # lines listed around each that a finding names, in a longer one
 _PAGES = 3  # codes that are explained in a repair
+_WITHOUT_TL: tuple[Stage, ...] = ("direct", "pytorch")
+_TL = re.compile(r"\bTL\b")
 _MODULES = ("prompt", "examples", "gpu_words", "language", "operator_words", "vocabulary")
 
 
@@ -77,7 +79,7 @@ def first(stage: Stage, facts: Facts) -> tuple[Message, ...]:
     system = _render(
         "system.md",
         answer=_ANSWERS[language_of],
-        tl=stage not in ("direct", "pytorch"),
+        tl=stage not in _WITHOUT_TL,
         open=operator_words.OPEN,
         close=operator_words.CLOSE,
     )
@@ -101,7 +103,7 @@ def repair(
         kind_words={"tl": "The TL", "cuda": "The CUDA", "python": "The Python"}[fence],
         source=source.strip(),
         findings=findings.strip(),
-        pages=[*_pages(findings)],
+        pages=[p for p in _pages(findings) if stage not in _WITHOUT_TL or not _TL.search(p)],
         listing=listing,
         partly=" (parts of it)" if partly else "",
         fence=fence,
