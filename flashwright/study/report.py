@@ -138,7 +138,10 @@ def brief(every: Sequence[Row]) -> list[list[str]]:
     return [
         [names.get(head[n], head[n]) for n in kept],
         *(
-            ["?" if (c := line[n]) in unknown else c.partition(" (")[0] for n in kept]
+            [
+                "?" if (c := line[n]) in unknown else c.partition(" (")[0].replace(" of ", "/")
+                for n in kept
+            ]
             for line in body
         ),
     ]
