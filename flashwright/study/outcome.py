@@ -90,6 +90,8 @@ def _attempts(folder: Path) -> dict[str, list[tuple[bool, str, tuple[str, ...]]]
     for stage in ("code", "translate", "direct"):
         found[stage] = []
         for path in sorted((folder / FOLDER).glob(f"{stage}.*.*/{OUTCOME}")):
+            if not re.fullmatch(rf"{stage}\.\d+\.\d+", path.parent.name):
+                continue  # set aside: of an earlier conversation
             try:
                 told = json.loads(path.read_bytes())
                 files = tuple(map(str, told["artefacts"]))
