@@ -15,7 +15,8 @@ from flashwright.folder import RESULT
 from flashwright.study import speed
 from flashwright.study.sample import Sample
 
-_RUN = re.compile(r"\bFW80\d\b")  # what the CPU run finds: such code has passed the checker
+# What the CPU run finds: such code has passed the checker. (FW806 may come before that.)
+_RUN = re.compile(r"^\d+\. error FW80[1-5]\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
