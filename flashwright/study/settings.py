@@ -89,11 +89,19 @@ class Settings:
         write(root / FILE, json.dumps(whole.record(), indent=1) + "\n")
         return whole
 
+    @property
+    def _fixed(self) -> dict[str, Any]:
+        """All that has to be the same for samples to be counted together, by the options' names."""
+        terms = dict(self.terms)
+        budget = terms.pop("budget", {})
+        return {"model": self.model, "gpu": self.gpu, **terms, **budget}
+
     def _with(self, before: Settings) -> Settings:
-        mine, other = self.record(), before.record()
-        for name in ("model", "gpu", "terms"):
-            if mine[name] != other[name]:
-                raise OtherStudy(f"its {name} was {other[name]} and is {mine[name]}")
+        mine, other = self._fixed, before._fixed
+        for name in dict.fromkeys((*mine, *other)):
+            if mine.get(name) != other.get(name):
+                was, now = (f[name] if f.get(name) is not None else "none" for f in (other, mine))
+                raise OtherStudy(f"its {name} was {was} and is {now}")
         operators = {o.name: o for o in before.operators}
         for operator in self.operators:
             if operators.setdefault(operator.name, operator).spec != operator.spec:
