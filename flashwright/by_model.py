@@ -7,7 +7,8 @@ which the later stages have their results already.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from flashwright import apart
 from flashwright.author.builtin.author import Written, write_code
 from flashwright.author.builtin.choose import NothingFits
 from flashwright.author.llm import extract, prompt
-from flashwright.author.llm.attempts import GaveUp, Task, Tried, best
+from flashwright.author.llm.attempts import Done, GaveUp, Task, Tried, best, fewest
 from flashwright.author.llm.budget import Budget, Meter, Prices
 from flashwright.author.llm.model import Model, Reply
 from flashwright.author.llm.prompt import Facts
@@ -30,8 +31,9 @@ from flashwright.judge import cpu
 from flashwright.lang import gbnf, render
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.parse import parse
-from flashwright.run import Progress, Run
+from flashwright.run import Progress, Run, Skipped
 from flashwright.spec import BadSpec
+from flashwright.speed import Goal, Stopwatch, estimated
 
 if TYPE_CHECKING:
     from flashwright.gpu import Gpu
@@ -73,12 +75,24 @@ class Authors:
     """The user's own words for the operator."""
     reference: str = ""
     """The user's function that the judge compares with, as text."""
+    goal: Goal | None = None
+    """How fast a kernel that a model writes is to be."""
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+
+    @property
+    def rival(self) -> Path:
+        """Where the built-in author's kernel is put, if kernels are to be timed beside it."""
+        return self.transcript.folder / "builtin"
 
     def works(self) -> dict[str, Callable[[Run, Progress], Run]]:
         """The stages of the pipeline that a model does, by their names there."""
         every = {"sketch": sketch, "code": code, "translate": kernel}
         names = {"sketch": "sketch", "code": "parameters", "translate": "translate"}
-        return {names[s]: partial(every[s], self) for s in STAGES if s in self.asked}
+        works: dict[str, Callable[[Run, Progress], Run]]
+        works = {names[s]: partial(every[s], self) for s in STAGES if s in self.asked}
+        if "improve" in self.asked and self.asked["improve"].model is None:
+            works["verdict"] = _not_again
+        return works
 
     def begin(self, spec: AttentionSpec, gpu: Gpu, fresh: bool = False) -> bool:
         """Open the record; whether the run goes on from an earlier one that was cut off.
@@ -89,6 +103,11 @@ class Authors:
         asked = {s: _settings(a) for s, a in self.asked.items()}
         settings = {"spec": spec.model_dump(mode="json"), "gpu": gpu.name, "asked": asked}
         return self.transcript.begin({**settings, "description": self.description}, fresh)
+
+
+def _not_again(run: Run, progress: Progress) -> Run:
+    """In a replay: what the judge said is in the record."""
+    raise Skipped(Diagnostic("FW851", "a replay does not judge again"))
 
 
 def _settings(asked: Who) -> dict[str, Any]:
@@ -138,8 +157,9 @@ def _completed(source: str, spec: AttentionSpec, gpu: Gpu, base: Path) -> tuple[
 
 def code(authors: Authors, run: Run, progress: Progress) -> Run:
     """The sketch with all its sizes, checked and run on the CPU."""
-    attempt = partial(_try_code, run)
-    run, done = ask(authors, run, "code", extract.tl, attempt, progress)
+    attempt = partial(try_code, run)
+    choose = partial(_cheapest, run)
+    run, done = ask(authors, run, "code", extract.tl, attempt, progress, choose)
     if done is None:
         return run
     run = keep(run, {"code.tl": done.text})
@@ -151,8 +171,15 @@ def code(authors: Authors, run: Run, progress: Progress) -> Run:
     )
 
 
+def _cheapest(run: Run, done: Sequence[Done[Code]]) -> int:
+    """Of several right programs the one that the cost model thinks fastest, if it can price any."""
+    costs = [estimated(one.value.program, run.spec, run.gpu) for one in done]
+    times = [cost.microseconds if cost else math.inf for cost in costs]
+    return min(range(len(done)), key=lambda n: (times[n], done[n].attempts))
+
+
 @dataclass(frozen=True)
-class _Code:
+class Code:
     """TL code that passed."""
 
     text: str
@@ -161,7 +188,8 @@ class _Code:
     warnings: tuple[Diagnostic, ...]
 
 
-def _try_code(run: Run, source: str, lane: Lane) -> Tried[_Code]:
+def try_code(run: Run, source: str, lane: Lane) -> Tried[Code]:
+    """Look at TL code that a model wrote: the checker, and the run on the CPU."""
     try:
         judged = _limited(_judged, source, run)
     except Failed as failed:
@@ -169,7 +197,7 @@ def _try_code(run: Run, source: str, lane: Lane) -> Tried[_Code]:
     program, verdict, found = judged
     if program is None or verdict is None or _errors(found) or not verdict.ok:
         return _tried(None, found, source, "code.tl")
-    return _tried(_Code(source, program, verdict, found), (), source, "code.tl")
+    return _tried(Code(source, program, verdict, found), (), source, "code.tl")
 
 
 def _judged(
@@ -201,15 +229,35 @@ _NO_CODE = Diagnostic(
 
 
 def kernel(authors: Authors, run: Run, progress: Progress) -> Run:
-    """The code as CUDA, compiled and judged."""
-    from flashwright.kernel_by_model import Kernel, attempted, facts_of, placed
+    """The code as CUDA, compiled and judged, and as fast as asked for."""
+    from flashwright.kernel_by_model import Kernel, Pace, attempted, facts_of, fastest, placed
 
     program = run.programs[OWN]
-    attempt = partial(attempted, run, program)
+    pace: Pace | None
+    pace, unknown = _pace(authors, run, progress)
+    attempt = partial(attempted, run, program, pace=pace)
     facts = facts_of(program, run.gpu)
+    choose = partial(fastest, authors.stopwatch)
     done: Kernel | None
-    run, done = ask(authors, run, "translate", extract.cuda, attempt, progress, **facts)
-    return run if done is None else placed(run, done)
+    run, done = ask(authors, run, "translate", extract.cuda, attempt, progress, choose, **facts)
+    return run if done is None else placed(run, done).noting("kernel.cu", *unknown)
+
+
+def _pace(authors: Authors, run: Run, progress: Progress) -> tuple[Any, tuple[Diagnostic, ...]]:
+    """What a right kernel's time is held against; without a GPU a note that nobody could."""
+    from flashwright.kernel_by_model import pace_of
+
+    if authors.goal is None or authors.asked["translate"].model is None:
+        return None, ()
+    try:
+        if why := authors.stopwatch.cannot(run):
+            raise Failed(why)
+        progress(0, 1, "making the kernel that it is timed beside")
+        rival = authors.stopwatch.rival(authors.goal, run, authors.rival)
+    except Failed as failed:
+        text = f"how fast the kernel is was not looked at: {failed.diagnostics[0].message}"
+        return None, (Diagnostic("FW829", text),)
+    return pace_of(authors.goal, authors.stopwatch, rival), ()
 
 
 # --- asking -----------------------------------------------------------------------------------
@@ -222,11 +270,43 @@ def ask(
     take: Callable[[Reply], str],
     attempt: Callable[[str, Lane], Tried[Any]],
     progress: Progress,
+    choose: Callable[[Sequence[Done[Any]]], int] = fewest,
     **more: Any,
 ) -> tuple[Run, Any]:
     """The best candidate's result, and the Run with what it cost; None where there is none."""
     asked = authors.asked[stage]
-    facts = Facts(
+    facts = facts_for(authors, run, **more)
+    numbers = range(1, asked.candidates + 1)
+    lanes = [authors.transcript.lane(stage, n, asked.model) for n in numbers]
+    meters = [meter_for(asked) for _ in lanes]
+
+    def trying(source: str, lane: Lane) -> Tried[Any]:
+        progress(lane.number, asked.budget.attempts, f"attempt {lane.number}: trying what it wrote")
+        tried = attempt(source, lane)
+        said = "right" if tried.value is not None else f"{len(tried.diagnostics)} findings"
+        said = "right, and too slow" if tried.spare is not None else said
+        progress(lane.number, asked.budget.attempts, f"attempt {lane.number}: {said}")
+        return tried
+
+    progress(0, asked.budget.attempts, f"asking {asked.name}")
+    task = Task[Any](
+        stage,
+        facts,
+        take,
+        trying,
+        _grammar(stage, asked),
+        rank=lambda value: getattr(value, "time", 0.0),
+    )
+    try:
+        value = best(task, lanes, meters, choose)
+    except GaveUp as gave_up:
+        value, run = None, _given_up(run, stage, gave_up)
+    return replace(run, asked={**run.asked, stage: cost_of(asked, stage, lanes, meters)}), value
+
+
+def facts_for(authors: Authors, run: Run, **more: Any) -> Facts:
+    """What the model of any stage is told."""
+    return Facts(
         spec=run.spec,
         gpu=run.gpu,
         description=authors.description,
@@ -235,24 +315,6 @@ def ask(
         code=run.artefacts.get("code.tl", ""),
         **more,
     )
-    numbers = range(1, asked.candidates + 1)
-    lanes = [authors.transcript.lane(stage, n, asked.model) for n in numbers]
-    meters = [_meter(asked, asked.candidates) for _ in lanes]
-
-    def trying(source: str, lane: Lane) -> Tried[Any]:
-        progress(lane.number, asked.budget.attempts, f"attempt {lane.number}: trying what it wrote")
-        tried = attempt(source, lane)
-        said = "right" if tried.value is not None else f"{len(tried.diagnostics)} findings"
-        progress(lane.number, asked.budget.attempts, f"attempt {lane.number}: {said}")
-        return tried
-
-    progress(0, asked.budget.attempts, f"asking {asked.name}")
-    task = Task[Any](stage, facts, take, trying, _grammar(stage, asked))
-    try:
-        value, _ = best(task, lanes, meters, rank=lambda value: 0.0)
-    except GaveUp as gave_up:
-        value, run = None, _given_up(run, stage, gave_up)
-    return replace(run, asked={**run.asked, stage: _cost(asked, stage, lanes, meters)}), value
 
 
 def _grammar(stage: str, asked: Who) -> str | None:
@@ -263,9 +325,9 @@ def _grammar(stage: str, asked: Who) -> str | None:
     return gbnf.gbnf(level[stage], asked.bounded)
 
 
-def _meter(asked: Who, candidates: int) -> Meter:
+def meter_for(asked: Who) -> Meter:
     """What one of several candidates may spend: tokens and money are shared, attempts are not."""
-    budget = asked.budget
+    budget, candidates = asked.budget, asked.candidates
     tokens = None if budget.tokens is None else budget.tokens // candidates
     dollars = None if budget.dollars is None else budget.dollars / candidates
     own = replace(budget, tokens=tokens, dollars=dollars)
@@ -288,7 +350,7 @@ def _given_up(run: Run, stage: str, gave_up: GaveUp) -> Run:
     return run.noting("", Diagnostic(gave_up.end.code, text, help=help))
 
 
-def _cost(asked: Who, stage: Any, lanes: list[Lane], meters: list[Meter]) -> dict[str, Any]:
+def cost_of(asked: Who, stage: Any, lanes: list[Lane], meters: list[Meter]) -> dict[str, Any]:
     """What a stage took, for the record."""
     spendings = [meter.spending for meter in meters]
     return {

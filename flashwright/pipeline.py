@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -59,7 +60,7 @@ def generate(
     folder: Path,
     watcher: Watcher,
     authors: Authors | None = None,
-    last: str = "verdict",
+    last: str = "improve",
     reference: bytes | None = None,
     plan: Sequence[Stage] | None = None,
 ) -> Run:
@@ -72,8 +73,7 @@ def generate(
     """
     from flashwright import spec as specs
 
-    works = authors.works() if authors else {}
-    steps = [replace(stage, work=works.get(stage.name, stage.work)) for stage in plan or STAGES]
+    steps = _steps(authors, plan or STAGES)
     mine = {_reference(spec): reference} if reference is not None else {}
     kept = prepare(folder, mine)
     run = keep(Run(spec, gpu, folder, kept=kept), {"spec.toml": specs.dump(spec), **mine})
@@ -87,6 +87,19 @@ def generate(
     if authors and run.ok:
         authors.transcript.end("right")
     return run
+
+
+def _steps(authors: Authors | None, plan: Sequence[Stage]) -> list[Stage]:
+    """The stages, those of a model with its work; to improve a kernel only where that is asked."""
+    if authors is None:
+        return list(plan)
+    works = authors.works()
+    steps = [replace(stage, work=works.get(stage.name, stage.work)) for stage in plan]
+    if IMPROVE.name not in authors.asked:
+        return steps
+    from flashwright.improve import improve
+
+    return [*steps, replace(IMPROVE, work=partial(improve, authors))]
 
 
 def _reference(spec: AttentionSpec) -> str:
@@ -165,6 +178,15 @@ STAGES: tuple[Stage, ...] = (
     ),
 )
 
+IMPROVE = Stage(
+    "improve",
+    "Improve: faster, and still right?",
+    lambda run, progress: run,
+    proves="what was changed since is right as well, and was measured to be faster",
+    lacks="not made faster by measuring",
+)
+"""The last stage of a run with a model, where it is asked for (improve.py)."""
+
 # What a kernel needs beyond the stages that exist; a stage of that name takes its line away.
 LATER: Mapping[str, str] = {
     "measure": "not measured: every speed is an estimate",
@@ -180,7 +202,7 @@ EMULATED = (
 
 def claimed(run: Run) -> list[str]:
     """What this run has shown."""
-    passed, proves = _passed(run), {stage.name: stage.proves for stage in STAGES}
+    passed, proves = _passed(run), {stage.name: stage.proves for stage in (*STAGES, IMPROVE)}
     if run.gpu_verdict is None:
         proves["verdict"] = EMULATED
     return [text for name, text in proves.items() if name in passed]
@@ -189,12 +211,17 @@ def claimed(run: Run) -> list[str]:
 def not_claimed(run: Run) -> list[str]:
     """What this run has not shown: the words of every stage that did not pass or does not exist."""
     passed = _passed(run) - ({"verdict"} if run.gpu_verdict is None else set())
-    every = {**{stage.name: stage.lacks for stage in STAGES}, **LATER}
+    asked = [IMPROVE] if any(t.stage == IMPROVE.name for t in run.timings) else []
+    later = {} if IMPROVE.name in run.asked else LATER  # it measures first
+    every = {**{stage.name: stage.lacks for stage in (*STAGES, *asked)}, **later}
     return [text for name, text in every.items() if name not in passed]
 
 
 def _passed(run: Run) -> set[str]:
-    return {t.stage for t in run.timings if t.status == "ok"}
+    """The stages that have shown what they are for: to improve in vain shows nothing."""
+    passed = {t.stage for t in run.timings if t.status == "ok"}
+    rounds = run.asked.get(IMPROVE.name, {}).get("rounds", ())
+    return passed if any(one["kept"] for one in rounds) else passed - {IMPROVE.name}
 
 
 # --- the record -------------------------------------------------------------------------------

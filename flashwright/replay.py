@@ -38,6 +38,7 @@ ENDLESS = Budget(attempts=10_000, tokens=None, seconds=None)
 COMPARED = ("sketch.tl", "code.tl", "kernel.cu", "launch.json", "kernel.cubin")
 COMPILED = ("kernel.cubin", "kernel.ptx")
 MACHINE = ("FW001", "FW821", "FW825")  # trouble of this machine, which says nothing of the record
+ASKED = (*STAGES, "improve")
 MOST = 16  # candidates, as of generate
 VERSION = re.compile(r"[\w.]{1,40}")
 
@@ -57,6 +58,7 @@ def replay(
     told = _settings(recorded)
     _copy(recorded, folder)
     asked = {s: Who(None, model, ENDLESS, None, count) for s, model, count in told.asked}
+    last = "improve" if _improved(recorded) else last
     text = (told.reference or b"").decode("utf-8", "replace")
     authors = Authors(Transcript(folder / FOLDER), asked, told.description, text)
     run = pipeline.generate(
@@ -96,6 +98,11 @@ def _links(folder: str, names: list[str]) -> list[str]:
     return [name for name in names if Path(folder, name).is_symlink()]
 
 
+def _improved(recorded: Path) -> bool:
+    """Whether the run came as far as that: what it made is then what its last rounds made."""
+    return any((recorded / FOLDER).glob(f"improve.*/{OUTCOME}"))
+
+
 @dataclass(frozen=True)
 class _Settings:
     """Of the recorded run."""
@@ -113,7 +120,7 @@ def _settings(recorded: Path) -> _Settings:
         settings = (told or {})["settings"]
         spec = AttentionSpec.model_validate(settings["spec"])
         gpu = gpus.find(settings["gpu"])
-        asked = tuple((s, *_who(a)) for s, a in settings["asked"].items() if s in STAGES)
+        asked = tuple((s, *_who(a)) for s, a in settings["asked"].items() if s in ASKED)
         words = settings["description"]
         if not isinstance(words, str | None):
             raise TypeError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +24,7 @@ from flashwright.cli.command import (
 if TYPE_CHECKING:
     from flashwright.by_model import Authors
     from flashwright.gpu import Gpu
+    from flashwright.speed import Goal
 
 BUILTIN = "builtin"
 MODELS = "Language models"
@@ -112,6 +113,13 @@ def generate(
     price: Annotated[
         str | None, _asked(metavar="IN/OUT", help="Dollars for a million tokens, as in 3/15.")
     ] = None,
+    improve: Annotated[
+        int, _asked(metavar="N", min=0, max=100, help="Rounds to make it faster; needs a GPU.")
+    ] = 0,
+    faster_than: Annotated[
+        str | None,
+        _asked(metavar="X[:PEER]", help="Times the built-in author's speed; needs a GPU."),
+    ] = None,
     bounded_grammar: Annotated[
         bool,
         flag(
@@ -148,7 +156,8 @@ def generate(
     named = {"sketch": sketch, "code": params, "translate": translate}
     names = {stage: name or model or BUILTIN for stage, name in named.items()}
     budget = (attempts, tokens, minutes, dollars, price)
-    wanted = _Wanted(base_url, candidates, *budget, bounded_grammar, fresh)
+    speed = (improve, _goal(faster_than))
+    wanted = _Wanted(base_url, candidates, *budget, bounded_grammar, fresh, *speed)
     return _generate(meant, card, folder, quiet, _authors(names, wanted, folder, meant, card))
 
 
@@ -165,6 +174,8 @@ class _Wanted:
     price: str | None
     bounded: bool
     fresh: bool
+    improve: int
+    goal: Goal | None
 
 
 def _authors(
@@ -176,6 +187,7 @@ def _authors(
 ) -> Authors | None:
     """Who does which stage; None where it is the built-in author all along."""
     named = {stage: name for stage, name in names.items() if name != BUILTIN}
+    _refuse_speed(named, wanted)
     if not named:
         return None
     from flashwright.author.llm.budget import Budget, Prices
@@ -194,11 +206,37 @@ def _authors(
         stage: Who(models[name], name, budget, prices, wanted.candidates, wanted.bounded)
         for stage, name in named.items()
     }
+    if wanted.improve:  # by who wrote what is to be faster: the CUDA, or the TL that it comes from
+        author = every["translate" if "translate" in every else "code"]
+        rounds = replace(budget, attempts=wanted.improve)
+        every["improve"] = replace(author, budget=rounds, candidates=1)
     words = meant.description or None
     function = (meant.reference or b"").decode("utf-8", "replace")
-    authors = Authors(Transcript(folder / FOLDER), every, words, function)
+    authors = Authors(Transcript(folder / FOLDER), every, words, function, wanted.goal)
     authors.begin(meant.spec, card, fresh=wanted.fresh)
     return authors
+
+
+def _goal(text: str | None) -> Goal | None:
+    """How fast it is to be, from `0.9` or `0.8:flash`."""
+    if text is None:
+        return None
+    from flashwright.speed import Goal
+
+    try:
+        return Goal.parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--faster-than") from None
+
+
+def _refuse_speed(named: Mapping[str, str], wanted: _Wanted) -> None:
+    """What is asked of a model that nobody has named."""
+    if wanted.improve and not {"translate", "code"} & set(named):
+        why = "name the model that writes the kernel (--translate) or the TL (--params)"
+        raise typer.BadParameter(why, param_hint="--improve")
+    if wanted.goal is not None and "translate" not in named:
+        why = "name the model that writes the kernel: --translate"
+        raise typer.BadParameter(why, param_hint="--faster-than")
 
 
 def read_price(text: str) -> tuple[float, float]:

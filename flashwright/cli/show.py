@@ -359,8 +359,10 @@ def _made(stage: str, run: Run, width: int) -> list[RenderableType]:
         from flashwright.cli import verify
 
         return [verify.table(judged), *verify.in_words(judged)]
+    if stage == "improve":
+        return _rounds(run)
     if stage == "build":
-        return [line for kernel in run.codes for line in _compiled(kernel, run)]
+        return [line for kernel in run.builds for line in _compiled(kernel, run)]
     return []
 
 
@@ -383,6 +385,17 @@ def _compiled(kernel: str, run: Run) -> list[Text]:
     lines = [f"  {line}" for line in (*whose, *build_in_words(run.builds[kernel]))]
     found = [f for f in run.findings if f.file == inside(kernel, "kernel.cu")]
     return [Text(line) for line in (*lines, *(_rendered(f, run, color=False) for f in found))]
+
+
+def _rounds(run: Run) -> list[RenderableType]:
+    """What became of each round, and how fast the kernel is now."""
+    told = run.asked.get("improve", {})
+    marks = {True: "kept", False: "not kept"}
+    lines = [f"  {r['attempt']}: {marks[r['kept']]}; {r['why']}" for r in told.get("rounds", ())]
+    for length, now in told.get("after", {}).get("times", {}).items():
+        before = told["before"]["times"][length]["tflops"]
+        lines.append(f"  with {length} keys: {before:.0f} TFLOPS before, {now['tflops']:.0f} now")
+    return [Text(line) for line in lines]
 
 
 def _skipped(reason: Diagnostic) -> Text:

@@ -19,7 +19,7 @@ from flashwright.by_model import Authors, ask
 from flashwright.check.check import check
 from flashwright.check.program import Program
 from flashwright.gpu import Gpu
-from flashwright.kernel_by_model import Kernel, attempted, placed
+from flashwright.kernel_by_model import Kernel, attempted, fastest, placed
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.parse import parse
 from flashwright.lower.contract import Contract, contract
@@ -48,7 +48,8 @@ def work(authors: Authors, run: Run, progress: Progress) -> Run:
     attempt = partial(attempted, run, program, agreed=agreed)
     told = {"header": agreed.header, "notes": agreed.notes}
     done: Kernel | None
-    run, done = ask(authors, run, "direct", extract.cuda, attempt, progress, **told)
+    choose = partial(fastest, authors.stopwatch)
+    run, done = ask(authors, run, "direct", extract.cuda, attempt, progress, choose, **told)
     return run if done is None else placed(run, done)
 
 

@@ -1,8 +1,8 @@
 """Tests that run kernels. Where that cannot be, each is skipped, with the reason.
 
 On a machine with a GPU: python -m pytest tests/gpu -n 8 --ignore-glob '*test_[bt]*'
-and then, with nothing beside them: python -m pytest tests/gpu/test_bench.py tests/gpu/test_timed.py
-tests/gpu/test_tune.py
+and then, with nothing beside them: python -m pytest tests/gpu/test_bench.py tests/gpu/test_tune.py
+tests/gpu/test_timed*.py
 """
 
 from __future__ import annotations

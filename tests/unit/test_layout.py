@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[2] / "flashwright"
 ORDER = (
     *("spec", "gpu", "lang", "files", "apart", "confine", "check", "interpret", "author", "lower"),
     *("build", "emulate", "sandbox", "judge", "measure", "report", "run", "folder", "stages"),
-    *("kernel_by_model", "by_model", "pipeline", "replay", "study", "cli"),
+    *("speed", "kernel_by_model", "by_model", "improve", "pipeline", "replay", "study", "cli"),
 )
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -69,7 +69,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def code(authors: Authors, run: Run, progress: Progress) -> Run:
         attempt = partial(accepted, run)
-        return by_model._ask(authors, run, "code", extract.tl, attempt, progress)[0]
+        return by_model.ask(authors, run, "code", extract.tl, attempt, progress)[0]
 
     monkeypatch.setattr(by_model, "code", code)
 

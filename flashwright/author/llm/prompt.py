@@ -88,12 +88,19 @@ def first(stage: Stage, facts: Facts) -> tuple[Message, ...]:
 
 
 def repair(
-    stage: Stage, facts: Facts, history: Sequence[Message], findings: str, source: str
+    stage: Stage,
+    facts: Facts,
+    history: Sequence[Message],
+    findings: str,
+    source: str,
+    *,
+    right: bool = False,
 ) -> tuple[Message, ...]:
     """The conversation with what was wrong with the last attempt, and none of those before it.
 
     `history` is the conversation so far (its beginning is kept as it was; empty: as `first` makes
-    it), `source` the program that was found wanting, empty where the reply held none.
+    it), `source` the program that was found wanting, empty where the reply held none. It may be
+    `right`, and too slow.
     """
     begin = tuple(history[:2]) or first(stage, facts)
     fence = kind(stage, facts)
@@ -102,6 +109,7 @@ def repair(
         "repair.md",
         kind_words={"tl": "The TL", "cuda": "The CUDA", "python": "The Python"}[fence],
         source=source.strip(),
+        right=right,
         findings=findings.strip(),
         pages=[p for p in _pages(findings) if stage not in _WITHOUT_TL or not _TL.search(p)],
         listing=listing,

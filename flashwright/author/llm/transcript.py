@@ -6,6 +6,7 @@
       exchange.json            the same as data: question, reply, tokens, seconds
       findings.md              what was wrong with it, as the model was told
       outcome.json             whether it was taken, and the digest of what was made of it
+      chosen                   this is the one that the stage ended with
 
 An exchange is on the disk before anything is made of it, so that nothing paid for is lost. A run
 that was cut off goes on from there: the same questions get the answers that they got. Where a
@@ -31,7 +32,7 @@ from flashwright.files import cannot, sha256, write
 SCHEMA = 1
 FOLDER = "model"
 RUN = "run.json"
-EXCHANGE, OUTCOME = "exchange.json", "outcome.json"
+EXCHANGE, OUTCOME, CHOSEN = "exchange.json", "outcome.json", "chosen"
 BEFORE = "outcome-before.json"
 """In a replay: what became of the reply then."""
 ATTEMPT = re.compile(r"(?P<stage>[a-z]+)\.(?P<candidate>\d+)\.(?P<number>\d+)")
@@ -148,6 +149,20 @@ class Lane:
         digests = {name: sha256(data) for name, data in files.items()}
         told = {"schema": SCHEMA, "taken": taken, "findings": findings, "artefacts": digests}
         _put(self.here, OUTCOME, json.dumps(told, indent=1, ensure_ascii=False) + "\n")
+
+
+def mark_chosen(folder: Path) -> None:
+    """Say that a stage ended with this attempt, and with no other."""
+    stage = folder.name.partition(".")[0]
+    for other in folder.parent.glob(f"{stage}.*/{CHOSEN}"):
+        other.unlink(missing_ok=True)
+    _make(folder)
+    _put(folder, CHOSEN, "")
+
+
+def was_chosen(folder: Path) -> bool:
+    """Whether the record says so."""
+    return (folder / CHOSEN).is_file()
 
 
 def _asked(question: Question) -> tuple[object, ...]:

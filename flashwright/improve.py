@@ -1,0 +1,289 @@
+"""The stage "improve": rounds in which a model makes a right kernel faster.
+
+It gets the kernel (or the TL, where our translator makes the kernel of it), what was measured of
+it and what bounds it. What it writes has to pass all that the first one passed, and then to be
+faster, timed in turns with the one that it would replace; only then it takes its place.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from flashwright import stages
+from flashwright.author.builtin.author import Written
+from flashwright.author.llm import extract, prompt
+from flashwright.author.llm.attempts import Tried
+from flashwright.author.llm.budget import Spent, diagnosis
+from flashwright.author.llm.extract import NoCode
+from flashwright.author.llm.model import Message, NoAnswer, Question, Reply
+from flashwright.author.llm.prompt import Facts
+from flashwright.author.llm.transcript import Lane
+from flashwright.build.package import OWN
+from flashwright.by_model import Authors, Code, cost_of, facts_for, meter_for, try_code
+from flashwright.files import write
+from flashwright.folder import keep
+from flashwright.kernel_by_model import SOURCE, attempted, facts_of, placed, too_slow
+from flashwright.lang import render
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.measure.race import CERTAIN, LEAST, Raced
+from flashwright.run import Finding, Progress, Run, Skipped
+from flashwright.speed import BEFORE, KERNEL, Goal, Speed, Stopwatch, in_words, measured
+
+STAGE = "improve"
+MEASURED = "measured.json"
+"""In the folder of an attempt: the times of it, and of what it wanted to replace."""
+NO_MORE = "it sees nothing better: it wrote the program that is there"
+
+
+def improve(authors: Authors, run: Run, progress: Progress) -> Run:
+    """As many rounds as there are attempts; the run with the fastest kernel that is right."""
+    asked = authors.asked[STAGE]
+    begin = Speed()
+    if run.built is None:
+        raise Skipped(Diagnostic("FW851", "there is no compiled kernel to make faster"))
+    if asked.model is not None:  # a replay measures nothing
+        if run.gpu_verdict is None:
+            raise Skipped(_not_here(authors.stopwatch, run))
+        progress(0, asked.budget.attempts, "measuring the kernel, and others beside it")
+        try:
+            begin = measured(authors.stopwatch, run, authors.rival)
+        except Failed as failed:
+            raise Skipped(*failed.diagnostics) from None
+    lane, meter = authors.transcript.lane(STAGE, 1, asked.model), meter_for(asked)
+    rounds = _Rounds(authors, run, begin, lane)
+    while not rounds.ended:
+        progress(lane.number, asked.budget.attempts, f"asking {asked.name}")
+        try:
+            reply = meter.ask(lane, Question(rounds.messages))
+        except (Spent, NoAnswer) as end:
+            if not rounds.told and asked.model is not None:
+                raise Skipped(diagnosis(end)) from None
+            rounds.ended = str(end)
+            break
+        try:
+            said = rounds.look(reply)
+        except Failed as failed:  # the machine's trouble: what is right stays as it is
+            rounds.ended = failed.diagnostics[0].message
+            break
+        progress(lane.number, asked.budget.attempts, f"round {lane.number}: {said}")
+    told = {**cost_of(asked, STAGE, [lane], [meter]), **rounds.record(begin)}
+    run = _still_slow(authors.goal, rounds.speed, rounds.run)
+    return replace(run, asked={**run.asked, STAGE: told})
+
+
+def _still_slow(goal: Goal | None, speed: Speed, run: Run) -> Run:
+    """The run with what is to say now of a kernel that was to be as fast as another."""
+    if goal is None or goal.rival not in speed.others:
+        return run
+    found = too_slow(goal, speed.others[goal.rival], goal.rival)
+    others = tuple(f for f in run.findings if f.diagnostic.code != "FW829")
+    return replace(run, findings=others).noting(SOURCE, *([found] if found else []))
+
+
+def _not_here(stopwatch: Stopwatch, run: Run) -> Diagnostic:
+    """Why nothing can be made faster here: what is not measured is not faster."""
+    found = stopwatch.cannot(run)
+    if found is None:
+        return Diagnostic("FW851", "the kernel was not run on a GPU, so nothing was measured")
+    return replace(found, message=f"nothing can be measured here: {found.message}")
+
+
+@dataclass(frozen=True)
+class Round:
+    """How one attempt ended."""
+
+    attempt: str
+    kept: bool
+    why: str
+
+
+class _Rounds:
+    """The kernel as it is now, what was said of it, and what has been tried."""
+
+    def __init__(self, authors: Authors, run: Run, speed: Speed, lane: Lane) -> None:
+        self.authors, self.run, self.speed, self.lane = authors, run, speed, lane
+        self.told: list[Round] = []
+        self.ended = ""
+        self.cuda = "translate" in authors.asked
+        self.facts = self._facts()
+        self.messages: tuple[Message, ...] = prompt.first("improve", self.facts)
+
+    def _facts(self) -> Facts:
+        run = self.run
+        more = facts_of(run.programs[OWN], run.gpu)
+        if self.cuda:
+            more["kernel"] = run.artefacts[SOURCE]
+        return facts_for(self.authors, run, speed=in_words(self.speed, run), **more)
+
+    @property
+    def text(self) -> str:
+        """The program that is to become faster."""
+        return self.run.artefacts[SOURCE if self.cuda else "code.tl"]
+
+    def look(self, reply: Reply) -> str:
+        """Take a reply, or note why not; what became of it, in words."""
+        if self.lane.model is not None:  # of another reply, in a run that was cut off
+            (self.lane.here / MEASURED).unlink(missing_ok=True)
+        try:
+            source = (extract.cuda if self.cuda else extract.tl)(reply)
+        except NoCode as none:
+            return self._not_kept(none.why, Tried(None, f"{none.why}\n"), "", reply)
+        if source.strip() == self.text.strip():
+            self.ended = NO_MORE
+            return self._not_kept(NO_MORE, Tried(None, f"{NO_MORE}\n"), source, reply)
+        look = partial(_cuda, self.run) if self.cuda else partial(_tl, self.run)
+        tried = look(source, self.lane)
+        if tried.value is None:
+            first = tried.diagnostics[0].message if tried.diagnostics else "as recorded"
+            return self._not_kept(f"not right: {first}", tried, source, reply)
+        if self.lane.model is None:
+            return self._keep(tried, "as recorded", self.speed)
+        return self._measured(tried, source, reply)
+
+    def _measured(self, tried: Tried[Run], source: str, reply: Reply) -> str:
+        """A right kernel beside the one that it would replace."""
+        run = tried.value
+        assert run is not None
+        raced = self.authors.stopwatch.twice(run, self.run)
+        times = [one.record() for one in raced]
+        write(self.lane.here / MEASURED, json.dumps(times, indent=1) + "\n")
+        if BEFORE in raced[-1].lost:
+            self.ended = f"{BEFORE} cannot be timed any more: {raced[-1].lost[BEFORE]}"
+        why = compared(raced)
+        won = not raced[-1].lost and len(raced) > 1 and raced[-1].faster(KERNEL, BEFORE)
+        if won:
+            return self._keep(tried, why, self.speed.after(raced[-1]))
+        there = KERNEL in raced[-1].times
+        now = in_words(Speed(raced[-1].times[KERNEL]), run) if there else ""
+        told = render.for_model([Diagnostic("FW829", why)], source) + f"\n{now}\n"
+        return self._not_kept(why, replace(tried, value=None, findings=told), source, reply, there)
+
+    def _keep(self, tried: Tried[Run], why: str, speed: Speed) -> str:
+        assert tried.value is not None
+        self.lane.outcome(True, "", tried.files)
+        self.told.append(Round(self.lane.here.name, True, why))
+        self.run, self.speed = _placed(self.run, tried.value), speed
+        self.facts = self._facts()
+        self.messages = prompt.first("improve", self.facts)
+        return why
+
+    def _not_kept(
+        self, why: str, tried: Tried[Run], source: str, reply: Reply, right: bool = False
+    ) -> str:
+        self.lane.outcome(False, tried.findings, tried.files)
+        self.told.append(Round(self.lane.here.name, False, why))
+        self.messages = first = prompt.first("improve", self.facts)
+        if reply.finish != "refusal":
+            told = tried.findings
+            self.messages = prompt.repair("improve", self.facts, first, told, source, right=right)
+        return why
+
+    def record(self, begin: Speed) -> dict[str, Any]:
+        """For result.json."""
+        return {
+            "rounds": [vars(one) for one in self.told],
+            "ended": self.ended,
+            "before": _figures(begin),
+            "after": _figures(self.speed),
+        }
+
+
+def _figures(speed: Speed) -> dict[str, Any]:
+    times = {str(n): {"seconds": f.seconds, "tflops": f.tflops} for n, f in speed.times.items()}
+    return {"times": times, "times_as_fast_as": dict(speed.others)}
+
+
+def compared(raced: list[Raced]) -> str:
+    """What a race, or two, say of a right kernel and the one that it would replace."""
+    last = raced[-1]
+    if last.lost:
+        return "; ".join(f"{who} could not be timed: {why}" for who, why in last.lost.items())
+    change = 1 / last.ratio(KERNEL, BEFORE) - 1
+    noise = CERTAIN * last.noise(KERNEL, BEFORE)
+    if len(raced) > 1 and last.faster(KERNEL, BEFORE):
+        return f"right, and {100 * change:.1f} % faster (noise {100 * noise:.1f} %)"
+    if change < -LEAST:
+        return f"right, but {-100 * change:.1f} % slower than {BEFORE}"
+    again = " when timed again" if len(raced) > 1 else ""
+    least = f"it takes {100 * max(LEAST, noise):.1f} % to tell"
+    return f"right, but not faster than {BEFORE}{again}: {100 * change:+.1f} %, and {least}"
+
+
+# --- one attempt ------------------------------------------------------------------------------
+
+
+def _cuda(run: Run, source: str, lane: Lane) -> Tried[Run]:
+    """CUDA that a model wrote: screened, held to its contract, compiled and judged."""
+    fresh = replace(run, gpu_verdict=None, emulated=None)
+    tried = attempted(fresh, run.programs[OWN], source, lane)
+    done = tried.value
+    value = None if done is None else placed(replace(done.judged, findings=()), done)
+    return Tried(value, tried.findings, tried.diagnostics, tried.files)
+
+
+def _tl(run: Run, source: str, lane: Lane) -> Tried[Run]:
+    """TL that a model wrote: checked, run on the CPU, translated, compiled and judged."""
+    looked = try_code(run, source, lane)
+    if looked.value is None:
+        return Tried(None, looked.findings, looked.diagnostics, looked.files)
+    trial = _trial(run, looked.value, lane)
+    try:
+        for stage in (stages.translate, stages.build):
+            trial = stage(trial, _silent)
+            if not trial.ok:
+                return _wrong(trial, source)
+        if lane.model is None:  # what the judge and the clock said is in the record
+            taken, told = lane.before["taken"], lane.before["findings"]
+            return Tried(trial if taken else None, told, (), trial.files)
+        trial = stages.verdict(trial, _silent)
+    except Skipped as skipped:
+        return _wrong(trial.noting(SOURCE, *skipped.why), source)
+    except Failed as failed:
+        return _wrong(trial.noting(SOURCE, *failed.diagnostics), source)
+    return Tried(trial, "", (), trial.files) if trial.ok else _wrong(trial, source)
+
+
+def _trial(run: Run, code: Code, lane: Lane) -> Run:
+    """The attempt as a run of its own, in its folder of the record."""
+    fresh = Run(
+        run.spec,
+        run.gpu,
+        lane.here,
+        written=Written(code.text, ()),
+        programs={OWN: code.program},
+        verdicts={OWN: code.verdict},
+    )
+    files = {"spec.toml": run.artefacts["spec.toml"], "code.tl": code.text}
+    return keep(fresh.noting("code.tl", *code.warnings), files)
+
+
+def _wrong(run: Run, source: str) -> Tried[Run]:
+    """What is wrong, in the lines of the TL: the model has not seen what the translator made."""
+    found = [f.diagnostic for f in run.failed]
+    shown = [d if f.file == "code.tl" else replace(d, span=None, secondary=(), fix=None)
+             for d, f in zip(found, run.failed, strict=True)]  # fmt: skip
+    return Tried(None, render.for_model(shown, source), tuple(found), run.files)
+
+
+def _placed(run: Run, trial: Run) -> Run:
+    """The run with an attempt's kernel in the place of its own."""
+    files = {name: data for name, data in trial.files.items() if name != "spec.toml"}
+    changed = {name for name, data in files.items() if run.files.get(name) != data}
+    kept: tuple[Finding, ...] = tuple(f for f in run.findings if f.file not in changed)
+    return replace(
+        keep(run, files),
+        findings=kept + trial.findings,
+        written=trial.written,
+        programs=trial.programs,
+        verdicts=trial.verdicts,
+        translations=trial.translations,
+        builds=trial.builds,
+        gpu_verdict=trial.gpu_verdict,
+    )
+
+
+def _silent(done: int, total: int, text: str) -> None:
+    """Progress that nobody watches: the round has a line of its own."""

@@ -1,0 +1,377 @@
+"""Kernels that a model is to make faster: what is kept, what is not, and what it is told of it.
+
+No GPU is here: a kernel takes as long as a comment in it says, and the judge believes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from flashwright import pipeline
+from flashwright.author.builtin.author import write_code, write_sketch
+from flashwright.author.llm.budget import Budget
+from flashwright.author.llm.connect import connect
+from flashwright.author.llm.transcript import FOLDER, Transcript
+from flashwright.build.driver import Card
+from flashwright.by_model import Authors, Who
+from flashwright.cli.main import app
+from flashwright.gpu import find
+from flashwright.judge import cpu
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.measure.contest import Contestant
+from flashwright.measure.race import Figure, Raced, package, race
+from flashwright.replay import replay
+from flashwright.run import Run
+from flashwright.sandbox.candidate import Candidate
+from flashwright.speed import BUILTIN, Goal, Stopwatch
+from tests.unit import measure_fakes
+from tests.unit.emulated import SPEC
+from tests.unit.fake_nvcc import WORKS, FakeNvcc, nvcc
+from tests.unit.llm_server import Answer, Request, Server, say, serve
+from tests.unit.measure_fakes import H200, MS, Behaviour, World
+from tests.unit.test_authored import PTX
+from tests.unit.test_by_model import Nobody
+from tests.unit.test_contract import ours, program
+
+__all__ = ["nvcc"]  # a fixture
+
+CARD = find("a100")
+CODE = write_code(write_sketch(SPEC), SPEC, CARD).code
+LENGTHS = (1024, 4096)
+TAKES = re.compile(r"// takes ([\d.]+)")
+
+
+def cuda(takes: float) -> str:
+    return f"```cuda\n{ours()[0]}// takes {takes}\n```\n"
+
+
+def tl(takes: float, code: str = CODE) -> str:
+    return f"```tl\n// takes {takes}\n{code}```\n"
+
+
+class Clock:
+    """A race in which kernels take what they say; `moods` change the first one's, race by race."""
+
+    def __init__(self, *moods: float) -> None:
+        self.races: list[list[str]] = []
+        self.moods = list(moods)
+
+    def __call__(self, spec: Any, contestants: Sequence[Contestant]) -> Raced:
+        self.races.append([c.name for c in contestants])
+        mood = self.moods.pop(0) if self.moods else 1.0
+        times = {c.name: _takes(c) for c in contestants}
+        times["this kernel"] = mood * times.get("this kernel", 1.0)
+        figure = {who: Figure(t * MS, 0.0005, 100 / t) for who, t in times.items()}
+        return Raced({c.name: dict.fromkeys(LENGTHS, figure[c.name]) for c in contestants})
+
+
+def _takes(contestant: Contestant) -> float:
+    assert isinstance(contestant.candidates, Candidate)
+    folder = Path(contestant.candidates.where)
+    texts = [(folder / name).read_text() for name in ("kernel.cu", "code.tl")]
+    found = [float(m[1]) for m in map(TAKES.search, texts) if m]
+    return found[0] if found else 1.0
+
+
+@pytest.fixture
+def clock(nvcc: FakeNvcc, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A machine with a GPU, a compiler and a judge that find everything in order."""
+    text = PTX.format(align=8, size=216, threads=128)
+    nvcc.set(f"{WORKS}; cat kernel.cu > kernel.cubin; cat > kernel.ptx <<'END'\n{text}END\n")
+    monkeypatch.setattr("flashwright.judge.judge.judge", lambda *given, **more: _on_gpu())
+    monkeypatch.setattr("flashwright.judge.cpu.judge", lambda *given, **more: _on_cpu())
+    monkeypatch.setattr("flashwright.apart.call", lambda work, *given, **limits: work(*given))
+    return Clock()
+
+
+@functools.cache
+def _on_gpu() -> Any:
+    return measure_fakes.verdict()
+
+
+@functools.cache
+def _on_cpu() -> cpu.Verdict:
+    return _judge(program("a100"), SPEC)
+
+
+_judge = cpu.judge
+
+
+def generate(
+    server: Server,
+    folder: Path,
+    clock: Clock,
+    *stages: str,
+    improve: int = 0,
+    goal: Goal | None = None,
+    attempts: int = 3,
+    candidates: int = 1,
+    card: Callable[[], Card] = lambda: H200,
+) -> Run:
+    model = connect("m", server.url, env={"OPENAI_API_KEY": ""})
+    one = Who(model, "m", Budget(attempts, None), candidates=candidates)
+    asked = dict.fromkeys(stages or ("translate",), one)
+    if improve:
+        asked["improve"] = replace(one, budget=Budget(improve, None), candidates=1)
+    watch = Stopwatch(clock, lambda spec, *more: measure_fakes.made(spec), peers=list, card=card)
+    transcript = Transcript(folder / FOLDER)
+    authors = Authors(transcript, asked, goal=goal, stopwatch=watch)
+    authors.begin(SPEC, CARD)
+    return pipeline.generate(SPEC, CARD, folder, Nobody(), authors)
+
+
+def rounds(folder: Path) -> list[tuple[bool, str]]:
+    told = json.loads((folder / "result.json").read_text())["asked"]["improve"]["rounds"]
+    return [(one["kept"], one["why"]) for one in told]
+
+
+# --- rounds -----------------------------------------------------------------------------------
+
+
+def test_only_what_is_right_and_measured_to_be_faster_is_kept(clock: Clock, tmp_path: Path) -> None:
+    wrong = cuda(0.5).replace("```cuda\n", '```cuda\n#include "/etc/passwd"\n')
+    replies = [cuda(1.0), cuda(0.9), cuda(0.95), wrong, cuda(0.895)]
+    folder = tmp_path / "run"
+    with serve([say(text) for text in replies]) as server:
+        run = generate(server, folder, clock, improve=4)
+    assert run.ok, run.failed
+    assert "// takes 0.9\n" in (folder / "kernel.cu").read_text()
+    assert b"// takes 0.9\n" in (folder / "kernel.cubin").read_bytes()
+    kept, whys = zip(*rounds(folder), strict=True)
+    assert kept == (True, False, False, False)
+    assert "11.1 % faster" in whys[0]
+    assert "5.3 % slower" in whys[1]
+    assert "no header that may be included" in whys[2]
+    assert "not faster" in whys[3]
+    questions = [request.text for request in server.requests]
+    assert "1000.0 us with 4096 keys: 100 TFLOPS" in questions[1]
+    assert "1.00 times as fast as the built-in author's kernel" in questions[1]
+    assert "168 registers a thread" in questions[1]
+    assert "the narrowest is" in questions[1]
+    assert "// takes 0.9\n" in questions[2]  # the new kernel is what is to be improved now
+    assert "1.11 times as fast as the built-in author's kernel" in questions[2]
+    assert "It is right, and it is not fast enough." in questions[3]
+    assert "FW829: right, but 5.3 % slower" in questions[3]
+    assert "FW828" in questions[4]
+    assert "What to write\n\nFind the cause" in questions[4]
+    outcomes = [json.loads(p.read_text()) for p in sorted(folder.glob("model/improve.*/outcome.*"))]
+    assert [one["taken"] for one in outcomes] == list(kept)
+    assert (folder / "model" / "improve.1.02" / "measured.json").is_file()
+    assert any("measured to be faster" in text for text in pipeline.claimed(run))
+    again = replay(folder, tmp_path / "again", Nobody())
+    assert again.same, again.lines
+    assert "improve.1.01: taken, the same" in again.lines
+    assert "kernel.cu: the same" in again.lines
+
+
+def test_a_gain_has_to_show_twice(clock: Clock, tmp_path: Path) -> None:
+    clock.moods = [1.0, 0.8, 1.0]  # the first measurement, then the two of the round
+    with serve([say(cuda(1.0)), say(cuda(1.001))]) as server:
+        generate(server, tmp_path, clock, improve=1)
+    assert [kept for kept, _ in rounds(tmp_path)] == [False]
+    assert "when timed again" in rounds(tmp_path)[0][1]
+    told = json.loads((tmp_path / "result.json").read_text())
+    assert "not made faster by measuring" in told["not_claimed"]
+    assert not any("faster" in text for text in told["claimed"])
+    assert clock.races[1] == clock.races[2][::-1]
+
+
+def test_where_our_translator_makes_the_kernel_the_tl_is_improved(
+    clock: Clock, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    bad = tl(0.5, CODE.replace("Reshape S", "Reshape T", 1))
+    with serve([say(tl(1.0)), say(bad), say(tl(0.9))]) as server:
+        run = generate(server, folder, clock, "code", improve=2)
+    assert run.ok, run.failed
+    assert [kept for kept, _ in rounds(folder)] == [False, True]
+    assert "Improve the TL" in server.requests[1].text
+    assert "FW2" in server.requests[2].text  # a name that is not there
+    assert "// takes 0.9\n" in (folder / "code.tl").read_text()
+    assert run.artefacts["code.tl"] == (folder / "code.tl").read_text()
+    digests = json.loads((folder / "build.json").read_text())["artefacts"]
+    assert set(digests) >= {"code.tl", "spec.toml", "kernel.cu", "kernel.cubin"}
+    again = replay(folder, tmp_path / "again", Nobody())
+    assert again.same, again.lines
+
+
+def test_a_model_that_sees_nothing_better_is_not_asked_on(clock: Clock, tmp_path: Path) -> None:
+    with serve([say(cuda(1.0)), say(cuda(1.0))]) as server:
+        run = generate(server, tmp_path, clock, improve=5)
+    assert run.ok
+    assert len(server.requests) == 2
+    assert "nothing better" in run.asked["improve"]["ended"]
+
+
+def test_without_a_gpu_nothing_is_improved_and_nothing_claimed(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(*given: Any, **more: Any) -> None:
+        raise Failed(Diagnostic("FW851", "no GPU can be used here"))
+
+    monkeypatch.setattr("flashwright.judge.judge.judge", absent)
+    monkeypatch.setattr("flashwright.judge.emulated.judge_emulated", absent)
+    with serve([say(cuda(1.0))]) as server:
+        run = generate(server, tmp_path, clock, improve=2)
+    assert run.ok
+    assert (run.timings[-1].stage, run.timings[-1].status) == ("improve", "skipped")
+    assert "measured" in run.timings[-1].why[0].message
+    assert len(server.requests) == 1
+    assert "improve" not in run.asked
+    assert not any("faster" in text for text in pipeline.claimed(run))
+    assert "not made faster by measuring" in pipeline.not_claimed(run)
+
+
+# --- fast enough ------------------------------------------------------------------------------
+
+
+def test_a_right_kernel_that_is_too_slow_goes_back_with_its_times(
+    clock: Clock, tmp_path: Path
+) -> None:
+    with serve([say(cuda(1.5)), say(cuda(1.1))]) as server:
+        run = generate(server, tmp_path, clock, goal=Goal(0.9))
+    assert run.ok
+    told = server.requests[1].text
+    assert "FW829: right, but 0.67 times as fast as the built-in author's kernel" in told
+    assert "0.9 is asked for" in told
+    assert "1500.0 us against 1000.0 with 4096 keys" in told
+    assert "the narrowest is" in told
+    assert "// takes 1.1\n" in (tmp_path / "kernel.cu").read_text()
+    assert not [f for f in run.findings if f.diagnostic.code == "FW829"]
+    assert clock.races[0] == ["this kernel", BUILTIN]
+
+
+def test_if_none_is_fast_enough_the_fastest_is_kept_with_a_warning(
+    clock: Clock, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    with serve([say(cuda(1.5)), say(cuda(1.2)), say(cuda(1.4))]) as server:
+        run = generate(server, folder, clock, goal=Goal(1.0))
+    assert run.ok
+    assert "// takes 1.2\n" in (folder / "kernel.cu").read_text()
+    (warning,) = [f for f in run.findings if f.diagnostic.code == "FW829"]
+    assert "0.83 times as fast" in warning.diagnostic.message
+    again = replay(folder, tmp_path / "again", Nobody())
+    assert again.same, again.lines
+
+
+@pytest.mark.parametrize(("takes", "reached"), [(1.1, "0.91"), (0.9, "")])
+def test_after_the_rounds_the_goal_is_looked_at_again(
+    takes: float, reached: str, clock: Clock, tmp_path: Path
+) -> None:
+    with serve([say(cuda(1.5)), say(cuda(takes))]) as server:
+        run = generate(server, tmp_path, clock, goal=Goal(1.0), attempts=1, improve=1)
+    assert [kept for kept, _ in rounds(tmp_path)] == [True]
+    found = [f.diagnostic.message for f in run.findings if f.diagnostic.code == "FW829"]
+    assert len(found) == bool(reached)
+    assert all(f"{reached} times as fast" in text for text in found)
+
+
+def test_without_a_gpu_a_warning_says_that_nobody_looked_how_fast_it_is(
+    clock: Clock, tmp_path: Path
+) -> None:
+    def card() -> Any:
+        raise Failed(Diagnostic("FW851", "no GPU can be used here"))
+
+    with serve([say(cuda(1.5))]) as server:
+        run = generate(server, tmp_path, clock, goal=Goal(1.0), card=card)
+    assert run.ok
+    (warning,) = [f for f in run.findings if f.diagnostic.code == "FW829"]
+    assert "was not looked at: no GPU can be used here" in warning.diagnostic.message
+    assert not clock.races
+
+
+def test_of_several_right_kernels_the_fastest_is_kept(clock: Clock, tmp_path: Path) -> None:
+    texts = iter([cuda(1.3), cuda(0.7), cuda(1.1)])
+
+    def script(request: Request) -> Answer:
+        return say(next(texts))
+
+    with serve(script) as server:
+        run = generate(server, tmp_path / "run", clock, candidates=3, attempts=1)
+    assert run.ok
+    assert "// takes 0.7\n" in (tmp_path / "run" / "kernel.cu").read_text()
+    assert clock.races == [["candidate 1", "candidate 2", "candidate 3"]]  # all in one race
+    clock.races.clear()
+    again = replay(tmp_path / "run", tmp_path / "again", Nobody())
+    assert again.same, again.lines
+    assert not clock.races
+
+
+def test_of_several_right_programs_the_one_with_the_better_estimate_is_kept(
+    clock: Clock, tmp_path: Path
+) -> None:
+    slow = re.sub(r"(param BN = )\d+", r"\g<1>16", CODE)
+    assert slow != CODE
+    texts = iter([f"```tl\n{slow}```", f"```tl\n{CODE}```", f"```tl\n{slow}```"])
+
+    def script(request: Request) -> Answer:
+        return say(next(texts))
+
+    with serve(script) as server:
+        run = generate(server, tmp_path, clock, "code", candidates=3, attempts=1)
+    assert run.ok, run.failed
+    assert (tmp_path / "code.tl").read_text() == CODE
+
+
+# --- the race ---------------------------------------------------------------------------------
+
+
+def raced(one: float, other: float, uncertainty: float) -> Raced:
+    times = {"a": Figure(one, uncertainty, 1.0), "b": Figure(other, uncertainty, 1.0)}
+    return Raced({who: dict.fromkeys(LENGTHS, figure) for who, figure in times.items()})
+
+
+@pytest.mark.parametrize(
+    ("gain", "uncertainty", "faster"),
+    [(0.02, 0.0005, True), (0.008, 0.0005, False), (0.02, 0.02, False), (-0.05, 0.0005, False)],
+)
+def test_what_counts_as_faster(gain: float, uncertainty: float, faster: bool) -> None:
+    assert raced(1 - gain, 1.0, uncertainty).faster("a", "b") is faster
+
+
+def test_a_race_is_run_in_turns_and_who_is_wrong_has_no_time() -> None:
+    world = World()
+    world.behaviours = {
+        "a": Behaviour(seconds=2 * MS),
+        "b": Behaviour(seconds=MS),
+        "c": Behaviour(output=lambda exact, call: exact + 1),
+    }
+    every = [package(name, Path(name)) for name in "abc"]
+    found = race(SPEC, every, card=H200, tools=world.tools())
+    assert found.ratio("a", "b") == pytest.approx(2.0, rel=0.01)
+    assert found.faster("b", "a")
+    assert set(found.lost) == {"c"}
+    assert "wrong" in found.lost["c"]
+    turns = [event[1] for event in world.asked("turn")][3:]  # after each has been woken up
+    assert turns[:6] == ["a", "b", "c", "b", "c", "a"]
+
+
+# --- the command line -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--improve", "2"], "name the model"),
+        (["--improve", "2", "--sketch", "gpt-x"], "name the model"),
+        (["--faster-than", "0.9"], "--translate"),
+        (["--faster-than", "fast", "--translate", "gpt-x"], "is not X or X:PEER"),
+        (["--faster-than", "1:nobody", "--translate", "gpt-x"], "there is no peer"),
+    ],
+)
+def test_what_cannot_be_asked_for(options: list[str], says: str, tmp_path: Path) -> None:
+    command = ["generate", "mha", "--gpu", "a100", "--out", str(tmp_path / "x"), *options]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2, done.output
+    assert says in " ".join(done.output.split())
+    assert not (tmp_path / "x").exists()
