@@ -167,7 +167,7 @@ def _tell(root: Path) -> int:
     _show(made)
     print(f"{root}: {', '.join(report.FILES)}")
     if made.open:
-        told = f"{made.open} samples are open: the same command goes on with them"
+        told = f"samples that are open: {made.open}; the same command goes on with them"
         print(told, file=sys.stderr)
         return BAD_INPUT
     return FINE

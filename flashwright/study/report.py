@@ -71,8 +71,8 @@ def notes(report: Report) -> list[str]:
     )
     found = [
         f"Ways: {ways}. Where a way has TL, {by} translates it to CUDA.",
-        f"Each stage has {budget['attempts']} attempts at most: an attempt that fails is sent back "
-        "with what was found.",
+        f"Attempts at each stage, at most: {budget['attempts']}. One that fails is sent back with "
+        "what was found.",
         "A count is of the samples that reached a level, over all that came to their end; "
         f"{ABSENT}: there is none; {UNTOLD}: nobody could tell on this machine.",
         "pass@k is the chance that one of k samples is right; of all operators, the mean.",
@@ -82,7 +82,7 @@ def notes(report: Report) -> list[str]:
     if any(o.usage.total and not o.usage.counted for row in report.rows for o in row.outcomes):
         found.append("Some tokens are estimates: the server did not count them.")
     if report.open:
-        found.append(f"{report.open} samples are open: the same command goes on with them.")
+        found.append(f"Samples that are open: {report.open}. The same command goes on with them.")
     return found
 
 

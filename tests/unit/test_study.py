@@ -266,7 +266,7 @@ def test_a_sample_without_an_answer_stays_open_and_the_others_go_on(tmp_path: Pa
     assert "small, no-sketch, sample 1: open: " in heard.ended[0]
     assert "failed in parameters" in heard.ended[1]
     assert report.make(tmp_path).open == 1
-    assert "1 samples are open" in (tmp_path / "study.md").read_text()
+    assert "Samples that are open: 1." in (tmp_path / "study.md").read_text()
     told = CliRunner().invoke(app, ["study", "--report", str(tmp_path)])
     assert told.exit_code == 2
     _, asked = studied(tmp_path, wanted, say(NONSENSE))
