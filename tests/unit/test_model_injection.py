@@ -128,7 +128,7 @@ def test_a_reply_that_names_files_makes_none(tmp_path: Path, canary: Path) -> No
     names = {p.name for p in (tmp_path / "run").rglob("*")}
     assert names <= {
         *("model", "run.json", "code.1.01", "code.1.02", "code.1.03"),
-        *("exchange.json", "outcome.json", "prompt.md", "reply.md", "findings.md"),
+        *("exchange.json", "outcome.json", "prompt.md", "reply.md", "findings.md", "chosen"),
         *("spec.toml", "sketch.tl", "code.tl", "result.json"),
     }
     assert SECRET not in json.dumps([request.body for request in server.requests])

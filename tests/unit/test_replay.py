@@ -101,7 +101,7 @@ def test_where_one_candidate_cannot_go_on_the_others_ask_no_more(tmp_path: Path)
 
     task = Task[str]("code", Facts(SPEC, CARD), lambda reply: reply.text, attempt)
     with pytest.raises(Failed, match="FW821"):
-        best(task, lanes, [Meter(Budget(50)) for _ in lanes], rank=lambda value: 0.0)
+        best(task, lanes, [Meter(Budget(50)) for _ in lanes])
     time.sleep(0.6)
     assert len(slow.asked) == 1
 
