@@ -305,6 +305,8 @@ class Screen:
             _bullets("Not shown (yet)", not_claimed(run), "·", "yellow"),
             Text.assemble(("Files  ", "bold"), f"in {folder}\n  {files}"),
         ]
+        if run.asked:
+            parts.insert(2, _bullets("Asked", [*asked_in_words(run)], "·", "cyan"))
         if run.ok:
             steps = [
                 (f"{called()} run {code} --q-len 300 --kv-len 500", "another problem, on the CPU"),
@@ -333,6 +335,15 @@ def _bullets(title: str, lines: Sequence[str], mark: str, color: str) -> Text:
     for line in lines:
         text.append(f"\n  {mark} ", color).append(line)
     return text
+
+
+def asked_in_words(run: Run) -> Iterator[str]:
+    """Which model did which stage, and what it took."""
+    for stage, told in run.asked.items():
+        count = sum(told.get("attempts", ()))
+        attempts = f"{count} attempt{'' if count == 1 else 's'}"
+        price = f", {told['dollars']:.2f} dollars" if told.get("dollars") else ""
+        yield f"{stage}: {told['model']}, {attempts}, {told.get('tokens', 0):,} tokens{price}"
 
 
 def _made(stage: str, run: Run, width: int) -> list[RenderableType]:

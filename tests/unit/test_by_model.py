@@ -14,6 +14,7 @@ from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.connect import connect
 from flashwright.author.llm.transcript import FOLDER, Transcript
 from flashwright.by_model import Authors, Who
+from flashwright.cli.show import asked_in_words
 from flashwright.gpu import find
 from flashwright.pipeline import Stage
 from flashwright.replay import replay
@@ -84,7 +85,9 @@ def test_a_wrong_program_is_sent_back_with_its_line_and_fix_and_the_next_is_take
     assert (tmp_path / "code.tl").read_text() == CODE
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["asked"]["code"]["attempts"] == [2]
-    assert result["asked"]["code"]["tokens"] > 0
+    tokens = result["asked"]["code"]["tokens"]
+    assert tokens > 0
+    assert [*asked_in_words(run)] == [f"code: m, 2 attempts, {tokens:,} tokens"]
 
 
 def test_what_the_cpu_run_finds_is_sent_back_too(tmp_path: Path) -> None:
