@@ -49,6 +49,7 @@ def test_the_server_is_up(client: Any, local_model: Local) -> None:
     assert local_model.base_url.startswith("http://127.0.0.1:")
 
 
+@pytest.mark.slow
 def test_a_reply_under_the_bounded_grammar_is_tl(client: Any, local_model: Local) -> None:
     reply = ask(client, local_model, gbnf("sketch", bounded=True), 400, PROMPT)
     (choice,) = reply.choices

@@ -178,7 +178,7 @@ class Nobody:
 def generate(spec: AttentionSpec, folder: Path, *without: str) -> Run:
     """A kernel for the H200, without these stages."""
     stages = tuple(stage for stage in pipeline.STAGES if stage.name not in without)
-    return pipeline.generate(spec, find("h200"), folder, Nobody(), stages)
+    return pipeline.generate(spec, find("h200"), folder, Nobody(), plan=stages)
 
 
 def test_what_generate_writes_can_be_reported(tmp_path: Path) -> None:
