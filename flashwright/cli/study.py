@@ -58,6 +58,12 @@ def study(
     report: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Only tell what a study's records say.")
     ] = None,
+    judge: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Only judge and time, on the GPU here, what there is."
+        ),
+    ] = None,
     base_url: Annotated[
         str | None, _budget(metavar="URL", help="Of an OpenAI-compatible server.")
     ] = None,
@@ -81,10 +87,12 @@ def study(
     """
     if report is not None:
         return _tell(report)
+    if judge is not None:
+        return _judge(judge)
     given = {"--model": model, "--gpu": gpu, "--out": out}
     if model is None or gpu is None or out is None:
         missing = next(name for name, value in given.items() if value is None)
-        raise typer.BadParameter("is needed, or --report DIR", param_hint=missing)
+        raise typer.BadParameter("is needed, or --report or --judge DIR", param_hint=missing)
     if dollars is not None and price is None:
         why = "say what a million tokens cost: --price IN/OUT"
         raise typer.BadParameter(why, param_hint="--dollars")
@@ -130,6 +138,22 @@ def _study(model: str, base_url: str | None, terms: Terms, wanted: _Wanted, root
     except KeyboardInterrupt:
         _tell(root)
         raise
+    return _tell(root)
+
+
+def _judge(root: Path) -> int:
+    """On a machine with a GPU, what one without could not tell."""
+    from flashwright.build import driver
+    from flashwright.cli import show
+    from flashwright.judge.judge import need_torch
+    from flashwright.study.session import look
+    from flashwright.study.settings import read
+
+    settings = read(root)
+    driver.cards()
+    need_torch()
+    with show.progress("study") as bar:
+        look(settings, root, _Screen(bar))
     return _tell(root)
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, geometric_mean
 
 from flashwright.study.operators import Operator
 from flashwright.study.outcome import Outcome, read
@@ -59,6 +59,12 @@ class Row:
     def kinds(self) -> Mapping[str, int]:
         """Those that are right, by what their verdicts rest on."""
         return Counter(o.kind for o in self.outcomes if o.passed["right"])
+
+    @property
+    def speed(self) -> float | None:
+        """Of those that are right and were timed, over the best peer's: the geometric mean."""
+        ratios = [o.ratio for o in self.outcomes if o.ratio is not None]
+        return geometric_mean(ratios) if ratios else None
 
     @property
     def attempts(self) -> float | None:

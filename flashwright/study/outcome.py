@@ -12,7 +12,7 @@ from typing import Any
 from flashwright.author.llm.model import Usage
 from flashwright.author.llm.transcript import FOLDER, OUTCOME, Transcript
 from flashwright.folder import RESULT
-from flashwright.study import speed
+from flashwright.study import judged, speed
 from flashwright.study.sample import Sample
 
 # What the CPU run finds: such code has passed the checker. (FW806 may come before that.)
@@ -43,7 +43,9 @@ def read(sample: Sample, root: Path) -> Outcome | None:
         told = json.loads((folder / RESULT).read_bytes())
         levels = _levels(told, folder)
         dollars = sum(float(part["dollars"]) for part in told.get("asked", {}).values())
-        kind = str(told["verdict"])
+        kind, found = str(told["verdict"]), judged.right(folder)
+        if found is not None:  # later, maybe
+            kind, levels["right"] = "gpu", found
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     said = [exchange.reply for *_, exchange in Transcript(folder / FOLDER).attempts()]

@@ -19,6 +19,7 @@ from flashwright.study.ways import LEVELS
 SCHEMA = 1
 FILES = ("study.json", "study.md", "study.html")
 ABSENT, UNTOLD = "–", "not judged"
+SPEED = "speed over the best peer's"
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ def notes(report: Report) -> list[str]:
         f"{ABSENT}: there is none; {UNTOLD}: nobody could tell on this machine.",
         "pass@k is the chance that one of k samples is right; of all operators, the mean.",
         "fast_p is the part of the samples that is right and more than p times as fast as the best "
-        "peer. Attempts, tokens and minutes (waiting for the model) are means of a sample.",
+        "peer; the speed, over the best peer's, is the geometric mean of those that were timed. "
+        "Attempts, tokens and minutes (waiting for the model) are means of a sample.",
     ]
     if any(o.usage.total and not o.usage.counted for row in report.rows for o in row.outcomes):
         found.append("Some tokens are estimates: the server did not count them.")
@@ -91,7 +93,7 @@ def lines(every: Sequence[Row]) -> list[list[str]]:
     most = max((len(row.levels["right"].at) for row in every), default=1)
     ks = sorted({1, most} if most else {1})
     head = ["operator", "way", "samples", *LEVELS.values(), *(f"pass@{k}" for k in ks)]
-    head += [*(f"fast_{p:g}" for p in SPEEDS), "attempts", "tokens", "minutes"]
+    head += [*(f"fast_{p:g}" for p in SPEEDS), SPEED, "attempts", "tokens", "minutes"]
     return [head, *(_line(row, ks) for row in every)]
 
 
@@ -107,6 +109,7 @@ def _line(row: Row, ks: Sequence[int]) -> list[str]:
         *(_count(row, level) for level in LEVELS),
         *(f"{at[k - 1]:.2f}" if k <= len(at) else ABSENT for k in ks),
         *fast,
+        *(ABSENT if row.speed is None else f"{row.speed:.2f}",),
         *(ABSENT if row.attempts is None else f"{row.attempts:.1f}",),
         *(ABSENT if row.tokens is None else f"{row.tokens:.0f}",),
         *(ABSENT if row.minutes is None else f"{row.minutes:.1f}",),
@@ -129,11 +132,12 @@ def _count(row: Row, level: str) -> str:
 
 
 def brief(every: Sequence[Row]) -> list[list[str]]:
-    """The same as narrow as a terminal: without what is in brackets, tokens or minutes."""
+    """The same as narrow as a terminal: without what is in brackets, and the last columns."""
     head, *body = lines(every)
-    kept = [n for n, name in enumerate(head) if name not in ("attempts", "tokens", "minutes")]
+    left_out = (*(f"fast_{p:g}" for p in SPEEDS[1:]), "attempts", "tokens", "minutes")
+    kept = [n for n, name in enumerate(head) if name not in left_out]
     names = {title: name for name, title in LEVELS.items()}
-    names |= {"samples": "n", LEVELS["cpu"]: "CPU"}
+    names |= {"samples": "n", LEVELS["cpu"]: "CPU", SPEED: "speed"}
     unknown = (UNTOLD, "not measured")
     return [
         [names.get(head[n], head[n]) for n in kept],
@@ -194,6 +198,7 @@ def _record(row: Row) -> dict[str, Any]:
         },
         "right": {kind: row.kinds.get(kind, 0) for kind in KINDS if kind != "checked"},
         "fast": None if row.fast is None else {f"{p:g}": part for p, part in row.fast.items()},
+        "speed": row.speed,
         "ratios": [o.ratio for o in row.outcomes],
         "attempts": row.attempts,
         "tokens": row.tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -12,12 +13,16 @@ from flashwright.files import write
 from flashwright.lang.diagnostic import Failed
 from flashwright.pipeline import Stage
 from flashwright.run import KINDS, Run
-from flashwright.study import speed
+from flashwright.study import judged, speed
 from flashwright.study.sample import Sample, Terms, Unfinished, done, take
 from flashwright.study.settings import Settings
 
 TROUBLE = "trouble.txt"
 """In a sample's folder: why it is open, where that is our own fault."""
+
+Look = Callable[[Path, Callable[[str], None]], str | None]
+"""What a GPU can tell of a finished sample in a folder, in words; None where that is no news."""
+LOOKS: tuple[Look, ...] = (judged.look, speed.look)
 
 
 class Watcher(Protocol):
@@ -39,7 +44,7 @@ def study(
     model: Model,
     root: Path,
     watcher: Watcher,
-    measuring: speed.Measure | None = speed.measure,
+    looks: Sequence[Look] = LOOKS,
 ) -> int:
     """Take the samples that are missing; how many of them are still open then.
 
@@ -52,11 +57,13 @@ def study(
         try:
             if not done(folder):
                 watcher.begin(sample, number, len(every))
+                for earlier in (judged.FILE, speed.FILE):  # of a run that somebody has taken away
+                    (folder / earlier).unlink(missing_ok=True)
                 run = take(sample, terms, model, folder, _Stages(watcher))
                 (folder / TROUBLE).unlink(missing_ok=True)
                 watcher.end(sample, _ended(run))
-            if measuring is not None:
-                _measured(measuring, sample, folder, watcher)
+            for look in looks:
+                _looked(look, sample, folder, watcher)
         except Unfinished as unfinished:
             left += 1
             watcher.end(sample, f"open: {unfinished}")
@@ -70,17 +77,23 @@ def study(
     return left
 
 
-def _measured(measuring: speed.Measure, sample: Sample, folder: Path, watcher: Watcher) -> None:
-    """The speed of a kernel that is right on a GPU; one that cannot be had is none."""
-    if not speed.wanted(folder):
-        return
-    watcher.progress(f"{sample}: measuring")
+def look(settings: Settings, root: Path, watcher: Watcher, looks: Sequence[Look] = LOOKS) -> None:
+    """What the GPU here tells of a study that was made elsewhere; nobody is asked."""
+    every = settings.every
+    for number, sample in enumerate(every, 1):
+        watcher.begin(sample, number, len(every))
+        for one in looks:
+            _looked(one, sample, sample.folder(root), watcher)
+
+
+def _looked(look: Look, sample: Sample, folder: Path, watcher: Watcher) -> None:
+    """What a GPU tells of a sample; what it cannot tell leaves the sample as it is."""
     try:
-        ratio = measuring(folder, watcher.progress)
+        told = look(folder, lambda text: watcher.progress(f"{sample}: {text}"))
     except Failed as failed:
-        watcher.end(sample, f"not measured: {failed.diagnostics[0].message}")
-    else:
-        watcher.end(sample, f"measured: {ratio:.2f} times as fast as the best peer")
+        told = f"not judged or timed: {failed.diagnostics[0].message}"
+    if told:
+        watcher.end(sample, told)
 
 
 def _ended(run: Run) -> str:

@@ -1,40 +1,36 @@
-"""How fast a study's kernels are beside their peers: measured where there is a GPU, else not."""
+"""How fast what samples of a study made is beside its peers: timed where there is a GPU."""
 
 from __future__ import annotations
 
 import json
 import math
-import secrets
 from collections.abc import Callable
 from pathlib import Path
 
-from flashwright.build import driver
+from flashwright import spec as specs
 from flashwright.files import write
-from flashwright.folder import RESULT
-from flashwright.judge.judge import need_torch
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.measure import kernels
-from flashwright.measure.bench import Step
-from flashwright.measure.grid import of_spec
-from flashwright.measure.journal import Journal
+from flashwright.measure import race
+from flashwright.measure.contest import Contestant
 from flashwright.measure.peers import registry
-from flashwright.measure.results import Results
-from flashwright.measure.session import OtherRun, Plan, session
+from flashwright.measure.race import Raced
+from flashwright.speed import KERNEL, Stopwatch
+from flashwright.study import judged
 
-LENGTHS = (1024, 4096, 16_384)
-FOLDER, FILE = "bench", "speed.json"
-Measure = Callable[[Path, Callable[[str], None]], float]
-"""Measure the package in a folder, and say how many times as fast as the best peer it is."""
+FILE = "speed.json"
 
 
-def wanted(folder: Path) -> bool:
-    """Whether a sample is a package that is right on a GPU, and not measured yet."""
-    try:
-        told = json.loads((folder / RESULT).read_bytes())
-        right = bool(told["ok"]) and told["verdict"] == "gpu"
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return right and (folder / "kernel.cubin").is_file() and ratio(folder) is None
+def look(folder: Path, progress: Callable[[str], None]) -> str | None:
+    """Time a sample that is right on a GPU and was not timed yet; what is to tell of it."""
+    if not judged.right(folder) or ratio(folder) is not None:
+        return None
+    progress("timing it beside its peers")
+    return f"{measure(folder, Stopwatch(peers=_peers)):.2f} times as fast as the best peer"
+
+
+def _peers() -> list[registry.Peer]:
+    """All that are installed; what writes all scores to memory is no rival."""
+    return [peer for peer in registry.choose(None) if peer.key != "naive"]
 
 
 def ratio(folder: Path) -> float | None:
@@ -46,53 +42,28 @@ def ratio(folder: Path) -> float | None:
     return found if math.isfinite(found) and found > 0 else None
 
 
-def measure(folder: Path, progress: Callable[[str], None]) -> float:
-    """By the benchmark, with all peers that are installed; Failed where that cannot be."""
-    card = driver.cards()[0]
-    need_torch()
-    made = kernels.load(folder)
-    plan = Plan(
-        title="study",
-        cells=tuple(of_spec(made.spec, LENGTHS)),
-        gpu=made.gpu,
-        peers=tuple(registry.choose(None)),
-        packages=(made,),
-    )
-    try:
-        journal = Journal.resume(folder / FOLDER)
-        session(plan, card, folder / FOLDER, journal, _Watcher(progress), secrets.randbits(31))
-    except OtherRun as other:
-        text = f"{folder / FOLDER} is of another run: {other}"
-        raise Failed(Diagnostic("FW851", text, help="remove it, and it is measured anew")) from None
-    found = beside_the_best(Results.of(journal.records))
+def measure(folder: Path, stopwatch: Stopwatch) -> float:
+    """How many times as fast as the best peer it is; Failed where that cannot be told."""
+    candidate = judged.candidate_of(folder)
+    assert candidate is not None, "it was judged"
+    card, spec = stopwatch.card(), specs.load(folder / "spec.toml")
+    peers = [race.peer(one) for one in stopwatch.peers()]
+    raced = stopwatch.race(spec, [Contestant(KERNEL, candidate, watched=True), *peers])
+    if KERNEL in raced.lost:
+        raise Failed(Diagnostic("FW852", f"it cannot be timed: {raced.lost[KERNEL]}"))
+    found = beside_the_best(raced)
     if found is None:
-        raise Failed(Diagnostic("FW851", "no problem was done by it and by a peer"))
-    write(folder / FILE, json.dumps({"ratio": found, "card": card.name}) + "\n")
+        raise Failed(Diagnostic("FW851", "no peer does this operator"))
+    told = {"ratio": found, "card": card.name, **raced.record()}
+    write(folder / FILE, json.dumps(told, indent=1) + "\n")
     return found
 
 
-def beside_the_best(results: Results) -> float | None:
-    """The speed over that of the fastest peer, as the geometric mean over all cells."""
-    best = [(cell, results.fastest_peer(cell)) for cell in results.cells]
-    ratios = [results.ratio(cell, peer) for cell, peer in best if peer is not None]
-    logs = [math.log(ratio) for ratio in ratios if ratio]
-    return math.exp(sum(logs) / len(logs)) if logs else None
-
-
-class _Watcher:
-    """A benchmark as one line of the study."""
-
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
-
-    def phase(self, title: str) -> None:
-        self._tell(title)
-
-    def progress(self, done: int, total: int, text: str) -> None:
-        self._tell(text)
-
-    def cell(self, step: Step) -> None:
-        self._tell("measuring")
-
-    def trouble(self, text: str) -> None:
-        self._tell(text)
+def beside_the_best(raced: Raced) -> float | None:
+    """The speed over that of the fastest peer at each length, as the geometric mean."""
+    peers = [times for who, times in raced.times.items() if who != KERNEL]
+    if not peers:
+        return None
+    ours = raced.times[KERNEL]
+    logs = [math.log(min(t[n].seconds for t in peers) / ours[n].seconds) for n in ours]
+    return math.exp(sum(logs) / len(logs))

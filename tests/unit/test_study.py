@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from flashwright import spec as specs
 from flashwright.author.builtin.variants import make_spec
 from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.connect import connect
@@ -25,15 +27,27 @@ from flashwright.judge.offences import offence
 from flashwright.judge.verdict import Verdict
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.contract import bound, contract
-from flashwright.measure.records import OURS
-from flashwright.study import direct, funnel, operators, page, pytorch, report, session, speed
+from flashwright.measure import race
+from flashwright.sandbox.candidate import Candidate
+from flashwright.speed import Stopwatch
+from flashwright.study import (
+    direct,
+    funnel,
+    judged,
+    operators,
+    page,
+    pytorch,
+    report,
+    session,
+    speed,
+)
 from flashwright.study.funnel import pass_at
 from flashwright.study.sample import Sample, Terms
 from flashwright.study.settings import OtherStudy, Settings
 from flashwright.study.ways import WAYS
 from flashwright.study.ways import chosen as chosen_ways
 from tests.unit.llm_server import Answer, hang, say, serve, status
-from tests.unit.measure_fakes import H200, Behaviour, Workshop, World, made, peer
+from tests.unit.measure_fakes import H200
 from tests.unit.test_by_model import CARD, CODE, SPEC, WRONG_SCALE, fenced
 
 SMALL = operators.Operator("small", SPEC)
@@ -352,42 +366,109 @@ def test_a_pytorch_function_that_the_judge_rejects_is_sent_back(
     assert row["attempts"] == 2
 
 
-def test_a_kernel_that_is_right_on_a_gpu_is_measured_once(tmp_path: Path) -> None:
+def goes_on(root: Path, wanted: Settings, looks: Sequence[session.Look]) -> Heard:
+    """A study that has nothing to ask any more, on a machine with a GPU."""
+    heard = Heard()
+    with serve([]) as server:
+        session.study(wanted, TERMS, connect("m", server.url, env={}), root, heard, looks)
+    return heard
+
+
+def raced(us: float, **peers: float) -> race.Raced:
+    """A race at two lengths, at the second of which peers take twice as long."""
+    times = {speed.KERNEL: {n: race.Figure(us * 1e-6, 0.001, 1.0) for n in (1024, 4096)}}
+    for name, took in peers.items():
+        each = {1024: took * 1e-6, 4096: 2 * took * 1e-6}
+        times[name] = {n: race.Figure(seconds, 0.001, 1.0) for n, seconds in each.items()}
+    return race.Raced(times)
+
+
+def test_a_kernel_that_is_right_on_a_gpu_is_timed_once_beside_the_best_peer_of_each_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wanted = settings("tl", 1).keep(tmp_path)
     (sample,) = wanted.every
     recorded(tmp_path, sample, True)
     folder = sample.folder(tmp_path)
     (folder / "kernel.cubin").write_bytes(b"1")
-    calls = []
+    (folder / "spec.toml").write_text(specs.dump(SPEC))
+    races = []
 
-    def measure(where: Path, progress: Callable[[str], None]) -> float:
-        calls.append(where)
-        (where / speed.FILE).write_text('{"ratio": 1.25}')
-        return 1.25
+    def timed(spec: Any, contestants: Sequence[Any]) -> race.Raced:
+        races.append([c.name for c in contestants])
+        return raced(20.0, flash=30.0, efficient=90.0)
 
-    for _ in range(2):
-        with serve([]) as server:
-            model = connect("m", server.url, env={})
-            session.study(wanted, TERMS, model, tmp_path, Heard(), measure)
-    assert calls == [folder]
+    watch = partial(Stopwatch, race=timed, card=lambda: H200)
+    monkeypatch.setattr(speed, "Stopwatch", watch)
+    heard = goes_on(tmp_path, wanted, [speed.look])
+    assert goes_on(tmp_path, wanted, [speed.look]).ended == []
+    assert len(races) == 1
+    assert "naive" not in " ".join(races[0])
+    expected = math.sqrt(1.5 * 3)
+    assert heard.ended == [f"{sample}: {expected:.2f} times as fast as the best peer"]
+    assert speed.ratio(folder) == pytest.approx(expected)
     (row,) = funnel.rows(wanted, tmp_path)
-    assert row.fast == {1.0: 1.0, 1.5: 0.0}
+    assert row.fast == {1.0: 1.0, 1.5: 1.0}
+    assert row.speed == pytest.approx(expected)
+    report.make(tmp_path)
+    assert f"| {expected:.2f} |" in (tmp_path / "study.md").read_text()
 
 
-def test_speed_is_measured_beside_the_fastest_peer_of_each_length(
+def test_one_that_no_peer_does_or_that_cannot_be_timed_has_no_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = World({OURS: Behaviour(2e-3), "flash": Behaviour(3e-3), "naive": Behaviour(9e-3)})
-    package = replace(made(SPEC), folder=str(tmp_path))
-    monkeypatch.setattr(speed.driver, "cards", lambda: (H200,))
-    monkeypatch.setattr(speed, "need_torch", lambda: None)
-    monkeypatch.setattr(speed.kernels, "load", lambda folder: package)
-    monkeypatch.setattr(speed.registry, "choose", lambda asked: [peer("flash"), peer("naive")])
-    parts = Workshop(world).parts()
-    monkeypatch.setattr(speed, "session", partial(speed.session, parts=parts))
-    found = speed.measure(tmp_path, lambda text: None)
-    assert found == pytest.approx(1.5)
-    assert speed.ratio(tmp_path) == found
+    wanted = settings("tl", 2).keep(tmp_path)
+    for sample in wanted.every:
+        recorded(tmp_path, sample, True)
+        (sample.folder(tmp_path) / "kernel.cubin").write_bytes(b"1")
+        (sample.folder(tmp_path) / "spec.toml").write_text(specs.dump(SPEC))
+    found = iter([raced(20.0), race.Raced(lost={speed.KERNEL: "it hangs"})])
+    watch = partial(Stopwatch, race=lambda spec, those: next(found), card=lambda: H200)
+    monkeypatch.setattr(speed, "Stopwatch", watch)
+    heard = goes_on(tmp_path, wanted, [speed.look])
+    assert "no peer does this operator" in heard.ended[0]
+    assert "it hangs" in heard.ended[1]
+    (row,) = funnel.rows(wanted, tmp_path)
+    assert row.fast is None
+    assert row.speed is None
+
+
+def test_without_a_gpu_nothing_can_be_judged_and_that_is_said(tmp_path: Path) -> None:
+    settings("pytorch", 1).keep(tmp_path)
+    told = CliRunner().invoke(app, ["study", "--judge", str(tmp_path)])
+    assert told.exit_code == 2
+    assert "FW851" in told.output
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_what_was_made_without_a_gpu_is_judged_where_there_is_one(
+    right: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = settings("pytorch", 1)
+    function = "def attention(q, k, v):\n    return v\n"
+    answer = say(f"```python\n{function}```")
+    studied(tmp_path, wanted, answer)
+    (row,) = funnel.rows(wanted, tmp_path)
+    assert row.levels["right"].unknown == 1
+    candidates = []
+
+    def judge(candidate: Candidate, spec: Any, **more: Any) -> Verdict:
+        candidates.append(candidate)
+        assert more["libraries"]
+        offences = () if right else (offence("wrong", "not attention"),)
+        return Verdict("it", "H200", "sm_90", spec, 1, (), offences=offences)
+
+    monkeypatch.setattr(judged, "judge", judge)
+    assert goes_on(tmp_path, wanted, [judged.look]).ended == []  # no GPU here
+    monkeypatch.setattr(judged, "need_torch", lambda: None)
+    monkeypatch.setattr(judged.driver, "cards", lambda: (H200,))
+    session.look(wanted, tmp_path, Heard(), [judged.look])
+    goes_on(tmp_path, wanted, [judged.look])
+    assert [Path(c.where).read_text() for c in candidates] == [function]
+    (row,) = funnel.rows(wanted, tmp_path)
+    assert row.levels["right"].passed == right
+    assert row.levels["right"].failed == (not right)
+    assert row.kinds == ({"gpu": 1} if right else {})
 
 
 # --- what is asked for, and what is shown -----------------------------------------------------

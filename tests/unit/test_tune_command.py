@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from flashwright import gpu as gpus
 from flashwright.author.builtin import tuned
+from flashwright.author.builtin.author import workload
 from flashwright.author.builtin.retile import name_of
+from flashwright.author.builtin.variants import make_spec
 from flashwright.build import driver
 from flashwright.build.package import TUNING
+from flashwright.spec import AttentionSpec
 from tests.unit.measure_fakes import H200, Behaviour
 from tests.unit.test_cli import Outcome
 from tests.unit.tune_fakes import CROSSING, PRESENT, SHORT, SPEC, Bench, order, package
@@ -137,7 +142,7 @@ def test_what_a_tuning_found_becomes_a_line_of_the_authors_table(
     assert told.code == 0, told.err
     (choice,) = tuned.read(table.read_text())
     assert choice.tiling.bm == 128
-    assert choice.key == ("h200", ("bf16", "fp16"), 64, 64, SPEC.causal)
+    assert choice.key == ("h200", ("bf16", "fp16"), 64, 64, SPEC.causal, ())
     reason = "measured on the H200: fastest of 5 tilings at 512 to 2048 keys"
     assert choice.reason == reason
     assert reason in told.out
@@ -168,6 +173,24 @@ def test_the_classes_of_a_tuning_are_lines_of_the_table(folder: Path, tmp_path: 
     assert name_of(choice.tiling) == PRESENT
 
 
+def test_what_was_tuned_with_a_window_serves_windows_and_nothing_else(
+    folder: Path, tmp_path: Path
+) -> None:
+    table = tmp_path / "tuned.json"
+    done = Bench({SHORT: lambda n: 0.8, PRESENT: lambda n: 1.0}).run(order(folder))
+    spec = {**done.spec, "causal": True, "window": 128}
+    done.model_copy(update={"spec": spec}).save(folder)
+    told = Outcome("tune", str(folder), "--write-defaults", str(table))
+    assert told.code == 0, told.err
+    (choice,) = tuned.read(table.read_text())
+    assert choice.beyond == ("window",)
+    gpu, window = gpus.find("h200"), workload(AttentionSpec.make(**spec))
+    assert choice.serves(window, gpu)
+    assert not choice.serves(replace(window, window=None), gpu)
+    assert not choice.serves(replace(window, options=("softcap",)), gpu)
+    assert not choice.serves(replace(window, sinks=4), gpu)
+
+
 def test_what_the_table_cannot_have_is_left_out_with_its_reason(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -176,7 +199,7 @@ def test_what_the_table_cannot_have_is_left_out_with_its_reason(
     for change, words in (
         ({"complete": False}, "not measured to its end"),
         ({"card": "NVIDIA A100-SXM4-80GB"}, "kernels for h200, measured on NVIDIA A100"),
-        ({"spec": {**done.spec, "window": 128}}, "plain attention only"),
+        ({"spec": make_spec("nsa-selected").model_dump(mode="json")}, "free tiles"),
     ):
         done.model_copy(update=change).save(folder)
         told = Outcome("tune", str(folder), "--write-defaults", str(table))

@@ -1,7 +1,8 @@
-"""Measured choices: what `flashwright tune` found fastest, by GPU, element type, widths and mask.
+"""Measured choices: what `flashwright tune` found fastest, by GPU, element type, widths, mask and
+what is done to scores.
 
-The table is tuned.json beside this file; `flashwright tune --write-defaults` adds to it. A plain
-workload that it has is given the measured tiling; all others are left to the cost model.
+The table is tuned.json beside this file; `flashwright tune --write-defaults` adds to it. A workload
+that it has is given the measured tiling; all others are left to the cost model.
 
 Which tiling is the fastest depends on the length. So a workload has one main choice, and may have
 further ones, which serve `up_to` so many keys.
@@ -23,7 +24,7 @@ from flashwright.gpu import Gpu
 
 MADE_BY = "flashwright tune --write-defaults"
 PARAMS = ("BM", "BN", "Stages", "Warps", "QStages")
-Key = tuple[str, tuple[str, ...], int, int, bool]
+Key = tuple[str, tuple[str, ...], int, int, bool, tuple[str, ...]]
 
 
 class Choice(BaseModel):
@@ -36,6 +37,8 @@ class Choice(BaseModel):
     qk_dim: int
     v_dim: int
     causal: bool
+    beyond: tuple[str, ...] = ()
+    """What there is beyond plain attention: options, a `window`, the `sinks` before it."""
     up_to: int | None = Field(None, ge=1)
     """Keys; None: the main one, which serves all that the others do not."""
     bm: int = Field(alias="BM")
@@ -53,7 +56,7 @@ class Choice(BaseModel):
     @property
     def key(self) -> Key:
         """What it is the choice for, at some lengths or at all of them."""
-        return self.gpu, self.dtypes, self.qk_dim, self.v_dim, self.causal
+        return self.gpu, self.dtypes, self.qk_dim, self.v_dim, self.causal, self.beyond
 
     @property
     def tiling(self) -> Tiling:
@@ -74,15 +77,21 @@ class Choice(BaseModel):
         """Whether it was measured for such work: options take registers, and other walks over the
         keys other tiles."""
         w = workload
-        plain = w.window is None and not w.options and w.q_len == w.kv_len
         return (
-            plain
+            self.beyond == beyond(w)
+            and w.q_len == w.kv_len
             and w.rows_fixed is None
             and w.cols_fixed is None
             and self.gpu == gpu.name
             and w.dtype in self.dtypes
             and (self.qk_dim, self.v_dim, self.causal) == (w.qk_dim, w.v_dim, w.causal)
         )
+
+
+def beyond(workload: Workload) -> tuple[str, ...]:
+    """What a workload has beyond plain attention, in a fixed order."""
+    walk = {"window": workload.window is not None, "sinks": workload.sinks > 0}
+    return (*sorted(workload.options), *(name for name, there in walk.items() if there))
 
 
 def find(workload: Workload, gpu: Gpu) -> Choice | None:
@@ -140,8 +149,9 @@ def _complete(choices: list[Choice]) -> None:
 
 
 def _words(key: Key) -> str:
-    gpu, dtypes, qk_dim, v_dim, causal = key
-    return f"{gpu} {'+'.join(dtypes)} {qk_dim}/{v_dim} {'causal' if causal else 'full'}"
+    gpu, dtypes, qk_dim, v_dim, causal, beyond = key
+    mask = "causal" if causal else "full"
+    return " ".join((gpu, "+".join(dtypes), f"{qk_dim}/{v_dim}", mask, *beyond))
 
 
 @cache

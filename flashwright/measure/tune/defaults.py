@@ -59,7 +59,7 @@ def choices_of(tuning: Tuning) -> list[Choice] | str:
         return f"left out: kernels for {gpu.name}, measured on {tuning.card}"
     choices = [_choice(tuning, kept, spec, gpu) for kept in tuning.kept]
     if not choices[0].serves(workload(spec), gpu):
-        return "left out: the table has plain attention only, without windows and options"
+        return "left out: the table has kernels with as many queries as keys and free tiles"
     return choices
 
 
@@ -73,6 +73,7 @@ def _choice(tuning: Tuning, kept: Kept, spec: AttentionSpec, gpu: gpus.Gpu) -> C
             "qk_dim": spec.head_dim,
             "v_dim": spec.value_dim,
             "causal": spec.causal,
+            "beyond": tuned.beyond(workload(spec)),
             "up_to": kept.up_to,
             **{n: v for n, v in params.items() if n not in SCHEDULE_PARAMS},
             "off": tuple(n for n in SCHEDULE_PARAMS if params.get(n) == 0),

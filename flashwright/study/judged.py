@@ -1,0 +1,73 @@
+"""What a GPU says of samples that were made where there was none: judged when the study goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from flashwright import spec as specs
+from flashwright.build import driver
+from flashwright.files import write
+from flashwright.folder import RESULT
+from flashwright.judge.judge import judge, need_torch
+from flashwright.lang.diagnostic import Failed
+from flashwright.sandbox.candidate import Candidate
+from flashwright.study import pytorch
+
+FILE = "judged.json"
+
+
+def look(folder: Path, progress: Callable[[str], None]) -> str | None:
+    """Judge a sample that nobody has run on a GPU yet, where there is one; what is to tell of it.
+
+    The model is not asked again, whatever comes out: its run has ended.
+    """
+    candidate = candidate_of(folder)
+    if candidate is None or not made(folder) or right(folder) is not None or not _gpu():
+        return None
+    progress("judging it on the GPU")
+    spec, libraries = specs.load(folder / "spec.toml"), candidate.kind == "python"
+    verdict = judge(candidate, spec, base=folder, libraries=libraries)
+    told = {**verdict.record(), "candidate": folder.name, "ok": verdict.ok}
+    write(folder / FILE, json.dumps(told, indent=1) + "\n")
+    return "right on a GPU" if verdict.ok else f"wrong on a GPU: {verdict.diagnostics[0].message}"
+
+
+def _gpu() -> bool:
+    """Whether there is what it takes; where not, nothing is known of the sample, as before."""
+    try:
+        driver.cards()
+        need_torch()
+    except Failed:
+        return False
+    return True
+
+
+def candidate_of(folder: Path) -> Candidate | None:
+    """What a sample has made, if it can be run."""
+    if (folder / "kernel.cubin").is_file():
+        return Candidate("package", str(folder.resolve()), title=str(folder))
+    file = folder / pytorch.FILE
+    if file.is_file():
+        return Candidate("python", str(file.resolve()), pytorch.FUNCTION, title=str(file))
+    return None
+
+
+def made(folder: Path) -> bool:
+    """Whether a sample came to its end, and nothing speaks against it."""
+    try:
+        return bool(json.loads((folder / RESULT).read_bytes())["ok"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def right(folder: Path) -> bool | None:
+    """What a GPU said of a sample, in its run or later; None where none was asked."""
+    try:
+        told = json.loads((folder / RESULT).read_bytes())
+        if told["verdict"] == "gpu":
+            return bool(told["ok"])
+        return bool(json.loads((folder / FILE).read_bytes())["ok"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
