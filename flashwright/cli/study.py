@@ -60,9 +60,7 @@ def study(
     ] = None,
     judge: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Only judge and time, on the GPU here, what there is."
-        ),
+        typer.Option(metavar="DIR", help="Only judge and time, on the GPU here, what there is."),
     ] = None,
     base_url: Annotated[
         str | None, _budget(metavar="URL", help="Of an OpenAI-compatible server.")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ from flashwright.check.check import check
 from flashwright.lang.parse import parse
 from flashwright.lower.contract import bound, contract
 from flashwright.replay import replay
+from flashwright.study import report
 from tests.unit.test_by_model import Nobody
 
 RECORDED = Path(__file__).parents[1] / "recorded"
+STUDY = Path(__file__).parents[2] / "docs" / "results" / "study-h200"
 RUNS = sorted(path.parents[1] for path in RECORDED.glob(f"*/{FOLDER}/run.json"))
 FILES = {"sketch": "sketch.tl", "code": "code.tl", "translate": "kernel.cu"}
 recorded = pytest.mark.parametrize("run", RUNS, ids=lambda path: path.name)
@@ -55,7 +58,7 @@ def secrets(text: str, env: dict[str, str] | os._Environ[str] = os.environ) -> I
 
 
 def test_no_record_has_a_key_or_a_path_of_a_machine() -> None:
-    for path in RECORDED.rglob("*"):
+    for path in (*RECORDED.rglob("*"), *STUDY.rglob("*")):
         if path.is_file():
             text = path.read_bytes().decode("utf-8", "replace")
             assert [*secrets(text)] == [], path.relative_to(RECORDED)
@@ -117,6 +120,23 @@ def test_each_reply_still_holds_the_program_that_was_tried(run: Path) -> None:
         if file.exists():
             take = extract.cuda if stage == "translate" else extract.tl
             assert take(exchange.reply) == file.read_text()
+
+
+def test_the_study_in_the_docs_is_what_its_records_say(tmp_path: Path) -> None:
+    again = Path(shutil.copytree(STUDY, tmp_path / "study"))
+    for name in report.FILES:
+        (again / name).unlink()
+    made = report.make(again)
+    assert made.open == 0
+    for name in ("study.json", "study.md"):
+        assert (again / name).read_text() == (STUDY / name).read_text()
+    told = (STUDY.parents[1] / "models.md").read_text()
+    head, *body = report.brief(made.rows)
+    speed = head.index("speed")
+    for line in body:
+        shown = f"| {line[0]} | {line[1]} | "
+        (found,) = [one for one in told.splitlines() if one.startswith(shown)]
+        assert found.endswith(f" {line[speed]} |"), found
 
 
 @pytest.mark.slow  # nvcc: some 10 s for each
