@@ -359,6 +359,7 @@ def cost_of(asked: Who, stage: Any, lanes: list[Lane], meters: list[Meter]) -> d
         "candidates": len(lanes),
         "attempts": [lane.number for lane in lanes],
         "repeated": sum(lane.repeated for lane in lanes),
+        "changed": [name for lane in lanes for name in lane.changed],
         "tokens": sum(spent.usage.total for spent in spendings),
         "dollars": sum(spent.dollars for spent in spendings if spent.dollars is not None),
     }

@@ -23,18 +23,22 @@ from flashwright.author.llm.prompt import Facts
 from flashwright.author.llm.transcript import Lane
 from flashwright.build.package import OWN
 from flashwright.by_model import Authors, Code, cost_of, facts_for, meter_for, try_code
-from flashwright.files import write
+from flashwright.files import sha256, write
 from flashwright.folder import keep
 from flashwright.kernel_by_model import SOURCE, attempted, facts_of, placed, too_slow
 from flashwright.lang import render
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.measure.race import CERTAIN, LEAST, Raced
+from flashwright.measure import race
+from flashwright.measure.race import CERTAIN, LEAST, Figure, Raced
 from flashwright.run import Finding, Progress, Run, Skipped
 from flashwright.speed import BEFORE, KERNEL, Goal, Speed, Stopwatch, in_words, measured
 
 STAGE = "improve"
 MEASURED = "measured.json"
-"""In the folder of an attempt: the times of it, and of what it wanted to replace."""
+"""In the folder of an attempt: the times of it, and of what it wanted to replace. A run that was
+cut off goes on with these: the questions that follow are then the ones that were answered."""
+BEGIN = "speed.json"
+"""In the record: how fast the kernel was before the first round."""
 NO_MORE = "it sees nothing better: it wrote the program that is there"
 
 
@@ -49,7 +53,7 @@ def improve(authors: Authors, run: Run, progress: Progress) -> Run:
             raise Skipped(_not_here(authors.stopwatch, run))
         progress(0, asked.budget.attempts, "measuring the kernel, and others beside it")
         try:
-            begin = measured(authors.stopwatch, run, authors.rival)
+            begin = _begin(authors, run)
         except Failed as failed:
             raise Skipped(*failed.diagnostics) from None
     lane, meter = authors.transcript.lane(STAGE, 1, asked.model), meter_for(asked)
@@ -72,6 +76,23 @@ def improve(authors: Authors, run: Run, progress: Progress) -> Run:
     told = {**cost_of(asked, STAGE, [lane], [meter]), **rounds.record(begin)}
     run = _still_slow(authors.goal, rounds.speed, rounds.run)
     return replace(run, asked={**run.asked, STAGE: told})
+
+
+def _begin(authors: Authors, run: Run) -> Speed:
+    """The speed that the rounds begin with, measured once for a kernel."""
+    path, kernel = authors.transcript.folder / BEGIN, sha256(run.artefacts[SOURCE])
+    try:
+        told = json.loads(path.read_bytes())
+        if told["kernel"] == kernel:
+            times = {int(n): Figure(**figure) for n, figure in told["times"].items()}
+            return Speed(times, dict(told["others"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass  # not measured yet
+    speed = measured(authors.stopwatch, run, authors.rival)
+    figures = {str(n): vars(figure) for n, figure in speed.times.items()}
+    told = {"kernel": kernel, "times": figures, "others": dict(speed.others)}
+    write(path, json.dumps(told, indent=1) + "\n")
+    return speed
 
 
 def _still_slow(goal: Goal | None, speed: Speed, run: Run) -> Run:
@@ -125,7 +146,7 @@ class _Rounds:
 
     def look(self, reply: Reply) -> str:
         """Take a reply, or note why not; what became of it, in words."""
-        if self.lane.model is not None:  # of another reply, in a run that was cut off
+        if not self.lane.again:
             (self.lane.here / MEASURED).unlink(missing_ok=True)
         try:
             source = (extract.cuda if self.cuda else extract.tl)(reply)
@@ -147,9 +168,7 @@ class _Rounds:
         """A right kernel beside the one that it would replace."""
         run = tried.value
         assert run is not None
-        raced = self.authors.stopwatch.twice(run, self.run)
-        times = [one.record() for one in raced]
-        write(self.lane.here / MEASURED, json.dumps(times, indent=1) + "\n")
+        raced = self._raced(run)
         if BEFORE in raced[-1].lost:
             self.ended = f"{BEFORE} cannot be timed any more: {raced[-1].lost[BEFORE]}"
         why = compared(raced)
@@ -160,6 +179,16 @@ class _Rounds:
         now = in_words(Speed(raced[-1].times[KERNEL]), run) if there else ""
         told = render.for_model([Diagnostic("FW829", why)], source) + f"\n{now}\n"
         return self._not_kept(why, replace(tried, value=None, findings=told), source, reply, there)
+
+    def _raced(self, run: Run) -> list[Raced]:
+        """The times of a right kernel and of the one before; of a reply that was there, its own."""
+        path = self.lane.here / MEASURED
+        try:
+            return [race.read(one) for one in json.loads(path.read_bytes())]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            raced = self.authors.stopwatch.twice(run, self.run)
+        write(path, json.dumps([one.record() for one in raced], indent=1) + "\n")
+        return raced
 
     def _keep(self, tried: Tried[Run], why: str, speed: Speed) -> str:
         assert tried.value is not None

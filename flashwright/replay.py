@@ -73,6 +73,10 @@ def replay(
         *_outcomes(recorded / FOLDER, folder / FOLDER, other),
         *_artefacts(recorded, folder, other),
     ]
+    changed = [name for told in run.asked.values() for name in told["changed"]]
+    if changed:
+        text = f"the prompts are not what they were: {', '.join(changed)} answered other words"
+        lines.append((text, True))
     if other:
         text = f"compiled with nvcc {versions[1]}, then {versions[0]}: its output is not compared"
         lines.append((text, True))

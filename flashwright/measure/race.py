@@ -78,6 +78,15 @@ class Raced:
         return {"times": times, "lost": dict(self.lost)}
 
 
+def read(record: Mapping[str, Any]) -> Raced:
+    """From plain data; KeyError, TypeError or ValueError where it is none."""
+    times = {
+        who: {int(length): Figure(**figure) for length, figure in found.items()}
+        for who, found in record["times"].items()
+    }
+    return Raced(times, dict(record["lost"]))
+
+
 Race = Callable[[AttentionSpec, Sequence[Contestant]], Raced]
 """`race`, or a test's own."""
 

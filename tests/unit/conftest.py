@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -16,3 +19,39 @@ def local_model() -> Iterator[local.Local]:
         pytest.skip(why)
     with local.serving() as server:
         yield server
+
+
+class NoNetwork(OSError):
+    """A test that would leave this machine."""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def loopback_only() -> Iterator[None]:
+    """No test of ours speaks to anybody but itself, whatever an SDK has in mind."""
+    connect, look_up = socket.socket.connect, socket.getaddrinfo
+
+    def connect_here(self: socket.socket, address: Any) -> None:
+        if self.family in (socket.AF_INET, socket.AF_INET6):
+            _stay(address[0])
+        connect(self, address)
+
+    def look_up_here(host: Any, *rest: Any, **more: Any) -> Any:
+        _stay(host)
+        return look_up(host, *rest, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", connect_here)
+        patch.setattr(socket, "getaddrinfo", look_up_here)
+        yield
+
+
+def _stay(host: Any) -> None:
+    name = host.decode() if isinstance(host, bytes) else host
+    if name in (None, "", "localhost"):
+        return
+    try:
+        here = ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        here = False
+    if not here:
+        raise NoNetwork(f"a test wants to reach {name}")

@@ -185,6 +185,39 @@ def test_a_gain_has_to_show_twice(clock: Clock, tmp_path: Path) -> None:
     assert clock.races[1] == clock.races[2][::-1]
 
 
+def test_a_run_that_is_right_can_be_improved_later(clock: Clock, tmp_path: Path) -> None:
+    with serve([say(cuda(1.0))]) as server:
+        assert generate(server, tmp_path, clock).ok
+    with serve([say(cuda(0.5))]) as server:
+        run = generate(server, tmp_path, clock, improve=1)
+        assert len(server.requests) == 1, "the kernel is there, and is not asked for again"
+    assert "// takes 0.5" in run.artefacts["kernel.cu"]
+    assert not (tmp_path / "model-1").exists()
+    with serve([say(cuda(1.0)), say(cuda(0.9))]) as server:  # the whole command again: a new run
+        generate(server, tmp_path, clock, improve=1)
+        assert len(server.requests) == 2
+    assert (tmp_path / "model-1" / "improve.1.01").is_dir()
+
+
+def test_rounds_that_were_cut_off_go_on_with_what_was_measured_then(
+    clock: Clock, tmp_path: Path
+) -> None:
+    with serve([say(cuda(1.0)), say(cuda(0.8)), say(cuda(0.9))]) as server:
+        generate(server, tmp_path, clock, improve=2)
+    first = rounds(tmp_path)
+    assert [kept for kept, _ in first] == [True, False]
+    told = json.loads((tmp_path / FOLDER / "run.json").read_text())
+    (tmp_path / FOLDER / "run.json").write_text(json.dumps({**told, "ended": ""}))
+    timed = len(clock.races)
+    clock.moods = [1.3, 0.7, 1.2, 0.9]  # another day, other times
+    with serve([say(cuda(0.5))]) as server:
+        run = generate(server, tmp_path, clock, improve=3)
+        assert len(server.requests) == 1, "the replies that are there are not asked for again"
+    assert rounds(tmp_path)[:2] == first
+    assert "// takes 0.5" in run.artefacts["kernel.cu"]
+    assert len(clock.races) == timed + 2, "only the new one is timed"
+
+
 def test_where_our_translator_makes_the_kernel_the_tl_is_improved(
     clock: Clock, tmp_path: Path
 ) -> None:

@@ -149,7 +149,8 @@ def recorded(folder: Path) -> None:
     spec = SPEC.model_copy(update={"reference": "mine.py"})
     with serve([cut("I thi"), say("I do not know.")]) as server:
         who = Who(connect("m", server.url, env={}), "m", Budget(attempts=1))
-        authors = Authors(Transcript(folder / FOLDER), {"code": who})
+        text = REFERENCE.decode()
+        authors = Authors(Transcript(folder / FOLDER), {"code": who}, reference=text)
         authors.begin(spec, CARD)
         pipeline.generate(
             spec, CARD, folder, Nobody(), authors, last="parameters", reference=REFERENCE
@@ -182,3 +183,18 @@ def test_a_replay_overwrites_no_record(tmp_path: Path, monkeypatch: pytest.Monke
     for _ in range(2):
         replays.replay(tmp_path / "run", tmp_path / "again", Nobody(), last="parameters")
     assert (tmp_path / "again" / f"{FOLDER}-1").is_dir()
+
+
+def test_a_replay_says_where_the_prompts_have_changed_since(tmp_path: Path) -> None:
+    recorded(tmp_path / "run")
+    same = replays.replay(tmp_path / "run", tmp_path / "again", Nobody(), last="parameters")
+    assert not [line for line in same.lines if "prompts" in line]
+    path = tmp_path / "run" / FOLDER / "code.1.02" / "exchange.json"
+    exchange = json.loads(path.read_text())
+    exchange["question"]["messages"][-1]["text"] += "In rhyme."
+    path.write_text(json.dumps(exchange))
+    told = replays.replay(tmp_path / "run", tmp_path / "once more", Nobody(), last="parameters")
+    (line,) = [line for line in told.lines if "prompts" in line]
+    assert "code.1.02" in line
+    assert "code.1.01" not in line
+    assert told.same, "replies are looked at as before"

@@ -79,6 +79,8 @@ class Lane:
     changed: list[str] = field(default_factory=list)
     repeated: int = 0
     """How many of the replies came from the record."""
+    again: bool = False
+    """Whether the last one did."""
 
     @property
     def name(self) -> str:
@@ -101,9 +103,9 @@ class Lane:
         known = read(self.here / EXCHANGE)
         same = known is not None and _asked(known.question) == _asked(question)
         if known is not None and (same or self.model is None):
-            if not same:
+            if known.question.messages != question.messages:
                 self.changed.append(self.here.name)
-            self.repeated += 1
+            self.repeated, self.again = self.repeated + 1, True
             return known.reply
         if self.model is None:
             self.number -= 1
@@ -113,6 +115,7 @@ class Lane:
         except BaseException:
             self.number -= 1
             raise
+        self.again = False
         self._keep(Exchange(question, reply))
         return reply
 
@@ -183,11 +186,11 @@ class Transcript:
     def begin(self, settings: Mapping[str, Any], fresh: bool = False) -> bool:
         """Open the record for a run with these settings; whether it goes on from an earlier one.
 
-        One that came out right, or of another run, is set aside under the next free name.
+        One that came out right, or of another run, is set aside under the next free name. But one
+        that came out right may be improved later: it goes on with that stage.
         """
         known = self.read()
-        same = known is not None and known["settings"] == dict(settings) and not known["ended"]
-        resumed = same and not fresh
+        resumed = known is not None and not fresh and _goes_on(known, dict(settings))
         if os.path.lexists(self.folder) and not resumed:
             set_aside(self.folder)
         _make(self.folder)
@@ -225,6 +228,22 @@ class Transcript:
     def _write(self, settings: Mapping[str, Any], ended: str) -> None:
         told = {"schema": SCHEMA, "settings": dict(settings), "ended": ended}
         _put(self.folder, RUN, json.dumps(told, indent=1, ensure_ascii=False) + "\n")
+
+
+def _goes_on(known: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Whether a run with these settings is a recorded one that has not ended, or more of it."""
+    before, now = known["settings"], settings
+    improved = [who.get("improve") for who in (before.get("asked", {}), now.get("asked", {}))]
+    if _first(before) != _first(now):
+        return False
+    more = improved[0] is None and improved[1] is not None
+    return more or (not known["ended"] and improved[0] == improved[1])
+
+
+def _first(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what comes after the run is right."""
+    asked = {s: who for s, who in settings.get("asked", {}).items() if s != "improve"}
+    return {**settings, "asked": asked}
 
 
 # --- files ------------------------------------------------------------------------------------
