@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from flashwright import stages
+from flashwright.asking import Authors, cost_of, facts_for, meter_for
 from flashwright.author.builtin.author import Written
 from flashwright.author.llm import extract, prompt
 from flashwright.author.llm.attempts import Tried
@@ -22,21 +23,25 @@ from flashwright.author.llm.model import Message, NoAnswer, Question, Reply
 from flashwright.author.llm.prompt import Facts
 from flashwright.author.llm.transcript import Lane
 from flashwright.build.package import OWN
-from flashwright.by_model import Authors, Code, cost_of, facts_for, meter_for, try_code
 from flashwright.files import sha256, write
 from flashwright.folder import keep
-from flashwright.kernel_by_model import SOURCE, attempted, facts_of, placed, too_slow
+from flashwright.kernel_by_model import (
+    SOURCE,
+    attempted,
+    facts_of,
+    placed,
+    timed_once,
+    times_of,
+    too_slow,
+)
 from flashwright.lang import render
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.measure import race
 from flashwright.measure.race import CERTAIN, LEAST, Figure, Raced
-from flashwright.run import Finding, Progress, Run, Skipped
+from flashwright.run import Progress, Run, Skipped, silent
 from flashwright.speed import BEFORE, KERNEL, Goal, Speed, Stopwatch, in_words, measured
+from flashwright.tl_by_model import Code, try_code
 
 STAGE = "improve"
-MEASURED = "measured.json"
-"""In the folder of an attempt: the times of it, and of what it wanted to replace. A run that was
-cut off goes on with these: the questions that follow are then the ones that were answered."""
 BEGIN = "speed.json"
 """In the record: how fast the kernel was before the first round."""
 NO_MORE = "it sees nothing better: it wrote the program that is there"
@@ -45,17 +50,15 @@ NO_MORE = "it sees nothing better: it wrote the program that is there"
 def improve(authors: Authors, run: Run, progress: Progress) -> Run:
     """As many rounds as there are attempts; the run with the fastest kernel that is right."""
     asked = authors.asked[STAGE]
-    begin = Speed()
     if run.built is None:
         raise Skipped(Diagnostic("FW851", "there is no compiled kernel to make faster"))
-    if asked.model is not None:  # a replay measures nothing
-        if run.gpu_verdict is None:
-            raise Skipped(_not_here(authors.stopwatch, run))
-        progress(0, asked.budget.attempts, "measuring the kernel, and others beside it")
-        try:
-            begin = _begin(authors, run)
-        except Failed as failed:
-            raise Skipped(*failed.diagnostics) from None
+    here = run.gpu_verdict is not None and authors.stopwatch.cannot(run) is None
+    if asked.model is not None and not here:
+        raise Skipped(_not_here(authors.stopwatch, run))
+    try:
+        begin = _begin(authors, run, progress)
+    except Failed as failed:
+        raise Skipped(*failed.diagnostics) from None
     lane, meter = authors.transcript.lane(STAGE, 1, asked.model), meter_for(asked)
     rounds = _Rounds(authors, run, begin, lane)
     while not rounds.ended:
@@ -78,8 +81,8 @@ def improve(authors: Authors, run: Run, progress: Progress) -> Run:
     return replace(run, asked={**run.asked, STAGE: told})
 
 
-def _begin(authors: Authors, run: Run) -> Speed:
-    """The speed that the rounds begin with, measured once for a kernel."""
+def _begin(authors: Authors, run: Run, progress: Progress) -> Speed:
+    """The speed that the rounds begin with, measured once for a kernel, and not in a replay."""
     path, kernel = authors.transcript.folder / BEGIN, sha256(run.artefacts[SOURCE])
     try:
         told = json.loads(path.read_bytes())
@@ -88,7 +91,10 @@ def _begin(authors: Authors, run: Run) -> Speed:
             return Speed(times, dict(told["others"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass  # not measured yet
-    speed = measured(authors.stopwatch, run, authors.rival)
+    if authors.asked[STAGE].model is None:
+        return Speed()
+    progress(0, authors.asked[STAGE].budget.attempts, "measuring the kernel, and others beside it")
+    speed = measured(authors.stopwatch, run, authors.rival, authors.goal)
     figures = {str(n): vars(figure) for n, figure in speed.times.items()}
     told = {"kernel": kernel, "times": figures, "others": dict(speed.others)}
     write(path, json.dumps(told, indent=1) + "\n")
@@ -146,8 +152,6 @@ class _Rounds:
 
     def look(self, reply: Reply) -> str:
         """Take a reply, or note why not; what became of it, in words."""
-        if not self.lane.again:
-            (self.lane.here / MEASURED).unlink(missing_ok=True)
         try:
             source = (extract.cuda if self.cuda else extract.tl)(reply)
         except NoCode as none:
@@ -160,15 +164,13 @@ class _Rounds:
         if tried.value is None:
             first = tried.diagnostics[0].message if tried.diagnostics else "as recorded"
             return self._not_kept(f"not right: {first}", tried, source, reply)
-        if self.lane.model is None:
-            return self._keep(tried, "as recorded", self.speed)
         return self._measured(tried, source, reply)
 
     def _measured(self, tried: Tried[Run], source: str, reply: Reply) -> str:
         """A right kernel beside the one that it would replace."""
         run = tried.value
         assert run is not None
-        raced = self._raced(run)
+        raced = timed_once(self.lane, lambda: self.authors.stopwatch.twice(run, self.run))
         if BEFORE in raced[-1].lost:
             self.ended = f"{BEFORE} cannot be timed any more: {raced[-1].lost[BEFORE]}"
         why = compared(raced)
@@ -180,21 +182,11 @@ class _Rounds:
         told = render.for_model([Diagnostic("FW829", why)], source) + f"\n{now}\n"
         return self._not_kept(why, replace(tried, value=None, findings=told), source, reply, there)
 
-    def _raced(self, run: Run) -> list[Raced]:
-        """The times of a right kernel and of the one before; of a reply that was there, its own."""
-        path = self.lane.here / MEASURED
-        try:
-            return [race.read(one) for one in json.loads(path.read_bytes())]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raced = self.authors.stopwatch.twice(run, self.run)
-        write(path, json.dumps([one.record() for one in raced], indent=1) + "\n")
-        return raced
-
     def _keep(self, tried: Tried[Run], why: str, speed: Speed) -> str:
         assert tried.value is not None
         self.lane.outcome(True, "", tried.files)
         self.told.append(Round(self.lane.here.name, True, why))
-        self.run, self.speed = _placed(self.run, tried.value), speed
+        self.run, self.speed = placed(self.run, tried.value), speed
         self.facts = self._facts()
         self.messages = prompt.first("improve", self.facts)
         return why
@@ -246,11 +238,9 @@ def compared(raced: list[Raced]) -> str:
 
 def _cuda(run: Run, source: str, lane: Lane) -> Tried[Run]:
     """CUDA that a model wrote: screened, held to its contract, compiled and judged."""
-    fresh = replace(run, gpu_verdict=None, emulated=None)
-    tried = attempted(fresh, run.programs[OWN], source, lane)
-    done = tried.value
-    value = None if done is None else placed(replace(done.judged, findings=()), done)
-    return Tried(value, tried.findings, tried.diagnostics, tried.files)
+    tried = attempted(run, run.programs[OWN], source, lane)
+    done = tried.value or tried.spare  # in a replay: right, and not faster
+    return Tried(done.trial if done else None, tried.findings, tried.diagnostics, tried.files)
 
 
 def _tl(run: Run, source: str, lane: Lane) -> Tried[Run]:
@@ -261,13 +251,13 @@ def _tl(run: Run, source: str, lane: Lane) -> Tried[Run]:
     trial = _trial(run, looked.value, lane)
     try:
         for stage in (stages.translate, stages.build):
-            trial = stage(trial, _silent)
+            trial = stage(trial, silent)
             if not trial.ok:
                 return _wrong(trial, source)
-        if lane.model is None:  # what the judge and the clock said is in the record
-            taken, told = lane.before["taken"], lane.before["findings"]
-            return Tried(trial if taken else None, told, (), trial.files)
-        trial = stages.verdict(trial, _silent)
+        if lane.model is None:  # what the judge said is in the record
+            right = lane.before["taken"] or times_of(lane)
+            return Tried(trial if right else None, lane.before["findings"], (), trial.files)
+        trial = stages.verdict(trial, silent)
     except Skipped as skipped:
         return _wrong(trial.noting(SOURCE, *skipped.why), source)
     except Failed as failed:
@@ -286,7 +276,7 @@ def _trial(run: Run, code: Code, lane: Lane) -> Run:
         verdicts={OWN: code.verdict},
     )
     files = {"spec.toml": run.artefacts["spec.toml"], "code.tl": code.text}
-    return keep(fresh.noting("code.tl", *code.warnings), files)
+    return keep(keep(fresh.noting("code.tl", *code.warnings), files), run.reference)
 
 
 def _wrong(run: Run, source: str) -> Tried[Run]:
@@ -295,24 +285,3 @@ def _wrong(run: Run, source: str) -> Tried[Run]:
     shown = [d if f.file == "code.tl" else replace(d, span=None, secondary=(), fix=None)
              for d, f in zip(found, run.failed, strict=True)]  # fmt: skip
     return Tried(None, render.for_model(shown, source), tuple(found), run.files)
-
-
-def _placed(run: Run, trial: Run) -> Run:
-    """The run with an attempt's kernel in the place of its own."""
-    files = {name: data for name, data in trial.files.items() if name != "spec.toml"}
-    changed = {name for name, data in files.items() if run.files.get(name) != data}
-    kept: tuple[Finding, ...] = tuple(f for f in run.findings if f.file not in changed)
-    return replace(
-        keep(run, files),
-        findings=kept + trial.findings,
-        written=trial.written,
-        programs=trial.programs,
-        verdicts=trial.verdicts,
-        translations=trial.translations,
-        builds=trial.builds,
-        gpu_verdict=trial.gpu_verdict,
-    )
-
-
-def _silent(done: int, total: int, text: str) -> None:
-    """Progress that nobody watches: the round has a line of its own."""

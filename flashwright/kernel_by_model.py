@@ -6,44 +6,85 @@ emulation where there is none. The one that is right then becomes the run's.
 
 from __future__ import annotations
 
+import json
+import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from flashwright import stages
+from flashwright.asking import Authors, ask
+from flashwright.author.llm import extract
 from flashwright.author.llm.attempts import Done, Tried, fewest
-from flashwright.author.llm.transcript import Lane, was_chosen
+from flashwright.author.llm.transcript import Lane
 from flashwright.build.authored import TranslationByModel, translated_by_model
 from flashwright.build.package import OWN
 from flashwright.check.budget import in_words as budget_in_words
 from flashwright.check.program import Program
+from flashwright.files import write
 from flashwright.folder import keep
 from flashwright.gpu import Gpu
 from flashwright.lang import render
+from flashwright.lang.codes import MACHINE
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.contract import Contract, contract
 from flashwright.measure import race
 from flashwright.measure.contest import Contestant
-from flashwright.run import Finding, Run, Skipped
+from flashwright.measure.race import Raced
+from flashwright.run import Finding, Progress, Run, Skipped, silent
 from flashwright.speed import KERNEL, Goal, Speed, Stopwatch, in_words
 
 SOURCE = "kernel.cu"
+MEASURED = "measured.json"
+"""In the folder of an attempt: the times of it and of its rival. A run that was cut off goes on
+with these: the questions that follow are then the ones that were answered."""
+_GPU = threading.Lock()  # candidates are written side by side, and judged and timed one by one
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel that compiles and is not wrong, and the run in which it was judged."""
+    """A kernel that compiles and is not wrong, as a run of its own."""
 
-    made: TranslationByModel
-    judged: Run
+    trial: Run
     slow: Diagnostic | None = None
     """Why it is not as fast as asked for."""
     time: float = 0.0
     """What it takes for what takes the rival 1, where it was timed beside one."""
 
 
-Pace = Callable[[Run], tuple[float, Diagnostic | None]]
+Pace = Callable[[Run, Lane], tuple[float, Diagnostic | None]]
 """The time of a right kernel beside its rival's, and what is to say if that is too long."""
+
+
+def kernel(authors: Authors, run: Run, progress: Progress) -> Run:
+    """The code as CUDA, compiled and judged, and as fast as asked for."""
+    program = run.programs[OWN]
+    pace, unknown = _pace(authors, run, progress)
+    attempt = partial(attempted, run, program, pace=pace)
+    facts = facts_of(program, run.gpu)
+    choose = partial(fastest, authors.stopwatch)
+    done: Kernel | None
+    run, done = ask(authors, run, "translate", extract.cuda, attempt, progress, choose, **facts)
+    return run if done is None else taken(run, done).noting(SOURCE, *unknown)
+
+
+def _pace(
+    authors: Authors, run: Run, progress: Progress
+) -> tuple[Pace | None, tuple[Diagnostic, ...]]:
+    """What a right kernel's time is held against; without a GPU a note that nobody could."""
+    if authors.goal is None or authors.asked["translate"].model is None:
+        return None, ()
+    try:
+        if why := authors.stopwatch.cannot(run):
+            raise Failed(why)
+        progress(0, 1, "making the kernel that it is timed beside")
+        rival = authors.stopwatch.rival(authors.goal, run, authors.rival)
+    except Failed as failed:
+        text = f"how fast the kernel is was not looked at: {failed.diagnostics[0].message}"
+        return None, (Diagnostic("FW829", text),)
+    return pace_of(authors.goal, authors.stopwatch, rival), ()
 
 
 def facts_of(program: Program, gpu: Gpu) -> dict[str, str]:
@@ -73,35 +114,68 @@ def attempted(
     try:
         made = translated_by_model(program, run.gpu, run.spec, source, tl=tl, agreed=agreed)
     except Failed as failed:
-        if all(d.bad_input for d in failed.diagnostics):
-            raise  # no compiler, or one that does not work: no attempt can help
+        if all(d.code in MACHINE for d in failed.diagnostics):
+            raise  # no compiler, or no room: no attempt can help
         return _wrong(
             [Finding(SOURCE, d) for d in failed.diagnostics], source, tl, {SOURCE: source}
         )
-    trial = _trial(run, lane, made)
-    if lane.model is None:  # what the judge said is in the record
-        taken, told = lane.before["taken"], lane.before["findings"]
-        done = Kernel(made, trial)
-        spare = done if was_chosen(lane.here) and not taken else None
-        return Tried(done if taken else None, told, (), made.files, spare)
-    judged = _judged(keep(trial, made.files))
-    if not judged.ok:
-        return _wrong(judged.failed, source, tl, made.files)
-    if pace is None:
-        return Tried(Kernel(made, judged), "", (), made.files)
-    time, slow = pace(judged)
-    done = Kernel(made, judged, slow, time)
+    trial = keep(_trial(run, lane, made), {**made.files, **run.reference})
+    if lane.model is None:
+        return _recorded(trial, lane, made)
+    with _GPU:
+        trial = _judged(trial)
+        if not trial.ok:
+            return _wrong(trial.failed, source, tl, made.files)
+        if pace is None:
+            return Tried(Kernel(trial), "", (), made.files)
+        time, slow = pace(trial, lane)
+    done = Kernel(trial, slow, time)
     if slow is None:
         return Tried(done, "", (), made.files)
-    told = render.for_model([slow], source) + "\n" + in_words(Speed(), judged) + "\n"
+    told = render.for_model([slow], source) + "\n" + in_words(Speed(), trial) + "\n"
     return Tried(None, told, (slow,), made.files, spare=done)
+
+
+def _recorded(trial: Run, lane: Lane, made: TranslationByModel) -> Tried[Kernel]:
+    """In a replay: what the judge and the clock said is in the record."""
+    was, raced = lane.before, times_of(lane)
+    done = Kernel(trial, time=_time(raced[-1]) if raced else 0.0)
+    right = was["taken"] or raced
+    spare = done if right and not was["taken"] else None
+    return Tried(done if was["taken"] else None, was["findings"], (), made.files, spare)
+
+
+def _time(raced: Raced) -> float:
+    """Of the kernel beside the other."""
+    others = [who for who in raced.times if who != KERNEL]
+    timed = KERNEL in raced.times and others
+    return raced.ratio(KERNEL, others[0]) if timed else math.inf
+
+
+def times_of(lane: Lane) -> list[Raced]:
+    """What was measured of an attempt whose reply is one that was there; else nothing."""
+    if not lane.again:
+        return []
+    try:
+        return [race.read(one) for one in json.loads((lane.here / MEASURED).read_bytes())]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
+def timed_once(lane: Lane, timing: Callable[[], list[Raced]]) -> list[Raced]:
+    """The times of an attempt: those that there are, or new ones, which are then kept."""
+    raced = times_of(lane)
+    if not raced:
+        raced = timing()
+        write(lane.here / MEASURED, json.dumps([one.record() for one in raced], indent=1) + "\n")
+    return raced
 
 
 def pace_of(goal: Goal, stopwatch: Stopwatch, rival: Contestant) -> Pace:
     """What a goal comes to."""
 
-    def pace(run: Run) -> tuple[float, Diagnostic | None]:
-        raced = stopwatch.against(run, rival)
+    def pace(run: Run, lane: Lane) -> tuple[float, Diagnostic | None]:
+        (raced,) = timed_once(lane, lambda: [stopwatch.against(run, rival)])
         if raced.lost:
             lost = "; ".join(f"{who} {why}" for who, why in raced.lost.items())
             return float("inf"), Diagnostic("FW829", f"right, but it could not be timed: {lost}")
@@ -129,7 +203,7 @@ def too_slow(goal: Goal, reached: float, rival: str) -> Diagnostic | None:
 
 def fastest(stopwatch: Stopwatch, done: Sequence[Done[Kernel]]) -> int:
     """Of several right kernels: all timed beside each other, where there is a GPU."""
-    runs = [one.value.judged for one in done]
+    runs = [one.value.trial for one in done]
     if any(run.gpu_verdict is None for run in runs) or stopwatch.cannot(runs[0]):
         return fewest(done)
     names = [f"candidate {n}" for n in range(1, len(runs) + 1)]
@@ -141,18 +215,26 @@ def fastest(stopwatch: Stopwatch, done: Sequence[Done[Kernel]]) -> int:
     return names.index(min(raced.times, key=lambda name: raced.ratio(name, first)))
 
 
-def placed(run: Run, done: Kernel) -> Run:
+def taken(run: Run, done: Kernel) -> Run:
     """The run with a model's kernel in it, and what was found of it."""
-    files = {name: data for name, data in done.made.files.items() if name != "spec.toml"}
-    slow = (Finding(SOURCE, done.slow),) if done.slow else ()
-    before = tuple(f for f in run.findings if f.file != SOURCE)
+    return placed(run, done.trial).noting(SOURCE, *([done.slow] if done.slow else []))
+
+
+def placed(run: Run, trial: Run) -> Run:
+    """The run with the kernel of a trial in the place of its own, if it has one."""
+    files = {name: data for name, data in trial.files.items() if name != "spec.toml"}
+    changed = {name for name, data in files.items() if run.files.get(name) != data}
+    others = tuple(f for f in run.findings if f.file not in changed)
     return replace(
         keep(run, files),
-        findings=before + done.judged.findings + slow,
-        builds={OWN: done.made.built},
-        translations={OWN: done.made.translation},
-        gpu_verdict=done.judged.gpu_verdict,
-        emulated=done.judged.emulated,
+        findings=others + trial.findings,
+        written=trial.written,
+        programs=trial.programs,
+        verdicts=trial.verdicts,
+        translations=trial.translations,
+        builds=trial.builds,
+        gpu_verdict=trial.gpu_verdict,
+        emulated=trial.emulated,
     )
 
 
@@ -166,20 +248,18 @@ def _trial(run: Run, lane: Lane, made: TranslationByModel) -> Run:
         findings=(),
         translations={OWN: made.translation},
         builds={OWN: made.built},
+        gpu_verdict=None,
+        emulated=None,
     )
 
 
 def _judged(run: Run) -> Run:
     try:
-        return stages.verdict(run, _silent)
+        return stages.verdict(run, silent)
     except Skipped:  # nobody here can tell: it compiles, and that is all that is known
         return run
     except Failed as failed:
         return run.noting(SOURCE, *failed.diagnostics)
-
-
-def _silent(done: int, total: int, text: str) -> None:
-    """Progress that nobody watches: the attempt has a line of its own."""
 
 
 def _wrong(findings: Any, source: str, tl: str, files: Any) -> Tried[Kernel]:

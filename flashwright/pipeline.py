@@ -22,7 +22,7 @@ from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.run import Finding, Progress, Run, Skipped, Status, Timing
 
 if TYPE_CHECKING:
-    from flashwright.by_model import Authors
+    from flashwright.asking import Authors
     from flashwright.gpu import Gpu
     from flashwright.judge.verdict import Verdict as GpuVerdict
     from flashwright.spec import AttentionSpec
@@ -93,13 +93,24 @@ def _steps(authors: Authors | None, plan: Sequence[Stage]) -> list[Stage]:
     """The stages, those of a model with its work; to improve a kernel only where that is asked."""
     if authors is None:
         return list(plan)
-    works = authors.works()
-    steps = [replace(stage, work=works.get(stage.name, stage.work)) for stage in plan]
+    from flashwright import improve, kernel_by_model, tl_by_model
+
+    works = {
+        "sketch": ("sketch", tl_by_model.sketch),
+        "parameters": ("code", tl_by_model.code),
+        "translate": ("translate", kernel_by_model.kernel),
+    }
+    steps = [
+        replace(stage, work=partial(works[stage.name][1], authors))
+        if stage.name in works and works[stage.name][0] in authors.asked
+        else stage
+        for stage in plan
+    ]
     if IMPROVE.name not in authors.asked:
         return steps
-    from flashwright.improve import improve
-
-    return [*steps, replace(IMPROVE, work=partial(improve, authors))]
+    if authors.asked[IMPROVE.name].model is None:  # a replay: what the judge said is in the record
+        steps = [stage for stage in steps if stage.name != "verdict"]
+    return [*steps, replace(IMPROVE, work=partial(improve.improve, authors))]
 
 
 def _reference(spec: AttentionSpec) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 from flashwright import gpu as gpus
 from flashwright import pipeline
+from flashwright.asking import Authors, Who
 from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.transcript import (
     ATTEMPT,
@@ -26,19 +27,18 @@ from flashwright.author.llm.transcript import (
     set_aside,
 )
 from flashwright.build.package import RECORD
-from flashwright.by_model import STAGES, Authors, Who
 from flashwright.files import cannot
 from flashwright.folder import RESULT
 from flashwright.gpu import Gpu
 from flashwright.judge.reference import split
+from flashwright.lang.codes import MACHINE
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.spec import AttentionSpec, BadSpec
 
 ENDLESS = Budget(attempts=10_000, tokens=None, seconds=None)
 COMPARED = ("sketch.tl", "code.tl", "kernel.cu", "launch.json", "kernel.cubin")
 COMPILED = ("kernel.cubin", "kernel.ptx")
-MACHINE = ("FW001", "FW821", "FW825")  # trouble of this machine, which says nothing of the record
-ASKED = (*STAGES, "improve")
+ASKED = ("sketch", "code", "translate", "improve")
 MOST = 16  # candidates, as of generate
 VERSION = re.compile(r"[\w.]{1,40}")
 
@@ -62,7 +62,14 @@ def replay(
     text = (told.reference or b"").decode("utf-8", "replace")
     authors = Authors(Transcript(folder / FOLDER), asked, told.description, text)
     run = pipeline.generate(
-        told.spec, told.gpu, folder, watcher, authors, last=last, reference=told.reference
+        told.spec,
+        told.gpu,
+        folder,
+        watcher,
+        authors,
+        last=last,
+        reference=told.reference,
+        plan=_plan(recorded),
     )
     here = [f.diagnostic for f in run.failed if f.diagnostic.code in MACHINE]
     if here:
@@ -102,6 +109,12 @@ def _links(folder: str, names: list[str]) -> list[str]:
     return [name for name in names if Path(folder, name).is_symlink()]
 
 
+def _plan(recorded: Path) -> list[pipeline.Stage]:
+    """The stages: a run without a sketch, as studies have them, is repeated without one."""
+    sketched = not (recorded / RESULT).is_file() or "sketch.tl" in _digests(recorded / RESULT)
+    return [stage for stage in pipeline.STAGES if sketched or stage.name != "sketch"]
+
+
 def _improved(recorded: Path) -> bool:
     """Whether the run came as far as that: what it made is then what its last rounds made."""
     return any((recorded / FOLDER).glob(f"improve.*/{OUTCOME}"))
@@ -124,14 +137,20 @@ def _settings(recorded: Path) -> _Settings:
         settings = (told or {})["settings"]
         spec = AttentionSpec.model_validate(settings["spec"])
         gpu = gpus.find(settings["gpu"])
-        asked = tuple((s, *_who(a)) for s, a in settings["asked"].items() if s in ASKED)
+        asked = tuple((s, *_who(a)) for s, a in settings["asked"].items())
         words = settings["description"]
         if not isinstance(words, str | None):
             raise TypeError
-        return _Settings(spec, gpu, asked, words, _reference(recorded, spec))
+        reference = _reference(recorded, spec)
     except (KeyError, TypeError, ValueError, AttributeError, OSError, BadSpec, gpus.UnknownGpu):
         text = f"the record in {recorded / FOLDER} is not one that this version can read"
         raise Failed(Diagnostic("FW915", text)) from None
+    for stage, *_ in asked:
+        if stage not in ASKED:
+            text = f"a run of which a model did the stage {stage!r} cannot be replayed"
+            hint = "of a study, samples of the ways tl and no-sketch can"
+            raise Failed(Diagnostic("FW915", text, help=hint))
+    return _Settings(spec, gpu, asked, words, reference)
 
 
 def _who(asked: dict[str, Any]) -> tuple[str, int]:

@@ -28,6 +28,12 @@ KINDS: Mapping[str, str] = {
 """The kinds of verdict that a run can end with: each says less than the one before."""
 
 Progress = Callable[[int, int, str], None]
+
+
+def silent(done: int, total: int, text: str) -> None:
+    """Progress that nobody watches: what it is a part of has a line of its own."""
+
+
 Status = Literal["ok", "failed", "skipped"]
 
 
@@ -92,6 +98,12 @@ class Run:
     def files(self) -> dict[str, str | bytes]:
         """All that was written, text or not."""
         return {**self.artefacts, **self.binaries}
+
+    @property
+    def reference(self) -> dict[str, bytes]:
+        """The user's own function that the spec names, as a file."""
+        name = (self.spec.reference or "").partition(":")[0]
+        return {name: self.binaries[name]} if name in self.binaries else {}
 
     def files_of(self, kernel: str) -> dict[str, str | bytes]:
         """Those of a kernel, by their names in its own folder."""

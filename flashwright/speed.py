@@ -30,7 +30,7 @@ from flashwright.spec import AttentionSpec
 KERNEL, BEFORE = "this kernel", "the kernel before"
 BUILTIN = "the built-in author's kernel"
 LONG = ("naive", "flex")
-"""Peers that take long to get ready, or to run, and are never the best."""
+"""Peers that take long to get ready, or to run; where others do the operator, never the best."""
 _GOAL = re.compile(r"(\d+(?:\.\d+)?)(?::(\S+))?")
 
 
@@ -146,12 +146,14 @@ class Speed:
         return Speed(raced.times[KERNEL], {who: r * gain for who, r in self.others.items()})
 
 
-def measured(stopwatch: Stopwatch, run: Run, folder: Path) -> Speed:
-    """The kernel of a run beside the built-in author's and all peers at hand."""
+def measured(stopwatch: Stopwatch, run: Run, folder: Path, goal: Goal | None = None) -> Speed:
+    """The kernel of a run beside the built-in author's, all peers at hand, and who a goal names."""
     contestants = [race.package(KERNEL, run.folder)]
     with contextlib.suppress(Failed):  # then it has one rival less
         contestants.append(stopwatch.builtin(run, folder))
     contestants += [race.peer(peer) for peer in stopwatch.peers()]
+    if goal is not None and goal.rival not in {one.name for one in contestants}:
+        contestants.append(stopwatch.rival(goal, run, folder))
     raced = stopwatch.race(run.spec, contestants)
     if KERNEL in raced.lost:
         raise Failed(Diagnostic("FW852", f"the kernel cannot be timed: {raced.lost[KERNEL]}"))

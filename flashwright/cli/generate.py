@@ -22,7 +22,7 @@ from flashwright.cli.command import (
 )
 
 if TYPE_CHECKING:
-    from flashwright.by_model import Authors
+    from flashwright.asking import Authors
     from flashwright.gpu import Gpu
     from flashwright.speed import Goal
 
@@ -190,10 +190,10 @@ def _authors(
     _refuse_speed(named, wanted)
     if not named:
         return None
+    from flashwright.asking import Authors, Who
     from flashwright.author.llm.budget import Budget, Prices
     from flashwright.author.llm.connect import connect
     from flashwright.author.llm.transcript import FOLDER, Transcript
-    from flashwright.by_model import Authors, Who
 
     prices = Prices(*read_price(wanted.price)) if wanted.price else None
     if wanted.dollars is not None and prices is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import math
 import secrets
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +30,6 @@ LEAST = 0.01
 """A gain below this is not worth a change."""
 CERTAIN = 3.0
 """Standard errors that a gain must exceed: of many attempts at no gain, few look like one."""
-_TURN = threading.Lock()  # candidates are judged side by side, and timed one race at a time
 
 
 @dataclass(frozen=True)
@@ -130,17 +128,16 @@ def race(
     )
     times: dict[str, dict[int, Figure]] = {c.name: {} for c in contestants}
     lost: dict[str, str] = {}
-    with _TURN:
-        contest = Contest(told, contestants, rules or Rules(), tools or Tools())
-        try:
-            for cell in cells:
-                for line in contest.measure(cell):
-                    if isinstance(line, NumberRecord):
-                        times[line.who][cell.length] = _figure(line)
-                    else:
-                        lost.setdefault(line.who, f"with {cell.kv_len} keys: {line.why}")
-        finally:
-            contest.close()
+    contest = Contest(told, contestants, rules or Rules(), tools or Tools())
+    try:
+        for cell in cells:
+            for line in contest.measure(cell):
+                if isinstance(line, NumberRecord):
+                    times[line.who][cell.length] = _figure(line)
+                else:
+                    lost.setdefault(line.who, f"with {cell.kv_len} keys: {line.why}")
+    finally:
+        contest.close()
     return Raced({who: found for who, found in times.items() if who not in lost}, lost)
 
 

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from flashwright.asking import Authors, ask
 from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.builtin.choose import NothingFits
 from flashwright.author.llm import extract
-from flashwright.by_model import Authors, ask
 from flashwright.check.check import check
 from flashwright.check.program import Program
 from flashwright.gpu import Gpu
-from flashwright.kernel_by_model import Kernel, attempted, fastest, placed
+from flashwright.kernel_by_model import Kernel, attempted, fastest, taken
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.parse import parse
 from flashwright.lower.contract import Contract, contract
@@ -50,7 +50,7 @@ def work(authors: Authors, run: Run, progress: Progress) -> Run:
     done: Kernel | None
     choose = partial(fastest, authors.stopwatch)
     run, done = ask(authors, run, "direct", extract.cuda, attempt, progress, choose, **told)
-    return run if done is None else placed(run, done)
+    return run if done is None else taken(run, done)
 
 
 def _program(spec: AttentionSpec, gpu: Gpu) -> Program:

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from flashwright.asking import FILES, Authors, ask
 from flashwright.author.llm import extract
 from flashwright.author.llm.attempts import Tried
 from flashwright.author.llm.transcript import Lane
-from flashwright.by_model import FILES, Authors, ask
 from flashwright.files import write
 from flashwright.folder import keep
 from flashwright.judge import static

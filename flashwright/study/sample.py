@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashwright import pipeline
+from flashwright.asking import Authors, Who
 from flashwright.author.llm.budget import Budget, Prices
 from flashwright.author.llm.model import Model, NoAnswer, Question, Reply
 from flashwright.author.llm.transcript import FOLDER, Transcript
-from flashwright.by_model import Authors, Who
 from flashwright.folder import RESULT
 from flashwright.gpu import Gpu
 from flashwright.run import Run

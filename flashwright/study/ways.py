@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flashwright.by_model import Authors
+from flashwright.asking import Authors
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.pipeline import STAGES, Stage
 from flashwright.study import direct, pytorch

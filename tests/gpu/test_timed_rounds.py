@@ -8,11 +8,11 @@ from pathlib import Path
 
 from flashwright import gpu as gpus
 from flashwright import pipeline
+from flashwright.asking import Authors, Who
 from flashwright.author.builtin.variants import make_spec
 from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.connect import connect
 from flashwright.author.llm.transcript import FOLDER, Transcript
-from flashwright.by_model import Authors, Who
 from flashwright.judge.judge import judge
 from flashwright.replay import replay
 from flashwright.sandbox.candidate import Candidate

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from flashwright import pipeline
+from flashwright.asking import Authors, Who
 from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.builtin.variants import make_spec
 from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.connect import connect
 from flashwright.author.llm.transcript import FOLDER, Transcript
-from flashwright.by_model import Authors, Who
 from flashwright.cli.show import asked_in_words
 from flashwright.gpu import find
 from flashwright.pipeline import Stage
@@ -96,6 +96,28 @@ def test_what_the_cpu_run_finds_is_sent_back_too(tmp_path: Path) -> None:
         run = generate(server, tmp_path)
     assert run.ok, run.failed
     assert "FW802" in server.requests[1].text
+
+
+def test_trouble_in_the_users_own_function_is_no_fault_of_the_models(tmp_path: Path) -> None:
+    spec = SPEC.model_copy(update={"reference": "mine.py"})
+    text = b"def attention(q, k, v):\n    raise ValueError('not yet')\n"
+    with serve([say(fenced(CODE)), say(fenced(CODE))]) as server:
+        who = Who(connect("m", server.url, env={}), "m", Budget(3))
+        authors = Authors(Transcript(tmp_path / FOLDER), {"code": who})
+        run = pipeline.generate(spec, CARD, tmp_path, Nobody(), authors, last="cpu", reference=text)
+        assert len(server.requests) == 1
+    (found,) = run.failed
+    assert found.diagnostic.code == "FW903"
+    assert "not yet" in found.diagnostic.message
+
+
+def test_of_a_sketch_and_a_code_in_one_reply_each_stage_takes_its_own(tmp_path: Path) -> None:
+    both = say(fenced(SKETCH) + "and with sizes:\n" + fenced(CODE))
+    with serve([both, both]) as server:
+        run = generate(server, tmp_path, "sketch", "code")
+    assert run.ok
+    assert "grid" not in run.artefacts["sketch.tl"]
+    assert run.artefacts["code.tl"].strip() == CODE.strip()
 
 
 def test_each_stage_has_its_own_author(tmp_path: Path) -> None:

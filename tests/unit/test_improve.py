@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flashwright import pipeline
+from flashwright import kernel_by_model, pipeline
+from flashwright.asking import Authors, Who
 from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.connect import connect
 from flashwright.author.llm.transcript import FOLDER, Transcript
 from flashwright.build.driver import Card
-from flashwright.by_model import Authors, Who
 from flashwright.cli.main import app
 from flashwright.gpu import find
 from flashwright.judge import cpu
@@ -76,6 +76,8 @@ class Clock:
 
 def _takes(contestant: Contestant) -> float:
     assert isinstance(contestant.candidates, Candidate)
+    if contestant.candidates.kind != "package":
+        return 1.0  # a peer
     folder = Path(contestant.candidates.where)
     texts = [(folder / name).read_text() for name in ("kernel.cu", "code.tl")]
     found = [float(m[1]) for m in map(TAKES.search, texts) if m]
@@ -134,6 +136,53 @@ def rounds(folder: Path) -> list[tuple[bool, str]]:
     return [(one["kept"], one["why"]) for one in told]
 
 
+# --- kernels ----------------------------------------------------------------------------------
+
+
+def test_a_compiler_that_comes_to_no_end_is_the_kernels_fault_and_no_compiler_is_not(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = iter(["FW825", "", "FW821"])
+    real = kernel_by_model.translated_by_model
+
+    def translated(*given: Any, **more: Any) -> Any:
+        code = next(codes)
+        if code:
+            raise Failed(Diagnostic(code, "after 120 s"))
+        return real(*given, **more)
+
+    monkeypatch.setattr(kernel_by_model, "translated_by_model", translated)
+    with serve([say(cuda(1.0)), say(cuda(0.9))]) as server:
+        assert generate(server, tmp_path / "one", clock).ok
+    assert "FW825: after 120 s" in server.requests[1].text
+    with serve([say(cuda(1.0))]) as server:
+        run = generate(server, tmp_path / "two", clock)
+        assert len(server.requests) == 1
+    assert [f.diagnostic.code for f in run.failed] == ["FW821"]
+
+
+def test_a_kernel_is_judged_by_the_users_own_function(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each attempt is judged in its own folder: the function has to be there."""
+    text = b"def attention(q, k, v):\n    return v\n"
+    found = []
+
+    def judge(*given: Any, base: Path, **more: Any) -> Any:
+        found.append((base / "mine.py").read_bytes())
+        return _on_gpu()
+
+    monkeypatch.setattr("flashwright.judge.judge.judge", judge)
+    spec = SPEC.model_copy(update={"reference": "mine.py"})
+    with serve([say(cuda(1.0))]) as server:
+        who = Who(connect("m", server.url, env={}), "m", Budget(1, None))
+        authors = Authors(Transcript(tmp_path / FOLDER), {"translate": who, "improve": who})
+        run = pipeline.generate(spec, CARD, tmp_path, Nobody(), authors, reference=text)
+        assert len(server.requests) == 1, "what has no problems that are timed is not improved"
+    assert run.ok
+    assert found == [text]
+
+
 # --- rounds -----------------------------------------------------------------------------------
 
 
@@ -171,6 +220,7 @@ def test_only_what_is_right_and_measured_to_be_faster_is_kept(clock: Clock, tmp_
     assert again.same, again.lines
     assert "improve.1.01: taken, the same" in again.lines
     assert "kernel.cu: the same" in again.lines
+    assert not [line for line in again.lines if "prompts" in line], "with the figures of then"
 
 
 def test_a_gain_has_to_show_twice(clock: Clock, tmp_path: Path) -> None:
@@ -281,6 +331,35 @@ def test_a_right_kernel_that_is_too_slow_goes_back_with_its_times(
     assert "// takes 1.1\n" in (tmp_path / "kernel.cu").read_text()
     assert not [f for f in run.findings if f.diagnostic.code == "FW829"]
     assert clock.races[0] == ["this kernel", BUILTIN]
+
+
+def test_a_kernel_that_was_too_slow_is_not_timed_or_asked_for_again(
+    clock: Clock, tmp_path: Path
+) -> None:
+    with serve([say(cuda(1.5)), say(cuda(1.1))]) as server:
+        generate(server, tmp_path, clock, goal=Goal(0.9))
+    path = tmp_path / FOLDER / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "ended": ""}))  # cut off
+    timed = len(clock.races)
+    clock.moods = [1.2, 0.7]  # other times, if anybody looked
+    with serve([]) as server:
+        assert generate(server, tmp_path, clock, goal=Goal(0.9)).ok
+        assert server.requests == []
+    assert len(clock.races) == timed
+    again = replay(tmp_path, tmp_path / "again", Nobody())
+    assert again.same, again.lines
+    assert not [line for line in again.lines if "prompts" in line]
+
+
+def test_a_goal_beside_a_peer_that_is_timed_for_nothing_else_is_looked_at_to_the_end(
+    clock: Clock, tmp_path: Path
+) -> None:
+    goal = Goal(5.0, "flex")
+    with serve([say(cuda(1.0)), say(cuda(0.5))]) as server:
+        run = generate(server, tmp_path, clock, improve=1, goal=goal, attempts=1)
+    assert "// takes 0.5" in run.artefacts["kernel.cu"]
+    (warning,) = [f for f in run.findings if f.diagnostic.code == "FW829"]
+    assert "2.00 times as fast as FlexAttention" in warning.diagnostic.message
 
 
 def test_if_none_is_fast_enough_the_fastest_is_kept_with_a_warning(

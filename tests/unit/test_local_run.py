@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from flashwright.asking import Who, _grammar
 from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.connect import connect
-from flashwright.by_model import Who, _grammar
 from flashwright.cli.main import app
 from flashwright.lang.gbnf import gbnf
 from flashwright.lang.parse import parse

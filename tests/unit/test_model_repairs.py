@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flashwright import by_model, gpu
+from flashwright import gpu, tl_by_model
 from flashwright.author.llm import extract, prompt
 from flashwright.author.llm.attempts import Tried
 from flashwright.author.llm.prompt import Facts
@@ -21,7 +21,7 @@ from tests.unit.llm_server import say, serve
 from tests.unit.test_by_model import CARD, CODE, SKETCH, SPEC, WRONG_SCALE, fenced, generate
 from tests.unit.test_explain import PROGRAMS, Fence
 
-PACKAGE = Path(by_model.__file__).parent
+PACKAGE = Path(tl_by_model.__file__).parent
 FACTS = Facts(SPEC, CARD, sketch=SKETCH)
 OF_FILES = {"FW001", "FW002", "FW003"}  # a reply is no file, and its size is limited before
 OF_OPTIONS = {"FW705"}
@@ -37,13 +37,13 @@ WARNINGS = {code for code in WRONG if CODES[code].severity == "warning"}
 
 
 def tried(text: str, card: str | None) -> tuple[Tried[str], tuple[Diagnostic, ...]]:
-    """What by_model does with an attempt, without a process, and before the CPU run."""
+    """What tl_by_model does with an attempt, without a process, and before the CPU run."""
     try:
-        found = by_model._checked_sketch(text, gpu.find(card) if card else None)  # type: ignore[arg-type]
+        found = tl_by_model._checked_sketch(text, gpu.find(card) if card else None)  # type: ignore[arg-type]
     except Failed as failed:
         found = failed.diagnostics
-    right = not by_model._errors(found)
-    return by_model._tried(text if right else None, found, text, "code.tl"), found
+    right = not tl_by_model._errors(found)
+    return tl_by_model._tried(text if right else None, found, text, "code.tl"), found
 
 
 def test_every_code_that_the_checker_can_emit_has_a_case() -> None:
@@ -110,10 +110,10 @@ def test_so_many_findings_leave_room_for_the_program() -> None:
     text = CODE + "Copy X (BM, 64) in coordinate [L = q] from global to shared\n" * 300
     outcome, found = tried(text, "a100")
     assert len(found) > 300
-    assert len(outcome.diagnostics) == by_model.MOST_TOLD
-    assert f"There are {len(found) - by_model.MOST_TOLD} more findings." in outcome.findings
+    assert len(outcome.diagnostics) == tl_by_model.MOST_TOLD
+    assert f"There are {len(found) - tl_by_model.MOST_TOLD} more findings." in outcome.findings
     long = tried(CODE.replace("kv_len", "k" * 60_000), "a100")[0]
-    assert len(long.findings) < 1.1 * by_model.LONGEST_TOLD
+    assert len(long.findings) < 1.1 * tl_by_model.LONGEST_TOLD
 
 
 def test_one_conversation_through_several_kinds(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from flashwright import by_model, pipeline
+from flashwright import asking, pipeline, tl_by_model
+from flashwright.asking import Authors, Who
 from flashwright.author.llm import budget as budgets
 from flashwright.author.llm import extract
 from flashwright.author.llm.attempts import Tried
@@ -27,7 +28,6 @@ from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.connect import connect
 from flashwright.author.llm.line import Limits
 from flashwright.author.llm.transcript import FOLDER, Lane, Transcript
-from flashwright.by_model import Authors, Who
 from flashwright.lang.codes import CODES
 from flashwright.run import Progress, Run
 from tests.unit.llm_server import (
@@ -53,14 +53,14 @@ ROOT = Path(__file__).parents[2]
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The waits between requests, which nobody waits here."""
     found: list[float] = []
-    monkeypatch.setattr(by_model, "Meter", partial(budgets.Meter, sleep=found.append))
+    monkeypatch.setattr(asking, "Meter", partial(budgets.Meter, sleep=found.append))
     return found
 
 
 def accepted(run: Run, source: str, lane: Lane) -> Tried[str]:
     """Looks at an attempt: right is what ours is."""
-    found = by_model._checked_sketch(source, run.gpu) if source != CODE else ()
-    return by_model._tried(source if source == CODE else None, found, source, "code.tl")
+    found = tl_by_model._checked_sketch(source, run.gpu) if source != CODE else ()
+    return tl_by_model._tried(source if source == CODE else None, found, source, "code.tl")
 
 
 @pytest.fixture
@@ -69,9 +69,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def code(authors: Authors, run: Run, progress: Progress) -> Run:
         attempt = partial(accepted, run)
-        return by_model.ask(authors, run, "code", extract.tl, attempt, progress)[0]
+        return asking.ask(authors, run, "code", extract.tl, attempt, progress)[0]
 
-    monkeypatch.setattr(by_model, "code", code)
+    monkeypatch.setattr(tl_by_model, "code", code)
 
 
 def generate(server: Server, folder: Path, budget: Budget, silence: float = 300.0) -> Run:

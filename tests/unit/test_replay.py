@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from flashwright import by_model, pipeline
+from flashwright import asking, pipeline
 from flashwright import replay as replays
+from flashwright.asking import Authors, Who
 from flashwright.author.llm.attempts import Task, Tried, best
 from flashwright.author.llm.budget import Budget, Meter
 from flashwright.author.llm.connect import connect
 from flashwright.author.llm.model import Message, Question, Reply
 from flashwright.author.llm.prompt import Facts
 from flashwright.author.llm.transcript import FOLDER, Lane, Transcript
-from flashwright.by_model import Authors, Who
 from flashwright.files import sha256
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from tests.unit.llm_server import cut, say, serve
@@ -165,7 +165,7 @@ def test_a_replay_has_the_users_function_and_waits_for_nobody(
     def meter(*given: Any, sleep: Callable[[float], None] = waits.append) -> Meter:
         return Meter(*given, sleep=sleep)
 
-    monkeypatch.setattr(by_model, "Meter", meter)
+    monkeypatch.setattr(asking, "Meter", meter)
     recorded(tmp_path / "run")
     assert len(waits) == 1  # where the reply was cut off
     again = replays.replay(tmp_path / "run", tmp_path / "again", Nobody(), last="parameters")
@@ -176,7 +176,7 @@ def test_a_replay_has_the_users_function_and_waits_for_nobody(
 
 
 def test_a_replay_overwrites_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_model, "Meter", partial(Meter, sleep=lambda seconds: None))
+    monkeypatch.setattr(asking, "Meter", partial(Meter, sleep=lambda seconds: None))
     recorded(tmp_path / "run")
     with pytest.raises(Failed, match="the record itself"):
         replays.replay(tmp_path / "run", tmp_path / "run", Nobody(), last="parameters")

@@ -28,6 +28,7 @@ from flashwright.judge.verdict import Verdict
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.contract import bound, contract
 from flashwright.measure import race
+from flashwright.replay import replay
 from flashwright.sandbox.candidate import Candidate
 from flashwright.speed import Stopwatch
 from flashwright.study import (
@@ -48,7 +49,7 @@ from flashwright.study.ways import WAYS
 from flashwright.study.ways import chosen as chosen_ways
 from tests.unit.llm_server import Answer, hang, say, serve, status
 from tests.unit.measure_fakes import H200
-from tests.unit.test_by_model import CARD, CODE, SPEC, WRONG_SCALE, fenced
+from tests.unit.test_by_model import CARD, CODE, SPEC, WRONG_SCALE, Nobody, fenced
 
 SMALL = operators.Operator("small", SPEC)
 OTHER = operators.Operator("other", make_spec("gqa"))
@@ -568,3 +569,16 @@ def test_cuda_without_tl_is_compiled_and_judged(tmp_path: Path) -> None:
     assert row["levels"]["right"]["passed"] == 1
     assert row["attempts"] == 3
     assert not (tmp_path / "small/direct/1/code.tl").exists()
+
+
+def test_a_sample_without_a_sketch_can_be_replayed_and_one_without_tl_cannot(
+    tmp_path: Path,
+) -> None:
+    answers = say(fenced(CODE)), say("no"), say("no")
+    studied(tmp_path, settings("no-sketch,direct,pytorch"), *answers)
+    again = replay(tmp_path / "small/no-sketch/1", tmp_path / "again", Nobody(), last="cpu")
+    assert again.same, again.lines
+    assert not [line for line in again.lines if "prompts" in line]
+    for way in ("direct", "pytorch"):
+        with pytest.raises(Failed, match=f"FW915: .*{way}.* cannot be replayed"):
+            replay(tmp_path / "small" / way / "1", tmp_path / way, Nobody())

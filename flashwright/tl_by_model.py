@@ -1,0 +1,190 @@
+"""The sketch and the code by a language model: TL, put to the checker and run on the CPU.
+
+Every attempt is looked at in a process with limits; what is found goes back to the model. What
+comes out is a Run in which the later stages have their results already.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from flashwright import apart
+from flashwright.asking import Authors, ask
+from flashwright.author.builtin.author import Written, write_code
+from flashwright.author.builtin.choose import NothingFits
+from flashwright.author.llm import extract
+from flashwright.author.llm.attempts import Done, Tried
+from flashwright.author.llm.transcript import Lane
+from flashwright.build.package import OWN
+from flashwright.check.check import check
+from flashwright.check.program import Program
+from flashwright.folder import keep
+from flashwright.judge import cpu
+from flashwright.lang import render
+from flashwright.lang.codes import MACHINE
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.lang.parse import parse
+from flashwright.run import Progress, Run
+from flashwright.spec import BadSpec
+from flashwright.speed import estimated
+
+if TYPE_CHECKING:
+    from flashwright.gpu import Gpu
+    from flashwright.spec import AttentionSpec
+
+T = TypeVar("T")
+
+CHECK_SECONDS = 60.0
+RUN_SECONDS = 300.0  # all problems of the CPU run; the built-in author's programs take 1 to 10
+MEMORY = 6 << 30
+REFERENCE_MEMORY = 1 << 40  # addresses that a library reserves count as well
+MOST_TOLD, LONGEST_TOLD = 20, 20_000  # findings that go back to the model, and their characters
+NOT_THE_MODELS = MACHINE | {"FW903"}  # trouble of this machine, or in the user's own reference
+
+
+def sketch(authors: Authors, run: Run, progress: Progress) -> Run:
+    """What moves and what is computed. If the built-in author does the rest, with all its sizes."""
+    whole = "code" not in authors.asked
+    attempt = partial(_try_sketch, run, whole)
+    take = partial(extract.tl, level="sketch")
+    run, text = ask(authors, run, "sketch", take, attempt, progress)
+    return run if text is None else keep(run, {"sketch.tl": text})
+
+
+def _try_sketch(run: Run, whole: bool, source: str, lane: Lane) -> Tried[str]:
+    try:
+        found = apart.call(_checked_sketch, source, run.gpu, seconds=CHECK_SECONDS, memory=MEMORY)
+        if whole and not _errors(found):
+            found = _limited(_completed, source, run)
+    except Failed as failed:
+        found = _of_the_model(failed)
+    return _tried(source if not _errors(found) else None, found, source, "sketch.tl")
+
+
+def _checked_sketch(source: str, gpu: Gpu) -> tuple[Diagnostic, ...]:
+    return check(parse(source), gpu).diagnostics
+
+
+def _completed(source: str, spec: AttentionSpec, gpu: Gpu, base: Path) -> tuple[Diagnostic, ...]:
+    """What is wrong with a sketch that the built-in author completes."""
+    try:
+        written = write_code(source, spec, gpu)
+    except NothingFits as error:
+        return (Diagnostic("FW905", str(error)),)
+    except (KeyError, ValueError, AssertionError, StopIteration) as error:
+        text = f"the built-in author cannot complete this sketch ({type(error).__name__}: {error})"
+        hint = "keep to one loop over the keys, with the tensors Q, K, V and O"
+        return (Diagnostic("FW905", text, help=hint),)
+    found = _judged(written.code, spec, gpu, base)[2]
+    return tuple(replace(d, span=None, secondary=(), fix=None) for d in found)
+
+
+def code(authors: Authors, run: Run, progress: Progress) -> Run:
+    """The sketch with all its sizes, checked and run on the CPU."""
+    attempt = partial(try_code, run)
+    choose = partial(_cheapest, run)
+    take = partial(extract.tl, level="code")
+    run, done = ask(authors, run, "code", take, attempt, progress, choose)
+    if done is None:
+        return run
+    run = keep(run, {"code.tl": done.text})
+    return replace(
+        run.noting("code.tl", *done.warnings),
+        written=Written(done.text, ()),
+        programs={OWN: done.program},
+        verdicts={OWN: done.verdict},
+    )
+
+
+def _cheapest(run: Run, done: Sequence[Done[Code]]) -> int:
+    """Of several right programs the one that the cost model thinks fastest, if it can price any."""
+    costs = [estimated(one.value.program, run.spec, run.gpu) for one in done]
+    times = [cost.microseconds if cost else math.inf for cost in costs]
+    return min(range(len(done)), key=lambda n: (times[n], done[n].attempts))
+
+
+@dataclass(frozen=True)
+class Code:
+    """TL code that passed."""
+
+    text: str
+    program: Program
+    verdict: cpu.Verdict
+    warnings: tuple[Diagnostic, ...]
+
+
+def try_code(run: Run, source: str, lane: Lane) -> Tried[Code]:
+    """Look at TL code that a model wrote: the checker, and the run on the CPU."""
+    try:
+        judged = _limited(_judged, source, run)
+    except Failed as failed:
+        return _tried(None, _of_the_model(failed), source, "code.tl")
+    program, verdict, found = judged
+    if program is None or verdict is None or _errors(found) or not verdict.ok:
+        return _tried(None, found, source, "code.tl")
+    return _tried(Code(source, program, verdict, found), (), source, "code.tl")
+
+
+def _judged(
+    source: str, spec: AttentionSpec, gpu: Gpu, base: Path
+) -> tuple[Program | None, cpu.Verdict | None, tuple[Diagnostic, ...]]:
+    """Code through the checker and the CPU run: program, verdict, and all that was found."""
+    checked = check(parse(source), gpu)
+    if checked.program is None or _errors(checked.diagnostics):
+        return None, None, checked.diagnostics or (_NO_CODE,)
+    try:
+        verdict = cpu.judge(checked.program, spec, base=base)
+    except BadSpec as error:  # the user's own reference cannot be used
+        raise Failed(*(Diagnostic("FW903", line) for line in error.lines)) from None
+    return checked.program, verdict, (*checked.diagnostics, *verdict.diagnostics)
+
+
+def _limited(function: Callable[..., T], source: str, run: Run) -> T:
+    """Work on a model's TL, in a process with limits; the user's reference may need more memory."""
+    memory = REFERENCE_MEMORY if run.spec.reference else MEMORY
+    given = (source, run.spec, run.gpu, run.folder)
+    return apart.call(function, *given, seconds=RUN_SECONDS, memory=memory)
+
+
+_NO_CODE = Diagnostic(
+    "FW207",
+    "this is a sketch: it has no sizes and no grid",
+    help="write code: params, a grid, allocations, and a tile and a coordinate for every Copy",
+)
+
+
+# --- findings ---------------------------------------------------------------------------------
+
+
+def _of_the_model(failed: Failed) -> tuple[Diagnostic, ...]:
+    """What a model can mend; else it is the run that has failed."""
+    if any(d.code in NOT_THE_MODELS for d in failed.diagnostics):
+        raise failed
+    return failed.diagnostics
+
+
+def _errors(found: tuple[Diagnostic, ...]) -> bool:
+    return any(d.severity == "error" for d in found)
+
+
+def _tried(value: Any, found: tuple[Diagnostic, ...], source: str, file: str) -> Tried[Any]:
+    """An attempt that was looked at; where it is right, what is left are warnings."""
+    if value is not None:
+        return Tried(value, files={file: source})
+    shown = found
+    if len(found) > MOST_TOLD:
+        shown = tuple(sorted(found, key=lambda d: d.severity != "error")[:MOST_TOLD])
+    told = _short(render.for_model(shown, source))
+    if len(found) > MOST_TOLD:
+        told += f"There are {len(found) - MOST_TOLD} more findings.\n"
+    return Tried(None, told, shown, {file: source})
+
+
+def _short(text: str) -> str:
+    """A program of long names makes long findings: a prompt has room for some."""
+    return text if len(text) <= LONGEST_TOLD else text[:LONGEST_TOLD] + " ...\n"
