@@ -39,7 +39,7 @@ def integer(value: int) -> Code:
 def real(value: float) -> Code:
     """A number as fp32 literal, written so that it reads back as itself."""
     if value in (float("inf"), float("-inf")):
-        return Code("INFINITY") if value > 0 else Code("-INFINITY", "float", UNARY)
+        return Code("INFINITY", "float") if value > 0 else Code("-INFINITY", "float", UNARY)
     text = repr(float(value))
     if text.endswith(".0"):
         text = text[:-1]

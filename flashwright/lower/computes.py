@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from flashwright.check.compute import expression
 from flashwright.check.program import Buffer, Key
-from flashwright.check.vocabulary import DTYPES
+from flashwright.check.vocabulary import CONSTANTS, DTYPES
 from flashwright.lang import nodes as tl
 from flashwright.lang.nodes import Expr, Name
 from flashwright.lower import ir
@@ -313,6 +313,8 @@ class Computes:
                     hint = "let one Copy in the loop fill the tile, or fetch block i + 1 ahead"
                     raise refused(text, expr.span, hint)
                 return Leaf(Code(position), ROW if position == "q_idx" else COLUMN)
+            case Name(id) if id in CONSTANTS:
+                return literal(CONSTANTS[id])
             case Name(id) if id in self.program.params:
                 value = self.program.params[id]
                 kind: Type = "float" if isinstance(value, (float, Fraction)) else "int"

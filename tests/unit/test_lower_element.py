@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from flashwright.lower.code import Code
@@ -105,3 +107,8 @@ def test_what_does_not_vary_along_a_row_is_computed_once_for_it() -> None:
     source = printed(attention())
     assert "float const row_0 = fw::reciprocal(Ssum(m));" in source
     assert "O(m, n) = Ssum(m) > 0.f ? O(m, n) * row_0 : 0.f;" in source
+
+
+def test_infinity_is_a_number_of_the_kernel_too() -> None:
+    source = printed((Path(__file__).parents[1] / "recorded/mha-causal-a100/code.tl").read_text())
+    assert "LSE(m) = Ssum(m) > 0.f ? Smax(m) + fw::log(Ssum(m)) : -INFINITY;" in source
