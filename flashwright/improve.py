@@ -12,9 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from flashwright import stages
 from flashwright.asking import Authors, cost_of, facts_for, meter_for
-from flashwright.author.builtin.author import Written
 from flashwright.author.llm import extract, prompt
 from flashwright.author.llm.attempts import Tried
 from flashwright.author.llm.budget import Spent, diagnosis
@@ -24,22 +22,20 @@ from flashwright.author.llm.prompt import Facts
 from flashwright.author.llm.transcript import Lane
 from flashwright.build.package import OWN
 from flashwright.files import sha256, write
-from flashwright.folder import keep
 from flashwright.kernel_by_model import (
     SOURCE,
     attempted,
     facts_of,
     placed,
     timed_once,
-    times_of,
     too_slow,
 )
 from flashwright.lang import render
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.measure.race import CERTAIN, LEAST, Figure, Raced
-from flashwright.run import Progress, Run, Skipped, silent
+from flashwright.run import Progress, Run, Skipped
 from flashwright.speed import BEFORE, KERNEL, Goal, Speed, Stopwatch, in_words, measured
-from flashwright.tl_by_model import Code, try_code
+from flashwright.tl_by_model import try_whole
 
 STAGE = "improve"
 BEGIN = "speed.json"
@@ -245,43 +241,8 @@ def _cuda(run: Run, source: str, lane: Lane) -> Tried[Run]:
 
 def _tl(run: Run, source: str, lane: Lane) -> Tried[Run]:
     """TL that a model wrote: checked, run on the CPU, translated, compiled and judged."""
-    looked = try_code(run, source, lane)
-    if looked.value is None:
-        return Tried(None, looked.findings, looked.diagnostics, looked.files)
-    trial = _trial(run, looked.value, lane)
-    try:
-        for stage in (stages.translate, stages.build):
-            trial = stage(trial, silent)
-            if not trial.ok:
-                return _wrong(trial, source)
-        if lane.model is None:  # what the judge said is in the record
-            right = lane.before["taken"] or times_of(lane)
-            return Tried(trial if right else None, lane.before["findings"], (), trial.files)
-        trial = stages.verdict(trial, silent)
-    except Skipped as skipped:
-        return _wrong(trial.noting(SOURCE, *skipped.why), source)
-    except Failed as failed:
-        return _wrong(trial.noting(SOURCE, *failed.diagnostics), source)
-    return Tried(trial, "", (), trial.files) if trial.ok else _wrong(trial, source)
-
-
-def _trial(run: Run, code: Code, lane: Lane) -> Run:
-    """The attempt as a run of its own, in its folder of the record."""
-    fresh = Run(
-        run.spec,
-        run.gpu,
-        lane.here,
-        written=Written(code.text, ()),
-        programs={OWN: code.program},
-        verdicts={OWN: code.verdict},
-    )
-    files = {"spec.toml": run.artefacts["spec.toml"], "code.tl": code.text}
-    return keep(keep(fresh.noting("code.tl", *code.warnings), files), run.reference)
-
-
-def _wrong(run: Run, source: str) -> Tried[Run]:
-    """What is wrong, in the lines of the TL: the model has not seen what the translator made."""
-    found = [f.diagnostic for f in run.failed]
-    shown = [d if f.file == "code.tl" else replace(d, span=None, secondary=(), fix=None)
-             for d, f in zip(found, run.failed, strict=True)]  # fmt: skip
-    return Tried(None, render.for_model(shown, source), tuple(found), run.files)
+    tried = try_whole(run, source, lane)
+    if tried.value is not None and tried.value.trial is None:
+        return Tried(None, "nobody could compile it here\n", (), tried.files)
+    trial = tried.value.trial if tried.value else None
+    return Tried(trial, tried.findings, tried.diagnostics, tried.files)

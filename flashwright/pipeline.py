@@ -73,7 +73,7 @@ def generate(
     """
     from flashwright import spec as specs
 
-    steps = _steps(authors, plan or STAGES)
+    steps = _steps(authors, plan or STAGES, last)
     mine = {_reference(spec): reference} if reference is not None else {}
     kept = prepare(folder, mine)
     run = keep(Run(spec, gpu, folder, kept=kept), {"spec.toml": specs.dump(spec), **mine})
@@ -89,15 +89,17 @@ def generate(
     return run
 
 
-def _steps(authors: Authors | None, plan: Sequence[Stage]) -> list[Stage]:
+def _steps(authors: Authors | None, plan: Sequence[Stage], last: str) -> list[Stage]:
     """The stages, those of a model with its work; to improve a kernel only where that is asked."""
     if authors is None:
         return list(plan)
     from flashwright import improve, kernel_by_model, tl_by_model
 
-    works = {
+    # Whoever writes the code is told what becomes of it, as far as the run goes and it is ours.
+    whole = "translate" not in authors.asked and last not in ("parameters", "check", "cpu")
+    works: dict[str, tuple[str, Callable[[Authors, Run, Progress], Run]]] = {
         "sketch": ("sketch", tl_by_model.sketch),
-        "parameters": ("code", tl_by_model.code),
+        "parameters": ("code", partial(tl_by_model.code, whole=whole)),
         "translate": ("translate", kernel_by_model.kernel),
     }
     steps = [

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flashwright import apart
+from flashwright import apart, stages
 from flashwright.asking import Authors, ask
 from flashwright.author.builtin.author import Written, write_code
 from flashwright.author.builtin.choose import NothingFits
@@ -25,11 +25,12 @@ from flashwright.check.check import check
 from flashwright.check.program import Program
 from flashwright.folder import keep
 from flashwright.judge import cpu
+from flashwright.kernel_by_model import SOURCE, placed, times_of
 from flashwright.lang import render
 from flashwright.lang.codes import MACHINE
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.parse import parse
-from flashwright.run import Progress, Run
+from flashwright.run import Progress, Run, Skipped, silent
 from flashwright.spec import BadSpec
 from flashwright.speed import estimated
 
@@ -84,15 +85,18 @@ def _completed(source: str, spec: AttentionSpec, gpu: Gpu, base: Path) -> tuple[
     return tuple(replace(d, span=None, secondary=(), fix=None) for d in found)
 
 
-def code(authors: Authors, run: Run, progress: Progress) -> Run:
-    """The sketch with all its sizes, checked and run on the CPU."""
-    attempt = partial(try_code, run)
+def code(authors: Authors, run: Run, progress: Progress, *, whole: bool = False) -> Run:
+    """The sketch with all its sizes, checked and run on the CPU; with `whole` also translated,
+    compiled and judged, as the model has no later stage to mend it in."""
+    attempt = partial(try_whole if whole else try_code, run)
     choose = partial(_cheapest, run)
     take = partial(extract.tl, level="code")
     run, done = ask(authors, run, "code", take, attempt, progress, choose)
     if done is None:
         return run
     run = keep(run, {"code.tl": done.text})
+    if done.trial is not None:
+        return placed(run, done.trial)
     return replace(
         run.noting("code.tl", *done.warnings),
         written=Written(done.text, ()),
@@ -116,6 +120,8 @@ class Code:
     program: Program
     verdict: cpu.Verdict
     warnings: tuple[Diagnostic, ...]
+    trial: Run | None = None
+    """What our translator and the compiler made of it, as a run of its own."""
 
 
 def try_code(run: Run, source: str, lane: Lane) -> Tried[Code]:
@@ -128,6 +134,57 @@ def try_code(run: Run, source: str, lane: Lane) -> Tried[Code]:
     if program is None or verdict is None or _errors(found) or not verdict.ok:
         return _tried(None, found, source, "code.tl")
     return _tried(Code(source, program, verdict, found), (), source, "code.tl")
+
+
+def try_whole(run: Run, source: str, lane: Lane) -> Tried[Code]:
+    """The same, and then what our translator makes of it: compiled, and judged."""
+    tried = try_code(run, source, lane)
+    if tried.value is None:
+        return tried
+    trial = _trial(run, tried.value, lane)
+    try:
+        for stage in (stages.translate, stages.build):
+            trial = stage(trial, silent)
+            if not trial.ok:
+                return _not_whole(trial, source)
+        if lane.model is not None:
+            trial = stages.verdict(trial, silent)
+        elif not (lane.before["taken"] or times_of(lane)):  # what a judge said is in the record
+            return Tried(None, lane.before["findings"], (), trial.files)
+    except Skipped:  # no compiler, or no translation for this GPU yet: as far as can be told
+        return tried
+    except Failed as failed:
+        if any(d.code in NOT_THE_MODELS for d in failed.diagnostics):
+            raise
+        trial = trial.noting(SOURCE, *failed.diagnostics)
+    if not trial.ok:
+        return _not_whole(trial, source)
+    return Tried(replace(tried.value, trial=trial), "", (), trial.files)
+
+
+def _trial(run: Run, code: Code, lane: Lane) -> Run:
+    """The attempt as a run of its own, in its folder of the record."""
+    fresh = Run(
+        run.spec,
+        run.gpu,
+        lane.here,
+        written=Written(code.text, ()),
+        programs={OWN: code.program},
+        verdicts={OWN: code.verdict},
+    )
+    files = {"spec.toml": run.artefacts["spec.toml"], "code.tl": code.text}
+    return keep(keep(fresh.noting("code.tl", *code.warnings), files), run.reference)
+
+
+def _not_whole(trial: Run, source: str) -> Tried[Code]:
+    """What is wrong, in the lines of the TL: the model has not seen what the translator made."""
+    found = tuple(
+        f.diagnostic
+        if f.file == "code.tl"
+        else replace(f.diagnostic, span=None, secondary=(), fix=None)
+        for f in trial.failed
+    )
+    return Tried(None, render.for_model(found, source), found, trial.files)
 
 
 def _judged(

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flashwright import kernel_by_model, pipeline
+from flashwright import kernel_by_model, pipeline, stages
 from flashwright.asking import Authors, Who
 from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.llm.budget import Budget
@@ -181,6 +181,33 @@ def test_a_kernel_is_judged_by_the_users_own_function(
         assert len(server.requests) == 1, "what has no problems that are timed is not improved"
     assert run.ok
     assert found == [text]
+
+
+def test_what_the_compiler_says_of_a_models_code_goes_back_to_the_model(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where our translator makes the kernel, whoever wrote the code has to mend a spill."""
+    real, spills = stages.build, iter([True, False])
+
+    def build(run: Run, progress: Any) -> Run:
+        if run.built is None and next(spills):
+            return run.noting("kernel.cu", Diagnostic("FW823", "the kernel spills: 24 bytes"))
+        return real(run, progress)
+
+    monkeypatch.setattr(stages, "build", build)
+    with serve([say(tl(1.0)), say(tl(0.9))]) as server:
+        run = generate(server, tmp_path / "run", clock, "code")
+        assert len(server.requests) == 2
+    assert run.ok, run.failed
+    assert "FW823: the kernel spills" in server.requests[1].text
+    assert "// takes 0.9" in run.artefacts["code.tl"]
+    assert run.gpu_verdict is not None
+    with serve([say(tl(1.0))]) as server:  # up to the CPU run nobody compiles anything
+        who = Who(connect("m", server.url, env={}), "m", Budget(1, None))
+        authors = Authors(Transcript(tmp_path / "cpu" / FOLDER), {"code": who})
+        run = pipeline.generate(SPEC, CARD, tmp_path / "cpu", Nobody(), authors, last="cpu")
+    assert run.ok
+    assert run.built is None
 
 
 # --- rounds -----------------------------------------------------------------------------------
