@@ -151,3 +151,6 @@ CODES: dict[str, Code] = {
     "FW914": Code("a budget that cannot be kept", bad_input=True),
     "FW915": Code("a record that cannot be replayed", bad_input=True),
 }
+
+MACHINE = frozenset({"FW001", "FW821", "FW851"})
+"""Trouble of this machine, which no attempt can help: a disk, a compiler or a GPU is missing."""

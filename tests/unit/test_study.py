@@ -288,6 +288,42 @@ def test_a_sample_without_an_answer_stays_open_and_the_others_go_on(tmp_path: Pa
     assert report.make(tmp_path).open == 0
 
 
+@pytest.mark.parametrize("trouble", [status(401, "no such key"), status(429, retry_after=1000)])
+def test_a_server_that_goes_away_after_a_wrong_attempt_leaves_the_sample_open(
+    trouble: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terms = replace(TERMS, budget=Budget(attempts=2))
+    monkeypatch.setattr(sys.modules[__name__], "TERMS", terms)
+    wanted = settings()
+    heard, asked = studied(tmp_path, wanted, say(fenced(WRONG_SCALE)), trouble)
+    assert asked == 2
+    assert "small, no-sketch, sample 1: open: " in heard.ended[0]
+    heard, asked = studied(tmp_path, wanted, say(fenced(CODE)))
+    assert asked == 1  # the first attempt is in the record
+    assert heard.ended == ["small, no-sketch, sample 1: only checked"]
+
+
+@pytest.mark.parametrize(
+    ("codes", "is_open"),
+    [
+        (["FW821"], True),
+        (["FW851"], True),
+        (["FW905"], True),
+        (["FW825"], False),  # by what the model wrote
+        (["FW821", "FW822"], False),
+    ],
+)
+def test_only_trouble_of_this_machine_excuses_a_sample_that_was_answered(
+    codes: list[str], is_open: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attempted(*_: Any) -> Any:
+        raise Failed(*(Diagnostic(code, "it cannot be") for code in codes))
+
+    monkeypatch.setattr(pytorch, "_attempted", attempted)
+    heard, _ = studied(tmp_path, settings("pytorch"), python(RIGHT))
+    assert (": open: it cannot be" in heard.ended[0]) is is_open
+
+
 def test_a_mistake_of_ours_costs_one_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
