@@ -126,7 +126,7 @@ def _study(model: str, base_url: str | None, terms: Terms, wanted: _Wanted, root
     settings = Settings.of(model, terms, *chosen, wanted.samples)
     asked = connect(model, base_url)
     try:
-        settings.keep(root)
+        settings = settings.keep(root)
     except OtherStudy as other:
         text = f"{root} has another study: {other}"
         raise typer.BadParameter(text, param_hint="--out") from None

@@ -45,13 +45,13 @@ def study(
     root: Path,
     watcher: Watcher,
     looks: Sequence[Look] = LOOKS,
-) -> int:
-    """Take the samples that are missing; how many of them are still open then.
+) -> None:
+    """Take the samples that are missing.
 
     A sample that fails, whatever the reason, is told and does not end the study. A
     KeyboardInterrupt does: what was finished is kept, and what was said of the rest.
     """
-    every, left = settings.every, 0
+    every = settings.every
     for number, sample in enumerate(every, 1):
         folder = sample.folder(root)
         try:
@@ -65,16 +65,12 @@ def study(
             for look in looks:
                 _looked(look, sample, folder, watcher)
         except Unfinished as unfinished:
-            left += 1
             watcher.end(sample, f"open: {unfinished}")
         except Failed as failed:  # such as a disk that is full
-            left += 1
             watcher.end(sample, f"open: {failed.diagnostics[0].message}")
         except Exception as error:  # ours: it must not cost the other samples
-            left += 1
             _note(folder, error)
             watcher.end(sample, f"open, by a mistake of Flashwright's: {type(error).__name__}")
-    return left
 
 
 def look(settings: Settings, root: Path, watcher: Watcher, looks: Sequence[Look] = LOOKS) -> None:

@@ -234,6 +234,18 @@ def test_a_study_that_was_killed_asks_only_for_what_is_missing(tmp_path: Path) -
     assert (levels["code"]["passed"], levels["code"]["failed"]) == (1, 1)
 
 
+def test_a_study_that_has_grown_goes_on_with_all_of_it(tmp_path: Path) -> None:
+    root = tmp_path / "study"
+    with serve([status(401, "no such key"), status(401, "no such key")]) as server:
+        told = CliRunner().invoke(app, arguments(root, server.url))
+        assert told.exit_code == 2
+    with serve([say(NONSENSE)] * 4) as server:
+        told = CliRunner().invoke(app, arguments(root, server.url, "--ways", "tl"))
+        assert len(server.requests) == 4
+    assert told.exit_code == 0, told.output
+    assert set(rows(root)) == {"small no-sketch", "small tl"}
+
+
 def until(what: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not what() and time.monotonic() < end:
