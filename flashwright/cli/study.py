@@ -159,17 +159,17 @@ class _Screen:
     """A line for each sample that has ended, and in a terminal a bar below them."""
 
     def __init__(self, bar: Callable[[int, int, str], None]) -> None:
-        self._bar, self._now, self._total = bar, 0, 0
-        self._sample = ""
+        self._bar, self._sample = bar, ""
+        self._now = self._total = 0
 
     def begin(self, sample: Sample, number: int, total: int) -> None:
-        """A sample starts, or goes on."""
+        """It is this sample's turn."""
         self._now, self._total, self._sample = number, total, str(sample)
         self._bar(number - 1, total, self._sample)
 
     def progress(self, text: str) -> None:
         """It is this far."""
-        self._bar(max(0, self._now - 1), self._total, f"{self._sample}: {text}")
+        self._bar(self._now - 1, self._total, f"{self._sample}: {text}")
 
     def end(self, sample: Sample, text: str) -> None:
         """It has ended."""

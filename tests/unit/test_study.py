@@ -23,6 +23,7 @@ from flashwright.author.builtin.variants import make_spec
 from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.connect import connect
 from flashwright.cli.main import app
+from flashwright.cli.study import _Screen
 from flashwright.judge.offences import offence
 from flashwright.judge.verdict import Verdict
 from flashwright.lang.diagnostic import Diagnostic, Failed
@@ -520,6 +521,29 @@ def test_what_was_made_without_a_gpu_is_judged_where_there_is_one(
 
 
 # --- what is asked for, and what is shown -----------------------------------------------------
+
+
+def test_the_bar_names_the_sample_that_is_looked_at_and_names_it_once(tmp_path: Path) -> None:
+    wanted = settings("tl", 2).keep(tmp_path)
+    for sample in wanted.every:
+        recorded(tmp_path, sample, True)
+
+    def look(folder: Path, progress: Callable[[str], None]) -> None:
+        progress("judging it")
+
+    shown: list[tuple[int, int, str]] = []
+    screen = _Screen(lambda *bar: shown.append(bar))
+    unasked = connect("m", "http://127.0.0.1:9/v1", env={})
+    session.study(wanted, TERMS, unasked, tmp_path, screen, [look])
+    assert shown == [
+        (0, 2, "small, tl, sample 1"),
+        (0, 2, "small, tl, sample 1: judging it"),
+        (1, 2, "small, tl, sample 2"),
+        (1, 2, "small, tl, sample 2: judging it"),
+    ]
+    before, shown[:] = [*shown], []
+    session.look(wanted, tmp_path, screen, [look])
+    assert shown == before
 
 
 def test_operators_are_variants_or_those_of_a_file(tmp_path: Path) -> None:
