@@ -217,12 +217,13 @@ def progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
 
 
 def _bar(out: Console) -> Progress:
+    """What it shows may be the words of a user or of a server: no markup."""
     return Progress(
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[what]}", style="bright_black"),
+        TextColumn("{task.fields[what]}", style="bright_black", markup=False),
         console=out,
         transient=True,
     )

@@ -176,12 +176,17 @@ def test_waits_grow_and_end() -> None:
     assert (meter.spending.requests, meter.spending.attempts) == (8, 0)
 
 
-def test_what_the_server_asks_for_is_waited() -> None:
+def test_what_the_server_asks_for_is_waited_and_told_before() -> None:
     fake = Fake([NoAnswer("busy", again=True, wait=90.0), Reply("x")])
-    told: list[float] = []
-    meter = Meter(Budget(), sleep=fake.sleep, waiting=lambda e, s: told.append(s), chance=lambda: 1)
+    seen: list[object] = []
+    meter = Meter(
+        Budget(),
+        waiting=lambda seconds, why: seen.append((seconds, why)),
+        sleep=seen.append,
+        chance=lambda: 1,
+    )
     assert meter.ask(fake, PROMPT).text == "x"
-    assert fake.slept == told == [90 * 1.25]
+    assert seen == [(90 * 1.25, "busy"), 90 * 1.25]
 
 
 def test_no_wait_beyond_the_budget() -> None:

@@ -106,7 +106,7 @@ class Meter:
     """Asks a model within the budget of one stage, and counts. The time runs from its making.
 
     `heard` is told each reply as it comes, those too that are asked for again; `waiting` each wait
-    before it begins.
+    before it begins: how many seconds, and why.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Meter:
         prices: Prices | None = None,
         *,
         heard: Callable[[Question, Reply], None] | None = None,
-        waiting: Callable[[NoAnswer, float], None] | None = None,
+        waiting: Callable[[float, str], None] | None = None,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
@@ -218,7 +218,7 @@ class Meter:
         if trouble.wait > PATIENCE:
             raise NoAnswer(f"{trouble.why}; it asks to wait {trouble.wait:.0f} seconds")
         if self._waiting:
-            self._waiting(trouble, seconds)
+            self._waiting(seconds, trouble.why)
         self._sleep(seconds)
 
     def _spent(self, which: Which, more: str = "") -> Spent:
