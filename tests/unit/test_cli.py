@@ -478,3 +478,17 @@ def test_a_bar_shows_words_as_they_are() -> None:
         bar.add_task("study [/red]", total=1, what="a server says [/no]")
     assert "study [/red]" in seen.getvalue()
     assert "a server says [/no]" in seen.getvalue()
+
+
+@pytest.mark.parametrize("command", [["generate", "mha"], ["study", "--out", "x"]])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--dollars", "2"], "say what a million tokens cost"),
+        (["--dollars", "2", "--price", "3"], "'3' is not IN/OUT"),
+    ],
+)
+def test_dollars_need_a_price(command: list[str], options: list[str], said: str) -> None:
+    told = CliRunner().invoke(app, [*command, "--gpu", "a100", "--model", "m", *options])
+    assert told.exit_code == 2
+    assert said in told.output

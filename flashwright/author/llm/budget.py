@@ -32,9 +32,9 @@ class Budget:
 
     attempts: int = 6
     """Replies that were used; the last one's findings end the stage."""
-    tokens: int | None = 200_000
+    tokens: int | None = None
     dollars: float | None = None
-    seconds: float | None = 1800.0
+    seconds: float | None = None
 
     def __post_init__(self) -> None:
         for which in ("attempts", "tokens", "dollars", "seconds"):
