@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from flashwright.study.report import Report
     from flashwright.study.sample import Sample, Terms
 
+_WIDTH = 160  # of the table, where there is room: names of operators may be long
+
 
 class Translate(StrEnum):
     """Who writes the CUDA of the ways with TL."""
@@ -188,8 +190,8 @@ def _show(made: Report) -> None:
     from flashwright.study.report import brief
 
     head, *body = brief(made.rows)
-    table = show.table(*head, right=head[2:])
+    table = show.table(*head, right=head[2:], gap=2)  # so that most fit 100 columns
     for line in body:
         table.add_row(*line)
-    show.console().print(table)
+    show.console(most=_WIDTH).print(table)
     print("?: nobody could tell on this machine; the whole table is in study.md")

@@ -23,7 +23,7 @@ from flashwright.author.builtin.variants import make_spec
 from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.connect import connect
 from flashwright.cli.main import app
-from flashwright.cli.study import _Screen
+from flashwright.cli.study import _Screen, _show
 from flashwright.judge.offences import offence
 from flashwright.judge.verdict import Verdict
 from flashwright.lang.diagnostic import Diagnostic, Failed
@@ -544,6 +544,27 @@ def test_the_bar_names_the_sample_that_is_looked_at_and_names_it_once(tmp_path: 
     before, shown[:] = [*shown], []
     session.look(wanted, tmp_path, screen, [look])
     assert shown == before
+
+
+@pytest.mark.parametrize("columns", [100, 120])
+def test_names_of_operators_are_not_broken_where_there_is_room(
+    columns: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich takes what is captured for a terminal
+    long = operators.Operator("gqa-window-sinks" + "-and-more" * (columns > 100), SPEC)
+    wanted = settings("tl,no-sketch,direct,pytorch", 3, long).keep(tmp_path)
+    for sample in wanted.every:
+        recorded(tmp_path, sample, True, 1.2)
+    _show(report.make(tmp_path))
+    head, *lines = capsys.readouterr().out.splitlines()[1:-2]
+    assert "pass@3" in head
+    assert all(len(line) <= columns for line in lines)
+    for way in wanted.ways:
+        assert any({long.name, way.name} <= {*line.split()} for line in lines)
 
 
 def test_operators_are_variants_or_those_of_a_file(tmp_path: Path) -> None:
