@@ -105,7 +105,7 @@ def ask(
     facts = facts_for(authors, run, **more)
     numbers = range(1, asked.candidates + 1)
     lanes = [authors.transcript.lane(stage, n, asked.model) for n in numbers]
-    meters = [meter_for(asked) for _ in lanes]
+    meters = [meter_for(asked, waits(lane, asked, progress)) for lane in lanes]
 
     def trying(source: str, lane: Lane) -> Tried[Any]:
         progress(lane.number, asked.budget.attempts, f"attempt {lane.number}: trying what it wrote")
@@ -152,7 +152,17 @@ def _grammar(stage: str, asked: Who) -> str | None:
     return gbnf.gbnf(level[stage], asked.bounded)
 
 
-def meter_for(asked: Who) -> Meter:
+def waits(lane: Lane, asked: Who, progress: Progress) -> Callable[[float, str], None]:
+    """Whoever waits for a server is told how long, and why."""
+
+    def tell(seconds: float, why: str) -> None:
+        text = f"{why}; asking again in {seconds:.0f} s"
+        progress(lane.number, asked.budget.attempts, text)
+
+    return tell
+
+
+def meter_for(asked: Who, waiting: Callable[[float, str], None] | None = None) -> Meter:
     """What one of several candidates may spend: tokens and money are shared, attempts are not."""
     budget, candidates = asked.budget, asked.candidates
     tokens = None if budget.tokens is None else budget.tokens // candidates
@@ -160,7 +170,7 @@ def meter_for(asked: Who) -> Meter:
     own = replace(budget, tokens=tokens, dollars=dollars)
     if asked.model is None:  # a record does not answer sooner for being waited for
         return Meter(own, asked.prices, sleep=_at_once)
-    return Meter(own, asked.prices)
+    return Meter(own, asked.prices, waiting=waiting)
 
 
 def _at_once(seconds: float) -> None:

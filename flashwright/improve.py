@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from flashwright.asking import Authors, cost_of, facts_for, meter_for
+from flashwright.asking import Authors, cost_of, facts_for, meter_for, waits
 from flashwright.author.llm import extract, prompt
 from flashwright.author.llm.attempts import Tried
 from flashwright.author.llm.budget import Spent, diagnosis
@@ -55,7 +55,8 @@ def improve(authors: Authors, run: Run, progress: Progress) -> Run:
         begin = _begin(authors, run, progress)
     except Failed as failed:
         raise Skipped(*failed.diagnostics) from None
-    lane, meter = authors.transcript.lane(STAGE, 1, asked.model), meter_for(asked)
+    lane = authors.transcript.lane(STAGE, 1, asked.model)
+    meter = meter_for(asked, waits(lane, asked, progress))
     rounds = _Rounds(authors, run, begin, lane)
     while not rounds.ended:
         progress(lane.number, asked.budget.attempts, f"asking {asked.name}")

@@ -172,7 +172,7 @@ def verdict(run: Run, progress: Progress) -> Run:
     if run.built is None:
         raise Skipped(Diagnostic("FW851", "there is no compiled kernel to run"))
     try:
-        package = Candidate("package", str(run.folder.resolve()), title=str(run.folder))
+        package = Candidate.package(run.folder)
         found = judge(package, run.spec, base=run.folder, progress=progress)
     except Failed as failed:
         # No GPU, or none that takes the kernel: nothing is known of it, for good or ill.

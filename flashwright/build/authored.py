@@ -50,31 +50,20 @@ def translated_by_model(
     tl: str = "",
     flavour: Flavour = "full",
     agreed: Contract | None = None,
-    real: str | None = None,
-    may_spill: bool = False,
-    time_limit: float | None = None,
     toolchain: Toolchain | None = None,
 ) -> TranslationByModel:
     """Take what a model wrote for a program; Failed says what is wrong with it, and where.
 
     `tl` is the text that the model was given; with a contract `agreed` with one who was given none,
-    there is none in the package. FW827 and FW828 are about the text, FW822 to FW825
-    about what nvcc says; `bad_input` among them is the machine's trouble, not the model's.
+    there is none in the package. FW827 and FW828 are about the text, FW822 to FW825 about what nvcc
+    says; codes.MACHINE are the machine's trouble, not the model's.
     """
     screen(source)
     text = tl if tl or agreed else format_tree(program.tree)
     lines = _lines(program) if text else {}
     agreed = agreed or contract(program, gpu, flavour)
     plan = bound(agreed, source)
-    built = build(
-        source,
-        plan.arch,
-        real=real,
-        toolchain=toolchain,
-        time_limit=time_limit,
-        may_spill=may_spill,
-        untrusted=True,
-    )
+    built = build(source, plan.arch, toolchain=toolchain, untrusted=True)
     _compare(built, plan, agreed)
     made = Translation(source, commented(source, lines), plan)
     return TranslationByModel(made, built, _files(made, built, gpu, spec, text))

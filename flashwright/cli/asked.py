@@ -23,8 +23,6 @@ class Asked:
     """What the variant is in words."""
     description: str = ""
     """The user's own words, where there are any: data, never an instruction."""
-    unknown: tuple[str, ...] = ()
-    """What of them no setting stands for; only ever there beside a reference."""
     reference: bytes | None = None
     """The file that the spec's `reference` names."""
 
@@ -49,7 +47,7 @@ def asked(variant: str, options: Mapping[str, Any], reference: str | None = None
         refuse_unknown(found)
     found = combined(found, options)
     spec, summary = variant_spec(found.variant, found.spec_settings)
-    return _with_reference(Asked(spec, summary, variant, found.unknown), reference)
+    return _with_reference(Asked(spec, summary, variant), reference)
 
 
 def _with_reference(meant: Asked, reference: str | None) -> Asked:

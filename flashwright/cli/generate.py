@@ -6,11 +6,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flashwright.cli.asked import Asked, asked
+from flashwright.cli.budget import (
+    ATTEMPTS,
+    MINUTES,
+    MODELS,
+    TOKENS,
+    Attempts,
+    BaseUrl,
+    Dollars,
+    Minutes,
+    Price,
+    Tokens,
+    model_option,
+    read_budget,
+)
 from flashwright.cli.command import (
     FINE,
     WRONG,
@@ -23,11 +37,11 @@ from flashwright.cli.command import (
 
 if TYPE_CHECKING:
     from flashwright.asking import Authors
+    from flashwright.author.llm.budget import Budget, Prices
     from flashwright.gpu import Gpu
     from flashwright.speed import Goal
 
 BUILTIN = "builtin"
-MODELS = "Language models"
 
 
 class Dtype(StrEnum):
@@ -41,11 +55,6 @@ class Dtype(StrEnum):
 def register(app: typer.Typer) -> None:
     """Put the command on the command line."""
     app.command(rich_help_panel="Make")(generate)
-
-
-def _asked(*names: str, **settings: Any) -> Any:
-    """An option about language models."""
-    return typer.Option(*names, rich_help_panel=MODELS, **settings)
 
 
 @guarded
@@ -83,42 +92,34 @@ def generate(
     ] = None,
     quiet: Annotated[bool, flag("--quiet", "-q", help="Print the verdict only.")] = False,
     model: Annotated[
-        str | None, _asked(metavar="NAME", help="Who does all three stages below.")
+        str | None, model_option(metavar="NAME", help="Who does all three stages below.")
     ] = None,
     sketch: Annotated[
-        str | None, _asked(metavar="NAME", help="Who writes the sketch: builtin, or a model.")
+        str | None, model_option(metavar="NAME", help="Who writes the sketch: builtin, or a model.")
     ] = None,
     params: Annotated[
-        str | None, _asked(metavar="NAME", help="Who finds the sizes: builtin, or a model.")
+        str | None, model_option(metavar="NAME", help="Who finds the sizes: builtin, or a model.")
     ] = None,
     translate: Annotated[
-        str | None, _asked(metavar="NAME", help="Who writes the CUDA: builtin, or a model.")
+        str | None, model_option(metavar="NAME", help="Who writes the CUDA: builtin, or a model.")
     ] = None,
-    base_url: Annotated[
-        str | None, _asked(metavar="URL", help="Of an OpenAI-compatible server.")
-    ] = None,
+    base_url: BaseUrl = None,
     candidates: Annotated[
-        int, _asked(metavar="N", min=1, max=16, help="Side by side, for each stage; best kept.")
+        int,
+        model_option(metavar="N", min=1, max=16, help="Side by side, for each stage; best kept."),
     ] = 1,
-    attempts: Annotated[
-        int, _asked(metavar="N", min=1, max=100, help="Replies for a stage, repairs included.")
-    ] = 6,
-    tokens: Annotated[
-        int, _asked(metavar="N", min=1000, help="For a stage, read and written.")
-    ] = 400_000,
-    minutes: Annotated[float, _asked(metavar="X", min=0.1, help="For a stage.")] = 30.0,
-    dollars: Annotated[
-        float | None, _asked(metavar="X", min=0.0, help="For a stage; needs --price.")
-    ] = None,
-    price: Annotated[
-        str | None, _asked(metavar="IN/OUT", help="Dollars for a million tokens, as in 3/15.")
-    ] = None,
+    attempts: Attempts = ATTEMPTS,
+    tokens: Tokens = TOKENS,
+    minutes: Minutes = MINUTES,
+    dollars: Dollars = None,
+    price: Price = None,
     improve: Annotated[
-        int, _asked(metavar="N", min=0, max=100, help="Rounds to make it faster; needs a GPU.")
+        int,
+        model_option(metavar="N", min=0, max=100, help="Rounds to make it faster; needs a GPU."),
     ] = 0,
     faster_than: Annotated[
         str | None,
-        _asked(metavar="X[:PEER]", help="Times the built-in author's speed; needs a GPU."),
+        model_option(metavar="X[:PEER]", help="Times the built-in author's speed; needs a GPU."),
     ] = None,
     bounded_grammar: Annotated[
         bool,
@@ -155,7 +156,7 @@ def generate(
     folder = out or Path("out", f"{meant.spec.variant}-{card.name}")
     named = {"sketch": sketch, "code": params, "translate": translate}
     names = {stage: name or model or BUILTIN for stage, name in named.items()}
-    budget = (attempts, tokens, minutes, dollars, price)
+    budget = read_budget(attempts, tokens, minutes, dollars, price)
     speed = (improve, _goal(faster_than))
     wanted = _Wanted(base_url, candidates, *budget, bounded_grammar, fresh, *speed)
     return _generate(meant, card, folder, quiet, _authors(names, wanted, folder, meant, card))
@@ -167,11 +168,8 @@ class _Wanted:
 
     base_url: str | None
     candidates: int
-    attempts: int
-    tokens: int
-    minutes: float
-    dollars: float | None
-    price: str | None
+    budget: Budget
+    prices: Prices | None
     bounded: bool
     fresh: bool
     improve: int
@@ -191,24 +189,18 @@ def _authors(
     if not named:
         return None
     from flashwright.asking import Authors, Who
-    from flashwright.author.llm.budget import Budget, Prices
     from flashwright.author.llm.connect import connect
     from flashwright.author.llm.transcript import FOLDER, Transcript
 
-    prices = Prices(*read_price(wanted.price)) if wanted.price else None
-    if wanted.dollars is not None and prices is None:
-        raise typer.BadParameter(
-            "say what a million tokens cost: --price IN/OUT", param_hint="--dollars"
-        )
-    budget = Budget(wanted.attempts, wanted.tokens, wanted.dollars, 60 * wanted.minutes)
+    costs = wanted.budget, wanted.prices
     models = {name: connect(name, wanted.base_url) for name in set(named.values())}
     every = {
-        stage: Who(models[name], name, budget, prices, wanted.candidates, wanted.bounded)
+        stage: Who(models[name], name, *costs, wanted.candidates, wanted.bounded)
         for stage, name in named.items()
     }
     if wanted.improve:  # by who wrote what is to be faster: the CUDA, or the TL that it comes from
         author = every["translate" if "translate" in every else "code"]
-        rounds = replace(budget, attempts=wanted.improve)
+        rounds = replace(wanted.budget, attempts=wanted.improve)
         every["improve"] = replace(author, budget=rounds, candidates=1)
     words = meant.description or None
     function = (meant.reference or b"").decode("utf-8", "replace")
@@ -237,16 +229,6 @@ def _refuse_speed(named: Mapping[str, str], wanted: _Wanted) -> None:
     if wanted.goal is not None and "translate" not in named:
         why = "name the model that writes the kernel: --translate"
         raise typer.BadParameter(why, param_hint="--faster-than")
-
-
-def read_price(text: str) -> tuple[float, float]:
-    """Dollars for a million tokens read and written, from `3/15`."""
-    try:
-        read, written = (float(part) for part in text.split("/"))
-    except ValueError:
-        why = f"{text!r} is not IN/OUT, dollars for a million tokens read and written, as in 3/15"
-        raise typer.BadParameter(why, param_hint="--price") from None
-    return read, written
 
 
 def _generate(

@@ -75,10 +75,13 @@ class _Console(Console):
         raise BrokenPipeError
 
 
-def console(quiet: bool = False) -> Console:
-    """A console no wider than 100 columns, exactly that wide where there is no terminal."""
+def console(quiet: bool = False, most: int = WIDTH) -> Console:
+    """A console no wider than 100 columns, exactly that wide where there is no terminal.
+
+    A table of many columns may take more, where there is more.
+    """
     plain = _Console(quiet=quiet, highlight=False, markup=False, emoji=False)
-    plain.width = min(WIDTH, plain.width) if plain.is_terminal else WIDTH
+    plain.width = min(most, plain.width) if plain.is_terminal else most
     return plain
 
 
@@ -116,9 +119,10 @@ def folded(line: str, width: int) -> list[str]:
     return [f"{code if n == 0 else ' ' * len(code)}// {text}" for n, text in enumerate(words)]
 
 
-def table(*columns: str, right: Sequence[str] = ()) -> Table:
+def table(*columns: str, right: Sequence[str] = (), gap: int = 3) -> Table:
     """An empty table in the house style; `right` names the columns of numbers."""
-    empty = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    padding = (0, gap - 1, 0, 0)  # beside the box, whose lines between columns are blank
+    empty = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=padding)
     for name in columns:
         if name in right:
             empty.add_column(name, justify="right", no_wrap=True)
@@ -217,12 +221,13 @@ def progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
 
 
 def _bar(out: Console) -> Progress:
+    """What it shows may be the words of a user or of a server: no markup."""
     return Progress(
         SpinnerColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[what]}", style="bright_black"),
+        TextColumn("{task.fields[what]}", style="bright_black", markup=False),
         console=out,
         transient=True,
     )

@@ -7,16 +7,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flashwright.cli.budget import (
+    ATTEMPTS,
+    MINUTES,
+    TOKENS,
+    Attempts,
+    BaseUrl,
+    Dollars,
+    Minutes,
+    Price,
+    Tokens,
+    read_budget,
+)
 from flashwright.cli.command import BAD_INPUT, FINE, find_gpu, guarded
-from flashwright.cli.generate import MODELS, read_price
 
 if TYPE_CHECKING:
     from flashwright.study.report import Report
     from flashwright.study.sample import Sample, Terms
+
+_WIDTH = 160  # of the table, where there is room: names of operators may be long
 
 
 class Translate(StrEnum):
@@ -29,11 +42,6 @@ class Translate(StrEnum):
 def register(app: typer.Typer) -> None:
     """Put the command on the command line."""
     app.command(rich_help_panel="Make")(study)
-
-
-def _budget(**settings: Any) -> Any:
-    """An option about what a stage may cost."""
-    return typer.Option(rich_help_panel=MODELS, **settings)
 
 
 @guarded
@@ -62,22 +70,12 @@ def study(
         Path | None,
         typer.Option(metavar="DIR", help="Only judge and time, on the GPU here, what there is."),
     ] = None,
-    base_url: Annotated[
-        str | None, _budget(metavar="URL", help="Of an OpenAI-compatible server.")
-    ] = None,
-    attempts: Annotated[
-        int, _budget(metavar="N", min=1, max=100, help="Replies for a stage, repairs included.")
-    ] = 6,
-    tokens: Annotated[
-        int, _budget(metavar="N", min=1000, help="For a stage, read and written.")
-    ] = 400_000,
-    minutes: Annotated[float, _budget(metavar="X", min=0.1, help="For a stage.")] = 30.0,
-    dollars: Annotated[
-        float | None, _budget(metavar="X", min=0.0, help="For a stage; needs --price.")
-    ] = None,
-    price: Annotated[
-        str | None, _budget(metavar="IN/OUT", help="Dollars for a million tokens, as in 3/15.")
-    ] = None,
+    base_url: BaseUrl = None,
+    attempts: Attempts = ATTEMPTS,
+    tokens: Tokens = TOKENS,
+    minutes: Minutes = MINUTES,
+    dollars: Dollars = None,
+    price: Price = None,
 ) -> int:
     """Study a model: several samples of each operator by each way, and how far they came.
 
@@ -91,18 +89,10 @@ def study(
     if model is None or gpu is None or out is None:
         missing = next(name for name, value in given.items() if value is None)
         raise typer.BadParameter("is needed, or --report or --judge DIR", param_hint=missing)
-    if dollars is not None and price is None:
-        why = "say what a million tokens cost: --price IN/OUT"
-        raise typer.BadParameter(why, param_hint="--dollars")
-    from flashwright.author.llm.budget import Budget, Prices
     from flashwright.study.sample import Terms
 
-    terms = Terms(
-        find_gpu(gpu),
-        Budget(attempts, tokens, dollars, 60 * minutes),
-        Prices(*read_price(price)) if price else None,
-        translate is Translate.BUILTIN,
-    )
+    budget, prices = read_budget(attempts, tokens, minutes, dollars, price)
+    terms = Terms(find_gpu(gpu), budget, prices, translate is Translate.BUILTIN)
     return _study(model, base_url, terms, _Wanted(operators, ways, samples), out)
 
 
@@ -126,7 +116,7 @@ def _study(model: str, base_url: str | None, terms: Terms, wanted: _Wanted, root
     settings = Settings.of(model, terms, *chosen, wanted.samples)
     asked = connect(model, base_url)
     try:
-        settings.keep(root)
+        settings = settings.keep(root)
     except OtherStudy as other:
         text = f"{root} has another study: {other}"
         raise typer.BadParameter(text, param_hint="--out") from None
@@ -159,17 +149,17 @@ class _Screen:
     """A line for each sample that has ended, and in a terminal a bar below them."""
 
     def __init__(self, bar: Callable[[int, int, str], None]) -> None:
-        self._bar, self._now, self._total = bar, 0, 0
-        self._sample = ""
+        self._bar, self._sample = bar, ""
+        self._now = self._total = 0
 
     def begin(self, sample: Sample, number: int, total: int) -> None:
-        """A sample starts, or goes on."""
+        """It is this sample's turn."""
         self._now, self._total, self._sample = number, total, str(sample)
         self._bar(number - 1, total, self._sample)
 
     def progress(self, text: str) -> None:
         """It is this far."""
-        self._bar(max(0, self._now - 1), self._total, f"{self._sample}: {text}")
+        self._bar(self._now - 1, self._total, f"{self._sample}: {text}")
 
     def end(self, sample: Sample, text: str) -> None:
         """It has ended."""
@@ -200,8 +190,8 @@ def _show(made: Report) -> None:
     from flashwright.study.report import brief
 
     head, *body = brief(made.rows)
-    table = show.table(*head, right=head[2:])
+    table = show.table(*head, right=head[2:], gap=2)  # so that most fit 100 columns
     for line in body:
         table.add_row(*line)
-    show.console().print(table)
+    show.console(most=_WIDTH).print(table)
     print("?: nobody could tell on this machine; the whole table is in study.md")

@@ -76,7 +76,7 @@ def judge_emulated(
     tell(0, 1, "compiling the emulator, once")
     library()
     hearing = _Hearing(
-        candidate=Candidate("package", str(Path(folder).resolve()), title=str(folder)),
+        candidate=Candidate.package(Path(folder)),
         spec=spec,
         seed=secrets.randbits(31) if seed is None else seed,
         device="cpu",

@@ -324,7 +324,7 @@ def _judged(made: Made, judge: Judge) -> KernelRecord:
 
 def candidate_of(made: Made) -> Candidate:
     """The package, as the sandbox takes it."""
-    return Candidate("package", made.folder, title=made.name)
+    return Candidate.package(Path(made.folder), made.name)
 
 
 def entry(record: KernelRecord, folder: str) -> Candidate | Missing:
@@ -335,4 +335,4 @@ def entry(record: KernelRecord, folder: str) -> Candidate | Missing:
     if not record.verdict.get("ok"):
         named = ", ".join(offences) or "it has no verdict"
         return Missing(f"the judge rejects it: {named}", offences[0] if offences else None)
-    return Candidate("package", folder, title=record.name)
+    return Candidate.package(Path(folder), record.name)

@@ -91,8 +91,7 @@ Race = Callable[[AttentionSpec, Sequence[Contestant]], Raced]
 
 def package(name: str, folder: Path) -> Contestant:
     """A kernel package as a contestant; its times are held against the wall clock."""
-    candidate = Candidate("package", str(folder.resolve()), title=name)
-    return Contestant(name, candidate, watched=True)
+    return Contestant(name, Candidate.package(folder, name), watched=True)
 
 
 def peer(one: Peer) -> Contestant:

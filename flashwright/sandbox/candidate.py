@@ -49,10 +49,15 @@ class Candidate:
         return self.title or f"{self.where}:{self.function}".rstrip(":")
 
     @classmethod
+    def package(cls, folder: Path, title: str = "") -> Candidate:
+        """A kernel package; the other process may stand in another folder."""
+        return cls("package", str(folder.resolve()), title=title or str(folder))
+
+    @classmethod
     def parse(cls, text: str) -> Candidate:
         """`FOLDER`, `file.py:function`, `package.module:function` or `library.so:function`."""
         if text and Path(text).is_dir():
-            return cls("package", str(Path(text).resolve()), title=text)
+            return cls.package(Path(text), text)
         where, colon, function = text.rpartition(":")
         if not colon or not where or not function:
             hint = "a folder, file.py:function, module:function or library.so:function"

@@ -47,7 +47,7 @@ def _gpu() -> bool:
 def candidate_of(folder: Path) -> Candidate | None:
     """What a sample has made, if it can be run."""
     if (folder / "kernel.cubin").is_file():
-        return Candidate("package", str(folder.resolve()), title=str(folder))
+        return Candidate.package(folder)
     file = folder / pytorch.FILE
     if file.is_file():
         return Candidate("python", str(file.resolve()), pytorch.FUNCTION, title=str(file))

@@ -73,9 +73,9 @@ def _levels(told: Mapping[str, Any], folder: Path) -> dict[str, bool | None]:
     def reached(stage: str) -> bool | None:
         return True if status.get(stage) == "ok" else None if ok else False
 
-    checked = any(_RUN.search(findings) for _, findings, _ in tried["code"])
+    checked = any(_RUN.search(findings) for findings, _ in tried["code"])
     compiled = any(
-        "kernel.cubin" in files for stage in ("translate", "direct") for *_, files in tried[stage]
+        "kernel.cubin" in files for stage in ("translate", "direct") for _, files in tried[stage]
     )
     right = reached("verdict") if told["verdict"] in ("gpu", "emulated") else None if ok else False
     return {
@@ -87,9 +87,9 @@ def _levels(told: Mapping[str, Any], folder: Path) -> dict[str, bool | None]:
     }
 
 
-def _attempts(folder: Path) -> dict[str, list[tuple[bool, str, tuple[str, ...]]]]:
-    """What became of each reply, by stage: taken, findings, names of files."""
-    found: dict[str, list[tuple[bool, str, tuple[str, ...]]]] = {}
+def _attempts(folder: Path) -> dict[str, list[tuple[str, tuple[str, ...]]]]:
+    """What became of each reply, by stage: findings, names of files."""
+    found: dict[str, list[tuple[str, tuple[str, ...]]]] = {}
     for stage in ("code", "translate", "direct"):
         found[stage] = []
         for path in sorted((folder / FOLDER).glob(f"{stage}.*.*/{OUTCOME}")):
@@ -98,7 +98,7 @@ def _attempts(folder: Path) -> dict[str, list[tuple[bool, str, tuple[str, ...]]]
             try:
                 told = json.loads(path.read_bytes())
                 files = tuple(map(str, told["artefacts"]))
-                found[stage].append((bool(told["taken"]), str(told["findings"]), files))
+                found[stage].append((str(told["findings"]), files))
             except (OSError, ValueError, KeyError, TypeError):
                 continue
     return found

@@ -12,9 +12,12 @@ from flashwright.author.llm.model import Model, NoAnswer, Question, Reply
 from flashwright.author.llm.transcript import FOLDER, Transcript
 from flashwright.folder import RESULT
 from flashwright.gpu import Gpu
+from flashwright.lang.codes import MACHINE
 from flashwright.run import Run
 from flashwright.study.operators import Operator
 from flashwright.study.ways import Way
+
+_OURS = MACHINE | {"FW905"}  # the last: the built-in author has no contract for the direct way
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def take(
 
 
 class _Heard:
-    """The model, and the trouble with its last answer."""
+    """The model, and why its last answer did not come; nothing where it did."""
 
     def __init__(self, model: Model) -> None:
         self._model, self.trouble = model, ""
@@ -98,10 +101,12 @@ class _Heard:
 
 
 def _excuse(run: Run, trouble: str) -> str:
-    """Why a run that failed says nothing about the model: no answer came, or no tool was there."""
+    """Why a run that failed says nothing about the model: no answer came, or no tool was there.
+
+    What was wrong with an earlier attempt does not count: the next one was not to be had.
+    """
+    if run.ok:
+        return ""
     found = [f.diagnostic for f in run.failed]
-    ended = [d.message for d in found if d.code == "FW913"]
-    if ended:
-        return trouble if trouble and any(trouble in text for text in ended) else ""
-    machine = bool(found) and all(d.bad_input for d in found)
-    return "; ".join(d.message for d in found) if machine else ""
+    ours = bool(found) and all(d.code in _OURS for d in found)
+    return trouble or ("; ".join(d.message for d in found) if ours else "")

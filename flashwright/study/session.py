@@ -29,10 +29,10 @@ class Watcher(Protocol):
     """Whoever shows the study to a person."""
 
     def begin(self, sample: Sample, number: int, total: int) -> None:
-        """A sample starts, or goes on."""
+        """It is this sample's turn: it starts, goes on, or is only looked at."""
 
     def progress(self, text: str) -> None:
-        """It is this far."""
+        """The one whose turn it is is this far."""
 
     def end(self, sample: Sample, text: str) -> None:
         """It has ended; how, in words."""
@@ -45,18 +45,18 @@ def study(
     root: Path,
     watcher: Watcher,
     looks: Sequence[Look] = LOOKS,
-) -> int:
-    """Take the samples that are missing; how many of them are still open then.
+) -> None:
+    """Take the samples that are missing.
 
     A sample that fails, whatever the reason, is told and does not end the study. A
     KeyboardInterrupt does: what was finished is kept, and what was said of the rest.
     """
-    every, left = settings.every, 0
+    every = settings.every
     for number, sample in enumerate(every, 1):
         folder = sample.folder(root)
         try:
+            watcher.begin(sample, number, len(every))
             if not done(folder):
-                watcher.begin(sample, number, len(every))
                 for earlier in (judged.FILE, speed.FILE):  # of a run that somebody has taken away
                     (folder / earlier).unlink(missing_ok=True)
                 run = take(sample, terms, model, folder, _Stages(watcher))
@@ -65,16 +65,12 @@ def study(
             for look in looks:
                 _looked(look, sample, folder, watcher)
         except Unfinished as unfinished:
-            left += 1
             watcher.end(sample, f"open: {unfinished}")
         except Failed as failed:  # such as a disk that is full
-            left += 1
             watcher.end(sample, f"open: {failed.diagnostics[0].message}")
         except Exception as error:  # ours: it must not cost the other samples
-            left += 1
             _note(folder, error)
             watcher.end(sample, f"open, by a mistake of Flashwright's: {type(error).__name__}")
-    return left
 
 
 def look(settings: Settings, root: Path, watcher: Watcher, looks: Sequence[Look] = LOOKS) -> None:
@@ -89,7 +85,7 @@ def look(settings: Settings, root: Path, watcher: Watcher, looks: Sequence[Look]
 def _looked(look: Look, sample: Sample, folder: Path, watcher: Watcher) -> None:
     """What a GPU tells of a sample; what it cannot tell leaves the sample as it is."""
     try:
-        told = look(folder, lambda text: watcher.progress(f"{sample}: {text}"))
+        told = look(folder, watcher.progress)
     except Failed as failed:
         told = f"not judged or timed: {failed.diagnostics[0].message}"
     if told:

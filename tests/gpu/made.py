@@ -70,7 +70,7 @@ def package_of(code: str, gpu: str) -> Candidate:
     folder.mkdir()
     for name, data in {**translated(made), **compiled(built)}.items():
         (folder / name).write_bytes(data.encode() if isinstance(data, str) else data)
-    return Candidate("package", str(folder))
+    return Candidate.package(folder)
 
 
 _FOLDERS = tempfile.TemporaryDirectory(prefix="flashwright-tests-")

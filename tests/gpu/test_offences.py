@@ -180,7 +180,7 @@ def edited(edit: str) -> Candidate:
     files = {**translated(made), **compiled(build(source, made.plan.arch)), "kernel.cu": source}
     for name, data in files.items():
         (folder / name).write_bytes(data.encode() if isinstance(data, str) else data)
-    return Candidate("package", str(folder))
+    return Candidate.package(folder)
 
 
 _FOLDERS = tempfile.TemporaryDirectory(prefix="flashwright-tests-")

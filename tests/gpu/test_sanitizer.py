@@ -64,7 +64,7 @@ def test_broken(tool: str, tmp_path: Path) -> None:
     assert old in source
     (tmp_path / "kernel.cu").write_text(source.replace(old, new))
     (tmp_path / "code.tl").write_text(code)
-    (found,) = sanitize(Candidate("package", str(tmp_path)), spec, tools=(tool,))
+    (found,) = sanitize(Candidate.package(tmp_path), spec, tools=(tool,))
     assert found.name == offence
     assert "kernel.cu:" in found.message
     span = found.diagnostic.span

@@ -55,6 +55,6 @@ def test_a_gain_is_kept_a_loss_is_not_and_the_package_stays_right(tmp_path: Path
     # What was kept is the built-in author's program: as fast as that, and right.
     (ratio,) = told["after"]["times_as_fast_as"].values()
     assert 0.8 < ratio < 1.25  # that one is compiled for the card at hand, ours by its driver
-    assert judge(Candidate("package", str(folder)), SPEC, seed=1).ok
+    assert judge(Candidate.package(folder), SPEC, seed=1).ok
     again = replay(folder, tmp_path / "again", Nobody())
     assert again.same, again.lines

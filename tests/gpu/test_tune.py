@@ -50,7 +50,7 @@ def test_a_package_is_tuned_and_stays_right(tmp_path: Path, gpu: str) -> None:
     rules = Classes(rules=(Rule(up_to=300, kernel=other), Rule(kernel=OWN)))
     (tmp_path / classes.CLASSES).write_text(rules.dump())
     assert isinstance(flashwright.load(tmp_path), classes.Kernels)
-    verdict = judge(Candidate("package", str(tmp_path)), SPEC, seed=1)
+    verdict = judge(Candidate.package(tmp_path), SPEC, seed=1)
     assert verdict.ok, verdict
     lengths = {case.dims["kv_len"] for case in verdict.cases}
     assert {300, 301} <= lengths

@@ -195,7 +195,7 @@ def test_damage_is_told_with_its_place_and_a_way_out(
 
 
 def test_the_judge_puts_problems_to_every_kernel(tmp_path: Path) -> None:
-    candidate = Candidate("package", str(put(tmp_path)))
+    candidate = Candidate.package(put(tmp_path))
     bounds = bounds_of(candidate)
     assert bounds == [100]
     for device, at in (("cuda", [100, 101]), ("emulated", [101])):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import random
@@ -13,12 +14,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
 from flashwright import __version__
 from flashwright.cli import command
 from flashwright.cli.main import app
-from flashwright.cli.show import folded, tl
+from flashwright.cli.show import _bar, folded, tl
 from flashwright.lang.codes import CODES
 
 GOOD = """\
@@ -468,3 +470,25 @@ def test_a_reader_that_leaves_early_is_no_verdict() -> None:
     done = subprocess.run(["bash", "-c", typed], capture_output=True, text=True, check=False)
     assert done.stdout.strip() in ("0", "141")  # 0 where all was written before the reader left
     assert "Traceback" not in done.stderr
+
+
+def test_a_bar_shows_words_as_they_are() -> None:
+    seen = io.StringIO()
+    with _bar(Console(file=seen, force_terminal=True, width=100)) as bar:
+        bar.add_task("study [/red]", total=1, what="a server says [/no]")
+    assert "study [/red]" in seen.getvalue()
+    assert "a server says [/no]" in seen.getvalue()
+
+
+@pytest.mark.parametrize("command", [["generate", "mha"], ["study", "--out", "x"]])
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--dollars", "2"], "say what a million tokens cost"),
+        (["--dollars", "2", "--price", "3"], "'3' is not IN/OUT"),
+    ],
+)
+def test_dollars_need_a_price(command: list[str], options: list[str], said: str) -> None:
+    told = CliRunner().invoke(app, [*command, "--gpu", "a100", "--model", "m", *options])
+    assert told.exit_code == 2
+    assert said in told.output

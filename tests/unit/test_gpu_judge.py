@@ -121,7 +121,7 @@ def test_what_a_card_can_run(arch: str, able: bool) -> None:
 @needs_no_gpu
 def test_without_a_gpu_there_is_no_verdict(tmp_path: Path) -> None:
     with pytest.raises(Failed) as failed:
-        judge(Candidate("package", str(tmp_path)), make_spec("gqa"))
+        judge(Candidate.package(tmp_path), make_spec("gqa"))
     assert [d.code for d in failed.value.diagnostics] == ["FW851"]
 
 

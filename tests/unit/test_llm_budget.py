@@ -173,15 +173,20 @@ def test_waits_grow_and_end() -> None:
     with pytest.raises(NoAnswer, match="busy"):
         meter.ask(fake, PROMPT)
     assert fake.slept == [1, 2, 4, 8, 16, 32, 60]
-    assert (meter.spending.requests, meter.spending.attempts) == (8, 0)
+    assert (len(fake.asked), meter.spending.attempts) == (8, 0)
 
 
-def test_what_the_server_asks_for_is_waited() -> None:
+def test_what_the_server_asks_for_is_waited_and_told_before() -> None:
     fake = Fake([NoAnswer("busy", again=True, wait=90.0), Reply("x")])
-    told: list[float] = []
-    meter = Meter(Budget(), sleep=fake.sleep, waiting=lambda e, s: told.append(s), chance=lambda: 1)
+    seen: list[object] = []
+    meter = Meter(
+        Budget(),
+        waiting=lambda seconds, why: seen.append((seconds, why)),
+        sleep=seen.append,
+        chance=lambda: 1,
+    )
     assert meter.ask(fake, PROMPT).text == "x"
-    assert fake.slept == told == [90 * 1.25]
+    assert seen == [(90 * 1.25, "busy"), 90 * 1.25]
 
 
 def test_no_wait_beyond_the_budget() -> None:
@@ -207,15 +212,14 @@ def test_a_clear_end_is_one() -> None:
     assert fake.slept == []
 
 
-def test_a_cut_reply_is_told_counted_and_asked_for_again() -> None:
+def test_a_cut_reply_is_counted_and_asked_for_again() -> None:
     half = Reply("half", "cut", Usage(100, 50, counted=False))
     fake = Fake([half, Reply("whole", usage=Usage(100, 10))])
-    told: list[str] = []
-    meter = Meter(Budget(), sleep=fake.sleep, heard=lambda q, r: told.append(r.text))
+    meter = fake.meter(Budget())
     assert meter.ask(fake, PROMPT).text == "whole"
-    assert told == ["half", "whole"]
     spent = meter.spending
-    assert (spent.attempts, spent.requests, spent.usage) == (1, 2, Usage(200, 60, counted=False))
+    assert (len(fake.asked), spent.attempts) == (2, 1)
+    assert spent.usage == Usage(200, 60, counted=False)
 
 
 def test_a_request_that_brought_nothing_is_counted() -> None:
@@ -285,6 +289,6 @@ def test_through_a_real_server() -> None:
         assert meter.ask(connect("some-model", server.url, env={}), PROMPT).text == "whole"
     assert slept == [3, 2, 4]
     spent = meter.spending
-    assert (spent.attempts, spent.requests) == (1, 4)
+    assert (spent.attempts, len(server.requests)) == (1, 4)
     assert spent.usage == Usage(100 + 20, 2 + 5, counted=False)
     assert spent.dollars == pytest.approx((120 + 2 * 7) / 1e6)

@@ -486,6 +486,17 @@ def test_text_that_names_nothing(text: str) -> None:
         Candidate.parse(text)
 
 
+def test_a_package_is_found_from_another_folder_and_named_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kernel").mkdir()
+    found = Candidate.package(Path("kernel"))
+    assert (found.where, found.name) == (str(tmp_path / "kernel"), "kernel")
+    assert found == Candidate.parse("kernel")
+    assert Candidate.package(Path("kernel"), "mine").name == "mine"
+
+
 LIBRARY = """
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/function.h>

@@ -23,6 +23,7 @@ from flashwright.author.builtin.variants import make_spec
 from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.connect import connect
 from flashwright.cli.main import app
+from flashwright.cli.study import _Screen, _show
 from flashwright.judge.offences import offence
 from flashwright.judge.verdict import Verdict
 from flashwright.lang.diagnostic import Diagnostic, Failed
@@ -235,6 +236,18 @@ def test_a_study_that_was_killed_asks_only_for_what_is_missing(tmp_path: Path) -
     assert (levels["code"]["passed"], levels["code"]["failed"]) == (1, 1)
 
 
+def test_a_study_that_has_grown_goes_on_with_all_of_it(tmp_path: Path) -> None:
+    root = tmp_path / "study"
+    with serve([status(401, "no such key"), status(401, "no such key")]) as server:
+        told = CliRunner().invoke(app, arguments(root, server.url))
+        assert told.exit_code == 2
+    with serve([say(NONSENSE)] * 4) as server:
+        told = CliRunner().invoke(app, arguments(root, server.url, "--ways", "tl"))
+        assert len(server.requests) == 4
+    assert told.exit_code == 0, told.output
+    assert set(rows(root)) == {"small no-sketch", "small tl"}
+
+
 def until(what: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not what() and time.monotonic() < end:
@@ -287,6 +300,42 @@ def test_a_sample_without_an_answer_stays_open_and_the_others_go_on(tmp_path: Pa
     _, asked = studied(tmp_path, wanted, say(NONSENSE))
     assert asked == 1
     assert report.make(tmp_path).open == 0
+
+
+@pytest.mark.parametrize("trouble", [status(401, "no such key"), status(429, retry_after=1000)])
+def test_a_server_that_goes_away_after_a_wrong_attempt_leaves_the_sample_open(
+    trouble: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terms = replace(TERMS, budget=Budget(attempts=2))
+    monkeypatch.setattr(sys.modules[__name__], "TERMS", terms)
+    wanted = settings()
+    heard, asked = studied(tmp_path, wanted, say(fenced(WRONG_SCALE)), trouble)
+    assert asked == 2
+    assert "small, no-sketch, sample 1: open: " in heard.ended[0]
+    heard, asked = studied(tmp_path, wanted, say(fenced(CODE)))
+    assert asked == 1  # the first attempt is in the record
+    assert heard.ended == ["small, no-sketch, sample 1: only checked"]
+
+
+@pytest.mark.parametrize(
+    ("codes", "is_open"),
+    [
+        (["FW821"], True),
+        (["FW851"], True),
+        (["FW905"], True),
+        (["FW825"], False),  # by what the model wrote
+        (["FW821", "FW822"], False),
+    ],
+)
+def test_only_trouble_of_this_machine_excuses_a_sample_that_was_answered(
+    codes: list[str], is_open: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attempted(*_: Any) -> Any:
+        raise Failed(*(Diagnostic(code, "it cannot be") for code in codes))
+
+    monkeypatch.setattr(pytorch, "_attempted", attempted)
+    heard, _ = studied(tmp_path, settings("pytorch"), python(RIGHT))
+    assert (": open: it cannot be" in heard.ended[0]) is is_open
 
 
 def test_a_mistake_of_ours_costs_one_sample(
@@ -473,6 +522,50 @@ def test_what_was_made_without_a_gpu_is_judged_where_there_is_one(
 
 
 # --- what is asked for, and what is shown -----------------------------------------------------
+
+
+def test_the_bar_names_the_sample_that_is_looked_at_and_names_it_once(tmp_path: Path) -> None:
+    wanted = settings("tl", 2).keep(tmp_path)
+    for sample in wanted.every:
+        recorded(tmp_path, sample, True)
+
+    def look(folder: Path, progress: Callable[[str], None]) -> None:
+        progress("judging it")
+
+    shown: list[tuple[int, int, str]] = []
+    screen = _Screen(lambda *bar: shown.append(bar))
+    unasked = connect("m", "http://127.0.0.1:9/v1", env={})
+    session.study(wanted, TERMS, unasked, tmp_path, screen, [look])
+    assert shown == [
+        (0, 2, "small, tl, sample 1"),
+        (0, 2, "small, tl, sample 1: judging it"),
+        (1, 2, "small, tl, sample 2"),
+        (1, 2, "small, tl, sample 2: judging it"),
+    ]
+    before, shown[:] = [*shown], []
+    session.look(wanted, tmp_path, screen, [look])
+    assert shown == before
+
+
+@pytest.mark.parametrize("columns", [100, 120])
+def test_names_of_operators_are_not_broken_where_there_is_room(
+    columns: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich takes what is captured for a terminal
+    long = operators.Operator("gqa-window-sinks" + "-and-more" * (columns > 100), SPEC)
+    wanted = settings("tl,no-sketch,direct,pytorch", 3, long).keep(tmp_path)
+    for sample in wanted.every:
+        recorded(tmp_path, sample, True, 1.2)
+    _show(report.make(tmp_path))
+    head, *lines = capsys.readouterr().out.splitlines()[1:-2]
+    assert "pass@3" in head
+    assert all(len(line) <= columns for line in lines)
+    for way in wanted.ways:
+        assert any({long.name, way.name} <= {*line.split()} for line in lines)
 
 
 def test_operators_are_variants_or_those_of_a_file(tmp_path: Path) -> None:

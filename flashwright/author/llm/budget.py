@@ -32,9 +32,9 @@ class Budget:
 
     attempts: int = 6
     """Replies that were used; the last one's findings end the stage."""
-    tokens: int | None = 200_000
+    tokens: int | None = None
     dollars: float | None = None
-    seconds: float | None = 1800.0
+    seconds: float | None = None
 
     def __post_init__(self) -> None:
         for which in ("attempts", "tokens", "dollars", "seconds"):
@@ -65,7 +65,6 @@ class Spending:
     """What a stage has cost so far. Every request counts, whether its reply was used or not."""
 
     attempts: int = 0
-    requests: int = 0
     usage: Usage = Usage()  # noqa: RUF009 - frozen
     dollars: float | None = None
     """None: no prices are given."""
@@ -105,8 +104,7 @@ def diagnosis(end: NoAnswer | Spent) -> Diagnostic:
 class Meter:
     """Asks a model within the budget of one stage, and counts. The time runs from its making.
 
-    `heard` is told each reply as it comes, those too that are asked for again; `waiting` each wait
-    before it begins.
+    `waiting` is told each wait before it begins: how many seconds, and why.
     """
 
     def __init__(
@@ -114,8 +112,7 @@ class Meter:
         budget: Budget,
         prices: Prices | None = None,
         *,
-        heard: Callable[[Question, Reply], None] | None = None,
-        waiting: Callable[[NoAnswer, float], None] | None = None,
+        waiting: Callable[[float, str], None] | None = None,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
@@ -125,10 +122,10 @@ class Meter:
             hint = "give dollars per million tokens of prompt and of reply, or no dollars"
             raise Failed(Diagnostic("FW914", text, help=hint))
         self.budget, self.prices = budget, prices
-        self._heard, self._waiting = heard, waiting
+        self._waiting = waiting
         self._sleep, self._clock, self._chance = sleep, clock, chance
         self._began = clock()
-        self._attempts = self._requests = 0
+        self._attempts = 0
         self._usage = Usage()
         self._last: dict[str, tuple[int, int]] = {}  # a model's last prompt: counted, estimated
 
@@ -137,7 +134,7 @@ class Meter:
         """What has been spent until now."""
         dollars = self.prices.of(self._usage) if self.prices else None
         seconds = self._clock() - self._began
-        return Spending(self._attempts, self._requests, self._usage, dollars, seconds)
+        return Spending(self._attempts, self._usage, dollars, seconds)
 
     def ask(self, model: Model, question: Question) -> Reply:
         """A reply that can be used; Spent, or the NoAnswer that no waiting mends."""
@@ -155,7 +152,6 @@ class Meter:
 
     def _once(self, model: Model, question: Question) -> Reply | NoAnswer:
         """One request, counted: the reply if it can be used, else what is wrong with it."""
-        self._requests += 1
         try:
             reply = model.ask(question)
         except NoAnswer as none:
@@ -164,8 +160,6 @@ class Meter:
         self._usage += reply.usage
         if reply.usage.counted and reply.usage.prompt:
             self._last[model.name] = reply.usage.prompt, estimate_prompt(question.messages)
-        if self._heard:
-            self._heard(question, reply)
         if reply.finish == "cut":
             return Unusable("the model's reply was cut off, each time", again=True)
         if reply.finish == "stop" and not reply.text.strip():
@@ -218,7 +212,7 @@ class Meter:
         if trouble.wait > PATIENCE:
             raise NoAnswer(f"{trouble.why}; it asks to wait {trouble.wait:.0f} seconds")
         if self._waiting:
-            self._waiting(trouble, seconds)
+            self._waiting(seconds, trouble.why)
         self._sleep(seconds)
 
     def _spent(self, which: Which, more: str = "") -> Spent:

@@ -281,7 +281,7 @@ class _Tuner:
             self.watcher.progress(done, len(waiting), one.name)
 
     def _candidate(self, name: str) -> Candidate:
-        return Candidate("package", str((self.work / name).resolve()), title=name)
+        return Candidate.package(self.work / name, name)
 
     # --- rounds -------------------------------------------------------------------------------
 

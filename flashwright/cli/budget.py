@@ -1,0 +1,57 @@
+"""What language models may cost: the options of all commands that ask them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from flashwright.author.llm.budget import Budget, Prices
+
+MODELS = "Language models"
+"""The panel of the help in which they are."""
+ATTEMPTS, TOKENS, MINUTES = 6, 400_000, 30.0
+"""Where nothing else is said."""
+
+
+def model_option(*names: str, **settings: Any) -> Any:
+    """An option about language models."""
+    return typer.Option(*names, rich_help_panel=MODELS, **settings)
+
+
+BaseUrl = Annotated[str | None, model_option(metavar="URL", help="Of an OpenAI-compatible server.")]
+Attempts = Annotated[
+    int, model_option(metavar="N", min=1, max=100, help="Replies for a stage, repairs included.")
+]
+Tokens = Annotated[int, model_option(metavar="N", min=1000, help="For a stage, read and written.")]
+Minutes = Annotated[float, model_option(metavar="X", min=0.1, help="For a stage.")]
+Dollars = Annotated[
+    float | None, model_option(metavar="X", min=0.0, help="For a stage; needs --price.")
+]
+Price = Annotated[
+    str | None, model_option(metavar="IN/OUT", help="Dollars for a million tokens, as in 3/15.")
+]
+
+
+def read_budget(
+    attempts: int, tokens: int, minutes: float, dollars: float | None, price: str | None
+) -> tuple[Budget, Prices | None]:
+    """What a stage may cost, and what tokens do."""
+    from flashwright.author.llm.budget import Budget, Prices
+
+    if dollars is not None and price is None:
+        why = "say what a million tokens cost: --price IN/OUT"
+        raise typer.BadParameter(why, param_hint="--dollars")
+    prices = Prices(*read_price(price)) if price is not None else None
+    return Budget(attempts, tokens, dollars, 60 * minutes), prices
+
+
+def read_price(text: str) -> tuple[float, float]:
+    """Dollars for a million tokens read and written, from `3/15`."""
+    try:
+        read, written = (float(part) for part in text.split("/"))
+    except ValueError:
+        why = f"{text!r} is not IN/OUT, dollars for a million tokens read and written, as in 3/15"
+        raise typer.BadParameter(why, param_hint="--price") from None
+    return read, written
