@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 
 from flashwright.confine.session import use
+from flashwright.confine.start import confined
 from flashwright.sandbox.candidate import Candidate, Unable
 from flashwright.sandbox.device import GUARD, POISON
 from flashwright.sandbox.limits import Limits
-from flashwright.sandbox.place import environment, make_folder, opened
+from flashwright.sandbox.place import environment, make_folder, opened, policy
 from flashwright.sandbox.problem import TimedProblem
 from flashwright.sandbox.tensors import DTYPES, Array
 from flashwright.sandbox.worker import IN, OUT
@@ -122,15 +123,16 @@ class Sandbox:
         self._folder = make_folder()
         down, up = os.pipe(), os.pipe()
         try:
+            command, env = self._command(down[0], up[1])
             with open(self._folder / "log.txt", "wb") as log:
                 self._process = subprocess.Popen(
-                    [*self.before, *_COMMAND, str(down[0]), str(up[1])],
+                    command,
                     pass_fds=(down[0], up[1]),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     cwd=self._folder,
-                    env={**environment(self._folder), **self.environment},
+                    env=env,
                     start_new_session=True,
                 )
         finally:
@@ -143,10 +145,23 @@ class Sandbox:
             self.close()
             raise
 
+    def _command(self, reading: int, writing: int) -> tuple[list[str], dict[str, str]]:
+        """The worker's command line and environment, confined where a model wrote the code."""
+        command = [*_COMMAND, str(reading), str(writing)]
+        env = {**environment(self._folder), **self.environment}
+        if self.candidate.untrusted:
+            # From its first instruction: a thread that runs already would keep its rights.
+            command, env = confined(policy(self.candidate, self._folder, env, self.limits), command)
+        return [*self.before, *command], env
+
     def switch(self, candidate: Candidate, spec: AttentionSpec) -> None:
         """Another candidate in the same process, which is quicker than a new one."""
+        alone = self.candidate.untrusted or candidate.untrusted
         self.candidate, self.spec = candidate, spec
-        self._load(None)
+        if alone:  # such a process opens one candidate's file, and others are not its company
+            self.start()
+        else:
+            self._load(None)
 
     def _load(self, judge: int | None) -> None:
         answer = self._ask(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import numpy as np
 import pytest
 
 import flashwright
+from flashwright.confine import landlock
+from flashwright.judge.judge import judge
 from flashwright.lang.diagnostic import Failed
 from flashwright.sandbox import place, process
 from flashwright.sandbox.candidate import Candidate, Unable
@@ -334,6 +337,119 @@ def test_it_reaches_neither_the_judge_nor_the_network(tmp_path: Path) -> None:
             sandbox.call(inputs())
     assert "refused [0, 1, 2, 3, 4" in ended.value.message
     assert "5]" in ended.value.message or os.getuid() == 0, "it can write to the judge's memory"
+
+
+OPENS = """
+import os, signal, ctypes, tempfile, threading
+import numpy as np
+def attention(q, k, v):
+    told = []
+    def tell(name, where, how):
+        try:
+            with open(where, how) as file:
+                file.read() if how == "rb" else file.write(b"x")
+            told.append(name)
+        except OSError:
+            pass
+    tell("own source", __file__, "rb")
+    tell("own folder", "mine", "wb")
+    tell("temporary", os.path.join(tempfile.gettempdir(), "mine"), "wb")
+    tell("null", "/dev/null", "wb")
+    tell("cpu", "/proc/cpuinfo", "rb")
+    tell("package", np.__file__, "rb")
+    tell("judge", f"/proc/{os.getppid()}/environ", "rb")
+    tell("shared memory", "/dev/shm/flashwright-test", "wb")
+    for number, place in enumerate(PLACES):
+        tell(f"read {number}", place, "rb")
+        tell(f"write {number}", place, "r+b")
+        tell(f"make {number}", place + ".new", "wb")
+    @ctypes.CFUNCTYPE(None, ctypes.c_int)
+    def elsewhere(number):
+        tell("other thread", PLACES[0], "rb")
+    libc = ctypes.CDLL(None)
+    libc.signal(signal.SIGUSR1, elsewhere)
+    for thread in os.listdir("/proc/self/task"):
+        libc.tgkill(os.getpid(), int(thread), signal.SIGUSR1)
+    threading.Event().wait(0.2)
+    raise RuntimeError(", ".join(told))
+"""
+
+
+def test_what_a_model_wrote_opens_no_file_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither from a thread that was there before it, nor where Python looks for modules."""
+    secret, beside, here = tmp_path / "a/secret", tmp_path / "secret.py", tmp_path / "here/.env"
+    for path in (secret, beside, here):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("hush")
+    monkeypatch.chdir(here.parent)
+    monkeypatch.setenv("HOME", str(secret.parent))
+    monkeypatch.setattr(sys, "path", ["", str(here.parent), str(tmp_path), *sys.path])
+    text = f"PLACES = {[str(p) for p in (secret, beside, here)]}\n{OPENS}"
+    trusted, untrusted = (written(tmp_path, text, untrusted=u) for u in (False, True))
+    with pytest.raises(Ended) as ended:
+        called(trusted)
+    Path("/dev/shm/flashwright-test").unlink(missing_ok=True)
+    assert {"read 0", "write 1", "make 2", "judge", "other thread"} <= set(_told(ended.value))
+    if not landlock.available():
+        pytest.skip("this system has no Landlock")
+    for path in (secret, beside, here):
+        path.with_name(path.name + ".new").unlink()
+    with pytest.raises(Ended) as ended:
+        called(untrusted)
+    assert _told(ended.value) == ["own source", "own folder", "temporary", "null", "cpu", "package"]
+    assert not list(tmp_path.rglob("*.new"))
+
+
+def test_where_files_cannot_be_refused_the_verdict_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "def attention(q, k, v):\n    return q.copy()\n"
+    monkeypatch.setattr(landlock, "available", lambda: False)
+    for untrusted in (False, True):
+        candidate = written(tmp_path, text, untrusted=untrusted)
+        notes = judge(candidate, SPEC, device="cpu", lengths=[(9, 9)]).notes
+        assert any("no Landlock" in note for note in notes) is untrusted
+
+
+def _told(ended: Ended) -> list[str]:
+    assert ended.offence == "raises"
+    return ended.message.removeprefix("RuntimeError: ").split(", ")
+
+
+def test_a_device_that_is_allowed_takes_commands_too() -> None:
+    """The GPU's driver is nothing but that: ioctl on files in /dev."""
+    code = """
+import fcntl, os, termios
+from flashwright.confine.landlock import restrict
+restrict([], ["/dev/ptmx"])
+fcntl.ioctl(os.open("/dev/ptmx", os.O_RDWR), termios.TIOCGWINSZ, bytes(8))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stderr == ""
+
+
+def test_what_a_model_wrote_is_told_of_no_cache_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could not be written to: those in its own home can."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
+    text = "import os\ndef attention(q, k, v):\n    raise RuntimeError(' '.join(os.environ))\n"
+    for untrusted in (False, True):
+        with pytest.raises(Ended) as ended:
+            called(written(tmp_path, text, untrusted=untrusted))
+        assert ("TRITON_CACHE_DIR" in ended.value.message) is not untrusted
+
+
+def test_who_is_confined_shares_its_process_with_nobody(tmp_path: Path, started: list[int]) -> None:
+    """A process that was started for another candidate may open more."""
+    trusted = written(tmp_path, "def attention(q, k, v):\n    return q.copy()\n")
+    with running(trusted) as sandbox:
+        for number, untrusted in ((1, False), (2, True), (3, True), (4, False)):
+            sandbox.switch(replace(trusted, untrusted=untrusted), SPEC)
+            assert sandbox.call(inputs()).outputs["O"].dtype == "fp16"
+            assert len(started) == number
 
 
 def test_it_has_no_terminal_and_its_output_is_kept_apart(
