@@ -106,6 +106,7 @@ class Lane:
             if known.question.messages != question.messages:
                 self.changed.append(self.here.name)
             self.repeated, self.again = self.repeated + 1, True
+            _unlink(self.here)
             return known.reply
         if self.model is None:
             self.number -= 1
@@ -265,6 +266,15 @@ def _make(folder: Path) -> None:
         if folder.is_symlink():
             folder.unlink()
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot("use", folder, error) from None
+
+
+def _unlink(folder: Path) -> None:
+    """Take the links away: what is made of a reply is written here by others, who follow them."""
+    try:
+        for path in [p for p in folder.rglob("*") if p.is_symlink()]:
+            path.unlink()
     except OSError as error:
         raise cannot("use", folder, error) from None
 
