@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from flashwright.confine.landlock import restrict
+from flashwright.confine.limit import limit
 from flashwright.confine.seal import die_with_parent, seal, stop_inspecting
 
 NOT_STARTED = 126
@@ -48,22 +49,16 @@ def confined(policy: Policy, command: Sequence[str]) -> tuple[list[str], dict[st
     return [*start, json.dumps(asdict(policy)), *command], env
 
 
-def _limit(kind: int, most: int) -> None:
-    _, allowed = resource.getrlimit(kind)
-    value = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
-    resource.setrlimit(kind, (value, value))
-
-
 def main() -> None:
     """Give everything up, then become the command."""
     policy, command = Policy(**json.loads(sys.argv[1])), sys.argv[2:]
     die_with_parent()
-    _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_FSIZE, policy.file_bytes)
+    limit(resource.RLIMIT_CORE, 0)
+    limit(resource.RLIMIT_FSIZE, policy.file_bytes)
     if policy.seconds is not None:
-        _limit(resource.RLIMIT_CPU, policy.seconds)
+        limit(resource.RLIMIT_CPU, policy.seconds)
     if policy.addresses is not None:
-        _limit(resource.RLIMIT_AS, policy.addresses)
+        limit(resource.RLIMIT_AS, policy.addresses)
     stop_inspecting()
     restrict(policy.readable, policy.writable)
     seal(os.getppid())
