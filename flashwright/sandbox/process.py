@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -98,6 +99,7 @@ class Sandbox:
 
     def __post_init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._clear: Callable[[], object] = lambda: None
         self._buffer = b""
         self.sealed = False
         """Whether the process is kept from the judge's and from the network."""
@@ -120,7 +122,9 @@ class Sandbox:
         """Start the process and load the candidate; Ended or Unable where that fails."""
         self.close()
         self._others = _in_use(self.gpu_used)
-        self._folder = make_folder()
+        self._folder, started = make_folder(), list[subprocess.Popen[bytes]]()
+        # At the end of the program too: nobody closes what a daemon's thread has left open.
+        self._clear = weakref.finalize(self, _clear, self._folder, started)
         down, up = os.pipe(), os.pipe()
         try:
             command, env = self._command(down[0], up[1])
@@ -135,6 +139,7 @@ class Sandbox:
                     env=env,
                     start_new_session=True,
                 )
+                started.append(self._process)
         finally:
             os.close(down[0])
             os.close(up[1])
@@ -180,15 +185,10 @@ class Sandbox:
     def close(self) -> None:
         """End the process and all that it has started."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for end in (self._write, self._read):
+        self._clear()
+        for end in (self._write, self._read) if process else ():
             with contextlib.suppress(OSError):
                 os.close(end)
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def log(self) -> str:
         """The last of what the candidate printed."""
@@ -432,6 +432,14 @@ class Sandbox:
             return found.reshape(-1, self.spec.value_dim)
         except (ValueError, OSError):
             raise self._end("tampering", "its output has another shape than it said") from None
+
+
+def _clear(folder: Path, started: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in started:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _bytes(

@@ -486,16 +486,23 @@ def attention(q, k, v):
 # --- who dies with whom -----------------------------------------------------------------------
 
 PARENT = """
-import sys
+import sys, threading
 from flashwright.sandbox.candidate import Candidate
 from flashwright.sandbox.limits import Limits
 from flashwright.sandbox.process import Sandbox
 from flashwright.spec import AttentionSpec
 import numpy as np
 spec = AttentionSpec.make(variant="mha", heads=2, head_dim=16)
-with Sandbox(Candidate.parse(sys.argv[1]), spec, "cpu", Limits(seconds=60)) as sandbox:
-    x = np.zeros((1, 2, 9, 16), np.float16)
-    sandbox.call({"Q": x, "K": x, "V": x})
+def work():
+    with Sandbox(Candidate.parse(sys.argv[1]), spec, "cpu", Limits(seconds=60)) as sandbox:
+        x = np.zeros((1, 2, 9, 16), np.float16)
+        sandbox.call({"Q": x, "K": x, "V": x})
+if sys.argv[2] == "thread":
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join()
+else:
+    work()
 """
 NOTED = """
 import os, time
@@ -515,22 +522,25 @@ def noted(note: Path) -> int:
     raise AssertionError("the candidate was never called")
 
 
+@pytest.mark.parametrize("where", ["main", "thread"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_the_worker_dies_with_its_parent(number: signal.Signals, tmp_path: Path) -> None:
-    """Ctrl-C, a polite end and one that no handler sees."""
+def test_the_worker_dies_with_its_parent(
+    number: signal.Signals, where: str, tmp_path: Path
+) -> None:
+    """Ctrl-C, also while a daemon's thread waits, a polite end and one that no handler sees."""
     note, place = tmp_path / "note", tmp_path / "tmp"
     place.mkdir()
-    (tmp_path / "parent.py").write_text(PARENT)
     candidate = written(tmp_path, NOTED.format(note=str(note)))
     # Without shared memory the scratch folder goes to TMPDIR, where it can be looked for.
-    code = f"import flashwright.sandbox.process as p; p._ROOM = 1 << 60; exec({PARENT!r})"
+    code = f"import flashwright.sandbox.place as p; p._ROOM = 1 << 60; exec({PARENT!r})"
     parent = subprocess.Popen(
-        [sys.executable, "-c", code, f"{candidate.where}:attention"],
+        [sys.executable, "-c", code, f"{candidate.where}:attention", where],
         stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(place)},
     )
     try:
         worker = noted(note)
+        assert list(place.iterdir())
         parent.send_signal(number)
         parent.wait(10)
         assert dead(worker)
