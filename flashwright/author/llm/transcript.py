@@ -56,6 +56,7 @@ def read(path: Path) -> Exchange | None:
     try:
         told = json.loads(_bytes(path))
         question, reply = told["question"], told["reply"]
+        question.pop("temperature", None)  # older records have one
         messages = tuple(Message(**m) for m in question.pop("messages"))
         usage = Usage(**reply.pop("usage"))
         return Exchange(Question(messages, **question), Reply(**reply, usage=usage))
@@ -218,10 +219,6 @@ class Transcript:
                 place = name["stage"], int(name["candidate"]), int(name["number"])
                 found.append((*place, exchange))
         return found
-
-    def usage(self) -> Usage:
-        """All tokens."""
-        return sum((exchange.reply.usage for *_, exchange in self.attempts()), Usage())
 
     def _write(self, settings: Mapping[str, Any], ended: str) -> None:
         told = {"schema": SCHEMA, "settings": dict(settings), "ended": ended}
