@@ -17,13 +17,14 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
+from flashwright.confine.limit import limit
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
 GB = 1 << 30
 T = TypeVar("T")
 Answer = tuple[str, Any]
 _LATE: Answer = ("late", None)
-_GONE: Answer = ("gone", None)
+_DYING = 5.0  # seconds for a process that has closed its end of the pipe
 
 
 def call(function: Callable[..., T], *arguments: Any, seconds: float, memory: int) -> T:
@@ -34,16 +35,19 @@ def call(function: Callable[..., T], *arguments: Any, seconds: float, memory: in
     context = multiprocessing.get_context("spawn")  # a fork would inherit threads and their locks
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(there, memory, function, arguments), daemon=True)
-    with _uninterrupted():
-        process.start()
+    try:
+        with _uninterrupted():
+            process.start()
+    except OSError as error:  # the system has no room for one more
+        raise Failed(_ended(*_broken(error), seconds)) from None
     there.close()
     try:
         answered = here.poll(seconds)
         kind: str
         value: Any
         kind, value = here.recv() if answered else _LATE
-    except EOFError:  # ended by the system, most likely for its memory
-        kind, value = _GONE
+    except (EOFError, OSError):
+        kind, value = _died(process)
     finally:
         here.close()
         _end(process)
@@ -52,7 +56,7 @@ def call(function: Callable[..., T], *arguments: Any, seconds: float, memory: in
         return done
     if kind == "failed":
         raise Failed(*value)
-    raise Failed(_ended(kind, value, seconds, memory))
+    raise Failed(_ended(kind, value, seconds))
 
 
 @contextlib.contextmanager
@@ -77,16 +81,30 @@ def _end_with_parent() -> None:
 
 def _work(answer: Connection, memory: int, function: Callable[..., Any], arguments: Any) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    limit(resource.RLIMIT_CORE, 0)
+    allowed = limit(resource.RLIMIT_AS, memory)
     try:
         answer.send(("done", function(*arguments)))
     except Failed as failed:
         answer.send(("failed", failed.diagnostics))
-    except (MemoryError, RecursionError) as error:
-        answer.send(("gone", type(error).__name__))
+    except MemoryError:
+        answer.send(("memory", allowed))
     except Exception as error:  # ours, not the program's: say so instead of a traceback
-        answer.send(("broken", f"{type(error).__name__}: {error}"))
+        answer.send(_broken(error))
+
+
+def _broken(error: Exception) -> Answer:
+    return "broken", f"{type(error).__name__}: {error}"
+
+
+def _died(process: multiprocessing.process.BaseProcess) -> Answer:
+    """How it ended that gave no answer: the system kills what takes all memory."""
+    process.join(_DYING)
+    code = process.exitcode or 0
+    if code == -signal.SIGKILL:
+        return "memory", None
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return "broken", f"its process ended with {how}"
 
 
 def _end(process: multiprocessing.process.BaseProcess) -> None:
@@ -97,11 +115,12 @@ def _end(process: multiprocessing.process.BaseProcess) -> None:
         process.join()
 
 
-def _ended(kind: str, value: Any, seconds: float, memory: int) -> Diagnostic:
+def _ended(kind: str, value: Any, seconds: float) -> Diagnostic:
     if kind == "late":
         text = f"the program does not come to an end: {seconds:g} s were not enough"
         return Diagnostic("FW806", text, help="loops over less, or fewer and larger tiles")
-    if kind == "gone":
-        text = f"the program needs more than {memory / GB:g} GB of memory"
+    if kind == "memory":
+        most = "there is" if value is None else f"{value / GB:.3g} GB"
+        text = f"the program needs more memory than {most}"
         return Diagnostic("FW806", text, help="use smaller tiles, and fewer of them")
     return Diagnostic("FW806", f"the program could not be run ({value})")

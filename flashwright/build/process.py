@@ -21,6 +21,7 @@ from pathlib import Path
 
 from flashwright.build import blame
 from flashwright.build.toolchain import Toolchain
+from flashwright.confine import landlock
 from flashwright.confine.session import use
 from flashwright.confine.start import NOT_STARTED, Policy, confined
 from flashwright.lang.diagnostic import Diagnostic, Failed
@@ -31,11 +32,7 @@ HIDDEN_FLAGS = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 READS = "FLASHWRIGHT_COMPILER_READS"
 """Further folders that the compiler of model-written code may read, as in PATH."""
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "NVCC_CCBIN")
-_SYSTEM = (
-    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt", "/nix/store", "/gnu/store"),
-    *("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d"),
-    *("/dev/urandom", "/dev/zero", "/sys/devices/system/cpu"),
-)
+_SYSTEM = (*landlock.SYSTEM, "/dev/urandom", "/dev/zero", "/sys/devices/system/cpu")
 _LOG = "log.txt"
 _TICK = 0.02  # seconds between two looks whether it has ended
 _LOOK = 10  # ticks between two looks at what it holds

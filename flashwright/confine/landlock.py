@@ -11,12 +11,17 @@ import os
 import stat
 from collections.abc import Iterable
 
+SYSTEM = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt", "/nix/store", "/gnu/store"),
+    *("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d"),
+)
+"""Programs and libraries, which are nobody's own."""
 _CREATE, _ADD, _RESTRICT = 444, 445, 446  # system calls, the same numbers on every machine
 _VERSION, _BENEATH, _NO_NEW_PRIVS = 1, 1, 38
 _EXECUTE, _WRITE, _READ, _LIST = 1, 2, 4, 8
-_TRUNCATE = 1 << 14
+_TRUNCATE, _DEVICE = 1 << 14, 1 << 15
 _READING = _EXECUTE | _READ | _LIST
-_OF_A_FILE = _EXECUTE | _WRITE | _READ | _TRUNCATE
+_OF_A_FILE = _EXECUTE | _WRITE | _READ | _TRUNCATE | _DEVICE
 # How many rights of files the system knows by version: execute to make_sym, refer, truncate, and
 # ioctl on devices. What it does not know must not be asked for.
 _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
@@ -32,6 +37,11 @@ class _Beneath(ctypes.Structure):
     _fields_ = (("allowed", ctypes.c_uint64), ("folder", ctypes.c_int32))
 
 
+def available() -> bool:
+    """Whether the system does it at all."""
+    return _version(ctypes.CDLL(None, use_errno=True)) >= 1
+
+
 def restrict(readable: Iterable[str], writable: Iterable[str]) -> bool:
     """From now on this process and its children open these files and folders only.
 
@@ -39,7 +49,7 @@ def restrict(readable: Iterable[str], writable: Iterable[str]) -> bool:
     the system does it.
     """
     system = ctypes.CDLL(None, use_errno=True)
-    version = system.syscall(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION))
+    version = _version(system)
     if version < 1:
         return False
     every = (1 << _RIGHTS.get(version, _NEWEST)) - 1
@@ -58,6 +68,10 @@ def restrict(readable: Iterable[str], writable: Iterable[str]) -> bool:
         return not system.syscall(_RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint32(0))
     finally:
         os.close(ruleset)
+
+
+def _version(system: ctypes.CDLL) -> int:
+    return int(system.syscall(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(_VERSION)))
 
 
 def _allow(system: ctypes.CDLL, ruleset: int, path: str, rights: int) -> None:

@@ -17,6 +17,7 @@ import socket
 from collections.abc import Sequence
 
 _PDEATHSIG, _NO_NEW_PRIVS, _SET_SECCOMP, _MODE_FILTER = 1, 38, 22, 2  # prctl
+_DROP, _INSPECTING = 24, (19, 21, 38)  # capabilities: sys_ptrace, sys_admin, perfmon
 _LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06  # BPF: ld abs word, jeq, ret
 _ALLOW, _PRETEND = 0x7FFF0000, 0x00050000  # the latter: nothing happens, and that is success
 _REFUSE = _PRETEND | errno.EPERM
@@ -54,6 +55,15 @@ class _Program(ctypes.Structure):
 def die_with_parent() -> None:
     """Be killed when the judge is gone: a hung kernel must not outlive it."""
     ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+
+
+def stop_inspecting() -> None:
+    """What is executed from now on sees into no other process, even as root.
+
+    Linux shows the environment of all, the judge's keys too, to whoever may watch performance.
+    """
+    for capability in _INSPECTING:
+        ctypes.CDLL(None).prctl(_DROP, capability, 0, 0, 0)
 
 
 def seal(judge: int) -> bool:

@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from flashwright.confine.landlock import restrict
-from flashwright.confine.seal import die_with_parent, seal
+from flashwright.confine.limit import limit
+from flashwright.confine.seal import die_with_parent, seal, stop_inspecting
 
 NOT_STARTED = 126
 """The exit status where the command cannot be run at all, as a shell has it."""
@@ -29,15 +30,15 @@ class Policy:
 
     readable: tuple[str, ...]
     writable: tuple[str, ...]
-    seconds: int
-    """Of the processor, for each of its processes: they end even where nobody is left to end
-    them."""
     file_bytes: int
     """The largest file it may write."""
-    addresses: int
-    """Bytes of addresses that one process may have."""
     environment: Mapping[str, str]
     """All of it."""
+    seconds: int | None = None
+    """Of the processor, for each of its processes: they end even where nobody is left to end
+    them."""
+    addresses: int | None = None
+    """Bytes of addresses that one process may have."""
 
 
 def confined(policy: Policy, command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -48,20 +49,17 @@ def confined(policy: Policy, command: Sequence[str]) -> tuple[list[str], dict[st
     return [*start, json.dumps(asdict(policy)), *command], env
 
 
-def _limit(kind: int, most: int) -> None:
-    _, allowed = resource.getrlimit(kind)
-    value = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
-    resource.setrlimit(kind, (value, value))
-
-
 def main() -> None:
     """Give everything up, then become the command."""
     policy, command = Policy(**json.loads(sys.argv[1])), sys.argv[2:]
     die_with_parent()
-    _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_CPU, policy.seconds)
-    _limit(resource.RLIMIT_FSIZE, policy.file_bytes)
-    _limit(resource.RLIMIT_AS, policy.addresses)
+    limit(resource.RLIMIT_CORE, 0)
+    limit(resource.RLIMIT_FSIZE, policy.file_bytes)
+    if policy.seconds is not None:
+        limit(resource.RLIMIT_CPU, policy.seconds)
+    if policy.addresses is not None:
+        limit(resource.RLIMIT_AS, policy.addresses)
+    stop_inspecting()
     restrict(policy.readable, policy.writable)
     seal(os.getppid())
     try:

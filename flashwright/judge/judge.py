@@ -17,6 +17,7 @@ from typing import Any
 from flashwright import files
 from flashwright.build import classes, driver
 from flashwright.build.load import read_plan
+from flashwright.confine import landlock
 from flashwright.judge import static
 from flashwright.judge.expected import Expected
 from flashwright.judge.form import bounds_of, form_of
@@ -244,6 +245,8 @@ class Hearing:
         ) as running:
             if not running.sealed:
                 self.notes.append("this system has no seccomp: its process could reach the judge's")
+            if self.candidate.untrusted and not landlock.available():
+                self.notes.append("this system has no Landlock: its code could open every file")
             trial = self._trial(running, expected)
             for number, problem in enumerate(listed):
                 if self._enough(running, number, total):

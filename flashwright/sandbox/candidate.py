@@ -42,6 +42,8 @@ class Candidate:
     """The function is given the spec and returns the callable; it may raise Unable."""
     title: str = ""
     """As the user named it."""
+    untrusted: bool = False
+    """A model wrote it: its process opens its own file and no other of the user's."""
 
     @property
     def name(self) -> str:

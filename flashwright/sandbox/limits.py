@@ -5,6 +5,8 @@ from __future__ import annotations
 import resource
 from dataclasses import dataclass
 
+from flashwright.confine.limit import limit
+
 GB = 1 << 30
 
 
@@ -26,7 +28,5 @@ class Limits:
 
 def apply(limits: Limits) -> None:
     """In the candidate's process, before its code is there: what the kernel itself enforces."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    size = limits.file_bytes if most == resource.RLIM_INFINITY else min(limits.file_bytes, most)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    limit(resource.RLIMIT_CORE, 0)
+    limit(resource.RLIMIT_FSIZE, limits.file_bytes)

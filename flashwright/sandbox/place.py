@@ -6,9 +6,16 @@ import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
+
+from flashwright.confine import landlock
+from flashwright.confine.start import Policy
+from flashwright.sandbox.candidate import Candidate
+from flashwright.sandbox.limits import Limits
 
 IN_WORKER = "FLASHWRIGHT_WORKER"
 """Set in a candidate's process."""
@@ -16,6 +23,16 @@ _KEPT = ("PATH", "LANG", "TMPDIR", "USER", "LOGNAME", "LD_LIBRARY_PATH", "CC", "
 _KEPT_BEGINNINGS = ("CUDA", "NVIDIA", "TORCH", "TRITON", "LC_", "FLASHWRIGHT", "PYTORCH")
 _SHARED_MEMORY = Path("/dev/shm")
 _ROOM = 8 << 30
+_CACHE = re.compile(r"CACHE|T(?:ORCH|RITON)_HOME")
+_SYSTEM = (  # what Python, PyTorch and CUDA's driver look at
+    *(*landlock.SYSTEM, "/proc", "/sys", "/run/opengl-driver", "/run/nvidia"),
+    *("/etc/passwd", "/etc/group", "/etc/nsswitch.conf", "/etc/localtime", "/etc/os-release"),
+    *("/etc/nvidia", "/etc/OpenCL", "/etc/vulkan"),
+)
+_DEVICES = (  # not all of /dev: what others have in shared memory is there, and disks are
+    *("null", "zero", "full", "random", "urandom", "nvidia*", "nvhost*", "nvmap", "nvgpu"),
+    *("dri", "dxg"),
+)
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 
 
@@ -54,3 +71,32 @@ def environment(folder: Path) -> dict[str, str]:
         "PYTHONDONTWRITEBYTECODE": "1",
         IN_WORKER: "1",
     }
+
+
+# --- code that nobody has read ----------------------------------------------------------------
+
+
+def policy(candidate: Candidate, folder: Path, env: Mapping[str, str], limits: Limits) -> Policy:
+    """What the process of an untrusted candidate may do: compute, with its folder to write in."""
+    devices = (str(path) for name in _DEVICES for path in Path("/dev").glob(name))
+    kept = {name: value for name, value in env.items() if not _CACHE.search(name)}
+    return Policy(
+        readable=(*_SYSTEM, *dict.fromkeys(_installed()), candidate.where),
+        writable=(str(folder), *devices),
+        file_bytes=limits.file_bytes,
+        environment={**kept, "TMPDIR": str(folder)},  # caches go to its HOME, which is there too
+    )
+
+
+def _installed() -> Iterator[str]:
+    """Where Python and its packages are; never a folder that all of somebody's files are in."""
+    home, here = Path(os.path.expanduser("~")).resolve(), Path.cwd()
+    yield str(Path(__file__).parents[2])
+    for prefix in (sys.prefix, sys.base_prefix):
+        everything = home.is_relative_to(Path(prefix).resolve())
+        yield from (f"{prefix}/bin", f"{prefix}/lib") if everything else (prefix,)
+    libraries = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    toolkits = [os.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")]
+    for path in (Path(p).resolve() for p in (*sys.path, *libraries, *toolkits) if p):
+        if not home.is_relative_to(path) and not here.is_relative_to(path):
+            yield str(path)

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,10 +24,11 @@ from typing import Any
 import numpy as np
 
 from flashwright.confine.session import use
+from flashwright.confine.start import confined
 from flashwright.sandbox.candidate import Candidate, Unable
 from flashwright.sandbox.device import GUARD, POISON
 from flashwright.sandbox.limits import Limits
-from flashwright.sandbox.place import environment, make_folder, opened
+from flashwright.sandbox.place import environment, make_folder, opened, policy
 from flashwright.sandbox.problem import TimedProblem
 from flashwright.sandbox.tensors import DTYPES, Array
 from flashwright.sandbox.worker import IN, OUT
@@ -97,6 +99,7 @@ class Sandbox:
 
     def __post_init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._clear: Callable[[], object] = lambda: None
         self._buffer = b""
         self.sealed = False
         """Whether the process is kept from the judge's and from the network."""
@@ -119,20 +122,24 @@ class Sandbox:
         """Start the process and load the candidate; Ended or Unable where that fails."""
         self.close()
         self._others = _in_use(self.gpu_used)
-        self._folder = make_folder()
+        self._folder, started = make_folder(), list[subprocess.Popen[bytes]]()
+        # At the end of the program too: nobody closes what a daemon's thread has left open.
+        self._clear = weakref.finalize(self, _clear, self._folder, started)
         down, up = os.pipe(), os.pipe()
         try:
+            command, env = self._command(down[0], up[1])
             with open(self._folder / "log.txt", "wb") as log:
                 self._process = subprocess.Popen(
-                    [*self.before, *_COMMAND, str(down[0]), str(up[1])],
+                    command,
                     pass_fds=(down[0], up[1]),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     cwd=self._folder,
-                    env={**environment(self._folder), **self.environment},
+                    env=env,
                     start_new_session=True,
                 )
+                started.append(self._process)
         finally:
             os.close(down[0])
             os.close(up[1])
@@ -143,10 +150,23 @@ class Sandbox:
             self.close()
             raise
 
+    def _command(self, reading: int, writing: int) -> tuple[list[str], dict[str, str]]:
+        """The worker's command line and environment, confined where a model wrote the code."""
+        command = [*_COMMAND, str(reading), str(writing)]
+        env = {**environment(self._folder), **self.environment}
+        if self.candidate.untrusted:
+            # From its first instruction: a thread that runs already would keep its rights.
+            command, env = confined(policy(self.candidate, self._folder, env, self.limits), command)
+        return [*self.before, *command], env
+
     def switch(self, candidate: Candidate, spec: AttentionSpec) -> None:
         """Another candidate in the same process, which is quicker than a new one."""
+        alone = self.candidate.untrusted or candidate.untrusted
         self.candidate, self.spec = candidate, spec
-        self._load(None)
+        if alone:  # such a process opens one candidate's file, and others are not its company
+            self.start()
+        else:
+            self._load(None)
 
     def _load(self, judge: int | None) -> None:
         answer = self._ask(
@@ -165,15 +185,10 @@ class Sandbox:
     def close(self) -> None:
         """End the process and all that it has started."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for end in (self._write, self._read):
+        self._clear()
+        for end in (self._write, self._read) if process else ():
             with contextlib.suppress(OSError):
                 os.close(end)
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def log(self) -> str:
         """The last of what the candidate printed."""
@@ -417,6 +432,14 @@ class Sandbox:
             return found.reshape(-1, self.spec.value_dim)
         except (ValueError, OSError):
             raise self._end("tampering", "its output has another shape than it said") from None
+
+
+def _clear(folder: Path, started: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in started:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _bytes(

@@ -50,7 +50,8 @@ def candidate_of(folder: Path) -> Candidate | None:
         return Candidate.package(folder)
     file = folder / pytorch.FILE
     if file.is_file():
-        return Candidate("python", str(file.resolve()), pytorch.FUNCTION, title=str(file))
+        where, title = str(file.resolve()), str(file)
+        return Candidate("python", where, pytorch.FUNCTION, title=title, untrusted=True)
     return None
 
 

@@ -69,7 +69,7 @@ def _attempted(run: Run, source: str, lane: Lane) -> Tried[Function]:
     files = {FILE: source}
     path = lane.here / FILE
     write(path, source)
-    candidate = Candidate("python", str(path.resolve()), FUNCTION, title=FILE)
+    candidate = Candidate("python", str(path.resolve()), FUNCTION, title=FILE, untrusted=True)
     found = tuple(_read(source, candidate))
     if found:
         return _wrong(found, source)

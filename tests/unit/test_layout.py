@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "flashwright"
 # A module may import those before it, and its own.
 ORDER = (
-    *("spec", "gpu", "lang", "files", "apart", "confine", "check", "interpret", "author", "lower"),
+    *("spec", "gpu", "lang", "files", "confine", "apart", "check", "interpret", "author", "lower"),
     *("build", "emulate", "sandbox", "judge", "measure", "report", "run", "folder", "stages"),
     *("speed", "kernel_by_model", "by_model", "improve", "pipeline", "replay", "study", "cli"),
 )

@@ -12,9 +12,9 @@ from flashwright import gpu as gpus
 from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.builtin.variants import VARIANTS, make_spec
 from flashwright.author.llm import examples, gpu_words, language, operator_words, prompt, vocabulary
+from flashwright.author.llm.budget import estimate_prompt
 from flashwright.author.llm.extract import tl
-from flashwright.author.llm.model import Message
-from flashwright.author.llm.prompt import STAGES, Facts, digest, first, kind, repair, tokens
+from flashwright.author.llm.prompt import STAGES, Facts, digest, first, kind, repair
 from flashwright.check.budget import use
 from flashwright.check.check import check
 from flashwright.gpu import Gpu
@@ -69,7 +69,8 @@ def test_prompts_are_short_enough(name: str, gpu: Gpu, flavour: str) -> None:
         spec, gpu, sketch=sketch, code=write_code(sketch, spec, gpu).code, header=HEADERS[flavour]
     )
     for stage, limit in LIMITS.items():
-        assert tokens(first(stage, f)) < limit - 300, stage  # the header is longer than here
+        # The header is longer than here.
+        assert estimate_prompt(first(stage, f)) < limit - 300, stage
 
 
 def test_what_is_missing_is_an_error_and_not_a_gap() -> None:
@@ -336,7 +337,7 @@ def test_a_repair_has_the_beginning_the_last_attempt_and_what_was_wrong() -> Non
     assert found.strip() in twice[3].text
     assert "   1 | param HeadDim = 32" in twice[3].text
     assert "About FW501" in twice[3].text
-    assert tokens(twice) < 2 * tokens(begin)
+    assert estimate_prompt(twice) < 2 * estimate_prompt(begin)
 
 
 def test_a_repair_of_a_reply_without_a_program_does_not_speak_twice() -> None:
@@ -387,13 +388,3 @@ def test_every_file_of_the_prompts_is_in_some_digest() -> None:
     named = {name for stage in STAGES for name, _ in prompt._files(stage)}
     for path in folder.rglob("*.*"):
         assert f"prompts/{path.relative_to(folder).as_posix()}" in named, path
-
-
-def test_tokens_are_about_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
-    prompt._table.cache_clear()
-    english = "The loop takes one tile of keys in each step, and the softmax is kept up to date. "
-    assert 15 <= tokens([Message("user", english)]) - 4 <= 25
-    assert tokens([]) == 0
-    text = asked("code", facts(make_spec("mha")))
-    assert len(text) / 4.5 < tokens([Message("user", text)]) < len(text) / 2.5

@@ -74,11 +74,11 @@ def refused(
 
 def test_the_openai_request() -> None:
     with serve([say("hi")]) as server:
-        reach("openai", server).ask(Question(HELLO.messages, limit=300, temperature=0.5))
+        reach("openai", server).ask(Question(HELLO.messages, limit=300))
     (request,) = server.requests
     assert (request.path, request.key) == ("/v1/chat/completions", KEY)
     assert [m["role"] for m in request.body["messages"]] == ["system", "user"]
-    assert (request.body["max_tokens"], request.body["temperature"]) == (300, 0.5)
+    assert request.body["max_tokens"] == 300
     assert request.body["stream"] is True
 
 
@@ -307,11 +307,10 @@ def test_an_interruption_passes_through_at_once(provider: str) -> None:
     [
         ("stream_options: extra inputs are not permitted", "stream_options"),
         ("Unsupported parameter: 'max_tokens'. Use 'max_completion_tokens' instead.", "max_tokens"),
-        ("'temperature' does not support 0.5 with this model", "temperature"),
     ],
 )
 def test_an_option_that_is_refused_is_left_out_from_then_on(message: str, gone: str) -> None:
-    question = Question(HELLO.messages, limit=300, temperature=0.5)
+    question = Question(HELLO.messages, limit=300)
     with serve([status(400, message), say("hi"), say("again")]) as server:
         model = reach("openai", server)
         assert [model.ask(question).text, model.ask(question).text] == ["hi", "again"]
@@ -320,17 +319,11 @@ def test_an_option_that_is_refused_is_left_out_from_then_on(message: str, gone: 
         assert server.requests[1].body["max_completion_tokens"] == 300
 
 
-def test_a_temperature_out_of_range_is_told() -> None:
-    question = Question(HELLO.messages, temperature=9.0)
-    error = no_answer("openai", status(400, "temperature must be at most 2"), question)
-    assert "at most 2" in error.why
-
-
-def test_anthropic_takes_no_temperature() -> None:
-    question = Question(HELLO.messages, temperature=0.5, grammar="root ::= x")
+def test_anthropic_takes_no_grammar() -> None:
+    question = Question(HELLO.messages, grammar="root ::= x")
     with serve([say("hi")]) as server:
         assert reach("anthropic", server).ask(question).text == "hi"
-    assert {"temperature", "grammar"}.isdisjoint(server.requests[0].body)
+    assert "grammar" not in server.requests[0].body
 
 
 @pytest.mark.parametrize(

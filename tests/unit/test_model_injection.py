@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 
 from flashwright.author.llm import extract, prompt
 from flashwright.author.llm.extract import NoCode
+from flashwright.author.llm.model import Message, Question, Reply
 from flashwright.author.llm.operator_words import CLOSE, OPEN
 from flashwright.author.llm.prompt import Facts
-from flashwright.author.llm.transcript import FOLDER, Transcript
+from flashwright.author.llm.transcript import EXCHANGE, FOLDER, Exchange, Transcript
 from flashwright.cli.main import app
 from flashwright.folder import prepare
 from flashwright.kernel_by_model import attempted
@@ -214,6 +215,21 @@ def test_links_in_the_runs_folder_lead_nowhere(tmp_path: Path, canary: Path) -> 
     assert (attempt / "code.tl").read_text() == WITHOUT_RESHAPE
     assert not any(p.is_symlink() for p in (run / FOLDER / "code.1.02").iterdir())
     assert SECRET.encode() not in everything(run)
+
+
+def test_an_attempt_of_the_record_holds_no_link_when_it_is_tried(
+    tmp_path: Path, canary: Path
+) -> None:
+    """The judge has the kernel of an attempt written there, by whoever follows links."""
+    question = Question((Message("user", "a kernel"),))
+    attempt = tmp_path / "run" / "translate.1.01"
+    (attempt / "short").mkdir(parents=True)
+    (attempt / EXCHANGE).write_text(Exchange(question, Reply("a reply")).dump())
+    for name in ("kernel.cu", "short/kernel.cu"):
+        _link(attempt / name, canary / "secret.txt")
+    _link(attempt / "long", canary)
+    assert Transcript(tmp_path / "run").lane("translate", 1, None).ask(question).text == "a reply"
+    assert not [path for path in attempt.rglob("*") if path.is_symlink()]
 
 
 def _link(path: Path, target: Path) -> None:

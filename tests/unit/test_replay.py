@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from flashwright.author.llm.budget import Budget, Meter
 from flashwright.author.llm.connect import connect
 from flashwright.author.llm.model import Message, Question, Reply
 from flashwright.author.llm.prompt import Facts
-from flashwright.author.llm.transcript import FOLDER, Lane, Transcript
+from flashwright.author.llm.transcript import EXCHANGE, FOLDER, Lane, Transcript
 from flashwright.files import sha256
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from tests.unit.llm_server import cut, say, serve
@@ -64,6 +65,24 @@ def test_a_question_that_has_changed_is_asked_and_the_old_reply_is_kept(tmp_path
     assert (tmp_path / "code.1.03-1" / "findings.md").read_text() == "not c"
     attempts = Transcript(tmp_path).attempts()
     assert [e.reply.text for *_, e in attempts] == ["said a", "said B"]
+
+
+def test_a_question_is_its_words_and_not_what_the_server_said_of_itself(tmp_path: Path) -> None:
+    """A list of models that comes too late is no reason to ask, and to pay, again."""
+    asked, model = question("a"), Parrot()
+    Lane(tmp_path, "code", 1, Parrot()).ask(replace(asked, grammar="root ::= x", limit=300))
+    assert Lane(tmp_path, "code", 1, model).ask(asked).text == "said a"
+    assert model.asked == []
+
+
+def test_a_record_of_older_days_is_read(tmp_path: Path) -> None:
+    """Its questions had a temperature, which nobody ever set."""
+    Lane(tmp_path, "code", 1, Parrot()).ask(question("a"))
+    path = tmp_path / "code.1.01" / EXCHANGE
+    told = json.loads(path.read_text())
+    told["question"]["temperature"] = None
+    path.write_text(json.dumps(told))
+    assert Lane(tmp_path, "code", 1, None).ask(question("a")).text == "said a"
 
 
 def test_an_exchange_is_whole_before_anything_else_is_written(

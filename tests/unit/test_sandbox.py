@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import numpy as np
 import pytest
 
 import flashwright
+from flashwright.confine import landlock
+from flashwright.judge.judge import judge
 from flashwright.lang.diagnostic import Failed
 from flashwright.sandbox import place, process
 from flashwright.sandbox.candidate import Candidate, Unable
@@ -336,6 +339,119 @@ def test_it_reaches_neither_the_judge_nor_the_network(tmp_path: Path) -> None:
     assert "5]" in ended.value.message or os.getuid() == 0, "it can write to the judge's memory"
 
 
+OPENS = """
+import os, signal, ctypes, tempfile, threading
+import numpy as np
+def attention(q, k, v):
+    told = []
+    def tell(name, where, how):
+        try:
+            with open(where, how) as file:
+                file.read() if how == "rb" else file.write(b"x")
+            told.append(name)
+        except OSError:
+            pass
+    tell("own source", __file__, "rb")
+    tell("own folder", "mine", "wb")
+    tell("temporary", os.path.join(tempfile.gettempdir(), "mine"), "wb")
+    tell("null", "/dev/null", "wb")
+    tell("cpu", "/proc/cpuinfo", "rb")
+    tell("package", np.__file__, "rb")
+    tell("judge", f"/proc/{os.getppid()}/environ", "rb")
+    tell("shared memory", "/dev/shm/flashwright-test", "wb")
+    for number, place in enumerate(PLACES):
+        tell(f"read {number}", place, "rb")
+        tell(f"write {number}", place, "r+b")
+        tell(f"make {number}", place + ".new", "wb")
+    @ctypes.CFUNCTYPE(None, ctypes.c_int)
+    def elsewhere(number):
+        tell("other thread", PLACES[0], "rb")
+    libc = ctypes.CDLL(None)
+    libc.signal(signal.SIGUSR1, elsewhere)
+    for thread in os.listdir("/proc/self/task"):
+        libc.tgkill(os.getpid(), int(thread), signal.SIGUSR1)
+    threading.Event().wait(0.2)
+    raise RuntimeError(", ".join(told))
+"""
+
+
+def test_what_a_model_wrote_opens_no_file_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither from a thread that was there before it, nor where Python looks for modules."""
+    secret, beside, here = tmp_path / "a/secret", tmp_path / "secret.py", tmp_path / "here/.env"
+    for path in (secret, beside, here):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("hush")
+    monkeypatch.chdir(here.parent)
+    monkeypatch.setenv("HOME", str(secret.parent))
+    monkeypatch.setattr(sys, "path", ["", str(here.parent), str(tmp_path), *sys.path])
+    text = f"PLACES = {[str(p) for p in (secret, beside, here)]}\n{OPENS}"
+    trusted, untrusted = (written(tmp_path, text, untrusted=u) for u in (False, True))
+    with pytest.raises(Ended) as ended:
+        called(trusted)
+    Path("/dev/shm/flashwright-test").unlink(missing_ok=True)
+    assert {"read 0", "write 1", "make 2", "judge", "other thread"} <= set(_told(ended.value))
+    if not landlock.available():
+        pytest.skip("this system has no Landlock")
+    for path in (secret, beside, here):
+        path.with_name(path.name + ".new").unlink()
+    with pytest.raises(Ended) as ended:
+        called(untrusted)
+    assert _told(ended.value) == ["own source", "own folder", "temporary", "null", "cpu", "package"]
+    assert not list(tmp_path.rglob("*.new"))
+
+
+def test_where_files_cannot_be_refused_the_verdict_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "def attention(q, k, v):\n    return q.copy()\n"
+    monkeypatch.setattr(landlock, "available", lambda: False)
+    for untrusted in (False, True):
+        candidate = written(tmp_path, text, untrusted=untrusted)
+        notes = judge(candidate, SPEC, device="cpu", lengths=[(9, 9)]).notes
+        assert any("no Landlock" in note for note in notes) is untrusted
+
+
+def _told(ended: Ended) -> list[str]:
+    assert ended.offence == "raises"
+    return ended.message.removeprefix("RuntimeError: ").split(", ")
+
+
+def test_a_device_that_is_allowed_takes_commands_too() -> None:
+    """The GPU's driver is nothing but that: ioctl on files in /dev."""
+    code = """
+import fcntl, os, termios
+from flashwright.confine.landlock import restrict
+restrict([], ["/dev/ptmx"])
+fcntl.ioctl(os.open("/dev/ptmx", os.O_RDWR), termios.TIOCGWINSZ, bytes(8))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stderr == ""
+
+
+def test_what_a_model_wrote_is_told_of_no_cache_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could not be written to: those in its own home can."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
+    text = "import os\ndef attention(q, k, v):\n    raise RuntimeError(' '.join(os.environ))\n"
+    for untrusted in (False, True):
+        with pytest.raises(Ended) as ended:
+            called(written(tmp_path, text, untrusted=untrusted))
+        assert ("TRITON_CACHE_DIR" in ended.value.message) is not untrusted
+
+
+def test_who_is_confined_shares_its_process_with_nobody(tmp_path: Path, started: list[int]) -> None:
+    """A process that was started for another candidate may open more."""
+    trusted = written(tmp_path, "def attention(q, k, v):\n    return q.copy()\n")
+    with running(trusted) as sandbox:
+        for number, untrusted in ((1, False), (2, True), (3, True), (4, False)):
+            sandbox.switch(replace(trusted, untrusted=untrusted), SPEC)
+            assert sandbox.call(inputs()).outputs["O"].dtype == "fp16"
+            assert len(started) == number
+
+
 def test_it_has_no_terminal_and_its_output_is_kept_apart(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -370,16 +486,23 @@ def attention(q, k, v):
 # --- who dies with whom -----------------------------------------------------------------------
 
 PARENT = """
-import sys
+import sys, threading
 from flashwright.sandbox.candidate import Candidate
 from flashwright.sandbox.limits import Limits
 from flashwright.sandbox.process import Sandbox
 from flashwright.spec import AttentionSpec
 import numpy as np
 spec = AttentionSpec.make(variant="mha", heads=2, head_dim=16)
-with Sandbox(Candidate.parse(sys.argv[1]), spec, "cpu", Limits(seconds=60)) as sandbox:
-    x = np.zeros((1, 2, 9, 16), np.float16)
-    sandbox.call({"Q": x, "K": x, "V": x})
+def work():
+    with Sandbox(Candidate.parse(sys.argv[1]), spec, "cpu", Limits(seconds=60)) as sandbox:
+        x = np.zeros((1, 2, 9, 16), np.float16)
+        sandbox.call({"Q": x, "K": x, "V": x})
+if sys.argv[2] == "thread":
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join()
+else:
+    work()
 """
 NOTED = """
 import os, time
@@ -399,22 +522,25 @@ def noted(note: Path) -> int:
     raise AssertionError("the candidate was never called")
 
 
+@pytest.mark.parametrize("where", ["main", "thread"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_the_worker_dies_with_its_parent(number: signal.Signals, tmp_path: Path) -> None:
-    """Ctrl-C, a polite end and one that no handler sees."""
+def test_the_worker_dies_with_its_parent(
+    number: signal.Signals, where: str, tmp_path: Path
+) -> None:
+    """Ctrl-C, also while a daemon's thread waits, a polite end and one that no handler sees."""
     note, place = tmp_path / "note", tmp_path / "tmp"
     place.mkdir()
-    (tmp_path / "parent.py").write_text(PARENT)
     candidate = written(tmp_path, NOTED.format(note=str(note)))
     # Without shared memory the scratch folder goes to TMPDIR, where it can be looked for.
-    code = f"import flashwright.sandbox.process as p; p._ROOM = 1 << 60; exec({PARENT!r})"
+    code = f"import flashwright.sandbox.place as p; p._ROOM = 1 << 60; exec({PARENT!r})"
     parent = subprocess.Popen(
-        [sys.executable, "-c", code, f"{candidate.where}:attention"],
+        [sys.executable, "-c", code, f"{candidate.where}:attention", where],
         stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(place)},
     )
     try:
         worker = noted(note)
+        assert list(place.iterdir())
         parent.send_signal(number)
         parent.wait(10)
         assert dead(worker)

@@ -402,6 +402,7 @@ def test_a_pytorch_function_that_the_judge_rejects_is_sent_back(
 
     def judged(candidate: Any, spec: Any, **rest: Any) -> Verdict:
         assert rest["libraries"]
+        assert candidate.untrusted
         return Verdict("it", "a GPU", "sm_80", spec, 1, (), offences=next(found))
 
     monkeypatch.setattr(pytorch, "need_torch", lambda: None)
@@ -505,6 +506,7 @@ def test_what_was_made_without_a_gpu_is_judged_where_there_is_one(
     def judge(candidate: Candidate, spec: Any, **more: Any) -> Verdict:
         candidates.append(candidate)
         assert more["libraries"]
+        assert candidate.untrusted
         offences = () if right else (offence("wrong", "not attention"),)
         return Verdict("it", "H200", "sm_90", spec, 1, (), offences=offences)
 

@@ -1,5 +1,4 @@
-"""Anthropic's API. It takes no temperature and no grammar: what a question says of them is left
-out."""
+"""Anthropic's API. It takes no grammar: one that a question has is left out."""
 
 from __future__ import annotations
 

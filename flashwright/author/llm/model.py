@@ -62,8 +62,6 @@ class Question:
     """Tokens of the reply at most."""
     grammar: str | None = None
     """GBNF that the reply must follow, for a server that can constrain it."""
-    temperature: float | None = None
-    """None: what the server has as its default."""
     seconds: float | None = field(default=None, compare=False)
     """Time for the whole reply, which is cut then; how long it may take does not change what is
     asked, so two questions that differ in this alone are the same."""

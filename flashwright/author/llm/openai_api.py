@@ -85,8 +85,6 @@ class OpenAIModel:
         }
         if "stream_options" not in self._refused:
             request["stream_options"] = {"include_usage": True}
-        if question.temperature is not None and "temperature" not in self._refused:
-            request["temperature"] = question.temperature
         if question.grammar and self.grammars:
             request["extra_body"] = GRAMMARS[self._kind](question.grammar)
         return request
@@ -99,8 +97,6 @@ class OpenAIModel:
         options = {
             "stream_options": "stream_options" in text or "include_usage" in text,
             "max_tokens": "max_completion_tokens" in text,  # "use it instead"
-            # Not for a value out of range, which the user should hear of.
-            "temperature": "temperature" in text and "support" in text,
             "grammar": bool(question.grammar) and self.grammars and "grammar" in text,
         }
         return next((o for o, meant in options.items() if meant and o not in self._refused), None)

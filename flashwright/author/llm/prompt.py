@@ -7,7 +7,6 @@ a record of a run can be told from one with others.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -128,15 +127,6 @@ def digest(stage: Stage) -> str:
     for name, data in sorted(_files(stage)):
         total.update(f"{name}\0{len(data)}\0".encode() + data)
     return total.hexdigest()
-
-
-def tokens(messages: Sequence[Message]) -> int:
-    """About how many tokens a conversation has: rather too many than too few.
-
-    Exact for OpenAI's models where tiktoken is installed and TIKTOKEN_CACHE_DIR says where its
-    tables are; nothing is ever fetched for it.
-    """
-    return sum(4 + _count(m.text) for m in messages)
 
 
 # --- filling in -------------------------------------------------------------------------------
@@ -318,27 +308,3 @@ def _files(stage: Stage) -> Iterator[tuple[str, bytes]]:
     for page in (resources.files("flashwright.lang") / "explain").iterdir():
         if page.name.endswith(".md"):
             yield f"explain/{page.name}", page.read_bytes()
-
-
-_PIECE = re.compile(r"[A-Za-z]+|[0-9]{1,3}|\n\s*|[ \t]{2,}|[^\sA-Za-z0-9]")
-
-
-def _count(text: str) -> int:
-    table = _table()
-    if table is not None:
-        return len(table.encode(text, disallowed_special=()))
-    pieces = (m[0] for m in _PIECE.finditer(text))
-    count = sum(1 + (len(piece) - 1) // 7 if piece[0].isalpha() else 1 for piece in pieces)
-    return count + count // 10  # as a small model's table has it within 6 %: a tenth on top
-
-
-@cache
-def _table() -> Any:
-    if not os.environ.get("TIKTOKEN_CACHE_DIR"):
-        return None
-    try:
-        import tiktoken
-
-        return tiktoken.get_encoding("o200k_base")
-    except Exception:  # not installed, or its table is not there: an estimate will do
-        return None

@@ -56,6 +56,7 @@ def read(path: Path) -> Exchange | None:
     try:
         told = json.loads(_bytes(path))
         question, reply = told["question"], told["reply"]
+        question.pop("temperature", None)  # older records have one
         messages = tuple(Message(**m) for m in question.pop("messages"))
         usage = Usage(**reply.pop("usage"))
         return Exchange(Question(messages, **question), Reply(**reply, usage=usage))
@@ -101,11 +102,14 @@ class Lane:
         """The recorded reply, or the model's, which is then recorded."""
         self.number += 1
         known = read(self.here / EXCHANGE)
-        same = known is not None and _asked(known.question) == _asked(question)
+        # By its words: a limit depends on the budget, a grammar on whether the server said in time
+        # that it takes one.
+        same = known is not None and known.question.messages == question.messages
         if known is not None and (same or self.model is None):
-            if known.question.messages != question.messages:
+            if not same:
                 self.changed.append(self.here.name)
             self.repeated, self.again = self.repeated + 1, True
+            _unlink(self.here)
             return known.reply
         if self.model is None:
             self.number -= 1
@@ -168,11 +172,6 @@ def was_chosen(folder: Path) -> bool:
     return (folder / CHOSEN).is_file()
 
 
-def _asked(question: Question) -> tuple[object, ...]:
-    """What makes a question the same: how long the reply may be and take depends on the budget."""
-    return question.messages, question.grammar, question.temperature
-
-
 @dataclass(frozen=True)
 class Transcript:
     """All that is recorded of a run, in its folder `model`."""
@@ -221,10 +220,6 @@ class Transcript:
                 found.append((*place, exchange))
         return found
 
-    def usage(self) -> Usage:
-        """All tokens."""
-        return sum((exchange.reply.usage for *_, exchange in self.attempts()), Usage())
-
     def _write(self, settings: Mapping[str, Any], ended: str) -> None:
         told = {"schema": SCHEMA, "settings": dict(settings), "ended": ended}
         _put(self.folder, RUN, json.dumps(told, indent=1, ensure_ascii=False) + "\n")
@@ -265,6 +260,15 @@ def _make(folder: Path) -> None:
         if folder.is_symlink():
             folder.unlink()
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot("use", folder, error) from None
+
+
+def _unlink(folder: Path) -> None:
+    """Take the links away: what is made of a reply is written here by others, who follow them."""
+    try:
+        for path in [p for p in folder.rglob("*") if p.is_symlink()]:
+            path.unlink()
     except OSError as error:
         raise cannot("use", folder, error) from None
 
