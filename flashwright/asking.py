@@ -16,7 +16,7 @@ from flashwright.author.llm.attempts import Done, GaveUp, Task, Tried, best, few
 from flashwright.author.llm.budget import Budget, Meter, Prices
 from flashwright.author.llm.model import Model, Reply
 from flashwright.author.llm.prompt import Facts
-from flashwright.author.llm.transcript import Lane, Transcript
+from flashwright.author.llm.transcript import Known, Lane, Transcript
 from flashwright.folder import keep
 from flashwright.lang import gbnf
 from flashwright.lang.diagnostic import Diagnostic
@@ -76,9 +76,19 @@ class Authors:
         Budgets are not part of what makes it the same run: a stage that used its own up goes on
         with a larger one.
         """
-        asked = {s: _settings(a) for s, a in self.asked.items()}
-        settings = {"spec": spec.model_dump(mode="json"), "gpu": gpu.name, "asked": asked}
-        return self.transcript.begin({**settings, "description": self.description}, fresh)
+        return self.transcript.begin(self._settings(spec, gpu), fresh)
+
+    def known(self, spec: AttentionSpec, gpu: Gpu) -> Known:
+        """What the record has of such a run."""
+        return self.transcript.known(self._settings(spec, gpu))
+
+    def _settings(self, spec: AttentionSpec, gpu: Gpu) -> dict[str, Any]:
+        return {
+            "spec": spec.model_dump(mode="json"),
+            "gpu": gpu.name,
+            "asked": {s: _settings(a) for s, a in self.asked.items()},
+            "description": self.description,
+        }
 
 
 def _settings(asked: Who) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,14 @@ ARTEFACTS = (
 )
 
 
+def finished(folder: Path) -> bool:
+    """Whether it has what a run made that came out right."""
+    try:
+        return bool(json.loads((folder / RESULT).read_bytes())["ok"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def prepare(folder: Path, mine: Mapping[str, bytes]) -> tuple[str, ...]:
     """Make the folder and take away what an earlier run left; the names of what is kept as .bak.
 
@@ -32,10 +41,22 @@ def prepare(folder: Path, mine: Mapping[str, bytes]) -> tuple[str, ...]:
             path.unlink(missing_ok=True)
     except OSError as error:
         raise cannot("use", folder, error) from None
-    ours |= {name: sha256(data) for name, data in mine.items()}
+    ours |= _there(folder, {name: sha256(data) for name, data in mine.items()})
+    for attempt in folder.glob("model/*.*.*/outcome.json"):  # of a run that was cut off
+        ours |= _there(folder, recorded(attempt))
     kept = set_aside(folder, (*ARTEFACTS, CLASSES, TUNING, *mine), ours)
     others = {name.partition("/")[0] for name in ours if "/" in name} - {"", ".", ".."}
     return (*kept, *(name for other in sorted(others) for name in clear(folder, other, ours)))
+
+
+def _there(folder: Path, files: Mapping[str, str]) -> dict[str, str]:
+    """Those of the files, by their digests, that the folder has just so."""
+    places = {Path(name).name: digest for name, digest in files.items()}
+    return {
+        name: digest
+        for name, digest in places.items()
+        if (folder / name).is_file() and sha256((folder / name).read_bytes()) == digest
+    }
 
 
 def clear(folder: Path, kernel: str, ours: Mapping[str, str]) -> tuple[str, ...]:

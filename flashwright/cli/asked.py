@@ -13,6 +13,9 @@ from flashwright.lang.diagnostic import Diagnostic, Failed
 if TYPE_CHECKING:
     from flashwright.spec import AttentionSpec
 
+SECONDS = 60.0
+MEMORY = 1 << 40  # addresses that a library reserves count as well
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -51,18 +54,32 @@ def asked(variant: str, options: Mapping[str, Any], reference: str | None = None
 
 
 def _with_reference(meant: Asked, reference: str | None) -> Asked:
-    """The spec names the file as it will lie beside it. It is loaded now, to fail early."""
+    """The spec names the file as it will lie beside it. It is called now, to fail early."""
     if reference is None:
         return meant
-    from flashwright.judge.reference import split, user_reference
+    from flashwright.judge.reference import split
     from flashwright.spec import AttentionSpec, BadSpec
 
     file, function = split(reference)
     name = Path(file).name + (f":{function}" if function else "")
     try:
         spec = AttentionSpec.make(**{**meant.spec.model_dump(), "reference": name})
-        user_reference(reference)
+        _try_out(reference, meant.spec)
         text = Path(file).read_bytes()
     except BadSpec as error:
         raise Failed(*(Diagnostic("FW903", line) for line in error.lines)) from None
     return replace(meant, spec=spec, summary=f"{meant.summary}, judged by {name}", reference=text)
+
+
+def _try_out(reference: str, spec: AttentionSpec) -> None:
+    """One small call, in a process of its own: a function may come to no end."""
+    from flashwright import apart
+    from flashwright.judge.reference import try_out
+
+    try:
+        apart.call(try_out, reference, spec, seconds=SECONDS, memory=MEMORY)
+    except Failed as failed:
+        if all(d.code != "FW806" for d in failed.diagnostics):
+            raise
+        text = f"{reference}: no answer to a small problem within {SECONDS:g} s"
+        raise Failed(Diagnostic("FW903", text)) from None

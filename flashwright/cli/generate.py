@@ -152,14 +152,20 @@ def generate(
         "lse": False if no_lse else None,
     }
     card = find_gpu(gpu)
-    meant = asked(variant, options, reference)
-    folder = out or Path("out", f"{meant.spec.variant}-{card.name}")
     named = {"sketch": sketch, "code": params, "translate": translate}
     names = {stage: name or model or BUILTIN for stage, name in named.items()}
+    meant = asked(variant, options, reference)
+    folder = out or Path("out", f"{meant.spec.variant}-{card.name}")
     budget = read_budget(attempts, tokens, minutes, dollars, price)
     speed = (improve, _goal(faster_than))
-    wanted = _Wanted(base_url, candidates, *budget, bounded_grammar, fresh, *speed)
-    return _generate(meant, card, folder, quiet, _authors(names, wanted, folder, meant, card))
+    wanted = _Wanted(base_url, candidates, *budget, bounded_grammar, *speed)
+    authors = _authors(names, wanted, folder, meant)
+    if authors is not None:
+        if not fresh and _is_there(authors, meant, card, folder):
+            print(f"{folder} is finished: --fresh asks anew, --improve N makes it faster")
+            return FINE
+        authors.begin(meant.spec, card, fresh=fresh)
+    return _generate(meant, card, folder, quiet, authors)
 
 
 @dataclass(frozen=True)
@@ -171,7 +177,6 @@ class _Wanted:
     budget: Budget
     prices: Prices | None
     bounded: bool
-    fresh: bool
     improve: int
     goal: Goal | None
 
@@ -181,7 +186,6 @@ def _authors(
     wanted: _Wanted,
     folder: Path,
     meant: Asked,
-    card: Gpu,
 ) -> Authors | None:
     """Who does which stage; None where it is the built-in author all along."""
     named = {stage: name for stage, name in names.items() if name != BUILTIN}
@@ -204,9 +208,21 @@ def _authors(
         every["improve"] = replace(author, budget=rounds, candidates=1)
     words = meant.description or None
     function = (meant.reference or b"").decode("utf-8", "replace")
-    authors = Authors(Transcript(folder / FOLDER), every, words, function, wanted.goal)
-    authors.begin(meant.spec, card, fresh=wanted.fresh)
-    return authors
+    return Authors(Transcript(folder / FOLDER), every, words, function, wanted.goal)
+
+
+def _is_there(authors: Authors, meant: Asked, card: Gpu, folder: Path) -> bool:
+    """Whether this very run has come to its end. What another one made is not put at risk: a model
+    may give no answer, and a package would be gone for nothing."""
+    from flashwright.folder import finished
+
+    known = authors.known(meant.spec, card)
+    if known == "open" or not finished(folder):
+        return False
+    if known == "ended":
+        return True
+    why = f"{folder} has a kernel that is right: give another folder, or --fresh to replace it"
+    raise typer.BadParameter(why, param_hint="--out")
 
 
 def _goal(text: str | None) -> Goal | None:

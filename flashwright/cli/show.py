@@ -358,7 +358,8 @@ def _made(stage: str, run: Run, width: int) -> list[RenderableType]:
     if stage == "parameters" and run.written is not None:
         further = [Text(f"  {line}") for line in classes_in_words(run.written)]
         listed = listing(run.artefacts["code.tl"], width)
-        return [listed, choices_table(run.written.choices), *further]
+        table = [choices_table(run.written.choices)] if run.written.choices else []
+        return [listed, *table, *further]
     if stage == "check":
         warnings = [_rendered(f, run, color=False) for f in run.findings]
         count = f"0 errors, {len(warnings)} warning{'' if len(warnings) == 1 else 's'}"

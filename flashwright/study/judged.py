@@ -9,7 +9,7 @@ from pathlib import Path
 from flashwright import spec as specs
 from flashwright.build import driver
 from flashwright.files import write
-from flashwright.folder import RESULT
+from flashwright.folder import RESULT, finished
 from flashwright.judge.judge import judge, need_torch
 from flashwright.lang.diagnostic import Failed
 from flashwright.sandbox.candidate import Candidate
@@ -24,7 +24,7 @@ def look(folder: Path, progress: Callable[[str], None]) -> str | None:
     The model is not asked again, whatever comes out: its run has ended.
     """
     candidate = candidate_of(folder)
-    if candidate is None or not made(folder) or right(folder) is not None or not _gpu():
+    if candidate is None or not finished(folder) or right(folder) is not None or not _gpu():
         return None
     progress("judging it on the GPU")
     spec, libraries = specs.load(folder / "spec.toml"), candidate.kind == "python"
@@ -53,14 +53,6 @@ def candidate_of(folder: Path) -> Candidate | None:
         where, title = str(file.resolve()), str(file)
         return Candidate("python", where, pytorch.FUNCTION, title=title, untrusted=True)
     return None
-
-
-def made(folder: Path) -> bool:
-    """Whether a sample came to its end, and nothing speaks against it."""
-    try:
-        return bool(json.loads((folder / RESULT).read_bytes())["ok"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
 
 
 def right(folder: Path) -> bool | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from flashwright import pipeline
 from flashwright.asking import Authors, Who
@@ -14,8 +16,10 @@ from flashwright.author.builtin.variants import make_spec
 from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.connect import connect
 from flashwright.author.llm.transcript import FOLDER, Transcript
+from flashwright.cli.main import app
 from flashwright.cli.show import asked_in_words
 from flashwright.gpu import find
+from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.pipeline import Stage
 from flashwright.replay import replay
 from flashwright.run import Run
@@ -191,3 +195,75 @@ def test_of_several_candidates_one_that_is_right_is_kept(tmp_path: Path) -> None
     assert run.ok, run.failed
     assert run.asked["code"]["attempts"] == [1, 1]
     assert (tmp_path / "code.tl").read_text() == CODE
+
+
+# --- the command ------------------------------------------------------------------------------
+
+SKETCH_REPLY = fenced(SKETCH)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find() -> None:
+        raise Failed(Diagnostic("FW821", "no compiler in this test"))
+
+    monkeypatch.setattr("flashwright.build.toolchain.find", find)
+
+
+def command(server: Server, folder: Path, *more: str) -> Any:
+    words = ["generate", "mha", "--causal", "--head-dim", "64", "--gpu", "a100"]
+    where = ["--out", str(folder), "--base-url", server.url]
+    return CliRunner().invoke(app, [*words, *where, *more])
+
+
+def test_a_finished_run_is_not_asked_for_again_and_no_other_one_takes_its_place(
+    tmp_path: Path, no_compiler: None
+) -> None:
+    with serve([say(SKETCH_REPLY)]) as server:
+        done = command(server, tmp_path, "--sketch", "m")
+        assert done.exit_code == 0, done.output
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    with serve([]) as server:
+        again = command(server, tmp_path, "--sketch", "m")
+        assert (again.exit_code, server.requests) == (0, [])
+        assert "is finished: --fresh asks anew" in again.output
+        other = command(server, tmp_path, "--sketch", "somebody")
+        assert (other.exit_code, server.requests) == (2, [])
+        assert "--fresh" in other.output
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    assert after == before
+    with serve([say(SKETCH_REPLY)]) as server:
+        assert command(server, tmp_path, "--sketch", "m", "--fresh").exit_code == 0
+        assert len(server.requests) == 1
+
+
+def test_a_run_that_was_cut_off_leaves_nothing_that_passes_as_the_users(tmp_path: Path) -> None:
+    both = ("--sketch", "m", "--params", "m")
+    with serve([say(SKETCH_REPLY), status(401)]) as server:
+        assert command(server, tmp_path, *both).exit_code == 2
+    assert (tmp_path / "sketch.tl").is_file()
+    (tmp_path / "result.json").unlink()  # as after Ctrl-C
+    with serve([status(401)]) as server:
+        assert command(server, tmp_path, *both).exit_code == 2
+    assert not [*tmp_path.glob("*.bak")]
+
+
+REFERENCES = {
+    "raises": ("raise ValueError('not yet')", "not yet"),
+    "has another shape": ("return q[:, :, :1]", "an O of shape"),
+    "is not a number": ("return q * float('nan')", "NaN"),
+}
+
+
+@pytest.mark.parametrize("kind", REFERENCES)
+def test_a_function_that_cannot_be_right_is_told_before_anybody_is_asked(
+    kind: str, tmp_path: Path
+) -> None:
+    body, says = REFERENCES[kind]
+    (tmp_path / "mine.py").write_text(f"def attention(q, k, v):\n    {body}\n")
+    with serve([]) as server:
+        more = ("--model", "m", "--reference", str(tmp_path / "mine.py"))
+        told = command(server, tmp_path / "out", *more)
+        assert (told.exit_code, server.requests) == (2, [])
+    assert "FW903" in told.output
+    assert says in told.output

@@ -67,7 +67,8 @@ def accepted(run: Run, source: str, lane: Lane) -> Tried[str]:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a process for each attempt, and a CPU run in it."""
 
-    def code(authors: Authors, run: Run, progress: Progress) -> Run:
+    def code(authors: Authors, run: Run, progress: Progress, whole: bool) -> Run:
+        assert not whole
         attempt = partial(accepted, run)
         return asking.ask(authors, run, "code", extract.tl, attempt, progress)[0]
 

@@ -138,15 +138,22 @@ class Meter:
 
     def ask(self, model: Model, question: Question) -> Reply:
         """A reply that can be used; Spent, or the NoAnswer that no waiting mends."""
-        empty = 0
+        empty, trouble = 0, ""
         for tries in itertools.count(1):
-            answer = self._once(model, self._allowed(model, question))
+            try:
+                allowed = self._allowed(model, question)
+            except Spent as spent:
+                if trouble and spent.which == "seconds":  # the model has not had them
+                    raise self._in_vain(trouble) from None
+                raise
+            answer = self._once(model, allowed)
             if isinstance(answer, Reply):
                 self._attempts += 1
                 return answer
             empty += answer.why == _NOTHING
             if not answer.again or tries == TRIES or empty == _EMPTY:
                 raise answer
+            trouble = "" if isinstance(answer, Unusable) else answer.why
             self._wait(tries, answer)
         raise AssertionError("the tries come to an end")
 
@@ -208,12 +215,18 @@ class Meter:
         if self.budget.seconds is not None:
             left = self.budget.seconds - self.spending.seconds
             if seconds > left - _SOON:
-                raise self._spent("seconds", f"and the model gives no answer: {trouble.why}")
+                if isinstance(trouble, Unusable):
+                    raise self._spent("seconds", f"and no reply can be used: {trouble.why}")
+                raise self._in_vain(trouble.why)
         if trouble.wait > PATIENCE:
             raise NoAnswer(f"{trouble.why}; it asks to wait {trouble.wait:.0f} seconds")
         if self._waiting:
             self._waiting(seconds, trouble.why)
         self._sleep(seconds)
+
+    def _in_vain(self, trouble: str) -> NoAnswer:
+        """No time is left to ask again: it is the server that has failed, not the model."""
+        return NoAnswer(f"{trouble}; after {self.spending.seconds:.0f} seconds of waiting")
 
     def _spent(self, which: Which, more: str = "") -> Spent:
         spent = self.spending

@@ -23,7 +23,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from flashwright.author.llm.model import Message, Model, NoAnswer, Question, Reply, Usage
 from flashwright.author.llm.model import transcript as as_markdown
@@ -36,6 +36,9 @@ EXCHANGE, OUTCOME, CHOSEN = "exchange.json", "outcome.json", "chosen"
 BEFORE = "outcome-before.json"
 """In a replay: what became of the reply then."""
 ATTEMPT = re.compile(r"(?P<stage>[a-z]+)\.(?P<candidate>\d+)\.(?P<number>\d+)")
+
+
+Known = Literal["nothing", "open", "ended", "another"]
 
 
 @dataclass(frozen=True)
@@ -188,13 +191,21 @@ class Transcript:
         One that came out right, or of another run, is set aside under the next free name. But one
         that came out right may be improved later: it goes on with that stage.
         """
-        known = self.read()
-        resumed = known is not None and not fresh and _goes_on(known, dict(settings))
+        resumed = not fresh and self.known(settings) == "open"
         if os.path.lexists(self.folder) and not resumed:
             set_aside(self.folder)
         _make(self.folder)
         self._write(settings, "")
         return resumed
+
+    def known(self, settings: Mapping[str, Any]) -> Known:
+        """What the record has of a run with these settings."""
+        told = self.read()
+        if told is None:
+            return "nothing"
+        if _goes_on(told, dict(settings)):
+            return "open"
+        return "ended" if told["settings"] == dict(settings) else "another"
 
     def end(self, how: str) -> None:
         """The run has come to its end."""
