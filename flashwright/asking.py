@@ -36,6 +36,7 @@ FILES = {
     "pytorch": "attention.py",
 }
 """What each stage makes; the last two are a study's."""
+_WORDS = {"translate": "kernel", "direct": "kernel", "pytorch": "PyTorch function"}
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ def _given_up(run: Run, stage: str, gave_up: GaveUp) -> Run:
     if gave_up.source:
         run = keep(run, {file: gave_up.source})
     run = run.noting(file if gave_up.source else "", *gave_up.last)
-    text = f"no {stage} came out right: {gave_up.end.message}"
+    text = f"no {_WORDS.get(stage, stage)} came out right: {gave_up.end.message}"
     help = MORE if gave_up.end.code == "FW913" else gave_up.end.help
     return run.noting("", Diagnostic(gave_up.end.code, text, help=help))
 
