@@ -12,7 +12,8 @@ PACKAGE = Path(__file__).parents[2] / "flashwright"
 ORDER = (
     *("spec", "gpu", "lang", "files", "confine", "apart", "check", "interpret", "author", "lower"),
     *("build", "emulate", "sandbox", "judge", "measure", "report", "run", "folder", "stages"),
-    *("speed", "kernel_by_model", "by_model", "improve", "pipeline", "replay", "study", "cli"),
+    *("speed", "asking", "kernel_by_model", "tl_by_model", "improve", "pipeline", "replay"),
+    *("study", "cli"),
 )
 FILES = sorted(PACKAGE.rglob("*.py"))
 
