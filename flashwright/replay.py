@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,17 @@ from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.transcript import (
     ATTEMPT,
     BEFORE,
+    EXCHANGE,
     FOLDER,
     OUTCOME,
+    RUN,
     Transcript,
     set_aside,
 )
+from flashwright.author.llm.transcript import read as read_exchange
 from flashwright.build.package import RECORD
-from flashwright.files import cannot
+from flashwright.files import cannot, sha256
+from flashwright.files import recorded as digests
 from flashwright.folder import RESULT
 from flashwright.gpu import Gpu
 from flashwright.judge.reference import split
@@ -41,6 +46,7 @@ COMPILED = ("kernel.cubin", "kernel.ptx")
 ASKED = ("sketch", "code", "translate", "improve")
 MOST = 16  # candidates, as of generate
 VERSION = re.compile(r"[\w.]{1,40}")
+CODE = re.compile(r"\bFW\d{3}\b")
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,9 @@ class Replayed:
 
     lines: tuple[str, ...]
     same: bool
+    attempts: int
+    """How many were compared."""
+    files: int
 
 
 def replay(
@@ -76,10 +85,9 @@ def replay(
         raise Failed(*here)
     versions = _version(recorded), _version(folder)
     other = versions[0] != versions[1] and None not in versions
-    lines = [
-        *_outcomes(recorded / FOLDER, folder / FOLDER, other),
-        *_artefacts(recorded, folder, other),
-    ]
+    attempts = _outcomes(recorded / FOLDER, folder / FOLDER, other)
+    files = _artefacts(recorded, folder, other)
+    lines = [*_missing(recorded), *attempts, *files, *_changed(recorded)]
     changed = [name for told in run.asked.values() for name in told["changed"]]
     if changed:
         text = f"the prompts are not what they were: {', '.join(changed)} answered other words"
@@ -87,7 +95,8 @@ def replay(
     if other:
         text = f"compiled with nvcc {versions[1]}, then {versions[0]}: its output is not compared"
         lines.append((text, True))
-    return Replayed(tuple(text for text, _ in lines), all(same for _, same in lines))
+    same = bool(attempts or files) and all(same for _, same in lines)
+    return Replayed(tuple(text for text, _ in lines), same, len(attempts), len(files))
 
 
 def _copy(recorded: Path, folder: Path) -> None:
@@ -111,7 +120,7 @@ def _links(folder: str, names: list[str]) -> list[str]:
 
 def _plan(recorded: Path) -> list[pipeline.Stage]:
     """The stages: a run without a sketch, as studies have them, is repeated without one."""
-    sketched = not (recorded / RESULT).is_file() or "sketch.tl" in _digests(recorded / RESULT)
+    sketched = not (recorded / RESULT).is_file() or "sketch.tl" in digests(recorded / RESULT)
     return [stage for stage in pipeline.STAGES if sketched or stage.name != "sketch"]
 
 
@@ -133,8 +142,12 @@ class _Settings:
 
 def _settings(recorded: Path) -> _Settings:
     told = Transcript(recorded / FOLDER).read()
+    if told is None:
+        text = f"{recorded / FOLDER / RUN} is broken: it is not what generate writes"
+        hint = "the replies are still there; without its settings nobody knows what they answer"
+        raise Failed(Diagnostic("FW915", text, help=hint))
     try:
-        settings = (told or {})["settings"]
+        settings = told["settings"]
         spec = AttentionSpec.model_validate(settings["spec"])
         gpu = gpus.find(settings["gpu"])
         asked = tuple((s, *_who(a)) for s, a in settings["asked"].items())
@@ -142,7 +155,7 @@ def _settings(recorded: Path) -> _Settings:
         if not isinstance(words, str | None):
             raise TypeError
         reference = _reference(recorded, spec)
-    except (KeyError, TypeError, ValueError, AttributeError, OSError, BadSpec, gpus.UnknownGpu):
+    except (KeyError, TypeError, ValueError, AttributeError, BadSpec, gpus.UnknownGpu):
         text = f"the record in {recorded / FOLDER} is not one that this version can read"
         raise Failed(Diagnostic("FW915", text)) from None
     for stage, *_ in asked:
@@ -167,24 +180,59 @@ def _reference(recorded: Path, spec: AttentionSpec) -> bytes | None:
     name = split(spec.reference)[0]
     if Path(name).name != name or (recorded / name).is_symlink():
         raise ValueError
-    return (recorded / name).read_bytes()
+    try:
+        return (recorded / name).read_bytes()
+    except OSError:
+        text = f"{recorded / name}, the function that judged this run, cannot be read"
+        raise Failed(Diagnostic("FW915", text)) from None
 
 
 # --- comparing --------------------------------------------------------------------------------
 
 
+def _missing(recorded: Path) -> list[tuple[str, bool]]:
+    """What there is nothing of to compare with, and why."""
+    lines = []
+    if not (recorded / RESULT).is_file():
+        lines.append((f"no {RESULT}: the run was cut off, and its files are not compared", True))
+    if not any((recorded / FOLDER).glob(f"*/{EXCHANGE}")):
+        lines.append(("no attempts: no model ever answered", True))
+    return lines
+
+
 def _outcomes(before: Path, after: Path, other: bool) -> list[tuple[str, bool]]:
     """Each attempt: taken or not, with the same findings?"""
-    lines = []
-    for path in sorted(before.glob(f"*/{OUTCOME}")):
-        name = path.parent.name
-        if not ATTEMPT.fullmatch(name):  # of a conversation that was given up
-            continue
-        one, now = _read(path), _read(after / name / OUTCOME)
-        same = one is not None and _comparable(one, other) == _comparable(now, other)
-        how = "taken" if one and one.get("taken") else "sent back"
-        lines.append((f"{name}: {how}, {'the same' if same else 'NOT THE SAME'}", same))
-    return lines
+    folders = sorted(path for path in before.iterdir() if ATTEMPT.fullmatch(path.name))
+    return [_attempt(folder, after / folder.name, other) for folder in folders]
+
+
+def _attempt(before: Path, after: Path, other: bool) -> tuple[str, bool]:
+    name = before.name
+    if read_exchange(before / EXCHANGE) is None:
+        return f"{name}: NOT THE SAME, its {EXCHANGE} cannot be read", False
+    if not (before / OUTCOME).exists():  # the reply broke off, or the run did
+        return f"{name}: nothing was made of this reply", True
+    one, now = _read(before / OUTCOME), _read(after / OUTCOME)
+    if not isinstance(one, dict):
+        return f"{name}: NOT THE SAME, its {OUTCOME} cannot be read", False
+    if _comparable(one, other) == _comparable(now, other):
+        return f"{name}: {_how(one)}, the same", True
+    return f"{name}: {_how(one)}, NOT THE SAME: {_difference(one, now)}", False
+
+
+def _how(outcome: Mapping[str, Any]) -> str:
+    return "taken" if outcome.get("taken") else "sent back"
+
+
+def _difference(one: Mapping[str, Any], now: Mapping[str, Any] | None) -> str:
+    """Why an attempt does not come out as it did: in our words, not in a model's."""
+    if now is None:
+        return "it is not asked for now"
+    if _how(one) != _how(now):
+        codes = ", ".join(dict.fromkeys(CODE.findall(str(now.get("findings")))))
+        return f"now {_how(now)}" + (f" for {codes}" if codes else "")
+    what = "findings" if one.get("findings") != now.get("findings") else "files"
+    return f"with other {what}"
 
 
 def _comparable(outcome: Any, other: bool) -> Any:
@@ -201,13 +249,28 @@ def _comparable(outcome: Any, other: bool) -> Any:
 
 def _artefacts(recorded: Path, folder: Path, other: bool) -> list[tuple[str, bool]]:
     """Each file that the run made, by its digest."""
-    one, now = _digests(recorded / RESULT), _digests(folder / RESULT)
+    one, now = digests(recorded / RESULT), digests(folder / RESULT)
     names = [n for n in COMPARED if n in one and not (other and n in COMPILED)]
     return [
         (f"{name}: {'the same' if one[name] == now.get(name) else 'NOT THE SAME'}",
          one[name] == now.get(name))
         for name in names
     ]  # fmt: skip
+
+
+def _changed(recorded: Path) -> list[tuple[str, bool]]:
+    """The files beside the record that are no longer what it says; one that is gone is none."""
+    lines = []
+    for name, digest in digests(recorded / RESULT).items():
+        path = recorded / name
+        if name == RECORD or Path(name).is_absolute() or ".." in Path(name).parts:
+            continue  # a build's record has the time that it took; and no name leads out
+        try:
+            if path.is_file() and sha256(path.read_bytes()) != digest:
+                lines.append((f"{name}: CHANGED since it was recorded", False))
+        except OSError as error:
+            raise cannot("read", path, error) from None
+    return lines
 
 
 def _version(folder: Path) -> str | None:
@@ -222,8 +285,3 @@ def _read(path: Path) -> Any:
         return json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
-
-
-def _digests(path: Path) -> dict[str, str]:
-    told = _read(path)
-    return dict(told.get("artefacts", {})) if isinstance(told, dict) else {}

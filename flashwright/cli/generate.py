@@ -137,6 +137,15 @@ def generate(
 
     A language model does the stages that it is asked for; the built-in author does the others.
     """
+    _refuse_unasked(
+        {"--model": model, "--sketch": sketch, "--params": params, "--translate": translate},
+        {
+            "--base-url": base_url is not None,
+            "--candidates": candidates > 1,
+            "--bounded-grammar": bounded_grammar,
+            "--fresh": fresh,
+        },
+    )
     options = {
         "causal": causal or None,
         "window": window,
@@ -166,6 +175,19 @@ def generate(
             return FINE
         authors.begin(meant.spec, card, fresh=fresh)
     return _generate(meant, card, folder, quiet, authors)
+
+
+def _refuse_unasked(who: Mapping[str, str | None], given: Mapping[str, bool]) -> None:
+    """A name that is empty, and what is said of a model where none is asked."""
+    for option, name in who.items():
+        if name is not None and not name.strip():
+            raise typer.BadParameter("is empty", param_hint=option)
+    stages = [name or who["--model"] for option, name in who.items() if option != "--model"]
+    if any(name not in (None, BUILTIN) for name in stages):
+        return
+    for option, is_given in given.items():
+        if is_given:
+            raise typer.BadParameter("name a model: --model", param_hint=option)
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flashwright.cli.command import FINE, WRONG, guarded
 from flashwright.lang.diagnostic import Diagnostic, Failed
+
+if TYPE_CHECKING:
+    from flashwright.replay import Replayed
 
 
 def register(app: typer.Typer) -> None:
@@ -30,11 +34,12 @@ def replay(
 
     Replies come from the record; all else is done anew: checks, CPU runs, translation, compilation.
     """
-    from flashwright.author.llm.transcript import FOLDER, Transcript
+    from flashwright.author.llm.transcript import FOLDER, RUN
     from flashwright.cli import show
     from flashwright.replay import replay as again
+    from flashwright.report.words import plain
 
-    if Transcript(folder / FOLDER).read() is None:
+    if not os.path.lexists(folder / FOLDER / RUN):
         text = f"{folder} has no record of a run with a language model"
         hint = f"`flashwright generate ... --model NAME` leaves one in {FOLDER}/"
         raise Failed(Diagnostic("FW915", text, help=hint))
@@ -47,5 +52,17 @@ def replay(
         if out is None:
             shutil.rmtree(place, ignore_errors=True)
     for line in found.lines:
-        print(line)
+        print(plain(line))  # a record may come from anywhere
+    print(_verdict(found))
     return FINE if found.same else WRONG
+
+
+def _verdict(found: Replayed) -> str:
+    """All of it in a line."""
+    from flashwright.report.words import plural
+
+    if not (found.attempts or found.files):
+        return "nothing to compare"
+    if not found.same:
+        return "NOT the same: see above"
+    return f"the same: {plural(found.attempts, 'attempt')} and {plural(found.files, 'file')}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -81,11 +81,12 @@ def study(
 
     The same command goes on where it was cut off.
     """
+    given = {"--model": model, "--gpu": gpu, "--out": out}
+    _refuse_both({"--report": report, "--judge": judge, **given})
     if report is not None:
         return _tell(report)
     if judge is not None:
         return _judge(judge)
-    given = {"--model": model, "--gpu": gpu, "--out": out}
     if model is None or gpu is None or out is None:
         missing = next(name for name, value in given.items() if value is None)
         raise typer.BadParameter("is needed, or --report or --judge DIR", param_hint=missing)
@@ -94,6 +95,14 @@ def study(
     budget, prices = read_budget(attempts, tokens, minutes, dollars, price)
     terms = Terms(find_gpu(gpu), budget, prices, translate is Translate.BUILTIN)
     return _study(model, base_url, terms, _Wanted(operators, ways, samples), out)
+
+
+def _refuse_both(given: Mapping[str, object]) -> None:
+    """--report and --judge take all that they need from the study itself."""
+    said = [option for option, value in given.items() if value is not None]
+    if said[1:] and said[0] in ("--report", "--judge"):
+        why = f"takes a study as it is: leave out {', '.join(said[1:])}"
+        raise typer.BadParameter(why, param_hint=said[0])
 
 
 @dataclass(frozen=True)
@@ -194,4 +203,5 @@ def _show(made: Report) -> None:
     for line in body:
         table.add_row(*line)
     show.console(most=_WIDTH).print(table)
-    print("?: nobody could tell on this machine; the whole table is in study.md")
+    if any("?" in line for line in body):
+        print("?: nobody could tell on this machine; the whole table is in study.md")

@@ -20,6 +20,15 @@ from flashwright.study.settings import Settings
 TROUBLE = "trouble.txt"
 """In a sample's folder: why it is open, where that is our own fault."""
 
+MADE = {
+    "sketch": "sketch",
+    "parameters": "code",
+    "translate": "kernel",
+    "direct": "kernel",
+    "pytorch": "PyTorch function",
+}
+"""What a model makes in a stage."""
+
 Look = Callable[[Path, Callable[[str], None]], str | None]
 """What a GPU can tell of a finished sample in a folder, in words; None where that is no news."""
 LOOKS: tuple[Look, ...] = (judged.look, speed.look)
@@ -96,7 +105,9 @@ def _ended(run: Run) -> str:
     if run.ok:
         return KINDS[run.kind]
     codes = ", ".join(dict.fromkeys(f.diagnostic.code for f in run.failed))
-    return f"failed in {run.timings[-1].stage}: {codes}"
+    stage = run.timings[-1].stage
+    how = f"no {MADE[stage]} came out right" if stage in MADE else f"failed in {stage}"
+    return f"{how}: {codes}"
 
 
 def _note(folder: Path, error: Exception) -> None:

@@ -114,6 +114,10 @@ class Settings:
 
 def read(root: Path) -> Settings:
     """Those of a study's folder; Failed with FW903 where it has none."""
+    if not (root / FILE).exists():
+        text = f"{root} is no study: it has no {FILE}"
+        hint = "give the folder that `flashwright study --out DIR` made"
+        raise Failed(Diagnostic("FW903", text, help=hint))
     try:
         told = json.loads((root / FILE).read_bytes())
         operators = [

@@ -503,6 +503,12 @@ def test_a_race_is_run_in_turns_and_who_is_wrong_has_no_time() -> None:
     [
         (["--improve", "2"], "name the model"),
         (["--improve", "2", "--sketch", "gpt-x"], "name the model"),
+        (["--base-url", "http://127.0.0.1:9/v1"], "--base-url: name a model: --model"),
+        (["--candidates", "2"], "--candidates: name a model: --model"),
+        (["--bounded-grammar"], "--bounded-grammar: name a model: --model"),
+        (["--fresh", "--model", "builtin"], "--fresh: name a model: --model"),
+        (["--model", ""], "--model: is empty"),
+        (["--params", " ", "--model", "gpt-x"], "--params: is empty"),
         (["--faster-than", "0.9"], "--translate"),
         (["--faster-than", "fast", "--translate", "gpt-x"], "is not X or X:PEER"),
         (["--faster-than", "1:nobody", "--translate", "gpt-x"], "there is no peer"),

@@ -437,6 +437,7 @@ def test_names() -> None:
 
 def test_no_key() -> None:
     assert "OPENAI_API_KEY" in (refused("gpt-x", env={}).help or "")
+    assert "--base-url URL" in (refused("local", env={}).help or "")
     assert "ANTHROPIC_API_KEY" in (refused("anthropic:some", env={}).help or "")
     assert "no key is set for box.lan:8000" in refused("x", "http://box.lan:8000/v1", {}).message
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from flashwright import asking, pipeline
 from flashwright import replay as replays
@@ -21,10 +22,11 @@ from flashwright.author.llm.connect import connect
 from flashwright.author.llm.model import Message, Question, Reply
 from flashwright.author.llm.prompt import Facts
 from flashwright.author.llm.transcript import EXCHANGE, FOLDER, Lane, Transcript
+from flashwright.cli.main import app
 from flashwright.files import sha256
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from tests.unit.llm_server import cut, say, serve
-from tests.unit.test_by_model import CARD, SPEC, Nobody
+from tests.unit.test_by_model import CARD, CODE, SPEC, Nobody, fenced, generate
 
 
 class Parrot:
@@ -131,7 +133,8 @@ def test_where_one_candidate_cannot_go_on_the_others_ask_no_more(tmp_path: Path)
 def outcomes(tmp_path: Path, one: dict[str, Any], now: dict[str, Any], other: bool) -> bool:
     for name, told in (("one", one), ("now", now)):
         folder = tmp_path / name / "translate.1.01"
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.exists():
+            Lane(tmp_path / name, "translate", 1, Parrot()).ask(question("a"))
         (folder / "outcome.json").write_text(json.dumps(told))
     ((_, same),) = replays._outcomes(tmp_path / "one", tmp_path / "now", other)
     return same
@@ -181,8 +184,8 @@ def test_a_replay_has_the_users_function_and_waits_for_nobody(
 ) -> None:
     waits: list[float] = []
 
-    def meter(*given: Any, sleep: Callable[[float], None] = waits.append) -> Meter:
-        return Meter(*given, sleep=sleep)
+    def meter(*given: Any, **more: Any) -> Meter:
+        return Meter(*given, **{"sleep": waits.append, **more})
 
     monkeypatch.setattr(asking, "Meter", meter)
     recorded(tmp_path / "run")
@@ -217,3 +220,81 @@ def test_a_replay_says_where_the_prompts_have_changed_since(tmp_path: Path) -> N
     assert "code.1.02" in line
     assert "code.1.01" not in line
     assert told.same, "replies are looked at as before"
+
+
+def test_a_file_that_was_changed_by_hand_is_told_and_one_that_is_gone_is_not(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "run"
+    with serve([say(fenced(CODE))]) as server:
+        assert generate(server, run).ok
+    (run / "sketch.tl").unlink()
+    again = replays.replay(run, tmp_path / "again", Nobody(), last="cpu")
+    assert again.same, again.lines
+    (run / "code.tl").write_text(CODE + "// mine\n")
+    told = replays.replay(run, tmp_path / "other", Nobody(), last="cpu")
+    assert not told.same
+    assert [line for line in told.lines if "code.tl" in line] == [
+        *("code.tl: the same", "code.tl: CHANGED since it was recorded")
+    ]
+
+
+def test_an_attempt_that_comes_out_otherwise_says_how(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with serve([say(fenced(CODE))]) as server:
+        assert generate(server, run).ok
+    path = run / FOLDER / "code.1.01" / EXCHANGE
+    whole = path.read_text()
+    path.write_text(whole.replace("get S\\n", "get\\n"))
+    told = replays.replay(run, tmp_path / "again", Nobody(), last="cpu")
+    assert not told.same
+    assert "code.1.01: taken, NOT THE SAME: now sent back for FW1" in "\n".join(told.lines)
+    path.write_text(whole[:-30])
+    told = replays.replay(run, tmp_path / "other", Nobody(), last="cpu")
+    assert not told.same
+    assert "code.1.01: NOT THE SAME, its exchange.json cannot be read" in told.lines
+
+
+def said(*arguments: str | Path) -> tuple[int, list[str]]:
+    """What `flashwright replay` ends with, and its lines."""
+    done = CliRunner().invoke(app, ["replay", *map(str, arguments)])
+    return done.exit_code, done.output.splitlines()
+
+
+def test_the_command_ends_with_a_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "Meter", partial(Meter, sleep=lambda seconds: None))
+    recorded(tmp_path)
+    code, lines = said(tmp_path)
+    assert (code, lines[-1]) == (0, "the same: 2 attempts and 1 file")
+    assert "code.1.01: nothing was made of this reply" in lines
+    (tmp_path / "sketch.tl").write_text("mine")
+    code, lines = said(tmp_path)
+    assert (code, lines[-1]) == (1, "NOT the same: see above")
+
+
+def test_a_run_that_was_cut_off_or_never_answered_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "Meter", partial(Meter, sleep=lambda seconds: None))
+    recorded(tmp_path)
+    (tmp_path / "result.json").unlink()
+    code, lines = said(tmp_path)
+    assert (code, lines[-1]) == (0, "the same: 2 attempts and 0 files")
+    assert "no result.json: the run was cut off, and its files are not compared" in lines
+    for attempt in ("code.1.01", "code.1.02"):
+        shutil.rmtree(tmp_path / FOLDER / attempt)
+    code, lines = said(tmp_path)
+    assert (code, lines[-1]) == (1, "nothing to compare")
+    assert "no attempts: no model ever answered" in lines
+
+
+def test_a_broken_record_is_not_called_none(tmp_path: Path) -> None:
+    code, lines = said(tmp_path)
+    assert code == 2
+    assert "has no record" in " ".join(lines)
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "run.json").write_text('{"settings": ')
+    code, lines = said(tmp_path)
+    assert code == 2
+    assert "FW915" in lines[0]
+    assert "is broken" in " ".join(lines)

@@ -120,8 +120,8 @@ def test_one_right_one_wrong_and_one_that_is_no_program_are_counted_where_they_e
     assert asked == 3
     assert [line.partition(": ")[2].partition(":")[0] for line in heard.ended] == [
         "only checked",
-        "failed in parameters",
-        "failed in parameters",
+        "no code came out right",
+        "no code came out right",
     ]
     told = report.make(tmp_path)
     row = rows(tmp_path)["small no-sketch"]
@@ -266,6 +266,33 @@ def test_the_report_is_made_again_from_the_records_alone(tmp_path: Path) -> None
     assert {name: (tmp_path / name).read_bytes() for name in report.FILES} == before
 
 
+@pytest.mark.parametrize(
+    "more", [["--judge", "D"], ["--model", "m"], ["--gpu", "a100"], ["--out", "D"]]
+)
+def test_a_report_takes_the_study_as_it_is(more: list[str], tmp_path: Path) -> None:
+    told = CliRunner().invoke(app, ["study", "--report", str(tmp_path), *more])
+    assert told.exit_code == 2
+    assert f"leave out {more[0]}" in told.output
+
+
+@pytest.mark.parametrize("option", ["--report", "--judge"])
+def test_a_folder_that_is_no_study_is_told_so(option: str, tmp_path: Path) -> None:
+    told = CliRunner().invoke(app, ["study", option, str(tmp_path)])
+    assert told.exit_code == 2
+    assert "error[FW903]" in told.output
+    assert "is no study: it has no settings.json" in told.output
+
+
+def test_the_legend_is_there_where_something_was_not_told(tmp_path: Path) -> None:
+    (sample,) = settings("no-sketch", 1).keep(tmp_path).every
+    recorded(tmp_path, sample, True)  # and not measured
+    told = CliRunner().invoke(app, ["study", "--report", str(tmp_path)])
+    assert "?: nobody could tell" in told.output
+    (sample.folder(tmp_path) / "speed.json").write_text('{"ratio": 1.2}')
+    told = CliRunner().invoke(app, ["study", "--report", str(tmp_path)])
+    assert "?" not in told.output
+
+
 def test_another_study_in_the_same_folder_is_refused_and_more_of_the_same_is_not(
     tmp_path: Path,
 ) -> None:
@@ -292,7 +319,7 @@ def test_a_sample_without_an_answer_stays_open_and_the_others_go_on(tmp_path: Pa
     heard, asked = studied(tmp_path, wanted, status(401, "no such key"), say(NONSENSE))
     assert asked == 2
     assert "small, no-sketch, sample 1: open: " in heard.ended[0]
-    assert "failed in parameters" in heard.ended[1]
+    assert "no code came out right" in heard.ended[1]
     assert report.make(tmp_path).open == 1
     assert "Samples that are open: 1." in (tmp_path / "study.md").read_text()
     told = CliRunner().invoke(app, ["study", "--report", str(tmp_path)])
@@ -563,7 +590,7 @@ def test_names_of_operators_are_not_broken_where_there_is_room(
     for sample in wanted.every:
         recorded(tmp_path, sample, True, 1.2)
     _show(report.make(tmp_path))
-    head, *lines = capsys.readouterr().out.splitlines()[1:-2]
+    head, *lines = capsys.readouterr().out.splitlines()[1:]
     assert "pass@3" in head
     assert all(len(line) <= columns for line in lines)
     for way in wanted.ways:

@@ -71,7 +71,10 @@ def _line(
     where, local = _address(url, source)
     key = env.get(provider.key, "").strip()
     if not key and not local:
-        raise _failed(f"no key is set for {where}", f"set {provider.key} in the environment")
+        hint = f"set {provider.key} in the environment"
+        if url == provider.own:
+            hint += ", or --base-url URL for a server of your own"
+        raise _failed(f"no key is set for {where}", hint)
     if not (key.isascii() and key.isprintable() and " " not in key):
         text = f"{provider.key} holds characters that no key has"
         raise _failed(text, "set it to the key alone, without quotes or line breaks")
