@@ -30,6 +30,10 @@ class Quick(Cpu):
         """Nobody who is judged inside has a thread."""
 
 
+NOBODY = 2**31 - 1
+"""No process has this number. A mock's own is 1, and the group 1 is everybody."""
+
+
 class Inside(Sandbox):
     """Only for candidates that do no harm to the process they are in."""
 
@@ -37,7 +41,8 @@ class Inside(Sandbox):
         # Another copy of its module: the caches of the one that is there are of another trial.
         self._module = sys.modules.pop(self.candidate.where, None)
         with contextlib.ExitStack() as self._started:
-            self._started.enter_context(mock.patch.object(process.subprocess, "Popen"))
+            fake = self._started.enter_context(mock.patch.object(process.subprocess, "Popen"))
+            fake.return_value.pid = NOBODY
             super().start()
         gc.freeze()  # the worker collects before each call, and here that is pytest's memory too
 
