@@ -167,7 +167,17 @@ def test_what_is_faster_for_few_keys_is_a_program_of_its_own() -> None:
     assert name in reasoning(CAUSAL, H200, made)
 
 
-@pytest.mark.parametrize("other", [{"causal": False}, {"window": 64}, {"softcap": 30.0}], ids=str)
+def test_options_have_measured_programs_of_their_own() -> None:
+    spec = make_spec("mha", head_dim=64, dtype="bf16", causal=True, softcap=30.0)
+    made = write_code(write_sketch(spec), spec, H200)
+    (name,) = made.further
+    assert made.classes == [(512, name), (None, "")]
+    assert "param BM = 192" in made.code
+    assert "param BN = 64 " in made.further[name]
+    assert "measured on the H200" in made.code
+
+
+@pytest.mark.parametrize("other", [{"causal": False}, {"window": 64}, {"alibi": True}], ids=str)
 def test_other_work_has_one_program(other: dict[str, object]) -> None:
     spec = make_spec("mha", **{"head_dim": 64, "dtype": "bf16", "causal": True, **other})
     made = write_code(write_sketch(spec), spec, H200)
