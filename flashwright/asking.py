@@ -19,6 +19,7 @@ from flashwright.author.llm.prompt import Facts
 from flashwright.author.llm.transcript import Known, Lane, Transcript
 from flashwright.folder import keep
 from flashwright.lang import gbnf
+from flashwright.lang.codes import MACHINE
 from flashwright.lang.diagnostic import Diagnostic
 from flashwright.run import Progress, Run
 from flashwright.speed import Goal, Stopwatch
@@ -36,7 +37,16 @@ FILES = {
     "pytorch": "attention.py",
 }
 """What each stage makes; the last two are a study's."""
-_WORDS = {"translate": "kernel", "direct": "kernel", "pytorch": "PyTorch function"}
+MADE = {
+    "sketch": "sketch",
+    "code": "code",
+    "translate": "kernel",
+    "direct": "kernel",
+    "pytorch": "PyTorch function",
+}
+"""The same in words."""
+NOT_THE_MODELS = MACHINE | {"FW903"}
+"""Trouble of this machine, or in the user's own reference: no attempt can help."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +203,7 @@ def _given_up(run: Run, stage: str, gave_up: GaveUp) -> Run:
     if gave_up.source:
         run = keep(run, {file: gave_up.source})
     run = run.noting(file if gave_up.source else "", *gave_up.last)
-    text = f"no {_WORDS.get(stage, stage)} came out right: {gave_up.end.message}"
+    text = f"no {MADE[stage]} came out right: {gave_up.end.message}"
     help = MORE if gave_up.end.code == "FW913" else gave_up.end.help
     return run.noting("", Diagnostic(gave_up.end.code, text, help=help))
 

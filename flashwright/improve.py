@@ -32,7 +32,8 @@ from flashwright.kernel_by_model import (
 )
 from flashwright.lang import render
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.measure.race import CERTAIN, LEAST, Figure, Raced
+from flashwright.measure import race
+from flashwright.measure.race import CERTAIN, LEAST, Raced
 from flashwright.run import Progress, Run, Skipped
 from flashwright.speed import BEFORE, KERNEL, Goal, Speed, Stopwatch, in_words, measured
 from flashwright.tl_by_model import try_whole
@@ -84,18 +85,15 @@ def _begin(authors: Authors, run: Run, progress: Progress) -> Speed:
     try:
         told = json.loads(path.read_bytes())
         if told["kernel"] == kernel:
-            times = {int(n): Figure(**figure) for n, figure in told["times"].items()}
-            return Speed(times, dict(told["others"]))
+            return Speed.of(race.read(told))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass  # not measured yet
     if authors.asked[STAGE].model is None:
         return Speed()
     progress(0, authors.asked[STAGE].budget.attempts, "measuring the kernel, and others beside it")
-    speed = measured(authors.stopwatch, run, authors.rival, authors.goal)
-    figures = {str(n): vars(figure) for n, figure in speed.times.items()}
-    told = {"kernel": kernel, "times": figures, "others": dict(speed.others)}
-    write(path, json.dumps(told, indent=1) + "\n")
-    return speed
+    raced = measured(authors.stopwatch, run, authors.rival, authors.goal)
+    write(path, json.dumps({"kernel": kernel, **raced.record()}, indent=1) + "\n")
+    return Speed.of(raced)
 
 
 def _still_slow(goal: Goal | None, speed: Speed, run: Run) -> Run:

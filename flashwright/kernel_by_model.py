@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from flashwright import stages
-from flashwright.asking import Authors, ask
+from flashwright.asking import NOT_THE_MODELS, Authors, ask
 from flashwright.author.llm import extract
 from flashwright.author.llm.attempts import Done, Tried, fewest
 from flashwright.author.llm.transcript import Lane
@@ -122,12 +122,12 @@ def attempted(
     trial = keep(_trial(run, lane, made), {**made.files, **run.reference})
     if lane.model is None:
         return _recorded(trial, lane, made)
+    trial = judged(trial)
+    if not trial.ok:
+        return _wrong(trial.failed, source, tl, made.files)
+    if pace is None:
+        return Tried(Kernel(trial), "", (), made.files)
     with _GPU:
-        trial = _judged(trial)
-        if not trial.ok:
-            return _wrong(trial.failed, source, tl, made.files)
-        if pace is None:
-            return Tried(Kernel(trial), "", (), made.files)
         time, slow = pace(trial, lane)
     done = Kernel(trial, slow, time)
     if slow is None:
@@ -253,13 +253,17 @@ def _trial(run: Run, lane: Lane, made: TranslationByModel) -> Run:
     )
 
 
-def _judged(run: Run) -> Run:
+def judged(trial: Run) -> Run:
+    """An attempt with what the judge says of it, if anybody here can tell."""
     try:
-        return stages.verdict(run, silent)
-    except Skipped:  # nobody here can tell: it compiles, and that is all that is known
-        return run
+        with _GPU:
+            return stages.verdict(trial, silent)
+    except Skipped:  # it compiles, and that is all that is known
+        return trial
     except Failed as failed:
-        return run.noting(SOURCE, *failed.diagnostics)
+        if any(d.code in NOT_THE_MODELS for d in failed.diagnostics):
+            raise
+        return trial.noting(SOURCE, *failed.diagnostics)
 
 
 def _wrong(findings: Any, source: str, tl: str, files: Any) -> Tried[Kernel]:

@@ -102,7 +102,9 @@ class Run:
     @property
     def reference(self) -> dict[str, bytes]:
         """The user's own function that the spec names, as a file."""
-        name = (self.spec.reference or "").partition(":")[0]
+        from flashwright.judge.reference import split
+
+        name = split(self.spec.reference or "")[0]
         return {name: self.binaries[name]} if name in self.binaries else {}
 
     def files_of(self, kernel: str) -> dict[str, str | bytes]:

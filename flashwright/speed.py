@@ -38,7 +38,7 @@ def _peers() -> list[registry.Peer]:
     return [peer for peer in registry.choose(None) if peer.key not in LONG]
 
 
-def _card() -> Card:
+def card_here() -> Card:
     """The GPU here; Failed with FW851 where there is none, or no PyTorch to time kernels with."""
     from flashwright.judge.judge import need_torch
 
@@ -78,7 +78,7 @@ class Stopwatch:
     race: Race = race.race
     make: Callable[..., kernels.Made] = kernels.make
     peers: Callable[[], Sequence[registry.Peer]] = _peers
-    card: Callable[[], Card] = _card
+    card: Callable[[], Card] = card_here
 
     def cannot(self, run: Run) -> Diagnostic | None:
         """Why the kernel of a run cannot be timed here; None where it can."""
@@ -146,7 +146,7 @@ class Speed:
         return Speed(raced.times[KERNEL], {who: r * gain for who, r in self.others.items()})
 
 
-def measured(stopwatch: Stopwatch, run: Run, folder: Path, goal: Goal | None = None) -> Speed:
+def measured(stopwatch: Stopwatch, run: Run, folder: Path, goal: Goal | None = None) -> Raced:
     """The kernel of a run beside the built-in author's, all peers at hand, and who a goal names."""
     contestants = [race.package(KERNEL, run.folder)]
     with contextlib.suppress(Failed):  # then it has one rival less
@@ -157,7 +157,7 @@ def measured(stopwatch: Stopwatch, run: Run, folder: Path, goal: Goal | None = N
     raced = stopwatch.race(run.spec, contestants)
     if KERNEL in raced.lost:
         raise Failed(Diagnostic("FW852", f"the kernel cannot be timed: {raced.lost[KERNEL]}"))
-    return Speed.of(raced)
+    return raced
 
 
 # --- in words ---------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flashwright import apart, stages
-from flashwright.asking import Authors, ask
+from flashwright.asking import NOT_THE_MODELS, Authors, ask
 from flashwright.author.builtin.author import Written, write_code
 from flashwright.author.builtin.choose import NothingFits
 from flashwright.author.llm import extract
@@ -24,10 +24,9 @@ from flashwright.build.package import OWN
 from flashwright.check.check import check
 from flashwright.check.program import Program
 from flashwright.folder import keep
-from flashwright.judge import cpu
-from flashwright.kernel_by_model import SOURCE, placed, times_of
+from flashwright.judge import cpu, reference
+from flashwright.kernel_by_model import SOURCE, judged, placed, times_of
 from flashwright.lang import render
-from flashwright.lang.codes import MACHINE
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.parse import parse
 from flashwright.run import Progress, Run, Skipped, silent
@@ -43,9 +42,7 @@ T = TypeVar("T")
 CHECK_SECONDS = 60.0
 RUN_SECONDS = 300.0  # all problems of the CPU run; the built-in author's programs take 1 to 10
 MEMORY = 6 << 30
-REFERENCE_MEMORY = 1 << 40  # addresses that a library reserves count as well
 MOST_TOLD, LONGEST_TOLD = 20, 20_000  # findings that go back to the model, and their characters
-NOT_THE_MODELS = MACHINE | {"FW903"}  # trouble of this machine, or in the user's own reference
 
 
 def sketch(authors: Authors, run: Run, progress: Progress) -> Run:
@@ -147,16 +144,14 @@ def try_whole(run: Run, source: str, lane: Lane) -> Tried[Code]:
             trial = stage(trial, silent)
             if not trial.ok:
                 return _not_whole(trial, source)
-        if lane.model is not None:
-            trial = stages.verdict(trial, silent)
-        elif not (lane.before["taken"] or times_of(lane)):  # what a judge said is in the record
-            return Tried(None, lane.before["findings"], (), trial.files)
     except Skipped:  # no compiler, or no translation for this GPU yet: as far as can be told
         return tried
     except Failed as failed:
-        if any(d.code in NOT_THE_MODELS for d in failed.diagnostics):
-            raise
-        trial = trial.noting(SOURCE, *failed.diagnostics)
+        return _not_whole(trial.noting(SOURCE, *_of_the_model(failed)), source)
+    if lane.model is not None:
+        trial = judged(trial)
+    elif not (lane.before["taken"] or times_of(lane)):  # what a judge said is in the record
+        return Tried(None, lane.before["findings"], (), trial.files)
     if not trial.ok:
         return _not_whole(trial, source)
     return Tried(replace(tried.value, trial=trial), "", (), trial.files)
@@ -203,7 +198,7 @@ def _judged(
 
 def _limited(function: Callable[..., T], source: str, run: Run) -> T:
     """Work on a model's TL, in a process with limits; the user's reference may need more memory."""
-    memory = REFERENCE_MEMORY if run.spec.reference else MEMORY
+    memory = reference.MEMORY if run.spec.reference else MEMORY
     given = (source, run.spec, run.gpu, run.folder)
     return apart.call(function, *given, seconds=RUN_SECONDS, memory=memory)
 

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from flashwright.spec import AttentionSpec
 
 SECONDS = 60.0
-MEMORY = 1 << 40  # addresses that a library reserves count as well
 
 
 @dataclass(frozen=True)
@@ -74,12 +73,12 @@ def _with_reference(meant: Asked, reference: str | None) -> Asked:
 def _try_out(reference: str, spec: AttentionSpec) -> None:
     """One small call, in a process of its own: a function may come to no end."""
     from flashwright import apart
-    from flashwright.judge.reference import try_out
+    from flashwright.judge.reference import MEMORY, try_out
 
     try:
         apart.call(try_out, reference, spec, seconds=SECONDS, memory=MEMORY)
     except Failed as failed:
         if all(d.code != "FW806" for d in failed.diagnostics):
             raise
-        text = f"{reference}: no answer to a small problem within {SECONDS:g} s"
+        text = f"{reference}, on a small problem: {failed.diagnostics[0].message}"
         raise Failed(Diagnostic("FW903", text)) from None

@@ -137,15 +137,20 @@ def generate(
 
     A language model does the stages that it is asked for; the built-in author does the others.
     """
-    _refuse_unasked(
-        {"--model": model, "--sketch": sketch, "--params": params, "--translate": translate},
-        {
-            "--base-url": base_url is not None,
-            "--candidates": candidates > 1,
-            "--bounded-grammar": bounded_grammar,
-            "--fresh": fresh,
-        },
+    _refuse_empty(
+        {"--model": model, "--sketch": sketch, "--params": params, "--translate": translate}
     )
+    named = {"sketch": sketch, "code": params, "translate": translate}
+    names = {stage: name or model or BUILTIN for stage, name in named.items()}
+    if all(name == BUILTIN for name in names.values()):
+        _refuse_unasked(
+            {
+                "--base-url": base_url is not None,
+                "--candidates": candidates > 1,
+                "--bounded-grammar": bounded_grammar,
+                "--fresh": fresh,
+            }
+        )
     options = {
         "causal": causal or None,
         "window": window,
@@ -161,8 +166,6 @@ def generate(
         "lse": False if no_lse else None,
     }
     card = find_gpu(gpu)
-    named = {"sketch": sketch, "code": params, "translate": translate}
-    names = {stage: name or model or BUILTIN for stage, name in named.items()}
     meant = asked(variant, options, reference)
     folder = out or Path("out", f"{meant.spec.variant}-{card.name}")
     budget = read_budget(attempts, tokens, minutes, dollars, price)
@@ -177,14 +180,15 @@ def generate(
     return _generate(meant, card, folder, quiet, authors)
 
 
-def _refuse_unasked(who: Mapping[str, str | None], given: Mapping[str, bool]) -> None:
-    """A name that is empty, and what is said of a model where none is asked."""
+def _refuse_empty(who: Mapping[str, str | None]) -> None:
+    """A name that is none, as from a variable that is not set."""
     for option, name in who.items():
         if name is not None and not name.strip():
             raise typer.BadParameter("is empty", param_hint=option)
-    stages = [name or who["--model"] for option, name in who.items() if option != "--model"]
-    if any(name not in (None, BUILTIN) for name in stages):
-        return
+
+
+def _refuse_unasked(given: Mapping[str, bool]) -> None:
+    """What is said of a model where none is asked."""
     for option, is_given in given.items():
         if is_given:
             raise typer.BadParameter("name a model: --model", param_hint=option)

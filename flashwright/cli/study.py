@@ -140,15 +140,13 @@ def _study(model: str, base_url: str | None, terms: Terms, wanted: _Wanted, root
 
 def _judge(root: Path) -> int:
     """On a machine with a GPU, what one without could not tell."""
-    from flashwright.build import driver
     from flashwright.cli import show
-    from flashwright.judge.judge import need_torch
+    from flashwright.speed import card_here
     from flashwright.study.session import look
     from flashwright.study.settings import read
 
     settings = read(root)
-    driver.cards()
-    need_torch()
+    card_here()
     with show.progress("study") as bar:
         look(settings, root, _Screen(bar))
     return _tell(root)

@@ -33,6 +33,8 @@ Floats = NDArray[np.float64]
 Inputs = Mapping[str, Array]
 Dims = Mapping[str, int]
 
+MEMORY = 1 << 40
+"""Bytes of addresses for a process that calls one: those that a library reserves count as well."""
 _NAMES = {"query": "Q", "key": "K", "value": "V"}
 _OUTPUTS = {"o": "O", "out": "O", "output": "O", "lse": "LSE"}
 _ORDER = ("O", "LSE")  # of a tuple

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flashwright import spec as specs
-from flashwright.build import driver
 from flashwright.files import write
 from flashwright.folder import RESULT, finished
-from flashwright.judge.judge import judge, need_torch
+from flashwright.judge.judge import judge
 from flashwright.lang.diagnostic import Failed
 from flashwright.sandbox.candidate import Candidate
+from flashwright.speed import card_here
 from flashwright.study import pytorch
 
 FILE = "judged.json"
@@ -37,8 +37,7 @@ def look(folder: Path, progress: Callable[[str], None]) -> str | None:
 def _gpu() -> bool:
     """Whether there is what it takes; where not, nothing is known of the sample, as before."""
     try:
-        driver.cards()
-        need_torch()
+        card_here()
     except Failed:
         return False
     return True

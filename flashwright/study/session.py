@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from flashwright.asking import MADE
 from flashwright.author.llm.model import Model
 from flashwright.files import write
 from flashwright.lang.diagnostic import Failed
@@ -19,15 +20,6 @@ from flashwright.study.settings import Settings
 
 TROUBLE = "trouble.txt"
 """In a sample's folder: why it is open, where that is our own fault."""
-
-MADE = {
-    "sketch": "sketch",
-    "parameters": "code",
-    "translate": "kernel",
-    "direct": "kernel",
-    "pytorch": "PyTorch function",
-}
-"""What a model makes in a stage."""
 
 Look = Callable[[Path, Callable[[str], None]], str | None]
 """What a GPU can tell of a finished sample in a folder, in words; None where that is no news."""
@@ -106,7 +98,8 @@ def _ended(run: Run) -> str:
         return KINDS[run.kind]
     codes = ", ".join(dict.fromkeys(f.diagnostic.code for f in run.failed))
     stage = run.timings[-1].stage
-    how = f"no {MADE[stage]} came out right" if stage in MADE else f"failed in {stage}"
+    made = MADE.get("code" if stage == "parameters" else stage)
+    how = f"no {made} came out right" if made else f"failed in {stage}"
     return f"{how}: {codes}"
 
 

@@ -183,6 +183,21 @@ def test_a_kernel_is_judged_by_the_users_own_function(
     assert found == [text]
 
 
+def test_trouble_in_the_users_own_function_ends_a_kernels_run(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def judge(*given: Any, **more: Any) -> Any:
+        raise Failed(Diagnostic("FW903", "mine.py:2: not yet"))
+
+    monkeypatch.setattr("flashwright.judge.judge.judge", judge)
+    for stage in ("translate", "code"):
+        reply = cuda(1.0) if stage == "translate" else tl(1.0)
+        with serve([say(reply)]) as server:
+            run = generate(server, tmp_path / stage, clock, stage)
+            assert len(server.requests) == 1, "no model can mend it"
+        assert [f.diagnostic.code for f in run.failed] == ["FW903"]
+
+
 def test_what_the_compiler_says_of_a_models_code_goes_back_to_the_model(
     clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

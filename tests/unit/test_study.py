@@ -539,8 +539,7 @@ def test_what_was_made_without_a_gpu_is_judged_where_there_is_one(
 
     monkeypatch.setattr(judged, "judge", judge)
     assert goes_on(tmp_path, wanted, [judged.look]).ended == []  # no GPU here
-    monkeypatch.setattr(judged, "need_torch", lambda: None)
-    monkeypatch.setattr(judged.driver, "cards", lambda: (H200,))
+    monkeypatch.setattr(judged, "card_here", lambda: H200)
     session.look(wanted, tmp_path, Heard(), [judged.look])
     goes_on(tmp_path, wanted, [judged.look])
     assert [Path(c.where).read_text() for c in candidates] == [function]
