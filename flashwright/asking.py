@@ -16,7 +16,7 @@ from flashwright.author.llm.attempts import Done, GaveUp, Task, Tried, best, few
 from flashwright.author.llm.budget import Budget, Meter, Prices
 from flashwright.author.llm.model import Model, Reply
 from flashwright.author.llm.prompt import Facts
-from flashwright.author.llm.transcript import Known, Lane, Transcript
+from flashwright.author.llm.transcript import IMPROVE, Known, Lane, Transcript
 from flashwright.folder import keep
 from flashwright.lang import gbnf
 from flashwright.lang.codes import MACHINE
@@ -97,15 +97,16 @@ class Authors:
         return {
             "spec": spec.model_dump(mode="json"),
             "gpu": gpu.name,
-            "asked": {s: _settings(a) for s, a in self.asked.items()},
+            "asked": {s: _settings(s, a) for s, a in self.asked.items()},
             "description": self.description,
         }
 
 
-def _settings(asked: Who) -> dict[str, Any]:
-    """What makes an author the same one."""
+def _settings(stage: str, asked: Who) -> dict[str, Any]:
+    """What makes an author the same one; of rounds, how many: there may be more of them later."""
     bounded = {"bounded": True} if asked.bounded else {}
-    return {"model": asked.name, "candidates": asked.candidates, **bounded}
+    rounds = {"rounds": asked.budget.attempts} if stage == IMPROVE else {}
+    return {"model": asked.name, "candidates": asked.candidates, **bounded, **rounds}
 
 
 # --- asking -----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from flashwright.author.llm.budget import Spent, diagnosis
 from flashwright.author.llm.extract import NoCode
 from flashwright.author.llm.model import Message, NoAnswer, Question, Reply
 from flashwright.author.llm.prompt import Facts
-from flashwright.author.llm.transcript import Lane
+from flashwright.author.llm.transcript import IMPROVE, Lane
 from flashwright.build.package import OWN
 from flashwright.files import sha256, write
 from flashwright.kernel_by_model import (
@@ -38,7 +38,6 @@ from flashwright.run import Progress, Run, Skipped
 from flashwright.speed import BEFORE, KERNEL, Goal, Speed, Stopwatch, in_words, measured
 from flashwright.tl_by_model import try_whole
 
-STAGE = "improve"
 BEGIN = "speed.json"
 """In the record: how fast the kernel was before the first round."""
 NO_MORE = "it sees nothing better: it wrote the program that is there"
@@ -46,7 +45,7 @@ NO_MORE = "it sees nothing better: it wrote the program that is there"
 
 def improve(authors: Authors, run: Run, progress: Progress) -> Run:
     """As many rounds as there are attempts; the run with the fastest kernel that is right."""
-    asked = authors.asked[STAGE]
+    asked = authors.asked[IMPROVE]
     if run.built is None:
         raise Skipped(Diagnostic("FW851", "there is no compiled kernel to make faster"))
     here = run.gpu_verdict is not None and authors.stopwatch.cannot(run) is None
@@ -56,7 +55,7 @@ def improve(authors: Authors, run: Run, progress: Progress) -> Run:
         begin = _begin(authors, run, progress)
     except Failed as failed:
         raise Skipped(*failed.diagnostics) from None
-    lane = authors.transcript.lane(STAGE, 1, asked.model)
+    lane = authors.transcript.lane(IMPROVE, 1, asked.model)
     meter = meter_for(asked, waits(lane, asked, progress))
     rounds = _Rounds(authors, run, begin, lane)
     while not rounds.ended:
@@ -74,9 +73,10 @@ def improve(authors: Authors, run: Run, progress: Progress) -> Run:
             rounds.ended = failed.diagnostics[0].message
             break
         progress(lane.number, asked.budget.attempts, f"round {lane.number}: {said}")
-    told = {**cost_of(asked, STAGE, [lane], [meter]), **rounds.record(begin)}
+    whole = rounds.ended == NO_MORE or lane.number >= asked.budget.attempts
+    told = {**cost_of(asked, IMPROVE, [lane], [meter]), **rounds.record(begin), "whole": whole}
     run = _still_slow(authors.goal, rounds.speed, rounds.run)
-    return replace(run, asked={**run.asked, STAGE: told})
+    return replace(run, asked={**run.asked, IMPROVE: told})
 
 
 def _begin(authors: Authors, run: Run, progress: Progress) -> Speed:
@@ -88,9 +88,11 @@ def _begin(authors: Authors, run: Run, progress: Progress) -> Speed:
             return Speed.of(race.read(told))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass  # not measured yet
-    if authors.asked[STAGE].model is None:
+    if authors.asked[IMPROVE].model is None:
         return Speed()
-    progress(0, authors.asked[STAGE].budget.attempts, "measuring the kernel, and others beside it")
+    progress(
+        0, authors.asked[IMPROVE].budget.attempts, "measuring the kernel, and others beside it"
+    )
     raced = measured(authors.stopwatch, run, authors.rival, authors.goal)
     write(path, json.dumps({"kernel": kernel, **raced.record()}, indent=1) + "\n")
     return Speed.of(raced)

@@ -85,9 +85,14 @@ def generate(
         if not run.ok or stage.name == last:
             break
     write(folder / RESULT, json.dumps(result(run), indent=2, ensure_ascii=False) + "\n")
-    if authors and run.ok:
+    if authors and run.ok and _whole(authors, run):
         authors.transcript.end("right")
     return run
+
+
+def _whole(authors: Authors, run: Run) -> bool:
+    """Whether nothing is left to ask: rounds that could not begin, or broke off, may go on."""
+    return IMPROVE.name not in authors.asked or bool(run.asked.get(IMPROVE.name, {}).get("whole"))
 
 
 def _steps(authors: Authors | None, plan: Sequence[Stage], last: str) -> list[Stage]:

@@ -242,9 +242,11 @@ def _is_there(authors: Authors, meant: Asked, card: Gpu, folder: Path) -> bool:
     may give no answer, and a package would be gone for nothing."""
     from flashwright.folder import finished
 
-    known = authors.known(meant.spec, card)
-    if known == "open" or not finished(folder):
+    if not finished(folder):
         return False
+    known = authors.known(meant.spec, card)
+    if known == "open":  # with rounds that are left
+        return "improve" not in authors.asked
     if known == "ended":
         return True
     why = f"{folder} has a kernel that is right: give another folder, or --fresh to replace it"

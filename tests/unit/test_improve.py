@@ -36,7 +36,7 @@ from flashwright.speed import BUILTIN, Goal, Stopwatch
 from tests.unit import measure_fakes
 from tests.unit.emulated import SPEC
 from tests.unit.fake_nvcc import WORKS, FakeNvcc, nvcc
-from tests.unit.llm_server import Answer, Request, Server, say, serve
+from tests.unit.llm_server import Answer, Request, Server, say, serve, status
 from tests.unit.measure_fakes import H200, MS, Behaviour, World
 from tests.unit.test_authored import PTX
 from tests.unit.test_by_model import Nobody
@@ -291,15 +291,39 @@ def test_a_run_that_is_right_can_be_improved_later(clock: Clock, tmp_path: Path)
     assert (tmp_path / "model-1" / "improve.1.01").is_dir()
 
 
-def test_rounds_that_were_cut_off_go_on_with_what_was_measured_then(
+def ended(folder: Path) -> str:
+    told: dict[str, str] = json.loads((folder / FOLDER / "run.json").read_text())
+    return told["ended"]
+
+
+def test_rounds_that_could_not_begin_or_broke_off_go_on(clock: Clock, tmp_path: Path) -> None:
+    def absent() -> Card:
+        raise Failed(Diagnostic("FW851", "no GPU can be used here"))
+
+    with serve([say(cuda(1.0))]) as server:
+        run = generate(server, tmp_path, clock, improve=2, card=absent)
+    assert (run.ok, run.timings[-1].status, ended(tmp_path)) == (True, "skipped", "")
+    for script in ([status(401)], [say(cuda(0.8)), status(401)]):
+        with serve(script) as server:
+            run = generate(server, tmp_path, clock, improve=2)
+            assert len(server.requests) == len(script)
+        assert (run.ok, ended(tmp_path)) == (True, "")
+    assert "// takes 0.8" in run.artefacts["kernel.cu"], "what was gained stays"
+    with serve([say(cuda(0.5))]) as server:
+        run = generate(server, tmp_path, clock, improve=2)
+        assert len(server.requests) == 1
+    assert [kept for kept, _ in rounds(tmp_path)] == [True, True]
+    assert ended(tmp_path) == "right"
+    assert not (tmp_path / "model-1").exists()
+
+
+def test_rounds_that_were_all_there_are_followed_by_more_with_what_was_measured_then(
     clock: Clock, tmp_path: Path
 ) -> None:
     with serve([say(cuda(1.0)), say(cuda(0.8)), say(cuda(0.9))]) as server:
         generate(server, tmp_path, clock, improve=2)
     first = rounds(tmp_path)
     assert [kept for kept, _ in first] == [True, False]
-    told = json.loads((tmp_path / FOLDER / "run.json").read_text())
-    (tmp_path / FOLDER / "run.json").write_text(json.dumps({**told, "ended": ""}))
     timed = len(clock.races)
     clock.moods = [1.3, 0.7, 1.2, 0.9]  # another day, other times
     with serve([say(cuda(0.5))]) as server:

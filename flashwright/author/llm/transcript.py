@@ -35,6 +35,8 @@ RUN = "run.json"
 EXCHANGE, OUTCOME, CHOSEN = "exchange.json", "outcome.json", "chosen"
 BEFORE = "outcome-before.json"
 """In a replay: what became of the reply then."""
+IMPROVE = "improve"
+"""The stage that comes after a run is right, of so many rounds as are asked for."""
 ATTEMPT = re.compile(r"(?P<stage>[a-z]+)\.(?P<candidate>\d+)\.(?P<number>\d+)")
 
 
@@ -189,7 +191,7 @@ class Transcript:
         """Open the record for a run with these settings; whether it goes on from an earlier one.
 
         One that came out right, or of another run, is set aside under the next free name. But one
-        that came out right may be improved later: it goes on with that stage.
+        that came out right may be improved later, and on: it goes on with that stage.
         """
         resumed = not fresh and self.known(settings) == "open"
         if os.path.lexists(self.folder) and not resumed:
@@ -203,9 +205,10 @@ class Transcript:
         told = self.read()
         if told is None:
             return "nothing"
-        if _goes_on(told, dict(settings)):
-            return "open"
-        return "ended" if told["settings"] == dict(settings) else "another"
+        if _first(told["settings"]) != _first(settings):
+            return "another"
+        more = _rounds(settings) > _rounds(told["settings"])
+        return "open" if more or not told["ended"] else "ended"
 
     def end(self, how: str) -> None:
         """The run has come to its end."""
@@ -236,20 +239,16 @@ class Transcript:
         _put(self.folder, RUN, json.dumps(told, indent=1, ensure_ascii=False) + "\n")
 
 
-def _goes_on(known: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
-    """Whether a run with these settings is a recorded one that has not ended, or more of it."""
-    before, now = known["settings"], settings
-    improved = [who.get("improve") for who in (before.get("asked", {}), now.get("asked", {}))]
-    if _first(before) != _first(now):
-        return False
-    more = improved[0] is None and improved[1] is not None
-    return more or (not known["ended"] and improved[0] == improved[1])
-
-
 def _first(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Without what comes after the run is right."""
-    asked = {s: who for s, who in settings.get("asked", {}).items() if s != "improve"}
+    asked = {s: who for s, who in settings.get("asked", {}).items() if s != IMPROVE}
     return {**settings, "asked": asked}
+
+
+def _rounds(settings: Mapping[str, Any]) -> int:
+    """How many rounds of improving are asked for."""
+    rounds = settings.get("asked", {}).get(IMPROVE, {}).get("rounds")
+    return rounds if isinstance(rounds, int) else 0
 
 
 # --- files ------------------------------------------------------------------------------------
