@@ -33,6 +33,7 @@ _DEVICES = (  # not all of /dev: what others have in shared memory is there, and
     *("null", "zero", "full", "random", "urandom", "nvidia*", "nvhost*", "nvmap", "nvgpu"),
     *("dri", "dxg"),
 )
+_THREADS = "/proc/self/task"  # the driver gives its threads names, and does not start where it cannot
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 
 
@@ -82,7 +83,7 @@ def policy(candidate: Candidate, folder: Path, env: Mapping[str, str], limits: L
     kept = {name: value for name, value in env.items() if not _CACHE.search(name)}
     return Policy(
         readable=(*_SYSTEM, *dict.fromkeys(_installed()), candidate.where),
-        writable=(str(folder), *devices),
+        writable=(str(folder), _THREADS, *devices),
         file_bytes=limits.file_bytes,
         environment={**kept, "TMPDIR": str(folder)},  # caches go to its HOME, which is there too
     )

@@ -356,6 +356,11 @@ def attention(q, k, v):
     tell("temporary", os.path.join(tempfile.gettempdir(), "mine"), "wb")
     tell("null", "/dev/null", "wb")
     tell("cpu", "/proc/cpuinfo", "rb")
+    waits = threading.Event()
+    other = threading.Thread(target=waits.wait)
+    other.start()
+    tell("thread's name", f"/proc/self/task/{other.native_id}/comm", "wb")
+    waits.set()
     tell("package", np.__file__, "rb")
     tell("judge", f"/proc/{os.getppid()}/environ", "rb")
     tell("shared memory", "/dev/shm/flashwright-test", "wb")
@@ -398,7 +403,8 @@ def test_what_a_model_wrote_opens_no_file_of_the_users(
         path.with_name(path.name + ".new").unlink()
     with pytest.raises(Ended) as ended:
         called(untrusted)
-    assert _told(ended.value) == ["own source", "own folder", "temporary", "null", "cpu", "package"]
+    own = ["own source", "own folder", "temporary", "null", "cpu", "thread's name", "package"]
+    assert _told(ended.value) == own
     assert not list(tmp_path.rglob("*.new"))
 
 
