@@ -44,10 +44,9 @@ def asked(variant: str, options: Mapping[str, Any], reference: str | None = None
 
     if not is_description(variant):
         return _with_reference(Asked(*variant_spec(variant, options)), reference)
-    found = understand(variant)
+    found = combined(understand(variant), options)
     if reference is None:
         refuse_unknown(found)
-    found = combined(found, options)
     spec, summary = variant_spec(found.variant, found.spec_settings)
     return _with_reference(Asked(spec, summary, variant), reference)
 

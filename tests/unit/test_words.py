@@ -57,6 +57,10 @@ from flashwright.spec import AttentionSpec
         ("causal, causal mask", "mha", {"causal": True}),
         ("non-causal without ALiBi", "mha", {"causal": False, "alibi": False}),
         ("scale = 1e-05", "mha", {"scale": 1e-05}),
+        ("window of 4,096, d128", "mha", {"window": 4096, "head_dim": 128}),
+        ("MLA 192/128,window 16,384", "mla", {"head_dim": 192, "v_dim": 128, "window": 16384}),
+        ("unscaled MHA", "mha", {"scale": 1.0}),
+        ("causal without scaling", "mha", {"scale": 1.0, "causal": True}),
     ],
 )
 def test_what_is_said(text: str, variant: str, said: dict[str, Any]) -> None:
@@ -73,7 +77,10 @@ def test_what_is_said(text: str, variant: str, said: dict[str, Any]) -> None:
         ("never causal", ("never",)),
         ("window 512 or 1024", ("or 1024",)),
         ("window of 4k", ("window of 4k",)),
-        ("window of 1,024", ("window of 1", "024")),
+        ("window of 1,02", ("window of 1", "02")),
+        ("window of 0,512", ("window of 0", "512")),
+        ("window of 512,1024", ("window of 512", "1024")),
+        ("not scaled 0.5", ("not",)),
         ("window -5", ("window -5",)),
         ("window of 512 on each side", ("each side",)),
         ("window of 2 x 64", ("window of 2 x 64",)),
@@ -100,6 +107,14 @@ def test_what_no_setting_stands_for(text: str, unknown: tuple[str, ...]) -> None
     assert unknown[0] in problem.message
     assert "--reference FILE.py" in (problem.help or "")
     assert ("sink logit" in (problem.help or "")) == ("sinks" in text)
+
+
+def test_a_description_that_says_nothing_is_none() -> None:
+    for text in ("write me a kernel", "a fused attention kernel, please"):
+        with pytest.raises(Failed, match="does not say which attention") as caught:
+            refuse_unknown(understand(text))
+        assert caught.value.diagnostics[0].code == "FW906"
+    refuse_unknown(understand("write me an MHA kernel"))
 
 
 @pytest.mark.parametrize(

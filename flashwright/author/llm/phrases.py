@@ -1,8 +1,8 @@
 """The phrases that words.py knows: what they state, and the patterns that say it.
 
 The text is in lower case, with single spaces and no hyphens inside of compounds. Numbers are whole
-ones, or the words one to twelve; a number that anything else hangs on to (512k, 1,024, 2 x 64, 1/8)
-is none.
+ones, or the words one to twelve; a number that anything else hangs on to (512k, 2 x 64, 1/8) is
+none.
 """
 
 from __future__ import annotations
@@ -171,6 +171,7 @@ _SCORES: tuple[tuple[Meaning, tuple[str, ...]], ...] = (
     (_says(alibi=True), (r"alibi(?: (?:slopes?|bias(?:es)?))?",)),
     (_says(alibi=False), (rf"{NOT}alibi",)),
     (_factor("scale"), (rf"(?:(?:softmax|score) )?scaled?{OF}{X}",)),
+    (_says(scale=1.0), (rf"unscaled(?: (?:logits?|scores?))?|{NOT}(?:scaled?|scaling)(?! {X})",)),
     (
         _says(scale=None),
         (rf"(?:(?:softmax|score) )?scaled?{OF}1 ?/ ?sqrt ?\(?(?:d|head ?dim)\b\)?",),

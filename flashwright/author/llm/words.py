@@ -19,6 +19,7 @@ from flashwright.author.llm.phrases import FILLERS, RULES, SEPARATORS, WORD, Set
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
 LONGEST = 2000  # characters of a description
+THOUSANDS = re.compile(r"(?<![\w.,/])[1-9]\d{0,2}(?:,\d{3})+(?![\w/]|[.,]\d)")
 MOST_SHOWN, WIDEST_SHOWN = 6, 48  # unknown phrases, and characters of one
 
 
@@ -72,9 +73,13 @@ def combined(found: Understood, options: Mapping[str, Any]) -> Understood:
 
 
 def refuse_unknown(found: Understood) -> None:
-    """Failed where something was said that no setting stands for."""
+    """Failed where something was said that no setting stands for, or nothing at all."""
     if not found.unknown:
-        return
+        if found.named or found.spec_settings:
+            return
+        text = "the description does not say which attention it is"
+        hint = 'name it ("GQA 32/8, d128, causal"), or say "MHA" for the plain one'
+        raise Failed(Diagnostic("FW906", text, help=hint))
     shown = [f'"{phrase}"' for phrase in found.unknown[:MOST_SHOWN]]
     if len(found.unknown) > MOST_SHOWN:
         shown.append(f"and {len(found.unknown) - MOST_SHOWN} more")
@@ -93,9 +98,10 @@ def refuse_unknown(found: Understood) -> None:
 
 def _plain(text: str) -> str:
     """Lower case and single spaces; hyphens inside of compounds are spaces too, those of numbers
-    stay."""
+    stay; 4,096 is 4096."""
     text = " ".join(unicodedata.normalize("NFKC", text).lower().split())
     text = re.sub(r"[‐-―]", "-", text)
+    text = THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)
     text = re.sub(r"(?<=[a-z])[-_](?=[a-z])|(?<=\d)-(?=[a-z])", " ", text)
     return re.sub(r"(?<=[a-z])(?<!\de)(?<!\.e)[-_](?=\d)", " ", text)
 
