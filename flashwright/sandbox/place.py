@@ -33,7 +33,8 @@ _DEVICES = (  # not all of /dev: what others have in shared memory is there, and
     *("null", "zero", "full", "random", "urandom", "nvidia*", "nvhost*", "nvmap", "nvgpu"),
     *("dri", "dxg"),
 )
-_THREADS = "/proc/self/task"  # the driver gives its threads names, and does not start where it cannot
+_THREADS = "/proc/self/task"
+"""The driver gives its threads names, and does not start where it cannot."""
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
 
 
