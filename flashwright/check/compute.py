@@ -202,10 +202,8 @@ class Computer:
                 self.values.disagree(stmt.span, have, want)
         frame = Frame(product.shape, product.axes)
         for key, part in product.covered.items():
-            have2 = total.covered.get(key)
-            twice = have2.overlap(part) if have2 and have2.known and part.known else None
-            if twice:
-                self.sums.twice(part.dim, twice, stmt)
+            if key in total.covered:
+                self.sums.twice(total.covered[key], part, stmt)
         value = self.values.combine("+", [total, product], frame, stmt)
         return replace(self.values.tile(value, frame), layout="C")
 

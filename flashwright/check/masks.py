@@ -6,6 +6,7 @@ visible.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,17 @@ _FUNCTIONS = {
 }
 
 
-def any_visible(masks: tuple[Masked, ...], dim: str, low: int, high: int) -> bool:
-    """Whether some row may see one of the keys low..high-1 through all the masks on that axis."""
+def any_visible(
+    masks: tuple[Masked, ...], dim: str, low: int, high: int, its_own: bool = False
+) -> bool:
+    """Whether some row may see one of the keys low..high-1 through all the masks on that axis.
+
+    `its_own`: they are the keys that the masks were for, so that loop variables are as they were.
+    """
     shown: Any = True
     for mask in masks:
+        if its_own:
+            mask = replace(mask, varying=frozenset())
         if mask.dim == dim and mask.stmt.where is not None:
             with np.errstate(all="ignore"):  # what divides by zero shows when the program runs
                 verdict = _ask(mask.stmt.where, mask, low, high)

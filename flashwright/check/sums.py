@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from flashwright.check.masks import any_visible
 from flashwright.check.scalars import Unknown
-from flashwright.check.tiles import Covered, Operand, Tile, covering
+from flashwright.check.tiles import Coverage, Covered, Operand, Tile, covering
 from flashwright.lang.diagnostic import Label
 from flashwright.lang.nodes import Compute, For, Span, Statement
 
@@ -48,21 +48,26 @@ class Sums:
             if have is None:
                 merged[key] = part
                 continue
-            twice = have.overlap(part) if have.known and part.known else None
-            if twice and have.ranges != part.ranges:
-                self.twice(part.dim, twice, stmt)
+            if have.gaps() != part.gaps():  # else two sums over the same, side by side
+                self.twice(have, part, stmt)
             merged[key] = have.join(part)
         return merged
 
-    def twice(self, dim: str, twice: tuple[int, int], stmt: Statement) -> None:
-        """Report a part that is added a second time."""
-        text = f"{dim} {twice[0]}..{twice[1] - 1} is added a second time"
+    def twice(self, total: Coverage, term: Coverage, stmt: Statement) -> None:
+        """Report what is added a second time: what came through the masks both times."""
+        dim = term.dim
+        both = (p for p in total.overlaps(term) if any_visible(p.masks, dim, p.low, p.high, True))
+        twice = next(both, None)
+        if twice is None:
+            return
+        text = f"{dim} {twice.low}..{twice.high - 1} is added a second time"
         self.machine.report(
             "FW606",
             text,
             self._loop(stmt).span,
             label=self.machine.problem(),
             secondary=(Label(stmt.span, "here"), *self._bounds_of(self._loop(stmt))),
+            help="hide it with a Mask one of the two times" if twice.masks else None,
         )
 
     def _loop(self, stmt: Statement) -> Statement:
@@ -78,7 +83,7 @@ class Sums:
         for part in tile.covered.values():
             if not part.demanded:
                 continue
-            for low, high in part.missing():
+            for low, high in part.gaps():
                 if any_visible(tile.masks, part.dim, low, high):
                     text = f"{part.axis} {low}..{high - 1} is never added in"
                     where = (
@@ -101,7 +106,7 @@ class Sums:
         where = tile.axes[1]
         if where is None:
             return {}
-        return covering(where, tile.at, self._loop(stmt))
+        return covering(where, tile, self._loop(stmt))
 
     def no_tail(self, tile: Tile, stmt: Statement, span: Span) -> None:
         """Keys past the end of the sequence must be masked before rows are reduced."""

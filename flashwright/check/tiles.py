@@ -7,7 +7,8 @@ to the wrong rows or a missed block is seen at the statement that does it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -86,6 +87,14 @@ def together(tiles: Iterable[Tile]) -> tuple[Masked, ...]:
     return tuple({id(m.stmt): m for t in tiles for m in t.masks}.values())
 
 
+class Part(NamedTuple):
+    """Positions that a sum has taken in, and the masks that they came through."""
+
+    low: int
+    high: int
+    masks: tuple[Masked, ...]
+
+
 @dataclass(frozen=True)
 class Coverage:
     """Which part of an axis a sum has taken in so far."""
@@ -93,7 +102,7 @@ class Coverage:
     dim: str
     tensor: str
     extent: int
-    ranges: tuple[tuple[int, int], ...]
+    parts: tuple[Part, ...]
     stmt: Statement
     axis: str
     """What to call the axis in a message."""
@@ -102,10 +111,10 @@ class Coverage:
     head, say) only once a loop walks along it. Where a tensor decides, nobody can demand it."""
     known: bool = True
 
-    def missing(self) -> list[tuple[int, int]]:
+    def gaps(self) -> list[tuple[int, int]]:
         """The parts of the axis that are not in the sum."""
         gaps, at = [], 0
-        for low, high in self.ranges:
+        for low, high in sorted((part.low, part.high) for part in self.parts):
             if low > at:
                 gaps.append((at, low))
             at = max(at, high)
@@ -113,24 +122,19 @@ class Coverage:
             gaps.append((at, self.extent))
         return gaps
 
-    def overlap(self, other: Coverage) -> tuple[int, int] | None:
-        """A part that both have."""
-        for low, high in self.ranges:
-            for low2, high2 in other.ranges:
-                if max(low, low2) < min(high, high2):
-                    return max(low, low2), min(high, high2)
-        return None
+    def overlaps(self, other: Coverage) -> Iterator[Part]:
+        """What both have, as far as it is known, with the masks of both."""
+        if self.known and other.known:
+            for one, two in itertools.product(self.parts, other.parts):
+                low, high = max(one.low, two.low), min(one.high, two.high)
+                if low < high:
+                    yield Part(low, high, one.masks + two.masks)
 
     def join(self, other: Coverage) -> Coverage:
         """Both together, the latest statement first in mind."""
-        merged: list[tuple[int, int]] = []
-        for low, high in sorted((*self.ranges, *other.ranges)):
-            if merged and low <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
-            else:
-                merged.append((low, high))
+        parts = tuple(dict.fromkeys((*self.parts, *other.parts)))
         known = self.known and other.known
-        return replace(other, ranges=tuple(merged), demanded=known, known=known)
+        return replace(other, parts=parts, demanded=known, known=known)
 
 
 CoverKey = tuple[str, ...]
@@ -138,18 +142,19 @@ CoverKey = tuple[str, ...]
 Covered = Mapping[CoverKey, Coverage]
 
 
-def covering(where: Where, at: Mapping[str, Place], stmt: Statement) -> dict[CoverKey, Coverage]:
-    """The coverage of a sum over one tile axis, of a tile that is `at` a place on the others."""
+def covering(where: Where, tile: Tile, stmt: Statement) -> dict[CoverKey, Coverage]:
+    """The coverage of a sum over one axis of a tile."""
+    at = tile.at
     part = [f"{dim} {p.value}" for dim, p in at.items() if p.tensor == where.tensor]
     paged = any(isinstance(p.value, Unknown) for p in at.values() if p.tensor == where.tensor)
     known = not isinstance(where.start, Unknown) and not where.chosen and not paged
     start = 0 if isinstance(where.start, Unknown) else where.start
-    piece = (max(start, 0), min(start + where.size, where.extent))
-    ranges = (piece,) if piece[0] < piece[1] else ()
+    piece = Part(max(start, 0), min(start + where.size, where.extent), tile.masks)
+    parts = (piece,) if piece.low < piece.high else ()
     fixed = where.dim.isdigit()
     axis = f"{where.label} of `{where.tensor}`" if fixed else where.dim
     made = Coverage(
-        where.dim, where.tensor, where.extent, ranges, stmt, axis, known and not fixed, known
+        where.dim, where.tensor, where.extent, parts, stmt, axis, known and not fixed, known
     )
     return {(where.dim, where.tensor, *part): made}
 

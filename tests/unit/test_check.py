@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -741,6 +742,19 @@ def test_prefetch_before_the_read_is_a_hazard() -> None:
     assert found.span.line == line_of(source, "L = i + 1]")
     assert lines(found) == [line_of(source, "H = kv_head, L = 0]")]
     assert codes(source) == ["FW602"]  # what follows from it is not said again
+
+
+def test_what_is_hidden_once_is_not_added_twice() -> None:
+    """Sinks in a tile of their own, and a loop that comes by the same keys."""
+    source = (Path(__file__).parents[2] / "examples" / "sink_tile.tl").read_text()
+    assert codes(source) == []
+    behind = " and kv_idx <= q_idx + kv_len - q_len - Window\n"
+    assert source.count(behind) == 1
+    found = the(source.replace(behind, "\n"), "FW606")
+    assert "kv_len 0..15 is added a second time" in found.message
+    assert "Mask" in (found.help or "")
+    near = source.replace(behind, behind.replace("- Window", "- Window + 1"))  # by one key
+    assert codes(near) == ["FW606"]
 
 
 @pytest.mark.parametrize(
