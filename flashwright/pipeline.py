@@ -101,10 +101,12 @@ def _steps(authors: Authors | None, plan: Sequence[Stage], last: str) -> list[St
         return list(plan)
     from flashwright import improve, kernel_by_model, tl_by_model
 
-    # Whoever writes the code is told what becomes of it, as far as the run goes and it is ours.
-    whole = "translate" not in authors.asked and last not in ("parameters", "check", "cpu")
+    # Who writes the last of the TL is told what becomes of it, as far as the run goes and that is
+    # our own work.
+    short = last in ("sketch", "parameters", "check", "cpu")
+    whole = "translate" not in authors.asked and not short
     works: dict[str, tuple[str, Callable[[Authors, Run, Progress], Run]]] = {
-        "sketch": ("sketch", tl_by_model.sketch),
+        "sketch": ("sketch", partial(tl_by_model.sketch, whole=whole)),
         "parameters": ("code", partial(tl_by_model.code, whole=whole)),
         "translate": ("translate", kernel_by_model.kernel),
     }

@@ -1,7 +1,7 @@
 """What each stage of `flashwright generate` does: it takes a Run and returns the next.
 
-Whoever wrote the sketch, the code or the kernel, the same stages look at it; a model's author
-(by_model.py) has them look at every attempt.
+Whoever wrote the sketch, the code or the kernel, the same stages look at it; where it is a model
+(tl_by_model.py, kernel_by_model.py), at every attempt.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ comes out is a Run in which the later stages have their results already.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -45,41 +45,74 @@ MEMORY = 6 << 30
 MOST_TOLD, LONGEST_TOLD = 20, 20_000  # findings that go back to the model, and their characters
 
 
-def sketch(authors: Authors, run: Run, progress: Progress) -> Run:
-    """What moves and what is computed. If the built-in author does the rest, with all its sizes."""
-    whole = "code" not in authors.asked
-    attempt = partial(_try_sketch, run, whole)
+def sketch(authors: Authors, run: Run, progress: Progress, *, whole: bool = False) -> Run:
+    """What moves and what is computed. If the built-in author does the sizes, with these; with
+    `whole` also translated, compiled and judged, as the model has no later stage to mend it in."""
+    attempt = partial(_try_sketch, run, "code" not in authors.asked, whole)
     take = partial(extract.tl, level="sketch")
-    run, text = ask(authors, run, "sketch", take, attempt, progress)
-    return run if text is None else keep(run, {"sketch.tl": text})
+    done: Sketch | None
+    run, done = ask(authors, run, "sketch", take, attempt, progress)
+    if done is None:
+        return run
+    run = keep(run, {"sketch.tl": done.text})
+    return run if done.trial is None else placed(run, done.trial)
 
 
-def _try_sketch(run: Run, whole: bool, source: str, lane: Lane) -> Tried[str]:
+@dataclass(frozen=True)
+class Sketch:
+    """A sketch that passed."""
+
+    text: str
+    trial: Run | None = None
+    """What came of it, as a run of its own."""
+
+
+def _try_sketch(run: Run, sized: bool, whole: bool, source: str, lane: Lane) -> Tried[Sketch]:
+    code: Code | None = None
     try:
         found = apart.call(_checked_sketch, source, run.gpu, seconds=CHECK_SECONDS, memory=MEMORY)
-        if whole and not _errors(found):
-            found = _limited(_completed, source, run)
+        if sized and not _errors(found):
+            code, found = _limited(_completed, source, run)
     except Failed as failed:
         found = _of_the_model(failed)
-    return _tried(source if not _errors(found) else None, found, source, "sketch.tl")
+    if _errors(found):
+        return _tried(None, found, source, "sketch.tl")
+    alone = Tried(Sketch(source), files={"sketch.tl": source})
+    if code is None or not whole or code.written.further:
+        return alone
+    tried = _try_kernel(run, code, lane, {"sketch.tl": source})
+    if tried.value is None:
+        return Tried(None, tried.findings, tried.diagnostics, tried.files)
+    trial = tried.value.trial
+    return alone if trial is None else Tried(Sketch(source, trial), files=tried.files)
 
 
 def _checked_sketch(source: str, gpu: Gpu) -> tuple[Diagnostic, ...]:
     return check(parse(source), gpu).diagnostics
 
 
-def _completed(source: str, spec: AttentionSpec, gpu: Gpu, base: Path) -> tuple[Diagnostic, ...]:
-    """What is wrong with a sketch that the built-in author completes."""
+def _completed(
+    source: str, spec: AttentionSpec, gpu: Gpu, base: Path
+) -> tuple[Code | None, tuple[Diagnostic, ...]]:
+    """The code that the built-in author makes of a sketch, or what is wrong with it."""
     try:
         written = write_code(source, spec, gpu)
     except NothingFits as error:
-        return (Diagnostic("FW905", str(error)),)
+        return None, (Diagnostic("FW905", str(error)),)
     except (KeyError, ValueError, AssertionError, StopIteration) as error:
         text = f"the built-in author cannot complete this sketch ({type(error).__name__}: {error})"
         hint = "keep to one loop over the keys, with the tensors Q, K, V and O"
-        return (Diagnostic("FW905", text, help=hint),)
-    found = _judged(written.code, spec, gpu, base)[2]
-    return tuple(replace(d, span=None, secondary=(), fix=None) for d in found)
+        return None, (Diagnostic("FW905", text, help=hint),)
+    program, verdict, found = _judged(written.code, spec, gpu, base)
+    told = tuple(_nowhere(d) for d in found)
+    if program is None or verdict is None or _errors(found):
+        return None, told
+    return Code(written, program, verdict, ()), told
+
+
+def _nowhere(found: Diagnostic) -> Diagnostic:
+    """Without its place, which is in a text that the model has not seen."""
+    return replace(found, span=None, secondary=(), fix=None)
 
 
 def code(authors: Authors, run: Run, progress: Progress, *, whole: bool = False) -> Run:
@@ -91,12 +124,12 @@ def code(authors: Authors, run: Run, progress: Progress, *, whole: bool = False)
     run, done = ask(authors, run, "code", take, attempt, progress, choose)
     if done is None:
         return run
-    run = keep(run, {"code.tl": done.text})
+    run = keep(run, {"code.tl": done.written.code})
     if done.trial is not None:
         return placed(run, done.trial)
     return replace(
         run.noting("code.tl", *done.warnings),
-        written=Written(done.text, ()),
+        written=done.written,
         programs={OWN: done.program},
         verdicts={OWN: done.verdict},
     )
@@ -113,7 +146,7 @@ def _cheapest(run: Run, done: Sequence[Done[Code]]) -> int:
 class Code:
     """TL code that passed."""
 
-    text: str
+    written: Written
     program: Program
     verdict: cpu.Verdict
     warnings: tuple[Diagnostic, ...]
@@ -130,55 +163,56 @@ def try_code(run: Run, source: str, lane: Lane) -> Tried[Code]:
     program, verdict, found = judged
     if program is None or verdict is None or _errors(found) or not verdict.ok:
         return _tried(None, found, source, "code.tl")
-    return _tried(Code(source, program, verdict, found), (), source, "code.tl")
+    return _tried(Code(Written(source, ()), program, verdict, found), (), source, "code.tl")
 
 
 def try_whole(run: Run, source: str, lane: Lane) -> Tried[Code]:
     """The same, and then what our translator makes of it: compiled, and judged."""
     tried = try_code(run, source, lane)
-    if tried.value is None:
-        return tried
-    trial = _trial(run, tried.value, lane)
+    return tried if tried.value is None else _try_kernel(run, tried.value, lane, {})
+
+
+def _try_kernel(run: Run, code: Code, lane: Lane, given: Mapping[str, str]) -> Tried[Code]:
+    """What our translator makes of code that is right on the CPU; `given`: what it was made of."""
+    trial = _trial(run, code, lane, given)
     try:
         for stage in (stages.translate, stages.build):
             trial = stage(trial, silent)
             if not trial.ok:
-                return _not_whole(trial, source)
+                return _not_whole(trial, given)
     except Skipped:  # no compiler, or no translation for this GPU yet: as far as can be told
-        return tried
+        return Tried(code, files=given or {"code.tl": code.written.code})
     except Failed as failed:
-        return _not_whole(trial.noting(SOURCE, *_of_the_model(failed)), source)
+        return _not_whole(trial.noting(SOURCE, *_of_the_model(failed)), given)
     if lane.model is not None:
         trial = judged(trial)
     elif not (lane.before["taken"] or times_of(lane)):  # what a judge said is in the record
         return Tried(None, lane.before["findings"], (), trial.files)
     if not trial.ok:
-        return _not_whole(trial, source)
-    return Tried(replace(tried.value, trial=trial), "", (), trial.files)
+        return _not_whole(trial, given)
+    return Tried(replace(code, trial=trial), "", (), trial.files)
 
 
-def _trial(run: Run, code: Code, lane: Lane) -> Run:
+def _trial(run: Run, code: Code, lane: Lane, given: Mapping[str, str]) -> Run:
     """The attempt as a run of its own, in its folder of the record."""
     fresh = Run(
         run.spec,
         run.gpu,
         lane.here,
-        written=Written(code.text, ()),
+        written=code.written,
         programs={OWN: code.program},
         verdicts={OWN: code.verdict},
     )
-    files = {"spec.toml": run.artefacts["spec.toml"], "code.tl": code.text}
+    text = code.written.code
+    files = {"spec.toml": run.artefacts["spec.toml"], **given, "code.tl": text}
     return keep(keep(fresh.noting("code.tl", *code.warnings), files), run.reference)
 
 
-def _not_whole(trial: Run, source: str) -> Tried[Code]:
-    """What is wrong, in the lines of the TL: the model has not seen what the translator made."""
-    found = tuple(
-        f.diagnostic
-        if f.file == "code.tl"
-        else replace(f.diagnostic, span=None, secondary=(), fix=None)
-        for f in trial.failed
-    )
+def _not_whole(trial: Run, given: Mapping[str, str]) -> Tried[Code]:
+    """What is wrong, in the lines of what the model wrote: it has seen nothing else."""
+    own = "code.tl" if not given else ""
+    found = tuple(f.diagnostic if f.file == own else _nowhere(f.diagnostic) for f in trial.failed)
+    source = trial.artefacts["code.tl"]
     return Tried(None, render.for_model(found, source), found, trial.files)
 
 

@@ -198,28 +198,32 @@ def test_trouble_in_the_users_own_function_ends_a_kernels_run(
         assert [f.diagnostic.code for f in run.failed] == ["FW903"]
 
 
-def test_what_the_compiler_says_of_a_models_code_goes_back_to_the_model(
-    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stage", ["sketch", "code"])
+def test_what_the_compiler_says_of_a_models_tl_goes_back_to_the_model(
+    stage: str, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where our translator makes the kernel, whoever wrote the code has to mend a spill."""
-    real, spills = stages.build, iter([True, False])
+    """Where our translator makes the kernel, who wrote the last of the TL has to mend a spill."""
+    real = stages.build
 
     def build(run: Run, progress: Any) -> Run:
-        if run.built is None and next(spills):
+        if run.folder.name == f"{stage}.1.01":
             return run.noting("kernel.cu", Diagnostic("FW823", "the kernel spills: 24 bytes"))
         return real(run, progress)
 
     monkeypatch.setattr(stages, "build", build)
-    with serve([say(tl(1.0)), say(tl(0.9))]) as server:
-        run = generate(server, tmp_path / "run", clock, "code")
+    text = write_sketch(SPEC) if stage == "sketch" else CODE
+    with serve([say(tl(1.0, text)), say(tl(0.9, text))]) as server:
+        run = generate(server, tmp_path / "run", clock, stage)
         assert len(server.requests) == 2
     assert run.ok, run.failed
     assert "FW823: the kernel spills" in server.requests[1].text
-    assert "// takes 0.9" in run.artefacts["code.tl"]
+    assert "// takes 0.9" in run.artefacts[f"{stage}.tl"]
     assert run.gpu_verdict is not None
-    with serve([say(tl(1.0))]) as server:  # up to the CPU run nobody compiles anything
+    again = replay(tmp_path / "run", tmp_path / "again", Nobody())
+    assert (again.same, again.attempts) == (True, 2), again.lines
+    with serve([say(tl(1.0, text))]) as server:  # up to the CPU run nobody compiles anything
         who = Who(connect("m", server.url, env={}), "m", Budget(1, None))
-        authors = Authors(Transcript(tmp_path / "cpu" / FOLDER), {"code": who})
+        authors = Authors(Transcript(tmp_path / "cpu" / FOLDER), {stage: who})
         run = pipeline.generate(SPEC, CARD, tmp_path / "cpu", Nobody(), authors, last="cpu")
     assert run.ok
     assert run.built is None
