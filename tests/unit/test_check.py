@@ -912,6 +912,12 @@ def test_mask_after_an_exponential_written_out() -> None:
     assert found.span.line == line_of(source, "kv_idx <= q_idx")
 
 
+def test_scores_may_be_made_with_an_exponential() -> None:
+    """A tanh written out, before the mask: that exponential weighs nothing."""
+    for tanh in ("1 - 2 / (1 + exp(S * Scale / 15))", "1 - exp(0 - abs(S) * Scale)"):
+        assert codes(changed((MASK, f"  Compute 30 * ({tanh}) and get new S\n{MASK}"))) == []
+
+
 CAUSAL = [
     ("0:kv_len / BN", "0:min(kv_len, (block_idx + 1) * BM + kv_len - q_len) / BN"),
     ("kv_idx < kv_len", "kv_idx <= q_idx + kv_len - q_len"),
