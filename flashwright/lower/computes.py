@@ -178,16 +178,18 @@ class Computes:
         if stmt.mode == "accumulate":
             value = Op("+", (self.read(target, frame), value))
         value = fold(value)
-        own = self.leaf(target)
-        if len(own.axes) == 2 and (factor := _factor(value, own)) is not None:
-            put_off = replace(self._node(stmt, frame, ()), note=PUT_OFF)
+        own, buffer = self.leaf(target), self.program.buffers[target]
+        value, factor = _factor(value) if len(own.axes) == 2 else (value, None)
+        node = self._node(stmt, frame, ())
+        if value != own:
+            self.forget(target)
+            self.lowering.axes[target] = frame.axes[: len(buffer.shape)]
+            self.lowering.emit(replace(node, assigns=(ir.Assign(own, value, buffer),)))
+            node = replace(node, origin=node.origin.untitled)
+        if factor is not None:
+            put_off = replace(node, note=PUT_OFF)
             self.pending[target] = factor, put_off
             self.lowering.emit(put_off)
-            return
-        self.forget(target)
-        self.lowering.axes[target] = frame.axes[: len(self.program.buffers[target].shape)]
-        assign = ir.Assign(own, value, self.program.buffers[target])
-        self.lowering.emit(self._node(stmt, frame, (assign,)))
 
     def _mask(self, stmt: tl.Compute) -> None:
         name = stmt.args[0]
@@ -358,9 +360,9 @@ def _local(name: str) -> Leaf:
     return Leaf(Code(name, "float"), ROW)
 
 
-def _factor(value: Element, own: Leaf) -> Leaf | None:
-    """The positive constant that a statement multiplies its own tile by, if that is all it does."""
+def _factor(value: Element) -> tuple[Element, Leaf | None]:
+    """A value without the positive constant that it is multiplied by in the end, and that."""
     match value:
-        case Op("*", (inner, Leaf(value=float(known)) as factor)) if inner == own and known > 0:
-            return factor
-    return None
+        case Op("*", (inner, Leaf(value=float(known)) as factor)) if known > 0:
+            return inner, factor
+    return value, None

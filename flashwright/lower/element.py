@@ -46,6 +46,7 @@ class Reduce:
 Element = Leaf | Op | Reduce
 
 LOG2_E = Leaf(Code("fw::log2_e", "float"), value=math.log2(math.e))
+TWICE_LOG2_E = Leaf(binary("*", real(2.0), LOG2_E.code), value=2 * math.log2(math.e))
 COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
 
 
@@ -114,6 +115,8 @@ def _folded(op: str, args: tuple[Element, ...]) -> Element:
     match op, args:
         case "exp", (x,):
             return Op("exp2", (_scaled(x, LOG2_E) if "n" in axes_of(x) else times(x, LOG2_E),))
+        case "tanh", (x,) if "n" in axes_of(x):
+            return Op("tanh2", (_scaled(x, TWICE_LOG2_E),))
         case "*", (x, y):
             return times(x, y)
         case "/", (x, Leaf(value=float(value))) if value and type_of(x) == "float":

@@ -26,6 +26,7 @@ _KNOWN: dict[str, Callable[..., float]] = {
     "log": math.log,
     "log2": math.log2,
     "tanh": math.tanh,
+    "tanh2": lambda x: math.tanh(x * math.log(2) / 2),
     "abs": abs,
 }
 _MANY = 16  # elements of the row
