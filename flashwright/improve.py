@@ -130,6 +130,8 @@ class _Rounds:
     def __init__(self, authors: Authors, run: Run, speed: Speed, lane: Lane) -> None:
         self.authors, self.run, self.speed, self.lane = authors, run, speed, lane
         self.told: list[Round] = []
+        self.lines: list[str] = []
+        """The same for the model, each with the idea in its own words."""
         self.ended = ""
         self.cuda = "translate" in authors.asked
         self.facts = self._facts()
@@ -140,7 +142,8 @@ class _Rounds:
         more = facts_of(run.programs[OWN], run.gpu)
         if self.cuda:
             more["kernel"] = run.artefacts[SOURCE]
-        return facts_for(self.authors, run, speed=in_words(self.speed, run), **more)
+        tried = tuple(self.lines)
+        return facts_for(self.authors, run, speed=in_words(self.speed, run), tried=tried, **more)
 
     @property
     def text(self) -> str:
@@ -173,16 +176,22 @@ class _Rounds:
         why = compared(raced)
         won = not raced[-1].lost and len(raced) > 1 and raced[-1].faster(KERNEL, BEFORE)
         if won:
-            return self._keep(tried, why, self.speed.after(raced[-1]))
+            return self._keep(tried, why, self.speed.after(raced[-1]), reply)
         there = KERNEL in raced[-1].times
         now = in_words(Speed(raced[-1].times[KERNEL]), run) if there else ""
         told = render.for_model([Diagnostic("FW829", why)], source) + f"\n{now}\n"
         return self._not_kept(why, replace(tried, value=None, findings=told), source, reply, there)
 
-    def _keep(self, tried: Tried[Run], why: str, speed: Speed) -> str:
+    def _note(self, kept: bool, why: str, reply: Reply) -> None:
+        self.told.append(Round(self.lane.here.name, kept, why))
+        idea = prompt.brief(reply.text)
+        said = f"; the idea was: {idea}" if idea else ""
+        self.lines.append(f"{'kept' if kept else 'not kept'}: {prompt.brief(why)}{said}")
+
+    def _keep(self, tried: Tried[Run], why: str, speed: Speed, reply: Reply) -> str:
         assert tried.value is not None
         self.lane.outcome(True, "", tried.files)
-        self.told.append(Round(self.lane.here.name, True, why))
+        self._note(True, why, reply)
         self.run, self.speed = placed(self.run, tried.value), speed
         self.facts = self._facts()
         self.messages = prompt.first("improve", self.facts)
@@ -192,7 +201,8 @@ class _Rounds:
         self, why: str, tried: Tried[Run], source: str, reply: Reply, right: bool = False
     ) -> str:
         self.lane.outcome(False, tried.findings, tried.files)
-        self.told.append(Round(self.lane.here.name, False, why))
+        self.facts = self._facts()  # with the rounds before this one, which is told in full
+        self._note(False, why, reply)
         self.messages = first = prompt.first("improve", self.facts)
         if reply.finish != "refusal":
             told = tried.findings

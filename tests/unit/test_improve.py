@@ -234,7 +234,7 @@ def test_what_the_compiler_says_of_a_models_tl_goes_back_to_the_model(
 
 def test_only_what_is_right_and_measured_to_be_faster_is_kept(clock: Clock, tmp_path: Path) -> None:
     wrong = cuda(0.5).replace("```cuda\n", '```cuda\n#include "/etc/passwd"\n')
-    replies = [cuda(1.0), cuda(0.9), cuda(0.95), wrong, cuda(0.895)]
+    replies = [cuda(1.0), f"Fewer barriers.\n\n{cuda(0.9)}", cuda(0.95), wrong, cuda(0.895)]
     folder = tmp_path / "run"
     with serve([say(text) for text in replies]) as server:
         run = generate(server, folder, clock, improve=4)
@@ -258,6 +258,13 @@ def test_only_what_is_right_and_measured_to_be_faster_is_kept(clock: Clock, tmp_
     assert "FW829: right, but 5.3 % slower" in questions[3]
     assert "FW828" in questions[4]
     assert "What to write\n\nFind the cause" in questions[4]
+    so_far = [request.body["messages"][1]["content"] for request in server.requests]
+    assert "Rounds before this one" not in so_far[1]
+    gain = "- kept: right, and 11.1 % faster (noise 0.2 %); the idea was: Fewer barriers.\n"
+    assert gain in so_far[2]
+    assert gain in so_far[3]  # without the last one, which is told in full
+    assert "- not kept: right, but 5.3 % slower than the kernel before" not in so_far[3]
+    assert f"{gain}- not kept: right, but 5.3 % slower than the kernel before" in so_far[4]
     outcomes = [json.loads(p.read_text()) for p in sorted(folder.glob("model/improve.*/outcome.*"))]
     assert [one["taken"] for one in outcomes] == list(kept)
     assert (folder / "model" / "improve.1.02" / "measured.json").is_file()

@@ -130,3 +130,13 @@ def test_one_conversation_through_several_kinds(tmp_path: Path) -> None:
     for (code, text), request in zip(wrong.items(), server.requests[1:], strict=True):
         assert text != CODE
         assert code in request.text, code
+    # What was mended is named, so that it is not brought back; what is wrong now stands alone.
+    now, _, before = server.requests[-1].text.partition("do not bring it back:")
+    assert "FW802" in now
+    told = [line.split()[2] for line in before.splitlines() if line.startswith("- error")]
+    assert told == [
+        "FW101",
+        "FW201",
+        "FW301",
+    ]  # of the transpose that is missing, the first finding
+    assert "do not bring it back" not in server.requests[1].text

@@ -78,6 +78,7 @@ def work(
     first = messages = prompt.first(task.stage, task.facts)
     source, tried = "", Tried[T](None)
     spares: list[Done[T]] = []
+    earlier: list[str] = []
     while True:
         if stopped():
             end = Diagnostic("FW913", "another candidate could not go on")
@@ -105,7 +106,10 @@ def work(
         messages = first
         if reply.finish != "refusal":
             told = tried.findings
-            messages = prompt.repair(task.stage, task.facts, first, told, source, right=right)
+            messages = prompt.repair(
+                task.stage, task.facts, first, told, source, right=right, earlier=earlier
+            )
+        earlier.append(tried.findings)
 
 
 def fewest(done: Sequence[Done[T]]) -> int:

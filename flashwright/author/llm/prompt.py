@@ -34,6 +34,8 @@ _ANSWERS = {
 }
 _WHOLE = 130  # lines of a program that are listed whole in a repair
 _AROUND = 6  # lines listed around each that a finding names, in a longer one
+_EARLIER = 6  # attempts, or rounds, that are told of besides the last one
+_BRIEF = 400  # characters of what is told of each
 _PAGES = 3  # codes that are explained in a repair
 _WITHOUT_TL: tuple[Stage, ...] = ("direct", "pytorch")
 _TL = re.compile(r"\bTL\b")
@@ -62,6 +64,8 @@ class Facts:
     """A right kernel.cu, where that is to be improved."""
     speed: str = ""
     """What was measured of it, and what bounds it."""
+    tried: tuple[str, ...] = ()
+    """What became of earlier rounds, a line each."""
 
 
 def kind(stage: Stage, facts: Facts) -> Kind:
@@ -94,12 +98,14 @@ def repair(
     source: str,
     *,
     right: bool = False,
+    earlier: Sequence[str] = (),
 ) -> tuple[Message, ...]:
     """The conversation with what was wrong with the last attempt, and none of those before it.
 
     `history` is the conversation so far (its beginning is kept as it was; empty: as `first` makes
     it), `source` the program that was found wanting, empty where the reply held none. It may be
-    `right`, and too slow.
+    `right`, and too slow. `earlier` are the findings of attempts before it: of each the first is
+    told, so that what was mended stays so.
     """
     begin = tuple(history[:2]) or first(stage, facts)
     fence = kind(stage, facts)
@@ -114,11 +120,20 @@ def repair(
         listing=listing,
         partly=" (parts of it)" if partly else "",
         fence=fence,
+        earlier=[brief(text) for text in earlier][-_EARLIER:],
     )
     if not source.strip():  # nothing to quote: two turns of the same side would follow each other
         system, asked = begin
         return (system, Message("user", f"{asked.text.rstrip()}\n\n---\n\n{text}"))
     return (*begin, Message("assistant", fenced(source, fence)), Message("user", text))
+
+
+def brief(text: str) -> str:
+    """The first line of findings, or the beginning of what a model said, as one short line."""
+    told, _, _ = text.partition("```")
+    paragraph = told.strip().partition("\n\n")[0]
+    line = re.sub(r"^1\. ", "", " ".join(paragraph.split()))
+    return line if len(line) <= _BRIEF else f"{line[:_BRIEF]} ..."
 
 
 def digest(stage: Stage) -> str:
@@ -181,6 +196,7 @@ def _device(stage: Stage, facts: Facts) -> dict[str, Any]:
         "program": facts.program,
         "kernel": facts.kernel,
         "speed": facts.speed,
+        "tried": facts.tried[-_EARLIER:],
         "synchronisation": _render("sync_hopper.md" if hopper else "sync_plain.md", **way).strip(),
     }
     if stage == "direct":
