@@ -260,7 +260,7 @@ def test_only_what_is_right_and_measured_to_be_faster_is_kept(clock: Clock, tmp_
     assert "What to write\n\nFind the cause" in questions[4]
     so_far = [request.body["messages"][1]["content"] for request in server.requests]
     assert "Rounds before this one" not in so_far[1]
-    gain = "- kept: right, and 11.1 % faster (noise 0.2 %); the idea was: Fewer barriers.\n"
+    gain = "- kept: right, and 11.1 % faster (noise 0.1 %); the idea was: Fewer barriers.\n"
     assert gain in so_far[2]
     assert gain in so_far[3]  # without the last one, which is told in full
     assert "- not kept: right, but 5.3 % slower than the kernel before" not in so_far[3]
