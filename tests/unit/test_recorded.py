@@ -1,4 +1,5 @@
-"""Recorded runs with language models (tests/recorded/): they hold no secret, and still come out so.
+"""Recorded runs with language models (tests/recorded/, docs/results/improve-h200): they hold no
+secret, and still come out so.
 
 Each folder is one that `flashwright generate` left: nobody is asked here, all else is done anew.
 """
@@ -28,10 +29,16 @@ from flashwright.study import report
 from tests.unit.test_by_model import Nobody
 
 RECORDED = Path(__file__).parents[1] / "recorded"
-STUDY = Path(__file__).parents[2] / "docs" / "results" / "study-h200"
-RUNS = sorted(path.parents[1] for path in RECORDED.glob(f"*/{FOLDER}/run.json"))
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+STUDY, IMPROVED = RESULTS / "study-h200", RESULTS / "improve-h200"
 FILES = {"sketch": "sketch.tl", "code": "code.tl", "translate": "kernel.cu"}
-recorded = pytest.mark.parametrize("run", RUNS, ids=lambda path: path.name)
+
+
+def runs(*folders: Path) -> list[Path]:
+    return sorted(path.parents[1] for one in folders for path in one.glob(f"*/{FOLDER}/run.json"))
+
+
+recorded = pytest.mark.parametrize("run", runs(RECORDED, IMPROVED), ids=lambda path: path.name)
 
 
 # --- secrets ----------------------------------------------------------------------------------
@@ -58,10 +65,10 @@ def secrets(text: str, env: dict[str, str] | os._Environ[str] = os.environ) -> I
 
 
 def test_no_record_has_a_key_or_a_path_of_a_machine() -> None:
-    for path in (*RECORDED.rglob("*"), *STUDY.rglob("*")):
+    for path in (p for folder in (RECORDED, STUDY, IMPROVED) for p in folder.rglob("*")):
         if path.is_file():
             text = path.read_bytes().decode("utf-8", "replace")
-            assert [*secrets(text)] == [], path.relative_to(RECORDED)
+            assert [*secrets(text)] == [], path
 
 
 @pytest.mark.parametrize(
@@ -115,10 +122,12 @@ def test_what_was_taken_passes_the_reader_and_the_checker_today(run: Path) -> No
 def test_each_reply_still_holds_the_program_that_was_tried(run: Path) -> None:
     exchanges = Transcript(run / FOLDER).attempts()
     assert exchanges
+    improved = "translate" if "translate" in _settings(run)["asked"] else "code"
     for stage, candidate, number, exchange in exchanges:
-        file = run / FOLDER / f"{stage}.{candidate}.{number:02}" / FILES[stage]
+        wrote = improved if stage == "improve" else stage
+        file = run / FOLDER / f"{stage}.{candidate}.{number:02}" / FILES[wrote]
         if file.exists():
-            take = extract.cuda if stage == "translate" else extract.tl
+            take = extract.cuda if wrote == "translate" else extract.tl
             assert take(exchange.reply) == file.read_text()
 
 
@@ -139,8 +148,28 @@ def test_the_study_in_the_docs_is_what_its_records_say(tmp_path: Path) -> None:
         assert found.endswith(f" {line[speed]} |"), found
 
 
-@pytest.mark.slow  # nvcc: some 10 s for each
-@recorded
+def test_the_rounds_in_the_docs_are_what_their_records_say() -> None:
+    told = (RESULTS.parent / "models.md").read_text().splitlines()
+    for run in runs(IMPROVED):
+        found = json.loads((run / "result.json").read_text())["asked"]["improve"]
+        speeds = [
+            next(iter(found[when]["times_as_fast_as"].values())) for when in ("before", "after")
+        ]
+        rounds = []
+        for one in found["rounds"]:
+            file = run / FOLDER / one["attempt"] / "findings.md"
+            gain = re.search(r"[0-9.]+ % faster", one["why"])
+            code = re.search(r"FW\d{3}", file.read_text() if file.exists() else "")
+            rounds += [f"kept ({gain[0]})"] if one["kept"] and gain else [code[0]] if code else []
+        wrote = "CUDA" if "translate" in _settings(run)["asked"] else "TL"
+        before, after = (f"{speed:.2f}" for speed in speeds)
+        assert f"| {run.name} | {wrote} | {before} | {', '.join(rounds)} | {after} |" in told
+
+
+@pytest.mark.slow  # nvcc: some 10 s for each kernel
+@pytest.mark.parametrize(
+    "run", [*runs(RECORDED), IMPROVED / "window-sinks"], ids=lambda path: path.name
+)
 def test_a_replay_comes_to_the_same_kernel(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
