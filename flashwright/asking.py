@@ -85,7 +85,7 @@ class Authors:
         """Open the record; whether the run goes on from an earlier one that was cut off.
 
         Budgets are not part of what makes it the same run: a stage that used its own up goes on
-        with a larger one.
+        with a larger one, and rounds with more of them.
         """
         return self.transcript.begin(self._settings(spec, gpu), fresh)
 

@@ -8,6 +8,7 @@ faster, timed in turns with the one that it would replace; only then it takes it
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -73,7 +74,7 @@ def improve(authors: Authors, run: Run, progress: Progress) -> Run:
             rounds.ended = failed.diagnostics[0].message
             break
         progress(lane.number, asked.budget.attempts, f"round {lane.number}: {said}")
-    whole = rounds.ended == NO_MORE or lane.number >= asked.budget.attempts
+    whole = rounds.ended == NO_MORE or len(rounds.told) >= asked.budget.attempts
     told = {**cost_of(asked, IMPROVE, [lane], [meter]), **rounds.record(begin), "whole": whole}
     run = _still_slow(authors.goal, rounds.speed, rounds.run)
     return replace(run, asked={**run.asked, IMPROVE: told})
@@ -162,8 +163,7 @@ class _Rounds:
         look = partial(_cuda, self.run) if self.cuda else partial(_tl, self.run)
         tried = look(source, self.lane)
         if tried.value is None:
-            first = tried.diagnostics[0].message if tried.diagnostics else "as recorded"
-            return self._not_kept(f"not right: {first}", tried, source, reply)
+            return self._not_kept(f"not right: {_first(tried.findings)}", tried, source, reply)
         return self._measured(tried, source, reply)
 
     def _measured(self, tried: Tried[Run], source: str, reply: Reply) -> str:
@@ -171,8 +171,9 @@ class _Rounds:
         run = tried.value
         assert run is not None
         raced = timed_once(self.lane, lambda: self.authors.stopwatch.twice(run, self.run))
-        if BEFORE in raced[-1].lost:
-            self.ended = f"{BEFORE} cannot be timed any more: {raced[-1].lost[BEFORE]}"
+        if BEFORE in raced[-1].lost:  # no fault of the new one
+            text = f"{BEFORE} cannot be timed any more: {raced[-1].lost[BEFORE]}"
+            raise Failed(Diagnostic("FW852", text))
         why = compared(raced)
         won = not raced[-1].lost and len(raced) > 1 and raced[-1].faster(KERNEL, BEFORE)
         if won:
@@ -184,7 +185,7 @@ class _Rounds:
 
     def _note(self, kept: bool, why: str, reply: Reply) -> None:
         self.told.append(Round(self.lane.here.name, kept, why))
-        idea = prompt.brief(reply.text)
+        idea = prompt.brief(extract.without_thoughts(reply.text))
         said = f"; the idea was: {idea}" if idea else ""
         self.lines.append(f"{'kept' if kept else 'not kept'}: {prompt.brief(why)}{said}")
 
@@ -217,6 +218,12 @@ class _Rounds:
             "before": _figures(begin),
             "after": _figures(self.speed),
         }
+
+
+def _first(findings: str) -> str:
+    """The message of the first finding as the model was told it: all that a replay has."""
+    found = re.match(r"1\. \w+ FW\d{3}(?: on line \d+)?: (.*)", findings)
+    return found[1] if found else prompt.brief(findings)
 
 
 def _figures(speed: Speed) -> dict[str, Any]:

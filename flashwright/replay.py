@@ -215,7 +215,7 @@ def _attempt(before: Path, after: Path, other: bool) -> tuple[str, bool]:
     one, now = _read(before / OUTCOME), _read(after / OUTCOME)
     if not isinstance(one, dict):
         return f"{name}: NOT THE SAME, its {OUTCOME} cannot be read", False
-    if _comparable(one, other) == _comparable(now, other):
+    if _comparable(one, now, other) == _comparable(now, one, other):
         return f"{name}: {_how(one)}, the same", True
     return f"{name}: {_how(one)}, NOT THE SAME: {_difference(one, now)}", False
 
@@ -235,12 +235,18 @@ def _difference(one: Mapping[str, Any], now: Mapping[str, Any] | None) -> str:
     return f"with other {what}"
 
 
-def _comparable(outcome: Any, other: bool) -> Any:
-    """An outcome without what differs from run to run, or with `other` versions of nvcc."""
+def _comparable(outcome: Any, beside: Any, other: bool) -> Any:
+    """An outcome without what differs from run to run, or with `other` versions of nvcc.
+
+    Of what was taken both times, the files that both have: without a compiler there are fewer.
+    """
     if not isinstance(outcome, dict) or not isinstance(outcome.get("artefacts"), dict):
         return outcome
     left = (RECORD, *COMPILED) if other else (RECORD,)  # which has the time that it took
     files = {name: digest for name, digest in outcome["artefacts"].items() if name not in left}
+    if isinstance(beside, dict) and outcome.get("taken") and beside.get("taken"):
+        there = beside.get("artefacts")
+        files = {n: d for n, d in files.items() if isinstance(there, dict) and n in there}
     told = {**outcome, "artefacts": files}
     if other and "kernel.cu" in files:
         del told["findings"]  # in the compiler's words

@@ -101,6 +101,8 @@ def cpu(run: Run, progress: Progress) -> Run:
 
 def translate(run: Run, progress: Progress) -> Run:
     """The code as CuTe C++, by the translator."""
+    if run.built is not None:  # with the author's last attempt, and perhaps not the first way
+        return run
     from flashwright.build import classes, package
     from flashwright.lower.translate import translate as to_cuda
 

@@ -55,7 +55,9 @@ def sketch(authors: Authors, run: Run, progress: Progress, *, whole: bool = Fals
     if done is None:
         return run
     run = keep(run, {"sketch.tl": done.text})
-    return run if done.trial is None else placed(run, done.trial)
+    if done.trial is None:
+        return run
+    return placed(run.noting("sketch.tl", *done.warnings), done.trial)
 
 
 @dataclass(frozen=True)
@@ -63,15 +65,18 @@ class Sketch:
     """A sketch that passed."""
 
     text: str
+    warnings: tuple[Diagnostic, ...] = ()
     trial: Run | None = None
     """What came of it, as a run of its own."""
 
 
 def _try_sketch(run: Run, sized: bool, whole: bool, source: str, lane: Lane) -> Tried[Sketch]:
     code: Code | None = None
+    own: tuple[Diagnostic, ...] = ()
     try:
         found = apart.call(_checked_sketch, source, run.gpu, seconds=CHECK_SECONDS, memory=MEMORY)
         if sized and not _errors(found):
+            own = found
             code, found = _limited(_completed, source, run)
     except Failed as failed:
         found = _of_the_model(failed)
@@ -84,7 +89,7 @@ def _try_sketch(run: Run, sized: bool, whole: bool, source: str, lane: Lane) -> 
     if tried.value is None:
         return Tried(None, tried.findings, tried.diagnostics, tried.files)
     trial = tried.value.trial
-    return alone if trial is None else Tried(Sketch(source, trial), files=tried.files)
+    return alone if trial is None else Tried(Sketch(source, own, trial), files=tried.files)
 
 
 def _checked_sketch(source: str, gpu: Gpu) -> tuple[Diagnostic, ...]:
@@ -104,10 +109,9 @@ def _completed(
         hint = "keep to one loop over the keys, with the tensors Q, K, V and O"
         return None, (Diagnostic("FW905", text, help=hint),)
     program, verdict, found = _judged(written.code, spec, gpu, base)
-    told = tuple(_nowhere(d) for d in found)
     if program is None or verdict is None or _errors(found):
-        return None, told
-    return Code(written, program, verdict, ()), told
+        return None, tuple(_nowhere(d) for d in found)
+    return Code(written, program, verdict, found), ()
 
 
 def _nowhere(found: Diagnostic) -> Diagnostic:

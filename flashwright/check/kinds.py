@@ -50,8 +50,8 @@ def of_operator(op: str, left: Kind | None, right: Kind | None) -> Kind | None:
         return Kind("relative", right.now)
     if op in ("+", "-"):
         one = left or right
-        if op == "-" and one and one.name == "weights" and (left is None or right is None):
-            return None  # 1 - exp(x) is no weight, though it is made of one
+        if one and one.name == "weights" and one.now is None and (left is None or right is None):
+            return None  # 1 - exp(x) is no weight of a softmax
         if left and right and left.name == right.name == "weights":
             _same(left, right)
         return left or right

@@ -51,8 +51,9 @@ class Frame:
 class Computes:
     """Lowers Compute statements for a Lowering.
 
-    A product of a tile with a positive constant is not carried out: `pending` keeps the factor, and
-    what reads the tile next takes it along (one FMA), as a softmax does with its scale.
+    A positive constant that a tile is multiplied by at the end of a statement has to wait:
+    `pending` keeps the factor, and what reads the tile next takes it along (one FMA), as a softmax
+    does with its scale.
     """
 
     def __init__(self, lowering: Lowering, sides: dict[Key, ir.Side]) -> None:
@@ -179,7 +180,9 @@ class Computes:
             value = Op("+", (self.read(target, frame), value))
         value = fold(value)
         own, buffer = self.leaf(target), self.program.buffers[target]
-        value, factor = _factor(value) if len(own.axes) == 2 else (value, None)
+        # What is rounded as it is written must be whole by then.
+        can_wait = len(own.axes) == 2 and buffer.dtype == "fp32"
+        value, factor = _factor(value) if can_wait else (value, None)
         node = self._node(stmt, frame, ())
         if value != own:
             self.forget(target)

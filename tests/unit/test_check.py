@@ -914,7 +914,11 @@ def test_mask_after_an_exponential_written_out() -> None:
 
 def test_scores_may_be_made_with_an_exponential() -> None:
     """A tanh written out, before the mask: that exponential weighs nothing."""
-    for tanh in ("1 - 2 / (1 + exp(S * Scale / 15))", "1 - exp(0 - abs(S) * Scale)"):
+    for tanh in (
+        "1 - 2 / (1 + exp(S * Scale / 15))",
+        "1 - exp(0 - abs(S) * Scale)",
+        "-1 * exp(0 - abs(S) * Scale) + 1",
+    ):
         assert codes(changed((MASK, f"  Compute 30 * ({tanh}) and get new S\n{MASK}"))) == []
 
 

@@ -22,8 +22,10 @@ from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.connect import connect
 from flashwright.author.llm.transcript import FOLDER, Transcript
+from flashwright.build import make
 from flashwright.build.driver import Card
 from flashwright.cli.main import app
+from flashwright.files import sha256
 from flashwright.gpu import find
 from flashwright.judge import cpu
 from flashwright.lang.diagnostic import Diagnostic, Failed
@@ -229,6 +231,46 @@ def test_what_the_compiler_says_of_a_models_tl_goes_back_to_the_model(
     assert run.built is None
 
 
+@pytest.mark.parametrize("stage", ["sketch", "code"])
+def test_a_kernel_that_was_translated_another_way_comes_with_its_source(
+    stage: str, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the first way spills, the second is compiled: that one is in the package."""
+    real, compiled = make.build, list[str]()
+
+    def build(source: str, arch: str, **more: Any) -> Any:
+        compiled.append(source)
+        if len(compiled) == 1:
+            raise Failed(Diagnostic("FW823", "the kernel spills: 24 bytes"))
+        return real(source, arch, **more)
+
+    monkeypatch.setattr(make, "build", build)
+    text = write_sketch(SPEC) if stage == "sketch" else CODE
+    with serve([say(tl(1.0, text))]) as server:
+        run = generate(server, tmp_path, clock, stage)
+    assert run.ok, run.failed
+    first, second = compiled
+    assert first != second
+    assert (tmp_path / "kernel.cu").read_text() == second
+    told = json.loads((tmp_path / "build.json").read_text())["artefacts"]
+    assert told["kernel.cu"] == sha256(second)
+
+
+def test_a_sketch_that_was_recorded_without_a_compiler_is_replayed_with_one(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find() -> None:
+        raise Failed(Diagnostic("FW821", "no compiler in this test"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("flashwright.build.toolchain.find", find)
+        with serve([say(tl(1.0, write_sketch(SPEC)))]) as server:
+            run = generate(server, tmp_path / "run", clock, "sketch")
+    assert (run.ok, run.built) == (True, None)
+    again = replay(tmp_path / "run", tmp_path / "again", Nobody())
+    assert again.same, again.lines
+
+
 # --- rounds -----------------------------------------------------------------------------------
 
 
@@ -326,6 +368,69 @@ def test_rounds_that_could_not_begin_or_broke_off_go_on(clock: Clock, tmp_path: 
     assert [kept for kept, _ in rounds(tmp_path)] == [True, True]
     assert ended(tmp_path) == "right"
     assert not (tmp_path / "model-1").exists()
+
+
+def test_a_round_that_this_machine_broke_off_is_looked_at_later(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No compiler just now, or the kernel before cannot be timed: the reply is there, and paid."""
+    real, lost = kernel_by_model.translated_by_model, ["the kernel before"]
+
+    def translated(program: Any, gpu: Any, spec: Any, source: str, **more: Any) -> Any:
+        if "takes 0.5" in source:
+            raise Failed(Diagnostic("FW821", "no compiler just now"))
+        return real(program, gpu, spec, source, **more)
+
+    def race(spec: Any, contestants: Sequence[Contestant]) -> Raced:
+        raced = clock(spec, contestants)
+        gone = {c.name for c in contestants} & {*lost[:1]}
+        times = {who: found for who, found in raced.times.items() if who not in gone}
+        return Raced(times, {who: lost.pop() for who in gone})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_by_model, "translated_by_model", translated)
+        with serve([say(cuda(1.0)), say(cuda(0.5))]) as server:
+            run = generate(server, tmp_path, clock, improve=1)
+    assert (run.asked["improve"]["rounds"], ended(tmp_path)) == ([], "")
+    with serve([]) as server:
+        run = generate(server, tmp_path, race, improve=1)  # type: ignore[arg-type]
+    assert "cannot be timed" in run.asked["improve"]["ended"]
+    assert ended(tmp_path) == ""
+    with serve([]) as server:
+        run = generate(server, tmp_path, race, improve=1)  # type: ignore[arg-type]
+        assert server.requests == []
+    assert [kept for kept, _ in rounds(tmp_path)] == [True]
+    assert ended(tmp_path) == "right"
+
+
+def test_what_a_judge_refused_reads_the_same_in_a_replay(
+    clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def judge(package: Candidate, *given: Any, **more: Any) -> Any:
+        wrong = "takes 0.5" in (Path(package.where) / "kernel.cu").read_text()
+        return measure_fakes.verdict("wrong") if wrong else measure_fakes.verdict()
+
+    monkeypatch.setattr("flashwright.judge.judge.judge", judge)
+    with serve([say(cuda(1.0)), say(cuda(0.5)), say(cuda(0.9)), say(cuda(0.8))]) as server:
+        generate(server, tmp_path / "run", clock, improve=3)
+    again = replay(tmp_path / "run", tmp_path / "again", Nobody())
+    assert again.same, again.lines
+    assert not [line for line in again.lines if "prompts" in line]
+    assert rounds(tmp_path / "run") == rounds(tmp_path / "again")
+
+
+def test_without_its_rounds_a_run_that_was_cut_off_leaves_them_aside(
+    clock: Clock, tmp_path: Path
+) -> None:
+    with serve([say(cuda(1.0)), say(cuda(0.8)), status(401)]) as server:
+        generate(server, tmp_path / "run", clock, improve=2)
+    (tmp_path / "run" / "result.json").unlink()  # as after Ctrl-C
+    with serve([]) as server:
+        run = generate(server, tmp_path / "run", clock)
+    assert (run.ok, ended(tmp_path / "run")) == (True, "right")
+    assert (tmp_path / "run" / FOLDER / "improve.1.01-1" / "reply.md").is_file()
+    again = replay(tmp_path / "run", tmp_path / "again", Nobody())
+    assert again.same, again.lines
 
 
 def test_rounds_that_were_all_there_are_followed_by_more_with_what_was_measured_then(

@@ -340,6 +340,20 @@ def test_a_repair_has_the_beginning_the_last_attempt_and_what_was_wrong() -> Non
     assert estimate_prompt(twice) < 2 * estimate_prompt(begin)
 
 
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("## Idea\n\nFewer\nbarriers.\n\nMore.\n```cuda\nx\n```", "Fewer barriers."),
+        ("1. error FW101: no\n   line 3\n", "error FW101: no line 3"),
+        ("```cuda\nx\n```", ""),
+        ("## Idea", "## Idea"),
+        ("x" * 500, "x" * 400 + " ..."),
+    ],
+)
+def test_what_is_told_in_brief(text: str, told: str) -> None:
+    assert prompt.brief(text) == told
+
+
 def test_a_repair_of_a_reply_without_a_program_does_not_speak_twice() -> None:
     f = facts(make_spec("mha"))
     made = repair("sketch", f, (), "The answer was empty.", "")

@@ -261,3 +261,28 @@ def test_the_example_of_the_explanation(tmp_path: Path) -> None:
     assert "group = 0:Group, head = 0:kv_heads" in said, "with its place"
     page = (files("flashwright.lang") / "explain" / "FW811.md").read_text("utf-8")
     assert "error[FW811]: a grid has at most three axes" in page
+
+
+NARROWED = (
+    (
+        "Allocate S in register",
+        "Allocate G in register (BM, BN) as {dtype}\nAllocate S in register",
+    ),
+    (
+        "  Compute Multiply S, Scale and get new S",
+        "  Compute (S * 4096 + 1) * 0.125 and get G\n  Compute G * Scale and get new S",
+    ),
+)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_a_factor_waits_only_where_nothing_is_rounded(dtype: str) -> None:
+    """Without its factor a value may not fit a narrow tile."""
+    source = (EXAMPLES / "sink_tile.tl").read_text()
+    for old, new in NARROWED:
+        assert source.count(old) == 1
+        source = source.replace(old, new.format(dtype=dtype))
+    text = " ".join(printed(source).split())
+    whole, waiting = "S(m, n) * 4096.f + 1.f) * 0.125f", "G(m, n) = S(m, n) * 4096.f + 1.f;"
+    assert (whole in text, waiting in text) == ((True, False) if dtype == "fp16" else (False, True))
+    assert ("0.125f * Scale" in text) is (dtype == "fp32")

@@ -150,6 +150,7 @@ def test_the_study_in_the_docs_is_what_its_records_say(tmp_path: Path) -> None:
 
 def test_the_rounds_in_the_docs_are_what_their_records_say() -> None:
     told = (RESULTS.parent / "models.md").read_text().splitlines()
+    assert len(runs(IMPROVED)) == 3
     for run in runs(IMPROVED):
         found = json.loads((run / "result.json").read_text())["asked"]["improve"]
         speeds = [

@@ -60,6 +60,7 @@ from flashwright.spec import AttentionSpec
         ("window of 4,096, d128", "mha", {"window": 4096, "head_dim": 128}),
         ("MLA 192/128,window 16,384", "mla", {"head_dim": 192, "v_dim": 128, "window": 16384}),
         ("unscaled MHA", "mha", {"scale": 1.0}),
+        ("no softmax scale, window 10,000", "mha", {"scale": 1.0, "window": 10000}),
         ("causal without scaling", "mha", {"scale": 1.0, "causal": True}),
     ],
 )
@@ -80,6 +81,9 @@ def test_what_is_said(text: str, variant: str, said: dict[str, Any]) -> None:
         ("window of 1,02", ("window of 1", "02")),
         ("window of 0,512", ("window of 0", "512")),
         ("window of 512,1024", ("window of 512", "1024")),
+        ("window 256,256", ("window 256", "256")),
+        ("d64,window 128,256", ("window 128", "256")),
+        ("head dim 192,128", ("head dim 192", "128")),
         ("not scaled 0.5", ("not",)),
         ("window -5", ("window -5",)),
         ("window of 512 on each side", ("each side",)),

@@ -70,7 +70,7 @@ def _program(reply: Reply | str, kind: _Kind, fits: Callable[[str], bool]) -> st
     cut = not isinstance(reply, str) and reply.finish in ("length", "cut")
     if len(text) > LIMIT or len(text.encode("utf-8", "replace")) > LIMIT:
         raise NoCode(f"The answer is longer than {LIMIT // 1024} KB. Write the program only.")
-    said = _without_thoughts(_clean(text))
+    said = without_thoughts(_clean(text))
     if not said.strip():
         raise NoCode(_nothing(text, kind, cut))
     blocks = _blocks(said)
@@ -138,7 +138,7 @@ _UNSEEN = ("Cc", "Cf", "Cs", "Cn", "Co")
 _THOUGHT = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
 
 
-def _without_thoughts(text: str) -> str:
+def without_thoughts(text: str) -> str:
     """Without <think>...</think>. An end without a beginning ends what the server began."""
     kept: list[str] = []
     place, thinking = 0, False

@@ -171,7 +171,13 @@ _SCORES: tuple[tuple[Meaning, tuple[str, ...]], ...] = (
     (_says(alibi=True), (r"alibi(?: (?:slopes?|bias(?:es)?))?",)),
     (_says(alibi=False), (rf"{NOT}alibi",)),
     (_factor("scale"), (rf"(?:(?:softmax|score) )?scaled?{OF}{X}",)),
-    (_says(scale=1.0), (rf"unscaled(?: (?:logits?|scores?))?|{NOT}(?:scaled?|scaling)(?! {X})",)),
+    (
+        _says(scale=1.0),
+        (
+            r"unscaled(?: (?:logits?|scores?))?",
+            rf"{NOT}(?:(?:softmax|score) )?(?:scaled?|scaling)(?! {X})",
+        ),
+    ),
     (
         _says(scale=None),
         (rf"(?:(?:softmax|score) )?scaled?{OF}1 ?/ ?sqrt ?\(?(?:d|head ?dim)\b\)?",),

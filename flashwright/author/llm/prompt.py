@@ -7,6 +7,7 @@ a record of a run can be told from one with others.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -129,10 +130,12 @@ def repair(
 
 
 def brief(text: str) -> str:
-    """The first line of findings, or the beginning of what a model said, as one short line."""
+    """The first of some findings, or the beginning of what a model said, as one short line."""
     told, _, _ = text.partition("```")
-    paragraph = told.strip().partition("\n\n")[0]
-    line = re.sub(r"^1\. ", "", " ".join(paragraph.split()))
+    paragraphs = [part for part in re.split(r"\n\s*\n", told) if part.strip()]
+    titles = itertools.takewhile(lambda part: re.fullmatch(r"\s*#[^\n]*\s*", part), paragraphs)
+    said = paragraphs[len(list(titles)) :] or paragraphs or [""]
+    line = re.sub(r"^1\. ", "", " ".join(said[0].split()))
     return line if len(line) <= _BRIEF else f"{line[:_BRIEF]} ..."
 
 

@@ -196,6 +196,10 @@ class Transcript:
         resumed = not fresh and self.known(settings) == "open"
         if os.path.lexists(self.folder) and not resumed:
             set_aside(self.folder)
+        if resumed and not _rounds(settings):  # what it will make comes without them
+            for path in self.folder.glob(f"{IMPROVE}.*"):
+                if ATTEMPT.fullmatch(path.name):
+                    set_aside(path)
         _make(self.folder)
         self._write(settings, "")
         return resumed

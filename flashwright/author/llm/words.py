@@ -101,9 +101,16 @@ def _plain(text: str) -> str:
     stay; 4,096 is 4096."""
     text = " ".join(unicodedata.normalize("NFKC", text).lower().split())
     text = re.sub(r"[‐-―]", "-", text)
-    text = THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)
+    text = THOUSANDS.sub(_whole, text)
     text = re.sub(r"(?<=[a-z])[-_](?=[a-z])|(?<=\d)-(?=[a-z])", " ", text)
     return re.sub(r"(?<=[a-z])(?<!\de)(?<!\.e)[-_](?=\d)", " ", text)
+
+
+def _whole(found: re.Match[str]) -> str:
+    """4,096 is 4096; what could be two numbers (256,256) stays as it is."""
+    digits = found[0].replace(",", "")
+    power = int(digits) & (int(digits) - 1) == 0
+    return digits if power or digits.endswith("000") else found[0]
 
 
 def _pieces(text: str) -> Iterator[tuple[str, int, int, Settings | None]]:
