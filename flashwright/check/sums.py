@@ -48,7 +48,7 @@ class Sums:
             if have is None:
                 merged[key] = part
                 continue
-            if have.gaps() != part.gaps():  # else two sums over the same, side by side
+            if have.ranges != part.ranges:  # else two sums over the same, side by side
                 self.twice(have, part, stmt)
             merged[key] = have.join(part)
         return merged
@@ -83,7 +83,7 @@ class Sums:
         for part in tile.covered.values():
             if not part.demanded:
                 continue
-            for low, high in part.gaps():
+            for low, high in part.missing():
                 if any_visible(tile.masks, part.dim, low, high):
                     text = f"{part.axis} {low}..{high - 1} is never added in"
                     where = (

@@ -102,7 +102,9 @@ class Coverage:
     dim: str
     tensor: str
     extent: int
+    ranges: tuple[tuple[int, int], ...]
     parts: tuple[Part, ...]
+    """What the ranges, which are joined, were made of: a part for each addition."""
     stmt: Statement
     axis: str
     """What to call the axis in a message."""
@@ -111,10 +113,10 @@ class Coverage:
     head, say) only once a loop walks along it. Where a tensor decides, nobody can demand it."""
     known: bool = True
 
-    def gaps(self) -> list[tuple[int, int]]:
+    def missing(self) -> list[tuple[int, int]]:
         """The parts of the axis that are not in the sum."""
         gaps, at = [], 0
-        for low, high in sorted((part.low, part.high) for part in self.parts):
+        for low, high in self.ranges:
             if low > at:
                 gaps.append((at, low))
             at = max(at, high)
@@ -124,17 +126,32 @@ class Coverage:
 
     def overlaps(self, other: Coverage) -> Iterator[Part]:
         """What both have, as far as it is known, with the masks of both."""
-        if self.known and other.known:
-            for one, two in itertools.product(self.parts, other.parts):
-                low, high = max(one.low, two.low), min(one.high, two.high)
-                if low < high:
-                    yield Part(low, high, one.masks + two.masks)
+        if not (self.known and other.known and _common(self.ranges, other.ranges)):
+            return  # as in nearly every round: the parts may be thousands
+        for one, two in itertools.product(self.parts, other.parts):
+            low, high = max(one.low, two.low), min(one.high, two.high)
+            if low < high:
+                yield Part(low, high, one.masks + two.masks)
 
     def join(self, other: Coverage) -> Coverage:
         """Both together, the latest statement first in mind."""
-        parts = tuple(dict.fromkeys((*self.parts, *other.parts)))
+        merged: list[tuple[int, int]] = []
+        for low, high in sorted((*self.ranges, *other.ranges)):
+            if merged and low <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+            else:
+                merged.append((low, high))
+        parts = self.parts + other.parts
+        if _common(self.ranges, other.ranges):
+            parts = tuple(dict.fromkeys(parts))  # x + x has no more of them than x
         known = self.known and other.known
-        return replace(other, parts=parts, demanded=known, known=known)
+        return replace(other, ranges=tuple(merged), parts=parts, demanded=known, known=known)
+
+
+def _common(one: Iterable[tuple[int, int]], two: Iterable[tuple[int, int]]) -> bool:
+    """Whether two ranges overlap."""
+    pairs = itertools.product(one, two)
+    return any(max(a[0], b[0]) < min(a[1], b[1]) for a, b in pairs)
 
 
 CoverKey = tuple[str, ...]
@@ -151,10 +168,12 @@ def covering(where: Where, tile: Tile, stmt: Statement) -> dict[CoverKey, Covera
     start = 0 if isinstance(where.start, Unknown) else where.start
     piece = Part(max(start, 0), min(start + where.size, where.extent), tile.masks)
     parts = (piece,) if piece.low < piece.high else ()
+    ranges = tuple((part.low, part.high) for part in parts)
     fixed = where.dim.isdigit()
     axis = f"{where.label} of `{where.tensor}`" if fixed else where.dim
+    demanded = known and not fixed
     made = Coverage(
-        where.dim, where.tensor, where.extent, parts, stmt, axis, known and not fixed, known
+        where.dim, where.tensor, where.extent, ranges, parts, stmt, axis, demanded, known
     )
     return {(where.dim, where.tensor, *part): made}
 
