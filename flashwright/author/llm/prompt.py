@@ -121,7 +121,7 @@ def repair(
         listing=listing,
         partly=" (parts of it)" if partly else "",
         fence=fence,
-        earlier=[brief(text) for text in earlier][-_EARLIER:],
+        earlier=[brief(text) for text in earlier[-_EARLIER:]],
     )
     if not source.strip():  # nothing to quote: two turns of the same side would follow each other
         system, asked = begin
