@@ -20,7 +20,9 @@ from flashwright.gpu import Gpu
 from flashwright.lower.kept import SHARED, THREADS, Kept, broken
 from flashwright.lower.launch_plan import LaunchPlan, PlanTensor
 from flashwright.lower.names import map_name
-from flashwright.lower.print_cute import Printer
+from flashwright.lower.printing.cpp import text
+from flashwright.lower.printing.kernel import Printer
+from flashwright.lower.term import ZERO
 from flashwright.lower.translate import prepared
 
 Flavour = Literal["plain", "full"]
@@ -97,8 +99,8 @@ def _grid(printer: Printer, plan: LaunchPlan) -> Iterator[str]:
     axes = printer.kernel.grid
     if not printer.rings:
         for axis, letter in zip(axes, "xyz", strict=False):
-            low = "" if axis.low.text == "0" else f"{axis.low} + "
-            yield f"gridDim.{letter} is {axis.count}: blockIdx.{letter} is {axis.name}" + (
+            low = "" if axis.low == ZERO else f"{text(axis.low)} + "
+            yield f"gridDim.{letter} is {text(axis.count)}: blockIdx.{letter} is {axis.name}" + (
                 f" (as {low}blockIdx.{letter})." if low else "."
             )
         if axes[0].reversed:
@@ -107,7 +109,7 @@ def _grid(printer: Printer, plan: LaunchPlan) -> Iterator[str]:
         yield "One block for each element of the grid; no tensor maps."
         return
     names = ", ".join(axis.name for axis in axes)
-    counts = ", ".join(axis.count.text for axis in axes)
+    counts = ", ".join(text(axis.count) for axis in axes)
     yield f"The grid is one row: gridDim.x blocks for all of ({names}), of ({counts}) elements."
     walk = f"`for (fw::Walk<{printer.kernel.rounds}> walk({counts}); walk.more(); walk.next())`"
     coordinates = ", ".join(

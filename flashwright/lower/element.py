@@ -1,5 +1,5 @@
 """What is computed for one element of a tile: expressions over rows (m) and columns (n), the
-algebra that makes them cheap, and their C++."""
+algebra that makes them cheap, and the terms they become."""
 
 from __future__ import annotations
 
@@ -8,9 +8,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from flashwright.lower.code import Code, Type, as_float, binary, call, choose, real, unary
+from flashwright.lower.term import (
+    COMPARISONS,
+    At,
+    Axes,
+    Call,
+    Position,
+    Select,
+    Term,
+    Type,
+    Unary,
+    Var,
+    as_float,
+    binary,
+    real,
+)
 
-Axes = frozenset[str]
 Reduction = Literal["max", "sum", "max3"]
 NOWHERE: Axes = frozenset()
 ROW: Axes = frozenset("m")
@@ -20,9 +33,9 @@ TILE: Axes = frozenset("mn")
 
 @dataclass(frozen=True)
 class Leaf:
-    """Something with a C++ name: a constant, a scalar, an element of a tile or a vector."""
+    """A scalar, the same for the whole tile or row, or an element of a tile or a vector."""
 
-    code: Code
+    term: Term
     axes: Axes = NOWHERE
     value: float | None = None
 
@@ -45,9 +58,8 @@ class Reduce:
 
 Element = Leaf | Op | Reduce
 
-LOG2_E = Leaf(Code("fw::log2_e", "float"), value=math.log2(math.e))
-TWICE_LOG2_E = Leaf(binary("*", real(2.0), LOG2_E.code), value=2 * math.log2(math.e))
-COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
+LOG2_E = Leaf(Var("fw::log2_e", "float"), value=math.log2(math.e))
+TWICE_LOG2_E = Leaf(binary("*", real(2.0), LOG2_E.term), value=2 * math.log2(math.e))
 
 
 def literal(value: float) -> Leaf:
@@ -70,7 +82,7 @@ def type_of(x: Element) -> Type:
     """The C++ type of an expression."""
     match x:
         case Leaf():
-            return x.code.type
+            return x.term.type
         case Op(op, args):
             if op in (*COMPARISONS, "and", "or", "not"):
                 return "bool"
@@ -94,8 +106,13 @@ def leaves(x: Element) -> Iterator[Leaf]:
 
 
 def variable(leaf: Leaf) -> str:
-    """The name of a tile or a vector, without its indices."""
-    return leaf.code.text.split("(")[0]
+    """The name of a tile, a vector or a scalar; empty for what has none."""
+    return leaf.term.name if isinstance(leaf.term, (At, Var, Position)) else ""
+
+
+def element(name: str, axes: Axes, type: Type = "float") -> Leaf:
+    """The element of a tile or a vector at the present row and column."""
+    return Leaf(At(name, axes, type), axes)
 
 
 # --- algebra ----------------------------------------------------------------------------------
@@ -129,7 +146,7 @@ def _folded(op: str, args: tuple[Element, ...]) -> Element:
 def _inverse(x: Element) -> Leaf:
     assert isinstance(x, Leaf)
     assert x.value
-    return Leaf(binary("/", real(1.0), as_float(x.code)), value=1 / x.value)
+    return Leaf(binary("/", real(1.0), as_float(x.term)), value=1 / x.value)
 
 
 def times(x: Element, y: Element) -> Element:
@@ -142,7 +159,7 @@ def times(x: Element, y: Element) -> Element:
     match x:
         case Leaf(value=float(value)):
             return Leaf(
-                binary("*", as_float(x.code), as_float(y.code), "float"), value=value * _known(y)
+                binary("*", as_float(x.term), as_float(y.term), "float"), value=value * _known(y)
             )
         case Op("*", (inner, Leaf(value=float()) as factor)):
             return Op("*", (inner, times(factor, y)))
@@ -175,40 +192,40 @@ def _known(x: Leaf) -> float:
     return x.value
 
 
-# --- C++ --------------------------------------------------------------------------------------
+# --- terms ------------------------------------------------------------------------------------
 
 
-def code(x: Element) -> Code:
-    """The expression in C++."""
+def term(x: Element) -> Term:
+    """The expression as a term of one element."""
     match x:
         case Leaf():
-            return x.code
+            return x.term
         case Op(op, args):
-            return _code(op, args, [code(a) for a in args])
+            return _term(op, args, [term(a) for a in args])
         case Reduce():
             raise AssertionError("the printer takes reductions out first")
 
 
-def _code(op: str, args: tuple[Element, ...], parts: list[Code]) -> Code:
+def _term(op: str, args: tuple[Element, ...], parts: list[Term]) -> Term:
     if op in ("and", "or"):
         return binary("&&" if op == "and" else "||", parts[0], parts[1])
     if op == "not":
-        return unary("!", parts[0])
+        return Unary("!", parts[0])
     kind = type_of(Op(op, args))
     whole = kind == "int" or (op in COMPARISONS and all(type_of(a) == "int" for a in args))
     if op == "where":
         yes, no = (p if whole else as_float(p) for p in parts[1:])
-        return choose(parts[0], yes, no)
+        return Select(parts[0], yes, no)
     parts = parts if whole else [as_float(p) for p in parts]
     if op == "neg":
-        return unary("-", parts[0])
+        return Unary("-", parts[0])
     if op == "%":
-        return call("fw::floor_mod", *parts, type=kind)
+        return Call("floor_mod", tuple(parts), kind)
     if op in (*COMPARISONS, "+", "-", "*", "/"):
         return binary(op, parts[0], parts[1])
     found = parts[0]
     if op in ("min", "max"):
         for other in parts[1:]:
-            found = call(f"fw::{op}", found, other, type=kind)
+            found = Call(op, (found, other), kind)
         return found
-    return call(f"fw::{op}", *parts, type=kind)
+    return Call(op, tuple(parts), kind)

@@ -13,8 +13,8 @@ from typing import Literal
 from flashwright.check.program import Buffer, Key, Tensor
 from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_stmt
-from flashwright.lower.code import Code
 from flashwright.lower.element import Element, Leaf
+from flashwright.lower.term import ONE, Term
 
 Lines = tuple[int, int]
 
@@ -49,8 +49,9 @@ class Define(Node):
     """A scalar gets its name."""
 
     name: str
-    value: Code
-    note: str = ""
+    value: Term
+    note: str = ""  # `{}` stands for the denominator
+    below: Term = ONE
     varies: bool = False  # loops that follow go on with it
     again: bool = False  # it is there already, and gets a new value
 
@@ -61,10 +62,10 @@ class Window:
     and columns lie inside (None: all of them, whatever the problem)."""
 
     tensor: Tensor
-    start: tuple[Code, ...]
-    rows: Code | None
-    cols: Code | None
-    offset: Code | None = None  # in elements, of a view into memory
+    start: tuple[Term, ...]
+    rows: Term | None
+    cols: Term | None
+    offset: Term | None = None  # in elements, of a view into memory
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Load(Node):
 
     dest: Key
     window: Window
-    stage: Code | None = None
+    stage: Term | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Put(Node):
     """A tile that waits in registers goes into shared memory (where there is no cp.async)."""
 
     dest: Key
-    stage: Code | None = None
+    stage: Term | None = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class Move(Node):
 
     source: Key
     dest: Key
-    stage: Code | None = None
+    stage: Term | None = None
 
 
 @dataclass(frozen=True)
@@ -136,8 +137,8 @@ class Gemm(Node):
     right: Key
     transposed: bool  # the right tile lies as N rows of k columns
     fresh: bool
-    left_stage: Code | None = None
-    right_stage: Code | None = None
+    left_stage: Term | None = None
+    right_stage: Term | None = None
     sparing: bool = False  # slower, but fewer operands are in flight
 
 
@@ -201,12 +202,12 @@ class Compute(Node):
 
     shape: tuple[int, ...]
     assigns: tuple[Assign, ...]
-    rows: Code | None = None
-    cols: Code | None = None
-    unless: Code | None = None
+    rows: Term | None = None
+    cols: Term | None = None
+    unless: Term | None = None
     note: str = ""
     kept: tuple[str, ...] = ()  # vectors that it makes of names local to the row
-    end: Code | None = None
+    end: Term | None = None
 
 
 @dataclass(frozen=True)
@@ -218,8 +219,8 @@ class Loop(Node):
     """
 
     var: str
-    low: Code
-    condition: Code
+    low: Term
+    condition: Term
     body: tuple[Statement, ...]
     number: Literal["own", "defined", "resumes"] = "own"
 
@@ -228,7 +229,7 @@ class Loop(Node):
 class Branch(Node):
     """The same way for all threads of a block, or of a warp (where no others wait for it)."""
 
-    condition: Code
+    condition: Term
     then: tuple[Statement, ...]
     orelse: tuple[Statement, ...] = ()
 
@@ -272,7 +273,6 @@ Statement = (
 )  # fmt: skip
 
 Side = Literal["rows", "columns"]
-_ONE = Code("1")
 
 
 @dataclass(frozen=True)
@@ -280,9 +280,9 @@ class GridAxis:
     """One coordinate of the block; `reversed` where the longest blocks come last otherwise."""
 
     name: str
-    low: Code
+    low: Term
     reversed: bool
-    count: Code = _ONE
+    count: Term = ONE
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from flashwright.check.program import Key
+from collections.abc import Iterable, Iterator
+
+from flashwright.check.program import Key, Program
 
 _KEYWORDS = (
     *("alignas", "alignof", "and", "and_eq", "asm", "auto", "bitand", "bitor", "bool", "break"),
@@ -55,3 +57,34 @@ def map_name(key: Key) -> str:
 def step_name(key: Key) -> str:
     """What one step adds to an accumulator."""
     return f"{key[0]}_step"
+
+
+class Names:
+    """Makes names that nothing else in the kernel has."""
+
+    def __init__(self, taken: Iterable[str]) -> None:
+        self.taken = set(taken)
+
+    def fresh(self, stem: str) -> str:
+        """The stem if it is free, else the stem with a number."""
+        name, number = stem, 1
+        while name in self.taken:
+            number += 1
+            name = f"{stem}_{number}"
+        self.taken.add(name)
+        return name
+
+    def copy(self) -> Names:
+        """The same names taken."""
+        return Names(self.taken)
+
+
+def reserved(program: Program) -> Iterator[str]:
+    """The names that a kernel has before its statements: constants, dimensions, coordinates, tiles,
+    and what passes and the printer derive from these."""
+    yield from (cpp(name) for name in (*program.params, *program.dims))
+    yield from (cpp(axis.name.id) for axis in program.grid.axes)
+    for key in program.buffers:
+        tile = tile_name(key)
+        yield from (tile, f"{tile}_operand", f"{tile}_staged", ring_name(key), map_name(key))
+        yield step_name(key)

@@ -14,7 +14,7 @@ from flashwright.gpu import Gpu
 from flashwright.lang import nodes as tl
 from flashwright.lang.nodes import Binary, Call, Expr, Name, Num, Unary
 from flashwright.lower import ir
-from flashwright.lower.code import Code, binary, integer
+from flashwright.lower.frontend.scalars import refused
 from flashwright.lower.launch_plan import (
     OPERATORS,
     LaunchPlan,
@@ -24,8 +24,8 @@ from flashwright.lower.launch_plan import (
     Postfix,
 )
 from flashwright.lower.names import cpp
-from flashwright.lower.print_rules import in_lines
-from flashwright.lower.scalars import refused
+from flashwright.lower.printing.rules import in_lines
+from flashwright.lower.term import Term, Var, binary, call, integer
 
 BYTES_AT_ONCE = 16
 L2_SHARE = 0.4  # it has two halves, and what both read is in both
@@ -157,7 +157,7 @@ def _product(a: Postfix, b: Postfix) -> Postfix:
 
 def ordered(program: Program, grid: tuple[ir.GridAxis, ...]) -> tuple[ir.GridAxis, ...]:
     """With their counts; blocks of most rounds first, so that no long one is left for the end."""
-    grid = tuple(replace(a, count=_code(c)) for a, c in zip(grid, _counts(program), strict=True))
+    grid = tuple(replace(a, count=_term(c)) for a, c in zip(grid, _counts(program), strict=True))
     loops = [s for s in program.tree.body if isinstance(s, tl.For)]
     if not loops:
         return grid
@@ -185,20 +185,20 @@ def rounds(program: Program, gpu: Gpu, kernel: ir.Kernel) -> int:
     return 2 * fitting if enough else fitting
 
 
-def _code(size: Postfix) -> Code:
-    """A size in C++."""
-    stack: list[Code] = []
+def _term(size: Postfix) -> Term:
+    """A size as a term of the kernel."""
+    stack: list[Term] = []
     for token in size:
         if isinstance(token, int):
             stack.append(integer(token))
         elif token not in OPERATORS:
-            stack.append(Code(cpp(token)))
+            stack.append(Var(cpp(token)))
         else:
             right, left = stack.pop(), stack.pop()
             if token in _SIGNS:
                 stack.append(binary(_SIGNS[token], left, right))
             else:
-                stack.append(Code(f"fw::{token}({left}, {right})"))
+                stack.append(call(token, left, right, type="int"))
     (found,) = stack
     return found
 

@@ -8,17 +8,17 @@ from flashwright.check.program import Key, Program
 from flashwright.gpu import Gpu
 from flashwright.lang.nodes import Copy, For, statements
 from flashwright.lower import ir
-from flashwright.lower.atoms import shared_layout, wide_tiles
+from flashwright.lower.frontend.lowering import lower
 from flashwright.lower.launch_plan import LaunchPlan
-from flashwright.lower.lower import lower
-from flashwright.lower.partial import keep_partial
-from flashwright.lower.pipeline import pipeline
+from flashwright.lower.passes.partial_sums import keep_partial
+from flashwright.lower.passes.place_barriers import Travel, synchronise
+from flashwright.lower.passes.prefetch import pipeline
+from flashwright.lower.passes.specialize_warps import divided, ring_offsets
 from flashwright.lower.plan import make_plan, ordered, rounds
-from flashwright.lower.print_cute import Printer
-from flashwright.lower.roles import divided, ring_offsets
-from flashwright.lower.room import room_offset
+from flashwright.lower.printing.kernel import Printer
 from flashwright.lower.source_map import SourceMap, source_map
-from flashwright.lower.sync import Travel, synchronise
+from flashwright.lower.targets.atoms import shared_layout, wide_tiles
+from flashwright.lower.targets.shared_memory import room_offset
 
 FULL = 240  # of the 255 registers of a thread: beyond that, fetching ahead makes it spill
 SPARE_REGISTERS = 64  # of a thread, beside its tiles: addresses, operands on their way

@@ -17,7 +17,7 @@ import pytest
 from flashwright.build import arrays, driver
 from flashwright.build.compile import Built, build
 from flashwright.build.load import Kernel
-from flashwright.lower.atoms import ALIGNMENT, CPP_TYPES
+from flashwright.lower.targets.atoms import ALIGNMENT, CPP_TYPES
 from flashwright.lower.launch_plan import LaunchPlan, PlanAxis, PlanMap, PlanTensor
 
 NAN = float("nan")

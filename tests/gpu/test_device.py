@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flashwright.lower.atoms import ATOMS
+from flashwright.lower.targets.atoms import ATOMS
 from tests.gpu.on_device import (
     NAN,
     Code,

@@ -18,9 +18,9 @@ from typing import Any
 from flashwright.check.program import Key, Program
 from flashwright.gpu import Gpu
 from flashwright.lower import ir
-from flashwright.lower.atoms import generation
-from flashwright.lower.code import Code
-from flashwright.lower.lower import lower
+from flashwright.lower.targets.atoms import generation
+from flashwright.lower.term import Code
+from flashwright.lower.frontend.lowering import lower
 from flashwright.lower.translate import schedule
 
 Place = tuple[Key, int]  # a shared tile and its stage

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashwright import gpu as gpus
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower import ir
-from flashwright.lower.lower import lower
+from flashwright.lower.frontend.lowering import lower
 from flashwright.lower.translate import schedule, translate
 from tests.unit.tl_attention import program
 

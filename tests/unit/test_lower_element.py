@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flashwright.lower.code import Code
+from flashwright.lower.term import Code
 from flashwright.lower.element import COLUMN, ROW, TILE, Element, Leaf, Op, Reduce, code, fold
 from tests.unit.lowered import printed
 from tests.unit.tl_attention import attention

@@ -14,7 +14,7 @@ from flashwright.lang.diagnostic import Failed
 from flashwright.lang.nodes import Expr
 from flashwright.lang.parse import parse
 from flashwright.lower import ir
-from flashwright.lower.lower import lower
+from flashwright.lower.frontend.lowering import lower
 from tests.unit.happens_before import value
 from tests.unit.lowered import printed
 from tests.unit.tl_attention import COPY, attention, program

@@ -6,8 +6,8 @@ import pytest
 
 from flashwright import gpu as gpus
 from flashwright.lower import ir
-from flashwright.lower.code import Code, binary, integer
-from flashwright.lower.pipeline import put as put
+from flashwright.lower.term import Code, binary, integer
+from flashwright.lower.passes.prefetch import put as put
 from tests.unit.happens_before import Checker
 from tests.unit.lowered import printed, scheduled
 from tests.unit.tl_attention import COPY, attention, program

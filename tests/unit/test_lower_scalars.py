@@ -12,8 +12,8 @@ from flashwright.check.scalars import evaluate
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.nodes import NOWHERE, Binary, Call, Expr, Name, Num, Unary
 from flashwright.lang.parse import parse
-from flashwright.lower.code import Code, binary, choose, integer, real, unary
-from flashwright.lower.scalars import Scalar, Scalars, constant, named
+from flashwright.lower.term import Code, binary, choose, integer, real, unary
+from flashwright.lower.frontend.scalars import Scalar, Scalars, constant, named
 from tests.unit.happens_before import value
 
 PARAMS = {"BM": 64, "BN": 48, "Window": 70, "Scale": Fraction(1, 8), "Cap": 20.5}

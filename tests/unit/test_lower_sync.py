@@ -17,9 +17,9 @@ from flashwright.author.builtin.variants import VARIANTS, make_spec
 from flashwright.check.program import Program
 from flashwright.gpu import Gpu
 from flashwright.lower import ir
-from flashwright.lower.lower import lower
-from flashwright.lower.pipeline import pipeline
-from flashwright.lower.sync import Travel, synchronise
+from flashwright.lower.frontend.lowering import lower
+from flashwright.lower.passes.prefetch import pipeline
+from flashwright.lower.passes.place_barriers import Travel, synchronise
 from flashwright.lower.translate import schedule
 from flashwright.spec import BadSpec
 from tests.unit.happens_before import Checker, Race, block

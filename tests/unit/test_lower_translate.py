@@ -15,7 +15,7 @@ from flashwright.author.builtin.choose import NothingFits
 from flashwright.author.builtin.variants import VARIANTS, make_spec
 from flashwright.cli.main import app
 from flashwright.lower.names import cpp
-from flashwright.lower.print_cute import wrapped
+from flashwright.lower.printing.kernel import wrapped
 from flashwright.lower.translate import translate
 from flashwright.spec import BadSpec
 from tests.unit.lowered import printed, refusal

@@ -4,13 +4,12 @@ their loop ahead. `with stages 2` says that this may be done; what the program m
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 
 from flashwright.check.program import Buffer, Key
 from flashwright.lower import ir
-from flashwright.lower.code import ATOM, Code, binary, integer
+from flashwright.lower.term import Term, Var, binary, integer, minus, plus, substitute
 
 
 def pipeline(
@@ -36,7 +35,7 @@ def _loop(loop: ir.Loop, stages: dict[Key, int]) -> list[ir.Statement]:
             for node, lets in _loads(loop)
             if stages.get(node.dest, 1) - 1 > early
         )
-        condition = put(loop.condition, loop.var, now)
+        condition = substitute(loop.condition, {loop.var: now})
         prologue.append(ir.Branch(condition, loads, origin=loop.origin.untitled))
         prologue.append(ir.Commit())
     body = tuple(_round(node, loop, stages, lets) for node, lets in _with_lets(loop.body))
@@ -74,13 +73,13 @@ def _reads_first(body: tuple[ir.Statement, ...], key: Key) -> bool:
     return False
 
 
-def _loads(loop: ir.Loop) -> list[tuple[ir.Load, dict[str, Code]]]:
+def _loads(loop: ir.Loop) -> list[tuple[ir.Load, dict[str, Term]]]:
     return [(n, lets) for n, lets in _with_lets(loop.body) if isinstance(n, ir.Load)]
 
 
-def _with_lets(body: tuple[ir.Statement, ...]) -> list[tuple[ir.Statement, dict[str, Code]]]:
+def _with_lets(body: tuple[ir.Statement, ...]) -> list[tuple[ir.Statement, dict[str, Term]]]:
     """Each statement with the names defined above it in the same body."""
-    lets: dict[str, Code] = {}
+    lets: dict[str, Term] = {}
     found = []
     for node in body:
         found.append((node, dict(lets)))
@@ -90,19 +89,19 @@ def _with_lets(body: tuple[ir.Statement, ...]) -> list[tuple[ir.Statement, dict[
 
 
 def _round(
-    node: ir.Statement, loop: ir.Loop, stages: dict[Key, int], lets: dict[str, Code]
+    node: ir.Statement, loop: ir.Loop, stages: dict[Key, int], lets: dict[str, Term]
 ) -> ir.Statement:
     """A statement of the loop: copies for a later round, readers at this round's stage."""
-    count = binary("-", Code(loop.var), loop.low) if loop.low.text != "0" else Code(loop.var)
+    count = minus(Var(loop.var), loop.low)
     if isinstance(node, ir.Load) and node.dest in stages:
         n = stages[node.dest]
-        later = plus(Code(loop.var), n - 1)
+        later = plus(Var(loop.var), n - 1)
         load = replace(
             _moved(node, lets, loop.var, later),
             stage=_modulo(plus(count, n - 1), n),
             origin=node.origin.untitled,
         )
-        condition = put(loop.condition, loop.var, later)
+        condition = substitute(loop.condition, {loop.var: later})
         return ir.Branch(condition, (load,), origin=node.origin)
     if isinstance(node, ir.Gemm):
         left, right = (
@@ -122,53 +121,29 @@ def _round(
     return node
 
 
-def plus(code: Code, count: int) -> Code:
-    """An expression and a number more."""
-    if code.text.isdigit():
-        return integer(int(code.text) + count)
-    return binary("+", code, integer(count)) if count else code
+def _modulo(x: Term, n: int) -> Term:
+    return binary("%", x, integer(n))
 
 
-def _modulo(code: Code, n: int) -> Code:
-    return binary("%", code, integer(n))
-
-
-def _moved(node: ir.Load, lets: dict[str, Code], var: str, to: Code) -> ir.Load:
+def _moved(node: ir.Load, lets: dict[str, Term], var: str, to: Term) -> ir.Load:
     """The copy as another round does it."""
 
-    def other(code: Code) -> Code:
-        for name, value in reversed(lets.items()):
-            code = put(code, name, value)
-        return put(code, var, to)
+    values = inlined(lets, {var: to})
+
+    def other(x: Term) -> Term:
+        return substitute(x, values)
 
     window = node.window
     rows, cols, offset = (
-        other(c) if c is not None else None for c in (window.rows, window.cols, window.offset)
+        other(x) if x is not None else None for x in (window.rows, window.cols, window.offset)
     )
     start = tuple(map(other, window.start))
     return replace(node, window=ir.Window(window.tensor, start, rows, cols, offset))
 
 
-def put(code: Code, name: str, value: Code) -> Code:
-    """The expression with another in the place of a name."""
-    if code.text == name:
-        return value
-    bare = value.text
-    closed = bare if value.level == ATOM else f"({bare})"
-    place = rf"(?<![\w:.]){name}(?![\w(])"
-    text = re.sub(place, lambda found: bare if _is_argument(found) else closed, code.text)
-    return replace(code, text=_tidy(text))
-
-
-def _is_argument(found: re.Match[str]) -> bool:
-    """Whether what was found stands alone between the commas of a call."""
-    before, after = found.string[: found.start()], found.string[found.end() :]
-    return before.endswith(("(", ", ")) and after.startswith((",", ")"))
-
-
-def _tidy(text: str) -> str:
-    """Without `0 * BN`, and what it is added to or taken from."""
-    text = re.sub(r"(?<![\w.])1 \* ", "", text)
-    while text != (text := re.sub(r"(?<![\w.])0 \* \w+(?![\w(:.])", "0", text)):
-        pass
-    return re.sub(r" [-+] 0(?![\w.]| \*)", "", text)
+def inlined(lets: Mapping[str, Term], values: Mapping[str, Term] | None = None) -> dict[str, Term]:
+    """What names stand for, each in terms of what is defined outside; `values` are put in."""
+    found = dict(values or {})
+    for name, value in lets.items():
+        found[name] = substitute(value, found)
+    return found

@@ -20,20 +20,39 @@ multiplied with is kept for one more round: O = O * (the factor of the round bef
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from flashwright.check.program import Key
 from flashwright.lower import ir
-from flashwright.lower.code import Code, binary, call, choose, integer
-from flashwright.lower.element import ROW, TILE, Element, Leaf, Op, Reduce, leaves, variable
-from flashwright.lower.idle import idle
-from flashwright.lower.masks import GROUP_ROWS
+from flashwright.lower.element import (
+    ROW,
+    TILE,
+    Element,
+    Leaf,
+    Op,
+    Reduce,
+    element,
+    leaves,
+    variable,
+)
+from flashwright.lower.frontend.masks import GROUP, GROUP_ROWS
 from flashwright.lower.names import tile_name
-from flashwright.lower.pipeline import plus, put
-from flashwright.lower.steps import total
+from flashwright.lower.passes.early_exit import idle
+from flashwright.lower.passes.fp8_sums import total
+from flashwright.lower.term import (
+    Binary,
+    Select,
+    Term,
+    Var,
+    binary,
+    call,
+    integer,
+    plus,
+    substitute,
+    variables,
+)
 
 
 def overlapped(
@@ -112,12 +131,12 @@ def _rewritten(
     behind = (*parts.ready, ir.Open((out,)), second, *finish)
     rest: tuple[ir.Statement, ...] = ()
     if own:
-        mine = Code(f"{loop.var} < {own.name}")
+        mine = binary("<", Var(loop.var), Var(own.name))
         again = replace(again, condition=binary("&&", loop.condition, mine))
         passing = (*parts.head, *take, *give, *parts.after, *parts.ready, *parts.tail)
         rest = (replace(loop, body=passing, number="resumes", origin=loop.origin.untitled),)
         before = (own, *before)
-    condition = put(loop.condition, loop.var, loop.low)
+    condition = substitute(loop.condition, {loop.var: loop.low})
     then = (*before, *(_apart(again) if apart else (again,)), *behind, *rest)
     return ir.Branch(condition, then, origin=loop.origin.untitled)
 
@@ -166,7 +185,7 @@ def _scales(rescale: tuple[ir.Compute, ...]) -> bool:
 # --- a warpgroup's own end --------------------------------------------------------------------
 
 
-def _own_end(loop: ir.Loop, parts: _Parts, rows: Code | None) -> ir.Define | None:
+def _own_end(loop: ir.Loop, parts: _Parts, rows: Term | None) -> ir.Define | None:
     """The round from which on a mask leaves nothing of a warpgroup's rows, at least the second: it
     then only lets the tiles pass, while others go on with them. So does one whose rows are not
     stored."""
@@ -174,26 +193,27 @@ def _own_end(loop: ir.Loop, parts: _Parts, rows: Code | None) -> ir.Define | Non
     if own is None:
         return None
     if rows is not None:
-        first = binary("*", Code("group"), integer(GROUP_ROWS))
-        own = choose(binary("<", first, rows), own, integer(0))
-    return ir.Define(f"{loop.var}_own", call("fw::max", plus(loop.low, 1), own, type="int"))
+        first = binary("*", GROUP, integer(GROUP_ROWS))
+        own = Select(binary("<", first, rows), own, integer(0))
+    return ir.Define(f"{loop.var}_own", call("max", plus(loop.low, 1), own, type="int"))
 
 
-def _masked(loop: ir.Loop, parts: _Parts) -> Code | None:
+def _masked(loop: ir.Loop, parts: _Parts) -> Term | None:
     done = (*parts.middle, *parts.later)
     work = [n for n in done if isinstance(n, ir.Compute)]
     if len(work) < len(done):
         return None
     for node in work:
-        step = re.fullmatch(rf"{loop.var} \* (\w+)", node.cols.text) if node.cols else None
-        if not step or not node.end or re.search(rf"\b{loop.var}\b", node.end.text):
-            continue
-        if idle([*work, *parts.rescale], node):
-            return call("fw::ceil_div", node.end, Code(step[1]), type="int")
+        match node.cols:
+            case Binary("*", Var(loop.var), step) if node.end and loop.var not in variables(
+                node.end
+            ):
+                if idle([*work, *parts.rescale], node):
+                    return call("ceil_div", node.end, step, type="int")
     return None
 
 
-def _rows(body: tuple[ir.Statement, ...]) -> Code | None:
+def _rows(body: tuple[ir.Statement, ...]) -> Term | None:
     """How many rows of a block's tiles are stored, where it is the same for all of them."""
     found = {n.window.rows for n in ir.flat(body) if isinstance(n, ir.Store)}
     return found.pop() if len(found) == 1 else None
@@ -308,15 +328,14 @@ def _stepped(parts: _Parts, add: ir.Compute) -> _Parts | None:
     if len(assigns) != 1 or assigns[0].target != add.assigns[0].target:
         return None
     names = sorted(kept_vectors(parts.middle))
-    before = {f"{name}(m)": Leaf(Code(f"{name}_before(m)", "float"), ROW) for name in names}
-    scaled = {assigns[0].target.code.text: _with(assigns[0].value, before)}
+    before = {element(name, ROW).term: element(f"{name}_before", ROW) for name in names}
+    scaled = {assigns[0].target.term: _with(assigns[0].value, before)}
     added = replace(add.assigns[0], value=_with(add.assigns[0].value, scaled))
     joint = replace(add, assigns=(added,))
     noted = replace(
         add,
         assigns=tuple(
-            ir.Assign(target, Leaf(Code(name, "float"), ROW), kept=True)
-            for name, target in before.items()
+            ir.Assign(target, Leaf(name, ROW), kept=True) for name, target in before.items()
         ),
         kept=tuple(f"{name}_before" for name in names),
     )
@@ -332,9 +351,9 @@ def _soon(node: ir.Compute) -> tuple[ir.Compute, tuple[ir.Compute, ...]]:
     rows = takewhile(lambda a: a.target.axes == ROW, node.assigns[made + 1 :])
     place = made + 1 + sum(1 for _ in rows)
     soon, rest = node.assigns[:place], node.assigns[place:]
-    local = {a.target.code.text for a in soon if a.buffer is None and not a.kept}
-    held = {a.value.code.text: a.target for a in soon if a.buffer and isinstance(a.value, Leaf)}
-    used = {leaf.code.text for a in rest for leaf in leaves(a.value)} & local
+    local = {a.target.term for a in soon if a.buffer is None and not a.kept}
+    held = {a.value.term: a.target for a in soon if a.buffer and isinstance(a.value, Leaf)}
+    used = {leaf.term for a in rest for leaf in leaves(a.value)} & local
     if not rest or not used <= held.keys():
         return node, ()
     named = tuple(replace(a, value=_with(a.value, held)) for a in rest)
@@ -366,34 +385,36 @@ def _parted(node: ir.Statement, key: Key) -> tuple[ir.Compute, ir.Compute] | Non
         return None
     own = [a for a in node.assigns if _names(a, key)]
     rest = [a for a in node.assigns if not _names(a, key)]
-    local = {a.target.code.text for a in rest if a.buffer is None}
-    used = {leaf.code.text for a in own for leaf in leaves(a.value)} & local
+    local = {a.target.term for a in rest if a.buffer is None}
+    used = {leaf.term for a in own for leaf in leaves(a.value)} & local
     stable = all(
-        variable(leaf) == tile_name(key) or leaf.code.text in used or leaf.value is not None
+        variable(leaf) == tile_name(key) or leaf.term in used or leaf.value is not None
         for a in own
         for leaf in leaves(a.value)
     )
     if not stable or any(a.target.axes != TILE for a in own):
         return None
-    kept = {name: Leaf(Code(f"{name}s(m)", "float"), ROW) for name in used}
+    kept: dict[Term, Leaf] = {
+        name: element(f"{name.name}s", ROW) for name in used if isinstance(name, Var)
+    }
     first, second = (tuple(_renamed(a, kept) for a in part) for part in (rest, own))
     return (
-        replace(node, assigns=first, kept=tuple(sorted(f"{name}s" for name in used))),
+        replace(node, assigns=first, kept=tuple(sorted(map(variable, kept.values())))),
         replace(node, assigns=second, origin=node.origin.untitled),
     )
 
 
-def _renamed(assign: ir.Assign, kept: dict[str, Leaf]) -> ir.Assign:
-    target = kept.get(assign.target.code.text, assign.target)
+def _renamed(assign: ir.Assign, kept: Mapping[Term, Leaf]) -> ir.Assign:
+    target = kept.get(assign.target.term, assign.target)
     return replace(
         assign, target=target, value=_with(assign.value, kept), kept=target is not assign.target
     )
 
 
-def _with(x: Element, kept: Mapping[str, Element]) -> Element:
+def _with(x: Element, kept: Mapping[Term, Element]) -> Element:
     match x:
         case Leaf():
-            return kept.get(x.code.text, x)
+            return kept.get(x.term, x)
         case Op(op, args):
             return Op(op, tuple(_with(a, kept) for a in args))
         case Reduce(op, arg):

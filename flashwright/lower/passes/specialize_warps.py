@@ -10,7 +10,6 @@ do it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
@@ -18,14 +17,14 @@ from flashwright.check.program import Buffer, Key, Program
 from flashwright.check.vocabulary import DTYPES
 from flashwright.gpu import Gpu
 from flashwright.lower import ir
-from flashwright.lower.code import Code
-from flashwright.lower.maxima import by_threes
 from flashwright.lower.names import ring_name
-from flashwright.lower.overlap import overlapped
-from flashwright.lower.room import BARRIERS, with_room
-from flashwright.lower.steps import can_step, in_steps, long_sums, with_steps
-from flashwright.lower.turned import can_turn, landed, turned_tiles, turning
-from flashwright.lower.weights import in_exponent
+from flashwright.lower.passes.fp8_sums import can_step, in_steps, long_sums, with_steps
+from flashwright.lower.passes.fp8_transpose import can_turn, landed, turned_tiles, turning
+from flashwright.lower.passes.integer_maxima import by_threes
+from flashwright.lower.passes.overlap import overlapped
+from flashwright.lower.passes.scale_in_exponent import in_exponent
+from flashwright.lower.targets.shared_memory import BARRIERS, with_room
+from flashwright.lower.term import RingStage, Term, variables
 
 WIDEST = 256  # columns of one wgmma
 MOST_GROUPS = 3
@@ -149,18 +148,18 @@ def _loading(body: tuple[ir.Statement, ...], keys: Set[Key]) -> tuple[ir.Stateme
 
 def _words(nodes: Iterable[ir.Statement]) -> set[str]:
     """The names that copies, and what leads to them, speak of."""
-    codes: list[Code | None] = []
+    used: list[Term] = []
     for node in ir.flat(tuple(nodes)):
         match node:
             case ir.Load(_, window):
-                codes += [*window.start]
+                used += [*window.start]
             case ir.Define(_, value):
-                codes.append(value)
+                used.append(value)
             case ir.Loop(_, low, condition):
-                codes += [low, condition]
+                used += [low, condition]
             case ir.Branch(condition):
-                codes.append(condition)
-    return {word for code in codes if code for word in re.findall(r"[A-Za-z_]\w*", code.text)}
+                used.append(condition)
+    return {name for term in used for name in variables(term)}
 
 
 def _loads(node: ir.Statement) -> set[Key]:
@@ -207,10 +206,10 @@ class _Readers:
             return replace(node, left_stage=left, right_stage=right)
         return node
 
-    def _stage(self, key: Key) -> Code | None:
+    def _stage(self, key: Key) -> Term | None:
         if key not in self.filled or self.buffers[key].stages == 1:
             return None
-        return Code(f"{ring_name(key)}.stage")
+        return RingStage(ring_name(key))
 
 
 def _reads(node: ir.Statement, key: Key) -> bool:

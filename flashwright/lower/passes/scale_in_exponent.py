@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from flashwright.lower import ir
 from flashwright.lower.element import ROW, TILE, Element, Leaf, Op, Reduce, axes_of, leaves, literal
-from flashwright.lower.partial import reads
+from flashwright.lower.passes.partial_sums import reads
 
 NOTE = "(a power of two: taken along by the exponential)"
 

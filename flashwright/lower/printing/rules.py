@@ -9,11 +9,12 @@ from typing import Any
 
 from flashwright.check.program import Buffer, Key, Program
 from flashwright.lower import ir
-from flashwright.lower.atoms import CPP_TYPES
-from flashwright.lower.code import Code, integer
 from flashwright.lower.names import cpp, map_name, ring_name, tile_name
-from flashwright.lower.print_compute import compute
-from flashwright.lower.turned import landing
+from flashwright.lower.passes.fp8_transpose import landing
+from flashwright.lower.printing.cpp import text
+from flashwright.lower.printing.elementwise import compute
+from flashwright.lower.targets.atoms import CPP_TYPES
+from flashwright.lower.term import ZERO, Term, integer
 
 Lines = Iterator[str]
 
@@ -44,28 +45,28 @@ class Context:
         """The name of an element type's MMA atom."""
         return "Mma" if len(self.gemm_dtypes) == 1 else f"Mma_{dtype}"
 
-    def shared(self, key: Key, stage: Code | None) -> str:
+    def shared(self, key: Key, stage: Term | None) -> str:
         """A shared tile, at one of its stages."""
-        return tile_name(key) if stage is None else f"{tile_name(key)}.stage({stage})"
+        return tile_name(key) if stage is None else f"{tile_name(key)}.stage({text(stage)})"
 
     def window(self, window: ir.Window, kind: str = "tile") -> str:
         """A tile in global memory."""
         start = list(window.start)
-        while start and start[-1].text == "0":
+        while start and start[-1] == ZERO:
             start.pop()
-        places = ", ".join(c.text for c in start)
+        places = ", ".join(map(text, start))
         tensor = f"p.{cpp(window.tensor.name)}"
         if window.offset is not None:
-            tensor += f".from({window.offset})"
+            tensor += f".from({text(window.offset)})"
         return f"{tensor}.{kind}({places})"
 
-    def rows(self, window: ir.Window, key: Key) -> Code:
+    def rows(self, window: ir.Window, key: Key) -> str:
         """How many rows of a tile are inside."""
-        return window.rows or integer(self.program.buffers[key].shape[0])
+        return text(window.rows or integer(self.program.buffers[key].shape[0]))
 
-    def cols(self, window: ir.Window, key: Key) -> Code:
+    def cols(self, window: ir.Window, key: Key) -> str:
         """How many columns of a tile are inside."""
-        return window.cols or integer(self.program.buffers[key].shape[1])
+        return text(window.cols or integer(self.program.buffers[key].shape[1]))
 
     def warps(self, key: Key) -> str:
         """The template arguments that say how a tile lies."""
@@ -98,21 +99,21 @@ def through_room(node: ir.Store, buffer: Buffer, kernel: ir.Kernel) -> bool:
 
 
 def _define(at: Context, node: ir.Define) -> Lines:
-    note = f"  // {node.note}" if node.note else ""
+    note = f"  // {node.note.format(text(node.below))}" if node.note else ""
     kind = node.value.type if node.varies else f"{node.value.type} const"
     name = node.name if node.again else f"{kind} {node.name}"
-    yield f"{name} = {node.value};{note}"
+    yield f"{name} = {text(node.value)};{note}"
 
 
 def _load(at: Context, node: ir.Load) -> Lines:
     dest, source = at.shared(node.dest, node.stage), at.window(node.window)
     rows = at.rows(node.window, node.dest)
     if at.roles:
-        ring, map = ring_name(node.dest), map_name(node.dest)
-        start = ", ".join(c.text for c in node.window.start)
-        yield f"fw::fetch({tile_name(node.dest)}, {ring}, p.{map}, {start});"
+        ring, of = ring_name(node.dest), map_name(node.dest)
+        start = ", ".join(map(text, node.window.start))
+        yield f"fw::fetch({tile_name(node.dest)}, {ring}, p.{of}, {start});"
     elif node.window.cols is not None:
-        yield f"fw::copy_elements<Threads>({dest}, {source}, {rows}, {node.window.cols});"
+        yield f"fw::copy_elements<Threads>({dest}, {source}, {rows}, {text(node.window.cols)});"
     elif at.asynchronous:
         yield f"fw::copy_async<Threads>({dest}, {source}, {rows});"
     else:

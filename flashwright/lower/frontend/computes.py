@@ -12,7 +12,6 @@ from flashwright.check.vocabulary import CONSTANTS, DTYPES
 from flashwright.lang import nodes as tl
 from flashwright.lang.nodes import Expr, Name
 from flashwright.lower import ir
-from flashwright.lower.code import Code, Type
 from flashwright.lower.element import (
     COLUMN,
     ROW,
@@ -22,17 +21,19 @@ from flashwright.lower.element import (
     Op,
     Reduce,
     Reduction,
+    element,
     fold,
     literal,
     times,
 )
-from flashwright.lower.masks import conjuncts, end, everywhere
+from flashwright.lower.frontend.masks import conjuncts, end, everywhere
+from flashwright.lower.frontend.positions import UNKNOWN, Axes
+from flashwright.lower.frontend.scalars import Scalar, refused
 from flashwright.lower.names import cpp, tile_name
-from flashwright.lower.places import Axes
-from flashwright.lower.scalars import Scalar, refused
+from flashwright.lower.term import Position, Term, Type, Var
 
 if TYPE_CHECKING:
-    from flashwright.lower.lower import Lowering
+    from flashwright.lower.frontend.lowering import Lowering
 
 
 PUT_OFF = "(a constant factor: taken along by what reads the tile next)"
@@ -78,9 +79,8 @@ class Computes:
             raise refused("elementwise work is done in registers", None, hint)
         buffer = self.program.buffers[key]
         axes = TILE if len(buffer.shape) == 2 else _AXES[self.sides.setdefault(key, "rows")]
-        places = ", ".join(sorted(axes))
         kind: Type = "int" if buffer.dtype == "int32" else "float"
-        return Leaf(Code(f"{tile_name(key)}({places})", kind), axes)
+        return element(tile_name(key), axes, kind)
 
     def read(self, key: Key, frame: Frame) -> Element:
         """A tile seen in a frame; a vector lies along the axis whose positions it has."""
@@ -91,10 +91,14 @@ class Computes:
         return times(found, self.pending[key][0]) if key in self.pending else found
 
     def _turn(self, key: Key, buffer: Buffer, frame: Frame) -> None:
-        places = self.lowering.places
+        positions = self.lowering.positions
         (own,) = self.lowering.axes.get(key, (None,))
         fits = [i for i, n in enumerate(frame.shape) if n == buffer.shape[0]]
-        agreed = [i for i in fits if places.agree(own, frame.axes[i])]
+        agreed = [i for i in fits if positions.agree(own, frame.axes[i])]
+        if not agreed and len(fits) > 1 and UNKNOWN in (own, *frame.axes):
+            text = f"`{key[0]}` fits the rows and the columns, and where it lies cannot be told"
+            hint = "copy it in the same body as the tile it is combined with"
+            raise refused(text, buffer.declared.span, hint)
         side: ir.Side = "rows" if (agreed or fits)[0] == 0 else "columns"
         if agreed or key not in self.sides:
             self.sides[key] = side
@@ -262,7 +266,7 @@ class Computes:
         rows, cols = self._origins(frame)
         return ir.Compute(frame.shape, assigns, rows, cols, origin=ir.origin(stmt))
 
-    def _origins(self, frame: Frame) -> tuple[Code | None, Code | None]:
+    def _origins(self, frame: Frame) -> tuple[Term | None, Term | None]:
         starts = [self.lowering.origin(w, frame.buffer, i) for i, w in enumerate(frame.axes)]
         return starts[0], starts[1] if len(starts) > 1 else None
 
@@ -313,17 +317,17 @@ class Computes:
         """The expression for one element."""
         match expr:
             case Name("q_idx" | "kv_idx" as position):
-                if frame.axes[0 if position == "q_idx" else -1] is None:
-                    text = f"`{position}`: where this tile lies cannot be told in every round"
+                if frame.axes[0 if position == "q_idx" else -1] in (None, UNKNOWN):
+                    text = f"`{position}`: where this tile lies cannot be told in every iteration"
                     hint = "let one Copy in the loop fill the tile, or fetch block i + 1 ahead"
                     raise refused(text, expr.span, hint)
-                return Leaf(Code(position), ROW if position == "q_idx" else COLUMN)
+                return Leaf(Position(position), ROW if position == "q_idx" else COLUMN)
             case Name(id) if id in CONSTANTS:
                 return literal(CONSTANTS[id])
             case Name(id) if id in self.program.params:
                 value = self.program.params[id]
                 kind: Type = "float" if isinstance(value, (float, Fraction)) else "int"
-                return Leaf(Code(cpp(id), kind), value=float(value))
+                return Leaf(Var(cpp(id), kind), value=float(value))
             case Name(id) if id in self.lowering.scalars.scope:
                 return _scalar(self.lowering.scalars(expr))
             case Name():
@@ -353,14 +357,14 @@ _AXES = {"rows": ROW, "columns": COLUMN}
 
 def _scalar(x: Scalar) -> Leaf:
     if x.type in ("float", "bool"):
-        return Leaf(x.code, value=float(x.value) if x.value is not None else None)
-    code = x.code if x.whole else x.as_float()
-    return Leaf(code, value=float(x.value) if x.value is not None else None)
+        return Leaf(x.term, value=float(x.value) if x.value is not None else None)
+    found = x.term if x.whole else x.as_float()
+    return Leaf(found, value=float(x.value) if x.value is not None else None)
 
 
 def _local(name: str) -> Leaf:
     """A name that lives for one row."""
-    return Leaf(Code(name, "float"), ROW)
+    return Leaf(Var(name, "float"), ROW)
 
 
 def _factor(value: Element) -> tuple[Element, Leaf | None]:

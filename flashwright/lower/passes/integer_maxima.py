@@ -21,12 +21,12 @@ from flashwright.check.program import Key, Program
 from flashwright.check.vocabulary import DTYPES
 from flashwright.gpu import Gpu
 from flashwright.lower import ir
-from flashwright.lower.code import Code, call, unary
-from flashwright.lower.element import ROW, Element, Leaf, Op, Reduce, leaves, variable
+from flashwright.lower.element import ROW, Element, Leaf, Op, Reduce, element, leaves, variable
 from flashwright.lower.names import tile_name
+from flashwright.lower.term import Unary, Var, call
 
-ABOVE = Code("above")
-REACHED = Leaf(Code("reached(m)", "float"), ROW)
+ABOVE = Var("above")
+REACHED = element("reached", ROW)
 NOTE = "While a row of the warp has a negative maximum, maxima as integers may be too small."
 
 
@@ -180,11 +180,11 @@ def _lifted(node: ir.Compute, fold: _Fold, scores: Key) -> tuple[ir.Statement, .
     vote = replace(_vote(REACHED), again=True, origin=origin)
     return (
         start,
-        ir.Branch(unary("!", ABOVE), (in_floats, vote), origin=origin),
+        ir.Branch(Unary("!", ABOVE), (in_floats, vote), origin=origin),
         replace(node, assigns=tuple(assigns), origin=origin),
     )
 
 
 def _vote(rows: Leaf) -> ir.Define:
-    value = call("fw::none_negative", Code(variable(rows)), type="int")
-    return ir.Define(ABOVE.text, value)
+    value = call("none_negative", Var(variable(rows)), type="int")
+    return ir.Define(ABOVE.name, value)

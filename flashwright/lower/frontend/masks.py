@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING
 
 from flashwright.lang import nodes as tl
 from flashwright.lang.nodes import NOWHERE, Expr, Name
-from flashwright.lower.code import Code, binary
-from flashwright.lower.scalars import Scalar, constant
+from flashwright.lower.frontend.scalars import Scalar, constant
+from flashwright.lower.term import Term, Var, binary
 
 if TYPE_CHECKING:
-    from flashwright.lower.computes import Computes, Frame
+    from flashwright.lower.frontend.computes import Computes, Frame
 
 Bounds = tuple[Scalar, Scalar]
 GROUP_ROWS = 64  # of a warpgroup
+GROUP = Var("group")  # the number of a warpgroup
 
 
 def conjuncts(
-    condition: Expr, test: Callable[[Expr], Code | None]
-) -> Iterator[tuple[Code | None, Expr]]:
+    condition: Expr, test: Callable[[Expr], Term | None]
+) -> Iterator[tuple[Term | None, Expr]]:
     """The parts of an `and`: those that some tiles can leave out together, each other alone."""
     tested = [(part, test(part)) for part in _parts(condition)]
     known = [(part, code) for part, code in tested if code is not None]
@@ -46,7 +47,7 @@ def _parts(condition: Expr) -> list[Expr]:
     return [condition]
 
 
-def everywhere(computes: Computes, condition: Expr, frame: Frame) -> Code | None:
+def everywhere(computes: Computes, condition: Expr, frame: Frame) -> Term | None:
     """A test, the same for all threads, that the condition holds on the whole tile."""
     match condition:
         case tl.Binary("and" | "or" as op, left, right):
@@ -59,11 +60,11 @@ def everywhere(computes: Computes, condition: Expr, frame: Frame) -> Code | None
             if x is None or y is None:
                 return None
             least_gap = (x[1], y[0]) if op in ("<", "<=") else (x[0], y[1])
-            return _apply(computes, op, *least_gap).code
+            return _apply(computes, op, *least_gap).term
     return None
 
 
-def end(computes: Computes, condition: Expr, frame: Frame) -> Code | None:
+def end(computes: Computes, condition: Expr, frame: Frame) -> Term | None:
     """The first key that the condition keeps from all rows of a warpgroup, as it does every later
     one; `group` is the warpgroup's number."""
     own = replace(frame, own=True)
@@ -81,7 +82,7 @@ def end(computes: Computes, condition: Expr, frame: Frame) -> Code | None:
         )
         if found and found[1].whole:
             last = found[1]
-            return (_apply(computes, "+", last, constant(1)) if more else last).code
+            return (_apply(computes, "+", last, constant(1)) if more else last).term
     return None
 
 
@@ -130,7 +131,7 @@ def _positions(computes: Computes, axis: int, frame: Frame) -> Bounds | None:
     first, size = Scalar(start), lowering.size(frame.buffer, axis)
     if frame.own and axis == 0:
         size = constant(GROUP_ROWS)
-        before = _apply(computes, "*", Scalar(Code("group")), size)
+        before = _apply(computes, "*", Scalar(GROUP), size)
         first = _apply(computes, "+", first, before)
     last = _apply(computes, "-", _apply(computes, "+", first, size), constant(1))
     return first, last

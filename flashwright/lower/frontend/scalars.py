@@ -1,4 +1,4 @@
-"""TL scalars in C++. TL's `/` is exact, so an integer scalar is kept as numerator and denominator:
+"""TL scalars as terms. TL's `/` is exact: an integer scalar has a numerator and a denominator, so
 `i < kv_len / BN - 1` becomes `i * BN < kv_len - BN`, and no rounding ever happens unasked."""
 
 from __future__ import annotations
@@ -11,9 +11,22 @@ from flashwright.check.scalars import Scalar as Number
 from flashwright.check.scalars import number
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.nodes import Binary, Call, Expr, Index, Name, Num, Span, Transpose, Unary
-from flashwright.lower.code import Code, as_float, binary, call, choose, integer, real, unary
-
-ONE = integer(1)
+from flashwright.lower import term as terms
+from flashwright.lower.term import (
+    ONE,
+    Lit,
+    Select,
+    Term,
+    Type,
+    Var,
+    as_float,
+    binary,
+    call,
+    integer,
+    literal,
+    real,
+    times,
+)
 
 
 @dataclass(frozen=True)
@@ -21,33 +34,33 @@ class Scalar:
     """A scalar: its numerator (or a float or a condition), its denominator (an int, positive), and
     its value where that is known now."""
 
-    code: Code
-    below: Code = ONE
+    term: Term
+    below: Term = ONE
     value: Number | None = None
 
     @property
-    def type(self) -> str:
+    def type(self) -> Type:
         """int, float or bool; a fraction of ints is an int that is not whole."""
-        return self.code.type
+        return self.term.type
 
     @property
     def whole(self) -> bool:
         """Whether it has no denominator."""
         return self.below == ONE
 
-    def as_float(self) -> Code:
+    def as_float(self) -> Term:
         """As fp32."""
-        if self.value is not None and (not self.whole or self.code.text.lstrip("-").isdigit()):
+        if self.value is not None and (not self.whole or isinstance(self.term, Lit)):
             return real(float(self.value))
         if self.whole:
-            return as_float(self.code)
-        return binary("/", as_float(self.code), as_float(self.below))
+            return as_float(self.term)
+        return binary("/", as_float(self.term), as_float(self.below))
 
-    def as_int(self, span: Span) -> Code:
+    def as_int(self, span: Span) -> Term:
         """As a whole number; TL allows fractions here only where they come out whole."""
         if self.type != "int":
             raise refused("this must be a whole number in the kernel", span)
-        return self.code if self.whole else call("fw::floor_div", self.code, self.below, type="int")
+        return self.term if self.whole else call("floor_div", self.term, self.below, type="int")
 
 
 def refused(message: str, span: Span | None, help: str | None = None) -> Failed:
@@ -58,7 +71,7 @@ def refused(message: str, span: Span | None, help: str | None = None) -> Failed:
 def constant(value: Number) -> Scalar:
     """A number that is known now."""
     if isinstance(value, bool):
-        return Scalar(Code("true" if value else "false", "bool"), value=value)
+        return Scalar(Lit(value, "bool"), value=value)
     if isinstance(value, int):
         return Scalar(integer(value), value=value)
     if isinstance(value, Fraction):
@@ -70,25 +83,29 @@ def named(name: str, value: Number) -> Scalar:
     """A parameter, by its name where that is a whole number or an fp32 one."""
     if isinstance(value, Fraction):
         return constant(value)
-    return Scalar(Code(name, "float" if isinstance(value, float) else "int"), value=value)
+    return Scalar(Var(name, "float" if isinstance(value, float) else "int"), value=value)
 
 
-Reader = Callable[[Index, tuple[Code, ...]], Code]
+Reader = Callable[[Index, tuple[Term, ...]], Term]
 
 
 class Scalars:
-    """Turns scalar expressions into C++ within a scope."""
+    """Turns scalar expressions into terms within a scope; `least` gives the least value that is
+    known of a variable (1 for a dimension)."""
 
-    def __init__(self, scope: Mapping[str, Scalar], read: Reader) -> None:
+    def __init__(
+        self, scope: Mapping[str, Scalar], read: Reader, least: Mapping[str, int] | None = None
+    ) -> None:
         self.scope = dict(scope)
         self.read = read
+        self.least = dict(least or {})
 
     def define(self, name: str, scalar: Scalar) -> None:
         """Give a name its meaning."""
         self.scope[name] = scalar
 
     def __call__(self, expr: Expr) -> Scalar:
-        """The expression in C++."""
+        """The expression as a term."""
         match expr:
             case Num(text):
                 return constant(number(text))
@@ -109,88 +126,76 @@ class Scalars:
     def binary(self, op: str, a: Scalar, b: Scalar, span: Span) -> Scalar:
         """`a op b`."""
         if op in ("and", "or"):
-            return Scalar(binary("&&" if op == "and" else "||", a.code, b.code))
+            return Scalar(binary("&&" if op == "and" else "||", a.term, b.term))
         if op in ("<", "<=", ">", ">=", "==", "!="):
             return Scalar(binary(op, *_comparable(a, b)))
         if "float" in (a.type, b.type):
+            if op == "%":
+                return Scalar(call("floor_mod", a.as_float(), b.as_float(), type="float"))
             return Scalar(binary(op, a.as_float(), b.as_float()))
-        if op in ("/", "%") and not _positive(b):
-            raise refused("a divisor that is not surely positive", span)
         if op == "/":
-            return _reduced(_times(a.code, b.below), _times(a.below, b.code))
+            a, b = self._above(a, b)
+            return _reduced(times(a.term, b.below), times(a.below, b.term))
         if op == "*":
-            return _reduced(_times(a.code, b.code), _times(a.below, b.below))
-        if op == "%":
-            return Scalar(call("fw::floor_mod", a.as_int(span), b.as_int(span), type="int"))
+            return _reduced(times(a.term, b.term), times(a.below, b.below))
         x, y, below = _common(a, b)
-        return _reduced(_sum(op, x, y), below)
+        if op == "%":
+            return _reduced(_modulo(x, y), below)
+        return _reduced(terms.plus(x, y) if op == "+" else terms.minus(x, y), below)
+
+    def _above(self, a: Scalar, b: Scalar) -> tuple[Scalar, Scalar]:
+        """The same quotient with a divisor above 0."""
+        if b.value is not None:
+            return (a, b) if b.value > 0 else (_negated(a), _negated(b))
+        if terms.positive(b.term, self.least.get):
+            return a, b
+        turned = Select(binary("<", b.term, integer(0)), _negated(a).term, a.term)
+        return Scalar(turned, a.below), Scalar(call("abs", b.term, type="int"), b.below)
 
     def call(self, name: str, args: list[Scalar]) -> Scalar:
         """A function of TL."""
         if name in ("floor", "ceil") and args[0].type == "int":
             (a,) = args
-            return a if a.whole else Scalar(call(f"fw::{name}_div", a.code, a.below, type="int"))
+            return a if a.whole else Scalar(call(f"{name}_div", a.term, a.below, type="int"))
         if name in ("min", "max") and all(a.type == "int" for a in args):
             first = args[0]
             for other in args[1:]:
                 x, y, below = _common(first, other)
-                first = Scalar(call(f"fw::{name}", x, y, type="int"), below)
+                first = Scalar(call(name, x, y, type="int"), below)
             return first
         if name == "abs" and args[0].type == "int":
-            return replace(args[0], code=call("fw::abs", args[0].code, type="int"), value=None)
+            return replace(args[0], term=call("abs", args[0].term, type="int"), value=None)
         if name == "where":
             condition, yes, no = args
             if yes.type == no.type == "int":
                 x, y, below = _common(yes, no)
-                return Scalar(choose(condition.code, x, y), below)
-            return Scalar(choose(condition.code, yes.as_float(), no.as_float()))
-        return Scalar(call(f"fw::{name}", *(a.as_float() for a in args), type="float"))
+                return Scalar(Select(condition.term, x, y), below)
+            return Scalar(Select(condition.term, yes.as_float(), no.as_float()))
+        return Scalar(call(name, *(a.as_float() for a in args), type="float"))
 
 
 def _negated(x: Scalar) -> Scalar:
     value = -x.value if x.value is not None else None
-    if isinstance(x.value, int) and x.code.text.isdigit():
-        return Scalar(integer(-x.value), value=-x.value)
-    return Scalar(unary("-", x.code), x.below, value)
-
-
-def _positive(x: Scalar) -> bool:
-    """Whether a divisor is known to be above 0, taking it that dimensions are."""
-    return x.value > 0 if x.value is not None else "-" not in x.code.text
+    known = literal(x.term)
+    negative = integer(-known) if known is not None else terms.Unary("-", x.term)
+    return Scalar(negative, x.below, value)
 
 
 def _not(x: Scalar) -> Scalar:
-    return Scalar(unary("!", x.code))
+    return Scalar(terms.Unary("!", x.term))
 
 
-def _literal(x: Code) -> int | None:
-    return int(x.text) if x.text.lstrip("-").isdigit() else None
+def _modulo(x: Term, y: Term) -> Term:
+    a, b = literal(x), literal(y)
+    if a is not None and b:
+        return integer(a % b)
+    return call("floor_mod", x, y, type="int")
 
 
-def _times(a: Code, b: Code) -> Code:
-    x, y = _literal(a), _literal(b)
+def _reduced(above: Term, below: Term) -> Scalar:
+    x, y = literal(above), literal(below)
     if x is not None and y is not None:
-        return integer(x * y)
-    if 0 in (x, y):
-        return integer(0)
-    if y == 1:
-        return a
-    return b if x == 1 else binary("*", a, b)
-
-
-def _sum(op: str, a: Code, b: Code) -> Code:
-    x, y = _literal(a), _literal(b)
-    if x is not None and y is not None:
-        return integer(x + y if op == "+" else x - y)
-    if y == 0:
-        return a
-    return b if x == 0 and op == "+" else binary(op, a, b)
-
-
-def _reduced(above: Code, below: Code) -> Scalar:
-    x, y = _literal(above), _literal(below)
-    if x is not None and y is not None:
-        return constant(number(str(x)) if y == 1 else _simple(Fraction(x, y)))
+        return constant(number(str(x)) if y == 1 and x >= 0 else _simple(Fraction(x, y)))
     return Scalar(above, below)
 
 
@@ -198,13 +203,13 @@ def _simple(value: Fraction) -> Number:
     return int(value) if value.denominator == 1 else value
 
 
-def _common(a: Scalar, b: Scalar) -> tuple[Code, Code, Code]:
+def _common(a: Scalar, b: Scalar) -> tuple[Term, Term, Term]:
     if a.below == b.below:
-        return a.code, b.code, a.below
-    return _times(a.code, b.below), _times(b.code, a.below), _times(a.below, b.below)
+        return a.term, b.term, a.below
+    return times(a.term, b.below), times(b.term, a.below), times(a.below, b.below)
 
 
-def _comparable(a: Scalar, b: Scalar) -> tuple[Code, Code]:
+def _comparable(a: Scalar, b: Scalar) -> tuple[Term, Term]:
     if "float" in (a.type, b.type):
         return a.as_float(), b.as_float()
     x, y, _ = _common(a, b)

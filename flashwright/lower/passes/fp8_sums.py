@@ -14,8 +14,7 @@ from dataclasses import replace
 from flashwright.check.program import Key, Program
 from flashwright.check.vocabulary import DTYPES
 from flashwright.lower import ir
-from flashwright.lower.code import Code
-from flashwright.lower.element import TILE, Leaf, Op
+from flashwright.lower.element import TILE, Leaf, Op, element
 from flashwright.lower.names import step_name, tile_name
 
 WIDEST = 128  # columns of a sum: twice 64 registers of a thread
@@ -79,7 +78,7 @@ def _step(key: Key) -> Key:
 
 
 def _element(key: Key) -> Leaf:
-    return Leaf(Code(f"{tile_name(key)}(m, n)", "float"), TILE)
+    return element(tile_name(key), TILE)
 
 
 def _added(program: Program, gemm: ir.Gemm) -> ir.Compute:

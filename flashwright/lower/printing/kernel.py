@@ -12,12 +12,13 @@ from flashwright.gpu import Gpu
 from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_expr
 from flashwright.lower import ir
-from flashwright.lower.atoms import CPP_TYPES, atom
-from flashwright.lower.code import real
 from flashwright.lower.names import cpp, map_name, ring_name, tile_name
-from flashwright.lower.overlap import kept_vectors
-from flashwright.lower.print_rules import RULES, Context, Lines
-from flashwright.lower.turned import landing
+from flashwright.lower.passes.fp8_transpose import landing
+from flashwright.lower.passes.overlap import kept_vectors
+from flashwright.lower.printing.cpp import text
+from flashwright.lower.printing.rules import RULES, Context, Lines
+from flashwright.lower.targets.atoms import CPP_TYPES, atom
+from flashwright.lower.term import ZERO, real, variables
 
 WIDTH = 100
 # Of a thread that loads and of one that multiplies, by warpgroups that multiply: setmaxnreg.
@@ -134,7 +135,7 @@ class Printer:
         note = "" if isinstance(stmt.value, tl.Num) else f"  // {format_expr(stmt.value)}"
         if isinstance(value, int):
             return f"constexpr int {name} = {value};{note}"
-        return f"constexpr float {name} = {real(float(value))};{note}"
+        return f"constexpr float {name} = {text(real(float(value)))};{note}"
 
     def _params(self) -> Lines:
         yield "struct Params {"
@@ -160,8 +161,9 @@ class Printer:
     def _kernel(self) -> Page:
         body = Page([""], [None])
         self._body(body, self.kernel.body, 1)
-        grid = " ".join(f"{a.low} {a.count if self.rings else ''}" for a in self.kernel.grid)
-        used = body.names | set(re.findall(r"\w+", grid))
+        used = body.names.union(*(variables(a.low) for a in self.kernel.grid))
+        if self.rings:
+            used |= set().union(*(variables(a.count) for a in self.kernel.grid))
         page = Page()
         page.write(self._signature())
         page.write(self._coordinates(used), _lines(self.program.grid), 1)
@@ -224,11 +226,11 @@ class Printer:
         part, lines, grid = Page([""], [None]), _lines(self.program.grid), self.kernel.grid
         self._body(part, body, indent + 1)
         kind = f"fw::Walk<{self.kernel.rounds}>"
-        counts = ", ".join(axis.count.text for axis in grid)
+        counts = ", ".join(text(axis.count) for axis in grid)
         page.write([f"for ({kind} walk({counts}); walk.more(); walk.next()) {{"], lines, indent)
         for axis, letter in zip(grid, "xyz", strict=False):
             if axis.name in part.names:
-                low = "" if axis.low.text == "0" else f"{axis.low} + "
+                low = "" if axis.low == ZERO else f"{text(axis.low)} + "
                 page.write([f"int const {axis.name} = {low}walk.{letter}();"], lines, indent + 1)
         page.add(part)
         page.write(["}"], lines, indent)
@@ -242,7 +244,7 @@ class Printer:
             note = ""
             if axis.reversed:
                 value, note = f"gridDim.{letter} - 1 - {value}", "  // the longest first"
-            low = "" if axis.low.text == "0" else f"{axis.low} + "
+            low = "" if axis.low == ZERO else f"{text(axis.low)} + "
             yield f"int const {axis.name} = {low}{value};{note}"
         if any(k[1] == "shared" for k in self.program.buffers):
             name = "memory" if self.rings else "shared"
@@ -318,7 +320,7 @@ class Printer:
 
     def _branch(self, page: Page, node: ir.Branch, indent: int) -> None:
         lines = node.origin.lines
-        page.write([f"if ({node.condition}) {{"], lines, indent)
+        page.write([f"if ({text(node.condition)}) {{"], lines, indent)
         self._body(page, node.then, indent + 1)
         if node.orelse:
             page.write(["} else {"], lines, indent)
@@ -327,9 +329,9 @@ class Printer:
 
 
 def _head(loop: ir.Loop) -> str:
-    start = "" if loop.number == "resumes" else f"{loop.var} = {loop.low}"
+    start = "" if loop.number == "resumes" else f"{loop.var} = {text(loop.low)}"
     kind = "int " if loop.number == "own" else ""
-    return f"for ({kind}{start}; {loop.condition}; ++{loop.var}) {{"
+    return f"for ({kind}{start}; {text(loop.condition)}; ++{loop.var}) {{"
 
 
 def _begins(node: ir.Statement, before: ir.Lines | None) -> bool:

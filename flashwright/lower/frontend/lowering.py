@@ -10,11 +10,11 @@ from flashwright.check.vocabulary import CONSTANTS
 from flashwright.lang import nodes as tl
 from flashwright.lang.nodes import Expr, Name
 from flashwright.lower import ir
-from flashwright.lower.code import Code, integer
-from flashwright.lower.computes import Computes
-from flashwright.lower.names import cpp
-from flashwright.lower.places import ZERO, Axes, Places, Where
-from flashwright.lower.scalars import Scalar, Scalars, named, refused
+from flashwright.lower.frontend.computes import Computes
+from flashwright.lower.frontend.positions import UNKNOWN, ZERO, Axes, Positions, Where
+from flashwright.lower.frontend.scalars import Scalar, Scalars, named, refused
+from flashwright.lower.names import Names, cpp, reserved
+from flashwright.lower.term import Lit, Read, Term, Var, integer, literal, widened
 
 Axis = Where | None
 
@@ -32,9 +32,12 @@ class Lowering:
         self.program = program
         known = {**CONSTANTS, **program.params}
         scope = {n: named(cpp(n), v) for n, v in known.items()}
-        scope |= {d: Scalar(Code(cpp(d))) for d in program.dims}
-        self.scalars = Scalars(scope, self._element)
-        self.places = Places(known)
+        scope |= {d: Scalar(Var(cpp(d))) for d in program.dims}
+        least = {cpp(n): v for n, v in known.items() if isinstance(v, int)}
+        least |= dict.fromkeys(map(cpp, program.dims), 1)
+        self.scalars = Scalars(scope, self._element, least)
+        self.names = Names(reserved(program))
+        self.positions = Positions(known)
         self.axes: dict[Key, Axes] = {}
         self.body: list[ir.Statement] = []
         self.operand_dtype = operand_dtypes(program)
@@ -47,7 +50,7 @@ class Lowering:
         grid = []
         for axis in self.program.grid.axes:
             low = self.scalars(axis.low).as_int(axis.low.span)
-            self.scalars.define(axis.name.id, Scalar(Code(cpp(axis.name.id))))
+            self.scalars.define(axis.name.id, self._counter(cpp(axis.name.id), low))
             grid.append(ir.GridAxis(cpp(axis.name.id), low, False))
         self.statements(self.program.tree.body)
         return ir.Kernel(
@@ -76,77 +79,123 @@ class Lowering:
                     self._if(stmt)
 
     def inside(self, body: tuple[tl.Statement, ...]) -> tuple[ir.Statement, ...]:
-        """Lower a body of its own."""
-        outer, self.body = self.body, []
+        """Lower a body of its own; what it defines means nothing behind it."""
+        outer, scope, lets = self.body, dict(self.scalars.scope), dict(self.positions.lets)
+        self.body = []
         self.statements(body)
         self.computes.settle()
         inner, self.body = self.body, outer
+        self.scalars.scope, self.positions.lets = scope, lets
         return tuple(inner)
 
     # --- control and scalars --------------------------------------------------------------
 
+    def _counter(self, name: str, low: Term) -> Scalar:
+        """A variable that counts up."""
+        first = literal(low)
+        if first is not None:
+            self.scalars.least[name] = first
+        return Scalar(Var(name))
+
     def _let(self, stmt: tl.Let) -> None:
         value = self.scalars(stmt.value)
-        self.places.lets[stmt.name.id] = stmt.value
+        self.positions.let(stmt.name.id, stmt.value)
         name = cpp(stmt.name.id)
         note = ""
         if not value.whole:  # the numerator has the name: nothing is rounded
-            below = value.below.text
-            name = f"{name}_{below}" if below.isidentifier() else f"{name}_scaled"
-            note = f"{below} * {stmt.name.id}"
+            below = value.below.name if isinstance(value.below, Var) else None
+            name = f"{name}_{below}" if below else f"{name}_scaled"
+            note = f"{{}} * {stmt.name.id}"
         if stmt.name.id not in self.only_offsets:
-            self.emit(ir.Define(name, value.code, note, origin=ir.origin(stmt)))
-        self.scalars.define(stmt.name.id, Scalar(Code(name, value.code.type), value.below))
+            name = self.names.fresh(name)
+            self.emit(ir.Define(name, value.term, note, value.below, origin=ir.origin(stmt)))
+        self.scalars.define(stmt.name.id, Scalar(Var(name, value.type), value.below))
 
     def _for(self, stmt: tl.For) -> None:
-        name = cpp(stmt.var.id)
+        stem = cpp(stmt.var.id)
+        name = self.names.fresh(stem)
         low = self._bound(
-            Scalar(self.scalars(stmt.low).as_int(stmt.low.span)), f"{name}_first", stmt
+            Scalar(self.scalars(stmt.low).as_int(stmt.low.span)), f"{stem}_first", stmt
         )
-        high, var = self._bound(self.scalars(stmt.high), f"{name}_end", stmt), Scalar(Code(name))
+        high = self._bound(self.scalars(stmt.high), f"{stem}_end", stmt)
+        outer = dict(self.scalars.scope)
+        var = self._counter(name, low.term)
         self.scalars.define(stmt.var.id, var)
-        condition = self.scalars.binary("<", var, high, stmt.span).code
+        condition = self.scalars.binary("<", var, high, stmt.span).term
         self.computes.settle()
-        before, lets = dict(self.axes), dict(self.places.lets)
-        self.inside(stmt.body)  # to see where the tiles lie at its end
-        after = self.axes
+        body = self._iterated(stmt)
+        self.scalars.scope = outer
+        self.emit(ir.Loop(name, low.term, condition, body, origin=ir.origin(stmt)))
+
+    def _iterated(self, stmt: tl.For) -> tuple[ir.Statement, ...]:
+        """A loop's body, with the positions of tiles that hold in every iteration: walked until
+        what is known at its top is right behind it too."""
+        before, var = self.axes, stmt.var.id
+        top, names = dict(before), self.names.copy()
+        while True:
+            self.axes, self.names = dict(top), names.copy()
+            body = self.inside(stmt.body)
+            after, found = self.axes, dict(top)
+            for key, axes in top.items():
+                found[key] = tuple(
+                    self._at_top(t, b, a, stmt)
+                    for t, b, a in zip(axes, before[key], after[key], strict=True)
+                )
+            if found == top:
+                break
+            top = found
         self.axes = {
             key: tuple(
-                self.places.joined(a, b, stmt.low, stmt.var)
-                for a, b in zip(axes, after[key], strict=True)
+                self.positions.behind(t, a, var, stmt.low, stmt.high)
+                for t, a in zip(top.get(key, (None,) * len(axes)), axes, strict=True)
             )
-            for key, axes in before.items()
+            for key, axes in after.items()
         }
-        self.places.lets = lets
-        body = self.inside(stmt.body)
-        self.emit(ir.Loop(name, low.code, condition, body, origin=ir.origin(stmt)))
+        return body
+
+    def _at_top(self, top: Axis, before: Axis, after: Axis, stmt: tl.For) -> Axis:
+        """What to take for a position at the top of the body, now that it has been walked."""
+        if top is None or self.positions.holds(top, after, stmt.var.id, stmt.high):
+            return top
+        if top is not before:
+            return UNKNOWN
+        return self.positions.at_top(before, after, stmt.var.id, stmt.low, stmt.high)
 
     def _bound(self, bound: Scalar, name: str, stmt: tl.For) -> Scalar:
         """A loop's bound under a name of its own, unless it is a name or a number."""
-        if bound.code.text.isalnum() or bound.code.text.isidentifier() or bound.type != "int":
+        if isinstance(bound.term, (Var, Lit)) or bound.type != "int":
             return bound
-        note = "" if bound.whole else f"{bound.below} times the loop's end"
-        self.emit(ir.Define(name, bound.code, note, origin=ir.origin(stmt).untitled))
-        return Scalar(Code(name), bound.below)
+        note, name = "" if bound.whole else "{} times the loop's end", self.names.fresh(name)
+        origin = ir.origin(stmt).untitled
+        self.emit(ir.Define(name, bound.term, note, bound.below, origin=origin))
+        return Scalar(Var(name), bound.below)
 
     def _if(self, stmt: tl.If) -> None:
         self.computes.settle()
-        condition = self.scalars(stmt.cond).code
-        before = dict(self.axes)
+        condition = self.scalars(stmt.cond).term
+        before = self.axes
+        self.axes = dict(before)
         then = self.inside(stmt.then)
-        filled, self.axes = self.axes, before
+        after_then, self.axes = self.axes, dict(before)
         orelse = self.inside(stmt.orelse)
-        self.axes = {**self.axes, **filled}
+        self.axes = {
+            key: self._after_if(stmt.cond, after_then.get(key), self.axes.get(key))
+            for key in {**after_then, **self.axes}
+        }
         self.emit(ir.Branch(condition, then, orelse, origin=ir.origin(stmt)))
 
-    def _element(self, expr: tl.Index, index: tuple[Code, ...]) -> Code:
+    def _after_if(self, condition: Expr, then: Axes | None, orelse: Axes | None) -> Axes:
+        """The position of a tile behind an `if`; one that only an arm fills is read only there."""
+        if then is None or orelse is None:
+            return then or orelse or ()
+        return tuple(
+            self.positions.after_if(condition, a, b) for a, b in zip(then, orelse, strict=True)
+        )
+
+    def _element(self, expr: tl.Index, index: tuple[Term, ...]) -> Term:
         """One element of a tensor, read as a scalar."""
         tensor = self.program.tensors[expr.tensor.id]
-        places = ", ".join(i.text for i in index)
-        read = f"*{tensor_name(tensor)}.at({places})"
-        if tensor.dtype == "int32":
-            return Code(read, "int", 8)
-        return Code(f"float({read})", "float")
+        return Read(tensor.name, index, "int" if tensor.dtype == "int32" else "float")
 
     # --- copies ---------------------------------------------------------------------------
 
@@ -190,8 +239,8 @@ class Lowering:
     def _window(self, stmt: tl.Copy, tensor: Tensor, buffer: Buffer) -> tuple[ir.Window, Axes]:
         coords = {c.axis.id: c.value for c in stmt.coords or ()}
         first_tiled = len(tensor.axes) - len(buffer.shape)
-        start: list[Code] = []
-        inside: list[Code | None] = []
+        start: list[Term] = []
+        inside: list[Term | None] = []
         axes: list[Axis] = []
         for position, axis in enumerate(tensor.axes):
             coord = coords.get(axis.label, ZERO)
@@ -201,26 +250,19 @@ class Lowering:
                 place = self.scalars.binary(
                     "*", place, self.size(buffer, position - first_tiled), stmt.span
                 )
-                axes.append(Where(self._identity(axis.size), coord, size, axis.label))
+                full = self.positions.full(coord)
+                axes.append(Where(self._identity(axis.size), coord, size, axis.label, full))
                 inside.append(self._inside(axis.size, place, size, stmt))
             start.append(place.as_int(stmt.span))
         rows, cols = inside[0], inside[1] if len(inside) > 1 else None
         shift = self._offset(tensor.offset) if tensor.offset is not None else None
         return ir.Window(tensor, tuple(start), rows, cols, shift), tuple(axes)
 
-    def _offset(self, expr: Expr) -> Code:
+    def _offset(self, expr: Expr) -> Term:
         """How far into its memory a view begins: in 64 bits, since memory is longer than an int."""
-        scope = self.scalars.scope
-        long = {
-            name: Scalar(Code(f"int64_t({x.code})"))
-            for name, x in scope.items()
-            if x.type == "int" and x.value is None and x.whole
-        }
-        for name, value in self.places.lets.items():
-            long[name] = Scalars({**scope, **long}, self._element)(value)
-        return Scalars({**scope, **long}, self._element)(expr).as_int(expr.span)
+        return widened(self.scalars(self.positions.full(expr)).as_int(expr.span))
 
-    def _inside(self, extent: Expr, start: Scalar, size: int, stmt: tl.Copy) -> Code | None:
+    def _inside(self, extent: Expr, start: Scalar, size: int, stmt: tl.Copy) -> Term | None:
         """How much of the tile lies inside the tensor; None where it always does."""
         fixed = self._fixed(extent)
         if fixed is not None and fixed % size == 0:
@@ -243,12 +285,12 @@ class Lowering:
         name = buffer.named_size(axis)
         return self.scalars(name) if name else Scalar(integer(buffer.shape[axis]))
 
-    def origin(self, place: Axis, buffer: Buffer, axis: int) -> Code | None:
+    def origin(self, place: Axis, buffer: Buffer, axis: int) -> Term | None:
         """The position at which a tile's rows or columns begin."""
-        if place is None:
+        if place is None or place is UNKNOWN:
             return None
-        size = self.size(buffer, axis)
-        start = self.scalars.binary("*", self.scalars(place.coord), size, tl.NOWHERE)
+        size, coord = self.size(buffer, axis), self.positions.current(place)
+        start = self.scalars.binary("*", self.scalars(coord), size, tl.NOWHERE)
         return start.as_int(tl.NOWHERE)
 
     # --- Reshape --------------------------------------------------------------------------
@@ -263,11 +305,6 @@ class Lowering:
         dtype = stmt.dtype.id if stmt.dtype else self.operand_dtype.get(id(stmt), held)
         self.axes[target] = self.axes.get(source, (None, None))
         self.emit(ir.Operand(target, source, dtype, origin=ir.origin(stmt)))
-
-
-def tensor_name(tensor: Tensor) -> str:
-    """How the kernel speaks of a tensor."""
-    return f"p.{cpp(tensor.name)}"
 
 
 def _only_offsets(program: Program) -> set[str]:

@@ -8,8 +8,8 @@ from flashwright.gpu import Gpu
 from flashwright.lang.nodes import Span
 from flashwright.lower import ir
 from flashwright.lower.element import leaves, variable
+from flashwright.lower.frontend.scalars import refused
 from flashwright.lower.names import tile_name
-from flashwright.lower.scalars import refused
 
 CPP_TYPES = {
     "fp16": "fw::fp16",

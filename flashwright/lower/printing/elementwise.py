@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from flashwright.lower import ir
-from flashwright.lower.code import Code, as_float
 from flashwright.lower.element import (
     COLUMN,
     ROW,
@@ -16,11 +16,13 @@ from flashwright.lower.element import (
     Op,
     Reduce,
     axes_of,
-    code,
     leaves,
+    term,
     type_of,
     variable,
 )
+from flashwright.lower.printing.cpp import text
+from flashwright.lower.term import At, Lit, Position, Term, Var, as_float, plus
 
 UNROLL = "CUTE_UNROLL"
 
@@ -30,7 +32,7 @@ def compute(node: ir.Compute, at: str = "at") -> Iterator[str]:
     if node.note:
         yield f"// {node.note}"
     if node.unless is not None:
-        yield f"if (!({node.unless})) {{"
+        yield f"if (!({text(node.unless)})) {{"
         for line in _loops(node, at):
             yield f"  {line}"
         yield "}"
@@ -65,7 +67,7 @@ def _filled(assign: ir.Assign) -> Iterator[str]:
 def _columns(node: ir.Compute, assign: ir.Assign, at: str) -> Iterator[str]:
     if uses(assign.value, "kv_idx"):
         yield f"int const kv_idx = {_position(node.cols, f'{at}.col(n)')};"
-    yield f"{assign.target.code} = {_converted(assign)};"
+    yield f"{text(assign.target.term)} = {_converted(assign)};"
 
 
 def _rows(node: ir.Compute, assigns: list[ir.Assign], at: str) -> Iterator[str]:
@@ -86,7 +88,8 @@ class _Row:
     node: ir.Compute
     at: str
     lines: list[str] = field(default_factory=list)
-    names: dict[str, str] = field(default_factory=dict)
+    hoisted: dict[Element, str] = field(default_factory=dict)
+    taken: dict[str, int] = field(default_factory=dict)
     positioned: bool = False
 
     def add(self, assign: ir.Assign) -> None:
@@ -99,33 +102,34 @@ class _Row:
         target = assign.target
         if target.axes == TILE:
             value = self._hoisted(value)
-            step = f"{target.code} = {_converted(replace(assign, value=value))};"
+            step = f"{text(target.term)} = {_converted(replace(assign, value=value))};"
             self.lines += self._over_columns(target, step, value)
         elif assign.buffer is None and not assign.kept:
-            self.lines.append(f"float const {target.code} = {code(value)};")
+            self.lines.append(f"float const {text(target.term)} = {text(term(value))};")
         else:
-            self.lines.append(f"{target.code} = {_converted(replace(assign, value=value))};")
+            self.lines.append(f"{text(target.term)} = {_converted(replace(assign, value=value))};")
         self._stale(target)
 
     def _stale(self, target: Leaf) -> None:
         """Names made from what has just been changed are not used again."""
-        self.names = {t: n for t, n in self.names.items() if target.code.text not in t}
+        self.hoisted = {x: n for x, n in self.hoisted.items() if target not in leaves(x)}
 
     def _without_reductions(self, x: Element, partial: bool) -> Element:
         match x:
             case Op("+", (held, Reduce("sum", arg))) if partial:
-                return self._reduced("sum", arg, code(held).text)
+                return self._reduced("sum", arg, text(term(held)))
             case Op(op, args):
                 return Op(op, tuple(self._without_reductions(a, partial) for a in args))
             case Reduce("max3", Leaf() as tile):
                 name = self._fresh("most")
                 most = f"fw::row_max(fw::most_as_integers({variable(tile)}, m))"
                 self.lines.append(f"float const {name} = {most};")
-                return Leaf(Code(name, "float"), ROW)
+                return Leaf(Var(name, "float"), ROW)
             case Reduce(op, arg):
                 found = self._reduced(op, arg, "-INFINITY" if op == "max" else "0.f")
                 if not partial:
-                    self.lines.append(f"{found.code} = fw::row_{op}({found.code});")
+                    name = text(found.term)
+                    self.lines.append(f"{name} = fw::row_{op}({name});")
                 return found
         return x
 
@@ -137,29 +141,27 @@ class _Row:
         if op == "max" and isinstance(arg, Leaf):
             start, first = f"{variable(arg)}(m, 0)", 1
         self.lines.append(f"float {name} = {start};")
-        step = f"{name} += {code(inner)};"
+        step = f"{name} += {text(term(inner))};"
         if op == "max":
-            step = f"{name} = fw::max({name}, {code(inner)});"
+            step = f"{name} = fw::max({name}, {text(term(inner))});"
         tile = next(t for t in leaves(arg) if t.axes == TILE)
         self.lines += self._over_columns(tile, step, inner, first)
-        return Leaf(Code(name, "float"), ROW)
+        return Leaf(Var(name, "float"), ROW)
 
     def _fresh(self, stem: str) -> str:
-        taken = sum(1 for n in self.names.values() if n.startswith(stem))
-        name = f"{stem}_{taken}" if taken else stem
-        self.names[f"{stem} {len(self.names)} {len(self.lines)}"] = name
-        return name
+        taken = self.taken.get(stem, 0)
+        self.taken[stem] = taken + 1
+        return f"{stem}_{taken}" if taken else stem
 
     def _hoisted(self, x: Element) -> Element:
         """Whatever does not vary along the columns is computed once, under a name."""
         match x:
-            case Op(_, args) if axes_of(x) == ROW and type_of(x) == "float":
-                text = code(x).text
-                if text not in self.names:
-                    count = sum(n.startswith("row_") for n in self.names.values())
-                    self.names[text] = f"row_{count}"
-                    self.lines.append(f"float const {self.names[text]} = {text};")
-                return Leaf(Code(self.names[text], "float"), ROW)
+            case Op() if axes_of(x) == ROW and type_of(x) == "float":
+                if x not in self.hoisted:
+                    taken = self.taken.get("row", 0)
+                    self.taken["row"], self.hoisted[x] = taken + 1, f"row_{taken}"
+                    self.lines.append(f"float const {self.hoisted[x]} = {text(term(x))};")
+                return Leaf(Var(self.hoisted[x], "float"), ROW)
             case Op(op, args):
                 return Op(op, tuple(self._hoisted(a) for a in args))
         return x
@@ -182,25 +184,25 @@ def _loop(var: str, count: str, body: Iterable[str], first: int = 0) -> Iterator
 
 def _converted(assign: ir.Assign) -> str:
     """The value as the target's element type has it."""
-    value = code(assign.value)
+    value = term(assign.value)
     dtype = assign.buffer.dtype if assign.buffer is not None else "fp32"
     if dtype == "int32":
-        return value.text if value.type == "int" else f"int({value})"
-    text = as_float(value).text
-    return text if dtype == "fp32" else f"float(fw::{dtype}({text}))"
+        return text(value) if value.type == "int" else f"int({text(value)})"
+    shown = text(as_float(value))
+    return shown if dtype == "fp32" else f"float(fw::{dtype}({shown}))"
 
 
-def _position(origin: Code | None, within: str) -> str:
-    if origin is None or origin.text == "0":
+def _position(origin: Term | None, within: str) -> str:
+    if origin is None or origin == Lit(0):
         return within
-    return f"{origin} + {within}"
+    return f"{text(plus(origin, Var(within)))}"
 
 
 def _has_rows(leaf: Leaf) -> bool:
     """Whether a leaf is an element of a tile, or of a vector along the rows."""
-    return "(" in leaf.code.text and leaf.axes in (ROW, TILE)
+    return isinstance(leaf.term, At) and leaf.axes in (ROW, TILE)
 
 
-def uses(x: Element, name: str) -> bool:
+def uses(x: Element, name: Literal["q_idx", "kv_idx"]) -> bool:
     """Whether an expression speaks of a position."""
-    return any(leaf.code.text == name for leaf in leaves(x))
+    return any(leaf.term == Position(name) for leaf in leaves(x))

@@ -1,0 +1,1 @@
+"""The front end: a checked program to tile IR."""

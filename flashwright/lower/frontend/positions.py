@@ -1,0 +1,263 @@
+"""Where tiles lie: the positions of their rows and columns, as expressions of the program.
+
+Two coordinates are compared in a normal form: a sum of products of what arithmetic does not look
+into (names, calls, elements of tensors). Equal forms are equal values, whatever the problem; forms
+that differ count as different. Lets are looked through when a position is noted, so that a later
+value of the same name does not change it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from flashwright.check.scalars import Value, number
+from flashwright.lang.nodes import Binary, Call, Expr, Index, Name, Num, Unary, expressions
+
+ZERO, ONE = Num("0"), Num("1")
+
+
+@dataclass(frozen=True)
+class Where:
+    """A tile's extent on one axis: on which dimension, at which coordinate (counted in tiles)."""
+
+    dim: str
+    coord: Expr
+    size: int
+    label: str
+    full: Expr  # the coordinate with lets looked through
+
+    def at(self, coord: Expr) -> Where:
+        """The same axis at another coordinate."""
+        return replace(self, coord=coord, full=coord)
+
+
+UNKNOWN = Where("?", ZERO, 0, "?", ZERO)
+"""It has a position, which differs with the way that was taken to get here."""
+
+Axes = tuple[Where | None, ...]
+Form = frozenset[tuple[tuple[object, ...], Fraction]]
+"""A sum: for each product of atoms (sorted) its coefficient."""
+
+
+def put(expr: Expr, name: str, value: Expr) -> Expr:
+    """The expression with another in the place of a name."""
+    match expr:
+        case Name(id):
+            return value if id == name else expr
+        case Unary(_, operand):
+            return replace(expr, operand=put(operand, name, value))
+        case Binary(_, left, right):
+            return _tidy(replace(expr, left=put(left, name, value), right=put(right, name, value)))
+        case Call(_, args) | Index(_, args):
+            return replace(expr, args=tuple(put(a, name, value) for a in args))
+    return expr
+
+
+def _tidy(expr: Binary) -> Expr:
+    """`x - 1 + 1` as `x`."""
+    match expr:
+        case Binary("+" | "-" as op, Binary("+" | "-" as first, inner, Num(a)), Num(b)) if (
+            a.isdigit() and b.isdigit()
+        ):
+            total = (int(a) if first == "+" else -int(a)) + (int(b) if op == "+" else -int(b))
+            if total == 0:
+                return inner
+            return replace(
+                expr, op="+" if total > 0 else "-", left=inner, right=Num(str(abs(total)))
+            )
+    return expr
+
+
+def either(condition: Expr, yes: Expr, no: Expr) -> Call:
+    """`where(condition, yes, no)`."""
+    return Call(Name("where"), (condition, yes, no))
+
+
+def condition_of(var: Expr, high: Expr) -> Binary:
+    """The condition under which a loop goes on."""
+    return Binary("<", var, high)
+
+
+class Positions:
+    """Compares positions and follows them through branches and loops."""
+
+    def __init__(self, known: Mapping[str, Value]) -> None:
+        self.known = known
+        self.lets: dict[str, Expr] = {}
+
+    def let(self, name: str, value: Expr) -> None:
+        """Note what a name stands for from here on."""
+        self.lets[name] = self.full(value)
+
+    def full(self, expr: Expr) -> Expr:
+        """The expression with lets looked through."""
+        for name in {e.id for e in expressions(expr) if isinstance(e, Name)} & self.lets.keys():
+            expr = put(expr, name, self.lets[name])
+        return expr
+
+    def current(self, place: Where) -> Expr:
+        """A position's coordinate as one can say it here: with lets that still mean the same."""
+        return place.coord if self.full(place.coord) == place.full else place.full
+
+    def same(self, a: Expr, b: Expr) -> bool:
+        """Whether two coordinates always agree."""
+        return a == b or self.form(a) == self.form(b)
+
+    def agree(self, a: Where | None, b: Where | None) -> bool:
+        """Whether two axes are the same positions."""
+        if a is None or b is None or UNKNOWN in (a, b):
+            return False
+        return a.dim == b.dim and a.size == b.size and self.same(a.full, b.full)
+
+    # --- control flow ---------------------------------------------------------------------
+
+    def after_if(self, condition: Expr, then: Where | None, orelse: Where | None) -> Where | None:
+        """The position behind an `if`, whichever arm was taken."""
+        if then is None or orelse is None:
+            return None if then is orelse else UNKNOWN
+        if self.agree(then, orelse):
+            return then
+        if UNKNOWN in (then, orelse) or (then.dim, then.size) != (orelse.dim, orelse.size):
+            return UNKNOWN
+        coord = either(condition, self.current(then), self.current(orelse))
+        return replace(then, coord=coord, full=self.full(coord))
+
+    def at_top(
+        self, before: Where | None, after: Where | None, var: str, low: Expr, high: Expr
+    ) -> Where | None:
+        """The position at the top of a loop's body, from that before the loop and that behind the
+        body: where P(i + 1) is known as a form of i, P(i) is that of i - 1, if it fits i = low."""
+        if before is None or after is None:
+            return None if before is after else UNKNOWN
+        if self.agree(before, after):
+            return before
+        if UNKNOWN in (before, after) or (before.dim, before.size) != (after.dim, after.size):
+            return UNKNOWN
+        found = put(after.full, var, Binary("-", Name(var), ONE))
+        found = self.given(found, condition_of(Name(var), self.full(high)))
+        if not self.same(put(found, var, self.full(low)), before.full):
+            return UNKNOWN
+        return before.at(found)
+
+    def holds(self, top: Where | None, after: Where | None, var: str, high: Expr) -> bool:
+        """Whether a position at the top of the body is right in the next iteration too."""
+        if top is None or UNKNOWN in (top, after):
+            return True
+        if after is None:
+            return False
+        following = Binary("+", Name(var), ONE)
+        goes_on = condition_of(following, self.full(high))
+        expected = self.given(put(top.full, var, following), goes_on)
+        return self.same(self.given(after.full, goes_on), expected)
+
+    def behind(
+        self, top: Where | None, after: Where | None, var: str, low: Expr, high: Expr
+    ) -> Where | None:
+        """The position behind a loop. `top` is None where the tile had no value before it."""
+        if after is None or UNKNOWN in (top, after):
+            return after and UNKNOWN
+        last = Call(Name("ceil"), (self.full(high),))
+        if top is None:
+            return after.at(put(after.full, var, Binary("-", last, ONE)))
+        following = put(top.full, var, Binary("+", Name(var), ONE))
+        if not self.same(following, after.full):
+            return UNKNOWN  # only while the loop goes on
+        return top.at(put(top.full, var, Call(Name("max"), (self.full(low), last))))
+
+    def given(self, expr: Expr, true: Binary) -> Expr:
+        """The expression where a comparison is known to hold: `where`s that ask it are decided."""
+        match expr:
+            case Call(Name("where"), (Binary("<", a, b), yes, _)) if self._same_test(a, b, true):
+                return self.given(yes, true)
+            case Unary(_, operand):
+                return replace(expr, operand=self.given(operand, true))
+            case Binary(_, left, right):
+                return replace(expr, left=self.given(left, true), right=self.given(right, true))
+            case Call(_, args):
+                return replace(expr, args=tuple(self.given(a, true) for a in args))
+        return expr
+
+    def _same_test(self, a: Expr, b: Expr, true: Binary) -> bool:
+        return self.same(Binary("-", a, b), Binary("-", true.left, true.right))
+
+    # --- the normal form ------------------------------------------------------------------
+
+    def form(self, expr: Expr) -> Form:
+        """The normal form of an expression."""
+        return frozenset(self._sum(expr).items())
+
+    def _sum(self, expr: Expr) -> dict[tuple[object, ...], Fraction]:
+        match expr:
+            case Num(text) if (value := number(text)) == value and not isinstance(value, float):
+                return _constant(Fraction(value))
+            case Name(id) if isinstance(self.known.get(id), (int, Fraction)):
+                return _constant(Fraction(self.known[id]))
+            case Unary("-", operand):
+                return {k: -c for k, c in self._sum(operand).items()}
+            case Binary("+" | "-" as op, left, right):
+                sign = 1 if op == "+" else -1
+                found = dict(self._sum(left))
+                for k, c in self._sum(right).items():
+                    found[k] = found.get(k, Fraction(0)) + sign * c
+                return {k: c for k, c in found.items() if c}
+            case Binary("*", left, right):
+                return _product(self._sum(left), self._sum(right))
+            case Binary("/", left, right):
+                below = self._sum(right)
+                if set(below) == {()}:
+                    return {k: c / below[()] for k, c in self._sum(left).items()}
+        plain = self._plain(expr)
+        return plain if plain is not None else {(self._atom(expr),): Fraction(1)}
+
+    def _plain(self, expr: Expr) -> dict[tuple[object, ...], Fraction] | None:
+        """Calls whose value is one of their arguments."""
+        match expr:
+            case Call(Name("where"), (_, yes, no)) if self.form(yes) == self.form(no):
+                return self._sum(yes)
+            case Call(func, args) if func.id.lower() in ("min", "max"):
+                if len({self.form(a) for a in args}) == 1:
+                    return self._sum(args[0])
+            case Call(func, (arg,)) if func.id.lower() in ("floor", "ceil"):
+                if set(found := self._sum(arg)) <= {()}:
+                    value = found.get((), Fraction(0))
+                    whole = value.__floor__() if func.id.lower() == "floor" else value.__ceil__()
+                    return _constant(Fraction(whole))
+        return None
+
+    def _atom(self, expr: Expr) -> object:
+        """What arithmetic does not look into, in a form that can be compared and sorted."""
+        match expr:
+            case Name(id):
+                return ("name", id)
+            case Binary(op, left, right):
+                return (op, _listed(self.form(left)), _listed(self.form(right)))
+            case Unary(op, operand):
+                return (op, _listed(self.form(operand)))
+            case Call(func, args):
+                return (func.id.lower(), *(_listed(self.form(a)) for a in args))
+            case Index(tensor, args):
+                return ("[]", tensor.id, *(_listed(self.form(a)) for a in args))
+            case Num(text):
+                return ("number", text)
+        raise AssertionError(f"no scalar: {expr}")
+
+
+def _constant(value: Fraction) -> dict[tuple[object, ...], Fraction]:
+    return {(): value} if value else {}
+
+
+def _product(
+    a: dict[tuple[object, ...], Fraction], b: dict[tuple[object, ...], Fraction]
+) -> dict[tuple[object, ...], Fraction]:
+    found: dict[tuple[object, ...], Fraction] = {}
+    for k, c in a.items():
+        for m, d in b.items():
+            key = tuple(sorted((*k, *m), key=repr))
+            found[key] = found.get(key, Fraction(0)) + c * d
+    return {k: c for k, c in found.items() if c}
+
+
+def _listed(form: Form) -> tuple[object, ...]:
+    return tuple(sorted(form, key=repr))

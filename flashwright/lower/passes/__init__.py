@@ -1,0 +1,1 @@
+"""The passes: tile IR to tile IR."""

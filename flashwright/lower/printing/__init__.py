@@ -1,0 +1,1 @@
+"""The printer: tile IR to CuTe C++."""

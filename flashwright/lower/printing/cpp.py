@@ -1,0 +1,85 @@
+"""Terms in C++: the one place where a scalar expression becomes text."""
+
+from __future__ import annotations
+
+from flashwright.lower.names import cpp
+from flashwright.lower.term import (
+    At,
+    Binary,
+    Call,
+    Convert,
+    Lit,
+    Position,
+    Read,
+    RingStage,
+    Select,
+    Term,
+    Unary,
+    Var,
+)
+
+ATOM, UNARY, TIMES, PLUS, COMPARE, EQUAL, AND, OR, CHOICE = range(9, 0, -1)
+_LEVELS = {
+    **dict.fromkeys(("*", "/", "%"), TIMES),
+    **dict.fromkeys(("+", "-"), PLUS),
+    **dict.fromkeys(("<", "<=", ">", ">="), COMPARE),
+    **dict.fromkeys(("==", "!="), EQUAL),
+    "&&": AND,
+    "||": OR,
+}
+
+
+def text(x: Term) -> str:
+    """The term in C++."""
+    return _text(x)[0]
+
+
+def _text(x: Term) -> tuple[str, int]:
+    """The term in C++ and how tightly its outermost operator binds."""
+    match x:
+        case Lit(value):
+            return _number(x), ATOM if value >= 0 else UNARY
+        case Var(name) | Position(name):
+            return name, ATOM
+        case At(name, axes):
+            return f"{name}({', '.join(sorted(axes))})", ATOM
+        case RingStage(ring):
+            return f"{ring}.stage", ATOM
+        case Unary(op, operand):
+            inner, level = _text(operand)
+            return f"{op}{inner if level >= ATOM else f'({inner})'}", UNARY
+        case Binary():
+            return _binary(x)
+        case Call(func, args):
+            return f"fw::{func}({', '.join(map(text, args))})", ATOM
+        case Select(condition, yes, no):
+            found = (_text(part) for part in (condition, yes, no))
+            c, a, b = (t if level > CHOICE else f"({t})" for t, level in found)
+            return f"{c} ? {a} : {b}", CHOICE
+        case Read(tensor, index, kind):
+            read = f"*p.{cpp(tensor)}.at({', '.join(map(text, index))})"
+            return (read, UNARY) if kind == "int" else (f"float({read})", ATOM)
+        case Convert(to, operand):
+            return f"{to}({text(operand)})", ATOM
+
+
+def _binary(x: Binary) -> tuple[str, int]:
+    level = _LEVELS[x.op]
+    (a, a_level), (b, b_level) = _text(x.left), _text(x.right)
+    # `a - (b - c)` keeps its parenthesis, `a + (b + c)` does not need one, but keeps it: the order
+    # of fp32 operations is meant as written.
+    least = level if x.op in ("*", "&&", "||") and x.right.type != "float" else level + 1
+    left = a if a_level >= level else f"({a})"
+    right = b if b_level >= least else f"({b})"
+    return f"{left} {x.op} {right}", level
+
+
+def _number(x: Lit) -> str:
+    if x.type == "bool":
+        return "true" if x.value else "false"
+    if x.type == "int":
+        return str(x.value)
+    if x.value in (float("inf"), float("-inf")):
+        return "INFINITY" if x.value > 0 else "-INFINITY"
+    shown = repr(float(x.value))  # reads back as itself
+    return f"{shown.removesuffix('0')}f" if shown.endswith(".0") else f"{shown}f"

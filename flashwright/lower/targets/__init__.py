@@ -1,0 +1,1 @@
+"""What each GPU multiplies and copies with."""
