@@ -126,6 +126,7 @@ class Move(Node):
     source: Key
     dest: Key
     stage: Term | None = None
+    operand: bool = False  # it is loaded as the left operand of a GEMM, and nothing else
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,6 @@ class Operand(Node):
     target: Key
     source: Key
     dtype: str
-    again: bool = False  # it is there already, and gets a new value
 
 
 @dataclass(frozen=True)
@@ -250,8 +250,31 @@ class Release(Node):
 
 
 @dataclass(frozen=True)
+class Refill(Node):
+    """A tile gets its next value here: consumers hand back the stage that they hold, if any."""
+
+    key: Key
+
+
+@dataclass(frozen=True)
+class Drain(Node):
+    """A block is done: consumers hand back the stage of a tile that they hold, if any."""
+
+    key: Key
+
+
+@dataclass(frozen=True)
+class Sync(Node):
+    """All consumers meet, on account of a shared tile that they write. With `publish`, what they
+    have written can then be read by wgmma."""
+
+    key: Key
+    publish: bool = False
+
+
+@dataclass(frozen=True)
 class Transpose(Node):
-    """The warps that do this turn a tile that has landed."""
+    """Warps beside the producer transpose a tile that has landed."""
 
     key: Key
 
@@ -268,7 +291,7 @@ class Roles(Node):
 
 Statement = (
     Define | Load | Put | Commit | Wait | Barrier | Fill | Store | Move | Gemm | Operand | Compute
-    | Loop | Branch | Await | Release | Roles | Open | Start | Finish
+    | Loop | Branch | Await | Release | Refill | Drain | Sync | Roles | Open | Start | Finish
     | Turn | Transpose
 )  # fmt: skip
 
@@ -292,7 +315,7 @@ class Kernel:
     grid: tuple[GridAxis, ...]
     body: tuple[Statement, ...]
     sides: dict[Key, Side]  # of the vectors in registers
-    operands: frozenset[Key]  # register tiles that are loaded as operands
+    operands: dict[Key, str]  # left operands in registers: their element types
     wide: frozenset[Key] = frozenset()  # accumulators whose threads hold 4 columns in every 16
     rounds: int = 0  # of a section, where a kernel that stays takes the longest blocks first
 
@@ -309,6 +332,13 @@ def flat(body: tuple[Statement, ...]) -> Iterator[Statement]:
             yield from flat((*node.loader, *node.turner, *node.readers))
         elif isinstance(node, Start):
             yield node.gemm
+
+
+def defined_names(body: tuple[Statement, ...]) -> set[str]:
+    """The names of scalars that statements define, and of loops' variables."""
+    nodes = list(flat(body))
+    found = {n.name for n in nodes if isinstance(n, Define)}
+    return found | {n.var for n in nodes if isinstance(n, Loop)}
 
 
 def changed(

@@ -54,6 +54,11 @@ def map_name(key: Key) -> str:
     return f"{tile_name(key).removesuffix('_shared')}_map"
 
 
+def operand_name(key: Key) -> str:
+    """A register tile as the left operand of a GEMM."""
+    return f"{tile_name(key)}_operand"
+
+
 def step_name(key: Key) -> str:
     """What one step adds to an accumulator."""
     return f"{key[0]}_step"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from flashwright.check.program import Key, Program
 from flashwright.gpu import Gpu
@@ -10,12 +10,14 @@ from flashwright.lang.nodes import Copy, For, statements
 from flashwright.lower import ir
 from flashwright.lower.frontend.lowering import lower
 from flashwright.lower.launch_plan import LaunchPlan
+from flashwright.lower.names import Names, reserved
 from flashwright.lower.passes.partial_sums import keep_partial
 from flashwright.lower.passes.place_barriers import Travel, synchronise
 from flashwright.lower.passes.prefetch import pipeline
-from flashwright.lower.passes.specialize_warps import divided, ring_offsets
+from flashwright.lower.passes.specialize_warps import ring_offsets, specialized
 from flashwright.lower.plan import make_plan, ordered, rounds
 from flashwright.lower.printing.kernel import Printer
+from flashwright.lower.report import Report
 from flashwright.lower.source_map import SourceMap, source_map
 from flashwright.lower.targets.atoms import shared_layout, wide_tiles
 from flashwright.lower.targets.shared_memory import room_offset
@@ -31,6 +33,7 @@ class Translation:
     source: str
     map: SourceMap
     plan: LaunchPlan
+    report: Report = field(default_factory=Report)
 
 
 def translate(program: Program, gpu: Gpu, sparing: bool = False) -> Translation:
@@ -38,15 +41,22 @@ def translate(program: Program, gpu: Gpu, sparing: bool = False) -> Translation:
 
     A `sparing` kernel needs fewer registers and is a little slower.
     """
-    printer, plan = prepared(program, gpu, sparing)
+    report = Report()
+    printer, plan = prepared(program, gpu, sparing, report)
     printed = printer.print()
-    return Translation(printed.source, source_map(printed.lines), plan)
+    return Translation(printed.source, source_map(printed.lines), plan, report)
 
 
-def prepared(program: Program, gpu: Gpu, sparing: bool = False) -> tuple[Printer, LaunchPlan]:
+def prepared(
+    program: Program, gpu: Gpu, sparing: bool = False, report: Report | None = None
+) -> tuple[Printer, LaunchPlan]:
     """All that is decided before a line is printed, and how the kernel will be launched."""
+    report = report or Report()
+    report.copies = "cp.async" if gpu.cp_async else "registers"
     kernel = lower(program)
-    roles = divided(program, gpu, keep_partial(kernel.body), sparing)
+    names = Names((*reserved(program), *ir.defined_names(kernel.body)))
+    partial = keep_partial(kernel.body)
+    roles = specialized(program, gpu, partial, names, report, sparing)
     body: tuple[ir.Statement, ...]
     if roles:
         program, body = roles[0], (roles[1],)

@@ -46,6 +46,7 @@ struct Ring {
   uint32_t full;
   int stage = 0;
   uint32_t phase = 0;
+  bool held = false;  // where only the way that was taken says whether a stage is held
 
   __device__ explicit Ring(unsigned char* begin) : full(cute::cast_smem_ptr_to_uint(begin)) {}
 
@@ -86,7 +87,18 @@ struct Ring {
     next();
   }
 
-  // The same, not before a value is known. It keeps ptxas from moving the wait for a product, which comes next, above
+  // A tile gets its next value here, or a block is done: the stage that is held is handed back.
+  __device__ void refill() {
+    drain();
+    held = true;
+  }
+
+  __device__ void drain() {
+    if (held) release();
+    held = false;
+  }
+
+  // The same as `release`, not before a value is known. It keeps ptxas from moving the wait for a product, which comes next, above
   // the work that gives the value: nothing would be left to do meanwhile. (What is added to the address is 0, as these
   // grids have one axis, but the compiler does not know that.)
   __device__ void release(float known) {

@@ -114,6 +114,13 @@ __device__ void product(int group, Acc& acc, A const& a, B b) {
   finish_products<0>(acc);
 }
 
+// All consumer warps meet. With `Publish`, what they have written to shared memory can then be read by wgmma.
+template <int Warps, bool Publish = false>
+__device__ void consumers_meet() {
+  if constexpr (Publish) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  asm volatile("bar.sync 8, %0;" ::"n"(32 * Warps) : "memory");
+}
+
 // Warpgroups start their products one after the other: while one multiplies, another has time for its softmax. Each
 // waits at a barrier of its own (the block's is 0) for the one before it.
 template <int Groups>

@@ -134,6 +134,15 @@ class Computes:
                 self._mask(stmt)
             case _:
                 self._elementwise(stmt, expression(stmt))
+        for name in (stmt.target, *stmt.args[:1], *stmt.state, *stmt.rescale):
+            key = self.program.tile(name) if isinstance(name, Name) else None
+            if key and self.lowering.direct.get(key) == "computed" and self._wrote(stmt, name):
+                self.settle(key)
+                self.lowering.as_operand(key)
+
+    def _wrote(self, stmt: tl.Compute, name: object) -> bool:
+        """Whether a statement gives a tile that it names a value."""
+        return name is stmt.target or stmt.operation in ("mask", "softmax")
 
     def _gemm(self, stmt: tl.Compute) -> None:
         assert stmt.target is not None
@@ -150,9 +159,11 @@ class Computes:
             hint = f"Copy `{b[0]}` to shared first"
             raise refused("the right operand of a GEMM comes from shared memory", right.span, hint)
         self._whole_steps(b, turned, stmt)
-        from_shared = a[1] == "shared" or a in self.lowering.operands
-        if from_shared and not turned and DTYPES[self.program.buffers[b].dtype] == 1:
+        in_order = a[1] == "shared" or self.lowering.direct.get(a) == "loaded"
+        if in_order != turned and DTYPES[self.program.buffers[b].dtype] == 1:
             hint = "Reshape the left one in registers, or give the right one transposed (`.T`)"
+            if turned:
+                hint = "take the left one from shared memory, or the right one as it lies"
             raise refused("8-bit rows times 8-bit columns lie in different orders", stmt.span, hint)
         fresh = stmt.mode != "accumulate"
         if fresh:

@@ -41,7 +41,8 @@ class Lowering:
         self.axes: dict[Key, Axes] = {}
         self.body: list[ir.Statement] = []
         self.operand_dtype = operand_dtypes(program)
-        self.operands: set[Key] = set()
+        self.operands: dict[Key, str] = {}
+        self.direct = _direct_operands(program)
         self.only_offsets = _only_offsets(program)
         self.computes = Computes(self, sides)
 
@@ -53,9 +54,7 @@ class Lowering:
             self.scalars.define(axis.name.id, self._counter(cpp(axis.name.id), low))
             grid.append(ir.GridAxis(cpp(axis.name.id), low, False))
         self.statements(self.program.tree.body)
-        return ir.Kernel(
-            tuple(grid), tuple(self.body), self.computes.sides, frozenset(self.operands)
-        )
+        return ir.Kernel(tuple(grid), tuple(self.body), self.computes.sides, self.operands)
 
     def emit(self, node: ir.Statement) -> None:
         """Append a node to the body under construction."""
@@ -208,6 +207,7 @@ class Lowering:
             self.computes.forget(dest)
             kind = ir.Load if stmt.dest == "shared" else ir.Fill
             self.emit(kind(dest, window, origin=ir.origin(stmt)))
+            self.as_operand(dest)
         elif stmt.dest == "global":
             tensor = self.program.tensors[dest[0]]
             self.computes.settle(source)
@@ -221,20 +221,18 @@ class Lowering:
             self.computes.settle(source)
             self.computes.forget(dest)
             self.axes[dest] = self.axes.get(source, (None,) * len(self.program.buffers[dest].shape))
-            if stmt.dest == "register" and self._feeds_gemm(dest):
-                self.operands.add(dest)
-            self.emit(ir.Move(source, dest, origin=ir.origin(stmt)))
+            loaded = self.direct.get(dest) == "loaded"
+            if loaded:
+                self.operands[dest] = self.program.buffers[dest].dtype
+            self.emit(ir.Move(source, dest, operand=loaded, origin=ir.origin(stmt)))
+            self.as_operand(dest)
 
-    def _feeds_gemm(self, key: Key) -> bool:
-        """Whether a register tile is a GEMM's left operand without a Reshape of its own."""
-        flat = list(tl.statements(self.program.tree.body))
-        return any(
-            isinstance(s, tl.Compute)
-            and s.operation == "gemm"
-            and isinstance(s.args[0], Name)
-            and self.program.tile(s.args[0]) == key
-            for s in flat
-        )
+    def as_operand(self, key: Key) -> None:
+        """A tile that was just written, as the left operand of the GEMMs that take it as it is."""
+        if self.direct.get(key) == "computed":
+            dtype = self.program.buffers[key].dtype
+            self.operands[key] = dtype
+            self.emit(ir.Operand(key, key, dtype))
 
     def _window(self, stmt: tl.Copy, tensor: Tensor, buffer: Buffer) -> tuple[ir.Window, Axes]:
         coords = {c.axis.id: c.value for c in stmt.coords or ()}
@@ -303,8 +301,36 @@ class Lowering:
         self.computes.settle(source)
         held = self.program.buffers[source].dtype
         dtype = stmt.dtype.id if stmt.dtype else self.operand_dtype.get(id(stmt), held)
+        if self.operands.setdefault(target, dtype) != dtype:
+            text = f"`{target[0]}` is reshaped to {self.operands[target]} and to {dtype}"
+            raise refused(text, stmt.span, "give one of them another name: `and get P`")
         self.axes[target] = self.axes.get(source, (None, None))
         self.emit(ir.Operand(target, source, dtype, origin=ir.origin(stmt)))
+
+
+def _direct_operands(program: Program) -> dict[Key, str]:
+    """The register tiles that a GEMM takes as its left operand without a Reshape: `loaded` where
+    they only come from shared memory, as an operand lies, else `computed`."""
+    flat = list(tl.statements(program.tree.body))
+    reshaped = {program.tile(s.target or s.name) for s in flat if isinstance(s, tl.Reshape)}
+    computes = [s for s in flat if isinstance(s, tl.Compute)]
+    gemms = [s for s in computes if s.operation == "gemm"]
+    left = {program.tile(s.args[0]) for s in gemms if isinstance(s.args[0], Name)} - reshaped
+    copied = {program.dest(s) for s in flat if isinstance(s, tl.Copy) and s.source == "global"}
+    stored = {program.source(s) for s in flat if isinstance(s, tl.Copy) and s.source == "register"}
+    spoken = {
+        program.tile(e)
+        for s in computes
+        if s.operation != "gemm"
+        for e in (*tl.expressions(s), *((s.target,) if s.target else ()))
+        if isinstance(e, Name)
+    }
+    spoken |= {program.tile(s.target) for s in gemms if s.target} | copied | stored
+    return {
+        key: "computed" if key in spoken else "loaded"
+        for key in left
+        if key and key[1] == "register"
+    }
 
 
 def _only_offsets(program: Program) -> set[str]:

@@ -1,16 +1,86 @@
-"""Whether a round of a loop changes nothing when every score in it is masked.
+"""Early exit per warpgroup: from some iteration on a mask leaves nothing of a warpgroup's rows. It
+then only lets the tiles pass, while others go on with them.
 
-The statements are carried out on one row of numbers, of which the mask makes -inf. A softmax then
-leaves its state alone, and its weights are 0.
+An iteration in which every score is masked must change nothing. The statements are carried out on
+one row of numbers, of which the mask makes -inf: a softmax leaves its state alone, and its weights
+are 0.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from flashwright.lower import ir
 from flashwright.lower.element import Element, Leaf, Op, Reduce, leaves, variable
+from flashwright.lower.frontend.masks import GROUP, GROUP_ROWS
+from flashwright.lower.names import tile_name
+from flashwright.lower.passes.effects import effects
+from flashwright.lower.passes.fp8_sums import total
+from flashwright.lower.term import (
+    Binary,
+    Select,
+    Term,
+    Var,
+    binary,
+    call,
+    integer,
+    plus,
+    substitute,
+    variables,
+)
+
+
+def own_end(loop: ir.Loop, rows: Term | None, after: Sequence[ir.Statement]) -> Term | None:
+    """The iteration from which on a warpgroup has nothing to do, at least the second; so has one
+    whose rows are not stored. None where that cannot be told."""
+    own = _masked_from(loop, after)
+    if own is None:
+        return None
+    if rows is not None:
+        first = binary("*", GROUP, integer(GROUP_ROWS))
+        own = Select(binary("<", first, rows), own, integer(0))
+    return call("max", plus(loop.low, 1), own, type="int")
+
+
+def _masked_from(loop: ir.Loop, after: Sequence[ir.Statement]) -> Term | None:
+    steps = {n.target for n in loop.body if isinstance(n, ir.Gemm)}
+    work = [
+        n
+        for n in loop.body
+        if isinstance(n, ir.Operand)
+        or (isinstance(n, ir.Compute) and not any(total(n, step) for step in steps))
+    ]
+    plain = (ir.Await, ir.Release, ir.Define, ir.Gemm, ir.Operand, ir.Fill, ir.Compute)
+    if not all(isinstance(n, plain) for n in loop.body):
+        return None
+    lets: dict[str, Term] = {}
+    for node in loop.body:
+        if isinstance(node, ir.Define):
+            lets[node.name] = substitute(node.value, lets)
+    scratch = _scratch(loop, after)
+    for node in work:
+        if not isinstance(node, ir.Compute) or node.end is None or node.cols is None:
+            continue
+        match substitute(node.cols, lets), substitute(node.end, lets):
+            case Binary("*", Var(name), step), end if name == loop.var:
+                if loop.var not in variables(end) and idle(work, node, scratch):
+                    return call("ceil_div", end, step, type="int")
+    return None
+
+
+def _scratch(loop: ir.Loop, after: Sequence[ir.Statement]) -> set[str]:
+    """Tiles and vectors that every iteration writes before it reads them, and nothing reads behind
+    the loop: their values do not last."""
+    seen: set[object] = set()
+    written: set[object] = set()
+    for node in loop.body:
+        found = effects(node)
+        written |= found.writes - seen - found.reads
+        seen |= found.all
+    read = {r for node in after for r in effects(node).reads}
+    return {r for r in written - read if isinstance(r, str)}
+
 
 _KNOWN: dict[str, Callable[..., float]] = {
     "+": lambda x, y: x + y,
@@ -32,9 +102,14 @@ _KNOWN: dict[str, Callable[..., float]] = {
 _MANY = 16  # elements of the row
 
 
-def idle(work: Sequence[ir.Compute], mask: ir.Compute) -> bool:
+def idle(
+    work: Sequence[ir.Compute | ir.Operand],
+    mask: ir.Compute,
+    scratch: Set[str] = frozenset(),
+) -> bool:
     """Whether all vectors and tiles stay as they are if the mask hides a whole tile of scores, but
-    for these: they must become 0.
+    for these: they must become 0, and so must all that a product takes. What is `scratch` need not
+    stay.
 
     A vector that is made for later is a factor, and must be 1.
     """
@@ -42,6 +117,10 @@ def idle(work: Sequence[ir.Compute], mask: ir.Compute) -> bool:
     known, state = dict[str, float](), dict[str, float]()
     try:
         for node in work:
+            if isinstance(node, ir.Operand):
+                if state.get(tile_name(node.source)) != 0:
+                    return False
+                continue
             for assign in node.assigns:
                 name = variable(assign.target)
                 for leaf in (assign.target, *leaves(assign.value)):
@@ -52,8 +131,9 @@ def idle(work: Sequence[ir.Compute], mask: ir.Compute) -> bool:
                     return False
     except (ArithmeticError, KeyError, ValueError):
         return False
-    made = {variable(a.target) for node in work for a in node.assigns if a.buffer}
-    return state[scores] == 0 and all(state[n] == known[n] for n in made - {scores})
+    computes = [node for node in work if isinstance(node, ir.Compute)]
+    made = {variable(a.target) for node in computes for a in node.assigns if a.buffer}
+    return state[scores] == 0 and all(state[n] == known[n] for n in made - scratch - {scores})
 
 
 def _value(x: Element, state: dict[str, float]) -> float:

@@ -33,23 +33,32 @@ NOTE = "While a row of the warp has a negative maximum, maxima as integers may b
 def by_threes(
     program: Program, gpu: Gpu, body: tuple[ir.Statement, ...]
 ) -> tuple[ir.Statement, ...]:
-    """Overlapped loops (overlap.py) with their maxima found so, where it pays."""
-    return tuple(_loops(program, gpu, n) if isinstance(n, ir.Branch) else n for n in body)
+    """Overlapped loops (software_pipeline.py) with their maxima found so, where it pays."""
+    out: list[ir.Statement] = []
+    for node in body:
+        if isinstance(node, ir.Loop):
+            out.append(replace(node, body=by_threes(program, gpu, node.body)))
+        elif isinstance(node, ir.Branch):
+            out.append(_loops(program, gpu, node))
+        else:
+            out.append(node)
+    return tuple(out)
 
 
 def _loops(program: Program, gpu: Gpu, node: ir.Branch) -> ir.Branch:
-    loops = [n for n in node.then if isinstance(n, ir.Loop) and _products(n)]
-    if not loops or not _pays(program, gpu, *_products(loops[0])):
+    loops = [n for n in node.then if isinstance(n, ir.Loop) and n.number != "own" and _products(n)]
+    if not loops or not _pays(program, gpu, _products(loops[0])):
         return node
     scores = _products(loops[0])[0].target
     if not _can(node, [node.then, *(loop.body for loop in loops)], scores):
         return node
     then: list[ir.Statement] = []
+    fold = _folds(node.then, scores)[0]
     for part in node.then:
         if isinstance(part, ir.Loop) and part in loops:
             part = replace(part, body=_as_integers(part.body, scores))
         then.append(part)
-        if fold := _fold(part, scores):
+        if part is fold.kept:
             then.append(replace(_vote(fold.held), varies=True, origin=part.origin.untitled))
     return replace(node, then=tuple(then))
 
@@ -70,14 +79,16 @@ def _products(loop: ir.Loop) -> list[ir.Gemm]:
     return [n.gemm for n in loop.body if isinstance(n, ir.Start)]
 
 
-def _pays(program: Program, gpu: Gpu, first: ir.Gemm, second: ir.Gemm) -> bool:
+def _pays(program: Program, gpu: Gpu, gemms: list[ir.Gemm]) -> bool:
     """Whether both products of a score take no longer than its exponential: then the maxima are on
     the way of what takes longest. (In 8 bits they are not, and it was slower.)"""
-    right = [program.buffers[gemm.right] for gemm in (first, second)]
-    if any(DTYPES[buffer.dtype] != 2 for buffer in right):
+    first = [g for g in gemms if g.target == gemms[0].target]
+    second = {g.target for g in gemms} - {gemms[0].target}
+    right = [program.buffers[gemm.right] for gemm in gemms]
+    if len(second) != 1 or any(DTYPES[buffer.dtype] != 2 for buffer in right):
         return False
-    depth = right[0].shape[1 if first.transposed else 0]
-    flops = 2 * (depth + program.buffers[second.target].shape[1])
+    depth = sum(program.buffers[g.right].shape[1 if g.transposed else 0] for g in first)
+    flops = 2 * (depth + program.buffers[second.pop()].shape[1])
     rate = round(gpu.flops_per_clock(right[0].dtype))  # from figures of four digits
     return flops * gpu.exp_per_clock_per_sm <= rate
 
@@ -91,22 +102,30 @@ class _Fold:
 
     held: Leaf
     most: Element
+    node: ir.Compute
     number: int  # of the assignment in its statement
+    kept: ir.Compute
+    """The statement in which `held` becomes it."""
 
 
 def _folds(body: tuple[ir.Statement, ...], scores: Key) -> list[_Fold]:
-    return [fold for node in body if (fold := _fold(node, scores))]
+    found = []
+    computes = [n for n in body if isinstance(n, ir.Compute) and n.unless is None]
+    for node in computes:
+        for number, assign in enumerate(node.assigns):
+            match assign.value:
+                case Op("max", (Leaf(axes=axes) as held, most)) if axes == ROW:
+                    kept = _becomes(computes[computes.index(node) :], held, assign.target)
+                    if kept and _with_integers(most, scores):
+                        found.append(_Fold(held, most, node, number, kept))
+    return found
 
 
-def _fold(node: ir.Statement, scores: Key) -> _Fold | None:
-    if not isinstance(node, ir.Compute) or node.unless is not None:
-        return None
-    for number, assign in enumerate(node.assigns):
-        match assign.value:
-            case Op("max", (Leaf(axes=axes) as held, most)) if axes == ROW:
-                becomes = any(a.target == held and a.value == assign.target for a in node.assigns)
-                if becomes and _with_integers(most, scores):
-                    return _Fold(held, most, number)
+def _becomes(computes: list[ir.Compute], held: Leaf, value: Leaf) -> ir.Compute | None:
+    """The statement in which a vector gets a value."""
+    for node in computes:
+        if any(a.target == held and a.value == value for a in node.assigns):
+            return node
     return None
 
 
@@ -124,7 +143,8 @@ def _with_integers(most: Element, scores: Key) -> Element | None:
 def _own(body: tuple[ir.Statement, ...], scores: Key) -> bool:
     """Whether the scores at their maximum depend on nothing but the product (but for masks). What a
     bias is added to may be negative for most of a row."""
-    before = tuple(takewhile(lambda n: not _fold(n, scores), body))
+    fold = _folds(body, scores)[0].node
+    before = tuple(takewhile(lambda n: n is not fold, body))
     assigns = (a for n in ir.flat(before) if isinstance(n, ir.Compute) for a in n.assigns)
     own = [a for a in assigns if variable(a.target) == tile_name(scores)]
     return all(
@@ -153,10 +173,10 @@ def _only_grows(node: ir.Branch, held: Leaf, folds: int) -> bool:
 
 def _as_integers(body: tuple[ir.Statement, ...], scores: Key) -> tuple[ir.Statement, ...]:
     out: list[ir.Statement] = []
+    fold = _folds(body, scores)[0]
     for node in body:
-        fold = _fold(node, scores)
-        if fold and isinstance(node, ir.Compute):
-            out += _lifted(node, fold, scores)
+        if node is fold.node:
+            out += _lifted(fold.node, fold, scores)
         else:
             out.append(node)
     return tuple(out)

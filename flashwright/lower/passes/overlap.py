@@ -1,28 +1,27 @@
-"""Two products under way at a time: while the tensor cores multiply, the softmax is computed.
+"""Software pipelining of a loop that multiplies: while the tensor cores work on the last products
+of one iteration, the consumers compute the softmax of the next one.
 
-A loop of attention multiplies twice in a round: scores S = Q K^T, then O += P V with the P that is
-made of S. In each round but the first, the scores of this round are started together with the
-second product of the round before, whose operands are long there; then this round's softmax is
-computed under the second product. The loop is written out once before itself for the first scores,
-and once behind for the last product:
+The body of a loop is a graph of what depends on what. Its products fall into two stages. The
+*early* ones need nothing that the iteration computes (scores, S = Q K^T). The *late* ones are at
+the end of it: nothing in the iteration uses their results (O += P V). The late ones of iteration
+i - 1 run in iteration i, right behind the early ones, and the rest of it is computed under them:
 
     S(0), P(0);  for i = 1..: { start S(i); start O += P(i-1) V(i-1); wait for S; the row's maximum;
                                 wait for O; rescale O; exponentials; P(i) };  O += P(n) V(n)
 
-Whatever the loop does with O besides (the softmax rescales it) stands behind the wait for it, as
-soon as its factors are known: the exponentials, which the special function unit is slow with, leave
-room for it. That is possible where nothing else reads O, and where it needs no value that changes
-in between.
+What the iteration does with a late product's accumulator (a softmax rescales it) stands behind the
+wait for it, as soon as its factors are known: the exponentials, which the special function unit is
+slow with, leave room for it. For that a statement is taken apart into its assignments; names local
+to a row that both parts use become vectors.
 
-Where the product of a step goes into a tile of its own and is added then (steps.py), what O is
-multiplied with is kept for one more round: O = O * (the factor of the round before) + step.
+A change of order is legal if it keeps every two statements in order that touch the same thing, one
+of them writing. `reason` says why a loop stays as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from itertools import takewhile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from flashwright.check.program import Key
 from flashwright.lower import ir
@@ -37,125 +36,470 @@ from flashwright.lower.element import (
     leaves,
     variable,
 )
-from flashwright.lower.frontend.masks import GROUP, GROUP_ROWS
-from flashwright.lower.names import tile_name
-from flashwright.lower.passes.early_exit import idle
+from flashwright.lower.names import Names
+from flashwright.lower.passes.effects import Effects, assign_effects, effects
 from flashwright.lower.passes.fp8_sums import total
-from flashwright.lower.term import (
-    Binary,
-    Select,
-    Term,
-    Var,
-    binary,
-    call,
-    integer,
-    plus,
-    substitute,
-    variables,
-)
-
-
-def overlapped(
-    body: tuple[ir.Statement, ...], turns: bool, apart: bool
-) -> tuple[ir.Statement, ...]:
-    """Every loop that multiplies twice in a round, rewritten.
-
-    With `turns` the warpgroups start their products one after the other, so that one computes its
-    softmax while another multiplies. With `apart` the rounds that need no mask have a loop of their
-    own.
-    """
-    out: list[ir.Statement] = []
-    rows = _rows(body)
-    for node in body:
-        parts = _parts(node) if isinstance(node, ir.Loop) else None
-        if isinstance(node, ir.Loop) and parts:
-            cleared = not parts.last and _cleared(out, parts.second.target)
-            if cleared and _scales(parts.rescale):
-                parts = replace(parts, anew=())
-            own = _own_end(node, parts, rows)
-            out.append(_rewritten(node, parts, own, turns, apart))
-        elif isinstance(node, ir.Release) and out and _early(out[-1], node):
-            out.append(_released(out.pop(), node))
-        else:
-            out.append(node)
-    return tuple(out)
+from flashwright.lower.term import Term, Var
 
 
 @dataclass(frozen=True)
-class _Parts:
-    """A round of the loop, taken apart."""
+class Item:
+    """A statement, or one assignment of it, with what it touches."""
 
-    head: tuple[ir.Statement, ...]
-    """Waits for what the first product reads, and names."""
-    first: ir.Gemm
-    after: tuple[ir.Release, ...]
-    """What the first product has read is handed back."""
-    middle: tuple[ir.Statement, ...]
-    """The softmax until the factors of O are known."""
-    rescale: tuple[ir.Compute, ...]
-    later: tuple[ir.Statement, ...]
-    """The rest of the softmax."""
-    operand: ir.Operand
-    ready: tuple[ir.Statement, ...]
-    """Waits for what the second product reads."""
-    second: ir.Gemm
-    tail: tuple[ir.Statement, ...]
-    anew: tuple[ir.Compute, ...]
-    """What is done with O in the first round."""
-    again: tuple[ir.Compute, ...]
-    """What is done with O in the others: it is rescaled, and a step is added to it."""
-    last: tuple[ir.Compute, ...] = ()
-    """What is done with it behind the last product, where that is a step."""
+    node: ir.Statement
+    number: int  # in program order
+    statement: int  # of the statement that it is a part of
+    effects: Effects
+
+    @property
+    def gemm(self) -> ir.Gemm | None:
+        """The product that it is."""
+        return self.node if isinstance(self.node, ir.Gemm) else None
 
 
-def _rewritten(
-    loop: ir.Loop, parts: _Parts, own: ir.Define | None, turns: bool, apart: bool
-) -> ir.Branch:
-    scores, out = parts.first.target, parts.second.target
-    first, second = (ir.Start(g, origin=g.origin) for g in (parts.first, parts.second))
-    take, give = ((ir.Turn("take"),), (ir.Turn("pass"),)) if turns else ((), ())
-    known = _known(parts.middle)
-    before = (
-        *(ir.Define(loop.var, loop.low, varies=True), *parts.head, ir.Open((scores,)), first),
-        *(ir.Finish(0, (scores,)), *parts.after, *parts.middle),
-        *(*parts.anew, *parts.later, parts.operand),
+@dataclass(frozen=True)
+class Pipelined:
+    """A loop in two stages; each part is a list of statements in the order in which they run."""
+
+    first: tuple[ir.Statement, ...]
+    """The first iteration without its late products."""
+    steady: tuple[ir.Statement, ...]
+    """An iteration's early stage, with the late stage of the one before in it."""
+    last: tuple[ir.Statement, ...]
+    """The late stage of the last iteration."""
+    late_tiles: frozenset[Key]
+    """Shared tiles that are read one iteration late."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a loop is not overlapped, and where that shows."""
+
+    text: str
+    origin: ir.Origin
+    help: str = ""
+
+
+# --- the graph --------------------------------------------------------------------------------
+
+
+def items(body: Sequence[ir.Statement]) -> list[Item]:
+    """The statements of a body, elementwise ones taken apart into their assignments."""
+    found: list[Item] = []
+    for statement, node in enumerate(body):
+        if not isinstance(node, ir.Compute) or node.unless is not None or len(node.assigns) < 2:
+            found.append(Item(node, len(found), statement, effects(node)))
+            continue
+        local = {variable(a.target) for a in node.assigns if a.buffer is None and not a.kept}
+        for n, assign in enumerate(node.assigns):
+            origin = node.origin if n == 0 else node.origin.untitled
+            part = replace(node, assigns=(assign,), origin=origin)
+            own = _scoped(assign_effects(node, assign), local, statement)
+            found.append(Item(part, len(found), statement, own))
+    return found
+
+
+def _scoped(found: Effects, local: set[str], statement: int) -> Effects:
+    """Names local to the row are another statement's too: told apart by its number."""
+
+    def named(resources: frozenset[str | Key]) -> frozenset[str | Key]:
+        return frozenset(f"{r}@{statement}" if r in local else r for r in resources)
+
+    return Effects(named(found.reads), named(found.writes))
+
+
+@dataclass
+class Graph:
+    """Items in program order, and which of them depend on which."""
+
+    items: list[Item]
+    before: list[set[int]] = field(default_factory=list)
+    """For each item the numbers of all items that it depends on, directly or not."""
+
+    def __post_init__(self) -> None:
+        for item in self.items:
+            direct = {
+                other.number
+                for other in self.items[: item.number]
+                if other.effects.conflicts(item.effects)
+            }
+            self.before.append(direct.union(*(self.before[n] for n in direct)))
+
+    def after(self, numbers: set[int]) -> set[int]:
+        """The items that depend on one of these."""
+        return {n for n, before in enumerate(self.before) if before & numbers}
+
+
+# --- the stages -------------------------------------------------------------------------------
+
+
+def pipelined(
+    loop: ir.Loop, zero: Callable[[Key], bool], names: Names, turns: bool
+) -> Pipelined | Reason:
+    """The loop in two stages. `zero` tells whether an accumulator is 0 before it. With `turns`
+    warpgroups start their products one after the other (ping-pong)."""
+    graph = Graph(items(loop.body))
+    stages = _stages(graph)
+    if isinstance(stages, Reason):
+        return stages
+    order = _order(graph, *stages)
+    if isinstance(order, Reason):
+        return order
+    return _Writer(graph, order, zero, names, turns).write(loop)
+
+
+def _stages(graph: Graph) -> tuple[set[int], set[int]] | Reason:
+    """The early products, and all that is put off by an iteration."""
+    gemms = {item.number for item in graph.items if item.gemm}
+    inside = [i for i in graph.items if not i.gemm and _multiplies(i.node)]
+    if inside:
+        why = "a GEMM stands in a branch or a loop inside of this one"
+        return Reason(why, inside[0].node.origin)
+    if len(gemms) < 2:
+        return Reason("it has one GEMM only: there is nothing to overlap it with", ir.Origin())
+    early = {n for n in gemms if _from_outside(graph, n)}
+    if not early:
+        node = graph.items[min(gemms)].node
+        return Reason("its first GEMM needs what the same iteration computes", node.origin)
+    late: set[int] = set()
+    for n in sorted(gemms - early):
+        if _only_leaves(graph, n):
+            late |= {n} | graph.after({n})
+    if not late:
+        node = graph.items[max(gemms)].node
+        text = "the result of its last GEMM is used in the same iteration"
+        return Reason(text, node.origin)
+    tiles = _tiles(graph, late)
+    for item in graph.items:
+        twice = [k for k in tiles if k in item.effects.reads and item.number not in late]
+        if twice:
+            text = f"`{twice[0][0]}` is read by its last GEMM and before that"
+            help = "copy it a second time, under another name, for the last GEMM"
+            return Reason(text, item.node.origin, help)
+    late |= {i.number for i in graph.items if isinstance(i.node, ir.Await) and i.node.key in tiles}
+    return early, late
+
+
+def _tiles(graph: Graph, numbers: set[int]) -> set[Key]:
+    """The shared tiles that products read."""
+    gemms = (g for n in numbers if (g := graph.items[n].gemm))
+    return {key for g in gemms for key in (g.left, g.right) if key[1] == "shared"}
+
+
+def _multiplies(node: ir.Statement) -> bool:
+    return any(isinstance(n, ir.Gemm) for n in ir.flat((node,)))
+
+
+def _from_outside(graph: Graph, n: int) -> bool:
+    """Whether a product needs no result of the iteration but sums into the same accumulator."""
+    target = graph.items[n].gemm.target  # type: ignore[union-attr]
+    return all(
+        isinstance(item.node, (ir.Await, ir.Release, ir.Refill, ir.Define, ir.Turn))
+        or (item.gemm is not None and item.gemm.target == target)
+        for item in (graph.items[k] for k in graph.before[n])
     )
-    body = (
-        *(*parts.head, *take, ir.Open((scores, out)), first),
-        *(*parts.ready, second, *give, ir.Finish(1, (scores,)), *parts.middle),
-        *(*(replace(n, known=known) for n in parts.after), ir.Finish(0, (out,)), *parts.tail),
-        *(*parts.again, *parts.later, replace(parts.operand, again=True)),
+
+
+def _only_leaves(graph: Graph, n: int) -> bool:
+    """Whether nothing in the iteration uses a product's result but sums of the same kind."""
+    return all(
+        isinstance(item.node, (ir.Release, ir.Gemm, ir.Drain))
+        or (isinstance(item.node, ir.Compute) and _adds_step(item.node, graph.items[n]))
+        for item in (graph.items[k] for k in graph.after({n}))
     )
-    again = replace(loop, low=plus(loop.low, 1), body=body, number="defined")
-    finish = (ir.Finish(0, (out,)), *parts.tail, *parts.last)
-    behind = (*parts.ready, ir.Open((out,)), second, *finish)
-    rest: tuple[ir.Statement, ...] = ()
-    if own:
-        mine = binary("<", Var(loop.var), Var(own.name))
-        again = replace(again, condition=binary("&&", loop.condition, mine))
-        passing = (*parts.head, *take, *give, *parts.after, *parts.ready, *parts.tail)
-        rest = (replace(loop, body=passing, number="resumes", origin=loop.origin.untitled),)
-        before = (own, *before)
-    condition = substitute(loop.condition, {loop.var: loop.low})
-    then = (*before, *(_apart(again) if apart else (again,)), *behind, *rest)
-    return ir.Branch(condition, then, origin=loop.origin.untitled)
 
 
-def _apart(loop: ir.Loop) -> tuple[ir.Loop, ...]:
-    """The rounds of a loop in which its mask changes nothing, without it, for as long as there are
-    such; then the others."""
-    masks = [n for n in loop.body if isinstance(n, ir.Compute) and n.unless is not None]
-    if len(masks) != 1 or masks[0].unless is None:
-        return (loop,)
-    clear = binary("&&", loop.condition, masks[0].unless)
-    plain = tuple(n for n in loop.body if n is not masks[0])
-    then = replace(loop, number="resumes", origin=loop.origin.untitled)
-    return replace(loop, condition=clear, body=plain), then
+def _adds_step(node: ir.Compute, item: Item) -> bool:
+    return item.gemm is not None and total(node, item.gemm.target) is not None
 
 
-def _known(middle: tuple[ir.Statement, ...]) -> str:
-    """The last vector that is made before the wait for O: what is handed back between them is
-    handed back when its value is there, which holds the wait in its place."""
+# --- the order --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Order:
+    """Numbers of items, part by part, in the order in which they run in the steady state."""
+
+    head: list[int]
+    early: list[int]
+    late: list[int]
+    middle: list[int]
+    """Until the factors of the late products' accumulators are known."""
+    give: list[int]
+    """The early products' tiles are released."""
+    settle: list[int]
+    """What is left of the late stage: releases, steps that are added."""
+    rescale: list[int]
+    """What is done with the late products' accumulators."""
+    rest: list[int]
+
+
+def _order(graph: Graph, early: set[int], late: set[int]) -> _Order | Reason:
+    everything = range(len(graph.items))
+    stage0 = [n for n in everything if n not in late]
+    last_late = max(n for n in late if graph.items[n].gemm)
+    start = [n for n in sorted(late) if n <= last_late]
+    settle = [n for n in sorted(late) if n > last_late]
+    late_effects = [graph.items[n].effects for n in late]
+
+    def held(n: int) -> bool:
+        """Whether an item has to wait for the late stage of the iteration before."""
+        return any(e.conflicts(graph.items[n].effects) for e in late_effects)
+
+    head = _head(graph, stage0, early)
+    bound = [n for n in stage0 if held(n)]
+    for n in (*head, *sorted(early)):
+        if n in bound:
+            text = "its first GEMM has to wait for the last one of the iteration before"
+            return Reason(text, graph.items[n].node.origin)
+    placed = {*head, *early}
+    operands = [n for n in bound if isinstance(graph.items[n].node, (ir.Operand, ir.Move))]
+    rescale = [n for n in bound if n not in operands and not graph.before[n] & set(operands)]
+    give = [n for n in stage0 if n not in placed and _ring_only(graph.items[n].node)]
+    give = [n for n in give if graph.before[n] <= placed]
+    ready = set().union(*(graph.before[n] for n in rescale)) if rescale else set(stage0)
+    if not rescale:
+        after = graph.after(set(bound)) | set(bound)
+        ready -= after
+    middle = [n for n in stage0 if n in ready and n not in placed and n not in give]
+    middle = [n for n in middle if n not in bound]
+    middle = _with_cheap(graph, stage0, middle, {*placed, *give, *bound})
+    rest = [n for n in stage0 if n not in {*placed, *give, *middle, *rescale}]
+    order = _Order(head, sorted(early), start, middle, give, settle, rescale, rest)
+    return order if _legal(graph, order, late) else _unordered(graph)
+
+
+def _unordered(graph: Graph) -> Reason:
+    return Reason("its statements depend on each other in a circle", graph.items[0].node.origin)
+
+
+def _head(graph: Graph, stage0: list[int], early: set[int]) -> list[int]:
+    """What stands before the first product or is needed by the early ones, and loads to registers
+    that need nothing computed: these are under way meanwhile."""
+    needed = set().union(*(graph.before[n] for n in early)) - early
+    above = {n for n in stage0 if n < min(early)}
+    fills = {
+        n
+        for n in stage0
+        if isinstance(graph.items[n].node, ir.Fill)
+        and all(
+            isinstance(graph.items[k].node, (ir.Define, ir.Fill, ir.Await)) for k in graph.before[n]
+        )
+    }
+    closed = needed | above | fills
+    closed |= set().union(*(graph.before[n] for n in closed)) if closed else set()
+    return sorted(closed - early)
+
+
+def _ring_only(node: ir.Statement) -> bool:
+    """Whether a statement only hands tiles back."""
+    if isinstance(node, ir.Branch):
+        return all(_ring_only(n) or isinstance(n, ir.Define) for n in (*node.then, *node.orelse))
+    return isinstance(node, (ir.Release, ir.Refill))
+
+
+def _with_cheap(graph: Graph, stage0: list[int], middle: list[int], done: set[int]) -> list[int]:
+    """With the assignments to vectors that need nothing more: a name local to the row that one of
+    them keeps need not be kept otherwise."""
+    found = set(middle)
+    for n in stage0:
+        if n in found or n in done:
+            continue
+        node = graph.items[n].node
+        if isinstance(node, ir.Compute) and not node.assigns and n < max(found, default=0):
+            found.add(n)
+        vector = (
+            isinstance(node, ir.Compute)
+            and node.assigns
+            and all(a.target.axes == ROW and isinstance(a.value, Leaf) for a in node.assigns)
+        )
+        if vector and graph.before[n] <= found | done:
+            found.add(n)
+    return sorted(found)
+
+
+def _legal(graph: Graph, order: _Order, late: set[int]) -> bool:
+    """Whether every item stands behind what it depends on, in this iteration or the one before."""
+    steady = [*order.head, *order.early, *order.late, *order.middle, *order.give]
+    steady += [*order.settle, *order.rescale, *order.rest]
+    place = {n: position for position, n in enumerate(steady)}
+    if sorted(steady) != list(range(len(graph.items))):
+        return False
+    for item in graph.items:
+        for n in graph.before[item.number]:
+            same_stage = (n in late) == (item.number in late)
+            if (same_stage or n in late) and place[n] > place[item.number]:
+                return False
+    return all(
+        place[n] < place[m]
+        for n in late
+        for m in place
+        if m not in late and graph.items[n].effects.conflicts(graph.items[m].effects)
+    )
+
+
+# --- the statements ---------------------------------------------------------------------------
+
+
+@dataclass
+class _Writer:
+    """Puts the items of an order back together as statements."""
+
+    graph: Graph
+    order: _Order
+    zero: Callable[[Key], bool]
+    names: Names
+    turns: bool
+
+    def write(self, loop: ir.Loop) -> Pipelined | Reason:
+        order, late = self.order, {*self.order.late, *self.order.settle}
+        reads = {
+            loop.var,
+            *(i.node.name for i in self.graph.items if isinstance(i.node, ir.Define)),
+        }
+        for n in sorted(late):
+            if self.graph.items[n].effects.reads & reads:
+                text = "what is put off to the next iteration depends on the loop's variable"
+                return Reason(text, self.graph.items[n].node.origin)
+        middle, rescale, rest = self._together(order.middle, order.rescale, order.rest)
+        settle = self._nodes(order.settle)
+        anew = () if self._stays_zero(rescale) else rescale
+        again: tuple[ir.Statement, ...] = rescale
+        last: tuple[ir.Statement, ...] = ()
+        if any(isinstance(n, ir.Compute) for n in settle):
+            stepped = _stepped(middle, rescale, settle, self._stays_zero(rescale))
+            if stepped is None:
+                return Reason("an fp8 sum is changed in more than one way", rescale[0].origin)
+            anew, again, last = stepped
+            settle = tuple(n for n in settle if not isinstance(n, ir.Compute))
+        take, give = ((ir.Turn("take"),), (ir.Turn("pass"),)) if self.turns else ((), ())
+        head, early, started = (self._nodes(part) for part in (order.head, order.early, order.late))
+        released = self._nodes(order.give)
+        known = _known(middle)
+        held = tuple(replace(n, known=known) if isinstance(n, ir.Release) else n for n in released)
+        first = (*head, *early, *released, *middle, *anew, *rest)
+        steady = (
+            *(*head, *take, *early, *started, *give, *middle, *held),
+            *(*settle, *again, *rest),
+        )
+        tiles = frozenset(_tiles(self.graph, late))
+        return Pipelined(first, steady, (*started, *settle, *last), tiles)
+
+    def _nodes(self, numbers: Sequence[int]) -> tuple[ir.Statement, ...]:
+        return self._together(numbers)[0]
+
+    def _stays_zero(self, rescale: tuple[ir.Statement, ...]) -> bool:
+        """Whether what is done with the accumulators changes nothing in the first iteration."""
+        assigns = [a for n in rescale if isinstance(n, ir.Compute) for a in n.assigns]
+        return all(isinstance(n, ir.Compute) for n in rescale) and all(
+            isinstance(a.value, Op)
+            and a.value.op == "*"
+            and a.target in a.value.args
+            and a.buffer is not None
+            and self.zero((a.buffer.name, "register"))
+            for a in assigns
+        )
+
+    def _together(self, *parts: Sequence[int]) -> tuple[tuple[ir.Statement, ...], ...]:
+        """Items of one statement that follow each other are one statement again."""
+        pieces: list[list[list[Item]]] = []
+        for numbers in parts:
+            pieces.append([])
+            for n in numbers:
+                item = self.graph.items[n]
+                if pieces[-1] and _follows(pieces[-1][-1][-1], item):
+                    pieces[-1][-1].append(item)
+                else:
+                    pieces[-1].append([item])
+        flat = [piece for part in pieces for piece in part]
+        made = iter(self._lasting(flat))
+        return tuple(tuple(next(made) for _ in part) for part in pieces)
+
+    def _lasting(self, pieces: list[list[Item]]) -> list[ir.Statement]:
+        """The pieces as statements. A name local to the row that a later piece uses is read from
+        a vector that has its value, or becomes a vector."""
+        nodes = [_joined(piece) for piece in pieces]
+        for number, piece in enumerate(pieces):
+            node = nodes[number]
+            if not isinstance(node, ir.Compute):
+                continue
+            own = [n for n, p in enumerate(pieces) if p[0].statement == piece[0].statement]
+            later = [n for n in own if n > number]
+            for assign in node.assigns:
+                if assign.buffer is None and not assign.kept:
+                    self._carry(nodes, number, later, assign.target)
+        return nodes
+
+    def _carry(self, nodes: list[ir.Statement], number: int, later: list[int], name: Leaf) -> None:
+        node = nodes[number]
+        assert isinstance(node, ir.Compute)
+        users = [n for n in later if _uses(nodes[n], name)]
+        if not users:
+            return
+        same = [a for a in node.assigns if a.buffer and a.value == name and a.target.axes == ROW]
+        vector = same[-1].target if same else None
+        between = [n for k in range(number + 1, users[-1]) for n in (nodes[k],)]
+        if vector and not any(variable(vector) in effects(n).writes for n in between):
+            for n in users:
+                nodes[n] = _renamed(nodes[n], {name.term: vector})
+            return
+        assert isinstance(name.term, Var)
+        kept = element(self.names.fresh(f"{name.term.name}s"), ROW)
+        made = _renamed(node, {name.term: kept})
+        assert isinstance(made, ir.Compute)
+        nodes[number] = replace(made, kept=(*made.kept, variable(kept)))
+        for n in users:
+            nodes[n] = _renamed(nodes[n], {name.term: kept})
+
+
+def _follows(before: Item, item: Item) -> bool:
+    return (
+        before.statement == item.statement
+        and isinstance(item.node, ir.Compute)
+        and item.number > before.number
+    )
+
+
+def _joined(piece: list[Item]) -> ir.Statement:
+    first = piece[0].node
+    if len(piece) == 1 or not isinstance(first, ir.Compute):
+        return first
+    assigns = tuple(
+        a for item in piece if isinstance(item.node, ir.Compute) for a in item.node.assigns
+    )
+    return replace(first, assigns=assigns)
+
+
+def _uses(node: ir.Statement, name: Leaf) -> bool:
+    return isinstance(node, ir.Compute) and any(name in leaves(a.value) for a in node.assigns)
+
+
+def _renamed(node: ir.Statement, new: Mapping[Term, Leaf]) -> ir.Statement:
+    assert isinstance(node, ir.Compute)
+    assigns = []
+    for assign in node.assigns:
+        target = new.get(assign.target.term, assign.target)
+        kept = assign.kept or target is not assign.target
+        assigns.append(
+            replace(assign, target=target, value=with_leaves(assign.value, new), kept=kept)
+        )
+    return replace(node, assigns=tuple(assigns))
+
+
+def with_leaves(x: Element, new: Mapping[Term, Element]) -> Element:
+    """The expression with others in the place of leaves."""
+    match x:
+        case Leaf():
+            return new.get(x.term, x)
+        case Op(op, args):
+            return Op(op, tuple(with_leaves(a, new) for a in args))
+        case Reduce(op, arg):
+            return Reduce(op, with_leaves(arg, new))
+
+
+def _known(middle: Sequence[ir.Statement]) -> str:
+    """The last vector that is made before the wait for the late products: a tile that is released
+    between them is released when its value is there, which holds the wait in its place."""
     vectors = [
         variable(a.target)
         for node in middle
@@ -166,171 +510,31 @@ def _known(middle: tuple[ir.Statement, ...]) -> str:
     return vectors[-1] if vectors else ""
 
 
-def _cleared(before: list[ir.Statement], key: Key) -> bool:
-    """Whether a tile is 0 behind these statements."""
-    last = next((n for n in reversed(before) if _speaks(n, key)), None)
-    values = [a.value for a in last.assigns] if isinstance(last, ir.Compute) else []
-    return len(values) == 1 and isinstance(values[0], Leaf) and values[0].value == 0
-
-
-def _scales(rescale: tuple[ir.Compute, ...]) -> bool:
-    """Whether a tile that is 0 stays so."""
-    return all(
-        isinstance(a.value, Op) and a.value.op == "*" and a.target in a.value.args
-        for node in rescale
-        for a in node.assigns
-    )
-
-
-# --- a warpgroup's own end --------------------------------------------------------------------
-
-
-def _own_end(loop: ir.Loop, parts: _Parts, rows: Term | None) -> ir.Define | None:
-    """The round from which on a mask leaves nothing of a warpgroup's rows, at least the second: it
-    then only lets the tiles pass, while others go on with them. So does one whose rows are not
-    stored."""
-    own = _masked(loop, parts)
-    if own is None:
+def _stepped(
+    middle: Sequence[ir.Statement],
+    rescale: Sequence[ir.Statement],
+    settle: Sequence[ir.Statement],
+    zero: bool,
+) -> tuple[tuple[ir.Statement, ...], tuple[ir.Statement, ...], tuple[ir.Statement, ...]] | None:
+    """A late product that is a step (fp8_sums.py): the sum is rescaled where the step is added, by
+    what the iteration before knew. What this one knows is noted for that: in the first iteration,
+    in the others, and behind the loop."""
+    adds = [n for n in settle if isinstance(n, ir.Compute)]
+    if len(adds) != 1:
         return None
-    if rows is not None:
-        first = binary("*", GROUP, integer(GROUP_ROWS))
-        own = Select(binary("<", first, rows), own, integer(0))
-    return ir.Define(f"{loop.var}_own", call("max", plus(loop.low, 1), own, type="int"))
-
-
-def _masked(loop: ir.Loop, parts: _Parts) -> Term | None:
-    done = (*parts.middle, *parts.later)
-    work = [n for n in done if isinstance(n, ir.Compute)]
-    if len(work) < len(done):
-        return None
-    for node in work:
-        match node.cols:
-            case Binary("*", Var(loop.var), step) if node.end and loop.var not in variables(
-                node.end
-            ):
-                if idle([*work, *parts.rescale], node):
-                    return call("ceil_div", node.end, step, type="int")
-    return None
-
-
-def _rows(body: tuple[ir.Statement, ...]) -> Term | None:
-    """How many rows of a block's tiles are stored, where it is the same for all of them."""
-    found = {n.window.rows for n in ir.flat(body) if isinstance(n, ir.Store)}
-    return found.pop() if len(found) == 1 else None
-
-
-def _early(before: ir.Statement, node: ir.Release) -> bool:
-    """Whether a rewritten loop is done with a tile before its last product."""
-    place = _behind(before)
-    if place is None:
-        return False
-    assert isinstance(before, ir.Branch)
-    reads = (n.gemm for n in before.then[place:] if isinstance(n, ir.Start))
-    return not any(node.key in (g.left, g.right) for g in reads)
-
-
-def _behind(node: ir.Statement) -> int | None:
-    """Where in a rewritten loop the last of its loops ends that multiplies."""
-    if not isinstance(node, ir.Branch):
-        return None
-    loops = [
-        n
-        for n, part in enumerate(node.then, 1)
-        if isinstance(part, ir.Loop) and any(isinstance(s, ir.Start) for s in part.body)
-    ]
-    return loops[-1] if loops else None
-
-
-def _released(loop: ir.Statement, node: ir.Release) -> ir.Branch:
-    """The tile handed back right behind the loop, so that the next one can come."""
-    assert isinstance(loop, ir.Branch)
-    place = _behind(loop)
-    then = (*loop.then[:place], node, *loop.then[place:])
-    return replace(loop, then=then, orelse=(*loop.orelse, node))
-
-
-# --- taking a round apart ---------------------------------------------------------------------
-
-
-def _parts(loop: ir.Loop) -> _Parts | None:
-    body = loop.body
-    gemms = [n for n, node in enumerate(body) if isinstance(node, ir.Gemm)]
-    if len(gemms) != 2 or sum(isinstance(n, ir.Gemm) for n in ir.flat(body)) != 2:
-        return None
-    first, second = (body[n] for n in gemms)
-    assert isinstance(first, ir.Gemm)
-    assert isinstance(second, ir.Gemm)
-    head, between, tail = body[: gemms[0]], body[gemms[0] + 1 : gemms[1]], body[gemms[1] + 1 :]
-    operands = [n for n in between if isinstance(n, ir.Operand)]
-    adds = [n for n in tail if isinstance(n, ir.Compute)]
-    fits = (
-        first.fresh
-        and second.fresh == bool(adds)
-        and first.left[1] == first.right[1] == "shared"
-        and len(operands) == 1
-        and (operands[0].target, operands[0].source) == (second.left, first.target)
-        and all(isinstance(n, (ir.Await, ir.Define)) for n in head)
-        and all(isinstance(n, ir.Release) for n in tail if n not in adds)
-        and len(adds) <= 1
-    )
-    if not fits:
-        return None
-    if not adds:
-        return _sorted(head, first, between, operands[0], second, tail, second.target)
-    key, rest = total(adds[0], second.target), tuple(n for n in tail if n not in adds)
-    found = key and _sorted(head, first, between, operands[0], second, rest, key)
-    return _stepped(found, adds[0]) if found else None
-
-
-def _sorted(
-    head: tuple[ir.Statement, ...],
-    first: ir.Gemm,
-    between: tuple[ir.Statement, ...],
-    operand: ir.Operand,
-    second: ir.Gemm,
-    tail: tuple[ir.Statement, ...],
-    out: Key,
-) -> _Parts | None:
-    after = tuple(n for n in between if isinstance(n, ir.Release))
-    ready = tuple(n for n in between if isinstance(n, ir.Await))
-    work = [n for n in between if not isinstance(n, (ir.Release, ir.Await, ir.Operand))]
-    if {n.key for n in ready} & {first.left, first.right}:
-        return None
-    middle: list[ir.Statement] = []
-    later: list[ir.Statement] = []
-    rescale: list[ir.Compute] = []
-    for node in work:
-        if not _speaks(node, out):
-            (later if rescale else middle).append(node)
-            continue
-        parted = _parted(node, out)
-        if parted is None:
-            return None
-        soon, rest = _soon(parted[0])
-        (later if rescale else middle).append(soon)
-        later += rest
-        rescale.append(parted[1])
-    if len(rescale) > 1:  # the factors of a further one are known only at the end
-        middle, later = middle + later, []
-    found = tuple(rescale)
-    return _Parts(
-        *(head, first, after, tuple(middle), found, tuple(later)),
-        *(operand, ready, second, tail, found, found),
-    )
-
-
-def _stepped(parts: _Parts, add: ir.Compute) -> _Parts | None:
-    """A round whose product is a step: the sum is rescaled where the step is added, by what the
-    round before knew. What this round knows is noted for that."""
-    if not parts.rescale:
-        return replace(parts, again=(add,), last=(add,))
-    assigns = [a for node in parts.rescale for a in node.assigns]
+    (add,) = adds
+    if not rescale:
+        return (), (add,), (add,)
+    assigns = [a for node in rescale if isinstance(node, ir.Compute) for a in node.assigns]
     if len(assigns) != 1 or assigns[0].target != add.assigns[0].target:
         return None
-    names = sorted(kept_vectors(parts.middle))
+    held = {variable(x) for x in leaves(assigns[0].value)} - {variable(assigns[0].target)}
+    names = sorted(name for name in held if name)
+    if any(leaf.axes == TILE and leaf != assigns[0].target for leaf in leaves(assigns[0].value)):
+        return None
     before = {element(name, ROW).term: element(f"{name}_before", ROW) for name in names}
-    scaled = {assigns[0].target.term: _with(assigns[0].value, before)}
-    added = replace(add.assigns[0], value=_with(add.assigns[0].value, scaled))
+    scaled = {assigns[0].target.term: with_leaves(assigns[0].value, before)}
+    added = replace(add.assigns[0], value=with_leaves(add.assigns[0].value, scaled))
     joint = replace(add, assigns=(added,))
     noted = replace(
         add,
@@ -339,90 +543,11 @@ def _stepped(parts: _Parts, add: ir.Compute) -> _Parts | None:
         ),
         kept=tuple(f"{name}_before" for name in names),
     )
-    return replace(parts, anew=(noted,), again=(joint, noted), last=(joint,))
-
-
-def _soon(node: ir.Compute) -> tuple[ir.Compute, tuple[ir.Compute, ...]]:
-    """A statement until the vectors that it makes for others are there, and what is left of it.
-
-    Of the names of a row that both parts use the second knows those that a vector has as well.
-    """
-    made = max((n for n, a in enumerate(node.assigns) if a.kept), default=-1)
-    rows = takewhile(lambda a: a.target.axes == ROW, node.assigns[made + 1 :])
-    place = made + 1 + sum(1 for _ in rows)
-    soon, rest = node.assigns[:place], node.assigns[place:]
-    local = {a.target.term for a in soon if a.buffer is None and not a.kept}
-    held = {a.value.term: a.target for a in soon if a.buffer and isinstance(a.value, Leaf)}
-    used = {leaf.term for a in rest for leaf in leaves(a.value)} & local
-    if not rest or not used <= held.keys():
-        return node, ()
-    named = tuple(replace(a, value=_with(a.value, held)) for a in rest)
-    later = replace(node, assigns=named, kept=(), origin=node.origin.untitled)
-    return replace(node, assigns=soon), (later,)
-
-
-def _speaks(node: ir.Statement, key: Key) -> bool:
-    """Whether a statement has to do with a tile in registers."""
-    if isinstance(node, ir.Compute):
-        return any(_names(a, key) for a in node.assigns)
-    return any(
-        (isinstance(n, ir.Fill) and n.dest == key)
-        or (isinstance(n, ir.Store) and n.source == key)
-        or (isinstance(n, ir.Compute) and any(_names(a, key) for a in n.assigns))
-        for n in ir.flat((node,))
-    )
-
-
-def _names(assign: ir.Assign, key: Key) -> bool:
-    name = tile_name(key)
-    return any(variable(leaf) == name for leaf in (assign.target, *leaves(assign.value)))
-
-
-def _parted(node: ir.Statement, key: Key) -> tuple[ir.Compute, ir.Compute] | None:
-    """A statement without what it does with the tile, and that alone. Names of a row that both use
-    become vectors, which last from one to the other."""
-    if not isinstance(node, ir.Compute) or node.unless is not None:
-        return None
-    own = [a for a in node.assigns if _names(a, key)]
-    rest = [a for a in node.assigns if not _names(a, key)]
-    local = {a.target.term for a in rest if a.buffer is None}
-    used = {leaf.term for a in own for leaf in leaves(a.value)} & local
-    stable = all(
-        variable(leaf) == tile_name(key) or leaf.term in used or leaf.value is not None
-        for a in own
-        for leaf in leaves(a.value)
-    )
-    if not stable or any(a.target.axes != TILE for a in own):
-        return None
-    kept: dict[Term, Leaf] = {
-        name: element(f"{name.name}s", ROW) for name in used if isinstance(name, Var)
-    }
-    first, second = (tuple(_renamed(a, kept) for a in part) for part in (rest, own))
-    return (
-        replace(node, assigns=first, kept=tuple(sorted(map(variable, kept.values())))),
-        replace(node, assigns=second, origin=node.origin.untitled),
-    )
-
-
-def _renamed(assign: ir.Assign, kept: Mapping[Term, Leaf]) -> ir.Assign:
-    target = kept.get(assign.target.term, assign.target)
-    return replace(
-        assign, target=target, value=_with(assign.value, kept), kept=target is not assign.target
-    )
-
-
-def _with(x: Element, kept: Mapping[Term, Element]) -> Element:
-    match x:
-        case Leaf():
-            return kept.get(x.term, x)
-        case Op(op, args):
-            return Op(op, tuple(_with(a, kept) for a in args))
-        case Reduce(op, arg):
-            return Reduce(op, _with(arg, kept))
+    return (noted,), (joint, noted), (joint,)
 
 
 def kept_vectors(body: tuple[ir.Statement, ...]) -> dict[str, int]:
-    """The vectors that were made, and the rows of their tiles."""
+    """The vectors that passes made, and the rows of their tiles."""
     return {
         name: node.shape[0]
         for node in ir.flat(body)

@@ -1,68 +1,142 @@
-"""Hopper's division of labour: one thread loads tiles by TMA, the warpgroups multiply and compute.
+"""Warp specialization on Hopper: one thread loads tiles by TMA, consumer warpgroups multiply with
+wgmma and compute.
 
-The program is written out twice. The loader keeps the copies and what leads to them; the readers
-keep everything else, wait for a tile where they first need it, and hand its stage back where they
-last do. How often a tile is filled need not be known: both sides count as they go (device/fw/
-ring.cuh), so that any loop or branch around a copy will do, as long as it is the same for both.
-Where tiles are turned on their way (turned.py), it is written out a third time, for the warps that
-do it.
+The program is written out twice, once for each side of the rings (rings.py). Where fp8 tiles are
+transposed on their way (fp8_transpose.py), it is written out a third time, for the warps doing it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
-from flashwright.check.program import Buffer, Key, Program
+from flashwright.check.program import Key, Program
 from flashwright.check.vocabulary import DTYPES
 from flashwright.gpu import Gpu
 from flashwright.lower import ir
-from flashwright.lower.names import ring_name
+from flashwright.lower.names import Names, ring_name
 from flashwright.lower.passes.fp8_sums import can_step, in_steps, long_sums, with_steps
 from flashwright.lower.passes.fp8_transpose import can_turn, landed, turned_tiles, turning
 from flashwright.lower.passes.integer_maxima import by_threes
-from flashwright.lower.passes.overlap import overlapped
+from flashwright.lower.passes.rings import consuming, needed_last, producing
 from flashwright.lower.passes.scale_in_exponent import in_exponent
+from flashwright.lower.passes.software_pipeline import SoftwarePipeline
+from flashwright.lower.passes.wgmma_groups import asynchronous
+from flashwright.lower.report import Report
 from flashwright.lower.targets.shared_memory import BARRIERS, with_room
-from flashwright.lower.term import RingStage, Term, variables
+from flashwright.lower.term import RingStage, Term
 
 WIDEST = 256  # columns of one wgmma
 MOST_GROUPS = 3
 MOST_AXES = 5  # of a tensor map
 
 
-def divided(
-    program: Program, gpu: Gpu, body: tuple[ir.Statement, ...], sparing: bool = False
+def specialized(
+    program: Program,
+    gpu: Gpu,
+    body: tuple[ir.Statement, ...],
+    names: Names,
+    report: Report,
+    sparing: bool = False,
 ) -> tuple[Program, ir.Roles] | None:
-    """The roles, and the program with the tiles that they need besides; None where it is no program
-    for wgmma and TMA. `sparing` ones need fewer registers."""
-    if not gpu.wgmma or not _fits(program, body):
+    """The roles, and the program with the tiles that they need besides; None if the program cannot
+    use wgmma and TMA, for reasons that the report then has. `sparing` ones need fewer registers."""
+    if not gpu.wgmma or not _fits(program, body, report):
         return None
     turned, sums = turned_tiles(program, body), long_sums(program, body)
     if not can_step(program, sums):
+        text = "an fp8 sum wider than 128 columns has no registers for the product of a step"
+        report.remark("FW831", text, _line_of(body, ir.Gemm))
         return None
     more = with_room(with_steps(program, sums), gpu, turned)
     if more is None:
+        text = "shared memory has no room to transpose an fp8 tile in"
+        report.remark("FW831", text, _line_of(body, ir.Load))
         return None
     body = in_exponent(in_steps(program, body, sums))
     keys = {n.dest for n in ir.flat(body) if isinstance(n, ir.Load)}
-    loader = ir.changed(_loading(body, keys), lambda node: landed(node, turned))
-    turner = _loading(ir.changed(body, turning), turned)
-    reading = _reading(more, body, keys)
+    consumers, late = _consumers(more, body, keys, names, report)
     if not sparing:
-        reading = by_threes(more, gpu, reading)
-    return more, ir.Roles(loader, reading, turner)
+        consumers = by_threes(more, gpu, consumers)
+    produced = _in_need_order(producing(body, keys), late)
+    loader = ir.changed(produced, lambda node: landed(node, turned))
+    turner = producing(ir.changed(body, turning), turned)
+    report.products, report.copies = "wgmma", "TMA"
+    report.persistent = program.schedule.persistent
+    return more, ir.Roles(loader, consumers, turner)
 
 
-def _reading(
-    program: Program, body: tuple[ir.Statement, ...], keys: set[Key]
+def _consumers(
+    program: Program,
+    body: tuple[ir.Statement, ...],
+    keys: set[Key],
+    names: Names,
+    report: Report,
+) -> tuple[tuple[ir.Statement, ...], dict[str, frozenset[Key]]]:
+    schedule = program.schedule
+    met = _with_syncs(body)
+    meets = any(isinstance(n, ir.Sync) for n in ir.flat(met))
+    turns = schedule.ping_pong and program.warps > 4 and not meets
+    pipeline = SoftwarePipeline(names, report, schedule.overlap, turns, schedule.apart)
+    found = pipeline.body(consuming(met, keys))
+    report.ping_pong = any(isinstance(n, ir.Turn) for n in ir.flat(found))
+    if schedule.ping_pong and program.warps > 4 and meets:
+        text = "warpgroups do not take turns (ping-pong): they meet at a copy to shared memory"
+        report.remark("FW834", text, _line_of(met, ir.Move))
+    staged = ir.changed(found, lambda node: _staged(node, keys, program))
+    return asynchronous(staged), pipeline.late
+
+
+def _in_need_order(
+    body: tuple[ir.Statement, ...], late: dict[str, frozenset[Key]]
 ) -> tuple[ir.Statement, ...]:
-    readers = _Readers(keys, program.buffers)
-    reading, schedule = readers.body(body), program.schedule
-    if schedule.overlap:
-        turns = schedule.ping_pong and program.warps > 4
-        reading = overlapped(reading, turns, schedule.apart)
-    return reading
+    """The producer's loops with their copies in the order in which consumers need them."""
+    out: list[ir.Statement] = []
+    for node in body:
+        if isinstance(node, ir.Loop):
+            inner = _in_need_order(node.body, late)
+            tiles = late.get(node.var, frozenset())
+            out.append(replace(node, body=needed_last(inner, tiles)))
+        elif isinstance(node, ir.Branch):
+            then, orelse = (_in_need_order(part, late) for part in (node.then, node.orelse))
+            out.append(replace(node, then=then, orelse=orelse))
+        else:
+            out.append(node)
+    return tuple(out)
+
+
+def _staged(node: ir.Statement, keys: set[Key], program: Program) -> ir.Statement:
+    """A reader of rings, at the stage that is read now."""
+
+    def stage(key: Key) -> Term | None:
+        ring = key in keys and program.buffers[key].stages > 1
+        return RingStage(ring_name(key)) if ring else None
+
+    if isinstance(node, ir.Gemm):
+        return replace(node, left_stage=stage(node.left), right_stage=stage(node.right))
+    if isinstance(node, ir.Move) and node.source[1] == "shared":
+        return replace(node, stage=stage(node.source))
+    return node
+
+
+def _with_syncs(body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
+    """Consumers meet before they overwrite a shared tile, which others may still read, and when it
+    has been written."""
+    out: list[ir.Statement] = []
+    for node in body:
+        if isinstance(node, ir.Loop):
+            out.append(replace(node, body=_with_syncs(node.body)))
+        elif isinstance(node, ir.Branch):
+            then, orelse = _with_syncs(node.then), _with_syncs(node.orelse)
+            out.append(replace(node, then=then, orelse=orelse))
+        elif isinstance(node, ir.Move) and node.dest[1] == "shared":
+            out += [ir.Sync(node.dest), node, ir.Sync(node.dest, publish=True)]
+        else:
+            out.append(node)
+    return tuple(out)
+
+
+def _line_of(body: tuple[ir.Statement, ...], kind: type) -> ir.Lines | None:
+    return next((n.origin.lines for n in ir.flat(body) if isinstance(n, kind)), None)
 
 
 def ring_offsets(program: Program, kernel: ir.Kernel, begin: int) -> tuple[dict[Key, int], int]:
@@ -79,138 +153,73 @@ def ring_offsets(program: Program, kernel: ir.Kernel, begin: int) -> tuple[dict[
 # --- what wgmma and TMA can do ----------------------------------------------------------------
 
 
-def _fits(program: Program, body: tuple[ir.Statement, ...]) -> bool:
+@dataclass(frozen=True)
+class _Check:
+    """Something that wgmma or TMA needs, and what to say where it is not so."""
+
+    holds: bool
+    text: str
+    help: str = ""
+
+
+def _fits(program: Program, body: tuple[ir.Statement, ...], report: Report) -> bool:
+    """Whether all of a program can be done; what cannot is reported."""
     nodes = list(ir.flat(body))
-    loads = [n for n in nodes if isinstance(n, ir.Load)]
-    gemms = [n for n in nodes if isinstance(n, ir.Gemm)]
-    groups, rest = divmod(program.warps, 4)
     turned = turned_tiles(program, body)
-    return (
-        bool(gemms)
-        and not rest
-        and 1 <= groups <= MOST_GROUPS
-        and len({load.dest for load in loads}) == len(loads)
-        and all(_by_tma(load, program) for load in loads)
-        and all(_by_wgmma(gemm, program, turned) for gemm in gemms)
-        and not any(_otherwise(n) for n in nodes)
-    )
+    groups, rest = divmod(program.warps, 4)
+    fine = True
+    if rest or not 1 <= groups <= MOST_GROUPS:
+        text = f"no wgmma: {program.warps} warps are not 1 to {MOST_GROUPS} warpgroups of 4"
+        report.remark("FW831", text, _line_of(body, ir.Gemm), "let Warps be 4, 8 or 12")
+        fine = False
+    written = {n.dest for n in nodes if isinstance(n, ir.Move)}
+    tensors = {n.dest: n.window.tensor for n in nodes if isinstance(n, ir.Load)}
+    for node in nodes:
+        checks: list[_Check] = []
+        if isinstance(node, ir.Load):
+            checks, code = [*_by_tma(node, program, written)], "FW832"
+            other = tensors[node.dest] is not node.window.tensor
+            checks.append(_Check(not other, f"two tensors are copied to `{node.dest[0]}`"))
+        elif isinstance(node, ir.Gemm):
+            checks, code = [*_by_wgmma(node, program, turned)], "FW831"
+        elif isinstance(node, ir.Store) and node.source[1] == "shared":
+            checks, code = [_Check(False, "a shared tile is stored by all threads")], "FW831"
+        for check in checks:
+            if not check.holds:
+                what = "no TMA" if code == "FW832" else "no wgmma"
+                report.remark(code, f"{what}: {check.text}", node.origin.lines, check.help)
+                fine = False
+                break
+    return fine and any(isinstance(n, ir.Gemm) for n in nodes)
 
 
-def _by_tma(load: ir.Load, program: Program) -> bool:
+def _by_tma(load: ir.Load, program: Program, written: set[Key]) -> list[_Check]:
     window, buffer = load.window, program.buffers[load.dest]
-    whole = window.cols is None and window.offset is None and len(buffer.shape) == 2
-    return whole and 2 <= len(window.start) <= MOST_AXES and buffer.shape[0] <= 256
+    name, axes = load.dest[0], len(window.start)
+    return [
+        _Check(window.offset is None, f"`{window.tensor.name}` is a view with an offset",
+               "give the tensor axes for batch and head, and coordinates on them"),
+        _Check(len(buffer.shape) == 2, f"`{name}` is a vector"),
+        _Check(window.cols is None, f"the rows of `{name}` are not as wide as the tensor's"),
+        _Check(2 <= axes <= MOST_AXES, f"a tensor map has 2 to {MOST_AXES} axes, not {axes}"),
+        _Check(buffer.shape[0] <= 256, f"`{name}` has {buffer.shape[0]} rows, a box at most 256"),
+        _Check(load.dest not in written, f"`{name}` is also written by threads",
+               "give what is computed a tile of its own"),
+    ]  # fmt: skip
 
 
-def _by_wgmma(gemm: ir.Gemm, program: Program, turned: frozenset[Key]) -> bool:
+def _by_wgmma(gemm: ir.Gemm, program: Program, turned: frozenset[Key]) -> list[_Check]:
     target, left, right = (program.buffers[k] for k in (gemm.target, gemm.left, gemm.right))
     rows, columns = target.shape
     depth, size = right.shape[1 if gemm.transposed else 0], DTYPES[right.dtype]
-    return (
-        (size == 2 or (size == 1 and can_turn(gemm, turned)))
-        and gemm.right[1] == "shared"
-        and rows == 16 * program.warps
-        and columns % 8 == 0
-        and columns <= WIDEST
-        and depth * size % 32 == 0
-        and (gemm.left[1] == "register" or left.shape[0] == rows)
-    )
-
-
-def _otherwise(node: ir.Statement) -> bool:
-    """Whether a statement uses shared memory in another way."""
-    if isinstance(node, ir.Move):
-        return True
-    return isinstance(node, ir.Store) and node.source[1] == "shared"
-
-
-# --- the loader -------------------------------------------------------------------------------
-
-
-def _loading(body: tuple[ir.Statement, ...], keys: Set[Key]) -> tuple[ir.Statement, ...]:
-    """The copies to these tiles, and the loops, branches and names that they need."""
-    out: list[ir.Statement] = []
-    for node in reversed(body):
-        if isinstance(node, ir.Define):
-            if node.name in _words(out):
-                out.append(node)
-        elif not _loads(node) & keys:
-            continue
-        elif isinstance(node, ir.Loop):
-            out.append(replace(node, body=_loading(node.body, keys)))
-        elif isinstance(node, ir.Branch):
-            then, orelse = (_loading(part, keys) for part in (node.then, node.orelse))
-            out.append(replace(node, then=then, orelse=orelse))
-        else:
-            out.append(node)
-    return tuple(reversed(out))
-
-
-def _words(nodes: Iterable[ir.Statement]) -> set[str]:
-    """The names that copies, and what leads to them, speak of."""
-    used: list[Term] = []
-    for node in ir.flat(tuple(nodes)):
-        match node:
-            case ir.Load(_, window):
-                used += [*window.start]
-            case ir.Define(_, value):
-                used.append(value)
-            case ir.Loop(_, low, condition):
-                used += [low, condition]
-            case ir.Branch(condition):
-                used.append(condition)
-    return {name for term in used for name in variables(term)}
-
-
-def _loads(node: ir.Statement) -> set[Key]:
-    nodes = list(ir.flat((node,)))
-    copied = {n.dest for n in nodes if isinstance(n, ir.Load)}
-    return copied | {n.key for n in nodes if isinstance(n, ir.Transpose)}
-
-
-# --- the readers ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Readers:
-    """Puts in who waits for what: every tile is waited for and handed back in the body that its
-    copy stood in, so that both are done as often as the copy."""
-
-    filled: set[Key]
-    buffers: Mapping[Key, Buffer]
-
-    def body(self, body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
-        before: dict[int, list[ir.Statement]] = {}
-        after: dict[int, list[ir.Statement]] = {}
-        for position, node in enumerate(body):
-            if isinstance(node, ir.Load):
-                uses = [n for n in range(position, len(body)) if _reads(body[n], node.dest)]
-                first, last = (uses[0], uses[-1]) if uses else (position, position)
-                before.setdefault(first, []).append(ir.Await(node.dest, origin=node.origin))
-                after.setdefault(last, []).append(ir.Release(node.dest))
-        out: list[ir.Statement] = []
-        for position, node in enumerate(body):
-            out += before.get(position, [])
-            if not isinstance(node, ir.Load):
-                out.append(self._node(node))
-            out += after.get(position, [])
-        return tuple(out)
-
-    def _node(self, node: ir.Statement) -> ir.Statement:
-        if isinstance(node, ir.Loop):
-            return replace(node, body=self.body(node.body))
-        if isinstance(node, ir.Branch):
-            return replace(node, then=self.body(node.then), orelse=self.body(node.orelse))
-        if isinstance(node, ir.Gemm):
-            left, right = (self._stage(k) for k in (node.left, node.right))
-            return replace(node, left_stage=left, right_stage=right)
-        return node
-
-    def _stage(self, key: Key) -> Term | None:
-        if key not in self.filled or self.buffers[key].stages == 1:
-            return None
-        return RingStage(ring_name(key))
-
-
-def _reads(node: ir.Statement, key: Key) -> bool:
-    return any(isinstance(n, ir.Gemm) and key in (n.left, n.right) for n in ir.flat((node,)))
+    all_rows = 16 * program.warps
+    return [
+        _Check(size == 2 or (size == 1 and can_turn(gemm, turned)),
+               f"8-bit operands `{gemm.left[0]}` and `{gemm.right[0]}` lie in different orders"),
+        _Check(rows == all_rows, f"`{gemm.target[0]}` has {rows} rows, {program.warps} warps take"
+               f" {all_rows}", f"let Warps be {rows // 16}" if rows % 64 == 0 else ""),
+        _Check(columns % 8 == 0 and columns <= WIDEST,
+               f"{columns} columns: wgmma has multiples of 8 up to {WIDEST}"),
+        _Check(depth * size % 32 == 0, f"a depth of {depth} is no multiple of 32 bytes"),
+        _Check(gemm.left[1] == "register" or left.shape[0] == rows, "the left tile has more rows"),
+    ]  # fmt: skip

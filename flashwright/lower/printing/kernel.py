@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from flashwright.check.program import Buffer, Key, Program
-from flashwright.check.vocabulary import SCHEDULE_PARAMS
+from flashwright.check.vocabulary import DTYPES, SCHEDULE_PARAMS
 from flashwright.gpu import Gpu
 from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_expr
 from flashwright.lower import ir
-from flashwright.lower.names import cpp, map_name, ring_name, tile_name
+from flashwright.lower.names import cpp, map_name, operand_name, ring_name, tile_name
 from flashwright.lower.passes.fp8_transpose import landing
 from flashwright.lower.passes.overlap import kept_vectors
 from flashwright.lower.printing.cpp import text
@@ -168,7 +168,7 @@ class Printer:
         page.write(self._signature())
         page.write(self._coordinates(used), _lines(self.program.grid), 1)
         for key, buffer in self.program.buffers.items():
-            if not self.rings or key in self.rings:
+            if not self.rings or buffer.space == "shared":
                 page.write(self._declare(key, buffer), _lines(buffer.declared), 1)
         if not self.rings:
             self._places(page, used)
@@ -264,7 +264,8 @@ class Printer:
                 yield f"fw::Ring<{buffer.stages}> {ring_name(key)}(shared + {self.rings[key]});"
             if self._staged(key):
                 yield f"fw::Staged<Threads, decltype({name})> {name}_staged;"
-        elif key in self._assigned():
+            return
+        if key in self._assigned():
             if len(buffer.shape) == 2:
                 lies = self.context.warps(key) if self.rings else "Warps"
                 yield f"auto {name} = fw::accumulator<{', '.join(sizes)}, {lies}>();"
@@ -274,6 +275,10 @@ class Printer:
                     yield f"auto {name} = fw::row_vector<{sizes[0]}, Warps{more}>();"
                 else:
                     yield f"auto {name} = fw::col_vector<{sizes[0]}{more}>();"
+        if key in self.kernel.operands:
+            rows, columns = buffer.shape[0] // (16 * self.program.warps), buffer.shape[1]
+            steps = columns * DTYPES[self.kernel.operands[key]] // 32
+            yield f"fw::OperandA<{rows}, {steps}> {operand_name(key)};"
 
     def _staged(self, key: Key) -> bool:
         """Whether a shared tile is filled through registers."""
@@ -286,7 +291,9 @@ class Printer:
             match node:
                 case ir.Gemm(target):
                     found.add(target)
-                case ir.Fill(dest) | ir.Move(_, dest) if dest not in self.kernel.operands:
+                case ir.Fill(dest):
+                    found.add(dest)
+                case ir.Move(_, dest) if not node.operand:
                     found.add(dest)
                 case ir.Compute():
                     found |= {(a.buffer.name, "register") for a in node.assigns if a.buffer}

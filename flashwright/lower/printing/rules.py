@@ -9,7 +9,7 @@ from typing import Any
 
 from flashwright.check.program import Buffer, Key, Program
 from flashwright.lower import ir
-from flashwright.lower.names import cpp, map_name, ring_name, tile_name
+from flashwright.lower.names import cpp, map_name, operand_name, ring_name, tile_name
 from flashwright.lower.passes.fp8_transpose import landing
 from flashwright.lower.printing.cpp import text
 from flashwright.lower.printing.elementwise import compute
@@ -78,7 +78,7 @@ class Context:
 
     def operand(self, key: Key) -> str:
         """The left operand of a GEMM in registers."""
-        return tile_name(key) if key in self.kernel.operands else f"{tile_name(key)}_operand"
+        return operand_name(key)
 
 
 def in_lines(node: ir.Store, buffer: Buffer) -> bool:
@@ -169,9 +169,9 @@ def _move(at: Context, node: ir.Move) -> Lines:
     if node.dest[1] == "shared":
         to = at.shared(node.dest, node.stage)
         yield f"fw::to_shared<{at.warps(node.source)}>({to}, {source});"
-    elif node.dest in at.kernel.operands:
+    elif node.operand:
         held = at.shared(node.source, node.stage)
-        yield f"auto const {dest} = fw::load_operand<Warps>({held});"
+        yield f"{operand_name(node.dest)} = fw::load_operand<Warps>({held});"
     else:
         held = at.shared(node.source, node.stage)
         yield f"fw::from_shared<{at.warps(node.dest)}>({dest}, {held});"
@@ -210,12 +210,8 @@ def _gemm(at: Context, node: ir.Gemm) -> Lines:
 
 
 def _operand(at: Context, node: ir.Operand) -> Lines:
-    name = f"{tile_name(node.target)}_operand"
-    if at.roles:
-        what = name if node.again else f"auto {name}"
-        yield f"{what} = fw::operand<{CPP_TYPES[node.dtype]}>({tile_name(node.source)});"
-        return
-    yield f"auto const {name} = fw::operand<{CPP_TYPES[node.dtype]}>({tile_name(node.source)});"
+    name, kind = operand_name(node.target), CPP_TYPES[node.dtype]
+    yield f"{name} = fw::operand<{kind}>({tile_name(node.source)});"
 
 
 def _listed(keys: tuple[Key, ...]) -> str:
@@ -238,6 +234,11 @@ RULES: dict[type, Callable[[Context, Any], Lines]] = {
     ir.Await: lambda at, node: iter([f"{ring_name(node.key)}.wait();"]),
     ir.Release: lambda at, node: iter(
         [f"{ring_name(node.key)}.release({f'{node.known}(0)' if node.known else ''});"]
+    ),
+    ir.Refill: lambda at, node: iter([f"{ring_name(node.key)}.refill();"]),
+    ir.Drain: lambda at, node: iter([f"{ring_name(node.key)}.drain();"]),
+    ir.Sync: lambda at, node: iter(
+        [f"fw::consumers_meet<Warps{', true' if node.publish else ''}>();"]
     ),
     ir.Open: lambda at, node: iter([f"fw::open_products({_listed(node.targets)});"]),
     ir.Start: _start,

@@ -1,0 +1,197 @@
+"""Loops of the consumers, scheduled: overlapped iterations (overlap.py) between a prologue and an
+epilogue, unmasked iterations split off, early exit for warpgroups whose rows are all masked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from flashwright.check.program import Key
+from flashwright.lower import ir
+from flashwright.lower.element import Leaf
+from flashwright.lower.names import Names, tile_name
+from flashwright.lower.passes.early_exit import own_end
+from flashwright.lower.passes.effects import effects
+from flashwright.lower.passes.overlap import Pipelined, Reason, pipelined
+from flashwright.lower.report import LoopReport, Report
+from flashwright.lower.term import (
+    Term,
+    Var,
+    binary,
+    plus,
+    substitute,
+    variables,
+)
+
+
+@dataclass
+class SoftwarePipeline:
+    """Schedules the loops of a body; `late` gathers by the loop's variable the tiles that are read
+    one iteration late."""
+
+    names: Names
+    report: Report
+    overlap: bool
+    turns: bool
+    split: bool
+    late: dict[str, frozenset[Key]] = field(default_factory=dict)
+
+    def body(
+        self, body: tuple[ir.Statement, ...], scope: frozenset[str] = frozenset()
+    ) -> tuple[ir.Statement, ...]:
+        """The statements with every loop that multiplies scheduled, inner ones too. `scope` are the
+        names that inner bodies know."""
+        out: list[ir.Statement] = []
+        rows = _stored_rows(body, scope)
+        for position, node in enumerate(body):
+            if isinstance(node, ir.Loop):
+                out.append(self._loop(node, out, body[position + 1 :], rows, scope))
+            elif isinstance(node, ir.Branch):
+                then, orelse = (self.body(part, scope) for part in (node.then, node.orelse))
+                out.append(replace(node, then=then, orelse=orelse))
+            elif isinstance(node, ir.Release) and out and _done_early(out[-1], node):
+                out.append(_released(out.pop(), node))
+            else:
+                out.append(node)
+                scope |= {node.name} if isinstance(node, ir.Define) else set()
+        return tuple(out)
+
+    def _loop(
+        self,
+        loop: ir.Loop,
+        before: list[ir.Statement],
+        after: Sequence[ir.Statement],
+        rows: Term | None,
+        scope: frozenset[str],
+    ) -> ir.Statement:
+        gemms = [n for n in ir.flat(loop.body) if isinstance(n, ir.Gemm)]
+        if not gemms:
+            return loop
+        found: Pipelined | Reason = Reason("`param Overlap = 0`", loop.origin)
+        if self.overlap:
+            found = pipelined(loop, lambda key: _is_zero(before, key), self.names, self.turns)
+        line = loop.origin.lines[0] if loop.origin.lines else 0
+        if isinstance(found, Reason):
+            inner = replace(loop, body=self.body(loop.body, scope | {loop.var}))
+            if any(isinstance(n, ir.Gemm) for n in loop.body):
+                where = found.origin.lines or loop.origin.lines
+                text = f"the loop is not overlapped: {found.text}"
+                self.report.remark("FW833", text, where, found.help)
+                self.report.loops.append(LoopReport(line, False))
+            return inner
+        self.late[loop.var] = found.late_tiles
+        return self._written(loop, found, after, rows, line)
+
+    def _written(
+        self,
+        loop: ir.Loop,
+        found: Pipelined,
+        after: Sequence[ir.Statement],
+        rows: Term | None,
+        line: int,
+    ) -> ir.Branch:
+        own = own_end(loop, rows, after)
+        before: tuple[ir.Statement, ...] = (
+            ir.Define(loop.var, loop.low, varies=True),
+            *found.first,
+        )
+        again = replace(loop, low=plus(loop.low, 1), body=found.steady, number="defined")
+        passing: tuple[ir.Statement, ...] = ()
+        if own is not None:
+            end = self.names.fresh(f"{loop.var}_own")
+            mine = binary("<", Var(loop.var), Var(end))
+            again = replace(again, condition=binary("&&", loop.condition, mine))
+            untitled = loop.origin.untitled
+            passed = _passing(loop.body, self.turns)
+            passing = (replace(loop, body=passed, number="resumes", origin=untitled),)
+            before = (ir.Define(end, own), *before)
+        loops = split_masked(again) if self.split else (again,)
+        self.report.loops.append(LoopReport(line, True, len(loops) > 1, own is not None))
+        condition = substitute(loop.condition, {loop.var: loop.low})
+        then = (*before, *loops, *found.last, *passing)
+        return ir.Branch(condition, then, origin=loop.origin.untitled)
+
+
+def split_masked(loop: ir.Loop) -> tuple[ir.Loop, ...]:
+    """The iterations in which no mask changes anything, without masks, for as long as there are
+    such; then the others."""
+    masks = [n for n in loop.body if isinstance(n, ir.Compute) and n.unless is not None]
+    if not masks:
+        return (loop,)
+    lets = defined(loop.body)
+    clear = loop.condition
+    for mask in masks:
+        assert mask.unless is not None
+        clear = binary("&&", clear, substitute(mask.unless, lets))
+    plain = tuple(n for n in loop.body if n not in masks)
+    then = replace(loop, number="resumes", origin=loop.origin.untitled)
+    return replace(loop, condition=clear, body=plain), then
+
+
+def defined(body: Sequence[ir.Statement]) -> dict[str, Term]:
+    """What the names defined in a body stand for, in terms of what is defined outside of it."""
+    found: dict[str, Term] = {}
+    for node in body:
+        if isinstance(node, ir.Define):
+            found[node.name] = substitute(node.value, found)
+    return found
+
+
+def _passing(body: Sequence[ir.Statement], turns: bool) -> tuple[ir.Statement, ...]:
+    """An iteration of a warpgroup that only lets the tiles pass."""
+    kept = [n for n in body if isinstance(n, (ir.Await, ir.Release, ir.Define))]
+    first = next((n for n, node in enumerate(kept) if isinstance(node, ir.Release)), len(kept))
+    pair = (ir.Turn("take"), ir.Turn("pass")) if turns else ()
+    return (*kept[:first], *pair, *kept[first:])
+
+
+def _is_zero(before: Sequence[ir.Statement], key: Key) -> bool:
+    """Whether a tile is 0 behind these statements."""
+    name = tile_name(key)
+    last = next((n for n in reversed(before) if name in effects(n).all), None)
+    values = [a.value for a in last.assigns] if isinstance(last, ir.Compute) else []
+    return len(values) == 1 and isinstance(values[0], Leaf) and values[0].value == 0
+
+
+def _stored_rows(body: Sequence[ir.Statement], scope: frozenset[str]) -> Term | None:
+    """How many rows of a block's tiles are stored, where it is the same for all of them and known
+    throughout the body."""
+    stores = [n for n in ir.flat(tuple(body)) if isinstance(n, ir.Store)]
+    found = {n.window.rows for n in stores}
+    if len(found) != 1:
+        return None
+    (rows,) = found
+    local = {n.name for n in ir.flat(tuple(body)) if isinstance(n, ir.Define)}
+    local |= {n.var for n in ir.flat(tuple(body)) if isinstance(n, ir.Loop)}
+    return rows if rows is not None and not variables(rows) & (local - scope) else None
+
+
+def _done_early(before: ir.Statement, node: ir.Release) -> bool:
+    """Whether an overlapped loop is done with a tile before its epilogue."""
+    place = _epilogue(before)
+    if place is None:
+        return False
+    assert isinstance(before, ir.Branch)
+    return not any(node.key in effects(n).reads for n in before.then[place:])
+
+
+def _epilogue(node: ir.Statement) -> int | None:
+    """Where in an overlapped loop the last of its loops ends that multiplies."""
+    if not isinstance(node, ir.Branch) or not all(isinstance(n, ir.Release) for n in node.orelse):
+        return None
+    loops = [
+        n
+        for n, part in enumerate(node.then, 1)
+        if isinstance(part, ir.Loop)
+        and part.number != "own"
+        and any(isinstance(s, ir.Gemm) for s in part.body)
+    ]
+    return loops[-1] if loops else None
+
+
+def _released(loop: ir.Statement, node: ir.Release) -> ir.Branch:
+    """The tile handed back right behind the loop, so that the next one can come."""
+    assert isinstance(loop, ir.Branch)
+    place = _epilogue(loop)
+    then = (*loop.then[:place], node, *loop.then[place:])
+    return replace(loop, then=then, orelse=(*loop.orelse, node))

@@ -1,0 +1,95 @@
+"""Asynchronous products: each GEMM is started as a group of its own, and waited for where somebody
+needs it.
+
+A statement needs a group if it touches its accumulator, overwrites its left operand in registers,
+or gives away a shared tile that it reads. Groups end in the order in which they were started, so a
+wait for one is a wait for all before it: `wait_group N` leaves the N youngest under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from flashwright.check.program import Key
+from flashwright.lower import ir
+from flashwright.lower.names import operand_name, tile_name
+from flashwright.lower.passes.effects import effects
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A product under way."""
+
+    gemm: ir.Gemm
+
+    def needed_by(self, node: ir.Statement) -> bool:
+        if isinstance(node, (ir.Gemm, ir.Await)):  # products follow each other in the tensor cores
+            return False
+        found, gemm = effects(node), self.gemm
+        left = operand_name(gemm.left) if gemm.left[1] == "register" else gemm.left
+        return tile_name(gemm.target) in found.all or bool(found.writes & {gemm.right, left})
+
+
+def asynchronous(body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
+    """The body with its GEMMs started and waited for."""
+    open: list[_Group] = []
+    out: list[ir.Statement] = []
+    for position, node in enumerate(body):
+        if isinstance(node, (ir.Loop, ir.Branch)):
+            multiplies = any(isinstance(n, ir.Gemm) for n in ir.flat((node,)))
+            out += _finish(open, len(open) if multiplies else _due(open, node))
+            out.append(_within(node))
+        elif isinstance(node, ir.Gemm):
+            out += _finish(open, _due(open, node))
+            if not _fenced(body[:position], open):
+                out.append(ir.Open(_cluster(body[position:], open)))
+            out.append(ir.Start(node, origin=node.origin))
+            open.append(_Group(node))
+        else:
+            out += _finish(open, _due(open, node))
+            out.append(node)
+    out += _finish(open, len(open))
+    return tuple(out)
+
+
+def _within(node: ir.Loop | ir.Branch) -> ir.Statement:
+    if isinstance(node, ir.Loop):
+        return replace(node, body=asynchronous(node.body))
+    return replace(node, then=asynchronous(node.then), orelse=asynchronous(node.orelse))
+
+
+def _due(open: Sequence[_Group], node: ir.Statement) -> int:
+    """How many of the oldest groups a statement has to wait for."""
+    return max((n for n, group in enumerate(open, 1) if group.needed_by(node)), default=0)
+
+
+def _finish(open: list[_Group], count: int) -> list[ir.Statement]:
+    """The wait for the oldest groups."""
+    if not count:
+        return []
+    done = [open.pop(0).gemm.target for _ in range(count)]
+    still = {group.gemm.target for group in open}
+    return [ir.Finish(len(open), tuple(k for k in dict.fromkeys(done) if k not in still))]
+
+
+def _fenced(before: Sequence[ir.Statement], open: Sequence[_Group]) -> bool:
+    """Whether nothing but waits for tiles stands between this product and the one before it."""
+    for node in reversed(before):
+        if isinstance(node, ir.Gemm):
+            return bool(open) and open[-1].gemm is node
+        if not isinstance(node, (ir.Await, ir.Turn)):
+            return False
+    return False
+
+
+def _cluster(rest: Sequence[ir.Statement], open: Sequence[_Group]) -> tuple[Key, ...]:
+    """The accumulators of the products that follow each other without other work in between."""
+    found: dict[Key, None] = {}
+    for node in rest:
+        if isinstance(node, ir.Gemm):
+            found[node.target] = None
+        elif not isinstance(node, (ir.Await, ir.Turn)):
+            break
+    flying = {group.gemm.target for group in open}
+    return tuple(key for key in found if key not in flying)
