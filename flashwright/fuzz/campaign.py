@@ -23,7 +23,7 @@ from flashwright.fuzz.generate import generate
 from flashwright.fuzz.oracle import FAILURES, Outcome, Prepared, compare, compiled, prepare
 from flashwright.fuzz.sizes import GPUS
 
-CHUNK = 48
+CHUNK = 96
 RECORD = "record.jsonl"
 LIMIT = 1800.0  # seconds for a chunk
 Tell = Callable[[dict[str, Any]], None]

@@ -1,13 +1,14 @@
 """Smaller programs with the same failure.
 
-First the recorded choices: spans are deleted and numbers lowered, and the generator makes a
-program of what is left. Then the text: lines are deleted. A step tries many candidates at once,
-because kernels that are compiled together cost a fraction of one alone.
+First the recorded choices: numbers become 0, the simplest option, and the generator makes a program
+of the list. Then the problems, then the lines of the text. Each is a search for the largest set of
+items that can go. Many sets are tried at once, because kernels that are compiled together cost a
+fraction of one alone; those that can go one by one are then tried together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from flashwright.fuzz.case import Case
@@ -15,20 +16,23 @@ from flashwright.fuzz.generate import generate
 from flashwright.fuzz.oracle import Outcome, evaluate_cases
 
 Evaluate = Callable[[Sequence[Case]], list[Outcome]]
-AT_ONCE = 16
-STEPS = 14
-PINNED = 1  # the first choice is the GPU
+AT_ONCE = 14
+STEPS = 24
+PINNED = 2  # the first choices are the GPU and whether the text is edited
 
 
 def shrink(
     case: Case, outcome: Outcome, evaluate: Evaluate = evaluate_cases, steps: int = STEPS
 ) -> tuple[Case, Outcome]:
-    """The smallest case found that fails as this one does, and how it fails."""
+    """The smallest case found that fails as this one does, and how it fails.
+
+    `steps` bounds how often programs are compiled and run.
+    """
     search = _Search(case, outcome, evaluate, steps)
     if not case.spoilt and case.choices:
-        search.passes(_fewer_choices)
-    search.passes(_fewer_problems)
-    search.passes(_fewer_lines)
+        search.choices()
+    search.problems()
+    search.lines()
     return search.best, search.outcome
 
 
@@ -36,117 +40,138 @@ class _Search:
     def __init__(self, case: Case, outcome: Outcome, evaluate: Evaluate, steps: int) -> None:
         self.best, self.outcome = case, outcome
         self.evaluate, self.left = evaluate, steps
-        self.seen: set[tuple[str, str]] = {_identity(case)}
 
-    def passes(self, candidates: Callable[[Case], Iterator[Case]]) -> None:
-        """Take improvements of one kind until there is none, or the steps are used up."""
-        while self.left > 0:
-            batch: list[Case] = []
-            for one in candidates(self.best):
-                key = _identity(one)
-                if key not in self.seen and size(one) < size(self.best):
-                    self.seen.add(key)
-                    batch.append(one)
-                if len(batch) == AT_ONCE:
-                    break
-            if not batch:
+    def choices(self) -> None:
+        """Choices become 0 where they do not matter."""
+        taken = list(self.best.choices)
+        case = self.best
+
+        def without(places: frozenset[int]) -> Case:
+            kept = [0 if n in places else value for n, value in enumerate(taken)]
+            made = generate(case.seed, (case.gpu,), [0, *kept[1:]])
+            return replace(made, choices=(taken[0], *made.choices[1:]))
+
+        self._minimise([n for n in range(PINNED, len(taken)) if taken[n]], without)
+
+    def problems(self) -> None:
+        """One problem, with small sizes."""
+        if len(self.best.problems) > 1:
+            self._first([replace(self.best, problems=(p,)) for p in self.best.problems])
+        sizes = dict(self.best.problems[0])
+        low = {"batch": 1, "heads": sizes["heads"] // max(1, sizes["kv_heads"]), "kv_heads": 1}
+        self._first([replace(self.best, problems=({**sizes, **low},))])
+        for name in ("q_len", "kv_len"):
+            sizes = dict(self.best.problems[0])
+            lower = sorted({1, 17, 64, 65, sizes[name] // 2, 3 * sizes[name] // 4, sizes[name] - 1})
+            options = [{**sizes, name: n} for n in lower if 0 < n < sizes[name]]
+            self._first([replace(self.best, problems=(p,)) for p in options])
+
+    def lines(self) -> None:
+        """Lines go; an `if` or a `for` goes with its end, or leaves its body."""
+        for _ in range(2):
+            case, lines = self.best, self.best.text.splitlines()
+            ends = {n: _end_of(lines, n) for n, text in enumerate(lines) if _opens(text)}
+
+            def without(
+                places: frozenset[int],
+                case: Case = case,
+                lines: list[str] = lines,
+                ends: dict[int, int] = ends,
+            ) -> Case:
+                gone = places | {ends[n] for n in places if n in ends}
+                text = "\n".join(line for n, line in enumerate(lines) if n not in gone)
+                return replace(case, text=text + "\n", choices=())
+
+            items = [n for n, text in enumerate(lines) if text.strip() not in ("", "end", "else")]
+            if not self._minimise(items, without):
                 return
-            self.left -= 1
-            found = [
-                (size(one), number, one, outcome)
-                for number, (one, outcome) in enumerate(
-                    zip(batch, self.evaluate(batch), strict=True)
-                )
-                if outcome.bucket == self.outcome.bucket
+
+    # --- the search -----------------------------------------------------------------------
+
+    def _minimise(self, items: list[int], without: Callable[[frozenset[int]], Case]) -> bool:
+        """Take the largest set of items away that can be found; whether any could go."""
+        gone: frozenset[int] = frozenset()
+        width = max(1, -(-len(items) // AT_ONCE))
+        while items and self.left > 0:
+            groups = [frozenset(items[n : n + width]) for n in range(0, len(items), width)]
+            free = [
+                g for g, ok in zip(groups, self._tried(gone, groups, without), strict=True) if ok
             ]
-            if found:
-                _, _, self.best, self.outcome = min(found, key=lambda f: f[:2])
+            if free:
+                gone = self._together(gone, free, without)
+                items = [n for n in items if n not in gone]
+            if width == 1:
+                break
+            width = max(1, width // 2)
+        return bool(gone)
+
+    def _together(
+        self,
+        gone: frozenset[int],
+        free: list[frozenset[int]],
+        without: Callable[[frozenset[int]], Case],
+    ) -> frozenset[int]:
+        """As many of the sets as can go at the same time."""
+        half = len(free) // 2
+        unions = [free, free[:half], free[half:], free[::2], free[1::2], free[:1]]
+        sets = [frozenset().union(*u) for u in unions if u]
+        works = self._tried(gone, sets, without)
+        found = [s for s, ok in zip(sets, works, strict=True) if ok]
+        return gone | max(found, key=len) if found else gone
+
+    def _tried(
+        self,
+        gone: frozenset[int],
+        sets: Sequence[frozenset[int]],
+        without: Callable[[frozenset[int]], Case],
+    ) -> list[bool]:
+        """Whether the failure is still there without each of the sets."""
+        works: list[bool] = []
+        for start in range(0, len(sets), AT_ONCE):
+            part = [without(gone | one) for one in sets[start : start + AT_ONCE]]
+            works += self._same(part)
+        return works
+
+    def _same(self, cases: Sequence[Case]) -> list[bool]:
+        """Which cases fail as the first did; the smallest of them becomes the best."""
+        if self.left <= 0:
+            return [False] * len(cases)
+        self.left -= 1
+        outcomes = self.evaluate(cases)
+        works = [one.bucket == self.outcome.bucket for one in outcomes]
+        for case, outcome, ok in zip(cases, outcomes, works, strict=True):
+            if ok and size(case) < size(self.best):
+                self.best, self.outcome = case, outcome
+        return works
+
+    def _first(self, cases: Sequence[Case]) -> None:
+        """The first of the cases that fails alike."""
+        if not cases or self.left <= 0:
+            return
+        self.left -= 1
+        for case, outcome in zip(cases, self.evaluate(cases), strict=True):
+            if outcome.bucket == self.outcome.bucket:
+                self.best, self.outcome = case, outcome
+                return
 
 
 def size(case: Case) -> tuple[int, int, int]:
     """What is made smaller: lines, then characters, then the problems."""
     lines = [line for line in case.text.splitlines() if line.strip() and line[:2] != "//"]
-    total = sum(sum(p.values()) for p in case.problems)
-    return len(lines), sum(map(len, lines)) + sum(case.choices[PINNED:]), total
+    return len(lines), sum(map(len, lines)), sum(sum(p.values()) for p in case.problems)
 
 
-def _identity(case: Case) -> tuple[str, str]:
-    return case.text, str(case.problems)
-
-
-def _fewer_choices(case: Case) -> Iterator[Case]:
-    """Programs of shorter and lower lists of choices."""
-    taken = list(case.choices)
-    count = len(taken)
-    set_ones = [n for n in range(PINNED, count) if taken[n]]
-
-    def made(choices: list[int]) -> Case:
-        fresh = generate(case.seed, (case.gpu,), [0, *choices[PINNED:]])
-        return replace(fresh, choices=(taken[0], *fresh.choices[PINNED:]))
-
-    for width in (len(set_ones), len(set_ones) // 2, len(set_ones) // 4, 4, 2, 1):
-        if width < 1:
-            continue
-        for start in range(0, len(set_ones), width):
-            changed = list(taken)
-            for place in set_ones[start : start + width]:
-                changed[place] = 0
-            yield made(changed)
-    for width in (8, 4, 2, 1):
-        for start in range(PINNED, count, width):
-            yield made(taken[:start] + taken[start + width :])
-    for place in set_ones:
-        if taken[place] > 1:
-            yield made([*taken[:place], taken[place] - 1, *taken[place + 1 :]])
-
-
-def _fewer_problems(case: Case) -> Iterator[Case]:
-    """One problem instead of two, and smaller sizes in it."""
-    if len(case.problems) > 1:
-        for one in case.problems:
-            yield replace(case, problems=(one,))
-        return
-    first = dict(case.problems[0])
-    for name in ("batch", "heads", "kv_heads", "q_len", "kv_len"):
-        for value in (1, first.get(name, 1) // 2, first.get(name, 1) - 1):
-            if name in first and 0 < value < first[name]:
-                yield replace(case, problems=({**first, name: value},))
-    low = {"batch": 1, "heads": 1, "kv_heads": 1}
-    yield replace(case, problems=({**first, **low},))
-
-
-def _fewer_lines(case: Case) -> Iterator[Case]:
-    """The text without some of its lines; blocks go with their ends."""
-    lines = case.text.splitlines()
-    bare = replace(case, choices=case.choices[:PINNED])
-    for width in (6, 3, 1):
-        for start in range(0, len(lines), width):
-            rest = lines[:start] + lines[start + width :]
-            yield replace(bare, text="\n".join(rest) + "\n")
-    for start, line in enumerate(lines):
-        if line.strip().startswith(("if ", "for ")):
-            end = _end_of(lines, start)
-            inner = [text[2:] if text.startswith("  ") else text for text in lines[start + 1 : end]]
-            if not any(text.strip() == "else" for text in inner):
-                yield replace(bare, text="\n".join(lines[:start] + inner + lines[end + 1 :]) + "\n")
-            yield replace(bare, text="\n".join(lines[:start] + lines[end + 1 :]) + "\n")
-        if " and " in line and " where " in line:
-            head, _, conditions = line.partition(" where ")
-            for one in conditions.split(" and "):
-                text = f"{head} where {one}"
-                yield replace(
-                    bare, text="\n".join([*lines[:start], text, *lines[start + 1 :]]) + "\n"
-                )
+def _opens(line: str) -> bool:
+    return line.strip().startswith(("if ", "for "))
 
 
 def _end_of(lines: Sequence[str], start: int) -> int:
     depth = 0
     for number in range(start, len(lines)):
-        word = lines[number].strip()
-        if word.startswith(("if ", "for ")):
+        if _opens(lines[number]):
             depth += 1
-        elif word == "end":
+        elif lines[number].strip() == "end":
             depth -= 1
             if depth == 0:
                 return number
-    return len(lines) - 1
+    return start
