@@ -45,9 +45,10 @@ class Body:
     def copy(self, name: str, block: str) -> str:
         """One Copy from global to shared memory."""
         width = {"K": "HeadDim", "K2": self.second, "V": "VDim", "W": "VDim"}[name]
+        tile = f"({width}, BN)" if name in self.plan.turned else f"(BN, {width})"
         got = f" and get {name}{self.tail}" if self.tail else ""
         place = self.place(name, block)
-        return f"Copy {name} (BN, {width}) in coordinate [{place}] from global to shared{got}"
+        return f"Copy {name} {tile} in coordinate [{place}] from global to shared{got}"
 
     @property
     def second(self) -> str:
@@ -144,7 +145,8 @@ class Body:
         plan = self.plan
         if plan.shared_kv:
             return self._k()
-        return "Vx_shared" if plan.move_v and "V" not in self.ahead else self.tile("V")
+        tile = "Vx_shared" if plan.move_v and "V" not in self.ahead else self.tile("V")
+        return f"{tile}.T" if "V" in plan.turned else tile
 
     def _gemm(self, stream: int, tile: str) -> None:
         plan, draft = self.plan, self.draft
@@ -152,7 +154,8 @@ class Body:
         if stream == 1:
             draft.line(f"Compute GEMM Q2_shared, {self.tile('K2')}.T and get {tile}")
             return
-        draft.line(f"Compute GEMM {q}, {self._k()}.T and get {tile}")
+        turn = "" if "K" in plan.turned else ".T"
+        draft.line(f"Compute GEMM {q}, {self._k()}{turn} and get {tile}")
         if plan.parts == 2:
             draft.line(f"Compute GEMM Q2_shared, {self.tile('K2')}.T and accumulate {tile}")
 

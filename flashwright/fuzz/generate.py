@@ -82,6 +82,8 @@ class _Program:
         self._stages()
 
     def _around(self, body: Body) -> None:
+        if self.plan.lengths:
+            self.draft.line("let Length = Lengths[batch_idx]")
         self._prologue()
         write_loop(self.draft, self.plan, body)
         self._epilogue()
@@ -135,6 +137,13 @@ class _Program:
             return f"(H: {heads}, B: batch, L: {length}, D: {width})"
         return f"(batch, {heads}, {length}, {width})"
 
+    def _turned(self, width: str, heads: str) -> str:
+        """Positions as the last axis; with the letter E the caller's memory lies so, too."""
+        letter = self.c.pick(["E", "D"])
+        if not self.plan.batched:
+            return f"(H: {heads}, {letter}: {width}, L: kv_len)"
+        return f"(B: batch, H: {heads}, {letter}: {width}, L: kv_len)"
+
     def _queries(self, length: str, width: str) -> str:
         if self.plan.split:
             return f"(B: batch, H: kv_heads, G: Group, L: {length}, D: {width})"
@@ -149,6 +158,8 @@ class _Program:
             tensors[name] = f"{self._queries('q_len', width)} as {kind}"
         for name, width in (("K", "HeadDim"), ("K2", second), ("V", "VDim"), ("W", "VDim")):
             shape = self._shape("kv_len", width, kv)
+            if name in plan.turned:
+                shape = self._turned(width, kv)
             if plan.paged:
                 shape = f"(P: pages, H: {kv}, L: BN, D: {width})"
             tensors[name] = f"{shape} as {kind}"
@@ -160,6 +171,7 @@ class _Program:
             tensors["Table"] = "(B: batch, T: n_blocks) as int32"
         batch = "B: batch, " if plan.batched else ""
         tensors |= {
+            "Lengths": "(B: batch) as int32",
             "Slopes": f"(H: {plan.heads}) as fp32",
             "Bias": f"(H: {plan.heads}, L: q_len, M: kv_len) as {self.c.pick(['fp32', 'fp16'])}",
             "KeyBias": f"({batch}L: kv_len) as fp32",
@@ -193,6 +205,10 @@ class _Program:
         """Stages for the shared tiles, each by its own chance."""
         draft, plan = self.draft, self.plan
         widths = {"Q": "(BM, HeadDim)", "K": "(BN, HeadDim)", "V": "(BN, VDim)", "W": "(BN, VDim)"}
+        if "V" in plan.turned:
+            widths["V"] = "(VDim, BN)"
+        if "K" in plan.turned:
+            widths["K"] = "(HeadDim, BN)"
         for name, shape in widths.items():
             stages = self.c.weighted([(1, 66), (2, 24), (3, 10)])
             if stages > 1 and name not in draft.shared:
@@ -230,7 +246,11 @@ class _Program:
             lines.append([f"Copy Q (BM, HeadDim) in coordinate [{place}] from global to register"])
         else:
             copy = f"Copy Q (BM, HeadDim) in coordinate [{place}] from global to shared"
-            lines.append([copy])
+            lines.append(
+                [f"if {self.c.pick(['block_idx >= 0', 'q_len > 0'])}", f"  {copy}", "end"]
+                if draft.chance(0.03, "Q under if")
+                else [copy]
+            )
             if plan.q_space != "shared":
                 lines[-1].append("Copy Q from shared to register")
             if plan.q_space == "prescaled":
@@ -277,7 +297,12 @@ class _Program:
             where = self._rows(split=False)
             draft.line(f"Copy Gate (BM, VDim) in coordinate [{where}] from global to register")
             draft.line("Compute O_register * Gate and get new O_register")
-        draft.line(f"Copy O (BM, VDim) in coordinate [{place}] from register to global")
+        source = "register"
+        if plan.through_shared:
+            source = "shared"
+            draft.shared["O"] = f"(BM, VDim) as {plan.out}"
+            draft.line("Copy O from register to shared")
+        draft.line(f"Copy O (BM, VDim) in coordinate [{place}] from {source} to global")
         if plan.two_outputs:
             draft.line(f"Copy U (BM, VDim) in coordinate [{place}] from register to global")
         if plan.lse:

@@ -49,6 +49,8 @@ def _values(
     if name.startswith("Doc"):
         steps = rng.random(shape) < 1 / _DOCUMENT
         return np.cumsum(steps, axis=-1)
+    if name == "Lengths":
+        return rng.integers(1, dims["kv_len"] + 1, shape)
     if tensor.dtype == "int32":
         return rng.integers(0, 3, shape)
     if name.startswith("Keep"):

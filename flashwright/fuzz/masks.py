@@ -54,6 +54,11 @@ def choose_masks(draft: Draft, plan: Plan) -> Hidden:
         found.append(f"({key} < Prefix or {causal})")
     if kind == "odd":
         found.append(_odd(draft, key, shift))
+    if plan.lengths:
+        found.append(f"{key} < Length")
+        if kind in ("full", "odd", "prefix") and c.chance(0.6):
+            high = c.pick(["Length / BN", "ceil(Length / BN)", "min(kv_len, Length) / BN"])
+            draft.tag("high:length")
     if not plan.paged and draft.chance(0.07, "mask:documents"):
         found.append("DocQ == DocK")
         plan.extras.append("documents")
@@ -109,8 +114,13 @@ def write_masks(draft: Draft, plan: Plan, hidden: Hidden, tile: str, block: str)
     """Mask statements for a tile: one with all conditions, or several."""
     c = draft.c
     conditions = [text.replace("{block}", block) for text in hidden.conditions]
+    tail = "kv_idx < kv_len" if "kv_idx < kv_len" in conditions else None
     form = c.weighted([("one", 70), ("several", 20), ("guarded", 10)])
-    tail = next((t for t in conditions if t.endswith("< kv_len") and "(" not in t), None)
+    shift = "kv_len - q_len"
+    if tail and any(shift in t for t in conditions) and draft.chance(0.2, "let in mask"):
+        name = f"edge{tile}"
+        draft.line(f"let {name} = {shift}")
+        conditions = [text.replace(shift, name) for text in conditions]
     if form == "guarded" and tail is not None and len(conditions) > 1:
         draft.tag("mask:guarded")
         with draft.block(f"if ({block} + 1) * BN > kv_len"):

@@ -43,10 +43,16 @@ class Plan:
     loop: str = "plain"
     masks: list[str] = field(default_factory=list)
     bound: str = "full"
+    turned: str = ""
+    """The tensors among K and V that have positions as their last axis."""
+    lengths: bool = False
+    """Whether each sequence has a length of its own, in a tensor."""
     lse: bool = False
     move_v: bool = False
     move_k: bool = False
     out: str = "fp16"
+    through_shared: bool = False
+    """Whether O is stored from shared memory."""
     extras: list[str] = field(default_factory=list)
 
     @property
@@ -99,16 +105,34 @@ def choose_plan(draft: Draft, sizes: Sizes) -> Plan:
         ]
     )
     if not eight and draft.chance(0.16, "Q in registers"):
-        plan.q_space = c.weighted([("register", 46), ("prescaled", 46), ("loaded", 8)])
+        plan.q_space = c.weighted([("register", 70), ("prescaled", 20), ("loaded", 10)])
         draft.tag(f"q:{plan.q_space}")
     plan.p = c.weighted(
-        [("in place", 60), ("and get P", 14), ("twice", 4), ("late", 6), ("read after", 6)]
+        [
+            ("in place", 60),
+            ("and get P", 14),
+            ("twice", 4),
+            ("late", 6),
+            ("read after", 6 if plan.streams == 1 else 0),
+        ]
         + ([] if eight else [("shared", 7)])
     )
     if not eight:
         plan.move_v = not plan.shared_kv and draft.chance(0.06, "V moved")
         plan.move_k = draft.chance(0.05, "K moved")
+        if (plan.move_v or plan.move_k) and c.chance(0.9):
+            sizes.bn = 16 * sizes.warps  # a register tile has rows for every warp
+            _fit(plan)
     _places(draft, plan)
+    if not plan.paged and not plan.view:
+        plan.turned = "K" if draft.chance(0.04, "K turned") else ""
+        if not plan.shared_kv:
+            plan.turned += "V" if draft.chance(0.05, "V turned") else ""
+        plan.lengths = plan.batched and draft.chance(0.05, "lengths")
+    plan.move_k = plan.move_k and "K" not in plan.turned
+    plan.move_v = plan.move_v and "V" not in plan.turned
+    if plan.turned:
+        plan.shared_kv = False
     plan.loop = c.weighted(
         [
             *(("plain", 38), ("let", 10), ("split", 9), ("prefetch", 8), ("prefetch where", 5)),
@@ -121,8 +145,11 @@ def choose_plan(draft: Draft, sizes: Sizes) -> Plan:
     plan.lse = plan.softmax != "none" and draft.chance(0.25, "lse")
     if plan.loop == "nested queries" and plan.softmax != "none":
         plan.lse = True
+    plan.through_shared = sizes.gpu == "h200" and draft.chance(0.05, "O through shared")
     kinds = ["fp32", "fp16" if eight else sizes.dtype]
     plan.out = c.weighted([(kinds[1], 55), (kinds[0], 45)])
+    if plan.through_shared:
+        plan.out = kinds[1]
     for name in ("alibi", "bias tile", "key vector", "row vector", "softcap", "gate", "sometimes"):
         if draft.chance(0.07, name):
             plan.extras.append(name)
@@ -133,11 +160,12 @@ def choose_plan(draft: Draft, sizes: Sizes) -> Plan:
 def _fit(plan: Plan) -> None:
     """Smaller tiles where the registers of a thread do not hold them."""
     sizes, outputs = plan.sizes, max(plan.streams, 2 if plan.two_outputs else 1)
-    if sizes.registers(plan.streams, outputs) > MOST_REGISTERS:
+    most = MOST_REGISTERS if sizes.warps < 12 else MOST_REGISTERS * 2 // 3
+    if sizes.registers(plan.streams, outputs) > most:
         sizes.bm = 16 * sizes.warps
-    if sizes.registers(plan.streams, outputs) > MOST_REGISTERS:
+    if sizes.registers(plan.streams, outputs) > most:
         sizes.bn = min(sizes.bn, 32)
-    if sizes.registers(plan.streams, outputs) > MOST_REGISTERS:
+    if sizes.registers(plan.streams, outputs) > most:
         sizes.v_dim = 64
         if plan.shared_kv:
             sizes.head_dim = 64
