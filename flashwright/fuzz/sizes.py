@@ -41,13 +41,13 @@ def choose_sizes(draft: Draft, gpu: str) -> Sizes:
     c = draft.c
     dtype = _dtype(c, gpu)
     eight = dtype == "e4m3"
-    warps = c.weighted([(4, 62), (8, 18), (2, 8), (1, 4), (12, 8)])
+    warps = c.weighted([(4, 66), (8, 16), (2, 8), (1, 4), (12, 6)])
     bm = 16 * warps * c.weighted([(1, 82), (2, 18)])
     if bm > 192:
         bm = 16 * warps
-    wide = [(64, 30), (32, 30), (16, 12), (48, 8), (96, 6), (128, 6), (80, 5), (40, 1), (24, 1)]
+    wide = [(32, 40), (64, 22), (16, 18), (48, 8), (96, 4), (80, 3), (128, 3), (40, 1), (24, 1)]
     bn = c.weighted([(n, w) for n, w in wide if not eight or n % 32 == 0])
-    depths = [(64, 40), (32, 30), (128, 8), (96, 6), (48, 6), (80, 4), (16, 4), (112, 2)]
+    depths = [(32, 46), (64, 30), (16, 6), (48, 6), (128, 4), (96, 4), (80, 3), (112, 1)]
     depths = [(n, w) for n, w in depths if not eight or n % 32 == 0]
     head_dim = c.weighted(depths)
     v_dim = head_dim if not c.chance(0.3) else c.weighted(depths)
