@@ -19,6 +19,7 @@ from flashwright import __version__
 from flashwright.cli import (
     bench,
     emulate,
+    fuzz,
     generate,
     grammar,
     kernel,
@@ -327,7 +328,7 @@ def gpus() -> int:
 
 for part in (
     *(generate, kernel, replay, emulate, verify, bench, tune, receipt, report, study),
-    grammar,
+    *(fuzz, grammar),
 ):
     part.register(app)
 

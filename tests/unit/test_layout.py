@@ -13,7 +13,7 @@ ORDER = (
     *("spec", "gpu", "lang", "files", "confine", "apart", "check", "interpret", "author", "lower"),
     *("build", "emulate", "sandbox", "judge", "measure", "report", "run", "folder", "stages"),
     *("speed", "asking", "kernel_by_model", "tl_by_model", "improve", "pipeline", "replay"),
-    *("study", "cli"),
+    *("study", "fuzz", "cli"),
 )
 FILES = sorted(PACKAGE.rglob("*.py"))
 

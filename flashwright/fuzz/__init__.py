@@ -1,0 +1,1 @@
+"""Differential testing: random TL programs, the interpreter against the emulated kernel."""

@@ -1,0 +1,188 @@
+"""Many seeds: chunks of programs in processes of their own, one line of JSON for each program.
+
+The record is also what a campaign resumes from: seeds that are in it are not run again. A process
+that dies takes one program with it, which is recorded as a crash; the rest of its chunk goes on in
+a new process.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from flashwright.fuzz.case import Case
+from flashwright.fuzz.generate import generate
+from flashwright.fuzz.oracle import FAILURES, Outcome, Prepared, compare, compiled, prepare
+from flashwright.fuzz.sizes import GPUS
+
+CHUNK = 96
+RECORD = "record.jsonl"
+LIMIT = 1800.0  # seconds for a chunk
+Tell = Callable[[dict[str, Any]], None]
+
+
+@dataclass
+class Campaign:
+    """Which programs are run, and where the record goes."""
+
+    seeds: Sequence[int]
+    out: Path
+    gpus: tuple[str, ...] = GPUS
+    jobs: int = 1
+    chunk: int = CHUNK
+    seconds: float | None = None
+    """After so many seconds no new chunk is begun."""
+    _running: list[tuple[Any, Connection, list[int], float]] = field(default_factory=list)
+
+    def run(self, tell: Tell) -> None:
+        """Run all seeds that the record does not have; `tell` gets each line of it."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        done = {line["seed"] for line in read(self.out)}
+        left = [s for s in self.seeds if s not in done]
+        waiting = [left[n : n + self.chunk] for n in range(0, len(left), self.chunk)]
+        begun = time.monotonic()
+        with (self.out / RECORD).open("a", encoding="utf-8") as record:
+
+            def note(line: dict[str, Any]) -> None:
+                record.write(json.dumps(line) + "\n")
+                record.flush()
+                tell(line)
+
+            try:
+                while waiting or self._running:
+                    late = self.seconds is not None and time.monotonic() - begun > self.seconds
+                    if late:
+                        waiting = []
+                    while waiting and len(self._running) < self.jobs:
+                        self._start(waiting.pop(0))
+                    if self._running:
+                        waiting = self._collect(note) + waiting
+            finally:
+                for process, *_ in self._running:
+                    process.kill()
+
+    def _start(self, seeds: list[int]) -> None:
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=_work, args=(there, seeds, self.gpus), daemon=True)
+        process.start()
+        there.close()
+        self._running.append((process, here, list(seeds), time.monotonic() + LIMIT))
+
+    def _collect(self, note: Tell) -> list[list[int]]:
+        """Take what has been reported; the chunks that have to be begun again."""
+        again: list[list[int]] = []
+        wait([pipe for _, pipe, *_ in self._running], timeout=1.0)
+        for entry in list(self._running):
+            process, pipe, seeds, until = entry
+            ended = False
+            try:
+                while pipe.poll():
+                    line = pipe.recv()
+                    if line["seed"] in seeds:
+                        seeds.remove(line["seed"])
+                    note(line)
+            except (EOFError, OSError):
+                ended = True
+            if not ended and time.monotonic() > until:
+                process.kill()
+                ended = True
+            if ended:
+                process.join(5)
+                self._running.remove(entry)
+                pipe.close()
+                if seeds:  # it died on the first of them
+                    text = f"the process ended with exit code {process.exitcode}"
+                    lost = generate(seeds[0], self.gpus)
+                    note(line_of(lost, Outcome("crash", text, "process")))
+                    again += [seeds[1:]] if seeds[1:] else []
+        return again
+
+
+def _work(pipe: Connection, seeds: Sequence[int], gpus: tuple[str, ...]) -> None:
+    """One chunk; every program's line goes into the pipe as soon as it is known."""
+    for line in run_chunk(seeds, gpus):
+        pipe.send(line)
+    pipe.close()
+    os._exit(0)  # a launch without an end may still be running in a thread
+
+
+def run_chunk(seeds: Sequence[int], gpus: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Lines of the record for some seeds."""
+    ready: list[tuple[Prepared, float]] = []
+    for seed in seeds:
+        begun = time.monotonic()
+        case = generate(seed, gpus)
+        step = prepare(case)
+        if isinstance(step, Outcome):
+            yield line_of(case, step, time.monotonic() - begun)
+        else:
+            ready.append((step, time.monotonic() - begun))
+    begun = time.monotonic()
+    made = compiled([p for p, _ in ready])
+    share = (time.monotonic() - begun) / max(1, len(ready))
+    for (prepared, before), ptx in zip(ready, made, strict=True):
+        begun = time.monotonic()
+        outcome = ptx if isinstance(ptx, Outcome) else compare(prepared, ptx)
+        yield line_of(prepared.case, outcome, before + share + time.monotonic() - begun)
+
+
+def line_of(case: Case, outcome: Outcome, seconds: float = 0.0) -> dict[str, Any]:
+    """A line of the record."""
+    return {
+        "seed": case.seed,
+        "gpu": case.gpu,
+        "kind": outcome.kind,
+        "where": outcome.where,
+        "detail": outcome.detail,
+        "spoilt": case.spoilt,
+        "tags": list(case.tags),
+        "seconds": round(seconds, 2),
+    }
+
+
+def read(out: Path) -> list[dict[str, Any]]:
+    """The lines of a record; a line that was cut off is left out."""
+    path, found = out / RECORD, []
+    if path.is_file():
+        for text in path.read_text(encoding="utf-8").splitlines():
+            try:
+                found.append(json.loads(text))
+            except ValueError:
+                continue
+    return found
+
+
+def summary(lines: Iterable[dict[str, Any]]) -> str:
+    """Counts by outcome and GPU, the features that fail most, and how many were covered."""
+    lines = list(lines)
+    kinds = Counter(line["kind"] for line in lines)
+    text = [", ".join(f"{kind} {count}" for kind, count in kinds.most_common())]
+    ran = [line for line in lines if line["kind"] in FAILURES | {"agree"}]
+    failed = [line for line in ran if line["kind"] in FAILURES]
+    for (gpu, kind, where), count in Counter(
+        (line["gpu"], line["kind"], line["where"]) for line in failed
+    ).most_common(40):
+        text.append(f"  {count:5d}  {gpu:5s} {kind}: {where}")
+    tags: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for line in ran:
+        for tag in line["tags"]:
+            tags[tag][0] += 1
+            tags[tag][1] += line["kind"] in FAILURES
+    text.append(f"{len(ran)} programs ran, {len(failed)} failed; {len(tags)} features covered")
+    share = len(failed) / max(1, len(ran))
+    worst = sorted(
+        ((bad / n, bad, n, tag) for tag, (n, bad) in tags.items() if bad > 1), reverse=True
+    )
+    for rate, bad, n, tag in worst[:12]:
+        if rate > 1.5 * share:
+            text.append(f"  {tag}: {bad} of {n} failed")
+    return "\n".join(text)

@@ -1,0 +1,61 @@
+"""One differential test: a TL program, the problems it runs on, and the recipe that made it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program for one GPU with its problems."""
+
+    gpu: str
+    text: str
+    problems: tuple[Mapping[str, int], ...]
+    seed: int = 0
+    inputs: str = "normal"
+    """The distribution of the inputs (inputs.py)."""
+    spread: float = 1.0
+    """Standard deviation of Q: scores then spread by about 1.5."""
+    tags: tuple[str, ...] = ()
+    """What the generator chose, for the count of what was covered."""
+    choices: tuple[int, ...] = field(default=(), repr=False)
+    spoilt: bool = False
+    """Whether the text was edited to be just illegal."""
+    sparing: bool = False
+    """Whether to take the translation that needs fewer registers."""
+
+    def settings(self) -> dict[str, Any]:
+        """All but the text, as plain data."""
+        return {
+            "gpu": self.gpu,
+            "seed": self.seed,
+            "inputs": self.inputs,
+            "spread": self.spread,
+            "spoilt": self.spoilt,
+            "sparing": self.sparing,
+            "problems": [dict(p) for p in self.problems],
+            "tags": list(self.tags),
+            "choices": list(self.choices),
+        }
+
+
+def save(case: Case, path: Path, comment: str) -> None:
+    """Write the program with a comment as its first line, and its settings as JSON beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"// {comment}\n{case.text}", encoding="utf-8")
+    settings = json.dumps(case.settings(), indent=1) + "\n"
+    path.with_suffix(".json").write_text(settings, encoding="utf-8")
+
+
+def load(path: Path) -> Case:
+    """Read a case that `save` wrote."""
+    known = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    problems = tuple(known.pop("problems"))
+    tags, choices = tuple(known.pop("tags")), tuple(known.pop("choices"))
+    text = path.read_text(encoding="utf-8")
+    return Case(text=text, problems=problems, tags=tags, choices=choices, **known)

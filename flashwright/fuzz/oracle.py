@@ -1,0 +1,284 @@
+"""The differential test of one program: the interpreter against its kernel under emulation."""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flashwright import gpu as gpus
+from flashwright.check.check import check
+from flashwright.check.program import Program
+from flashwright.emulate.emulate import Finding
+from flashwright.emulate.package import Package, Unending
+from flashwright.fuzz.case import Case
+from flashwright.fuzz.compare import difference
+from flashwright.fuzz.compile_many import Refused, Source, compile_many
+from flashwright.fuzz.inputs import make_inputs
+from flashwright.fuzz.noise import disturbed
+from flashwright.interpret import NUMPY_DTYPES, interpret, shape_of
+from flashwright.judge.cpu import arrange
+from flashwright.judge.form import planned_shape
+from flashwright.lang.diagnostic import Failed
+from flashwright.lang.parse import parse
+from flashwright.lower.launch_plan import LaunchPlan, PlanTensor, evaluate
+from flashwright.lower.translate import Translation, translate
+
+Array = NDArray[Any]
+
+KINDS = (
+    *("agree", "wrong", "schedule", "hang", "race", "hazard", "uncompiled", "crash", "slow"),
+    *("refused", "untranslated", "unread"),
+)
+"""agree: same outputs. wrong: others. schedule: two schedules of the asynchronous work give other
+bits. hang: a wait without end. race, hazard: the emulator's other findings. uncompiled: nvcc
+refuses the kernel. crash: an exception that is no Diagnostic. slow: a time limit. refused: by the
+checker or by the interpreter. untranslated: FW811. unread: PTX that the emulator cannot take."""
+FAILURES = frozenset({"wrong", "schedule", "hang", "race", "hazard", "uncompiled", "crash", "slow"})
+SECONDS = 60.0  # for one step of one program
+_DISTURBED = (1, 2)
+_POISON = 0xFF
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a program."""
+
+    kind: str
+    detail: str = ""
+    where: str = ""
+    """The step and the code: a diagnostic's, a finding's kind, an exception's name."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is a difference or a fault of ours."""
+        return self.kind in FAILURES
+
+    @property
+    def bucket(self) -> str:
+        """What a shrinker has to keep."""
+        return f"{self.kind}:{self.where}"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A program that has a kernel."""
+
+    case: Case
+    program: Program
+    made: Translation
+
+
+class _Late(Exception):
+    pass
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise _Late in the main thread after so many seconds."""
+
+    def late(*_: Any) -> None:
+        raise _Late
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def prepare(case: Case) -> Prepared | Outcome:
+    """Check and translate."""
+    step = "check"
+    try:
+        with _limited(SECONDS):
+            card = gpus.find(case.gpu)
+            verdict = check(parse(case.text), card)
+            if verdict.program is None:
+                first = verdict.errors[0] if verdict.errors else None
+                code, text = (first.code, first.message) if first else ("sketch", "no code")
+                return Outcome("refused", text[:300], code)
+            step = "translate"
+            made = translate(verdict.program, card, sparing=case.sparing)
+            return Prepared(case, verdict.program, made)
+    except Failed as failed:
+        first = failed.diagnostics[0]
+        kind = "refused" if step == "check" else "untranslated"
+        return Outcome(kind, first.message[:300], first.code)
+    except _Late:
+        return Outcome("slow", f"no end after {SECONDS:g} s", step)
+    except Exception as error:
+        return _crashed(step, error)
+
+
+def _crashed(step: str, error: Exception) -> Outcome:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{frame.filename.rsplit('/flashwright/')[-1]}:{frame.name}"
+    text = f"{type(error).__name__}: {error}"
+    return Outcome("crash", text[:300], f"{step} {type(error).__name__} {place}")
+
+
+def compiled(prepared: Sequence[Prepared]) -> list[str | Outcome]:
+    """The PTX of each kernel; one run of nvcc for each architecture."""
+    sources = [Source(p.made.source, p.made.plan.entry, p.made.plan.arch) for p in prepared]
+    return [
+        Outcome("uncompiled", one.message, _shape_of_message(one.message))
+        if isinstance(one, Refused)
+        else one
+        for one in compile_many(sources)
+    ]
+
+
+def _shape_of_message(message: str) -> str:
+    """A complaint without its names and numbers, to put like with like."""
+    text = message.split("error:")[-1].strip()
+    return " ".join(text.split()[:6])
+
+
+def compare(prepared: Prepared, ptx: str, schedules: Sequence[str] = ()) -> Outcome:
+    """Run every problem on both sides, under every schedule."""
+    case, plan = prepared.case, prepared.made.plan
+    package = Package("kernel", plan, ptx)
+    try:
+        _ = package.program
+    except Failed as failed:
+        return Outcome("unread", failed.diagnostics[0].message[:300], "FW831")
+    except Exception as error:
+        return _crashed("read PTX", error)
+    chosen = schedules or ("eager", "lazy", f"random:{case.seed % 1000}")
+    for dims in case.problems:
+        outcome = _problem(prepared, package, dims, chosen)
+        if outcome.kind != "agree":
+            return outcome
+    return Outcome("agree")
+
+
+def _problem(
+    prepared: Prepared, package: Package, dims: Mapping[str, int], schedules: Sequence[str]
+) -> Outcome:
+    case, program, plan = prepared.case, prepared.program, prepared.made.plan
+    shapes = {t.name: _caller_shape(t, dims) for t in plan.tensors}
+    inputs = make_inputs(case, plan, shapes, dims)
+    step = "interpret"
+    try:
+        with _limited(SECONDS), np.errstate(all="ignore"):
+            given = _arranged(program, plan, inputs, shapes, dims)
+            expected = interpret(program, given, dims)
+            moved = [disturbed(program, given, dims, seed) for seed in _DISTURBED]
+    except Failed as failed:
+        first = failed.diagnostics[0]
+        return Outcome("refused", first.message[:300], f"run {first.code}")
+    except _Late:
+        return Outcome("slow", f"no end after {SECONDS:g} s", step)
+    except Exception as error:
+        return _crashed(step, error)
+    firsts: dict[str, Array] = {}
+    for schedule in schedules:
+        made = {t.name: _poisoned(shapes[t.name], t.dtype) for t in plan.tensors if t.written}
+        note = f"{dict(dims)}, {schedule}"
+        try:
+            findings = _launched(package, inputs, made, dims, schedule)
+        except Unending:
+            return Outcome("hang", f"no end; {note}", "unending")
+        except Failed as failed:
+            return Outcome("unread", failed.diagnostics[0].message[:300], "FW831")
+        except Exception as error:
+            return _crashed("emulate", error)
+        if findings:
+            return _hazard(findings, note)
+        for name, array in made.items():
+            wrong = _wrong(program, name, array, expected, [m[name] for m in moved], dims)
+            if wrong:
+                return Outcome("wrong", f"`{name}`: {wrong}; {note}", name)
+            if firsts.setdefault(name, array).tobytes() != array.tobytes():
+                return Outcome("schedule", f"`{name}` has other bits; {note}", name)
+    return Outcome("agree")
+
+
+def _caller_shape(tensor: PlanTensor, dims: Mapping[str, int]) -> tuple[int, ...]:
+    """A tensor's shape as the caller passes it; of a view, memory for all heads and batches."""
+    if not tensor.flat:
+        return planned_shape(tensor, dims)
+    sizes = [evaluate(axis.size, dims) for axis in tensor.axes]
+    return (dims.get("batch", 1) * dims.get("heads", 1) * int(np.prod(sizes)),)
+
+
+def _arranged(
+    program: Program,
+    plan: LaunchPlan,
+    inputs: Mapping[str, Array],
+    shapes: Mapping[str, tuple[int, ...]],
+    dims: Mapping[str, int],
+) -> dict[str, Array]:
+    """The inputs in the program's own order of axes, and memory for outputs that are views."""
+    given = {
+        t.name: arrange(inputs[t.name], t, shape_of(t, program, dims))
+        for t in program.inputs
+        if t.name in inputs
+    }
+    for tensor in plan.tensors:
+        if tensor.flat and tensor.written and tensor.name not in given:
+            given[tensor.name] = np.zeros(shapes[tensor.name], np.float32)
+    return given
+
+
+def _launched(
+    package: Package,
+    inputs: Mapping[str, Array],
+    made: Mapping[str, Array],
+    dims: Mapping[str, int],
+    schedule: str,
+) -> tuple[Finding, ...]:
+    if 0 in (evaluate(count, dims) for count in package.plan.grid):
+        return ()
+    arrays = {**{name: np.ascontiguousarray(x) for name, x in inputs.items()}, **made}
+    return package.run(arrays, dims, schedule, SECONDS).findings
+
+
+def _poisoned(shape: Sequence[int], dtype: str) -> Array:
+    empty: Array = np.empty(tuple(shape), NUMPY_DTYPES[dtype])
+    empty.reshape(-1).view(np.uint8)[:] = _POISON
+    return empty
+
+
+def _hazard(findings: Sequence[Finding], note: str) -> Outcome:
+    kinds = [f.kind for f in findings]
+    first = "deadlock" if "deadlock" in kinds else kinds[0]
+    kind = {"deadlock": "hang", "race": "race"}.get(first, "hazard")
+    one = next(f for f in findings if f.kind == first)
+    text = f"{first} at `{one.instruction.opcode}`, PTX line {one.instruction.line}"
+    return Outcome(kind, f"{text} ({len(findings)} findings); {note}", first)
+
+
+def _wrong(
+    program: Program,
+    name: str,
+    found: Array,
+    expected: Mapping[str, Array],
+    moved: Sequence[Array],
+    dims: Mapping[str, int],
+) -> str | None:
+    tensor = program.tensors[name]
+    own = arrange(found, tensor, shape_of(tensor, program, dims))
+    want = expected[name]
+    if own.shape != want.shape:
+        own = own.reshape(want.shape)
+    return difference(own, want, moved, tensor.dtype)
+
+
+def evaluate_cases(cases: Sequence[Case]) -> list[Outcome]:
+    """All steps for many programs; kernels of one architecture are compiled together."""
+    steps = [prepare(case) for case in cases]
+    ready = [(n, p) for n, p in enumerate(steps) if isinstance(p, Prepared)]
+    found: dict[int, Outcome] = {n: p for n, p in enumerate(steps) if isinstance(p, Outcome)}
+    for (number, prepared), ptx in zip(ready, compiled([p for _, p in ready]), strict=True):
+        found[number] = ptx if isinstance(ptx, Outcome) else compare(prepared, ptx)
+    return [found[n] for n in range(len(cases))]

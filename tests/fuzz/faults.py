@@ -1,0 +1,227 @@
+"""Planted faults: how many random programs it takes until the fuzzer notices a one-line change.
+
+    python -m tests.fuzz.faults [NAME ...] [--programs N]
+
+A fault is a file of the package, a piece of its text, and what stands there instead. The package is
+copied, the copy is changed, and the same seeds run with both. A fault is found at the first program
+that agrees with the package as it is, and fails with the copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashwright.fuzz.campaign import read
+from flashwright.fuzz.oracle import FAILURES
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = 200
+CHUNK = 24
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A change of one file; `gpus` are those whose kernels it can show in."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    gpus: tuple[str, ...]
+
+
+HOPPER, AMPERE, TURING = ("h200",), ("a100",), ("t4",)
+FAULTS = (
+    Fault("ring phase never turns", "device/fw/ring.cuh", "phase ^= stage;", "", HOPPER),
+    Fault(
+        "producer does not wait for an empty stage",
+        "device/fw/ring.cuh",
+        "mbarrier_wait(empty(stage), phase ^ 1);",
+        "",
+        HOPPER,
+    ),
+    Fault(
+        "consumer does not wait for a full stage",
+        "device/fw/ring.cuh",
+        "{ mbarrier_wait(full + 8 * stage, phase); }",
+        "{}",
+        HOPPER,
+    ),
+    Fault(
+        "half of the expected bytes",
+        "device/fw/ring.cuh",
+        "ring.acquire(Tile::bytes)",
+        "ring.acquire(Tile::bytes / 2)",
+        HOPPER,
+    ),
+    Fault(
+        "wgmma wait one group short",
+        "device/fw/wgmma.cuh",
+        '"n"(Left) : "memory"',
+        '"n"(Left + 1) : "memory"',
+        HOPPER,
+    ),
+    Fault(
+        "no wgmma fence", "device/fw/wgmma.cuh", "wgmma.fence.sync.aligned;", "// no fence", HOPPER
+    ),
+    Fault(
+        "scheduler skips a tile", "device/fw/walk.cuh", "tile += grid", "tile += 1 + grid", HOPPER
+    ),
+    Fault(
+        "negative maxima not seen",
+        "device/fw/maxima.cuh",
+        "return __all_sync(0xffffffffu, all);",
+        "return 1;",
+        HOPPER,
+    ),
+    Fault(
+        "warp barrier missing in the epilogue",
+        "device/fw/out.cuh",
+        "    __syncwarp();\n    CUTE_UNROLL\n    for (int n = 0; n < 16 / rows; ++n) {",
+        "    CUTE_UNROLL\n    for (int n = 0; n < 16 / rows; ++n) {",
+        HOPPER,
+    ),
+    Fault(
+        "cp.async wait one group short",
+        "device/fw/copy.cuh",
+        "cp_async_wait<Left>()",
+        "cp_async_wait<Left + 1>()",
+        AMPERE,
+    ),
+    Fault("no zero fill", "device/fw/copy.cuh", "row < valid ? 16 : 0", "16", AMPERE),
+    Fault(
+        "one row too many",
+        "device/fw/copy.cuh",
+        "if (row < valid) held",
+        "if (row <= valid) held",
+        TURING,
+    ),
+    Fault(
+        "swizzle looked up once",
+        "device/fw/copy.cuh",
+        "down % 8 == 0 ? first",
+        "true ? first",
+        TURING,
+    ),
+    Fault(
+        "floor_mod truncates",
+        "device/fw/global.cuh",
+        "return a - floor_div(a, b) * b;",
+        "return a % b;",
+        AMPERE,
+    ),
+    Fault(
+        "floor_div truncates",
+        "device/fw/global.cuh",
+        "return a / b - (a % b < 0);",
+        "return a / b;",
+        AMPERE,
+    ),
+    Fault(
+        "row maximum over two of four threads",
+        "device/fw/math.cuh",
+        "return max(x, __shfl_xor_sync(0xffffffffu, x, 2));",
+        "return x;",
+        TURING,
+    ),
+    Fault(
+        "row sum over two of four threads",
+        "device/fw/math.cuh",
+        "return x + __shfl_xor_sync(0xffffffffu, x, 2);",
+        "return x;",
+        TURING,
+    ),
+    Fault(
+        "key vector one short",
+        "device/fw/fragment.cuh",
+        "values(n) = place.col(n) < valid ?",
+        "values(n) = place.col(n) < valid - 1 ?",
+        AMPERE,
+    ),
+    Fault(
+        "LSE of the last row missing",
+        "device/fw/fragment.cuh",
+        "if (threadIdx.x % 4 == 0 && place.row(m) < valid)",
+        "if (threadIdx.x % 4 == 0 && place.row(m) < valid - 1)",
+        AMPERE,
+    ),
+)
+
+
+def plant(fault: Fault, folder: Path) -> Path:
+    """A copy of the package with the fault; ValueError where the text is not in the file."""
+    target = folder / "flashwright"
+    shutil.copytree(ROOT / "flashwright", target, ignore=shutil.ignore_patterns("__pycache__"))
+    path = target / fault.file
+    text = path.read_text()
+    if fault.old not in text:
+        raise ValueError(f"{fault.name}: {fault.file} has no {fault.old!r}")
+    path.write_text(text.replace(fault.old, fault.new, 1))
+    return folder
+
+
+def outcomes(package: Path, seeds: Sequence[int], gpus: Sequence[str], out: Path) -> dict[int, str]:
+    """What became of each seed, with the package in a folder; `out` keeps the record."""
+    span = f"{seeds[0]}:{seeds[-1] + 1}"
+    command = [sys.executable, "-m", "flashwright", "fuzz", "--seeds", span]
+    command += ["--gpu", ",".join(gpus), "--out", str(out), "--jobs", "1"]
+    env = {**os.environ, "PYTHONPATH": str(package), "PYTHONDONTWRITEBYTECODE": "1"}
+    subprocess.run(command, cwd=package, env=env, stdout=subprocess.DEVNULL, check=False)
+    return {line["seed"]: line["kind"] for line in read(out) if line["seed"] in set(seeds)}
+
+
+def programs_until_found(
+    fault: Fault,
+    programs: int = PROGRAMS,
+    first: int = 0,
+    chunk: int = CHUNK,
+    base: Path | None = None,
+) -> int | None:
+    """How many programs ran until one showed the fault, or None; `base` keeps the clean runs."""
+    with tempfile.TemporaryDirectory(prefix="flashwright-fault-") as name:
+        folder = Path(name)
+        changed = plant(fault, folder / "changed")
+        clean = (base or folder) / f"clean-{'-'.join(fault.gpus)}"
+        ran = 0
+        for seeds in _chunks(first, programs, chunk):
+            before = outcomes(ROOT, seeds, fault.gpus, clean)
+            after = outcomes(changed, seeds, fault.gpus, folder / "record")
+            for seed in seeds:
+                if before.get(seed) == "agree":
+                    ran += 1
+                    if after.get(seed) in FAILURES:
+                        return ran
+    return None
+
+
+def _chunks(first: int, programs: int, size: int) -> Iterator[range]:
+    for start in range(first, first + programs, size):
+        yield range(start, min(start + size, first + programs))
+
+
+def main() -> None:
+    """Plant the faults that are named, or all, and say how many programs each took."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--programs", type=int, default=PROGRAMS)
+    given = parser.parse_args()
+    base = Path(tempfile.gettempdir()) / "flashwright-faults"
+    chosen = [f for f in FAULTS if not given.names or f.name in given.names]
+    missed = 0
+    for fault in chosen:
+        took = programs_until_found(fault, given.programs, base=base)
+        missed += took is None
+        print(f"{fault.name}: {'not found' if took is None else f'{took} programs'}", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} found")
+
+
+if __name__ == "__main__":
+    main()
