@@ -287,8 +287,8 @@ def substitute(x: Term, values: Mapping[str, Term]) -> Term:
 
 
 def widened(x: Term) -> Term:
-    """The term computed in 64 bits."""
-    if isinstance(x, (Var, Read)) and x.type == "int":
+    """The term computed in 64 bits; functions take and give ints."""
+    if isinstance(x, (Var, Read, Call)) and x.type == "int":
         return Convert("int64_t", x)
     if not parts(x):
         return x

@@ -186,6 +186,8 @@ def test_what_a_term_speaks_of() -> None:
 def test_in_64_bits() -> None:
     assert text(widened(plus(times(A, B), 3))) == "int64_t(a) * int64_t(b) + 3"
     assert text(widened(Read("T", (A,), "int"))) == "int64_t(*p.T.at(a))"
+    found = widened(times(call("floor_mod", A, B, type="int"), C))
+    assert text(found) == "int64_t(fw::floor_mod(a, b)) * int64_t(c)", "which have no 64-bit form"
 
 
 # --- signs ------------------------------------------------------------------------------------
