@@ -261,8 +261,10 @@ def _least(x: Term, known: Callable[[str], int | None]) -> float:
             return max(_least(a, known) for a in args)
         case Call("min", args):
             return min(_least(a, known) for a in args)
-        case Call("abs" | "floor_mod", _):
+        case Call("abs", _):
             return 0
+        case Call("floor_mod", (_, below)):  # has the sign of its divisor
+            return 0 if _least(below, known) > 0 else nothing
         case Call("ceil_div", (above, below)):
             return min(1, _least(above, known)) if _least(below, known) > 0 else nothing
         case Call("floor_div", (above, below)):
@@ -285,8 +287,8 @@ def substitute(x: Term, values: Mapping[str, Term]) -> Term:
 
 
 def widened(x: Term) -> Term:
-    """The term computed in 64 bits."""
-    if isinstance(x, (Var, Read)) and x.type == "int":
+    """The term computed in 64 bits; functions take and give ints."""
+    if isinstance(x, (Var, Read, Call)) and x.type == "int":
         return Convert("int64_t", x)
     if not parts(x):
         return x

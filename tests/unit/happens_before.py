@@ -7,7 +7,6 @@ between. An asynchronous copy may write at any time between its start and the wa
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -18,10 +17,11 @@ from typing import Any
 from flashwright.check.program import Key, Program
 from flashwright.gpu import Gpu
 from flashwright.lower import ir
-from flashwright.lower.targets.atoms import generation
-from flashwright.lower.term import Code
 from flashwright.lower.frontend.lowering import lower
+from flashwright.lower.targets.atoms import generation
+from flashwright.lower.term import Term
 from flashwright.lower.translate import schedule
+from tests.unit.term_values import value
 
 Place = tuple[Key, int]  # a shared tile and its stage
 NEVER = 1 << 60
@@ -115,7 +115,7 @@ class Block:
         else:
             self.staged[node.dest] = what
 
-    def place(self, key: Key, stage: Code | None) -> Place:
+    def place(self, key: Key, stage: Term | None) -> Place:
         return key, 0 if stage is None else value(stage, self.env)
 
     def write(self, place: Place, what: object, kind: str) -> Written:
@@ -130,7 +130,7 @@ class Block:
         self.held[place] = Written(what, kind, self.clock, self.clock)
         return self.held[place]
 
-    def take(self, key: Key, stage: Code | None) -> None:
+    def take(self, key: Key, stage: Term | None) -> None:
         if key[1] != "shared":
             return
         place = self.place(key, stage)
@@ -148,27 +148,8 @@ def content(window: ir.Window, env: Mapping[str, Any]) -> object:
     return window.tensor.name, *(None if c is None else value(c, env) for c in places)
 
 
-def value(code: Code, env: Mapping[str, Any]) -> Any:
-    """A C++ expression of the kernel, evaluated."""
-    text = re.sub(r"\*p\.(\w+)\.at\(", r"read('\1', ", code.text)
-    text = text.replace("&&", " and ").replace("||", " or ").replace("fw::", "")
-    text = re.sub(r"!(?!=)", " not ", text)
-    assert not re.search(r"[?/]", text), f"{text} is more than this little evaluator knows"
-    functions = {
-        "min": min,
-        "max": max,
-        "abs": abs,
-        "floor_div": lambda a, b: a // b,
-        "ceil_div": lambda a, b: -(-a // b),
-        "floor_mod": lambda a, b: a % b,
-        "int64_t": int,
-        "read": lambda tensor, *index: hash((tensor, index)) % 7,
-    }
-    return eval(text, {"__builtins__": {}}, {**functions, **env})
-
-
 def block(
-    program: Program, gpu: Gpu, dims: Mapping[str, int], place: Mapping[str, int], **options: bool
+    program: Program, gpu: Gpu, dims: Mapping[str, int], place: Mapping[str, int], **options: Any
 ) -> Block:
     """One thread block before it starts."""
     params = {n: v for n, v in program.params.items() if not isinstance(v, Fraction)}

@@ -6,21 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from flashwright.lower.term import Code
-from flashwright.lower.element import COLUMN, ROW, TILE, Element, Leaf, Op, Reduce, code, fold
+from flashwright.lower.element import COLUMN, ROW, TILE, Element, Leaf, Op, Reduce, fold, term
+from flashwright.lower.element import element as tile
+from flashwright.lower.printing import cpp
+from flashwright.lower.term import Position, Var, integer, real
 from tests.unit.lowered import printed
 from tests.unit.tl_attention import attention
 
-S = Leaf(Code("S(m, n)", "float"), TILE)
-OLD, NEW = (Leaf(Code(f"{x}(m)", "float"), ROW) for x in ("Old", "New"))
-SCALE = Leaf(Code("Scale", "float"), value=0.125)
-COL = Leaf(Code("B(n)", "float"), COLUMN)
-NOW = Leaf(Code("kv_idx"), COLUMN)
-TWO = Leaf(Code("2"), value=2.0)
+S = tile("S", TILE)
+OLD, NEW = (tile(x, ROW) for x in ("Old", "New"))
+SCALE = Leaf(Var("Scale", "float"), value=0.125)
+COL = tile("B", COLUMN)
+NOW = Leaf(Position("kv_idx"), COLUMN)
+TWO = Leaf(integer(2), value=2.0)
 
 
 def text(x: Element) -> str:
-    return code(fold(x)).text
+    return cpp.text(term(fold(x)))
 
 
 def minus(a: Element, b: Element) -> Element:
@@ -28,7 +30,7 @@ def minus(a: Element, b: Element) -> Element:
 
 
 @pytest.mark.parametrize(
-    ("element", "cpp"),
+    ("element", "printed_as"),
     [
         # the scale and log2(e) are one constant, each term one FMA
         (
@@ -50,13 +52,13 @@ def minus(a: Element, b: Element) -> Element:
         (Op("max", (S, OLD, NEW)), "fw::max(fw::max(S(m, n), Old(m)), New(m))"),
     ],
 )
-def test_folded(element: Element, cpp: str) -> None:
-    assert text(element) == cpp
+def test_folded(element: Element, printed_as: str) -> None:
+    assert text(element) == printed_as
 
 
 def test_a_positive_factor_leaves_a_maximum_but_no_other() -> None:
     assert fold(Reduce("max", Op("*", (S, SCALE)))) == Op("*", (Reduce("max", S), SCALE))
-    negative = Leaf(Code("-2.f", "float"), value=-2.0)
+    negative = Leaf(real(-2.0), value=-2.0)
     inside = Op("*", (S, negative))
     assert fold(Reduce("max", inside)) == Reduce("max", inside)
     assert fold(Reduce("sum", inside)) == Op("*", (Reduce("sum", S), negative))

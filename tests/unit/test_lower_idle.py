@@ -14,8 +14,8 @@ from flashwright.check.check import check
 from flashwright.lang.parse import parse
 from flashwright.lower import ir
 from flashwright.lower.element import Op, literal, variable
-from flashwright.lower.passes.early_exit import idle
 from flashwright.lower.frontend.lowering import lower
+from flashwright.lower.passes.early_exit import idle
 
 
 def work(**settings: Any) -> list[ir.Compute]:

@@ -6,8 +6,20 @@ import pytest
 
 from flashwright import gpu as gpus
 from flashwright.lower import ir
-from flashwright.lower.term import Code, binary, integer
-from flashwright.lower.passes.prefetch import put as put
+from flashwright.lower.passes.prefetch import inlined
+from flashwright.lower.printing.cpp import text as in_cpp
+from flashwright.lower.term import (
+    Call,
+    Read,
+    Term,
+    Var,
+    binary,
+    integer,
+    minus,
+    plus,
+    substitute,
+    times,
+)
 from tests.unit.happens_before import Checker
 from tests.unit.lowered import printed, scheduled
 from tests.unit.tl_attention import COPY, attention, program
@@ -57,7 +69,7 @@ def test_a_let_from_a_table_is_read_for_the_later_round(gpu: str) -> None:
     text = attention(k_stages=2, v_stages=2, **TABLE)
     assert ahead(text) == {"K", "V"}
     source = printed(text, strict=False)
-    assert "p.K.tile(item, head, (*p.Table.at(item, i + 1)) * BN)" in source
+    assert "p.K.tile(item, head, *p.Table.at(item, i + 1) * BN)" in source
     made = program(text, strict=False)
     done = Checker(made, gpus.find(gpu)).check({"q_len": 64, "kv_len": 300}, PLACE)
     assert len({str(x) for x in done.seen}) > 4, "the pages differ"
@@ -99,13 +111,33 @@ def test_a_loop_in_the_loop_reads_the_round_s_stage() -> None:
     assert "fw::right_transposed(K_shared.stage(i % 2))" in source
 
 
-def test_a_name_is_replaced_as_a_whole() -> None:
-    """Not within another name, nor where it is a member's or a function's."""
-    i, later = Code("i"), binary("+", Code("i"), integer(1))
-    assert put(Code("i * BN + ii"), "i", later).text == "(i + 1) * BN + ii"
-    assert put(Code("*p.i.at(i)"), "i", later).text == "*p.i.at(i + 1)"
-    assert put(Code("fw::min(min, i)"), "min", i).text == "fw::min(i, i)"
-    assert put(Code("kv_len - i * BN"), "i", integer(0)).text == "kv_len"
-    assert put(Code("i * BN * Stride < n"), "i", integer(0)).text == "0 < n"
-    assert put(Code("10 * BN + i"), "i", integer(0)).text == "10 * BN"
-    assert put(Code("kv_len - i * BN"), "i", integer(1)).text == "kv_len - BN"
+# --- the terms of another iteration -----------------------------------------------------------
+
+VAR, BN, LENGTH = Var("i"), Var("BN"), Var("kv_len")
+NEXT = plus(VAR, 1)
+
+
+@pytest.mark.parametrize(
+    ("term", "name", "value", "printed_as"),
+    [
+        (plus(times(VAR, BN), Var("ii")), "i", NEXT, "(i + 1) * BN + ii"),
+        (Read("i", (VAR,), "int"), "i", NEXT, "*p.i.at(i + 1)"),
+        (Call("min", (Var("min"), VAR), "int"), "min", VAR, "fw::min(i, i)"),
+        (minus(LENGTH, times(VAR, BN)), "i", integer(0), "kv_len"),
+        (binary("<", times(times(VAR, BN), Var("Stride")), Var("n")), "i", integer(0), "0 < n"),
+        (plus(times(integer(10), BN), VAR), "i", integer(0), "10 * BN"),
+        (minus(LENGTH, times(VAR, BN)), "i", integer(1), "kv_len - BN"),
+    ],
+)
+def test_a_variable_is_replaced_and_nothing_else(
+    term: Term, name: str, value: Term, printed_as: str
+) -> None:
+    """Not a longer name, nor a tensor or a function of the same name."""
+    assert in_cpp(substitute(term, {name: value})) == printed_as
+
+
+def test_lets_are_replaced_by_what_is_defined_outside_the_loop() -> None:
+    page = Read("Table", (VAR,), "int")
+    found = inlined({"page": page, "row": times(Var("page"), BN)}, {"i": NEXT})
+    assert in_cpp(found["row"]) == "*p.Table.at(i + 1) * BN"
+    assert in_cpp(substitute(plus(VAR, Var("row")), found)) == "i + 1 + *p.Table.at(i + 1) * BN"

@@ -18,8 +18,8 @@ from flashwright.check.program import Program
 from flashwright.gpu import Gpu
 from flashwright.lower import ir
 from flashwright.lower.frontend.lowering import lower
-from flashwright.lower.passes.prefetch import pipeline
 from flashwright.lower.passes.place_barriers import Travel, synchronise
+from flashwright.lower.passes.prefetch import pipeline
 from flashwright.lower.translate import schedule
 from flashwright.spec import BadSpec
 from tests.unit.happens_before import Checker, Race, block

@@ -68,6 +68,15 @@ struct Global {
 // Whole division that rounds down or up, whatever the sign; the divisor is positive.
 __device__ constexpr int floor_div(int a, int b) { return a / b - (a % b < 0); }
 __device__ constexpr int ceil_div(int a, int b) { return a / b + (a % b > 0); }
-__device__ constexpr int floor_mod(int a, int b) { return a - floor_div(a, b) * b; }
+
+// What a division that rounds down leaves: it has the sign of the divisor.
+__device__ constexpr int floor_mod(int a, int b) {
+  int const rest = a % b;
+  return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+}
+__device__ inline float floor_mod(float a, float b) {
+  float const rest = ::fmodf(a, b);
+  return rest != 0.f && (rest < 0.f) != (b < 0.f) ? rest + b : rest;
+}
 
 }  // namespace fw

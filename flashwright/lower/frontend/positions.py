@@ -37,8 +37,10 @@ UNKNOWN = Where("?", ZERO, 0, "?", ZERO)
 """It has a position, which differs with the way that was taken to get here."""
 
 Axes = tuple[Where | None, ...]
+Sum = dict[tuple[object, ...], Fraction]
+"""For each product of atoms (sorted) its coefficient."""
 Form = frozenset[tuple[tuple[object, ...], Fraction]]
-"""A sum: for each product of atoms (sorted) its coefficient."""
+"""A sum that can be compared."""
 
 
 def put(expr: Expr, name: str, value: Expr) -> Expr:
@@ -143,9 +145,9 @@ class Positions:
 
     def holds(self, top: Where | None, after: Where | None, var: str, high: Expr) -> bool:
         """Whether a position at the top of the body is right in the next iteration too."""
-        if top is None or UNKNOWN in (top, after):
+        if top is None or top == UNKNOWN:
             return True
-        if after is None:
+        if after is None or after == UNKNOWN:
             return False
         following = Binary("+", Name(var), ONE)
         goes_on = condition_of(following, self.full(high))
@@ -167,10 +169,13 @@ class Positions:
         return top.at(put(top.full, var, Call(Name("max"), (self.full(low), last))))
 
     def given(self, expr: Expr, true: Binary) -> Expr:
-        """The expression where a comparison is known to hold: `where`s that ask it are decided."""
+        """The expression where a comparison is known to hold: `where`s that it decides are gone."""
         match expr:
-            case Call(Name("where"), (Binary("<", a, b), yes, _)) if self._same_test(a, b, true):
-                return self.given(yes, true)
+            case Call(func, (condition, yes, no)) if func.id.lower() == "where":
+                decided = self._decided(condition, true)
+                if decided is not None:
+                    return self.given(yes if decided else no, true)
+        match expr:
             case Unary(_, operand):
                 return replace(expr, operand=self.given(operand, true))
             case Binary(_, left, right):
@@ -179,8 +184,51 @@ class Positions:
                 return replace(expr, args=tuple(self.given(a, true) for a in args))
         return expr
 
-    def _same_test(self, a: Expr, b: Expr, true: Binary) -> bool:
-        return self.same(Binary("-", a, b), Binary("-", true.left, true.right))
+    def _decided(self, condition: Expr, true: Binary) -> bool | None:
+        """Whether a condition holds where a comparison is known to; None if that cannot be told."""
+        match condition:
+            case Unary("not", operand):
+                found = self._decided(operand, true)
+                return None if found is None else not found
+            case Binary("and" | "or" as op, left, right):
+                sides = [self._decided(side, true) for side in (left, right)]
+                other = op == "or"  # one such side settles it
+                return other if other in sides else None if None in sides else not other
+            case Binary("<" | "<=", less, more) | Binary(">" | ">=", more, less):
+                if self._negative(Binary("-", less, more), true):
+                    return True
+                return False if self._negative(Binary("-", more, less), true) else None
+        return None
+
+    def _negative(self, expr: Expr, true: Binary) -> bool:
+        """Whether `expr < 0` follows from `a < b`: it is at most a positive multiple of a - b."""
+        found = self._without_ceil(self._sum(expr))
+        known = self._without_ceil(self._sum(Binary("-", true.left, true.right)))
+        varying = found.keys() - {()}
+        if not varying or varying != known.keys() - {()}:
+            return False
+        factor = found[min(varying, key=repr)] / known[min(varying, key=repr)]
+        more = found.get((), Fraction(0)) - factor * known.get((), Fraction(0))
+        return factor > 0 and more <= 0 and all(found[k] == factor * known[k] for k in varying)
+
+    def _without_ceil(self, found: Sum) -> Sum:
+        """Of `n - ceil(x)`, `n - x`: for a whole n both are below 0 or neither is."""
+        for key, coefficient in found.items():
+            match key:
+                case (("ceil", tuple(inside)),) if coefficient == -1:
+                    rest = {k: c for k, c in found.items() if k != key}
+                    if all(self._whole(k, c) for k, c in rest.items()):
+                        return _difference(rest, dict(inside))
+        return found
+
+    def _whole(self, product: tuple[object, ...], coefficient: Fraction) -> bool:
+        """Whether a product is one of whole numbers. A name is one unless its value is known."""
+        if coefficient.denominator != 1:
+            return False
+        return all(
+            isinstance(atom, tuple) and atom[0] == "name" and atom[1] not in self.known
+            for atom in product
+        )
 
     # --- the normal form ------------------------------------------------------------------
 
@@ -188,7 +236,7 @@ class Positions:
         """The normal form of an expression."""
         return frozenset(self._sum(expr).items())
 
-    def _sum(self, expr: Expr) -> dict[tuple[object, ...], Fraction]:
+    def _sum(self, expr: Expr) -> Sum:
         match expr:
             case Num(text) if (value := number(text)) == value and not isinstance(value, float):
                 return _constant(Fraction(value))
@@ -197,11 +245,9 @@ class Positions:
             case Unary("-", operand):
                 return {k: -c for k, c in self._sum(operand).items()}
             case Binary("+" | "-" as op, left, right):
-                sign = 1 if op == "+" else -1
-                found = dict(self._sum(left))
-                for k, c in self._sum(right).items():
-                    found[k] = found.get(k, Fraction(0)) + sign * c
-                return {k: c for k, c in found.items() if c}
+                other = self._sum(right)
+                other = {k: -c for k, c in other.items()} if op == "+" else other
+                return _difference(self._sum(left), other)
             case Binary("*", left, right):
                 return _product(self._sum(left), self._sum(right))
             case Binary("/", left, right):
@@ -211,7 +257,7 @@ class Positions:
         plain = self._plain(expr)
         return plain if plain is not None else {(self._atom(expr),): Fraction(1)}
 
-    def _plain(self, expr: Expr) -> dict[tuple[object, ...], Fraction] | None:
+    def _plain(self, expr: Expr) -> Sum | None:
         """Calls whose value is one of their arguments."""
         match expr:
             case Call(Name("where"), (_, yes, no)) if self.form(yes) == self.form(no):
@@ -244,14 +290,19 @@ class Positions:
         raise AssertionError(f"no scalar: {expr}")
 
 
-def _constant(value: Fraction) -> dict[tuple[object, ...], Fraction]:
+def _constant(value: Fraction) -> Sum:
     return {(): value} if value else {}
 
 
-def _product(
-    a: dict[tuple[object, ...], Fraction], b: dict[tuple[object, ...], Fraction]
-) -> dict[tuple[object, ...], Fraction]:
-    found: dict[tuple[object, ...], Fraction] = {}
+def _difference(a: Sum, b: Sum) -> Sum:
+    found = dict(a)
+    for k, c in b.items():
+        found[k] = found.get(k, Fraction(0)) - c
+    return {k: c for k, c in found.items() if c}
+
+
+def _product(a: Sum, b: Sum) -> Sum:
+    found: Sum = {}
     for k, c in a.items():
         for m, d in b.items():
             key = tuple(sorted((*k, *m), key=repr))

@@ -67,8 +67,9 @@ def _binary(x: Binary) -> tuple[str, int]:
     level = _LEVELS[x.op]
     (a, a_level), (b, b_level) = _text(x.left), _text(x.right)
     # `a - (b - c)` keeps its parenthesis, `a + (b + c)` does not need one, but keeps it: the order
-    # of fp32 operations is meant as written.
-    least = level if x.op in ("*", "&&", "||") and x.right.type != "float" else level + 1
+    # of fp32 operations is meant as written. `a * (b % c)` needs it.
+    chain = isinstance(x.right, Binary) and x.right.op == x.op and x.right.type != "float"
+    least = level if chain and x.op in ("*", "&&", "||") else level + 1
     left = a if a_level >= level else f"({a})"
     right = b if b_level >= least else f"({b})"
     return f"{left} {x.op} {right}", level
