@@ -94,7 +94,10 @@ struct Ring {
   }
 
   __device__ void drain() {
-    if (held) release();
+    if (held) {
+      wait();  // nobody may have read it yet
+      release();
+    }
     held = false;
   }
 

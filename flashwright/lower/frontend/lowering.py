@@ -136,17 +136,22 @@ class Lowering:
             body = self.inside(stmt.body)
             after, found = self.axes, dict(top)
             for key, axes in top.items():
-                found[key] = tuple(
-                    self._at_top(t, b, a, stmt)
-                    for t, b, a in zip(axes, before[key], after[key], strict=True)
-                )
+                if key in before:
+                    found[key] = tuple(
+                        self._at_top(t, b, a, stmt)
+                        for t, b, a in zip(axes, before[key], after[key], strict=True)
+                    )
+            for key in after.keys() - top.keys():  # of the iteration before, if it is read at all
+                found[key] = tuple(a and UNKNOWN for a in after[key])
             if found == top:
                 break
             top = found
         self.axes = {
             key: tuple(
                 self.positions.behind(t, a, var, stmt.low, stmt.high)
-                for t, a in zip(top.get(key, (None,) * len(axes)), axes, strict=True)
+                for t, a in zip(
+                    top[key] if key in before else (None,) * len(axes), axes, strict=True
+                )
             )
             for key, axes in after.items()
         }
