@@ -129,7 +129,7 @@ def _copy(stmt: Copy) -> str:
     if stmt.shape is not None:
         text += f" ({_exprs(stmt.shape)})"
     if stmt.coords is not None:
-        coords = ", ".join(_coord(coord) for coord in stmt.coords)
+        coords = ", ".join(format_coord(coord) for coord in stmt.coords)
         text += f" in coordinate [{coords}]"
     text += f" from {stmt.source} to {stmt.dest}"
     if stmt.target:
@@ -137,7 +137,8 @@ def _copy(stmt: Copy) -> str:
     return f"{text} at column {format_expr(stmt.column)}" if stmt.column else text
 
 
-def _coord(coord: Coord) -> str:
+def format_coord(coord: Coord) -> str:
+    """One place of a coordinate, in tiles or in elements."""
     joint = "at" if coord.in_elements else "="
     return f"{coord.axis.id} {joint} {format_expr(coord.value)}"
 

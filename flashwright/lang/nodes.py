@@ -328,6 +328,21 @@ def expressions(node: object) -> list[Expr]:
     return found
 
 
+def value_names(expr: Expr) -> Iterator[Name]:
+    """The names in an expression that have values: not functions, nor tensors that it indexes."""
+    match expr:
+        case Name():
+            yield expr
+        case Unary(_, operand) | Transpose(operand):
+            yield from value_names(operand)
+        case Binary(_, left, right):
+            yield from value_names(left)
+            yield from value_names(right)
+        case Call(_, args) | Index(_, args):
+            for arg in args:
+                yield from value_names(arg)
+
+
 def _gather(node: object, found: list[Expr]) -> None:
     if isinstance(node, (Num, Name, Unary, Binary, Call, Index, Transpose)):
         found.append(node)

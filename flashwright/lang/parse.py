@@ -24,8 +24,10 @@ MAX_TOKENS = 400
 MAX_DIAGNOSTICS = 20
 
 # Words that are keywords in one clause and names elsewhere; `where` is a clause behind an operand.
-_CLAUSE_WORDS = ("OFFSET", "STAGES", "MEMORY", "COORDINATE", "AT", "ALONG")
-_CLAUSE_WORDS += ("ROWS", "COLUMN", "COLUMNS")
+_CLAUSE_WORDS = (
+    *("OFFSET", "STAGES", "MEMORY", "COORDINATE"),
+    *("AT", "ALONG", "ROWS", "COLUMN", "COLUMNS"),
+)
 SOFT = ("WHERE", *_CLAUSE_WORDS)
 _OPERANDS = ("NAME", "NUMBER", "NOT", *_CLAUSE_WORDS)
 

@@ -257,7 +257,9 @@ def repeated_clause(words: list[Tok]) -> Diagnostic | None:
         if words[0].type == "COMPUTE":
             clause = kind in ("WITH", "WHERE", "AND_GET", "AND_RESCALE")
         else:
-            clause = kind in ("AS", "ALONG") or (kind in ("OFFSET", "STAGES") and before.type == "WITH")
+            clause = kind in ("AS", "ALONG") or (
+                kind in ("OFFSET", "STAGES") and before.type == "WITH"
+            )
         if clause and kind in seen:
             label = Label(seen[kind].span, "the first one")
             message = f"{shown(tok)} a second time in one statement"
