@@ -11,5 +11,5 @@ UNTRANSLATED = {
     "forgetting": "a coordinate in elements, and a vector said to lie along the rows",
     "side_by_side": "tiles side by side in shared memory",
 }
-"""Programs that are checked and run on the CPU, with the form that has no translation yet (FW811)."""
+"""Programs that are only checked and run on the CPU, with the form that is not translated yet."""
 TRANSLATED = [path for path in PROGRAMS if path.stem not in UNTRANSLATED]
