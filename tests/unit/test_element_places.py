@@ -238,3 +238,32 @@ def test_an_index_is_the_same_either_way() -> None:
 def test_what_lies_outside_is_not_stored() -> None:
     text = attention().replace("0:q_len / BM", "0:(q_len + 40) / BM")
     agrees(text.replace("L = block]", "L at block * BM - 40]"), nothing, plain)
+
+
+def test_sequences_of_their_own_lengths() -> None:
+    """The recipe: the place of a vector comes from a tensor, and so does the mask."""
+    allocate = f"{GATES}\nAllocate Lengths in global (B: batch) as int32\n{ALONG}\n"
+    allocate += "let length = Lengths[item]"
+    copy = COPY_GATE.replace("kv_len - q_len", "length - q_len")
+    text = attention(
+        allocate=allocate,
+        copy_q=copy,
+        scale="Compute S * Scale + QGate * kv_idx / 50 and get new S",
+        mask="kv_idx < kv_len and kv_idx < length and kv_idx <= q_idx + length - q_len",
+    )
+
+    def inputs(rng: Any, dims: Any) -> Any:
+        lengths = np.array([dims["kv_len"], dims["kv_len"] // 2], dtype=np.int32)
+        gate = rng.standard_normal((2, dims["kv_len"])).astype(np.float32)
+        return {"Lengths": lengths, "Gate": gate}
+
+    def scores(plain: Any, given: Any, dims: Any) -> Any:
+        keys, found = np.arange(dims["kv_len"]), []
+        for batch, length in enumerate(given["Lengths"]):
+            position = np.arange(dims["q_len"]) + length - dims["q_len"]
+            gate = np.where(position >= 0, given["Gate"][batch][np.maximum(position, 0)], 0)
+            seen = (keys < length) & (keys <= position[:, None])
+            found.append(np.where(seen, plain[batch] + gate[:, None] * keys / 50, -np.inf))
+        return np.stack(found)
+
+    agrees(text, inputs, scores)
