@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 WIDTH = 100
 KB = 1024
 
-_CLAUSES = "and|get|new|accumulate|rescale|with|where|in|from|to|as|at|along|coordinate|stages|offset|memory|or|not"
+_CLAUSES = (
+    "and|get|new|accumulate|rescale|with|where|in|from|to|as|at|along|coordinate"
+    "|stages|offset|memory|or|not"
+)
 _TOKEN = re.compile(
     rf"(?P<comment>//.*)"
     rf"|(?P<keyword>\b(?:{'|'.join(STATEMENTS.values())})\b)"

@@ -8,7 +8,10 @@ from markupsafe import Markup, escape
 
 from flashwright.lang.recover import STATEMENTS
 
-_CLAUSES = "and|get|new|accumulate|rescale|with|where|in|from|to|as|at|along|coordinate|stages|offset|memory|or|not"
+_CLAUSES = (
+    "and|get|new|accumulate|rescale|with|where|in|from|to|as|at|along|coordinate"
+    "|stages|offset|memory|or|not"
+)
 TL = re.compile(
     r"(?P<comment>//.*)"
     rf"|(?P<keyword>\b(?:{'|'.join(STATEMENTS.values())})\b)"
