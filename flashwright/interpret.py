@@ -146,8 +146,11 @@ class NumPy:
     def load(self, tensor: Tensor, region: Region, offset: int | None, tile_rank: int) -> Array:
         view = self._view(tensor, offset)
         part = view[_clip(region, view.shape)]
-        pad = [(0, size - have) for (_, size), have in zip(region, part.shape, strict=True)]
-        whole_tile = np.pad(part, pad) if any(p for _, p in pad) else part
+        pad = []
+        for (start, size), have in zip(region, part.shape, strict=True):
+            before = _before(start, size)
+            pad.append((before, size - before - have))
+        whole_tile = np.pad(part, pad) if any(map(any, pad)) else part
         return whole_tile.reshape(whole_tile.shape[len(region) - tile_rank :])
 
     def store(
@@ -156,12 +159,24 @@ class NumPy:
         view = self._view(tensor, offset)
         place = _clip(region, view.shape)
         kept = view[place].shape
-        inside = tuple(slice(0, n) for n in kept[len(kept) - len(shape) :])
+        tiled = list(zip(region, kept, strict=True))[len(kept) - len(shape) :]
+        inside = tuple(
+            slice(_before(start, size), _before(start, size) + n) for (start, size), n in tiled
+        )
         view[place] = self.round(data[inside], tensor.dtype).reshape(kept)
 
     def element(self, tensor: Tensor, index: Sequence[int], offset: int | None) -> Value:
         found = self._view(tensor, offset)[tuple(index)]
         return int(found) if tensor.dtype == "int32" else float(found)
+
+    def gather(self, tensor: Tensor, index: Sequence[Any], offset: int | None) -> Array:
+        view = self._view(tensor, offset)
+        places = []
+        for length, given in zip(view.shape, index, strict=True):
+            place = np.nan_to_num(np.asarray(given, dtype=np.float64), nan=0.0)
+            places.append(np.clip(np.floor(place), 0, length - 1).astype(np.int64))
+        found: Array = view[tuple(np.broadcast_arrays(*places))]
+        return found if tensor.dtype == "int32" else found.astype(np.float32)
 
     def apply(self, op: str, args: Sequence[Any]) -> Array:
         plain = [float(a) if isinstance(a, Fraction) else a for a in args]
@@ -185,6 +200,9 @@ class NumPy:
     def turn(self, data: Array, axis: int) -> Array:
         return data[:, None] if axis == 0 else data[None, :]
 
+    def side_by_side(self, pieces: Sequence[Array]) -> Array:
+        return np.concatenate(pieces, axis=1)
+
     def fill(self, data: Any, shape: Sequence[int]) -> Array:
         value = float(data) if isinstance(data, Fraction) else data
         return np.broadcast_to(np.asarray(value, dtype=np.float32), tuple(shape))
@@ -198,9 +216,16 @@ class NumPy:
 
 
 def _clip(region: Region, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """The part of a tensor that lies in the region."""
     return tuple(
-        slice(start, min(start + n, m)) for (start, n), m in zip(region, shape, strict=True)
+        slice(max(start, 0), max(min(start + n, m), 0))
+        for (start, n), m in zip(region, shape, strict=True)
     )
+
+
+def _before(start: int, size: int) -> int:
+    """How much of a tile lies before the start of the tensor."""
+    return min(max(-start, 0), size)
 
 
 def _sigmoid(x: Any) -> Any:

@@ -9,7 +9,7 @@ from flashwright.check.expressions import Expressions, Frame, origins
 from flashwright.check.fragment import missing_reshape
 from flashwright.check.program import Key
 from flashwright.check.sums import Sums
-from flashwright.check.tiles import Epoch, Kind, Masked, Operand, Tile, kept
+from flashwright.check.tiles import Epoch, Kind, Masked, Operand, Tile, Where, kept
 from flashwright.check.vocabulary import ARITHMETIC
 from flashwright.lang.diagnostic import Edit, Fix
 from flashwright.lang.nodes import Binary, Call, Compute, Expr, Name, Transpose
@@ -212,6 +212,8 @@ class Computer:
         so that one missing transpose does not make every later statement look wrong."""
         have, want = left.axes[1], right.axes[0]
         if have is None or want is None or have == want:
+            if have and want and have.parts and want.parts and have.parts != want.parts:
+                self._divided_otherwise(have, want, stmt)
             return right
         if have.dim == want.dim:
             self.values.disagree(stmt.span, have, want)
@@ -233,6 +235,12 @@ class Computer:
         where = origins(have, want)
         self.machine.report("FW503", text, stmt.span, secondary=where, fix=fix)
         return replace(right, axes=right.axes[::-1]) if fix else right
+
+    def _divided_otherwise(self, have: Where, want: Where, stmt: Compute) -> None:
+        """Report tiles that were put side by side in another order on the two sides of a sum."""
+        left, right = (" + ".join(map(str, where.parts)) for where in (have, want))
+        text = f"`{have.tensor}` is made of {left} columns, `{want.tensor}` of {right}"
+        self.machine.report("FW603", text, stmt.span, secondary=origins(have, want))
 
 
 def _name(arg: Expr) -> Name:

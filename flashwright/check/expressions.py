@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashwright.check import kinds
+from flashwright.check.gather import gather
 from flashwright.check.kinds import Unrescaled
 from flashwright.check.program import Key
 from flashwright.check.scalars import NotScalar, Unknown, Value
@@ -14,22 +15,30 @@ from flashwright.check.scalars import apply as apply_scalar
 from flashwright.check.sums import Sums
 from flashwright.check.tiles import Kind, Operand, Place, Tile, Where, kept, together
 from flashwright.lang.diagnostic import Edit, Fix, Label
+from flashwright.lang.format import format_stmt
 from flashwright.lang.nodes import (
+    Allocate,
     Binary,
     Call,
     Compute,
+    Copy,
     Expr,
     Index,
     Name,
     Num,
+    Side,
     Span,
     Statement,
     Transpose,
     Unary,
+    value_names,
 )
 
 if TYPE_CHECKING:
     from flashwright.check.machine import Machine
+
+
+SIDES: tuple[Side, ...] = ("rows", "columns")
 
 
 @dataclass(frozen=True)
@@ -60,8 +69,11 @@ class Expressions:
         return self.machine.read(self.key(name), name, stmt)
 
     def frame(self, expr: Expr, shape: tuple[int, ...]) -> Frame:
-        """Rows and columns come from the two-dimensional operands, else from the vectors."""
-        tiles = [self.machine.cells[k].tile for k in self._tiles(expr) if k in self.machine.cells]
+        """Rows and columns come from the two-dimensional operands, else from the vectors: of
+        these, from one whose positions say how it lies."""
+        keys = [k for k in self._tiles(expr) if k in self.machine.cells]
+        keys.sort(key=lambda k: self.program.buffers[k].along is not None)
+        tiles = [self.machine.cells[k].tile for k in keys]
         for rank in (2, 1):
             for tile in tiles:
                 if len(tile.shape) == rank == len(shape) and any(tile.axes):
@@ -80,6 +92,8 @@ class Expressions:
                 return self._tiles(left) + self._tiles(right)
             case Call(func, args) if func.id.lower() not in ("rowmax", "rowsum"):
                 return [k for a in args for k in self._tiles(a)]
+            case Index(_, args):
+                return [k for a in args for k in self._tiles(a)]
         return []
 
     def tile(self, value: Operand, frame: Frame) -> Tile:
@@ -95,6 +109,8 @@ class Expressions:
     def value(self, expr: Expr, frame: Frame, stmt: Statement) -> Operand:
         """The value of an expression over the rows and columns of a frame."""
         match expr:
+            case Index() if self.program.per_element(expr):
+                return gather(self, expr, frame, stmt)
             case Num() | Index():
                 return self.machine.scalar(expr)
             case Name("q_idx" | "kv_idx"):
@@ -157,7 +173,9 @@ class Expressions:
         """A tile seen in the frame: a vector lies along the axis whose positions it has."""
         if len(tile.shape) == len(frame.shape):
             for have, want in zip(tile.axes, frame.axes, strict=True):
-                if have is not None and want is not None and have != want:
+                if have is None or want is None or have == want:
+                    continue
+                if have.dim == want.dim or self._along(expr) is None:
                     self.disagree(expr.span, have, want)
             return tile
         axis = self._axis(tile, frame, expr)
@@ -165,25 +183,86 @@ class Expressions:
         return replace(tile, data=data)
 
     def _axis(self, tile: Tile, frame: Frame, expr: Expr) -> int:
-        have = tile.axes[0]
+        """The axis of a frame that a vector lies along: the one its Allocate names, the one with
+        its positions, else the one of its size."""
+        have, along = tile.axes[0], self._along(expr)
+        if along is not None:
+            want = frame.axes[SIDES.index(along)]
+            if have is not None and want is not None and have.dim == want.dim and have != want:
+                self.disagree(expr.span, have, want)
+            return SIDES.index(along)
         fits = [a for a, n in enumerate(frame.shape) if n == tile.shape[0]]
-        if have is not None:
-            for axis in fits:
-                if frame.axes[axis] == have:
-                    return axis
-            for want in frame.axes:
-                if want is not None and want.dim == have.dim:
-                    self.disagree(expr.span, have, want)
-                    return fits[0]
-            fits = [a for a in fits if frame.axes[a] is None] or fits
-        return fits[0]
+        if have is None:
+            return fits[0]
+        for axis in fits:
+            if frame.axes[axis] == have:
+                return axis
+        for axis, want in enumerate(frame.axes):
+            if want is not None and want.dim == have.dim:
+                other = SIDES[1 - axis] if 1 - axis in fits else None
+                self.disagree(expr.span, have, want, **self._say_along(expr, have, other))
+                return fits[0]
+        known = [a for a in fits if frame.axes[a] is not None]
+        if len(known) == 2:
+            self._undecided(expr, have, frame)
+        return fits[0] if len(known) == len(fits) else next(a for a in fits if a not in known)
 
-    def disagree(self, span: Span, have: Where, want: Where) -> None:
+    def _along(self, expr: Expr) -> Side | None:
+        """What the Allocate of a vector says of how it lies."""
+        key = self.program.tile(expr) if isinstance(expr, Name) else None
+        return self.program.buffers[key].along if key is not None else None
+
+    def _undecided(self, expr: Expr, have: Where, frame: Frame) -> None:
+        """Report a vector that could lie along the rows as well as along the columns."""
+        columns = frame.axes[1]
+        loops = {loop.var.id for loop in self.machine.loops}
+        steps = loops & _names_in(have.copy) & (_names_in(columns.copy) if columns else set())
+        text = f"positions {have} of `{have.tensor}` are neither those of the rows nor of the "
+        text += f"columns, and there are {frame.shape[0]} of both"
+        told = self._say_along(expr, have, "columns" if steps else "rows", certain=True)
+        self.machine.report(
+            "FW603",
+            text,
+            expr.span,
+            secondary=origins(have, *(w for w in frame.axes if w is not None)),
+            label=self.machine.problem(),
+            **told,
+        )
+
+    def _say_along(
+        self, expr: Expr, have: Where, side: Side | None, certain: bool = False
+    ) -> dict[str, Any]:
+        """The help and the fix for a vector that has other positions than the tile it meets: it
+        lies along the other axis. Without `certain` only places in elements are taken to be meant.
+        """
+        key = self.program.tile(expr) if isinstance(expr, Name) else None
+        if key is None or side is None or len(self.program.buffers[key].shape) != 1:
+            return {}
+        buffer = self.program.buffers[key]
+        meant = any(c.in_elements for c in have.copy.coords or () if c.axis.id == have.label)
+        fix = None
+        if isinstance(buffer.declared, Allocate):
+            end = buffer.declared.span.end
+            line = f"{format_stmt(buffer.declared)} along {side}"
+            fix = Fix(f"say how it lies: `along {side}`", (Edit(end, end, f" along {side}"),))
+        else:
+            size = buffer.named_size(0)
+            shape = size.id if size else str(buffer.shape[0])
+            line = f"Allocate {key[0]} in register ({shape}) as {buffer.dtype} along {side}"
+            first = next(s for s in self.program.tree.body if isinstance(s, Allocate))
+            start = first.span.start
+            fix = Fix(f"say how it lies: `{line}`", (Edit(start, start, f"{line}\n"),))
+        hint = f"if it goes along the {side}, its Allocate says so: `{line}`"
+        return {"help": hint, "fix": fix if certain or meant else None}
+
+    def disagree(self, span: Span, have: Where, want: Where, **more: Any) -> None:
         """Report positions that should be the same and are not."""
         text = f"positions {have} of `{have.tensor}` meet {want} of `{want.tensor}`"
         filled = (self.program.dest(have.copy), self.program.dest(want.copy))
         where = origins(have, want) + self.program.guards_of(*filled)
-        self.machine.report("FW603", text, span, secondary=where, label=self.machine.problem())
+        self.machine.report(
+            "FW603", text, span, secondary=where, label=self.machine.problem(), **more
+        )
 
     def combine(self, op: str, args: list[Operand], frame: Frame, stmt: Statement) -> Operand:
         """One operation on values, element by element."""
@@ -261,6 +340,11 @@ class Expressions:
                         "FW603", text, stmt.span, secondary=where, label=self.machine.problem()
                     )
         return at
+
+
+def _names_in(copy: Copy) -> set[str]:
+    """The names that the coordinate of a Copy speaks of."""
+    return {name.id for coord in copy.coords or () for name in value_names(coord.value)}
 
 
 def origins(*places: Where) -> tuple[Label, ...]:

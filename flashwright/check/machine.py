@@ -15,9 +15,9 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from flashwright.check.fixes import rounded_down
-from flashwright.check.program import Key, Program, Tensor
+from flashwright.check.program import Key, Program, Tensor, TensorAxis
 from flashwright.check.scalars import NotScalar, Unknown, Value, evaluate, whole
-from flashwright.check.tiles import Cell, Tile
+from flashwright.check.tiles import Cell, Tile, side_by_side, unfilled
 from flashwright.check.vocabulary import CONSTANTS
 from flashwright.lang.diagnostic import Diagnostic, Label
 from flashwright.lang.format import format_expr
@@ -49,11 +49,13 @@ class Arithmetic(Protocol):
         self, tensor: Tensor, region: Region, offset: int | None, data: Any, shape: Sequence[int]
     ) -> None: ...
     def element(self, tensor: Tensor, index: Sequence[int], offset: int | None) -> Value: ...
+    def gather(self, tensor: Tensor, index: Sequence[Any], offset: int | None) -> Any: ...
     def apply(self, op: str, args: Sequence[Any]) -> Any: ...
     def reduce(self, op: str, data: Any) -> Any: ...
     def gemm(self, left: Any, right: Any, transposed: tuple[bool, bool]) -> Any: ...
     def positions(self, start: int, size: int, axis: int, rank: int) -> Any: ...
     def turn(self, data: Any, axis: int) -> Any: ...
+    def side_by_side(self, pieces: Sequence[Any]) -> Any: ...
     def fill(self, data: Any, shape: Sequence[int]) -> Any: ...
     def round(self, data: Any, dtype: str) -> Any: ...
 
@@ -90,6 +92,7 @@ class Machine:
         self.steps = steps
         self.findings: dict[tuple[str, Span | None], Diagnostic] = {}
         self.cells: dict[Key, Cell] = {}
+        self.pieces: dict[Key, dict[int, Cell]] = {}  # of tiles filled a few columns at a time
         self.env: dict[str, Value] = {}
         self.loops: list[For] = []
         self.varying: set[str] = set()
@@ -134,6 +137,7 @@ class Machine:
         """One thread block, from empty buffers."""
         self.env = {**self._base(), **block}
         self.cells, self.loops, self.varying, self.elements = {}, [], set(), {}
+        self.pieces = {}
         try:
             self._body(self.program.tree.body)
         except Halt:
@@ -223,28 +227,37 @@ class Machine:
 
     def _element(self, expr: Index, index: tuple[Value, ...]) -> Value:
         tensor = self.program.tensors[expr.tensor.id]
-        if len(index) != len(tensor.axes):
-            text = f"`{tensor.name}` has {len(tensor.axes)} axes, here are {len(index)} indices"
-            raise self.halt("FW305", text, expr.span)
-        known: list[int] = []
-        for axis, value, arg in zip(tensor.axes, index, expr.args, strict=True):
-            if isinstance(value, Unknown):
-                continue
-            place, extent = whole(value), self.extent(axis.size)
-            if place is None:
-                text = f"an index must be a whole number, here it is {value}"
-                raise self.halt("FW306", text, arg.span, fix=rounded_down(arg))
-            if not 0 <= place < extent:
-                text = (
-                    f"index {place} is outside axis {axis.label} of `{tensor.name}`, {extent} long"
-                )
-                where = self.program.definitions(arg)
-                raise self.halt("FW605", text, arg.span, label=self.problem(), secondary=where)
-            known.append(place)
+        self.same_rank(expr, tensor)
+        places = [
+            self.place(tensor, axis, value, arg)
+            for axis, value, arg in zip(tensor.axes, index, expr.args, strict=True)
+        ]
+        known = [place for place in places if place is not None]
         self.elements.setdefault(tensor.name, []).append(index)
         if self.math is not None:
             return self.math.element(tensor, known, self.offset(tensor))
         return Unknown(f"{tensor.name}[{', '.join(map(str, index))}]")
+
+    def same_rank(self, expr: Index, tensor: Tensor) -> None:
+        """Halt with FW305 unless there is an index for each axis of the tensor."""
+        if len(expr.args) != len(tensor.axes):
+            count = len(expr.args)
+            text = f"`{tensor.name}` has {len(tensor.axes)} axes, here are {count} indices"
+            raise self.halt("FW305", text, expr.span)
+
+    def place(self, tensor: Tensor, axis: TensorAxis, value: Value, arg: Expr) -> int | None:
+        """A scalar index as a whole number inside its axis; None where a tensor decides it."""
+        if isinstance(value, Unknown):
+            return None
+        place, extent = whole(value), self.extent(axis.size)
+        if place is None:
+            text = f"an index must be a whole number, here it is {value}"
+            raise self.halt("FW306", text, arg.span, fix=rounded_down(arg))
+        if not 0 <= place < extent:
+            text = f"index {place} is outside axis {axis.label} of `{tensor.name}`, {extent} long"
+            where = self.program.definitions(arg)
+            raise self.halt("FW605", text, arg.span, label=self.problem(), secondary=where)
+        return place
 
     def _walked_whole(self) -> None:
         """An axis of fixed length that a block walks along in an index tensor is walked to its
@@ -299,8 +312,14 @@ class Machine:
     def read(self, key: Key, name: Name, stmt: Statement) -> Tile:
         """The tile in a buffer; it must have a value."""
         cell = self.cells.get(key)
+        for piece in self.pieces.get(key, {}).values():
+            piece.read = True
+        if key in self.pieces:
+            self._whole_rows(key, name, stmt)
         if cell is None:
             text = f"`{name.id}` has no value yet"
+            for low, high in self._unfilled(key):
+                text = f"columns {low}..{high - 1} of `{name.id}` have no value yet"
             verb = "Copy it there" if key[1] == "shared" else "Copy or Compute it"
             raise self.halt(
                 "FW403",
@@ -315,17 +334,56 @@ class Machine:
 
     def write(self, key: Key, tile: Tile, stmt: Statement, dtype: str | None = None) -> None:
         """Put a tile into a buffer, rounded to the buffer's element type."""
-        old = self.cells.get(key)
+        for old in (self.cells.get(key), *self.pieces.pop(key, {}).values()):
+            self._overwrite(key, old, stmt)
+        self.cells[key] = Cell(self._rounded(tile, dtype or self.program.buffers[key].dtype), stmt)
+
+    def write_columns(self, key: Key, column: int, tile: Tile, stmt: Statement) -> None:
+        """Put a tile into some columns of a buffer, which has a value once all are filled."""
+        before = self.cells.pop(key, None)
+        if key not in self.pieces:
+            self._overwrite(key, before, stmt)
+        pieces = self.pieces.setdefault(key, {})
+        for at, old in list(pieces.items()):
+            if at < column + tile.shape[1] and column < at + old.tile.shape[1]:
+                self._overwrite(key, pieces.pop(at), stmt)
+        buffer = self.program.buffers[key]
+        pieces[column] = Cell(self._rounded(tile, buffer.dtype), stmt)
+        whole_tile = side_by_side({at: p.tile for at, p in pieces.items()}, key[0], buffer.shape)
+        if whole_tile is not None:
+            if self.math is not None:
+                data = self.math.side_by_side([pieces[at].tile.data for at in sorted(pieces)])
+                whole_tile = replace(whole_tile, data=data)
+            self.cells[key] = Cell(whole_tile, stmt)
+
+    def _overwrite(self, key: Key, old: Cell | None, stmt: Statement) -> None:
+        """Report FW602 if a value is lost that was never read."""
         if old is not None and not old.read:
             where = (Label(old.writer.span, "this value was never read"),)
             hint = "move this statement below the last use of the value, or accumulate"
             text = f"`{key[0]}` in {key[1]} is overwritten before its value is used"
             self.report("FW602", text, stmt.span, secondary=where, help=hint, label=self.problem())
-        kept = dtype or self.program.buffers[key].dtype
-        if tile.dtype != kept:
-            data = self.math.round(tile.data, kept) if self.math is not None else None
-            tile = replace(tile, dtype=kept, data=data)
-        self.cells[key] = Cell(tile, stmt)
+
+    def _rounded(self, tile: Tile, dtype: str) -> Tile:
+        if tile.dtype == dtype:
+            return tile
+        data = self.math.round(tile.data, dtype) if self.math is not None else None
+        return replace(tile, dtype=dtype, data=data)
+
+    def _unfilled(self, key: Key) -> list[tuple[int, int]]:
+        """The columns without a value of a buffer that is filled a few columns at a time."""
+        pieces = {at: piece.tile for at, piece in self.pieces.get(key, {}).items()}
+        return unfilled(pieces, self.program.buffers[key].shape[1]) if pieces else []
+
+    def _whole_rows(self, key: Key, name: Name, stmt: Statement) -> None:
+        """Report FW603 where tiles side by side are not the same rows of the same heads."""
+        tiles = [piece.tile for piece in self.pieces[key].values()]
+        self.computer.values.same_place(tiles, stmt)
+        first = tiles[0].axes[0]
+        for rows in (tile.axes[0] for tile in tiles):
+            if first is not None and rows is not None and rows != first:
+                self.computer.values.disagree(name.span, first, rows)
+                raise Halt
 
     # --- Reshape --------------------------------------------------------------------------
 

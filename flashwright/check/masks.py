@@ -54,7 +54,7 @@ def any_visible(
 def _rows(rows: Where | None) -> Any:
     if rows is None or isinstance(rows.start, Unknown) or rows.label != "L":
         return None
-    return np.arange(rows.start, min(rows.start + rows.size, rows.extent))[:, None]
+    return np.arange(max(rows.start, 0), min(rows.start + rows.size, rows.extent))[:, None]
 
 
 def _ask(expr: Expr, mask: Masked, low: int, high: int) -> Any:

@@ -162,6 +162,9 @@ class Names:
                 text = f"a tile has one or two axes, `{base}` has {len(shape)}"
                 self.error("FW304", text, stmt.span)
             self.buffers[base, stmt.space] = Buffer(base, stmt.space, shape, dtype, stages, stmt)
+        if stmt.along is not None and (stmt.space != "register" or len(stmt.shape) != 1):
+            text = f"`along {stmt.along}` says how a vector in registers lies in tiles"
+            self.error("FW205", text, stmt.span, help=f"leave `along {stmt.along}` out")
 
     def _dtype(self, name: Name | None, default: str) -> str:
         if name is None:
@@ -230,8 +233,8 @@ class Names:
     def _copied(self, stmt: Copy) -> None:
         """A Copy into shared memory or registers allocates its tile where nothing else did."""
         base, space = split((stmt.target or stmt.name).id)[0], stmt.dest
-        if space == "global" or (base, space) in self.buffers:
-            return
+        if space == "global" or (base, space) in self.buffers or stmt.column is not None:
+            return  # what fills some columns does not say how many there are
         origin = split(stmt.name.id)[0]
         source = self.tensors.get(origin) if stmt.source == "global" else None
         held = self.buffers.get((origin, stmt.source))

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from flashwright.check.scalars import Scalar
-from flashwright.check.vocabulary import DTYPES, SCHEDULE_PARAMS, split
+from flashwright.check.scalars import Scalar, evaluate, whole
+from flashwright.check.vocabulary import CONSTANTS, DTYPES, POSITIONS, SCHEDULE_PARAMS, split
 from flashwright.lang.diagnostic import Label
 from flashwright.lang.nodes import (
     Allocate,
@@ -22,11 +22,13 @@ from flashwright.lang.nodes import (
     Name,
     Param,
     Reshape,
+    Side,
     Space,
     Statement,
     Tree,
     expressions,
     statements,
+    value_names,
 )
 
 Key = tuple[str, Space]
@@ -71,6 +73,11 @@ class Buffer:
         for extent in self.shape:
             size *= extent
         return size
+
+    @property
+    def along(self) -> Side | None:
+        """How a vector lies in tiles, if its Allocate says so."""
+        return self.declared.along if isinstance(self.declared, Allocate) else None
 
     def named_size(self, axis: int) -> Name | None:
         """The name that a size was declared by, if it was one."""
@@ -172,6 +179,32 @@ class Program:
                 return True
         return False
 
+    def per_element(self, expr: Expr) -> bool:
+        """Whether the elements of a tile have values of their own of an expression: it speaks of
+        positions, or of tiles."""
+        if id(expr) not in self._per_element:
+            self._per_element[id(expr)] = (
+                expr,
+                any(
+                    name.id in POSITIONS
+                    or (not self.is_scalar(name.id) and self.tile(name) is not None)
+                    for name in value_names(expr)
+                ),
+            )
+        return self._per_element[id(expr)][1]
+
+    def is_scalar(self, name: str) -> bool:
+        """Whether a name is a number: a constant, a size, a let, a variable of loop or grid."""
+        return name in self._scalars or name in self.dims or name in CONSTANTS
+
+    def scalar_definition(self, name: str) -> Statement | None:
+        """The statement that gives a scalar its value; None for the predefined ones."""
+        return self._scalars.get(name)
+
+    @cached_property
+    def _per_element(self) -> dict[int, tuple[Expr, bool]]:
+        return {}
+
     @cached_property
     def _scalars(self) -> Mapping[str, Statement]:
         found: dict[str, Statement] = {}
@@ -195,6 +228,21 @@ class Program:
     def dest(self, copy: Copy) -> Key:
         """What a Copy fills."""
         return split((copy.target or copy.name).id)[0], copy.dest
+
+    def column(self, copy: Copy) -> int | None:
+        """The first column that a Copy fills; None if it fills the whole tile."""
+        return None if copy.column is None else self._constant(copy.column)
+
+    def moved(self, copy: Copy) -> tuple[int, ...]:
+        """The shape of what a Copy between global memory and a tile moves."""
+        if copy.column is not None and copy.shape is not None:
+            return tuple(self._constant(size) for size in copy.shape)
+        return self.buffers[self.dest(copy) if copy.source == "global" else self.source(copy)].shape
+
+    def _constant(self, expr: Expr) -> int:
+        value = whole(evaluate(expr, self.params))
+        assert value is not None, expr  # shapes.py has seen to it
+        return value
 
 
 def tile_of(name: Name | str, buffers: Mapping[Key, Buffer]) -> Key | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from flashwright.check.names import Names
 from flashwright.check.operations import is_elementwise
 from flashwright.check.program import Buffer, Key, Tensor, tile_of
-from flashwright.check.scalars import NotScalar, Unknown, evaluate
+from flashwright.check.scalars import NotScalar, Unknown, evaluate, whole
 from flashwright.check.vocabulary import FUNCTIONS, split
 from flashwright.lang.diagnostic import Diagnostic, Edit, Fix, Label
 from flashwright.lang.format import format_expr
@@ -18,6 +18,7 @@ from flashwright.lang.nodes import (
     Compute,
     Copy,
     Expr,
+    Index,
     Name,
     Reshape,
     Transpose,
@@ -177,7 +178,7 @@ def _operand_shapes(expr: Expr, names: Names) -> Iterator[Shape]:
             for shape in _operand_shapes(args[0], names):
                 if len(shape) == 2:
                     yield (shape[0],)
-        case Call(_, args):
+        case Call(_, args) | Index(_, args):
             for arg in args:
                 yield from _operand_shapes(arg, names)
 
@@ -196,6 +197,11 @@ def _fits(expr: Expr, frame: Shape, names: Names) -> None:
                 raise Misfit(
                     expr, f"`{expr.id}` is {show(held)} and does not line up with {_text(frame)}"
                 )
+            if held is not None and held.along is not None and len(frame) == 2:
+                count = frame[0 if held.along == "rows" else 1]
+                if held.shape[0] != count:
+                    text = f"`{expr.id}` is {show(held)} along {held.along}, and there are {count}"
+                    raise Misfit(expr, text)
         case Unary(_, operand):
             _fits(operand, frame, names)
         case Binary(_, left, right):
@@ -210,7 +216,7 @@ def _fits(expr: Expr, frame: Shape, names: Names) -> None:
                 raise Misfit(
                     expr, f"this has {inner[0]} rows and does not line up with {_text(frame)}"
                 )
-        case Call(_, args):
+        case Call(_, args) | Index(_, args):
             for arg in args:
                 _fits(arg, frame, names)
 
@@ -258,13 +264,22 @@ def _copy(stmt: Copy, names: Names) -> Iterator[Diagnostic]:
     held = [names.buffers[k] for k in (source, dest) if k in names.buffers]
     if stmt.shape is not None:
         shape: Shape | None = tuple(names.size(s, "a size of the tile") for s in stmt.shape)
+    elif stmt.column is not None:
+        shape = None
     else:
         shape = held[0].shape if held else None
+    if stmt.column is not None:
+        yield from _columns(stmt, shape, names.buffers.get(dest), names)
+        held = []
     for buffer in held:
         if shape is not None and buffer.shape != shape:
             text = f"the Copy moves {_text(shape)}, but `{buffer.name}` in {buffer.space} is "
             where = (Label(buffer.declared.span, "its size is set here"),)
-            yield Diagnostic("FW304", text + show(buffer), stmt.span, secondary=where)
+            part = (stmt.source, stmt.dest) == ("global", "shared") and len(shape) == 2
+            hint = None
+            if part and len(buffer.shape) == 2 and shape[1] < buffer.shape[1]:
+                hint = "a Copy that fills some columns names the first: `... to shared at column 0`"
+            yield Diagnostic("FW304", text + show(buffer), stmt.span, secondary=where, help=hint)
     outer = [names.tensors[b] for b, s in (source, dest) if s == "global" and b in names.tensors]
     if not outer:
         if stmt.coords and "global" not in (stmt.source, stmt.dest):
@@ -279,6 +294,40 @@ def _copy(stmt: Copy, names: Names) -> Iterator[Diagnostic]:
         yield Diagnostic("FW304", text, stmt.span, help=hint)
     else:
         yield from _coordinates(stmt, shape, outer[0], names)
+
+
+def _columns(
+    stmt: Copy, shape: Shape | None, buffer: Buffer | None, names: Names
+) -> Iterator[Diagnostic]:
+    """A Copy into some columns of a tile: that tile is there, and wide enough."""
+    assert stmt.column is not None
+    target = stmt.target or stmt.name
+    if (stmt.source, stmt.dest) != ("global", "shared"):
+        text = "only a Copy from global to shared memory fills some columns of a tile"
+        yield Diagnostic("FW304", text, stmt.column.span)
+        return
+    if buffer is None:
+        text = f"nothing says how many columns `{target.id}` in shared memory has"
+        hint = f"`Allocate {split(target.id)[0]} in shared (...)` with the width of all its parts"
+        yield Diagnostic("FW304", text, target.span, help=hint)
+        return
+    try:
+        value = evaluate(stmt.column, names.params)
+    except NotScalar as problem:
+        hint = "a column is a number made of params, known before the kernel runs"
+        yield Diagnostic("FW306", problem.why, problem.culprit.span, help=hint)
+        return
+    column = whole(value)
+    if column is None or column < 0:
+        yield Diagnostic("FW306", f"{value} is no column", stmt.column.span)
+    elif shape is not None and (len(shape) != 2 or len(buffer.shape) != 2):
+        text = "tiles side by side have two axes"
+        yield Diagnostic("FW304", text, stmt.span)
+    elif shape is not None and (shape[0] != buffer.shape[0] or column + shape[1] > buffer.shape[1]):
+        text = f"the Copy fills {shape[0]} rows of columns {column}..{column + shape[1] - 1}, but "
+        text += f"`{buffer.name}` in shared is {show(buffer)}"
+        where = (Label(buffer.declared.span, "its size is set here"),)
+        yield Diagnostic("FW304", text, stmt.span, secondary=where)
 
 
 def _coordinates(stmt: Copy, shape: Shape, tensor: Tensor, names: Names) -> Iterator[Diagnostic]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flashwright.check.masks import any_visible
-from flashwright.check.scalars import Unknown
 from flashwright.check.tiles import Coverage, Covered, Operand, Tile, covering
 from flashwright.lang.diagnostic import Label
 from flashwright.lang.nodes import Compute, For, Span, Statement
@@ -109,17 +108,18 @@ class Sums:
         return covering(where, tile, self._loop(stmt))
 
     def no_tail(self, tile: Tile, stmt: Statement, span: Span) -> None:
-        """Keys past the end of the sequence must be masked before rows are reduced."""
+        """Keys outside the sequence must be masked before rows are reduced."""
 
         cols = tile.axes[1]
-        if cols is None or not cols.ragged:
-            return
-        assert not isinstance(cols.start, Unknown)
-        if any_visible(tile.masks, cols.dim, cols.extent, cols.start + cols.size):
-            text = (
-                f"columns past {cols.dim} = {cols.extent} are not masked and count as scores of 0"
-            )
-            hint = f"`Compute Mask ... where kv_idx < {cols.dim}` before this line"
+        for low, high in cols.outside() if cols is not None else ():
+            assert cols is not None
+            if not any_visible(tile.masks, cols.dim, low, high):
+                continue
+            past, bound = f"past {cols.dim} = {cols.extent}", f"kv_idx < {cols.dim}"
+            if low < 0:
+                past, bound = f"before the start of {cols.dim}", "kv_idx >= 0"
+            text = f"columns {past} are not masked and count as scores of 0"
+            hint = f"`Compute Mask ... where {bound}` before this line"
             where = _masks(tile, cols.dim, "this mask lets them through")
             self.machine.report(
                 "FW609", text, span, secondary=where, help=hint, label=self.machine.problem()

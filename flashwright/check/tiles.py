@@ -33,11 +33,18 @@ class Where:
     copy: Copy = field(compare=False, repr=False)
     chosen: bool = field(default=False, compare=False)
     """Whether an element of a tensor decides `start`: then no walk along the axis is meant."""
+    parts: tuple[int, ...] = field(default=(), compare=False)
+    """The widths of the tiles that several Copies put side by side along this axis."""
 
-    @property
-    def ragged(self) -> bool:
-        """Whether part of the tile lies past the end of the tensor."""
-        return not isinstance(self.start, Unknown) and self.start + self.size > self.extent
+    def outside(self) -> Iterator[tuple[int, int]]:
+        """The positions of the tile before the start of the tensor, and past its end."""
+        if isinstance(self.start, Unknown):
+            return
+        end = self.start + self.size
+        if self.start < 0:
+            yield self.start, min(end, 0)
+        if end > self.extent:
+            yield max(self.start, self.extent), end
 
     def __str__(self) -> str:
         axis = self.label if self.dim.isdigit() else self.dim
@@ -198,6 +205,36 @@ class Tile:
     kind: Kind | None = None
     masks: tuple[Masked, ...] = ()
     data: Any = field(default=None, repr=False)
+
+
+def side_by_side(pieces: Mapping[int, Tile], name: str, shape: tuple[int, ...]) -> Tile | None:
+    """The tile that pieces make up, each at its first column; None unless they fill all columns
+    and have the same rows."""
+    order = [pieces[column] for column in sorted(pieces)]
+    if unfilled(pieces, shape[1]) or any(p.axes[0] != order[0].axes[0] for p in order):
+        return None
+    columns = [piece.axes[1] for piece in order]
+    first = columns[0]
+    assert first is not None
+    widths = tuple(piece.shape[1] for piece in order)
+    joint = Where(str(shape[1]), 0, shape[1], shape[1], first.label, name, first.copy, parts=widths)
+    starts = [w.start for w in columns if w is not None and w.tensor == first.tensor]
+    if not isinstance(first.start, Unknown):
+        in_a_row = [first.start + column for column in sorted(pieces)]
+        if starts == in_a_row:  # parts of one tensor, put together again
+            joint = replace(first, size=shape[1])
+    at = {dim: place for piece in reversed(order) for dim, place in piece.at.items()}
+    return Tile(shape, (order[0].axes[0], joint), order[0].dtype, at)
+
+
+def unfilled(pieces: Mapping[int, Tile], width: int) -> list[tuple[int, int]]:
+    """The columns, from and up to, that no piece fills."""
+    gaps, at = [], 0
+    for column in (*sorted(pieces), width):
+        if column > at:
+            gaps.append((at, column))
+        at = column + pieces[column].shape[1] if column in pieces else width
+    return gaps
 
 
 Operand = Tile | Value

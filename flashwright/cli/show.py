@@ -40,7 +40,8 @@ WIDTH = 100
 KB = 1024
 
 _CLAUSES = (
-    "and|get|new|accumulate|rescale|with|where|in|from|to|as|coordinate|stages|offset|memory|or|not"
+    "and|get|new|accumulate|rescale|with|where|in|from|to|as|at|along|coordinate"
+    "|stages|offset|memory|or|not"
 )
 _TOKEN = re.compile(
     rf"(?P<comment>//.*)"

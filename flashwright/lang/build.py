@@ -39,6 +39,7 @@ from flashwright.lang.nodes import (
     Num,
     Param,
     Reshape,
+    Side,
     Space,
     Span,
     Statement,
@@ -178,13 +179,16 @@ class Builder:
     def stages(self, c: list[Any]) -> tuple[str, Expr]:
         return "stages", c[2]
 
+    def along(self, c: list[Any]) -> tuple[str, Side]:
+        return "along", cast(Side, c[1].type.lower())
+
     def space(self, c: list[Any]) -> Space:
         return cast(Space, c[0].type.lower())
 
     def copy(self, c: list[Any]) -> Copy:
-        keyword, name, tile, coords, _from, source, _to, dest, target = c
+        keyword, name, tile, coords, _from, source, _to, dest, target, column = c
         target = target["target"] if target else None
-        return Copy(_name(name), tile, coords, source, dest, target, **keyword.stmt())
+        return Copy(_name(name), tile, coords, source, dest, target, column, **keyword.stmt())
 
     def tile(self, c: list[Any]) -> tuple[Expr, ...]:
         return tuple(c)
@@ -193,7 +197,11 @@ class Builder:
         return tuple(part for part in c if isinstance(part, Coord))
 
     def coord(self, c: list[Any]) -> Coord:
-        return Coord(_name(c[0]), c[1], span=c[0].span.to(c[1].span))
+        axis, *at, value = c
+        return Coord(_name(axis), value, bool(at), span=axis.span.to(value.span))
+
+    def column(self, c: list[Any]) -> Expr:
+        return cast(Expr, c[2])
 
     def compute(self, c: list[Any]) -> Compute:
         keyword, verb, args, *clauses = c

@@ -12,6 +12,7 @@ from flashwright.lang.nodes import (
     Call,
     Comment,
     Compute,
+    Coord,
     Copy,
     Dim,
     Expr,
@@ -118,6 +119,8 @@ def _allocate(stmt: Allocate) -> str:
         text += f" with offset {format_expr(stmt.offset)}"
     if stmt.stages:
         text += f" with stages {format_expr(stmt.stages)}"
+    if stmt.along:
+        text += f" along {stmt.along}"
     return text
 
 
@@ -126,10 +129,18 @@ def _copy(stmt: Copy) -> str:
     if stmt.shape is not None:
         text += f" ({_exprs(stmt.shape)})"
     if stmt.coords is not None:
-        coords = ", ".join(f"{c.axis.id} = {format_expr(c.value)}" for c in stmt.coords)
+        coords = ", ".join(format_coord(coord) for coord in stmt.coords)
         text += f" in coordinate [{coords}]"
     text += f" from {stmt.source} to {stmt.dest}"
-    return f"{text} and get {stmt.target.id}" if stmt.target else text
+    if stmt.target:
+        text += f" and get {stmt.target.id}"
+    return f"{text} at column {format_expr(stmt.column)}" if stmt.column else text
+
+
+def format_coord(coord: Coord) -> str:
+    """One place of a coordinate, in tiles or in elements."""
+    joint = "at" if coord.in_elements else "="
+    return f"{coord.axis.id} {joint} {format_expr(coord.value)}"
 
 
 def _compute(stmt: Compute) -> str:

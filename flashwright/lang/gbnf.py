@@ -27,6 +27,8 @@ _CODE = ("param", "grid", "allocate", "reshape")
 _ABOVE = {"sketch": ("comment",), "code": ("comment", "dim", "let")}
 # What the reader takes, and the formatter never writes: (rule, symbol).
 _UNWRITTEN = {("loop", "IN"), ("state", ","), ("space", "MEMORY"), ("loop", ":?"), ("branch", ":?")}
+_SIZES = ((Symbol("tile"),), (Symbol("column"),))  # parts of a Copy that only code has
+_RARE = (Symbol("ELSE"), Symbol("column"), Symbol("along"))  # not in a bounded grammar
 _SAME_CLAUSE = {"accumulate": "target"}  # of these a statement has one
 _WORD_RULES = {"NAME": "name", "VERB": "name", "NUMBER": "number", "COMPARE": "compare"}
 
@@ -238,11 +240,12 @@ class _Writer:
 
     def _many(self, rule: str, item: Many, place: _Place, before: Item | None) -> list[str]:
         if item.sign == "*" and len(item.among) > 1:
-            return [self._clause(rule, group, place, before) for group in _clauses(item)]
+            groups = [g for g in _clauses(item) if not (self.limits and g[0][0] in _RARE)]
+            return [self._clause(rule, group, place, before) for group in groups]
         (one,) = item.among
-        if self.level == "sketch" and one == (Symbol("tile"),):
+        if self.level == "sketch" and one in _SIZES:
             return []
-        if self.limits and one[0] == Symbol("ELSE"):
+        if self.limits and one[0] in _RARE:
             return []
         sign = f"{{0,{self.limits.items - 1}}}" if self.limits and item.sign == "*" else item.sign
         return [f"({self._sequence(rule, one, place, before)}){sign}"]

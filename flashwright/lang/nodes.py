@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 
 Space = Literal["global", "shared", "register"]
 SPACES: tuple[Space, ...] = ("global", "shared", "register")
+Side = Literal["rows", "columns"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Index:
-    """`T[a, b]`: one element of a global tensor, read as a scalar."""
+    """`T[a, b]`: an element of a global tensor.
+
+    In a Compute an index may depend on the element that is computed (`T[kv_idx - q_idx]`): then
+    every element reads its own.
+    """
 
     tensor: Name
     args: tuple[Expr, ...]
@@ -182,7 +187,10 @@ class Axis:
 
 @dataclass(frozen=True)
 class Allocate(Stmt):
-    """`Allocate K in shared (BN, HeadDim) as bf16 with stages 2`."""
+    """`Allocate K in shared (BN, HeadDim) as bf16 with stages 2`.
+
+    `along` says how a vector in registers lies in tiles: with an element for each row or column.
+    """
 
     name: Name
     space: Space
@@ -190,20 +198,28 @@ class Allocate(Stmt):
     dtype: Name | None = None
     offset: Expr | None = None
     stages: Expr | None = None
+    along: Side | None = None
 
 
 @dataclass(frozen=True)
 class Coord:
-    """`L = i` inside `in coordinate [...]`."""
+    """`L = i` inside `in coordinate [...]`: in tiles on an axis of the tile.
+
+    `L at i * BN` has `in_elements` set: the value is the position at which the tile begins.
+    """
 
     axis: Name
     value: Expr
+    in_elements: bool = False
     span: Span = field(default=NOWHERE, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True)
 class Copy(Stmt):
-    """`Copy K (BN, HeadDim) in coordinate [L = i] from global to shared and get K2`."""
+    """`Copy K (BN, HeadDim) in coordinate [L = i] from global to shared and get K2`.
+
+    `column` is the first column to be filled where the Copy fills only some: `at column 128`.
+    """
 
     name: Name
     shape: tuple[Expr, ...] | None
@@ -211,6 +227,7 @@ class Copy(Stmt):
     source: Space
     dest: Space
     target: Name | None = None
+    column: Expr | None = None
 
 
 Mode = Literal["get", "get new", "accumulate"]
@@ -285,7 +302,7 @@ class Tree:
         for stmt in statements(self.body):
             if isinstance(stmt, (Param, Grid, Allocate, Reshape)):
                 return "code"
-            if isinstance(stmt, Copy) and stmt.shape is not None:
+            if isinstance(stmt, Copy) and not (stmt.shape is None and stmt.column is None):
                 return "code"
         return "sketch"
 
@@ -309,6 +326,21 @@ def expressions(node: object) -> list[Expr]:
     found: list[Expr] = []
     _gather(node, found)
     return found
+
+
+def value_names(expr: Expr) -> Iterator[Name]:
+    """The names in an expression that have values: not functions, nor tensors that it indexes."""
+    match expr:
+        case Name():
+            yield expr
+        case Unary(_, operand) | Transpose(operand):
+            yield from value_names(operand)
+        case Binary(_, left, right):
+            yield from value_names(left)
+            yield from value_names(right)
+        case Call(_, args) | Index(_, args):
+            for arg in args:
+                yield from value_names(arg)
 
 
 def _gather(node: object, found: list[Expr]) -> None:

@@ -23,8 +23,13 @@ MAX_DEPTH = 64
 MAX_TOKENS = 400
 MAX_DIAGNOSTICS = 20
 
-SOFT = ("WHERE", "OFFSET", "STAGES", "MEMORY", "COORDINATE")
-_OPERANDS = ("NAME", "NUMBER", "NOT", "OFFSET", "STAGES", "MEMORY", "COORDINATE")
+# Words that are keywords in one clause and names elsewhere; `where` is a clause behind an operand.
+_CLAUSE_WORDS = (
+    *("OFFSET", "STAGES", "MEMORY", "COORDINATE"),
+    *("AT", "ALONG", "ROWS", "COLUMN", "COLUMNS"),
+)
+SOFT = ("WHERE", *_CLAUSE_WORDS)
+_OPERANDS = ("NAME", "NUMBER", "NOT", *_CLAUSE_WORDS)
 
 
 def read(path: Path | str) -> str:

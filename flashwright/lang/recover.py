@@ -53,6 +53,11 @@ _WORDS = {
     "SHARED": "shared",
     "REGISTER": "register",
     "WHERE": "where",
+    "AT": "at",
+    "ALONG": "along",
+    "ROWS": "rows",
+    "COLUMN": "column",
+    "COLUMNS": "columns",
 }
 _CLAUSES = {
     "AND_GET": "and get",
@@ -252,7 +257,9 @@ def repeated_clause(words: list[Tok]) -> Diagnostic | None:
         if words[0].type == "COMPUTE":
             clause = kind in ("WITH", "WHERE", "AND_GET", "AND_RESCALE")
         else:
-            clause = kind == "AS" or (kind in ("OFFSET", "STAGES") and before.type == "WITH")
+            clause = kind in ("AS", "ALONG") or (
+                kind in ("OFFSET", "STAGES") and before.type == "WITH"
+            )
         if clause and kind in seen:
             label = Label(seen[kind].span, "the first one")
             message = f"{shown(tok)} a second time in one statement"

@@ -9,7 +9,8 @@ from markupsafe import Markup, escape
 from flashwright.lang.recover import STATEMENTS
 
 _CLAUSES = (
-    "and|get|new|accumulate|rescale|with|where|in|from|to|as|coordinate|stages|offset|memory|or|not"
+    "and|get|new|accumulate|rescale|with|where|in|from|to|as|at|along|coordinate"
+    "|stages|offset|memory|or|not"
 )
 TL = re.compile(
     r"(?P<comment>//.*)"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from flashwright.build import toolchain
 from flashwright.judge.problems import problems
 from flashwright.judge.reference import UserReference, user_reference
 from flashwright.spec import AttentionSpec
+from tests.example_programs import TRANSLATED
 from tests.unit.together import SCHEDULES, Kernel, emulated, kernels
 
 pytestmark = [
@@ -26,7 +26,6 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.tl"))
 DTYPES = {
     "a100": ("fp16", "bf16"),
     "t4": ("fp16",),
@@ -95,7 +94,7 @@ def test_sparse(gpu: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("gpu", ["a100", "l40s", "h200"])
 def test_examples(gpu: str) -> None:
-    listed = [(path.read_text(), specs.load(path.with_suffix(".toml"))) for path in EXAMPLES]
-    for path, kernel in zip(EXAMPLES, kernels(listed, gpu), strict=True):
+    listed = [(path.read_text(), specs.load(path.with_suffix(".toml"))) for path in TRANSLATED]
+    for path, kernel in zip(TRANSLATED, kernels(listed, gpu), strict=True):
         own = kernel.spec.reference
         right(kernel, user_reference(path.parent / own) if own else None)

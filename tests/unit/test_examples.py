@@ -12,13 +12,12 @@ from flashwright.judge.cpu import judge
 from flashwright.lang.format import format_tree
 from flashwright.lang.parse import parse, read
 from flashwright.spec import load
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-PROGRAMS = sorted(EXAMPLES.glob("*.tl"))
+from tests.example_programs import EXAMPLES, PROGRAMS
 
 
 def test_there_are_examples() -> None:
-    promised = {"sink_softcap", "softmax_by_hand", "sigmoid", "rope_split"}
+    promised = {"sink_softcap", "softmax_by_hand", "sigmoid", "rope_split", "relative_bias"}
+    promised |= {"forgetting", "side_by_side"}
     assert promised <= {p.stem for p in PROGRAMS}
 
 

@@ -31,7 +31,7 @@ HEADERS = {
     "plain": "#include <fw/attention.cuh>\n\nstruct Params {};\n",
     "full": "#include <fw/hopper.cuh>\n\nstruct Params {};\n",
 }
-LIMITS = {"sketch": 4_000, "code": 9_000, "translate": 20_000}
+LIMITS = {"sketch": 4_000, "code": 10_000, "translate": 20_000}
 
 
 def facts(spec: AttentionSpec, gpu: Gpu = A100, **more: str) -> Facts:

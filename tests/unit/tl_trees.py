@@ -33,7 +33,16 @@ from flashwright.lang.nodes import (
 )
 
 PLAIN_NAMES = ["Q", "K_shared", "S", "O_register", "i", "BM", "T", "end_", "forward", "_x", "gets"]
-CLAUSE_WORDS = ["offset", "stages", "memory", "coord"]  # names where the clause cannot stand
+CLAUSE_WORDS = [
+    "offset",
+    "stages",
+    "memory",
+    "coord",
+    "at",
+    "along",
+    "rows",
+    "column",
+]  # names where the clause cannot stand
 names = st.sampled_from(PLAIN_NAMES + CLAUSE_WORDS).map(Name)
 numbers = st.sampled_from(["0", "128", "1e30", "0.5", "2.5e-3", "1E+2"]).map(Num)
 spaces = st.sampled_from(["global", "shared", "register"])
@@ -102,15 +111,17 @@ plain = st.one_of(
         maybe_name,
         st.none() | exprs,
         st.none() | exprs,
+        st.sampled_from([None, "rows", "columns"]),
     ),
     st.builds(
         Copy,
         names,
         st.none() | several(exprs),
-        st.none() | several(st.builds(Coord, names, exprs)),
+        st.none() | several(st.builds(Coord, names, exprs, st.booleans())),
         spaces,
         spaces,
         maybe_name,
+        st.none() | exprs,
     ),
     computes(),
     st.builds(Reshape, names, several(names), several(names), maybe_name, maybe_name),

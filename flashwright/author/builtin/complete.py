@@ -15,7 +15,7 @@ from flashwright.author.builtin.choose import Decision
 from flashwright.author.builtin.variants import find
 from flashwright.check.vocabulary import RESERVED_PARAMS, split
 from flashwright.gpu import Gpu
-from flashwright.lang.format import format_expr
+from flashwright.lang.format import format_coord, format_expr
 from flashwright.lang.nodes import (
     Binary,
     Call,
@@ -190,11 +190,13 @@ class _Completion:
         rank = tensor.tile_rank
         tile = {"q_len": "BM", "Group": "BM", "kv_len": "BN"}
         shape = tuple(tile.get(size, size) for size in tensor.sizes[-rank:])
-        given = {c.axis.id: format_expr(c.value) for c in stmt.coords or ()}
+        given = {c.axis.id: c for c in stmt.coords or ()}
         coords = []
         for label, size in zip(tensor.labels, tensor.sizes, strict=True):
-            place = given.get(label) or self._coordinate(size, loop)
-            if place is not None:
+            place = self._coordinate(size, loop)
+            if label in given:
+                coords.append(format_coord(given[label]))
+            elif place is not None:
                 coords.append(f"{label} = {place}")
         if stmt.dest == "shared":
             self.copied[tensor.name] = shape

@@ -21,6 +21,7 @@ Axis = Where | None
 
 def lower(program: Program) -> ir.Kernel:
     """The kernel before any schedule: what happens, in the order of the program."""
+    _refuse_untranslated(program)
     sides = Lowering(program, {}).kernel().sides  # the first walk finds how the vectors lie
     return Lowering(program, sides).kernel()
 
@@ -336,6 +337,23 @@ def _direct_operands(program: Program) -> dict[Key, str]:
         for key in left
         if key and key[1] == "register"
     }
+
+
+def _refuse_untranslated(program: Program) -> None:
+    """Failed with FW811 at the first form of TL that has no translation yet."""
+    for stmt in tl.statements(program.tree.body):
+        indices = (e for e in tl.expressions(stmt) if isinstance(e, tl.Index))
+        per_element = next((e for e in indices if program.per_element(e)), None)
+        if per_element is not None:
+            raise refused("an index that depends on the element", per_element.span)
+        if isinstance(stmt, tl.Allocate) and stmt.along is not None:
+            raise refused(f"a vector that is said to lie along {stmt.along}", stmt.span)
+        if isinstance(stmt, tl.Copy):
+            in_elements = next((c for c in stmt.coords or () if c.in_elements), None)
+            if in_elements is not None:
+                raise refused("a coordinate in elements", in_elements.span)
+            if stmt.column is not None:
+                raise refused("tiles side by side in shared memory", stmt.column.span)
 
 
 def _only_offsets(program: Program) -> set[str]:
