@@ -27,7 +27,9 @@ extern "C" __global__ void __launch_bounds__(Threads, 2)
   int const batch_idx = blockIdx.z;
   extern __shared__ __align__(1024) unsigned char shared[];
   auto S1 = fw::accumulator<BM, BN, Warps>();
+  fw::OperandA<1, 2> S1_operand;
   auto S2 = fw::accumulator<BM, BN, Warps>();
+  fw::OperandA<1, 2> S2_operand;
   auto O1 = fw::accumulator<BM, Half, Warps>();
   auto O2 = fw::accumulator<BM, Half, Warps>();
   auto M1 = fw::row_vector<BM, Warps>();
@@ -190,10 +192,10 @@ extern "C" __global__ void __launch_bounds__(Threads, 2)
     }
 
     //  47 | Reshape S1 from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
-    auto const S1_operand = fw::operand<fw::bf16>(S1);
+    S1_operand = fw::operand<fw::bf16>(S1);
 
     //  48 | Reshape S2 from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
-    auto const S2_operand = fw::operand<fw::bf16>(S2);
+    S2_operand = fw::operand<fw::bf16>(S2);
 
     //  49 | Compute GEMM S1, V_shared and accumulate O1
     fw::gemm<Mma>(O1, S1_operand, fw::right(V_shared));

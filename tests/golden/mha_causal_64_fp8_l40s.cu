@@ -31,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(Threads, 2)
   auto const K_shared = fw::shared_tile<fw::e4m3, BN, HeadDim>(shared + 8192);
   auto const V_shared = fw::shared_tile<fw::e4m3, BN, HeadDim>(shared + 14336);
   auto S = fw::accumulator<BM, BN, Warps>();
+  fw::OperandA<2, 3> S_operand;
   auto Smax = fw::row_vector<BM, Warps>();
   auto Ssum = fw::row_vector<BM, Warps>();
   auto O = fw::accumulator<BM, HeadDim, Warps>();
@@ -144,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(Threads, 2)
     }
 
     //  45 | Reshape S from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
-    auto const S_operand = fw::operand<fw::e4m3>(S);
+    S_operand = fw::operand<fw::e4m3>(S);
 
     //  46 | Compute GEMM S, V_shared and accumulate O_register
     fw::gemm<Mma>(O, S_operand, fw::right(V_shared));

@@ -17,8 +17,8 @@ import pytest
 from flashwright.build import arrays, driver
 from flashwright.build.compile import Built, build
 from flashwright.build.load import Kernel
-from flashwright.lower.targets.atoms import ALIGNMENT, CPP_TYPES
 from flashwright.lower.launch_plan import LaunchPlan, PlanAxis, PlanMap, PlanTensor
+from flashwright.lower.targets.atoms import ALIGNMENT, CPP_TYPES
 
 NAN = float("nan")
 FOLDER = Path(__file__).parent / "device"

@@ -85,7 +85,7 @@ def test_a_step_is_added_where_the_sum_is_rescaled() -> None:
 def test_without_overlap_it_is_added_behind_the_product() -> None:
     text = written(causal=True).replace("param Scale", "param Overlap = 0\nparam Scale")
     _, _, readers = roles(translated(text)[0])
-    product = readers.index("fw::product<true, true>(group, O_step, S_operand")
+    product = readers.index("fw::start_product<true, true>(group, O_step, S_operand")
     assert product < readers.index("O(m, n) = O(m, n) + O_step(m, n);")
     assert "drops_before" not in readers
 

@@ -157,7 +157,7 @@ def test_sections_of_the_grid_are_smaller_where_memory_is_slow() -> None:
 @pytest.mark.parametrize(
     ("param", "without"),
     [
-        ("Overlap", "fw::start_product"),
+        ("Overlap", "fw::finish_products<1>"),
         ("PingPong", "_turn"),
         ("Apart", "for (; i * BN < i_end && i < i_own; ++i)"),
         ("Persistent", ""),

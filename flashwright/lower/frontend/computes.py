@@ -27,7 +27,7 @@ from flashwright.lower.element import (
     times,
 )
 from flashwright.lower.frontend.masks import conjuncts, end, everywhere
-from flashwright.lower.frontend.positions import UNKNOWN, Axes
+from flashwright.lower.frontend.positions import Axes
 from flashwright.lower.frontend.scalars import Scalar, refused
 from flashwright.lower.names import cpp, tile_name
 from flashwright.lower.term import Position, Term, Type, Var
@@ -95,7 +95,8 @@ class Computes:
         (own,) = self.lowering.axes.get(key, (None,))
         fits = [i for i, n in enumerate(frame.shape) if n == buffer.shape[0]]
         agreed = [i for i in fits if positions.agree(own, frame.axes[i])]
-        if not agreed and len(fits) > 1 and UNKNOWN in (own, *frame.axes):
+        lost = any(place is not None and place.lost for place in (own, *frame.axes))
+        if not agreed and len(fits) > 1 and lost:
             text = f"`{key[0]}` fits the rows and the columns, and where it lies cannot be told"
             hint = "copy it in the same body as the tile it is combined with"
             raise refused(text, buffer.declared.span, hint)
@@ -328,7 +329,8 @@ class Computes:
         """The expression for one element."""
         match expr:
             case Name("q_idx" | "kv_idx" as position):
-                if frame.axes[0 if position == "q_idx" else -1] in (None, UNKNOWN):
+                place = frame.axes[0 if position == "q_idx" else -1]
+                if place is None or place.lost:
                     text = f"`{position}`: where this tile lies cannot be told in every iteration"
                     hint = "let one Copy in the loop fill the tile, or fetch block i + 1 ahead"
                     raise refused(text, expr.span, hint)

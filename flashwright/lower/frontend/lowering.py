@@ -11,7 +11,7 @@ from flashwright.lang import nodes as tl
 from flashwright.lang.nodes import Expr, Name
 from flashwright.lower import ir
 from flashwright.lower.frontend.computes import Computes
-from flashwright.lower.frontend.positions import UNKNOWN, ZERO, Axes, Positions, Where
+from flashwright.lower.frontend.positions import STALE, UNKNOWN, ZERO, Axes, Positions, Where
 from flashwright.lower.frontend.scalars import Scalar, Scalars, named, refused
 from flashwright.lower.names import Names, cpp, reserved
 from flashwright.lower.term import Lit, Read, Term, Var, integer, literal, widened
@@ -130,7 +130,8 @@ class Lowering:
     def _iterated(self, stmt: tl.For) -> tuple[ir.Statement, ...]:
         """A loop's body, with the positions of tiles that hold in every iteration: walked until
         what is known at its top is right behind it too."""
-        before, var = self.axes, stmt.var.id
+        before = {k: axes for k, axes in self.axes.items() if STALE not in axes}
+        var = stmt.var.id
         top, names = dict(before), self.names.copy()
         while True:
             self.axes, self.names = dict(top), names.copy()
@@ -143,7 +144,7 @@ class Lowering:
                         for t, b, a in zip(axes, before[key], after[key], strict=True)
                     )
             for key in after.keys() - top.keys():  # of the iteration before, if it is read at all
-                found[key] = tuple(a and UNKNOWN for a in after[key])
+                found[key] = tuple(a and STALE for a in after[key])
             if found == top:
                 break
             top = found
@@ -291,7 +292,7 @@ class Lowering:
 
     def origin(self, place: Axis, buffer: Buffer, axis: int) -> Term | None:
         """The position at which a tile's rows or columns begin."""
-        if place is None or place is UNKNOWN:
+        if place is None or place.lost:
             return None
         size, coord = self.size(buffer, axis), self.positions.current(place)
         start = self.scalars.binary("*", self.scalars(coord), size, tl.NOWHERE)

@@ -28,6 +28,11 @@ class Where:
     label: str
     full: Expr  # the coordinate with lets looked through
 
+    @property
+    def lost(self) -> bool:
+        """Whether the position cannot be told."""
+        return self.dim == "?"
+
     def at(self, coord: Expr) -> Where:
         """The same axis at another coordinate."""
         return replace(self, coord=coord, full=coord)
@@ -35,6 +40,8 @@ class Where:
 
 UNKNOWN = Where("?", ZERO, 0, "?", ZERO)
 """It has a position, which differs with the way that was taken to get here."""
+STALE = Where("?", ZERO, 1, "?", ZERO)
+"""It holds what the iteration before left, if anything."""
 
 Axes = tuple[Where | None, ...]
 Sum = dict[tuple[object, ...], Fraction]
@@ -109,7 +116,7 @@ class Positions:
 
     def agree(self, a: Where | None, b: Where | None) -> bool:
         """Whether two axes are the same positions."""
-        if a is None or b is None or UNKNOWN in (a, b):
+        if a is None or b is None or a.lost or b.lost:
             return False
         return a.dim == b.dim and a.size == b.size and self.same(a.full, b.full)
 
@@ -121,7 +128,7 @@ class Positions:
             return None if then is orelse else UNKNOWN
         if self.agree(then, orelse):
             return then
-        if UNKNOWN in (then, orelse) or (then.dim, then.size) != (orelse.dim, orelse.size):
+        if then.lost or orelse.lost or (then.dim, then.size) != (orelse.dim, orelse.size):
             return UNKNOWN
         coord = either(condition, self.current(then), self.current(orelse))
         return replace(then, coord=coord, full=self.full(coord))
@@ -131,11 +138,13 @@ class Positions:
     ) -> Where | None:
         """The position at the top of a loop's body, from that before the loop and that behind the
         body: where P(i + 1) is known as a form of i, P(i) is that of i - 1, if it fits i = low."""
-        if before is None or after is None:
-            return None if before is after else UNKNOWN
+        if before is None:  # a constant, say, which takes the positions of what is added to it
+            return None
+        if after is None:
+            return UNKNOWN
         if self.agree(before, after):
             return before
-        if UNKNOWN in (before, after) or (before.dim, before.size) != (after.dim, after.size):
+        if before.lost or after.lost or (before.dim, before.size) != (after.dim, after.size):
             return UNKNOWN
         found = put(after.full, var, Binary("-", Name(var), ONE))
         found = self.given(found, condition_of(Name(var), self.full(high)))
@@ -145,9 +154,9 @@ class Positions:
 
     def holds(self, top: Where | None, after: Where | None, var: str, high: Expr) -> bool:
         """Whether a position at the top of the body is right in the next iteration too."""
-        if top is None or top == UNKNOWN:
+        if top is None or top.lost:
             return True
-        if after is None or after == UNKNOWN:
+        if after is None or after.lost:
             return False
         following = Binary("+", Name(var), ONE)
         goes_on = condition_of(following, self.full(high))
@@ -158,7 +167,7 @@ class Positions:
         self, top: Where | None, after: Where | None, var: str, low: Expr, high: Expr
     ) -> Where | None:
         """The position behind a loop. `top` is None where the tile had no value before it."""
-        if after is None or UNKNOWN in (top, after):
+        if after is None or after.lost or (top is not None and top.lost):
             return after and UNKNOWN
         last = Call(Name("ceil"), (self.full(high),))
         if top is None:
