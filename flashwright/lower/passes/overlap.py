@@ -36,7 +36,7 @@ from flashwright.lower.element import (
     leaves,
     variable,
 )
-from flashwright.lower.names import Names
+from flashwright.lower.names import Names, tile_name
 from flashwright.lower.passes.effects import Effects, assign_effects, effects
 from flashwright.lower.passes.fp8_sums import total
 from flashwright.lower.term import Term, Var
@@ -191,13 +191,10 @@ def _multiplies(node: ir.Statement) -> bool:
 
 
 def _from_outside(graph: Graph, n: int) -> bool:
-    """Whether a product needs no result of the iteration but sums into the same accumulator."""
+    """Whether a product needs no other product of the iteration but sums into its accumulator."""
     target = graph.items[n].gemm.target  # type: ignore[union-attr]
-    return all(
-        isinstance(item.node, (ir.Await, ir.Release, ir.Refill, ir.Define, ir.Turn))
-        or (item.gemm is not None and item.gemm.target == target)
-        for item in (graph.items[k] for k in graph.before[n])
-    )
+    before = (graph.items[k].gemm for k in graph.before[n])
+    return all(gemm is None or gemm.target == target for gemm in before)
 
 
 def _only_leaves(graph: Graph, n: int) -> bool:
@@ -246,14 +243,16 @@ def _order(graph: Graph, early: set[int], late: set[int]) -> _Order | Reason:
         """Whether an item has to wait for the late stage of the iteration before."""
         return any(e.conflicts(graph.items[n].effects) for e in late_effects)
 
-    head = _head(graph, stage0, early)
     bound = [n for n in stage0 if held(n)]
+    head = _head(graph, stage0, early, set(bound))
     for n in (*head, *sorted(early)):
         if n in bound:
             text = "its first GEMM has to wait for the last one of the iteration before"
             return Reason(text, graph.items[n].node.origin)
     placed = {*head, *early}
-    operands = [n for n in bound if isinstance(graph.items[n].node, (ir.Operand, ir.Move))]
+    sums = {tile_name(g.target) for n in late if (g := graph.items[n].gemm)}
+    sums |= {r for n in settle for r in graph.items[n].effects.writes if isinstance(r, str)}
+    operands = [n for n in bound if not graph.items[n].effects.all & sums]
     rescale = [n for n in bound if n not in operands and not graph.before[n] & set(operands)]
     give = [n for n in stage0 if n not in placed and _ring_only(graph.items[n].node)]
     give = [n for n in give if graph.before[n] <= placed]
@@ -273,11 +272,13 @@ def _unordered(graph: Graph) -> Reason:
     return Reason("its statements depend on each other in a circle", graph.items[0].node.origin)
 
 
-def _head(graph: Graph, stage0: list[int], early: set[int]) -> list[int]:
+def _head(graph: Graph, stage0: list[int], early: set[int], bound: set[int]) -> list[int]:
     """What stands before the first product or is needed by the early ones, and loads to registers
-    that need nothing computed: these are under way meanwhile."""
+    that need nothing computed: these are under way meanwhile. What has to wait for the late stage
+    of the iteration before is not hurried."""
     needed = set().union(*(graph.before[n] for n in early)) - early
-    above = {n for n in stage0 if n < min(early)}
+    waits = bound | graph.after(bound)
+    above = {n for n in stage0 if n < min(early) and n not in waits}
     fills = {
         n
         for n in stage0
