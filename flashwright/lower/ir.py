@@ -265,10 +265,10 @@ class Drain(Node):
 
 @dataclass(frozen=True)
 class Sync(Node):
-    """All consumers meet, on account of a shared tile that they write. With `publish`, what they
+    """All consumers meet, on account of shared tiles that they write. With `publish`, what they
     have written can then be read by wgmma."""
 
-    key: Key
+    keys: tuple[Key, ...]
     publish: bool = False
 
 

@@ -210,7 +210,7 @@ void multiply(const Block& block, FullWarp& warp, const WgmmaShape& shape, const
 }
 
 // Registers that were written since the last fence, or that another product still works on. Accumulators may
-// be handed from one product to the next.
+// be handed from one product to the next, and several products may read the same left operand.
 void check_registers(Context& c, const Product& p) {
   FullWarp& warp = full(c);
   auto check = [&](int32_t slot, bool accumulator) {
@@ -218,7 +218,8 @@ void check_registers(Context& c, const Product& p) {
     if (wrote.instruction >= 0 && wrote.fences == warp.fences) {
       c.machine->find(c, kFence, -1, slot, wrote.instruction);
     }
-    if (!accumulator && warp.busy[slot / 8] != 0 && warp.busy[slot / 8] - 1 != c.instruction) {
+    bool shared = accumulator || warp.only_read[slot / 8];
+    if (!shared && warp.busy[slot / 8] != 0 && warp.busy[slot / 8] - 1 != c.instruction) {
       c.machine->find(c, kRegister, -1, slot, warp.busy[slot / 8] - 1);
     }
   };
@@ -246,7 +247,11 @@ void product(Context& c, const int32_t* o, uint32_t mask) {
     warp.products.current.busy.push_back({slot, c.instruction});
   };
   std::for_each(p.d, p.d + p.many, hold);
-  if (p.a_registers) std::for_each(p.a, p.a + 4, hold);
+  for (int n = 0; n < p.many; ++n) warp.only_read[p.d[n] / 8] = false;
+  if (p.a_registers) {
+    std::for_each(p.a, p.a + 4, hold);
+    for (int n = 0; n < 4; ++n) warp.only_read[p.a[n] / 8] = true;
+  }
   bool accumulate = predicate(c, p.accumulate) >> lane & 1;
   Block& block = *c.block;
   c.machine->begin(warp.products, [&block, &warp, &shape, p, accumulate, a_chunks, b_chunks] {

@@ -133,6 +133,7 @@ void prepare(const fw_launch& launch, fw::Block& block, int number) {
     warp.local.assign(static_cast<size_t>(launch.local_bytes) * fw::kLanes, 0xff);
     warp.wrote.resize(launch.register_bytes / 8 + 1);
     warp.busy.resize(launch.register_bytes / 8 + 1);
+    warp.only_read.resize(launch.register_bytes / 8 + 1);
     int live = std::min(threads - static_cast<int>(w) * fw::kLanes, fw::kLanes);
     warp.fragments = {{0, live == fw::kLanes ? fw::kAll : (1u << live) - 1}};
     for (int32_t n = 0; n < launch.special_count; ++n) {

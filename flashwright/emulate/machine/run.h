@@ -141,6 +141,7 @@ struct FullWarp : Warp {
   uint32_t fences = 1;              // of wgmma
   std::vector<Wrote> wrote;         // by slot / 8: who wrote a register, and after how many fences
   std::vector<int32_t> busy;        // by slot / 8: 1 + the wgmma that uses it
+  std::vector<char> only_read;      // by slot / 8: as its left operand
   int64_t steps = 0;
 };
 

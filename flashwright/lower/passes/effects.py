@@ -73,8 +73,8 @@ def effects(node: ir.Statement) -> Effects:
             return Effects(frozenset([read])) | _writing(_moved_to(node, dest))
         case ir.Await(key) | ir.Release(key) | ir.Refill(key) | ir.Drain(key) | ir.Transpose(key):
             return _writing(key)
-        case ir.Sync(key):
-            return _writing(ORDER, key)
+        case ir.Sync(keys):
+            return _writing(ORDER, *keys)
         case ir.Turn():
             return _writing(ORDER)
     return Effects()

@@ -278,7 +278,8 @@ def _head(graph: Graph, stage0: list[int], early: set[int], bound: set[int]) -> 
     of the iteration before is not hurried."""
     needed = set().union(*(graph.before[n] for n in early)) - early
     waits = bound | graph.after(bound)
-    above = {n for n in stage0 if n < min(early) and n not in waits}
+    light = (ir.Define, ir.Fill, ir.Await)
+    above = {n for n in stage0 if n < min(early) and isinstance(graph.items[n].node, light)} - waits
     fills = {
         n
         for n in stage0

@@ -129,7 +129,11 @@ def _with_syncs(body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
             then, orelse = _with_syncs(node.then), _with_syncs(node.orelse)
             out.append(replace(node, then=then, orelse=orelse))
         elif isinstance(node, ir.Move) and node.dest[1] == "shared":
-            out += [ir.Sync(node.dest), node, ir.Sync(node.dest, publish=True)]
+            if out and isinstance(met := out[-1], ir.Sync):  # for another tile: once is enough
+                out[-1] = replace(met, keys=(*met.keys, node.dest))
+            else:
+                out.append(ir.Sync((node.dest,)))
+            out += [node, ir.Sync((node.dest,), publish=True)]
         else:
             out.append(node)
     return tuple(out)
