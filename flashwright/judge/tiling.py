@@ -253,8 +253,8 @@ def spread_in(
     try:
         interpret(program, arrays, dims, observe=after)
     except _Measured as found:
-        shown = np.where((found.weights > 0) & np.isfinite(found.weights), found.weights, np.nan)
-        rows = [row[~np.isnan(row)] for row in shown]
+        weights = found.weights[: dims.get("q_len")]  # rows past the last query are zeros
+        rows = [row[(row > 0) & np.isfinite(row)] for row in weights]
         spreads = [float(np.log(row).std()) for row in rows if len(row) >= 8]
         return float(np.median(spreads)) if spreads else None
     except Failed:  # it is said where the program is run for its answer
