@@ -215,6 +215,7 @@ class _Places:
                 "3 query blocks, the last ragged", lambda q, kv: q > 2 * rows and q % rows > 0
             )
             self.queries |= {rows - 1, rows, rows + 1, 2 * rows + 1}
+            self.keys |= {rows - 1, rows, rows + 1}  # as many keys as queries
         if tile > 1:
             self._add(f"kv_len a multiple of {tile}", lambda q, kv: kv % tile == 0)
             self._add(f"kv_len 1 past a multiple of {tile}", lambda q, kv: kv % tile == 1 < kv)
