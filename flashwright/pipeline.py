@@ -283,6 +283,7 @@ def _kernel(run: Run, kernel: str) -> dict[str, Any]:
     verdict, built = run.verdicts.get(kernel), run.builds.get(kernel)
     return {
         "cpu": verdict.record() if verdict else None,
+        "cpu_unreached": list(verdict.unreached) if verdict else [],
         "build": built.record() if built else None,
     }
 

@@ -97,7 +97,8 @@ class Kernel:
         """Launch on the current stream; the first output, or those that `outputs` names as a tuple.
 
         Inputs come in the order of `inputs`, or by name. `out` is a tensor for the first output, or
-        a mapping of names to tensors. A dimension that no tensor has as an axis is given by name.
+        a mapping of names to tensors. A dimension that no tensor has as an axis is given by name,
+        as in `kernel(q, k, v, tokens=4096)`.
         """
         mode = _mode(layout)
         given, dims = self._arguments(tensors, named)
@@ -234,6 +235,7 @@ class _Shapes:
 def dim_sources(plan: LaunchPlan, layout: str) -> dict[str, tuple[int, int, int]]:
     """For each dimension an input that has it: which, on which axis, and divided by what."""
     sources: dict[str, tuple[int, int, int]] = {}
+    split: tuple[int, int, int] | None = None
     for index, tensor in enumerate(plan.tensors):
         if not tensor.read or tensor.flat:
             continue
@@ -246,7 +248,17 @@ def dim_sources(plan: LaunchPlan, layout: str) -> dict[str, tuple[int, int, int]
                     for number in numbers:
                         divisor *= int(number)
                     sources.setdefault(size[0], (index, axis, divisor))
+                    if size[0] == "kv_heads" and len(sizes) > 1:
+                        split = split or (index, axis, 1)
+    if split is not None and "heads" in plan.dims:  # heads split into kv heads and groups
+        sources.setdefault("heads", split)
     return sources
+
+
+def unshown(plan: LaunchPlan) -> tuple[str, ...]:
+    """The dimensions that no input has as an axis: a caller gives them by name."""
+    shown = dim_sources(plan, LAYOUTS[0])
+    return tuple(name for name in plan.dims if name not in shown)
 
 
 def _mode(layout: str) -> int:

@@ -78,6 +78,8 @@ def _run_and_compare(
             tell(verdict.diagnostics, asked.name, source)
         elif verdict.ok:
             out.print(f"agrees with fp64; {show.errors_in_words(verdict)}")
+            for line in show.not_reached(verdict.unreached):
+                out.print(line)
     return FINE if verdict.ok else max(WRONG, exit_code(verdict.diagnostics))
 
 
@@ -193,6 +195,7 @@ def _print_json(
         "compared": verdict is not None,
         "spec": spec.model_dump(mode="json") if spec else None,
         "cases": verdict.record() if verdict else [],
+        "unreached": list(verdict.unreached) if verdict else [],
         "diagnostics": json.loads(as_json(diagnostics, blamed or asked.name)),
         **more,
     }

@@ -178,6 +178,17 @@ def errors_in_words(verdict: Verdict) -> str:
     )
 
 
+SHOWN = 8  # goals that are named in a terminal; the record has them all
+
+
+def not_reached(goals: Sequence[str]) -> list[Text]:
+    """The lengths that no problem had, a line each."""
+    lines = [f"  not reached: {goal}" for goal in goals[:SHOWN]]
+    if len(goals) > SHOWN:
+        lines.append(f"  not reached: {len(goals) - SHOWN} more, named in the record (--json)")
+    return [Text(line, "yellow") for line in lines]
+
+
 def gpus_table(gpus: Iterable[Gpu]) -> Table:
     """The GPUs that Flashwright knows."""
     numbers = ("SMs", "shared/block", "TB/s", "fp16 TFLOPS")
@@ -389,7 +400,8 @@ def _agreement(kernel: str, run: Run) -> list[RenderableType]:
     verdict = run.verdicts[kernel]
     if kernel != OWN:
         return [Text(f"  {kernel} agrees too: the largest is {verdict.worst:.1e}")]
-    return [cases_table(verdict), Text(f"  {errors_in_words(verdict)}")]
+    words = Text(f"  {errors_in_words(verdict)}")
+    return [cases_table(verdict), words, *not_reached(verdict.unreached)]
 
 
 def _source(kernel: str, run: Run) -> Text:

@@ -229,6 +229,8 @@ def in_words(found: Verdict) -> list[RenderableType]:
     """The lines under the table: what was asked, and what came of it."""
     from rich.text import Text
 
+    from flashwright.cli import show
+
     lines: list[RenderableType] = []
     for check in found.checks:
         if check.passed is None:
@@ -238,5 +240,6 @@ def in_words(found: Verdict) -> list[RenderableType]:
             times = f" ({check.tried} times)" if check.tried > 1 else ""
             lines.append(Text(f"  {mark} {check.question}{times}", style))
     lines += [Text(f"  note: {note}", "bright_black") for note in found.notes]
+    lines += show.not_reached(found.unreached)
     lines.append(Text(found.headline, "bold green" if found.ok else "bold red"))
     return lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ from flashwright.check.program import Program, Tensor
 from flashwright.interpret import interpret, shape_of
 from flashwright.judge import inputs as trial
 from flashwright.judge import oracle
+from flashwright.judge.coverage import Budget, Coverage, cover, tokens_of
 from flashwright.judge.localise import localise
 from flashwright.judge.reference import UserReference, user_reference
+from flashwright.judge.tiling import Served, spread_in, tiling_of
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.spec import AttentionSpec
 
@@ -24,14 +26,18 @@ Array = NDArray[Any]
 Progress = Callable[[int, int, str], None]
 
 LENGTHS = ((1, 1), (17, 17), (64, 64), (100, 100), (257, 257), (100, 257), (257, 100))
-"""Pairs of q_len and kv_len: one position, ragged, exact, several blocks, unequal both ways."""
+"""Pairs of q_len and kv_len for a candidate whose tiles are not known: one position, ragged, exact,
+several blocks, unequal both ways."""
+BUDGET = Budget(500_000, 1_500_000, "too long for a run on the CPU")
+BOUNDED = 257
+"""Keys of the longest problem of a spec with dims of its own: they may bound the keys, as the pages
+of a table do."""
 LOW = (33, 33)
 """The lengths of one more problem, whose scores are all far below 0: there a running maximum that
 starts at 0, and not below every score, loses all the weights. (A sink is where the maximum starts,
 and a row that is all sink has nothing to compare.)"""
-FEW, BEYOND, FARTHEST = 33, 90, 8192
-"""The problem for a window that none of LENGTHS reaches past: so many queries, so many keys more
-than the window has. One wider than FARTHEST is left to the GPU."""
+SMALL = (24, 24)
+"""The lengths of the problem on which the spread of the scores is measured."""
 
 # The caller's order of a tensor's axes; a head's group members are part of the head axis.
 _CALLER_ORDER = "BHGLD"
@@ -52,6 +58,8 @@ class Verdict:
 
     cases: tuple[CaseResult, ...]
     diagnostics: tuple[Diagnostic, ...] = ()
+    unreached: tuple[str, ...] = ()
+    """Lengths at which the program does something else and that no case has, with the reason."""
 
     @property
     def ok(self) -> bool:
@@ -101,8 +109,10 @@ def judge(
     """
     reference = user_reference((base or Path()) / spec.reference) if spec.reference else None
     _same_types(program, spec)
-    usual = default_cases(spec, (*LENGTHS, *past_the_window(spec)))
-    problems = [(dict(c), kind) for c in (cases if cases is not None else usual)]
+    chosen = coverage(program, spec) if cases is None else None
+    listed = default_cases(spec, _lengths(chosen, spec)) if chosen is not None else cases or ()
+    problems = [(dict(c), kind) for c in listed]
+    spread = reference_spread(program, spec, reference) if reference is not None else None
     if cases is None and reference is None and kind == "normal" and not spec.sink:
         problems.append((default_cases(spec, [LOW])[0], "opposed"))
     results: list[CaseResult] = []
@@ -110,11 +120,24 @@ def judge(
         if progress is not None:
             progress(number, len(problems), f"q_len {dims['q_len']}, kv_len {dims['kv_len']}")
         sizes = {**spec.dims, **dims}
-        trial_ = Trial(program, spec, sizes, seed + number, reference, drawn)
+        trial_ = Trial(program, spec, sizes, seed + number, reference, drawn, spread)
         results += trial_.results
         if trial_.diagnostics:
             return Verdict(tuple(results), trial_.diagnostics)
-    return Verdict(tuple(results))
+    left = chosen.unreached(dims for dims, _ in problems) if chosen is not None else ()
+    return Verdict(tuple(results), unreached=tuple(left))
+
+
+def coverage(program: Program, spec: AttentionSpec) -> Coverage:
+    """The lengths of a program's trial on the CPU, chosen from its own sizes."""
+    budget = replace(BUDGET, longest=BOUNDED) if spec.dims else BUDGET
+    return cover((Served(tiling_of(program)),), spec, budget)
+
+
+def _lengths(chosen: Coverage, spec: AttentionSpec) -> list[tuple[int, int]]:
+    """The shortest first: what is wrong is easiest to see there."""
+    pairs = sorted(chosen.pairs, key=lambda pair: (pair[0] * pair[1], pair))
+    return [(q_len, tokens_of(spec, kv_len)) for q_len, kv_len in pairs]
 
 
 def _same_types(program: Program, spec: AttentionSpec) -> None:
@@ -128,16 +151,6 @@ def _same_types(program: Program, spec: AttentionSpec) -> None:
             raise Failed(Diagnostic("FW904", text, tensor.declared.span, help=hint))
 
 
-def past_the_window(
-    spec: AttentionSpec, lengths: Sequence[tuple[int, int]] = LENGTHS
-) -> list[tuple[int, int]]:
-    """Lengths at which a window hides keys, where none of the usual ones are so long."""
-    longest = max(kv_len for _, kv_len in lengths)
-    if spec.window is None or not longest <= spec.window <= FARTHEST:
-        return []
-    return [(FEW, spec.window + (spec.sink_tokens or 0) + BEYOND)]
-
-
 def default_cases(
     spec: AttentionSpec, lengths: Sequence[tuple[int, int]] = LENGTHS
 ) -> list[dict[str, int]]:
@@ -148,7 +161,7 @@ def default_cases(
     """
     cases = []
     for q_len, kv_len in lengths:
-        short = q_len * kv_len <= 10_000
+        short = max(q_len, 16) * kv_len <= 10_000  # a row costs as much as a few
         kv_heads = min(spec.kv_heads, 2) if short else 1
         group = spec.group if spec.branch == "selected" else min(spec.group, 2)
         dims = {"batch": 2 if q_len * kv_len <= 300 else 1}
@@ -173,11 +186,12 @@ class Trial:
         seed: int,
         reference: UserReference | None,
         kind: str,
+        spread: float | None = None,
     ) -> None:
         self.program, self.spec, self.dims = program, spec, dims
         self.results: list[CaseResult] = []
         self.diagnostics: tuple[Diagnostic, ...] = ()
-        self.inputs = self._inputs(seed, reference, kind)
+        self.inputs = _inputs(program, spec, dims, seed, reference, kind, spread)
         answer = reference or (lambda given, sizes: oracle.attention(spec, given, sizes))
         self.expected = answer(self.inputs, dims)
         try:
@@ -186,23 +200,6 @@ class Trial:
             self.diagnostics = failed.diagnostics
             return
         self._compare(found, standard=reference is None)
-
-    def _inputs(self, seed: int, reference: UserReference | None, kind: str) -> dict[str, Array]:
-        made = None
-        if reference is not None:
-            made = reference.make_inputs(np.random.default_rng(seed), self.dims)
-        if made is None and (reference is None or reference.by_name):
-            made = trial.make_inputs(self.spec, self.dims, seed, kind)
-        made = made or {}
-        for number, tensor in enumerate(self.program.inputs):
-            if tensor.name not in made:
-                if reference is None:
-                    text = f"the spec has no input `{tensor.name}`, which the program reads"
-                    raise Failed(Diagnostic("FW904", text, tensor.declared.span))
-                shape = shape_of(tensor, self.program, self.dims)
-                rng = np.random.default_rng([seed, number])
-                made[tensor.name] = trial.random_tensor(shape, tensor.dtype, rng, kind)
-        return made
 
     def arranged(self) -> dict[str, Array]:
         """The inputs in the order of axes that the program declares."""
@@ -244,6 +241,45 @@ class Trial:
         if tensor.name == "LSE":
             return oracle.compare_lse(self.spec, found, expected)
         return oracle.compare(found, expected, self.spec.dtype, self.spec.tolerance)
+
+
+def _inputs(
+    program: Program,
+    spec: AttentionSpec,
+    dims: Mapping[str, int],
+    seed: int,
+    reference: UserReference | None,
+    kind: str,
+    spread: float | None = None,
+) -> dict[str, Array]:
+    made = None
+    if reference is not None:
+        made = reference.make_inputs(np.random.default_rng(seed), dims)
+    if made is None and (reference is None or reference.by_name):
+        known = spread if reference is None else spread or 1.0
+        made = trial.make_inputs(spec, dims, seed, kind, known)
+    made = made or {}
+    for number, tensor in enumerate(program.inputs):
+        if tensor.name not in made:
+            if reference is None:
+                text = f"the spec has no input `{tensor.name}`, which the program reads"
+                raise Failed(Diagnostic("FW904", text, tensor.declared.span))
+            shape = shape_of(tensor, program, dims)
+            rng = np.random.default_rng([seed, number])
+            factor = trial.named_factor(tensor.name, tensor.dtype, spread)
+            made[tensor.name] = trial.random_tensor(shape, tensor.dtype, rng, kind, factor)
+    return made
+
+
+def reference_spread(
+    program: Program, spec: AttentionSpec, reference: UserReference
+) -> float | None:
+    """The spread of a program's scores on normal inputs, where no spec says what the scale is."""
+    (small,) = default_cases(spec, [SMALL])
+    dims = {**spec.dims, **small}
+    made = _inputs(program, spec, dims, 0, reference, "normal")
+    arrays = {t.name: arrange(made[t.name], t, shape_of(t, program, dims)) for t in program.inputs}
+    return spread_in(program, arrays, dims)
 
 
 def arrange(array: Array, tensor: Tensor, shape: tuple[int, ...]) -> Array:

@@ -24,9 +24,9 @@ from flashwright.emulate.places import CODES, diagnostics
 from flashwright.judge.expected import Expected
 from flashwright.judge.form import PackageForm, planned_shape
 from flashwright.judge.inputs import random_tensor
-from flashwright.judge.judge import QUESTIONS, SETTLED, Hearing, Progress
+from flashwright.judge.judge import QUESTIONS, SETTLED, Hearing, Progress, spread_of
 from flashwright.judge.offences import hazard
-from flashwright.judge.problems import Problem, problems
+from flashwright.judge.problems import Problem, coverage, problems
 from flashwright.judge.trial import Trial
 from flashwright.judge.verdict import EMULATION, Offence, Verdict
 from flashwright.lang.diagnostic import Diagnostic, Failed
@@ -39,6 +39,7 @@ from flashwright.sandbox.tensors import DTYPES, Array, bits
 from flashwright.spec import AttentionSpec
 
 SECONDS = 120.0  # for a whole trial
+MANY_KEYS = 1000
 FEWEST = 2  # problems that are tried however long they take, and those at the bounds of classes
 _KINDS = {code: kind for kind, code in CODES.items()}
 # Of a process, a stream or a library, which are not here; or answered by what the emulator finds.
@@ -87,7 +88,7 @@ def judge_emulated(
         questions=ASKED,
         settled={**SETTLED, "hazards": tuple(hazard(k, _NOTHING).name for k in CODES)},
         served=served,
-        until=time.monotonic() + seconds,
+        seconds=seconds,
     )
     found = hearing.verdict(EMULATION, served.plan.arch, lengths, tell)
     return replace(found, unable=None)  # nobody expects a library there
@@ -263,17 +264,27 @@ def _same(one: Called, other: Called) -> bool:
 @dataclass
 class _Hearing(Hearing):
     served: Served | None = None
-    until: float = 0.0
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.until = time.monotonic() + self.seconds
 
     def _trial(self, running: Sandbox, expected: Expected) -> Trial:
         assert self.served is not None
-        form = PackageForm(self.spec, self.served.plan)
+        spread = spread_of(self.kernels, self.spec, expected.reference)
+        form = PackageForm(self.spec, self.served.plan, spread=spread)
         return Trial(running, form, self.spec, expected, differs=_DIFFERS)
 
     def _problems(self, lengths: Sequence[tuple[int, int]] | None) -> list[Problem]:
         assert self.served is not None
+        if lengths is None:
+            self.chosen = coverage(self.spec, "emulated", self.kernels, self.seconds)
         bounds = self.served.classes.bounds
-        return problems(self.spec, self.seed, "emulated", lengths, bounds)
+        return problems(self.spec, self.seed, "emulated", lengths, bounds, self.chosen)
+
+    def _fresh(self, number: int, problem: Problem) -> bool:
+        """Not those that take long: a replay shows in the others."""
+        return super()._fresh(number, problem) and problem.dims["kv_len"] < MANY_KEYS
 
     @property
     def _fewest(self) -> int:

@@ -44,10 +44,13 @@ class Form(Protocol):
         """Sizes that it is given by name."""
 
 
-def form_of(candidate: Candidate, spec: AttentionSpec) -> Form:
-    """A package is called as its launch plan says, everything else as the spec says."""
+def form_of(candidate: Candidate, spec: AttentionSpec, spread: float | None = None) -> Form:
+    """A package is called as its launch plan says, everything else as the spec says.
+
+    `spread` is that of a package's scores where no spec says it.
+    """
     if candidate.kind == "package":
-        return PackageForm(spec, read_plan(Path(candidate.where)))
+        return PackageForm(spec, read_plan(Path(candidate.where)), spread=spread)
     return SpecForm(spec, writes=candidate.kind == "library")
 
 
@@ -103,6 +106,8 @@ class PackageForm:
     spec: AttentionSpec
     plan: LaunchPlan
     optional: bool = True
+    spread: float | None = None
+    """Of the scores of normal inputs, where only the program says it."""
 
     def inputs(self, problem: Problem, reference: UserReference | None) -> dict[str, Array]:
         """See Form."""
@@ -110,7 +115,9 @@ class PackageForm:
         if reference is not None:
             made = reference.make_inputs(np.random.default_rng(problem.seed), problem.dims)
         if made is None and (reference is None or reference.by_name):
-            made = trial.make_inputs(self.spec, problem.dims, problem.seed, problem.kind)
+            known = self.spread if reference is None else self.spread or 1.0
+            drawn = (problem.dims, problem.seed, problem.kind)
+            made = trial.make_inputs(self.spec, *drawn, known)
         made = made or {}
         for number, tensor in enumerate(t for t in self.plan.tensors if t.read):
             if tensor.name not in made:
@@ -118,8 +125,9 @@ class PackageForm:
                     text = f"the spec has no input `{tensor.name}`, which the kernel reads"
                     raise Failed(Diagnostic("FW904", text))
                 rng = np.random.default_rng([problem.seed, number])
-                shape = self._shape(tensor, problem)
-                made[tensor.name] = trial.random_tensor(shape, tensor.dtype, rng, problem.kind)
+                given = (self._shape(tensor, problem), tensor.dtype, rng, problem.kind)
+                factor = trial.named_factor(tensor.name, tensor.dtype, self.spread)
+                made[tensor.name] = trial.random_tensor(*given, factor)
         return made
 
     def taken(self, made: Mapping[str, Array]) -> dict[str, Array]:

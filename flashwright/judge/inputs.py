@@ -7,10 +7,15 @@ peaked      logits so spread that a few keys take everything: a wrong mask or of
 one_hot_v   V picks keys apart, so that O shows the weights themselves
 outliers    a few elements 32 times larger, as trained models have
 large       V near the end of its type's range: sums in a type as narrow overflow
+
+Q and K are scaled so that scores of normal inputs have a standard deviation of about 1. Where it is
+8, as in a program without a softmax scale, the weights are one-hot, and a mask that is off by one
+key changes nothing in most rows. Where it is 0.01 the weights are flat, and a wrong score passes.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -31,12 +36,43 @@ _SCALE, _SHIFT, _PEAK, _OUTLIER = 0.05, 3.0, 3.0, 32.0
 _LARGE = {"fp16": 8e3, "bf16": 1e30, "e4m3": 64.0, "e5m2": 8e3, "fp32": 1e30}
 
 
+FLAT, ONE_HOT = 0.5, 3.0
+"""Standard deviations of a row's scores beyond which Q and K are scaled, to ..."""
+AT_LEAST, AT_MOST = 1.0, 2.0
+"""... these."""
+_LEAST_FACTOR = {"fp16": 2.0**-6, "bf16": 2.0**-40, "e4m3": 2.0**-3}  # no underflow to zeros
+
+
+def spread_of(spec: AttentionSpec) -> float:
+    """The standard deviation of a row's scores where Q and K are standard normal."""
+    return spec.softmax_scale * math.sqrt(spec.head_dim)
+
+
+def factor_of(spread: float, dtype: str) -> float:
+    """What Q and K are each multiplied by, so that the weights are neither one-hot nor flat."""
+    if not spread > 0 or FLAT <= spread <= ONE_HOT:
+        return 1.0
+    aim = AT_LEAST if spread < FLAT else AT_MOST
+    factor = math.sqrt(aim / spread)
+    return min(max(factor, _LEAST_FACTOR.get(dtype, 0.0)), 1 / _LEAST_FACTOR.get(dtype, 2.0**-40))
+
+
+def named_factor(name: str, dtype: str, spread: float | None) -> float:
+    """The factor of one tensor of a custom program: scores are products of Q and K."""
+    return factor_of(spread, dtype) if spread is not None and name in ("Q", "K") else 1.0
+
+
 def make_inputs(
-    spec: AttentionSpec, dims: Mapping[str, int], seed: int, kind: str = "normal"
+    spec: AttentionSpec,
+    dims: Mapping[str, int],
+    seed: int,
+    kind: str = "normal",
+    spread: float | None = None,
 ) -> dict[str, Array]:
     """Q, K, V in the input dtype, and Slopes, Sink and Idx where the spec has them.
 
     `dims` has batch, q_len, kv_len, and heads and kv_heads where they differ from the spec's.
+    `spread` is that of the scores of standard normal inputs (default: as the spec's scale has it).
     Each tensor has its own stream: an option that adds a tensor leaves the others as they are.
     """
     batch, q_len, kv_len = (_size(dims, name) for name in ("batch", "q_len", "kv_len"))
@@ -47,9 +83,14 @@ def make_inputs(
         "V": (batch, kv_heads, kv_len, spec.value_dim),
     }
     plain = "normal" if kind in ("one_hot_v", "large") else kind
+    factor = factor_of(spread_of(spec) if spread is None else spread, spec.input_dtype)
     inputs = {
         name: random_tensor(
-            shape, spec.input_dtype, _stream(seed, name), kind if name == "V" else plain
+            shape,
+            spec.input_dtype,
+            _stream(seed, name),
+            kind if name == "V" else plain,
+            1.0 if name == "V" else factor,
         )
         for name, shape in shapes.items()
     }
@@ -65,9 +106,13 @@ def make_inputs(
 
 
 def random_tensor(
-    shape: tuple[int, ...], dtype: str, rng: np.random.Generator, kind: str = "normal"
+    shape: tuple[int, ...],
+    dtype: str,
+    rng: np.random.Generator,
+    kind: str = "normal",
+    factor: float = 1.0,
 ) -> Array:
-    """One tensor of a custom program, rounded to the dtype and kept within its range.
+    """One tensor of a custom program times a factor, rounded to the dtype and within its range.
 
     int32 gives indices below the last axis's size, as in a block table.
     """
@@ -78,7 +123,7 @@ def random_tensor(
     if dtype == "int32":
         return rng.integers(0, max(1, shape[-1] if shape else 1), shape, dtype=np.int32)
     most = _MOST[dtype]
-    drawn = _draw(shape, rng, kind) * np.float32(_LARGE[dtype] if kind == "large" else 1)
+    drawn = _draw(shape, rng, kind) * np.float32(_LARGE[dtype] if kind == "large" else factor)
     exact: Array = np.clip(drawn, -most, most).astype(DTYPES[dtype])
     return exact
 

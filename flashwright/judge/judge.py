@@ -7,6 +7,7 @@ problems are tried before anything is named: which of them fail says what is wro
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,18 +20,22 @@ from flashwright.build import classes, driver
 from flashwright.build.load import read_plan
 from flashwright.confine import landlock
 from flashwright.judge import static
+from flashwright.judge.coverage import Coverage
+from flashwright.judge.cpu import reference_spread
 from flashwright.judge.expected import Expected
 from flashwright.judge.form import bounds_of, form_of
 from flashwright.judge.offences import offence, once
 from flashwright.judge.probes import probe
-from flashwright.judge.problems import Problem, problems
+from flashwright.judge.problems import Problem, coverage, problems
+from flashwright.judge.reference import UserReference
+from flashwright.judge.tiling import Served, served_by
 from flashwright.judge.trial import Outcome, Seen, Trial
 from flashwright.judge.verdict import Check, Offence, Picture, Verdict
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.sandbox.candidate import Candidate, Unable
 from flashwright.sandbox.limits import Limits
 from flashwright.sandbox.process import Ended, Sandbox
-from flashwright.spec import AttentionSpec
+from flashwright.spec import AttentionSpec, BadSpec
 
 Progress = Callable[[int, int, str], None]
 
@@ -160,6 +165,8 @@ class Hearing:
     found: list[Offence] = field(default_factory=list)
     asked: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    chosen: Coverage | None = None
+    """The lengths that the candidate's own sizes ask for."""
     unasked: dict[str, str] = field(default_factory=dict)
     """Questions that cannot be put here, and why."""
     questions: Mapping[str, str] = field(default_factory=lambda: QUESTIONS)
@@ -206,6 +213,7 @@ class Hearing:
             picture=self._picture(),
             seconds=time.monotonic() - start,
             notes=tuple(self.notes),
+            unreached=self._unreached(),
         )
 
     # --- before it runs -----------------------------------------------------------------------
@@ -253,7 +261,7 @@ class Hearing:
                     return
                 progress(number, total, str(problem))
                 try:
-                    self._keep(trial.run(problem, fresh=number < FRESH))
+                    self._keep(trial.run(problem, fresh=self._fresh(number, problem)))
                 except Unable as error:
                     self._declined(problem, error)
                 if number == 0:
@@ -266,10 +274,30 @@ class Hearing:
                     self._keep(probe(trial, self.spec, self.seed))
 
     def _trial(self, running: Sandbox, expected: Expected) -> Trial:
-        return Trial(running, form_of(self.candidate, self.spec), self.spec, expected)
+        spread = spread_of(self.kernels, self.spec, expected.reference)
+        return Trial(running, form_of(self.candidate, self.spec, spread), self.spec, expected)
+
+    @functools.cached_property
+    def kernels(self) -> tuple[Served, ...]:
+        """Those of a package, with their sizes."""
+        return served_by(Path(self.candidate.where)) if self.candidate.kind == "package" else ()
 
     def _problems(self, lengths: Sequence[tuple[int, int]] | None) -> list[Problem]:
-        return problems(self.spec, self.seed, self.device, lengths, bounds_of(self.candidate))
+        if lengths is None:
+            self.chosen = coverage(self.spec, self.device, self.kernels)
+        given = (self.spec, self.seed, self.device, lengths, bounds_of(self.candidate))
+        return problems(*given, self.chosen)
+
+    def _fresh(self, number: int, problem: Problem) -> bool:
+        """Whether a problem gets other inputs at the same addresses."""
+        return number < FRESH
+
+    def _unreached(self) -> tuple[str, ...]:
+        """What the accepted candidate was not tried with; a rejected one has other worries."""
+        if self.chosen is None or self.found:
+            return ()
+        tried = [o.problem.dims for o in self.outcomes if o.cases]
+        return tuple(self.chosen.unreached(tried, "not tried in the time there was"))
 
     def _enough(self, running: Sandbox, done: int, total: int) -> bool:
         """Whether no further problem is put: here, never."""
@@ -327,6 +355,19 @@ class Hearing:
     def _picture(self) -> Picture | None:
         drawn = [o.picture for o in self.outcomes if o.picture and o.problem.kind == "normal"]
         return max(drawn, key=lambda p: p.dims["q_len"] * p.dims["kv_len"], default=None)
+
+
+def spread_of(
+    kernels: Sequence[Served], spec: AttentionSpec, reference: UserReference | None
+) -> float | None:
+    """The spread of a package's scores, measured in its TL where a reference says what is right."""
+    program = next((k.program for k in kernels if k.program is not None), None)
+    if reference is None or program is None:
+        return None
+    try:
+        return reference_spread(program, spec, reference)
+    except BadSpec as error:  # the user's own reference cannot be used
+        raise Failed(*(Diagnostic("FW903", line) for line in error.lines)) from None
 
 
 def _gpu_memory(device: str) -> Callable[[], tuple[int, int]] | None:

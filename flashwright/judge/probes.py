@@ -10,7 +10,6 @@ from __future__ import annotations
 import numpy as np
 
 from flashwright.judge import oracle
-from flashwright.judge.cpu import past_the_window
 from flashwright.judge.problems import Problem, sizes
 from flashwright.judge.trial import Outcome, Trial
 from flashwright.sandbox.process import Called
@@ -18,8 +17,10 @@ from flashwright.sandbox.tensors import Array, bits
 from flashwright.spec import AttentionSpec
 
 LENGTHS = (75, 203)
-"""Neither is a multiple of a tile's size, and there are keys before the first query. A window gets
-as many keys as it takes to hide some."""
+"""Neither is a multiple of a tile's size, and there are keys before the first query."""
+FEW, BEYOND, FARTHEST = 33, 90, 8192
+"""A window that LENGTHS do not reach past gets so many queries, and so many keys more than it has;
+one wider than FARTHEST is not probed."""
 PROBES = 6
 PUSH = 8.0  # how far V moves: far beyond rounding, even with a small weight
 SHOWS = 8.0  # roundoffs of a row's RMS from which a change must show
@@ -28,8 +29,7 @@ SHOWS = 8.0  # roundoffs of a row's RMS from which a change must show
 def probe(trial: Trial, spec: AttentionSpec, seed: int) -> Outcome:
     """Change keys one at a time: the last, the first, and some in between."""
     rng = np.random.default_rng([seed, 1])
-    (lengths,) = past_the_window(spec, [LENGTHS]) or [LENGTHS]
-    problem = Problem({**spec.dims, **sizes(spec, *lengths, 2, 2)}, "normal", seed)
+    problem = Problem({**spec.dims, **sizes(spec, *_lengths(spec), 2, 2)}, "normal", seed)
     outcome = Outcome(problem)
     made = trial.form.inputs(problem, None)
     expected = trial.expected.outputs(made, problem.dims)
@@ -49,6 +49,13 @@ def probe(trial: Trial, spec: AttentionSpec, seed: int) -> Outcome:
         place = (b, g, key)
         _watch(outcome, spec, place, made, (expected["O"], wanted), (before, after))
     return outcome
+
+
+def _lengths(spec: AttentionSpec) -> tuple[int, int]:
+    """Those at which a window hides keys."""
+    if spec.window is None or not LENGTHS[1] <= spec.window <= FARTHEST:
+        return LENGTHS
+    return FEW, spec.window + (spec.sink_tokens or 0) + BEYOND
 
 
 def _changed(made: dict[str, Array], b: int, g: int, key: int) -> dict[str, Array]:

@@ -7,13 +7,15 @@ trial begins, and told afterwards.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from flashwright.judge.coverage import Budget, Coverage, Pair, cover, tokens_of
+from flashwright.judge.cpu import BOUNDED
 from flashwright.judge.cpu import LENGTHS as SHORT
-from flashwright.judge.cpu import past_the_window
 from flashwright.judge.inputs import KINDS
+from flashwright.judge.tiling import Served
 from flashwright.spec import AttentionSpec
 
 USUAL = (256, 256)
@@ -29,9 +31,20 @@ LARGE = 2_000_000  # pairs of positions from which a problem is large
 DRAWN = 6
 LONGEST = {"cuda": 3000, "cpu": 300, "emulated": 200}
 MANY = {"cuda": 64, "cpu": 16}  # kv heads of the problem with many
-EMULATED_LENGTHS = ((1, 1), (17, 17), (100, 257), (257, 100), (64, 64), (1, 200), (130, 3))
-"""As LENGTHS, for a kernel that an emulator executes."""
+EMULATED_USUAL = (128, 128)
+REFERENCE_LENGTHS = (*SHORT, (1000, 1000), (130, 4097), (1000, 63))
+"""On a GPU, for a reference in NumPy, which is slow."""
+BUDGETS = {
+    "cuda": Budget(20_000_000, 60_000_000, "too long for a trial"),
+    "cpu": Budget(500_000, 1_000_000, "too long for a trial on the CPU"),
+    "emulated": Budget(1_000_000, 1_600_000, "too long for emulation"),
+}
+"""Of the lengths that are chosen from the kernel's own sizes."""
+REFERENCE_BUDGET = Budget(2_000_000, 6_000_000, "too long for the reference")
+EMULATED_RATE = 300_000
+"""Positions a second, of one head under all schedules: measured on one core, for 16 bits."""
 AT_BOUNDS, FEW_AT_BOUNDS = 200, 50  # queries
+SHARED, FEW_SHARED = 4, 2  # query heads that share a kv head in a problem, in an expensive one
 CPU_PAIRS = 70_000  # a callable that is judged on the CPU gets no larger problems
 
 
@@ -56,13 +69,18 @@ def problems(
     device: str = "cuda",
     lengths: Sequence[tuple[int, int]] | None = None,
     bounds: Sequence[int] = (),
+    chosen: Coverage | None = None,
 ) -> list[Problem]:
     """All problems of a trial; only those of the given lengths where there are any.
 
     `device` is cuda, cpu, or emulated: then they are fewer and smaller, the most telling first.
     `bounds` are keys at which the candidate goes over to another kernel: each gets its problems.
+    `chosen` are the lengths that its own sizes ask for (default: what the spec asks for).
     """
-    made = _chosen(spec, lengths) if lengths is not None else _all(spec, seed, device)
+    if lengths is not None:
+        made = _chosen(spec, lengths)
+    else:
+        made = _all(spec, seed, device, chosen or coverage(spec, device))
     listed = list(made)
     if lengths is None:
         listed[1:1] = _at_bounds(spec, device, bounds)
@@ -72,28 +90,73 @@ def problems(
     ]
 
 
+def coverage(
+    spec: AttentionSpec,
+    device: str,
+    kernels: Sequence[Served] = (),
+    seconds: float | None = None,
+) -> Coverage:
+    """The lengths that the kernels' own sizes ask for, beside those that all are tried with.
+
+    `seconds` bound the trial under emulation.
+    """
+    budget = BUDGETS[device]
+    if spec.reference and device == "cuda":
+        budget = REFERENCE_BUDGET
+    if seconds is not None:
+        budget = replace(budget, total=min(budget.total, int(seconds * EMULATED_RATE)))
+    if spec.reference and spec.dims:
+        budget = replace(budget, longest=BOUNDED)
+    given = [(q_len, _keys(spec, kv_len)) for q_len, kv_len in _given(spec, device)]
+    bounds = [k.up_to for k in kernels if k.up_to is not None]
+    for dims, _, _ in _at_bounds(spec, device, bounds):
+        given.append((dims["q_len"], dims["kv_len"]))
+    return cover(kernels, spec, budget, given)
+
+
+def _given(spec: AttentionSpec, device: str) -> Sequence[Pair]:
+    """The lengths of a trial whatever the kernel is; in NSA's compressed branch in tokens."""
+    if device == "emulated":
+        return () if spec.reference else (EMULATED_USUAL,)
+    if spec.reference:
+        return SHORT if spec.dims or device != "cuda" else REFERENCE_LENGTHS
+    return (USUAL, *(LENGTHS if device == "cuda" else SHORT))
+
+
+def _keys(spec: AttentionSpec, tokens: int) -> int:
+    """The keys that so many tokens are."""
+    if spec.branch == "compressed":
+        return spec.compressed_blocks(max(tokens, spec.block))
+    return tokens
+
+
+def _in_tokens(spec: AttentionSpec, pairs: Sequence[Pair]) -> list[Pair]:
+    return [(q_len, tokens_of(spec, kv_len)) for q_len, kv_len in pairs]
+
+
 def _at_bounds(spec: AttentionSpec, device: str, bounds: Sequence[int]) -> Made:
     """On both sides of each. Under emulation, which takes its time for so many keys, only beyond
     them: no other problem goes to those kernels. They have several blocks, of queries or heads."""
     slow = device == "emulated"
-    sides, queries = ((1,) if slow else (0, 1)), AT_BOUNDS
+    sides, queries, most = ((1,) if slow else (0, 1)), AT_BOUNDS, SHARED
     if slow and spec.group > 1:
-        queries = FEW_AT_BOUNDS
+        queries, most = FEW_AT_BOUNDS, FEW_SHARED
     for keys in (n for bound in bounds for side in sides if (n := bound + side)):
-        tokens = (keys - 1) * spec.stride + spec.block if spec.branch == "compressed" else keys
-        yield sizes(spec, queries, tokens, 1, 1), "normal", False
+        tokens = tokens_of(spec, keys)
+        yield sizes(spec, queries, tokens, 1, 1, most), "normal", False
 
 
 Made = Iterator[tuple[dict[str, int], str, bool]]
 
 
-def _emulated(spec: AttentionSpec, seed: int) -> Made:
-    yield sizes(spec, 128, 128, 1, 2), "normal", True
-    for number, (q_len, kv_len) in enumerate(EMULATED_LENGTHS):
+def _emulated(spec: AttentionSpec, seed: int, chosen: Coverage) -> Made:
+    if not spec.reference:
+        yield sizes(spec, *EMULATED_USUAL, 1, 2), "normal", True
+    for number, (q_len, kv_len) in enumerate(_in_tokens(spec, chosen.pairs)):
         batch, kv_heads = COUNTS[number % len(COUNTS)] if q_len * kv_len < 300 else (1, 1)
-        yield sizes(spec, q_len, kv_len, batch, kv_heads), "normal", False
-    for q_len, kv_len in past_the_window(spec, EMULATED_LENGTHS):
-        yield sizes(spec, q_len, kv_len, 1, 1), "normal", False
+        yield sizes(spec, q_len, kv_len, batch, kv_heads, FEW_SHARED), "normal", False
+    if spec.reference:
+        return
     for kind in _kinds(spec)[1:]:
         yield sizes(spec, 64, 96, 1, 1), kind, True
     rng = np.random.default_rng(seed)
@@ -107,18 +170,16 @@ def _chosen(spec: AttentionSpec, lengths: Sequence[tuple[int, int]]) -> Made:
         yield _counted(spec, q_len, kv_len, number), "normal", False
 
 
-def _all(spec: AttentionSpec, seed: int, device: str) -> Made:
-    if spec.reference:  # a reference in NumPy is slow, and its dims may bound the keys
-        longer = () if spec.dims or device != "cuda" else ((1000, 1000), (130, 4097), (1000, 63))
-        yield from _chosen(spec, (*SHORT, *longer, *past_the_window(spec, (*SHORT, *longer))))
-        return
+def _all(spec: AttentionSpec, seed: int, device: str, chosen: Coverage) -> Made:
     if device == "emulated":
-        yield from _emulated(spec, seed)
+        yield from _emulated(spec, seed, chosen)
+        return
+    own = _in_tokens(spec, chosen.pairs)
+    if spec.reference:
+        yield from _chosen(spec, (*_given(spec, device), *own))
         return
     yield sizes(spec, *USUAL, 2, 2), "normal", True
-    pairs = LENGTHS if device == "cuda" else SHORT
-    pairs = (*pairs, *past_the_window(spec, pairs))
-    for number, (q_len, kv_len) in enumerate(pairs):
+    for number, (q_len, kv_len) in enumerate((*_given(spec, device)[1:], *own)):
         yield _counted(spec, q_len, kv_len, number), "normal", False
     for kind in _kinds(spec)[1:]:
         yield sizes(spec, *USUAL, 1, 2), kind, True
@@ -153,11 +214,11 @@ def _counted(spec: AttentionSpec, q_len: int, kv_len: int, number: int) -> dict[
 
 
 def sizes(
-    spec: AttentionSpec, q_len: int, kv_len: int, batch: int, kv_heads: int
+    spec: AttentionSpec, q_len: int, kv_len: int, batch: int, kv_heads: int, most: int = SHARED
 ) -> dict[str, int]:
-    """The dims of a problem with the spec's kind of head sharing."""
+    """The dims of a problem with the spec's kind of head sharing, at most so many to a kv head."""
     kv_heads = min(spec.kv_heads, kv_heads)
-    group = spec.group if spec.branch == "selected" else min(spec.group, 4)
+    group = spec.group if spec.branch == "selected" else min(spec.group, most)
     dims = {"batch": batch, "heads": kv_heads * group, "kv_heads": kv_heads, "q_len": q_len}
     if spec.branch == "compressed":
         tokens = max(kv_len, spec.block)

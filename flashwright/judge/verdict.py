@@ -104,6 +104,8 @@ class Verdict:
     seconds: float = 0.0
     notes: tuple[str, ...] = field(default=())
     """What a reader should know, such as a check that could not be made here."""
+    unreached: tuple[str, ...] = field(default=())
+    """Lengths at which the kernel does something else and that no problem had, with the reason."""
 
     @property
     def ok(self) -> bool:
@@ -153,7 +155,9 @@ class Verdict:
     def __str__(self) -> str:
         asked = [f"  {_MARKS[c.passed]} {c.question}" for c in self.checks]
         offences = [f"  {o.name}: {o.message}" for o in self.offences]
-        return "\n".join([f"{self.candidate} on {self.where}", *asked, self.headline, *offences])
+        left = [f"  not reached: {goal}" for goal in self.unreached]
+        head = f"{self.candidate} on {self.where}"
+        return "\n".join([head, *asked, *left, self.headline, *offences])
 
     def record(self) -> dict[str, Any]:
         """The verdict as plain data: what `verify --json` prints and result.json holds."""
@@ -178,6 +182,7 @@ class Verdict:
             "picture": _picture(self.picture),
             "seconds": round(self.seconds, 3),
             "notes": list(self.notes),
+            "unreached": list(self.unreached),
         }
 
 

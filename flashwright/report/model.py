@@ -98,6 +98,7 @@ class Verdict(_Told):
     picture: Picture | None = None
     seconds: float | None = None
     notes: tuple[str, ...] = ()
+    unreached: tuple[str, ...] = ()
 
     @model_validator(mode="before")
     @classmethod

@@ -42,6 +42,14 @@ class TimedProblem:
             "V": (self.batch, spec.kv_heads, keys, spec.value_dim),
         }
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Every dim of a kernel that has a value here."""
+        spec, keys = self.spec, self.length if self.kv_len is None else self.kv_len
+        heads = {"heads": spec.heads, "kv_heads": spec.kv_heads}
+        lengths = {"batch": self.batch, "q_len": self.length, "kv_len": keys}
+        return {**spec.dims, **heads, **lengths, **self.dims}
+
     def empty(self, device: str = "cuda") -> dict[str, Any]:
         """Tensors for the drawn inputs, in the layout asked for."""
         import torch

@@ -237,7 +237,11 @@ class Worker:
         problem = TimedProblem(AttentionSpec.make(**spec), extra=arrays, dims=dims, **sizes)
         function = self.function
         if self.candidate.kind == "package":
-            function = functools.partial(function, **dims) if dims else function
+            from flashwright.build.load import unshown
+
+            known = problem.sizes
+            named = {name: known[name] for name in unshown(function.plan) if name in known}
+            function = functools.partial(function, **named) if named else function
         self.timed = Timed(function, problem)
         return {}
 

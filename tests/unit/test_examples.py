@@ -34,4 +34,4 @@ def test_example(path: Path) -> None:
     assert verdict.program is not None
     result = judge(verdict.program, spec, base=EXAMPLES)
     assert result.ok, result.diagnostics
-    assert len(result.cases) >= 7
+    assert not result.unreached

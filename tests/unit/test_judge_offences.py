@@ -91,7 +91,7 @@ def test_a_nuisance_is_no_offence() -> None:
 
 # --- found by the whole trial -----------------------------------------------------------------
 
-FLAT = SPEC.model_copy(update={"scale": 5e-5})  # normal inputs have nearly equal weights
+FLAT = SPEC.model_copy(update={"scale": 5e-5})  # standard normal inputs have nearly equal weights
 SMALL = SPEC.model_copy(update={"scale": 2e-3})  # of scores, whose exponential is nearly 1 + s
 WIDE = SPEC.model_copy(update={"head_dim": 128})  # scores near 100 where inputs are shifted
 
@@ -110,8 +110,8 @@ FOUND: list[tuple[str, str, AttentionSpec]] = [
     ("sums_in_fp16", "low_precision", SPEC),
     ("inputs_in_e4m3", "low_precision", SPEC),
     ("other_bits", "not_repeatable", SPEC),
-    ("mean_of_v", "special_inputs", FLAT),
-    ("first_order", "special_inputs", SMALL),
+    ("mean_of_v", "wrong", FLAT),
+    ("first_order", "wrong", SMALL),
     ("no_maximum", "special_inputs", WIDE),
     ("maximum_from_zero", "special_inputs", SPEC),
     ("tail_of_keys_dropped", "special_shapes", SPEC),

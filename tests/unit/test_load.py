@@ -19,7 +19,16 @@ import numpy as np
 import pytest
 
 from flashwright.build.encode import caller_order, encode
-from flashwright.build.load import CUBIN, PLAN, PTX, Kernel, load, read_plan
+from flashwright.build.load import (
+    CUBIN,
+    PLAN,
+    PTX,
+    Kernel,
+    dim_sources,
+    load,
+    read_plan,
+    unshown,
+)
 from flashwright.lang.diagnostic import Failed
 from tests.unit.fake_gpu import (
     ATTENTION,
@@ -122,6 +131,31 @@ def test_axes_in_another_order_and_split_heads() -> None:
     assert found[-4:] == (2, 3, 10, 20)
     with refused(ValueError, "`Q`", "13", "multiple of 4"):
         run(tensor(2, 13, 10, 64), k, out=o)
+
+
+@on_fake_gpu
+def test_heads_that_are_split_into_groups_are_read_off_the_split_axis() -> None:
+    """NSA's selected branch: the plan has the dim `heads`, and no axis is as long."""
+    driver = Driver()
+    grouped = (
+        plan_tensor("Q", "B:batch L:q_len H:kv_heads G:4 D:64", vector=8),
+        plan_tensor("K", "B:batch H:kv_heads L:kv_len D:64", vector=8),
+        plan_tensor("O", "B:batch L:q_len H:kv_heads G:4 D:64", vector=8),
+        plan_tensor("LSE", "B:batch H:heads L:q_len", dtype="fp32"),
+    )
+    run = kernel(tensors=grouped, dims=DIMS, grid=(("q_len",), ("heads",)))
+    q, k, o = tensor(2, 12, 10, 64), tensor(2, 3, 20, 64), tensor(2, 12, 10, 64)
+    driver.set("size", 8 * 26)
+    run(q, k, out=o)
+    assert list(driver.last.grid) == [10, 12, 1]
+    assert driver.parameters("Q5qQ4qQ5qQ3q5i4x")[-5:] == (2, 12, 3, 10, 20)
+    run(q, k, out=o, heads=12)
+    assert list(driver.last.grid) == [10, 12, 1]
+    with refused(ValueError, "`heads` is given as 16", "`Q` has 12"):
+        run(q, k, out=o, heads=16)
+    assert dim_sources(run.plan, "bhsd")["heads"] == (0, 1, 1)
+    assert unshown(run.plan) == ()
+    assert unshown(kernel(dims=(*DIMS, "tokens")).plan) == ("tokens",)
 
 
 @on_fake_gpu

@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.builtin.variants import make_spec
+from flashwright.build.load import dim_sources
+from flashwright.check.check import checked_program
+from flashwright.gpu import GPUS
+from flashwright.lang.parse import parse
+from flashwright.lower.translate import translate
 from flashwright.measure import machine
 from flashwright.measure.bench import Contest, bench, cell_seed, problem_of
 from flashwright.measure.ceilings import Ceilings, ceiling_of
@@ -20,8 +26,11 @@ from flashwright.measure.journal import Journal
 from flashwright.measure.peers import flex_attention, registry, torch_flash
 from flashwright.measure.peers.features import features, need, window_of
 from flashwright.measure.records import OURS, AbsentRecord, NumberRecord
+from flashwright.measure.tables import TABLES
 from flashwright.measure.timing import Rules
 from flashwright.sandbox.candidate import Candidate, Unable
+from flashwright.sandbox.problem import TimedProblem
+from flashwright.sandbox.worker import Worker
 from flashwright.spec import AttentionSpec, BadSpec
 from tests.unit.measure_fakes import MS, Behaviour, World, contestants, run_record, small
 
@@ -354,6 +363,42 @@ def test_a_problem_has_what_its_spec_asks_for() -> None:
     assert made.kv_len == compressed.compressed_blocks(128) == 7
     assert made.dims == {"tokens": 128}
     assert problem_of(small(512)[0], "bshd", 1).extra == {}
+
+
+@pytest.mark.parametrize("branch", ["compressed", "selected", "window"])
+def test_a_timed_kernel_gets_the_dims_that_no_tensor_has(
+    branch: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Through the worker, as `bench --table 9` does: the plan is that of the built-in kernel."""
+    cell = next(c for c in TABLES[9].cells("fp16") if c.spec.branch == branch)
+    card = GPUS["h200"]
+    code = write_code(write_sketch(cell.spec), cell.spec, card).code
+    plan = translate(checked_program(parse(code), card), card).plan
+    problem = problem_of(cell, "bshd", 1)
+    called: list[dict[str, Any]] = []
+
+    class Loaded:
+        def __init__(self) -> None:
+            self.plan = plan
+
+        def __call__(self, *tensors: Any, **named: Any) -> None:
+            called.append(named)
+
+    def timed(function: Any, problem: TimedProblem) -> None:
+        function(*problem.shapes, *problem.extra)
+
+    monkeypatch.setattr("flashwright.sandbox.timed.Timed", timed)
+    worker = Worker(tmp_path)
+    worker.candidate, worker.function = Candidate.package(tmp_path), Loaded()
+    for name, array in problem.extra.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    sizes = {"batch": problem.batch, "length": problem.length, "layout": problem.layout}
+    given = (problem.spec.model_dump(mode="json"), list(problem.extra), dict(problem.dims))
+    worker.prepare(*given, **sizes, kv_len=problem.kv_len)
+    shown = dim_sources(plan, "bhsd")
+    assert {d for d in plan.dims if d not in shown} == set(called[0])
+    assert called[0] == ({"tokens": cell.length} if branch == "compressed" else {})
+    assert {*called[0], *shown} == set(plan.dims), "the launcher knows every dim"
 
 
 def test_two_cells_have_different_inputs_and_a_run_again_the_same() -> None:

@@ -12,9 +12,9 @@ from flashwright.author.builtin.variants import make_spec
 from flashwright.check.check import check, checked_program
 from flashwright.gpu import GPUS
 from flashwright.judge import oracle, oracle_device
-from flashwright.judge.cpu import default_cases, judge, past_the_window
+from flashwright.judge.cpu import default_cases, judge
 from flashwright.judge.inputs import make_inputs
-from flashwright.judge.problems import problems
+from flashwright.judge.problems import coverage, problems
 from flashwright.lang.parse import parse
 from flashwright.lower.translate import translate
 from flashwright.measure.peers.features import features, need
@@ -83,11 +83,12 @@ def test_the_built_in_author_writes_them(gpu: str, causal: bool, window: int, to
 def test_a_window_that_no_usual_length_reaches_past_has_its_problem() -> None:
     """Else a program that forgets the window, or the sinks, would pass."""
     spec = spec_with(causal=True, window=512, sink_tokens=4)
-    assert past_the_window(spec) == [(33, 606)]
-    assert past_the_window(spec_with(window=40)) == past_the_window(spec_with()) == []
-    assert past_the_window(spec_with(window=10**6)) == []
-    for device in ("cpu", "emulated"):
-        assert any(p.dims["kv_len"] == 606 for p in problems(spec, 0, device))
+    for device in ("cpu", "emulated", "cuda"):
+        tried = [(p.dims["q_len"], p.dims["kv_len"]) for p in problems(spec, 0, device)]
+        assert any(q >= 33 and kv >= 516 + 128 + 33 for q, kv in tried)
+        assert {512, 513} <= {kv for _, kv in tried}
+    left = coverage(spec_with(window=10**6), "cuda").unreached([])
+    assert "kv_len = window 1000000 (too long for a trial)" in left
     gpu = GPUS["a100"]
     other = spec.model_copy(update={"sink_tokens": None})
     forgetful = checked_program(parse(write_code(write_sketch(other), other, gpu).code), gpu)

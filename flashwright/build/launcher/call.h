@@ -215,8 +215,11 @@ class Call {
         }
       }
       if (dim < 0) continue;
-      if (rest > INT_MAX) {
-        FW_REFUSE(ValueError, plan) << "is too long on axis " << label << ": " << rest;
+      if (whole > INT_MAX) {
+        FW_REFUSE(ValueError, plan) << "is too long on axis " << label << ": " << whole;
+      }
+      if (dim == plan_.kv_heads && order[c].size() > 1 && split_owner_ == nullptr) {
+        split_heads_ = whole, split_owner_ = &plan;
       }
       if (dims_[dim] < 0) {
         dims_[dim] = rest, owner_[dim] = &plan;
@@ -230,6 +233,10 @@ class Call {
   }
 
   void take_dims(const ffi::AnyView* args) {
+    // Heads that are split into kv heads and groups: no axis of the plan is as long as `heads`.
+    if (plan_.heads >= 0 && dims_[plan_.heads] < 0 && split_owner_ != nullptr) {
+      dims_[plan_.heads] = split_heads_, owner_[plan_.heads] = split_owner_;
+    }
     for (size_t d = 0; d < plan_.dims.size(); ++d) {
       if (args[d].type_index() != ffi::TypeIndex::kTVMFFINone) {
         int64_t value = args[d].cast<int64_t>();
@@ -376,6 +383,8 @@ class Call {
   int layout_;
   Dims dims_;
   std::array<const TensorPlan*, kMaxDims> owner_{};
+  int64_t split_heads_ = -1;  // of a head axis that the plan has in two parts
+  const TensorPlan* split_owner_ = nullptr;
   vector<Given> given_;
   DLDevice device_{};
   const char* device_owner_ = nullptr;

@@ -1,0 +1,262 @@
+"""The lengths that decide what a kernel does: its tiles, its ring of stages, the constants of its
+masks and loops. They are read off the checked program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from flashwright.build import classes
+from flashwright.build.load import read_plan
+from flashwright.build.package import OWN
+from flashwright.check.check import check
+from flashwright.check.machine import Machine
+from flashwright.check.program import Program, tile_of
+from flashwright.check.scalars import NotScalar, evaluate, whole
+from flashwright.interpret import interpret
+from flashwright.lang.diagnostic import Failed
+from flashwright.lang.nodes import (
+    Binary,
+    Call,
+    Compute,
+    Copy,
+    Expr,
+    For,
+    If,
+    Let,
+    Name,
+    Num,
+    Param,
+    Statement,
+    Unary,
+    expressions,
+    statements,
+)
+from flashwright.lang.parse import parse, read
+from flashwright.lower.launch_plan import LaunchPlan
+from flashwright.sandbox.tensors import Array
+
+CODE = "code.tl"
+_POSITIONS = ("q_idx", "kv_idx")
+_LENGTHS = (*_POSITIONS, "q_len", "kv_len", "tokens")
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """What a kernel's behaviour at a length depends on."""
+
+    rows: int = 64
+    """Queries of a thread block."""
+    keys: int = 64
+    """Keys of an iteration."""
+    stages: int = 1
+    """Buffers of the tile of keys: how many iterations the loads may be ahead."""
+    constants: Mapping[str, int] = field(default_factory=dict)
+    """Lengths by name that positions are compared with: windows, prefixes, sink tokens."""
+    diagonal: bool = False
+    """A mask compares the positions of queries and keys."""
+    assumed: bool = False
+    """Nobody knows: a callable does not show its tiles."""
+
+
+def tiling_of(program: Program) -> Tiling:
+    """Of a checked program."""
+    tiles = _global_tiles(program)
+    # Where keys lie in pages, no axis is as long as kv_len.
+    shared = [b for b in program.buffers.values() if b.space == "shared"]
+    paged = [b.shape[0] for b in shared if b.name in ("K", "V")]
+    keys = tiles.get("kv_len") or max(paged, default=1)
+    buffers = [b for b in shared if b.shape[0] == keys]
+    return Tiling(
+        rows=tiles.get("q_len", 1),
+        keys=keys,
+        stages=max((b.stages for b in buffers), default=1),
+        constants=_constants(program),
+        diagonal=any(
+            {"q_idx", "kv_idx"} <= _names(part)
+            for s in statements(program.tree.body)
+            if isinstance(s, Compute) and s.where is not None
+            for part in expressions(s.where)
+            if isinstance(part, Binary) and part.op in ("<", "<=", ">", ">=", "==", "!=")
+        ),
+    )
+
+
+def _global_tiles(program: Program) -> dict[str, int]:
+    """The largest tile that a Copy lays on an axis of each length."""
+    found: dict[str, int] = {}
+    for stmt in statements(program.tree.body):
+        if not isinstance(stmt, Copy) or "global" not in (stmt.source, stmt.dest):
+            continue
+        source, dest = program.source(stmt), program.dest(stmt)
+        tensor = program.tensors[source[0] if stmt.source == "global" else dest[0]]
+        shape = program.buffers[dest if stmt.source == "global" else source].shape
+        for axis, size in zip(tensor.axes[len(tensor.axes) - len(shape) :], shape, strict=True):
+            if isinstance(axis.size, Name):
+                found[axis.size.id] = max(found.get(axis.size.id, 1), size)
+    return found
+
+
+# --- constants --------------------------------------------------------------------------------
+
+
+def _constants(program: Program) -> dict[str, int]:
+    """What masks add to positions or compare them with, and bounds of loops and branches with
+    lengths. Factors (a tile's size, a stride) are no lengths; neither is a number below 2."""
+    sized = {
+        name for s in statements(program.tree.body) for name in _names_of_sizes(s)
+    }  # names of tile sizes
+    found: dict[str, int] = {}
+    for expr in _conditions(program):
+        for term in _terms(expr):
+            value = _value(term, program)
+            name = term.id if isinstance(term, Name) else str(value)
+            if value is not None and value >= 2 and not (_names(term) & sized):
+                found.setdefault(name, value)
+    derived = {
+        s.name.id
+        for s in statements(program.tree.body)
+        if isinstance(s, Param) and _names(s.value) & sized
+    }
+    return {name: value for name, value in found.items() if name not in derived}
+
+
+def _names_of_sizes(stmt: Statement) -> Iterator[str]:
+    if isinstance(stmt, Copy) and stmt.shape is not None:
+        yield from (e.id for e in stmt.shape if isinstance(e, Name))
+
+
+def _conditions(program: Program) -> Iterator[Expr]:
+    lengths = set(_LENGTHS)
+    for stmt in statements(program.tree.body):
+        parts: tuple[Expr, ...] = ()
+        match stmt:
+            case Compute(where=where) if where is not None:
+                parts = (where,)
+            case For(low=low, high=high):
+                parts = (low, high)
+            case If(cond=cond):
+                parts = (cond,)
+            case Let(name=name, value=value):
+                parts = (value,)
+                if _names(value) & lengths:
+                    lengths.add(name.id)
+        yield from (part for part in parts if _names(part) & lengths)
+
+
+def _terms(expr: Expr) -> Iterator[Expr]:
+    """The parts of sums and comparisons, not those of products."""
+    match expr:
+        case Binary("*" | "%", _, _):
+            return
+        case Binary("/", left, _):
+            yield from _terms(left)
+        case Binary(_, left, right):
+            yield from _terms(left)
+            yield from _terms(right)
+        case Unary(_, operand):
+            yield from _terms(operand)
+        case Call(_, args):
+            for arg in args:
+                yield from _terms(arg)
+        case Name() | Num():
+            yield expr
+
+
+def _value(expr: Expr, program: Program) -> int | None:
+    if isinstance(expr, Name) and expr.id not in program.params:
+        return None
+    try:
+        found = evaluate(expr, dict(program.params))
+    except NotScalar:
+        return None
+    return whole(found)
+
+
+def _names(node: object) -> set[str]:
+    return {e.id for e in expressions(node) if isinstance(e, Name)}
+
+
+# --- packages ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Served:
+    """A kernel of a package, and the numbers of keys that it serves."""
+
+    tiling: Tiling
+    above: int = 0
+    up_to: int | None = None
+    program: Program | None = field(default=None, compare=False, repr=False)
+
+    def serves(self, kv_len: int) -> bool:
+        """Whether a problem with so many keys goes to this kernel."""
+        return kv_len > self.above and (self.up_to is None or kv_len <= self.up_to)
+
+
+def served_by(folder: Path) -> tuple[Served, ...]:
+    """The kernels of a package, each for its lengths; Failed with FW852 where there are none."""
+    found, above = [], 0
+    for rule in classes.read(folder).rules:
+        place = folder if rule.kernel == OWN else folder / rule.kernel
+        program = _program(place)
+        tiling = tiling_of(program) if program is not None else _planned(read_plan(place))
+        found.append(Served(tiling, above, rule.up_to, program))
+        above = rule.up_to or above
+    return tuple(found)
+
+
+def _program(folder: Path) -> Program | None:
+    """A package's TL, where it has some that passes the checker."""
+    try:
+        return check(parse(read(folder / CODE))).program
+    except (Failed, OSError):
+        return None
+
+
+def _planned(plan: LaunchPlan) -> Tiling:
+    """What a launch plan shows of the tiles: the boxes that TMA loads."""
+    boxes = {m.tensor: max(m.box[:-1], default=1) for m in plan.maps}
+    return Tiling(rows=boxes.get("Q", 64), keys=boxes.get("K", 64))
+
+
+# --- how far apart the scores are -------------------------------------------------------------
+
+
+class _Measured(Exception):
+    """The weights of a tile are there: nothing more needs to run."""
+
+    def __init__(self, weights: Array) -> None:
+        self.weights = weights
+
+
+def spread_in(
+    program: Program, arrays: Mapping[str, Array], dims: Mapping[str, int]
+) -> float | None:
+    """The standard deviation of a row's scores, measured in the first weights that a program
+    computes; None where it computes none, as with a sigmoid."""
+
+    def after(stmt: Statement, machine: Machine) -> None:
+        if not isinstance(stmt, Compute):
+            return
+        weighs = stmt.operation in ("softmax", "exp", "exp2") or any(
+            isinstance(e, Call) and e.func.id.lower() in ("exp", "exp2") for e in expressions(stmt)
+        )
+        target = stmt.target or (stmt.args[0] if stmt.args else None)
+        key = tile_of(target, program.buffers) if isinstance(target, Name) and weighs else None
+        if key is not None and len(program.buffers[key].shape) == 2:
+            raise _Measured(np.asarray(machine.cells[key].tile.data, dtype=np.float64))
+
+    try:
+        interpret(program, arrays, dims, observe=after)
+    except _Measured as found:
+        weights = found.weights[: dims.get("q_len")]  # rows past the last query are zeros
+        rows = [row[(row > 0) & np.isfinite(row)] for row in weights]
+        spreads = [float(np.log(row).std()) for row in rows if len(row) >= 8]
+        return float(np.median(spreads)) if spreads else None
+    except Failed:  # it is said where the program is run for its answer
+        return None
+    return None
