@@ -278,7 +278,7 @@ def _head(graph: Graph, stage0: list[int], early: set[int], bound: set[int]) -> 
     of the iteration before is not hurried."""
     needed = set().union(*(graph.before[n] for n in early)) - early
     waits = bound | graph.after(bound)
-    light = (ir.Define, ir.Fill, ir.Await)
+    light = (ir.Define, ir.Fill)
     above = {n for n in stage0 if n < min(early) and isinstance(graph.items[n].node, light)} - waits
     fills = {
         n
