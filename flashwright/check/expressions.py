@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from flashwright.check import kinds
 from flashwright.check.kinds import Unrescaled
+from flashwright.check.masks import has_positions
 from flashwright.check.program import Key
 from flashwright.check.scalars import NotScalar, Unknown, Value
 from flashwright.check.scalars import apply as apply_scalar
 from flashwright.check.sums import Sums
-from flashwright.check.tiles import Kind, Operand, Place, Tile, Where, kept, together
+from flashwright.check.tiles import Kind, Masked, Operand, Place, Tile, Where, kept, together
 from flashwright.lang.diagnostic import Edit, Fix, Label
 from flashwright.lang.nodes import (
     Binary,
@@ -30,6 +31,10 @@ from flashwright.lang.nodes import (
 
 if TYPE_CHECKING:
     from flashwright.check.machine import Machine
+
+
+HIDDEN = -1e4
+"""A `where` that puts a constant as low as this in place of a score hides it."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +67,12 @@ class Expressions:
     def frame(self, expr: Expr, shape: tuple[int, ...]) -> Frame:
         """Rows and columns come from the two-dimensional operands, else from the vectors."""
         tiles = [self.machine.cells[k].tile for k in self._tiles(expr) if k in self.machine.cells]
-        for rank in (2, 1):
-            for tile in tiles:
-                if len(tile.shape) == rank == len(shape) and any(tile.axes):
-                    return Frame(tile.shape, tile.axes)
-        return Frame(shape, (None,) * len(shape))
+        placed = [t for t in tiles if len(t.shape) == len(shape) and any(t.axes)]
+        if not placed:
+            return Frame(shape, (None,) * len(shape))
+        placed.sort(key=_not_a_product)
+        axes = (_position_of([t.axes[n] for t in placed]) for n in range(len(shape)))
+        return Frame(placed[0].shape, tuple(axes))
 
     def _tiles(self, expr: Expr) -> list[Key]:
         """The tiles an expression combines; a row reduction gives only its rows."""
@@ -90,7 +96,7 @@ class Expressions:
                 data = self.machine.math.fill(data, frame.shape)
             return replace(value, shape=frame.shape, axes=frame.axes, data=data)
         data = self.machine.math.fill(value, frame.shape) if self.machine.math else None
-        return Tile(frame.shape, frame.axes, "fp32", data=data)
+        return Tile(frame.shape, frame.axes, "fp32", start=True, data=data)
 
     def value(self, expr: Expr, frame: Frame, stmt: Statement) -> Operand:
         """The value of an expression over the rows and columns of a frame."""
@@ -114,9 +120,43 @@ class Expressions:
                 return self.turned(self.reduce(func.id.lower(), args[0], stmt), frame, expr)
             case Call(func, args):
                 values = [self.value(a, frame, stmt) for a in args]
-                return self.combine(func.id.lower(), values, frame, stmt)
+                done = self.combine(func.id.lower(), values, frame, stmt)
+                if func.id.lower() == "where" and isinstance(done, Tile):
+                    return self._hidden(done, expr, values, stmt)
+                return done
             case Transpose():
                 raise AssertionError("operations.py lets `.T` into GEMMs only")
+
+    def _hidden(self, done: Tile, expr: Call, values: list[Operand], stmt: Statement) -> Tile:
+        """`where(condition, S, -inf)` is a Mask, and so are `where(hidden, -inf, S)` and a
+        `where` that makes weights 0."""
+        condition = expr.args[0]
+        for shown, other in ((1, 2), (2, 1)):
+            tile, rest = values[shown], values[other]
+            if not isinstance(tile, Tile) or isinstance(rest, Tile | Unknown):
+                continue
+            if not (rest <= HIDDEN or (rest == 0 and _weights(tile))) or not has_positions(expr):
+                continue
+            if shown == 2:
+                condition = Unary("not", condition, span=condition.span)
+            return self.masked(done, tile, condition, stmt, rest)
+        return done
+
+    def masked(
+        self, done: Tile, tile: Tile, condition: Expr, stmt: Statement, value: Value
+    ) -> Tile:
+        """The tile `done`, which is `tile` with `value` where the condition is false."""
+        if value != 0 and _weights(tile):
+            text = "these scores have been through the exponential: -inf is no weight"
+            hint = "move the Mask up, between the GEMM and the Softmax"
+            self.machine.report("FW608", text, stmt.span, help=hint)
+        cols = done.axes[1] if len(done.axes) == 2 else None
+        if cols is None:
+            return done
+        env, varying = dict(self.machine.env), frozenset(self.machine.varying)
+        note = Masked(stmt, condition, env, done.axes[0], cols.dim, varying)
+        others = (m for m in done.masks if m.where is not condition)
+        return replace(done, masks=(*others, note), kind=tile.kind)
 
     def reduce(self, op: str, arg: Expr, stmt: Statement) -> Tile:
         """The maximum or the sum of each row."""
@@ -134,7 +174,7 @@ class Expressions:
             tile.layout,
             kinds.of_function(op, [tile.kind], stmt),
             tile.masks,
-            self.machine.math.reduce(op, tile.data) if self.machine.math else None,
+            data=self.machine.math.reduce(op, tile.data) if self.machine.math else None,
         )
 
     def _position(self, name: Name, frame: Frame) -> Tile:
@@ -206,7 +246,7 @@ class Expressions:
             "C" if "C" in layouts else None,
             self._kind(op, args, stmt),
             together(tiles),
-            data,
+            data=data,
         )
 
     def _scalar(self, op: str, args: list[Operand], stmt: Statement) -> Value:
@@ -221,6 +261,8 @@ class Expressions:
     def _kind(self, op: str, args: list[Operand], stmt: Statement) -> Kind | None:
         found = [a.kind if isinstance(a, Tile) else None for a in args]
         try:
+            if op == "-" and isinstance(args[0], Tile) and args[0].start:
+                return kinds.from_start(found[1])
             if op in ("+", "-", "*", "/"):
                 return kinds.of_operator(op, found[0], found[1])
             return kinds.of_function(op, found, stmt)
@@ -261,6 +303,21 @@ class Expressions:
                         "FW603", text, stmt.span, secondary=where, label=self.machine.problem()
                     )
         return at
+
+
+def _weights(tile: Tile) -> bool:
+    return tile.kind is not None and tile.kind.name == "weights"
+
+
+def _not_a_product(tile: Tile) -> tuple[bool, str]:
+    """Sorts tiles so that results of GEMMs come first, whatever the order of the operands."""
+    return tile.layout is None, " ".join(w.tensor for w in tile.axes if w is not None)
+
+
+def _position_of(axes: list[Where | None]) -> Where | None:
+    """The positions of an axis of a result: those along a sequence, if an operand has them."""
+    placed = [w for w in axes if w is not None]
+    return next((w for w in placed if w.label == "L"), placed[0] if placed else None)
 
 
 def origins(*places: Where) -> tuple[Label, ...]:

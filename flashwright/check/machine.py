@@ -98,6 +98,7 @@ class Machine:
         self.computer = Computer(self)
         self.copies = Copies(self)
         self._operand_dtype = operand_dtypes(program)
+        self._reads: dict[int, set[Key]] = {}
 
     # --- running --------------------------------------------------------------------------
 
@@ -150,7 +151,9 @@ class Machine:
             case For():
                 self._for(stmt)
             case If(cond):
-                self._body(stmt.then if self.scalar(cond) else stmt.orelse)
+                taken = bool(self.scalar(cond))
+                self._skip(stmt.orelse if taken else stmt.then)
+                self._body(stmt.then if taken else stmt.orelse)
             case Let(name, value):
                 self.env[name.id] = self.scalar(value)
                 if self.loops:
@@ -172,6 +175,8 @@ class Machine:
 
     def _for(self, stmt: For) -> None:
         low, high = self._bounds(stmt.low, stmt.high)
+        if low >= high:
+            self._skip(stmt.body)
         self.loops.append(stmt)
         self.varying.add(stmt.var.id)
         for value in range(low, high):
@@ -180,6 +185,17 @@ class Machine:
             self._body(stmt.body)
         self.env.pop(stmt.var.id, None)
         self.loops.pop()
+
+    def _skip(self, body: tuple[Statement, ...]) -> None:
+        """Statements that do not run: what they would have read may stay unread."""
+        for key in self._read_in(body):
+            if key in self.cells:
+                self.cells[key].skipped = True
+
+    def _read_in(self, body: tuple[Statement, ...]) -> set[Key]:
+        if id(body) not in self._reads:
+            self._reads[id(body)] = {k for s in statements(body) for k in self.program.reads(s)}
+        return self._reads[id(body)]
 
     def _bounds(self, low: Expr, high: Expr) -> tuple[int, int]:
         start, stop = self.scalar(low), self.scalar(high)
@@ -311,12 +327,22 @@ class Machine:
                 secondary=self.program.guards_of(key),
             )
         cell.read = True
+        cell.served = cell.served or not self._own(key, stmt)
         return cell.tile
+
+    def _own(self, key: Key, stmt: Statement) -> bool:
+        """Whether a statement that reads a buffer changes nothing but that buffer with it."""
+        if not isinstance(stmt, Compute):
+            return isinstance(stmt, Reshape) and stmt.target is None
+        changed = [stmt.target, *stmt.state[1:], *stmt.rescale]
+        if stmt.operation == "mask":
+            changed += [a for a in stmt.args if isinstance(a, Name)]
+        return key in [self.program.tile(name) for name in changed if name is not None]
 
     def write(self, key: Key, tile: Tile, stmt: Statement, dtype: str | None = None) -> None:
         """Put a tile into a buffer, rounded to the buffer's element type."""
         old = self.cells.get(key)
-        if old is not None and not old.read:
+        if old is not None and not (old.read or old.skipped or self._started_anew(old, tile)):
             where = (Label(old.writer.span, "this value was never read"),)
             hint = "move this statement below the last use of the value, or accumulate"
             text = f"`{key[0]}` in {key[1]} is overwritten before its value is used"
@@ -325,7 +351,14 @@ class Machine:
         if tile.dtype != kept:
             data = self.math.round(tile.data, kept) if self.math is not None else None
             tile = replace(tile, dtype=kept, data=data)
-        self.cells[key] = Cell(tile, stmt)
+        fresh = tile.start or isinstance(stmt, Copy)
+        fresh = fresh or (isinstance(stmt, Compute) and stmt.operation == "gemm")
+        self.cells[key] = Cell(tile, stmt, served=old is not None and old.served and not fresh)
+
+    def _started_anew(self, old: Cell, tile: Tile) -> bool:
+        """Whether a tile begins what the old value, which has done its work, was the end of."""
+        maximum = old.tile.kind is not None and old.tile.kind.name == "max"
+        return old.served and (tile.start or maximum)
 
     # --- Reshape --------------------------------------------------------------------------
 

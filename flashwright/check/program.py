@@ -12,6 +12,7 @@ from flashwright.lang.diagnostic import Label
 from flashwright.lang.nodes import (
     Allocate,
     Axis,
+    Compute,
     Copy,
     Expr,
     For,
@@ -187,6 +188,39 @@ class Program:
     def _guards(self) -> Mapping[int, If]:
         branches = [s for s in statements(self.tree.body) if isinstance(s, If)]
         return {id(s): b for b in branches for s in statements((*b.then, *b.orelse))}
+
+    def reads(self, stmt: Statement) -> set[Key]:
+        """The tiles in shared memory and registers that a statement reads."""
+        match stmt:
+            case Copy():
+                return {self.source(stmt)} - {(t, "global") for t in self.tensors}
+            case Reshape(name):
+                keys = {self.tile(name)}
+            case Compute():
+                condition = () if stmt.where is None else (stmt.where,)
+                values = (*stmt.args, *stmt.state, *stmt.rescale, *condition)
+                keys = {self.tile(e) for v in values for e in expressions(v) if isinstance(e, Name)}
+                if stmt.mode != "get" and stmt.target is not None:
+                    keys.add(self.tile(stmt.target))
+            case _:
+                return set()
+        return {key for key in keys if key is not None}
+
+    def writes(self, stmt: Statement) -> set[Key]:
+        """The tiles in shared memory and registers that a statement gives a value."""
+        match stmt:
+            case Copy():
+                return {self.dest(stmt)} - {(t, "global") for t in self.tensors}
+            case Reshape(name):
+                keys = {self.tile(stmt.target or name)}
+            case Compute():
+                names = [stmt.target, *stmt.state, *stmt.rescale]
+                if stmt.operation in ("softmax", "mask"):
+                    names += [a for a in stmt.args if isinstance(a, Name)]
+                keys = {self.tile(name) for name in names if name is not None}
+            case _:
+                return set()
+        return {key for key in keys if key is not None}
 
     def source(self, copy: Copy) -> Key:
         """What a Copy reads."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from flashwright.check.scalars import Unknown, Value
-from flashwright.lang.nodes import Compute, Copy, Statement
+from flashwright.lang.nodes import Copy, Expr, Statement
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class Epoch:
     """One value of a running maximum; `stmt` is the statement that moved it there."""
 
     stmt: Statement
+    number: int = field(default_factory=itertools.count().__next__)
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ class Kind:
 class Masked:
     """A mask that a tile has been through, with all that is needed to ask it about other keys."""
 
-    stmt: Compute
+    stmt: Statement
+    where: Expr
     env: Mapping[str, Value]
     rows: Where | None
     dim: str
@@ -83,8 +85,8 @@ class Masked:
 
 
 def together(tiles: Iterable[Tile]) -> tuple[Masked, ...]:
-    """The masks of several tiles, each statement's once (its latest)."""
-    return tuple({id(m.stmt): m for t in tiles for m in t.masks}.values())
+    """The masks of several tiles, each condition once (its latest)."""
+    return tuple({id(m.where): m for t in tiles for m in t.masks}.values())
 
 
 class Part(NamedTuple):
@@ -197,6 +199,8 @@ class Tile:
     layout: Literal["C", "A"] | None = None
     kind: Kind | None = None
     masks: tuple[Masked, ...] = ()
+    start: bool = False
+    """Whether it is a constant, with which a sum or a maximum begins."""
     data: Any = field(default=None, repr=False)
 
 
@@ -206,8 +210,12 @@ Operand = Tile | Value
 
 @dataclass
 class Cell:
-    """The present contents of a buffer, who wrote them, and whether anybody has read them."""
+    """The present contents of a buffer, the statement that wrote them, and their uses."""
 
     tile: Tile
     writer: Statement
     read: bool = False
+    skipped: bool = False
+    """Whether a branch or a loop that would have read it was skipped."""
+    served: bool = False
+    """Whether this value, or one that it continues, went into another buffer."""

@@ -922,9 +922,10 @@ def test_scores_may_be_made_with_an_exponential() -> None:
         assert codes(changed((MASK, f"  Compute 30 * ({tanh}) and get new S\n{MASK}"))) == []
 
 
+CAUSAL_MASK = ("kv_idx < kv_len", "kv_idx <= q_idx + kv_len - q_len")
 CAUSAL = [
     ("0:kv_len / BN", "0:min(kv_len, (block_idx + 1) * BM + kv_len - q_len) / BN"),
-    ("kv_idx < kv_len", "kv_idx <= q_idx + kv_len - q_len"),
+    CAUSAL_MASK,
 ]
 WINDOW = [
     (
@@ -1096,3 +1097,194 @@ def test_nonsense_gives_diagnostics_and_no_traceback(change: Change) -> None:
 def test_an_empty_loop_of_a_billion_rounds_ends() -> None:
     source = changed(("for i = ", "for j = 0:1000000000\nend\nfor i = "))
     assert codes(source) == ["FW611"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        (GEMM_O, GEMM_O.replace("V_shared", "K2_shared")),
+        (COPY_K, f"{COPY_K} and get K2"),
+        (COPY_V, f"{COPY_V} and get K"),
+        (f"{COPY_Q} to shared", f"{COPY_Q} to register"),
+        ("param Scale", "param Warps = 0\nparam Scale"),
+        ("param Scale", "param Warps = inf\nparam Scale"),
+        ("param Scale", "param Warps = 1 / 2\nparam Scale"),
+    ],
+    ids=lambda change: change[1].strip(),
+)
+def test_a_tile_that_nothing_fills_is_a_finding(change: Change) -> None:
+    found = run(changed(change), "a100").errors
+    assert found
+    assert all(d.span is not None for d in found)
+
+
+def test_a_copy_under_another_name_fills_another_tile() -> None:
+    source = changed(
+        (COPY_K, f"{COPY_K} and get K1"),
+        ("K_shared.T", "K1_shared.T"),
+        (GEMM_O, GEMM_O.replace("V", "K")),
+    )
+    found = the(source, "FW403")
+    assert "puts `K` into shared" in found.message
+    assert "Copy K" in (found.help or "")
+
+
+# --- values that are right to stay unread -----------------------------------------------------
+
+LOOP = GQA[GQA.index("for i") : GQA.index("Compute where")]
+START = GQA[GQA.index("Compute 0 and get O_register") : GQA.index("Copy Q (BM")]
+STORE = GQA[GQA.index("Compute where") : GQA.index("Compute Smax + log")]
+TWO_BLOCKS = (
+    GQA[: GQA.index(START)]
+    .replace("0:q_len / BM", "0:q_len / (2 * BM)")
+    .replace("Allocate LSE in global (batch, heads, q_len) as fp32\n", "")
+    .replace("Allocate LSE in register (BM) as fp32\n", "")
+    + "for t = 0:min(2, q_len / BM - 2 * block_idx)\n"
+    + (START + f"{COPY_Q} to shared\n" + LOOP + STORE).replace("block_idx", "2 * block_idx + t")
+    + "end\n"
+)
+
+
+def test_a_maximum_is_started_anew_for_the_next_block() -> None:
+    assert codes(TWO_BLOCKS) == []
+
+
+def test_a_maximum_is_started_anew_though_no_key_was_visited() -> None:
+    """With more queries than keys, a causal loop has no rounds for the first queries."""
+    block = "2 * block_idx + t + 1"
+    source = changed(
+        ("0:kv_len / BN", f"0:min(kv_len, ({block}) * BM + kv_len - q_len) / BN"),
+        CAUSAL[1],
+        base=TWO_BLOCKS,
+    )
+    assert codes(source) == []
+
+
+def test_a_maximum_is_started_anew_between_two_loops() -> None:
+    second = START + LOOP + NORMALISE + "Compute O1 + O_register and get new O_register\n"
+    source = changed(
+        ("Allocate Smax", "Allocate O1 in register (BM, HeadDim)\nAllocate Smax"),
+        (NORMALISE, f"{NORMALISE}Compute O_register and get O1\n{second}"),
+    )
+    assert codes(source) == []
+
+
+@pytest.mark.parametrize(
+    ("start", "code"),
+    [
+        ("Compute -1e30 and get Smax\n", "FW607"),
+        ("Compute 0 and get Ssum\n", "FW602"),
+        ("Compute 0 and get O_register\n", "FW602"),
+    ],
+)
+def test_a_start_in_every_round_forgets_the_rounds_before(start: str, code: str) -> None:
+    source = changed((start, ""), (f"  {COPY_K}\n", f"  {COPY_K}\n  {start}"))
+    assert codes(source) == [code]
+
+
+SKIPPED = [
+    (
+        f"  {COPY_K}\n",
+        f"  {COPY_K}\n  {COPY_V}\n  if i * BN < (block_idx + 1) * BM + kv_len - q_len\n",
+    ),
+    (f"  {COPY_V}\n  Compute Softmax", "  Compute Softmax"),
+    (f"  {GEMM_O}\n", f"  {GEMM_O}\n  end\n"),
+]
+
+
+def test_tiles_of_a_skipped_round_stay_unread() -> None:
+    source = changed(*SKIPPED, CAUSAL_MASK)
+    assert codes(source) == []
+    visible = "if i * BN < (block_idx + 1) * BM + kv_len - q_len"
+    too_few = changed((visible, visible.replace("+ 1) * BM", ") * BM")), base=source)
+    assert codes(too_few) == ["FW604"]
+
+
+def test_a_tile_is_overwritten_before_the_round_that_would_skip_it() -> None:
+    source = changed(*SKIPPED, CAUSAL_MASK)
+    twice = changed((f"  {COPY_V}\n", f"  {COPY_V}\n" * 2), base=source)
+    assert codes(twice) == ["FW602"]
+
+
+BIAS = [
+    (
+        "Allocate S in register",
+        "Allocate Bias in global (H: heads, L: q_len, M: kv_len) as fp32\nAllocate S in register",
+    ),
+    (
+        MASK,
+        "  Copy Bias (BM, BN) in coordinate [H = head_idx, L = block_idx, M = i] from global to register\n"
+        f"  Compute Bias + S and get new S\n{MASK}",
+    ),
+]
+
+
+@pytest.mark.parametrize("spelt", ["Bias + S", "S + Bias", "Add Bias, S", "1 * Bias - -1 * S"])
+def test_the_order_of_operands_does_not_matter(spelt: str) -> None:
+    assert codes(changed(("Bias + S", spelt), base=changed(*BIAS))) == []
+    columns = changed(
+        ("L: q_len, M: kv_len", "M: q_len, L: kv_len"),
+        ("L = block_idx, M = i", "M = block_idx, L = i"),
+        ("Bias + S", spelt),
+        base=changed(*BIAS),
+    )
+    assert codes(columns) == []
+
+
+@pytest.mark.parametrize("total", ["Ssum + rowsum(S)", "rowsum(S) + Ssum"])
+def test_a_missing_rescale_is_found_in_either_order(total: str) -> None:
+    source = changed(("Ssum * A + rowsum(S)", total), base=changed(*WRITTEN_OUT))
+    found = the(source, "FW607")
+    assert found.span is not None
+    assert found.span.line == line_of(source, "rowmax(S)")
+
+
+def test_reductions_are_verbs_too() -> None:
+    source = changed(
+        ("Allocate M in", "Allocate R in register (BM)\nAllocate M in"),
+        (
+            "  Compute max(Smax, rowmax(S)) and get M\n",
+            "  Compute RowMax S and get R\n  Compute Max R, Smax and get M\n",
+        ),
+        ("rowsum(S) and get new Ssum", "R and get new Ssum"),
+        ("  Compute Ssum *", "  Compute RowSum S and get R\n  Compute Ssum *"),
+        base=changed(*WRITTEN_OUT),
+    )
+    assert codes(source) == []
+    wrong = changed(("RowMax S and get R", "RowMax Smax and get R"), base=source)
+    assert "two-dimensional" in the(wrong, "FW303").message
+    assert "FW205" in codes(source.replace("RowMax S", "Max S"))
+
+
+# --- masks written as where -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spelt",
+    [
+        "where(kv_idx < kv_len, S, -inf)",
+        "where(kv_idx >= kv_len, -inf, S)",
+        "where(not (kv_idx < kv_len), -inf, S)",
+        "where(kv_idx < kv_len, S * 2, -1e30)",
+        "2 * where(kv_len > kv_idx, S, -inf)",
+    ],
+)
+def test_where_is_a_mask(spelt: str) -> None:
+    assert codes(changed((MASK, f"  Compute {spelt} and get new S\n"))) == []
+    wrong = spelt.replace("kv_idx", "q_idx")
+    assert codes(changed((MASK, f"  Compute {wrong} and get new S\n"))) == ["FW609"]
+
+
+def test_where_hides_what_a_loop_may_skip() -> None:
+    spelt = "where(kv_idx <= q_idx + kv_len - q_len, S, -inf)"
+    source = changed(CAUSAL[0], (MASK, f"  Compute {spelt} and get new S\n"))
+    assert codes(source) == []
+    assert codes(
+        changed(("kv_idx <= q_idx + kv_len", "kv_idx <= q_idx + 1 + kv_len"), base=source)
+    ) == ["FW604", "FW609"]
+
+
+def test_where_after_the_exponential() -> None:
+    late = "  Compute where(kv_idx <= q_idx, S, {}) and get new S\n"
+    assert codes(changed((RESHAPE, late.format("-inf") + RESHAPE))) == ["FW608"]
+    assert codes(changed((RESHAPE, late.format("0") + RESHAPE))) == []  # a weight of 0 is right
