@@ -224,7 +224,7 @@ def _judged(
     source: str, spec: AttentionSpec, gpu: Gpu, base: Path
 ) -> tuple[Program | None, cpu.Verdict | None, tuple[Diagnostic, ...]]:
     """Code through the checker and the CPU run: program, verdict, and all that was found."""
-    checked = check(parse(source), gpu)
+    checked = check(parse(source), gpu, spec.dims)
     if checked.program is None or _errors(checked.diagnostics):
         return None, None, checked.diagnostics or (_NO_CODE,)
     try:

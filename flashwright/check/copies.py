@@ -68,7 +68,7 @@ class Copies:
             chosen = expr is not None and self.program.chosen(expr)
             places.append(Where(dim, start, size, extent, axis.label, tensor.name, stmt, chosen))
             if not tiled:
-                at[dim] = Place(start, tensor.name, stmt)
+                at[dim] = Place(start, tensor.name, stmt, chosen)
         return places, at
 
     def _start(

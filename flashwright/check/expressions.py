@@ -52,6 +52,7 @@ class Expressions:
         self.machine = machine
         self.program = machine.program
         self.sums = sums
+        self._opposites: dict[int, Unary] = {}
         self.misused = False  # an operand was computed on: its element type is no more news
 
     def key(self, name: Name) -> Key:
@@ -138,7 +139,8 @@ class Expressions:
             if not (rest <= HIDDEN or (rest == 0 and _weights(tile))) or not has_positions(expr):
                 continue
             if shown == 2:
-                condition = Unary("not", condition, span=condition.span)
+                opposite = Unary("not", condition, span=condition.span)
+                condition = self._opposites.setdefault(id(condition), opposite)
             return self.masked(done, tile, condition, stmt, rest)
         return done
 
@@ -154,7 +156,8 @@ class Expressions:
         if cols is None:
             return done
         env, varying = dict(self.machine.env), frozenset(self.machine.varying)
-        note = Masked(stmt, condition, env, done.axes[0], cols.dim, varying)
+        read, sources = self.machine.peek, self.program.sources(condition)
+        note = Masked(stmt, condition, env, done.axes[0], cols.dim, varying, read, sources)
         others = (m for m in done.masks if m.where is not condition)
         return replace(done, masks=(*others, note), kind=tile.kind)
 

@@ -19,6 +19,7 @@ from flashwright.check.program import Key, Program, Tensor
 from flashwright.check.scalars import NotScalar, Unknown, Value, evaluate, whole
 from flashwright.check.tiles import Cell, Tile
 from flashwright.check.vocabulary import CONSTANTS
+from flashwright.check.worlds import World, deciding, placing
 from flashwright.lang.diagnostic import Diagnostic, Label
 from flashwright.lang.format import format_expr
 from flashwright.lang.nodes import (
@@ -79,6 +80,7 @@ class Machine:
         arithmetic: Arithmetic | None = None,
         observe: Observer | None = None,
         steps: int | None = None,
+        world: World | None = None,
     ) -> None:
         from flashwright.check.compute import Computer  # parts of the machine, by statement
         from flashwright.check.copies import Copies
@@ -88,6 +90,10 @@ class Machine:
         self.math = arithmetic
         self.observe = observe
         self.steps = steps
+        self.world = world
+        self.told = deciding(program) - placing(program) if arithmetic is None else frozenset()
+        self.decided = 0
+        self.left_out = False
         self.findings: dict[tuple[str, Span | None], Diagnostic] = {}
         self.cells: dict[Key, Cell] = {}
         self.env: dict[str, Value] = {}
@@ -135,6 +141,7 @@ class Machine:
         """One thread block, from empty buffers."""
         self.env = {**self._base(), **block}
         self.cells, self.loops, self.varying, self.elements = {}, [], set(), {}
+        self.left_out = False
         try:
             self._body(self.program.tree.body)
         except Halt:
@@ -151,8 +158,10 @@ class Machine:
             case For():
                 self._for(stmt)
             case If(cond):
-                taken = bool(self.scalar(cond))
-                self._skip(stmt.orelse if taken else stmt.then)
+                taken = self._holds(cond)
+                passed = stmt.orelse if taken else stmt.then
+                self.left_out |= bool(passed) and self.program.chosen(cond)
+                self._skip(passed)
                 self._body(stmt.then if taken else stmt.orelse)
             case Let(name, value):
                 self.env[name.id] = self.scalar(value)
@@ -166,6 +175,14 @@ class Machine:
                 self._reshape(stmt)
         if self.observe is not None:
             self.observe(stmt, self)
+
+    def _holds(self, cond: Expr) -> bool:
+        """Whether a condition is true; one on unknown data is as the world says."""
+        value = self.scalar(cond)
+        if not isinstance(value, Unknown):
+            return bool(value)
+        self.decided += 1
+        return self.world is None or not self.world.alternates or self.decided % 2 == 0
 
     def _step(self) -> None:
         if self.steps is not None:
@@ -260,32 +277,55 @@ class Machine:
         self.elements.setdefault(tensor.name, []).append(index)
         if self.math is not None:
             return self.math.element(tensor, known, self.offset(tensor))
+        if tensor.name in self.told and self.world is not None and len(known) == len(index):
+            shape = tuple(self.extent(axis.size) for axis in tensor.axes)
+            return self.world.data(tensor, tuple(known), shape)
         return Unknown(f"{tensor.name}[{', '.join(map(str, index))}]")
 
+    def peek(self, expr: Index, index: tuple[Value, ...]) -> Value:
+        """An element that a question is about, and not the program: nothing is recorded."""
+        tensor = self.program.tensors[expr.tensor.id]
+        shape = [self.extent(axis.size) for axis in tensor.axes]
+        places = [None if isinstance(value, Unknown) else whole(value) for value in index]
+        inside = len(places) == len(shape) and all(
+            p is not None and 0 <= p < n for p, n in zip(places, shape, strict=True)
+        )
+        if not inside or (self.math is None and tensor.name not in self.told):
+            return Unknown(expr.tensor.id)
+        return self._element(expr, index)
+
     def _walked_whole(self) -> None:
-        """An axis of fixed length that a block walks along in an index tensor is walked to its
-        end. (A table sized at run time may be longer than what is in it.)"""
+        """An axis of an index tensor whose length is the bound of a loop that walks along it is
+        walked to its end. (Any other table may be longer than what is read of it.)"""
         for name, reads in self.elements.items():
             for position, axis in enumerate(self.program.tensors[name].axes):
-                if not self.identity(axis.size).isdigit():
+                loop = self._walker(name, position, axis.size)
+                if loop is None:
                     continue
                 seen = {r[position] for r in reads if not isinstance(r[position], Unknown)}
                 extent = self.extent(axis.size)
                 missed = [p for p in range(extent) if p not in seen]
                 if len(seen) > 1 and missed:
-                    span, text = self._reader(name)
-                    text += f" reads {len(seen)} of the {extent} elements on axis {axis.label}"
-                    self.report("FW604", f"{text} of `{name}`", span, label=self.problem())
+                    text = f"this loop reads {len(seen)} of the {extent} elements"
+                    text += f" on axis {axis.label} of `{name}`"
+                    self.report("FW604", text, loop.span, label=self.problem())
 
-    def _reader(self, name: str) -> tuple[Span, str]:
+    def _walker(self, name: str, position: int, size: Expr) -> For | None:
+        """The loop over an axis of an index tensor, if its bounds speak of the axis's length."""
+        length = {e.id for e in expressions(size) if isinstance(e, Name)} & set(self.program.params)
         for stmt in statements(self.program.tree.body):
-            if isinstance(stmt, For) and any(
-                isinstance(e, Index) and e.tensor.id == name
-                for inner in statements(stmt.body)
-                for e in _indices(inner)
-            ):
-                return stmt.span, "this loop"
-        return self.program.tensors[name].declared.span, "the program"
+            if not isinstance(stmt, For):
+                continue
+            bounds = [*self.program.spelt_out(stmt.low), *self.program.spelt_out(stmt.high)]
+            inner = [e for s in statements(stmt.body) for e in expressions(s)]
+            along = (
+                stmt.var in self.program.spelt_out(e.args[position])
+                for e in inner
+                if isinstance(e, Index) and e.tensor.id == name and position < len(e.args)
+            )
+            if any(Name(n) in bounds for n in length) and any(along):
+                return stmt
+        return None
 
     def extent(self, size: Expr) -> int:
         """The length of an axis in the present problem."""
@@ -373,10 +413,6 @@ class Machine:
         target = self.program.tile(stmt.target) if stmt.target else key
         assert target is not None
         self.write(target, replace(tile, layout="A"), stmt, dtype)
-
-
-def _indices(stmt: Statement) -> Iterator[Index]:
-    return (e for e in expressions(stmt) if isinstance(e, Index))
 
 
 def operand_dtypes(program: Program) -> dict[int, str]:

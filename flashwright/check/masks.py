@@ -82,7 +82,7 @@ def _ask(expr: Expr, mask: Masked, low: int, high: int) -> Any:
     if any(isinstance(e, Name) and e.id in mask.varying for e in expressions(expr)):
         return None
     try:
-        value = evaluate(expr, mask.env)
+        value = evaluate(expr, mask.env, mask.read)
     except NotScalar:
         return None
     return None if isinstance(value, Unknown) else np.asarray(float(value))

@@ -165,13 +165,33 @@ class Program:
 
     def chosen(self, expr: Expr) -> bool:
         """Whether an element of a tensor decides the value of an expression."""
-        for part in expressions(expr):
-            if isinstance(part, Index):
-                return True
-            stmt = self._scalars.get(part.id) if isinstance(part, Name) else None
-            if isinstance(stmt, Let) and self.chosen(stmt.value):
-                return True
-        return False
+        return bool(self.sources(expr))
+
+    def sources(self, expr: Expr) -> frozenset[str]:
+        """The tensors whose elements go into the value of an expression of the program."""
+        found = self._sources.get(id(expr))
+        if found is None:
+            parts = self.spelt_out(expr)
+            found = frozenset(e.tensor.id for e in parts if isinstance(e, Index))
+            self._sources[id(expr)] = found
+        return found
+
+    @cached_property
+    def _sources(self) -> dict[int, frozenset[str]]:
+        return {}
+
+    def spelt_out(self, expr: Expr) -> list[Expr]:
+        """Every expression below this one, also those that its names are set to."""
+        found: list[Expr] = []
+        waiting, seen = [expr], set()
+        while waiting:
+            for part in expressions(waiting.pop()):
+                found.append(part)
+                stmt = self._scalars.get(part.id) if isinstance(part, Name) else None
+                if isinstance(stmt, Let) and stmt.name.id not in seen:
+                    seen.add(stmt.name.id)
+                    waiting.append(stmt.value)
+        return found
 
     @cached_property
     def _scalars(self) -> Mapping[str, Statement]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from flashwright.check.scalars import Unknown, Value
+from flashwright.check.scalars import Reader, Unknown, Value
 from flashwright.lang.nodes import Copy, Expr, Statement
 
 
@@ -52,6 +52,8 @@ class Place(NamedTuple):
     value: Value
     tensor: str
     copy: Copy
+    chosen: bool = False
+    """Whether an element of a tensor decides it: the page of a block of keys."""
 
 
 @dataclass(eq=False)
@@ -82,6 +84,10 @@ class Masked:
     rows: Where | None
     dim: str
     varying: frozenset[str]
+    read: Reader
+    """Elements of tensors that the condition speaks of."""
+    sources: frozenset[str]
+    """The tensors that they are of."""
 
 
 def together(tiles: Iterable[Tile]) -> tuple[Masked, ...]:
@@ -114,15 +120,18 @@ class Coverage:
     """Whether all of the axis must be taken in: a run-time length always, a fixed one (half of a
     head, say) only once a loop walks along it. Where a tensor decides, nobody can demand it."""
     known: bool = True
+    open: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+    """The tensors that decide where the walk along the axis begins, and where it ends."""
 
-    def missing(self) -> list[tuple[int, int]]:
-        """The parts of the axis that are not in the sum."""
+    def missing(self, told: frozenset[str]) -> list[tuple[int, int]]:
+        """The parts of the axis that are not in the sum. Where a tensor decides about the first
+        or the last of them, they are not missing, unless it is `told` what is to be seen."""
         gaps, at = [], 0
         for low, high in self.ranges:
-            if low > at:
+            if low > at and (at > 0 or self.open[0] <= told):
                 gaps.append((at, low))
             at = max(at, high)
-        if at < self.extent:
+        if at < self.extent and self.open[1] <= told:
             gaps.append((at, self.extent))
         return gaps
 
@@ -147,7 +156,9 @@ class Coverage:
         if _common(self.ranges, other.ranges):
             parts = tuple(dict.fromkeys(parts))  # x + x has no more of them than x
         known = self.known and other.known
-        return replace(other, ranges=tuple(merged), parts=parts, demanded=known, known=known)
+        both = (self.open[0] | other.open[0], self.open[1] | other.open[1])
+        ranges = tuple(merged)
+        return replace(other, ranges=ranges, parts=parts, demanded=known, known=known, open=both)
 
 
 def _common(one: Iterable[tuple[int, int]], two: Iterable[tuple[int, int]]) -> bool:
@@ -165,7 +176,7 @@ def covering(where: Where, tile: Tile, stmt: Statement) -> dict[CoverKey, Covera
     """The coverage of a sum over one axis of a tile."""
     at = tile.at
     part = [f"{dim} {p.value}" for dim, p in at.items() if p.tensor == where.tensor]
-    paged = any(isinstance(p.value, Unknown) for p in at.values() if p.tensor == where.tensor)
+    paged = any(p.chosen for p in at.values() if p.tensor == where.tensor)
     known = not isinstance(where.start, Unknown) and not where.chosen and not paged
     start = 0 if isinstance(where.start, Unknown) else where.start
     piece = Part(max(start, 0), min(start + where.size, where.extent), tile.masks)

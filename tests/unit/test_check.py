@@ -1288,3 +1288,159 @@ def test_where_after_the_exponential() -> None:
     late = "  Compute where(kv_idx <= q_idx, S, {}) and get new S\n"
     assert codes(changed((RESHAPE, late.format("-inf") + RESHAPE))) == ["FW608"]
     assert codes(changed((RESHAPE, late.format("0") + RESHAPE))) == []  # a weight of 0 is right
+
+
+# --- what the caller's data decide ------------------------------------------------------------
+
+LENS = (
+    "Allocate S in register",
+    "Allocate Lens in global (B: batch) as int32\nAllocate S in register",
+)
+LET_N = ("for i", "let n = Lens[batch_idx]\nfor i")
+
+
+def bounded(bound: str, mask: str, *more: Change) -> str:
+    mine = ("0:kv_len / BN", bound), (MASK, f"  Compute Mask S where {mask}\n")
+    return changed(LENS, *mine, *more)
+
+
+@pytest.mark.parametrize(
+    ("bound", "mask"),
+    [
+        ("0:min(kv_len, Lens[batch_idx]) / BN", "kv_idx < min(kv_len, Lens[batch_idx])"),
+        ("0:min(kv_len, Lens[batch_idx]) / BN", "kv_idx < kv_len"),
+        ("0:Lens[batch_idx] / BN", "kv_idx < Lens[batch_idx]"),
+        ("0:n / BN", "kv_idx < n"),
+        ("0:n / BN", "n > kv_idx"),
+        ("0:n", "kv_idx < kv_len"),  # a number of blocks
+        (
+            "0:min(n, (block_idx + 1) * BM + n - q_len) / BN",
+            "kv_idx < n and kv_idx <= q_idx + n - q_len",
+        ),
+        ("floor(n / BN):kv_len / BN", "kv_idx >= n and kv_idx < kv_len"),  # where keys begin
+    ],
+)
+def test_a_length_from_data(bound: str, mask: str) -> None:
+    found = run(bounded(bound, mask, LET_N)).diagnostics
+    assert [d for d in found if d.code != "FW203"] == []  # `n` is not used by all
+
+
+@pytest.mark.parametrize(
+    ("bound", "mask", "code"),
+    [
+        ("0:n / BN - 1", "kv_idx < n", "FW604"),
+        ("1:n / BN", "kv_idx < n", "FW604"),
+        ("1:n / BN", "kv_idx < kv_len", "FW604"),
+        ("0:n / BN + 1", "kv_idx < n", "FW605"),
+        ("0:n / BN", "kv_idx <= n", "FW609"),
+    ],
+)
+def test_a_loop_that_does_not_fit_a_length_from_data(bound: str, mask: str, code: str) -> None:
+    assert the(bounded(bound, mask, LET_N), code)
+
+
+FLAGS = (
+    "Allocate S in register",
+    "Allocate Skip in global (B: batch, N: n_blocks) as int32\nAllocate S in register",
+)
+OWN_DIM = ("grid block_idx", "dim n_blocks\ngrid block_idx")
+
+
+@pytest.mark.parametrize("cond", ["Skip[batch_idx, i] > 0", "not (Skip[batch_idx, i] > 0)"])
+@pytest.mark.parametrize("copies", ["inside", "before"])
+def test_a_round_that_data_skip(cond: str, copies: str) -> None:
+    inside = (f"  {COPY_K}\n", f"  if {cond}\n  {COPY_K}\n"), SKIPPED[2]
+    before = (f"  {COPY_K}\n", f"  {COPY_K}\n  {COPY_V}\n  if {cond}\n"), *SKIPPED[1:]
+    source = changed(FLAGS, OWN_DIM, *(inside if copies == "inside" else before))
+    assert codes(source) == []
+    assert codes(changed(("0:kv_len / BN", "0:kv_len / BN - 1"), base=source)) == ["FW604"]
+
+
+def test_values_that_data_skip_while_they_are_used() -> None:
+    guarded = f"  if Skip[batch_idx, i] > 0\n  {COPY_V}\n  end\n"
+    source = changed(FLAGS, OWN_DIM, (f"  {COPY_V}\n", guarded))
+    assert the(source, "FW403").message == "`V_shared` has no value yet"
+
+
+# A fixed number of keys, all in one tile: no loop and no running softmax.
+FIXED = changed(
+    ("param BN = 64", "param BN = 80\nparam Keys = 77"),
+    ("K in global (batch, kv_heads, kv_len", "K in global (batch, kv_heads, Keys"),
+    ("V in global (batch, kv_heads, kv_len", "V in global (batch, kv_heads, Keys"),
+    ("for i = 0:kv_len / BN\n", ""),
+    (f"  {GEMM_O}\nend\n", "  Compute GEMM S, V_shared and get O_register\n"),
+    (MASK, "  Compute Mask S where kv_idx < Keys\n"),
+    (SOFTMAX, "  Compute Softmax S\n"),
+    (START, ""),
+    (NORMALISE, ""),
+    ("Allocate Smax in register (BM) as fp32\nAllocate Ssum in register (BM) as fp32\n", ""),
+    ("Allocate LSE in global (batch, heads, q_len) as fp32\n", ""),
+    ("Allocate LSE in register (BM) as fp32\n", ""),
+    (GQA[GQA.index("Compute Smax + log") :], ""),
+).replace("L = i]", "L = 0]")
+
+
+def test_a_fixed_number_of_keys_in_one_tile() -> None:
+    assert codes(FIXED) == []
+    assert codes(FIXED.replace(", L = 0]", "]")) == []
+    exact = FIXED.replace("BN = 80", "BN = 77").replace(
+        "  Compute Mask S where kv_idx < Keys\n", ""
+    )
+    assert codes(exact) == []
+    square = FIXED.replace("BN = 80", "BN = 64").replace("Keys = 77", "Keys = 64")
+    assert codes(square.replace("HeadDim = 128", "HeadDim = 64")) == []
+    unmasked = FIXED.replace("  Compute Mask S where kv_idx < Keys\n", "")
+    assert "columns past 77 are" in the(unmasked, "FW609").message
+
+
+def test_a_loop_over_a_fixed_number_of_keys() -> None:
+    source = GQA.replace("kv_heads, kv_len", "kv_heads, 77").replace(
+        "kv_idx < kv_len", "kv_idx < 77"
+    )
+    source = source.replace("0:kv_len / BN", "0:77 / BN").replace("param BN = 64", "param BN = 32")
+    assert codes(source) == []
+    assert codes(source.replace("0:77 / BN", "0:77 / BN - 1")) == ["FW604"]
+
+
+def test_the_spec_says_how_long_a_dim_is() -> None:
+    """Whether one tile holds all the keys only the caller knows."""
+    tree = parse(FIXED.replace("param Keys = 77", "dim Keys"))
+    assert [d.code for d in check(tree).diagnostics] == ["FW604", "FW604"]
+    assert check(tree, dims={"Keys": 77}).diagnostics == ()
+    assert check(tree, dims={"Keys": 81}).diagnostics != ()
+
+
+PAGED = (Path(__file__).parents[2] / "examples" / "paged.tl").read_text()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [],
+        [("T: n_blocks", "T: 64"), (", n_blocks\n", "\n")],  # a table longer than what is read
+        [("for i = 0:kv_len / BN", "for i = 0:n_blocks")],
+        [
+            ("  Copy K", "  if page >= 0\n  Copy K"),
+            ("accumulate O_register\n", "accumulate O_register\n  end\n"),
+        ],
+        [
+            ("0:kv_len / BN", "0:Lens[batch_idx] / BN"),
+            ("+ kv_idx < kv_len", "+ kv_idx < Lens[batch_idx]"),
+            LENS,
+        ],
+    ],
+    ids=["as it is", "longer table", "as many as the table", "holes", "lengths"],
+)
+def test_a_table_is_as_long_as_the_caller_makes_it(changes: list[Change]) -> None:
+    source = changed(*changes, base=PAGED)
+    assert codes(source) == []
+    for dims in ({"pages": 3, "n_blocks": 2}, {"pages": 11, "n_blocks": 5}):
+        assert check(parse(source), dims=dims).diagnostics == ()
+
+
+def test_elements_of_a_table_that_is_not_read_whole() -> None:
+    source = changed(
+        ("Allocate S in register", "Allocate T in global (N: 8) as fp32\nAllocate S in register"),
+        ("Multiply S, Scale", "Multiply S, Scale * T[1] + T[2]"),
+    )
+    assert codes(source) == []
