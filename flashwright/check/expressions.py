@@ -14,7 +14,7 @@ from flashwright.check.scalars import NotScalar, Unknown, Value
 from flashwright.check.scalars import apply as apply_scalar
 from flashwright.check.sums import Sums
 from flashwright.check.tiles import Kind, Masked, Operand, Place, Tile, Where, kept, together
-from flashwright.lang.diagnostic import Edit, Fix, Label
+from flashwright.lang.diagnostic import Diagnostic, Edit, Fix, Label
 from flashwright.lang.nodes import (
     Binary,
     Call,
@@ -270,23 +270,9 @@ class Expressions:
                 return kinds.of_operator(op, found[0], found[1])
             return kinds.of_function(op, found, stmt)
         except Unrescaled as problem:
-            self._unrescaled(problem, stmt)
+            mixed = unrescaled(problem.newer.stmt, stmt)
+            self.machine.findings.setdefault((mixed.code, mixed.span), mixed)
             return found[-1]
-
-    def _unrescaled(self, problem: Unrescaled, stmt: Statement) -> None:
-        moved = problem.newer.stmt
-        text = "the maximum moves here, but what was summed before is not rescaled"
-        where = (Label(stmt.span, "weights relative to the new maximum are added to the old sum"),)
-        hint = "multiply the old sum by exp(old maximum - new maximum) first"
-        fix = None
-        if isinstance(moved, Compute) and moved.state and isinstance(stmt, Compute) and stmt.target:
-            hint = (
-                f"`... with {' and '.join(s.id for s in moved.state)} and rescale {stmt.target.id}`"
-            )
-            joint = ", " if moved.rescale else " and rescale "
-            edit = Edit(moved.span.end, moved.span.end, f"{joint}{stmt.target.id}")
-            fix = Fix(f"rescale `{stmt.target.id}` too", (edit,))
-        self.machine.report("FW607", text, moved.span, secondary=where, help=hint, fix=fix)
 
     def same_place(self, tiles: list[Tile], stmt: Statement) -> dict[str, Place]:
         """The fixed coordinates (head, batch) of what is combined; they must agree."""
@@ -321,6 +307,20 @@ def _position_of(axes: list[Where | None]) -> Where | None:
     """The positions of an axis of a result: those along a sequence, if an operand has them."""
     placed = [w for w in axes if w is not None]
     return next((w for w in placed if w.label == "L"), placed[0] if placed else None)
+
+
+def unrescaled(moved: Statement, stmt: Statement) -> Diagnostic:
+    """FW607 for a sum that is added to relative to another maximum than before."""
+    text = "the maximum moves here, but what was summed before is not rescaled"
+    where = (Label(stmt.span, "weights relative to the new maximum are added to the old sum"),)
+    hint = "multiply the old sum by exp(old maximum - new maximum) first"
+    fix = None
+    if isinstance(moved, Compute) and moved.state and isinstance(stmt, Compute) and stmt.target:
+        hint = f"`... with {' and '.join(s.id for s in moved.state)} and rescale {stmt.target.id}`"
+        joint = ", " if moved.rescale else " and rescale "
+        edit = Edit(moved.span.end, moved.span.end, f"{joint}{stmt.target.id}")
+        fix = Fix(f"rescale `{stmt.target.id}` too", (edit,))
+    return Diagnostic("FW607", text, moved.span, secondary=where, help=hint, fix=fix)
 
 
 def origins(*places: Where) -> tuple[Label, ...]:

@@ -101,7 +101,7 @@ class Sums:
                         part.stmt.span,
                         secondary=where,
                         label=self.machine.problem(),
-                        help=_stateless(stmt),
+                        help=stateless(stmt),
                     )
                     break
 
@@ -137,7 +137,7 @@ def _masks(tile: Tile, dim: str, text: str) -> tuple[Label, ...]:
     return tuple(Label(m.stmt.span, text) for m in tile.masks if m.dim == dim)
 
 
-def _stateless(stmt: Statement) -> str | None:
+def stateless(stmt: Statement) -> str | None:
     """What to say of a Softmax that sees one block after another and remembers none."""
     if not isinstance(stmt, Compute) or stmt.operation != "softmax" or stmt.state:
         return None

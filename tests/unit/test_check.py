@@ -1031,7 +1031,7 @@ Copy Q from global to shared
 for i = 0:N
   Copy K from global to shared
   Compute GEMM Q_shared, K_shared.T and get S
-  Compute Softmax S with Smax and Ssum
+  Compute Softmax S with Smax and Ssum and rescale O_register
   Copy V from global to shared
   Compute GEMM S, V_shared and accumulate O_register
 end
@@ -1055,7 +1055,18 @@ def test_a_sketch_is_clean_and_gives_no_program() -> None:
         (("  Copy V from global to shared\n", ""), "FW403", 6),
         (("Copy O from register", "Copy P from register"), "FW403", 9),
         (("  Copy V", "  Compute Mask S where kv_idx <= q_idx\n  Copy V"), "FW608", 6),
+        (("  Copy V", "  Compute where(kv_idx <= q_idx, S, -inf) and get S\n  Copy V"), "FW608", 6),
         (("Compute Softmax", "Compute Softmx"), "FW204", 5),
+        ((" and rescale O_register", ""), "FW607", 5),
+        ((" with Smax and Ssum and rescale O_register", ""), "FW604", 5),
+        (("accumulate O", "get O"), "FW602", 7),
+        (("  Copy K from global to shared\n", "  Copy K from global to shared\n" * 2), "FW602", 4),
+        (("Softmax S ", "Softmax Q "), "FW402", 5),
+        (("Softmax S ", "Softmax P "), "FW403", 5),
+        (("Q_shared, K_shared.T", "Q, P.T"), "FW403", 4),
+        (("Copy V from global to shared", "Copy V from global to register"), "FW403", 7),
+        (("GEMM S, V_shared", "GEMM S, S"), "FW402", 7),
+        (("Copy O from register to global\n", ""), "FW610", 2),
         (("from register to global", "from register to register"), "FW401", 9),
     ],
 )
@@ -1063,6 +1074,38 @@ def test_a_sketch_can_be_wrong(change: Change, code: str, line: int) -> None:
     found = the(changed(change, base=SKETCH), code)
     assert found.span is not None
     assert found.span.line == line
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        (
+            "  Copy K",
+            "  if i > 0\n    Copy K from global to shared\n  else\n    Copy K from global to shared\n  end\n  Copy K2",
+        ),
+        ("Copy O from register", "Compute 0 and get Smax\nCopy O from register"),
+        (
+            "  Compute Softmax",
+            "  Compute where(kv_idx < kv_len, S, -inf) and get new S\n  Compute Softmax",
+        ),
+        ("  Compute Softmax", "  Compute Bias + S and get new S\n  Compute Softmax"),
+        (
+            "Copy O from register",
+            "Compute Divide O_register, Ssum and get new O_register\nCopy O from register",
+        ),
+        ("  Copy V", "  if i < N - 1\n    Copy K from global to shared\n  end\n  Copy V"),
+    ],
+)
+def test_a_sketch_that_is_right_in_another_way(change: Change) -> None:
+    source = changed(change, base=SKETCH).replace("  Copy K2 from global to shared\n", "")
+    if "N - 1" in source:  # the first block is copied before the loop
+        once = "  Copy K from global to shared\n  Compute GEMM Q"
+        source = changed(
+            (once, "  Compute GEMM Q"),
+            ("for i", "Copy K from global to shared\nfor i"),
+            base=source,
+        )
+    assert codes(source) == []
 
 
 @pytest.mark.parametrize(
@@ -1444,3 +1487,33 @@ def test_elements_of_a_table_that_is_not_read_whole() -> None:
         ("Multiply S, Scale", "Multiply S, Scale * T[1] + T[2]"),
     )
     assert codes(source) == []
+
+
+# --- registers that are alive together --------------------------------------------------------
+
+LARGE = (("param BM = 64", "param BM = 128"), ("param BN = 64", "param BN = 96"))
+SECOND = re.sub(r"\bS\b", "T", START + LOOP)
+TWICE = changed(
+    ("Allocate Smax", "Allocate T in register (BM, BN)\nAllocate Smax"),
+    ("Allocate O in", "Allocate P in global (batch, heads, q_len, HeadDim) as bf16\nAllocate O in"),
+    (NORMALISE, f"{NORMALISE}{COPY_O} from register to global and get P\n{SECOND}{NORMALISE}"),
+    base=GQA.replace("Allocate O in register", "Allocate  O in register"),
+)
+"""Two loops, one after the other, each with scores of its own."""
+
+
+def test_registers_are_counted_by_what_is_alive_together() -> None:
+    assert codes(TWICE) == []
+    once, twice = (run(changed(*LARGE, base=text), "a100").diagnostics for text in (GQA, TWICE))
+    need = [
+        re.search(r"about (\d+) registers", d.message) for d in (*once, *twice) if d.code == "FW702"
+    ]
+    assert [found and found[1] for found in need] == [need[0] and need[0][1]] * 2
+
+
+def test_the_tiles_that_are_alive_together_are_named() -> None:
+    source = changed(("param BM = 64", "param BM = 128"), ("param BN = 64", "param BN = 128"))
+    found = next(d for d in run(source, "a100").diagnostics if d.code == "FW702")
+    assert "`O`, `S`" in found.message
+    assert "LSE" not in found.message  # it has a value only after the loop
+    assert any(label.text.startswith("alive here: `O`, `S`") for label in found.secondary)
