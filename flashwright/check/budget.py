@@ -66,9 +66,10 @@ def _in(program: Program, space: str) -> list[Buffer]:
 def _most_alive(program: Program, gpu: Gpu) -> tuple[int, Moment | None]:
     """The most bytes of register tiles in a block that are alive together, and where."""
     operands = operand_dtypes(program)
+    factor = _rescale_factor(program)
     most, where = 0, None
     for moment in moments(program):
-        need = sum(_register_bytes(program.buffers[key]) for key in moment.tiles)
+        need = factor + sum(_register_bytes(program.buffers[key]) for key in moment.tiles)
         stmt = moment.stmt
         if isinstance(stmt, Reshape) and not stmt.target and not gpu.reshape_in_place:
             key = program.tile(stmt.name)  # the operand has registers of its own
@@ -76,9 +77,17 @@ def _most_alive(program: Program, gpu: Gpu) -> tuple[int, Moment | None]:
                 rows, cols = program.buffers[key].shape
                 dtype = operands.get(id(stmt), program.buffers[key].dtype)
                 need += rows * cols * DTYPES[dtype]
-        if need > most:
+        if need >= most:
             most, where = need, moment
     return most, where
+
+
+def _rescale_factor(program: Program) -> int:
+    """The bytes of the vector with which a running softmax rescales the accumulators. It is alive
+    from the Softmax to the GEMM that accumulates."""
+    steps = (s for s in statements(program.tree.body) if isinstance(s, Compute) and s.rescale)
+    states = [program.tile(step.state[0]) for step in steps if step.state]
+    return max((_register_bytes(program.buffers[key]) for key in states if key), default=0)
 
 
 def _register_bytes(buffer: Buffer) -> int:
@@ -112,7 +121,8 @@ def _registers(program: Program, gpu: Gpu) -> Iterator[Diagnostic]:
         return
     _, moment = _most_alive(program, gpu)
     assert moment is not None
-    largest = sorted((program.buffers[key] for key in moment.tiles), key=lambda b: -b.bytes)
+    alive = (program.buffers[key] for key in moment.tiles)
+    largest = sorted(alive, key=lambda b: (-b.bytes, b.name))
     threads = 32 * program.warps
     where = tuple(
         Label(b.declared.span, f"{b.bytes // (4 * threads)} registers of each thread")

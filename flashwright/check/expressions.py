@@ -233,6 +233,8 @@ class Expressions:
         tiles = [a for a in args if isinstance(a, Tile)]
         if not tiles:
             return self._scalar(op, args, stmt)
+        if op == "%" and not isinstance(args[1], Tile | Unknown) and args[1] == 0:
+            raise self.machine.halt("FW306", "this divides by zero", stmt.span)
         numbers = [a.data if isinstance(a, Tile) else a for a in args]
         data = self.machine.math.apply(op, numbers) if self.machine.math else None
         layouts = {t.layout for t in tiles}

@@ -40,7 +40,9 @@ def check_sketch(tree: Tree) -> list[Diagnostic]:
     """Findings about a sketch."""
     walk = _Walk()
     walk.body(tree.body)
-    if not walk.findings and not any(_stores(s) for s in statements(tree.body)) and tree.body:
+    every = list(statements(tree.body))
+    whole = any(isinstance(stmt, For) for stmt in every)  # not only a few lines of a sketch
+    if not walk.findings and whole and not any(_stores(stmt) for stmt in every):
         text = "nothing is stored to global memory: the kernel has no result"
         hint = "end with `Copy O from register to global`"
         return [Diagnostic("FW610", text, tree.body[-1].span, help=hint)]
