@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -1517,3 +1518,20 @@ def test_the_tiles_that_are_alive_together_are_named() -> None:
     assert "`O`, `S`" in found.message
     assert "LSE" not in found.message  # it has a value only after the loop
     assert any(label.text.startswith("alive here: `O`, `S`") for label in found.secondary)
+
+
+def test_programs_with_a_line_or_a_name_changed_end_in_findings_or_pass() -> None:
+    """Whatever is left out or exchanged, the checker answers, and each finding has its place."""
+    rng = random.Random(18)
+    rows = GQA.splitlines(keepends=True)
+    words = sorted(set(re.findall(r"[A-Za-z_]\w*", GQA)) - {"end"})
+    texts = ["".join(rows[:n] + rows[n + 1 :]) for n in range(0, len(rows), 2)]
+    for _ in range(40):
+        found = rng.choice(list(re.finditer(r"[A-Za-z_]\w*", GQA)))
+        texts.append(GQA[: found.start()] + rng.choice(words) + GQA[found.end() :])
+    for text in texts:
+        try:
+            tree = parse(text)
+        except Failed:
+            continue
+        assert all(d.span is not None for d in check(tree, gpu.find("h200")).diagnostics), text
