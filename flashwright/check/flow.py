@@ -23,13 +23,16 @@ from flashwright.lang.nodes import Copy, Name, statements
 STEPS = 12_000
 """Statements one problem may execute before the check gives up (a 60-line program takes 2,000)."""
 
+THOROUGH = 1
+"""Problems that are run under every assumption about the caller's data."""
+
 
 def check_flow(program: Program, given: Mapping[str, int]) -> Iterator[Diagnostic]:
     """Findings of the first problem that shows any; `given` are dims whose sizes are known."""
     small = list(problems(program, given))
     for number, dims in enumerate((*small, *_stretched(program, small, given))):
         try:
-            findings = _on_problem(program, dims)
+            findings = _on_problem(program, dims, number < THOROUGH)
         except GaveUp:
             if number >= len(small):
                 return  # a loop over what was stretched: the small problems had it whole
@@ -44,8 +47,9 @@ def check_flow(program: Program, given: Mapping[str, int]) -> Iterator[Diagnosti
             return
 
 
-def _on_problem(program: Program, dims: dict[str, int]) -> list[Diagnostic]:
-    """What is wrong on one problem, whatever the caller's data are (worlds.py)."""
+def _on_problem(program: Program, dims: dict[str, int], thorough: bool) -> list[Diagnostic]:
+    """What is wrong on one problem, whatever the caller's data are (worlds.py). If not `thorough`,
+    a problem without findings in the likeliest world is done."""
     step = _tile_size(program, "kv_len")
     lengths = is_length(program)
     doubtful: list[Diagnostic] = []
@@ -63,6 +67,8 @@ def _on_problem(program: Program, dims: dict[str, int]) -> list[Diagnostic]:
         if found and not doubtful:
             doubtful, first = found, world
         right |= world.whole and not found
+        if right and not thorough:
+            break
     if right or not doubtful:
         return []
     for world in resized(program, first, step, lambda dim: _tile_size(program, dim) > 1):

@@ -105,6 +105,8 @@ class Machine:
         self.copies = Copies(self)
         self._operand_dtype = operand_dtypes(program)
         self._reads: dict[int, set[Key]] = {}
+        self._walkers: dict[tuple[str, int], For | None] = {}
+        self._changed: dict[int, list[Key | None]] = {}
 
     # --- running --------------------------------------------------------------------------
 
@@ -299,7 +301,9 @@ class Machine:
         walked to its end. (Any other table may be longer than what is read of it.)"""
         for name, reads in self.elements.items():
             for position, axis in enumerate(self.program.tensors[name].axes):
-                loop = self._walker(name, position, axis.size)
+                if (name, position) not in self._walkers:
+                    self._walkers[name, position] = self._walker(name, position, axis.size)
+                loop = self._walkers[name, position]
                 if loop is None:
                     continue
                 seen = {r[position] for r in reads if not isinstance(r[position], Unknown)}
@@ -374,10 +378,13 @@ class Machine:
         """Whether a statement that reads a buffer changes nothing but that buffer with it."""
         if not isinstance(stmt, Compute):
             return isinstance(stmt, Reshape) and stmt.target is None
-        changed = [stmt.target, *stmt.state[1:], *stmt.rescale]
-        if stmt.operation == "mask":
-            changed += [a for a in stmt.args if isinstance(a, Name)]
-        return key in [self.program.tile(name) for name in changed if name is not None]
+        if id(stmt) not in self._changed:
+            changed = [stmt.target, *stmt.state[1:], *stmt.rescale]
+            if stmt.operation == "mask":
+                changed += [a for a in stmt.args if isinstance(a, Name)]
+            keys = [self.program.tile(name) for name in changed if name is not None]
+            self._changed[id(stmt)] = keys
+        return key in self._changed[id(stmt)]
 
     def write(self, key: Key, tile: Tile, stmt: Statement, dtype: str | None = None) -> None:
         """Put a tile into a buffer, rounded to the buffer's element type."""

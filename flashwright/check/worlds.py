@@ -60,6 +60,8 @@ def worlds(program: Program, dims: Mapping[str, int], step: int) -> list[World]:
     natural = World(dims, constant(kv_len))
     if not deciding(program):
         return [natural]
+    if not deciding(program) - placing(program):
+        return [natural, World(dims, constant(0), alternates=True, whole=False)]
     lengths = (q_len, ceil(kv_len / step), 1)
     return [
         natural,
