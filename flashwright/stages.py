@@ -70,7 +70,7 @@ def check(run: Run, progress: Progress) -> Run:
     programs: dict[str, Program] = {}
     for name in ("sketch.tl", *codes):
         try:
-            checked = checked_by(parse(run.artefacts[name]), run.gpu)
+            checked = checked_by(parse(run.artefacts[name]), run.gpu, run.spec.dims)
             found, program = checked.diagnostics, checked.program
         except Failed as failed:
             found, program = failed.diagnostics, None

@@ -29,6 +29,7 @@ from flashwright.kernel_by_model import SOURCE, judged, placed, times_of
 from flashwright.lang import render
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.parse import parse
+from flashwright.lower.contract import contract
 from flashwright.run import Progress, Run, Skipped, silent
 from flashwright.spec import BadSpec
 from flashwright.speed import estimated
@@ -42,13 +43,15 @@ T = TypeVar("T")
 CHECK_SECONDS = 60.0
 RUN_SECONDS = 300.0  # all problems of the CPU run; the built-in author's programs take 1 to 10
 MEMORY = 6 << 30
+NO_TRANSLATION = "FW811"
 MOST_TOLD, LONGEST_TOLD = 20, 20_000  # findings that go back to the model, and their characters
 
 
 def sketch(authors: Authors, run: Run, progress: Progress, *, whole: bool = False) -> Run:
     """What moves and what is computed. If the built-in author does the sizes, with these; with
     `whole` also translated, compiled and judged, as the model has no later stage to mend it in."""
-    attempt = partial(_try_sketch, run, "code" not in authors.asked, whole)
+    by_model = "translate" in authors.asked
+    attempt = partial(_try_sketch, run, "code" not in authors.asked, whole, by_model)
     take = partial(extract.tl, level="sketch")
     done: Sketch | None
     run, done = ask(authors, run, "sketch", take, attempt, progress)
@@ -70,7 +73,9 @@ class Sketch:
     """What came of it, as a run of its own."""
 
 
-def _try_sketch(run: Run, sized: bool, whole: bool, source: str, lane: Lane) -> Tried[Sketch]:
+def _try_sketch(
+    run: Run, sized: bool, whole: bool, by_model: bool, source: str, lane: Lane
+) -> Tried[Sketch]:
     code: Code | None = None
     own: tuple[Diagnostic, ...] = ()
     try:
@@ -78,6 +83,8 @@ def _try_sketch(run: Run, sized: bool, whole: bool, source: str, lane: Lane) -> 
         if sized and not _errors(found):
             own = found
             code, found = _limited(_completed, source, run)
+            if code is not None and by_model:
+                found = tuple(_nowhere(d) for d in _no_contract(code.program, run.gpu))
     except Failed as failed:
         found = _of_the_model(failed)
     if _errors(found):
@@ -122,7 +129,8 @@ def _nowhere(found: Diagnostic) -> Diagnostic:
 def code(authors: Authors, run: Run, progress: Progress, *, whole: bool = False) -> Run:
     """The sketch with all its sizes, checked and run on the CPU; with `whole` also translated,
     compiled and judged, as the model has no later stage to mend it in."""
-    attempt = partial(try_whole if whole else try_code, run)
+    further = try_whole if whole else try_contract if "translate" in authors.asked else try_code
+    attempt = partial(further, run)
     choose = partial(_cheapest, run)
     take = partial(extract.tl, level="code")
     run, done = ask(authors, run, "code", take, attempt, progress, choose)
@@ -176,6 +184,23 @@ def try_whole(run: Run, source: str, lane: Lane) -> Tried[Code]:
     return tried if tried.value is None else _try_kernel(run, tried.value, lane, {})
 
 
+def try_contract(run: Run, source: str, lane: Lane) -> Tried[Code]:
+    """The same as try_code, and whether a kernel has a contract: a model writes that kernel."""
+    tried = try_code(run, source, lane)
+    if tried.value is None:
+        return tried
+    found = _no_contract(tried.value.program, run.gpu)
+    return _tried(None, found, source, "code.tl") if found else tried
+
+
+def _no_contract(program: Program, gpu: Gpu) -> tuple[Diagnostic, ...]:
+    try:
+        contract(program, gpu)
+    except Failed as failed:
+        return _of_the_model(failed)
+    return ()
+
+
 def _try_kernel(run: Run, code: Code, lane: Lane, given: Mapping[str, str]) -> Tried[Code]:
     """What our translator makes of code that is right on the CPU; `given`: what it was made of."""
     trial = _trial(run, code, lane, given)
@@ -184,7 +209,10 @@ def _try_kernel(run: Run, code: Code, lane: Lane, given: Mapping[str, str]) -> T
             trial = stage(trial, silent)
             if not trial.ok:
                 return _not_whole(trial, given)
-    except Skipped:  # no compiler, or no translation for this GPU yet: as far as can be told
+    except Skipped as skipped:
+        if untranslatable := tuple(d for d in skipped.why if d.code == NO_TRANSLATION):
+            return _not_whole(trial.noting("code.tl", *untranslatable), given)
+        # No compiler: nothing more can be told.
         return Tried(code, files=given or {"code.tl": code.written.code})
     except Failed as failed:
         return _not_whole(trial.noting(SOURCE, *_of_the_model(failed)), given)
@@ -224,7 +252,7 @@ def _judged(
     source: str, spec: AttentionSpec, gpu: Gpu, base: Path
 ) -> tuple[Program | None, cpu.Verdict | None, tuple[Diagnostic, ...]]:
     """Code through the checker and the CPU run: program, verdict, and all that was found."""
-    checked = check(parse(source), gpu)
+    checked = check(parse(source), gpu, spec.dims)
     if checked.program is None or _errors(checked.diagnostics):
         return None, None, checked.diagnostics or (_NO_CODE,)
     try:

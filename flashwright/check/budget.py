@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from flashwright.check.alive import Moment, moments
 from flashwright.check.machine import operand_dtypes
 from flashwright.check.names import Names
 from flashwright.check.program import Buffer, Program
@@ -38,7 +39,8 @@ class Use:
 def use(program: Program, gpu: Gpu) -> Use:
     """Shared memory per block in bytes, and registers per thread (an estimate)."""
     shared = sum(b.bytes * b.stages for b in _in(program, "shared"))
-    return Use(shared, gpu.registers(_register_bytes(program, gpu), program.warps))
+    most, _ = _most_alive(program, gpu)
+    return Use(shared, gpu.registers(most, program.warps))
 
 
 def in_words(program: Program, gpu: Gpu) -> str:
@@ -61,18 +63,36 @@ def _in(program: Program, space: str) -> list[Buffer]:
     return [b for b in program.buffers.values() if b.space == space]
 
 
-def _register_bytes(program: Program, gpu: Gpu) -> int:
-    """Register tiles over the whole block; a vector of rows lives in four threads at once."""
-    total = sum(b.bytes * (4 if len(b.shape) == 1 else 1) for b in _in(program, "register"))
-    if not gpu.reshape_in_place:  # an operand made by a Reshape has registers of its own
-        operands = operand_dtypes(program)
-        for stmt in statements(program.tree.body):
-            key = program.tile(stmt.name) if isinstance(stmt, Reshape) and not stmt.target else None
+def _most_alive(program: Program, gpu: Gpu) -> tuple[int, Moment | None]:
+    """The most bytes of register tiles in a block that are alive together, and where."""
+    operands = operand_dtypes(program)
+    factor = _rescale_factor(program)
+    most, where = 0, None
+    for moment in moments(program):
+        need = factor + sum(_register_bytes(program.buffers[key]) for key in moment.tiles)
+        stmt = moment.stmt
+        if isinstance(stmt, Reshape) and not stmt.target and not gpu.reshape_in_place:
+            key = program.tile(stmt.name)  # the operand has registers of its own
             if key is not None:
                 rows, cols = program.buffers[key].shape
                 dtype = operands.get(id(stmt), program.buffers[key].dtype)
-                total += rows * cols * DTYPES[dtype]
-    return total
+                need += rows * cols * DTYPES[dtype]
+        if need >= most:
+            most, where = need, moment
+    return most, where
+
+
+def _rescale_factor(program: Program) -> int:
+    """The bytes of the vector with which a running softmax rescales the accumulators. It is alive
+    from the Softmax to the GEMM that accumulates."""
+    steps = (s for s in statements(program.tree.body) if isinstance(s, Compute) and s.rescale)
+    states = [program.tile(step.state[0]) for step in steps if step.state]
+    return max((_register_bytes(program.buffers[key]) for key in states if key), default=0)
+
+
+def _register_bytes(buffer: Buffer) -> int:
+    """The bytes of a tile over the whole block; a vector of rows lives in four threads at once."""
+    return buffer.bytes * (4 if len(buffer.shape) == 1 else 1)
 
 
 # --- over the budget --------------------------------------------------------------------------
@@ -99,15 +119,21 @@ def _registers(program: Program, gpu: Gpu) -> Iterator[Diagnostic]:
     limit, need = gpu.register_limit(program.warps), use(program, gpu).registers
     if need <= limit:
         return
-    largest = sorted(_in(program, "register"), key=lambda b: -b.bytes)
+    _, moment = _most_alive(program, gpu)
+    assert moment is not None
+    alive = (program.buffers[key] for key in moment.tiles)
+    largest = sorted(alive, key=lambda b: (-b.bytes, b.name))
     threads = 32 * program.warps
     where = tuple(
         Label(b.declared.span, f"{b.bytes // (4 * threads)} registers of each thread")
         for b in largest
         if len(b.shape) == 2
     )
+    together = ", ".join(f"`{b.name}`" for b in largest)
+    where += (Label(moment.stmt.span, f"alive here: {together}"),)
     text = (
-        f"each of the {threads} threads needs about {need} registers, {gpu.title} gives it {limit}"
+        f"each of the {threads} threads needs about {need} registers, {gpu.title} gives it "
+        f"{limit}: on line {moment.stmt.span.line} {together} are alive together"
     )
     where += _sizes(largest, program)
     hint = _smallest_change(program, gpu)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,8 +34,9 @@ class Checked:
         return not self.errors
 
 
-def check(tree: Tree, gpu: Gpu | None = None) -> Checked:
-    """Check a sketch or code; with a GPU also against what that GPU has."""
+def check(tree: Tree, gpu: Gpu | None = None, dims: Mapping[str, int] | None = None) -> Checked:
+    """Check a sketch or code; with a GPU also against what that GPU has. `dims` are the sizes
+    that a spec gives to the program's own dims."""
     found = [*check_operations(tree), *check_copies(tree, gpu)]
     if tree.level == "sketch":
         from flashwright.check.sketch import check_sketch
@@ -53,15 +55,17 @@ def check(tree: Tree, gpu: Gpu | None = None) -> Checked:
         from flashwright.check.fragment import check_fragment
 
         return _verdict("code", [*found, *check_fragment(names)])
-    return _deeper(program, gpu, found)
+    return _deeper(program, gpu, dims or {}, found)
 
 
-def _deeper(program: Program, gpu: Gpu | None, found: list[Diagnostic]) -> Checked:
+def _deeper(
+    program: Program, gpu: Gpu | None, dims: Mapping[str, int], found: list[Diagnostic]
+) -> Checked:
     """What needs every name and shape to be right first."""
     from flashwright.check.budget import check_budget
     from flashwright.check.flow import check_flow
 
-    found += check_flow(program)
+    found += check_flow(program, dims)
     if gpu is not None:
         found += check_budget(program, gpu)
     return _verdict("code", found, program)

@@ -9,7 +9,7 @@ from flashwright.check.expressions import Expressions, Frame, origins
 from flashwright.check.fragment import missing_reshape
 from flashwright.check.program import Key
 from flashwright.check.sums import Sums
-from flashwright.check.tiles import Epoch, Kind, Masked, Operand, Tile, Where, kept
+from flashwright.check.tiles import Epoch, Kind, Operand, Tile, Where, kept
 from flashwright.check.vocabulary import ARITHMETIC
 from flashwright.lang.diagnostic import Edit, Fix
 from flashwright.lang.nodes import Binary, Call, Compute, Expr, Name, Transpose
@@ -69,26 +69,11 @@ class Computer:
         assert stmt.where is not None
         tile = self.values.read(name, stmt)
         self.sums.complete(tile, stmt)
-        if tile.kind is not None and tile.kind.name == "weights":
-            text = f"`{name.id}` has been through the exponential: -inf is no weight"
-            hint = "move the Mask up, between the GEMM and the Softmax"
-            self.machine.report("FW608", text, stmt.span, help=hint)
-        frame = Frame(tile.shape, tile.axes)
+        frame, hidden = Frame(tile.shape, tile.axes), float("-inf")
         shown = self.values.value(stmt.where, frame, stmt)
-        masked = self.values.tile(
-            self.values.combine("where", [shown, tile, float("-inf")], frame, stmt), frame
-        )
-        cols = tile.axes[1]
-        if cols is not None:
-            note = Masked(
-                stmt,
-                dict(self.machine.env),
-                tile.axes[0],
-                cols.dim,
-                frozenset(self.machine.varying),
-            )
-            masked = replace(masked, masks=(*(m for m in tile.masks if m.stmt is not stmt), note))
-        self.machine.write(key, replace(masked, kind=tile.kind), stmt)
+        done = self.values.combine("where", [shown, tile, hidden], frame, stmt)
+        done = self.values.masked(self.values.tile(done, frame), tile, stmt.where, stmt, hidden)
+        self.machine.write(key, replace(done, kind=tile.kind), stmt)
 
     def _softmax(self, stmt: Compute) -> None:
         """The statement's definition, spelt out (docs/language.md has the same lines)."""
@@ -193,7 +178,7 @@ class Computer:
             "C",
             kind,
             left.masks,
-            data,
+            data=data,
         )
 
     def _accumulated(self, total: Tile, product: Tile, stmt: Compute) -> Tile:

@@ -73,7 +73,7 @@ class Copies:
             chosen = coord is not None and self.program.chosen(coord.value)
             places.append(Where(dim, start, size, extent, axis.label, tensor.name, stmt, chosen))
             if not tiled:
-                at[dim] = Place(start, tensor.name, stmt)
+                at[dim] = Place(start, tensor.name, stmt, chosen)
         return places, at
 
     def _start(

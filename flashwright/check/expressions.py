@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from flashwright.check import kinds
 from flashwright.check.gather import gather
 from flashwright.check.kinds import Unrescaled
+from flashwright.check.masks import has_positions
 from flashwright.check.program import Key
 from flashwright.check.scalars import NotScalar, Unknown, Value
 from flashwright.check.scalars import apply as apply_scalar
 from flashwright.check.sums import Sums
-from flashwright.check.tiles import Kind, Operand, Place, Tile, Where, kept, together
-from flashwright.lang.diagnostic import Edit, Fix, Label
+from flashwright.check.tiles import Kind, Masked, Operand, Place, Tile, Where, kept, together
+from flashwright.lang.diagnostic import Diagnostic, Edit, Fix, Label
 from flashwright.lang.format import format_stmt
 from flashwright.lang.nodes import (
     Allocate,
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 
 SIDES: tuple[Side, ...] = ("rows", "columns")
+HIDDEN = -1e4
+"""A `where` that puts a constant as low as this in place of a score hides it."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Expressions:
         self.machine = machine
         self.program = machine.program
         self.sums = sums
+        self._opposites: dict[int, Unary] = {}
         self.misused = False  # an operand was computed on: its element type is no more news
 
     def key(self, name: Name) -> Key:
@@ -74,11 +78,13 @@ class Expressions:
         keys = [k for k in self._tiles(expr) if k in self.machine.cells]
         keys.sort(key=lambda k: self.program.buffers[k].along is not None)
         tiles = [self.machine.cells[k].tile for k in keys]
-        for rank in (2, 1):
-            for tile in tiles:
-                if len(tile.shape) == rank == len(shape) and any(tile.axes):
-                    return Frame(tile.shape, tile.axes)
-        return Frame(shape, (None,) * len(shape))
+        placed = [t for t in tiles if len(t.shape) == len(shape) and any(t.axes)]
+        if not placed:
+            return Frame(shape, (None,) * len(shape))
+        if len(shape) == 2:
+            placed.sort(key=_not_a_product)
+        axes = (_position_of([t.axes[n] for t in placed]) for n in range(len(shape)))
+        return Frame(placed[0].shape, tuple(axes))
 
     def _tiles(self, expr: Expr) -> list[Key]:
         """The tiles an expression combines; a row reduction gives only its rows."""
@@ -104,7 +110,7 @@ class Expressions:
                 data = self.machine.math.fill(data, frame.shape)
             return replace(value, shape=frame.shape, axes=frame.axes, data=data)
         data = self.machine.math.fill(value, frame.shape) if self.machine.math else None
-        return Tile(frame.shape, frame.axes, "fp32", data=data)
+        return Tile(frame.shape, frame.axes, "fp32", start=True, data=data)
 
     def value(self, expr: Expr, frame: Frame, stmt: Statement) -> Operand:
         """The value of an expression over the rows and columns of a frame."""
@@ -130,9 +136,45 @@ class Expressions:
                 return self.turned(self.reduce(func.id.lower(), args[0], stmt), frame, expr)
             case Call(func, args):
                 values = [self.value(a, frame, stmt) for a in args]
-                return self.combine(func.id.lower(), values, frame, stmt)
+                done = self.combine(func.id.lower(), values, frame, stmt)
+                if func.id.lower() == "where" and isinstance(done, Tile):
+                    return self._hidden(done, expr, values, stmt)
+                return done
             case Transpose():
                 raise AssertionError("operations.py lets `.T` into GEMMs only")
+
+    def _hidden(self, done: Tile, expr: Call, values: list[Operand], stmt: Statement) -> Tile:
+        """`where(condition, S, -inf)` is a Mask, and so are `where(hidden, -inf, S)` and a
+        `where` that makes weights 0."""
+        condition = expr.args[0]
+        for shown, other in ((1, 2), (2, 1)):
+            tile, rest = values[shown], values[other]
+            if not isinstance(tile, Tile) or isinstance(rest, Tile | Unknown):
+                continue
+            if not (rest <= HIDDEN or (rest == 0 and _weights(tile))) or not has_positions(expr):
+                continue
+            if shown == 2:
+                opposite = Unary("not", condition, span=condition.span)
+                condition = self._opposites.setdefault(id(condition), opposite)
+            return self.masked(done, tile, condition, stmt, rest)
+        return done
+
+    def masked(
+        self, done: Tile, tile: Tile, condition: Expr, stmt: Statement, value: Value
+    ) -> Tile:
+        """The tile `done`, which is `tile` with `value` where the condition is false."""
+        if value != 0 and _weights(tile):
+            text = "these scores have been through the exponential: -inf is no weight"
+            hint = "move the Mask up, between the GEMM and the Softmax"
+            self.machine.report("FW608", text, stmt.span, help=hint)
+        cols = done.axes[1] if len(done.axes) == 2 else None
+        if cols is None:
+            return done
+        env, varying = dict(self.machine.env), frozenset(self.machine.varying)
+        read, sources = self.machine.peek, self.program.sources(condition)
+        note = Masked(stmt, condition, env, done.axes[0], cols.dim, varying, read, sources)
+        others = (m for m in done.masks if m.where is not condition)
+        return replace(done, masks=(*others, note), kind=tile.kind)
 
     def reduce(self, op: str, arg: Expr, stmt: Statement) -> Tile:
         """The maximum or the sum of each row."""
@@ -150,7 +192,7 @@ class Expressions:
             tile.layout,
             kinds.of_function(op, [tile.kind], stmt),
             tile.masks,
-            self.machine.math.reduce(op, tile.data) if self.machine.math else None,
+            data=self.machine.math.reduce(op, tile.data) if self.machine.math else None,
         )
 
     def _position(self, name: Name, frame: Frame) -> Tile:
@@ -269,6 +311,8 @@ class Expressions:
         tiles = [a for a in args if isinstance(a, Tile)]
         if not tiles:
             return self._scalar(op, args, stmt)
+        if op == "%" and not isinstance(args[1], Tile | Unknown) and args[1] == 0:
+            raise self.machine.halt("FW306", "this divides by zero", stmt.span)
         numbers = [a.data if isinstance(a, Tile) else a for a in args]
         data = self.machine.math.apply(op, numbers) if self.machine.math else None
         layouts = {t.layout for t in tiles}
@@ -285,7 +329,7 @@ class Expressions:
             "C" if "C" in layouts else None,
             self._kind(op, args, stmt),
             together(tiles),
-            data,
+            data=data,
         )
 
     def _scalar(self, op: str, args: list[Operand], stmt: Statement) -> Value:
@@ -300,27 +344,15 @@ class Expressions:
     def _kind(self, op: str, args: list[Operand], stmt: Statement) -> Kind | None:
         found = [a.kind if isinstance(a, Tile) else None for a in args]
         try:
+            if op == "-" and isinstance(args[0], Tile) and args[0].start:
+                return kinds.from_start(found[1])
             if op in ("+", "-", "*", "/"):
                 return kinds.of_operator(op, found[0], found[1])
             return kinds.of_function(op, found, stmt)
         except Unrescaled as problem:
-            self._unrescaled(problem, stmt)
+            mixed = unrescaled(problem.newer.stmt, stmt)
+            self.machine.findings.setdefault((mixed.code, mixed.span), mixed)
             return found[-1]
-
-    def _unrescaled(self, problem: Unrescaled, stmt: Statement) -> None:
-        moved = problem.newer.stmt
-        text = "the maximum moves here, but what was summed before is not rescaled"
-        where = (Label(stmt.span, "weights relative to the new maximum are added to the old sum"),)
-        hint = "multiply the old sum by exp(old maximum - new maximum) first"
-        fix = None
-        if isinstance(moved, Compute) and moved.state and isinstance(stmt, Compute) and stmt.target:
-            hint = (
-                f"`... with {' and '.join(s.id for s in moved.state)} and rescale {stmt.target.id}`"
-            )
-            joint = ", " if moved.rescale else " and rescale "
-            edit = Edit(moved.span.end, moved.span.end, f"{joint}{stmt.target.id}")
-            fix = Fix(f"rescale `{stmt.target.id}` too", (edit,))
-        self.machine.report("FW607", text, moved.span, secondary=where, help=hint, fix=fix)
 
     def same_place(self, tiles: list[Tile], stmt: Statement) -> dict[str, Place]:
         """The fixed coordinates (head, batch) of what is combined; they must agree."""
@@ -345,6 +377,35 @@ class Expressions:
 def _names_in(copy: Copy) -> set[str]:
     """The names that the coordinate of a Copy speaks of."""
     return {name.id for coord in copy.coords or () for name in value_names(coord.value)}
+
+
+def _weights(tile: Tile) -> bool:
+    return tile.kind is not None and tile.kind.name == "weights"
+
+
+def _not_a_product(tile: Tile) -> tuple[bool, str]:
+    """Sorts tiles so that results of GEMMs come first, whatever the order of the operands."""
+    return tile.layout is None, " ".join(w.tensor for w in tile.axes if w is not None)
+
+
+def _position_of(axes: list[Where | None]) -> Where | None:
+    """The positions of an axis of a result: those along a sequence, if an operand has them."""
+    placed = [w for w in axes if w is not None]
+    return next((w for w in placed if w.label == "L"), placed[0] if placed else None)
+
+
+def unrescaled(moved: Statement, stmt: Statement) -> Diagnostic:
+    """FW607 for a sum that is added to relative to another maximum than before."""
+    text = "the maximum moves here, but what was summed before is not rescaled"
+    where = (Label(stmt.span, "weights relative to the new maximum are added to the old sum"),)
+    hint = "multiply the old sum by exp(old maximum - new maximum) first"
+    fix = None
+    if isinstance(moved, Compute) and moved.state and isinstance(stmt, Compute) and stmt.target:
+        hint = f"`... with {' and '.join(s.id for s in moved.state)} and rescale {stmt.target.id}`"
+        joint = ", " if moved.rescale else " and rescale "
+        edit = Edit(moved.span.end, moved.span.end, f"{joint}{stmt.target.id}")
+        fix = Fix(f"rescale `{stmt.target.id}` too", (edit,))
+    return Diagnostic("FW607", text, moved.span, secondary=where, help=hint, fix=fix)
 
 
 def origins(*places: Where) -> tuple[Label, ...]:

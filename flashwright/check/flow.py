@@ -7,7 +7,7 @@ multiples, a single position, more queries than keys, and one long enough for ev
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from flashwright.check.machine import GaveUp, Machine, Region
 from flashwright.check.program import Program, Tensor
 from flashwright.check.scalars import NotScalar, evaluate, whole
 from flashwright.check.vocabulary import PREDEFINED_DIMS
+from flashwright.check.worlds import OF_SIZES, OF_SUMS, World, is_length, resized, worlds
 from flashwright.lang.diagnostic import Diagnostic, Label
 from flashwright.lang.format import format_expr
 from flashwright.lang.nodes import Copy, Name, statements
@@ -22,14 +23,16 @@ from flashwright.lang.nodes import Copy, Name, statements
 STEPS = 12_000
 """Statements one problem may execute before the check gives up (a 60-line program takes 2,000)."""
 
+THOROUGH = 1
+"""Problems that are run under every assumption about the caller's data."""
 
-def check_flow(program: Program) -> Iterator[Diagnostic]:
-    """Findings of the first problem that shows any."""
-    small = list(problems(program))
-    for number, dims in enumerate((*small, *_stretched(program, small))):
-        machine = Machine(program, dims, steps=STEPS)
+
+def check_flow(program: Program, given: Mapping[str, int]) -> Iterator[Diagnostic]:
+    """Findings of the first problem that shows any; `given` are dims whose sizes are known."""
+    small = list(problems(program, given))
+    for number, dims in enumerate((*small, *_stretched(program, small, given))):
         try:
-            machine.run()
+            findings = _on_problem(program, dims, number < THOROUGH)
         except GaveUp:
             if number >= len(small):
                 return  # a loop over what was stretched: the small problems had it whole
@@ -39,12 +42,45 @@ def check_flow(program: Program) -> Iterator[Diagnostic]:
         except NotScalar as problem:
             yield Diagnostic("FW306", problem.why, problem.culprit.span)
             return
-        findings = _causes(list(machine.findings.values()))
-        if not findings:
-            findings = list(_written_once(machine))
         if findings:
             yield from findings
             return
+
+
+def _on_problem(program: Program, dims: dict[str, int], thorough: bool) -> list[Diagnostic]:
+    """What is wrong on one problem, whatever the caller's data are (worlds.py). If not `thorough`,
+    a problem without findings in the likeliest world is done."""
+    step = _tile_size(program, "kv_len")
+    lengths = is_length(program)
+    doubtful: list[Diagnostic] = []
+    right = False
+    every = worlds(program, dims, step)
+    first = every[0]
+    for world in every:
+        found = _in_world(program, world)
+        if any(d.code not in OF_SIZES for d in found):
+            return found
+        sure = [d for d in found if d.code in OF_SUMS or (lengths and world.whole)]
+        if sure:
+            doubtful, first, right = found, world, False
+            break
+        if found and not doubtful:
+            doubtful, first = found, world
+        right |= world.whole and not found
+        if right and not thorough:
+            break
+    if right or not doubtful:
+        return []
+    for world in resized(program, first, step, lambda dim: _tile_size(program, dim) > 1):
+        if not _in_world(program, world):
+            return []
+    return doubtful
+
+
+def _in_world(program: Program, world: World) -> list[Diagnostic]:
+    machine = Machine(program, world.dims, steps=STEPS, world=world)
+    machine.run()
+    return _causes(list(machine.findings.values())) or list(_written_once(machine))
 
 
 def _causes(findings: list[Diagnostic]) -> list[Diagnostic]:
@@ -57,7 +93,7 @@ def _causes(findings: list[Diagnostic]) -> list[Diagnostic]:
     return [d for d in kept if d.code != "FW603" or not lost & {w.span for w in d.secondary}]
 
 
-def problems(program: Program) -> Iterator[dict[str, int]]:
+def problems(program: Program, given: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Small problems on which mistakes show."""
     rows, cols = _tile_size(program, "q_len"), _tile_size(program, "kv_len")
     few = {"batch": 2, "heads": 4, "kv_heads": 2}
@@ -76,7 +112,7 @@ def problems(program: Program) -> Iterator[dict[str, int]]:
     if reach:
         lengths.append((one, rows + 3, reach + 3 * cols + 1))
     for heads, q_len, kv_len in lengths:
-        yield {**others, **heads, "q_len": q_len, "kv_len": kv_len}
+        yield {**others, **given, **heads, "q_len": q_len, "kv_len": kv_len}
 
 
 def _free(program: Program) -> list[str]:
@@ -85,9 +121,11 @@ def _free(program: Program) -> list[str]:
     return [d for d in program.dims if d not in PREDEFINED_DIMS and Name(d) not in axes]
 
 
-def _stretched(program: Program, small: list[dict[str, int]]) -> Iterator[dict[str, int]]:
+def _stretched(
+    program: Program, small: list[dict[str, int]], given: Mapping[str, int]
+) -> Iterator[dict[str, int]]:
     """The first problems again, so long in what no tensor has that every key may be seen."""
-    free = _free(program)
+    free = [d for d in _free(program) if d not in given]
     for dims in small[:3] if free else []:
         yield {**dims, **dict.fromkeys(free, 32 * (dims["q_len"] + dims["kv_len"]))}
 

@@ -49,6 +49,8 @@ def of_operator(op: str, left: Kind | None, right: Kind | None) -> Kind | None:
             return Kind("diff", right.now, left.now)
         return Kind("relative", right.now)
     if op in ("+", "-"):
+        if left and right and {left.name, right.name} == {"factor", "weights"}:
+            return left if left.name == "weights" else right  # 0 * factor + weights
         one = left or right
         if one and one.name == "weights" and one.now is None and (left is None or right is None):
             return None  # 1 - exp(x) is no weight of a softmax
@@ -56,6 +58,12 @@ def of_operator(op: str, left: Kind | None, right: Kind | None) -> Kind | None:
             _same(left, right)
         return left or right
     return None
+
+
+def from_start(right: Kind | None) -> Kind | None:
+    """The kind of `start - right`, where nothing has been summed relative to the start."""
+    is_max = right is not None and right.name == "max"
+    return Kind("diff", right.now, None) if right is not None and is_max else None
 
 
 def _product(left: Kind | None, right: Kind | None) -> Kind | None:
@@ -70,9 +78,4 @@ def _product(left: Kind | None, right: Kind | None) -> Kind | None:
 
 def _same(left: Kind, right: Kind) -> None:
     if left.now is not right.now and left.now is not None and right.now is not None:
-        raise Unrescaled(left.now, right.now)
-
-
-def added(total: Kind | None, term: Kind | None) -> Kind | None:
-    """The kind of an accumulator after an addition."""
-    return of_operator("+", total, term)
+        raise Unrescaled(*sorted((left.now, right.now), key=lambda epoch: epoch.number))

@@ -19,6 +19,7 @@ from flashwright.check.program import Key, Program, Tensor, TensorAxis
 from flashwright.check.scalars import NotScalar, Unknown, Value, evaluate, whole
 from flashwright.check.tiles import Cell, Tile, side_by_side, unfilled
 from flashwright.check.vocabulary import CONSTANTS
+from flashwright.check.worlds import World, deciding, placing
 from flashwright.lang.diagnostic import Diagnostic, Label
 from flashwright.lang.format import format_expr
 from flashwright.lang.nodes import (
@@ -81,6 +82,7 @@ class Machine:
         arithmetic: Arithmetic | None = None,
         observe: Observer | None = None,
         steps: int | None = None,
+        world: World | None = None,
     ) -> None:
         from flashwright.check.compute import Computer  # parts of the machine, by statement
         from flashwright.check.copies import Copies
@@ -90,6 +92,10 @@ class Machine:
         self.math = arithmetic
         self.observe = observe
         self.steps = steps
+        self.world = world
+        self.told = deciding(program) - placing(program) if arithmetic is None else frozenset()
+        self.decided = 0
+        self.left_out = False
         self.findings: dict[tuple[str, Span | None], Diagnostic] = {}
         self.cells: dict[Key, Cell] = {}
         self.pieces: dict[Key, dict[int, Cell]] = {}  # of tiles filled a few columns at a time
@@ -101,6 +107,9 @@ class Machine:
         self.computer = Computer(self)
         self.copies = Copies(self)
         self._operand_dtype = operand_dtypes(program)
+        self._reads: dict[int, set[Key]] = {}
+        self._walkers: dict[tuple[str, int], For | None] = {}
+        self._changed: dict[int, list[Key | None]] = {}
 
     # --- running --------------------------------------------------------------------------
 
@@ -138,6 +147,7 @@ class Machine:
         self.env = {**self._base(), **block}
         self.cells, self.loops, self.varying, self.elements = {}, [], set(), {}
         self.pieces = {}
+        self.left_out = False
         try:
             self._body(self.program.tree.body)
         except Halt:
@@ -154,7 +164,11 @@ class Machine:
             case For():
                 self._for(stmt)
             case If(cond):
-                self._body(stmt.then if self.scalar(cond) else stmt.orelse)
+                taken = self._holds(cond)
+                passed = stmt.orelse if taken else stmt.then
+                self.left_out |= bool(passed) and self.program.chosen(cond)
+                self._skip(passed)
+                self._body(stmt.then if taken else stmt.orelse)
             case Let(name, value):
                 self.env[name.id] = self.scalar(value)
                 if self.loops:
@@ -168,6 +182,14 @@ class Machine:
         if self.observe is not None:
             self.observe(stmt, self)
 
+    def _holds(self, cond: Expr) -> bool:
+        """Whether a condition is true; one on unknown data is as the world says."""
+        value = self.scalar(cond)
+        if not isinstance(value, Unknown):
+            return bool(value)
+        self.decided += 1
+        return self.world is None or not self.world.alternates or self.decided % 2 == 0
+
     def _step(self) -> None:
         if self.steps is not None:
             self.steps -= 1
@@ -176,6 +198,8 @@ class Machine:
 
     def _for(self, stmt: For) -> None:
         low, high = self._bounds(stmt.low, stmt.high)
+        if low >= high:
+            self._skip(stmt.body)
         self.loops.append(stmt)
         self.varying.add(stmt.var.id)
         for value in range(low, high):
@@ -184,6 +208,17 @@ class Machine:
             self._body(stmt.body)
         self.env.pop(stmt.var.id, None)
         self.loops.pop()
+
+    def _skip(self, body: tuple[Statement, ...]) -> None:
+        """Statements that do not run: what they would have read may stay unread."""
+        for key in self._read_in(body):
+            if key in self.cells:
+                self.cells[key].skipped = True
+
+    def _read_in(self, body: tuple[Statement, ...]) -> set[Key]:
+        if id(body) not in self._reads:
+            self._reads[id(body)] = {k for s in statements(body) for k in self.program.reads(s)}
+        return self._reads[id(body)]
 
     def _bounds(self, low: Expr, high: Expr) -> tuple[int, int]:
         start, stop = self.scalar(low), self.scalar(high)
@@ -236,6 +271,9 @@ class Machine:
         self.elements.setdefault(tensor.name, []).append(index)
         if self.math is not None:
             return self.math.element(tensor, known, self.offset(tensor))
+        if tensor.name in self.told and self.world is not None and len(known) == len(index):
+            shape = tuple(self.extent(axis.size) for axis in tensor.axes)
+            return self.world.data(tensor, tuple(known), shape)
         return Unknown(f"{tensor.name}[{', '.join(map(str, index))}]")
 
     def same_rank(self, expr: Index, tensor: Tensor) -> None:
@@ -259,30 +297,52 @@ class Machine:
             raise self.halt("FW605", text, arg.span, label=self.problem(), secondary=where)
         return place
 
+    def peek(self, expr: Index, index: tuple[Value, ...]) -> Value:
+        """An element that a question is about, and not the program: nothing is recorded."""
+        tensor = self.program.tensors[expr.tensor.id]
+        shape = [self.extent(axis.size) for axis in tensor.axes]
+        places = [None if isinstance(value, Unknown) else whole(value) for value in index]
+        inside = len(places) == len(shape) and all(
+            p is not None and 0 <= p < n for p, n in zip(places, shape, strict=True)
+        )
+        if not inside or (self.math is None and tensor.name not in self.told):
+            return Unknown(expr.tensor.id)
+        return self._element(expr, index)
+
     def _walked_whole(self) -> None:
-        """An axis of fixed length that a block walks along in an index tensor is walked to its
-        end. (A table sized at run time may be longer than what is in it.)"""
+        """An axis of an index tensor whose length is the bound of a loop that walks along it is
+        walked to its end. (Any other table may be longer than what is read of it.)"""
         for name, reads in self.elements.items():
             for position, axis in enumerate(self.program.tensors[name].axes):
-                if not self.identity(axis.size).isdigit():
+                if (name, position) not in self._walkers:
+                    self._walkers[name, position] = self._walker(name, position, axis.size)
+                loop = self._walkers[name, position]
+                if loop is None:
                     continue
                 seen = {r[position] for r in reads if not isinstance(r[position], Unknown)}
                 extent = self.extent(axis.size)
                 missed = [p for p in range(extent) if p not in seen]
                 if len(seen) > 1 and missed:
-                    span, text = self._reader(name)
-                    text += f" reads {len(seen)} of the {extent} elements on axis {axis.label}"
-                    self.report("FW604", f"{text} of `{name}`", span, label=self.problem())
+                    text = f"this loop reads {len(seen)} of the {extent} elements"
+                    text += f" on axis {axis.label} of `{name}`"
+                    self.report("FW604", text, loop.span, label=self.problem())
 
-    def _reader(self, name: str) -> tuple[Span, str]:
+    def _walker(self, name: str, position: int, size: Expr) -> For | None:
+        """The loop over an axis of an index tensor, if its bounds speak of the axis's length."""
+        length = {e.id for e in expressions(size) if isinstance(e, Name)} & set(self.program.params)
         for stmt in statements(self.program.tree.body):
-            if isinstance(stmt, For) and any(
-                isinstance(e, Index) and e.tensor.id == name
-                for inner in statements(stmt.body)
-                for e in _indices(inner)
-            ):
-                return stmt.span, "this loop"
-        return self.program.tensors[name].declared.span, "the program"
+            if not isinstance(stmt, For):
+                continue
+            bounds = [*self.program.spelt_out(stmt.low), *self.program.spelt_out(stmt.high)]
+            inner = [e for s in statements(stmt.body) for e in expressions(s)]
+            along = (
+                stmt.var in self.program.spelt_out(e.args[position])
+                for e in inner
+                if isinstance(e, Index) and e.tensor.id == name and position < len(e.args)
+            )
+            if any(Name(n) in bounds for n in length) and any(along):
+                return stmt
+        return None
 
     def extent(self, size: Expr) -> int:
         """The length of an axis in the present problem."""
@@ -330,23 +390,40 @@ class Machine:
                 secondary=self.program.guards_of(key),
             )
         cell.read = True
+        cell.served = cell.served or not self._own(key, stmt)
         return cell.tile
+
+    def _own(self, key: Key, stmt: Statement) -> bool:
+        """Whether a statement that reads a buffer changes nothing but that buffer with it."""
+        if not isinstance(stmt, Compute):
+            return isinstance(stmt, Reshape) and stmt.target is None
+        if id(stmt) not in self._changed:
+            changed = [stmt.target, *stmt.state[1:], *stmt.rescale]
+            if stmt.operation == "mask":
+                changed += [a for a in stmt.args if isinstance(a, Name)]
+            keys = [self.program.tile(name) for name in changed if name is not None]
+            self._changed[id(stmt)] = keys
+        return key in self._changed[id(stmt)]
 
     def write(self, key: Key, tile: Tile, stmt: Statement, dtype: str | None = None) -> None:
         """Put a tile into a buffer, rounded to the buffer's element type."""
-        for old in (self.cells.get(key), *self.pieces.pop(key, {}).values()):
-            self._overwrite(key, old, stmt)
-        self.cells[key] = Cell(self._rounded(tile, dtype or self.program.buffers[key].dtype), stmt)
+        old = self.cells.get(key)
+        for lost in (old, *self.pieces.pop(key, {}).values()):
+            self._overwrite(key, lost, tile, stmt)
+        fresh = tile.start or isinstance(stmt, Copy)
+        fresh = fresh or (isinstance(stmt, Compute) and stmt.operation == "gemm")
+        rounded = self._rounded(tile, dtype or self.program.buffers[key].dtype)
+        self.cells[key] = Cell(rounded, stmt, served=old is not None and old.served and not fresh)
 
     def write_columns(self, key: Key, column: int, tile: Tile, stmt: Statement) -> None:
         """Put a tile into some columns of a buffer, which has a value once all are filled."""
         before = self.cells.pop(key, None)
         if key not in self.pieces:
-            self._overwrite(key, before, stmt)
+            self._overwrite(key, before, tile, stmt)
         pieces = self.pieces.setdefault(key, {})
         for at, old in list(pieces.items()):
             if at < column + tile.shape[1] and column < at + old.tile.shape[1]:
-                self._overwrite(key, pieces.pop(at), stmt)
+                self._overwrite(key, pieces.pop(at), tile, stmt)
         buffer = self.program.buffers[key]
         pieces[column] = Cell(self._rounded(tile, buffer.dtype), stmt)
         whole_tile = side_by_side({at: p.tile for at, p in pieces.items()}, key[0], buffer.shape)
@@ -356,9 +433,9 @@ class Machine:
                 whole_tile = replace(whole_tile, data=data)
             self.cells[key] = Cell(whole_tile, stmt)
 
-    def _overwrite(self, key: Key, old: Cell | None, stmt: Statement) -> None:
+    def _overwrite(self, key: Key, old: Cell | None, tile: Tile, stmt: Statement) -> None:
         """Report FW602 if a value is lost that was never read."""
-        if old is not None and not old.read:
+        if old is not None and not (old.read or old.skipped or self._started_anew(old, tile)):
             where = (Label(old.writer.span, "this value was never read"),)
             hint = "move this statement below the last use of the value, or accumulate"
             text = f"`{key[0]}` in {key[1]} is overwritten before its value is used"
@@ -369,6 +446,11 @@ class Machine:
             return tile
         data = self.math.round(tile.data, dtype) if self.math is not None else None
         return replace(tile, dtype=dtype, data=data)
+
+    def _started_anew(self, old: Cell, tile: Tile) -> bool:
+        """Whether a tile begins what the old value, which has done its work, was the end of."""
+        maximum = old.tile.kind is not None and old.tile.kind.name == "max"
+        return old.served and (tile.start or maximum)
 
     def _unfilled(self, key: Key) -> list[tuple[int, int]]:
         """The columns without a value of a buffer that is filled a few columns at a time."""
@@ -398,10 +480,6 @@ class Machine:
         target = self.program.tile(stmt.target) if stmt.target else key
         assert target is not None
         self.write(target, replace(tile, layout="A"), stmt, dtype)
-
-
-def _indices(stmt: Statement) -> Iterator[Index]:
-    return (e for e in expressions(stmt) if isinstance(e, Index))
 
 
 def operand_dtypes(program: Program) -> dict[int, str]:

@@ -44,9 +44,9 @@ def any_visible(
     for mask in masks:
         if its_own:
             mask = replace(mask, varying=frozenset())
-        if mask.dim == dim and mask.stmt.where is not None:
+        if mask.dim == dim:
             with np.errstate(all="ignore"):  # what divides by zero shows when the program runs
-                verdict = _ask(mask.stmt.where, mask, low, high)
+                verdict = _ask(mask.where, mask, low, high)
             shown = shown if verdict is None else np.logical_and(shown, verdict)
     return bool(np.any(shown))
 
@@ -69,11 +69,11 @@ def _ask(expr: Expr, mask: Masked, low: int, high: int) -> Any:
         case Unary(op, operand):
             value = _ask(operand, mask, low, high)
             return None if value is None else np.logical_not(value) if op == "not" else -value
-        case Binary(op, left, right) if _has_positions(expr):
+        case Binary(op, left, right) if has_positions(expr):
             pair = [_ask(left, mask, low, high), _ask(right, mask, low, high)]
             known = _COMPARE.get(op) or _ARITHMETIC.get(op)
             return None if pair[0] is None or pair[1] is None or not known else known(*pair)
-        case Call(func, args) if _has_positions(expr):
+        case Call(func, args) if has_positions(expr):
             values = [_ask(a, mask, low, high) for a in args]
             function = _FUNCTIONS.get(func.id.lower())
             if function is None or len(values) > 2 or any(v is None for v in values):
@@ -82,13 +82,14 @@ def _ask(expr: Expr, mask: Masked, low: int, high: int) -> Any:
     if any(isinstance(e, Name) and e.id in mask.varying for e in expressions(expr)):
         return None
     try:
-        value = evaluate(expr, mask.env)
+        value = evaluate(expr, mask.env, mask.read)
     except NotScalar:
         return None
     return None if isinstance(value, Unknown) else np.asarray(float(value))
 
 
-def _has_positions(expr: Expr) -> bool:
+def has_positions(expr: Expr) -> bool:
+    """Whether an expression differs from element to element by their positions."""
     return any(isinstance(e, Name) and e.id in ("q_idx", "kv_idx") for e in expressions(expr))
 
 

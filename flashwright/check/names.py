@@ -46,6 +46,9 @@ from flashwright.lang.nodes import (
     statements,
 )
 
+MOST_WARPS = 32
+"""A thread block has at most 1024 threads."""
+
 
 class Names:
     """Everything a program declares, collected in one walk; findings go to `diagnostics`."""
@@ -129,6 +132,10 @@ class Names:
             self.error("FW306", problem.why, problem.culprit.span, help=hint)
             result = 1
         assert not isinstance(result, Unknown)
+        if name.id == "Warps" and whole(result) not in range(1, MOST_WARPS + 1):
+            text = f"Warps must be a whole number from 1 to {MOST_WARPS}, here it is {result}"
+            self.error("FW306", text, value.span)
+            result = 1
         self.params.setdefault(name.id, result)
 
     def _allocate(self, stmt: Allocate) -> None:
@@ -329,7 +336,7 @@ class Names:
         base, space = split(name.id)
         if tiles and space in ("shared", "register"):
             copies = (s for s in statements(self.tree.body) if isinstance(s, Copy))
-            if not any(split(c.name.id)[0] == base and c.dest == space for c in copies):
+            if not any(_filled(c) == (base, space) for c in copies):
                 text = f"nothing puts `{base}` into {space}"
                 hint = f"`Copy {base} (...) in coordinate [...] from global to {space}` first"
                 self.error("FW403", text, name.span, help=hint)
@@ -411,6 +418,11 @@ class Names:
             if (base, "global") not in self.used:
                 text = f"`{base}` in global is allocated, but no statement uses it"
                 self.error("FW203", text, tensor.declared.name.span, help="delete the Allocate")
+
+
+def _filled(copy: Copy) -> Key:
+    """The tile that a Copy writes."""
+    return split((copy.target or copy.name).id)[0], copy.dest
 
 
 def _tile_places(stmt: Statement) -> list[Name]:

@@ -12,6 +12,7 @@ from flashwright.lang.diagnostic import Label
 from flashwright.lang.nodes import (
     Allocate,
     Axis,
+    Compute,
     Copy,
     Expr,
     For,
@@ -171,13 +172,33 @@ class Program:
 
     def chosen(self, expr: Expr) -> bool:
         """Whether an element of a tensor decides the value of an expression."""
-        for part in expressions(expr):
-            if isinstance(part, Index):
-                return True
-            stmt = self._scalars.get(part.id) if isinstance(part, Name) else None
-            if isinstance(stmt, Let) and self.chosen(stmt.value):
-                return True
-        return False
+        return bool(self.sources(expr))
+
+    def sources(self, expr: Expr) -> frozenset[str]:
+        """The tensors whose elements go into the value of an expression of the program."""
+        found = self._sources.get(id(expr))
+        if found is None:
+            parts = self.spelt_out(expr)
+            found = frozenset(e.tensor.id for e in parts if isinstance(e, Index))
+            self._sources[id(expr)] = found
+        return found
+
+    @cached_property
+    def _sources(self) -> dict[int, frozenset[str]]:
+        return {}
+
+    def spelt_out(self, expr: Expr) -> list[Expr]:
+        """Every expression below this one, also those that its names are set to."""
+        found: list[Expr] = []
+        waiting, seen = [expr], set()
+        while waiting:
+            for part in expressions(waiting.pop()):
+                found.append(part)
+                stmt = self._scalars.get(part.id) if isinstance(part, Name) else None
+                if isinstance(stmt, Let) and stmt.name.id not in seen:
+                    seen.add(stmt.name.id)
+                    waiting.append(stmt.value)
+        return found
 
     def per_element(self, expr: Expr) -> bool:
         """Whether the elements of a tile have values of their own of an expression: it speaks of
@@ -220,6 +241,39 @@ class Program:
     def _guards(self) -> Mapping[int, If]:
         branches = [s for s in statements(self.tree.body) if isinstance(s, If)]
         return {id(s): b for b in branches for s in statements((*b.then, *b.orelse))}
+
+    def reads(self, stmt: Statement) -> set[Key]:
+        """The tiles in shared memory and registers that a statement reads."""
+        match stmt:
+            case Copy():
+                return {self.source(stmt)} - {(t, "global") for t in self.tensors}
+            case Reshape(name):
+                keys = {self.tile(name)}
+            case Compute():
+                condition = () if stmt.where is None else (stmt.where,)
+                values = (*stmt.args, *stmt.state, *stmt.rescale, *condition)
+                keys = {self.tile(e) for v in values for e in expressions(v) if isinstance(e, Name)}
+                if stmt.mode != "get" and stmt.target is not None:
+                    keys.add(self.tile(stmt.target))
+            case _:
+                return set()
+        return {key for key in keys if key is not None}
+
+    def writes(self, stmt: Statement) -> set[Key]:
+        """The tiles in shared memory and registers that a statement gives a value."""
+        match stmt:
+            case Copy():
+                return {self.dest(stmt)} - {(t, "global") for t in self.tensors}
+            case Reshape(name):
+                keys = {self.tile(stmt.target or name)}
+            case Compute():
+                names = [stmt.target, *stmt.state, *stmt.rescale]
+                if stmt.operation in ("softmax", "mask"):
+                    names += [a for a in stmt.args if isinstance(a, Name)]
+                keys = {self.tile(name) for name in names if name is not None}
+            case _:
+                return set()
+        return {key for key in keys if key is not None}
 
     def source(self, copy: Copy) -> Key:
         """What a Copy reads."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from flashwright.check.compute import expression
 from flashwright.check.names import Names
 from flashwright.check.operations import is_elementwise
 from flashwright.check.program import Buffer, Key, Tensor, tile_of
 from flashwright.check.scalars import NotScalar, Unknown, evaluate, whole
-from flashwright.check.vocabulary import FUNCTIONS, split
+from flashwright.check.vocabulary import FUNCTIONS, VERBS, split
 from flashwright.lang.diagnostic import Diagnostic, Edit, Fix, Label
 from flashwright.lang.format import format_expr
 from flashwright.lang.nodes import (
@@ -134,12 +135,13 @@ def _no_product(
 
 def _elementwise(stmt: Compute, names: Names) -> Iterator[Diagnostic]:
     target = _held(stmt.target, names) if stmt.target else None
-    if target is None:
+    arity = VERBS[stmt.operation].arity if stmt.operation in VERBS else (1,)
+    if target is None or len(stmt.args) not in arity:
         return
+    expr = expression(stmt)
     try:
-        frame = _frame(stmt.args, target.shape, names)
-        for arg in stmt.args:
-            _fits(arg, frame, names)
+        frame = _frame((expr,), target.shape, names)
+        _fits(expr, frame, names)
     except Misfit as misfit:
         yield Diagnostic("FW303", str(misfit), misfit.expr.span)
         return

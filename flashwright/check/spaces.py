@@ -69,9 +69,14 @@ def _elementwise(stmt: Compute, names: Names) -> Iterator[Diagnostic]:
         if not isinstance(expr, Name) or expr.id in names.scalars or expr is stmt.verb:
             continue
         if _space(expr, names) == "shared":
-            text = f"{verb} works on registers; `{expr.id}` is in shared memory"
-            hint = f"`Copy {split(expr.id)[0]} from shared to register` first"
-            yield Diagnostic("FW402", text, expr.span, help=hint)
+            yield in_registers(verb, expr)
+
+
+def in_registers(verb: str, name: Name) -> Diagnostic:
+    """FW402 for a tile in shared memory that is computed on."""
+    text = f"{verb} works on registers; `{name.id}` is in shared memory"
+    hint = f"`Copy {split(name.id)[0]} from shared to register` first"
+    return Diagnostic("FW402", text, name.span, help=hint)
 
 
 def _space(operand: Name | Transpose, names: Names) -> str | None:

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from flashwright.check.scalars import Unknown, Value
-from flashwright.lang.nodes import Compute, Copy, Statement
+from flashwright.check.scalars import Reader, Unknown, Value
+from flashwright.lang.nodes import Copy, Expr, Statement
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ class Place(NamedTuple):
     value: Value
     tensor: str
     copy: Copy
+    chosen: bool = False
+    """Whether an element of a tensor decides it: the page of a block of keys."""
 
 
 @dataclass(eq=False)
@@ -66,6 +68,7 @@ class Epoch:
     """One value of a running maximum; `stmt` is the statement that moved it there."""
 
     stmt: Statement
+    number: int = field(default_factory=itertools.count().__next__)
 
 
 @dataclass(frozen=True)
@@ -82,16 +85,21 @@ class Kind:
 class Masked:
     """A mask that a tile has been through, with all that is needed to ask it about other keys."""
 
-    stmt: Compute
+    stmt: Statement
+    where: Expr
     env: Mapping[str, Value]
     rows: Where | None
     dim: str
     varying: frozenset[str]
+    read: Reader
+    """Elements of tensors that the condition speaks of."""
+    sources: frozenset[str]
+    """The tensors that they are of."""
 
 
 def together(tiles: Iterable[Tile]) -> tuple[Masked, ...]:
-    """The masks of several tiles, each statement's once (its latest)."""
-    return tuple({id(m.stmt): m for t in tiles for m in t.masks}.values())
+    """The masks of several tiles, each condition once (its latest)."""
+    return tuple({id(m.where): m for t in tiles for m in t.masks}.values())
 
 
 class Part(NamedTuple):
@@ -119,15 +127,18 @@ class Coverage:
     """Whether all of the axis must be taken in: a run-time length always, a fixed one (half of a
     head, say) only once a loop walks along it. Where a tensor decides, nobody can demand it."""
     known: bool = True
+    open: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+    """The tensors that decide where the walk along the axis begins, and where it ends."""
 
-    def missing(self) -> list[tuple[int, int]]:
-        """The parts of the axis that are not in the sum."""
+    def missing(self, told: frozenset[str]) -> list[tuple[int, int]]:
+        """The parts of the axis that are not in the sum. Where a tensor decides about the first
+        or the last of them, they are not missing, unless it is `told` what is to be seen."""
         gaps, at = [], 0
         for low, high in self.ranges:
-            if low > at:
+            if low > at and (at > 0 or self.open[0] <= told):
                 gaps.append((at, low))
             at = max(at, high)
-        if at < self.extent:
+        if at < self.extent and self.open[1] <= told:
             gaps.append((at, self.extent))
         return gaps
 
@@ -152,7 +163,9 @@ class Coverage:
         if _common(self.ranges, other.ranges):
             parts = tuple(dict.fromkeys(parts))  # x + x has no more of them than x
         known = self.known and other.known
-        return replace(other, ranges=tuple(merged), parts=parts, demanded=known, known=known)
+        both = (self.open[0] | other.open[0], self.open[1] | other.open[1])
+        ranges = tuple(merged)
+        return replace(other, ranges=ranges, parts=parts, demanded=known, known=known, open=both)
 
 
 def _common(one: Iterable[tuple[int, int]], two: Iterable[tuple[int, int]]) -> bool:
@@ -170,7 +183,7 @@ def covering(where: Where, tile: Tile, stmt: Statement) -> dict[CoverKey, Covera
     """The coverage of a sum over one axis of a tile."""
     at = tile.at
     part = [f"{dim} {p.value}" for dim, p in at.items() if p.tensor == where.tensor]
-    paged = any(isinstance(p.value, Unknown) for p in at.values() if p.tensor == where.tensor)
+    paged = any(p.chosen for p in at.values() if p.tensor == where.tensor)
     known = not isinstance(where.start, Unknown) and not where.chosen and not paged
     start = 0 if isinstance(where.start, Unknown) else where.start
     piece = Part(max(start, 0), min(start + where.size, where.extent), tile.masks)
@@ -204,6 +217,8 @@ class Tile:
     layout: Literal["C", "A"] | None = None
     kind: Kind | None = None
     masks: tuple[Masked, ...] = ()
+    start: bool = False
+    """Whether it is a constant, with which a sum or a maximum begins."""
     data: Any = field(default=None, repr=False)
 
 
@@ -243,8 +258,12 @@ Operand = Tile | Value
 
 @dataclass
 class Cell:
-    """The present contents of a buffer, who wrote them, and whether anybody has read them."""
+    """The present contents of a buffer, the statement that wrote them, and their uses."""
 
     tile: Tile
     writer: Statement
     read: bool = False
+    skipped: bool = False
+    """Whether a branch or a loop that would have read it was skipped."""
+    served: bool = False
+    """Whether this value, or one that it continues, went into another buffer."""

@@ -17,7 +17,7 @@ import typer
 
 from flashwright import __version__
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.lang.nodes import line_span
+from flashwright.lang.nodes import Dim, Tree, line_span
 
 if TYPE_CHECKING:
     from flashwright.check.program import Program
@@ -165,8 +165,9 @@ def find_gpu(name: str) -> Gpu:
         raise Failed(Diagnostic("FW705", message, help=hint)) from None
 
 
-def load_program(file: str, gpu: Gpu | None = None) -> tuple[Program, str]:
-    """The checked program and its text; a sketch has nothing to run or to translate."""
+def load_program(file: str, gpu: Gpu | None = None, spec: str | None = None) -> tuple[Program, str]:
+    """The checked program and its text; a sketch has nothing to run or to translate. `spec` is
+    the command's `--spec`."""
     from flashwright.check.check import check
     from flashwright.lang.parse import parse
 
@@ -174,7 +175,8 @@ def load_program(file: str, gpu: Gpu | None = None) -> tuple[Program, str]:
     with blaming(name):
         source = read_source(file)
     with blaming(name, source):
-        verdict = check(parse(source), gpu)
+        tree = parse(source)
+        verdict = check(tree, gpu, own_dims(tree, spec, file))
         if verdict.program is not None and not verdict.errors:
             return verdict.program, source
         if verdict.ok:
@@ -214,6 +216,18 @@ def load_spec(option: str | None, file: str) -> tuple[AttentionSpec, Path] | Non
     if option.endswith(".toml") or os.path.isfile(option):
         return _spec_file(Path(option)), Path(option).parent
     return _inline_spec(option), Path()
+
+
+def own_dims(tree: Tree, option: str | None, file: str) -> Mapping[str, int]:
+    """The sizes that the spec gives to the program's own dims. A spec that cannot be used gives
+    none; the command that needs the spec reports why."""
+    if not any(isinstance(stmt, Dim) for stmt in tree.body):
+        return {}
+    try:
+        found = load_spec(option, file)
+    except (Failed, Blamed):
+        return {}
+    return found[0].dims if found else {}
 
 
 def _inline_spec(text: str) -> AttentionSpec:

@@ -40,6 +40,7 @@ from flashwright.cli.command import (
     find_gpu,
     flag,
     guarded,
+    own_dims,
     read_source,
     shown_name,
     write_source,
@@ -120,18 +121,21 @@ def check(
         source = read_source(file)
     except Failed as failed:
         return _report(failed.diagnostics, "", file, format)
-    diagnostics, verdict = _checked(source, card)
+    diagnostics, verdict = _checked(source, card, file)
     if fix:
         source, diagnostics, verdict = _fixed(file, source, diagnostics, verdict, card)
     return _report(diagnostics, source, file, format, verdict, card, fixed=fix)
 
 
-def _checked(source: str, card: Gpu | None) -> tuple[Sequence[Diagnostic], Checked | None]:
+def _checked(
+    source: str, card: Gpu | None, file: str
+) -> tuple[Sequence[Diagnostic], Checked | None]:
     from flashwright.check.check import check as run_check
     from flashwright.lang.parse import parse
 
     try:
-        verdict = run_check(parse(source), card)
+        tree = parse(source)
+        verdict = run_check(tree, card, own_dims(tree, None, file))
     except Failed as failed:
         return failed.diagnostics, None
     return verdict.diagnostics, verdict
@@ -153,7 +157,7 @@ def _fixed(
         if not count or mended == source:
             break
         source, total = mended, total + count
-        diagnostics, verdict = _checked(source, card)
+        diagnostics, verdict = _checked(source, card, file)
     if file == "-":
         print(source, end="")
     elif source != first:

@@ -47,7 +47,7 @@ class Asked:
 def run(asked: Asked, spec: str | None) -> int:
     """Run and compare, or run alone; the exit code."""
     try:
-        program, source = load_program(asked.file)
+        program, source = load_program(asked.file, spec=spec)
         meant = load_spec(spec, asked.file)
         with blaming(asked.name, source):
             if meant is None:

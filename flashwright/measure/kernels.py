@@ -157,7 +157,7 @@ def from_tl(
     files: dict[str, str | bytes] = {CODE: code, SPEC: specs.dump(spec), **(beside or {})}
     made = Made(spec, gpu, files)
     try:  # what fails is returned and not raised: it has to go from process to process
-        checked = check(parse(code), target)
+        checked = check(parse(code), target, spec.dims)
         if checked.program is None or checked.errors:
             return replace(made, why=_why(checked.errors))
         translation = translate(checked.program, target)

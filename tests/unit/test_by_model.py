@@ -248,6 +248,39 @@ def test_a_run_that_was_cut_off_leaves_nothing_that_passes_as_the_users(tmp_path
     assert not [*tmp_path.glob("*.bak")]
 
 
+FOUR_AXES = CODE.replace("batch_idx = 0:batch", "batch_idx = 0:batch, part = 0:1").replace(
+    "L = block_idx]", "L = block_idx + part]"
+)
+"""Right on the CPU, and without a translation: a grid has three axes at most."""
+
+
+def test_a_program_without_a_translation_is_sent_back(tmp_path: Path, no_compiler: None) -> None:
+    with serve([say(fenced(FOUR_AXES)), say(fenced(CODE))]) as server:
+        done = command(server, tmp_path, "--params", "m")
+        assert done.exit_code == 0, done.output
+        assert len(server.requests) == 2
+    line = FOUR_AXES[: FOUR_AXES.index("grid ")].count("\n") + 1
+    assert f"FW811 on line {line}" in server.requests[1].text
+    assert (tmp_path / "code.tl").read_text() == CODE
+    assert (tmp_path / "kernel.cu").is_file()
+
+
+def test_a_run_does_not_end_well_without_a_translation(tmp_path: Path, no_compiler: None) -> None:
+    with serve([say(fenced(FOUR_AXES))] * 2) as server:
+        done = command(server, tmp_path, "--params", "m", "--attempts", "2")
+        assert len(server.requests) == 2
+    assert done.exit_code != 0
+    assert "FW811" in done.output
+
+
+def test_a_program_without_a_contract_is_sent_back(tmp_path: Path, no_compiler: None) -> None:
+    """A model writes the kernel too: what it writes would have no contract to keep."""
+    with serve([say(fenced(FOUR_AXES)), say(fenced(CODE)), status(401)]) as server:
+        command(server, tmp_path, "--params", "m", "--translate", "m")
+    assert "FW811" in server.requests[1].text
+    assert len(server.requests) == 3  # the last asks for the kernel
+
+
 REFERENCES = {
     "raises": ("raise ValueError('not yet')", "not yet"),
     "has another shape": ("return q[:, :, :1]", "an O of shape"),

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -922,9 +923,10 @@ def test_scores_may_be_made_with_an_exponential() -> None:
         assert codes(changed((MASK, f"  Compute 30 * ({tanh}) and get new S\n{MASK}"))) == []
 
 
+CAUSAL_MASK = ("kv_idx < kv_len", "kv_idx <= q_idx + kv_len - q_len")
 CAUSAL = [
     ("0:kv_len / BN", "0:min(kv_len, (block_idx + 1) * BM + kv_len - q_len) / BN"),
-    ("kv_idx < kv_len", "kv_idx <= q_idx + kv_len - q_len"),
+    CAUSAL_MASK,
 ]
 WINDOW = [
     (
@@ -1030,7 +1032,7 @@ Copy Q from global to shared
 for i = 0:N
   Copy K from global to shared
   Compute GEMM Q_shared, K_shared.T and get S
-  Compute Softmax S with Smax and Ssum
+  Compute Softmax S with Smax and Ssum and rescale O_register
   Copy V from global to shared
   Compute GEMM S, V_shared and accumulate O_register
 end
@@ -1054,7 +1056,18 @@ def test_a_sketch_is_clean_and_gives_no_program() -> None:
         (("  Copy V from global to shared\n", ""), "FW403", 6),
         (("Copy O from register", "Copy P from register"), "FW403", 9),
         (("  Copy V", "  Compute Mask S where kv_idx <= q_idx\n  Copy V"), "FW608", 6),
+        (("  Copy V", "  Compute where(kv_idx <= q_idx, S, -inf) and get S\n  Copy V"), "FW608", 6),
         (("Compute Softmax", "Compute Softmx"), "FW204", 5),
+        ((" and rescale O_register", ""), "FW607", 5),
+        ((" with Smax and Ssum and rescale O_register", ""), "FW604", 5),
+        (("accumulate O", "get O"), "FW602", 7),
+        (("  Copy K from global to shared\n", "  Copy K from global to shared\n" * 2), "FW602", 4),
+        (("Softmax S ", "Softmax Q "), "FW402", 5),
+        (("Softmax S ", "Softmax P "), "FW403", 5),
+        (("Q_shared, K_shared.T", "Q, P.T"), "FW403", 4),
+        (("Copy V from global to shared", "Copy V from global to register"), "FW403", 7),
+        (("GEMM S, V_shared", "GEMM S, S"), "FW402", 7),
+        (("Copy O from register to global\n", ""), "FW610", 2),
         (("from register to global", "from register to register"), "FW401", 9),
     ],
 )
@@ -1062,6 +1075,38 @@ def test_a_sketch_can_be_wrong(change: Change, code: str, line: int) -> None:
     found = the(changed(change, base=SKETCH), code)
     assert found.span is not None
     assert found.span.line == line
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        (
+            "  Copy K",
+            "  if i > 0\n    Copy K from global to shared\n  else\n    Copy K from global to shared\n  end\n  Copy K2",
+        ),
+        ("Copy O from register", "Compute 0 and get Smax\nCopy O from register"),
+        (
+            "  Compute Softmax",
+            "  Compute where(kv_idx < kv_len, S, -inf) and get new S\n  Compute Softmax",
+        ),
+        ("  Compute Softmax", "  Compute Bias + S and get new S\n  Compute Softmax"),
+        (
+            "Copy O from register",
+            "Compute Divide O_register, Ssum and get new O_register\nCopy O from register",
+        ),
+        ("  Copy V", "  if i < N - 1\n    Copy K from global to shared\n  end\n  Copy V"),
+    ],
+)
+def test_a_sketch_that_is_right_in_another_way(change: Change) -> None:
+    source = changed(change, base=SKETCH).replace("  Copy K2 from global to shared\n", "")
+    if "N - 1" in source:  # the first block is copied before the loop
+        once = "  Copy K from global to shared\n  Compute GEMM Q"
+        source = changed(
+            (once, "  Compute GEMM Q"),
+            ("for i", "Copy K from global to shared\nfor i"),
+            base=source,
+        )
+    assert codes(source) == []
 
 
 @pytest.mark.parametrize(
@@ -1096,3 +1141,397 @@ def test_nonsense_gives_diagnostics_and_no_traceback(change: Change) -> None:
 def test_an_empty_loop_of_a_billion_rounds_ends() -> None:
     source = changed(("for i = ", "for j = 0:1000000000\nend\nfor i = "))
     assert codes(source) == ["FW611"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        (GEMM_O, GEMM_O.replace("V_shared", "K2_shared")),
+        (COPY_K, f"{COPY_K} and get K2"),
+        (COPY_V, f"{COPY_V} and get K"),
+        (f"{COPY_Q} to shared", f"{COPY_Q} to register"),
+        ("param Scale", "param Warps = 0\nparam Scale"),
+        ("param Scale", "param Warps = inf\nparam Scale"),
+        ("param Scale", "param Warps = 1 / 2\nparam Scale"),
+    ],
+    ids=lambda change: change[1].strip(),
+)
+def test_a_tile_that_nothing_fills_is_a_finding(change: Change) -> None:
+    found = run(changed(change), "a100").errors
+    assert found
+    assert all(d.span is not None for d in found)
+
+
+def test_a_copy_under_another_name_fills_another_tile() -> None:
+    source = changed(
+        (COPY_K, f"{COPY_K} and get K1"),
+        ("K_shared.T", "K1_shared.T"),
+        (GEMM_O, GEMM_O.replace("V", "K")),
+    )
+    found = the(source, "FW403")
+    assert "puts `K` into shared" in found.message
+    assert "Copy K" in (found.help or "")
+
+
+# --- values that are right to stay unread -----------------------------------------------------
+
+LOOP = GQA[GQA.index("for i") : GQA.index("Compute where")]
+START = GQA[GQA.index("Compute 0 and get O_register") : GQA.index("Copy Q (BM")]
+STORE = GQA[GQA.index("Compute where") : GQA.index("Compute Smax + log")]
+TWO_BLOCKS = (
+    GQA[: GQA.index(START)]
+    .replace("0:q_len / BM", "0:q_len / (2 * BM)")
+    .replace("Allocate LSE in global (batch, heads, q_len) as fp32\n", "")
+    .replace("Allocate LSE in register (BM) as fp32\n", "")
+    + "for t = 0:min(2, q_len / BM - 2 * block_idx)\n"
+    + (START + f"{COPY_Q} to shared\n" + LOOP + STORE).replace("block_idx", "2 * block_idx + t")
+    + "end\n"
+)
+
+
+def test_a_maximum_is_started_anew_for_the_next_block() -> None:
+    assert codes(TWO_BLOCKS) == []
+
+
+def test_a_maximum_is_started_anew_though_no_key_was_visited() -> None:
+    """With more queries than keys, a causal loop has no rounds for the first queries."""
+    block = "2 * block_idx + t + 1"
+    source = changed(
+        ("0:kv_len / BN", f"0:min(kv_len, ({block}) * BM + kv_len - q_len) / BN"),
+        CAUSAL[1],
+        base=TWO_BLOCKS,
+    )
+    assert codes(source) == []
+
+
+def test_a_maximum_is_started_anew_between_two_loops() -> None:
+    second = START + LOOP + NORMALISE + "Compute O1 + O_register and get new O_register\n"
+    source = changed(
+        ("Allocate Smax", "Allocate O1 in register (BM, HeadDim)\nAllocate Smax"),
+        (NORMALISE, f"{NORMALISE}Compute O_register and get O1\n{second}"),
+    )
+    assert codes(source) == []
+
+
+@pytest.mark.parametrize(
+    ("start", "code"),
+    [
+        ("Compute -1e30 and get Smax\n", "FW607"),
+        ("Compute 0 and get Ssum\n", "FW602"),
+        ("Compute 0 and get O_register\n", "FW602"),
+    ],
+)
+def test_a_start_in_every_round_forgets_the_rounds_before(start: str, code: str) -> None:
+    source = changed((start, ""), (f"  {COPY_K}\n", f"  {COPY_K}\n  {start}"))
+    assert codes(source) == [code]
+
+
+SKIPPED = [
+    (
+        f"  {COPY_K}\n",
+        f"  {COPY_K}\n  {COPY_V}\n  if i * BN < (block_idx + 1) * BM + kv_len - q_len\n",
+    ),
+    (f"  {COPY_V}\n  Compute Softmax", "  Compute Softmax"),
+    (f"  {GEMM_O}\n", f"  {GEMM_O}\n  end\n"),
+]
+
+
+def test_tiles_of_a_skipped_round_stay_unread() -> None:
+    source = changed(*SKIPPED, CAUSAL_MASK)
+    assert codes(source) == []
+    visible = "if i * BN < (block_idx + 1) * BM + kv_len - q_len"
+    too_few = changed((visible, visible.replace("+ 1) * BM", ") * BM")), base=source)
+    assert codes(too_few) == ["FW604"]
+
+
+def test_a_tile_is_overwritten_before_the_round_that_would_skip_it() -> None:
+    source = changed(*SKIPPED, CAUSAL_MASK)
+    twice = changed((f"  {COPY_V}\n", f"  {COPY_V}\n" * 2), base=source)
+    assert codes(twice) == ["FW602"]
+
+
+BIAS = [
+    (
+        "Allocate S in register",
+        "Allocate Bias in global (H: heads, L: q_len, M: kv_len) as fp32\nAllocate S in register",
+    ),
+    (
+        MASK,
+        "  Copy Bias (BM, BN) in coordinate [H = head_idx, L = block_idx, M = i] from global to register\n"
+        f"  Compute Bias + S and get new S\n{MASK}",
+    ),
+]
+
+
+@pytest.mark.parametrize("spelt", ["Bias + S", "S + Bias", "Add Bias, S", "1 * Bias - -1 * S"])
+def test_the_order_of_operands_does_not_matter(spelt: str) -> None:
+    assert codes(changed(("Bias + S", spelt), base=changed(*BIAS))) == []
+    columns = changed(
+        ("L: q_len, M: kv_len", "M: q_len, L: kv_len"),
+        ("L = block_idx, M = i", "M = block_idx, L = i"),
+        ("Bias + S", spelt),
+        base=changed(*BIAS),
+    )
+    assert codes(columns) == []
+
+
+@pytest.mark.parametrize("total", ["Ssum + rowsum(S)", "rowsum(S) + Ssum"])
+def test_a_missing_rescale_is_found_in_either_order(total: str) -> None:
+    source = changed(("Ssum * A + rowsum(S)", total), base=changed(*WRITTEN_OUT))
+    found = the(source, "FW607")
+    assert found.span is not None
+    assert found.span.line == line_of(source, "rowmax(S)")
+
+
+def test_reductions_are_verbs_too() -> None:
+    source = changed(
+        ("Allocate M in", "Allocate R in register (BM)\nAllocate M in"),
+        (
+            "  Compute max(Smax, rowmax(S)) and get M\n",
+            "  Compute RowMax S and get R\n  Compute Max R, Smax and get M\n",
+        ),
+        ("rowsum(S) and get new Ssum", "R and get new Ssum"),
+        ("  Compute Ssum *", "  Compute RowSum S and get R\n  Compute Ssum *"),
+        base=changed(*WRITTEN_OUT),
+    )
+    assert codes(source) == []
+    wrong = changed(("RowMax S and get R", "RowMax Smax and get R"), base=source)
+    assert "two-dimensional" in the(wrong, "FW303").message
+    assert "FW205" in codes(source.replace("RowMax S", "Max S"))
+
+
+# --- masks written as where -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "spelt",
+    [
+        "where(kv_idx < kv_len, S, -inf)",
+        "where(kv_idx >= kv_len, -inf, S)",
+        "where(not (kv_idx < kv_len), -inf, S)",
+        "where(kv_idx < kv_len, S * 2, -1e30)",
+        "2 * where(kv_len > kv_idx, S, -inf)",
+    ],
+)
+def test_where_is_a_mask(spelt: str) -> None:
+    assert codes(changed((MASK, f"  Compute {spelt} and get new S\n"))) == []
+    wrong = spelt.replace("kv_idx", "q_idx")
+    assert codes(changed((MASK, f"  Compute {wrong} and get new S\n"))) == ["FW609"]
+
+
+def test_where_hides_what_a_loop_may_skip() -> None:
+    spelt = "where(kv_idx <= q_idx + kv_len - q_len, S, -inf)"
+    source = changed(CAUSAL[0], (MASK, f"  Compute {spelt} and get new S\n"))
+    assert codes(source) == []
+    assert codes(
+        changed(("kv_idx <= q_idx + kv_len", "kv_idx <= q_idx + 1 + kv_len"), base=source)
+    ) == ["FW604", "FW609"]
+
+
+def test_where_after_the_exponential() -> None:
+    late = "  Compute where(kv_idx <= q_idx, S, {}) and get new S\n"
+    assert codes(changed((RESHAPE, late.format("-inf") + RESHAPE))) == ["FW608"]
+    assert codes(changed((RESHAPE, late.format("0") + RESHAPE))) == []  # a weight of 0 is right
+
+
+# --- what the caller's data decide ------------------------------------------------------------
+
+LENS = (
+    "Allocate S in register",
+    "Allocate Lens in global (B: batch) as int32\nAllocate S in register",
+)
+LET_N = ("for i", "let n = Lens[batch_idx]\nfor i")
+
+
+def bounded(bound: str, mask: str, *more: Change) -> str:
+    mine = ("0:kv_len / BN", bound), (MASK, f"  Compute Mask S where {mask}\n")
+    return changed(LENS, *mine, *more)
+
+
+@pytest.mark.parametrize(
+    ("bound", "mask"),
+    [
+        ("0:min(kv_len, Lens[batch_idx]) / BN", "kv_idx < min(kv_len, Lens[batch_idx])"),
+        ("0:min(kv_len, Lens[batch_idx]) / BN", "kv_idx < kv_len"),
+        ("0:Lens[batch_idx] / BN", "kv_idx < Lens[batch_idx]"),
+        ("0:n / BN", "kv_idx < n"),
+        ("0:n / BN", "n > kv_idx"),
+        ("0:n", "kv_idx < kv_len"),  # a number of blocks
+        (
+            "0:min(n, (block_idx + 1) * BM + n - q_len) / BN",
+            "kv_idx < n and kv_idx <= q_idx + n - q_len",
+        ),
+        ("floor(n / BN):kv_len / BN", "kv_idx >= n and kv_idx < kv_len"),  # where keys begin
+    ],
+)
+def test_a_length_from_data(bound: str, mask: str) -> None:
+    found = run(bounded(bound, mask, LET_N)).diagnostics
+    assert [d for d in found if d.code != "FW203"] == []  # `n` is not used by all
+
+
+@pytest.mark.parametrize(
+    ("bound", "mask", "code"),
+    [
+        ("0:n / BN - 1", "kv_idx < n", "FW604"),
+        ("1:n / BN", "kv_idx < n", "FW604"),
+        ("1:n / BN", "kv_idx < kv_len", "FW604"),
+        ("0:n / BN + 1", "kv_idx < n", "FW605"),
+        ("0:n / BN", "kv_idx <= n", "FW609"),
+    ],
+)
+def test_a_loop_that_does_not_fit_a_length_from_data(bound: str, mask: str, code: str) -> None:
+    assert the(bounded(bound, mask, LET_N), code)
+
+
+FLAGS = (
+    "Allocate S in register",
+    "Allocate Skip in global (B: batch, N: n_blocks) as int32\nAllocate S in register",
+)
+OWN_DIM = ("grid block_idx", "dim n_blocks\ngrid block_idx")
+
+
+@pytest.mark.parametrize("cond", ["Skip[batch_idx, i] > 0", "not (Skip[batch_idx, i] > 0)"])
+@pytest.mark.parametrize("copies", ["inside", "before"])
+def test_a_round_that_data_skip(cond: str, copies: str) -> None:
+    inside = (f"  {COPY_K}\n", f"  if {cond}\n  {COPY_K}\n"), SKIPPED[2]
+    before = (f"  {COPY_K}\n", f"  {COPY_K}\n  {COPY_V}\n  if {cond}\n"), *SKIPPED[1:]
+    source = changed(FLAGS, OWN_DIM, *(inside if copies == "inside" else before))
+    assert codes(source) == []
+    assert codes(changed(("0:kv_len / BN", "0:kv_len / BN - 1"), base=source)) == ["FW604"]
+
+
+def test_values_that_data_skip_while_they_are_used() -> None:
+    guarded = f"  if Skip[batch_idx, i] > 0\n  {COPY_V}\n  end\n"
+    source = changed(FLAGS, OWN_DIM, (f"  {COPY_V}\n", guarded))
+    assert the(source, "FW403").message == "`V_shared` has no value yet"
+
+
+# A fixed number of keys, all in one tile: no loop and no running softmax.
+FIXED = changed(
+    ("param BN = 64", "param BN = 80\nparam Keys = 77"),
+    ("K in global (batch, kv_heads, kv_len", "K in global (batch, kv_heads, Keys"),
+    ("V in global (batch, kv_heads, kv_len", "V in global (batch, kv_heads, Keys"),
+    ("for i = 0:kv_len / BN\n", ""),
+    (f"  {GEMM_O}\nend\n", "  Compute GEMM S, V_shared and get O_register\n"),
+    (MASK, "  Compute Mask S where kv_idx < Keys\n"),
+    (SOFTMAX, "  Compute Softmax S\n"),
+    (START, ""),
+    (NORMALISE, ""),
+    ("Allocate Smax in register (BM) as fp32\nAllocate Ssum in register (BM) as fp32\n", ""),
+    ("Allocate LSE in global (batch, heads, q_len) as fp32\n", ""),
+    ("Allocate LSE in register (BM) as fp32\n", ""),
+    (GQA[GQA.index("Compute Smax + log") :], ""),
+).replace("L = i]", "L = 0]")
+
+
+def test_a_fixed_number_of_keys_in_one_tile() -> None:
+    assert codes(FIXED) == []
+    assert codes(FIXED.replace(", L = 0]", "]")) == []
+    exact = FIXED.replace("BN = 80", "BN = 77").replace(
+        "  Compute Mask S where kv_idx < Keys\n", ""
+    )
+    assert codes(exact) == []
+    square = FIXED.replace("BN = 80", "BN = 64").replace("Keys = 77", "Keys = 64")
+    assert codes(square.replace("HeadDim = 128", "HeadDim = 64")) == []
+    unmasked = FIXED.replace("  Compute Mask S where kv_idx < Keys\n", "")
+    assert "columns past 77 are" in the(unmasked, "FW609").message
+
+
+def test_a_loop_over_a_fixed_number_of_keys() -> None:
+    source = GQA.replace("kv_heads, kv_len", "kv_heads, 77").replace(
+        "kv_idx < kv_len", "kv_idx < 77"
+    )
+    source = source.replace("0:kv_len / BN", "0:77 / BN").replace("param BN = 64", "param BN = 32")
+    assert codes(source) == []
+    assert codes(source.replace("0:77 / BN", "0:77 / BN - 1")) == ["FW604"]
+
+
+def test_the_spec_says_how_long_a_dim_is() -> None:
+    """Whether one tile holds all the keys only the caller knows."""
+    tree = parse(FIXED.replace("param Keys = 77", "dim Keys"))
+    assert [d.code for d in check(tree).diagnostics] == ["FW604", "FW604"]
+    assert check(tree, dims={"Keys": 77}).diagnostics == ()
+    assert check(tree, dims={"Keys": 81}).diagnostics != ()
+
+
+PAGED = (Path(__file__).parents[2] / "examples" / "paged.tl").read_text()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [],
+        [("T: n_blocks", "T: 64"), (", n_blocks\n", "\n")],  # a table longer than what is read
+        [("for i = 0:kv_len / BN", "for i = 0:n_blocks")],
+        [
+            ("  Copy K", "  if page >= 0\n  Copy K"),
+            ("accumulate O_register\n", "accumulate O_register\n  end\n"),
+        ],
+        [
+            ("0:kv_len / BN", "0:Lens[batch_idx] / BN"),
+            ("+ kv_idx < kv_len", "+ kv_idx < Lens[batch_idx]"),
+            LENS,
+        ],
+    ],
+    ids=["as it is", "longer table", "as many as the table", "holes", "lengths"],
+)
+def test_a_table_is_as_long_as_the_caller_makes_it(changes: list[Change]) -> None:
+    source = changed(*changes, base=PAGED)
+    assert codes(source) == []
+    for dims in ({"pages": 3, "n_blocks": 2}, {"pages": 11, "n_blocks": 5}):
+        assert check(parse(source), dims=dims).diagnostics == ()
+
+
+def test_elements_of_a_table_that_is_not_read_whole() -> None:
+    source = changed(
+        ("Allocate S in register", "Allocate T in global (N: 8) as fp32\nAllocate S in register"),
+        ("Multiply S, Scale", "Multiply S, Scale * T[1] + T[2]"),
+    )
+    assert codes(source) == []
+
+
+# --- registers that are alive together --------------------------------------------------------
+
+LARGE = (("param BM = 64", "param BM = 128"), ("param BN = 64", "param BN = 96"))
+SECOND = re.sub(r"\bS\b", "T", START + LOOP)
+TWICE = changed(
+    ("Allocate Smax", "Allocate T in register (BM, BN)\nAllocate Smax"),
+    ("Allocate O in", "Allocate P in global (batch, heads, q_len, HeadDim) as bf16\nAllocate O in"),
+    (NORMALISE, f"{NORMALISE}{COPY_O} from register to global and get P\n{SECOND}{NORMALISE}"),
+    base=GQA.replace("Allocate O in register", "Allocate  O in register"),
+)
+"""Two loops, one after the other, each with scores of its own."""
+
+
+def test_registers_are_counted_by_what_is_alive_together() -> None:
+    assert codes(TWICE) == []
+    once, twice = (run(changed(*LARGE, base=text), "a100").diagnostics for text in (GQA, TWICE))
+    need = [
+        re.search(r"about (\d+) registers", d.message) for d in (*once, *twice) if d.code == "FW702"
+    ]
+    assert [found and found[1] for found in need] == [need[0] and need[0][1]] * 2
+
+
+def test_the_tiles_that_are_alive_together_are_named() -> None:
+    source = changed(("param BM = 64", "param BM = 128"), ("param BN = 64", "param BN = 128"))
+    found = next(d for d in run(source, "a100").diagnostics if d.code == "FW702")
+    assert "`O`, `S`" in found.message
+    assert "LSE" not in found.message  # it has a value only after the loop
+    assert any(label.text.startswith("alive here: `O`, `S`") for label in found.secondary)
+
+
+def test_programs_with_a_line_or_a_name_changed_end_in_findings_or_pass() -> None:
+    """Whatever is left out or exchanged, the checker answers, and each finding has its place."""
+    rng = random.Random(18)
+    rows = GQA.splitlines(keepends=True)
+    words = sorted(set(re.findall(r"[A-Za-z_]\w*", GQA)) - {"end"})
+    texts = ["".join(rows[:n] + rows[n + 1 :]) for n in range(0, len(rows), 2)]
+    for _ in range(40):
+        found = rng.choice(list(re.finditer(r"[A-Za-z_]\w*", GQA)))
+        texts.append(GQA[: found.start()] + rng.choice(words) + GQA[found.end() :])
+    for text in texts:
+        try:
+            tree = parse(text)
+        except Failed:
+            continue
+        assert all(d.span is not None for d in check(tree, gpu.find("h200")).diagnostics), text
