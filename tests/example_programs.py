@@ -7,7 +7,6 @@ from pathlib import Path
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PROGRAMS = sorted(EXAMPLES.glob("*.tl"))
 UNTRANSLATED = {
-    "relative_bias": "an index that depends on the element",
     "forgetting": "a coordinate in elements, and a vector said to lie along the rows",
     "side_by_side": "tiles side by side in shared memory",
 }

@@ -51,6 +51,16 @@ struct Global {
     return moved;
   }
 
+  // How many bytes the elements along an axis are apart.
+  template <int Axis>
+  __device__ auto step() const {
+    if constexpr (Axis + 2 >= Axes) {
+      return static_cast<uint32_t>(stride[Axis]) * static_cast<uint32_t>(sizeof(T));  // the launcher sees to it
+    } else {
+      return stride[Axis] * sizeof(T);
+    }
+  }
+
   // A tile of rows and columns (the last two axes) that begins at the coordinates.
   template <class... Coords>
   __device__ GlobalTile<T> tile(Coords... coords) const {
@@ -77,6 +87,31 @@ __device__ constexpr int floor_mod(int a, int b) {
 __device__ inline float floor_mod(float a, float b) {
   float const rest = ::fmodf(a, b);
   return rest != 0.f && (rest < 0.f) != (b < 0.f) ? rest + b : rest;
+}
+
+// An index that was computed in fp32, rounded down; far from the ends of an int, so that sums with it do not wrap.
+__device__ inline int whole(float x) {
+  return __float2int_rd(::fminf(::fmaxf(x, -1073741824.f), 1073741824.f));
+}
+
+// The element that lies so many steps (of so many bytes) along some axes from another one, as it is computed with; places
+// are not negative. A plain load: the compiler makes one of those that neighbouring elements share, which it does not do
+// with __ldg.
+template <class T, class Step>
+__device__ auto gather(T const* line, int places, Step step) {
+  uint64_t const bytes = static_cast<uint64_t>(static_cast<uint32_t>(places)) * step;
+  T const found = *reinterpret_cast<T const*>(reinterpret_cast<char const*>(line) + bytes);
+  if constexpr (cute::is_same_v<T, int>) {
+    return found;
+  } else {
+    return static_cast<float>(found);
+  }
+}
+
+template <class T, class Step, class... More>
+__device__ auto gather(T const* line, int places, Step step, More... more) {
+  uint64_t const bytes = static_cast<uint64_t>(static_cast<uint32_t>(places)) * step;
+  return gather(reinterpret_cast<T const*>(reinterpret_cast<char const*>(line) + bytes), more...);
 }
 
 }  // namespace fw

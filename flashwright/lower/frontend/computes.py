@@ -26,6 +26,7 @@ from flashwright.lower.element import (
     literal,
     times,
 )
+from flashwright.lower.frontend.gathers import gathered
 from flashwright.lower.frontend.masks import conjuncts, end, everywhere
 from flashwright.lower.frontend.positions import Axes
 from flashwright.lower.frontend.scalars import Scalar, refused
@@ -308,6 +309,8 @@ class Computes:
                 return self._tiles(left) + self._tiles(right)
             case tl.Call(func, args) if func.id.lower() not in ("rowmax", "rowsum"):
                 return [k for a in args for k in self._tiles(a)]
+            case tl.Index(_, args):
+                return [k for a in args for k in self._tiles(a)]
         return []
 
     def _same_side(self, expr: Expr, target: Key) -> None:
@@ -347,6 +350,8 @@ class Computes:
                 return self.read(self.key(expr), frame)
             case tl.Num(text) if not text.isdigit():
                 return literal(float(text))
+            case tl.Index() if self.program.per_element(expr):
+                return gathered(self, expr, frame)
             case tl.Num() | tl.Index():
                 return _scalar(self.lowering.scalars(expr))
             case tl.Unary(op, operand):

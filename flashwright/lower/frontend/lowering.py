@@ -260,29 +260,30 @@ class Lowering:
                 inside.append(self._inside(axis.size, place, size, stmt))
             start.append(place.as_int(stmt.span))
         rows, cols = inside[0], inside[1] if len(inside) > 1 else None
-        shift = self._offset(tensor.offset) if tensor.offset is not None else None
+        shift = self.offset(tensor.offset) if tensor.offset is not None else None
         return ir.Window(tensor, tuple(start), rows, cols, shift), tuple(axes)
 
-    def _offset(self, expr: Expr) -> Term:
+    def offset(self, expr: Expr) -> Term:
         """How far into its memory a view begins: in 64 bits, since memory is longer than an int."""
         return widened(self.scalars(self.positions.full(expr)).as_int(expr.span))
 
     def _inside(self, extent: Expr, start: Scalar, size: int, stmt: tl.Copy) -> Term | None:
         """How much of the tile lies inside the tensor; None where it always does."""
-        fixed = self._fixed(extent)
+        fixed = self.fixed(extent)
         if fixed is not None and fixed % size == 0:
             return None
         length = self.scalars(extent)
         return self.scalars.binary("-", length, start, stmt.span).as_int(stmt.span)
 
-    def _fixed(self, size: Expr) -> int | None:
+    def fixed(self, size: Expr) -> int | None:
+        """A size that is known now."""
         try:
             return whole(exact(size, self.program.params))
         except NotScalar:
             return None
 
     def _identity(self, size: Expr) -> str:
-        fixed = self._fixed(size)
+        fixed = self.fixed(size)
         return str(fixed) if fixed is not None else str(size)
 
     def size(self, buffer: Buffer, axis: int) -> Scalar:
@@ -343,10 +344,6 @@ def _direct_operands(program: Program) -> dict[Key, str]:
 def _refuse_untranslated(program: Program) -> None:
     """Failed with FW811 at the first form of TL that has no translation yet."""
     for stmt in tl.statements(program.tree.body):
-        indices = (e for e in tl.expressions(stmt) if isinstance(e, tl.Index))
-        per_element = next((e for e in indices if program.per_element(e)), None)
-        if per_element is not None:
-            raise refused("an index that depends on the element", per_element.span)
         if isinstance(stmt, tl.Allocate) and stmt.along is not None:
             raise refused(f"a vector that is said to lie along {stmt.along}", stmt.span)
         if isinstance(stmt, tl.Copy):
