@@ -344,8 +344,6 @@ def _direct_operands(program: Program) -> dict[Key, str]:
 def _refuse_untranslated(program: Program) -> None:
     """Failed with FW811 at the first form of TL that has no translation yet."""
     for stmt in tl.statements(program.tree.body):
-        if isinstance(stmt, tl.Allocate) and stmt.along is not None:
-            raise refused(f"a vector that is said to lie along {stmt.along}", stmt.span)
         if isinstance(stmt, tl.Copy):
             in_elements = next((c for c in stmt.coords or () if c.in_elements), None)
             if in_elements is not None:
