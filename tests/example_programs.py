@@ -7,7 +7,6 @@ from pathlib import Path
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PROGRAMS = sorted(EXAMPLES.glob("*.tl"))
 UNTRANSLATED = {
-    "forgetting": "a coordinate in elements",
     "side_by_side": "tiles side by side in shared memory",
 }
 """Programs that are only checked and run on the CPU, with the form that is not translated yet."""

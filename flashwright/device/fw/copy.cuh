@@ -40,13 +40,13 @@ struct Chunks {
   }
 };
 
-// Starts the copy of a tile; rows from `valid` on are filled with zeros. cp.async, sm_80 and later.
-template <int Threads, class Tile, class T>
-__device__ void copy_async(Tile dst, GlobalTile<T> src, int valid) {
+// Starts the copy of a tile; rows outside of the `valid` ones are filled with zeros. cp.async, sm_80 and later.
+template <int Threads, class Tile, class T, class Valid>
+__device__ void copy_async(Tile dst, GlobalTile<T> src, Valid valid) {
   Chunks<Threads, Tile>{}.each(dst, [&](int, int row, int col, uint32_t to) {
     T const* from = src.at(row, 0) + col;
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                 "r"(row < valid ? 16 : 0));
+                 "r"(inside(row, valid) ? 16 : 0));
   });
 }
 
@@ -66,11 +66,11 @@ struct Staged {
   using Way = Chunks<Threads, Tile>;
   uint4 held[Way::count];
 
-  template <class T>
-  __device__ void load(GlobalTile<T> src, int valid) {
+  template <class T, class Valid>
+  __device__ void load(GlobalTile<T> src, Valid valid) {
     Way{}.each(Tile{}, [&](int n, int row, int col, uint32_t) {
       held[n] = make_uint4(0, 0, 0, 0);
-      if (row < valid) held[n] = *reinterpret_cast<uint4 const*>(src.at(row, 0) + col);
+      if (inside(row, valid)) held[n] = *reinterpret_cast<uint4 const*>(src.at(row, 0) + col);
     });
   }
 
@@ -84,26 +84,26 @@ struct Staged {
   }
 };
 
-// A tile from shared memory to its first `valid` rows in global memory.
-template <int Threads, class T, class Tile>
-__device__ void copy_out(GlobalTile<T> dst, Tile src, int valid) {
+// A tile from shared memory to its `valid` rows in global memory.
+template <int Threads, class T, class Tile, class Valid>
+__device__ void copy_out(GlobalTile<T> dst, Tile src, Valid valid) {
   Chunks<Threads, Tile>{}.each(src, [&](int, int row, int col, uint32_t from) {
     uint4 x;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                  : "r"(from)
                  : "memory");
-    if (row < valid) *reinterpret_cast<uint4*>(dst.at(row, 0) + col) = x;
+    if (inside(row, valid)) *reinterpret_cast<uint4*>(dst.at(row, 0) + col) = x;
   });
 }
 
 // Element by element, for tiles that may end within a row; rows and columns outside become 0.
-template <int Threads, class Tile, class T>
-__device__ void copy_elements(Tile dst, GlobalTile<T> src, int rows, int cols) {
+template <int Threads, class Tile, class T, class Rows, class Cols>
+__device__ void copy_elements(Tile dst, GlobalTile<T> src, Rows rows, Cols cols) {
   auto to = dst.tensor();
   for (int i = threadIdx.x; i < Tile::rows * Tile::cols; i += Threads) {
     int const row = i / Tile::cols, col = i % Tile::cols;
-    to(row, col) = row < rows && col < cols ? *src.at(row, col) : T(0);
+    to(row, col) = inside(row, rows) && inside(col, cols) ? *src.at(row, col) : T(0);
   }
 }
 

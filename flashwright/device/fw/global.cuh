@@ -26,7 +26,21 @@ struct GlobalTile {
   uint32_t col;
 
   __device__ T* at(int r, int c) const { return data + times(r, row) + times(c, col); }
+
+  // So many rows and columns further, or back, where that is before the start of the tensor.
+  __device__ GlobalTile moved(int rows, int cols) const {
+    return {data + rows * static_cast<int64_t>(row) + cols * static_cast<int64_t>(col), row, col};
+  }
 };
+
+// The rows or columns of a tile that lie in the tensor: from one on, up to another, where it may begin before the start.
+// Where it cannot, their number is enough.
+struct Inside {
+  int first, end;
+};
+
+__device__ inline bool inside(int place, int count) { return place < count; }
+__device__ inline bool inside(int place, Inside bounds) { return place >= bounds.first && place < bounds.end; }
 
 // Memory layout shared with the launcher: the pointer, then one stride for each axis.
 template <class T, int Axes>

@@ -6,15 +6,26 @@ from flashwright.check.machine import operand_dtypes
 from flashwright.check.program import Buffer, Key, Program, Tensor
 from flashwright.check.scalars import NotScalar, whole
 from flashwright.check.scalars import evaluate as exact
-from flashwright.check.vocabulary import CONSTANTS
+from flashwright.check.vocabulary import CONSTANTS, DTYPES
 from flashwright.lang import nodes as tl
-from flashwright.lang.nodes import Expr, Name
+from flashwright.lang.nodes import Coord, Expr, Name
 from flashwright.lower import ir
 from flashwright.lower.frontend.computes import Computes
 from flashwright.lower.frontend.positions import STALE, UNKNOWN, ZERO, Axes, Positions, Where
 from flashwright.lower.frontend.scalars import Scalar, Scalars, named, refused
 from flashwright.lower.names import Names, cpp, reserved
-from flashwright.lower.term import Lit, Read, Term, Var, integer, literal, widened
+from flashwright.lower.term import (
+    Lit,
+    Read,
+    Term,
+    Unary,
+    Var,
+    integer,
+    literal,
+    plus,
+    positive,
+    widened,
+)
 
 Axis = Where | None
 
@@ -242,36 +253,58 @@ class Lowering:
             self.emit(ir.Operand(key, key, dtype))
 
     def _window(self, stmt: tl.Copy, tensor: Tensor, buffer: Buffer) -> tuple[ir.Window, Axes]:
-        coords = {c.axis.id: c.value for c in stmt.coords or ()}
+        coords = {c.axis.id: c for c in stmt.coords or ()}
         first_tiled = len(tensor.axes) - len(buffer.shape)
         start: list[Term] = []
         inside: list[Term | None] = []
+        before: list[Term | None] = []
         axes: list[Axis] = []
         for position, axis in enumerate(tensor.axes):
-            coord = coords.get(axis.label, ZERO)
+            given = coords.get(axis.label, Coord(Name(axis.label), ZERO))
+            coord = given.value
             place = self.scalars(coord)
             if position >= first_tiled:
                 size = buffer.shape[position - first_tiled]
-                place = self.scalars.binary(
-                    "*", place, self.size(buffer, position - first_tiled), stmt.span
-                )
-                full = self.positions.full(coord)
-                axes.append(Where(self._identity(axis.size), coord, size, axis.label, full))
-                inside.append(self._inside(axis.size, place, size, stmt))
+                if not given.in_elements:
+                    by = self.size(buffer, position - first_tiled)
+                    place = self.scalars.binary("*", place, by, stmt.span)
+                full, dim = self.positions.full(coord), self._identity(axis.size)
+                axes.append(Where(dim, coord, size, axis.label, full, given.in_elements))
+                fits = self._fits(given, axis.size, place, size, tensor)
+                inside.append(None if fits else self._inside(axis.size, place, stmt))
+                before.append(self._before(place, stmt) if given.in_elements else None)
             start.append(place.as_int(stmt.span))
         rows, cols = inside[0], inside[1] if len(inside) > 1 else None
+        first_row, first_col = before[0], before[1] if len(before) > 1 else None
         shift = self.offset(tensor.offset) if tensor.offset is not None else None
-        return ir.Window(tensor, tuple(start), rows, cols, shift), tuple(axes)
+        window = ir.Window(tensor, tuple(start), rows, cols, shift, first_row, first_col)
+        return window, tuple(axes)
+
+    def _fits(self, given: Coord, extent: Expr, start: Scalar, size: int, tensor: Tensor) -> bool:
+        """Whether a tile is inside of the tensor, whatever the problem, and begins at a multiple
+        of 16 bytes, as all do that are counted in tiles."""
+        first, fixed = literal(start.term), self.fixed(extent)
+        if fixed is None:
+            return False
+        if not given.in_elements:
+            return fixed % size == 0
+        if first is None or not start.whole:
+            return False
+        return 0 <= first <= fixed - size and first * DTYPES[tensor.dtype] % 16 == 0
+
+    def _before(self, start: Scalar, stmt: tl.Copy) -> Term | None:
+        """The first row inside of the tensor; None where a tile cannot begin before the start."""
+        place = start.as_int(stmt.span)
+        if positive(plus(place, 1), self.scalars.least.get):
+            return None
+        return Unary("-", place)
 
     def offset(self, expr: Expr) -> Term:
         """How far into its memory a view begins: in 64 bits, since memory is longer than an int."""
         return widened(self.scalars(self.positions.full(expr)).as_int(expr.span))
 
-    def _inside(self, extent: Expr, start: Scalar, size: int, stmt: tl.Copy) -> Term | None:
-        """How much of the tile lies inside the tensor; None where it always does."""
-        fixed = self.fixed(extent)
-        if fixed is not None and fixed % size == 0:
-            return None
+    def _inside(self, extent: Expr, start: Scalar, stmt: tl.Copy) -> Term:
+        """How much of the tile lies inside the tensor, if it is not longer than that."""
         length = self.scalars(extent)
         return self.scalars.binary("-", length, start, stmt.span).as_int(stmt.span)
 
@@ -295,8 +328,9 @@ class Lowering:
         """The position at which a tile's rows or columns begin."""
         if place is None or place.lost:
             return None
-        size, coord = self.size(buffer, axis), self.positions.current(place)
-        start = self.scalars.binary("*", self.scalars(coord), size, tl.NOWHERE)
+        start = self.scalars(self.positions.current(place))
+        if not place.in_elements:
+            start = self.scalars.binary("*", start, self.size(buffer, axis), tl.NOWHERE)
         return start.as_int(tl.NOWHERE)
 
     # --- Reshape --------------------------------------------------------------------------
@@ -344,12 +378,8 @@ def _direct_operands(program: Program) -> dict[Key, str]:
 def _refuse_untranslated(program: Program) -> None:
     """Failed with FW811 at the first form of TL that has no translation yet."""
     for stmt in tl.statements(program.tree.body):
-        if isinstance(stmt, tl.Copy):
-            in_elements = next((c for c in stmt.coords or () if c.in_elements), None)
-            if in_elements is not None:
-                raise refused("a coordinate in elements", in_elements.span)
-            if stmt.column is not None:
-                raise refused("tiles side by side in shared memory", stmt.column.span)
+        if isinstance(stmt, tl.Copy) and stmt.column is not None:
+            raise refused("tiles side by side in shared memory", stmt.column.span)
 
 
 def _only_offsets(program: Program) -> set[str]:

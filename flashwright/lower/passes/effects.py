@@ -127,5 +127,4 @@ def _writing(*resources: Resource) -> Effects:
 
 
 def _window(window: ir.Window) -> Effects:
-    ends = (t for t in (window.rows, window.cols, window.offset) if t is not None)
-    return _reading(*window.start, *ends)
+    return _reading(*window.terms)
