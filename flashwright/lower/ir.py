@@ -97,12 +97,38 @@ class Window:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """Some columns of a shared tile, and the tile of a tensor that they are filled from."""
+
+    column: int
+    width: int
+    window: Window
+
+
+@dataclass(frozen=True)
 class Load(Node):
-    """A tile starts on its way from global to shared memory."""
+    """A tile starts on its way from global to shared memory: from one window, or in pieces that lie
+    side by side."""
 
     dest: Key
-    window: Window
+    window: Window  # of the first piece
     stage: Term | None = None
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def windows(self) -> tuple[Window, ...]:
+        """All that is loaded."""
+        return tuple(p.window for p in self.pieces) or (self.window,)
+
+    @property
+    def filled(self) -> tuple[tuple[int, Tensor], ...]:
+        """The tensors that fill the tile, and at which columns."""
+        return tuple((p.column, p.window.tensor) for p in self.pieces) or ((0, self.window.tensor),)
+
+    def moved(self, change: Callable[[Term], Term]) -> Load:
+        """The same copy with other terms."""
+        pieces = tuple(replace(p, window=p.window.changed(change)) for p in self.pieces)
+        return replace(self, window=self.window.changed(change), pieces=pieces)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,13 @@ struct Chunks {
 
   __device__ Chunks() : row(threadIdx.x / across), chunk(threadIdx.x % across) {}
 
+  // Whether a chunk lies in some columns, by its number: known when it is compiled.
+  template <int Column, int Width>
+  __device__ static constexpr bool among(int number) {
+    int const col = number % atoms * Tile::width;
+    return col >= Column && col - Column < Width;
+  }
+
   // Calls body(number, row, column, address in shared memory) for each chunk.
   template <class Body>
   __device__ void each(Tile tile, Body body) const {
@@ -41,10 +48,13 @@ struct Chunks {
 };
 
 // Starts the copy of a tile; rows outside of the `valid` ones are filled with zeros. cp.async, sm_80 and later.
-template <int Threads, class Tile, class T, class Valid>
+// Where several tiles lie side by side, only the columns of one, which are whole atoms.
+template <int Threads, int Column = 0, int Width = 1 << 30, class Tile, class T, class Valid>
 __device__ void copy_async(Tile dst, GlobalTile<T> src, Valid valid) {
-  Chunks<Threads, Tile>{}.each(dst, [&](int, int row, int col, uint32_t to) {
-    T const* from = src.at(row, 0) + col;
+  using Way = Chunks<Threads, Tile>;
+  Way{}.each(dst, [&](int n, int row, int col, uint32_t to) {
+    if (!Way::template among<Column, Width>(n)) return;
+    T const* from = src.at(row, 0) + (col - Column);
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                  "r"(inside(row, valid) ? 16 : 0));
   });
@@ -66,11 +76,12 @@ struct Staged {
   using Way = Chunks<Threads, Tile>;
   uint4 held[Way::count];
 
-  template <class T, class Valid>
+  template <int Column = 0, int Width = 1 << 30, class T, class Valid>
   __device__ void load(GlobalTile<T> src, Valid valid) {
     Way{}.each(Tile{}, [&](int n, int row, int col, uint32_t) {
+      if (!Way::template among<Column, Width>(n)) return;
       held[n] = make_uint4(0, 0, 0, 0);
-      if (inside(row, valid)) held[n] = *reinterpret_cast<uint4 const*>(src.at(row, 0) + col);
+      if (inside(row, valid)) held[n] = *reinterpret_cast<uint4 const*>(src.at(row, 0) + (col - Column));
     });
   }
 

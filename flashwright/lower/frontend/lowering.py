@@ -14,6 +14,7 @@ from flashwright.lower.frontend.computes import Computes
 from flashwright.lower.frontend.positions import STALE, UNKNOWN, ZERO, Axes, Positions, Where
 from flashwright.lower.frontend.scalars import Scalar, Scalars, named, refused
 from flashwright.lower.names import Names, cpp, reserved
+from flashwright.lower.targets.swizzle import swizzle_bytes
 from flashwright.lower.term import (
     Lit,
     Read,
@@ -32,7 +33,6 @@ Axis = Where | None
 
 def lower(program: Program) -> ir.Kernel:
     """The kernel before any schedule: what happens, in the order of the program."""
-    _refuse_untranslated(program)
     sides = Lowering(program, {}).kernel().sides  # the first walk finds how the vectors lie
     return Lowering(program, sides).kernel()
 
@@ -57,6 +57,7 @@ class Lowering:
         self.direct = _direct_operands(program)
         self.only_offsets = _only_offsets(program)
         self.computes = Computes(self, sides)
+        self.pieces: dict[Key, list[tuple[ir.Piece, tl.Copy]]] = {}  # of tiles not filled yet
 
     def kernel(self) -> ir.Kernel:
         """Walk the whole program."""
@@ -66,6 +67,7 @@ class Lowering:
             self.scalars.define(axis.name.id, self._counter(cpp(axis.name.id), low))
             grid.append(ir.GridAxis(cpp(axis.name.id), low, False))
         self.statements(self.program.tree.body)
+        self._no_pieces_left()
         return ir.Kernel(tuple(grid), tuple(self.body), self.computes.sides, self.operands)
 
     def emit(self, node: ir.Statement) -> None:
@@ -91,9 +93,11 @@ class Lowering:
 
     def inside(self, body: tuple[tl.Statement, ...]) -> tuple[ir.Statement, ...]:
         """Lower a body of its own; what it defines means nothing behind it."""
+        self._no_pieces_left()
         outer, scope, lets = self.body, dict(self.scalars.scope), dict(self.positions.lets)
         self.body = []
         self.statements(body)
+        self._no_pieces_left()
         self.computes.settle()
         inner, self.body = self.body, outer
         self.scalars.scope, self.positions.lets = scope, lets
@@ -221,6 +225,9 @@ class Lowering:
         if stmt.source == "global":
             buffer = self.program.buffers[dest]
             window, axes = self._window(stmt, self.program.tensors[source[0]], buffer)
+            if stmt.column is not None:
+                self._piece(stmt, dest, window, axes)
+                return
             self.axes[dest] = axes
             self.computes.forget(dest)
             kind = ir.Load if stmt.dest == "shared" else ir.Fill
@@ -245,6 +252,40 @@ class Lowering:
             self.emit(ir.Move(source, dest, operand=loaded, origin=ir.origin(stmt)))
             self.as_operand(dest)
 
+    def _piece(self, stmt: tl.Copy, dest: Key, window: ir.Window, axes: Axes) -> None:
+        """Some columns of a tile: with the last of them, all are on their way."""
+        column, (_, width) = self.program.column(stmt), self.program.moved(stmt)
+        assert column is not None
+        buffer = self.program.buffers[dest]
+        size, all_columns = DTYPES[buffer.dtype], buffer.shape[1]
+        by = swizzle_bytes(all_columns * size) // size
+        if column % by or width % by:
+            text = f"columns {column}..{column + width - 1} of `{dest[0]}`"
+            hint = f"of {all_columns} columns, pieces begin and end at multiples of {by}"
+            raise refused(text, stmt.span, hint)
+        if window.cols is not None:
+            text = f"the rows of `{window.tensor.name}` are not a multiple of {width} long"
+            raise refused(text, stmt.span, "give the tensor an axis of a whole number of tiles")
+        held = self.pieces.setdefault(dest, [])
+        if any(p.column < column + width and column < p.column + p.width for p, _ in held):
+            self._no_pieces_left()
+        held.append((ir.Piece(column, width, window), stmt))
+        if sum(p.width for p, _ in held) < all_columns:
+            return
+        pieces = tuple(sorted((p for p, _ in held), key=lambda p: p.column))
+        begin, title = held[0][1].span.line, ir.origin(held[0][1]).title
+        del self.pieces[dest]
+        self.axes[dest] = (axes[0], None)
+        origin = ir.Origin((begin, stmt.span.end_line), title)
+        self.emit(ir.Load(dest, pieces[0].window, pieces=pieces, origin=origin))
+
+    def _no_pieces_left(self) -> None:
+        """Failed with FW811 where only some columns of a tile were copied."""
+        for key, held in self.pieces.items():
+            text = f"only some columns of `{key[0]}` are copied here"
+            hint = "let the Copies of all its columns follow each other, in the same body"
+            raise refused(text, held[-1][1].span, hint)
+
     def as_operand(self, key: Key) -> None:
         """A tile that was just written, as the left operand of the GEMMs that take it as it is."""
         if self.direct.get(key) == "computed":
@@ -254,7 +295,8 @@ class Lowering:
 
     def _window(self, stmt: tl.Copy, tensor: Tensor, buffer: Buffer) -> tuple[ir.Window, Axes]:
         coords = {c.axis.id: c for c in stmt.coords or ()}
-        first_tiled = len(tensor.axes) - len(buffer.shape)
+        shape = self.program.moved(stmt)
+        first_tiled = len(tensor.axes) - len(shape)
         start: list[Term] = []
         inside: list[Term | None] = []
         before: list[Term | None] = []
@@ -264,9 +306,11 @@ class Lowering:
             coord = given.value
             place = self.scalars(coord)
             if position >= first_tiled:
-                size = buffer.shape[position - first_tiled]
+                number = position - first_tiled
+                size = shape[number]
                 if not given.in_elements:
-                    by = self.size(buffer, position - first_tiled)
+                    whole_axis = size == buffer.shape[number]
+                    by = self.size(buffer, number) if whole_axis else Scalar(integer(size))
                     place = self.scalars.binary("*", place, by, stmt.span)
                 full, dim = self.positions.full(coord), self._identity(axis.size)
                 axes.append(Where(dim, coord, size, axis.label, full, given.in_elements))
@@ -373,13 +417,6 @@ def _direct_operands(program: Program) -> dict[Key, str]:
         for key in left
         if key and key[1] == "register"
     }
-
-
-def _refuse_untranslated(program: Program) -> None:
-    """Failed with FW811 at the first form of TL that has no translation yet."""
-    for stmt in tl.statements(program.tree.body):
-        if isinstance(stmt, tl.Copy) and stmt.column is not None:
-            raise refused("tiles side by side in shared memory", stmt.column.span)
 
 
 def _only_offsets(program: Program) -> set[str]:

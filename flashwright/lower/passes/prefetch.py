@@ -128,7 +128,7 @@ def _modulo(x: Term, n: int) -> Term:
 def _moved(node: ir.Load, lets: dict[str, Term], var: str, to: Term) -> ir.Load:
     """The copy as another round does it."""
     values = inlined(lets, {var: to})
-    return replace(node, window=node.window.changed(lambda x: substitute(x, values)))
+    return node.moved(lambda x: substitute(x, values))
 
 
 def inlined(lets: Mapping[str, Term], values: Mapping[str, Term] | None = None) -> dict[str, Term]:

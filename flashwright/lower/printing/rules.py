@@ -120,7 +120,9 @@ def _define(at: Context, node: ir.Define) -> Lines:
 def _load(at: Context, node: ir.Load) -> Lines:
     dest, source = at.shared(node.dest, node.stage), at.window(node.window)
     rows = at.rows(node.window, node.dest)
-    if at.roles:
+    if node.pieces:
+        yield from _pieces(at, node)
+    elif at.roles:
         ring, of = ring_name(node.dest), map_name(node.dest)
         start = ", ".join(map(text, node.window.start))
         yield f"fw::fetch({tile_name(node.dest)}, {ring}, p.{of}, {start});"
@@ -131,6 +133,27 @@ def _load(at: Context, node: ir.Load) -> Lines:
         yield f"fw::copy_async<Threads>({dest}, {source}, {rows});"
     else:
         yield f"{tile_name(node.dest)}_staged.load({source}, {rows});"
+
+
+def _pieces(at: Context, node: ir.Load) -> Lines:
+    """A tile of which each Copy fills some columns."""
+    tile, ring = tile_name(node.dest), ring_name(node.dest)
+    dest = at.shared(node.dest, node.stage)
+    if at.roles:
+        yield f"{ring}.acquire({tile}.bytes);"
+    for piece in node.pieces:
+        columns = f"{piece.column}, {piece.width}"
+        source, rows = at.window(piece.window), at.rows(piece.window, node.dest)
+        if at.roles:
+            start = ", ".join(map(text, piece.window.start))
+            of = map_name(node.dest, piece.column)
+            yield f"fw::fetch_columns<{columns}>({tile}, {ring}, p.{of}, {start});"
+        elif at.asynchronous:
+            yield f"fw::copy_async<Threads, {columns}>({dest}, {source}, {rows});"
+        else:
+            yield f"{tile}_staged.load<{columns}>({source}, {rows});"
+    if at.roles:
+        yield f"{ring}.next();"
 
 
 def _transpose(at: Context, node: ir.Transpose) -> Lines:
