@@ -1,4 +1,4 @@
-"""The programs under examples/, and which of them the translator takes."""
+"""The programs under examples/."""
 
 from __future__ import annotations
 
@@ -6,10 +6,3 @@ from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PROGRAMS = sorted(EXAMPLES.glob("*.tl"))
-UNTRANSLATED = {
-    "relative_bias": "an index that depends on the element",
-    "forgetting": "a coordinate in elements, and a vector said to lie along the rows",
-    "side_by_side": "tiles side by side in shared memory",
-}
-"""Programs that are only checked and run on the CPU, with the form that is not translated yet."""
-TRANSLATED = [path for path in PROGRAMS if path.stem not in UNTRANSLATED]

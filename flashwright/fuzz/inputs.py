@@ -44,7 +44,7 @@ def _values(
     rng: np.random.Generator,
 ) -> Array:
     name = tensor.name
-    if name == PAGED:
+    if name == PAGED and tensor.dtype == "int32":
         return _pages(shape, dims.get("pages", 1), rng)
     if name.startswith("Doc"):
         steps = rng.random(shape) < 1 / _DOCUMENT

@@ -121,11 +121,11 @@ def _grid(printer: Printer, plan: LaunchPlan) -> Iterator[str]:
 
 
 def _maps(printer: Printer, plan: LaunchPlan) -> Iterator[str]:
-    loaded = [key for key in printer.rings if key not in printer.context.turned]
-    for key, one in zip(loaded, plan.maps, strict=True):
+    names = [map_name(key, column) for key, pieces in printer.mapped for column, _ in pieces]
+    for name, one in zip(names, plan.maps, strict=True):
         box = " x ".join(map(str, one.box))
         yield (
-            f"`p.{map_name(key)}` is a tensor map of {one.tensor}: its box is {box} elements on "
+            f"`p.{name}` is a tensor map of {one.tensor}: its box is {box} elements on "
             f"the axes as declared, swizzled over {one.swizzle} bytes; elements beyond the "
             "tensor's end are zeros."
         )

@@ -13,6 +13,8 @@ from flashwright.lower.term import (
     At,
     Axes,
     Call,
+    Gather,
+    Line,
     Position,
     Select,
     Term,
@@ -29,6 +31,7 @@ NOWHERE: Axes = frozenset()
 ROW: Axes = frozenset("m")
 COLUMN: Axes = frozenset("n")
 TILE: Axes = frozenset("mn")
+ROUNDED = ("whole", "floor_div", "ceil_div")
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,12 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Op:
-    """An operator or a function of TL, and `reciprocal`."""
+    """An operator or a function of TL, or one of these:
+
+    - `reciprocal`;
+    - `whole`, `floor_div`, `ceil_div`: a number rounded, as an int;
+    - `gather`: an element of a tensor, from a line of it and indices on some of its axes, each
+      behind the number of its axis."""
 
     op: str
     args: tuple[Element, ...]
@@ -86,6 +94,10 @@ def type_of(x: Element) -> Type:
         case Op(op, args):
             if op in (*COMPARISONS, "and", "or", "not"):
                 return "bool"
+            if op == "gather":
+                return type_of(args[0])
+            if op in ROUNDED:
+                return "int"
             operands = args[1:] if op == "where" else args
             whole = op in ("+", "-", "*", "neg", "min", "max", "abs", "where", "%")
             return "int" if whole and all(type_of(a) == "int" for a in operands) else "float"
@@ -119,8 +131,10 @@ def element(name: str, axes: Axes, type: Type = "float") -> Leaf:
 
 
 def fold(x: Element) -> Element:
-    """The same value with fewer and cheaper operations."""
+    """The same value with fewer and cheaper operations. Indices are exact, and stay as they are."""
     match x:
+        case Op("gather"):
+            return x
         case Op(op, args):
             return _folded(op, tuple(fold(a) for a in args))
         case Reduce(op, arg):
@@ -211,8 +225,14 @@ def _term(op: str, args: tuple[Element, ...], parts: list[Term]) -> Term:
         return binary("&&" if op == "and" else "||", parts[0], parts[1])
     if op == "not":
         return Unary("!", parts[0])
+    if op == "gather":
+        return _gather(args, parts)
     kind = type_of(Op(op, args))
-    whole = kind == "int" or (op in COMPARISONS and all(type_of(a) == "int" for a in args))
+    whole = (
+        op in ROUNDED
+        or kind == "int"
+        or (op in COMPARISONS and all(type_of(a) == "int" for a in args))
+    )
     if op == "where":
         yes, no = (p if whole else as_float(p) for p in parts[1:])
         return Select(parts[0], yes, no)
@@ -229,3 +249,9 @@ def _term(op: str, args: tuple[Element, ...], parts: list[Term]) -> Term:
             found = Call(op, (found, other), kind)
         return found
     return Call(op, tuple(parts), kind)
+
+
+def _gather(args: tuple[Element, ...], parts: list[Term]) -> Gather:
+    assert isinstance(parts[0], Line)
+    axes = tuple(int(a.value) for a in args[1::2] if isinstance(a, Leaf) and a.value is not None)
+    return Gather(parts[0], axes, tuple(parts[2::2]))

@@ -59,22 +59,76 @@ class Define(Node):
 @dataclass(frozen=True)
 class Window:
     """A tile of a tensor in global memory: where it begins on every axis, and how many of its rows
-    and columns lie inside (None: all of them, whatever the problem)."""
+    and columns lie inside (None: all of them, whatever the problem).
+
+    Where it may begin before the start of the tensor, the rows and columns before `first_row` and
+    `first_col` are outside too.
+    """
 
     tensor: Tensor
     start: tuple[Term, ...]
     rows: Term | None
     cols: Term | None
     offset: Term | None = None  # in elements, of a view into memory
+    first_row: Term | None = None
+    first_col: Term | None = None
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """All that a place and the bounds are made of."""
+        bounds = (self.rows, self.cols, self.offset, self.first_row, self.first_col)
+        return (*self.start, *(t for t in bounds if t is not None))
+
+    def changed(self, change: Callable[[Term], Term]) -> Window:
+        """The same tile with other terms."""
+
+        def other(x: Term | None) -> Term | None:
+            return None if x is None else change(x)
+
+        return Window(
+            self.tensor,
+            tuple(map(change, self.start)),
+            other(self.rows),
+            other(self.cols),
+            other(self.offset),
+            other(self.first_row),
+            other(self.first_col),
+        )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some columns of a shared tile, and the tile of a tensor that they are filled from."""
+
+    column: int
+    width: int
+    window: Window
 
 
 @dataclass(frozen=True)
 class Load(Node):
-    """A tile starts on its way from global to shared memory."""
+    """A tile starts on its way from global to shared memory: from one window, or in pieces that lie
+    side by side."""
 
     dest: Key
-    window: Window
+    window: Window  # of the first piece
     stage: Term | None = None
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def windows(self) -> tuple[Window, ...]:
+        """All that is loaded."""
+        return tuple(p.window for p in self.pieces) or (self.window,)
+
+    @property
+    def filled(self) -> tuple[tuple[int, Tensor], ...]:
+        """The tensors that fill the tile, and at which columns."""
+        return tuple((p.column, p.window.tensor) for p in self.pieces) or ((0, self.window.tensor),)
+
+    def moved(self, change: Callable[[Term], Term]) -> Load:
+        """The same copy with other terms."""
+        pieces = tuple(replace(p, window=p.window.changed(change)) for p in self.pieces)
+        return replace(self, window=self.window.changed(change), pieces=pieces)
 
 
 @dataclass(frozen=True)

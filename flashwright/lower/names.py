@@ -49,9 +49,9 @@ def ring_name(key: Key) -> str:
     return f"{tile_name(key).removesuffix('_shared')}_ring"
 
 
-def map_name(key: Key) -> str:
-    """What TMA knows of the tensor that a shared tile is filled from."""
-    return f"{tile_name(key).removesuffix('_shared')}_map"
+def map_name(key: Key, column: int = 0) -> str:
+    """What TMA knows of the tensor that a shared tile is filled from, at a column."""
+    return f"{tile_name(key).removesuffix('_shared')}_map" + (f"_{column}" if column else "")
 
 
 def operand_name(key: Key) -> str:

@@ -109,6 +109,32 @@ class Read:
 
 
 @dataclass(frozen=True)
+class Line:
+    """Where in a tensor in global memory a gather begins: at an index on every axis, and an offset
+    of a view. Its type is that of the elements, as they are computed with."""
+
+    tensor: str
+    index: tuple[Term, ...]
+    type: Type
+    offset: Term | None = None
+
+
+@dataclass(frozen=True)
+class Gather:
+    """The element of a tensor that a row or column chooses: from a line, so many steps further on
+    these axes. It never changes while the kernel runs."""
+
+    line: Line
+    axes: tuple[int, ...]
+    index: tuple[Term, ...]
+
+    @property
+    def type(self) -> Type:
+        """That of the tensor's elements."""
+        return self.line.type
+
+
+@dataclass(frozen=True)
 class Convert:
     """An int as fp32, or in 64 bits."""
 
@@ -122,7 +148,8 @@ class Convert:
 
 
 Term = (
-    Lit | Var | At | Position | RingStage | Unary | Binary | Call | Select | Read | Convert
+    Lit | Var | At | Position | RingStage | Unary | Binary | Call | Select | Read | Line | Gather
+    | Convert
 )  # fmt: skip
 
 COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
@@ -216,6 +243,10 @@ def parts(x: Term) -> tuple[Term, ...]:
             return args
         case Select(condition, yes, no):
             return condition, yes, no
+        case Line(_, index):
+            return index if x.offset is None else (*index, x.offset)
+        case Gather(line, _, index):
+            return line, *index
     return ()
 
 
@@ -233,7 +264,7 @@ def variables(x: Term) -> set[str]:
 
 def reads_memory(x: Term) -> bool:
     """Whether a term depends on what is in a tensor."""
-    return any(isinstance(part, Read) for part in walk(x))
+    return any(isinstance(part, (Read, Gather)) for part in walk(x))
 
 
 def positive(x: Term, known: Callable[[str], int | None] = lambda name: None) -> bool:
@@ -316,4 +347,10 @@ def rebuilt(x: Term, inner: tuple[Term, ...]) -> Term:
             return replace(x, index=inner)
         case Select():
             return Select(*inner)
+        case Line():
+            index, offset = inner[: len(x.index)], inner[len(x.index) :]
+            return replace(x, index=index, offset=offset[0] if offset else None)
+        case Gather():
+            assert isinstance(inner[0], Line)
+            return replace(x, line=inner[0], index=inner[1:])
     return x

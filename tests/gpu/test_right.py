@@ -16,7 +16,7 @@ from flashwright.author.builtin.variants import make_spec
 from flashwright.cli.main import app
 from flashwright.judge.verdict import Verdict
 from flashwright.spec import AttentionSpec
-from tests.example_programs import TRANSLATED
+from tests.example_programs import PROGRAMS
 from tests.gpu.made import code_of, example, package_of
 from tests.offences.inside import judged
 
@@ -65,7 +65,7 @@ def test_built_in(gpu: str, variants: tuple[str, ...], settings: dict[str, Any])
 
 
 @pytest.mark.parametrize("gpu", ["a100", "l40s", "h200"])
-@pytest.mark.parametrize("path", TRANSLATED, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda p: p.stem)
 def test_examples(path: Path, gpu: str) -> None:
     package, spec = example(path, gpu)
     agrees(judged(package, spec, base=path.parent))

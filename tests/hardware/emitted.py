@@ -23,7 +23,7 @@ from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.parse import parse, read
 from flashwright.lower.translate import Translation, translate
-from tests.example_programs import TRANSLATED
+from tests.example_programs import PROGRAMS
 
 HERE = Path(__file__).parent
 LIST = HERE / "emitted.txt"
@@ -77,7 +77,7 @@ def translations() -> Iterator[tuple[str, Translation]]:
         gpu, spec = gpus.find(name), make_spec(variant, **options)
         code = write_code(write_sketch(spec), spec, gpu).code
         yield f"{name} {variant} {options}", _translated(code, gpu)
-    for path in TRANSLATED:
+    for path in PROGRAMS:
         for name in ("a100", "h200"):
             yield f"{name} {path.stem}", _translated(read(path), gpus.find(name))
 

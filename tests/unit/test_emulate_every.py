@@ -18,7 +18,7 @@ from flashwright.build import toolchain
 from flashwright.judge.problems import problems
 from flashwright.judge.reference import UserReference, user_reference
 from flashwright.spec import AttentionSpec
-from tests.example_programs import TRANSLATED
+from tests.example_programs import PROGRAMS
 from tests.unit.together import SCHEDULES, Kernel, emulated, kernels
 
 pytestmark = [
@@ -94,7 +94,7 @@ def test_sparse(gpu: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("gpu", ["a100", "l40s", "h200"])
 def test_examples(gpu: str) -> None:
-    listed = [(path.read_text(), specs.load(path.with_suffix(".toml"))) for path in TRANSLATED]
-    for path, kernel in zip(TRANSLATED, kernels(listed, gpu), strict=True):
+    listed = [(path.read_text(), specs.load(path.with_suffix(".toml"))) for path in PROGRAMS]
+    for path, kernel in zip(PROGRAMS, kernels(listed, gpu), strict=True):
         own = kernel.spec.reference
         right(kernel, user_reference(path.parent / own) if own else None)

@@ -22,7 +22,7 @@ from flashwright.lower.passes.place_barriers import Travel, synchronise
 from flashwright.lower.passes.prefetch import pipeline
 from flashwright.lower.translate import schedule
 from flashwright.spec import BadSpec
-from tests.example_programs import TRANSLATED
+from tests.example_programs import PROGRAMS
 from tests.unit.happens_before import Checker, Race, block
 from tests.unit.lowered import scheduled
 from tests.unit.tl_attention import COPY, attention, program
@@ -110,7 +110,7 @@ def test_two_copies_to_one_place(gpu: str) -> None:
 
 
 @pytest.mark.parametrize("gpu", ["a100", "l40s", "t4"])
-@pytest.mark.parametrize("path", TRANSLATED, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda p: p.stem)
 def test_no_race_in_the_examples(path: Path, gpu: str) -> None:
     check_all(program(path.read_text("utf-8")), gpus.find(gpu))
 

@@ -18,7 +18,7 @@ from flashwright.lower.names import cpp
 from flashwright.lower.printing.kernel import wrapped
 from flashwright.lower.translate import translate
 from flashwright.spec import BadSpec
-from tests.example_programs import EXAMPLES, TRANSLATED, UNTRANSLATED
+from tests.example_programs import EXAMPLES, PROGRAMS
 from tests.unit.lowered import printed, refusal
 from tests.unit.tl_attention import COPY, attention, program
 
@@ -76,20 +76,10 @@ def test_built_in_programs(variant: str, gpu: str) -> None:
 
 
 @pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize("path", TRANSLATED, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda p: p.stem)
 def test_examples(path: Path, gpu: str) -> None:
     text = path.read_text("utf-8")
     check_kernel(text.replace("bf16", "fp16") if gpu == "t4" else text, gpu)
-
-
-@pytest.mark.parametrize("name", UNTRANSLATED)
-def test_a_form_without_a_translation_is_refused_at_its_line(name: str) -> None:
-    text = (EXAMPLES / f"{name}.tl").read_text("utf-8")
-    found = refusal(text)
-    assert found.code == "FW811"
-    assert found.span is not None
-    line = text.splitlines()[found.span.line - 1]
-    assert any(form in line for form in ("Table[", " at ", " along ")), line
 
 
 def test_the_map_leads_from_every_line_to_the_line_it_stands_under() -> None:

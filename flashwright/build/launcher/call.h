@@ -341,9 +341,9 @@ class Call {
     }
   }
 
-  // Inside a tile the kernel counts in 32 bits without a sign.
+  // Inside a tile the kernel counts in 32 bits without a sign, some of it in bytes.
   void within(const TensorPlan& plan, const Given& given, bool in_tile, int64_t stride) const {
-    if (stride >= 0 && (!in_tile || stride <= UINT32_MAX)) return;
+    if (stride >= 0 && (!in_tile || stride <= UINT32_MAX / (plan.bits / 8))) return;
     FW_REFUSE(ValueError, plan) << "has strides that the kernel cannot use: "
                                 << shape_of(*given.tensor, given.strides.data());
   }

@@ -21,6 +21,13 @@ struct Chunks {
 
   __device__ Chunks() : row(threadIdx.x / across), chunk(threadIdx.x % across) {}
 
+  // Whether a chunk lies in some columns, by its number: known when it is compiled.
+  template <int Column, int Width>
+  __device__ static constexpr bool among(int number) {
+    int const col = number % atoms * Tile::width;
+    return col >= Column && col - Column < Width;
+  }
+
   // Calls body(number, row, column, address in shared memory) for each chunk.
   template <class Body>
   __device__ void each(Tile tile, Body body) const {
@@ -40,13 +47,16 @@ struct Chunks {
   }
 };
 
-// Starts the copy of a tile; rows from `valid` on are filled with zeros. cp.async, sm_80 and later.
-template <int Threads, class Tile, class T>
-__device__ void copy_async(Tile dst, GlobalTile<T> src, int valid) {
-  Chunks<Threads, Tile>{}.each(dst, [&](int, int row, int col, uint32_t to) {
-    T const* from = src.at(row, 0) + col;
+// Starts the copy of a tile; rows outside of the `valid` ones are filled with zeros. cp.async, sm_80 and later.
+// Where several tiles lie side by side, only the columns of one, which are whole atoms.
+template <int Threads, int Column = 0, int Width = 1 << 30, class Tile, class T, class Valid>
+__device__ void copy_async(Tile dst, GlobalTile<T> src, Valid valid) {
+  using Way = Chunks<Threads, Tile>;
+  Way{}.each(dst, [&](int n, int row, int col, uint32_t to) {
+    if (!Way::template among<Column, Width>(n)) return;
+    T const* from = src.at(row, 0) + (col - Column);
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                 "r"(row < valid ? 16 : 0));
+                 "r"(inside(row, valid) ? 16 : 0));
   });
 }
 
@@ -66,11 +76,12 @@ struct Staged {
   using Way = Chunks<Threads, Tile>;
   uint4 held[Way::count];
 
-  template <class T>
-  __device__ void load(GlobalTile<T> src, int valid) {
+  template <int Column = 0, int Width = 1 << 30, class T, class Valid>
+  __device__ void load(GlobalTile<T> src, Valid valid) {
     Way{}.each(Tile{}, [&](int n, int row, int col, uint32_t) {
+      if (!Way::template among<Column, Width>(n)) return;
       held[n] = make_uint4(0, 0, 0, 0);
-      if (row < valid) held[n] = *reinterpret_cast<uint4 const*>(src.at(row, 0) + col);
+      if (inside(row, valid)) held[n] = *reinterpret_cast<uint4 const*>(src.at(row, 0) + (col - Column));
     });
   }
 
@@ -84,26 +95,26 @@ struct Staged {
   }
 };
 
-// A tile from shared memory to its first `valid` rows in global memory.
-template <int Threads, class T, class Tile>
-__device__ void copy_out(GlobalTile<T> dst, Tile src, int valid) {
+// A tile from shared memory to its `valid` rows in global memory.
+template <int Threads, class T, class Tile, class Valid>
+__device__ void copy_out(GlobalTile<T> dst, Tile src, Valid valid) {
   Chunks<Threads, Tile>{}.each(src, [&](int, int row, int col, uint32_t from) {
     uint4 x;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
                  : "r"(from)
                  : "memory");
-    if (row < valid) *reinterpret_cast<uint4*>(dst.at(row, 0) + col) = x;
+    if (inside(row, valid)) *reinterpret_cast<uint4*>(dst.at(row, 0) + col) = x;
   });
 }
 
 // Element by element, for tiles that may end within a row; rows and columns outside become 0.
-template <int Threads, class Tile, class T>
-__device__ void copy_elements(Tile dst, GlobalTile<T> src, int rows, int cols) {
+template <int Threads, class Tile, class T, class Rows, class Cols>
+__device__ void copy_elements(Tile dst, GlobalTile<T> src, Rows rows, Cols cols) {
   auto to = dst.tensor();
   for (int i = threadIdx.x; i < Tile::rows * Tile::cols; i += Threads) {
     int const row = i / Tile::cols, col = i % Tile::cols;
-    to(row, col) = row < rows && col < cols ? *src.at(row, col) : T(0);
+    to(row, col) = inside(row, rows) && inside(col, cols) ? *src.at(row, col) : T(0);
   }
 }
 

@@ -92,31 +92,31 @@ __device__ inline void transpose_quad(uint32_t (&r)[4]) {
   (upper ? r[1] : r[3]) = got3;
 }
 
-// Rounds an accumulator to 16 bits and stores its first `valid` rows, 16 bytes at a time (8 where the
+// Rounds an accumulator to 16 bits and stores its `valid` rows, 16 bytes at a time (8 where the
 // tile is wide: its columns are neighbours already).
-template <int Warps, bool Wide = false, class T, class Tile>
-__device__ void store(GlobalTile<T> dst, Tile const& tile, int valid) {
+template <int Warps, bool Wide = false, class T, class Tile, class Valid>
+__device__ void store(GlobalTile<T> dst, Tile const& tile, Valid valid) {
   constexpr int rows = decltype(cute::size<0>(tile))::value;
   constexpr int cols = decltype(cute::size<1>(tile))::value;
   static_assert(sizeof(T) == 2 && cols % 8 == 0);
   Place<Warps, Wide> const place;
   CUTE_UNROLL
   for (int m = 0; m < rows; ++m) {
-    bool const inside = place.row(m) < valid;
+    bool const kept = inside(place.row(m), valid);
     T* const line = dst.at(place.row(m), 0);
     CUTE_UNROLL
     for (int n = 0; n < cols; n += Wide ? 4 : 8) {
       if constexpr (Wide) {
         uint2 const both = make_uint2(pack<T>(tile(m, n), tile(m, n + 1)),
                                       pack<T>(tile(m, n + 2), tile(m, n + 3)));
-        if (inside) *reinterpret_cast<uint2*>(line + place.col(n)) = both;
+        if (kept) *reinterpret_cast<uint2*>(line + place.col(n)) = both;
       } else {
         uint32_t r[4];
         CUTE_UNROLL
         for (int k = 0; k < 4; ++k) r[k] = pack<T>(tile(m, n + 2 * k), tile(m, n + 2 * k + 1));
         transpose_quad(r);
         T* const to = line + n * 4 + threadIdx.x % 4 * 8;
-        if (inside) *reinterpret_cast<uint4*>(to) = make_uint4(r[0], r[1], r[2], r[3]);
+        if (kept) *reinterpret_cast<uint4*>(to) = make_uint4(r[0], r[1], r[2], r[3]);
       }
     }
   }
@@ -136,17 +136,17 @@ __device__ void each_element(Tile& tile, Body body) {
 }
 
 // Any tile of any element type to and from global memory, element by element; outside: 0, not stored.
-template <int Warps, bool Wide = false, class T, class Tile>
-__device__ void store_elements(GlobalTile<T> dst, Tile const& tile, int rows, int cols) {
+template <int Warps, bool Wide = false, class T, class Tile, class Rows, class Cols>
+__device__ void store_elements(GlobalTile<T> dst, Tile const& tile, Rows rows, Cols cols) {
   each_element<Warps, Wide>(tile, [&](int row, int col, auto const& x) {
-    if (row < rows && col < cols) *dst.at(row, col) = static_cast<T>(x);
+    if (inside(row, rows) && inside(col, cols)) *dst.at(row, col) = static_cast<T>(x);
   });
 }
 
-template <int Warps, bool Wide = false, class T, class Tile>
-__device__ void load(Tile& tile, GlobalTile<T> src, int rows, int cols) {
+template <int Warps, bool Wide = false, class T, class Tile, class Rows, class Cols>
+__device__ void load(Tile& tile, GlobalTile<T> src, Rows rows, Cols cols) {
   each_element<Warps, Wide>(tile, [&](int row, int col, auto& x) {
-    x = row < rows && col < cols ? static_cast<float>(*src.at(row, col)) : 0.f;
+    x = inside(row, rows) && inside(col, cols) ? static_cast<float>(*src.at(row, col)) : 0.f;
   });
 }
 
@@ -166,46 +166,46 @@ __device__ void from_shared(Tile& tile, Shared src) {
       tile, [&](int row, int col, auto& x) { x = static_cast<float>(from(row, col)); });
 }
 
-// Vectors along the rows or the columns of a tile, of which the first `valid` are inside.
-template <int Warps, class T, class Vector>
-__device__ void store_rows(GlobalTile<T> dst, Vector const& values, int valid) {
+// Vectors along the rows or the columns of a tile, of which the `valid` ones are inside.
+template <int Warps, class T, class Vector, class Valid>
+__device__ void store_rows(GlobalTile<T> dst, Vector const& values, Valid valid) {
   Place<Warps> const place;
   CUTE_UNROLL
   for (int m = 0; m < decltype(cute::size(values))::value; ++m) {
-    if (threadIdx.x % 4 == 0 && place.row(m) < valid) {
+    if (threadIdx.x % 4 == 0 && inside(place.row(m), valid)) {
       *dst.at(place.row(m), 0) = static_cast<T>(values(m));
     }
   }
 }
 
-template <int Warps, class T, class Vector>
-__device__ void store_cols(GlobalTile<T> dst, Vector const& values, int valid) {
+template <int Warps, class T, class Vector, class Valid>
+__device__ void store_cols(GlobalTile<T> dst, Vector const& values, Valid valid) {
   Place<Warps> const place;
   CUTE_UNROLL
   for (int n = 0; n < decltype(cute::size(values))::value; ++n) {
-    if (threadIdx.x < 4 && place.col(n) < valid) {
+    if (threadIdx.x < 4 && inside(place.col(n), valid)) {
       *dst.at(place.col(n), 0) = static_cast<T>(values(n));
     }
   }
 }
 
-template <int Warps, class T, class Vector>
-__device__ void load_rows(Vector& values, GlobalTile<T> src, int valid) {
+template <int Warps, class T, class Vector, class Valid>
+__device__ void load_rows(Vector& values, GlobalTile<T> src, Valid valid) {
   using Value = typename Vector::value_type;
   Place<Warps> const place;
   CUTE_UNROLL
   for (int m = 0; m < decltype(cute::size(values))::value; ++m) {
-    values(m) = place.row(m) < valid ? static_cast<Value>(*src.at(place.row(m), 0)) : Value(0);
+    values(m) = inside(place.row(m), valid) ? static_cast<Value>(*src.at(place.row(m), 0)) : Value(0);
   }
 }
 
-template <int Warps, class T, class Vector>
-__device__ void load_cols(Vector& values, GlobalTile<T> src, int valid) {
+template <int Warps, class T, class Vector, class Valid>
+__device__ void load_cols(Vector& values, GlobalTile<T> src, Valid valid) {
   using Value = typename Vector::value_type;
   Place<Warps> const place;
   CUTE_UNROLL
   for (int n = 0; n < decltype(cute::size(values))::value; ++n) {
-    values(n) = place.col(n) < valid ? static_cast<Value>(*src.at(place.col(n), 0)) : Value(0);
+    values(n) = inside(place.col(n), valid) ? static_cast<Value>(*src.at(place.col(n), 0)) : Value(0);
   }
 }
 

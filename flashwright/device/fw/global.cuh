@@ -26,7 +26,21 @@ struct GlobalTile {
   uint32_t col;
 
   __device__ T* at(int r, int c) const { return data + times(r, row) + times(c, col); }
+
+  // So many rows and columns further, or back, where that is before the start of the tensor.
+  __device__ GlobalTile moved(int rows, int cols) const {
+    return {data + rows * static_cast<int64_t>(row) + cols * static_cast<int64_t>(col), row, col};
+  }
 };
+
+// The rows or columns of a tile that lie in the tensor: from one on, up to another, where it may begin before the start.
+// Where it cannot, their number is enough.
+struct Inside {
+  int first, end;
+};
+
+__device__ inline bool inside(int place, int count) { return place < count; }
+__device__ inline bool inside(int place, Inside bounds) { return place >= bounds.first && place < bounds.end; }
 
 // Memory layout shared with the launcher: the pointer, then one stride for each axis.
 template <class T, int Axes>
@@ -49,6 +63,16 @@ struct Global {
     Global moved = *this;
     moved.data += offset;
     return moved;
+  }
+
+  // How many bytes the elements along an axis are apart.
+  template <int Axis>
+  __device__ auto step() const {
+    if constexpr (Axis + 2 >= Axes) {
+      return static_cast<uint32_t>(stride[Axis]) * static_cast<uint32_t>(sizeof(T));  // the launcher sees to it
+    } else {
+      return stride[Axis] * sizeof(T);
+    }
   }
 
   // A tile of rows and columns (the last two axes) that begins at the coordinates.
@@ -77,6 +101,31 @@ __device__ constexpr int floor_mod(int a, int b) {
 __device__ inline float floor_mod(float a, float b) {
   float const rest = ::fmodf(a, b);
   return rest != 0.f && (rest < 0.f) != (b < 0.f) ? rest + b : rest;
+}
+
+// An index that was computed in fp32, rounded down; far from the ends of an int, so that sums with it do not wrap.
+__device__ inline int whole(float x) {
+  return __float2int_rd(::fminf(::fmaxf(x, -1073741824.f), 1073741824.f));
+}
+
+// The element that lies so many steps (of so many bytes) along some axes from another one, as it is computed with; places
+// are not negative. A plain load: the compiler makes one of those that neighbouring elements share, which it does not do
+// with __ldg.
+template <class T, class Step>
+__device__ auto gather(T const* line, int places, Step step) {
+  uint64_t const bytes = static_cast<uint64_t>(static_cast<uint32_t>(places)) * step;
+  T const found = *reinterpret_cast<T const*>(reinterpret_cast<char const*>(line) + bytes);
+  if constexpr (cute::is_same_v<T, int>) {
+    return found;
+  } else {
+    return static_cast<float>(found);
+  }
+}
+
+template <class T, class Step, class... More>
+__device__ auto gather(T const* line, int places, Step step, More... more) {
+  uint64_t const bytes = static_cast<uint64_t>(static_cast<uint32_t>(places)) * step;
+  return gather(reinterpret_cast<T const*>(reinterpret_cast<char const*>(line) + bytes), more...);
 }
 
 }  // namespace fw

@@ -16,9 +16,9 @@ __device__ inline void copy_line(uint32_t from, void* to, bool inside) {
   if (inside) asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// Rounds an accumulator of 16 rows for each warp to 16 bits and stores its first `valid` rows.
-template <int Warps, class T, class Tile>
-__device__ void store_through(unsigned char* room, GlobalTile<T> dst, Tile const& tile, int valid) {
+// Rounds an accumulator of 16 rows for each warp to 16 bits and stores its `valid` rows.
+template <int Warps, class T, class Tile, class Valid>
+__device__ void store_through(unsigned char* room, GlobalTile<T> dst, Tile const& tile, Valid valid) {
   constexpr int cols = 4 * decltype(cute::size<1>(tile))::value;
   static_assert(sizeof(T) == 2 && decltype(cute::size<0>(tile))::value == 2 && cols % 32 == 0);
   using Part = SharedTile<T, 16, cols % 64 ? 32 : 64>;
@@ -43,7 +43,7 @@ __device__ void store_through(unsigned char* room, GlobalTile<T> dst, Tile const
     CUTE_UNROLL
     for (int n = 0; n < 16 / rows; ++n) {
       uint32_t const from = part.chunk_address(lane / chunks + n * rows, lane % chunks);
-      copy_line(from, line[n] + col, first + n * rows < valid);
+      copy_line(from, line[n] + col, inside(first + n * rows, valid));
     }
   }
 }

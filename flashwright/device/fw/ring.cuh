@@ -140,19 +140,19 @@ __device__ bool is_loader() {
   return threadIdx.x == 32 * Warps;
 }
 
-// A tile whose first element is at the coordinates (one for each axis) starts on its way. A box is as wide as a
-// swizzle atom; what lies outside of the tensor becomes 0.
-template <class Tile, int Stages, class... Coords>
-__device__ void fetch(Tile tile, Ring<Stages>& ring, Map const& map, Coords... coords) {
+// Some columns of a tile start on their way to a stage that was acquired; the first element of them is at the coordinates
+// (one for each axis). A box is as wide as a swizzle atom; what lies outside of the tensor becomes 0.
+template <int Column, int Width, class Tile, int Stages, class... Coords>
+__device__ void fetch_columns(Tile tile, Ring<Stages> const& ring, Map const& map, Coords... coords) {
   static_assert(sizeof...(Coords) >= 2 && sizeof...(Coords) <= 5);
   int at[] = {coords...};
   constexpr int rank = sizeof...(Coords);
   Tile const to = tile.stage(ring.stage);
-  uint32_t const barrier = ring.acquire(Tile::bytes);
+  uint32_t const barrier = ring.full + 8 * ring.stage;
   CUTE_UNROLL
-  for (int col = 0; col < Tile::cols; col += Tile::width) {
+  for (int col = Column; col < Column + Width; col += Tile::width) {
     uint32_t const dst = cute::cast_smem_ptr_to_uint(to.data) + col * Tile::rows * sizeof(*to.data);
-    int const x = at[rank - 1] + col;
+    int const x = at[rank - 1] + (col - Column);
     if constexpr (rank == 2) {
       asm volatile(
           "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
@@ -175,6 +175,13 @@ __device__ void fetch(Tile tile, Ring<Stages>& ring, Map const& map, Coords... c
           : "memory");
     }
   }
+}
+
+// The next stage is filled with a tile whose first element is at the coordinates.
+template <class Tile, int Stages, class... Coords>
+__device__ void fetch(Tile tile, Ring<Stages>& ring, Map const& map, Coords... coords) {
+  ring.acquire(Tile::bytes);
+  fetch_columns<0, Tile::cols>(tile, ring, map, coords...);
   ring.next();
 }
 

@@ -26,6 +26,7 @@ from flashwright.lower.element import (
     literal,
     times,
 )
+from flashwright.lower.frontend.gathers import gathered
 from flashwright.lower.frontend.masks import conjuncts, end, everywhere
 from flashwright.lower.frontend.positions import Axes
 from flashwright.lower.frontend.scalars import Scalar, refused
@@ -60,7 +61,8 @@ class Computes:
     def __init__(self, lowering: Lowering, sides: dict[Key, ir.Side]) -> None:
         self.lowering = lowering
         self.program = lowering.program
-        self.sides = dict(sides)
+        declared = {k: b.along for k, b in self.program.buffers.items() if b.along is not None}
+        self.sides: dict[Key, ir.Side] = {**sides, **declared}
         self.pending: dict[Key, tuple[Leaf, ir.Compute]] = {}  # the factor, its statement
 
     # --- tiles ----------------------------------------------------------------------------
@@ -85,7 +87,7 @@ class Computes:
     def read(self, key: Key, frame: Frame) -> Element:
         """A tile seen in a frame; a vector lies along the axis whose positions it has."""
         buffer = self.program.buffers[key]
-        if len(buffer.shape) == 1 and len(frame.shape) == 2:
+        if len(buffer.shape) == 1 and len(frame.shape) == 2 and buffer.along is None:
             self._turn(key, buffer, frame)
         found: Element = self.leaf(key)
         return times(found, self.pending[key][0]) if key in self.pending else found
@@ -288,8 +290,9 @@ class Computes:
         """Rows and columns come from the two-dimensional operands, else from the vectors."""
         buffers = self.program.buffers
         shape = buffers[target].shape
+        keys = sorted(self._tiles(expr), key=lambda k: buffers[k].along is not None)
         for rank in (2, 1):
-            for key in self._tiles(expr):
+            for key in keys:
                 axes = self.lowering.axes.get(key, ())
                 if len(buffers[key].shape) == rank == len(shape) and any(axes):
                     return Frame(buffers[key].shape, axes, buffers[key])
@@ -308,6 +311,8 @@ class Computes:
                 return self._tiles(left) + self._tiles(right)
             case tl.Call(func, args) if func.id.lower() not in ("rowmax", "rowsum"):
                 return [k for a in args for k in self._tiles(a)]
+            case tl.Index(_, args):
+                return [k for a in args for k in self._tiles(a)]
         return []
 
     def _same_side(self, expr: Expr, target: Key) -> None:
@@ -320,10 +325,12 @@ class Computes:
             isinstance(e, tl.Call) and e.func.id.lower() in ("rowmax", "rowsum")
             for e in tl.expressions(expr)
         )
+        vectors.sort(key=lambda v: buffers[v].along is None)  # what a vector is said to do counts
         known = [self.sides[v] for v in vectors if v in self.sides]
         side: ir.Side = "rows" if reduces or not known else known[0]
         if reduces or known:
-            self.sides |= {v: side for v in vectors if len(buffers[v].shape) == 1}
+            free = (v for v in vectors if len(buffers[v].shape) == 1 and buffers[v].along is None)
+            self.sides |= dict.fromkeys(free, side)
 
     def element(self, expr: Expr, frame: Frame) -> Element:
         """The expression for one element."""
@@ -347,6 +354,8 @@ class Computes:
                 return self.read(self.key(expr), frame)
             case tl.Num(text) if not text.isdigit():
                 return literal(float(text))
+            case tl.Index() if self.program.per_element(expr):
+                return gathered(self, expr, frame)
             case tl.Num() | tl.Index():
                 return _scalar(self.lowering.scalars(expr))
             case tl.Unary(op, operand):

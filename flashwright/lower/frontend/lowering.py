@@ -6,22 +6,33 @@ from flashwright.check.machine import operand_dtypes
 from flashwright.check.program import Buffer, Key, Program, Tensor
 from flashwright.check.scalars import NotScalar, whole
 from flashwright.check.scalars import evaluate as exact
-from flashwright.check.vocabulary import CONSTANTS
+from flashwright.check.vocabulary import CONSTANTS, DTYPES
 from flashwright.lang import nodes as tl
-from flashwright.lang.nodes import Expr, Name
+from flashwright.lang.nodes import Coord, Expr, Name
 from flashwright.lower import ir
 from flashwright.lower.frontend.computes import Computes
 from flashwright.lower.frontend.positions import STALE, UNKNOWN, ZERO, Axes, Positions, Where
 from flashwright.lower.frontend.scalars import Scalar, Scalars, named, refused
 from flashwright.lower.names import Names, cpp, reserved
-from flashwright.lower.term import Lit, Read, Term, Var, integer, literal, widened
+from flashwright.lower.targets.swizzle import swizzle_bytes
+from flashwright.lower.term import (
+    Lit,
+    Read,
+    Term,
+    Unary,
+    Var,
+    integer,
+    literal,
+    plus,
+    positive,
+    widened,
+)
 
 Axis = Where | None
 
 
 def lower(program: Program) -> ir.Kernel:
     """The kernel before any schedule: what happens, in the order of the program."""
-    _refuse_untranslated(program)
     sides = Lowering(program, {}).kernel().sides  # the first walk finds how the vectors lie
     return Lowering(program, sides).kernel()
 
@@ -46,6 +57,7 @@ class Lowering:
         self.direct = _direct_operands(program)
         self.only_offsets = _only_offsets(program)
         self.computes = Computes(self, sides)
+        self.pieces: dict[Key, list[tuple[ir.Piece, tl.Copy]]] = {}  # of tiles not filled yet
 
     def kernel(self) -> ir.Kernel:
         """Walk the whole program."""
@@ -55,6 +67,7 @@ class Lowering:
             self.scalars.define(axis.name.id, self._counter(cpp(axis.name.id), low))
             grid.append(ir.GridAxis(cpp(axis.name.id), low, False))
         self.statements(self.program.tree.body)
+        self._no_pieces_left()
         return ir.Kernel(tuple(grid), tuple(self.body), self.computes.sides, self.operands)
 
     def emit(self, node: ir.Statement) -> None:
@@ -80,9 +93,11 @@ class Lowering:
 
     def inside(self, body: tuple[tl.Statement, ...]) -> tuple[ir.Statement, ...]:
         """Lower a body of its own; what it defines means nothing behind it."""
+        self._no_pieces_left()
         outer, scope, lets = self.body, dict(self.scalars.scope), dict(self.positions.lets)
         self.body = []
         self.statements(body)
+        self._no_pieces_left()
         self.computes.settle()
         inner, self.body = self.body, outer
         self.scalars.scope, self.positions.lets = scope, lets
@@ -210,6 +225,9 @@ class Lowering:
         if stmt.source == "global":
             buffer = self.program.buffers[dest]
             window, axes = self._window(stmt, self.program.tensors[source[0]], buffer)
+            if stmt.column is not None:
+                self._piece(stmt, dest, window, axes)
+                return
             self.axes[dest] = axes
             self.computes.forget(dest)
             kind = ir.Load if stmt.dest == "shared" else ir.Fill
@@ -234,6 +252,40 @@ class Lowering:
             self.emit(ir.Move(source, dest, operand=loaded, origin=ir.origin(stmt)))
             self.as_operand(dest)
 
+    def _piece(self, stmt: tl.Copy, dest: Key, window: ir.Window, axes: Axes) -> None:
+        """Some columns of a tile: with the last of them, all are on their way."""
+        column, (_, width) = self.program.column(stmt), self.program.moved(stmt)
+        assert column is not None
+        buffer = self.program.buffers[dest]
+        size, all_columns = DTYPES[buffer.dtype], buffer.shape[1]
+        by = swizzle_bytes(all_columns * size) // size
+        if column % by or width % by:
+            text = f"columns {column}..{column + width - 1} of `{dest[0]}`"
+            hint = f"of {all_columns} columns, pieces begin and end at multiples of {by}"
+            raise refused(text, stmt.span, hint)
+        if window.cols is not None:
+            text = f"the rows of `{window.tensor.name}` are not a multiple of {width} long"
+            raise refused(text, stmt.span, "give the tensor an axis of a whole number of tiles")
+        held = self.pieces.setdefault(dest, [])
+        if any(p.column < column + width and column < p.column + p.width for p, _ in held):
+            self._no_pieces_left()
+        held.append((ir.Piece(column, width, window), stmt))
+        if sum(p.width for p, _ in held) < all_columns:
+            return
+        pieces = tuple(sorted((p for p, _ in held), key=lambda p: p.column))
+        begin, title = held[0][1].span.line, ir.origin(held[0][1]).title
+        del self.pieces[dest]
+        self.axes[dest] = (axes[0], None)
+        origin = ir.Origin((begin, stmt.span.end_line), title)
+        self.emit(ir.Load(dest, pieces[0].window, pieces=pieces, origin=origin))
+
+    def _no_pieces_left(self) -> None:
+        """Failed with FW811 where only some columns of a tile were copied."""
+        for key, held in self.pieces.items():
+            text = f"only some columns of `{key[0]}` are copied here"
+            hint = "let the Copies of all its columns follow each other, in the same body"
+            raise refused(text, held[-1][1].span, hint)
+
     def as_operand(self, key: Key) -> None:
         """A tile that was just written, as the left operand of the GEMMs that take it as it is."""
         if self.direct.get(key) == "computed":
@@ -242,47 +294,73 @@ class Lowering:
             self.emit(ir.Operand(key, key, dtype))
 
     def _window(self, stmt: tl.Copy, tensor: Tensor, buffer: Buffer) -> tuple[ir.Window, Axes]:
-        coords = {c.axis.id: c.value for c in stmt.coords or ()}
-        first_tiled = len(tensor.axes) - len(buffer.shape)
+        coords = {c.axis.id: c for c in stmt.coords or ()}
+        shape = self.program.moved(stmt)
+        first_tiled = len(tensor.axes) - len(shape)
         start: list[Term] = []
         inside: list[Term | None] = []
+        before: list[Term | None] = []
         axes: list[Axis] = []
         for position, axis in enumerate(tensor.axes):
-            coord = coords.get(axis.label, ZERO)
+            given = coords.get(axis.label, Coord(Name(axis.label), ZERO))
+            coord = given.value
             place = self.scalars(coord)
             if position >= first_tiled:
-                size = buffer.shape[position - first_tiled]
-                place = self.scalars.binary(
-                    "*", place, self.size(buffer, position - first_tiled), stmt.span
-                )
-                full = self.positions.full(coord)
-                axes.append(Where(self._identity(axis.size), coord, size, axis.label, full))
-                inside.append(self._inside(axis.size, place, size, stmt))
+                number = position - first_tiled
+                size = shape[number]
+                if not given.in_elements:
+                    whole_axis = size == buffer.shape[number]
+                    by = self.size(buffer, number) if whole_axis else Scalar(integer(size))
+                    place = self.scalars.binary("*", place, by, stmt.span)
+                full, dim = self.positions.full(coord), self._identity(axis.size)
+                axes.append(Where(dim, coord, size, axis.label, full, given.in_elements))
+                fits = self._fits(given, axis.size, place, size, tensor)
+                inside.append(None if fits else self._inside(axis.size, place, stmt))
+                before.append(self._before(place, stmt) if given.in_elements else None)
             start.append(place.as_int(stmt.span))
         rows, cols = inside[0], inside[1] if len(inside) > 1 else None
-        shift = self._offset(tensor.offset) if tensor.offset is not None else None
-        return ir.Window(tensor, tuple(start), rows, cols, shift), tuple(axes)
+        first_row, first_col = before[0], before[1] if len(before) > 1 else None
+        shift = self.offset(tensor.offset) if tensor.offset is not None else None
+        window = ir.Window(tensor, tuple(start), rows, cols, shift, first_row, first_col)
+        return window, tuple(axes)
 
-    def _offset(self, expr: Expr) -> Term:
+    def _fits(self, given: Coord, extent: Expr, start: Scalar, size: int, tensor: Tensor) -> bool:
+        """Whether a tile is inside of the tensor, whatever the problem, and begins at a multiple
+        of 16 bytes, as all do that are counted in tiles."""
+        first, fixed = literal(start.term), self.fixed(extent)
+        if fixed is None:
+            return False
+        if not given.in_elements:
+            return fixed % size == 0
+        if first is None or not start.whole:
+            return False
+        return 0 <= first <= fixed - size and first * DTYPES[tensor.dtype] % 16 == 0
+
+    def _before(self, start: Scalar, stmt: tl.Copy) -> Term | None:
+        """The first row inside of the tensor; None where a tile cannot begin before the start."""
+        place = start.as_int(stmt.span)
+        if positive(plus(place, 1), self.scalars.least.get):
+            return None
+        return Unary("-", place)
+
+    def offset(self, expr: Expr) -> Term:
         """How far into its memory a view begins: in 64 bits, since memory is longer than an int."""
         return widened(self.scalars(self.positions.full(expr)).as_int(expr.span))
 
-    def _inside(self, extent: Expr, start: Scalar, size: int, stmt: tl.Copy) -> Term | None:
-        """How much of the tile lies inside the tensor; None where it always does."""
-        fixed = self._fixed(extent)
-        if fixed is not None and fixed % size == 0:
-            return None
+    def _inside(self, extent: Expr, start: Scalar, stmt: tl.Copy) -> Term:
+        """How much of the tile lies inside the tensor, if it is not longer than that."""
         length = self.scalars(extent)
         return self.scalars.binary("-", length, start, stmt.span).as_int(stmt.span)
 
-    def _fixed(self, size: Expr) -> int | None:
+    def fixed(self, size: Expr) -> int | None:
+        """A size that is known now."""
         try:
             return whole(exact(size, self.program.params))
         except NotScalar:
             return None
 
     def _identity(self, size: Expr) -> str:
-        fixed = self._fixed(size)
+        fixed = self.fixed(size)
         return str(fixed) if fixed is not None else str(size)
 
     def size(self, buffer: Buffer, axis: int) -> Scalar:
@@ -294,8 +372,9 @@ class Lowering:
         """The position at which a tile's rows or columns begin."""
         if place is None or place.lost:
             return None
-        size, coord = self.size(buffer, axis), self.positions.current(place)
-        start = self.scalars.binary("*", self.scalars(coord), size, tl.NOWHERE)
+        start = self.scalars(self.positions.current(place))
+        if not place.in_elements:
+            start = self.scalars.binary("*", start, self.size(buffer, axis), tl.NOWHERE)
         return start.as_int(tl.NOWHERE)
 
     # --- Reshape --------------------------------------------------------------------------
@@ -338,23 +417,6 @@ def _direct_operands(program: Program) -> dict[Key, str]:
         for key in left
         if key and key[1] == "register"
     }
-
-
-def _refuse_untranslated(program: Program) -> None:
-    """Failed with FW811 at the first form of TL that has no translation yet."""
-    for stmt in tl.statements(program.tree.body):
-        indices = (e for e in tl.expressions(stmt) if isinstance(e, tl.Index))
-        per_element = next((e for e in indices if program.per_element(e)), None)
-        if per_element is not None:
-            raise refused("an index that depends on the element", per_element.span)
-        if isinstance(stmt, tl.Allocate) and stmt.along is not None:
-            raise refused(f"a vector that is said to lie along {stmt.along}", stmt.span)
-        if isinstance(stmt, tl.Copy):
-            in_elements = next((c for c in stmt.coords or () if c.in_elements), None)
-            if in_elements is not None:
-                raise refused("a coordinate in elements", in_elements.span)
-            if stmt.column is not None:
-                raise refused("tiles side by side in shared memory", stmt.column.span)
 
 
 def _only_offsets(program: Program) -> set[str]:

@@ -20,18 +20,28 @@ ZERO, ONE = Num("0"), Num("1")
 
 @dataclass(frozen=True)
 class Where:
-    """A tile's extent on one axis: on which dimension, at which coordinate (counted in tiles)."""
+    """A tile's extent on one axis: on which dimension, at which coordinate (counted in tiles, or in
+    elements)."""
 
     dim: str
     coord: Expr
     size: int
     label: str
     full: Expr  # the coordinate with lets looked through
+    in_elements: bool = False
 
     @property
     def lost(self) -> bool:
         """Whether the position cannot be told."""
         return self.dim == "?"
+
+    @property
+    def counted(self) -> Where:
+        """The same position, counted in elements."""
+        if self.in_elements or self.lost:
+            return self
+        coord, full = (Binary("*", x, Num(str(self.size))) for x in (self.coord, self.full))
+        return replace(self, coord=coord, full=full, in_elements=True)
 
     def at(self, coord: Expr) -> Where:
         """The same axis at another coordinate."""
@@ -89,6 +99,11 @@ def condition_of(var: Expr, high: Expr) -> Binary:
     return Binary("<", var, high)
 
 
+def alike(a: Where, b: Where) -> tuple[Where, Where]:
+    """Two positions counted alike."""
+    return (a, b) if a.in_elements == b.in_elements else (a.counted, b.counted)
+
+
 class Positions:
     """Compares positions and follows them through branches and loops."""
 
@@ -118,6 +133,7 @@ class Positions:
         """Whether two axes are the same positions."""
         if a is None or b is None or a.lost or b.lost:
             return False
+        a, b = alike(a, b)
         return a.dim == b.dim and a.size == b.size and self.same(a.full, b.full)
 
     # --- control flow ---------------------------------------------------------------------
@@ -130,6 +146,7 @@ class Positions:
             return then
         if then.lost or orelse.lost or (then.dim, then.size) != (orelse.dim, orelse.size):
             return UNKNOWN
+        then, orelse = alike(then, orelse)
         coord = either(condition, self.current(then), self.current(orelse))
         return replace(then, coord=coord, full=self.full(coord))
 
@@ -146,6 +163,7 @@ class Positions:
             return before
         if before.lost or after.lost or (before.dim, before.size) != (after.dim, after.size):
             return UNKNOWN
+        before, after = alike(before, after)
         found = put(after.full, var, Binary("-", Name(var), ONE))
         found = self.given(found, condition_of(Name(var), self.full(high)))
         if not self.same(put(found, var, self.full(low)), before.full):
@@ -158,6 +176,7 @@ class Positions:
             return True
         if after is None or after.lost:
             return False
+        top, after = alike(top, after)
         following = Binary("+", Name(var), ONE)
         goes_on = condition_of(following, self.full(high))
         expected = self.given(put(top.full, var, following), goes_on)
@@ -172,6 +191,7 @@ class Positions:
         last = Call(Name("ceil"), (self.full(high),))
         if top is None:
             return after.at(put(after.full, var, Binary("-", last, ONE)))
+        top, after = alike(top, after)
         following = put(top.full, var, Binary("+", Name(var), ONE))
         if not self.same(following, after.full):
             return UNKNOWN  # only while the loop goes on

@@ -63,8 +63,8 @@ def effects(node: ir.Statement) -> Effects:
             return Effects(frozenset([tile_name(source)])) | _writing(operand_name(target))
         case ir.Fill(dest, window):
             return _window(window) | _writing(tile_name(dest))
-        case ir.Load(dest, window):
-            return _window(window) | _writing(dest)
+        case ir.Load(dest):
+            return _reading(*(t for w in node.windows for t in w.terms)) | _writing(dest)
         case ir.Store(source, window):
             held: Resource = tile_name(source) if source[1] == "register" else source
             return _window(window) | Effects(frozenset([held])) | _writing(ORDER)
@@ -127,5 +127,4 @@ def _writing(*resources: Resource) -> Effects:
 
 
 def _window(window: ir.Window) -> Effects:
-    ends = (t for t in (window.rows, window.cols, window.offset) if t is not None)
-    return _reading(*window.start, *ends)
+    return _reading(*window.terms)

@@ -127,18 +127,8 @@ def _modulo(x: Term, n: int) -> Term:
 
 def _moved(node: ir.Load, lets: dict[str, Term], var: str, to: Term) -> ir.Load:
     """The copy as another round does it."""
-
     values = inlined(lets, {var: to})
-
-    def other(x: Term) -> Term:
-        return substitute(x, values)
-
-    window = node.window
-    rows, cols, offset = (
-        other(x) if x is not None else None for x in (window.rows, window.cols, window.offset)
-    )
-    start = tuple(map(other, window.start))
-    return replace(node, window=ir.Window(window.tensor, start, rows, cols, offset))
+    return node.moved(lambda x: substitute(x, values))
 
 
 def inlined(lets: Mapping[str, Term], values: Mapping[str, Term] | None = None) -> dict[str, Term]:

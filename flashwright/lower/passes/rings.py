@@ -62,8 +62,8 @@ def _names(nodes: Iterable[ir.Statement]) -> set[str]:
     used: list[Term] = []
     for node in ir.flat(tuple(nodes)):
         match node:
-            case ir.Load(_, window):
-                used += [*window.start]
+            case ir.Load():
+                used += [place for window in node.windows for place in window.start]
             case ir.Define(_, value):
                 used.append(value)
             case ir.Loop(_, low, condition):

@@ -177,12 +177,14 @@ def _fits(program: Program, body: tuple[ir.Statement, ...], report: Report) -> b
         report.remark("FW831", text, _line_of(body, ir.Gemm), "let Warps be 4, 8 or 12")
         fine = False
     written = {n.dest for n in nodes if isinstance(n, ir.Move)}
-    tensors = {n.dest: n.window.tensor for n in nodes if isinstance(n, ir.Load)}
+    tensors = {n.dest: n.filled for n in nodes if isinstance(n, ir.Load)}
     for node in nodes:
         checks: list[_Check] = []
         if isinstance(node, ir.Load):
-            checks, code = [*_by_tma(node, program, written)], "FW832"
-            other = tensors[node.dest] is not node.window.tensor
+            checks, code = [], "FW832"
+            for window in node.windows:
+                checks += _by_tma(node.dest, window, program, written)
+            other = tensors[node.dest] != node.filled
             checks.append(_Check(not other, f"two tensors are copied to `{node.dest[0]}`"))
         elif isinstance(node, ir.Gemm):
             checks, code = [*_by_wgmma(node, program, turned)], "FW831"
@@ -197,9 +199,8 @@ def _fits(program: Program, body: tuple[ir.Statement, ...], report: Report) -> b
     return fine and any(isinstance(n, ir.Gemm) for n in nodes)
 
 
-def _by_tma(load: ir.Load, program: Program, written: set[Key]) -> list[_Check]:
-    window, buffer = load.window, program.buffers[load.dest]
-    name, axes = load.dest[0], len(window.start)
+def _by_tma(dest: Key, window: ir.Window, program: Program, written: set[Key]) -> list[_Check]:
+    buffer, name, axes = program.buffers[dest], dest[0], len(window.start)
     return [
         _Check(window.offset is None, f"`{window.tensor.name}` is a view with an offset",
                "give the tensor axes for batch and head, and coordinates on them"),
@@ -207,7 +208,7 @@ def _by_tma(load: ir.Load, program: Program, written: set[Key]) -> list[_Check]:
         _Check(window.cols is None, f"the rows of `{name}` are not as wide as the tensor's"),
         _Check(2 <= axes <= MOST_AXES, f"a tensor map has 2 to {MOST_AXES} axes, not {axes}"),
         _Check(buffer.shape[0] <= 256, f"`{name}` has {buffer.shape[0]} rows, a box at most 256"),
-        _Check(load.dest not in written, f"`{name}` is also written by threads",
+        _Check(dest not in written, f"`{name}` is also written by threads",
                "give what is computed a tile of its own"),
     ]  # fmt: skip
 

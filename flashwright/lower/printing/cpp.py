@@ -8,6 +8,8 @@ from flashwright.lower.term import (
     Binary,
     Call,
     Convert,
+    Gather,
+    Line,
     Lit,
     Position,
     Read,
@@ -59,6 +61,13 @@ def _text(x: Term) -> tuple[str, int]:
         case Read(tensor, index, kind):
             read = f"*p.{cpp(tensor)}.at({', '.join(map(text, index))})"
             return (read, UNARY) if kind == "int" else (f"float({read})", ATOM)
+        case Line(tensor, index):
+            origin = "" if x.offset is None else f".from({text(x.offset)})"
+            return f"p.{cpp(tensor)}{origin}.at({', '.join(map(text, index))})", ATOM
+        case Gather(line, axes, index):
+            pairs = zip(axes, index, strict=True)
+            steps = (f"{text(i)}, p.{cpp(line.tensor)}.step<{axis}>()" for axis, i in pairs)
+            return f"fw::gather({', '.join((text(line), *steps))})", ATOM
         case Convert(to, operand):
             return f"{to}({text(operand)})", ATOM
 

@@ -156,12 +156,13 @@ class _Row:
     def _hoisted(self, x: Element) -> Element:
         """Whatever does not vary along the columns is computed once, under a name."""
         match x:
-            case Op() if axes_of(x) == ROW and type_of(x) == "float":
+            case Op(op) if axes_of(x) == ROW and (type_of(x) == "float" or op == "gather"):
+                kind = type_of(x)
                 if x not in self.hoisted:
                     taken = self.taken.get("row", 0)
                     self.taken["row"], self.hoisted[x] = taken + 1, f"row_{taken}"
-                    self.lines.append(f"float const {self.hoisted[x]} = {text(term(x))};")
-                return Leaf(Var(self.hoisted[x], "float"), ROW)
+                    self.lines.append(f"{kind} const {self.hoisted[x]} = {text(term(x))};")
+                return Leaf(Var(self.hoisted[x], kind), ROW)
             case Op(op, args):
                 return Op(op, tuple(self._hoisted(a) for a in args))
         return x

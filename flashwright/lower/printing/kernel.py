@@ -83,6 +83,18 @@ class Printer:
         self.rings = rings or {}
         self.context = Context(program, kernel, gpu.cp_async, bool(rings), room)
 
+    @property
+    def mapped(self) -> list[tuple[Key, list[tuple[int, int | None]]]]:
+        """The tiles that TMA fills: each with the columns at which pieces of it begin, and how wide
+        they are (None: as the tile)."""
+        nodes = ir.flat(self.kernel.body)
+        loads = {n.dest: n.pieces for n in nodes if isinstance(n, ir.Load)}
+        return [
+            (key, [(p.column, p.width) for p in loads.get(key, ())] or [(0, None)])
+            for key in self.rings
+            if key not in self.context.turned
+        ]
+
     def print(self) -> Page:
         """The whole file. What is declared depends on what is used, so the kernel comes first."""
         kernel, page = self._kernel(), Page()
@@ -139,9 +151,11 @@ class Printer:
 
     def _params(self) -> Lines:
         yield "struct Params {"
-        for key in (k for k in self.rings if k not in self.context.turned):
+        for key, columns in self.mapped:
             rows, cols = (self._size(self.program.buffers[key], axis) for axis in (0, 1))
-            yield f"  fw::Map {map_name(key)};  // tiles of {rows} x {cols}"
+            for column, width in columns:
+                shown = cols if width is None else str(width)
+                yield f"  fw::Map {map_name(key, column)};  // tiles of {rows} x {shown}"
         for tensor in self.program.tensors.values():
             sizes = ", ".join(format_expr(a.size) for a in tensor.axes)
             kind = f"fw::Global<{CPP_TYPES[tensor.dtype]}, {len(tensor.axes)}>"

@@ -52,21 +52,27 @@ class Context:
     def window(self, window: ir.Window, kind: str = "tile") -> str:
         """A tile in global memory."""
         start = list(window.start)
+        moved: list[Term] = [ZERO, ZERO]
+        lows = (window.first_row, window.first_col)[: 1 if kind == "line" else 2]
+        for axis, low in enumerate(lows, -len(lows)):
+            if low is not None:  # a coordinate is not negative, a way is
+                moved[axis + len(lows)], start[axis] = start[axis], ZERO
         while start and start[-1] == ZERO:
             start.pop()
         places = ", ".join(map(text, start))
         tensor = f"p.{cpp(window.tensor.name)}"
         if window.offset is not None:
             tensor += f".from({text(window.offset)})"
-        return f"{tensor}.{kind}({places})"
+        way = f".moved({', '.join(map(text, moved))})" if moved != [ZERO, ZERO] else ""
+        return f"{tensor}.{kind}({places}){way}"
 
     def rows(self, window: ir.Window, key: Key) -> str:
-        """How many rows of a tile are inside."""
-        return text(window.rows or integer(self.program.buffers[key].shape[0]))
+        """Which rows of a tile are inside."""
+        return _bounds(window.first_row, window.rows, self.program.buffers[key].shape[0])
 
     def cols(self, window: ir.Window, key: Key) -> str:
-        """How many columns of a tile are inside."""
-        return text(window.cols or integer(self.program.buffers[key].shape[1]))
+        """Which columns of a tile are inside."""
+        return _bounds(window.first_col, window.cols, self.program.buffers[key].shape[1])
 
     def warps(self, key: Key) -> str:
         """The template arguments that say how a tile lies."""
@@ -79,6 +85,12 @@ class Context:
     def operand(self, key: Key) -> str:
         """The left operand of a GEMM in registers."""
         return operand_name(key)
+
+
+def _bounds(first: Term | None, end: Term | None, size: int) -> str:
+    """So many from the first one on, or from one to another."""
+    last = text(integer(size) if end is None else end)
+    return last if first is None else f"fw::Inside{{{text(first)}, {last}}}"
 
 
 def in_lines(node: ir.Store, buffer: Buffer) -> bool:
@@ -108,16 +120,40 @@ def _define(at: Context, node: ir.Define) -> Lines:
 def _load(at: Context, node: ir.Load) -> Lines:
     dest, source = at.shared(node.dest, node.stage), at.window(node.window)
     rows = at.rows(node.window, node.dest)
-    if at.roles:
+    if node.pieces:
+        yield from _pieces(at, node)
+    elif at.roles:
         ring, of = ring_name(node.dest), map_name(node.dest)
         start = ", ".join(map(text, node.window.start))
         yield f"fw::fetch({tile_name(node.dest)}, {ring}, p.{of}, {start});"
     elif node.window.cols is not None:
-        yield f"fw::copy_elements<Threads>({dest}, {source}, {rows}, {text(node.window.cols)});"
+        cols = at.cols(node.window, node.dest)
+        yield f"fw::copy_elements<Threads>({dest}, {source}, {rows}, {cols});"
     elif at.asynchronous:
         yield f"fw::copy_async<Threads>({dest}, {source}, {rows});"
     else:
         yield f"{tile_name(node.dest)}_staged.load({source}, {rows});"
+
+
+def _pieces(at: Context, node: ir.Load) -> Lines:
+    """A tile of which each Copy fills some columns."""
+    tile, ring = tile_name(node.dest), ring_name(node.dest)
+    dest = at.shared(node.dest, node.stage)
+    if at.roles:
+        yield f"{ring}.acquire({tile}.bytes);"
+    for piece in node.pieces:
+        columns = f"{piece.column}, {piece.width}"
+        source, rows = at.window(piece.window), at.rows(piece.window, node.dest)
+        if at.roles:
+            start = ", ".join(map(text, piece.window.start))
+            of = map_name(node.dest, piece.column)
+            yield f"fw::fetch_columns<{columns}>({tile}, {ring}, p.{of}, {start});"
+        elif at.asynchronous:
+            yield f"fw::copy_async<Threads, {columns}>({dest}, {source}, {rows});"
+        else:
+            yield f"{tile}_staged.load<{columns}>({source}, {rows});"
+    if at.roles:
+        yield f"{ring}.next();"
 
 
 def _transpose(at: Context, node: ir.Transpose) -> Lines:
