@@ -16,6 +16,7 @@ from flashwright.fuzz.plan import Plan, choose_plan
 from flashwright.fuzz.sizes import GPUS, choose_gpu, choose_sizes, problems
 from flashwright.fuzz.spoil import spoil
 
+ALIKE = 32  # programs of so many seeds in a row have one GPU and one set of tiles
 SPOILT = 0.1  # of the programs are edited to be just illegal
 _SWITCHES = ("Overlap", "PingPong", "Apart", "Persistent")
 
@@ -24,9 +25,11 @@ def generate(seed: int, gpus: tuple[str, ...] = GPUS, choices: Sequence[int] | N
     """The program of a seed, or of a recorded list of choices."""
     c = Choices(seed, choices)
     draft = Draft(c)
-    gpu = choose_gpu(c, gpus)
+    # Kernels with the same tiles share the templates of the headers: most of what nvcc has to do.
+    with c.stream(seed // ALIKE):
+        gpu = choose_gpu(c, gpus)
+        sizes = choose_sizes(draft, gpu)
     spoilt = c.chance(SPOILT)
-    sizes = choose_sizes(draft, gpu)
     plan = choose_plan(draft, sizes)
     _Program(draft, plan).write()
     given = problems(draft, sizes, plan.group, plan.paged)
