@@ -201,6 +201,10 @@ class _Program:
                 tiles[name] = "(BM) as fp32"
         tiles |= {"KeyBias": "(BN) as fp32", "DocK": "(BN) as fp32"}
         tiles |= {"DocQ": "(BM) as int32", "DocK": "(BN) as int32"}
+        if draft.chance(0.04, "narrow tile"):
+            # bf16 has room for -1e30, where a maximum begins.
+            name = self.c.pick([*plan.state(0), *plan.scores(), "O", "LSE", "RowGain", "Bias"])
+            tiles[name] = tiles[name].replace("fp32", "bf16")
         if plan.q_space != "shared":
             tiles["Q"] = f"(BM, HeadDim) as {plan.sizes.dtype}"
 
