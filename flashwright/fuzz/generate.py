@@ -18,6 +18,7 @@ from flashwright.fuzz.spoil import spoil
 
 ALIKE = 32  # programs of so many seeds in a row have one GPU and one set of tiles
 SPOILT = 0.1  # of the programs are edited to be just illegal
+_OTHER = {"fp16": "bf16", "bf16": "fp16"}
 _SWITCHES = ("Overlap", "PingPong", "Apart", "Persistent")
 
 
@@ -166,6 +167,12 @@ class _Program:
             if plan.paged:
                 shape = f"(P: pages, H: {kv}, L: BN, D: {width})"
             tensors[name] = f"{shape} as {kind}"
+        if kind in _OTHER and draft.chance(0.025, "type changed"):
+            name = self.c.pick(["Q", "K", "V"])
+            tensors[name] = tensors[name].replace(f"as {kind}", f"as {_OTHER[kind]}")
+            rows, width = ("BM" if name == "Q" else "BN"), ("VDim" if name == "V" else "HeadDim")
+            if name not in plan.turned:
+                draft.shared[name] = f"({rows}, {width}) as {kind}"
         if plan.view:
             offset = "(batch_idx * heads + head_idx) * kv_len * HeadDim"
             tensors["K"] = f"(kv_len, HeadDim) as {kind} with offset {offset}"

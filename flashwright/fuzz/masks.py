@@ -119,7 +119,7 @@ def write_masks(draft: Draft, plan: Plan, hidden: Hidden, tile: str, block: str)
     shift = "kv_len - q_len"
     whole = hidden.low == "0" and "block_idx" not in hidden.high  # what a let hides is not seen
     if tail and whole and any(shift in t for t in conditions) and draft.chance(0.3, "let in mask"):
-        name = f"edge{tile}"
+        name = f"edge{len(draft.lines)}"
         draft.line(f"let {name} = {shift}")
         conditions = [text.replace(shift, name) for text in conditions]
     if form == "guarded" and tail is not None and len(conditions) > 1:
