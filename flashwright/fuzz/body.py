@@ -219,26 +219,28 @@ class Body:
         exp, factor = "exp", ""
         if plan.softmax == "hand exp2":
             exp, factor = "exp2", " * Log2E"
-        draft.registers |= {"Snew": "(BM) as fp32", "Drop": "(BM) as fp32"}
-        draft.line(f"Compute max({top}, rowmax({tile})) and get Snew")
-        draft.line(f"Compute {exp}(({top} - Snew){factor}) and get Drop")
-        inner = f"{tile}{factor} - Snew{factor}" if factor else f"{tile} - Snew"
+        tail = "" if plan.streams == 1 else str(stream + 1)
+        new, drop = f"Snew{tail}", f"Drop{tail}"
+        draft.registers |= {new: "(BM) as fp32", drop: "(BM) as fp32"}
+        draft.line(f"Compute max({top}, rowmax({tile})) and get {new}")
+        draft.line(f"Compute {exp}(({top} - {new}){factor}) and get {drop}")
+        inner = f"{tile}{factor} - {new}{factor}" if factor else f"{tile} - {new}"
         weigh = f"Compute {exp}({inner}) and get new {tile}"
-        scale = [f"Compute {o} * Drop and get new {o}" for o in sums]
+        scale = [f"Compute {o} * {drop} and get new {o}" for o in sums]
         if plan.p == "read after" and stream == 0:
-            scale.append("Compute Extra * Drop and get new Extra")
+            scale.append(f"Compute Extra * {drop} and get new Extra")
         if plan.softmax == "hand late":
-            draft.line(f"Compute {total} * Drop and get new {total}")
+            draft.line(f"Compute {total} * {drop} and get new {total}")
             for text in scale:
                 draft.line(text)
             draft.line(weigh)
             draft.line(f"Compute rowsum({tile}) and accumulate {total}")
         else:
             draft.line(weigh)
-            draft.line(f"Compute {total} * Drop + rowsum({tile}) and get new {total}")
+            draft.line(f"Compute {total} * {drop} + rowsum({tile}) and get new {total}")
             for text in scale:
                 draft.line(text)
-        draft.line(f"Compute Snew and get new {top}")
+        draft.line(f"Compute {new} and get new {top}")
 
     # --- the second product ---------------------------------------------------------------
 

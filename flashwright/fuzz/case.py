@@ -53,9 +53,10 @@ def save(case: Case, path: Path, comment: str) -> None:
 
 
 def load(path: Path) -> Case:
-    """Read a case that `save` wrote."""
+    """Read a case that `save` wrote, without its comment."""
     known = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
     problems = tuple(known.pop("problems"))
     tags, choices = tuple(known.pop("tags")), tuple(known.pop("choices"))
-    text = path.read_text(encoding="utf-8")
+    first, _, rest = path.read_text(encoding="utf-8").partition("\n")
+    text = rest if first.startswith("//") else f"{first}\n{rest}"
     return Case(text=text, problems=problems, tags=tags, choices=choices, **known)

@@ -9,7 +9,8 @@ with zeros. Option 0 is therefore always the simplest one.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -23,6 +24,15 @@ class Choices:
         self._random = random.Random(seed) if replay is None else None
         self._replay = list(replay or ())
         self.taken: list[int] = []
+
+    @contextmanager
+    def stream(self, seed: int) -> Iterator[None]:
+        """Draw from another seed meanwhile: programs that share it draw the same here."""
+        before = self._random
+        if before is not None:
+            self._random = random.Random(seed)
+        yield
+        self._random = before
 
     def below(self, limit: int) -> int:
         """A number from 0 to limit - 1."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-FACTOR = 5.0
+FACTOR = 8.0
 """So many times the largest movement seen in a row is explained by rounding."""
 _UNIT = {"fp16": 2.0**-10, "bf16": 2.0**-7, "fp32": 2.0**-22, "e4m3": 2.0**-3, "e5m2": 2.0**-2}
 _LEAST = 1e-6

@@ -16,7 +16,9 @@ from flashwright.fuzz.plan import Plan, choose_plan
 from flashwright.fuzz.sizes import GPUS, choose_gpu, choose_sizes, problems
 from flashwright.fuzz.spoil import spoil
 
+ALIKE = 32  # programs of so many seeds in a row have one GPU and one set of tiles
 SPOILT = 0.1  # of the programs are edited to be just illegal
+_OTHER = {"fp16": "bf16", "bf16": "fp16"}
 _SWITCHES = ("Overlap", "PingPong", "Apart", "Persistent")
 
 
@@ -24,9 +26,11 @@ def generate(seed: int, gpus: tuple[str, ...] = GPUS, choices: Sequence[int] | N
     """The program of a seed, or of a recorded list of choices."""
     c = Choices(seed, choices)
     draft = Draft(c)
-    gpu = choose_gpu(c, gpus)
+    # Kernels with the same tiles share the templates of the headers: most of what nvcc has to do.
+    with c.stream(seed // ALIKE):
+        gpu = choose_gpu(c, gpus)
+        sizes = choose_sizes(draft, gpu)
     spoilt = c.chance(SPOILT)
-    sizes = choose_sizes(draft, gpu)
     plan = choose_plan(draft, sizes)
     _Program(draft, plan).write()
     given = problems(draft, sizes, plan.group, plan.paged)
@@ -163,6 +167,12 @@ class _Program:
             if plan.paged:
                 shape = f"(P: pages, H: {kv}, L: BN, D: {width})"
             tensors[name] = f"{shape} as {kind}"
+        if kind in _OTHER and draft.chance(0.025, "type changed"):
+            name = self.c.pick(["Q", "K", "V"])
+            tensors[name] = tensors[name].replace(f"as {kind}", f"as {_OTHER[kind]}")
+            rows, width = ("BM" if name == "Q" else "BN"), ("VDim" if name == "V" else "HeadDim")
+            if name not in plan.turned:
+                draft.shared[name] = f"({rows}, {width}) as {kind}"
         if plan.view:
             offset = "(batch_idx * heads + head_idx) * kv_len * HeadDim"
             tensors["K"] = f"(kv_len, HeadDim) as {kind} with offset {offset}"
@@ -198,6 +208,10 @@ class _Program:
                 tiles[name] = "(BM) as fp32"
         tiles |= {"KeyBias": "(BN) as fp32", "DocK": "(BN) as fp32"}
         tiles |= {"DocQ": "(BM) as int32", "DocK": "(BN) as int32"}
+        if draft.chance(0.04, "narrow tile"):
+            # bf16 has room for -1e30, where a maximum begins.
+            name = self.c.pick([*plan.state(0), *plan.scores(), "O", "LSE", "RowGain", "Bias"])
+            tiles[name] = tiles[name].replace("fp32", "bf16")
         if plan.q_space != "shared":
             tiles["Q"] = f"(BM, HeadDim) as {plan.sizes.dtype}"
 

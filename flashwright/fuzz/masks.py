@@ -117,8 +117,9 @@ def write_masks(draft: Draft, plan: Plan, hidden: Hidden, tile: str, block: str)
     tail = "kv_idx < kv_len" if "kv_idx < kv_len" in conditions else None
     form = c.weighted([("one", 70), ("several", 20), ("guarded", 10)])
     shift = "kv_len - q_len"
-    if tail and any(shift in t for t in conditions) and draft.chance(0.2, "let in mask"):
-        name = f"edge{tile}"
+    whole = hidden.low == "0" and "block_idx" not in hidden.high  # what a let hides is not seen
+    if tail and whole and any(shift in t for t in conditions) and draft.chance(0.3, "let in mask"):
+        name = f"edge{len(draft.lines)}"
         draft.line(f"let {name} = {shift}")
         conditions = [text.replace(shift, name) for text in conditions]
     if form == "guarded" and tail is not None and len(conditions) > 1:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashwright import gpu as gpus
+from flashwright.build.make import make
 from flashwright.check.check import check
 from flashwright.check.program import Program
 from flashwright.emulate.emulate import Finding
@@ -34,12 +35,13 @@ Array = NDArray[Any]
 
 KINDS = (
     *("agree", "wrong", "schedule", "hang", "race", "hazard", "uncompiled", "crash", "slow"),
-    *("refused", "untranslated", "unread"),
+    *("refused", "untranslated", "unread", "unassembled"),
 )
 """agree: same outputs. wrong: others. schedule: two schedules of the asynchronous work give other
 bits. hang: a wait without end. race, hazard: the emulator's other findings. uncompiled: nvcc
 refuses the kernel. crash: an exception that is no Diagnostic. slow: a time limit. refused: by the
-checker or by the interpreter. untranslated: FW811. unread: PTX that the emulator cannot take."""
+checker or by the interpreter. untranslated: FW811. unread: PTX that the emulator cannot take.
+unassembled: ptxas refuses the kernel, serialises its wgmma, or spills registers."""
 FAILURES = frozenset({"wrong", "schedule", "hang", "race", "hazard", "uncompiled", "crash", "slow"})
 SECONDS = 60.0  # for one step of one program
 _DISTURBED = (1, 2)
@@ -135,6 +137,16 @@ def compiled(prepared: Sequence[Prepared]) -> list[str | Outcome]:
         else one
         for one in compile_many(sources)
     ]
+
+
+def assembled(prepared: Prepared) -> Outcome:
+    """Put a kernel through ptxas as a build does; spills and serialised wgmma are outcomes."""
+    try:
+        make(prepared.program, gpus.find(prepared.case.gpu), first=prepared.made)
+    except Failed as failed:
+        first = failed.diagnostics[0]
+        return Outcome("unassembled", first.message[:300], first.code)
+    return Outcome("agree")
 
 
 def _shape_of_message(message: str) -> str:
@@ -255,7 +267,12 @@ def _hazard(findings: Sequence[Finding], note: str) -> Outcome:
     kind = {"deadlock": "hang", "race": "race"}.get(first, "hazard")
     one = next(f for f in findings if f.kind == first)
     text = f"{first} at `{one.instruction.opcode}`, PTX line {one.instruction.line}"
-    return Outcome(kind, f"{text} ({len(findings)} findings); {note}", first)
+    return Outcome(kind, f"{text} ({len(findings)} findings); {note}", f"{first} {_verb(one)}")
+
+
+def _verb(finding: Finding) -> str:
+    """The instruction without its types and shapes."""
+    return ".".join(finding.instruction.opcode.split(".")[:2])
 
 
 def _wrong(

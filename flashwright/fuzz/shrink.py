@@ -18,7 +18,7 @@ from flashwright.fuzz.oracle import Outcome, evaluate_cases
 Evaluate = Callable[[Sequence[Case]], list[Outcome]]
 AT_ONCE = 14
 STEPS = 24
-PINNED = 2  # the first choices are the GPU and whether the text is edited
+PINNED = 1  # the first choice is the GPU
 
 
 def shrink(

@@ -8,40 +8,53 @@ from flashwright.fuzz.choices import Choices
 
 _NUMBERS = ("0", "1", "7", "24", "40", "65", "100", "-1", "3 / 2", "1000000", "i", "BM", "kv_len")
 _WORDS = (
-    *(
-        "Q_shared",
-        "K_shared",
-        "V_shared",
-        "S",
-        "O_register",
-        "Smax",
-        "Ssum",
-        "P",
-        "Q",
-        "K_register",
-    ),
-    *(
-        "block_idx",
-        "head_idx",
-        "batch_idx",
-        "i",
-        "kv_len",
-        "q_len",
-        "BN",
-        "HeadDim",
-        "fp32",
-        "e4m3",
-    ),
-    *("int32", "shared", "register", "global", "get", "accumulate", "get new", "q_idx", "kv_idx"),
+    "Q_shared",
+    "K_shared",
+    "V_shared",
+    "S",
+    "O_register",
+    "Smax",
+    "Ssum",
+    "P",
+    "Q",
+    "K_register",
+    "block_idx",
+    "head_idx",
+    "i",
+    "kv_len",
+    "q_len",
+    "BN",
+    "HeadDim",
+    "fp32",
+    "e4m3",
+    "int32",
+    "shared",
+    "register",
+    "global",
+    "get",
+    "accumulate",
+    "q_idx",
+    "kv_idx",
+)
+_HOWS = (
+    "drop",
+    "twice",
+    "swap",
+    "number",
+    "word",
+    "transpose",
+    "operator",
+    "move",
+    "type",
+    "name",
+    "rename",
 )
 
 
 def spoil(c: Choices, text: str) -> tuple[str, str]:
     """The program with one edit, and the edit's name."""
     lines = text.splitlines()
-    how = c.pick(
-        ["drop", "twice", "swap", "number", "word", "transpose", "operator", "move", "type"]
-    )
+    how = c.pick(_HOWS)
     at = c.below(len(lines))
     while not lines[at].strip():
         at = (at + 1) % len(lines)
@@ -66,6 +79,11 @@ def spoil(c: Choices, text: str) -> tuple[str, str]:
         lines[at] = _replaced(
             c, line, r"[-+*/%]|<=|>=|<|>|==", ("+", "-", "*", "/", "%", "<", ">=")
         )
+    elif how == "name":  # another name of the same program
+        names = tuple(sorted(set(re.findall(r"\b[A-Z]\w*\b|\b[a-z]+_idx\b", text))))
+        lines[at] = _replaced(c, line, r"\b[A-Za-z_]\w*\b", names)
+    elif how == "rename":  # what is copied here goes by a name that nothing else uses
+        lines[at] = f"{line} and get {c.pick(['K1', 'Z', 'S', 'O'])}" if "Copy" in line else line
     elif how == "type":
         kinds = ("fp16", "bf16", "fp32", "e4m3", "e5m2", "int32")
         lines[at] = _replaced(c, line, r"\b(fp16|bf16|fp32|e4m3|int32)\b", kinds)

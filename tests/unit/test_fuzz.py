@@ -52,7 +52,7 @@ def test_zeros_are_the_simplest_program() -> None:
 
 def test_most_programs_are_legal_and_the_others_are_refused() -> None:
     found = Counter()
-    for seed in range(60):
+    for seed in range(40):
         case = generate(seed)
         outcome = prepare(case)
         kind = "ready" if isinstance(outcome, Prepared) else outcome.kind
@@ -121,8 +121,7 @@ def test_a_case_survives_its_file(tmp_path: Path) -> None:
     case = generate(5)
     save(case, tmp_path / "a.tl", "wrong h200, seed 5")
     again = load(tmp_path / "a.tl")
-    assert again.text == f"// wrong h200, seed 5\n{case.text}"
-    assert (again.problems, again.seed, again.choices) == (case.problems, 5, case.choices)
+    assert again == case
 
 
 def test_a_campaign_goes_on_where_its_record_ends(tmp_path: Path) -> None:
@@ -138,12 +137,8 @@ def test_a_campaign_goes_on_where_its_record_ends(tmp_path: Path) -> None:
 
 # --- programs ---------------------------------------------------------------------------------
 
-AGREE = {
-    "h200": (),
-    "a100": (),
-    "l40s": (),
-    "t4": (),
-}
+# Seeds that agree; a change of the generator makes other programs of them.
+AGREE = dict.fromkeys(GPUS, (320, 321, 323, 354, 355, 356))
 
 
 @needs_compilers
@@ -157,7 +152,7 @@ def test_programs_of_fixed_seeds_agree(gpu: str) -> None:
 @needs_compilers
 def test_a_planted_fault_is_found() -> None:
     fault = next(f for f in FAULTS if f.name == "row maximum over two of four threads")
-    assert programs_until_found(fault, programs=6, first=AGREE["t4"][0], chunk=6) is not None
+    assert programs_until_found(fault, programs=3, first=AGREE["t4"][0], chunk=3) is not None
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.name)
