@@ -224,6 +224,11 @@ class Lowering:
         source, dest = self.program.source(stmt), self.program.dest(stmt)
         if stmt.source == "global":
             buffer = self.program.buffers[dest]
+            held = self.program.tensors[source[0]].dtype
+            if stmt.dest == "shared" and held != buffer.dtype:
+                text = f"a Copy of {held} to a shared tile of {buffer.dtype}"
+                hint = f"Allocate `{dest[0]}` in shared as {held}"
+                raise refused(text, stmt.span, hint)
             window, axes = self._window(stmt, self.program.tensors[source[0]], buffer)
             if stmt.column is not None:
                 self._piece(stmt, dest, window, axes)
@@ -412,11 +417,19 @@ def _direct_operands(program: Program) -> dict[Key, str]:
         if isinstance(e, Name)
     }
     spoken |= {program.tile(s.target) for s in gemms if s.target} | copied | stored
+    moves = [s for s in flat if isinstance(s, tl.Copy) and s.source == "shared"]
+    other = [s for s in moves if not _same_type(program, s)]
+    spoken |= {program.dest(s) for s in other}
     return {
         key: "computed" if key in spoken else "loaded"
         for key in left
         if key and key[1] == "register"
     }
+
+
+def _same_type(program: Program, copy: tl.Copy) -> bool:
+    source, dest = (program.buffers.get(k) for k in (program.source(copy), program.dest(copy)))
+    return source is None or dest is None or source.dtype == dest.dtype
 
 
 def _only_offsets(program: Program) -> set[str]:

@@ -438,7 +438,7 @@ class _Writer:
         users = [n for n in later if _uses(nodes[n], name)]
         if not users:
             return
-        same = [a for a in node.assigns if a.buffer and a.value == name and a.target.axes == ROW]
+        same = [a for a in node.assigns if a.value == name and _exact_vector(a)]
         vector = same[-1].target if same else None
         between = [n for k in range(number + 1, users[-1]) for n in (nodes[k],)]
         if vector and not any(variable(vector) in effects(n).writes for n in between):
@@ -452,6 +452,12 @@ class _Writer:
         nodes[number] = replace(made, kept=(*made.kept, variable(kept)))
         for n in users:
             nodes[n] = _renamed(nodes[n], {name.term: kept})
+
+
+def _exact_vector(assign: ir.Assign) -> bool:
+    """Whether a vector has just the value that it is given."""
+    fp32 = assign.buffer is not None and assign.buffer.dtype == "fp32"
+    return fp32 and assign.target.axes == ROW
 
 
 def _follows(before: Item, item: Item) -> bool:

@@ -49,6 +49,7 @@ def _sums(loop: ir.Loop) -> dict[Leaf, Buffer]:
         for a in assigns
         if a.buffer is not None
         and len(a.buffer.shape) == 1
+        and a.buffer.dtype == "fp32"
         and any(isinstance(x, Reduce) and x.op == "sum" for x in _terms(a.value))
         and all(_keeps(b, a.target) for b in assigns)
         and not any(_copies(n, a.buffer) for n in ir.flat(loop.body))

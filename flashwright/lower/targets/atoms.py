@@ -50,11 +50,20 @@ def shared_layout(program: Program, stages: dict[Key, int]) -> tuple[dict[Key, i
     size = 0
     for key, buffer in program.buffers.items():
         if buffer.space != "shared":
+            _check_register(buffer, program.warps)
             continue
         _check(buffer)
         offsets[key] = size
         size += -(-buffer.bytes * stages[key] // ALIGNMENT) * ALIGNMENT
     return offsets, size
+
+
+def _check_register(buffer: Buffer, warps: int) -> None:
+    """Rows are dealt to the warps 16 at a time, columns to the threads of a row 8 at a time."""
+    span, rows = buffer.declared.span, buffer.shape[0]
+    if len(buffer.shape) == 2 and (rows % (16 * warps) or buffer.shape[1] % 8):
+        text = f"a register tile of {rows} rows and {buffer.shape[1]} columns for {warps} warps"
+        raise refused(text, span, f"rows go by 16 * Warps = {16 * warps}, columns by 8")
 
 
 def _check(buffer: Buffer) -> None:
