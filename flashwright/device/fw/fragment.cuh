@@ -143,17 +143,62 @@ __device__ void store_elements(GlobalTile<T> dst, Tile const& tile, Rows rows, C
   });
 }
 
+template <class T>
+constexpr bool is_16_bit = cute::is_same_v<T, bf16> || cute::is_same_v<T, fp16>;
+
+// Two neighbouring 16-bit elements as numbers.
+template <class T>
+__device__ void unpack(uint32_t both, float& low, float& high) {
+  if constexpr (cute::is_same_v<T, bf16>) {
+    low = __uint_as_float(both << 16);
+    high = __uint_as_float(both & 0xffff0000u);
+  } else {
+    float2 const pair = __half22float2(reinterpret_cast<__half2 const&>(both));
+    low = pair.x;
+    high = pair.y;
+  }
+}
+
+// Calls body(row of the tile, column of the tile, element, its right neighbour) for all pairs that a thread holds.
+template <int Warps, class Tile, class Body>
+__device__ void each_pair(Tile& tile, Body body) {
+  Place<Warps> const place;
+  CUTE_UNROLL
+  for (int m = 0; m < decltype(cute::size<0>(tile))::value; ++m) {
+    CUTE_UNROLL
+    for (int n = 0; n < decltype(cute::size<1>(tile))::value; n += 2) {
+      body(place.row(m), place.col(n), tile(m, n), tile(m, n + 1));
+    }
+  }
+}
+
 template <int Warps, bool Wide = false, class T, class Tile, class Rows, class Cols>
 __device__ void load(Tile& tile, GlobalTile<T> src, Rows rows, Cols cols) {
+  if constexpr (!Wide && is_16_bit<T> && cute::is_same_v<Rows, int> && cute::is_same_v<Cols, int>) {
+    bool const aligned = (reinterpret_cast<uintptr_t>(src.data) & 3) == 0 && (src.row & 1) == 0;
+    if (src.col == 1 && aligned && (cols & 1) == 0) {
+      each_pair<Warps>(tile, [&](int row, int col, float& low, float& high) {
+        low = high = 0.f;
+        if (row < rows && col < cols) unpack<T>(__ldg(reinterpret_cast<unsigned int const*>(src.at(row, col))), low, high);
+      });
+      return;
+    }
+  }
   each_element<Warps, Wide>(tile, [&](int row, int col, auto& x) {
     x = inside(row, rows) && inside(col, cols) ? static_cast<float>(*src.at(row, col)) : 0.f;
   });
 }
 
-// Between registers and shared memory, element by element.
+// Between registers and shared memory, by pairs of 16-bit elements or element by element.
 template <int Warps, bool Wide = false, class Shared, class Tile>
 __device__ void to_shared(Shared dst, Tile const& tile) {
   auto to = dst.tensor();
+  if constexpr (!Wide && is_16_bit<typename Shared::value_type>) {
+    each_pair<Warps>(tile, [&](int row, int col, float low, float high) {
+      *reinterpret_cast<uint32_t*>(&to(row, col)) = pack<typename Shared::value_type>(low, high);
+    });
+    return;
+  }
   each_element<Warps, Wide>(tile, [&](int row, int col, auto const& x) {
     to(row, col) = static_cast<typename Shared::value_type>(x);
   });
@@ -162,6 +207,12 @@ __device__ void to_shared(Shared dst, Tile const& tile) {
 template <int Warps, bool Wide = false, class Shared, class Tile>
 __device__ void from_shared(Tile& tile, Shared src) {
   auto from = src.tensor();
+  if constexpr (!Wide && is_16_bit<typename Shared::value_type>) {
+    each_pair<Warps>(tile, [&](int row, int col, float& low, float& high) {
+      unpack<typename Shared::value_type>(*reinterpret_cast<uint32_t const*>(&from(row, col)), low, high);
+    });
+    return;
+  }
   each_element<Warps, Wide>(
       tile, [&](int row, int col, auto& x) { x = static_cast<float>(from(row, col)); });
 }
