@@ -50,7 +50,8 @@ def findings(code: str, fence: Fence) -> tuple[Diagnostic, ...]:
         return failed.diagnostics
     if CODES[code].severity != "note":
         return checked.diagnostics
-    assert card is not None and checked.program is not None
+    assert card is not None
+    assert checked.program is not None
     report = translate(checked.program, card).report
     assert report is not None
     return (*checked.diagnostics, *notes(report, fence.text, checked.program.tree))

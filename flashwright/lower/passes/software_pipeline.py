@@ -137,8 +137,9 @@ class SoftwarePipeline:
         untested = [n for n in loop.body if n.origin.title.startswith("Compute Mask")]
         text = "masked iterations are not split: "
         if not masks and untested:
-            why = "the mask may change every tile: it does not depend on positions alone"
-            self.report.remark(NOT_SPLIT, text + why, untested[0].origin.lines)
+            text += "the translator finds no test that the mask leaves a whole tile as it is"
+            help = "compare positions: `kv_idx < kv_len`, `kv_idx <= q_idx + kv_len - q_len`"
+            self.report.remark(NOT_SPLIT, text, untested[0].origin.lines, help)
         elif masks and not self.split:
             where, edit = param_lines(self.tree, "Apart"), ParamEdit("Apart")
             self.report.remark(NOT_SPLIT, f"{text}`param Apart = 0`", where, edit=edit)

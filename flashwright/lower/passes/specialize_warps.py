@@ -56,7 +56,8 @@ def specialized(
         text = (
             "no wgmma: an fp8 sum wider than 128 columns has no registers for the product of a step"
         )
-        report.remark(NO_WGMMA, text, _line_of(body, ir.Gemm))
+        wide = (n for n in ir.flat(body) if isinstance(n, ir.Gemm) and n.target in sums)
+        report.remark(NO_WGMMA, text, next(wide).origin.lines)
         return None
     more = with_room(with_steps(program, sums), gpu, turned)
     if more is None:
@@ -217,14 +218,13 @@ def _fits(program: Program, body: tuple[ir.Statement, ...], report: Report) -> b
     nodes = list(ir.flat(body))
     turned = turned_tiles(program, body)
     groups, rest = divmod(program.warps, 4)
-    fine = True
-    if rest or not 1 <= groups <= MOST_GROUPS:
+    fine = whole = not rest and 1 <= groups <= MOST_GROUPS
+    if not whole:
         text = f"no wgmma: {program.warps} warps are not 1 to {MOST_GROUPS} warpgroups of 4"
         wanted = _fitting_warps(program, nodes)
         help = f"let Warps be {wanted}" if wanted else "let Warps be 4, 8 or 12"
         edit = ParamEdit("Warps", wanted) if wanted else None
         report.remark(NO_WGMMA, text, _line_of(body, ir.Gemm), help, edit)
-        fine = False
     written = {n.dest for n in nodes if isinstance(n, ir.Move)}
     tensors = {n.dest: n.window.tensor for n in nodes if isinstance(n, ir.Load)}
     for node in nodes:
@@ -233,7 +233,7 @@ def _fits(program: Program, body: tuple[ir.Statement, ...], report: Report) -> b
             checks, code = [*_by_tma(node, program, written)], NO_TMA
             other = tensors[node.dest] is not node.window.tensor
             checks.append(_Check(not other, f"two tensors are copied to `{node.dest[0]}`"))
-        elif isinstance(node, ir.Gemm):
+        elif isinstance(node, ir.Gemm) and whole:
             checks, code = [*_by_wgmma(node, program, turned)], NO_WGMMA
         elif isinstance(node, ir.Store) and node.source[1] == "shared":
             checks, code = [_Check(False, "a shared tile is stored by all threads")], NO_WGMMA
