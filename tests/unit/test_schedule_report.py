@@ -454,9 +454,21 @@ def test_translate_says_the_path_beside_the_source(slow: str, tmp_path: Path) ->
 
 
 def compiled(registers: int = 168) -> Built:
-    facts = {"registers": registers, "spill_stores": 0, "spill_loads": 0, "stack": 0, "shared": 0}
-    names = {"arch": "sm_90a", "real": "sm_90a", "key": "", "nvcc": "13"}
-    return Built(**facts, **names, seconds=1.0, cubin=b"", ptx="", cached=False)
+    return Built(
+        registers=registers,
+        spill_stores=0,
+        spill_loads=0,
+        stack=0,
+        shared=0,
+        seconds=1.0,
+        cubin=b"",
+        ptx="",
+        arch="sm_90a",
+        real="sm_90a",
+        key="",
+        nvcc="13",
+        cached=False,
+    )
 
 
 def recorded(text: str, gpu: str, registers: int) -> dict[str, object]:
