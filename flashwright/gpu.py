@@ -44,7 +44,7 @@ _BASE_COPIES = frozenset(
 _PRODUCER_REGISTERS = 24
 _PRODUCER_WARPS = 4
 # No instruction can name more than 255 registers (guide: maximum 32-bit registers per thread).
-_MOST_REGISTERS = 255
+MOST_REGISTERS = 255
 # A warp is given registers in units of 256, so 8 for each of its 32 threads (CUDA occupancy
 # calculator, register allocation unit size, all of 7.5 to 9.0).
 REGISTER_UNIT = 8
@@ -109,7 +109,7 @@ class Gpu:
         if self.wgmma:
             lanes -= _PRODUCER_WARPS * _PRODUCER_REGISTERS
         per_thread = lanes // warps // REGISTER_UNIT * REGISTER_UNIT
-        return min(_MOST_REGISTERS, per_thread)
+        return min(MOST_REGISTERS, per_thread)
 
     def registers(self, tile_bytes: int, warps: int) -> int:
         """Registers a thread needs when tiles of `tile_bytes` are spread over `warps` warps.
@@ -127,7 +127,7 @@ class Gpu:
 
         Registers are given out by the warp, rounded up, from the quarter of the SM it runs on.
         """
-        rounded = -(-min(registers, _MOST_REGISTERS) // REGISTER_UNIT) * REGISTER_UNIT
+        rounded = -(-min(registers, MOST_REGISTERS) // REGISTER_UNIT) * REGISTER_UNIT
         in_quarter = self.registers_per_sm // 4 // (32 * rounded)
         return 4 * in_quarter // warps
 

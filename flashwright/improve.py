@@ -33,6 +33,7 @@ from flashwright.kernel_by_model import (
 )
 from flashwright.lang import render
 from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.lower.report import notes
 from flashwright.measure import race
 from flashwright.measure.race import CERTAIN, LEAST, Raced
 from flashwright.run import Progress, Run, Skipped
@@ -143,6 +144,8 @@ class _Rounds:
         more = facts_of(run.programs[OWN], run.gpu)
         if self.cuda:
             more["kernel"] = run.artefacts[SOURCE]
+        else:
+            more["schedule"] = _schedule(run)
         tried = tuple(self.lines)
         return facts_for(self.authors, run, speed=in_words(self.speed, run), tried=tried, **more)
 
@@ -218,6 +221,16 @@ class _Rounds:
             "before": _figures(begin),
             "after": _figures(self.speed),
         }
+
+
+def _schedule(run: Run) -> str:
+    """The path that the translator takes with the program, and its notes, for the model."""
+    made, program = run.translation, run.program
+    if made is None or made.report is None or program is None:
+        return ""
+    tl = run.artefacts["code.tl"]
+    said = render.for_model(notes(made.report, tl, program.tree), tl)
+    return f"{made.report.in_words()}\n{said}"
 
 
 def _first(findings: str) -> str:

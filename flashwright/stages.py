@@ -160,7 +160,7 @@ def _built(run: Run, kernel: str, tools: Toolchain) -> Run:
     )
     files = {**package.translated(made), **package.compiled(built)}
     run = keep(run, {inside(kernel, name): data for name, data in files.items()})
-    record = package.record(built, run.gpu, run.files_of(kernel))
+    record = package.record(built, run.gpu, run.files_of(kernel), made.report)
     return keep(run, {inside(kernel, RECORD): record})
 
 

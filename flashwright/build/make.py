@@ -7,6 +7,7 @@ from flashwright.build.toolchain import Toolchain
 from flashwright.check.program import Program
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Failed
+from flashwright.lower.report import SPARING
 from flashwright.lower.translate import Translation, translate
 
 
@@ -34,4 +35,10 @@ def make(
     except Failed as failed:
         if any(d.code != "FW823" for d in failed.diagnostics):
             raise
-    return compiled(translate(program, gpu, sparing=True))
+        why = failed.diagnostics[0].message
+    made = translate(program, gpu, sparing=True)
+    if made.report is not None:
+        text = f"the sparing translation is taken: with the other one {why}"
+        help = "smaller tiles or more warps leave more registers"
+        made.report.remark(SPARING, text, None, help)
+    return compiled(made)

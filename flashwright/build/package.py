@@ -15,6 +15,7 @@ from flashwright.files import sha256
 if TYPE_CHECKING:
     from flashwright.build.compile import Built
     from flashwright.gpu import Gpu
+    from flashwright.lower.report import Report
     from flashwright.lower.translate import Translation
 
 SCHEMA = 1
@@ -46,9 +47,12 @@ def compiled(built: Built, ptx: bool = True) -> dict[str, str | bytes]:
     return {"kernel.cubin": built.cubin, **({"kernel.ptx": built.ptx} if ptx else {})}
 
 
-def record(built: Built, gpu: Gpu, files: Mapping[str, str | bytes]) -> str:
+def record(
+    built: Built, gpu: Gpu, files: Mapping[str, str | bytes], report: Report | None = None
+) -> str:
     """build.json: with what it was compiled, what ptxas says, and the digest of every file.
 
+    `report` is the translator's: the schedule. A kernel that a model wrote has none.
     Of a further kernel it is the digest of its own build.json, which has those of its files.
     """
     more = [name for name in files if name == CLASSES or name.endswith(f"/{RECORD}")]
@@ -57,6 +61,7 @@ def record(built: Built, gpu: Gpu, files: Mapping[str, str | bytes]) -> str:
         "flashwright": __version__,
         "gpu": gpu.name,
         **built.record(),
+        **({"schedule": report.record(built.registers)} if report is not None else {}),
         "artefacts": {name: sha256(files[name]) for name in (*IN_RECORD, *more) if name in files},
     }
     return json.dumps(told, indent=2) + "\n"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
@@ -17,6 +17,7 @@ from flashwright.cli.command import (
     WRONG,
     Blamed,
     blaming,
+    colored,
     exit_code,
     find_gpu,
     guarded,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from flashwright.check.program import Program
     from flashwright.gpu import Gpu
     from flashwright.lower.launch_plan import LaunchPlan
+    from flashwright.lower.report import Report
     from flashwright.lower.translate import Translation
 
 CODE = "code.tl"
@@ -67,12 +69,14 @@ def translate(
     made = _translated(file, program, source, card)
     if out == "-":
         print(made.source, end="")
+        _tell_schedule(made, card, shown_name(file), source, program, sys.stderr)
         return FINE
     path = Path(out) / "kernel.cu" if Path(out).is_dir() else Path(out)
     write(path, made.source)
     write(path.with_suffix(".map.json"), made.map.dump())
     write(path.with_name("launch.json"), made.plan.dump())
     print(f"{path}: {made.source.count(chr(10))} lines for {made.plan.arch}")
+    _tell_schedule(made, card, shown_name(file), source, program)
     return FINE
 
 
@@ -162,8 +166,10 @@ def _build(
             _put(folder, files)  # what the compiler complains of, to look at
         raise
     files |= {**package.translated(made), **package.compiled(built, order.ptx), **(further or {})}
-    kept = _put(folder, {**files, package.RECORD: package.record(built, card, files)})
+    record = {package.RECORD: package.record(built, card, files, made.report)}
+    kept = _put(folder, {**files, **record})
     _tell_built(built, made, folder, kept)
+    _tell_schedule(made, card, shown_name(file), source, program)
 
 
 def known_gpu(folder: Path) -> str:
@@ -262,10 +268,31 @@ def _tell_built(built: Built, made: Translation, folder: Path, kept: tuple[str, 
         tell(built.warnings, "build cache", "")
     lines = made.source.count("\n")
     print(f"{folder}: kernel.cu of {lines} lines; {launch_in_words(made.plan)}")
-    for line in build_in_words(built):
+    for line in build_in_words(built, made.report):
         print(f"  {line}")
     for name in kept:
         print(f"  your changed {name} is kept as {name}.bak")
+
+
+def _tell_schedule(
+    made: Translation,
+    card: Gpu,
+    name: str,
+    source: str,
+    program: Program,
+    stream: TextIO | None = None,
+) -> None:
+    """The path that the kernel takes, and what it does not do."""
+    from flashwright.lang.render import terminal
+    from flashwright.lower.report import notes
+
+    if made.report is None:
+        return
+    stream = stream or sys.stdout
+    print(f"{card.name}: {made.report.in_words()}", file=stream)
+    found = notes(made.report, source, program.tree)
+    if found:
+        print(terminal(found, source, name, colored(stream)), end="", file=stream)
 
 
 # --- words ------------------------------------------------------------------------------------
@@ -276,14 +303,17 @@ def launch_in_words(plan: LaunchPlan) -> str:
     return f"{plan.threads} threads and {plan.shared / KB:g} KB of shared memory a block"
 
 
-def build_in_words(built: Built) -> tuple[str, str]:
-    """What the compiler made of it, and when."""
+def build_in_words(built: Built, report: Report | None = None) -> tuple[str, str]:
+    """What the compiler made of it, and when; with the translator's report also what is left."""
     stack = f", {built.stack} bytes of stack" if built.stack else ""
     static = f", {built.shared} bytes of static shared memory" if built.shared else ""
     took = f"{built.seconds:.1f} s"
     when = f"from the cache; it took {took} to compile" if built.cached else f"compiled in {took}"
     size = f"cubin for {built.real} of {len(built.cubin) / KB:.0f} KB"
+    registers = f"{built.registers} registers a thread"
+    if report is not None:
+        registers = report.registers_in_words(built.registers)
     return (
-        f"{built.registers} registers a thread, no spills{stack}{static}",
+        f"{registers}, no spills{stack}{static}",
         f"{size}, {when} with nvcc {built.nvcc}",
     )

@@ -9,6 +9,7 @@ import difflib
 import gc
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from importlib import resources
 from typing import TYPE_CHECKING, Annotated, Any
@@ -124,7 +125,34 @@ def check(
     diagnostics, verdict = _checked(source, card, file)
     if fix:
         source, diagnostics, verdict = _fixed(file, source, diagnostics, verdict, card)
-    return _report(diagnostics, source, file, format, verdict, card, fixed=fix)
+    path = _path(verdict, source, card) if verdict is not None and card is not None else _Path()
+    return _report(diagnostics, source, file, format, verdict, card, fixed=fix, path=path)
+
+
+@dataclass(frozen=True)
+class _Path:
+    """How a program is translated for a GPU: in a line, and what was not done."""
+
+    line: str = ""
+    notes: Sequence[Diagnostic] = ()
+
+
+def _path(verdict: Checked, source: str, card: Gpu) -> _Path:
+    """Translate a program that is right; a sketch, or one with errors, has no path."""
+    from flashwright.lower.report import notes
+    from flashwright.lower.translate import translate
+
+    if verdict.program is None or verdict.errors:
+        return _Path()
+    try:
+        report = translate(verdict.program, card).report
+    except Failed as failed:
+        found = failed.diagnostics[0]
+        where = f"line {found.span.line}: " if found.span else ""
+        return _Path(f"{card.name}: no translation: {where}{found.message} ({found.code})")
+    assert report is not None
+    found_notes = notes(report, source, verdict.program.tree)
+    return _Path(f"{card.name}: {report.in_words()}", found_notes)
 
 
 def _checked(
@@ -174,20 +202,26 @@ def _report(
     verdict: Checked | None = None,
     card: Gpu | None = None,
     fixed: bool = False,
+    path: _Path | None = None,
 ) -> int:
     from flashwright.lang import render
+
+    path = path or _Path()
+    told = [*diagnostics, *path.notes]
 
     # The mended text of stdin goes to stdout, so what is said about it must not.
     stream = sys.stderr if fixed and file == "-" else sys.stdout
     name = shown_name(file)
     if format is Format.JSON:
-        print(render.as_json(diagnostics, name), file=stream)
+        print(render.as_json(told, name), file=stream)
     elif format is Format.MODEL:
-        print(render.for_model(diagnostics, source), end="", file=stream)
+        print(render.for_model(told, source), end="", file=stream)
     else:
-        if diagnostics:
-            print(render.terminal(diagnostics, source, name, colored(stream)), file=stream)
+        if told:
+            print(render.terminal(told, source, name, colored(stream)), file=stream)
         print(_summary(diagnostics, name, verdict, card), file=stream)
+        if path.line:
+            print(path.line, file=stream)
     return exit_code(diagnostics)
 
 

@@ -26,6 +26,7 @@ from flashwright.check.budget import in_words as budget_in_words
 from flashwright.cli.kernel import build_in_words, launch_in_words
 from flashwright.lang import render
 from flashwright.lang.recover import STATEMENTS
+from flashwright.lower.report import SPARING
 from flashwright.pipeline import Stage, claimed, not_claimed
 from flashwright.run import KINDS, Finding, Run
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from flashwright.gpu import Gpu
     from flashwright.judge.cpu import Verdict
     from flashwright.lang.diagnostic import Diagnostic
+    from flashwright.lower.report import Remark
     from flashwright.spec import AttentionSpec
 
 WIDTH = 100
@@ -382,7 +384,7 @@ def _made(stage: str, run: Run, width: int) -> list[RenderableType]:
     if stage == "cpu":
         return [part for kernel in run.verdicts for part in _agreement(kernel, run)]
     if stage == "translate":
-        return [_source(kernel, run) for kernel in run.translations]
+        return [line for kernel in run.translations for line in _source(kernel, run)]
     judged = run.gpu_verdict or run.emulated
     if stage == "verdict" and judged is not None:
         from flashwright.cli import verify
@@ -404,15 +406,30 @@ def _agreement(kernel: str, run: Run) -> list[RenderableType]:
     return [cases_table(verdict), words, *not_reached(verdict.unreached)]
 
 
-def _source(kernel: str, run: Run) -> Text:
+def _source(kernel: str, run: Run) -> list[Text]:
     made, name = run.translations[kernel], inside(kernel, "kernel.cu")
     lines = made.source.count("\n")
-    return Text(f"  {name}: {lines} lines for {made.plan.arch}; {launch_in_words(made.plan)}")
+    told = [f"{name}: {lines} lines for {made.plan.arch}; {launch_in_words(made.plan)}"]
+    if made.report is not None:
+        told.append(made.report.in_words())
+        told += [_remark(remark) for remark in made.report.remarks]
+    return [Text(f"  {line}") for line in told]
+
+
+def _remark(remark: Remark) -> str:
+    """Something that was not done, in a line."""
+    where = f", line {remark.lines[0]}" if remark.lines else ""
+    advice = f" ({remark.advice})" if remark.advice else ""
+    return f"note {remark.code}{where}: {remark.text}{advice}"
 
 
 def _compiled(kernel: str, run: Run) -> list[Text]:
     whose = [] if kernel == OWN else [f"{kernel}:"]
-    lines = [f"  {line}" for line in (*whose, *build_in_words(run.builds[kernel]))]
+    made = run.translations.get(kernel)
+    report = made.report if made else None
+    said = build_in_words(run.builds[kernel], report)
+    sparing = [r for r in report.remarks if r.code == SPARING] if report else []
+    lines = [f"  {line}" for line in (*whose, *said, *map(_remark, sparing))]
     found = [f for f in run.findings if f.file == inside(kernel, "kernel.cu")]
     return [Text(line) for line in (*lines, *(_rendered(f, run, color=False) for f in found))]
 

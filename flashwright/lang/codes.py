@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Severity = Literal["error", "warning", "note"]
+
 
 @dataclass(frozen=True)
 class Code:
     """What a code stands for, in one line."""
 
     title: str
-    severity: Literal["error", "warning"] = "error"
+    severity: Severity = "error"
     bad_input: bool = False
 
 
@@ -80,6 +82,14 @@ CODES: dict[str, Code] = {
     "FW806": Code("a program that takes too much to run"),
     # the translation
     "FW811": Code("a program that cannot be translated for this GPU", bad_input=True),
+    "FW812": Code("the GEMMs do not use wgmma", severity="note"),
+    "FW813": Code("a Copy does not use TMA", severity="note"),
+    "FW814": Code("a loop is not overlapped", severity="note"),
+    "FW815": Code("warpgroups do not run in ping-pong", severity="note"),
+    "FW816": Code("masked iterations are not split", severity="note"),
+    "FW817": Code("the kernel is not persistent", severity="note"),
+    "FW818": Code("copies do not run ahead", severity="note"),
+    "FW819": Code("the sparing translation is taken", severity="note"),
     # the build
     "FW821": Code("what is needed to compile is not there", bad_input=True),
     "FW822": Code("the compiler does not take the generated code"),

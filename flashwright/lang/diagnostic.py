@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from flashwright.lang.codes import CODES
+from flashwright.lang.codes import CODES, Severity
 from flashwright.lang.nodes import Span
-
-Severity = Literal["error", "warning"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,10 @@ class Edit:
 
 @dataclass(frozen=True)
 class Fix:
-    """A change that mends the program, safe to apply without thinking."""
+    """A change that mends the program, safe to apply without thinking.
+
+    A note's is one that makes the kernel faster as a rule; `check --fix` leaves it to the reader.
+    """
 
     title: str
     edits: tuple[Edit, ...]
@@ -50,7 +50,7 @@ class Diagnostic:
 
     @property
     def severity(self) -> Severity:
-        """Errors make the program wrong; warnings do not."""
+        """Errors make the program wrong; warnings do not. Notes say how it was translated."""
         return CODES[self.code].severity
 
     @property

@@ -14,7 +14,12 @@ from flashwright.lang.nodes import Span
 
 _TAB = 4
 _WIDEST = 160  # a longer line is shown in part, around what is wrong
-_COLORS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "blue": "\x1b[1;34m"}
+_COLORS = {
+    "error": "\x1b[1;31m",
+    "warning": "\x1b[1;33m",
+    "note": "\x1b[1;36m",
+    "blue": "\x1b[1;34m",
+}
 _BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
 
 
@@ -32,7 +37,7 @@ class _Mark:
 def summary(diagnostics: Sequence[Diagnostic]) -> str:
     """One line such as `2 errors, 1 warning`."""
     parts = []
-    for severity in ("error", "warning"):
+    for severity in ("error", "warning", "note"):
         count = sum(d.severity == severity for d in diagnostics)
         if count:
             parts.append(f"{count} {severity}{'s' if count > 1 else ''}")
@@ -74,7 +79,8 @@ def _one(d: Diagnostic, lines: list[str], filename: str, color: bool) -> str:
             out.append(f"{bar} {' ' * left}{paint(under, tone if m.sign == '^' else blue)}")
     notes = [("help", d.help)] if d.help else []
     if d.fix:
-        notes.append(("fix", f"{d.fix.title} (flashwright check --fix)"))
+        how = "" if d.severity == "note" else " (flashwright check --fix)"
+        notes.append(("edit" if d.severity == "note" else "fix", f"{d.fix.title}{how}"))
     if shown and notes:
         out.append(bar)
     for kind, text in notes:
@@ -185,7 +191,8 @@ def for_model(diagnostics: Sequence[Diagnostic], source: str) -> str:
             quoted = _quoted(lines, label.span)
             out.append(f"   line {label.span.line}: {quoted}   <- {_clean(label.text)}")
         if d.fix:
-            out.append(f"   fix: {_clean(d.fix.title)}")
+            kind = "edit" if d.severity == "note" else "fix"
+            out.append(f"   {kind}: {_clean(d.fix.title)}")
         if d.help:
             out.append(f"   help: {_clean(d.help)}")
     return "\n".join(out) + "\n" if out else ""

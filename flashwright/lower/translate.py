@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from flashwright.check.program import Key, Program
-from flashwright.gpu import Gpu
+from flashwright.gpu import MOST_REGISTERS, REGISTER_UNIT, Gpu
 from flashwright.lang.nodes import Copy, For, statements
 from flashwright.lower import ir
 from flashwright.lower.frontend.lowering import lower
@@ -16,8 +16,8 @@ from flashwright.lower.passes.place_barriers import Travel, synchronise
 from flashwright.lower.passes.prefetch import pipeline
 from flashwright.lower.passes.specialize_warps import ring_offsets, specialized
 from flashwright.lower.plan import make_plan, ordered, rounds
-from flashwright.lower.printing.kernel import Printer
-from flashwright.lower.report import Report
+from flashwright.lower.printing.kernel import Printer, register_counts
+from flashwright.lower.report import NOT_AHEAD, Report
 from flashwright.lower.source_map import SourceMap, source_map
 from flashwright.lower.targets.atoms import shared_layout, wide_tiles
 from flashwright.lower.targets.shared_memory import room_offset
@@ -33,7 +33,8 @@ class Translation:
     source: str
     map: SourceMap
     plan: LaunchPlan
-    report: Report = field(default_factory=Report)
+    report: Report | None = None
+    """The path that the kernel takes; None where a model wrote it."""
 
 
 def translate(program: Program, gpu: Gpu, sparing: bool = False) -> Translation:
@@ -41,7 +42,7 @@ def translate(program: Program, gpu: Gpu, sparing: bool = False) -> Translation:
 
     A `sparing` kernel needs fewer registers and is a little slower.
     """
-    report = Report()
+    report = Report(sparing=sparing)
     printer, plan = prepared(program, gpu, sparing, report)
     printed = printer.print()
     return Translation(printed.source, source_map(printed.lines), plan, report)
@@ -61,7 +62,8 @@ def prepared(
     if roles:
         program, body = roles[0], (roles[1],)
     else:
-        body = schedule(program, gpu, ir.changed(kernel.body, _sparing) if sparing else kernel.body)
+        written = ir.changed(kernel.body, _sparing) if sparing else kernel.body
+        body = schedule(program, gpu, written, report)
     wide = wide_tiles(body, program)
     kernel = replace(kernel, body=body, grid=ordered(program, kernel.grid), wide=wide)
     if roles:
@@ -75,22 +77,48 @@ def prepared(
         rings, size = ring_offsets(program, kernel, size)
         room, size = room_offset(program, gpu, kernel, size)
         blocks = 1
+    report.registers, report.dealt = _registers(program, gpu, roles[1] if roles else None, blocks)
     printer = Printer(program, gpu, kernel, offsets, blocks, rings, room)
     return printer, make_plan(program, gpu, kernel, size)
 
 
 def schedule(
-    program: Program, gpu: Gpu, body: tuple[ir.Statement, ...]
+    program: Program,
+    gpu: Gpu,
+    body: tuple[ir.Statement, ...],
+    report: Report | None = None,
 ) -> tuple[ir.Statement, ...]:
     """The same work with copies running ahead, and all that this makes necessary."""
+    report = report or Report()
     asynchronous = gpu.cp_async
     stages = max(b.stages for b in program.buffers.values())
     body = keep_partial(body)
-    body = pipeline(body, program.buffers, ahead=stages if asynchronous else 1)
+    body = pipeline(body, program.buffers, stages if asynchronous else 1, report)
     travel: Travel = "async" if asynchronous else "ahead"
     if not asynchronous and _held(program) + _travelling(program) + SPARE_REGISTERS > FULL:
         travel = "at once"
+        _not_ahead(body, report)
     return synchronise(body, program.buffers, travel)
+
+
+def _not_ahead(body: tuple[ir.Statement, ...], report: Report) -> None:
+    """Report that tiles are not held in registers on their way to shared memory."""
+    loops = [n for n in body if isinstance(n, ir.Loop)]
+    load = next((n for lp in loops for n in ir.flat(lp.body) if isinstance(n, ir.Load)), None)
+    report.loops = [replace(loop, ahead=0) for loop in report.loops]
+    if load is not None:
+        text = "copies do not run ahead: a thread has no registers left for tiles on their way"
+        help = "smaller tiles or more warps leave some"
+        report.remark(NOT_AHEAD, text, load.origin.lines, help)
+
+
+def _registers(program: Program, gpu: Gpu, roles: ir.Roles | None, blocks: int) -> tuple[int, bool]:
+    """The registers that a thread may use, and whether setmaxnreg gives them."""
+    if roles:
+        _, given = register_counts(program.warps // 4, roles)
+        return (given, True) if given else (MOST_REGISTERS, False)
+    share = gpu.registers_per_sm // (32 * program.warps * blocks)
+    return min(MOST_REGISTERS, share - share % REGISTER_UNIT), False
 
 
 def _sparing(node: ir.Statement) -> ir.Statement:

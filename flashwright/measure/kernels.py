@@ -173,7 +173,7 @@ def from_tl(
     # From the cache it took no time, but that is not what it takes to make one.
     took["build"] = round(max(time.perf_counter() - translated, built.seconds), 3)
     files |= {**package.translated(translation), **package.compiled(built)}
-    files[package.RECORD] = package.record(built, target, files)
+    files[package.RECORD] = package.record(built, target, files, translation.report)
     return replace(made, ptxas=_ptxas(built, translation), seconds=took)
 
 

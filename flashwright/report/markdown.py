@@ -63,7 +63,10 @@ def _speed(bench: Bench, speed: headline.Speed) -> Iterator[str]:
 
 
 def _kernel(kernel: Kernel) -> Iterator[str]:
-    """What was asked of it; its errors are in the table of kernels."""
+    """How it is scheduled and what was asked of it; its errors are in the table of kernels."""
+    if kernel.schedule is not None:
+        yield from (f"### How {_said(kernel.name)} is scheduled", "")
+        yield from (*(f"- {_said(line)}" for line in kernel.schedule.lines), "")
     if kernel.verdict is None or not kernel.verdict.checks:
         return
     yield from (f"### What was asked of {_said(kernel.name)}", "")

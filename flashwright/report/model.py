@@ -9,6 +9,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from flashwright.judge.verdict import EMULATION
+from flashwright.lower.report import LoopReport
+from flashwright.lower.report import Report as Path
 from flashwright.lower.source_map import Stretch
 from flashwright.measure.records import OURS, AbsentRecord, NumberRecord, RunRecord
 from flashwright.spec import AttentionSpec
@@ -134,6 +136,70 @@ class Verdict(_Told):
         return f"{self.device} of {self.arch}" if emulated else self.device
 
 
+class ScheduledLoop(_Told):
+    """How a loop with GEMMs was scheduled."""
+
+    line: int
+    overlapped: bool = False
+    split: bool = False
+    early_exit: bool = False
+    ahead: int = 0
+
+
+class ScheduleRemark(_Told):
+    """Something that the GPU can do and the kernel does not."""
+
+    code: str
+    line: int | None = None
+    text: str
+    help: str = ""
+
+    @property
+    def in_words(self) -> str:
+        """The remark in a line."""
+        where = f", line {self.line}" if self.line else ""
+        return f"{self.code}{where}: {self.text}{f' ({self.help})' if self.help else ''}"
+
+
+class Registers(_Told):
+    """What a thread that computes may use, and what is left; None where ptxas does not say."""
+
+    most: int = 0
+    setmaxnreg: bool = False
+    left: int | None = None
+
+
+class Schedule(_Told):
+    """The path that a kernel takes: `schedule` of build.json."""
+
+    products: str
+    copies: str
+    persistent: bool = False
+    ping_pong: bool = False
+    sparing: bool = False
+    registers: Registers = Registers()
+    loops: tuple[ScheduledLoop, ...] = ()
+    remarks: tuple[ScheduleRemark, ...] = ()
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The path, the registers that are left, and a line for each thing that is not done."""
+        path = Path(
+            products=self.products,
+            copies=self.copies,
+            persistent=self.persistent,
+            ping_pong=self.ping_pong,
+            sparing=self.sparing,
+            loops=[LoopReport(**dict(loop)) for loop in self.loops],
+        )
+        most, left = self.registers.most, self.registers.left
+        registers = f"{left} of {most} registers left" if left is not None else ""
+        if self.registers.setmaxnreg:
+            registers = f"setmaxnreg gives a thread that computes {most} registers"
+        said = (path.in_words(), registers, *(remark.in_words for remark in self.remarks))
+        return tuple(filter(None, said))
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One kernel: what it was asked to be, its texts, and what is known of it."""
@@ -152,6 +218,8 @@ class Kernel:
     hashes: Mapping[str, str] = field(default_factory=dict)
     ptxas: Mapping[str, int] = field(default_factory=dict)
     """registers, spills, stack, shared and threads, as far as they are known."""
+    schedule: Schedule | None = None
+    """Of a kernel that the translator made; None where it is not known."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     verdict: Verdict | None = None
     cpu: tuple[Case, ...] = ()

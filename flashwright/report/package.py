@@ -13,7 +13,7 @@ from flashwright.build.package import CLASSES
 from flashwright.files import sha256
 from flashwright.lower.source_map import SourceMap, Stretch
 from flashwright.measure.grid import kernel_name
-from flashwright.report.model import Case, Kernel, Verdict
+from flashwright.report.model import Case, Kernel, Schedule, Verdict
 from flashwright.report.reading import bad, bytes_of, object_of, spec_of, text_of, validated
 from flashwright.spec import AttentionSpec, BadSpec, parse
 
@@ -65,6 +65,7 @@ class _Build(_Told):
     stack: int = 0
     shared: int = 0
     seconds: float | None = None
+    schedule: Schedule | None = None
 
 
 class _Launch(_Told):
@@ -92,6 +93,7 @@ def read(folder: Path) -> Kernel:
         reasoning=texts.get("reasoning.md", ""),
         hashes=_hashes(folder),
         ptxas=_ptxas(build, launch),
+        schedule=build.schedule,
         seconds=_seconds(result, build),
         not_claimed=result.not_claimed,
         skipped=_skipped(result),

@@ -38,6 +38,10 @@ def render(report: Report, width: int = WIDTH) -> Iterator[RenderableType]:
     if len(report.kernels) > 1:
         yield Text("\nKernels", "bold")
         yield _table(tables.kernels(report.kernels), width)
+    for kernel in report.kernels:
+        if kernel.schedule is not None:
+            yield Text(f"\nHow {words.plain(kernel.name)} is scheduled", "bold")
+            yield from map(_item, kernel.schedule.lines)
     yield from _compiled(report.kernels, width)
     yield Text("\nHow to get the same again", "bold")
     for step in reproduce.steps(report):

@@ -13,6 +13,8 @@ from flashwright.check.check import check
 from flashwright.lang.codes import CODES
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.parse import parse
+from flashwright.lower.report import notes
+from flashwright.lower.translate import translate
 
 FOLDER = files("flashwright.lang") / "explain"
 PAGES = {p.name.removesuffix(".md"): p.read_text("utf-8") for p in FOLDER.iterdir()}
@@ -39,12 +41,20 @@ def fences(code: str) -> list[Fence]:
     return found
 
 
-def findings(fence: Fence) -> tuple[Diagnostic, ...]:
+def findings(code: str, fence: Fence) -> tuple[Diagnostic, ...]:
+    """What the checker finds; on the page of a note also what the translator says."""
+    card = gpu.find(fence.gpu) if fence.gpu else None
     try:
-        tree = parse(fence.text)
+        checked = check(parse(fence.text), card)
     except Failed as failed:
         return failed.diagnostics
-    return check(tree, gpu.find(fence.gpu) if fence.gpu else None).diagnostics
+    if CODES[code].severity != "note":
+        return checked.diagnostics
+    assert card is not None
+    assert checked.program is not None
+    report = translate(checked.program, card).report
+    assert report is not None
+    return (*checked.diagnostics, *notes(report, fence.text, checked.program.tree))
 
 
 PROGRAMS = [(code, fence) for code in sorted(PAGES) for fence in fences(code)]
@@ -69,14 +79,14 @@ def test_page_has_its_parts(code: str) -> None:
 
 @pytest.mark.parametrize(("code", "fence"), WRONG)
 def test_the_wrong_program_shows_this_error_alone(code: str, fence: Fence) -> None:
-    found = findings(fence)
+    found = findings(code, fence)
     assert [d.code for d in found] == [code] * max(1, len(found))
     assert all(d.span is not None and d.message for d in found)
 
 
 @pytest.mark.parametrize(("code", "fence"), RIGHT)
 def test_the_right_program_is_clean(code: str, fence: Fence) -> None:
-    assert [(d.code, d.message) for d in findings(fence)] == []
+    assert [(d.code, d.message) for d in findings(code, fence)] == []
 
 
 @pytest.mark.parametrize(("code", "fence"), WRONG)

@@ -45,7 +45,7 @@ def translation(program: object, gpu: Gpu, sparing: bool = False) -> Any:
     plan = LaunchPlan(
         entry="k", arch=gpu.arch, threads=128, shared=49152, grid=(), dims=(), tensors=()
     )
-    return SimpleNamespace(source=SOURCE, map=Map(), plan=plan)
+    return SimpleNamespace(source=SOURCE, map=Map(), plan=plan, report=None)
 
 
 Translate = Callable[..., Any]

@@ -65,6 +65,8 @@ class Facts:
     """A right kernel.cu, where that is to be improved."""
     speed: str = ""
     """What was measured of it, and what bounds it."""
+    schedule: str = ""
+    """The path that the translator takes, and what it does not do (lower/report.py)."""
     tried: tuple[str, ...] = ()
     """What became of earlier rounds, a line each."""
 
@@ -199,6 +201,7 @@ def _device(stage: Stage, facts: Facts) -> dict[str, Any]:
         "program": facts.program,
         "kernel": facts.kernel,
         "speed": facts.speed,
+        "schedule": facts.schedule.strip(),
         "tried": facts.tried[-_EARLIER:],
         "synchronisation": _render("sync_hopper.md" if hopper else "sync_plain.md", **way).strip(),
     }

@@ -9,21 +9,73 @@ from dataclasses import replace
 
 from flashwright.check.program import Buffer, Key
 from flashwright.lower import ir
+from flashwright.lower.report import NOT_AHEAD, LoopReport, Report
 from flashwright.lower.term import Term, Var, binary, integer, minus, plus, substitute
 
 
 def pipeline(
-    body: tuple[ir.Statement, ...], buffers: Mapping[Key, Buffer], ahead: int
+    body: tuple[ir.Statement, ...],
+    buffers: Mapping[Key, Buffer],
+    ahead: int,
+    report: Report | None = None,
 ) -> tuple[ir.Statement, ...]:
     """Every loop with its copies run ahead, at most so many rounds."""
+    report = report or Report()
+    early: dict[Key, int] = {}
     out: list[ir.Statement] = []
     for position, node in enumerate(body):
         if isinstance(node, ir.Loop):
             stages = _stages(node, body[position + 1 :], buffers, ahead)
             out += _loop(node, stages) if stages else [node]
+            early |= stages
+            if any(isinstance(n, ir.Gemm) for n in ir.flat(node.body)):
+                line = node.origin.lines[0] if node.origin.lines else 0
+                most = max(stages.values(), default=1) - 1
+                report.loops.append(LoopReport(line, overlapped=False, ahead=most))
         else:
             out.append(node)
+    remark_single_stages(body, buffers, report)
+    _remark(body, [k for k, b in buffers.items() if b.stages > 1 and k not in early], report)
     return tuple(out)
+
+
+def remark_single_stages(
+    body: tuple[ir.Statement, ...], buffers: Mapping[Key, Buffer], report: Report
+) -> None:
+    """Report the tiles that a loop has to wait for, because they have one stage."""
+    loops = [n for n in ir.flat(body) if isinstance(n, ir.Loop)]
+    for load in (n for loop in loops for n in loop.body if isinstance(n, ir.Load)):
+        name, buffer = load.dest[0], buffers[load.dest]
+        if buffer.space == "shared" and buffer.stages == 1:
+            text = f"copies to `{name}` do not run ahead: the tile has one stage"
+            help = f"`Allocate {name} in shared (...) with stages 2`, if shared memory has room"
+            report.remark(NOT_AHEAD, text, load.origin.lines, help)
+
+
+def _remark(body: tuple[ir.Statement, ...], keys: list[Key], report: Report) -> None:
+    """Report the tiles with stages whose copies do not run ahead."""
+    for key in keys:
+        load = next((n for n in ir.flat(body) if isinstance(n, ir.Load) and n.dest == key), None)
+        if load is not None:
+            text = f"copies to `{key[0]}` do not run ahead: {_why_not(body, key)}"
+            report.remark(NOT_AHEAD, text, load.origin.lines)
+
+
+def _why_not(body: tuple[ir.Statement, ...], key: Key) -> str:
+    loops = [(n, node) for n, node in enumerate(body) if isinstance(node, ir.Loop)]
+    inside = [(n, lp) for n, lp in loops if any(_fills(x, key) for x in ir.flat(lp.body))]
+    if not inside:
+        return "the Copy is in no loop"
+    place, loop = inside[0]
+    if not any(node.dest == key for node, _ in _loads(loop)):
+        return "the Copy is in a branch or in an inner loop"
+    if sum(_fills(n, key) for n in ir.flat(loop.body)) > 1:
+        return "the loop fills the tile more than once"
+    if _reads_first(loop.body, key):
+        return "the loop reads the tile before the Copy fills it"
+    if _reads_first(body[place + 1 :], key):
+        return "the tile is read after the loop"
+    return "a copy of another loop does"
 
 
 def _loop(loop: ir.Loop, stages: dict[Key, int]) -> list[ir.Statement]:

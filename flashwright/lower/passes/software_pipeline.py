@@ -7,13 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from flashwright.check.program import Key
+from flashwright.lang.nodes import Tree
 from flashwright.lower import ir
 from flashwright.lower.element import Leaf
 from flashwright.lower.names import Names, tile_name
 from flashwright.lower.passes.early_exit import own_end
 from flashwright.lower.passes.effects import effects
 from flashwright.lower.passes.overlap import Pipelined, Reason, pipelined
-from flashwright.lower.report import LoopReport, Report
+from flashwright.lower.report import (
+    NOT_OVERLAPPED,
+    NOT_SPLIT,
+    LoopReport,
+    ParamEdit,
+    Report,
+    param_lines,
+)
 from flashwright.lower.term import (
     Term,
     Var,
@@ -31,6 +39,7 @@ class SoftwarePipeline:
 
     names: Names
     report: Report
+    tree: Tree
     overlap: bool
     turns: bool
     split: bool
@@ -67,7 +76,8 @@ class SoftwarePipeline:
         gemms = [n for n in ir.flat(loop.body) if isinstance(n, ir.Gemm)]
         if not gemms:
             return loop
-        found: Pipelined | Reason = Reason("`param Overlap = 0`", loop.origin)
+        off = ir.Origin(param_lines(self.tree, "Overlap"))
+        found: Pipelined | Reason = Reason("`param Overlap = 0`", off)
         if self.overlap:
             found = pipelined(loop, lambda key: _is_zero(before, key), self.names, self.turns)
         line = loop.origin.lines[0] if loop.origin.lines else 0
@@ -75,8 +85,9 @@ class SoftwarePipeline:
             inner = replace(loop, body=self.body(loop.body, scope | {loop.var}))
             if any(isinstance(n, ir.Gemm) for n in loop.body):
                 where = found.origin.lines or loop.origin.lines
-                text = f"the loop is not overlapped: {found.text}"
-                self.report.remark("FW833", text, where, found.help)
+                text = f"{self._consequences(loop)}: {found.text}"
+                edit = None if self.overlap else ParamEdit("Overlap")
+                self.report.remark(NOT_OVERLAPPED, text, where, found.help, edit)
                 self.report.loops.append(LoopReport(line, False))
             return inner
         self.late[loop.var] = found.late_tiles
@@ -106,16 +117,38 @@ class SoftwarePipeline:
             passing = (replace(loop, body=passed, number="resumes", origin=untitled),)
             before = (ir.Define(end, own), *before)
         loops = split_masked(again) if self.split else (again,)
+        if len(loops) == 1:
+            self._not_split(loop)
         self.report.loops.append(LoopReport(line, True, len(loops) > 1, own is not None))
         condition = substitute(loop.condition, {loop.var: loop.low})
         then = (*before, *loops, *found.last, *passing)
         return ir.Branch(condition, then, origin=loop.origin.untitled)
 
+    def _consequences(self, loop: ir.Loop) -> str:
+        """What is not done with a loop that is not overlapped."""
+        lost = ["the loop is not overlapped"]
+        lost += ["its masked iterations are not split"] if self.split and _masks(loop) else []
+        lost += ["its warpgroups do not run in ping-pong"] if self.turns else []
+        return " and ".join(filter(None, (", ".join(lost[:-1]), lost[-1])))
+
+    def _not_split(self, loop: ir.Loop) -> None:
+        """Report why masked and unmasked iterations share a loop, where there is a mask."""
+        masks = _masks(loop)
+        untested = [n for n in loop.body if n.origin.title.startswith("Compute Mask")]
+        text = "masked iterations are not split: "
+        if not masks and untested:
+            text += "the translator finds no test that the mask leaves a whole tile as it is"
+            help = "compare positions: `kv_idx < kv_len`, `kv_idx <= q_idx + kv_len - q_len`"
+            self.report.remark(NOT_SPLIT, text, untested[0].origin.lines, help)
+        elif masks and not self.split:
+            where, edit = param_lines(self.tree, "Apart"), ParamEdit("Apart")
+            self.report.remark(NOT_SPLIT, f"{text}`param Apart = 0`", where, edit=edit)
+
 
 def split_masked(loop: ir.Loop) -> tuple[ir.Loop, ...]:
     """The iterations in which no mask changes anything, without masks, for as long as there are
     such; then the others."""
-    masks = [n for n in loop.body if isinstance(n, ir.Compute) and n.unless is not None]
+    masks = _masks(loop)
     if not masks:
         return (loop,)
     lets = defined(loop.body)
@@ -126,6 +159,11 @@ def split_masked(loop: ir.Loop) -> tuple[ir.Loop, ...]:
     plain = tuple(n for n in loop.body if n not in masks)
     then = replace(loop, number="resumes", origin=loop.origin.untitled)
     return replace(loop, condition=clear, body=plain), then
+
+
+def _masks(loop: ir.Loop) -> list[ir.Compute]:
+    """The masks of which a test tells whether they change a tile."""
+    return [n for n in loop.body if isinstance(n, ir.Compute) and n.unless is not None]
 
 
 def defined(body: Sequence[ir.Statement]) -> dict[str, Term]:

@@ -17,11 +17,20 @@ from flashwright.lower.names import Names, ring_name
 from flashwright.lower.passes.fp8_sums import can_step, in_steps, long_sums, with_steps
 from flashwright.lower.passes.fp8_transpose import can_turn, landed, turned_tiles, turning
 from flashwright.lower.passes.integer_maxima import by_threes
+from flashwright.lower.passes.prefetch import remark_single_stages
 from flashwright.lower.passes.rings import consuming, needed_last, producing
 from flashwright.lower.passes.scale_in_exponent import in_exponent
 from flashwright.lower.passes.software_pipeline import SoftwarePipeline
 from flashwright.lower.passes.wgmma_groups import asynchronous
-from flashwright.lower.report import Report
+from flashwright.lower.report import (
+    NO_PING_PONG,
+    NO_TMA,
+    NO_WGMMA,
+    NOT_PERSISTENT,
+    ParamEdit,
+    Report,
+    param_lines,
+)
 from flashwright.lower.targets.shared_memory import BARRIERS, with_room
 from flashwright.lower.term import RingStage, Term
 
@@ -44,14 +53,18 @@ def specialized(
         return None
     turned, sums = turned_tiles(program, body), long_sums(program, body)
     if not can_step(program, sums):
-        text = "an fp8 sum wider than 128 columns has no registers for the product of a step"
-        report.remark("FW831", text, _line_of(body, ir.Gemm))
+        text = (
+            "no wgmma: an fp8 sum wider than 128 columns has no registers for the product of a step"
+        )
+        wide = (n for n in ir.flat(body) if isinstance(n, ir.Gemm) and n.target in sums)
+        report.remark(NO_WGMMA, text, next(wide).origin.lines)
         return None
     more = with_room(with_steps(program, sums), gpu, turned)
     if more is None:
-        text = "shared memory has no room to transpose an fp8 tile in"
-        report.remark("FW831", text, _line_of(body, ir.Load))
+        text = "no wgmma: shared memory has no room to transpose an fp8 tile in"
+        report.remark(NO_WGMMA, text, _line_of(body, ir.Load))
         return None
+    remark_single_stages(body, program.buffers, report)
     body = in_exponent(in_steps(program, body, sums))
     keys = {n.dest for n in ir.flat(body) if isinstance(n, ir.Load)}
     consumers, late = _consumers(more, body, keys, names, report)
@@ -62,6 +75,10 @@ def specialized(
     turner = producing(ir.changed(body, turning), turned)
     report.products, report.copies = "wgmma", "TMA"
     report.persistent = program.schedule.persistent
+    if not report.persistent:
+        text = "the kernel is not persistent: `param Persistent = 0`"
+        where = param_lines(program.tree, "Persistent")
+        report.remark(NOT_PERSISTENT, text, where, edit=ParamEdit("Persistent"))
     return more, ir.Roles(loader, consumers, turner)
 
 
@@ -76,14 +93,40 @@ def _consumers(
     met = _with_syncs(body)
     meets = any(isinstance(n, ir.Sync) for n in ir.flat(met))
     turns = schedule.ping_pong and program.warps > 4 and not meets
-    pipeline = SoftwarePipeline(names, report, schedule.overlap, turns, schedule.apart)
+    pipeline = SoftwarePipeline(
+        names,
+        report,
+        program.tree,
+        overlap=schedule.overlap,
+        turns=turns,
+        split=schedule.apart,
+    )
     found = pipeline.body(consuming(met, keys))
     report.ping_pong = any(isinstance(n, ir.Turn) for n in ir.flat(found))
-    if schedule.ping_pong and program.warps > 4 and meets:
-        text = "warpgroups do not take turns (ping-pong): they meet at a copy to shared memory"
-        report.remark("FW834", text, _line_of(met, ir.Move))
+    if not report.ping_pong:
+        _no_ping_pong(program, met, report)
     staged = ir.changed(found, lambda node: _staged(node, keys, program))
     return asynchronous(staged), pipeline.late
+
+
+def _no_ping_pong(program: Program, body: tuple[ir.Statement, ...], report: Report) -> None:
+    """Report why consumer warpgroups do not alternate between GEMMs and softmax."""
+    where, help, edit = _line_of(body, ir.Gemm), "", None
+    synced = [n.origin.lines for n in ir.flat(body) if isinstance(n, ir.Move)]
+    if not program.schedule.ping_pong:
+        why, where = "`param PingPong = 0`", param_lines(program.tree, "PingPong")
+        edit = ParamEdit("PingPong")
+    elif program.warps <= 4:
+        why = "there is one consumer warpgroup"
+        help = "a tile of 128 rows and `param Warps = 8` give two"
+    elif any(isinstance(n, ir.Sync) for n in ir.flat(body)):
+        why, where = "the warpgroups meet at a Copy to shared memory", synced[0]
+        help = "Reshape the tile in registers instead"
+    elif not report.loops:
+        why = "the GEMMs are in no loop"
+    else:
+        return  # the remark on each loop says so
+    report.remark(NO_PING_PONG, f"no ping-pong: {why}", where, help, edit)
 
 
 def _in_need_order(
@@ -164,6 +207,14 @@ class _Check:
     holds: bool
     text: str
     help: str = ""
+    edit: ParamEdit | None = None
+
+
+def _fitting_warps(program: Program, nodes: list[ir.Statement]) -> int | None:
+    """The warps with which all GEMMs have 16 rows for each; None where no number serves all."""
+    rows = {program.buffers[n.target].shape[0] for n in nodes if isinstance(n, ir.Gemm)}
+    groups, rest = divmod(rows.pop(), 64) if len(rows) == 1 else (0, 0)
+    return 4 * groups if 1 <= groups <= MOST_GROUPS and not rest else None
 
 
 def _fits(program: Program, body: tuple[ir.Statement, ...], report: Report) -> bool:
@@ -171,32 +222,38 @@ def _fits(program: Program, body: tuple[ir.Statement, ...], report: Report) -> b
     nodes = list(ir.flat(body))
     turned = turned_tiles(program, body)
     groups, rest = divmod(program.warps, 4)
-    fine = True
-    if rest or not 1 <= groups <= MOST_GROUPS:
+    fine = whole = not rest and 1 <= groups <= MOST_GROUPS
+    if not whole:
         text = f"no wgmma: {program.warps} warps are not 1 to {MOST_GROUPS} warpgroups of 4"
-        report.remark("FW831", text, _line_of(body, ir.Gemm), "let Warps be 4, 8 or 12")
-        fine = False
+        wanted = _fitting_warps(program, nodes)
+        help = f"let Warps be {wanted}" if wanted else "let Warps be 4, 8 or 12"
+        edit = ParamEdit("Warps", wanted) if wanted else None
+        report.remark(NO_WGMMA, text, _line_of(body, ir.Gemm), help, edit)
     written = {n.dest for n in nodes if isinstance(n, ir.Move)}
     tensors = {n.dest: n.filled for n in nodes if isinstance(n, ir.Load)}
     for node in nodes:
         checks: list[_Check] = []
         if isinstance(node, ir.Load):
-            checks, code = [], "FW832"
+            checks, code = [], NO_TMA
             for window in node.windows:
                 checks += _by_tma(node.dest, window, program, written)
             other = tensors[node.dest] != node.filled
             checks.append(_Check(not other, f"two tensors are copied to `{node.dest[0]}`"))
-        elif isinstance(node, ir.Gemm):
-            checks, code = [*_by_wgmma(node, program, turned)], "FW831"
+        elif isinstance(node, ir.Gemm) and whole:
+            checks, code = [*_by_wgmma(node, program, turned)], NO_WGMMA
         elif isinstance(node, ir.Store) and node.source[1] == "shared":
-            checks, code = [_Check(False, "a shared tile is stored by all threads")], "FW831"
+            checks, code = [_Check(False, "a shared tile is stored by all threads")], NO_WGMMA
         for check in checks:
             if not check.holds:
-                what = "no TMA" if code == "FW832" else "no wgmma"
-                report.remark(code, f"{what}: {check.text}", node.origin.lines, check.help)
+                what = "no TMA, so no wgmma" if code == NO_TMA else "no wgmma"
+                text, lines = f"{what}: {check.text}", node.origin.lines
+                report.remark(code, text, lines, check.help, check.edit)
                 fine = False
                 break
-    return fine and any(isinstance(n, ir.Gemm) for n in nodes)
+    if not any(isinstance(n, ir.Gemm) for n in nodes):
+        report.remark(NO_WGMMA, "no wgmma: there is no GEMM", None)
+        return False
+    return fine
 
 
 def _by_tma(dest: Key, window: ir.Window, program: Program, written: set[Key]) -> list[_Check]:
@@ -218,11 +275,13 @@ def _by_wgmma(gemm: ir.Gemm, program: Program, turned: frozenset[Key]) -> list[_
     rows, columns = target.shape
     depth, size = right.shape[1 if gemm.transposed else 0], DTYPES[right.dtype]
     all_rows = 16 * program.warps
+    wanted = rows // 16 if rows % 64 == 0 and rows // 64 <= MOST_GROUPS else None
     return [
         _Check(size == 2 or (size == 1 and can_turn(gemm, turned)),
                f"8-bit operands `{gemm.left[0]}` and `{gemm.right[0]}` lie in different orders"),
         _Check(rows == all_rows, f"`{gemm.target[0]}` has {rows} rows, {program.warps} warps take"
-               f" {all_rows}", f"let Warps be {rows // 16}" if rows % 64 == 0 else ""),
+               f" {all_rows}", f"let Warps be {wanted}" if wanted else "",
+               ParamEdit("Warps", wanted) if wanted else None),
         _Check(columns % 8 == 0 and columns <= WIDEST,
                f"{columns} columns: wgmma has multiples of 8 up to {WIDEST}"),
         _Check(depth * size % 32 == 0, f"a depth of {depth} is no multiple of 32 bytes"),

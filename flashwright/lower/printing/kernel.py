@@ -198,7 +198,7 @@ class Printer:
     def _roles(self, page: Page, node: ir.Roles) -> None:
         """The loader leaves when it is done; the rest of the kernel is the readers'."""
         groups = self.program.warps // 4
-        give, take = (REGISTERS_TURNING if node.turner else REGISTERS)[groups]
+        give, take = register_counts(groups, node)
         if page.text[-1]:
             page.write([""])
         page.write(["if (threadIdx.x == 0) {"], None, 1)
@@ -347,6 +347,11 @@ class Printer:
             page.write(["} else {"], lines, indent)
             self._body(page, node.orelse, indent + 1)
         page.write(["}"], lines, indent)
+
+
+def register_counts(groups: int, roles: ir.Roles) -> tuple[int, int]:
+    """What setmaxnreg leaves a producer thread and gives a consumer one; 0 where it is not used."""
+    return (REGISTERS_TURNING if roles.turner else REGISTERS)[groups]
 
 
 def _head(loop: ir.Loop) -> str:
