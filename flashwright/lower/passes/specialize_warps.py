@@ -20,6 +20,7 @@ from flashwright.lower.passes.integer_maxima import by_threes
 from flashwright.lower.passes.rings import consuming, needed_last, producing
 from flashwright.lower.passes.scale_in_exponent import in_exponent
 from flashwright.lower.passes.software_pipeline import SoftwarePipeline
+from flashwright.lower.passes.verify import Verifier
 from flashwright.lower.passes.wgmma_groups import asynchronous
 from flashwright.lower.report import Report
 from flashwright.lower.targets.shared_memory import BARRIERS, with_room
@@ -37,6 +38,7 @@ def specialized(
     names: Names,
     report: Report,
     sparing: bool = False,
+    verifier: Verifier | None = None,
 ) -> tuple[Program, ir.Roles] | None:
     """The roles, and the program with the tiles that they need besides; None if the program cannot
     use wgmma and TMA, for reasons that the report then has. `sparing` ones need fewer registers."""
@@ -52,17 +54,21 @@ def specialized(
         text = "shared memory has no room to transpose an fp8 tile in"
         report.remark("FW831", text, _line_of(body, ir.Load))
         return None
-    body = in_exponent(in_steps(program, body, sums))
+    verifier = verifier or Verifier(program, (), on=False)
+    body = verifier(in_exponent(in_steps(program, body, sums)), "fp8 sums", more)
     keys = {n.dest for n in ir.flat(body) if isinstance(n, ir.Load)}
-    consumers, late = _consumers(more, body, keys, names, report)
+    consumers, late = _consumers(more, body, keys, names, report, verifier)
     if not sparing:
         consumers = by_threes(more, gpu, consumers)
+        verifier.products(consumers, "integer maxima", more)
     produced = _in_need_order(producing(body, keys), late)
     loader = ir.changed(produced, lambda node: landed(node, turned))
     turner = producing(ir.changed(body, turning), turned)
     report.products, report.copies = "wgmma", "TMA"
     report.persistent = program.schedule.persistent
-    return more, ir.Roles(loader, consumers, turner)
+    roles = ir.Roles(loader, consumers, turner)
+    verifier.roles(roles, more)
+    return more, roles
 
 
 def _consumers(
@@ -71,19 +77,21 @@ def _consumers(
     keys: set[Key],
     names: Names,
     report: Report,
+    verifier: Verifier,
 ) -> tuple[tuple[ir.Statement, ...], dict[str, frozenset[Key]]]:
     schedule = program.schedule
     met = _with_syncs(body)
     meets = any(isinstance(n, ir.Sync) for n in ir.flat(met))
     turns = schedule.ping_pong and program.warps > 4 and not meets
     pipeline = SoftwarePipeline(names, report, schedule.overlap, turns, schedule.apart)
-    found = pipeline.body(consuming(met, keys))
+    ringed = verifier.consumers(consuming(met, keys), "rings", program)
+    found = verifier.consumers(pipeline.body(ringed), "software pipelining", program)
     report.ping_pong = any(isinstance(n, ir.Turn) for n in ir.flat(found))
     if schedule.ping_pong and program.warps > 4 and meets:
         text = "warpgroups do not take turns (ping-pong): they meet at a copy to shared memory"
         report.remark("FW834", text, _line_of(met, ir.Move))
     staged = ir.changed(found, lambda node: _staged(node, keys, program))
-    return asynchronous(staged), pipeline.late
+    return verifier.products(asynchronous(staged), "wgmma groups", program), pipeline.late
 
 
 def _in_need_order(
