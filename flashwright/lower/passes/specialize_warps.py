@@ -85,7 +85,7 @@ def _consumers(
     turns = schedule.ping_pong and program.warps > 4 and not meets
     pipeline = SoftwarePipeline(names, report, schedule.overlap, turns, schedule.apart)
     ringed = verifier.consumers(consuming(met, keys), "rings", program)
-    found = verifier.consumers(pipeline.body(ringed), "software pipelining", program)
+    found = verifier.consumers(pipeline.run(ringed), "software pipelining", program)
     report.ping_pong = any(isinstance(n, ir.Turn) for n in ir.flat(found))
     if schedule.ping_pong and program.warps > 4 and meets:
         text = "warpgroups do not take turns (ping-pong): they meet at a copy to shared memory"
