@@ -47,8 +47,10 @@ def problems(program: Program, grid: tuple[ir.GridAxis, ...]) -> Iterator[Proble
     sizes = {n * rows[0] for n in {0, 1, 2, depth - 1, depth, depth + 1}} | {1}
     params = {cpp(n): _number(v) for n, v in program.params.items()}
     for size in sorted(sizes):
-        for more in (0, 1):  # every other dimension twice as long
-            lengths = {cpp(d): size * (1 + n % 2 * more) for n, d in enumerate(program.dims)}
+        for longer in (None, 0, 1):  # every other dimension three times as long
+            lengths = {
+                cpp(d): size * (3 if n % 2 == longer else 1) for n, d in enumerate(program.dims)
+            }
             env = {**params, **lengths}
             first = {axis.name: _known(axis.low, env, 0) for axis in grid}
             last = dict(first)
@@ -227,7 +229,7 @@ class _Run:
                     users = self.users.setdefault(key, [])
                     if actor not in users:
                         users.append(actor)
-        self.turn = 0
+        self.turns = [1] + [0] * (len(readers) - 1)
 
     def run(self, problem: Problem) -> None:
         going = True
@@ -242,6 +244,8 @@ class _Run:
                 kind, what, node = actor.events[actor.at]
                 text = f"deadlock: the {actor.name} cannot go on with `{kind}` {_named(what)}"
                 raise BadIR(STAGE, node, f"{text}; {problem.text}")
+        if self.turns[0] != 1:
+            raise BadIR(STAGE, None, f"a block ends in the middle of a turn; {problem.text}")
         for key, values in self.filled.items():
             for user in self.users.get(key, []):
                 if user.taken.get(key, 0) != len(values):
@@ -265,9 +269,14 @@ class _Run:
                 if kind == "refill":
                     actor.held.add(what)
             case "take":
-                return self.turn == actor.number
+                if not self.turns[actor.number]:
+                    return False
+                self.turns[actor.number] = 0
             case "pass":
-                self.turn = (actor.number + 1) % len(self.readers)
+                following = (actor.number + 1) % len(self.readers)
+                self.turns[following] += 1
+                if sum(self.turns) > 1:
+                    raise BadIR(STAGE, node, "a turn is passed on that was not taken")
             case "meet":
                 return self._meet(actor)
             case "read":
