@@ -88,6 +88,32 @@ def together(body: Iterable[ir.Statement]) -> Effects:
     return found
 
 
+def exposed(body: Iterable[ir.Statement]) -> Effects:
+    """What statements may read of the values from before them, and what they surely write."""
+    reads: frozenset[Resource] = frozenset()
+    writes: frozenset[Resource] = frozenset()
+    for node in body:
+        match node:
+            case ir.Loop():
+                inside = exposed(node.body)
+                found = Effects(inside.reads | _reading(node.low, node.condition).reads)
+            case ir.Branch():
+                then, orelse = exposed(node.then), exposed(node.orelse)
+                own = then.reads | orelse.reads | _reading(node.condition).reads
+                found = Effects(own, then.writes & orelse.writes)
+            case _:
+                found = effects(node)
+        reads |= found.reads - writes
+        writes |= found.writes
+    return Effects(reads, writes)
+
+
+def live_before(body: Iterable[ir.Statement], behind: frozenset[Resource]) -> frozenset[Resource]:
+    """The resources whose values are still needed before statements, given those needed behind."""
+    found = exposed(body)
+    return found.reads | (behind - found.writes)
+
+
 def assign_effects(node: ir.Compute, assign: ir.Assign) -> Effects:
     """Of one assignment of a statement, its names local to the row included."""
     found = _element(assign.value) | _writing(variable(assign.target))

@@ -21,6 +21,7 @@ from flashwright.lower.passes.prefetch import remark_single_stages
 from flashwright.lower.passes.rings import consuming, needed_last, producing
 from flashwright.lower.passes.scale_in_exponent import in_exponent
 from flashwright.lower.passes.software_pipeline import SoftwarePipeline
+from flashwright.lower.passes.verify import Verifier
 from flashwright.lower.passes.wgmma_groups import asynchronous
 from flashwright.lower.report import (
     NO_PING_PONG,
@@ -46,6 +47,7 @@ def specialized(
     names: Names,
     report: Report,
     sparing: bool = False,
+    verifier: Verifier | None = None,
 ) -> tuple[Program, ir.Roles] | None:
     """The roles, and the program with the tiles that they need besides; None if the program cannot
     use wgmma and TMA, for reasons that the report then has. `sparing` ones need fewer registers."""
@@ -65,11 +67,13 @@ def specialized(
         report.remark(NO_WGMMA, text, _line_of(body, ir.Load))
         return None
     remark_single_stages(body, program.buffers, report)
-    body = in_exponent(in_steps(program, body, sums))
+    verifier = verifier or Verifier(program, (), on=False)
+    body = verifier(in_exponent(in_steps(program, body, sums)), "fp8 sums", more)
     keys = {n.dest for n in ir.flat(body) if isinstance(n, ir.Load)}
-    consumers, late = _consumers(more, body, keys, names, report)
+    consumers, late = _consumers(more, body, keys, names, report, verifier)
     if not sparing:
         consumers = by_threes(more, gpu, consumers)
+        verifier.products(consumers, "integer maxima", more)
     produced = _in_need_order(producing(body, keys), late)
     loader = ir.changed(produced, lambda node: landed(node, turned))
     turner = producing(ir.changed(body, turning), turned)
@@ -79,7 +83,9 @@ def specialized(
         text = "the kernel is not persistent: `param Persistent = 0`"
         where = param_lines(program.tree, "Persistent")
         report.remark(NOT_PERSISTENT, text, where, edit=ParamEdit("Persistent"))
-    return more, ir.Roles(loader, consumers, turner)
+    roles = ir.Roles(loader, consumers, turner)
+    verifier.roles(roles, more)
+    return more, roles
 
 
 def _consumers(
@@ -88,6 +94,7 @@ def _consumers(
     keys: set[Key],
     names: Names,
     report: Report,
+    verifier: Verifier,
 ) -> tuple[tuple[ir.Statement, ...], dict[str, frozenset[Key]]]:
     schedule = program.schedule
     met = _with_syncs(body)
@@ -101,12 +108,13 @@ def _consumers(
         turns=turns,
         split=schedule.apart,
     )
-    found = pipeline.body(consuming(met, keys))
+    ringed = verifier.consumers(consuming(met, keys), "rings", program)
+    found = verifier.consumers(pipeline.run(ringed), "software pipelining", program)
     report.ping_pong = any(isinstance(n, ir.Turn) for n in ir.flat(found))
     if not report.ping_pong:
         _no_ping_pong(program, met, report)
     staged = ir.changed(found, lambda node: _staged(node, keys, program))
-    return asynchronous(staged), pipeline.late
+    return verifier.products(asynchronous(staged), "wgmma groups", program), pipeline.late
 
 
 def _no_ping_pong(program: Program, body: tuple[ir.Statement, ...], report: Report) -> None:
