@@ -47,16 +47,29 @@ struct Chunks {
   }
 };
 
+// How much of a chunk is copied; the rest becomes 0.
+__device__ inline int chunk_bytes(int row, int count) { return count > row ? 16 : 0; }
+__device__ inline int chunk_bytes(int row, Inside bounds) { return inside(row, bounds) ? 16 : 0; }
+
 // Starts the copy of a tile; rows outside of the `valid` ones are filled with zeros. cp.async, sm_80 and later.
-// Where several tiles lie side by side, only the columns of one, which are whole atoms.
-template <int Threads, int Column = 0, int Width = 1 << 30, class Tile, class T, class Valid>
+template <int Threads, class Tile, class T, class Valid>
 __device__ void copy_async(Tile dst, GlobalTile<T> src, Valid valid) {
+  Chunks<Threads, Tile>{}.each(dst, [&](int, int row, int col, uint32_t to) {
+    T const* from = src.at(row, 0) + col;
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(chunk_bytes(row, valid)));
+  });
+}
+
+// The same for some columns, which are whole atoms, where several tiles lie side by side.
+template <int Threads, int Column, int Width, class Tile, class T, class Valid>
+__device__ void copy_columns_async(Tile dst, GlobalTile<T> src, Valid valid) {
   using Way = Chunks<Threads, Tile>;
   Way{}.each(dst, [&](int n, int row, int col, uint32_t to) {
     if (!Way::template among<Column, Width>(n)) return;
     T const* from = src.at(row, 0) + (col - Column);
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                 "r"(inside(row, valid) ? 16 : 0));
+                 "r"(chunk_bytes(row, valid)));
   });
 }
 

@@ -149,7 +149,7 @@ def _pieces(at: Context, node: ir.Load) -> Lines:
             of = map_name(node.dest, piece.column)
             yield f"fw::fetch_columns<{columns}>({tile}, {ring}, p.{of}, {start});"
         elif at.asynchronous:
-            yield f"fw::copy_async<Threads, {columns}>({dest}, {source}, {rows});"
+            yield f"fw::copy_columns_async<Threads, {columns}>({dest}, {source}, {rows});"
         else:
             yield f"{tile}_staged.load<{columns}>({source}, {rows});"
     if at.roles:
