@@ -40,11 +40,12 @@ class Problem:
 
 
 def problems(program: Program, grid: tuple[ir.GridAxis, ...]) -> Iterator[Problem]:
-    """Problems with about 0, 1, 2 iterations, and as many as a ring is deep, one less and more."""
+    """Problems with 1, 2 and as many iterations as a ring is deep, one less and one more. (Kernels
+    may take a dimension to be at least 1; loops that end with the block may still have none.)"""
     shared = [b for k, b in program.buffers.items() if k[1] == "shared"]
     rows = sorted({b.shape[0] for b in shared}) or [1]
     depth = max((b.stages for b in shared), default=1)
-    sizes = {n * rows[0] for n in {0, 1, 2, depth - 1, depth, depth + 1}} | {1}
+    sizes = {n * rows[0] for n in {1, 2, depth - 1, depth, depth + 1} if n} | {1}
     params = {cpp(n): _number(v) for n, v in program.params.items()}
     for size in sorted(sizes):
         for longer in (None, 0, 1):  # every other dimension three times as long
