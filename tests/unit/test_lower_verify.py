@@ -367,7 +367,7 @@ def test_copies(gpu: str, name: str, edit: Edit) -> None:
     made, card = program(name, gpu), gpus.find(gpu)
     kernel = lower(made)
     verifier = Verifier(made, kernel.grid, kernel.body, on=True)
-    body = schedule(made, card, kernel.body, verifier)
+    body = schedule(made, card, kernel.body, verifier=verifier)
     verifier.scheduled(body, card.cp_async)
     with pytest.raises(BadIR) as found:
         verifier.scheduled(edited(body, edit), card.cp_async)

@@ -23,7 +23,7 @@ from flashwright.lower.report import Report, notes
 from flashwright.lower.translate import translate
 from flashwright.report import markdown, page, terminal
 from flashwright.report.gather import gather
-from tests.example_programs import TRANSLATED
+from tests.example_programs import PROGRAMS as EXAMPLE_FILES
 from tests.unit.report_example import write_package
 from tests.unit.test_cli import Outcome
 from tests.unit.tl_attention import COPY, attention
@@ -97,7 +97,7 @@ RECIPES = {
     ),
 }
 """Recipes of docs/language.md that are no example of their own."""
-PROGRAMS = {**{p.stem: p.read_text() for p in TRANSLATED}, **whole_programs(), **RECIPES}
+PROGRAMS = {**{p.stem: p.read_text() for p in EXAMPLE_FILES}, **whole_programs(), **RECIPES}
 
 
 def reported(text: str, gpu: str) -> tuple[Report, list[Diagnostic]]:
@@ -438,7 +438,7 @@ def test_check_does_not_apply_the_edits_of_notes(slow: str) -> None:
 
 
 def test_check_says_that_there_is_no_translation() -> None:
-    file = str(TRANSLATED[0].with_name("side_by_side.tl"))
+    file = str(EXAMPLE_FILES[0].with_name("side_by_side.tl"))
     done = Outcome("check", file, "--gpu", "h200")
     assert done.code == 0
     last = done.out.splitlines()[-1]

@@ -217,6 +217,37 @@ __device__ void from_shared(Tile& tile, Shared src) {
       tile, [&](int row, int col, auto& x) { x = static_cast<float>(from(row, col)); });
 }
 
+// Elementwise work from one shared tile to another: to(row, column) = f(m, n, from(row, column)), of the rows and columns
+// that a thread would hold in registers, eight of them at a time.
+template <int Warps, class To, class From, class F>
+__device__ void restage(To to_tile, From from_tile, F f) {
+  using T = typename From::value_type;
+  using U = typename To::value_type;
+  static_assert(is_16_bit<T> && is_16_bit<U> && From::rows % (16 * Warps) == 0 && From::cols % 16 == 0);
+  constexpr int pairs = 4;
+  auto from = from_tile.tensor();
+  auto to = to_tile.tensor();
+  Place<Warps> const place;
+  CUTE_UNROLL
+  for (int m = 0; m < From::rows / (8 * Warps); ++m) {
+    CUTE_UNROLL
+    for (int first = 0; first < From::cols / 4; first += 2 * pairs) {
+      uint32_t held[pairs];
+      CUTE_UNROLL
+      for (int k = 0; k < pairs && first + 2 * k < From::cols / 4; ++k) {
+        held[k] = *reinterpret_cast<uint32_t const*>(&from(place.row(m), place.col(first + 2 * k)));
+      }
+      CUTE_UNROLL
+      for (int k = 0; k < pairs && first + 2 * k < From::cols / 4; ++k) {
+        int const n = first + 2 * k;
+        float low, high;
+        unpack<T>(held[k], low, high);
+        *reinterpret_cast<uint32_t*>(&to(place.row(m), place.col(n))) = pack<U>(f(m, n, low), f(m, n + 1, high));
+      }
+    }
+  }
+}
+
 // Vectors along the rows or the columns of a tile, of which the `valid` ones are inside.
 template <int Warps, class T, class Vector, class Valid>
 __device__ void store_rows(GlobalTile<T> dst, Vector const& values, Valid valid) {

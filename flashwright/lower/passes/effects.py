@@ -71,6 +71,9 @@ def effects(node: ir.Statement) -> Effects:
         case ir.Move(source, dest):
             read: Resource = tile_name(source) if source[1] == "register" else source
             return Effects(frozenset([read])) | _writing(_moved_to(node, dest))
+        case ir.Restage(source, dest, held=held_leaf, value=value):
+            found = _element(value) | Effects(frozenset([source])) | _writing(dest)
+            return Effects(found.reads - {variable(held_leaf)}, found.writes)
         case ir.Await(key) | ir.Release(key) | ir.Refill(key) | ir.Drain(key) | ir.Transpose(key):
             return _writing(key)
         case ir.Sync(keys):

@@ -16,6 +16,7 @@ from flashwright.lower import ir
 from flashwright.lower.names import Names, ring_name
 from flashwright.lower.passes.fp8_sums import can_step, in_steps, long_sums, with_steps
 from flashwright.lower.passes.fp8_transpose import can_turn, landed, turned_tiles, turning
+from flashwright.lower.passes.fuse_staging import fuse_staging
 from flashwright.lower.passes.integer_maxima import by_threes
 from flashwright.lower.passes.prefetch import remark_single_stages
 from flashwright.lower.passes.rings import consuming, needed_last, producing
@@ -97,7 +98,7 @@ def _consumers(
     verifier: Verifier,
 ) -> tuple[tuple[ir.Statement, ...], dict[str, frozenset[Key]]]:
     schedule = program.schedule
-    met = _with_syncs(body)
+    met = _with_syncs(fuse_staging(body))
     meets = any(isinstance(n, ir.Sync) for n in ir.flat(met))
     turns = schedule.ping_pong and program.warps > 4 and not meets
     pipeline = SoftwarePipeline(
@@ -164,7 +165,7 @@ def _staged(node: ir.Statement, keys: set[Key], program: Program) -> ir.Statemen
 
     if isinstance(node, ir.Gemm):
         return replace(node, left_stage=stage(node.left), right_stage=stage(node.right))
-    if isinstance(node, ir.Move) and node.source[1] == "shared":
+    if isinstance(node, (ir.Move, ir.Restage)) and node.source[1] == "shared":
         return replace(node, stage=stage(node.source))
     return node
 
@@ -179,7 +180,7 @@ def _with_syncs(body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
         elif isinstance(node, ir.Branch):
             then, orelse = _with_syncs(node.then), _with_syncs(node.orelse)
             out.append(replace(node, then=then, orelse=orelse))
-        elif isinstance(node, ir.Move) and node.dest[1] == "shared":
+        elif isinstance(node, (ir.Move, ir.Restage)) and node.dest[1] == "shared":
             if out and isinstance(met := out[-1], ir.Sync):  # for another tile: once is enough
                 out[-1] = replace(met, keys=(*met.keys, node.dest))
             else:
@@ -237,7 +238,7 @@ def _fits(program: Program, body: tuple[ir.Statement, ...], report: Report) -> b
         help = f"let Warps be {wanted}" if wanted else "let Warps be 4, 8 or 12"
         edit = ParamEdit("Warps", wanted) if wanted else None
         report.remark(NO_WGMMA, text, _line_of(body, ir.Gemm), help, edit)
-    written = {n.dest for n in nodes if isinstance(n, ir.Move)}
+    written = {n.dest for n in nodes if isinstance(n, (ir.Move, ir.Restage))}
     tensors = {n.dest: n.filled for n in nodes if isinstance(n, ir.Load)}
     for node in nodes:
         checks: list[_Check] = []

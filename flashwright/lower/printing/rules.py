@@ -9,12 +9,13 @@ from typing import Any
 
 from flashwright.check.program import Buffer, Key, Program
 from flashwright.lower import ir
+from flashwright.lower.element import Leaf, with_leaves
 from flashwright.lower.names import cpp, map_name, operand_name, ring_name, tile_name
 from flashwright.lower.passes.fp8_transpose import landing
 from flashwright.lower.printing.cpp import text
-from flashwright.lower.printing.elementwise import compute
+from flashwright.lower.printing.elementwise import compute, converted
 from flashwright.lower.targets.atoms import CPP_TYPES
-from flashwright.lower.term import ZERO, Term, integer
+from flashwright.lower.term import ZERO, Term, Var, integer
 
 Lines = Iterator[str]
 
@@ -213,6 +214,13 @@ def _move(at: Context, node: ir.Move) -> Lines:
         yield f"fw::from_shared<{at.warps(node.dest)}>({dest}, {held});"
 
 
+def _restage(at: Context, node: ir.Restage) -> Lines:
+    value = with_leaves(node.value, {node.held.term: Leaf(Var("x", "float"), node.held.axes)})
+    dest, source = tile_name(node.dest), at.shared(node.source, node.stage)
+    one = converted(ir.Assign(node.held, value, node.buffer))
+    yield f"fw::restage<Warps>({dest}, {source}, [&](int m, int n, float x) {{ return {one}; }});"
+
+
 def _product(at: Context, node: ir.Gemm, name: str) -> str:
     shared = node.left[1] == "shared"
     left = at.shared(node.left, node.left_stage) if shared else at.operand(node.left)
@@ -285,6 +293,7 @@ RULES: dict[type, Callable[[Context, Any], Lines]] = {
     ir.Fill: _fill,
     ir.Store: _store,
     ir.Move: _move,
+    ir.Restage: _restage,
     ir.Gemm: _gemm,
     ir.Operand: _operand,
     ir.Compute: _compute,
