@@ -121,7 +121,7 @@ def _consumers(
 def _no_ping_pong(program: Program, body: tuple[ir.Statement, ...], report: Report) -> None:
     """Report why consumer warpgroups do not alternate between GEMMs and softmax."""
     where, help, edit = _line_of(body, ir.Gemm), "", None
-    synced = [n.origin.lines for n in ir.flat(body) if isinstance(n, ir.Move)]
+    synced = [n.origin.lines for n in ir.flat(body) if isinstance(n, (ir.Move, ir.Restage))]
     if not program.schedule.ping_pong:
         why, where = "`param PingPong = 0`", param_lines(program.tree, "PingPong")
         edit = ParamEdit("PingPong")
