@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from flashwright.check.program import Buffer, Key, Tensor
+from flashwright.check.vocabulary import DTYPES
 from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_stmt
 from flashwright.lower.element import Element, Leaf
@@ -66,6 +67,16 @@ class Window:
     rows: Term | None
     cols: Term | None
     offset: Term | None = None  # in elements, of a view into memory
+    width: int | None = None  # of the tensor's last axis, where it is a number
+    view: Term | None = None  # which of the views that lie back to back in memory, where they do
+
+    @property
+    def chunked(self) -> bool:
+        """Whether what lies inside of each row is whole chunks of 16 bytes, so that a tile wider
+        than its tensor needs no copy element by element. (A tile is a multiple of 16 bytes wide,
+        so it begins at one.)"""
+        size = DTYPES[self.tensor.dtype]
+        return self.cols is None or (self.width is not None and self.width * size % 16 == 0)
 
 
 @dataclass(frozen=True)
@@ -141,6 +152,7 @@ class Gemm(Node):
     left_stage: Term | None = None
     right_stage: Term | None = None
     sparing: bool = False  # slower, but fewer operands are in flight
+    depth: int | None = None  # columns of both operands that count: zeros follow
 
 
 @dataclass(frozen=True)

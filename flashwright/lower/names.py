@@ -49,8 +49,17 @@ def ring_name(key: Key) -> str:
     return f"{tile_name(key).removesuffix('_shared')}_ring"
 
 
-def map_name(key: Key) -> str:
-    """What TMA knows of the tensor that a shared tile is filled from."""
+def map_names(loaded: Iterable[tuple[Key, str]]) -> dict[tuple[Key, str], str]:
+    """The tensor maps by tile and tensor: `K_map`, and `K_map_of_Extra` for a tile's further
+    tensors."""
+    names: dict[tuple[Key, str], str] = {}
+    for key, tensor in loaded:
+        plain = _map_name(key)
+        names[key, tensor] = f"{plain}_of_{tensor}" if plain in names.values() else plain
+    return names
+
+
+def _map_name(key: Key) -> str:
     return f"{tile_name(key).removesuffix('_shared')}_map"
 
 
@@ -91,5 +100,5 @@ def reserved(program: Program) -> Iterator[str]:
     yield from (cpp(axis.name.id) for axis in program.grid.axes)
     for key in program.buffers:
         tile = tile_name(key)
-        yield from (tile, f"{tile}_operand", f"{tile}_staged", ring_name(key), map_name(key))
+        yield from (tile, f"{tile}_operand", f"{tile}_staged", ring_name(key), _map_name(key))
         yield step_name(key)

@@ -25,6 +25,7 @@ from flashwright.lower.launch_plan import (
 )
 from flashwright.lower.names import cpp
 from flashwright.lower.printing.rules import in_lines
+from flashwright.lower.targets.tensor_maps import loaded_tiles
 from flashwright.lower.term import Term, Var, binary, call, integer
 
 BYTES_AT_ONCE = 16
@@ -55,14 +56,13 @@ def make_plan(program: Program, gpu: Gpu, kernel: ir.Kernel, shared: int) -> Lau
 
 def _maps(program: Program, kernel: ir.Kernel) -> Iterator[PlanMap]:
     """The boxes that TMA loads: as many rows as the tile, as wide as its swizzle."""
-    loads = {n.dest: n.window for n in ir.flat(kernel.body) if isinstance(n, ir.Load)}
-    for key, buffer in program.buffers.items():
-        if key in loads:
-            rows, cols = buffer.shape
-            size = DTYPES[buffer.dtype]
-            swizzle = next(b for b in (128, 64, 32) if cols * size % b == 0)
-            box = (*(1 for _ in loads[key].start[2:]), rows, swizzle // size)
-            yield PlanMap(tensor=loads[key].tensor.name, box=box, swizzle=swizzle)
+    for (key, tensor), window in loaded_tiles(program, kernel).items():
+        buffer = program.buffers[key]
+        rows, cols = buffer.shape
+        size = DTYPES[buffer.dtype]
+        swizzle = next(b for b in (128, 64, 32) if cols * size % b == 0)
+        outer = len(window.start) - 2 + (window.view is not None)
+        yield PlanMap(tensor=tensor, box=(*(1,) * outer, rows, swizzle // size), swizzle=swizzle)
 
 
 def _counts(program: Program) -> tuple[Postfix, ...]:
@@ -77,7 +77,7 @@ def _difference(high: Expr, low: Expr) -> Expr:
 def _tensor(tensor: Tensor, program: Program, kernel: ir.Kernel) -> PlanTensor:
     size = DTYPES[tensor.dtype]
     lines = any(
-        (isinstance(n, ir.Load) and n.window.tensor is tensor and n.window.cols is None)
+        (isinstance(n, ir.Load) and n.window.tensor is tensor and n.window.chunked)
         or (
             isinstance(n, ir.Store)
             and n.window.tensor is tensor

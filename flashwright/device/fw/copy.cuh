@@ -40,13 +40,14 @@ struct Chunks {
   }
 };
 
-// Starts the copy of a tile; rows from `valid` on are filled with zeros. cp.async, sm_80 and later.
-template <int Threads, class Tile, class T>
-__device__ void copy_async(Tile dst, GlobalTile<T> src, int valid) {
+// Starts the copy of a tile; rows from `valid` on and columns from `cols` on (a multiple of 16 bytes) are filled with
+// zeros. cp.async, sm_80 and later.
+template <int Threads, class Tile, class T, class Cols = AllColumns>
+__device__ void copy_async(Tile dst, GlobalTile<T> src, int valid, Cols cols = {}) {
   Chunks<Threads, Tile>{}.each(dst, [&](int, int row, int col, uint32_t to) {
     T const* from = src.at(row, 0) + col;
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                 "r"(row < valid ? 16 : 0));
+                 "r"(row < valid && col < cols ? 16 : 0));
   });
 }
 
@@ -66,11 +67,11 @@ struct Staged {
   using Way = Chunks<Threads, Tile>;
   uint4 held[Way::count];
 
-  template <class T>
-  __device__ void load(GlobalTile<T> src, int valid) {
+  template <class T, class Cols = AllColumns>
+  __device__ void load(GlobalTile<T> src, int valid, Cols cols = {}) {
     Way{}.each(Tile{}, [&](int n, int row, int col, uint32_t) {
       held[n] = make_uint4(0, 0, 0, 0);
-      if (row < valid) held[n] = *reinterpret_cast<uint4 const*>(src.at(row, 0) + col);
+      if (row < valid && col < cols) held[n] = *reinterpret_cast<uint4 const*>(src.at(row, 0) + col);
     });
   }
 

@@ -18,6 +18,11 @@ __device__ inline uint64_t times(uint32_t count, uint32_t step) {
   return static_cast<uint64_t>(count) * step;
 }
 
+// How many columns of a tile are inside, where all of them are: nothing is compared.
+struct AllColumns {
+  friend __device__ constexpr bool operator<(int, AllColumns) { return true; }
+};
+
 // Where a tile begins, and how far its rows and columns are apart, in elements.
 template <class T>
 struct GlobalTile {

@@ -11,7 +11,15 @@ from flashwright.lang import nodes as tl
 from flashwright.lang.nodes import Expr, Name
 from flashwright.lower import ir
 from flashwright.lower.frontend.computes import Computes
-from flashwright.lower.frontend.positions import STALE, UNKNOWN, ZERO, Axes, Positions, Where
+from flashwright.lower.frontend.positions import (
+    ONE,
+    STALE,
+    UNKNOWN,
+    ZERO,
+    Axes,
+    Positions,
+    Where,
+)
 from flashwright.lower.frontend.scalars import Scalar, Scalars, named, refused
 from flashwright.lower.names import Names, cpp, reserved
 from flashwright.lower.term import Lit, Read, Term, Var, integer, literal, widened
@@ -261,11 +269,22 @@ class Lowering:
             start.append(place.as_int(stmt.span))
         rows, cols = inside[0], inside[1] if len(inside) > 1 else None
         shift = self._offset(tensor.offset) if tensor.offset is not None else None
-        return ir.Window(tensor, tuple(start), rows, cols, shift), tuple(axes)
+        width = self._fixed(tensor.axes[-1].size) if len(inside) > 1 else None
+        view = self._view(tensor) if tensor.offset is not None else None
+        return ir.Window(tensor, tuple(start), rows, cols, shift, width, view), tuple(axes)
 
     def _offset(self, expr: Expr) -> Term:
         """How far into its memory a view begins: in 64 bits, since memory is longer than an int."""
         return widened(self.scalars(self.positions.full(expr)).as_int(expr.span))
+
+    def _view(self, tensor: Tensor) -> Term | None:
+        """Which of the views of its size a view is, where its offset is a multiple of that."""
+        assert tensor.offset is not None
+        size: Expr = ONE
+        for axis in tensor.axes:
+            size = tl.Binary("*", size, axis.size)
+        found = self.positions.quotient(self.positions.full(tensor.offset), size)
+        return None if found is None else self.scalars(found).as_int(tensor.offset.span)
 
     def _inside(self, extent: Expr, start: Scalar, size: int, stmt: tl.Copy) -> Term | None:
         """How much of the tile lies inside the tensor; None where it always does."""

@@ -127,5 +127,6 @@ def _writing(*resources: Resource) -> Effects:
 
 
 def _window(window: ir.Window) -> Effects:
-    ends = (t for t in (window.rows, window.cols, window.offset) if t is not None)
+    others = (window.rows, window.cols, window.offset, window.view)
+    ends = (t for t in others if t is not None)
     return _reading(*window.start, *ends)

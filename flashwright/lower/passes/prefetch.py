@@ -134,11 +134,13 @@ def _moved(node: ir.Load, lets: dict[str, Term], var: str, to: Term) -> ir.Load:
         return substitute(x, values)
 
     window = node.window
-    rows, cols, offset = (
-        other(x) if x is not None else None for x in (window.rows, window.cols, window.offset)
+    rows, cols, offset, view = (
+        other(x) if x is not None else None
+        for x in (window.rows, window.cols, window.offset, window.view)
     )
     start = tuple(map(other, window.start))
-    return replace(node, window=ir.Window(window.tensor, start, rows, cols, offset))
+    moved = replace(window, start=start, rows=rows, cols=cols, offset=offset, view=view)
+    return replace(node, window=moved)
 
 
 def inlined(lets: Mapping[str, Term], values: Mapping[str, Term] | None = None) -> dict[str, Term]:

@@ -12,7 +12,7 @@ from flashwright.gpu import Gpu
 from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_expr
 from flashwright.lower import ir
-from flashwright.lower.names import cpp, map_name, operand_name, ring_name, tile_name
+from flashwright.lower.names import cpp, operand_name, ring_name, tile_name
 from flashwright.lower.passes.fp8_transpose import landing
 from flashwright.lower.passes.overlap import kept_vectors
 from flashwright.lower.printing.cpp import text
@@ -139,9 +139,9 @@ class Printer:
 
     def _params(self) -> Lines:
         yield "struct Params {"
-        for key in (k for k in self.rings if k not in self.context.turned):
+        for (key, _), name in self.context.maps.items() if self.rings else ():
             rows, cols = (self._size(self.program.buffers[key], axis) for axis in (0, 1))
-            yield f"  fw::Map {map_name(key)};  // tiles of {rows} x {cols}"
+            yield f"  fw::Map {name};  // tiles of {rows} x {cols}"
         for tensor in self.program.tensors.values():
             sizes = ", ".join(format_expr(a.size) for a in tensor.axes)
             kind = f"fw::Global<{CPP_TYPES[tensor.dtype]}, {len(tensor.axes)}>"

@@ -9,11 +9,12 @@ from typing import Any
 
 from flashwright.check.program import Buffer, Key, Program
 from flashwright.lower import ir
-from flashwright.lower.names import cpp, map_name, operand_name, ring_name, tile_name
+from flashwright.lower.names import cpp, map_names, operand_name, ring_name, tile_name
 from flashwright.lower.passes.fp8_transpose import landing
 from flashwright.lower.printing.cpp import text
 from flashwright.lower.printing.elementwise import compute
 from flashwright.lower.targets.atoms import CPP_TYPES
+from flashwright.lower.targets.tensor_maps import loaded_tiles
 from flashwright.lower.term import ZERO, Term, integer
 
 Lines = Iterator[str]
@@ -60,6 +61,15 @@ class Context:
             tensor += f".from({text(window.offset)})"
         return f"{tensor}.{kind}({places})"
 
+    @cached_property
+    def maps(self) -> dict[tuple[Key, str], str]:
+        """The names of tensor maps, by the tile that is filled and the tensor it is filled from."""
+        return map_names(loaded_tiles(self.program, self.kernel))
+
+    def map(self, key: Key, window: ir.Window) -> str:
+        """The tensor map that a tile is loaded by."""
+        return self.maps[key, window.tensor.name]
+
     def rows(self, window: ir.Window, key: Key) -> str:
         """How many rows of a tile are inside."""
         return text(window.rows or integer(self.program.buffers[key].shape[0]))
@@ -86,9 +96,9 @@ def in_lines(node: ir.Store, buffer: Buffer) -> bool:
     return (
         node.source[1] == "register"
         and len(buffer.shape) == 2
-        and node.window.cols is None
+        and node.window.chunked
         and node.window.tensor.dtype in ("fp16", "bf16")
-        and buffer.shape[1] % 32 == 0
+        and buffer.shape[1] % 16 == 0
     )
 
 
@@ -108,16 +118,18 @@ def _define(at: Context, node: ir.Define) -> Lines:
 def _load(at: Context, node: ir.Load) -> Lines:
     dest, source = at.shared(node.dest, node.stage), at.window(node.window)
     rows = at.rows(node.window, node.dest)
+    inside = f"{rows}, {text(node.window.cols)}" if node.window.cols is not None else rows
     if at.roles:
-        ring, of = ring_name(node.dest), map_name(node.dest)
-        start = ", ".join(map(text, node.window.start))
-        yield f"fw::fetch({tile_name(node.dest)}, {ring}, p.{of}, {start});"
-    elif node.window.cols is not None:
-        yield f"fw::copy_elements<Threads>({dest}, {source}, {rows}, {text(node.window.cols)});"
+        view = () if node.window.view is None else (node.window.view,)
+        start = ", ".join(map(text, (*view, *node.window.start)))
+        tile, ring = tile_name(node.dest), ring_name(node.dest)
+        yield f"fw::fetch({tile}, {ring}, p.{at.map(node.dest, node.window)}, {start});"
+    elif not node.window.chunked:
+        yield f"fw::copy_elements<Threads>({dest}, {source}, {inside});"
     elif at.asynchronous:
-        yield f"fw::copy_async<Threads>({dest}, {source}, {rows});"
+        yield f"fw::copy_async<Threads>({dest}, {source}, {inside});"
     else:
-        yield f"{tile_name(node.dest)}_staged.load({source}, {rows});"
+        yield f"{tile_name(node.dest)}_staged.load({source}, {inside});"
 
 
 def _transpose(at: Context, node: ir.Transpose) -> Lines:
@@ -150,9 +162,10 @@ def _store(at: Context, node: ir.Store) -> Lines:
         line = at.window(window, "line")
         store = f"fw::store_{at.side(node.source)}<Warps>({line}, {name}, {rows});"
     elif in_lines(node, buffer):
-        store = f"fw::store<{warps}>({target}, {name}, {rows});"
+        inside = f"{rows}, {text(window.cols)}" if window.cols is not None else rows
+        store = f"fw::store<{warps}>({target}, {name}, {inside});"
         if at.room is not None and through_room(node, buffer, at.kernel):
-            store = f"fw::store_through<Warps>(shared + {at.room}, {target}, {name}, {rows});"
+            store = f"fw::store_through<Warps>(shared + {at.room}, {target}, {name}, {inside});"
     else:
         cols = at.cols(window, node.source)
         store = f"fw::store_elements<{warps}>({target}, {name}, {rows}, {cols});"
@@ -183,6 +196,7 @@ def _product(at: Context, node: ir.Gemm, name: str) -> str:
     right = at.shared(node.right, node.right_stage)
     transposed = node.transposed or node.right in at.turned
     how = ", ".join(str(flag).lower() for flag in (node.fresh, transposed))
+    how += f", {node.depth}" if node.depth is not None else ""
     return f"fw::{name}<{how}>(group, {tile_name(node.target)}, {left}, {right});"
 
 
