@@ -1,0 +1,230 @@
+"""Tiles wider than their tensors, views back to back, and several tensors for one tile: by TMA where
+the rows are whole chunks of 16 bytes, and right in any case."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from flashwright import gpu as gpus
+from flashwright.author.builtin.author import write_code, write_sketch
+from flashwright.author.builtin.needs import Workload, tile_width
+from flashwright.author.builtin.variants import make_spec
+from flashwright.build import toolchain
+from flashwright.build.encode import encode
+from flashwright.check.check import check
+from flashwright.fuzz.case import Case
+from flashwright.fuzz.oracle import evaluate_cases
+from flashwright.lang.nodes import Expr, Let
+from flashwright.lang.parse import parse
+from flashwright.lower.frontend.positions import Positions
+from flashwright.lower.translate import Translation, translate
+from tests.example_programs import EXAMPLES
+
+PAPER = (EXAMPLES / "paper.tl").read_text(encoding="utf-8")
+
+# Twice the keys: those of the second half come from tensors of their own.
+TWO = """
+param HeadDim = 64
+param BM = 64
+param BN = 64
+param Warps = 4
+grid block_idx = 0:q_len / BM, head_idx = 0:heads, batch_idx = 0:batch
+Allocate Q in global (batch, heads, q_len, HeadDim) as fp16
+Allocate K in global (batch, heads, kv_len, HeadDim) as fp16
+Allocate V in global (batch, heads, kv_len, HeadDim) as fp16
+Allocate Late in global (H: heads, L: kv_len, D: HeadDim) as fp16
+Allocate O in global (batch, heads, q_len, HeadDim) as fp16
+Allocate S in register (BM, BN) as fp32
+Allocate O in register (BM, HeadDim) as fp32
+Allocate Smax in register (BM) as fp32
+Allocate Ssum in register (BM) as fp32
+Copy Q (BM, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = block_idx] from global to shared
+Compute -1e30 and get Smax
+Compute 0 and get Ssum
+Compute 0 and get O_register
+for i = 0:kv_len / BN
+  if i < 1
+    Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = i] from global to shared
+  else
+    Copy Late (BN, HeadDim) in coordinate [H = head_idx, L = i] from global to shared and get K
+  end
+  Copy V (BN, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = i] from global to shared
+  Compute GEMM Q_shared, K_shared.T and get S
+  Compute Multiply S, 0.125 and get new S
+  Compute Mask S where kv_idx < kv_len
+  Compute Softmax S with Smax and Ssum and rescale O_register
+  Reshape S from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
+  Compute GEMM S, V_shared and accumulate O_register
+end
+Compute Divide O_register, Ssum and get new O_register
+Copy O (BM, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = block_idx] from register to global
+"""
+
+
+def written(gpu: str, head_dim: int, small: bool = False, **settings: object) -> str:
+    """The built-in author's program; a small one is emulated sooner."""
+    spec = make_spec("mha", **{"head_dim": head_dim, **settings})
+    code = write_code(write_sketch(spec), spec, gpus.find(gpu)).code
+    for name, value in {"BM": 64, "BN": 48, "Warps": 4}.items() if small else ():
+        code = re.sub(rf"param {name} = \d+", f"param {name} = {value}", code)
+    return code
+
+
+def translated(code: str, gpu: str = "h200") -> Translation:
+    card = gpus.find(gpu)
+    checked = check(parse(code), card)
+    assert checked.program is not None, checked.diagnostics
+    return translate(checked.program, card)
+
+
+# --- widths -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "columns", "width"),
+    [
+        *(("h200", "fp16", c, w) for c, w in ((40, 64), (72, 96), (80, 96), (112, 128))),
+        *(("h200", "fp16", c, c) for c in (32, 64, 96, 128, 160, 192, 256)),
+        *(("a100", "bf16", c, w) for c, w in ((40, 48), (72, 80), (80, 80), (112, 112))),
+        ("h200", "e4m3", 80, 96),
+        ("l40s", "e4m3", 72, 96),
+    ],
+)
+def test_the_width_of_tiles(gpu: str, dtype: str, columns: int, width: int) -> None:
+    work = Workload(columns, columns, dtype=dtype)
+    assert tile_width(columns, work, gpus.find(gpu)) == width
+
+
+@pytest.mark.parametrize(("head_dim", "depth"), [(40, 48), (72, 80), (80, 80), (112, 112)])
+def test_odd_head_dims_go_by_wgmma_and_tma(head_dim: int, depth: int) -> None:
+    made = translated(written("h200", head_dim))
+    assert (made.report.products, made.report.copies) == ("wgmma", "TMA")
+    width = -(-head_dim // 32) * 32
+    swizzle = 64 if width % 64 else 128
+    assert {(m.swizzle, m.box[-1]) for m in made.plan.maps} == {(swizzle, swizzle // 2)}
+    assert f"_product<true, true, {depth}>(group, S" in made.source  # steps of zeros are left out
+    assert "fw::store_through<Warps>(" in made.source
+    assert "store_elements" not in made.source
+    # The launcher sees to it that rows begin at multiples of 16 bytes.
+    assert {t.vector for t in made.plan.tensors if t.name != "LSE"} == {8}
+    encode(made.plan)
+
+
+def test_usual_head_dims_have_no_width_of_their_own() -> None:
+    for gpu in ("h200", "a100"):
+        for head_dim in (64, 128, 192, 256):
+            assert "HeadTile" not in written(gpu, head_dim)
+
+
+def test_few_keys_go_by_wgmma_and_tma() -> None:
+    code = written("h200", 64, lse=False)
+    fixed = re.sub(r"(Allocate [KV] in global.*)kv_len", r"\g<1>77", code)
+    fixed = fixed.replace("kv_len", "77")
+    for text in (code, fixed):
+        made = translated(text)
+        assert (made.report.products, made.report.copies) == ("wgmma", "TMA")
+
+
+def test_rows_that_may_be_odd_are_copied_element_by_element() -> None:
+    code = written("h200", 72).replace("param HeadDim = 72", "param HeadDim = 68")
+    made = translated(code)
+    assert made.report.products == "mma.sync"
+    assert "fw::copy_elements" in made.source
+    assert "store_elements" in made.source
+    assert {t.vector for t in made.plan.tensors} == {1}
+
+
+# --- views ------------------------------------------------------------------------------------
+
+
+def test_views_back_to_back_are_an_axis_of_their_map() -> None:
+    made = translated(PAPER)
+    assert made.report.copies == "TMA"
+    assert "p.K_map, batch_idx * heads + head_idx, 0, 0)" in made.source
+    assert {m.box for m in made.plan.maps} == {(1, 64, 64)}
+    assert {t.flat for t in made.plan.tensors} == {True}
+    encode(made.plan)
+
+
+@pytest.mark.parametrize(
+    "offset", ["(batch_idx * heads + head_idx) * kv_len", "head_idx * kv_len * HeadDim + HeadDim"]
+)
+def test_other_offsets_go_the_other_way(offset: str) -> None:
+    made = translated(re.sub(r"let kv_offset = .*", f"let kv_offset = {offset}", PAPER))
+    assert made.report.products == "mma.sync"
+    assert any("no multiple of the view's size" in str(r) for r in made.report.remarks)
+
+
+@pytest.mark.parametrize(
+    ("expr", "by", "found"),
+    [
+        ("(b * heads + h) * n * 64", "n * D", "b * heads + h"),
+        ("2 * b * n * D", "64 * n", "2 * b"),
+        ("floor(h * groups / heads) * n", "n", "floor(h * groups / heads)"),
+        ("b * n - n", "n", "b - 1"),
+        ("0", "n * D", "0"),
+        ("b * 32", "D", None),
+        ("b * n", "n * D", None),
+        ("b * n + 1", "n", None),
+        ("b * n / heads", "n", None),
+        ("b * n", "n + 1", None),
+        ("Scale * n", "n", None),
+    ],
+)
+def test_a_quotient_is_one_of_whole_numbers(expr: str, by: str, found: str | None) -> None:
+    positions = Positions({"D": 64, "Scale": 0.5})
+    result = positions.quotient(_expr(expr), _expr(by))
+    if found is None:
+        assert result is None
+    else:
+        assert result is not None
+        assert positions.same(result, _expr(found))
+
+
+def _expr(text: str) -> Expr:
+    stmt = parse(f"let x = {text}").body[0]
+    assert isinstance(stmt, Let)
+    return stmt.value
+
+
+# --- several tensors for one tile -------------------------------------------------------------
+
+
+def test_each_tensor_of_a_tile_has_a_map() -> None:
+    made = translated(TWO)
+    assert made.report.copies == "TMA"
+    assert [m.tensor for m in made.plan.maps].count("Late") == 1
+    assert len(made.plan.maps) == 4
+    assert "p.K_map, batch_idx, head_idx, i * BN, 0)" in made.source
+    assert "p.K_map_of_Late, head_idx, i * BN, 0)" in made.source
+    names = re.findall(r"fw::Map (\w+);", made.source)
+    order = {"Q_map": "Q", "K_map": "K", "K_map_of_Late": "Late", "V_map": "V"}
+    assert [order[name] for name in names] == [m.tensor for m in made.plan.maps]
+
+
+# --- numbers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not toolchain.has_nvcc(), reason="there is no CUDA compiler here")
+def test_they_are_right_under_emulation() -> None:
+    problems = tuple(
+        {"batch": 1, "heads": 2, "kv_heads": 2, "q_len": q, "kv_len": k}
+        for q, k in ((70, 77), (33, 130))
+    )
+    programs = {
+        "h200 40": ("h200", written("h200", 40, small=True)),
+        "h200 72": ("h200", written("h200", 72, small=True)),
+        "h200 80 in 80": ("h200", written("h200", 80, True).replace("Tile = 96", "Tile = 80")),
+        "a100 72": ("a100", written("a100", 72, small=True)),
+        "t4 40": ("t4", written("t4", 40, small=True)),
+        "views": ("h200", PAPER),
+        "two tensors": ("h200", TWO),
+    }
+    cases = [Case(gpu, code, problems, spread=1.2) for gpu, code in programs.values()]
+    found = {
+        name: (o.kind, o.detail)
+        for name, o in zip(programs, evaluate_cases(cases), strict=True)
+    }
+    assert found == dict.fromkeys(programs, ("agree", ""))
