@@ -117,9 +117,11 @@ __device__ void store(GlobalTile<T> dst, Tile const& tile, int valid, Cols insid
           r[k] = n + 2 * k < cols ? pack<T>(tile(m, n + 2 * k), tile(m, n + 2 * k + 1)) : 0;
         }
         transpose_quad(r);
-        int const col = n * 4 + threadIdx.x % 4 * 8;
-        bool const there = (n + 8 <= cols || threadIdx.x % 4 < 2) && col < inside_cols;
-        if (inside && there) *reinterpret_cast<uint4*>(line + col) = make_uint4(r[0], r[1], r[2], r[3]);
+        T* const to = line + n * 4 + threadIdx.x % 4 * 8;
+        bool const there = n + 8 <= cols || threadIdx.x % 4 < 2;
+        if (inside && there && static_cast<int>(n * 4 + threadIdx.x % 4 * 8) < inside_cols) {
+          *reinterpret_cast<uint4*>(to) = make_uint4(r[0], r[1], r[2], r[3]);
+        }
       }
     }
   }
