@@ -106,9 +106,11 @@ def tile_width(columns: int, workload: Workload, gpu: Gpu) -> int:
     """How wide the tiles of tensors with so many columns are; the columns beyond are zeros.
 
     An MMA takes 16 columns of 16 bits, or 32 of 8 bits. For TMA and wgmma it is a multiple of 32
-    columns: 64 for 40, 96 for 72 and 80, 128 for 112. A swizzle then spans at least 64 bytes. A
-    box of TMA is as wide as the swizzle, so with 32 bytes there would be twice as many boxes, each
-    row of which is a quarter of what L2 and shared memory move at once. The zeros cost little:
+    columns: 64 for 40, 96 for 72 and 80, 128 for 112. In 16 bits a swizzle then spans at least 64
+    bytes. A box of TMA is as wide as the swizzle, so with 32 bytes there would be twice as many
+    boxes, each row of which is a quarter of what L2 and shared memory move at once. (Bank conflicts
+    do not decide it: the 32-byte swizzle has none either.) The zeros cost little by count; neither
+    was timed on a GPU:
     Q K^T leaves their steps out (ir.Gemm.depth), and P V takes 7 % (128 for 112) to 33 % (64 for
     40) more of the tensor cores' time where the softmax is the limit. A multiple of 64 columns,
     for 128 bytes, would cost P V 60 % at 80.
