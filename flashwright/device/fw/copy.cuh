@@ -47,16 +47,17 @@ struct Chunks {
   }
 };
 
-// Starts the copy of a tile; rows outside of the `valid` ones are filled with zeros. cp.async, sm_80 and later.
+// Starts the copy of a tile; rows outside of the `valid` ones are filled with zeros, and so are columns outside of `cols`,
+// which are whole chunks of 16 bytes. cp.async, sm_80 and later.
 // Where several tiles lie side by side, only the columns of one, which are whole atoms.
-template <int Threads, int Column = 0, int Width = 1 << 30, class Tile, class T, class Valid>
-__device__ void copy_async(Tile dst, GlobalTile<T> src, Valid valid) {
+template <int Threads, int Column = 0, int Width = 1 << 30, class Tile, class T, class Valid, class Cols = AllColumns>
+__device__ void copy_async(Tile dst, GlobalTile<T> src, Valid valid, Cols cols = {}) {
   using Way = Chunks<Threads, Tile>;
   Way{}.each(dst, [&](int n, int row, int col, uint32_t to) {
     if (!Way::template among<Column, Width>(n)) return;
     T const* from = src.at(row, 0) + (col - Column);
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                 "r"(inside(row, valid) ? 16 : 0));
+                 "r"(inside(row, valid) && inside(col - Column, cols) ? 16 : 0));
   });
 }
 
@@ -76,12 +77,14 @@ struct Staged {
   using Way = Chunks<Threads, Tile>;
   uint4 held[Way::count];
 
-  template <int Column = 0, int Width = 1 << 30, class T, class Valid>
-  __device__ void load(GlobalTile<T> src, Valid valid) {
+  template <int Column = 0, int Width = 1 << 30, class T, class Valid, class Cols = AllColumns>
+  __device__ void load(GlobalTile<T> src, Valid valid, Cols cols = {}) {
     Way{}.each(Tile{}, [&](int n, int row, int col, uint32_t) {
       if (!Way::template among<Column, Width>(n)) return;
       held[n] = make_uint4(0, 0, 0, 0);
-      if (inside(row, valid)) held[n] = *reinterpret_cast<uint4 const*>(src.at(row, 0) + (col - Column));
+      if (inside(row, valid) && inside(col - Column, cols)) {
+        held[n] = *reinterpret_cast<uint4 const*>(src.at(row, 0) + (col - Column));
+      }
     });
   }
 
