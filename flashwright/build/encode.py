@@ -172,9 +172,9 @@ def _wrong_tensor(tensor: PlanTensor, dims: tuple[str, ...]) -> Iterator[str]:
 
 
 def _wrong_map(one: PlanMap, tensor: PlanTensor) -> Iterator[str]:
-    of, axes = f"the map of `{one.tensor}`", len(tensor.axes)
-    if not tensor.read or tensor.flat:
-        yield f"{of} is for loads, of a tensor that is read and not flat"
+    of, axes = f"the map of `{one.tensor}`", len(tensor.axes) + tensor.flat
+    if not tensor.read:
+        yield f"{of} is for loads, of a tensor that is read"
     if axes > _MOST_MAP_AXES:
         yield f"{of} has {axes} axes; TMA knows 1 to {_MOST_MAP_AXES}"
     if len(one.box) != axes:
@@ -186,6 +186,10 @@ def _wrong_map(one: PlanMap, tensor: PlanTensor) -> Iterator[str]:
     if tensor.dtype not in DTYPES or not one.box:
         return
     size = DTYPES[tensor.dtype][1] // 8
+    last = tensor.axes[-1].size if tensor.axes else (0,)
+    if tensor.flat and not (_is_number(last) and int(last[0]) * size % _TMA_BYTES == 0):
+        # Its strides are its sizes, which no launcher can look after.
+        yield f"{of} is of a flat tensor whose rows are not a multiple of {_TMA_BYTES} bytes long"
     if tensor.vector < 1 or tensor.vector * size % _TMA_BYTES:
         # It is the vector that has the launcher see to the address and the strides.
         yield f"{of} needs a vector of {_TMA_BYTES // size}, not {tensor.vector}"

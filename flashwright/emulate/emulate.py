@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -218,6 +219,10 @@ def _map(
     sizes = [evaluate(axis.size, dims) for axis in tensor.axes]
     strides = [s * array.itemsize for s in _strides(tensor, array, dims)]
     base = place[0]
+    if tensor.flat:  # views back to back
+        view = math.prod(sizes)
+        sizes = [array.size // view if view else 0, *sizes]
+        strides = [view * array.itemsize, *strides]
     if not all(sizes):
         sizes, base = [1] * len(sizes), place[1]
     if sizes[-1] > 1 and strides[-1] != array.itemsize:

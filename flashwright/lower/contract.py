@@ -19,7 +19,6 @@ from flashwright.check.program import Program
 from flashwright.gpu import Gpu
 from flashwright.lower.kept import SHARED, THREADS, Kept, broken
 from flashwright.lower.launch_plan import LaunchPlan, PlanTensor
-from flashwright.lower.names import map_name
 from flashwright.lower.printing.cpp import text
 from flashwright.lower.printing.kernel import Printer
 from flashwright.lower.term import ZERO
@@ -121,12 +120,14 @@ def _grid(printer: Printer, plan: LaunchPlan) -> Iterator[str]:
 
 
 def _maps(printer: Printer, plan: LaunchPlan) -> Iterator[str]:
-    names = [map_name(key, column) for key, pieces in printer.mapped for column, _ in pieces]
+    names = printer.context.maps.values() if printer.rings else ()
+    flat = {tensor.name for tensor in plan.tensors if tensor.flat}
     for name, one in zip(names, plan.maps, strict=True):
         box = " x ".join(map(str, one.box))
+        views = " (the first one counts its views, back to back)" if one.tensor in flat else ""
         yield (
             f"`p.{name}` is a tensor map of {one.tensor}: its box is {box} elements on "
-            f"the axes as declared, swizzled over {one.swizzle} bytes; elements beyond the "
+            f"the axes as declared{views}, swizzled over {one.swizzle} bytes; elements beyond the "
             "tensor's end are zeros."
         )
 

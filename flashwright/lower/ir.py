@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from flashwright.check.program import Buffer, Key, Tensor
+from flashwright.check.vocabulary import DTYPES
 from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_stmt
 from flashwright.lower.element import Element, Leaf
@@ -72,12 +73,29 @@ class Window:
     offset: Term | None = None  # in elements, of a view into memory
     first_row: Term | None = None
     first_col: Term | None = None
+    width: int | None = None  # of the tensor's last axis, where it is a number
+    view: Term | None = None  # which of the views that lie back to back in memory, where they do
+    aligned: bool = True  # whether the first column is at a multiple of 16 bytes
+
+    @property
+    def chunked(self) -> bool:
+        """Whether what lies inside of each row is whole chunks of 16 bytes, so that a tile wider
+        than its tensor needs no copy element by element. (A tile is a multiple of 16 bytes wide,
+        so it begins at one where it is counted in tiles.)"""
+        size = DTYPES[self.tensor.dtype]
+        whole = self.width is not None and self.width * size % 16 == 0
+        return self.cols is None or (self.aligned and whole)
+
+    @property
+    def coordinates(self) -> tuple[Term, ...]:
+        """Where it begins on every axis of a tensor map."""
+        return self.start if self.view is None else (self.view, *self.start)
 
     @property
     def terms(self) -> tuple[Term, ...]:
         """All that a place and the bounds are made of."""
         bounds = (self.rows, self.cols, self.offset, self.first_row, self.first_col)
-        return (*self.start, *(t for t in bounds if t is not None))
+        return (*self.coordinates, *(t for t in bounds if t is not None))
 
     def changed(self, change: Callable[[Term], Term]) -> Window:
         """The same tile with other terms."""
@@ -85,14 +103,15 @@ class Window:
         def other(x: Term | None) -> Term | None:
             return None if x is None else change(x)
 
-        return Window(
-            self.tensor,
-            tuple(map(change, self.start)),
-            other(self.rows),
-            other(self.cols),
-            other(self.offset),
-            other(self.first_row),
-            other(self.first_col),
+        return replace(
+            self,
+            start=tuple(map(change, self.start)),
+            rows=other(self.rows),
+            cols=other(self.cols),
+            offset=other(self.offset),
+            first_row=other(self.first_row),
+            first_col=other(self.first_col),
+            view=other(self.view),
         )
 
 
@@ -120,10 +139,9 @@ class Load(Node):
         """All that is loaded."""
         return tuple(p.window for p in self.pieces) or (self.window,)
 
-    @property
-    def filled(self) -> tuple[tuple[int, Tensor], ...]:
-        """The tensors that fill the tile, and at which columns."""
-        return tuple((p.column, p.window.tensor) for p in self.pieces) or ((0, self.window.tensor),)
+    def filled(self, width: int) -> tuple[Piece, ...]:
+        """What fills a tile of so many columns: several pieces, or one."""
+        return self.pieces or (Piece(0, width, self.window),)
 
     def moved(self, change: Callable[[Term], Term]) -> Load:
         """The same copy with other terms."""
@@ -207,6 +225,7 @@ class Gemm(Node):
     left_stage: Term | None = None
     right_stage: Term | None = None
     sparing: bool = False  # slower, but fewer operands are in flight
+    depth: int | None = None  # columns of both operands that count: zeros follow
 
 
 @dataclass(frozen=True)

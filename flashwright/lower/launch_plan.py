@@ -65,6 +65,9 @@ class PlanMap(BaseModel):
     `box` is the tile, in elements on each of the tensor's axes as the plan has them, 1 where it has
     no extent. The kernel gives coordinates as TMA wants them, the last axis first. Elements beyond
     an end of the tensor are zeros. Of a tensor without elements every tile is zeros.
+
+    A flat tensor's box has one axis more, the first: the memory is views of the axes' sizes, back
+    to back, as many as fit into what the caller gives, and the kernel says which one it reads.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -54,6 +54,20 @@ def map_name(key: Key, column: int = 0) -> str:
     return f"{tile_name(key).removesuffix('_shared')}_map" + (f"_{column}" if column else "")
 
 
+MapKey = tuple[Key, int, str]  # the tile, the column, the tensor
+
+
+def map_names(loaded: Iterable[MapKey]) -> dict[MapKey, str]:
+    """The tensor maps by tile, column and tensor: `K_map`, `K_map_64` for the columns from 64 on,
+    and `K_map_of_Extra` for the further tensors that are copied to the same columns."""
+    names: dict[MapKey, str] = {}
+    for key, column, tensor in loaded:
+        plain = map_name(key, column)
+        name = f"{plain}_of_{tensor}" if plain in names.values() else plain
+        names[key, column, tensor] = name
+    return names
+
+
 def operand_name(key: Key) -> str:
     """A register tile as the left operand of a GEMM."""
     return f"{tile_name(key)}_operand"

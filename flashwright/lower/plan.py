@@ -26,6 +26,7 @@ from flashwright.lower.launch_plan import (
 from flashwright.lower.names import cpp
 from flashwright.lower.printing.rules import in_lines
 from flashwright.lower.targets.swizzle import swizzle_bytes
+from flashwright.lower.targets.tensor_maps import loaded_pieces
 from flashwright.lower.term import Term, Var, binary, call, integer
 
 BYTES_AT_ONCE = 16
@@ -56,15 +57,13 @@ def make_plan(program: Program, gpu: Gpu, kernel: ir.Kernel, shared: int) -> Lau
 
 def _maps(program: Program, kernel: ir.Kernel) -> Iterator[PlanMap]:
     """The boxes that TMA loads: as many rows as the tile, as wide as its swizzle."""
-    loads = {n.dest: n.windows for n in ir.flat(kernel.body) if isinstance(n, ir.Load)}
-    for key, buffer in program.buffers.items():
-        if key in loads:
-            rows, cols = buffer.shape
-            size = DTYPES[buffer.dtype]
-            swizzle = swizzle_bytes(cols * size)
-            for window in loads[key]:
-                box = (*(1 for _ in window.start[2:]), rows, swizzle // size)
-                yield PlanMap(tensor=window.tensor.name, box=box, swizzle=swizzle)
+    for (key, _, tensor), piece in loaded_pieces(program, kernel).items():
+        buffer = program.buffers[key]
+        rows, cols = buffer.shape
+        size = DTYPES[buffer.dtype]
+        swizzle = swizzle_bytes(cols * size)
+        outer = len(piece.window.coordinates) - 2
+        yield PlanMap(tensor=tensor, box=(*(1,) * outer, rows, swizzle // size), swizzle=swizzle)
 
 
 def _counts(program: Program) -> tuple[Postfix, ...]:
@@ -79,7 +78,7 @@ def _difference(high: Expr, low: Expr) -> Expr:
 def _tensor(tensor: Tensor, program: Program, kernel: ir.Kernel) -> PlanTensor:
     size = DTYPES[tensor.dtype]
     lines = any(
-        (isinstance(n, ir.Load) and any(w.tensor is tensor and w.cols is None for w in n.windows))
+        (isinstance(n, ir.Load) and any(w.tensor is tensor and w.chunked for w in n.windows))
         or (
             isinstance(n, ir.Store)
             and n.window.tensor is tensor

@@ -105,7 +105,7 @@ class Block:
 
     def load(self, node: ir.Load) -> None:
         what, place = content(node.window, self.env), self.place(node.dest, node.stage)
-        if node.window.cols is not None:
+        if not node.window.chunked:
             self.write(place, what, "elements")
         elif self.sequential or self.asynchronous:
             written = self.write(place, what, "copy")
@@ -144,8 +144,7 @@ class Block:
 
 
 def content(window: ir.Window, env: Mapping[str, Any]) -> object:
-    places = (*window.start, window.rows, window.cols, window.offset)
-    return window.tensor.name, *(None if c is None else value(c, env) for c in places)
+    return window.tensor.name, *(value(c, env) for c in window.terms)
 
 
 def block(

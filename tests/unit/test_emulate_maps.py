@@ -103,6 +103,24 @@ def test_a_tile_over_both_ends_is_filled_with_zeros(program: Program, schedule: 
     assert np.array_equal(load(program, x, (1, 8, 16), schedule=schedule), expected)
 
 
+def test_a_view_ends_where_the_next_one_begins(program: Program) -> None:
+    """Of a flat tensor the first axis counts views: NaN in the next one is not read."""
+    tensors = (plan_tensor("X", "L:length D:24", vector=8), PLAN.tensors[1])
+    flat = tensors[0].model_copy(update={"flat": True})
+    plan = PLAN.model_copy(update={"tensors": (flat, tensors[1])})
+    x = filled(3, 5, 24)
+    x[2] = np.nan
+    out = np.full((8, 16), np.nan, np.float16)
+    dims = {"batch": 1, "length": 5, "b": 1, "l": 2, "d": 16}
+    # X has one stride less in the struct, so that all that follows is 8 bytes nearer.
+    nearer = re.sub(r"p\+(\d+)", lambda match: f"p+{int(match[1]) - 8}", PTX)
+    result = run(prepare(nearer, "attention"), plan, {"X": x.reshape(-1), "O": out}, dims)
+    assert not result.findings
+    expected = np.zeros((8, 16), np.float16)
+    expected[:3, :8] = x[1, 2:, 16:]
+    assert np.array_equal(out, expected)
+
+
 def test_memory_in_another_order(program: Program) -> None:
     x = filled(13, 2, 24).transpose(1, 0, 2)
     assert np.array_equal(load(program, x, (1, 3, 8)), x[1, 3:11, 8:])

@@ -160,6 +160,24 @@ def test_split_heads_and_sizes_that_are_worked_out() -> None:
 
 
 @on_fake_gpu
+def test_a_flat_tensor_is_views_back_to_back() -> None:
+    driver = Driver()
+    views = plan_tensor("X", "L:length D:24", vector=8).model_copy(update={"flat": True})
+    tensors = (views, plan_tensor("O", "B:batch L:length"))
+    run = small(*tensors, maps=(PlanMap(tensor="X", box=(1, 8, 16), swizzle=32),))
+    memory = tensor(7 * 5 * 24 + 8)  # what is no whole view is not reached
+    run(memory, batch=1, length=5, out=tensor(1, 5))
+    one = driver.map(0)
+    assert one.address == memory.address
+    assert shape(one) == ([7, 5, 24], [5 * 48, 48])
+    assert list(one.box[:3]) == [16, 8, 1]
+    run(tensor(5 * 24), batch=1, length=5, out=tensor(1, 5))
+    assert shape(driver.map(0)) == ([1, 5, 24], [16, 48])
+    run(tensor(100), batch=1, length=5, out=tensor(1, 5))  # not even one
+    assert shape(driver.map(0))[0] == [1, 1, 1]
+
+
+@on_fake_gpu
 def test_one_axis_and_every_type() -> None:
     driver = Driver()
     for dtype, number in TYPES.items():
@@ -278,14 +296,18 @@ def test_an_older_driver_is_told_of_when_the_kernel_is_loaded(tmp_path: Path) ->
 
 K = {t.name: t for t in ATTENTION}["K"]
 FLAT = K.model_copy(update={"name": "P", "flat": True})
+UNEVEN = plan_tensor("F", "L:kv_len D:60", vector=8).model_copy(update={"flat": True})
+UNKNOWN = plan_tensor("G", "L:64 D:kv_len", vector=8).model_copy(update={"flat": True})
 MANY = plan_tensor("M", " ".join(["T:1"] * 6), vector=8)
 NARROW = K.model_copy(update={"name": "N", "vector": 4})
 NONE = K.model_copy(update={"name": "X", "vector": 0})
 STRANGE = K.model_copy(update={"name": "S", "dtype": "fp64"})
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tensor": "W"}, "a map of `W`, which is no tensor"),
-    ({"tensor": "O"}, "the map of `O` is for loads, of a tensor that is read and not flat"),
-    ({"tensor": "P"}, "the map of `P` is for loads"),
+    ({"tensor": "O"}, "the map of `O` is for loads, of a tensor that is read"),
+    ({"tensor": "P"}, "the map of `P` has a box of 4 axes, the tensor has 5"),
+    ({"tensor": "F", "box": (1, 8, 32)}, "whose rows are not a multiple of 16 bytes long"),
+    ({"tensor": "G", "box": (1, 8, 32)}, "whose rows are not a multiple of 16 bytes long"),
     ({"tensor": "M", "box": (1, 1, 1, 1, 1, 8)}, "has 6 axes; TMA knows 1 to 5"),
     ({"box": (64, 64)}, "the map of `K` has a box of 2 axes, the tensor has 4"),
     ({"box": ()}, "a box of 0 axes"),
@@ -304,7 +326,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_a_map_that_cannot_be_made_is_refused(changes: dict[str, Any], words: str) -> None:
     usual: dict[str, Any] = {"tensor": "K", "box": (1, 1, 64, 64), "swizzle": 128}
     tensors = (*ATTENTION, FLAT, MANY, NARROW)
-    tensors += tuple(t for t in (NONE, STRANGE) if t.name == changes.get("tensor"))
+    others = (NONE, STRANGE, UNEVEN, UNKNOWN)
+    tensors += tuple(t for t in others if t.name == changes.get("tensor"))
     encode(make_plan(tensors=tensors[: len(ATTENTION) + 3], maps=(PlanMap(**usual),)))
     with pytest.raises(Failed, match=re.escape(words)) as failed:
         encode(make_plan(tensors=tensors, maps=(PlanMap(**{**usual, **changes}),)))

@@ -23,7 +23,7 @@ from flashwright.lower.report import Report, notes
 from flashwright.lower.translate import translate
 from flashwright.report import markdown, page, terminal
 from flashwright.report.gather import gather
-from tests.example_programs import PROGRAMS as EXAMPLE_FILES
+from tests.example_programs import PROGRAMS as FILES
 from tests.unit.report_example import write_package
 from tests.unit.test_cli import Outcome
 from tests.unit.tl_attention import COPY, attention
@@ -97,7 +97,7 @@ RECIPES = {
     ),
 }
 """Recipes of docs/language.md that are no example of their own."""
-PROGRAMS = {**{p.stem: p.read_text() for p in EXAMPLE_FILES}, **whole_programs(), **RECIPES}
+PROGRAMS = {**{p.stem: p.read_text() for p in FILES}, **whole_programs(), **RECIPES}
 
 
 def reported(text: str, gpu: str) -> tuple[Report, list[Diagnostic]]:
@@ -143,6 +143,14 @@ PINS: dict[tuple[str, str], tuple[str, str]] = {
         "mma.sync, cp.async; loop 28: copies do not run ahead",
         "FW818:29 FW818:30",
     ),
+    ("forgetting", "h200"): (
+        "wgmma, TMA, persistent; loop 30: overlapped, masked iterations split, early exit",
+        "FW818:31 FW818:32 FW815:34",
+    ),
+    ("forgetting", "a100"): (
+        "mma.sync, cp.async; loop 30: copies do not run ahead",
+        "FW818:31 FW818:32",
+    ),
     ("paged", "h200"): (
         "wgmma, TMA, persistent; loop 28: overlapped, masked iterations split",
         "FW818:30 FW818:31 FW815:32",
@@ -152,12 +160,20 @@ PINS: dict[tuple[str, str], tuple[str, str]] = {
         "FW818:30 FW818:31",
     ),
     ("paper", "h200"): (
-        "mma.sync, cp.async; loop 27: copies do not run ahead",
-        "FW813:22 FW813:23 FW813:28 FW818:28 FW813:31",
+        "wgmma, TMA, persistent; loop 27: overlapped, masked iterations split",
+        "FW818:28 FW815:29",
     ),
     ("paper", "a100"): (
         "mma.sync, cp.async; loop 27: copies do not run ahead",
         "FW818:28",
+    ),
+    ("relative_bias", "h200"): (
+        "wgmma, TMA, persistent; loop 27: overlapped, masked iterations split",
+        "FW818:28 FW818:29 FW815:30",
+    ),
+    ("relative_bias", "a100"): (
+        "mma.sync, cp.async; loop 27: copies do not run ahead",
+        "FW818:28 FW818:29",
     ),
     ("rope_split", "h200"): (
         "wgmma, TMA, persistent; loop 28: overlapped, masked iterations split, early exit",
@@ -166,6 +182,14 @@ PINS: dict[tuple[str, str], tuple[str, str]] = {
     ("rope_split", "a100"): (
         "mma.sync, cp.async; loop 28: copies do not run ahead",
         "FW818:29 FW818:30 FW818:31",
+    ),
+    ("side_by_side", "h200"): (
+        "wgmma, TMA, persistent; loop 30: overlapped, masked iterations split, early exit",
+        "FW818:31 FW818:33 FW815:34",
+    ),
+    ("side_by_side", "a100"): (
+        "mma.sync, cp.async; loop 30: copies do not run ahead",
+        "FW818:31 FW818:33",
     ),
     ("sigmoid", "h200"): (
         "wgmma, TMA, persistent; loop 21: overlapped, masked iterations split",
@@ -353,7 +377,8 @@ MUTATIONS = {
         "h200",
         ["FW814:27"],
     ),
-    "a view": (VIEW, "h200", ["FW813:20"]),
+    "views back to back": (VIEW, "h200", []),
+    "padded views": (VIEW.replace("* q_len *", "* (q_len + 8) *"), "h200", ["FW813:20"]),
     "fp8": (FP8, "h200", []),
     "a wide fp8 sum": (FP8.replace("HeadDim = 64", "HeadDim = 256"), "h200", ["FW812:32"]),
     "weights through shared memory": (fast(**SHARED_P), "h200", ["FW815:31"]),
@@ -437,12 +462,15 @@ def test_check_does_not_apply_the_edits_of_notes(slow: str) -> None:
     assert Path(slow).read_text() == before
 
 
-def test_check_says_that_there_is_no_translation() -> None:
-    file = str(EXAMPLE_FILES[0].with_name("side_by_side.tl"))
-    done = Outcome("check", file, "--gpu", "h200")
+def test_check_says_that_there_is_no_translation(tmp_path: Path) -> None:
+    text = PROGRAMS["side_by_side"].replace("q_len, RopeDim", "q_len, 60")
+    file = tmp_path / "odd.tl"
+    file.write_text(text)
+    done = Outcome("check", str(file), "--gpu", "h200")
     assert done.code == 0
     last = done.out.splitlines()[-1]
     assert last.startswith("h200: ")
+    assert "Qrope" in last
 
 
 def test_translate_says_the_path_beside_the_source(slow: str, tmp_path: Path) -> None:

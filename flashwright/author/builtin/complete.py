@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from flashwright.author.builtin.choose import Decision
+from flashwright.author.builtin.needs import takes_wgmma, tile_width
 from flashwright.author.builtin.variants import find
 from flashwright.check.vocabulary import RESERVED_PARAMS, split
 from flashwright.gpu import Gpu
@@ -92,6 +93,7 @@ class _Completion:
         self.decision = decision
         self.tiling = decision.tiling
         self.tensors = {t.name: t for t in self._tensors()}
+        self.widths = dict(self._widths())
         self.grid = self._grid()
         self.shapes: dict[str, tuple[str, ...]] = {}  # of tiles in registers, by base name
         self.copied: dict[str, tuple[str, ...]] = {}  # of tiles in shared memory
@@ -135,6 +137,19 @@ class _Completion:
         if size == "kv_heads" and self.spec.kv_heads == self.spec.heads:
             return "heads"
         return size
+
+    def _widths(self) -> Iterator[tuple[str, Choice]]:
+        """Widths of tensors that no tile has, and the ones that tiles have instead."""
+        work = self.decision.workload
+        for size, name, columns in (
+            ("HeadDim", "HeadTile", self.spec.head_dim),
+            ("VDim", "VTile", self.spec.value_dim),
+        ):
+            width = tile_width(columns, work, self.gpu)
+            if width != columns and any(size in t.sizes for t in self.tensors.values()):
+                why = f"{columns} columns and {width - columns} of zeros, so that a tile has whole "
+                why += "swizzles" if takes_wgmma(work, self.gpu) else "MMA steps"
+                yield size, Choice(name, str(width), why)
 
     def _grid(self) -> dict[str, str]:
         """Grid variable -> extent: one block per tile of the output, the fastest axis first."""
@@ -189,6 +204,7 @@ class _Completion:
         tensor = self.tensors[split(stmt.name.id)[0]]
         rank = tensor.tile_rank
         tile = {"q_len": "BM", "Group": "BM", "kv_len": "BN"}
+        tile |= {size: choice.name for size, choice in self.widths.items()}
         shape = tuple(tile.get(size, size) for size in tensor.sizes[-rank:])
         given = {c.axis.id: c for c in stmt.coords or ()}
         coords = []
@@ -349,13 +365,14 @@ class _Completion:
     def _choices(self, body: tuple[Statement, ...]) -> tuple[Choice, ...]:
         used = {e.id for s in statements(body) for e in expressions(s) if isinstance(e, Name)}
         used |= {size for t in self.tensors.values() for size in t.sizes}
-        used |= {"Stages", "QStages", *RESERVED_PARAMS}
+        used |= {"Stages", "QStages", *RESERVED_PARAMS, *(w.name for w in self.widths.values())}
         return tuple(c for c in self._numbers() if c.name in used)
 
     def _numbers(self) -> Iterator[Choice]:
         spec, tiling, why = self.spec, self.tiling, self.decision.reasons
         yield Choice("HeadDim", str(spec.head_dim), "given: the width of Q and K")
         yield Choice("VDim", str(spec.value_dim), "given: the width of V")
+        yield from self.widths.values()
         yield Choice("Group", str(spec.group), "given: query heads that share a kv head")
         yield Choice("TopK", str(spec.top_k), "given: blocks selected for each position")
         yield Choice("BM", str(tiling.bm), why["BM"])

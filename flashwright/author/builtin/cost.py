@@ -17,7 +17,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flashwright.author.builtin import counted, steps
-from flashwright.author.builtin.needs import Tiling, Workload, comfort, footprint, uses_wgmma
+from flashwright.author.builtin.needs import (
+    Tiling,
+    Workload,
+    comfort,
+    footprint,
+    tile_width,
+    uses_wgmma,
+)
 from flashwright.gpu import Gpu
 
 # 32 banks of 4 bytes (CUDA programming guide, shared memory, 5.x and later).
@@ -108,8 +115,11 @@ def occupancy(workload: Workload, tiling: Tiling, gpu: Gpu) -> int:
 
 
 def mma_cycles(workload: Workload, tiling: Tiling, gpu: Gpu) -> float:
-    """Both GEMMs at the tensor cores' dense rate."""
-    flops = 2 * tiling.bm * tiling.bn * (workload.qk_dim + workload.v_dim)
+    """Both GEMMs at the tensor cores' dense rate: Q K^T in steps of 32 bytes, P V as wide as the
+    tiles."""
+    step = 32 // workload.element_bytes
+    depth = -(-workload.qk_dim // step) * step
+    flops = 2 * tiling.bm * tiling.bn * (depth + tile_width(workload.v_dim, workload, gpu))
     rate = gpu.flops_per_clock(workload.dtype)
     if gpu.wgmma and not uses_wgmma(workload, tiling, gpu):
         rate *= HOPPER_MMA_SYNC
@@ -129,7 +139,8 @@ def elementwise_cycles(workload: Workload, tiling: Tiling, gpu: Gpu) -> float:
     lanes = gpu.fp32_flops / (2 * gpu.sms * gpu.clock_ghz * 1e9)
     each = counted.score(gpu.arch, workload.dtype, workload.options).plain
     each += counted.mask(workload.mask) * masked_share(workload, tiling)
-    row = workload.v_dim * counted.element().plain + LANES_OF_A_ROW * counted.row().plain
+    columns = tile_width(workload.v_dim, workload, gpu)
+    row = columns * counted.element().plain + LANES_OF_A_ROW * counted.row().plain
     return tiling.bm * (tiling.bn * each + row) / lanes
 
 
@@ -149,9 +160,10 @@ def shared_cycles(workload: Workload, tiling: Tiling, gpu: Gpu) -> float:
     With mma.sync every warp reads all of K and V, so more rows per warp mean fewer reads; with
     wgmma every warpgroup does. Each reads its own rows of Q again in every step.
     """
-    keys = tiling.bn * workload.key_bytes
+    qk_dim, v_dim = (tile_width(d, workload, gpu) for d in (workload.qk_dim, workload.v_dim))
+    keys = tiling.bn * (qk_dim + v_dim) * workload.element_bytes
     readers = tiling.warps // 4 if uses_wgmma(workload, tiling, gpu) else tiling.warps
-    queries = tiling.bm * workload.qk_dim * workload.element_bytes
+    queries = tiling.bm * qk_dim * workload.element_bytes
     return (readers * keys + queries + keys) / SHARED_BYTES_PER_CLOCK
 
 

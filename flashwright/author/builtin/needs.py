@@ -94,9 +94,29 @@ class Footprint:
 
 def takes_wgmma(workload: Workload, gpu: Gpu) -> bool:
     """Whether some tiling of a workload goes by TMA and wgmma, as the translator has it
-    (lower/roles.py): no gathered rows, and of bytes O twice in registers, as V is turned."""
-    widest = 256 if workload.element_bytes == 2 else 128
-    return gpu.wgmma and workload.rows_fixed is None and workload.v_dim <= widest
+    (lower/passes/specialize_warps.py): no gathered rows, in fp8 O twice in registers, as V is
+    transposed, and rows that are a multiple of 16 bytes long."""
+    size = workload.element_bytes
+    widest = 256 if size == 2 else 128
+    whole = all(columns * size % 16 == 0 for columns in (workload.qk_dim, workload.v_dim))
+    return gpu.wgmma and workload.rows_fixed is None and workload.v_dim <= widest and whole
+
+
+def tile_width(columns: int, workload: Workload, gpu: Gpu) -> int:
+    """How wide the tiles of tensors with so many columns are; the columns beyond are zeros.
+
+    An MMA takes 16 columns of 16 bits, or 32 of 8 bits. For TMA and wgmma it is a multiple of 32
+    columns: 64 for 40, 96 for 72 and 80, 128 for 112. In 16 bits a swizzle then spans at least 64
+    bytes. A box of TMA is as wide as the swizzle, so with 32 bytes there would be twice as many
+    boxes, each row of which is a quarter of what L2 and shared memory move at once. (Bank conflicts
+    do not decide it: the 32-byte swizzle has none either.) The zeros cost little by count; neither
+    was timed on a GPU:
+    Q K^T leaves their steps out (ir.Gemm.depth), and P V takes 7 % (128 for 112) to 33 % (64 for
+    40) more of the tensor cores' time where the softmax is the limit. A multiple of 64 columns,
+    for 128 bytes, would cost P V 60 % at 80.
+    """
+    step = 32 if takes_wgmma(workload, gpu) or workload.element_bytes == 1 else 16
+    return -(-columns // step) * step
 
 
 def uses_wgmma(workload: Workload, tiling: Tiling, gpu: Gpu) -> bool:
@@ -126,12 +146,13 @@ def footprint(workload: Workload, tiling: Tiling, gpu: Gpu) -> Footprint:
     """Shared memory and registers of one block."""
     bm, bn = tiling.bm, tiling.bn
     size = workload.element_bytes
-    queries = tiling.q_stages * bm * workload.qk_dim * size
-    shared = queries + tiling.stages * bn * workload.key_bytes
-    tiles = bm * workload.v_dim * 4 + bm * bn * 4
+    qk_dim, v_dim = (tile_width(d, workload, gpu) for d in (workload.qk_dim, workload.v_dim))
+    queries = tiling.q_stages * bm * qk_dim * size
+    shared = queries + tiling.stages * bn * (qk_dim + v_dim) * size
+    tiles = bm * v_dim * 4 + bm * bn * 4
     if turns_tiles(workload, tiling, gpu):  # where V lands before it is turned, and a step of O
-        shared += tiling.stages * bn * workload.v_dim
-        tiles += bm * workload.v_dim * 4
+        shared += tiling.stages * bn * v_dim
+        tiles += bm * v_dim * 4
     by_mma_sync = not uses_wgmma(workload, tiling, gpu)
     card = without_wgmma(gpu) if by_mma_sync else gpu
     if not card.reshape_in_place:

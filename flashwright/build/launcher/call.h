@@ -89,15 +89,22 @@ class Call {
       const MapPlan& map = plan_.maps[m];
       const TensorPlan& plan = plan_.tensors[map.tensor];
       const Given& given = given_[map.tensor];
-      size_t rank = plan.axes.size();
+      size_t axes = plan.axes.size(), rank = map_rank(plan);
       std::array<uint64_t, kMaxMapAxes> sizes{}, strides{};  // the last axis first
       std::array<uint32_t, kMaxMapAxes> every{1, 1, 1, 1, 1};
       bool empty = false;
+      uint64_t view = 1;  // elements
       for (size_t i = 0; i < rank; ++i) {
-        sizes[i] = plan.axes[rank - 1 - i].size.value(dims_);
-        strides[i] = given.parts[rank - 1 - i] * plan.bits / 8;
+        if (i < axes) {
+          sizes[i] = plan.axes[axes - 1 - i].size.value(dims_);
+          strides[i] = given.parts[axes - 1 - i] * plan.bits / 8;
+        } else {
+          sizes[i] = empty ? 0 : elements(*given.tensor) / view;
+          strides[i] = view * plan.bits / 8;
+        }
         if (sizes[i] == 1) strides[i] = kTmaUnit;  // any will do, and the given one may be any
         empty = empty || sizes[i] == 0;
+        view *= sizes[i];
       }
       if (empty) sizes.fill(1), strides.fill(kTmaUnit);
       Result result = map_driver().cuTensorMapEncodeTiled(
@@ -309,6 +316,12 @@ class Call {
       for (size_t a = 0; a < plan.axes.size(); ++a) push<int64_t>(given.parts[a]);
     }
     for (size_t d = 0; d < plan_.dims.size(); ++d) push<int32_t>(static_cast<int32_t>(dims_[d]));
+  }
+
+  static uint64_t elements(const DLTensor& tensor) {
+    uint64_t count = 1;
+    for (int a = 0; a < tensor.ndim; ++a) count *= tensor.shape[a];
+    return count;
   }
 
   static string map_of(const TensorPlan& plan, const Given& given) {

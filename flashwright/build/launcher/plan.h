@@ -92,6 +92,9 @@ struct TensorPlan {
 constexpr size_t kMapBytes = 128;  // sizeof(CUtensorMap)
 constexpr size_t kMaxMapAxes = 5;
 
+// A flat tensor's map has one axis more: the views that lie back to back in its memory.
+inline size_t map_rank(const TensorPlan& tensor) { return tensor.axes.size() + tensor.flat; }
+
 struct MapPlan {
   size_t tensor;                            // which of the plan's
   int type, swizzle;                        // CUtensorMapDataType, CUtensorMapSwizzle
@@ -143,7 +146,7 @@ class Reader {
     MapPlan map;
     map.tensor = static_cast<size_t>(number());
     map.type = static_cast<int>(number()), map.swizzle = static_cast<int>(number());
-    for (size_t a = tensors[map.tensor].axes.size(); a-- > 0;) {
+    for (size_t a = map_rank(tensors[map.tensor]); a-- > 0;) {
       map.box[a] = static_cast<uint32_t>(number());
     }
     return map;

@@ -51,25 +51,35 @@ struct Chunks {
 __device__ inline int chunk_bytes(int row, int count) { return count > row ? 16 : 0; }
 __device__ inline int chunk_bytes(int row, Inside bounds) { return inside(row, bounds) ? 16 : 0; }
 
-// Starts the copy of a tile; rows outside of the `valid` ones are filled with zeros. cp.async, sm_80 and later.
-template <int Threads, class Tile, class T, class Valid>
-__device__ void copy_async(Tile dst, GlobalTile<T> src, Valid valid) {
+template <class Valid, class Cols>
+__device__ int chunk_bytes(int row, Valid valid, int col, Cols cols) {
+  if constexpr (cute::is_same_v<Cols, AllColumns>) {
+    return chunk_bytes(row, valid);
+  } else {
+    return inside(row, valid) && inside(col, cols) ? 16 : 0;
+  }
+}
+
+// Starts the copy of a tile; rows outside of the `valid` ones are filled with zeros, and so are columns outside of `cols`,
+// which are whole chunks of 16 bytes. cp.async, sm_80 and later.
+template <int Threads, class Tile, class T, class Valid, class Cols = AllColumns>
+__device__ void copy_async(Tile dst, GlobalTile<T> src, Valid valid, Cols cols = {}) {
   Chunks<Threads, Tile>{}.each(dst, [&](int, int row, int col, uint32_t to) {
     T const* from = src.at(row, 0) + col;
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                 "r"(chunk_bytes(row, valid)));
+                 "r"(chunk_bytes(row, valid, col, cols)));
   });
 }
 
 // The same for some columns, which are whole atoms, where several tiles lie side by side.
-template <int Threads, int Column, int Width, class Tile, class T, class Valid>
-__device__ void copy_columns_async(Tile dst, GlobalTile<T> src, Valid valid) {
+template <int Threads, int Column, int Width, class Tile, class T, class Valid, class Cols = AllColumns>
+__device__ void copy_columns_async(Tile dst, GlobalTile<T> src, Valid valid, Cols cols = {}) {
   using Way = Chunks<Threads, Tile>;
   Way{}.each(dst, [&](int n, int row, int col, uint32_t to) {
     if (!Way::template among<Column, Width>(n)) return;
     T const* from = src.at(row, 0) + (col - Column);
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                 "r"(chunk_bytes(row, valid)));
+                 "r"(chunk_bytes(row, valid, col - Column, cols)));
   });
 }
 
@@ -89,12 +99,14 @@ struct Staged {
   using Way = Chunks<Threads, Tile>;
   uint4 held[Way::count];
 
-  template <int Column = 0, int Width = 1 << 30, class T, class Valid>
-  __device__ void load(GlobalTile<T> src, Valid valid) {
+  template <int Column = 0, int Width = 1 << 30, class T, class Valid, class Cols = AllColumns>
+  __device__ void load(GlobalTile<T> src, Valid valid, Cols cols = {}) {
     Way{}.each(Tile{}, [&](int n, int row, int col, uint32_t) {
       if (!Way::template among<Column, Width>(n)) return;
       held[n] = make_uint4(0, 0, 0, 0);
-      if (inside(row, valid)) held[n] = *reinterpret_cast<uint4 const*>(src.at(row, 0) + (col - Column));
+      if (inside(row, valid) && inside(col - Column, cols)) {
+        held[n] = *reinterpret_cast<uint4 const*>(src.at(row, 0) + (col - Column));
+      }
     });
   }
 

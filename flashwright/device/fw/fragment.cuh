@@ -92,13 +92,13 @@ __device__ inline void transpose_quad(uint32_t (&r)[4]) {
   (upper ? r[1] : r[3]) = got3;
 }
 
-// Rounds an accumulator to 16 bits and stores its `valid` rows, 16 bytes at a time (8 where the
-// tile is wide: its columns are neighbours already).
-template <int Warps, bool Wide = false, class T, class Tile, class Valid>
-__device__ void store(GlobalTile<T> dst, Tile const& tile, Valid valid) {
+// Rounds an accumulator to 16 bits and stores its `valid` rows, of each the columns inside of `kept_cols` (a multiple of
+// 8), 16 bytes at a time (8 where the tile is wide: its columns are neighbours already).
+template <int Warps, bool Wide = false, class T, class Tile, class Valid, class Cols = AllColumns>
+__device__ void store(GlobalTile<T> dst, Tile const& tile, Valid valid, Cols kept_cols = {}) {
   constexpr int rows = decltype(cute::size<0>(tile))::value;
   constexpr int cols = decltype(cute::size<1>(tile))::value;
-  static_assert(sizeof(T) == 2 && cols % 8 == 0);
+  static_assert(sizeof(T) == 2 && cols % 4 == 0);
   Place<Warps, Wide> const place;
   CUTE_UNROLL
   for (int m = 0; m < rows; ++m) {
@@ -109,14 +109,19 @@ __device__ void store(GlobalTile<T> dst, Tile const& tile, Valid valid) {
       if constexpr (Wide) {
         uint2 const both = make_uint2(pack<T>(tile(m, n), tile(m, n + 1)),
                                       pack<T>(tile(m, n + 2), tile(m, n + 3)));
-        if (kept) *reinterpret_cast<uint2*>(line + place.col(n)) = both;
+        if (kept && inside(place.col(n), kept_cols)) *reinterpret_cast<uint2*>(line + place.col(n)) = both;
       } else {
         uint32_t r[4];
         CUTE_UNROLL
-        for (int k = 0; k < 4; ++k) r[k] = pack<T>(tile(m, n + 2 * k), tile(m, n + 2 * k + 1));
+        for (int k = 0; k < 4; ++k) {  // of the last 16 columns of a tile, two lanes have none
+          r[k] = n + 2 * k < cols ? pack<T>(tile(m, n + 2 * k), tile(m, n + 2 * k + 1)) : 0;
+        }
         transpose_quad(r);
         T* const to = line + n * 4 + threadIdx.x % 4 * 8;
-        if (kept) *reinterpret_cast<uint4*>(to) = make_uint4(r[0], r[1], r[2], r[3]);
+        bool const there = n + 8 <= cols || threadIdx.x % 4 < 2;
+        if (kept && there && inside(static_cast<int>(n * 4 + threadIdx.x % 4 * 8), kept_cols)) {
+          *reinterpret_cast<uint4*>(to) = make_uint4(r[0], r[1], r[2], r[3]);
+        }
       }
     }
   }

@@ -39,6 +39,10 @@ struct Inside {
   int first, end;
 };
 
+// Where all columns do: nothing is compared.
+struct AllColumns {};
+
+__device__ constexpr bool inside(int, AllColumns) { return true; }
 __device__ inline bool inside(int place, int count) { return place < count; }
 __device__ inline bool inside(int place, Inside bounds) { return place >= bounds.first && place < bounds.end; }
 

@@ -16,12 +16,13 @@ __device__ inline void copy_line(uint32_t from, void* to, bool inside) {
   if (inside) asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// Rounds an accumulator of 16 rows for each warp to 16 bits and stores its `valid` rows.
-template <int Warps, class T, class Tile, class Valid>
-__device__ void store_through(unsigned char* room, GlobalTile<T> dst, Tile const& tile, Valid valid) {
+// Rounds an accumulator of 16 rows for each warp to 16 bits and stores its `valid` rows, of each the columns inside of
+// `kept`, which is a multiple of 8.
+template <int Warps, class T, class Tile, class Valid, class Cols = AllColumns>
+__device__ void store_through(unsigned char* room, GlobalTile<T> dst, Tile const& tile, Valid valid, Cols kept = {}) {
   constexpr int cols = 4 * decltype(cute::size<1>(tile))::value;
-  static_assert(sizeof(T) == 2 && decltype(cute::size<0>(tile))::value == 2 && cols % 32 == 0);
-  using Part = SharedTile<T, 16, cols % 64 ? 32 : 64>;
+  static_assert(sizeof(T) == 2 && decltype(cute::size<0>(tile))::value == 2 && cols % 16 == 0);
+  using Part = SharedTile<T, 16, cols % 32 ? 16 : cols % 64 ? 32 : 64>;
   constexpr int chunks = Part::cols / 8, rows = 32 / chunks;  // of 8 columns; rows that a warp writes at once
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Part const part{reinterpret_cast<T*>(room + warp * out_bytes)};
@@ -43,7 +44,8 @@ __device__ void store_through(unsigned char* room, GlobalTile<T> dst, Tile const
     CUTE_UNROLL
     for (int n = 0; n < 16 / rows; ++n) {
       uint32_t const from = part.chunk_address(lane / chunks + n * rows, lane % chunks);
-      copy_line(from, line[n] + col, inside(first + n * rows, valid));
+      bool const there = inside(first + n * rows, valid) && inside(static_cast<int>(col + lane % chunks * 8), kept);
+      copy_line(from, line[n] + col, there);
     }
   }
 }

@@ -65,12 +65,13 @@ __device__ auto left_steps(OperandA<1, Steps> const& a, int) {
 }
 
 // Starts acc = A B, or acc += A B: B given as N rows of k columns (Transposed), or, in 16 bits, as k rows of N columns.
-template <bool Fresh, bool Transposed, class Acc, class A, class B>
+// Of k, the first `Depth` count where that is given: zeros follow in both operands.
+template <bool Fresh, bool Transposed, int Depth = 0, class Acc, class A, class B>
 __device__ void start_product(int group, Acc& acc, A const& a, B b) {
   using T = typename B::value_type;
   static_assert(decltype(cute::size<0>(acc))::value == 2, "a warpgroup has 64 rows");
   static_assert(Transposed || sizeof(T) == 2, "bytes are multiplied along rows only");
-  constexpr int steps = (Transposed ? B::cols : B::rows) * sizeof(T) / 32;
+  constexpr int steps = (Depth ? Depth : Transposed ? B::cols : B::rows) * sizeof(T) / 32;
   constexpr int columns = Transposed ? B::rows : B::cols;
   auto const left = left_steps(a, group);
   Descriptor<B> const right(b);
@@ -106,10 +107,10 @@ __device__ void finish_products(Accs&... accs) {
 }
 
 // The whole product, waited for.
-template <bool Fresh, bool Transposed, class Acc, class A, class B>
+template <bool Fresh, bool Transposed, int Depth = 0, class Acc, class A, class B>
 __device__ void product(int group, Acc& acc, A const& a, B b) {
   open_products(acc);
-  start_product<Fresh, Transposed>(group, acc, a, b);
+  start_product<Fresh, Transposed, Depth>(group, acc, a, b);
   close_products();
   finish_products<0>(acc);
 }

@@ -97,8 +97,11 @@ class Computes:
         (own,) = self.lowering.axes.get(key, (None,))
         fits = [i for i, n in enumerate(frame.shape) if n == buffer.shape[0]]
         agreed = [i for i in fits if positions.agree(own, frame.axes[i])]
-        lost = any(place is not None and place.lost for place in (own, *frame.axes))
-        if not agreed and len(fits) > 1 and lost:
+        if not agreed and own is not None:  # of two axes, that of its dimension: the checker saw it
+            agreed = [
+                i for i in fits if (at := frame.axes[i]) and at.dim == own.dim and not at.lost
+            ]
+        if len(fits) > 1 and (len(agreed) > 1 or (not agreed and own is not None)):
             text = f"`{key[0]}` fits the rows and the columns, and where it lies cannot be told"
             hint = "copy it in the same body as the tile it is combined with"
             raise refused(text, buffer.declared.span, hint)

@@ -11,8 +11,17 @@ from flashwright.lang import nodes as tl
 from flashwright.lang.nodes import Coord, Expr, Name
 from flashwright.lower import ir
 from flashwright.lower.frontend.computes import Computes
-from flashwright.lower.frontend.positions import STALE, UNKNOWN, ZERO, Axes, Positions, Where
+from flashwright.lower.frontend.positions import (
+    ONE,
+    STALE,
+    UNKNOWN,
+    ZERO,
+    Axes,
+    Positions,
+    Where,
+)
 from flashwright.lower.frontend.scalars import Scalar, Scalars, named, refused
+from flashwright.lower.frontend.uses import direct_operands, only_offsets
 from flashwright.lower.names import Names, cpp, reserved
 from flashwright.lower.targets.swizzle import swizzle_bytes
 from flashwright.lower.term import (
@@ -54,8 +63,8 @@ class Lowering:
         self.body: list[ir.Statement] = []
         self.operand_dtype = operand_dtypes(program)
         self.operands: dict[Key, str] = {}
-        self.direct = _direct_operands(program)
-        self.only_offsets = _only_offsets(program)
+        self.direct = direct_operands(program)
+        self.only_offsets = only_offsets(program)
         self.computes = Computes(self, sides)
         self.pieces: dict[Key, list[tuple[ir.Piece, tl.Copy]]] = {}  # of tiles not filled yet
 
@@ -268,9 +277,11 @@ class Lowering:
             text = f"columns {column}..{column + width - 1} of `{dest[0]}`"
             hint = f"of {all_columns} columns, pieces begin and end at multiples of {by}"
             raise refused(text, stmt.span, hint)
-        if window.cols is not None:
-            text = f"the rows of `{window.tensor.name}` are not a multiple of {width} long"
-            raise refused(text, stmt.span, "give the tensor an axis of a whole number of tiles")
+        if not window.chunked:
+            text = f"columns of `{window.tensor.name}` that may not be whole chunks of 16 bytes"
+            unit = 16 // size
+            hint = f"let its last axis be a number, a multiple of {unit}, and begin at one"
+            raise refused(text, stmt.span, hint)
         held = self.pieces.setdefault(dest, [])
         if any(p.column < column + width and column < p.column + p.width for p, _ in held):
             self._no_pieces_left()
@@ -306,6 +317,7 @@ class Lowering:
         inside: list[Term | None] = []
         before: list[Term | None] = []
         axes: list[Axis] = []
+        aligned = True
         for position, axis in enumerate(tensor.axes):
             given = coords.get(axis.label, Coord(Name(axis.label), ZERO))
             coord = given.value
@@ -319,27 +331,35 @@ class Lowering:
                     place = self.scalars.binary("*", place, by, stmt.span)
                 full, dim = self.positions.full(coord), self._identity(axis.size)
                 axes.append(Where(dim, coord, size, axis.label, full, given.in_elements))
-                fits = self._fits(given, axis.size, place, size, tensor)
+                aligned = self._aligned(given, place, tensor)  # the last axis counts
+                fits = aligned and self._fits(given, axis.size, place, size)
                 inside.append(None if fits else self._inside(axis.size, place, stmt))
                 before.append(self._before(place, stmt) if given.in_elements else None)
             start.append(place.as_int(stmt.span))
         rows, cols = inside[0], inside[1] if len(inside) > 1 else None
         first_row, first_col = before[0], before[1] if len(before) > 1 else None
         shift = self.offset(tensor.offset) if tensor.offset is not None else None
-        window = ir.Window(tensor, tuple(start), rows, cols, shift, first_row, first_col)
+        width = self.fixed(tensor.axes[-1].size) if len(inside) > 1 else None
+        view = self._view(tensor) if tensor.offset is not None else None
+        window = ir.Window(
+            tensor, tuple(start), rows, cols, shift, first_row, first_col, width, view, aligned
+        )
         return window, tuple(axes)
 
-    def _fits(self, given: Coord, extent: Expr, start: Scalar, size: int, tensor: Tensor) -> bool:
-        """Whether a tile is inside of the tensor, whatever the problem, and begins at a multiple
-        of 16 bytes, as all do that are counted in tiles."""
+    def _aligned(self, given: Coord, start: Scalar, tensor: Tensor) -> bool:
+        """Whether a tile begins at a multiple of 16 bytes, as all do that are counted in tiles."""
+        first = literal(start.term) if start.whole else None
+        known = first is not None and first >= 0 and first * DTYPES[tensor.dtype] % 16 == 0
+        return known or not given.in_elements
+
+    def _fits(self, given: Coord, extent: Expr, start: Scalar, size: int) -> bool:
+        """Whether a tile is inside of the tensor, whatever the problem."""
         first, fixed = literal(start.term), self.fixed(extent)
         if fixed is None:
             return False
         if not given.in_elements:
             return fixed % size == 0
-        if first is None or not start.whole:
-            return False
-        return 0 <= first <= fixed - size and first * DTYPES[tensor.dtype] % 16 == 0
+        return first is not None and 0 <= first <= fixed - size
 
     def _before(self, start: Scalar, stmt: tl.Copy) -> Term | None:
         """The first row inside of the tensor; None where a tile cannot begin before the start."""
@@ -351,6 +371,15 @@ class Lowering:
     def offset(self, expr: Expr) -> Term:
         """How far into its memory a view begins: in 64 bits, since memory is longer than an int."""
         return widened(self.scalars(self.positions.full(expr)).as_int(expr.span))
+
+    def _view(self, tensor: Tensor) -> Term | None:
+        """Which of the views of its size a view is, where its offset is a multiple of that."""
+        assert tensor.offset is not None
+        size: Expr = ONE
+        for axis in tensor.axes:
+            size = tl.Binary("*", size, axis.size)
+        found = self.positions.quotient(self.positions.full(tensor.offset), size)
+        return None if found is None else self.scalars(found).as_int(tensor.offset.span)
 
     def _inside(self, extent: Expr, start: Scalar, stmt: tl.Copy) -> Term:
         """How much of the tile lies inside the tensor, if it is not longer than that."""
@@ -397,49 +426,3 @@ class Lowering:
             raise refused(text, stmt.span, "give one of them another name: `and get P`")
         self.axes[target] = self.axes.get(source, (None, None))
         self.emit(ir.Operand(target, source, dtype, origin=ir.origin(stmt)))
-
-
-def _direct_operands(program: Program) -> dict[Key, str]:
-    """The register tiles that a GEMM takes as its left operand without a Reshape: `loaded` where
-    they only come from shared memory, as an operand lies, else `computed`."""
-    flat = list(tl.statements(program.tree.body))
-    reshaped = {program.tile(s.target or s.name) for s in flat if isinstance(s, tl.Reshape)}
-    computes = [s for s in flat if isinstance(s, tl.Compute)]
-    gemms = [s for s in computes if s.operation == "gemm"]
-    left = {program.tile(s.args[0]) for s in gemms if isinstance(s.args[0], Name)} - reshaped
-    copied = {program.dest(s) for s in flat if isinstance(s, tl.Copy) and s.source == "global"}
-    stored = {program.source(s) for s in flat if isinstance(s, tl.Copy) and s.source == "register"}
-    spoken = {
-        program.tile(e)
-        for s in computes
-        if s.operation != "gemm"
-        for e in (*tl.expressions(s), *((s.target,) if s.target else ()))
-        if isinstance(e, Name)
-    }
-    spoken |= {program.tile(s.target) for s in gemms if s.target} | copied | stored
-    moves = [s for s in flat if isinstance(s, tl.Copy) and s.source == "shared"]
-    other = [s for s in moves if not _same_type(program, s)]
-    spoken |= {program.dest(s) for s in other}
-    return {
-        key: "computed" if key in spoken else "loaded"
-        for key in left
-        if key and key[1] == "register"
-    }
-
-
-def _same_type(program: Program, copy: tl.Copy) -> bool:
-    source, dest = (program.buffers.get(k) for k in (program.source(copy), program.dest(copy)))
-    return source is None or dest is None or source.dtype == dest.dtype
-
-
-def _only_offsets(program: Program) -> set[str]:
-    """The lets that only say where views begin."""
-    lets = {s.name.id: s for s in tl.statements(program.tree.body) if isinstance(s, tl.Let)}
-    rest = [s for s in tl.statements(program.tree.body) if not isinstance(s, (tl.Let, tl.Allocate))]
-    used = {e.id for s in rest for e in tl.expressions(s) if isinstance(e, Name)}
-    pending = [n for n in used if n in lets]
-    while pending:
-        inner = [e.id for e in tl.expressions(lets[pending.pop()].value) if isinstance(e, Name)]
-        pending += [n for n in inner if n in lets and n not in used]
-        used |= set(inner)
-    return set(lets) - used

@@ -110,6 +110,7 @@ class Positions:
     def __init__(self, known: Mapping[str, Value]) -> None:
         self.known = known
         self.lets: dict[str, Expr] = {}
+        self._exprs: dict[object, Expr] = {}  # of atoms
 
     def let(self, name: str, value: Expr) -> None:
         """Note what a name stands for from here on."""
@@ -265,6 +266,41 @@ class Positions:
         """The normal form of an expression."""
         return frozenset(self._sum(expr).items())
 
+    def quotient(self, expr: Expr, by: Expr) -> Expr | None:
+        """`expr / by` where that is a whole number in every problem; None if it cannot be told.
+        `by` is a single product, and every product of `expr` has its factors."""
+        divisor = list(self._sum(by).items())
+        if len(divisor) != 1:
+            return None
+        ((factors, below),) = divisor
+        total: Expr | None = None
+        for product, above in self._sum(expr).items():
+            rest = list(product)
+            for factor in factors:
+                if factor not in rest:
+                    return None
+                rest.remove(factor)
+            count = above / below
+            if not self._counts(rest) or count.denominator != 1:
+                return None
+            term: Expr | None = None if rest and abs(count) == 1 else Num(str(abs(int(count))))
+            for atom in rest:
+                term = self._exprs[atom] if term is None else Binary("*", term, self._exprs[atom])
+            assert term is not None
+            if total is None:
+                total = term if count > 0 else Unary("-", term)
+            else:
+                total = Binary("+" if count > 0 else "-", total, term)
+        return total or ZERO
+
+    def _counts(self, product: list[object]) -> bool:
+        """Whether a product is one of whole numbers: names, and what is rounded to one."""
+        return all(
+            isinstance(atom, tuple) and atom[0] in ("floor", "ceil")
+            for atom in product
+            if not self._whole((atom,), Fraction(1))
+        )
+
     def _sum(self, expr: Expr) -> Sum:
         match expr:
             case Num(text) if (value := number(text)) == value and not isinstance(value, float):
@@ -284,7 +320,11 @@ class Positions:
                 if set(below) == {()}:
                     return {k: c / below[()] for k, c in self._sum(left).items()}
         plain = self._plain(expr)
-        return plain if plain is not None else {(self._atom(expr),): Fraction(1)}
+        if plain is not None:
+            return plain
+        atom = self._atom(expr)
+        self._exprs.setdefault(atom, expr)
+        return {(atom,): Fraction(1)}
 
     def _plain(self, expr: Expr) -> Sum | None:
         """Calls whose value is one of their arguments."""

@@ -106,7 +106,7 @@ class _Walk:
         self, node: ir.Statement, loads: list[ir.Load], rest: tuple[ir.Statement, ...]
     ) -> None:
         keys = [load.dest for load in loads]
-        elements = any(load.window.cols is not None for load in loads)
+        elements = any(not load.window.chunked for load in loads)
         first = self.late is None and any(load.stage is not None for load in loads)
         at_once = self.at_once or (first and not self.asynchronous)
         direct = self.asynchronous or at_once or elements
@@ -127,7 +127,7 @@ class _Walk:
         put = ir.Put(load.dest, load.stage, origin=load.origin.untitled)
         if load.stage is None:
             tile.visible = False
-        if load.window.cols is not None or at_once:  # done when it returns
+        if not load.window.chunked or at_once:  # done when it returns
             tile.arrived = True
         elif self.asynchronous:
             self.open.add(load.dest)
@@ -248,7 +248,7 @@ def _put_at_once(node: ir.Statement) -> list[ir.Statement]:
 
 
 def _with_put(node: ir.Statement) -> list[ir.Statement]:
-    if isinstance(node, ir.Load) and node.window.cols is None:
+    if isinstance(node, ir.Load) and node.window.chunked:
         return [node, ir.Put(node.dest, node.stage, origin=node.origin.untitled)]
     return [node]
 

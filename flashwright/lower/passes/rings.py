@@ -63,7 +63,7 @@ def _names(nodes: Iterable[ir.Statement]) -> set[str]:
     for node in ir.flat(tuple(nodes)):
         match node:
             case ir.Load():
-                used += [place for window in node.windows for place in window.start]
+                used += [place for window in node.windows for place in window.coordinates]
             case ir.Define(_, value):
                 used.append(value)
             case ir.Loop(_, low, condition):

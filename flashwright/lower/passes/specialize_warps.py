@@ -34,7 +34,7 @@ from flashwright.lower.report import (
     param_lines,
 )
 from flashwright.lower.targets.shared_memory import BARRIERS, with_room
-from flashwright.lower.term import RingStage, Term
+from flashwright.lower.term import ZERO, RingStage, Term
 
 WIDEST = 256  # columns of one wgmma
 MOST_GROUPS = 3
@@ -69,7 +69,8 @@ def specialized(
         return None
     remark_single_stages(body, program.buffers, report)
     verifier = verifier or Verifier(program, (), on=False)
-    body = verifier(in_exponent(in_steps(program, body, sums)), "fp8 sums", more)
+    body = in_exponent(in_steps(program, _trimmed(program, body), sums))
+    verifier(body, "fp8 sums", more)
     keys = {n.dest for n in ir.flat(body) if isinstance(n, ir.Load)}
     consumers, late = _consumers(more, body, keys, names, report, verifier)
     if not sparing:
@@ -239,15 +240,12 @@ def _fits(program: Program, body: tuple[ir.Statement, ...], report: Report) -> b
         edit = ParamEdit("Warps", wanted) if wanted else None
         report.remark(NO_WGMMA, text, _line_of(body, ir.Gemm), help, edit)
     written = {n.dest for n in nodes if isinstance(n, (ir.Move, ir.Restage))}
-    tensors = {n.dest: n.filled for n in nodes if isinstance(n, ir.Load)}
     for node in nodes:
         checks: list[_Check] = []
         if isinstance(node, ir.Load):
             checks, code = [], NO_TMA
             for window in node.windows:
                 checks += _by_tma(node.dest, window, program, written)
-            other = tensors[node.dest] != node.filled
-            checks.append(_Check(not other, f"two tensors are copied to `{node.dest[0]}`"))
         elif isinstance(node, ir.Gemm) and whole:
             checks, code = [*_by_wgmma(node, program, turned)], NO_WGMMA
         elif isinstance(node, ir.Store) and node.source[1] == "shared":
@@ -266,17 +264,54 @@ def _fits(program: Program, body: tuple[ir.Statement, ...], report: Report) -> b
 
 
 def _by_tma(dest: Key, window: ir.Window, program: Program, written: set[Key]) -> list[_Check]:
-    buffer, name, axes = program.buffers[dest], dest[0], len(window.start)
+    buffer, name, axes = program.buffers[dest], dest[0], len(window.coordinates)
+    unit = 16 // DTYPES[window.tensor.dtype]
     return [
-        _Check(window.offset is None, f"`{window.tensor.name}` is a view with an offset",
+        _Check(window.offset is None or window.view is not None,
+               f"the offset of `{window.tensor.name}` is no multiple of the view's size",
                "give the tensor axes for batch and head, and coordinates on them"),
         _Check(len(buffer.shape) == 2, f"`{name}` is a vector"),
-        _Check(window.cols is None, f"the rows of `{name}` are not as wide as the tensor's"),
+        _Check(window.cols is None or window.aligned,
+               f"the first column of `{name}` may not be a multiple of {unit}"),
+        _Check(window.chunked and (window.view is None or _whole_rows(window, unit)),
+               f"the rows of `{window.tensor.name}` may not be a multiple of 16 bytes long",
+               f"let its last axis be a number, a multiple of {unit}"),
         _Check(2 <= axes <= MOST_AXES, f"a tensor map has 2 to {MOST_AXES} axes, not {axes}"),
         _Check(buffer.shape[0] <= 256, f"`{name}` has {buffer.shape[0]} rows, a box at most 256"),
         _Check(dest not in written, f"`{name}` is also written by threads",
                "give what is computed a tile of its own"),
     ]  # fmt: skip
+
+
+def _whole_rows(window: ir.Window, unit: int) -> bool:
+    """Whether the rows of a contiguous view begin at multiples of 16 bytes."""
+    return window.width is not None and window.width % unit == 0
+
+
+def _trimmed(program: Program, body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
+    """Products along columns in which both tiles are wider than their tensors leave out the steps
+    of zeros behind the tensors' ends: TMA has filled both tiles up."""
+    filled: dict[Key, int] = {}  # columns of each tile that are not always 0
+    for node in ir.flat(body):
+        if isinstance(node, ir.Load) and len(program.buffers[node.dest].shape) == 2:
+            for piece in node.filled(program.buffers[node.dest].shape[1]):
+                window, columns = piece.window, piece.width
+                ends = window.cols is not None and window.start[-1] == ZERO
+                if ends and window.width is not None:
+                    columns = min(columns, window.width)
+                filled[node.dest] = max(filled.get(node.dest, 0), piece.column + columns)
+
+    def trim(node: ir.Statement) -> ir.Statement:
+        if not isinstance(node, ir.Gemm) or not node.transposed:
+            return node
+        if node.left not in filled or node.right not in filled:
+            return node
+        step = 32 // DTYPES[program.buffers[node.right].dtype]
+        depth = -(-max(filled[node.left], filled[node.right]) // step) * step
+        whole = depth >= program.buffers[node.right].shape[1]
+        return node if whole else replace(node, depth=depth)
+
+    return ir.changed(body, trim)
 
 
 def _by_wgmma(gemm: ir.Gemm, program: Program, turned: frozenset[Key]) -> list[_Check]:

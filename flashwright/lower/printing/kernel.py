@@ -12,7 +12,7 @@ from flashwright.gpu import Gpu
 from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_expr
 from flashwright.lower import ir
-from flashwright.lower.names import cpp, map_name, operand_name, ring_name, tile_name
+from flashwright.lower.names import cpp, operand_name, ring_name, tile_name
 from flashwright.lower.passes.fp8_transpose import landing
 from flashwright.lower.passes.overlap import kept_vectors
 from flashwright.lower.printing.cpp import text
@@ -83,18 +83,6 @@ class Printer:
         self.rings = rings or {}
         self.context = Context(program, kernel, gpu.cp_async, bool(rings), room)
 
-    @property
-    def mapped(self) -> list[tuple[Key, list[tuple[int, int | None]]]]:
-        """The tiles that TMA fills: each with the columns at which pieces of it begin, and how wide
-        they are (None: as the tile)."""
-        nodes = ir.flat(self.kernel.body)
-        loads = {n.dest: n.pieces for n in nodes if isinstance(n, ir.Load)}
-        return [
-            (key, [(p.column, p.width) for p in loads.get(key, ())] or [(0, None)])
-            for key in self.rings
-            if key not in self.context.turned
-        ]
-
     def print(self) -> Page:
         """The whole file. What is declared depends on what is used, so the kernel comes first."""
         kernel, page = self._kernel(), Page()
@@ -151,11 +139,11 @@ class Printer:
 
     def _params(self) -> Lines:
         yield "struct Params {"
-        for key, columns in self.mapped:
-            rows, cols = (self._size(self.program.buffers[key], axis) for axis in (0, 1))
-            for column, width in columns:
-                shown = cols if width is None else str(width)
-                yield f"  fw::Map {map_name(key, column)};  // tiles of {rows} x {shown}"
+        for where, piece in self.context.loaded.items() if self.rings else ():
+            buffer = self.program.buffers[where[0]]
+            rows, cols = (self._size(buffer, axis) for axis in (0, 1))
+            shown = cols if piece.width == buffer.shape[1] else str(piece.width)
+            yield f"  fw::Map {self.context.maps[where]};  // tiles of {rows} x {shown}"
         for tensor in self.program.tensors.values():
             sizes = ", ".join(format_expr(a.size) for a in tensor.axes)
             kind = f"fw::Global<{CPP_TYPES[tensor.dtype]}, {len(tensor.axes)}>"

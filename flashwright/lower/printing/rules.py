@@ -10,11 +10,12 @@ from typing import Any
 from flashwright.check.program import Buffer, Key, Program
 from flashwright.lower import ir
 from flashwright.lower.element import Leaf, with_leaves
-from flashwright.lower.names import cpp, map_name, operand_name, ring_name, tile_name
+from flashwright.lower.names import MapKey, cpp, map_names, operand_name, ring_name, tile_name
 from flashwright.lower.passes.fp8_transpose import landing
 from flashwright.lower.printing.cpp import text
 from flashwright.lower.printing.elementwise import compute, converted
 from flashwright.lower.targets.atoms import CPP_TYPES
+from flashwright.lower.targets.tensor_maps import loaded_pieces
 from flashwright.lower.term import ZERO, Term, Var, integer
 
 Lines = Iterator[str]
@@ -67,6 +68,25 @@ class Context:
         way = f".moved({', '.join(map(text, moved))})" if moved != [ZERO, ZERO] else ""
         return f"{tensor}.{kind}({places}){way}"
 
+    @cached_property
+    def loaded(self) -> dict[MapKey, ir.Piece]:
+        """What TMA loads, where it does."""
+        return loaded_pieces(self.program, self.kernel)
+
+    @cached_property
+    def maps(self) -> dict[MapKey, str]:
+        """The names of tensor maps, by the columns that are filled and the tensor they are filled
+        from."""
+        return map_names(self.loaded)
+
+    def map(self, key: Key, window: ir.Window, column: int = 0) -> str:
+        """The tensor map that columns of a tile are loaded by."""
+        return self.maps[key, column, window.tensor.name]
+
+    def coordinates(self, window: ir.Window) -> str:
+        """Where a tile begins, as TMA is told."""
+        return ", ".join(map(text, window.coordinates))
+
     def rows(self, window: ir.Window, key: Key) -> str:
         """Which rows of a tile are inside."""
         return _bounds(window.first_row, window.rows, self.program.buffers[key].shape[0])
@@ -74,6 +94,11 @@ class Context:
     def cols(self, window: ir.Window, key: Key) -> str:
         """Which columns of a tile are inside."""
         return _bounds(window.first_col, window.cols, self.program.buffers[key].shape[1])
+
+    def inside(self, window: ir.Window, key: Key) -> str:
+        """Which rows of a tile are inside, and which columns where that may not be all."""
+        rows = self.rows(window, key)
+        return rows if window.cols is None else f"{rows}, {self.cols(window, key)}"
 
     def warps(self, key: Key) -> str:
         """The template arguments that say how a tile lies."""
@@ -99,9 +124,9 @@ def in_lines(node: ir.Store, buffer: Buffer) -> bool:
     return (
         node.source[1] == "register"
         and len(buffer.shape) == 2
-        and node.window.cols is None
+        and node.window.chunked
         and node.window.tensor.dtype in ("fp16", "bf16")
-        and buffer.shape[1] % 32 == 0
+        and buffer.shape[1] % 16 == 0
     )
 
 
@@ -120,20 +145,18 @@ def _define(at: Context, node: ir.Define) -> Lines:
 
 def _load(at: Context, node: ir.Load) -> Lines:
     dest, source = at.shared(node.dest, node.stage), at.window(node.window)
-    rows = at.rows(node.window, node.dest)
+    inside = at.inside(node.window, node.dest)
     if node.pieces:
         yield from _pieces(at, node)
     elif at.roles:
-        ring, of = ring_name(node.dest), map_name(node.dest)
-        start = ", ".join(map(text, node.window.start))
-        yield f"fw::fetch({tile_name(node.dest)}, {ring}, p.{of}, {start});"
-    elif node.window.cols is not None:
-        cols = at.cols(node.window, node.dest)
-        yield f"fw::copy_elements<Threads>({dest}, {source}, {rows}, {cols});"
+        tile, ring, of = tile_name(node.dest), ring_name(node.dest), at.map(node.dest, node.window)
+        yield f"fw::fetch({tile}, {ring}, p.{of}, {at.coordinates(node.window)});"
+    elif not node.window.chunked:
+        yield f"fw::copy_elements<Threads>({dest}, {source}, {inside});"
     elif at.asynchronous:
-        yield f"fw::copy_async<Threads>({dest}, {source}, {rows});"
+        yield f"fw::copy_async<Threads>({dest}, {source}, {inside});"
     else:
-        yield f"{tile_name(node.dest)}_staged.load({source}, {rows});"
+        yield f"{tile_name(node.dest)}_staged.load({source}, {inside});"
 
 
 def _pieces(at: Context, node: ir.Load) -> Lines:
@@ -144,15 +167,14 @@ def _pieces(at: Context, node: ir.Load) -> Lines:
         yield f"{ring}.acquire({tile}.bytes);"
     for piece in node.pieces:
         columns = f"{piece.column}, {piece.width}"
-        source, rows = at.window(piece.window), at.rows(piece.window, node.dest)
+        source, inside = at.window(piece.window), at.inside(piece.window, node.dest)
         if at.roles:
-            start = ", ".join(map(text, piece.window.start))
-            of = map_name(node.dest, piece.column)
+            of, start = at.map(node.dest, piece.window, piece.column), at.coordinates(piece.window)
             yield f"fw::fetch_columns<{columns}>({tile}, {ring}, p.{of}, {start});"
         elif at.asynchronous:
-            yield f"fw::copy_columns_async<Threads, {columns}>({dest}, {source}, {rows});"
+            yield f"fw::copy_columns_async<Threads, {columns}>({dest}, {source}, {inside});"
         else:
-            yield f"{tile}_staged.load<{columns}>({source}, {rows});"
+            yield f"{tile}_staged.load<{columns}>({source}, {inside});"
     if at.roles:
         yield f"{ring}.next();"
 
@@ -187,9 +209,10 @@ def _store(at: Context, node: ir.Store) -> Lines:
         line = at.window(window, "line")
         store = f"fw::store_{at.side(node.source)}<Warps>({line}, {name}, {rows});"
     elif in_lines(node, buffer):
-        store = f"fw::store<{warps}>({target}, {name}, {rows});"
+        inside = at.inside(window, node.source)
+        store = f"fw::store<{warps}>({target}, {name}, {inside});"
         if at.room is not None and through_room(node, buffer, at.kernel):
-            store = f"fw::store_through<Warps>(shared + {at.room}, {target}, {name}, {rows});"
+            store = f"fw::store_through<Warps>(shared + {at.room}, {target}, {name}, {inside});"
     else:
         cols = at.cols(window, node.source)
         store = f"fw::store_elements<{warps}>({target}, {name}, {rows}, {cols});"
@@ -227,6 +250,7 @@ def _product(at: Context, node: ir.Gemm, name: str) -> str:
     right = at.shared(node.right, node.right_stage)
     transposed = node.transposed or node.right in at.turned
     how = ", ".join(str(flag).lower() for flag in (node.fresh, transposed))
+    how += f", {node.depth}" if node.depth is not None else ""
     return f"fw::{name}<{how}>(group, {tile_name(node.target)}, {left}, {right});"
 
 

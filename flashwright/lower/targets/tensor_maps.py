@@ -1,0 +1,19 @@
+"""What TMA loads: columns of tiles, and the tensors that they are filled from."""
+
+from __future__ import annotations
+
+from flashwright.check.program import Program
+from flashwright.lower import ir
+from flashwright.lower.names import MapKey
+
+
+def loaded_pieces(program: Program, kernel: ir.Kernel) -> dict[MapKey, ir.Piece]:
+    """What is copied to shared tiles, by tile, column and tensor: in the order in which the buffers
+    are declared. Each has a tensor map of its own."""
+    found: dict[MapKey, ir.Piece] = {}
+    for node in ir.flat(kernel.body):
+        if isinstance(node, ir.Load):
+            for piece in node.filled(program.buffers[node.dest].shape[-1]):
+                found.setdefault((node.dest, piece.column, piece.window.tensor.name), piece)
+    order = {key: number for number, key in enumerate(program.buffers)}
+    return dict(sorted(found.items(), key=lambda item: order[item[0][0]]))
