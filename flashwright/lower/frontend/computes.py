@@ -97,11 +97,11 @@ class Computes:
         (own,) = self.lowering.axes.get(key, (None,))
         fits = [i for i, n in enumerate(frame.shape) if n == buffer.shape[0]]
         agreed = [i for i in fits if positions.agree(own, frame.axes[i])]
-        if not agreed and own is not None:  # of two axes, that of its dimension: the checker saw it
-            agreed = [
-                i for i in fits if (at := frame.axes[i]) and at.dim == own.dim and not at.lost
-            ]
-        if len(fits) > 1 and (len(agreed) > 1 or (not agreed and own is not None)):
+        if not agreed and own is not None and not own.lost:
+            # The checker has seen that the positions agree: on the axis of the same dimension.
+            agreed = [i for i in fits if (at := frame.axes[i]) and at.dim == own.dim]
+        told = agreed or own is None or (own.lost and key in self.sides)
+        if len(fits) > 1 and (len(agreed) > 1 or not told):
             text = f"`{key[0]}` fits the rows and the columns, and where it lies cannot be told"
             hint = "copy it in the same body as the tile it is combined with"
             raise refused(text, buffer.declared.span, hint)
@@ -261,8 +261,10 @@ class Computes:
     ) -> list[ir.Assign]:
         now, drop = _local("now"), _local("drop")
         most, summed = (self.key(n) for n in stmt.state)
-        for vector in (most, summed):
+        for vector, name in zip((most, summed), stmt.state, strict=True):
             self.sides[vector] = "rows"
+            if self.program.buffers[vector].dtype == "int32":
+                raise refused(f"`{name.id}` of a Softmax is int32", name.span, "let it be fp32")
         old, total = self.leaf(most), self.leaf(summed)
         buffers = self.program.buffers
         assigns = [

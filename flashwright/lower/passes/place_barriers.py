@@ -19,6 +19,7 @@ from typing import Literal
 
 from flashwright.check.program import Buffer, Key
 from flashwright.lower import ir
+from flashwright.lower.term import ZERO
 
 
 @dataclass
@@ -115,6 +116,9 @@ class _Walk:
             if self.open.intersection(again):
                 self._commit()
             self._arrive(again)
+            anew = [load.dest for load in loads if first and load.stage == ZERO]
+            while any(self.state[key].flying for key in anew):  # what a loop before began
+                self._arrive(anew)
         if direct and any(self.state[k].read or self.state[k].arrived for k in keys):
             self._commit()
             self._barrier(rest)
@@ -134,7 +138,7 @@ class _Walk:
         elif load.stage is not None and self.late is not None:
             self.late.append(put)
         else:
-            tile.flying, self.puts[load.dest] = (0,), put
+            tile.flying, tile.arrived, self.puts[load.dest] = (0,), False, put
 
     def _commit(self) -> None:
         if not self.open:
