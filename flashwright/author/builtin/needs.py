@@ -109,11 +109,10 @@ def tile_width(columns: int, workload: Workload, gpu: Gpu) -> int:
     columns: 64 for 40, 96 for 72 and 80, 128 for 112. In 16 bits a swizzle then spans at least 64
     bytes. A box of TMA is as wide as the swizzle, so with 32 bytes there would be twice as many
     boxes, each row of which is a quarter of what L2 and shared memory move at once. (Bank conflicts
-    do not decide it: the 32-byte swizzle has none either.) The zeros cost little by count; neither
-    was timed on a GPU:
-    Q K^T leaves their steps out (ir.Gemm.depth), and P V takes 7 % (128 for 112) to 33 % (64 for
-    40) more of the tensor cores' time where the softmax is the limit. A multiple of 64 columns,
-    for 128 bytes, would cost P V 60 % at 80.
+    do not decide it: the 32-byte swizzle has none either.) The price is P V's zeros, as Q K^T
+    leaves its own out (ir.Gemm.depth): over both GEMMs 7 % (112), 10 % (72, 80) and 17 % (40) more
+    tensor time than with multiples of 16. A multiple of 64 columns would cost 30 % at 80. All of
+    this is counted, not timed.
     """
     step = 32 if takes_wgmma(workload, gpu) or workload.element_bytes == 1 else 16
     return -(-columns // step) * step
