@@ -4,7 +4,7 @@ algebra that makes them cheap, and the terms they become."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -115,6 +115,17 @@ def leaves(x: Element) -> Iterator[Leaf]:
                 yield from leaves(arg)
         case Reduce(_, arg):
             yield from leaves(arg)
+
+
+def with_leaves(x: Element, new: Mapping[Term, Element]) -> Element:
+    """The expression with others in the place of leaves."""
+    match x:
+        case Leaf():
+            return new.get(x.term, x)
+        case Op(op, args):
+            return Op(op, tuple(with_leaves(a, new) for a in args))
+        case Reduce(op, arg):
+            return Reduce(op, with_leaves(arg, new))
 
 
 def variable(leaf: Leaf) -> str:

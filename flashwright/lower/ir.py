@@ -202,6 +202,18 @@ class Move(Node):
 
 
 @dataclass(frozen=True)
+class Restage(Node):
+    """Elementwise work from one shared tile to another; `held` stands for the element."""
+
+    source: Key
+    dest: Key
+    buffer: Buffer
+    held: Leaf
+    value: Element
+    stage: Term | None = None
+
+
+@dataclass(frozen=True)
 class Gemm(Node):
     """An accumulator gets the product of two tiles, or has it added."""
 
@@ -363,7 +375,8 @@ class Roles(Node):
 
 
 Statement = (
-    Define | Load | Put | Commit | Wait | Barrier | Fill | Store | Move | Gemm | Operand | Compute
+    Define | Load | Put | Commit | Wait | Barrier | Fill | Store | Move | Restage | Gemm | Operand
+    | Compute
     | Loop | Branch | Await | Release | Refill | Drain | Sync | Roles | Open | Start | Finish
     | Turn | Transpose
 )  # fmt: skip

@@ -15,6 +15,7 @@ from flashwright.lower.passes.partial_sums import keep_partial
 from flashwright.lower.passes.place_barriers import Travel, synchronise
 from flashwright.lower.passes.prefetch import pipeline
 from flashwright.lower.passes.specialize_warps import ring_offsets, specialized
+from flashwright.lower.passes.verify import Verifier
 from flashwright.lower.plan import make_plan, ordered, rounds
 from flashwright.lower.printing.kernel import Printer, register_counts
 from flashwright.lower.report import NOT_AHEAD, Report
@@ -55,15 +56,17 @@ def prepared(
     report = report or Report()
     report.copies = "cp.async" if gpu.cp_async else "registers"
     kernel = lower(program)
+    verifier = Verifier(program, kernel.grid)
+    verifier.front_end(kernel.body)
     names = Names((*reserved(program), *ir.defined_names(kernel.body)))
-    partial = keep_partial(kernel.body)
-    roles = specialized(program, gpu, partial, names, report, sparing)
+    partial = verifier(keep_partial(kernel.body), "partial sums")
+    roles = specialized(program, gpu, partial, names, report, sparing, verifier)
     body: tuple[ir.Statement, ...]
     if roles:
         program, body = roles[0], (roles[1],)
     else:
         written = ir.changed(kernel.body, _sparing) if sparing else kernel.body
-        body = schedule(program, gpu, written, report)
+        body = schedule(program, gpu, written, report, verifier)
     wide = wide_tiles(body, program)
     kernel = replace(kernel, body=body, grid=ordered(program, kernel.grid), wide=wide)
     if roles:
@@ -87,18 +90,21 @@ def schedule(
     gpu: Gpu,
     body: tuple[ir.Statement, ...],
     report: Report | None = None,
+    verifier: Verifier | None = None,
 ) -> tuple[ir.Statement, ...]:
     """The same work with copies running ahead, and all that this makes necessary."""
     report = report or Report()
     asynchronous = gpu.cp_async
     stages = max(b.stages for b in program.buffers.values())
+    verifier = verifier or Verifier(program, (), body, on=False)
     body = keep_partial(body)
     body = pipeline(body, program.buffers, stages if asynchronous else 1, report)
+    verifier(body, "prefetching")
     travel: Travel = "async" if asynchronous else "ahead"
     if not asynchronous and _held(program) + _travelling(program) + SPARE_REGISTERS > FULL:
         travel = "at once"
         _not_ahead(body, report)
-    return synchronise(body, program.buffers, travel)
+    return verifier.scheduled(synchronise(body, program.buffers, travel), asynchronous)
 
 
 def _not_ahead(body: tuple[ir.Statement, ...], report: Report) -> None:

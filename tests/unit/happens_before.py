@@ -20,8 +20,8 @@ from flashwright.lower import ir
 from flashwright.lower.frontend.lowering import lower
 from flashwright.lower.targets.atoms import generation
 from flashwright.lower.term import Term
+from flashwright.lower.term_value import value
 from flashwright.lower.translate import schedule
-from tests.unit.term_values import value
 
 Place = tuple[Key, int]  # a shared tile and its stage
 NEVER = 1 << 60

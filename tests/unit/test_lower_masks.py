@@ -17,8 +17,8 @@ from flashwright.lower import ir
 from flashwright.lower.element import leaves, literal
 from flashwright.lower.frontend.lowering import lower
 from flashwright.lower.printing.cpp import text as in_cpp
+from flashwright.lower.term_value import value
 from tests.unit.lowered import printed
-from tests.unit.term_values import value
 from tests.unit.tl_attention import COPY, attention, program
 
 HIDDEN = literal(float("-inf"))

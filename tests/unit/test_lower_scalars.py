@@ -15,7 +15,7 @@ from flashwright.lang.parse import parse
 from flashwright.lower.frontend.scalars import Scalar, Scalars, constant, named
 from flashwright.lower.printing.cpp import text as in_cpp
 from flashwright.lower.term import Read, Var
-from tests.unit.term_values import value
+from flashwright.lower.term_value import value
 
 PARAMS: dict[str, int | float | Fraction] = {
     "BM": 64,

@@ -40,7 +40,7 @@ from flashwright.lower.term import (
     variables,
     widened,
 )
-from tests.unit.term_values import value
+from flashwright.lower.term_value import value
 
 A, B, C = (Var(x) for x in "abc")
 X, Y, Z = (Var(x, "float") for x in "xyz")

@@ -47,17 +47,40 @@ struct Chunks {
   }
 };
 
+// How much of a chunk is copied; the rest becomes 0.
+__device__ inline int chunk_bytes(int row, int count) { return count > row ? 16 : 0; }
+__device__ inline int chunk_bytes(int row, Inside bounds) { return inside(row, bounds) ? 16 : 0; }
+
+template <class Valid>
+__device__ int chunk_bytes(int row, Valid valid, int, AllColumns) {
+  return chunk_bytes(row, valid);
+}
+
+template <class Valid, class Cols>
+__device__ int chunk_bytes(int row, Valid valid, int col, Cols cols) {
+  return inside(col, cols) ? chunk_bytes(row, valid) : 0;
+}
+
 // Starts the copy of a tile; rows outside of the `valid` ones are filled with zeros, and so are columns outside of `cols`,
 // which are whole chunks of 16 bytes. cp.async, sm_80 and later.
-// Where several tiles lie side by side, only the columns of one, which are whole atoms.
-template <int Threads, int Column = 0, int Width = 1 << 30, class Tile, class T, class Valid, class Cols = AllColumns>
+template <int Threads, class Tile, class T, class Valid, class Cols = AllColumns>
 __device__ void copy_async(Tile dst, GlobalTile<T> src, Valid valid, Cols cols = {}) {
+  Chunks<Threads, Tile>{}.each(dst, [&](int, int row, int col, uint32_t to) {
+    T const* from = src.at(row, 0) + col;
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(chunk_bytes(row, valid, col, cols)));
+  });
+}
+
+// The same for some columns, which are whole atoms, where several tiles lie side by side.
+template <int Threads, int Column, int Width, class Tile, class T, class Valid, class Cols = AllColumns>
+__device__ void copy_columns_async(Tile dst, GlobalTile<T> src, Valid valid, Cols cols = {}) {
   using Way = Chunks<Threads, Tile>;
   Way{}.each(dst, [&](int n, int row, int col, uint32_t to) {
     if (!Way::template among<Column, Width>(n)) return;
     T const* from = src.at(row, 0) + (col - Column);
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                 "r"(inside(row, valid) && inside(col - Column, cols) ? 16 : 0));
+                 "r"(chunk_bytes(row, valid, col - Column, cols)));
   });
 }
 

@@ -164,6 +164,21 @@ __device__ void unpack(uint32_t both, float& low, float& high) {
   }
 }
 
+// 4 bytes from global memory, or 0. It is asked for where it stands: the compiler would move it down to its use, and wait.
+__device__ inline uint32_t load_early(void const* from, bool inside) {
+  uint32_t found;
+  asm volatile(
+      "{\n"
+      ".reg .pred inside;\n"
+      "setp.ne.b32 inside, %2, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "@inside ld.global.nc.b32 %0, [%1];\n"
+      "}"
+      : "=r"(found)
+      : "l"(from), "r"(static_cast<int>(inside)));
+  return found;
+}
+
 // Calls body(row of the tile, column of the tile, element, its right neighbour) for all pairs that a thread holds.
 template <int Warps, class Tile, class Body>
 __device__ void each_pair(Tile& tile, Body body) {
@@ -183,8 +198,7 @@ __device__ void load(Tile& tile, GlobalTile<T> src, Rows rows, Cols cols) {
     bool const aligned = (reinterpret_cast<uintptr_t>(src.data) & 3) == 0 && (src.row & 1) == 0;
     if (src.col == 1 && aligned && (cols & 1) == 0) {
       each_pair<Warps>(tile, [&](int row, int col, float& low, float& high) {
-        low = high = 0.f;
-        if (row < rows && col < cols) unpack<T>(__ldg(reinterpret_cast<unsigned int const*>(src.at(row, col))), low, high);
+        unpack<T>(load_early(src.at(row, col), row < rows && col < cols), low, high);
       });
       return;
     }
@@ -220,6 +234,37 @@ __device__ void from_shared(Tile& tile, Shared src) {
   }
   each_element<Warps, Wide>(
       tile, [&](int row, int col, auto& x) { x = static_cast<float>(from(row, col)); });
+}
+
+// Elementwise work from one shared tile to another: to(row, column) = f(m, n, from(row, column)), of the rows and columns
+// that a thread would hold in registers, eight of them at a time.
+template <int Warps, class To, class From, class F>
+__device__ void restage(To to_tile, From from_tile, F f) {
+  using T = typename From::value_type;
+  using U = typename To::value_type;
+  static_assert(is_16_bit<T> && is_16_bit<U> && From::rows % (16 * Warps) == 0 && From::cols % 16 == 0);
+  constexpr int pairs = 4;
+  auto from = from_tile.tensor();
+  auto to = to_tile.tensor();
+  Place<Warps> const place;
+  CUTE_UNROLL
+  for (int m = 0; m < From::rows / (8 * Warps); ++m) {
+    CUTE_UNROLL
+    for (int first = 0; first < From::cols / 4; first += 2 * pairs) {
+      uint32_t held[pairs];
+      CUTE_UNROLL
+      for (int k = 0; k < pairs && first + 2 * k < From::cols / 4; ++k) {
+        held[k] = *reinterpret_cast<uint32_t const*>(&from(place.row(m), place.col(first + 2 * k)));
+      }
+      CUTE_UNROLL
+      for (int k = 0; k < pairs && first + 2 * k < From::cols / 4; ++k) {
+        int const n = first + 2 * k;
+        float low, high;
+        unpack<T>(held[k], low, high);
+        *reinterpret_cast<uint32_t*>(&to(place.row(m), place.col(n))) = pack<U>(f(m, n, low), f(m, n + 1, high));
+      }
+    }
+  }
 }
 
 // Vectors along the rows or the columns of a tile, of which the `valid` ones are inside.

@@ -15,7 +15,7 @@ from flashwright.lower import ir
 from flashwright.lower.element import Element, Leaf, Op, Reduce, leaves, variable
 from flashwright.lower.frontend.masks import GROUP, GROUP_ROWS
 from flashwright.lower.names import tile_name
-from flashwright.lower.passes.effects import effects
+from flashwright.lower.passes.effects import Resource, exposed
 from flashwright.lower.passes.fp8_sums import total
 from flashwright.lower.term import (
     Binary,
@@ -31,10 +31,11 @@ from flashwright.lower.term import (
 )
 
 
-def own_end(loop: ir.Loop, rows: Term | None, after: Sequence[ir.Statement]) -> Term | None:
+def own_end(loop: ir.Loop, rows: Term | None, live: frozenset[Resource]) -> Term | None:
     """The iteration from which on a warpgroup has nothing to do, at least the second; so has one
-    whose rows are not stored. None where that cannot be told."""
-    own = _masked_from(loop, after)
+    whose rows are not stored. None where that cannot be told. `live` is what is needed behind the
+    loop."""
+    own = _masked_from(loop, live)
     if own is None:
         return None
     if rows is not None:
@@ -43,7 +44,7 @@ def own_end(loop: ir.Loop, rows: Term | None, after: Sequence[ir.Statement]) -> 
     return call("max", plus(loop.low, 1), own, type="int")
 
 
-def _masked_from(loop: ir.Loop, after: Sequence[ir.Statement]) -> Term | None:
+def _masked_from(loop: ir.Loop, live: frozenset[Resource]) -> Term | None:
     steps = {n.target for n in loop.body if isinstance(n, ir.Gemm)}
     work = [
         n
@@ -58,28 +59,45 @@ def _masked_from(loop: ir.Loop, after: Sequence[ir.Statement]) -> Term | None:
     for node in loop.body:
         if isinstance(node, ir.Define):
             lets[node.name] = substitute(node.value, lets)
-    scratch = _scratch(loop, after)
+    scratch = _scratch(loop, live)
+    if not _only_scratch(loop, scratch):
+        return None
     for node in work:
         if not isinstance(node, ir.Compute) or node.end is None or node.cols is None:
             continue
         match substitute(node.cols, lets), substitute(node.end, lets):
             case Binary("*", Var(name), step), end if name == loop.var:
-                if loop.var not in variables(end) and idle(work, node, scratch):
+                hidden = {variable(a.target) for a in node.assigns} <= scratch
+                if hidden and loop.var not in variables(end) and idle(work, node, scratch):
                     return call("ceil_div", end, step, type="int")
     return None
 
 
-def _scratch(loop: ir.Loop, after: Sequence[ir.Statement]) -> set[str]:
-    """Tiles and vectors that every iteration writes before it reads them, and nothing reads behind
-    the loop: their values do not last."""
-    seen: set[object] = set()
-    written: set[object] = set()
+def _scratch(loop: ir.Loop, live: frozenset[Resource]) -> set[str]:
+    """Tiles and vectors that every iteration writes before it reads them, and that are not needed
+    behind the loop: their values do not last."""
+    found = exposed(loop.body)
+    return {r for r in found.writes - found.reads - live if isinstance(r, str)}
+
+
+def _only_scratch(loop: ir.Loop, scratch: Set[str]) -> bool:
+    """Whether what is loaded to registers does not last, and products neither, unless they have a
+    left operand that the iteration makes (of zeros, as `idle` finds out). Scores that are hidden
+    are not multiplied anew."""
+    operands = {n.target for n in loop.body if isinstance(n, ir.Operand)}
+    lasting: set[str] = set()
     for node in loop.body:
-        found = effects(node)
-        written |= found.writes - seen - found.reads
-        seen |= found.all
-    read = {r for node in after for r in effects(node).reads}
-    return {r for r in written - read if isinstance(r, str)}
+        if isinstance(node, ir.Fill):
+            lasting.add(tile_name(node.dest))
+        if isinstance(node, ir.Gemm) and node.left not in operands:
+            lasting.add(tile_name(node.target))
+    hidden: set[str] = set()
+    for node in loop.body:
+        if isinstance(node, ir.Compute) and node.end is not None:
+            hidden |= {variable(a.target) for a in node.assigns}
+        if isinstance(node, ir.Gemm) and tile_name(node.target) in hidden:
+            return False
+    return lasting <= scratch
 
 
 _KNOWN: dict[str, Callable[..., float]] = {
@@ -100,6 +118,12 @@ _KNOWN: dict[str, Callable[..., float]] = {
     "abs": abs,
 }
 _MANY = 16  # elements of the row
+_NUMBERS: tuple[Callable[[int], float], ...] = (  # for each name another
+    lambda n: 1.25 + 0.5 * n,
+    lambda n: 0.5 + 20 / (n + 1),
+    lambda n: -3.75 - 0.5 * n,
+    lambda n: 0.375 * n - 1.875,
+)
 
 
 def idle(
@@ -113,6 +137,15 @@ def idle(
 
     A vector that is made for later is a factor, and must be 1.
     """
+    return all(_idle(work, mask, scratch, number) for number in _NUMBERS)
+
+
+def _idle(
+    work: Sequence[ir.Compute | ir.Operand],
+    mask: ir.Compute,
+    scratch: Set[str],
+    number: Callable[[int], float],
+) -> bool:
     (scores,) = (variable(a.target) for a in mask.assigns)
     known, state = dict[str, float](), dict[str, float]()
     try:
@@ -124,7 +157,7 @@ def idle(
             for assign in node.assigns:
                 name = variable(assign.target)
                 for leaf in (assign.target, *leaves(assign.value)):
-                    known.setdefault(variable(leaf), 1.25 + 0.5 * len(known))  # no two alike
+                    known.setdefault(variable(leaf), number(len(known)))
                 hidden = node is mask
                 state[name] = -math.inf if hidden else _value(assign.value, known | state)
                 if assign.kept and state[name] != 1:

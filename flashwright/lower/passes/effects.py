@@ -71,6 +71,9 @@ def effects(node: ir.Statement) -> Effects:
         case ir.Move(source, dest):
             read: Resource = tile_name(source) if source[1] == "register" else source
             return Effects(frozenset([read])) | _writing(_moved_to(node, dest))
+        case ir.Restage(source, dest, held=held_leaf, value=value):
+            found = _element(value) | Effects(frozenset([source])) | _writing(dest)
+            return Effects(found.reads - {variable(held_leaf)}, found.writes)
         case ir.Await(key) | ir.Release(key) | ir.Refill(key) | ir.Drain(key) | ir.Transpose(key):
             return _writing(key)
         case ir.Sync(keys):
@@ -86,6 +89,32 @@ def together(body: Iterable[ir.Statement]) -> Effects:
     for node in body:
         found |= effects(node)
     return found
+
+
+def exposed(body: Iterable[ir.Statement]) -> Effects:
+    """What statements may read of the values from before them, and what they surely write."""
+    reads: frozenset[Resource] = frozenset()
+    writes: frozenset[Resource] = frozenset()
+    for node in body:
+        match node:
+            case ir.Loop():
+                inside = exposed(node.body)
+                found = Effects(inside.reads | _reading(node.low, node.condition).reads)
+            case ir.Branch():
+                then, orelse = exposed(node.then), exposed(node.orelse)
+                own = then.reads | orelse.reads | _reading(node.condition).reads
+                found = Effects(own, then.writes & orelse.writes)
+            case _:
+                found = effects(node)
+        reads |= found.reads - writes
+        writes |= found.writes
+    return Effects(reads, writes)
+
+
+def live_before(body: Iterable[ir.Statement], behind: frozenset[Resource]) -> frozenset[Resource]:
+    """The resources whose values are still needed before statements, given those needed behind."""
+    found = exposed(body)
+    return found.reads | (behind - found.writes)
 
 
 def assign_effects(node: ir.Compute, assign: ir.Assign) -> Effects:

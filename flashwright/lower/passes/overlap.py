@@ -28,13 +28,12 @@ from flashwright.lower import ir
 from flashwright.lower.element import (
     ROW,
     TILE,
-    Element,
     Leaf,
     Op,
-    Reduce,
     element,
     leaves,
     variable,
+    with_leaves,
 )
 from flashwright.lower.names import Names, tile_name
 from flashwright.lower.passes.effects import Effects, assign_effects, effects
@@ -492,17 +491,6 @@ def _renamed(node: ir.Statement, new: Mapping[Term, Leaf]) -> ir.Statement:
             replace(assign, target=target, value=with_leaves(assign.value, new), kept=kept)
         )
     return replace(node, assigns=tuple(assigns))
-
-
-def with_leaves(x: Element, new: Mapping[Term, Element]) -> Element:
-    """The expression with others in the place of leaves."""
-    match x:
-        case Leaf():
-            return new.get(x.term, x)
-        case Op(op, args):
-            return Op(op, tuple(with_leaves(a, new) for a in args))
-        case Reduce(op, arg):
-            return Reduce(op, with_leaves(arg, new))
 
 
 def _known(middle: Sequence[ir.Statement]) -> str:

@@ -89,9 +89,20 @@ def _added(term: Element, target: Leaf) -> bool:
         case Leaf():
             return term == target
         case Op("*", (a, b)) if target in (a, b):
-            return not reads(b if a == target else a, target)
+            factor = b if a == target else a
+            return not reads(factor, target) and not _summed(factor)
         case Reduce("sum", arg):
-            return not reads(arg, target)
+            return not reads(arg, target) and not _summed(arg)
+    return False
+
+
+def _summed(x: Element) -> bool:
+    """Whether an expression needs a whole sum."""
+    match x:
+        case Op(_, args):
+            return any(map(_summed, args))
+        case Reduce(op, arg):
+            return op == "sum" or _summed(arg)
     return False
 
 

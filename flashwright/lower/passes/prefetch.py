@@ -103,6 +103,7 @@ def _stages(
     for node, _ in _loads(loop):
         stages = min(buffers[node.dest].stages, ahead + 1)
         only = sum(_fills(n, node.dest) for n in ir.flat(loop.body)) == 1
+        only &= not any(_stores(n, node.dest) for n in ir.flat(loop.body))
         stale = _reads_first(loop.body, node.dest) or _reads_first(after, node.dest)
         if stages > 1 and only and not stale:
             found[node.dest] = stages
@@ -111,6 +112,11 @@ def _stages(
 
 def _fills(node: ir.Statement, key: Key) -> bool:
     return isinstance(node, (ir.Load, ir.Move)) and node.dest == key
+
+
+def _stores(node: ir.Statement, key: Key) -> bool:
+    """Whether a tile goes to global memory from here; that knows of no stages."""
+    return isinstance(node, ir.Store) and node.source == key
 
 
 def _reads_first(body: tuple[ir.Statement, ...], key: Key) -> bool:

@@ -12,7 +12,7 @@ from flashwright.lower import ir
 from flashwright.lower.element import Leaf
 from flashwright.lower.names import Names, tile_name
 from flashwright.lower.passes.early_exit import own_end
-from flashwright.lower.passes.effects import effects
+from flashwright.lower.passes.effects import Resource, effects, live_before
 from flashwright.lower.passes.overlap import Pipelined, Reason, pipelined
 from flashwright.lower.report import (
     NOT_OVERLAPPED,
@@ -44,19 +44,28 @@ class SoftwarePipeline:
     turns: bool
     split: bool
     late: dict[str, frozenset[Key]] = field(default_factory=dict)
+    whole: tuple[ir.Statement, ...] = ()
 
-    def body(
-        self, body: tuple[ir.Statement, ...], scope: frozenset[str] = frozenset()
+    def run(self, body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
+        """The consumers' statements with every loop that multiplies scheduled."""
+        self.whole = body
+        return self._body(body, frozenset(), frozenset())
+
+    def _body(
+        self, body: tuple[ir.Statement, ...], scope: frozenset[str], live: frozenset[Resource]
     ) -> tuple[ir.Statement, ...]:
-        """The statements with every loop that multiplies scheduled, inner ones too. `scope` are the
-        names that inner bodies know."""
+        """`scope` are the names that inner bodies know, `live` what is needed behind this one."""
         out: list[ir.Statement] = []
-        rows = _stored_rows(body, scope)
+        rows = _stored_rows(self.whole, body, scope)
         for position, node in enumerate(body):
             if isinstance(node, ir.Loop):
-                out.append(self._loop(node, out, body[position + 1 :], rows, scope))
+                behind = live_before(body[position + 1 :], live)
+                out.append(self._loop(node, out, behind, rows, scope))
             elif isinstance(node, ir.Branch):
-                then, orelse = (self.body(part, scope) for part in (node.then, node.orelse))
+                behind = live_before(body[position + 1 :], live)
+                then, orelse = (
+                    self._body(part, scope, behind) for part in (node.then, node.orelse)
+                )
                 out.append(replace(node, then=then, orelse=orelse))
             elif isinstance(node, ir.Release) and out and _done_early(out[-1], node):
                 out.append(_released(out.pop(), node))
@@ -69,7 +78,7 @@ class SoftwarePipeline:
         self,
         loop: ir.Loop,
         before: list[ir.Statement],
-        after: Sequence[ir.Statement],
+        live: frozenset[Resource],
         rows: Term | None,
         scope: frozenset[str],
     ) -> ir.Statement:
@@ -82,7 +91,8 @@ class SoftwarePipeline:
             found = pipelined(loop, lambda key: _is_zero(before, key), self.names, self.turns)
         line = loop.origin.lines[0] if loop.origin.lines else 0
         if isinstance(found, Reason):
-            inner = replace(loop, body=self.body(loop.body, scope | {loop.var}))
+            again = live_before(loop.body, frozenset()) | live
+            inner = replace(loop, body=self._body(loop.body, scope | {loop.var}, again))
             if any(isinstance(n, ir.Gemm) for n in loop.body):
                 where = found.origin.lines or loop.origin.lines
                 text = f"{self._consequences(loop)}: {found.text}"
@@ -91,17 +101,17 @@ class SoftwarePipeline:
                 self.report.loops.append(LoopReport(line, False))
             return inner
         self.late[loop.var] = found.late_tiles
-        return self._written(loop, found, after, rows, line)
+        return self._written(loop, found, live, rows, line)
 
     def _written(
         self,
         loop: ir.Loop,
         found: Pipelined,
-        after: Sequence[ir.Statement],
+        live: frozenset[Resource],
         rows: Term | None,
         line: int,
     ) -> ir.Branch:
-        own = own_end(loop, rows, after)
+        own = own_end(loop, rows, live)
         before: tuple[ir.Statement, ...] = (
             ir.Define(loop.var, loop.low, varies=True),
             *found.first,
@@ -191,11 +201,15 @@ def _is_zero(before: Sequence[ir.Statement], key: Key) -> bool:
     return len(values) == 1 and isinstance(values[0], Leaf) and values[0].value == 0
 
 
-def _stored_rows(body: Sequence[ir.Statement], scope: frozenset[str]) -> Term | None:
-    """How many rows of a block's tiles are stored, where it is the same for all of them and known
-    throughout the body."""
-    stores = [n for n in ir.flat(tuple(body)) if isinstance(n, ir.Store)]
-    found = {n.window.rows for n in stores}
+def _stored_rows(
+    whole: Sequence[ir.Statement], body: Sequence[ir.Statement], scope: frozenset[str]
+) -> Term | None:
+    """How many rows of a block's tiles are stored, where it is the same for all of them, and known
+    throughout a body. Rows that go to shared memory are needed by others."""
+    nodes = list(ir.flat(tuple(whole)))
+    if any(isinstance(n, ir.Move) and n.dest[1] == "shared" for n in nodes):
+        return None
+    found = {n.window.rows for n in nodes if isinstance(n, ir.Store)}
     if len(found) != 1:
         return None
     (rows,) = found

@@ -16,11 +16,13 @@ from flashwright.lower import ir
 from flashwright.lower.names import Names, ring_name
 from flashwright.lower.passes.fp8_sums import can_step, in_steps, long_sums, with_steps
 from flashwright.lower.passes.fp8_transpose import can_turn, landed, turned_tiles, turning
+from flashwright.lower.passes.fuse_staging import fuse_staging
 from flashwright.lower.passes.integer_maxima import by_threes
 from flashwright.lower.passes.prefetch import remark_single_stages
 from flashwright.lower.passes.rings import consuming, needed_last, producing
 from flashwright.lower.passes.scale_in_exponent import in_exponent
 from flashwright.lower.passes.software_pipeline import SoftwarePipeline
+from flashwright.lower.passes.verify import Verifier
 from flashwright.lower.passes.wgmma_groups import asynchronous
 from flashwright.lower.report import (
     NO_PING_PONG,
@@ -46,6 +48,7 @@ def specialized(
     names: Names,
     report: Report,
     sparing: bool = False,
+    verifier: Verifier | None = None,
 ) -> tuple[Program, ir.Roles] | None:
     """The roles, and the program with the tiles that they need besides; None if the program cannot
     use wgmma and TMA, for reasons that the report then has. `sparing` ones need fewer registers."""
@@ -65,11 +68,14 @@ def specialized(
         report.remark(NO_WGMMA, text, _line_of(body, ir.Load))
         return None
     remark_single_stages(body, program.buffers, report)
+    verifier = verifier or Verifier(program, (), on=False)
     body = in_exponent(in_steps(program, _trimmed(program, body), sums))
+    body = verifier(body, "fp8 sums", more)
     keys = {n.dest for n in ir.flat(body) if isinstance(n, ir.Load)}
-    consumers, late = _consumers(more, body, keys, names, report)
+    consumers, late = _consumers(more, body, keys, names, report, verifier)
     if not sparing:
         consumers = by_threes(more, gpu, consumers)
+        verifier.products(consumers, "integer maxima", more)
     produced = _in_need_order(producing(body, keys), late)
     loader = ir.changed(produced, lambda node: landed(node, turned))
     turner = producing(ir.changed(body, turning), turned)
@@ -79,7 +85,9 @@ def specialized(
         text = "the kernel is not persistent: `param Persistent = 0`"
         where = param_lines(program.tree, "Persistent")
         report.remark(NOT_PERSISTENT, text, where, edit=ParamEdit("Persistent"))
-    return more, ir.Roles(loader, consumers, turner)
+    roles = ir.Roles(loader, consumers, turner)
+    verifier.roles(roles, more)
+    return more, roles
 
 
 def _consumers(
@@ -88,9 +96,10 @@ def _consumers(
     keys: set[Key],
     names: Names,
     report: Report,
+    verifier: Verifier,
 ) -> tuple[tuple[ir.Statement, ...], dict[str, frozenset[Key]]]:
     schedule = program.schedule
-    met = _with_syncs(body)
+    met = _with_syncs(fuse_staging(body))
     meets = any(isinstance(n, ir.Sync) for n in ir.flat(met))
     turns = schedule.ping_pong and program.warps > 4 and not meets
     pipeline = SoftwarePipeline(
@@ -101,18 +110,19 @@ def _consumers(
         turns=turns,
         split=schedule.apart,
     )
-    found = pipeline.body(consuming(met, keys))
+    ringed = verifier.consumers(consuming(met, keys), "rings", program)
+    found = verifier.consumers(pipeline.run(ringed), "software pipelining", program)
     report.ping_pong = any(isinstance(n, ir.Turn) for n in ir.flat(found))
     if not report.ping_pong:
         _no_ping_pong(program, met, report)
     staged = ir.changed(found, lambda node: _staged(node, keys, program))
-    return asynchronous(staged), pipeline.late
+    return verifier.products(asynchronous(staged), "wgmma groups", program), pipeline.late
 
 
 def _no_ping_pong(program: Program, body: tuple[ir.Statement, ...], report: Report) -> None:
     """Report why consumer warpgroups do not alternate between GEMMs and softmax."""
     where, help, edit = _line_of(body, ir.Gemm), "", None
-    synced = [n.origin.lines for n in ir.flat(body) if isinstance(n, ir.Move)]
+    synced = [n.origin.lines for n in ir.flat(body) if isinstance(n, (ir.Move, ir.Restage))]
     if not program.schedule.ping_pong:
         why, where = "`param PingPong = 0`", param_lines(program.tree, "PingPong")
         edit = ParamEdit("PingPong")
@@ -156,7 +166,7 @@ def _staged(node: ir.Statement, keys: set[Key], program: Program) -> ir.Statemen
 
     if isinstance(node, ir.Gemm):
         return replace(node, left_stage=stage(node.left), right_stage=stage(node.right))
-    if isinstance(node, ir.Move) and node.source[1] == "shared":
+    if isinstance(node, (ir.Move, ir.Restage)) and node.source[1] == "shared":
         return replace(node, stage=stage(node.source))
     return node
 
@@ -171,7 +181,7 @@ def _with_syncs(body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
         elif isinstance(node, ir.Branch):
             then, orelse = _with_syncs(node.then), _with_syncs(node.orelse)
             out.append(replace(node, then=then, orelse=orelse))
-        elif isinstance(node, ir.Move) and node.dest[1] == "shared":
+        elif isinstance(node, (ir.Move, ir.Restage)) and node.dest[1] == "shared":
             if out and isinstance(met := out[-1], ir.Sync):  # for another tile: once is enough
                 out[-1] = replace(met, keys=(*met.keys, node.dest))
             else:
@@ -229,7 +239,7 @@ def _fits(program: Program, body: tuple[ir.Statement, ...], report: Report) -> b
         help = f"let Warps be {wanted}" if wanted else "let Warps be 4, 8 or 12"
         edit = ParamEdit("Warps", wanted) if wanted else None
         report.remark(NO_WGMMA, text, _line_of(body, ir.Gemm), help, edit)
-    written = {n.dest for n in nodes if isinstance(n, ir.Move)}
+    written = {n.dest for n in nodes if isinstance(n, (ir.Move, ir.Restage))}
     for node in nodes:
         checks: list[_Check] = []
         if isinstance(node, ir.Load):

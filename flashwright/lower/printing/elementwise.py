@@ -59,7 +59,7 @@ def _loops(node: ir.Compute, at: str) -> Iterator[str]:
 
 
 def _filled(assign: ir.Assign) -> Iterator[str]:
-    name, value = variable(assign.target), _converted(assign)
+    name, value = variable(assign.target), converted(assign)
     zero = isinstance(assign.value, Leaf) and assign.value.value == 0
     yield f"cute::clear({name});" if zero else f"cute::fill({name}, {value});"
 
@@ -67,7 +67,7 @@ def _filled(assign: ir.Assign) -> Iterator[str]:
 def _columns(node: ir.Compute, assign: ir.Assign, at: str) -> Iterator[str]:
     if uses(assign.value, "kv_idx"):
         yield f"int const kv_idx = {_position(node.cols, f'{at}.col(n)')};"
-    yield f"{text(assign.target.term)} = {_converted(assign)};"
+    yield f"{text(assign.target.term)} = {converted(assign)};"
 
 
 def _rows(node: ir.Compute, assigns: list[ir.Assign], at: str) -> Iterator[str]:
@@ -102,12 +102,12 @@ class _Row:
         target = assign.target
         if target.axes == TILE:
             value = self._hoisted(value)
-            step = f"{text(target.term)} = {_converted(replace(assign, value=value))};"
+            step = f"{text(target.term)} = {converted(replace(assign, value=value))};"
             self.lines += self._over_columns(target, step, value)
         elif assign.buffer is None and not assign.kept:
             self.lines.append(f"float const {text(target.term)} = {text(term(value))};")
         else:
-            self.lines.append(f"{text(target.term)} = {_converted(replace(assign, value=value))};")
+            self.lines.append(f"{text(target.term)} = {converted(replace(assign, value=value))};")
         self._stale(target)
 
     def _stale(self, target: Leaf) -> None:
@@ -183,7 +183,7 @@ def _loop(var: str, count: str, body: Iterable[str], first: int = 0) -> Iterator
     yield "}"
 
 
-def _converted(assign: ir.Assign) -> str:
+def converted(assign: ir.Assign) -> str:
     """The value as the target's element type has it."""
     value = term(assign.value)
     dtype = assign.buffer.dtype if assign.buffer is not None else "fp32"

@@ -9,13 +9,14 @@ from typing import Any
 
 from flashwright.check.program import Buffer, Key, Program
 from flashwright.lower import ir
+from flashwright.lower.element import Leaf, with_leaves
 from flashwright.lower.names import MapKey, cpp, map_names, operand_name, ring_name, tile_name
 from flashwright.lower.passes.fp8_transpose import landing
 from flashwright.lower.printing.cpp import text
-from flashwright.lower.printing.elementwise import compute
+from flashwright.lower.printing.elementwise import compute, converted
 from flashwright.lower.targets.atoms import CPP_TYPES
 from flashwright.lower.targets.tensor_maps import loaded_pieces
-from flashwright.lower.term import ZERO, Term, integer
+from flashwright.lower.term import ZERO, Term, Var, integer
 
 Lines = Iterator[str]
 
@@ -171,7 +172,7 @@ def _pieces(at: Context, node: ir.Load) -> Lines:
             of, start = at.map(node.dest, piece.window, piece.column), at.coordinates(piece.window)
             yield f"fw::fetch_columns<{columns}>({tile}, {ring}, p.{of}, {start});"
         elif at.asynchronous:
-            yield f"fw::copy_async<Threads, {columns}>({dest}, {source}, {inside});"
+            yield f"fw::copy_columns_async<Threads, {columns}>({dest}, {source}, {inside});"
         else:
             yield f"{tile}_staged.load<{columns}>({source}, {inside});"
     if at.roles:
@@ -234,6 +235,13 @@ def _move(at: Context, node: ir.Move) -> Lines:
     else:
         held = at.shared(node.source, node.stage)
         yield f"fw::from_shared<{at.warps(node.dest)}>({dest}, {held});"
+
+
+def _restage(at: Context, node: ir.Restage) -> Lines:
+    value = with_leaves(node.value, {node.held.term: Leaf(Var("x", "float"), node.held.axes)})
+    dest, source = tile_name(node.dest), at.shared(node.source, node.stage)
+    one = converted(ir.Assign(node.held, value, node.buffer))
+    yield f"fw::restage<Warps>({dest}, {source}, [&](int m, int n, float x) {{ return {one}; }});"
 
 
 def _product(at: Context, node: ir.Gemm, name: str) -> str:
@@ -309,6 +317,7 @@ RULES: dict[type, Callable[[Context, Any], Lines]] = {
     ir.Fill: _fill,
     ir.Store: _store,
     ir.Move: _move,
+    ir.Restage: _restage,
     ir.Gemm: _gemm,
     ir.Operand: _operand,
     ir.Compute: _compute,
