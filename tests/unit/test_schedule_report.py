@@ -23,7 +23,7 @@ from flashwright.lower.report import Report, notes
 from flashwright.lower.translate import translate
 from flashwright.report import markdown, page, terminal
 from flashwright.report.gather import gather
-from tests.example_programs import PROGRAMS as FILES
+from tests.example_programs import PROGRAMS as EXAMPLE_FILES
 from tests.unit.report_example import write_package
 from tests.unit.test_cli import Outcome
 from tests.unit.tl_attention import COPY, attention
@@ -97,7 +97,7 @@ RECIPES = {
     ),
 }
 """Recipes of docs/language.md that are no example of their own."""
-PROGRAMS = {**{p.stem: p.read_text() for p in FILES}, **whole_programs(), **RECIPES}
+PROGRAMS = {**{p.stem: p.read_text() for p in EXAMPLE_FILES}, **whole_programs(), **RECIPES}
 
 
 def reported(text: str, gpu: str) -> tuple[Report, list[Diagnostic]]:

@@ -253,7 +253,7 @@ def test_pieces_may_be_wider_than_their_tensors(views: bool) -> None:
     assert maps >= {("K", (1, 1, 64, 64)), ("Krope", (1, 64, 64))}
     encode(made.plan)
     plain = " ".join(translated(side_by_side(views), "a100").source.split())
-    assert "fw::copy_async<Threads, 64, 64>(K_shared, p.Krope" in plain
+    assert "fw::copy_columns_async<Threads, 64, 64>(K_shared, p.Krope" in plain
     assert "kv_len - i * BN, RopeDim)" in plain
 
 

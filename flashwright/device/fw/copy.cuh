@@ -51,13 +51,14 @@ struct Chunks {
 __device__ inline int chunk_bytes(int row, int count) { return count > row ? 16 : 0; }
 __device__ inline int chunk_bytes(int row, Inside bounds) { return inside(row, bounds) ? 16 : 0; }
 
+template <class Valid>
+__device__ int chunk_bytes(int row, Valid valid, int, AllColumns) {
+  return chunk_bytes(row, valid);
+}
+
 template <class Valid, class Cols>
 __device__ int chunk_bytes(int row, Valid valid, int col, Cols cols) {
-  if constexpr (cute::is_same_v<Cols, AllColumns>) {
-    return chunk_bytes(row, valid);
-  } else {
-    return inside(row, valid) && inside(col, cols) ? 16 : 0;
-  }
+  return inside(col, cols) ? chunk_bytes(row, valid) : 0;
 }
 
 // Starts the copy of a tile; rows outside of the `valid` ones are filled with zeros, and so are columns outside of `cols`,

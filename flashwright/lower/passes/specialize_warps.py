@@ -70,7 +70,7 @@ def specialized(
     remark_single_stages(body, program.buffers, report)
     verifier = verifier or Verifier(program, (), on=False)
     body = in_exponent(in_steps(program, _trimmed(program, body), sums))
-    verifier(body, "fp8 sums", more)
+    body = verifier(body, "fp8 sums", more)
     keys = {n.dest for n in ir.flat(body) if isinstance(n, ir.Load)}
     consumers, late = _consumers(more, body, keys, names, report, verifier)
     if not sparing:

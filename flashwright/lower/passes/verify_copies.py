@@ -73,7 +73,7 @@ class _Copies:
 
     def _load(self, node: ir.Load, env: dict[str, Any]) -> None:
         what, place = content(node.window, env), _place(node.dest, node.stage, env)
-        if node.window.cols is not None:
+        if not node.window.chunked:
             self._write(node, place, what, "elements")
         elif self.asynchronous:
             written = self._write(node, place, what, "copy")

@@ -126,7 +126,7 @@ class Trace:
 
 def content(window: ir.Window, env: Mapping[str, Any]) -> object:
     """What a tile is filled with."""
-    return window.tensor.name, *(_known(c, env, -1) for c in window.start)
+    return window.tensor.name, *(_known(c, env, -1) for c in window.coordinates)
 
 
 Place = tuple[ir.Lines | None, Key]
