@@ -49,15 +49,16 @@ def test_help_is_under_half_a_second() -> None:
         ("nsa-selected", "h200", {}),  # the slowest to check of those the author writes
     ],
 )
-def test_check_of_60_lines_is_under_a_second(
+def test_check_of_60_lines_is_under_two_seconds(
     tmp_path: Path, variant: str, gpu: str, options: dict[str, object]
 ) -> None:
-    """Programs of 50 to 60 lines, all of them statements: comments would cost nothing."""
+    """Programs of 50 to 60 lines, all of them statements: comments would cost nothing. The check
+    includes a translation, which tells the path that the kernel takes."""
     spec = make_spec(variant, **options)
     file = tmp_path / "program.tl"
     file.write_text(write_code(write_sketch(spec), spec, find(gpu)).code)
     assert 50 <= file.read_text().count("\n") <= 60
-    assert best("check", str(file), "--gpu", gpu) < 1.0
+    assert best("check", str(file), "--gpu", gpu) < 2.0
 
 
 def test_the_command_itself_imports_nothing_heavy() -> None:

@@ -134,7 +134,7 @@ class Printer:
         name = cpp(stmt.name.id)
         note = "" if isinstance(stmt.value, tl.Num) else f"  // {format_expr(stmt.value)}"
         if isinstance(value, int):
-            return f"constexpr int {name} = {value};{note}"
+            return f"constexpr int {name} = {int(value)};{note}"
         return f"constexpr float {name} = {text(real(float(value)))};{note}"
 
     def _params(self) -> Lines:

@@ -26,6 +26,7 @@ extern "C" __global__ void __launch_bounds__(Threads, 4)
   int const batch_idx = blockIdx.z;
   extern __shared__ __align__(1024) unsigned char shared[];
   auto S = fw::accumulator<BM, BN, Warps>();
+  fw::OperandA<1, 4> S_operand;
   auto O = fw::accumulator<BM, HeadDim, Warps>();
   auto const Q_shared = fw::shared_tile<fw::fp16, BM, HeadDim>(shared);
   auto const K_shared = fw::shared_tile<fw::fp16, BN, HeadDim>(shared + 8192);
@@ -97,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(Threads, 4)
     }
 
     //  27 | Reshape S from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
-    auto const S_operand = fw::operand<fw::fp16>(S);
+    S_operand = fw::operand<fw::fp16>(S);
 
     //  28 | Compute GEMM S, V_shared and accumulate O_register
     fw::gemm<Mma>(O, S_operand, fw::right(V_shared));

@@ -71,6 +71,7 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
   }
 
   auto S = fw::accumulator<BM, BN, Warps>();
+  fw::OperandA<1, 4> S_operand;
   auto O = fw::accumulator<BM, HeadDim, Warps>();
   fw::Place<Warps> const at;
   int const group = fw::warpgroup();
@@ -97,9 +98,12 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
     for (int i = 0; i * BN < i_end; ++i) {
       //  21 | Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L = i] from global to shared
       K_ring.wait();
+      fw::open_products(S);
 
       //  23 | Compute GEMM Q_shared, K_shared.T and get S
-      fw::product<true, true>(group, S, Q_shared, K_shared);
+      fw::start_product<true, true>(group, S, Q_shared, K_shared);
+      fw::close_products();
+      fw::finish_products<0>(S);
       K_ring.release();
 
       //  24 | Compute S * Scale + Bias and get new S
@@ -134,13 +138,16 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
       }
 
       //  27 | Reshape S from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
-      auto S_operand = fw::operand<fw::fp16>(S);
+      S_operand = fw::operand<fw::fp16>(S);
 
       //  22 | Copy V (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L = i] from global to shared
       V_ring.wait();
+      fw::open_products(O);
 
       //  28 | Compute GEMM S, V_shared and accumulate O_register
-      fw::product<false, false>(group, O, S_operand, V_shared);
+      fw::start_product<false, false>(group, O, S_operand, V_shared);
+      fw::close_products();
+      fw::finish_products<0>(O);
       V_ring.release();
     }
     Q_ring.release();

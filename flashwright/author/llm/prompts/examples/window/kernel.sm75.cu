@@ -31,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(Threads, 4)
   auto const V_shared = fw::shared_tile<fw::fp16, BN, HeadDim>(shared + 4096);
   fw::Staged<Threads, decltype(V_shared)> V_shared_staged;
   auto S = fw::accumulator<BM, BN, Warps>();
+  fw::OperandA<1, 2> S_operand;
   auto Smax = fw::row_vector<BM, Warps>();
   auto Ssum = fw::row_vector<BM, Warps>();
   auto O = fw::accumulator<BM, HeadDim, Warps>();
@@ -150,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(Threads, 4)
     }
 
     //  34 | Reshape S from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
-    auto const S_operand = fw::operand<fw::fp16>(S);
+    S_operand = fw::operand<fw::fp16>(S);
 
     //  35 | Compute GEMM S, V_shared and accumulate O_register
     fw::gemm<Mma>(O, S_operand, fw::right(V_shared.stage((i - i_first) % 2)));

@@ -29,6 +29,7 @@ extern "C" __global__ void __launch_bounds__(Threads, 4)
   auto const K_shared = fw::shared_tile<fw::bf16, BN, HeadDim>(shared);
   auto const V_shared = fw::shared_tile<fw::bf16, BN, HeadDim>(shared + 4096);
   auto S = fw::accumulator<BM, BN, Warps>();
+  fw::OperandA<1, 2> S_operand;
   auto Smax = fw::row_vector<BM, Warps>();
   auto Ssum = fw::row_vector<BM, Warps>();
   auto O = fw::accumulator<BM, HeadDim, Warps>();
@@ -155,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(Threads, 4)
     }
 
     //  34 | Reshape S from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
-    auto const S_operand = fw::operand<fw::bf16>(S);
+    S_operand = fw::operand<fw::bf16>(S);
 
     //  35 | Compute GEMM S, V_shared and accumulate O_register
     fw::gemm<Mma>(O, S_operand, fw::right(V_shared.stage((i - i_first) % 2)));

@@ -70,6 +70,7 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
   }
 
   auto S = fw::accumulator<BM, BN, Warps>();
+  fw::OperandA<1, 2> S_operand;
   auto Smax = fw::row_vector<BM, Warps>();
   auto Ssum = fw::row_vector<BM, Warps>();
   auto O = fw::accumulator<BM, HeadDim, Warps>();
@@ -102,9 +103,12 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
     for (int i = i_first; i * BN < i_end; ++i) {
       //  27 | Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = i] from global to shared
       K_ring.wait();
+      fw::open_products(S);
 
       //  29 | Compute GEMM Q_shared, K_shared.T and get S
-      fw::product<true, true>(group, S, Q_shared, K_shared.stage(K_ring.stage));
+      fw::start_product<true, true>(group, S, Q_shared, K_shared.stage(K_ring.stage));
+      fw::close_products();
+      fw::finish_products<0>(S);
       K_ring.release();
 
       //  30 | Compute Multiply S, Scale and get new S
@@ -173,13 +177,16 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
       }
 
       //  34 | Reshape S from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
-      auto S_operand = fw::operand<fw::bf16>(S);
+      S_operand = fw::operand<fw::bf16>(S);
 
       //  28 | Copy V (BN, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = i] from global to shared
       V_ring.wait();
+      fw::open_products(O);
 
       //  35 | Compute GEMM S, V_shared and accumulate O_register
-      fw::product<false, false>(group, O, S_operand, V_shared.stage(V_ring.stage));
+      fw::start_product<false, false>(group, O, S_operand, V_shared.stage(V_ring.stage));
+      fw::close_products();
+      fw::finish_products<0>(O);
       V_ring.release();
     }
     Q_ring.release();
