@@ -12,7 +12,10 @@ Array = NDArray[Any]
 
 FACTOR = 8.0
 """So many times the largest movement seen in a row is explained by rounding."""
-_UNIT = {"fp16": 2.0**-10, "bf16": 2.0**-7, "fp32": 2.0**-22, "e4m3": 2.0**-3, "e5m2": 2.0**-2}
+_UNIT = {
+    **{"fp16": 2.0**-10, "bf16": 2.0**-7, "fp32": 2.0**-22, "e4m3": 2.0**-3, "e5m2": 2.0**-2},
+    "int32": 0.0,
+}
 _LEAST = 1e-6
 
 
@@ -27,7 +30,9 @@ def difference(found: Array, expected: Array, moved: Sequence[Array], dtype: str
         noise = np.where(steady, noise, 0.0)
         # A row's weights are rounded together: one element may have been lucky.
         row = noise.max(axis=-1, keepdims=True) if noise.ndim and noise.size else noise
-        limit = FACTOR * row + 1.01 * _UNIT[dtype] * np.abs(want) + _LEAST
+        limit = (
+            FACTOR * row + 1.01 * _UNIT[dtype] * np.abs(want) + (1 if dtype == "int32" else _LEAST)
+        )
         same = (got == want) | (np.isnan(got) & np.isnan(want))
         bad = ~same & ~(np.abs(got - want) <= limit)
         bad &= steady | (np.isnan(got) != np.isnan(want))
