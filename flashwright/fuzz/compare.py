@@ -13,7 +13,11 @@ Array = NDArray[Any]
 FACTOR = 8.0
 """So many times the largest movement seen in a row is explained by rounding."""
 _UNIT = {
-    **{"fp16": 2.0**-10, "bf16": 2.0**-7, "fp32": 2.0**-22, "e4m3": 2.0**-3, "e5m2": 2.0**-2},
+    "fp16": 2.0**-10,
+    "bf16": 2.0**-7,
+    "fp32": 2.0**-22,
+    "e4m3": 2.0**-3,
+    "e5m2": 2.0**-2,
     "int32": 0.0,
 }
 _LEAST = 1e-6
