@@ -96,12 +96,14 @@ FAULTS = (
         "cp_async_wait<Left + 1>()",
         AMPERE,
     ),
-    Fault("no zero fill", "device/fw/copy.cuh", "row < valid ? 16 : 0", "16", AMPERE),
+    Fault(
+        "no zero fill", "device/fw/copy.cuh", "return count > row ? 16 : 0;", "return 16;", AMPERE
+    ),
     Fault(
         "one row too many",
         "device/fw/copy.cuh",
-        "if (row < valid) held",
-        "if (row <= valid) held",
+        "if (inside(row, valid) && inside(col - Column, cols)) {",
+        "if (inside(row - 1, valid) && inside(col - Column, cols)) {",
         TURING,
     ),
     Fault(
@@ -114,8 +116,8 @@ FAULTS = (
     Fault(
         "floor_mod truncates",
         "device/fw/global.cuh",
-        "return a - floor_div(a, b) * b;",
-        "return a % b;",
+        "return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;",
+        "return rest;",
         AMPERE,
     ),
     Fault(
@@ -142,15 +144,15 @@ FAULTS = (
     Fault(
         "key vector one short",
         "device/fw/fragment.cuh",
-        "values(n) = place.col(n) < valid ?",
-        "values(n) = place.col(n) < valid - 1 ?",
+        "values(n) = inside(place.col(n), valid) ?",
+        "values(n) = inside(place.col(n) + 1, valid) ?",
         AMPERE,
     ),
     Fault(
         "LSE of the last row missing",
         "device/fw/fragment.cuh",
-        "if (threadIdx.x % 4 == 0 && place.row(m) < valid)",
-        "if (threadIdx.x % 4 == 0 && place.row(m) < valid - 1)",
+        "if (threadIdx.x % 4 == 0 && inside(place.row(m), valid))",
+        "if (threadIdx.x % 4 == 0 && inside(place.row(m) + 1, valid))",
         AMPERE,
     ),
 )

@@ -194,11 +194,11 @@ def test_build_keeps_what_somebody_changed(nvcc: FakeNvcc, program: Path, tmp_pa
 
 
 @needs_wait4
-def test_a_build_from_the_cache_is_under_a_second(nvcc: FakeNvcc, tmp_path: Path) -> None:
+def test_a_build_from_the_cache_is_under_two_seconds(nvcc: FakeNvcc, tmp_path: Path) -> None:
     """The whole command, in a process of its own, with the real translator."""
     (tmp_path / "causal.tl").write_text(GOOD)
     build = ("build", str(tmp_path / "causal.tl"), "--gpu", "a100", "-o", str(tmp_path / "made"))
-    assert best(*build) < 1.0
+    assert best(*build) < 2.0
     assert len(nvcc.runs) == 1
 
 

@@ -17,7 +17,7 @@ INTERNAL = frozenset(
     {
         *("times", "log2_of", "swizzle_bytes", "transpose_quad", "pack", "pack4", "each_element"),
         *("Chunks", "ldmatrix", "ldmatrix_transposed", "mma", "stmatrix", "copy_line", "hold"),
-        *("OperandA", "keep_in_loop", "chunk_of", "RowsOfA", "RowsOfB", "ColumnsOfB", "BytesOfB"),
+        *("keep_in_loop", "chunk_of", "RowsOfA", "RowsOfB", "ColumnsOfB", "BytesOfB"),
         *("gemm_step", "mbarrier_init", "mbarrier_arrive", "mbarrier_expect"),
         *("mbarrier_wait", "Descriptor", "LeftRows", "LeftRegisters", "left_steps"),
         *("WideAccumulator",),

@@ -100,7 +100,7 @@ class Computes:
         if not agreed and own is not None and not own.lost:
             # The checker has seen that the positions agree: on the axis of the same dimension.
             agreed = [i for i in fits if (at := frame.axes[i]) and at.dim == own.dim]
-        told = agreed or own is None or (own.lost and key in self.sides)
+        told = agreed or own is None or key in self.sides
         if len(fits) > 1 and (len(agreed) > 1 or not told):
             text = f"`{key[0]}` fits the rows and the columns, and where it lies cannot be told"
             hint = "copy it in the same body as the tile it is combined with"

@@ -124,7 +124,25 @@ class Positions:
 
     def current(self, place: Where) -> Expr:
         """A position's coordinate as one can say it here: with lets that still mean the same."""
-        return place.coord if self.full(place.coord) == place.full else place.full
+        return (
+            place.coord
+            if self.full(place.coord) == place.full != place.coord
+            else self._named(place.full)
+        )
+
+    def _named(self, expr: Expr) -> Expr:
+        """The expression with lets in the place of what they stand for."""
+        for name, value in self.lets.items():
+            if expr == value and not isinstance(value, (Name, Num)):
+                return Name(name)
+        match expr:
+            case Unary(_, operand):
+                return replace(expr, operand=self._named(operand))
+            case Binary(_, left, right):
+                return replace(expr, left=self._named(left), right=self._named(right))
+            case Call(_, args) | Index(_, args):
+                return replace(expr, args=tuple(map(self._named, args)))
+        return expr
 
     def same(self, a: Expr, b: Expr) -> bool:
         """Whether two coordinates always agree."""
