@@ -150,6 +150,7 @@ def test_programs_of_fixed_seeds_agree(gpu: str) -> None:
 
 
 @needs_compilers
+@pytest.mark.slow
 def test_a_planted_fault_is_found() -> None:
     fault = next(f for f in FAULTS if f.name == "row maximum over two of four threads")
     assert programs_until_found(fault, programs=3, first=AGREE["t4"][0], chunk=3) is not None

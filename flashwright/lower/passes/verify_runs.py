@@ -357,11 +357,7 @@ def verify_roles(roles: ir.Roles, meant: Body, program: Program, problem: Proble
 
 
 def _in_order(found: list[object], blocks: list[list[object]]) -> bool:
-    """Whether what was read is that of each block in turn; the last of each may be left out, where
-    a warpgroup exits early."""
-    at = 0
-    for values in blocks:
-        n = 0
-        while n < len(values) and at < len(found) and found[at] == values[n]:
-            at, n = at + 1, n + 1
-    return at == len(found)
+    """Whether what was read is that of each block in turn. Some of it may be left out, where a
+    warpgroup exits a loop early."""
+    meant = iter(value for values in blocks for value in values)
+    return all(any(value == wanted for wanted in meant) for value in found)
