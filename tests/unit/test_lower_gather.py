@@ -115,6 +115,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 @needs_compilers
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_kernels_do_what_the_program_says(name: str) -> None:

@@ -143,6 +143,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.slow
 @needs_compilers
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_do_what_the_program_says(name: str) -> None:
