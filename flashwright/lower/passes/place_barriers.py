@@ -115,10 +115,9 @@ class _Walk:
             again = [load.dest for load in loads if load.stage is None]
             if self.open.intersection(again):
                 self._commit()
-            self._arrive(again)
-            anew = [load.dest for load in loads if first and load.stage == ZERO]
-            while any(self.state[key].flying for key in anew):  # what a loop before began
-                self._arrive(anew)
+            again += [load.dest for load in loads if first and load.stage == ZERO]
+            while any(self.state[key].flying for key in again):  # what a loop before began, too
+                self._arrive(again)
         if direct and any(self.state[k].read or self.state[k].arrived for k in keys):
             self._commit()
             self._barrier(rest)
