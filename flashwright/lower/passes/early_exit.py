@@ -55,10 +55,7 @@ def _masked_from(loop: ir.Loop, live: frozenset[Resource]) -> Term | None:
     plain = (ir.Await, ir.Release, ir.Define, ir.Gemm, ir.Operand, ir.Fill, ir.Compute)
     if not all(isinstance(n, plain) for n in loop.body):
         return None
-    lets: dict[str, Term] = {}
-    for node in loop.body:
-        if isinstance(node, ir.Define):
-            lets[node.name] = substitute(node.value, lets)
+    lets = defined(loop.body)
     scratch = _scratch(loop, live)
     if not _only_scratch(loop, scratch):
         return None
@@ -71,6 +68,15 @@ def _masked_from(loop: ir.Loop, live: frozenset[Resource]) -> Term | None:
                 if hidden and loop.var not in variables(end) and idle(work, node, scratch):
                     return call("ceil_div", end, step, type="int")
     return None
+
+
+def defined(body: Sequence[ir.Statement]) -> dict[str, Term]:
+    """What the names defined in a body stand for, in terms of what is defined outside of it."""
+    found: dict[str, Term] = {}
+    for node in body:
+        if isinstance(node, ir.Define):
+            found[node.name] = substitute(node.value, found)
+    return found
 
 
 def _scratch(loop: ir.Loop, live: frozenset[Resource]) -> set[str]:

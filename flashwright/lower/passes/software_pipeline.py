@@ -11,7 +11,7 @@ from flashwright.lang.nodes import Tree
 from flashwright.lower import ir
 from flashwright.lower.element import Leaf
 from flashwright.lower.names import Names, tile_name
-from flashwright.lower.passes.early_exit import own_end
+from flashwright.lower.passes.early_exit import defined, own_end
 from flashwright.lower.passes.effects import Resource, effects, live_before
 from flashwright.lower.passes.overlap import Pipelined, Reason, pipelined
 from flashwright.lower.report import (
@@ -174,15 +174,6 @@ def split_masked(loop: ir.Loop) -> tuple[ir.Loop, ...]:
 def _masks(loop: ir.Loop) -> list[ir.Compute]:
     """The masks of which a test tells whether they change a tile."""
     return [n for n in loop.body if isinstance(n, ir.Compute) and n.unless is not None]
-
-
-def defined(body: Sequence[ir.Statement]) -> dict[str, Term]:
-    """What the names defined in a body stand for, in terms of what is defined outside of it."""
-    found: dict[str, Term] = {}
-    for node in body:
-        if isinstance(node, ir.Define):
-            found[node.name] = substitute(node.value, found)
-    return found
 
 
 def _passing(body: Sequence[ir.Statement], turns: bool) -> tuple[ir.Statement, ...]:
