@@ -151,16 +151,20 @@ def no_scratch_folder(q: Array, k: Array, v: Array) -> Array:
     return np.zeros_like(q)
 
 
+_OVERWRITING = threading.Event()
+
+
 def overwrites_the_output(q: Array, k: Array, v: Array) -> Array:
-    """A thread waits for the worker's file and puts another in its place."""
+    """From the first call on, a thread puts another file in the place of the worker's."""
 
     def work() -> None:
-        end = time.monotonic() + 0.2
-        while time.monotonic() < end:
+        while True:
             if Path("outputs.bin").exists():
                 Path("outputs.bin").write_bytes(b"\0" * 100_000)
 
-    threading.Thread(target=work, daemon=True).start()
+    if not _OVERWRITING.is_set():
+        _OVERWRITING.set()
+        threading.Thread(target=work, daemon=True).start()
     return causal(q, k, v)
 
 
