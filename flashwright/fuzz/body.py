@@ -151,6 +151,7 @@ class Body:
     def _gemm(self, stream: int, tile: str) -> None:
         plan, draft = self.plan, self.draft
         q = "Q_shared" if plan.q_space == "shared" else "Q_register"
+        q += ".T" if "Q" in plan.turned else ""
         if stream == 1:
             draft.line(f"Compute GEMM Q2_shared, {self.tile('K2')}.T and get {tile}")
             return

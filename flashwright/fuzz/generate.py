@@ -141,12 +141,12 @@ class _Program:
             return f"(H: {heads}, B: batch, L: {length}, D: {width})"
         return f"(batch, {heads}, {length}, {width})"
 
-    def _turned(self, width: str, heads: str) -> str:
+    def _turned(self, width: str, heads: str, length: str = "kv_len") -> str:
         """Positions as the last axis; with the letter E the caller's memory lies so, too."""
         letter = self.c.pick(["E", "D"])
         if not self.plan.batched:
-            return f"(H: {heads}, {letter}: {width}, L: kv_len)"
-        return f"(B: batch, H: {heads}, {letter}: {width}, L: kv_len)"
+            return f"(H: {heads}, {letter}: {width}, L: {length})"
+        return f"(B: batch, H: {heads}, {letter}: {width}, L: {length})"
 
     def _queries(self, length: str, width: str) -> str:
         if self.plan.split:
@@ -160,6 +160,8 @@ class _Program:
         tensors = draft.tensors
         for name, width in (("Q", "HeadDim"), ("Q2", second)):
             tensors[name] = f"{self._queries('q_len', width)} as {kind}"
+        if "Q" in plan.turned:
+            tensors["Q"] = f"{self._turned('HeadDim', plan.heads, 'q_len')} as {kind}"
         for name, width in (("K", "HeadDim"), ("K2", second), ("V", "VDim"), ("W", "VDim")):
             shape = self._shape("kv_len", width, kv)
             if name in plan.turned:
@@ -219,6 +221,8 @@ class _Program:
         """Stages for the shared tiles, each by its own chance."""
         draft, plan = self.draft, self.plan
         widths = {"Q": "(BM, HeadDim)", "K": "(BN, HeadDim)", "V": "(BN, VDim)", "W": "(BN, VDim)"}
+        if "Q" in plan.turned:
+            widths["Q"] = "(HeadDim, BM)"
         if "V" in plan.turned:
             widths["V"] = "(VDim, BN)"
         if "K" in plan.turned:
@@ -259,7 +263,8 @@ class _Program:
         if plan.q_space == "loaded":
             lines.append([f"Copy Q (BM, HeadDim) in coordinate [{place}] from global to register"])
         else:
-            copy = f"Copy Q (BM, HeadDim) in coordinate [{place}] from global to shared"
+            tile = "(HeadDim, BM)" if "Q" in plan.turned else "(BM, HeadDim)"
+            copy = f"Copy Q {tile} in coordinate [{place}] from global to shared"
             lines.append(
                 [f"if {self.c.pick(['block_idx >= 0', 'q_len > 0'])}", f"  {copy}", "end"]
                 if draft.chance(0.03, "Q under if")

@@ -153,6 +153,8 @@ def choose_plan(draft: Draft, sizes: Sizes) -> Plan:
     for name in ("alibi", "bias tile", "key vector", "row vector", "softcap", "gate", "sometimes"):
         if draft.chance(0.07, name):
             plan.extras.append(name)
+    if plan.q_space == "shared" and not eight and not plan.split and draft.chance(0.05, "Q turned"):
+        plan.turned += "Q"
     draft.tag(f"softmax:{plan.softmax}", f"scale:{plan.scale}", f"p:{plan.p}", f"loop:{plan.loop}")
     return plan
 

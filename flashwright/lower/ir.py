@@ -222,6 +222,7 @@ class Gemm(Node):
     right: Key
     transposed: bool  # the right tile lies as N rows of k columns
     fresh: bool
+    left_transposed: bool = False  # the left tile, a shared one, lies as k rows of M columns
     left_stage: Term | None = None
     right_stage: Term | None = None
     sparing: bool = False  # slower, but fewer operands are in flight

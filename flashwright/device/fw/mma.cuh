@@ -79,6 +79,25 @@ struct RowsOfA {
   }
 };
 
+// A given as k rows of M columns, in 16 bits: transposed on the way.
+template <class Tile, int Warps>
+struct ColumnsOfA {
+  static constexpr bool in_order = true;
+  static constexpr int row_blocks = Tile::cols / (16 * Warps);
+  static constexpr int steps = Tile::rows / 16;
+  uint32_t own;
+
+  __device__ explicit ColumnsOfA(Tile tile)
+      : own(tile.chunk_address(threadIdx.x % 32 / 16 * 8 + threadIdx.x % 8, threadIdx.x % 16 / 8)) {
+    keep_in_loop(own);
+  }
+
+  __device__ void fetch(int step, int block, uint32_t (&r)[4]) const {
+    uint32_t const first = chunk_of<Tile>(own, 2 * (block * Warps + threadIdx.x / 32));
+    ldmatrix_transposed(r, first + step * 16 * Tile::row_bytes);
+  }
+};
+
 // B given as N rows of k columns (K in Q K^T): 16 rows at a time, no transpose needed.
 template <class Tile>
 struct RowsOfB {
@@ -144,6 +163,11 @@ struct BytesOfB {
 template <int Warps, class Tile>
 __device__ auto left(Tile tile) {
   return RowsOfA<Tile, Warps>(tile);
+}
+
+template <int Warps, class Tile>
+__device__ auto left_transposed(Tile tile) {
+  return ColumnsOfA<Tile, Warps>(tile);
 }
 
 template <class Tile>

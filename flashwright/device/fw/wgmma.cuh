@@ -42,14 +42,37 @@ __device__ inline int warpgroup() {
 // The left operand, step by step: the rows of this warpgroup in a shared tile, or registers.
 template <class Tile>
 struct LeftRows {
+  static constexpr bool mn_major = false;
   Descriptor<Tile> own;
 
   __device__ LeftRows(Tile tile, int group) : own(tile) { own.lower += group * (64 * Tile::row_bytes >> 4); }
   __device__ uint64_t operator()(int step) const { return own.along_columns(step); }
 };
 
+// The same where the tile lies as k rows: the warpgroup's are 64 columns of it, in 16 bits an atom.
+template <class Tile>
+struct Transposed {
+  Tile tile;
+};
+
+template <class Tile>
+__device__ Transposed<Tile> transposed(Tile tile) {
+  return {tile};
+}
+
+template <class Tile>
+struct LeftColumns {
+  static_assert(Tile::width == 64);
+  static constexpr bool mn_major = true;
+  Descriptor<Tile> own;
+
+  __device__ LeftColumns(Tile tile, int group) : own(tile) { own.lower += group * (Tile::atom_bytes >> 4); }
+  __device__ uint64_t operator()(int step) const { return own.along_rows(step); }
+};
+
 template <class Operand>
 struct LeftRegisters {
+  static constexpr bool mn_major = false;
   Operand const& a;
   __device__ auto const& operator()(int step) const { return a.r[step][0]; }
 };
@@ -57,6 +80,11 @@ struct LeftRegisters {
 template <class T, int Rows, int Cols>
 __device__ auto left_steps(SharedTile<T, Rows, Cols> tile, int group) {
   return LeftRows<SharedTile<T, Rows, Cols>>(tile, group);
+}
+
+template <class Tile>
+__device__ auto left_steps(Transposed<Tile> left, int group) {
+  return LeftColumns<Tile>(left.tile, group);
 }
 
 template <int Steps>
@@ -78,7 +106,7 @@ __device__ void start_product(int group, Acc& acc, A const& a, B b) {
   CUTE_UNROLL
   for (int step = 0; step < steps; ++step) {
     uint64_t const part = Transposed ? right.along_columns(step) : right.along_rows(step);
-    Wgmma<T, columns, !Transposed>::run(acc.data(), left(step), part, !Fresh || step > 0);
+    Wgmma<T, columns, !Transposed, decltype(left)::mn_major>::run(acc.data(), left(step), part, !Fresh || step > 0);
   }
 }
 

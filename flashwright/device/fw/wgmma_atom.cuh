@@ -10,8 +10,8 @@ namespace fw {
 
 // 64 x Columns += 64 x k times k x Columns, where k is 16 elements of 16 bits or 32 bytes: `d` are a thread's results,
 // A is four registers of them or a descriptor of shared memory, B is one. MnMajor, in 16 bits: B lies as k rows of
-// columns.
-template <class T, int Columns, bool MnMajor>
+// columns; LeftMnMajor: A does.
+template <class T, int Columns, bool MnMajor, bool LeftMnMajor = false>
 struct Wgmma;
 
 #define FW_HELD(i)                                                                               \
@@ -52,12 +52,12 @@ struct Wgmma;
 
 // x0 .. x6: the numbers of the operands behind the results. Bytes cannot lie the other way, and there is nothing to say
 // about it (`major`).
-#define FW_SHARED(columns, list, held, kind, major, x0, x1, x2, x3)                              \
+#define FW_SHARED(columns, list, held, kind, major, x0, x1, x2, x3, x4)                            \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #x2 ", 0;\n"                             \
                "wgmma.mma_async.sync.aligned.m64n" #columns kind " {" list "}, %" #x0 ", %" #x1    \
-               ", add, 1, 1" major(", 0, %" #x3) ";\n}"                                          \
+               ", add, 1, 1" major(", %" #x4 ", %" #x3) ";\n}"                                 \
                : held                                                                            \
-               : "l"(a), "l"(b), "r"(add), "n"(MnMajor))
+               : "l"(a), "l"(b), "r"(add), "n"(MnMajor), "n"(LeftMnMajor))
 #define FW_REGISTERS(columns, list, held, kind, major, x0, x1, x2, x3, x4, x5, x6)               \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #x5 ", 0;\n"                             \
                "wgmma.mma_async.sync.aligned.m64n" #columns kind " {" list "}, {%" #x0 ", %" #x1   \
@@ -80,10 +80,10 @@ struct Wgmma;
   }
 
 #define FW_WGMMA(columns, eighth, x0, x1, x2, x3, x4, x5, x6)                                    \
-  template <class T, bool MnMajor>                                                               \
-  struct Wgmma<T, columns, MnMajor> {                                                            \
+  template <class T, bool MnMajor, bool LeftMnMajor>                                             \
+  struct Wgmma<T, columns, MnMajor, LeftMnMajor> {                                               \
     static __device__ void run(float* d, uint64_t a, uint64_t b, int add) {                      \
-      FW_OF_TYPE(FW_SHARED, columns, eighth, x0, x1, x2, x3)                                     \
+      FW_OF_TYPE(FW_SHARED, columns, eighth, x0, x1, x2, x3, x4)                                 \
     }                                                                                            \
     static __device__ void run(float* d, uint32_t const (&a)[4], uint64_t b, int add) {          \
       FW_OF_TYPE(FW_REGISTERS, columns, eighth, x0, x1, x2, x3, x4, x5, x6)                      \

@@ -152,15 +152,10 @@ class Computes:
 
     def _gemm(self, stmt: tl.Compute) -> None:
         assert stmt.target is not None
-        left, right = stmt.args
-        if isinstance(left, tl.Transpose):
-            hint = "exchange the operands, or Copy the tile transposed"
-            raise refused("the left operand of a GEMM lies row by row", left.span, hint)
-        assert isinstance(left, Name)
-        turned = isinstance(right, tl.Transpose)
-        name = right.operand if isinstance(right, tl.Transpose) else right
-        assert isinstance(name, Name)
-        a, b, target = self.key(left), self.key(name), self.key(stmt.target)
+        (left, left_turned), (right, turned) = map(_operand, stmt.args)
+        a, b, target = self.key(left), self.key(right), self.key(stmt.target)
+        if left_turned:
+            self._can_turn(a, left)
         if b[1] != "shared":
             hint = f"Copy `{b[0]}` to shared first"
             raise refused("the right operand of a GEMM comes from shared memory", right.span, hint)
@@ -178,8 +173,18 @@ class Computes:
             self.settle(target)
         axes = self.lowering.axes
         rows, cols = axes.get(a, (None, None)), axes.get(b, (None, None))
-        axes[target] = (rows[0], cols[0] if turned else cols[1])
-        self.lowering.emit(ir.Gemm(target, a, b, turned, fresh, origin=ir.origin(stmt)))
+        axes[target] = (rows[1 if left_turned else 0], cols[0 if turned else 1])
+        gemm = ir.Gemm(target, a, b, turned, fresh, left_turned, origin=ir.origin(stmt))
+        self.lowering.emit(gemm)
+
+    def _can_turn(self, left: Key, name: Name) -> None:
+        """The left operand is transposed as it is fetched from shared memory, in units of 16 bits."""
+        if left[1] != "shared":
+            hint = f"Copy `{left[0]}` to shared first"
+            raise refused("a transposed left operand comes from shared memory", name.span, hint)
+        if DTYPES[self.program.buffers[left].dtype] != 2:
+            hint = "exchange the operands, so that k lies along the columns of both"
+            raise refused("the left operand in 8 bits lies row by row", name.span, hint)
 
     def _whole_steps(self, right: Key, turned: bool, stmt: tl.Compute) -> None:
         """Operands are fetched 16 columns and 32 bytes along k at a time."""
@@ -387,6 +392,13 @@ def _scalar(x: Scalar) -> Leaf:
         return Leaf(x.term, value=float(x.value) if x.value is not None else None)
     found = x.term if x.whole else x.as_float()
     return Leaf(found, value=float(x.value) if x.value is not None else None)
+
+
+def _operand(expr: Expr) -> tuple[Name, bool]:
+    """A GEMM's operand, and whether it is transposed."""
+    name = expr.operand if isinstance(expr, tl.Transpose) else expr
+    assert isinstance(name, Name)
+    return name, isinstance(expr, tl.Transpose)
 
 
 def _local(name: str) -> Leaf:

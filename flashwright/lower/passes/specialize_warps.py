@@ -302,7 +302,7 @@ def _trimmed(program: Program, body: tuple[ir.Statement, ...]) -> tuple[ir.State
                 filled[node.dest] = max(filled.get(node.dest, 0), piece.column + columns)
 
     def trim(node: ir.Statement) -> ir.Statement:
-        if not isinstance(node, ir.Gemm) or not node.transposed:
+        if not isinstance(node, ir.Gemm) or not node.transposed or node.left_transposed:
             return node
         if node.left not in filled or node.right not in filled:
             return node
@@ -329,5 +329,6 @@ def _by_wgmma(gemm: ir.Gemm, program: Program, turned: frozenset[Key]) -> list[_
         _Check(columns % 8 == 0 and columns <= WIDEST,
                f"{columns} columns: wgmma has multiples of 8 up to {WIDEST}"),
         _Check(depth * size % 32 == 0, f"a depth of {depth} is no multiple of 32 bytes"),
-        _Check(gemm.left[1] == "register" or left.shape[0] == rows, "the left tile has more rows"),
+        _Check(gemm.left[1] == "register" or left.shape[gemm.left_transposed] == rows,
+               "the left tile has more rows"),
     ]  # fmt: skip

@@ -251,6 +251,7 @@ def _product(at: Context, node: ir.Gemm, name: str) -> str:
     transposed = node.transposed or node.right in at.turned
     how = ", ".join(str(flag).lower() for flag in (node.fresh, transposed))
     how += f", {node.depth}" if node.depth is not None else ""
+    left = f"fw::transposed({left})" if node.left_transposed else left
     return f"fw::{name}<{how}>(group, {tile_name(node.target)}, {left}, {right});"
 
 
@@ -267,7 +268,8 @@ def _gemm(at: Context, node: ir.Gemm) -> Lines:
     if node.fresh:
         yield f"cute::clear({target});"
     if node.left[1] == "shared":
-        left, sparing = f"fw::left<Warps>({at.shared(node.left, node.left_stage)})", "gemm_rolled"
+        how = "left_transposed" if node.left_transposed else "left"
+        left, sparing = f"fw::{how}<Warps>({at.shared(node.left, node.left_stage)})", "gemm_rolled"
     else:
         left, sparing = at.operand(node.left), "gemm_in_turn"
     right = at.shared(node.right, node.right_stage)
