@@ -176,7 +176,9 @@ class _Program:
             if name not in plan.turned:
                 draft.shared[name] = f"({rows}, {width}) as {kind}"
         if plan.view:
-            offset = "(batch_idx * heads + head_idx) * kv_len * HeadDim"
+            sizes = ["kv_len * HeadDim", "(kv_len + 8) * HeadDim", "(kv_len * HeadDim + 3)"]
+            size = self.c.weighted(list(zip(sizes, (60, 25, 15), strict=True)))
+            offset = f"(batch_idx * heads + head_idx) * {size}"
             tensors["K"] = f"(kv_len, HeadDim) as {kind} with offset {offset}"
         if plan.paged:
             draft.dims = ["pages", "n_blocks"]

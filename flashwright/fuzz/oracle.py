@@ -48,6 +48,7 @@ _DISTURBED, _MORE = range(1, 3), range(3, 33)
 """Seeds of the disturbed runs, and of those that follow where an output differs from them: two runs
 may round a value the same way by chance."""
 _POISON = 0xFF
+PADDING = 8  # rows between views, at most
 
 
 @dataclass(frozen=True)
@@ -243,11 +244,13 @@ def _problem(
 
 
 def _caller_shape(tensor: PlanTensor, dims: Mapping[str, int]) -> tuple[int, ...]:
-    """A tensor's shape as the caller passes it; of a view, memory for all heads and batches."""
+    """A tensor's shape as the caller passes it; of a view, memory for all heads and batches, with
+    some rows between them."""
     if not tensor.flat:
         return planned_shape(tensor, dims)
     sizes = [evaluate(axis.size, dims) for axis in tensor.axes]
-    return (dims.get("batch", 1) * dims.get("heads", 1) * int(np.prod(sizes)),)
+    each = int(np.prod(sizes)) + PADDING * sizes[-1]
+    return (dims.get("batch", 1) * dims.get("heads", 1) * each,)
 
 
 def _arranged(

@@ -75,7 +75,8 @@ class Window:
     first_col: Term | None = None
     width: int | None = None  # of the tensor's last axis, where it is a number
     view: Term | None = None  # which of the views that lie back to back in memory, where they do
-    aligned: bool = True  # whether the first column is at a multiple of 16 bytes
+    aligned: bool = True  # whether rows begin at multiples of 16 bytes, if all strides are such
+    line: bool = False  # a vector
 
     @property
     def chunked(self) -> bool:
@@ -84,7 +85,7 @@ class Window:
         so it begins at one where it is counted in tiles.)"""
         size = DTYPES[self.tensor.dtype]
         whole = self.width is not None and self.width * size % 16 == 0
-        return self.cols is None or (self.aligned and whole)
+        return not self.line and self.aligned and (self.cols is None or whole)
 
     @property
     def coordinates(self) -> tuple[Term, ...]:
@@ -133,6 +134,7 @@ class Load(Node):
     window: Window  # of the first piece
     stage: Term | None = None
     pieces: tuple[Piece, ...] = ()
+    helped: bool = False  # by the warps beside the loader, where TMA cannot
 
     @property
     def windows(self) -> tuple[Window, ...]:
@@ -180,6 +182,7 @@ class Fill(Node):
 
     dest: Key
     window: Window
+    helped: bool = False  # by the warps beside the loader: an element at a time, where it is used
 
 
 @dataclass(frozen=True)
@@ -211,6 +214,7 @@ class Restage(Node):
     held: Leaf
     value: Element
     stage: Term | None = None
+    helped: bool = False  # by the warps beside the loader, into a ring
 
 
 @dataclass(frozen=True)
@@ -367,12 +371,12 @@ class Transpose(Node):
 
 @dataclass(frozen=True)
 class Roles(Node):
-    """One thread loads what the others work on, and a few warps turn some of it; all take the
-    blocks of the grid one by one."""
+    """One thread loads what the others work on, and a few warps help it; all take the blocks of the
+    grid one by one."""
 
     loader: tuple[Statement, ...]
     readers: tuple[Statement, ...]
-    turner: tuple[Statement, ...] = ()
+    helpers: tuple[Statement, ...] = ()
 
 
 Statement = (
@@ -416,7 +420,7 @@ def flat(body: tuple[Statement, ...]) -> Iterator[Statement]:
         elif isinstance(node, Branch):
             yield from flat((*node.then, *node.orelse))
         elif isinstance(node, Roles):
-            yield from flat((*node.loader, *node.turner, *node.readers))
+            yield from flat((*node.loader, *node.helpers, *node.readers))
         elif isinstance(node, Start):
             yield node.gemm
 

@@ -132,6 +132,7 @@ def test_each_stage_has_its_own_author(tmp_path: Path) -> None:
     assert (tmp_path / "code.tl").read_text() == CODE  # the built-in author's, from that sketch
 
 
+@pytest.mark.slow
 def test_the_budget_of_attempts_ends_a_run_and_more_of_it_goes_on(tmp_path: Path) -> None:
     with serve([say(fenced(WITHOUT_RESHAPE))] * 2) as server:
         run = generate(server, tmp_path, attempts=2)
@@ -158,6 +159,7 @@ def test_trouble_on_the_line_costs_a_request_and_nothing_else(
     assert len(server.requests) == 2
 
 
+@pytest.mark.slow
 def test_a_replay_asks_nobody_and_finds_the_same(tmp_path: Path) -> None:
     recorded = tmp_path / "run"
     with serve([say("I cannot say."), say(fenced(WITHOUT_RESHAPE)), say(fenced(CODE))]) as server:

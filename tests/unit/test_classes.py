@@ -382,6 +382,7 @@ def test_the_benchmark_makes_the_same_kernels(tmp_path: Path) -> None:
 
 
 @needs_compilers
+@pytest.mark.slow
 def test_the_emulated_verdict_of_generate_is_on_every_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -222,7 +222,7 @@ def test_what_cannot_be_read_is_2(tmp_path: Path, what: str) -> None:
         assert "error[FW001]" in done.out + done.err
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.one_of(
         st.binary(max_size=300), st.text(max_size=300).map(lambda t: t.encode("utf-8", "replace"))

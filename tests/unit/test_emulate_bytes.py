@@ -25,11 +25,11 @@ PROBLEM = Problem(SIZES, "normal", 1)
 # What is planted: the code, what stands there instead, what is found (nothing: a wrong answer).
 PLANTED: dict[str, tuple[str, str, Sequence[str]]] = {
     "readers who wait for one of those that turn": (
-        *("V_ring.init(Warps, fw::turners);", "V_ring.init(Warps);"),
+        *("V_ring.init(Warps, fw::helpers);", "V_ring.init(Warps);"),
         ("barrier", "race", "unwritten"),
     ),
     "a loader who waits for one of those that turn": (
-        *("V_landed_ring.init(fw::turners);", "V_landed_ring.init(1);"),
+        *("V_landed_ring.init(fw::helpers);", "V_landed_ring.init(1);"),
         ("barrier", "race"),
     ),
     "a tile that is turned once too seldom": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from flashwright.fuzz.case import Case, load, save
 from flashwright.fuzz.choices import Choices
 from flashwright.fuzz.compare import difference
 from flashwright.fuzz.generate import generate
-from flashwright.fuzz.oracle import FAILURES, Outcome, Prepared, evaluate_cases, prepare
+from flashwright.fuzz.oracle import Outcome, Prepared, evaluate_cases, prepare
 from flashwright.fuzz.shrink import shrink, size
 from flashwright.fuzz.sizes import GPUS
 from tests.fuzz.faults import FAULTS, ROOT, programs_until_found
@@ -52,7 +53,7 @@ def test_zeros_are_the_simplest_program() -> None:
 
 def test_most_programs_are_legal_and_the_others_are_refused() -> None:
     found = Counter()
-    for seed in range(40):
+    for seed in range(0, 40, 2):
         case = generate(seed)
         outcome = prepare(case)
         kind = "ready" if isinstance(outcome, Prepared) else outcome.kind
@@ -142,7 +143,9 @@ AGREE = dict.fromkeys(GPUS, (320, 321, 323, 354, 355, 356))
 
 
 @needs_compilers
-@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize(
+    "gpu", [g if g in ("h200", "t4") else pytest.param(g, marks=pytest.mark.slow) for g in GPUS]
+)
 def test_programs_of_fixed_seeds_agree(gpu: str) -> None:
     cases = [generate(seed, (gpu,)) for seed in AGREE[gpu]]
     wrong = {c.seed: o for c, o in zip(cases, evaluate_cases(cases), strict=True) if o.failed}
@@ -165,9 +168,11 @@ def test_the_faults_still_fit_the_files(fault: object) -> None:
 @needs_compilers
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", GPUS)
-def test_more_programs_end_without_a_crash(gpu: str) -> None:
-    cases = [generate(seed, (gpu,)) for seed in range(7000, 7040)]
-    kinds = Counter(o.kind for o in evaluate_cases(cases))
-    assert kinds["agree"] > 15
-    assert not kinds["slow"]
-    assert set(kinds) <= FAILURES | {"agree", "refused", "untranslated"}
+def test_programs_of_fresh_seeds_agree(gpu: str) -> None:
+    """Others in every run: what fails here is found again with `flashwright fuzz --repro SEED`."""
+    first = secrets.randbelow(10**9)
+    cases = [generate(seed, (gpu,)) for seed in range(first, first + 32)]
+    outcomes = evaluate_cases(cases)
+    wrong = {c.seed: o for c, o in zip(cases, outcomes, strict=True) if o.failed}
+    assert not wrong
+    assert Counter(o.kind for o in outcomes)["agree"] > 10

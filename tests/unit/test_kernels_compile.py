@@ -22,7 +22,16 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHWRIGHT_CACHE", str(tmp_path))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+ONE_OF_EACH = {c.gpu: c.name for c in reversed(CASES)}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, id=c.name, marks=[] if c.name in ONE_OF_EACH.values() else pytest.mark.slow)
+        for c in CASES
+    ],
+)
 def test_the_golden_kernel_compiles(case: Case) -> None:
     source = (HERE / f"{case.name}.cu").read_text("utf-8")
     built = build(source, gpus.find(case.gpu).arch)

@@ -33,7 +33,7 @@ def translated(text: str, strict: bool = True) -> tuple[str, LaunchPlan]:
 def roles(source: str) -> tuple[str, str, str]:
     """What the loader does, those who turn tiles, and the readers."""
     _, _, rest = source.partition("if (fw::is_loader<Warps>()) {")
-    loader, _, rest = rest.partition("} else if (fw::is_turner<Warps>()) {")
+    loader, _, rest = rest.partition("} else if (fw::is_helper<Warps>()) {")
     turner, _, readers = rest.partition("    return;\n  }\n")
     return loader, turner, readers
 
@@ -62,14 +62,14 @@ def test_each_ring_counts_those_who_use_it() -> None:
     assert dict(re.findall(r"(\w+)_ring\.init\((.*)\);", source)) == {
         "Q": "Warps",
         "K": "Warps",
-        "V": "Warps, fw::turners",
-        "V_landed": "fw::turners",
+        "V": "Warps, fw::helpers",
+        "V_landed": "fw::helpers",
     }
 
 
 def test_16_bits_need_none_of_it() -> None:
     source, _ = translated(written(dtype="bf16"))
-    assert not re.search("turner|landed|step|power of two", source)
+    assert not re.search("helper|landed|step|power of two", source)
 
 
 def test_a_step_is_added_where_the_sum_is_rescaled() -> None:

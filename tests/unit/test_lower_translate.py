@@ -164,17 +164,9 @@ def test_long_lines_are_broken_where_it_reads_well(line: str, parts: list[str]) 
 # --- what is refused ---------------------------------------------------------------------------
 
 REFUSED = {
-    "a left operand that is transposed": (
-        attention().replace("GEMM Q_shared, K_shared.T", "GEMM Q_shared.T, K_shared.T"),
-        "Compute GEMM",
-    ),
-    "a vector in shared memory": (
-        attention(
-            allocate="Allocate Bias in global (L: kv_len) as fp32\n"
-            "Allocate Bias in shared (BN) as fp32",
-            scale="Copy Bias (BN) in coordinate [L = i] from global to shared",
-        ),
-        "Allocate Bias in shared",
+    "a left operand in registers that is transposed": (
+        attention().replace("GEMM S, V_shared", "GEMM S.T, V_shared"),
+        "Compute GEMM S.T",
     ),
     "a grid with four axes": (
         attention().replace("item = 0:batch", "item = 0:batch, more = 0:2"),

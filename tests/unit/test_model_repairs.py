@@ -116,6 +116,7 @@ def test_so_many_findings_leave_room_for_the_program() -> None:
     assert len(long.findings) < 1.1 * tl_by_model.LONGEST_TOLD
 
 
+@pytest.mark.slow
 def test_one_conversation_through_several_kinds(tmp_path: Path) -> None:
     """Syntax, names, shapes and the CPU run, one after the other, each from a wrong reply."""
     wrong = {

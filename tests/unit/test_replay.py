@@ -224,6 +224,7 @@ def test_a_replay_says_where_the_prompts_have_changed_since(tmp_path: Path) -> N
     assert told.same, "replies are looked at as before"
 
 
+@pytest.mark.slow
 def test_a_file_that_was_changed_by_hand_is_told_and_one_that_is_gone_is_not(
     tmp_path: Path,
 ) -> None:

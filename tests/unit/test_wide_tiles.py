@@ -275,6 +275,7 @@ def test_columns_at_any_place_may_not_be_whole_chunks(column: int, copy: str) ->
 # --- numbers ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not toolchain.has_nvcc(), reason="there is no CUDA compiler here")
 def test_they_are_right_under_emulation() -> None:
     problems = tuple(

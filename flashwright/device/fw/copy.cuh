@@ -1,4 +1,5 @@
-// Tiles between global and shared memory, by all threads of the block together.
+// Tiles between global and shared memory, by all threads of the block together, or by those of some of its warps:
+// `thread` is then a thread's number among them.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
@@ -19,7 +20,8 @@ struct Chunks {
 
   int row, chunk;
 
-  __device__ Chunks() : row(threadIdx.x / across), chunk(threadIdx.x % across) {}
+  __device__ explicit Chunks(int thread) : row(thread / across), chunk(thread % across) {}
+  __device__ Chunks() : Chunks(threadIdx.x) {}
 
   // Whether a chunk lies in some columns, by its number: known when it is compiled.
   template <int Column, int Width>
@@ -64,8 +66,8 @@ __device__ int chunk_bytes(int row, Valid valid, int col, Cols cols) {
 // Starts the copy of a tile; rows outside of the `valid` ones are filled with zeros, and so are columns outside of `cols`,
 // which are whole chunks of 16 bytes. cp.async, sm_80 and later.
 template <int Threads, class Tile, class T, class Valid, class Cols = AllColumns>
-__device__ void copy_async(Tile dst, GlobalTile<T> src, Valid valid, Cols cols = {}) {
-  Chunks<Threads, Tile>{}.each(dst, [&](int, int row, int col, uint32_t to) {
+__device__ void copy_async(Tile dst, GlobalTile<T> src, Valid valid, Cols cols = {}, int thread = threadIdx.x) {
+  Chunks<Threads, Tile>(thread).each(dst, [&](int, int row, int col, uint32_t to) {
     T const* from = src.at(row, 0) + col;
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                  "r"(chunk_bytes(row, valid, col, cols)));
@@ -74,9 +76,9 @@ __device__ void copy_async(Tile dst, GlobalTile<T> src, Valid valid, Cols cols =
 
 // The same for some columns, which are whole atoms, where several tiles lie side by side.
 template <int Threads, int Column, int Width, class Tile, class T, class Valid, class Cols = AllColumns>
-__device__ void copy_columns_async(Tile dst, GlobalTile<T> src, Valid valid, Cols cols = {}) {
+__device__ void copy_columns_async(Tile dst, GlobalTile<T> src, Valid valid, Cols cols = {}, int thread = threadIdx.x) {
   using Way = Chunks<Threads, Tile>;
-  Way{}.each(dst, [&](int n, int row, int col, uint32_t to) {
+  Way(thread).each(dst, [&](int n, int row, int col, uint32_t to) {
     if (!Way::template among<Column, Width>(n)) return;
     T const* from = src.at(row, 0) + (col - Column);
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
@@ -136,12 +138,28 @@ __device__ void copy_out(GlobalTile<T> dst, Tile src, Valid valid) {
 
 // Element by element, for tiles that may end within a row; rows and columns outside become 0.
 template <int Threads, class Tile, class T, class Rows, class Cols>
-__device__ void copy_elements(Tile dst, GlobalTile<T> src, Rows rows, Cols cols) {
+__device__ void copy_elements(Tile dst, GlobalTile<T> src, Rows rows, Cols cols, int thread = threadIdx.x) {
+  constexpr int at_once = 8;  // asked for before the first of them is needed
   auto to = dst.tensor();
-  for (int i = threadIdx.x; i < Tile::rows * Tile::cols; i += Threads) {
-    int const row = i / Tile::cols, col = i % Tile::cols;
-    to(row, col) = inside(row, rows) && inside(col, cols) ? *src.at(row, col) : T(0);
+  for (int first = thread; first < Tile::rows * Tile::cols; first += at_once * Threads) {
+    T held[at_once];
+    CUTE_UNROLL
+    for (int n = 0; n < at_once; ++n) {
+      int const i = first + n * Threads, row = i / Tile::cols, col = i % Tile::cols;
+      held[n] = inside(row, rows) && row < Tile::rows && inside(col, cols) ? *src.at(row, col) : T(0);
+    }
+    CUTE_UNROLL
+    for (int n = 0; n < at_once; ++n) {
+      int const i = first + n * Threads;
+      if (i < Tile::rows * Tile::cols) to(i / Tile::cols, i % Tile::cols) = held[n];
+    }
   }
+}
+
+// A vector; what lies outside becomes 0.
+template <int Threads, class T, int Size, class Valid>
+__device__ void copy_vector(SharedVector<T, Size> dst, GlobalTile<T> src, Valid valid, int thread = threadIdx.x) {
+  for (int i = thread; i < Size; i += Threads) dst.data[i] = inside(i, valid) ? *src.at(i, 0) : T(0);
 }
 
 }  // namespace fw

@@ -267,6 +267,43 @@ __device__ void restage(To to_tile, From from_tile, F f) {
   }
 }
 
+// Vectors along the rows or the columns of a tile, to and from shared memory.
+template <int Warps, class To, class Vector>
+__device__ void rows_to_shared(To to, Vector const& values) {
+  Place<Warps> const place;
+  CUTE_UNROLL
+  for (int m = 0; m < decltype(cute::size(values))::value; ++m) {
+    if (threadIdx.x % 4 == 0) to.data[place.row(m)] = static_cast<cute::remove_cvref_t<decltype(*to.data)>>(values(m));
+  }
+}
+
+template <int Warps, class To, class Vector>
+__device__ void cols_to_shared(To to, Vector const& values) {
+  Place<Warps> const place;
+  CUTE_UNROLL
+  for (int n = 0; n < decltype(cute::size(values))::value; ++n) {
+    if (threadIdx.x < 4) to.data[place.col(n)] = static_cast<cute::remove_cvref_t<decltype(*to.data)>>(values(n));
+  }
+}
+
+template <int Warps, class Vector, class From>
+__device__ void rows_from_shared(Vector& values, From from) {
+  Place<Warps> const place;
+  CUTE_UNROLL
+  for (int m = 0; m < decltype(cute::size(values))::value; ++m) {
+    values(m) = static_cast<typename Vector::value_type>(from.data[place.row(m)]);
+  }
+}
+
+template <int Warps, class Vector, class From>
+__device__ void cols_from_shared(Vector& values, From from) {
+  Place<Warps> const place;
+  CUTE_UNROLL
+  for (int n = 0; n < decltype(cute::size(values))::value; ++n) {
+    values(n) = static_cast<typename Vector::value_type>(from.data[place.col(n)]);
+  }
+}
+
 // Vectors along the rows or the columns of a tile, of which the `valid` ones are inside.
 template <int Warps, class T, class Vector, class Valid>
 __device__ void store_rows(GlobalTile<T> dst, Vector const& values, Valid valid) {

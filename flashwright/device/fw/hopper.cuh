@@ -2,9 +2,9 @@
 #pragma once
 
 #include <fw/attention.cuh>
+#include <fw/helpers.cuh>
 #include <fw/maxima.cuh>
 #include <fw/out.cuh>
 #include <fw/ring.cuh>
-#include <fw/transpose.cuh>
 #include <fw/walk.cuh>
 #include <fw/wgmma.cuh>

@@ -59,6 +59,20 @@ __device__ SharedTile<T, Rows, Cols> shared_tile(unsigned char* begin) {
   return {reinterpret_cast<T*>(begin)};
 }
 
+// A vector in shared memory, with room for further stages behind it.
+template <class T, int Size>
+struct SharedVector {
+  static constexpr int bytes = Size * sizeof(T);
+  T* data;
+
+  __device__ SharedVector stage(int n) const { return {data + n * Size}; }
+};
+
+template <class T, int Size>
+__device__ SharedVector<T, Size> shared_vector(unsigned char* begin) {
+  return {reinterpret_cast<T*>(begin)};
+}
+
 // Four 8x8 matrices of 16-bit units to shared memory; the thread names the row `lane % 8` of matrix `lane / 8`.
 __device__ inline void stmatrix(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b), "r"(c),

@@ -178,7 +178,7 @@ class Computes:
         self.lowering.emit(gemm)
 
     def _can_turn(self, left: Key, name: Name) -> None:
-        """The left operand is transposed as it is fetched from shared memory, in units of 16 bits."""
+        """The left operand is transposed on its way from shared memory, in units of 16 bits."""
         if left[1] != "shared":
             hint = f"Copy `{left[0]}` to shared first"
             raise refused("a transposed left operand comes from shared memory", name.span, hint)

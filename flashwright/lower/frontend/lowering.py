@@ -251,7 +251,7 @@ class Lowering:
             tensor = self.program.tensors[dest[0]]
             self.computes.settle(source)
             window, _ = self._window(stmt, tensor, self.program.buffers[source])
-            if stmt.source == "shared" and window.cols is not None:
+            if stmt.source == "shared" and (window.cols is not None or window.line):
                 hint = f"Copy `{source[0]}` to register and from there to global"
                 raise refused("a shared tile is stored by whole rows", stmt.span, hint)
             optional = len(self.program.outputs) > 1  # the caller asks for those it wants
@@ -341,8 +341,21 @@ class Lowering:
         shift = self.offset(tensor.offset) if tensor.offset is not None else None
         width = self.fixed(tensor.axes[-1].size) if len(inside) > 1 else None
         view = self._view(tensor) if tensor.offset is not None else None
+        if tensor.offset is not None:
+            offset, unit = self.positions.full(tensor.offset), 16 // DTYPES[tensor.dtype]
+            aligned &= self.positions.multiple(offset, unit)
         window = ir.Window(
-            tensor, tuple(start), rows, cols, shift, first_row, first_col, width, view, aligned
+            tensor,
+            tuple(start),
+            rows,
+            cols,
+            shift,
+            first_row,
+            first_col,
+            width,
+            view,
+            aligned,
+            line=len(shape) == 1,
         )
         return window, tuple(axes)
 

@@ -311,10 +311,18 @@ class Positions:
                 total = Binary("+" if count > 0 else "-", total, term)
         return total or ZERO
 
-    def _counts(self, product: list[object]) -> bool:
-        """Whether a product is one of whole numbers: names, and what is rounded to one."""
+    def multiple(self, expr: Expr, of: int) -> bool:
+        """Whether an expression is a multiple of a number, whatever the problem."""
         return all(
-            isinstance(atom, tuple) and atom[0] in ("floor", "ceil")
+            coefficient.denominator == 1 and coefficient % of == 0 and self._counts(list(product))
+            for product, coefficient in self._sum(expr).items()
+        )
+
+    def _counts(self, product: list[object]) -> bool:
+        """Whether a product is one of whole numbers: names, what is rounded to one, elements (those
+        that a coordinate is made of are)."""
+        return all(
+            isinstance(atom, tuple) and atom[0] in ("floor", "ceil", "[]")
             for atom in product
             if not self._whole((atom,), Fraction(1))
         )

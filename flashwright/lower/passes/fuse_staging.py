@@ -7,9 +7,11 @@ registers, the three are one statement, which loads, computes and stores a few e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
+from flashwright.check.program import Key, Program
+from flashwright.check.vocabulary import DTYPES
 from flashwright.lower import ir
 from flashwright.lower.element import TILE, Leaf, Reduce, leaves, variable
 from flashwright.lower.names import tile_name
@@ -17,10 +19,11 @@ from flashwright.lower.passes.effects import effects
 from flashwright.lower.term import Position
 
 
-def fuse_staging(body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
-    """Every such group of statements as one."""
+def fuse_staging(body: tuple[ir.Statement, ...], program: Program) -> tuple[ir.Statement, ...]:
+    """Every such group of statements as one, for tiles of 16-bit elements."""
     touched = [name for node in ir.flat(body) for name in _own(node)]
-    return _fused(body, touched)
+    pairs = {k for k, b in program.buffers.items() if DTYPES[b.dtype] == 2 and len(b.shape) == 2}
+    return _fused(body, touched, pairs)
 
 
 def _own(node: ir.Statement) -> set[str]:
@@ -30,16 +33,19 @@ def _own(node: ir.Statement) -> set[str]:
     return {r for r in effects(node).all if isinstance(r, str)}
 
 
-def _fused(body: Sequence[ir.Statement], touched: list[str]) -> tuple[ir.Statement, ...]:
+def _fused(
+    body: Sequence[ir.Statement], touched: list[str], pairs: Set[Key]
+) -> tuple[ir.Statement, ...]:
     out: list[ir.Statement] = []
     for node in body:
         if isinstance(node, ir.Loop):
-            node = replace(node, body=_fused(node.body, touched))
+            node = replace(node, body=_fused(node.body, touched, pairs))
         elif isinstance(node, ir.Branch):
-            then, orelse = _fused(node.then, touched), _fused(node.orelse, touched)
+            then, orelse = (_fused(part, touched, pairs) for part in (node.then, node.orelse))
             node = replace(node, then=then, orelse=orelse)
         out.append(node)
-        if len(out) >= 3 and (one := _together(out[-3], out[-2], out[-1], touched)):
+        one = _together(out[-3], out[-2], out[-1], touched) if len(out) >= 3 else None
+        if one and one.source in pairs and one.dest in pairs:
             out[-3:] = [one]
     return tuple(out)
 

@@ -17,19 +17,24 @@ from dataclasses import replace
 
 from flashwright.check.program import Key
 from flashwright.lower import ir
+from flashwright.lower.element import leaves
+from flashwright.lower.names import tile_name
 from flashwright.lower.passes.effects import effects
-from flashwright.lower.term import Term, variables
+from flashwright.lower.term import At, Term, Var, walk
 
 # --- the producer -----------------------------------------------------------------------------
 
 
 def producing(body: tuple[ir.Statement, ...], keys: Set[Key]) -> tuple[ir.Statement, ...]:
-    """The copies to these tiles, and the loops, branches and names that they need."""
+    """What fills these tiles, and the loops, branches, names and vectors that it needs."""
     out: list[ir.Statement] = []
     for node in reversed(body):
         if isinstance(node, ir.Define):
             if node.name in _names(out):
                 out.append(node)
+        elif isinstance(node, ir.Fill):
+            if tile_name(node.dest) in _names(out):
+                out.append(replace(node, helped=True))
         elif not _filled(node) & keys:
             continue
         elif isinstance(node, ir.Loop):
@@ -63,22 +68,30 @@ def _names(nodes: Iterable[ir.Statement]) -> set[str]:
     for node in ir.flat(tuple(nodes)):
         match node:
             case ir.Load():
-                used += [place for window in node.windows for place in window.coordinates]
+                windows = node.windows  # by TMA, the tensor map knows the bounds
+                used += [t for w in windows for t in (w.terms if node.helped else w.coordinates)]
+            case ir.Fill(_, window):
+                used += window.terms
+            case ir.Restage(_, value=value):
+                used += [leaf.term for leaf in leaves(value)]
             case ir.Define(_, value):
                 used.append(value)
             case ir.Loop(_, low, condition):
                 used += [low, condition]
             case ir.Branch(condition):
                 used.append(condition)
-    return {name for term in used for name in variables(term)}
+    parts = (part for term in used for part in walk(term))
+    return {part.name for part in parts if isinstance(part, (Var, At))}
 
 
 def _filled(node: ir.Statement) -> set[Key]:
-    return {
-        n.dest if isinstance(n, ir.Load) else n.key
-        for n in ir.flat((node,))
-        if isinstance(n, (ir.Load, ir.Transpose))
-    }
+    """The rings that a role fills with a statement."""
+    found: set[Key] = set()
+    for inner in ir.flat((node,)):
+        match inner:
+            case ir.Load(key) | ir.Transpose(key) | ir.Restage(dest=key, helped=True):
+                found.add(key)
+    return found
 
 
 # --- the consumers ----------------------------------------------------------------------------
@@ -90,7 +103,7 @@ def consuming(body: tuple[ir.Statement, ...], keys: Set[Key]) -> tuple[ir.Statem
     loose = keys - structured
     out = _around(body, structured)
     out = _loosely(out, loose)
-    return (*_without_loads(out), *(ir.Drain(key) for key in sorted(loose)))
+    return (*_without_loads(out, keys), *(ir.Drain(key) for key in sorted(loose)))
 
 
 def _structured(body: tuple[ir.Statement, ...], key: Key, held: bool) -> bool:
@@ -188,15 +201,15 @@ def _loosely(body: tuple[ir.Statement, ...], keys: Set[Key]) -> tuple[ir.Stateme
     return tuple(out)
 
 
-def _without_loads(body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
+def _without_loads(body: tuple[ir.Statement, ...], keys: Set[Key]) -> tuple[ir.Statement, ...]:
     out: list[ir.Statement] = []
     for node in body:
         if isinstance(node, ir.Loop):
-            out.append(replace(node, body=_without_loads(node.body)))
+            out.append(replace(node, body=_without_loads(node.body, keys)))
         elif isinstance(node, ir.Branch):
-            then, orelse = _without_loads(node.then), _without_loads(node.orelse)
+            then, orelse = _without_loads(node.then, keys), _without_loads(node.orelse, keys)
             if then or orelse:
                 out.append(replace(node, then=then, orelse=orelse))
-        elif not isinstance(node, ir.Load):
+        elif not isinstance(node, ir.Load) or node.dest not in keys:
             out.append(node)
     return tuple(out)

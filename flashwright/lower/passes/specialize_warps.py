@@ -18,6 +18,7 @@ from flashwright.lower.passes.fp8_sums import can_step, in_steps, long_sums, wit
 from flashwright.lower.passes.fp8_transpose import can_turn, landed, turned_tiles, turning
 from flashwright.lower.passes.fuse_staging import fuse_staging
 from flashwright.lower.passes.integer_maxima import by_threes
+from flashwright.lower.passes.offload_staging import for_consumers, for_helpers, made, offloaded
 from flashwright.lower.passes.prefetch import remark_single_stages
 from flashwright.lower.passes.rings import consuming, needed_last, producing
 from flashwright.lower.passes.scale_in_exponent import in_exponent
@@ -33,7 +34,7 @@ from flashwright.lower.report import (
     Report,
     param_lines,
 )
-from flashwright.lower.targets.shared_memory import BARRIERS, with_room
+from flashwright.lower.targets.shared_memory import BARRIERS, with_room, with_two_stages
 from flashwright.lower.term import ZERO, RingStage, Term
 
 WIDEST = 256  # columns of one wgmma
@@ -52,7 +53,8 @@ def specialized(
 ) -> tuple[Program, ir.Roles] | None:
     """The roles, and the program with the tiles that they need besides; None if the program cannot
     use wgmma and TMA, for reasons that the report then has. `sparing` ones need fewer registers."""
-    if not gpu.wgmma or not _fits(program, body, report):
+    helped = _helped(program, body, report) if gpu.wgmma else None
+    if helped is None:
         return None
     turned, sums = turned_tiles(program, body), long_sums(program, body)
     if not can_step(program, sums):
@@ -67,39 +69,55 @@ def specialized(
         text = "no wgmma: shared memory has no room to transpose an fp8 tile in"
         report.remark(NO_WGMMA, text, _line_of(body, ir.Load))
         return None
-    remark_single_stages(body, program.buffers, report)
     verifier = verifier or Verifier(program, (), on=False)
     body = in_exponent(in_steps(program, _trimmed(program, body), sums))
     body = verifier(body, "fp8 sums", more)
     keys = {n.dest for n in ir.flat(body) if isinstance(n, ir.Load)}
-    consumers, late = _consumers(more, body, keys, names, report, verifier)
+    body = offloaded(fuse_staging(body, more), frozenset(keys) - helped - turned)
+    more = with_two_stages(more, gpu, made(body))
+    seen = for_consumers(body)
+    remark_single_stages(seen, more.buffers, report)
+    consumers, late = _consumers(more, seen, names, report, verifier)
     if not sparing:
         consumers = by_threes(more, gpu, consumers)
         verifier.products(consumers, "integer maxima", more)
-    produced = _in_need_order(producing(body, keys), late)
+    behind = {n.dest: n.source for n in ir.flat(body) if isinstance(n, ir.Restage) and n.helped}
+    late = {var: tiles | {behind.get(k, k) for k in tiles} for var, tiles in late.items()}
+    produced = _in_need_order(producing(body, keys - helped), late)
     loader = ir.changed(produced, lambda node: landed(node, turned))
-    turner = producing(ir.changed(body, turning), turned)
-    report.products, report.copies = "wgmma", "TMA"
+    helping = ir.changed(body, lambda node: _by_helpers(node, turned, helped))
+    helpers = for_helpers(_in_need_order(helping, late), turned | helped | made(body))
+    helpers = ir.changed(helpers, lambda node: _staged(node, keys, more))
+    report.products, report.copies = "wgmma", "TMA" if keys - helped else "three warps"
     report.persistent = program.schedule.persistent
     if not report.persistent:
         text = "the kernel is not persistent: `param Persistent = 0`"
         where = param_lines(program.tree, "Persistent")
         report.remark(NOT_PERSISTENT, text, where, edit=ParamEdit("Persistent"))
-    roles = ir.Roles(loader, consumers, turner)
+    roles = ir.Roles(loader, consumers, helpers)
     verifier.roles(roles, more)
     return more, roles
+
+
+def _by_helpers(node: ir.Statement, turned: frozenset[Key], helped: frozenset[Key]) -> ir.Statement:
+    """A copy as the warps beside the loader see it."""
+    if isinstance(node, ir.Load) and node.dest in turned:
+        return turning(node)
+    if isinstance(node, ir.Load) and node.dest in helped:
+        return replace(node, helped=True)
+    return node
 
 
 def _consumers(
     program: Program,
     body: tuple[ir.Statement, ...],
-    keys: set[Key],
     names: Names,
     report: Report,
     verifier: Verifier,
 ) -> tuple[tuple[ir.Statement, ...], dict[str, frozenset[Key]]]:
     schedule = program.schedule
-    met = _with_syncs(fuse_staging(body))
+    keys = {n.dest for n in ir.flat(body) if isinstance(n, ir.Load)}
+    met = _with_syncs(body)
     meets = any(isinstance(n, ir.Sync) for n in ir.flat(met))
     turns = schedule.ping_pong and program.warps > 4 and not meets
     pipeline = SoftwarePipeline(
@@ -201,6 +219,7 @@ def ring_offsets(program: Program, kernel: ir.Kernel, begin: int) -> tuple[dict[
     offsets: dict[Key, int] = {}
     filled = {n.dest for n in ir.flat(kernel.body) if isinstance(n, ir.Load)}
     filled |= {n.key for n in ir.flat(kernel.body) if isinstance(n, ir.Transpose)}
+    filled |= made(kernel.body)
     for key in (k for k in program.buffers if k in filled):
         offsets[key] = begin
         begin += BARRIERS * program.buffers[key].stages
@@ -227,9 +246,12 @@ def _fitting_warps(program: Program, nodes: list[ir.Statement]) -> int | None:
     return 4 * groups if 1 <= groups <= MOST_GROUPS and not rest else None
 
 
-def _fits(program: Program, body: tuple[ir.Statement, ...], report: Report) -> bool:
-    """Whether all of a program can be done; what cannot is reported."""
+def _helped(
+    program: Program, body: tuple[ir.Statement, ...], report: Report
+) -> frozenset[Key] | None:
+    """The tiles that TMA cannot load; None where wgmma cannot be used. Both are reported."""
     nodes = list(ir.flat(body))
+    helped: dict[Key, None] = {}
     turned = turned_tiles(program, body)
     groups, rest = divmod(program.warps, 4)
     fine = whole = not rest and 1 <= groups <= MOST_GROUPS
@@ -243,27 +265,40 @@ def _fits(program: Program, body: tuple[ir.Statement, ...], report: Report) -> b
     for node in nodes:
         checks: list[_Check] = []
         if isinstance(node, ir.Load):
-            checks, code = [], NO_TMA
-            for window in node.windows:
-                checks += _by_tma(node.dest, window, program, written)
+            by_tma = [c for w in node.windows for c in _by_tma(node.dest, w, program)]
+            missing = next((c for c in by_tma if not c.holds), None)
+            checks = _by_anyone(node.dest, written, turned, missing)
+            if missing:
+                helped[node.dest] = None
+                text = f"no TMA: {missing.text}; three warps beside the loader copy the tile"
+                report.remark(NO_TMA, text, node.origin.lines, missing.help, missing.edit)
         elif isinstance(node, ir.Gemm) and whole:
-            checks, code = [*_by_wgmma(node, program, turned)], NO_WGMMA
+            checks = [*_by_wgmma(node, program, turned)]
         elif isinstance(node, ir.Store) and node.source[1] == "shared":
-            checks, code = [_Check(False, "a shared tile is stored by all threads")], NO_WGMMA
-        for check in checks:
-            if not check.holds:
-                what = "no TMA, so no wgmma" if code == NO_TMA else "no wgmma"
-                text, lines = f"{what}: {check.text}", node.origin.lines
-                report.remark(code, text, lines, check.help, check.edit)
-                fine = False
-                break
+            checks = [_Check(False, "a shared tile is stored by all threads")]
+        if failed := next((c for c in checks if not c.holds), None):
+            text = f"no wgmma: {failed.text}"
+            report.remark(NO_WGMMA, text, node.origin.lines, failed.help, failed.edit)
+            fine = False
     if not any(isinstance(n, ir.Gemm) for n in nodes):
         report.remark(NO_WGMMA, "no wgmma: there is no GEMM", None)
-        return False
-    return fine
+        return None
+    return frozenset(helped) if fine else None
 
 
-def _by_tma(dest: Key, window: ir.Window, program: Program, written: set[Key]) -> list[_Check]:
+def _by_anyone(
+    dest: Key, written: set[Key], turned: frozenset[Key], missing: _Check | None
+) -> list[_Check]:
+    """What a copy to a ring needs, whoever does it; `missing` is what keeps TMA from it."""
+    return [
+        _Check(missing is None or dest not in turned, f"8-bit `{dest[0]}` is transposed on its way,"
+               f" and {missing.text if missing else ''}"),
+        _Check(dest not in written, f"`{dest[0]}` is loaded, and written by threads as well",
+               "give what is computed a tile of its own"),
+    ]  # fmt: skip
+
+
+def _by_tma(dest: Key, window: ir.Window, program: Program) -> list[_Check]:
     buffer, name, axes = program.buffers[dest], dest[0], len(window.coordinates)
     unit = 16 // DTYPES[window.tensor.dtype]
     return [
@@ -278,8 +313,6 @@ def _by_tma(dest: Key, window: ir.Window, program: Program, written: set[Key]) -
                f"let its last axis be a number, a multiple of {unit}"),
         _Check(2 <= axes <= MOST_AXES, f"a tensor map has 2 to {MOST_AXES} axes, not {axes}"),
         _Check(buffer.shape[0] <= 256, f"`{name}` has {buffer.shape[0]} rows, a box at most 256"),
-        _Check(dest not in written, f"`{name}` is also written by threads",
-               "give what is computed a tile of its own"),
     ]  # fmt: skip
 
 

@@ -144,7 +144,7 @@ class _Scopes:
                 self.body(node.then, scope.inner())
                 self.body(node.orelse, scope.inner())
             case ir.Roles():
-                for part in (node.loader, node.turner, node.readers):
+                for part in (node.loader, node.helpers, node.readers):
                     self.body(part, scope.inner())
             case ir.Compute():
                 self._compute(node, scope.known)

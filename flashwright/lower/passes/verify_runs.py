@@ -23,6 +23,7 @@ from flashwright.lower.term_value import value
 Body = tuple[ir.Statement, ...]
 Event = tuple[str, Any, ir.Statement]
 STAGE = "warp specialization"
+MADE = "made"  # of another tile
 MOST = 60  # iterations of a loop; problems with more are left out
 _UNKNOWN = (KeyError, AssertionError, ZeroDivisionError, TypeError, OverflowError)
 
@@ -172,6 +173,8 @@ def _events(body: Body, env: Mapping[str, Any]) -> list[Event]:
         match node:
             case ir.Load(dest, window):
                 found.append(("fill", (dest, content(window, now)), node))
+            case ir.Restage(dest=dest, helped=True):
+                found.append(("fill", (dest, MADE), node))
             case ir.Transpose(key):
                 found.append(("await", landing(key), node))
                 found.append(("fill", (key, None), node))
@@ -191,7 +194,17 @@ def _events(body: Body, env: Mapping[str, Any]) -> list[Event]:
             case ir.Move() if node.source[1] == "shared":
                 found.append(("read", node, node))
 
-    kinds = (ir.Load, ir.Transpose, ir.Await, ir.Release, ir.Refill, ir.Drain, ir.Turn, ir.Sync)
+    kinds = (
+        ir.Load,
+        ir.Restage,
+        ir.Transpose,
+        ir.Await,
+        ir.Release,
+        ir.Refill,
+        ir.Drain,
+        ir.Turn,
+        ir.Sync,
+    )
     kinds_read = (ir.Start, ir.Move)
     Trace(dict(env), note, lambda n: isinstance(n, (*kinds, *kinds_read))).run(body)
     return found
@@ -289,7 +302,9 @@ class _Run:
         done = min((u.taken.get(key, 0) for u in self.users.get(key, [])), default=len(values))
         if len(values) - done >= self.buffers[key].stages:
             return False
-        if content is None:  # of what has landed
+        if content == MADE:  # a product of it is compared by its tile alone
+            content = None
+        elif content is None:  # of what has landed
             landed = self.filled[landing(key)]
             content = landed[len(values)]
         values.append(content)
@@ -329,7 +344,7 @@ def verify_roles(roles: ir.Roles, meant: Body, program: Program, problem: Proble
     """Raise BadIR for a deadlock, a tile left in a ring, or a product of other tiles than meant."""
     groups = max(1, program.warps // 4)
     bodies = [("producer", roles.loader, 0)]
-    bodies += [("transposing warps", roles.turner, 0)] if roles.turner else []
+    bodies += [("warps beside it", roles.helpers, 0)] if roles.helpers else []
     bodies += [(f"consumer {g}", roles.readers, g) for g in range(groups)]
     try:
         actors = [

@@ -23,7 +23,7 @@ from flashwright.lower.term import ZERO, real, variables
 WIDTH = 100
 # Of a thread that loads and of one that multiplies, by warpgroups that multiply: setmaxnreg.
 REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}
-REGISTERS_TURNING = {1: (0, 0), 2: (40, 232), 3: (32, 160)}  # where some turn tiles beside it
+REGISTERS_HELPED = {1: (0, 0), 2: (40, 232), 3: (32, 160)}  # where some warps help it
 LOOSEST = (("?", ":"), ("||",), ("&&",), ("+", "-"))
 BREAKS = re.compile(  # an angle bracket stands right behind a name, a comparison between spaces
     r"(?P<open>[({\[]|(?<=\w)<)|(?P<close>[)}\]]|(?<=\S)>)|(?P<comma>,)"
@@ -196,9 +196,9 @@ class Printer:
             page.write([f"fw::give_registers<{give}>();"], None, 2)
         page.write(["if (fw::is_loader<Warps>()) {"], None, 2)
         self._walk(page, node.loader, 3)
-        if node.turner:
-            page.write(["} else if (fw::is_turner<Warps>()) {"], None, 2)
-            self._walk(page, node.turner, 3)
+        if node.helpers:
+            page.write(["} else if (fw::is_helper<Warps>()) {"], None, 2)
+            self._walk(page, node.helpers, 3)
         page.write(["}", "return;"], None, 2)
         page.write(["}"], None, 1)
         if take:
@@ -219,9 +219,17 @@ class Printer:
 
     def _users(self, key: Key) -> str:
         """Who reads a ring, and who writes it, where that is not TMA."""
-        if key in self.context.turned:
-            return "Warps, fw::turners"
-        return "fw::turners" if key in map(landing, self.context.turned) else "Warps"
+        if key in self.context.turned | self.context.helped:
+            return "Warps, fw::helpers"
+        if key in self.context.restaged:
+            return "Warps + fw::helpers" if key in self._consumed() else "fw::helpers"
+        return "fw::helpers" if key in map(landing, self.context.turned) else "Warps"
+
+    def _consumed(self) -> set[Key]:
+        """The rings that consumers empty."""
+        (roles,) = (n for n in self.kernel.body if isinstance(n, ir.Roles))
+        kinds = (ir.Release, ir.Drain)
+        return {n.key for n in ir.flat(roles.readers) if isinstance(n, kinds)}
 
     def _walk(self, page: Page, body: tuple[ir.Statement, ...], indent: int) -> None:
         """A role's work, for all blocks of the grid that are its own."""
@@ -261,7 +269,8 @@ class Printer:
             sizes = sizes[::-1] if key in self.context.turned else sizes
             kind = f"{CPP_TYPES[buffer.dtype]}, {', '.join(sizes)}"
             place = f"shared + {self.offsets[key]}" if self.offsets[key] else "shared"
-            yield f"auto const {name} = fw::shared_tile<{kind}>({place});"
+            what = "vector" if len(sizes) == 1 else "tile"
+            yield f"auto const {name} = fw::shared_{what}<{kind}>({place});"
             if key in self.rings:
                 yield f"fw::Ring<{buffer.stages}> {ring_name(key)}(shared + {self.rings[key]});"
             if self._staged(key):
@@ -293,7 +302,7 @@ class Printer:
             match node:
                 case ir.Gemm(target):
                     found.add(target)
-                case ir.Fill(dest):
+                case ir.Fill(dest, helped=False):
                     found.add(dest)
                 case ir.Move(_, dest) if not node.operand:
                     found.add(dest)
@@ -339,7 +348,7 @@ class Printer:
 
 def register_counts(groups: int, roles: ir.Roles) -> tuple[int, int]:
     """What setmaxnreg leaves a producer thread and gives a consumer one; 0 where it is not used."""
-    return (REGISTERS_TURNING if roles.turner else REGISTERS)[groups]
+    return (REGISTERS_HELPED if roles.helpers else REGISTERS)[groups]
 
 
 def _head(loop: ir.Loop) -> str:

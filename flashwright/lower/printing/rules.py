@@ -9,14 +9,14 @@ from typing import Any
 
 from flashwright.check.program import Buffer, Key, Program
 from flashwright.lower import ir
-from flashwright.lower.element import Leaf, with_leaves
+from flashwright.lower.element import ROW, Leaf, leaves, variable, with_leaves
 from flashwright.lower.names import MapKey, cpp, map_names, operand_name, ring_name, tile_name
 from flashwright.lower.passes.fp8_transpose import landing
 from flashwright.lower.printing.cpp import text
 from flashwright.lower.printing.elementwise import compute, converted
 from flashwright.lower.targets.atoms import CPP_TYPES
 from flashwright.lower.targets.tensor_maps import loaded_pieces
-from flashwright.lower.term import ZERO, Term, Var, integer
+from flashwright.lower.term import ZERO, At, Term, Var, integer
 
 Lines = Iterator[str]
 
@@ -42,6 +42,19 @@ class Context:
         """Tiles that are turned on their way to their readers."""
         nodes = ir.flat(self.kernel.body)
         return frozenset(n.key for n in nodes if isinstance(n, ir.Transpose))
+
+    @cached_property
+    def helped(self) -> frozenset[Key]:
+        """Tiles that are copied by the warps beside the loader."""
+        nodes = ir.flat(self.kernel.body)
+        kinds = (ir.Load, ir.Restage)
+        return frozenset(n.dest for n in nodes if isinstance(n, kinds) and n.helped)
+
+    @cached_property
+    def restaged(self) -> frozenset[Key]:
+        """Tiles that these warps read."""
+        nodes = ir.flat(self.kernel.body)
+        return frozenset(n.source for n in nodes if isinstance(n, ir.Restage) and n.helped)
 
     def mma(self, dtype: str) -> str:
         """The name of an element type's MMA atom."""
@@ -146,12 +159,18 @@ def _define(at: Context, node: ir.Define) -> Lines:
 def _load(at: Context, node: ir.Load) -> Lines:
     dest, source = at.shared(node.dest, node.stage), at.window(node.window)
     inside = at.inside(node.window, node.dest)
-    if node.pieces:
+    if node.helped:
+        yield from _helped(at, node)
+    elif node.window.line:
+        source = at.window(node.window, "line")
+        yield f"fw::copy_vector<Threads>({dest}, {source}, {inside});"
+    elif node.pieces:
         yield from _pieces(at, node)
     elif at.roles:
         tile, ring, of = tile_name(node.dest), ring_name(node.dest), at.map(node.dest, node.window)
         yield f"fw::fetch({tile}, {ring}, p.{of}, {at.coordinates(node.window)});"
     elif not node.window.chunked:
+        inside = f"{at.rows(node.window, node.dest)}, {at.cols(node.window, node.dest)}"
         yield f"fw::copy_elements<Threads>({dest}, {source}, {inside});"
     elif at.asynchronous:
         yield f"fw::copy_async<Threads>({dest}, {source}, {inside});"
@@ -179,6 +198,29 @@ def _pieces(at: Context, node: ir.Load) -> Lines:
         yield f"{ring}.next();"
 
 
+def _helped(at: Context, node: ir.Load) -> Lines:
+    """A tile that the warps beside the loader copy."""
+    tile, ring, threads = tile_name(node.dest), ring_name(node.dest), "32 * fw::helpers"
+    yield f"fw::fill_stage<Warps>({tile}, {ring}, [&](auto to, int thread) {{"
+    if node.window.line:
+        source, inside = at.window(node.window, "line"), at.rows(node.window, node.dest)
+        yield f"  fw::copy_vector<{threads}>(to, {source}, {inside}, thread);"
+    elif not node.window.chunked:
+        source, rows = at.window(node.window), at.rows(node.window, node.dest)
+        cols = at.cols(node.window, node.dest)
+        yield f"  fw::copy_elements<{threads}>(to, {source}, {rows}, {cols}, thread);"
+    else:
+        for piece in node.filled(at.program.buffers[node.dest].shape[1]):
+            source, rows = at.window(piece.window), at.rows(piece.window, node.dest)
+            whole = piece.window.cols is None
+            cols = "fw::AllColumns{}" if whole else at.cols(piece.window, node.dest)
+            columns = f"{threads}, {piece.column}, {piece.width}"
+            yield f"  fw::copy_columns_async<{columns}>(to, {source}, {rows}, {cols}, thread);"
+        yield "  fw::commit();"
+        yield "  fw::wait<0>();"
+    yield "});"
+
+
 def _transpose(at: Context, node: ir.Transpose) -> Lines:
     source, dest = landing(node.key), node.key
     names = (tile_name(source), ring_name(source), tile_name(dest), ring_name(dest))
@@ -191,7 +233,9 @@ def _put(at: Context, node: ir.Put) -> Lines:
 
 def _fill(at: Context, node: ir.Fill) -> Lines:
     name, rows = tile_name(node.dest), at.rows(node.window, node.dest)
-    if len(at.program.buffers[node.dest].shape) == 1:
+    if node.helped:
+        yield f"fw::Line const {name}{{{at.window(node.window, 'line')}, {rows}}};"
+    elif len(at.program.buffers[node.dest].shape) == 1:
         source = at.window(node.window, "line")
         yield f"fw::load_{at.side(node.dest)}<Warps>({name}, {source}, {rows});"
     else:
@@ -226,7 +270,9 @@ def _store(at: Context, node: ir.Store) -> Lines:
 
 def _move(at: Context, node: ir.Move) -> Lines:
     source, dest = tile_name(node.source), tile_name(node.dest)
-    if node.dest[1] == "shared":
+    if len(at.program.buffers[node.dest].shape) == 1:
+        yield from _moved_vector(at, node)
+    elif node.dest[1] == "shared":
         to = at.shared(node.dest, node.stage)
         yield f"fw::to_shared<{at.warps(node.source)}>({to}, {source});"
     elif node.operand:
@@ -237,10 +283,29 @@ def _move(at: Context, node: ir.Move) -> Lines:
         yield f"fw::from_shared<{at.warps(node.dest)}>({dest}, {held});"
 
 
+def _moved_vector(at: Context, node: ir.Move) -> Lines:
+    if node.dest[1] == "shared":
+        to = at.shared(node.dest, node.stage)
+        yield f"fw::{at.side(node.source)}_to_shared<Warps>({to}, {tile_name(node.source)});"
+    else:
+        held = at.shared(node.source, node.stage)
+        yield f"fw::{at.side(node.dest)}_from_shared<Warps>({tile_name(node.dest)}, {held});"
+
+
 def _restage(at: Context, node: ir.Restage) -> Lines:
     value = with_leaves(node.value, {node.held.term: Leaf(Var("x", "float"), node.held.axes)})
     dest, source = tile_name(node.dest), at.shared(node.source, node.stage)
-    one = converted(ir.Assign(node.held, value, node.buffer))
+    rounded = node.buffer.dtype != at.program.buffers[node.dest].dtype  # once is enough
+    one = converted(ir.Assign(node.held, value, node.buffer if rounded else None))
+    if node.helped:
+        vectors = {variable(x): x for x in leaves(node.value) if isinstance(x.term, At)}
+        vectors.pop(variable(node.held), None)
+        given = "".join(f", auto const& {name}" for name in vectors)
+        sides = {name: "rows" if x.axes == ROW else "cols" for name, x in vectors.items()}
+        passed = "".join(f", fw::along_{side}({name})" for name, side in sides.items())
+        yield f"fw::restage_stage<Warps>({dest}, {ring_name(node.dest)}, {source},"
+        yield f"    [&](int m, int n, float x{given}) {{ return {one}; }}{passed});"
+        return
     yield f"fw::restage<Warps>({dest}, {source}, [&](int m, int n, float x) {{ return {one}; }});"
 
 

@@ -30,6 +30,16 @@ def with_room(program: Program, gpu: Gpu, turned: frozenset[Key]) -> Program | N
     return None
 
 
+def with_two_stages(program: Program, gpu: Gpu, keys: frozenset[Key]) -> Program:
+    """The program with at least two stages for these tiles, where there is room for them."""
+    buffers = {
+        k: replace(b, stages=max(2, b.stages)) if k in keys else b
+        for k, b in program.buffers.items()
+    }
+    made = replace(program, buffers=buffers)
+    return made if _needed(made) <= gpu.shared_per_block else program
+
+
 def _buffers(program: Program, turned: frozenset[Key], stages: int) -> dict[Key, Buffer]:
     out: dict[Key, Buffer] = {}
     for key, buffer in program.buffers.items():

@@ -12,7 +12,7 @@ def loaded_pieces(program: Program, kernel: ir.Kernel) -> dict[MapKey, ir.Piece]
     are declared. Each has a tensor map of its own."""
     found: dict[MapKey, ir.Piece] = {}
     for node in ir.flat(kernel.body):
-        if isinstance(node, ir.Load):
+        if isinstance(node, ir.Load) and not node.helped:
             for piece in node.filled(program.buffers[node.dest].shape[-1]):
                 found.setdefault((node.dest, piece.column, piece.window.tensor.name), piece)
     order = {key: number for number, key in enumerate(program.buffers)}
