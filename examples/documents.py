@@ -5,9 +5,11 @@ import numpy as np
 
 def make_inputs(rng, dims):
     longest = max(dims["q_len"], dims["kv_len"])
-    documents = np.cumsum(rng.random((dims["batch"], longest)) < 0.05, axis=1).astype(np.int32)
-    # The last query and the last key are the same token.
-    return {"DocQ": documents[:, -dims["q_len"] :], "DocK": documents[:, -dims["kv_len"] :]}
+    first = np.where(rng.random((dims["batch"], longest)) < 0.05, np.arange(longest), 0)
+    start = np.maximum.accumulate(first, axis=1)[:, -dims["q_len"] :]
+    # The last query and the last key are the same token; keys are counted from 0.
+    start = start - (longest - dims["kv_len"])
+    return {"Start": np.maximum(start, 0).astype(np.int32)}
 
 
 def softmax(scores, visible):
@@ -27,6 +29,6 @@ def reference(inputs, dims):
     q, k, v = inputs["Q"], inputs["K"], inputs["V"]
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat(group, axis=1), v.repeat(group, axis=1)
-    same = inputs["DocQ"][:, None, :, None] == inputs["DocK"][:, None, None, :]
+    same = np.arange(dims["kv_len"]) >= inputs["Start"][:, None, :, None]
     scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
     return {"O": softmax(scores, same & causal(dims)) @ v}

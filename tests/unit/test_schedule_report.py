@@ -136,12 +136,12 @@ PINS: dict[tuple[str, str], tuple[str, str]] = {
         "FW818:36 FW818:37 FW818:38",
     ),
     ("documents", "h200"): (
-        "wgmma, TMA, persistent; loop 28: overlapped, masked iterations split, early exit",
-        "FW818:29 FW818:30 FW815:32",
+        "wgmma, TMA, persistent; loop 27: overlapped, masked iterations split, early exit",
+        "FW818:28 FW818:29 FW815:30",
     ),
     ("documents", "a100"): (
-        "mma.sync, cp.async; loop 28: copies do not run ahead",
-        "FW818:29 FW818:30",
+        "mma.sync, cp.async; loop 27: copies do not run ahead",
+        "FW818:28 FW818:29",
     ),
     ("forgetting", "h200"): (
         "wgmma, TMA, persistent; loop 30: overlapped, masked iterations split, early exit",
