@@ -305,7 +305,7 @@ class Loop(Node):
     """For every whole number from `low` on while `condition` holds.
 
     The number may be one that was defined before; a loop that `resumes` goes on with it where the
-    loop before it ended.
+    loop before it ended. Numbers for which `where` does not hold are passed over.
     """
 
     var: str
@@ -313,6 +313,7 @@ class Loop(Node):
     condition: Term
     body: tuple[Statement, ...]
     number: Literal["own", "defined", "resumes"] = "own"
+    where: Term | None = None
 
 
 @dataclass(frozen=True)

@@ -219,12 +219,9 @@ def _sum(op: str, a: Term, b: Term) -> Term:
     return b if x == 0 and op == "+" else binary(op, a, b)
 
 
-def both(a: Term | None, b: Term | None) -> Term | None:
-    """`a && b`, where there are both."""
-    return binary("&&", a, b) if a is not None and b is not None else a if b is None else b
-
-
-# --- looking at terms -------------------------------------------------------------------------
+def negated(x: Term) -> Term:
+    """Where a condition does not hold."""
+    return Unary("!", x)
 
 
 def literal(x: Term) -> int | None:

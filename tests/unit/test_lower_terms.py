@@ -27,7 +27,6 @@ from flashwright.lower.term import (
     Var,
     as_float,
     binary,
-    both,
     call,
     integer,
     minus,
@@ -70,8 +69,8 @@ X, Y, Z = (Var(x, "float") for x in "xyz")
         (Read("T", (plus(A, 1),), "float"), "float(*p.T.at(a + 1))"),
         (Select(binary("<", X, Y), Select(A, Y, Z), Z), "x < y ? (a ? y : z) : z"),
         (plus(Select(A, B, C), 1), "(a ? b : c) + 1"),
-        (both(binary("||", A, B), C), "(a || b) && c"),
-        (both(A, binary("&&", B, C)), "a && b && c"),
+        (binary("&&", binary("||", A, B), C), "(a || b) && c"),
+        (binary("&&", A, binary("&&", B, C)), "a && b && c"),
         (call("min", plus(A, 1), B, type="int"), "fw::min(a + 1, b)"),
         (as_float(plus(A, B)), "float(a + b)"),
         (as_float(integer(3)), "3.f"),
@@ -179,8 +178,6 @@ def test_what_a_term_speaks_of() -> None:
     assert variables(term) == {"a", "b", "c"}
     assert reads_memory(term)
     assert not reads_memory(plus(A, B))
-    assert both(None, A) == both(A, None) == A
-    assert both(None, None) is None
 
 
 def test_in_64_bits() -> None:

@@ -44,8 +44,8 @@ def effects(node: ir.Statement) -> Effects:
     match node:
         case ir.Compute():
             return _compute(node)
-        case ir.Loop(var, low, condition, body):
-            inside = together(body) | _reading(low, condition)
+        case ir.Loop(var, _, _, body):
+            inside = together(body) | _bounds(node)
             return Effects(inside.reads - {var}, inside.writes - {var})
         case ir.Branch(condition, then, orelse):
             return together((*then, *orelse)) | _reading(condition)
@@ -99,7 +99,7 @@ def exposed(body: Iterable[ir.Statement]) -> Effects:
         match node:
             case ir.Loop():
                 inside = exposed(node.body)
-                found = Effects(inside.reads | _reading(node.low, node.condition).reads)
+                found = Effects(inside.reads | _bounds(node).reads)
             case ir.Branch():
                 then, orelse = exposed(node.then), exposed(node.orelse)
                 own = then.reads | orelse.reads | _reading(node.condition).reads
@@ -153,6 +153,10 @@ def _reading(*terms: Term) -> Effects:
 
 def _writing(*resources: Resource) -> Effects:
     return Effects(writes=frozenset(resources))
+
+
+def _bounds(loop: ir.Loop) -> Effects:
+    return _reading(loop.low, loop.condition, *(() if loop.where is None else (loop.where,)))
 
 
 def _window(window: ir.Window) -> Effects:

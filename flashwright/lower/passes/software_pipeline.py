@@ -26,6 +26,7 @@ from flashwright.lower.term import (
     Term,
     Var,
     binary,
+    negated,
     plus,
     substitute,
     variables,
@@ -87,8 +88,9 @@ class SoftwarePipeline:
             return loop
         off = ir.Origin(param_lines(self.tree, "Overlap"))
         found: Pipelined | Reason = Reason("`param Overlap = 0`", off)
+        sifted = _sifted(loop)
         if self.overlap:
-            found = pipelined(loop, lambda key: _is_zero(before, key), self.names, self.turns)
+            found = pipelined(sifted, lambda key: _is_zero(before, key), self.names, self.turns)
         line = loop.origin.lines[0] if loop.origin.lines else 0
         if isinstance(found, Reason):
             again = live_before(loop.body, frozenset()) | live
@@ -101,7 +103,7 @@ class SoftwarePipeline:
                 self.report.loops.append(LoopReport(line, False))
             return inner
         self.late[loop.var] = found.late_tiles
-        return self._written(loop, found, live, rows, line)
+        return self._written(sifted, found, live, rows, line)
 
     def _written(
         self,
@@ -112,11 +114,10 @@ class SoftwarePipeline:
         line: int,
     ) -> ir.Branch:
         own = own_end(loop, rows, live)
-        before: tuple[ir.Statement, ...] = (
-            ir.Define(loop.var, loop.low, varies=True),
-            *found.first,
-        )
-        again = replace(loop, low=plus(loop.low, 1), body=found.steady, number="defined")
+        begin: tuple[ir.Statement, ...] = (ir.Define(loop.var, loop.low, varies=True),)
+        before: tuple[ir.Statement, ...] = found.first
+        following = plus(loop.low if loop.where is None else Var(loop.var), 1)
+        again = replace(loop, low=following, body=found.steady, number="defined")
         passing: tuple[ir.Statement, ...] = ()
         if own is not None:
             end = self.names.fresh(f"{loop.var}_own")
@@ -132,7 +133,12 @@ class SoftwarePipeline:
         self.report.loops.append(LoopReport(line, True, len(loops) > 1, own is not None))
         condition = substitute(loop.condition, {loop.var: loop.low})
         then = (*before, *loops, *found.last, *passing)
-        return ir.Branch(condition, then, origin=loop.origin.untitled)
+        if loop.where is not None:
+            going = binary("&&", loop.condition, negated(loop.where))
+            seek = replace(loop, condition=going, body=(), number="resumes", where=None)
+            begin = (*begin, replace(seek, origin=loop.origin.untitled))
+            then = (ir.Branch(loop.condition, then, origin=loop.origin.untitled),)
+        return ir.Branch(condition, (*begin, *then), origin=loop.origin.untitled)
 
     def _consequences(self, loop: ir.Loop) -> str:
         """What is not done with a loop that is not overlapped."""
@@ -169,6 +175,18 @@ def split_masked(loop: ir.Loop) -> tuple[ir.Loop, ...]:
     plain = tuple(n for n in loop.body if n not in masks)
     then = replace(loop, number="resumes", origin=loop.origin.untitled)
     return replace(loop, condition=clear, body=plain), then
+
+
+def _sifted(loop: ir.Loop) -> ir.Loop:
+    """A loop all of whose work stands in one `if`: the same without it, over the numbers for which
+    its condition holds. Names that the condition needs are looked through."""
+    *lets, last = loop.body
+    if not isinstance(last, ir.Branch) or last.orelse or loop.where is not None:
+        return loop
+    if not all(isinstance(n, ir.Define) for n in lets):
+        return loop
+    where = substitute(last.condition, defined(lets))
+    return replace(loop, body=(*lets, *last.then), where=where)
 
 
 def _masks(loop: ir.Loop) -> list[ir.Compute]:

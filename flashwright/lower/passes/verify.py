@@ -176,6 +176,8 @@ class _Scopes:
         inner.again -= {node.var}
         self._term(node.low, node, scope.known)
         self._term(node.condition, node, inner.known)
+        if node.where is not None:
+            self._term(node.where, node, inner.known)
         self.body(node.body, inner)
 
     def _compute(self, node: ir.Compute, known: frozenset[str]) -> None:

@@ -107,13 +107,16 @@ class Trace:
             self.env[node.var] = self._value(node.low)
         rounds = 0
         while self._value(node.condition):
-            self.run(node.body)
+            if node.where is None or self._value(node.where):
+                self.run(node.body)
             self.env[node.var] += 1
             rounds += 1
             if rounds > MOST:
                 raise LeftOut
 
     def _matters(self, node: ir.Loop | ir.Branch) -> bool:
+        if isinstance(node, ir.Loop) and node.number != "own":  # others go on with its number
+            return True
         if id(node) not in self.inside:
             self.inside[id(node)] = any(map(self.relevant, ir.flat((node,))))
         return self.inside[id(node)]

@@ -327,6 +327,8 @@ class Printer:
             before = lines
             if isinstance(node, ir.Loop):
                 page.write(["CUTE_NO_UNROLL", _head(node)], lines, indent)
+                if node.where is not None:
+                    page.write([f"if (!({text(node.where)})) continue;"], lines, indent + 1)
                 self._body(page, node.body, indent + 1)
                 page.write(["}"], lines, indent)
             elif isinstance(node, ir.Branch):
