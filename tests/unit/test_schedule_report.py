@@ -29,6 +29,7 @@ from tests.unit.test_cli import Outcome
 from tests.unit.tl_attention import COPY, attention
 
 LANGUAGE = Path(__file__).parents[2] / "docs" / "language.md"
+CASES = Path(__file__).parents[1] / "cases"
 SHIFT = "kv_len - q_len"
 SEEN = f"kv_idx <= q_idx + {SHIFT}"
 
@@ -313,6 +314,23 @@ def test_the_path_of_every_program(name: str, gpu: str) -> None:
     assert (name, gpu) in PINS, f"pin what is said: {said(PROGRAMS[name], gpu)}"
     path, *codes = said(PROGRAMS[name], gpu)
     assert (path.replace("loop at line ", "loop "), " ".join(codes)) == PINS[name, gpu]
+
+
+OVERLAPPED = {
+    "linear_state": "; loop 22: not overlapped",
+    "q_transposed": ", ping-pong; loop 26: overlapped, masked iterations split, early exit",
+    "restaged": "; loop 36: overlapped, masked iterations split",
+    "skipped_by_data": ", ping-pong; loop 26: overlapped, masked iterations split, early exit",
+    "vector_in_shared": ", ping-pong; loop 28: overlapped, masked iterations split",
+}
+"""What Hopper's schedule is for programs of tests/cases."""
+
+
+@pytest.mark.parametrize("name", OVERLAPPED)
+def test_the_schedule_of_a_case(name: str) -> None:
+    path, *_ = said((CASES / f"{name}.tl").read_text(), "h200")
+    wanted = f"wgmma, TMA, persistent{OVERLAPPED[name]}"
+    assert path.replace("loop at line ", "loop ") == wanted
 
 
 # --- what a mutation says ---------------------------------------------------------------------
