@@ -186,6 +186,21 @@ class Fill(Node):
 
 
 @dataclass(frozen=True)
+class FillAhead(Node):
+    """The loads of a Fill are issued; FillDone waits for them."""
+
+    dest: Key
+    window: Window
+
+
+@dataclass(frozen=True)
+class FillDone(Node):
+    """What was loaded ahead is put into its tile."""
+
+    dest: Key
+
+
+@dataclass(frozen=True)
 class Store(Node):
     """Registers to global memory."""
 
@@ -381,8 +396,8 @@ class Roles(Node):
 
 
 Statement = (
-    Define | Load | Put | Commit | Wait | Barrier | Fill | Store | Move | Restage | Gemm | Operand
-    | Compute
+    Define | Load | Put | Commit | Wait | Barrier | Fill | FillAhead | FillDone | Store | Move
+    | Restage | Gemm | Operand | Compute
     | Loop | Branch | Await | Release | Refill | Drain | Sync | Roles | Open | Start | Finish
     | Turn | Transpose
 )  # fmt: skip

@@ -44,6 +44,11 @@ def tile_name(key: Key) -> str:
     return cpp(key[0]) if key[1] == "register" else f"{key[0]}_{key[1]}"
 
 
+def early_name(key: Key) -> str:
+    """What is on its way to a tile in registers."""
+    return f"{tile_name(key)}_early"
+
+
 def ring_name(key: Key) -> str:
     """The ring of stages of a shared tile."""
     return f"{tile_name(key).removesuffix('_shared')}_ring"

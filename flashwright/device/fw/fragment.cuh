@@ -179,6 +179,93 @@ __device__ inline uint32_t load_early(void const* from, bool inside) {
   return found;
 }
 
+// 16 bytes from global memory, or zeros, as above.
+__device__ inline void load_early(uint32_t (&found)[4], void const* from, bool inside) {
+  asm volatile(
+      "{\n"
+      ".reg .pred inside;\n"
+      "setp.ne.b32 inside, %5, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "mov.b32 %1, 0;\n"
+      "mov.b32 %2, 0;\n"
+      "mov.b32 %3, 0;\n"
+      "@inside ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+      "}"
+      : "=&r"(found[0]), "=&r"(found[1]), "=&r"(found[2]), "=&r"(found[3])
+      : "l"(from), "r"(static_cast<int>(inside)));
+}
+
+// A tile of 16-bit elements on its way from global memory to registers. Where memory allows it, a thread asks for 16
+// bytes at a time: 8 columns of its rows, of every 32. The four threads of a row exchange them when they are needed.
+template <class T, int Rows, int Cols, int Warps>
+struct EarlyTile {
+  static_assert(is_16_bit<T> && Cols % 8 == 0);
+  static constexpr int rows = Rows / (8 * Warps), pairs = Cols / 8, groups = (pairs + 3) / 4;
+  uint32_t r[rows][groups][4];
+  bool whole;  // in 16 bytes, for the whole tile
+
+  template <class Valid, class ValidCols>
+  __device__ void load(GlobalTile<T> src, Valid valid, ValidCols cols) {
+    int unit = 1;  // elements that are asked for at once
+    if constexpr (cute::is_same_v<Valid, int> && cute::is_same_v<ValidCols, int>) {
+      uint32_t const bits = reinterpret_cast<uintptr_t>(src.data) / 2 | src.row | cols;
+      unit = src.col != 1 ? 1 : bits % 8 == 0 ? 8 : bits % 2 == 0 ? 2 : 1;
+    }
+    whole = unit == 8;
+    Place<Warps> const place;
+    if (unit == 8) {
+      each([&](int m, int g) {
+        int const row = place.row(m), pair = 4 * g + threadIdx.x % 4;
+        load_early(r[m][g], src.at(row, 8 * pair), inside(row, valid) && pair < pairs && inside(8 * pair, cols));
+      });
+    } else if (unit == 2) {
+      each_word([&](int row, int col, uint32_t& both) {
+        both = load_early(src.at(row, col), inside(row, valid) && inside(col, cols));
+      });
+    } else {
+      each_word([&](int row, int col, uint32_t& both) {
+        both = element(src, row, col, valid, cols) | element(src, row, col + 1, valid, cols) << 16;
+      });
+    }
+  }
+
+  template <class Valid, class ValidCols>
+  __device__ static uint32_t element(GlobalTile<T> src, int row, int col, Valid valid, ValidCols cols) {
+    bool const there = inside(row, valid) && inside(col, cols);
+    return there ? *reinterpret_cast<uint16_t const*>(src.at(row, col)) : 0;
+  }
+
+  template <class Body>
+  __device__ static void each(Body body) {
+    CUTE_UNROLL
+    for (int m = 0; m < rows; ++m) {
+      CUTE_UNROLL
+      for (int g = 0; g < groups; ++g) body(m, g);
+    }
+  }
+
+  template <class Body>
+  __device__ void each_word(Body body) {
+    Place<Warps> const place;
+    each([&](int m, int g) {
+      CUTE_UNROLL
+      for (int k = 0; k < 4 && 4 * g + k < pairs; ++k) body(place.row(m), place.col(2 * (4 * g + k)), r[m][g][k]);
+    });
+  }
+
+  template <class Tile>
+  __device__ void put(Tile& tile) {
+    if (whole) each([&](int m, int g) { transpose_quad(r[m][g]); });
+    each([&](int m, int g) {
+      CUTE_UNROLL
+      for (int k = 0; k < 4 && 4 * g + k < pairs; ++k) {
+        int const n = 2 * (4 * g + k);
+        unpack<T>(r[m][g][k], tile(m, n), tile(m, n + 1));
+      }
+    });
+  }
+};
+
 // Calls body(row of the tile, column of the tile, element, its right neighbour) for all pairs that a thread holds.
 template <int Warps, class Tile, class Body>
 __device__ void each_pair(Tile& tile, Body body) {

@@ -52,7 +52,8 @@ def _masked_from(loop: ir.Loop, live: frozenset[Resource]) -> Term | None:
         if isinstance(n, ir.Operand)
         or (isinstance(n, ir.Compute) and not any(total(n, step) for step in steps))
     ]
-    plain = (ir.Await, ir.Release, ir.Define, ir.Gemm, ir.Operand, ir.Fill, ir.Compute)
+    fills = (ir.Fill, ir.FillAhead, ir.FillDone)
+    plain = (ir.Await, ir.Release, ir.Define, ir.Gemm, ir.Operand, ir.Compute, *fills)
     if not all(isinstance(n, plain) for n in loop.body):
         return None
     lets = defined(loop.body)
@@ -93,7 +94,7 @@ def _only_scratch(loop: ir.Loop, scratch: Set[str]) -> bool:
     operands = {n.target for n in loop.body if isinstance(n, ir.Operand)}
     lasting: set[str] = set()
     for node in loop.body:
-        if isinstance(node, ir.Fill):
+        if isinstance(node, (ir.Fill, ir.FillDone)):
             lasting.add(tile_name(node.dest))
         if isinstance(node, ir.Gemm) and node.left not in operands:
             lasting.add(tile_name(node.target))

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from flashwright.check.program import Key
-from flashwright.lang.nodes import Tree
+from flashwright.check.program import Key, Program
 from flashwright.lower import ir
 from flashwright.lower.element import Leaf
 from flashwright.lower.names import Names, tile_name
 from flashwright.lower.passes.early_exit import defined, own_end
+from flashwright.lower.passes.early_fills import with_early_fills
 from flashwright.lower.passes.effects import Resource, effects, live_before
 from flashwright.lower.passes.overlap import Pipelined, Reason, pipelined
 from flashwright.lower.report import (
@@ -38,9 +38,9 @@ class SoftwarePipeline:
     """Schedules the loops of a body; `late` gathers by the loop's variable the tiles that are read
     one iteration late."""
 
+    program: Program
     names: Names
     report: Report
-    tree: Tree
     overlap: bool
     turns: bool
     split: bool
@@ -86,9 +86,10 @@ class SoftwarePipeline:
         gemms = [n for n in ir.flat(loop.body) if isinstance(n, ir.Gemm)]
         if not gemms:
             return loop
-        off = ir.Origin(param_lines(self.tree, "Overlap"))
+        off = ir.Origin(param_lines(self.program.tree, "Overlap"))
         found: Pipelined | Reason = Reason("`param Overlap = 0`", off)
         sifted = _sifted(loop)
+        sifted = replace(sifted, body=with_early_fills(sifted.body, self.program))
         if self.overlap:
             found = pipelined(sifted, lambda key: _is_zero(before, key), self.names, self.turns)
         line = loop.origin.lines[0] if loop.origin.lines else 0
@@ -157,7 +158,7 @@ class SoftwarePipeline:
             help = "compare positions: `kv_idx < kv_len`, `kv_idx <= q_idx + kv_len - q_len`"
             self.report.remark(NOT_SPLIT, text, untested[0].origin.lines, help)
         elif masks and not self.split:
-            where, edit = param_lines(self.tree, "Apart"), ParamEdit("Apart")
+            where, edit = param_lines(self.program.tree, "Apart"), ParamEdit("Apart")
             self.report.remark(NOT_SPLIT, f"{text}`param Apart = 0`", where, edit=edit)
 
 

@@ -121,9 +121,9 @@ def _consumers(
     meets = any(isinstance(n, ir.Sync) for n in ir.flat(met))
     turns = schedule.ping_pong and program.warps > 4 and not meets
     pipeline = SoftwarePipeline(
+        program,
         names,
         report,
-        program.tree,
         overlap=schedule.overlap,
         turns=turns,
         split=schedule.apart,

@@ -223,7 +223,7 @@ def terms(node: ir.Statement) -> Iterator[Term]:
                 yield from window.terms
             if stage is not None:
                 yield stage
-        case ir.Fill(_, window) | ir.Store(_, window):
+        case ir.Fill(_, window) | ir.FillAhead(_, window) | ir.Store(_, window):
             yield from window.terms
         case ir.Compute():
             # An early exit's end is read only where software_pipeline.py makes a name of it.
@@ -239,7 +239,7 @@ def terms(node: ir.Statement) -> Iterator[Term]:
 def keys(node: ir.Statement) -> tuple[Key, ...]:
     """The tiles that a statement names."""
     match node:
-        case ir.Load(dest) | ir.Put(dest) | ir.Fill(dest):
+        case ir.Load(dest) | ir.Put(dest) | ir.Fill(dest) | ir.FillAhead(dest) | ir.FillDone(dest):
             return (dest,)
         case ir.Store(source):
             return (source,)

@@ -12,7 +12,7 @@ from flashwright.gpu import Gpu
 from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_expr
 from flashwright.lower import ir
-from flashwright.lower.names import cpp, operand_name, ring_name, tile_name
+from flashwright.lower.names import cpp, early_name, operand_name, ring_name, tile_name
 from flashwright.lower.passes.fp8_transpose import landing
 from flashwright.lower.passes.overlap import kept_vectors
 from flashwright.lower.printing.cpp import text
@@ -211,6 +211,12 @@ class Printer:
         for key, buffer in self.program.buffers.items():
             if buffer.space == "register":
                 page.write(self._declare(key, buffer), _lines(buffer.declared), 1)
+        ahead = {n.dest: n for n in ir.flat(node.readers) if isinstance(n, ir.FillAhead)}
+        for key, fill in ahead.items():
+            buffer, dtype = self.program.buffers[key], CPP_TYPES[fill.window.tensor.dtype]
+            sizes = ", ".join(self._size(buffer, axis) for axis in (0, 1))
+            early = f"fw::EarlyTile<{dtype}, {sizes}, Warps> {early_name(key)};"
+            page.write([early], _lines(buffer.declared), 1)
         for name, rows in kept_vectors(node.readers).items():
             page.write([f"auto {name} = fw::row_vector<{rows}, Warps>();"], None, 1)
         self._places(page, readers.names)
@@ -302,7 +308,7 @@ class Printer:
             match node:
                 case ir.Gemm(target):
                     found.add(target)
-                case ir.Fill(dest, helped=False):
+                case ir.Fill(dest, helped=False) | ir.FillDone(dest):
                     found.add(dest)
                 case ir.Move(_, dest) if not node.operand:
                     found.add(dest)

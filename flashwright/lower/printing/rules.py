@@ -10,7 +10,15 @@ from typing import Any
 from flashwright.check.program import Buffer, Key, Program
 from flashwright.lower import ir
 from flashwright.lower.element import ROW, Leaf, leaves, variable, with_leaves
-from flashwright.lower.names import MapKey, cpp, map_names, operand_name, ring_name, tile_name
+from flashwright.lower.names import (
+    MapKey,
+    cpp,
+    early_name,
+    map_names,
+    operand_name,
+    ring_name,
+    tile_name,
+)
 from flashwright.lower.passes.fp8_transpose import landing
 from flashwright.lower.printing.cpp import text
 from flashwright.lower.printing.elementwise import compute, converted
@@ -243,6 +251,11 @@ def _fill(at: Context, node: ir.Fill) -> Lines:
         yield f"fw::load<{at.warps(node.dest)}>({name}, {source}, {rows}, {cols});"
 
 
+def _fill_ahead(at: Context, node: ir.FillAhead) -> Lines:
+    rows, cols = at.rows(node.window, node.dest), at.cols(node.window, node.dest)
+    yield f"{early_name(node.dest)}.load({at.window(node.window)}, {rows}, {cols});"
+
+
 def _store(at: Context, node: ir.Store) -> Lines:
     buffer, window = at.program.buffers[node.source], node.window
     name, rows = tile_name(node.source), at.rows(window, node.source)
@@ -382,6 +395,8 @@ RULES: dict[type, Callable[[Context, Any], Lines]] = {
         [f"fw::finish_products<{node.left}>({_listed(node.targets)});"]
     ),
     ir.Fill: _fill,
+    ir.FillAhead: _fill_ahead,
+    ir.FillDone: lambda at, node: iter([f"{early_name(node.dest)}.put({tile_name(node.dest)});"]),
     ir.Store: _store,
     ir.Move: _move,
     ir.Restage: _restage,
