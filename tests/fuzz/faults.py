@@ -57,10 +57,11 @@ FAULTS = (
         AMPERE,
     ),
     Fault(
-        "late_p: a Reshape does not read its source",
-        "lower/passes/effects.py",
-        "return Effects(frozenset([tile_name(source)])) | _writing(operand_name(target))",
-        "return _writing(operand_name(target))",
+        "late_p: a Reshape moves behind what changes its source",
+        "lower/passes/overlap.py",
+        "        settle = self._nodes(order.settle)\n",
+        "        rest = tuple(sorted(rest, key=lambda n: isinstance(n, ir.Operand)))\n"
+        "        settle = self._nodes(order.settle)\n",
         HOPPER,
     ),
     Fault(
