@@ -106,6 +106,7 @@ class Read:
     tensor: str
     index: tuple[Term, ...]
     type: Type
+    offset: Term | None = None  # of a view
 
 
 @dataclass(frozen=True)
@@ -236,11 +237,11 @@ def parts(x: Term) -> tuple[Term, ...]:
             return (operand,)
         case Binary(_, left, right):
             return left, right
-        case Call(_, args) | Read(_, args):
+        case Call(_, args):
             return args
         case Select(condition, yes, no):
             return condition, yes, no
-        case Line(_, index):
+        case Read(_, index) | Line(_, index):
             return index if x.offset is None else (*index, x.offset)
         case Gather(line, _, index):
             return line, *index
@@ -340,11 +341,9 @@ def rebuilt(x: Term, inner: tuple[Term, ...]) -> Term:
             return replace(x, operand=inner[0])
         case Call():
             return replace(x, args=inner)
-        case Read():
-            return replace(x, index=inner)
         case Select():
             return Select(*inner)
-        case Line():
+        case Read() | Line():
             index, offset = inner[: len(x.index)], inner[len(x.index) :]
             return replace(x, index=index, offset=offset[0] if offset else None)
         case Gather():

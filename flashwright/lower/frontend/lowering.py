@@ -225,7 +225,8 @@ class Lowering:
     def _element(self, expr: tl.Index, index: tuple[Term, ...]) -> Term:
         """One element of a tensor, read as a scalar."""
         tensor = self.program.tensors[expr.tensor.id]
-        return Read(tensor.name, index, "int" if tensor.dtype == "int32" else "float")
+        offset = self.offset(tensor.offset) if tensor.offset is not None else None
+        return Read(tensor.name, index, "int" if tensor.dtype == "int32" else "float", offset)
 
     # --- copies ---------------------------------------------------------------------------
 

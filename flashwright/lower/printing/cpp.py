@@ -58,12 +58,12 @@ def _text(x: Term) -> tuple[str, int]:
             found = (_text(part) for part in (condition, yes, no))
             c, a, b = (t if level > CHOICE else f"({t})" for t, level in found)
             return f"{c} ? {a} : {b}", CHOICE
-        case Read(tensor, index, kind):
-            read = f"*p.{cpp(tensor)}.at({', '.join(map(text, index))})"
-            return (read, UNARY) if kind == "int" else (f"float({read})", ATOM)
-        case Line(tensor, index):
+        case Read(type=kind) | Line(type=kind):
             origin = "" if x.offset is None else f".from({text(x.offset)})"
-            return f"p.{cpp(tensor)}{origin}.at({', '.join(map(text, index))})", ATOM
+            place = f"p.{cpp(x.tensor)}{origin}.at({', '.join(map(text, x.index))})"
+            if isinstance(x, Line):
+                return place, ATOM
+            return (f"*{place}", UNARY) if kind == "int" else (f"float(*{place})", ATOM)
         case Gather(line, axes, index):
             pairs = zip(axes, index, strict=True)
             steps = (f"{text(i)}, p.{cpp(line.tensor)}.step<{axis}>()" for axis, i in pairs)
