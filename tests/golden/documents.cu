@@ -15,15 +15,14 @@ struct Params {
   fw::Global<fw::bf16, 4> K;  // (batch, kv_heads, kv_len, HeadDim)
   fw::Global<fw::bf16, 4> V;  // (batch, kv_heads, kv_len, HeadDim)
   fw::Global<fw::bf16, 4> O;  // (batch, heads, q_len, HeadDim)
-  fw::Global<int, 2> DocQ;  // (batch, q_len)
-  fw::Global<int, 2> DocK;  // (batch, kv_len)
+  fw::Global<int, 2> Start;  // (batch, q_len)
   int batch, heads, kv_heads, q_len, kv_len;
 };
 
 extern "C" __global__ void __launch_bounds__(Threads, 3)
     attention(__grid_constant__ Params const p) {
   int const heads = p.heads, kv_heads = p.kv_heads, q_len = p.q_len, kv_len = p.kv_len;
-  int const block_idx = gridDim.x - 1 - blockIdx.x;  // the longest first
+  int const block_idx = blockIdx.x;
   int const head_idx = blockIdx.y;
   int const batch_idx = blockIdx.z;
   extern __shared__ __align__(1024) unsigned char shared[];
@@ -33,61 +32,58 @@ extern "C" __global__ void __launch_bounds__(Threads, 3)
   auto Smax = fw::row_vector<BM, Warps>();
   auto Ssum = fw::row_vector<BM, Warps>();
   auto const Q_shared = fw::shared_tile<fw::bf16, BM, HeadDim>(shared);
-  auto DocQ = fw::row_vector<BM, Warps, int>();
+  auto Start = fw::row_vector<BM, Warps, int>();
   auto const K_shared = fw::shared_tile<fw::bf16, BN, HeadDim>(shared + 8192);
   auto const V_shared = fw::shared_tile<fw::bf16, BN, HeadDim>(shared + 16384);
-  auto DocK = fw::col_vector<BN, int>();
   fw::Place<Warps> const at;
 
   //  10 | let kv_head = floor(head_idx * kv_heads / heads)
   int const kv_head = fw::floor_div(head_idx * kv_heads, heads);
 
-  //  23 | Copy Q (BM, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = block_idx] from global to shared
+  //  22 | Copy Q (BM, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = block_idx] from global to shared
   fw::copy_async<Threads>(Q_shared, p.Q.tile(batch_idx, head_idx, block_idx * BM),
       q_len - block_idx * BM);
   fw::commit();
 
-  //  24 | Copy DocQ (BM) in coordinate [B = batch_idx, L = block_idx] from global to register
-  fw::load_rows<Warps>(DocQ, p.DocQ.line(batch_idx, block_idx * BM), q_len - block_idx * BM);
+  //  23 | Copy Start (BM) in coordinate [B = batch_idx, L = block_idx] from global to register
+  fw::load_rows<Warps>(Start, p.Start.line(batch_idx, block_idx * BM), q_len - block_idx * BM);
 
-  //  25 | Compute -1e30 and get Smax
+  //  24 | Compute -1e30 and get Smax
   cute::fill(Smax, -1e+30f);
 
-  //  26 | Compute 0 and get Ssum
+  //  25 | Compute 0 and get Ssum
   cute::clear(Ssum);
 
-  //  27 | Compute 0 and get O_register
+  //  26 | Compute 0 and get O_register
   cute::clear(O);
 
+  int const i_first = fw::floor_div(*p.Start.at(batch_idx, block_idx * BM), BN);
   int const i_end = fw::min(kv_len,
       (block_idx + 1) * BM + kv_len - q_len);  // BN times the loop's end
 
-  //  28 | for i = 0:min(kv_len, (block_idx + 1) * BM + kv_len - q_len) / BN
+  //  27 | for i = floor(Start[batch_idx, block_idx * BM] / BN):min(kv_len, (block_idx + 1) * BM + kv_len - q_len) / BN
   CUTE_NO_UNROLL
-  for (int i = 0; i * BN < i_end; ++i) {
+  for (int i = i_first; i * BN < i_end; ++i) {
     fw::wait<0>();
     __syncthreads();
 
-    //  29 | Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L = i] from global to shared
+    //  28 | Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L = i] from global to shared
     fw::copy_async<Threads>(K_shared, p.K.tile(batch_idx, kv_head, i * BN), kv_len - i * BN);
 
-    //  30 | Copy V (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L = i] from global to shared
+    //  29 | Copy V (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L = i] from global to shared
     fw::copy_async<Threads>(V_shared, p.V.tile(batch_idx, kv_head, i * BN), kv_len - i * BN);
     fw::commit();
-
-    //  31 | Copy DocK (BN) in coordinate [B = batch_idx, L = i] from global to register
-    fw::load_cols<Warps>(DocK, p.DocK.line(batch_idx, i * BN), kv_len - i * BN);
     fw::wait<0>();
     __syncthreads();
 
-    //  32 | Compute GEMM Q_shared, K_shared.T and get S
+    //  30 | Compute GEMM Q_shared, K_shared.T and get S
     cute::clear(S);
     fw::gemm<Mma>(S, fw::left<Warps>(Q_shared), fw::right_transposed(K_shared));
 
-    //  33 | Compute Multiply S, Scale and get new S
+    //  31 | Compute Multiply S, Scale and get new S
     // (a constant factor: taken along by what reads the tile next)
 
-    //  35 | Compute Mask S where DocQ == DocK and kv_idx <= q_idx + kv_len - q_len
+    //  33 | Compute Mask S where kv_idx >= Start and kv_idx <= q_idx + kv_len - q_len
     if (!(i * BN + BN - 1 <= block_idx * BM + kv_len - q_len)) {
       CUTE_UNROLL
       for (int m = 0; m < cute::size<0>(S); ++m) {
@@ -103,11 +99,12 @@ extern "C" __global__ void __launch_bounds__(Threads, 3)
     for (int m = 0; m < cute::size<0>(S); ++m) {
       CUTE_UNROLL
       for (int n = 0; n < cute::size<1>(S); ++n) {
-        S(m, n) = DocQ(m) == DocK(n) ? S(m, n) : -INFINITY;
+        int const kv_idx = i * BN + at.col(n);
+        S(m, n) = kv_idx >= Start(m) ? S(m, n) : -INFINITY;
       }
     }
 
-    //  36 | Compute Softmax S with Smax and Ssum and rescale O_register
+    //  34 | Compute Softmax S with Smax and Ssum and rescale O_register
     CUTE_UNROLL
     for (int m = 0; m < cute::size(Smax); ++m) {
       float most = S(m, 0);
@@ -136,10 +133,10 @@ extern "C" __global__ void __launch_bounds__(Threads, 3)
       }
     }
 
-    //  37 | Reshape S from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
+    //  35 | Reshape S from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
     S_operand = fw::operand<fw::bf16>(S);
 
-    //  38 | Compute GEMM S, V_shared and accumulate O_register
+    //  36 | Compute GEMM S, V_shared and accumulate O_register
     fw::gemm<Mma>(O, S_operand, fw::right(V_shared));
   }
 
@@ -149,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(Threads, 3)
     Ssum(m) = fw::row_sum(Ssum(m));
   }
 
-  //  40 | Compute where(Ssum > 0, O_register / Ssum, 0) and get new O_register
+  //  38 | Compute where(Ssum > 0, O_register / Ssum, 0) and get new O_register
   CUTE_UNROLL
   for (int m = 0; m < cute::size<0>(O); ++m) {
     float const row_0 = fw::reciprocal(Ssum(m));
@@ -159,6 +156,6 @@ extern "C" __global__ void __launch_bounds__(Threads, 3)
     }
   }
 
-  //  41 | Copy O (BM, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = block_idx] from register to global
+  //  39 | Copy O (BM, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = block_idx] from register to global
   fw::store<Warps>(p.O.tile(batch_idx, head_idx, block_idx * BM), O, q_len - block_idx * BM);
 }

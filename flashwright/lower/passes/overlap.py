@@ -367,7 +367,7 @@ class _Writer:
         again: tuple[ir.Statement, ...] = rescale
         last: tuple[ir.Statement, ...] = ()
         if any(isinstance(n, ir.Compute) for n in settle):
-            stepped = _stepped(middle, rescale, settle, self._stays_zero(rescale))
+            stepped = _stepped(rescale, settle, self.names)
             if stepped is None:
                 return Reason("an fp8 sum is changed in more than one way", rescale[0].origin)
             anew, again, last = stepped
@@ -506,10 +506,7 @@ def _known(middle: Sequence[ir.Statement]) -> str:
 
 
 def _stepped(
-    middle: Sequence[ir.Statement],
-    rescale: Sequence[ir.Statement],
-    settle: Sequence[ir.Statement],
-    zero: bool,
+    rescale: Sequence[ir.Statement], settle: Sequence[ir.Statement], fresh: Names
 ) -> tuple[tuple[ir.Statement, ...], tuple[ir.Statement, ...], tuple[ir.Statement, ...]] | None:
     """A late product that is a step (fp8_sums.py): the sum is rescaled where the step is added, by
     what the iteration before knew. What this one knows is noted for that: in the first iteration,
@@ -527,7 +524,9 @@ def _stepped(
     names = sorted(name for name in held if name)
     if any(leaf.axes == TILE and leaf != assigns[0].target for leaf in leaves(assigns[0].value)):
         return None
-    before = {element(name, ROW).term: element(f"{name}_before", ROW) for name in names}
+    before = {
+        element(name, ROW).term: element(fresh.fresh(f"{name}_before"), ROW) for name in names
+    }
     scaled = {assigns[0].target.term: with_leaves(assigns[0].value, before)}
     added = replace(add.assigns[0], value=with_leaves(add.assigns[0].value, scaled))
     joint = replace(add, assigns=(added,))
@@ -536,7 +535,7 @@ def _stepped(
         assigns=tuple(
             ir.Assign(target, Leaf(name, ROW), kept=True) for name, target in before.items()
         ),
-        kept=tuple(f"{name}_before" for name in names),
+        kept=tuple(variable(target) for target in before.values()),
     )
     return (noted,), (joint, noted), (joint,)
 
