@@ -60,7 +60,9 @@ def choose_masks(draft: Draft, plan: Plan) -> Hidden:
             high = c.pick(["Length / BN", "ceil(Length / BN)", "min(kv_len, Length) / BN"])
             draft.tag("high:length")
     if not plan.paged and draft.chance(0.07, "mask:documents"):
-        found.append("DocQ == DocK")
+        limit = f"{key} >= 4 * DocQ - 9"  # another one in each row
+        forms = ["DocQ == DocK", f"{limit} and DocQ <= DocK + 1", f"({limit} or DocQ == DocK)"]
+        found.append(c.weighted(list(zip(forms, (50, 35, 15), strict=True))))
         plan.extras.append("documents")
     if c.chance(0.08):
         found.append(_odd(draft, key, shift))

@@ -299,7 +299,8 @@ class Assign:
 
 @dataclass(frozen=True)
 class Compute(Node):
-    """Elementwise work. `unless` is a condition on the whole block under which it changes nothing.
+    """Elementwise work. `unless` is a condition on the whole block under which it changes nothing,
+    `clear` one on a row.
 
     `rows` and `cols` are where the tile begins, for expressions that speak of positions. From the
     column `end` on, a mask leaves nothing of a warpgroup's rows.
@@ -313,6 +314,7 @@ class Compute(Node):
     note: str = ""
     kept: tuple[str, ...] = ()  # vectors that it makes of names local to the row
     end: Term | None = None
+    clear: Element | None = None
 
 
 @dataclass(frozen=True)

@@ -97,10 +97,12 @@ extern "C" __global__ void __launch_bounds__(Threads, 3)
     }
     CUTE_UNROLL
     for (int m = 0; m < cute::size<0>(S); ++m) {
-      CUTE_UNROLL
-      for (int n = 0; n < cute::size<1>(S); ++n) {
-        int const kv_idx = i * BN + at.col(n);
-        S(m, n) = kv_idx >= Start(m) ? S(m, n) : -INFINITY;
+      if (!(i * BN >= Start(m))) {
+        CUTE_UNROLL
+        for (int n = 0; n < cute::size<1>(S); ++n) {
+          int const kv_idx = i * BN + at.col(n);
+          S(m, n) = kv_idx >= Start(m) ? S(m, n) : -INFINITY;
+        }
       }
     }
 

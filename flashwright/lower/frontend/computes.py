@@ -27,7 +27,7 @@ from flashwright.lower.element import (
     times,
 )
 from flashwright.lower.frontend.gathers import gathered
-from flashwright.lower.frontend.masks import conjuncts, end, everywhere
+from flashwright.lower.frontend.masks import conjuncts, end, everywhere, in_row
 from flashwright.lower.frontend.positions import Axes
 from flashwright.lower.frontend.scalars import Scalar, refused
 from flashwright.lower.names import cpp, tile_name
@@ -234,9 +234,11 @@ class Computes:
             shown = self.element(condition, frame)
             assign = ir.Assign(tile, Op("where", (shown, tile, hidden)), buffer)
             last = end(self, condition, frame)
-            self.lowering.emit(
-                ir.Compute(buffer.shape, (assign,), rows, cols, always, end=last, origin=origin)
+            row = None if always is not None else in_row(self, condition, frame)
+            mask = ir.Compute(
+                buffer.shape, (assign,), rows, cols, always, end=last, clear=row, origin=origin
             )
+            self.lowering.emit(mask)
             origin = origin.untitled
 
     def _softmax(self, stmt: tl.Compute) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from flashwright.lang import nodes as tl
 from flashwright.lang.nodes import NOWHERE, Expr, Name
+from flashwright.lower.element import ROW, Element, Leaf, Op, axes_of
 from flashwright.lower.frontend.scalars import Scalar, constant
 from flashwright.lower.term import Term, Var, binary
 
@@ -61,6 +62,29 @@ def everywhere(computes: Computes, condition: Expr, frame: Frame) -> Term | None
                 return None
             least_gap = (x[1], y[0]) if op in ("<", "<=") else (x[0], y[1])
             return _apply(computes, op, *least_gap).term
+    return None
+
+
+_MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
+
+
+def in_row(computes: Computes, condition: Expr, frame: Frame) -> Element | None:
+    """A test for one row that the condition holds in all of its columns: `kv_idx >= Start` does if
+    the first key is at least the row's Start."""
+    match condition:
+        case tl.Binary("and", left, right):
+            a, b = (in_row(computes, side, frame) for side in (left, right))
+            return Op("and", (a, b)) if a and b else None
+        case tl.Binary("<" | "<=" | ">" | ">=" as op, bound, Name("kv_idx")):
+            return in_row(computes, tl.Binary(_MIRRORED[op], Name("kv_idx"), bound), frame)
+        case tl.Binary("<" | "<=" | ">" | ">=" as op, Name("kv_idx"), bound):
+            columns = _positions(computes, 1, frame)
+            names = {e.id for e in tl.expressions(bound) if isinstance(e, Name)}
+            if columns is None or "kv_idx" in names:
+                return None
+            limit = computes.element(bound, frame)
+            edge = columns[1 if op in ("<", "<=") else 0]
+            return Op(op, (Leaf(edge.term), limit)) if axes_of(limit) <= ROW else None
     return None
 
 

@@ -143,6 +143,8 @@ def _compute(node: ir.Compute) -> Effects:
     local = {variable(a.target) for a in node.assigns if a.buffer is None and not a.kept}
     for assign in node.assigns:
         found |= assign_effects(node, assign)
+    if node.clear is not None:
+        found |= _element(node.clear)
     return Effects(found.reads - local, found.writes - local)
 
 

@@ -103,7 +103,10 @@ class _Row:
         if target.axes == TILE:
             value = self._hoisted(value)
             step = f"{text(target.term)} = {converted(replace(assign, value=value))};"
-            self.lines += self._over_columns(target, step, value)
+            columns = self._over_columns(target, step, value)
+            if self.node.clear is not None:
+                columns = _unless(self.node.clear, columns)
+            self.lines += columns
         elif assign.buffer is None and not assign.kept:
             self.lines.append(f"float const {text(target.term)} = {text(term(value))};")
         else:
@@ -173,6 +176,13 @@ class _Row:
             place = _position(self.node.cols, f"{self.at}.col(n)")
             inner.insert(0, f"int const kv_idx = {place};")
         return _loop("n", f"cute::size<1>({variable(tile)})", inner, first)
+
+
+def _unless(clear: Element, lines: Iterable[str]) -> Iterator[str]:
+    yield f"if (!({text(term(clear))})) {{"
+    for line in lines:
+        yield f"  {line}"
+    yield "}"
 
 
 def _loop(var: str, count: str, body: Iterable[str], first: int = 0) -> Iterator[str]:
