@@ -317,10 +317,11 @@ __device__ void from_shared(Tile& tile, Shared src) {
     each_pair<Warps>(tile, [&](int row, int col, float& low, float& high) {
       unpack<typename Shared::value_type>(*reinterpret_cast<uint32_t const*>(&from(row, col)), low, high);
     });
-    return;
+  } else {
+    each_element<Warps, Wide>(
+        tile, [&](int row, int col, auto& x) { x = static_cast<float>(from(row, col)); });
   }
-  each_element<Warps, Wide>(
-      tile, [&](int row, int col, auto& x) { x = static_cast<float>(from(row, col)); });
+  __syncwarp();  // one of the warp may hand the stage back next
 }
 
 // Elementwise work from one shared tile to another: to(row, column) = f(m, n, from(row, column)), of the rows and columns
@@ -352,6 +353,7 @@ __device__ void restage(To to_tile, From from_tile, F f) {
       }
     }
   }
+  __syncwarp();
 }
 
 // Vectors along the rows or the columns of a tile, to and from shared memory.
@@ -380,6 +382,7 @@ __device__ void rows_from_shared(Vector& values, From from) {
   for (int m = 0; m < decltype(cute::size(values))::value; ++m) {
     values(m) = static_cast<typename Vector::value_type>(from.data[place.row(m)]);
   }
+  __syncwarp();  // one of the warp may hand the stage back next
 }
 
 template <int Warps, class Vector, class From>
@@ -389,6 +392,7 @@ __device__ void cols_from_shared(Vector& values, From from) {
   for (int n = 0; n < decltype(cute::size(values))::value; ++n) {
     values(n) = static_cast<typename Vector::value_type>(from.data[place.col(n)]);
   }
+  __syncwarp();
 }
 
 // Vectors along the rows or the columns of a tile, of which the `valid` ones are inside.
