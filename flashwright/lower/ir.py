@@ -77,6 +77,7 @@ class Window:
     view: Term | None = None  # which of the views that lie back to back in memory, where they do
     aligned: bool = True  # whether rows begin at multiples of 16 bytes, if all strides are such
     line: bool = False  # a vector
+    converts: bool = False  # to another element type, on the way to shared memory
 
     @property
     def chunked(self) -> bool:
@@ -85,7 +86,8 @@ class Window:
         so it begins at one where it is counted in tiles.)"""
         size = DTYPES[self.tensor.dtype]
         whole = self.width is not None and self.width * size % 16 == 0
-        return not self.line and self.aligned and (self.cols is None or whole)
+        plain = not self.line and not self.converts
+        return plain and self.aligned and (self.cols is None or whole)
 
     @property
     def coordinates(self) -> tuple[Term, ...]:

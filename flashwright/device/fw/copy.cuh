@@ -136,7 +136,17 @@ __device__ void copy_out(GlobalTile<T> dst, Tile src, Valid valid) {
   });
 }
 
-// Element by element, for tiles that may end within a row; rows and columns outside become 0.
+// An element in another type.
+template <class To, class From>
+__device__ To converted(From x) {
+  if constexpr (cute::is_same_v<To, From>) {
+    return x;
+  } else {
+    return static_cast<To>(static_cast<float>(x));
+  }
+}
+
+// Element by element, for tiles that may end within a row or get another type; rows and columns outside become 0.
 template <int Threads, class Tile, class T, class Rows, class Cols>
 __device__ void copy_elements(Tile dst, GlobalTile<T> src, Rows rows, Cols cols, int thread = threadIdx.x) {
   constexpr int at_once = 8;  // asked for before the first of them is needed
@@ -151,15 +161,17 @@ __device__ void copy_elements(Tile dst, GlobalTile<T> src, Rows rows, Cols cols,
     CUTE_UNROLL
     for (int n = 0; n < at_once; ++n) {
       int const i = first + n * Threads;
-      if (i < Tile::rows * Tile::cols) to(i / Tile::cols, i % Tile::cols) = held[n];
+      if (i < Tile::rows * Tile::cols) {
+        to(i / Tile::cols, i % Tile::cols) = converted<typename Tile::value_type>(held[n]);
+      }
     }
   }
 }
 
 // A vector; what lies outside becomes 0.
-template <int Threads, class T, int Size, class Valid>
-__device__ void copy_vector(SharedVector<T, Size> dst, GlobalTile<T> src, Valid valid, int thread = threadIdx.x) {
-  for (int i = thread; i < Size; i += Threads) dst.data[i] = inside(i, valid) ? *src.at(i, 0) : T(0);
+template <int Threads, class To, int Size, class T, class Valid>
+__device__ void copy_vector(SharedVector<To, Size> dst, GlobalTile<T> src, Valid valid, int thread = threadIdx.x) {
+  for (int i = thread; i < Size; i += Threads) dst.data[i] = converted<To>(inside(i, valid) ? *src.at(i, 0) : T(0));
 }
 
 }  // namespace fw

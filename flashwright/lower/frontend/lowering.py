@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from flashwright.check.machine import operand_dtypes
 from flashwright.check.program import Buffer, Key, Program, Tensor
 from flashwright.check.scalars import NotScalar, whole
@@ -234,12 +236,10 @@ class Lowering:
         source, dest = self.program.source(stmt), self.program.dest(stmt)
         if stmt.source == "global":
             buffer = self.program.buffers[dest]
-            held = self.program.tensors[source[0]].dtype
-            if stmt.dest == "shared" and held != buffer.dtype:
-                text = f"a Copy of {held} to a shared tile of {buffer.dtype}"
-                hint = f"Allocate `{dest[0]}` in shared as {held}"
-                raise refused(text, stmt.span, hint)
-            window, axes = self._window(stmt, self.program.tensors[source[0]], buffer)
+            tensor = self.program.tensors[source[0]]
+            window, axes = self._window(stmt, tensor, buffer)
+            if stmt.dest == "shared" and tensor.dtype != buffer.dtype:
+                window = replace(window, converts=True)
             if stmt.column is not None:
                 self._piece(stmt, dest, window, axes)
                 return

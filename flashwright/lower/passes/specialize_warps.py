@@ -302,6 +302,9 @@ def _by_tma(dest: Key, window: ir.Window, program: Program) -> list[_Check]:
     buffer, name, axes = program.buffers[dest], dest[0], len(window.coordinates)
     unit = 16 // DTYPES[window.tensor.dtype]
     return [
+        _Check(not window.converts, f"`{window.tensor.name}` is {window.tensor.dtype}, `{name}` in"
+               f" shared memory {buffer.dtype}",
+               f"`Allocate {name} in shared (...) as {window.tensor.dtype}`"),
         _Check(window.offset is None or window.view is not None,
                f"the offset of `{window.tensor.name}` is no multiple of the view's size",
                "give the tensor axes for batch and head, and coordinates on them"),
