@@ -128,8 +128,8 @@ def test_few_keys_go_by_wgmma_and_tma() -> None:
 def test_rows_that_may_be_odd_are_copied_element_by_element() -> None:
     code = written("h200", 72).replace("param HeadDim = 72", "param HeadDim = 68")
     made = translated(code)
-    assert made.report.products == "mma.sync"
-    assert "fw::copy_elements" in made.source
+    assert made.report.products == "wgmma"
+    assert "fw::copy_elements<32 * fw::helpers" in made.source
     assert "store_elements" in made.source
     assert {t.vector for t in made.plan.tensors} == {1}
 
@@ -147,11 +147,16 @@ def test_views_back_to_back_are_an_axis_of_their_map() -> None:
 
 
 @pytest.mark.parametrize(
-    "offset", ["(batch_idx * heads + head_idx) * kv_len", "head_idx * kv_len * HeadDim + HeadDim"]
+    ("offset", "copy"),
+    [
+        ("(batch_idx * heads + head_idx) * kv_len", "copy_elements"),
+        ("head_idx * kv_len * HeadDim + HeadDim", "copy_columns_async"),
+    ],
 )
-def test_other_offsets_go_the_other_way(offset: str) -> None:
+def test_other_offsets_are_copied_by_threads(offset: str, copy: str) -> None:
     made = translated(re.sub(r"let kv_offset = .*", f"let kv_offset = {offset}", PAPER))
-    assert made.report.products == "mma.sync"
+    assert made.report.products == "wgmma"
+    assert f"fw::{copy}<32 * fw::helpers" in made.source
     assert any("no multiple of the view's size" in str(r) for r in made.report.remarks)
 
 

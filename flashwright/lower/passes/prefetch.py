@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from flashwright.check.program import Buffer, Key
+from flashwright.check.vocabulary import DTYPES
 from flashwright.lower import ir
 from flashwright.lower.report import NOT_AHEAD, LoopReport, Report
 from flashwright.lower.term import Term, Var, binary, integer, minus, plus, substitute
@@ -35,6 +36,7 @@ def pipeline(
         else:
             out.append(node)
     remark_single_stages(body, buffers, report)
+    _remark_elements(body, report)
     _remark(body, [k for k, b in buffers.items() if b.stages > 1 and k not in early], report)
     return tuple(out)
 
@@ -50,6 +52,24 @@ def remark_single_stages(
             text = f"copies to `{name}` do not run ahead: the tile has one stage"
             help = f"`Allocate {name} in shared (...) with stages 2`, if shared memory has room"
             report.remark(NOT_AHEAD, text, load.origin.lines, help)
+
+
+def _remark_elements(body: tuple[ir.Statement, ...], report: Report) -> None:
+    """Report the tiles of a loop that threads copy element by element, and wait for."""
+    loops = [n for n in ir.flat(body) if isinstance(n, ir.Loop)]
+    for load in (n for loop in loops for n in loop.body if isinstance(n, ir.Load)):
+        name, window = load.dest[0], load.window
+        if window.chunked or window.line:
+            continue
+        why = f"the rows of `{window.tensor.name}` may not be a multiple of 16 bytes long"
+        help = f"let its last axis be a number, a multiple of {16 // DTYPES[window.tensor.dtype]}"
+        if window.converts:
+            why = f"they change the type of `{window.tensor.name}`"
+            help = f"`Allocate {name} in shared (...) as {window.tensor.dtype}`"
+        elif not window.aligned:
+            why, help = f"`{name}` may not begin at a multiple of 16 bytes", ""
+        text = f"copies to `{name}` go element by element: {why}"
+        report.remark(NOT_AHEAD, text, load.origin.lines, help)
 
 
 def _remark(body: tuple[ir.Statement, ...], keys: list[Key], report: Report) -> None:
