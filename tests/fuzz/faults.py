@@ -79,10 +79,10 @@ FAULTS = (
         HOPPER,
     ),
     Fault(
-        "place_where: every where counts as its first arm",
+        "place_where: every where counts as its last arm",
         "lower/frontend/positions.py",
         'case Call(Name("where"), (_, yes, no)) if self.form(yes) == self.form(no):',
-        'case Call(Name("where"), (_, yes, no)):',
+        'case Call(Name("where"), (_, no, yes)):',
         HOPPER,
     ),
     Fault(
@@ -142,10 +142,10 @@ FAULTS = (
         AMPERE,
     ),
     Fault(
-        "a sum's first value is added four times",
+        "the parts of a sum are not put together",
         "lower/passes/partial_sums.py",
-        'return value if zero else Op("row_part", (value,))',
-        "return value",
+        'assign = ir.Assign(target, Op("row_sum", (target,)), buffer)',
+        "assign = ir.Assign(target, target, buffer)",
         AMPERE,
     ),
     Fault(
@@ -163,11 +163,10 @@ FAULTS = (
         AMPERE,
     ),
     Fault(
-        "no barrier before a tile is overwritten",
+        "no barrier before a copy overwrites a tile",
         "lower/passes/place_barriers.py",
-        "            if any(self.state[k].read for k in writes):\n"
-        "                self._barrier(rest)\n",
-        "",
+        "if direct and any(self.state[k].read or self.state[k].arrived for k in keys):",
+        "if False:",
         AMPERE,
     ),
     Fault(
