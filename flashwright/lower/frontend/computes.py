@@ -58,11 +58,12 @@ class Computes:
     does with its scale.
     """
 
-    def __init__(self, lowering: Lowering, sides: dict[Key, ir.Side]) -> None:
+    def __init__(self, lowering: Lowering, sides: dict[Key, ir.Side], decided: bool) -> None:
         self.lowering = lowering
         self.program = lowering.program
         declared = {k: b.along for k, b in self.program.buffers.items() if b.along is not None}
         self.sides: dict[Key, ir.Side] = {**sides, **declared}
+        self.decided = decided  # how all vectors lie, by the walks before
         self.pending: dict[Key, tuple[Leaf, ir.Compute]] = {}  # the factor, its statement
 
     # --- tiles ----------------------------------------------------------------------------
@@ -80,7 +81,7 @@ class Computes:
             hint = f"Copy `{key[0]}` from shared to register first"
             raise refused("elementwise work is done in registers", None, hint)
         buffer = self.program.buffers[key]
-        axes = TILE if len(buffer.shape) == 2 else _AXES[self.sides.setdefault(key, "rows")]
+        axes = TILE if len(buffer.shape) == 2 else _AXES[self._side(key)]
         kind: Type = "int" if buffer.dtype == "int32" else "float"
         return element(tile_name(key), axes, kind)
 
@@ -106,8 +107,36 @@ class Computes:
             hint = "copy it in the same body as the tile it is combined with"
             raise refused(text, buffer.declared.span, hint)
         side: ir.Side = "rows" if (agreed or fits)[0] == 0 else "columns"
-        if agreed or key not in self.sides:
-            self.sides[key] = side
+        lies = None if key not in self.sides else 0 if self.sides[key] == "rows" else 1
+        if agreed or lies not in fits:
+            self._lies(key, side)
+
+    def _side(self, key: Key) -> ir.Side:
+        """Along what a vector lies; one that meets no tile goes where it fits."""
+        by_rows = self.program.buffers[key].shape[0] % (16 * self.program.warps) == 0
+        return self.sides.get(key, "rows" if by_rows else "columns")
+
+    def decide(self) -> None:
+        """Note how all vectors lie, once all is known, and that the threads have whole parts."""
+        if not self.decided:
+            return
+        warps = self.program.warps
+        for key, buffer in self.program.buffers.items():
+            if key[1] != "register" or len(buffer.shape) != 1:
+                continue
+            self.sides[key] = side = self._side(key)
+            if buffer.shape[0] % (16 * warps if side == "rows" else 8):
+                text = f"a vector of {buffer.shape[0]} along the {side}"
+                hint = f"along rows it goes by 16 * Warps = {16 * warps}, along columns by 8"
+                raise refused(text, buffer.declared.span, hint)
+
+    def _lies(self, key: Key, side: ir.Side) -> None:
+        """Note along what a vector lies: in the whole kernel, as the first walk found it."""
+        if self.decided and self.sides.get(key, side) != side:
+            text = f"`{key[0]}` goes along the rows of one tile and along the columns of another"
+            hint = "give it two names: Copy it twice, or through shared memory"
+            raise refused(text, self.program.buffers[key].declared.span, hint)
+        self.sides[key] = side
 
     def settle(self, key: Key | None = None) -> None:
         """Carry out the products that were put off, of one tile or of all."""
@@ -269,7 +298,7 @@ class Computes:
         now, drop = _local("now"), _local("drop")
         most, summed = (self.key(n) for n in stmt.state)
         for vector, name in zip((most, summed), stmt.state, strict=True):
-            self.sides[vector] = "rows"
+            self._lies(vector, "rows")
             if self.program.buffers[vector].dtype == "int32":
                 raise refused(f"`{name.id}` of a Softmax is int32", name.span, "let it be fp32")
         old, total = self.leaf(most), self.leaf(summed)
@@ -342,7 +371,8 @@ class Computes:
         side: ir.Side = "rows" if reduces or not known else known[0]
         if reduces or known:
             free = (v for v in vectors if len(buffers[v].shape) == 1 and buffers[v].along is None)
-            self.sides |= dict.fromkeys(free, side)
+            for vector in free:
+                self._lies(vector, side)
 
     def element(self, expr: Expr, frame: Frame) -> Element:
         """The expression for one element."""

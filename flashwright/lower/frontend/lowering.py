@@ -40,18 +40,24 @@ from flashwright.lower.term import (
 )
 
 Axis = Where | None
+WALKS = 8
 
 
 def lower(program: Program) -> ir.Kernel:
     """The kernel before any schedule: what happens, in the order of the program."""
-    sides = Lowering(program, {}).kernel().sides  # the first walk finds how the vectors lie
-    return Lowering(program, sides).kernel()
+    sides: dict[Key, ir.Side] = {}
+    for _ in range(WALKS):  # how vectors lie is found from what they are computed with, both ways
+        found = Lowering(program, sides).kernel().sides
+        if found == sides:
+            break
+        sides = found
+    return Lowering(program, sides, decided=True).kernel()
 
 
 class Lowering:
     """One walk through the program."""
 
-    def __init__(self, program: Program, sides: dict[Key, ir.Side]) -> None:
+    def __init__(self, program: Program, sides: dict[Key, ir.Side], decided: bool = False) -> None:
         self.program = program
         known = {**CONSTANTS, **program.params}
         scope = {n: named(cpp(n), v) for n, v in known.items()}
@@ -67,7 +73,7 @@ class Lowering:
         self.operands: dict[Key, str] = {}
         self.direct = direct_operands(program)
         self.only_offsets = only_offsets(program)
-        self.computes = Computes(self, sides)
+        self.computes = Computes(self, sides, decided)
         self.pieces: dict[Key, list[tuple[ir.Piece, tl.Copy]]] = {}  # of tiles not filled yet
 
     def kernel(self) -> ir.Kernel:
@@ -79,6 +85,7 @@ class Lowering:
             grid.append(ir.GridAxis(cpp(axis.name.id), low, False))
         self.statements(self.program.tree.body)
         self._no_pieces_left()
+        self.computes.decide()
         return ir.Kernel(tuple(grid), tuple(self.body), self.computes.sides, self.operands)
 
     def emit(self, node: ir.Statement) -> None:

@@ -1,18 +1,18 @@
 """Early exit per warpgroup: from some iteration on a mask leaves nothing of a warpgroup's rows. It
 then only lets the tiles pass, while others go on with them.
 
-An iteration in which every score is masked must change nothing. The statements are carried out on
-one row of numbers, of which the mask makes -inf: a softmax leaves its state alone, and its weights
-are 0.
+An iteration in which every score is masked must change nothing. The statements are followed with
+scores of -inf: a softmax leaves its state alone, and its weights are 0.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 
 from flashwright.lower import ir
-from flashwright.lower.element import Element, Leaf, Op, Reduce, leaves, variable
+from flashwright.lower.element import Element, Leaf, Op, Reduce, variable
 from flashwright.lower.frontend.masks import GROUP, GROUP_ROWS
 from flashwright.lower.names import tile_name
 from flashwright.lower.passes.effects import Resource, exposed
@@ -124,74 +124,107 @@ _KNOWN: dict[str, Callable[..., float]] = {
     "tanh2": lambda x: math.tanh(x * math.log(2) / 2),
     "abs": abs,
 }
-_MANY = 16  # elements of the row
-_NUMBERS: tuple[Callable[[int], float], ...] = (  # for each name another
-    lambda n: 1.25 + 0.5 * n,
-    lambda n: 0.5 + 20 / (n + 1),
-    lambda n: -3.75 - 0.5 * n,
-    lambda n: 0.375 * n - 1.875,
-)
+
+
+@dataclass(frozen=True)
+class _Same:
+    """The value that something had before the iteration: a finite number."""
+
+    what: object
+
+
+@dataclass(frozen=True)
+class _Finite:
+    """Some finite number."""
+
+
+_Value = float | _Same | _Finite | None
+"""A number that is known, a value from before, a finite one, or one of which nothing is known."""
 
 
 def idle(
-    work: Sequence[ir.Compute | ir.Operand],
-    mask: ir.Compute,
-    scratch: Set[str] = frozenset(),
+    work: Sequence[ir.Compute | ir.Operand], mask: ir.Compute, scratch: Set[str] = frozenset()
 ) -> bool:
     """Whether all vectors and tiles stay as they are if the mask hides a whole tile of scores, but
     for these: they must become 0, and so must all that a product takes. What is `scratch` need not
-    stay.
+    stay. Values are followed as numbers or as what was there before; sums and products of others
+    cannot be told, and are not as they were.
 
     A vector that is made for later is a factor, and must be 1.
     """
-    return all(_idle(work, mask, scratch, number) for number in _NUMBERS)
-
-
-def _idle(
-    work: Sequence[ir.Compute | ir.Operand],
-    mask: ir.Compute,
-    scratch: Set[str],
-    number: Callable[[int], float],
-) -> bool:
     (scores,) = (variable(a.target) for a in mask.assigns)
-    known, state = dict[str, float](), dict[str, float]()
-    try:
-        for node in work:
-            if isinstance(node, ir.Operand):
-                if state.get(tile_name(node.source)) != 0:
-                    return False
-                continue
-            for assign in node.assigns:
-                name = variable(assign.target)
-                for leaf in (assign.target, *leaves(assign.value)):
-                    known.setdefault(variable(leaf), number(len(known)))
-                hidden = node is mask
-                state[name] = -math.inf if hidden else _value(assign.value, known | state)
-                if assign.kept and state[name] != 1:
-                    return False
-    except (ArithmeticError, KeyError, ValueError):
-        return False
+    state: dict[str, _Value] = {}
+    for node in work:
+        if isinstance(node, ir.Operand):
+            if state.get(tile_name(node.source)) != 0:
+                return False
+            continue
+        for assign in node.assigns:
+            value = -math.inf if node is mask else _value(assign.value, state)
+            state[variable(assign.target)] = value
+            if assign.kept and value != 1:
+                return False
     computes = [node for node in work if isinstance(node, ir.Compute)]
     made = {variable(a.target) for node in computes for a in node.assigns if a.buffer}
-    return state[scores] == 0 and all(state[n] == known[n] for n in made - scratch - {scores})
+    return state[scores] == 0 and all(state[n] == _Same(n) for n in made - scratch - {scores})
 
 
-def _value(x: Element, state: dict[str, float]) -> float:
+def _value(x: Element, state: Mapping[str, _Value]) -> _Value:
     match x:
         case Leaf(value=float(value)):
             return value
         case Leaf():
-            return state[variable(x)]
+            name = variable(x)
+            return state.get(name, _Same(name)) if name else _Same(x.term)
         case Reduce("max", arg):
-            return _value(arg, state)
+            found = _value(arg, state)
+            known = isinstance(found, float)
+            return found if known else _Finite() if _finite(found) else None
         case Reduce(_, arg):
-            return _MANY * _value(arg, state)
+            found = _value(arg, state)
+            return 0.0 if found == 0 else _Finite() if _finite(found) else None
         case Op("where", (_, yes, no)):
             a, b = _value(yes, state), _value(no, state)
-            if a != b:
-                raise ValueError(x.op)
-            return a
+            same = a == b and not isinstance(a, _Finite)
+            return a if same else _Finite() if _finite(a) and _finite(b) else None
         case Op("gather"):
-            return 0.75  # whatever it is, it is a number
+            return _Finite()
         case Op(op, args):
-            return _KNOWN[op](*(_value(a, state) for a in args))
+            return _applied(op, [_value(a, state) for a in args])
+
+
+def _applied(op: str, args: list[_Value]) -> _Value:
+    """An operation on values. What is known of a finite number holds for every one."""
+    numbers = [a for a in args if isinstance(a, (int, float))]
+    if len(numbers) == len(args):
+        try:
+            return float(_KNOWN[op](*numbers))
+        except (ArithmeticError, KeyError, ValueError):
+            return None
+    match op, args:
+        case "+", ([0, other] | [other, 0]):
+            return other
+        case "-", [other, 0]:
+            return other
+        case "-", [_Same() as a, _Same() as b] if a == b:
+            return 0.0
+        case "+" | "-", [float() as a, _Same() | _Finite()] if math.isinf(a):
+            return a
+        case "*", ([0, _Same() | _Finite()] | [_Same() | _Finite(), 0]):
+            return 0.0
+        case "*", ([1, other] | [other, 1]):
+            return other
+        case "/", [other, 1]:
+            return other
+        case "max", ([float() as low, other] | [other, float() as low]) if low == -math.inf:
+            return other
+    return _Finite() if op in _STAY_FINITE and all(map(_finite, args)) else None
+
+
+_STAY_FINITE = frozenset(
+    {"+", "-", "*", "neg", "abs", "max", "min", "tanh", "tanh2", "exp", "exp2"}
+)
+
+
+def _finite(x: _Value) -> bool:
+    return isinstance(x, (_Same, _Finite)) or (isinstance(x, float) and math.isfinite(x))

@@ -9,10 +9,10 @@ consumers wait for Vg as for any tile, and go on with softmax meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from flashwright.check.program import Key
+from flashwright.check.program import Buffer, Key
 from flashwright.lower import ir
 from flashwright.lower.element import leaves
 from flashwright.lower.names import tile_name
@@ -23,10 +23,14 @@ from flashwright.lower.term import At, walk
 Body = tuple[ir.Statement, ...]
 
 
-def offloaded(body: Body, rings: frozenset[Key]) -> Body:
+def offloaded(body: Body, rings: frozenset[Key], buffers: Mapping[Key, Buffer]) -> Body:
     """The body with every statement marked that can be left to others: it reads one of the rings
-    that TMA fills, and besides that scalars and vectors that are read from global memory."""
+    that TMA fills, and besides that scalars and vectors that are read from global memory. A ring
+    that consumers read, too, has a stage for what they still hold."""
     nodes = list(ir.flat(body))
+    others = {r for n in nodes if not isinstance(n, (ir.Loop, ir.Branch, ir.Restage))
+              for r in effects(n).reads}  # fmt: skip
+    rings = frozenset(k for k in rings if k not in others or buffers[k].stages > 1)
     moved = {n.dest for n in nodes if isinstance(n, ir.Move)}
     computed = {(a.buffer.name, "register") for n in nodes for a in _assigns(n) if a.buffer}
     filled = [n.dest for n in nodes if isinstance(n, ir.Fill) and n.window.line]
@@ -78,6 +82,17 @@ def made(body: Body) -> frozenset[Key]:
 def sources(body: Body) -> frozenset[Key]:
     """The tiles that they are made from."""
     return frozenset(n.source for n in _restages(body))
+
+
+def late_sources(body: Body, consumers: Body, late: frozenset[Key]) -> frozenset[Key]:
+    """The tiles that are needed one iteration late, by consumers and by those who make others of
+    them."""
+    read = {r for n in ir.flat(consumers) if not isinstance(n, (ir.Loop, ir.Branch))
+            for r in effects(n).reads}  # fmt: skip
+    needs = {key: {key} & read for key in sources(body)}
+    for node in _restages(body):
+        needs[node.source].add(node.dest)
+    return frozenset(key for key in late | needs.keys() if needs.get(key, {key}) <= late)
 
 
 def _restages(body: Iterable[ir.Statement]) -> list[ir.Restage]:

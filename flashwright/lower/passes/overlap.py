@@ -38,7 +38,7 @@ from flashwright.lower.element import (
 from flashwright.lower.names import Names, tile_name
 from flashwright.lower.passes.effects import Effects, assign_effects, effects
 from flashwright.lower.passes.fp8_sums import total
-from flashwright.lower.term import Term, Var
+from flashwright.lower.term import At, Term, Var, walk
 
 
 @dataclass(frozen=True)
@@ -367,7 +367,7 @@ class _Writer:
         again: tuple[ir.Statement, ...] = rescale
         last: tuple[ir.Statement, ...] = ()
         if any(isinstance(n, ir.Compute) for n in settle):
-            stepped = _stepped(rescale, settle, self.names)
+            stepped = _stepped(rescale, settle, reads, self.names)
             if stepped is None:
                 return Reason("an fp8 sum is changed in more than one way", rescale[0].origin)
             anew, again, last = stepped
@@ -506,11 +506,14 @@ def _known(middle: Sequence[ir.Statement]) -> str:
 
 
 def _stepped(
-    rescale: Sequence[ir.Statement], settle: Sequence[ir.Statement], fresh: Names
+    rescale: Sequence[ir.Statement],
+    settle: Sequence[ir.Statement],
+    varying: set[str],
+    fresh: Names,
 ) -> tuple[tuple[ir.Statement, ...], tuple[ir.Statement, ...], tuple[ir.Statement, ...]] | None:
     """A late product that is a step (fp8_sums.py): the sum is rescaled where the step is added, by
     what the iteration before knew. What this one knows is noted for that: in the first iteration,
-    in the others, and behind the loop."""
+    in the others, and behind the loop. `varying` are names with another value in each."""
     adds = [n for n in settle if isinstance(n, ir.Compute)]
     if len(adds) != 1:
         return None
@@ -520,10 +523,13 @@ def _stepped(
     assigns = [a for node in rescale if isinstance(node, ir.Compute) for a in node.assigns]
     if len(assigns) != 1 or assigns[0].target != add.assigns[0].target:
         return None
-    held = {variable(x) for x in leaves(assigns[0].value)} - {variable(assigns[0].target)}
-    names = sorted(name for name in held if name)
-    if any(leaf.axes == TILE and leaf != assigns[0].target for leaf in leaves(assigns[0].value)):
+    others = [leaf for leaf in leaves(assigns[0].value) if leaf != assigns[0].target]
+    parts = {part for leaf in others for part in walk(leaf.term)}
+    if any(leaf.axes == TILE for leaf in others):
         return None
+    if any(isinstance(part, Var) and part.name in varying for part in parts):
+        return None
+    names = sorted({part.name for part in parts if isinstance(part, At)})
     before = {
         element(name, ROW).term: element(fresh.fresh(f"{name}_before"), ROW) for name in names
     }

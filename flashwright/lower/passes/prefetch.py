@@ -10,6 +10,7 @@ from dataclasses import replace
 from flashwright.check.program import Buffer, Key
 from flashwright.check.vocabulary import DTYPES
 from flashwright.lower import ir
+from flashwright.lower.passes.effects import exposed
 from flashwright.lower.report import NOT_AHEAD, LoopReport, Report
 from flashwright.lower.term import Term, Var, binary, integer, minus, plus, substitute
 
@@ -140,15 +141,8 @@ def _stores(node: ir.Statement, key: Key) -> bool:
 
 
 def _reads_first(body: tuple[ir.Statement, ...], key: Key) -> bool:
-    """Whether the first statement that speaks of a buffer takes what is there."""
-    for node in ir.flat(body):
-        if _fills(node, key):
-            return False
-        if isinstance(node, ir.Gemm) and key in (node.left, node.right):
-            return True
-        if isinstance(node, (ir.Move, ir.Store)) and node.source == key:
-            return True
-    return False
+    """Whether statements may take what was in a buffer before them."""
+    return key in exposed(body).reads
 
 
 def _loads(loop: ir.Loop) -> list[tuple[ir.Load, dict[str, Term]]]:

@@ -59,7 +59,14 @@ def needed_last(body: tuple[ir.Statement, ...], late: Set[Key]) -> tuple[ir.Stat
     ]
     tied = {k for n in nodes if not _filled(n) <= late for k in _filled(n)}
     behind = [n for n in nodes if _filled(n) and _filled(n) <= late - tied]
+    behind = [n for k, n in enumerate(nodes) if any(n is b for b in behind) and _free(nodes, k)]
     return (*(n for n in nodes if not any(n is b for b in behind)), *behind)
+
+
+def _free(nodes: list[ir.Statement], position: int) -> bool:
+    """Whether a statement may move behind all that follow it."""
+    own = effects(nodes[position])
+    return not any(own.conflicts(effects(n)) for n in nodes[position + 1 :])
 
 
 def _names(nodes: Iterable[ir.Statement]) -> set[str]:

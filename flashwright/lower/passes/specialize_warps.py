@@ -18,7 +18,13 @@ from flashwright.lower.passes.fp8_sums import can_step, in_steps, long_sums, wit
 from flashwright.lower.passes.fp8_transpose import can_turn, landed, turned_tiles, turning
 from flashwright.lower.passes.fuse_staging import fuse_staging
 from flashwright.lower.passes.integer_maxima import by_threes
-from flashwright.lower.passes.offload_staging import for_consumers, for_helpers, made, offloaded
+from flashwright.lower.passes.offload_staging import (
+    for_consumers,
+    for_helpers,
+    late_sources,
+    made,
+    offloaded,
+)
 from flashwright.lower.passes.prefetch import remark_single_stages
 from flashwright.lower.passes.rings import consuming, needed_last, producing
 from flashwright.lower.passes.scale_in_exponent import in_exponent
@@ -73,7 +79,8 @@ def specialized(
     body = in_exponent(in_steps(program, _trimmed(program, body), sums))
     body = verifier(body, "fp8 sums", more)
     keys = {n.dest for n in ir.flat(body) if isinstance(n, ir.Load)}
-    body = offloaded(fuse_staging(body, more), frozenset(keys) - helped - turned)
+    rings = frozenset(keys) - helped - turned
+    body = offloaded(fuse_staging(body, more), rings, more.buffers)
     more = with_two_stages(more, gpu, made(body))
     seen = for_consumers(body)
     remark_single_stages(seen, more.buffers, report)
@@ -81,8 +88,7 @@ def specialized(
     if not sparing:
         consumers = by_threes(more, gpu, consumers)
         verifier.products(consumers, "integer maxima", more)
-    behind = {n.dest: n.source for n in ir.flat(body) if isinstance(n, ir.Restage) and n.helped}
-    late = {var: tiles | {behind.get(k, k) for k in tiles} for var, tiles in late.items()}
+    late = {var: late_sources(body, seen, tiles) for var, tiles in late.items()}
     produced = _in_need_order(producing(body, keys - helped), late)
     loader = ir.changed(produced, lambda node: landed(node, turned))
     helping = ir.changed(body, lambda node: _by_helpers(node, turned, helped))

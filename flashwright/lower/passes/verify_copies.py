@@ -11,6 +11,7 @@ from flashwright.check.program import Key
 from flashwright.lower import ir
 from flashwright.lower.passes.bad_ir import BadIR
 from flashwright.lower.passes.verify_runs import (
+    MADE,
     Body,
     LeftOut,
     Problem,
@@ -42,6 +43,7 @@ class _Copies:
     held: dict[tuple[Key, int], _Written] = field(default_factory=dict)
     last_read: dict[tuple[Key, int], int] = field(default_factory=dict)
     staged: dict[Key, object] = field(default_factory=dict)
+    registers: dict[Key, object] = field(default_factory=dict)
     open: list[_Written] = field(default_factory=list)
     groups: list[list[_Written]] = field(default_factory=list)
     found: Reads = field(default_factory=dict)
@@ -67,7 +69,10 @@ class _Copies:
             case ir.Move(source, dest, stage):
                 self._take(node, source, stage, env)
                 if dest[1] == "shared":
-                    self._write(node, _place(dest, stage, env), None, "move")
+                    made = (MADE, self.registers.get(source))
+                    self._write(node, _place(dest, stage, env), made, "move")
+                else:
+                    self.registers[dest] = self.held[_place(source, stage, env)].content
             case ir.Store(source):
                 self._take(node, source, None, env)
 

@@ -158,8 +158,9 @@ def reads_meant(body: Body, env: Mapping[str, Any]) -> Reads:
             for key in keys:
                 if key[1] == "shared":
                     found.setdefault((node.origin.lines, key), []).append(held.get(key))
-            if isinstance(node, ir.Move) and node.dest[1] == "shared":
-                held[node.dest] = None
+            if isinstance(node, ir.Move):
+                before = held.get(node.source)
+                held[node.dest] = before if node.dest[1] == "register" else (MADE, before)
 
     kinds = (ir.Load, ir.Gemm, ir.Move, ir.Store)
     Trace(dict(env), note, lambda n: isinstance(n, kinds)).run(body)
@@ -176,8 +177,8 @@ def _events(body: Body, env: Mapping[str, Any]) -> list[Event]:
         match node:
             case ir.Load(dest, window):
                 found.append(("fill", (dest, content(window, now)), node))
-            case ir.Restage(dest=dest, helped=True):
-                found.append(("fill", (dest, MADE), node))
+            case ir.Restage(source, dest, helped=True):
+                found.append(("make", (dest, source), node))
             case ir.Transpose(key):
                 found.append(("await", landing(key), node))
                 found.append(("fill", (key, None), node))
@@ -275,6 +276,10 @@ class _Run:
         match kind:
             case "fill":
                 return self._fill(*what)
+            case "make":
+                dest, source = what
+                values, n = self.filled.get(source, []), actor.taken.get(source, 0)
+                return n < len(values) and self._fill(dest, (MADE, values[n]))
             case "await":
                 return self._is_full(actor, what)
             case "release":
@@ -305,9 +310,7 @@ class _Run:
         done = min((u.taken.get(key, 0) for u in self.users.get(key, [])), default=len(values))
         if len(values) - done >= self.buffers[key].stages:
             return False
-        if content == MADE:  # a product of it is compared by its tile alone
-            content = None
-        elif content is None:  # of what has landed
+        if content is None:  # of what has landed
             landed = self.filled[landing(key)]
             content = landed[len(values)]
         values.append(content)
