@@ -58,14 +58,13 @@ template <class L>
 struct AlongColumns {
   struct Held {
     typename L::Value value[8];
-    int first;
     __device__ Held const& row(int) const { return *this; }
-    __device__ auto operator()(int n) const { return value[n - first]; }
+    __device__ auto operator()(int n) const { return value[n]; }
   };
   L line;
 
   __device__ Held columns(int first) const {
-    Held held{{}, first};
+    Held held;
     CUTE_UNROLL
     for (int n = 0; n < 8; ++n) held.value[n] = line(first + n);
     return held;
@@ -94,7 +93,7 @@ __device__ AlongRows<L> along_rows(L line) {
   return {line};
 }
 
-// 8 columns of a tile, in blocks of 8 rows: a block is two goes of a warp where the rows of an atom are 128 bytes long (the
+// 8 columns of a tile, n = 0 to 7, in blocks of 8 rows: a block is two goes of a warp where the rows of an atom are 128 bytes long (the
 // swizzle then differs in one bit), and one or half of one where they are shorter.
 template <class To, class From, class F, class... Held>
 __device__ void restage_columns(To to, From from, int atom, F f, Held const&... held) {
@@ -103,7 +102,6 @@ __device__ void restage_columns(To to, From from, int atom, F f, Held const&... 
   static_assert(is_16_bit<T> && is_16_bit<U> && To::rows == From::rows && To::cols == From::cols);
   constexpr int down = 32 / From::chunks, rows = down < 8 ? 8 : down, at_once = rows / down;
   uint32_t const lane = thread_again() % 32, warp = thread_again() % 128 / 32 - (4 - helpers);
-  int const col = atom * From::width + lane % From::chunks * From::chunk;
   uint32_t const shift = cute::cast_smem_ptr_to_uint(to.data) - cute::cast_smem_ptr_to_uint(from.data);
   int row = warp * rows + lane / From::chunks;
   uint32_t at = from.chunk_address(row, lane % From::chunks) + atom * From::atom_bytes;
@@ -121,7 +119,7 @@ __device__ void restage_columns(To to, From from, int atom, F f, Held const&... 
     for (int i = 0; i < at_once; ++i) {
       CUTE_UNROLL
       for (int k = 0; k < 4; ++k) {
-        int const m = row + i * down, n = col + 2 * k;
+        int const m = row + i * down, n = 2 * k;
         float low, high;
         unpack<T>(x[i][k], low, high);
         x[i][k] = pack<U>(f(m, n, low, held.row(m)...), f(m, n + 1, high, held.row(m)...));
@@ -133,7 +131,8 @@ __device__ void restage_columns(To to, From from, int atom, F f, Held const&... 
   }
 }
 
-// Elementwise work from one shared tile to the next stage of another: to(m, n) = f(m, n, from(m, n), vectors...).
+// Elementwise work from one shared tile to the next stage of another: to(m, n) = f(m, n, from(m, n), vectors...). (Of
+// the 8 columns that a thread has, n is one.)
 template <int Warps, class To, int Stages, class From, class F, class... Vectors>
 __device__ void restage_stage(To to, Ring<Stages>& ring, From from, F f, Vectors const&... vectors) {
   fill_stage<Warps>(to, ring, [&](To stage, int) {

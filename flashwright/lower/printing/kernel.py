@@ -23,7 +23,8 @@ from flashwright.lower.term import ZERO, real, variables
 WIDTH = 100
 # Of a thread that loads and of one that multiplies, by warpgroups that multiply: setmaxnreg.
 REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}
-REGISTERS_HELPED = {1: (0, 0), 2: (40, 232), 3: (32, 160)}  # where some warps help it
+REGISTERS_HELPED = {1: (0, 0), 2: (40, 232), 3: (32, 160)}  # where some warps help it,
+REGISTERS_STAGING = {1: (0, 0), 2: (56, 224), 3: (56, 152)}  # and compute
 LOOSEST = (("?", ":"), ("||",), ("&&",), ("+", "-"))
 BREAKS = re.compile(  # an angle bracket stands right behind a name, a comparison between spaces
     r"(?P<open>[({\[]|(?<=\w)<)|(?P<close>[)}\]]|(?<=\S)>)|(?P<comma>,)"
@@ -356,6 +357,8 @@ class Printer:
 
 def register_counts(groups: int, roles: ir.Roles) -> tuple[int, int]:
     """What setmaxnreg leaves a producer thread and gives a consumer one; 0 where it is not used."""
+    if any(isinstance(n, ir.Restage) for n in ir.flat(roles.helpers)):
+        return REGISTERS_STAGING[groups]
     return (REGISTERS_HELPED if roles.helpers else REGISTERS)[groups]
 
 
