@@ -74,7 +74,10 @@ def test_no_class_is_empty() -> None:
 
 
 @pytest.mark.parametrize("operator", [o.__name__ for o in OPERATORS])
-@pytest.mark.parametrize("name", suite())
+@pytest.mark.parametrize(
+    "name",
+    [n if k % 2 == 0 else pytest.param(n, marks=pytest.mark.slow) for k, n in enumerate(suite())],
+)
 def test_mutants_are_killed(name: str, operator: str) -> None:
     case = suite()[name]
     assert format_tree(parse(case.code)) == case.code

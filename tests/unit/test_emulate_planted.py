@@ -66,7 +66,7 @@ PLANTED: dict[str, tuple[str, str, Sequence[str], str]] = {
     ),
     "a barrier that some warps never reach": (
         *(BARRIER, BARRIER.replace("__syncthreads", "if (threadIdx.x < 64) __syncthreads")),
-        *(("deadlock",), "for i|GEMM Q_shared"),
+        *(("deadlock", "race"), "for i|GEMM|Copy"),
     ),
     "a barrier that half a warp never reaches": (
         *(BARRIER, BARRIER.replace("__syncthreads", "if (threadIdx.x % 32 < 16) __syncthreads")),
