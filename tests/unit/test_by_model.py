@@ -94,6 +94,7 @@ def test_a_wrong_program_is_sent_back_with_its_line_and_fix_and_the_next_is_take
     assert [*asked_in_words(run)] == [f"code: m, 2 attempts, {tokens:,} tokens"]
 
 
+@pytest.mark.slow
 def test_what_the_cpu_run_finds_is_sent_back_too(tmp_path: Path) -> None:
     assert WRONG_SCALE != CODE
     with serve([say(fenced(WRONG_SCALE)), say(fenced(CODE))]) as server:
@@ -115,6 +116,7 @@ def test_trouble_in_the_users_own_function_is_no_fault_of_the_models(tmp_path: P
     assert "not yet" in found.diagnostic.message
 
 
+@pytest.mark.slow
 def test_of_a_sketch_and_a_code_in_one_reply_each_stage_takes_its_own(tmp_path: Path) -> None:
     both = say(fenced(SKETCH) + "and with sizes:\n" + fenced(CODE))
     with serve([both, both]) as server:
@@ -218,6 +220,7 @@ def command(server: Server, folder: Path, *more: str) -> Any:
     return CliRunner().invoke(app, [*words, *where, *more])
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_not_asked_for_again_and_no_other_one_takes_its_place(
     tmp_path: Path, no_compiler: None
 ) -> None:
@@ -267,6 +270,7 @@ def test_a_program_without_a_translation_is_sent_back(tmp_path: Path, no_compile
     assert (tmp_path / "kernel.cu").is_file()
 
 
+@pytest.mark.slow
 def test_a_run_does_not_end_well_without_a_translation(tmp_path: Path, no_compiler: None) -> None:
     with serve([say(fenced(FOUR_AXES))] * 2) as server:
         done = command(server, tmp_path, "--params", "m", "--attempts", "2")

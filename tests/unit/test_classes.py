@@ -218,6 +218,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_compilers
+@pytest.mark.slow
 def test_the_emulated_judge_finds_what_a_further_kernel_does(two: Path) -> None:
     found = flashwright.verify(str(two), SPEC, on="cpu", seed=7)
     assert not found.ok
@@ -229,6 +230,7 @@ def test_the_emulated_judge_finds_what_a_further_kernel_does(two: Path) -> None:
 
 
 @needs_compilers
+@pytest.mark.slow
 def test_emulate_takes_the_kernel_that_serves_the_problem(two: Path) -> None:
     assert Outcome("emulate", str(two), "--q-len", "70", "--kv-len", "128").code == 0
     done = Outcome("emulate", str(two), "--q-len", "130", "--kv-len", "400")

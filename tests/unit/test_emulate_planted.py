@@ -106,6 +106,7 @@ def test_a_planted_bug_is_found_at_its_line(
     assert any(re.search(statement, line) for line in told), told
 
 
+@pytest.mark.slow
 def test_a_mask_that_is_not_applied_gives_a_wrong_answer() -> None:
     """No rule of the hardware is broken: only the answer tells."""
     spec = make_spec("gqa", head_dim=64, dtype="fp16", causal=True)

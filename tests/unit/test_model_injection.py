@@ -111,6 +111,7 @@ def test_words_that_are_no_setting_are_refused_before_anybody_is_asked(
 # --- replies ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_reply_that_names_files_makes_none(tmp_path: Path, canary: Path) -> None:
     """Labels, titles and names with paths in them: the run's files have the names that we gave."""
     reply = (

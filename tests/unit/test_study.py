@@ -236,6 +236,7 @@ def test_a_study_that_was_killed_asks_only_for_what_is_missing(tmp_path: Path) -
     assert (levels["code"]["passed"], levels["code"]["failed"]) == (1, 1)
 
 
+@pytest.mark.slow
 def test_a_study_that_has_grown_goes_on_with_all_of_it(tmp_path: Path) -> None:
     root = tmp_path / "study"
     with serve([status(401, "no such key"), status(401, "no such key")]) as server:
@@ -330,6 +331,7 @@ def test_a_sample_without_an_answer_stays_open_and_the_others_go_on(tmp_path: Pa
 
 
 @pytest.mark.parametrize("trouble", [status(401, "no such key"), status(429, retry_after=1000)])
+@pytest.mark.slow
 def test_a_server_that_goes_away_after_a_wrong_attempt_leaves_the_sample_open(
     trouble: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
