@@ -8,11 +8,15 @@ its place where it is first needed.
 from __future__ import annotations
 
 from flashwright.check.program import Program
+from flashwright.check.vocabulary import DTYPES
 from flashwright.lower import ir
 
 
 def with_early_fills(body: tuple[ir.Statement, ...], program: Program) -> tuple[ir.Statement, ...]:
-    """A loop's body with its Fills of 16-bit tiles in two steps."""
+    """A loop's body with its Fills of 16-bit tiles in two steps. Beside products of 8-bit columns a
+    tile may be wide, in another order of columns: there they stay as they are."""
+    if any(DTYPES[buffer.dtype] == 1 for buffer in program.buffers.values()):
+        return body
     out: list[ir.Statement] = []
     for node in body:
         if isinstance(node, ir.Fill) and _early(node, program):
