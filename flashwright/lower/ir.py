@@ -453,9 +453,9 @@ def defined_names(body: tuple[Statement, ...]) -> set[str]:
 
 
 def changed(
-    body: tuple[Statement, ...], change: Callable[[Statement], Statement]
+    body: tuple[Statement, ...], change: Callable[[Statement], Statement | None]
 ) -> tuple[Statement, ...]:
-    """The same statements, each but loops and branches put through a change."""
+    """The statements, each but loops and branches put through a change; None leaves one out."""
     out: list[Statement] = []
     for node in body:
         if isinstance(node, Loop):
@@ -463,6 +463,6 @@ def changed(
         elif isinstance(node, Branch):
             then, orelse = (changed(part, change) for part in (node.then, node.orelse))
             out.append(replace(node, then=then, orelse=orelse))
-        else:
-            out.append(change(node))
+        elif (new := change(node)) is not None:
+            out.append(new)
     return tuple(out)

@@ -315,6 +315,14 @@ def substitute(x: Term, values: Mapping[str, Term]) -> Term:
     return rebuilt(x, tuple(substitute(part, values) for part in parts(x)))
 
 
+def inlined(lets: Mapping[str, Term], values: Mapping[str, Term] | None = None) -> dict[str, Term]:
+    """What names stand for, each in terms of what is defined outside; `values` are put in."""
+    found = dict(values or {})
+    for name, value in lets.items():
+        found[name] = substitute(value, found)
+    return found
+
+
 def widened(x: Term) -> Term:
     """The term computed in 64 bits; functions take and give ints."""
     if isinstance(x, (Var, Read, Call)) and x.type == "int":

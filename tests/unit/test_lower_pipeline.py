@@ -6,7 +6,6 @@ import pytest
 
 from flashwright import gpu as gpus
 from flashwright.lower import ir
-from flashwright.lower.passes.prefetch import inlined
 from flashwright.lower.printing.cpp import text as in_cpp
 from flashwright.lower.term import (
     Call,
@@ -14,6 +13,7 @@ from flashwright.lower.term import (
     Term,
     Var,
     binary,
+    inlined,
     integer,
     minus,
     plus,

@@ -131,7 +131,7 @@ class Computes:
                 raise refused(text, buffer.declared.span, hint)
 
     def _lies(self, key: Key, side: ir.Side) -> None:
-        """Note along what a vector lies: in the whole kernel, as the first walk found it."""
+        """Note along what a vector lies: in the whole kernel, as the walks before found it."""
         if self.decided and self.sides.get(key, side) != side:
             text = f"`{key[0]}` goes along the rows of one tile and along the columns of another"
             hint = "give it two names: Copy it twice, or through shared memory"

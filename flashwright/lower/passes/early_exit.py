@@ -24,6 +24,7 @@ from flashwright.lower.term import (
     Var,
     binary,
     call,
+    inlined,
     integer,
     plus,
     substitute,
@@ -73,11 +74,7 @@ def _masked_from(loop: ir.Loop, live: frozenset[Resource]) -> Term | None:
 
 def defined(body: Sequence[ir.Statement]) -> dict[str, Term]:
     """What the names defined in a body stand for, in terms of what is defined outside of it."""
-    found: dict[str, Term] = {}
-    for node in body:
-        if isinstance(node, ir.Define):
-            found[node.name] = substitute(node.value, found)
-    return found
+    return inlined({node.name: node.value for node in body if isinstance(node, ir.Define)})
 
 
 def _scratch(loop: ir.Loop, live: frozenset[Resource]) -> set[str]:

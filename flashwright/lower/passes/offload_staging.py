@@ -16,7 +16,7 @@ from flashwright.check.program import Buffer, Key
 from flashwright.lower import ir
 from flashwright.lower.element import leaves
 from flashwright.lower.names import tile_name
-from flashwright.lower.passes.effects import effects
+from flashwright.lower.passes.effects import together
 from flashwright.lower.passes.rings import consuming, producing
 from flashwright.lower.term import At, walk
 
@@ -28,9 +28,8 @@ def offloaded(body: Body, rings: frozenset[Key], buffers: Mapping[Key, Buffer]) 
     that TMA fills, and besides that scalars and vectors that are read from global memory. A ring
     that consumers read, too, has a stage for what they still hold."""
     nodes = list(ir.flat(body))
-    others = {r for n in nodes if not isinstance(n, (ir.Loop, ir.Branch, ir.Restage))
-              for r in effects(n).reads}  # fmt: skip
-    rings = frozenset(k for k in rings if k not in others or buffers[k].stages > 1)
+    others = together(n for n in nodes if not isinstance(n, (ir.Loop, ir.Branch, ir.Restage)))
+    rings = frozenset(k for k in rings if k not in others.reads or buffers[k].stages > 1)
     moved = {n.dest for n in nodes if isinstance(n, ir.Move)}
     computed = {(a.buffer.name, "register") for n in nodes for a in _assigns(n) if a.buffer}
     filled = [n.dest for n in nodes if isinstance(n, ir.Fill) and n.window.line]
@@ -87,8 +86,7 @@ def sources(body: Body) -> frozenset[Key]:
 def late_sources(body: Body, consumers: Body, late: frozenset[Key]) -> frozenset[Key]:
     """The tiles that are needed one iteration late, by consumers and by those who make others of
     them."""
-    read = {r for n in ir.flat(consumers) if not isinstance(n, (ir.Loop, ir.Branch))
-            for r in effects(n).reads}  # fmt: skip
+    read = together(consumers).reads
     needs = {key: {key} & read for key in sources(body)}
     for node in _restages(body):
         needs[node.source].add(node.dest)
@@ -110,27 +108,15 @@ def for_consumers(body: Body) -> Body:
         return node
 
     changed = ir.changed(body, seen)
-    read = {r for n in ir.flat(changed) if not isinstance(n, (ir.Loop, ir.Branch))
-            for r in effects(n).reads}  # fmt: skip
     vectors = {name for n in _restages(body) for name in _vectors(n)}
-    unread = (sources(body) | vectors) - read
-    return _without(changed, unread)
+    unread = (sources(body) | vectors) - together(changed).reads
 
+    def needed(node: ir.Statement) -> ir.Statement | None:
+        load = isinstance(node, ir.Load) and node.dest in unread
+        fill = isinstance(node, ir.Fill) and tile_name(node.dest) in unread
+        return None if load or fill else node
 
-def _without(body: Body, unread: frozenset[Key | str]) -> Body:
-    out: list[ir.Statement] = []
-    for node in body:
-        if isinstance(node, ir.Loop):
-            node = replace(node, body=_without(node.body, unread))
-        elif isinstance(node, ir.Branch):
-            then, orelse = _without(node.then, unread), _without(node.orelse, unread)
-            node = replace(node, then=then, orelse=orelse)
-        if isinstance(node, ir.Load) and node.dest in unread:
-            continue
-        if isinstance(node, ir.Fill) and tile_name(node.dest) in unread:
-            continue
-        out.append(node)
-    return tuple(out)
+    return ir.changed(changed, needed)
 
 
 def for_helpers(body: Body, filled: frozenset[Key]) -> Body:

@@ -12,7 +12,7 @@ from flashwright.check.vocabulary import DTYPES
 from flashwright.lower import ir
 from flashwright.lower.passes.effects import exposed
 from flashwright.lower.report import NOT_AHEAD, LoopReport, Report
-from flashwright.lower.term import Term, Var, binary, integer, minus, plus, substitute
+from flashwright.lower.term import Term, Var, binary, inlined, integer, minus, plus, substitute
 
 
 def pipeline(
@@ -201,11 +201,3 @@ def _moved(node: ir.Load, lets: dict[str, Term], var: str, to: Term) -> ir.Load:
     """The copy as another round does it."""
     values = inlined(lets, {var: to})
     return node.moved(lambda x: substitute(x, values))
-
-
-def inlined(lets: Mapping[str, Term], values: Mapping[str, Term] | None = None) -> dict[str, Term]:
-    """What names stand for, each in terms of what is defined outside; `values` are put in."""
-    found = dict(values or {})
-    for name, value in lets.items():
-        found[name] = substitute(value, found)
-    return found
