@@ -29,20 +29,22 @@ from flashwright.judge.form import planned_shape
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.parse import parse
 from flashwright.lower.launch_plan import LaunchPlan, PlanTensor, evaluate
+from flashwright.lower.report import UNVERIFIED
 from flashwright.lower.translate import Translation, translate
 
 Array = NDArray[Any]
 
 KINDS = (
     *("agree", "wrong", "schedule", "hang", "race", "hazard", "uncompiled", "crash", "slow"),
-    *("refused", "untranslated", "unread", "unassembled"),
+    *("unverified", "refused", "untranslated", "unread", "unassembled"),
 )
 """agree: same outputs. wrong: others. schedule: two schedules of the asynchronous work give other
 bits. hang: a wait without end. race, hazard: the emulator's other findings. uncompiled: nvcc
 refuses the kernel. crash: an exception that is no Diagnostic. slow: a time limit. refused: by the
-checker or by the interpreter. untranslated: FW811. unread: PTX that the emulator cannot take.
+checker or by the interpreter. untranslated: FW811. unverified: FW820, the
+verifier refuses the schedule. unread: PTX that the emulator cannot take.
 unassembled: ptxas refuses the kernel, serialises its wgmma, or spills registers."""
-FAILURES = frozenset({"wrong", "schedule", "hang", "race", "hazard", "uncompiled", "crash", "slow"})
+FAILURES = frozenset(KINDS[1:10])
 SECONDS = 60.0  # for one step of one program
 _DISTURBED, _MORE = range(1, 3), range(3, 33)
 """Seeds of the disturbed runs, and of those that follow where an output differs from them: two runs
@@ -113,6 +115,9 @@ def prepare(case: Case) -> Prepared | Outcome:
                 return Outcome("refused", text[:300], code)
             step = "translate"
             made = translate(verdict.program, card, sparing=case.sparing)
+            for remark in made.report.remarks if made.report else ():
+                if remark.code == UNVERIFIED:
+                    return Outcome("unverified", remark.text[:300], f"{case.gpu} verifier")
             return Prepared(case, verdict.program, made)
     except Failed as failed:
         first = failed.diagnostics[0]

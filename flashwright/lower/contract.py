@@ -48,7 +48,7 @@ def contract(program: Program, gpu: Gpu, flavour: Flavour = "full") -> Contract:
     Where our own translation needs no more than pointers and strides, both flavours are the same.
     """
     made_for = gpu if flavour == "full" else replace(gpu, wgmma=False)
-    printer, plan = prepared(program, made_for)
+    printer, plan, _ = prepared(program, made_for)
     notes = "\n".join(f"- {note}" for note in _notes(printer, plan, gpu)) + "\n"
     return Contract(printer.opening(plan.shared).source, plan, notes, flavour, gpu)
 

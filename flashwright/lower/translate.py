@@ -6,24 +6,27 @@ from dataclasses import dataclass, replace
 
 from flashwright.check.program import Key, Program
 from flashwright.gpu import MOST_REGISTERS, REGISTER_UNIT, Gpu
+from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.nodes import Copy, For, statements
 from flashwright.lower import ir
 from flashwright.lower.frontend.lowering import lower
 from flashwright.lower.launch_plan import LaunchPlan
 from flashwright.lower.names import Names, reserved
+from flashwright.lower.passes.bad_ir import BadIR
 from flashwright.lower.passes.partial_sums import keep_partial
 from flashwright.lower.passes.place_barriers import Travel, synchronise
 from flashwright.lower.passes.prefetch import pipeline
 from flashwright.lower.passes.specialize_warps import ring_offsets, specialized
-from flashwright.lower.passes.verify import Verifier
+from flashwright.lower.passes.verify import Verifier, strict
 from flashwright.lower.plan import make_plan, ordered, rounds
 from flashwright.lower.printing.kernel import Printer, register_counts
-from flashwright.lower.report import NOT_AHEAD, Report
+from flashwright.lower.report import NOT_AHEAD, UNVERIFIED, Report
 from flashwright.lower.source_map import SourceMap, source_map
 from flashwright.lower.targets.atoms import shared_layout, wide_tiles
 from flashwright.lower.targets.shared_memory import room_offset
 
 FULL = 240  # of the 255 registers of a thread: beyond that, fetching ahead makes it spill
+REPORT_IT = "the program is right, the translator is not: please report it with the program"
 SPARE_REGISTERS = 64  # of a thread, beside its tiles: addresses, operands on their way
 
 
@@ -43,17 +46,38 @@ def translate(program: Program, gpu: Gpu, sparing: bool = False) -> Translation:
 
     A `sparing` kernel needs fewer registers and is a little slower.
     """
-    report = Report(sparing=sparing)
-    printer, plan = prepared(program, gpu, sparing, report)
+    printer, plan, report = prepared(program, gpu, sparing)
     printed = printer.print()
     return Translation(printed.source, source_map(printed.lines), plan, report)
 
 
 def prepared(
-    program: Program, gpu: Gpu, sparing: bool = False, report: Report | None = None
-) -> tuple[Printer, LaunchPlan]:
-    """All that is decided before a line is printed, and how the kernel will be launched."""
-    report = report or Report()
+    program: Program, gpu: Gpu, sparing: bool = False
+) -> tuple[Printer, LaunchPlan, Report]:
+    """All that is decided before a line is printed, how the kernel will be launched, and the path
+    that it takes.
+
+    A schedule that the verifier refuses, a mistake of ours, gives way to a simpler one: mma.sync
+    instead of wgmma, then plain copies instead of asynchronous ones. The report says so.
+    """
+    mistakes: list[BadIR] = []
+    plain = replace(gpu, wgmma=False)
+    for simpler in dict.fromkeys((gpu, plain, replace(plain, cp_async=False))):
+        report = Report(sparing=sparing)
+        for bad in mistakes:
+            report.remark(UNVERIFIED, f"a simpler schedule is taken: {bad}", bad.lines, REPORT_IT)
+        try:
+            return *_prepared(program, simpler, report), report
+        except BadIR as bad:
+            if strict():
+                raise
+            mistakes.append(bad)
+    text = f"no schedule keeps the translator's own rules: {mistakes[-1]}"
+    raise Failed(Diagnostic("FW811", text, help=REPORT_IT))
+
+
+def _prepared(program: Program, gpu: Gpu, report: Report) -> tuple[Printer, LaunchPlan]:
+    sparing = report.sparing
     report.copies = "cp.async" if gpu.cp_async else "registers"
     kernel = lower(program)
     verifier = Verifier(program, kernel.grid)

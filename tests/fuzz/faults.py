@@ -327,6 +327,7 @@ def outcomes(package: Path, seeds: Sequence[int], gpus: Sequence[str], out: Path
     command = [sys.executable, "-m", "flashwright", "fuzz", "--seeds", span]
     command += ["--gpu", ",".join(gpus), "--out", str(out), "--jobs", "1"]
     env = {**os.environ, "PYTHONPATH": str(package), "PYTHONDONTWRITEBYTECODE": "1"}
+    env["FLASHWRIGHT_VERIFY"] = "0"  # the kernels and the interpreter alone are to tell
     subprocess.run(command, cwd=package, env=env, stdout=subprocess.DEVNULL, check=False)
     return {line["seed"]: line["kind"] for line in read(out) if line["seed"] in set(seeds)}
 

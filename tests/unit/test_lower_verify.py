@@ -12,6 +12,9 @@ import pytest
 from flashwright import gpu as gpus
 from flashwright.check.check import check
 from flashwright.check.program import Program
+from flashwright.fuzz.case import load
+from flashwright.fuzz.oracle import Outcome, prepare
+from flashwright.lang.diagnostic import Failed
 from flashwright.lang.parse import parse
 from flashwright.lower import ir
 from flashwright.lower.element import Leaf, variable
@@ -20,7 +23,7 @@ from flashwright.lower.passes.bad_ir import BadIR
 from flashwright.lower.passes.verify import Verifier, enabled
 from flashwright.lower.passes.verify_rings import verify_groups
 from flashwright.lower.term import Var, plus
-from flashwright.lower.translate import prepared, schedule
+from flashwright.lower.translate import prepared, schedule, translate
 
 CASES = Path(__file__).parents[1] / "cases"
 Body = tuple[ir.Statement, ...]
@@ -75,7 +78,7 @@ def front(name: str = "let_in_loop") -> tuple[Verifier, Body]:
 def hopper(name: str = "let_in_loop") -> tuple[Verifier, Program, ir.Roles]:
     made = program(name)
     kernel = lower(made)
-    printer, _ = prepared(made, gpus.find("h200"))
+    printer, *_ = prepared(made, gpus.find("h200"))
     (roles,) = printer.kernel.body
     assert isinstance(roles, ir.Roles)
     return Verifier(made, kernel.grid, kernel.body, on=True), printer.program, roles
@@ -379,3 +382,57 @@ def test_kept_vector_has_the_name_of_its_maker() -> None:
     made = [n for n in ir.flat(roles.readers) if isinstance(n, ir.Compute) and n.kept]
     for node in made:
         assert set(node.kept) <= {variable(a.target) for a in node.assigns}
+
+
+# --- what the translator does then ------------------------------------------------------------
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, stages: set[str]) -> None:
+    """Lets the verifier refuse what these schedules give."""
+    monkeypatch.delenv("FLASHWRIGHT_VERIFY")
+
+    def roles(self: Verifier, roles: ir.Roles, program: Program) -> None:
+        if "roles" in stages:
+            raise BadIR("warp specialization", roles.readers[0], "planted")
+
+    def scheduled(self: Verifier, body: Body, asynchronous: bool) -> Body:
+        if ("cp.async" if asynchronous else "registers") in stages:
+            raise BadIR("barriers", body[0], "planted")
+        return body
+
+    monkeypatch.setattr(Verifier, "roles", roles)
+    monkeypatch.setattr(Verifier, "scheduled", scheduled)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "stages", "path"),
+    [
+        ("h200", {"roles"}, ("mma.sync", "cp.async")),
+        ("h200", {"roles", "cp.async"}, ("mma.sync", "registers")),
+        ("a100", {"cp.async"}, ("mma.sync", "registers")),
+    ],
+)
+def test_refused_schedule_gives_way_to_a_simpler_one(
+    monkeypatch: pytest.MonkeyPatch, gpu: str, stages: set[str], path: tuple[str, str]
+) -> None:
+    refusing(monkeypatch, stages)
+    report = translate(program("let_in_loop", gpu), gpus.find(gpu)).report
+    assert report is not None
+    assert (report.products, report.copies) == path
+    told = [r for r in report.remarks if r.code == "FW820"]
+    assert len(told) == len(stages)
+    assert all("planted" in r.text and r.lines for r in told)
+
+
+def test_without_any_schedule_left_the_program_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing(monkeypatch, {"roles", "cp.async", "registers"})
+    with pytest.raises(Failed, match="FW811: no schedule keeps") as found:
+        translate(program("let_in_loop"), gpus.find("h200"))
+    assert "report" in (found.value.diagnostics[0].help or "")
+
+
+def test_fuzzer_counts_a_refused_schedule_as_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusing(monkeypatch, {"roles"})
+    outcome = prepare(load(CASES / "let_in_loop.tl"))
+    assert isinstance(outcome, Outcome)
+    assert (outcome.kind, outcome.failed) == ("unverified", True)

@@ -16,4 +16,5 @@ class BadIR(Exception):
         self.stage = stage
         self.node = node
         self.text = text
+        self.lines = lines
         self.line = lines[0] if lines else None

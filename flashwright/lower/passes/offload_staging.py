@@ -9,7 +9,7 @@ consumers wait for Vg as for any tile, and go on with softmax meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from flashwright.check.program import Buffer, Key
@@ -119,7 +119,7 @@ def for_consumers(body: Body) -> Body:
     return ir.changed(changed, needed)
 
 
-def for_helpers(body: Body, filled: frozenset[Key]) -> Body:
+def for_helpers(body: Body, filled: frozenset[Key], ordered: Callable[[Body], Body]) -> Body:
     """What the warps beside the loader do: they fill these tiles, and take what they need of it
     from the rings that TMA fills."""
-    return consuming(producing(body, filled | sources(body)), set(sources(body)))
+    return consuming(ordered(producing(body, filled | sources(body))), set(sources(body)))

@@ -92,7 +92,8 @@ def specialized(
     produced = _in_need_order(producing(body, keys - helped), late)
     loader = ir.changed(produced, lambda node: landed(node, turned))
     helping = ir.changed(body, lambda node: _by_helpers(node, turned, helped))
-    helpers = for_helpers(_in_need_order(helping, late), turned | helped | made(body))
+    filled = turned | helped | made(body)
+    helpers = for_helpers(helping, filled, lambda part: _in_need_order(part, late))
     helpers = ir.changed(helpers, lambda node: _staged(node, keys, more))
     report.products, report.copies = "wgmma", "TMA" if keys - helped else "three warps"
     report.persistent = program.schedule.persistent
