@@ -102,7 +102,7 @@ class _Writer:
         for one in plan.maps:
             index = names.index(one.tensor)
             self.numbers += [index, _MAP_TYPES[plan.tensors[index].dtype]]
-            self.numbers += [SWIZZLES.index(one.swizzle), *one.box]
+            self.numbers += [SWIZZLES.index(one.swizzle), one.optional, *one.box]
 
     def tensor(self, tensor: PlanTensor) -> None:
         self.words += [tensor.name, tensor.dtype]
@@ -190,7 +190,7 @@ def _wrong_map(one: PlanMap, tensor: PlanTensor) -> Iterator[str]:
     if tensor.flat and not (_is_number(last) and int(last[0]) * size % _TMA_BYTES == 0):
         # Its strides are its sizes, which no launcher can look after.
         yield f"{of} is of a flat tensor whose rows are not a multiple of {_TMA_BYTES} bytes long"
-    if tensor.vector < 1 or tensor.vector * size % _TMA_BYTES:
+    if not one.optional and (tensor.vector < 1 or tensor.vector * size % _TMA_BYTES):
         # It is the vector that has the launcher see to the address and the strides.
         yield f"{of} needs a vector of {_TMA_BYTES // size}, not {tensor.vector}"
     inner = one.box[-1] * size

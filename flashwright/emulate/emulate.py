@@ -31,7 +31,7 @@ GAP = 1 << 20  # bytes between two tensors: whoever runs over the end of one hit
 SMS = 3  # few, so that the blocks of a kernel that stays take several of the grid's each
 _ROOM = 256
 _SWIZZLES = {0: "none", 32: "32B", 64: "64B", 128: "128B"}
-_TMA_UNIT = 16
+_TMA_UNIT, _MAP_BYTES = 16, 128
 _ZEROS = np.zeros(_TMA_UNIT, np.uint8)  # in place of a tensor without elements
 
 
@@ -204,7 +204,12 @@ def _memory(
     maps = b""
     for one in plan.maps:
         place = bases[one.tensor], zeros
-        maps += _map(one, tensors[one.tensor], arrays[one.tensor], dims, place)
+        try:
+            maps += _map(one, tensors[one.tensor], arrays[one.tensor], dims, place)
+        except ValueError:
+            if not one.optional:
+                raise
+            maps += bytes(_MAP_BYTES)
     packed = maps + packed
     return regions, packed.ljust(-(-len(packed) // 64) * 64, b"\0")
 

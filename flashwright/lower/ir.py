@@ -137,6 +137,7 @@ class Load(Node):
     stage: Term | None = None
     pieces: tuple[Piece, ...] = ()
     helped: bool = False  # by the warps beside the loader, where TMA cannot
+    either: bool = False  # by TMA or by them: whether TMA can, only the call shows
 
     @property
     def windows(self) -> tuple[Window, ...]:
@@ -185,21 +186,6 @@ class Fill(Node):
     dest: Key
     window: Window
     helped: bool = False  # by the warps beside the loader: an element at a time, where it is used
-
-
-@dataclass(frozen=True)
-class FillAhead(Node):
-    """The loads of a Fill are issued; FillDone waits for them."""
-
-    dest: Key
-    window: Window
-
-
-@dataclass(frozen=True)
-class FillDone(Node):
-    """What was loaded ahead is put into its tile."""
-
-    dest: Key
 
 
 @dataclass(frozen=True)
@@ -400,7 +386,7 @@ class Roles(Node):
 
 
 Statement = (
-    Define | Load | Put | Commit | Wait | Barrier | Fill | FillAhead | FillDone | Store | Move
+    Define | Load | Put | Commit | Wait | Barrier | Fill | Store | Move
     | Restage | Gemm | Operand | Compute
     | Loop | Branch | Await | Release | Refill | Drain | Sync | Roles | Open | Start | Finish
     | Turn | Transpose
@@ -453,9 +439,11 @@ def defined_names(body: tuple[Statement, ...]) -> set[str]:
 
 
 def changed(
-    body: tuple[Statement, ...], change: Callable[[Statement], Statement | None]
+    body: tuple[Statement, ...],
+    change: Callable[[Statement], Statement | tuple[Statement, ...] | None],
 ) -> tuple[Statement, ...]:
-    """The statements, each but loops and branches put through a change; None leaves one out."""
+    """The statements, each but loops and branches put through a change, which may give several or
+    none."""
     out: list[Statement] = []
     for node in body:
         if isinstance(node, Loop):
@@ -464,5 +452,5 @@ def changed(
             then, orelse = (changed(part, change) for part in (node.then, node.orelse))
             out.append(replace(node, then=then, orelse=orelse))
         elif (new := change(node)) is not None:
-            out.append(new)
+            out += new if isinstance(new, tuple) else (new,)
     return tuple(out)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -75,6 +76,9 @@ class PlanMap(BaseModel):
     box: tuple[int, ...]
     swizzle: int
     """In bytes: 0 (none), 32, 64 or 128."""
+    optional: bool = False
+    """Of a tensor that TMA can load only if its address and strides, which are the caller's, are
+    multiples of 16 bytes: otherwise the map is 128 zeros, and the kernel copies in another way."""
 
 
 class LaunchPlan(BaseModel):
@@ -97,7 +101,10 @@ class LaunchPlan(BaseModel):
 
     def dump(self) -> str:
         """As JSON, one short line for each tensor's axis."""
-        unsaid = {name for name in ("maps", "stays") if not getattr(self, name)}
+        unsaid: dict[str, Any] = {n: True for n in ("maps", "stays") if not getattr(self, n)}
+        if self.maps:
+            always = (n for n, one in enumerate(self.maps) if not one.optional)
+            unsaid["maps"] = {n: {"optional"} for n in always}
         return self.model_dump_json(indent=1, exclude=unsaid) + "\n"
 
     def blocks(self, dims: Mapping[str, int], sms: int) -> tuple[int, ...]:

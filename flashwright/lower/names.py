@@ -44,11 +44,6 @@ def tile_name(key: Key) -> str:
     return cpp(key[0]) if key[1] == "register" else f"{key[0]}_{key[1]}"
 
 
-def early_name(key: Key) -> str:
-    """What is on its way to a tile in registers."""
-    return f"{tile_name(key)}_early"
-
-
 def ring_name(key: Key) -> str:
     """The ring of stages of a shared tile."""
     return f"{tile_name(key).removesuffix('_shared')}_ring"
@@ -57,6 +52,11 @@ def ring_name(key: Key) -> str:
 def map_name(key: Key, column: int = 0) -> str:
     """What TMA knows of the tensor that a shared tile is filled from, at a column."""
     return f"{tile_name(key).removesuffix('_shared')}_map" + (f"_{column}" if column else "")
+
+
+def by_tma(key: Key) -> str:
+    """Whether TMA fills a tile of which only the call shows whether it can."""
+    return f"{tile_name(key).removesuffix('_shared')}_by_tma"
 
 
 MapKey = tuple[Key, int, str]  # the tile, the column, the tensor

@@ -26,7 +26,7 @@ from flashwright.lower.launch_plan import (
 from flashwright.lower.names import cpp
 from flashwright.lower.printing.rules import in_lines
 from flashwright.lower.targets.swizzle import swizzle_bytes
-from flashwright.lower.targets.tensor_maps import loaded_pieces
+from flashwright.lower.targets.tensor_maps import either, loaded_pieces
 from flashwright.lower.term import Term, Var, binary, call, integer
 
 BYTES_AT_ONCE = 16
@@ -63,7 +63,9 @@ def _maps(program: Program, kernel: ir.Kernel) -> Iterator[PlanMap]:
         size = DTYPES[buffer.dtype]
         swizzle = swizzle_bytes(cols * size)
         outer = len(piece.window.coordinates) - 2
-        yield PlanMap(tensor=tensor, box=(*(1,) * outer, rows, swizzle // size), swizzle=swizzle)
+        box = (*(1,) * outer, rows, swizzle // size)
+        optional = key in either(kernel.body)
+        yield PlanMap(tensor=tensor, box=box, swizzle=swizzle, optional=optional)
 
 
 def _counts(program: Program) -> tuple[Postfix, ...]:

@@ -145,6 +145,25 @@ def test_what_the_driver_refuses_is_refused(program: Program) -> None:
         load(program, tight, (0, 0, 0))
 
 
+def test_an_optional_map_is_zeros_there() -> None:
+    """A kernel that asks whether it has one goes on without."""
+    plan = PLAN.model_copy(update={"maps": (PLAN.maps[0].model_copy(update={"optional": True}),)})
+    asks = """
+    ld.param.b64 %value, [p];
+    ld.param.b64 %out, [p+160];
+    setp.ne.b64 %done, %value, 0;
+    selp.b64 %value, 1, 2, %done;
+    st.global.b64 [%out], %value;
+    ret;
+    """
+    program = prepare(PTX.replace("mov.u32 %t, %tid.x;", asks), "attention")
+    even, odd = np.zeros((2, 13, 24), np.float16), np.zeros((2, 13, 25), np.float16)[..., :24]
+    for x, said in ((even, 1), (odd, 2)):
+        out = np.zeros((8, 16), np.float16)
+        run(program, plan, {"X": x, "O": out}, {"batch": 2, "length": 13, "b": 0, "l": 0, "d": 0})
+        assert out.view(np.int64)[0, 0] == said
+
+
 # --- the kernel of tests/gpu, so that it is right before it meets a GPU -----------------------
 
 

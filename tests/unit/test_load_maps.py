@@ -201,10 +201,40 @@ def test_the_numbers_of_the_types() -> None:
         changes = {"dtype": dtype, "vector": 16}
         tensors = tuple(t.model_copy(update=changes) for t in ATTENTION)
         box = PlanMap(tensor="K", box=(1, 1, 64, 16), swizzle=64)
-        assert encode(make_plan(tensors=tensors, maps=(box,))).numbers[-8:] == (
-            *(1, 1, number, 2),
+        assert encode(make_plan(tensors=tensors, maps=(box,))).numbers[-9:] == (
+            *(1, 1, number, 2, False),
             *(1, 1, 64, 16),
         )
+
+
+# --- maps that there may not be ---------------------------------------------------------------
+
+
+def _rows_of(length: int, apart: int, begin: int = 0) -> Tensor:
+    """Three rows of so many elements, so far apart in memory, from an element on."""
+    memory = np.zeros(begin + 3 * apart + 8, np.float16)
+    memory = memory[(-(memory.ctypes.data // 2) % 8) :]  # from a multiple of 16 bytes on
+    strided = np.lib.stride_tricks.as_strided(memory[begin:], (3, length), (2 * apart, 2))
+    return Tensor(strided)
+
+
+@on_fake_gpu
+def test_an_optional_map_is_zeros_where_tma_cannot_load_the_tensor() -> None:
+    driver = Driver()
+    tensors = (plan_tensor("X", "B:batch L:length"), plan_tensor("O", "B:batch L:length"))
+    run = small(*tensors, maps=(PlanMap(tensor="X", box=(16, 8), swizzle=0, optional=True),))
+    for what, given, fits in (
+        ("even", _rows_of(40, 40), True),
+        ("padded", _rows_of(33, 40), True),
+        ("broadcast", _rows_of(40, 0), True),
+        ("odd rows", _rows_of(33, 33), False),
+        ("odd stride", _rows_of(40, 44), False),
+        ("odd address", _rows_of(40, 40, begin=4), False),
+        ("turned", Tensor(np.zeros((40, 3), np.float16).T), False),
+    ):
+        run(given, out=tensor(*given.array.shape))
+        (found,) = driver.parameters("128s")
+        assert found == (bytes([0xC0]) * 128 if fits else bytes(128)), what
 
 
 # --- tensors without elements -----------------------------------------------------------------

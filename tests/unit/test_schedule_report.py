@@ -122,7 +122,7 @@ def said(text: str, gpu: str) -> list[str]:
 PINS: dict[tuple[str, str], tuple[str, str]] = {
     ("bias_prefix", "h200"): (
         "wgmma, TMA, persistent; loop 28: overlapped, masked iterations split",
-        "FW818:29 FW818:30 FW815:32",
+        "FW818:29 FW818:30 FW813:31 FW815:32",
     ),
     ("bias_prefix", "a100"): (
         "mma.sync, cp.async; loop 28: copies do not run ahead",

@@ -57,7 +57,7 @@ struct Given {
 
 // TMA's unit in bytes: addresses and strides are multiples of it. The vectors of tensors that have maps are
 // at least as wide (encode.py sees to that), so that what fits the plan fits TMA.
-constexpr uint64_t kTmaUnit = 16;
+constexpr uint64_t kTmaUnit = 16, kFarthest = uint64_t{1} << 40;
 
 class Call {
  public:
@@ -107,6 +107,10 @@ class Call {
         view *= sizes[i];
       }
       if (empty) sizes.fill(1), strides.fill(kTmaUnit);
+      if (map.optional && !empty && !fits_tma(plan, given, sizes, strides, rank)) {
+        std::memset(packed_[m].bytes, 0, kMapBytes);
+        continue;
+      }
       Result result = map_driver().cuTensorMapEncodeTiled(
           packed_[m].bytes, map.type, static_cast<uint32_t>(rank), empty ? zeros() : given.address(),
           sizes.data(), strides.data() + 1, map.box.data(), every.data(), kNoInterleave, map.swizzle,
@@ -322,6 +326,16 @@ class Call {
     uint64_t count = 1;
     for (int a = 0; a < tensor.ndim; ++a) count *= tensor.shape[a];
     return count;
+  }
+
+  // Whether the address and all strides are multiples of TMA's unit, and the last axis is contiguous.
+  using MapSizes = std::array<uint64_t, kMaxMapAxes>;
+  static bool fits_tma(const TensorPlan& plan, const Given& given, const MapSizes& sizes,
+                       const MapSizes& strides, size_t rank) {
+    bool fits = reinterpret_cast<uintptr_t>(given.address()) % kTmaUnit == 0;
+    fits = fits && (sizes[0] == 1 || strides[0] * 8 == static_cast<uint64_t>(plan.bits));
+    for (size_t i = 1; i < rank; ++i) fits = fits && strides[i] % kTmaUnit == 0 && strides[i] < kFarthest;
+    return fits;
   }
 
   static string map_of(const TensorPlan& plan, const Given& given) {

@@ -98,6 +98,7 @@ inline size_t map_rank(const TensorPlan& tensor) { return tensor.axes.size() + t
 struct MapPlan {
   size_t tensor;                            // which of the plan's
   int type, swizzle;                        // CUtensorMapDataType, CUtensorMapSwizzle
+  bool optional;                            // zeros where TMA cannot load what the caller gives
   std::array<uint32_t, kMaxMapAxes> box{};  // the last axis first, as the driver wants it
 };
 
@@ -146,6 +147,7 @@ class Reader {
     MapPlan map;
     map.tensor = static_cast<size_t>(number());
     map.type = static_cast<int>(number()), map.swizzle = static_cast<int>(number());
+    map.optional = number() != 0;
     for (size_t a = map_rank(tensors[map.tensor]); a-- > 0;) {
       map.box[a] = static_cast<uint32_t>(number());
     }

@@ -149,20 +149,23 @@ __device__ To converted(From x) {
 // Element by element, for tiles that may end within a row or get another type; rows and columns outside become 0.
 template <int Threads, class Tile, class T, class Rows, class Cols>
 __device__ void copy_elements(Tile dst, GlobalTile<T> src, Rows rows, Cols cols, int thread = threadIdx.x) {
-  constexpr int at_once = 8;  // asked for before the first of them is needed
+  constexpr int across = (Tile::cols + 31) / 32, at_once = across < 4 ? across : 4;  // asked for before the first is needed
   auto to = dst.tensor();
-  for (int first = thread; first < Tile::rows * Tile::cols; first += at_once * Threads) {
-    T held[at_once];
-    CUTE_UNROLL
-    for (int n = 0; n < at_once; ++n) {
-      int const i = first + n * Threads, row = i / Tile::cols, col = i % Tile::cols;
-      held[n] = inside(row, rows) && row < Tile::rows && inside(col, cols) ? *src.at(row, col) : T(0);
-    }
-    CUTE_UNROLL
-    for (int n = 0; n < at_once; ++n) {
-      int const i = first + n * Threads;
-      if (i < Tile::rows * Tile::cols) {
-        to(i / Tile::cols, i % Tile::cols) = converted<typename Tile::value_type>(held[n]);
+  CUTE_NO_UNROLL
+  for (int row = thread / 32; row < Tile::rows; row += Threads / 32) {
+    bool const there = inside(row, rows);
+    CUTE_NO_UNROLL
+    for (int first = thread % 32; first < Tile::cols; first += 32 * at_once) {
+      T held[at_once];
+      CUTE_UNROLL
+      for (int n = 0; n < at_once; ++n) {
+        int const col = first + 32 * n;
+        held[n] = there && col < Tile::cols && inside(col, cols) ? *src.at(row, col) : T(0);
+      }
+      CUTE_UNROLL
+      for (int n = 0; n < at_once; ++n) {
+        int const col = first + 32 * n;
+        if (col < Tile::cols) to(row, col) = converted<typename Tile::value_type>(held[n]);
       }
     }
   }

@@ -9,6 +9,14 @@ namespace fw {
 // What TMA has to know of a tensor in global memory: the driver's CUtensorMap, filled in by the launcher.
 struct alignas(64) Map {
   uint64_t opaque[16];
+
+  // Whether there is one: where TMA cannot load what the caller has given, the launcher leaves zeros.
+  __device__ bool given() const {
+    uint64_t any = 0;
+    CUTE_UNROLL
+    for (int n = 0; n < 16; ++n) any |= opaque[n];
+    return any != 0;
+  }
 };
 
 __device__ inline void mbarrier_init(uint32_t barrier, int arrivals) {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from flashwright.lower import ir
 from flashwright.lower.element import Element, Leaf, Op, Reduce, variable
@@ -53,9 +54,8 @@ def _masked_from(loop: ir.Loop, live: frozenset[Resource]) -> Term | None:
         if isinstance(n, ir.Operand)
         or (isinstance(n, ir.Compute) and not any(total(n, step) for step in steps))
     ]
-    fills = (ir.Fill, ir.FillAhead, ir.FillDone)
-    plain = (ir.Await, ir.Release, ir.Define, ir.Gemm, ir.Operand, ir.Compute, *fills)
-    if not all(isinstance(n, plain) for n in loop.body):
+    plain = (ir.Await, ir.Release, ir.Define, ir.Gemm, ir.Operand, ir.Compute, ir.Fill)
+    if not all(isinstance(n, plain) or _loads(n) for n in loop.body):
         return None
     lets = defined(loop.body)
     scratch = _scratch(loop, live)
@@ -70,6 +70,11 @@ def _masked_from(loop: ir.Loop, live: frozenset[Resource]) -> Term | None:
                 if hidden and loop.var not in variables(end) and idle(work, node, scratch):
                     return call("ceil_div", end, step, type="int")
     return None
+
+
+def _loads(node: ir.Statement) -> TypeGuard[ir.Move]:
+    """Whether a tile comes from shared memory to registers."""
+    return isinstance(node, ir.Move) and node.dest[1] == "register" and not node.operand
 
 
 def defined(body: Sequence[ir.Statement]) -> dict[str, Term]:
@@ -91,7 +96,7 @@ def _only_scratch(loop: ir.Loop, scratch: Set[str]) -> bool:
     operands = {n.target for n in loop.body if isinstance(n, ir.Operand)}
     lasting: set[str] = set()
     for node in loop.body:
-        if isinstance(node, (ir.Fill, ir.FillDone)):
+        if isinstance(node, ir.Fill) or _loads(node):
             lasting.add(tile_name(node.dest))
         if isinstance(node, ir.Gemm) and node.left not in operands:
             lasting.add(tile_name(node.target))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from flashwright.check.program import Key
 from flashwright.lower import ir
 from flashwright.lower.element import Element, leaves, variable
-from flashwright.lower.names import early_name, operand_name, tile_name
+from flashwright.lower.names import operand_name, tile_name
 from flashwright.lower.term import At, Term, Var, walk
 
 Resource = str | Key
@@ -63,10 +63,6 @@ def effects(node: ir.Statement) -> Effects:
             return Effects(frozenset([tile_name(source)])) | _writing(operand_name(target))
         case ir.Fill(dest, window):
             return _window(window) | _writing(tile_name(dest))
-        case ir.FillAhead(dest, window):
-            return _window(window) | _writing(early_name(dest))
-        case ir.FillDone(dest):
-            return Effects(frozenset([early_name(dest)])) | _writing(tile_name(dest))
         case ir.Load(dest):
             return _reading(*(t for w in node.windows for t in w.terms)) | _writing(dest)
         case ir.Store(source, window):

@@ -164,7 +164,7 @@ def _only_grows(node: ir.Branch, held: Leaf, folds: int) -> bool:
     """Whether a running maximum is changed by its folds alone."""
     nodes = list(ir.flat((node,)))
     assigns = [a for n in nodes if isinstance(n, ir.Compute) for a in n.assigns]
-    fills = (ir.Fill, ir.FillDone)
+    fills = (ir.Fill, ir.Move)
     filled = any(isinstance(n, fills) and tile_name(n.dest) == variable(held) for n in nodes)
     return not filled and sum(a.target == held for a in assigns) == folds
 

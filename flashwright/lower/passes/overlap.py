@@ -277,13 +277,12 @@ def _head(graph: Graph, stage0: list[int], early: set[int], bound: set[int]) -> 
     of the iteration before is not hurried."""
     needed = set().union(*(graph.before[n] for n in early)) - early
     waits = bound | graph.after(bound)
-    loads = (ir.Fill, ir.FillAhead)
-    light = (ir.Define, *loads)
+    light = (ir.Define, ir.Fill)
     above = {n for n in stage0 if n < min(early) and isinstance(graph.items[n].node, light)} - waits
     fills = {
         n
         for n in stage0
-        if isinstance(graph.items[n].node, loads)
+        if isinstance(graph.items[n].node, ir.Fill)
         and all(isinstance(graph.items[k].node, (*light, ir.Await)) for k in graph.before[n])
     }
     closed = needed | above | fills

@@ -11,7 +11,6 @@ from flashwright.lower import ir
 from flashwright.lower.element import Leaf
 from flashwright.lower.names import Names, tile_name
 from flashwright.lower.passes.early_exit import defined, own_end
-from flashwright.lower.passes.early_fills import with_early_fills
 from flashwright.lower.passes.effects import Resource, effects, live_before
 from flashwright.lower.passes.overlap import Pipelined, Reason, pipelined
 from flashwright.lower.report import (
@@ -89,7 +88,6 @@ class SoftwarePipeline:
         off = ir.Origin(param_lines(self.program.tree, "Overlap"))
         found: Pipelined | Reason = Reason("`param Overlap = 0`", off)
         sifted = _sifted(loop)
-        sifted = replace(sifted, body=with_early_fills(sifted.body, self.program))
         if self.overlap:
             found = pipelined(sifted, lambda key: _is_zero(before, key), self.names, self.turns)
         line = loop.origin.lines[0] if loop.origin.lines else 0

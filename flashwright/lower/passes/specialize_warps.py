@@ -7,15 +7,16 @@ transposed on their way (fp8_transpose.py), it is written out a third time, for 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from flashwright.check.program import Key, Program
 from flashwright.check.vocabulary import DTYPES
 from flashwright.gpu import Gpu
 from flashwright.lower import ir
 from flashwright.lower.names import Names, ring_name
+from flashwright.lower.passes.fills_by_tma import through_rings
 from flashwright.lower.passes.fp8_sums import can_step, in_steps, long_sums, with_steps
-from flashwright.lower.passes.fp8_transpose import can_turn, landed, turned_tiles, turning
+from flashwright.lower.passes.fp8_transpose import landed, turned_tiles, turning
 from flashwright.lower.passes.fuse_staging import fuse_staging
 from flashwright.lower.passes.integer_maxima import by_threes
 from flashwright.lower.passes.offload_staging import (
@@ -33,19 +34,15 @@ from flashwright.lower.passes.verify import Verifier
 from flashwright.lower.passes.wgmma_groups import asynchronous
 from flashwright.lower.report import (
     NO_PING_PONG,
-    NO_TMA,
     NO_WGMMA,
     NOT_PERSISTENT,
     ParamEdit,
     Report,
     param_lines,
 )
+from flashwright.lower.targets.hopper import copies, line_of
 from flashwright.lower.targets.shared_memory import BARRIERS, with_room, with_two_stages
 from flashwright.lower.term import ZERO, RingStage, Term
-
-WIDEST = 256  # columns of one wgmma
-MOST_GROUPS = 3
-MOST_AXES = 5  # of a tensor map
 
 
 def specialized(
@@ -59,8 +56,8 @@ def specialized(
 ) -> tuple[Program, ir.Roles] | None:
     """The roles, and the program with the tiles that they need besides; None if the program cannot
     use wgmma and TMA, for reasons that the report then has. `sparing` ones need fewer registers."""
-    helped = _helped(program, body, report) if gpu.wgmma else None
-    if helped is None:
+    who = copies(program, body, report) if gpu.wgmma else None
+    if who is None:
         return None
     turned, sums = turned_tiles(program, body), long_sums(program, body)
     if not can_step(program, sums):
@@ -73,10 +70,12 @@ def specialized(
     more = with_room(with_steps(program, sums), gpu, turned)
     if more is None:
         text = "no wgmma: shared memory has no room to transpose an fp8 tile in"
-        report.remark(NO_WGMMA, text, _line_of(body, ir.Load))
+        report.remark(NO_WGMMA, text, line_of(body, ir.Load))
         return None
-    verifier = verifier or Verifier(program, (), on=False)
-    body = in_exponent(in_steps(program, _trimmed(program, body), sums))
+    more, body, who = through_rings(more, gpu, body, who, report)
+    helped = who.helped | who.either
+    verifier = replace(verifier or Verifier(program, (), on=False), meant=body)
+    body = in_exponent(in_steps(more, _trimmed(more, body), sums))
     body = verifier(body, "fp8 sums", more)
     keys = {n.dest for n in ir.flat(body) if isinstance(n, ir.Load)}
     rings = frozenset(keys) - helped - turned
@@ -89,13 +88,14 @@ def specialized(
         consumers = by_threes(more, gpu, consumers)
         verifier.products(consumers, "integer maxima", more)
     late = {var: late_sources(body, seen, tiles) for var, tiles in late.items()}
-    produced = _in_need_order(producing(body, keys - helped), late)
+    body = ir.changed(body, lambda node: _either(node, who.either))
+    produced = _in_need_order(producing(body, keys - who.helped), late)
     loader = ir.changed(produced, lambda node: landed(node, turned))
     helping = ir.changed(body, lambda node: _by_helpers(node, turned, helped))
     filled = turned | helped | made(body)
     helpers = for_helpers(helping, filled, lambda part: _in_need_order(part, late))
     helpers = ir.changed(helpers, lambda node: _staged(node, keys, more))
-    report.products, report.copies = "wgmma", "TMA" if keys - helped else "three warps"
+    report.products, report.copies = "wgmma", "TMA" if keys - who.helped else "three warps"
     report.persistent = program.schedule.persistent
     if not report.persistent:
         text = "the kernel is not persistent: `param Persistent = 0`"
@@ -104,6 +104,13 @@ def specialized(
     roles = ir.Roles(loader, consumers, helpers)
     verifier.roles(roles, more)
     return more, roles
+
+
+def _either(node: ir.Statement, keys: frozenset[Key]) -> ir.Statement:
+    """A copy of which the call shows who does it."""
+    if isinstance(node, ir.Load) and node.dest in keys:
+        return replace(node, either=True)
+    return node
 
 
 def _by_helpers(node: ir.Statement, turned: frozenset[Key], helped: frozenset[Key]) -> ir.Statement:
@@ -146,7 +153,7 @@ def _consumers(
 
 def _no_ping_pong(program: Program, body: tuple[ir.Statement, ...], report: Report) -> None:
     """Report why consumer warpgroups do not alternate between GEMMs and softmax."""
-    where, help, edit = _line_of(body, ir.Gemm), "", None
+    where, help, edit = line_of(body, ir.Gemm), "", None
     synced = [n.origin.lines for n in ir.flat(body) if isinstance(n, (ir.Move, ir.Restage))]
     if not program.schedule.ping_pong:
         why, where = "`param PingPong = 0`", param_lines(program.tree, "PingPong")
@@ -217,10 +224,6 @@ def _with_syncs(body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
     return tuple(out)
 
 
-def _line_of(body: tuple[ir.Statement, ...], kind: type) -> ir.Lines | None:
-    return next((n.origin.lines for n in ir.flat(body) if isinstance(n, kind)), None)
-
-
 def ring_offsets(program: Program, kernel: ir.Kernel, begin: int) -> tuple[dict[Key, int], int]:
     """Where the barriers of each tile's ring lie in shared memory, and where they end."""
     offsets: dict[Key, int] = {}
@@ -231,104 +234,6 @@ def ring_offsets(program: Program, kernel: ir.Kernel, begin: int) -> tuple[dict[
         offsets[key] = begin
         begin += BARRIERS * program.buffers[key].stages
     return offsets, begin
-
-
-# --- what wgmma and TMA can do ----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Check:
-    """Something that wgmma or TMA needs, and what to say where it is not so."""
-
-    holds: bool
-    text: str
-    help: str = ""
-    edit: ParamEdit | None = None
-
-
-def _fitting_warps(program: Program, nodes: list[ir.Statement]) -> int | None:
-    """The warps with which all GEMMs have 16 rows for each; None where no number serves all."""
-    rows = {program.buffers[n.target].shape[0] for n in nodes if isinstance(n, ir.Gemm)}
-    groups, rest = divmod(rows.pop(), 64) if len(rows) == 1 else (0, 0)
-    return 4 * groups if 1 <= groups <= MOST_GROUPS and not rest else None
-
-
-def _helped(
-    program: Program, body: tuple[ir.Statement, ...], report: Report
-) -> frozenset[Key] | None:
-    """The tiles that TMA cannot load; None where wgmma cannot be used. Both are reported."""
-    nodes = list(ir.flat(body))
-    helped: dict[Key, None] = {}
-    turned = turned_tiles(program, body)
-    groups, rest = divmod(program.warps, 4)
-    fine = whole = not rest and 1 <= groups <= MOST_GROUPS
-    if not whole:
-        text = f"no wgmma: {program.warps} warps are not 1 to {MOST_GROUPS} warpgroups of 4"
-        wanted = _fitting_warps(program, nodes)
-        help = f"let Warps be {wanted}" if wanted else "let Warps be 4, 8 or 12"
-        edit = ParamEdit("Warps", wanted) if wanted else None
-        report.remark(NO_WGMMA, text, _line_of(body, ir.Gemm), help, edit)
-    written = {n.dest for n in nodes if isinstance(n, (ir.Move, ir.Restage))}
-    for node in nodes:
-        checks: list[_Check] = []
-        if isinstance(node, ir.Load):
-            by_tma = [c for w in node.windows for c in _by_tma(node.dest, w, program)]
-            missing = next((c for c in by_tma if not c.holds), None)
-            checks = _by_anyone(node.dest, written, turned, missing)
-            if missing:
-                helped[node.dest] = None
-                text = f"no TMA: {missing.text}; three warps beside the loader copy the tile"
-                report.remark(NO_TMA, text, node.origin.lines, missing.help, missing.edit)
-        elif isinstance(node, ir.Gemm) and whole:
-            checks = [*_by_wgmma(node, program, turned)]
-        elif isinstance(node, ir.Store) and node.source[1] == "shared":
-            checks = [_Check(False, "a shared tile is stored by all threads")]
-        if failed := next((c for c in checks if not c.holds), None):
-            text = f"no wgmma: {failed.text}"
-            report.remark(NO_WGMMA, text, node.origin.lines, failed.help, failed.edit)
-            fine = False
-    if not any(isinstance(n, ir.Gemm) for n in nodes):
-        report.remark(NO_WGMMA, "no wgmma: there is no GEMM", None)
-        return None
-    return frozenset(helped) if fine else None
-
-
-def _by_anyone(
-    dest: Key, written: set[Key], turned: frozenset[Key], missing: _Check | None
-) -> list[_Check]:
-    """What a copy to a ring needs, whoever does it; `missing` is what keeps TMA from it."""
-    return [
-        _Check(missing is None or dest not in turned, f"8-bit `{dest[0]}` is transposed on its way,"
-               f" and {missing.text if missing else ''}"),
-        _Check(dest not in written, f"`{dest[0]}` is loaded, and written by threads as well",
-               "give what is computed a tile of its own"),
-    ]  # fmt: skip
-
-
-def _by_tma(dest: Key, window: ir.Window, program: Program) -> list[_Check]:
-    buffer, name, axes = program.buffers[dest], dest[0], len(window.coordinates)
-    unit = 16 // DTYPES[window.tensor.dtype]
-    return [
-        _Check(not window.converts, f"`{window.tensor.name}` is {window.tensor.dtype}, `{name}` in"
-               f" shared memory {buffer.dtype}",
-               f"`Allocate {name} in shared (...) as {window.tensor.dtype}`"),
-        _Check(window.offset is None or window.view is not None,
-               f"the offset of `{window.tensor.name}` is no multiple of the view's size",
-               "give the tensor axes for batch and head, and coordinates on them"),
-        _Check(len(buffer.shape) == 2, f"`{name}` is a vector"),
-        _Check(window.cols is None or window.aligned,
-               f"the first column of `{name}` may not be a multiple of {unit}"),
-        _Check(window.chunked and (window.view is None or _whole_rows(window, unit)),
-               f"the rows of `{window.tensor.name}` may not be a multiple of 16 bytes long",
-               f"let its last axis be a number, a multiple of {unit}"),
-        _Check(2 <= axes <= MOST_AXES, f"a tensor map has 2 to {MOST_AXES} axes, not {axes}"),
-        _Check(buffer.shape[0] <= 256, f"`{name}` has {buffer.shape[0]} rows, a box at most 256"),
-    ]  # fmt: skip
-
-
-def _whole_rows(window: ir.Window, unit: int) -> bool:
-    """Whether the rows of a contiguous view begin at multiples of 16 bytes."""
-    return window.width is not None and window.width % unit == 0
 
 
 def _trimmed(program: Program, body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
@@ -355,23 +260,3 @@ def _trimmed(program: Program, body: tuple[ir.Statement, ...]) -> tuple[ir.State
         return node if whole else replace(node, depth=depth)
 
     return ir.changed(body, trim)
-
-
-def _by_wgmma(gemm: ir.Gemm, program: Program, turned: frozenset[Key]) -> list[_Check]:
-    target, left, right = (program.buffers[k] for k in (gemm.target, gemm.left, gemm.right))
-    rows, columns = target.shape
-    depth, size = right.shape[1 if gemm.transposed else 0], DTYPES[right.dtype]
-    all_rows = 16 * program.warps
-    wanted = rows // 16 if rows % 64 == 0 and rows // 64 <= MOST_GROUPS else None
-    return [
-        _Check(size == 2 or (size == 1 and can_turn(gemm, turned)),
-               f"8-bit operands `{gemm.left[0]}` and `{gemm.right[0]}` lie in different orders"),
-        _Check(rows == all_rows, f"`{gemm.target[0]}` has {rows} rows, {program.warps} warps take"
-               f" {all_rows}", f"let Warps be {wanted}" if wanted else "",
-               ParamEdit("Warps", wanted) if wanted else None),
-        _Check(columns % 8 == 0 and columns <= WIDEST,
-               f"{columns} columns: wgmma has multiples of 8 up to {WIDEST}"),
-        _Check(depth * size % 32 == 0, f"a depth of {depth} is no multiple of 32 bytes"),
-        _Check(gemm.left[1] == "register" or left.shape[gemm.left_transposed] == rows,
-               "the left tile has more rows"),
-    ]  # fmt: skip

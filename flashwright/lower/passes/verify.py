@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flashwright.check.program import Buffer, Key, Program
 from flashwright.check.vocabulary import CONSTANTS
@@ -23,6 +23,7 @@ from flashwright.lower.passes.bad_ir import BadIR
 from flashwright.lower.passes.verify_copies import verify_copies
 from flashwright.lower.passes.verify_rings import verify_groups, verify_rings
 from flashwright.lower.passes.verify_runs import Problem, problems, verify_roles
+from flashwright.lower.targets.tensor_maps import either
 from flashwright.lower.term import At, Position, Term, Var, walk
 
 VARIABLE = "FLASHWRIGHT_VERIFY"
@@ -80,7 +81,8 @@ class Verifier:
         if self.on:
             self((roles,), "warp specialization", program)
             for problem in self._problems(program):
-                verify_roles(roles, self.meant, program, problem)
+                for by_tma in (True, False) if either((roles,)) else (True,):
+                    verify_roles(resolved(roles, by_tma), self.meant, program, problem)
 
     def scheduled(self, body: Body, asynchronous: bool) -> Body:
         """A body with its waits and barriers, on small problems."""
@@ -92,6 +94,18 @@ class Verifier:
 
     def _problems(self, program: Program) -> Iterator[Problem]:
         return problems(program, self.grid)
+
+
+def resolved(roles: ir.Roles, by_tma: bool) -> ir.Roles:
+    """The roles where the call has shown who copies the tiles that TMA may not be able to load."""
+
+    def kept(body: Body, fills: bool) -> Body:
+        return ir.changed(
+            body, lambda n: n if fills or not (isinstance(n, ir.Load) and n.either) else None
+        )
+
+    loader, helpers = kept(roles.loader, by_tma), kept(roles.helpers, not by_tma)
+    return replace(roles, loader=loader, helpers=helpers)
 
 
 def outer_names(program: Program, grid: tuple[ir.GridAxis, ...]) -> frozenset[str]:
@@ -229,7 +243,7 @@ def terms(node: ir.Statement) -> Iterator[Term]:
                 yield from window.terms
             if stage is not None:
                 yield stage
-        case ir.Fill(_, window) | ir.FillAhead(_, window) | ir.Store(_, window):
+        case ir.Fill(_, window) | ir.Store(_, window):
             yield from window.terms
         case ir.Compute():
             # An early exit's end is read only where software_pipeline.py makes a name of it.
@@ -245,7 +259,7 @@ def terms(node: ir.Statement) -> Iterator[Term]:
 def keys(node: ir.Statement) -> tuple[Key, ...]:
     """The tiles that a statement names."""
     match node:
-        case ir.Load(dest) | ir.Put(dest) | ir.Fill(dest) | ir.FillAhead(dest) | ir.FillDone(dest):
+        case ir.Load(dest) | ir.Put(dest) | ir.Fill(dest):
             return (dest,)
         case ir.Store(source):
             return (source,)

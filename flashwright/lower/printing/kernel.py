@@ -12,7 +12,7 @@ from flashwright.gpu import Gpu
 from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_expr
 from flashwright.lower import ir
-from flashwright.lower.names import cpp, early_name, operand_name, ring_name, tile_name
+from flashwright.lower.names import by_tma, cpp, operand_name, ring_name, tile_name
 from flashwright.lower.passes.fp8_transpose import landing
 from flashwright.lower.passes.overlap import kept_vectors
 from flashwright.lower.printing.cpp import text
@@ -190,6 +190,9 @@ class Printer:
         give, take = register_counts(groups, node)
         if page.text[-1]:
             page.write([""])
+        for (key, *_), name in self.context.maps.items():
+            if key in self.context.either:
+                page.write([f"bool const {by_tma(key)} = p.{name}.given();"], None, 1)
         page.write(["if (threadIdx.x == 0) {"], None, 1)
         page.write([f"{ring_name(key)}.init({self._users(key)});" for key in self.rings], None, 2)
         page.write(["}", "fw::rings_ready();", "", "if (threadIdx.x >= 32 * Warps) {"], None, 1)
@@ -212,12 +215,6 @@ class Printer:
         for key, buffer in self.program.buffers.items():
             if buffer.space == "register":
                 page.write(self._declare(key, buffer), _lines(buffer.declared), 1)
-        ahead = {n.dest: n for n in ir.flat(node.readers) if isinstance(n, ir.FillAhead)}
-        for key, fill in ahead.items():
-            buffer, dtype = self.program.buffers[key], CPP_TYPES[fill.window.tensor.dtype]
-            sizes = ", ".join(self._size(buffer, axis) for axis in (0, 1))
-            early = f"fw::EarlyTile<{dtype}, {sizes}, Warps> {early_name(key)};"
-            page.write([early], _lines(buffer.declared), 1)
         for name, rows in kept_vectors(node.readers).items():
             page.write([f"auto {name} = fw::row_vector<{rows}, Warps>();"], None, 1)
         self._places(page, readers.names)
@@ -226,6 +223,8 @@ class Printer:
 
     def _users(self, key: Key) -> str:
         """Who reads a ring, and who writes it, where that is not TMA."""
+        if key in self.context.either:
+            return f"Warps, {by_tma(key)} ? 1 : fw::helpers"
         if key in self.context.turned | self.context.helped:
             return "Warps, fw::helpers"
         if key in self.context.restaged:
@@ -309,7 +308,7 @@ class Printer:
             match node:
                 case ir.Gemm(target):
                     found.add(target)
-                case ir.Fill(dest, helped=False) | ir.FillDone(dest):
+                case ir.Fill(dest, helped=False):
                     found.add(dest)
                 case ir.Move(_, dest) if not node.operand:
                     found.add(dest)
@@ -357,9 +356,16 @@ class Printer:
 
 def register_counts(groups: int, roles: ir.Roles) -> tuple[int, int]:
     """What setmaxnreg leaves a producer thread and gives a consumer one; 0 where it is not used."""
-    if any(isinstance(n, ir.Restage) for n in ir.flat(roles.helpers)):
+    if any(_by_element(n) for n in ir.flat(roles.helpers)):
         return REGISTERS_STAGING[groups]
     return (REGISTERS_HELPED if roles.helpers else REGISTERS)[groups]
+
+
+def _by_element(node: ir.Statement) -> bool:
+    """Whether helpers compute, or copy element by element."""
+    if isinstance(node, ir.Load):
+        return not node.window.chunked and not node.window.line
+    return isinstance(node, ir.Restage)
 
 
 def _head(loop: ir.Loop) -> str:

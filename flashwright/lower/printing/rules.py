@@ -12,8 +12,8 @@ from flashwright.lower import ir
 from flashwright.lower.element import ROW, Leaf, leaves, variable, with_leaves
 from flashwright.lower.names import (
     MapKey,
+    by_tma,
     cpp,
-    early_name,
     map_names,
     operand_name,
     ring_name,
@@ -23,7 +23,7 @@ from flashwright.lower.passes.fp8_transpose import landing
 from flashwright.lower.printing.cpp import text
 from flashwright.lower.printing.elementwise import compute, converted
 from flashwright.lower.targets.atoms import CPP_TYPES
-from flashwright.lower.targets.tensor_maps import loaded_pieces
+from flashwright.lower.targets.tensor_maps import either, loaded_pieces
 from flashwright.lower.term import ZERO, At, Term, Var, integer
 
 Lines = Iterator[str]
@@ -57,6 +57,11 @@ class Context:
         nodes = ir.flat(self.kernel.body)
         kinds = (ir.Load, ir.Restage)
         return frozenset(n.dest for n in nodes if isinstance(n, kinds) and n.helped)
+
+    @cached_property
+    def either(self) -> frozenset[Key]:
+        """Tiles that come by TMA or are copied by these warps: the call shows which."""
+        return either(self.kernel.body)
 
     @cached_property
     def restaged(self) -> frozenset[Key]:
@@ -176,7 +181,8 @@ def _load(at: Context, node: ir.Load) -> Lines:
         yield from _pieces(at, node)
     elif at.roles:
         tile, ring, of = tile_name(node.dest), ring_name(node.dest), at.map(node.dest, node.window)
-        yield f"fw::fetch({tile}, {ring}, p.{of}, {at.coordinates(node.window)});"
+        when = f"if ({by_tma(node.dest)}) " if node.either else ""
+        yield f"{when}fw::fetch({tile}, {ring}, p.{of}, {at.coordinates(node.window)});"
     elif not node.window.chunked:
         inside = f"{at.rows(node.window, node.dest)}, {at.cols(node.window, node.dest)}"
         yield f"fw::copy_elements<Threads>({dest}, {source}, {inside});"
@@ -209,7 +215,8 @@ def _pieces(at: Context, node: ir.Load) -> Lines:
 def _helped(at: Context, node: ir.Load) -> Lines:
     """A tile that the warps beside the loader copy."""
     tile, ring, threads = tile_name(node.dest), ring_name(node.dest), "32 * fw::helpers"
-    yield f"fw::fill_stage<Warps>({tile}, {ring}, [&](auto to, int thread) {{"
+    when = f"if (!{by_tma(node.dest)}) " if node.either else ""
+    yield f"{when}fw::fill_stage<Warps>({tile}, {ring}, [&](auto to, int thread) {{"
     if node.window.line:
         source, inside = at.window(node.window, "line"), at.rows(node.window, node.dest)
         yield f"  fw::copy_vector<{threads}>(to, {source}, {inside}, thread);"
@@ -249,11 +256,6 @@ def _fill(at: Context, node: ir.Fill) -> Lines:
     else:
         source, cols = at.window(node.window), at.cols(node.window, node.dest)
         yield f"fw::load<{at.warps(node.dest)}>({name}, {source}, {rows}, {cols});"
-
-
-def _fill_ahead(at: Context, node: ir.FillAhead) -> Lines:
-    rows, cols = at.rows(node.window, node.dest), at.cols(node.window, node.dest)
-    yield f"{early_name(node.dest)}.load({at.window(node.window)}, {rows}, {cols});"
 
 
 def _store(at: Context, node: ir.Store) -> Lines:
@@ -395,8 +397,6 @@ RULES: dict[type, Callable[[Context, Any], Lines]] = {
         [f"fw::finish_products<{node.left}>({_listed(node.targets)});"]
     ),
     ir.Fill: _fill,
-    ir.FillAhead: _fill_ahead,
-    ir.FillDone: lambda at, node: iter([f"{early_name(node.dest)}.put({tile_name(node.dest)});"]),
     ir.Store: _store,
     ir.Move: _move,
     ir.Restage: _restage,

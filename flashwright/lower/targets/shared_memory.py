@@ -40,6 +40,15 @@ def with_two_stages(program: Program, gpu: Gpu, keys: frozenset[Key]) -> Program
     return made if _needed(made) <= gpu.shared_per_block else program
 
 
+def with_more(program: Program, gpu: Gpu, key: Key, buffer: Buffer) -> Program | None:
+    """The program with one shared tile more, of as many stages as fit, if one does."""
+    for stages in range(buffer.stages, 0, -1):
+        more = {**program.buffers, key: replace(buffer, stages=stages)}
+        if _needed(made := replace(program, buffers=more)) <= gpu.shared_per_block:
+            return made
+    return None
+
+
 def _buffers(program: Program, turned: frozenset[Key], stages: int) -> dict[Key, Buffer]:
     out: dict[Key, Buffer] = {}
     for key, buffer in program.buffers.items():

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from flashwright.check.program import Program
+from collections.abc import Iterable
+
+from flashwright.check.program import Key, Program
 from flashwright.lower import ir
 from flashwright.lower.names import MapKey
+
+
+def either(body: Iterable[ir.Statement]) -> frozenset[Key]:
+    """The tiles that come by TMA only where the caller's memory allows it."""
+    loads = (n for n in ir.flat(tuple(body)) if isinstance(n, ir.Load))
+    return frozenset(n.dest for n in loads if n.either)
 
 
 def loaded_pieces(program: Program, kernel: ir.Kernel) -> dict[MapKey, ir.Piece]:

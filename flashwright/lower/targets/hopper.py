@@ -1,0 +1,163 @@
+"""What wgmma and TMA can do with a program, and what to say where they cannot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flashwright.check.program import Buffer, Key, Program
+from flashwright.check.vocabulary import DTYPES
+from flashwright.lower import ir
+from flashwright.lower.passes.fp8_transpose import can_turn, turned_tiles
+from flashwright.lower.report import NO_TMA, NO_WGMMA, ParamEdit, Report
+
+WIDEST = 256  # columns of one wgmma
+MOST_GROUPS = 3
+MOST_AXES = 5  # of a tensor map
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The tiles that TMA cannot load, and those of which only the call shows whether it can: their
+    rows may not be a multiple of 16 bytes long."""
+
+    helped: frozenset[Key]
+    either: frozenset[Key]
+
+
+@dataclass(frozen=True)
+class _Check:
+    """Something that wgmma or TMA needs, and what to say where it is not so."""
+
+    holds: bool
+    text: str
+    help: str = ""
+    edit: ParamEdit | None = None
+    shown_by_the_call: bool = False
+    """It may hold with what the caller gives."""
+
+
+def _fitting_warps(program: Program, nodes: list[ir.Statement]) -> int | None:
+    """The warps with which all GEMMs have 16 rows for each; None where no number serves all."""
+    rows = {program.buffers[n.target].shape[0] for n in nodes if isinstance(n, ir.Gemm)}
+    groups, rest = divmod(rows.pop(), 64) if len(rows) == 1 else (0, 0)
+    return 4 * groups if 1 <= groups <= MOST_GROUPS and not rest else None
+
+
+def copies(program: Program, body: tuple[ir.Statement, ...], report: Report) -> Copies | None:
+    """Who copies the tiles; None where wgmma cannot be used. Both are reported."""
+    nodes = list(ir.flat(body))
+    who: dict[str, dict[Key, None]] = {"helped": {}, "either": {}}
+    turned = turned_tiles(program, body)
+    groups, rest = divmod(program.warps, 4)
+    fine = whole = not rest and 1 <= groups <= MOST_GROUPS
+    if not whole:
+        text = f"no wgmma: {program.warps} warps are not 1 to {MOST_GROUPS} warpgroups of 4"
+        wanted = _fitting_warps(program, nodes)
+        help = f"let Warps be {wanted}" if wanted else "let Warps be 4, 8 or 12"
+        edit = ParamEdit("Warps", wanted) if wanted else None
+        report.remark(NO_WGMMA, text, line_of(body, ir.Gemm), help, edit)
+    written = {n.dest for n in nodes if isinstance(n, (ir.Move, ir.Restage))}
+    for node in nodes:
+        checks: list[_Check] = []
+        if isinstance(node, ir.Load):
+            missing = missing_for_tma(node, program.buffers[node.dest], node.dest in turned)
+            checks = _by_anyone(node.dest, written, turned, missing)
+            if missing:
+                who["either" if missing.shown_by_the_call else "helped"][node.dest] = None
+                say_who_copies(node, missing, report)
+        elif isinstance(node, ir.Gemm) and whole:
+            checks = [*_by_wgmma(node, program, turned)]
+        elif isinstance(node, ir.Store) and node.source[1] == "shared":
+            checks = [_Check(False, "a shared tile is stored by all threads")]
+        if failed := next((c for c in checks if not c.holds), None):
+            text = f"no wgmma: {failed.text}"
+            report.remark(NO_WGMMA, text, node.origin.lines, failed.help, failed.edit)
+            fine = False
+    if not any(isinstance(n, ir.Gemm) for n in nodes):
+        report.remark(NO_WGMMA, "no wgmma: there is no GEMM", None)
+        return None
+    helped = frozenset(who["helped"])
+    return Copies(helped, frozenset(who["either"]) - helped) if fine else None
+
+
+def missing_for_tma(node: ir.Load, buffer: Buffer, turned: bool = False) -> _Check | None:
+    """What keeps TMA from a copy for certain, or else what may do so."""
+    checks = [c for w in node.windows for c in _by_tma(node.dest, w, buffer) if not c.holds]
+    for_certain = bool(node.pieces) or turned
+    certain = (c for c in checks if for_certain or not c.shown_by_the_call)
+    found = next(certain, None) or next(iter(checks), None)
+    return replace(found, shown_by_the_call=False) if found and for_certain else found
+
+
+def say_who_copies(node: ir.Load, missing: _Check, report: Report) -> None:
+    """Report that TMA does not load a tile, or not always."""
+    who = "three warps beside the loader copy the tile"
+    if missing.shown_by_the_call:
+        text = f"TMA only if the call allows it: {missing.text}; otherwise {who}"
+    else:
+        text = f"no TMA: {missing.text}; {who}"
+    report.remark(NO_TMA, text, node.origin.lines, missing.help, missing.edit)
+
+
+def line_of(body: tuple[ir.Statement, ...], kind: type) -> ir.Lines | None:
+    """The TL lines of the first statement of a kind."""
+    return next((n.origin.lines for n in ir.flat(body) if isinstance(n, kind)), None)
+
+
+def _by_anyone(
+    dest: Key, written: set[Key], turned: frozenset[Key], missing: _Check | None
+) -> list[_Check]:
+    """What a copy to a ring needs, whoever does it; `missing` is what keeps TMA from it."""
+    return [
+        _Check(missing is None or dest not in turned, f"8-bit `{dest[0]}` is transposed on its way,"
+               f" and {missing.text if missing else ''}"),
+        _Check(dest not in written, f"`{dest[0]}` is loaded, and written by threads as well",
+               "give what is computed a tile of its own"),
+    ]  # fmt: skip
+
+
+def _by_tma(dest: Key, window: ir.Window, buffer: Buffer) -> list[_Check]:
+    name, axes = dest[0], len(window.coordinates)
+    unit = 16 // DTYPES[window.tensor.dtype]
+    return [
+        _Check(not window.converts, f"`{window.tensor.name}` is {window.tensor.dtype}, `{name}` in"
+               f" shared memory {buffer.dtype}",
+               f"`Allocate {name} in shared (...) as {window.tensor.dtype}`"),
+        _Check(window.offset is None or window.view is not None,
+               f"the offset of `{window.tensor.name}` is no multiple of the view's size",
+               "give the tensor axes for batch and head, and coordinates on them"),
+        _Check(len(buffer.shape) == 2, f"`{name}` is a vector"),
+        _Check(window.cols is None or window.aligned,
+               f"the first column of `{name}` may not be a multiple of {unit}"),
+        _Check(window.chunked and (window.view is None or _whole_rows(window, unit)),
+               f"the rows of `{window.tensor.name}` may not be a multiple of 16 bytes long",
+               f"let its last axis be a number, a multiple of {unit}",
+               shown_by_the_call=window.aligned and window.offset is None),
+        _Check(2 <= axes <= MOST_AXES, f"a tensor map has 2 to {MOST_AXES} axes, not {axes}"),
+        _Check(buffer.shape[0] <= 256, f"`{name}` has {buffer.shape[0]} rows, a box at most 256"),
+    ]  # fmt: skip
+
+
+def _whole_rows(window: ir.Window, unit: int) -> bool:
+    """Whether the rows of a contiguous view begin at multiples of 16 bytes."""
+    return window.width is not None and window.width % unit == 0
+
+
+def _by_wgmma(gemm: ir.Gemm, program: Program, turned: frozenset[Key]) -> list[_Check]:
+    target, left, right = (program.buffers[k] for k in (gemm.target, gemm.left, gemm.right))
+    rows, columns = target.shape
+    depth, size = right.shape[1 if gemm.transposed else 0], DTYPES[right.dtype]
+    all_rows = 16 * program.warps
+    wanted = rows // 16 if rows % 64 == 0 and rows // 64 <= MOST_GROUPS else None
+    return [
+        _Check(size == 2 or (size == 1 and can_turn(gemm, turned)),
+               f"8-bit operands `{gemm.left[0]}` and `{gemm.right[0]}` lie in different orders"),
+        _Check(rows == all_rows, f"`{gemm.target[0]}` has {rows} rows, {program.warps} warps take"
+               f" {all_rows}", f"let Warps be {wanted}" if wanted else "",
+               ParamEdit("Warps", wanted) if wanted else None),
+        _Check(columns % 8 == 0 and columns <= WIDEST,
+               f"{columns} columns: wgmma has multiples of 8 up to {WIDEST}"),
+        _Check(depth * size % 32 == 0, f"a depth of {depth} is no multiple of 32 bytes"),
+        _Check(gemm.left[1] == "register" or left.shape[gemm.left_transposed] == rows,
+               "the left tile has more rows"),
+    ]  # fmt: skip
