@@ -51,16 +51,21 @@ def needed_last(body: tuple[ir.Statement, ...], late: Set[Key]) -> tuple[ir.Stat
     """A loop's copies in the order in which overlapped consumers need them: those of the tiles that
     they read one iteration late behind the others. Otherwise the producer would wait for a stage
     that is handed back only after a tile which it has not copied yet."""
-    nodes = [
-        replace(n, then=needed_last(n.then, late), orelse=needed_last(n.orelse, late))
-        if isinstance(n, ir.Branch)
-        else n
-        for n in body
-    ]
+    nodes = [part for n in body for part in _parted(n, late)]
     tied = {k for n in nodes if not _filled(n) <= late for k in _filled(n)}
     behind = [n for n in nodes if _filled(n) and _filled(n) <= late - tied]
     behind = [n for k, n in enumerate(nodes) if any(n is b for b in behind) and _free(nodes, k)]
     return (*(n for n in nodes if not any(n is b for b in behind)), *behind)
+
+
+def _parted(node: ir.Statement, late: Set[Key]) -> tuple[ir.Statement, ...]:
+    """A branch that copies tiles of both kinds as two, one for each."""
+    if not isinstance(node, ir.Branch):
+        return (node,)
+    keys = _filled(node)
+    if not keys & late or keys <= late:
+        return (node,)
+    return (*producing((node,), keys - late), *producing((node,), keys & late))
 
 
 def _free(nodes: list[ir.Statement], position: int) -> bool:
