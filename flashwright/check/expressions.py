@@ -32,6 +32,7 @@ from flashwright.lang.nodes import (
     Statement,
     Transpose,
     Unary,
+    expressions,
     value_names,
 )
 
@@ -80,11 +81,23 @@ class Expressions:
         tiles = [self.machine.cells[k].tile for k in keys]
         placed = [t for t in tiles if len(t.shape) == len(shape) and any(t.axes)]
         if not placed:
-            return Frame(shape, (None,) * len(shape))
+            return Frame(shape, self._reduced_rows(expr) if len(shape) == 1 else (None, None))
         if len(shape) == 2:
             placed.sort(key=_not_a_product)
         axes = (_position_of([t.axes[n] for t in placed]) for n in range(len(shape)))
         return Frame(placed[0].shape, tuple(axes))
+
+    def _reduced_rows(self, expr: Expr) -> tuple[Where | None]:
+        """The positions of the rows that a vector is reduced from."""
+        for part in expressions(expr):
+            if isinstance(part, Call) and part.func.id.lower() in ("rowmax", "rowsum"):
+                return (self._inner(part.args[0]).axes[0],)
+        return (None,)
+
+    def _inner(self, arg: Expr) -> Frame:
+        """The rows and columns of what is reduced."""
+        keys = [k for k in self._tiles(arg) if len(self.program.buffers[k].shape) == 2]
+        return self.frame(arg, self.program.buffers[keys[0]].shape)
 
     def _tiles(self, expr: Expr) -> list[Key]:
         """The tiles an expression combines; a row reduction gives only its rows."""
@@ -178,8 +191,7 @@ class Expressions:
 
     def reduce(self, op: str, arg: Expr, stmt: Statement) -> Tile:
         """The maximum or the sum of each row."""
-        keys = [k for k in self._tiles(arg) if len(self.program.buffers[k].shape) == 2]
-        frame = self.frame(arg, self.program.buffers[keys[0]].shape)
+        frame = self._inner(arg)
         tile = self.tile(self.value(arg, frame, stmt), frame)
         self.sums.complete(tile, stmt)
         self.sums.no_tail(tile, stmt, arg.span)

@@ -267,3 +267,21 @@ def test_sequences_of_their_own_lengths() -> None:
         return np.stack(found)
 
     agrees(text, inputs, scores)
+
+
+# --- what rows are reduced to -----------------------------------------------------------------
+
+
+def by_key(plain: Any, given: Any, dims: Any) -> Any:
+    return plain + given["K"].max(-1)[..., None, :]
+
+
+@pytest.mark.parametrize("columns", [32, 64])
+def test_maxima_of_keys_go_along_the_keys(columns: int) -> None:
+    """Also where a tile has as many rows as columns."""
+    text = attention(
+        allocate="Allocate K in register (BN, HeadDim) as fp16\nAllocate Most in register (BN)",
+        scale="Copy K from shared to register\nCompute rowmax(K_register) and get Most\n"
+        "Compute S * Scale + Most and get new S",
+    )
+    agrees(text.replace("param BN = 32", f"param BN = {columns}"), lambda *_: {}, by_key)

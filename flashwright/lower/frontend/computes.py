@@ -337,7 +337,21 @@ class Computes:
                 axes = self.lowering.axes.get(key, ())
                 if len(buffers[key].shape) == rank == len(shape) and any(axes):
                     return Frame(buffers[key].shape, axes, buffers[key])
-        return Frame(shape, (None,) * len(shape), buffers[target])
+        axes = self._reduced_rows(expr) if len(shape) == 1 else (None, None)
+        return Frame(shape, axes, buffers[target])
+
+    def _reduced_rows(self, expr: Expr) -> Axes:
+        """The positions of the rows that a vector is reduced from."""
+        for part in tl.expressions(expr):
+            if isinstance(part, tl.Call) and part.func.id.lower() in ("rowmax", "rowsum"):
+                return (self._inner(part.args[0]).axes[0],)
+        return (None,)
+
+    def _inner(self, arg: Expr) -> Frame:
+        """The rows and columns of what is reduced."""
+        keys = [k for k in self._tiles(arg) if len(self.program.buffers[k].shape) == 2]
+        buffer = self.program.buffers[keys[0]]
+        return Frame(buffer.shape, self.lowering.axes.get(keys[0], (None, None)), buffer)
 
     def _tiles(self, expr: Expr) -> list[Key]:
         """The tiles an expression combines; a row reduction gives only its rows."""
@@ -405,9 +419,7 @@ class Computes:
             case tl.Binary(op, left, right):
                 return Op(op, (self.element(left, frame), self.element(right, frame)))
             case tl.Call(func, args) if func.id.lower() in ("rowmax", "rowsum"):
-                keys = [k for k in self._tiles(args[0]) if len(self.program.buffers[k].shape) == 2]
-                buffer = self.program.buffers[keys[0]]
-                inner = Frame(buffer.shape, self.lowering.axes.get(keys[0], (None, None)), buffer)
+                inner = self._inner(args[0])
                 reduction: Reduction = "max" if func.id.lower() == "rowmax" else "sum"
                 return Reduce(reduction, self.element(args[0], inner))
             case tl.Call(func, args):
