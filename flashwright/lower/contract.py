@@ -27,6 +27,11 @@ from flashwright.lower.translate import prepared
 Flavour = Literal["plain", "full"]
 MOST_THREADS, WARP = 1024, 32
 
+UNLESS = (
+    "Where TMA cannot load what the caller gives (an address or a stride that is no multiple of 16 "
+    "bytes), it is 128 zeros: copy in another way then."
+)
+
 
 @dataclass(frozen=True)
 class Contract:
@@ -128,7 +133,7 @@ def _maps(printer: Printer, plan: LaunchPlan) -> Iterator[str]:
         yield (
             f"`p.{name}` is a tensor map of {one.tensor}: its box is {box} elements on "
             f"the axes as declared{views}, swizzled over {one.swizzle} bytes; elements beyond the "
-            "tensor's end are zeros."
+            "tensor's end are zeros." + (f" {UNLESS}" if one.optional else "")
         )
 
 

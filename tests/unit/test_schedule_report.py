@@ -342,6 +342,13 @@ def fast(**parts: object) -> str:
     return text.replace("BM = 64", "BM = 128").replace("Warps = 4", "Warps = 8")
 
 
+BIAS = fast(
+    allocate="Allocate Bias in global (H: heads, L: q_len, M: kv_len) as fp16\n"
+    "Allocate Bias in register (BM, BN) as fp32",
+    copy_k="Copy Bias (BM, BN) in coordinate [H = head, L = block, M = i] from global "
+    f"to register\n  {COPY.format('K')}",
+    scale="Compute S * Scale + Bias and get new S",
+)
 FP8 = re.sub(
     r"(Allocate O in global .*) as e4m3",
     r"\1 as bf16",
@@ -397,6 +404,12 @@ MUTATIONS = {
     ),
     "views back to back": (VIEW, "h200", []),
     "padded views": (VIEW.replace("* q_len *", "* (q_len + 8) *"), "h200", ["FW813:20"]),
+    "rows of run-time length": (BIAS, "h200", ["FW813:26"]),
+    "no room for a ring of the bias": (
+        re.sub("stages 2", "stages 3", BIAS.replace("= 64", "= 128")).replace("= 32", "= 128"),
+        "h200",
+        ["FW818:26"],
+    ),
     "fp8": (FP8, "h200", []),
     "a wide fp8 sum": (FP8.replace("HeadDim = 64", "HeadDim = 256"), "h200", ["FW812:32"]),
     "weights through shared memory": (fast(**SHARED_P), "h200", ["FW815:31"]),
