@@ -72,7 +72,8 @@ def specialized(
         text = "no wgmma: shared memory has no room to transpose an fp8 tile in"
         report.remark(NO_WGMMA, text, line_of(body, ir.Load))
         return None
-    more, body, who = through_rings(more, gpu, body, who, report)
+    if not sparing:  # the warps that may have to copy them need registers as well
+        more, body, who = through_rings(more, gpu, body, who, report)
     helped = who.helped | who.either
     verifier = replace(verifier or Verifier(program, (), on=False), meant=body)
     body = in_exponent(in_steps(more, _trimmed(more, body), sums))
