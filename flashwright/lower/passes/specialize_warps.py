@@ -25,6 +25,7 @@ from flashwright.lower.passes.offload_staging import (
     late_sources,
     made,
     offloaded,
+    sources,
 )
 from flashwright.lower.passes.prefetch import remark_single_stages
 from flashwright.lower.passes.rings import consuming, needed_last, producing
@@ -81,7 +82,7 @@ def specialized(
     keys = {n.dest for n in ir.flat(body) if isinstance(n, ir.Load)}
     rings = frozenset(keys) - helped - turned
     body = offloaded(fuse_staging(body, more), rings, more.buffers)
-    more = with_two_stages(more, gpu, made(body))
+    more = with_two_stages(with_two_stages(more, gpu, made(body)), gpu, sources(body))
     seen = for_consumers(body)
     remark_single_stages(seen, more.buffers, report)
     consumers, late = _consumers(more, seen, names, report, verifier)
