@@ -32,12 +32,12 @@ def through_rings(
         buffer = replace(program.buffers[dest], space="shared", dtype=tensor.dtype, stages=STAGES)
         loads = [ir.Load(ring, fill.window, origin=fill.origin) for fill in fills]
         missing = [missing_for_tma(load, buffer) for load in loads]
-        if any(m and not m.shown_by_the_call for m in missing):
-            continue
         more = with_more(program, gpu, ring, buffer)
-        if more is None:
-            text = f"`{dest[0]}` is not loaded ahead: shared memory has no room for it"
-            report.remark(NOT_AHEAD, text, fills[0].origin.lines, "smaller tiles leave some")
+        why = next((m.text for m in missing if m and not m.shown_by_the_call), "")
+        why = why or ("" if more else "shared memory has no room for it")
+        if more is None or why:
+            text = f"`{dest[0]}` is not loaded ahead: {why}"
+            report.remark(NOT_AHEAD, text, fills[0].origin.lines)
             continue
         program = more
         for load, lack in zip(loads, missing, strict=True):
@@ -62,7 +62,7 @@ def _through(dest: Key, node: ir.Statement) -> ir.Statement | Body:
 
 
 def _fills(program: Program, body: Body) -> dict[Key, list[ir.Fill]]:
-    """The tiles of 16-bit tensors that loops with GEMMs load to registers, with all their Fills."""
+    """The tiles that loops with GEMMs load to registers, with all their Fills."""
     found: dict[Key, list[ir.Fill]] = {}
     for loop in (n for n in ir.flat(body) if isinstance(n, ir.Loop)):
         inner = list(ir.flat(loop.body))
@@ -80,4 +80,4 @@ def _one_kind(program: Program, dest: Key, fills: list[ir.Fill]) -> bool:
     dtypes = {fill.window.tensor.dtype for fill in fills}
     tile = len(buffer.shape) == 2 and buffer.dtype == "fp32"
     free = _ring(dest) not in program.buffers
-    return tile and free and len(dtypes) == 1 and dtypes <= {"fp16", "bf16"}
+    return tile and free and len(dtypes) == 1 and dtypes <= {"fp16", "bf16", "fp32"}
