@@ -108,7 +108,9 @@ def reserved(program: Program) -> Iterator[str]:
     and what passes and the printer derive from these."""
     yield from (cpp(name) for name in (*program.params, *program.dims))
     yield from (cpp(axis.name.id) for axis in program.grid.axes)
-    for key in program.buffers:
+    rings: list[Key] = [(name, "shared") for name, _ in program.buffers]  # also of register tiles
+    for key in dict.fromkeys([*program.buffers, *rings]):
         tile = tile_name(key)
         yield from (tile, f"{tile}_operand", f"{tile}_staged", ring_name(key), map_name(key))
+        yield by_tma(key)
         yield step_name(key)

@@ -57,6 +57,7 @@ def make_plan(program: Program, gpu: Gpu, kernel: ir.Kernel, shared: int) -> Lau
 
 def _maps(program: Program, kernel: ir.Kernel) -> Iterator[PlanMap]:
     """The boxes that TMA loads: as many rows as the tile, as wide as its swizzle."""
+    optional = either(kernel.body)
     for (key, _, tensor), piece in loaded_pieces(program, kernel).items():
         buffer = program.buffers[key]
         rows, cols = buffer.shape
@@ -64,8 +65,7 @@ def _maps(program: Program, kernel: ir.Kernel) -> Iterator[PlanMap]:
         swizzle = swizzle_bytes(cols * size)
         outer = len(piece.window.coordinates) - 2
         box = (*(1,) * outer, rows, swizzle // size)
-        optional = key in either(kernel.body)
-        yield PlanMap(tensor=tensor, box=box, swizzle=swizzle, optional=optional)
+        yield PlanMap(tensor=tensor, box=box, swizzle=swizzle, optional=key in optional)
 
 
 def _counts(program: Program) -> tuple[Postfix, ...]:

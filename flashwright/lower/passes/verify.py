@@ -80,9 +80,11 @@ class Verifier:
         """All roles, on small problems."""
         if self.on:
             self((roles,), "warp specialization", program)
+            ways = (True, False) if either((roles,)) else (True,)
+            shown = [resolved(roles, by_tma) for by_tma in ways]
             for problem in self._problems(program):
-                for by_tma in (True, False) if either((roles,)) else (True,):
-                    verify_roles(resolved(roles, by_tma), self.meant, program, problem)
+                for one in shown:
+                    verify_roles(one, self.meant, program, problem)
 
     def scheduled(self, body: Body, asynchronous: bool) -> Body:
         """A body with its waits and barriers, on small problems."""

@@ -190,9 +190,9 @@ class Printer:
         give, take = register_counts(groups, node)
         if page.text[-1]:
             page.write([""])
-        for (key, *_), name in self.context.maps.items():
-            if key in self.context.either:
-                page.write([f"bool const {by_tma(key)} = p.{name}.given();"], None, 1)
+        for key in sorted(self.context.either):
+            given = [f"p.{m}.given()" for (k, *_), m in self.context.maps.items() if k == key]
+            page.write([f"bool const {by_tma(key)} = {' && '.join(given)};"], None, 1)
         page.write(["if (threadIdx.x == 0) {"], None, 1)
         page.write([f"{ring_name(key)}.init({self._users(key)});" for key in self.rings], None, 2)
         page.write(["}", "fw::rings_ready();", "", "if (threadIdx.x >= 32 * Warps) {"], None, 1)
