@@ -122,6 +122,13 @@ class Gpu:
         """
         return -(-tile_bytes // (128 * warps)) + self.register_overhead
 
+    def beside(self, rows: int, warps: int) -> int:
+        """Warpgroups that have the same rows of a register tile, and each a share of its columns:
+        all of them where there are too few rows for every warp, else 1 (each has its own rows).
+        """
+        split = self.wgmma and warps in (8, 12) and rows % 64 == 0 and rows % (16 * warps) != 0
+        return warps // 4 if split else 1
+
     def blocks_by_registers(self, registers: int, warps: int) -> int:
         """Blocks of so many warps that an SM's registers hold.
 

@@ -26,6 +26,7 @@ from flashwright.lang.nodes import (
 )
 
 KB = 1024
+WHOLE_ATOM = 64  # columns of 16 bits that wgmma finds in one swizzled row of shared memory
 
 
 @dataclass(frozen=True)
@@ -251,12 +252,25 @@ def _mma(stmt: Compute, program: Program, gpu: Gpu) -> Iterator[Diagnostic]:
     depth = right.shape[1] if isinstance(stmt.args[1], Transpose) else right.shape[0]
     m, n = out.shape
     step_m, step_n, step_k = gpu.mma[right.dtype][0]
-    rows = step_m * program.warps
+    along = program.warps
+    columns = f"columns in MMA tiles of {step_n}"
+    less = ""
+    if shares := _shares(m, right, program, gpu):
+        along, step_n = 4, shares * (step_n if isinstance(stmt.args[1], Transpose) else WHOLE_ATOM)
+        columns = f"columns over {shares} warpgroups with the same {m} rows"
+        less = f", or let Warps be {m // 16}"
     for size, step, what in (
-        (m, rows, f"rows over {program.warps} warps of {step_m} rows"),
-        (n, step_n, f"columns in MMA tiles of {step_n}"),
+        (m, step_m * along, f"rows over {along} warps of {step_m} rows"),
+        (n, step_n, columns),
         (depth, step_k, f"summed elements in MMA steps of {step_k}"),
     ):
         if size % step:
             text = f"{size} {what}: not a whole number ({gpu.title}, {right.dtype})"
-            yield Diagnostic("FW704", text, stmt.span, help=f"make it a multiple of {step}")
+            hint = f"make it a multiple of {step}{less if what == columns else ''}"
+            yield Diagnostic("FW704", text, stmt.span, help=hint)
+
+
+def _shares(rows: int, right: Buffer, program: Program, gpu: Gpu) -> int:
+    """Among how many warpgroups the columns of a product are dealt out; 0 where they are not."""
+    shares = gpu.beside(rows, program.warps)
+    return shares if shares > 1 and rows == 64 and DTYPES[right.dtype] == 2 else 0

@@ -369,6 +369,15 @@ class Sync(Node):
 
 
 @dataclass(frozen=True)
+class Exchange(Node):
+    """Warpgroups that share rows have each found a vector's values over its own columns: they
+    become those of the whole rows."""
+
+    vector: str
+    op: Literal["max", "sum"]
+
+
+@dataclass(frozen=True)
 class Transpose(Node):
     """Warps beside the producer transpose a tile that has landed."""
 
@@ -389,7 +398,7 @@ Statement = (
     Define | Load | Put | Commit | Wait | Barrier | Fill | Store | Move
     | Restage | Gemm | Operand | Compute
     | Loop | Branch | Await | Release | Refill | Drain | Sync | Roles | Open | Start | Finish
-    | Turn | Transpose
+    | Turn | Transpose | Exchange
 )  # fmt: skip
 
 Side = Literal["rows", "columns"]
@@ -414,6 +423,7 @@ class Kernel:
     sides: dict[Key, Side]  # of the vectors in registers
     operands: dict[Key, str]  # left operands in registers: their element types
     wide: frozenset[Key] = frozenset()  # accumulators whose threads hold 4 columns in every 16
+    beside: frozenset[Key] = frozenset()  # register tiles whose columns warpgroups share
     rounds: int = 0  # of a section, where a kernel that stays takes the longest blocks first
 
 

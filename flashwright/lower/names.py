@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 
 from flashwright.check.program import Key, Program
@@ -28,15 +29,16 @@ _FUNCTIONS = (  # of the C library, at file scope
 )
 _CUDA = ("INFINITY", "blockDim", "blockIdx", "cute", "gridDim", "threadIdx", "warpSize")
 _KERNEL = (  # what the printer calls things
-    *("Mma", "Params", "Threads", "above", "at", "attention", "drop", "drops", "fw", "group", "m"),
-    *("most", "n", "now", "p", "reached", "shared", "sum", "top", "total", "walk", "wide_at"),
+    *("Beside", "Mma", "Params", "RowWarps", "Threads", "above", "at", "attention", "drop"),
+    *("drops", "exchange", "fw", "group", "m", "most", "n", "now", "p", "reached", "shared", "sum"),
+    *("top", "total", "walk", "wide_at"),
 )
 _TAKEN = frozenset((*_KEYWORDS, *_FUNCTIONS, *_CUDA, *_KERNEL))
 
 
 def cpp(name: str) -> str:
     """A TL name as a C++ one."""
-    return f"{name}_" if name in _TAKEN else name
+    return f"{name}_" if name in _TAKEN or re.fullmatch(r"at_\d+", name) else name
 
 
 def tile_name(key: Key) -> str:
@@ -76,6 +78,11 @@ def map_names(loaded: Iterable[MapKey]) -> dict[MapKey, str]:
 def operand_name(key: Key) -> str:
     """A register tile as the left operand of a GEMM."""
     return f"{tile_name(key)}_operand"
+
+
+def place_name(columns: int) -> str:
+    """What knows the places in a tile of so many columns, of which each warpgroup has some."""
+    return f"at_{columns}"
 
 
 def step_name(key: Key) -> str:

@@ -180,7 +180,7 @@ def rounds(program: Program, gpu: Gpu, kernel: ir.Kernel) -> int:
     loops = (n for n in ir.flat(kernel.body) if isinstance(n, ir.Loop))
     loads = {n.dest for loop in loops for n in ir.flat(loop.body) if isinstance(n, ir.Load)}
     tiles = [program.buffers[key] for key in loads if len(program.buffers[key].shape) == 2]
-    rows, widths = 16 * program.warps, sum(b.shape[1] for b in tiles)
+    rows, widths = 64 if kernel.beside else 16 * program.warps, sum(b.shape[1] for b in tiles)
     line = sum(b.bytes // b.shape[0] for b in tiles)  # bytes read for one key
     rate = REACHED * min((gpu.tensor_flops[b.dtype] for b in tiles), default=0.0)
     fitting = 2 * max(1, round(L2_SHARE * gpu.l2_bytes / max(2 * gpu.sms * rows * line, 1)))

@@ -1,5 +1,6 @@
 // Tiles in registers, spread over the threads as the MMA leaves its results: a warp has 16 rows of
-// every 16 * Warps; of those, a thread has 2 rows and 2 neighbouring columns in every 8.
+// every 16 * Warps; of those, a thread has 2 rows and 2 neighbouring columns in every 8. Where rows are too few for all
+// warps, `Beside` warpgroups have the same rows, and each has an equal share of the columns, one beside the other.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -51,11 +52,14 @@ __device__ auto col_vector() {
 }
 
 // Which row and column of the tile a thread's m-th row and n-th column are. In a wide tile, the
-// result of a product with 8-bit columns, a thread has 4 neighbouring columns in every 16.
-template <int Warps, bool Wide = false>
+// result of a product with 8-bit columns, a thread has 4 neighbouring columns in every 16. `Cols` are those of the whole
+// tile, which need not be known where all warps have them.
+template <int Warps, bool Wide = false, int Beside = 1, int Cols = 0>
 struct Place {
-  int const first_row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
-  int const first_col = threadIdx.x % 4 * (Wide ? 4 : 2);
+  static_assert(Beside == 1 || Cols % (8 * Beside) == 0);
+  int const share = Beside == 1 ? 0 : threadIdx.x / (32 * Warps);  // of the columns
+  int const first_row = (threadIdx.x / 32 - share * Warps) * 16 + threadIdx.x % 32 / 4;
+  int const first_col = threadIdx.x % 4 * (Wide ? 4 : 2) + share * (Cols / Beside);
 
   __device__ int row(int m) const { return first_row + m % 2 * 8 + m / 2 * (16 * Warps); }
   __device__ int col(int n) const {
@@ -92,14 +96,37 @@ __device__ inline void transpose_quad(uint32_t (&r)[4]) {
   (upper ? r[1] : r[3]) = got3;
 }
 
+// Where the elements of a tile are, and those of a vector along its columns.
+template <int Warps, bool Wide, int Beside, class Tile>
+__device__ auto place_of(Tile const&) {
+  return Place<Warps, Wide, Beside, 4 * Beside * decltype(cute::size<1>(Tile{}))::value>{};
+}
+
+template <int Warps, int Beside, class Vector>
+__device__ auto place_along(Vector const&) {
+  return Place<Warps, false, Beside, 4 * Beside * decltype(cute::size(Vector{}))::value>{};
+}
+
+// Whether a thread writes for all that have the same value of a vector along the rows, or the columns.
+template <int Warps, int Beside>
+__device__ bool writes_rows() {
+  return threadIdx.x % 4 == 0 && (Beside == 1 || threadIdx.x < 32 * Warps);
+}
+
+template <int Warps, int Beside>
+__device__ bool writes_cols() {
+  return (Beside == 1 ? threadIdx.x : threadIdx.x % (32 * Warps)) < 4;
+}
+
 // Rounds an accumulator to 16 bits and stores its `valid` rows, of each the columns inside of `kept_cols` (a multiple of
 // 8), 16 bytes at a time (8 where the tile is wide: its columns are neighbours already).
-template <int Warps, bool Wide = false, class T, class Tile, class Valid, class Cols = AllColumns>
+template <int Warps, bool Wide = false, int Beside = 1, class T, class Tile, class Valid, class Cols = AllColumns>
 __device__ void store(GlobalTile<T> dst, Tile const& tile, Valid valid, Cols kept_cols = {}) {
   constexpr int rows = decltype(cute::size<0>(tile))::value;
   constexpr int cols = decltype(cute::size<1>(tile))::value;
   static_assert(sizeof(T) == 2 && cols % 4 == 0);
-  Place<Warps, Wide> const place;
+  auto const place = place_of<Warps, Wide, Beside>(tile);
+  int const before = Beside == 1 ? 0 : place.share * cols * 4;  // columns of other warpgroups
   CUTE_UNROLL
   for (int m = 0; m < rows; ++m) {
     bool const kept = inside(place.row(m), valid);
@@ -117,10 +144,10 @@ __device__ void store(GlobalTile<T> dst, Tile const& tile, Valid valid, Cols kep
           r[k] = n + 2 * k < cols ? pack<T>(tile(m, n + 2 * k), tile(m, n + 2 * k + 1)) : 0;
         }
         transpose_quad(r);
-        T* const to = line + n * 4 + threadIdx.x % 4 * 8;
+        int const col = before + n * 4 + threadIdx.x % 4 * 8;
         bool const there = n + 8 <= cols || threadIdx.x % 4 < 2;
-        if (kept && there && inside(static_cast<int>(n * 4 + threadIdx.x % 4 * 8), kept_cols)) {
-          *reinterpret_cast<uint4*>(to) = make_uint4(r[0], r[1], r[2], r[3]);
+        if (kept && there && inside(col, kept_cols)) {
+          *reinterpret_cast<uint4*>(line + col) = make_uint4(r[0], r[1], r[2], r[3]);
         }
       }
     }
@@ -128,9 +155,9 @@ __device__ void store(GlobalTile<T> dst, Tile const& tile, Valid valid, Cols kep
 }
 
 // Calls body(row of the tile, column of the tile, element) for all that a thread holds.
-template <int Warps, bool Wide, class Tile, class Body>
+template <int Warps, bool Wide, int Beside, class Tile, class Body>
 __device__ void each_element(Tile& tile, Body body) {
-  Place<Warps, Wide> const place;
+  auto const place = place_of<Warps, Wide, Beside>(tile);
   CUTE_UNROLL
   for (int m = 0; m < decltype(cute::size<0>(tile))::value; ++m) {
     CUTE_UNROLL
@@ -141,9 +168,9 @@ __device__ void each_element(Tile& tile, Body body) {
 }
 
 // Any tile of any element type to and from global memory, element by element; outside: 0, not stored.
-template <int Warps, bool Wide = false, class T, class Tile, class Rows, class Cols>
+template <int Warps, bool Wide = false, int Beside = 1, class T, class Tile, class Rows, class Cols>
 __device__ void store_elements(GlobalTile<T> dst, Tile const& tile, Rows rows, Cols cols) {
-  each_element<Warps, Wide>(tile, [&](int row, int col, auto const& x) {
+  each_element<Warps, Wide, Beside>(tile, [&](int row, int col, auto const& x) {
     if (inside(row, rows) && inside(col, cols)) *dst.at(row, col) = static_cast<T>(x);
   });
 }
@@ -180,9 +207,9 @@ __device__ inline uint32_t load_early(void const* from, bool inside) {
 }
 
 // Calls body(row of the tile, column of the tile, element, its right neighbour) for all pairs that a thread holds.
-template <int Warps, class Tile, class Body>
+template <int Warps, int Beside, class Tile, class Body>
 __device__ void each_pair(Tile& tile, Body body) {
-  Place<Warps> const place;
+  auto const place = place_of<Warps, false, Beside>(tile);
   CUTE_UNROLL
   for (int m = 0; m < decltype(cute::size<0>(tile))::value; ++m) {
     CUTE_UNROLL
@@ -192,46 +219,46 @@ __device__ void each_pair(Tile& tile, Body body) {
   }
 }
 
-template <int Warps, bool Wide = false, class T, class Tile, class Rows, class Cols>
+template <int Warps, bool Wide = false, int Beside = 1, class T, class Tile, class Rows, class Cols>
 __device__ void load(Tile& tile, GlobalTile<T> src, Rows rows, Cols cols) {
   if constexpr (!Wide && is_16_bit<T> && cute::is_same_v<Rows, int> && cute::is_same_v<Cols, int>) {
     bool const aligned = (reinterpret_cast<uintptr_t>(src.data) & 3) == 0 && (src.row & 1) == 0;
     if (src.col == 1 && aligned && (cols & 1) == 0) {
-      each_pair<Warps>(tile, [&](int row, int col, float& low, float& high) {
+      each_pair<Warps, Beside>(tile, [&](int row, int col, float& low, float& high) {
         unpack<T>(load_early(src.at(row, col), row < rows && col < cols), low, high);
       });
       return;
     }
   }
-  each_element<Warps, Wide>(tile, [&](int row, int col, auto& x) {
+  each_element<Warps, Wide, Beside>(tile, [&](int row, int col, auto& x) {
     x = inside(row, rows) && inside(col, cols) ? static_cast<float>(*src.at(row, col)) : 0.f;
   });
 }
 
 // Between registers and shared memory, by pairs of 16-bit elements or element by element.
-template <int Warps, bool Wide = false, class Shared, class Tile>
+template <int Warps, bool Wide = false, int Beside = 1, class Shared, class Tile>
 __device__ void to_shared(Shared dst, Tile const& tile) {
   auto to = dst.tensor();
   if constexpr (!Wide && is_16_bit<typename Shared::value_type>) {
-    each_pair<Warps>(tile, [&](int row, int col, float low, float high) {
+    each_pair<Warps, Beside>(tile, [&](int row, int col, float low, float high) {
       *reinterpret_cast<uint32_t*>(&to(row, col)) = pack<typename Shared::value_type>(low, high);
     });
     return;
   }
-  each_element<Warps, Wide>(tile, [&](int row, int col, auto const& x) {
+  each_element<Warps, Wide, Beside>(tile, [&](int row, int col, auto const& x) {
     to(row, col) = static_cast<typename Shared::value_type>(x);
   });
 }
 
-template <int Warps, bool Wide = false, class Shared, class Tile>
+template <int Warps, bool Wide = false, int Beside = 1, class Shared, class Tile>
 __device__ void from_shared(Tile& tile, Shared src) {
   auto from = src.tensor();
   if constexpr (!Wide && is_16_bit<typename Shared::value_type>) {
-    each_pair<Warps>(tile, [&](int row, int col, float& low, float& high) {
+    each_pair<Warps, Beside>(tile, [&](int row, int col, float& low, float& high) {
       unpack<typename Shared::value_type>(*reinterpret_cast<uint32_t const*>(&from(row, col)), low, high);
     });
   } else {
-    each_element<Warps, Wide>(
+    each_element<Warps, Wide, Beside>(
         tile, [&](int row, int col, auto& x) { x = static_cast<float>(from(row, col)); });
   }
   __syncwarp();  // one of the warp may hand the stage back next
@@ -239,26 +266,26 @@ __device__ void from_shared(Tile& tile, Shared src) {
 
 // Elementwise work from one shared tile to another: to(row, column) = f(m, n, from(row, column)), of the rows and columns
 // that a thread would hold in registers, eight of them at a time.
-template <int Warps, class To, class From, class F>
+template <int Warps, int Beside = 1, class To, class From, class F>
 __device__ void restage(To to_tile, From from_tile, F f) {
   using T = typename From::value_type;
   using U = typename To::value_type;
-  static_assert(is_16_bit<T> && is_16_bit<U> && From::rows % (16 * Warps) == 0 && From::cols % 16 == 0);
-  constexpr int pairs = 4;
+  static_assert(is_16_bit<T> && is_16_bit<U> && From::rows % (16 * Warps) == 0 && From::cols % (16 * Beside) == 0);
+  constexpr int pairs = 4, cols = From::cols / (4 * Beside);  // of a thread
   auto from = from_tile.tensor();
   auto to = to_tile.tensor();
-  Place<Warps> const place;
+  Place<Warps, false, Beside, From::cols> const place;
   CUTE_UNROLL
   for (int m = 0; m < From::rows / (8 * Warps); ++m) {
     CUTE_UNROLL
-    for (int first = 0; first < From::cols / 4; first += 2 * pairs) {
+    for (int first = 0; first < cols; first += 2 * pairs) {
       uint32_t held[pairs];
       CUTE_UNROLL
-      for (int k = 0; k < pairs && first + 2 * k < From::cols / 4; ++k) {
+      for (int k = 0; k < pairs && first + 2 * k < cols; ++k) {
         held[k] = *reinterpret_cast<uint32_t const*>(&from(place.row(m), place.col(first + 2 * k)));
       }
       CUTE_UNROLL
-      for (int k = 0; k < pairs && first + 2 * k < From::cols / 4; ++k) {
+      for (int k = 0; k < pairs && first + 2 * k < cols; ++k) {
         int const n = first + 2 * k;
         float low, high;
         unpack<T>(held[k], low, high);
@@ -270,27 +297,27 @@ __device__ void restage(To to_tile, From from_tile, F f) {
 }
 
 // Vectors along the rows or the columns of a tile, to and from shared memory.
-template <int Warps, class To, class Vector>
+template <int Warps, int Beside = 1, class To, class Vector>
 __device__ void rows_to_shared(To to, Vector const& values) {
-  Place<Warps> const place;
+  Place<Warps, false, Beside> const place;
   CUTE_UNROLL
   for (int m = 0; m < decltype(cute::size(values))::value; ++m) {
-    if (threadIdx.x % 4 == 0) to.data[place.row(m)] = static_cast<cute::remove_cvref_t<decltype(*to.data)>>(values(m));
+    if (writes_rows<Warps, Beside>()) to.data[place.row(m)] = static_cast<cute::remove_cvref_t<decltype(*to.data)>>(values(m));
   }
 }
 
-template <int Warps, class To, class Vector>
+template <int Warps, int Beside = 1, class To, class Vector>
 __device__ void cols_to_shared(To to, Vector const& values) {
-  Place<Warps> const place;
+  auto const place = place_along<Warps, Beside>(values);
   CUTE_UNROLL
   for (int n = 0; n < decltype(cute::size(values))::value; ++n) {
-    if (threadIdx.x < 4) to.data[place.col(n)] = static_cast<cute::remove_cvref_t<decltype(*to.data)>>(values(n));
+    if (writes_cols<Warps, Beside>()) to.data[place.col(n)] = static_cast<cute::remove_cvref_t<decltype(*to.data)>>(values(n));
   }
 }
 
-template <int Warps, class Vector, class From>
+template <int Warps, int Beside = 1, class Vector, class From>
 __device__ void rows_from_shared(Vector& values, From from) {
-  Place<Warps> const place;
+  Place<Warps, false, Beside> const place;
   CUTE_UNROLL
   for (int m = 0; m < decltype(cute::size(values))::value; ++m) {
     values(m) = static_cast<typename Vector::value_type>(from.data[place.row(m)]);
@@ -298,9 +325,9 @@ __device__ void rows_from_shared(Vector& values, From from) {
   __syncwarp();  // one of the warp may hand the stage back next
 }
 
-template <int Warps, class Vector, class From>
+template <int Warps, int Beside = 1, class Vector, class From>
 __device__ void cols_from_shared(Vector& values, From from) {
-  Place<Warps> const place;
+  auto const place = place_along<Warps, Beside>(values);
   CUTE_UNROLL
   for (int n = 0; n < decltype(cute::size(values))::value; ++n) {
     values(n) = static_cast<typename Vector::value_type>(from.data[place.col(n)]);
@@ -309,42 +336,42 @@ __device__ void cols_from_shared(Vector& values, From from) {
 }
 
 // Vectors along the rows or the columns of a tile, of which the `valid` ones are inside.
-template <int Warps, class T, class Vector, class Valid>
+template <int Warps, int Beside = 1, class T, class Vector, class Valid>
 __device__ void store_rows(GlobalTile<T> dst, Vector const& values, Valid valid) {
-  Place<Warps> const place;
+  Place<Warps, false, Beside> const place;
   CUTE_UNROLL
   for (int m = 0; m < decltype(cute::size(values))::value; ++m) {
-    if (threadIdx.x % 4 == 0 && inside(place.row(m), valid)) {
+    if (writes_rows<Warps, Beside>() && inside(place.row(m), valid)) {
       *dst.at(place.row(m), 0) = static_cast<T>(values(m));
     }
   }
 }
 
-template <int Warps, class T, class Vector, class Valid>
+template <int Warps, int Beside = 1, class T, class Vector, class Valid>
 __device__ void store_cols(GlobalTile<T> dst, Vector const& values, Valid valid) {
-  Place<Warps> const place;
+  auto const place = place_along<Warps, Beside>(values);
   CUTE_UNROLL
   for (int n = 0; n < decltype(cute::size(values))::value; ++n) {
-    if (threadIdx.x < 4 && inside(place.col(n), valid)) {
+    if (writes_cols<Warps, Beside>() && inside(place.col(n), valid)) {
       *dst.at(place.col(n), 0) = static_cast<T>(values(n));
     }
   }
 }
 
-template <int Warps, class T, class Vector, class Valid>
+template <int Warps, int Beside = 1, class T, class Vector, class Valid>
 __device__ void load_rows(Vector& values, GlobalTile<T> src, Valid valid) {
   using Value = typename Vector::value_type;
-  Place<Warps> const place;
+  Place<Warps, false, Beside> const place;
   CUTE_UNROLL
   for (int m = 0; m < decltype(cute::size(values))::value; ++m) {
     values(m) = inside(place.row(m), valid) ? static_cast<Value>(*src.at(place.row(m), 0)) : Value(0);
   }
 }
 
-template <int Warps, class T, class Vector, class Valid>
+template <int Warps, int Beside = 1, class T, class Vector, class Valid>
 __device__ void load_cols(Vector& values, GlobalTile<T> src, Valid valid) {
   using Value = typename Vector::value_type;
-  Place<Warps> const place;
+  auto const place = place_along<Warps, Beside>(values);
   CUTE_UNROLL
   for (int n = 0; n < decltype(cute::size(values))::value; ++n) {
     values(n) = inside(place.col(n), valid) ? static_cast<Value>(*src.at(place.col(n), 0)) : Value(0);

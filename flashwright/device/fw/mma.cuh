@@ -61,8 +61,8 @@ __device__ uint32_t chunk_of(uint32_t address, int number) {
   return (address ^ (number % Tile::chunks * 16)) + number / Tile::chunks * Tile::atom_bytes;
 }
 
-// Rows of A in shared memory, k along the columns.
-template <class Tile, int Warps>
+// Rows of A in shared memory, k along the columns; the same for each of `Beside` warpgroups.
+template <class Tile, int Warps, int Beside = 1>
 struct RowsOfA {
   static constexpr bool in_order = true;  // of k
   static constexpr int row_blocks = Tile::rows / (16 * Warps);
@@ -70,7 +70,8 @@ struct RowsOfA {
   uint32_t own;
 
   __device__ explicit RowsOfA(Tile tile)
-      : own(tile.chunk_address(threadIdx.x / 32 * 16 + threadIdx.x % 16, threadIdx.x % 32 / 16)) {
+      : own(tile.chunk_address((Beside == 1 ? threadIdx.x / 32 : threadIdx.x / 32 % Warps) * 16 + threadIdx.x % 16,
+                               threadIdx.x % 32 / 16)) {
     keep_in_loop(own);
   }
 
@@ -234,9 +235,9 @@ __device__ void gemm_in_turn(Acc& acc, A const& a, B const& b) {
 }
 
 // A tile in shared memory as an operand in registers, fetched once.
-template <int Warps, class Tile>
+template <int Warps, int Beside = 1, class Tile>
 __device__ auto load_operand(Tile tile) {
-  using Rows = RowsOfA<Tile, Warps>;
+  using Rows = RowsOfA<Tile, Warps, Beside>;
   Rows const rows(tile);
   OperandA<Rows::row_blocks, Rows::steps> a;
   CUTE_UNROLL

@@ -18,7 +18,7 @@ __device__ inline void copy_line(uint32_t from, void* to, bool inside) {
 
 // Rounds an accumulator of 16 rows for each warp to 16 bits and stores its `valid` rows, of each the columns inside of
 // `kept`, which is a multiple of 8.
-template <int Warps, class T, class Tile, class Valid, class Cols = AllColumns>
+template <int Warps, int Beside = 1, class T, class Tile, class Valid, class Cols = AllColumns>
 __device__ void store_through(unsigned char* room, GlobalTile<T> dst, Tile const& tile, Valid valid, Cols kept = {}) {
   constexpr int cols = 4 * decltype(cute::size<1>(tile))::value;
   static_assert(sizeof(T) == 2 && decltype(cute::size<0>(tile))::value == 2 && cols % 16 == 0);
@@ -26,8 +26,9 @@ __device__ void store_through(unsigned char* room, GlobalTile<T> dst, Tile const
   constexpr int chunks = Part::cols / 8, rows = 32 / chunks;  // of 8 columns; rows that a warp writes at once
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Part const part{reinterpret_cast<T*>(room + warp * out_bytes)};
-  int const first = warp * 16 + lane / chunks;
-  T* line[16 / rows] = {dst.at(first, 0) + lane % chunks * 8};
+  int const share = Beside == 1 ? 0 : warp / Warps;
+  int const first = (warp - share * Warps) * 16 + lane / chunks, begin = share * cols + lane % chunks * 8;
+  T* line[16 / rows] = {dst.at(first, 0) + begin};
   CUTE_UNROLL
   for (int n = 1; n < 16 / rows; ++n) line[n] = line[n - 1] + times(rows, dst.row);
   CUTE_UNROLL
@@ -44,7 +45,7 @@ __device__ void store_through(unsigned char* room, GlobalTile<T> dst, Tile const
     CUTE_UNROLL
     for (int n = 0; n < 16 / rows; ++n) {
       uint32_t const from = part.chunk_address(lane / chunks + n * rows, lane % chunks);
-      bool const there = inside(first + n * rows, valid) && inside(static_cast<int>(col + lane % chunks * 8), kept);
+      bool const there = inside(first + n * rows, valid) && inside(col + begin, kept);
       copy_line(from, line[n] + col, there);
     }
   }

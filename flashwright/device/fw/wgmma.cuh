@@ -93,16 +93,22 @@ __device__ auto left_steps(OperandA<1, Steps> const& a, int) {
 }
 
 // Starts acc = A B, or acc += A B: B given as N rows of k columns (Transposed), or, in 16 bits, as k rows of N columns.
-// Of k, the first `Depth` count where that is given: zeros follow in both operands.
-template <bool Fresh, bool Transposed, int Depth = 0, class Acc, class A, class B>
+// Of k, the first `Depth` count where that is given: zeros follow in both operands. Where `Beside` warpgroups have the
+// same rows, each multiplies its share of the columns.
+template <bool Fresh, bool Transposed, int Depth = 0, int Beside = 1, class Acc, class A, class B>
 __device__ void start_product(int group, Acc& acc, A const& a, B b) {
   using T = typename B::value_type;
   static_assert(decltype(cute::size<0>(acc))::value == 2, "a warpgroup has 64 rows");
   static_assert(Transposed || sizeof(T) == 2, "bytes are multiplied along rows only");
   constexpr int steps = (Depth ? Depth : Transposed ? B::cols : B::rows) * sizeof(T) / 32;
-  constexpr int columns = Transposed ? B::rows : B::cols;
-  auto const left = left_steps(a, group);
-  Descriptor<B> const right(b);
+  constexpr int columns = (Transposed ? B::rows : B::cols) / Beside;
+  static_assert(Beside == 1 || columns % (Transposed ? 8 : B::width) == 0, "a share is whole swizzle atoms");
+  auto const left = left_steps(a, Beside == 1 ? group : 0);
+  Descriptor<B> right(b);
+  if constexpr (Beside > 1) {
+    constexpr int share = Transposed ? columns * B::row_bytes : columns / B::width * B::atom_bytes;
+    right.lower += group * (share >> 4);
+  }
   CUTE_UNROLL
   for (int step = 0; step < steps; ++step) {
     uint64_t const part = Transposed ? right.along_columns(step) : right.along_rows(step);
@@ -135,10 +141,10 @@ __device__ void finish_products(Accs&... accs) {
 }
 
 // The whole product, waited for.
-template <bool Fresh, bool Transposed, int Depth = 0, class Acc, class A, class B>
+template <bool Fresh, bool Transposed, int Depth = 0, int Beside = 1, class Acc, class A, class B>
 __device__ void product(int group, Acc& acc, A const& a, B b) {
   open_products(acc);
-  start_product<Fresh, Transposed, Depth>(group, acc, a, b);
+  start_product<Fresh, Transposed, Depth, Beside>(group, acc, a, b);
   close_products();
   finish_products<0>(acc);
 }
@@ -149,6 +155,49 @@ __device__ void consumers_meet() {
   if constexpr (Publish) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   asm volatile("bar.sync 8, %0;" ::"n"(32 * Warps) : "memory");
 }
+
+// Rows that `Beside` warpgroups share: values that each has found over its own columns become those of the whole rows.
+// They are left in shared memory for the others, in one of two places in turns, since somebody may still be reading.
+template <int Warps, int Beside>
+struct Exchange {
+  float* const data;
+  int place = 0;
+
+  __device__ explicit Exchange(unsigned char* begin) : data(reinterpret_cast<float*>(begin)) {}
+
+  template <class Vector, class F>
+  __device__ void operator()(Vector& values, F join) {
+    constexpr int count = decltype(cute::size(values))::value, rows = 8 * Warps * count;
+    float* const here = data + place * Beside * rows;
+    place ^= 1;
+    Place<Warps, false, Beside> const at;
+    CUTE_UNROLL
+    for (int m = 0; m < count; ++m) {
+      if (threadIdx.x % 4 == 0) here[at.share * rows + at.row(m)] = values(m);
+    }
+    asm volatile("bar.sync 9, %0;" ::"n"(32 * Warps * Beside) : "memory");
+    CUTE_UNROLL
+    for (int m = 0; m < count; ++m) {
+      values(m) = here[at.row(m)];
+      CUTE_UNROLL
+      for (int other = 1; other < Beside; ++other) values(m) = join(values(m), here[other * rows + at.row(m)]);
+    }
+  }
+
+  template <class Vector>
+  __device__ void max(Vector& values) {
+    CUTE_UNROLL
+    for (int m = 0; m < decltype(cute::size(values))::value; ++m) values(m) = row_max(values(m));
+    (*this)(values, [](float a, float b) { return fw::max(a, b); });
+  }
+
+  template <class Vector>
+  __device__ void sum(Vector& values) {
+    CUTE_UNROLL
+    for (int m = 0; m < decltype(cute::size(values))::value; ++m) values(m) = row_sum(values(m));
+    (*this)(values, [](float a, float b) { return a + b; });
+  }
+};
 
 // Warpgroups start their products one after the other: while one multiplies, another has time for its softmax. Each
 // waits at a barrier of its own (the block's is 0) for the one before it.

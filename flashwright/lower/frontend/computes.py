@@ -117,18 +117,10 @@ class Computes:
         return self.sides.get(key, "rows" if by_rows else "columns")
 
     def decide(self) -> None:
-        """Note how all vectors lie, once all is known, and that the threads have whole parts."""
-        if not self.decided:
-            return
-        warps = self.program.warps
+        """Note how all vectors lie, once all is known."""
         for key, buffer in self.program.buffers.items():
-            if key[1] != "register" or len(buffer.shape) != 1:
-                continue
-            self.sides[key] = side = self._side(key)
-            if buffer.shape[0] % (16 * warps if side == "rows" else 8):
-                text = f"a vector of {buffer.shape[0]} along the {side}"
-                hint = f"along rows it goes by 16 * Warps = {16 * warps}, along columns by 8"
-                raise refused(text, buffer.declared.span, hint)
+            if self.decided and key[1] == "register" and len(buffer.shape) == 1:
+                self.sides[key] = self._side(key)
 
     def _lies(self, key: Key, side: ir.Side) -> None:
         """Note along what a vector lies: in the whole kernel, as the walks before found it."""

@@ -78,6 +78,8 @@ def effects(node: ir.Statement) -> Effects:
             return _writing(key)
         case ir.Sync(keys):
             return _writing(ORDER, *keys)
+        case ir.Exchange(vector):
+            return Effects(frozenset([vector])) | _writing(vector, ORDER)
         case ir.Turn():
             return _writing(ORDER)
     return Effects()

@@ -43,6 +43,8 @@ class SoftwarePipeline:
     overlap: bool
     turns: bool
     split: bool
+    exits: bool = True
+    """Warpgroups may end a loop each by itself."""
     late: dict[str, frozenset[Key]] = field(default_factory=dict)
     whole: tuple[ir.Statement, ...] = ()
 
@@ -112,7 +114,7 @@ class SoftwarePipeline:
         rows: Term | None,
         line: int,
     ) -> ir.Branch:
-        own = own_end(loop, rows, live)
+        own = own_end(loop, rows, live) if self.exits else None
         begin: tuple[ir.Statement, ...] = (ir.Define(loop.var, loop.low, varies=True),)
         before: tuple[ir.Statement, ...] = found.first
         following = plus(loop.low if loop.where is None else Var(loop.var), 1)

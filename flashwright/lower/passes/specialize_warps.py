@@ -31,6 +31,7 @@ from flashwright.lower.passes.prefetch import remark_single_stages
 from flashwright.lower.passes.rings import consuming, needed_last, producing
 from flashwright.lower.passes.scale_in_exponent import in_exponent
 from flashwright.lower.passes.software_pipeline import SoftwarePipeline
+from flashwright.lower.passes.split_columns import exchanged, shared_operands
 from flashwright.lower.passes.verify import Verifier
 from flashwright.lower.passes.wgmma_groups import asynchronous
 from flashwright.lower.report import (
@@ -54,10 +55,12 @@ def specialized(
     report: Report,
     sparing: bool = False,
     verifier: Verifier | None = None,
+    split: frozenset[Key] = frozenset(),
 ) -> tuple[Program, ir.Roles] | None:
     """The roles, and the program with the tiles that they need besides; None if the program cannot
-    use wgmma and TMA, for reasons that the report then has. `sparing` ones need fewer registers."""
-    who = copies(program, body, report) if gpu.wgmma else None
+    use wgmma and TMA, for reasons that the report then has. `sparing` ones need fewer registers;
+    of the tiles in `split` each warpgroup has some columns."""
+    who = copies(program, gpu, body, report) if gpu.wgmma else None
     if who is None:
         return None
     turned, sums = turned_tiles(program, body), long_sums(program, body)
@@ -73,6 +76,12 @@ def specialized(
         text = "no wgmma: shared memory has no room to transpose an fp8 tile in"
         report.remark(NO_WGMMA, text, line_of(body, ir.Load))
         return None
+    whole = shared_operands(more, gpu, body, split, names)
+    if whole is None:
+        text = "no wgmma: shared memory has no room for a left operand that warpgroups share"
+        report.remark(NO_WGMMA, text, line_of(body, ir.Operand), "let BN be smaller")
+        return None
+    more, body = whole
     if not sparing:  # the warps that may have to copy them need registers as well
         more, body, who = through_rings(more, gpu, body, who, report)
     helped = who.helped | who.either
@@ -85,8 +94,11 @@ def specialized(
     more = with_two_stages(with_two_stages(more, gpu, made(body)), gpu, sources(body))
     seen = for_consumers(body)
     remark_single_stages(seen, more.buffers, report)
-    consumers, late = _consumers(more, seen, names, report, verifier)
-    if not sparing:
+    consumers, late = _consumers(more, seen, names, report, verifier, bool(split))
+    if split:
+        consumers = exchanged(more, gpu, consumers, names)
+        verifier.products(consumers, "splitting columns", more)
+    elif not sparing:
         consumers = by_threes(more, gpu, consumers)
         verifier.products(consumers, "integer maxima", more)
     late = {var: late_sources(body, seen, tiles) for var, tiles in late.items()}
@@ -130,12 +142,13 @@ def _consumers(
     names: Names,
     report: Report,
     verifier: Verifier,
+    split: bool,
 ) -> tuple[tuple[ir.Statement, ...], dict[str, frozenset[Key]]]:
     schedule = program.schedule
     keys = {n.dest for n in ir.flat(body) if isinstance(n, ir.Load)}
     met = _with_syncs(body)
     meets = any(isinstance(n, ir.Sync) for n in ir.flat(met))
-    turns = schedule.ping_pong and program.warps > 4 and not meets
+    turns = schedule.ping_pong and program.warps > 4 and not meets and not split
     pipeline = SoftwarePipeline(
         program,
         names,
@@ -143,17 +156,20 @@ def _consumers(
         overlap=schedule.overlap,
         turns=turns,
         split=schedule.apart,
+        exits=not split,
     )
     ringed = verifier.consumers(consuming(met, keys), "rings", program)
     found = verifier.consumers(pipeline.run(ringed), "software pipelining", program)
     report.ping_pong = any(isinstance(n, ir.Turn) for n in ir.flat(found))
     if not report.ping_pong:
-        _no_ping_pong(program, met, report)
+        _no_ping_pong(program, met, report, split)
     staged = ir.changed(found, lambda node: _staged(node, keys, program))
     return verifier.products(asynchronous(staged), "wgmma groups", program), pipeline.late
 
 
-def _no_ping_pong(program: Program, body: tuple[ir.Statement, ...], report: Report) -> None:
+def _no_ping_pong(
+    program: Program, body: tuple[ir.Statement, ...], report: Report, split: bool
+) -> None:
     """Report why consumer warpgroups do not alternate between GEMMs and softmax."""
     where, help, edit = line_of(body, ir.Gemm), "", None
     synced = [n.origin.lines for n in ir.flat(body) if isinstance(n, (ir.Move, ir.Restage))]
@@ -163,6 +179,9 @@ def _no_ping_pong(program: Program, body: tuple[ir.Statement, ...], report: Repo
     elif program.warps <= 4:
         why = "there is one consumer warpgroup"
         help = "a tile of 128 rows and `param Warps = 8` give two"
+    elif split:
+        why = "the warpgroups have the same rows, and each some of the columns"
+        help = "a tile of 64 rows for each warpgroup gives them rows of their own"
     elif any(isinstance(n, ir.Sync) for n in ir.flat(body)):
         why, where = "the warpgroups meet at a Copy to shared memory", synced[0]
         help = "Reshape the tile in registers instead"

@@ -12,7 +12,14 @@ from flashwright.gpu import Gpu
 from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_expr
 from flashwright.lower import ir
-from flashwright.lower.names import by_tma, cpp, operand_name, ring_name, tile_name
+from flashwright.lower.names import (
+    by_tma,
+    cpp,
+    operand_name,
+    place_name,
+    ring_name,
+    tile_name,
+)
 from flashwright.lower.passes.fp8_transpose import landing
 from flashwright.lower.passes.overlap import kept_vectors
 from flashwright.lower.printing.cpp import text
@@ -75,6 +82,7 @@ class Printer:
         blocks: int,
         rings: dict[Key, int] | None = None,
         room: int | None = None,
+        exchange: int | None = None,
     ) -> None:
         self.program = program
         self.gpu = gpu
@@ -82,7 +90,7 @@ class Printer:
         self.offsets = offsets
         self.blocks = blocks
         self.rings = rings or {}
-        self.context = Context(program, kernel, gpu.cp_async, bool(rings), room)
+        self.context = Context(program, kernel, gpu.cp_async, bool(rings), room, exchange)
 
     def print(self) -> Page:
         """The whole file. What is declared depends on what is used, so the kernel comes first."""
@@ -119,6 +127,9 @@ class Printer:
                 yield self._param(stmt)
         if "Warps" not in self.program.params:
             yield f"constexpr int Warps = {self.program.warps};"
+        if self.kernel.beside:
+            yield "constexpr int RowWarps = 4;  // along the rows: warpgroups have the same ones,"
+            yield "constexpr int Beside = Warps / RowWarps;  // and each a share of the columns"
         if self.rings:
             yield "constexpr int Threads = 32 * Warps + 128;  // a warpgroup more, which loads"
         else:
@@ -180,6 +191,10 @@ class Printer:
         return page
 
     def _places(self, page: Page, used: set[str]) -> None:
+        for columns in sorted({b.shape[-1] for b in self.program.buffers.values()} | {0}):
+            if (name := place_name(columns)) in used and self.kernel.beside:
+                kind = f"fw::Place<RowWarps, false, Beside, {columns}>"
+                page.write([f"{kind} const {name};"], None, 1)
         for name, wide in (("at", ""), ("wide_at", ", true")):
             if name in used:
                 page.write([f"fw::Place<Warps{wide}> const {name};"], None, 1)
@@ -216,7 +231,11 @@ class Printer:
             if buffer.space == "register":
                 page.write(self._declare(key, buffer), _lines(buffer.declared), 1)
         for name, rows in kept_vectors(node.readers).items():
-            page.write([f"auto {name} = fw::row_vector<{rows}, Warps>();"], None, 1)
+            along = "Warps" if self.gpu.beside(rows, self.program.warps) == 1 else "RowWarps"
+            page.write([f"auto {name} = fw::row_vector<{rows}, {along}>();"], None, 1)
+        if self.context.exchange is not None:
+            begin = f"shared + {self.context.exchange}"
+            page.write([f"fw::Exchange<RowWarps, Beside> exchange({begin});"], None, 1)
         self._places(page, readers.names)
         page.write(["int const group = fw::warpgroup();"], None, 1)
         page.add(readers)
@@ -283,19 +302,24 @@ class Printer:
                 yield f"fw::Staged<Threads, decltype({name})> {name}_staged;"
             return
         if key in self._assigned():
-            if len(buffer.shape) == 2:
-                lies = self.context.warps(key) if self.rings else "Warps"
-                yield f"auto {name} = fw::accumulator<{', '.join(sizes)}, {lies}>();"
-            else:
-                more = ", int" if buffer.dtype == "int32" else ""
-                if self.context.side(key) == "rows":
-                    yield f"auto {name} = fw::row_vector<{sizes[0]}, Warps{more}>();"
-                else:
-                    yield f"auto {name} = fw::col_vector<{sizes[0]}{more}>();"
+            yield self._assigned_tile(key, buffer, sizes)
         if key in self.kernel.operands:
-            rows, columns = buffer.shape[0] // (16 * self.program.warps), buffer.shape[1]
+            along = 4 if key in self.kernel.beside else self.program.warps
+            rows, columns = buffer.shape[0] // (16 * along), buffer.shape[1]
             steps = columns * DTYPES[self.kernel.operands[key]] // 32
             yield f"fw::OperandA<{rows}, {steps}> {operand_name(key)};"
+
+    def _assigned_tile(self, key: Key, buffer: Buffer, sizes: list[str]) -> str:
+        """The declaration of an accumulator or a vector."""
+        name, split = tile_name(key), key in self.kernel.beside
+        along, share = ("RowWarps", " / Beside") if split else ("Warps", "")
+        if len(buffer.shape) == 2:
+            wide = ", true" if self.rings and key in self.kernel.wide else ""
+            return f"auto {name} = fw::accumulator<{sizes[0]}, {sizes[1]}{share}, {along}{wide}>();"
+        more = ", int" if buffer.dtype == "int32" else ""
+        if self.context.side(key) == "rows":
+            return f"auto {name} = fw::row_vector<{sizes[0]}, {along}{more}>();"
+        return f"auto {name} = fw::col_vector<{sizes[0]}{share}{more}>();"
 
     def _staged(self, key: Key) -> bool:
         """Whether a shared tile is filled through registers."""

@@ -16,6 +16,7 @@ from flashwright.lower.names import (
     cpp,
     map_names,
     operand_name,
+    place_name,
     ring_name,
     tile_name,
 )
@@ -38,6 +39,7 @@ class Context:
     asynchronous: bool  # there is cp.async
     roles: bool = False  # one thread loads by TMA, warpgroups multiply with wgmma
     room: int | None = None  # where in shared memory results are put in order on their way out
+    exchange: int | None = None  # and where warpgroups that share rows leave values for each other
 
     @cached_property
     def gemm_dtypes(self) -> tuple[str, ...]:
@@ -128,7 +130,21 @@ class Context:
 
     def warps(self, key: Key) -> str:
         """The template arguments that say how a tile lies."""
+        if key in self.kernel.beside:
+            return "RowWarps, false, Beside"
         return "Warps, true" if key in self.kernel.wide else "Warps"
+
+    def line(self, key: Key) -> str:
+        """The same of a vector, or of a tile that is never wide."""
+        return "RowWarps, Beside" if key in self.kernel.beside else "Warps"
+
+    def place(self, node: ir.Compute) -> str:
+        """What knows the places of a tile's rows and columns."""
+        keys = {(a.buffer.name, a.buffer.space) for a in node.assigns if a.buffer}
+        named = {tile_name(k) for k in self.kernel.beside}
+        if any(variable(x) in named for a in node.assigns for x in (a.target, *leaves(a.value))):
+            return place_name(node.shape[-1] if len(node.shape) == 2 else 0)
+        return "wide_at" if keys & self.kernel.wide else "at"
 
     def side(self, key: Key) -> str:
         """Along what a vector lies."""
@@ -252,7 +268,7 @@ def _fill(at: Context, node: ir.Fill) -> Lines:
         yield f"fw::Line const {name}{{{at.window(node.window, 'line')}, {rows}}};"
     elif len(at.program.buffers[node.dest].shape) == 1:
         source = at.window(node.window, "line")
-        yield f"fw::load_{at.side(node.dest)}<Warps>({name}, {source}, {rows});"
+        yield f"fw::load_{at.side(node.dest)}<{at.line(node.dest)}>({name}, {source}, {rows});"
     else:
         source, cols = at.window(node.window), at.cols(node.window, node.dest)
         yield f"fw::load<{at.warps(node.dest)}>({name}, {source}, {rows}, {cols});"
@@ -266,12 +282,14 @@ def _store(at: Context, node: ir.Store) -> Lines:
         store = f"fw::copy_out<Threads>({target}, {name}, {rows});"
     elif len(buffer.shape) == 1:
         line = at.window(window, "line")
-        store = f"fw::store_{at.side(node.source)}<Warps>({line}, {name}, {rows});"
+        along = at.line(node.source)
+        store = f"fw::store_{at.side(node.source)}<{along}>({line}, {name}, {rows});"
     elif in_lines(node, buffer):
         inside = at.inside(window, node.source)
         store = f"fw::store<{warps}>({target}, {name}, {inside});"
         if at.room is not None and through_room(node, buffer, at.kernel):
-            store = f"fw::store_through<Warps>(shared + {at.room}, {target}, {name}, {inside});"
+            room, along = f"shared + {at.room}", at.line(node.source)
+            store = f"fw::store_through<{along}>({room}, {target}, {name}, {inside});"
     else:
         cols = at.cols(window, node.source)
         store = f"fw::store_elements<{warps}>({target}, {name}, {rows}, {cols});"
@@ -292,7 +310,7 @@ def _move(at: Context, node: ir.Move) -> Lines:
         yield f"fw::to_shared<{at.warps(node.source)}>({to}, {source});"
     elif node.operand:
         held = at.shared(node.source, node.stage)
-        yield f"{operand_name(node.dest)} = fw::load_operand<Warps>({held});"
+        yield f"{operand_name(node.dest)} = fw::load_operand<{at.line(node.dest)}>({held});"
     else:
         held = at.shared(node.source, node.stage)
         yield f"fw::from_shared<{at.warps(node.dest)}>({dest}, {held});"
@@ -301,10 +319,12 @@ def _move(at: Context, node: ir.Move) -> Lines:
 def _moved_vector(at: Context, node: ir.Move) -> Lines:
     if node.dest[1] == "shared":
         to = at.shared(node.dest, node.stage)
-        yield f"fw::{at.side(node.source)}_to_shared<Warps>({to}, {tile_name(node.source)});"
+        along, vector = at.line(node.source), tile_name(node.source)
+        yield f"fw::{at.side(node.source)}_to_shared<{along}>({to}, {vector});"
     else:
         held = at.shared(node.source, node.stage)
-        yield f"fw::{at.side(node.dest)}_from_shared<Warps>({tile_name(node.dest)}, {held});"
+        along, vector = at.line(node.dest), tile_name(node.dest)
+        yield f"fw::{at.side(node.dest)}_from_shared<{along}>({vector}, {held});"
 
 
 def _restage(at: Context, node: ir.Restage) -> Lines:
@@ -321,7 +341,8 @@ def _restage(at: Context, node: ir.Restage) -> Lines:
         yield f"fw::restage_stage<Warps>({dest}, {ring_name(node.dest)}, {source},"
         yield f"    [&](int m, int n, float x{given}) {{ return {one}; }}{passed});"
         return
-    yield f"fw::restage<Warps>({dest}, {source}, [&](int m, int n, float x) {{ return {one}; }});"
+    along = at.line((node.buffer.name, node.buffer.space))
+    yield f"fw::restage<{along}>({dest}, {source}, [&](int m, int n, float x) {{ return {one}; }});"
 
 
 def _product(at: Context, node: ir.Gemm, name: str) -> str:
@@ -330,7 +351,9 @@ def _product(at: Context, node: ir.Gemm, name: str) -> str:
     right = at.shared(node.right, node.right_stage)
     transposed = node.transposed or node.right in at.turned
     how = ", ".join(str(flag).lower() for flag in (node.fresh, transposed))
-    how += f", {node.depth}" if node.depth is not None else ""
+    shared_rows = node.target in at.kernel.beside
+    how += f", {node.depth or 0}" if node.depth is not None or shared_rows else ""
+    how += ", Beside" if shared_rows else ""
     left = f"fw::transposed({left})" if node.left_transposed else left
     return f"fw::{name}<{how}>(group, {tile_name(node.target)}, {left}, {right});"
 
@@ -369,8 +392,7 @@ def _listed(keys: tuple[Key, ...]) -> str:
 
 
 def _compute(at: Context, node: ir.Compute) -> Lines:
-    wide = any(a.buffer and (a.buffer.name, "register") in at.kernel.wide for a in node.assigns)
-    yield from compute(node, "wide_at" if wide else "at")
+    yield from compute(node, at.place(node))
 
 
 RULES: dict[type, Callable[[Context, Any], Lines]] = {
@@ -396,6 +418,7 @@ RULES: dict[type, Callable[[Context, Any], Lines]] = {
     ir.Finish: lambda at, node: iter(
         [f"fw::finish_products<{node.left}>({_listed(node.targets)});"]
     ),
+    ir.Exchange: lambda at, node: iter([f"exchange.{node.op}({node.vector});"]),
     ir.Fill: _fill,
     ir.Store: _store,
     ir.Move: _move,

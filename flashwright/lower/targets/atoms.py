@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
+
 from flashwright.check.program import Buffer, Key, Program
 from flashwright.check.vocabulary import DTYPES
 from flashwright.gpu import Gpu
@@ -50,7 +52,6 @@ def shared_layout(program: Program, stages: dict[Key, int]) -> tuple[dict[Key, i
     size = 0
     for key, buffer in program.buffers.items():
         if buffer.space != "shared":
-            _check_register(buffer, program.warps)
             continue
         _check(buffer)
         offsets[key] = size
@@ -58,12 +59,26 @@ def shared_layout(program: Program, stages: dict[Key, int]) -> tuple[dict[Key, i
     return offsets, size
 
 
-def _check_register(buffer: Buffer, warps: int) -> None:
-    """Rows are dealt to the warps 16 at a time, columns to the threads of a row 8 at a time."""
-    span, rows = buffer.declared.span, buffer.shape[0]
-    if len(buffer.shape) == 2 and (rows % (16 * warps) or buffer.shape[1] % 8):
-        text = f"a register tile of {rows} rows and {buffer.shape[1]} columns for {warps} warps"
-        raise refused(text, span, f"rows go by 16 * Warps = {16 * warps}, columns by 8")
+def check_registers(program: Program, sides: Mapping[Key, ir.Side], split: Set[Key]) -> None:
+    """Rows are dealt to the warps 16 at a time, columns to the threads of a row 8 at a time; the
+    columns of tiles in `split` to warpgroups before that."""
+    warps = program.warps
+    for key, buffer in program.buffers.items():
+        if buffer.space != "register":
+            continue
+        by_rows, by_columns = (64, 8 * (warps // 4)) if key in split else (16 * warps, 8)
+        named = f"{by_rows}" if key in split else f"16 * Warps = {by_rows}"
+        if len(buffer.shape) == 2:
+            rows, columns = buffer.shape
+            whole = rows % by_rows == 0 and columns % by_columns == 0
+            text = f"a register tile of {rows} rows and {columns} columns for {warps} warps"
+            hint = f"rows go by {named}, columns by {by_columns}"
+        else:
+            whole = buffer.shape[0] % (by_rows if sides[key] == "rows" else by_columns) == 0
+            text = f"a vector of {buffer.shape[0]} along the {sides[key]}"
+            hint = f"along rows it goes by {named}, along columns by {by_columns}"
+        if not whole:
+            raise refused(text, buffer.declared.span, hint)
 
 
 def _check(buffer: Buffer) -> None:

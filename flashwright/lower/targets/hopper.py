@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from flashwright.check.program import Buffer, Key, Program
 from flashwright.check.vocabulary import DTYPES
+from flashwright.gpu import Gpu
 from flashwright.lower import ir
 from flashwright.lower.passes.fp8_transpose import can_turn, turned_tiles
 from flashwright.lower.report import NO_TMA, NO_WGMMA, ParamEdit, Report
@@ -43,7 +44,9 @@ def _fitting_warps(program: Program, nodes: list[ir.Statement]) -> int | None:
     return 4 * groups if 1 <= groups <= MOST_GROUPS and not rest else None
 
 
-def copies(program: Program, body: tuple[ir.Statement, ...], report: Report) -> Copies | None:
+def copies(
+    program: Program, gpu: Gpu, body: tuple[ir.Statement, ...], report: Report
+) -> Copies | None:
     """Who copies the tiles; None where wgmma cannot be used. Both are reported."""
     nodes = list(ir.flat(body))
     who: dict[str, dict[Key, None]] = {"helped": {}, "either": {}}
@@ -66,7 +69,7 @@ def copies(program: Program, body: tuple[ir.Statement, ...], report: Report) -> 
                 who["either" if missing.shown_by_the_call else "helped"][node.dest] = None
                 say_who_copies(node, missing, report)
         elif isinstance(node, ir.Gemm) and whole:
-            checks = [*_by_wgmma(node, program, turned)]
+            checks = [*_by_wgmma(node, program, gpu, turned)]
         elif isinstance(node, ir.Store) and node.source[1] == "shared":
             checks = [_Check(False, "a shared tile is stored by all threads")]
         if failed := next((c for c in checks if not c.holds), None):
@@ -143,11 +146,14 @@ def _whole_rows(window: ir.Window, unit: int) -> bool:
     return window.width is not None and window.width % unit == 0
 
 
-def _by_wgmma(gemm: ir.Gemm, program: Program, turned: frozenset[Key]) -> list[_Check]:
+def _by_wgmma(
+    gemm: ir.Gemm, program: Program, gpu: Gpu, turned: frozenset[Key]
+) -> list[_Check]:
     target, left, right = (program.buffers[k] for k in (gemm.target, gemm.left, gemm.right))
     rows, columns = target.shape
     depth, size = right.shape[1 if gemm.transposed else 0], DTYPES[right.dtype]
-    all_rows = 16 * program.warps
+    beside = gpu.beside(rows, program.warps)
+    all_rows = 16 * program.warps // beside
     wanted = rows // 16 if rows % 64 == 0 and rows // 64 <= MOST_GROUPS else None
     return [
         _Check(size == 2 or (size == 1 and can_turn(gemm, turned)),
@@ -155,8 +161,11 @@ def _by_wgmma(gemm: ir.Gemm, program: Program, turned: frozenset[Key]) -> list[_
         _Check(rows == all_rows, f"`{gemm.target[0]}` has {rows} rows, {program.warps} warps take"
                f" {all_rows}", f"let Warps be {wanted}" if wanted else "",
                ParamEdit("Warps", wanted) if wanted else None),
-        _Check(columns % 8 == 0 and columns <= WIDEST,
+        _Check(columns % (8 * beside) == 0 and columns // beside <= WIDEST,
                f"{columns} columns: wgmma has multiples of 8 up to {WIDEST}"),
+        _Check(beside == 1 or (size == 2 and (gemm.transposed or columns % (64 * beside) == 0)),
+               f"{beside} warpgroups cannot share the columns of `{gemm.target[0]}`",
+               f"let Warps be {wanted}", ParamEdit("Warps", wanted) if wanted else None),
         _Check(depth * size % 32 == 0, f"a depth of {depth} is no multiple of 32 bytes"),
         _Check(gemm.left[1] == "register" or left.shape[gemm.left_transposed] == rows,
                "the left tile has more rows"),
