@@ -95,6 +95,8 @@ def choose_plan(draft: Draft, sizes: Sizes) -> Plan:
         plan.parts = 2 if draft.chance(0.12, "two parts") else 1
         plan.two_outputs = draft.chance(0.12, "two outputs")
         plan.shared_kv = not plan.two_outputs and draft.chance(0.07, "V is K")
+    if plan.shared_kv and sizes.shares > 1:
+        sizes.head_dim = sizes.v_dim
     if plan.shared_kv:
         sizes.v_dim = sizes.head_dim
     _fit(plan)
@@ -121,7 +123,7 @@ def choose_plan(draft: Draft, sizes: Sizes) -> Plan:
         plan.move_v = not plan.shared_kv and draft.chance(0.06, "V moved")
         plan.move_k = draft.chance(0.05, "K moved")
         if (plan.move_v or plan.move_k) and c.chance(0.9):
-            sizes.bn = 16 * sizes.warps  # a register tile has rows for every warp
+            sizes.bn = sizes.rows  # a register tile has rows for every warp
             _fit(plan)
     _places(draft, plan)
     if not plan.paged and not plan.view:
@@ -164,13 +166,13 @@ def _fit(plan: Plan) -> None:
     sizes, outputs = plan.sizes, max(plan.streams, 2 if plan.two_outputs else 1)
     most = MOST_REGISTERS if sizes.warps < 12 else MOST_REGISTERS * 2 // 3
     if sizes.registers(plan.streams, outputs) > most:
-        sizes.bm = 16 * sizes.warps
+        sizes.bm = sizes.rows
     if sizes.registers(plan.streams, outputs) > most:
         sizes.bn = min(sizes.bn, 32)
     if sizes.registers(plan.streams, outputs) > most:
-        sizes.v_dim = 64
+        sizes.v_dim = 64 * sizes.shares
         if plan.shared_kv:
-            sizes.head_dim = 64
+            sizes.head_dim = sizes.v_dim
 
 
 def _places(draft: Draft, plan: Plan) -> None:

@@ -24,6 +24,12 @@ class Sizes:
     bn: int
     head_dim: int
     v_dim: int
+    shares: int = 1  # warpgroups that have the same rows, and each some columns
+
+    @property
+    def rows(self) -> int:
+        """The rows that all warps have between them."""
+        return 16 * self.warps // self.shares
 
     def registers(self, streams: int, outputs: int) -> int:
         """Registers of a thread for the tiles of scores and outputs."""
@@ -45,18 +51,24 @@ def choose_sizes(draft: Draft, gpu: str) -> Sizes:
     bm = 16 * warps * c.weighted([(1, 82), (2, 18)])
     if bm > 192:
         bm = 16 * warps
+    by_columns = gpu == "h200" and not eight and warps > 4 and c.chance(0.5)
     wide = [(32, 40), (64, 22), (16, 18), (48, 8), (96, 4), (80, 3), (128, 3), (40, 1), (24, 1)]
     bn = c.weighted([(n, w) for n, w in wide if not eight or n % 32 == 0])
     depths = [(32, 46), (64, 30), (16, 6), (48, 6), (128, 4), (96, 4), (80, 3), (112, 1)]
     depths = [(n, w) for n, w in depths if not eight or n % 32 == 0]
     head_dim = c.weighted(depths)
     v_dim = head_dim if not c.chance(0.3) else c.weighted(depths)
+    shares = warps // 4 if by_columns else 1
+    if by_columns:
+        bm, v_dim = 64, 64 * shares * c.weighted([(1, 80), (2, 20)])
+        bn = c.weighted([(n * shares // 2, w) for n, w in ((64, 50), (32, 50))])
+        draft.tag("by columns")
     draft.tag(f"dtype:{dtype}", f"warps:{warps}", f"bn:{bn}", f"d:{head_dim}")
-    if bm != 16 * warps:
+    if bm > 16 * warps:
         draft.tag("bm:two-per-warp")
     if v_dim != head_dim:
         draft.tag("v_dim")
-    return Sizes(gpu, dtype, warps, bm, bn, head_dim, v_dim)
+    return Sizes(gpu, dtype, warps, bm, bn, head_dim, v_dim, shares)
 
 
 def _dtype(c: Choices, gpu: str) -> str:

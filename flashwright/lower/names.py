@@ -33,6 +33,8 @@ _KERNEL = (  # what the printer calls things
     *("drops", "exchange", "fw", "group", "m", "most", "n", "now", "p", "reached", "shared", "sum"),
     *("top", "total", "walk", "wide_at"),
 )
+EXCHANGE: Key = ("fw_exchange", "shared")
+"""Where warpgroups that share rows leave values for each other."""
 _TAKEN = frozenset((*_KEYWORDS, *_FUNCTIONS, *_CUDA, *_KERNEL))
 
 
@@ -115,6 +117,7 @@ def reserved(program: Program) -> Iterator[str]:
     and what passes and the printer derive from these."""
     yield from (cpp(name) for name in (*program.params, *program.dims))
     yield from (cpp(axis.name.id) for axis in program.grid.axes)
+    yield tile_name(EXCHANGE)
     rings: list[Key] = [(name, "shared") for name, _ in program.buffers]  # also of register tiles
     for key in dict.fromkeys([*program.buffers, *rings]):
         tile = tile_name(key)

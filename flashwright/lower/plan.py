@@ -182,7 +182,8 @@ def rounds(program: Program, gpu: Gpu, kernel: ir.Kernel) -> int:
     tiles = [program.buffers[key] for key in loads if len(program.buffers[key].shape) == 2]
     rows, widths = 64 if kernel.beside else 16 * program.warps, sum(b.shape[1] for b in tiles)
     line = sum(b.bytes // b.shape[0] for b in tiles)  # bytes read for one key
-    rate = REACHED * min((gpu.tensor_flops[b.dtype] for b in tiles), default=0.0)
+    multiplied = (b.dtype for b in tiles if b.dtype in gpu.tensor_flops)  # a bias may be fp32
+    rate = REACHED * min((gpu.tensor_flops[d] for d in multiplied), default=0.0)
     fitting = 2 * max(1, round(L2_SHARE * gpu.l2_bytes / max(2 * gpu.sms * rows * line, 1)))
     enough = rate * line < MEMORY_SHARE * gpu.bandwidth * 2 * rows * widths
     return 2 * fitting if enough else fitting

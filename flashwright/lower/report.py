@@ -104,6 +104,14 @@ class Report:
     loops: list[LoopReport] = field(default_factory=list)
     remarks: list[Remark] = field(default_factory=list)
 
+    @property
+    def no_wgmma(self) -> str:
+        """Why there is no wgmma, with the line; empty where nothing is known to prevent it."""
+        found = next((r for r in self.remarks if r.code == NO_WGMMA), None)
+        if found is None:
+            return ""
+        return f"{found.text}{f', line {found.lines[0]}' if found.lines else ''}"
+
     def remark(
         self,
         code: str,

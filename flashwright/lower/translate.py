@@ -17,14 +17,14 @@ from flashwright.lower.passes.partial_sums import keep_partial
 from flashwright.lower.passes.place_barriers import Travel, synchronise
 from flashwright.lower.passes.prefetch import pipeline
 from flashwright.lower.passes.specialize_warps import ring_offsets, specialized
+from flashwright.lower.passes.split_columns import left_in_registers, split_tiles
 from flashwright.lower.passes.verify import Verifier, strict
 from flashwright.lower.plan import make_plan, ordered, rounds
 from flashwright.lower.printing.kernel import Printer, register_counts
 from flashwright.lower.report import NOT_AHEAD, UNVERIFIED, Report
 from flashwright.lower.source_map import SourceMap, source_map
-from flashwright.lower.passes.split_columns import left_in_registers, split_tiles
 from flashwright.lower.targets.atoms import check_registers, shared_layout, wide_tiles
-from flashwright.lower.targets.shared_memory import exchange_offset, room_offset
+from flashwright.lower.targets.shared_memory import room_offset
 
 FULL = 240  # of the 255 registers of a thread: beyond that, fetching ahead makes it spill
 REPORT_IT = "the program is right, the translator is not: please report it with the program"
@@ -88,7 +88,7 @@ def _prepared(program: Program, gpu: Gpu, report: Report) -> tuple[Printer, Laun
     split = split_tiles(program, gpu, kernel)
     roles = specialized(program, gpu, partial, names, report, sparing, verifier, split)
     body: tuple[ir.Statement, ...]
-    check_registers(program, kernel.sides, split if roles else frozenset())
+    check_registers(program, kernel.sides, split if roles else frozenset(), report.no_wgmma)
     if roles:
         program, body = roles[0], (roles[1],)
         kernel = replace(kernel, beside=split, operands=left_in_registers(kernel, body))
@@ -104,14 +104,12 @@ def _prepared(program: Program, gpu: Gpu, report: Report) -> tuple[Printer, Laun
     blocks = _blocks(program, gpu, size)
     rings: dict[Key, int] = {}
     room: int | None = None
-    exchange: int | None = None
     if roles:
         rings, size = ring_offsets(program, kernel, size)
-        exchange, size = exchange_offset(program, gpu, kernel, size)
         room, size = room_offset(program, gpu, kernel, size)
         blocks = 1
     report.registers, report.dealt = _registers(program, gpu, roles[1] if roles else None, blocks)
-    printer = Printer(program, gpu, kernel, offsets, blocks, rings, room, exchange)
+    printer = Printer(program, gpu, kernel, offsets, blocks, rings, room)
     return printer, make_plan(program, gpu, kernel, size)
 
 

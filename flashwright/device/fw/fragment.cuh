@@ -144,10 +144,10 @@ __device__ void store(GlobalTile<T> dst, Tile const& tile, Valid valid, Cols kep
           r[k] = n + 2 * k < cols ? pack<T>(tile(m, n + 2 * k), tile(m, n + 2 * k + 1)) : 0;
         }
         transpose_quad(r);
-        int const col = before + n * 4 + threadIdx.x % 4 * 8;
+        T* const to = line + before + n * 4 + threadIdx.x % 4 * 8;
         bool const there = n + 8 <= cols || threadIdx.x % 4 < 2;
-        if (kept && there && inside(col, kept_cols)) {
-          *reinterpret_cast<uint4*>(line + col) = make_uint4(r[0], r[1], r[2], r[3]);
+        if (kept && there && inside(static_cast<int>(before + n * 4 + threadIdx.x % 4 * 8), kept_cols)) {
+          *reinterpret_cast<uint4*>(to) = make_uint4(r[0], r[1], r[2], r[3]);
         }
       }
     }

@@ -163,7 +163,8 @@ struct Exchange {
   float* const data;
   int place = 0;
 
-  __device__ explicit Exchange(unsigned char* begin) : data(reinterpret_cast<float*>(begin)) {}
+  template <class Shared>
+  __device__ explicit Exchange(Shared place) : data(place.data) {}
 
   template <class Vector, class F>
   __device__ void operator()(Vector& values, F join) {

@@ -11,8 +11,9 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import count
 
-from flashwright.check.program import Key, Program
+from flashwright.check.program import Buffer, Key, Program
 from flashwright.gpu import Gpu
+from flashwright.lang import nodes as tl
 from flashwright.lower import ir
 from flashwright.lower.element import (
     COLUMN,
@@ -30,7 +31,7 @@ from flashwright.lower.element import (
 )
 from flashwright.lower.frontend.masks import GROUP
 from flashwright.lower.frontend.scalars import refused
-from flashwright.lower.names import Names, tile_name
+from flashwright.lower.names import EXCHANGE, Names, tile_name
 from flashwright.lower.targets.shared_memory import with_more
 from flashwright.lower.term import ZERO, Term, binary, negated
 
@@ -49,7 +50,11 @@ def split_tiles(program: Program, gpu: Gpu, kernel: ir.Kernel) -> frozenset[Key]
     }
     named = {tile_name(k): k for k in registers}
     together = [
-        {named[variable(x)] for x in _leaves(a) if x.axes in (TILE, COLUMN) and variable(x) in named}
+        {
+            named[variable(x)]
+            for x in _leaves(a)
+            if x.axes in (TILE, COLUMN) and variable(x) in named
+        }
         for node in ir.flat(kernel.body)
         if isinstance(node, ir.Compute)
         for a in node.assigns
@@ -72,7 +77,13 @@ def shared_operands(
     program: Program, gpu: Gpu, body: Body, split: Set[Key], names: Names
 ) -> tuple[Program, Body] | None:
     """The program with left operands in shared memory where they would be in registers of which
-    each warpgroup has some columns; None where there is no room."""
+    each warpgroup has some columns, and with a place for exchanges; None where there is no room."""
+    if not split:
+        return program, body
+    exchange = with_more(program, gpu, EXCHANGE, _exchange_place(program, split))
+    if exchange is None or EXCHANGE in program.buffers:
+        return None
+    program = exchange
     moved: dict[Key, Key] = {}
     for node in ir.flat(body):
         if isinstance(node, ir.Operand) and node.source in split and node.target not in moved:
@@ -92,6 +103,19 @@ def shared_operands(
         return node
 
     return program, ir.changed(body, change)
+
+
+def _exchange_place(program: Program, split: Set[Key]) -> Buffer:
+    """Room for two values of each row from each warpgroup."""
+    tiles = [program.buffers[key] for key in split]
+    count = 2 * max(b.shape[0] for b in tiles) * (program.warps // 4)
+    named = tl.Allocate(
+        tl.Name(EXCHANGE[0]),
+        "shared",
+        (tl.Axis(None, tl.Num(str(count))),),
+        span=tiles[0].declared.span,
+    )
+    return Buffer(EXCHANGE[0], "shared", (count,), "fp32", 1, named)
 
 
 def left_in_registers(kernel: ir.Kernel, body: Body) -> dict[Key, str]:

@@ -13,6 +13,7 @@ from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_expr
 from flashwright.lower import ir
 from flashwright.lower.names import (
+    EXCHANGE,
     by_tma,
     cpp,
     operand_name,
@@ -82,7 +83,6 @@ class Printer:
         blocks: int,
         rings: dict[Key, int] | None = None,
         room: int | None = None,
-        exchange: int | None = None,
     ) -> None:
         self.program = program
         self.gpu = gpu
@@ -90,7 +90,7 @@ class Printer:
         self.offsets = offsets
         self.blocks = blocks
         self.rings = rings or {}
-        self.context = Context(program, kernel, gpu.cp_async, bool(rings), room, exchange)
+        self.context = Context(program, kernel, gpu.cp_async, bool(rings), room)
 
     def print(self) -> Page:
         """The whole file. What is declared depends on what is used, so the kernel comes first."""
@@ -233,9 +233,9 @@ class Printer:
         for name, rows in kept_vectors(node.readers).items():
             along = "Warps" if self.gpu.beside(rows, self.program.warps) == 1 else "RowWarps"
             page.write([f"auto {name} = fw::row_vector<{rows}, {along}>();"], None, 1)
-        if self.context.exchange is not None:
-            begin = f"shared + {self.context.exchange}"
-            page.write([f"fw::Exchange<RowWarps, Beside> exchange({begin});"], None, 1)
+        if any(isinstance(n, ir.Exchange) for n in ir.flat(node.readers)):
+            place = tile_name(EXCHANGE)
+            page.write([f"fw::Exchange<RowWarps, Beside> exchange({place});"], None, 1)
         self._places(page, readers.names)
         page.write(["int const group = fw::warpgroup();"], None, 1)
         page.add(readers)

@@ -39,7 +39,6 @@ class Context:
     asynchronous: bool  # there is cp.async
     roles: bool = False  # one thread loads by TMA, warpgroups multiply with wgmma
     room: int | None = None  # where in shared memory results are put in order on their way out
-    exchange: int | None = None  # and where warpgroups that share rows leave values for each other
 
     @cached_property
     def gemm_dtypes(self) -> tuple[str, ...]:
@@ -279,7 +278,8 @@ def _store(at: Context, node: ir.Store) -> Lines:
     name, rows = tile_name(node.source), at.rows(window, node.source)
     target, warps = at.window(window), at.warps(node.source)
     if node.source[1] == "shared":
-        store = f"fw::copy_out<Threads>({target}, {name}, {rows});"
+        threads = "32 * Warps" if at.roles else "Threads"
+        store = f"fw::copy_out<{threads}>({target}, {name}, {rows});"
     elif len(buffer.shape) == 1:
         line = at.window(window, "line")
         along = at.line(node.source)

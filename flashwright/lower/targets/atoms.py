@@ -59,9 +59,11 @@ def shared_layout(program: Program, stages: dict[Key, int]) -> tuple[dict[Key, i
     return offsets, size
 
 
-def check_registers(program: Program, sides: Mapping[Key, ir.Side], split: Set[Key]) -> None:
+def check_registers(
+    program: Program, sides: Mapping[Key, ir.Side], split: Set[Key], why: str
+) -> None:
     """Rows are dealt to the warps 16 at a time, columns to the threads of a row 8 at a time; the
-    columns of tiles in `split` to warpgroups before that."""
+    columns of tiles in `split` to warpgroups before that. `why` there is no wgmma, if not."""
     warps = program.warps
     for key, buffer in program.buffers.items():
         if buffer.space != "register":
@@ -78,7 +80,7 @@ def check_registers(program: Program, sides: Mapping[Key, ir.Side], split: Set[K
             text = f"a vector of {buffer.shape[0]} along the {sides[key]}"
             hint = f"along rows it goes by {named}, along columns by {by_columns}"
         if not whole:
-            raise refused(text, buffer.declared.span, hint)
+            raise refused(text, buffer.declared.span, f"{hint}{why and f' ({why})'}")
 
 
 def _check(buffer: Buffer) -> None:

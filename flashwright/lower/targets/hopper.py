@@ -71,7 +71,8 @@ def copies(
         elif isinstance(node, ir.Gemm) and whole:
             checks = [*_by_wgmma(node, program, gpu, turned)]
         elif isinstance(node, ir.Store) and node.source[1] == "shared":
-            checks = [_Check(False, "a shared tile is stored by all threads")]
+            own = node.source in written
+            checks = [_Check(own, "a tile that comes from global memory is stored from there")]
         if failed := next((c for c in checks if not c.holds), None):
             text = f"no wgmma: {failed.text}"
             report.remark(NO_WGMMA, text, node.origin.lines, failed.help, failed.edit)
@@ -146,9 +147,7 @@ def _whole_rows(window: ir.Window, unit: int) -> bool:
     return window.width is not None and window.width % unit == 0
 
 
-def _by_wgmma(
-    gemm: ir.Gemm, program: Program, gpu: Gpu, turned: frozenset[Key]
-) -> list[_Check]:
+def _by_wgmma(gemm: ir.Gemm, program: Program, gpu: Gpu, turned: frozenset[Key]) -> list[_Check]:
     target, left, right = (program.buffers[k] for k in (gemm.target, gemm.left, gemm.right))
     rows, columns = target.shape
     depth, size = right.shape[1 if gemm.transposed else 0], DTYPES[right.dtype]

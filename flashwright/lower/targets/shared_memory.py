@@ -64,22 +64,6 @@ def _needed(program: Program) -> int:
     return shared_layout(program, stages)[1] + BARRIERS * shared
 
 
-def exchange_offset(
-    program: Program, gpu: Gpu, kernel: ir.Kernel, begin: int
-) -> tuple[int | None, int]:
-    """Where warpgroups that share rows leave values for each other, and its end (wgmma.cuh); None
-    where they need not."""
-    if not any(isinstance(n, ir.Exchange) for n in ir.flat(kernel.body)):
-        return None, begin
-    return begin, begin + exchange_bytes(program)
-
-
-def exchange_bytes(program: Program) -> int:
-    """Two places for a value of each row of each warpgroup."""
-    rows = [b.shape[0] for b in program.buffers.values() if b.space == "register"]
-    return 2 * 4 * max(rows) * (program.warps // 4)
-
-
 def room_offset(
     program: Program, gpu: Gpu, kernel: ir.Kernel, begin: int
 ) -> tuple[int | None, int]:
