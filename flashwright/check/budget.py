@@ -256,7 +256,7 @@ def _mma(stmt: Compute, program: Program, gpu: Gpu) -> Iterator[Diagnostic]:
     columns = f"columns in MMA tiles of {step_n}"
     less = ""
     if shares := _shares(m, right, program, gpu):
-        along, step_n = 4, shares * (step_n if isinstance(stmt.args[1], Transpose) else WHOLE_ATOM)
+        along, step_n = 4, shares * (16 if isinstance(stmt.args[1], Transpose) else WHOLE_ATOM)
         columns = f"columns over {shares} warpgroups with the same {m} rows"
         less = f", or let Warps be {m // 16}"
     for size, step, what in (

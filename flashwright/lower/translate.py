@@ -149,7 +149,7 @@ def _not_ahead(body: tuple[ir.Statement, ...], report: Report) -> None:
 def _registers(program: Program, gpu: Gpu, roles: ir.Roles | None, blocks: int) -> tuple[int, bool]:
     """The registers that a thread may use, and whether setmaxnreg gives them."""
     if roles:
-        _, given = register_counts(program.warps // 4, roles)
+        _, given = register_counts(program, roles)
         return (given, True) if given else (MOST_REGISTERS, False)
     share = gpu.registers_per_sm // (32 * program.warps * blocks)
     return min(MOST_REGISTERS, share - share % REGISTER_UNIT), False

@@ -23,13 +23,13 @@ from dataclasses import dataclass, replace
 from flashwright.author.builtin import tuned
 from flashwright.author.builtin.cost import Cost, estimate
 from flashwright.author.builtin.needs import (
-    ELEMENT_BYTES,
     Footprint,
     Tiling,
     Workload,
     comfort,
     count,
     footprint,
+    shares_columns,
     takes_wgmma,
     turns_tiles,
 )
@@ -86,7 +86,7 @@ class Decision:
 
 def enumerate_tilings(workload: Workload, gpu: Gpu) -> list[Tiling]:
     """Every tiling worth pricing, whether it fits or not, in a fixed order."""
-    step = 32 if ELEMENT_BYTES[workload.dtype] == 1 else 16
+    step = 32 if workload.element_bytes == 1 or shares_columns(workload, gpu) else 16
     if workload.cols_fixed is not None:
         columns: tuple[int, ...] = (workload.cols_fixed,)
     else:
@@ -95,7 +95,7 @@ def enumerate_tilings(workload: Workload, gpu: Gpu) -> list[Tiling]:
     stages: tuple[int, ...] = (1, 2, 3, 4) if gpu.cp_async or gpu.tma else (1,)
     # With one stage a loader would wait for those who compute, and they for it.
     if takes_wgmma(workload, gpu):
-        stages = (2, 3, 4)
+        stages = (1, 2) if shares_columns(workload, gpu) else (2, 3, 4)
     return [
         Tiling(bm, bn, ahead, warps)
         for bm, warps in _rows(workload, gpu)
@@ -110,6 +110,8 @@ def _rows(workload: Workload, gpu: Gpu) -> Iterator[tuple[int, int]]:
         bm = workload.rows_fixed
         # 16 heads of a group are one warp's rows; larger groups may be dealt to more warps.
         yield from ((bm, warps) for warps in _WARPS if bm % (16 * warps) == 0)
+    elif shares_columns(workload, gpu):
+        yield 64, 8
     elif takes_wgmma(workload, gpu):
         # A warpgroup of four warps for each 64 rows; a fourth would leave 120 registers a thread.
         yield from ((64 * groups, 4 * groups) for groups in (1, 2, 3))

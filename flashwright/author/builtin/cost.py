@@ -158,12 +158,16 @@ def shared_cycles(workload: Workload, tiling: Tiling, gpu: Gpu) -> float:
     """Reads of Q, K and V from shared memory, and the writes of the next K and V.
 
     With mma.sync every warp reads all of K and V, so more rows per warp mean fewer reads; with
-    wgmma every warpgroup does. Each reads its own rows of Q again in every step.
+    wgmma every warpgroup does. Each reads its own rows of Q again in every step. Warpgroups that
+    have the same rows read all of Q and P, and each its share of K and V.
     """
     qk_dim, v_dim = (tile_width(d, workload, gpu) for d in (workload.qk_dim, workload.v_dim))
     keys = tiling.bn * (qk_dim + v_dim) * workload.element_bytes
     readers = tiling.warps // 4 if uses_wgmma(workload, tiling, gpu) else tiling.warps
     queries = tiling.bm * qk_dim * workload.element_bytes
+    if (shares := gpu.beside(tiling.bm, tiling.warps)) > 1:
+        weights = tiling.bm * tiling.bn * workload.element_bytes
+        return (2 * keys + shares * (queries + weights)) / SHARED_BYTES_PER_CLOCK
     return (readers * keys + queries + keys) / SHARED_BYTES_PER_CLOCK
 
 

@@ -12,6 +12,7 @@ ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1}
 # mma.sync does not multiply bytes on Hopper: ptxas makes f16 of them, twice as large, beside the
 # slices of operands that a thread holds already (see Gpu.registers).
 UNPACKED_REGISTERS = 32
+WIDEST = 256  # columns that wgmma multiplies at once, so of O in a warpgroup
 
 
 def count(number: int, noun: str) -> str:
@@ -95,9 +96,10 @@ class Footprint:
 def takes_wgmma(workload: Workload, gpu: Gpu) -> bool:
     """Whether some tiling of a workload goes by TMA and wgmma, as the translator has it
     (lower/passes/specialize_warps.py): no gathered rows, in fp8 O twice in registers, as V is
-    transposed, and rows that are a multiple of 16 bytes long."""
+    transposed, and rows that are a multiple of 16 bytes long. Two warpgroups can share an O of up
+    to 512 columns."""
     size = workload.element_bytes
-    widest = 256 if size == 2 else 128
+    widest = 2 * WIDEST if size == 2 else 128
     whole = all(columns * size % 16 == 0 for columns in (workload.qk_dim, workload.v_dim))
     return gpu.wgmma and workload.rows_fixed is None and workload.v_dim <= widest and whole
 
@@ -115,12 +117,21 @@ def tile_width(columns: int, workload: Workload, gpu: Gpu) -> int:
     this is counted, not timed.
     """
     step = 32 if takes_wgmma(workload, gpu) or workload.element_bytes == 1 else 16
+    if columns == workload.v_dim and shares_columns(workload, gpu):
+        step = 128  # a swizzle's row of 64 columns for each of two warpgroups
     return -(-columns // step) * step
 
 
+def shares_columns(workload: Workload, gpu: Gpu) -> bool:
+    """Whether O has more columns than a warpgroup's registers hold, so that two have the same 64
+    rows and each half of the columns."""
+    return takes_wgmma(workload, gpu) and workload.v_dim > WIDEST
+
+
 def uses_wgmma(workload: Workload, tiling: Tiling, gpu: Gpu) -> bool:
-    """Warpgroups of 64 rows each; anything else runs on mma.sync."""
-    whole = tiling.bm % 64 == 0 and tiling.warps * 16 == tiling.bm
+    """Warpgroups of 64 rows each, or several with the same 64; anything else runs on mma.sync."""
+    along = tiling.warps // gpu.beside(tiling.bm, tiling.warps)
+    whole = tiling.bm % 64 == 0 and along * 16 == tiling.bm
     return takes_wgmma(workload, gpu) and whole
 
 
@@ -152,6 +163,8 @@ def footprint(workload: Workload, tiling: Tiling, gpu: Gpu) -> Footprint:
     if turns_tiles(workload, tiling, gpu):  # where V lands before it is turned, and a step of O
         shared += tiling.stages * bn * v_dim
         tiles += bm * v_dim * 4
+    if gpu.beside(bm, tiling.warps) > 1:  # P for all warpgroups, and the maxima that they exchange
+        shared += bm * bn * size + 8 * bm * (tiling.warps // 4)
     by_mma_sync = not uses_wgmma(workload, tiling, gpu)
     card = without_wgmma(gpu) if by_mma_sync else gpu
     if not card.reshape_in_place:

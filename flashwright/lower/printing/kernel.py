@@ -31,6 +31,7 @@ from flashwright.lower.term import ZERO, real, variables
 WIDTH = 100
 # Of a thread that loads and of one that multiplies, by warpgroups that multiply: setmaxnreg.
 REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}
+REGISTERS_WIDE = {1: (0, 0), 2: (32, 232), 3: (32, 160)}  # where it loads more than 4 boxes a tile,
 REGISTERS_HELPED = {1: (0, 0), 2: (40, 232), 3: (32, 160)}  # where some warps help it,
 REGISTERS_STAGING = {1: (0, 0), 2: (56, 224), 3: (56, 152)}  # and compute
 LOOSEST = (("?", ":"), ("||",), ("&&",), ("+", "-"))
@@ -201,8 +202,7 @@ class Printer:
 
     def _roles(self, page: Page, node: ir.Roles) -> None:
         """The loader leaves when it is done; the rest of the kernel is the readers'."""
-        groups = self.program.warps // 4
-        give, take = register_counts(groups, node)
+        give, take = register_counts(self.program, node)
         if page.text[-1]:
             page.write([""])
         for key in sorted(self.context.either):
@@ -378,11 +378,16 @@ class Printer:
         page.write(["}"], lines, indent)
 
 
-def register_counts(groups: int, roles: ir.Roles) -> tuple[int, int]:
+def register_counts(program: Program, roles: ir.Roles) -> tuple[int, int]:
     """What setmaxnreg leaves a producer thread and gives a consumer one; 0 where it is not used."""
+    groups = program.warps // 4
     if any(_by_element(n) for n in ir.flat(roles.helpers)):
         return REGISTERS_STAGING[groups]
-    return (REGISTERS_HELPED if roles.helpers else REGISTERS)[groups]
+    if roles.helpers:
+        return REGISTERS_HELPED[groups]
+    loads = (n for n in ir.flat(roles.loader) if isinstance(n, ir.Load))
+    wide = any(program.buffers[n.dest].shape[-1] > 256 for n in loads)
+    return (REGISTERS_WIDE if wide else REGISTERS)[groups]
 
 
 def _by_element(node: ir.Statement) -> bool:

@@ -153,6 +153,7 @@ def _by_wgmma(gemm: ir.Gemm, program: Program, gpu: Gpu, turned: frozenset[Key])
     depth, size = right.shape[1 if gemm.transposed else 0], DTYPES[right.dtype]
     beside = gpu.beside(rows, program.warps)
     all_rows = 16 * program.warps // beside
+    share = 16 if gemm.transposed else 64  # of columns: a swizzle's row
     wanted = rows // 16 if rows % 64 == 0 and rows // 64 <= MOST_GROUPS else None
     return [
         _Check(size == 2 or (size == 1 and can_turn(gemm, turned)),
@@ -160,9 +161,9 @@ def _by_wgmma(gemm: ir.Gemm, program: Program, gpu: Gpu, turned: frozenset[Key])
         _Check(rows == all_rows, f"`{gemm.target[0]}` has {rows} rows, {program.warps} warps take"
                f" {all_rows}", f"let Warps be {wanted}" if wanted else "",
                ParamEdit("Warps", wanted) if wanted else None),
-        _Check(columns % (8 * beside) == 0 and columns // beside <= WIDEST,
+        _Check(columns % 8 == 0 and columns // beside <= WIDEST,
                f"{columns} columns: wgmma has multiples of 8 up to {WIDEST}"),
-        _Check(beside == 1 or (size == 2 and (gemm.transposed or columns % (64 * beside) == 0)),
+        _Check(beside == 1 or (size == 2 and columns % (beside * share) == 0),
                f"{beside} warpgroups cannot share the columns of `{gemm.target[0]}`",
                f"let Warps be {wanted}", ParamEdit("Warps", wanted) if wanted else None),
         _Check(depth * size % 32 == 0, f"a depth of {depth} is no multiple of 32 bytes"),
