@@ -287,7 +287,8 @@ class _Program:
         for stream in range(plan.streams):
             if plan.softmax != "none":
                 top, total = plan.state(stream)
-                lines += [[f"Compute -1e30 and get {top}"], [f"Compute 0 and get {total}"]]
+                least, first = ("0", "1") if plan.sink else ("-1e30", "0")
+                lines += [[f"Compute {least} and get {top}"], [f"Compute {first} and get {total}"]]
             lines += [[f"Compute 0 and get {out}"] for out in plan.sums(stream)]
         if plan.p == "read after":
             lines.append(["Compute 0 and get Extra"])

@@ -48,6 +48,8 @@ class Plan:
     lengths: bool = False
     """Whether each sequence has a length of its own, in a tensor."""
     lse: bool = False
+    sink: bool = False
+    """Sums begin with a weight of 1 at the score 0."""
     move_v: bool = False
     move_k: bool = False
     out: str = "fp16"
@@ -157,6 +159,7 @@ def choose_plan(draft: Draft, sizes: Sizes) -> Plan:
             plan.extras.append(name)
     if plan.q_space == "shared" and not eight and not plan.split and draft.chance(0.05, "Q turned"):
         plan.turned += "Q"
+    plan.sink = plan.softmax != "none" and draft.chance(0.08, "a first weight")
     draft.tag(f"softmax:{plan.softmax}", f"scale:{plan.scale}", f"p:{plan.p}", f"loop:{plan.loop}")
     return plan
 

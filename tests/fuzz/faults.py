@@ -40,6 +40,35 @@ class Fault:
 
 HOPPER, AMPERE, TURING = ("h200",), ("a100",), ("t4",)
 FAULTS = (
+    # --- rows that warpgroups share ---------------------------------------------------------
+    Fault(
+        "the second warpgroup multiplies the columns of the first",
+        "device/fw/wgmma.cuh",
+        "right.lower += group * (share >> 4);",
+        "right.lower += 0 * (share >> 4);",
+        HOPPER,
+    ),
+    Fault(
+        "one place for values that warpgroups exchange",
+        "device/fw/wgmma.cuh",
+        "    place ^= 1;\n",
+        "",
+        HOPPER,
+    ),
+    Fault(
+        "a sum's first value added by every warpgroup that shares the row",
+        "lower/passes/split_columns.py",
+        "            value = _first_only(assign.value)\n",
+        "            value = assign.value\n",
+        HOPPER,
+    ),
+    Fault(
+        "a maximum over a warpgroup's own columns",
+        "lower/passes/split_columns.py",
+        "            for found in () if assign.partial else dict.fromkeys(_reductions(value)):",
+        "            for found in ():",
+        HOPPER,
+    ),
     # --- passes of the translator; the first four are those of tests/cases ------------------
     Fault(
         "let_in_loop: unmasked iterations tested with the let of the first",
@@ -302,8 +331,8 @@ FAULTS = (
     Fault(
         "LSE of the last row missing",
         "device/fw/fragment.cuh",
-        "if (threadIdx.x % 4 == 0 && inside(place.row(m), valid))",
-        "if (threadIdx.x % 4 == 0 && inside(place.row(m) + 1, valid))",
+        "if (writes_rows<Warps, Beside>() && inside(place.row(m), valid))",
+        "if (writes_rows<Warps, Beside>() && inside(place.row(m) + 1, valid))",
         AMPERE,
     ),
 )

@@ -108,6 +108,7 @@ __device__ void start_product(int group, Acc& acc, A const& a, B b) {
   if constexpr (Beside > 1) {
     constexpr int share = Transposed ? columns * B::row_bytes : columns / B::width * B::atom_bytes;
     right.lower += group * (share >> 4);
+    keep_in_loop(right.lower);
   }
   CUTE_UNROLL
   for (int step = 0; step < steps; ++step) {
