@@ -504,6 +504,14 @@ CASES = [
         gpu="a100",
         says="multiple of 64",
     ),
+    Case(
+        "columns of no whole swizzle for warpgroups that share rows",
+        (HALF_DIM, ("param BM = 64", "param BM = 64\nparam Warps = 8")),
+        "FW704",
+        GEMM_O,
+        gpu="h200",
+        says="64 columns over 2 warpgroups with the same 64 rows",
+    ),
 ]
 
 

@@ -278,3 +278,16 @@ def test_a_factor_waits_only_where_nothing_is_rounded(dtype: str) -> None:
     whole, waiting = "S(m, n) * 4096.f + 1.f) * 0.125f", "G(m, n) = S(m, n) * 4096.f + 1.f;"
     assert (whole in text, waiting in text) == ((True, False) if dtype == "fp16" else (False, True))
     assert ("0.125f * Scale" in text) is (dtype == "fp32")
+
+
+def test_rows_that_warpgroups_would_share_but_for_a_reason_that_is_said() -> None:
+    text = attention(k_stages=2, v_stages=2, end="Copy K from shared to global and get W")
+    text = text.replace("Warps = 4", "Warps = 8").replace("HeadDim = 64", "HeadDim = 128")
+    place = "(BN, HeadDim) in coordinate [B = item, H = head, L = 0]"
+    text = text.replace("Copy K from shared", f"Copy K {place} from shared").replace(
+        "Allocate O in global",
+        "Allocate W in global (batch, heads, BN, HeadDim) as fp16\nAllocate O in global",
+    )
+    found = refusal(text, "h200")
+    assert found.code == "FW811"
+    assert "no wgmma: a tile that comes from global memory is stored from there, line" in found.help

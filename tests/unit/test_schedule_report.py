@@ -397,6 +397,18 @@ MUTATIONS = {
         "h200",
         ["FW812:26 write `param Warps = 8`", "FW812:31 write `param Warps = 8`"],
     ),
+    "64 rows for two warpgroups": (
+        fast().replace("BM = 128", "BM = 64").replace("HeadDim = 64", "HeadDim = 128"),
+        "h200",
+        ["FW815:27"],
+    ),
+    "a result through shared memory": (
+        fast(allocate="Allocate O in shared (BM, HeadDim) as fp16")
+        .replace("L = block] from register", "L = block] from shared")
+        .replace("Copy O (", "Copy O from register to shared\nCopy O ("),
+        "h200",
+        [],
+    ),
     "one tile for both GEMMs": (
         fast(copy_v="").replace("S, V_shared", "S, K_shared"),
         "h200",

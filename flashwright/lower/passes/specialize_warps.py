@@ -147,8 +147,7 @@ def _consumers(
     schedule = program.schedule
     keys = {n.dest for n in ir.flat(body) if isinstance(n, ir.Load)}
     met = _with_syncs(body)
-    meets = any(isinstance(n, ir.Sync) for n in ir.flat(met))
-    turns = schedule.ping_pong and program.warps > 4 and not meets and not split
+    turns = schedule.ping_pong and program.warps > 4 and not _meet_in_loops(met) and not split
     pipeline = SoftwarePipeline(
         program,
         names,
@@ -167,6 +166,15 @@ def _consumers(
     return verifier.products(asynchronous(staged), "wgmma groups", program), pipeline.late
 
 
+def _meet_in_loops(body: tuple[ir.Statement, ...]) -> bool:
+    """Whether warpgroups meet between products of a loop, which leaves them no turns."""
+    loops = [list(ir.flat(n.body)) for n in ir.flat(body) if isinstance(n, ir.Loop)]
+    return any(
+        any(isinstance(n, ir.Gemm) for n in inner) and any(isinstance(n, ir.Sync) for n in inner)
+        for inner in loops
+    )
+
+
 def _no_ping_pong(
     program: Program, body: tuple[ir.Statement, ...], report: Report, split: bool
 ) -> None:
@@ -182,7 +190,7 @@ def _no_ping_pong(
     elif split:
         why = "the warpgroups have the same rows, and each some of the columns"
         help = "a tile of 64 rows for each warpgroup gives them rows of their own"
-    elif any(isinstance(n, ir.Sync) for n in ir.flat(body)):
+    elif _meet_in_loops(body):
         why, where = "the warpgroups meet at a Copy to shared memory", synced[0]
         help = "Reshape the tile in registers instead"
     elif not report.loops:
