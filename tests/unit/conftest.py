@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import socket
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import typer.testing
 
 from tests.unit import local_model as local
 
@@ -19,6 +21,16 @@ def local_model() -> Iterator[local.Local]:
         pytest.skip(why)
     with local.serving() as server:
         yield server
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_command_line() -> Iterator[None]:
+    """typer's runner reads the signatures of all commands in every call, which takes longer than
+    most commands: here they are read once."""
+    with pytest.MonkeyPatch.context() as patch:
+        read = getattr(typer.testing, "_get_command", typer.main.get_command)
+        patch.setattr(typer.testing, "_get_command", functools.cache(read), raising=False)
+        yield
 
 
 class NoNetwork(OSError):
