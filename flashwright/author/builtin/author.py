@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib import resources
 
 from flashwright.author.builtin import tuned
@@ -115,6 +116,7 @@ def workload(spec: AttentionSpec) -> Workload:
 # --- composing the sketch ---------------------------------------------------------------------
 
 
+@cache
 def _load(name: str) -> tuple[Statement, ...]:
     folder = resources.files("flashwright.author.builtin") / "sketches"
     return parse((folder / name).read_text(encoding="utf-8")).body

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from flashwright.author.builtin.choose import Decision
 from flashwright.author.builtin.needs import takes_wgmma, tile_width
@@ -82,7 +83,13 @@ def complete(
 
 def line(text: str, comment: str | None = None, gap: bool = False) -> Statement:
     """One statement from its text."""
-    return replace(parse(text).body[0], comment=comment, gap=gap)
+    return replace(_parsed(text), comment=comment, gap=gap)
+
+
+@lru_cache(1024)
+def _parsed(text: str) -> Statement:
+    """The first statement of a text; programs have most of their lines in common."""
+    return parse(text).body[0]
 
 
 class _Completion:
@@ -417,7 +424,7 @@ def _at(copy: Copy, var: str, place: str) -> Copy:
 
     def there(value: Expr) -> Expr:
         text = re.sub(rf"\b{var}\b", f"({place})", format_expr(value))
-        stmt = parse(f"let x = {text}").body[0]
+        stmt = _parsed(f"let x = {text}")
         assert isinstance(stmt, Let)
         return stmt.value
 
