@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from flashwright.check.check import check
 from flashwright.check.names import Names
 from flashwright.check.program import Program
@@ -78,8 +80,12 @@ def attention(**parts: object) -> str:
     return text.format(**{**DEFAULTS, **parts})
 
 
+@cache
 def program(text: str, strict: bool = True) -> Program:
-    """A program that the checker has nothing against; or one whose names and shapes are right."""
+    """A program that the checker has nothing against; or one whose names and shapes are right.
+
+    It is made once for all GPUs that a test takes it to.
+    """
     if not strict:
         made = Names(parse(text)).program()
         assert made is not None
