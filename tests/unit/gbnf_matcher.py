@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,6 +14,7 @@ TOKENS = re.compile(
     re.VERBOSE | re.MULTILINE,
 )
 ENDLESS = 10**9
+NOWHERE: frozenset[int] = frozenset()
 DEEP = 12
 
 
@@ -108,18 +110,21 @@ class Gbnf:
     def _ends(self, node: object, at: int) -> frozenset[int]:
         if isinstance(node, Lit):
             ok = self.reading.startswith(node.text, at)
-            return frozenset([at + len(node.text)] if ok else [])
+            return frozenset((at + len(node.text),)) if ok else NOWHERE
         if isinstance(node, Class):
-            ok = at < len(self.reading) and _pattern(node.pattern).match(self.reading[at])
-            return frozenset([at + 1] if ok else [])
+            ok = at < len(self.reading) and _has(node.pattern, self.reading[at])
+            return frozenset((at + 1,)) if ok else NOWHERE
+        if isinstance(node, Ref):
+            node = self.rules[node.name]
         key = (node, at)
         if key not in self.memo:
             self.memo[key] = self._found(node, at)
         return self.memo[key]
 
+    def _next(self, node: object, places: Iterable[int]) -> set[int]:
+        return {e for a in places for e in self._ends(node, a)}
+
     def _found(self, node: object, at: int) -> frozenset[int]:
-        if isinstance(node, Ref):
-            return self._ends(self.rules[node.name], at)
         ends: set[int] = set()
         if isinstance(node, Rep):
             now, seen, count = {at}, {at}, 0
@@ -127,17 +132,22 @@ class Gbnf:
                 if count >= node.least:
                     ends |= now
                 count += 1
-                now = {e for a in now for e in self._ends(node.item, a)} - (
-                    seen if node.most == ENDLESS else set()
-                )
+                now = self._next(node.item, now)
+                if node.most == ENDLESS:
+                    now -= seen
                 seen |= now
             return frozenset(ends)
         assert isinstance(node, Alt)
         for way in node.ways:
-            now = {at}
-            for part in way:
-                now = {e for a in now for e in self._ends(part, a)}
-            ends |= now
+            if not way:
+                ends.add(at)
+                continue
+            now: Iterable[int] = self._ends(way[0], at)
+            for part in way[1:]:
+                if not now:  # most alternatives end at their first word
+                    break
+                now = self._next(part, now)
+            ends.update(now)
         return frozenset(ends)
 
     # --- walk and measure -----------------------------------------------------------------
@@ -196,6 +206,11 @@ def _times(word: str) -> tuple[int, int]:
         return {"?": (0, 1), "*": (0, ENDLESS), "+": (1, ENDLESS)}[word]
     least, _, most = word[1:-1].partition(",")
     return int(least), int(most) if most else ENDLESS
+
+
+@lru_cache(None)
+def _has(pattern: str, char: str) -> bool:
+    return _pattern(pattern).match(char) is not None
 
 
 @lru_cache

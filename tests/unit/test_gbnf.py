@@ -38,14 +38,19 @@ def grammar(level: Level, bounded: bool = False) -> Gbnf:
     return Gbnf(gbnf(level, bounded))
 
 
+@cache
+def tree_of(path: Path) -> Tree:
+    return parse(read(path))
+
+
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda p: p.stem)
 def test_every_program_is_let_through(path: Path) -> None:
-    tree = parse(read(path))
+    tree = tree_of(path)
     assert grammar(tree.level).accepts(format_tree(tree))
 
 
 def test_there_are_programs() -> None:
-    assert {parse(read(path)).level for path in PROGRAMS} == {"sketch", "code"}
+    assert {tree_of(path).level for path in PROGRAMS} == {"sketch", "code"}
     assert len(PROGRAMS) > 20
 
 
@@ -178,7 +183,7 @@ def test_the_programs_find_a_mutated_grammar(old: str, new: str) -> None:
     text = gbnf("sketch")
     assert old in text
     mutant = Gbnf(text.replace(old, new))
-    sketches = [tree for tree in map(parse, map(read, PROGRAMS)) if tree.level == "sketch"]
+    sketches = [tree for tree in map(tree_of, PROGRAMS) if tree.level == "sketch"]
     assert not all(mutant.accepts(format_tree(tree)) for tree in sketches)
 
 
