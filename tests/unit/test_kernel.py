@@ -20,7 +20,7 @@ from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.launch_plan import LaunchPlan
 from tests.unit.fake_nvcc import PTXAS, FakeNvcc, nvcc
 from tests.unit.test_cli import GOOD, NO_TRANSPOSE, SKETCH, Outcome
-from tests.unit.test_startup import best, needs_wait4
+from tests.unit.test_startup import cpu_seconds, needs_wait4, takes_less_than
 
 __all__ = ["nvcc"]  # a fixture
 
@@ -198,7 +198,8 @@ def test_a_build_from_the_cache_is_under_two_seconds(nvcc: FakeNvcc, tmp_path: P
     """The whole command, in a process of its own, with the real translator."""
     (tmp_path / "causal.tl").write_text(GOOD)
     build = ("build", str(tmp_path / "causal.tl"), "--gpu", "a100", "-o", str(tmp_path / "made"))
-    assert best(*build) < 2.0
+    cpu_seconds(*build)  # the first fills the cache
+    assert takes_less_than(2.0, *build)
     assert len(nvcc.runs) == 1
 
 

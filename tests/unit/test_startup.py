@@ -1,5 +1,5 @@
 """Start-up matters: a command that answers at once is used. Times are the process's own CPU time,
-which a busy machine changes little, and the best of three."""
+which a busy machine changes little; one of three has to be short enough."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def cpu_seconds(*args: str) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def best(*args: str) -> float:
-    return min(cpu_seconds(*args) for _ in range(3))
+def takes_less_than(limit: float, *args: str) -> bool:
+    return any(cpu_seconds(*args) < limit for _ in range(3))
 
 
 needs_wait4 = pytest.mark.skipif(not hasattr(os, "wait4"), reason="no wait4 on this system")
@@ -38,7 +38,7 @@ needs_wait4 = pytest.mark.skipif(not hasattr(os, "wait4"), reason="no wait4 on t
 
 @needs_wait4
 def test_help_is_under_half_a_second() -> None:
-    assert best("--help") < 0.5
+    assert takes_less_than(0.5, "--help")
 
 
 @needs_wait4
@@ -58,7 +58,7 @@ def test_check_of_60_lines_is_under_two_seconds(
     file = tmp_path / "program.tl"
     file.write_text(write_code(write_sketch(spec), spec, find(gpu)).code)
     assert 50 <= file.read_text().count("\n") <= 60
-    assert best("check", str(file), "--gpu", gpu) < 2.0
+    assert takes_less_than(2.0, "check", str(file), "--gpu", gpu)
 
 
 def test_the_command_itself_imports_nothing_heavy() -> None:
