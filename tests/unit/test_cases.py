@@ -1,16 +1,18 @@
 """Programs that once were translated wrongly, or might be (tests/cases): the interpreter and the
-emulated kernel agree on every GPU that a program fits. All are compiled in one run of nvcc for each
-architecture."""
+emulated kernel agree on every GPU that a program fits. Many are compiled in one run of nvcc, which
+takes most of the time: half of those for the first GPU are among the slow tests, and so are the
+other GPUs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flashwright.fuzz.case import Case, load
-from flashwright.fuzz.oracle import evaluate_cases
+from flashwright.fuzz.oracle import Outcome, evaluate_cases, prepare
 
 FOLDER = Path(__file__).parents[1] / "cases"
 CASES = {path.stem: load(path) for path in sorted(FOLDER.glob("*.tl"))}
@@ -19,17 +21,37 @@ ELSEWHERE = {"agree", "refused", "untranslated"}
 """On a GPU that a program was not written for, the checker may say that it does not fit."""
 
 
-@pytest.mark.parametrize(
-    "gpu", [GPUS[0], *(pytest.param(gpu, marks=pytest.mark.slow) for gpu in GPUS[1:])]
-)
-def test_kernel_and_interpreter_agree(gpu: str) -> None:
-    outcomes = evaluate_cases([replace(case, gpu=gpu) for case in CASES.values()])
-    wrong = {
-        name: f"{found.kind}: {found.detail}"
-        for (name, case), found in zip(CASES.items(), outcomes, strict=True)
-        if found.kind not in _expected(case, gpu)
+SHARES = [
+    pytest.param(GPUS[0], list(CASES)[::2], id=f"{GPUS[0]}-even"),
+    pytest.param(GPUS[0], list(CASES)[1::2], id=f"{GPUS[0]}-odd", marks=pytest.mark.slow),
+    *(pytest.param(gpu, list(CASES), id=gpu, marks=pytest.mark.slow) for gpu in GPUS[1:]),
+]
+
+
+@pytest.mark.parametrize(("gpu", "names"), SHARES)
+def test_kernel_and_interpreter_agree(gpu: str, names: list[str]) -> None:
+    outcomes = evaluate_cases([replace(CASES[name], gpu=gpu) for name in names])
+    found = dict(zip(names, outcomes, strict=True))
+    assert not _wrong(found, gpu)
+
+
+def test_the_other_half_is_translated_and_verified() -> None:
+    """The cheap part for those that are run among the slow tests."""
+    gpu = GPUS[0]
+    steps = {name: prepare(replace(CASES[name], gpu=gpu)) for name in list(CASES)[1::2]}
+    found = {
+        name: step if isinstance(step, Outcome) else Outcome("agree")
+        for name, step in steps.items()
     }
-    assert not wrong
+    assert not _wrong(found, gpu)
+
+
+def _wrong(found: Mapping[str, Outcome], gpu: str) -> dict[str, str]:
+    return {
+        name: f"{outcome.kind}: {outcome.detail}"
+        for name, outcome in found.items()
+        if outcome.kind not in _expected(CASES[name], gpu)
+    }
 
 
 def _expected(case: Case, gpu: str) -> set[str]:
