@@ -149,8 +149,12 @@ def test_the_budget_of_attempts_ends_a_run_and_more_of_it_goes_on(tmp_path: Path
 
 @pytest.mark.parametrize(
     "trouble",
-    [status(429, retry_after=0), status(500), cut(fenced(CODE)[:300]), say("")],
-    ids=["429", "500", "cut", "empty"],
+    [
+        pytest.param(status(429, retry_after=0), id="429"),
+        pytest.param(status(500), id="500", marks=pytest.mark.slow),
+        pytest.param(cut(fenced(CODE)[:300]), id="cut"),
+        pytest.param(say(""), id="empty", marks=pytest.mark.slow),
+    ],
 )
 def test_trouble_on_the_line_costs_a_request_and_nothing_else(
     trouble: Answer, tmp_path: Path
