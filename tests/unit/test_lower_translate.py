@@ -55,7 +55,9 @@ def check_kernel(text: str, gpu: str) -> None:
     assert "\n\n\n" not in made.source
 
 
-@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize(
+    "gpu", [g if g != "l40s" else pytest.param(g, marks=pytest.mark.slow) for g in GPUS]
+)
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_built_in_programs(variant: str, gpu: str) -> None:
     """Each mask and each option; each with one head dim and dtype."""
