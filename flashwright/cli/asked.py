@@ -72,7 +72,8 @@ def _with_reference(meant: Asked, reference: str | None) -> Asked:
 def _try_out(reference: str, spec: AttentionSpec) -> None:
     """One small call, in a process of its own: a function may come to no end."""
     from flashwright import apart
-    from flashwright.judge.reference import MEMORY, try_out
+    from flashwright.judge.reference import MEMORY
+    from flashwright.judge.reference_apart import try_out
 
     try:
         apart.call(try_out, reference, spec, seconds=SECONDS, memory=MEMORY)

@@ -17,7 +17,7 @@ from flashwright.judge import inputs as trial
 from flashwright.judge import oracle
 from flashwright.judge.coverage import Budget, Coverage, cover, tokens_of
 from flashwright.judge.localise import localise
-from flashwright.judge.reference import UserReference, user_reference
+from flashwright.judge.reference_apart import ReferenceApart
 from flashwright.judge.tiling import Served, spread_in, tiling_of
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.spec import AttentionSpec
@@ -107,7 +107,7 @@ def judge(
     `base` is the folder that the spec's `reference` is relative to; `kind` the distribution of
     the inputs (see inputs.py).
     """
-    reference = user_reference((base or Path()) / spec.reference) if spec.reference else None
+    reference = ReferenceApart((base or Path()) / spec.reference) if spec.reference else None
     _same_types(program, spec)
     chosen = coverage(program, spec) if cases is None else None
     listed = default_cases(spec, _lengths(chosen, spec)) if chosen is not None else cases or ()
@@ -184,7 +184,7 @@ class Trial:
         spec: AttentionSpec,
         dims: dict[str, int],
         seed: int,
-        reference: UserReference | None,
+        reference: ReferenceApart | None,
         kind: str,
         spread: float | None = None,
     ) -> None:
@@ -248,7 +248,7 @@ def _inputs(
     spec: AttentionSpec,
     dims: Mapping[str, int],
     seed: int,
-    reference: UserReference | None,
+    reference: ReferenceApart | None,
     kind: str,
     spread: float | None = None,
 ) -> dict[str, Array]:
@@ -272,7 +272,7 @@ def _inputs(
 
 
 def reference_spread(
-    program: Program, spec: AttentionSpec, reference: UserReference
+    program: Program, spec: AttentionSpec, reference: ReferenceApart
 ) -> float | None:
     """The spread of a program's scores on normal inputs, where no spec says what the scale is."""
     (small,) = default_cases(spec, [SMALL])

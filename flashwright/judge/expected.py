@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flashwright.judge import flash, oracle, oracle_device
-from flashwright.judge.reference import UserReference, user_reference
+from flashwright.judge.reference_apart import ReferenceApart
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.sandbox.tensors import Array, dtype_name, to_torch
 from flashwright.spec import AttentionSpec, BadSpec
@@ -23,10 +23,10 @@ class Expected:
 
     def __init__(self, spec: AttentionSpec, device: str, base: Path | None = None) -> None:
         self.spec, self.device = spec, device
-        self.reference: UserReference | None = None
+        self.reference: ReferenceApart | None = None
         if spec.reference:
             try:
-                self.reference = user_reference((base or Path()) / spec.reference)
+                self.reference = ReferenceApart((base or Path()) / spec.reference)
             except BadSpec as error:
                 raise Failed(*(Diagnostic("FW903", line) for line in error.lines)) from None
         self._tensors: dict[str, Any] = {}

@@ -14,7 +14,7 @@ from flashwright.build.encode import LAYOUTS, caller_order
 from flashwright.build.load import read_plan
 from flashwright.judge import inputs as trial
 from flashwright.judge.problems import Problem
-from flashwright.judge.reference import UserReference
+from flashwright.judge.reference_apart import ReferenceApart
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.launch_plan import LaunchPlan, PlanTensor, evaluate
 from flashwright.sandbox.candidate import Candidate
@@ -31,7 +31,7 @@ class Form(Protocol):
     def optional(self) -> bool:
         """Whether outputs after the first may be left out."""
 
-    def inputs(self, problem: Problem, reference: UserReference | None) -> dict[str, Array]:
+    def inputs(self, problem: Problem, reference: ReferenceApart | None) -> dict[str, Array]:
         """All that the oracle needs."""
 
     def taken(self, made: Mapping[str, Array]) -> dict[str, Array]:
@@ -67,7 +67,7 @@ class SpecForm:
     writes: bool
     optional: bool = False
 
-    def inputs(self, problem: Problem, reference: UserReference | None) -> dict[str, Array]:
+    def inputs(self, problem: Problem, reference: ReferenceApart | None) -> dict[str, Array]:
         """See Form."""
         if reference is not None:
             made = reference.make_inputs(np.random.default_rng(problem.seed), problem.dims)
@@ -109,7 +109,7 @@ class PackageForm:
     spread: float | None = None
     """Of the scores of normal inputs, where only the program says it."""
 
-    def inputs(self, problem: Problem, reference: UserReference | None) -> dict[str, Array]:
+    def inputs(self, problem: Problem, reference: ReferenceApart | None) -> dict[str, Array]:
         """See Form."""
         made = None
         if reference is not None:

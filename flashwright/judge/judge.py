@@ -27,7 +27,7 @@ from flashwright.judge.form import bounds_of, form_of
 from flashwright.judge.offences import offence, once
 from flashwright.judge.probes import probe
 from flashwright.judge.problems import Problem, coverage, problems
-from flashwright.judge.reference import UserReference
+from flashwright.judge.reference_apart import ReferenceApart
 from flashwright.judge.tiling import Served, served_by
 from flashwright.judge.trial import Outcome, Seen, Trial
 from flashwright.judge.verdict import Check, Offence, Picture, Verdict
@@ -358,7 +358,7 @@ class Hearing:
 
 
 def spread_of(
-    kernels: Sequence[Served], spec: AttentionSpec, reference: UserReference | None
+    kernels: Sequence[Served], spec: AttentionSpec, reference: ReferenceApart | None
 ) -> float | None:
     """The spread of a package's scores, measured in its TL where a reference says what is right."""
     program = next((k.program for k in kernels if k.program is not None), None)

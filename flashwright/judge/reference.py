@@ -6,7 +6,7 @@ It is one of two kinds:
     def attention(q, k, v): ...         any of the inputs, by the names of the parameters
 
 A file that imports torch gets its tensors from the second kind of call, in float64 and on the CPU;
-others get NumPy's arrays. The file is the user's own: it runs as it is.
+others get NumPy's arrays. The file runs in a process of its own (reference_apart.py).
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.spec import AttentionSpec, BadSpec
+from flashwright.spec import BadSpec
 
 Array = NDArray[Any]
 Floats = NDArray[np.float64]
@@ -267,30 +266,3 @@ def _array(value: object) -> Array | None:
     except (TypeError, ValueError):
         return None
     return array if array.dtype.kind not in "cOSUMm" else None
-
-
-# --- before anybody is asked ------------------------------------------------------------------
-
-
-def try_out(where: str, spec: AttentionSpec) -> None:
-    """Call a function that takes inputs by name, on a small problem; Failed says what is wrong."""
-    from flashwright.judge.inputs import make_inputs
-    from flashwright.judge.problems import sizes
-
-    dims = sizes(spec, 6, 9, 2, 2)
-    try:
-        reference = user_reference(where)
-        if not reference.by_name:  # what it is given depends on the program
-            return
-        own = reference.make_inputs(np.random.default_rng(0), dims) or {}
-        found = reference({**make_inputs(spec, dims, 0), **own}, dims).get("O")
-    except BadSpec as error:
-        raise Failed(*(Diagnostic("FW903", line) for line in error.lines)) from None
-    wanted = (dims["batch"], dims["heads"], dims["q_len"], spec.value_dim)
-    if found is None or found.shape != wanted:
-        what = "no O" if found is None else f"an O of shape {found.shape}"
-        text = f"{where}: the reference gives {what}, where {wanted} is asked for"
-        raise Failed(Diagnostic("FW903", text, help="(batch, heads, queries, width of V)"))
-    if np.isnan(found).any():
-        text = f"{where}: {int(np.isnan(found).sum())} elements of the reference's O are NaN"
-        raise Failed(Diagnostic("FW903", text))

@@ -10,6 +10,7 @@ import pytest
 from flashwright.judge import oracle
 from flashwright.judge.inputs import make_inputs
 from flashwright.judge.reference import user_reference
+from flashwright.judge.reference_apart import ReferenceApart
 from flashwright.spec import AttentionSpec, BadSpec
 from tests.unit.test_cli import Outcome
 
@@ -177,3 +178,56 @@ def test_generate_is_judged_by_the_reference(tmp_path: Path) -> None:
     gone = Outcome("generate", *common, "--reference", str(tmp_path / "none.py"))
     assert gone.code == 2
     assert "FW903" in gone.err
+
+
+INTRUDER = """
+import os, pathlib, sys
+import numpy as np
+from flashwright.judge import oracle
+oracle.compare = lambda *a, **k: "fine"
+sys.modules["flashwright.judge.expected"] = None
+tried = []
+for path in ({canary!r}, f"/proc/{{os.getppid()}}/environ", f"/proc/{{os.getppid()}}/mem"):
+    try:
+        tried.append(len(open(path, "rb").read(1)))
+    except OSError:
+        tried.append(0)
+try:
+    pathlib.Path({mark!r}).write_text("was here")
+except OSError:
+    pass
+print("noise on stdout")
+
+def reference(inputs, dims):
+    return np.array([float(sum(tried))])
+"""
+
+
+def test_a_reference_reaches_nothing_but_its_answer(tmp_path: Path) -> None:
+    canary, mark = tmp_path / "secret.txt", tmp_path / "mark.txt"
+    canary.write_text("secret")
+    beside = tmp_path / "package"
+    beside.mkdir()
+    file = beside / "r.py"
+    file.write_text(INTRUDER.format(canary=str(canary), mark=str(mark)))
+    before = oracle.compare
+    found = ReferenceApart(file)({"Q": np.ones(3)}, {"q_len": 1})
+    assert found["O"] == 0
+    assert oracle.compare is before
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "os.write(4, b'x' * 100)",
+        "[os.write(n, b'\\0' * 8) for n in range(3, 9) if not os.closerange(99, 100)]",
+        "os._exit(0)",
+        "(_ for _ in ()).throw(SystemExit)",
+    ],
+)
+def test_a_reference_that_answers_nonsense_is_told(tmp_path: Path, answer: str) -> None:
+    file = tmp_path / "r.py"
+    file.write_text(f"import os\ndef reference(inputs, dims):\n    {answer}\n    os._exit(1)\n")
+    with pytest.raises(BadSpec, match=r"r\.py"):
+        ReferenceApart(file)({}, {"q_len": 1})

@@ -1,0 +1,209 @@
+"""A reference in a process of its own, confined: it says what is right, and reaches nothing else.
+
+    python -m flashwright.judge.reference_apart FILE.py[:function]
+
+It may come with a package, from whoever wrote the kernel. So its code never runs in the judge's
+process, which holds inputs, comparison and verdict; what comes back is numbers, never objects.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from flashwright.confine.start import confined
+from flashwright.judge.reference import Array, Dims, Floats, Inputs, split, user_reference
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.sandbox.candidate import Candidate
+from flashwright.sandbox.limits import Limits
+from flashwright.sandbox.place import environment, make_folder, policy
+from flashwright.spec import AttentionSpec, BadSpec
+
+SECONDS = 600.0  # for one answer
+MOST = 1 << 36  # bytes of an answer
+_LENGTH = struct.Struct("<Q")
+Message = tuple[dict[str, Any], dict[str, Array]]
+
+
+class ReferenceApart:
+    """Answers as reference.UserReference does, from its process."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path, _ = split(str(path))
+        where = Path(self.path).resolve()
+        self._absolute = str(where)
+        if not where.is_file():  # said before a process is started for it
+            user_reference(path)
+        folder = make_folder()
+        beside = Candidate("python", str(where.parent), title=self.path, untrusted=True)
+        allowed = policy(beside, folder, environment(folder), Limits())
+        module = ["-m", "flashwright.judge.reference_apart", _absolute(path)]
+        command, env = confined(allowed, [sys.executable, "-P", *module])
+        self._process = subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder
+        )
+        weakref.finalize(self, _end, self._process, folder)
+        self.by_name = bool(self._asked({"do": "describe"})[0].get("by_name"))
+
+    def __call__(self, inputs: Inputs, dims: Dims) -> dict[str, Floats]:
+        """The outputs by name, in fp64."""
+        found = self._asked({"do": "outputs", "dims": _plain(dims)}, inputs)[1]
+        return {name: array.astype(np.float64) for name, array in found.items()}
+
+    def make_inputs(self, rng: np.random.Generator, dims: Dims) -> dict[str, Array] | None:
+        """The user's inputs by name, or None where the file makes none."""
+        state = rng.bit_generator.state
+        told, found = self._asked({"do": "inputs", "dims": _plain(dims), "state": state})
+        return None if told.get("none") else found
+
+    def _asked(self, what: Mapping[str, Any], arrays: Inputs | None = None) -> Message:
+        given, answer = self._process.stdin, self._process.stdout
+        assert given is not None
+        assert answer is not None
+        late = threading.Timer(SECONDS, self._process.kill)
+        late.start()
+        try:
+            _send(given, what, arrays or {})
+            told, found = _receive(answer)
+        except (OSError, EOFError, ValueError, TypeError, RecursionError):
+            text = f"{self.path}: the reference's process ended, or gave no answer of numbers"
+            raise BadSpec(text) from None
+        finally:
+            late.cancel()
+        if lines := told.get("wrong"):
+            shown = (str(line)[:2000].replace(self._absolute, self.path) for line in list(lines))
+            raise BadSpec(*itertools.islice(shown, 20))
+        return told, found
+
+
+def _plain(dims: Dims) -> dict[str, int]:
+    return {name: int(size) for name, size in dims.items()}
+
+
+def _absolute(path: str | Path) -> str:
+    file, function = split(str(path))
+    where = str(Path(file).resolve())
+    return f"{where}:{function}" if function else where
+
+
+def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
+    process.kill()
+    process.wait()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+# --- what goes through the pipe ---------------------------------------------------------------
+
+
+def _send(to: IO[bytes], what: Mapping[str, Any], arrays: Inputs) -> None:
+    parts = [json.dumps({**what, "arrays": {n: str(a.dtype) for n, a in arrays.items()}}).encode()]
+    for array in arrays.values():
+        held = io.BytesIO()
+        known = array.dtype.kind in "iubf" and array.dtype.name != "bfloat16"
+        plain = array if known else array.astype(np.float64)  # 8 and 16 bits are exact there
+        np.save(held, np.ascontiguousarray(plain), allow_pickle=False)
+        parts.append(held.getvalue())
+    for part in parts:
+        to.write(_LENGTH.pack(len(part)))
+        to.write(part)
+    to.flush()
+
+
+def _receive(source: IO[bytes]) -> Message:
+    """What was sent; ValueError, TypeError or EOFError where it is something else."""
+    told = json.loads(_part(source))
+    if not isinstance(told, dict) or not isinstance(told.get("arrays"), dict):
+        raise ValueError("no message")
+    arrays = {
+        str(name): np.load(io.BytesIO(_part(source)), allow_pickle=False) for name in told["arrays"]
+    }
+    return told, arrays
+
+
+def _part(source: IO[bytes]) -> bytes:
+    (size,) = _LENGTH.unpack(_exactly(source, _LENGTH.size))
+    if size > MOST:
+        raise ValueError("more than a reference can say")
+    return _exactly(source, size)
+
+
+def _exactly(source: IO[bytes], size: int) -> bytes:
+    found = source.read(size)
+    if found is None or len(found) != size:
+        raise EOFError
+    return found
+
+
+# --- before anybody is asked ------------------------------------------------------------------
+
+
+def try_out(where: str, spec: AttentionSpec) -> None:
+    """Call a function that takes inputs by name, on a small problem; Failed says what is wrong."""
+    from flashwright.judge.inputs import make_inputs
+    from flashwright.judge.problems import sizes
+
+    dims = sizes(spec, 6, 9, 2, 2)
+    try:
+        reference = ReferenceApart(where)
+        if not reference.by_name:  # what it is given depends on the program
+            return
+        own = reference.make_inputs(np.random.default_rng(0), dims) or {}
+        found = reference({**make_inputs(spec, dims, 0), **own}, dims).get("O")
+    except BadSpec as error:
+        raise Failed(*(Diagnostic("FW903", line) for line in error.lines)) from None
+    wanted = (dims["batch"], dims["heads"], dims["q_len"], spec.value_dim)
+    if found is None or found.shape != wanted:
+        what = "no O" if found is None else f"an O of shape {found.shape}"
+        text = f"{where}: the reference gives {what}, where {wanted} is asked for"
+        raise Failed(Diagnostic("FW903", text, help="(batch, heads, queries, width of V)"))
+    if np.isnan(found).any():
+        text = f"{where}: {int(np.isnan(found).sum())} elements of the reference's O are NaN"
+        raise Failed(Diagnostic("FW903", text))
+
+
+# --- in the process ---------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Answer until nobody asks. What the file prints goes to stderr, not into the answers."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    asked = os.fdopen(os.dup(0), "rb")
+    os.close(0)
+    os.open(os.devnull, os.O_RDONLY)
+    reference = None
+    while True:
+        try:
+            what, arrays = _receive(asked)
+        except EOFError:
+            return
+        try:
+            reference = reference or user_reference(sys.argv[1])
+            if what["do"] == "describe":
+                _send(answers, {"by_name": reference.by_name}, {})
+            elif what["do"] == "outputs":
+                _send(answers, {}, reference(arrays, what["dims"]))
+            else:
+                rng = np.random.default_rng()
+                rng.bit_generator.state = what["state"]
+                made = reference.make_inputs(rng, what["dims"])
+                _send(answers, {"none": made is None}, made or {})
+        except BadSpec as error:
+            _send(answers, {"wrong": list(error.lines)}, {})
+
+
+if __name__ == "__main__":
+    main()
