@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -42,7 +42,7 @@ class Classes(BaseModel):
     """The rules of a package, upwards."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    by: str = "kv_len"
+    by: Literal["kv_len"] = "kv_len"
     rules: tuple[Rule, ...]
 
     @classmethod
@@ -101,8 +101,7 @@ def read(folder: Path) -> Classes:
     _upwards(path, found)
     plan = read_plan(folder)
     if found.by not in plan.dims:
-        known = ", ".join(plan.dims)
-        raise _bad(path, f"by: the kernel has no {found.by}", f"it has {known}")
+        raise _bad(path, f"the kernel has no {found.by}, by which another is chosen", _FORM)
     for name in found.others:
         _belongs(path, name, plan)
     return found

@@ -199,6 +199,8 @@ class Hearing:
         if changed:
             self.found.append(offence("tampering", f"it changes {', '.join(changed[:3])}"))
         self.found += _named(self.outcomes)
+        if lengths is None and not self.found:
+            self._each_kernel_tried()
         return Verdict(
             candidate=self.candidate.name,
             device=name,
@@ -221,6 +223,9 @@ class Hearing:
     def _read(self) -> None:
         if self.candidate.kind == "package":
             self.unasked["libraries"] = "a package has no code but its kernel"
+            written = {t.name for t in read_plan(Path(self.candidate.where)).tensors if t.written}
+            if self.spec.lse and self.spec.reference is None and "LSE" not in written:
+                self.notes.append("it writes no LSE, which the spec has: only O is compared")
             for folder in classes.folders(Path(self.candidate.where)).values():
                 why, seen = static.instructions(folder, self.spec)
                 if seen:
@@ -291,6 +296,18 @@ class Hearing:
     def _fresh(self, number: int, problem: Problem) -> bool:
         """Whether a problem gets other inputs at the same addresses."""
         return number < FRESH
+
+    def _each_kernel_tried(self) -> None:
+        """Of a package with several kernels, each has done a problem: the others hide nothing."""
+        if self.candidate.kind != "package":
+            return
+        folder = Path(self.candidate.where)
+        tried = {classes.serving(folder, o.problem.dims) for o in self.outcomes if o.cases}
+        for name, place in classes.folders(folder).items():
+            rules = [r for r in classes.read(folder).rules if r.kernel == name]
+            if rules and place.resolve() not in {p.resolve() for p in tried}:
+                text = f"its kernel {name!r} did none of the problems: nothing is known of it"
+                self.found.append(offence("untried", text))
 
     def _unreached(self) -> tuple[str, ...]:
         """What the accepted candidate was not tried with; a rejected one has other worries."""

@@ -42,6 +42,8 @@ CODES: Mapping[str, str] = MappingProxyType(
         "crash": "FW878",
         "device_error": "FW879",
         "out_of_memory": "FW880",
+        # what cannot be said
+        "untried": "FW881",
     }
 )
 

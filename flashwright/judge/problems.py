@@ -44,6 +44,7 @@ REFERENCE_BUDGET = Budget(2_000_000, 6_000_000, "too long for the reference")
 EMULATED_RATE = 300_000
 """Positions a second, of one head under all schedules: measured on one core, for 16 bits."""
 AT_BOUNDS, FEW_AT_BOUNDS = 200, 50  # queries
+MOST_AT_BOUNDS = {"cuda": 1 << 32, "cpu": 10_000_000, "emulated": 8_000_000}  # times keys
 SHARED, FEW_SHARED = 4, 2  # query heads that share a kv head in a problem, in an expensive one
 CPU_PAIRS = 70_000  # a callable that is judged on the CPU gets no larger problems
 
@@ -142,6 +143,8 @@ def _at_bounds(spec: AttentionSpec, device: str, bounds: Sequence[int]) -> Made:
     if slow and spec.group > 1:
         queries, most = FEW_AT_BOUNDS, FEW_SHARED
     for keys in (n for bound in bounds for side in sides if (n := bound + side)):
+        if keys * queries > MOST_AT_BOUNDS[device]:
+            continue  # the verdict says that this kernel did no problem
         tokens = tokens_of(spec, keys)
         yield sizes(spec, queries, tokens, 1, 1, most), "normal", False
 

@@ -16,6 +16,7 @@ import numpy as np
 from flashwright.judge import oracle
 from flashwright.judge.expected import Expected, compare, error_map
 from flashwright.judge.form import Form, Shapes
+from flashwright.judge.oracle import NOISE
 from flashwright.judge.problems import Problem
 from flashwright.judge.verdict import Case, Picture
 from flashwright.sandbox.process import Called, Output, Sandbox
@@ -26,6 +27,8 @@ MOST = 1.5  # how much less exact than the library a candidate may be
 SLACK = 0.05  # units of roundoff that are no matter: at length 1 the library's error is 0
 SLACK_SINK = 1.0  # the library has no sinks: at length 1 it weighs by 1 exactly, a sink does not
 CLOSE = 0.1  # a relative RMS error up to which an output is meant to be the right one
+MAY_BE_LEFT_OUT = ("LSE", NOISE)
+"""Of what is expected; that a package has no LSE is said in the verdict's notes."""
 PATIENCE = 0.2  # seconds in which a thread that was left behind has to show itself
 PICTURE = 64  # queries from which an error map is worth drawing
 
@@ -136,7 +139,12 @@ class Trial:
 
     def _compare(self, outcome: Outcome, called: Called, expected: Mapping[str, Array]) -> bool:
         known = [name for name in called.outputs if name in expected]
-        good = True
+        lacking = [n for n in expected if n not in called.outputs and n not in MAY_BE_LEFT_OUT]
+        if called.outputs and lacking:
+            given = ", ".join(called.outputs)
+            text = f"it gives no {', '.join(lacking)}, which is asked for, but {given}"
+            outcome.blame("wrong_form", text)
+        good = not lacking
         for name in known:
             output, wanted = called.outputs[name], expected[name]
             if not self._form(outcome, name, output, wanted):

@@ -104,6 +104,8 @@ class Verdict:
     seconds: float = 0.0
     notes: tuple[str, ...] = field(default=())
     """What a reader should know, such as a check that could not be made here."""
+    own_spec: bool = False
+    """What was asked for comes from the package itself: nobody else has said it."""
     unreached: tuple[str, ...] = field(default=())
     """Lengths at which the kernel does something else and that no problem had, with the reason."""
 
@@ -168,6 +170,7 @@ class Verdict:
             "device": self.device,
             "arch": self.arch,
             "spec": self.spec.model_dump(mode="json"),
+            "own_spec": self.own_spec,
             "seed": self.seed,
             "offences": [
                 {"name": o.name, "code": o.diagnostic.code, "message": o.message}

@@ -148,6 +148,7 @@ CODES: dict[str, Code] = {
     "FW878": Code("a candidate that ends its own process"),
     "FW879": Code("an error on the GPU itself"),
     "FW880": Code("more memory than is allowed"),
+    "FW881": Code("too little was tried for a verdict"),
     # specs and usage
     "FW901": Code("a spec that no attention can meet", bad_input=True),
     "FW902": Code("a variant that Flashwright does not know", bad_input=True),

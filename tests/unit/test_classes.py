@@ -164,7 +164,7 @@ DAMAGE: list[tuple[str | Callable[[Path], None], str]] = [
         "rule 2 serves up to 8, the one before it up to 9 already",
     ),
     ('{"rules": [{"kernel": "../short"}]}', "'../short' is no name of a subfolder"),
-    ('{"by": "tokens", "rules": [{"kernel": "short"}]}', "by: the kernel has no tokens"),
+    ('{"by": "tokens", "rules": [{"kernel": "short"}]}', "by: Input should be 'kv_len'"),
     (gone, "there is no subfolder 'short'"),
     (other_spec, "'short' is a kernel for another spec"),
     (other_tensors, "'short' is called with other tensors"),
