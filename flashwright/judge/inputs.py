@@ -7,6 +7,9 @@ peaked      logits so spread that a few keys take everything: a wrong mask or of
 one_hot_v   V picks keys apart, so that O shows the weights themselves
 outliers    a few elements 32 times larger, as trained models have
 large       V near the end of its type's range: sums in a type as narrow overflow
+alike       neighbouring rows are alike, as in every trained model: not independent draws
+repeated    all keys of a head are the same: the mean of V
+tail        the first key takes nearly all weight and its value is 0: O is what small weights carry
 
 Q and K are scaled so that scores of normal inputs have a standard deviation of about 1. Where it is
 8, as in a program without a softmax scale, the weights are one-hot, and a mask that is off by one
@@ -28,10 +31,15 @@ from flashwright.spec import AttentionSpec
 
 Array = NDArray[Any]
 
-KINDS = ("normal", "scaled", "shifted", "opposed", "peaked", "one_hot_v", "outliers", "large")
+KINDS = (
+    *("normal", "scaled", "shifted", "opposed", "peaked", "one_hot_v", "outliers", "large"),
+    *("alike", "repeated", "tail"),
+)
 
 _MOST = {"fp16": 65504.0, "bf16": 3.3895e38, "e4m3": 448.0, "e5m2": 57344.0, "fp32": 3.4e38}
-_SCALE, _SHIFT, _PEAK, _OUTLIER = 0.05, 3.0, 3.0, 32.0
+_SCALE, _SHIFT, _PEAK, _OUTLIER, _ALIKE = 0.05, 3.0, 3.0, 32.0, 0.9
+_TAIL = {"bf16": 14.0, "fp32": 14.0, "fp16": 6.0}
+"""By how much the first key's score is above the others: fp16 has no smaller weights in full."""
 # Of V: the largest of millions stays finite, and so does an fp32 sum of thousands; not one in fp16.
 _LARGE = {"fp16": 8e3, "bf16": 1e30, "e4m3": 64.0, "e5m2": 8e3, "fp32": 1e30}
 
@@ -82,18 +90,23 @@ def make_inputs(
         "K": (batch, kv_heads, kv_len, spec.head_dim),
         "V": (batch, kv_heads, kv_len, spec.value_dim),
     }
-    plain = "normal" if kind in ("one_hot_v", "large") else kind
+    plain = "normal" if kind in ("one_hot_v", "large", "tail", "repeated") else kind
     factor = factor_of(spread_of(spec) if spread is None else spread, spec.input_dtype)
     inputs = {
         name: random_tensor(
             shape,
             spec.input_dtype,
             _stream(seed, name),
-            kind if name == "V" else plain,
+            kind if name == "V" and kind in ("one_hot_v", "large") else plain,
             1.0 if name == "V" else factor,
         )
         for name, shape in shapes.items()
     }
+    if kind == "repeated" and kv_len:
+        inputs["K"][:] = inputs["K"][:, :, :1]
+    if kind == "tail" and kv_len:
+        scale = spec.softmax_scale if spread is None else spread / math.sqrt(spec.head_dim)
+        _take_all(inputs, scale, spec.input_dtype)
     if kind == "opposed":  # every score far below 0: a maximum that starts at 0 shows
         inputs["K"] = -inputs["K"]
     if spec.alibi:
@@ -103,6 +116,15 @@ def make_inputs(
     if spec.branch == "selected":
         inputs["Idx"] = _blocks(spec, (batch, kv_heads, q_len), kv_len, _stream(seed, "Idx"))
     return inputs
+
+
+def _take_all(inputs: dict[str, Array], scale: float, dtype: str) -> None:
+    """The first key's score is the same for all queries, far above the others'."""
+    q, k, v = inputs["Q"], inputs["K"], inputs["V"]
+    above = math.sqrt(_TAIL.get(dtype, 4.0) / scale)
+    q[..., 0], k[..., 0] = above, 0
+    k[:, :, 0], v[:, :, 0] = 0, 0
+    k[:, :, 0, 0] = above
 
 
 def random_tensor(
@@ -140,6 +162,10 @@ def _draw(shape: tuple[int, ...], rng: np.random.Generator, kind: str) -> NDArra
         x += _SHIFT
     elif kind == "peaked":
         x *= _PEAK
+    elif kind == "alike" and x.ndim >= 2:
+        for row in range(1, x.shape[-2]):
+            x[..., row, :] *= math.sqrt(1 - _ALIKE**2)
+            x[..., row, :] += _ALIKE * x[..., row - 1, :]
     elif kind == "outliers" and x.size:
         rare = rng.integers(0, x.size, 1 + x.size // 1000)
         x.reshape(-1)[rare] *= _OUTLIER

@@ -31,6 +31,13 @@ LARGE = 2_000_000  # pairs of positions from which a problem is large
 DRAWN = 6
 LONGEST = {"cuda": 3000, "cpu": 300, "emulated": 200}
 MANY = {"cuda": 64, "cpu": 16}  # kv heads of the problem with many
+MANY_BLOCKS = 1025  # batches times heads
+OWN_HEADS = {
+    "cuda": (200, 200),
+    "cpu": (20, 40),
+}  # lengths of the problem with the spec's own heads
+LONG = ((130, 8193), (65, 65537))
+"""More keys than one would wait for; with few queries."""
 EMULATED_USUAL = (128, 128)
 REFERENCE_LENGTHS = (*SHORT, (1000, 1000), (130, 4097), (1000, 63))
 """On a GPU, for a reference in NumPy, which is slow."""
@@ -160,6 +167,7 @@ def _emulated(spec: AttentionSpec, seed: int, chosen: Coverage) -> Made:
         yield sizes(spec, q_len, kv_len, batch, kv_heads, FEW_SHARED), "normal", False
     if spec.reference:
         return
+    yield sizes(spec, 9, 40, 1, 1, spec.group), "normal", False
     for kind in _kinds(spec)[1:]:
         yield sizes(spec, 64, 96, 1, 1), kind, True
     rng = np.random.default_rng(seed)
@@ -182,6 +190,7 @@ def _all(spec: AttentionSpec, seed: int, device: str, chosen: Coverage) -> Made:
         yield from _chosen(spec, (*_given(spec, device), *own))
         return
     yield sizes(spec, *USUAL, 2, 2), "normal", True
+    yield sizes(spec, *OWN_HEADS[device], 1, spec.kv_heads, spec.group), "normal", False
     for number, (q_len, kv_len) in enumerate((*_given(spec, device)[1:], *own)):
         yield _counted(spec, q_len, kv_len, number), "normal", False
     for kind in _kinds(spec)[1:]:
@@ -190,6 +199,12 @@ def _all(spec: AttentionSpec, seed: int, device: str, chosen: Coverage) -> Made:
     for _ in range(DRAWN):
         yield _drawn(spec, rng, device)
     yield sizes(spec, 37, 65, 2, MANY[device]), "normal", False
+    yield sizes(spec, 33, 70, 5, 1), "normal", False
+    if device == "cuda":
+        heads = sizes(spec, 1, 1, 1, 2)["heads"]
+        yield sizes(spec, 17, 33, -(-MANY_BLOCKS // heads), 2), "normal", False
+        for q_len, kv_len in LONG:
+            yield sizes(spec, q_len, kv_len, 1, 1, FEW_SHARED), "normal", False
     yield sizes(spec, *USUAL, 0, 2), "normal", False
 
 
@@ -207,7 +222,7 @@ def _drawn(
 
 def _kinds(spec: AttentionSpec) -> list[str]:
     """A row that is nearly all sink has weights too small for its type: nothing to compare."""
-    lone = ("opposed", "shifted", "peaked", "outliers") if spec.sink else ()
+    lone = ("opposed", "shifted", "peaked", "outliers", "tail") if spec.sink else ()
     return [kind for kind in KINDS if kind not in lone]
 
 

@@ -47,11 +47,7 @@ def rename(old: str, new: str) -> Callable[[Any], None]:
 @needs_compilers
 def test_an_output_that_is_named_otherwise_is_not_left_out(honest: Path, tmp_path: Path) -> None:
     folder = doctored(honest, tmp_path / "p", "launch.json", rename("O", "Other"))
-    try:
-        found = judge_emulated(folder, SPEC, seed=1, lengths=LENGTHS)
-    except Failed as failed:  # it has no output that the spec knows at all
-        assert failed.diagnostics[0].code == "FW904"
-        return
+    found = judge_emulated(folder, SPEC, seed=1, lengths=LENGTHS)
     assert [o.name for o in found.offences] == ["wrong_form"]
     assert "gives no O" in found.offences[0].message
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import flashwright
 from flashwright.cli.main import app
 from flashwright.judge import static
+from flashwright.judge.inputs import KINDS
 from flashwright.judge.judge import QUESTIONS, judge
 from flashwright.judge.offences import CODES, offence
 from flashwright.judge.problems import problems
@@ -92,9 +93,17 @@ def test_what_a_trial_has_in_it() -> None:
         assert any(q > kv for q, kv in pairs)
         assert sum(q % 16 != 0 and kv % 16 != 0 for q, kv in pairs) >= 4
         assert any(p.dims["batch"] == 0 for p in made)
-        assert len({p.kind for p in made}) == 8
+        assert {p.kind for p in made} == set(KINDS)
+        assert any(p.dims["heads"] == SPEC.heads for p in made)
+        assert any(p.dims["batch"] >= 4 for p in made)
         assert made[0].usual
         assert made[0].kind == "normal"
+    assert any(p.dims["batch"] * p.dims["heads"] >= 1024 for p in made)
+    assert any(p.dims["kv_len"] > 65536 for p in made)
+    large = AttentionSpec.make(variant="gqa", heads=48, kv_heads=6, head_dim=16)
+    for device in ("cpu", "cuda"):
+        own = [(p.dims["heads"], p.dims["kv_heads"]) for p in problems(large, 1, device)]
+        assert (48, 6) in own
 
 
 # --- reading ----------------------------------------------------------------------------------
