@@ -1,7 +1,8 @@
 """Which files a process can open at all: Landlock, which needs no privilege and cannot be undone.
 
-Where the system has none (Linux before 5.13, or switched off), nothing is refused, and the caller
-is told.
+A process in such a domain cannot look into one outside of it either, and newer systems keep its
+signals, its abstract sockets and TCP in. Where the system has none (Linux before 5.13, or switched
+off), nothing is refused, and the caller is told.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import stat
+import sys
 from collections.abc import Iterable
 
 SYSTEM = (
@@ -26,10 +28,16 @@ _OF_A_FILE = _EXECUTE | _WRITE | _READ | _TRUNCATE | _DEVICE
 # ioctl on devices. What it does not know must not be asked for.
 _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 _NEWEST = 16
+_TCP, _SCOPES = 3, 3  # bind and connect; abstract sockets and signals
+_SINCE_TCP, _SINCE_SCOPES = 4, 6
 
 
 class _Ruleset(ctypes.Structure):
-    _fields_ = (("files", ctypes.c_uint64),)
+    _fields_ = (
+        ("files", ctypes.c_uint64),
+        ("network", ctypes.c_uint64),
+        ("scopes", ctypes.c_uint64),
+    )
 
 
 class _Beneath(ctypes.Structure):
@@ -39,22 +47,29 @@ class _Beneath(ctypes.Structure):
 
 def available() -> bool:
     """Whether the system does it at all."""
-    return _version(ctypes.CDLL(None, use_errno=True)) >= 1
+    return sys.platform == "linux" and _version(ctypes.CDLL(None, use_errno=True)) >= 1
 
 
-def restrict(readable: Iterable[str], writable: Iterable[str]) -> bool:
+def keeps_signals() -> bool:
+    """Whether a process that is restricted can send signals to its own domain only."""
+    return _version(ctypes.CDLL(None, use_errno=True)) >= _SINCE_SCOPES
+
+
+def restrict(readable: Iterable[str], writable: Iterable[str], *, network: bool = False) -> bool:
     """From now on this process and its children open these files and folders only.
 
-    What is `readable` may be executed too. Paths that are not there are left out. Returns whether
-    the system does it.
+    What is `readable` may be executed too. Paths that are not there are left out. TCP is refused
+    unless `network` is given, signals to others and their abstract sockets always, as far as the
+    system knows how. Returns whether the system does it at all.
     """
     system = ctypes.CDLL(None, use_errno=True)
     version = _version(system)
     if version < 1:
         return False
     every = (1 << _RIGHTS.get(version, _NEWEST)) - 1
-    rules = _Ruleset(every)
-    size = ctypes.c_size_t(ctypes.sizeof(rules))
+    tcp = _TCP if version >= _SINCE_TCP and not network else 0
+    rules = _Ruleset(every, tcp, _SCOPES if version >= _SINCE_SCOPES else 0)
+    size = ctypes.c_size_t(_size(version))
     ruleset = system.syscall(_CREATE, ctypes.byref(rules), size, ctypes.c_uint32(0))
     if ruleset < 0:
         return False
@@ -68,6 +83,12 @@ def restrict(readable: Iterable[str], writable: Iterable[str]) -> bool:
         return not system.syscall(_RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint32(0))
     finally:
         os.close(ruleset)
+
+
+def _size(version: int) -> int:
+    """How much of the rules the system knows: it takes no more."""
+    known = 3 if version >= _SINCE_SCOPES else 2 if version >= _SINCE_TCP else 1
+    return known * ctypes.sizeof(ctypes.c_uint64)
 
 
 def _version(system: ctypes.CDLL) -> int:

@@ -2,8 +2,8 @@
 
     python -P -S -s -m flashwright.confine.start POLICY COMMAND...
 
-It confines itself and then becomes the command: what is given up cannot be had back. (Not between
-fork and exec of the caller, which may have threads.)
+It confines itself and then becomes the command: what is given up cannot be had back, and no thread
+is older than that. (Not between fork and exec of the caller, which may have threads.)
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ import json
 import os
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from flashwright.confine.landlock import restrict
+from flashwright.confine.landlock import keeps_signals, restrict
 from flashwright.confine.limit import limit
-from flashwright.confine.seal import die_with_parent, seal, stop_inspecting
+from flashwright.confine.seal import die_with_parent, drop_capabilities, seal
 
 NOT_STARTED = 126
 """The exit status where the command cannot be run at all, as a shell has it."""
+NOT_CONFINED = 125
+"""The exit status where it could not be confined as it must be."""
+FILES, CALLS = "files", "calls"
+"""What can be asked for: Landlock and seccomp."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,10 @@ class Policy:
     them."""
     addresses: int | None = None
     """Bytes of addresses that one process may have."""
+    must: tuple[str, ...] = ()
+    """FILES and CALLS: the command is not run where these cannot be refused."""
+    watched: bool = False
+    """The command is a tool that watches another: it has sockets and all system calls."""
 
 
 def confined(policy: Policy, command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -59,14 +67,24 @@ def main() -> None:
         limit(resource.RLIMIT_CPU, policy.seconds)
     if policy.addresses is not None:
         limit(resource.RLIMIT_AS, policy.addresses)
-    stop_inspecting()
-    restrict(policy.readable, policy.writable)
-    seal(os.getppid())
+    drop_capabilities()
+    if missing := [part for part in _confine(policy) if part in policy.must]:
+        print(f"this system does not confine a process: {', '.join(missing)}")
+        sys.exit(NOT_CONFINED)
     try:
         os.execve(command[0], command, dict(policy.environment))
     except OSError as error:
         print(f"{command[0]} cannot be run: {error.strerror}")
         sys.exit(NOT_STARTED)
+
+
+def _confine(policy: Policy) -> Iterator[str]:
+    """Give up files and system calls; what could not be given up."""
+    inside = restrict(policy.readable, policy.writable, network=policy.watched)
+    if not inside:
+        yield FILES
+    if not policy.watched and not seal(os.getppid(), inside and keeps_signals()):
+        yield CALLS
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from typing import Any
 from flashwright import files
 from flashwright.build import classes, driver
 from flashwright.build.load import read_plan
-from flashwright.confine import landlock
 from flashwright.judge import static
 from flashwright.judge.coverage import Coverage
 from flashwright.judge.cpu import reference_spread
@@ -256,10 +255,7 @@ class Hearing:
         with self.sandbox(
             self.candidate, self.spec, self.device, self.limits, gpu_used=_gpu_memory(self.device)
         ) as running:
-            if not running.sealed:
-                self.notes.append("this system has no seccomp: its process could reach the judge's")
-            if self.candidate.untrusted and not landlock.available():
-                self.notes.append("this system has no Landlock: its code could open every file")
+            self.notes += running.gaps
             trial = self._trial(running, expected)
             for number, problem in enumerate(listed):
                 if self._enough(running, number, total):

@@ -8,12 +8,13 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from flashwright.confine import landlock
-from flashwright.confine.start import Policy
+from flashwright.confine import landlock, seal
+from flashwright.confine.start import CALLS, FILES, Policy
+from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.sandbox.candidate import Candidate
 from flashwright.sandbox.limits import Limits
 
@@ -30,9 +31,15 @@ _SYSTEM = (  # what Python, PyTorch and CUDA's driver look at
     *("/etc/nvidia", "/etc/OpenCL", "/etc/vulkan"),
 )
 _DEVICES = (  # not all of /dev: what others have in shared memory is there, and disks are
-    *("null", "zero", "full", "random", "urandom", "nvidia*", "nvhost*", "nvmap", "nvgpu"),
-    *("dri", "dxg"),
+    *("null", "zero", "full", "random", "urandom"),
+    *("nvidiactl", "nvidia[0-9]*", "nvidia-uvm", "nvidia-caps"),  # not what debuggers watch with
+    *("nvhost*", "nvmap", "nvgpu", "dxg"),  # Tegra, and Windows' subsystem for Linux
 )
+READS = "FLASHWRIGHT_CANDIDATE_READS"
+"""Further files and folders that a candidate may read, as in PATH; not one that a model wrote."""
+UNCONFINED = "FLASHWRIGHT_UNCONFINED"
+"""Set to 1: what a model wrote runs also where its process can open every file."""
+_PACKAGE = "launch.json"
 _THREADS = "/proc/self/task"
 """The driver gives its threads names, and does not start where it cannot."""
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
@@ -75,24 +82,88 @@ def environment(folder: Path) -> dict[str, str]:
     }
 
 
-# --- code that nobody has read ----------------------------------------------------------------
+# --- what it may do ---------------------------------------------------------------------------
 
 
-def policy(candidate: Candidate, folder: Path, env: Mapping[str, str], limits: Limits) -> Policy:
-    """What the process of an untrusted candidate may do: compute, with its folder to write in."""
+def policy(
+    candidate: Candidate,
+    folder: Path,
+    env: Mapping[str, str],
+    limits: Limits,
+    before: Sequence[str] = (),
+) -> Policy:
+    """What a candidate's process may do: compute, with its folder to write in.
+
+    `before` is the command of a tool that it runs under.
+    """
     devices = (str(path) for name in _DEVICES for path in Path("/dev").glob(name))
     kept = {name: value for name, value in env.items() if not _CACHE.search(name)}
+    own = (candidate.where,) if candidate.untrusted else tuple(_own(candidate))
     return Policy(
-        readable=(*_SYSTEM, *dict.fromkeys(_installed()), candidate.where),
-        writable=(str(folder), _THREADS, *devices),
+        readable=(*_SYSTEM, *dict.fromkeys((*_installed(), *own))),
+        writable=(str(folder), _THREADS, *devices, *_tool_files(before)),
         file_bytes=limits.file_bytes,
         environment={**kept, "TMPDIR": str(folder)},  # caches go to its HOME, which is there too
+        must=confinement(),
+        watched=bool(before),
     )
+
+
+def confinement() -> tuple[str, ...]:
+    """What this system can refuse a process."""
+    files = (FILES,) if landlock.available() else ()
+    return (*files, CALLS) if seal.available() else files
+
+
+def need_confinement(candidate: Candidate) -> None:
+    """FW851 for what a model wrote, where its process could open every file of the user's."""
+    told = os.environ.get(UNCONFINED, "").strip() not in ("", "0")
+    if not candidate.untrusted or landlock.available() or told:
+        return
+    text = f"{candidate.name} is not run: a model wrote it, and this system has no Landlock"
+    hint = (
+        f"its code could open every file of yours. Linux has Landlock since 5.13; {UNCONFINED}=1 "
+        "runs the code nevertheless, best in a container or as a user of its own"
+    )
+    raise Failed(Diagnostic("FW851", text, help=hint))
+
+
+def _own(candidate: Candidate) -> Iterator[str]:
+    """What belongs to code that the user chose: its folder, where modules are, what is named."""
+    yield from filter(None, os.environ.get(READS, "").split(os.pathsep))
+    if candidate.kind == "package":
+        yield candidate.where
+        # Kernels that are built side by side are measured in one process.
+        yield from (str(plan.parent) for plan in Path(candidate.where).parent.glob(f"*/{_PACKAGE}"))
+        return
+    beside = [Path(candidate.where)] if Path(candidate.where).is_absolute() else []
+    yield from map(str, beside)
+    for place in {*(path.parent for path in beside), *(Path(p or ".").resolve() for p in sys.path)}:
+        yield from _modules(place)
+
+
+def _modules(folder: Path) -> Iterator[str]:
+    """A folder of code; only the modules in one that all of somebody's files are in."""
+    if not _home().is_relative_to(folder):
+        yield str(folder)
+        return
+    yield from map(str, folder.glob("*.py"))
+    yield from (str(file.parent) for file in folder.glob("*/__init__.py"))
+
+
+def _tool_files(command: Sequence[str]) -> Iterator[str]:
+    """Where a tool writes to: files that its options name, and where it has its sockets."""
+    if command:
+        yield tempfile.gettempdir()
+    for path in map(Path, command[1:]):
+        if path.is_absolute() and path.parent.is_dir():
+            path.touch()
+            yield str(path)
 
 
 def _installed() -> Iterator[str]:
     """Where Python and its packages are; never a folder that all of somebody's files are in."""
-    home, here = Path(os.path.expanduser("~")).resolve(), Path.cwd()
+    home, here = _home(), Path.cwd()
     yield str(Path(__file__).parents[2])
     for prefix in (sys.prefix, sys.base_prefix):
         everything = home.is_relative_to(Path(prefix).resolve())
@@ -102,3 +173,7 @@ def _installed() -> Iterator[str]:
     for path in (Path(p).resolve() for p in (*sys.path, *libraries, *toolkits) if p):
         if not home.is_relative_to(path) and not here.is_relative_to(path):
             yield str(path)
+
+
+def _home() -> Path:
+    return Path(os.path.expanduser("~")).resolve()

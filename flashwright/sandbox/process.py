@@ -16,19 +16,26 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from flashwright.confine.seal import hidden
 from flashwright.confine.session import use
-from flashwright.confine.start import confined
+from flashwright.confine.start import CALLS, FILES, Policy, confined
 from flashwright.sandbox.candidate import Candidate, Unable
 from flashwright.sandbox.device import GUARD, POISON
 from flashwright.sandbox.limits import Limits
-from flashwright.sandbox.place import environment, make_folder, opened, policy
+from flashwright.sandbox.place import (
+    environment,
+    make_folder,
+    need_confinement,
+    opened,
+    policy,
+)
 from flashwright.sandbox.problem import TimedProblem
 from flashwright.sandbox.tensors import DTYPES, Array
 from flashwright.sandbox.worker import IN, OUT
@@ -86,7 +93,10 @@ class Sandbox:
     device: str = "cuda"
     limits: Limits = field(default_factory=Limits)
     before: tuple[str, ...] = ()
-    """A command that the process is started under, such as a checker of memory accesses."""
+    """A command that the process is started under, such as a checker of memory accesses.
+
+    Such a tool needs what else is refused: sockets, and other processes of its own.
+    """
     guard: int = GUARD
     """Bytes around each tensor; none for a tool that watches the ends of allocations itself."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -101,8 +111,11 @@ class Sandbox:
         self._process: subprocess.Popen[bytes] | None = None
         self._clear: Callable[[], object] = lambda: None
         self._buffer = b""
+        self._policy: Policy | None = None
         self.sealed = False
-        """Whether the process is kept from the judge's and from the network."""
+        """Whether its system calls are filtered: it reaches neither the judge nor the network."""
+        self.gaps: tuple[str, ...] = ()
+        """What this system cannot refuse it, in words."""
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -121,9 +134,11 @@ class Sandbox:
     def start(self) -> None:
         """Start the process and load the candidate; Ended or Unable where that fails."""
         self.close()
+        need_confinement(self.candidate)
         self._others = _in_use(self.gpu_used)
         self._folder, started = make_folder(), list[subprocess.Popen[bytes]]()
         # At the end of the program too: nobody closes what a daemon's thread has left open.
+        hidden.begin()
         self._clear = weakref.finalize(self, _clear, self._folder, started)
         down, up = os.pipe(), os.pipe()
         try:
@@ -145,31 +160,46 @@ class Sandbox:
             os.close(up[1])
         self._write, self._read, self._buffer = down[1], up[0], b""
         try:
-            self._load(None if self.before else os.getpid())  # such a tool needs what is sealed off
+            self._load()
         except BaseException:  # Ctrl-C too: nobody gets a chance to close it
             self.close()
             raise
 
     def _command(self, reading: int, writing: int) -> tuple[list[str], dict[str, str]]:
-        """The worker's command line and environment, confined where a model wrote the code."""
-        command = [*_COMMAND, str(reading), str(writing)]
+        """The worker's command line and environment.
+
+        It is confined from its first instruction: a thread that runs already would keep its rights.
+        """
+        command = [*self.before, *_COMMAND, str(reading), str(writing)]
         env = {**environment(self._folder), **self.environment}
-        if self.candidate.untrusted:
-            # From its first instruction: a thread that runs already would keep its rights.
-            command, env = confined(policy(self.candidate, self._folder, env, self.limits), command)
-        return [*self.before, *command], env
+        if sys.platform != "linux":
+            return command, env
+        self._policy = policy(self.candidate, self._folder, env, self.limits, self.before)
+        self.sealed = CALLS in self._policy.must and not self._policy.watched
+        self.gaps = tuple(_gaps(self._policy))
+        return confined(self._policy, command)
 
     def switch(self, candidate: Candidate, spec: AttentionSpec) -> None:
-        """Another candidate in the same process, which is quicker than a new one."""
+        """Another candidate in the same process, which is quicker than a new one.
+
+        One whose files that process cannot open, or that a model wrote, gets a process of its own.
+        """
         alone = self.candidate.untrusted or candidate.untrusted
         self.candidate, self.spec = candidate, spec
-        if alone:  # such a process opens one candidate's file, and others are not its company
+        if alone or not self._opens(candidate):
             self.start()
         else:
-            self._load(None)
+            self._load()
 
-    def _load(self, judge: int | None) -> None:
-        answer = self._ask(
+    def _opens(self, candidate: Candidate) -> bool:
+        """Whether the process that is there was allowed all that this candidate needs."""
+        if self._policy is None:
+            return True
+        needed = policy(candidate, self._folder, {}, self.limits, self.before).readable
+        return set(needed) <= set(self._policy.readable)
+
+    def _load(self) -> None:
+        self._ask(
             "load",
             self.limits.start_seconds,
             candidate=asdict(self.candidate),
@@ -178,9 +208,7 @@ class Sandbox:
             limits=asdict(self.limits),
             path=[str(Path(p or ".").resolve()) for p in sys.path],
             guard=self.guard,
-            judge=judge,
         )
-        self.sealed |= bool(answer.get("sealed"))
 
     def close(self) -> None:
         """End the process and all that it has started."""
@@ -265,6 +293,8 @@ class Sandbox:
         except subprocess.TimeoutExpired:
             return self._end("tampering", "it closes the judge's own pipe")
         how = f"exit code {code}"
+        if code == -signal.SIGSYS:
+            return self._end("tampering", "it makes system calls of another architecture")
         if code < 0:
             known = -code in [int(number) for number in signal.Signals]
             how = f"signal {-code}" + (f" ({signal.Signals(-code).name})" if known else "")
@@ -440,6 +470,15 @@ def _clear(folder: Path, started: Sequence[subprocess.Popen[bytes]]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     shutil.rmtree(folder, ignore_errors=True)
+    hidden.end()
+
+
+def _gaps(given: Policy) -> Iterator[str]:
+    """What a policy leaves open on this system."""
+    if CALLS not in given.must:
+        yield "this system has no seccomp: its process could reach the judge's"
+    if FILES not in given.must:
+        yield "this system has no Landlock: its code could open every file"
 
 
 def _bytes(

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from flashwright.confine.seal import die_with_parent, seal
+from flashwright.confine.seal import die_with_parent
 from flashwright.sandbox.candidate import Candidate, InWorker, Unable
 from flashwright.sandbox.device import Buffer, Cpu, Cuda, Device
 from flashwright.sandbox.limits import Limits, apply
@@ -64,13 +64,11 @@ class Worker:
         limits: Mapping[str, Any],
         path: list[str],
         guard: int,
-        judge: int | None,
     ) -> dict[str, Any]:
-        """Import the candidate; its own output goes to the log. `judge` is a process to protect."""
+        """Import the candidate; its own output goes to the log."""
         sys.path[:] = list(dict.fromkeys([*sys.path, *path]))
         self.device = Cuda(Limits(**limits), guard) if device == "cuda" else Cpu(guard)
         self.candidate = Candidate(**candidate)
-        sealed = judge is not None and seal(judge)  # the device is there, the candidate is not yet
         if self.candidate.kind == "package":
             from flashwright.build.classes import load
 
@@ -90,7 +88,7 @@ class Worker:
         if not callable(self.function):
             raise TypeError(f"{self.candidate.name} is no function, but {self.function!r:.80}")
         gc.freeze()  # what is there now is not looked through before each call
-        return {"sealed": sealed}
+        return {}
 
     # --- one call -----------------------------------------------------------------------------
 

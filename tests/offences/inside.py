@@ -67,7 +67,7 @@ class Inside(Sandbox):
             if operation == "load":
                 self._started.close()  # a candidate may start processes
                 self._worker = Worker(self._folder)
-                found = self._worker.load(**{**request, "judge": None})  # nothing is sealed off
+                found = self._worker.load(**request)
                 if self.device == "cpu":
                     self._worker.device = Quick(self.guard)
             else:
