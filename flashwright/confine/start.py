@@ -8,6 +8,7 @@ is older than that. (Not between fork and exec of the caller, which may have thr
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -61,6 +62,8 @@ def main() -> None:
     """Give everything up, then become the command."""
     policy, command = Policy(**json.loads(sys.argv[1])), sys.argv[2:]
     die_with_parent()
+    with contextlib.suppress(PermissionError):  # it is the first of its group already
+        os.setsid()
     limit(resource.RLIMIT_CORE, 0)
     limit(resource.RLIMIT_FSIZE, policy.file_bytes)
     if policy.seconds is not None:

@@ -122,8 +122,8 @@ def need_confinement(candidate: Candidate) -> None:
         return
     text = f"{candidate.name} is not run: a model wrote it, and this system has no Landlock"
     hint = (
-        f"its code could open every file of yours. Linux has Landlock since 5.13; {UNCONFINED}=1 "
-        "runs the code nevertheless, best in a container or as a user of its own"
+        "its code could open every file of yours. Linux has Landlock since 5.13; --unconfined, or "
+        f"{UNCONFINED}=1, runs the code nevertheless, best in a container"
     )
     raise Failed(Diagnostic("FW851", text, help=hint))
 

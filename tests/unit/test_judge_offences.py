@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from flashwright.confine import landlock
 from flashwright.judge.expected import Expected
 from flashwright.judge.judge import judge
 from flashwright.judge.verdict import Verdict
@@ -269,10 +270,17 @@ def test_a_file_overwritten_after_the_answer_does_not_pass() -> None:
 
 
 def test_a_candidate_that_rewrites_itself(tmp_path: Path) -> None:
+    """Is refused where the system can do that; where it cannot, the judge sees it."""
     copy = tmp_path / "mine.py"
     shutil.copy(OFFENCES / "meddling.py", copy)
     one = Candidate("python", str(copy), "overwrites_itself")
-    found = judge(one, SPEC, lengths=SHORT, device="cpu")
+    if landlock.available():
+        before = copy.read_bytes()
+        found = judge(one, SPEC, lengths=SHORT, device="cpu")
+        assert names(found) == ("raises",)
+        assert "PermissionError" in told(found)
+        assert copy.read_bytes() == before
+    found = judge(one, SPEC, lengths=SHORT, device="cpu", sandbox=Inside)
     assert "tampering" in names(found)
     assert "mine.py" in told(found)
 
