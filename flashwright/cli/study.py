@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from flashwright.cli.budget import (
     Tokens,
     read_budget,
 )
-from flashwright.cli.command import BAD_INPUT, FINE, find_gpu, guarded
+from flashwright.cli.command import BAD_INPUT, FINE, find_gpu, flag, guarded
 
 if TYPE_CHECKING:
     from flashwright.study.report import Report
@@ -70,6 +71,9 @@ def study(
         Path | None,
         typer.Option(metavar="DIR", help="Only judge and time, on the GPU here, what there is."),
     ] = None,
+    unconfined: Annotated[
+        bool, flag("--unconfined", help="Run its Python also where no Landlock hides your files.")
+    ] = False,
     base_url: BaseUrl = None,
     attempts: Attempts = ATTEMPTS,
     tokens: Tokens = TOKENS,
@@ -81,6 +85,10 @@ def study(
 
     The same command goes on where it was cut off.
     """
+    if unconfined:
+        from flashwright.sandbox.place import UNCONFINED
+
+        os.environ[UNCONFINED] = "1"
     given = {"--model": model, "--gpu": gpu, "--out": out}
     _refuse_both({"--report": report, "--judge": judge, **given})
     if report is not None:
