@@ -143,8 +143,8 @@ def _own(candidate: Candidate) -> Iterator[str]:
 
 
 def _modules(folder: Path) -> Iterator[str]:
-    """A folder of code; only the modules in one that all of somebody's files are in."""
-    if not _home().is_relative_to(folder):
+    """A folder of code; only the modules in one that holds other things as well."""
+    if not _shared(folder):
         yield str(folder)
         return
     yield from map(str, folder.glob("*.py"))
@@ -171,8 +171,14 @@ def _installed() -> Iterator[str]:
     libraries = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     toolkits = [os.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")]
     for path in (Path(p).resolve() for p in (*sys.path, *libraries, *toolkits) if p):
-        if not home.is_relative_to(path) and not here.is_relative_to(path):
+        if not _shared(path) and not here.is_relative_to(path):
             yield str(path)
+
+
+def _shared(folder: Path) -> bool:
+    """Whether all of a user's files are in it, or temporary ones, other candidates' too."""
+    held = (_home(), Path(tempfile.gettempdir()).resolve(), _SHARED_MEMORY)
+    return any(path.is_relative_to(folder) for path in held)
 
 
 def _home() -> Path:

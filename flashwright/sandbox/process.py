@@ -195,6 +195,8 @@ class Sandbox:
         """Whether the process that is there was allowed all that this candidate needs."""
         if self._policy is None:
             return True
+        if candidate.kind == "package":
+            return candidate.where in self._policy.readable
         needed = policy(candidate, self._folder, {}, self.limits, self.before).readable
         return set(needed) <= set(self._policy.readable)
 

@@ -1,4 +1,4 @@
-"""What a model wrote in PyTorch: it has the GPU, its compiler and libraries, and no other file."""
+"""A function in PyTorch: it has the GPU, its compiler and libraries, and no other file."""
 
 from __future__ import annotations
 
@@ -31,26 +31,31 @@ COMPILED = (
 )
 
 
-def candidate(tmp_path: Path, text: str) -> Candidate:
+def candidate(tmp_path: Path, text: str, untrusted: bool) -> Candidate:
     file = tmp_path / "mine" / "attention.py"
     file.parent.mkdir()
     file.write_text(text)
-    return Candidate("python", str(file), "attention", untrusted=True)
+    return Candidate("python", str(file), "attention", untrusted=untrusted)
 
 
+WHOSE = pytest.mark.parametrize("untrusted", [False, True], ids=["user's", "model's"])
+
+
+@WHOSE
 @pytest.mark.parametrize("text", [PLAIN, COMPILED], ids=["plain", "compiled"])
-def test_it_is_judged_right(text: str, tmp_path: Path) -> None:
-    verdict = judge(candidate(tmp_path, text), SPEC, seed=1, libraries=True)
+def test_it_is_judged_right(text: str, untrusted: bool, tmp_path: Path) -> None:
+    verdict = judge(candidate(tmp_path, text, untrusted), SPEC, seed=1, libraries=True)
     assert verdict.ok, [d.message for d in verdict.diagnostics]
     assert verdict.cases
 
 
-def test_it_opens_no_file_of_the_users(tmp_path: Path) -> None:
+@WHOSE
+def test_it_opens_no_file_of_the_users(untrusted: bool, tmp_path: Path) -> None:
     if not landlock.available():
         pytest.skip("this system has no Landlock")
     secret = tmp_path / "secret"
     secret.write_text("hush")
     text = f"open({str(secret)!r}).read()\n{PLAIN}"
-    verdict = judge(candidate(tmp_path, text), SPEC, seed=1, libraries=True)
+    verdict = judge(candidate(tmp_path, text, untrusted), SPEC, seed=1, libraries=True)
     assert not verdict.ok
     assert "Permission denied" in str([d.message for d in verdict.diagnostics])

@@ -492,6 +492,32 @@ def test_who_needs_other_files_gets_another_process(tmp_path: Path, started: lis
             assert len(started) == number
 
 
+def test_kernels_side_by_side_share_a_process(tmp_path: Path) -> None:
+    """What is built together is measured together; other folders are not open to it."""
+    for name in ("a", "b", "private"):
+        (tmp_path / name).mkdir()
+        if name != "private":
+            (tmp_path / name / "launch.json").write_text("{}")
+    one = Candidate.package(tmp_path / "a")
+    readable = place.policy(one, tmp_path / "scratch", {}, SMALL).readable
+    assert {str(tmp_path / "a"), str(tmp_path / "b")} <= set(readable)
+    assert str(tmp_path / "private") not in readable
+
+
+def test_a_folder_of_temporary_files_is_not_opened_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other candidates have their folders there."""
+    monkeypatch.setattr(place.tempfile, "tempdir", str(tmp_path))
+    helper, other = tmp_path / "helper.py", tmp_path / "flashwright-other"
+    helper.touch()
+    other.mkdir()
+    one = written(tmp_path, "")
+    readable = place.policy(one, tmp_path / "scratch", {}, SMALL).readable
+    assert {one.where, str(helper)} <= set(readable)
+    assert not {str(tmp_path), str(other)} & set(readable)
+
+
 def test_it_has_no_terminal_and_its_output_is_kept_apart(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
