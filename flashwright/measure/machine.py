@@ -50,10 +50,10 @@ def environment(peers: Iterable[Peer]) -> dict[str, str]:
 def translator() -> str:
     """A digest of the code that turns TL into CUDA: a version number changes too seldom."""
     here = Path(flashwright.__file__).parent
-    files = [*(here / "lower").glob("*.py"), *(here / "device").rglob("*.cuh")]
+    files = [*(here / "lower").rglob("*.py"), *(here / "device").rglob("*.cuh")]
     whole = hashlib.sha256()
     for path in sorted(files):
-        whole.update(path.name.encode() + path.read_bytes())
+        whole.update(path.relative_to(here).as_posix().encode() + path.read_bytes())
     return whole.hexdigest()[:12]
 
 
