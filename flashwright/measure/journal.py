@@ -6,18 +6,22 @@ could not be written is kept and tried again.
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from flashwright.files import cannot
 from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.measure import seal
 from flashwright.measure.records import RECORD, Record
 
 RECORDS = "records.jsonl"
+MAX_BYTES = 64 << 20
+"""Of a file that is read: a hundred times the paper's grid, which has 288 numbers."""
 
 Put = Callable[[Path, int, bytes], None]
 """Write bytes at a place of a file, for good; OSError where that is not possible."""
@@ -49,6 +53,9 @@ class Journal:
         """Why something is not on disk; empty where everything is."""
         self._size, self._put = size, put
         self._waiting: list[bytes] = []
+        self._last = ""
+        for link in seal.chain(_plain(record) for record in self.records):
+            self._last = link.value
 
     @classmethod
     def begin(cls, folder: Path, put: Put = put) -> tuple[Journal, str]:
@@ -69,10 +76,13 @@ class Journal:
         path = folder / RECORDS
         if not path.exists():
             return cls.begin(folder, put)[0]
-        records, size, last = _read(path)
-        going_on = cls(path, records, size, put)
+        lines, size, last = _read(path)
+        going_on = cls(path, [line.record for line in lines], size, put)
+        if lines:
+            going_on._last = lines[-1].link.value
         if last is not None:
-            going_on.add(last)
+            going_on._last = last.link.value
+            going_on._keep(last.record)  # as it is: to go on with a file vouches for nothing in it
         return going_on
 
     @property
@@ -81,7 +91,11 @@ class Journal:
         return len(self._waiting)
 
     def add(self, record: Record) -> None:
-        """Keep a record, and write it; a disk that does not take it is no end."""
+        """Keep a record with its digest, and write it; a disk that does not take it is no end."""
+        self._last = seal.digest(self._last, _plain(record))
+        self._keep(record.model_copy(update={seal.FIELD: self._last}))
+
+    def _keep(self, record: Record) -> None:
         self.records.append(record)
         self._waiting.append(record.model_dump_json(exclude_defaults=False).encode() + b"\n")
         self.save()
@@ -101,38 +115,90 @@ class Journal:
         return True
 
 
+@dataclass(frozen=True)
+class Line:
+    """One line of a file: its number, what it says, and whether its digest is its own."""
+
+    number: int
+    record: Record
+    link: seal.Link
+
+
 def read(path: Path) -> list[Record]:
     """The records of a file or of a benchmark's folder; half a line at its end is left out.
 
     Failed where a line is no record.
     """
-    records, _, last = _read(path / RECORDS if path.is_dir() else path)
-    return records if last is None else [*records, last]
+    return [line.record for line in read_lines(path)]
 
 
-def _read(path: Path) -> tuple[list[Record], int, Record | None]:
-    """The records of whole lines, how many bytes these are, and a last one without a line's end."""
+def read_lines(path: Path) -> list[Line]:
+    """The same, as lines with their digests."""
+    lines, _, last = _read(path / RECORDS if path.is_dir() else path)
+    return lines if last is None else [*lines, last]
+
+
+def _read(path: Path) -> tuple[list[Line], int, Line | None]:
+    """The whole lines, how many bytes these are, and a last one without a line's end."""
+    data = _bytes(path)
+    *texts, rest = data.split(b"\n")
+    lines: list[Line] = []
+    before = ""
+    for number, text in enumerate(texts, 1):
+        if text.strip():
+            try:
+                lines.append(_line(number, text, before))
+            except (ValueError, RecursionError) as error:
+                raise _bad(path, number, error) from None
+            before = lines[-1].link.value
+    size = len(data) - len(rest)
     try:
-        data = path.read_bytes()
+        return lines, size, _line(len(texts) + 1, rest, before)
+    except (ValueError, RecursionError) as error:
+        if rest.strip() and not _half(error):
+            raise _bad(path, len(texts) + 1, error) from None
+        return lines, size, None
+
+
+def _half(error: Exception) -> bool:
+    """Whether a line is not even JSON, as one that was cut off."""
+    return isinstance(error, ValidationError) and error.errors()[0]["type"] == "json_invalid"
+
+
+def _bytes(path: Path) -> bytes:
+    """What is in a file, if it is not too large; a device may have no end."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise cannot("read", path, error) from None
-    *lines, rest = data.split(b"\n")
-    records: list[Record] = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                records.append(RECORD.validate_json(line))
-            except ValidationError as error:
-                raise _bad(path, number, error) from None
-    size, last = len(data) - len(rest), None
-    with contextlib.suppress(ValidationError):
-        last = RECORD.validate_json(rest)
-    return records, size, last
+    if len(data) > MAX_BYTES:
+        text = f"{path} is too large: a benchmark's file has at most {MAX_BYTES >> 20} MB"
+        raise Failed(Diagnostic("FW001", text))
+    return data
 
 
-def _bad(path: Path, number: int, error: ValidationError) -> Failed:
-    first = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    text = f"{path}, line {number} is no record of a benchmark: {where}: {first['msg']}"
+def _line(number: int, text: bytes, before: str) -> Line:
+    """One line; ValueError (pydantic's is one) or RecursionError where it is no record."""
+    record = RECORD.validate_json(text, strict=True)
+    return Line(number, record, next(seal.chain([json.loads(text)], before)))
+
+
+def _plain(record: Record) -> dict[str, object]:
+    """As its line says it."""
+    found: dict[str, object] = json.loads(record.model_dump_json())
+    return found
+
+
+def _bad(path: Path, number: int, error: Exception) -> Failed:
+    text = f"{path}, line {number} is no record of a benchmark: {_why(error)}"
     hint = "`flashwright bench` writes such files: records.jsonl in the folder it names"
     return Failed(Diagnostic("FW001", text, help=hint))
+
+
+def _why(error: Exception) -> str:
+    """The first field that is wrong, and what is wrong with it."""
+    if not isinstance(error, ValidationError):
+        return str(error)[:200]
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(str(part)[:100] for part in first['loc'])}: {first['msg']}"

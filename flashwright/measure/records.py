@@ -7,27 +7,63 @@
 
 A line is written as soon as it is known and never changed: an interrupted run is a shorter file.
 Where two lines speak of the same thing, the later one counts. Each number is a receipt: with its
-kernel and its run it says all that is needed to measure it again.
+kernel and its run it says all that is needed to measure it again. Each line has a digest of
+itself and of the line before it (seal.py).
 """
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
 
 OURS = "flashwright"
 
 
+def _finite(value: Any) -> Any:
+    """What JSON holds, without NaN and infinity at any depth."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("Input should be a finite number")
+    if isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
+            _finite(one)
+    return value
+
+
+def _verdict(value: dict[str, Any]) -> dict[str, Any]:
+    """What is read of a verdict has to be there in its form: `ok`, and the offences' names."""
+    offences = value.get("offences", [])
+    if not isinstance(value.get("ok", False), bool):
+        raise ValueError("ok should be true or false")
+    if not isinstance(offences, list) or not all(
+        isinstance(one, dict) and isinstance(one.get("name"), str) for one in offences
+    ):
+        raise ValueError("offences should be a list of objects with a name")
+    return value
+
+
+Above = Annotated[float, Field(gt=0)]
+Least = Annotated[float, Field(ge=0)]
+Size = Annotated[int, Field(gt=0, le=2**24)]
+"""Of a length, a batch or a number of calls: more is no problem that is measured."""
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Name = Annotated[str, Field(min_length=1)]
+Facts = Annotated[dict[str, Any], AfterValidator(_finite)]
+
+
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    digest: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
+    """SHA-256 of this line and of the digest before it; empty in files of before there were any."""
 
 
 class RunRecord(_Record):
     """The machine, the settings and the ceilings of a run."""
 
     record: Literal["run"] = "run"
-    schema_version: int = 1
+    schema_version: Literal[1] = 1
     id: str
     """Digest of the settings and the machine."""
     started: str
@@ -36,48 +72,48 @@ class RunRecord(_Record):
     """Such as `table 1`."""
     table: int | None = None
     """The paper's table, where it is one."""
-    card: str
+    card: Name
     arch: str
     translated_for: str
-    layout: str
+    layout: Annotated[str, Field(pattern="^(bshd|bhsd)$")]
     contestants: tuple[str, ...]
     """Ours first, then the peers."""
     cells: tuple[str, ...]
     """The names of all cells that are to be measured."""
     environment: dict[str, str]
     """Versions: flashwright, python, torch, CUDA, cuDNN, driver, and of each peer."""
-    clocks: dict[str, float] = {}
+    clocks: dict[str, Least] = {}
     """MHz, watts and degrees before the run, as far as the driver tells."""
-    matmul: dict[str, float] = {}
+    matmul: dict[str, Above] = {}
     """Measured rate of a large matrix product, TFLOPS by dtype."""
-    copy_gbs: float | None = None
+    copy_gbs: Above | None = None
     """Measured rate of a copy in device memory, bytes read and written, GB/s."""
     settings: dict[str, str] = {}
     """What else was asked for, such as `l2`: a run that goes on has to have the same."""
-    seed: int
+    seed: Count
 
 
 class KernelRecord(_Record):
     """One of our kernels, or why there is none (then `why` is not empty)."""
 
     record: Literal["kernel"] = "kernel"
-    name: str
+    name: Name
     """Such as `mha d64 causal`."""
-    spec: dict[str, Any]
+    spec: Facts
     gpu: str
     """The GPU it was translated for."""
     tl: str = ""
     source: str = ""
-    map: dict[str, Any] = {}
+    map: Facts = {}
     """kernel.map.json: which lines of the source came from which of the TL."""
     reasoning: str = ""
     hashes: dict[str, str] = {}
     """SHA-256 of tl, source and cubin."""
-    ptxas: dict[str, int] = {}
+    ptxas: dict[str, Count] = {}
     """registers, spills, stack, shared memory and threads of a block."""
-    seconds: dict[str, float] = {}
+    seconds: dict[str, Least] = {}
     """How long the author, the translation and the compiler took."""
-    verdict: dict[str, Any] = {}
+    verdict: Annotated[Facts, AfterValidator(_verdict)] = {}
     """The judge's record (judge/verdict.py), without the spec, which stands above."""
     why: str = ""
     others: dict[str, str] = {}
@@ -95,29 +131,29 @@ class NumberRecord(_Record):
     """Such as `mha d64 causal 4096`."""
     kernel: str
     """The kernel's name: the cell without its length."""
-    length: int
-    batch: int
-    who: str
-    seconds: float
+    length: Size
+    batch: Size
+    who: Name
+    seconds: Above
     """The median, with a cold L2."""
-    spread: float
+    spread: Least
     """Half the distance of the quartiles, relative to the median."""
-    samples: int
-    warm_seconds: float | None = None
+    samples: Size
+    warm_seconds: Above | None = None
     """The median with a warm L2, where that was asked for."""
-    tflops: float
+    tflops: Above
     """By the paper's formula."""
-    share: float | None = None
+    share: Above | None = None
     """Of the measured matrix product."""
-    gbs: float | None = None
+    gbs: Above | None = None
     """Bytes that must be moved over the time, where the problem is bound by memory."""
-    checked: int = 0
+    checked: Count = 0
     """Outputs of timed calls that were compared with fp64."""
-    relative_rms: float | None = None
+    relative_rms: Least | None = None
     """The greatest error among them."""
-    seed: int
+    seed: Count
     """From which the inputs of every timed call were drawn."""
-    clock_mhz: float | None = None
+    clock_mhz: Least | None = None
 
 
 class AbsentRecord(_Record):
