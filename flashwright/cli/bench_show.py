@@ -54,6 +54,8 @@ class Screen:
     def progress(self, done: int, total: int, text: str) -> None:
         """It is this far."""
         self._step(done, total, text)
+        if not sys.stderr.isatty():
+            print(f"[{done}/{total}] {text}".rstrip(), file=sys.stderr, flush=True)
 
     def cell(self, step: Step) -> None:
         """A cell begins, or is done."""
@@ -66,7 +68,8 @@ class Screen:
                 else f"{line.who} -"
                 for line in step.lines
             )
-            line = f"[{step.done}/{step.total}] {step.cell}: {told}{left}"
+            took = "" if step.took is None else f" in {step.took:.1f} s"
+            line = f"[{step.done}/{step.total}] {step.cell}: {told}{took}{left}"
             print(line, file=sys.stderr, flush=True)
 
     def trouble(self, text: str) -> None:

@@ -18,7 +18,7 @@ from flashwright.measure.journal import Journal
 from flashwright.measure.records import AbsentRecord, NumberRecord, RunRecord
 from flashwright.measure.results import Results
 from flashwright.measure.timing import Played, Rules, Timing, play
-from flashwright.measure.work import Work
+from flashwright.measure.work import Work, bound_by_memory
 from flashwright.sandbox.candidate import Unable
 from flashwright.sandbox.problem import TimedProblem
 from flashwright.sandbox.process import Ended, Sandbox
@@ -56,6 +56,8 @@ class Step:
     """What was just found; none at the beginning."""
     left: float | None = None
     """Seconds, by what the cells so far have taken."""
+    took: float | None = None
+    """Seconds of the cell that was just done."""
 
 
 def bench(
@@ -80,11 +82,13 @@ def bench(
         for number, cell in enumerate(wanted):
             left = (clock() - start) / number * (len(wanted) - number) if number else None
             step(Step(done + number, len(cells), cell.name, left=left))
+            begun = clock()
             lines = tuple(contest.measure(cell))
             for line in lines:
                 journal.add(line)
             left = (clock() - start) / (number + 1) * (len(wanted) - number - 1)
-            step(Step(done + number + 1, len(cells), cell.name, lines, left))
+            took = clock() - begun
+            step(Step(done + number + 1, len(cells), cell.name, lines, left, took))
     finally:
         contest.close()
 
@@ -192,10 +196,9 @@ class Contest:
 
     def _gbs(self, spec: AttentionSpec, work: Work, seconds: float) -> float | None:
         """Bytes a second, where memory is the narrower of the two measured ceilings."""
-        rate, copy = self.measured.matmul.get(spec.dtype), self.measured.copy_gbs
-        if rate is None or copy is None or work.intensity >= rate * 1e3 / copy:
-            return None
-        return work.bytes / seconds / 1e9
+        rate = self.measured.matmul.get(spec.dtype)
+        bound = bound_by_memory(work, rate, self.measured.copy_gbs)
+        return work.bytes / seconds / 1e9 if bound else None
 
     def _refuse_speed(self, cell: Cell, work: Work, seconds: float) -> None:
         """Ended where a time is below the roofline."""

@@ -82,7 +82,7 @@ class Made:
             gpu=self.gpu,
             tl=text.get(CODE, ""),
             source=text.get("kernel.cu", ""),
-            map=_map(text.get("kernel.map.json", "")),
+            map=read_map(text.get("kernel.map.json", "")),
             reasoning=self.reasoning,
             hashes=self.hashes,
             ptxas=dict(self.ptxas),
@@ -98,7 +98,8 @@ def _of_others(name: str, *files: str) -> bool:
     return name == package.CLASSES or name.partition("/")[2] in files
 
 
-def _map(text: str) -> dict[str, Any]:
+def read_map(text: str) -> dict[str, Any]:
+    """kernel.map.json as data; empty where there is none."""
     found: dict[str, Any] = json.loads(text) if text else {}
     return found
 
@@ -231,8 +232,12 @@ def save(made: Made, folder: Path) -> Made:
     """Write a kernel as a package, in a folder of its name; the record of its files comes last."""
     if made.why:
         return made
-    place = folder / made.name.replace(" ", "-").replace("/", "_")
-    return put(made, place)
+    return put(made, place_of(folder, made.name))
+
+
+def place_of(folder: Path, name: str) -> Path:
+    """Where `save` puts the package of a kernel."""
+    return folder / name.replace(" ", "-").replace("/", "_")
 
 
 def put(made: Made, place: Path) -> Made:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -64,14 +64,19 @@ class Plan:
     @property
     def settings(self) -> dict[str, str]:
         """What is asked for beside what a run's record names itself."""
-        text = "".join(specs.dump(spec) for spec in self.specs)
-        sizes = " ".join(f"{cell.batch}x{cell.length}" for cell in self.cells)
-        return {
-            "l2": "both" if self.rules.warm else "cold",
-            "dtype": " ".join(dict.fromkeys(spec.dtype for spec in self.specs)),
-            "specs": sha256(text)[:16],
-            "sizes": sha256(sizes)[:16],
-        }
+        return settings_of(self.cells, self.rules.warm)
+
+
+def settings_of(cells: Sequence[Cell], warm: bool) -> dict[str, str]:
+    """The settings of a run's record that follow from its cells."""
+    every = dict.fromkeys(cell.spec for cell in cells)
+    sizes = " ".join(f"{cell.batch}x{cell.length}" for cell in cells)
+    return {
+        "l2": "both" if warm else "cold",
+        "dtype": " ".join(dict.fromkeys(spec.dtype for spec in every)),
+        "specs": sha256("".join(specs.dump(spec) for spec in every))[:16],
+        "sizes": sha256(sizes)[:16],
+    }
 
 
 class Watcher(Protocol):
@@ -188,8 +193,12 @@ def _record(plan: Plan, card: Card, parts: Parts, seed: int) -> RunRecord:
         settings=plan.settings,
         seed=seed,
     )
-    told = json.dumps(_what_matters(run), sort_keys=True)
-    return run.model_copy(update={"id": sha256(told)[:16]})
+    return run.model_copy(update={"id": run_id(run)})
+
+
+def run_id(run: RunRecord) -> str:
+    """The digest of all that has to be the same for numbers to belong together."""
+    return sha256(json.dumps(_what_matters(run), sort_keys=True))[:16]
 
 
 def _what_matters(run: RunRecord) -> dict[str, object]:

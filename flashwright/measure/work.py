@@ -54,6 +54,11 @@ class Ceiling:
         return max(work.flops / self.flops, moved / self.bandwidth)
 
 
+def bound_by_memory(work: Work, tflops: float | None, gbs: float | None) -> bool:
+    """Whether memory is the narrower of two measured rates; no where one is not known."""
+    return tflops is not None and gbs is not None and work.intensity < tflops * 1e3 / gbs
+
+
 def work_of(
     spec: AttentionSpec, batch: int, q_len: int, kv_len: int, idx: NDArray[Any] | None = None
 ) -> Work:
