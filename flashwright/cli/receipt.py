@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,9 +18,18 @@ from flashwright.lang.diagnostic import Failed
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from flashwright.measure.fields import Field
     from flashwright.measure.receipt import Finding, Parts
 
-WORDS = {"holds": "holds", "differs": "differs", "unchecked": "cannot be checked here"}
+WORDS = {
+    "holds": ("holds", "hold"),
+    "part": ("holds in part", "hold in part"),
+    "differs": ("does not hold", "do not hold"),
+    "unchecked": ("cannot be checked here", "cannot be checked here"),
+}
+"""Of one number, and of more."""
+FIELDS = 4
+"""Differing fields of a number in the table; JSON has all."""
 
 
 def register(app: typer.Typer) -> None:
@@ -39,35 +50,82 @@ def check(
         typer.Option(metavar="NAME", help="Only this one, such as 'mha d64 causal 512'."),
     ] = None,
     within: Annotated[
-        float, typer.Option(metavar="X", min=0, help="By how much a time may differ.")
+        float, typer.Option(metavar="X", min=0, help="By how much a time or ratio may differ.")
     ] = 0.05,
+    other_versions: Annotated[
+        bool,
+        typer.Option(
+            "--other-versions",
+            metavar=" ",
+            help="Measure with other versions of torch, nvcc or a peer: they are named, not held.",
+        ),
+    ] = False,
     sample: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Only so many, drawn by lot.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", metavar=" ", help="Print JSON.")] = False,
 ) -> int:
-    """Build, judge and measure again what a file says of our kernels.
+    """Hold a file against itself, build, judge and measure again what it says of our kernels.
 
-    Exit code 0: all holds; 1: something differs; 2: something cannot be checked here.
+    Exit code 0: all holds; 1: something does not; 2: something cannot be checked here.
     """
-    from flashwright.cli import show
     from flashwright.measure import receipt
 
     cells = receipt.numbers(file, cell or [], sample)
     parts = _parts()
-    with (
-        tempfile.TemporaryDirectory(prefix="flashwright-") as folder,
-        show.progress("checking") as step,
-    ):
-        found = list(receipt.check(file, cells, Path(folder), parts, within, step))
+    allowed = receipt.Allowed(within, other_versions)
+    with tempfile.TemporaryDirectory(prefix="flashwright-") as folder, _progress() as told:
+        checked = receipt.check(file, cells, Path(folder), parts, allowed, told.step)
+        found = [told.done(one, len(cells)) for one in checked]
     if as_json:
         print(json.dumps({"file": str(file), "numbers": [f.record() for f in found]}, indent=2))
     else:
-        show.console().print(table(found))
+        show_findings(found)
         print(f"{file}: {in_words(found)}")
         if parts.card is None:
             print(f"No time was measured: {parts.missing}")
     return exit_code(found)
+
+
+# --- progress ---------------------------------------------------------------------------------
+
+
+class Told:
+    """Tells how far a check is: a bar in a terminal, else a line for each thing and number."""
+
+    def __init__(self, bar: Callable[[int, int, str], None] | None) -> None:
+        self._bar, self._count = bar, 0
+
+    def step(self, done: int, total: int, text: str) -> None:
+        """Something else is done now."""
+        if self._bar is not None:
+            self._bar(done, total, text)
+        else:
+            _say(f"[{done}/{total}] {text}")
+
+    def done(self, one: Finding, total: int) -> Finding:
+        """A number is done."""
+        self._count += 1
+        if self._bar is not None:
+            self._bar(self._count, total, one.cell)
+        else:
+            _say(f"[{self._count}/{total}] {one.cell}: {WORDS[one.status][0]} ({one.took:.1f} s)")
+        return one
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Told]:
+    from flashwright.cli import show
+
+    if not sys.stderr.isatty():
+        yield Told(None)
+        return
+    with show.progress("checking") as bar:
+        yield Told(bar)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _parts() -> Parts:
@@ -89,18 +147,70 @@ def exit_code(found: Sequence[Finding]) -> int:
     states = {finding.status for finding in found}
     if "differs" in states:
         return WRONG
-    return BAD_INPUT if "unchecked" in states else FINE
+    return BAD_INPUT if states - {"holds"} else FINE
 
 
 def in_words(found: Sequence[Finding]) -> str:
     """How many of each."""
-    words = {"holds": ("holds", "hold"), "differs": ("differs", "differ")}
     told = []
-    for status in WORDS:
+    for status, (one, more) in WORDS.items():
         count = sum(finding.status == status for finding in found)
-        one, more = words.get(status, (WORDS[status], WORDS[status]))
         told += [f"{count} {one if count == 1 else more}"] if count else []
     return ", ".join(told)
+
+
+# --- what was found ---------------------------------------------------------------------------
+
+
+def show_findings(found: Sequence[Finding]) -> None:
+    """The table; then the fields that do not hold and those that were not checked, each once."""
+    from flashwright.cli import show
+
+    out = show.console()
+    out.print(table(found))
+    differing = field_lines(found, "differs", lambda field: (field.in_words, ""))
+    missing = field_lines(found, "unchecked", lambda field: (field.why, field.name))
+    for title, lines in (("Does not hold:", differing), ("Not checked:", missing)):
+        if lines:
+            out.print(title)
+        for line in lines:
+            out.print(f"  {line}", markup=False, soft_wrap=True)
+    told = sorted({field.name.partition(" (")[0] for field in _fields(found, "told")})
+    if told:
+        text = "Seen once, so that only the digests vouch for it:"
+        out.print(f"{text} {', '.join(told)}", markup=False, soft_wrap=True)
+
+
+def field_lines(
+    found: Sequence[Finding], status: str, words: Callable[[Field], tuple[str, str]]
+) -> list[str]:
+    """The fields of that status, each once, with the numbers that they are about.
+
+    `words` gives what is said of a field, and the name under which others join it in one line.
+    """
+    lines: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+    for finding in found:
+        for field in finding.fields:
+            if field.status == status:
+                text, name = words(field)
+                names, cells = lines.setdefault(text, ({}, {}))
+                names[name], cells[finding.cell] = None, None
+    return [
+        ": ".join(filter(None, (text, ", ".join(filter(None, names)))))
+        + f" [{_which(list(cells), len(found))}]"
+        for text, (names, cells) in lines.items()
+    ]
+
+
+def _which(cells: Sequence[str], every: int) -> str:
+    """Some numbers, in a few words."""
+    if len(cells) == every and every > 1:
+        return f"all {every} numbers"
+    return f"{cells[0]} and {len(cells) - 1} more" if len(cells) > 1 else cells[0]
+
+
+def _fields(found: Sequence[Finding], status: str) -> Iterator[Field]:
+    return (field for one in found for field in one.fields if field.status == status)
 
 
 def table(found: Sequence[Finding]) -> Table:
@@ -110,18 +220,25 @@ def table(found: Sequence[Finding]) -> Table:
     from flashwright.cli import show
 
     numbers = ("then", "now", "ratio then", "ratio now")
-    shown = show.table("number", *numbers, "beside", "verdict", "why", right=numbers)
-    colors = {"holds": "green", "differs": "bold red", "unchecked": "yellow"}
+    shown = show.table("number", *numbers, "beside", "verdict", "fields", right=numbers)
+    colors = {"holds": "green", "part": "cyan", "differs": "bold red", "unchecked": "yellow"}
     for one in found:
         shown.add_row(
             one.cell,
             *(_time(s) for s in (one.then, one.now)),
             *("-" if r is None else f"{r:.3f}" for r in (one.ratio_then, one.ratio_now)),
             one.peer or "-",
-            Text(WORDS[one.status].partition(" ")[0], colors[one.status]),
-            "; ".join(one.why),
+            Text(WORDS[one.status][0], colors[one.status]),
+            Text(_named(one)),
         )
     return shown
+
+
+def _named(one: Finding) -> str:
+    """The fields that differ, by name."""
+    names = list(dict.fromkeys(field.name for field in one.differing))
+    more = f" and {len(names) - FIELDS} more" if len(names) > FIELDS else ""
+    return ", ".join(names[:FIELDS]) + more
 
 
 def _time(seconds: float | None) -> str:

@@ -1,51 +1,65 @@
 """Receipts: is a number in a benchmark's file still so?
 
-Each number of ours is followed back: the TL in its record is translated and compiled again,
-judged, and measured beside the fastest peer that is there now as it was then. Where there is no
-GPU, what is left is the form of the file and the digests, and that is said.
+A receipt is compared field by field (fields.py has the rule of each). First the file is held
+against itself and the files beside it (consistent.py). Then the TL is translated and compiled
+again, the kernel is judged, and it is measured beside those peers of the record that are here.
+What cannot be done on this machine is named as not checked.
 """
 
 from __future__ import annotations
 
+import functools
+import platform
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import flashwright
 from flashwright import gpu as gpus
+from flashwright.build import package
 from flashwright.build.driver import Card
 from flashwright.build.package import CLASSES
-from flashwright.files import sha256
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.measure import journal, kernels, machine
-from flashwright.measure.bench import Tools, bench
+from flashwright.measure import ceilings, journal, kernels, machine
+from flashwright.measure.bench import Contest, Tools
+from flashwright.measure.ceilings import Ceilings
+from flashwright.measure.consistent import Record
 from flashwright.measure.contest import Contestant
-from flashwright.measure.grid import Cell, kernel_name
-from flashwright.measure.journal import Journal
+from flashwright.measure.fields import Field, exact, near, unchecked
+from flashwright.measure.grid import Cell
 from flashwright.measure.kernels import Judge, Made
 from flashwright.measure.peers import registry
 from flashwright.measure.peers.registry import Peer
-from flashwright.measure.records import OURS, KernelRecord, RunRecord
+from flashwright.measure.records import OURS, AbsentRecord, KernelRecord, NumberRecord
 from flashwright.measure.results import Results
+from flashwright.measure.timing import Rules
 from flashwright.sandbox.candidate import Candidate
-from flashwright.spec import AttentionSpec, BadSpec
+from flashwright.spec import AttentionSpec
 
 WITHIN = 0.05
 """A kernel's time moves by a few percent from run to run; its ratio to a peer by less."""
+CEILINGS_WITHIN = 0.1
+"""The matrix product and the copy: they depend on clocks and on what else the GPU does."""
+ERROR_WITHIN = 1.0
+"""The error of a few heads: up to twice of what it was, or none. Which heads are looked at is
+drawn by lot; over all cells of a kernel their errors differ by a fifth."""
+DTYPES = ("fp16", "bf16", "fp8")
+OWN_VERSIONS = ("flashwright", "translator")
+"""Ours change from day to day. Where they have, the source and the cubin are not compared."""
 
-Status = Literal["holds", "differs", "unchecked"]
+Status = Literal["holds", "part", "differs", "unchecked"]
+"""part: ours was measured again and holds, but something else could not be checked here."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one number."""
+    """What became of one number of ours, and of all that stands behind it and beside it."""
 
     cell: str
-    status: Status
-    why: tuple[str, ...] = ()
-    """What differs, or why it cannot be checked; then what else a reader should know."""
+    fields: tuple[Field, ...] = ()
     then: float | None = None
     """Seconds."""
     now: float | None = None
@@ -54,10 +68,52 @@ class Finding:
     ratio_then: float | None = None
     """How many times as fast as that peer ours was."""
     ratio_now: float | None = None
+    took: float = 0.0
+    """Seconds that this check took."""
+
+    @property
+    def status(self) -> Status:
+        """It holds where all that can be seen again was seen, and was as recorded."""
+        found = {one.status for one in self.fields}
+        if "differs" in found:
+            return "differs"
+        if self.now is None or any(one.name == "number.seconds" for one in self.unchecked):
+            return "unchecked"
+        return "part" if "unchecked" in found else "holds"
+
+    @property
+    def differing(self) -> tuple[Field, ...]:
+        """The fields that are not as recorded."""
+        return tuple(one for one in self.fields if one.status == "differs")
+
+    @property
+    def unchecked(self) -> tuple[Field, ...]:
+        """The fields that could not be checked here."""
+        return tuple(one for one in self.fields if one.status == "unchecked")
+
+    @property
+    def why(self) -> tuple[str, ...]:
+        """What differs, in words."""
+        return tuple(one.in_words for one in self.differing)
 
     def record(self) -> dict[str, object]:
         """As plain data."""
-        return {**vars(self), "why": list(self.why)}
+        told = {**vars(self), "status": self.status, "why": list(self.why)}
+        return {**told, "fields": [one.record() for one in self.fields]}
+
+
+def versions(peers: Iterable[Peer]) -> Mapping[str, str]:
+    """The versions here; without torch those that can be told."""
+    try:
+        return machine.environment(peers)
+    except ImportError:
+        told = {
+            "flashwright": flashwright.__version__,
+            "python": platform.python_version(),
+            "nvcc": machine.nvcc_version(),
+            "translator": machine.translator(),
+        }
+        return {name: version for name, version in told.items() if version}
 
 
 @dataclass(frozen=True)
@@ -71,20 +127,18 @@ class Parts:
     build: Callable[[str, AttentionSpec, str, Card], Made] = kernels.from_tl
     judge: Judge = kernels.judged
     peers: Callable[[], Mapping[str, Peer]] = registry.known
-    environment: Callable[[], Mapping[str, str]] = lambda: {
-        "flashwright": flashwright.__version__,
-        "translator": machine.translator(),
-        "nvcc": machine.nvcc_version(),
-    }
+    environment: Callable[[Iterable[Peer]], Mapping[str, str]] = versions
+    ceilings: Callable[[Iterable[str]], Ceilings] = ceilings.measure
 
 
 @dataclass(frozen=True)
-class _Digests:
-    """What the digests of a kernel say: what is wrong, what is merely another version."""
+class Allowed:
+    """What may differ."""
 
-    wrong: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    unchecked: str = ""
+    within: float = WITHIN
+    """Of a time or a ratio, relative to it."""
+    versions: bool = False
+    """Whether other versions are named as not checked, instead of as differing."""
 
 
 def numbers(path: Path, cells: Collection[str] = (), sample: int | None = None) -> list[str]:
@@ -109,95 +163,329 @@ def check(
     cells: Sequence[str],
     folder: Path,
     parts: Parts,
-    within: float = WITHIN,
+    allowed: Allowed | None = None,
     step: Callable[[int, int, str], None] = lambda done, total, text: None,
 ) -> Iterator[Finding]:
-    """Each number again; `folder` is for the kernels that are built on the way."""
-    results = Results.of(journal.read(path))
-    names = dict.fromkeys(cell.rpartition(" ")[0] for cell in cells)
-    done = 0
-    for name in names:
+    """Each number again; `folder` is for the kernels that are built on the way.
+
+    `step` is told how far it is, and what is done now.
+    """
+    lines = journal.read_lines(path)
+    record = Record(lines, path if path.is_dir() else path.parent)
+    run = _Run(record, parts, allowed or Allowed())
+    clock, progress = parts.tools.clock, _Progress(step, len(cells))
+    before = clock()
+    for name in dict.fromkeys(cell.rpartition(" ")[0] for cell in cells):
         mine = [cell for cell in cells if cell.rpartition(" ")[0] == name]
-        step(done, len(cells), name)
-        checked = _Kernel(results, name, folder, parts, within)
-        for finding in checked.findings(mine):
-            done += 1
-            step(done, len(cells), finding.cell)
-            yield finding
+        say = functools.partial(progress.say, name)
+        for finding in _Kernel(run, name, folder, say).findings(mine):
+            yield replace(finding, took=clock() - before)
+            progress.done += 1
+            before = clock()
+
+
+@dataclass
+class _Progress:
+    """How many numbers are done, for whoever is told what is done now."""
+
+    step: Callable[[int, int, str], None]
+    total: int
+    done: int = 0
+
+    def say(self, name: str, text: str) -> None:
+        """Something else begins, for the kernel of that name."""
+        self.step(self.done, self.total, f"{name}: {text}")
+
+
+# --- the run ----------------------------------------------------------------------------------
+
+
+class _Run:
+    """The run of a file, and what of it is found again on this machine."""
+
+    def __init__(self, record: Record, parts: Parts, allowed: Allowed) -> None:
+        self.record, self.parts, self.allowed = record, parts, allowed
+        self.run, self.results = record.run, record.results
+        known = {peer.name: peer for peer in parts.peers().values()}
+        named = [who for who in self.run.contestants if who != OURS]
+        self.here = {n: known[n] for n in named if n in known and known[n].installed}
+        self.gone = {
+            name: "it is not installed here" if name in known else "no such peer is known here"
+            for name in named
+            if name not in self.here
+        }
+        self.now = dict(parts.environment(self.here.values()))
+
+    @property
+    def same_card(self) -> bool:
+        """Whether times can be compared."""
+        return self.parts.card is not None and self.parts.card.name == self.run.card
+
+    def same(self, *names: str) -> bool:
+        """Whether these versions are here as they were then."""
+        then = self.run.environment
+        return all(then.get(name) and then.get(name) == self.now.get(name) for name in names)
+
+    @property
+    def other_toolchain(self) -> str:
+        """Which of translator and compiler is another one; empty where both are the same."""
+        then, now = self.run.environment, self.now
+        told = [
+            f"{name} {then.get(name, '?')} then, {now.get(name, 'none')} now"
+            for name in ("translator", "nvcc")
+            if not self.same(name)
+        ]
+        return "; ".join(told)
+
+    @functools.cached_property
+    def fields(self) -> tuple[Field, ...]:
+        """Of the run's own line; found once for all cells."""
+        return (*self.record.of_run(), *self._card(), *self._versions(), *self._ceilings())
+
+    def _card(self) -> Iterator[Field]:
+        card = self.parts.card
+        if card is None:
+            yield unchecked("run.card", self.run.card, self.parts.missing)
+        elif not self.same_card:
+            yield unchecked("run.card", self.run.card, "another card is here", card.name)
+        else:
+            yield exact("run.card", self.run.card, card.name)
+            yield exact("run.arch", self.run.arch, card.arch, "that of the card here")
+
+    def _versions(self) -> Iterator[Field]:
+        """Exact where the GPU is the same; elsewhere this is another machine, and that is said."""
+        then, now = self.run.environment, self.now
+        if not then:
+            yield unchecked("run.environment", None, "the record has no versions")
+        for name in dict.fromkeys((*then, *now)):
+            label, recorded, found = f"run.environment.{name}", then.get(name), now.get(name)
+            if recorded == found:
+                yield exact(label, recorded, found)
+            elif name in then and name not in now:
+                why = self.gone.get(name, "it is not here, or does not tell its version")
+                yield unchecked(label, recorded, why)
+            elif name in OWN_VERSIONS or self.allowed.versions or not self.same_card:
+                yield unchecked(label, recorded, f"another version is here: {found}", found)
+            else:
+                yield exact(label, recorded, found, "another version")
+
+    def _ceilings(self) -> Iterator[Field]:
+        """The matrix product and the copy, measured again."""
+        run = self.run
+        told = _rates(Ceilings(run.matmul, run.copy_gbs))
+        if not told:
+            yield unchecked("run.matmul", None, "the record has none")
+        if not self.same_card:
+            yield from (unchecked(name, rate, self.not_measured) for name, rate in told.items())
+            return
+        known = [dtype for dtype in run.matmul if dtype in DTYPES]
+        found = _rates(self.parts.ceilings(known)) if told else {}
+        within = max(self.allowed.within, CEILINGS_WITHIN)
+        for name, rate in told.items():
+            if name in found:
+                yield near(name, rate, found[name], within)
+            else:
+                yield unchecked(name, rate, "it could not be measured here")
+
+    @property
+    def not_measured(self) -> str:
+        """Why no time can be compared here."""
+        card = self.parts.card
+        return self.parts.missing if card is None else f"another card is here: {card.name}"
+
+    def unmeasured(self, cell: str, why: str) -> Iterator[Field]:
+        """The fields of a cell that only measuring would check."""
+        for who in self.run.contestants:
+            number, end = self.results.numbers.get((cell, who)), _end(who)
+            if number is not None:
+                yield unchecked(f"number.seconds{end}", number.seconds, why)
+                yield unchecked(f"number.relative_rms{end}", number.relative_rms, why)
+            elif (absent := self.results.absent.get((cell, who))) is not None:
+                yield unchecked(f"absent.offence{end}", absent.offence, why)
+            else:
+                yield unchecked(f"number.who{end}", None, f"the record has no line of it; {why}")
+
+    def static(self, cell: str) -> Iterator[Field]:
+        """What the lines of a cell say of each other."""
+        for who in self.run.contestants:
+            number = self.results.numbers.get((cell, who))
+            absent = self.results.absent.get((cell, who))
+            if number is not None:
+                yield from self.record.of_number(number, cell)
+            elif absent is not None:
+                yield from self.record.of_absent(absent)
+
+
+def _rates(found: Ceilings) -> dict[str, float]:
+    """Ceilings by the names of their fields."""
+    rates = {f"run.matmul.{dtype}": rate for dtype, rate in found.matmul.items()}
+    return rates | ({} if found.copy_gbs is None else {"run.copy_gbs": found.copy_gbs})
+
+
+def _end(who: str) -> str:
+    return "" if who == OURS else f" ({who})"
+
+
+# --- a kernel ---------------------------------------------------------------------------------
 
 
 class _Kernel:
     """One kernel of a file, and all that is found about its numbers."""
 
-    def __init__(
-        self, results: Results, name: str, folder: Path, parts: Parts, within: float
-    ) -> None:
-        assert results.run is not None  # `numbers` has seen to it
-        self.results, self.run, self.name = results, results.run, name
-        self.folder, self.parts, self.within = folder, parts, within
+    def __init__(self, run: _Run, name: str, folder: Path, say: Callable[[str], None]) -> None:
+        self.run, self.name, self.folder, self.say = run, name, folder, say
+        self.parts, self.results = run.parts, run.results
+        self.record = run.results.kernels.get(name)
 
     def findings(self, cells: Sequence[str]) -> Iterator[Finding]:
         """One for each of its numbers."""
-        record = self.results.kernels.get(self.name)
-        if record is None:
-            yield from self._all(cells, "unchecked", "the file has no record of its kernel")
+        if self.record is None:
+            why = "the file has no record of its kernel, which comes before its numbers"
+            none = Field("kernel.name", "differs", None, self.name, why)
+            yield from self._unmeasured(cells, (none,), why)
+            return
+        own = (*self.run.record.of_kernel(self.record), *self._translated(self.record))
+        spec = self.run.record.specs[self.name]
+        if isinstance(spec, str) or any(one.status == "differs" for one in own):
+            own += tuple(_not_built(self.record, "what it is made of does not hold"))
+            yield from self._unmeasured(cells, own, "its kernel does not hold")
+        elif why := self._not_makeable(self.record, spec):
+            own += (*_not_built(self.record, why),)
+            yield from self._unmeasured(cells, own, why)
+        else:
+            yield from self._again(cells, self.record, spec, own)
+
+    def _not_makeable(self, record: KernelRecord, spec: AttentionSpec) -> str:
+        """Why a kernel is not made again; empty where it can be tried."""
+        if spec.reference:
+            return "the reference that its spec names is not in the file"
+        if any(f.status == "differs" and f.name == "run.settings.specs" for f in self.run.fields):
+            return "the specs of the file are not those of its run"
+        if not record.tl:
+            return "its TL is not in the file"
+        try:
+            gpus.find(record.gpu)
+        except gpus.UnknownGpu as error:
+            return f"it cannot be translated here: {error}"
+        return ""
+
+    def _unmeasured(
+        self, cells: Sequence[str], own: tuple[Field, ...], why: str
+    ) -> Iterator[Finding]:
+        for cell in cells:
+            more = (*self.run.static(cell), *self.run.unmeasured(cell, why))
+            yield self._finding(cell, (*own, *more))
+
+    def _finding(self, cell: str, own: tuple[Field, ...], found: Results | None = None) -> Finding:
+        then, now = self.results, found or Results()
+        peer = then.fastest_peer(cell, [who for c, who in now.numbers if c == cell])
+        return Finding(
+            cell,
+            (*self.run.fields, *own),
+            then.seconds(cell, OURS),
+            now.seconds(cell, OURS),
+            peer,
+            then.ratio(cell, peer) if peer else None,
+            now.ratio(cell, peer) if peer else None,
+        )
+
+    # --- made again ---------------------------------------------------------------------------
+
+    def _translated(self, record: KernelRecord) -> Iterator[Field]:
+        """Hold the source, and where its lines came from, against what its TL becomes."""
+        told = {"kernel.source": record.source, "kernel.map": record.map, "kernel.gpu": record.gpu}
+        if not record.tl:
+            for name, value in told.items():
+                yield unchecked(name, value, "its TL is not in the file")
             return
         try:
-            spec = AttentionSpec.make(**record.spec)
-        except BadSpec as error:
-            yield from self._all(cells, "unchecked", f"its spec: {error.lines[0]}")
+            made = _translations(record.tl, record.gpu)
+            others = {
+                f"{name}/kernel.cu": _translations(tl, record.gpu)
+                for name, tl in _further(record).items()
+            }
+        except (Failed, gpus.UnknownGpu) as error:
+            for name, value in told.items():
+                yield unchecked(name, value, f"it cannot be translated here: {error}")
             return
-        if kernel_name(spec) != self.name:
-            yield from self._all(cells, "differs", "its spec is not what its name says")
+        if not self.run.same("translator") and record.source not in made:
+            for name, value in told.items():
+                yield unchecked(name, value, f"another translator: {self._translators}")
             return
-        digests = _digests(record, self.run, self.parts)
-        notes = digests.notes
-        if digests.wrong:
-            yield from self._all(cells, "differs", *digests.wrong, *notes)
-        elif digests.unchecked:
-            yield from self._all(cells, "unchecked", digests.unchecked, *notes)
-        elif self.parts.card is None:
-            text = f"the digests hold; its time was not measured: {self.parts.missing}"
-            yield from self._all(cells, "unchecked", text, *notes)
-        else:
-            yield from self._again(cells, record, spec, self.parts.card, notes)
+        first = next(iter(made))
+        source = record.source if record.source in made else first
+        why = "the same translator makes another of its TL"
+        yield exact("kernel.source", record.source, source, why)
+        yield exact("kernel.gpu", record.gpu, record.gpu)
+        yield exact("kernel.map", record.map, made[source], why)
+        for name, sources in others.items():
+            text = record.others.get(name, "")
+            found = text if text in sources else next(iter(sources))
+            if self.run.same("translator"):
+                yield exact(f"kernel.others.{name}", text, found, why)
 
-    def _all(self, cells: Sequence[str], status: Status, *why: str) -> Iterator[Finding]:
-        for cell in cells:
-            yield Finding(cell, status, why, self.results.seconds(cell, OURS))
+    @property
+    def _translators(self) -> str:
+        then, now = self.run.run.environment, self.run.now
+        told = [f"{e.get('flashwright', '?')} ({e.get('translator', '?')})" for e in (then, now)]
+        return f"{told[0]} then, {told[1]} now"
 
     def _again(
         self,
         cells: Sequence[str],
         record: KernelRecord,
         spec: AttentionSpec,
-        card: Card,
-        notes: tuple[str, ...],
+        own: tuple[Field, ...],
     ) -> Iterator[Finding]:
-        """Build, judge and measure."""
+        """Build, judge and measure, as far as that can be done here."""
+        card = self.parts.card
+        if card is None:
+            own += (*self._without_gpu(record, spec),)
+            yield from self._unmeasured(cells, own, self.parts.missing)
+            return
+        self.say("building")
         built = self._built(record, spec, card)
         if built.why:
             # A compiler that is not there says nothing of the kernel; one that refuses it does.
             gone = "FW821" in built.why or "FW851" in built.why
-            status: Status = "unchecked" if gone else "differs"
-            yield from self._all(cells, status, f"it cannot be built here: {built.why}", *notes)
+            why = f"it cannot be built here: {built.why}"
+            own += (*_not_built(record, why),)
+            if not gone:
+                own += (Field("kernel.tl", "differs", None, None, why),)
+            yield from self._unmeasured(cells, own, why)
             return
-        notes += self._cubin(record, built, card)
+        own += (*self._compiled(record, built, card.arch),)
         saved = kernels.save(built, self.folder)
+        self.say("judging")
         try:
             verdict = self.parts.judge(kernels.candidate_of(saved), spec)
         except Failed as failed:
-            yield from self._all(cells, "unchecked", f"it cannot be judged here: {failed}", *notes)
+            why = f"it cannot be judged here: {failed}"
+            own += (unchecked("kernel.verdict", record.verdict.get("ok"), why),)
+            yield from self._unmeasured(cells, own, why)
             return
-        if verdict.ok != bool(record.verdict.get("ok")):
-            named = ", ".join(o.name for o in verdict.offences)
-            text = f"the judge now rejects it: {named}" if named else "the judge now accepts it"
-            yield from self._all(cells, "differs", text, *notes)
-            return
-        peers = {cell: self._peer(cell) for cell in cells}
-        found = self._timed(cells, spec, kernels.candidate_of(saved), peers, card)
-        for cell in cells:
-            yield self._compared(cell, found, peers[cell], card, notes)
+        named = ", ".join(o.name for o in verdict.offences)
+        told = exact("kernel.verdict", True, verdict.ok, f"the judge now rejects it: {named}")
+        if told.status == "differs":
+            yield from self._unmeasured(cells, (*own, told), told.why)
+        else:
+            yield from self._measured(cells, spec, kernels.candidate_of(saved), (*own, told), card)
+
+    def _without_gpu(self, record: KernelRecord, spec: AttentionSpec) -> Iterator[Field]:
+        """The compiler needs no GPU: the digest of the cubin can be found all the same."""
+        why = self.run.other_toolchain
+        number = re.fullmatch(r"sm_(\d+)(\d)", self.run.run.arch)
+        if why or number is None:
+            yield from _not_built(record, why or "its architecture is not known")
+        else:
+            self.say("building")
+            card = Card(0, self.run.run.card, (int(number[1]), int(number[2])))
+            built = self._built(record, spec, card)
+            if built.why:
+                yield from _not_built(record, f"it cannot be built here: {built.why}")
+            else:
+                yield from self._compiled(record, built, card.arch)
+        yield unchecked("kernel.verdict", record.verdict.get("ok"), self.parts.missing)
 
     def _built(self, record: KernelRecord, spec: AttentionSpec, card: Card) -> Made:
         """The package again, with all its kernels."""
@@ -212,106 +500,150 @@ class _Kernel:
             files[CLASSES] = record.others[CLASSES]
         return replace(built, files=files)
 
-    def _cubin(self, record: KernelRecord, built: Made, card: Card) -> tuple[str, ...]:
-        if card.arch != self.run.arch or record.hashes.get("cubin") == built.hashes.get("cubin"):
-            return ()
-        then, now = (e.get("nvcc", "?") for e in (self.run.environment, self.parts.environment()))
-        if then != now:
-            return (f"the cubin differs: nvcc {then} then, {now} now",)
-        return (f"the cubin differs, by the same nvcc {now}: it tells in which folder it was made",)
+    def _compiled(self, record: KernelRecord, built: Made, arch: str) -> Iterator[Field]:
+        """The cubins' digests and what ptxas says: the same by the same translator and compiler."""
+        why = self.run.other_toolchain
+        if arch != self.run.run.arch:
+            why = f"it is compiled for {arch} here"
+        if why:
+            yield from _not_built(record, why)
+            return
+        reason = "the same translator and compiler make another"
+        digests = {n: d for n, d in built.hashes.items() if n.endswith("cubin")}
+        recorded = {n: d for n, d in record.hashes.items() if n.endswith("cubin")}
+        for name in dict.fromkeys((*digests, *recorded)):
+            told, found = recorded.get(name), digests.get(name)
+            yield exact(f"kernel.hashes.{name}", told, found, reason)
+        for name, count in record.ptxas.items():
+            yield exact(f"kernel.ptxas.{name}", count, built.ptxas.get(name), reason)
+        if not record.ptxas:
+            yield exact("kernel.ptxas", {}, dict(built.ptxas), reason)
 
-    def _compared(
-        self, cell: str, found: Results, peer: Peer | None, card: Card, notes: tuple[str, ...]
-    ) -> Finding:
-        then, now = self.results.numbers[cell, OURS].seconds, found.seconds(cell, OURS)
-        if now is None:
-            absent = found.absent.get((cell, OURS))
-            offence = f"{absent.offence}: " if absent and absent.offence else ""
-            why = f"it has no time now: {offence}{absent.why if absent else 'nothing was measured'}"
-            return Finding(cell, "differs", (why, *notes), then)
-        name = peer.name if peer and found.seconds(cell, peer.name) else None
-        ratios = [r.ratio(cell, name) if name else None for r in (self.results, found)]
-        if card.name != self.run.card:
-            text = f"its time is that of another card: {self.run.card} then, {card.name} now"
-            return Finding(cell, "unchecked", (text, *notes), then, now, name, *ratios)
-        change = now / then - 1
-        if abs(change) <= self.within:
-            return Finding(cell, "holds", notes, then, now, name, *ratios)
-        text = f"it takes {abs(change):.1%} {'more' if change > 0 else 'less'} time"
-        return Finding(cell, "differs", (text, *notes), then, now, name, *ratios)
+    # --- measured again -----------------------------------------------------------------------
 
-    def _peer(self, cell: str) -> Peer | None:
-        """The fastest of then that is there now."""
-        here = {p.name: p for p in self.parts.peers().values() if p.installed}
-        name = self.results.fastest_peer(cell, here)
-        return here[name] if name else None
-
-    def _timed(
+    def _measured(
         self,
-        names: Sequence[str],
+        cells: Sequence[str],
         spec: AttentionSpec,
         candidate: Candidate,
-        peers: Mapping[str, Peer | None],
+        own: tuple[Field, ...],
         card: Card,
-    ) -> Results:
-        """All cells of the kernel in one run, with everybody who was the fastest in one of them."""
-        beside = {p.name: p for p in peers.values() if p is not None}
+    ) -> Iterator[Finding]:
+        """Cell by cell, ours beside the peers that the record names and that are here."""
+        contest = self._contest(candidate, card)
+        beside = ", ".join(self.run.here) or "no peer"
+        gone = f"; not here: {', '.join(self.run.gone)}" if self.run.gone else ""
+        try:
+            for cell in cells:
+                static = (*self.run.static(cell),)
+                if any(one.status == "differs" for one in static):
+                    why = "its lines do not agree with each other"
+                    more = (*static, *self.run.unmeasured(cell, why))
+                    yield self._finding(cell, (*own, *more))
+                    continue
+                number = self.results.numbers[cell, OURS]
+                self.say(f"measuring {number.length}, beside {beside}{gone}")
+                lines = contest.measure(Cell(spec, number.length, number.batch))
+                found = Results.of(lines)
+                more = (*static, *self._compared(cell, found))
+                yield self._finding(cell, (*own, *more), found)
+        finally:
+            contest.close()
+
+    def _contest(self, candidate: Candidate, card: Card) -> Contest:
+        run, same = self.run.run, self.run.same_card
         contestants = [Contestant(OURS, candidate, watched=True)]
         contestants += [
-            Contestant(p.name, p.candidate, p.slack, p.watched) for p in beside.values()
+            Contestant(p.name, p.candidate, p.slack, p.watched) for p in self.run.here.values()
         ]
-        same = card.name == self.run.card
-        run = self.run.model_copy(
+        now = run.model_copy(
             update={
                 "id": "receipt",
                 "card": card.name,
                 "arch": card.arch,
-                "contestants": (OURS, *beside),
-                "matmul": self.run.matmul if same else {},
-                "copy_gbs": self.run.copy_gbs if same else None,
+                "contestants": (OURS, *self.run.here),
+                "matmul": run.matmul if same else {},
+                "copy_gbs": run.copy_gbs if same else None,
             }
         )
-        kept = Journal(Path("receipt"), [run], put=lambda path, at, data: None)
-        cells = [
-            Cell(spec, number.length, number.batch)
-            for number in (self.results.numbers[name, OURS] for name in names)
-        ]
-        bench(run, cells, contestants, kept, None, self.parts.tools)
-        return Results.of(kept.records)
+        rules = Rules(warm=run.settings.get("l2") == "both")
+        return Contest(now, contestants, rules, self.parts.tools)
+
+    def _compared(self, cell: str, found: Results) -> Iterator[Field]:
+        """What was measured, held against what the record says of each contestant."""
+        if not self.run.same_card:
+            yield from self.run.unmeasured(cell, self.run.not_measured)
+            return
+        for who in self.run.run.contestants:
+            then = self.results.numbers.get((cell, who))
+            absent = self.results.absent.get((cell, who))
+            if who in self.run.gone:
+                yield from _gone(then, absent, who, self.run.gone[who])
+            elif then is not None:
+                yield from self._number(then, found, cell, who)
+            else:
+                yield from _absent(absent, found, cell, who)
+
+    def _number(self, then: NumberRecord, found: Results, cell: str, who: str) -> Iterator[Field]:
+        now, end, within = found.numbers.get((cell, who)), _end(who), self.run.allowed.within
+        if now is None:
+            lost = found.absent.get((cell, who))
+            why = (
+                f"{lost.offence}: {lost.why}" if lost and lost.offence else lost.why if lost else ""
+            )
+            told = f"it has no time now: {why or 'nothing was measured'}"
+            yield Field(f"number.seconds{end}", "differs", then.seconds, None, told)
+            return
+        yield near(f"number.seconds{end}", then.seconds, now.seconds, within)
+        yield near(f"number.tflops{end}", then.tflops, now.tflops, within)
+        if then.warm_seconds is not None and now.warm_seconds is not None:
+            yield near(f"number.warm_seconds{end}", then.warm_seconds, now.warm_seconds, within)
+        yield _error(f"number.relative_rms{end}", then.relative_rms, now.relative_rms)
+        ratio = found.ratio(cell, who)
+        if who != OURS and ratio is not None:
+            yield near(f"ratio{end}", self.results.ratio(cell, who), ratio, within)
 
 
-# --- digests ----------------------------------------------------------------------------------
+def _error(name: str, then: float | None, now: float | None) -> Field:
+    """The greatest error of timed calls: of the same size, either way."""
+    if then and now and max(then / now, now / then) <= 1 + ERROR_WITHIN:
+        return Field(name, "holds", then, now)
+    return exact(name, then, now, f"more than {1 + ERROR_WITHIN:g} times apart")
 
 
-def _digests(record: KernelRecord, run: RunRecord, parts: Parts) -> _Digests:
-    """Hold the texts against their digests, and what they become against theirs."""
-    if record.spec.get("reference"):
-        return _Digests(unchecked="the reference that its spec names is not in the file")
-    if record.why or not record.tl:
-        return _Digests(unchecked=record.why or "its TL is not in the file")
-    told = {"tl": record.tl, "source": record.source, **record.others}
-    wrong = tuple(
-        f"the {name} in the file is not that of its digest"
-        for name, text in told.items()
-        if text and record.hashes.get(name) != sha256(text)
-    )
-    if wrong:
-        return _Digests(wrong)
-    pairs = [(record.tl, record.hashes.get("source") if record.source else None)]
-    pairs += [(tl, record.hashes.get(f"{n}/kernel.cu")) for n, tl in _further(record).items()]
-    try:
-        same = all(s is None or s in _sources(tl, record.gpu) for tl, s in pairs)
-    except (Failed, gpus.UnknownGpu) as error:
-        return _Digests(unchecked=f"it cannot be translated here: {error}")
-    if same:
-        return _Digests()
-    then, now = run.environment, parts.environment()
-    if then.get("translator") != now.get("translator"):
-        versions = [
-            f"{e.get('flashwright', '?')} ({e.get('translator', '?')})" for e in (then, now)
-        ]
-        return _Digests(notes=(f"another translator: {versions[0]} then, {versions[1]} now",))
-    return _Digests(("the same translator makes another source of its TL",))
+def _gone(
+    then: NumberRecord | None, absent: AbsentRecord | None, who: str, why: str
+) -> Iterator[Field]:
+    """A contestant that is not here."""
+    end = _end(who)
+    if then is not None:
+        yield unchecked(f"number.seconds{end}", then.seconds, why)
+        yield unchecked(f"number.relative_rms{end}", then.relative_rms, why)
+        yield unchecked(f"ratio{end}", None, why)
+    elif absent is not None:
+        yield unchecked(f"absent.offence{end}", absent.offence, why)
+    else:
+        yield unchecked(f"number.who{end}", None, f"the record has no line of it; {why}")
+
+
+def _absent(absent: AbsentRecord | None, found: Results, cell: str, who: str) -> Iterator[Field]:
+    """A contestant that the record has no number of: it has none now either, or that differs."""
+    now, lost = found.numbers.get((cell, who)), found.absent.get((cell, who))
+    told = f"no time: {absent.why}" if absent else "no line"
+    if now is not None:
+        yield Field(f"absent.who{_end(who)}", "differs", told, now.seconds, "it has a time now")
+    elif absent is not None and lost is not None:
+        yield exact(f"absent.offence{_end(who)}", absent.offence, lost.offence, lost.why)
+    else:
+        yield Field(f"number.who{_end(who)}", "differs", told, "no time", "it has no line")
+
+
+def _not_built(record: KernelRecord, why: str) -> Iterator[Field]:
+    """The fields that only the compiler would check."""
+    for name, digest in record.hashes.items():
+        if name.endswith("cubin"):
+            yield unchecked(f"kernel.hashes.{name}", digest, why)
+    yield unchecked("kernel.ptxas", record.ptxas, why)
 
 
 def _further(record: KernelRecord) -> dict[str, str]:
@@ -320,8 +652,9 @@ def _further(record: KernelRecord) -> dict[str, str]:
     return {n.removesuffix(end): text for n, text in record.others.items() if n.endswith(end)}
 
 
-def _sources(tl: str, gpu: str) -> set[str]:
-    """The digests of what a program is translated to: the fast one, and the sparing one."""
+@functools.lru_cache(maxsize=64)
+def _translations(tl: str, gpu: str) -> dict[str, dict[str, object]]:
+    """What a program is translated to, the fast one and the sparing one: source and map."""
     from flashwright.check.check import check
     from flashwright.lang.parse import parse
     from flashwright.lower.translate import translate
@@ -330,5 +663,7 @@ def _sources(tl: str, gpu: str) -> set[str]:
     checked = check(parse(tl), target)
     if checked.program is None or checked.errors:
         raise Failed(*checked.errors)
-    sources = (translate(checked.program, target, sparing=s).source for s in (False, True))
-    return {sha256(source) for source in sources}
+    made = (
+        package.translated(translate(checked.program, target, sparing=s)) for s in (False, True)
+    )
+    return {one["kernel.cu"]: kernels.read_map(one["kernel.map.json"]) for one in made}
