@@ -224,10 +224,10 @@ def table(found: Sequence[Finding]) -> Table:
     colors = {"holds": "green", "part": "cyan", "differs": "bold red", "unchecked": "yellow"}
     for one in found:
         shown.add_row(
-            one.cell,
+            Text(one.cell),
             *(_time(s) for s in (one.then, one.now)),
             *("-" if r is None else f"{r:.3f}" for r in (one.ratio_then, one.ratio_now)),
-            one.peer or "-",
+            Text(one.peer or "-"),
             Text(WORDS[one.status][0], colors[one.status]),
             Text(_named(one)),
         )

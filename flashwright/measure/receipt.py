@@ -175,6 +175,9 @@ def check(
     run = _Run(record, parts, allowed or Allowed())
     clock, progress = parts.tools.clock, _Progress(step, len(cells))
     before = clock()
+    if run.same_card:
+        step(0, len(cells), "measuring the machine")
+        _ = run.fields
     for name in dict.fromkeys(cell.rpartition(" ")[0] for cell in cells):
         mine = [cell for cell in cells if cell.rpartition(" ")[0] == name]
         say = functools.partial(progress.say, name)
