@@ -65,6 +65,7 @@ sigaltstack 131 132 | signalfd 282 - | signalfd4 289 74 | uname 63 160 | sysinfo
 getrandom 318 278
 """
 _PAIRS = """
+bind 49 200 | listen 50 201 | accept 43 202 | accept4 288 242
 sendto 44 206 | recvfrom 45 207 | sendmsg 46 211 | recvmsg 47 212 | sendmmsg 307 269
 recvmmsg 299 243 | shutdown 48 210 | getsockname 51 204 | getpeername 52 205 | getsockopt 55 209
 setsockopt 54 208
@@ -72,6 +73,7 @@ setsockopt 54 208
 _RULED = """
 clone 56 220 | kill 62 129 | tgkill 234 131 | rt_sigqueueinfo 129 138
 rt_tgsigqueueinfo 297 240 | prctl 157 167 | fcntl 72 25 | ioctl 16 29 | socketpair 53 199
+socket 41 198
 prlimit64 302 261 | sched_setaffinity 203 122 | sched_setscheduler 144 119
 sched_setparam 142 118 | sched_setattr 314 274 | setpriority 141 140 | ioprio_set 251 30
 setsid 112 157 | setpgid 109 154
@@ -83,7 +85,7 @@ pidfd_send_signal 424 424 | tkill 200 130 | kcmp 312 272 | get_robust_list 274 1
 move_pages 279 239 | migrate_pages 256 238
 """
 _OUTSIDE = """
-socket 41 198 | connect 42 203 | bind 49 200 | listen 50 201 | accept 43 202 | accept4 288 242
+connect 42 203
 shmget 29 194 | shmat 30 196 | shmctl 31 195 | shmdt 67 197 | semget 64 190 | semop 65 193
 semtimedop 220 192 | semctl 66 191 | msgget 68 186 | msgsnd 69 189 | msgrcv 70 188
 msgctl 71 187 | mq_open 240 180 | mq_unlink 241 181 | mq_timedsend 242 182

@@ -128,7 +128,7 @@ OUTSIDE = {
     **{
         family: (f"tried(lambda: socket.socket(socket.{family}, socket.SOCK_{kind}))", "EPERM")
         for family, kind in (
-            *(("AF_INET", "STREAM"), ("AF_INET6", "DGRAM"), ("AF_UNIX", "STREAM")),
+            *(("AF_INET", "STREAM"), ("AF_INET6", "DGRAM"), ("AF_UNIX", "DGRAM")),
             *(("AF_NETLINK", "RAW"), ("AF_VSOCK", "STREAM"), ("AF_PACKET", "RAW")),
         )
     },
@@ -480,6 +480,9 @@ def test_what_the_filter_answers(machine: str) -> None:
     assert answer(machine, "socketpair", 1, 0x80801) == answer(machine, "socketpair", 1, 5) == ALLOW
     for family, kind in ((1, 2), (1, 3), (2, 1), (16, 3), (40, 1)):
         assert answer(machine, "socketpair", family, kind) == EPERM
+        assert answer(machine, "socket", family, kind) == EPERM
+    assert answer(machine, "socket", 1, 1) == answer(machine, "bind") == ALLOW
+    assert answer(machine, "connect") == EPERM
     assert answer(machine, "setsid") == answer(machine, "setpgid") == SUCCESS
     assert [answer(machine, "prctl", 1, n) for n in (9, 0, 18)] == [ALLOW, SUCCESS, SUCCESS]
     assert [answer(machine, "prctl", n) for n in (4, 15, 22, 35, 62)] == [ALLOW] * 2 + [EPERM] * 3
