@@ -1,13 +1,13 @@
 """What CUDA that a model wrote may contain: device code and nothing that reaches outside of it.
 
 This is read before the compiler sees it. It does not guess how a compiler reads an odd text, it
-refuses the odd text: characters beyond ASCII outside of comments, trigraphs, `#` within a line (nvcc
-preprocesses what gcc has preprocessed once more), macros that a header could meet. Directives,
-headers, pragmas and attributes are those of a list.
+refuses the odd text: characters beyond ASCII outside of comments, trigraphs, `#` within a line
+(nvcc preprocesses once more what gcc has preprocessed), macros that a header could meet.
+Directives, headers, pragmas and attributes are those of a list.
 
-It is one fence of three. Whatever got past it would still meet the confined process (process.py) and
-the list of files that the compiler has read (compile.py). No host code is ever made of it, let alone
-run.
+It is one fence of three. Whatever got past it would still meet the confined process (process.py)
+and the list of files that the compiler has read (compile.py). No host code is ever made of it, let
+alone run.
 """
 
 from __future__ import annotations
@@ -78,16 +78,17 @@ _RESERVED_TAKEN = re.compile(
 )
 # Names that a header tests or uses, and words of the language: no macro is called so.
 _OTHERS_MACROS = re.compile(r"_|.*__|(?:CUDA|CUTE|CUTLASS|CCCL|CUB|THRUST|NV|FW)_", re.ASCII)
-_LANGUAGE = frozenset(
-    "alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t char32_t "
-    "class compl const const_cast constexpr continue decltype default defined delete do double "
-    "dynamic_cast else enum explicit export extern false final float for friend goto if inline int "
-    "long mutable namespace new noexcept not not_eq nullptr operator or or_eq override private "
-    "protected public register reinterpret_cast return short signed sizeof static static_assert "
-    "static_cast struct switch template this thread_local throw true try typedef typeid typename "
-    "union unsigned using virtual void volatile wchar_t while xor xor_eq "
-    "define elif endif error ifdef ifndef include line once pragma undef unroll nounroll".split()
-)
+_LANGUAGE_TEXT = """
+alignas alignof and and_eq asm auto bitand bitor bool break case catch char char16_t char32_t
+class compl const const_cast constexpr continue decltype default defined delete do double
+dynamic_cast else enum explicit export extern false final float for friend goto if inline int
+long mutable namespace new noexcept not not_eq nullptr operator or or_eq override private
+protected public register reinterpret_cast return short signed sizeof static static_assert
+static_cast struct switch template this thread_local throw true try typedef typeid typename
+union unsigned using virtual void volatile wchar_t while xor xor_eq
+define elif endif error ifdef ifndef include line once pragma undef unroll nounroll
+"""
+_LANGUAGE = frozenset(_LANGUAGE_TEXT.split())
 # Functions of the host: refused where they are called or defined.
 _CALLS = frozenset(
     (
@@ -96,11 +97,12 @@ _CALLS = frozenset(
         *("getenv", "secure_getenv", "setenv", "putenv", "syscall", "atexit"),
     )
 )
-_ATTRIBUTES = frozenset(
-    "aligned always_inline noinline flatten hot cold unused used maybe_unused nodiscard deprecated "
-    "fallthrough likely unlikely noreturn packed may_alias const pure nothrow device global host "
-    "shared constant gnu nv".split()
-)
+_ATTRIBUTES_TEXT = """
+aligned always_inline noinline flatten hot cold unused used maybe_unused nodiscard deprecated
+fallthrough likely unlikely noreturn packed may_alias const pure nothrow device global host
+shared constant gnu nv
+"""
+_ATTRIBUTES = frozenset(_ATTRIBUTES_TEXT.split())
 _LONGEST = 64  # tokens: more attributes than anybody has
 _DEEPEST = 16  # macros of macros
 _OPEN, _CLOSE = {"(": ")", "[": "]"}, frozenset(")]")
@@ -110,7 +112,7 @@ _VOLATILE = frozenset(("volatile", "__volatile__", "__volatile"))
 _FILES_IN_ASM = re.compile(r"\.(?:incbin|include|file|section|import)\b", re.IGNORECASE)
 # A file's name needs quotes, and a directive `#`; PTX needs neither.
 _ODD_IN_ASM = re.compile(r"\\[^ntr]|#")
-_CONSTRAINT = re.compile(r"[=+&]*[hrlqfdbn]|memory")
+_CONSTRAINT = re.compile(r"[=+&]*[hrlqfdbn]|memory|cc")
 
 
 def screen(source: str | bytes) -> None:

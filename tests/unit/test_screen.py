@@ -177,9 +177,15 @@ def test_the_place_is_that_of_the_file_as_it_is() -> None:
     assert '#include "x.h"' in found.message.replace("   ", " ")
 
 
-def test_our_own_kernels_are_taken() -> None:
-    for path in (ROOT / "tests" / "golden").glob("*.cu"):
-        assert not refusals(path.read_bytes()), path.name
+HONEST = ("tests/golden", "tests/recorded", "docs/results", "flashwright/author/llm/prompts")
+
+
+@pytest.mark.parametrize("folder", HONEST)
+def test_our_own_kernels_and_those_of_models_are_taken(folder: str) -> None:
+    paths = [*(ROOT / folder).rglob("*.cu")]
+    assert len(paths) >= 6
+    for path in paths:
+        assert not refusals(path.read_bytes()), path
 
 
 def test_what_is_no_text_or_too_long() -> None:
