@@ -16,7 +16,10 @@ ptxas info    : Function properties for k
 ptxas info    : Used {registers} registers, used 1 barriers, 256 bytes smem, 364 bytes cmem[0]
 """
 GOOD = PTXAS.format(stack=0, stores=0, loads=0, registers=168)
-WORKS = "cat > /dev/null < kernel.cu && echo CUBIN > kernel.cubin && echo PTX > kernel.ptx"
+LISTS = "echo '# 1 \"kernel.cu\"' > kernel.cpp1.ii && echo 'kernel.o: kernel.cu' > kernel.d"
+WORKS = (
+    "cat > /dev/null < kernel.cu && echo CUBIN > kernel.cubin && echo PTX > kernel.ptx && " + LISTS
+)
 
 
 class FakeNvcc:
