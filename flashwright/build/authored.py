@@ -2,12 +2,17 @@
 
     screen -> bound -> build(untrusted) -> what the PTX says -> the files of a package
 
+The compiler of such code reads its headers and nothing else. Where the system cannot see to that
+(no Landlock), nothing is compiled unless FLASHWRIGHT_WITHOUT_LANDLOCK=1 says so.
+
 Whatever is wrong is told in the lines of kernel.cu: `for_model(diagnostics, source)` shows them.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from dataclasses import dataclass
 
 from flashwright import spec as specs
@@ -16,7 +21,9 @@ from flashwright.build.compile import Built, build
 from flashwright.build.screen import screen
 from flashwright.build.toolchain import Toolchain
 from flashwright.check.program import Program
+from flashwright.confine import landlock
 from flashwright.gpu import Gpu
+from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.format import format_tree
 from flashwright.lang.nodes import For, Grid, If, statements
 from flashwright.lower.contract import Contract, Flavour, bound, contract
@@ -26,6 +33,8 @@ from flashwright.lower.source_map import commented
 from flashwright.lower.translate import Translation
 from flashwright.spec import AttentionSpec
 
+WITHOUT_LANDLOCK = "FLASHWRIGHT_WITHOUT_LANDLOCK"
+"""Set to 1, it has model-written code compiled where the system keeps no files from a process."""
 _ALIGNMENTS = (8, 64, 128)  # of the struct: without tensor maps, and with them by the CUDA version
 _MAP, _POINTER, _STRIDE, _DIM = 128, 8, 8, 4  # bytes (lower/launch_plan.py)
 
@@ -59,6 +68,7 @@ def translated_by_model(
     says; codes.MACHINE are the machine's trouble, not the model's.
     """
     screen(source)
+    _confinable()
     text = tl if tl or agreed else format_tree(program.tree)
     lines = _lines(program) if text else {}
     agreed = agreed or contract(program, gpu, flavour)
@@ -67,6 +77,19 @@ def translated_by_model(
     _compare(built, plan, agreed)
     made = Translation(source, commented(source, lines), plan)
     return TranslationByModel(made, built, _files(made, built, gpu, spec, text))
+
+
+def _confinable() -> None:
+    """Failed with FW821 where the compiler could open any of the user's files."""
+    if os.environ.get(WITHOUT_LANDLOCK) == "1":
+        return
+    if sys.platform != "linux" or not landlock.available():
+        text = "this system has no Landlock, which keeps the compiler from other files than headers"
+        hint = (
+            "Linux 5.13 and later have it, where it is not switched off; "
+            f"{WITHOUT_LANDLOCK}=1 compiles what a model wrote without it, best in a container"
+        )
+        raise Failed(Diagnostic("FW821", text, help=hint))
 
 
 def _files(

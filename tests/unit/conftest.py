@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import typer.testing
 
+from flashwright.build.authored import WITHOUT_LANDLOCK
 from tests.unit import local_model as local
 
 
@@ -30,6 +31,14 @@ def one_command_line() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         read = getattr(typer.testing, "_get_command", typer.main.get_command)
         patch.setattr(typer.testing, "_get_command", functools.cache(read), raising=False)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compile_for_models() -> Iterator[None]:
+    """What the tests give as a model's code is ours: it is compiled without Landlock too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(WITHOUT_LANDLOCK, "1")
         yield
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 
 from flashwright import gpu as gpus
 from flashwright.build import process, toolchain
-from flashwright.build.authored import TranslationByModel, translated_by_model
+from flashwright.build.authored import WITHOUT_LANDLOCK, TranslationByModel, translated_by_model
 from flashwright.build.compile import build
 from flashwright.build.toolchain import Toolchain
 from flashwright.confine import landlock
@@ -262,6 +263,127 @@ def test_no_code_keeps_the_compiler_for_ever(name: str) -> None:
         build(source, "sm_80", untrusted=True, time_limit=limit)
     assert caught.value.diagnostics[0].code == code
     assert time.monotonic() - start < limit + 10
+
+
+# --- a canary ---------------------------------------------------------------------------------
+
+MARK = "0x7f3a9c51"
+CANARY = f'constexpr int canary = {MARK};\n__device__ char const text[] = "canary {MARK}";\n'
+READ = "x[0] = canary;"
+READERS = {  # none of these would pass the screen: they show that more than the screen holds
+    "include": '#include "{path}"\n',
+    "behind a true condition": '#if __has_include("{path}")\n#include "{path}"\n#endif\n',
+    "by the second stage": '#define EMPTY\nEMPTY # include "{path}"\n',
+    "by a header": "#include <cutlass/cutlass.h>\n#undef CUDA_STD_HEADER\n"
+    '#define CUDA_STD_HEADER(x) "{path}"\n#include <cutlass/predicate_vector.h>\n',
+    "under another name": '#include "{path}"\n#line 1 "kernel.cu"\n',
+}
+
+
+def told_of(source: str) -> str:
+    """All that comes out of a build that fails; what does not fail is returned as well."""
+    try:
+        built = build(source, "sm_80", untrusted=True)
+    except Failed as failed:
+        return f"failed: {failed} {for_model(failed.diagnostics, source)}"
+    return f"built: {built.ptx} {built.cubin!r} {built.record()}"
+
+
+@linux
+@needs_nvcc
+@pytest.mark.parametrize("name", READERS)
+def test_a_file_that_is_no_header_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the process may read it: Landlock is told to let it, as it does below /usr."""
+    monkeypatch.setenv(process.READS, str(tmp_path))
+    canary = tmp_path / "canary.h"
+    canary.write_text(CANARY)
+    told = told_of(READERS[name].format(path=canary) + KERNEL.format(READ))
+    assert told.startswith("failed: ")
+    assert "FW828" in told
+    assert MARK not in told
+    assert str(int(MARK, 16)) not in told
+    if name != "by the second stage":  # which tells of no files
+        assert "`canary.h`" in told
+
+
+@linux
+@needs_nvcc
+def test_what_the_compiler_quotes_of_a_file_is_not_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that are no C++ stop the preprocessor, which then lists nothing, or the next stage."""
+    monkeypatch.setenv(process.READS, str(tmp_path))
+    canary = tmp_path / "canary.txt"
+    for text in (f"#error {MARK}\n", f"#{MARK}\n", f"{MARK} is the key\n", f"#include <{MARK}>\n"):
+        canary.write_text(text)
+        told = told_of(f'#include "{canary}"\n' + KERNEL.format(""))
+        assert "FW828" in told, text
+        assert MARK not in told, text
+
+
+@linux
+@needs_nvcc
+@pytest.mark.skipif(not landlock.available(), reason="there is no Landlock here")
+def test_the_confined_compiler_cannot_open_a_canary(tmp_path: Path) -> None:
+    """In the user's home, in a temporary folder, and below /etc."""
+    with tempfile.TemporaryDirectory(dir=Path.home(), prefix=".canary") as home:
+        for folder in (Path(home), tmp_path):
+            canary = folder / "canary.h"
+            canary.write_text(CANARY)
+            for name in ("include", "by the second stage"):
+                told = told_of(READERS[name].format(path=canary) + KERNEL.format(READ))
+                assert told.startswith("failed: "), (folder, name)
+                assert MARK not in told
+        first = Path("/etc/passwd").read_text().split("\n")[0]
+        told = told_of('#include "/etc/passwd"\n' + KERNEL.format(""))
+        assert told.startswith("failed: ")
+        assert first not in told
+        assert first.split(":")[0] + ":" not in told
+
+
+@needs_nvcc
+def test_headers_of_the_compiler_are_no_other_files() -> None:
+    source = "#include <cuda_fp16.h>\n#include <cuda/std/limits>\n#include <cstdint>\n"
+    assert told_of(source + KERNEL.format("x[0] = 1;")).startswith("built: ")
+
+
+def test_a_compiler_that_lists_nothing_is_not_believed(nvcc: FakeNvcc) -> None:
+    for gone in ("kernel.d", "kernel.cpp1.ii"):
+        nvcc.set(f"{WORKS}; rm {gone}")
+        found = failed(nvcc)
+        assert (found.code, "which files it has read" in found.message) == ("FW821", True)
+
+
+def test_names_in_the_list_are_read_as_make_writes_them(nvcc: FakeNvcc) -> None:
+    for name in ("/etc/a\\\\ b.txt", "/usr/share/x.h", "../../up.h", "log.txt"):
+        nvcc.set(f"{WORKS}; printf 'kernel.o: kernel.cu \\\\\\n {name}\\n' > kernel.d")
+        found = failed(nvcc)
+        last = name.replace("\\\\", "").rpartition("/")[2]
+        assert (found.code, f"`{last}`" in found.message) == ("FW828", True), found.message
+
+
+def test_code_that_was_trusted_is_not_taken_from_the_cache(nvcc: FakeNvcc) -> None:
+    build("x", "sm_80", toolchain=nvcc.tools)
+    assert not build("x", "sm_80", toolchain=nvcc.tools, untrusted=True).cached
+    assert build("x", "sm_80", toolchain=nvcc.tools, untrusted=True).cached
+
+
+def test_without_landlock_nothing_is_compiled_unless_told(
+    nvcc: FakeNvcc, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(landlock, "available", lambda: False)
+    monkeypatch.delenv(WITHOUT_LANDLOCK)
+    with pytest.raises(Failed, match=r"FW821.*no Landlock") as caught:
+        taken(ours()[0], tools=nvcc.tools)
+    assert WITHOUT_LANDLOCK in (caught.value.diagnostics[0].help or "")
+    assert nvcc.runs == []
+    monkeypatch.setenv(WITHOUT_LANDLOCK, "1")
+    nvcc.set(
+        f"{WORKS}; cat > kernel.ptx <<'END'\n{PTX.format(align=8, size=216, threads=128)}END\n"
+    )
+    assert taken(ours()[0], tools=nvcc.tools).built.cubin == b"CUBIN\n"
 
 
 # --- its own comments as a map ----------------------------------------------------------------
