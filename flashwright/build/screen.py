@@ -30,7 +30,7 @@ HEADERS = (
 )
 FOLDERS = ("fw", "cute", "cutlass", "cuda", "cooperative_groups")
 _INCLUDE = re.compile(r"include[ \t]*<([A-Za-z0-9_.+/-]+)>")
-_CUDA_HEADER = re.compile(r"cuda[a-z0-9_]*\.h")
+_CUDA_HEADER = re.compile(r"cuda[A-Za-z0-9_]*\.h")
 _DIRECTIVES = (
     *("", "define", "undef", "if", "ifdef", "ifndef", "elif", "else", "endif", "error", "include"),
 )
@@ -72,9 +72,13 @@ _WORDS = {
     **dict.fromkeys("$@`", "is no sign of C++"),
 }
 # Names of the compiler's and its libraries' macros: some glue words, or make pragmas of strings.
-_RESERVED = re.compile(r"__?[A-Z]|__glibc_")
+_RESERVED = re.compile(
+    r"__[A-Z]|__glibc_|_(?:CCCL|CG|CUB|CUDA|GLIBCXX|LIBCUDACXX|LIBCPP|NV|NVHPC|THRUST)_"
+)
 _RESERVED_TAKEN = re.compile(
-    r"__CUDA\w*|__NVCC__|__SM_\w+|__VA_ARGS__|__LINE__|_Float16|_Bool", re.ASCII
+    r"__CUDA\w*|__(?:NVCC|VA_ARGS|LINE|FUNCTION|PRETTY_FUNCTION|CHAR_BIT)__"
+    r"|__(?:FLT|DBL|SCHAR|SHRT|INT|LONG|SIZE|UINT)\d*_?\w*_MAX__|__FLT_\w+__|__SM_\w+",
+    re.ASCII,
 )
 # Names that a header tests or uses, and words of the language: no macro is called so.
 _OTHERS_MACROS = re.compile(r"_|.*__|(?:CUDA|CUTE|CUTLASS|CCCL|CUB|THRUST|NV|FW)_", re.ASCII)
@@ -100,7 +104,7 @@ _CALLS = frozenset(
 _ATTRIBUTES_TEXT = """
 aligned always_inline noinline flatten hot cold unused used maybe_unused nodiscard deprecated
 fallthrough likely unlikely noreturn packed may_alias const pure nothrow device global host
-shared constant gnu nv
+shared constant grid_constant no_unique_address assume vector_size nv_pure gnu nv
 """
 _ATTRIBUTES = frozenset(_ATTRIBUTES_TEXT.split())
 _LONGEST = 64  # tokens: more attributes than anybody has
@@ -303,7 +307,7 @@ def _words(tokens: Sequence[Token], parameters: Collection[str] = ()) -> Iterato
         if word in _WORDS:
             yield _refused(f"`{word}` {_WORDS[word]}", token.span)
         elif _RESERVED.match(word) and not _RESERVED_TAKEN.fullmatch(word):
-            hint = "names with `_` and a capital are the compiler's; take one of your own"
+            hint = "such names are the compiler's and its libraries'; take one of your own"
             yield _refused(f"`{word}` is reserved", token.span, hint)
         elif word in _CALLS and after == "(":
             yield _refused(f"`{word}` is the host's: there is only device code here", token.span)

@@ -147,6 +147,7 @@ TAKEN = {
     '__device__ void f(float* a) { asm("x %0, %1;" : D(a, 0), "=r"(b) : [n] "n"(3)); }',
     "asm in a namespace's function": 'namespace a { __device__ void f() { asm("exit;"); } }',
     "asm in a member": 'struct A { __device__ void f() { asm("exit;"); } };',
+    "names of one's own": "template <int _BM, class _Tp> struct A; float a = __FLT_MAX__;",
     "both sides": "__host__ __device__ int f() { return 1; }\n__device__ __host__ int g();",
     "names that only resemble": "int file_system, mainly, a__FILE__; auto x = system;",
     "attributes": "__attribute__((aligned(16))) int a; [[maybe_unused]] int b; int section = a[b];",

@@ -18,12 +18,18 @@ from pathlib import Path
 
 import pytest
 
+from flashwright.build import process, toolchain
+from flashwright.build.compile import build
 from flashwright.build.screen import screen
 from flashwright.lang.diagnostic import Failed
+from flashwright.lang.render import for_model
 
 MARK = "canary_7f3a9c_was_read"
 GCC = shutil.which("gcc")
 needs_gcc = pytest.mark.skipif(GCC is None, reason="there is no gcc here")
+needs_nvcc = pytest.mark.skipif(
+    GCC is None or not toolchain.has_nvcc(), reason="there is no CUDA compiler here"
+)
 SEED = 20
 QUICK, ALL = 200, 2000
 
@@ -231,3 +237,40 @@ def test_two_thousand_texts_that_try_to_read_a_file(world: World) -> None:
 def test_each_way_by_itself_is_refused(way: str, world: World) -> None:
     text = way.format(path=world.canary, name=world.canary.name)
     assert not passes(KERNEL.format(top=text, middle="", inside=""))
+
+
+def _compiled(texts: Sequence[str]) -> int:
+    """How many go through the confined compiler; Failed or not, nothing of the canary comes out."""
+    made = 0
+    for text in texts:
+        try:
+            built = build(text, "sm_80", untrusted=True)
+        except Failed as failed:
+            told = f"{failed} {for_model(failed.diagnostics, '')}"
+        else:
+            told = f"{built.ptx} {built.cubin!r}"
+            made += 1
+        assert MARK not in told.replace(text, "")
+    return made
+
+
+def _for_the_compiler(world: World, count: int) -> list[str]:
+    """Texts that pass the screen, and as many that would bring the canary in if it were not."""
+    texts = sources(world.canary, 10 * count + 50)
+    taken = [text for text in texts if passes(text)][:count]
+    return [*taken, *_leaking(world, [t for t in texts if not passes(t)][: 10 * count])[:count]]
+
+
+@needs_nvcc
+def test_a_handful_meets_the_confined_compiler(world: World) -> None:
+    texts = _for_the_compiler(world, 3)
+    assert len(texts) == 6
+    assert _compiled(texts) >= 1
+
+
+@pytest.mark.slow
+@needs_nvcc
+def test_more_meet_the_confined_compiler(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the process may open the canary: its bytes still do not come out."""
+    monkeypatch.setenv(process.READS, str(world.canary.parent))
+    assert _compiled(_for_the_compiler(world, 6)) >= 3
