@@ -3,7 +3,7 @@
     screen -> bound -> build(untrusted) -> what the PTX says -> the files of a package
 
 The compiler of such code reads its headers and nothing else. Where the system cannot see to that
-(no Landlock), nothing is compiled unless FLASHWRIGHT_WITHOUT_LANDLOCK=1 says so.
+(no Landlock), nothing is compiled unless FLASHWRIGHT_UNCONFINED=1 says so.
 
 Whatever is wrong is told in the lines of kernel.cu: `for_model(diagnostics, source)` shows them.
 """
@@ -22,6 +22,7 @@ from flashwright.build.screen import screen
 from flashwright.build.toolchain import Toolchain
 from flashwright.check.program import Program
 from flashwright.confine import landlock
+from flashwright.confine.start import UNCONFINED
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.format import format_tree
@@ -33,8 +34,6 @@ from flashwright.lower.source_map import commented
 from flashwright.lower.translate import Translation
 from flashwright.spec import AttentionSpec
 
-WITHOUT_LANDLOCK = "FLASHWRIGHT_WITHOUT_LANDLOCK"
-"""Set to 1, it has model-written code compiled where the system keeps no files from a process."""
 _ALIGNMENTS = (8, 64, 128)  # of the struct: without tensor maps, and with them by the CUDA version
 _MAP, _POINTER, _STRIDE, _DIM = 128, 8, 8, 4  # bytes (lower/launch_plan.py)
 
@@ -81,13 +80,13 @@ def translated_by_model(
 
 def _confinable() -> None:
     """Failed with FW821 where the compiler could open any of the user's files."""
-    if os.environ.get(WITHOUT_LANDLOCK) == "1":
+    if os.environ.get(UNCONFINED) == "1":
         return
     if sys.platform != "linux" or not landlock.available():
         text = "this system has no Landlock, which keeps the compiler from other files than headers"
         hint = (
             "Linux 5.13 and later have it, where it is not switched off; "
-            f"{WITHOUT_LANDLOCK}=1 compiles what a model wrote without it, best in a container"
+            f"{UNCONFINED}=1 compiles what a model wrote without it, best in a container"
         )
         raise Failed(Diagnostic("FW821", text, help=hint))
 

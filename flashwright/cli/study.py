@@ -86,7 +86,7 @@ def study(
     The same command goes on where it was cut off.
     """
     if unconfined:
-        from flashwright.sandbox.place import UNCONFINED
+        from flashwright.confine.start import UNCONFINED
 
         os.environ[UNCONFINED] = "1"
     given = {"--model": model, "--gpu": gpu, "--out": out}

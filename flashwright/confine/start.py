@@ -21,6 +21,8 @@ from flashwright.confine.landlock import keeps_signals, restrict
 from flashwright.confine.limit import limit
 from flashwright.confine.seal import die_with_parent, drop_capabilities, seal
 
+UNCONFINED = "FLASHWRIGHT_UNCONFINED"
+"""Set to 1: what a model wrote is compiled and run also where it can open every file."""
 NOT_STARTED = 126
 """The exit status where the command cannot be run at all, as a shell has it."""
 NOT_CONFINED = 125

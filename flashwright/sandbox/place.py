@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from flashwright.confine import landlock, seal
-from flashwright.confine.start import CALLS, FILES, Policy
+from flashwright.confine.start import CALLS, FILES, UNCONFINED, Policy
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.sandbox.candidate import Candidate
 from flashwright.sandbox.limits import Limits
@@ -37,8 +37,6 @@ _DEVICES = (  # not all of /dev: what others have in shared memory is there, and
 )
 READS = "FLASHWRIGHT_CANDIDATE_READS"
 """Further files and folders that a candidate may read, as in PATH; not one that a model wrote."""
-UNCONFINED = "FLASHWRIGHT_UNCONFINED"
-"""Set to 1: what a model wrote runs also where its process can open every file."""
 _PACKAGE = "launch.json"
 _THREADS = "/proc/self/task"
 """The driver gives its threads names, and does not start where it cannot."""

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import typer.testing
 
-from flashwright.build.authored import WITHOUT_LANDLOCK
+from flashwright.confine import landlock
+from flashwright.confine.start import UNCONFINED
 from tests.unit import local_model as local
 
 
@@ -38,7 +39,8 @@ def one_command_line() -> Iterator[None]:
 def compile_for_models() -> Iterator[None]:
     """What the tests give as a model's code is ours: it is compiled without Landlock too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(WITHOUT_LANDLOCK, "1")
+        if not landlock.available():
+            patch.setenv(UNCONFINED, "1")
         yield
 
 

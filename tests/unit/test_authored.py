@@ -14,10 +14,11 @@ import pytest
 
 from flashwright import gpu as gpus
 from flashwright.build import process, toolchain
-from flashwright.build.authored import WITHOUT_LANDLOCK, TranslationByModel, translated_by_model
+from flashwright.build.authored import TranslationByModel, translated_by_model
 from flashwright.build.compile import build
 from flashwright.build.toolchain import Toolchain
 from flashwright.confine import landlock
+from flashwright.confine.start import UNCONFINED
 from flashwright.judge.emulated import judge_emulated
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.render import for_model
@@ -374,12 +375,12 @@ def test_without_landlock_nothing_is_compiled_unless_told(
     nvcc: FakeNvcc, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(landlock, "available", lambda: False)
-    monkeypatch.delenv(WITHOUT_LANDLOCK)
+    monkeypatch.delenv(UNCONFINED, raising=False)
     with pytest.raises(Failed, match=r"FW821.*no Landlock") as caught:
         taken(ours()[0], tools=nvcc.tools)
-    assert WITHOUT_LANDLOCK in (caught.value.diagnostics[0].help or "")
+    assert UNCONFINED in (caught.value.diagnostics[0].help or "")
     assert nvcc.runs == []
-    monkeypatch.setenv(WITHOUT_LANDLOCK, "1")
+    monkeypatch.setenv(UNCONFINED, "1")
     nvcc.set(
         f"{WORKS}; cat > kernel.ptx <<'END'\n{PTX.format(align=8, size=216, threads=128)}END\n"
     )
