@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -47,6 +48,43 @@ def cannot(verb: str, path: Path, error: OSError) -> Failed:
     return Failed(Diagnostic("FW001", f"cannot {verb} {path}: {reason}", help=hint))
 
 
+# --- files that anybody may have made ---------------------------------------------------------
+
+MOST_BYTES = 64 << 20
+"""Of a file of a kernel package: the largest kernels we know have cubins of 1 MB."""
+
+
+def content(path: Path, most: int = MOST_BYTES) -> bytes | None:
+    """The bytes of an ordinary file, None where there is none; links are followed.
+
+    Failed with FW852 for a folder, a pipe or a device in its place, and for a file that cannot be
+    read or has more than `most` bytes: opening a pipe would wait for ever, a device may not end.
+    """
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
+    try:
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            raise Failed(Diagnostic("FW852", f"{path} is not a file"))
+        with open(number, "rb", closefd=False) as file:
+            data = file.read(most + 1)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    finally:
+        os.close(number)
+    if len(data) > most:
+        raise Failed(Diagnostic("FW852", f"{path} has more than {most} bytes"))
+    return data
+
+
+def _unreadable(path: Path, error: OSError | ValueError) -> Failed:
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    return Failed(Diagnostic("FW852", f"cannot read {path}: {reason}"))
+
+
 # --- files of an earlier run ------------------------------------------------------------------
 
 
@@ -58,8 +96,8 @@ def sha256(data: str | bytes) -> str:
 def recorded(path: Path) -> dict[str, str]:
     """The digests in an earlier run's record; none where there is no such record."""
     try:
-        return dict(json.loads(path.read_bytes())["artefacts"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return dict(json.loads(content(path) or b"")["artefacts"])
+    except (Failed, ValueError, KeyError, TypeError, RecursionError):
         return {}
 
 

@@ -16,17 +16,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from flashwright import spec as specs
 from flashwright.build import load as one
-from flashwright.build.encode import LAYOUTS
-from flashwright.build.load import Kernel, dim_sources, read_plan
+from flashwright.build.load import Kernel, dim_sources
 from flashwright.build.package import CLASSES, OWN, inside
+from flashwright.build.plan_rules import LAYOUTS
+from flashwright.build.reading import read_model, read_plan
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.launch_plan import LaunchPlan
 
 SPEC = "spec.toml"
+LONGEST = 1 << 24
+"""Keys: no trial has more, so what a kernel does beyond is not known."""
+MOST_RULES = 64
 Files = Mapping[str, str | bytes]
 
 
@@ -34,8 +38,8 @@ class Rule(BaseModel):
     """Up to how many keys a kernel serves; the last rule has no end."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    up_to: int | None = Field(None, ge=0)
-    kernel: str
+    up_to: int | None = Field(None, ge=0, le=LONGEST)
+    kernel: str = Field(max_length=100)
 
 
 class Classes(BaseModel):
@@ -43,7 +47,7 @@ class Classes(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     by: Literal["kv_len"] = "kv_len"
-    rules: tuple[Rule, ...]
+    rules: tuple[Rule, ...] = Field(max_length=MOST_RULES)
 
     @classmethod
     def of(cls, rules: Iterable[tuple[int | None, str]]) -> Classes:
@@ -86,18 +90,9 @@ def load(folder: str | Path) -> Kernel | Kernels:
 def read(folder: Path) -> Classes:
     """The rules of a package, with all that they name held against it; Failed with FW852."""
     path = folder / CLASSES
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
+    found = read_model(Classes, path, _FORM)
+    if found is None:
         return ALONE
-    except OSError as error:
-        raise Failed(Diagnostic("FW852", f"cannot read {path}: {error.strerror}")) from None
-    try:
-        found = Classes.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise _bad(path, f"{where}: {first['msg']}", _FORM) from None
     _upwards(path, found)
     plan = read_plan(folder)
     if found.by not in plan.dims:
@@ -157,7 +152,7 @@ def _belongs(path: Path, name: str, plan: LaunchPlan) -> None:
     """A further kernel is a package in a subfolder, for the same spec and the same GPU."""
     hint = "`flashwright tune` makes such packages; without the file the package's own kernel is"
     hint += " called for everything"
-    if Path(name).name != name or name == "..":
+    if Path(name).name != name or name == ".." or not name.isprintable():
         raise _bad(path, f"{name!r} is no name of a subfolder", hint)
     folder = path.parent / name
     if not folder.is_dir():

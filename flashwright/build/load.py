@@ -7,16 +7,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from flashwright.build import driver
 from flashwright.build.arrays import Framework, framework_of
-from flashwright.build.encode import LAYOUTS, caller_order, encode
+from flashwright.build.encode import encode
 from flashwright.build.native import launcher
+from flashwright.build.plan_rules import LAYOUTS, caller_order
+from flashwright.build.reading import CUBIN, PLAN, PTX, read_cubin, read_plan, read_ptx
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.launch_plan import LaunchPlan, PlanTensor, Postfix, evaluate
 
-PLAN, CUBIN, PTX = "launch.json", "kernel.cubin", "kernel.ptx"
+__all__ = ["CUBIN", "PLAN", "PTX", "Kernel", "dim_sources", "load", "read_plan", "unshown"]
 _CHECK_ONLY = 2
 
 # Where the size of an output's axis comes from: a number, the axis of an input, or an expression.
@@ -30,38 +30,11 @@ def load(folder: str | Path) -> Kernel:
     """
     folder = Path(folder)
     plan = read_plan(folder)
-    cubin, ptx = _image(folder / CUBIN), _image(folder / PTX)
+    cubin, ptx = read_cubin(folder, plan), (read_ptx(folder / PTX, plan) or "").encode()
     if not (cubin or ptx):
         hint = f"flashwright build {folder}"
         raise Failed(Diagnostic("FW852", f"{folder} has no {CUBIN} and no {PTX}", help=hint))
     return Kernel(plan, cubin, ptx)
-
-
-def read_plan(folder: Path) -> LaunchPlan:
-    """The launch plan of a kernel package; Failed with FW852 where there is none to use."""
-    path = folder / PLAN
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        hint = "a kernel package is a folder made by `flashwright generate` or `flashwright build`"
-        text_ = f"{folder} is no kernel package: {PLAN}: {error.strerror}"
-        raise Failed(Diagnostic("FW852", text_, help=hint)) from None
-    try:
-        return LaunchPlan.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        text_ = f"{path} is no launch plan: {where}: {first['msg']}"
-        raise Failed(Diagnostic("FW852", text_, help="build the package again")) from None
-
-
-def _image(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return b""
-    except OSError as error:
-        raise Failed(Diagnostic("FW852", f"cannot read {path}: {error.strerror}")) from None
 
 
 class Kernel:

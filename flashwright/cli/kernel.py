@@ -26,7 +26,8 @@ from flashwright.cli.command import (
     shown_name,
     tell,
 )
-from flashwright.files import cannot, recorded, set_aside, sha256, write
+from flashwright.files import cannot, content, recorded, set_aside, sha256, write
+from flashwright.lang.diagnostic import Failed
 
 if TYPE_CHECKING:
     from flashwright.build.compile import Built
@@ -176,8 +177,8 @@ def known_gpu(folder: Path) -> str:
     """The GPU that a folder was made for, as its records say."""
     for name in ("build.json", "result.json"):
         try:
-            return str(json.loads((folder / name).read_bytes())["gpu"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return str(json.loads(content(folder / name) or b"")["gpu"])
+        except (Failed, ValueError, KeyError, TypeError, RecursionError):
             continue
     raise typer.BadParameter("say for which GPU; `flashwright gpus` lists them", param_hint="--gpu")
 

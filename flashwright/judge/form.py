@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from flashwright.build import classes
-from flashwright.build.encode import LAYOUTS, caller_order
-from flashwright.build.load import read_plan
+from flashwright.build.plan_rules import LAYOUTS, caller_order
+from flashwright.build.reading import read_plan
 from flashwright.judge import inputs as trial
 from flashwright.judge.problems import Problem
 from flashwright.judge.reference_apart import ReferenceApart
@@ -21,6 +22,8 @@ from flashwright.sandbox.candidate import Candidate
 from flashwright.sandbox.tensors import DTYPES, Array
 from flashwright.spec import AttentionSpec
 
+MOST_ELEMENTS = 1 << 36
+"""Of a tensor of a trial."""
 Shapes = dict[str, tuple[tuple[int, ...], str]]
 
 
@@ -157,7 +160,12 @@ class PackageForm:
 
 
 def planned_shape(tensor: PlanTensor, dims: Mapping[str, int]) -> tuple[int, ...]:
-    """A tensor's shape in the caller's order of axes."""
-    axes: list[Any] = [evaluate(axis.size, dims) for axis in tensor.axes]
+    """A tensor's shape in the caller's order of axes; Failed with FW852 for one that cannot be."""
+    axes = [evaluate(axis.size, dims) for axis in tensor.axes]
     order = caller_order(tensor, LAYOUTS[0])
-    return tuple(int(np.prod([axes[p] for p in parts])) for parts in order)
+    shape = tuple(math.prod(axes[p] for p in parts) for parts in order)
+    if min(axes, default=0) < 0 or math.prod(shape) > MOST_ELEMENTS:
+        sizes = ", ".join(f"{name} {size}" for name, size in dims.items())
+        text = f"launch.json: tensors.{tensor.name}: no tensor has the shape {shape} (with {sizes})"
+        raise Failed(Diagnostic("FW852", text))
+    return shape

@@ -17,7 +17,7 @@ from typing import Any
 from flashwright.build import driver, toolchain
 from flashwright.build.classes import folders
 from flashwright.build.compile import NAME, build
-from flashwright.build.load import CUBIN, PLAN, PTX, read_plan
+from flashwright.build.reading import CUBIN, PLAN, PTX, read_plan
 from flashwright.judge.expected import Expected
 from flashwright.judge.form import form_of
 from flashwright.judge.judge import need_torch

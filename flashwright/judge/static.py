@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashwright.build.load import CUBIN, PTX
+from flashwright.build.reading import CUBIN, PTX
+from flashwright.files import content
 from flashwright.sandbox.candidate import Candidate
 from flashwright.spec import AttentionSpec
 
@@ -123,8 +124,7 @@ def instructions(folder: Path, spec: AttentionSpec) -> tuple[str, int]:
 
     Empty where they are as asked: operands in the spec's type, sums in fp32.
     """
-    ptx = folder / PTX
-    found = _MMA.findall(ptx.read_text(errors="replace")) if ptx.is_file() else []
+    found = _MMA.findall((content(folder / PTX) or b"").decode(errors="replace"))
     for one in found:
         types = re.findall(r"\.(f16|bf16|f32|s32|tf32|e4m3|e5m2|s8|u8|s4|u4)\b", one)
         wrong = _weaker(types, spec)

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from flashwright.build import classes
-from flashwright.build.load import read_plan
 from flashwright.build.package import OWN
+from flashwright.build.reading import read_plan
 from flashwright.check.check import check
 from flashwright.check.machine import Machine
 from flashwright.check.program import Program, tile_of

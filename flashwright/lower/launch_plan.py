@@ -19,6 +19,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from flashwright.lang.diagnostic import Diagnostic, Failed
+
 Postfix = tuple[int | str, ...]
 
 OPERATORS: dict[str, Callable[[int, int], int]] = {
@@ -31,6 +33,10 @@ OPERATORS: dict[str, Callable[[int, int], int]] = {
     "min": min,
     "max": max,
 }
+DIVISIONS = ("ceil_div", "floor_div", "mod")
+GRID_LIMITS = (2**31 - 1, 2**16 - 1, 2**16 - 1)
+"""Blocks along each axis of a grid (CUDA C++ Programming Guide, all of 7.5 to 9.0)."""
+_LARGEST = 2**62  # the launcher computes in 64 bits
 
 
 class PlanAxis(BaseModel):
@@ -108,21 +114,55 @@ class LaunchPlan(BaseModel):
         return self.model_dump_json(indent=1, exclude=unsaid) + "\n"
 
     def blocks(self, dims: Mapping[str, int], sms: int) -> tuple[int, ...]:
-        """The blocks to launch on a GPU with so many SMs, along each axis."""
+        """The blocks to launch on a GPU with so many SMs, along each axis.
+
+        Failed with FW852 for a grid that no GPU has.
+        """
         counts = tuple(evaluate(count, dims) for count in self.grid)
+        limits = (GRID_LIMITS[0],) * len(counts) if self.stays else GRID_LIMITS
+        for axis, (count, most) in enumerate(zip(counts, limits, strict=False)):
+            if not 0 <= count <= most:
+                raise _unusable(f"grid.{axis}: {count} blocks, not 0 to {most}", dims)
         return (min(math.prod(counts), sms),) if self.stays else counts
 
 
 def evaluate(expr: Postfix, dims: Mapping[str, int]) -> int:
-    """The value of a size."""
+    """The value of a size.
+
+    Failed with FW852 where it has none: it is no expression, divides by zero or is too large; with
+    FW904 where a dimension is not known.
+    """
     stack: list[int] = []
     for token in expr:
         if isinstance(token, int):
             stack.append(token)
-        elif token in OPERATORS:
-            right, left = stack.pop(), stack.pop()
-            stack.append(OPERATORS[token](left, right))
+        elif token not in OPERATORS:
+            stack.append(_size_of(token, dims))
+        elif len(stack) < 2:
+            break
         else:
-            stack.append(dims[token])
-    (value,) = stack
-    return value
+            right, left = stack.pop(), stack.pop()
+            if right == 0 and token in DIVISIONS:
+                raise _unusable(f"the size {_shown(expr)} divides by zero", dims)
+            stack.append(OPERATORS[token](left, right))
+            if abs(stack[-1]) > _LARGEST:
+                raise _unusable(f"the size {_shown(expr)} is too large", dims)
+    if len(stack) != 1:
+        raise _unusable(f"{_shown(expr)} is no expression", dims)
+    return stack[0]
+
+
+def _size_of(name: str, dims: Mapping[str, int]) -> int:
+    if name not in dims:
+        raise Failed(Diagnostic("FW904", f"no value is given for {name}"))
+    return dims[name]
+
+
+def _shown(expr: Postfix) -> str:
+    text = " ".join(map(str, expr))
+    return f"`{text[:80]}`"
+
+
+def _unusable(text: str, dims: Mapping[str, int]) -> Failed:
+    sizes = ", ".join(f"{name} {size}" for name, size in dims.items())
+    return Failed(Diagnostic("FW852", f"launch.json: {text} (with {sizes})"))

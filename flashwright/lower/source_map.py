@@ -6,8 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
+from flashwright.files import content
+from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.cuda_text import read as read_text
 
 NAME = "kernel.map.json"
@@ -48,9 +50,21 @@ class SourceMap(BaseModel):
 
 
 def read(folder: Path) -> SourceMap:
-    """The map in a kernel package; an empty one where it has none."""
+    """The map in a kernel package; an empty one where it has none.
+
+    Failed with FW852 for a file that is no map.
+    """
     path = folder / NAME
-    return SourceMap.model_validate_json(path.read_bytes()) if path.is_file() else SourceMap()
+    data = content(path)
+    if data is None:
+        return SourceMap()
+    try:
+        return SourceMap.model_validate_json(data, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(str(part) for part in first["loc"])[:200] or "the file"
+        hint = "build the package again"
+        raise Failed(Diagnostic("FW852", f"{path}: {where}: {first['msg']}", help=hint)) from None
 
 
 def source_map(lines: Sequence[tuple[int, int] | None]) -> SourceMap:

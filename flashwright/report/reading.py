@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from flashwright.files import cannot
+from flashwright.files import cannot, content
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.spec import AttentionSpec, BadSpec
 
@@ -29,9 +31,12 @@ def bytes_of(path: Path) -> bytes:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise bad(path, f"is larger than {MAX_BYTES >> 20} MB")
-        return path.read_bytes()
     except OSError as error:
         raise cannot("read", path, error) from None
+    data = content(path, MAX_BYTES)
+    if data is None:
+        raise cannot("read", path, FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
+    return data
 
 
 def text_of(path: Path) -> str:

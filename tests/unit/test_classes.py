@@ -33,8 +33,8 @@ from tests.unit import emulated, test_kernel, test_receipt, test_report
 from tests.unit.emulated import needs_compilers
 from tests.unit.fake_gpu import (
     ATTENTION,
-    DIMS,
     Driver,
+    cubin,
     inputs,
     make_plan,
     on_fake_gpu,
@@ -59,7 +59,7 @@ def put(folder: Path, rules: Classes | str = RULES, **plans: dict[str, Any]) -> 
         place = folder / name
         place.mkdir(parents=True, exist_ok=True)
         (place / PLAN).write_text(make_plan(**changes).dump())
-        (place / CUBIN).write_bytes(b"\x7fELF")
+        (place / CUBIN).write_bytes(cubin(90))
         (place / "spec.toml").write_text(specs.dump(SPEC))
     (folder / CLASSES).write_text(rules if isinstance(rules, str) else rules.dump())
     return folder
@@ -317,8 +317,7 @@ def test_build_makes_all_kernels_and_its_record_names_them(
     rules = Classes(by="kv_len", rules=RULES.rules)
     (folder / CLASSES).write_text(rules.dump())
     for place in (folder, folder / "short"):
-        plan = json.loads((place / PLAN).read_text())
-        (place / PLAN).write_text(json.dumps({**plan, "dims": list(DIMS)}))
+        (place / PLAN).write_text(make_plan().dump())
     for place in (folder / "short", folder):
         (place / "kernel.cubin").unlink()
     done = Outcome("build", str(folder))
@@ -390,7 +389,7 @@ def test_the_emulated_verdict_of_generate_is_on_every_kernel(
 ) -> None:
     early = [c.model_copy(update={"up_to": c.up_to and 128}) for c in tuned._shipped()]
     monkeypatch.setattr(tuned, "_shipped", lambda: tuple(early))
-    monkeypatch.setattr(stages, "EMULATION_SECONDS", 0.0)
+    monkeypatch.setattr(stages, "EMULATION_PROBLEMS", 2)
     run = test_report.generate(D64, tmp_path)
     assert run.ok
     assert run.emulated is not None
