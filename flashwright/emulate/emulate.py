@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashwright.build.encode import LAYOUTS, caller_order
+from flashwright.build.plan_rules import LAYOUTS, caller_order
 from flashwright.emulate.encode import MODULE, Program, encode
 from flashwright.emulate.machine import Found, Launch, Region, library
 from flashwright.emulate.parse import bad, parse
@@ -21,6 +21,8 @@ from flashwright.emulate.tensor_map import encode_tensor_map
 from flashwright.lower.launch_plan import LaunchPlan, PlanMap, PlanTensor, evaluate
 
 Array = NDArray[Any]
+Variables = NDArray[np.uint8]
+"""The variables of a module in global memory (`__device__`), as launches leave them."""
 
 KINDS = (
     *("out_of_bounds", "misaligned", "read_only", "unwritten", "race", "deadlock", "divergent"),
@@ -29,7 +31,11 @@ KINDS = (
 COUNTS = (*("executed", "lanes", "bytes", "wavefronts", "ideal", "sectors", "requests", "waits"),)
 GAP = 1 << 20  # bytes between two tensors: whoever runs over the end of one hits nothing
 SMS = 3  # few, so that the blocks of a kernel that stays take several of the grid's each
+MOST_SHARED = 1 << 20  # bytes of a block: more than any GPU has
+MOST_LOCAL = 1 << 19  # bytes of a thread (CUDA C++ Programming Guide, all of 7.5 to 9.0)
+MOST_BLOCKS = 2**31 - 1
 _ROOM = 256
+_SPARE = bytes(1024)  # behind the registers: an instruction may take one to be wider than it is
 _SWIZZLES = {0: "none", 32: "32B", 64: "64B", 128: "128B"}
 _TMA_UNIT, _MAP_BYTES = 16, 128
 _ZEROS = np.zeros(_TMA_UNIT, np.uint8)  # in place of a tensor without elements
@@ -69,7 +75,12 @@ def prepare(ptx: str, entry: str) -> Program:
     module = parse(ptx)
     if entry not in module.entries:
         raise bad(1, f"there is no kernel {entry}; there are {', '.join(module.entries)}")
-    return encode(module, module.entries[entry])
+    made = encode(module, module.entries[entry])
+    try:
+        _ = made.packed
+    except OverflowError:
+        raise bad(1, "a number in it has more than 32 bits where none can") from None
+    return made
 
 
 def run(
@@ -78,11 +89,21 @@ def run(
     arrays: Mapping[str, Array],
     dims: Mapping[str, int],
     schedule: str = "eager",
+    variables: Variables | None = None,
 ) -> Result:
-    """Run a kernel on arrays in the caller's order of axes; outputs are written in place."""
+    """Run a kernel on arrays in the caller's order of axes; outputs are written in place.
+
+    `variables` are those of the module, as an earlier launch has left them; without them the launch
+    is the first.
+    """
     regions, parameters = _memory(plan, arrays, dims)
-    grid = plan.blocks(dims, SMS)
-    return launch(program, regions, parameters, grid, [plan.threads], plan.shared, schedule)
+    grid, block = plan.blocks(dims, SMS), [plan.threads]
+    return launch(program, regions, parameters, grid, block, plan.shared, schedule, variables)
+
+
+def variables_of(program: Program) -> Variables:
+    """The variables of a module as they are when it is loaded."""
+    return np.frombuffer(bytes(program.data) or b"\0", np.uint8).copy()
 
 
 def launch(
@@ -93,16 +114,19 @@ def launch(
     block: Sequence[int],
     shared: int,
     schedule: str = "eager",
+    variables: Variables | None = None,
 ) -> Result:
     """Run blocks of threads over a grid; `shared` comes on top of what the kernel declares.
 
     `schedule` says when asynchronous work is done: `eager`, when it is started; `lazy`, as late as
-    a wait allows; `random:SEED`, at any moment between, with the warps in any order.
+    a wait allows; `random:SEED`, at any moment between, with the warps in any order. Failed with
+    FW831 for a launch that no GPU can do.
     """
+    _possible(program, grid, shared)
     kind, seed = schedule_of(schedule)
     names, (code, operands, touched, specials) = program.packed
-    registers = np.frombuffer(bytes(program.registers) or b"\0", np.uint8)
-    data = np.frombuffer(bytes(program.data) or b"\0", np.uint8).copy()
+    registers = np.frombuffer(bytes(program.registers) + _SPARE, np.uint8)
+    data = variables_of(program) if variables is None else variables
     # A struct may be padded at its end.
     given = np.frombuffer(parameters.ljust(max(program.parameter_bytes, 1), b"\0"), np.uint8)
     known = [*regions, Region(MODULE, len(program.data), data.ctypes.data, 1)]
@@ -118,7 +142,7 @@ def launch(
         touched=touched.ctypes.data,
         touched_count=len(program.touched),
         registers=registers.ctypes.data,
-        register_bytes=len(program.registers),
+        register_bytes=len(registers),
         specials=specials.ctypes.data,
         special_count=len(program.specials) // 2,
         regions=ctypes.addressof(listed),
@@ -140,6 +164,16 @@ def launch(
         one = program.source[-1 - count]
         raise bad(one.line, f"the machine does not know {one.opcode}")
     return Result(tuple(_finding(program, f) for f in found[: min(count, _ROOM)]), counts)
+
+
+def _possible(program: Program, grid: Sequence[int], shared: int) -> None:
+    """The machine takes what it is given: what it has no room for ends here."""
+    if not 0 <= program.shared + shared <= MOST_SHARED:
+        raise bad(1, f"a block cannot have {program.shared + shared} bytes of shared memory")
+    if program.local > MOST_LOCAL:
+        raise bad(1, f"a thread cannot have {program.local} bytes of memory of its own")
+    if math.prod(grid) > MOST_BLOCKS:
+        raise bad(1, f"{math.prod(grid)} blocks are more than can be emulated")
 
 
 def schedule_of(text: str) -> tuple[int, int]:

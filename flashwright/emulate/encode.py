@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashwright.emulate.parse import bad, names
+from flashwright.emulate.parse import MOST_VARIABLE, UNREADABLE, bad, names
 from flashwright.emulate.ptx import (
     Address,
     Entry,
@@ -51,6 +51,20 @@ SPECIALS = (
 OPERATIONS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
 TYPES = ("b32", "b64", "u32", "u64", "s32", "s64", "f32", "f64", "f16x2", "bf16x2")
 NORMAL, BRANCH, EXIT, SYNC, ARRIVE, MBARRIER, CLUSTER_ARRIVE, CLUSTER_WAIT, PRODUCTS = range(9)
+
+
+# Operands that instructions have at least. The machine takes them as they come, so that none may be
+# missing; behind instructions that are not here, it finds slots that are there.
+_FEWEST = {
+    **dict.fromkeys(("mov", "not", "cnot", "neg", "abs", "popc", "clz", "brev", "bfind"), 2),
+    **dict.fromkeys(("rcp", "sqrt", "rsqrt", "ex2", "lg2", "sin", "cos", "tanh", "cvt", "cvta"), 2),
+    **dict.fromkeys(("add", "sub", "mul", "div", "rem", "min", "max", "and", "or", "xor"), 3),
+    **dict.fromkeys(("shl", "shr", "setp", "set", "copysign"), 3),
+    **dict.fromkeys(("mad", "fma", "selp", "slct", "bfe", "prmt", "shf", "sad"), 4),
+    **dict.fromkeys(("lop3", "bfi"), 5),
+}
+_UNREAD = ("setp", "mov")  # whose results may be `_`
+_SPARE = [0] * 160
 
 
 @dataclass
@@ -117,6 +131,8 @@ class _Encoder:
             offset = -(-ends[space] // variable.align) * variable.align
             self.addresses[variable.name] = offset + (MODULE if space == "global" else 0)
             ends[space] = offset + variable.size
+            if ends[space] > MOST_VARIABLE:
+                raise bad(1, f"more than {MOST_VARIABLE} bytes of variables in {space} memory")
             if space == "global":
                 made.data += bytes(offset - len(made.data))
                 made.data += variable.data.ljust(variable.size, b"\0")
@@ -127,7 +143,10 @@ class _Encoder:
         for instruction in self.entry.code:
             self.starts.append(len(self.made.names))
             self.line, self.now = instruction.line, instruction
-            self._instruction(instruction)
+            try:
+                self._instruction(instruction)
+            except (*UNREADABLE, AssertionError):
+                raise bad(self.line, f"cannot execute {instruction.opcode}") from None
         self.starts.append(len(self.made.names))
         # A kernel may end without saying so.
         self.now = Instruction("ret", (), None, self.line)
@@ -257,7 +276,14 @@ class _Encoder:
             self._slot(operand, operand_width(name, number, len(single), size))
             for number, operand in enumerate(single)
         ]
+        stem = name.partition(".")[0]
+        if len(slots) < _FEWEST.get(stem, 0):
+            raise bad(self.line, f"{name} has {len(slots)} operands")
+        if min(slots, default=0) < 0 and stem in _FEWEST and stem not in _UNREAD:
+            raise bad(self.line, f"{name} cannot have `_` as an operand")
         self._emit(name, slots)
+        if stem not in _FEWEST:
+            self.made.operands += _SPARE[:16]
 
     def _convert(self, name: str, operands: Sequence[Operand]) -> None:
         """Registers may be wider than what is converted: then it is said how wide they are."""
@@ -419,6 +445,7 @@ class _Encoder:
             slots = [[self._slot(x, 4) for x in flat(d)], [self._slot(x, 8) for x in flat(a)]]
             last = self._slot(b, 8)
             self._emit(name, [*header, len(slots[0]), *slots[0], *slots[1], last])
+            self.made.operands += _SPARE
 
     def _unknown(self) -> Exception:
         assert self.now is not None

@@ -12,12 +12,13 @@ from flashwright.build import toolchain
 from flashwright.build.classes import Classes
 from flashwright.build.classes import read as read_classes
 from flashwright.build.compile import NAME, build
-from flashwright.build.load import PTX, read_plan
-from flashwright.emulate.emulate import SMS, Array, Result, addresses, prepare, run
+from flashwright.build.reading import PTX, read_plan, read_ptx
+from flashwright.emulate.emulate import SMS, Array, Result, Variables, addresses, prepare, run
 from flashwright.emulate.encode import Program
 from flashwright.emulate.parse import bad, parse
 from flashwright.emulate.places import Extent, Origin
 from flashwright.emulate.ptx import Entry, Place
+from flashwright.files import content
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.launch_plan import LaunchPlan
 from flashwright.lower.source_map import SourceMap, read
@@ -95,16 +96,18 @@ class Package:
         dims: Mapping[str, int],
         schedule: str = "eager",
         seconds: float | None = None,
+        variables: Variables | None = None,
     ) -> Result:
         """Run it on arrays, whose outputs are written in place; Unending after so many seconds.
 
+        `variables` are the module's: they keep what earlier launches have left in them.
         The machine runs in a thread of its own, so that Ctrl-C is heard meanwhile.
         """
         program, answer = self.program, _Answer()
 
         def work() -> None:
             try:
-                answer.result = run(program, self.plan, arrays, dims, schedule=schedule)
+                answer.result = run(program, self.plan, arrays, dims, schedule, variables)
             except BaseException as error:
                 answer.error = error
 
@@ -127,14 +130,14 @@ class _Answer:
 def read_package(folder: Path, name: str = "", file: str = PTX) -> Package:
     """The kernel in a folder; Failed with FW852 where there is no PTX of one."""
     plan = read_plan(folder)
-    ptx = folder / file
-    if not ptx.is_file():
+    ptx = read_ptx(folder / file, plan)
+    if ptx is None:
         text = f"{folder} has no {file}, which is what the emulator executes"
         raise Failed(Diagnostic("FW852", text, help=f"flashwright build {folder}"))
     return Package(
         name or str(folder),
         plan,
-        _text(ptx),
+        ptx,
         _text(folder / NAME),
         read(folder),
         _text(folder / CODE),
@@ -176,9 +179,4 @@ def compile_package(path: Path, name: str = "") -> Package:
 
 
 def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return ""
-    except OSError as error:
-        raise Failed(Diagnostic("FW852", f"cannot read {path}: {error.strerror}")) from None
+    return (content(path) or b"").decode("utf-8", errors="replace")

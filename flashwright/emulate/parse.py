@@ -23,6 +23,7 @@ from flashwright.emulate.ptx import (
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
 _SIZES = {"b8": 1, "b16": 2, "b32": 4, "b64": 8, "b128": 16, "pred": 1}
+_ALIGNMENTS = tuple(1 << n for n in range(11))
 _TOKEN = re.compile(
     r"0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|0[xX][0-9a-fA-F]+U?|\d+U?"
     r"|%?[A-Za-z_$][\w$]*(?:\.[xyzw])?|[\[\]{}(),+|!<>=*-]|\S"
@@ -42,6 +43,10 @@ _ENTRY = re.compile(r"(?:\.(?:visible|weak)\s+)?\.entry\s+([\w$]+)\s*(?:\((.*?)\
 _LABEL = re.compile(r"\s*([\w$]+)\s*:(?!:)")
 _WITHOUT_LABELS = re.compile(r"^\s*(?:[\w$]+\s*:(?!:)\s*)*")
 _DEPTH = 32  # of calls inlined into each other
+MOST_REGISTERS = 1 << 18  # that a kernel declares; the largest we know have 30,000
+MOST_VARIABLE = 1 << 28  # bytes
+UNREADABLE = (ArithmeticError, LookupError, ValueError, TypeError, AttributeError, RecursionError)
+"""What text that is no PTX leads to."""
 
 
 def parse(text: str) -> Module:
@@ -106,7 +111,10 @@ class _Parser:
 
     def module(self) -> Module:
         for line, statement, end in _statements(self.text):
-            self._statement(line, statement, end)
+            try:
+                self._statement(line, statement, end)
+            except UNREADABLE:
+                raise bad(line, f"cannot read `{statement.strip()[:60]}`") from None
         return Module(self.target, self.entries, tuple(self.variables))
 
     # --- statements ---------------------------------------------------------------------------
@@ -199,6 +207,8 @@ class _Parser:
         for name in found[2].split(","):
             name = name.strip()
             many = re.fullmatch(r"(%?[\w$]+)<(\d+)>", name)
+            if many and int(many[2]) + len(body.registers) > MOST_REGISTERS:
+                raise bad(line, f"more than {MOST_REGISTERS} registers")
             if many:
                 body.registers.update({f"{many[1]}{n}": found[1] for n in range(int(many[2]))})
             elif body.scopes:
@@ -220,6 +230,8 @@ class _Parser:
         for number in re.findall(r"\[(\d*)\]", found["size"]):
             unsized |= not number
             size *= int(number or 0)
+        if size > MOST_VARIABLE:
+            raise bad(line, f"a variable of {size} bytes")
         space = next(
             s
             for s in (*found["how"].replace(".", "").split()[::-1], "global")
@@ -227,6 +239,8 @@ class _Parser:
         )
         data = self._data(line, found["data"], _SIZES[kind]) if found["data"] else b""
         align, real = int(found["align"] or _SIZES[kind]), found["type"].startswith("f")
+        if align not in _ALIGNMENTS or len(data) > max(size, 1):
+            raise bad(line, f"cannot read `{text[:60]}`")
         return Variable(found["name"], space, align, size, data, real)
 
     def _data(self, line: int, text: str, size: int) -> bytes:
