@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flashwright.build.toolchain import Toolchain
     from flashwright.check.program import Program
 
-EMULATION_SECONDS = 8.0  # for the verdict under emulation; `verify --on cpu` takes its time
+EMULATION_PROBLEMS = 6  # of the verdict under emulation; `verify --on cpu` puts all of them
 
 
 def sketch(run: Run, progress: Progress) -> Run:
@@ -190,11 +190,13 @@ def _emulate(run: Run, progress: Progress, why: tuple[Diagnostic, ...]) -> Run:
 
     try:
         judged = partial(judge_emulated, run.folder, run.spec, base=run.folder)
-        found = judged(seconds=EMULATION_SECONDS, progress=progress)
+        found = judged(most=EMULATION_PROBLEMS, progress=progress)
     except Failed as failed:
         if all(d.bad_input for d in failed.diagnostics):
             raise Skipped(*why, *failed.diagnostics) from None
         raise
+    if found.missing and not found.offences:
+        raise Skipped(*why, *found.diagnostics)
     findings = tuple(Finding("code.tl" if d.span else "kernel.cu", d) for d in found.diagnostics)
     noted = replace(found, notes=(f"instead of a GPU: {why[0].message}", *found.notes))
     return replace(run, emulated=noted, findings=run.findings + findings)

@@ -8,6 +8,7 @@ offence, at its line of TL.
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,15 @@ from pathlib import Path
 
 import numpy as np
 
-from flashwright.emulate.emulate import COUNTS, Finding, Result
+from flashwright.build.reading import read_cubin, untied
+from flashwright.emulate.emulate import (
+    COUNTS,
+    SMS,
+    Finding,
+    Result,
+    Variables,
+    variables_of,
+)
 from flashwright.emulate.machine import library
 from flashwright.emulate.package import Package, Served, Unending, read_served
 from flashwright.emulate.places import CODES, diagnostics
@@ -27,10 +36,10 @@ from flashwright.judge.inputs import random_tensor
 from flashwright.judge.judge import QUESTIONS, SETTLED, Hearing, Progress, spread_of
 from flashwright.judge.offences import hazard
 from flashwright.judge.problems import Problem, coverage, problems
-from flashwright.judge.trial import Trial
+from flashwright.judge.trial import Outcome, Trial
 from flashwright.judge.verdict import EMULATION, Offence, Verdict
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.lower.launch_plan import LaunchPlan, evaluate
+from flashwright.lower.launch_plan import LaunchPlan
 from flashwright.sandbox.candidate import Candidate
 from flashwright.sandbox.device import POISON
 from flashwright.sandbox.limits import Limits
@@ -38,9 +47,11 @@ from flashwright.sandbox.process import Called, Ended, Output, Sandbox
 from flashwright.sandbox.tensors import DTYPES, Array, bits
 from flashwright.spec import AttentionSpec
 
-SECONDS = 120.0  # for a whole trial
+SECONDS = 600.0  # for a whole trial; most take some 10 s
 MANY_KEYS = 1000
-FEWEST = 2  # problems that are tried however long they take, and those at the bounds of classes
+LONGEST_BOUND = 1 << 16  # keys of a class of lengths that can be emulated
+ROUNDS = 40  # launches of a small problem at the end
+MOST_BYTES = 2 << 30  # of an output
 _KINDS = {code: kind for kind, code in CODES.items()}
 # Of a process, a stream or a library, which are not here; or answered by what the emulator finds.
 _LEFT_OUT = ("exactness", "inputs", "guards", "stream", "libraries")
@@ -49,6 +60,7 @@ ASKED = {
     "repeat": "the same inputs give the same bits under every schedule of asynchronous work",
     "hazards": "no access out of bounds, no race, no barrier or fence amiss",
 }
+ALONE = "the verdict is about the PTX alone: nothing ties the cubin to it"
 _DIFFERS = "another schedule of the asynchronous work gives other bits"
 
 
@@ -60,17 +72,20 @@ def judge_emulated(
     base: Path | None = None,
     lengths: Sequence[tuple[int, int]] | None = None,
     seconds: float = SECONDS,
+    most: int | None = None,
     limits: Limits | None = None,
     progress: Progress | None = None,
 ) -> Verdict:
     """The verdict on a kernel package, under emulation.
 
-    `seconds` bound the trial: that it ended early is said in the verdict's notes. Of the limits
-    that of one call's seconds counts. The other arguments are those of judge.judge. Failed where
-    there is nothing that can be executed.
+    It rests on all problems, or on the first `most` of them: however fast the kernel is, there are
+    as many. Where `seconds` are not enough for them, the verdict says so and is not `ok`. Of the
+    limits that of one call's seconds counts. The other arguments are those of judge.judge. Failed
+    where there is nothing that can be executed, or files that do not belong together.
     """
     tell = progress or (lambda done, total, text: None)
     served = read_served(Path(folder))
+    notes = _ties(Path(folder), served)
     tell(0, 1, "reading its PTX")
     for package in served.packages.values():
         _ = package.program  # what cannot be executed is told before anything is tried
@@ -89,9 +104,25 @@ def judge_emulated(
         settled={**SETTLED, "hazards": tuple(hazard(k, _NOTHING).name for k in CODES)},
         served=served,
         seconds=seconds,
+        most=most,
+        notes=notes,
     )
     found = hearing.verdict(EMULATION, served.plan.arch, lengths, tell)
-    return replace(found, unable=None)  # nobody expects a library there
+    return replace(found, unable=None, missing=hearing.missing)  # nobody expects a library there
+
+
+def _ties(folder: Path, served: Served) -> list[str]:
+    """Whether what is judged and what would run on a GPU belong together, as notes of a verdict.
+
+    Failed with FW852 where files are not those of one build, or the cubin is for another GPU.
+    """
+    notes = []
+    for name, package in served.packages.items():
+        why = untied(folder / name)
+        read_cubin(folder / name, package.plan)
+        if why:
+            notes.append(f"{ALONE} ({why})")
+    return list(dict.fromkeys(notes))
 
 
 _NOTHING = Diagnostic("FW833", "")
@@ -154,6 +185,8 @@ class Emulator(Sandbox):
 
     served: Served | None = None
     launches: int = 0
+    variables: dict[str, Variables] = field(default_factory=dict)
+    """Of each kernel's module: a GPU loads it once, and launches find what others left there."""
     found: list[Launch] = field(default_factory=list)
     _first: Called | None = None
     _other: Called | None = None
@@ -207,7 +240,10 @@ class Emulator(Sandbox):
     ) -> Called:
         assert self.served is not None
         start, package = time.monotonic(), self.served.pick(dims)
-        made, done = launch(package, inputs, outputs, dims, schedule, self.limits.seconds)
+        if package.name not in self.variables:
+            self.variables[package.name] = variables_of(package.program)
+        kept, seconds = self.variables[package.name], self.limits.seconds
+        made, done = launch(package, inputs, outputs, dims, schedule, seconds, kept)
         self.launches += 1
         if done.findings:
             self.found.append(Launch(package, done.findings, inputs, outputs, dims, schedule))
@@ -222,24 +258,47 @@ def launch(
     dims: Mapping[str, int],
     schedule: str,
     seconds: float,
+    variables: Variables | None = None,
 ) -> tuple[dict[str, Array], Result]:
-    """One launch on new outputs full of NaN bits; Ended where it does not come to an end."""
+    """One launch on new outputs full of NaN bits; Ended where it does not come to an end.
+
+    Failed with FW904 where the kernel takes other tensors than it is given.
+    """
     made = {name: poisoned(shape, dtype) for name, (shape, dtype) in outputs.items()}
     missing = [name for name in package.plan.dims if name not in dims]
     if missing:
         text = f"no value is given for {', '.join(missing)}"
         raise Failed(Diagnostic("FW904", text))
-    if 0 in (evaluate(count, dims) for count in package.plan.grid):
+    _fitting(package.plan, inputs, dims)
+    if 0 in package.plan.blocks(dims, SMS):
         return made, Result((), np.zeros((len(package.program.source), len(COUNTS)), np.int64))
     arrays = {**{name: np.ascontiguousarray(x) for name, x in inputs.items()}, **made}
     try:
-        return made, package.run(arrays, dims, schedule, seconds)
+        return made, package.run(arrays, dims, schedule, seconds, variables)
     except Unending as error:
         raise Ended("hang", str(error)) from None
+    except ValueError as error:  # a tensor that can have no map
+        raise Failed(Diagnostic("FW852", f"launch.json: maps: {error}")) from None
+
+
+def _fitting(plan: LaunchPlan, inputs: Mapping[str, Array], dims: Mapping[str, int]) -> None:
+    """The launcher compares its tensors with the plan; the emulator's are compared here."""
+    for tensor in plan.tensors:
+        array = inputs.get(tensor.name)
+        if array is None:
+            continue
+        wanted = (array.size,) if tensor.flat else planned_shape(tensor, dims)
+        if array.shape != wanted:
+            text = f"launch.json: tensors.{tensor.name} has the shape {wanted}"
+            raise Failed(Diagnostic("FW904", f"{text}, and the spec's has {array.shape}"))
 
 
 def poisoned(shape: Sequence[int], dtype: str) -> Array:
-    """An output before anything is written to it."""
+    """An output before anything is written to it; Failed with FW852 for more than can be had."""
+    size = math.prod(shape) * DTYPES[dtype].itemsize
+    if size > MOST_BYTES:
+        text = f"an output of {size} bytes cannot be emulated: launch.json gives it {tuple(shape)}"
+        raise Failed(Diagnostic("FW852", text))
     empty: Array = np.empty(tuple(shape), DTYPES[dtype])
     empty.reshape(-1).view(np.uint8)[:] = POISON
     return empty
@@ -265,42 +324,94 @@ def _same(one: Called, other: Called) -> bool:
 class _Hearing(Hearing):
     served: Served | None = None
     seconds: float = 0.0
+    most: int | None = None
+    """Problems that the verdict rests on, where not on all."""
+    missing: str = ""
+    """Why the verdict has not enough to rest on."""
 
     def __post_init__(self) -> None:
         self.until = time.monotonic() + self.seconds
+        self.trial: Trial | None = None
+        self.complete = False
 
     def _trial(self, running: Sandbox, expected: Expected) -> Trial:
         assert self.served is not None
         spread = spread_of(self.kernels, self.spec, expected.reference)
         form = PackageForm(self.spec, self.served.plan, spread=spread)
-        return Trial(running, form, self.spec, expected, differs=_DIFFERS)
+        self.trial = Trial(running, form, self.spec, expected, differs=_DIFFERS)
+        return self.trial
 
     def _problems(self, lengths: Sequence[tuple[int, int]] | None) -> list[Problem]:
         assert self.served is not None
         if lengths is None:
-            self.chosen = coverage(self.spec, "emulated", self.kernels, self.seconds)
-        bounds = self.served.classes.bounds
-        return problems(self.spec, self.seed, "emulated", lengths, bounds, self.chosen)
+            self.chosen = coverage(self.spec, "emulated", self.kernels)
+        bounds = [bound for bound in self.served.classes.bounds if bound <= LONGEST_BOUND]
+        beyond = [bound for bound in self.served.classes.bounds if bound > LONGEST_BOUND]
+        if beyond and lengths is None:
+            text = "the kernel for more than {} keys was not tried: too long for emulation"
+            self.missing = text.format(beyond[0])
+        listed = problems(self.spec, self.seed, "emulated", lengths, bounds, self.chosen)
+        if self.most is None or lengths is not None:
+            return listed
+        rested = listed[: max(self.most, 1 + len(bounds))]  # the bounds' come second
+        self.notes.append(f"it rests on {len(rested)} of {len(listed)} problems")
+        return rested
 
     def _fresh(self, number: int, problem: Problem) -> bool:
         """Not those that take long: a replay shows in the others."""
         return super()._fresh(number, problem) and problem.dims["kv_len"] < MANY_KEYS
 
-    @property
-    def _fewest(self) -> int:
-        """So many that every kernel of the package has had a problem: the bounds' come second."""
-        assert self.served is not None
-        return max(FEWEST, 1 + len(self.served.classes.bounds))
+    def _run(
+        self,
+        expected: Expected,
+        lengths: Sequence[tuple[int, int]] | None,
+        progress: Progress,
+    ) -> None:
+        super()._run(expected, lengths, progress)
+        if self.complete and not self.found:
+            self._later(progress)
+
+    def _later(self, progress: Progress) -> None:
+        """Once more at the end: a kernel that counts its calls may be right in the first ones.
+
+        The first problem is put again, and a small one launched many times.
+        """
+        assert self.trial is not None
+        tried = [o.problem for o in self.outcomes if o.cases]
+        if not tried:
+            return
+        running = self.trial.sandbox
+        assert isinstance(running, Emulator)
+        progress(1, 1, "many calls, and the first problem again")
+        self._keep(self._many(self.trial, min(tried, key=lambda p: math.prod(p.dims.values()))))
+        self._keep(self.trial.run(tried[0]))
+        self._enough(running, len(tried), len(tried))
+
+    def _many(self, trial: Trial, problem: Problem) -> Outcome:
+        """A problem launched many times: each time the same bits."""
+        outcome, form = Outcome(problem), trial.form
+        made = form.inputs(problem, trial.expected.reference)
+        shapes = form.outputs(problem, trial.expected.outputs(made, problem.dims))
+        given = (form.taken(made), shapes, form.dims(problem))
+        first = trial.sandbox.call(*given)
+        for number in range(ROUNDS):
+            outcome.ask("repeat")
+            if not _same(first, trial.sandbox.call(*given)):
+                text = f"call {number + 2} with the same inputs gives other bits than the first"
+                outcome.blame("not_repeatable", text)
+                break
+        return outcome
 
     def _enough(self, running: Sandbox, done: int, total: int) -> bool:
-        """The time is up, or something was found: one place is enough to mend."""
+        """Something was found, where one place is enough to mend; or the time is up."""
         assert isinstance(running, Emulator)
         self.asked["hazards"] = running.launches
         if running.found:
             self.found += self._hazards(running.found)
             return True
-        if done >= self._fewest and time.monotonic() > self.until:
-            self.notes.append(f"the time was up after {done} of {total} problems")
+        self.complete = done >= total - 1
+        if not self.complete and done and time.monotonic() > self.until:
+            self.missing = f"{done} of {total - 1} problems were tried in {self.seconds:g} s"
             return True
         return False
 
@@ -324,7 +435,8 @@ class _Hearing(Hearing):
     def _again(self, package: Package, first: Launch) -> Launch:
         given = (first.inputs, first.outputs, first.dims, first.schedule)
         done = launch(package, *given, self.limits.seconds)[1]
-        return replace(first, findings=done.findings)
+        # What an earlier launch left behind may be what it takes: then this one finds nothing.
+        return replace(first, package=package, findings=done.findings or first.findings)
 
 
 def _elsewhere(found: Diagnostic, folder: str) -> Diagnostic:

@@ -108,11 +108,13 @@ class Verdict:
     """What was asked for comes from the package itself: nobody else has said it."""
     unreached: tuple[str, ...] = field(default=())
     """Lengths at which the kernel does something else and that no problem had, with the reason."""
+    missing: str = ""
+    """What a verdict rests on and was not tried: without it a candidate is not accepted."""
 
     @property
     def ok(self) -> bool:
-        """No offence was found."""
-        return not self.offences
+        """No offence was found, and all was tried that a verdict rests on."""
+        return not self.offences and not self.missing
 
     @property
     def emulated(self) -> bool:
@@ -128,7 +130,9 @@ class Verdict:
 
     @property
     def diagnostics(self) -> tuple[Diagnostic, ...]:
-        """The offences as the command line shows them."""
+        """The offences as the command line shows them; or that there is no verdict."""
+        if self.missing and not self.offences:
+            return (Diagnostic("FW858", f"not enough for a verdict: {self.missing}"),)
         return tuple(o.diagnostic for o in self.offences)
 
     @property
@@ -144,6 +148,8 @@ class Verdict:
     @property
     def headline(self) -> str:
         """The verdict in a line."""
+        if self.missing and not self.offences:
+            return f"not enough: {self.missing} (seed {self.seed})"
         if not self.ok:
             return f"rejected: {', '.join(o.name for o in self.offences)} (seed {self.seed})"
         how = "accepted under emulation" if self.emulated else "accepted"
@@ -186,6 +192,7 @@ class Verdict:
             "seconds": round(self.seconds, 3),
             "notes": list(self.notes),
             "unreached": list(self.unreached),
+            "missing": self.missing,
         }
 
 

@@ -124,6 +124,7 @@ CODES: dict[str, Code] = {
     "FW855": Code("different answers to the same question"),
     "FW856": Code("a candidate that does not run"),
     "FW857": Code("a candidate that cannot be loaded", bad_input=True),
+    "FW858": Code("too few problems for a verdict", bad_input=True),
     # what the judge finds: the output
     "FW861": Code("an output that is all zeros"),
     "FW862": Code("NaN or infinity where the answer is finite"),

@@ -96,7 +96,11 @@ def _shown(kernel: Kernel, named: bool) -> list[str]:
 def _not_shown(kernel: Kernel) -> list[str]:
     if kernel.state in ("rejected", "missing"):
         return []
-    return [*kernel.not_claimed, *kernel.skipped]
+    verdict = kernel.verdict
+    missing = []
+    if verdict is not None and verdict.open:
+        missing = [f"not enough for a verdict: {verdict.missing}"]
+    return [*missing, *kernel.not_claimed, *kernel.skipped]
 
 
 def _rejections(verdict: Verdict) -> list[str]:

@@ -101,6 +101,7 @@ class Verdict(_Told):
     seconds: float | None = None
     notes: tuple[str, ...] = ()
     unreached: tuple[str, ...] = ()
+    missing: str = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -122,7 +123,12 @@ class Verdict(_Told):
     def right(self) -> bool:
         """Accepted, and nothing in the record speaks against it."""
         bad = any(c.passed is False for c in self.checks) or any(not c.ok for c in self.cases)
-        return self.ok and not self.offences and not bad
+        return self.ok and not self.offences and not bad and not self.missing
+
+    @property
+    def open(self) -> bool:
+        """Too little was tried for a verdict, and nothing wrong was found."""
+        return bool(self.missing) and not self.offences and all(c.ok for c in self.cases)
 
     @property
     def on_gpu(self) -> bool:
@@ -240,11 +246,12 @@ class Kernel:
         """What may be said of it: the worst that is known."""
         if self.why:
             return "missing"
-        if self.failures or (self.verdict is not None and not self.verdict.right):
+        unknown = self.verdict is None or self.verdict.open
+        if self.failures or not (unknown or (self.verdict and self.verdict.right)):
             return "rejected"
         if self.changed:
             return "changed"
-        if self.verdict is None:
+        if self.verdict is None or self.verdict.open:
             return "unjudged"
         if self.verdict.device == EMULATION:
             return "emulated"

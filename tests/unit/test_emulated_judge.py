@@ -11,6 +11,9 @@ import pytest
 import flashwright
 from flashwright import pipeline, stages
 from flashwright.build import driver
+from flashwright.build.reading import cubin_version
+from flashwright.cli.command import exit_code
+from flashwright.files import sha256
 from flashwright.gpu import find
 from flashwright.judge.emulated import judge_emulated
 from flashwright.judge.verdict import EMULATION
@@ -49,11 +52,101 @@ def test_a_right_kernel_is_accepted(package: Path) -> None:
 
 
 @needs_compilers
-def test_its_time_is_bounded_and_that_is_said(package: Path) -> None:
+def test_fewer_problems_than_a_verdict_rests_on_are_not_enough(package: Path) -> None:
     found = judge_emulated(package, SPEC, seed=7, seconds=0.0)
+    assert not found.ok
+    assert not found.offences
+    assert re.search(r"^not enough: 1 of \d+ problems were tried in 0 s", found.headline)
+    assert [d.code for d in found.diagnostics] == ["FW858"]
+    assert exit_code(found.diagnostics) == 2
+    assert found.record()["ok"] is False
+
+
+@needs_compilers
+def test_how_many_problems_there_are_does_not_depend_on_the_time(package: Path) -> None:
+    found = judge_emulated(package, SPEC, seed=7, most=2)
     assert found.ok
-    assert len({id(c.dims) for c in found.cases}) == 2, "two problems in any case"
-    assert re.search(r"the time was up after 2 of \d+ problems", found.notes[0])
+    assert len({(c.dims["q_len"], c.dims["kv_len"]) for c in found.cases}) == 2
+    assert any(re.search(r"it rests on 2 of \d+ problems", note) for note in found.notes)
+
+
+def counting(source: str) -> str:
+    """It counts its calls in a `__device__` variable, and from some call on does not write O."""
+    lines = source.splitlines(keepends=True)
+    at = next(n for n, line in enumerate(lines) if "__global__" in line)
+    while "namespace" in lines[at - 1] or "extern" in lines[at - 1]:
+        at -= 1
+    body = next(n for n in range(at, len(lines)) if lines[n].rstrip().endswith("{"))
+    grid = "gridDim.x * gridDim.y * gridDim.z"
+    early = f"""
+  __shared__ unsigned call;
+  if (threadIdx.x == 0) call = atomicAdd(&blocks_so_far, 1u);
+  __syncthreads();
+  if (call >= {MANY_BLOCKS}u + 0 * {grid}) return;
+"""
+    lines.insert(body + 1, early)
+    lines.insert(at, "__device__ unsigned blocks_so_far;\n")
+    return "".join(lines)
+
+
+MANY_BLOCKS = 30
+
+
+@needs_compilers
+def test_variables_of_the_module_outlive_a_launch(tmp_path: Path) -> None:
+    folder = emulated.write(tmp_path / "package", counting)
+    found = judge_emulated(folder, SPEC, seed=7, lengths=[(16, 16)])
+    names = {o.name for o in found.offences}
+    assert names & {"not_repeatable", "unwritten"}, found
+
+
+# --- what belongs together --------------------------------------------------------------------
+
+
+def recorded(folder: Path) -> Path:
+    """The package with the digests of its files in build.json."""
+    names = ("kernel.cu", "kernel.cubin", "kernel.ptx", "launch.json")
+    digests = {name: sha256((folder / name).read_bytes()) for name in names}
+    (folder / "build.json").write_text(json.dumps({"schema": 1, "artefacts": digests}))
+    return folder
+
+
+@needs_compilers
+def test_files_of_one_build_are_told_from_the_ptx_alone(package: Path, tmp_path: Path) -> None:
+    found = judge_emulated(package, SPEC, seed=2, lengths=[(8, 8)])
+    assert any("about the PTX alone" in note for note in found.notes)
+    whole = recorded(emulated.write(tmp_path / "whole"))
+    assert judge_emulated(whole, SPEC, seed=2, lengths=[(8, 8)]).notes == ()
+
+
+@needs_compilers
+@pytest.mark.parametrize("name", ["kernel.cubin", "kernel.ptx", "kernel.cu"])
+def test_a_file_of_another_build_is_named(name: str, tmp_path: Path) -> None:
+    folder = recorded(emulated.write(tmp_path / "package"))
+    (folder / name).write_bytes((folder / name).read_bytes() + b"\n")
+    with pytest.raises(Failed, match=rf"FW852.*{name} in .* is not what build.json"):
+        judge_emulated(folder, SPEC, seed=2, lengths=[(8, 8)])
+
+
+@needs_compilers
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_75", "sm_81", "ada", "sm_80a"])
+def test_the_architecture_is_that_of_what_was_compiled(arch: str, tmp_path: Path) -> None:
+    folder = emulated.write(tmp_path / "package")
+    plan = json.loads((folder / "launch.json").read_text())
+    (folder / "launch.json").write_text(json.dumps({**plan, "arch": arch, "shared": 4096}))
+    with pytest.raises(Failed, match=rf"FW852.*({arch}|it is for sm_80)"):
+        judge_emulated(folder, SPEC, seed=2, lengths=[(8, 8)])
+
+
+@needs_compilers
+def test_a_cubin_for_an_older_gpu_than_the_ptx(tmp_path: Path) -> None:
+    folder = emulated.write(tmp_path / "package")
+    cubin = bytearray((folder / "kernel.cubin").read_bytes())
+    assert cubin_version(folder, bytes(cubin)) == 80
+    cubin[0x31] = 75
+    (folder / "kernel.cubin").write_bytes(cubin)
+    with pytest.raises(Failed, match=r"FW852.*kernel.cubin: it is for sm_75"):
+        judge_emulated(folder, SPEC, seed=2, lengths=[(8, 8)])
 
 
 @needs_compilers
@@ -108,7 +201,7 @@ def test_generate_without_a_gpu_ends_with_an_emulated_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "_look", lambda: ((), "the test says so"))
-    monkeypatch.setattr(stages, "EMULATION_SECONDS", 0.0)
+    monkeypatch.setattr(stages, "EMULATION_PROBLEMS", 2)
     run = pipeline.generate(SPEC, find(emulated.GPU), tmp_path, Nobody())
     assert run.ok
     assert run.kind == "emulated"
