@@ -68,9 +68,13 @@ def test_the_problems_have_the_lengths_and_several_batches_and_heads() -> None:
     assert {(n, n) for n in (1, 63, 128, 1000, 4097)} <= pairs
     assert any(q < k for q, k in pairs)
     assert any(q > k for q, k in pairs)
-    assert {0, 1, 2, 3} <= {d["batch"] for d in found}
-    assert len({(d["heads"], d["kv_heads"]) for d in found}) >= 3
-    assert all(d["heads"] == 4 * d["kv_heads"] for d in found)
+    assert {0, 1, 2, 3, 5} <= {d["batch"] for d in found}
+    assert max(d["batch"] * d["heads"] for d in found) > 1024
+    assert max(k for _, k in pairs) > 65536
+    heads = {(d["heads"], d["kv_heads"]) for d in found if d["kv_len"] <= 4097}
+    assert len(heads) >= 3
+    assert all(q == 4 * kv for q, kv in heads)
+    assert (32, 8) in heads  # the operator's own
     assert {p.dims["kv_heads"] for p in problems(make_spec("mqa"), 0)} == {1}
     assert all("tokens" in p.dims for p in problems(make_spec("nsa-compressed"), 0))
     assert {p.kind for p in problems(make_spec("mha"), 0)} == set(inputs.KINDS)

@@ -218,7 +218,7 @@ def test_texts_that_try_to_read_a_file(world: World) -> None:
     assert len(taken) >= QUICK // 50  # harmless ones: in comments, or behind a false condition
     assert not _leaking(world, taken)
     refused = [text for text in texts if text not in set(taken)]
-    assert len(_leaking(world, refused[:60])) >= 10  # there is something to refuse
+    assert len(_leaking(world, refused[:60])) >= 3  # there is something to refuse
 
 
 @pytest.mark.slow
@@ -229,7 +229,7 @@ def test_two_thousand_texts_that_try_to_read_a_file(world: World) -> None:
     assert len(taken) >= ALL // 50
     assert not _leaking(world, taken)
     refused = [text for text in texts if text not in set(taken)]
-    assert len(_leaking(world, refused[:300])) >= 50
+    assert len(_leaking(world, refused[:300])) >= 15
 
 
 @needs_gcc
