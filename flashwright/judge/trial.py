@@ -3,6 +3,7 @@
 first     the inputs in guarded memory, outputs and free memory full of NaN
 again     the same at other addresses, on a busy stream that gets its inputs late: the same bits
 alone     a package without its optional outputs: the same bits
+viewed    Q, K and V that are no contiguous tensors: the right answer all the same
 fresh     other inputs at the first addresses: another answer, and the right one
 """
 
@@ -19,7 +20,8 @@ from flashwright.judge.form import Form, Shapes
 from flashwright.judge.oracle import NOISE
 from flashwright.judge.problems import Problem
 from flashwright.judge.verdict import Case, Picture
-from flashwright.sandbox.process import Called, Output, Sandbox
+from flashwright.sandbox.candidate import Unable
+from flashwright.sandbox.process import Called, Ended, Output, Sandbox
 from flashwright.sandbox.tensors import Array, bits
 from flashwright.spec import AttentionSpec
 
@@ -30,6 +32,7 @@ CLOSE = 0.1  # a relative RMS error up to which an output is meant to be the rig
 MAY_BE_LEFT_OUT = ("LSE", NOISE)
 """Of what is expected; that a package has no LSE is said in the verdict's notes."""
 PATIENCE = 0.2  # seconds in which a thread that was left behind has to show itself
+VIEWS = "views"
 PICTURE = 64  # queries from which an error map is worth drawing
 
 
@@ -55,6 +58,9 @@ class Outcome:
     asked: dict[str, int] = field(default_factory=dict)
     """Questions, and how often each was asked."""
     picture: Picture | None = None
+    notes: list[str] = field(default_factory=list)
+    failed: set[str] = field(default_factory=set)
+    """Questions that this problem answers with no, whatever else the offence's name stands for."""
 
     def blame(self, name: str, message: str) -> None:
         """Note something wrong."""
@@ -75,6 +81,8 @@ class Trial:
     spec: AttentionSpec
     expected: Expected
     differs: str = "the same inputs give other bits when run again"
+    views: bool = True
+    """Whether inputs can be given that are not contiguous."""
 
     def run(self, problem: Problem, fresh: bool = False) -> Outcome:
         """Put one problem; Ended where the candidate gives no answer."""
@@ -96,11 +104,13 @@ class Trial:
             return outcome
         again = self.sandbox.call(given, shapes, sizes, place=1, ahead=True)
         self._again(outcome, first, again, given, shapes, sizes)
-        if self.form.optional and shapes and len(shapes) > 1:
+        if self.form.optional and len(shapes) > 1:
             alone = self.sandbox.call(given, dict([next(iter(shapes.items()))]), sizes)
             outcome.ask("repeat")
             if self._differ(alone, first):
                 outcome.blame("not_repeatable", "without its other outputs it gives other bits")
+        if fresh and self.views and not outcome.seen:
+            self._viewed(outcome, given, expected, shapes, sizes)
         if fresh and not outcome.seen:
             self._fresh(outcome, first, shapes, sizes)
         return outcome
@@ -125,7 +135,7 @@ class Trial:
         outcome: Outcome,
         first: Called,
         given: Mapping[str, Array],
-        shapes: Shapes | None,
+        shapes: Shapes,
         sizes: Mapping[str, int],
     ) -> None:
         """Where NaN came out: is it what lies beside its tensors? Then zeros there change it."""
@@ -206,7 +216,7 @@ class Trial:
         first: Called,
         again: Called,
         given: Mapping[str, Array],
-        shapes: Shapes | None,
+        shapes: Shapes,
         sizes: Mapping[str, int],
     ) -> None:
         outcome.ask("repeat", "stream")
@@ -224,7 +234,7 @@ class Trial:
             outcome.blame("hidden_work", text)
 
     def _fresh(
-        self, outcome: Outcome, first: Called, shapes: Shapes | None, sizes: Mapping[str, int]
+        self, outcome: Outcome, first: Called, shapes: Shapes, sizes: Mapping[str, int]
     ) -> None:
         problem = replace(outcome.problem, seed=outcome.problem.seed + 7919)
         whole = self.form.inputs(problem, self.expected.reference)
@@ -243,6 +253,30 @@ class Trial:
                 return
             self._surroundings(outcome, called)
             self._compare(outcome, called, expected)
+
+    def _viewed(
+        self,
+        outcome: Outcome,
+        given: Mapping[str, Array],
+        expected: Mapping[str, Array],
+        shapes: Shapes,
+        sizes: Mapping[str, int],
+    ) -> None:
+        try:
+            called = self.sandbox.call(given, shapes, sizes, viewed=True)
+        except (Ended, Unable) as error:  # it may take contiguous tensors only, and says so
+            if isinstance(error, Ended) and (error.offence != "raises" or not self.sandbox.alive):
+                raise
+            outcome.notes.append(f"it takes contiguous inputs only: {error}")
+            return
+        outcome.ask(VIEWS)
+        apart = Outcome(outcome.problem)
+        self._surroundings(apart, called)
+        if not self._compare(apart, called, expected) or apart.seen:
+            outcome.failed.add(VIEWS)
+            why = apart.seen[0].message if apart.seen else "its outputs are others"
+            text = f"it is right for contiguous inputs, and not for views of other strides: {why}"
+            outcome.blame("special_inputs", text)
 
     def _differ(self, one: Called, other: Called) -> bool:
         return any(
