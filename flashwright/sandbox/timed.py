@@ -95,6 +95,7 @@ class Timed:
         """Draw the inputs of a burst."""
         draw(self.problem, self.ring[self.at], seed)
         self.first = self.ring[self.at]["Q"].clone()
+        self._once()  # another process had the GPU
         self.torch.cuda.synchronize()
 
     def burst(self, calls: int) -> None:

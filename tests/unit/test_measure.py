@@ -285,7 +285,7 @@ def test_who_cannot_do_one_length_is_asked_at_the_next() -> None:
         (Behaviour(output=lambda exact, call: np.ones((8, 64))), "replay"),
         (Behaviour(1e-6), "too_fast"),
         (Behaviour(wall=5 * MS), "hidden_work"),
-        (Behaviour(2 * MS, wall=2 * MS), "hidden_work"),
+        (Behaviour(2 * MS, wall=1.2 * MS), "hidden_work"),
         (Behaviour(linked=False), "wrong"),
     ],
     ids=["wrong", "replay", "too fast", "hidden", "half is hidden", "ahead of the burst"],
