@@ -215,6 +215,7 @@ class Emulator(Sandbox):
         around: int = POISON,
         patience: float = 0.0,
         viewed: bool = False,
+        far: bool = False,
     ) -> Called:
         """As Sandbox.call; a call at another place is one under other schedules."""
         given = (inputs, outputs or {}, dims or {})

@@ -28,7 +28,7 @@ from flashwright.judge.probes import probe
 from flashwright.judge.problems import Problem, coverage, problems
 from flashwright.judge.reference_apart import ReferenceApart
 from flashwright.judge.tiling import Served, served_by
-from flashwright.judge.trial import Outcome, Seen, Trial
+from flashwright.judge.trial import FAR_BATCHES, Outcome, Seen, Trial
 from flashwright.judge.verdict import Check, Offence, Picture, Verdict
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.sandbox.candidate import Candidate, Unable
@@ -167,6 +167,8 @@ class Hearing:
     notes: list[str] = field(default_factory=list)
     chosen: Coverage | None = None
     """The lengths that the candidate's own sizes ask for."""
+    apart: bool = False
+    """Whether batches that lie apart were tried."""
     launched: int = 0
     """Kernels, so far."""
     unasked: dict[str, str] = field(default_factory=dict)
@@ -265,7 +267,8 @@ class Hearing:
                     return
                 progress(number, total, str(problem))
                 try:
-                    self._keep(trial.run(problem, fresh=self._fresh(number, problem)))
+                    fresh, far = self._fresh(number, problem), self._far(problem, lengths)
+                    self._keep(trial.run(problem, fresh, far))
                 except Unable as error:
                     self._declined(problem, error)
                 self._launches(running, problem)
@@ -294,6 +297,13 @@ class Hearing:
     def _fresh(self, number: int, problem: Problem) -> bool:
         """Whether a problem gets other inputs at the same addresses."""
         return number < FRESH
+
+    def _far(self, problem: Problem, lengths: object) -> bool:
+        """Whether a problem is put with batches that lie apart: one of the whole trial is."""
+        enough = problem.dims.get("batch", 1) == FAR_BATCHES and self.spec.dtype != "fp8"
+        wanted = lengths is None and enough and not self.apart
+        self.apart |= wanted
+        return wanted
 
     def _each_kernel_tried(self) -> None:
         """Of a package with several kernels, each has done a problem: the others hide nothing."""

@@ -21,6 +21,7 @@ from flashwright.judge.oracle import NOISE
 from flashwright.judge.problems import Problem
 from flashwright.judge.verdict import Case, Picture
 from flashwright.sandbox.candidate import Unable
+from flashwright.sandbox.layout import FAR
 from flashwright.sandbox.process import Called, Ended, Output, Sandbox
 from flashwright.sandbox.tensors import Array, bits
 from flashwright.spec import AttentionSpec
@@ -33,6 +34,9 @@ MAY_BE_LEFT_OUT = ("LSE", NOISE)
 """Of what is expected; that a package has no LSE is said in the verdict's notes."""
 PATIENCE = 0.2  # seconds in which a thread that was left behind has to show itself
 VIEWS = "views"
+FAR_BATCHES = 3
+FAR_BYTES = FAR_BATCHES * FAR * 2
+"""Memory of that many batches that lie apart, in 16 bits."""
 PICTURE = 64  # queries from which an error map is worth drawing
 
 
@@ -84,8 +88,11 @@ class Trial:
     views: bool = True
     """Whether inputs can be given that are not contiguous."""
 
-    def run(self, problem: Problem, fresh: bool = False) -> Outcome:
-        """Put one problem; Ended where the candidate gives no answer."""
+    def run(self, problem: Problem, fresh: bool = False, far: bool = False) -> Outcome:
+        """Put one problem; Ended where the candidate gives no answer.
+
+        `fresh` puts other inputs to the same addresses, and views; `far` batches that lie apart.
+        """
         outcome = Outcome(problem)
         made = self.form.inputs(problem, self.expected.reference)
         given, sizes = self.form.taken(made), self.form.dims(problem)
@@ -110,7 +117,9 @@ class Trial:
             if self._differ(alone, first):
                 outcome.blame("not_repeatable", "without its other outputs it gives other bits")
         if fresh and self.views and not outcome.seen:
-            self._viewed(outcome, given, expected, shapes, sizes)
+            self._viewed(outcome, given, expected, shapes, sizes, "views of other strides")
+        if far and self.views and not outcome.seen:
+            self._apart(outcome, given, expected, shapes, sizes)
         if fresh and not outcome.seen:
             self._fresh(outcome, first, shapes, sizes)
         return outcome
@@ -261,9 +270,11 @@ class Trial:
         expected: Mapping[str, Array],
         shapes: Shapes,
         sizes: Mapping[str, int],
+        what: str,
+        **how: bool,
     ) -> None:
         try:
-            called = self.sandbox.call(given, shapes, sizes, viewed=True)
+            called = self.sandbox.call(given, shapes, sizes, **(how or {"viewed": True}))
         except (Ended, Unable) as error:  # it may take contiguous tensors only, and says so
             if isinstance(error, Ended) and (error.offence != "raises" or not self.sandbox.alive):
                 raise
@@ -275,8 +286,23 @@ class Trial:
         if not self._compare(apart, called, expected) or apart.seen:
             outcome.failed.add(VIEWS)
             why = apart.seen[0].message if apart.seen else "its outputs are others"
-            text = f"it is right for contiguous inputs, and not for views of other strides: {why}"
+            text = f"it is right for contiguous inputs, and not for {what}: {why}"
             outcome.blame("special_inputs", text)
+
+    def _apart(
+        self,
+        outcome: Outcome,
+        given: Mapping[str, Array],
+        expected: Mapping[str, Array],
+        shapes: Shapes,
+        sizes: Mapping[str, int],
+    ) -> None:
+        """Three batches that lie 2^30 elements apart: an offset of 32 bits is negative."""
+        if not self.sandbox.has_room(FAR_BYTES):
+            outcome.notes.append("offsets past 2^31 were not tried: there is too little memory")
+            return
+        what = "views with offsets past 2^31 elements"
+        self._viewed(outcome, given, expected, shapes, sizes, what, far=True)
 
     def _differ(self, one: Called, other: Called) -> bool:
         return any(

@@ -8,7 +8,7 @@ full of it before the call. What a function returns is copied to places of its o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,8 @@ RETURNED = ("O", "LSE")
 _SHIFT = 256  # bytes by which a tensor moves from place to place; all are aligned to them
 _WIDEST = 8  # bytes of an element that a function may return
 _VIEWED = ("Q", "K", "V")
+FAR = 1 << 30
+"""Elements between two batches that lie apart."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,9 @@ class Layout:
     """Another place is another address."""
     viewed: bool = False
     """Q, K and V are views: heads lie beside each other, with a gap behind the last."""
+    far: bool = False
+    """And the batches of Q, K and V lie 2^30 elements apart: from the third on, offsets are no
+    numbers of 32 bits."""
     inputs: dict[str, Placed] = field(default_factory=dict)
     outputs: dict[str, Placed] = field(default_factory=dict)
     returned: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -79,6 +84,15 @@ class Layout:
     staged: list[tuple[int, int, int]] = field(default_factory=list)
     """Inputs that come late: from where, to where, how many bytes."""
     size: int = 0
+    """Bytes of the first batch and of all that has no batches; a further batch has as many."""
+    chunks: int = 1
+    pitch: int = 0
+    """Bytes from one batch to the next."""
+
+    @property
+    def end(self) -> int:
+        """How much memory it takes."""
+        return (self.chunks - 1) * self.pitch + self.size
 
     @classmethod
     def of(
@@ -92,6 +106,9 @@ class Layout:
         """Inputs first, then outputs to write to, or the room for what is returned."""
         made = cls(**options)
         names = {dtype: name for name, dtype in DTYPES.items()}
+        if made.far:
+            made.chunks = max(array.shape[0] for n, array in inputs.items() if n in _VIEWED)
+            made.pitch = FAR * max(a.dtype.itemsize for n, a in inputs.items() if n in _VIEWED)
         for name, array in inputs.items():
             made.inputs[name] = made._put(name, array.shape, names[array.dtype])
         for name, (shape, dtype) in ({} if returns else outputs).items():
@@ -110,13 +127,27 @@ class Layout:
 
     def _put(self, name: str, shape: tuple[int, ...], dtype: str) -> Placed:
         width = DTYPES[dtype].itemsize
-        steps = _steps(shape, self.viewed and name in _VIEWED)
+        apart = self.far and name in _VIEWED
+        steps = _steps(shape, (self.viewed or self.far) and name in _VIEWED)
+        if apart:
+            return self._put_apart(name, shape, dtype, (self.pitch // width, *steps[1:]))
         last = sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
         span = (last + 1) * width if all(shape) else 0
         shift = _SHIFT * self.place
         low = self._take(2 * self.guard + span + shift)
         at = low + self.guard + shift
         return Placed(name, dtype, shape, steps, at, span, low, at + span + self.guard)
+
+    def _put_apart(
+        self, name: str, shape: tuple[int, ...], dtype: str, steps: tuple[int, ...]
+    ) -> Placed:
+        """Each batch in a chunk of its own, at the same place of it."""
+        width = DTYPES[dtype].itemsize
+        last = sum((n - 1) * step for n, step in zip(shape[1:], steps[1:], strict=True))
+        low = self._take(2 * self.guard + (last + 1) * width)
+        span = (shape[0] - 1) * self.pitch + (last + 1) * width
+        at = low + self.guard
+        return Placed(name, dtype, shape, steps, at, span, low, low)
 
     # --- what is written and read -------------------------------------------------------------
 
@@ -129,24 +160,40 @@ class Layout:
         return made
 
     def after(self, inputs: Mapping[str, Array]) -> Array:
-        """All bytes as they should be after it, but for the outputs, which are poison here."""
-        made = np.full(self.size, POISON, np.uint8)
+        """All bytes as they should be after it, but for the outputs, which are poison here.
+
+        Chunks lie one behind the other, without what is between them.
+        """
+        made = np.full(self.chunks * self.size, POISON, np.uint8)
         for placed in (*self.inputs.values(), *self.outputs.values()):
             made[placed.low : placed.at] = made[placed.at + placed.span : placed.high] = self.around
         for name, placed in self.inputs.items():
             if placed.span:
-                placed.elements(made)[...] = inputs[name]
+                self._elements(placed, made)[...] = inputs[name]
         return made
+
+    def _elements(self, placed: Placed, memory: Array) -> Array:
+        if self.chunks == 1 or placed.low != placed.high:
+            return placed.elements(memory)
+        steps = (self.size // DTYPES[placed.dtype].itemsize, *placed.steps[1:])
+        return replace(placed, steps=steps).elements(memory)
 
     def changed(self, found: Array, right: Array) -> Iterator[str]:
         """Inputs that are not as they were."""
         for name, placed in self.inputs.items():
-            if placed.span and not _same(placed.elements(found), placed.elements(right)):
+            if not placed.span:
+                continue
+            if not _same(self._elements(placed, found), self._elements(placed, right)):
                 yield name
 
     def spilled(self, found: Array, right: Array) -> Iterator[str]:
-        """Tensors beside which, or between whose elements, something was written."""
+        """Tensors beside which, or between whose elements, something was written.
+
+        Not asked where batches lie apart.
+        """
         for placed in (*self.inputs.values(), *self.outputs.values()):
+            if placed.low == placed.high:
+                continue
             ours = found[placed.low : placed.high].copy()
             wanted = right[placed.low : placed.high].copy()
             for part in (ours, wanted):

@@ -356,6 +356,7 @@ class Sandbox:
         around: int = POISON,
         patience: float = 0.0,
         viewed: bool = False,
+        far: bool = False,
     ) -> Called:
         """Call the candidate with these inputs, each in its own guarded memory.
 
@@ -363,7 +364,7 @@ class Sandbox:
         libraries) or returns. Another `place` means other addresses. `ahead` calls it while the
         inputs are still on their way, on a stream of its own. `around` is the byte in the guard
         zones. For so many seconds of `patience` its outputs must not change any more. `viewed`
-        gives it Q, K and V that are not contiguous.
+        gives it Q, K and V that are not contiguous, `far` such whose batches lie far apart.
         """
         if not self.alive:
             raise Ended("crash", "its process is gone")
@@ -377,11 +378,12 @@ class Sandbox:
             around=around,
             place=place,
             viewed=viewed,
+            far=far,
         )
-        self._need(layout.size)
+        self._need(layout.end)
         start = time.monotonic()
         try:
-            self.memory.write(0, layout.image(inputs))
+            self._fill(layout, layout.image(inputs))
             answer = self._ask(
                 "call",
                 inputs=[placed.request() for placed in layout.inputs.values()],
@@ -391,13 +393,28 @@ class Sandbox:
                 staged=layout.staged,
             )
             seconds = time.monotonic() - start
-            found = self.memory.read(0, layout.size)
+            found = self._look(layout)
             self._wait(patience)
             self._ask("settle")
-            later = self.memory.read(0, layout.size)
+            later = self._look(layout)
             return _called(layout, inputs, answer, (found, later), seconds)
         except (*_FORGED, Short):
             raise self._end("tampering", "its answer is not the worker's") from None
+
+    def _fill(self, layout: Layout, image: Array) -> None:
+        for number, part in enumerate(image.reshape(layout.chunks, layout.size)):
+            self.memory.write(number * layout.pitch, part)
+
+    def _look(self, layout: Layout) -> Array:
+        starts = [number * layout.pitch for number in range(layout.chunks)]
+        return np.concatenate([self.memory.read(start, layout.size) for start in starts])
+
+    def has_room(self, layout_end: int) -> bool:
+        """Whether so much memory for its tensors can be had, and as much again for itself."""
+        if self.device == "cpu":
+            return layout_end <= self.memory.size
+        free, _ = self.gpu_used() if self.gpu_used else (0, 0)
+        return 2 * layout_end <= free
 
     def _wait(self, seconds: float) -> None:
         """A thread that was left behind has this long to show itself."""

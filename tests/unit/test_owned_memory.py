@@ -229,3 +229,30 @@ def attention(q, k, v):
             sandbox.call(inputs())
         other = {name: array[:, :, :8] for name, array in inputs().items()}
         assert np.array_equal(sandbox.call(other).outputs["O"].array, other["Q"])
+
+
+OFFSETS = """
+def element(x, place):
+    whole = x
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    start = x.ctypes.data - whole.ctypes.data
+    offset = np.array(sum(n * s // x.itemsize for n, s in zip(place, x.strides)))
+    at = start + int(offset.astype(KIND)) * x.itemsize
+    return whole[at : at + x.itemsize].view(x.dtype)[0] if 0 <= at < whole.size else x.dtype.type(0)
+
+def attention(q, k, v):
+    out = causal(q, k, v)
+    for b in range(q.shape[0]):
+        if q.size and element(q, (b, 0, 0, 0)) != q[b, 0, 0, 0]:
+            out[b] = 0
+    return out
+"""
+
+
+@pytest.mark.parametrize(("kind", "found"), [("int64", []), ("int32", ["special_inputs"])])
+def test_offsets_of_32_bits_are_too_small(tmp_path: Path, kind: str, found: list[str]) -> None:
+    """The third batch lies 2^31 elements behind the first."""
+    text = OFFSETS.replace("KIND", f"np.{kind}")
+    verdict = judge(written(tmp_path, text), SPEC, seed=1, device="cpu")
+    assert names(verdict) == found, verdict
