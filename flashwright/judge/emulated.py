@@ -216,6 +216,7 @@ class Emulator(Sandbox):
         patience: float = 0.0,
         viewed: bool = False,
         far: bool = False,
+        times: int = 1,
     ) -> Called:
         """As Sandbox.call; a call at another place is one under other schedules."""
         given = (inputs, outputs or {}, dims or {})
@@ -388,6 +389,9 @@ class _Hearing(Hearing):
         self._keep(self._many(self.trial, min(tried, key=lambda p: math.prod(p.dims.values()))))
         self._keep(self.trial.run(tried[0]))
         self._enough(running, len(tried), len(tried))
+
+    def _again_and_again(self, trial: Trial, listed: Sequence[Problem]) -> None:
+        """Only when all else was tried: a launch takes its time here."""
 
     def _many(self, trial: Trial, problem: Problem) -> Outcome:
         """A problem launched many times: each time the same bits."""

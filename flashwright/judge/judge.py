@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -274,10 +275,19 @@ class Hearing:
                 self._launches(running, problem)
             if self._enough(running, len(listed), total):
                 return
+            if lengths is None and not any(o.seen for o in self.outcomes):
+                self._again_and_again(trial, listed)
             if self.spec.reference is None and lengths is None:
                 progress(len(listed), total, "which keys it looks at")
                 with contextlib.suppress(Unable):  # said of the problems already
                     self._keep(probe(trial, self.spec, self.seed))
+
+    def _again_and_again(self, trial: Trial, listed: Sequence[Problem]) -> None:
+        sizes = [(math.prod(p.dims.values()), n) for n, p in enumerate(listed)]
+        smallest = min((size for size in sizes if size[0]), default=None)
+        if smallest is not None:
+            with contextlib.suppress(Unable):  # said of the problem already
+                self._keep(trial.many(listed[smallest[1]]))
 
     def _trial(self, running: Sandbox, expected: Expected) -> Trial:
         spread = spread_of(self.kernels, self.spec, expected.reference)

@@ -5,6 +5,7 @@ again     the same at other addresses, on a busy stream that gets its inputs lat
 alone     a package without its optional outputs: the same bits
 viewed    Q, K and V that are no contiguous tensors: the right answer all the same
 fresh     other inputs at the first addresses: another answer, and the right one
+many      a problem again and again: the right answer still
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ CLOSE = 0.1  # a relative RMS error up to which an output is meant to be the rig
 MAY_BE_LEFT_OUT = ("LSE", NOISE)
 """Of what is expected; that a package has no LSE is said in the verdict's notes."""
 PATIENCE = 0.2  # seconds in which a thread that was left behind has to show itself
+FEW_CALLS, MANY_CALLS, MANY_SECONDS = 20, 1000, 0.5
+"""Calls one behind the other, as many as there is time for."""
 VIEWS = "views"
 FAR_BATCHES = 3
 FAR_BYTES = FAR_BATCHES * FAR * 2
@@ -122,6 +125,24 @@ class Trial:
             self._apart(outcome, given, expected, shapes, sizes)
         if fresh and not outcome.seen:
             self._fresh(outcome, first, shapes, sizes)
+        return outcome
+
+    def many(self, problem: Problem) -> Outcome:
+        """A problem again and again, without a look between: what grows from call to call shows."""
+        outcome = Outcome(problem)
+        made = self.form.inputs(problem, self.expected.reference)
+        expected = self.expected.outputs(made, problem.dims)
+        given, sizes = self.form.taken(made), self.form.dims(problem)
+        shapes = self.form.outputs(problem, expected)
+        few = self.sandbox.call(given, shapes, sizes, times=FEW_CALLS)
+        times = min(MANY_CALLS, max(FEW_CALLS, int(FEW_CALLS * MANY_SECONDS / few.seconds)))
+        for called in (few, self.sandbox.call(given, shapes, sizes, times=times)):
+            outcome.ask("repeat")
+            apart = Outcome(problem)
+            if not self._compare(apart, called, expected):
+                why = f"it is right at first, and not after many calls: {apart.seen[0].message}"
+                outcome.blame("not_repeatable", why)
+                break
         return outcome
 
     # --- what is around the tensors -----------------------------------------------------------

@@ -357,6 +357,7 @@ class Sandbox:
         patience: float = 0.0,
         viewed: bool = False,
         far: bool = False,
+        times: int = 1,
     ) -> Called:
         """Call the candidate with these inputs, each in its own guarded memory.
 
@@ -365,6 +366,7 @@ class Sandbox:
         inputs are still on their way, on a stream of its own. `around` is the byte in the guard
         zones. For so many seconds of `patience` its outputs must not change any more. `viewed`
         gives it Q, K and V that are not contiguous, `far` such whose batches lie far apart.
+        Of so many `times` the last counts.
         """
         if not self.alive:
             raise Ended("crash", "its process is gone")
@@ -391,6 +393,7 @@ class Sandbox:
                 returned=layout.returned,
                 dims=dict(dims or {}),
                 staged=layout.staged,
+                times=times,
             )
             seconds = time.monotonic() - start
             found = self._look(layout)

@@ -125,8 +125,9 @@ class Worker:
         returned: dict[str, tuple[int, int]],
         dims: Mapping[str, int],
         staged: list[tuple[int, int, int]],
+        times: int,
     ) -> dict[str, Any]:
-        """Call the candidate once, with tensors in the judge's memory."""
+        """Call the candidate, once or more often, with tensors in the judge's memory."""
         gc.collect()
         self.returned = []
         given = {t["name"]: self.device.tensor(self.memory, t, self.alone) for t in inputs}
@@ -134,7 +135,8 @@ class Worker:
         self.device.poison()
         late = self.device.late(self.memory, staged) if staged else contextlib.nullcontext()
         with late:
-            result = self._run(given, written, dims)
+            for _ in range(times):
+                result = self._run(given, written, dims)
             answer = self._take(result, returned) if returned else {}
             self.device.arrived()
         spans = {name: self.device.span(tensor) for name, tensor in given.items()}

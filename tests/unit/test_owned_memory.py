@@ -256,3 +256,17 @@ def test_offsets_of_32_bits_are_too_small(tmp_path: Path, kind: str, found: list
     text = OFFSETS.replace("KIND", f"np.{kind}")
     verdict = judge(written(tmp_path, text), SPEC, seed=1, device="cpu")
     assert names(verdict) == found, verdict
+
+
+@pytest.mark.parametrize("least", [250, 10**9])
+def test_whoever_is_wrong_after_many_calls_is_found(tmp_path: Path, least: int) -> None:
+    text = f"""
+calls = 0
+
+def attention(q, k, v):
+    global calls
+    calls += 1
+    return causal(q, k, v) * np.float16(0 if calls > {least} else 1)
+"""
+    found = judge(written(tmp_path, text), SPEC, seed=1, device="cpu")
+    assert names(found)[:1] == (["not_repeatable"] if least < 10**9 else []), found
