@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from flashwright.judge import flash, oracle, oracle_device
+from flashwright.judge.inputs import weight_shown
 from flashwright.judge.reference_apart import ReferenceApart
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.sandbox.tensors import Array, dtype_name, to_torch
@@ -61,13 +62,21 @@ class Expected:
 
 
 def compare(
-    spec: AttentionSpec, name: str, found: Array, expected: Mapping[str, Array]
+    spec: AttentionSpec,
+    name: str,
+    found: Array,
+    expected: Mapping[str, Array],
+    kind: str = "normal",
 ) -> oracle.Comparison:
-    """One output against what it should be, by the rule for that output."""
+    """One output against what it should be, by the rule for that output and kind of inputs."""
     if name == "LSE":
         return oracle.compare_lse(spec, found, expected[name])
     noise = expected.get(oracle.NOISE) if name == "O" else None
-    return oracle.compare(found, expected[name], spec.dtype, spec.tolerance, noise=noise)
+    result = oracle.compare(found, expected[name], spec.dtype, spec.tolerance, noise=noise)
+    if kind != "spectrum" or noise is None or not result.ok or spec.tolerance is not None:
+        return result
+    shown = weight_shown(spec.value_dim)
+    return oracle.compare_weights(result, found, expected[name], noise, shown, spec.dtype)
 
 
 def error_map(found: Array, expected: Array, rows: int = 24, columns: int = 16) -> Array:

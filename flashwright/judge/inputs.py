@@ -10,6 +10,8 @@ large       V near the end of its type's range: sums in a type as narrow overflo
 alike       neighbouring rows are alike, as in every trained model: not independent draws
 repeated    all keys of a head are the same: the mean of V
 tail        the first key takes nearly all weight and its value is 0: O is what small weights carry
+spectrum    weights of every size, and V undoes it: each column of O shows one weight's mean error
+cancelling  large terms in a score cancel: a sum in a narrow type loses the small ones
 
 Q and K are scaled so that scores of normal inputs have a standard deviation of about 1. Where it is
 8, as in a program without a softmax scale, the weights are one-hot, and a mask that is off by one
@@ -33,13 +35,23 @@ Array = NDArray[Any]
 
 KINDS = (
     *("normal", "scaled", "shifted", "opposed", "peaked", "one_hot_v", "outliers", "large"),
-    *("alike", "repeated", "tail"),
+    *("alike", "repeated", "tail", "spectrum", "cancelling"),
 )
 
+_ELEMENTWISE = ("normal", "scaled", "shifted", "opposed", "peaked", "outliers", "alike")
+"""Kinds that are drawn for each tensor in the same way."""
 _MOST = {"fp16": 65504.0, "bf16": 3.3895e38, "e4m3": 448.0, "e5m2": 57344.0, "fp32": 3.4e38}
 _SCALE, _SHIFT, _PEAK, _OUTLIER, _ALIKE = 0.05, 3.0, 3.0, 32.0, 0.9
 _TAIL = {"bf16": 14.0, "fp32": 14.0, "fp16": 6.0}
 """By how much the first key's score is above the others: fp16 has no smaller weights in full."""
+_SPECTRUM = {"bf16": 40.0, "fp16": 13.5, "e4m3": 6.0}
+"""The smallest weight, as a power of 1/2: the narrower types have no smaller ones in full."""
+_JITTER = 0.035
+"""Standard deviation of a weight's logarithm from row to row: many roundings, and one exponent."""
+_SIZES = 32  # of weights
+_GOLDEN = (math.sqrt(5) - 1) / 2
+_CANCELLED = 64.0
+"""What cancels in a score: a sum in fp16 is off by up to 1/64 then, one in fp32 by 2^-18."""
 # Of V: the largest of millions stays finite, and so does an fp32 sum of thousands; not one in fp16.
 _LARGE = {"fp16": 8e3, "bf16": 1e30, "e4m3": 64.0, "e5m2": 8e3, "fp32": 1e30}
 
@@ -90,8 +102,11 @@ def make_inputs(
         "K": (batch, kv_heads, kv_len, spec.head_dim),
         "V": (batch, kv_heads, kv_len, spec.value_dim),
     }
-    plain = "normal" if kind in ("one_hot_v", "large", "tail", "repeated") else kind
-    factor = factor_of(spread_of(spec) if spread is None else spread, spec.input_dtype)
+    plain = kind if kind in _ELEMENTWISE else "normal"
+    spread = spread_of(spec) if spread is None else spread
+    factor = factor_of(spread, spec.input_dtype)
+    if kind == "spectrum":
+        factor = math.sqrt(_JITTER / spread)
     inputs = {
         name: random_tensor(
             shape,
@@ -104,15 +119,17 @@ def make_inputs(
     }
     if kind == "repeated" and kv_len:
         inputs["K"][:] = inputs["K"][:, :, :1]
-    if kind == "tail" and kv_len:
-        scale = spec.softmax_scale if spread is None else spread / math.sqrt(spec.head_dim)
-        _take_all(inputs, scale, spec.input_dtype)
+    scale = spread / math.sqrt(spec.head_dim)
+    if kind in _ARRANGED and kv_len:
+        _ARRANGED[kind](inputs, scale, spec.input_dtype)
     if kind == "opposed":  # every score far below 0: a maximum that starts at 0 shows
         inputs["K"] = -inputs["K"]
     if spec.alibi:
         inputs["Slopes"] = (2.0 ** (-8 * np.arange(1, heads + 1) / heads)).astype(np.float32)
     if spec.sink:
         inputs["Sink"] = _sinks(spec, inputs, _stream(seed, "Sink"))
+    if kind == "spectrum":
+        _leave_the_weights(inputs, spec.input_dtype)
     if spec.branch == "selected":
         inputs["Idx"] = _blocks(spec, (batch, kv_heads, q_len), kv_len, _stream(seed, "Idx"))
     return inputs
@@ -125,6 +142,46 @@ def _take_all(inputs: dict[str, Array], scale: float, dtype: str) -> None:
     q[..., 0], k[..., 0] = above, 0
     k[:, :, 0], v[:, :, 0] = 0, 0
     k[:, :, 0, 0] = above
+
+
+def _spread_out(inputs: dict[str, Array], scale: float, dtype: str) -> None:
+    """Keys of a column have one weight 2^-x, and their V is about 2^x there and 0 elsewhere.
+
+    Neighbouring keys have sizes from the whole range, so that those in a window do too.
+    """
+    q, k, v = inputs["Q"], inputs["K"], inputs["V"]
+    column = np.arange(k.shape[2]) % v.shape[3]
+    size = _SPECTRUM[dtype] * (weight_shown(v.shape[3])[column] * _GOLDEN % 1.0)
+    lead = math.sqrt(_SPECTRUM[dtype] * math.log(2) / scale)
+    q[..., 0], k[..., 0] = lead, -size * math.log(2) / (scale * lead)
+    v[:] = 0
+    v[:, :, np.arange(k.shape[2]), column] = 2.0 ** np.round(size)
+
+
+def weight_shown(columns: int) -> NDArray[np.int64]:
+    """Which of the weights each column of O shows, for `spectrum` inputs."""
+    return np.arange(columns) % _SIZES
+
+
+def _leave_the_weights(inputs: dict[str, Array], dtype: str) -> None:
+    """Slopes of 0, and sinks as small as the smallest weight: else those move or hide weights."""
+    for name, value in (("Slopes", 0.0), ("Sink", -_SPECTRUM[dtype] * math.log(2))):
+        if name in inputs:
+            inputs[name][:] = value
+
+
+def _cancel(inputs: dict[str, Array], scale: float, dtype: str) -> None:
+    """The first quarter of each product is large, and the last one takes it back."""
+    q, k = inputs["Q"], inputs["K"]
+    part = max(1, q.shape[3] // 4)
+    size = math.sqrt(_CANCELLED / (scale * part))
+    signs = np.where(k[..., :1] < 0, -1.0, 1.0)
+    q[..., :part], k[..., :part] = size, size * signs
+    q[..., -part:], k[..., -part:] = size, -size * signs
+
+
+_ARRANGED = {"tail": _take_all, "spectrum": _spread_out, "cancelling": _cancel}
+"""Kinds that are made of normal inputs."""
 
 
 def random_tensor(

@@ -42,6 +42,7 @@ Progress = Callable[[int, int, str], None]
 QUESTIONS = {
     "fp64": "every output agrees with attention in fp64",
     "exactness": "its error is at most 1.5 times that of torch's flash backend",
+    "weights": "its weights are right in the mean, the smallest ones too",
     "written": "every element is written: outputs and free memory were full of NaN",
     "repeat": "the same inputs give the same bits, wherever they lie",
     "fresh": "other inputs at the same addresses get an answer of their own",
@@ -57,6 +58,7 @@ QUESTIONS = {
 SETTLED = {  # the offences that answer a question with no
     "fp64": ("wrong", "zeros", "nonfinite", "wrong_form", "special_inputs", "special_shapes"),
     "exactness": ("low_precision",),
+    "weights": ("approximation",),
     "written": ("unwritten",),
     "repeat": ("not_repeatable",),
     "fresh": ("replay",),
@@ -67,6 +69,8 @@ SETTLED = {  # the offences that answer a question with no
     "libraries": ("library_call",),
     "files": ("tampering",),
 }
+SHOWN = {"spectrum": "approximation", "cancelling": "low_precision"}
+"""What it is where only these inputs go wrong."""
 FRESH = 3  # problems, beginning with the usual one, that get other inputs at the same addresses
 
 
@@ -488,6 +492,10 @@ def _plainly(vague: Sequence[Seen]) -> Iterable[Offence]:
 
 def _special(vague: Sequence[Seen]) -> Iterable[Offence]:
     """Right on the usual shape with normal inputs: what it is not right for."""
+    close = [s for s in vague if s.problem.usual and s.name in ("wrong", "inexact")]
+    shown = [s for s in close if s.problem.kind in SHOWN]
+    yield from (offence(SHOWN[s.problem.kind], str(s)) for s in shown)
+    vague = [s for s in vague if s not in shown]
     plain = [s for s in vague if s.problem.kind == "normal"]
     other = [s for s in vague if s.problem.usual and s.problem.kind != "normal"]
     if plain:

@@ -21,6 +21,7 @@ CODES: Mapping[str, str] = MappingProxyType(
         "unwritten": "FW863",
         "wrong_form": "FW864",
         "low_precision": "FW854",
+        "approximation": "FW882",
         "not_repeatable": "FW855",
         # right only where one would look
         "special_inputs": "FW865",

@@ -238,6 +238,13 @@ OWN_LIMIT = 1.5  # ... plus in units of its own size: its own rounding
 # (outliers) had half of what this allows, and the RMS error a quarter.
 FP8_KEPT_BITS = 13
 FP8_TERMS_PER_PRODUCT = 33 / 32
+# A kernel's exp2 is off by the same for all weights with the same fraction in their exponent, its
+# roundings are not: the mean over many rows tells them apart. Played in NumPy, a cubic exp2 (as in
+# FlashAttention-4) is 1e-4 off, a quadratic one 2e-3 and weights that are cut off to bf16 3e-3.
+WEIGHT_LIMIT = 5e-4  # of a weight's mean relative error
+EXP2_LIMIT = 1.5e-4  # of what it leaves in LSE, whose sums are not rounded: a cubic has 0.9e-4
+ROUNDED = 0.42  # the RMS of one rounding's relative error, in units
+SURE = 4.0  # standard errors of the mean beyond the limit
 _SMALLEST = {"fp16": 2.0**-24}  # below it O is rounded to 0; other types go down to 2^-126
 
 
@@ -269,6 +276,8 @@ class Comparison:
     """NaN and infinities where a finite number is expected."""
     first: Miss | None = None
     worst: Miss | None = None
+    weight_error: float | None = None
+    """The greatest mean error of a weight, as a part of it, where the inputs show it."""
 
 
 def compare(
@@ -278,13 +287,15 @@ def compare(
     tolerance: float | None = None,
     floor: float = 0.0,
     noise: Array | None = None,
+    excused: float = 0.0,
 ) -> Comparison:
     """Is `found` the expected output, up to the rounding that `dtype` excuses?
 
     `tolerance` replaces the limit of the relative RMS error; the limits of single elements move
     with it. `floor` is the least RMS that errors are measured against. Infinities must match
     exactly. A row is the last axis. `noise` has for each element the root of the sum of its terms'
-    squares: large terms that cancel leave their errors behind, and no kernel can help it.
+    squares: large terms that cancel leave their errors behind, and no kernel can help it. Each
+    element may be off by `excused` on top of everything.
     """
     if found.shape != expected.shape:
         return Comparison(False, f"the shape is {found.shape}, not {expected.shape}")
@@ -294,7 +305,7 @@ def compare(
     if np.isnan(e).any():
         return Comparison(False, f"the reference has {int(np.isnan(e).sum())} NaN", e.size)
     unit = ROUNDOFF[dtype] if tolerance is None else tolerance / RMS_LIMIT
-    smallest = _SMALLEST.get(dtype, 2.0**-126)
+    smallest = max(_SMALLEST.get(dtype, 2.0**-126), excused)
     finite = np.isfinite(e)
     known = np.where(finite, e, 0.0)
     broken = finite & ~np.isfinite(f)
@@ -332,9 +343,35 @@ def scatter(count: int) -> float:
 
 
 def compare_lse(spec: AttentionSpec, found: Array, expected: Array) -> Comparison:
-    """compare for the log-sum-exp: its error is the sum's relative error, so the floor is 1."""
+    """compare for the log-sum-exp: its error is the sum's relative error, so the floor is 1.
+
+    That of the weights' exp2 comes on top.
+    """
     tolerance = lse_fp8_tolerance(spec.head_dim) if spec.dtype == "fp8" else None
-    return compare(found, expected, "fp32", tolerance, floor=1.0)
+    return compare(found, expected, "fp32", tolerance, floor=1.0, excused=EXP2_LIMIT)
+
+
+def compare_weights(
+    result: Comparison, found: Array, expected: Array, noise: Array, shown: Array, dtype: str
+) -> Comparison:
+    """A good result for `spectrum` inputs, unless the mean relative error of a weight is too large.
+
+    `shown` has for each column of O the weight that it shows.
+    """
+    axes, some = tuple(range(expected.ndim - 1)), expected > 0
+    known = np.where(some, expected, 1.0)
+    parts = (some, np.where(some, found / known - 1, 0), np.where(some, 1 + (noise / known) ** 2, 0))
+    count, off, square = (np.bincount(shown, part.sum(axis=axes)) for part in parts)
+    count = np.maximum(count, 1)
+    mean = off / count
+    limit = WEIGHT_LIMIT + SURE * ROUNDED * ROUNDOFF[dtype] * np.sqrt(square) / count
+    worst = int(np.argmax(np.abs(mean) - limit))
+    result = replace(result, weight_error=float(np.abs(mean).max()))
+    if abs(mean[worst]) <= limit[worst]:
+        return result
+    error = f"{abs(mean[worst]):.1e} too {'large' if mean[worst] > 0 else 'small'} in the mean"
+    text = f"the weights that column {worst} shows are {error}, above {limit[worst]:.1e}"
+    return replace(result, ok=False, reason=text)
 
 
 def lse_fp8_tolerance(head_dim: int) -> float:

@@ -150,6 +150,7 @@ CODES: dict[str, Code] = {
     "FW879": Code("an error on the GPU itself"),
     "FW880": Code("more memory than is allowed"),
     "FW881": Code("too little was tried for a verdict"),
+    "FW882": Code("weights that are wrong in the mean, or left out"),
     # specs and usage
     "FW901": Code("a spec that no attention can meet", bad_input=True),
     "FW902": Code("a variant that Flashwright does not know", bad_input=True),
