@@ -154,8 +154,9 @@ def _spread_out(inputs: dict[str, Array], scale: float, dtype: str) -> None:
     size = _SPECTRUM[dtype] * (weight_shown(v.shape[3])[column] * _GOLDEN % 1.0)
     lead = math.sqrt(_SPECTRUM[dtype] * math.log(2) / scale)
     q[..., 0], k[..., 0] = lead, -size * math.log(2) / (scale * lead)
+    drawn = 1 + np.abs(v[..., 0].astype(np.float64)) % 1 / 2
     v[:] = 0
-    v[:, :, np.arange(k.shape[2]), column] = 2.0 ** np.round(size)
+    v[:, :, np.arange(k.shape[2]), column] = drawn * 2.0 ** np.round(size)
 
 
 def weight_shown(columns: int) -> NDArray[np.int64]:

@@ -69,8 +69,11 @@ SETTLED = {  # the offences that answer a question with no
     "libraries": ("library_call",),
     "files": ("tampering",),
 }
-SHOWN = {"spectrum": "approximation", "cancelling": "low_precision"}
-"""What it is where only these inputs go wrong."""
+SHOWN = {
+    "cancelling": ("low_precision", "it loses the small terms of a score"),
+    "spectrum": ("approximation", "its weights are not those that exp gives"),
+}
+"""What it is where such inputs go wrong and normal ones do not; wrong scores make wrong weights."""
 FRESH = 3  # problems, beginning with the usual one, that get other inputs at the same addresses
 
 
@@ -493,9 +496,10 @@ def _plainly(vague: Sequence[Seen]) -> Iterable[Offence]:
 def _special(vague: Sequence[Seen]) -> Iterable[Offence]:
     """Right on the usual shape with normal inputs: what it is not right for."""
     close = [s for s in vague if s.problem.usual and s.name in ("wrong", "inexact")]
-    shown = [s for s in close if s.problem.kind in SHOWN]
-    yield from (offence(SHOWN[s.problem.kind], str(s)) for s in shown)
-    vague = [s for s in vague if s not in shown]
+    shown = {s.problem.kind: s for s in reversed(close) if s.problem.kind in SHOWN}
+    for kind in [kind for kind in SHOWN if kind in shown][:1]:
+        yield offence(SHOWN[kind][0], f"{SHOWN[kind][1]}: {shown[kind]}")
+    vague = [s for s in vague if s.problem.kind not in shown]
     plain = [s for s in vague if s.problem.kind == "normal"]
     other = [s for s in vague if s.problem.usual and s.problem.kind != "normal"]
     if plain:

@@ -360,7 +360,11 @@ def compare_weights(
     """
     axes, some = tuple(range(expected.ndim - 1)), expected > 0
     known = np.where(some, expected, 1.0)
-    parts = (some, np.where(some, found / known - 1, 0), np.where(some, 1 + (noise / known) ** 2, 0))
+    parts = (
+        some,
+        np.where(some, found / known - 1, 0),
+        np.where(some, 1 + (noise / known) ** 2, 0),
+    )
     count, off, square = (np.bincount(shown, part.sum(axis=axes)) for part in parts)
     count = np.maximum(count, 1)
     mean = off / count
@@ -369,8 +373,8 @@ def compare_weights(
     result = replace(result, weight_error=float(np.abs(mean).max()))
     if abs(mean[worst]) <= limit[worst]:
         return result
-    error = f"{abs(mean[worst]):.1e} too {'large' if mean[worst] > 0 else 'small'} in the mean"
-    text = f"the weights that column {worst} shows are {error}, above {limit[worst]:.1e}"
+    told = f"{abs(mean[worst]):.1e} too {'large' if mean[worst] > 0 else 'small'} in the mean"
+    text = f"the weights that column {worst} shows are {told}, above {limit[worst]:.1e}"
     return replace(result, ok=False, reason=text)
 
 
