@@ -53,6 +53,7 @@ class Case:
             "relative_rms": self.comparison.relative_rms,
             "relative_max": self.comparison.relative_max,
             "library_rms": self.library,
+            "weight_error": self.comparison.weight_error,
             "reason": self.comparison.reason,
         }
 

@@ -40,6 +40,8 @@ def kernel(
     weights: tl.constexpr,
     sums: tl.constexpr,
     loads: tl.constexpr,
+    quadratic: tl.constexpr,
+    least: tl.constexpr,
     width: tl.constexpr,
     tall: tl.constexpr,
     wide: tl.constexpr,
@@ -73,6 +75,13 @@ def kernel(
         new = tl.maximum(top, tl.max(s, 1)) if maximum else tl.zeros([tall], tl.float32)
         safe = tl.where(new == float("-inf"), 0.0, new)
         w = tl.exp2(s - safe[:, None])
+        if quadratic:
+            x = tl.maximum(s - safe[:, None], -126.0)
+            f = x - tl.floor(x)
+            w = tl.exp2(tl.floor(x)) * (1.00172457 + f * (0.65763656 + f * 0.33718972))
+            w = tl.where(seen, w, 0.0)
+        if least > 0:
+            w = tl.where(w < least, 0.0, w)
         fade = tl.exp2(top - safe) if maximum else tl.full([tall], 1.0, tl.float32)
         top = new
         total = total * fade + tl.sum(w, 1)
@@ -109,8 +118,13 @@ def attention(
     weights: Any = None,
     sums: Any = tl.float32,
     loads: bool = True,
+    quadratic: bool = False,
+    least: float = 0.0,
 ) -> Any:
-    """O. `blocks` of 64 rows are written, `end` keys looked at, `ahead` keys too many are seen."""
+    """O. `blocks` of 64 rows are written, `end` keys looked at, `ahead` keys too many are seen.
+
+    exp2 may be a quadratic one, and weights below `least` dropped.
+    """
     batch, heads, q_len, width = q.shape
     kv_len = k.shape[2]
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
@@ -128,6 +142,8 @@ def attention(
         weights=weights or TYPES[q.dtype],
         sums=sums,
         loads=loads,
+        quadratic=quadratic,
+        least=least,
         width=width,
         tall=64,
         wide=64,
