@@ -12,7 +12,7 @@ import pytest
 
 from flashwright.judge import judge as judging
 from flashwright.judge import oracle
-from flashwright.judge.expected import compare
+from flashwright.judge.expected import Expected, compare
 from flashwright.judge.inputs import make_inputs
 from flashwright.judge.problems import Problem, problems
 from flashwright.judge.trial import Outcome
@@ -190,6 +190,15 @@ def test_the_limit_is_of_the_mean() -> None:
         assert found.ok == good, found.reason
         assert compare(spec, "O", rounded * factor, expected, "normal").ok
     assert "too small in the mean" in found.reason
+
+
+@pytest.mark.usefixtures("few")
+def test_only_the_mean_counts_for_the_spectrum() -> None:
+    """A few rows rule its RMS: the ratio of two honest kernels' errors would be any number."""
+    with mock.patch.object(Expected, "library_error", lambda self, dims: 1.0):
+        found = verdict("plain", "bf16", lse=False)
+    assert found.ok, str(found)
+    assert {c.kind for c in found.cases if c.library is None} == {"spectrum"}
 
 
 def test_a_spec_with_its_own_tolerance_has_no_line() -> None:
