@@ -20,9 +20,11 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    SerializerFunctionWrapHandler,
     ValidationError,
     ValidationInfo,
     field_validator,
+    model_serializer,
     model_validator,
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
@@ -93,6 +95,9 @@ class AttentionSpec(BaseModel):
     path is relative to the spec's file."""
     tolerance: float | None = None
     """Allowed error relative to the output's RMS. None: what the dtype allows."""
+    repeatable: bool = True
+    """The same inputs give the same bits. False: two runs may differ, as atomic additions make
+    them, by half of the allowed error at most."""
     dims: dict[str, int] = Field(default_factory=dict)
     """Extra run-time dims of a custom program."""
 
@@ -150,6 +155,7 @@ class AttentionSpec(BaseModel):
             "sink logit" if self.sink else "",
             f"scale {_exact(self.scale)}" if self.scale is not None else "",
             "" if self.lse else "no log-sum-exp",
+            "" if self.repeatable else "not repeatable to the bit",
         ]
         dtype = "fp8 in, bf16 out" if self.dtype == "fp8" else self.dtype
         return ", ".join(filter(None, [*extras, heads, width, dtype]))
@@ -175,6 +181,14 @@ class AttentionSpec(BaseModel):
             if isinstance(heads, int) and 1 <= heads <= MAX_HEADS:  # else its own line is enough
                 return {**data, "kv_heads": heads}
         return data
+
+    @model_serializer(mode="wrap")
+    def _as_recorded(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without what records of earlier versions do not have, where it says nothing."""
+        found: dict[str, Any] = dumped(self)
+        if self.repeatable:
+            found.pop("repeatable", None)
+        return found
 
     @field_validator("variant")
     @classmethod

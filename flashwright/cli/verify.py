@@ -190,17 +190,13 @@ def _spec(candidate: Candidate, what: str, option: str | None) -> tuple[Attentio
 
 def _own_spec(spec: AttentionSpec) -> tuple[AttentionSpec, tuple[str, ...]]:
     """A package may say what it computes, not how wrong that may be; and what to say of it."""
-    from flashwright.judge.oracle import RMS_LIMIT, ROUNDOFF
+    from flashwright.judge.own_spec import strict
 
     notes = ["what is asked for is the package's own spec.toml: --spec gives yours"]
     if spec.reference:
         notes.append(f"what is right says the package's own {spec.reference}, run confined")
-    usual = RMS_LIMIT * ROUNDOFF[spec.dtype]
-    if spec.tolerance is not None and spec.tolerance > usual:
-        text = f"its tolerance of {spec.tolerance:g} is not taken, but {usual:.2g}"
-        notes.append(f"{text}: a larger one comes from --spec only")
-        spec = spec.model_copy(update={"tolerance": None})
-    return spec, tuple(notes)
+    spec, more = strict(spec)
+    return spec, (*notes, *more)
 
 
 def _show(

@@ -402,7 +402,7 @@ class _Hearing(Hearing):
         first = trial.sandbox.call(*given)
         for number in range(ROUNDS):
             outcome.ask("repeat")
-            if not _same(first, trial.sandbox.call(*given)):
+            if trial.varies(outcome, first, trial.sandbox.call(*given)):
                 text = f"call {number + 2} with the same inputs gives other bits than the first"
                 outcome.blame("not_repeatable", text)
                 break

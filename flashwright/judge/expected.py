@@ -79,6 +79,14 @@ def compare(
     return oracle.compare_weights(result, found, expected[name], noise, shown, spec.dtype)
 
 
+def variation(spec: AttentionSpec, name: str, one: Array, other: Array) -> tuple[float, float]:
+    """How far two runs differ, and how far they may, by the rule for that output."""
+    if name == "LSE":
+        tolerance = oracle.lse_fp8_tolerance(spec.head_dim) if spec.dtype == "fp8" else None
+        return oracle.variation(one, other, "fp32", tolerance, floor=1.0)
+    return oracle.variation(one, other, spec.dtype, spec.tolerance)
+
+
 def error_map(found: Array, expected: Array, rows: int = 24, columns: int = 16) -> Array:
     """The greatest error over batches and heads in a grid of (query, dim), relative to the RMS."""
     rms = float(np.sqrt(np.mean(expected**2))) or 1.0

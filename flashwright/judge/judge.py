@@ -55,6 +55,8 @@ QUESTIONS = {
     "instructions": "its matrix instructions multiply and add as exactly as asked",
     "files": "it leaves the judge's files and its own as they are",
 }
+MAY_VARY = "two runs with the same inputs are both right, and differ by half as much as they may"
+"""The question `repeat` where the spec says repeatable = false."""
 SETTLED = {  # the offences that answer a question with no
     "fp64": ("wrong", "zeros", "nonfinite", "wrong_form", "special_inputs", "special_shapes"),
     "exactness": ("low_precision",),
@@ -226,7 +228,7 @@ class Hearing:
             unable=expected.unable,
             picture=self._picture(),
             seconds=time.monotonic() - start,
-            notes=tuple(self.notes),
+            notes=(*self.notes, *self._varied()),
             unreached=self._unreached(),
         )
 
@@ -383,6 +385,13 @@ class Hearing:
 
     # --- what is told -------------------------------------------------------------------------
 
+    def _varied(self) -> Iterable[str]:
+        """How far runs were from each other, where they may be."""
+        if not self.spec.repeatable:
+            most = max((outcome.varied for outcome in self.outcomes), default=0.0)
+            text = "the spec says repeatable = false: two runs with the same inputs differed"
+            yield f"{text} by at most {most:.1e} of an output's RMS"
+
     def _checks(self) -> tuple[Check, ...]:
         found = {o.name for o in self.found}
         checks = []
@@ -394,7 +403,8 @@ class Hearing:
                 failed |= any(not c.comparison.ok for o in self.outcomes for c in o.cases)
             passed = False if failed else True if times else None
             note = "" if passed is not None else self.unasked.get(name) or "not asked in this trial"
-            checks.append(Check(name, question, passed, times, note))
+            told = MAY_VARY if name == "repeat" and not self.spec.repeatable else question
+            checks.append(Check(name, told, passed, times, note))
         return tuple(checks)
 
     def _picture(self) -> Picture | None:

@@ -342,6 +342,38 @@ def scatter(count: int) -> float:
     return float(1 + 4 / np.sqrt(max(count, 1)))
 
 
+def variation(
+    one: Array, other: Array, dtype: str, tolerance: float | None = None, floor: float = 0.0
+) -> tuple[float, float]:
+    """The RMS of the difference of two runs over their RMS, and how much that may be: one unit.
+
+    Where few elements rule, one rounding of them to another side is most of the difference: the
+    limit is wider there. The arguments are those of `compare`, which allows each run RMS_LIMIT units.
+    """
+    if one.shape != other.shape:
+        return np.inf, 0.0
+    if not one.size:
+        return 0.0, 0.0
+    a, b = (np.atleast_1d(x.astype(np.float64)) for x in (one, other))
+    finite = np.isfinite(a) & np.isfinite(b)
+    alike = finite | (a == b) | (np.isnan(a) & np.isnan(b))
+    if not alike.all():
+        return np.inf, 0.0
+    known = [np.where(finite, x, 0.0) for x in (a, b)]
+    rms = max(floor, *(float(_rms(x, finite)[(0,) * x.ndim]) for x in known))
+    differs = float(_rms(known[0] - known[1], finite)[(0,) * a.ndim])
+    unit = ROUNDOFF[dtype] if tolerance is None else tolerance / RMS_LIMIT
+    smallest = _SMALLEST.get(dtype, 2.0**-126)
+    return _ratio(differs, rms), unit * scatter(_weighty(known[0])) + _ratio(smallest, rms)
+
+
+def _weighty(x: Floats) -> int:
+    """How many elements a sum of squares rests on: 1 where one of them rules."""
+    large = float(np.abs(x).max())
+    part = (x / large) ** 2 if large > 0 else np.ones_like(x)
+    return max(1, int(part.sum() ** 2 / (part**2).sum()))
+
+
 def compare_lse(spec: AttentionSpec, found: Array, expected: Array) -> Comparison:
     """compare for the log-sum-exp: its error is the sum's relative error, so the floor is 1.
 

@@ -1,7 +1,8 @@
 """One problem put to a candidate: several calls, and everything that can be seen from outside.
 
 first     the inputs in guarded memory, outputs and free memory full of NaN
-again     the same at other addresses, on a busy stream that gets its inputs late: the same bits
+again     the same at other addresses, on a busy stream that gets its inputs late: the same bits,
+          or where the spec asks for no more, the same up to a part of the allowed error
 alone     a package without its optional outputs: the same bits
 viewed    Q, K and V that are no contiguous tensors: the right answer all the same
 fresh     other inputs at the first addresses: another answer, and the right one
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from flashwright.judge import oracle
-from flashwright.judge.expected import Expected, compare, error_map
+from flashwright.judge.expected import Expected, compare, error_map, variation
 from flashwright.judge.form import Form, Shapes
 from flashwright.judge.oracle import NOISE
 from flashwright.judge.problems import Problem
@@ -68,6 +69,8 @@ class Outcome:
     notes: list[str] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)
     """Questions that this problem answers with no, whatever else the offence's name stands for."""
+    varied: float = 0.0
+    """How far two runs with the same inputs were from each other, where they may be."""
 
     def blame(self, name: str, message: str) -> None:
         """Note something wrong."""
@@ -113,11 +116,12 @@ class Trial:
             self._beside(outcome, first, given, shapes, sizes)
             return outcome
         again = self.sandbox.call(given, shapes, sizes, place=1, ahead=True)
-        self._again(outcome, first, again, given, shapes, sizes)
+        right = self.spec.repeatable or self._alone(outcome, again, expected)
+        self._again(outcome, first, again, given, shapes, sizes, right)
         if self.form.optional and len(shapes) > 1:
             alone = self.sandbox.call(given, dict([next(iter(shapes.items()))]), sizes)
             outcome.ask("repeat")
-            if self._differ(alone, first):
+            if self.varies(outcome, alone, first):
                 outcome.blame("not_repeatable", "without its other outputs it gives other bits")
         if fresh and self.views and not outcome.seen:
             self._viewed(outcome, given, expected, shapes, sizes, "views of other strides")
@@ -170,7 +174,8 @@ class Trial:
     ) -> None:
         """Where NaN came out: is it what lies beside its tensors? Then zeros there change it."""
         vague = [s for s in outcome.seen if s.name in ("unwritten", "nonfinite")]
-        if vague and self._differ(first, self.sandbox.call(given, shapes, sizes, around=0)):
+        zeros = self.sandbox.call(given, shapes, sizes, around=0) if vague else first
+        if vague and self.varies(outcome, first, zeros):
             outcome.seen = [s for s in outcome.seen if s not in vague]
             text = "its output changes with what lies beside its tensors"
             outcome.blame("out_of_bounds", text)
@@ -251,17 +256,19 @@ class Trial:
         given: Mapping[str, Array],
         shapes: Shapes,
         sizes: Mapping[str, int],
+        right: bool,
     ) -> None:
         outcome.ask("repeat", "stream")
-        differs = self._differ(first, again)
+        differs = self.varies(outcome, first, again)
         # Where the bits differ, what came late is named by what it turns out to be.
         self._surroundings(outcome, replace(again, late=()) if differs else again)
         if not differs:
             return
         # Other bits. On a stream that gets its inputs late, or always?
         third = self.sandbox.call(given, shapes, sizes, place=1)
-        if self._differ(first, third):
-            outcome.blame("not_repeatable", self.differs)
+        noise = differs if right and not self.spec.repeatable else ""
+        if found := self.varies(outcome, first, third) or noise:
+            outcome.blame("not_repeatable", found)
         else:
             text = "called while its inputs are still on their way, it does not wait for them"
             outcome.blame("hidden_work", text)
@@ -327,6 +334,26 @@ class Trial:
             return
         what = "views with offsets past 2^31 elements"
         self._viewed(outcome, given, expected, shapes, sizes, what, far=True)
+
+    def _alone(self, outcome: Outcome, again: Called, expected: Mapping[str, Array]) -> bool:
+        """A second run that may differ from the first has to be right by itself; whether it is."""
+        second = Outcome(outcome.problem)
+        right = self._compare(second, again, expected)
+        outcome.seen += second.seen
+        return right
+
+    def varies(self, outcome: Outcome, one: Called, other: Called) -> str:
+        """How two runs with the same inputs differ more than they may; empty where they do not."""
+        if self.spec.repeatable:
+            return self.differs if self._differ(one, other) else ""
+        for name in [name for name in other.outputs if name in one.outputs]:
+            arrays = one.outputs[name].array, other.outputs[name].array
+            found, limit = variation(self.spec, name, *arrays)
+            if found > limit:
+                text = f"{name} differs by {found:.2e} of its RMS between two runs"
+                return f"{text}, and may by {limit:.2e}"
+            outcome.varied = max(outcome.varied, found)
+        return ""
 
     def _differ(self, one: Called, other: Called) -> bool:
         return any(

@@ -115,6 +115,44 @@ def other_bits(q: Array, k: Array, v: Array) -> Array:
     return out
 
 
+def noisy(q: Array, k: Array, v: Array, size: float = 1e-4) -> Array:
+    """As atomic additions in a wider type do: far below the allowed error."""
+    return _with_noise(attention(q, k, v, causal=True, out=np.float32)[0], size).astype(q.dtype)
+
+
+def too_noisy(q: Array, k: Array, v: Array) -> Array:
+    """Within the allowed error, and nearly all of it is noise."""
+    return noisy(q, k, v, 5e-4)
+
+
+def far_too_noisy(q: Array, k: Array, v: Array) -> Array:
+    return noisy(q, k, v, 1e-2)
+
+
+def noisy_and_one_key_too_many(q: Array, k: Array, v: Array) -> Array:
+    o = attention(q, k, v, causal=True, ahead=1, out=np.float32)[0]
+    return _with_noise(o, 1e-4).astype(q.dtype)
+
+
+def noisy_and_one_key_too_few(q: Array, k: Array, v: Array) -> Array:
+    o = attention(q, k, v, causal=True, ahead=-1, out=np.float32)[0]
+    return _with_noise(o, 1e-4).astype(q.dtype)
+
+
+def right_once(q: Array, k: Array, v: Array, seen: set[Any] = set()) -> Array:  # noqa: B006
+    """The second time it is less exact than it may be."""
+    key = q.tobytes()
+    size = 1e-2 if key in seen else 0.0
+    seen.add(key)
+    return noisy(q, k, v, size)
+
+
+def _with_noise(o: Array, size: float) -> Array:
+    drawn = np.random.default_rng().uniform(-1, 1, o.shape)
+    found: Array = o * (1 + size * np.sqrt(3) * drawn)  # `size` is the RMS
+    return found
+
+
 # --- right only where one would look ----------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from flashwright.judge.emulated import judge_emulated
 from flashwright.lang.diagnostic import Failed
+from flashwright.spec import AttentionSpec
 from tests.unit import emulated
 from tests.unit.emulated import needs_compilers
 from tests.unit.test_cli import Outcome
@@ -80,7 +81,7 @@ def test_a_kernel_that_did_no_problem_is_not_accepted(honest: Path, tmp_path: Pa
 def test_a_package_does_not_say_how_wrong_it_may_be(honest: Path, tmp_path: Path) -> None:
     folder = tmp_path / "p"
     shutil.copytree(honest, folder)
-    spec = SPEC.model_copy(update={"tolerance": 0.999})
+    spec = SPEC.model_copy(update={"tolerance": 0.999, "repeatable": False})
     lines = [f"{k} = {json.dumps(v)}" for k, v in spec.model_dump(exclude_defaults=True).items()]
     (folder / "spec.toml").write_text("\n".join(lines) + "\n")
     outcome = Outcome("verify", str(folder), "--on", "cpu", "--q-len", "70", "--json")
@@ -88,3 +89,5 @@ def test_a_package_does_not_say_how_wrong_it_may_be(honest: Path, tmp_path: Path
     assert told["own_spec"] is True
     assert told["spec"]["tolerance"] is None
     assert any("tolerance of 0.999 is not taken" in note for note in told["notes"])
+    assert AttentionSpec.make(**told["spec"]).repeatable
+    assert any("repeatable = false is not taken" in note for note in told["notes"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -145,6 +146,48 @@ def test_found_by_the_whole_trial(function: str, offence: str, spec: AttentionSp
     found = judge(candidate(function), spec, seed=1, device="cpu", sandbox=Inside)
     assert offence in names(found), told(found)
     assert not found.ok
+
+
+VARIED = SPEC.model_copy(update={"repeatable": False})
+
+
+def test_noise_is_accepted_only_where_the_spec_says_so() -> None:
+    found = judge(candidate("noisy"), SPEC, seed=1, device="cpu", sandbox=Inside)
+    assert names(found)[0] == "not_repeatable", told(found)
+    found = judge(candidate("noisy"), VARIED, seed=1, device="cpu", sandbox=Inside)
+    assert found.ok, told(found)
+    note = next(n for n in found.notes if "repeatable = false" in n)
+    figure = re.search(r"at most (\S+) of an output's RMS", note)
+    assert figure is not None
+    assert 0 < float(figure[1]) < 2.0**-11
+    asked = next(check for check in found.checks if check.name == "repeat")
+    assert asked.passed
+    assert "same bits" not in asked.question
+
+
+@pytest.mark.parametrize(
+    ("function", "offence"),
+    [
+        ("too_noisy", "not_repeatable"),
+        ("far_too_noisy", "low_precision"),
+        ("right_once", "not_repeatable"),
+        ("noisy_and_one_key_too_many", "mask_ignored"),
+        ("noisy_and_one_key_too_few", "key_ignored"),
+        ("replay_by_shape", "replay"),
+        ("heads_mixed_up", "mask_ignored"),
+        ("reads_behind_v", "out_of_bounds"),
+    ],
+)
+def test_a_spec_that_allows_noise_allows_nothing_else(function: str, offence: str) -> None:
+    found = judge(candidate(function), VARIED, seed=1, device="cpu", sandbox=Inside)
+    assert offence in names(found), told(found)
+
+
+def test_a_kernel_with_the_same_bits_is_as_good_where_they_may_differ() -> None:
+    one = Candidate("python", "tests.offences.honest", "honest", factory=True)
+    found = judge(one, VARIED, seed=1, device="cpu", sandbox=Inside)
+    assert found.ok, told(found)
+    assert any("differed by at most 0.0e+00" in note for note in found.notes)
 
 
 def test_only_what_is_wrong_is_told() -> None:

@@ -123,6 +123,7 @@ def specs(draw: st.DrawFn) -> AttentionSpec:
         top_k=draw(st.integers(1, 64)),
         reference=draw(st.none() | text.map(lambda t: t + ".py")),
         tolerance=draw(st.none() | st.floats(1e-9, 0.5)),
+        repeatable=draw(st.booleans()),
         dims=draw(st.dictionaries(names.map("n_".__add__), st.integers(1, 2**31 - 1), max_size=3)),
     )
 
@@ -185,6 +186,7 @@ def test_inline() -> None:
         "window": None,
         "dims": {"pages": 4},
     }
+    assert parse_inline("repeatable=false, lse=false") == {"repeatable": False, "lse": False}
     assert parse_inline(" , ") == {}
     assert parse_inline("variant=12, reference='a.py'") == {"variant": "12", "reference": "a.py"}
 

@@ -81,6 +81,8 @@ def notes(spec: AttentionSpec, *, custom: bool = False) -> str:
         "Sums and the softmax are kept in fp32. exp is taken relative to the row's greatest score "
         "so far; nothing may overflow.",
     ]
+    if not spec.repeatable:
+        lines.append("Two calls may differ in the last bits: atomic additions may be used.")
     if not spec.sink:
         lines.append(
             "A row that sees no key gives O = 0" + (" and LSE = -inf." if spec.lse else ".")
