@@ -348,7 +348,7 @@ def variation(
     """The RMS of the difference of two runs over their RMS, and how much that may be: one unit.
 
     Where few elements rule, one rounding of them to another side is most of the difference: the
-    limit is wider there. The arguments are those of `compare`, which allows each run RMS_LIMIT units.
+    limit is wider there. The arguments are those of `compare`, which allows a run RMS_LIMIT units.
     """
     if one.shape != other.shape:
         return np.inf, 0.0

@@ -5,7 +5,6 @@ Each is a kernel package in the benchmark's folder: what is measured can be look
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import multiprocessing
@@ -17,11 +16,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel, ConfigDict
+
 from flashwright import gpu as gpus
 from flashwright import spec as specs
 from flashwright.build import classes, package
 from flashwright.build.driver import Card
-from flashwright.files import cannot, sha256, write
+from flashwright.files import cannot, content, sha256, write
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.measure.contest import Hand, Missing
 from flashwright.measure.grid import kernel_name
@@ -255,33 +256,59 @@ def put(made: Made, place: Path) -> Made:
     return replace(made, folder=str(place))
 
 
+class _Facts(BaseModel):
+    """The part of build.json that a benchmark tells."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    gpu: str | None = None
+    registers: int | None = None
+    spill_stores: int | None = None
+    spill_loads: int | None = None
+    stack: int | None = None
+
+
 def load(folder: Path) -> Made:
-    """A kernel package that somebody has made; Failed with FW852 where it is none."""
-    from flashwright.build.load import read_plan
+    """A kernel package that somebody has made; Failed with FW852 where it is none.
+
+    Its spec says what it computes. What it allows itself beyond that is not taken.
+    """
+    from flashwright.build.reading import read_model, read_plan
+    from flashwright.judge.own_spec import strict
+    from flashwright.lower import source_map
 
     plan = read_plan(folder)
     files: dict[str, str | bytes] = {}
     for kernel, place in classes.folders(folder).items():
-        there = (n for n in (package.CLASSES, *package.IN_RECORD) if (place / n).is_file())
-        files |= {package.inside(kernel, name): _read(place / name) for name in there}
-    try:
-        spec = specs.load(folder / SPEC)
-    except specs.BadSpec as error:
-        raise Failed(*(Diagnostic("FW852", line) for line in error.lines)) from None
-    facts: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):  # without it, what it was made for is not known
-        facts = json.loads((folder / package.RECORD).read_bytes())
+        source_map.read(place)  # it goes into the record
+        for name in (package.CLASSES, *package.IN_RECORD):
+            data = content(place / name)
+            if data is not None:
+                binary = name == "kernel.cubin"
+                files[package.inside(kernel, name)] = data if binary else _text(data)
+    spec, _ = strict(_spec(folder / SPEC))
+    facts = read_model(_Facts, folder / package.RECORD) or _Facts()
     known = ("registers", "spill_stores", "spill_loads", "stack")
-    numbers = {name: int(facts[name]) for name in known if name in facts}
+    told = {name: getattr(facts, name) for name in known}
+    numbers = {name: value for name, value in told.items() if value is not None}
     ptxas = {**numbers, "shared": plan.shared, "threads": plan.threads}
-    why = (folder / "reasoning.md").read_text() if (folder / "reasoning.md").is_file() else ""
-    gpu = str(facts.get("gpu", plan.arch))
+    why = _text(content(folder / "reasoning.md") or b"")
+    # Without build.json it is not known for which GPU it was made.
+    gpu = facts.gpu if facts.gpu is not None else plan.arch
     return Made(spec, gpu, files, why, ptxas, folder=str(folder.resolve()))
 
 
-def _read(path: Path) -> str | bytes:
-    data = path.read_bytes()
-    return data if path.name == "kernel.cubin" else data.decode(errors="replace")
+def _spec(path: Path) -> AttentionSpec:
+    data = content(path)
+    try:
+        if data is None:
+            raise specs.BadSpec(f"{path}: there is no such file")
+        return specs.parse(_text(data), str(path))
+    except specs.BadSpec as error:
+        raise Failed(*(Diagnostic("FW852", line) for line in error.lines)) from None
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="replace")
 
 
 # --- judging them -----------------------------------------------------------------------------

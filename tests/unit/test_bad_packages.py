@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from flashwright import spec as specs
 from flashwright.build import classes
 from flashwright.build.load import read_plan
 from flashwright.build.reading import read_cubin, untied
@@ -39,7 +40,10 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(folder, folder / "short")
     rules = classes.Classes.of([(40, "short"), (None, "")])
     (folder / "classes.json").write_text(rules.dump())
-    (folder / "build.json").write_text(json.dumps({"schema": 1, "gpu": "a100", "artefacts": {}}))
+    facts = {"registers": 128, "spill_stores": 0, "spill_loads": 0, "stack": 0}
+    record = {"schema": 1, "gpu": "a100", **facts, "artefacts": {}}
+    (folder / "build.json").write_text(json.dumps(record))
+    (folder / "spec.toml").write_text(specs.dump(SPEC))
     return folder
 
 
@@ -255,6 +259,54 @@ def test_every_command_ends_with_a_message(package: Path) -> None:
         assert "launch.json: threads: a block has 1 to 1024 threads" in done.err, command
         assert "Traceback" not in done.out + done.err
         assert "bug in Flashwright" not in done.out + done.err
+
+
+RECORDS = {
+    "[]": "the file: Input should be an object",
+    "null": "the file: Input should be an object",
+    '"text"': "the file: Input should be an object",
+    "{": "the file: Invalid JSON",
+    "[" * 100_000: "the file: Invalid JSON",
+    '{"a":' * 100_000: "the file: Invalid JSON",
+    '{"registers": "x"}': "registers: Input should be a valid integer",
+    '{"registers": 1e99}': "registers: Input should be a valid integer",
+    '{"stack": [1]}': "stack: Input should be a valid integer",
+    '{"gpu": 5}': "gpu: Input should be a valid string",
+    "\udcff": "the file: Invalid JSON",
+}
+
+
+@needs_compilers
+@pytest.mark.parametrize("text", RECORDS, ids=[text[:20] for text in RECORDS])
+def test_a_record_that_is_none_ends_a_benchmark_with_a_message(package: Path, text: str) -> None:
+    (package / "build.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(Failed) as failed:
+        kernels.load(package)
+    assert [d.code for d in failed.value.diagnostics] == ["FW852"]
+    assert f"build.json: {RECORDS[text]}" in str(failed.value)
+
+
+@needs_compilers
+@pytest.mark.parametrize("name", [*READ, "spec.toml", "reasoning.md"])
+def test_a_benchmark_waits_for_no_pipe(package: Path, name: str) -> None:
+    (package / name).touch()
+    pipe(package / name)
+    with pytest.raises(Failed) as failed:
+        kernels.load(package)
+    assert {d.code for d in failed.value.diagnostics} == {"FW852"}
+    assert name in str(failed.value)
+
+
+@needs_compilers
+def test_what_a_benchmark_takes_from_a_package(package: Path) -> None:
+    found = kernels.load(package)
+    assert (found.gpu, found.ptxas["registers"], found.spec) == ("a100", 128, SPEC)
+    loose = SPEC.model_copy(update={"tolerance": 0.9, "repeatable": False})
+    for place in (package, package / "short"):
+        (place / "spec.toml").write_text(specs.dump(loose))
+    assert kernels.load(package).spec == SPEC
+    (package / "build.json").unlink()
+    assert kernels.load(package).gpu == "sm_80"  # all that is known then
 
 
 @pytest.mark.parametrize(

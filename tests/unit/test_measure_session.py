@@ -459,6 +459,10 @@ def test_a_package_of_ones_own_is_measured(bench: Bench, tmp_path: Path) -> None
     kernel = results.kernels["mha 4/4 d64 causal"]
     assert kernel.tl == code
     assert not bench.world.asked("make")
+    Path(saved.folder, "build.json").write_text('{"registers": "x"}')
+    done = bench("--package", saved.folder)
+    assert (done.exit_code, "FW852" in done.output) == (2, True), done.output
+    assert "build.json: registers: Input should be a valid integer" in " ".join(done.output.split())
 
 
 def test_records_are_plain_json(bench: Bench) -> None:
