@@ -10,21 +10,17 @@ Whatever is wrong is told in the lines of kernel.cu: `for_model(diagnostics, sou
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from dataclasses import dataclass
 
 from flashwright import spec as specs
 from flashwright.build import package
 from flashwright.build.compile import Built, build
+from flashwright.build.process import need_confinement
 from flashwright.build.screen import screen
 from flashwright.build.toolchain import Toolchain
 from flashwright.check.program import Program
-from flashwright.confine import landlock
-from flashwright.confine.start import UNCONFINED
 from flashwright.gpu import Gpu
-from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.format import format_tree
 from flashwright.lang.nodes import For, Grid, If, statements
 from flashwright.lower.contract import Contract, Flavour, bound, contract
@@ -67,7 +63,7 @@ def translated_by_model(
     says; codes.MACHINE are the machine's trouble, not the model's.
     """
     screen(source)
-    _confinable()
+    need_confinement()
     text = tl if tl or agreed else format_tree(program.tree)
     lines = _lines(program) if text else {}
     agreed = agreed or contract(program, gpu, flavour)
@@ -76,19 +72,6 @@ def translated_by_model(
     _compare(built, plan, agreed)
     made = Translation(source, commented(source, lines), plan)
     return TranslationByModel(made, built, _files(made, built, gpu, spec, text))
-
-
-def _confinable() -> None:
-    """Failed with FW821 where the compiler could open any of the user's files."""
-    if os.environ.get(UNCONFINED) == "1":
-        return
-    if sys.platform != "linux" or not landlock.available():
-        text = "this system has no Landlock, which keeps the compiler from other files than headers"
-        hint = (
-            "Linux 5.13 and later have it, where it is not switched off; "
-            f"{UNCONFINED}=1 compiles what a model wrote without it, best in a container"
-        )
-        raise Failed(Diagnostic("FW821", text, help=hint))
 
 
 def _files(

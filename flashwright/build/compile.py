@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from flashwright.build import blame
 from flashwright.build.cache import Cache, Entry, digest
-from flashwright.build.process import Limits, run, run_confined
+from flashwright.build.process import Limits, need_confinement, run, run_confined
 from flashwright.build.toolchain import Toolchain, find
 from flashwright.files import cannot
 from flashwright.lang.diagnostic import Diagnostic, Failed
@@ -106,8 +106,11 @@ def build(
     `line_info` keeps the source's lines in the cubin, for tools that tell of them. `untrusted`
     code, which a model wrote, is compiled in a confined process (process.py), in two minutes at
     most, and what nvcc complains about is put under the line of the source itself; FW828 where the
-    compiler has read a file that is no header of its own, of CUTLASS or of ours.
+    compiler has read a file that is no header of its own, of CUTLASS or of ours, and FW821 where
+    the system cannot confine it.
     """
+    if untrusted:
+        need_confinement()
     tools, store = toolchain or find(), cache or Cache()
     seconds = time_limit or (Limits.seconds if untrusted else TIME_LIMIT)
     limits = Limits(seconds=seconds) if untrusted else None

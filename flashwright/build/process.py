@@ -2,7 +2,8 @@
 
 What a compiler reads can make it work without end, or show what lies in the user's files. For code
 that nobody has read it gets no keys, no network, and none but its own files, as far as the system
-can see to that, and it is watched.
+can see to that, and it is watched. Where the system cannot see to that, nothing is compiled unless
+FLASHWRIGHT_UNCONFINED=1 says so.
 """
 
 from __future__ import annotations
@@ -21,9 +22,17 @@ from pathlib import Path
 
 from flashwright.build import blame
 from flashwright.build.toolchain import Toolchain
-from flashwright.confine import landlock
+from flashwright.confine import landlock, seal
 from flashwright.confine.session import use
-from flashwright.confine.start import NOT_STARTED, Policy, confined
+from flashwright.confine.start import (
+    CALLS,
+    FILES,
+    NOT_CONFINED,
+    NOT_STARTED,
+    UNCONFINED,
+    Policy,
+    confined,
+)
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
 GB, MB = 1 << 30, 1 << 20
@@ -32,7 +41,14 @@ HIDDEN_FLAGS = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 READS = "FLASHWRIGHT_COMPILER_READS"
 """Further folders that the compiler of model-written code may read, as in PATH."""
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "NVCC_CCBIN")
-_SYSTEM = (*landlock.SYSTEM, "/dev/urandom", "/dev/zero", "/sys/devices/system/cpu")
+_PARTS = ("bin", "lib", "lib32", "lib64", "libexec", "include")
+"""What a compiler needs of a folder in which other things are installed as well."""
+_SHARED = (Path("/usr"), Path("/usr/local"), Path("/opt"))
+_SYSTEM = (
+    *(*(f"/usr/{part}" for part in _PARTS), "/usr/local/include"),
+    *(*landlock.PROGRAMS, *landlock.LOADER),
+    *("/dev/urandom", "/dev/zero", "/sys/devices/system/cpu"),
+)
 _LOG = "log.txt"
 _TICK = 0.02  # seconds between two looks whether it has ended
 _LOOK = 10  # ticks between two looks at what it holds
@@ -102,6 +118,27 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 # --- code that nobody has read ----------------------------------------------------------------
 
 
+def need_confinement() -> None:
+    """Failed with FW821 where the compiler could open any of the user's files."""
+    if _unconfined():
+        return
+    if sys.platform != "linux" or not landlock.available():
+        raise _not_confined("this system has no Landlock")
+
+
+def _unconfined() -> bool:
+    return os.environ.get(UNCONFINED) == "1"
+
+
+def _not_confined(why: str) -> Failed:
+    text = f"{why}, which keeps the compiler from other files than headers"
+    hint = (
+        "Linux 5.13 and later have it, where it is not switched off; "
+        f"{UNCONFINED}=1 compiles what a model wrote without it, best in a container"
+    )
+    return Failed(Diagnostic("FW821", text, help=hint))
+
+
 def run_confined(
     command: Sequence[str], place: Path, tools: Toolchain, limits: Limits
 ) -> tuple[int, str]:
@@ -117,6 +154,8 @@ def run_confined(
         finally:
             _end(child)
         said = _both_ends(log.fileno(), limits.log_bytes)
+    if child.returncode == NOT_CONFINED:
+        raise _not_confined("this system does not do what Landlock or seccomp is asked for")
     if child.returncode == NOT_STARTED:
         hint = f"for code that a model wrote it may read no folders but its own; {READS} names more"
         raise Failed(Diagnostic("FW821", said.strip()[:500] or "nvcc cannot be run", help=hint))
@@ -139,7 +178,15 @@ def _policy(place: Path, tools: Toolchain, limits: Limits, env: dict[str, str]) 
         file_bytes=limits.file_bytes,
         addresses=4 * limits.memory,
         environment=env,
+        must=_must(),
     )
+
+
+def _must() -> tuple[str, ...]:
+    """What the compiler is not run without."""
+    if _unconfined():
+        return ()
+    return (FILES, CALLS) if seal.available() else (FILES,)
 
 
 def _toolchain(tools: Toolchain) -> Iterator[Path]:
@@ -148,18 +195,32 @@ def _toolchain(tools: Toolchain) -> Iterator[Path]:
     host = shutil.which(os.environ.get("NVCC_CCBIN") or "gcc")
     for program in (tools.nvcc, *((Path(host),) if host else ())):
         for path in {program.absolute(), program.resolve()}:
-            yield _installed(path)
+            yield from _installed(path)
+    yield from Path("/usr/local").glob("cuda*")
     for name in ("CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(name):
-            yield Path(os.environ[name])
+            yield from _parts(Path(os.environ[name]).absolute())
     yield from (Path(p) for p in os.environ.get(READS, "").split(os.pathsep) if p)
 
 
-def _installed(program: Path) -> Path:
-    """What belongs to PREFIX/bin/program: the prefix, unless all of somebody's files are in it."""
-    folder, home = program.parent, Path(os.path.expanduser("~")).absolute()
-    shared = folder.parent in (home, *home.parents)
-    return folder if shared or folder.name != "bin" else folder.parent
+def _installed(program: Path) -> Iterator[Path]:
+    """What belongs to PREFIX/bin/program."""
+    folder = program.parent
+    if folder.name == "bin":
+        yield from _parts(folder.parent)
+    else:
+        yield folder
+
+
+def _parts(prefix: Path) -> Iterator[Path]:
+    """A folder that a compiler is installed in; parts of it, where other things are in it too."""
+    home = Path(os.path.expanduser("~")).absolute()
+    if prefix in _SHARED:
+        yield from (prefix / part for part in _PARTS)
+    elif prefix in (home, *home.parents):
+        yield prefix / "bin"
+    else:
+        yield prefix
 
 
 def _watch(child: subprocess.Popen[bytes], limits: Limits) -> None:

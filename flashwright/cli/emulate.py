@@ -176,8 +176,8 @@ def _compiled(file: str, gpu: str | None) -> Package:
     program, source = load_program(file, card)
     with blaming(shown_name(file), source):
         made, built = make(program, card, tl=source)
-    plain = Package(shown_name(file), made.plan, built.ptx, made.source, made.map, source)
-    return plain.with_lines()
+    parts = (made.plan, built.ptx, made.source, made.map, source)
+    return Package(shown_name(file), *parts, translated=True).with_lines()
 
 
 def _meant(what: str, option: str | None) -> tuple[AttentionSpec | None, Path]:

@@ -13,10 +13,10 @@ import stat
 import sys
 from collections.abc import Iterable
 
-SYSTEM = (
-    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt", "/nix/store", "/gnu/store"),
-    *("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d"),
-)
+PROGRAMS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/gnu/store")
+LOADER = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
+"""By which programs find each other and their libraries."""
+SYSTEM = ("/usr", "/opt", *PROGRAMS, *LOADER)
 """Programs and libraries, which are nobody's own."""
 _CREATE, _ADD, _RESTRICT = 444, 445, 446  # system calls, the same numbers on every machine
 _VERSION, _BENEATH, _NO_NEW_PRIVS = 1, 1, 38

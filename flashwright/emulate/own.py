@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashwright.build.compile import NAME, build
+from flashwright.build.untrusted import build_untrusted
 from flashwright.emulate.emulate import GAP, Result, behind, launch, prepare
 from flashwright.emulate.machine import Region
 from flashwright.emulate.parse import parse
@@ -52,16 +53,24 @@ class Launched(Result):
         return terminal(self.diagnostics, self.text, self.name).rstrip("\n")
 
 
-def kernel(source: str | Path, entry: str | None = None, *, arch: str = "sm_80") -> Kernel:
+def kernel(
+    source: str | Path, entry: str | None = None, *, arch: str = "sm_80", untrusted: bool = False
+) -> Kernel:
     """A kernel to launch, from CUDA or PTX: the text, or a file that ends in .cu or .ptx.
 
     `entry` names it where there are several; C++'s name is enough where it is unique. CUDA is
     compiled for `arch` with the project's nvcc (Failed with FW821 where there is none, with FW822
-    where nvcc does not take it). Failed with FW831 where the emulator cannot execute it.
+    where nvcc does not take it). It is compiled as your own code, which may include any file; what
+    is `untrusted` is screened and compiled in confinement (Failed with FW828, or with FW821 where
+    the system cannot confine it). Failed with FW831 where the emulator cannot execute it.
     """
     text, name = _read(source)
     if not _is_ptx(text):
-        built = build(text, arch, may_spill=True, line_info=True)
+        built = (
+            build_untrusted(text, arch)
+            if untrusted
+            else build(text, arch, may_spill=True, line_info=True)
+        )
         return Kernel(built.ptx, entry, name, text)
     return Kernel(text, entry, name if name != NAME else "kernel.ptx")
 

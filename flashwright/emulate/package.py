@@ -13,6 +13,7 @@ from flashwright.build.classes import Classes
 from flashwright.build.classes import read as read_classes
 from flashwright.build.compile import NAME, build
 from flashwright.build.reading import PTX, read_plan, read_ptx
+from flashwright.build.untrusted import build_untrusted
 from flashwright.emulate.emulate import SMS, Array, Result, Variables, addresses, prepare, run
 from flashwright.emulate.encode import Program
 from flashwright.emulate.parse import bad, parse
@@ -43,6 +44,8 @@ class Package:
     tl: str = field(default="", repr=False)
     places: Mapping[int, tuple[Place, ...]] = field(default_factory=dict, repr=False)
     """The source's lines by the PTX's own, where the PTX does not tell them itself."""
+    translated: bool = False
+    """Its source was made here, just now, and not read out of a folder."""
 
     @cached_property
     def program(self) -> Program:
@@ -63,10 +66,10 @@ class Package:
         try:
             tools = toolchain.find()
             arch = self.plan.arch
-            # Anybody may have written what is in a folder: a model, too.
-            built = build(
-                self.source, arch, toolchain=tools, may_spill=True, line_info=True, untrusted=True
-            )
+            if self.translated:
+                built = build(self.source, arch, toolchain=tools, may_spill=True, line_info=True)
+            else:  # anybody may have written what is in a folder: a model, too
+                built = build_untrusted(self.source, arch, toolchain=tools)
             lined = self._entry(built.ptx)
         except Failed:
             return self
@@ -169,12 +172,12 @@ def read_served(folder: Path) -> Served:
 
 
 def compile_package(path: Path, name: str = "") -> Package:
-    """A package's kernel.cu as it is now, compiled; Failed as build.compile.build says."""
+    """A package's kernel.cu as it is now, compiled; Failed as build_untrusted says."""
     folder, source = path.parent, _text(path)
     plan = read_plan(folder)
     if not source:
         raise Failed(Diagnostic("FW001", f"there is nothing in {path}"))
-    built = build(source, plan.arch, may_spill=True, line_info=True)
+    built = build_untrusted(source, plan.arch)
     return Package(name or str(path), plan, built.ptx, source, read(folder), _text(folder / CODE))
 
 

@@ -12,12 +12,12 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from flashwright.build import driver, toolchain
 from flashwright.build.classes import folders
-from flashwright.build.compile import NAME, build
+from flashwright.build.compile import NAME
 from flashwright.build.reading import CUBIN, PLAN, PTX, read_plan
+from flashwright.build.untrusted import build_untrusted
 from flashwright.judge.expected import Expected
 from flashwright.judge.form import form_of
 from flashwright.judge.judge import need_torch
@@ -181,9 +181,8 @@ def _with_lines(candidate: Candidate, place: Path) -> tuple[Candidate, Lines]:
     tools = toolchain.find()
     plan, card = read_plan(folder), driver.cards()[0]
     real = None if plan.arch.rstrip("af") == card.arch else card.arch
-    options: dict[str, Any] = {"real": real, "may_spill": True, "line_info": True}
-    options["untrusted"] = True  # anybody may have written what is in a folder
-    built = build(source.read_text(), plan.arch, toolchain=tools, **options)
+    # Anybody may have written what is in a folder.
+    built = build_untrusted(_text(source), plan.arch, real=real, toolchain=tools)
     copy = place / "package"
     copy.mkdir()
     (copy / PLAN).write_bytes((folder / PLAN).read_bytes())
