@@ -2,8 +2,9 @@
 
     python -P -S -s -m flashwright.confine.start POLICY COMMAND...
 
-It confines itself and then becomes the command: what is given up cannot be had back, and no thread
-is older than that. (Not between fork and exec of the caller, which may have threads.)
+It confines itself, tries that it is (selftest.py), and then becomes the command: what is given up
+cannot be had back, and no thread is older than that. (Not between fork and exec of the caller,
+which may have threads.)
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from flashwright.confine.landlock import keeps_signals, restrict
 from flashwright.confine.limit import limit
 from flashwright.confine.seal import die_with_parent, drop_capabilities, seal
+from flashwright.confine.selftest import open_calls, open_files
 
 UNCONFINED = "FLASHWRIGHT_UNCONFINED"
 """Set to 1: what a model wrote is compiled and run also where it can open every file."""
@@ -27,6 +29,8 @@ NOT_STARTED = 126
 """The exit status where the command cannot be run at all, as a shell has it."""
 NOT_CONFINED = 125
 """The exit status where it could not be confined as it must be."""
+NOT_REFUSED = "this system does not refuse a process what it should"
+"""How that is told, before what it is."""
 FILES, CALLS = "files", "calls"
 """What can be asked for: Landlock and seccomp."""
 
@@ -73,8 +77,9 @@ def main() -> None:
     if policy.addresses is not None:
         limit(resource.RLIMIT_AS, policy.addresses)
     drop_capabilities()
-    if missing := [part for part in _confine(policy) if part in policy.must]:
-        print(f"this system does not confine a process: {', '.join(missing)}")
+    missing = [part for part in _confine(policy) if part in policy.must]
+    if missing := missing or list(_unrefused(policy)):
+        print(f"{NOT_REFUSED}: {', '.join(missing)}")
         sys.exit(NOT_CONFINED)
     try:
         os.execve(command[0], command, dict(policy.environment))
@@ -90,6 +95,16 @@ def _confine(policy: Policy) -> Iterator[str]:
         yield FILES
     if not policy.watched and not seal(os.getppid(), inside and keeps_signals()):
         yield CALLS
+
+
+def _unrefused(policy: Policy) -> Iterator[str]:
+    """What this process can do although it must not; nothing is tried where the user says so."""
+    if policy.environment.get(UNCONFINED) == "1":
+        return
+    if FILES in policy.must:
+        yield from open_files(os.getppid(), (*policy.readable, *policy.writable))
+    if CALLS in policy.must and not policy.watched:
+        yield from open_calls(os.getppid())
 
 
 if __name__ == "__main__":

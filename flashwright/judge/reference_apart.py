@@ -18,12 +18,13 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
+from flashwright.confine.seal import hidden
 from flashwright.confine.start import confined
 from flashwright.judge.reference import Array, Dims, Floats, Inputs, split, user_reference
 from flashwright.lang.diagnostic import Diagnostic, Failed
@@ -52,10 +53,13 @@ class ReferenceApart:
         allowed = policy(beside, folder, environment(folder), Limits())
         module = ["-m", "flashwright.judge.reference_apart", _absolute(path)]
         command, env = confined(allowed, [sys.executable, "-P", *module])
+        hidden.begin()
+        started = list[subprocess.Popen[bytes]]()
+        weakref.finalize(self, _end, started, folder)
         self._process = subprocess.Popen(
             command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder
         )
-        weakref.finalize(self, _end, self._process, folder)
+        started.append(self._process)
         self.by_name = bool(self._asked({"do": "describe"})[0].get("by_name"))
 
     def __call__(self, inputs: Inputs, dims: Dims) -> dict[str, Floats]:
@@ -99,9 +103,11 @@ def _absolute(path: str | Path) -> str:
     return f"{where}:{function}" if function else where
 
 
-def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
-    process.kill()
-    process.wait()
+def _end(started: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
+    for process in started:
+        process.kill()
+        process.wait()
+    hidden.end()
     shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -26,7 +26,16 @@ import numpy as np
 
 from flashwright.confine.seal import hidden
 from flashwright.confine.session import use
-from flashwright.confine.start import CALLS, FILES, Policy, confined
+from flashwright.confine.start import (
+    CALLS,
+    FILES,
+    NOT_CONFINED,
+    NOT_REFUSED,
+    UNCONFINED,
+    Policy,
+    confined,
+)
+from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.sandbox.candidate import Candidate, Unable
 from flashwright.sandbox.layout import GUARD, POISON, RETURNED, Layout, Placed
 from flashwright.sandbox.limits import Limits
@@ -328,6 +337,9 @@ class Sandbox:
         except subprocess.TimeoutExpired:
             return self._end("tampering", "it closes the judge's own pipe")
         how = f"exit code {code}"
+        if code == NOT_CONFINED and (log := self.log()).startswith(NOT_REFUSED):
+            self.close()
+            raise Failed(Diagnostic("FW851", log.strip()[:500], help=f"{UNCONFINED}=1 runs it"))
         if code == -signal.SIGSYS:
             return self._end("tampering", "it makes system calls of another architecture")
         if code < 0:
