@@ -309,6 +309,52 @@ def test_a_candidate_that_declines(tmp_path: Path) -> None:
         flashwright.verify(f"{file}:always", TEXT, libraries=True, **options)
 
 
+FORMS = {  # what is returned in place of O or (O, LSE)
+    "a third output that is no tensor": "o, lse, 'more'",
+    "a tuple in a tuple": "(o, lse), lse",
+    "a tuple in a list": "[(o,)]",
+    "a dict": "{'O': o, 'LSE': lse}",
+    "a dict in a tuple": "o, {'LSE': lse}",
+    "a number": "1.0",
+    "a text": "'O'",
+    "a set": "{1, 2}",
+    "no output": "()",
+    "None for O": "None, lse",
+    "an object": "object()",
+    "an array of objects": "np.array([[object()]])",
+    "an array of texts": "np.array(['x'])",
+    "a generator": "(x for x in (o, lse))",
+    "a class": "np.ndarray",
+}
+
+
+# The worker calls these `raises`: it looks at a result's memory before its form.
+RAISES = ("a third output that is no tensor", "an array of objects")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(form, marks=pytest.mark.xfail(reason="`raises` in the worker"))
+        if form in RAISES
+        else form
+        for form in FORMS
+    ],
+)
+def test_an_answer_of_another_form_is_told_as_such(form: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import numpy as np\nfrom tests.offences.honest import attention as right\n"
+        "def attention(q, k, v):\n    o, lse = right(q, k, v, causal=True)\n"
+        f"    return {FORMS[form]}\n"
+    )
+    candidate = Candidate("python", str(path), "attention")
+    found = judge(candidate, SPEC, seed=1, lengths=[(9, 9)], device="cpu", sandbox=Inside)
+    assert names(found) == ("wrong_form",), found.offences
+    assert found.offences[0].message
+    assert "Traceback" not in found.offences[0].message
+
+
 def test_the_inputs_that_a_spec_adds_come_in_order(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
