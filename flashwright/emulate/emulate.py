@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from flashwright.build.plan_rules import LAYOUTS, caller_order
 from flashwright.emulate.encode import MODULE, Program, encode
-from flashwright.emulate.machine import Found, Launch, Region, library
+from flashwright.emulate.machine import Machine, here
 from flashwright.emulate.parse import bad, parse
 from flashwright.emulate.ptx import Instruction
+from flashwright.emulate.structs import Found, Launch, Region
 from flashwright.emulate.tensor_map import encode_tensor_map
 from flashwright.lower.launch_plan import LaunchPlan, PlanMap, PlanTensor, evaluate
 
@@ -38,6 +39,7 @@ _ROOM = 256
 _SPARE = bytes(1024)  # behind the registers: an instruction may take one to be wider than it is
 _SWIZZLES = {0: "none", 32: "32B", 64: "64B", 128: "128B"}
 _TMA_UNIT, _MAP_BYTES = 16, 128
+_LISTS = ("code", "operands", "touched", "specials")
 _ZEROS = np.zeros(_TMA_UNIT, np.uint8)  # in place of a tensor without elements
 
 
@@ -90,15 +92,17 @@ def run(
     dims: Mapping[str, int],
     schedule: str = "eager",
     variables: Variables | None = None,
+    machine: Machine = here,
 ) -> Result:
     """Run a kernel on arrays in the caller's order of axes; outputs are written in place.
 
     `variables` are those of the module, as an earlier launch has left them; without them the launch
-    is the first.
+    is the first. `machine` executes it.
     """
     regions, parameters = _memory(plan, arrays, dims)
     grid, block = plan.blocks(dims, SMS), [plan.threads]
-    return launch(program, regions, parameters, grid, block, plan.shared, schedule, variables)
+    given = (regions, parameters, grid, block, plan.shared, schedule, variables)
+    return launch(program, *given, machine)
 
 
 def variables_of(program: Program) -> Variables:
@@ -115,6 +119,7 @@ def launch(
     shared: int,
     schedule: str = "eager",
     variables: Variables | None = None,
+    machine: Machine = here,
 ) -> Result:
     """Run blocks of threads over a grid; `shared` comes on top of what the kernel declares.
 
@@ -134,7 +139,7 @@ def launch(
     found = (Found * _ROOM)()
     counts = np.zeros((len(program.names), len(COUNTS)), np.int64)
     told = Launch(
-        names=names,
+        names=ctypes.addressof(names),
         code=code.ctypes.data,
         instructions=len(program.names),
         operands=operands.ctypes.data,
@@ -159,11 +164,23 @@ def launch(
         finding_room=_ROOM,
         counts=counts.ctypes.data,
     )
-    count = library().fw_run(ctypes.byref(told))
-    if count < 0:
-        one = program.source[-1 - count]
-        raise bad(one.line, f"the machine does not know {one.opcode}")
-    return Result(tuple(_finding(program, f) for f in found[: min(count, _ROOM)]), counts)
+    lists = dict(zip(_LISTS, (part.nbytes for part in program.packed[1]), strict=True))
+    sizes = {
+        **lists,
+        "registers": registers.nbytes,
+        "parameters": given.nbytes,
+        "findings": ctypes.sizeof(found),
+        "counts": counts.nbytes,
+    }
+    told.kept = names
+    count = machine(told, sizes, known)
+    try:
+        if count < 0:
+            one = program.source[-1 - count]
+            raise bad(one.line, f"the machine does not know {one.opcode}")
+        return Result(tuple(_finding(program, f) for f in found[: min(count, _ROOM)]), counts)
+    except IndexError:  # it was taken over by what it executes
+        raise bad(1, "the machine tells of instructions that are not there") from None
 
 
 def _possible(program: Program, grid: Sequence[int], shared: int) -> None:

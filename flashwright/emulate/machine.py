@@ -6,72 +6,43 @@ import ctypes
 import functools
 import os
 import subprocess
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Protocol
 
 from flashwright.build.cache import Cache, digest
+from flashwright.emulate.structs import Launch, Region
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
 FOLDER = Path(__file__).parent / "machine"
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fno-strict-aliasing")
 
 
-class Region(ctypes.Structure):
-    """Global memory that a launch may use: 0 to read, 1 to read and write, 2 an output."""
+class Machine(Protocol):
+    """What executes a launch: the library in this process, or in another (judge/machine_apart)."""
 
-    _fields_ = (
-        ("base", ctypes.c_uint64),
-        ("size", ctypes.c_uint64),
-        ("data", ctypes.c_void_p),
-        ("use", ctypes.c_int32),
-    )
+    def __call__(self, told: Launch, sizes: Mapping[str, int], regions: Sequence[Region]) -> int:
+        """How many findings there are, or -1 less the instruction that it does not know.
 
-
-class Found(ctypes.Structure):
-    """One finding, as the machine writes it."""
-
-    _fields_ = (
-        *((n, ctypes.c_int32) for n in ("kind", "instruction", "block", "warp", "lane", "other")),
-        ("address", ctypes.c_uint64),
-        ("detail", ctypes.c_int64 * 2),
-    )
+        `sizes` has the bytes behind the pointers of the launch, but for names and regions.
+        """
 
 
-class Launch(ctypes.Structure):
-    """fw_launch of launch.cpp."""
-
-    _fields_ = (
-        ("names", ctypes.POINTER(ctypes.c_char_p)),
-        ("code", ctypes.c_void_p),
-        ("instructions", ctypes.c_int32),
-        ("operands", ctypes.c_void_p),
-        ("operand_count", ctypes.c_int32),
-        ("touched", ctypes.c_void_p),
-        ("touched_count", ctypes.c_int32),
-        ("registers", ctypes.c_void_p),
-        ("register_bytes", ctypes.c_int32),
-        ("specials", ctypes.c_void_p),
-        ("special_count", ctypes.c_int32),
-        ("regions", ctypes.c_void_p),
-        ("region_count", ctypes.c_int32),
-        ("parameters", ctypes.c_void_p),
-        ("parameter_bytes", ctypes.c_int32),
-        ("grid", ctypes.c_int32 * 3),
-        ("block", ctypes.c_int32 * 3),
-        ("shared_bytes", ctypes.c_int32),
-        ("local_bytes", ctypes.c_int32),
-        ("schedule", ctypes.c_int32),
-        ("seed", ctypes.c_uint64),
-        ("findings", ctypes.c_void_p),
-        ("finding_room", ctypes.c_int32),
-        ("counts", ctypes.c_void_p),
-    )
+def here(told: Launch, sizes: Mapping[str, int], regions: Sequence[Region]) -> int:
+    """The machine in this process."""
+    return int(library().fw_run(ctypes.byref(told)))
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
     """The machine, compiled where it is not in the cache; Failed with FW821 without a compiler."""
+    return ctypes.CDLL(str(library_file()))
+
+
+def library_file() -> Path:
+    """The same, as a file."""
     compiler = os.environ.get("CXX", "c++")
     cache = Cache()
     key = digest([compiler, *FLAGS], [FOLDER])
@@ -80,7 +51,7 @@ def library() -> ctypes.CDLL:
         with cache.turn(key, patience=600):
             if not path.is_file():  # whoever had the turn before may have made it
                 _compile(compiler, path)
-    return ctypes.CDLL(str(path))
+    return path
 
 
 def _compile(compiler: str, path: Path) -> None:

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from flashwright.build.compile import NAME, build
 from flashwright.build.untrusted import build_untrusted
 from flashwright.emulate.emulate import GAP, Result, behind, launch, prepare
-from flashwright.emulate.machine import Region
 from flashwright.emulate.parse import parse
 from flashwright.emulate.places import Extent, Origin, diagnostics
 from flashwright.emulate.profile import Profile, profile
 from flashwright.emulate.ptx import Variable
+from flashwright.emulate.structs import Region
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.render import terminal
 

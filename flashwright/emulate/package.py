@@ -14,11 +14,21 @@ from flashwright.build.classes import read as read_classes
 from flashwright.build.compile import NAME, build
 from flashwright.build.reading import PTX, read_plan, read_ptx
 from flashwright.build.untrusted import build_untrusted
-from flashwright.emulate.emulate import SMS, Array, Result, Variables, addresses, prepare, run
+from flashwright.emulate.emulate import (
+    SMS,
+    Array,
+    Finding,
+    Result,
+    Variables,
+    addresses,
+    prepare,
+    run,
+)
 from flashwright.emulate.encode import Program
+from flashwright.emulate.machine import Machine, here
 from flashwright.emulate.parse import bad, parse
 from flashwright.emulate.places import Extent, Origin
-from flashwright.emulate.ptx import Entry, Place
+from flashwright.emulate.ptx import Entry, Instruction, Place
 from flashwright.files import content
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.launch_plan import LaunchPlan
@@ -79,6 +89,15 @@ class Package:
         pairs = zip(entry.code, lined.code, strict=True)
         return replace(self, places={one.line: other.places for one, other in pairs})
 
+    def placed(self, finding: Finding) -> Finding:
+        """A finding of the same PTX, with the lines of the source that are known here."""
+
+        def lined(one: Instruction) -> Instruction:
+            return replace(one, places=self.places.get(one.line, one.places))
+
+        other = lined(finding.other) if finding.other is not None else None
+        return replace(finding, instruction=lined(finding.instruction), other=other)
+
     def _entry(self, ptx: str) -> Entry:
         module = parse(ptx)
         if self.plan.entry not in module.entries:
@@ -100,6 +119,7 @@ class Package:
         schedule: str = "eager",
         seconds: float | None = None,
         variables: Variables | None = None,
+        machine: Machine = here,
     ) -> Result:
         """Run it on arrays, whose outputs are written in place; Unending after so many seconds.
 
@@ -110,7 +130,8 @@ class Package:
 
         def work() -> None:
             try:
-                answer.result = run(program, self.plan, arrays, dims, schedule, variables)
+                given = (arrays, dims, schedule, variables, machine)
+                answer.result = run(program, self.plan, *given)
             except BaseException as error:
                 answer.error = error
 

@@ -3,13 +3,15 @@
 It is the same trial as on a GPU, with an emulator in the place of the candidate's process: fp64,
 poisoned outputs, other inputs, masked keys. What is run again is run under another schedule of the
 asynchronous work and of the warps. What the emulator itself finds (races, accesses, barriers) is an
-offence, at its line of TL.
+offence, at its line of TL. Here the PTX is read; a confined process executes it (machine_apart.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import secrets
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,13 +29,14 @@ from flashwright.emulate.emulate import (
     Variables,
     variables_of,
 )
-from flashwright.emulate.machine import library
+from flashwright.emulate.machine import Machine, here, library
 from flashwright.emulate.package import Package, Served, Unending, read_served
 from flashwright.emulate.places import CODES, diagnostics
 from flashwright.judge.expected import Expected
 from flashwright.judge.form import PackageForm, planned_shape
 from flashwright.judge.inputs import random_tensor
 from flashwright.judge.judge import QUESTIONS, SETTLED, Hearing, Progress, spread_of
+from flashwright.judge.machine_apart import MachineApart
 from flashwright.judge.offences import hazard
 from flashwright.judge.problems import Problem, coverage, problems
 from flashwright.judge.trial import Outcome, Trial
@@ -181,23 +184,27 @@ class Launch:
 
 @dataclass
 class Emulator(Sandbox):
-    """In the place of a process: the package's PTX, executed here."""
+    """In the place of the candidate's process: the package's PTX, executed by the emulator's."""
 
     served: Served | None = None
     launches: int = 0
     variables: dict[str, Variables] = field(default_factory=dict)
     """Of each kernel's module: a GPU loads it once, and launches find what others left there."""
     found: list[Launch] = field(default_factory=list)
+    machine: MachineApart | None = None
     _first: Called | None = None
     _other: Called | None = None
     """What another schedule gave, where that is not the same."""
 
     def start(self) -> None:
-        """There is nothing to start, and nothing that could get out."""
+        """It is started by the first launch."""
         self.sealed = True
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """End the emulator's process; another launch starts another."""
+        if self.machine is not None:
+            self.machine.close()
+        self.machine = None
 
     @property
     def alive(self) -> bool:
@@ -246,7 +253,10 @@ class Emulator(Sandbox):
         if package.name not in self.variables:
             self.variables[package.name] = variables_of(package.program)
         kept, seconds = self.variables[package.name], self.limits.seconds
-        made, done = launch(package, inputs, outputs, dims, schedule, seconds, kept)
+        if self.machine is None and sys.platform == "linux":
+            self.machine = MachineApart(self.limits)
+        given = (inputs, outputs, dims, schedule, seconds, kept)
+        made, done = launch(package, *given, self.machine or here)
         self.launches += 1
         if done.findings:
             self.found.append(Launch(package, done.findings, inputs, outputs, dims, schedule))
@@ -262,6 +272,7 @@ def launch(
     schedule: str,
     seconds: float,
     variables: Variables | None = None,
+    machine: Machine = here,
 ) -> tuple[dict[str, Array], Result]:
     """One launch on new outputs full of NaN bits; Ended where it does not come to an end.
 
@@ -277,7 +288,7 @@ def launch(
         return made, Result((), np.zeros((len(package.program.source), len(COUNTS)), np.int64))
     arrays = {**{name: np.ascontiguousarray(x) for name, x in inputs.items()}, **made}
     try:
-        return made, package.run(arrays, dims, schedule, seconds, variables)
+        return made, package.run(arrays, dims, schedule, seconds, variables, machine)
     except Unending as error:
         raise Ended("hang", str(error)) from None
     except ValueError as error:  # a tensor that can have no map
@@ -386,8 +397,10 @@ class _Hearing(Hearing):
         running = self.trial.sandbox
         assert isinstance(running, Emulator)
         progress(1, 1, "many calls, and the first problem again")
-        self._keep(self._many(self.trial, min(tried, key=lambda p: math.prod(p.dims.values()))))
-        self._keep(self.trial.run(tried[0]))
+        with contextlib.closing(running):
+            smallest = min(tried, key=lambda p: math.prod(p.dims.values()))
+            self._keep(self._many(self.trial, smallest))
+            self._keep(self.trial.run(tried[0]))
         self._enough(running, len(tried), len(tried))
 
     def _again_and_again(self, trial: Trial, listed: Sequence[Problem]) -> None:
@@ -425,24 +438,16 @@ class _Hearing(Hearing):
         """The offences of the first launch that has any, at their lines of TL."""
         first = found[0]
         package = first.package.with_lines()
-        if package is not first.package:  # the same launch, by instructions that know their lines
-            first = self._again(package, first)
         sizes = ", ".join(f"{name} {size}" for name, size in first.dims.items())
         note = f"with {sizes}, schedule {first.schedule}"
         origin = package.origin(first.dims, _arrays(first.inputs, first.outputs))
-        told = diagnostics(first.findings, origin)
+        told = diagnostics([package.placed(one) for one in first.findings], origin)
         if Path(package.name) != Path(self.candidate.title):
             told = tuple(_elsewhere(d, package.name) for d in told)
         return [
             hazard(_KINDS[d.code], replace(d, help=f"{d.help}; {note}" if d.help else note))
             for d in told
         ]
-
-    def _again(self, package: Package, first: Launch) -> Launch:
-        given = (first.inputs, first.outputs, first.dims, first.schedule)
-        done = launch(package, *given, self.limits.seconds)[1]
-        # What an earlier launch left behind may be what it takes: then this one finds nothing.
-        return replace(first, package=package, findings=done.findings or first.findings)
 
 
 def _elsewhere(found: Diagnostic, folder: str) -> Diagnostic:

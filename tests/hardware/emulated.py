@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from flashwright.emulate import emulate
-from flashwright.emulate.machine import Region, library
+from flashwright.emulate.machine import library
+from flashwright.emulate.structs import Region
 from flashwright.emulate.tensor_map import encode_tensor_map
 from tests.hardware.snippet import MORE, Operands, Prepared, Snippet
 

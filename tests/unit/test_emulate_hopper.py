@@ -12,8 +12,8 @@ import pytest
 from flashwright.build import toolchain
 from flashwright.emulate.emulate import Result, launch
 from flashwright.emulate.encode import Program
-from flashwright.emulate.machine import Region
 from flashwright.emulate.places import Origin, place
+from flashwright.emulate.structs import Region
 from flashwright.emulate.tensor_map import encode_tensor_map
 from tests.unit.together import SCHEDULES, compiled
 

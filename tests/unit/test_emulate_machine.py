@@ -11,8 +11,8 @@ import pytest
 
 from flashwright.emulate.emulate import Result, launch
 from flashwright.emulate.encode import encode
-from flashwright.emulate.machine import Region
 from flashwright.emulate.parse import parse
+from flashwright.emulate.structs import Region
 from flashwright.emulate.tensor_map import encode_tensor_map
 from flashwright.lang.diagnostic import Failed
 

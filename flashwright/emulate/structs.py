@@ -1,0 +1,69 @@
+"""What a launch is for the machine: the structures of launch.cpp.
+
+The process that executes kernels of strangers imports this and next to nothing else (server.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+
+class Region(ctypes.Structure):
+    """Global memory that a launch may use: 0 to read, 1 to read and write, 2 an output."""
+
+    _fields_ = (
+        ("base", ctypes.c_uint64),
+        ("size", ctypes.c_uint64),
+        ("data", ctypes.c_void_p),
+        ("use", ctypes.c_int32),
+    )
+
+
+class Found(ctypes.Structure):
+    """One finding, as the machine writes it."""
+
+    _fields_ = (
+        *((n, ctypes.c_int32) for n in ("kind", "instruction", "block", "warp", "lane", "other")),
+        ("address", ctypes.c_uint64),
+        ("detail", ctypes.c_int64 * 2),
+    )
+
+
+class Launch(ctypes.Structure):
+    """fw_launch of launch.cpp."""
+
+    kept: object = None
+    """The names, which have to live as long as anybody knows their address."""
+    _fields_ = (
+        ("names", ctypes.c_void_p),
+        ("code", ctypes.c_void_p),
+        ("instructions", ctypes.c_int32),
+        ("operands", ctypes.c_void_p),
+        ("operand_count", ctypes.c_int32),
+        ("touched", ctypes.c_void_p),
+        ("touched_count", ctypes.c_int32),
+        ("registers", ctypes.c_void_p),
+        ("register_bytes", ctypes.c_int32),
+        ("specials", ctypes.c_void_p),
+        ("special_count", ctypes.c_int32),
+        ("regions", ctypes.c_void_p),
+        ("region_count", ctypes.c_int32),
+        ("parameters", ctypes.c_void_p),
+        ("parameter_bytes", ctypes.c_int32),
+        ("grid", ctypes.c_int32 * 3),
+        ("block", ctypes.c_int32 * 3),
+        ("shared_bytes", ctypes.c_int32),
+        ("local_bytes", ctypes.c_int32),
+        ("schedule", ctypes.c_int32),
+        ("seed", ctypes.c_uint64),
+        ("findings", ctypes.c_void_p),
+        ("finding_room", ctypes.c_int32),
+        ("counts", ctypes.c_void_p),
+    )
+
+
+NUMBER = struct.Struct("<q")
+"""What the server and its caller say to each other."""
+ROOM = 1 << 36
+"""Bytes of addresses that the server keeps free for launches."""
