@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from flashwright.emulate.emulate import Result
+    from flashwright.emulate.machine import Machine
     from flashwright.emulate.package import Package
     from flashwright.emulate.profile import Profile, Row
     from flashwright.judge.oracle import Comparison
@@ -93,7 +95,7 @@ def emulate(
     """Execute a kernel's PTX on the CPU, with the hardware's rules checked while it runs."""
     from flashwright.cli import run as on_cpu
     from flashwright.cli import show
-    from flashwright.emulate.machine import library
+    from flashwright.emulate.machine import library_file
 
     given = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads}
     sizes = {n: s for n, s in {**given, "kv_heads": kv_heads}.items() if s is not None}
@@ -102,7 +104,7 @@ def emulate(
         step(0, len(schedules), "compiling")
         package = _package(what, gpu)
         step(0, len(schedules), "compiling the emulator itself, once")
-        library()
+        library_file()
         meant, base = _meant(what, spec)
         dims = {**(dict(meant.dims) if meant else {}), **on_cpu.problem(sizes, meant)}
         serving = _serving(what, dims)
@@ -200,6 +202,15 @@ def _file(what: str, package: Package) -> str:
 # --- one problem ------------------------------------------------------------------------------
 
 
+def _machine(package: Package) -> Machine:
+    """What executes a kernel: for one that was read out of a folder, a confined process."""
+    from flashwright.emulate.machine import here
+    from flashwright.judge.machine_apart import MachineApart
+    from flashwright.sandbox.limits import Limits
+
+    return here if package.translated or sys.platform != "linux" else MachineApart(Limits())
+
+
 @dataclass
 class _Run:
     schedule: str
@@ -226,6 +237,7 @@ class _Trial:
 
         self.package, self.spec, self.dims, self.seconds = package, spec, dims, seconds
         self.problem = pose(package.plan, spec, base, dims, seed)
+        self.machine = _machine(package)
         self.runs: list[_Run] = []
 
     def run(self, schedule: str) -> None:
@@ -237,9 +249,8 @@ class _Trial:
 
         problem, start = self.problem, time.monotonic()
         try:
-            made, result = launch(
-                self.package, problem.inputs, problem.outputs, self.dims, schedule, self.seconds
-            )
+            given = (problem.inputs, problem.outputs, self.dims, schedule, self.seconds, None)
+            made, result = launch(self.package, *given, self.machine)
         except Ended as ended:
             text = f"schedule {schedule}: {ended.message}"
             raise Failed(Diagnostic("FW877", f"hang: {text}")) from None

@@ -174,13 +174,7 @@ def launch(
     }
     told.kept = names
     count = machine(told, sizes, known)
-    try:
-        if count < 0:
-            one = program.source[-1 - count]
-            raise bad(one.line, f"the machine does not know {one.opcode}")
-        return Result(tuple(_finding(program, f) for f in found[: min(count, _ROOM)]), counts)
-    except IndexError:  # it was taken over by what it executes
-        raise bad(1, "the machine tells of instructions that are not there") from None
+    return Result(_findings(program, count, found), counts)
 
 
 def _possible(program: Program, grid: Sequence[int], shared: int) -> None:
@@ -201,6 +195,16 @@ def schedule_of(text: str) -> tuple[int, int]:
     if name == "random" and seed.isdecimal():
         return 2, int(seed)
     raise ValueError(f"no schedule {text!r}: there are eager, lazy and random:SEED")
+
+
+def _findings(program: Program, count: int, found: Any) -> tuple[Finding, ...]:
+    try:
+        if count < 0:
+            one = program.source[-1 - count]
+            raise bad(one.line, f"the machine does not know {one.opcode}")
+        return tuple(_finding(program, f) for f in found[: min(count, _ROOM)])
+    except IndexError:  # it was taken over by what it executes
+        raise bad(1, "the machine tells of instructions that are not there") from None
 
 
 def _finding(program: Program, found: Any) -> Finding:

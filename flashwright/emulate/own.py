@@ -7,6 +7,7 @@ print(saxpy(grid, block, x, y, 2.0, len(x)))
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from flashwright.build.compile import NAME, build
 from flashwright.build.untrusted import build_untrusted
 from flashwright.emulate.emulate import GAP, Result, behind, launch, prepare
+from flashwright.emulate.machine import Machine, here
 from flashwright.emulate.parse import parse
 from flashwright.emulate.places import Extent, Origin, diagnostics
 from flashwright.emulate.profile import Profile, profile
@@ -61,18 +63,26 @@ def kernel(
     `entry` names it where there are several; C++'s name is enough where it is unique. CUDA is
     compiled for `arch` with the project's nvcc (Failed with FW821 where there is none, with FW822
     where nvcc does not take it). It is compiled as your own code, which may include any file; what
-    is `untrusted` is screened and compiled in confinement (Failed with FW828, or with FW821 where
-    the system cannot confine it). Failed with FW831 where the emulator cannot execute it.
+    is `untrusted` is screened, and compiled and executed in confinement (Failed with FW828, or with
+    FW821 where the system cannot confine it). Failed with FW831 where the emulator cannot execute it.
     """
     text, name = _read(source)
-    if not _is_ptx(text):
-        built = (
-            build_untrusted(text, arch)
-            if untrusted
-            else build(text, arch, may_spill=True, line_info=True)
-        )
-        return Kernel(built.ptx, entry, name, text)
-    return Kernel(text, entry, name if name != NAME else "kernel.ptx")
+    machine = _confined() if untrusted else here
+    if _is_ptx(text):
+        return Kernel(text, entry, name if name != NAME else "kernel.ptx", machine=machine)
+    if untrusted:
+        built = build_untrusted(text, arch)
+    else:
+        built = build(text, arch, may_spill=True, line_info=True)
+    return Kernel(built.ptx, entry, name, text, machine)
+
+
+def _confined() -> Machine:
+    """The machine in a confined process, where there is such a thing."""
+    from flashwright.judge.machine_apart import MachineApart
+    from flashwright.sandbox.limits import Limits
+
+    return MachineApart(Limits()) if sys.platform == "linux" else here
 
 
 def _read(source: str | Path) -> tuple[str, str]:
@@ -94,8 +104,15 @@ def _is_ptx(text: str) -> bool:
 class Kernel:
     """A kernel of PTX. Call it with the grid, the block and its arguments."""
 
-    def __init__(self, ptx: str, entry: str | None, name: str = NAME, text: str = "") -> None:
-        self.ptx, self.name, self.text = ptx, name, text
+    def __init__(
+        self,
+        ptx: str,
+        entry: str | None,
+        name: str = NAME,
+        text: str = "",
+        machine: Machine = here,
+    ) -> None:
+        self.ptx, self.name, self.text, self.machine = ptx, name, text, machine
         module = parse(ptx)
         self.entry = _choose(list(module.entries), entry)
         self.parameters = module.entries[self.entry].parameters
@@ -120,7 +137,8 @@ class Kernel:
             raise TypeError(text)
         packed, regions, extents = self._packed(args)
         sizes, threads = _size("grid", grid), _size("block", block)
-        done = launch(self.program, regions, packed, sizes, threads, shared, schedule=schedule)
+        given = (regions, packed, sizes, threads, shared, schedule, None, self.machine)
+        done = launch(self.program, *given)
         return self._launched(done, tuple(sizes), tuple(extents))
 
     def _packed(self, args: Sequence[Any]) -> tuple[bytes, list[Region], list[Extent]]:

@@ -29,7 +29,7 @@ from flashwright.emulate.emulate import (
     Variables,
     variables_of,
 )
-from flashwright.emulate.machine import Machine, here, library
+from flashwright.emulate.machine import Machine, here, library_file
 from flashwright.emulate.package import Package, Served, Unending, read_served
 from flashwright.emulate.places import CODES, diagnostics
 from flashwright.judge.expected import Expected
@@ -93,7 +93,7 @@ def judge_emulated(
     for package in served.packages.values():
         _ = package.program  # what cannot be executed is told before anything is tried
     tell(0, 1, "compiling the emulator, once")
-    library()
+    library_file()
     hearing = _Hearing(
         candidate=Candidate.package(Path(folder)),
         spec=spec,

@@ -13,6 +13,7 @@ import pytest
 from flashwright.confine import landlock, seal
 from flashwright.emulate.emulate import Variables, launch, prepare, variables_of
 from flashwright.emulate.machine import Machine, here
+from flashwright.emulate.own import kernel
 from flashwright.emulate.package import Package, read_package
 from flashwright.emulate.structs import Launch, Region
 from flashwright.judge import emulated as judged
@@ -90,6 +91,17 @@ def test_variables_and_findings_come_back() -> None:
     machine.close()
 
 
+def test_a_kernel_that_is_not_trusted_is_executed_elsewhere() -> None:
+    text = COUNTER.replace("OFFSET", "4")
+    found = []
+    for untrusted in (False, True):
+        one, out = kernel(text, untrusted=untrusted), np.zeros(4, np.int32)
+        assert (one.machine is here) != untrusted
+        assert one(1, 1, out).ok
+        found.append(out.tolist())
+    assert found == [[0, 1, 0, 0]] * 2
+
+
 # --- a machine that was taken over ------------------------------------------------------------
 
 HOSTILE = """
@@ -148,7 +160,6 @@ def test_the_judge_has_no_machine_of_its_own(
         raise AssertionError("it was executed in the judge's process")
 
     monkeypatch.setattr("flashwright.emulate.machine.library", never)
-    monkeypatch.setattr(judged, "library", lambda: None)
     monkeypatch.setattr(judged, "ROUNDS", 2)
     assert judge_emulated(package, SPEC, seed=1, lengths=[(9, 17)]).ok
 
