@@ -64,17 +64,17 @@ def kernel(
     compiled for `arch` with the project's nvcc (Failed with FW821 where there is none, with FW822
     where nvcc does not take it). It is compiled as your own code, which may include any file; what
     is `untrusted` is screened, and compiled and executed in confinement (Failed with FW828, or with
-    FW821 where the system cannot confine it). Failed with FW831 where the emulator cannot execute it.
+    FW821 where the system cannot confine it). Failed with FW831 where the emulator cannot execute
+    it.
     """
     text, name = _read(source)
-    machine = _confined() if untrusted else here
     if _is_ptx(text):
-        return Kernel(text, entry, name if name != NAME else "kernel.ptx", machine=machine)
+        name = name if name != NAME else "kernel.ptx"
+        return Kernel(text, entry, name, machine=_confined() if untrusted else here)
     if untrusted:
-        built = build_untrusted(text, arch)
-    else:
-        built = build(text, arch, may_spill=True, line_info=True)
-    return Kernel(built.ptx, entry, name, text, machine)
+        return Kernel(build_untrusted(text, arch).ptx, entry, name, text, _confined())
+    built = build(text, arch, may_spill=True, line_info=True)
+    return Kernel(built.ptx, entry, name, text)
 
 
 def _confined() -> Machine:

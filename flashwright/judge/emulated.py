@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from flashwright.build.reading import read_cubin, untied
+from flashwright.confine.start import CALLS, FILES
 from flashwright.emulate.emulate import (
     COUNTS,
     SMS,
@@ -46,6 +47,7 @@ from flashwright.lower.launch_plan import LaunchPlan
 from flashwright.sandbox.candidate import Candidate
 from flashwright.sandbox.layout import POISON
 from flashwright.sandbox.limits import Limits
+from flashwright.sandbox.place import confinement
 from flashwright.sandbox.process import Called, Ended, Output, Sandbox
 from flashwright.sandbox.tensors import DTYPES, Array, bits
 from flashwright.spec import AttentionSpec
@@ -199,6 +201,9 @@ class Emulator(Sandbox):
     def start(self) -> None:
         """It is started by the first launch."""
         self.sealed = True
+        if len(confinement()) < len((FILES, CALLS)):
+            text = "this system has not both Landlock and seccomp: a kernel that takes the emulator"
+            self.gaps = (f"{text} over could reach more than its memory",)
 
     def close(self) -> None:
         """End the emulator's process; another launch starts another."""
