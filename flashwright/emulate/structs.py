@@ -65,5 +65,5 @@ class Launch(ctypes.Structure):
 
 NUMBER = struct.Struct("<q")
 """What the server and its caller say to each other."""
-ROOM = 1 << 36
+ROOM = 1 << 34
 """Bytes of addresses that the server keeps free for launches."""
