@@ -11,7 +11,7 @@ from flashwright.judge.judge import judge
 from flashwright.judge.verdict import Verdict
 from flashwright.sandbox.candidate import Candidate
 from flashwright.spec import AttentionSpec
-from tests.offences.inside import judged
+from tests.inside import judged
 
 pytest.importorskip("torch")
 
@@ -46,7 +46,7 @@ def accepts(found: Verdict) -> None:
 
 
 def library(name: str) -> Candidate:
-    return Candidate("python", "tests.offences.libraries", name, factory=True)
+    return Candidate("python", "flashwright.selftest.kernels.libraries", name, factory=True)
 
 
 @pytest.mark.parametrize("name", ["flash", "cudnn", "efficient", "math"])
@@ -72,7 +72,7 @@ def test_triton(sharing: str, dtype: str, width: int, causal: bool) -> None:
     """Without leave to call libraries: its kernel is what the profile shows."""
     pytest.importorskip("triton")
     spec = spec_of(sharing, dtype, width, causal)
-    one = Candidate("python", "tests.offences.triton_attention", "honest", factory=True)
+    one = Candidate("python", "flashwright.selftest.kernels.triton_attention", "honest", factory=True)
     found = judged(one, spec)
     accepts(found)
     assert {c.name for c in found.checks if c.passed} >= {"libraries", "exactness", "mask"}
@@ -81,7 +81,7 @@ def test_triton(sharing: str, dtype: str, width: int, causal: bool) -> None:
 def test_a_stream_of_its_own_that_waits() -> None:
     pytest.importorskip("triton")
     spec = make_spec("gqa", heads=4, kv_heads=2, head_dim=64, dtype="fp16", causal=True)
-    accepts(judged(Candidate("python", "tests.offences.cuda", "on_a_stream_that_waits"), spec))
+    accepts(judged(Candidate("python", "flashwright.selftest.kernels.cuda", "on_a_stream_that_waits"), spec))
 
 
 @pytest.mark.parametrize("name", ["flash", "cudnn", "naive"])

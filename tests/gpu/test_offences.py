@@ -24,7 +24,7 @@ from flashwright.sandbox.candidate import Candidate
 from flashwright.sandbox.limits import Limits
 from flashwright.spec import AttentionSpec
 from tests.gpu.made import code_of, package_of
-from tests.offences.inside import judged
+from tests.inside import judged
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
@@ -36,7 +36,7 @@ SHORT = [(9, 9), (100, 260)]
 
 
 def candidate(function: str) -> Candidate:
-    return Candidate("python", "tests.offences.cuda", function)
+    return Candidate("python", "flashwright.selftest.kernels.cuda", function)
 
 
 def names(found: Verdict) -> tuple[str, ...]:

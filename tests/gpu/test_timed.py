@@ -51,7 +51,7 @@ def measured(function: str) -> AbsentRecord | NumberRecord:
     )
     limits = Limits(seconds=15, start_seconds=20 if function == "endless" else 120)
     tools = Tools(make=lambda one, spec: Sandbox(one, spec, "cuda", limits))
-    one = Candidate("python", "tests.offences.cuda", function)
+    one = Candidate("python", "flashwright.selftest.kernels.cuda", function)
     contestants = [Contestant(function, one, watched=True)]
     contest = Contest(run, contestants, Rules(least=3, most=4, seconds=0.5), tools)
     try:

@@ -27,13 +27,13 @@ from flashwright.sandbox.candidate import Candidate, InWorker
 from flashwright.sandbox.place import IN_WORKER
 from flashwright.sandbox.process import Called, Output
 from flashwright.spec import AttentionSpec, BadSpec
-from tests.offences import honest
-from tests.offences.inside import Inside
+from flashwright.selftest.kernels import honest
+from tests.inside import Inside
 
 ROOT = Path(__file__).parents[2]
 SPEC = AttentionSpec.make(variant="mha", heads=2, head_dim=16, dtype="fp16", causal=True)
 TEXT = "causal, heads=2, head_dim=16"
-HONEST = Candidate("python", "tests.offences.honest", "honest", factory=True)
+HONEST = Candidate("python", "flashwright.selftest.kernels.honest", "honest", factory=True)
 
 
 def names(found: Verdict) -> tuple[str, ...]:
@@ -198,7 +198,7 @@ def test_the_verdict_says_what_was_asked_and_what_was_not() -> None:
 
 
 def test_a_rejection_in_words_and_as_data() -> None:
-    zeros = Candidate("python", "tests.offences.cpu", "zeros")
+    zeros = Candidate("python", "flashwright.selftest.kernels.cpu", "zeros")
     found = judge(zeros, SPEC, device="cpu", seed=1, lengths=[(9, 9)], sandbox=Inside)
     record = json.loads(json.dumps(found.record(), allow_nan=False))
     assert record["ok"] is False
@@ -259,7 +259,7 @@ def test_a_single_wrong_element_is_enough() -> None:
 def test_verify_takes_text_specs_and_candidates() -> None:
     options: dict[str, Any] = {"device": "cpu", "lengths": [(9, 9)], "sandbox": Inside}
     assert flashwright.verify(honest.causal, TEXT, **options).ok
-    assert flashwright.verify("tests.offences.honest:causal", SPEC, **options).ok
+    assert flashwright.verify("flashwright.selftest.kernels.honest:causal", SPEC, **options).ok
     assert flashwright.verify(HONEST, SPEC, **options).ok
 
 
@@ -279,7 +279,7 @@ def test_nothing_is_judged_inside_a_worker(monkeypatch: pytest.MonkeyPatch) -> N
 
 DECLINES = """
 from flashwright.sandbox.candidate import Unable
-from tests.offences.honest import causal
+from flashwright.selftest.kernels.honest import causal
 def make(spec):
     raise Unable("only on Tuesdays")
 def always(q, k, v):
@@ -376,7 +376,7 @@ def command(*words: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-CANDIDATE = "tests.offences.honest:causal"
+CANDIDATE = "flashwright.selftest.kernels.honest:causal"
 SHORT = ("--device", "cpu", "--q-len", "9")
 
 
@@ -384,7 +384,7 @@ def test_exit_codes() -> None:
     code, said = command(CANDIDATE, "--spec", TEXT, *SHORT)
     assert code == 0, said
     assert "accepted" in said
-    code, said = command("tests.offences.cpu:zeros", "--spec", TEXT, *SHORT, "--seed", "4")
+    code, said = command("flashwright.selftest.kernels.cpu:zeros", "--spec", TEXT, *SHORT, "--seed", "4")
     assert code == 1
     assert "FW861" in said
     assert "seed 4" in said
@@ -408,7 +408,7 @@ def test_the_verdict_as_json() -> None:
 
 
 def test_limits_are_taken_from_the_command_line() -> None:
-    hangs = "tests.offences.cpu:hangs"
+    hangs = "flashwright.selftest.kernels.cpu:hangs"
     code, said = command(hangs, "--spec", TEXT, *SHORT, "--seconds", "0.3")
     assert code == 1
     assert "no answer after 0.3 s" in said

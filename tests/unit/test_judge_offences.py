@@ -19,7 +19,7 @@ from flashwright.judge.verdict import Verdict
 from flashwright.sandbox.candidate import Candidate
 from flashwright.sandbox.limits import Limits
 from flashwright.spec import AttentionSpec
-from tests.offences.inside import Inside
+from tests.inside import Inside
 
 ROOT = Path(__file__).parents[2]
 OFFENCES = ROOT / "tests" / "offences"
@@ -30,7 +30,7 @@ SHORT = [(9, 9), (40, 70)]
 
 
 def candidate(function: str, module: str = "cpu") -> Candidate:
-    return Candidate("python", f"tests.offences.{module}", function)
+    return Candidate("python", f"flashwright.selftest.kernels.{module}", function)
 
 
 def names(found: Verdict) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ HONEST: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_code_passes(name: str, dtype: str) -> None:
     options = {"variant": "any", "heads": 2, "head_dim": 16, "dtype": dtype, **HONEST[name]}
-    one = Candidate("python", "tests.offences.honest", "honest", factory=True)
+    one = Candidate("python", "flashwright.selftest.kernels.honest", "honest", factory=True)
     found = judge(one, AttentionSpec.make(**options), seed=1, device="cpu", sandbox=Inside)
     assert found.ok, f"seed {found.seed}\n{told(found)}"
     assert {case.output for case in found.cases} == {"O", "LSE"}
@@ -73,7 +73,7 @@ def test_honest_code_passes(name: str, dtype: str) -> None:
 
 def test_honest_fp8_passes() -> None:
     spec = AttentionSpec.make(variant="mha", heads=2, head_dim=16, dtype="fp8", causal=True)
-    one = Candidate("python", "tests.offences.honest", "honest", factory=True)
+    one = Candidate("python", "flashwright.selftest.kernels.honest", "honest", factory=True)
     found = judge(one, spec, seed=1, device="cpu", sandbox=Inside)
     assert found.ok, f"seed {found.seed}\n{told(found)}"
 
@@ -195,7 +195,7 @@ CALLERS = ("calls_sdpa", "calls_flash_attn", "calls_by_name")
 )
 def test_a_library_is_found_by_reading(module: str, as_file: bool) -> None:
     """Even where no trial gets to it; in a file, and in a module of a package."""
-    where = str(OFFENCES / f"{module}.py") if as_file else f"tests.offences.{module}"
+    where = str(OFFENCES / f"{module}.py") if as_file else f"flashwright.selftest.kernels.{module}"
     one = Candidate("python", where, "attention")
     found = judge(one, SPEC, lengths=SHORT, device="cpu", sandbox=Inside)
     assert names(found) == ("library_call",), told(found)
@@ -235,7 +235,7 @@ from flashwright.sandbox.limits import Limits
 from flashwright.spec import AttentionSpec
 spec, limits = AttentionSpec.make(**json.loads(sys.argv[1])), Limits(seconds=4)
 for function in sys.argv[2:]:
-    one = Candidate("python", "tests.offences.meddling", function)
+    one = Candidate("python", "flashwright.selftest.kernels.meddling", function)
     lengths = [(9, 9), (40, 70)]
     try:
         found = judge(one, spec, seed=1, lengths=lengths, device="cpu", limits=limits)
@@ -288,7 +288,7 @@ def test_a_candidate_that_rewrites_itself(tmp_path: Path) -> None:
 def test_wrong_comes_before_inexact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where logits are tiny, a wrong scale looks like a lack of bits."""
     (tmp_path / "off.py").write_text(
-        "from tests.offences.honest import attention as honest\n"
+        "from flashwright.selftest.kernels.honest import attention as honest\n"
         "def attention(q, k, v):\n"
         "    return honest(q, k, v, causal=True, scale=0.3)\n"
     )

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.offences.honest import Array, causal
+from flashwright.selftest.kernels.honest import Array, causal
 
 # --- the pipe ---------------------------------------------------------------------------------
 
@@ -83,6 +83,7 @@ def forges_an_error(q: Array, k: Array, v: Array) -> Array:
 
 
 def forges_nonsense(q: Array, k: Array, v: Array) -> Array:
+    """An answer whose fields have other types."""
     _send(b'{"outputs": [1e999], "buffers": 3, "late": null, "alias": {}}\n')
     return np.zeros_like(q)
 
@@ -96,6 +97,7 @@ def forges_infinity(q: Array, k: Array, v: Array) -> Array:
 
 
 def nests_deeply(q: Array, k: Array, v: Array) -> Array:
+    """JSON so deep that a reader runs out of stack."""
     _send(b"[" * 50_000 + b"\n")
     return np.zeros_like(q)
 
@@ -137,6 +139,14 @@ def output_is_a_pipe(q: Array, k: Array, v: Array) -> Array:
         time.sleep(1)
 
 
+def output_is_a_link(q: Array, k: Array, v: Array) -> Array:
+    """Its answer is a link to a file that only the judge could read."""
+    Path("outputs.bin").unlink(missing_ok=True)
+    os.symlink("/etc/hosts", "outputs.bin")
+    _send(json.dumps(_forged(q)).encode() + b"\n")
+    return np.zeros_like(q)
+
+
 def log_is_a_pipe(q: Array, k: Array, v: Array) -> Array:
     """The same with what it printed."""
     _elsewhere("log.txt")
@@ -171,7 +181,7 @@ def overwrites_the_output(q: Array, k: Array, v: Array) -> Array:
 def overwrites_itself(q: Array, k: Array, v: Array) -> Array:
     """Another file than the one that was read, for whoever looks next. Used as a copy."""
     path = Path(sys.modules[overwrites_itself.__module__].__file__ or "")
-    if path.parent.name != "offences":
+    if path.parent.name != "kernels":
         path.write_text(path.read_text() + "\n# nothing to see here\n")
     return causal(q, k, v)
 
