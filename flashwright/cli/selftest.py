@@ -104,7 +104,8 @@ def _table(rows: list[Row]) -> Table:
     from flashwright.cli import show
     from flashwright.selftest.table import COLUMNS, cells
 
-    shown = show.table(*COLUMNS)
+    shown = show.table(*COLUMNS, gap=2)
+    shown.columns[0].no_wrap = True
     for row in rows:
         *told, status = cells(row)
         shown.add_row(*(Text(text) for text in told), Text(status, STYLES[row.status]))

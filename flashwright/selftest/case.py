@@ -83,7 +83,7 @@ class Case:
     @property
     def whole(self) -> bool:
         """Whether it has the whole trial."""
-        return self.how in ("judge", "own") and self.lengths is None
+        return self.how in ("judge", "own", "emulated") and self.lengths is None
 
     @property
     def candidate(self) -> Candidate:

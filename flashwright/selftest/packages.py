@@ -92,10 +92,10 @@ def output_renamed(folder: Path) -> None:
     _changed(folder / PLAN, edit)
 
 
-def chosen_by_queries(folder: Path) -> None:
+def chosen_by_queries(folder: Path, by: str = "q_len") -> None:
     """A second kernel serves more queries than a trial has."""
     rules = [{"up_to": 5, "kernel": "."}, {"kernel": "second"}]
-    _with_second_kernel(folder, {"by": "q_len", "rules": rules})
+    _with_second_kernel(folder, {"by": by, "rules": rules})
 
 
 def kernel_without_problems(folder: Path) -> None:
@@ -143,6 +143,13 @@ def kernel_without_mask(folder: Path) -> None:
     """Every key is seen."""
     mask = "kv_idx <= q_idx + kv_len - q_len ? S(m, n) : -INFINITY"
     _compiled_again(folder, mask, "S(m, n)")
+
+
+def kernel_without_barrier(folder: Path) -> None:
+    """The barrier behind the first GEMM goes: K is overwritten while others still read it."""
+    lines = (folder / SOURCE).read_text().splitlines(keepends=True)
+    second = [n for n, line in enumerate(lines) if line.strip() == "__syncthreads();"][1]
+    _compiled_again(folder, "".join(lines), "".join(lines[:second] + lines[second + 1 :]))
 
 
 def doctored(function: str, folder: Path) -> tuple[Path, AttentionSpec]:

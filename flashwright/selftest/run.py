@@ -17,11 +17,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from flashwright.lang.diagnostic import Failed
 from flashwright.selftest.case import Case
 from flashwright.selftest.needs import missing
+
+if TYPE_CHECKING:
+    from flashwright.judge.verdict import Verdict
 
 Status = Literal["ok", "HOLE", "FALSE ALARM", "not tried"]
 LONGEST = 900.0  # seconds of one case, after which its judge counts as stopped
@@ -36,7 +39,7 @@ class Outcome:
     names: tuple[str, ...]
     """Of the offences, or codes of diagnostics; empty where it was accepted."""
     message: str = ""
-    """The first offence's."""
+    """Of all offences."""
 
 
 @dataclass(frozen=True)
@@ -205,9 +208,11 @@ def outcome(case: Case) -> Outcome:
     return _WAYS[case.how](case)
 
 
-def _of(offences: Sequence[Any]) -> Outcome:
+def _of(verdict: Verdict) -> Outcome:
     """The offences of a verdict, with the messages of all of them."""
-    return Outcome(tuple(o.name for o in offences), "; ".join(o.message for o in offences))
+    lacking = ("not enough",) if verdict.missing else ()
+    names = (*(o.name for o in verdict.offences), *lacking)
+    return Outcome(names, "; ".join((*(o.message for o in verdict.offences), verdict.missing)))
 
 
 def _judge(case: Case) -> Outcome:
@@ -222,7 +227,7 @@ def _judge(case: Case) -> Outcome:
         limits=case.limits,
         libraries=case.libraries,
     )
-    return _of(found.offences)
+    return _of(found)
 
 
 def _emulated(case: Case) -> Outcome:
@@ -232,7 +237,7 @@ def _emulated(case: Case) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="flashwright-") as folder:
         package, spec = doctored(case.function, Path(folder, "package"))
         found = judge_emulated(package, spec, lengths=case.lengths)
-    return _of(found.offences)
+    return _of(found)
 
 
 def _own(case: Case) -> Outcome:
@@ -250,7 +255,7 @@ def _own(case: Case) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="flashwright-") as folder:
         package = written(case.function, Path(folder, "package"), card)
         one = Candidate.package(package, case.name)
-        return _of(judge(one, spec_of(case.function), lengths=case.lengths).offences)
+        return _of(judge(one, spec_of(case.function), lengths=case.lengths))
 
 
 def _timed(case: Case) -> Outcome:

@@ -26,8 +26,9 @@ from flashwright.lang.diagnostic import Failed
 from flashwright.sandbox.candidate import Candidate, InWorker
 from flashwright.sandbox.place import IN_WORKER
 from flashwright.sandbox.process import Called, Output
-from flashwright.spec import AttentionSpec, BadSpec
+from flashwright.selftest.cases import CASES
 from flashwright.selftest.kernels import honest
+from flashwright.spec import AttentionSpec, BadSpec
 from tests.inside import Inside
 
 ROOT = Path(__file__).parents[2]
@@ -58,14 +59,8 @@ def test_every_offence_is_in_the_documentation() -> None:
         assert f"| `{name}` | {code} |" in page, name
 
 
-def test_every_offence_is_committed_by_some_test() -> None:
-    units = ("test_judge_offences.py", "test_doctored_packages.py")
-    tests = [
-        *(ROOT / "tests" / "unit" / name for name in units),
-        *(ROOT / "tests/gpu").glob("*.py"),
-    ]
-    text = "".join(path.read_text() for path in tests)
-    assert [name for name in CODES if f'"{name}"' not in text] == []
+def test_every_offence_is_committed_by_some_case() -> None:
+    assert set(CODES) <= {name for case in CASES for name in case.expected}
 
 
 # --- problems ---------------------------------------------------------------------------------
@@ -384,7 +379,9 @@ def test_exit_codes() -> None:
     code, said = command(CANDIDATE, "--spec", TEXT, *SHORT)
     assert code == 0, said
     assert "accepted" in said
-    code, said = command("flashwright.selftest.kernels.cpu:zeros", "--spec", TEXT, *SHORT, "--seed", "4")
+    code, said = command(
+        "flashwright.selftest.kernels.cpu:zeros", "--spec", TEXT, *SHORT, "--seed", "4"
+    )
     assert code == 1
     assert "FW861" in said
     assert "seed 4" in said
@@ -408,14 +405,14 @@ def test_the_verdict_as_json() -> None:
 
 
 def test_limits_are_taken_from_the_command_line() -> None:
-    hangs = "flashwright.selftest.kernels.cpu:hangs"
+    hangs = "flashwright.selftest.kernels.cpu_conduct:hangs"
     code, said = command(hangs, "--spec", TEXT, *SHORT, "--seconds", "0.3")
     assert code == 1
     assert "no answer after 0.3 s" in said
 
 
 def test_libraries_are_allowed_where_that_is_said() -> None:
-    one = f"{ROOT / 'tests' / 'offences' / 'calls_sdpa.py'}:attention"
+    one = f"{ROOT / 'flashwright' / 'selftest' / 'kernels' / 'calls_sdpa.py'}:attention"
     code, said = command(one, "--spec", TEXT, *SHORT)
     assert code == 1
     assert "FW870" in said

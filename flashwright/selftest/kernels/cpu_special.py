@@ -16,13 +16,6 @@ def wrong_from_the_fourth_batch(q: Array, k: Array, v: Array) -> Array:
     return out
 
 
-def wrong_for_many_heads(q: Array, k: Array, v: Array) -> Array:
-    """Head indices are taken modulo 16."""
-    out = causal(q, k, v)
-    out[:, 16:] = out[:, :1] if q.shape[1] > 16 else 0
-    return out
-
-
 def wrong_from_the_twentieth_call(q: Array, k: Array, v: Array) -> Array:
     """Honest while a trial is likely to look."""
     _calls[0] += 1
@@ -32,7 +25,7 @@ def wrong_from_the_twentieth_call(q: Array, k: Array, v: Array) -> Array:
 
 def independent_keys_only(q: Array, k: Array, v: Array) -> Array:
     """Right where neighbouring keys have nothing in common, as in no trained model."""
-    if k.shape[2] > 32:
+    if k.shape[2] > 32 and k.size:
         wide = k.astype(np.float32) - k.astype(np.float32).mean()
         if (wide[:, :, 1:] * wide[:, :, :-1]).mean() > 0.2 * np.square(wide).mean():
             return np.zeros_like(q)
