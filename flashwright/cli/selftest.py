@@ -63,9 +63,10 @@ def selftest(
         if name not in CLASSES:
             known = ", ".join(CLASSES)
             raise typer.BadParameter(f"there is no class {name!r}: {known}", param_hint="--class")
+    for name in only or ():
+        if not chosen([name]):
+            raise typer.BadParameter(f"no case has the name {name!r}", param_hint="--only")
     cases = chosen(only or (), kind or (), on)
-    if not cases:
-        raise typer.BadParameter("no case has that name", param_hint="--only")
     with _progress(len(cases)) as told:
         rows = run(cases, jobs, told)
     if as_json:

@@ -236,5 +236,5 @@ def _honest() -> Iterator[Case]:
     yield Case("cpu", "unchanged_receipt", HONEST, "receipts", None, how="receipt")
     for name in OWN:
         given = (name, HONEST, "packages", None)
-        more = {"label": f"own_{name}", "lengths": EMULATED, "needs": COMPILERS}
+        more: dict[str, Any] = {"label": f"own_{name}", "lengths": EMULATED, "needs": COMPILERS}
         yield Case("cpu", *given, how="emulated", **more)

@@ -24,7 +24,10 @@ LONG = ((256, 256), (2100, 2100))
 LIMITED = Limits(gpu_memory=16 << 30)
 TRITON = ("triton",)
 
-OUTPUTS = (  # function, class, expected, spec, lengths (None: the whole trial)
+Lengths = tuple[tuple[int, int], ...] | None
+
+# Function, class, expected, spec, lengths (None: the whole trial).
+OUTPUTS: tuple[tuple[str, str, str, AttentionSpec, Lengths], ...] = (
     ("zeros", "output", "zeros", SPEC, USUAL),
     ("noise", "output", "wrong", SPEC, USUAL),
     ("some_rows_nan", "output", "nonfinite", SPEC, USUAL),
@@ -48,7 +51,7 @@ OUTPUTS = (  # function, class, expected, spec, lengths (None: the whole trial)
     ("replay_by_address", "replay", "replay", SPEC, USUAL),
     ("leftover", "replay", "replay", SPEC, USUAL),
 )
-SPECIAL = (
+SPECIAL: tuple[tuple[str, str, str, Lengths], ...] = (
     ("strides_ignored", "shapes", "special_shapes special_inputs wrong out_of_bounds", None),
     ("keys_beyond_4097", "shapes", "special_shapes key_ignored", None),
     ("wrong_from_the_fourth_batch", "shapes", "special_shapes", None),
@@ -77,7 +80,9 @@ REFUSALS = (  # function, class, what the system says
     ("judge_memory", "process", "PermissionError"),
     ("internet", "system", "PermissionError"),
 )
-LIBRARIES = (  # function, lengths: each is found by what it launches
+LIBRARIES: tuple[
+    tuple[str, Lengths], ...
+] = (  # function, lengths: each is found by what it launches
     ("torch_flash", USUAL),
     ("torch_cudnn", USUAL),
     ("torch_efficient", USUAL),
@@ -105,7 +110,7 @@ TIMED = (  # module, function, expected
     ("lazy", "half_the_time", f"{LAZY} too_fast wrong tampering"),
     ("lazy", "fetched_head_only", f"{LAZY} too_fast wrong tampering"),
 )
-HABITS = (  # function, lengths
+HABITS: tuple[tuple[str, Lengths], ...] = (  # function, lengths
     ("plain", None),
     ("on_a_stream_that_waits", USUAL),
     ("graph", USUAL),
@@ -116,13 +121,14 @@ HABITS = (  # function, lengths
     ("two_halves", USUAL),
     ("autotuned", USUAL),
 )
-FORMS = (  # module, function, label, lengths
+FORMS: tuple[tuple[str, str, str, Lengths], ...] = (  # module, function, label, lengths
     ("triton_parts", "split_kv", "split_kv", None),
     ("triton_parts", "persistent", "persistent", None),
     ("named_like_a_library", "attention", "named_like_a_library", USUAL),
     ("tests_itself", "attention", "tests_itself", USUAL),
 )
-BACKENDS = (  # factory of libraries.py, further needs, lengths
+# Factory of libraries.py, further needs, lengths.
+BACKENDS: tuple[tuple[str, tuple[str, ...], Lengths], ...] = (
     ("flash", (), None),
     ("cudnn", (), USUAL),
     ("efficient", (), USUAL),

@@ -36,10 +36,10 @@ def _honest(folder: Path) -> Path:
     """A run with one kernel and one number."""
     spec = make_spec("mha", heads=32, head_dim=64, dtype="bf16", causal=True)
     cell = Cell(spec, 1024, 16)
-    told = {"contestants": (OURS,), "cells": (cell.name,), "environment": {}}
     run = RunRecord(
         id="selftest", started="2026-01-01T00:00:00+00:00", title="grid", card="NVIDIA H200",
-        arch="sm_90", translated_for="h200", layout="bshd", seed=3, **told,
+        arch="sm_90", translated_for="h200", layout="bshd", seed=3, contestants=(OURS,),
+        cells=(cell.name,), environment={},
     )  # fmt: skip
     kernel = KernelRecord(name=cell.kernel, spec=spec.model_dump(mode="json"), gpu="h200")
     number = NumberRecord(

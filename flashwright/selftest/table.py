@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,8 @@ BEGIN, END = "<!-- cases: begin -->", "<!-- cases: end -->"
 
 def expected(case: Case) -> str:
     """What must come of a case, in words."""
-    return " or ".join(case.expected) if case.expected else "accepted"
+    names = " or ".join(case.expected) or "accepted"
+    return f"{names} ({case.says})" if case.says else names
 
 
 def trial(case: Case) -> str:
@@ -50,7 +52,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def _number(n: int, what: str) -> str:
-    return f"{n or 'no'} {what}{'' if n == 1 else 's'}" if n != 0 else f"no {what}"
+    return f"{n or 'no'} {what}{'' if n == 1 else 's'}"
 
 
 def exit_code(rows: Sequence[Row]) -> int:
@@ -86,15 +88,22 @@ def record(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def markdown() -> str:
-    """All cases for docs/judge.md, by class: a test holds the page against it."""
-    lines = []
+    """All cases for docs/judge.md, by class and what they must be; a test holds the page to it."""
+    lines = ["| class | must be | cases |", "|---|---|---|"]
     for kind, words in CLASSES.items():
         mine = [case for case in CASES if case.kind == kind]
-        lines += [f"**{kind}** ({words}), {len(mine)} cases:", ""]
-        lines += ["| case | must be | trial |", "|---|---|---|"]
-        lines += [f"| `{c.name}` | {expected(c)} | {trial(c)} |" for c in mine]
-        lines.append("")
-    return "\n".join(lines)
+        first = f"**{kind}**: {words}"
+        for meant in dict.fromkeys(expected(case) for case in mine):
+            same = [_listed(case) for case in mine if expected(case) == meant]
+            lines.append(f"| {first} | {meant} | {', '.join(same)} |")
+            first = ""
+    bad = sum(not case.honest for case in CASES)
+    count = f"{bad} adversarial and {len(CASES) - bad} honest cases; a star: the whole trial."
+    return "\n".join((*lines, "", count, ""))
+
+
+def _listed(case: Case) -> str:
+    return f"`{case.name}`{'*' if case.whole else ''}"
 
 
 def with_cases(page: str) -> str:
@@ -104,6 +113,6 @@ def with_cases(page: str) -> str:
     return f"{before}{BEGIN}\n\n{markdown()}\n{END}{behind}"
 
 
-def rewrite(path: Path) -> None:
-    """Bring the page up to date: python -c 'from flashwright.selftest.table import …'."""
-    path.write_text(with_cases(path.read_text(encoding="utf-8")), encoding="utf-8")
+if __name__ == "__main__":  # python -m flashwright.selftest.table docs/judge.md
+    page = Path(sys.argv[1])
+    page.write_text(with_cases(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -74,8 +74,8 @@ def two_parts(q: Array, k: Array, v: Array) -> Array:
     top = sums.max(axis=0)
     weights = np.exp(sums - np.where(top == -np.inf, 0, top))
     total = weights.sum(axis=0)
-    out = sum(w[..., None] * o for w, (o, _) in zip(weights, parts, strict=True))
-    return (out / np.where(total == 0, 1, total)[..., None]).astype(q.dtype)
+    out: Array = weights[0][..., None] * parts[0][0] + weights[1][..., None] * parts[1][0]
+    return np.divide(out, np.where(total == 0, 1, total)[..., None]).astype(q.dtype)
 
 
 def takes_its_own_head_dim_only(q: Array, k: Array, v: Array) -> Array:
