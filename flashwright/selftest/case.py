@@ -86,6 +86,11 @@ class Case:
         return self.how in ("judge", "own", "emulated") and self.lengths is None
 
     @property
+    def alone(self) -> bool:
+        """Whether nothing may run beside it: it is timed, or it takes all of the GPU."""
+        return self.how == "timed" or (self.on == "gpu" and self.kind == "end")
+
+    @property
     def candidate(self) -> Candidate:
         """For the judge."""
         where = f"{KERNELS}.{self.module}"

@@ -17,6 +17,7 @@ FLAT = SPEC.model_copy(update={"scale": 5e-5})  # normal inputs have nearly equa
 SMALL = SPEC.model_copy(update={"scale": 2e-3})  # of scores, whose exponential is nearly 1 + s
 WIDE = SPEC.model_copy(update={"head_dim": 128})  # scores near 100 where inputs are shifted
 SHORT = ((9, 9), (40, 70))
+USUAL = ((256, 256), (1, 1), (40, 70), (130, 61))
 FIRST = ((9, 9),)
 LIMITS = Limits(seconds=4)
 
@@ -145,6 +146,7 @@ HONEST_SPECS: dict[str, dict[str, Any]] = {
     "bf16": {"causal": True, "dtype": "bf16"},
     "fp8": {"causal": True, "dtype": "fp8"},
 }
+TRIED_WHOLE = ("causal", "shared_heads", "softcap", "alibi", "sink", "fp8")
 HABITS = (
     *("transposed_output", "padded_output", "workspace", "threads", "two_parts"),
     *("takes_its_own_head_dim_only", "uses_the_system", "compiles"),
@@ -224,11 +226,13 @@ def _honest() -> Iterator[Case]:
     for name, options in HONEST_SPECS.items():
         told = {"variant": "any", "heads": 2, "head_dim": 16, "dtype": "fp16", **options}
         spec = AttentionSpec.make(**told)
-        yield Case("cpu", "honest", HONEST, "honest", spec, label=name, factory=True)
+        lengths = None if name in TRIED_WHOLE else USUAL
+        given = ("honest", HONEST, "honest", spec)
+        yield Case("cpu", *given, label=name, factory=True, lengths=lengths)
     for function in HABITS:
-        yield Case("cpu", function, HONEST, "honest_cpu", SPEC)
+        yield Case("cpu", function, HONEST, "honest_cpu", SPEC, lengths=USUAL)
     with_lse = SPEC.model_copy(update={"lse": True})
-    yield Case("cpu", "with_lse", HONEST, "honest_cpu", with_lse)
+    yield Case("cpu", "with_lse", HONEST, "honest_cpu", with_lse, lengths=USUAL)
     for function in ("prints_a_lot", "leaves_children"):
         yield Case("cpu", function, HONEST, "cpu_conduct", SPEC, lengths=SHORT)
     for name in TAKEN:

@@ -1,7 +1,8 @@
 """Run the cases: each by the judge as users have it, in processes that a case may not take along.
 
 A judge that is stopped or does not end is a row like any other. Cases run side by side, each in a
-child process that lives as long as its judge does; those that are timed run alone, at the end.
+child process that lives as long as its judge does. Cases that are timed, or that end badly on a
+GPU, run alone and last.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 Status = Literal["ok", "HOLE", "FALSE ALARM", "not tried"]
 LONGEST = 900.0  # seconds of one case, after which its judge counts as stopped
 MOST_JOBS = 4
+A_MOMENT = 1.0  # seconds of emulation, where the offence is what was not tried
 CORES_OF_A_GPU_CASE = 4  # torch, Triton's compiler and the oracle keep several busy
 
 
@@ -71,10 +73,10 @@ def run(
             keep(Row(case, "not tried", why))
     ready = [case for case in cases if case.name not in rows]
     on_cpu = [case for case in ready if case.on == "cpu"]
-    on_gpu = [case for case in ready if case.on == "gpu" and case.how != "timed"]
+    on_gpu = [case for case in ready if case.on == "gpu" and not case.alone]
     _all(on_cpu, jobs or default_jobs("cpu"), keep)
     _all(on_gpu, jobs or default_jobs("gpu"), keep)
-    _all([case for case in ready if case.how == "timed"], 1, keep)
+    _all([case for case in ready if case.alone], 1, keep)
     return [rows[case.name] for case in cases]
 
 
@@ -87,9 +89,22 @@ def default_jobs(on: str) -> int:
 def _all(cases: Sequence[Case], jobs: int, keep: Callable[[Row], None]) -> None:
     if not cases:
         return
-    with _children() as mine, ThreadPoolExecutor(jobs) as pool:
+    with _one_thread_each(), _children() as mine, ThreadPoolExecutor(jobs) as pool:
         for future in [pool.submit(lambda case: keep(_row(case, mine())), case) for case in cases]:
             future.result()
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Judges that are started meanwhile leave the cores to each other: NumPy would take all."""
+    name = "OPENBLAS_NUM_THREADS"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, "1")
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
 
 
 def _row(case: Case, child: Child) -> Row:
@@ -231,12 +246,13 @@ def _judge(case: Case) -> Outcome:
 
 
 def _emulated(case: Case) -> Outcome:
-    from flashwright.judge.emulated import judge_emulated
+    from flashwright.judge.emulated import SECONDS, judge_emulated
     from flashwright.selftest.packages import doctored
 
     with tempfile.TemporaryDirectory(prefix="flashwright-") as folder:
         package, spec = doctored(case.function, Path(folder, "package"))
-        found = judge_emulated(package, spec, lengths=case.lengths)
+        seconds = SECONDS if case.lengths else A_MOMENT
+        found = judge_emulated(package, spec, lengths=case.lengths, seconds=seconds)
     return _of(found)
 
 

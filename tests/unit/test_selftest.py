@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import platform
@@ -9,6 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from flashwright.judge.offences import CODES
@@ -16,6 +18,7 @@ from flashwright.lang.codes import CODES as EXPLAINED
 from flashwright.selftest import packages, receipts, run, sources, table
 from flashwright.selftest.case import CLASSES, HONEST, KERNELS, Case
 from flashwright.selftest.cases import CASES, chosen
+from flashwright.selftest.kernels import escapes
 from flashwright.selftest.needs import missing
 from flashwright.selftest.run import Outcome, judged
 from tests.unit.emulated import needs_compilers
@@ -141,6 +144,27 @@ def test_a_judge_that_is_stopped_is_a_hole_and_the_next_case_is_judged(
         assert child.outcome(BY_NAME["cpu/plain_source"]) == Outcome(())
     finally:
         child.close()
+
+
+FREE = (
+    *("judge_environment", "judge_signal", "judge_limits", "judge_affinity", "judge_priority"),
+    *("judge_queued_signal", "internet", "unix_socket", "reads_the_system", "lists_the_root"),
+    *("overwrites_its_own_file", "writes_to_the_temporary_folder"),
+)
+
+
+@pytest.mark.parametrize("name", FREE)
+def test_an_attempt_succeeds_where_nothing_refuses_it(name: str) -> None:
+    """Otherwise it would show nothing. Here "the judge" is the parent of this process."""
+    case = BY_NAME[f"cpu/{name}"]
+    kernel = getattr(importlib.import_module(f"{KERNELS}.{case.module}"), name)
+    x = np.zeros((1, 2, 3, 16), np.float16)
+    assert kernel(x, x, x).shape == x.shape
+
+
+@pytest.mark.skipif(platform.machine() != "aarch64", reason="it is code for Arm")
+def test_machine_code_is_run() -> None:
+    assert escapes._machine_code("a00080d2c0035fd6")() == 5  # mov x0, #5; ret
 
 
 def test_why_a_case_cannot_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,15 @@
 
 Each makes one attempt. Where the system refuses it, the kernel raises `Refused` with the reason.
 Where it succeeds, the kernel returns the right answer: a judge that accepts it has a hole. No
-attempt does harm when it succeeds: signals have the number 0, files are opened and not written.
+attempt does harm when it succeeds: signals have the number 0, files are opened and not written,
+limits are set to what they are.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import resource
 import signal
@@ -29,11 +31,14 @@ class Refused(Exception):
 
 
 def attempt(action: Action) -> None:
-    """Return where the action succeeds; raise Refused with the system's reason where it fails."""
+    """Return where the action succeeds; raise Refused where the system forbids it.
+
+    Any other error is raised as it is: arguments that are looked at have passed the filter.
+    """
     try:
         action()
-    except OSError as error:
-        raise Refused(errno.errorcode.get(error.errno or 0, str(error))) from None
+    except PermissionError as error:
+        raise Refused(errno.errorcode[error.errno or errno.EPERM]) from None
 
 
 def _judge() -> int:
@@ -95,11 +100,14 @@ judge_thread_signal = _kernel(
     "Send one to the judge's thread.", lambda: call("tgkill", _judge(), _judge(), 0)
 )
 judge_queued_signal = _kernel(
-    "Queue one with data.", lambda: call("rt_sigqueueinfo", _judge(), 0, bytes(128))
+    "Queue one with data.",
+    lambda: call("rt_sigqueueinfo", _judge(), 0, struct.pack("3i", 0, 0, -1) + bytes(116)),
 )
 judge_limits = _kernel(
     "Change the judge's limits.",
-    lambda: resource.prlimit(_judge(), resource.RLIMIT_CORE, (0, 0)),
+    lambda: resource.prlimit(
+        _judge(), resource.RLIMIT_CORE, resource.prlimit(_judge(), resource.RLIMIT_CORE)
+    ),
 )
 judge_affinity = _kernel(
     "Bind the judge to cores.", lambda: os.sched_setaffinity(_judge(), os.sched_getaffinity(0))
@@ -248,14 +256,17 @@ def program_of_32_bits(q: Array, k: Array, v: Array) -> Array:
     return _survives(lambda: os.execv("./program", ["./program"]), q, k, v)
 
 
-def _machine_code(code: str) -> Callable[[], object]:
+def _machine_code(code: str) -> Callable[[], int]:
     """Machine code as a function."""
-    import mmap
-
-    page = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
     page.write(bytes.fromhex(code))
-    where = ctypes.addressof(ctypes.c_char.from_buffer(page))
-    return ctypes.CFUNCTYPE(ctypes.c_long)(where)
+    start = ctypes.c_char.from_buffer(page)
+    function = ctypes.CFUNCTYPE(ctypes.c_long)(ctypes.addressof(start))
+    _pages.append((page, start))  # for as long as the function is
+    return function
+
+
+_pages: list[Any] = []
 
 
 def calls_of_32_bits(q: Array, k: Array, v: Array) -> Array:
