@@ -55,7 +55,7 @@ def selftest(
     from flashwright.selftest.case import CLASSES
     from flashwright.selftest.cases import chosen
     from flashwright.selftest.run import run
-    from flashwright.selftest.table import exit_code, record, summary
+    from flashwright.selftest.table import details, exit_code, record, summary
 
     if on not in (None, "gpu", "cpu"):
         raise typer.BadParameter("gpu or cpu", param_hint="--on")
@@ -75,6 +75,9 @@ def selftest(
         out = show.console()
         out.print(_table(rows))
         out.print(f"* the whole trial; the others have what their attack needs\n{_confined()}")
+        for row in rows:
+            if row.status in ("HOLE", "FALSE ALARM"):
+                out.print(details(row), style="red", markup=False)
         out.print(summary(rows), style="bold green" if exit_code(rows) == 0 else "bold red")
     return exit_code(rows)
 
@@ -106,7 +109,7 @@ def _table(rows: list[Row]) -> Table:
     from flashwright.selftest.table import COLUMNS, cells
 
     shown = show.table(*COLUMNS, gap=2)
-    shown.columns[0].no_wrap = True
+    shown.columns[0].no_wrap = shown.columns[-1].no_wrap = True
     for row in rows:
         *told, status = cells(row)
         shown.add_row(*(Text(text) for text in told), Text(status, STYLES[row.status]))

@@ -239,6 +239,5 @@ def _honest() -> Iterator[Case]:
         yield Case("cpu", name, HONEST, "sources", None, how="screen")
     yield Case("cpu", "unchanged_receipt", HONEST, "receipts", None, how="receipt")
     for name in OWN:
-        given = (name, HONEST, "packages", None)
         more: dict[str, Any] = {"label": f"own_{name}", "lengths": EMULATED, "needs": COMPILERS}
-        yield Case("cpu", *given, how="emulated", **more)
+        yield Case("cpu", name, HONEST, "packages", None, how="emulated", **more)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,31 +16,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from flashwright.lang.diagnostic import Failed
 from flashwright.selftest.case import Case
 from flashwright.selftest.needs import missing
-
-if TYPE_CHECKING:
-    from flashwright.judge.verdict import Verdict
+from flashwright.selftest.ways import Outcome, outcome
 
 Status = Literal["ok", "HOLE", "FALSE ALARM", "not tried"]
 LONGEST = 900.0  # seconds of one case, after which its judge counts as stopped
 MOST_JOBS = 4
-A_MOMENT = 1.0  # seconds of emulation, where the offence is what was not tried
 CORES_OF_A_GPU_CASE = 4  # torch, Triton's compiler and the oracle keep several busy
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What the judge said of one case."""
-
-    names: tuple[str, ...]
-    """Of the offences, or codes of diagnostics; empty where it was accepted."""
-    message: str = ""
-    """Of all offences."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +39,7 @@ class Row:
     """In words: `rejected as zeros`, `accepted`, or the reason why it was not tried."""
     seconds: float = 0.0
     message: str = ""
+    seed: int | None = None
 
 
 def run(
@@ -121,16 +107,13 @@ def _row(case: Case, child: Child) -> Row:
 def judged(case: Case, found: Outcome, seconds: float = 0.0) -> Row:
     """Whether that is what a case must come to."""
     happened = f"rejected as {', '.join(found.names)}" if found.names else "accepted"
-    row = Row(case, "ok", happened, seconds, found.message)
-    if case.honest:
-        return row if not found.names else Row(case, "FALSE ALARM", *_rest(row))
-    if set(found.names) & set(case.expected) and case.says in found.message:
-        return row
-    return Row(case, "HOLE", *_rest(row))
-
-
-def _rest(row: Row) -> tuple[str, float, str]:
-    return row.happened, row.seconds, row.message
+    named = bool(set(found.names) & set(case.expected)) and case.says in found.message
+    status: Status = "ok"
+    if case.honest and found.names:
+        status = "FALSE ALARM"
+    elif not case.honest and not named:
+        status = "HOLE"
+    return Row(case, status, happened, seconds, found.message, found.seed)
 
 
 # --- in a process of its own ------------------------------------------------------------------
@@ -207,103 +190,9 @@ def _serve(pipe: Connection) -> None:
         try:
             answer: Outcome | str = outcome(case)
         except Failed as failed:
-            codes = tuple(d.code for d in failed.diagnostics)
+            codes = tuple(dict.fromkeys(d.code for d in failed.diagnostics))
             unable = "FW851" in codes and "FW851" not in case.expected
             answer = f"{_UNABLE}{failed}" if unable else Outcome(codes, str(failed))
         except Exception as error:
             answer = f"the judge failed: {type(error).__name__}: {error}"
         pipe.send(answer)
-
-
-# --- the ways to judge ------------------------------------------------------------------------
-
-
-def outcome(case: Case) -> Outcome:
-    """Judge one case in this process; Failed where the judge refuses its files."""
-    return _WAYS[case.how](case)
-
-
-def _of(verdict: Verdict) -> Outcome:
-    """The offences of a verdict, with the messages of all of them."""
-    lacking = ("not enough",) if verdict.missing else ()
-    names = (*(o.name for o in verdict.offences), *lacking)
-    return Outcome(names, "; ".join((*(o.message for o in verdict.offences), verdict.missing)))
-
-
-def _judge(case: Case) -> Outcome:
-    from flashwright.judge.judge import judge
-
-    assert case.spec is not None
-    found = judge(
-        case.candidate,
-        case.spec,
-        device="cuda" if case.on == "gpu" else "cpu",
-        lengths=case.lengths,
-        limits=case.limits,
-        libraries=case.libraries,
-    )
-    return _of(found)
-
-
-def _emulated(case: Case) -> Outcome:
-    from flashwright.judge.emulated import SECONDS, judge_emulated
-    from flashwright.selftest.packages import doctored
-
-    with tempfile.TemporaryDirectory(prefix="flashwright-") as folder:
-        package, spec = doctored(case.function, Path(folder, "package"))
-        seconds = SECONDS if case.lengths else A_MOMENT
-        found = judge_emulated(package, spec, lengths=case.lengths, seconds=seconds)
-    return _of(found)
-
-
-def _own(case: Case) -> Outcome:
-    """A package of ours, compiled for the GPU at hand."""
-    from flashwright import gpu as gpus
-    from flashwright.build import driver
-    from flashwright.judge.judge import judge
-    from flashwright.sandbox.candidate import Candidate
-    from flashwright.selftest.packages import GPU, spec_of, written
-
-    try:
-        card = gpus.find(driver.cards()[0].name)
-    except gpus.UnknownGpu:
-        card = gpus.find(GPU)
-    with tempfile.TemporaryDirectory(prefix="flashwright-") as folder:
-        package = written(case.function, Path(folder, "package"), card)
-        one = Candidate.package(package, case.name)
-        return _of(judge(one, spec_of(case.function), lengths=case.lengths))
-
-
-def _timed(case: Case) -> Outcome:
-    from flashwright.measure.records import AbsentRecord
-    from flashwright.selftest.timed import measured
-
-    line = measured(case.candidate, case.limits)
-    if isinstance(line, AbsentRecord):
-        return Outcome((line.offence or "no number",), line.why)
-    return Outcome(())
-
-
-def _screen(case: Case) -> Outcome:
-    from flashwright.build.screen import screen
-    from flashwright.selftest.sources import REFUSED, TAKEN
-
-    screen({**REFUSED, **TAKEN}[case.function])
-    return Outcome(())
-
-
-def _receipt(case: Case) -> Outcome:
-    from flashwright.selftest.receipts import differing
-
-    with tempfile.TemporaryDirectory(prefix="flashwright-") as folder:
-        return Outcome(tuple(differing(case.function, Path(folder))))
-
-
-_WAYS: dict[str, Callable[[Case], Outcome]] = {
-    "judge": _judge,
-    "emulated": _emulated,
-    "own": _own,
-    "timed": _timed,
-    "screen": _screen,
-    "receipt": _receipt,
-}

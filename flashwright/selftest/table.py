@@ -37,14 +37,22 @@ def cells(row: Row) -> tuple[str, ...]:
     """A row of the table: COLUMNS, with the trial behind the case's name where it was whole."""
     name = f"{row.case.name} *" if row.case.whole else row.case.name
     if row.status == "not tried":
-        return name, row.case.kind, expected(row.case), "", f"not tried here: {row.happened}"
+        return name, row.case.kind, expected(row.case), f"not tried here: {row.happened}", "-"
     return name, row.case.kind, expected(row.case), row.happened, row.status
+
+
+def details(row: Row) -> str:
+    """What the judge said of a case that did not come to what it must."""
+    seed = f" (seed {row.seed})" if row.seed is not None else ""
+    return f"{row.status}: {row.case.name}: {row.message[:300] or row.happened}{seed}"
 
 
 def summary(rows: Sequence[Row]) -> str:
     """Counts in a line: what was tried, and what is wrong."""
     count = Counter(row.status for row in rows)
     tried = [row for row in rows if row.status != "not tried"]
+    if not tried:
+        return f"nothing could be tried here: {_number(len(rows), 'case')}"
     bad = sum(not row.case.honest for row in tried)
     text = f"{bad} adversarial and {len(tried) - bad} honest cases tried: "
     text += f"{_number(count['HOLE'], 'hole')}, {_number(count['FALSE ALARM'], 'false alarm')}"
@@ -77,6 +85,7 @@ def record(rows: Sequence[Row]) -> dict[str, Any]:
                 "status": row.status,
                 "happened": row.happened,
                 "message": row.message,
+                "seed": row.seed,
                 "seconds": round(row.seconds, 2),
             }
             for row in rows

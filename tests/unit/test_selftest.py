@@ -20,7 +20,8 @@ from flashwright.selftest.case import CLASSES, HONEST, KERNELS, Case
 from flashwright.selftest.cases import CASES, chosen
 from flashwright.selftest.kernels import escapes
 from flashwright.selftest.needs import missing
-from flashwright.selftest.run import Outcome, judged
+from flashwright.selftest.run import judged
+from flashwright.selftest.ways import Outcome
 from tests.unit.emulated import needs_compilers
 from tests.unit.test_cli import Outcome as Command
 
@@ -190,7 +191,10 @@ def test_exit_codes_and_the_summary() -> None:
         table.summary([fine, honest, untried])
         == "1 adversarial and 1 honest cases tried: no holes, no false alarms; 1 not tried here"
     )
-    assert table.cells(untried)[-1] == "not tried here: no GPU"
+    assert table.cells(untried)[-2:] == ("not tried here: no GPU", "-")
+    assert table.summary([untried]) == "nothing could be tried here: 1 case"
+    hole = judged(ZEROS, Outcome(("crash",), "its process ended", 7))
+    assert table.details(hole) == "HOLE: cpu/zeros: its process ended (seed 7)"
     assert table.cells(honest)[0] == "cpu/causal *"  # it has the whole trial
 
 
