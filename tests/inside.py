@@ -14,7 +14,6 @@ from flashwright.judge.judge import judge
 from flashwright.judge.verdict import Verdict
 from flashwright.sandbox import process
 from flashwright.sandbox.candidate import Candidate, Unable
-from flashwright.sandbox.device import Cpu
 from flashwright.sandbox.process import Ended, Sandbox
 from flashwright.sandbox.worker import Worker, _error
 from flashwright.spec import AttentionSpec
@@ -23,11 +22,6 @@ from flashwright.spec import AttentionSpec
 def judged(candidate: Candidate, spec: AttentionSpec, **options: Any) -> Verdict:
     """The verdict on a candidate that is run in this process, always on the same problems."""
     return judge(candidate, spec, sandbox=Inside, **{"seed": 1, **options})
-
-
-class Quick(Cpu):
-    def finish(self, patience: float) -> None:
-        """Nobody who is judged inside has a thread."""
 
 
 NOBODY = 2**31 - 1
@@ -57,6 +51,10 @@ class Inside(Sandbox):
             with contextlib.suppress(OSError):
                 os.close(end)
         shutil.rmtree(self._folder, ignore_errors=True)
+        self.memory.close()
+
+    def _wait(self, seconds: float) -> None:
+        """Nobody who is judged inside has a thread."""
 
     @property
     def alive(self) -> bool:
@@ -68,8 +66,6 @@ class Inside(Sandbox):
                 self._started.close()  # a candidate may start processes
                 self._worker = Worker(self._folder)
                 found = self._worker.load(**request)
-                if self.device == "cpu":
-                    self._worker.device = Quick(self.guard)
             else:
                 found = getattr(self._worker, operation)(**request)
             return dict(found)

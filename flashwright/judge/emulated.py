@@ -41,7 +41,7 @@ from flashwright.judge.verdict import EMULATION, Offence, Verdict
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.launch_plan import LaunchPlan
 from flashwright.sandbox.candidate import Candidate
-from flashwright.sandbox.device import POISON
+from flashwright.sandbox.layout import POISON
 from flashwright.sandbox.limits import Limits
 from flashwright.sandbox.process import Called, Ended, Output, Sandbox
 from flashwright.sandbox.tensors import DTYPES, Array, bits
@@ -54,7 +54,7 @@ ROUNDS = 40  # launches of a small problem at the end
 MOST_BYTES = 2 << 30  # of an output
 _KINDS = {code: kind for kind, code in CODES.items()}
 # Of a process, a stream or a library, which are not here; or answered by what the emulator finds.
-_LEFT_OUT = ("exactness", "inputs", "guards", "stream", "libraries")
+_LEFT_OUT = ("exactness", "inputs", "guards", "stream", "views", "libraries")
 ASKED = {
     **{name: text for name, text in QUESTIONS.items() if name not in _LEFT_OUT},
     "repeat": "the same inputs give the same bits under every schedule of asynchronous work",
@@ -214,6 +214,9 @@ class Emulator(Sandbox):
         ahead: bool = False,
         around: int = POISON,
         patience: float = 0.0,
+        viewed: bool = False,
+        far: bool = False,
+        times: int = 1,
     ) -> Called:
         """As Sandbox.call; a call at another place is one under other schedules."""
         given = (inputs, outputs or {}, dims or {})
@@ -338,7 +341,7 @@ class _Hearing(Hearing):
         assert self.served is not None
         spread = spread_of(self.kernels, self.spec, expected.reference)
         form = PackageForm(self.spec, self.served.plan, spread=spread)
-        self.trial = Trial(running, form, self.spec, expected, differs=_DIFFERS)
+        self.trial = Trial(running, form, self.spec, expected, _DIFFERS, views=False)
         return self.trial
 
     def _problems(self, lengths: Sequence[tuple[int, int]] | None) -> list[Problem]:
@@ -386,6 +389,9 @@ class _Hearing(Hearing):
         self._keep(self._many(self.trial, min(tried, key=lambda p: math.prod(p.dims.values()))))
         self._keep(self.trial.run(tried[0]))
         self._enough(running, len(tried), len(tried))
+
+    def _again_and_again(self, trial: Trial, listed: Sequence[Problem]) -> None:
+        """Only when all else was tried: a launch takes its time here."""
 
     def _many(self, trial: Trial, problem: Problem) -> Outcome:
         """A problem launched many times: each time the same bits."""

@@ -40,8 +40,8 @@ class Form(Protocol):
     def taken(self, made: Mapping[str, Array]) -> dict[str, Array]:
         """Those inputs that the candidate takes, in its order."""
 
-    def outputs(self, problem: Problem, expected: Mapping[str, Array]) -> Shapes | None:
-        """Shapes and types of what it writes to; None where it returns its outputs."""
+    def outputs(self, problem: Problem, expected: Mapping[str, Array]) -> Shapes:
+        """Shapes and types of what it writes to or returns."""
 
     def dims(self, problem: Problem) -> dict[str, int]:
         """Sizes that it is given by name."""
@@ -54,7 +54,7 @@ def form_of(candidate: Candidate, spec: AttentionSpec, spread: float | None = No
     """
     if candidate.kind == "package":
         return PackageForm(spec, read_plan(Path(candidate.where)), spread=spread)
-    return SpecForm(spec, writes=candidate.kind == "library")
+    return SpecForm(spec)
 
 
 def bounds_of(candidate: Candidate) -> list[int]:
@@ -67,7 +67,6 @@ class SpecForm:
     """A callable: Q, K, V and what else the spec has; O and perhaps LSE."""
 
     spec: AttentionSpec
-    writes: bool
     optional: bool = False
 
     def inputs(self, problem: Problem, reference: ReferenceApart | None) -> dict[str, Array]:
@@ -88,10 +87,8 @@ class SpecForm:
         """See Form."""
         return dict(made)
 
-    def outputs(self, problem: Problem, expected: Mapping[str, Array]) -> Shapes | None:
+    def outputs(self, problem: Problem, expected: Mapping[str, Array]) -> Shapes:
         """See Form."""
-        if not self.writes:
-            return None
         found: Shapes = {"O": (expected["O"].shape, self.spec.output_dtype)}
         if self.spec.lse and "LSE" in expected:  # a reference of the user's may know none
             found["LSE"] = (expected["LSE"].shape, "fp32")
@@ -137,7 +134,7 @@ class PackageForm:
         """See Form."""
         return {t.name: made[t.name].astype(DTYPES[t.dtype]) for t in self.plan.tensors if t.read}
 
-    def outputs(self, problem: Problem, expected: Mapping[str, Array]) -> Shapes | None:
+    def outputs(self, problem: Problem, expected: Mapping[str, Array]) -> Shapes:
         """See Form."""
         made: Shapes = {}
         for tensor in self.plan.tensors:

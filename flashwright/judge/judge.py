@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +29,7 @@ from flashwright.judge.probes import probe
 from flashwright.judge.problems import Problem, coverage, problems
 from flashwright.judge.reference_apart import ReferenceApart
 from flashwright.judge.tiling import Served, served_by
-from flashwright.judge.trial import Outcome, Seen, Trial
+from flashwright.judge.trial import FAR_BATCHES, Outcome, Seen, Trial
 from flashwright.judge.verdict import Check, Offence, Picture, Verdict
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.sandbox.candidate import Candidate, Unable
@@ -44,6 +45,7 @@ QUESTIONS = {
     "written": "every element is written: outputs and free memory were full of NaN",
     "repeat": "the same inputs give the same bits, wherever they lie",
     "fresh": "other inputs at the same addresses get an answer of their own",
+    "views": "Q, K and V may be views of other strides",
     "mask": "a masked key changes nothing, a visible one does",
     "inputs": "its inputs are as they were, and no output lies in them",
     "guards": "nothing is written beside its tensors",
@@ -166,6 +168,10 @@ class Hearing:
     notes: list[str] = field(default_factory=list)
     chosen: Coverage | None = None
     """The lengths that the candidate's own sizes ask for."""
+    apart: bool = False
+    """Whether batches that lie apart were tried."""
+    launched: int = 0
+    """Kernels, so far."""
     unasked: dict[str, str] = field(default_factory=dict)
     """Questions that cannot be put here, and why."""
     questions: Mapping[str, str] = field(default_factory=lambda: QUESTIONS)
@@ -262,17 +268,26 @@ class Hearing:
                     return
                 progress(number, total, str(problem))
                 try:
-                    self._keep(trial.run(problem, fresh=self._fresh(number, problem)))
+                    fresh, far = self._fresh(number, problem), self._far(problem, lengths)
+                    self._keep(trial.run(problem, fresh, far))
                 except Unable as error:
                     self._declined(problem, error)
-                if number == 0:
-                    self._profile(running)
+                self._launches(running, problem)
             if self._enough(running, len(listed), total):
                 return
+            if lengths is None and not any(o.seen for o in self.outcomes):
+                self._again_and_again(trial, listed)
             if self.spec.reference is None and lengths is None:
                 progress(len(listed), total, "which keys it looks at")
                 with contextlib.suppress(Unable):  # said of the problems already
                     self._keep(probe(trial, self.spec, self.seed))
+
+    def _again_and_again(self, trial: Trial, listed: Sequence[Problem]) -> None:
+        sizes = [(math.prod(p.dims.values()), n) for n, p in enumerate(listed)]
+        smallest = min((size for size in sizes if size[0]), default=None)
+        if smallest is not None:
+            with contextlib.suppress(Unable):  # said of the problem already
+                self._keep(trial.many(listed[smallest[1]]))
 
     def _trial(self, running: Sandbox, expected: Expected) -> Trial:
         spread = spread_of(self.kernels, self.spec, expected.reference)
@@ -292,6 +307,13 @@ class Hearing:
     def _fresh(self, number: int, problem: Problem) -> bool:
         """Whether a problem gets other inputs at the same addresses."""
         return number < FRESH
+
+    def _far(self, problem: Problem, lengths: object) -> bool:
+        """Whether a problem is put with batches that lie apart: one of the whole trial is."""
+        enough = problem.dims.get("batch", 1) == FAR_BATCHES and self.spec.dtype != "fp8"
+        wanted = lengths is None and enough and not self.apart
+        self.apart |= wanted
+        return wanted
 
     def _each_kernel_tried(self) -> None:
         """Of a package with several kernels, each has done a problem: the others hide nothing."""
@@ -325,30 +347,32 @@ class Hearing:
 
     def _keep(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
+        self.notes += [note for note in outcome.notes if note not in self.notes]
         for question, times in outcome.asked.items():
             self._asked(question, times)
 
     def _asked(self, question: str, times: int = 1) -> None:
         self.asked[question] = self.asked.get(question, 0) + times
 
-    def _profile(self, running: Sandbox) -> None:
-        """What the profiler says takes the time."""
-        if self.libraries or self.candidate.kind == "package":
+    def _launches(self, running: Sandbox, problem: Problem) -> None:
+        """Which kernels ran, in all calls so far: a library's do its work only where they may."""
+        if self.libraries or self.candidate.kind == "package" or self.found:
             return
-        if self.device == "cpu":
-            self.notes.append("what runs inside a call was not profiled: there is no GPU")
-            return
-        try:
-            share, name = static.library_share(running.kernels())
-        except Ended as ended:
-            if not running.alive:
-                raise
-            self.notes.append(f"the profiler does not work here: {ended.message}")
+        seen = running.ran()
+        if isinstance(seen, str):
+            note = f"which kernels ran is not known: {seen}"
+            self.notes += [note] if note not in self.notes else []
             return
         self._asked("libraries")
-        if share > static.SHARE:
-            text = f"{share:.0%} of its time on the GPU is in kernels of libraries, such as {name}"
-            self.found.append(offence("library_call", text[:300]))
+        count = sum(launched.times for launched in seen)
+        if count == self.launched and all(problem.dims.values()):
+            text = f"it gives outputs, and no kernel was launched ({problem})"
+            self.found.append(offence("tampering", text))
+        self.launched = count
+        theirs = static.of_libraries(seen)
+        if theirs:
+            text = f"{theirs.name[:200]}, which a library brings, ran {theirs.times} times"
+            self.found.append(offence("library_call", f"{text} ({problem})"))
 
     # --- what is told -------------------------------------------------------------------------
 
@@ -358,6 +382,7 @@ class Hearing:
         for name, question in self.questions.items():
             times = self.asked.get(name, 0)
             failed = bool(found & set(self.settled.get(name, ())))
+            failed |= any(name in o.failed for o in self.outcomes)
             if name == "fp64":
                 failed |= any(not c.comparison.ok for o in self.outcomes for c in o.cases)
             passed = False if failed else True if times else None

@@ -1,7 +1,8 @@
 """What can be seen without running: libraries in the source or in the links, and the MMA's types.
 
-A candidate that may not call libraries is read (a Python file: the names it uses; a shared library:
-what it links to). A fallback in an `except` that no trial reaches is found only so.
+A candidate that may not call libraries is read (a Python file: the names that its function can come
+to use; a shared library: what it links to). A fallback in an `except` that no trial reaches shows
+only so. A test beside it, which it does not call, may call what it likes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from flashwright.build.reading import CUBIN, PTX
 from flashwright.files import content
 from flashwright.sandbox.candidate import Candidate
+from flashwright.sandbox.process import Launched
 from flashwright.spec import AttentionSpec
 
 # Modules and functions that compute attention for whoever calls them.
@@ -37,14 +39,12 @@ NAMES = frozenset(
     )
 )
 LINKED = re.compile(r"lib(cudnn|cublas|torch|c10|nvjitlink_attention|flash_attn|cutlass_attention)")
-# Kernels of libraries that do attention's work, as the profiler names them: fused attention, matrix
-# products, softmax. Copies, casts and fills are nobody's achievement.
+# Kernels of libraries that do attention's work: fused attention, matrix products, softmax. Copies,
+# casts, fills and sums are nobody's achievement. Only asked of kernels that a library brings.
 KERNELS = re.compile(
-    r"pytorch_flash|flash_fwd|fmha|cudnn|cublas|xmma|nvjet|gemm|cutlass::Kernel|triton_tem_"
-    r"|[Ss]oft_?[Mm]ax",
-)
-SHARE = (
-    0.3  # of the device's time that libraries' kernels may take: copies and casts are theirs too
+    r"flash|fmha|attention|attn|cudnn|cublas|xmma|nvjet|gem[mv]|cutlass|splitk|triton_tem_|soft_?max"
+    r"|dot_kernel",
+    re.IGNORECASE,
 )
 _MMA = re.compile(r"\b(?:mma\.sync\S*|wgmma\.mma_async\S*)")
 _PTX_NAMES = {"fp16": "f16", "bf16": "bf16", "fp8": "e4m3"}
@@ -54,7 +54,7 @@ def libraries(candidate: Candidate) -> list[str]:
     """Libraries that a candidate names in its own source, or is linked to."""
     if candidate.kind == "python":
         path = _source(candidate.where)
-        return sorted(set(_in_source(path))) if path else []
+        return sorted(set(_in_source(path, candidate.function))) if path else []
     if candidate.kind == "library":
         return sorted(set(_linked(Path(candidate.where))))
     return []
@@ -72,12 +72,12 @@ def _source(where: str) -> Path | None:
     return None
 
 
-def _in_source(path: Path) -> Iterator[str]:
+def _in_source(path: Path, function: str) -> Iterator[str]:
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, OSError):
         return  # it will not load either, and that says more
-    for node in ast.walk(tree):
+    for node in _reached(tree, function.partition(".")[0]):
         if isinstance(node, ast.Import):
             yield from (a.name for a in node.names if a.name.partition(".")[0] in MODULES)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -88,6 +88,40 @@ def _in_source(path: Path) -> Iterator[str]:
             yield node.attr
         elif _names_one(node):
             yield str(getattr(node, "value", ""))
+
+
+def _reached(tree: ast.Module, function: str) -> Iterator[ast.AST]:
+    """What runs when the file is imported, the function, and all that they name by turns."""
+    defined: dict[str, list[ast.AST]] = {}
+    waiting: list[ast.AST] = []
+    for stmt in tree.body:
+        if isinstance(stmt, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined.setdefault(stmt.name, []).append(stmt)
+            waiting += stmt.decorator_list
+        elif isinstance(stmt, ast.Import | ast.ImportFrom):
+            for alias in stmt.names:  # what nobody uses is not called
+                name = alias.asname or alias.name.partition(".")[0]
+                defined.setdefault(name, []).append(type(stmt)(**{**vars(stmt), "names": [alias]}))
+        elif not _is_main(stmt):
+            waiting.append(stmt)
+    waiting += defined.pop(function, [])
+    while waiting:
+        for node in ast.walk(waiting.pop()):
+            yield node
+            for field in ("id", "attr", "value"):  # a string too: globals()["helper"]
+                found = getattr(node, field, None)
+                waiting += defined.pop(found, []) if isinstance(found, str) else []
+
+
+def _is_main(node: ast.AST) -> bool:
+    """`if __name__ == "__main__":`, which nobody reaches who imports it."""
+    return (
+        isinstance(node, ast.If)
+        and isinstance(node.test, ast.Compare)
+        and isinstance(node.test.left, ast.Name)
+        and node.test.left.id == "__name__"
+        and not node.orelse
+    )
 
 
 def _names_one(node: ast.AST) -> bool:
@@ -110,13 +144,10 @@ def _linked(path: Path) -> Iterator[str]:
     yield from (name for name in needed if LINKED.match(name))
 
 
-def library_share(kernels: Sequence[tuple[str, float]]) -> tuple[float, str]:
-    """The part of the device's time in libraries' kernels, and the one that takes the most."""
-    total = sum(seconds for _, seconds in kernels)
-    theirs = [(seconds, name) for name, seconds in kernels if KERNELS.search(name)]
-    if not theirs or not total:
-        return 0.0, ""
-    return sum(seconds for seconds, _ in theirs) / total, max(theirs)[1]
+def of_libraries(launches: Sequence[Launched]) -> Launched | None:
+    """The kernel of a library that did attention's work most often; None where there is none."""
+    theirs = [one for one in launches if not one.own and KERNELS.search(one.name)]
+    return max(theirs, key=lambda one: one.times, default=None)
 
 
 def instructions(folder: Path, spec: AttentionSpec) -> tuple[str, int]:

@@ -3,7 +3,9 @@
 first     the inputs in guarded memory, outputs and free memory full of NaN
 again     the same at other addresses, on a busy stream that gets its inputs late: the same bits
 alone     a package without its optional outputs: the same bits
+viewed    Q, K and V that are no contiguous tensors: the right answer all the same
 fresh     other inputs at the first addresses: another answer, and the right one
+many      a problem again and again: the right answer still
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from flashwright.judge.form import Form, Shapes
 from flashwright.judge.oracle import NOISE
 from flashwright.judge.problems import Problem
 from flashwright.judge.verdict import Case, Picture
-from flashwright.sandbox.process import Called, Output, Sandbox
+from flashwright.sandbox.candidate import Unable
+from flashwright.sandbox.layout import FAR
+from flashwright.sandbox.process import Called, Ended, Output, Sandbox
 from flashwright.sandbox.tensors import Array, bits
 from flashwright.spec import AttentionSpec
 
@@ -30,6 +34,12 @@ CLOSE = 0.1  # a relative RMS error up to which an output is meant to be the rig
 MAY_BE_LEFT_OUT = ("LSE", NOISE)
 """Of what is expected; that a package has no LSE is said in the verdict's notes."""
 PATIENCE = 0.2  # seconds in which a thread that was left behind has to show itself
+FEW_CALLS, MANY_CALLS, MANY_SECONDS = 20, 1000, 0.5
+"""Calls one behind the other, as many as there is time for."""
+VIEWS = "views"
+FAR_BATCHES = 3
+FAR_BYTES = FAR_BATCHES * FAR * 2
+"""Memory of that many batches that lie apart, in 16 bits."""
 PICTURE = 64  # queries from which an error map is worth drawing
 
 
@@ -55,6 +65,9 @@ class Outcome:
     asked: dict[str, int] = field(default_factory=dict)
     """Questions, and how often each was asked."""
     picture: Picture | None = None
+    notes: list[str] = field(default_factory=list)
+    failed: set[str] = field(default_factory=set)
+    """Questions that this problem answers with no, whatever else the offence's name stands for."""
 
     def blame(self, name: str, message: str) -> None:
         """Note something wrong."""
@@ -75,9 +88,14 @@ class Trial:
     spec: AttentionSpec
     expected: Expected
     differs: str = "the same inputs give other bits when run again"
+    views: bool = True
+    """Whether inputs can be given that are not contiguous."""
 
-    def run(self, problem: Problem, fresh: bool = False) -> Outcome:
-        """Put one problem; Ended where the candidate gives no answer."""
+    def run(self, problem: Problem, fresh: bool = False, far: bool = False) -> Outcome:
+        """Put one problem; Ended where the candidate gives no answer.
+
+        `fresh` puts other inputs to the same addresses, and views; `far` batches that lie apart.
+        """
         outcome = Outcome(problem)
         made = self.form.inputs(problem, self.expected.reference)
         given, sizes = self.form.taken(made), self.form.dims(problem)
@@ -96,13 +114,35 @@ class Trial:
             return outcome
         again = self.sandbox.call(given, shapes, sizes, place=1, ahead=True)
         self._again(outcome, first, again, given, shapes, sizes)
-        if self.form.optional and shapes and len(shapes) > 1:
+        if self.form.optional and len(shapes) > 1:
             alone = self.sandbox.call(given, dict([next(iter(shapes.items()))]), sizes)
             outcome.ask("repeat")
             if self._differ(alone, first):
                 outcome.blame("not_repeatable", "without its other outputs it gives other bits")
+        if fresh and self.views and not outcome.seen:
+            self._viewed(outcome, given, expected, shapes, sizes, "views of other strides")
+        if far and self.views and not outcome.seen:
+            self._apart(outcome, given, expected, shapes, sizes)
         if fresh and not outcome.seen:
             self._fresh(outcome, first, shapes, sizes)
+        return outcome
+
+    def many(self, problem: Problem) -> Outcome:
+        """A problem again and again, without a look between: what grows from call to call shows."""
+        outcome = Outcome(problem)
+        made = self.form.inputs(problem, self.expected.reference)
+        expected = self.expected.outputs(made, problem.dims)
+        given, sizes = self.form.taken(made), self.form.dims(problem)
+        shapes = self.form.outputs(problem, expected)
+        few = self.sandbox.call(given, shapes, sizes, times=FEW_CALLS)
+        times = min(MANY_CALLS, max(FEW_CALLS, int(FEW_CALLS * MANY_SECONDS / few.seconds)))
+        for called in (few, self.sandbox.call(given, shapes, sizes, times=times)):
+            outcome.ask("repeat")
+            apart = Outcome(problem)
+            if not self._compare(apart, called, expected):
+                why = f"it is right at first, and not after many calls: {apart.seen[0].message}"
+                outcome.blame("not_repeatable", why)
+                break
         return outcome
 
     # --- what is around the tensors -----------------------------------------------------------
@@ -125,7 +165,7 @@ class Trial:
         outcome: Outcome,
         first: Called,
         given: Mapping[str, Array],
-        shapes: Shapes | None,
+        shapes: Shapes,
         sizes: Mapping[str, int],
     ) -> None:
         """Where NaN came out: is it what lies beside its tensors? Then zeros there change it."""
@@ -206,7 +246,7 @@ class Trial:
         first: Called,
         again: Called,
         given: Mapping[str, Array],
-        shapes: Shapes | None,
+        shapes: Shapes,
         sizes: Mapping[str, int],
     ) -> None:
         outcome.ask("repeat", "stream")
@@ -224,7 +264,7 @@ class Trial:
             outcome.blame("hidden_work", text)
 
     def _fresh(
-        self, outcome: Outcome, first: Called, shapes: Shapes | None, sizes: Mapping[str, int]
+        self, outcome: Outcome, first: Called, shapes: Shapes, sizes: Mapping[str, int]
     ) -> None:
         problem = replace(outcome.problem, seed=outcome.problem.seed + 7919)
         whole = self.form.inputs(problem, self.expected.reference)
@@ -243,6 +283,47 @@ class Trial:
                 return
             self._surroundings(outcome, called)
             self._compare(outcome, called, expected)
+
+    def _viewed(
+        self,
+        outcome: Outcome,
+        given: Mapping[str, Array],
+        expected: Mapping[str, Array],
+        shapes: Shapes,
+        sizes: Mapping[str, int],
+        what: str,
+        **how: bool,
+    ) -> None:
+        try:
+            called = self.sandbox.call(given, shapes, sizes, **(how or {"viewed": True}))
+        except (Ended, Unable) as error:  # it may take contiguous tensors only, and says so
+            if isinstance(error, Ended) and (error.offence != "raises" or not self.sandbox.alive):
+                raise
+            outcome.notes.append(f"it takes contiguous inputs only: {error}")
+            return
+        outcome.ask(VIEWS)
+        apart = Outcome(outcome.problem)
+        self._surroundings(apart, called)
+        if not self._compare(apart, called, expected) or apart.seen:
+            outcome.failed.add(VIEWS)
+            why = apart.seen[0].message if apart.seen else "its outputs are others"
+            text = f"it is right for contiguous inputs, and not for {what}: {why}"
+            outcome.blame("special_inputs", text)
+
+    def _apart(
+        self,
+        outcome: Outcome,
+        given: Mapping[str, Array],
+        expected: Mapping[str, Array],
+        shapes: Shapes,
+        sizes: Mapping[str, int],
+    ) -> None:
+        """Three batches that lie 2^30 elements apart: an offset of 32 bits is negative."""
+        if not self.sandbox.has_room(FAR_BYTES):
+            outcome.notes.append("offsets past 2^31 were not tried: there is too little memory")
+            return
+        what = "views with offsets past 2^31 elements"
+        self._viewed(outcome, given, expected, shapes, sizes, what, far=True)
 
     def _differ(self, one: Called, other: Called) -> bool:
         return any(

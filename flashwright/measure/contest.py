@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from flashwright.sandbox.candidate import Candidate, Unable
 from flashwright.sandbox.problem import TimedProblem
-from flashwright.sandbox.process import Ended
+from flashwright.sandbox.process import Burst, Ended
 from flashwright.sandbox.tensors import Array
 from flashwright.spec import AttentionSpec
 
@@ -42,10 +42,10 @@ class Process(Protocol):
         """Seconds of that many calls."""
 
     def fetch(self, call: int, batch: int, head: int) -> Array:
-        """O of one head of a call of the last turn."""
+        """O of one head of a call of the last turn or burst."""
 
-    def burst(self, calls: int) -> float:
-        """Seconds of that many calls by our own clock."""
+    def burst(self, calls: int, seed: int) -> Burst:
+        """Calls that each need the one before, by our own clock."""
 
     def close(self) -> None:
         """End it."""
@@ -184,10 +184,10 @@ class Seat:
         with self._counted():
             return self._asked().fetch(call, batch, head)
 
-    def burst(self, calls: int) -> float:
+    def burst(self, calls: int, seed: int) -> Burst:
         """See Process."""
         with self._counted():
-            return self._asked().burst(calls)
+            return self._asked().burst(calls, seed)
 
     def drop(self) -> None:
         """End the process; the next cell starts another."""

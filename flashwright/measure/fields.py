@@ -64,6 +64,7 @@ RULES: dict[str, dict[str, Rule]] = {
         "seconds": "within",
         "spread": "told",
         "samples": "told",
+        "wall_seconds": "told",
         "warm_seconds": "within",
         "tflops": "record",
         "share": "record",

@@ -139,6 +139,8 @@ class NumberRecord(_Record):
     spread: Least
     """Half the distance of the quartiles, relative to the median."""
     samples: Size
+    wall_seconds: Least | None = None
+    """Of a call in a burst, by the judge's own clock, less what a burst does beside its calls."""
     warm_seconds: Above | None = None
     """The median with a warm L2, where that was asked for."""
     tflops: Above

@@ -125,6 +125,8 @@ def _rate(cell: Cell, who: str) -> Value:
     if number is None:
         return Value(words.NOTHING, note="not measured", tone="none")
     note = f"{words.time(number.seconds)} ± {words.share(number.spread)}, {number.samples} calls"
+    if number.wall_seconds is not None:
+        note += f"; {words.time(number.wall_seconds)} in a burst by the judge's clock"
     if number.warm_seconds is not None:
         note += f"; {words.time(number.warm_seconds)} with a warm L2"
     if number.checked:

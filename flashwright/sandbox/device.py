@@ -1,80 +1,55 @@
-"""Where a candidate's tensors are: guarded buffers on the GPU (PyTorch) or on the CPU (NumPy).
+"""What a candidate's process does with the judge's memory: PyTorch on a GPU, NumPy on the CPU.
 
-Every tensor lies alone in memory that is filled with 0xFF, which is NaN in each of our types and -1
-in int32: what is read beside it poisons the output, what is written beside it shows.
+Nothing of a candidate's own runs when its output is taken: not the code of a subclass of tensors,
+which could compute only then. What is not in memory when its stream is done is not there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+from flashwright.sandbox.layout import POISON
 from flashwright.sandbox.limits import Limits
 from flashwright.sandbox.tensors import DTYPES, Array, torch_dtype
 
-GUARD = 1 << 16
-"""Bytes before and behind: a tile's overhang is less."""
-POISON = 0xFF
 _SLEEP_CYCLES = 40_000_000  # about 20 ms: longer than any launch takes
 _SCRATCH = (1 << 29, 1 << 19, 1 << 19, 1 << 19)  # large and small blocks come from different pools
 
+Copies = Sequence[tuple[int, int, int]]
+"""From where to where in the judge's memory, and how many bytes."""
 
-@dataclass(frozen=True)
-class Buffer:
-    """One tensor and what is around it."""
 
-    base: Any
-    """All bytes, guards included."""
-    view: Any
-    """The tensor itself."""
-    start: int
-    size: int
-
-    @property
-    def payload(self) -> Any:
-        """The tensor's bytes."""
-        return self.base[self.start : self.start + self.size]
+class NoTensor(TypeError):
+    """What a candidate returned is nothing that can be compared."""
 
 
 class Device(Protocol):
     """What differs between the GPU and the CPU."""
 
-    def buffer(
-        self, shape: Sequence[int], dtype: str, shift: int = 0, around: int = POISON
-    ) -> Buffer:
-        """A poisoned tensor; `shift` moves it to another address, `around` is beside it."""
+    def tensor(self, memory: Any, told: Mapping[str, Any], alone: bool = False) -> Any:
+        """A tensor in the judge's memory; `alone`: a copy in an allocation of its own."""
 
-    def empty(self, buffer: Buffer, around: int = POISON) -> None:
-        """Poison a tensor again."""
+    def plain(self, name: str, found: Any) -> Any:
+        """What a candidate returned, as memory: NoTensor where it is none."""
 
-    def fill(self, buffer: Buffer, bits: Array) -> None:
-        """Give the tensor its bytes."""
+    def store(self, memory: Any, at: int, found: Any) -> None:
+        """Copy a plain tensor to the judge's memory, in the queue that the candidate had."""
 
-    def read(self, buffer: Buffer) -> Array:
-        """All bytes of a buffer, in host memory."""
-
-    def host(self, tensor: Any) -> Array:
-        """A tensor that the candidate returned, as bytes."""
-
-    def ahead(self, work: Sequence[tuple[Buffer, Array]]) -> Any:
+    def late(self, memory: Any, copies: Copies) -> Any:
         """A context whose queue is busy, with the inputs still to come in it."""
 
     def arrived(self) -> None:
         """Wait for the queue that the candidate was called in, and for no other."""
 
-    def finish(self, patience: float) -> None:
-        """Wait for everything, also for a thread that goes on behind the caller's back."""
+    def finish(self) -> None:
+        """Wait for everything."""
 
     def poison(self) -> None:
         """Leave NaN in the memory that the candidate's next allocations get."""
-
-    def owns(self, tensor: Any) -> bool:
-        """Whether it is a tensor of this device."""
 
     def span(self, tensor: Any) -> tuple[int, int]:
         """First and last address of a tensor's memory."""
@@ -83,62 +58,42 @@ class Device(Protocol):
 class Cpu:
     """NumPy arrays."""
 
-    def __init__(self, guard: int = GUARD) -> None:
-        self.guard = guard
-
-    def buffer(
-        self, shape: Sequence[int], dtype: str, shift: int = 0, around: int = POISON
-    ) -> Buffer:
+    def tensor(self, memory: Any, told: Mapping[str, Any], alone: bool = False) -> Any:
         """See Device."""
-        kind = DTYPES[dtype]
-        size = int(np.prod(shape)) * kind.itemsize
-        base = np.full(2 * self.guard + size + shift, around, np.uint8)
-        start = self.guard + shift
-        base[start : start + size] = POISON
-        view = base[start : start + size].view(kind).reshape(tuple(shape))
-        return Buffer(base, view, start, size)
+        kind = DTYPES[told["dtype"]]
+        steps = tuple(step * kind.itemsize for step in told["steps"])
+        found: Array = np.ndarray(tuple(told["shape"]), kind, memory, told["at"], steps)
+        return found.copy() if alone else found
 
-    def empty(self, buffer: Buffer, around: int = POISON) -> None:
+    def plain(self, name: str, found: Any) -> Any:
         """See Device."""
-        buffer.base[:] = around
-        buffer.payload[:] = POISON
+        if not isinstance(found, np.ndarray):
+            raise NoTensor(f"{name} is no array, but {type(found).__name__}")
+        return np.ndarray.view(found, np.ndarray)
 
-    def fill(self, buffer: Buffer, bits: Array) -> None:
+    def store(self, memory: Any, at: int, found: Any) -> None:
         """See Device."""
-        buffer.payload[:] = bits
-
-    def read(self, buffer: Buffer) -> Array:
-        """See Device."""
-        copy: Array = buffer.base.copy()
-        return copy
-
-    def host(self, tensor: Any) -> Array:
-        """See Device."""
-        flat: Array = np.ascontiguousarray(tensor).reshape(-1)
-        return flat.view(np.uint8).copy() if flat.size else np.empty(0, np.uint8)
+        flat = np.ascontiguousarray(found).reshape(-1)
+        if flat.size:
+            memory[at : at + flat.nbytes] = flat.view(np.uint8)
 
     @contextlib.contextmanager
-    def ahead(self, work: Sequence[tuple[Buffer, Array]]) -> Iterator[None]:
+    def late(self, memory: Any, copies: Copies) -> Iterator[None]:
         """See Device. There is no queue here."""
-        for buffer, bits in work:
-            self.fill(buffer, bits)
+        for source, target, size in copies:
+            memory[target : target + size] = memory[source : source + size]
         yield
 
     def arrived(self) -> None:
         """See Device."""
 
-    def finish(self, patience: float) -> None:
+    def finish(self) -> None:
         """See Device."""
-        time.sleep(patience)
 
     def poison(self) -> None:
         """See Device."""
         for size in _SCRATCH[1:]:
             np.full(size, POISON, np.uint8)
-
-    def owns(self, tensor: Any) -> bool:
-        """See Device."""
-        return isinstance(tensor, np.ndarray)
 
     def span(self, tensor: Any) -> tuple[int, int]:
         """See Device."""
@@ -149,73 +104,63 @@ class Cpu:
 class Cuda:
     """PyTorch tensors on the current GPU."""
 
-    def __init__(self, limits: Limits, guard: int = GUARD) -> None:
+    def __init__(self, limits: Limits) -> None:
         import torch
 
-        self.torch, self.guard = torch, guard
+        self.torch = torch
         _, whole = torch.cuda.mem_get_info()
         most = limits.gpu_memory or int(0.9 * whole)
         torch.cuda.set_per_process_memory_fraction(min(1.0, most / whole))
 
-    def buffer(
-        self, shape: Sequence[int], dtype: str, shift: int = 0, around: int = POISON
-    ) -> Buffer:
+    def tensor(self, memory: Any, told: Mapping[str, Any], alone: bool = False) -> Any:
         """See Device."""
-        size = int(np.prod(shape)) * DTYPES[dtype].itemsize
-        total = 2 * self.guard + size + shift
-        base = self.torch.full((total,), around, dtype=self.torch.uint8, device="cuda")
-        start = self.guard + shift
-        base[start : start + size] = POISON
-        view = base[start : start + size].view(torch_dtype(dtype)).view(tuple(shape))
-        return Buffer(base, view, start, size)
+        part = memory[told["at"] : told["at"] + told["span"]].view(torch_dtype(told["dtype"]))
+        if not told["span"]:
+            return part.new_empty(tuple(told["shape"]))
+        found = part.as_strided(tuple(told["shape"]), tuple(told["steps"]))
+        return found.clone() if alone else found
 
-    def empty(self, buffer: Buffer, around: int = POISON) -> None:
+    def plain(self, name: str, found: Any) -> Any:
         """See Device."""
-        buffer.base.fill_(around)
-        buffer.payload.fill_(POISON)
+        torch = self.torch
+        if not isinstance(found, torch.Tensor):
+            raise NoTensor(f"{name} is no tensor, but {type(found).__name__}")
+        with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+            if not found.is_cuda:
+                raise NoTensor(f"{name} is no tensor on the device, but on {found.device}")
+            bare = found.detach().as_subclass(torch.Tensor)
+            if bare.numel() and not bare.untyped_storage().data_ptr():
+                raise NoTensor(f"{name} is a {type(found).__name__} without memory of its own")
+            return bare
 
-    def fill(self, buffer: Buffer, bits: Array) -> None:
+    def store(self, memory: Any, at: int, found: Any) -> None:
         """See Device."""
-        buffer.payload.copy_(self.torch.from_numpy(bits))
-
-    def read(self, buffer: Buffer) -> Array:
-        """See Device."""
-        found: Array = buffer.base.cpu().numpy()
-        return found
-
-    def host(self, tensor: Any) -> Array:
-        """See Device."""
-        flat = tensor.detach().contiguous().reshape(-1)
-        if not flat.numel():
-            return np.empty(0, np.uint8)
-        found: Array = flat.view(self.torch.uint8).cpu().numpy()
-        return found
+        size = found.numel() * found.element_size()
+        if size:
+            into = memory[at : at + size].view(found.dtype).view(found.shape)
+            into.copy_(found)
 
     @contextlib.contextmanager
-    def ahead(self, work: Sequence[tuple[Buffer, Array]]) -> Iterator[None]:
+    def late(self, memory: Any, copies: Copies) -> Iterator[None]:
         """See Device.
 
         A stream of its own sleeps, and gets the inputs only then: whoever works on another stream
         reads poison.
         """
-        staged = [(b.payload, self.torch.from_numpy(bits).cuda()) for b, bits in work]
         self.torch.cuda.synchronize()
         with self.torch.cuda.stream(self.torch.cuda.Stream()):
             self.torch.cuda._sleep(_SLEEP_CYCLES)
-            for payload, bits in staged:
-                payload.copy_(bits)
+            for source, target, size in copies:
+                memory[target : target + size].copy_(memory[source : source + size])
             yield
 
     def arrived(self) -> None:
         """See Device."""
         self.torch.cuda.current_stream().synchronize()
 
-    def finish(self, patience: float) -> None:
+    def finish(self) -> None:
         """See Device."""
         self.torch.cuda.synchronize()
-        if patience:
-            time.sleep(patience)
-            self.torch.cuda.synchronize()
 
     def poison(self) -> None:
         """See Device."""
@@ -228,11 +173,10 @@ class Cuda:
         self.torch.cuda.synchronize()
         del kept  # back to the allocator, NaN and all
 
-    def owns(self, tensor: Any) -> bool:
-        """See Device."""
-        return isinstance(tensor, self.torch.Tensor) and tensor.is_cuda
-
     def span(self, tensor: Any) -> tuple[int, int]:
         """See Device."""
-        storage = tensor.untyped_storage()
-        return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        if not tensor.numel():
+            return 0, 0
+        ends = zip(tensor.shape, tensor.stride(), strict=True)
+        last = sum((size - 1) * step for size, step in ends)
+        return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import shutil
@@ -17,7 +18,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ from flashwright.confine.seal import hidden
 from flashwright.confine.session import use
 from flashwright.confine.start import CALLS, FILES, Policy, confined
 from flashwright.sandbox.candidate import Candidate, Unable
-from flashwright.sandbox.device import GUARD, POISON
+from flashwright.sandbox.layout import GUARD, POISON, RETURNED, Layout, Placed
 from flashwright.sandbox.limits import Limits
+from flashwright.sandbox.memory import Memory, Short
+from flashwright.sandbox.memory import make as make_memory
 from flashwright.sandbox.place import (
     environment,
     make_folder,
@@ -38,13 +41,14 @@ from flashwright.sandbox.place import (
 )
 from flashwright.sandbox.problem import TimedProblem
 from flashwright.sandbox.tensors import DTYPES, Array
-from flashwright.sandbox.worker import IN, OUT
 from flashwright.spec import AttentionSpec
 
 _COMMAND = (sys.executable, "-m", "flashwright.sandbox.worker")
 _MOST_OF_GPU = 0.95  # torch's own allocations are held to less (device.py)
 _TICK = 0.05  # seconds between two looks at the memory
-_SHIFT = 256  # bytes by which a tensor moves from call to call
+_LEAST_PLACES, _PLACES = 4, 10  # outputs of timed calls that are kept
+_FORGED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError)
+"""What comes of reading an answer that is not the worker's."""
 _LONGEST = 1 << 20  # bytes of an answer
 _ERRORS = ("raises", "wrong_form", "out_of_memory", "device_error", "unable")  # the worker's
 
@@ -81,6 +85,25 @@ class Called:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Burst:
+    """Calls that were made one behind the other."""
+
+    calls: int
+    seconds: float
+    """Of all of them, by the judge's clock."""
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A kernel that ran."""
+
+    name: str
+    own: bool
+    """Its code is the candidate's, not a library's."""
+    times: int
+
+
 @dataclass
 class Sandbox:
     """A candidate in a process of its own. Use it as a context manager.
@@ -101,6 +124,8 @@ class Sandbox:
     """Bytes around each tensor; none for a tool that watches the ends of allocations itself."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """More of it for the process."""
+    room: int = 0
+    """Bytes of memory for its tensors, where the usual is too little."""
     gpu_used: Callable[[], tuple[int, int]] | None = None
     """Free and whole memory of the GPU: it shows what is taken past torch, which has a limit.
 
@@ -112,6 +137,12 @@ class Sandbox:
         self._clear: Callable[[], object] = lambda: None
         self._buffer = b""
         self._policy: Policy | None = None
+        self.memory: Memory
+        """Ours: its tensors lie in it."""
+        self._before: list[Launched] | str = []
+        """What was launched by a process that gave way to one with more memory."""
+        self.places: list[Placed] = []
+        """Where the outputs of timed calls are."""
         self.sealed = False
         """Whether its system calls are filtered: it reaches neither the judge nor the network."""
         self.gaps: tuple[str, ...] = ()
@@ -135,18 +166,19 @@ class Sandbox:
         """Start the process and load the candidate; Ended or Unable where that fails."""
         self.close()
         need_confinement(self.candidate)
+        self.memory = make_memory(self.device, self.room)
         self._others = _in_use(self.gpu_used)
         self._folder, started = make_folder(), list[subprocess.Popen[bytes]]()
         # At the end of the program too: nobody closes what a daemon's thread has left open.
         hidden.begin()
-        self._clear = weakref.finalize(self, _clear, self._folder, started)
+        self._clear = weakref.finalize(self, _clear, self._folder, started, self.memory)
         down, up = os.pipe(), os.pipe()
         try:
             command, env = self._command(down[0], up[1])
             with open(self._folder / "log.txt", "wb") as log:
                 self._process = subprocess.Popen(
                     command,
-                    pass_fds=(down[0], up[1]),
+                    pass_fds=(down[0], up[1], self.memory.handle),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -209,7 +241,8 @@ class Sandbox:
             device=self.device,
             limits=asdict(self.limits),
             path=[str(Path(p or ".").resolve()) for p in sys.path],
-            guard=self.guard,
+            memory=(self.memory.handle, self.memory.size),
+            alone=not self.guard,
         )
 
     def close(self) -> None:
@@ -322,107 +355,95 @@ class Sandbox:
         ahead: bool = False,
         around: int = POISON,
         patience: float = 0.0,
+        viewed: bool = False,
+        far: bool = False,
+        times: int = 1,
     ) -> Called:
         """Call the candidate with these inputs, each in its own guarded memory.
 
         `outputs` are shapes and types of tensors that it is given to write to (packages and
-        libraries). Another `place` means other addresses. `ahead` calls it while the inputs are
-        still on their way, on a stream of its own. `around` is the byte in the guard zones.
-        For so many seconds of `patience` its outputs must not change any more.
+        libraries) or returns. Another `place` means other addresses. `ahead` calls it while the
+        inputs are still on their way, on a stream of its own. `around` is the byte in the guard
+        zones. For so many seconds of `patience` its outputs must not change any more. `viewed`
+        gives it Q, K and V that are not contiguous, `far` such whose batches lie far apart.
+        Of so many `times` the last counts.
         """
         if not self.alive:
             raise Ended("crash", "its process is gone")
-        try:
-            listed = self._give(inputs)
-        except FileNotFoundError:
-            raise self._end("tampering", "it takes the judge's folder away") from None
-        wanted = [
-            {"name": n, "shape": list(shape), "dtype": dtype}
-            for n, (shape, dtype) in (outputs or {}).items()
-        ]
-        start = time.monotonic()
-        answer = self._ask(
-            "call",
-            inputs=listed,
-            outputs=wanted,
-            dims=dict(dims or {}),
-            shift=_SHIFT * place,
-            ahead=ahead,
+        returns = self.candidate.kind == "python"
+        layout = Layout.of(
+            inputs,
+            outputs or {},
+            returns,
+            late=ahead,
+            guard=self.guard,
             around=around,
-            patience=patience,
+            place=place,
+            viewed=viewed,
+            far=far,
         )
+        self._need(layout.end)
+        start = time.monotonic()
         try:
+            self._fill(layout, layout.image(inputs))
+            answer = self._ask(
+                "call",
+                inputs=[placed.request() for placed in layout.inputs.values()],
+                outputs=[placed.request() for placed in layout.outputs.values()],
+                returned=layout.returned,
+                dims=dict(dims or {}),
+                staged=layout.staged,
+                times=times,
+            )
             seconds = time.monotonic() - start
-            return self._called(answer, inputs, outputs or {}, seconds, around)
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError):
+            found = self._look(layout)
+            self._wait(patience)
+            self._ask("settle")
+            later = self._look(layout)
+            return _called(layout, inputs, answer, (found, later), seconds)
+        except (*_FORGED, Short):
             raise self._end("tampering", "its answer is not the worker's") from None
 
-    def _give(self, inputs: Mapping[str, Array]) -> list[dict[str, Any]]:
-        """Write the inputs down, one behind the other."""
-        names = {dtype: name for name, dtype in DTYPES.items()}
-        listed, at = [], 0
-        with open(self._folder / IN, "wb") as file:
-            for name, array in inputs.items():
-                told = {"name": name, "dtype": names[array.dtype], "shape": array.shape, "at": at}
-                listed.append(told)
-                flat = np.ascontiguousarray(array).reshape(-1)
-                at += flat.nbytes
-                if flat.size:
-                    flat.view(np.uint8).tofile(file)
-        return listed
+    def _fill(self, layout: Layout, image: Array) -> None:
+        for number, part in enumerate(image.reshape(layout.chunks, layout.size)):
+            self.memory.write(number * layout.pitch, part)
 
-    def _called(
-        self,
-        answer: Mapping[str, Any],
-        inputs: Mapping[str, Array],
-        given: Mapping[str, tuple[Sequence[int], str]],
-        seconds: float,
-        around: int,
-    ) -> Called:
-        with opened(self._folder / OUT) as file:
-            raw = np.fromfile(file, np.uint8)
-        if set(answer["buffers"]) != {*inputs, *given} or not answer["outputs"]:
-            raise ValueError
-        outputs = {}
-        for name, told in answer["outputs"].items():
-            dtype = str(told["dtype"]) or given[name][1]
-            part = raw[told["at"] : told["at"] + told["size"]]
-            kind = DTYPES.get(dtype)
-            shape = tuple(int(n) for n in told["shape"])
-            array = part if kind is None else part.copy().view(kind).reshape(shape)
-            outputs[str(name)] = Output(array, dtype)
-        changed, spilled = [], []
-        for name, told in answer["buffers"].items():
-            whole = raw[told["at"] : told["at"] + told["size"]]
-            size = _bytes(inputs, given, name)
-            start = int(told["start"])
-            before, payload, behind = (
-                whole[:start],
-                whole[start : start + size],
-                whole[start + size :],
-            )
-            missing = len(before) < self.guard or len(behind) < self.guard
-            if missing or (before != around).any() or (behind != around).any():
-                spilled.append(name)
-            if name in inputs:
-                exact = np.ascontiguousarray(inputs[name]).reshape(-1)
-                if exact.size and not np.array_equal(exact.view(np.uint8), payload):
-                    changed.append(name)
-        return Called(
-            outputs,
-            tuple(changed),
-            tuple(spilled),
-            tuple(map(str, answer["late"])),
-            tuple(map(str, answer["alias"])),
-            seconds,
-        )
+    def _look(self, layout: Layout) -> Array:
+        starts = [number * layout.pitch for number in range(layout.chunks)]
+        return np.concatenate([self.memory.read(start, layout.size) for start in starts])
 
-    def kernels(self) -> list[tuple[str, float]]:
-        """The device kernels of the last call again, each with its seconds."""
-        return [(str(n), float(s)) for n, s in self._ask("kernels")["kernels"]]
+    def has_room(self, layout_end: int) -> bool:
+        """Whether so much memory for its tensors can be had, and as much again for itself."""
+        if self.device == "cpu":
+            return layout_end <= self.memory.size
+        free, _ = self.gpu_used() if self.gpu_used else (0, 0)
+        return 2 * layout_end <= free
+
+    def _wait(self, seconds: float) -> None:
+        """A thread that was left behind has this long to show itself."""
+        time.sleep(seconds)
+
+    def _need(self, size: int) -> None:
+        """More memory means another process: this one has a descriptor of what there was."""
+        if size > self.memory.size:
+            self._before = self.ran()
+            self.room = max(size, 2 * self.memory.size)
+            self.start()
+
+    def ran(self) -> list[Launched] | str:
+        """The kernels that were launched since the candidate was loaded; or why nobody knows."""
+        answer = self._ask("launched")
+        try:
+            if answer["launches"] is None:
+                return str(answer["why"])
+            listed = [Launched(str(name), bool(own), int(n)) for name, own, n in answer["launches"]]
+            return listed if isinstance(self._before, str) else [*self._before, *listed]
+        except _FORGED:
+            raise self._end("tampering", "its answer is not the worker's") from None
 
     def prepare(self, problem: TimedProblem) -> None:
         """Get ready for a problem; a first call is made. Unable where the candidate says so."""
+        self.places = self._places(problem)
         for name, array in problem.extra.items():
             np.save(self._folder / f"{name}.npy", array)
         self._ask(
@@ -435,7 +456,17 @@ class Sandbox:
             length=problem.length,
             layout=problem.layout,
             kv_len=problem.kv_len,
+            places=[place.request() for place in self.places],
         )
+
+    def _places(self, problem: TimedProblem) -> list[Placed]:
+        """Room for the outputs of the calls of a burst, or of as many as there is memory for."""
+        spec = problem.spec
+        shape = (problem.batch, spec.heads, problem.length, spec.value_dim)
+        one = Layout.of({}, {"O": (shape, spec.output_dtype)}, returns=False, guard=0)
+        self._need(_LEAST_PLACES * one.size)
+        count = min(_PLACES, self.memory.size // max(1, one.size))
+        return [replace(one.outputs["O"], at=n * one.size) for n in range(count)]
 
     def turn(self, calls: int, seed: int, cold: bool = True) -> list[float]:
         """Seconds of that many calls, by events; call i has the inputs of seed + i."""
@@ -449,28 +480,75 @@ class Sandbox:
             raise self._end("tampering", "its times are no times")
         return [float(s) for s in found]
 
-    def burst(self, calls: int) -> float:
-        """Seconds, by this process's own clock, until that many calls are done."""
+    def burst(self, calls: int, seed: int) -> Burst:
+        """That many calls by this process's own clock, or as many as there is room for.
+
+        Each needs the output of the one before; `fetch` has them all.
+        """
+        calls = min(calls, len(self.places))
+        self._ask("ready", seed=seed)
         start = time.perf_counter()
         self._ask("burst", calls=calls)
-        return time.perf_counter() - start
+        return Burst(calls, time.perf_counter() - start)
 
     def fetch(self, call: int, batch: int, head: int) -> Array:
-        """O of one head of a call of the last turn, in fp32."""
-        self._ask("fetch", call=call, batch=batch, head=head)
-        try:
-            with opened(self._folder / OUT) as file:
-                found: Array = np.fromfile(file, np.float32)
-            return found.reshape(-1, self.spec.value_dim)
-        except (ValueError, OSError):
-            raise self._end("tampering", "its output has another shape than it said") from None
+        """O of one head of a call of the last turn or burst, in fp32, from our own memory."""
+        place = self.places[call % len(self.places)]
+        width = DTYPES[place.dtype].itemsize
+        at = batch * place.steps[0] + head * place.steps[1]
+        _, _, rows, dim = place.shape
+        bits = self.memory.read(place.at + at * width, rows * dim * width)
+        found: Array = bits.view(DTYPES[place.dtype]).reshape(rows, dim).astype(np.float32)
+        return found
 
 
-def _clear(folder: Path, started: Sequence[subprocess.Popen[bytes]]) -> None:
+def _called(
+    layout: Layout,
+    inputs: Mapping[str, Array],
+    answer: Mapping[str, Any],
+    found: tuple[Array, Array],
+    seconds: float,
+) -> Called:
+    """What the judge's memory says after a call, and once more when everything was done."""
+    if layout.returned and RETURNED[0] not in answer["outputs"]:
+        raise ValueError
+    first, later = (_outputs(layout, answer, bits) for bits in found)
+    right = layout.after(inputs)
+    return Called(
+        first,
+        tuple(layout.changed(found[0], right)),
+        tuple(layout.spilled(found[0], right)),
+        tuple(n for n in first if first[n].array.tobytes() != later[n].array.tobytes()),
+        tuple(str(name) for name in answer["alias"]),
+        seconds,
+    )
+
+
+def _outputs(layout: Layout, answer: Mapping[str, Any], memory: Array) -> dict[str, Output]:
+    made = {
+        name: Output(placed.elements(memory).copy(), placed.dtype)
+        for name, placed in layout.outputs.items()
+    }
+    for name, told in answer["outputs"].items():
+        at, room = layout.returned[name]
+        dtype, shape = str(told["dtype"]), tuple(int(n) for n in told["shape"])
+        if not told["stored"]:  # of another type or size than can be asked for
+            made[name] = Output(np.broadcast_to(np.float32(np.nan), shape), dtype)
+            continue
+        size = math.prod(shape) * DTYPES[dtype].itemsize
+        if not 0 <= size <= room:
+            raise ValueError
+        bits = memory[at : at + size].copy()
+        made[name] = Output(bits.view(DTYPES[dtype]).reshape(shape), dtype)
+    return made
+
+
+def _clear(folder: Path, started: Sequence[subprocess.Popen[bytes]], memory: Memory) -> None:
     for process in started:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    memory.close()
     shutil.rmtree(folder, ignore_errors=True)
     hidden.end()
 
@@ -481,15 +559,6 @@ def _gaps(given: Policy) -> Iterator[str]:
         yield "this system has no seccomp: its process could reach the judge's"
     if FILES not in given.must:
         yield "this system has no Landlock: its code could open every file"
-
-
-def _bytes(
-    inputs: Mapping[str, Array], given: Mapping[str, tuple[Sequence[int], str]], name: str
-) -> int:
-    if name in inputs:
-        return inputs[name].nbytes
-    shape, dtype = given[name]
-    return int(np.prod(shape)) * DTYPES[dtype].itemsize
 
 
 def _positive(value: object) -> bool:

@@ -1,42 +1,51 @@
 """The candidate's side of the benchmark: turns of timed calls, each with inputs of its own.
 
-This runs in the candidate's process, which may lie. What it says is held against the wall clock,
-the roofline and the outputs, by the process that asked.
+This runs in the candidate's process, which may lie. What it says is held against the roofline, the
+outputs, which it copies to memory of the judge's, and the judge's own clock over a burst. In that,
+each call needs the output of the one before: none can be left out, joined with another, or made
+ahead.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
+from flashwright.sandbox.device import NoTensor
 from flashwright.sandbox.problem import TimedProblem, draw
-from flashwright.sandbox.tensors import Array
+from flashwright.sandbox.tensors import torch_dtype
 
 RING = 3
 """Sets of inputs, each at addresses of its own; a set is drawn anew before every call."""
 FLUSH_BYTES = 512 << 20
 """Written before a call: ten times an H200's L2. It also keeps the GPU busy (0.1 ms there) while
 the call is being launched, so that no launch is part of a measurement."""
+_LINKS = 10
 SMALL_GPU = 16  # at most this part of a GPU's memory is flushed
 
 
 class Timed:
     """A candidate prepared for one problem."""
 
-    def __init__(self, call: Callable[..., Any], problem: TimedProblem) -> None:
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        problem: TimedProblem,
+        places: Sequence[Any],
+        plain: Callable[[str, Any], Any],
+    ) -> None:
         import torch
 
         self.torch, self.call, self.problem = torch, call, problem
+        self.places, self.plain = places, plain
+        """Tensors in the judge's memory: the output of call i goes to place i, and round again."""
         self.ring = [problem.empty() for _ in range(RING)]
         self.extra = [torch.from_numpy(x).cuda() for x in problem.extra.values()]
         whole = torch.cuda.get_device_properties(0).total_memory
         size = min(FLUSH_BYTES, whole // SMALL_GPU)
         self.flush = torch.empty(size, dtype=torch.uint8, device="cuda")
-        self.outputs: list[Any] = []
         self.at = 0
         self.flushes = 1
         for drawn in self.ring:
@@ -64,7 +73,6 @@ class Timed:
     def turn(self, calls: int, seed: int, cold: bool = True) -> list[float]:
         """Seconds of each call, by events."""
         pairs = []
-        self.outputs = []
         self._once()  # another process had the GPU: its clocks and page tables are not ours
         for number in range(calls):
             self.at = (self.at + 1) % RING
@@ -76,36 +84,66 @@ class Timed:
                 self._once()
             before, after = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
             before.record()
-            self.outputs.append(self._once())
+            result = self._once()
             after.record()
+            self._keep(number, result)
             pairs.append((before, after))
         self.torch.cuda.synchronize()
         return [before.elapsed_time(after) / 1e3 for before, after in pairs]
 
-    def burst(self, calls: int) -> None:
-        """That many calls, one behind the other, and all their work done."""
-        for _ in range(calls):
-            self._once()
+    def ready(self, seed: int) -> None:
+        """Draw the inputs of a burst."""
+        draw(self.problem, self.ring[self.at], seed)
+        self.first = self.ring[self.at]["Q"].clone()
+        self._once()  # another process had the GPU
         self.torch.cuda.synchronize()
 
-    def fetch(self, call: int, batch: int, head: int) -> Array:
-        """O of one head of a call of the last turn, in fp32."""
-        found = self.outputs[call]
-        out = found[0] if isinstance(found, tuple | list) else found
-        values: Array = out[batch, head].float().cpu().numpy()
-        return np.ascontiguousarray(values)
+    def burst(self, calls: int) -> None:
+        """That many calls, each with Q signed as the output before, and all their work done."""
+        for number in range(calls):
+            kept = self._keep(number, self._once())
+            if number + 1 < calls:
+                sign(self.torch, self.ring[self.at]["Q"], self.first, kept)
+        self.torch.cuda.synchronize()
+
+    def _keep(self, number: int, found: Any) -> Any:
+        """Copy an output to the judge's memory, in its own stream."""
+        several = found if isinstance(found, tuple | list) else (found,)
+        out = self.plain("O", several[0] if several else None)
+        place = self.places[number % len(self.places)]
+        if out.shape != place.shape or out.dtype != place.dtype:
+            raise NoTensor(f"O is {tuple(out.shape)} of {out.dtype}, not {tuple(place.shape)}")
+        return place.copy_(out)
 
 
-def kernels(work: Callable[[], Any]) -> list[tuple[str, float]]:
-    """The device kernels that some work launches, with the seconds each takes."""
+def linking(problem: TimedProblem) -> float:
+    """Seconds that a burst takes for each call beside the call, measured in this process."""
     import torch
-    from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        work()
-        torch.cuda.synchronize()
-    total: dict[str, float] = {}
-    for event in found.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            total[event.name] = total.get(event.name, 0.0) + event.device_time_total / 1e6
-    return sorted(total.items(), key=lambda item: -item[1])
+    with torch.no_grad():
+        first = problem.empty()["Q"]
+        query = torch.empty_like(first)
+        shape = (*first.shape[:3], problem.spec.value_dim)
+        kept, out = (
+            torch.zeros(shape, dtype=torch_dtype(problem.spec.output_dtype), device="cuda")
+            for _ in range(2)
+        )
+        best = math.inf
+        for _ in range(3):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(_LINKS):
+                sign(torch, query, first, kept.copy_(out))
+            torch.cuda.synchronize()
+            best = min(best, (time.perf_counter() - start) / _LINKS)
+    return best
+
+
+def sign(torch: Any, into: Any, values: Any, signs: Any) -> None:
+    """`values`, with the signs of another tensor of as many rows; wider ones keep the rest."""
+    width = min(values.shape[-1], signs.shape[-1])
+    values, signs, into = values[..., :width], signs[..., :width], into[..., :width]
+    if values.dtype == signs.dtype:
+        torch.copysign(values, signs, out=into)
+    else:  # fp8 has neither signs nor arithmetic
+        into.copy_(torch.copysign(values.to(signs.dtype), signs))

@@ -1,9 +1,9 @@
-"""The candidate's process: loads it, calls it as asked, and gives back all that it touched.
+"""The candidate's process: loads it, calls it as asked, and puts what it returns where it is told.
 
     python -m flashwright.sandbox.worker READ WRITE
 
-Requests and answers are lines of JSON on two pipes; tensors go through files in the working
-directory. Nothing here decides whether a candidate is right, and nothing that is expected ever
+Requests and answers are lines of JSON on two pipes; tensors lie in memory that the judge owns and
+reads itself. Nothing here decides whether a candidate is right, and nothing that is expected ever
 comes here: the candidate shares this process and can do to it what it likes.
 """
 
@@ -15,10 +15,11 @@ import gc
 import importlib
 import importlib.util
 import json
+import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,14 @@ import numpy as np
 
 from flashwright.confine.seal import die_with_parent
 from flashwright.sandbox.candidate import Candidate, InWorker, Unable
-from flashwright.sandbox.device import Buffer, Cpu, Cuda, Device
+from flashwright.sandbox.device import Cpu, Cuda, Device, NoTensor
+from flashwright.sandbox.launches import Launches
+from flashwright.sandbox.layout import RETURNED
 from flashwright.sandbox.limits import Limits, apply
-from flashwright.sandbox.tensors import Array, dtype_name
+from flashwright.sandbox.memory import mapped
+from flashwright.sandbox.tensors import DTYPES, dtype_name
 
-IN, OUT = "inputs.bin", "outputs.bin"
 _LINES = 6  # of a traceback
-
-
-class NoTensor(TypeError):
-    """What a candidate returned is nothing that can be compared."""
 
 
 class Worker:
@@ -43,16 +42,20 @@ class Worker:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        """Where tensors are exchanged."""
+        """Its own, to write in."""
         self.device: Device
         self.candidate: Candidate
         self.function: Any
         self.timed: Any = None
-        self.sizes: list[Any] = []
-        self.kept: dict[tuple[str, int], Buffer] = {}
-        """Of the last problem: other inputs of its sizes come to the same addresses."""
-        self.called: Callable[[], Any] | None = None
-        """The last call, to be made again under the profiler."""
+        self.memory: Any
+        """The judge's, as bytes."""
+        self.alone = False
+        """Each tensor gets an allocation of its own: a tool watches their ends."""
+        self.returned: list[tuple[Any, int]] = []
+        """What the last call returned, and where the judge wants it."""
+        self.launches: Launches | None = None
+        self.uncounted = "there is no GPU"
+        """Why launches are not counted."""
 
     # --- load ---------------------------------------------------------------------------------
 
@@ -63,12 +66,17 @@ class Worker:
         device: str,
         limits: Mapping[str, Any],
         path: list[str],
-        guard: int,
+        memory: tuple[int, int],
+        alone: bool,
     ) -> dict[str, Any]:
         """Import the candidate; its own output goes to the log."""
         sys.path[:] = list(dict.fromkeys([*sys.path, *path]))
-        self.device = Cuda(Limits(**limits), guard) if device == "cuda" else Cpu(guard)
+        if not hasattr(self, "memory"):  # once, however many candidates there are
+            self.device = Cuda(Limits(**limits)) if device == "cuda" else Cpu()
+            self.memory, self.alone = mapped(device, *memory), alone
         self.candidate = Candidate(**candidate)
+        if device == "cuda" and not alone:
+            self._count_launches()
         if self.candidate.kind == "package":
             from flashwright.build.classes import load
 
@@ -90,130 +98,98 @@ class Worker:
         gc.freeze()  # what is there now is not looked through before each call
         return {}
 
+    def _count_launches(self) -> None:
+        """Before anything of the candidate runs."""
+        own = [str(self.folder)]
+        if Path(self.candidate.where).is_absolute():
+            own.append(str(Path(self.candidate.where).parent))
+        try:
+            if self.launches is None:
+                self.launches = Launches()
+            self.launches.begin(own)
+        except (OSError, AttributeError) as error:
+            self.uncounted = str(error)
+
+    def launched(self) -> dict[str, Any]:
+        """The kernels that were launched since the candidate was loaded."""
+        if self.launches is None:
+            return {"launches": None, "why": self.uncounted}
+        return {"launches": self.launches.told()}
+
     # --- one call -----------------------------------------------------------------------------
 
     def call(
         self,
         inputs: list[dict[str, Any]],
         outputs: list[dict[str, Any]],
+        returned: dict[str, tuple[int, int]],
         dims: Mapping[str, int],
-        shift: int,
-        ahead: bool,
-        around: int,
-        patience: float,
+        staged: list[tuple[int, int, int]],
+        times: int,
     ) -> dict[str, Any]:
-        """Call the candidate once; every byte of every buffer comes back."""
+        """Call the candidate, once or more often, with tensors in the judge's memory."""
         gc.collect()
-        sizes = [(t["name"], t["shape"], t["dtype"]) for t in inputs]
-        if sizes != self.sizes:
-            self.sizes, self.kept = sizes, {}
-        given = np.fromfile(self.folder / IN, np.uint8)
-        buffers, work = {}, []
-        for t in inputs:
-            buffer = self._buffer(t, shift, around)
-            buffers[t["name"]] = buffer
-            work.append((buffer, given[t["at"] : t["at"] + buffer.size]))
-        written = {t["name"]: self._buffer(t, shift, around) for t in outputs}
+        self.returned = []
+        given = {t["name"]: self.device.tensor(self.memory, t, self.alone) for t in inputs}
+        written = {t["name"]: self.device.tensor(self.memory, t, self.alone) for t in outputs}
         self.device.poison()
-        self.called = functools.partial(self._run, buffers, written, dims)
-        if ahead:
-            with self.device.ahead(work):
-                result = self.called()
-                self.device.arrived()
-                found = self._found(result, written)
-        else:
-            for buffer, bits in work:
-                self.device.fill(buffer, bits)
+        late = self.device.late(self.memory, staged) if staged else contextlib.nullcontext()
+        with late:
+            for _ in range(times):
+                result = self._run(given, written, dims)
+            answer = self._take(result, returned) if returned else {}
             self.device.arrived()
-            result = self.called()
-            self.device.arrived()
-            found = self._found(result, written)
-        self.device.finish(patience)
-        later = self._found(result, written)
-        late = [n for n in found if not np.array_equal(found[n]["bits"], later[n]["bits"])]
-        return self._answer(buffers, written, found, late, result)
+        spans = {name: self.device.span(tensor) for name, tensor in given.items()}
+        return {"outputs": answer, "alias": sorted(self._shared(spans))}
 
-    def _buffer(self, told: Mapping[str, Any], shift: int, around: int) -> Buffer:
-        key = (str(told["name"]), shift)
-        if key in self.kept:
-            self.device.empty(self.kept[key], around)
-        else:
-            self.kept[key] = self.device.buffer(told["shape"], told["dtype"], shift, around)
-        return self.kept[key]
+    def settle(self) -> dict[str, Any]:
+        """All work is done, also what was hidden; outputs are taken once more."""
+        self.device.finish()
+        for tensor, at in self.returned:
+            self.device.store(self.memory, at, tensor)
+        self.device.finish()
+        return {}
 
     def _run(
-        self, inputs: Mapping[str, Buffer], written: Mapping[str, Buffer], dims: Mapping[str, int]
+        self, inputs: Mapping[str, Any], written: Mapping[str, Any], dims: Mapping[str, int]
     ) -> Any:
-        views = {name: b.view for name, b in inputs.items()}
-        out = {name: b.view for name, b in written.items()}
         if self.candidate.kind == "package":
-            self.function(out=out, **views, **dims)
+            self.function(out=dict(written), **inputs, **dims)
             return None
         with _no_grad(self.device):
             if self.candidate.kind == "library":
-                self.function(*views.values(), *out.values())
+                self.function(*inputs.values(), *written.values())
                 return None
-            return self.function(*views.values())
+            return self.function(*inputs.values())
 
-    def _found(self, result: Any, written: Mapping[str, Buffer]) -> dict[str, dict[str, Any]]:
-        """The outputs as they are now, in host memory."""
-        if result is None and written:
-            return {
-                name: {"bits": self.device.host(b.view), "shape": list(b.view.shape), "dtype": ""}
-                for name, b in written.items()
-            }
+    def _take(self, result: Any, places: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+        """Copy what a function returned to the judge's memory, and say what it is."""
         several = result if isinstance(result, tuple | list) else (result,)
-        found = {}
-        for name, tensor in zip(("O", "LSE"), several, strict=False):
-            if tensor is None and name != "O":
+        names = [*RETURNED, *(f"output {n + 1}" for n in range(len(RETURNED), len(several)))]
+        told = {}
+        for name, one in zip(names, several, strict=False):
+            if one is None and name != RETURNED[0]:
                 continue
-            if not self.device.owns(tensor):
-                raise NoTensor(f"{name} is no tensor on the device, but {type(tensor).__name__}")
-            found[name] = {
-                "bits": self.device.host(tensor),
-                "shape": list(tensor.shape),
-                "dtype": dtype_name(tensor.dtype),
-            }
-        if not found:
+            tensor = self.device.plain(name, one)
+            if name not in places:
+                continue
+            at, room = places[name]
+            dtype = dtype_name(tensor.dtype)
+            fits = dtype in DTYPES and math.prod(tensor.shape) * DTYPES[dtype].itemsize <= room
+            told[name] = {"shape": list(tensor.shape), "dtype": dtype, "stored": fits}
+            if fits:
+                self.returned.append((tensor, at))
+                self.device.store(self.memory, at, tensor)
+        if not told:
             raise NoTensor("there is no output")
-        return found
+        return told
 
-    def _answer(
-        self,
-        inputs: Mapping[str, Buffer],
-        written: Mapping[str, Buffer],
-        found: Mapping[str, dict[str, Any]],
-        late: list[str],
-        result: Any,
-    ) -> dict[str, Any]:
-        answer: dict[str, Any] = {"late": late, "outputs": {}, "buffers": {}, "alias": []}
-        with open(self.folder / OUT, "wb") as file:
-            for name, told in found.items():
-                answer["outputs"][name] = {
-                    "at": file.tell(),
-                    "size": told["bits"].size,
-                    "shape": told["shape"],
-                    "dtype": told["dtype"],
-                }
-                told["bits"].tofile(file)
-            for name, buffer in {**inputs, **written}.items():
-                whole = self.device.read(buffer)
-                place = {"at": file.tell(), "size": whole.size, "start": buffer.start}
-                answer["buffers"][name] = place
-                whole.tofile(file)
-        if result is not None:
-            several = result if isinstance(result, tuple | list) else (result,)
-            spans = [self.device.span(t) for t in several if t is not None]
-            own = {name: self.device.span(b.base) for name, b in inputs.items()}
-            for low, high in spans:
-                answer["alias"] += [n for n, (a, b) in own.items() if low < b and a < high]
-        return answer
-
-    def kernels(self) -> dict[str, Any]:
-        """What the last call runs on the device."""
-        from flashwright.sandbox.timed import kernels
-
-        return {"kernels": kernels(self.called) if self.called else []}
+    def _shared(self, inputs: Mapping[str, tuple[int, int]]) -> set[str]:
+        """Inputs whose memory a returned tensor lies in."""
+        found = [self.device.span(tensor) for tensor, _ in self.returned]
+        return {
+            n for n, (a, b) in inputs.items() if any(low < b and a < high for low, high in found)
+        }
 
     # --- timing -------------------------------------------------------------------------------
 
@@ -222,14 +198,15 @@ class Worker:
         spec: Mapping[str, Any],
         extra: list[str],
         dims: Mapping[str, int],
+        places: list[dict[str, Any]],
         **sizes: Any,
     ) -> dict[str, Any]:
-        """Make a problem's inputs and call once."""
+        """Make a problem's inputs and call once; `places` are the judge's, for the outputs."""
         from flashwright.sandbox.problem import TimedProblem
         from flashwright.sandbox.timed import Timed
         from flashwright.spec import AttentionSpec
 
-        self.timed = self.called = None
+        self.timed, self.returned = None, []
         gc.collect()
         arrays = {name: np.load(self.folder / f"{name}.npy") for name in extra}
         problem = TimedProblem(AttentionSpec.make(**spec), extra=arrays, dims=dims, **sizes)
@@ -240,23 +217,23 @@ class Worker:
             known = problem.sizes
             named = {name: known[name] for name in unshown(function.plan) if name in known}
             function = functools.partial(function, **named) if named else function
-        self.timed = Timed(function, problem)
+        outputs = [self.device.tensor(self.memory, told) for told in places]
+        self.timed = Timed(function, problem, outputs, self.device.plain)
         return {}
 
     def turn(self, calls: int, seed: int, cold: bool) -> dict[str, Any]:
         """Timed calls."""
         return {"seconds": self.timed.turn(calls, seed, cold)}
 
-    def burst(self, calls: int) -> dict[str, Any]:
-        """Calls one behind the other; who asks has the clock."""
-        self.timed.burst(calls)
+    def ready(self, seed: int) -> dict[str, Any]:
+        """Draw what a burst begins with."""
+        self.timed.ready(seed)
         return {}
 
-    def fetch(self, call: int, batch: int, head: int) -> dict[str, Any]:
-        """One head of an output of the last turn."""
-        found: Array = self.timed.fetch(call, batch, head)
-        found.tofile(self.folder / OUT)
-        return {"shape": list(found.shape)}
+    def burst(self, calls: int) -> dict[str, Any]:
+        """Calls that each need the one before; who asks has the clock."""
+        self.timed.burst(calls)
+        return {}
 
 
 def _no_grad(device: Device) -> Any:

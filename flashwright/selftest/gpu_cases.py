@@ -52,12 +52,14 @@ OUTPUTS: tuple[tuple[str, str, str, AttentionSpec, Lengths], ...] = (
     ("leftover", "replay", "replay", SPEC, USUAL),
 )
 SPECIAL: tuple[tuple[str, str, str, Lengths], ...] = (
-    ("strides_ignored", "shapes", "special_shapes special_inputs wrong out_of_bounds", None),
+    ("strides_ignored", "inputs", "special_inputs", None),
+    ("offsets_of_32_bits", "inputs", "special_inputs", None),
     ("keys_beyond_4097", "shapes", "special_shapes key_ignored", None),
     ("wrong_from_the_fourth_batch", "shapes", "special_shapes", None),
     ("wrong_for_many_blocks", "shapes", "special_shapes", None),
     ("independent_keys_only", "inputs", "special_inputs", None),
     ("wrong_from_the_twentieth_call", "replay", "not_repeatable special_shapes wrong zeros", None),
+    ("wrong_from_call_600", "replay", "not_repeatable", None),
     ("window_of_256", "mask", "special_shapes key_ignored", None),
     ("slightly_too_large", "precision", "low_precision wrong", None),
 )
@@ -97,7 +99,7 @@ LIBRARIES: tuple[
     ("lazily_by_function", USUAL),
     ("lazily_by_dispatch", USUAL),
 )
-LAZY = "hidden_work wrong_form unwritten"
+LAZY = "hidden_work wrong_form unwritten tampering"
 TIMED = (  # module, function, expected
     ("cuda_timing", "forges_times", "too_fast hidden_work"),
     ("cuda_timing", "forges_plausible_times", "hidden_work"),
@@ -107,8 +109,8 @@ TIMED = (  # module, function, expected
     ("cuda", "zeros", "wrong too_fast"),
     ("cuda_conduct", "device_assert", "device_error"),
     ("cuda_conduct", "endless", "hang"),
-    ("lazy", "half_the_time", f"{LAZY} too_fast wrong tampering"),
-    ("lazy", "fetched_head_only", f"{LAZY} too_fast wrong tampering"),
+    ("lazy", "half_the_time", f"{LAZY} too_fast wrong"),
+    ("lazy", "fetched_head_only", f"{LAZY} too_fast wrong"),
 )
 HABITS: tuple[tuple[str, Lengths], ...] = (  # function, lengths
     ("plain", None),

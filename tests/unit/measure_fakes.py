@@ -24,7 +24,7 @@ from flashwright.measure.records import OURS, RunRecord
 from flashwright.measure.session import Parts
 from flashwright.sandbox.candidate import Candidate, Unable
 from flashwright.sandbox.problem import TimedProblem
-from flashwright.sandbox.process import Ended
+from flashwright.sandbox.process import Burst, Ended
 from flashwright.sandbox.tensors import Array
 from flashwright.spec import AttentionSpec
 
@@ -32,10 +32,13 @@ H200 = Card(0, "NVIDIA H200", (9, 0))
 MS = 1e-3
 
 
-def right(problem: TimedProblem, seed: int, batch: int, head: int) -> Array:
+def right(
+    problem: TimedProblem, seed: int, batch: int, head: int, signs: Array | None = None
+) -> Array:
     """Stands for attention in fp64: numbers that nobody guesses."""
     rng = np.random.default_rng([seed, batch, head])
-    return rng.standard_normal((8, problem.spec.value_dim))
+    drawn = rng.standard_normal((8, problem.spec.value_dim))
+    return drawn if signs is None else np.roll(np.copysign(drawn, signs), 1, axis=0)
 
 
 @dataclass
@@ -46,6 +49,8 @@ class Behaviour:
     """Of a call, for the problem and whether the L2 is cold."""
     wall: float = 0.0
     """More of it by the wall clock."""
+    linked: bool = True
+    """Whether a call of a burst needs the one before."""
     output: Callable[[Array, int], Array] = lambda exact, call: exact
     """What becomes of the right answer to a call."""
     ends: Callable[[str, Cell | None, int], str | None] = lambda what, problem, times: None
@@ -79,6 +84,7 @@ class World:
         return Tools(
             make=self.make,
             expected=right,
+            linking=lambda problem: 0.0,
             clock_mhz=lambda: 1980.0,
             chance=random.Random(7),
             clock=lambda: self.time,
@@ -94,7 +100,7 @@ class FakeProcess:
         self.name = OURS if ours else candidate.title
         self.does = world.behaviours.setdefault(self.name, Behaviour())
         self.problem: TimedProblem | None = None
-        self.seed = 0
+        self.seed, self.in_burst = 0, False
         self.alive = False
 
     def _event(self, what: str, *more: Any) -> None:
@@ -131,7 +137,7 @@ class FakeProcess:
         return does if isinstance(does, float) else does(self.problem, cold)
 
     def turn(self, calls: int, seed: int, cold: bool = True) -> list[float]:
-        self.seed = seed
+        self.seed, self.in_burst = seed, False
         self._event("turn", seed, calls, cold)
         one = self._seconds(cold)
         self.world.time += (calls + 1) * one
@@ -140,12 +146,22 @@ class FakeProcess:
     def fetch(self, call: int, batch: int, head: int) -> Array:
         assert self.problem is not None
         self._event("fetch", call, batch, head)
-        exact = right(self.problem, self.seed + call, batch, head)
-        return self.does.output(exact, call).astype(np.float32)
+        return self._output(call, batch, head).astype(np.float32)
 
-    def burst(self, calls: int) -> float:
+    def _output(self, call: int, batch: int, head: int) -> Array:
+        """In a burst each call has the signs of the one before."""
+        assert self.problem is not None
+        signs, seed = None, self.seed + call
+        if self.in_burst:
+            seed = self.seed
+            linked = call and self.does.linked
+            signs = self._output(call - 1, batch, head) if linked else None
+        return self.does.output(right(self.problem, seed, batch, head, signs), call)
+
+    def burst(self, calls: int, seed: int) -> Burst:
+        self.seed, self.in_burst = seed, True
         self._event("burst", calls)
-        return calls * (self._seconds(True) + self.does.wall)
+        return Burst(calls, calls * (self._seconds(True) + self.does.wall))
 
     def close(self) -> None:
         self.alive = False

@@ -25,7 +25,7 @@ from flashwright.lang.codes import CODES as EXPLAINED
 from flashwright.lang.diagnostic import Failed
 from flashwright.sandbox.candidate import Candidate, InWorker
 from flashwright.sandbox.place import IN_WORKER
-from flashwright.sandbox.process import Called, Output
+from flashwright.sandbox.process import Called, Launched, Output
 from flashwright.selftest.cases import CASES
 from flashwright.selftest.kernels import honest
 from flashwright.spec import AttentionSpec, BadSpec
@@ -104,18 +104,24 @@ def test_what_a_trial_has_in_it() -> None:
 # --- reading ----------------------------------------------------------------------------------
 
 CALLS = {
-    "import": "import flash_attn",
-    "from": "from torch.nn.functional import scaled_dot_product_attention as plain_name",
+    "import": "import flash_attn\ndef f(q, k, v): return flash_attn.run(q, k, v)",
+    "from": "from torch.nn.functional import scaled_dot_product_attention as plain\nx = plain",
+    "as itself": "from torch.nn.functional import scaled_dot_product_attention as f",
+    "in a helper": "def g(x): return x.scaled_dot_product_attention()\ndef f(q): return g(q)",
+    "in a class": "class G:\n    def g(self): import cudnn\ndef f(q): return globals()['G']()",
     "attribute": "from torch.nn import functional as f\nf.scaled_dot_product_attention(1, 2, 3)",
     "in an except": "try:\n    g()\nexcept Exception:\n    from flashinfer import prefill",
     "by name": "import importlib\ncudnn = importlib.import_module('cudnn')",
     "getattr": "import torch\nf = getattr(torch.ops.aten, '_flash_attention_forward')",
-    "flex": "from torch.nn.attention.flex_attention import flex_attention",
+    "flex": "from torch.nn.attention.flex_attention import flex_attention\nf = flex_attention",
 }
 FINE = {
     "triton": "import torch\nimport triton\ndef f(q, k, v):\n    return torch.empty_like(q)",
     "a comment": "# faster than flash_attn and scaled_dot_product_attention\nx = 1",
     "a docstring": 'def f():\n    """Like scaled_dot_product_attention(q, k, v)."""',
+    "its own test": "def f(q): ...\ndef test(x): return x.scaled_dot_product_attention(f(x))",
+    "imported for a test": "import flash_attn\ndef f(q): ...\ndef test(): flash_attn.run()",
+    "as a program": "def f(q): ...\nif __name__ == '__main__':\n    import flash_attn",
     "own name": "def flash_attention(q, k, v): ...",
 }
 
@@ -155,25 +161,22 @@ def test_matrix_instructions(
     assert looked_at == text.count("mma.sync")
 
 
-def test_whose_kernels_take_the_time() -> None:
-    ours = [("forward", 9e-5), ("void at::native::vectorized_elementwise_kernel<4>", 1e-5)]
-    assert static.library_share(ours)[0] == 0  # a copy is nobody's achievement
-    softmax = [("forward", 9e-5), ("void (anonymous namespace)::softmax_warp_forward<4>", 1e-5)]
-    assert static.library_share(softmax)[0] == pytest.approx(0.1)
-    theirs = [("void pytorch_flash::flash_fwd_kernel<...>", 9e-5), ("forward", 1e-5)]
-    share, name = static.library_share(theirs)
-    assert share > static.SHARE
-    assert "flash_fwd" in name
+def test_whose_kernels_do_the_work() -> None:
+    mangled = "_ZN13pytorch_flash16flash_fwd_kernelI23Flash_fwd_kernel_traits"
+    copy = Launched("_ZN2at6native29vectorized_elementwise_kernelILi8E", False, 90)
+    ours = [Launched(name, True, 3) for name in ("flash_fwd_softmax_kernel", "gemm", "attn")]
+    assert static.of_libraries([*ours, copy]) is None  # a copy is nobody's achievement
+    assert static.of_libraries([]) is None
     for kernel in (
-        "cudnn_generated_fort_native_sdpa_sm90_knob_7_64x128x128_4x1x1_kernel0_0",
-        "fmha_cutlassF_f16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel::Params)",
-        "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_NNT",
-        "triton_tem_fused_0",
+        mangled,
+        "_ZN43_GLOBAL__N__b6de9c8c_10_SoftMax_cu_9f978f6320softmax_warp_forward",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x",
+        "_Z40fmha_cutlassF_bf16_aligned_64x64_rf_sm80N22PyTorchMemEffAttention",
+        "nvjet_sm90_tst_64x64_64x13_2x1_v_bz_TNT",
     ):
-        assert static.library_share([(kernel, 1e-5)])[0] == 1.0, kernel
-    for kernel in ("attention", "_attn_fwd", "my_flash_kernel", "kernel"):
-        assert static.library_share([(kernel, 1e-5)])[0] == 0.0, kernel
-    assert static.library_share([]) == (0.0, "")
+        found = static.of_libraries([*ours, copy, Launched(kernel, False, 1)])
+        assert found is not None, kernel
+        assert found.name == kernel
 
 
 # --- what is told -----------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from flashwright.measure.records import OURS, AbsentRecord, NumberRecord
 from flashwright.measure.tables import TABLES
 from flashwright.measure.timing import Rules
 from flashwright.sandbox.candidate import Candidate, Unable
+from flashwright.sandbox.device import Cpu
 from flashwright.sandbox.problem import TimedProblem
 from flashwright.sandbox.worker import Worker
 from flashwright.spec import AttentionSpec, BadSpec
@@ -284,8 +285,10 @@ def test_who_cannot_do_one_length_is_asked_at_the_next() -> None:
         (Behaviour(output=lambda exact, call: np.ones((8, 64))), "replay"),
         (Behaviour(1e-6), "too_fast"),
         (Behaviour(wall=5 * MS), "hidden_work"),
+        (Behaviour(2 * MS, wall=1.2 * MS), "hidden_work"),
+        (Behaviour(linked=False), "wrong"),
     ],
-    ids=["wrong", "replay", "too fast", "hidden"],
+    ids=["wrong", "replay", "too fast", "hidden", "half is hidden", "ahead of the burst"],
 )
 def test_a_cheat_has_no_number(behaviour: Behaviour, offence: str) -> None:
     world = World({OURS: behaviour})
@@ -384,17 +387,18 @@ def test_a_timed_kernel_gets_the_dims_that_no_tensor_has(
         def __call__(self, *tensors: Any, **named: Any) -> None:
             called.append(named)
 
-    def timed(function: Any, problem: TimedProblem) -> None:
+    def timed(function: Any, problem: TimedProblem, *more: Any) -> None:
         function(*problem.shapes, *problem.extra)
 
     monkeypatch.setattr("flashwright.sandbox.timed.Timed", timed)
     worker = Worker(tmp_path)
     worker.candidate, worker.function = Candidate.package(tmp_path), Loaded()
+    worker.device, worker.memory = Cpu(), None
     for name, array in problem.extra.items():
         np.save(tmp_path / f"{name}.npy", array)
     sizes = {"batch": problem.batch, "length": problem.length, "layout": problem.layout}
     given = (problem.spec.model_dump(mode="json"), list(problem.extra), dict(problem.dims))
-    worker.prepare(*given, **sizes, kv_len=problem.kv_len)
+    worker.prepare(*given, [], **sizes, kv_len=problem.kv_len)
     shown = dim_sources(plan, "bhsd")
     assert {d for d in plan.dims if d not in shown} == set(called[0])
     assert called[0] == ({"tokens": cell.length} if branch == "compressed" else {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from flashwright.selftest.kernels.honest import Array, attention, causal
 
@@ -21,6 +22,24 @@ def wrong_from_the_twentieth_call(q: Array, k: Array, v: Array) -> Array:
     _calls[0] += 1
     out = causal(q, k, v)
     return out if _calls[0] < 20 else np.zeros_like(out)
+
+
+def wrong_from_call_600(q: Array, k: Array, v: Array) -> Array:
+    """Honest for longer than most trials last."""
+    _calls[0] += 1
+    out = causal(q, k, v)
+    return out if _calls[0] < 600 else np.zeros_like(out)
+
+
+def strides_ignored(q: Array, k: Array, v: Array) -> Array:
+    """Take every input for contiguous."""
+    return causal(*(as_strided(x, x.shape, np.empty(x.shape, x.dtype).strides) for x in (q, k, v)))
+
+
+def offsets_of_32_bits(q: Array, k: Array, v: Array) -> Array:
+    """Wrong where an element lies 2^31 elements behind the first."""
+    last = sum((n - 1) * s for n, s in zip(k.shape, k.strides, strict=True)) // k.itemsize
+    return causal(q, k, v) if last < 1 << 31 else np.zeros_like(q)
 
 
 def independent_keys_only(q: Array, k: Array, v: Array) -> Array:

@@ -58,6 +58,19 @@ def wrong_from_the_twentieth_call(q: Any, k: Any, v: Any) -> Any:
     return out if _calls[0] < 20 else torch.zeros_like(out)
 
 
+def wrong_from_call_600(q: Any, k: Any, v: Any) -> Any:
+    """Honest for longer than most trials last."""
+    _calls[0] += 1
+    out = attention(q, k, v)
+    return out if _calls[0] < 600 else torch.zeros_like(out)
+
+
+def offsets_of_32_bits(q: Any, k: Any, v: Any) -> Any:
+    """Wrong where an element lies 2^31 elements behind the first."""
+    last = sum((n - 1) * s for n, s in zip(k.shape, k.stride(), strict=True))
+    return attention(q, k, v) if last < 1 << 31 else torch.zeros_like(q)
+
+
 def window_of_256(q: Any, k: Any, v: Any) -> Any:
     """Rows look at the last 256 keys of the whole sequence only."""
     start = max(0, k.shape[2] - 256)

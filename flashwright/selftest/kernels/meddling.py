@@ -43,9 +43,9 @@ def _send(text: bytes) -> None:
 
 
 def _forged(q: Array) -> dict[str, Any]:
-    """An answer as the worker gives it, for one output and no buffers."""
-    place = {"at": 0, "size": q.nbytes, "shape": list(q.shape), "dtype": "fp16"}
-    return {"late": [], "alias": [], "buffers": {}, "outputs": {"O": place}}
+    """An answer as the worker gives it, for one output."""
+    told = {"shape": list(q.shape), "dtype": "fp16", "stored": True}
+    return {"alias": [], "outputs": {"O": told}}
 
 
 def writes_garbage(q: Array, k: Array, v: Array) -> Array:
@@ -63,15 +63,13 @@ def forges_an_answer(q: Array, k: Array, v: Array) -> Array:
 def forges_no_output(q: Array, k: Array, v: Array) -> Array:
     """Nothing that could be wrong, in the worker's name."""
     worker = sys.modules["__main__"].Worker
-    true = worker._answer
-    worker._answer = lambda self, *args: {**true(self, *args), "outputs": {}}
+    worker._take = lambda self, *args: {}
     return np.zeros_like(q)
 
 
 def answers_twice(q: Array, k: Array, v: Array) -> Array:
     """Is right; but what it sends is taken for the answer, and the worker's for the next one."""
     out = causal(q, k, v)
-    out.tofile("outputs.bin")
     _send(json.dumps(_forged(q)).encode() + b"\n")
     return out
 
@@ -84,7 +82,7 @@ def forges_an_error(q: Array, k: Array, v: Array) -> Array:
 
 def forges_nonsense(q: Array, k: Array, v: Array) -> Array:
     """An answer whose fields have other types."""
-    _send(b'{"outputs": [1e999], "buffers": 3, "late": null, "alias": {}}\n')
+    _send(b'{"outputs": [1e999], "alias": {}}\n')
     return np.zeros_like(q)
 
 
@@ -130,26 +128,29 @@ def _elsewhere(path: str) -> None:
     os.mkfifo(path)
 
 
-def output_is_a_pipe(q: Array, k: Array, v: Array) -> Array:
-    """Whoever opens it to read waits for ever."""
-    Path("outputs.bin").touch()
-    _elsewhere("outputs.bin")
+def cuts_the_memory_short(q: Array, k: Array, v: Array) -> Array:
+    """Whoever has mapped it is ended by reading it."""
+    for number in range(3, 64):
+        try:
+            if os.fstat(number).st_size > 1 << 30:
+                os.ftruncate(number, 0)
+        except OSError:
+            continue
     _send(json.dumps(_forged(q)).encode() + b"\n")
     while True:
         time.sleep(1)
 
 
-def output_is_a_link(q: Array, k: Array, v: Array) -> Array:
-    """Its answer is a link to a file that only the judge could read."""
-    Path("outputs.bin").unlink(missing_ok=True)
-    os.symlink("/etc/hosts", "outputs.bin")
-    _send(json.dumps(_forged(q)).encode() + b"\n")
-    return np.zeros_like(q)
-
-
 def log_is_a_pipe(q: Array, k: Array, v: Array) -> Array:
     """The same with what it printed."""
     _elsewhere("log.txt")
+    os._exit(1)
+
+
+def log_is_a_link(q: Array, k: Array, v: Array) -> Array:
+    """What it printed is a link to a file that only the judge could read."""
+    os.unlink("log.txt")
+    os.symlink("/etc/hosts", "log.txt")
     os._exit(1)
 
 
@@ -165,12 +166,15 @@ _OVERWRITING = threading.Event()
 
 
 def overwrites_the_output(q: Array, k: Array, v: Array) -> Array:
-    """From the first call on, a thread puts another file in the place of the worker's."""
+    """From the first call on, a thread writes into the judge's memory, behind the inputs."""
+    whole: Any = q
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    behind = v.ctypes.data - whole.ctypes.data + v.nbytes + (1 << 16)
 
     def work() -> None:
         while True:
-            if Path("outputs.bin").exists():
-                Path("outputs.bin").write_bytes(b"\0" * 100_000)
+            whole[behind : behind + 100_000] = 0
 
     if not _OVERWRITING.is_set():
         _OVERWRITING.set()
@@ -216,10 +220,9 @@ def hides_its_thread(q: Array, k: Array, v: Array) -> Array:
 
 def takes_over_the_worker(q: Array, k: Array, v: Array) -> Array:
     """Answers in its name, and leaves out what it did to its input."""
-    out = causal(q, k, v)
-    out.tofile("outputs.bin")
+    out, told = causal(q, k, v), _forged(q)["outputs"]
     q[:] = 0
-    sys.modules["__main__"].Worker._answer = lambda self, *args: _forged(q)
+    sys.modules["__main__"].Worker._take = lambda self, *args: told
     return out
 
 

@@ -1,0 +1,229 @@
+"""Where the tensors of a call lie in the judge's memory, and what is around them.
+
+Every tensor lies between guards that are filled with 0xFF, which is NaN in each of our types and -1
+in int32: what is read beside it poisons the output, what is written beside it shows. Outputs are
+full of it before the call. What a function returns is copied to places of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from flashwright.sandbox.tensors import DTYPES, Array
+
+GUARD = 1 << 16
+"""Bytes before and behind: a tile's overhang is less."""
+POISON = 0xFF
+RETURNED = ("O", "LSE")
+"""What a function returns, in this order; all but the first may be missing."""
+_SHIFT = 256  # bytes by which a tensor moves from place to place; all are aligned to them
+_WIDEST = 8  # bytes of an element that a function may return
+_VIEWED = ("Q", "K", "V")
+FAR = 1 << 30
+"""Elements between two batches that lie apart."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One tensor: its elements, and the part of the memory that is its own."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    steps: tuple[int, ...]
+    """From one element to the next along each axis, in elements."""
+    at: int
+    """The first element's byte."""
+    span: int
+    """Bytes from the first element to the last, whatever lies between."""
+    low: int
+    high: int
+
+    def request(self) -> dict[str, Any]:
+        """For the other process."""
+        return {
+            "name": self.name,
+            "dtype": self.dtype,
+            "shape": self.shape,
+            "steps": self.steps,
+            "at": self.at,
+            "span": self.span,
+        }
+
+    def elements(self, memory: Array) -> Array:
+        """This tensor in an image of the whole memory: a view."""
+        kind = DTYPES[self.dtype]
+        steps = tuple(step * kind.itemsize for step in self.steps)
+        return np.ndarray(self.shape, kind, memory, self.at, steps)
+
+
+Shaped = Mapping[str, tuple[Sequence[int], str]]
+
+
+@dataclass
+class Layout:
+    """The tensors of one call."""
+
+    guard: int = GUARD
+    around: int = POISON
+    place: int = 0
+    """Another place is another address."""
+    viewed: bool = False
+    """Q, K and V are views: heads lie beside each other, with a gap behind the last."""
+    far: bool = False
+    """And the batches of Q, K and V lie 2^30 elements apart: from the third on, offsets are no
+    numbers of 32 bits."""
+    inputs: dict[str, Placed] = field(default_factory=dict)
+    outputs: dict[str, Placed] = field(default_factory=dict)
+    returned: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Where what a function returns is copied to: the byte, and how many there are."""
+    staged: list[tuple[int, int, int]] = field(default_factory=list)
+    """Inputs that come late: from where, to where, how many bytes."""
+    size: int = 0
+    """Bytes of the first batch and of all that has no batches; a further batch has as many."""
+    chunks: int = 1
+    pitch: int = 0
+    """Bytes from one batch to the next."""
+
+    @property
+    def end(self) -> int:
+        """How much memory it takes."""
+        return (self.chunks - 1) * self.pitch + self.size
+
+    @classmethod
+    def of(
+        cls,
+        inputs: Mapping[str, Array],
+        outputs: Shaped,
+        returns: bool,
+        late: bool = False,
+        **options: Any,
+    ) -> Layout:
+        """Inputs first, then outputs to write to, or the room for what is returned."""
+        made = cls(**options)
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        if made.far:
+            made.chunks = max(array.shape[0] for n, array in inputs.items() if n in _VIEWED)
+            made.pitch = FAR * max(a.dtype.itemsize for n, a in inputs.items() if n in _VIEWED)
+        for name, array in inputs.items():
+            made.inputs[name] = made._put(name, array.shape, names[array.dtype])
+        for name, (shape, dtype) in ({} if returns else outputs).items():
+            made.outputs[name] = made._put(name, tuple(shape), dtype)
+        if returns:
+            known = [int(np.prod(shape)) for shape, _ in outputs.values()]
+            most = max([*known, *(array.size for array in inputs.values())], default=0)
+            made.returned = {n: (made._take(_WIDEST * most), _WIDEST * most) for n in RETURNED}
+        if late:
+            made.staged = [(made._take(t.span), t.at, t.span) for t in made.inputs.values()]
+        return made
+
+    def _take(self, size: int) -> int:
+        at, self.size = self.size, -(-(self.size + size) // _SHIFT) * _SHIFT
+        return at
+
+    def _put(self, name: str, shape: tuple[int, ...], dtype: str) -> Placed:
+        width = DTYPES[dtype].itemsize
+        apart = self.far and name in _VIEWED
+        steps = _steps(shape, (self.viewed or self.far) and name in _VIEWED)
+        if apart:
+            return self._put_apart(name, shape, dtype, (self.pitch // width, *steps[1:]))
+        last = sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
+        span = (last + 1) * width if all(shape) else 0
+        shift = _SHIFT * self.place
+        low = self._take(2 * self.guard + span + shift)
+        at = low + self.guard + shift
+        return Placed(name, dtype, shape, steps, at, span, low, at + span + self.guard)
+
+    def _put_apart(
+        self, name: str, shape: tuple[int, ...], dtype: str, steps: tuple[int, ...]
+    ) -> Placed:
+        """Each batch in a chunk of its own, at the same place of it."""
+        width = DTYPES[dtype].itemsize
+        last = sum((n - 1) * step for n, step in zip(shape[1:], steps[1:], strict=True))
+        low = self._take(2 * self.guard + (last + 1) * width)
+        span = (shape[0] - 1) * self.pitch + (last + 1) * width
+        at = low + self.guard
+        return Placed(name, dtype, shape, steps, at, span, low, low)
+
+    # --- what is written and read -------------------------------------------------------------
+
+    def image(self, inputs: Mapping[str, Array]) -> Array:
+        """All bytes before the call; inputs that come late are not yet where they belong."""
+        made = self.after(inputs)
+        for source, target, size in self.staged:
+            made[source : source + size] = made[target : target + size]
+            made[target : target + size] = POISON
+        return made
+
+    def after(self, inputs: Mapping[str, Array]) -> Array:
+        """All bytes as they should be after it, but for the outputs, which are poison here.
+
+        Chunks lie one behind the other, without what is between them.
+        """
+        made = np.full(self.chunks * self.size, POISON, np.uint8)
+        for placed in (*self.inputs.values(), *self.outputs.values()):
+            made[placed.low : placed.at] = made[placed.at + placed.span : placed.high] = self.around
+        for name, placed in self.inputs.items():
+            if placed.span:
+                self._elements(placed, made)[...] = inputs[name]
+        return made
+
+    def _elements(self, placed: Placed, memory: Array) -> Array:
+        if self.chunks == 1 or placed.low != placed.high:
+            return placed.elements(memory)
+        steps = (self.size // DTYPES[placed.dtype].itemsize, *placed.steps[1:])
+        return replace(placed, steps=steps).elements(memory)
+
+    def changed(self, found: Array, right: Array) -> Iterator[str]:
+        """Inputs that are not as they were."""
+        for name, placed in self.inputs.items():
+            if not placed.span:
+                continue
+            if not _same(self._elements(placed, found), self._elements(placed, right)):
+                yield name
+
+    def spilled(self, found: Array, right: Array) -> Iterator[str]:
+        """Tensors beside which, or between whose elements, something was written.
+
+        Not asked where batches lie apart.
+        """
+        for placed in (*self.inputs.values(), *self.outputs.values()):
+            if placed.low == placed.high:
+                continue
+            ours = found[placed.low : placed.high].copy()
+            wanted = right[placed.low : placed.high].copy()
+            for part in (ours, wanted):
+                if placed.span:
+                    inside = np.ndarray(
+                        placed.shape,
+                        DTYPES[placed.dtype],
+                        part,
+                        placed.at - placed.low,
+                        placed.elements(found).strides,
+                    )
+                    inside[...] = np.zeros((), inside.dtype)
+            if not np.array_equal(ours, wanted):
+                yield placed.name
+
+
+def _steps(shape: tuple[int, ...], viewed: bool) -> tuple[int, ...]:
+    """Contiguous; or (batch, length, heads, dim) in memory, as if one more head were there."""
+    if viewed and len(shape) == 4:
+        _, heads, length, dim = shape
+        row = (heads + 1) * dim
+        return length * row, dim, row, 1
+    steps = [1]
+    for size in reversed(shape[1:]):
+        steps.append(steps[-1] * size)
+    return tuple(reversed(steps))[: len(shape)] if shape else ()
+
+
+def _same(one: Array, other: Array) -> bool:
+    kind = f"u{one.dtype.itemsize}"
+    return np.array_equal(
+        np.ascontiguousarray(one).view(kind), np.ascontiguousarray(other).view(kind)
+    )
