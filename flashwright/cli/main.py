@@ -27,6 +27,7 @@ from flashwright.cli import (
     receipt,
     replay,
     report,
+    selftest,
     study,
     tune,
     verify,
@@ -365,8 +366,8 @@ def gpus() -> int:
 
 
 for part in (
-    *(generate, kernel, replay, emulate, verify, bench, tune, receipt, report, study),
-    *(fuzz, grammar),
+    *(generate, kernel, replay, emulate, verify, selftest, bench, tune, receipt, report),
+    *(study, fuzz, grammar),
 ):
     part.register(app)
 

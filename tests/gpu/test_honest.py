@@ -10,11 +10,15 @@ from flashwright.author.builtin.variants import make_spec
 from flashwright.judge.judge import judge
 from flashwright.judge.verdict import Verdict
 from flashwright.sandbox.candidate import Candidate
+from flashwright.selftest.case import KERNELS, Case
+from flashwright.selftest.cases import CASES
 from flashwright.spec import AttentionSpec
-from tests.offences.inside import judged
+from tests.inside import judged
 
 pytest.importorskip("torch")
 
+HONEST = [case for case in CASES if case.on == "gpu" and case.honest and case.how == "judge"]
+HONEST = [case for case in HONEST if not case.libraries and not case.factory]
 SHARING = {"mha": (8, 8), "gqa": (8, 2), "mqa": (8, 1)}
 
 
@@ -46,7 +50,7 @@ def accepts(found: Verdict) -> None:
 
 
 def library(name: str) -> Candidate:
-    return Candidate("python", "tests.offences.libraries", name, factory=True)
+    return Candidate("python", f"{KERNELS}.libraries", name, factory=True)
 
 
 @pytest.mark.parametrize("name", ["flash", "cudnn", "efficient", "math"])
@@ -72,16 +76,20 @@ def test_triton(sharing: str, dtype: str, width: int, causal: bool) -> None:
     """Without leave to call libraries: its kernel is what the profile shows."""
     pytest.importorskip("triton")
     spec = spec_of(sharing, dtype, width, causal)
-    one = Candidate("python", "tests.offences.triton_attention", "honest", factory=True)
+    one = Candidate(
+        "python", "flashwright.selftest.kernels.triton_attention", "honest", factory=True
+    )
     found = judged(one, spec)
     accepts(found)
     assert {c.name for c in found.checks if c.passed} >= {"libraries", "exactness", "mask"}
 
 
-def test_a_stream_of_its_own_that_waits() -> None:
+@pytest.mark.parametrize("case", HONEST, ids=lambda case: case.name)
+def test_unusual_habits(case: Case) -> None:
+    """As the self-test has them, but by the whole trial."""
     pytest.importorskip("triton")
-    spec = make_spec("gqa", heads=4, kv_heads=2, head_dim=64, dtype="fp16", causal=True)
-    accepts(judged(Candidate("python", "tests.offences.cuda", "on_a_stream_that_waits"), spec))
+    assert case.spec is not None
+    accepts(judged(case.candidate, case.spec))
 
 
 @pytest.mark.parametrize("name", ["flash", "cudnn", "naive"])

@@ -21,23 +21,15 @@ from flashwright.judge.verdict import Verdict
 from flashwright.lang.parse import parse
 from flashwright.lower.translate import translate
 from flashwright.sandbox.candidate import Candidate
-from flashwright.sandbox.limits import Limits
-from flashwright.spec import AttentionSpec
+from flashwright.selftest.case import KERNELS, Case
+from flashwright.selftest.cases import CASES
 from tests.gpu.made import code_of, package_of
-from tests.offences.inside import judged
+from tests.inside import judged
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 SPEC = make_spec("gqa", heads=4, kv_heads=2, head_dim=64, dtype="fp16", causal=True)
-FLAT = SPEC.model_copy(update={"scale": 5e-5})  # standard normal inputs have nearly equal weights
-BF16 = SPEC.model_copy(update={"dtype": "bf16"})  # whose roundings hide what fp16's do not
-WIDE = SPEC.model_copy(update={"head_dim": 128})
-SHORT = [(9, 9), (100, 260)]
-
-
-def candidate(function: str) -> Candidate:
-    return Candidate("python", "tests.offences.cuda", function)
 
 
 def names(found: Verdict) -> tuple[str, ...]:
@@ -50,85 +42,44 @@ def told(found: Verdict) -> str:
 
 # --- callables --------------------------------------------------------------------------------
 
-FOUND: list[tuple[str, str, AttentionSpec]] = [
-    ("zeros", "zeros", SPEC),
-    ("noise", "wrong", SPEC),
-    ("some_rows_nan", "nonfinite", SPEC),
-    ("last_rows_unwritten", "unwritten", SPEC),
-    ("wider_type", "wrong_form", SPEC),
-    ("on_the_host", "wrong_form", SPEC),
-    ("weights_in_e4m3", "low_precision", SPEC),
-    ("sums_in_fp16", "low_precision", SPEC),
-    ("inputs_in_e4m3", "low_precision", SPEC),
-    ("quadratic_exp2", "approximation", BF16),
-    ("small_weights_dropped", "approximation", BF16),
-    ("other_bits", "not_repeatable", SPEC),
-    ("mean_of_v", "wrong", FLAT),
-    ("no_maximum", "special_inputs", WIDE),
-    ("tail_of_keys_dropped", "special_shapes", SPEC),
-    ("equal_lengths_only", "special_shapes", SPEC),
-    ("no_mask", "mask_ignored", SPEC),
-    ("one_key_too_many", "mask_ignored", SPEC),
-    ("one_key_too_few", "key_ignored", SPEC),
-    ("heads_mixed_up", "mask_ignored", SPEC),
-    ("first_batch_only", "key_ignored", SPEC),
-    ("replay_by_shape", "replay", SPEC),
-    ("replay_by_address", "replay", SPEC),
-    ("leftover", "replay", SPEC),
-    ("scales_q_in_place", "inputs_changed", SPEC),
-    ("output_over_q", "inputs_changed", SPEC),
-    ("writes_behind_v", "out_of_bounds", SPEC),
-    ("reads_behind_v", "out_of_bounds", SPEC),
-    ("on_another_stream", "hidden_work", SPEC),
-    ("in_a_thread", "hidden_work", SPEC),
-    ("torch_flash", "library_call", SPEC),
-    ("torch_cudnn", "library_call", SPEC),
-    ("torch_efficient", "library_call", SPEC),
-    ("torch_matmul", "library_call", SPEC),
-]
+JUDGED = [c for c in CASES if c.on == "gpu" and not c.honest and c.how == "judge"]
+FROM_OUTSIDE = [c for c in JUDGED if c.kind in ("end", "hidden", "process", "system")]
+FOUND = [c for c in JUDGED if c not in FROM_OUTSIDE]
 
 
-@pytest.mark.parametrize(
-    ("function", "offence", "spec"), FOUND, ids=[f"{f}-{name}" for f, name, _ in FOUND]
-)
-def test_found_by_the_whole_trial(function: str, offence: str, spec: AttentionSpec) -> None:
-    found = judged(candidate(function), spec)
-    assert offence in names(found), told(found)
+def by_name(case: Case) -> str:
+    return f"{case.function}-{case.expected[0]}"
+
+
+@pytest.mark.parametrize("case", FOUND, ids=by_name)
+def test_found_by_the_whole_trial(case: Case) -> None:
+    assert case.spec is not None
+    found = judged(case.candidate, case.spec)
+    assert set(case.expected) & set(names(found)), told(found)
 
 
 @pytest.mark.parametrize("function", ["torch_flash", "torch_matmul"])
 def test_a_library_is_only_that(function: str) -> None:
     """It is right, after all."""
-    assert names(judged(candidate(function), SPEC)) == ("library_call",)
+    one = Candidate("python", f"{KERNELS}.cuda_libraries", function)
+    assert names(judged(one, SPEC)) == ("library_call",)
 
 
-ENDS: list[tuple[str, str, Limits]] = [
-    ("raises", "raises", Limits()),
-    ("device_assert", "device_error", Limits()),
-    ("illegal_address", "device_error", Limits()),
-    ("endless", "hang", Limits(seconds=15)),
-    ("too_much_at_once", "out_of_memory", Limits()),
-    ("leaks", "out_of_memory", Limits(gpu_memory=16 << 30)),
-    ("leaks_past_torch", "out_of_memory", Limits(gpu_memory=16 << 30)),
-    ("in_a_thread", "hidden_work", Limits()),
-    ("on_another_stream", "hidden_work", Limits()),
-]
-
-
-@pytest.mark.parametrize(("function", "offence", "limits"), ENDS, ids=[e[0] for e in ENDS])
-def test_found_from_outside(function: str, offence: str, limits: Limits) -> None:
+@pytest.mark.parametrize("case", FROM_OUTSIDE, ids=by_name)
+def test_found_from_outside(case: Case) -> None:
     """In a process of its own; ours can use the GPU as before."""
     import torch
 
-    lengths = SHORT * 4 if function == "leaks" else SHORT
-    found = judge(candidate(function), SPEC, seed=1, lengths=lengths, limits=limits)
-    assert offence in names(found), told(found)
+    found = judge(case.candidate, SPEC, seed=1, lengths=case.lengths, limits=case.limits)
+    assert set(case.expected) & set(names(found)), told(found)
+    assert case.says in told(found)
     assert float(torch.ones(4, device="cuda").sum()) == 4
 
 
 def test_a_fallback_in_an_except_is_found_by_reading() -> None:
-    file = Path(__file__).parents[1] / "offences" / "calls_sdpa.py"
-    found = judged(Candidate("python", str(file), "attention"), SPEC, lengths=[(9, 9)])
+    found = judged(
+        Candidate("python", f"{KERNELS}.calls_sdpa", "attention"), SPEC, lengths=[(9, 9)]
+    )
     assert "library_call" in names(found)
 
 

@@ -18,7 +18,7 @@ from flashwright.judge.verdict import Verdict
 from flashwright.spec import AttentionSpec
 from tests.example_programs import PROGRAMS
 from tests.gpu.made import code_of, example, package_of
-from tests.offences.inside import judged
+from tests.inside import judged
 
 DTYPES = {
     "a100": ("fp16", "bf16"),

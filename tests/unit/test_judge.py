@@ -26,14 +26,15 @@ from flashwright.lang.diagnostic import Failed
 from flashwright.sandbox.candidate import Candidate, InWorker
 from flashwright.sandbox.place import IN_WORKER
 from flashwright.sandbox.process import Called, Launched, Output
+from flashwright.selftest.cases import CASES
+from flashwright.selftest.kernels import honest
 from flashwright.spec import AttentionSpec, BadSpec
-from tests.offences import honest
-from tests.offences.inside import Inside
+from tests.inside import Inside
 
 ROOT = Path(__file__).parents[2]
 SPEC = AttentionSpec.make(variant="mha", heads=2, head_dim=16, dtype="fp16", causal=True)
 TEXT = "causal, heads=2, head_dim=16"
-HONEST = Candidate("python", "tests.offences.honest", "honest", factory=True)
+HONEST = Candidate("python", "flashwright.selftest.kernels.honest", "honest", factory=True)
 
 
 def names(found: Verdict) -> tuple[str, ...]:
@@ -58,14 +59,8 @@ def test_every_offence_is_in_the_documentation() -> None:
         assert f"| `{name}` | {code} |" in page, name
 
 
-def test_every_offence_is_committed_by_some_test() -> None:
-    units = ("test_judge_offences.py", "test_doctored_packages.py")
-    tests = [
-        *(ROOT / "tests" / "unit" / name for name in units),
-        *(ROOT / "tests/gpu").glob("*.py"),
-    ]
-    text = "".join(path.read_text() for path in tests)
-    assert [name for name in CODES if f'"{name}"' not in text] == []
+def test_every_offence_is_committed_by_some_case() -> None:
+    assert set(CODES) <= {name for case in CASES for name in case.expected}
 
 
 # --- problems ---------------------------------------------------------------------------------
@@ -201,7 +196,7 @@ def test_the_verdict_says_what_was_asked_and_what_was_not() -> None:
 
 
 def test_a_rejection_in_words_and_as_data() -> None:
-    zeros = Candidate("python", "tests.offences.cpu", "zeros")
+    zeros = Candidate("python", "flashwright.selftest.kernels.cpu", "zeros")
     found = judge(zeros, SPEC, device="cpu", seed=1, lengths=[(9, 9)], sandbox=Inside)
     record = json.loads(json.dumps(found.record(), allow_nan=False))
     assert record["ok"] is False
@@ -262,7 +257,7 @@ def test_a_single_wrong_element_is_enough() -> None:
 def test_verify_takes_text_specs_and_candidates() -> None:
     options: dict[str, Any] = {"device": "cpu", "lengths": [(9, 9)], "sandbox": Inside}
     assert flashwright.verify(honest.causal, TEXT, **options).ok
-    assert flashwright.verify("tests.offences.honest:causal", SPEC, **options).ok
+    assert flashwright.verify("flashwright.selftest.kernels.honest:causal", SPEC, **options).ok
     assert flashwright.verify(HONEST, SPEC, **options).ok
 
 
@@ -282,7 +277,7 @@ def test_nothing_is_judged_inside_a_worker(monkeypatch: pytest.MonkeyPatch) -> N
 
 DECLINES = """
 from flashwright.sandbox.candidate import Unable
-from tests.offences.honest import causal
+from flashwright.selftest.kernels.honest import causal
 def make(spec):
     raise Unable("only on Tuesdays")
 def always(q, k, v):
@@ -344,7 +339,7 @@ RAISES = ("a third output that is no tensor", "an array of objects")
 def test_an_answer_of_another_form_is_told_as_such(form: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
-        "import numpy as np\nfrom tests.offences.honest import attention as right\n"
+        "import numpy as np\nfrom flashwright.selftest.kernels.honest import attention as right\n"
         "def attention(q, k, v):\n    o, lse = right(q, k, v, causal=True)\n"
         f"    return {FORMS[form]}\n"
     )
@@ -425,7 +420,7 @@ def command(*words: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-CANDIDATE = "tests.offences.honest:causal"
+CANDIDATE = "flashwright.selftest.kernels.honest:causal"
 SHORT = ("--device", "cpu", "--q-len", "9")
 
 
@@ -433,7 +428,9 @@ def test_exit_codes() -> None:
     code, said = command(CANDIDATE, "--spec", TEXT, *SHORT)
     assert code == 0, said
     assert "accepted" in said
-    code, said = command("tests.offences.cpu:zeros", "--spec", TEXT, *SHORT, "--seed", "4")
+    code, said = command(
+        "flashwright.selftest.kernels.cpu:zeros", "--spec", TEXT, *SHORT, "--seed", "4"
+    )
     assert code == 1
     assert "FW861" in said
     assert "seed 4" in said
@@ -457,14 +454,14 @@ def test_the_verdict_as_json() -> None:
 
 
 def test_limits_are_taken_from_the_command_line() -> None:
-    hangs = "tests.offences.cpu:hangs"
+    hangs = "flashwright.selftest.kernels.cpu_conduct:hangs"
     code, said = command(hangs, "--spec", TEXT, *SHORT, "--seconds", "0.3")
     assert code == 1
     assert "no answer after 0.3 s" in said
 
 
 def test_libraries_are_allowed_where_that_is_said() -> None:
-    one = f"{ROOT / 'tests' / 'offences' / 'calls_sdpa.py'}:attention"
+    one = f"{ROOT / 'flashwright' / 'selftest' / 'kernels' / 'calls_sdpa.py'}:attention"
     code, said = command(one, "--spec", TEXT, *SHORT)
     assert code == 1
     assert "FW870" in said

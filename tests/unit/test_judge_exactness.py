@@ -18,9 +18,9 @@ from flashwright.judge.problems import Problem, problems
 from flashwright.judge.trial import Outcome
 from flashwright.judge.verdict import Verdict
 from flashwright.sandbox.candidate import Candidate
+from flashwright.selftest.kernels import tiled
 from flashwright.spec import AttentionSpec
-from tests.offences import tiled
-from tests.offences.inside import judged
+from tests.inside import judged
 
 DTYPES = ("bf16", "fp16")
 KINDS = ("normal", "spectrum", "cancelling")
@@ -46,7 +46,7 @@ def verdict(kernel: str, dtype: str, **options: Any) -> Verdict:
     spec = AttentionSpec.make(
         variant="any", **{"heads": 2, "head_dim": 64, "causal": True, **options}, dtype=dtype
     )
-    one = Candidate("python", "tests.offences.tiled", kernel, factory=True)
+    one = Candidate("python", "flashwright.selftest.kernels.tiled", kernel, factory=True)
     return judged(one, spec, device="cpu")
 
 
@@ -152,7 +152,7 @@ def test_no_approximation_passes_the_whole_trial(kernel: str, dtype: str) -> Non
 
 def test_a_wrong_kernel_is_not_called_an_approximation() -> None:
     spec = AttentionSpec.make(variant="any", heads=2, head_dim=16, dtype="bf16", causal=True)
-    one = Candidate("python", "tests.offences.cpu", "scaled_twice")
+    one = Candidate("python", "flashwright.selftest.kernels.cpu", "scaled_twice")
     found = judged(one, spec, device="cpu")
     assert names(found) == ("wrong",), str(found)
 

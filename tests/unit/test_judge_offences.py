@@ -9,29 +9,34 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+import flashwright.selftest.kernels
 from flashwright.confine import landlock
 from flashwright.judge.expected import Expected
 from flashwright.judge.judge import judge
 from flashwright.judge.verdict import Verdict
 from flashwright.sandbox.candidate import Candidate
-from flashwright.sandbox.limits import Limits
+from flashwright.selftest import cpu_cases
+from flashwright.selftest.case import Case
+from flashwright.selftest.cases import CASES
+from flashwright.selftest.cpu_cases import CALLERS, HONEST_SPECS, SHORT, SPEC
 from flashwright.spec import AttentionSpec
-from tests.offences.inside import Inside
+from tests.inside import Inside
 
 ROOT = Path(__file__).parents[2]
-OFFENCES = ROOT / "tests" / "offences"
-SPEC = AttentionSpec.make(
-    variant="gqa", heads=4, kv_heads=2, head_dim=16, dtype="fp16", causal=True, lse=False
-)
-SHORT = [(9, 9), (40, 70)]
+KERNELS = Path(flashwright.selftest.kernels.__path__[0])
+NAMED = {case.name.removeprefix("cpu/"): case for case in CASES if case.on == "cpu"}
 
 
 def candidate(function: str, module: str = "cpu") -> Candidate:
-    return Candidate("python", f"tests.offences.{module}", function)
+    return Candidate("python", f"flashwright.selftest.kernels.{module}", function)
+
+
+def rows(*tables: str) -> list[Case]:
+    """The cases of these tables of selftest/cpu_cases.py."""
+    return [NAMED[row[0]] for table in tables for row in getattr(cpu_cases, table)]
 
 
 def names(found: Verdict) -> tuple[str, ...]:
@@ -44,26 +49,14 @@ def told(found: Verdict) -> str:
 
 # --- honest -----------------------------------------------------------------------------------
 
-HONEST: dict[str, dict[str, Any]] = {
-    "causal": {"causal": True},
-    "full": {},
-    "window": {"causal": True, "window": 40},
-    "both sides": {"window": 40},
-    "gqa": {"causal": True, "heads": 4, "kv_heads": 2},
-    "mqa": {"heads": 4, "kv_heads": 1},
-    "softcap": {"causal": True, "softcap": 20.0},
-    "alibi": {"causal": True, "alibi": True},
-    "sink": {"causal": True, "sink": True},
-    "wide v": {"causal": True, "v_dim": 24},
-    "scale": {"scale": 0.05},
-}
+HONEST = {name: told for name, told in HONEST_SPECS.items() if "dtype" not in told}
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_code_passes(name: str, dtype: str) -> None:
     options = {"variant": "any", "heads": 2, "head_dim": 16, "dtype": dtype, **HONEST[name]}
-    one = Candidate("python", "tests.offences.honest", "honest", factory=True)
+    one = Candidate("python", "flashwright.selftest.kernels.honest", "honest", factory=True)
     found = judge(one, AttentionSpec.make(**options), seed=1, device="cpu", sandbox=Inside)
     assert found.ok, f"seed {found.seed}\n{told(found)}"
     assert {case.output for case in found.cases} == {"O", "LSE"}
@@ -74,7 +67,7 @@ def test_honest_code_passes(name: str, dtype: str) -> None:
 
 def test_honest_fp8_passes() -> None:
     spec = AttentionSpec.make(variant="mha", heads=2, head_dim=16, dtype="fp8", causal=True)
-    one = Candidate("python", "tests.offences.honest", "honest", factory=True)
+    one = Candidate("python", "flashwright.selftest.kernels.honest", "honest", factory=True)
     found = judge(one, spec, seed=1, device="cpu", sandbox=Inside)
     assert found.ok, f"seed {found.seed}\n{told(found)}"
 
@@ -87,64 +80,26 @@ def test_honest_code_passes_in_a_process_of_its_own() -> None:
 
 
 def test_a_nuisance_is_no_offence() -> None:
-    found = judge(candidate("prints_a_lot"), SPEC, lengths=SHORT, device="cpu")
+    one = candidate("prints_a_lot", "cpu_conduct")
+    found = judge(one, SPEC, lengths=SHORT, device="cpu")
     assert found.ok, told(found)
 
 
 # --- found by the whole trial -----------------------------------------------------------------
 
-FLAT = SPEC.model_copy(update={"scale": 5e-5})  # standard normal inputs have nearly equal weights
-SMALL = SPEC.model_copy(update={"scale": 2e-3})  # of scores, whose exponential is nearly 1 + s
-WIDE = SPEC.model_copy(update={"head_dim": 128})  # scores near 100 where inputs are shifted
-
-FOUND: list[tuple[str, str, AttentionSpec]] = [
-    ("zeros", "zeros", SPEC),
-    ("noise", "wrong", SPEC),
-    ("scaled_twice", "wrong", SPEC),
-    ("some_rows_nan", "nonfinite", SPEC),
-    ("last_rows_unwritten", "unwritten", SPEC),
-    ("wider_type", "wrong_form", SPEC),
-    ("turned", "wrong_form", SPEC),
-    ("a_list", "wrong_form", SPEC),
-    ("nothing", "wrong_form", SPEC),
-    ("no_output", "wrong_form", SPEC),
-    ("weights_in_e4m3", "low_precision", SPEC),
-    ("sums_in_fp16", "low_precision", SPEC),
-    ("inputs_in_e4m3", "low_precision", SPEC),
-    ("other_bits", "not_repeatable", SPEC),
-    ("mean_of_v", "wrong", FLAT),
-    ("first_order", "wrong", SMALL),
-    ("no_maximum", "special_inputs", WIDE),
-    ("maximum_from_zero", "special_inputs", SPEC),
-    ("tail_of_keys_dropped", "special_shapes", SPEC),
-    ("tail_of_keys_dropped", "key_ignored", SPEC),
-    ("equal_lengths_only", "special_shapes", SPEC),
-    ("no_rows_without_keys", "special_shapes", SPEC),
-    ("no_mask", "mask_ignored", SPEC),
-    ("one_key_too_many", "mask_ignored", SPEC),
-    ("one_key_too_few", "key_ignored", SPEC),
-    ("heads_mixed_up", "mask_ignored", SPEC),
-    ("first_batch_only", "key_ignored", SPEC),
-    ("replay_by_shape", "replay", SPEC),
-    ("replay_by_address", "replay", SPEC),
-    ("replay_by_sample", "replay", SPEC),
-    ("leftover", "replay", SPEC),
-    ("scales_q_in_place", "inputs_changed", SPEC),
-    ("output_over_q", "inputs_changed", SPEC),
-    ("writes_behind_v", "out_of_bounds", SPEC),
-    ("writes_before_q", "out_of_bounds", SPEC),
-    ("reads_behind_v", "out_of_bounds", SPEC),
-    ("raises", "raises", SPEC),
-    ("raises_for_ragged", "raises", SPEC),
-]
+FOUND = rows("PLAIN", "WHOLE", "CONDUCT", "SPECIAL")
 
 
-@pytest.mark.parametrize(
-    ("function", "offence", "spec"), FOUND, ids=[f"{f}-{name}" for f, name, _ in FOUND]
-)
-def test_found_by_the_whole_trial(function: str, offence: str, spec: AttentionSpec) -> None:
-    found = judge(candidate(function), spec, seed=1, device="cpu", sandbox=Inside)
-    assert offence in names(found), told(found)
+def by_name(case: Case) -> str:
+    return f"{case.function}-{case.expected[0]}"
+
+
+@pytest.mark.parametrize("case", FOUND, ids=by_name)
+def test_found_by_the_whole_trial(case: Case) -> None:
+    """Also those for which the self-test has few lengths."""
+    assert case.spec is not None
+    found = judge(case.candidate, case.spec, seed=1, device="cpu", sandbox=Inside)
+    assert set(case.expected) & set(names(found)), told(found)
     assert not found.ok
 
 
@@ -184,53 +139,44 @@ def test_a_spec_that_allows_noise_allows_nothing_else(function: str, offence: st
 
 
 def test_a_kernel_with_the_same_bits_is_as_good_where_they_may_differ() -> None:
-    one = Candidate("python", "tests.offences.honest", "honest", factory=True)
+    one = Candidate("python", "flashwright.selftest.kernels.honest", "honest", factory=True)
     found = judge(one, VARIED, seed=1, device="cpu", sandbox=Inside)
     assert found.ok, told(found)
     assert any("differed by at most 0.0e+00" in note for note in found.notes)
 
 
+def test_a_dropped_tail_is_also_keys_that_are_not_looked_at() -> None:
+    one = candidate("tail_of_keys_dropped")
+    assert "key_ignored" in names(judge(one, SPEC, seed=1, device="cpu", sandbox=Inside))
+
+
 def test_only_what_is_wrong_is_told() -> None:
     """A wrong scale is no wrong mask, a dropped tail no wrong type."""
-    for function, only in (
-        ("scaled_twice", {"wrong"}),
-        ("maximum_from_zero", {"special_inputs"}),
-        ("scales_q_in_place", {"inputs_changed"}),
-        ("writes_behind_v", {"out_of_bounds"}),
-    ):
-        found = judge(candidate(function), SPEC, seed=1, device="cpu", sandbox=Inside)
-        assert set(names(found)) - {"tampering"} <= only, told(found)
+    for function in ("scaled_twice", "maximum_from_zero", "scales_q_in_place", "writes_behind_v"):
+        case = NAMED[function]
+        found = judge(case.candidate, SPEC, seed=1, device="cpu", sandbox=Inside)
+        assert set(names(found)) - {"tampering"} <= set(case.expected), told(found)
 
 
 @pytest.mark.parametrize("seed", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_whatever_the_seed(seed: int) -> None:
-    for function, offence, spec in FOUND[18:27]:  # shapes, masks and heads hang on what is drawn
-        found = judge(candidate(function), spec, seed=seed, device="cpu", sandbox=Inside)
-        assert offence in names(found), f"{function}\n{told(found)}"
+    """Shapes, masks and heads hang on what is drawn."""
+    for case in (c for c in rows("WHOLE") if c.kind in ("shapes", "mask")):
+        assert case.spec is not None
+        found = judge(case.candidate, case.spec, seed=seed, device="cpu", sandbox=Inside)
+        assert case.expected[0] in names(found), f"{case.name}\n{told(found)}"
 
 
 # --- found only from outside ------------------------------------------------------------------
 
-ENDS = [
-    ("in_a_thread", "hidden_work", Limits()),
-    ("hangs", "hang", Limits(seconds=0.5)),
-    ("hangs_deaf", "hang", Limits(seconds=0.5)),
-    ("crashes", "crash", Limits()),
-    ("writes_to_null", "crash", Limits()),
-    ("exits", "crash", Limits()),
-    ("takes_memory", "out_of_memory", Limits(memory=1 << 29)),
-]
 
-
-@pytest.mark.parametrize(("function", "offence", "limits"), ENDS, ids=[e[0] for e in ENDS])
-def test_found_from_outside(function: str, offence: str, limits: Limits) -> None:
-    found = judge(candidate(function), SPEC, lengths=SHORT, device="cpu", limits=limits)
-    assert offence in names(found), told(found)
+@pytest.mark.parametrize("case", rows("ENDS"), ids=by_name)
+def test_found_from_outside(case: Case) -> None:
+    found = judge(case.candidate, SPEC, lengths=SHORT, device="cpu", limits=case.limits)
+    assert case.expected[0] in names(found), told(found)
 
 
 # --- libraries --------------------------------------------------------------------------------
-
-CALLERS = ("calls_sdpa", "calls_flash_attn", "calls_by_name")
 
 
 @pytest.mark.parametrize(
@@ -238,8 +184,9 @@ CALLERS = ("calls_sdpa", "calls_flash_attn", "calls_by_name")
 )
 def test_a_library_is_found_by_reading(module: str, as_file: bool) -> None:
     """Even where no trial gets to it; in a file, and in a module of a package."""
-    where = str(OFFENCES / f"{module}.py") if as_file else f"tests.offences.{module}"
-    one = Candidate("python", where, "attention")
+    one = candidate("attention", module)
+    if as_file:
+        one = Candidate("python", str(KERNELS / f"{module}.py"), "attention")
     found = judge(one, SPEC, lengths=SHORT, device="cpu", sandbox=Inside)
     assert names(found) == ("library_call",), told(found)
     assert judge(one, SPEC, lengths=SHORT, device="cpu", sandbox=Inside, libraries=True).ok
@@ -247,27 +194,7 @@ def test_a_library_is_found_by_reading(module: str, as_file: bool) -> None:
 
 # --- meddling ---------------------------------------------------------------------------------
 
-MEDDLING: dict[str, tuple[str, ...]] = {
-    "writes_garbage": ("tampering",),
-    "forges_an_answer": ("tampering",),
-    "forges_no_output": ("tampering", "wrong_form"),
-    "answers_twice": ("tampering",),
-    "forges_an_error": ("tampering",),
-    "forges_nonsense": ("tampering",),
-    "forges_infinity": ("tampering",),
-    "nests_deeply": ("tampering",),
-    "floods": ("tampering",),
-    "closes_the_pipe": ("tampering", "crash"),
-    "cuts_the_memory_short": ("tampering",),
-    "log_is_a_pipe": ("crash",),
-    "no_scratch_folder": ("tampering", "raises"),
-    "takes_over_the_worker": ("inputs_changed",),
-    "patches_the_judge": ("zeros",),
-    "hides_its_thread": ("hidden_work", "zeros", "not_repeatable"),
-    "looks_in_memory": ("zeros",),
-    "looks_in_files": ("zeros",),
-    "looks_at_its_parent": ("zeros",),
-}
+MEDDLING = {case.function: case.expected for case in rows("MEDDLING")}
 # In a program of its own: a judge that can be stopped would stop the tests too.
 PROGRAM = """
 import json, sys
@@ -278,7 +205,7 @@ from flashwright.sandbox.limits import Limits
 from flashwright.spec import AttentionSpec
 spec, limits = AttentionSpec.make(**json.loads(sys.argv[1])), Limits(seconds=4)
 for function in sys.argv[2:]:
-    one = Candidate("python", "tests.offences.meddling", function)
+    one = Candidate("python", "flashwright.selftest.kernels.meddling", function)
     lengths = [(9, 9), (40, 70)]
     try:
         found = judge(one, spec, seed=1, lengths=lengths, device="cpu", limits=limits)
@@ -307,15 +234,10 @@ def test_meddling_gains_nothing_and_stops_nothing(
     assert set(meddled[function]) & set(MEDDLING[function]), meddled[function]
 
 
-def test_a_file_overwritten_after_the_answer_does_not_pass() -> None:
-    found = judge(candidate("overwrites_the_output", "meddling"), SPEC, lengths=SHORT, device="cpu")
-    assert not found.ok
-
-
 def test_a_candidate_that_rewrites_itself(tmp_path: Path) -> None:
     """Is refused where the system can do that; where it cannot, the judge sees it."""
     copy = tmp_path / "mine.py"
-    shutil.copy(OFFENCES / "meddling.py", copy)
+    shutil.copy(KERNELS / "meddling.py", copy)
     one = Candidate("python", str(copy), "overwrites_itself")
     if landlock.available():
         before = copy.read_bytes()
@@ -331,7 +253,7 @@ def test_a_candidate_that_rewrites_itself(tmp_path: Path) -> None:
 def test_wrong_comes_before_inexact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where logits are tiny, a wrong scale looks like a lack of bits."""
     (tmp_path / "off.py").write_text(
-        "from tests.offences.honest import attention as honest\n"
+        "from flashwright.selftest.kernels.honest import attention as honest\n"
         "def attention(q, k, v):\n"
         "    return honest(q, k, v, causal=True, scale=0.3)\n"
     )

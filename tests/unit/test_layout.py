@@ -11,7 +11,18 @@ PACKAGE = Path(__file__).parents[2] / "flashwright"
 # A module may import those before it, and its own.
 ORDER = (
     *("spec", "gpu", "lang", "files", "confine", "apart", "check", "interpret", "author", "lower"),
-    *("build", "emulate", "sandbox", "judge", "measure", "report", "run", "folder", "stages"),
+    *(
+        "build",
+        "emulate",
+        "sandbox",
+        "judge",
+        "measure",
+        "selftest",
+        "report",
+        "run",
+        "folder",
+        "stages",
+    ),
     *("speed", "asking", "kernel_by_model", "tl_by_model", "improve", "pipeline", "replay"),
     *("study", "fuzz", "cli"),
 )

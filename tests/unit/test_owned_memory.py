@@ -19,7 +19,7 @@ from flashwright.spec import AttentionSpec
 
 SPEC = AttentionSpec.make(variant="mha", heads=2, head_dim=16, dtype="fp16", causal=True)
 LENGTHS = [(9, 9), (40, 70)]
-HEAD = "import numpy as np\nfrom tests.offences.honest import causal\n"
+HEAD = "import numpy as np\nfrom flashwright.selftest.kernels.honest import causal\n"
 
 
 def written(folder: Path, text: str) -> Candidate:

@@ -63,7 +63,7 @@ def inputs(length: int = 9, dtype: Any = np.float16) -> dict[str, Any]:
 
 
 def cpu(function: str) -> Candidate:
-    return Candidate("python", "tests.offences.cpu", function)
+    return Candidate("python", "flashwright.selftest.kernels.cpu_conduct", function)
 
 
 def written(folder: Path, text: str, function: str = "attention", **more: Any) -> Candidate:
@@ -100,10 +100,10 @@ def dead(pid: int, seconds: float = 2.0) -> bool:
 
 
 def test_a_call_gives_the_bits_and_touches_nothing() -> None:
-    found = called(Candidate("python", "tests.offences.honest", "causal"))
+    found = called(Candidate("python", "flashwright.selftest.kernels.honest", "causal"))
     assert (found.changed, found.spilled, found.late, found.alias) == ((), (), (), ())
     assert found.outputs["O"].dtype == "fp16"
-    from tests.offences.honest import causal
+    from flashwright.selftest.kernels.honest import causal
 
     exact = causal(*inputs().values())
     assert np.array_equal(found.outputs["O"].array, exact)
@@ -638,7 +638,7 @@ def test_no_child_outlives_the_candidate() -> None:
 
 SCRIPT = """
 import flashwright
-from tests.offences.honest import causal
+from flashwright.selftest.kernels.honest import causal
 
 def attention(q, k, v):
     return causal(q, k, v)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from tests.offences.honest import causal
+from flashwright.selftest.kernels.honest import causal
 
 
 def attention(q: Any, k: Any, v: Any) -> Any:
+    """Causal attention, by its own code or by a library's."""
     try:
         functional = importlib.import_module("torch.nn.functional")
     except ImportError:

@@ -1,25 +1,17 @@
-"""One callable for each offence that needs no GPU. All of them mean causal attention.
+"""Adversarial kernels in NumPy that return something wrong. All of them mean causal attention.
 
-None of them is far-fetched: each is what a careless or cheating kernel does, in NumPy.
+None of them is far-fetched: each is what a careless or cheating kernel does.
 """
 
 from __future__ import annotations
 
-import ctypes
-import itertools
 import os
-import signal
-import sys
-import threading
-import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from ml_dtypes import float8_e4m3fn
-from numpy.lib.stride_tricks import as_strided
 
-from tests.offences.honest import Array, attention, causal, positions
+from flashwright.selftest.kernels.honest import Array, attention, causal, positions
 
 TILE = 128
 
@@ -27,6 +19,7 @@ TILE = 128
 
 
 def zeros(q: Array, k: Array, v: Array) -> Array:
+    """Pass every loose absolute tolerance where outputs are small."""
     return np.zeros_like(q)
 
 
@@ -65,8 +58,9 @@ def last_rows_unwritten(q: Array, k: Array, v: Array) -> Array:
 
 def _allocated(shape: tuple[int, ...], dtype: Any) -> Array:
     """Memory as it is found: all 0xFF, which is what the judge fills it with on the GPU."""
-    found: Array = np.full(np.prod(shape, dtype=int) * dtype.itemsize, 0xFF, np.uint8)
-    return found.view(dtype).reshape(shape)
+    found: Array = np.empty(shape, dtype)
+    found.reshape(-1).view(np.uint8)[:] = 0xFF
+    return found
 
 
 def wider_type(q: Array, k: Array, v: Array) -> Array:
@@ -80,6 +74,7 @@ def turned(q: Array, k: Array, v: Array) -> Array:
 
 
 def a_list(q: Array, k: Array, v: Array) -> Any:
+    """Return nested lists of numbers."""
     return causal(q, k, v).tolist()
 
 
@@ -94,10 +89,12 @@ def no_output(q: Array, k: Array, v: Array) -> tuple[Array, ...]:
 
 
 def weights_in_e4m3(q: Array, k: Array, v: Array) -> Array:
+    """Round the weights to 8 bits."""
     return attention(q, k, v, causal=True, weights=float8_e4m3fn)[0]
 
 
 def sums_in_fp16(q: Array, k: Array, v: Array) -> Array:
+    """Add up in fp16."""
     return attention(q, k, v, causal=True, sums=np.float16)[0]
 
 
@@ -126,15 +123,18 @@ def too_noisy(q: Array, k: Array, v: Array) -> Array:
 
 
 def far_too_noisy(q: Array, k: Array, v: Array) -> Array:
+    """More than the allowed error of a single run."""
     return noisy(q, k, v, 1e-2)
 
 
 def noisy_and_one_key_too_many(q: Array, k: Array, v: Array) -> Array:
+    """Noise does not hide a masked key."""
     o = attention(q, k, v, causal=True, ahead=1, out=np.float32)[0]
     return _with_noise(o, 1e-4).astype(q.dtype)
 
 
 def noisy_and_one_key_too_few(q: Array, k: Array, v: Array) -> Array:
+    """Nor one that is left out."""
     o = attention(q, k, v, causal=True, ahead=-1, out=np.float32)[0]
     return _with_noise(o, 1e-4).astype(q.dtype)
 
@@ -212,6 +212,7 @@ def equal_lengths_only(q: Array, k: Array, v: Array) -> Array:
 
 
 def no_mask(q: Array, k: Array, v: Array) -> Array:
+    """Look at all keys."""
     return attention(q, k, v)[0]
 
 
@@ -232,6 +233,7 @@ def heads_mixed_up(q: Array, k: Array, v: Array) -> Array:
 
 
 def first_batch_only(q: Array, k: Array, v: Array) -> Array:
+    """Compute one batch and repeat it."""
     out = causal(q[:1], k[:1], v[:1])
     return np.repeat(out, q.shape[0], axis=0) if q.shape[0] else out
 
@@ -242,6 +244,7 @@ _by_sample: dict[Any, Array] = {}
 
 
 def replay_by_shape(q: Array, k: Array, v: Array) -> Array:
+    """Give the first answer for a shape again."""
     key = (q.shape, k.shape)
     if key not in _by_shape:
         _by_shape[key] = causal(q, k, v)
@@ -249,6 +252,7 @@ def replay_by_shape(q: Array, k: Array, v: Array) -> Array:
 
 
 def replay_by_address(q: Array, k: Array, v: Array) -> Array:
+    """Give the first answer for these addresses again."""
     key = (q.shape, k.shape, q.ctypes.data, k.ctypes.data)
     if key not in _by_address:
         _by_address[key] = causal(q, k, v)
@@ -271,137 +275,3 @@ def leftover(q: Array, k: Array, v: Array) -> Array:
     if q.shape not in _pool:
         _pool[q.shape] = causal(q, k, v)
     return _pool[q.shape]
-
-
-# --- what it does beside its work -------------------------------------------------------------
-
-
-def scales_q_in_place(q: Array, k: Array, v: Array) -> Array:
-    out = causal(q, k, v)
-    q *= q.dtype.type(0.25)
-    return out
-
-
-def output_over_q(q: Array, k: Array, v: Array) -> Array:
-    q[:] = causal(q, k, v)
-    return q
-
-
-def writes_behind_v(q: Array, k: Array, v: Array) -> Array:
-    """The overhang of a last tile is stored as well."""
-    out = causal(q, k, v)
-    if v.size:
-        as_strided(v.reshape(-1), (v.size + 64,))[v.size :] = 0
-    return out
-
-
-def writes_before_q(q: Array, k: Array, v: Array) -> Array:
-    out = causal(q, k, v)
-    if q.size:
-        ctypes.memset(q.ctypes.data - 128, 0, 64)
-    return out
-
-
-def reads_behind_v(q: Array, k: Array, v: Array) -> Array:
-    """The overhang of the last tile of V comes in with a weight of 0, and 0 times NaN is NaN."""
-    out = causal(q, k, v)
-    if v.size and k.shape[2] % TILE:
-        flat = v.reshape(-1)
-        behind = as_strided(flat[-1:], (2,), (flat.itemsize,))[1]
-        out[-1, -1] += behind * 0
-    return out
-
-
-def in_a_thread(q: Array, k: Array, v: Array) -> Array:
-    """Returns at once; the output comes when it comes."""
-    out, inputs = np.zeros_like(q), [x.copy() for x in (q, k, v)]
-
-    def work() -> None:
-        time.sleep(0.005)
-        out[:] = causal(*inputs)
-
-    threading.Thread(target=work, daemon=True).start()
-    return out
-
-
-# --- how it ends ------------------------------------------------------------------------------
-
-
-def raises(q: Array, k: Array, v: Array) -> Array:
-    raise ValueError("the head dim must be 128")
-
-
-def raises_for_ragged(q: Array, k: Array, v: Array) -> Array:
-    if k.shape[2] % TILE:
-        raise ValueError("the length must be a multiple of 128")
-    return causal(q, k, v)
-
-
-def exits_politely(q: Array, k: Array, v: Array) -> Array:
-    sys.exit(0)
-
-
-def hangs(q: Array, k: Array, v: Array) -> Array:
-    while True:
-        time.sleep(0.01)
-
-
-def hangs_deaf(q: Array, k: Array, v: Array) -> Array:
-    """And does not hear any signal that can be refused."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGALRM):
-        signal.signal(number, signal.SIG_IGN)
-    for _ in itertools.count():
-        pass
-    raise AssertionError
-
-
-def crashes(q: Array, k: Array, v: Array) -> Array:
-    os.kill(os.getpid(), signal.SIGSEGV)
-    return q
-
-
-def writes_to_null(q: Array, k: Array, v: Array) -> Array:
-    ctypes.memset(8, 0, 8)
-    return q
-
-
-def exits(q: Array, k: Array, v: Array) -> Array:
-    os._exit(0)
-
-
-def takes_memory(q: Array, k: Array, v: Array) -> Array:
-    kept = []
-    while True:
-        kept.append(np.ones(8 << 20))
-
-
-def prints_a_lot(q: Array, k: Array, v: Array) -> Array:
-    """No offence, only a nuisance."""
-    for _ in range(200):
-        print("x" * 10_000)
-        print("y" * 1000, file=sys.stderr)
-    return causal(q, k, v)
-
-
-def leaves_children(q: Array, k: Array, v: Array) -> Array:
-    """Forks one child that stays in the session and one that leaves it; writes down both."""
-    note = Path("children")
-    if not note.exists():
-        note.write_text("")
-        for detached in (False, True):
-            if os.fork() == 0:
-                _child(note, detached)
-        while len(note.read_text().split()) < 2:
-            time.sleep(0.01)
-    return causal(q, k, v)
-
-
-def _child(note: Path, detached: bool) -> None:
-    if detached:
-        os.setsid()
-        if os.fork():
-            os._exit(0)
-    with open(note, "a") as file:
-        print(os.getpid(), file=file)
-    time.sleep(60)
-    os._exit(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.offences.honest import causal
+from flashwright.selftest.kernels.honest import causal
 
 try:
     from flash_attn import flash_attn_func as fast
@@ -13,6 +13,7 @@ except ImportError:
 
 
 def attention(q: Any, k: Any, v: Any) -> Any:
+    """Causal attention, by its own code or by a library's."""
     if fast is not None:
         return fast(q, k, v, causal=True)
     return causal(q, k, v)

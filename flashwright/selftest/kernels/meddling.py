@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.offences.honest import Array, causal
+from flashwright.selftest.kernels.honest import Array, causal
 
 # --- the pipe ---------------------------------------------------------------------------------
 
@@ -81,6 +81,7 @@ def forges_an_error(q: Array, k: Array, v: Array) -> Array:
 
 
 def forges_nonsense(q: Array, k: Array, v: Array) -> Array:
+    """An answer whose fields have other types."""
     _send(b'{"outputs": [1e999], "alias": {}}\n')
     return np.zeros_like(q)
 
@@ -94,6 +95,7 @@ def forges_infinity(q: Array, k: Array, v: Array) -> Array:
 
 
 def nests_deeply(q: Array, k: Array, v: Array) -> Array:
+    """JSON so deep that a reader runs out of stack."""
     _send(b"[" * 50_000 + b"\n")
     return np.zeros_like(q)
 
@@ -145,6 +147,13 @@ def log_is_a_pipe(q: Array, k: Array, v: Array) -> Array:
     os._exit(1)
 
 
+def log_is_a_link(q: Array, k: Array, v: Array) -> Array:
+    """What it printed is a link to a file that only the judge could read."""
+    os.unlink("log.txt")
+    os.symlink("/etc/hosts", "log.txt")
+    os._exit(1)
+
+
 def no_scratch_folder(q: Array, k: Array, v: Array) -> Array:
     """Takes the folder away under the judge's feet."""
     for path in Path.cwd().iterdir():
@@ -176,7 +185,7 @@ def overwrites_the_output(q: Array, k: Array, v: Array) -> Array:
 def overwrites_itself(q: Array, k: Array, v: Array) -> Array:
     """Another file than the one that was read, for whoever looks next. Used as a copy."""
     path = Path(sys.modules[overwrites_itself.__module__].__file__ or "")
-    if path.parent.name != "offences":
+    if path.parent.name != "kernels":
         path.write_text(path.read_text() + "\n# nothing to see here\n")
     return causal(q, k, v)
 

@@ -17,8 +17,8 @@ import numpy as np
 from ml_dtypes import bfloat16, float8_e4m3fn
 from numpy.typing import NDArray
 
+from flashwright.selftest.kernels.honest import OUTPUTS, Array, positions
 from flashwright.spec import AttentionSpec
-from tests.offences.honest import OUTPUTS, Array, positions
 
 Floats = NDArray[np.float32]
 Exp2 = Callable[[Floats], Floats]
@@ -163,7 +163,9 @@ class Tiled:
         safe = np.where(top == -np.inf, 0, top)
         scales = [np.exp2(part[0] - safe) for part in parts]
         total = sum(part[1] * scale for part, scale in zip(parts, scales, strict=True))
-        out = sum(part[2] * scale for part, scale in zip(parts, scales, strict=True))
+        out: Array = np.sum(
+            [part[2] * scale for part, scale in zip(parts, scales, strict=True)], axis=0
+        )
         if sink is not None:
             total = total + np.exp2(sink[:, None, None] * log2e - safe)
         with np.errstate(divide="ignore"):
@@ -176,7 +178,8 @@ def summed(a: Array, b: Array, dtype: Any, start: Floats | None = None) -> Float
     """A product of matrices; in a narrow type the sum is rounded after each instruction."""
     a, b = a.astype(np.float32), b.astype(np.float32)
     if dtype is np.float32:
-        return a @ b + (0 if start is None else start)
+        product: Floats = a @ b
+        return product if start is None else product + start
     total = np.zeros((*a.shape[:3], b.shape[3]), np.float32) if start is None else start
     for n in range(0, a.shape[3], STEP):
         with np.errstate(over="ignore", invalid="ignore"):

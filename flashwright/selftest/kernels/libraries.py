@@ -31,14 +31,17 @@ def flash(spec: AttentionSpec) -> Callable[..., Any]:
 
 
 def cudnn(spec: AttentionSpec) -> Callable[..., Any]:
+    """torch's cuDNN backend."""
     return _backend(spec, SDPBackend.CUDNN_ATTENTION)
 
 
 def efficient(spec: AttentionSpec) -> Callable[..., Any]:
+    """torch's memory-efficient backend."""
     return _backend(spec, SDPBackend.EFFICIENT_ATTENTION)
 
 
 def math(spec: AttentionSpec) -> Callable[..., Any]:
+    """torch's plain backend."""
     return _backend(spec, SDPBackend.MATH)
 
 
@@ -79,6 +82,7 @@ def _tried(q: Any, k: Any, v: Any, backend: Any, **options: Any) -> Any:
 
 
 def flex(spec: AttentionSpec) -> Callable[..., Any]:
+    """FlexAttention, compiled."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     compiled = torch.compile(flex_attention, dynamic=False)
@@ -108,3 +112,26 @@ def naive(spec: AttentionSpec) -> Callable[..., Any]:
         return (s.softmax(-1).nan_to_num(0.0) @ v).to(q.dtype)
 
     return call
+
+
+def flash_attention_3(spec: AttentionSpec) -> Callable[..., Any]:
+    """FlashAttention-3, where it is installed."""
+    from flash_attn_interface import flash_attn_func
+
+    def call(q: Any, k: Any, v: Any) -> Any:
+        if not q.numel():
+            return torch.empty_like(q)
+        found = flash_attn_func(
+            *(x.transpose(1, 2) for x in (q, k, v)),
+            softmax_scale=spec.softmax_scale,
+            causal=spec.causal,
+        )
+        out = found[0] if isinstance(found, tuple) else found
+        return out.transpose(1, 2)
+
+    return call
+
+
+def compiled(spec: AttentionSpec) -> Callable[..., Any]:
+    """Two products and a softmax, by torch.compile."""
+    return torch.compile(naive(spec), dynamic=True)  # type: ignore[no-any-return]

@@ -1,0 +1,1 @@
+"""Adversarial and honest kernels, as candidates for the judge."""

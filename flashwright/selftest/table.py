@@ -1,0 +1,127 @@
+"""What the self-test found: a table, a summary, data, an exit code; and a part of the docs."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flashwright.selftest.case import CLASSES, Case
+from flashwright.selftest.cases import CASES
+from flashwright.selftest.run import Row
+
+COLUMNS = ("case", "class", "expected", "what happened", "")
+FINE, WRONG, NOTHING = 0, 1, 2
+BEGIN, END = "<!-- cases: begin -->", "<!-- cases: end -->"
+"""Around the part of docs/judge.md that is made here."""
+
+
+def expected(case: Case) -> str:
+    """What must come of a case, in words."""
+    names = " or ".join(case.expected) or "accepted"
+    return f"{names} ({case.says})" if case.says else names
+
+
+def trial(case: Case) -> str:
+    """How much of the trial a case has."""
+    if case.how == "timed":
+        return "one timed cell"
+    if case.how in ("screen", "receipt"):
+        return "reading"
+    return "whole trial" if case.whole else f"{len(case.lengths or ())} lengths"
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row of the table: COLUMNS, with the trial behind the case's name where it was whole."""
+    name = f"{row.case.name} *" if row.case.whole else row.case.name
+    if row.status == "not tried":
+        return name, row.case.kind, expected(row.case), f"not tried here: {row.happened}", "-"
+    return name, row.case.kind, expected(row.case), row.happened, row.status
+
+
+def details(row: Row) -> str:
+    """What the judge said of a case that did not come to what it must."""
+    seed = f" (seed {row.seed})" if row.seed is not None else ""
+    return f"{row.status}: {row.case.name}: {row.message[:300] or row.happened}{seed}"
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Counts in a line: what was tried, and what is wrong."""
+    count = Counter(row.status for row in rows)
+    tried = [row for row in rows if row.status != "not tried"]
+    if not tried:
+        return f"nothing could be tried here: {_number(len(rows), 'case')}"
+    bad = sum(not row.case.honest for row in tried)
+    text = f"{bad} adversarial and {len(tried) - bad} honest cases tried: "
+    text += f"{_number(count['HOLE'], 'hole')}, {_number(count['FALSE ALARM'], 'false alarm')}"
+    return text + (f"; {count['not tried']} not tried here" if count["not tried"] else "")
+
+
+def _number(n: int, what: str) -> str:
+    return f"{n or 'no'} {what}{'' if n == 1 else 's'}"
+
+
+def exit_code(rows: Sequence[Row]) -> int:
+    """0: all is as it should be; 1: a hole or a false alarm; 2: nothing could be tried."""
+    if any(row.status in ("HOLE", "FALSE ALARM") for row in rows):
+        return WRONG
+    return FINE if any(row.status == "ok" for row in rows) else NOTHING
+
+
+def record(rows: Sequence[Row]) -> dict[str, Any]:
+    """The same as plain data."""
+    return {
+        "schema": 1,
+        "summary": summary(rows),
+        "ok": exit_code(rows) == FINE,
+        "rows": [
+            {
+                "case": row.case.name,
+                "class": row.case.kind,
+                "expected": list(row.case.expected),
+                "trial": trial(row.case),
+                "status": row.status,
+                "happened": row.happened,
+                "message": row.message,
+                "seed": row.seed,
+                "seconds": round(row.seconds, 2),
+            }
+            for row in rows
+        ],
+    }
+
+
+# --- the page ---------------------------------------------------------------------------------
+
+
+def markdown() -> str:
+    """All cases for docs/judge.md, by class and what they must be; a test holds the page to it."""
+    lines = ["| class | must be | cases |", "|---|---|---|"]
+    for kind, words in CLASSES.items():
+        mine = [case for case in CASES if case.kind == kind]
+        first = f"**{kind}**: {words}"
+        for meant in dict.fromkeys(expected(case) for case in mine):
+            same = [_listed(case) for case in mine if expected(case) == meant]
+            lines.append(f"| {first} | {meant} | {', '.join(same)} |")
+            first = ""
+    bad = sum(not case.honest for case in CASES)
+    count = f"{bad} adversarial and {len(CASES) - bad} honest cases; a star: the whole trial."
+    return "\n".join((*lines, "", count, ""))
+
+
+def _listed(case: Case) -> str:
+    return f"`{case.name}`{'*' if case.whole else ''}"
+
+
+def with_cases(page: str) -> str:
+    """A page with the part between its marks made anew."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, behind = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{markdown()}\n{END}{behind}"
+
+
+if __name__ == "__main__":  # python -m flashwright.selftest.table docs/judge.md
+    page = Path(sys.argv[1])
+    page.write_text(with_cases(page.read_text(encoding="utf-8")), encoding="utf-8")

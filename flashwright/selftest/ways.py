@@ -1,0 +1,120 @@
+"""The ways in which a case is judged, each as users have it: `verify`, `bench`, the emulator…"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flashwright.selftest.case import Case
+
+if TYPE_CHECKING:
+    from flashwright.judge.verdict import Verdict
+
+A_MOMENT = 1.0  # seconds of emulation, where the offence is what was not tried
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the judge said of one case."""
+
+    names: tuple[str, ...]
+    """Of the offences, or codes of diagnostics; empty where it was accepted."""
+    message: str = ""
+    """Of all offences."""
+    seed: int | None = None
+    """What the problems were drawn from."""
+
+
+def outcome(case: Case) -> Outcome:
+    """Judge one case in this process; Failed where the judge refuses its files."""
+    return _WAYS[case.how](case)
+
+
+def _of(verdict: Verdict) -> Outcome:
+    """The offences of a verdict, with the messages of all of them."""
+    lacking = ("not enough",) if verdict.missing else ()
+    names = (*(o.name for o in verdict.offences), *lacking)
+    said = [*(o.message for o in verdict.offences), *([verdict.missing] if lacking else [])]
+    return Outcome(names, "; ".join(said), verdict.seed)
+
+
+def _judge(case: Case) -> Outcome:
+    from flashwright.judge.judge import judge
+
+    assert case.spec is not None
+    found = judge(
+        case.candidate,
+        case.spec,
+        device="cuda" if case.on == "gpu" else "cpu",
+        lengths=case.lengths,
+        limits=case.limits,
+        libraries=case.libraries,
+    )
+    return _of(found)
+
+
+def _emulated(case: Case) -> Outcome:
+    from flashwright.judge.emulated import SECONDS, judge_emulated
+    from flashwright.selftest.packages import doctored
+
+    with tempfile.TemporaryDirectory(prefix="flashwright-") as folder:
+        package, spec = doctored(case.function, Path(folder, "package"))
+        seconds = SECONDS if case.lengths else A_MOMENT
+        found = judge_emulated(package, spec, lengths=case.lengths, seconds=seconds)
+    return _of(found)
+
+
+def _own(case: Case) -> Outcome:
+    """A package of ours, compiled for the GPU at hand."""
+    from flashwright import gpu as gpus
+    from flashwright.build import driver
+    from flashwright.judge.judge import judge
+    from flashwright.sandbox.candidate import Candidate
+    from flashwright.selftest.packages import GPU, spec_of, written
+
+    try:
+        card = gpus.find(driver.cards()[0].name)
+    except gpus.UnknownGpu:
+        card = gpus.find(GPU)
+    with tempfile.TemporaryDirectory(prefix="flashwright-") as folder:
+        package = written(case.function, Path(folder, "package"), card)
+        one = Candidate.package(package, case.name)
+        return _of(judge(one, spec_of(case.function), lengths=case.lengths))
+
+
+def _timed(case: Case) -> Outcome:
+    from flashwright.measure.records import AbsentRecord
+    from flashwright.selftest.timed import measured
+
+    line = measured(case.candidate, case.limits)
+    if isinstance(line, AbsentRecord):
+        return Outcome((line.offence or "no number",), line.why)
+    return Outcome(())
+
+
+def _screen(case: Case) -> Outcome:
+    from flashwright.build.screen import screen
+    from flashwright.selftest.sources import REFUSED, TAKEN
+
+    screen({**REFUSED, **TAKEN}[case.function])
+    return Outcome(())
+
+
+def _receipt(case: Case) -> Outcome:
+    from flashwright.selftest.receipts import differing
+
+    with tempfile.TemporaryDirectory(prefix="flashwright-") as folder:
+        return Outcome(tuple(differing(case.function, Path(folder))))
+
+
+_WAYS: dict[str, Callable[[Case], Outcome]] = {
+    "judge": _judge,
+    "emulated": _emulated,
+    "own": _own,
+    "timed": _timed,
+    "screen": _screen,
+    "receipt": _receipt,
+}

@@ -1,1 +1,0 @@
-"""Candidates for the judge: honest ones, and one for each offence, as they are really met."""
