@@ -388,19 +388,20 @@ def compare_weights(
 ) -> Comparison:
     """A good result for `spectrum` inputs, unless the mean relative error of a weight is too large.
 
-    `shown` has for each column of O the weight that it shows.
+    `shown` has for each column of O the weight that it shows. Where a column's elements are alike,
+    their roundings are too: the mean may be off by as much as that of the exact output, rounded.
     """
-    axes, some = tuple(range(expected.ndim - 1)), expected > 0
+    some, unit = expected > 0, ROUNDOFF[dtype]
     known = np.where(some, expected, 1.0)
-    parts = (
-        some,
-        np.where(some, found / known - 1, 0),
-        np.where(some, 1 + (noise / known) ** 2, 0),
+    last = 2 * unit * 2.0 ** np.floor(np.log2(known))  # the last bit of each element
+    errors = (found / known - 1, np.rint(known / last) * last / known - 1, 1 + (noise / known) ** 2)
+    axes = tuple(range(expected.ndim - 1))
+    found_sum, rounded_sum, squares, count = (
+        np.bincount(shown, np.where(some, x, 0.0).sum(axis=axes)) for x in (*errors, some)
     )
-    count, off, square = (np.bincount(shown, part.sum(axis=axes)) for part in parts)
     count = np.maximum(count, 1)
-    mean = off / count
-    limit = WEIGHT_LIMIT + SURE * ROUNDED * ROUNDOFF[dtype] * np.sqrt(square) / count
+    mean, sure = found_sum / count, SURE * ROUNDED * unit * np.sqrt(squares) / count
+    limit = WEIGHT_LIMIT + np.abs(rounded_sum) / count + sure
     worst = int(np.argmax(np.abs(mean) - limit))
     result = replace(result, weight_error=float(np.abs(mean).max()))
     if abs(mean[worst]) <= limit[worst]:

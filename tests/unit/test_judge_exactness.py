@@ -160,9 +160,11 @@ def test_a_wrong_kernel_is_not_called_an_approximation() -> None:
 # --- the rule itself --------------------------------------------------------------------------
 
 
-def spectrum(dtype: str, **options: Any) -> tuple[AttentionSpec, dict[str, Any], dict[str, Any]]:
+def spectrum(
+    dtype: str, keys: int = 256, **options: Any
+) -> tuple[AttentionSpec, dict[str, Any], dict[str, Any]]:
     spec = AttentionSpec.make(variant="any", heads=2, head_dim=64, dtype=dtype, **options)
-    dims = {"batch": 1, "heads": 2, "kv_heads": 2, "q_len": 256, "kv_len": 256}
+    dims = {"batch": 1, "heads": 2, "kv_heads": 2, "q_len": 256, "kv_len": keys}
     made = make_inputs(spec, dims, 3, "spectrum")
     return spec, made, oracle.attention(spec, made, dims, noise=True)
 
@@ -190,6 +192,16 @@ def test_the_limit_is_of_the_mean() -> None:
         assert found.ok == good, found.reason
         assert compare(spec, "O", rounded * factor, expected, "normal").ok
     assert "too small in the mean" in found.reason
+
+
+@pytest.mark.parametrize("keys", [1, 2, 3, 5, 9])
+def test_roundings_that_are_alike_are_no_approximation(keys: int) -> None:
+    """With few keys a column has nearly the same value in all rows, and rounds in one direction."""
+    spec, made, expected = spectrum("bf16", keys)
+    for kernel in (tiled.plain, tiled.cubic_exp2):
+        found = kernel(spec)(*made.values())[0].astype(np.float64)
+        result = compare(spec, "O", found, expected, "spectrum")
+        assert result.ok, result.reason
 
 
 @pytest.mark.usefixtures("few")
