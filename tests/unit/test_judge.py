@@ -323,19 +323,7 @@ FORMS = {  # what is returned in place of O or (O, LSE)
 }
 
 
-# The worker calls these `raises`: it looks at a result's memory before its form.
-RAISES = ("a third output that is no tensor", "an array of objects")
-
-
-@pytest.mark.parametrize(
-    "form",
-    [
-        pytest.param(form, marks=pytest.mark.xfail(reason="`raises` in the worker"))
-        if form in RAISES
-        else form
-        for form in FORMS
-    ],
-)
+@pytest.mark.parametrize("form", FORMS)
 def test_an_answer_of_another_form_is_told_as_such(form: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
