@@ -79,7 +79,7 @@ def kernel(
 
 def _confined() -> Machine:
     """The machine in a confined process, where there is such a thing."""
-    from flashwright.judge.machine_apart import MachineApart
+    from flashwright.emulate.machine_apart import MachineApart
     from flashwright.sandbox.limits import Limits
 
     return MachineApart(Limits()) if sys.platform == "linux" else here

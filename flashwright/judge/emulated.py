@@ -37,7 +37,7 @@ from flashwright.judge.expected import Expected
 from flashwright.judge.form import PackageForm, planned_shape
 from flashwright.judge.inputs import random_tensor
 from flashwright.judge.judge import QUESTIONS, SETTLED, Hearing, Progress, spread_of
-from flashwright.judge.machine_apart import MachineApart
+from flashwright.emulate.machine_apart import MachineApart
 from flashwright.judge.offences import hazard
 from flashwright.judge.problems import Problem, coverage, problems
 from flashwright.judge.trial import Outcome, Trial

@@ -312,6 +312,7 @@ def test_ctrl_c_ends_the_compiler_and_its_children(nvcc: FakeNvcc) -> None:
     nvcc.set(body=SLOW.format(folder=nvcc.folder))
     child = start(nvcc)
     pids = [wait_for(nvcc.folder / name) for name in ("pid", "child")]
+    time.sleep(0.3)  # the parent has to come back from starting it
     child.send_signal(signal.SIGINT)
     child.communicate(timeout=30)
     assert child.returncode != 0

@@ -13,8 +13,8 @@ ORDER = (
     *("spec", "gpu", "lang", "files", "confine", "apart", "check", "interpret", "author", "lower"),
     *(
         "build",
-        "emulate",
         "sandbox",
+        "emulate",
         "judge",
         "measure",
         "selftest",

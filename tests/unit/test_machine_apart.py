@@ -17,9 +17,9 @@ from flashwright.emulate.own import kernel
 from flashwright.emulate.package import Package, read_package
 from flashwright.emulate.structs import Launch, Region
 from flashwright.judge import emulated as judged
-from flashwright.judge import machine_apart
+from flashwright.emulate import machine_apart
 from flashwright.judge.emulated import judge_emulated, pose
-from flashwright.judge.machine_apart import MachineApart
+from flashwright.emulate.machine_apart import MachineApart
 from flashwright.lang.diagnostic import Failed
 from flashwright.sandbox.limits import Limits
 from flashwright.sandbox.tensors import bits
