@@ -31,13 +31,13 @@ from flashwright.emulate.emulate import (
     variables_of,
 )
 from flashwright.emulate.machine import Machine, here, library_file
+from flashwright.emulate.machine_apart import MachineApart
 from flashwright.emulate.package import Package, Served, Unending, read_served
 from flashwright.emulate.places import CODES, diagnostics
 from flashwright.judge.expected import Expected
 from flashwright.judge.form import PackageForm, planned_shape
 from flashwright.judge.inputs import random_tensor
 from flashwright.judge.judge import QUESTIONS, SETTLED, Hearing, Progress, spread_of
-from flashwright.emulate.machine_apart import MachineApart
 from flashwright.judge.offences import hazard
 from flashwright.judge.problems import Problem, coverage, problems
 from flashwright.judge.trial import Outcome, Trial

@@ -376,7 +376,7 @@ VALUES = (
     *("\0", "x" * 5000, "sm_90a", "fp8", "e4m3", [], {}, [[]], [0], ["q_len"], {"a": 1}, "é", 7),
     *(["q_len", 0, "mod"], ["kv_len", "+"], [1] * 100, ["q_len", "kv_len", "*"]),
 )
-SEEDS = 100  # of each file
+SEEDS, QUICK = 100, 40  # of each file
 DECIDING = ("launch.json", "classes.json")  # what a launch follows
 
 
@@ -433,14 +433,21 @@ def read_everywhere(place: Path, judge_too: bool) -> None:
 
 
 @needs_compilers
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(range(QUICK), id="some"),
+        pytest.param(range(QUICK, SEEDS), id="more", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", JSON)
 def test_mutated_files_end_in_diagnostics(
-    package: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    package: Path, name: str, seeds: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Package, "with_lines", lambda self: self)  # it would compile
     monkeypatch.setattr(judged, "ROUNDS", 1)
     text = (package / name).read_text()
-    for seed in range(SEEDS):
+    for seed in seeds:
         (package / name).write_text(mutated(text, random.Random(f"{name} {seed}")))
         try:
             read_everywhere(package, name in DECIDING or seed % 20 == 0)

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from flashwright.confine import landlock, seal
+from flashwright.emulate import machine_apart
 from flashwright.emulate.emulate import Variables, launch, prepare, variables_of
 from flashwright.emulate.machine import Machine, here
+from flashwright.emulate.machine_apart import MachineApart
 from flashwright.emulate.own import kernel
 from flashwright.emulate.package import Package, read_package
 from flashwright.emulate.structs import Launch, Region
 from flashwright.judge import emulated as judged
-from flashwright.emulate import machine_apart
 from flashwright.judge.emulated import judge_emulated, pose
-from flashwright.emulate.machine_apart import MachineApart
 from flashwright.lang.diagnostic import Failed
 from flashwright.sandbox.limits import Limits
 from flashwright.sandbox.tensors import bits
