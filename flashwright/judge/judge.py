@@ -290,6 +290,7 @@ class Hearing:
                 progress(len(listed), total, "which keys it looks at")
                 with contextlib.suppress(Unable):  # said of the problems already
                     self._keep(probe(trial, self.spec, self.seed))
+                    self._launches(running, listed[0])
 
     def _again_and_again(self, trial: Trial, listed: Sequence[Problem]) -> None:
         sizes = [(math.prod(p.dims.values()), n) for n, p in enumerate(listed)]
@@ -297,6 +298,7 @@ class Hearing:
         if smallest is not None:
             with contextlib.suppress(Unable):  # said of the problem already
                 self._keep(trial.many(listed[smallest[1]]))
+                self._launches(trial.sandbox, listed[smallest[1]])
 
     def _trial(self, running: Sandbox, expected: Expected) -> Trial:
         spread = spread_of(self.kernels, self.spec, expected.reference)
@@ -319,7 +321,8 @@ class Hearing:
 
     def _far(self, problem: Problem, lengths: object) -> bool:
         """Whether a problem is put with batches that lie apart: one of the whole trial is."""
-        enough = problem.dims.get("batch", 1) == FAR_BATCHES and self.spec.dtype != "fp8"
+        known = self.spec.reference is None and self.spec.dtype != "fp8"
+        enough = known and problem.dims.get("batch", 1) == FAR_BATCHES
         wanted = lengths is None and enough and not self.apart
         self.apart |= wanted
         return wanted

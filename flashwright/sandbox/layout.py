@@ -107,8 +107,9 @@ class Layout:
         made = cls(**options)
         names = {dtype: name for name, dtype in DTYPES.items()}
         if made.far:
-            made.chunks = max(array.shape[0] for n, array in inputs.items() if n in _VIEWED)
-            made.pitch = FAR * max(a.dtype.itemsize for n, a in inputs.items() if n in _VIEWED)
+            apart = [array for name, array in inputs.items() if name in _VIEWED]
+            made.chunks = max((array.shape[0] for array in apart), default=1)
+            made.pitch = FAR * max((array.dtype.itemsize for array in apart), default=1)
         for name, array in inputs.items():
             made.inputs[name] = made._put(name, array.shape, names[array.dtype])
         for name, (shape, dtype) in ({} if returns else outputs).items():
