@@ -172,6 +172,7 @@ def test_verify_without_a_gpu_offers_the_emulator(package: Path) -> None:
         assert Outcome("verify", str(package), "--on", option, "--device", "cuda").code == 2
 
 
+@pytest.mark.slow
 @needs_compilers
 @pytest.mark.usefixtures("no_gpu")
 def test_verify_on_the_cpu_is_a_verdict_of_its_own_kind(package: Path) -> None:

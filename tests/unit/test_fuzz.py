@@ -143,9 +143,8 @@ AGREE = dict.fromkeys(GPUS, (320, 321, 323, 354, 355, 356))
 
 
 @needs_compilers
-@pytest.mark.parametrize(
-    "gpu", [g if g == "t4" else pytest.param(g, marks=pytest.mark.slow) for g in GPUS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", GPUS)
 def test_programs_of_fixed_seeds_agree(gpu: str) -> None:
     """Of the quick tests, test_cases.py has many programs for another GPU."""
     cases = [generate(seed, (gpu,)) for seed in AGREE[gpu]]

@@ -54,7 +54,7 @@ HONEST = {name: told for name, told in HONEST_SPECS.items() if "dtype" not in to
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("name", HONEST)
+@pytest.mark.parametrize("name", some(HONEST))
 def test_honest_code_passes(name: str, dtype: str) -> None:
     options = {"variant": "any", "heads": 2, "head_dim": 16, "dtype": dtype, **HONEST[name]}
     one = Candidate("python", "flashwright.selftest.kernels.honest", "honest", factory=True)
@@ -95,7 +95,7 @@ def by_name(case: Case) -> str:
     return f"{case.function}-{case.expected[0]}"
 
 
-@pytest.mark.parametrize("case", some(FOUND), ids=by_name)
+@pytest.mark.parametrize("case", some(FOUND, 3), ids=by_name)
 def test_found_by_the_whole_trial(case: Case) -> None:
     """Also those for which the self-test has few lengths."""
     assert case.spec is not None
