@@ -62,7 +62,7 @@ def _look() -> tuple[tuple[Card, ...], str]:
     count = ctypes.c_int()
     result = cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count))
     if result:
-        return (), f"the NVIDIA driver says {_error(cuda, result)}"
+        return (), f"the NVIDIA driver says {error_name(cuda, result)}"
     if not count.value:
         return (), "the NVIDIA driver sees no GPU (CUDA_VISIBLE_DEVICES may hide it)"
     return tuple(_card(cuda, number) for number in range(count.value)), ""
@@ -79,7 +79,8 @@ def _card(cuda: ctypes.CDLL, number: int) -> Card:
     return Card(number, name.value.decode(errors="replace"), (capability[0], capability[1]))
 
 
-def _error(cuda: ctypes.CDLL, result: int) -> str:
+def error_name(cuda: ctypes.CDLL, result: int) -> str:
+    """What the driver calls an error."""
     name = ctypes.c_char_p()
     cuda.cuGetErrorName(result, ctypes.byref(name))
     return (name.value or b"error %d" % result).decode()

@@ -124,9 +124,9 @@ class Trial:
             if self.varies(outcome, alone, first):
                 outcome.blame("not_repeatable", "without its other outputs it gives other bits")
         if fresh and self.views and not outcome.seen:
-            self._viewed(outcome, given, expected, shapes, sizes, "views of other strides")
+            self._viewed(outcome, given, expected, shapes, sizes)
         if far and self.views and not outcome.seen:
-            self._apart(outcome, given, expected, shapes, sizes)
+            self._viewed(outcome, given, expected, shapes, sizes, far=True)
         if fresh and not outcome.seen:
             self._fresh(outcome, first, shapes, sizes)
         return outcome
@@ -301,11 +301,14 @@ class Trial:
         expected: Mapping[str, Array],
         shapes: Shapes,
         sizes: Mapping[str, int],
-        what: str,
-        **how: bool,
+        far: bool = False,
     ) -> None:
+        """Q, K and V that are not contiguous; `far`: whose third batch no offset of 32 bits has."""
+        if far and not self.sandbox.has_room(FAR_BYTES):
+            outcome.notes.append("offsets past 2^31 were not tried: there is too little memory")
+            return
         try:
-            called = self.sandbox.call(given, shapes, sizes, **(how or {"viewed": True}))
+            called = self.sandbox.call(given, shapes, sizes, viewed=not far, far=far)
         except (Ended, Unable) as error:  # it may take contiguous tensors only, and says so
             if isinstance(error, Ended) and (error.offence != "raises" or not self.sandbox.alive):
                 raise
@@ -317,23 +320,9 @@ class Trial:
         if not self._compare(apart, called, expected) or apart.seen:
             outcome.failed.add(VIEWS)
             why = apart.seen[0].message if apart.seen else "its outputs are others"
-            text = f"it is right for contiguous inputs, and not for {what}: {why}"
+            what = "with offsets past 2^31 elements" if far else "of other strides"
+            text = f"it is right for contiguous inputs, and not for views {what}: {why}"
             outcome.blame("special_inputs", text)
-
-    def _apart(
-        self,
-        outcome: Outcome,
-        given: Mapping[str, Array],
-        expected: Mapping[str, Array],
-        shapes: Shapes,
-        sizes: Mapping[str, int],
-    ) -> None:
-        """Three batches that lie 2^30 elements apart: an offset of 32 bits is negative."""
-        if not self.sandbox.has_room(FAR_BYTES):
-            outcome.notes.append("offsets past 2^31 were not tried: there is too little memory")
-            return
-        what = "views with offsets past 2^31 elements"
-        self._viewed(outcome, given, expected, shapes, sizes, what, far=True)
 
     def _alone(self, outcome: Outcome, again: Called, expected: Mapping[str, Array]) -> bool:
         """A second run that may differ from the first has to be right by itself; whether it is."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from flashwright.sandbox.tensors import DTYPES, Array
+from flashwright.sandbox.tensors import DTYPES, Array, bits
 
 GUARD = 1 << 16
 """Bytes before and behind: a tile's overhang is less."""
@@ -224,7 +224,4 @@ def _steps(shape: tuple[int, ...], viewed: bool) -> tuple[int, ...]:
 
 
 def _same(one: Array, other: Array) -> bool:
-    kind = f"u{one.dtype.itemsize}"
-    return np.array_equal(
-        np.ascontiguousarray(one).view(kind), np.ascontiguousarray(other).view(kind)
-    )
+    return np.array_equal(bits(one), bits(other))

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flashwright.build.driver import LIBRARY
+from flashwright.build.driver import LIBRARY, error_name
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.sandbox.tensors import Array
 
@@ -209,9 +209,7 @@ class _Driver:
     def _call(self, name: str, *arguments: Any) -> None:
         function: Callable[..., int] = getattr(self._cuda, name)
         if result := function(*arguments):
-            text = ctypes.c_char_p()
-            self._cuda.cuGetErrorName(result, ctypes.byref(text))
-            raise OSError(f"{name}: {(text.value or b'error %d' % result).decode()}")
+            raise OSError(f"{name}: {error_name(self._cuda, result)}")
 
     def _in_context(self, name: str, *arguments: Any) -> None:
         """Threads have no context until they are given one."""

@@ -424,12 +424,12 @@ class Sandbox:
         starts = [number * layout.pitch for number in range(layout.chunks)]
         return np.concatenate([self.memory.read(start, layout.size) for start in starts])
 
-    def has_room(self, layout_end: int) -> bool:
+    def has_room(self, size: int) -> bool:
         """Whether so much memory for its tensors can be had, and as much again for itself."""
         if self.device == "cpu":
-            return layout_end <= self.memory.size
+            return size <= self.memory.size
         free, _ = self.gpu_used() if self.gpu_used else (0, 0)
-        return 2 * layout_end <= free
+        return 2 * size <= free
 
     def _wait(self, seconds: float) -> None:
         """A thread that was left behind has this long to show itself."""
