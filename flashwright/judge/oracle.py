@@ -108,7 +108,8 @@ def attention(
     """O (batch, heads, q_len, v_dim) and LSE (batch, heads, q_len), natural logarithm.
 
     A row that sees nothing has O = 0 and LSE = -inf, or the sink's logit where there is a sink.
-    With `noise` also that of O: what an error of 1 in each of its terms comes to (see compare).
+    With `noise` also that of O: what an error of 1 in each of its terms comes to (see compare). A
+    weight too small for a full significand is off by as much as the smallest that has one.
     """
     batch, heads, q_len = _check(spec, inputs, dims or {})
     out = np.zeros((batch, heads, q_len, spec.value_dim))
@@ -126,7 +127,8 @@ def attention(
             out[b, h, rows][some] = (weight[some] @ v) / total[some, None]
             lse[b, h, rows][some] = top[some] + np.log(total[some])
             if spread is not None:
-                terms = weight[some] / total[some, None]
+                full = np.where(weight > 0, np.maximum(weight, SMALLEST_WEIGHT[spec.dtype]), 0)
+                terms = full[some] / total[some, None]
                 spread[b, h, rows][some] = np.sqrt(terms**2 @ v**2)
     found = {"O": out, "LSE": lse}
     return found if spread is None else {**found, NOISE: spread}
@@ -225,6 +227,10 @@ ROUNDOFF: Mapping[str, float] = MappingProxyType(
         "fp32": 2.0**-19,
     }
 )
+SMALLEST_WEIGHT: Mapping[str, float] = MappingProxyType(
+    {"fp16": 2.0**-14, "bf16": 2.0**-126, "fp8": 2.0**-6, "fp32": 2.0**-126}
+)
+"""That has a full significand, where the row's greatest is 1."""
 RMS_LIMIT = 2.0  # of the relative RMS error, in units
 ROW_LIMIT = 5.0  # of one element's error, in units of its row's RMS ...
 OWN_LIMIT = 1.5  # ... plus in units of its own size: its own rounding
@@ -332,7 +338,8 @@ def compare(
         worst=_miss(f, e, int(np.argmax(np.where(wrong, error, -1)))) if wrong.any() else None,
     )
     # Rounding to zero is excused as it is for single elements.
-    limit = RMS_LIMIT * unit * scatter(e.size) + _ratio(smallest, rms)
+    excess = 1.0 if noise is None else max(1.0, _ratio(float(np.sqrt(np.mean(noise**2))), rms))
+    limit = RMS_LIMIT * unit * scatter(e.size) * excess + _ratio(smallest, rms)
     reason = _reason(result, limit, not f.any() and bool((np.abs(known) > smallest).any()))
     return replace(result, ok=not reason, reason=reason)
 

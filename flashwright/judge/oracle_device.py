@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from flashwright.judge.oracle import NOISE
+from flashwright.judge.oracle import NOISE, SMALLEST_WEIGHT
 from flashwright.spec import AttentionSpec
 
 _ROWS = 2048  # rows of scores held at a time: 256 MB each at 16k keys
@@ -33,7 +33,7 @@ def attention(
     (batch, heads, q_len, _), (kv_heads, kv_len) = q.shape, k.shape[1:3]
     out = _zeros(lib, q, batch, heads, q_len, v.shape[3])
     lse = _zeros(lib, q, batch, heads, q_len)
-    found = {"O": out, "LSE": lse}
+    found, least = {"O": out, "LSE": lse}, SMALLEST_WEIGHT[spec.dtype]
     if noise:
         found[NOISE] = _zeros(lib, q, batch, heads, q_len, v.shape[3])
     if not kv_len:
@@ -52,10 +52,11 @@ def attention(
                 seen = seen & _chosen(lib, spec, inputs["Idx"][b, g, rows], kv_len)
             s = lib.where(seen, s, float("-inf"))
             sink = _fp64(lib, inputs["Sink"][h]) if spec.sink else None
-            weight, lse[b, h, rows] = _softmax(lib, s, sink)
-            out[b, h, rows] = weight @ values
+            weight, total, lse[b, h, rows] = _softmax(lib, s, sink)
+            out[b, h, rows] = (weight / total) @ values
             if noise:
-                found[NOISE][b, h, rows] = ((weight**2) @ (values**2)) ** 0.5
+                full = lib.where((weight > 0) & (weight < least), least, weight) / total
+                found[NOISE][b, h, rows] = ((full**2) @ (values**2)) ** 0.5
     return found
 
 
@@ -89,8 +90,8 @@ def _chosen(lib: Any, spec: AttentionSpec, idx: Any, kv_len: int) -> Any:
     return found
 
 
-def _softmax(lib: Any, s: Any, sink: Any) -> tuple[Any, Any]:
-    """The rows' weights and their log-sum-exp; rows without anything have 0 and -inf."""
+def _softmax(lib: Any, s: Any, sink: Any) -> tuple[Any, Any, Any]:
+    """The rows' weights, their sum and its logarithm; 0, 1 and -inf in a row without anything."""
     top = lib.amax(s, -1)
     if sink is not None:
         top = lib.where(top < sink, sink, top)
@@ -101,7 +102,7 @@ def _softmax(lib: Any, s: Any, sink: Any) -> tuple[Any, Any]:
         total = total + lib.exp(sink - top)
     some = total > 0
     safe = lib.where(some, total, 1.0)
-    return weight / safe[:, None], lib.where(some, top + lib.log(safe), float("-inf"))
+    return weight, safe[:, None], lib.where(some, top + lib.log(safe), float("-inf"))
 
 
 def _fp64(lib: Any, x: Any) -> Any:

@@ -205,6 +205,20 @@ def test_roundings_that_are_alike_are_no_approximation(keys: int) -> None:
         assert result.ok, result.reason
 
 
+def test_a_weight_that_the_type_does_not_have_may_be_lost() -> None:
+    """e4m3 has no weights below 2^-9: a row of two keys then loses the smaller one whole."""
+    dims = {"batch": 1, "heads": 1, "kv_heads": 1, "q_len": 1, "kv_len": 2}
+    for dtype, good in (("fp8", True), ("fp16", False)):
+        spec = AttentionSpec.make(variant="any", heads=1, head_dim=16, dtype=dtype)
+        made = make_inputs(spec, dims, 3)
+        made["Q"][:], made["K"][:, :, 0], made["K"][:, :, 1], made["V"][:, :, 0] = 1, 1.875, 0, 0
+        expected = oracle.attention(spec, made, dims, noise=True)
+        assert expected["O"].any()
+        nothing = np.zeros_like(expected["O"])
+        nothing[..., 0] = expected["O"][..., 0]  # all zeros is an offence by itself
+        assert compare(spec, "O", nothing, expected, "tail").ok == good
+
+
 @pytest.mark.usefixtures("few")
 def test_only_the_mean_counts_for_the_spectrum() -> None:
     """A few rows rule its RMS: the ratio of two honest kernels' errors would be any number."""
