@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from flashwright.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -14,8 +16,6 @@ if TYPE_CHECKING:
     from flashwright.judge.verdict import Verdict
     from flashwright.sandbox.candidate import Candidate
     from flashwright.spec import AttentionSpec
-
-__version__ = "0.1.0"
 
 
 def load(folder: str | Path) -> Kernel | Kernels:

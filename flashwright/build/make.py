@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from flashwright.build.compile import Built, build
 from flashwright.build.toolchain import Toolchain
-from flashwright.check.program import Program
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Failed
 from flashwright.lower.report import SPARING
 from flashwright.lower.translate import Translation, translate
+from flashwright.program.program import Program
 
 
 def make(

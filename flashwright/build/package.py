@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from flashwright import __version__
 from flashwright.files import sha256
+from flashwright.version import __version__
 
 if TYPE_CHECKING:
     from flashwright.build.compile import Built

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flashwright.check.program import Key, Program
 from flashwright.lang.nodes import Compute, For, If, Reshape, Statement
+from flashwright.program.program import Key, Program
 
 Alive = frozenset[Key]
 

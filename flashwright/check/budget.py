@@ -6,10 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from flashwright.check.alive import Moment, moments
-from flashwright.check.machine import operand_dtypes
 from flashwright.check.names import Names
-from flashwright.check.program import Buffer, Program
-from flashwright.check.vocabulary import DTYPES
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Diagnostic, Label
 from flashwright.lang.nodes import (
@@ -24,6 +21,9 @@ from flashwright.lang.nodes import (
     expressions,
     statements,
 )
+from flashwright.program.program import Buffer, Program
+from flashwright.program.vocabulary import DTYPES
+from flashwright.semantics.machine import operand_dtypes
 
 KB = 1024
 WHOLE_ATOM = 64  # columns of 16 bits that wgmma finds in one swizzled row of shared memory

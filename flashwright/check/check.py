@@ -8,11 +8,11 @@ from typing import Literal
 
 from flashwright.check.names import Names
 from flashwright.check.operations import check_operations
-from flashwright.check.program import Program
 from flashwright.check.spaces import check_copies, check_operands
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.nodes import Tree
+from flashwright.program.program import Program
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from flashwright.check.machine import GaveUp, Machine, Region
-from flashwright.check.program import Program, Tensor
-from flashwright.check.scalars import NotScalar, evaluate, whole
-from flashwright.check.vocabulary import PREDEFINED_DIMS
-from flashwright.check.worlds import OF_SIZES, OF_SUMS, World, is_length, resized, worlds
 from flashwright.lang.diagnostic import Diagnostic, Label
 from flashwright.lang.format import format_expr
 from flashwright.lang.nodes import Copy, Name, statements
+from flashwright.program.program import Program, Tensor
+from flashwright.program.scalars import NotScalar, evaluate, whole
+from flashwright.program.vocabulary import PREDEFINED_DIMS
+from flashwright.semantics.machine import GaveUp, Machine, Region
+from flashwright.semantics.worlds import OF_SIZES, OF_SUMS, World, is_length, resized, worlds
 
 STEPS = 12_000
 """Statements one problem may execute before the check gives up (a 60-line program takes 2,000)."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flashwright.check.names import Names
-from flashwright.check.vocabulary import split
-from flashwright.lang.diagnostic import Diagnostic, Edit, Fix, Label
+from flashwright.lang.diagnostic import Diagnostic, Edit, Fix
 from flashwright.lang.nodes import Compute, Copy, Expr, Name, Reshape, expressions, statements
+from flashwright.program.fixes import missing_reshape
+from flashwright.program.vocabulary import split
 
 
 def check_fragment(names: Names) -> Iterator[Diagnostic]:
@@ -52,18 +53,6 @@ def _transpose(gemm: Compute, names: Names) -> Iterator[Diagnostic]:
         edit = Edit(right.span.end, right.span.end, ".T")
         fix = Fix(f"transpose it: `{right.id}.T`", (edit,))
         yield Diagnostic("FW503", text, gemm.span, fix=fix)
-
-
-def missing_reshape(stmt: Compute, operand: Name) -> Diagnostic:
-    """FW501 for a GEMM that takes the result of another as it is."""
-    name = operand.id
-    text = f"`{name}` is the result of a GEMM and cannot be the operand of another as it is"
-    line = f"Reshape {name} from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)"
-    indent = " " * (stmt.span.column - 1)
-    fix = Fix(f"insert `{line}`", (Edit(stmt.span.start, stmt.span.start, f"{line}\n{indent}"),))
-    hint = "its layout in registers is MMA_C; an operand's is MMA_A"
-    where = (Label(operand.span, "in the layout MMA_C"),)
-    return Diagnostic("FW501", text, stmt.span, help=hint, fix=fix, secondary=where)
 
 
 def _base(name: Name) -> str:

@@ -5,21 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property
 
-from flashwright.check.fixes import guess_fix
-from flashwright.check.program import Buffer, Key, Program, Tensor, TensorAxis, tile_of
-from flashwright.check.scalars import NotScalar, Scalar, Unknown, evaluate, whole
-from flashwright.check.vocabulary import (
-    CONSTANTS,
-    DEFAULT_DTYPE,
-    DEFAULT_LABELS,
-    DTYPE_ALIASES,
-    DTYPES,
-    POSITIONS,
-    PREDEFINED_DIMS,
-    RESERVED_PARAMS,
-    STATEMENT_VERBS,
-    split,
-)
 from flashwright.lang.diagnostic import Diagnostic, Edit, Fix, Label
 from flashwright.lang.nodes import (
     Allocate,
@@ -44,6 +29,21 @@ from flashwright.lang.nodes import (
     Tree,
     expressions,
     statements,
+)
+from flashwright.program.fixes import guess_fix
+from flashwright.program.program import Buffer, Key, Program, Tensor, TensorAxis, tile_of
+from flashwright.program.scalars import NotScalar, Scalar, Unknown, evaluate, whole
+from flashwright.program.vocabulary import (
+    CONSTANTS,
+    DEFAULT_DTYPE,
+    DEFAULT_LABELS,
+    DTYPE_ALIASES,
+    DTYPES,
+    POSITIONS,
+    PREDEFINED_DIMS,
+    RESERVED_PARAMS,
+    STATEMENT_VERBS,
+    split,
 )
 
 MOST_WARPS = 32

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flashwright.check.fixes import guess_fix
-from flashwright.check.vocabulary import FUNCTIONS, STATEMENT_VERBS, VERBS, Operation
 from flashwright.lang.diagnostic import Diagnostic
 from flashwright.lang.nodes import (
     Call,
@@ -18,6 +16,8 @@ from flashwright.lang.nodes import (
     expressions,
     statements,
 )
+from flashwright.program.fixes import guess_fix
+from flashwright.program.vocabulary import FUNCTIONS, STATEMENT_VERBS, VERBS, Operation
 
 
 def check_operations(tree: Tree) -> Iterator[Diagnostic]:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from flashwright.check.compute import expression
 from flashwright.check.names import Names
 from flashwright.check.operations import is_elementwise
-from flashwright.check.program import Buffer, Key, Tensor, tile_of
-from flashwright.check.scalars import NotScalar, Unknown, evaluate, whole
-from flashwright.check.vocabulary import FUNCTIONS, VERBS, split
 from flashwright.lang.diagnostic import Diagnostic, Edit, Fix, Label
 from flashwright.lang.format import format_expr
 from flashwright.lang.nodes import (
@@ -26,6 +22,10 @@ from flashwright.lang.nodes import (
     Unary,
     statements,
 )
+from flashwright.program.program import Buffer, Key, Tensor, tile_of
+from flashwright.program.scalars import NotScalar, Unknown, evaluate, whole
+from flashwright.program.vocabulary import FUNCTIONS, VERBS, split
+from flashwright.semantics.compute import expression
 
 Shape = tuple[int, ...]
 

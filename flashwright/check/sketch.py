@@ -10,13 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from flashwright.check.compute import expression
-from flashwright.check.expressions import unrescaled
 from flashwright.check.operations import is_elementwise
-from flashwright.check.program import Key
 from flashwright.check.spaces import in_registers
-from flashwright.check.sums import stateless
-from flashwright.check.vocabulary import split
 from flashwright.lang.diagnostic import Diagnostic, Edit, Fix, Label
 from flashwright.lang.nodes import (
     Call,
@@ -34,6 +29,11 @@ from flashwright.lang.nodes import (
     expressions,
     statements,
 )
+from flashwright.program.program import Key
+from flashwright.program.vocabulary import split
+from flashwright.semantics.compute import expression
+from flashwright.semantics.expressions import unrescaled
+from flashwright.semantics.sums import stateless
 
 
 def check_sketch(tree: Tree) -> list[Diagnostic]:

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 from flashwright.check.names import Names
 from flashwright.check.operations import is_elementwise
-from flashwright.check.program import tile_of
-from flashwright.check.vocabulary import split
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Diagnostic
 from flashwright.lang.nodes import (
@@ -20,6 +18,8 @@ from flashwright.lang.nodes import (
     expressions,
     statements,
 )
+from flashwright.program.program import tile_of
+from flashwright.program.vocabulary import split
 
 ANYWHERE = frozenset((a, b) for a in SPACES for b in SPACES if a != b)
 

@@ -71,7 +71,7 @@ def _with_reference(meant: Asked, reference: str | None) -> Asked:
 
 def _try_out(reference: str, spec: AttentionSpec) -> None:
     """One small call, in a process of its own: a function may come to no end."""
-    from flashwright import apart
+    from flashwright.confine import isolate as apart
     from flashwright.judge.reference import MEMORY
     from flashwright.judge.reference_apart import try_out
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 import typer
 
-from flashwright import __version__
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.nodes import Dim, Tree, line_span
+from flashwright.version import __version__
 
 if TYPE_CHECKING:
-    from flashwright.check.program import Program
     from flashwright.gpu import Gpu
+    from flashwright.program.program import Program
     from flashwright.spec import AttentionSpec
 
 FINE, WRONG, BAD_INPUT, BUG, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 70, 130, 141

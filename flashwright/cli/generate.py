@@ -36,10 +36,10 @@ from flashwright.cli.command import (
 )
 
 if TYPE_CHECKING:
-    from flashwright.asking import Authors
     from flashwright.author.llm.budget import Budget, Prices
+    from flashwright.generate.by_model.ask import Authors
+    from flashwright.generate.by_model.speed import Goal
     from flashwright.gpu import Gpu
-    from flashwright.speed import Goal
 
 BUILTIN = "builtin"
 
@@ -218,9 +218,9 @@ def _authors(
     _refuse_speed(named, wanted)
     if not named:
         return None
-    from flashwright.asking import Authors, Who
     from flashwright.author.llm.connect import connect
     from flashwright.author.llm.transcript import FOLDER, Transcript
+    from flashwright.generate.by_model.ask import Authors, Who
 
     costs = wanted.budget, wanted.prices
     models = {name: connect(name, wanted.base_url) for name in set(named.values())}
@@ -240,7 +240,7 @@ def _authors(
 def _is_there(authors: Authors, meant: Asked, card: Gpu, folder: Path) -> bool:
     """Whether this very run has come to its end. What another one made is not put at risk: a model
     may give no answer, and a package would be gone for nothing."""
-    from flashwright.folder import finished
+    from flashwright.generate.folder import finished
 
     if not finished(folder):
         return False
@@ -257,7 +257,7 @@ def _goal(text: str | None) -> Goal | None:
     """How fast it is to be, from `0.9` or `0.8:flash`."""
     if text is None:
         return None
-    from flashwright.speed import Goal
+    from flashwright.generate.by_model.speed import Goal
 
     try:
         return Goal.parse(text)
@@ -282,11 +282,12 @@ def _generate(
     quiet: bool,
     authors: Authors | None,
 ) -> int:
-    from flashwright import pipeline
-    from flashwright.cli import show
-    from flashwright.run import KINDS
+    from flashwright.cli.screen import Screen
+    from flashwright.cli.show import console
+    from flashwright.generate import pipeline
+    from flashwright.generate.state import KINDS
 
-    screen = show.Screen(show.console(quiet=quiet))
+    screen = Screen(console(quiet=quiet))
     screen.header(meant.summary, meant.spec, card)
     try:
         run = pipeline.generate(

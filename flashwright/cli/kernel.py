@@ -32,11 +32,11 @@ from flashwright.lang.diagnostic import Failed
 if TYPE_CHECKING:
     from flashwright.build.compile import Built
     from flashwright.build.toolchain import Toolchain
-    from flashwright.check.program import Program
     from flashwright.gpu import Gpu
     from flashwright.lower.launch_plan import LaunchPlan
     from flashwright.lower.report import Report
     from flashwright.lower.translate import Translation
+    from flashwright.program.program import Program
 
 CODE = "code.tl"
 KB = 1024

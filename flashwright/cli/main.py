@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashwright import __version__
 from flashwright.cli import (
     bench,
     emulate,
@@ -49,6 +48,7 @@ from flashwright.cli.command import (
 )
 from flashwright.lang.codes import CODES
 from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.version import __version__
 
 if TYPE_CHECKING:
     from flashwright.check.check import Checked

@@ -14,7 +14,7 @@ from flashwright.cli.command import FINE, WRONG, guarded
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
 if TYPE_CHECKING:
-    from flashwright.replay import Replayed
+    from flashwright.generate.replay import Replayed
 
 
 def register(app: typer.Typer) -> None:
@@ -35,8 +35,9 @@ def replay(
     Replies come from the record; all else is done anew: checks, CPU runs, translation, compilation.
     """
     from flashwright.author.llm.transcript import FOLDER, RUN
-    from flashwright.cli import show
-    from flashwright.replay import replay as again
+    from flashwright.cli.screen import Screen
+    from flashwright.cli.show import console
+    from flashwright.generate.replay import replay as again
     from flashwright.report.words import plain
 
     if not os.path.lexists(folder / FOLDER / RUN):
@@ -44,7 +45,7 @@ def replay(
         hint = f"`flashwright generate ... --model NAME` leaves one in {FOLDER}/"
         raise Failed(Diagnostic("FW915", text, help=hint))
     place = out or Path(tempfile.mkdtemp(prefix="flashwright-replay-"))
-    screen = show.Screen(show.console())
+    screen = Screen(console())
     try:
         found = again(folder, place, screen)
     finally:

@@ -22,8 +22,8 @@ from flashwright.cli.command import (
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
 if TYPE_CHECKING:
-    from flashwright.check.program import Program
     from flashwright.judge.cpu import Verdict
+    from flashwright.program.program import Program
     from flashwright.spec import AttentionSpec
 
 SMALL = 128  # the length of a problem where none is given
@@ -125,8 +125,8 @@ def _run_alone(program: Program, asked: Asked) -> int:
     """Without a spec there is nothing to compare with: say what came out, and that."""
     import numpy as np
 
-    from flashwright.interpret import interpret, shape_of
     from flashwright.judge.inputs import random_tensor
+    from flashwright.semantics.interpret import interpret, shape_of
 
     dims, rng = problem(asked.sizes), np.random.default_rng(asked.seed)
     missing = [d for d in program.dims if d not in dims]

@@ -149,7 +149,7 @@ def _study(model: str, base_url: str | None, terms: Terms, wanted: _Wanted, root
 def _judge(root: Path) -> int:
     """On a machine with a GPU, what one without could not tell."""
     from flashwright.cli import show
-    from flashwright.speed import card_here
+    from flashwright.generate.by_model.speed import card_here
     from flashwright.study.session import look
     from flashwright.study.settings import read
 

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashwright.build.compile import NAME, build
-from flashwright.build.untrusted import build_untrusted
 from flashwright.emulate.emulate import GAP, Result, behind, launch, prepare
 from flashwright.emulate.machine import Machine, here
 from flashwright.emulate.parse import parse
@@ -27,6 +26,7 @@ from flashwright.emulate.ptx import Variable
 from flashwright.emulate.structs import Region
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.render import terminal
+from flashwright.untrusted.build import build_untrusted
 
 Array = NDArray[Any]
 Size = int | Sequence[int]

@@ -13,7 +13,6 @@ from flashwright.build.classes import Classes
 from flashwright.build.classes import read as read_classes
 from flashwright.build.compile import NAME, build
 from flashwright.build.reading import PTX, read_plan, read_ptx
-from flashwright.build.untrusted import build_untrusted
 from flashwright.emulate.emulate import (
     SMS,
     Array,
@@ -33,6 +32,7 @@ from flashwright.files import content
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.launch_plan import LaunchPlan
 from flashwright.lower.source_map import SourceMap, read
+from flashwright.untrusted.build import build_untrusted
 
 CODE = "code.tl"
 

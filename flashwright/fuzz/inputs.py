@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashwright.fuzz.case import Case
-from flashwright.interpret import NUMPY_DTYPES
 from flashwright.lower.launch_plan import LaunchPlan, PlanTensor
+from flashwright.semantics.interpret import NUMPY_DTYPES
 
 Array = NDArray[Any]
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from flashwright.check.machine import Machine, Region
-from flashwright.check.program import Program, Tensor
-from flashwright.interpret import Array, NumPy, bind
 from flashwright.lang.diagnostic import Failed
+from flashwright.program.program import Program, Tensor
+from flashwright.semantics.interpret import Array, NumPy, bind
+from flashwright.semantics.machine import Machine, Region
 
 RELATIVE = 2.0**-17
 """Of a disturbed result; fp32's own rounding, times the size of an exponent."""

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from flashwright import gpu as gpus
 from flashwright.build.make import make
 from flashwright.check.check import check
-from flashwright.check.program import Program
 from flashwright.emulate.emulate import Finding
 from flashwright.emulate.package import Package, Unending
 from flashwright.fuzz.case import Case
@@ -23,7 +22,6 @@ from flashwright.fuzz.compare import difference
 from flashwright.fuzz.compile_many import Refused, Source, compile_many
 from flashwright.fuzz.inputs import make_inputs
 from flashwright.fuzz.noise import disturbed
-from flashwright.interpret import NUMPY_DTYPES, interpret, shape_of
 from flashwright.judge.cpu import arrange
 from flashwright.judge.form import planned_shape
 from flashwright.lang.diagnostic import Failed
@@ -31,6 +29,8 @@ from flashwright.lang.parse import parse
 from flashwright.lower.launch_plan import LaunchPlan, PlanTensor, evaluate
 from flashwright.lower.report import UNVERIFIED
 from flashwright.lower.translate import Translation, translate
+from flashwright.program.program import Program
+from flashwright.semantics.interpret import NUMPY_DTYPES, interpret, shape_of
 
 Array = NDArray[Any]
 

@@ -18,6 +18,12 @@ from flashwright.spec import AttentionSpec
 Pair = tuple[int, int]
 """q_len and kv_len, as the kernel has them."""
 
+LENGTHS = ((1, 1), (17, 17), (64, 64), (100, 100), (257, 257), (100, 257), (257, 100))
+"""Pairs of q_len and kv_len for a candidate whose tiles are not known: one position, ragged, exact,
+several blocks, unequal both ways."""
+BOUNDED = 257
+"""Keys of the longest problem of a spec with dims of its own: they may bound the keys, as the pages
+of a table do."""
 SKIPPED = 2
 """Blocks: one that is skipped may still be in a buffer, the second shows what is done with it."""
 FEW = 33

@@ -11,27 +11,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashwright.check.program import Program, Tensor
-from flashwright.interpret import interpret, shape_of
 from flashwright.judge import inputs as trial
 from flashwright.judge import oracle
-from flashwright.judge.coverage import Budget, Coverage, cover, tokens_of
+from flashwright.judge.coverage import BOUNDED, LENGTHS, Budget, Coverage, cover, tokens_of
 from flashwright.judge.localise import localise
 from flashwright.judge.reference_apart import ReferenceApart
 from flashwright.judge.tiling import Served, spread_in, tiling_of
 from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.program.program import Program, Tensor
+from flashwright.semantics.interpret import interpret, shape_of
 from flashwright.spec import AttentionSpec
 
 Array = NDArray[Any]
 Progress = Callable[[int, int, str], None]
 
-LENGTHS = ((1, 1), (17, 17), (64, 64), (100, 100), (257, 257), (100, 257), (257, 100))
-"""Pairs of q_len and kv_len for a candidate whose tiles are not known: one position, ragged, exact,
-several blocks, unequal both ways."""
 BUDGET = Budget(500_000, 1_500_000, "too long for a run on the CPU")
-BOUNDED = 257
-"""Keys of the longest problem of a spec with dims of its own: they may bound the keys, as the pages
-of a table do."""
 LOW = (33, 33)
 """The lengths of one more problem, whose scores are all far below 0: there a running maximum that
 starts at 0, and not below every score, loses all the weights. (A sink is where the maximum starts,

@@ -11,14 +11,14 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from flashwright.check.machine import Machine
-from flashwright.check.program import Program, Tensor
-from flashwright.interpret import interpret
 from flashwright.judge import oracle
 from flashwright.judge.truth import Truth
 from flashwright.judge.watch import Found, Watch, problem
 from flashwright.lang.diagnostic import Diagnostic
 from flashwright.lang.nodes import Copy, Statement
+from flashwright.program.program import Program, Tensor
+from flashwright.semantics.interpret import interpret
+from flashwright.semantics.machine import Machine
 from flashwright.spec import AttentionSpec
 
 Array = NDArray[Any]

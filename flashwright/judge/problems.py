@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from flashwright.judge.coverage import Budget, Coverage, Pair, cover, tokens_of
-from flashwright.judge.cpu import BOUNDED
-from flashwright.judge.cpu import LENGTHS as SHORT
+from flashwright.judge.coverage import BOUNDED, Budget, Coverage, Pair, cover, tokens_of
+from flashwright.judge.coverage import LENGTHS as SHORT
 from flashwright.judge.inputs import KINDS
 from flashwright.judge.tiling import Served
 from flashwright.spec import AttentionSpec

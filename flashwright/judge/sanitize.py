@@ -17,7 +17,6 @@ from flashwright.build import driver, toolchain
 from flashwright.build.classes import folders
 from flashwright.build.compile import NAME
 from flashwright.build.reading import CUBIN, PLAN, PTX, read_plan
-from flashwright.build.untrusted import build_untrusted
 from flashwright.judge.expected import Expected
 from flashwright.judge.form import form_of
 from flashwright.judge.judge import need_torch
@@ -32,6 +31,7 @@ from flashwright.sandbox.candidate import Candidate
 from flashwright.sandbox.limits import Limits
 from flashwright.sandbox.process import Ended, Sandbox
 from flashwright.spec import AttentionSpec
+from flashwright.untrusted.build import build_untrusted
 
 TOOLS = {
     "memcheck": "out_of_bounds",

@@ -13,10 +13,6 @@ from flashwright.build import classes
 from flashwright.build.package import OWN
 from flashwright.build.reading import read_plan
 from flashwright.check.check import check
-from flashwright.check.machine import Machine
-from flashwright.check.program import Program, tile_of
-from flashwright.check.scalars import NotScalar, evaluate, whole
-from flashwright.interpret import interpret
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.nodes import (
     Binary,
@@ -37,7 +33,11 @@ from flashwright.lang.nodes import (
 )
 from flashwright.lang.parse import parse, read
 from flashwright.lower.launch_plan import LaunchPlan
+from flashwright.program.program import Program, tile_of
+from flashwright.program.scalars import NotScalar, evaluate, whole
 from flashwright.sandbox.tensors import Array
+from flashwright.semantics.interpret import interpret
+from flashwright.semantics.machine import Machine
 
 CODE = "code.tl"
 _POSITIONS = ("q_idx", "kv_idx")

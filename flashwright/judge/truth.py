@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashwright.check.scalars import Unknown, whole
-from flashwright.check.tiles import Tile, Where
 from flashwright.judge import oracle
+from flashwright.program.scalars import Unknown, whole
+from flashwright.semantics.tiles import Tile, Where
 from flashwright.spec import AttentionSpec
 
 Array = NDArray[Any]

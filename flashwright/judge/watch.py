@@ -14,10 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashwright.check.machine import Machine
-from flashwright.check.program import Key, Program
-from flashwright.check.scalars import Unknown, whole
-from flashwright.check.tiles import Tile, Where
 from flashwright.judge.truth import Scores, Truth
 from flashwright.lang.diagnostic import Diagnostic, Label
 from flashwright.lang.format import format_stmt
@@ -32,6 +28,10 @@ from flashwright.lang.nodes import (
     expressions,
     statements,
 )
+from flashwright.program.program import Key, Program
+from flashwright.program.scalars import Unknown, whole
+from flashwright.semantics.machine import Machine
+from flashwright.semantics.tiles import Tile, Where
 
 Array = NDArray[Any]
 Floats = NDArray[np.float64]

@@ -16,7 +16,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from flashwright import __version__
 from flashwright.lang.nodes import (
     Allocate,
     Axis,
@@ -47,6 +46,7 @@ from flashwright.lang.nodes import (
     Tree,
     Unary,
 )
+from flashwright.version import __version__
 
 if TYPE_CHECKING:
     from lark import Lark

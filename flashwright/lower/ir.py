@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from flashwright.check.program import Buffer, Key, Tensor
-from flashwright.check.vocabulary import DTYPES
 from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_stmt
 from flashwright.lower.element import Element, Leaf
 from flashwright.lower.term import ONE, Term
+from flashwright.program.program import Buffer, Key, Tensor
+from flashwright.program.vocabulary import DTYPES
 
 Lines = tuple[int, int]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from flashwright.check.program import Key, Program
+from flashwright.program.program import Key, Program
 
 _KEYWORDS = (
     *("alignas", "alignof", "and", "and_eq", "asm", "auto", "bitand", "bitor", "bool", "break"),

@@ -7,9 +7,6 @@ from dataclasses import replace
 from functools import reduce
 from typing import Any
 
-from flashwright.check.program import Program, Tensor
-from flashwright.check.scalars import NotScalar, evaluate
-from flashwright.check.vocabulary import DTYPES
 from flashwright.gpu import Gpu
 from flashwright.lang import nodes as tl
 from flashwright.lang.nodes import Binary, Call, Expr, Name, Num, Unary
@@ -28,6 +25,9 @@ from flashwright.lower.printing.rules import in_lines
 from flashwright.lower.targets.swizzle import swizzle_bytes
 from flashwright.lower.targets.tensor_maps import either, loaded_pieces
 from flashwright.lower.term import Term, Var, binary, call, integer
+from flashwright.program.program import Program, Tensor
+from flashwright.program.scalars import NotScalar, evaluate
+from flashwright.program.vocabulary import DTYPES
 
 BYTES_AT_ONCE = 16
 L2_SHARE = 0.4  # it has two halves, and what both read is in both

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flashwright.files import content
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.lower.cuda_text import read as read_text
 
 NAME = "kernel.map.json"
-_TITLE = re.compile(r"//\s*(\d{1,6}) \|.*")
 
 
 class Stretch(BaseModel):
@@ -79,28 +76,3 @@ def source_map(lines: Sequence[tuple[int, int] | None]) -> SourceMap:
         else:
             found.append(Stretch(cu=(number, number), tl=tl))
     return SourceMap(lines=tuple(found))
-
-
-def commented(source: str, statements: Mapping[int, int]) -> SourceMap:
-    """From a file's own comments, such as `//  12 | Copy ...`; an empty map where it has none.
-
-    `statements` are the first and the last line of each statement of TL. What stands under a
-    comment belongs to it, up to the next one or to the end of the block that it stands in.
-    """
-    titles: dict[int, int | None] = {}
-    for comment in read_text(source).comments:
-        match = _TITLE.fullmatch(comment.text)
-        if match:
-            number = int(match[1])
-            titles[comment.span.line] = number if number in statements else None
-    lines: list[tuple[int, int] | None] = []
-    now: int | None = None
-    margin = 0
-    for n, text in enumerate(source.split("\n"), 1):
-        column = len(text) - len(text.lstrip())
-        if n in titles:
-            now, margin = titles[n], column
-        elif text.strip() and column < margin:
-            now = None
-        lines.append((now, statements[now]) if now is not None and text.strip() else None)
-    return source_map(lines)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flashwright.check.program import Key, Program
 from flashwright.gpu import MOST_REGISTERS, REGISTER_UNIT, Gpu
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.nodes import Copy, For, statements
@@ -25,6 +24,7 @@ from flashwright.lower.report import NOT_AHEAD, UNVERIFIED, Report
 from flashwright.lower.source_map import SourceMap, source_map
 from flashwright.lower.targets.atoms import check_registers, shared_layout, wide_tiles
 from flashwright.lower.targets.shared_memory import room_offset
+from flashwright.program.program import Key, Program
 
 FULL = 240  # of the 255 registers of a thread: beyond that, fetching ahead makes it spill
 REPORT_IT = "the program is right, the translator is not: please report it with the program"

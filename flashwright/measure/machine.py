@@ -12,9 +12,9 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-import flashwright
 from flashwright.lang.diagnostic import Failed
 from flashwright.measure.peers.registry import Peer
+from flashwright.version import __version__
 
 TOOL = "nvidia-smi"
 _PATIENCE = 10.0  # seconds; it answers in a tenth of one
@@ -33,7 +33,7 @@ def environment(peers: Iterable[Peer]) -> dict[str, str]:
     import torch
 
     told = {
-        "flashwright": flashwright.__version__,
+        "flashwright": __version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "CUDA": str(torch.version.cuda),
@@ -49,7 +49,7 @@ def environment(peers: Iterable[Peer]) -> dict[str, str]:
 @functools.cache
 def translator() -> str:
     """A digest of the code that turns TL into CUDA: a version number changes too seldom."""
-    here = Path(flashwright.__file__).parent
+    here = Path(__file__).parents[1]
     files = [*(here / "lower").rglob("*.py"), *(here / "device").rglob("*.cuh")]
     whole = hashlib.sha256()
     for path in sorted(files):

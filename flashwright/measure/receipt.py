@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-import flashwright
 from flashwright import gpu as gpus
 from flashwright.build import package
 from flashwright.build.driver import Card
@@ -38,6 +37,7 @@ from flashwright.measure.results import Results
 from flashwright.measure.timing import Rules
 from flashwright.sandbox.candidate import Candidate
 from flashwright.spec import AttentionSpec
+from flashwright.version import __version__
 
 WITHIN = 0.05
 """A kernel's time moves by a few percent from run to run; its ratio to a peer by less."""
@@ -108,7 +108,7 @@ def versions(peers: Iterable[Peer]) -> Mapping[str, str]:
         return machine.environment(peers)
     except ImportError:
         told = {
-            "flashwright": flashwright.__version__,
+            "flashwright": __version__,
             "python": platform.python_version(),
             "nvcc": machine.nvcc_version(),
             "translator": machine.translator(),

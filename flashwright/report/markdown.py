@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from flashwright import __version__
 from flashwright.report import headline, reproduce, tables, words
 from flashwright.report.model import Bench, Kernel, Report
+from flashwright.version import __version__
 
 
 def render(report: Report) -> str:

@@ -16,9 +16,9 @@ from jinja2 import Environment, StrictUndefined
 from markdown_it import MarkdownIt
 from markupsafe import Markup
 
-from flashwright import __version__
 from flashwright.report import headline, highlight, plots, reproduce, tables, words
 from flashwright.report.model import Bench, Kernel, Report, Verdict
+from flashwright.version import __version__
 
 GENERATOR = "flashwright report"
 _HEADINGS = {f"h{n}": f"h{min(6, n + 3)}" for n in range(1, 7)}  # they stand under our own

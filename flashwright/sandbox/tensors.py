@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashwright.build.arrays import NAMES
-from flashwright.interpret import NUMPY_DTYPES
+from flashwright.semantics.interpret import NUMPY_DTYPES
 
 Array = NDArray[Any]
 

@@ -96,8 +96,8 @@ def _timed(case: Case) -> Outcome:
 
 
 def _screen(case: Case) -> Outcome:
-    from flashwright.build.screen import screen
     from flashwright.selftest.sources import REFUSED, TAKEN
+    from flashwright.untrusted.screen import screen
 
     screen({**REFUSED, **TAKEN}[case.function])
     return Outcome(())

@@ -12,20 +12,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from flashwright.asking import Authors, ask
 from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.builtin.choose import NothingFits
 from flashwright.author.llm import extract
 from flashwright.check.check import check
-from flashwright.check.program import Program
+from flashwright.generate.by_model.ask import Authors, ask
+from flashwright.generate.by_model.kernel import Kernel, attempted, fastest, taken
+from flashwright.generate.pipeline import STAGES, Stage
+from flashwright.generate.state import Progress, Run
 from flashwright.gpu import Gpu
-from flashwright.kernel_by_model import Kernel, attempted, fastest, taken
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.parse import parse
-from flashwright.lower.contract import Contract, contract
-from flashwright.pipeline import STAGES, Stage
-from flashwright.run import Progress, Run
+from flashwright.program.program import Program
 from flashwright.spec import AttentionSpec
+from flashwright.untrusted.contract import Contract, contract
 
 # What tiles a program in TL has besides those of queries, and what they are multiplied with.
 _OF_TL = re.compile(

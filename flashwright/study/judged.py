@@ -8,11 +8,11 @@ from pathlib import Path
 
 from flashwright import spec as specs
 from flashwright.files import write
-from flashwright.folder import RESULT, finished
+from flashwright.generate.by_model.speed import card_here
+from flashwright.generate.folder import RESULT, finished
 from flashwright.judge.judge import judge
 from flashwright.lang.diagnostic import Failed
 from flashwright.sandbox.candidate import Candidate
-from flashwright.speed import card_here
 from flashwright.study import pytorch
 
 FILE = "judged.json"

@@ -11,7 +11,7 @@ from typing import Any
 
 from flashwright.author.llm.model import Usage
 from flashwright.author.llm.transcript import FOLDER, OUTCOME, Transcript
-from flashwright.folder import RESULT
+from flashwright.generate.folder import RESULT
 from flashwright.study import judged, speed
 from flashwright.study.sample import Sample
 

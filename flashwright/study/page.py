@@ -10,10 +10,10 @@ from importlib import resources
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from flashwright import __version__
 from flashwright.report.svg import Scale, apart, line, mark, path, picture, tag, text
 from flashwright.study.funnel import Row
 from flashwright.study.ways import LEVELS, WAYS
+from flashwright.version import __version__
 
 W, H = 420.0, 200.0
 LEFT, RIGHT, TOP, BOTTOM = 34.0, 72.0, 12.0, 26.0

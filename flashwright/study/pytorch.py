@@ -11,19 +11,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from flashwright.asking import FILES, Authors, ask
 from flashwright.author.llm import extract
 from flashwright.author.llm.attempts import Tried
 from flashwright.author.llm.transcript import Lane
 from flashwright.files import write
-from flashwright.folder import keep
+from flashwright.generate.by_model.ask import FILES, Authors, ask
+from flashwright.generate.folder import keep
+from flashwright.generate.pipeline import STAGES, Stage
+from flashwright.generate.state import Progress, Run, Skipped
 from flashwright.judge import static
 from flashwright.judge.judge import judge, need_torch
 from flashwright.judge.verdict import Verdict
 from flashwright.lang import render
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.pipeline import STAGES, Stage
-from flashwright.run import Progress, Run, Skipped
 from flashwright.sandbox.candidate import Candidate
 
 FILE, FUNCTION = FILES["pytorch"], "attention"

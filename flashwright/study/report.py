@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashwright import __version__
 from flashwright.files import write
-from flashwright.run import KINDS
+from flashwright.generate.state import KINDS
 from flashwright.study import page
 from flashwright.study.funnel import SPEEDS, Row, rows
 from flashwright.study.settings import Settings, read
 from flashwright.study.ways import LEVELS
+from flashwright.version import __version__
 
 SCHEMA = 1
 FILES = ("study.json", "study.md", "study.html")

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashwright import pipeline
-from flashwright.asking import Authors, Who
 from flashwright.author.llm.budget import Budget, Prices
 from flashwright.author.llm.model import Model, NoAnswer, Question, Reply
 from flashwright.author.llm.transcript import FOLDER, Transcript
-from flashwright.folder import RESULT
+from flashwright.generate import pipeline
+from flashwright.generate.by_model.ask import Authors, Who
+from flashwright.generate.folder import RESULT
+from flashwright.generate.state import Run
 from flashwright.gpu import Gpu
 from flashwright.lang.codes import MACHINE
-from flashwright.run import Run
 from flashwright.study.operators import Operator
 from flashwright.study.ways import Way
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from flashwright.asking import MADE
 from flashwright.author.llm.model import Model
 from flashwright.files import write
+from flashwright.generate.by_model.ask import MADE
+from flashwright.generate.pipeline import Stage
+from flashwright.generate.state import KINDS, Run
 from flashwright.lang.diagnostic import Failed
-from flashwright.pipeline import Stage
-from flashwright.run import KINDS, Run
 from flashwright.study import judged, speed
 from flashwright.study.sample import Sample, Terms, Unfinished, done, take
 from flashwright.study.settings import Settings

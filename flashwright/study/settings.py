@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flashwright import __version__
 from flashwright.files import cannot, write
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.spec import AttentionSpec
 from flashwright.study.operators import Operator
 from flashwright.study.sample import Sample, Terms
 from flashwright.study.ways import WAYS, Way
+from flashwright.version import __version__
 
 FILE = "settings.json"
 SCHEMA = 1

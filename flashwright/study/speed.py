@@ -9,12 +9,12 @@ from pathlib import Path
 
 from flashwright import spec as specs
 from flashwright.files import write
+from flashwright.generate.by_model.speed import KERNEL, Stopwatch
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.measure import race
 from flashwright.measure.contest import Contestant
 from flashwright.measure.peers import registry
 from flashwright.measure.race import Raced
-from flashwright.speed import KERNEL, Stopwatch
 from flashwright.study import judged
 
 FILE = "speed.json"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flashwright.asking import Authors
+from flashwright.generate.by_model.ask import Authors
+from flashwright.generate.pipeline import STAGES, Stage
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.pipeline import STAGES, Stage
 from flashwright.study import direct, pytorch
 
 LEVELS: Mapping[str, str] = {

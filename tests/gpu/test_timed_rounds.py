@@ -7,16 +7,16 @@ import re
 from pathlib import Path
 
 from flashwright import gpu as gpus
-from flashwright import pipeline
-from flashwright.asking import Authors, Who
 from flashwright.author.builtin.variants import make_spec
 from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.connect import connect
 from flashwright.author.llm.transcript import FOLDER, Transcript
+from flashwright.generate import pipeline
+from flashwright.generate.by_model.ask import Authors, Who
+from flashwright.generate.by_model.speed import Stopwatch
+from flashwright.generate.replay import replay
 from flashwright.judge.judge import judge
-from flashwright.replay import replay
 from flashwright.sandbox.candidate import Candidate
-from flashwright.speed import Stopwatch
 from tests.gpu.made import code_of
 from tests.unit.llm_server import say, serve
 from tests.unit.test_by_model import Nobody

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flashwright.check.names import Names
-from flashwright.check.vocabulary import split
 from flashwright.gpu import Gpu
 from flashwright.lang.nodes import (
     Allocate,
@@ -28,6 +27,7 @@ from flashwright.lang.nodes import (
     expressions,
     statements,
 )
+from flashwright.program.vocabulary import split
 
 Path = tuple[Any, ...]
 """Indices and, between them, the part of the loop or branch entered: (12, "body", 3)."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from flashwright.check.vocabulary import DTYPES
 from flashwright.gpu import Gpu
 from flashwright.lang.format import format_stmt
 from flashwright.lang.nodes import (
@@ -37,6 +36,7 @@ from flashwright.lang.nodes import (
     Unary,
     statements,
 )
+from flashwright.program.vocabulary import DTYPES
 from tests.mutation import effects
 from tests.mutation.effects import Site, is_verb, put, sites
 

@@ -15,9 +15,7 @@ from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.builtin.choose import NothingFits
 from flashwright.author.builtin.variants import VARIANTS, make_spec
 from flashwright.check.check import check, checked_program
-from flashwright.check.scalars import evaluate
 from flashwright.gpu import GPUS, find
-from flashwright.interpret import _UFUNCS
 from flashwright.judge.cpu import default_cases, judge
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.format import format_tree
@@ -35,6 +33,8 @@ from flashwright.lang.nodes import (
     statements,
 )
 from flashwright.lang.parse import parse
+from flashwright.program.scalars import evaluate
+from flashwright.semantics.interpret import _UFUNCS
 from flashwright.spec import AttentionSpec, BadSpec
 from tests.mutation.effects import Site
 from tests.mutation.mutants import Mutant, Subject

@@ -14,7 +14,6 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
-from flashwright.check.program import Key, Program
 from flashwright.gpu import Gpu
 from flashwright.lower import ir
 from flashwright.lower.frontend.lowering import lower
@@ -22,6 +21,7 @@ from flashwright.lower.targets.atoms import generation
 from flashwright.lower.term import Term
 from flashwright.lower.term_value import value
 from flashwright.lower.translate import schedule
+from flashwright.program.program import Key, Program
 
 Place = tuple[Key, int]  # a shared tile and its stage
 NEVER = 1 << 60

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from flashwright.check.check import check
-from flashwright.interpret import interpret
 from flashwright.lang.diagnostic import Diagnostic
 from flashwright.lang.fix import apply
 from flashwright.lang.format import format_tree
 from flashwright.lang.parse import parse
+from flashwright.semantics.interpret import interpret
 from tests.unit.tl_attention import program
 
 LENGTHS = ((70, 100), (64, 96), (1, 33), (130, 40), (40, 200))

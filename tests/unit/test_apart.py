@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flashwright import apart
+from flashwright.confine import isolate as apart
 from flashwright.confine.limit import limit
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
@@ -84,7 +84,7 @@ def test_an_answer_that_breaks_off_is_told(monkeypatch: pytest.MonkeyPatch) -> N
 
 LOWER = """
 import resource
-from flashwright import apart
+from flashwright.confine import isolate as apart
 from flashwright.lang.diagnostic import Failed
 from tests.unit.test_apart import raises, says
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import pytest
 
 from flashwright import gpu as gpus
 from flashwright.build import process, toolchain
-from flashwright.build.authored import TranslationByModel, translated_by_model
 from flashwright.build.compile import build
 from flashwright.build.toolchain import Toolchain
 from flashwright.confine import landlock
@@ -22,8 +21,9 @@ from flashwright.confine.start import UNCONFINED
 from flashwright.judge.emulated import judge_emulated
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.render import for_model
-from flashwright.lower.contract import Flavour
-from flashwright.lower.source_map import commented
+from flashwright.untrusted.comments import commented
+from flashwright.untrusted.contract import Flavour
+from flashwright.untrusted.translation import TranslationByModel, translated_by_model
 from tests.unit.emulated import SPEC, needs_compilers
 from tests.unit.fake_nvcc import GOOD, WORKS, FakeNvcc, nvcc
 from tests.unit.test_contract import ours, program
@@ -413,8 +413,8 @@ def test_comments_are_read_into_a_map() -> None:
 
 
 def test_our_own_comments_give_about_our_own_map() -> None:
-    from flashwright.build.authored import _lines
     from flashwright.lower.translate import translate
+    from flashwright.untrusted.translation import _lines
 
     made = translate(program("a100"), gpus.find("a100"))
     found = commented(made.source, _lines(program("a100")))

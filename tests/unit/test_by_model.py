@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flashwright import pipeline
-from flashwright.asking import Authors, Who
 from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.builtin.variants import make_spec
 from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.connect import connect
 from flashwright.author.llm.transcript import FOLDER, Transcript
 from flashwright.cli.main import app
-from flashwright.cli.show import asked_in_words
+from flashwright.cli.screen import asked_in_words
+from flashwright.generate import pipeline
+from flashwright.generate.by_model.ask import Authors, Who
+from flashwright.generate.pipeline import Stage
+from flashwright.generate.replay import replay
+from flashwright.generate.state import Run
 from flashwright.gpu import find
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.pipeline import Stage
-from flashwright.replay import replay
-from flashwright.run import Run
 from tests.unit.llm_server import Answer, Request, Server, cut, say, serve, status
 
 SPEC = make_spec("mha", causal=True, head_dim=64)

@@ -15,13 +15,13 @@ import pytest
 
 import flashwright
 from flashwright import spec as specs
-from flashwright import stages
 from flashwright.author.builtin import tuned
 from flashwright.author.builtin.variants import make_spec
 from flashwright.build import classes
 from flashwright.build.classes import ALONE, CLASSES, OWN, Classes, Kernels, Rule, folders, serving
 from flashwright.build.load import CUBIN, PLAN, Kernel
 from flashwright.build.package import IN_RECORD, RECORD
+from flashwright.generate import stages
 from flashwright.judge.form import bounds_of
 from flashwright.judge.judge import _digests
 from flashwright.judge.problems import problems

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from flashwright import __version__
 from flashwright.cli import command
 from flashwright.cli.main import app
-from flashwright.cli.show import _bar, folded, tl
+from flashwright.cli.show import folded, progress_bar, tl
 from flashwright.lang.codes import CODES
 
 GOOD = """\
@@ -474,7 +474,7 @@ def test_a_reader_that_leaves_early_is_no_verdict() -> None:
 
 def test_a_bar_shows_words_as_they_are() -> None:
     seen = io.StringIO()
-    with _bar(Console(file=seen, force_terminal=True, width=100)) as bar:
+    with progress_bar(Console(file=seen, force_terminal=True, width=100)) as bar:
         bar.add_task("study [/red]", total=1, what="a server says [/no]")
     assert "study [/red]" in seen.getvalue()
     assert "a server says [/no]" in seen.getvalue()

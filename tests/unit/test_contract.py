@@ -11,12 +11,12 @@ import pytest
 from flashwright import gpu as gpus
 from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.check.check import check
-from flashwright.check.program import Program
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.parse import parse
-from flashwright.lower.contract import Contract, Flavour, bound, contract
 from flashwright.lower.launch_plan import LaunchPlan
 from flashwright.lower.translate import translate
+from flashwright.program.program import Program
+from flashwright.untrusted.contract import Contract, Flavour, bound, contract
 from tests.golden.cases import CASES, Case
 from tests.unit.emulated import SPEC
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from flashwright.check.check import check
-from flashwright.check.vocabulary import DTYPES, FUNCTIONS, VERBS
 from flashwright.lang.codes import CODES
 from flashwright.lang.parse import parse
+from flashwright.program.vocabulary import DTYPES, FUNCTIONS, VERBS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])

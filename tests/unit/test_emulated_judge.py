@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import flashwright
-from flashwright import pipeline, stages
 from flashwright.build import driver
 from flashwright.build.reading import cubin_version
 from flashwright.cli.command import exit_code
 from flashwright.files import sha256
+from flashwright.generate import pipeline, stages
 from flashwright.gpu import find
 from flashwright.judge.emulated import judge_emulated
 from flashwright.judge.verdict import EMULATION

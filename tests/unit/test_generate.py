@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from flashwright import __version__, pipeline
+from flashwright import __version__
 from flashwright.author.builtin import tuned
 from flashwright.author.builtin.retile import name_of, tiling_of
 from flashwright.build import classes
 from flashwright.build.package import CLASSES, OWN
 from flashwright.check.check import check
+from flashwright.generate import pipeline
 from flashwright.gpu import H200
 from flashwright.lang.parse import parse
 from tests.unit.test_cli import Outcome

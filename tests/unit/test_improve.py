@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flashwright import kernel_by_model, pipeline, stages
-from flashwright.asking import Authors, Who
 from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.connect import connect
@@ -26,15 +24,18 @@ from flashwright.build import make
 from flashwright.build.driver import Card
 from flashwright.cli.main import app
 from flashwright.files import sha256
+from flashwright.generate import pipeline, stages
+from flashwright.generate.by_model import kernel as kernel_by_model
+from flashwright.generate.by_model.ask import Authors, Who
+from flashwright.generate.by_model.speed import BUILTIN, Goal, Stopwatch
+from flashwright.generate.replay import replay
+from flashwright.generate.state import Run
 from flashwright.gpu import find
 from flashwright.judge import cpu
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.measure.contest import Contestant
 from flashwright.measure.race import Figure, Raced, package, race
-from flashwright.replay import replay
-from flashwright.run import Run
 from flashwright.sandbox.candidate import Candidate
-from flashwright.speed import BUILTIN, Goal, Stopwatch
 from tests.unit import measure_fakes
 from tests.unit.emulated import SPEC
 from tests.unit.fake_nvcc import WORKS, FakeNvcc, nvcc
@@ -93,7 +94,9 @@ def clock(nvcc: FakeNvcc, monkeypatch: pytest.MonkeyPatch) -> Clock:
     nvcc.set(f"{WORKS}; cat kernel.cu > kernel.cubin; cat > kernel.ptx <<'END'\n{text}END\n")
     monkeypatch.setattr("flashwright.judge.judge.judge", lambda *given, **more: _on_gpu())
     monkeypatch.setattr("flashwright.judge.cpu.judge", lambda *given, **more: _on_cpu())
-    monkeypatch.setattr("flashwright.apart.call", lambda work, *given, **limits: work(*given))
+    monkeypatch.setattr(
+        "flashwright.confine.isolate.call", lambda work, *given, **limits: work(*given)
+    )
     return Clock()
 
 

@@ -1,62 +1,95 @@
-"""The layout of the package: data flows one way."""
+"""The layout of the package: imports follow the order of docs/architecture.md, without circles."""
 
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "flashwright"
-# A module may import those before it, and its own.
-ORDER = (
-    *("spec", "gpu", "lang", "files", "confine", "apart", "check", "interpret", "author", "lower"),
-    *(
-        "build",
-        "sandbox",
-        "emulate",
-        "judge",
-        "measure",
-        "selftest",
-        "report",
-        "run",
-        "folder",
-        "stages",
-    ),
-    *("speed", "asking", "kernel_by_model", "tl_by_model", "improve", "pipeline", "replay"),
-    *("study", "fuzz", "cli"),
-)
-FILES = sorted(PACKAGE.rglob("*.py"))
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "flashwright"
+ENTRIES = ("__init__", "__main__")
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
 
 
-def layer(path: Path) -> str | None:
-    top = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    return None if top in ("__init__", "__main__") else top
+def order() -> list[str]:
+    """The layers, as the first table of docs/architecture.md lists them."""
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    cells = re.findall(r"^\| ((?:`\w+(?:\.py|/)`(?:, )?)+) \|", page.split("\n## ")[0], re.M)
+    return [name for cell in cells for name in re.findall(r"`(\w+)", cell)]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_go_one_way(path: Path) -> None:
-    own = layer(path)
-    if own is None:
-        return
-    allowed = set(ORDER[: ORDER.index(own) + 1])
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = []
+def layer(module: str) -> str:
+    return (module.split(".")[1:] or ["__init__"])[0]
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules of ours that a file imports, at its top or in a function."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flashwright"):
-            parts = (node.module or "").split(".")
-            names = [parts[1]] if len(parts) > 1 else [a.name for a in node.names]
+            for name in node.names:
+                inner = f"{node.module}.{name.name}"
+                yield inner if inner in FILES else str(node.module)
         elif isinstance(node, ast.Import):
-            names = [a.name.split(".")[1] for a in node.names if a.name.startswith("flashwright.")]
-        for name in names:
-            assert name in allowed or name == "__version__", f"{own} must not import {name}"
+            yield from (n.name for n in node.names if n.name.startswith("flashwright"))
 
 
-@pytest.mark.parametrize(
-    "folder", ["lang", "check", "lower", "build", "emulate", "sandbox", "judge"]
-)
-def test_nothing_below_the_author_knows_a_variant(folder: str) -> None:
+def typing_only(path: Path) -> set[str]:
+    """Modules imported for annotations alone: no import at run time."""
+    tree = ast.parse(path.read_text("utf-8"))
+    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n)]
+    names = [n for b in blocks for n in ast.walk(b) if isinstance(n, ast.ImportFrom)]
+    return {str(n.module) for n in names}
+
+
+def test_imports_go_one_way() -> None:
+    known = order()
+    assert set(known) == {layer(m) for m in FILES} - set(ENTRIES) | {"device"}
+    wrong = [
+        f"{module} imports {other}"
+        for module, path in FILES.items()
+        if layer(module) not in ENTRIES
+        for other in imported(path)
+        if layer(other) not in known[: known.index(layer(module)) + 1]
+    ]
+    assert wrong == []
+
+
+def test_there_are_no_import_circles() -> None:
+    graph = {
+        module: {m for m in imported(path) if m != module} - typing_only(path)
+        for module, path in FILES.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_every_folder_says_what_lives_there() -> None:
+    silent = [
+        str(path.relative_to(ROOT))
+        for path in PACKAGE.rglob("__init__.py")
+        if not ast.get_docstring(ast.parse(path.read_text("utf-8")))
+    ]
+    assert silent == []
+
+
+def test_nothing_below_the_author_knows_a_variant() -> None:
     names = ("mha", "gqa", "mqa", "mla", "nsa")
-    for path in (PACKAGE / folder).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                assert node.value.lower() not in names, f"{path.name}: {node.value!r}"
+    folders = ("lang", "program", "semantics", "check", "lower", "build", "untrusted", "emulate")
+    wrong = [
+        f"{path.relative_to(ROOT)}: {node.value!r}"
+        for folder in (*folders, "sandbox", "judge")
+        for path in (PACKAGE / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Constant) and str(node.value).lower() in names
+    ]
+    assert wrong == []

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flashwright.asking import Who, _grammar
 from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.connect import connect
 from flashwright.cli.main import app
+from flashwright.generate.by_model.ask import Who, _grammar
 from flashwright.lang.gbnf import gbnf
 from flashwright.lang.parse import parse
 from tests.unit.llm_server import serve, status

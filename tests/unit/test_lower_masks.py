@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from flashwright.check.scalars import evaluate
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.nodes import Expr
 from flashwright.lang.parse import parse
@@ -18,6 +17,7 @@ from flashwright.lower.element import leaves, literal
 from flashwright.lower.frontend.lowering import lower
 from flashwright.lower.printing.cpp import text as in_cpp
 from flashwright.lower.term_value import value
+from flashwright.program.scalars import evaluate
 from tests.unit.lowered import printed
 from tests.unit.tl_attention import COPY, attention, program
 

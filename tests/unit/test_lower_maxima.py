@@ -11,9 +11,9 @@ import pytest
 from flashwright import gpu as gpus
 from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.builtin.variants import make_spec
-from flashwright.check.program import Program
 from flashwright.gpu import Gpu
 from flashwright.lower.translate import translate
+from flashwright.program.program import Program
 from tests.unit.tl_attention import attention, program
 
 CARD = gpus.find("h200")

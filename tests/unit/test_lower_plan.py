@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashwright import gpu as gpus
-from flashwright.check.program import Program
-from flashwright.check.scalars import evaluate as exact
 from flashwright.lang.nodes import Binary, Call, Expr, Let, Name, Num
 from flashwright.lang.parse import parse
 from flashwright.lower.launch_plan import LaunchPlan, evaluate
 from flashwright.lower.plan import _ceiling as ceiling
 from flashwright.lower.plan import _postfix as postfix
 from flashwright.lower.translate import translate
+from flashwright.program.program import Program
+from flashwright.program.scalars import evaluate as exact
 from tests.unit.lowered import printed
 from tests.unit.tl_attention import attention, program
 

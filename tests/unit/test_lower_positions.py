@@ -10,10 +10,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from flashwright.check.scalars import NotScalar, Value, evaluate
 from flashwright.lang.nodes import Binary, Call, Expr, Name, Num, Unary
 from flashwright.lang.parse import parse
 from flashwright.lower.frontend.positions import UNKNOWN, Form, Positions, Where, put
+from flashwright.program.scalars import NotScalar, Value, evaluate
 from tests.unit.lowered import printed, refusal
 from tests.unit.tl_attention import COPY, attention
 

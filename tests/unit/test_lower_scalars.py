@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashwright.check.scalars import evaluate
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.nodes import NOWHERE, Binary, Call, Expr, Name, Num, Unary
 from flashwright.lang.parse import parse
@@ -16,6 +15,7 @@ from flashwright.lower.frontend.scalars import Scalar, Scalars, constant, named
 from flashwright.lower.printing.cpp import text as in_cpp
 from flashwright.lower.term import Read, Var
 from flashwright.lower.term_value import value
+from flashwright.program.scalars import evaluate
 
 PARAMS: dict[str, int | float | Fraction] = {
     "BM": 64,

@@ -14,13 +14,13 @@ from flashwright import gpu as gpus
 from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.builtin.choose import NothingFits
 from flashwright.author.builtin.variants import VARIANTS, make_spec
-from flashwright.check.program import Program
 from flashwright.gpu import Gpu
 from flashwright.lower import ir
 from flashwright.lower.frontend.lowering import lower
 from flashwright.lower.passes.place_barriers import Travel, synchronise
 from flashwright.lower.passes.prefetch import pipeline
 from flashwright.lower.translate import schedule
+from flashwright.program.program import Program
 from flashwright.spec import BadSpec
 from tests.example_programs import PROGRAMS
 from tests.unit.happens_before import Checker, Race, block

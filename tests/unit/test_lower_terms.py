@@ -8,7 +8,6 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from flashwright.check.scalars import NotScalar, evaluate
 from flashwright.lang.nodes import NOWHERE, Binary, Call, Expr, Name, Num, Unary
 from flashwright.lang.parse import parse
 from flashwright.lower import term as terms
@@ -40,6 +39,7 @@ from flashwright.lower.term import (
     widened,
 )
 from flashwright.lower.term_value import value
+from flashwright.program.scalars import NotScalar, evaluate
 
 A, B, C = (Var(x) for x in "abc")
 X, Y, Z = (Var(x, "float") for x in "xyz")

@@ -11,7 +11,6 @@ import pytest
 
 from flashwright import gpu as gpus
 from flashwright.check.check import check
-from flashwright.check.program import Program
 from flashwright.fuzz.case import load
 from flashwright.fuzz.oracle import Outcome, prepare
 from flashwright.lang.diagnostic import Failed
@@ -24,6 +23,7 @@ from flashwright.lower.passes.verify import Verifier, enabled
 from flashwright.lower.passes.verify_rings import verify_groups
 from flashwright.lower.term import Var, plus
 from flashwright.lower.translate import prepared, schedule, translate
+from flashwright.program.program import Program
 
 CASES = Path(__file__).parents[1] / "cases"
 Body = tuple[ir.Statement, ...]

@@ -21,12 +21,12 @@ from flashwright.author.llm.operator_words import CLOSE, OPEN
 from flashwright.author.llm.prompt import Facts
 from flashwright.author.llm.transcript import EXCHANGE, FOLDER, Exchange, Transcript
 from flashwright.cli.main import app
-from flashwright.folder import prepare
-from flashwright.kernel_by_model import attempted
+from flashwright.generate.by_model.kernel import attempted
+from flashwright.generate.folder import prepare
+from flashwright.generate.replay import replay
+from flashwright.generate.state import Run
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.parse import parse
-from flashwright.replay import replay
-from flashwright.run import Run
 from tests.unit.fake_nvcc import FakeNvcc, nvcc
 from tests.unit.llm_server import Answer, Request, say, serve
 from tests.unit.test_by_model import (

@@ -11,17 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from flashwright import gpu, tl_by_model
+import flashwright
+from flashwright import gpu
 from flashwright.author.llm import extract, prompt
 from flashwright.author.llm.attempts import Tried
 from flashwright.author.llm.prompt import Facts
+from flashwright.generate.by_model import tl as tl_by_model
 from flashwright.lang.codes import CODES
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from tests.unit.llm_server import say, serve
 from tests.unit.test_by_model import CARD, CODE, SKETCH, SPEC, WRONG_SCALE, fenced, generate
 from tests.unit.test_explain import PROGRAMS, Fence
 
-PACKAGE = Path(tl_by_model.__file__).parent
+PACKAGE = Path(flashwright.__file__).parent
 FACTS = Facts(SPEC, CARD, sketch=SKETCH)
 OF_FILES = {"FW001", "FW002", "FW003"}  # a reply is no file, and its size is limited before
 OF_OPTIONS = {"FW705"}
@@ -37,7 +39,7 @@ WARNINGS = {code for code in WRONG if CODES[code].severity == "warning"}
 
 
 def tried(text: str, card: str | None) -> tuple[Tried[str], tuple[Diagnostic, ...]]:
-    """What tl_by_model does with an attempt, without a process, and before the CPU run."""
+    """What the stage does with an attempt, without a process, and before the CPU run."""
     try:
         found = tl_by_model._checked_sketch(text, gpu.find(card) if card else None)  # type: ignore[arg-type]
     except Failed as failed:
@@ -50,7 +52,10 @@ def test_every_code_that_the_checker_can_emit_has_a_case() -> None:
     """A new one fails here until its page has a wrong program."""
     known = {code for code in CODES if code < "FW8"}
     assert set(WRONG) == known - OF_FILES - OF_OPTIONS
-    sources = [*(PACKAGE / "check").rglob("*.py"), *(PACKAGE / "lang").glob("*.py")]
+    sources = [
+        *(p for d in ("check", "program", "semantics") for p in (PACKAGE / d).rglob("*.py")),
+        *(PACKAGE / "lang").glob("*.py"),
+    ]
     named = {c for p in sources if p.name != "codes.py" for c in _codes(p.read_text())}
     assert {c for c in named if c < "FW8"} <= set(WRONG) | OF_FILES | OF_OPTIONS
     assert len(named) > 30

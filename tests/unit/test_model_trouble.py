@@ -19,8 +19,6 @@ from pathlib import Path
 
 import pytest
 
-from flashwright import asking, pipeline, tl_by_model
-from flashwright.asking import Authors, Who
 from flashwright.author.llm import budget as budgets
 from flashwright.author.llm import extract
 from flashwright.author.llm.attempts import Tried
@@ -28,8 +26,12 @@ from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.connect import connect
 from flashwright.author.llm.line import Limits
 from flashwright.author.llm.transcript import FOLDER, Lane, Transcript
+from flashwright.generate import pipeline
+from flashwright.generate.by_model import ask as asking
+from flashwright.generate.by_model import tl as tl_by_model
+from flashwright.generate.by_model.ask import Authors, Who
+from flashwright.generate.state import Progress, Run
 from flashwright.lang.codes import CODES
-from flashwright.run import Progress, Run
 from tests.unit.llm_server import (
     Answer,
     Request,
@@ -302,7 +304,7 @@ def _seen(server: Server, requests: int) -> bool:
 # --- the process of an attempt ----------------------------------------------------------------
 
 WORKING = """
-from flashwright import apart
+from flashwright.confine import isolate as apart
 from tests.unit.test_model_trouble import says_so
 apart.call(says_so, seconds=30.0, memory=1 << 40)
 """

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from flashwright.check.check import check, checked_program
-from flashwright.check.scalars import evaluate
-from flashwright.interpret import interpret
 from flashwright.lang.nodes import Binary, Num, Unary
 from flashwright.lang.parse import parse
+from flashwright.program.scalars import evaluate
+from flashwright.semantics.interpret import interpret
 
 VALUES = ["7", "-7", "0", "2.5", "-2.5", "0.25", "-0.5"]
 DIVISORS = ["3", "-3", "1.5", "-1.5", "1"]

@@ -20,12 +20,12 @@ from flashwright import gpu as gpus
 from flashwright.author.llm import extract
 from flashwright.author.llm.transcript import FOLDER, Transcript
 from flashwright.build import toolchain
-from flashwright.build.screen import screen
 from flashwright.check.check import check
+from flashwright.generate.replay import replay
 from flashwright.lang.parse import parse
-from flashwright.lower.contract import bound, contract
-from flashwright.replay import replay
 from flashwright.study import report
+from flashwright.untrusted.contract import bound, contract
+from flashwright.untrusted.screen import screen
 from tests.unit.test_by_model import Nobody
 
 RECORDED = Path(__file__).parents[1] / "recorded"

@@ -13,9 +13,6 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flashwright import asking, pipeline
-from flashwright import replay as replays
-from flashwright.asking import Authors, Who
 from flashwright.author.llm.attempts import Task, Tried, best
 from flashwright.author.llm.budget import Budget, Meter
 from flashwright.author.llm.connect import connect
@@ -24,6 +21,10 @@ from flashwright.author.llm.prompt import Facts
 from flashwright.author.llm.transcript import EXCHANGE, FOLDER, Lane, Transcript
 from flashwright.cli.main import app
 from flashwright.files import sha256
+from flashwright.generate import pipeline
+from flashwright.generate import replay as replays
+from flashwright.generate.by_model import ask as asking
+from flashwright.generate.by_model.ask import Authors, Who
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from tests.unit.llm_server import cut, say, serve
 from tests.unit.test_by_model import CARD, CODE, SPEC, Nobody, fenced, generate

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flashwright import pipeline
 from flashwright.cli.main import app
 from flashwright.files import sha256
+from flashwright.generate import pipeline
+from flashwright.generate.state import Run
 from flashwright.gpu import find
 from flashwright.judge import verdict
 from flashwright.judge.oracle import Comparison
@@ -21,7 +22,6 @@ from flashwright.measure.records import OURS, AbsentRecord
 from flashwright.report import headline, ratios, reproduce
 from flashwright.report.gather import NOT_RUN, gather
 from flashwright.report.model import PaperFigure, Report
-from flashwright.run import Run
 from flashwright.spec import AttentionSpec
 from tests.unit import report_example as example
 

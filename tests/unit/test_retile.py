@@ -19,10 +19,10 @@ from flashwright.author.builtin.retile import (
 )
 from flashwright.author.builtin.variants import make_spec
 from flashwright.check.check import check
-from flashwright.check.program import Program
 from flashwright.gpu import A100, H200, Gpu, find
 from flashwright.lang.nodes import Param, statements
 from flashwright.lang.parse import parse
+from flashwright.program.program import Program
 from flashwright.spec import AttentionSpec
 from tests.unit.test_cli import SKETCH
 

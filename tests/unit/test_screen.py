@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flashwright.build.screen import MOST_BYTES, screen
 from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.untrusted.screen import MOST_BYTES, screen
 
 ROOT = Path(__file__).parents[2]
 

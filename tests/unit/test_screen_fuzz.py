@@ -20,9 +20,9 @@ import pytest
 
 from flashwright.build import process, toolchain
 from flashwright.build.compile import build
-from flashwright.build.screen import screen
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.render import for_model
+from flashwright.untrusted.screen import screen
 
 MARK = "canary_7f3a9c_was_read"
 GCC = shutil.which("gcc")

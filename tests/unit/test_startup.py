@@ -15,7 +15,14 @@ from flashwright.author.builtin.variants import make_spec
 from flashwright.gpu import find
 from tests.unit.test_cli import GOOD
 
-HEAVY = ("lark", "numpy", "rich", "flashwright.spec", "flashwright.interpret", "flashwright.author")
+HEAVY = (
+    "lark",
+    "numpy",
+    "rich",
+    "flashwright.spec",
+    "flashwright.semantics.interpret",
+    "flashwright.author",
+)
 
 
 def cpu_seconds(*args: str) -> float:

@@ -24,14 +24,13 @@ from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.connect import connect
 from flashwright.cli.main import app
 from flashwright.cli.study import _Screen, _show
+from flashwright.generate.by_model.speed import Stopwatch
+from flashwright.generate.replay import replay
 from flashwright.judge.offences import offence
 from flashwright.judge.verdict import Verdict
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.lower.contract import bound, contract
 from flashwright.measure import race
-from flashwright.replay import replay
 from flashwright.sandbox.candidate import Candidate
-from flashwright.speed import Stopwatch
 from flashwright.study import (
     direct,
     funnel,
@@ -48,6 +47,7 @@ from flashwright.study.sample import Sample, Terms
 from flashwright.study.settings import OtherStudy, Settings
 from flashwright.study.ways import WAYS
 from flashwright.study.ways import chosen as chosen_ways
+from flashwright.untrusted.contract import bound, contract
 from tests.unit.llm_server import Answer, hang, say, serve, status
 from tests.unit.measure_fakes import H200
 from tests.unit.test_by_model import CARD, CODE, SPEC, WRONG_SCALE, Nobody, fenced

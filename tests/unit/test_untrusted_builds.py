@@ -14,7 +14,6 @@ from flashwright.build import compile as compiling
 from flashwright.build import process
 from flashwright.build.compile import build
 from flashwright.build.toolchain import Toolchain
-from flashwright.build.untrusted import build_untrusted
 from flashwright.confine import landlock
 from flashwright.confine.start import FILES, UNCONFINED, Policy, confined
 from flashwright.emulate.own import kernel
@@ -22,6 +21,7 @@ from flashwright.emulate.package import Package, compile_package, read_package
 from flashwright.judge import sanitize
 from flashwright.lang.diagnostic import Failed
 from flashwright.sandbox.candidate import Candidate
+from flashwright.untrusted.build import build_untrusted
 from tests.unit import emulated
 from tests.unit.emulated import needs_compilers
 from tests.unit.fake_nvcc import WORKS, FakeNvcc, nvcc

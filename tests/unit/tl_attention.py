@@ -6,8 +6,8 @@ from functools import cache
 
 from flashwright.check.check import check
 from flashwright.check.names import Names
-from flashwright.check.program import Program
 from flashwright.lang.parse import parse
+from flashwright.program.program import Program
 
 HEAD = """\
 param HeadDim = 64

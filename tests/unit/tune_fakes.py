@@ -15,12 +15,12 @@ from flashwright.author.builtin.retile import name_of, tiling_of
 from flashwright.author.builtin.variants import make_spec
 from flashwright.build.package import RECORD
 from flashwright.check.check import check
-from flashwright.check.program import Program
 from flashwright.gpu import H200, Gpu
 from flashwright.lang.parse import parse
 from flashwright.measure.kernels import Made, in_processes
 from flashwright.measure.tune.state import Tuning, read
 from flashwright.measure.tune.tune import Order, Parts, tune
+from flashwright.program.program import Program
 from flashwright.sandbox.candidate import Candidate
 from flashwright.sandbox.problem import TimedProblem
 from flashwright.spec import AttentionSpec

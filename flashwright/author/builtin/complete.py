@@ -15,7 +15,6 @@ from functools import lru_cache
 from flashwright.author.builtin.choose import Decision
 from flashwright.author.builtin.needs import takes_wgmma, tile_width
 from flashwright.author.builtin.variants import find
-from flashwright.check.vocabulary import RESERVED_PARAMS, split
 from flashwright.gpu import Gpu
 from flashwright.lang.format import format_coord, format_expr
 from flashwright.lang.nodes import (
@@ -38,6 +37,7 @@ from flashwright.lang.nodes import (
     statements,
 )
 from flashwright.lang.parse import parse
+from flashwright.program.vocabulary import RESERVED_PARAMS, split
 from flashwright.spec import AttentionSpec
 
 RESHAPE = "Reshape {} from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)"

@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from flashwright.author.builtin.choose import enumerate_tilings
 from flashwright.author.builtin.cost import estimate
 from flashwright.author.builtin.needs import Tiling, Workload, footprint, uses_wgmma
-from flashwright.check.program import Program
-from flashwright.check.vocabulary import SCHEDULE_PARAMS, split
 from flashwright.gpu import Gpu
 from flashwright.lang.format import format_tree
 from flashwright.lang.nodes import (
@@ -28,6 +26,8 @@ from flashwright.lang.nodes import (
     Tree,
     statements,
 )
+from flashwright.program.program import Program
+from flashwright.program.vocabulary import SCHEDULE_PARAMS, split
 
 NEEDED = ("BM", "BN")
 # The model does not know what these bring. Among tilings this close it is no worse a guess to try

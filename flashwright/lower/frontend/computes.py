@@ -6,9 +6,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from flashwright.check.compute import expression
-from flashwright.check.program import Buffer, Key
-from flashwright.check.vocabulary import CONSTANTS, DTYPES
 from flashwright.lang import nodes as tl
 from flashwright.lang.nodes import Expr, Name
 from flashwright.lower import ir
@@ -32,6 +29,9 @@ from flashwright.lower.frontend.positions import Axes
 from flashwright.lower.frontend.scalars import Scalar, refused
 from flashwright.lower.names import cpp, tile_name
 from flashwright.lower.term import Position, Term, Type, Var
+from flashwright.program.program import Buffer, Key
+from flashwright.program.vocabulary import CONSTANTS, DTYPES
+from flashwright.semantics.compute import expression
 
 if TYPE_CHECKING:
     from flashwright.lower.frontend.lowering import Lowering

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashwright.check.machine import operand_dtypes
-from flashwright.check.program import Buffer, Key, Program, Tensor
-from flashwright.check.scalars import NotScalar, whole
-from flashwright.check.scalars import evaluate as exact
-from flashwright.check.vocabulary import CONSTANTS, DTYPES
 from flashwright.lang import nodes as tl
 from flashwright.lang.nodes import Coord, Expr, Name
 from flashwright.lower import ir
@@ -38,6 +33,11 @@ from flashwright.lower.term import (
     positive,
     widened,
 )
+from flashwright.program.program import Buffer, Key, Program, Tensor
+from flashwright.program.scalars import NotScalar, whole
+from flashwright.program.scalars import evaluate as exact
+from flashwright.program.vocabulary import CONSTANTS, DTYPES
+from flashwright.semantics.machine import operand_dtypes
 
 Axis = Where | None
 WALKS = 8

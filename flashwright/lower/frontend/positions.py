@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from flashwright.check.scalars import Value, number
 from flashwright.lang.nodes import Binary, Call, Expr, Index, Name, Num, Unary, expressions
+from flashwright.program.scalars import Value, number
 
 ZERO, ONE = Num("0"), Num("1")
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from flashwright.check.scalars import Scalar as Number
-from flashwright.check.scalars import number
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.nodes import Binary, Call, Expr, Index, Name, Num, Span, Transpose, Unary
 from flashwright.lower import term as terms
@@ -27,6 +25,8 @@ from flashwright.lower.term import (
     real,
     times,
 )
+from flashwright.program.scalars import Scalar as Number
+from flashwright.program.scalars import number
 
 
 @dataclass(frozen=True)

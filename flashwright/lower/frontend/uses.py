@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from flashwright.check.program import Key, Program
 from flashwright.lang import nodes as tl
 from flashwright.lang.nodes import Name
+from flashwright.program.program import Key, Program
 
 
 def direct_operands(program: Program) -> dict[Key, str]:

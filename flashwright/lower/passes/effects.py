@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from flashwright.check.program import Key
 from flashwright.lower import ir
 from flashwright.lower.element import Element, leaves, variable
 from flashwright.lower.names import operand_name, tile_name
 from flashwright.lower.term import At, Term, Var, walk
+from flashwright.program.program import Key
 
 Resource = str | Key
 ORDER = "(order)"

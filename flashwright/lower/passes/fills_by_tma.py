@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from flashwright.check.program import Buffer, Key, Program
 from flashwright.gpu import Gpu
 from flashwright.lower import ir
 from flashwright.lower.report import NOT_AHEAD, Report
 from flashwright.lower.targets.hopper import Copies, missing_for_tma, say_who_copies
 from flashwright.lower.targets.shared_memory import with_more
+from flashwright.program.program import Buffer, Key, Program
 
 Body = tuple[ir.Statement, ...]
 STAGES = 2

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashwright.check.program import Key, Program
-from flashwright.check.vocabulary import DTYPES
 from flashwright.lower import ir
 from flashwright.lower.element import TILE, Leaf, Op, element
 from flashwright.lower.names import step_name, tile_name
+from flashwright.program.program import Key, Program
+from flashwright.program.vocabulary import DTYPES
 
 WIDEST = 128  # columns of a sum: twice 64 registers of a thread
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashwright.check.program import Key, Program
-from flashwright.check.vocabulary import DTYPES
 from flashwright.lower import ir
+from flashwright.program.program import Key, Program
+from flashwright.program.vocabulary import DTYPES
 
 
 def turned_tiles(program: Program, body: tuple[ir.Statement, ...]) -> frozenset[Key]:

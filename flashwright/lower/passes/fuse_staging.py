@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
-from flashwright.check.program import Key, Program
-from flashwright.check.vocabulary import DTYPES
 from flashwright.lower import ir
 from flashwright.lower.element import TILE, Leaf, Reduce, leaves, variable
 from flashwright.lower.names import tile_name
 from flashwright.lower.passes.effects import effects
 from flashwright.lower.term import Position
+from flashwright.program.program import Key, Program
+from flashwright.program.vocabulary import DTYPES
 
 
 def fuse_staging(body: tuple[ir.Statement, ...], program: Program) -> tuple[ir.Statement, ...]:

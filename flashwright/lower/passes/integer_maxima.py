@@ -17,13 +17,13 @@ import math
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-from flashwright.check.program import Key, Program
-from flashwright.check.vocabulary import DTYPES
 from flashwright.gpu import Gpu
 from flashwright.lower import ir
 from flashwright.lower.element import ROW, Element, Leaf, Op, Reduce, element, leaves, variable
 from flashwright.lower.names import tile_name
 from flashwright.lower.term import Unary, Var, call
+from flashwright.program.program import Key, Program
+from flashwright.program.vocabulary import DTYPES
 
 ABOVE = Var("above")
 REACHED = element("reached", ROW)

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from flashwright.check.program import Buffer, Key
 from flashwright.lower import ir
 from flashwright.lower.element import leaves
 from flashwright.lower.names import tile_name
 from flashwright.lower.passes.effects import together
 from flashwright.lower.passes.rings import consuming, producing
 from flashwright.lower.term import At, walk
+from flashwright.program.program import Buffer, Key
 
 Body = tuple[ir.Statement, ...]
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from flashwright.check.program import Key
 from flashwright.lower import ir
 from flashwright.lower.element import (
     ROW,
@@ -39,6 +38,7 @@ from flashwright.lower.names import Names, tile_name
 from flashwright.lower.passes.effects import Effects, assign_effects, effects
 from flashwright.lower.passes.fp8_sums import total
 from flashwright.lower.term import At, Term, Var, walk
+from flashwright.program.program import Key
 
 
 @dataclass(frozen=True)

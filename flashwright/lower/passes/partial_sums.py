@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from flashwright.check.program import Buffer
 from flashwright.lower import ir
 from flashwright.lower.element import Element, Leaf, Op, Reduce
+from flashwright.program.program import Buffer
 
 
 def keep_partial(body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:

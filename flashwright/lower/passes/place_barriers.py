@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from flashwright.check.program import Buffer, Key
 from flashwright.lower import ir
 from flashwright.lower.term import ZERO
+from flashwright.program.program import Buffer, Key
 
 
 @dataclass

@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from flashwright.check.program import Buffer, Key
-from flashwright.check.vocabulary import DTYPES
 from flashwright.lower import ir
 from flashwright.lower.passes.effects import exposed
 from flashwright.lower.report import NOT_AHEAD, LoopReport, Report
 from flashwright.lower.term import Term, Var, binary, inlined, integer, minus, plus, substitute
+from flashwright.program.program import Buffer, Key
+from flashwright.program.vocabulary import DTYPES
 
 
 def pipeline(

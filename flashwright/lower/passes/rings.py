@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from dataclasses import replace
 
-from flashwright.check.program import Key
 from flashwright.lower import ir
 from flashwright.lower.element import leaves
 from flashwright.lower.names import tile_name
 from flashwright.lower.passes.effects import effects
 from flashwright.lower.term import At, Term, Var, walk
+from flashwright.program.program import Key
 
 # --- the producer -----------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from flashwright.check.program import Key, Program
 from flashwright.lower import ir
 from flashwright.lower.element import Leaf
 from flashwright.lower.names import Names, tile_name
@@ -30,6 +29,7 @@ from flashwright.lower.term import (
     substitute,
     variables,
 )
+from flashwright.program.program import Key, Program
 
 
 @dataclass

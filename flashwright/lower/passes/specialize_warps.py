@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashwright.check.program import Key, Program
-from flashwright.check.vocabulary import DTYPES
 from flashwright.gpu import Gpu
 from flashwright.lower import ir
 from flashwright.lower.names import Names, ring_name
@@ -45,6 +43,8 @@ from flashwright.lower.report import (
 from flashwright.lower.targets.hopper import copies, line_of
 from flashwright.lower.targets.shared_memory import BARRIERS, with_room, with_two_stages
 from flashwright.lower.term import ZERO, RingStage, Term
+from flashwright.program.program import Key, Program
+from flashwright.program.vocabulary import DTYPES
 
 
 def specialized(

@@ -11,7 +11,6 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import count
 
-from flashwright.check.program import Buffer, Key, Program
 from flashwright.gpu import Gpu
 from flashwright.lang import nodes as tl
 from flashwright.lower import ir
@@ -34,6 +33,7 @@ from flashwright.lower.frontend.scalars import refused
 from flashwright.lower.names import EXCHANGE, Names, tile_name
 from flashwright.lower.targets.shared_memory import with_more
 from flashwright.lower.term import ZERO, Term, binary, negated
+from flashwright.program.program import Buffer, Key, Program
 
 Body = tuple[ir.Statement, ...]
 

@@ -13,8 +13,6 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from flashwright.check.program import Buffer, Key, Program
-from flashwright.check.vocabulary import CONSTANTS
 from flashwright.lower import ir
 from flashwright.lower.element import LOG2_E, leaves, variable
 from flashwright.lower.frontend.masks import GROUP
@@ -25,6 +23,8 @@ from flashwright.lower.passes.verify_rings import verify_groups, verify_rings
 from flashwright.lower.passes.verify_runs import Problem, problems, verify_roles
 from flashwright.lower.targets.tensor_maps import either
 from flashwright.lower.term import At, Position, Term, Var, walk
+from flashwright.program.program import Buffer, Key, Program
+from flashwright.program.vocabulary import CONSTANTS
 
 VARIABLE = "FLASHWRIGHT_VERIFY"
 Body = tuple[ir.Statement, ...]

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashwright.check.program import Key
 from flashwright.lower import ir
 from flashwright.lower.passes.bad_ir import BadIR
 from flashwright.lower.passes.verify_runs import (
@@ -22,6 +21,7 @@ from flashwright.lower.passes.verify_runs import (
 )
 from flashwright.lower.term import Term
 from flashwright.lower.term_value import value
+from flashwright.program.program import Key
 
 BARRIERS = "the placing of barriers"
 

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass, field
 
-from flashwright.check.program import Key
 from flashwright.lower import ir
 from flashwright.lower.names import operand_name, tile_name
 from flashwright.lower.passes.bad_ir import BadIR
 from flashwright.lower.passes.effects import effects
+from flashwright.program.program import Key
 
 Body = tuple[ir.Statement, ...]
 RING = (ir.Await, ir.Release, ir.Refill, ir.Drain)

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from flashwright.check.program import Key, Program
 from flashwright.lower import ir
 from flashwright.lower.names import cpp
 from flashwright.lower.passes.bad_ir import BadIR
 from flashwright.lower.passes.fp8_transpose import landing
 from flashwright.lower.term import Term
 from flashwright.lower.term_value import value
+from flashwright.program.program import Key, Program
 
 Body = tuple[ir.Statement, ...]
 Event = tuple[str, Any, ir.Statement]

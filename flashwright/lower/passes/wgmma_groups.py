@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from flashwright.check.program import Key
 from flashwright.lower import ir
 from flashwright.lower.names import operand_name, tile_name
 from flashwright.lower.passes.effects import effects
+from flashwright.program.program import Key
 
 
 @dataclass(frozen=True)

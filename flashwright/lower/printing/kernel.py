@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from flashwright.check.program import Buffer, Key, Program
-from flashwright.check.vocabulary import DTYPES, SCHEDULE_PARAMS
 from flashwright.gpu import Gpu
 from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_expr
@@ -27,6 +25,8 @@ from flashwright.lower.printing.cpp import text
 from flashwright.lower.printing.rules import RULES, Context, Lines
 from flashwright.lower.targets.atoms import CPP_TYPES, atom
 from flashwright.lower.term import ZERO, real, variables
+from flashwright.program.program import Buffer, Key, Program
+from flashwright.program.vocabulary import DTYPES, SCHEDULE_PARAMS
 
 WIDTH = 100
 # Of a thread that loads and of one that multiplies, by warpgroups that multiply: setmaxnreg.

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from flashwright.check.program import Buffer, Key, Program
 from flashwright.lower import ir
 from flashwright.lower.element import ROW, Leaf, leaves, variable, with_leaves
 from flashwright.lower.names import (
@@ -26,6 +25,7 @@ from flashwright.lower.printing.elementwise import compute, converted
 from flashwright.lower.targets.atoms import CPP_TYPES
 from flashwright.lower.targets.tensor_maps import either, loaded_pieces
 from flashwright.lower.term import ZERO, At, Term, Var, integer
+from flashwright.program.program import Buffer, Key, Program
 
 Lines = Iterator[str]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
-from flashwright.check.program import Buffer, Key, Program
-from flashwright.check.vocabulary import DTYPES
 from flashwright.gpu import Gpu
 from flashwright.lang.nodes import Span
 from flashwright.lower import ir
 from flashwright.lower.element import leaves, variable
 from flashwright.lower.frontend.scalars import refused
 from flashwright.lower.names import tile_name
+from flashwright.program.program import Buffer, Key, Program
+from flashwright.program.vocabulary import DTYPES
 
 CPP_TYPES = {
     "fp16": "fw::fp16",

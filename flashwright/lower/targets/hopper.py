@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flashwright.check.program import Buffer, Key, Program
-from flashwright.check.vocabulary import DTYPES
 from flashwright.gpu import Gpu
 from flashwright.lower import ir
 from flashwright.lower.passes.fp8_transpose import can_turn, turned_tiles
 from flashwright.lower.report import NO_TMA, NO_WGMMA, ParamEdit, Report
+from flashwright.program.program import Buffer, Key, Program
+from flashwright.program.vocabulary import DTYPES
 
 WIDEST = 256  # columns of one wgmma
 MOST_GROUPS = 3

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashwright.check.program import Buffer, Key, Program
 from flashwright.gpu import Gpu
 from flashwright.lower import ir
 from flashwright.lower.passes.fp8_transpose import landing
 from flashwright.lower.printing.rules import through_room
 from flashwright.lower.targets.atoms import shared_layout
+from flashwright.program.program import Buffer, Key, Program
 
 BARRIERS = 16  # bytes, for each stage of a ring
 OF_A_WARP, ALIGNED = 2048, 1024  # bytes for results: device/fw/out.cuh

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flashwright.check.program import Key, Program
 from flashwright.lower import ir
 from flashwright.lower.names import MapKey
+from flashwright.program.program import Key, Program
 
 
 def either(body: Iterable[ir.Statement]) -> frozenset[Key]:

@@ -11,10 +11,10 @@ from flashwright.author.builtin.author import workload
 from flashwright.author.builtin.retile import name_of
 from flashwright.author.builtin.tuned import Choice
 from flashwright.build.package import TUNING
-from flashwright.check.vocabulary import SCHEDULE_PARAMS
 from flashwright.files import write
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.measure.tune.state import Kept, Tuning, read
+from flashwright.program.vocabulary import SCHEDULE_PARAMS
 from flashwright.spec import AttentionSpec, BadSpec
 
 GROUPS = (("bf16", "fp16"), ("e4m3",))

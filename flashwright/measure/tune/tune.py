@@ -21,7 +21,6 @@ from flashwright.author.builtin.needs import Workload
 from flashwright.author.builtin.retile import Offer, offers, params_of, retiled
 from flashwright.build import package
 from flashwright.build.driver import Card
-from flashwright.check.program import Program
 from flashwright.files import sha256
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Diagnostic, Failed
@@ -37,6 +36,7 @@ from flashwright.measure.timing import Rules
 from flashwright.measure.tune import select
 from flashwright.measure.tune.install import install
 from flashwright.measure.tune.state import Figure, Kept, Tried, Tuning, differences
+from flashwright.program.program import Program
 from flashwright.sandbox.candidate import Candidate
 from flashwright.spec import AttentionSpec
 

@@ -38,9 +38,9 @@ def lists_shared_memory(q: Array, k: Array, v: Array) -> Array:
 
 def overwrites_the_judge(q: Array, k: Array, v: Array) -> Array:
     """Open the judge's own code for writing."""
-    import flashwright
+    from flashwright.version import __file__ as ours
 
-    attempt(lambda: _writable(Path(flashwright.__file__).parent / "judge" / "oracle.py"))
+    attempt(lambda: _writable(Path(ours).parent / "judge" / "oracle.py"))
     return causal(q, k, v)
 
 

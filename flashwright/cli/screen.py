@@ -1,0 +1,247 @@
+"""A run of `generate` on the terminal, stage by stage as it passes."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.progress import Progress
+from rich.text import Text
+
+from flashwright.author.builtin.reasoning import classes_in_words
+from flashwright.build.package import OWN, inside
+from flashwright.check.budget import in_words as budget_in_words
+from flashwright.cli.kernel import build_in_words, launch_in_words
+from flashwright.generate.pipeline import Stage, claimed, not_claimed
+from flashwright.generate.state import KINDS, Finding, Run
+from flashwright.lang import render
+from flashwright.lower.report import SPARING
+
+if TYPE_CHECKING:
+    from flashwright.gpu import Gpu
+    from flashwright.lang.diagnostic import Diagnostic
+    from flashwright.lower.report import Remark
+    from flashwright.spec import AttentionSpec
+
+from flashwright.cli.show import (
+    called,
+    cases_table,
+    choices_table,
+    errors_in_words,
+    gpu_in_words,
+    listing,
+    not_reached,
+    progress_bar,
+)
+
+
+class Screen:
+    """Shows `generate` in the terminal, or as plain lines where there is none."""
+
+    def __init__(self, out: Console) -> None:
+        self.out = out
+        self.tick, self.cross = ("✓", "✗") if out.encoding.startswith("utf") else ("ok", "--")
+        self.number = ""
+        self.bar: Progress | None = None
+
+    def header(self, summary: str, spec: AttentionSpec, gpu: Gpu) -> None:
+        """What is about to be made."""
+        body = Text.assemble(
+            (summary[:1].upper() + summary[1:], "bold"),
+            f"\n{spec.in_words}\n",
+            ("for ", "bright_black"),
+            (gpu.title, "bold"),
+            f"\n{gpu_in_words(gpu)}",
+        )
+        self.out.print(
+            Panel(
+                body, title="Flashwright", title_align="left", border_style="cyan", padding=(0, 2)
+            )
+        )
+
+    def begin(self, stage: Stage, number: int, total: int) -> None:
+        """A stage starts: a moving line in a terminal, a heading elsewhere."""
+        self.number = f"{number}/{total}"
+        if not self.out.is_terminal:
+            self.out.print(f"\n{self.number}  {stage.title}")
+            return
+        self.bar = progress_bar(self.out)
+        self.bar.add_task(f"{self.number}  {stage.title}", total=None, what="")
+        self.bar.start()
+
+    def progress(self, done: int, total: int, text: str) -> None:
+        """It is this far."""
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=done, total=total, what=text)
+
+    def close(self) -> None:
+        """Take the moving line away, whatever happened."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+    def end(self, stage: Stage, run: Run) -> None:
+        """A stage has ended: its heading, its time and what it made."""
+        self.close()
+        timing = run.timings[-1]
+        good, skipped = timing.status == "ok", timing.status == "skipped"
+        if self.out.is_terminal:
+            mark = (self.tick, "bold green") if good else (self.cross, "bold red")
+            mark = ("·", "bold yellow") if skipped else mark
+            line = Text.assemble("\n", mark, (f" {self.number}  {stage.title}", "bold"))
+            line.append(f"   {timing.seconds:.2f} s", "bright_black")
+            self.out.print(line)
+        for reason in timing.why:
+            self.out.print(Padding(_skipped(reason), (0, 0, 0, 2)))
+        for part in _made(stage.name, run, self.out.width) if good else ():
+            self.out.print(Padding(part, (0, 0, 0, 2)) if not isinstance(part, Text) else part)
+        if not self.out.is_terminal:
+            ended = {"ok": "done in", "failed": "FAILED in", "skipped": "SKIPPED after"}
+            self.out.print(f"  {ended[timing.status]} {timing.seconds:.2f} s")
+
+    def closing(self, run: Run, folder: str) -> None:
+        """What is proved, what is not, and where to go from here."""
+        files = textwrap.fill("  ".join([*run.files, "result.json"]), 90, subsequent_indent="  ")
+        files += "".join(f"\n  your changed {name} is kept as {name}.bak" for name in run.kept)
+        code = Path(folder, "code.tl")
+        parts: list[RenderableType] = [
+            _bullets("Shown", claimed(run), self.tick, "green"),
+            _bullets("Not shown (yet)", not_claimed(run), "·", "yellow"),
+            Text.assemble(("Files  ", "bold"), f"in {folder}\n  {files}"),
+        ]
+        if run.asked:
+            parts.insert(2, _bullets("Asked", [*asked_in_words(run)], "·", "cyan"))
+        if run.ok:
+            steps = [
+                (f"{called()} run {code} --q-len 300 --kv-len 500", "another problem, on the CPU"),
+                (f"{called()} check {code} --gpu {run.gpu.name}", "after you have changed a line"),
+                ("docs/tutorial.md", "write an operator of your own"),
+            ]
+            if run.built is not None:
+                counts = "the kernel itself, on the CPU, and what it does by line of TL"
+                steps.insert(1, (f"{called()} emulate {folder} --profile", counts))
+            following = Text.assemble(("Next", "bold"))
+            for command, why in steps:
+                following.append(f"\n  {command}", "cyan").append(f"\n      {why}", "bright_black")
+            parts.append(following)
+        spaced = [piece for part in parts for piece in (part, Text())][:-1]
+        color = "green" if run.ok else "red"
+        title = f"Done: {KINDS[run.kind]}" if run.ok else "Stopped"
+        panel = Panel(
+            Group(*spaced), title=title, title_align="left", border_style=color, padding=(0, 2)
+        )
+        self.out.print()
+        self.out.print(panel)
+
+
+def _bullets(title: str, lines: Sequence[str], mark: str, color: str) -> Text:
+    text = Text.assemble((title, "bold"))
+    for line in lines:
+        text.append(f"\n  {mark} ", color).append(line)
+    return text
+
+
+def asked_in_words(run: Run) -> Iterator[str]:
+    """Which model did which stage, and what it took."""
+    for stage, told in run.asked.items():
+        count = sum(told.get("attempts", ()))
+        attempts = f"{count} attempt{'' if count == 1 else 's'}"
+        price = f", {told['dollars']:.2f} dollars" if told.get("dollars") else ""
+        yield f"{stage}: {told['model']}, {attempts}, {told.get('tokens', 0):,} tokens{price}"
+
+
+def _made(stage: str, run: Run, width: int) -> list[RenderableType]:
+    """What a stage has to show when it has passed."""
+    if stage == "sketch":
+        return [listing(run.artefacts["sketch.tl"], width)]
+    if stage == "parameters" and run.written is not None:
+        further = [Text(f"  {line}") for line in classes_in_words(run.written)]
+        listed = listing(run.artefacts["code.tl"], width)
+        table = [choices_table(run.written.choices)] if run.written.choices else []
+        return [listed, *table, *further]
+    if stage == "check":
+        warnings = [_rendered(f, run, color=False) for f in run.findings]
+        count = f"0 errors, {len(warnings)} warning{'' if len(warnings) == 1 else 's'}"
+        verdict = "clean" if not warnings else "passes"
+        budget = budget_in_words(run.program, run.gpu) if run.program else ""
+        line = f"  {verdict}: {count}; {budget}"
+        return [Text(line), *map(Text, warnings)]
+    if stage == "cpu":
+        return [part for kernel in run.verdicts for part in _agreement(kernel, run)]
+    if stage == "translate":
+        return [line for kernel in run.translations for line in _source(kernel, run)]
+    judged = run.gpu_verdict or run.emulated
+    if stage == "verdict" and judged is not None:
+        from flashwright.cli import verify
+
+        return [verify.table(judged), *verify.in_words(judged)]
+    if stage == "improve":
+        return _rounds(run)
+    if stage == "build":
+        return [line for kernel in run.builds for line in _compiled(kernel, run)]
+    return []
+
+
+def _agreement(kernel: str, run: Run) -> list[RenderableType]:
+    """The table is the package's own; a further kernel, which has the same cases, gets a line."""
+    verdict = run.verdicts[kernel]
+    if kernel != OWN:
+        return [Text(f"  {kernel} agrees too: the largest is {verdict.worst:.1e}")]
+    words = Text(f"  {errors_in_words(verdict)}")
+    return [cases_table(verdict), words, *not_reached(verdict.unreached)]
+
+
+def _source(kernel: str, run: Run) -> list[Text]:
+    made, name = run.translations[kernel], inside(kernel, "kernel.cu")
+    lines = made.source.count("\n")
+    told = [f"{name}: {lines} lines for {made.plan.arch}; {launch_in_words(made.plan)}"]
+    if made.report is not None:
+        told.append(made.report.in_words())
+        told += [_remark(remark) for remark in made.report.remarks]
+    return [Text(f"  {line}") for line in told]
+
+
+def _remark(remark: Remark) -> str:
+    """Something that was not done, in a line."""
+    where = f", line {remark.lines[0]}" if remark.lines else ""
+    advice = f" ({remark.advice})" if remark.advice else ""
+    return f"note {remark.code}{where}: {remark.text}{advice}"
+
+
+def _compiled(kernel: str, run: Run) -> list[Text]:
+    whose = [] if kernel == OWN else [f"{kernel}:"]
+    made = run.translations.get(kernel)
+    report = made.report if made else None
+    said = build_in_words(run.builds[kernel], report)
+    sparing = [r for r in report.remarks if r.code == SPARING] if report else []
+    lines = [f"  {line}" for line in (*whose, *said, *map(_remark, sparing))]
+    found = [f for f in run.findings if f.file == inside(kernel, "kernel.cu")]
+    return [Text(line) for line in (*lines, *(_rendered(f, run, color=False) for f in found))]
+
+
+def _rounds(run: Run) -> list[RenderableType]:
+    """What became of each round, and how fast the kernel is now."""
+    told = run.asked.get("improve", {})
+    marks = {True: "kept", False: "not kept"}
+    lines = [f"  {r['attempt']}: {marks[r['kept']]}; {r['why']}" for r in told.get("rounds", ())]
+    for length, now in told.get("after", {}).get("times", {}).items():
+        before = told["before"]["times"][length]["tflops"]
+        lines.append(f"  with {length} keys: {before:.0f} TFLOPS before, {now['tflops']:.0f} now")
+    return [Text(line) for line in lines]
+
+
+def _skipped(reason: Diagnostic) -> Text:
+    """Why a stage did not run, and how to get what it needs."""
+    text = Text.assemble(("not run: ", "yellow"), f"{reason.message} ", (f"({reason.code})", "dim"))
+    return text.append(f"\n{reason.help}", "bright_black") if reason.help else text
+
+
+def _rendered(finding: Finding, run: Run, color: bool) -> str:
+    source = run.artefacts.get(finding.file, "")
+    name = finding.file or "spec.toml"
+    return render.terminal([finding.diagnostic], source, name, color).rstrip("\n")

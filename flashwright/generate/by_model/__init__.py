@@ -1,0 +1,1 @@
+"""The stages of `generate` that a language model does, and the race between its kernels."""

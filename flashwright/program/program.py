@@ -1,0 +1,309 @@
+"""A checked program: the tree with its names resolved. What the interpreter and translator read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from flashwright.lang.diagnostic import Label
+from flashwright.lang.nodes import (
+    Allocate,
+    Axis,
+    Compute,
+    Copy,
+    Expr,
+    For,
+    Grid,
+    If,
+    Index,
+    Let,
+    Name,
+    Param,
+    Reshape,
+    Side,
+    Space,
+    Statement,
+    Tree,
+    expressions,
+    statements,
+    value_names,
+)
+from flashwright.program.scalars import Scalar, evaluate, whole
+from flashwright.program.vocabulary import CONSTANTS, DTYPES, POSITIONS, SCHEDULE_PARAMS, split
+
+Key = tuple[str, Space]
+
+
+@dataclass(frozen=True)
+class TensorAxis:
+    """One axis of a tensor in global memory: its letter in coordinates, and its size."""
+
+    label: str
+    size: Expr
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor in global memory, as the kernel's caller passes it."""
+
+    name: str
+    axes: tuple[TensorAxis, ...]
+    dtype: str
+    offset: Expr | None
+    declared: Allocate
+    read: bool
+    written: bool
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A tile in shared memory or registers."""
+
+    name: str
+    space: Space
+    shape: tuple[int, ...]
+    dtype: str
+    stages: int
+    declared: Allocate | Copy | Reshape
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of one stage."""
+        size = DTYPES[self.dtype]
+        for extent in self.shape:
+            size *= extent
+        return size
+
+    @property
+    def along(self) -> Side | None:
+        """How a vector lies in tiles, if its Allocate says so."""
+        return self.declared.along if isinstance(self.declared, Allocate) else None
+
+    def named_size(self, axis: int) -> Name | None:
+        """The name that a size was declared by, if it was one."""
+        sizes = None if isinstance(self.declared, Reshape) else self.declared.shape
+        if sizes is None:
+            return None
+        found = sizes[axis]
+        expr = found.size if isinstance(found, Axis) else found
+        return expr if isinstance(expr, Name) else None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the work is laid out in time, on GPUs with warpgroups that multiply and one that loads;
+    what a program means does not depend on it."""
+
+    overlap: bool
+    """The next scores are multiplied while the softmax of this step is computed."""
+    ping_pong: bool
+    """Warpgroups take turns: one multiplies while another computes its softmax."""
+    apart: bool
+    """Rounds that a mask leaves as they are have a loop of their own."""
+    persistent: bool
+    """A block for each SM stays, and takes one block of the grid after the other."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """Code-level TL whose every name, size and shape is known."""
+
+    tree: Tree
+    params: Mapping[str, Scalar]
+    dims: tuple[str, ...]
+    grid: Grid
+    tensors: Mapping[str, Tensor]
+    buffers: Mapping[Key, Buffer]
+
+    @property
+    def warps(self) -> int:
+        """Warps that compute (the reserved parameter Warps; 4 where none is given)."""
+        return int(self.params.get("Warps", 4))
+
+    @property
+    def schedule(self) -> Schedule:
+        """What the reserved parameters SCHEDULE_PARAMS ask for; each is 1 if absent."""
+        return Schedule(*(bool(self.params.get(name, 1)) for name in SCHEDULE_PARAMS))
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors that the kernel reads."""
+        return tuple(t for t in self.tensors.values() if t.read)
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The tensors that the kernel writes."""
+        return tuple(t for t in self.tensors.values() if t.written)
+
+    def tile(self, name: Name | str) -> Key | None:
+        """The tile a name means in a Compute: the one nearest the registers."""
+        return tile_of(name, self.buffers)
+
+    def definitions(self, *nodes: Statement | Expr, params: bool = False) -> tuple[Label, ...]:
+        """Where the scalars that the nodes speak of get their values: lets, loops, the grid."""
+        found: dict[str, Label] = {}
+        names = [e.id for n in nodes for e in expressions(n) if isinstance(e, Name)]
+        while names:
+            name = names.pop(0)
+            stmt = self._scalars.get(name)
+            if stmt is None or name in found or any(stmt is n for n in nodes):
+                continue
+            if isinstance(stmt, Param) and not params:
+                continue
+            verb = "runs" if isinstance(stmt, For | Grid) else "is set"
+            found[name] = Label(stmt.span, f"`{name}` {verb} here")
+            if isinstance(stmt, Let | For):
+                names += [e.id for e in expressions(stmt) if isinstance(e, Name)]
+        return tuple({label.span: label for label in found.values()}.values())
+
+    def guard(self, stmt: Statement) -> tuple[Label, ...]:
+        """The condition under which alone a statement runs, if there is one."""
+        found = self._guards.get(id(stmt))
+        if found is None:
+            return ()
+        return (Label(found.span, "only under this condition"), *self.definitions(found.cond))
+
+    def guards_of(self, *keys: Key) -> tuple[Label, ...]:
+        """The conditions under which alone some Copy fills one of the buffers."""
+        copies = [s for s in statements(self.tree.body) if isinstance(s, Copy)]
+        found = [w for c in copies if self.dest(c) in keys for w in self.guard(c)]
+        return tuple({w.span: w for w in found}.values())
+
+    def chosen(self, expr: Expr) -> bool:
+        """Whether an element of a tensor decides the value of an expression."""
+        return bool(self.sources(expr))
+
+    def sources(self, expr: Expr) -> frozenset[str]:
+        """The tensors whose elements go into the value of an expression of the program."""
+        found = self._sources.get(id(expr))
+        if found is None:
+            parts = self.spelt_out(expr)
+            found = frozenset(e.tensor.id for e in parts if isinstance(e, Index))
+            self._sources[id(expr)] = found
+        return found
+
+    @cached_property
+    def _sources(self) -> dict[int, frozenset[str]]:
+        return {}
+
+    def spelt_out(self, expr: Expr) -> list[Expr]:
+        """Every expression below this one, also those that its names are set to."""
+        found: list[Expr] = []
+        waiting, seen = [expr], set()
+        while waiting:
+            for part in expressions(waiting.pop()):
+                found.append(part)
+                stmt = self._scalars.get(part.id) if isinstance(part, Name) else None
+                if isinstance(stmt, Let) and stmt.name.id not in seen:
+                    seen.add(stmt.name.id)
+                    waiting.append(stmt.value)
+        return found
+
+    def per_element(self, expr: Expr) -> bool:
+        """Whether the elements of a tile have values of their own of an expression: it speaks of
+        positions, or of tiles."""
+        if id(expr) not in self._per_element:
+            self._per_element[id(expr)] = (
+                expr,
+                any(
+                    name.id in POSITIONS
+                    or (not self.is_scalar(name.id) and self.tile(name) is not None)
+                    for name in value_names(expr)
+                ),
+            )
+        return self._per_element[id(expr)][1]
+
+    def is_scalar(self, name: str) -> bool:
+        """Whether a name is a number: a constant, a size, a let, a variable of loop or grid."""
+        return name in self._scalars or name in self.dims or name in CONSTANTS
+
+    def scalar_definition(self, name: str) -> Statement | None:
+        """The statement that gives a scalar its value; None for the predefined ones."""
+        return self._scalars.get(name)
+
+    @cached_property
+    def _per_element(self) -> dict[int, tuple[Expr, bool]]:
+        return {}
+
+    @cached_property
+    def _scalars(self) -> Mapping[str, Statement]:
+        found: dict[str, Statement] = {}
+        for stmt in statements(self.tree.body):
+            match stmt:
+                case Param(name) | Let(name) | For(name):
+                    found[name.id] = stmt
+                case Grid(axes):
+                    found |= {axis.name.id: stmt for axis in axes}
+        return found
+
+    @cached_property
+    def _guards(self) -> Mapping[int, If]:
+        branches = [s for s in statements(self.tree.body) if isinstance(s, If)]
+        return {id(s): b for b in branches for s in statements((*b.then, *b.orelse))}
+
+    def reads(self, stmt: Statement) -> set[Key]:
+        """The tiles in shared memory and registers that a statement reads."""
+        match stmt:
+            case Copy():
+                return {self.source(stmt)} - {(t, "global") for t in self.tensors}
+            case Reshape(name):
+                keys = {self.tile(name)}
+            case Compute():
+                condition = () if stmt.where is None else (stmt.where,)
+                values = (*stmt.args, *stmt.state, *stmt.rescale, *condition)
+                keys = {self.tile(e) for v in values for e in expressions(v) if isinstance(e, Name)}
+                if stmt.mode != "get" and stmt.target is not None:
+                    keys.add(self.tile(stmt.target))
+            case _:
+                return set()
+        return {key for key in keys if key is not None}
+
+    def writes(self, stmt: Statement) -> set[Key]:
+        """The tiles in shared memory and registers that a statement gives a value."""
+        match stmt:
+            case Copy():
+                return {self.dest(stmt)} - {(t, "global") for t in self.tensors}
+            case Reshape(name):
+                keys = {self.tile(stmt.target or name)}
+            case Compute():
+                names = [stmt.target, *stmt.state, *stmt.rescale]
+                if stmt.operation in ("softmax", "mask"):
+                    names += [a for a in stmt.args if isinstance(a, Name)]
+                keys = {self.tile(name) for name in names if name is not None}
+            case _:
+                return set()
+        return {key for key in keys if key is not None}
+
+    def source(self, copy: Copy) -> Key:
+        """What a Copy reads."""
+        return split(copy.name.id)[0], copy.source
+
+    def dest(self, copy: Copy) -> Key:
+        """What a Copy fills."""
+        return split((copy.target or copy.name).id)[0], copy.dest
+
+    def column(self, copy: Copy) -> int | None:
+        """The first column that a Copy fills; None if it fills the whole tile."""
+        return None if copy.column is None else self._constant(copy.column)
+
+    def moved(self, copy: Copy) -> tuple[int, ...]:
+        """The shape of what a Copy between global memory and a tile moves."""
+        if copy.column is not None and copy.shape is not None:
+            return tuple(self._constant(size) for size in copy.shape)
+        return self.buffers[self.dest(copy) if copy.source == "global" else self.source(copy)].shape
+
+    def _constant(self, expr: Expr) -> int:
+        value = whole(evaluate(expr, self.params))
+        assert value is not None, expr  # shapes.py has seen to it
+        return value
+
+
+def tile_of(name: Name | str, buffers: Mapping[Key, Buffer]) -> Key | None:
+    """See Program.tile."""
+    base, space = split(name if isinstance(name, str) else name.id)
+    nearest: tuple[Space, ...] = (space,) if space else ("register", "shared")
+    for candidate in nearest:
+        if (base, candidate) in buffers:
+            return base, candidate
+    return None

@@ -1,0 +1,145 @@
+"""The Copy part of the machine: where a tile lies in a tensor, loads and stores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from flashwright.lang.diagnostic import Label
+from flashwright.lang.format import format_expr
+from flashwright.lang.nodes import Coord, Copy, Expr, Name
+from flashwright.program.fixes import rounded_down
+from flashwright.program.program import Tensor, TensorAxis
+from flashwright.program.scalars import Scalar, Unknown, whole
+from flashwright.semantics.tiles import Place, Tile, Where
+
+if TYPE_CHECKING:
+    from flashwright.semantics.machine import Machine
+
+
+class Copies:
+    """Executes Copy statements for a Machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.program = machine.program
+
+    def copy(self, stmt: Copy) -> None:
+        """Execute one statement."""
+        source, dest = self.program.source(stmt), self.program.dest(stmt)
+        if stmt.source == "global":
+            tile = self._load(stmt, self.program.tensors[source[0]])
+            column = self.program.column(stmt)
+            if column is None:
+                self.machine.write(dest, tile, stmt)
+            else:
+                self.machine.write_columns(dest, column, tile, stmt)
+            return
+        tile = self.machine.read(source, stmt.name, stmt)
+        if stmt.dest == "global":
+            self._store(stmt, self.program.tensors[dest[0]], tile)
+        else:
+            self.machine.write(dest, replace(tile, layout=None), stmt)
+
+    def _load(self, stmt: Copy, tensor: Tensor) -> Tile:
+        shape = self.program.moved(stmt)
+        places, at = self._places(stmt, tensor, shape)
+        axes = places[len(places) - len(shape) :]
+        data = None
+        if self.machine.math is not None:
+            region = tuple((_known(p.start), p.size) for p in places)
+            offset = self.machine.offset(tensor)
+            data = self.machine.math.load(tensor, region, offset, len(shape))
+        if tensor.offset is not None:
+            here = Place(self.machine.scalar(tensor.offset), tensor.name, stmt)
+            at = {**at, f"offset of {tensor.name}": here}
+        return Tile(shape, tuple(axes), tensor.dtype, at, data=data)
+
+    def _places(
+        self, stmt: Copy, tensor: Tensor, shape: tuple[int, ...]
+    ) -> tuple[list[Where], dict[str, Place]]:
+        """Where the tile lies on every axis of the tensor, and its fixed coordinates by axis."""
+        coords = {c.axis.id: c for c in stmt.coords or ()}
+        places: list[Where] = []
+        at: dict[str, Place] = {}
+        first_tiled = len(tensor.axes) - len(shape)
+        for position, axis in enumerate(tensor.axes):
+            tiled = position >= first_tiled
+            size = shape[position - first_tiled] if tiled else 1
+            coord = coords.get(axis.label)
+            start = self._start(coord, size if tiled else None, tensor, axis, stmt)
+            dim = self.machine.identity(axis.size)
+            extent = self.machine.extent(axis.size)
+            chosen = coord is not None and self.program.chosen(coord.value)
+            places.append(Where(dim, start, size, extent, axis.label, tensor.name, stmt, chosen))
+            if not tiled:
+                at[dim] = Place(start, tensor.name, stmt, chosen)
+        return places, at
+
+    def _start(
+        self, coord: Coord | None, tiled: int | None, tensor: Tensor, axis: TensorAxis, stmt: Copy
+    ) -> int | Unknown:
+        """Where the tile begins on one axis: at a whole place inside the tensor. In elements it
+        may be before the start. `tiled` is the tile's size on the axis, if it lies along it."""
+        expr, size = coord.value if coord is not None else None, tiled or 1
+        value = self.machine.scalar(expr) if expr is not None else 0
+        if isinstance(value, Unknown):
+            return value
+        span = expr.span if expr is not None else stmt.span
+        in_elements = coord is not None and coord.in_elements and tiled is not None
+        start, extent = (
+            whole(value if in_elements else value * size),
+            self.machine.extent(axis.size),
+        )
+        if start is None:
+            text = f"axis {axis.label} of `{tensor.name}`: {value} is no whole place"
+            fix = rounded_down(expr) if expr is not None else None
+            raise self.machine.halt("FW306", text, span, fix=fix, label=self.machine.problem())
+        if start >= extent or (start < 0 and not in_elements):
+            what = f"{start}..{start + size - 1}" if size > 1 else f"{start}"
+            text = (
+                f"this reaches {what} on axis {axis.label} of `{tensor.name}`, which is "
+                f"{format_expr(axis.size)} = {extent} long"
+            )
+            where = self.program.guard(stmt)
+            where += self.program.definitions(*([expr] if expr is not None else []))
+            hint = None if in_elements else _outside(value, size, axis.size)
+            raise self.machine.halt(
+                "FW605", text, span, label=self.machine.problem(), secondary=where, help=hint
+            )
+        return start
+
+    def _store(self, stmt: Copy, tensor: Tensor, tile: Tile) -> None:
+        self.machine.computer.sums.complete(tile, stmt)
+        places, at = self._places(stmt, tensor, tile.shape)
+        for have, want in zip(tile.axes, places[len(places) - len(tile.shape) :], strict=True):
+            if have is not None and have != want:
+                self._misplaced(stmt, f"{have}", f"{want}", have.copy)
+        for dim, place in at.items():
+            have2 = tile.at.get(dim)
+            if have2 is not None and have2.value != place.value:
+                self._misplaced(stmt, f"{dim} {have2.value}", f"{dim} {place.value}", have2.copy)
+        region = tuple((_known(p.start), p.size) for p in places)
+        self.machine.stores.append((tensor.name, region, stmt))
+        if self.machine.math is not None:
+            self.machine.math.store(
+                tensor, region, self.machine.offset(tensor), tile.data, tile.shape
+            )
+
+    def _misplaced(self, stmt: Copy, have: str, want: str, origin: Copy) -> None:
+        text = f"the tile holds {have}, but it is stored at {want}"
+        where = (Label(origin.span, "its positions come from this Copy"),)
+        self.machine.report("FW603", text, stmt.span, secondary=where, label=self.machine.problem())
+
+
+def _known(start: int | Unknown) -> int:
+    return 0 if isinstance(start, Unknown) else start
+
+
+def _outside(value: Scalar, size: int, length: Expr) -> str | None:
+    """What is usually behind a place outside its tensor."""
+    if size > 1 and value >= size and whole(value / size) is not None:
+        return "on an axis of the tile `=` counts tiles: `L = i`, or in elements `L at i * BN`"
+    if length == Name("kv_heads"):
+        return "query heads share kv heads: `let kv_head = floor(head_idx * kv_heads / heads)`"
+    return None

@@ -1,0 +1,263 @@
+"""What TL means: a checked program executed with NumPy, block by block, as the GPU would.
+
+Tiles are computed in fp32 and rounded to their element type where the kernel rounds: when they are
+written to a buffer of that type, and when a Reshape makes an MMA operand of them.
+"""
+
+# ruff: noqa: D102  the methods of the arithmetic are those of check.machine.Arithmetic
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from functools import reduce
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.lang.nodes import Name
+from flashwright.program.program import Program, Tensor
+from flashwright.program.scalars import Value, evaluate, whole
+from flashwright.semantics.machine import Machine, Observer, Region
+
+Array = NDArray[Any]
+
+NUMPY_DTYPES: dict[str, Any] = {
+    "fp16": np.float16,
+    "bf16": ml_dtypes.bfloat16,
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "fp32": np.float32,
+    "int32": np.int32,
+}
+_SATURATES = {"e4m3": 448.0, "e5m2": 57344.0}  # cvt.satfinite: the largest finite value
+
+
+def interpret(
+    program: Program,
+    inputs: Mapping[str, Array],
+    dims: Mapping[str, int] | None = None,
+    observe: Observer | None = None,
+    blocks: Callable[[Mapping[str, int]], bool] | None = None,
+) -> dict[str, Array]:
+    """The outputs of a program. Raises Failed when it does something no program may do.
+
+    `dims` gives the sizes that the inputs' shapes do not; `observe` is called after every
+    statement; `blocks` picks the thread blocks to run (all of them by default).
+    """
+    sizes = bind(program, inputs, dims or {})
+    numbers = NumPy(program, inputs, sizes)
+    machine = Machine(program, sizes, numbers, observe)
+    with np.errstate(all="ignore"):
+        for block in list(machine.blocks()):
+            if blocks is None or blocks(block):
+                machine.run_block(block)
+    if machine.findings:
+        raise Failed(*machine.findings.values())
+    return {t.name: numbers.result(t) for t in program.outputs}
+
+
+def bind(program: Program, inputs: Mapping[str, Array], dims: Mapping[str, int]) -> dict[str, int]:
+    """The run-time dims, read off the shapes of the inputs; they must agree with the program."""
+    sizes = dict(dims)
+    for tensor in program.inputs:
+        if tensor.name not in inputs:
+            given = ", ".join(sorted(inputs)) or "nothing"
+            raise _mismatch(tensor, f"the program reads `{tensor.name}`; given are {given}")
+        if tensor.offset is not None:
+            continue
+        shape = inputs[tensor.name].shape
+        if len(shape) != len(tensor.axes):
+            raise _mismatch(tensor, f"`{tensor.name}` has {len(tensor.axes)} axes, given {shape}")
+        for axis, size in zip(tensor.axes, shape, strict=True):
+            if isinstance(axis.size, Name) and axis.size.id in program.dims:
+                sizes.setdefault(axis.size.id, size)
+    missing = [d for d in _needed(program) if d not in sizes]
+    if missing:
+        raise Failed(Diagnostic("FW904", f"no value is given for {', '.join(missing)}"))
+    for tensor in program.inputs:
+        expected = shape_of(tensor, program, sizes)
+        if tensor.offset is None and inputs[tensor.name].shape != expected:
+            found = inputs[tensor.name].shape
+            raise _mismatch(tensor, f"`{tensor.name}` is {expected} here, but given {found}")
+    return sizes
+
+
+def _needed(program: Program) -> list[str]:
+    from flashwright.lang.nodes import expressions, statements
+
+    used = {
+        e.id for s in statements(program.tree.body) for e in expressions(s) if isinstance(e, Name)
+    }
+    return [d for d in program.dims if d in used]
+
+
+def _mismatch(tensor: Tensor, text: str) -> Failed:
+    return Failed(Diagnostic("FW904", text, tensor.declared.span))
+
+
+def shape_of(tensor: Tensor, program: Program, dims: Mapping[str, int]) -> tuple[int, ...]:
+    """A tensor's shape for one problem."""
+    sizes = []
+    for axis in tensor.axes:
+        value = evaluate(axis.size, {**dims, **program.params})
+        size = whole(value)
+        if size is None or size < 0:
+            raise _mismatch(tensor, f"axis {axis.label} of `{tensor.name}` would be {value} long")
+        sizes.append(size)
+    return tuple(sizes)
+
+
+class NumPy:
+    """The machine's arithmetic: fp32 arrays, rounded on demand. Outputs begin as NaN."""
+
+    def __init__(
+        self, program: Program, inputs: Mapping[str, Array], dims: Mapping[str, int]
+    ) -> None:
+        self.shapes = {t.name: shape_of(t, program, dims) for t in program.tensors.values()}
+        self.arrays: dict[str, Array] = {}
+        for tensor in program.tensors.values():
+            if tensor.read:
+                given = np.asarray(inputs[tensor.name])
+                kind = given.dtype if tensor.dtype == "int32" else np.float32
+                self.arrays[tensor.name] = np.ascontiguousarray(given.astype(kind))
+            else:
+                shape = inputs[tensor.name].shape if tensor.name in inputs else None
+                shape = shape or self.shapes[tensor.name]
+                self.arrays[tensor.name] = np.full(shape, np.nan, dtype=np.float32)
+
+    def result(self, tensor: Tensor) -> Array:
+        return self.arrays[tensor.name].astype(NUMPY_DTYPES[tensor.dtype])
+
+    def _view(self, tensor: Tensor, offset: int | None) -> Array:
+        array = self.arrays[tensor.name]
+        if offset is None:
+            return array
+        shape = self.shapes[tensor.name]
+        length = int(np.prod(shape))
+        if offset < 0 or offset + length > array.size:
+            text = f"offset {offset} takes `{tensor.name}` outside its {array.size} elements"
+            raise Failed(Diagnostic("FW605", text, tensor.declared.span))
+        return array.reshape(-1)[offset : offset + length].reshape(shape)
+
+    def load(self, tensor: Tensor, region: Region, offset: int | None, tile_rank: int) -> Array:
+        view = self._view(tensor, offset)
+        part = view[_clip(region, view.shape)]
+        pad = []
+        for (start, size), have in zip(region, part.shape, strict=True):
+            before = _before(start, size)
+            pad.append((before, size - before - have))
+        whole_tile = np.pad(part, pad) if any(map(any, pad)) else part
+        return whole_tile.reshape(whole_tile.shape[len(region) - tile_rank :])
+
+    def store(
+        self, tensor: Tensor, region: Region, offset: int | None, data: Array, shape: Sequence[int]
+    ) -> None:
+        view = self._view(tensor, offset)
+        place = _clip(region, view.shape)
+        kept = view[place].shape
+        tiled = list(zip(region, kept, strict=True))[len(kept) - len(shape) :]
+        inside = tuple(
+            slice(_before(start, size), _before(start, size) + n) for (start, size), n in tiled
+        )
+        view[place] = self.round(data[inside], tensor.dtype).reshape(kept)
+
+    def element(self, tensor: Tensor, index: Sequence[int], offset: int | None) -> Value:
+        found = self._view(tensor, offset)[tuple(index)]
+        return int(found) if tensor.dtype == "int32" else float(found)
+
+    def gather(self, tensor: Tensor, index: Sequence[Any], offset: int | None) -> Array:
+        view = self._view(tensor, offset)
+        places = []
+        for length, given in zip(view.shape, index, strict=True):
+            place = np.nan_to_num(np.asarray(given, dtype=np.float64), nan=0.0)
+            places.append(np.clip(np.floor(place), 0, length - 1).astype(np.int64))
+        found: Array = view[tuple(np.broadcast_arrays(*places))]
+        return found if tensor.dtype == "int32" else found.astype(np.float32)
+
+    def apply(self, op: str, args: Sequence[Any]) -> Array:
+        plain = [float(a) if isinstance(a, Fraction) else a for a in args]
+        result: Array = _UFUNCS[op](*plain)
+        return result
+
+    def reduce(self, op: str, data: Array) -> Array:
+        if op == "rowmax":
+            return np.asarray(data.max(axis=1))
+        return np.asarray(data.sum(axis=1, dtype=np.float32))
+
+    def gemm(self, left: Array, right: Array, transposed: tuple[bool, bool]) -> Array:
+        a = left.T if transposed[0] else left
+        b = right.T if transposed[1] else right
+        return np.asarray(a @ b)
+
+    def positions(self, start: int, size: int, axis: int, rank: int) -> Array:
+        line = np.arange(start, start + size)
+        return line if rank == 1 else self.turn(line, axis)
+
+    def turn(self, data: Array, axis: int) -> Array:
+        return data[:, None] if axis == 0 else data[None, :]
+
+    def side_by_side(self, pieces: Sequence[Array]) -> Array:
+        return np.concatenate(pieces, axis=1)
+
+    def fill(self, data: Any, shape: Sequence[int]) -> Array:
+        value = float(data) if isinstance(data, Fraction) else data
+        return np.broadcast_to(np.asarray(value, dtype=np.float32), tuple(shape))
+
+    def round(self, data: Array, dtype: str) -> Array:
+        if dtype in ("fp32", "int32"):
+            return data.astype(np.float32, copy=False)
+        if dtype in _SATURATES:
+            data = np.clip(data, -_SATURATES[dtype], _SATURATES[dtype])
+        return data.astype(NUMPY_DTYPES[dtype]).astype(np.float32)
+
+
+def _clip(region: Region, shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """The part of a tensor that lies in the region."""
+    return tuple(
+        slice(max(start, 0), max(min(start + n, m), 0))
+        for (start, n), m in zip(region, shape, strict=True)
+    )
+
+
+def _before(start: int, size: int) -> int:
+    """How much of a tile lies before the start of the tensor."""
+    return min(max(-start, 0), size)
+
+
+def _sigmoid(x: Any) -> Any:
+    return 1 / (1 + np.exp(-x))
+
+
+_UFUNCS: dict[str, Callable[..., Any]] = {
+    "+": np.add,
+    "-": np.subtract,
+    "*": np.multiply,
+    "/": np.divide,
+    "%": np.mod,
+    "<": np.less,
+    "<=": np.less_equal,
+    ">": np.greater,
+    ">=": np.greater_equal,
+    "==": np.equal,
+    "!=": np.not_equal,
+    "and": np.logical_and,
+    "or": np.logical_or,
+    "not": np.logical_not,
+    "exp": np.exp,
+    "exp2": np.exp2,
+    "log": np.log,
+    "log2": np.log2,
+    "tanh": np.tanh,
+    "sigmoid": _sigmoid,
+    "sqrt": np.sqrt,
+    "abs": np.abs,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "min": lambda *xs: reduce(np.minimum, xs),
+    "max": lambda *xs: reduce(np.maximum, xs),
+    "where": np.where,
+}

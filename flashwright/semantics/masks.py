@@ -1,0 +1,102 @@
+"""Asking a mask about keys that the program has not looked at.
+
+Three-valued: what depends on data, or on a loop variable, is unknown, and unknown counts as
+visible.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from flashwright.lang.nodes import Binary, Call, Expr, Name, Unary, expressions
+from flashwright.program.scalars import NotScalar, Unknown, evaluate
+from flashwright.semantics.tiles import Masked, Where
+
+_COMPARE = {
+    "<": np.less,
+    "<=": np.less_equal,
+    ">": np.greater,
+    ">=": np.greater_equal,
+    "==": np.equal,
+    "!=": np.not_equal,
+}
+_ARITHMETIC = {"+": np.add, "-": np.subtract, "*": np.multiply, "/": np.divide, "%": np.mod}
+_FUNCTIONS = {
+    "abs": np.abs,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "min": np.minimum,
+    "max": np.maximum,
+}
+
+
+def any_visible(
+    masks: tuple[Masked, ...], dim: str, low: int, high: int, its_own: bool = False
+) -> bool:
+    """Whether some row may see one of the keys low..high-1 through all the masks on that axis.
+
+    `its_own`: they are the keys that the masks were for, so that loop variables are as they were.
+    """
+    shown: Any = True
+    for mask in masks:
+        if its_own:
+            mask = replace(mask, varying=frozenset())
+        if mask.dim == dim:
+            with np.errstate(all="ignore"):  # what divides by zero shows when the program runs
+                verdict = _ask(mask.where, mask, low, high)
+            shown = shown if verdict is None else np.logical_and(shown, verdict)
+    return bool(np.any(shown))
+
+
+def _rows(rows: Where | None) -> Any:
+    if rows is None or isinstance(rows.start, Unknown) or rows.label != "L":
+        return None
+    return np.arange(max(rows.start, 0), min(rows.start + rows.size, rows.extent))[:, None]
+
+
+def _ask(expr: Expr, mask: Masked, low: int, high: int) -> Any:
+    """The expression's value over the rows and the keys, or None where it cannot be known."""
+    match expr:
+        case Name("q_idx"):
+            return _rows(mask.rows)
+        case Name("kv_idx"):
+            return np.arange(low, high)[None, :]
+        case Binary("and" | "or" as op, left, right):
+            return _logic(op, _ask(left, mask, low, high), _ask(right, mask, low, high))
+        case Unary(op, operand):
+            value = _ask(operand, mask, low, high)
+            return None if value is None else np.logical_not(value) if op == "not" else -value
+        case Binary(op, left, right) if has_positions(expr):
+            pair = [_ask(left, mask, low, high), _ask(right, mask, low, high)]
+            known = _COMPARE.get(op) or _ARITHMETIC.get(op)
+            return None if pair[0] is None or pair[1] is None or not known else known(*pair)
+        case Call(func, args) if has_positions(expr):
+            values = [_ask(a, mask, low, high) for a in args]
+            function = _FUNCTIONS.get(func.id.lower())
+            if function is None or len(values) > 2 or any(v is None for v in values):
+                return None
+            return function(*values)
+    if any(isinstance(e, Name) and e.id in mask.varying for e in expressions(expr)):
+        return None
+    try:
+        value = evaluate(expr, mask.env, mask.read)
+    except NotScalar:
+        return None
+    return None if isinstance(value, Unknown) else np.asarray(float(value))
+
+
+def has_positions(expr: Expr) -> bool:
+    """Whether an expression differs from element to element by their positions."""
+    return any(isinstance(e, Name) and e.id in ("q_idx", "kv_idx") for e in expressions(expr))
+
+
+def _logic(op: str, left: Any, right: Any) -> Any:
+    """and/or with unknowns: one known side may settle it."""
+    if op == "or":
+        return None if left is None or right is None else np.logical_or(left, right)
+    if left is None or right is None:
+        return left if right is None else right  # unknown counts as true
+    return np.logical_and(left, right)

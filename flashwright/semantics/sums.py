@@ -1,0 +1,146 @@
+"""Sums: which part of the sequence an accumulator has taken in, and whether that is all of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from flashwright.lang.diagnostic import Label
+from flashwright.lang.nodes import Compute, For, Span, Statement
+from flashwright.semantics.masks import any_visible
+from flashwright.semantics.tiles import Coverage, Covered, Operand, Tile, covering
+
+if TYPE_CHECKING:
+    from flashwright.semantics.machine import Machine
+
+LINEAR = ("+", "-", "*")
+
+
+class Sums:
+    """Follows what sums have taken in, for a Machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.program = machine.program
+
+    def covered(self, op: str, args: list[Operand], stmt: Statement) -> Covered:
+        """Linear operations keep a sum a sum; any other needs it complete."""
+        tiles = [a for a in args if isinstance(a, Tile)]
+        if op == "where":
+            tiles = [a for a in args[1:] if isinstance(a, Tile)]
+        elif op == "/":
+            if isinstance(args[1], Tile):
+                self.complete(args[1], stmt)
+            tiles = [a for a in args[:1] if isinstance(a, Tile)]
+        elif op not in LINEAR:
+            for tile in tiles:
+                self.complete(tile, stmt)
+            return {}
+        merged: Covered = {}
+        for tile in tiles:
+            merged = self._joined(merged, tile.covered, stmt)
+        return merged
+
+    def _joined(self, total: Covered, term: Covered, stmt: Statement) -> Covered:
+        merged = dict(total)
+        for key, part in term.items():
+            have = merged.get(key)
+            if have is None:
+                merged[key] = part
+                continue
+            if have.ranges != part.ranges:  # else two sums over the same, side by side
+                self.twice(have, part, stmt)
+            merged[key] = have.join(part)
+        return merged
+
+    def twice(self, total: Coverage, term: Coverage, stmt: Statement) -> None:
+        """Report what is added a second time: what came through the masks both times."""
+        dim = term.dim
+        both = (p for p in total.overlaps(term) if any_visible(p.masks, dim, p.low, p.high, True))
+        twice = next(both, None)
+        if twice is None:
+            return
+        text = f"{dim} {twice.low}..{twice.high - 1} is added a second time"
+        self.machine.report(
+            "FW606",
+            text,
+            self._loop(stmt).span,
+            label=self.machine.problem(),
+            secondary=(Label(stmt.span, "here"), *self._bounds_of(self._loop(stmt))),
+            help="hide it with a Mask one of the two times" if twice.masks else None,
+        )
+
+    def _loop(self, stmt: Statement) -> Statement:
+        return self.machine.loops[-1] if self.machine.loops else stmt
+
+    def _bounds_of(self, stmt: Statement) -> tuple[Label, ...]:
+        """Where the ends of a loop are set, if not in its own line."""
+        return self.program.definitions(stmt.low, stmt.high) if isinstance(stmt, For) else ()
+
+    def complete(self, tile: Tile, stmt: Statement) -> None:
+        """A sum that is used as such must have taken in everything the masks let through."""
+
+        if self.machine.left_out:  # by data: it is not known what should have been seen
+            return
+        for part in tile.covered.values():
+            if not part.demanded:
+                continue
+            told = [m.sources for m in tile.masks if m.dim == part.dim]
+            for low, high in part.missing(frozenset().union(*told)):
+                if any_visible(tile.masks, part.dim, low, high):
+                    text = f"{part.axis} {low}..{high - 1} is never added in"
+                    where = (
+                        Label(stmt.span, "the sum is used here"),
+                        *_masks(tile, part.dim, "the mask shows it"),
+                        *self._bounds_of(part.stmt),
+                    )
+                    self.machine.report(
+                        "FW604",
+                        text,
+                        part.stmt.span,
+                        secondary=where,
+                        label=self.machine.problem(),
+                        help=stateless(stmt),
+                    )
+                    break
+
+    def summing(self, tile: Tile, stmt: Statement) -> Covered:
+        """What a sum over the columns of a tile takes in."""
+        where = tile.axes[1]
+        if where is None:
+            return {}
+        loops, sources = self.machine.loops, self.program.sources
+        lows = frozenset(name for loop in loops for name in sources(loop.low))
+        highs = frozenset(name for loop in loops for name in sources(loop.high))
+        made = covering(where, tile, self._loop(stmt))
+        return {key: replace(part, open=(lows, highs)) for key, part in made.items()}
+
+    def no_tail(self, tile: Tile, stmt: Statement, span: Span) -> None:
+        """Keys outside the sequence must be masked before rows are reduced."""
+
+        cols = tile.axes[1]
+        for low, high in cols.outside() if cols is not None else ():
+            assert cols is not None
+            if not any_visible(tile.masks, cols.dim, low, high):
+                continue
+            end = str(cols.extent) if cols.dim.isdigit() else f"{cols.dim} = {cols.extent}"
+            past, bound = f"past {end}", f"kv_idx < {cols.dim}"
+            if low < 0:
+                past, bound = f"before the start of {cols.dim}", "kv_idx >= 0"
+            text = f"columns {past} are not masked and count as scores of 0"
+            hint = f"`Compute Mask ... where {bound}` before this line"
+            where = _masks(tile, cols.dim, "this mask lets them through")
+            self.machine.report(
+                "FW609", text, span, secondary=where, help=hint, label=self.machine.problem()
+            )
+
+
+def _masks(tile: Tile, dim: str, text: str) -> tuple[Label, ...]:
+    return tuple(Label(m.stmt.span, text) for m in tile.masks if m.dim == dim)
+
+
+def stateless(stmt: Statement) -> str | None:
+    """What to say of a Softmax that sees one block after another and remembers none."""
+    if not isinstance(stmt, Compute) or stmt.operation != "softmax" or stmt.state:
+        return None
+    return "in a loop a Softmax keeps its state: `with Smax and Ssum and rescale O`"
