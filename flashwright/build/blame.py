@@ -6,14 +6,11 @@ import re
 import signal
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from flashwright.build.toolchain import GET_HOST, GET_NVCC
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.nodes import Span, line_span
-
-if TYPE_CHECKING:
-    from flashwright.build.compile import LineMap
+from flashwright.lower.source_map import SourceMap
 
 MOST = 5  # further errors are mostly echoes of the first
 _MOST_READ = 200
@@ -55,7 +52,7 @@ class Places:
     Of code that a model wrote (its `own`) the text is kernel.cu itself: who wrote it can mend it.
     """
 
-    map: LineMap | None
+    map: SourceMap | None
     tl: str
     own: bool = False
     ptx: tuple[str, ...] = ()

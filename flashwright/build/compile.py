@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from flashwright.build import blame
 from flashwright.build.cache import Cache, Entry, digest
@@ -20,6 +20,7 @@ from flashwright.build.process import Limits, need_confinement, run, run_confine
 from flashwright.build.toolchain import Toolchain, find
 from flashwright.files import cannot
 from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.lower.source_map import SourceMap
 
 # No fast-math: what is approximate is written so in the source.
 FLAGS = (
@@ -41,13 +42,6 @@ _HARMLESS = re.compile(
 )
 _SEARCH = re.compile(r"^#include <\.\.\.> search starts here:\n(.*?)^End of search", re.M | re.S)
 _IN_LOG = re.compile(r"^(?:In file included from|\s+from)?\s*([^\s:(]+)[:(]\d+", re.MULTILINE)
-
-
-class LineMap(Protocol):
-    """From lines of the generated code to lines of TL; the translator's map is one."""
-
-    def tl_line(self, cu_line: int) -> int | None:
-        """The TL line that a line of kernel.cu came from."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +84,7 @@ def build(
     arch: str,
     *,
     real: str | None = None,
-    map: LineMap | None = None,
+    map: SourceMap | None = None,
     tl: str = "",
     toolchain: Toolchain | None = None,
     cache: Cache | None = None,

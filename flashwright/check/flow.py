@@ -17,7 +17,8 @@ from flashwright.lang.nodes import Copy, Name, statements
 from flashwright.program.program import Program, Tensor
 from flashwright.program.scalars import NotScalar, evaluate, whole
 from flashwright.program.vocabulary import PREDEFINED_DIMS
-from flashwright.semantics.machine import GaveUp, Machine, Region
+from flashwright.semantics.machine import GaveUp, Machine
+from flashwright.semantics.state import Region
 from flashwright.semantics.worlds import OF_SIZES, OF_SUMS, World, is_length, resized, worlds
 
 STEPS = 12_000

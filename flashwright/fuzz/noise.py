@@ -16,7 +16,8 @@ import numpy as np
 from flashwright.lang.diagnostic import Failed
 from flashwright.program.program import Program, Tensor
 from flashwright.semantics.interpret import Array, NumPy, bind
-from flashwright.semantics.machine import Machine, Region
+from flashwright.semantics.machine import Machine
+from flashwright.semantics.state import Region
 
 RELATIVE = 2.0**-17
 """Of a disturbed result; fp32's own rounding, times the size of an exponent."""

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flashwright.lang.diagnostic import Edit, Fix
 from flashwright.lang.nodes import Binary, Call, Compute, Expr, Name, Transpose
 from flashwright.program.fixes import missing_reshape
 from flashwright.program.program import Key
 from flashwright.program.vocabulary import ARITHMETIC
-from flashwright.semantics.expressions import Expressions, Frame, origins
+from flashwright.semantics.expressions import Expressions
+from flashwright.semantics.state import State
 from flashwright.semantics.sums import Sums
-from flashwright.semantics.tiles import Epoch, Kind, Operand, Tile, Where, kept
-
-if TYPE_CHECKING:
-    from flashwright.semantics.machine import Machine
+from flashwright.semantics.tiles import Epoch, Frame, Kind, Operand, Tile, Where, kept, origins
 
 
 class Computer:
-    """Executes Compute statements for a Machine."""
+    """Executes Compute statements for a machine."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: State) -> None:
         self.machine = machine
         self.program = machine.program
         self.sums = Sums(machine)
@@ -173,7 +171,7 @@ class Computer:
             (left.shape[0], right.shape[1]),
             (left.axes[0], right.axes[1]),
             "fp32",
-            kept(self.values.same_place([left, right], stmt), (left.axes[0], right.axes[1])),
+            kept(self.machine.same_place([left, right], stmt), (left.axes[0], right.axes[1])),
             self.sums.summing(left, stmt),
             "C",
             kind,
@@ -184,7 +182,7 @@ class Computer:
     def _accumulated(self, total: Tile, product: Tile, stmt: Compute) -> Tile:
         for have, want in zip(total.axes, product.axes, strict=True):
             if have is not None and want is not None and have != want:
-                self.values.disagree(stmt.span, have, want)
+                self.machine.disagree(stmt.span, have, want)
         frame = Frame(product.shape, product.axes)
         for key, part in product.covered.items():
             if key in total.covered:
@@ -201,7 +199,7 @@ class Computer:
                 self._divided_otherwise(have, want, stmt)
             return right
         if have.dim == want.dim:
-            self.values.disagree(stmt.span, have, want)
+            self.machine.disagree(stmt.span, have, want)
             return right
         a, b = (_name(arg).id for arg in stmt.args)
         text = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from flashwright.lang.diagnostic import Label
 from flashwright.lang.format import format_expr
@@ -11,17 +10,17 @@ from flashwright.lang.nodes import Coord, Copy, Expr, Name
 from flashwright.program.fixes import rounded_down
 from flashwright.program.program import Tensor, TensorAxis
 from flashwright.program.scalars import Scalar, Unknown, whole
+from flashwright.semantics.state import State
+from flashwright.semantics.sums import Sums
 from flashwright.semantics.tiles import Place, Tile, Where
-
-if TYPE_CHECKING:
-    from flashwright.semantics.machine import Machine
 
 
 class Copies:
-    """Executes Copy statements for a Machine."""
+    """Executes Copy statements for a machine."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: State, sums: Sums) -> None:
         self.machine = machine
+        self.sums = sums
         self.program = machine.program
 
     def copy(self, stmt: Copy) -> None:
@@ -110,7 +109,7 @@ class Copies:
         return start
 
     def _store(self, stmt: Copy, tensor: Tensor, tile: Tile) -> None:
-        self.machine.computer.sums.complete(tile, stmt)
+        self.sums.complete(tile, stmt)
         places, at = self._places(stmt, tensor, tile.shape)
         for have, want in zip(tile.axes, places[len(places) - len(tile.shape) :], strict=True):
             if have is not None and have != want:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 from flashwright.lang.diagnostic import Diagnostic, Edit, Fix, Label
 from flashwright.lang.format import format_stmt
@@ -19,7 +18,6 @@ from flashwright.lang.nodes import (
     Name,
     Num,
     Side,
-    Span,
     Statement,
     Transpose,
     Unary,
@@ -33,30 +31,29 @@ from flashwright.semantics import kinds
 from flashwright.semantics.gather import gather
 from flashwright.semantics.kinds import Unrescaled
 from flashwright.semantics.masks import has_positions
+from flashwright.semantics.state import State
 from flashwright.semantics.sums import Sums
-from flashwright.semantics.tiles import Kind, Masked, Operand, Place, Tile, Where, kept, together
-
-if TYPE_CHECKING:
-    from flashwright.semantics.machine import Machine
-
+from flashwright.semantics.tiles import (
+    Frame,
+    Kind,
+    Masked,
+    Operand,
+    Tile,
+    Where,
+    kept,
+    origins,
+    together,
+)
 
 SIDES: tuple[Side, ...] = ("rows", "columns")
 HIDDEN = -1e4
 """A `where` that puts a constant as low as this in place of a score hides it."""
 
 
-@dataclass(frozen=True)
-class Frame:
-    """The rows and columns that an expression is computed over."""
-
-    shape: tuple[int, ...]
-    axes: tuple[Where | None, ...]
-
-
 class Expressions:
-    """Evaluates expressions for a Machine."""
+    """Evaluates expressions for a machine."""
 
-    def __init__(self, machine: Machine, sums: Sums) -> None:
+    def __init__(self, machine: State, sums: Sums) -> None:
         self.machine = machine
         self.program = machine.program
         self.sums = sums
@@ -129,7 +126,7 @@ class Expressions:
         """The value of an expression over the rows and columns of a frame."""
         match expr:
             case Index() if self.program.per_element(expr):
-                return gather(self, expr, frame, stmt)
+                return gather(self.machine, expr, frame, lambda arg: self._index(arg, frame, stmt))
             case Num() | Index():
                 return self.machine.scalar(expr)
             case Name("q_idx" | "kv_idx"):
@@ -155,6 +152,12 @@ class Expressions:
                 return done
             case Transpose():
                 raise AssertionError("operations.py lets `.T` into GEMMs only")
+
+    def _index(self, arg: Expr, frame: Frame, stmt: Statement) -> Operand:
+        value = self.value(arg, frame, stmt)
+        if isinstance(value, Tile):
+            self.sums.complete(value, stmt)
+        return value
 
     def _hidden(self, done: Tile, expr: Call, values: list[Operand], stmt: Statement) -> Tile:
         """`where(condition, S, -inf)` is a Mask, and so are `where(hidden, -inf, S)` and a
@@ -230,7 +233,7 @@ class Expressions:
                 if have is None or want is None or have == want:
                     continue
                 if have.dim == want.dim or self._along(expr) is None:
-                    self.disagree(expr.span, have, want)
+                    self.machine.disagree(expr.span, have, want)
             return tile
         axis = self._axis(tile, frame, expr)
         data = self.machine.math.turn(tile.data, axis) if self.machine.math else None
@@ -243,7 +246,7 @@ class Expressions:
         if along is not None:
             want = frame.axes[SIDES.index(along)]
             if have is not None and want is not None and have.dim == want.dim and have != want:
-                self.disagree(expr.span, have, want)
+                self.machine.disagree(expr.span, have, want)
             return SIDES.index(along)
         fits = [a for a, n in enumerate(frame.shape) if n == tile.shape[0]]
         if have is None:
@@ -254,7 +257,7 @@ class Expressions:
         for axis, want in enumerate(frame.axes):
             if want is not None and want.dim == have.dim:
                 other = SIDES[1 - axis] if 1 - axis in fits else None
-                self.disagree(expr.span, have, want, **self._say_along(expr, have, other))
+                self.machine.disagree(expr.span, have, want, **self._say_along(expr, have, other))
                 return fits[0]
         known = [a for a in fits if frame.axes[a] is not None]
         if len(known) == 2:
@@ -309,15 +312,6 @@ class Expressions:
         hint = f"if it goes along the {side}, its Allocate says so: `{line}`"
         return {"help": hint, "fix": fix if certain or meant else None}
 
-    def disagree(self, span: Span, have: Where, want: Where, **more: Any) -> None:
-        """Report positions that should be the same and are not."""
-        text = f"positions {have} of `{have.tensor}` meet {want} of `{want.tensor}`"
-        filled = (self.program.dest(have.copy), self.program.dest(want.copy))
-        where = origins(have, want) + self.program.guards_of(*filled)
-        self.machine.report(
-            "FW603", text, span, secondary=where, label=self.machine.problem(), **more
-        )
-
     def combine(self, op: str, args: list[Operand], frame: Frame, stmt: Statement) -> Operand:
         """One operation on values, element by element."""
         tiles = [a for a in args if isinstance(a, Tile)]
@@ -336,7 +330,7 @@ class Expressions:
             frame.shape,
             frame.axes,
             "fp32",
-            self.same_place(tiles, stmt),
+            self.machine.same_place(tiles, stmt),
             self.sums.covered(op, args, stmt),
             "C" if "C" in layouts else None,
             self._kind(op, args, stmt),
@@ -365,25 +359,6 @@ class Expressions:
             mixed = unrescaled(problem.newer.stmt, stmt)
             self.machine.findings.setdefault((mixed.code, mixed.span), mixed)
             return found[-1]
-
-    def same_place(self, tiles: list[Tile], stmt: Statement) -> dict[str, Place]:
-        """The fixed coordinates (head, batch) of what is combined; they must agree."""
-        at: dict[str, Place] = {}
-        for tile in tiles:
-            for dim, place in tile.at.items():
-                other = at.setdefault(dim, place)
-                if other.value != place.value:
-                    text = (
-                        f"`{other.tensor}` is at {other.value} of {dim}, "
-                        f"`{place.tensor}` at {place.value}"
-                    )
-                    where = tuple(
-                        Label(p.copy.span, f"`{p.tensor}` comes from here") for p in (other, place)
-                    )
-                    self.machine.report(
-                        "FW603", text, stmt.span, secondary=where, label=self.machine.problem()
-                    )
-        return at
 
 
 def _names_in(copy: Copy) -> set[str]:
@@ -418,11 +393,3 @@ def unrescaled(moved: Statement, stmt: Statement) -> Diagnostic:
         edit = Edit(moved.span.end, moved.span.end, f"{joint}{stmt.target.id}")
         fix = Fix(f"rescale `{stmt.target.id}` too", (edit,))
     return Diagnostic("FW607", text, moved.span, secondary=where, help=hint, fix=fix)
-
-
-def origins(*places: Where) -> tuple[Label, ...]:
-    """The Copies that positions come from."""
-    seen: Mapping[Span, Label] = {
-        p.copy.span: Label(p.copy.span, f"`{p.tensor}`: {p}") for p in places
-    }
-    return tuple(seen.values())

@@ -6,7 +6,7 @@ of the sequences may ask for anything, and a kernel clamps more cheaply than it 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from flashwright.lang.nodes import (
     Binary,
@@ -15,7 +15,6 @@ from flashwright.lang.nodes import (
     Index,
     Let,
     Name,
-    Statement,
     Transpose,
     Unary,
 )
@@ -23,16 +22,12 @@ from flashwright.program.fixes import rounded_down
 from flashwright.program.program import Program
 from flashwright.program.scalars import NotScalar, Unknown, Value, evaluate, whole
 from flashwright.program.vocabulary import POSITIONS
-from flashwright.semantics.tiles import Operand, Tile, together
-
-if TYPE_CHECKING:
-    from flashwright.semantics.expressions import Expressions, Frame
-    from flashwright.semantics.machine import Machine
+from flashwright.semantics.state import State
+from flashwright.semantics.tiles import Frame, Operand, Tile, together
 
 
-def gather(values: Expressions, expr: Index, frame: Frame, stmt: Statement) -> Tile:
+def gather(machine: State, expr: Index, frame: Frame, value_of: Callable[[Expr], Operand]) -> Tile:
     """The elements that an index reads over the rows and columns of a frame."""
-    machine = values.machine
     tensor = machine.program.tensors[expr.tensor.id]
     machine.same_rank(expr, tensor)
     places: list[Operand] = []
@@ -42,13 +37,11 @@ def gather(values: Expressions, expr: Index, frame: Frame, stmt: Statement) -> T
             if machine.extent(axis.size) == 0:
                 text = f"axis {axis.label} of `{tensor.name}` has no element to take"
                 raise machine.halt("FW605", text, arg.span, label=machine.problem())
-            places.append(values.value(arg, frame, stmt))
+            places.append(value_of(arg))
         else:
             place = machine.place(tensor, axis, machine.scalar(arg), arg)
             places.append(Unknown() if place is None else place)
     tiles = [place for place in places if isinstance(place, Tile)]
-    for tile in tiles:
-        values.sums.complete(tile, stmt)
     data = None
     if machine.math is not None:
         numbers = [place.data if isinstance(place, Tile) else place for place in places]
@@ -56,7 +49,7 @@ def gather(values: Expressions, expr: Index, frame: Frame, stmt: Statement) -> T
     return Tile(frame.shape, frame.axes, "fp32", masks=together(tiles), data=data)
 
 
-def _whole(arg: Expr, machine: Machine) -> None:
+def _whole(arg: Expr, machine: State) -> None:
     """Halt with FW306 unless an index is a whole number for every element."""
     culprit = fraction(arg, machine.program, machine.env)
     if culprit is not None:

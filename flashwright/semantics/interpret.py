@@ -21,7 +21,8 @@ from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.nodes import Name
 from flashwright.program.program import Program, Tensor
 from flashwright.program.scalars import Value, evaluate, whole
-from flashwright.semantics.machine import Machine, Observer, Region
+from flashwright.semantics.machine import Machine, Observer
+from flashwright.semantics.state import Region
 
 Array = NDArray[Any]
 

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from flashwright.lang.diagnostic import Label
 from flashwright.lang.nodes import Compute, For, Span, Statement
 from flashwright.semantics.masks import any_visible
+from flashwright.semantics.state import State
 from flashwright.semantics.tiles import Coverage, Covered, Operand, Tile, covering
-
-if TYPE_CHECKING:
-    from flashwright.semantics.machine import Machine
 
 LINEAR = ("+", "-", "*")
 
 
 class Sums:
-    """Follows what sums have taken in, for a Machine."""
+    """Follows what sums have taken in, for a machine."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: State) -> None:
         self.machine = machine
         self.program = machine.program
 

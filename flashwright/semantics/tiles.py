@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from flashwright.lang.nodes import Copy, Expr, Statement
+from flashwright.lang.diagnostic import Label
+from flashwright.lang.nodes import Copy, Expr, Span, Statement
 from flashwright.program.scalars import Reader, Unknown, Value
 
 
@@ -267,3 +268,19 @@ class Cell:
     """Whether a branch or a loop that would have read it was skipped."""
     served: bool = False
     """Whether this value, or one that it continues, went into another buffer."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The rows and columns that an expression is computed over."""
+
+    shape: tuple[int, ...]
+    axes: tuple[Where | None, ...]
+
+
+def origins(*places: Where) -> tuple[Label, ...]:
+    """The Copies that positions come from."""
+    seen: Mapping[Span, Label] = {
+        p.copy.span: Label(p.copy.span, f"`{p.tensor}`: {p}") for p in places
+    }
+    return tuple(seen.values())

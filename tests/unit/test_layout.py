@@ -31,7 +31,7 @@ def layer(module: str) -> str:
 
 
 def imported(path: Path) -> Iterator[str]:
-    """The modules of ours that a file imports, at its top or in a function."""
+    """The modules of ours that a file imports: at its top, in a function, for annotations."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flashwright"):
             for name in node.names:
@@ -39,14 +39,6 @@ def imported(path: Path) -> Iterator[str]:
                 yield inner if inner in FILES else str(node.module)
         elif isinstance(node, ast.Import):
             yield from (n.name for n in node.names if n.name.startswith("flashwright"))
-
-
-def typing_only(path: Path) -> set[str]:
-    """Modules imported for annotations alone: no import at run time."""
-    tree = ast.parse(path.read_text("utf-8"))
-    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n)]
-    names = [n for b in blocks for n in ast.walk(b) if isinstance(n, ast.ImportFrom)]
-    return {str(n.module) for n in names}
 
 
 def test_imports_go_one_way() -> None:
@@ -63,10 +55,7 @@ def test_imports_go_one_way() -> None:
 
 
 def test_there_are_no_import_circles() -> None:
-    graph = {
-        module: {m for m in imported(path) if m != module} - typing_only(path)
-        for module, path in FILES.items()
-    }
+    graph = {module: {m for m in imported(path) if m != module} for module, path in FILES.items()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from flashwright.lang import nodes as tl
 from flashwright.lang.nodes import Expr, Name
@@ -23,6 +22,7 @@ from flashwright.lower.element import (
     literal,
     times,
 )
+from flashwright.lower.frontend.body import Body, Frame
 from flashwright.lower.frontend.gathers import gathered
 from flashwright.lower.frontend.masks import conjuncts, end, everywhere, in_row
 from flashwright.lower.frontend.positions import Axes
@@ -33,34 +33,20 @@ from flashwright.program.program import Buffer, Key
 from flashwright.program.vocabulary import CONSTANTS, DTYPES
 from flashwright.semantics.compute import expression
 
-if TYPE_CHECKING:
-    from flashwright.lower.frontend.lowering import Lowering
-
-
 PUT_OFF = "(a constant factor: taken along by what reads the tile next)"
 
 
-@dataclass(frozen=True)
-class Frame:
-    """The rows and columns that a statement works on, and the tile that has them."""
-
-    shape: tuple[int, ...]
-    axes: Axes
-    buffer: Buffer
-    own: bool = False  # only the rows of one warpgroup
-
-
 class Computes:
-    """Lowers Compute statements for a Lowering.
+    """Lowers Compute statements for a walk.
 
     A positive constant that a tile is multiplied by at the end of a statement has to wait:
     `pending` keeps the factor, and what reads the tile next takes it along (one FMA), as a softmax
     does with its scale.
     """
 
-    def __init__(self, lowering: Lowering, sides: dict[Key, ir.Side], decided: bool) -> None:
-        self.lowering = lowering
-        self.program = lowering.program
+    def __init__(self, made: Body, sides: dict[Key, ir.Side], decided: bool) -> None:
+        self.made = made
+        self.program = made.program
         declared = {k: b.along for k, b in self.program.buffers.items() if b.along is not None}
         self.sides: dict[Key, ir.Side] = {**sides, **declared}
         self.decided = decided  # how all vectors lie, by the walks before
@@ -94,8 +80,8 @@ class Computes:
         return times(found, self.pending[key][0]) if key in self.pending else found
 
     def _turn(self, key: Key, buffer: Buffer, frame: Frame) -> None:
-        positions = self.lowering.positions
-        (own,) = self.lowering.axes.get(key, (None,))
+        positions = self.made.positions
+        (own,) = self.made.axes.get(key, (None,))
         fits = [i for i, n in enumerate(frame.shape) if n == buffer.shape[0]]
         agreed = [i for i in fits if positions.agree(own, frame.axes[i])]
         if not agreed and own is not None and not own.lost:
@@ -139,10 +125,10 @@ class Computes:
             target, buffer = self.leaf(held), self.program.buffers[held]
             assign = ir.Assign(target, times(target, factor), buffer)
             done = ir.Compute(buffer.shape, (assign,), origin=put_off.origin)
-            if self.lowering.body and self.lowering.body[-1] is put_off:
-                self.lowering.body[-1] = done
+            if self.made.body and self.made.body[-1] is put_off:
+                self.made.body[-1] = done
             else:
-                self.lowering.emit(replace(done, origin=put_off.origin.untitled))
+                self.made.emit(replace(done, origin=put_off.origin.untitled))
 
     def forget(self, key: Key) -> None:
         """The tile is about to be overwritten."""
@@ -163,9 +149,9 @@ class Computes:
                 self._elementwise(stmt, expression(stmt))
         for name in (stmt.target, *stmt.args[:1], *stmt.state, *stmt.rescale):
             key = self.program.tile(name) if isinstance(name, Name) else None
-            if key and self.lowering.direct.get(key) == "computed" and self._wrote(stmt, name):
+            if key and self.made.direct.get(key) == "computed" and self._wrote(stmt, name):
                 self.settle(key)
-                self.lowering.as_operand(key)
+                self.made.as_operand(key)
 
     def _wrote(self, stmt: tl.Compute, name: object) -> bool:
         """Whether a statement gives a tile that it names a value."""
@@ -181,7 +167,7 @@ class Computes:
             hint = f"Copy `{b[0]}` to shared first"
             raise refused("the right operand of a GEMM comes from shared memory", right.span, hint)
         self._whole_steps(b, turned, stmt)
-        in_order = a[1] == "shared" or self.lowering.direct.get(a) == "loaded"
+        in_order = a[1] == "shared" or self.made.direct.get(a) == "loaded"
         if in_order != turned and DTYPES[self.program.buffers[b].dtype] == 1:
             hint = "Reshape the left one in registers, or give the right one transposed (`.T`)"
             if turned:
@@ -192,11 +178,11 @@ class Computes:
             self.forget(target)
         else:
             self.settle(target)
-        axes = self.lowering.axes
+        axes = self.made.axes
         rows, cols = axes.get(a, (None, None)), axes.get(b, (None, None))
         axes[target] = (rows[1 if left_turned else 0], cols[0 if turned else 1])
         gemm = ir.Gemm(target, a, b, turned, fresh, left_turned, origin=ir.origin(stmt))
-        self.lowering.emit(gemm)
+        self.made.emit(gemm)
 
     def _can_turn(self, left: Key, name: Name) -> None:
         """The left operand is transposed on its way from shared memory, in units of 16 bits."""
@@ -233,13 +219,13 @@ class Computes:
         node = self._node(stmt, frame, ())
         if value != own:
             self.forget(target)
-            self.lowering.axes[target] = frame.axes[: len(buffer.shape)]
-            self.lowering.emit(replace(node, assigns=(ir.Assign(own, value, buffer),)))
+            self.made.axes[target] = frame.axes[: len(buffer.shape)]
+            self.made.emit(replace(node, assigns=(ir.Assign(own, value, buffer),)))
             node = replace(node, origin=node.origin.untitled)
         if factor is not None:
             put_off = replace(node, note=PUT_OFF)
             self.pending[target] = factor, put_off
-            self.lowering.emit(put_off)
+            self.made.emit(put_off)
 
     def _mask(self, stmt: tl.Compute) -> None:
         name = stmt.args[0]
@@ -247,19 +233,19 @@ class Computes:
         assert stmt.where is not None
         key = self.key(name)
         buffer = self.program.buffers[key]
-        frame = Frame(buffer.shape, self.lowering.axes.get(key, (None, None)), buffer)
+        frame = Frame(buffer.shape, self.made.axes.get(key, (None, None)), buffer)
         tile = self.leaf(key)
         hidden, origin = literal(float("-inf")), ir.origin(stmt)
         rows, cols = self._origins(frame)
-        for always, condition in conjuncts(stmt.where, lambda e: everywhere(self, e, frame)):
+        for always, condition in conjuncts(stmt.where, lambda e: everywhere(self.made, e, frame)):
             shown = self.element(condition, frame)
             assign = ir.Assign(tile, Op("where", (shown, tile, hidden)), buffer)
-            last = end(self, condition, frame)
-            row = None if always is not None else in_row(self, condition, frame)
+            last = end(self.made, condition, frame)
+            row = None if always is not None else in_row(self.made, condition, frame, self.element)
             mask = ir.Compute(
                 buffer.shape, (assign,), rows, cols, always, end=last, clear=row, origin=origin
             )
-            self.lowering.emit(mask)
+            self.made.emit(mask)
             origin = origin.untitled
 
     def _softmax(self, stmt: tl.Compute) -> None:
@@ -268,7 +254,7 @@ class Computes:
         assert isinstance(name, Name)
         key = self.key(name)
         buffer = self.program.buffers[key]
-        frame = Frame(buffer.shape, self.lowering.axes.get(key, (None, None)), buffer)
+        frame = Frame(buffer.shape, self.made.axes.get(key, (None, None)), buffer)
         scores, tile = self.read(key, frame), self.leaf(key)
         self.forget(key)
         if not stmt.state:
@@ -282,7 +268,7 @@ class Computes:
         else:
             assigns = self._running(stmt, scores, tile, buffer)
         folded = tuple(ir.Assign(a.target, fold(a.value), a.buffer) for a in assigns)
-        self.lowering.emit(self._node(stmt, frame, folded))
+        self.made.emit(self._node(stmt, frame, folded))
 
     def _running(
         self, stmt: tl.Compute, scores: Element, tile: Leaf, buffer: Buffer
@@ -314,7 +300,7 @@ class Computes:
         return ir.Compute(frame.shape, assigns, rows, cols, origin=ir.origin(stmt))
 
     def _origins(self, frame: Frame) -> tuple[Term | None, Term | None]:
-        starts = [self.lowering.origin(w, frame.buffer, i) for i, w in enumerate(frame.axes)]
+        starts = [self.made.origin(w, frame.buffer, i) for i, w in enumerate(frame.axes)]
         return starts[0], starts[1] if len(starts) > 1 else None
 
     # --- expressions ----------------------------------------------------------------------
@@ -326,7 +312,7 @@ class Computes:
         keys = sorted(self._tiles(expr), key=lambda k: buffers[k].along is not None)
         for rank in (2, 1):
             for key in keys:
-                axes = self.lowering.axes.get(key, ())
+                axes = self.made.axes.get(key, ())
                 if len(buffers[key].shape) == rank == len(shape) and any(axes):
                     return Frame(buffers[key].shape, axes, buffers[key])
         axes = self._reduced_rows(expr) if len(shape) == 1 else (None, None)
@@ -343,13 +329,13 @@ class Computes:
         """The rows and columns of what is reduced."""
         keys = [k for k in self._tiles(arg) if len(self.program.buffers[k].shape) == 2]
         buffer = self.program.buffers[keys[0]]
-        return Frame(buffer.shape, self.lowering.axes.get(keys[0], (None, None)), buffer)
+        return Frame(buffer.shape, self.made.axes.get(keys[0], (None, None)), buffer)
 
     def _tiles(self, expr: Expr) -> list[Key]:
         """The tiles an expression combines; a row reduction gives only its rows."""
         match expr:
             case Name():
-                scope = self.lowering.scalars.scope
+                scope = self.made.scalars.scope
                 key = None if expr.id in scope else self.program.tile(expr)
                 return [key] if key else []
             case tl.Unary(_, operand):
@@ -396,16 +382,16 @@ class Computes:
                 value = self.program.params[id]
                 kind: Type = "float" if isinstance(value, (float, Fraction)) else "int"
                 return Leaf(Var(cpp(id), kind), value=float(value))
-            case Name(id) if id in self.lowering.scalars.scope:
-                return _scalar(self.lowering.scalars(expr))
+            case Name(id) if id in self.made.scalars.scope:
+                return _scalar(self.made.scalars(expr))
             case Name():
                 return self.read(self.key(expr), frame)
             case tl.Num(text) if not text.isdigit():
                 return literal(float(text))
             case tl.Index() if self.program.per_element(expr):
-                return gathered(self, expr, frame)
+                return gathered(self.made, expr, frame, self.element)
             case tl.Num() | tl.Index():
-                return _scalar(self.lowering.scalars(expr))
+                return _scalar(self.made.scalars(expr))
             case tl.Unary(op, operand):
                 return Op("neg" if op == "-" else "not", (self.element(operand, frame),))
             case tl.Binary(op, left, right):

@@ -6,45 +6,47 @@ Such an index is computed in whole numbers and clamped to its axis, unless it is
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from flashwright.lang import nodes as tl
 from flashwright.lower.element import Element, Leaf, Op, Reduce, literal, term, type_of
+from flashwright.lower.frontend.body import Body, Frame
 from flashwright.lower.term import ZERO, Line, Term, Type, integer, minus, positive
-
-if TYPE_CHECKING:
-    from flashwright.lower.frontend.computes import Computes, Frame
 
 Range = tuple[float, float]
 ANYTHING: Range = (-math.inf, math.inf)
 
 
-def gathered(computes: Computes, expr: tl.Index, frame: Frame) -> Element:
+def gathered(
+    made: Body,
+    expr: tl.Index,
+    frame: Frame,
+    element_of: Callable[[tl.Expr, Frame], Element],
+) -> Element:
     """The element of a tensor at an index that differs within a tile."""
-    lowering = computes.lowering
-    tensor = computes.program.tensors[expr.tensor.id]
+    tensor = made.program.tensors[expr.tensor.id]
     start: list[Term] = []
     moving: list[Element] = []
     for number, (axis, arg) in enumerate(zip(tensor.axes, expr.args, strict=True)):
-        if computes.program.per_element(arg):
-            found = _Whole(computes).number(computes.element(arg, frame))
-            extent = lowering.scalars(axis.size).as_int(axis.size.span)
+        if made.program.per_element(arg):
+            found = _Whole(made).number(element_of(arg, frame))
+            extent = made.scalars(axis.size).as_int(axis.size.span)
             start.append(ZERO)
-            moving += [literal(number), _clamped(found, extent, lowering.fixed(axis.size))]
+            moving += [literal(number), _clamped(found, extent, made.fixed(axis.size))]
         else:
-            start.append(lowering.scalars(arg).as_int(arg.span))
+            start.append(made.scalars(arg).as_int(arg.span))
     while start and start[-1] == ZERO:
         start.pop()
     kind: Type = "int" if tensor.dtype == "int32" else "float"
-    offset = lowering.offset(tensor.offset) if tensor.offset is not None else None
+    offset = made.offset(tensor.offset) if tensor.offset is not None else None
     return Op("gather", (Leaf(Line(tensor.name, tuple(start), kind, offset)), *moving))
 
 
 class _Whole:
     """Writes an index in whole numbers."""
 
-    def __init__(self, computes: Computes) -> None:
-        self.known = computes.lowering.scalars.least.get
+    def __init__(self, made: Body) -> None:
+        self.known = made.scalars.least.get
 
     def number(self, x: Element) -> Element:
         """The index as an int."""

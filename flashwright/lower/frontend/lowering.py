@@ -7,6 +7,7 @@ from dataclasses import replace
 from flashwright.lang import nodes as tl
 from flashwright.lang.nodes import Coord, Expr, Name
 from flashwright.lower import ir
+from flashwright.lower.frontend.body import Body
 from flashwright.lower.frontend.computes import Computes
 from flashwright.lower.frontend.positions import (
     ONE,
@@ -14,16 +15,13 @@ from flashwright.lower.frontend.positions import (
     UNKNOWN,
     ZERO,
     Axes,
-    Positions,
     Where,
 )
-from flashwright.lower.frontend.scalars import Scalar, Scalars, named, refused
-from flashwright.lower.frontend.uses import direct_operands, only_offsets
-from flashwright.lower.names import Names, cpp, reserved
+from flashwright.lower.frontend.scalars import Scalar, refused
+from flashwright.lower.names import cpp
 from flashwright.lower.targets.swizzle import swizzle_bytes
 from flashwright.lower.term import (
     Lit,
-    Read,
     Term,
     Unary,
     Var,
@@ -31,13 +29,9 @@ from flashwright.lower.term import (
     literal,
     plus,
     positive,
-    widened,
 )
 from flashwright.program.program import Buffer, Key, Program, Tensor
-from flashwright.program.scalars import NotScalar, whole
-from flashwright.program.scalars import evaluate as exact
-from flashwright.program.vocabulary import CONSTANTS, DTYPES
-from flashwright.semantics.machine import operand_dtypes
+from flashwright.program.vocabulary import DTYPES
 
 Axis = Where | None
 WALKS = 8
@@ -54,25 +48,11 @@ def lower(program: Program) -> ir.Kernel:
     return Lowering(program, sides, decided=True).kernel()
 
 
-class Lowering:
+class Lowering(Body):
     """One walk through the program."""
 
     def __init__(self, program: Program, sides: dict[Key, ir.Side], decided: bool = False) -> None:
-        self.program = program
-        known = {**CONSTANTS, **program.params}
-        scope = {n: named(cpp(n), v) for n, v in known.items()}
-        scope |= {d: Scalar(Var(cpp(d))) for d in program.dims}
-        least = {cpp(n): v for n, v in known.items() if isinstance(v, int)}
-        least |= dict.fromkeys(map(cpp, program.dims), 1)
-        self.scalars = Scalars(scope, self._element, least)
-        self.names = Names(reserved(program))
-        self.positions = Positions(known)
-        self.axes: dict[Key, Axes] = {}
-        self.body: list[ir.Statement] = []
-        self.operand_dtype = operand_dtypes(program)
-        self.operands: dict[Key, str] = {}
-        self.direct = direct_operands(program)
-        self.only_offsets = only_offsets(program)
+        super().__init__(program)
         self.computes = Computes(self, sides, decided)
         self.pieces: dict[Key, list[tuple[ir.Piece, tl.Copy]]] = {}  # of tiles not filled yet
 
@@ -87,10 +67,6 @@ class Lowering:
         self._no_pieces_left()
         self.computes.decide()
         return ir.Kernel(tuple(grid), tuple(self.body), self.computes.sides, self.operands)
-
-    def emit(self, node: ir.Statement) -> None:
-        """Append a node to the body under construction."""
-        self.body.append(node)
 
     def statements(self, body: tuple[tl.Statement, ...]) -> None:
         """Lower statements in order."""
@@ -231,12 +207,6 @@ class Lowering:
             self.positions.after_if(condition, a, b) for a, b in zip(then, orelse, strict=True)
         )
 
-    def _element(self, expr: tl.Index, index: tuple[Term, ...]) -> Term:
-        """One element of a tensor, read as a scalar."""
-        tensor = self.program.tensors[expr.tensor.id]
-        offset = self.offset(tensor.offset) if tensor.offset is not None else None
-        return Read(tensor.name, index, "int" if tensor.dtype == "int32" else "float", offset)
-
     # --- copies ---------------------------------------------------------------------------
 
     def _copy(self, stmt: tl.Copy) -> None:
@@ -310,13 +280,6 @@ class Lowering:
             hint = "let the Copies of all its columns follow each other, in the same body"
             raise refused(text, held[-1][1].span, hint)
 
-    def as_operand(self, key: Key) -> None:
-        """A tile that was just written, as the left operand of the GEMMs that take it as it is."""
-        if self.direct.get(key) == "computed":
-            dtype = self.program.buffers[key].dtype
-            self.operands[key] = dtype
-            self.emit(ir.Operand(key, key, dtype))
-
     def _window(self, stmt: tl.Copy, tensor: Tensor, buffer: Buffer) -> tuple[ir.Window, Axes]:
         coords = {c.axis.id: c for c in stmt.coords or ()}
         shape = self.program.moved(stmt)
@@ -389,10 +352,6 @@ class Lowering:
             return None
         return Unary("-", place)
 
-    def offset(self, expr: Expr) -> Term:
-        """How far into its memory a view begins: in 64 bits, since memory is longer than an int."""
-        return widened(self.scalars(self.positions.full(expr)).as_int(expr.span))
-
     def _view(self, tensor: Tensor) -> Term | None:
         """Which of the views of its size a view is, where its offset is a multiple of that."""
         assert tensor.offset is not None
@@ -407,30 +366,9 @@ class Lowering:
         length = self.scalars(extent)
         return self.scalars.binary("-", length, start, stmt.span).as_int(stmt.span)
 
-    def fixed(self, size: Expr) -> int | None:
-        """A size that is known now."""
-        try:
-            return whole(exact(size, self.program.params))
-        except NotScalar:
-            return None
-
     def _identity(self, size: Expr) -> str:
         fixed = self.fixed(size)
         return str(fixed) if fixed is not None else str(size)
-
-    def size(self, buffer: Buffer, axis: int) -> Scalar:
-        """A tile's size by the name it was declared with."""
-        name = buffer.named_size(axis)
-        return self.scalars(name) if name else Scalar(integer(buffer.shape[axis]))
-
-    def origin(self, place: Axis, buffer: Buffer, axis: int) -> Term | None:
-        """The position at which a tile's rows or columns begin."""
-        if place is None or place.lost:
-            return None
-        start = self.scalars(self.positions.current(place))
-        if not place.in_elements:
-            start = self.scalars.binary("*", start, self.size(buffer, axis), tl.NOWHERE)
-        return start.as_int(tl.NOWHERE)
 
     # --- Reshape --------------------------------------------------------------------------
 

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from flashwright.lang import nodes as tl
 from flashwright.lang.nodes import NOWHERE, Expr, Name
 from flashwright.lower.element import ROW, Element, Leaf, Op, axes_of
+from flashwright.lower.frontend.body import Body, Frame
 from flashwright.lower.frontend.scalars import Scalar, constant
 from flashwright.lower.term import Term, Var, binary
-
-if TYPE_CHECKING:
-    from flashwright.lower.frontend.computes import Computes, Frame
 
 Bounds = tuple[Scalar, Scalar]
 GROUP_ROWS = 64  # of a warpgroup
@@ -48,47 +45,49 @@ def _parts(condition: Expr) -> list[Expr]:
     return [condition]
 
 
-def everywhere(computes: Computes, condition: Expr, frame: Frame) -> Term | None:
+def everywhere(made: Body, condition: Expr, frame: Frame) -> Term | None:
     """A test, the same for all threads, that the condition holds on the whole tile."""
     match condition:
         case tl.Binary("and" | "or" as op, left, right):
-            a, b = (everywhere(computes, side, frame) for side in (left, right))
+            a, b = (everywhere(made, side, frame) for side in (left, right))
             if op == "and":
                 return binary("&&", a, b) if a and b else None
             return binary("||", a, b) if a and b else a or b
         case tl.Binary("<" | "<=" | ">" | ">=" as op, left, right):
-            x, y = (_bounds(computes, side, frame) for side in (left, right))
+            x, y = (_bounds(made, side, frame) for side in (left, right))
             if x is None or y is None:
                 return None
             least_gap = (x[1], y[0]) if op in ("<", "<=") else (x[0], y[1])
-            return _apply(computes, op, *least_gap).term
+            return _apply(made, op, *least_gap).term
     return None
 
 
 _MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 
 
-def in_row(computes: Computes, condition: Expr, frame: Frame) -> Element | None:
+def in_row(
+    made: Body, condition: Expr, frame: Frame, element: Callable[[Expr, Frame], Element]
+) -> Element | None:
     """A test for one row that the condition holds in all of its columns: `kv_idx >= Start` does if
     the first key is at least the row's Start."""
     match condition:
         case tl.Binary("and", left, right):
-            a, b = (in_row(computes, side, frame) for side in (left, right))
+            a, b = (in_row(made, side, frame, element) for side in (left, right))
             return Op("and", (a, b)) if a and b else None
         case tl.Binary("<" | "<=" | ">" | ">=" as op, bound, Name("kv_idx")):
-            return in_row(computes, tl.Binary(_MIRRORED[op], Name("kv_idx"), bound), frame)
+            return in_row(made, tl.Binary(_MIRRORED[op], Name("kv_idx"), bound), frame, element)
         case tl.Binary("<" | "<=" | ">" | ">=" as op, Name("kv_idx"), bound):
-            columns = _positions(computes, 1, frame)
+            columns = _positions(made, 1, frame)
             names = {e.id for e in tl.expressions(bound) if isinstance(e, Name)}
             if columns is None or "kv_idx" in names:
                 return None
-            limit = computes.element(bound, frame)
+            limit = element(bound, frame)
             edge = columns[1 if op in ("<", "<=") else 0]
             return Op(op, (Leaf(edge.term), limit)) if axes_of(limit) <= ROW else None
     return None
 
 
-def end(computes: Computes, condition: Expr, frame: Frame) -> Term | None:
+def end(made: Body, condition: Expr, frame: Frame) -> Term | None:
     """The first key that the condition keeps from all rows of a warpgroup, as it does every later
     one; `group` is the warpgroup's number."""
     own = replace(frame, own=True)
@@ -101,83 +100,80 @@ def end(computes: Computes, condition: Expr, frame: Frame) -> Term | None:
             case _:
                 continue
         names = {e.id for e in tl.expressions(bound) if isinstance(e, Name)}
-        found = (
-            _bounds(computes, bound, own) if "q_idx" in names and "kv_idx" not in names else None
-        )
+        found = _bounds(made, bound, own) if "q_idx" in names and "kv_idx" not in names else None
         if found and found[1].whole:
             last = found[1]
-            return (_apply(computes, "+", last, constant(1)) if more else last).term
+            return (_apply(made, "+", last, constant(1)) if more else last).term
     return None
 
 
-def _bounds(computes: Computes, expr: Expr, frame: Frame) -> Bounds | None:
+def _bounds(made: Body, expr: Expr, frame: Frame) -> Bounds | None:
     """The least and the greatest value of an expression over the tile, if they can be told."""
     match expr:
         case Name("q_idx" | "kv_idx" as name):
-            return _positions(computes, 0 if name == "q_idx" else 1, frame)
+            return _positions(made, 0 if name == "q_idx" else 1, frame)
         case tl.Unary("-", operand):
-            found = _bounds(computes, operand, frame)
-            return found and _difference(computes, (constant(0), constant(0)), found)
+            found = _bounds(made, operand, frame)
+            return found and _difference(made, (constant(0), constant(0)), found)
         case tl.Binary("+" | "-" | "*" | "/" as op, left, right):
-            a, b = (_bounds(computes, side, frame) for side in (left, right))
-            return _arithmetic(computes, op, a, b) if a and b else None
+            a, b = (_bounds(made, side, frame) for side in (left, right))
+            return _arithmetic(made, op, a, b) if a and b else None
         case tl.Call(func, args) if func.id.lower() in ("floor", "ceil", "min", "max"):
-            parts = [_bounds(computes, a, frame) for a in args]
+            parts = [_bounds(made, a, frame) for a in args]
             known = [p for p in parts if p is not None]
             if len(known) < len(parts):
                 return None
-            scalars, function = computes.lowering.scalars, func.id.lower()
+            scalars, function = made.scalars, func.id.lower()
             lows, highs = [p[0] for p in known], [p[1] for p in known]
             return scalars.call(function, lows), scalars.call(function, highs)
-    if _uniform(computes, expr):
-        value = computes.lowering.scalars(expr)
+    if _uniform(made, expr):
+        value = made.scalars(expr)
         return (value, value) if value.type == "int" else None
     return None
 
 
-def _uniform(computes: Computes, expr: Expr) -> bool:
+def _uniform(made: Body, expr: Expr) -> bool:
     """Whether an expression is a scalar without reads of memory."""
-    scope = computes.lowering.scalars.scope
+    scope = made.scalars.scope
     return all(
         e.id in scope if isinstance(e, Name) else not isinstance(e, (tl.Index, tl.Call))
         for e in tl.expressions(expr)
     )
 
 
-def _positions(computes: Computes, axis: int, frame: Frame) -> Bounds | None:
-    lowering = computes.lowering
+def _positions(made: Body, axis: int, frame: Frame) -> Bounds | None:
     place = frame.axes[axis]
     if place is None:
         return None
-    start = lowering.origin(place, frame.buffer, axis)
+    start = made.origin(place, frame.buffer, axis)
     if start is None:
         return None
-    first, size = Scalar(start), lowering.size(frame.buffer, axis)
+    first, size = Scalar(start), made.size(frame.buffer, axis)
     if frame.own and axis == 0:
         size = constant(GROUP_ROWS)
-        before = _apply(computes, "*", Scalar(GROUP), size)
-        first = _apply(computes, "+", first, before)
-    last = _apply(computes, "-", _apply(computes, "+", first, size), constant(1))
+        before = _apply(made, "*", Scalar(GROUP), size)
+        first = _apply(made, "+", first, before)
+    last = _apply(made, "-", _apply(made, "+", first, size), constant(1))
     return first, last
 
 
-def _arithmetic(computes: Computes, op: str, a: Bounds, b: Bounds) -> Bounds | None:
+def _arithmetic(made: Body, op: str, a: Bounds, b: Bounds) -> Bounds | None:
     if op == "+":
-        return _apply(computes, "+", a[0], b[0]), _apply(computes, "+", a[1], b[1])
+        return _apply(made, "+", a[0], b[0]), _apply(made, "+", a[1], b[1])
     if op == "-":
-        return _difference(computes, a, b)
+        return _difference(made, a, b)
     factor = b[0].value if b[0] is b[1] else None
     if factor is None and op == "*" and a[0] is a[1]:
         a, b, factor = b, a, a[0].value
     if factor is None or (op == "/" and factor == 0):
         return None
-    low, high = (_apply(computes, op, x, b[0]) for x in a)
+    low, high = (_apply(made, op, x, b[0]) for x in a)
     return (low, high) if factor >= 0 else (high, low)
 
 
-def _difference(computes: Computes, a: Bounds, b: Bounds) -> Bounds:
-    return _apply(computes, "-", a[0], b[1]), _apply(computes, "-", a[1], b[0])
+def _difference(made: Body, a: Bounds, b: Bounds) -> Bounds:
+    return _apply(made, "-", a[0], b[1]), _apply(made, "-", a[1], b[0])
 
 
-def _apply(computes: Computes, op: str, a: Scalar, b: Scalar) -> Scalar:
-    return computes.lowering.scalars.binary(op, a, b, NOWHERE)
+def _apply(made: Body, op: str, a: Scalar, b: Scalar) -> Scalar:
+    return made.scalars.binary(op, a, b, NOWHERE)
