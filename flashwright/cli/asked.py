@@ -71,12 +71,12 @@ def _with_reference(meant: Asked, reference: str | None) -> Asked:
 
 def _try_out(reference: str, spec: AttentionSpec) -> None:
     """One small call, in a process of its own: a function may come to no end."""
-    from flashwright.confine import isolate as apart
+    from flashwright.confine import isolate
     from flashwright.judge.reference import MEMORY
     from flashwright.judge.reference_apart import try_out
 
     try:
-        apart.call(try_out, reference, spec, seconds=SECONDS, memory=MEMORY)
+        isolate.call(try_out, reference, spec, seconds=SECONDS, memory=MEMORY)
     except Failed as failed:
         if all(d.code != "FW806" for d in failed.diagnostics):
             raise

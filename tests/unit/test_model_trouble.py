@@ -304,9 +304,9 @@ def _seen(server: Server, requests: int) -> bool:
 # --- the process of an attempt ----------------------------------------------------------------
 
 WORKING = """
-from flashwright.confine import isolate as apart
+from flashwright.confine import isolate
 from tests.unit.test_model_trouble import says_so
-apart.call(says_so, seconds=30.0, memory=1 << 40)
+isolate.call(says_so, seconds=30.0, memory=1 << 40)
 """
 
 

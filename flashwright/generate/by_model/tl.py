@@ -20,7 +20,7 @@ from flashwright.author.llm.attempts import Done, Tried
 from flashwright.author.llm.transcript import Lane
 from flashwright.build.package import OWN
 from flashwright.check.check import check
-from flashwright.confine import isolate as apart
+from flashwright.confine import isolate
 from flashwright.generate import stages
 from flashwright.generate.by_model.ask import NOT_THE_MODELS, Authors, ask
 from flashwright.generate.by_model.kernel import SOURCE, judged, placed, times_of
@@ -80,7 +80,7 @@ def _try_sketch(
     code: Code | None = None
     own: tuple[Diagnostic, ...] = ()
     try:
-        found = apart.call(_checked_sketch, source, run.gpu, seconds=CHECK_SECONDS, memory=MEMORY)
+        found = isolate.call(_checked_sketch, source, run.gpu, seconds=CHECK_SECONDS, memory=MEMORY)
         if sized and not _errors(found):
             own = found
             code, found = _limited(_completed, source, run)
@@ -267,7 +267,7 @@ def _limited(function: Callable[..., T], source: str, run: Run) -> T:
     """Work on a model's TL, in a process with limits; the user's reference may need more memory."""
     memory = reference.MEMORY if run.spec.reference else MEMORY
     given = (source, run.spec, run.gpu, run.folder)
-    return apart.call(function, *given, seconds=RUN_SECONDS, memory=memory)
+    return isolate.call(function, *given, seconds=RUN_SECONDS, memory=memory)
 
 
 _NO_CODE = Diagnostic(

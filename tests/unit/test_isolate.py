@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flashwright.confine import isolate as apart
+from flashwright.confine import isolate
 from flashwright.confine.limit import limit
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
@@ -40,13 +40,13 @@ def ends(code: int) -> None:
 
 def told(function: Any, *arguments: Any, seconds: float = 30.0) -> Diagnostic:
     with pytest.raises(Failed) as failed:
-        apart.call(function, *arguments, seconds=seconds, memory=6 * GB)
+        isolate.call(function, *arguments, seconds=seconds, memory=6 * GB)
     (found,) = failed.value.diagnostics
     return found
 
 
 def test_what_comes_back() -> None:
-    assert apart.call(says, "hello", seconds=30.0, memory=6 * GB) == "hello"
+    assert isolate.call(says, "hello", seconds=30.0, memory=6 * GB) == "hello"
     assert told(fails).code == "FW207"
 
 
@@ -70,7 +70,7 @@ def test_no_room_for_a_process_is_no_traceback(monkeypatch: pytest.MonkeyPatch) 
     def none() -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(apart.resource_tracker, "ensure_running", none)
+    monkeypatch.setattr(isolate.resource_tracker, "ensure_running", none)
     assert "Resource temporarily unavailable" in told(says, "hello").message
 
 
@@ -78,20 +78,20 @@ def test_an_answer_that_breaks_off_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     def reset(connection: Any) -> None:
         raise ConnectionResetError
 
-    monkeypatch.setattr(apart.Connection, "recv", reset)
+    monkeypatch.setattr(isolate.Connection, "recv", reset)
     assert "its process ended with exit code 0" in told(says, "hello").message
 
 
 LOWER = """
 import resource
-from flashwright.confine import isolate as apart
+from flashwright.confine import isolate
 from flashwright.lang.diagnostic import Failed
 from tests.unit.test_apart import raises, says
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
-    print(apart.call(says, "hello", seconds=30.0, memory=6 << 30))
+    print(isolate.call(says, "hello", seconds=30.0, memory=6 << 30))
     try:
-        apart.call(raises, MemoryError, seconds=30.0, memory=6 << 30)
+        isolate.call(raises, MemoryError, seconds=30.0, memory=6 << 30)
     except Failed as failed:
         print(failed.diagnostics[0].message)
 """
