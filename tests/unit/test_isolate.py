@@ -86,7 +86,7 @@ LOWER = """
 import resource
 from flashwright.confine import isolate
 from flashwright.lang.diagnostic import Failed
-from tests.unit.test_apart import raises, says
+from tests.unit.test_isolate import raises, says
 if __name__ == "__main__":
     resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
     print(isolate.call(says, "hello", seconds=30.0, memory=6 << 30))
