@@ -115,8 +115,8 @@ def confinement() -> tuple[str, ...]:
 
 def need_confinement(candidate: Candidate) -> None:
     """FW851 for what a model wrote, where its process could open every file of the user's."""
-    told = os.environ.get(UNCONFINED, "").strip() not in ("", "0")
-    if not candidate.untrusted or landlock.available() or told:
+    allowed = os.environ.get(UNCONFINED) == "1"
+    if not candidate.untrusted or landlock.available() or allowed:
         return
     text = f"{candidate.name} is not run: a model wrote it, and this system has no Landlock"
     hint = (

@@ -418,6 +418,9 @@ def test_where_files_cannot_be_refused_the_verdict_says_so(
     with pytest.raises(Failed, match="FW851") as failed:
         noted(model)
     assert "FLASHWRIGHT_UNCONFINED=1" in str(failed.value.diagnostics[0].help)
+    monkeypatch.setenv("FLASHWRIGHT_UNCONFINED", "maybe")  # as for the compiler: 1, or not at all
+    with pytest.raises(Failed, match="FW851"):
+        noted(model)
     monkeypatch.setenv("FLASHWRIGHT_UNCONFINED", "1")
     assert noted(model)
 
