@@ -242,6 +242,39 @@ def test_a_build_without_a_compiler_is_2_and_touches_nothing(
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
+def test_without_cutlass_a_build_says_what_to_install(
+    nvcc: FakeNvcc, program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FLASHWRIGHT_CUTLASS", "CUTLASS_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("flashwright.build.toolchain.find_spec", lambda name: None)
+    assert Outcome("check", str(program), "--gpu", "a100").code == 0
+    done = Outcome("build", str(program), "--gpu", "a100", "-o", str(tmp_path / "made"))
+    assert done.code == 2
+    assert "error[FW821]: the headers of CUTLASS (CuTe) are not there" in done.err
+    assert "pip install --no-deps nvidia-cutlass==4.2.0.0" in done.err
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_compiler_on_path_that_does_not_run_is_named_once(
+    nvcc: FakeNvcc, program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = tmp_path / "bin" / "nvcc"
+    broken.parent.mkdir()
+    broken.write_text("#!/bin/sh\nexec /opt/gone/bin/nvcc\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", str(broken.parent), prepend=os.pathsep)
+    monkeypatch.delenv("FLASHWRIGHT_NVCC")
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("flashwright.build.toolchain.USUAL", nvcc.path.parent)
+    done = Outcome("build", str(program), "--gpu", "a100", "-o", str(tmp_path / "made"))
+    assert done.code == 0
+    assert done.err.count("warning[FW830]") == 1
+    assert f"{nvcc.path} is used instead" in done.err
+    assert len(nvcc.runs) == 1
+
+
 def test_a_killed_compiler_touches_nothing(nvcc: FakeNvcc, program: Path, tmp_path: Path) -> None:
     folder = tmp_path / "made"
     Outcome("build", str(program), "--gpu", "a100", "-o", str(folder))
