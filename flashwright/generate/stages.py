@@ -131,6 +131,7 @@ def build(run: Run, progress: Progress) -> Run:
         tools = toolchain.find()
     except Failed as failed:
         raise Skipped(*failed.diagnostics) from None
+    run = run.noting("kernel.cu", *tools.warnings)
     # The package's own is the last: its record names those of the others.
     for kernel in sorted(run.translations, key=lambda name: name == OWN):
         run = _built(run, kernel, tools)

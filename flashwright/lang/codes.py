@@ -101,6 +101,7 @@ CODES: dict[str, Code] = {
     "FW827": Code("model-written code that does not keep to its contract"),
     "FW828": Code("code that reaches outside"),
     "FW829": Code("a kernel slower than asked for", severity="warning"),
+    "FW830": Code("a CUDA compiler that cannot be used", severity="warning"),
     # the kernel under emulation
     "FW831": Code("PTX that the emulator cannot execute", bad_input=True),
     "FW833": Code("an access outside of every tensor and of shared memory"),

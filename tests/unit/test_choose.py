@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from itertools import pairwise
 
@@ -19,6 +18,7 @@ from flashwright.author.builtin.choose import (
 from flashwright.author.builtin.cost import estimate, masked_waste
 from flashwright.author.builtin.needs import Tiling, Workload, footprint
 from flashwright.gpu import A100, GPUS, H100, H200, L40S, RTX8000, T4, Gpu
+from tests.unit.call_count import calls
 
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
 CASES = [
@@ -151,15 +151,11 @@ def test_deterministic() -> None:
     assert choose(work(96), L40S) == choose(work(96), L40S)
 
 
-def test_fast_enough_to_call_anywhere() -> None:
-    times = []
-    for _ in range(3):
-        steps.walk.cache_clear()
-        steps.needed.cache_clear()
-        start = time.process_time()
-        choose(work(128, causal=True), H200)
-        times.append(time.process_time() - start)
-    assert min(times) < 0.05
+def test_cheap_enough_to_call_anywhere() -> None:
+    """60,000 calls of functions, some 20 ms: each further tiling that is ranked adds to them."""
+    steps.walk.cache_clear()
+    steps.needed.cache_clear()
+    assert calls(lambda: choose(work(128, causal=True), H200)) < 120_000
 
 
 # --- terms of the model -----------------------------------------------------------------------

@@ -36,7 +36,6 @@ def test_the_golden_kernel_compiles(case: Case) -> None:
     source = (HERE / f"{case.name}.cu").read_text("utf-8")
     built = build(source, gpus.find(case.gpu).arch)
     assert built.spill_stores == built.spill_loads == built.stack == 0
-    assert built.seconds < 60, "a kernel takes about 5 s on one core"
     assert not built.cached
     assert not built.warnings, built.warnings
     threads = case.translate().plan.threads

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -178,8 +177,7 @@ def test_a_closed_block_comes_back_whatever_is_said_around_it(
     "part", ["<think>", "</think>", "```tl\n", "~~~", "`", "Copy Q from ", "if "]
 )
 def test_no_reply_takes_long(part: str) -> None:
-    begin = time.perf_counter()
+    """A pattern that backtracks over the whole reply would take hours: then this does not end."""
     for function in FUNCTIONS:
         with contextlib.suppress(NoCode):
             function(part * (LIMIT // 4 // len(part)))
-    assert time.perf_counter() - begin < 3

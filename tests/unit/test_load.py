@@ -497,6 +497,36 @@ def test_the_launcher_compiles_without_a_warning(tmp_path: Path) -> None:
     subprocess.run(command, check=True)
 
 
+LOAD_BUILT_IN = """\
+import sys
+from pathlib import Path
+from flashwright.build import native
+native.BUILT_IN = Path(sys.argv[1])
+print(native.launcher().make)
+"""
+
+
+def test_the_launcher_of_a_wheel_needs_no_compiler(tmp_path: Path) -> None:
+    from flashwright.build import native
+
+    built_in = tmp_path / "launcher.so"
+    shutil.copy(native.library(), built_in)
+    env = {**os.environ, "FLASHWRIGHT_CACHE": str(tmp_path / "cache"), "CXX": "no-such-compiler"}
+    command = [sys.executable, "-c", LOAD_BUILT_IN, str(built_in)]
+    subprocess.run(command, env=env, check=True)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_wheels_launcher_that_cannot_be_loaded_here_is_compiled(tmp_path: Path) -> None:
+    built_in = tmp_path / "launcher.so"
+    built_in.write_bytes(b"for another machine")
+    command = [sys.executable, "-c", LOAD_BUILT_IN, str(built_in)]
+    subprocess.run(command, check=True)
+    env = {**os.environ, "FLASHWRIGHT_CACHE": str(tmp_path / "cache"), "CXX": "no-such-compiler"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert "the launcher cannot be made: CXX names no-such-compiler" in done.stderr
+
+
 def test_without_a_compiler_it_says_how_to_get_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

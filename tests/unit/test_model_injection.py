@@ -7,7 +7,6 @@ control character reaches a terminal.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -188,12 +187,10 @@ LONG = {
 
 @pytest.mark.parametrize("name", LONG)
 def test_no_reply_takes_long_to_read(name: str) -> None:
-    """A pattern that goes back and forth in a long line would take hours for these."""
-    began = time.monotonic()
+    """A pattern that backtracks over a long line would take hours: then this does not end."""
     for take in (extract.tl, extract.cuda, extract.python):
         with pytest.raises(NoCode):
             take(LONG[name])
-    assert time.monotonic() - began < 10
 
 
 # --- links ------------------------------------------------------------------------------------

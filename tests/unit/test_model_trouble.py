@@ -227,12 +227,13 @@ def test_tokens_are_never_exceeded(tokens: int, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_time_is_not_exceeded_by_a_server_that_never_ends(tmp_path: Path) -> None:
-    began = time.monotonic()
-    with serve(lambda r: say("hm. " * 1000, pieces=1000, pause=0.02)) as server:
+    whole = "hm. " * 1000  # 20 seconds
+    with serve(lambda r: say(whole, pieces=1000, pause=0.02)) as server:
         run = generate(server, tmp_path, Budget(attempts=5, seconds=1.5))
-    assert time.monotonic() - began < 4
     assert "1.5 seconds is used up" in run.failed[-1].diagnostic.message
-    assert heard(tmp_path)[0].startswith("hm. ")  # what came is kept
+    (came,) = heard(tmp_path)
+    assert came.startswith("hm. ")  # what came is kept
+    assert len(came) < len(whole)
 
 
 # --- the end of the process -------------------------------------------------------------------
@@ -277,10 +278,8 @@ def test_a_run_that_is_ended_goes_on_from_its_record(kind: signal.Signals, tmp_p
 
     with serve(script) as server, started(server, tmp_path) as process:
         assert silent.wait(30)
-        began = time.monotonic()
         os.killpg(process.pid, kind)  # as a terminal does: to all processes of the command
         _, err = ended(process)
-        assert time.monotonic() - began < 5
     if kind == signal.SIGINT:
         assert process.returncode == 130
         assert err == "\nInterrupted. What was finished is kept.\n"

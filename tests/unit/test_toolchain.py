@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import tomllib
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -88,7 +89,7 @@ def test_each_place_of_the_headers(bare: Path, monkeypatch: pytest.MonkeyPatch) 
     program(bare / "host" / "nvcc")
     (found,) = missing()
     assert "CUTLASS" in found.message
-    assert "pip install nvidia-cutlass==4.2.0.0" in (found.help or "")
+    assert f"pip install --no-deps {toolchain.CUTLASS} " in (found.help or "")
     inside = headers(bare / "package" / "source" / "include")
     packages(monkeypatch, cutlass_library=bare / "package")
     assert toolchain.find().cutlass == inside
@@ -140,10 +141,45 @@ def test_a_named_nvcc_that_is_none_is_not_passed_over(
     assert "cannot be run" in missing()[0].message
 
 
+def wrapper(path: Path) -> Path:
+    """A script that starts an nvcc which is gone."""
+    program(path).write_text('#!/bin/sh\nexec /opt/gone/bin/nvcc "$@"\n')
+    return path
+
+
+def test_a_compiler_that_does_not_run_is_passed_over_with_a_warning(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUTLASS_PATH", str(headers(bare / "cutlass")))
+    packages(monkeypatch, nvidia=bare / "nvidia")
+    broken = wrapper(bare / "host" / "nvcc")
+    old = program(bare / "usual" / "nvcc", "release 11.8, V11.8.89")
+    (alone,) = missing()  # nothing else is there: both reasons, and how to get a compiler
+    assert f"{broken} --version fails with exit status 127" in alone.message
+    assert "/opt/gone/bin/nvcc" in alone.message
+    assert f"{old} is of CUDA 11.8" in alone.message
+    assert "pip install 'flashwright[nvcc]'" in (alone.help or "")
+    wheel = program(bare / "nvidia" / "cu13" / "bin" / "nvcc")
+    found = toolchain.find()
+    assert (found.nvcc, found.version) == (wheel, "13.0.88")
+    assert [(w.code, w.severity) for w in found.warnings] == [("FW830", "warning")] * 2
+    assert f"{broken} --version fails" in found.warnings[0].message
+    assert all(w.message.endswith(f"; {wheel} is used instead") for w in found.warnings)
+    monkeypatch.setenv("FLASHWRIGHT_NVCC", str(broken))  # what is named is not passed over
+    assert "fails with exit status 127" in missing()[0].message
+
+
 def test_has_nvcc(bare: Path) -> None:
     assert not toolchain.has_nvcc()
-    program(bare / "host" / "nvcc")
+    path = wrapper(bare / "host" / "nvcc")
+    assert not toolchain.has_nvcc()
+    program(path)
     assert toolchain.has_nvcc()
+
+
+def test_the_headers_are_the_version_that_the_extra_installs() -> None:
+    pyproject = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text())
+    assert pyproject["project"]["optional-dependencies"]["cutlass"] == [toolchain.CUTLASS]
 
 
 def test_the_headers_are_found_without_importing_their_package() -> None:
