@@ -41,24 +41,24 @@ from tests.mutation import effects
 from tests.mutation.effects import Site, is_verb, put, sites
 
 EQUIVALENT: dict[str, str] = {
-    "independent": "a Copy moved past statements that neither read nor write its buffer, nor set "
-    "what its coordinates are made of: it does the same in the other order",
-    "masked scores": "a mask moved above a product with a positive number or the addition of a "
+    "independent": "a Copy moves past statements that neither read nor write its buffer, nor set "
+    "its coordinates",
+    "masked scores": "a mask moves above a product with a positive number or the addition of a "
     "finite bias: -inf stays -inf",
-    "hidden blocks": "bounds that visit more blocks, all inside the tensor, all hidden whole by "
-    "the mask (or the program would be wrong without them): their weights are 0",
-    "unread block": "the first block fetched also when no round of the loop reads it: it lies "
-    "inside the tensor whatever the lengths",
-    "same condition": "a condition that is true and false for the same queries and keys, on every "
+    "hidden blocks": "the bounds include more blocks, all inside the tensor, that the mask hides "
+    "completely: their weights are 0 (otherwise the original, which skips them, would be wrong)",
+    "unread block": "the first block is also fetched if no iteration reads it: it lies inside the "
+    "tensor for all lengths",
+    "same condition": "the changed condition holds for the same queries and keys, on every "
     "problem that the spec allows (compared on all problems up to two tiles long)",
-    "forgotten start": "the first Softmax multiplies what was there by exp(-1e30 - maximum) = 0: "
-    "the start value counts only in rows that see no key: for O the division gives those 0 "
-    "without looking at it, and for the sum there are none when every query sees a key",
-    "bounded scores": "a maximum that starts at 0 and not at -1e30, where a softcap of at most 5 "
-    "keeps every score so near 0 that no weight is lost",
-    "no empty row": "the test for rows without a weight, where every query sees a key or a sink",
-    "below the rounding": "a weight that becomes 257 instead of 256 times itself in e4m3, which "
-    "keeps one part in 16",
+    "forgotten start": "the first Softmax multiplies the initial value by exp(-1e30 - maximum) = "
+    "0, so it counts only in rows that see no key: for O the division sets those rows to 0, and "
+    "for the sum there are none if every query sees a key",
+    "bounded scores": "the maximum starts at 0 instead of -1e30, and a softcap of at most 5 "
+    "bounds the scores so that no weight is lost",
+    "no empty row": "the test for rows without a weight, if every query sees a key or a sink",
+    "below the rounding": "a weight becomes 257 instead of 256 times itself in e4m3, which has a "
+    "precision of one part in 16",
 }
 
 

@@ -2,8 +2,8 @@
 
 Mutates as many built-in programs as it takes for every line of them to occur beside each of its
 neighbours; with --every all that differ in more than numbers, with --all those of every GPU and
-head dim; with --sample N only N mutants of a class in each. Prints a Markdown table with every
-survivor; --write puts it into docs/mutation.md.
+head dim; with --sample N only N mutants of a class in each. Prints a Markdown page with every
+survivor; --write puts it into docs/mutation.md, with fewer examples.
 """
 
 from __future__ import annotations
@@ -25,6 +25,23 @@ from tests.mutation.trial import Case, covering, every, try_mutant
 
 PAGE = Path(__file__).parents[2] / "docs" / "mutation.md"
 
+EXAMPLES = 3
+"""Mutants of an equivalence rule that docs/mutation.md shows."""
+INTRODUCTION = """# Mutation test
+
+The mutation test measures whether Flashwright finds mistakes in TL programs. It makes one small
+change to a built-in program and runs the checker (`flashwright check`), then the comparison with
+fp64 on the CPU (`flashwright run`):
+
+```console
+$ python -m tests.mutation.report --only gqa --sample 1   # prints such a page, in half a minute
+$ python -m tests.mutation.report --write                 # writes this page
+```
+
+A mutant is killed only if a diagnostic names the right line (`tests/mutation/test_mutants.py` has
+the rule). `make test` tries all mutants of seven programs, and one mutant of each class of a fixed
+list in every program that differs in more than numbers.
+"""
 Row = tuple[str, str, str, str, str]
 """Program, class, outcome (check, run, equal, misnamed, survived), what changed, why."""
 
@@ -64,21 +81,12 @@ def tried(case: Case, most: int = 0) -> list[Row]:
     return rows
 
 
-def page(rows: list[Row], programs: int, chosen: str) -> Iterator[str]:
-    """The report in Markdown."""
-    yield "# Mutation test"
+def page(rows: list[Row], programs: int, chosen: str, most: int | None = None) -> Iterator[str]:
+    """The report in Markdown, with at most so many examples of each equivalence rule."""
+    yield INTRODUCTION
+    yield f"This page covers {len(rows)} mutants of {programs} programs ({chosen})."
     yield ""
-    yield "Small mistakes made on purpose in the built-in programs, and what finds them: the"
-    yield "checker (`flashwright check`), or the CPU run beside fp64 (`flashwright run`). A mutant"
-    yield "counts as killed only when a diagnostic names the right line; the rule is in"
-    yield "`tests/mutation/test_mutants.py`. This page is written by"
-    yield "`python -m tests.mutation.report --write`. The suite tries all mutants of seven"
-    yield "programs, and one of each class of a stated list in every program that differs in more"
-    yield "than numbers."
-    yield ""
-    yield f"{programs} programs ({chosen}), {len(rows)} mutants."
-    yield ""
-    yield "| class | mutants | still the same | killed by check | killed by run | kill rate |"
+    yield "| class | mutants | equivalent | killed by check | killed by run | kill rate |"
     yield "|---|---:|---:|---:|---:|---:|"
     count = Counter((r[1], r[2]) for r in rows)
     for kind in (*KINDS, "all"):
@@ -89,7 +97,12 @@ def page(rows: list[Row], programs: int, chosen: str) -> Iterator[str]:
         rate = f"{100 * (n['check'] + n['run']) / real:.1f} %" if real else "none made"
         yield f"| {kind} | {total} | {n['equal']} | {n['check']} | {n['run']} | {rate} |"
     yield ""
-    yield "## Mutants that still mean the same"
+    yield "## Equivalent mutants"
+    yield ""
+    yield "These mutants mean the same as the program. Each falls under one of these rules, which"
+    yield "are decided from the program, before the mutant runs."
+    if most is not None:
+        yield f"At most {most} examples of a rule are shown; the command prints all of them."
     yield ""
     by_rule = defaultdict(list)
     for row in rows:
@@ -98,7 +111,8 @@ def page(rows: list[Row], programs: int, chosen: str) -> Iterator[str]:
     for rule, reason in EQUIVALENT.items():
         found = by_rule.get(rule, [])
         yield f"- **{rule}** ({len(found)}): {reason}."
-        for (kind, what), times in sorted(Counter((r[1], r[3]) for r in found).items()):
+        examples = sorted(Counter((r[1], r[3]) for r in found).items(), key=lambda e: (-e[1], e[0]))
+        for (kind, what), times in examples[:most]:
             yield f"  - {kind}: {what}" + (f" (in {times} programs)" if times > 1 else "")
     yield ""
     yield "## Survivors"
@@ -136,14 +150,14 @@ def main() -> int:
                 f"{number}/{len(cases)} {case.name}: {len(found)}, {bad} bad, {took}",
                 file=sys.stderr,
             )
-    chosen = "so many that every line of every built-in program is beside each of its neighbours"
-    chosen = "every one that differs in more than numbers" if asked.every else chosen
+    chosen = "enough for every pair of neighbouring lines of every built-in program"
+    chosen = "all that differ in more than numbers" if asked.every else chosen
     chosen = "all variants, masks, options, GPUs and head dims" if asked.all else chosen
     if asked.sample:
-        chosen += f"; of each class {asked.sample} in each program, drawn by its name"
-    text = "\n".join(page(rows, len(cases), chosen)) + "\n"
-    print(text)
+        chosen += f"; {asked.sample} random mutants of each class per program"
+    print("\n".join(page(rows, len(cases), chosen)))
     if asked.write:
+        text = "\n".join(page(rows, len(cases), chosen, EXAMPLES)) + "\n"
         PAGE.write_text(text, encoding="utf-8")
     return int(any(r[2] in ("survived", "misnamed") for r in rows))
 
