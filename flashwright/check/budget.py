@@ -108,7 +108,7 @@ def _shared(program: Program, gpu: Gpu) -> Iterator[Diagnostic]:
         Label(b.declared.span, f"{_kb(b.bytes * b.stages)} KB: {_factors(b)}") for b in largest
     )
     text = (
-        f"the block needs {_kb(need)} KB of shared memory, a block on {gpu.title} has "
+        f"the block needs {_kb(need)} KB of shared memory, but a block on {gpu.title} has "
         f"{_kb(gpu.shared_per_block)} KB"
     )
     where += _sizes(largest, program)
@@ -126,15 +126,15 @@ def _registers(program: Program, gpu: Gpu) -> Iterator[Diagnostic]:
     largest = sorted(alive, key=lambda b: (-b.bytes, b.name))
     threads = 32 * program.warps
     where = tuple(
-        Label(b.declared.span, f"{b.bytes // (4 * threads)} registers of each thread")
+        Label(b.declared.span, f"{b.bytes // (4 * threads)} registers per thread")
         for b in largest
         if len(b.shape) == 2
     )
     together = ", ".join(f"`{b.name}`" for b in largest)
-    where += (Label(moment.stmt.span, f"alive here: {together}"),)
+    where += (Label(moment.stmt.span, f"live here: {together}"),)
     text = (
-        f"each of the {threads} threads needs about {need} registers, {gpu.title} gives it "
-        f"{limit}: on line {moment.stmt.span.line} {together} are alive together"
+        f"each of the {threads} threads needs about {need} registers, but has {limit} on "
+        f"{gpu.title}: {together} are live together on line {moment.stmt.span.line}"
     )
     where += _sizes(largest, program)
     hint = _smallest_change(program, gpu)
@@ -200,7 +200,7 @@ def _smallest_change(program: Program, gpu: Gpu) -> str:
                 options.append((distance, name, candidate, use(changed, gpu)))
                 break
     if not options:
-        return "no single parameter makes it fit; lower two of them"
+        return "no change of one parameter fits; lower two parameters"
     _, name, candidate, need = min(options, key=lambda o: o[:3])
     return (
         f"the smallest change that fits: {name} = {candidate} (now {program.params[name]}); it "
@@ -245,7 +245,7 @@ def _mma(stmt: Compute, program: Program, gpu: Gpu) -> Iterator[Diagnostic]:
     right, out = program.buffers[keys[1]], program.buffers[target]
     if not gpu.takes(right.dtype):
         text = f"{gpu.title} has no MMA for {right.dtype}"
-        hint = f"it multiplies {', '.join(gpu.mma)}"
+        hint = f"it supports {', '.join(gpu.mma)}"
         where = (Label(right.declared.span, f"{right.dtype} here"),)
         yield Diagnostic("FW703", text, stmt.span, help=hint, secondary=where)
         return
@@ -253,20 +253,21 @@ def _mma(stmt: Compute, program: Program, gpu: Gpu) -> Iterator[Diagnostic]:
     m, n = out.shape
     step_m, step_n, step_k = gpu.mma[right.dtype][0]
     along = program.warps
-    columns = f"columns in MMA tiles of {step_n}"
+    columns = f"MMA tiles of {step_n} columns"
     less = ""
     if shares := _shares(m, right, program, gpu):
         along, step_n = 4, shares * (16 if isinstance(stmt.args[1], Transpose) else WHOLE_ATOM)
-        columns = f"columns over {shares} warpgroups with the same {m} rows"
-        less = f", or let Warps be {m // 16}"
-    for size, step, what in (
-        (m, step_m * along, f"rows over {along} warps of {step_m} rows"),
-        (n, step_n, columns),
-        (depth, step_k, f"summed elements in MMA steps of {step_k}"),
+        columns = f"{shares} warpgroups with the same {m} rows"
+        less = f", or set Warps to {m // 16}"
+    for size, step, what, reason in (
+        (m, step_m * along, "rows", f"{along} warps of {step_m} rows"),
+        (n, step_n, "columns", columns),
+        (depth, step_k, "summed elements", f"MMA steps of {step_k} elements"),
     ):
         if size % step:
-            text = f"{size} {what}: not a whole number ({gpu.title}, {right.dtype})"
-            hint = f"make it a multiple of {step}{less if what == columns else ''}"
+            text = f"{size} {what} are not a multiple of {step}: {reason}"
+            text += f" ({gpu.title}, {right.dtype})"
+            hint = f"make it a multiple of {step}{less if what == 'columns' else ''}"
             yield Diagnostic("FW704", text, stmt.span, help=hint)
 
 

@@ -37,7 +37,7 @@ def check_flow(program: Program, given: Mapping[str, int]) -> Iterator[Diagnosti
         except GaveUp:
             if number >= len(small):
                 return  # a loop over what was stretched: the small problems had it whole
-            text = "the check ran out of steps; what follows in the program was not checked"
+            text = f"the check stopped after {STEPS} statements; the rest was not checked"
             yield Diagnostic("FW611", text, program.grid.span)
             return
         except NotScalar as problem:
@@ -159,7 +159,7 @@ def _written_once(machine: Machine) -> Iterator[Diagnostic]:
     """Every element of every output is stored by exactly one thread block."""
     if not machine.program.outputs:
         last = machine.program.tree.body[-1]
-        text = "nothing is stored to global memory: the kernel has no result"
+        text = "the kernel has no output: no Copy stores to global memory"
         hint = "end with `Copy O (BM, HeadDim) in coordinate [...] from register to global`"
         yield Diagnostic("FW610", text, last.span, help=hint)
     for tensor in machine.program.outputs:
@@ -183,7 +183,7 @@ def _written_once(machine: Machine) -> Iterator[Diagnostic]:
             sizes = ", ".join(
                 f"{format_expr(a.size)} = {n}" for a, n in zip(tensor.axes, shape, strict=True)
             )
-            hint = "the grid and the coordinates of the Copy together reach each element once"
+            hint = "the grid and the coordinates of the Copy must cover each element exactly once"
             grid_line = (Label(machine.program.grid.span, "the grid"),)
             yield Diagnostic(
                 "FW610", text, span, label=f"with {sizes}", secondary=grid_line, help=hint

@@ -97,7 +97,9 @@ class Names:
                 case Grid(axes):
                     if self.grid is not None:
                         where = (Label(self.grid.span, "the first grid"),)
-                        self.error("FW202", "a second grid", stmt.span, secondary=where)
+                        self.error(
+                            "FW202", "the program has a second grid", stmt.span, secondary=where
+                        )
                     self.grid = stmt
                     for axis in axes:
                         self._define(axis.name)
@@ -113,7 +115,7 @@ class Names:
 
     def _define(self, name: Name) -> None:
         if name.id in POSITIONS or name.id in CONSTANTS:
-            self.error("FW202", f"`{name.id}` is a name of TL's own", name.span)
+            self.error("FW202", f"`{name.id}` is a reserved name", name.span)
         elif name.id in self.scalars:
             first = self.scalars[name.id]
             where = (Label(first, "defined here first"),) if first else ()
@@ -128,7 +130,7 @@ class Names:
         try:
             result = evaluate(value, {**CONSTANTS, **self.params})
         except NotScalar as problem:
-            hint = "a param is a constant: numbers and params above it; use `let` for the rest"
+            hint = "a param is a constant of numbers and earlier params; use `let` for the rest"
             self.error("FW306", problem.why, problem.culprit.span, help=hint)
             result = 1
         assert not isinstance(result, Unknown)
@@ -156,7 +158,7 @@ class Names:
         elif base in self.scalars:
             first = self.scalars[base]
             number = (Label(first, "a number here"),) if first else ()
-            text = f"`{base}` is the name of a number already"
+            text = f"`{base}` already names a number"
             self.error("FW202", text, stmt.name.span, secondary=number, help="rename one of them")
         elif stmt.space == "global":
             self.tensors[base] = Tensor(
@@ -170,14 +172,14 @@ class Names:
                 self.error("FW304", text, stmt.span)
             self.buffers[base, stmt.space] = Buffer(base, stmt.space, shape, dtype, stages, stmt)
         if stmt.along is not None and (stmt.space != "register" or len(stmt.shape) != 1):
-            text = f"`along {stmt.along}` says how a vector in registers lies in tiles"
+            text = f"`along {stmt.along}` applies only to a vector in registers"
             self.error("FW205", text, stmt.span, help=f"leave `along {stmt.along}` out")
 
     def _dtype(self, name: Name | None, default: str) -> str:
         if name is None:
             return default
         if name.id not in DTYPES:
-            text = f"`{name.id}` is no element type; there are {', '.join(DTYPES)}"
+            text = f"unknown element type `{name.id}`; TL has {', '.join(DTYPES)}"
             meant = DTYPE_ALIASES.get(name.id.lower())
             fix = guess_fix(name, [meant] if meant else DTYPES, 0.0 if meant else 0.72)
             self.error("FW208", text, name.span, fix=fix)
@@ -189,7 +191,7 @@ class Names:
         axes: list[TensorAxis] = []
         for position, axis in enumerate(stmt.shape):
             if axis.label is None and not defaults:
-                text = f"a tensor of {len(stmt.shape)} axes names them: `(B: batch, ...)`"
+                text = f"a tensor with {len(stmt.shape)} axes must name them: `(B: batch, ...)`"
                 self.error("FW209", text, axis.span)
             label = axis.label.id if axis.label else (*defaults, *"?" * 9)[position]
             if label != "?" and label in [a.label for a in axes]:
@@ -277,7 +279,7 @@ class Names:
             self._uses(stmt, seen, loops)
             if isinstance(stmt, For):
                 if stmt.var.id in (*self.scalars, *loops):
-                    text = f"the loop variable `{stmt.var.id}` has a meaning already"
+                    text = f"the loop variable `{stmt.var.id}` hides another name"
                     self.error("FW202", text, stmt.var.span)
                 self._walk(stmt.body, seen, (*loops, stmt.var.id))
             elif isinstance(stmt, If):
@@ -295,7 +297,7 @@ class Names:
         tiles = isinstance(stmt, (Compute, Reshape))
         for name in _tile_places(stmt):
             if name.id in (*self.scalars, *loops, *POSITIONS):
-                text = f"`{name.id}` is a number, and a tile is needed here"
+                text = f"expected a tile, found the number `{name.id}`"
                 self.error("FW206", text, name.span)
         for expr in expressions(stmt):
             if isinstance(expr, Name) and id(expr) not in not_values:
@@ -337,7 +339,7 @@ class Names:
         if tiles and space in ("shared", "register"):
             copies = (s for s in statements(self.tree.body) if isinstance(s, Copy))
             if not any(_filled(c) == (base, space) for c in copies):
-                text = f"nothing puts `{base}` into {space}"
+                text = f"no statement writes `{base}` in {space}"
                 hint = f"`Copy {base} (...) in coordinate [...] from global to {space}` first"
                 self.error("FW403", text, name.span, help=hint)
         elif tiles and base in self.tensors:
@@ -345,7 +347,7 @@ class Names:
             hint = f"`Copy {base} (...) in coordinate [...] from global to shared` first"
             self.error("FW402", text, name.span, help=hint)
         else:
-            text = f"`{name.id}` is a tile, and a number is needed here"
+            text = f"expected a number, found the tile `{name.id}`"
             self.error("FW206", text, name.span, help="one element of a tensor is `T[a, b]`")
 
     def _undefined(self, name: Name, loops: Iterable[str]) -> None:
@@ -364,13 +366,13 @@ class Names:
         self.missing.add(name.id)
         if fix is None and hint is None:
             hint = "declare it: `param`, `let`, `dim`, or `Allocate` for a tile"
-        self.error("FW201", f"nothing defines `{name.id}`", name.span, help=hint, fix=fix)
+        self.error("FW201", f"undefined name `{name.id}`", name.span, help=hint, fix=fix)
 
     def _tensor(self, name: Name) -> None:
         self.used.add((name.id, "global"))
         if name.id not in self.tensors:
-            text = f"`{name.id}` is no tensor in global memory"
-            hint = f"`Allocate {name.id} in global (...)` says what it is"
+            text = f"`{name.id}` is not a tensor in global memory"
+            hint = f"declare it: `Allocate {name.id} in global (...)`"
             self.error("FW201", text, name.span, help=hint, fix=guess_fix(name, self.tensors))
 
     def _copy_uses(self, stmt: Copy, seen: set[int]) -> None:
@@ -385,12 +387,12 @@ class Names:
             self.used.add((base, space))
             if space == "global" and base not in self.tensors:
                 text = f"`{base}` is not allocated in global memory"
-                hint = f"say what it is: `Allocate {base} in global (batch, heads, ...)`"
+                hint = f"declare it: `Allocate {base} in global (batch, heads, ...)`"
                 fix = guess_fix(name, self.tensors)
                 self.error("FW404", text, name.span, help=hint, fix=fix)
             elif space != "global" and (base, space) not in self.buffers:
                 if name is stmt.name and space == stmt.source:
-                    text = f"nothing puts `{base}` into {space}"
+                    text = f"no statement writes `{base}` in {space}"
                     self.error("FW403", text, name.span, help="Copy or Compute it there first")
             elif space != "global":
                 self._use_buffer((base, space), name, seen)
@@ -403,7 +405,7 @@ class Names:
         if "BM" in self.params:
             edit = Edit(first.span.start, first.span.start, line + "\n")
             fix = Fix(f"insert `{line}`", (edit,))
-        text = "the program does not say which thread blocks there are"
+        text = "the program has no grid"
         self.error("FW207", text, first.span, help=f"add a grid: `{line}`", fix=fix)
 
     def _unused(self) -> None:

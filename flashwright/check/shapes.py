@@ -84,7 +84,7 @@ def _gemm(stmt: Compute, names: Names) -> Iterator[Diagnostic]:
         name = arg.operand if isinstance(arg, Transpose) else arg
         held = _held(name, names) if isinstance(name, Name) else None
         if not isinstance(name, Name):
-            yield Diagnostic("FW206", "a GEMM multiplies two tiles: name them", arg.span)
+            yield Diagnostic("FW206", "a GEMM operand must be the name of a tile", arg.span)
         if held is None:
             return
         if len(held.shape) != 2:
@@ -120,11 +120,11 @@ def _no_product(
                 (Edit(right.span.end, right.span.end, ".T"),),
             )
     text = (
-        f"`{format_expr(left)}` has {k} columns, `{format_expr(right)}` has {k2} rows: "
-        "they do not multiply"
+        f"cannot multiply: `{format_expr(left)}` has {k} columns, "
+        f"`{format_expr(right)}` has {k2} rows"
     )
     where = tuple(
-        Label(arg.span, f"{show(b)}{', seen transposed' if isinstance(arg, Transpose) else ''}")
+        Label(arg.span, f"{show(b)}{', read transposed' if isinstance(arg, Transpose) else ''}")
         for arg, b in zip(stmt.args, buffers, strict=True)
     )
     return Diagnostic("FW301", text, stmt.span, secondary=where, fix=fix)
@@ -197,12 +197,12 @@ def _fits(expr: Expr, frame: Shape, names: Names) -> None:
             held = _held(expr, names) if expr.id not in names.scalars else None
             if held is not None and not _lines_up(held.shape, frame):
                 raise Misfit(
-                    expr, f"`{expr.id}` is {show(held)} and does not line up with {_text(frame)}"
+                    expr, f"`{expr.id}` is {show(held)}, which does not broadcast to {_text(frame)}"
                 )
             if held is not None and held.along is not None and len(frame) == 2:
                 count = frame[0 if held.along == "rows" else 1]
                 if held.shape[0] != count:
-                    text = f"`{expr.id}` is {show(held)} along {held.along}, and there are {count}"
+                    text = f"`{expr.id}` is {show(held)} along {held.along}, not {count}"
                     raise Misfit(expr, text)
         case Unary(_, operand):
             _fits(operand, frame, names)
@@ -216,7 +216,7 @@ def _fits(expr: Expr, frame: Shape, names: Names) -> None:
             _fits(args[0], inner, names)
             if not _lines_up(inner[:1], frame):
                 raise Misfit(
-                    expr, f"this has {inner[0]} rows and does not line up with {_text(frame)}"
+                    expr, f"this has {inner[0]} rows, which do not broadcast to {_text(frame)}"
                 )
         case Call(_, args) | Index(_, args):
             for arg in args:
@@ -239,7 +239,7 @@ def _in_place(stmt: Compute, names: Names) -> Iterator[Diagnostic]:
     if len(tile.shape) != 2:
         yield Diagnostic(
             "FW303",
-            f"`{tile.name}` is {show(tile)}: rows and columns are needed",
+            f"`{tile.name}` is {show(tile)}: a two-dimensional tile is needed",
             stmt.args[0].span,
         )
         return
@@ -285,10 +285,10 @@ def _copy(stmt: Copy, names: Names) -> Iterator[Diagnostic]:
     outer = [names.tensors[b] for b, s in (source, dest) if s == "global" and b in names.tensors]
     if not outer:
         if stmt.coords and "global" not in (stmt.source, stmt.dest):
-            text = "a coordinate is a place in global memory"
+            text = "a coordinate applies only to a Copy from or to global memory"
             yield Diagnostic("FW305", text, stmt.coords[0].span, help="leave it out here")
     elif shape is None:
-        text = "the Copy does not say how much it moves"
+        text = "the Copy has no tile"
         tile = "(BM, HeadDim)" if len(outer[0].axes) > 1 else "(BM)"
         hint = f"give the tile: `Copy {stmt.name.id} {tile} in coordinate [...]`"
         if len(outer[0].axes) == 1:
@@ -309,7 +309,7 @@ def _columns(
         yield Diagnostic("FW304", text, stmt.column.span)
         return
     if buffer is None:
-        text = f"nothing says how many columns `{target.id}` in shared memory has"
+        text = f"`{target.id}` in shared memory is not allocated, so its width is unknown"
         hint = f"`Allocate {split(target.id)[0]} in shared (...)` with the width of all its parts"
         yield Diagnostic("FW304", text, target.span, help=hint)
         return
@@ -321,9 +321,11 @@ def _columns(
         return
     column = whole(value)
     if column is None or column < 0:
-        yield Diagnostic("FW306", f"{value} is no column", stmt.column.span)
+        yield Diagnostic(
+            "FW306", f"a column must be a whole number from 0, here it is {value}", stmt.column.span
+        )
     elif shape is not None and (len(shape) != 2 or len(buffer.shape) != 2):
-        text = "tiles side by side have two axes"
+        text = "a Copy with `at column` needs two-dimensional tiles"
         yield Diagnostic("FW304", text, stmt.span)
     elif shape is not None and (shape[0] != buffer.shape[0] or column + shape[1] > buffer.shape[1]):
         text = f"the Copy fills {shape[0]} rows of columns {column}..{column + shape[1] - 1}, but "
@@ -347,14 +349,14 @@ def _coordinates(stmt: Copy, shape: Shape, tensor: Tensor, names: Names) -> Iter
             hint = f"name the axes where it is allocated: `({coord.axis.id}: ..., L: ...)`"
             yield Diagnostic("FW209", text, coord.axis.span, secondary=where, help=hint)
         elif given.count(coord.axis.id) > 1:
-            yield Diagnostic("FW202", f"{coord.axis.id} is given twice", coord.span)
+            yield Diagnostic("FW202", f"axis {coord.axis.id} is given twice", coord.span)
     if not set(given) <= set(labels):
         return
     tiled = labels[len(labels) - len(shape) :]
     for axis in tensor.axes:
         spans = axis.label in tiled and _spans(axis.size, shape[tiled.index(axis.label)], names)
         if axis.label not in given and not spans:
-            text = f"the Copy does not say where on axis {axis.label} of `{tensor.name}`"
+            text = f"the Copy has no coordinate on axis {axis.label} of `{tensor.name}`"
             where = (Label(tensor.declared.span, f"{axis.label} is {format_expr(axis.size)} long"),)
             hint = f"add `{axis.label} = ...` to the coordinate"
             yield Diagnostic("FW305", text, stmt.span, secondary=where, help=hint)

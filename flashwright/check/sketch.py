@@ -43,7 +43,7 @@ def check_sketch(tree: Tree) -> list[Diagnostic]:
     every = list(statements(tree.body))
     whole = any(isinstance(stmt, For) for stmt in every)  # not only a few lines of a sketch
     if not walk.findings and whole and not any(_stores(stmt) for stmt in every):
-        text = "nothing is stored to global memory: the kernel has no result"
+        text = "the kernel has no output: no Copy stores to global memory"
         hint = "end with `Copy O from register to global`"
         return [Diagnostic("FW610", text, tree.body[-1].span, help=hint)]
     codes = {d.code for d in walk.findings.values()}
@@ -130,8 +130,8 @@ class _Walk:
 
     def _missing(self, name: Name) -> None:
         base, space = split(name.id)
-        where = f"into {space} " if space else ""
-        text = f"nothing puts `{base}` {where}before this line"
+        where = f"in {space} " if space else ""
+        text = f"no statement writes `{base}` {where}before this line"
         hint = f"`Copy {base} from global to {space or 'shared'}`"
         self.report(Diagnostic("FW403", text, name.span, help=hint))
 
@@ -143,7 +143,7 @@ class _Walk:
         weighed = None
         if stmt.source != "global":
             if (source, stmt.source) not in self.values:
-                text = f"nothing puts `{source}` into {stmt.source} before this Copy"
+                text = f"no statement writes `{source}` in {stmt.source} before this Copy"
                 self.report(Diagnostic("FW403", text, stmt.name.span))
             else:
                 weighed = self._read((source, stmt.source)).weighed
@@ -214,7 +214,7 @@ class _Walk:
         return self._read(key, elsewhere=key != target).weighed
 
     def _too_late(self, name: str, stmt: Compute) -> None:
-        text = f"`{name}` has been through the exponential: -inf is no weight"
+        text = f"`{name}` has already been through the exponential, so a mask comes too late"
         hint = "move the Mask up, between the GEMM and the Softmax"
         self.report(Diagnostic("FW608", text, stmt.span, help=hint))
 
@@ -263,8 +263,8 @@ def _contraction(stmt: Compute, walked: set[str]) -> Iterator[Diagnostic]:
         return
     if split(right.id)[0] in walked and split(left.id)[0] not in walked:
         text = (
-            f"this sums over the rows of `{right.id}`, the positions that the loop walks along, "
-            "and forgets the sum in the next round"
+            f"this sums over the rows of `{right.id}`, which are the positions of the loop, "
+            "and the next iteration overwrites the sum"
         )
         fix = Fix(f"transpose it: `{right.id}.T`", (Edit(right.span.end, right.span.end, ".T"),))
         yield Diagnostic("FW503", text, stmt.span, fix=fix)

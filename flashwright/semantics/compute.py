@@ -204,7 +204,7 @@ class Computer:
         a, b = (_name(arg).id for arg in stmt.args)
         text = (
             f"the columns of `{a}` are positions on {have.label} ({have.dim}), the rows of `{b}` "
-            f"are positions on {want.label} ({want.dim}): summing over them means nothing"
+            f"are positions on {want.label} ({want.dim}): a GEMM sums over one axis"
         )
         fix = None
         arg = stmt.args[1]

@@ -91,7 +91,7 @@ class Copies:
             self.machine.extent(axis.size),
         )
         if start is None:
-            text = f"axis {axis.label} of `{tensor.name}`: {value} is no whole place"
+            text = f"axis {axis.label} of `{tensor.name}`: {value} is not a whole number"
             fix = rounded_down(expr) if expr is not None else None
             raise self.machine.halt("FW306", text, span, fix=fix, label=self.machine.problem())
         if start >= extent or (start < 0 and not in_elements):

@@ -180,7 +180,9 @@ class Expressions:
     ) -> Tile:
         """The tile `done`, which is `tile` with `value` where the condition is false."""
         if value != 0 and _weights(tile):
-            text = "these scores have been through the exponential: -inf is no weight"
+            text = (
+                "these scores have already been through the exponential, so a mask comes too late"
+            )
             hint = "move the Mask up, between the GEMM and the Softmax"
             self.machine.report("FW608", text, stmt.span, help=hint)
         cols = done.axes[1] if len(done.axes) == 2 else None
@@ -274,8 +276,8 @@ class Expressions:
         columns = frame.axes[1]
         loops = {loop.var.id for loop in self.machine.loops}
         steps = loops & _names_in(have.copy) & (_names_in(columns.copy) if columns else set())
-        text = f"positions {have} of `{have.tensor}` are neither those of the rows nor of the "
-        text += f"columns, and there are {frame.shape[0]} of both"
+        text = f"positions {have} of `{have.tensor}` are neither the rows nor the "
+        text += f"columns of the tile, which has {frame.shape[0]} of both"
         told = self._say_along(expr, have, "columns" if steps else "rows", certain=True)
         self.machine.report(
             "FW603",
@@ -309,7 +311,7 @@ class Expressions:
             first = next(s for s in self.program.tree.body if isinstance(s, Allocate))
             start = first.span.start
             fix = Fix(f"say how it lies: `{line}`", (Edit(start, start, f"{line}\n"),))
-        hint = f"if it goes along the {side}, its Allocate says so: `{line}`"
+        hint = f"if it lies along the {side}, say so in its Allocate: `{line}`"
         return {"help": hint, "fix": fix if certain or meant else None}
 
     def combine(self, op: str, args: list[Operand], frame: Frame, stmt: Statement) -> Operand:
@@ -383,7 +385,7 @@ def _position_of(axes: list[Where | None]) -> Where | None:
 
 def unrescaled(moved: Statement, stmt: Statement) -> Diagnostic:
     """FW607 for a sum that is added to relative to another maximum than before."""
-    text = "the maximum moves here, but what was summed before is not rescaled"
+    text = "the maximum changes here, but the sums so far are not rescaled"
     where = (Label(stmt.span, "weights relative to the new maximum are added to the old sum"),)
     hint = "multiply the old sum by exp(old maximum - new maximum) first"
     fix = None

@@ -35,7 +35,7 @@ def gather(machine: State, expr: Index, frame: Frame, value_of: Callable[[Expr],
         if machine.program.per_element(arg):
             _whole(arg, machine)
             if machine.extent(axis.size) == 0:
-                text = f"axis {axis.label} of `{tensor.name}` has no element to take"
+                text = f"axis {axis.label} of `{tensor.name}` is empty"
                 raise machine.halt("FW605", text, arg.span, label=machine.problem())
             places.append(value_of(arg))
         else:

@@ -220,7 +220,7 @@ class Machine(State):
         assert key is not None
         tile = self.read(key, stmt.name, stmt)
         if tile.layout != "C":
-            now = "an operand already" if tile.layout == "A" else "not the result of a GEMM"
+            now = "already an operand" if tile.layout == "A" else "not the result of a GEMM"
             self.report("FW502", f"`{stmt.name.id}` is {now}", stmt.name.span)
         dtype = stmt.dtype.id if stmt.dtype else self._operand_dtype.get(id(stmt), tile.dtype)
         target = self.program.tile(stmt.target) if stmt.target else key

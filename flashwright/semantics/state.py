@@ -299,7 +299,7 @@ class State:
 
     def disagree(self, span: Span, have: Where, want: Where, **more: Any) -> None:
         """Report positions that should be the same and are not."""
-        text = f"positions {have} of `{have.tensor}` meet {want} of `{want.tensor}`"
+        text = f"positions {have} of `{have.tensor}` are combined with {want} of `{want.tensor}`"
         filled = (self.program.dest(have.copy), self.program.dest(want.copy))
         where = origins(have, want) + self.program.guards_of(*filled)
         self.report("FW603", text, span, secondary=where, label=self.problem(), **more)
@@ -312,8 +312,8 @@ class State:
                 other = at.setdefault(dim, place)
                 if other.value != place.value:
                     text = (
-                        f"`{other.tensor}` is at {other.value} of {dim}, "
-                        f"`{place.tensor}` at {place.value}"
+                        f"`{other.tensor}` has index {other.value} on {dim}, "
+                        f"`{place.tensor}` has {place.value}"
                     )
                     where = tuple(
                         Label(p.copy.span, f"`{p.tensor}` comes from here") for p in (other, place)
