@@ -31,7 +31,7 @@ WHOLE_ATOM = 64  # columns of 16 bits that wgmma finds in one swizzled row of sh
 
 @dataclass(frozen=True)
 class Use:
-    """What a program needs of a GPU."""
+    """The resources of one thread block: bytes of shared memory, registers per thread."""
 
     shared: int
     registers: int
@@ -40,12 +40,12 @@ class Use:
 def use(program: Program, gpu: Gpu) -> Use:
     """Shared memory per block in bytes, and registers per thread (an estimate)."""
     shared = sum(b.bytes * b.stages for b in _in(program, "shared"))
-    most, _ = _most_alive(program, gpu)
+    most, _ = _most_live(program, gpu)
     return Use(shared, gpu.registers(most, program.warps))
 
 
 def in_words(program: Program, gpu: Gpu) -> str:
-    """How much of the GPU a checked program takes."""
+    """The shared memory and the registers of a checked program in words, beside the limits."""
     need, limit = use(program, gpu), gpu.register_limit(program.warps)
     return (
         f"shared memory {need.shared / KB:g} of {gpu.shared_per_block // KB} KB, "
@@ -54,7 +54,7 @@ def in_words(program: Program, gpu: Gpu) -> str:
 
 
 def check_budget(program: Program, gpu: Gpu) -> Iterator[Diagnostic]:
-    """Findings about one GPU."""
+    """Findings about a program that exceeds the GPU's shared memory, registers or MMA shapes."""
     yield from _shared(program, gpu)
     yield from _registers(program, gpu)
     yield from _gemms(program, gpu)
@@ -64,8 +64,8 @@ def _in(program: Program, space: str) -> list[Buffer]:
     return [b for b in program.buffers.values() if b.space == space]
 
 
-def _most_alive(program: Program, gpu: Gpu) -> tuple[int, Moment | None]:
-    """The most bytes of register tiles in a block that are alive together, and where."""
+def _most_live(program: Program, gpu: Gpu) -> tuple[int, Moment | None]:
+    """The most bytes of register tiles that are live together in a block, and where."""
     operands = operand_dtypes(program)
     factor = _rescale_factor(program)
     most, where = 0, None
@@ -73,7 +73,7 @@ def _most_alive(program: Program, gpu: Gpu) -> tuple[int, Moment | None]:
         need = factor + sum(_register_bytes(program.buffers[key]) for key in moment.tiles)
         stmt = moment.stmt
         if isinstance(stmt, Reshape) and not stmt.target and not gpu.reshape_in_place:
-            key = program.tile(stmt.name)  # the operand has registers of its own
+            key = program.tile(stmt.name)  # the operand takes separate registers
             if key is not None:
                 rows, cols = program.buffers[key].shape
                 dtype = operands.get(id(stmt), program.buffers[key].dtype)
@@ -84,7 +84,7 @@ def _most_alive(program: Program, gpu: Gpu) -> tuple[int, Moment | None]:
 
 
 def _rescale_factor(program: Program) -> int:
-    """The bytes of the vector with which a running softmax rescales the accumulators. It is alive
+    """The bytes of the vector with which a running softmax rescales the accumulators. It is live
     from the Softmax to the GEMM that accumulates."""
     steps = (s for s in statements(program.tree.body) if isinstance(s, Compute) and s.rescale)
     states = [program.tile(step.state[0]) for step in steps if step.state]
@@ -92,7 +92,7 @@ def _rescale_factor(program: Program) -> int:
 
 
 def _register_bytes(buffer: Buffer) -> int:
-    """The bytes of a tile over the whole block; a vector of rows lives in four threads at once."""
+    """The bytes of a tile over the whole block; four threads hold each element of a vector."""
     return buffer.bytes * (4 if len(buffer.shape) == 1 else 1)
 
 
@@ -120,7 +120,7 @@ def _registers(program: Program, gpu: Gpu) -> Iterator[Diagnostic]:
     limit, need = gpu.register_limit(program.warps), use(program, gpu).registers
     if need <= limit:
         return
-    _, moment = _most_alive(program, gpu)
+    _, moment = _most_live(program, gpu)
     assert moment is not None
     alive = (program.buffers[key] for key in moment.tiles)
     largest = sorted(alive, key=lambda b: (-b.bytes, b.name))
@@ -272,6 +272,6 @@ def _mma(stmt: Compute, program: Program, gpu: Gpu) -> Iterator[Diagnostic]:
 
 
 def _shares(rows: int, right: Buffer, program: Program, gpu: Gpu) -> int:
-    """Among how many warpgroups the columns of a product are dealt out; 0 where they are not."""
+    """The number of warpgroups that share the columns of a product; 0 if they do not."""
     shares = gpu.beside(rows, program.warps)
     return shares if shares > 1 and rows == 64 and DTYPES[right.dtype] == 2 else 0

@@ -1,4 +1,4 @@
-"""Names: what each stands for, defined once, before its use, and used."""
+"""Names: each is defined once, before its use, and is used."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ class Names:
         self.missing: set[str] = set()
         self._collect()
         self._check()
-        self._unused()
+        self._report_unused()
 
     def error(self, code: str, message: str, span: Span, **more: object) -> None:
-        """Record a finding."""
+        """Append a finding to `diagnostics`."""
         self.diagnostics.append(Diagnostic(code, message, span, **more))  # type: ignore[arg-type]
 
     def program(self) -> Program | None:
-        """The program that the names make up, if it has its grid."""
+        """The program with its names resolved; None if it has no grid."""
         if self.grid is None:
             return None
         return Program(
@@ -84,7 +84,7 @@ class Names:
     # --- declarations ---------------------------------------------------------------------
 
     def _collect(self) -> None:
-        """First all declarations, so that a use can be told "declared below" from "nowhere"."""
+        """Collect all declarations first, to tell names declared below from undefined ones."""
         for stmt in statements(self.tree.body):
             match stmt:
                 case Param(name, value):
@@ -109,9 +109,9 @@ class Names:
                     self._allocate(stmt)
         for stmt in statements(self.tree.body):
             if isinstance(stmt, Copy):
-                self._copied(stmt)
+                self._declare_copy_target(stmt)
             elif isinstance(stmt, Reshape) and stmt.target is not None:
-                self._reshaped(stmt)
+                self._declare_reshape_target(stmt)
 
     def _define(self, name: Name) -> None:
         if name.id in POSITIONS or name.id in CONSTANTS:
@@ -206,7 +206,7 @@ class Names:
 
     @cached_property
     def _touched(self) -> tuple[set[str], set[str]]:
-        """The tensors that Copies and elements name as sources, and those stored to."""
+        """The tensors that the program reads, and those that it writes."""
         read: set[str] = set()
         written: set[str] = set()
         for stmt in statements(self.tree.body):
@@ -219,7 +219,7 @@ class Names:
         return read, written
 
     def size(self, expr: Expr, what: str) -> int:
-        """A size that must be known now: a positive whole number made of params."""
+        """A size that is known at compile time: a positive whole number. FW306 otherwise."""
         for part in expressions(expr):
             if isinstance(part, Name):
                 self.used.add(part.id)
@@ -230,7 +230,7 @@ class Names:
             if not isinstance(problem.culprit, Name) or problem.culprit.id in self.scalars:
                 hint = "sizes of tiles are numbers and params, known before the kernel runs"
                 self.error("FW306", problem.why, problem.culprit.span, help=hint)
-            return 1  # a name that nothing defines is reported with all the others
+            return 1  # undefined names are reported later, together
         count = whole(value)
         if count is None or not 0 < count <= 1 << 20:
             text = f"{what} must be a whole number from 1 to 1048576, here it is {value}"
@@ -239,11 +239,11 @@ class Names:
             return 1
         return count
 
-    def _copied(self, stmt: Copy) -> None:
-        """A Copy into shared memory or registers allocates its tile where nothing else did."""
+    def _declare_copy_target(self, stmt: Copy) -> None:
+        """Declare the tile of a Copy into shared memory or registers that has no Allocate."""
         base, space = split((stmt.target or stmt.name).id)[0], stmt.dest
         if space == "global" or (base, space) in self.buffers or stmt.column is not None:
-            return  # what fills some columns does not say how many there are
+            return  # a Copy into some columns does not give the width
         origin = split(stmt.name.id)[0]
         source = self.tensors.get(origin) if stmt.source == "global" else None
         held = self.buffers.get((origin, stmt.source))
@@ -256,7 +256,7 @@ class Names:
             return  # shapes.py says that the Copy lacks its tile
         self.buffers[base, space] = Buffer(base, space, shape, dtype, 1, stmt)
 
-    def _reshaped(self, stmt: Reshape) -> None:
+    def _declare_reshape_target(self, stmt: Reshape) -> None:
         assert stmt.target is not None
         key: Key = (split(stmt.target.id)[0], "register")
         held = self.buffers.get((split(stmt.name.id)[0], "register"))
@@ -270,7 +270,7 @@ class Names:
         seen: set[int] = set()
         self._walk(self.tree.body, seen, ())
         if self.grid is None:
-            self._no_grid()
+            self._report_missing_grid()
 
     def _walk(self, body: tuple[Statement, ...], seen: set[int], loops: tuple[str, ...]) -> None:
         for stmt in body:
@@ -322,9 +322,9 @@ class Names:
         if tiles and key is not None:
             self._use_buffer(key, name, seen)
         elif key is not None or split(name.id)[0] in self.tensors:
-            self._not_here(name, stmt, tiles)
+            self._report_wrong_kind(name, stmt, tiles)
         else:
-            self._undefined(name, loops)
+            self._report_undefined(name, loops)
 
     def _use_buffer(self, key: Key, name: Name, seen: set[int]) -> None:
         self.used.add(key)
@@ -334,7 +334,7 @@ class Names:
             text = f"`{name.id}` is used before it is allocated"
             self.error("FW201", text, name.span, secondary=where, help="move the Allocate up")
 
-    def _not_here(self, name: Name, stmt: Statement, tiles: bool) -> None:
+    def _report_wrong_kind(self, name: Name, stmt: Statement, tiles: bool) -> None:
         base, space = split(name.id)
         if tiles and space in ("shared", "register"):
             copies = (s for s in statements(self.tree.body) if isinstance(s, Copy))
@@ -350,7 +350,7 @@ class Names:
             text = f"expected a number, found the tile `{name.id}`"
             self.error("FW206", text, name.span, help="one element of a tensor is `T[a, b]`")
 
-    def _undefined(self, name: Name, loops: Iterable[str]) -> None:
+    def _report_undefined(self, name: Name, loops: Iterable[str]) -> None:
         base, space = split(name.id)
         known = [*self.scalars, *loops, *self.tensors, *(b for b, _ in self.buffers), *POSITIONS]
         spelt = [n + (f"_{s}" if s != "global" else "") for n, s in self.buffers] + known
@@ -362,7 +362,7 @@ class Names:
             hint = f"`Allocate {base} in {space or 'register'} (...)`, or Copy it there first"
         fix = guess_fix(name, spelt)
         if fix is None and name.id in self.missing:
-            return  # said once; a misspelling is mended wherever it stands
+            return  # reported once; a fix for a misspelling is offered at every use
         self.missing.add(name.id)
         if fix is None and hint is None:
             hint = "declare it: `param`, `let`, `dim`, or `Allocate` for a tile"
@@ -397,8 +397,8 @@ class Names:
             elif space != "global":
                 self._use_buffer((base, space), name, seen)
 
-    def _no_grid(self) -> None:
-        above = (Comment, Param, Dim)  # a grid stands below these, and above what may use it
+    def _report_missing_grid(self) -> None:
+        above = (Comment, Param, Dim)  # the grid goes below these, above its uses
         first = next((s for s in self.tree.body if not isinstance(s, above)), self.tree.body[-1])
         line = "grid block_idx = 0:q_len / BM, head_idx = 0:heads, batch_idx = 0:batch"
         fix = None
@@ -408,7 +408,7 @@ class Names:
         text = "the program has no grid"
         self.error("FW207", text, first.span, help=f"add a grid: `{line}`", fix=fix)
 
-    def _unused(self) -> None:
+    def _report_unused(self) -> None:
         for name, span in self.scalars.items():
             if span is not None and name not in self.used:
                 self.error("FW203", f"`{name}` is never used", span, help="delete it")
@@ -428,7 +428,7 @@ def _filled(copy: Copy) -> Key:
 
 
 def _tile_places(stmt: Statement) -> list[Name]:
-    """The names of a statement that can only be tiles."""
+    """The names in a statement that must be tiles."""
     places: list[Expr | None] = []
     match stmt:
         case Compute(verb, args, state):
@@ -441,7 +441,7 @@ def _tile_places(stmt: Statement) -> list[Name]:
 
 
 def _word_ids(stmt: Statement) -> set[int]:
-    """The Name nodes of a statement that are words of its form, not values it uses."""
+    """The ids of the Name nodes in a statement that are not values: keywords, targets, labels."""
     words: list[Name | None] = []
     match stmt:
         case Param(name) | Let(name):

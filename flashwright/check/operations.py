@@ -1,4 +1,4 @@
-"""Operations: the verb exists, has its operands and its clauses, in sketch and code alike."""
+"""Operations: every verb is known and has its operands and clauses, in sketches and code."""
 
 from __future__ import annotations
 
@@ -102,5 +102,5 @@ def _clauses(stmt: Compute) -> Iterator[Diagnostic]:
 
 
 def is_elementwise(stmt: Compute) -> bool:
-    """True for the statements whose value is one expression (not GEMM, Softmax or Mask)."""
+    """Whether a statement computes one elementwise expression (not GEMM, Softmax or Mask)."""
     return stmt.operation not in STATEMENT_VERBS

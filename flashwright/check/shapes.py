@@ -1,4 +1,4 @@
-"""Shapes: operands multiply, line up and fit. All sizes are numbers here, names in the messages."""
+"""Shapes: GEMM operands match, elementwise operands broadcast, results and tiles fit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Shape = tuple[int, ...]
 
 
 class Misfit(Exception):
-    """Operands that do not line up."""
+    """An operand whose shape does not broadcast; `expr` is the operand."""
 
     def __init__(self, expr: Expr, message: str) -> None:
         super().__init__(message)
@@ -96,7 +96,7 @@ def _gemm(stmt: Compute, names: Names) -> Iterator[Diagnostic]:
     (m, k), (k2, n) = shapes
     result = _held(stmt.target, names)
     if k != k2:
-        yield _no_product(stmt, buffers, shapes, result.shape if result else None)
+        yield _gemm_mismatch(stmt, buffers, shapes, result.shape if result else None)
         return
     if result is not None and result.shape != (m, n):
         text = f"the product is ({m}, {n}), but `{stmt.target.id}` is {show(result)}"
@@ -104,7 +104,7 @@ def _gemm(stmt: Compute, names: Names) -> Iterator[Diagnostic]:
         yield Diagnostic("FW302", text, stmt.target.span, secondary=where)
 
 
-def _no_product(
+def _gemm_mismatch(
     stmt: Compute, buffers: list[Buffer], shapes: list[Shape], result: Shape | None
 ) -> Diagnostic:
     left, right = stmt.args
@@ -191,11 +191,11 @@ def _reduces(func: Name) -> bool:
 
 
 def _fits(expr: Expr, frame: Shape, names: Names) -> None:
-    """Raise Misfit at the first operand that does not line up with the frame."""
+    """Raise Misfit at the first operand that does not broadcast to the frame."""
     match expr:
         case Name():
             held = _held(expr, names) if expr.id not in names.scalars else None
-            if held is not None and not _lines_up(held.shape, frame):
+            if held is not None and not _broadcasts(held.shape, frame):
                 raise Misfit(
                     expr, f"`{expr.id}` is {show(held)}, which does not broadcast to {_text(frame)}"
                 )
@@ -214,7 +214,7 @@ def _fits(expr: Expr, frame: Shape, names: Names) -> None:
             if len(inner) != 2 or inner == (0, 0):
                 raise Misfit(expr, f"`{func.id}` reduces the rows of a two-dimensional tile")
             _fits(args[0], inner, names)
-            if not _lines_up(inner[:1], frame):
+            if not _broadcasts(inner[:1], frame):
                 raise Misfit(
                     expr, f"this has {inner[0]} rows, which do not broadcast to {_text(frame)}"
                 )
@@ -223,7 +223,7 @@ def _fits(expr: Expr, frame: Shape, names: Names) -> None:
                 _fits(arg, frame, names)
 
 
-def _lines_up(shape: Shape, frame: Shape) -> bool:
+def _broadcasts(shape: Shape, frame: Shape) -> bool:
     return shape == frame or (len(shape) == 1 and len(frame) == 2 and shape[0] in frame)
 
 
@@ -232,7 +232,7 @@ def _text(shape: Shape) -> str:
 
 
 def _in_place(stmt: Compute, names: Names) -> Iterator[Diagnostic]:
-    """Softmax and Mask: a two-dimensional tile, and state with one element per row."""
+    """Findings about Softmax and Mask: a two-dimensional tile, state with one element per row."""
     tile = _held(stmt.args[0], names) if stmt.args and isinstance(stmt.args[0], Name) else None
     if tile is None:
         return
@@ -271,7 +271,7 @@ def _copy(stmt: Copy, names: Names) -> Iterator[Diagnostic]:
     else:
         shape = held[0].shape if held else None
     if stmt.column is not None:
-        yield from _columns(stmt, shape, names.buffers.get(dest), names)
+        yield from _copy_into_columns(stmt, shape, names.buffers.get(dest), names)
         held = []
     for buffer in held:
         if shape is not None and buffer.shape != shape:
@@ -298,10 +298,10 @@ def _copy(stmt: Copy, names: Names) -> Iterator[Diagnostic]:
         yield from _coordinates(stmt, shape, outer[0], names)
 
 
-def _columns(
+def _copy_into_columns(
     stmt: Copy, shape: Shape | None, buffer: Buffer | None, names: Names
 ) -> Iterator[Diagnostic]:
-    """A Copy into some columns of a tile: that tile is there, and wide enough."""
+    """Findings about a Copy into some columns of a tile: it is allocated and wide enough."""
     assert stmt.column is not None
     target = stmt.target or stmt.name
     if (stmt.source, stmt.dest) != ("global", "shared"):
@@ -354,7 +354,9 @@ def _coordinates(stmt: Copy, shape: Shape, tensor: Tensor, names: Names) -> Iter
         return
     tiled = labels[len(labels) - len(shape) :]
     for axis in tensor.axes:
-        spans = axis.label in tiled and _spans(axis.size, shape[tiled.index(axis.label)], names)
+        spans = axis.label in tiled and _covers_axis(
+            axis.size, shape[tiled.index(axis.label)], names
+        )
         if axis.label not in given and not spans:
             text = f"the Copy has no coordinate on axis {axis.label} of `{tensor.name}`"
             where = (Label(tensor.declared.span, f"{axis.label} is {format_expr(axis.size)} long"),)
@@ -362,7 +364,7 @@ def _coordinates(stmt: Copy, shape: Shape, tensor: Tensor, names: Names) -> Iter
             yield Diagnostic("FW305", text, stmt.span, secondary=where, help=hint)
 
 
-def _spans(size: Expr, tile: int, names: Names) -> bool:
+def _covers_axis(size: Expr, tile: int, names: Names) -> bool:
     """Whether a tile covers its whole axis, so that there is only one place for it."""
     try:
         value = evaluate(size, names.params)
