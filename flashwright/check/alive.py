@@ -1,7 +1,7 @@
-"""Live ranges: which register tiles hold a value that is still needed, statement by statement.
+"""Live ranges of register tiles, statement by statement.
 
-A tile is alive from the statement that gives it a value to the last one that reads it; what a loop
-carries from one iteration to the next is alive throughout the loop.
+A tile is live from the statement that writes it to the last one that reads it; a tile that a loop
+carries from one iteration to the next is live throughout the loop.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Alive = frozenset[Key]
 
 @dataclass(frozen=True)
 class Moment:
-    """A statement, and the register tiles that are alive while it runs."""
+    """A statement, and the register tiles that are live while it runs."""
 
     stmt: Statement
     tiles: Alive
 
 
 def moments(program: Program) -> Iterator[Moment]:
-    """Every statement that computes or moves something, with what is alive there."""
+    """Every statement that reads or writes tiles, with the tiles that are live there."""
     found: dict[int, Moment] = {}
     _body(program, program.tree.body, frozenset(), found)
     yield from found.values()
@@ -33,7 +33,7 @@ def moments(program: Program) -> Iterator[Moment]:
 def _body(
     program: Program, body: tuple[Statement, ...], after: Alive, found: dict[int, Moment]
 ) -> Alive:
-    """What is alive before a body, given what is alive behind it."""
+    """The tiles that are live before a body, given those that are live after it."""
     for stmt in reversed(body):
         match stmt:
             case If():

@@ -31,7 +31,7 @@ WHOLE_ATOM = 64  # columns of 16 bits that wgmma finds in one swizzled row of sh
 
 @dataclass(frozen=True)
 class Use:
-    """What a program needs of a GPU."""
+    """The resources of one thread block: bytes of shared memory, registers per thread."""
 
     shared: int
     registers: int
@@ -40,12 +40,12 @@ class Use:
 def use(program: Program, gpu: Gpu) -> Use:
     """Shared memory per block in bytes, and registers per thread (an estimate)."""
     shared = sum(b.bytes * b.stages for b in _in(program, "shared"))
-    most, _ = _most_alive(program, gpu)
+    most, _ = _most_live(program, gpu)
     return Use(shared, gpu.registers(most, program.warps))
 
 
 def in_words(program: Program, gpu: Gpu) -> str:
-    """How much of the GPU a checked program takes."""
+    """The shared memory and the registers of a checked program in words, beside the limits."""
     need, limit = use(program, gpu), gpu.register_limit(program.warps)
     return (
         f"shared memory {need.shared / KB:g} of {gpu.shared_per_block // KB} KB, "
@@ -54,7 +54,7 @@ def in_words(program: Program, gpu: Gpu) -> str:
 
 
 def check_budget(program: Program, gpu: Gpu) -> Iterator[Diagnostic]:
-    """Findings about one GPU."""
+    """Findings about a program that exceeds the GPU's shared memory, registers or MMA shapes."""
     yield from _shared(program, gpu)
     yield from _registers(program, gpu)
     yield from _gemms(program, gpu)
@@ -64,8 +64,8 @@ def _in(program: Program, space: str) -> list[Buffer]:
     return [b for b in program.buffers.values() if b.space == space]
 
 
-def _most_alive(program: Program, gpu: Gpu) -> tuple[int, Moment | None]:
-    """The most bytes of register tiles in a block that are alive together, and where."""
+def _most_live(program: Program, gpu: Gpu) -> tuple[int, Moment | None]:
+    """The most bytes of register tiles that are live together in a block, and where."""
     operands = operand_dtypes(program)
     factor = _rescale_factor(program)
     most, where = 0, None
@@ -73,7 +73,7 @@ def _most_alive(program: Program, gpu: Gpu) -> tuple[int, Moment | None]:
         need = factor + sum(_register_bytes(program.buffers[key]) for key in moment.tiles)
         stmt = moment.stmt
         if isinstance(stmt, Reshape) and not stmt.target and not gpu.reshape_in_place:
-            key = program.tile(stmt.name)  # the operand has registers of its own
+            key = program.tile(stmt.name)  # the operand takes separate registers
             if key is not None:
                 rows, cols = program.buffers[key].shape
                 dtype = operands.get(id(stmt), program.buffers[key].dtype)
@@ -84,7 +84,7 @@ def _most_alive(program: Program, gpu: Gpu) -> tuple[int, Moment | None]:
 
 
 def _rescale_factor(program: Program) -> int:
-    """The bytes of the vector with which a running softmax rescales the accumulators. It is alive
+    """The bytes of the vector with which a running softmax rescales the accumulators. It is live
     from the Softmax to the GEMM that accumulates."""
     steps = (s for s in statements(program.tree.body) if isinstance(s, Compute) and s.rescale)
     states = [program.tile(step.state[0]) for step in steps if step.state]
@@ -92,7 +92,7 @@ def _rescale_factor(program: Program) -> int:
 
 
 def _register_bytes(buffer: Buffer) -> int:
-    """The bytes of a tile over the whole block; a vector of rows lives in four threads at once."""
+    """The bytes of a tile over the whole block; four threads hold each element of a vector."""
     return buffer.bytes * (4 if len(buffer.shape) == 1 else 1)
 
 
@@ -108,7 +108,7 @@ def _shared(program: Program, gpu: Gpu) -> Iterator[Diagnostic]:
         Label(b.declared.span, f"{_kb(b.bytes * b.stages)} KB: {_factors(b)}") for b in largest
     )
     text = (
-        f"the block needs {_kb(need)} KB of shared memory, a block on {gpu.title} has "
+        f"the block needs {_kb(need)} KB of shared memory, but a block on {gpu.title} has "
         f"{_kb(gpu.shared_per_block)} KB"
     )
     where += _sizes(largest, program)
@@ -120,21 +120,21 @@ def _registers(program: Program, gpu: Gpu) -> Iterator[Diagnostic]:
     limit, need = gpu.register_limit(program.warps), use(program, gpu).registers
     if need <= limit:
         return
-    _, moment = _most_alive(program, gpu)
+    _, moment = _most_live(program, gpu)
     assert moment is not None
     alive = (program.buffers[key] for key in moment.tiles)
     largest = sorted(alive, key=lambda b: (-b.bytes, b.name))
     threads = 32 * program.warps
     where = tuple(
-        Label(b.declared.span, f"{b.bytes // (4 * threads)} registers of each thread")
+        Label(b.declared.span, f"{b.bytes // (4 * threads)} registers per thread")
         for b in largest
         if len(b.shape) == 2
     )
     together = ", ".join(f"`{b.name}`" for b in largest)
-    where += (Label(moment.stmt.span, f"alive here: {together}"),)
+    where += (Label(moment.stmt.span, f"live here: {together}"),)
     text = (
-        f"each of the {threads} threads needs about {need} registers, {gpu.title} gives it "
-        f"{limit}: on line {moment.stmt.span.line} {together} are alive together"
+        f"each of the {threads} threads needs about {need} registers, but has {limit} on "
+        f"{gpu.title}: {together} are live together on line {moment.stmt.span.line}"
     )
     where += _sizes(largest, program)
     hint = _smallest_change(program, gpu)
@@ -200,7 +200,7 @@ def _smallest_change(program: Program, gpu: Gpu) -> str:
                 options.append((distance, name, candidate, use(changed, gpu)))
                 break
     if not options:
-        return "no single parameter makes it fit; lower two of them"
+        return "no change of one parameter fits; lower two parameters"
     _, name, candidate, need = min(options, key=lambda o: o[:3])
     return (
         f"the smallest change that fits: {name} = {candidate} (now {program.params[name]}); it "
@@ -245,7 +245,7 @@ def _mma(stmt: Compute, program: Program, gpu: Gpu) -> Iterator[Diagnostic]:
     right, out = program.buffers[keys[1]], program.buffers[target]
     if not gpu.takes(right.dtype):
         text = f"{gpu.title} has no MMA for {right.dtype}"
-        hint = f"it multiplies {', '.join(gpu.mma)}"
+        hint = f"it supports {', '.join(gpu.mma)}"
         where = (Label(right.declared.span, f"{right.dtype} here"),)
         yield Diagnostic("FW703", text, stmt.span, help=hint, secondary=where)
         return
@@ -253,24 +253,25 @@ def _mma(stmt: Compute, program: Program, gpu: Gpu) -> Iterator[Diagnostic]:
     m, n = out.shape
     step_m, step_n, step_k = gpu.mma[right.dtype][0]
     along = program.warps
-    columns = f"columns in MMA tiles of {step_n}"
+    columns = f"MMA tiles of {step_n} columns"
     less = ""
     if shares := _shares(m, right, program, gpu):
         along, step_n = 4, shares * (16 if isinstance(stmt.args[1], Transpose) else WHOLE_ATOM)
-        columns = f"columns over {shares} warpgroups with the same {m} rows"
-        less = f", or let Warps be {m // 16}"
-    for size, step, what in (
-        (m, step_m * along, f"rows over {along} warps of {step_m} rows"),
-        (n, step_n, columns),
-        (depth, step_k, f"summed elements in MMA steps of {step_k}"),
+        columns = f"{shares} warpgroups with the same {m} rows"
+        less = f", or set Warps to {m // 16}"
+    for size, step, what, reason in (
+        (m, step_m * along, "rows", f"{along} warps of {step_m} rows"),
+        (n, step_n, "columns", columns),
+        (depth, step_k, "summed elements", f"MMA steps of {step_k} elements"),
     ):
         if size % step:
-            text = f"{size} {what}: not a whole number ({gpu.title}, {right.dtype})"
-            hint = f"make it a multiple of {step}{less if what == columns else ''}"
+            text = f"{size} {what} are not a multiple of {step}: {reason}"
+            text += f" ({gpu.title}, {right.dtype})"
+            hint = f"make it a multiple of {step}{less if what == 'columns' else ''}"
             yield Diagnostic("FW704", text, stmt.span, help=hint)
 
 
 def _shares(rows: int, right: Buffer, program: Program, gpu: Gpu) -> int:
-    """Among how many warpgroups the columns of a product are dealt out; 0 where they are not."""
+    """The number of warpgroups that share the columns of a product; 0 if they do not."""
     shares = gpu.beside(rows, program.warps)
     return shares if shares > 1 and rows == 64 and DTYPES[right.dtype] == 2 else 0

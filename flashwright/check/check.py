@@ -17,7 +17,7 @@ from flashwright.program.program import Program
 
 @dataclass(frozen=True)
 class Checked:
-    """The verdict: the level, the findings, and the program if it is code without errors."""
+    """The result of a check: level, findings, and the program if it is code without errors."""
 
     level: Literal["sketch", "code"]
     diagnostics: tuple[Diagnostic, ...]
@@ -30,13 +30,13 @@ class Checked:
 
     @property
     def ok(self) -> bool:
-        """Whether there are none but warnings."""
+        """Whether there are no errors; warnings and notes are allowed."""
         return not self.errors
 
 
 def check(tree: Tree, gpu: Gpu | None = None, dims: Mapping[str, int] | None = None) -> Checked:
-    """Check a sketch or code; with a GPU also against what that GPU has. `dims` are the sizes
-    that a spec gives to the program's own dims."""
+    """Check a sketch or code, and with a GPU also its budgets and instructions. `dims` are the
+    sizes that a spec gives to the program's own dims."""
     found = [*check_operations(tree), *check_copies(tree, gpu)]
     if tree.level == "sketch":
         from flashwright.check.sketch import check_sketch
@@ -55,13 +55,13 @@ def check(tree: Tree, gpu: Gpu | None = None, dims: Mapping[str, int] | None = N
         from flashwright.check.fragment import check_fragment
 
         return _verdict("code", [*found, *check_fragment(names)])
-    return _deeper(program, gpu, dims or {}, found)
+    return _check_flow_and_budget(program, gpu, dims or {}, found)
 
 
-def _deeper(
+def _check_flow_and_budget(
     program: Program, gpu: Gpu | None, dims: Mapping[str, int], found: list[Diagnostic]
 ) -> Checked:
-    """What needs every name and shape to be right first."""
+    """Run the checks that need correct names and shapes: data flow and budgets."""
     from flashwright.check.budget import check_budget
     from flashwright.check.flow import check_flow
 
@@ -84,7 +84,7 @@ def _verdict(
 
 
 def checked_program(tree: Tree, gpu: Gpu | None = None) -> Program:
-    """The program, or Failed with what is wrong."""
+    """The checked program. Raises Failed with the errors if there are any."""
     verdict = check(tree, gpu)
     if verdict.program is None:
         raise Failed(*verdict.errors)

@@ -1,4 +1,4 @@
-"""Flow: run the program on a few small problems without numbers and see what goes wrong.
+"""Flow: run the program on a few small problems without numbers and report what goes wrong.
 
 The problems are chosen from the program's own tile sizes: several blocks with ragged ends, exact
 multiples, a single position, more queries than keys, and one long enough for every window in it.
@@ -36,8 +36,8 @@ def check_flow(program: Program, given: Mapping[str, int]) -> Iterator[Diagnosti
             findings = _on_problem(program, dims, number < THOROUGH)
         except GaveUp:
             if number >= len(small):
-                return  # a loop over what was stretched: the small problems had it whole
-            text = "the check ran out of steps; what follows in the program was not checked"
+                return  # a loop over a stretched length: the small problems ran all of it
+            text = f"the check stopped after {STEPS} statements; the rest was not checked"
             yield Diagnostic("FW611", text, program.grid.span)
             return
         except NotScalar as problem:
@@ -49,8 +49,8 @@ def check_flow(program: Program, given: Mapping[str, int]) -> Iterator[Diagnosti
 
 
 def _on_problem(program: Program, dims: dict[str, int], thorough: bool) -> list[Diagnostic]:
-    """What is wrong on one problem, whatever the caller's data are (worlds.py). If not `thorough`,
-    a problem without findings in the likeliest world is done."""
+    """Findings on one problem that hold for any data of the caller (worlds.py). If not `thorough`,
+    stop after the first world that visits all keys and has no findings."""
     step = _tile_size(program, "kv_len")
     lengths = is_length(program)
     doubtful: list[Diagnostic] = []
@@ -85,8 +85,8 @@ def _in_world(program: Program, world: World) -> list[Diagnostic]:
 
 
 def _causes(findings: list[Diagnostic]) -> list[Diagnostic]:
-    """A value lost to an overwrite is also missing from its sum, and what took its place meets the
-    wrong partner: only the overwrite is worth saying."""
+    """The findings without consequences of an overwrite: a lost value is also missing from its sum,
+    and its replacement is combined with the wrong tile."""
     lost = {d.span for d in findings if d.code == "FW602"}
     if not lost:
         return findings
@@ -95,7 +95,7 @@ def _causes(findings: list[Diagnostic]) -> list[Diagnostic]:
 
 
 def problems(program: Program, given: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Small problems on which mistakes show."""
+    """Small problems that expose mistakes, as sizes of all dims."""
     rows, cols = _tile_size(program, "q_len"), _tile_size(program, "kv_len")
     few = {"batch": 2, "heads": 4, "kv_heads": 2}
     one = {"batch": 1, "heads": 1, "kv_heads": 1}
@@ -117,7 +117,7 @@ def problems(program: Program, given: Mapping[str, int]) -> Iterator[dict[str, i
 
 
 def _free(program: Program) -> list[str]:
-    """Lengths that no tensor has, such as the tokens that compressed keys stand for."""
+    """Dims that are no tensor axis, such as the number of tokens behind compressed keys."""
     axes = {a.size for t in program.tensors.values() for a in t.axes}
     return [d for d in program.dims if d not in PREDEFINED_DIMS and Name(d) not in axes]
 
@@ -125,14 +125,14 @@ def _free(program: Program) -> list[str]:
 def _stretched(
     program: Program, small: list[dict[str, int]], given: Mapping[str, int]
 ) -> Iterator[dict[str, int]]:
-    """The first problems again, so long in what no tensor has that every key may be seen."""
+    """The first problems with such large free dims that every key may be visible."""
     free = [d for d in _free(program) if d not in given]
     for dims in small[:3] if free else []:
         yield {**dims, **dict.fromkeys(free, 32 * (dims["q_len"] + dims["kv_len"]))}
 
 
 def _tile_size(program: Program, dim: str) -> int:
-    """The largest tile that any Copy lays on an axis of that length (1 where none does)."""
+    """The largest tile of any Copy on an axis of that length (1 if there is none)."""
     best = 1
     for stmt in statements(program.tree.body):
         if not isinstance(stmt, Copy) or "global" not in (stmt.source, stmt.dest):
@@ -147,7 +147,7 @@ def _tile_size(program: Program, dim: str) -> int:
 
 
 def _longest_reach(program: Program, cols: int) -> int:
-    """The largest parameter that could be a window: longer than two steps, not absurdly long."""
+    """The largest parameter that could be a window: from 2 to 64 tiles of keys; 0 if none."""
     sizes = [whole(v) or 0 for v in program.params.values()]
     return max((s for s in sizes if 2 * cols < s <= 64 * cols), default=0)
 
@@ -156,15 +156,15 @@ def _longest_reach(program: Program, cols: int) -> int:
 
 
 def _written_once(machine: Machine) -> Iterator[Diagnostic]:
-    """Every element of every output is stored by exactly one thread block."""
+    """FW610 for outputs with an element that is not stored exactly once."""
     if not machine.program.outputs:
         last = machine.program.tree.body[-1]
-        text = "nothing is stored to global memory: the kernel has no result"
+        text = "the kernel has no output: no Copy stores to global memory"
         hint = "end with `Copy O (BM, HeadDim) in coordinate [...] from register to global`"
         yield Diagnostic("FW610", text, last.span, help=hint)
     for tensor in machine.program.outputs:
         if tensor.offset is not None:
-            continue  # a view of memory: only the caller knows the whole
+            continue  # a view: the rest of the memory is unknown here
         shape = _shape(tensor, machine)
         stores = [(r, s) for n, r, s in machine.stores if n == tensor.name]
         count = np.zeros(_coarse(shape, [r for r, _ in stores]), dtype=np.int32)
@@ -183,7 +183,7 @@ def _written_once(machine: Machine) -> Iterator[Diagnostic]:
             sizes = ", ".join(
                 f"{format_expr(a.size)} = {n}" for a, n in zip(tensor.axes, shape, strict=True)
             )
-            hint = "the grid and the coordinates of the Copy together reach each element once"
+            hint = "the grid and the coordinates of the Copy must cover each element exactly once"
             grid_line = (Label(machine.program.grid.span, "the grid"),)
             yield Diagnostic(
                 "FW610", text, span, label=f"with {sizes}", secondary=grid_line, help=hint
@@ -196,7 +196,7 @@ def _shape(tensor: Tensor, machine: Machine) -> list[int]:
 
 
 def _cuts(shape: list[int], regions: list[Region]) -> list[list[int]]:
-    """Per axis, the places where a stored region begins or ends: what matters of the axis."""
+    """Per axis, the positions where a stored region begins or ends."""
     cuts = []
     for axis, size in enumerate(shape):
         edges = {0}

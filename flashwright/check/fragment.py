@@ -1,7 +1,8 @@
-"""What shows in the lines themselves, when too little is declared to run them.
+"""Checks of a fragment that declares too little to be run.
 
-A model often sends the body of a loop alone. Its names are unknown then, but the two mistakes that
-the paper prints (no Reshape between fused GEMMs, K without its transpose) can still be pointed at.
+A model often sends the body of a loop alone. Its names are undefined, but two mistakes can still be
+found: a missing Reshape between fused GEMMs, and a K without its transpose (listings 1 and 2 of the
+paper).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from flashwright.program.vocabulary import split
 
 
 def check_fragment(names: Names) -> Iterator[Diagnostic]:
-    """Findings about tiles that nothing allocates; what is allocated the other checks judge."""
+    """Findings about tiles without an Allocate; other checks handle the allocated ones."""
     products: dict[str, Compute] = {}  # tile -> the GEMM it comes from, still in the layout MMA_C
     for stmt in statements(names.tree.body):
         match stmt:
@@ -46,7 +47,7 @@ def _compute(stmt: Compute, products: dict[str, Compute], names: Names) -> Itera
 
 
 def _transpose(gemm: Compute, names: Names) -> Iterator[Diagnostic]:
-    """The scores of a Softmax are products of rows of Q and rows of K: one is transposed."""
+    """FW503 if the scores of a Softmax come from a GEMM without a transpose."""
     left, right = gemm.args
     if isinstance(left, Name) and isinstance(right, Name) and not _held(right, names):
         text = f"the scores sum over the head dimension, but `{right.id}` has keys as its rows"

@@ -1,4 +1,4 @@
-"""Names: what each stands for, defined once, before its use, and used."""
+"""Names: each is defined once, before its use, and is used."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ class Names:
         self.missing: set[str] = set()
         self._collect()
         self._check()
-        self._unused()
+        self._report_unused()
 
     def error(self, code: str, message: str, span: Span, **more: object) -> None:
-        """Record a finding."""
+        """Append a finding to `diagnostics`."""
         self.diagnostics.append(Diagnostic(code, message, span, **more))  # type: ignore[arg-type]
 
     def program(self) -> Program | None:
-        """The program that the names make up, if it has its grid."""
+        """The program with its names resolved; None if it has no grid."""
         if self.grid is None:
             return None
         return Program(
@@ -84,7 +84,7 @@ class Names:
     # --- declarations ---------------------------------------------------------------------
 
     def _collect(self) -> None:
-        """First all declarations, so that a use can be told "declared below" from "nowhere"."""
+        """Collect all declarations first, to tell names declared below from undefined ones."""
         for stmt in statements(self.tree.body):
             match stmt:
                 case Param(name, value):
@@ -97,7 +97,9 @@ class Names:
                 case Grid(axes):
                     if self.grid is not None:
                         where = (Label(self.grid.span, "the first grid"),)
-                        self.error("FW202", "a second grid", stmt.span, secondary=where)
+                        self.error(
+                            "FW202", "the program has a second grid", stmt.span, secondary=where
+                        )
                     self.grid = stmt
                     for axis in axes:
                         self._define(axis.name)
@@ -107,13 +109,13 @@ class Names:
                     self._allocate(stmt)
         for stmt in statements(self.tree.body):
             if isinstance(stmt, Copy):
-                self._copied(stmt)
+                self._declare_copy_target(stmt)
             elif isinstance(stmt, Reshape) and stmt.target is not None:
-                self._reshaped(stmt)
+                self._declare_reshape_target(stmt)
 
     def _define(self, name: Name) -> None:
         if name.id in POSITIONS or name.id in CONSTANTS:
-            self.error("FW202", f"`{name.id}` is a name of TL's own", name.span)
+            self.error("FW202", f"`{name.id}` is a reserved name", name.span)
         elif name.id in self.scalars:
             first = self.scalars[name.id]
             where = (Label(first, "defined here first"),) if first else ()
@@ -128,7 +130,7 @@ class Names:
         try:
             result = evaluate(value, {**CONSTANTS, **self.params})
         except NotScalar as problem:
-            hint = "a param is a constant: numbers and params above it; use `let` for the rest"
+            hint = "a param is a constant of numbers and earlier params; use `let` for the rest"
             self.error("FW306", problem.why, problem.culprit.span, help=hint)
             result = 1
         assert not isinstance(result, Unknown)
@@ -156,7 +158,7 @@ class Names:
         elif base in self.scalars:
             first = self.scalars[base]
             number = (Label(first, "a number here"),) if first else ()
-            text = f"`{base}` is the name of a number already"
+            text = f"`{base}` already names a number"
             self.error("FW202", text, stmt.name.span, secondary=number, help="rename one of them")
         elif stmt.space == "global":
             self.tensors[base] = Tensor(
@@ -170,14 +172,14 @@ class Names:
                 self.error("FW304", text, stmt.span)
             self.buffers[base, stmt.space] = Buffer(base, stmt.space, shape, dtype, stages, stmt)
         if stmt.along is not None and (stmt.space != "register" or len(stmt.shape) != 1):
-            text = f"`along {stmt.along}` says how a vector in registers lies in tiles"
+            text = f"`along {stmt.along}` applies only to a vector in registers"
             self.error("FW205", text, stmt.span, help=f"leave `along {stmt.along}` out")
 
     def _dtype(self, name: Name | None, default: str) -> str:
         if name is None:
             return default
         if name.id not in DTYPES:
-            text = f"`{name.id}` is no element type; there are {', '.join(DTYPES)}"
+            text = f"unknown element type `{name.id}`; TL has {', '.join(DTYPES)}"
             meant = DTYPE_ALIASES.get(name.id.lower())
             fix = guess_fix(name, [meant] if meant else DTYPES, 0.0 if meant else 0.72)
             self.error("FW208", text, name.span, fix=fix)
@@ -189,7 +191,7 @@ class Names:
         axes: list[TensorAxis] = []
         for position, axis in enumerate(stmt.shape):
             if axis.label is None and not defaults:
-                text = f"a tensor of {len(stmt.shape)} axes names them: `(B: batch, ...)`"
+                text = f"a tensor with {len(stmt.shape)} axes must name them: `(B: batch, ...)`"
                 self.error("FW209", text, axis.span)
             label = axis.label.id if axis.label else (*defaults, *"?" * 9)[position]
             if label != "?" and label in [a.label for a in axes]:
@@ -204,7 +206,7 @@ class Names:
 
     @cached_property
     def _touched(self) -> tuple[set[str], set[str]]:
-        """The tensors that Copies and elements name as sources, and those stored to."""
+        """The tensors that the program reads, and those that it writes."""
         read: set[str] = set()
         written: set[str] = set()
         for stmt in statements(self.tree.body):
@@ -217,7 +219,7 @@ class Names:
         return read, written
 
     def size(self, expr: Expr, what: str) -> int:
-        """A size that must be known now: a positive whole number made of params."""
+        """A size that is known at compile time: a positive whole number. FW306 otherwise."""
         for part in expressions(expr):
             if isinstance(part, Name):
                 self.used.add(part.id)
@@ -228,7 +230,7 @@ class Names:
             if not isinstance(problem.culprit, Name) or problem.culprit.id in self.scalars:
                 hint = "sizes of tiles are numbers and params, known before the kernel runs"
                 self.error("FW306", problem.why, problem.culprit.span, help=hint)
-            return 1  # a name that nothing defines is reported with all the others
+            return 1  # undefined names are reported later, together
         count = whole(value)
         if count is None or not 0 < count <= 1 << 20:
             text = f"{what} must be a whole number from 1 to 1048576, here it is {value}"
@@ -237,11 +239,11 @@ class Names:
             return 1
         return count
 
-    def _copied(self, stmt: Copy) -> None:
-        """A Copy into shared memory or registers allocates its tile where nothing else did."""
+    def _declare_copy_target(self, stmt: Copy) -> None:
+        """Declare the tile of a Copy into shared memory or registers that has no Allocate."""
         base, space = split((stmt.target or stmt.name).id)[0], stmt.dest
         if space == "global" or (base, space) in self.buffers or stmt.column is not None:
-            return  # what fills some columns does not say how many there are
+            return  # a Copy into some columns does not give the width
         origin = split(stmt.name.id)[0]
         source = self.tensors.get(origin) if stmt.source == "global" else None
         held = self.buffers.get((origin, stmt.source))
@@ -254,7 +256,7 @@ class Names:
             return  # shapes.py says that the Copy lacks its tile
         self.buffers[base, space] = Buffer(base, space, shape, dtype, 1, stmt)
 
-    def _reshaped(self, stmt: Reshape) -> None:
+    def _declare_reshape_target(self, stmt: Reshape) -> None:
         assert stmt.target is not None
         key: Key = (split(stmt.target.id)[0], "register")
         held = self.buffers.get((split(stmt.name.id)[0], "register"))
@@ -268,7 +270,7 @@ class Names:
         seen: set[int] = set()
         self._walk(self.tree.body, seen, ())
         if self.grid is None:
-            self._no_grid()
+            self._report_missing_grid()
 
     def _walk(self, body: tuple[Statement, ...], seen: set[int], loops: tuple[str, ...]) -> None:
         for stmt in body:
@@ -277,7 +279,7 @@ class Names:
             self._uses(stmt, seen, loops)
             if isinstance(stmt, For):
                 if stmt.var.id in (*self.scalars, *loops):
-                    text = f"the loop variable `{stmt.var.id}` has a meaning already"
+                    text = f"the loop variable `{stmt.var.id}` hides another name"
                     self.error("FW202", text, stmt.var.span)
                 self._walk(stmt.body, seen, (*loops, stmt.var.id))
             elif isinstance(stmt, If):
@@ -295,7 +297,7 @@ class Names:
         tiles = isinstance(stmt, (Compute, Reshape))
         for name in _tile_places(stmt):
             if name.id in (*self.scalars, *loops, *POSITIONS):
-                text = f"`{name.id}` is a number, and a tile is needed here"
+                text = f"expected a tile, found the number `{name.id}`"
                 self.error("FW206", text, name.span)
         for expr in expressions(stmt):
             if isinstance(expr, Name) and id(expr) not in not_values:
@@ -320,9 +322,9 @@ class Names:
         if tiles and key is not None:
             self._use_buffer(key, name, seen)
         elif key is not None or split(name.id)[0] in self.tensors:
-            self._not_here(name, stmt, tiles)
+            self._report_wrong_kind(name, stmt, tiles)
         else:
-            self._undefined(name, loops)
+            self._report_undefined(name, loops)
 
     def _use_buffer(self, key: Key, name: Name, seen: set[int]) -> None:
         self.used.add(key)
@@ -332,12 +334,12 @@ class Names:
             text = f"`{name.id}` is used before it is allocated"
             self.error("FW201", text, name.span, secondary=where, help="move the Allocate up")
 
-    def _not_here(self, name: Name, stmt: Statement, tiles: bool) -> None:
+    def _report_wrong_kind(self, name: Name, stmt: Statement, tiles: bool) -> None:
         base, space = split(name.id)
         if tiles and space in ("shared", "register"):
             copies = (s for s in statements(self.tree.body) if isinstance(s, Copy))
             if not any(_filled(c) == (base, space) for c in copies):
-                text = f"nothing puts `{base}` into {space}"
+                text = f"no statement writes `{base}` in {space}"
                 hint = f"`Copy {base} (...) in coordinate [...] from global to {space}` first"
                 self.error("FW403", text, name.span, help=hint)
         elif tiles and base in self.tensors:
@@ -345,10 +347,10 @@ class Names:
             hint = f"`Copy {base} (...) in coordinate [...] from global to shared` first"
             self.error("FW402", text, name.span, help=hint)
         else:
-            text = f"`{name.id}` is a tile, and a number is needed here"
+            text = f"expected a number, found the tile `{name.id}`"
             self.error("FW206", text, name.span, help="one element of a tensor is `T[a, b]`")
 
-    def _undefined(self, name: Name, loops: Iterable[str]) -> None:
+    def _report_undefined(self, name: Name, loops: Iterable[str]) -> None:
         base, space = split(name.id)
         known = [*self.scalars, *loops, *self.tensors, *(b for b, _ in self.buffers), *POSITIONS]
         spelt = [n + (f"_{s}" if s != "global" else "") for n, s in self.buffers] + known
@@ -360,17 +362,17 @@ class Names:
             hint = f"`Allocate {base} in {space or 'register'} (...)`, or Copy it there first"
         fix = guess_fix(name, spelt)
         if fix is None and name.id in self.missing:
-            return  # said once; a misspelling is mended wherever it stands
+            return  # reported once; a fix for a misspelling is offered at every use
         self.missing.add(name.id)
         if fix is None and hint is None:
             hint = "declare it: `param`, `let`, `dim`, or `Allocate` for a tile"
-        self.error("FW201", f"nothing defines `{name.id}`", name.span, help=hint, fix=fix)
+        self.error("FW201", f"undefined name `{name.id}`", name.span, help=hint, fix=fix)
 
     def _tensor(self, name: Name) -> None:
         self.used.add((name.id, "global"))
         if name.id not in self.tensors:
-            text = f"`{name.id}` is no tensor in global memory"
-            hint = f"`Allocate {name.id} in global (...)` says what it is"
+            text = f"`{name.id}` is not a tensor in global memory"
+            hint = f"declare it: `Allocate {name.id} in global (...)`"
             self.error("FW201", text, name.span, help=hint, fix=guess_fix(name, self.tensors))
 
     def _copy_uses(self, stmt: Copy, seen: set[int]) -> None:
@@ -385,28 +387,28 @@ class Names:
             self.used.add((base, space))
             if space == "global" and base not in self.tensors:
                 text = f"`{base}` is not allocated in global memory"
-                hint = f"say what it is: `Allocate {base} in global (batch, heads, ...)`"
+                hint = f"declare it: `Allocate {base} in global (batch, heads, ...)`"
                 fix = guess_fix(name, self.tensors)
                 self.error("FW404", text, name.span, help=hint, fix=fix)
             elif space != "global" and (base, space) not in self.buffers:
                 if name is stmt.name and space == stmt.source:
-                    text = f"nothing puts `{base}` into {space}"
+                    text = f"no statement writes `{base}` in {space}"
                     self.error("FW403", text, name.span, help="Copy or Compute it there first")
             elif space != "global":
                 self._use_buffer((base, space), name, seen)
 
-    def _no_grid(self) -> None:
-        above = (Comment, Param, Dim)  # a grid stands below these, and above what may use it
+    def _report_missing_grid(self) -> None:
+        above = (Comment, Param, Dim)  # the grid goes below these, above its uses
         first = next((s for s in self.tree.body if not isinstance(s, above)), self.tree.body[-1])
         line = "grid block_idx = 0:q_len / BM, head_idx = 0:heads, batch_idx = 0:batch"
         fix = None
         if "BM" in self.params:
             edit = Edit(first.span.start, first.span.start, line + "\n")
             fix = Fix(f"insert `{line}`", (edit,))
-        text = "the program does not say which thread blocks there are"
+        text = "the program has no grid"
         self.error("FW207", text, first.span, help=f"add a grid: `{line}`", fix=fix)
 
-    def _unused(self) -> None:
+    def _report_unused(self) -> None:
         for name, span in self.scalars.items():
             if span is not None and name not in self.used:
                 self.error("FW203", f"`{name}` is never used", span, help="delete it")
@@ -426,7 +428,7 @@ def _filled(copy: Copy) -> Key:
 
 
 def _tile_places(stmt: Statement) -> list[Name]:
-    """The names of a statement that can only be tiles."""
+    """The names in a statement that must be tiles."""
     places: list[Expr | None] = []
     match stmt:
         case Compute(verb, args, state):
@@ -439,7 +441,7 @@ def _tile_places(stmt: Statement) -> list[Name]:
 
 
 def _word_ids(stmt: Statement) -> set[int]:
-    """The Name nodes of a statement that are words of its form, not values it uses."""
+    """The ids of the Name nodes in a statement that are not values: keywords, targets, labels."""
     words: list[Name | None] = []
     match stmt:
         case Param(name) | Let(name):

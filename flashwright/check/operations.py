@@ -1,4 +1,4 @@
-"""Operations: the verb exists, has its operands and its clauses, in sketch and code alike."""
+"""Operations: every verb is known and has its operands and clauses, in sketches and code."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _unknown(name: Name, what: str, table: dict[str, Operation]) -> Diagnostic:
     fix = guess_fix(name, [*words, *(w.capitalize() for w in words if w != "GEMM")])
     listed = ", ".join(words)
     return Diagnostic(
-        "FW204", f"there is no {what} `{name.id}`", name.span, help=f"there are {listed}", fix=fix
+        "FW204", f"unknown {what} `{name.id}`", name.span, help=f"TL has {listed}", fix=fix
     )
 
 
@@ -70,7 +70,7 @@ def _arity(name: str, operation: Operation, count: int, span: Span) -> Iterator[
         wanted = operation.arity[0]
         more = " or more" if len(operation.arity) > 1 else ""
         noun = "operand" if wanted == 1 and not more else "operands"
-        yield Diagnostic("FW205", f"{name} takes {wanted}{more} {noun}, here are {count}", span)
+        yield Diagnostic("FW205", f"{name} takes {wanted}{more} {noun}, not {count}", span)
 
 
 def _clauses(stmt: Compute) -> Iterator[Diagnostic]:
@@ -81,14 +81,14 @@ def _clauses(stmt: Compute) -> Iterator[Diagnostic]:
             text = f"{verb.capitalize()} works on a tile in place: name the tile"
             yield Diagnostic("FW206", text, arg.span)
     if not in_place and stmt.target is None:
-        text = "the result goes nowhere"
+        text = "the result has no target"
         hint = "end the statement with `and get X` (or `and accumulate X`)"
         yield Diagnostic("FW205", text, stmt.span, help=hint)
     if in_place and stmt.target is not None:
-        text = f"{verb.capitalize()} changes its tile in place and gives no other result"
+        text = f"{verb.capitalize()} changes its tile in place and takes no target"
         yield Diagnostic("FW205", text, stmt.target.span, help="drop the `and get` clause")
     if (verb == "mask") != (stmt.where is not None):
-        text = "Mask needs its condition" if verb == "mask" else "`where` belongs to Mask"
+        text = "Mask has no condition" if verb == "mask" else "`where` belongs to Mask"
         hint = "`Compute Mask S where kv_idx <= q_idx`"
         yield Diagnostic("FW205", text, stmt.span, help=hint)
     if stmt.state and (verb != "softmax" or len(stmt.state) != 2):
@@ -102,5 +102,5 @@ def _clauses(stmt: Compute) -> Iterator[Diagnostic]:
 
 
 def is_elementwise(stmt: Compute) -> bool:
-    """True for the statements whose value is one expression (not GEMM, Softmax or Mask)."""
+    """Whether a statement computes one elementwise expression (not GEMM, Softmax or Mask)."""
     return stmt.operation not in STATEMENT_VERBS

@@ -1,4 +1,4 @@
-"""Shapes: operands multiply, line up and fit. All sizes are numbers here, names in the messages."""
+"""Shapes: GEMM operands match, elementwise operands broadcast, results and tiles fit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Shape = tuple[int, ...]
 
 
 class Misfit(Exception):
-    """Operands that do not line up."""
+    """An operand whose shape does not broadcast; `expr` is the operand."""
 
     def __init__(self, expr: Expr, message: str) -> None:
         super().__init__(message)
@@ -84,7 +84,7 @@ def _gemm(stmt: Compute, names: Names) -> Iterator[Diagnostic]:
         name = arg.operand if isinstance(arg, Transpose) else arg
         held = _held(name, names) if isinstance(name, Name) else None
         if not isinstance(name, Name):
-            yield Diagnostic("FW206", "a GEMM multiplies two tiles: name them", arg.span)
+            yield Diagnostic("FW206", "a GEMM operand must be the name of a tile", arg.span)
         if held is None:
             return
         if len(held.shape) != 2:
@@ -96,7 +96,7 @@ def _gemm(stmt: Compute, names: Names) -> Iterator[Diagnostic]:
     (m, k), (k2, n) = shapes
     result = _held(stmt.target, names)
     if k != k2:
-        yield _no_product(stmt, buffers, shapes, result.shape if result else None)
+        yield _gemm_mismatch(stmt, buffers, shapes, result.shape if result else None)
         return
     if result is not None and result.shape != (m, n):
         text = f"the product is ({m}, {n}), but `{stmt.target.id}` is {show(result)}"
@@ -104,7 +104,7 @@ def _gemm(stmt: Compute, names: Names) -> Iterator[Diagnostic]:
         yield Diagnostic("FW302", text, stmt.target.span, secondary=where)
 
 
-def _no_product(
+def _gemm_mismatch(
     stmt: Compute, buffers: list[Buffer], shapes: list[Shape], result: Shape | None
 ) -> Diagnostic:
     left, right = stmt.args
@@ -120,11 +120,11 @@ def _no_product(
                 (Edit(right.span.end, right.span.end, ".T"),),
             )
     text = (
-        f"`{format_expr(left)}` has {k} columns, `{format_expr(right)}` has {k2} rows: "
-        "they do not multiply"
+        f"cannot multiply: `{format_expr(left)}` has {k} columns, "
+        f"`{format_expr(right)}` has {k2} rows"
     )
     where = tuple(
-        Label(arg.span, f"{show(b)}{', seen transposed' if isinstance(arg, Transpose) else ''}")
+        Label(arg.span, f"{show(b)}{', read transposed' if isinstance(arg, Transpose) else ''}")
         for arg, b in zip(stmt.args, buffers, strict=True)
     )
     return Diagnostic("FW301", text, stmt.span, secondary=where, fix=fix)
@@ -191,18 +191,18 @@ def _reduces(func: Name) -> bool:
 
 
 def _fits(expr: Expr, frame: Shape, names: Names) -> None:
-    """Raise Misfit at the first operand that does not line up with the frame."""
+    """Raise Misfit at the first operand that does not broadcast to the frame."""
     match expr:
         case Name():
             held = _held(expr, names) if expr.id not in names.scalars else None
-            if held is not None and not _lines_up(held.shape, frame):
+            if held is not None and not _broadcasts(held.shape, frame):
                 raise Misfit(
-                    expr, f"`{expr.id}` is {show(held)} and does not line up with {_text(frame)}"
+                    expr, f"`{expr.id}` is {show(held)}, which does not broadcast to {_text(frame)}"
                 )
             if held is not None and held.along is not None and len(frame) == 2:
                 count = frame[0 if held.along == "rows" else 1]
                 if held.shape[0] != count:
-                    text = f"`{expr.id}` is {show(held)} along {held.along}, and there are {count}"
+                    text = f"`{expr.id}` is {show(held)} along {held.along}, not {count}"
                     raise Misfit(expr, text)
         case Unary(_, operand):
             _fits(operand, frame, names)
@@ -214,16 +214,16 @@ def _fits(expr: Expr, frame: Shape, names: Names) -> None:
             if len(inner) != 2 or inner == (0, 0):
                 raise Misfit(expr, f"`{func.id}` reduces the rows of a two-dimensional tile")
             _fits(args[0], inner, names)
-            if not _lines_up(inner[:1], frame):
+            if not _broadcasts(inner[:1], frame):
                 raise Misfit(
-                    expr, f"this has {inner[0]} rows and does not line up with {_text(frame)}"
+                    expr, f"this has {inner[0]} rows, which do not broadcast to {_text(frame)}"
                 )
         case Call(_, args) | Index(_, args):
             for arg in args:
                 _fits(arg, frame, names)
 
 
-def _lines_up(shape: Shape, frame: Shape) -> bool:
+def _broadcasts(shape: Shape, frame: Shape) -> bool:
     return shape == frame or (len(shape) == 1 and len(frame) == 2 and shape[0] in frame)
 
 
@@ -232,14 +232,14 @@ def _text(shape: Shape) -> str:
 
 
 def _in_place(stmt: Compute, names: Names) -> Iterator[Diagnostic]:
-    """Softmax and Mask: a two-dimensional tile, and state with one element per row."""
+    """Findings about Softmax and Mask: a two-dimensional tile, state with one element per row."""
     tile = _held(stmt.args[0], names) if stmt.args and isinstance(stmt.args[0], Name) else None
     if tile is None:
         return
     if len(tile.shape) != 2:
         yield Diagnostic(
             "FW303",
-            f"`{tile.name}` is {show(tile)}: rows and columns are needed",
+            f"`{tile.name}` is {show(tile)}: a two-dimensional tile is needed",
             stmt.args[0].span,
         )
         return
@@ -271,7 +271,7 @@ def _copy(stmt: Copy, names: Names) -> Iterator[Diagnostic]:
     else:
         shape = held[0].shape if held else None
     if stmt.column is not None:
-        yield from _columns(stmt, shape, names.buffers.get(dest), names)
+        yield from _copy_into_columns(stmt, shape, names.buffers.get(dest), names)
         held = []
     for buffer in held:
         if shape is not None and buffer.shape != shape:
@@ -285,10 +285,10 @@ def _copy(stmt: Copy, names: Names) -> Iterator[Diagnostic]:
     outer = [names.tensors[b] for b, s in (source, dest) if s == "global" and b in names.tensors]
     if not outer:
         if stmt.coords and "global" not in (stmt.source, stmt.dest):
-            text = "a coordinate is a place in global memory"
+            text = "a coordinate applies only to a Copy from or to global memory"
             yield Diagnostic("FW305", text, stmt.coords[0].span, help="leave it out here")
     elif shape is None:
-        text = "the Copy does not say how much it moves"
+        text = "the Copy has no tile"
         tile = "(BM, HeadDim)" if len(outer[0].axes) > 1 else "(BM)"
         hint = f"give the tile: `Copy {stmt.name.id} {tile} in coordinate [...]`"
         if len(outer[0].axes) == 1:
@@ -298,10 +298,10 @@ def _copy(stmt: Copy, names: Names) -> Iterator[Diagnostic]:
         yield from _coordinates(stmt, shape, outer[0], names)
 
 
-def _columns(
+def _copy_into_columns(
     stmt: Copy, shape: Shape | None, buffer: Buffer | None, names: Names
 ) -> Iterator[Diagnostic]:
-    """A Copy into some columns of a tile: that tile is there, and wide enough."""
+    """Findings about a Copy into some columns of a tile: it is allocated and wide enough."""
     assert stmt.column is not None
     target = stmt.target or stmt.name
     if (stmt.source, stmt.dest) != ("global", "shared"):
@@ -309,7 +309,7 @@ def _columns(
         yield Diagnostic("FW304", text, stmt.column.span)
         return
     if buffer is None:
-        text = f"nothing says how many columns `{target.id}` in shared memory has"
+        text = f"`{target.id}` in shared memory is not allocated, so its width is unknown"
         hint = f"`Allocate {split(target.id)[0]} in shared (...)` with the width of all its parts"
         yield Diagnostic("FW304", text, target.span, help=hint)
         return
@@ -321,9 +321,11 @@ def _columns(
         return
     column = whole(value)
     if column is None or column < 0:
-        yield Diagnostic("FW306", f"{value} is no column", stmt.column.span)
+        yield Diagnostic(
+            "FW306", f"a column must be a whole number from 0, here it is {value}", stmt.column.span
+        )
     elif shape is not None and (len(shape) != 2 or len(buffer.shape) != 2):
-        text = "tiles side by side have two axes"
+        text = "a Copy with `at column` needs two-dimensional tiles"
         yield Diagnostic("FW304", text, stmt.span)
     elif shape is not None and (shape[0] != buffer.shape[0] or column + shape[1] > buffer.shape[1]):
         text = f"the Copy fills {shape[0]} rows of columns {column}..{column + shape[1] - 1}, but "
@@ -347,20 +349,22 @@ def _coordinates(stmt: Copy, shape: Shape, tensor: Tensor, names: Names) -> Iter
             hint = f"name the axes where it is allocated: `({coord.axis.id}: ..., L: ...)`"
             yield Diagnostic("FW209", text, coord.axis.span, secondary=where, help=hint)
         elif given.count(coord.axis.id) > 1:
-            yield Diagnostic("FW202", f"{coord.axis.id} is given twice", coord.span)
+            yield Diagnostic("FW202", f"axis {coord.axis.id} is given twice", coord.span)
     if not set(given) <= set(labels):
         return
     tiled = labels[len(labels) - len(shape) :]
     for axis in tensor.axes:
-        spans = axis.label in tiled and _spans(axis.size, shape[tiled.index(axis.label)], names)
+        spans = axis.label in tiled and _covers_axis(
+            axis.size, shape[tiled.index(axis.label)], names
+        )
         if axis.label not in given and not spans:
-            text = f"the Copy does not say where on axis {axis.label} of `{tensor.name}`"
+            text = f"the Copy has no coordinate on axis {axis.label} of `{tensor.name}`"
             where = (Label(tensor.declared.span, f"{axis.label} is {format_expr(axis.size)} long"),)
             hint = f"add `{axis.label} = ...` to the coordinate"
             yield Diagnostic("FW305", text, stmt.span, secondary=where, help=hint)
 
 
-def _spans(size: Expr, tile: int, names: Names) -> bool:
+def _covers_axis(size: Expr, tile: int, names: Names) -> bool:
     """Whether a tile covers its whole axis, so that there is only one place for it."""
     try:
         value = evaluate(size, names.params)

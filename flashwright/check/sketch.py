@@ -1,8 +1,8 @@
-"""What can be told of a sketch: sizes are open, but the order of things is not.
+"""Checks of a sketch, which has an order of statements but no sizes.
 
-The sketch is walked as the machine walks code, each loop twice, so that the second iteration meets
-what the first has left behind. What code would be refused for, whatever its sizes, a sketch is
-refused for. What the step to code adds (starts of sums, Reshapes, the end's mask) is not asked for.
+The sketch is executed like code, each loop twice, so that the second iteration sees the state that
+the first one leaves. A sketch gets the errors that its code would get for any sizes. It need not
+have what only code has: initial values, Reshapes, the mask of the tail.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from flashwright.semantics.sums import stateless
 
 
 def check_sketch(tree: Tree) -> list[Diagnostic]:
-    """Findings about a sketch."""
+    """Findings about the order of statements in a sketch: values missing, lost or used too late."""
     walk = _Walk()
     walk.body(tree.body)
     every = list(statements(tree.body))
-    whole = any(isinstance(stmt, For) for stmt in every)  # not only a few lines of a sketch
+    whole = any(isinstance(stmt, For) for stmt in every)  # not only a fragment of a sketch
     if not walk.findings and whole and not any(_stores(stmt) for stmt in every):
-        text = "nothing is stored to global memory: the kernel has no result"
+        text = "the kernel has no output: no Copy stores to global memory"
         hint = "end with `Copy O from register to global`"
         return [Diagnostic("FW610", text, tree.body[-1].span, help=hint)]
     codes = {d.code for d in walk.findings.values()}
-    if codes & {"FW402", "FW403"}:  # what should have been read there is then overwritten unread
+    if codes & {"FW402", "FW403"}:  # the tile that is not read there is then overwritten unread
         return [d for d in walk.findings.values() if d.code != "FW602"]
     return list(walk.findings.values())
 
@@ -65,14 +65,14 @@ class _Value:
     read: bool = False
     weighed: Compute | None = None
     served: bool = False
-    """Whether it, or what it continues, went into another tile."""
+    """Whether this value, or one that it updates, was used for another tile."""
 
 
 @dataclass
 class _Walk:
     values: dict[Key, _Value] = field(default_factory=dict)
     walked: list[set[str]] = field(default_factory=list)
-    """For each loop around, the tensors that it copies from."""
+    """For each enclosing loop, the tensors that it copies from."""
     findings: dict[tuple[str, int], Diagnostic] = field(default_factory=dict)
 
     def report(self, found: Diagnostic) -> None:
@@ -95,7 +95,7 @@ class _Walk:
                     self._if(stmt)
 
     def _if(self, stmt: If) -> None:
-        """Either branch may run: a tile is as well read as in the branch that reads it."""
+        """Either branch may run: a tile counts as read if one of them reads it."""
         before = dict(self.values)
         self.body(stmt.then)
         then, self.values = self.values, before
@@ -130,8 +130,8 @@ class _Walk:
 
     def _missing(self, name: Name) -> None:
         base, space = split(name.id)
-        where = f"into {space} " if space else ""
-        text = f"nothing puts `{base}` {where}before this line"
+        where = f"in {space} " if space else ""
+        text = f"no statement writes `{base}` {where}before this line"
         hint = f"`Copy {base} from global to {space or 'shared'}`"
         self.report(Diagnostic("FW403", text, name.span, help=hint))
 
@@ -143,7 +143,7 @@ class _Walk:
         weighed = None
         if stmt.source != "global":
             if (source, stmt.source) not in self.values:
-                text = f"nothing puts `{source}` into {stmt.source} before this Copy"
+                text = f"no statement writes `{source}` in {stmt.source} before this Copy"
                 self.report(Diagnostic("FW403", text, stmt.name.span))
             else:
                 weighed = self._read((source, stmt.source)).weighed
@@ -162,7 +162,7 @@ class _Walk:
             self._in_place(stmt, stmt.args[0])
 
     def _operand(self, name: Name) -> Key | None:
-        """A tile that is computed on: it has a value, in registers."""
+        """The tile of an elementwise operand; a finding unless it has a value in registers."""
         key = self._key(name)
         if key is None:
             self._missing(name)
@@ -177,7 +177,7 @@ class _Walk:
         value = self._read(key)
         if stmt.operation == "mask":
             if value.weighed is not None:
-                self._too_late(name.id, stmt)
+                self._report_late_mask(name.id, stmt)
             self.values[key] = replace(value, read=False, writer=stmt)
             return
         hint = stateless(stmt)
@@ -203,7 +203,7 @@ class _Walk:
                 tiles += 1
                 weighed = self._operand_weighed(name, key, target) or weighed
         if weighed is not None and hides(expression(stmt)):
-            self._too_late(stmt.target.id, stmt)
+            self._report_late_mask(stmt.target.id, stmt)
         if stmt.mode != "get" and target in self.values:
             self._read(target, elsewhere=False)
         self._write(target, stmt, weighed, start=tiles == 0 and stmt.mode == "get")
@@ -213,8 +213,8 @@ class _Walk:
             self.report(in_registers("Compute", name))
         return self._read(key, elsewhere=key != target).weighed
 
-    def _too_late(self, name: str, stmt: Compute) -> None:
-        text = f"`{name}` has been through the exponential: -inf is no weight"
+    def _report_late_mask(self, name: str, stmt: Compute) -> None:
+        text = f"`{name}` has already been through the exponential, so a mask comes too late"
         hint = "move the Mask up, between the GEMM and the Softmax"
         self.report(Diagnostic("FW608", text, stmt.span, help=hint))
 
@@ -250,21 +250,21 @@ class _Walk:
 
 
 def hides(expr: Expr) -> bool:
-    """Whether an expression puts -inf in the place of some elements."""
+    """Whether an expression replaces some elements by -inf."""
     minus = Unary("-", Name("inf"))
     calls = (e for e in expressions(expr) if isinstance(e, Call) and e.func.id.lower() == "where")
     return any(minus in call.args for call in calls)
 
 
 def _contraction(stmt: Compute, walked: set[str]) -> Iterator[Diagnostic]:
-    """A `get` over the rows of a block just copied would forget every block but the last."""
+    """FW503 for a `get` that sums over the rows of a block that the loop copies."""
     left, right = stmt.args
     if stmt.mode == "accumulate" or not isinstance(right, Name) or not isinstance(left, Name):
         return
     if split(right.id)[0] in walked and split(left.id)[0] not in walked:
         text = (
-            f"this sums over the rows of `{right.id}`, the positions that the loop walks along, "
-            "and forgets the sum in the next round"
+            f"this sums over the rows of `{right.id}`, which are the positions of the loop, "
+            "and the next iteration overwrites the sum"
         )
         fix = Fix(f"transpose it: `{right.id}.T`", (Edit(right.span.end, right.span.end, ".T"),))
         yield Diagnostic("FW503", text, stmt.span, fix=fix)

@@ -1,4 +1,4 @@
-"""Spaces: what the hardware can copy from where to where, and where operands may stand."""
+"""Spaces: the Copies that the hardware supports, and the memory spaces of operands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ANYWHERE = frozenset((a, b) for a in SPACES for b in SPACES if a != b)
 
 
 def check_copies(tree: Tree, gpu: Gpu | None) -> Iterator[Diagnostic]:
-    """Copies between spaces that no instruction connects (on this GPU, where one is given)."""
+    """Findings about Copies for which the GPU (any GPU, if none is given) has no instruction."""
     possible = gpu.copies if gpu else ANYWHERE
     for stmt in statements(tree.body):
         if isinstance(stmt, Copy) and (stmt.source, stmt.dest) not in possible:
@@ -40,7 +40,7 @@ def check_copies(tree: Tree, gpu: Gpu | None) -> Iterator[Diagnostic]:
 
 
 def check_operands(names: Names) -> Iterator[Diagnostic]:
-    """Operands of Compute statements: registers, and shared memory for a GEMM's inputs."""
+    """Findings about operands of Compute statements that are in the wrong space."""
     for stmt in statements(names.tree.body):
         if not isinstance(stmt, Compute):
             continue
@@ -73,7 +73,7 @@ def _elementwise(stmt: Compute, names: Names) -> Iterator[Diagnostic]:
 
 
 def in_registers(verb: str, name: Name) -> Diagnostic:
-    """FW402 for a tile in shared memory that is computed on."""
+    """FW402 for an elementwise operand in shared memory."""
     text = f"{verb} works on registers; `{name.id}` is in shared memory"
     hint = f"`Copy {split(name.id)[0]} from shared to register` first"
     return Diagnostic("FW402", text, name.span, help=hint)

@@ -179,9 +179,9 @@ class _Reader:
             depth += (tok.type in ("LPAR", "LSQB")) - (tok.type in ("RPAR", "RSQB"))
             prefixes = prefixes + 1 if tok.type in ("MINUS", "NOT") else 0
             if depth + prefixes > MAX_DEPTH:
-                self._too_much(tok.span, f"more than {MAX_DEPTH} brackets or signs inside another")
+                self._too_much(tok.span, f"more than {MAX_DEPTH} nested brackets or signs")
             if fed > MAX_TOKENS:
-                self._too_much(keyword.span, f"a statement of more than {MAX_TOKENS} words")
+                self._too_much(keyword.span, f"a statement has more than {MAX_TOKENS} words")
         if not self.machine.between_statements():
             return self._incomplete(words, after)
         self._attempt(keyword)
@@ -226,7 +226,7 @@ class _Reader:
     def _open(self, keyword: Tok, colon: bool) -> None:
         self.blocks.append(_Block(keyword, colon))
         if len(self.blocks) - 1 > MAX_DEPTH:
-            self._too_much(keyword.span, f"more than {MAX_DEPTH} blocks inside another")
+            self._too_much(keyword.span, f"more than {MAX_DEPTH} nested blocks")
 
     def _end_or_else(self, words: list[int], after: int, comments: list[str]) -> int:
         tok, block = self.items[words[0]], self.blocks[-1]
@@ -345,7 +345,7 @@ class _Reader:
     def _no_tl(self) -> Diagnostic:
         first = self.items[0].span if self.items else NOWHERE
         listed = ", ".join(list(STATEMENTS.values())[:-2])
-        message = "there is no TL here" if self.items else "the file is empty"
+        message = "the file contains no TL" if self.items else "the file is empty"
         help_text = f"a TL program is made of lines that begin with one of: {listed}"
         return Diagnostic("FW005", message, first, "TL would start here", (), help_text)
 

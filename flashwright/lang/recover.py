@@ -197,7 +197,12 @@ def unknown_line(tok: Tok, after: Tok | None = None) -> tuple[Diagnostic, str | 
         message = f"no statement begins with {shown(tok)}"
         return Diagnostic("FW101", message, tok.span, "not expected here", (), help_text), None
     plain = Diagnostic(
-        "FW102", f"`{tok.text}` begins no statement", tok.span, "not a word of TL", (), help_text
+        "FW102",
+        f"`{tok.text}` does not begin a statement",
+        tok.span,
+        "not a word of TL",
+        (),
+        help_text,
     )
     foreign = _FOREIGN.get(tok.text.lower())
     certain = foreign == "end" and tok.text.lower().startswith("end")
@@ -262,7 +267,7 @@ def repeated_clause(words: list[Tok]) -> Diagnostic | None:
             )
         if clause and kind in seen:
             label = Label(seen[kind].span, "the first one")
-            message = f"{shown(tok)} a second time in one statement"
+            message = f"{shown(tok)} appears twice in one statement"
             return Diagnostic("FW101", message, tok.span, "leave one of them out", (label,))
         if clause:
             seen[kind] = tok
@@ -304,9 +309,9 @@ def mend(items: list[Tok], source: str) -> tuple[list[Tok], list[Diagnostic]]:
     for text, toks in strange.items():
         edits = tuple(e for t in toks for e in _edit(t.span, _STRANGE[text][1]))
         fix = Fix(f"write `{_STRANGE[text][1]}`", edits)
-        message = f"{shown(toks[0])} is not in TL: `{_STRANGE[text][1]}` is"
+        message = f"{shown(toks[0])} is not TL; write `{_STRANGE[text][1]}`"
         if _STRANGE[text][0] is None:
-            message = f"{shown(toks[0])} is no space to TL"
+            message = f"{shown(toks[0])} is not whitespace in TL"
             fix = replace(fix, title="replace it" if _STRANGE[text][1] else "leave it out")
         found.append(Diagnostic("FW101", message, toks[0].span, "not in TL", fix=fix))
     return out, found
@@ -375,7 +380,7 @@ def _join(before: Tok, tok: Tok, found: list[Diagnostic]) -> Tok:
     else:
         word = _clause(tok.text) or ""
         joined.type = f"AND_{word.upper()}"
-        message = f"`and {tok.text}` is no clause of a Compute"
+        message = f"`and {tok.text}` is not a clause of Compute"
         fix = Fix(f"replace `{tok.text}` by `{word}`", _edit(tok.span, word))
         d = Diagnostic("FW101", message, tok.span, f"did you mean `{word}`?", fix=fix)
     found.append(d)

@@ -12,11 +12,11 @@ from flashwright.program.vocabulary import split
 
 
 def guess_fix(name: Name, known: Iterable[str], cutoff: float = 0.72) -> Fix | None:
-    """The nearest known name, when there is one near enough to be meant."""
+    """A fix that replaces a name by the most similar known one; None if none is similar enough."""
     near = difflib.get_close_matches(name.id, list(known), n=1, cutoff=cutoff)
     if not near or near[0] == name.id:
         return None
-    # `Q_shared` and `K_shared` are long and alike, yet nobody writes one for the other.
+    # `Q_shared` and `K_shared` are similar as texts, but one is not a misspelling of the other.
     (base, space), (other, _) = split(name.id), split(near[0])
     if space and difflib.SequenceMatcher(None, base.lower(), other.lower()).ratio() < 0.72:
         return None
@@ -24,14 +24,14 @@ def guess_fix(name: Name, known: Iterable[str], cutoff: float = 0.72) -> Fix | N
 
 
 def rounded_down(expr: Expr) -> Fix:
-    """`floor(...)` around an expression that should have been a whole number."""
+    """A fix that puts `floor(...)` around an expression that must be a whole number."""
     span = expr.span
     edits = (Edit(span.start, span.start, "floor("), Edit(span.end, span.end, ")"))
     return Fix(f"round it down: `floor({format_expr(expr)})`", edits)
 
 
 def missing_reshape(stmt: Compute, operand: Name) -> Diagnostic:
-    """FW501 for a GEMM that takes the result of another as it is."""
+    """FW501 for a GEMM whose operand is the result of another GEMM without a Reshape."""
     name = operand.id
     text = f"`{name}` is the result of a GEMM and cannot be the operand of another as it is"
     line = f"Reshape {name} from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)"

@@ -1,4 +1,4 @@
-"""A checked program: the tree with its names resolved. What the interpreter and translator read."""
+"""A checked program: the tree with its names resolved, for the interpreter and the translator."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ class Buffer:
 
     @property
     def along(self) -> Side | None:
-        """How a vector lies in tiles, if its Allocate says so."""
+        """The axis of tiles that a vector lies along, if its Allocate names it."""
         return self.declared.along if isinstance(self.declared, Allocate) else None
 
     def named_size(self, axis: int) -> Name | None:
-        """The name that a size was declared by, if it was one."""
+        """The name that the size of an axis was declared with; None if it was not a plain name."""
         sizes = None if isinstance(self.declared, Reshape) else self.declared.shape
         if sizes is None:
             return None
@@ -92,22 +92,22 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the work is laid out in time, on GPUs with warpgroups that multiply and one that loads;
-    what a program means does not depend on it."""
+    """The schedule of a warp-specialized kernel (producer warp, consumer warpgroups). The result of
+    a program does not depend on it."""
 
     overlap: bool
-    """The next scores are multiplied while the softmax of this step is computed."""
+    """Whether the GEMM of the next scores overlaps the softmax of this iteration."""
     ping_pong: bool
-    """Warpgroups take turns: one multiplies while another computes its softmax."""
+    """Whether consumer warpgroups run in ping-pong: one multiplies while another does softmax."""
     apart: bool
-    """Rounds that a mask leaves as they are have a loop of their own."""
+    """Whether masked and unmasked iterations are split into separate loops."""
     persistent: bool
-    """A block for each SM stays, and takes one block of the grid after the other."""
+    """Whether the kernel is persistent: one thread block per SM that processes many tiles."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """Code-level TL whose every name, size and shape is known."""
+    """Code-level TL in which every name, size and shape is known."""
 
     tree: Tree
     params: Mapping[str, Scalar]
@@ -118,12 +118,12 @@ class Program:
 
     @property
     def warps(self) -> int:
-        """Warps that compute (the reserved parameter Warps; 4 where none is given)."""
+        """The number of warps that compute (the reserved parameter Warps; 4 by default)."""
         return int(self.params.get("Warps", 4))
 
     @property
     def schedule(self) -> Schedule:
-        """What the reserved parameters SCHEDULE_PARAMS ask for; each is 1 if absent."""
+        """The schedule that the params of SCHEDULE_PARAMS select; each is on by default."""
         return Schedule(*(bool(self.params.get(name, 1)) for name in SCHEDULE_PARAMS))
 
     @property
@@ -137,11 +137,11 @@ class Program:
         return tuple(t for t in self.tensors.values() if t.written)
 
     def tile(self, name: Name | str) -> Key | None:
-        """The tile a name means in a Compute: the one nearest the registers."""
+        """The tile a name means in a Compute: the one in registers, else in shared memory."""
         return tile_of(name, self.buffers)
 
     def definitions(self, *nodes: Statement | Expr, params: bool = False) -> tuple[Label, ...]:
-        """Where the scalars that the nodes speak of get their values: lets, loops, the grid."""
+        """Labels where the scalars in the nodes get their values: lets, loops, the grid."""
         found: dict[str, Label] = {}
         names = [e.id for n in nodes for e in expressions(n) if isinstance(e, Name)]
         while names:
@@ -158,24 +158,24 @@ class Program:
         return tuple({label.span: label for label in found.values()}.values())
 
     def guard(self, stmt: Statement) -> tuple[Label, ...]:
-        """The condition under which alone a statement runs, if there is one."""
+        """Labels for the `if` around a statement; empty if it always runs."""
         found = self._guards.get(id(stmt))
         if found is None:
             return ()
         return (Label(found.span, "only under this condition"), *self.definitions(found.cond))
 
     def guards_of(self, *keys: Key) -> tuple[Label, ...]:
-        """The conditions under which alone some Copy fills one of the buffers."""
+        """Labels for the conditions of conditional Copies that fill one of the buffers."""
         copies = [s for s in statements(self.tree.body) if isinstance(s, Copy)]
         found = [w for c in copies if self.dest(c) in keys for w in self.guard(c)]
         return tuple({w.span: w for w in found}.values())
 
     def chosen(self, expr: Expr) -> bool:
-        """Whether an element of a tensor decides the value of an expression."""
+        """Whether the value of an expression depends on an element of a tensor."""
         return bool(self.sources(expr))
 
     def sources(self, expr: Expr) -> frozenset[str]:
-        """The tensors whose elements go into the value of an expression of the program."""
+        """The tensors whose elements an expression of the program depends on."""
         found = self._sources.get(id(expr))
         if found is None:
             parts = self.spelt_out(expr)
@@ -188,7 +188,7 @@ class Program:
         return {}
 
     def spelt_out(self, expr: Expr) -> list[Expr]:
-        """Every expression below this one, also those that its names are set to."""
+        """Every subexpression, including those of the `let` values that it names."""
         found: list[Expr] = []
         waiting, seen = [expr], set()
         while waiting:
@@ -201,8 +201,8 @@ class Program:
         return found
 
     def per_element(self, expr: Expr) -> bool:
-        """Whether the elements of a tile have values of their own of an expression: it speaks of
-        positions, or of tiles."""
+        """Whether an expression differs from element to element of a tile: it contains positions or
+        tiles."""
         if id(expr) not in self._per_element:
             self._per_element[id(expr)] = (
                 expr,
@@ -215,7 +215,7 @@ class Program:
         return self._per_element[id(expr)][1]
 
     def is_scalar(self, name: str) -> bool:
-        """Whether a name is a number: a constant, a size, a let, a variable of loop or grid."""
+        """Whether a name is a scalar: a constant, a size, a let, or a loop or grid variable."""
         return name in self._scalars or name in self.dims or name in CONSTANTS
 
     def scalar_definition(self, name: str) -> Statement | None:
@@ -260,7 +260,7 @@ class Program:
         return {key for key in keys if key is not None}
 
     def writes(self, stmt: Statement) -> set[Key]:
-        """The tiles in shared memory and registers that a statement gives a value."""
+        """The tiles in shared memory and registers that a statement writes."""
         match stmt:
             case Copy():
                 return {self.dest(stmt)} - {(t, "global") for t in self.tensors}
@@ -276,11 +276,11 @@ class Program:
         return {key for key in keys if key is not None}
 
     def source(self, copy: Copy) -> Key:
-        """What a Copy reads."""
+        """The name and the space that a Copy reads from."""
         return split(copy.name.id)[0], copy.source
 
     def dest(self, copy: Copy) -> Key:
-        """What a Copy fills."""
+        """The name and the space that a Copy writes to."""
         return split((copy.target or copy.name).id)[0], copy.dest
 
     def column(self, copy: Copy) -> int | None:
@@ -288,19 +288,19 @@ class Program:
         return None if copy.column is None else self._constant(copy.column)
 
     def moved(self, copy: Copy) -> tuple[int, ...]:
-        """The shape of what a Copy between global memory and a tile moves."""
+        """The shape of the region that a Copy between global memory and a tile moves."""
         if copy.column is not None and copy.shape is not None:
             return tuple(self._constant(size) for size in copy.shape)
         return self.buffers[self.dest(copy) if copy.source == "global" else self.source(copy)].shape
 
     def _constant(self, expr: Expr) -> int:
         value = whole(evaluate(expr, self.params))
-        assert value is not None, expr  # shapes.py has seen to it
+        assert value is not None, expr  # shapes.py has checked it
         return value
 
 
 def tile_of(name: Name | str, buffers: Mapping[Key, Buffer]) -> Key | None:
-    """See Program.tile."""
+    """The tile among `buffers` that a name means; None if there is none (see Program.tile)."""
     base, space = split(name if isinstance(name, str) else name.id)
     nearest: tuple[Space, ...] = (space,) if space else ("register", "shared")
     for candidate in nearest:

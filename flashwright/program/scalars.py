@@ -16,14 +16,14 @@ Scalar = int | Fraction | float | bool
 
 
 class Unknown(str):
-    """A scalar read from a tensor whose contents the checker cannot know; equal if read alike."""
+    """A scalar that depends on tensor data unknown to the checker; equal if computed alike."""
 
 
 Value = Scalar | Unknown
 
 
 class NotScalar(Exception):
-    """The expression is not a scalar one; `culprit` is the part that is not."""
+    """The expression has no scalar value; `culprit` is the part at fault, `why` the reason."""
 
     def __init__(self, culprit: Expr, why: str) -> None:
         super().__init__(why)
@@ -91,7 +91,7 @@ Reader = Callable[[Index, tuple[Value, ...]], Value]
 
 
 def evaluate(expr: Expr, env: Mapping[str, Value], read: Reader | None = None) -> Value:
-    """The value of a scalar expression; NotScalar names the part that has none."""
+    """The value of a scalar expression. Raises NotScalar with the part that has no value."""
     match expr:
         case Num(text):
             return number(text)
@@ -117,7 +117,7 @@ def evaluate(expr: Expr, env: Mapping[str, Value], read: Reader | None = None) -
 
 
 def apply(op: str, expr: Expr, args: list[Value]) -> Value:
-    """One operator or function on values; anything unknown makes the result unknown."""
+    """The result of one operator or function; Unknown if an argument is. NotScalar on errors."""
     function = BINARY.get(op) or FUNCTIONS.get(op)
     if function is None:
         raise NotScalar(expr, f"`{op}` does not give a number here")

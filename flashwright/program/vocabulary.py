@@ -9,7 +9,7 @@ from functools import cache
 from flashwright.lang.nodes import Space
 
 DTYPES: dict[str, int] = {"fp16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1, "fp32": 4, "int32": 4}
-# What other languages call them.
+# The names of the same types in other languages.
 DTYPE_ALIASES = {
     **dict.fromkeys(("float16", "f16", "half", "float16_t"), "fp16"),
     **dict.fromkeys(("bfloat16", "bf16_t", "bfloat"), "bf16"),
@@ -77,7 +77,7 @@ _PREFIXES: dict[str, Space] = {"g": "global", "s": "shared", "r": "register"}
 
 @cache
 def split(name: str) -> tuple[str, Space | None]:
-    """`Q_shared` and `sQ` are Q in shared memory; a plain name has no space of its own."""
+    """The base name and the space of a name: `Q_shared` and `sQ` are Q in shared memory."""
     base, _, suffix = name.rpartition("_")
     if base and suffix.lower() in _SUFFIXES:
         return base, _SUFFIXES[suffix.lower()]

@@ -26,7 +26,7 @@ class Computer:
         self.values = Expressions(machine, self.sums)
 
     def compute(self, stmt: Compute) -> None:
-        """Execute one statement."""
+        """Execute one Compute statement on the machine; what is wrong becomes a finding."""
         verb = stmt.operation
         if verb == "gemm":
             self._gemm(stmt)
@@ -50,7 +50,7 @@ class Computer:
         self.machine.write(key, value, stmt)
 
     def _total(self, stmt: Compute, key: Key) -> Tile:
-        """The accumulator's present value; it must have been initialised."""
+        """The accumulator's present value; FW601 if it has none."""
         assert stmt.target is not None
         if key not in self.machine.cells:
             name = stmt.target.id
@@ -113,7 +113,7 @@ class Computer:
         return self._initialised(name, "-1e30" if name is stmt.state[0] else "0", stmt)
 
     def _initialised(self, name: Name, start: str, stmt: Compute) -> Tile:
-        """The present value of what a Softmax carries along; it must have one."""
+        """The present value of softmax state; FW601 if it has none."""
         if self.values.key(name) not in self.machine.cells:
             raise self.machine.halt(
                 "FW601",
@@ -146,7 +146,7 @@ class Computer:
             hint = f"round the first: `Reshape ... {kept}`, or Allocate it `{kept}`"
             self.machine.report("FW504", text, stmt.span, help=hint)
         self.sums.complete(left, stmt)
-        right = self._contracts(left, right, stmt)
+        right = self._check_contraction(left, right, stmt)
         product = self._product(left, right, stmt)
         key = self.values.key(stmt.target)
         if stmt.mode == "accumulate":
@@ -190,13 +190,13 @@ class Computer:
         value = self.values.combine("+", [total, product], frame, stmt)
         return replace(self.values.tile(value, frame), layout="C")
 
-    def _contracts(self, left: Tile, right: Tile, stmt: Compute) -> Tile:
-        """Both sides of the sum are the same positions. The right operand, mended where possible,
-        so that one missing transpose does not make every later statement look wrong."""
+    def _check_contraction(self, left: Tile, right: Tile, stmt: Compute) -> Tile:
+        """Check that a GEMM sums over the same positions in both operands. Returns the right one,
+        transposed if that mends it, so that one missing transpose is reported once."""
         have, want = left.axes[1], right.axes[0]
         if have is None or want is None or have == want:
             if have and want and have.parts and want.parts and have.parts != want.parts:
-                self._divided_otherwise(have, want, stmt)
+                self._report_part_order(have, want, stmt)
             return right
         if have.dim == want.dim:
             self.machine.disagree(stmt.span, have, want)
@@ -204,7 +204,7 @@ class Computer:
         a, b = (_name(arg).id for arg in stmt.args)
         text = (
             f"the columns of `{a}` are positions on {have.label} ({have.dim}), the rows of `{b}` "
-            f"are positions on {want.label} ({want.dim}): summing over them means nothing"
+            f"are positions on {want.label} ({want.dim}): a GEMM sums over one axis"
         )
         fix = None
         arg = stmt.args[1]
@@ -219,8 +219,8 @@ class Computer:
         self.machine.report("FW503", text, stmt.span, secondary=where, fix=fix)
         return replace(right, axes=right.axes[::-1]) if fix else right
 
-    def _divided_otherwise(self, have: Where, want: Where, stmt: Compute) -> None:
-        """Report tiles that were put side by side in another order on the two sides of a sum."""
+    def _report_part_order(self, have: Where, want: Where, stmt: Compute) -> None:
+        """Report operands whose side-by-side parts are in different orders."""
         left, right = (" + ".join(map(str, where.parts)) for where in (have, want))
         text = f"`{have.tensor}` is made of {left} columns, `{want.tensor}` of {right}"
         self.machine.report("FW603", text, stmt.span, secondary=origins(have, want))
@@ -233,7 +233,7 @@ def _name(arg: Expr) -> Name:
 
 
 def expression(stmt: Compute) -> Expr:
-    """The verb form `Multiply A, x` as the expression it stands for."""
+    """The expression that a statement computes; `Multiply A, x` becomes `A * x`."""
     if stmt.verb is None:
         return stmt.args[0]
     if stmt.operation in ARITHMETIC:

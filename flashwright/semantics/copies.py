@@ -24,7 +24,7 @@ class Copies:
         self.program = machine.program
 
     def copy(self, stmt: Copy) -> None:
-        """Execute one statement."""
+        """Execute one Copy statement on the machine; what is wrong becomes a finding."""
         source, dest = self.program.source(stmt), self.program.dest(stmt)
         if stmt.source == "global":
             tile = self._load(stmt, self.program.tensors[source[0]])
@@ -78,8 +78,8 @@ class Copies:
     def _start(
         self, coord: Coord | None, tiled: int | None, tensor: Tensor, axis: TensorAxis, stmt: Copy
     ) -> int | Unknown:
-        """Where the tile begins on one axis: at a whole place inside the tensor. In elements it
-        may be before the start. `tiled` is the tile's size on the axis, if it lies along it."""
+        """The position at which the tile begins on one axis. It must be a whole number inside the
+        tensor; with `at` it may be negative. `tiled` is the tile's size on the axis, if any."""
         expr, size = coord.value if coord is not None else None, tiled or 1
         value = self.machine.scalar(expr) if expr is not None else 0
         if isinstance(value, Unknown):
@@ -91,7 +91,7 @@ class Copies:
             self.machine.extent(axis.size),
         )
         if start is None:
-            text = f"axis {axis.label} of `{tensor.name}`: {value} is no whole place"
+            text = f"axis {axis.label} of `{tensor.name}`: {value} is not a whole number"
             fix = rounded_down(expr) if expr is not None else None
             raise self.machine.halt("FW306", text, span, fix=fix, label=self.machine.problem())
         if start >= extent or (start < 0 and not in_elements):
@@ -136,7 +136,7 @@ def _known(start: int | Unknown) -> int:
 
 
 def _outside(value: Scalar, size: int, length: Expr) -> str | None:
-    """What is usually behind a place outside its tensor."""
+    """A hint about the usual cause of a coordinate outside the tensor."""
     if size > 1 and value >= size and whole(value / size) is not None:
         return "on an axis of the tile `=` counts tiles: `L = i`, or in elements `L at i * BN`"
     if length == Name("kv_heads"):

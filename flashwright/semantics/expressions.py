@@ -1,4 +1,4 @@
-"""Expressions over tiles: their values, and what becomes of all that is known of the operands."""
+"""Expressions over tiles: their values, and what is known of the results."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from flashwright.semantics.tiles import (
 
 SIDES: tuple[Side, ...] = ("rows", "columns")
 HIDDEN = -1e4
-"""A `where` that puts a constant as low as this in place of a score hides it."""
+"""A `where` that replaces a score by a constant of at most this value is a mask."""
 
 
 class Expressions:
@@ -58,21 +58,21 @@ class Expressions:
         self.program = machine.program
         self.sums = sums
         self._opposites: dict[int, Unary] = {}
-        self.misused = False  # an operand was computed on: its element type is no more news
+        self.misused = False  # already reported: a computation on a reshaped operand
 
     def key(self, name: Name) -> Key:
-        """The buffer a name means; the checks before have seen that there is one."""
+        """The buffer that a name means; earlier checks guarantee that it exists."""
         key = self.program.tile(name)
         assert key is not None, name
         return key
 
     def read(self, name: Name, stmt: Statement) -> Tile:
-        """The tile a name means."""
+        """The present value of the tile that a name means; a finding if it has none."""
         return self.machine.read(self.key(name), name, stmt)
 
     def frame(self, expr: Expr, shape: tuple[int, ...]) -> Frame:
-        """Rows and columns come from the two-dimensional operands, else from the vectors: of
-        these, from one whose positions say how it lies."""
+        """The rows and columns of a result: those of the two-dimensional operands, else of the
+        vectors, preferring one whose positions determine its axis."""
         keys = [k for k in self._tiles(expr) if k in self.machine.cells]
         keys.sort(key=lambda k: self.program.buffers[k].along is not None)
         tiles = [self.machine.cells[k].tile for k in keys]
@@ -92,12 +92,12 @@ class Expressions:
         return (None,)
 
     def _inner(self, arg: Expr) -> Frame:
-        """The rows and columns of what is reduced."""
+        """The rows and columns of the expression that a reduction reads."""
         keys = [k for k in self._tiles(arg) if len(self.program.buffers[k].shape) == 2]
         return self.frame(arg, self.program.buffers[keys[0]].shape)
 
     def _tiles(self, expr: Expr) -> list[Key]:
-        """The tiles an expression combines; a row reduction gives only its rows."""
+        """The tiles that an expression combines; a row reduction contributes only its rows."""
         match expr:
             case Name():
                 key = None if expr.id in self.machine.env else self.program.tile(expr)
@@ -113,7 +113,7 @@ class Expressions:
         return []
 
     def tile(self, value: Operand, frame: Frame) -> Tile:
-        """A scalar becomes a tile filled with it."""
+        """The operand as a tile; a scalar becomes a constant tile."""
         if isinstance(value, Tile):
             data = value.data
             if self.machine.math is not None:
@@ -123,7 +123,7 @@ class Expressions:
         return Tile(frame.shape, frame.axes, "fp32", start=True, data=data)
 
     def value(self, expr: Expr, frame: Frame, stmt: Statement) -> Operand:
-        """The value of an expression over the rows and columns of a frame."""
+        """The value of an expression over the rows and columns of a frame: a tile or a scalar."""
         match expr:
             case Index() if self.program.per_element(expr):
                 return gather(self.machine, expr, frame, lambda arg: self._index(arg, frame, stmt))
@@ -160,8 +160,8 @@ class Expressions:
         return value
 
     def _hidden(self, done: Tile, expr: Call, values: list[Operand], stmt: Statement) -> Tile:
-        """`where(condition, S, -inf)` is a Mask, and so are `where(hidden, -inf, S)` and a
-        `where` that makes weights 0."""
+        """The value of a `where` that acts as a mask (`where(condition, S, -inf)`,
+        `where(hidden, -inf, S)`, or weights set to 0); None for any other."""
         condition = expr.args[0]
         for shown, other in ((1, 2), (2, 1)):
             tile, rest = values[shown], values[other]
@@ -180,7 +180,9 @@ class Expressions:
     ) -> Tile:
         """The tile `done`, which is `tile` with `value` where the condition is false."""
         if value != 0 and _weights(tile):
-            text = "these scores have been through the exponential: -inf is no weight"
+            text = (
+                "these scores have already been through the exponential, so a mask comes too late"
+            )
             hint = "move the Mask up, between the GEMM and the Softmax"
             self.machine.report("FW608", text, stmt.span, help=hint)
         cols = done.axes[1] if len(done.axes) == 2 else None
@@ -193,7 +195,7 @@ class Expressions:
         return replace(done, masks=(*others, note), kind=tile.kind)
 
     def reduce(self, op: str, arg: Expr, stmt: Statement) -> Tile:
-        """The maximum or the sum of each row."""
+        """The tile of row maxima or row sums."""
         frame = self._inner(arg)
         tile = self.tile(self.value(arg, frame, stmt), frame)
         self.sums.complete(tile, stmt)
@@ -227,7 +229,7 @@ class Expressions:
         return Tile(frame.shape, frame.axes, "int32", data=data)
 
     def turned(self, tile: Tile, frame: Frame, expr: Expr) -> Tile:
-        """A tile seen in the frame: a vector lies along the axis whose positions it has."""
+        """A tile broadcast to the frame: a vector lies along the axis whose positions it has."""
         if len(tile.shape) == len(frame.shape):
             for have, want in zip(tile.axes, frame.axes, strict=True):
                 if have is None or want is None or have == want:
@@ -257,26 +259,26 @@ class Expressions:
         for axis, want in enumerate(frame.axes):
             if want is not None and want.dim == have.dim:
                 other = SIDES[1 - axis] if 1 - axis in fits else None
-                self.machine.disagree(expr.span, have, want, **self._say_along(expr, have, other))
+                self.machine.disagree(expr.span, have, want, **self._along_fix(expr, have, other))
                 return fits[0]
         known = [a for a in fits if frame.axes[a] is not None]
         if len(known) == 2:
-            self._undecided(expr, have, frame)
+            self._report_ambiguous_axis(expr, have, frame)
         return fits[0] if len(known) == len(fits) else next(a for a in fits if a not in known)
 
     def _along(self, expr: Expr) -> Side | None:
-        """What the Allocate of a vector says of how it lies."""
+        """The axis that the Allocate of a vector names with `along`; None if it names none."""
         key = self.program.tile(expr) if isinstance(expr, Name) else None
         return self.program.buffers[key].along if key is not None else None
 
-    def _undecided(self, expr: Expr, have: Where, frame: Frame) -> None:
-        """Report a vector that could lie along the rows as well as along the columns."""
+    def _report_ambiguous_axis(self, expr: Expr, have: Where, frame: Frame) -> None:
+        """Report a vector that fits both the rows and the columns."""
         columns = frame.axes[1]
         loops = {loop.var.id for loop in self.machine.loops}
         steps = loops & _names_in(have.copy) & (_names_in(columns.copy) if columns else set())
-        text = f"positions {have} of `{have.tensor}` are neither those of the rows nor of the "
-        text += f"columns, and there are {frame.shape[0]} of both"
-        told = self._say_along(expr, have, "columns" if steps else "rows", certain=True)
+        text = f"positions {have} of `{have.tensor}` are neither the rows nor the "
+        text += f"columns of the tile, which has {frame.shape[0]} of both"
+        told = self._along_fix(expr, have, "columns" if steps else "rows", certain=True)
         self.machine.report(
             "FW603",
             text,
@@ -286,11 +288,11 @@ class Expressions:
             **told,
         )
 
-    def _say_along(
+    def _along_fix(
         self, expr: Expr, have: Where, side: Side | None, certain: bool = False
     ) -> dict[str, Any]:
-        """The help and the fix for a vector that has other positions than the tile it meets: it
-        lies along the other axis. Without `certain` only places in elements are taken to be meant.
+        """The help and the fix that add `along` to a vector with other positions than the tile.
+        Unless `certain`, only for vectors whose Copy gives its place in elements (`at`).
         """
         key = self.program.tile(expr) if isinstance(expr, Name) else None
         if key is None or side is None or len(self.program.buffers[key].shape) != 1:
@@ -309,11 +311,11 @@ class Expressions:
             first = next(s for s in self.program.tree.body if isinstance(s, Allocate))
             start = first.span.start
             fix = Fix(f"say how it lies: `{line}`", (Edit(start, start, f"{line}\n"),))
-        hint = f"if it goes along the {side}, its Allocate says so: `{line}`"
+        hint = f"if it lies along the {side}, say so in its Allocate: `{line}`"
         return {"help": hint, "fix": fix if certain or meant else None}
 
     def combine(self, op: str, args: list[Operand], frame: Frame, stmt: Statement) -> Operand:
-        """One operation on values, element by element."""
+        """The result of one elementwise operation, with what is known of it."""
         tiles = [a for a in args if isinstance(a, Tile)]
         if not tiles:
             return self._scalar(op, args, stmt)
@@ -362,7 +364,7 @@ class Expressions:
 
 
 def _names_in(copy: Copy) -> set[str]:
-    """The names that the coordinate of a Copy speaks of."""
+    """The names in the coordinates of a Copy."""
     return {name.id for coord in copy.coords or () for name in value_names(coord.value)}
 
 
@@ -371,19 +373,19 @@ def _weights(tile: Tile) -> bool:
 
 
 def _not_a_product(tile: Tile) -> tuple[bool, str]:
-    """Sorts tiles so that results of GEMMs come first, whatever the order of the operands."""
+    """A sort key that puts results of GEMMs first, whatever the order of the operands."""
     return tile.layout is None, " ".join(w.tensor for w in tile.axes if w is not None)
 
 
 def _position_of(axes: list[Where | None]) -> Where | None:
-    """The positions of an axis of a result: those along a sequence, if an operand has them."""
+    """The positions of an axis of a result; positions along a sequence take precedence."""
     placed = [w for w in axes if w is not None]
     return next((w for w in placed if w.label == "L"), placed[0] if placed else None)
 
 
 def unrescaled(moved: Statement, stmt: Statement) -> Diagnostic:
-    """FW607 for a sum that is added to relative to another maximum than before."""
-    text = "the maximum moves here, but what was summed before is not rescaled"
+    """FW607 for a sum that mixes weights relative to two different maxima."""
+    text = "the maximum changes here, but the sums so far are not rescaled"
     where = (Label(stmt.span, "weights relative to the new maximum are added to the old sum"),)
     hint = "multiply the old sum by exp(old maximum - new maximum) first"
     fix = None

@@ -1,7 +1,7 @@
-"""Elements of a tensor that each element of a tile reads for itself: `T[head_idx, kv_idx - q_idx]`.
+"""Gathers: each element of a tile reads its own tensor element, `T[head_idx, kv_idx - q_idx]`.
 
 An index that depends on the element is clamped to its axis: masked elements and those past the ends
-of the sequences may ask for anything, and a kernel clamps more cheaply than it branches.
+of the sequences may have any index, and a kernel clamps more cheaply than it branches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def gather(machine: State, expr: Index, frame: Frame, value_of: Callable[[Expr],
         if machine.program.per_element(arg):
             _whole(arg, machine)
             if machine.extent(axis.size) == 0:
-                text = f"axis {axis.label} of `{tensor.name}` has no element to take"
+                text = f"axis {axis.label} of `{tensor.name}` is empty"
                 raise machine.halt("FW605", text, arg.span, label=machine.problem())
             places.append(value_of(arg))
         else:

@@ -1,4 +1,4 @@
-"""What TL means: a checked program executed with NumPy, block by block, as the GPU would.
+"""The interpreter: a checked program executed with NumPy, block by block, as on the GPU.
 
 Tiles are computed in fp32 and rounded to their element type where the kernel rounds: when they are
 written to a buffer of that type, and when a Reshape makes an MMA operand of them.
@@ -44,7 +44,7 @@ def interpret(
     observe: Observer | None = None,
     blocks: Callable[[Mapping[str, int]], bool] | None = None,
 ) -> dict[str, Array]:
-    """The outputs of a program. Raises Failed when it does something no program may do.
+    """The outputs of a program. Raises Failed if the program does something invalid.
 
     `dims` gives the sizes that the inputs' shapes do not; `observe` is called after every
     statement; `blocks` picks the thread blocks to run (all of them by default).
@@ -62,7 +62,7 @@ def interpret(
 
 
 def bind(program: Program, inputs: Mapping[str, Array], dims: Mapping[str, int]) -> dict[str, int]:
-    """The run-time dims, read off the shapes of the inputs; they must agree with the program."""
+    """The run-time dims, from the shapes of the inputs; Failed if they contradict the program."""
     sizes = dict(dims)
     for tensor in program.inputs:
         if tensor.name not in inputs:
@@ -113,7 +113,7 @@ def shape_of(tensor: Tensor, program: Program, dims: Mapping[str, int]) -> tuple
 
 
 class NumPy:
-    """The machine's arithmetic: fp32 arrays, rounded on demand. Outputs begin as NaN."""
+    """The machine's arithmetic: fp32 arrays, rounded on demand. Outputs start as NaN."""
 
     def __init__(
         self, program: Program, inputs: Mapping[str, Array], dims: Mapping[str, int]
@@ -225,7 +225,7 @@ def _clip(region: Region, shape: tuple[int, ...]) -> tuple[slice, ...]:
 
 
 def _before(start: int, size: int) -> int:
-    """How much of a tile lies before the start of the tensor."""
+    """The number of elements of a tile before the start of the tensor, on each axis."""
     return min(max(-start, 0), size)
 
 

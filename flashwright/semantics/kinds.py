@@ -1,7 +1,7 @@
-"""How a value's role in the softmax follows from the operation that made it.
+"""A value's role in the softmax (its kind), derived from the operation that computes it.
 
-Enough algebra to see that weights taken relative to one maximum are added to weights taken relative
-to another. What it does not recognise it leaves alone: the CPU run judges the rest.
+The algebra suffices to find weights relative to one maximum added to weights relative to another.
+What it does not recognise it does not judge: the CPU run compares the numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from flashwright.semantics.tiles import Epoch, Kind
 
 
 class Unrescaled(Exception):
-    """Weights relative to two different maxima meet."""
+    """Weights relative to two different maxima are combined."""
 
     def __init__(self, older: Epoch, newer: Epoch) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def of_operator(op: str, left: Kind | None, right: Kind | None) -> Kind | None:
 
 
 def from_start(right: Kind | None) -> Kind | None:
-    """The kind of `start - right`, where nothing has been summed relative to the start."""
+    """The kind of `start - right`, if no sum is relative to the start yet."""
     is_max = right is not None and right.name == "max"
     return Kind("diff", right.now, None) if right is not None and is_max else None
 

@@ -1,8 +1,8 @@
 """The machine that TL is written for: thread blocks one after another, statements in order.
 
-It runs a program on what is known of its tiles (tiles.py), and on their numbers too when it is
-given an arithmetic (interpret.py). The checker runs it on a few small problems without numbers;
-that is how it sees hazards, missed blocks and wrong coordinates: by their happening.
+It executes a program on what is known of its tiles (tiles.py), and also on their numbers if it has
+an arithmetic (interpret.py). The checker runs it on a few small problems without numbers, so that
+hazards, missed blocks and wrong coordinates show when they happen.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from flashwright.semantics.worlds import World
 
 
 class GaveUp(Exception):
-    """More steps than the machine was given."""
+    """The program executes more statements than the limit `steps`."""
 
 
 Observer = Callable[[Statement, "Machine"], None]
@@ -61,7 +61,7 @@ class Machine(State):
         self.copies = Copies(self, self.computer.sums)
         self._operand_dtype = operand_dtypes(program)
         self._reads: dict[int, set[Key]] = {}
-        self._walkers: dict[tuple[str, int], For | None] = {}
+        self._table_loops: dict[tuple[str, int], For | None] = {}
 
     # --- running --------------------------------------------------------------------------
 
@@ -86,19 +86,19 @@ class Machine(State):
             yield from self._axis(depth - 1, base, {**chosen, axis.name.id: value})
 
     def run(self) -> None:
-        """Every thread block of the grid."""
+        """Execute every thread block of the grid. Raises GaveUp past the limit of steps."""
         for block in self.blocks():
             self._step()
             self.run_block(block)
 
     def run_block(self, block: Mapping[str, int]) -> None:
-        """One thread block, from empty buffers."""
+        """Execute one thread block, starting with empty buffers."""
         self.begin(block)
         try:
             self._body(self.program.tree.body)
         except Halt:
             return
-        self._walked_whole()
+        self._check_table_read()
 
     def _body(self, body: tuple[Statement, ...]) -> None:
         for stmt in body:
@@ -129,7 +129,7 @@ class Machine(State):
             self.observe(stmt, self)
 
     def _holds(self, cond: Expr) -> bool:
-        """Whether a condition is true; one on unknown data is as the world says."""
+        """Whether a condition is true; on unknown data the world decides."""
         value = self.scalar(cond)
         if not isinstance(value, Unknown):
             return bool(value)
@@ -156,7 +156,7 @@ class Machine(State):
         self.loops.pop()
 
     def _skip(self, body: tuple[Statement, ...]) -> None:
-        """Statements that do not run: what they would have read may stay unread."""
+        """Mark the tiles that skipped statements would read: they may stay unread."""
         for key in self._read_in(body):
             if key in self.cells:
                 self.cells[key].skipped = True
@@ -169,7 +169,7 @@ class Machine(State):
     def _bounds(self, low: Expr, high: Expr) -> tuple[int, int]:
         start, stop = self.scalar(low), self.scalar(high)
         if isinstance(start, Unknown) or isinstance(stop, Unknown):
-            return 0, 2  # a tensor decides; two rounds show what one after another does
+            return 0, 2  # data-dependent bound: two iterations show their interaction
         first = whole(start)
         if first is None:
             text = f"the first value must be a whole number, here it is {start}"
@@ -178,14 +178,14 @@ class Machine(State):
             raise self.halt("FW306", f"the end must be a number, here it is {stop}", high.span)
         return first, math.ceil(stop)
 
-    def _walked_whole(self) -> None:
-        """An axis of an index tensor whose length is the bound of a loop that walks along it is
-        walked to its end. (Any other table may be longer than what is read of it.)"""
+    def _check_table_read(self) -> None:
+        """Check that a loop whose bound is the length of an index tensor's axis reads all of it.
+        (Any other table may be longer than what the program reads.)"""
         for name, reads in self.elements.items():
             for position, axis in enumerate(self.program.tensors[name].axes):
-                if (name, position) not in self._walkers:
-                    self._walkers[name, position] = self._walker(name, position, axis.size)
-                loop = self._walkers[name, position]
+                if (name, position) not in self._table_loops:
+                    self._table_loops[name, position] = self._loop_over(name, position, axis.size)
+                loop = self._table_loops[name, position]
                 if loop is None:
                     continue
                 seen = {r[position] for r in reads if not isinstance(r[position], Unknown)}
@@ -196,8 +196,8 @@ class Machine(State):
                     text += f" on axis {axis.label} of `{name}`"
                     self.report("FW604", text, loop.span, label=self.problem())
 
-    def _walker(self, name: str, position: int, size: Expr) -> For | None:
-        """The loop over an axis of an index tensor, if its bounds speak of the axis's length."""
+    def _loop_over(self, name: str, position: int, size: Expr) -> For | None:
+        """The loop over an axis of an index tensor, if its bounds contain the axis's length."""
         length = {e.id for e in expressions(size) if isinstance(e, Name)} & set(self.program.params)
         for stmt in statements(self.program.tree.body):
             if not isinstance(stmt, For):
@@ -220,7 +220,7 @@ class Machine(State):
         assert key is not None
         tile = self.read(key, stmt.name, stmt)
         if tile.layout != "C":
-            now = "an operand already" if tile.layout == "A" else "not the result of a GEMM"
+            now = "already an operand" if tile.layout == "A" else "not the result of a GEMM"
             self.report("FW502", f"`{stmt.name.id}` is {now}", stmt.name.span)
         dtype = stmt.dtype.id if stmt.dtype else self._operand_dtype.get(id(stmt), tile.dtype)
         target = self.program.tile(stmt.target) if stmt.target else key

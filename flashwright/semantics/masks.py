@@ -1,4 +1,4 @@
-"""Asking a mask about keys that the program has not looked at.
+"""Evaluate masks for keys that the program has not visited.
 
 Three-valued: what depends on data, or on a loop variable, is unknown, and unknown counts as
 visible.
@@ -38,14 +38,14 @@ def any_visible(
 ) -> bool:
     """Whether some row may see one of the keys low..high-1 through all the masks on that axis.
 
-    `its_own`: they are the keys that the masks were for, so that loop variables are as they were.
+    `its_own`: these are the keys the masks were applied to, so loop variables keep their values.
     """
     shown: Any = True
     for mask in masks:
         if its_own:
             mask = replace(mask, varying=frozenset())
         if mask.dim == dim:
-            with np.errstate(all="ignore"):  # what divides by zero shows when the program runs
+            with np.errstate(all="ignore"):  # a division by zero is reported when the program runs
                 verdict = _ask(mask.where, mask, low, high)
             shown = shown if verdict is None else np.logical_and(shown, verdict)
     return bool(np.any(shown))
@@ -94,7 +94,7 @@ def has_positions(expr: Expr) -> bool:
 
 
 def _logic(op: str, left: Any, right: Any) -> Any:
-    """and/or with unknowns: one known side may settle it."""
+    """Three-valued and/or: one known side may decide the result."""
     if op == "or":
         return None if left is None or right is None else np.logical_or(left, right)
     if left is None or right is None:

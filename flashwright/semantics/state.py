@@ -1,4 +1,4 @@
-"""What a thread block holds while it runs: scalars, buffers and the findings so far."""
+"""The state of a running thread block: scalars, buffers and the findings so far."""
 
 # ruff: noqa: D102  Arithmetic's methods are the operations of the machine, by their names.
 
@@ -33,7 +33,7 @@ Region = tuple[tuple[int, int], ...]
 
 
 class Arithmetic(Protocol):
-    """The numbers behind the tiles. Arrays are whatever the arithmetic makes them."""
+    """The arithmetic on the numbers of the tiles; it chooses the type of its arrays."""
 
     def load(self, tensor: Tensor, region: Region, offset: int | None, tile_rank: int) -> Any: ...
     def store(
@@ -52,13 +52,13 @@ class Arithmetic(Protocol):
 
 
 class Halt(Exception):
-    """This thread block cannot go on; the reason has been reported."""
+    """The thread block cannot continue; the reason has been reported."""
 
 
 class State:
-    """One program on one problem, as far as the present thread block has come.
+    """The state of one program on one problem, in the current thread block.
 
-    Findings are collected in `findings`, first ones first.
+    Findings are collected in `findings`, in the order in which they occur.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class State:
         self._changed: dict[int, list[Key | None]] = {}
 
     def begin(self, block: Mapping[str, int]) -> None:
-        """A thread block at these coordinates of the grid, with empty buffers."""
+        """Start a thread block at these coordinates of the grid, with empty buffers."""
         self.env = {**self.base(), **block}
         self.cells, self.pieces, self.loops = {}, {}, []
         self.varying, self.elements = set(), {}
@@ -103,12 +103,12 @@ class State:
             self.findings[code, span] = Diagnostic(code, message, span, **more)
 
     def halt(self, code: str, message: str, span: Span, **more: Any) -> Halt:
-        """Record a finding after which this block makes no sense."""
+        """Record a finding and raise Halt, because the block cannot continue."""
         self.report(code, message, span, **more)
         return Halt()
 
     def problem(self) -> str:
-        """The present problem and thread block in words, for messages."""
+        """The current problem and thread block in words, for messages."""
         sizes = [f"{d} = {self.dims[d]}" for d in ("q_len", "kv_len") if d in self.dims]
         axes = [f"{a.name.id} = {self.env.get(a.name.id)}" for a in self.program.grid.axes]
         loops = [f"{f.var.id} = {self.env.get(f.var.id)}" for f in self.loops]
@@ -147,7 +147,7 @@ class State:
             raise self.halt("FW305", text, expr.span)
 
     def place(self, tensor: Tensor, axis: TensorAxis, value: Value, arg: Expr) -> int | None:
-        """A scalar index as a whole number inside its axis; None where a tensor decides it."""
+        """A scalar index as a whole number inside its axis; None if it depends on tensor data."""
         if isinstance(value, Unknown):
             return None
         place, extent = whole(value), self.extent(axis.size)
@@ -161,7 +161,7 @@ class State:
         return place
 
     def peek(self, expr: Index, index: tuple[Value, ...]) -> Value:
-        """An element that a question is about, and not the program: nothing is recorded."""
+        """The element of a tensor, for checks: unlike a read by the program, it is not recorded."""
         tensor = self.program.tensors[expr.tensor.id]
         shape = [self.extent(axis.size) for axis in tensor.axes]
         places = [None if isinstance(value, Unknown) else whole(value) for value in index]
@@ -178,14 +178,14 @@ class State:
         return 0 if value is None else value
 
     def identity(self, size: Expr) -> str:
-        """What tells axes apart: a size that is fixed by its value, another by its name."""
+        """The identity of an axis: the value of a fixed size, the name of any other."""
         try:
             return str(evaluate(size, self.program.params))
         except NotScalar:
             return format_expr(size)
 
     def offset(self, tensor: Tensor) -> int | None:
-        """How far into the caller's memory a view begins."""
+        """The offset of a view in the caller's memory, in elements."""
         if tensor.offset is None:
             return None
         value = self.scalar(tensor.offset)
@@ -198,7 +198,7 @@ class State:
     # --- buffers --------------------------------------------------------------------------
 
     def read(self, key: Key, name: Name, stmt: Statement) -> Tile:
-        """The tile in a buffer; it must have a value."""
+        """The tile in a buffer; FW403 if it has no value."""
         cell = self.cells.get(key)
         for piece in self.pieces.get(key, {}).values():
             piece.read = True
@@ -222,7 +222,7 @@ class State:
         return cell.tile
 
     def _own(self, key: Key, stmt: Statement) -> bool:
-        """Whether a statement that reads a buffer changes nothing but that buffer with it."""
+        """Whether a statement that reads a buffer only updates that same buffer."""
         if not isinstance(stmt, Compute):
             return isinstance(stmt, Reshape) and stmt.target is None
         if id(stmt) not in self._changed:
@@ -244,7 +244,7 @@ class State:
         self.cells[key] = Cell(rounded, stmt, served=old is not None and old.served and not fresh)
 
     def write_columns(self, key: Key, column: int, tile: Tile, stmt: Statement) -> None:
-        """Put a tile into some columns of a buffer, which has a value once all are filled."""
+        """Put a tile into some columns of a buffer, which is complete once all are filled."""
         before = self.cells.pop(key, None)
         if key not in self.pieces:
             self._overwrite(key, before, tile, stmt)
@@ -276,17 +276,17 @@ class State:
         return replace(tile, dtype=dtype, data=data)
 
     def _started_anew(self, old: Cell, tile: Tile) -> bool:
-        """Whether a tile begins what the old value, which has done its work, was the end of."""
+        """Whether a constant tile replaces an old value that has already been used elsewhere."""
         maximum = old.tile.kind is not None and old.tile.kind.name == "max"
         return old.served and (tile.start or maximum)
 
     def _unfilled(self, key: Key) -> list[tuple[int, int]]:
-        """The columns without a value of a buffer that is filled a few columns at a time."""
+        """The columns without a value in a buffer that is filled in parts."""
         pieces = {at: piece.tile for at, piece in self.pieces.get(key, {}).items()}
         return unfilled(pieces, self.program.buffers[key].shape[1]) if pieces else []
 
     def _whole_rows(self, key: Key, name: Name, stmt: Statement) -> None:
-        """Report FW603 where tiles side by side are not the same rows of the same heads."""
+        """Report FW603 if tiles side by side have different rows or heads."""
         tiles = [piece.tile for piece in self.pieces[key].values()]
         self.same_place(tiles, stmt)
         first = tiles[0].axes[0]
@@ -298,8 +298,8 @@ class State:
     # --- positions that have to agree ------------------------------------------------------
 
     def disagree(self, span: Span, have: Where, want: Where, **more: Any) -> None:
-        """Report positions that should be the same and are not."""
-        text = f"positions {have} of `{have.tensor}` meet {want} of `{want.tensor}`"
+        """Report FW603 for positions that differ and should be equal."""
+        text = f"positions {have} of `{have.tensor}` are combined with {want} of `{want.tensor}`"
         filled = (self.program.dest(have.copy), self.program.dest(want.copy))
         where = origins(have, want) + self.program.guards_of(*filled)
         self.report("FW603", text, span, secondary=where, label=self.problem(), **more)
@@ -312,8 +312,8 @@ class State:
                 other = at.setdefault(dim, place)
                 if other.value != place.value:
                     text = (
-                        f"`{other.tensor}` is at {other.value} of {dim}, "
-                        f"`{place.tensor}` at {place.value}"
+                        f"`{other.tensor}` has index {other.value} on {dim}, "
+                        f"`{place.tensor}` has {place.value}"
                     )
                     where = tuple(
                         Label(p.copy.span, f"`{p.tensor}` comes from here") for p in (other, place)

@@ -1,4 +1,4 @@
-"""Sums: which part of the sequence an accumulator has taken in, and whether that is all of it."""
+"""Sums: which part of the sequence an accumulator covers, and whether that is all of it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ LINEAR = ("+", "-", "*")
 
 
 class Sums:
-    """Follows what sums have taken in, for a machine."""
+    """Tracks the part of the sequence that each sum covers, for a machine."""
 
     def __init__(self, machine: State) -> None:
         self.machine = machine
         self.program = machine.program
 
     def covered(self, op: str, args: list[Operand], stmt: Statement) -> Covered:
-        """Linear operations keep a sum a sum; any other needs it complete."""
+        """The coverage of a result. Linear operations keep it; any other needs complete sums."""
         tiles = [a for a in args if isinstance(a, Tile)]
         if op == "where":
             tiles = [a for a in args[1:] if isinstance(a, Tile)]
@@ -45,13 +45,13 @@ class Sums:
             if have is None:
                 merged[key] = part
                 continue
-            if have.ranges != part.ranges:  # else two sums over the same, side by side
+            if have.ranges != part.ranges:  # else two sums over the same keys, combined
                 self.twice(have, part, stmt)
             merged[key] = have.join(part)
         return merged
 
     def twice(self, total: Coverage, term: Coverage, stmt: Statement) -> None:
-        """Report what is added a second time: what came through the masks both times."""
+        """Report FW606 for keys that are added twice and visible both times."""
         dim = term.dim
         both = (p for p in total.overlaps(term) if any_visible(p.masks, dim, p.low, p.high, True))
         twice = next(both, None)
@@ -71,13 +71,13 @@ class Sums:
         return self.machine.loops[-1] if self.machine.loops else stmt
 
     def _bounds_of(self, stmt: Statement) -> tuple[Label, ...]:
-        """Where the ends of a loop are set, if not in its own line."""
+        """Labels where the bounds of a loop are set, if not in its own line."""
         return self.program.definitions(stmt.low, stmt.high) if isinstance(stmt, For) else ()
 
     def complete(self, tile: Tile, stmt: Statement) -> None:
-        """A sum that is used as such must have taken in everything the masks let through."""
+        """Report FW604 for a used sum that lacks keys visible through the masks."""
 
-        if self.machine.left_out:  # by data: it is not known what should have been seen
+        if self.machine.left_out:  # data-dependent: the expected keys are unknown
             return
         for part in tile.covered.values():
             if not part.demanded:
@@ -102,7 +102,7 @@ class Sums:
                     break
 
     def summing(self, tile: Tile, stmt: Statement) -> Covered:
-        """What a sum over the columns of a tile takes in."""
+        """The coverage of a sum over the columns of a tile."""
         where = tile.axes[1]
         if where is None:
             return {}
@@ -113,7 +113,7 @@ class Sums:
         return {key: replace(part, open=(lows, highs)) for key, part in made.items()}
 
     def no_tail(self, tile: Tile, stmt: Statement, span: Span) -> None:
-        """Keys outside the sequence must be masked before rows are reduced."""
+        """Report FW609 for keys outside the sequence that are not masked before a row reduction."""
 
         cols = tile.axes[1]
         for low, high in cols.outside() if cols is not None else ():
@@ -137,7 +137,7 @@ def _masks(tile: Tile, dim: str, text: str) -> tuple[Label, ...]:
 
 
 def stateless(stmt: Statement) -> str | None:
-    """What to say of a Softmax that sees one block after another and remembers none."""
+    """The hint for a Softmax without state in a loop; None if it has state."""
     if not isinstance(stmt, Compute) or stmt.operation != "softmax" or stmt.state:
         return None
     return "in a loop a Softmax keeps its state: `with Smax and Ssum and rescale O`"

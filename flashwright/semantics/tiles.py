@@ -1,8 +1,8 @@
 """What the checker knows of a tile: where its elements come from and what has become of them.
 
-A tile on the GPU is only numbers; that its columns are keys 64 to 127 of head 3 is in the author's
-mind. Here it is data, carried along by every statement, so that a GEMM over different keys, a store
-to the wrong rows or a missed block is seen at the statement that does it.
+On the GPU a tile is only numbers. Here it also carries where they come from, such as keys 64 to 127
+of head 3. So the checker finds a GEMM over different keys, a store to the wrong rows or a missed
+block at the statement that causes it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Where:
     """The positions along one axis of a tile: `size` of them from `start`, on a tensor's axis.
 
     `dim` identifies the axis by its size (`kv_len`, `128`), so that K's keys and V's keys are the
-    same axis and a key is not a head dimension. `start` is Unknown where a tensor decides it.
+    same axis and a key is not a head dimension. `start` is Unknown if it depends on tensor data.
     """
 
     dim: str
@@ -33,7 +33,7 @@ class Where:
     tensor: str = field(compare=False)
     copy: Copy = field(compare=False, repr=False)
     chosen: bool = field(default=False, compare=False)
-    """Whether an element of a tensor decides `start`: then no walk along the axis is meant."""
+    """Whether `start` depends on tensor data: then no loop along the axis is expected."""
     parts: tuple[int, ...] = field(default=(), compare=False)
     """The widths of the tiles that several Copies put side by side along this axis."""
 
@@ -55,18 +55,18 @@ class Where:
 
 
 class Place(NamedTuple):
-    """The one index of a tile on an axis that it does not stretch along: its head, its batch."""
+    """The index of a tile on an axis that is not one of its own: its head, its batch."""
 
     value: Value
     tensor: str
     copy: Copy
     chosen: bool = False
-    """Whether an element of a tensor decides it: the page of a block of keys."""
+    """Whether it depends on tensor data, as the page of a block of keys does."""
 
 
 @dataclass(eq=False)
 class Epoch:
-    """One value of a running maximum; `stmt` is the statement that moved it there."""
+    """One value of a running maximum; `stmt` is the statement that set it."""
 
     stmt: Statement
     number: int = field(default_factory=itertools.count().__next__)
@@ -74,7 +74,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a value is to the softmax: a maximum, a difference of two, the factor between two,
+    """The role of a value in the softmax: a maximum, a difference of two, the factor between two,
     scores relative to one, or weights (exponentials and sums of them) relative to one."""
 
     name: Literal["max", "diff", "factor", "relative", "weights"]
@@ -84,7 +84,7 @@ class Kind:
 
 @dataclass(frozen=True, eq=False)
 class Masked:
-    """A mask that a tile has been through, with all that is needed to ask it about other keys."""
+    """A mask applied to a tile, with the context to evaluate it for other keys."""
 
     stmt: Statement
     where: Expr
@@ -93,9 +93,9 @@ class Masked:
     dim: str
     varying: frozenset[str]
     read: Reader
-    """Elements of tensors that the condition speaks of."""
+    """Reads the elements of tensors in the condition."""
     sources: frozenset[str]
-    """The tensors that they are of."""
+    """The tensors that the condition reads."""
 
 
 def together(tiles: Iterable[Tile]) -> tuple[Masked, ...]:
@@ -104,7 +104,7 @@ def together(tiles: Iterable[Tile]) -> tuple[Masked, ...]:
 
 
 class Part(NamedTuple):
-    """Positions that a sum has taken in, and the masks that they came through."""
+    """Positions that one addition put into a sum, and the masks applied to them."""
 
     low: int
     high: int
@@ -113,27 +113,27 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Coverage:
-    """Which part of an axis a sum has taken in so far."""
+    """The part of an axis that a sum covers so far."""
 
     dim: str
     tensor: str
     extent: int
     ranges: tuple[tuple[int, int], ...]
     parts: tuple[Part, ...]
-    """What the ranges, which are joined, were made of: a part for each addition."""
+    """The additions that the joined ranges consist of."""
     stmt: Statement
     axis: str
-    """What to call the axis in a message."""
+    """The name of the axis in messages."""
     demanded: bool
-    """Whether all of the axis must be taken in: a run-time length always, a fixed one (half of a
-    head, say) only once a loop walks along it. Where a tensor decides, nobody can demand it."""
+    """Whether the sum must cover the whole axis: a run-time length always, a fixed one (such as
+    half of a head) only if a loop runs along it, a data-dependent one never."""
     known: bool = True
     open: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
-    """The tensors that decide where the walk along the axis begins, and where it ends."""
+    """The tensors that determine where the loop along the axis begins, and where it ends."""
 
     def missing(self, told: frozenset[str]) -> list[tuple[int, int]]:
-        """The parts of the axis that are not in the sum. Where a tensor decides about the first
-        or the last of them, they are not missing, unless it is `told` what is to be seen."""
+        """The parts of the axis that are not in the sum. If tensor data determine the first or the
+        last of them, these are not missing, unless a mask names the tensor (`told`)."""
         gaps, at = [], 0
         for low, high in self.ranges:
             if low > at and (at > 0 or self.open[0] <= told):
@@ -144,16 +144,16 @@ class Coverage:
         return gaps
 
     def overlaps(self, other: Coverage) -> Iterator[Part]:
-        """What both have, as far as it is known, with the masks of both."""
+        """The known parts that both contain, with the masks of both."""
         if not (self.known and other.known and _common(self.ranges, other.ranges)):
-            return  # as in nearly every round: the parts may be thousands
+            return  # the usual case; there may be thousands of parts
         for one, two in itertools.product(self.parts, other.parts):
             low, high = max(one.low, two.low), min(one.high, two.high)
             if low < high:
                 yield Part(low, high, one.masks + two.masks)
 
     def join(self, other: Coverage) -> Coverage:
-        """Both together, the latest statement first in mind."""
+        """The union of both coverages; the latest statement wins."""
         merged: list[tuple[int, int]] = []
         for low, high in sorted((*self.ranges, *other.ranges)):
             if merged and low <= merged[-1][1]:
@@ -162,7 +162,7 @@ class Coverage:
                 merged.append((low, high))
         parts = self.parts + other.parts
         if _common(self.ranges, other.ranges):
-            parts = tuple(dict.fromkeys(parts))  # x + x has no more of them than x
+            parts = tuple(dict.fromkeys(parts))  # x + x covers the same as x
         known = self.known and other.known
         both = (self.open[0] | other.open[0], self.open[1] | other.open[1])
         ranges = tuple(merged)
@@ -170,13 +170,13 @@ class Coverage:
 
 
 def _common(one: Iterable[tuple[int, int]], two: Iterable[tuple[int, int]]) -> bool:
-    """Whether two ranges overlap."""
+    """Whether two half-open ranges overlap, as far as their bounds are known."""
     pairs = itertools.product(one, two)
     return any(max(a[0], b[0]) < min(a[1], b[1]) for a, b in pairs)
 
 
 CoverKey = tuple[str, ...]
-"""An axis of a tensor, and the page or other part of it that the sum is over."""
+"""An axis of a tensor, and the page or other part of it that the sum covers."""
 Covered = Mapping[CoverKey, Coverage]
 
 
@@ -200,15 +200,15 @@ def covering(where: Where, tile: Tile, stmt: Statement) -> dict[CoverKey, Covera
 
 
 def kept(at: Mapping[str, Place], axes: tuple[Where | None, ...]) -> dict[str, Place]:
-    """What is still said of where a tile lies after a sum: the places of its rows' tensor, and of
-    the keys if it still has them. Which page a summed-up key came from is past."""
+    """The fixed coordinates that remain after a sum: those of its rows' tensor, and of the keys if
+    it still has them. The page of a summed key is dropped."""
     tensors = {w.tensor for i, w in enumerate(axes) if w is not None and (i == 0 or w.label == "L")}
     return {dim: place for dim, place in at.items() if place.tensor in tensors}
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile's value: what is known of it, and its numbers when the program really runs."""
+    """A tile's value: what is known of it, and its numbers if the machine has an arithmetic."""
 
     shape: tuple[int, ...]
     axes: tuple[Where | None, ...]
@@ -219,7 +219,7 @@ class Tile:
     kind: Kind | None = None
     masks: tuple[Masked, ...] = ()
     start: bool = False
-    """Whether it is a constant, with which a sum or a maximum begins."""
+    """Whether it is a constant: the initial value of a sum or a maximum."""
     data: Any = field(default=None, repr=False)
 
 
@@ -244,7 +244,7 @@ def side_by_side(pieces: Mapping[int, Tile], name: str, shape: tuple[int, ...]) 
 
 
 def unfilled(pieces: Mapping[int, Tile], width: int) -> list[tuple[int, int]]:
-    """The columns, from and up to, that no piece fills."""
+    """The first range of columns that no piece fills, half-open."""
     gaps, at = [], 0
     for column in (*sorted(pieces), width):
         if column > at:
@@ -254,7 +254,7 @@ def unfilled(pieces: Mapping[int, Tile], width: int) -> list[tuple[int, int]]:
 
 
 Operand = Tile | Value
-"""What an expression is made of: tiles and scalars."""
+"""The value of an expression: a tile or a scalar."""
 
 
 @dataclass
@@ -265,7 +265,7 @@ class Cell:
     writer: Statement
     read: bool = False
     skipped: bool = False
-    """Whether a branch or a loop that would have read it was skipped."""
+    """Whether a skipped branch or loop would have read it."""
     served: bool = False
     """Whether this value, or one that it continues, went into another buffer."""
 
@@ -279,7 +279,7 @@ class Frame:
 
 
 def origins(*places: Where) -> tuple[Label, ...]:
-    """The Copies that positions come from."""
+    """Labels for the Copies that loaded the positions."""
     seen: Mapping[Span, Label] = {
         p.copy.span: Label(p.copy.span, f"`{p.tensor}`: {p}") for p in places
     }

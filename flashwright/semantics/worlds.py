@@ -1,13 +1,13 @@
-"""What the checker assumes where only the caller's data would tell.
+"""Assumptions about the caller's data, for programs whose control flow depends on it.
 
-A length that is read from a tensor ends a loop, a flag skips a round, a dim of the program's own
-says how long a table is. The checker then runs a problem several times, each time in another
+A tensor's element may bound a loop, a flag may skip an iteration, and a dim of the program's own
+may be the length of a table. The checker then runs a problem several times, each time in another
 *world*: with other data, or with other sizes.
 
-A hazard in one world is a finding. A finding about sizes (OF_SIZES) is one only if the data cannot
-be such that it goes away: if it shows in every world, or in a world that the program itself
-speaks of (a length that is compared with key positions lies within the keys). What a sum has
-taken in (OF_SUMS) is known in every world: sums.py asks for nothing that data decide about.
+A hazard in one world is a finding. A finding about sizes (OF_SIZES) counts only if no data can
+avoid it: if it occurs in every world, or in a world that the program itself describes (a length
+that is compared with key positions lies within the keys). The coverage of a sum (OF_SUMS) is known
+in every world: sums.py requires nothing that depends on data.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class World:
     dims: Mapping[str, int]
     data: Data
     alternates: bool = False
-    """Whether conditions on unknown data are false every other time, and not always true."""
+    """Whether conditions on unknown data alternate between true and false; else they are true."""
     whole: bool = True
-    """Whether everything is visited, so that a program without findings here is right."""
+    """Whether all keys are visited, so that a program without findings here is right."""
 
 
 def worlds(program: Program, dims: Mapping[str, int], step: int) -> list[World]:
@@ -73,31 +73,31 @@ def worlds(program: Program, dims: Mapping[str, int], step: int) -> list[World]:
 
 
 def constant(value: int) -> Data:
-    """Data that is the same everywhere."""
+    """Data with one value for every element."""
     return lambda tensor, index, shape: value
 
 
 def _running(total: int) -> Data:
-    """Data that grows along its last axis, from 0 to the total: where sequences begin."""
+    """Data that grows along its last axis from 0 to the total, such as sequence offsets."""
     return lambda tensor, index, shape: index[-1] * total // max(shape[-1] - 1, 1)
 
 
 def resized(
     program: Program, world: World, step: int, tiled: Callable[[str], bool]
 ) -> Iterator[World]:
-    """The world with other sizes of the program's own dims, where no tile lies on such an axis:
-    a table may be as long as there are blocks of keys, or longer."""
+    """The same world with other sizes of the program's own dims, if no tile lies on such an axis:
+    a table may have one entry per block of keys, or more."""
     kv_len, q_len = world.dims["kv_len"], world.dims["q_len"]
     own = [d for d in program.dims if d not in PREDEFINED_DIMS and not tiled(d)]
     for size in (ceil(kv_len / step), kv_len, q_len + kv_len + 8) if own else ():
         yield replace(world, dims={**world.dims, **dict.fromkeys(own, size)})
 
 
-# --- which tensors decide ---------------------------------------------------------------------
+# --- data-dependent control flow ---------------------------------------------------------------
 
 
 def deciding(program: Program) -> frozenset[str]:
-    """The tensors whose elements decide how often a loop runs or whether a branch does."""
+    """The tensors whose elements determine loop bounds or branches."""
     found: set[str] = set()
     for stmt in statements(program.tree.body):
         for expr in _decisions(stmt):
@@ -117,7 +117,7 @@ def _decisions(stmt: Statement) -> tuple[Expr, ...]:
 
 
 def placing(program: Program) -> frozenset[str]:
-    """The tensors whose elements say where something lies: the page of a block of keys."""
+    """The tensors whose elements are coordinates, such as the page of a block of keys."""
     found: set[str] = set()
     for stmt in statements(program.tree.body):
         if isinstance(stmt, Copy):
@@ -130,8 +130,8 @@ def placing(program: Program) -> frozenset[str]:
 
 
 def is_length(program: Program) -> bool:
-    """Whether the program says that the deciding data are numbers of keys: it takes the minimum
-    of them and `kv_len`, or compares them with `kv_idx`."""
+    """Whether the program treats the deciding data as numbers of keys: it takes their minimum with
+    `kv_len`, or compares them with `kv_idx`."""
     names = deciding(program)
     said: set[str] = set()
     for stmt in statements(program.tree.body):

@@ -201,7 +201,7 @@ CASES = [
         ((f"{COPY_Q} to shared\n", ""),),
         "FW403",
         GEMM_S,
-        says="puts `Q` into shared",
+        says="writes `Q` in shared",
     ),
     Case(
         "k copied too late", ((f"  {COPY_K}\n", ""), (MASK, f"{MASK}  {COPY_K}\n")), "FW403", GEMM_S
@@ -510,7 +510,7 @@ CASES = [
         "FW704",
         GEMM_O,
         gpu="h200",
-        says="64 columns over 2 warpgroups with the same 64 rows",
+        says="64 columns are not a multiple of 128: 2 warpgroups with the same 64 rows",
     ),
 ]
 
@@ -1177,7 +1177,7 @@ def test_a_copy_under_another_name_fills_another_tile() -> None:
         (GEMM_O, GEMM_O.replace("V", "K")),
     )
     found = the(source, "FW403")
-    assert "puts `K` into shared" in found.message
+    assert "writes `K` in shared" in found.message
     assert "Copy K" in (found.help or "")
 
 
@@ -1525,7 +1525,7 @@ def test_the_tiles_that_are_alive_together_are_named() -> None:
     found = next(d for d in run(source, "a100").diagnostics if d.code == "FW702")
     assert "`O`, `S`" in found.message
     assert "LSE" not in found.message  # it has a value only after the loop
-    assert any(label.text.startswith("alive here: `O`, `S`") for label in found.secondary)
+    assert any(label.text.startswith("live here: `O`, `S`") for label in found.secondary)
 
 
 def test_programs_with_a_line_or_a_name_changed_end_in_findings_or_pass() -> None:

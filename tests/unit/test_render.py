@@ -111,7 +111,7 @@ def test_json() -> None:
     (record,) = json.loads(render.as_json(failure(source), "a.tl"))
     assert record["code"] == "FW101"
     assert record["severity"] == "error"
-    assert record["title"] == "a statement is not written as TL expects it"
+    assert record["title"] == "syntax error in a statement"
     assert [record[k] for k in ("line", "column", "end_line", "end_column")] == [1, 8, 1, 12]
     assert record["fix"]["edits"] == [{"start": 7, "end": 11, "text": "from"}]
     assert record["secondary"] == []
