@@ -73,7 +73,7 @@ def _try_out(reference: str, spec: AttentionSpec) -> None:
     """One small call, in a process of its own: a function may come to no end."""
     from flashwright.confine import isolate
     from flashwright.judge.reference import MEMORY
-    from flashwright.judge.reference_apart import try_out
+    from flashwright.judge.reference_process import try_out
 
     try:
         isolate.call(try_out, reference, spec, seconds=SECONDS, memory=MEMORY)

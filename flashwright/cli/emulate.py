@@ -205,10 +205,10 @@ def _file(what: str, package: Package) -> str:
 def _machine(package: Package) -> Machine:
     """What executes a kernel: for one that was read out of a folder, a confined process."""
     from flashwright.emulate.machine import here
-    from flashwright.emulate.machine_apart import MachineApart
+    from flashwright.emulate.machine_process import MachineProcess
     from flashwright.sandbox.limits import Limits
 
-    return here if package.translated or sys.platform != "linux" else MachineApart(Limits())
+    return here if package.translated or sys.platform != "linux" else MachineProcess(Limits())
 
 
 @dataclass

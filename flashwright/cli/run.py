@@ -22,7 +22,7 @@ from flashwright.cli.command import (
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
 if TYPE_CHECKING:
-    from flashwright.judge.cpu import Verdict
+    from flashwright.judge.cpu import CpuVerdict
     from flashwright.program.program import Program
     from flashwright.spec import AttentionSpec
 
@@ -89,7 +89,7 @@ def _judged(
     base: Path,
     asked: Asked,
     step: Callable[[int, int, str], None] | None = None,
-) -> Verdict:
+) -> CpuVerdict:
     from flashwright.judge.cpu import judge
     from flashwright.spec import BadSpec
 
@@ -182,7 +182,7 @@ def _print_json(
     asked: Asked,
     ok: bool,
     diagnostics: Sequence[Diagnostic] = (),
-    verdict: Verdict | None = None,
+    verdict: CpuVerdict | None = None,
     spec: AttentionSpec | None = None,
     blamed: str | None = None,
     **more: object,

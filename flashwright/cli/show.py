@@ -23,7 +23,7 @@ from flashwright.lang.recover import STATEMENTS
 if TYPE_CHECKING:
     from flashwright.author.builtin.complete import Choice
     from flashwright.gpu import Gpu
-    from flashwright.judge.cpu import Verdict
+    from flashwright.judge.cpu import CpuVerdict
 
 WIDTH = 100
 KB = 1024
@@ -143,7 +143,7 @@ def choices_table(choices: Iterable[Choice]) -> Table:
     return shown
 
 
-def cases_table(verdict: Verdict) -> Table:
+def cases_table(verdict: CpuVerdict) -> Table:
     """Each problem that was run, and how far each output is from fp64."""
     numbers = ("q_len", "kv_len", "batch", "heads", "kv heads", "rms error", "max error")
     shown = table(*numbers[:5], "output", *numbers[5:], "verdict", right=numbers)
@@ -159,7 +159,7 @@ def cases_table(verdict: Verdict) -> Table:
     return shown
 
 
-def errors_in_words(verdict: Verdict) -> str:
+def errors_in_words(verdict: CpuVerdict) -> str:
     """The line under the table of cases."""
     return (
         "errors are relative to the rms of the right answer; "

@@ -21,7 +21,7 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fno-strict-aliasing")
 
 
 class Machine(Protocol):
-    """What executes a launch: the library in this process, or in another (machine_apart.py)."""
+    """What executes a launch: the library in this process, or in another (machine_process.py)."""
 
     def __call__(self, told: Launch, sizes: Mapping[str, int], regions: Sequence[Region]) -> int:
         """How many findings there are, or -1 less the instruction that it does not know.

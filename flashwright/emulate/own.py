@@ -79,10 +79,10 @@ def kernel(
 
 def _confined() -> Machine:
     """The machine in a confined process, where there is such a thing."""
-    from flashwright.emulate.machine_apart import MachineApart
+    from flashwright.emulate.machine_process import MachineProcess
     from flashwright.sandbox.limits import Limits
 
-    return MachineApart(Limits()) if sys.platform == "linux" else here
+    return MachineProcess(Limits()) if sys.platform == "linux" else here
 
 
 def _read(source: str | Path) -> tuple[str, str]:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from flashwright.author.builtin.author import Written
     from flashwright.build.compile import Built
     from flashwright.gpu import Gpu
-    from flashwright.judge.cpu import Verdict
-    from flashwright.judge.verdict import Verdict as GpuVerdict
+    from flashwright.judge.cpu import CpuVerdict
+    from flashwright.judge.verdict import Verdict
     from flashwright.lower.translate import Translation
     from flashwright.program.program import Program
     from flashwright.spec import AttentionSpec
@@ -83,11 +83,11 @@ class Run:
     findings: tuple[Finding, ...] = ()
     written: Written | None = None
     programs: Mapping[str, Program] = field(default_factory=dict)
-    verdicts: Mapping[str, Verdict] = field(default_factory=dict)
+    verdicts: Mapping[str, CpuVerdict] = field(default_factory=dict)
     translations: Mapping[str, Translation] = field(default_factory=dict)
     builds: Mapping[str, Built] = field(default_factory=dict)
-    gpu_verdict: GpuVerdict | None = None
-    emulated: GpuVerdict | None = None
+    gpu_verdict: Verdict | None = None
+    emulated: Verdict | None = None
     """The verdict on the kernels' PTX, executed on the CPU: where no GPU can run it."""
     asked: Mapping[str, Any] = field(default_factory=dict)
     """What each stage that a language model did has taken."""

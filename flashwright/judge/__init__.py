@@ -1,1 +1,1 @@
-"""Judging kernels: the fp64 oracle, the inputs, and the verdict."""
+"""The judge: problems and inputs, the fp64 oracle, the trial of a candidate, the verdict."""

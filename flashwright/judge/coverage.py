@@ -1,9 +1,9 @@
-"""Which lengths a kernel is tried with: both sides of every length at which it does something else.
+"""The lengths that a kernel is tried with: both sides of every length at which it changes path.
 
-A goal is such a place: a whole tile, one key more, a full ring of stages, two blocks of keys that a
-causal mask skips, one key more than a window. The goals come from the program's own sizes, its spec
-and the classes of its package. A few problems that reach as many goals as a budget allows are
-chosen; the goals that no problem reached are told by name.
+A goal is such a length: a whole tile, one key more, a full ring of stages, two blocks of keys that
+a causal mask skips, one key more than a window. The goals come from the program's sizes, its spec
+and the classes of its package. `cover` chooses a few problems that reach as many goals as a budget
+allows. The verdict lists the goals that no problem reached.
 """
 
 from __future__ import annotations
@@ -16,40 +16,42 @@ from flashwright.judge.tiling import Served, Tiling
 from flashwright.spec import AttentionSpec
 
 Pair = tuple[int, int]
-"""q_len and kv_len, as the kernel has them."""
+"""q_len and kv_len."""
 
 LENGTHS = ((1, 1), (17, 17), (64, 64), (100, 100), (257, 257), (100, 257), (257, 100))
 """Pairs of q_len and kv_len for a candidate whose tiles are not known: one position, ragged, exact,
 several blocks, unequal both ways."""
 BOUNDED = 257
-"""Keys of the longest problem of a spec with dims of its own: they may bound the keys, as the pages
-of a table do."""
+"""Keys of the longest problem of a spec that declares dims. Such a dim may bound the keys, as the
+pages of a table do."""
 SKIPPED = 2
-"""Blocks: one that is skipped may still be in a buffer, the second shows what is done with it."""
+"""Skipped key blocks in a row. One skipped block may still be in a buffer; a second one shows
+whether the kernel reads it."""
 FEW = 33
-"""Queries from which on a mask that is off by one shows in the RMS error, whatever the weights."""
+"""The least number of queries at which a mask that is off by one shows in the RMS error."""
 LONG = 1025
-"""Keys of one problem for a reference, whose window no program may have."""
+"""Keys of one problem for a spec with a reference: the reference may have a window that the program
+does not show."""
 OVERHEAD = 20_000
-"""What a problem costs beside its positions, in positions."""
+"""The fixed cost of a problem, in positions."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Positions (queries times keys, in whole tiles) that are affordable for one head."""
+    """How many positions (queries times keys, in whole tiles) one head may have."""
 
     one: int
-    """Of a single problem."""
+    """The limit of a single problem."""
     total: int
     why: str
-    """What is said of a goal that does not fit."""
+    """The reason reported for a goal that does not fit."""
     longest: int | None = None
     """Keys that no problem may exceed."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """Something that a problem should reach."""
+    """A pair of lengths, or a range of them, that some problem should have."""
 
     name: str
     reached: Callable[[int, int], bool]
@@ -61,13 +63,13 @@ class Coverage:
 
     goals: tuple[Goal, ...]
     pairs: tuple[Pair, ...]
-    """The most telling first."""
+    """Ordered by goals reached per cost."""
     beyond: frozenset[str]
     """Goals that no affordable problem reaches."""
     why: str
 
     def unreached(self, done: Iterable[Mapping[str, int]], out_of_time: str = "") -> list[str]:
-        """The goals that no problem of these dims reached, each with the reason."""
+        """The names of the goals that no problem in `done` reached, each with the reason."""
         pairs = [(d["q_len"], d["kv_len"]) for d in done if d.get("batch", 1)]
         found = []
         for goal in self.goals:
@@ -84,16 +86,16 @@ def cover(
     given: Iterable[Pair] = (),
     at_bounds: bool = True,
 ) -> Coverage:
-    """Goals and problems of a trial that has the `given` lengths in any case.
+    """The goals of a trial and the lengths to add to the `given` ones.
 
-    A callable does not show its tiles: without kernels small ones are assumed.
+    A callable does not show its tiles. Without `kernels`, small tiles are assumed.
     """
     served = tuple(kernels) or (Served(Tiling(diagonal=spec.causal, assumed=True)),)
     several = len(served) > 1
-    goals: list[Goal] = list(_everywhere(spec))
+    goals: list[Goal] = list(_common_goals(spec))
     queries, keys = {1, FEW}, {1}
     for kernel in served:
-        places = _Places(kernel, spec)
+        places = _KernelGoals(kernel, spec)
         goals += places.named(several)
         if several and at_bounds and kernel.up_to is not None:
             bound = kernel.up_to
@@ -108,24 +110,24 @@ def cover(
     goals = [g for g in goals if any(g.reached(*pair) for pair in everything)]
     table = {pair: frozenset(g.name for g in goals if g.reached(*pair)) for pair in everything}
     costs = {pair: _cost(served, pair) for pair in everything}
-    affordable = [p for p in everything if _fits(p, costs[p], budget)]
+    affordable = [p for p in everything if _is_affordable(p, costs[p], budget)]
     beyond = {g.name for g in goals}.difference(*(table[p] for p in affordable))
     already = {g.name for g in goals if any(g.reached(*pair) for pair in given)}
     pairs = _greedy({p: table[p] for p in affordable}, costs, budget.total, already)
     return Coverage(tuple(goals), tuple(pairs), frozenset(beyond), budget.why)
 
 
-def _fits(pair: Pair, cost: int, budget: Budget) -> bool:
+def _is_affordable(pair: Pair, cost: int, budget: Budget) -> bool:
     return cost <= budget.one + OVERHEAD and (budget.longest is None or pair[1] <= budget.longest)
 
 
 def _cost(served: Sequence[Served], pair: Pair) -> int:
     q_len, kv_len = pair
     tiling = next((s.tiling for s in served if s.serves(kv_len)), served[-1].tiling)
-    return OVERHEAD + _whole(q_len, tiling.rows) * _whole(kv_len, tiling.keys)
+    return OVERHEAD + _round_up(q_len, tiling.rows) * _round_up(kv_len, tiling.keys)
 
 
-def _whole(length: int, tile: int) -> int:
+def _round_up(length: int, tile: int) -> int:
     return -(-length // tile) * tile
 
 
@@ -135,8 +137,8 @@ def _greedy(
     total: int,
     already: Iterable[str],
 ) -> list[Pair]:
-    """The pair that reaches most for its cost, again and again; then those that all others make
-    up for are left out."""
+    """Choose the pair with the most new goals for its cost until the budget is spent. Then drop the
+    pairs whose goals the others reach."""
     reached, chosen, spent = set(already), list[Pair](), 0
     while True:
         new = {p: len(names - reached) for p, names in table.items() if p not in chosen}
@@ -161,8 +163,8 @@ def _keys_are(count: int) -> Callable[[int, int], bool]:
     return lambda q, kv: kv == count
 
 
-def _everywhere(spec: AttentionSpec) -> Iterator[Goal]:
-    """What any kernel is asked, whatever its tiles."""
+def _common_goals(spec: AttentionSpec) -> Iterator[Goal]:
+    """The goals of every kernel, whatever its tiles."""
     yield Goal("q_len 1, kv_len 1", lambda q, kv: q == kv == 1)
     yield Goal("q_len = kv_len", lambda q, kv: q == kv > 1)
     yield Goal("q_len < kv_len", lambda q, kv: 1 < q < tokens_of(spec, kv))
@@ -177,8 +179,8 @@ def tokens_of(spec: AttentionSpec, kv_len: int) -> int:
     return kv_len
 
 
-class _Places:
-    """Goals of one kernel, and the lengths with which they can be reached."""
+class _KernelGoals:
+    """The goals of one kernel, and the lengths that reach them."""
 
     def __init__(self, kernel: Served, spec: AttentionSpec) -> None:
         self.kernel, self.spec = kernel, spec
@@ -186,30 +188,31 @@ class _Places:
         self.queries: set[int] = set()
         self.keys: set[int] = set()
         self.goals: list[Goal] = []
-        self._tiles()
-        self._ring()
+        self._add_tile_goals()
+        self._add_ring_goals()
         self.constants = _constants(kernel.tiling, spec)
-        self._around_constants()
-        self._skipped()
-        base = _whole(kernel.above, self.tile)
+        self._add_constant_goals()
+        self._add_skip_goals()
+        base = _round_up(kernel.above, self.tile)
         self.keys |= {base + n for n in (self.tile - 1, self.tile, self.tile + 1)}
         if kernel.above:
-            self.keys |= {kernel.above + 1, kernel.above + n_blocks(self.rows, self.tile)}
+            self.keys |= {kernel.above + 1, kernel.above + keys_with_skips(self.rows, self.tile)}
 
     def named(self, several: bool) -> list[Goal]:
-        """The goals, of this kernel's own lengths only."""
+        """The goals; with `several` kernels, restricted to the lengths that this one serves."""
         if not several:
             return self.goals
         end = f"up to {self.kernel.up_to}" if self.kernel.up_to else f"above {self.kernel.above}"
         serves = self.kernel.serves
         return [
-            Goal(f"{g.name}, kernel for {end} keys", _both(serves, g.reached)) for g in self.goals
+            Goal(f"{g.name}, kernel for {end} keys", _in_class(serves, g.reached))
+            for g in self.goals
         ]
 
     def _add(self, name: str, reached: Callable[[int, int], bool]) -> None:
         self.goals.append(Goal(name, reached))
 
-    def _tiles(self) -> None:
+    def _add_tile_goals(self) -> None:
         rows, tile = self.rows, self.tile
         if self.kernel.tiling.assumed:
             return
@@ -232,8 +235,8 @@ class _Places:
             )
             self.keys |= {2 * tile + 1, 3 * tile - 1}
 
-    def _ring(self) -> None:
-        """Blocks of keys around the number of stages, and so many that the ring is used twice."""
+    def _add_ring_goals(self) -> None:
+        """Numbers of key blocks around the number of stages, and enough to use the ring twice."""
         tile, stages = self.tile, self.kernel.tiling.stages
         if tile < 2 or stages < 2 or self.spec.branch == "selected":
             return
@@ -242,7 +245,7 @@ class _Places:
             self._add(name, lambda q, kv, n=count: -(-kv // tile) == n)  # type: ignore[misc]
             self.keys |= {count * tile, count * tile - 1, (count - 1) * tile + 1}
 
-    def _around_constants(self) -> None:
+    def _add_constant_goals(self) -> None:
         for name, value in self.constants.items():
             told = name if name == str(value) else f"{name} {value}"
             enough = min(FEW, max(2, value // 2))
@@ -252,8 +255,8 @@ class _Places:
                 self._add(label, lambda q, kv, n=count, m=enough: kv == n and q >= m)  # type: ignore[misc]
                 self.keys.add(count)
 
-    def _skipped(self) -> None:
-        """Blocks that no query of a thread block sees, on both sides, and blocks that all see."""
+    def _add_skip_goals(self) -> None:
+        """Key blocks that no query of a thread block sees, on both sides; blocks that all see."""
         spec, rows, tile = self.spec, self.rows, self.tile
         if spec.branch == "selected" or tile < 2:
             return
@@ -296,13 +299,13 @@ class _Places:
             self.queries.add(rows + 1)
 
 
-def n_blocks(rows: int, tile: int) -> int:
-    """Keys of a problem with blocks that are skipped, seen whole and seen in part."""
+def keys_with_skips(rows: int, tile: int) -> int:
+    """Keys of a problem with key blocks that are skipped, fully visible and partly visible."""
     return rows + SKIPPED * tile
 
 
 def _constants(tiling: Tiling, spec: AttentionSpec) -> dict[str, int]:
-    """Those of the program and of the spec, each value once."""
+    """The constants of the program and of the spec by name, each value once."""
     asked = {"window": spec.window, "sink_tokens": spec.sink_tokens}
     every = itertools.chain(
         tiling.constants.items(), ((n, v) for n, v in asked.items() if v is not None and v > 1)
@@ -313,7 +316,7 @@ def _constants(tiling: Tiling, spec: AttentionSpec) -> dict[str, int]:
     return {name: value for value, name in found.items()}
 
 
-def _both(
+def _in_class(
     serves: Callable[[int], bool], reached: Callable[[int, int], bool]
 ) -> Callable[[int, int], bool]:
     return lambda q, kv: serves(kv) and reached(q, kv)

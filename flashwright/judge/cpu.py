@@ -1,4 +1,4 @@
-"""The verdict without a GPU: the program is run on the CPU and compared with fp64 attention."""
+"""The verdict on a TL program: the interpreter runs it on the CPU, fp64 attention is the truth."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashwright.judge import inputs as trial
 from flashwright.judge import oracle
 from flashwright.judge.coverage import BOUNDED, LENGTHS, Budget, Coverage, cover, tokens_of
 from flashwright.judge.localise import localise
-from flashwright.judge.reference_apart import ReferenceApart
+from flashwright.judge.reference_process import ReferenceProcess
 from flashwright.judge.tiling import Served, spread_in, tiling_of
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.program.program import Program, Tensor
@@ -27,11 +27,11 @@ Progress = Callable[[int, int, str], None]
 
 BUDGET = Budget(500_000, 1_500_000, "too long for a run on the CPU")
 LOW = (33, 33)
-"""The lengths of one more problem, whose scores are all far below 0: there a running maximum that
-starts at 0, and not below every score, loses all the weights. (A sink is where the maximum starts,
-and a row that is all sink has nothing to compare.)"""
+"""The lengths of one more problem, whose scores are all far below 0. A running maximum that starts
+at 0 instead of -inf loses all weights there. (With a sink, the maximum starts at the sink, and a
+row whose weight is all the sink's has nothing to compare.)"""
 SMALL = (24, 24)
-"""The lengths of the problem on which the spread of the scores is measured."""
+"""The lengths of the problem that measures the spread of the scores."""
 
 # The caller's order of a tensor's axes; a head's group members are part of the head axis.
 _CALLER_ORDER = "BHGLD"
@@ -39,7 +39,7 @@ _CALLER_ORDER = "BHGLD"
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One output of one problem."""
+    """The comparison of one output of one problem."""
 
     dims: Mapping[str, int]
     output: str
@@ -47,17 +47,17 @@ class CaseResult:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Whether a program is the attention its spec asks for, as far as the CPU run can tell."""
+class CpuVerdict:
+    """Whether a program computes its spec's attention, from runs of the interpreter."""
 
     cases: tuple[CaseResult, ...]
     diagnostics: tuple[Diagnostic, ...] = ()
     unreached: tuple[str, ...] = ()
-    """Lengths at which the program does something else and that no case has, with the reason."""
+    """Lengths at which the program changes path and that no case has, each with the reason."""
 
     @property
     def ok(self) -> bool:
-        """Every output of every case agrees."""
+        """Whether every output of every case agrees."""
         return not self.diagnostics and all(c.comparison.ok for c in self.cases)
 
     @property
@@ -67,7 +67,7 @@ class Verdict:
         return max(found, default=0.0)
 
     def record(self) -> list[dict[str, Any]]:
-        """The cases as plain data; a number that JSON does not have becomes a word."""
+        """The cases as plain data. NaN and infinities become words, as JSON has none."""
         return [
             {
                 "dims": dict(case.dims),
@@ -95,14 +95,14 @@ def judge(
     base: Path | None = None,
     progress: Progress | None = None,
     kind: str = "normal",
-) -> Verdict:
-    """Run the cases in turn; the first wrong one ends the trial, with the place that is wrong.
+) -> CpuVerdict:
+    """Run the cases in order. The first wrong one ends the run, with the statement at fault.
 
     `base` is the folder that the spec's `reference` is relative to; `kind` the distribution of
     the inputs (see inputs.py).
     """
-    reference = ReferenceApart((base or Path()) / spec.reference) if spec.reference else None
-    _same_types(program, spec)
+    reference = ReferenceProcess((base or Path()) / spec.reference) if spec.reference else None
+    _check_dtypes(program, spec)
     chosen = coverage(program, spec) if cases is None else None
     listed = default_cases(spec, _lengths(chosen, spec)) if chosen is not None else cases or ()
     problems = [(dict(c), kind) for c in listed]
@@ -114,28 +114,28 @@ def judge(
         if progress is not None:
             progress(number, len(problems), f"q_len {dims['q_len']}, kv_len {dims['kv_len']}")
         sizes = {**spec.dims, **dims}
-        trial_ = Trial(program, spec, sizes, seed + number, reference, drawn, spread)
-        results += trial_.results
-        if trial_.diagnostics:
-            return Verdict(tuple(results), trial_.diagnostics)
+        run = CpuTrial(program, spec, sizes, seed + number, reference, drawn, spread)
+        results += run.results
+        if run.diagnostics:
+            return CpuVerdict(tuple(results), run.diagnostics)
     left = chosen.unreached(dims for dims, _ in problems) if chosen is not None else ()
-    return Verdict(tuple(results), unreached=tuple(left))
+    return CpuVerdict(tuple(results), unreached=tuple(left))
 
 
 def coverage(program: Program, spec: AttentionSpec) -> Coverage:
-    """The lengths of a program's trial on the CPU, chosen from its own sizes."""
+    """The lengths of a program's CPU run, chosen from its tile sizes and constants."""
     budget = replace(BUDGET, longest=BOUNDED) if spec.dims else BUDGET
     return cover((Served(tiling_of(program)),), spec, budget)
 
 
 def _lengths(chosen: Coverage, spec: AttentionSpec) -> list[tuple[int, int]]:
-    """The shortest first: what is wrong is easiest to see there."""
+    """The lengths to run, shortest first: a short failure is easier to read."""
     pairs = sorted(chosen.pairs, key=lambda pair: (pair[0] * pair[1], pair))
     return [(q_len, tokens_of(spec, kv_len)) for q_len, kv_len in pairs]
 
 
-def _same_types(program: Program, spec: AttentionSpec) -> None:
-    """A program in another element type than the spec's is judged by the wrong rounding."""
+def _check_dtypes(program: Program, spec: AttentionSpec) -> None:
+    """Fail if a tensor's element type is not the spec's: the error limit would be the wrong one."""
     meant = dict.fromkeys("QKV", spec.input_dtype) | {"O": spec.output_dtype}
     for tensor in program.tensors.values():
         wanted = meant.get(tensor.name, tensor.dtype)
@@ -150,8 +150,8 @@ def default_cases(
 ) -> list[dict[str, int]]:
     """Small problems with the spec's kind of head sharing.
 
-    The shortest have two batches and two kv heads, so that a wrong one is seen; the longer ones
-    are about lengths and have one.
+    The short ones have two batches and two kv heads, so that a wrong batch or head shows. The
+    longer ones have one of each.
     """
     cases = []
     for q_len, kv_len in lengths:
@@ -169,8 +169,8 @@ def default_cases(
     return cases
 
 
-class Trial:
-    """One problem: inputs, the run, the oracle's answer, the comparison."""
+class CpuTrial:
+    """One problem of a TL program: inputs, the run, the oracle's answer, the comparison."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ class Trial:
         spec: AttentionSpec,
         dims: dict[str, int],
         seed: int,
-        reference: ReferenceApart | None,
+        reference: ReferenceProcess | None,
         kind: str,
         spread: float | None = None,
     ) -> None:
@@ -198,7 +198,7 @@ class Trial:
     def arranged(self) -> dict[str, Array]:
         """The inputs in the order of axes that the program declares."""
         arrays = {t.name: self._arrange(self.inputs[t.name], t) for t in self.program.inputs}
-        for tensor in self.program.outputs:  # a view's memory is the caller's to size
+        for tensor in self.program.outputs:  # the caller decides the size of a view's memory
             if tensor.offset is not None and tensor.name in self.expected:
                 arrays[tensor.name] = self.expected[tensor.name]
         return arrays
@@ -224,7 +224,7 @@ class Trial:
                 )
 
     def _unwritten(self) -> Iterator[Diagnostic]:
-        """Outputs of the spec that the program declares and then forgets."""
+        """A finding for each output of the spec that the program declares and never stores."""
         for tensor in self.program.tensors.values():
             if tensor.name in self.expected and not tensor.written:
                 text = f"`{tensor.name}` is an output of the spec, but nothing is stored in it"
@@ -242,7 +242,7 @@ def _inputs(
     spec: AttentionSpec,
     dims: Mapping[str, int],
     seed: int,
-    reference: ReferenceApart | None,
+    reference: ReferenceProcess | None,
     kind: str,
     spread: float | None = None,
 ) -> dict[str, Array]:
@@ -266,9 +266,9 @@ def _inputs(
 
 
 def reference_spread(
-    program: Program, spec: AttentionSpec, reference: ReferenceApart
+    program: Program, spec: AttentionSpec, reference: ReferenceProcess
 ) -> float | None:
-    """The spread of a program's scores on normal inputs, where no spec says what the scale is."""
+    """The spread of a program's scores on normal inputs, for a spec that gives no scale."""
     (small,) = default_cases(spec, [SMALL])
     dims = {**spec.dims, **small}
     made = _inputs(program, spec, dims, 0, reference, "normal")
@@ -279,8 +279,8 @@ def reference_spread(
 def arrange(array: Array, tensor: Tensor, shape: tuple[int, ...]) -> Array:
     """A caller's array with its axes as the program declares them.
 
-    The caller's order is batch, head, position, dimension. A program may declare another order,
-    and may split the heads into groups; other axes stay where they are.
+    The caller's order is batch, head, position, dimension. A program may declare another order
+    and may split the heads into groups. Other axes stay in order.
     """
     labels = [a.label for a in tensor.axes]
     known = [label for label in labels if label in _CALLER_ORDER]

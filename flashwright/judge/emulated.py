@@ -1,9 +1,9 @@
-"""The judge without a GPU: the kernel's own PTX, executed on the CPU by the emulator.
+"""The judge without a GPU: the emulator executes the kernel's PTX on the CPU.
 
-It is the same trial as on a GPU, with an emulator in the place of the candidate's process: fp64,
-poisoned outputs, other inputs, masked keys. What is run again is run under another schedule of the
-asynchronous work and of the warps. What the emulator itself finds (races, accesses, barriers) is an
-offence, at its line of TL. Here the PTX is read; a confined process executes it (machine_apart.py).
+The trial is the one on a GPU, with an emulator instead of the candidate's process: fp64, poisoned
+outputs, other inputs, masked keys. A repeated call runs under another schedule of the asynchronous
+work and of the warps. What the emulator finds (races, accesses, barriers) is an offence, at its
+line of TL. This module reads the PTX; a confined process executes it (machine_process.py).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from flashwright.emulate.emulate import (
     variables_of,
 )
 from flashwright.emulate.machine import Machine, here, library_file
-from flashwright.emulate.machine_apart import MachineApart
+from flashwright.emulate.machine_process import MachineProcess
 from flashwright.emulate.package import Package, Served, Unending, read_served
 from flashwright.emulate.places import CODES, diagnostics
 from flashwright.judge.expected import Expected
 from flashwright.judge.form import PackageForm, planned_shape
 from flashwright.judge.inputs import random_tensor
-from flashwright.judge.judge import QUESTIONS, SETTLED, Hearing, Progress, spread_of
+from flashwright.judge.judge import QUESTIONS, SETTLED, JudgeRun, Progress, spread_of
 from flashwright.judge.offences import hazard
 from flashwright.judge.problems import Problem, coverage, problems
 from flashwright.judge.trial import Outcome, Trial
@@ -54,18 +54,19 @@ from flashwright.spec import AttentionSpec
 
 SECONDS = 600.0  # for a whole trial; most take some 10 s
 MANY_KEYS = 1000
-LONGEST_BOUND = 1 << 16  # keys of a class of lengths that can be emulated
+LONGEST_BOUND = 1 << 16  # keys of the longest class of lengths that is emulated
 ROUNDS = 40  # launches of a small problem at the end
 MOST_BYTES = 2 << 30  # of an output
 _KINDS = {code: kind for kind, code in CODES.items()}
-# Of a process, a stream or a library, which are not here; or answered by what the emulator finds.
+# Questions about a process, a stream or a library, which emulation does not have, and questions
+# that the emulator's own findings answer.
 _LEFT_OUT = ("exactness", "inputs", "guards", "stream", "views", "libraries")
 ASKED = {
     **{name: text for name, text in QUESTIONS.items() if name not in _LEFT_OUT},
     "repeat": "the same inputs give the same bits under every schedule of asynchronous work",
     "hazards": "no access out of bounds, no race, no barrier or fence amiss",
 }
-ALONE = "the verdict is about the PTX alone: nothing ties the cubin to it"
+ALONE = "the verdict is about the PTX alone: no record shows that the cubin was built from it"
 _DIFFERS = "another schedule of the asynchronous work gives other bits"
 
 
@@ -83,20 +84,21 @@ def judge_emulated(
 ) -> Verdict:
     """The verdict on a kernel package, under emulation.
 
-    It rests on all problems, or on the first `most` of them: however fast the kernel is, there are
-    as many. Where `seconds` are not enough for them, the verdict says so and is not `ok`. Of the
-    limits that of one call's seconds counts. The other arguments are those of judge.judge. Failed
-    where there is nothing that can be executed, or files that do not belong together.
+    It tries all problems, or the first `most` of them; their number does not depend on the kernel's
+    speed. If `seconds` are too few for them, the verdict says so and is not `ok`. Of `limits`, only
+    the seconds of one call apply. The other arguments are those of judge.judge.
+
+    Raises Failed if the package has no PTX that can be executed, or files of different builds.
     """
     tell = progress or (lambda done, total, text: None)
     served = read_served(Path(folder))
-    notes = _ties(Path(folder), served)
+    notes = _build_notes(Path(folder), served)
     tell(0, 1, "reading its PTX")
     for package in served.packages.values():
-        _ = package.program  # what cannot be executed is told before anything is tried
+        _ = package.program  # fails here, before any problem runs, if it cannot be executed
     tell(0, 1, "compiling the emulator, once")
     library_file()
-    hearing = _Hearing(
+    run = _EmulatedRun(
         candidate=Candidate.package(Path(folder)),
         spec=spec,
         seed=secrets.randbits(31) if seed is None else seed,
@@ -112,14 +114,14 @@ def judge_emulated(
         most=most,
         notes=notes,
     )
-    found = hearing.verdict(EMULATION, served.plan.arch, lengths, tell)
-    return replace(found, unable=None, missing=hearing.missing)  # nobody expects a library there
+    found = run.verdict(EMULATION, served.plan.arch, lengths, tell)
+    return replace(found, unable=None, missing=run.missing)  # emulation compares no library
 
 
-def _ties(folder: Path, served: Served) -> list[str]:
-    """Whether what is judged and what would run on a GPU belong together, as notes of a verdict.
+def _build_notes(folder: Path, served: Served) -> list[str]:
+    """Notes on whether the judged PTX and the cubin that a GPU would run belong together.
 
-    Failed with FW852 where files are not those of one build, or the cubin is for another GPU.
+    Raises Failed with FW852 if the files are not of one build or the cubin is for another GPU.
     """
     notes = []
     for name, package in served.packages.items():
@@ -135,16 +137,16 @@ _NOTHING = Diagnostic("FW833", "")
 
 @dataclass(frozen=True)
 class Posed:
-    """One problem with its inputs, for a kernel as its plan has it."""
+    """One problem with its inputs, laid out as the kernel's launch plan asks."""
 
     inputs: Mapping[str, Array]
     outputs: Mapping[str, tuple[Sequence[int], str]]
     expected: Mapping[str, Array]
-    """In fp64; empty where nothing says what is right."""
+    """The outputs in fp64; empty without a spec."""
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """All tensors, for their sizes."""
+        """Inputs and outputs by name, for their sizes."""
         return _arrays(self.inputs, self.outputs)
 
 
@@ -155,7 +157,7 @@ def pose(
     dims: Mapping[str, int],
     seed: int,
 ) -> Posed:
-    """Random inputs of these sizes, and what should come out where a spec says it."""
+    """Random inputs of these sizes, and with a spec the expected outputs."""
     if spec is None:
         rng = np.random.default_rng(seed)
         shapes = {t.name: (planned_shape(t, dims), t.dtype) for t in plan.tensors}
@@ -173,8 +175,8 @@ def pose(
 
 
 @dataclass(frozen=True)
-class Launch:
-    """A launch in which something was found."""
+class FaultyLaunch:
+    """A launch in which the emulator found something."""
 
     package: Package
     findings: tuple[Finding, ...]
@@ -186,34 +188,35 @@ class Launch:
 
 @dataclass
 class Emulator(Sandbox):
-    """In the place of the candidate's process: the package's PTX, executed by the emulator's."""
+    """The sandbox of a trial under emulation: it executes the package's PTX."""
 
     served: Served | None = None
     launches: int = 0
     variables: dict[str, Variables] = field(default_factory=dict)
-    """Of each kernel's module: a GPU loads it once, and launches find what others left there."""
-    found: list[Launch] = field(default_factory=list)
-    machine: MachineApart | None = None
+    """The global variables of each kernel's module. They persist from launch to launch, as on a
+    GPU."""
+    found: list[FaultyLaunch] = field(default_factory=list)
+    machine: MachineProcess | None = None
     _first: Called | None = None
     _other: Called | None = None
-    """What another schedule gave, where that is not the same."""
+    """The result of another schedule, if it differs from the first."""
 
     def start(self) -> None:
-        """It is started by the first launch."""
+        """Check the confinement. The first launch starts the emulator's process."""
         self.sealed = True
         if len(confinement()) < len((FILES, CALLS)):
-            text = "this system has not both Landlock and seccomp: a kernel that takes the emulator"
-            self.gaps = (f"{text} over could reach more than its memory",)
+            text = "this system lacks Landlock or seccomp: a kernel that exploits the emulator"
+            self.gaps = (f"{text} could reach more than the emulator's memory",)
 
     def close(self) -> None:
-        """End the emulator's process; another launch starts another."""
+        """End the emulator's process. The next launch starts another."""
         if self.machine is not None:
             self.machine.close()
         self.machine = None
 
     @property
     def alive(self) -> bool:
-        """See Sandbox."""
+        """True: the next launch starts a process if there is none."""
         return True
 
     def call(
@@ -230,7 +233,7 @@ class Emulator(Sandbox):
         far: bool = False,
         times: int = 1,
     ) -> Called:
-        """As Sandbox.call; a call at another place is one under other schedules."""
+        """As Sandbox.call. A `place` other than 0 runs the call under other schedules."""
         given = (inputs, outputs or {}, dims or {})
         if place == 0:
             self._first, self._other = self._run(*given, "eager"), None
@@ -259,12 +262,12 @@ class Emulator(Sandbox):
             self.variables[package.name] = variables_of(package.program)
         kept, seconds = self.variables[package.name], self.limits.seconds
         if self.machine is None and sys.platform == "linux":
-            self.machine = MachineApart(self.limits)
+            self.machine = MachineProcess(self.limits)
         given = (inputs, outputs, dims, schedule, seconds, kept)
         made, done = launch(package, *given, self.machine or here)
         self.launches += 1
         if done.findings:
-            self.found.append(Launch(package, done.findings, inputs, outputs, dims, schedule))
+            self.found.append(FaultyLaunch(package, done.findings, inputs, outputs, dims, schedule))
         told = {name: Output(array, outputs[name][1]) for name, array in made.items()}
         return Called(told, seconds=time.monotonic() - start)
 
@@ -279,16 +282,16 @@ def launch(
     variables: Variables | None = None,
     machine: Machine = here,
 ) -> tuple[dict[str, Array], Result]:
-    """One launch on new outputs full of NaN bits; Ended where it does not come to an end.
+    """One launch with new outputs full of NaN bits: the outputs, and what the emulator found.
 
-    Failed with FW904 where the kernel takes other tensors than it is given.
+    Raises Ended if the launch does not finish, Failed with FW904 if the kernel takes other tensors.
     """
     made = {name: poisoned(shape, dtype) for name, (shape, dtype) in outputs.items()}
     missing = [name for name in package.plan.dims if name not in dims]
     if missing:
         text = f"no value is given for {', '.join(missing)}"
         raise Failed(Diagnostic("FW904", text))
-    _fitting(package.plan, inputs, dims)
+    _check_shapes(package.plan, inputs, dims)
     if 0 in package.plan.blocks(dims, SMS):
         return made, Result((), np.zeros((len(package.program.source), len(COUNTS)), np.int64))
     arrays = {**{name: np.ascontiguousarray(x) for name, x in inputs.items()}, **made}
@@ -300,8 +303,8 @@ def launch(
         raise Failed(Diagnostic("FW852", f"launch.json: maps: {error}")) from None
 
 
-def _fitting(plan: LaunchPlan, inputs: Mapping[str, Array], dims: Mapping[str, int]) -> None:
-    """The launcher compares its tensors with the plan; the emulator's are compared here."""
+def _check_shapes(plan: LaunchPlan, inputs: Mapping[str, Array], dims: Mapping[str, int]) -> None:
+    """Fail if an input does not have the shape of the plan: what the launcher checks on a GPU."""
     for tensor in plan.tensors:
         array = inputs.get(tensor.name)
         if array is None:
@@ -313,7 +316,7 @@ def _fitting(plan: LaunchPlan, inputs: Mapping[str, Array], dims: Mapping[str, i
 
 
 def poisoned(shape: Sequence[int], dtype: str) -> Array:
-    """An output before anything is written to it; Failed with FW852 for more than can be had."""
+    """An output full of NaN bits. Raises Failed with FW852 for more than MOST_BYTES."""
     size = math.prod(shape) * DTYPES[dtype].itemsize
     if size > MOST_BYTES:
         text = f"an output of {size} bytes cannot be emulated: launch.json gives it {tuple(shape)}"
@@ -326,7 +329,7 @@ def poisoned(shape: Sequence[int], dtype: str) -> Array:
 def _arrays(
     inputs: Mapping[str, Array], outputs: Mapping[str, tuple[Sequence[int], str]]
 ) -> dict[str, Array]:
-    """All tensors of a launch, for their sizes."""
+    """Inputs and outputs of a launch by name, for their sizes."""
     made = {name: poisoned(shape, dtype) for name, (shape, dtype) in outputs.items()}
     return {**inputs, **made}
 
@@ -340,13 +343,13 @@ def _same(one: Called, other: Called) -> bool:
 
 
 @dataclass
-class _Hearing(Hearing):
+class _EmulatedRun(JudgeRun):
     served: Served | None = None
     seconds: float = 0.0
     most: int | None = None
-    """Problems that the verdict rests on, where not on all."""
+    """How many problems to try; None for all."""
     missing: str = ""
-    """Why the verdict has not enough to rest on."""
+    """What was not tried, if too little was tried for a verdict."""
 
     def __post_init__(self) -> None:
         self.until = time.monotonic() + self.seconds
@@ -372,13 +375,13 @@ class _Hearing(Hearing):
         listed = problems(self.spec, self.seed, "emulated", lengths, bounds, self.chosen)
         if self.most is None or lengths is not None:
             return listed
-        rested = listed[: max(self.most, 1 + len(bounds))]  # the bounds' come second
+        rested = listed[: max(self.most, 1 + len(bounds))]  # problems at bounds follow the first
         self.notes.append(f"it rests on {len(rested)} of {len(listed)} problems")
         return rested
 
-    def _fresh(self, number: int, problem: Problem) -> bool:
-        """Not those that take long: a replay shows in the others."""
-        return super()._fresh(number, problem) and problem.dims["kv_len"] < MANY_KEYS
+    def _wants_fresh_inputs(self, number: int, problem: Problem) -> bool:
+        """Whether a problem gets other inputs: not the long ones, as a replay shows in others."""
+        return super()._wants_fresh_inputs(number, problem) and problem.dims["kv_len"] < MANY_KEYS
 
     def _run(
         self,
@@ -388,12 +391,12 @@ class _Hearing(Hearing):
     ) -> None:
         super()._run(expected, lengths, progress)
         if self.complete and not self.found:
-            self._later(progress)
+            self._repeat_at_the_end(progress)
 
-    def _later(self, progress: Progress) -> None:
-        """Once more at the end: a kernel that counts its calls may be right in the first ones.
+    def _repeat_at_the_end(self, progress: Progress) -> None:
+        """Run the first problem again, and a small one many times.
 
-        The first problem is put again, and a small one launched many times.
+        A kernel that counts its calls may be right in the first ones only.
         """
         assert self.trial is not None
         tried = [o.problem for o in self.outcomes if o.cases]
@@ -404,15 +407,15 @@ class _Hearing(Hearing):
         progress(1, 1, "many calls, and the first problem again")
         with contextlib.closing(running):
             smallest = min(tried, key=lambda p: math.prod(p.dims.values()))
-            self._keep(self._many(self.trial, smallest))
-            self._keep(self.trial.run(tried[0]))
-        self._enough(running, len(tried), len(tried))
+            self._add_outcome(self._launch_many_times(self.trial, smallest))
+            self._add_outcome(self.trial.run(tried[0]))
+        self._should_stop(running, len(tried), len(tried))
 
-    def _again_and_again(self, trial: Trial, listed: Sequence[Problem]) -> None:
-        """Only when all else was tried: a launch takes its time here."""
+    def _repeat_smallest(self, trial: Trial, listed: Sequence[Problem]) -> None:
+        """Nothing here: `_repeat_at_the_end` does it when all problems were tried, as launches are slow."""
 
-    def _many(self, trial: Trial, problem: Problem) -> Outcome:
-        """A problem launched many times: each time the same bits."""
+    def _launch_many_times(self, trial: Trial, problem: Problem) -> Outcome:
+        """FaultyLaunch a problem many times. Each launch must give the same bits."""
         outcome, form = Outcome(problem), trial.form
         made = form.inputs(problem, trial.expected.reference)
         shapes = form.outputs(problem, trial.expected.outputs(made, problem.dims))
@@ -426,12 +429,12 @@ class _Hearing(Hearing):
                 break
         return outcome
 
-    def _enough(self, running: Sandbox, done: int, total: int) -> bool:
-        """Something was found, where one place is enough to mend; or the time is up."""
+    def _should_stop(self, running: Sandbox, done: int, total: int) -> bool:
+        """Whether to stop: an offence was found, or the time is up."""
         assert isinstance(running, Emulator)
         self.asked["hazards"] = running.launches
         if running.found:
-            self.found += self._hazards(running.found)
+            self.found += self._hazard_offences(running.found)
             return True
         self.complete = done >= total - 1
         if not self.complete and done and time.monotonic() > self.until:
@@ -439,8 +442,8 @@ class _Hearing(Hearing):
             return True
         return False
 
-    def _hazards(self, found: Sequence[Launch]) -> list[Offence]:
-        """The offences of the first launch that has any, at their lines of TL."""
+    def _hazard_offences(self, found: Sequence[FaultyLaunch]) -> list[Offence]:
+        """The offences of the first launch with findings, at their lines of TL."""
         first = found[0]
         package = first.package.with_lines()
         sizes = ", ".join(f"{name} {size}" for name, size in first.dims.items())
@@ -448,15 +451,15 @@ class _Hearing(Hearing):
         origin = package.origin(first.dims, _arrays(first.inputs, first.outputs))
         told = diagnostics([package.placed(one) for one in first.findings], origin)
         if Path(package.name) != Path(self.candidate.title):
-            told = tuple(_elsewhere(d, package.name) for d in told)
+            told = tuple(_without_span(d, package.name) for d in told)
         return [
             hazard(_KINDS[d.code], replace(d, help=f"{d.help}; {note}" if d.help else note))
             for d in told
         ]
 
 
-def _elsewhere(found: Diagnostic, folder: str) -> Diagnostic:
-    """A finding in a further kernel of a package: its line is none of the package's own TL."""
+def _without_span(found: Diagnostic, folder: str) -> Diagnostic:
+    """A finding in a subfolder's kernel, without its span: that is no line of the package's TL."""
     line = f", line {found.span.line}" if found.span else ""
     text = f"{found.message} ({folder}/code.tl{line})"
     return replace(found, message=text, span=None, secondary=())

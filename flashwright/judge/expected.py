@@ -1,6 +1,6 @@
-"""What a problem's outputs should be, in fp64, and how far a library is from it.
+"""The expected outputs of a problem in fp64, and the error of a library beside them.
 
-All of this happens in the judge's process: a candidate never holds it.
+All of this happens in the judge's process. A candidate never holds an expected value.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ import numpy as np
 
 from flashwright.judge import flash, oracle, oracle_device
 from flashwright.judge.inputs import weight_shown
-from flashwright.judge.reference_apart import ReferenceApart
+from flashwright.judge.reference_process import ReferenceProcess
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.sandbox.tensors import Array, dtype_name, to_torch
 from flashwright.spec import AttentionSpec, BadSpec
 
 
 class Expected:
-    """The oracle, on the GPU where there is one to use."""
+    """The oracle, on the GPU if the judge uses one."""
 
     def __init__(self, spec: AttentionSpec, device: str, base: Path | None = None) -> None:
         self.spec, self.device = spec, device
-        self.reference: ReferenceApart | None = None
+        self.reference: ReferenceProcess | None = None
         if spec.reference:
             try:
-                self.reference = ReferenceApart((base or Path()) / spec.reference)
+                self.reference = ReferenceProcess((base or Path()) / spec.reference)
             except BadSpec as error:
                 raise Failed(*(Diagnostic("FW903", line) for line in error.lines)) from None
         self._tensors: dict[str, Any] = {}
@@ -35,11 +35,11 @@ class Expected:
 
     @property
     def unable(self) -> str | None:
-        """Why no library is held against; None where one is."""
+        """Why no library's error is measured; None if one is."""
         return "there is no library on the CPU" if self.device == "cpu" else flash.unable(self.spec)
 
     def outputs(self, inputs: Mapping[str, Array], dims: Mapping[str, int]) -> dict[str, Array]:
-        """The outputs by name, in fp64."""
+        """The expected outputs by name, in fp64. Raises Failed if the user's reference fails."""
         if self.reference is not None:
             try:
                 return dict(self.reference(inputs, dims))
@@ -55,7 +55,7 @@ class Expected:
         return {name: value.cpu().numpy() for name, value in answer.items()}
 
     def library_error(self, dims: Mapping[str, int]) -> float | None:
-        """The library's error on the inputs that `outputs` was last asked about."""
+        """The library's error on the inputs of the last `outputs` call; None without a library."""
         if self._exact is None or not self._exact.numel() or self.unable is not None:
             return None
         return flash.error(self.spec, self._tensors, dims, self._exact)
@@ -68,7 +68,7 @@ def compare(
     expected: Mapping[str, Array],
     kind: str = "normal",
 ) -> oracle.Comparison:
-    """One output against what it should be, by the rule for that output and kind of inputs."""
+    """Compare one output with the expected one, by the rule for its name and kind of inputs."""
     if name == "LSE":
         return oracle.compare_lse(spec, found, expected[name])
     noise = expected.get(oracle.NOISE) if name == "O" else None
@@ -80,7 +80,7 @@ def compare(
 
 
 def variation(spec: AttentionSpec, name: str, one: Array, other: Array) -> tuple[float, float]:
-    """How far two runs differ, and how far they may, by the rule for that output."""
+    """How far two runs differ and how far they may, by the rule for that output."""
     if name == "LSE":
         tolerance = oracle.lse_fp8_tolerance(spec.head_dim) if spec.dtype == "fp8" else None
         return oracle.variation(one, other, "fp32", tolerance, floor=1.0)

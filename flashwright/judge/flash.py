@@ -1,8 +1,8 @@
 """The yardstick of a kernel's exactness: PyTorch's flash backend on the same problem.
 
-The operator under `scaled_dot_product_attention` is called itself, because only it knows windows,
-and causal masks where queries and keys are not equally many. What it does not know (softcap, ALiBi,
-sinks, sink tokens) is left out for it: its error is then that of the plain problem.
+It calls the operator under `scaled_dot_product_attention` directly: only that one takes windows,
+and causal masks with unequal numbers of queries and keys. The operator has no softcap, ALiBi, sinks
+or sink tokens. For a spec with those, its error is that of the problem without them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WIDEST = 256
 
 
 def unable(spec: AttentionSpec) -> str | None:
-    """Why the library cannot be compared with; None where it can."""
+    """Why the library cannot run this spec; None if it can."""
     if spec.reference is not None:
         return "the program has a reference of its own"
     if spec.dtype == "fp8":
@@ -44,23 +44,23 @@ def error(
     try:
         found = _forward(plain, *(inputs[name] for name in "QKV"))
     except (RuntimeError, TypeError, AttributeError):
-        return None  # this torch cannot: there is then no ratio to tell of
+        return None  # this torch cannot run it: the verdict then has no ratio
     return relative_rms(found, expected)
 
 
 def relative_rms(found: Any, expected: Any) -> float | None:
-    """The RMS of the error over the RMS of what is expected; None where that says nothing."""
+    """The RMS of the error over the RMS of the expected output; None if that is undefined."""
     whole = float((expected**2).mean().sqrt())
     part = float(((found.double() - expected) ** 2).mean().sqrt())
     return part / whole if whole > 0 and part < float("inf") else None
 
 
 def _forward(spec: AttentionSpec, q: Any, k: Any, v: Any) -> Any:
-    """O of the flash operator, in (batch, heads, length, dim) as ours."""
+    """O of the flash operator as (batch, heads, length, dim)."""
     import torch
 
     wide = spec.head_dim - spec.value_dim
-    if wide > 0:  # it wants V as wide as K
+    if wide > 0:  # the operator needs V as wide as K
         v = torch.nn.functional.pad(v, (0, wide))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     window = {}

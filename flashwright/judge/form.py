@@ -15,7 +15,7 @@ from flashwright.build.plan_rules import LAYOUTS, caller_order
 from flashwright.build.reading import read_plan
 from flashwright.judge import inputs as trial
 from flashwright.judge.problems import Problem
-from flashwright.judge.reference_apart import ReferenceApart
+from flashwright.judge.reference_process import ReferenceProcess
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.launch_plan import LaunchPlan, PlanTensor, evaluate
 from flashwright.sandbox.candidate import Candidate
@@ -23,34 +23,34 @@ from flashwright.sandbox.tensors import DTYPES, Array
 from flashwright.spec import AttentionSpec
 
 MOST_ELEMENTS = 1 << 36
-"""Of a tensor of a trial."""
+"""The most elements that a tensor of a trial may have."""
 Shapes = dict[str, tuple[tuple[int, ...], str]]
 
 
 class Form(Protocol):
-    """What a trial has to know of a candidate."""
+    """How a trial calls a candidate: the tensors and sizes that go in and come out."""
 
     @property
     def optional(self) -> bool:
         """Whether outputs after the first may be left out."""
 
-    def inputs(self, problem: Problem, reference: ReferenceApart | None) -> dict[str, Array]:
-        """All that the oracle needs."""
+    def inputs(self, problem: Problem, reference: ReferenceProcess | None) -> dict[str, Array]:
+        """The inputs of a problem by name, for the oracle."""
 
     def taken(self, made: Mapping[str, Array]) -> dict[str, Array]:
-        """Those inputs that the candidate takes, in its order."""
+        """The inputs that the candidate takes, in its order."""
 
     def outputs(self, problem: Problem, expected: Mapping[str, Array]) -> Shapes:
-        """Shapes and types of what it writes to or returns."""
+        """Shapes and types of the outputs that it writes or returns."""
 
     def dims(self, problem: Problem) -> dict[str, int]:
-        """Sizes that it is given by name."""
+        """The sizes that it is given by name."""
 
 
 def form_of(candidate: Candidate, spec: AttentionSpec, spread: float | None = None) -> Form:
-    """A package is called as its launch plan says, everything else as the spec says.
+    """The form of a candidate: a package's from its launch plan, any other's from the spec.
 
-    `spread` is that of a package's scores where no spec says it.
+    `spread` is the spread of a package's scores, for a spec that does not give it.
     """
     if candidate.kind == "package":
         return PackageForm(spec, read_plan(Path(candidate.where)), spread=spread)
@@ -58,19 +58,19 @@ def form_of(candidate: Candidate, spec: AttentionSpec, spread: float | None = No
 
 
 def bounds_of(candidate: Candidate) -> list[int]:
-    """Keys at which a package goes over from one kernel to another."""
+    """The numbers of keys at which a package changes from one kernel to another."""
     return classes.read(Path(candidate.where)).bounds if candidate.kind == "package" else []
 
 
 @dataclass(frozen=True)
 class SpecForm:
-    """A callable: Q, K, V and what else the spec has; O and perhaps LSE."""
+    """The form of a callable: it takes the spec's inputs and gives O, and LSE if asked."""
 
     spec: AttentionSpec
     optional: bool = False
 
-    def inputs(self, problem: Problem, reference: ReferenceApart | None) -> dict[str, Array]:
-        """See Form."""
+    def inputs(self, problem: Problem, reference: ReferenceProcess | None) -> dict[str, Array]:
+        """The inputs of the reference's `make_inputs` if it has one, else the spec's."""
         if reference is not None:
             made = reference.make_inputs(np.random.default_rng(problem.seed), problem.dims)
             if made is not None:
@@ -78,39 +78,39 @@ class SpecForm:
         return trial.make_inputs(self.spec, problem.dims, problem.seed, problem.kind)
 
     def _narrow(self, array: Array) -> Array:
-        """NumPy draws float64 and int64 where nobody says otherwise; kernels take neither."""
+        """An array in a type that kernels take: NumPy's defaults are float64 and int64."""
         if array.dtype in DTYPES.values():
             return array
         return array.astype(DTYPES["int32" if array.dtype.kind in "iub" else self.spec.input_dtype])
 
     def taken(self, made: Mapping[str, Array]) -> dict[str, Array]:
-        """See Form."""
+        """All inputs, in the order they were made."""
         return dict(made)
 
     def outputs(self, problem: Problem, expected: Mapping[str, Array]) -> Shapes:
-        """See Form."""
+        """O in the spec's output type, and LSE in fp32 if the spec and the oracle have it."""
         found: Shapes = {"O": (expected["O"].shape, self.spec.output_dtype)}
-        if self.spec.lse and "LSE" in expected:  # a reference of the user's may know none
+        if self.spec.lse and "LSE" in expected:  # a user's reference may give none
             found["LSE"] = (expected["LSE"].shape, "fp32")
         return found
 
     def dims(self, problem: Problem) -> dict[str, int]:
-        """See Form."""
+        """No sizes: a callable reads them off its tensors."""
         return {}
 
 
 @dataclass(frozen=True)
 class PackageForm:
-    """A kernel package: the plan names the tensors, and the dims that no tensor shows."""
+    """The form of a kernel package: its launch plan names the tensors and the dims."""
 
     spec: AttentionSpec
     plan: LaunchPlan
     optional: bool = True
     spread: float | None = None
-    """Of the scores of normal inputs, where only the program says it."""
+    """The spread of the scores on normal inputs, if only the program shows it."""
 
-    def inputs(self, problem: Problem, reference: ReferenceApart | None) -> dict[str, Array]:
-        """See Form."""
+    def inputs(self, problem: Problem, reference: ReferenceProcess | None) -> dict[str, Array]:
+        """As SpecForm, and random tensors for further inputs of the plan."""
         made = None
         if reference is not None:
             made = reference.make_inputs(np.random.default_rng(problem.seed), problem.dims)
@@ -131,15 +131,15 @@ class PackageForm:
         return made
 
     def taken(self, made: Mapping[str, Array]) -> dict[str, Array]:
-        """See Form."""
+        """The inputs that the plan reads, in its order and types."""
         return {t.name: made[t.name].astype(DTYPES[t.dtype]) for t in self.plan.tensors if t.read}
 
     def outputs(self, problem: Problem, expected: Mapping[str, Array]) -> Shapes:
-        """See Form."""
+        """The outputs that the plan writes; Failed with FW904 if the spec knows none of them."""
         made: Shapes = {}
         for tensor in self.plan.tensors:
             if tensor.written:
-                # A view's memory is the caller's to size.
+                # The caller decides the size of a view's memory.
                 flat = tensor.flat and tensor.name in expected
                 shape = expected[tensor.name].shape if flat else self._shape(tensor, problem)
                 made[tensor.name] = (tuple(shape), tensor.dtype)
@@ -149,7 +149,7 @@ class PackageForm:
         return made
 
     def dims(self, problem: Problem) -> dict[str, int]:
-        """See Form."""
+        """The dims of the plan that the problem has."""
         return {d: problem.dims[d] for d in self.plan.dims if d in problem.dims}
 
     def _shape(self, tensor: PlanTensor, problem: Problem) -> tuple[int, ...]:
@@ -157,7 +157,7 @@ class PackageForm:
 
 
 def planned_shape(tensor: PlanTensor, dims: Mapping[str, int]) -> tuple[int, ...]:
-    """A tensor's shape in the caller's order of axes; Failed with FW852 for one that cannot be."""
+    """A tensor's shape in the caller's order of axes. Raises Failed with FW852 if it is invalid."""
     axes = [evaluate(axis.size, dims) for axis in tensor.axes]
     order = caller_order(tensor, LAYOUTS[0])
     shape = tuple(math.prod(axes[p] for p in parts) for parts in order)

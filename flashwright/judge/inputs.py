@@ -43,23 +43,24 @@ _ELEMENTWISE = ("normal", "scaled", "shifted", "opposed", "peaked", "outliers", 
 _MOST = {"fp16": 65504.0, "bf16": 3.3895e38, "e4m3": 448.0, "e5m2": 57344.0, "fp32": 3.4e38}
 _SCALE, _SHIFT, _PEAK, _OUTLIER, _ALIKE = 0.05, 3.0, 3.0, 32.0, 0.9
 _TAIL = {"bf16": 14.0, "fp32": 14.0, "fp16": 6.0}
-"""By how much the first key's score is above the others: fp16 has no smaller weights in full."""
+"""The distance of the first key's score from the others. fp16 has no smaller normal weights."""
 _SPECTRUM = {"bf16": 40.0, "fp16": 13.5, "e4m3": 6.0}
-"""The smallest weight, as a power of 1/2: the narrower types have no smaller ones in full."""
+"""The smallest weight, as a power of 1/2. The narrower types have no smaller normal numbers."""
 _JITTER = 0.035
-"""Standard deviation of a weight's logarithm from row to row: many roundings, and one exponent."""
+"""Standard deviation of a weight's logarithm from row to row: many roundings of one exponent."""
 _SIZES = 32  # of weights
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _CANCELLED = 64.0
-"""What cancels in a score: a sum in fp16 is off by up to 1/64 then, one in fp32 by 2^-18."""
-# Of V: the largest of millions stays finite, and so does an fp32 sum of thousands; not one in fp16.
+"""The terms that cancel in a score. A sum in fp16 is then off by up to 1/64, in fp32 by 2^-18."""
+# The scale of V: the largest of millions of elements stays finite, and so does an fp32 sum of
+# thousands. An fp16 sum overflows.
 _LARGE = {"fp16": 8e3, "bf16": 1e30, "e4m3": 64.0, "e5m2": 8e3, "fp32": 1e30}
 
 
 FLAT, ONE_HOT = 0.5, 3.0
-"""Standard deviations of a row's scores beyond which Q and K are scaled, to ..."""
+"""Q and K are scaled if the standard deviation of a row's scores is outside of these two ..."""
 AT_LEAST, AT_MOST = 1.0, 2.0
-"""... these."""
+"""... to one of these."""
 _LEAST_FACTOR = {"fp16": 2.0**-6, "bf16": 2.0**-40, "e4m3": 2.0**-3}  # no underflow to zeros
 
 
@@ -69,7 +70,7 @@ def spread_of(spec: AttentionSpec) -> float:
 
 
 def factor_of(spread: float, dtype: str) -> float:
-    """What Q and K are each multiplied by, so that the weights are neither one-hot nor flat."""
+    """The factor for Q and for K that makes the weights neither one-hot nor flat."""
     if not spread > 0 or FLAT <= spread <= ONE_HOT:
         return 1.0
     aim = AT_LEAST if spread < FLAT else AT_MOST
@@ -78,7 +79,7 @@ def factor_of(spread: float, dtype: str) -> float:
 
 
 def named_factor(name: str, dtype: str, spread: float | None) -> float:
-    """The factor of one tensor of a custom program: scores are products of Q and K."""
+    """The factor of one tensor of a custom program: `factor_of` for Q and K, else 1."""
     return factor_of(spread, dtype) if spread is not None and name in ("Q", "K") else 1.0
 
 
@@ -89,11 +90,11 @@ def make_inputs(
     kind: str = "normal",
     spread: float | None = None,
 ) -> dict[str, Array]:
-    """Q, K, V in the input dtype, and Slopes, Sink and Idx where the spec has them.
+    """Q, K, V in the input dtype, and Slopes, Sink and Idx if the spec has them.
 
-    `dims` has batch, q_len, kv_len, and heads and kv_heads where they differ from the spec's.
-    `spread` is that of the scores of standard normal inputs (default: as the spec's scale has it).
-    Each tensor has its own stream: an option that adds a tensor leaves the others as they are.
+    `dims` has batch, q_len, kv_len, and heads and kv_heads if they differ from the spec's. `spread`
+    is the spread of the scores of standard normal inputs (default: from the spec's scale). Each
+    tensor has its own random stream: an option that adds a tensor does not change the others.
     """
     batch, q_len, kv_len = (_size(dims, name) for name in ("batch", "q_len", "kv_len"))
     heads, kv_heads = dims.get("heads", spec.heads), dims.get("kv_heads", spec.kv_heads)
@@ -129,13 +130,13 @@ def make_inputs(
     if spec.sink:
         inputs["Sink"] = _sinks(spec, inputs, _stream(seed, "Sink"))
     if kind == "spectrum":
-        _leave_the_weights(inputs, spec.input_dtype)
+        _neutralise_bias(inputs, spec.input_dtype)
     if spec.branch == "selected":
         inputs["Idx"] = _blocks(spec, (batch, kv_heads, q_len), kv_len, _stream(seed, "Idx"))
     return inputs
 
 
-def _take_all(inputs: dict[str, Array], scale: float, dtype: str) -> None:
+def _favour_first_key(inputs: dict[str, Array], scale: float, dtype: str) -> None:
     """The first key's score is the same for all queries, far above the others'."""
     q, k, v = inputs["Q"], inputs["K"], inputs["V"]
     above = math.sqrt(_TAIL.get(dtype, 4.0) / scale)
@@ -144,10 +145,10 @@ def _take_all(inputs: dict[str, Array], scale: float, dtype: str) -> None:
     k[:, :, 0, 0] = above
 
 
-def _spread_out(inputs: dict[str, Array], scale: float, dtype: str) -> None:
-    """Keys of a column have one weight 2^-x, and their V is about 2^x there and 0 elsewhere.
+def _spread_weights(inputs: dict[str, Array], scale: float, dtype: str) -> None:
+    """Give the keys of a column one weight 2^-x, and a V of about 2^x there and 0 elsewhere.
 
-    Neighbouring keys have sizes from the whole range, so that those in a window do too.
+    Neighbouring keys have sizes from the whole range, and so has every window.
     """
     q, k, v = inputs["Q"], inputs["K"], inputs["V"]
     column = np.arange(k.shape[2]) % v.shape[3]
@@ -160,19 +161,19 @@ def _spread_out(inputs: dict[str, Array], scale: float, dtype: str) -> None:
 
 
 def weight_shown(columns: int) -> NDArray[np.int64]:
-    """Which of the weights each column of O shows, for `spectrum` inputs."""
+    """The index of the weight that each column of O shows, for `spectrum` inputs."""
     return np.arange(columns) % _SIZES
 
 
-def _leave_the_weights(inputs: dict[str, Array], dtype: str) -> None:
-    """Slopes of 0, and sinks as small as the smallest weight: else those move or hide weights."""
+def _neutralise_bias(inputs: dict[str, Array], dtype: str) -> None:
+    """Set slopes to 0 and sinks to the smallest weight: others would move or hide the weights."""
     for name, value in (("Slopes", 0.0), ("Sink", -_SPECTRUM[dtype] * math.log(2))):
         if name in inputs:
             inputs[name][:] = value
 
 
-def _cancel(inputs: dict[str, Array], scale: float, dtype: str) -> None:
-    """The first quarter of each product is large, and the last one takes it back."""
+def _cancel_terms(inputs: dict[str, Array], scale: float, dtype: str) -> None:
+    """Make the first quarter of each product large, and let the last quarter cancel it."""
     q, k = inputs["Q"], inputs["K"]
     part = max(1, q.shape[3] // 4)
     size = math.sqrt(_CANCELLED / (scale * part))
@@ -181,8 +182,8 @@ def _cancel(inputs: dict[str, Array], scale: float, dtype: str) -> None:
     q[..., -part:], k[..., -part:] = size, -size * signs
 
 
-_ARRANGED = {"tail": _take_all, "spectrum": _spread_out, "cancelling": _cancel}
-"""Kinds that are made of normal inputs."""
+_ARRANGED = {"tail": _favour_first_key, "spectrum": _spread_weights, "cancelling": _cancel_terms}
+"""Kinds that rearrange normal inputs."""
 
 
 def random_tensor(
@@ -243,7 +244,7 @@ def _size(dims: Mapping[str, int], name: str) -> int:
 def _sinks(
     spec: AttentionSpec, inputs: Mapping[str, Array], rng: np.random.Generator
 ) -> NDArray[np.float32]:
-    """Logits near the rows' own log-sum-exp: far below it, a kernel without the sink would pass."""
+    """Sink logits near the rows' log-sum-exp: far below it, a kernel without sinks would pass."""
     q, k = inputs["Q"], inputs["K"]
     heads = q.shape[1]
     noise = rng.standard_normal(size=(heads,))
@@ -264,7 +265,7 @@ def _sinks(
 def _blocks(
     spec: AttentionSpec, shape: tuple[int, int, int], kv_len: int, rng: np.random.Generator
 ) -> NDArray[np.int32]:
-    """Distinct blocks that begin no later than the query, its own among them, sorted, then -1."""
+    """Each query's selected blocks: its own and others at or before it, sorted, padded with -1."""
     batch, kv_heads, q_len = shape
     count = -(-kv_len // spec.selected_block)
     p = np.arange(q_len) + kv_len - q_len

@@ -1,7 +1,7 @@
-"""The judge: whether a candidate is the attention that its spec asks for, or what it does instead.
+"""The judge: whether a candidate computes the attention of its spec, and if not, what is wrong.
 
-The candidate runs in a process of its own (sandbox/); problems, oracle and comparison are here. All
-problems are tried before anything is named: which of them fail says what is wrong.
+The candidate runs in a separate process (sandbox/). Problems, oracle and comparison stay in this
+one. All problems are tried before an offence is named: which of them fail shows what is wrong.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from flashwright.judge.form import bounds_of, form_of
 from flashwright.judge.offences import offence, once
 from flashwright.judge.probes import probe
 from flashwright.judge.problems import Problem, coverage, problems
-from flashwright.judge.reference_apart import ReferenceApart
+from flashwright.judge.reference_process import ReferenceProcess
 from flashwright.judge.tiling import Served, served_by
-from flashwright.judge.trial import FAR_BATCHES, Outcome, Seen, Trial
+from flashwright.judge.trial import FAR_BATCHES, Outcome, Symptom, Trial
 from flashwright.judge.verdict import Check, Offence, Picture, Verdict
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.sandbox.candidate import Candidate, Unable
@@ -75,7 +75,8 @@ SHOWN = {
     "cancelling": ("low_precision", "it loses the small terms of a score"),
     "spectrum": ("approximation", "its weights are not those that exp gives"),
 }
-"""What it is where such inputs go wrong and normal ones do not; wrong scores make wrong weights."""
+"""The offence if these inputs fail and normal ones pass. The first kind that fails counts: wrong
+scores also make wrong weights."""
 FRESH = 3  # problems, beginning with the usual one, that get other inputs at the same addresses
 
 
@@ -92,16 +93,16 @@ def judge(
     progress: Progress | None = None,
     sandbox: Callable[..., Sandbox] = Sandbox,
 ) -> Verdict:
-    """Put a candidate to all problems, or to those of the given lengths.
+    """Try a candidate on all problems, or on those of the given lengths.
 
-    `seed` is drawn where none is given. `device` is "cuda" where there is a GPU and PyTorch, else
-    "cpu", with NumPy arrays. `base` is what the spec's `reference` is relative to. `libraries`
-    allows the candidate to call other libraries. Failed where there is nothing to judge with:
-    that is no verdict.
+    `seed` is drawn if none is given. `device` is "cuda" if there is a GPU and PyTorch, else "cpu",
+    with NumPy arrays. `base` is the folder that the spec's `reference` is relative to. `libraries`
+    allows the candidate to call other libraries. Raises Failed if the candidate cannot be judged
+    here; that is no verdict.
     """
     place = choose_device(candidate, device)
     name, arch = _card(candidate, place)
-    trial = Hearing(
+    trial = JudgeRun(
         candidate,
         spec,
         secrets.randbits(31) if seed is None else seed,
@@ -115,7 +116,7 @@ def judge(
 
 
 def choose_device(candidate: Candidate, device: str | None = None) -> str:
-    """Where a candidate is judged; Failed with FW851 where that cannot be."""
+    """The device to judge a candidate on. Raises Failed with FW851 if it cannot run there."""
     if device == "cpu" and candidate.kind == "package":
         text = "a kernel package runs on a GPU, not on the CPU"
         hint = "the emulator executes its PTX there: flashwright verify --on cpu"
@@ -134,7 +135,7 @@ def choose_device(candidate: Candidate, device: str | None = None) -> str:
 
 
 def need_torch() -> Any:
-    """PyTorch with a GPU; Failed with FW851 where there is none."""
+    """The torch module. Raises Failed with FW851 without PyTorch or without a GPU it can use."""
     try:
         import torch
     except ImportError:
@@ -160,8 +161,8 @@ def _card(candidate: Candidate, device: str) -> tuple[str, str]:
 
 
 @dataclass
-class Hearing:
-    """One trial, as it goes on."""
+class JudgeRun:
+    """The state of one judgement: what was asked, what was found, what was noted."""
 
     candidate: Candidate
     spec: AttentionSpec
@@ -176,13 +177,13 @@ class Hearing:
     asked: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     chosen: Coverage | None = None
-    """The lengths that the candidate's own sizes ask for."""
-    apart: bool = False
-    """Whether batches that lie apart were tried."""
+    """The lengths chosen from the candidate's tile sizes; None for given lengths."""
+    far_tried: bool = False
+    """Whether batches with offsets past 2^31 were tried."""
     launched: int = 0
-    """Kernels, so far."""
+    """How many kernels the candidate has launched so far."""
     unasked: dict[str, str] = field(default_factory=dict)
-    """Questions that cannot be put here, and why."""
+    """Questions that cannot be asked here, each with the reason."""
     questions: Mapping[str, str] = field(default_factory=lambda: QUESTIONS)
     settled: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: SETTLED)
 
@@ -193,28 +194,31 @@ class Hearing:
         lengths: Sequence[tuple[int, int]] | None,
         progress: Progress,
     ) -> Verdict:
-        """Everything, in turn."""
+        """Read the candidate, run all problems, name the offences.
+
+        Raises Failed with FW857 if the candidate cannot do a single problem.
+        """
         start = time.monotonic()
         expected = Expected(self.spec, self.device, self.base)
         self.unasked["exactness"] = expected.unable or ""
         before = _digests(self.candidate)
-        self._read()
+        self._read_candidate()
         try:
             self._run(expected, lengths, progress)
         except Unable as error:
             raise Failed(Diagnostic("FW857", f"{self.candidate.name}: {error}")) from None
         except Ended as ended:
-            self.found.append(offence(ended.offence, _told(ended), help=_help(ended)))
+            self.found.append(offence(ended.offence, _end_message(ended), help=_help(ended)))
         if not self.found and not any(o.cases or o.seen for o in self.outcomes):
             text = f"{self.candidate.name} does none of the problems"
             raise Failed(Diagnostic("FW857", "; ".join([text, *self.notes[-1:]])))
-        self._asked("files")
+        self._count_question("files")
         changed = sorted(n for n, d in _digests(self.candidate).items() if before.get(n) != d)
         if changed:
             self.found.append(offence("tampering", f"it changes {', '.join(changed[:3])}"))
-        self.found += _named(self.outcomes)
+        self.found += _name_offences(self.outcomes)
         if lengths is None and not self.found:
-            self._each_kernel_tried()
+            self._check_each_kernel()
         return Verdict(
             candidate=self.candidate.name,
             device=name,
@@ -228,13 +232,13 @@ class Hearing:
             unable=expected.unable,
             picture=self._picture(),
             seconds=time.monotonic() - start,
-            notes=(*self.notes, *self._varied()),
+            notes=(*self.notes, *self._variation_notes()),
             unreached=self._unreached(),
         )
 
     # --- before it runs -----------------------------------------------------------------------
 
-    def _read(self) -> None:
+    def _read_candidate(self) -> None:
         if self.candidate.kind == "package":
             self.unasked["libraries"] = "a package has no code but its kernel"
             written = {t.name for t in read_plan(Path(self.candidate.where)).tensors if t.written}
@@ -243,7 +247,7 @@ class Hearing:
             for folder in classes.folders(Path(self.candidate.where)).values():
                 why, seen = static.instructions(folder, self.spec)
                 if seen:
-                    self._asked("instructions", seen)
+                    self._count_question("instructions", seen)
                 if why:
                     self.found.append(offence("low_precision", why))
             return
@@ -252,7 +256,7 @@ class Hearing:
             self.unasked["libraries"] = "it may call libraries"
             return
         named = static.libraries(self.candidate)
-        self._asked("libraries")
+        self._count_question("libraries")
         if named:
             self.found.append(offence("library_call", f"its source names {', '.join(named)}"))
 
@@ -273,32 +277,35 @@ class Hearing:
             self.notes += running.gaps
             trial = self._trial(running, expected)
             for number, problem in enumerate(listed):
-                if self._enough(running, number, total):
+                if self._should_stop(running, number, total):
                     return
                 progress(number, total, str(problem))
                 try:
-                    fresh, far = self._fresh(number, problem), self._far(problem, lengths)
-                    self._keep(trial.run(problem, fresh, far))
+                    fresh, far = (
+                        self._wants_fresh_inputs(number, problem),
+                        self._wants_far_batches(problem, lengths),
+                    )
+                    self._add_outcome(trial.run(problem, fresh, far))
                 except Unable as error:
-                    self._declined(problem, error)
-                self._launches(running, problem)
-            if self._enough(running, len(listed), total):
+                    self._note_declined(problem, error)
+                self._check_launches(running, problem)
+            if self._should_stop(running, len(listed), total):
                 return
             if lengths is None and not any(o.seen for o in self.outcomes):
-                self._again_and_again(trial, listed)
+                self._repeat_smallest(trial, listed)
             if self.spec.reference is None and lengths is None:
                 progress(len(listed), total, "which keys it looks at")
-                with contextlib.suppress(Unable):  # said of the problems already
-                    self._keep(probe(trial, self.spec, self.seed))
-                    self._launches(running, listed[0])
+                with contextlib.suppress(Unable):  # reported with the problems already
+                    self._add_outcome(probe(trial, self.spec, self.seed))
+                    self._check_launches(running, listed[0])
 
-    def _again_and_again(self, trial: Trial, listed: Sequence[Problem]) -> None:
+    def _repeat_smallest(self, trial: Trial, listed: Sequence[Problem]) -> None:
         sizes = [(math.prod(p.dims.values()), n) for n, p in enumerate(listed)]
         smallest = min((size for size in sizes if size[0]), default=None)
         if smallest is not None:
-            with contextlib.suppress(Unable):  # said of the problem already
-                self._keep(trial.many(listed[smallest[1]]))
-                self._launches(trial.sandbox, listed[smallest[1]])
+            with contextlib.suppress(Unable):  # reported with the problem already
+                self._add_outcome(trial.many(listed[smallest[1]]))
+                self._check_launches(trial.sandbox, listed[smallest[1]])
 
     def _trial(self, running: Sandbox, expected: Expected) -> Trial:
         spread = spread_of(self.kernels, self.spec, expected.reference)
@@ -306,7 +313,7 @@ class Hearing:
 
     @functools.cached_property
     def kernels(self) -> tuple[Served, ...]:
-        """Those of a package, with their sizes."""
+        """The kernels of a package with their tilings; none for a callable."""
         return served_by(Path(self.candidate.where)) if self.candidate.kind == "package" else ()
 
     def _problems(self, lengths: Sequence[tuple[int, int]] | None) -> list[Problem]:
@@ -315,20 +322,20 @@ class Hearing:
         given = (self.spec, self.seed, self.device, lengths, bounds_of(self.candidate))
         return problems(*given, self.chosen)
 
-    def _fresh(self, number: int, problem: Problem) -> bool:
+    def _wants_fresh_inputs(self, number: int, problem: Problem) -> bool:
         """Whether a problem gets other inputs at the same addresses."""
         return number < FRESH
 
-    def _far(self, problem: Problem, lengths: object) -> bool:
-        """Whether a problem is put with batches that lie apart: one of the whole trial is."""
+    def _wants_far_batches(self, problem: Problem, lengths: object) -> bool:
+        """Whether this problem gets batches with offsets past 2^31: one problem of a trial does."""
         known = self.spec.reference is None and self.spec.dtype != "fp8"
         enough = known and problem.dims.get("batch", 1) == FAR_BATCHES
-        wanted = lengths is None and enough and not self.apart
-        self.apart |= wanted
+        wanted = lengths is None and enough and not self.far_tried
+        self.far_tried |= wanted
         return wanted
 
-    def _each_kernel_tried(self) -> None:
-        """Of a package with several kernels, each has done a problem: the others hide nothing."""
+    def _check_each_kernel(self) -> None:
+        """Report each kernel of a package that ran no problem: an untried one may be wrong."""
         if self.candidate.kind != "package":
             return
         folder = Path(self.candidate.where)
@@ -340,34 +347,34 @@ class Hearing:
                 self.found.append(offence("untried", text))
 
     def _unreached(self) -> tuple[str, ...]:
-        """What the accepted candidate was not tried with; a rejected one has other worries."""
+        """The goals that an accepted candidate was not tried with; none for a rejected one."""
         if self.chosen is None or self.found:
             return ()
         tried = [o.problem.dims for o in self.outcomes if o.cases]
-        return tuple(self.chosen.unreached(tried, "not tried in the time there was"))
+        return tuple(self.chosen.unreached(tried, "not tried before the time was up"))
 
-    def _enough(self, running: Sandbox, done: int, total: int) -> bool:
-        """Whether no further problem is put: here, never."""
+    def _should_stop(self, running: Sandbox, done: int, total: int) -> bool:
+        """Whether to stop before the next problem. On a GPU all problems run."""
         return False
 
-    def _declined(self, problem: Problem, error: Unable) -> None:
-        """A library may have limits of its own, and they are told; a kernel does what is asked."""
+    def _note_declined(self, problem: Problem, error: Unable) -> None:
+        """Note a problem that a library does not support; for a kernel it is an offence."""
         if self.libraries:
             self.notes.append(f"it does not take {problem}: {error}")
         else:
             self.found.append(offence("raises", f"it does not take {problem}: {error}"))
 
-    def _keep(self, outcome: Outcome) -> None:
+    def _add_outcome(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
         self.notes += [note for note in outcome.notes if note not in self.notes]
         for question, times in outcome.asked.items():
-            self._asked(question, times)
+            self._count_question(question, times)
 
-    def _asked(self, question: str, times: int = 1) -> None:
+    def _count_question(self, question: str, times: int = 1) -> None:
         self.asked[question] = self.asked.get(question, 0) + times
 
-    def _launches(self, running: Sandbox, problem: Problem) -> None:
-        """Which kernels ran, in all calls so far: a library's do its work only where they may."""
+    def _check_launches(self, running: Sandbox, problem: Problem) -> None:
+        """Report a library's kernels, if they are not allowed, and calls without any kernel."""
         if self.libraries or self.candidate.kind == "package" or self.found:
             return
         seen = running.ran()
@@ -375,7 +382,7 @@ class Hearing:
             note = f"which kernels ran is not known: {seen}"
             self.notes += [note] if note not in self.notes else []
             return
-        self._asked("libraries")
+        self._count_question("libraries")
         count = sum(launched.times for launched in seen)
         if count == self.launched and all(problem.dims.values()):
             text = f"it gives outputs, and no kernel was launched ({problem})"
@@ -388,8 +395,8 @@ class Hearing:
 
     # --- what is told -------------------------------------------------------------------------
 
-    def _varied(self) -> Iterable[str]:
-        """How far runs were from each other, where they may be."""
+    def _variation_notes(self) -> Iterable[str]:
+        """A note on how far two runs differed, if the spec allows it."""
         if not self.spec.repeatable:
             most = max((outcome.varied for outcome in self.outcomes), default=0.0)
             text = "the spec says repeatable = false: two runs with the same inputs differed"
@@ -416,9 +423,9 @@ class Hearing:
 
 
 def spread_of(
-    kernels: Sequence[Served], spec: AttentionSpec, reference: ReferenceApart | None
+    kernels: Sequence[Served], spec: AttentionSpec, reference: ReferenceProcess | None
 ) -> float | None:
-    """The spread of a package's scores, measured in its TL where a reference says what is right."""
+    """The spread of a package's scores, measured by running its TL, for a spec with a reference."""
     program = next((k.program for k in kernels if k.program is not None), None)
     if reference is None or program is None:
         return None
@@ -435,17 +442,17 @@ def _gpu_memory(device: str) -> Callable[[], tuple[int, int]] | None:
     return found
 
 
-def _told(ended: Ended) -> str:
+def _end_message(ended: Ended) -> str:
     return ended.message or "it gave no answer"
 
 
 def _help(ended: Ended) -> str | None:
     lines = [line for line in ended.log.splitlines() if line.strip()]
-    return "its last words:\n" + "\n".join(lines[-6:]) if lines else None
+    return "the end of its output:\n" + "\n".join(lines[-6:]) if lines else None
 
 
 def _digests(candidate: Candidate) -> dict[str, str]:
-    """Files that no candidate has any business with: ours, and its own."""
+    """Digests of the files that a candidate must not change: the judge's and its own."""
     ours = Path(__file__).parents[1]
     watched = [p for part in ("judge", "sandbox", "measure") for p in (ours / part).rglob("*.py")]
     where = Path(candidate.where)
@@ -470,8 +477,8 @@ def _digests(candidate: Candidate) -> dict[str, str]:
 # --- naming -----------------------------------------------------------------------------------
 
 
-def _named(outcomes: Sequence[Outcome]) -> Iterable[Offence]:
-    """The offences behind what was seen, the most telling first."""
+def _name_offences(outcomes: Sequence[Outcome]) -> Iterable[Offence]:
+    """The offences that explain the symptoms, the most specific first."""
     seen = [s for outcome in outcomes for s in outcome.seen]
     vague = [s for s in seen if s.name in ("wrong", "inexact", "nonfinite", "zeros")]
     direct = [s for s in seen if s not in vague]
@@ -481,23 +488,23 @@ def _named(outcomes: Sequence[Outcome]) -> Iterable[Offence]:
     fine = any(
         o.problem.usual and o.problem.kind == "normal" and o.cases and _passes(o) for o in outcomes
     )
-    # What the plainest problem shows names it, whatever other inputs make of it.
-    telling = () if fine else tuple(_plainly(usual or vague))
+    # The plainest problem that fails decides the name, whatever other inputs show.
+    telling = () if fine else tuple(_plain_offence(usual or vague))
     yield from (o for o in telling if o.name != "wrong")
     yield from (offence(s.name, str(s)) for s in direct if s.name != "low_precision")
     yield from (o for o in telling if o.name == "wrong")
     if fine:
-        yield from _special(vague)
-    # A wrong kernel is nearly right where its mistake hardly counts: this comes last.
+        yield from _special_case_offences(vague)
+    # Last: a wrong kernel looks merely inexact on problems where its mistake has little weight.
     yield from (offence(s.name, str(s)) for s in direct if s.name == "low_precision")
 
 
 def _passes(outcome: Outcome) -> bool:
-    """Less exact than it should be is not yet wrong."""
+    """Whether an outcome shows nothing wrong beyond low precision."""
     return all(s.name == "low_precision" for s in outcome.seen)
 
 
-def _plainly(vague: Sequence[Seen]) -> Iterable[Offence]:
+def _plain_offence(vague: Sequence[Symptom]) -> Iterable[Offence]:
     names = [s.name for s in vague]
     for name in ("zeros", "nonfinite", "wrong", "inexact"):
         if name in names:
@@ -506,8 +513,8 @@ def _plainly(vague: Sequence[Seen]) -> Iterable[Offence]:
             return
 
 
-def _special(vague: Sequence[Seen]) -> Iterable[Offence]:
-    """Right on the usual shape with normal inputs: what it is not right for."""
+def _special_case_offences(vague: Sequence[Symptom]) -> Iterable[Offence]:
+    """The offences of a candidate that is right on the usual shape with normal inputs."""
     close = [s for s in vague if s.problem.usual and s.name in ("wrong", "inexact")]
     shown = {s.problem.kind: s for s in reversed(close) if s.problem.kind in SHOWN}
     for kind in [kind for kind in SHOWN if kind in shown][:1]:
@@ -516,8 +523,8 @@ def _special(vague: Sequence[Seen]) -> Iterable[Offence]:
     plain = [s for s in vague if s.problem.kind == "normal"]
     other = [s for s in vague if s.problem.usual and s.problem.kind != "normal"]
     if plain:
-        yield offence("special_shapes", f"it is right on the usual shape, and here {plain[0]}")
+        yield offence("special_shapes", f"it is right on the usual shape, but here {plain[0]}")
     if other or (vague and not plain):
         kinds = ", ".join(dict.fromkeys(s.problem.kind for s in other or vague))
-        text = f"it is right for normal inputs, and not for {kinds}: {(other or vague)[0]}"
+        text = f"it is right for normal inputs, but not for {kinds}: {(other or vague)[0]}"
         yield offence("special_inputs", text)

@@ -1,7 +1,7 @@
-"""Where a wrong program first goes wrong: the statement, the tile, expected and found.
+"""Finds the first wrong statement of a wrong program, with its tile, expected and found values.
 
-The thread block that gave the first wrong element runs once more under the eyes of a Watch
-(watch.py), which names the first statement that leaves the path to the right answer.
+The thread block that stored the first wrong element runs once more. A Watch (watch.py) compares its
+tiles after every statement and names the first one that is wrong.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from flashwright.judge import oracle
 from flashwright.judge.truth import Truth
-from flashwright.judge.watch import Found, Watch, problem
+from flashwright.judge.watch import Watch, WrongStatement, problem
 from flashwright.lang.diagnostic import Diagnostic
 from flashwright.lang.nodes import Copy, Statement
 from flashwright.program.program import Program, Tensor
@@ -32,7 +32,7 @@ def localise(
     dims: Mapping[str, int],
     truth: tuple[AttentionSpec, Mapping[str, Array]] | None,
 ) -> tuple[Diagnostic, ...]:
-    """The finding for a wrong output. Without `truth` (a reference of the user's) the store."""
+    """The finding for a wrong output. Without `truth` (a user's reference) it is at the store."""
     miss = result.first or result.worst
     index = miss.index if miss else (0,) * len(tensor.axes)
     block, store = _block_of(program, tensor, index, arrays, dims)
@@ -42,7 +42,7 @@ def localise(
     watch = Watch(program, Truth(*truth, dims), block)
     try:
         interpret(program, arrays, dims, observe=watch.after, blocks=lambda b: b == block)
-    except Found as found:
+    except WrongStatement as found:
         return (found.diagnostic,)
     return (watch.suspect.diagnostic if watch.suspect is not None else last,)
 
@@ -54,7 +54,7 @@ def _block_of(
     arrays: Mapping[str, Array],
     dims: Mapping[str, int],
 ) -> tuple[dict[str, int] | None, Copy | None]:
-    """The thread block that stores one element, and the Copy by which it does."""
+    """The thread block that stores one element, and the Copy that stores it."""
     names = [a.name.id for a in program.grid.axes]
     hit: list[tuple[dict[str, int], Copy]] = []
 

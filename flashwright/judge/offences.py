@@ -1,7 +1,7 @@
-"""The offences by name: what each is, and the code under which it is explained.
+"""The offences by name, each with the code that explains it.
 
-The names are stable: tests, receipts and prompts rely on them. An offence that is found is a
-verdict on the candidate; what cannot be asked here is none, and is said as such.
+The names are stable: tests, receipts and prompts rely on them. A question that cannot be asked on
+this machine is no offence; the verdict lists it as not asked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flashwright.lang.diagnostic import Diagnostic
 
 CODES: Mapping[str, str] = MappingProxyType(
     {
-        # what comes out
+        # the outputs
         "wrong": "FW853",
         "zeros": "FW861",
         "nonfinite": "FW862",
@@ -23,13 +23,13 @@ CODES: Mapping[str, str] = MappingProxyType(
         "low_precision": "FW854",
         "approximation": "FW882",
         "not_repeatable": "FW855",
-        # right only where one would look
+        # special cases: right only on some inputs or shapes
         "special_inputs": "FW865",
         "special_shapes": "FW866",
         "mask_ignored": "FW867",
         "key_ignored": "FW868",
         "replay": "FW869",
-        # what it does beside its work
+        # side effects
         "library_call": "FW870",
         "inputs_changed": "FW871",
         "out_of_bounds": "FW872",
@@ -43,23 +43,24 @@ CODES: Mapping[str, str] = MappingProxyType(
         "crash": "FW878",
         "device_error": "FW879",
         "out_of_memory": "FW880",
-        # what cannot be said
+        # not tried
         "untried": "FW881",
     }
 )
 
 
 def offence(name: str, message: str, help: str | None = None) -> Offence:
-    """An offence, with the diagnostic that shows it."""
+    """An offence and its diagnostic."""
     return Offence(name, message, Diagnostic(CODES[name], f"{name}: {message}", help=help))
 
 
 def hazard(kind: str, diagnostic: Diagnostic) -> Offence:
-    """What the emulator found, by its kind (emulate.py has them); `unwritten` is an output's."""
+    """The offence of an emulator's finding. Its kind `unwritten` becomes `unwritten_read`, as the
+    offence `unwritten` is about outputs."""
     name = "unwritten_read" if kind == "unwritten" else kind
     return Offence(name, diagnostic.message.removeprefix(f"{kind}: "), diagnostic)
 
 
 def once(found: Sequence[Offence]) -> tuple[Offence, ...]:
-    """Each name once, with the first thing seen."""
+    """The first offence of each name, in order."""
     return tuple({o.name: o for o in reversed(found)}.values())[::-1]

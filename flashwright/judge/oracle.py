@@ -1,7 +1,7 @@
-"""What attention is, in fp64, and how far a kernel may be from it.
+"""Attention in fp64, and how far a kernel may be from it.
 
-Tensors are laid out (batch, heads, length, dim). Clarity comes before speed, but only one block of
-rows of one head is held at a time, so that lengths of thousands are possible.
+Tensors are laid out (batch, heads, length, dim). Clarity comes before speed. Only one block of rows
+of one head is in memory at a time, so lengths of thousands are possible.
 
 The query in row i stands at position p = i + kv_len - q_len: the last query is the last token.
 In NSA's compressed branch a column is a block of tokens, so there p = i + tokens - q_len, where the
@@ -34,7 +34,7 @@ _ROWS = 512  # rows of scores held at a time: 64 MB each at 16k keys
 def positions(
     spec: AttentionSpec, q_len: int, kv_len: int, tokens: int | None = None
 ) -> NDArray[np.int64]:
-    """The position p of every query row; `tokens` counts in the compressed branch only."""
+    """The position p of every query row. `tokens` matters in the compressed branch only."""
     end = kv_len
     if spec.branch == "compressed":
         end = q_len if tokens is None else tokens
@@ -44,7 +44,7 @@ def positions(
 def visible(
     spec: AttentionSpec, q_len: int, kv_len: int, tokens: int | None = None
 ) -> NDArray[np.bool_]:
-    """Which columns each row may see: (q_len, kv_len). The selected blocks come on top of it."""
+    """The mask (q_len, kv_len) of the spec. Selected blocks restrict it further (`chosen`)."""
     return _seen(spec, positions(spec, q_len, kv_len, tokens), kv_len)
 
 
@@ -79,7 +79,7 @@ def scores(
     slope: float | None = None,
     idx: Array | None = None,
 ) -> Floats:
-    """Logits (rows, kv_len) of one head: scale, softcap, ALiBi, then -inf where nothing is seen.
+    """Logits (rows, kv_len) of one head: scale, softcap, ALiBi, then -inf for masked keys.
 
     `p` are the rows' positions (default: those of a whole Q), `slope` this head's ALiBi slope,
     `idx` the rows' selected blocks.
@@ -107,11 +107,11 @@ def attention(
 ) -> dict[str, Floats]:
     """O (batch, heads, q_len, v_dim) and LSE (batch, heads, q_len), natural logarithm.
 
-    A row that sees nothing has O = 0 and LSE = -inf, or the sink's logit where there is a sink.
-    With `noise` also that of O: what an error of 1 in each of its terms comes to (see compare). A
-    weight too small for a full significand is off by as much as the smallest that has one.
+    A row without visible keys has O = 0 and LSE = -inf, or the sink's logit with a sink. `noise`
+    adds the noise of O: the error of O if each of its terms has an error of 1 (see compare). A
+    subnormal weight has the absolute error of the smallest normal one.
     """
-    batch, heads, q_len = _check(spec, inputs, dims or {})
+    batch, heads, q_len = _check_sizes(spec, inputs, dims or {})
     out = np.zeros((batch, heads, q_len, spec.value_dim))
     spread = np.zeros_like(out) if noise else None
     lse = np.full((batch, heads, q_len), -np.inf)
@@ -120,7 +120,7 @@ def attention(
         sink = float(inputs["Sink"][h]) if spec.sink else -np.inf
         for rows, s in _score_rows(spec, inputs, dims or {}, b, h):
             top = np.maximum(s.max(axis=1, initial=-np.inf), sink)
-            top[top == -np.inf] = 0  # a row without anything: avoids inf - inf
+            top[top == -np.inf] = 0  # a row without visible keys: avoids inf - inf
             weight = np.exp(s - top[:, None])
             total = weight.sum(axis=1) + np.exp(sink - top)
             some = total > 0
@@ -135,19 +135,19 @@ def attention(
 
 
 class Weights(NamedTuple):
-    """What one head gives to each key."""
+    """The weights and scores of one head."""
 
     weights: Floats
-    """exp(score - the row's greatest score), 0 where masked; the sink is no part of it."""
+    """exp(score - the row's greatest score), 0 for masked keys; without the sink."""
     scores: Floats
 
 
 def weights(spec: AttentionSpec, inputs: Inputs, dims: Dims | None, b: int, h: int) -> Weights:
     """The true unnormalised weights and the scores (q_len, kv_len) of one head: to localise errors.
 
-    They hold the whole head at once: use them for lengths of thousands, not more.
+    They hold the whole head at once, so lengths should stay in the thousands.
     """
-    _check(spec, inputs, dims or {})
+    _check_sizes(spec, inputs, dims or {})
     s = np.concatenate([s for _, s in _score_rows(spec, inputs, dims or {}, b, h)])
     top = s.max(axis=1, initial=-np.inf, keepdims=True)
     return Weights(np.exp(s - np.where(top == -np.inf, 0, top)), s)
@@ -176,8 +176,9 @@ def _head(inputs: Inputs, name: str, b: int, h: int, heads: int) -> Floats:
     return _kv_head(inputs[name], b, h, heads).astype(np.float64)
 
 
-def _check(spec: AttentionSpec, inputs: Inputs, dims: Dims) -> tuple[int, int, int]:
-    """Sizes that fit together, or a ValueError that names the tensor; numpy would broadcast."""
+def _check_sizes(spec: AttentionSpec, inputs: Inputs, dims: Dims) -> tuple[int, int, int]:
+    """The sizes of the problem. A ValueError names a tensor that does not fit; NumPy would
+    broadcast it."""
     for name in ("Q", "K"):
         if name not in inputs or inputs[name].ndim != 4:
             raise ValueError(f"{name} must be given as (batch, heads, length, dim)")
@@ -230,11 +231,11 @@ ROUNDOFF: Mapping[str, float] = MappingProxyType(
 SMALLEST_WEIGHT: Mapping[str, float] = MappingProxyType(
     {"fp16": 2.0**-14, "bf16": 2.0**-126, "fp8": 2.0**-6, "fp32": 2.0**-126}
 )
-"""That has a full significand, where the row's greatest is 1."""
+"""The smallest normal weight, if the row's greatest is 1."""
 RMS_LIMIT = 2.0  # of the relative RMS error, in units
 ROW_LIMIT = 5.0  # of one element's error, in units of its row's RMS ...
 OWN_LIMIT = 1.5  # ... plus in units of its own size: its own rounding
-# LSE is as good as the scores, and a tensor core keeps little of a sum of bytes. Hopper's rule, as
+# LSE is as exact as the scores, and a tensor core keeps few bits of an fp8 sum. Hopper's rule, as
 # an H200 recorded it (tests/hardware): a score of d products is d/32 sums of 33 terms, the sum so
 # far and 32 products. Each term is cut off toward zero 13 bits below the largest, so it loses
 # anything between nothing and 2^-13 of that, 2^-13 / sqrt(3) in the RMS. The largest is at most the
@@ -256,7 +257,7 @@ _SMALLEST = {"fp16": 2.0**-24}  # below it O is rounded to 0; other types go dow
 
 @dataclass(frozen=True)
 class Miss:
-    """One bad element."""
+    """One wrong element: its index, the found and the expected value."""
 
     index: tuple[int, ...]
     found: float
@@ -265,11 +266,11 @@ class Miss:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far an output is from the oracle's. RMS is that of the expected output."""
+    """How far an output is from the oracle's. RMS means the RMS of the expected output."""
 
     ok: bool
     reason: str
-    """Why not, in one line; empty when ok."""
+    """What is wrong, in one line; empty if ok."""
     size: int = 0
     max_abs: float = 0.0
     relative_rms: float = 0.0
@@ -279,11 +280,11 @@ class Comparison:
     bad: int = 0
     """Elements outside their limit."""
     nonfinite: int = 0
-    """NaN and infinities where a finite number is expected."""
+    """Number of NaN and infinities at elements whose expected value is finite."""
     first: Miss | None = None
     worst: Miss | None = None
     weight_error: float | None = None
-    """The greatest mean error of a weight, as a part of it, where the inputs show it."""
+    """The greatest mean relative error of a weight, for inputs that show it."""
 
 
 def compare(
@@ -295,13 +296,13 @@ def compare(
     noise: Array | None = None,
     excused: float = 0.0,
 ) -> Comparison:
-    """Is `found` the expected output, up to the rounding that `dtype` excuses?
+    """Whether `found` is the expected output, up to the rounding of `dtype`.
 
     `tolerance` replaces the limit of the relative RMS error; the limits of single elements move
     with it. `floor` is the least RMS that errors are measured against. Infinities must match
     exactly. A row is the last axis. `noise` has for each element the root of the sum of its terms'
-    squares: large terms that cancel leave their errors behind, and no kernel can help it. Each
-    element may be off by `excused` on top of everything.
+    squares: large terms that cancel leave rounding errors that no kernel can avoid. `excused` is
+    added to the limit of each element.
     """
     if found.shape != expected.shape:
         return Comparison(False, f"the shape is {found.shape}, not {expected.shape}")
@@ -337,7 +338,7 @@ def compare(
         first=_miss(f, e, int(np.argmax(wrong))) if wrong.any() else None,
         worst=_miss(f, e, int(np.argmax(np.where(wrong, error, -1)))) if wrong.any() else None,
     )
-    # Rounding to zero is excused as it is for single elements.
+    # Rounding to zero is allowed, as it is for single elements.
     excess = 1.0 if noise is None else max(1.0, _ratio(float(np.sqrt(np.mean(noise**2))), rms))
     limit = RMS_LIMIT * unit * scatter(e.size) * excess + _ratio(smallest, rms)
     reason = _reason(result, limit, not f.any() and bool((np.abs(known) > smallest).any()))
@@ -345,7 +346,7 @@ def compare(
 
 
 def scatter(count: int) -> float:
-    """How much wider the limit of a mean over so many is: few of them scatter more."""
+    """The factor on the limit of a mean over `count` elements: a mean of few scatters more."""
     return float(1 + 4 / np.sqrt(max(count, 1)))
 
 
@@ -354,8 +355,8 @@ def variation(
 ) -> tuple[float, float]:
     """The RMS of the difference of two runs over their RMS, and how much that may be: one unit.
 
-    Where few elements rule, one rounding of them to another side is most of the difference: the
-    limit is wider there. The arguments are those of `compare`, which allows a run RMS_LIMIT units.
+    If few elements dominate the sum, one different rounding is most of the difference, so the limit
+    is wider. The arguments are those of `compare`, which allows a run RMS_LIMIT units.
     """
     if one.shape != other.shape:
         return np.inf, 0.0
@@ -371,20 +372,20 @@ def variation(
     differs = float(_rms(known[0] - known[1], finite)[(0,) * a.ndim])
     unit = ROUNDOFF[dtype] if tolerance is None else tolerance / RMS_LIMIT
     smallest = _SMALLEST.get(dtype, 2.0**-126)
-    return _ratio(differs, rms), unit * scatter(_weighty(known[0])) + _ratio(smallest, rms)
+    return _ratio(differs, rms), unit * scatter(_effective_count(known[0])) + _ratio(smallest, rms)
 
 
-def _weighty(x: Floats) -> int:
-    """How many elements a sum of squares rests on: 1 where one of them rules."""
+def _effective_count(x: Floats) -> int:
+    """The effective number of elements in a sum of squares: 1 if one of them dominates."""
     large = float(np.abs(x).max())
     part = (x / large) ** 2 if large > 0 else np.ones_like(x)
     return max(1, int(part.sum() ** 2 / (part**2).sum()))
 
 
 def compare_lse(spec: AttentionSpec, found: Array, expected: Array) -> Comparison:
-    """compare for the log-sum-exp: its error is the sum's relative error, so the floor is 1.
+    """`compare` for the log-sum-exp. Its error is the sum's relative error, so the floor is 1.
 
-    That of the weights' exp2 comes on top.
+    The error of the weights' exp2 is allowed on top.
     """
     tolerance = lse_fp8_tolerance(spec.head_dim) if spec.dtype == "fp8" else None
     return compare(found, expected, "fp32", tolerance, floor=1.0, excused=EXP2_LIMIT)
@@ -393,10 +394,10 @@ def compare_lse(spec: AttentionSpec, found: Array, expected: Array) -> Compariso
 def compare_weights(
     result: Comparison, found: Array, expected: Array, noise: Array, shown: Array, dtype: str
 ) -> Comparison:
-    """A good result for `spectrum` inputs, unless the mean relative error of a weight is too large.
+    """A comparison for `spectrum` inputs: wrong if a weight's mean relative error is too large.
 
-    `shown` has for each column of O the weight that it shows. Where a column's elements are alike,
-    their roundings are too: the mean may be off by as much as that of the exact output, rounded.
+    `shown` has for each column of O the weight that it shows. If a column's elements are alike, so
+    are their roundings: the mean may be off by as much as that of the exact output, rounded.
     """
     some, unit = expected > 0, ROUNDOFF[dtype]
     known = np.where(some, expected, 1.0)
@@ -419,7 +420,7 @@ def compare_weights(
 
 
 def lse_fp8_tolerance(head_dim: int) -> float:
-    """What the LSE of scores of bytes may be off by, as a part of it, in the RMS."""
+    """The relative RMS error that the LSE of fp8 scores may have."""
     lost = np.sqrt(FP8_TERMS_PER_PRODUCT * head_dim / 3)
     return float(RMS_LIMIT * lost * 2.0**-FP8_KEPT_BITS)
 

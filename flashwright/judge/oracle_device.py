@@ -1,8 +1,8 @@
 """The fp64 oracle for large problems, on the device that the inputs are on.
 
-It says what oracle.py says (a test holds them together), with PyTorch instead of NumPy where the
-tensors are PyTorch's: length 4097 with many heads then takes milliseconds. Only functions that both
-libraries have under one name are used.
+It computes what oracle.py computes (a test compares them), with PyTorch for PyTorch tensors: length
+4097 with many heads then takes milliseconds. It uses only functions that both libraries have under
+one name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def attention(
 ) -> dict[str, Any]:
     """O (batch, heads, q_len, v_dim) and LSE (batch, heads, q_len) in fp64.
 
-    `lib` is torch or numpy, whichever the inputs are of. `noise` is oracle.py's.
+    `lib` is torch or numpy, the library of the inputs. `noise` is as in oracle.py.
     """
     q, k, v = (inputs[name] for name in "QKV")
     (batch, heads, q_len, _), (kv_heads, kv_len) = q.shape, k.shape[1:3]
@@ -91,7 +91,7 @@ def _chosen(lib: Any, spec: AttentionSpec, idx: Any, kv_len: int) -> Any:
 
 
 def _softmax(lib: Any, s: Any, sink: Any) -> tuple[Any, Any, Any]:
-    """The rows' weights, their sum and its logarithm; 0, 1 and -inf in a row without anything."""
+    """The rows' weights, their sum and its logarithm; 0, 1 and -inf in a row without keys."""
     top = lib.amax(s, -1)
     if sink is not None:
         top = lib.where(top < sink, sink, top)

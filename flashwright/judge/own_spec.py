@@ -1,4 +1,4 @@
-"""A package's own spec: it may say what the kernel computes, not how wrong that may be."""
+"""The spec inside a package: it defines what the kernel computes, not how wrong it may be."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from flashwright.spec import AttentionSpec
 
 
 def strict(spec: AttentionSpec) -> tuple[AttentionSpec, tuple[str, ...]]:
-    """The spec without what only a user may allow, and a note for each thing that is not taken."""
+    """The spec without the allowances that only a user may make, and a note for each of them."""
     notes, usual = [], RMS_LIMIT * ROUNDOFF[spec.dtype]
     if spec.tolerance is not None and spec.tolerance > usual:
-        text = f"its tolerance of {spec.tolerance:g} is not taken, but {usual:.2g}"
-        notes.append(f"{text}: a larger one comes from --spec only")
+        text = f"the package's tolerance of {spec.tolerance:g} is ignored, {usual:.2g} applies"
+        notes.append(f"{text}: pass --spec to allow a larger one")
         spec = spec.model_copy(update={"tolerance": None})
     if not spec.repeatable:
-        notes.append("its repeatable = false is not taken: that comes from --spec only")
+        notes.append("the package's repeatable = false is ignored: pass --spec to allow it")
         spec = spec.model_copy(update={"repeatable": True})
     return spec, tuple(notes)

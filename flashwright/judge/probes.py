@@ -1,8 +1,8 @@
-"""Which keys a candidate looks at: one is changed, and the rows that see it are watched.
+"""Probes of which keys a candidate reads: change one key, and see which rows change.
 
-A masked key must change nothing, to the bit; where the spec lets two runs differ, nothing beyond
-that. A visible one whose change moves the true output must move the candidate's too. A wrong mask,
-a dropped tail or a wrong group of heads shows so, whatever the tolerance.
+A masked key must change no bit of the output (or, if the spec lets two runs differ, no more than
+that). A visible key whose change moves the true output must move the candidate's. This finds a
+wrong mask, a dropped tail or a wrong group of heads, whatever the tolerance.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from flashwright.spec import AttentionSpec
 LENGTHS = (75, 203)
 """Neither is a multiple of a tile's size, and there are keys before the first query."""
 FEW, BEYOND, FARTHEST = 33, 90, 8192
-"""A window that LENGTHS do not reach past gets so many queries, and so many keys more than it has;
-one wider than FARTHEST is not probed."""
+"""A window longer than LENGTHS is probed with FEW queries and BEYOND more keys than the window. One
+wider than FARTHEST is not probed."""
 PROBES = 6
 PUSH = 8.0  # how far V moves: far beyond rounding, even with a small weight
 VARIES = 4.0  # units of a row's RMS beyond which a row has moved, where two runs may differ
@@ -28,7 +28,7 @@ SHOWS = 8.0  # roundoffs of a row's RMS from which a change must show
 
 
 def probe(trial: Trial, spec: AttentionSpec, seed: int) -> Outcome:
-    """Change keys one at a time: the last, the first, and some in between."""
+    """Change keys one at a time: the last, the first, and some between them."""
     rng = np.random.default_rng([seed, 1])
     problem = Problem({**spec.dims, **sizes(spec, *_lengths(spec), 2, 2)}, "normal", seed)
     outcome = Outcome(problem)
@@ -53,7 +53,7 @@ def probe(trial: Trial, spec: AttentionSpec, seed: int) -> Outcome:
 
 
 def _lengths(spec: AttentionSpec) -> tuple[int, int]:
-    """Those at which a window hides keys."""
+    """q_len and kv_len at which a window hides keys."""
     if spec.window is None or not LENGTHS[1] <= spec.window <= FARTHEST:
         return LENGTHS
     return FEW, spec.window + (spec.sink_tokens or 0) + BEYOND
@@ -100,7 +100,7 @@ def _watch(
 
 
 def _moved(spec: AttentionSpec, calls: tuple[Called, Called], scale: Array) -> Array:
-    """Which rows (batch, heads, q_len) two calls give otherwise; `scale` is the RMS of each."""
+    """Which rows (batch, heads, q_len) differ between two calls; `scale` is the RMS of each."""
     one, two = (call.outputs["O"].array for call in calls)
     if spec.repeatable:
         other: Array = (bits(one) != bits(two)).any(axis=-1)
@@ -110,7 +110,7 @@ def _moved(spec: AttentionSpec, calls: tuple[Called, Called], scale: Array) -> A
 
 
 def _unit(spec: AttentionSpec) -> float:
-    """What two runs may differ by, in the RMS, where they need not be the same."""
+    """The RMS difference that two runs may have, if the spec lets them differ."""
     given = spec.tolerance
     return oracle.ROUNDOFF[spec.dtype] if given is None else given / oracle.RMS_LIMIT
 

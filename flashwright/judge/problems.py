@@ -1,7 +1,7 @@
-"""The problems of a trial: some that everybody tries, and some that no author has seen.
+"""The problems of a trial: fixed ones, and secret ones that no author has seen.
 
-The lengths, counts and inputs of the second kind are drawn from a seed that is chosen when the
-trial begins, and told afterwards.
+The secret problems' lengths, head counts and inputs are drawn from a seed. The judge chooses the
+seed when the trial begins and reports it in the verdict.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OWN_HEADS = {
     "cpu": (20, 40),
 }  # lengths of the problem with the spec's own heads
 LONG = ((130, 8193), (65, 65537))
-"""More keys than one would wait for; with few queries."""
+"""Very long problems; few queries keep them affordable."""
 EMULATED_USUAL = (128, 128)
 REFERENCE_LENGTHS = (*SHORT, (1000, 1000), (130, 4097), (1000, 63))
 """On a GPU, for a reference in NumPy, which is slow."""
@@ -45,10 +45,10 @@ BUDGETS = {
     "cpu": Budget(500_000, 1_000_000, "too long for a trial on the CPU"),
     "emulated": Budget(1_000_000, 1_600_000, "too long for emulation"),
 }
-"""Of the lengths that are chosen from the kernel's own sizes."""
+"""The budgets of the lengths that are chosen from the kernel's tile sizes."""
 REFERENCE_BUDGET = Budget(2_000_000, 6_000_000, "too long for the reference")
 EMULATED_RATE = 300_000
-"""Positions a second, of one head under all schedules: measured on one core, for 16 bits."""
+"""Positions per second of one head, under all schedules: measured on one core, 16-bit types."""
 AT_BOUNDS, FEW_AT_BOUNDS = 200, 50  # queries
 MOST_AT_BOUNDS = {"cuda": 1 << 32, "cpu": 10_000_000, "emulated": 8_000_000}  # times keys
 SHARED, FEW_SHARED = 4, 2  # query heads that share a kv head in a problem, in an expensive one
@@ -57,13 +57,13 @@ CPU_PAIRS = 70_000  # a callable that is judged on the CPU gets no larger proble
 
 @dataclass(frozen=True)
 class Problem:
-    """Sizes, the kind of inputs, and what they are drawn from."""
+    """The sizes of one problem, its kind of inputs and their seed."""
 
     dims: Mapping[str, int]
     kind: str
     seed: int
     usual: bool = False
-    """Its shape is one that an author would try."""
+    """Whether an author would try this shape."""
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name} {size}" for name, size in self.dims.items())
@@ -78,16 +78,17 @@ def problems(
     bounds: Sequence[int] = (),
     chosen: Coverage | None = None,
 ) -> list[Problem]:
-    """All problems of a trial; only those of the given lengths where there are any.
+    """All problems of a trial, or only those of the given lengths.
 
-    `device` is cuda, cpu, or emulated: then they are fewer and smaller, the most telling first.
-    `bounds` are keys at which the candidate goes over to another kernel: each gets its problems.
-    `chosen` are the lengths that its own sizes ask for (default: what the spec asks for).
+    `device` is cuda, cpu or emulated. Under emulation they are fewer and smaller, and ordered by
+    the goals they reach. `bounds` are the numbers of keys at which the candidate changes to another
+    kernel; each gets its problems. `chosen` are the lengths for the candidate's tile sizes; they
+    come from the spec by default.
     """
     if lengths is not None:
-        made = _chosen(spec, lengths)
+        made = _from_lengths(spec, lengths)
     else:
-        made = _all(spec, seed, device, chosen or coverage(spec, device))
+        made = _full_set(spec, seed, device, chosen or coverage(spec, device))
     listed = list(made)
     if lengths is None:
         listed[1:1] = _at_bounds(spec, device, bounds)
@@ -103,7 +104,7 @@ def coverage(
     kernels: Sequence[Served] = (),
     seconds: float | None = None,
 ) -> Coverage:
-    """The lengths that the kernels' own sizes ask for, beside those that all are tried with.
+    """The lengths for the kernels' tile sizes, beside those of every trial.
 
     `seconds` bound the trial under emulation.
     """
@@ -114,15 +115,15 @@ def coverage(
         budget = replace(budget, total=min(budget.total, int(seconds * EMULATED_RATE)))
     if spec.reference and spec.dims:
         budget = replace(budget, longest=BOUNDED)
-    given = [(q_len, _keys(spec, kv_len)) for q_len, kv_len in _given(spec, device)]
+    given = [(q_len, _keys(spec, kv_len)) for q_len, kv_len in _fixed_lengths(spec, device)]
     bounds = [k.up_to for k in kernels if k.up_to is not None]
     for dims, _, _ in _at_bounds(spec, device, bounds):
         given.append((dims["q_len"], dims["kv_len"]))
     return cover(kernels, spec, budget, given)
 
 
-def _given(spec: AttentionSpec, device: str) -> Sequence[Pair]:
-    """The lengths of a trial whatever the kernel is; in NSA's compressed branch in tokens."""
+def _fixed_lengths(spec: AttentionSpec, device: str) -> Sequence[Pair]:
+    """The lengths of every trial, whatever the kernel; in tokens for NSA's compressed branch."""
     if device == "emulated":
         return () if spec.reference else (EMULATED_USUAL,)
     if spec.reference:
@@ -131,7 +132,7 @@ def _given(spec: AttentionSpec, device: str) -> Sequence[Pair]:
 
 
 def _keys(spec: AttentionSpec, tokens: int) -> int:
-    """The keys that so many tokens are."""
+    """The number of keys for a number of tokens."""
     if spec.branch == "compressed":
         return spec.compressed_blocks(max(tokens, spec.block))
     return tokens
@@ -142,8 +143,9 @@ def _in_tokens(spec: AttentionSpec, pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def _at_bounds(spec: AttentionSpec, device: str, bounds: Sequence[int]) -> Made:
-    """On both sides of each. Under emulation, which takes its time for so many keys, only beyond
-    them: no other problem goes to those kernels. They have several blocks, of queries or heads."""
+    """Problems on both sides of each bound. Emulation is slow for so many keys: there, only beyond
+    the bounds, as no other problem reaches those kernels. All have several blocks of queries or
+    heads."""
     slow = device == "emulated"
     sides, queries, most = ((1,) if slow else (0, 1)), AT_BOUNDS, SHARED
     if slow and spec.group > 1:
@@ -171,32 +173,32 @@ def _emulated(spec: AttentionSpec, seed: int, chosen: Coverage) -> Made:
         yield sizes(spec, 64, 96, 1, 1), kind, True
     rng = np.random.default_rng(seed)
     for _ in range(DRAWN):
-        dims, kind, usual = _drawn(spec, rng, "emulated")
+        dims, kind, usual = _random_problem(spec, rng, "emulated")
         yield {**dims, "batch": 1}, kind, usual
 
 
-def _chosen(spec: AttentionSpec, lengths: Sequence[tuple[int, int]]) -> Made:
+def _from_lengths(spec: AttentionSpec, lengths: Sequence[tuple[int, int]]) -> Made:
     for number, (q_len, kv_len) in enumerate(lengths):
-        yield _counted(spec, q_len, kv_len, number), "normal", False
+        yield _with_counts(spec, q_len, kv_len, number), "normal", False
 
 
-def _all(spec: AttentionSpec, seed: int, device: str, chosen: Coverage) -> Made:
+def _full_set(spec: AttentionSpec, seed: int, device: str, chosen: Coverage) -> Made:
     if device == "emulated":
         yield from _emulated(spec, seed, chosen)
         return
     own = _in_tokens(spec, chosen.pairs)
     if spec.reference:
-        yield from _chosen(spec, (*_given(spec, device), *own))
+        yield from _from_lengths(spec, (*_fixed_lengths(spec, device), *own))
         return
     yield sizes(spec, *USUAL, 2, 2), "normal", True
     yield sizes(spec, *OWN_HEADS[device], 1, spec.kv_heads, spec.group), "normal", False
-    for number, (q_len, kv_len) in enumerate((*_given(spec, device)[1:], *own)):
-        yield _counted(spec, q_len, kv_len, number), "normal", False
+    for number, (q_len, kv_len) in enumerate((*_fixed_lengths(spec, device)[1:], *own)):
+        yield _with_counts(spec, q_len, kv_len, number), "normal", False
     for kind in _kinds(spec)[1:]:
         yield sizes(spec, *USUAL, 1, 2), kind, True
     rng = np.random.default_rng(seed)
     for _ in range(DRAWN):
-        yield _drawn(spec, rng, device)
+        yield _random_problem(spec, rng, device)
     yield sizes(spec, 37, 65, 2, MANY[device]), "normal", False
     yield sizes(spec, 33, 70, 5, 1), "normal", False
     if device == "cuda":
@@ -207,10 +209,10 @@ def _all(spec: AttentionSpec, seed: int, device: str, chosen: Coverage) -> Made:
     yield sizes(spec, *USUAL, 0, 2), "normal", False
 
 
-def _drawn(
+def _random_problem(
     spec: AttentionSpec, rng: np.random.Generator, device: str
 ) -> tuple[dict[str, int], str, bool]:
-    """Lengths of every magnitude, seldom a multiple of anything; any kind of inputs."""
+    """A random problem: lengths of every magnitude, any kind of inputs."""
     most = np.log(LONGEST[device])
     q_len, kv_len = (int(np.exp(rng.uniform(1, most))) for _ in range(2))
     if device != "cuda":
@@ -220,16 +222,17 @@ def _drawn(
 
 
 def _kinds(spec: AttentionSpec) -> list[str]:
-    """A row that is nearly all sink has weights too small for its type: nothing to compare.
+    """The kinds of inputs that a spec can be tried with.
 
-    A weight in e4m3 has four bits and none below 2^-9, and a sum of bytes keeps 13 bits.
+    With a sink, some kinds give weights too small for their type. With fp8, a weight in e4m3 has
+    four bits and none is below 2^-9, and a sum keeps 13 bits.
     """
     lone = ("opposed", "shifted", "peaked", "outliers", "tail") if spec.sink else ()
     fine = ("spectrum", "cancelling") if spec.dtype == "fp8" else ()
     return [kind for kind in KINDS if kind not in (*lone, *fine)]
 
 
-def _counted(spec: AttentionSpec, q_len: int, kv_len: int, number: int) -> dict[str, int]:
+def _with_counts(spec: AttentionSpec, q_len: int, kv_len: int, number: int) -> dict[str, int]:
     large = q_len * kv_len >= LARGE
     return sizes(spec, q_len, kv_len, *((1, 2) if large else COUNTS[number % len(COUNTS)]))
 
@@ -237,7 +240,8 @@ def _counted(spec: AttentionSpec, q_len: int, kv_len: int, number: int) -> dict[
 def sizes(
     spec: AttentionSpec, q_len: int, kv_len: int, batch: int, kv_heads: int, most: int = SHARED
 ) -> dict[str, int]:
-    """The dims of a problem with the spec's kind of head sharing, at most so many to a kv head."""
+    """The dims of a problem with the spec's kind of head sharing, at most `most` heads per kv
+    head."""
     kv_heads = min(spec.kv_heads, kv_heads)
     group = spec.group if spec.branch == "selected" else min(spec.group, most)
     dims = {"batch": batch, "heads": kv_heads * group, "kv_heads": kv_heads, "q_len": q_len}

@@ -1,12 +1,12 @@
-"""A user's own reference: a function in a Python file that says what is right.
+"""A user's reference: a function in a Python file that computes the expected outputs.
 
 It is one of two kinds:
 
     def reference(inputs, dims): ...    float64 arrays by name, and the sizes by name
     def attention(q, k, v): ...         any of the inputs, by the names of the parameters
 
-A file that imports torch gets its tensors from the second kind of call, in float64 and on the CPU;
-others get NumPy's arrays. The file runs in a process of its own (reference_apart.py).
+With the second kind, a file that imports torch gets float64 tensors on the CPU. Any other gets
+NumPy arrays. The file runs in a separate process (reference_process.py).
 """
 
 from __future__ import annotations
@@ -33,66 +33,68 @@ Inputs = Mapping[str, Array]
 Dims = Mapping[str, int]
 
 MEMORY = 1 << 40
-"""Bytes of addresses for a process that calls one: those that a library reserves count as well."""
+"""Address space for the reference's process, in bytes. What a library reserves counts as well."""
 _NAMES = {"query": "Q", "key": "K", "value": "V"}
 _OUTPUTS = {"o": "O", "out": "O", "output": "O", "lse": "LSE"}
-_ORDER = ("O", "LSE")  # of a tuple
+_ORDER = ("O", "LSE")  # the outputs in a tuple
 _USUAL = ("reference", "attention")
 
 
 @dataclass(frozen=True)
 class UserReference:
-    """A user's own reference: called with inputs in fp64 (integers stay) and the dims."""
+    """A loaded reference: called with inputs in fp64 (integers stay) and the dims."""
 
     path: Path
     function: Callable[..., Any]
     inputs_function: Callable[..., Any] | None
     parameters: tuple[inspect.Parameter, ...] | None = None
-    """Of a function that takes inputs by name; None: it takes them all in a dict."""
+    """The parameters of a function that takes inputs by name; None if it takes a dict."""
     torch: bool = False
-    """It takes tensors."""
+    """Whether it takes torch tensors."""
 
     @property
     def by_name(self) -> bool:
-        """Its parameters are the spec's inputs, in the order of axes that callers have."""
+        """Whether its parameters are inputs by name, with axes in the callers' order."""
         return self.parameters is not None
 
     def __call__(self, inputs: Inputs, dims: Dims) -> dict[str, Floats]:
-        """The outputs by name; a single array is O."""
-        given = {name: _for_user(array) for name, array in inputs.items()}
+        """The outputs by name; a single array is O. Raises BadSpec if the user's code fails."""
+        given = {name: _user_copy(array) for name, array in inputs.items()}
         if self.parameters is None:
-            result = _guard(self.path, lambda: self.function(given, dict(dims)))
+            result = _run_user_code(self.path, lambda: self.function(given, dict(dims)))
         else:
-            result = self._called(self.parameters, given, dims)
+            result = self._call_by_name(self.parameters, given, dims)
         found = {k: v.astype(np.float64) for k, v in self._arrays(result, "reference").items()}
-        return _before_the_first_key(found, dims) if self.by_name else found
+        return _clear_rows_without_keys(found, dims) if self.by_name else found
 
-    def _called(
+    def _call_by_name(
         self, parameters: tuple[inspect.Parameter, ...], given: dict[str, Array], dims: Dims
     ) -> object:
-        """The result of a function that takes inputs by name."""
+        """Call a function that takes inputs by name. Raises BadSpec for a parameter without one."""
         every: dict[str, Any] = {name.lower(): size for name, size in dims.items()}
         every |= {name.lower(): array for name, array in given.items()}
         every |= {alias: given[name] for alias, name in _NAMES.items() if name in given}
         wanted = {p.name: p.name.lower() for p in parameters}
-        lacking = [p.name for p in parameters if wanted[p.name] not in every and not _free(p)]
+        lacking = [
+            p.name for p in parameters if wanted[p.name] not in every and not _is_optional(p)
+        ]
         if lacking:
             raise BadSpec(
                 f"{self.path}: the reference takes {', '.join(lacking)}, which is no input: "
                 f"there are {', '.join(sorted(given))}, and the sizes {', '.join(sorted(dims))}; "
-                "others come from make_inputs(rng, dims)"
+                "define make_inputs(rng, dims) to add others"
             )
         values = {name: every[key] for name, key in wanted.items() if key in every}
         if not self.torch:
-            return _guard(self.path, lambda: self.function(**values))
-        return _guard(self.path, lambda: _in_torch(self.function, values))
+            return _run_user_code(self.path, lambda: self.function(**values))
+        return _run_user_code(self.path, lambda: _call_torch(self.function, values))
 
     def make_inputs(self, rng: np.random.Generator, dims: Dims) -> dict[str, Array] | None:
-        """The user's inputs by name, or None where the file makes none."""
+        """The user's inputs by name, or None if the file has no make_inputs."""
         make = self.inputs_function
         if make is None:
             return None
-        return self._arrays(_guard(self.path, lambda: make(rng, dict(dims))), "make_inputs")
+        return self._arrays(_run_user_code(self.path, lambda: make(rng, dict(dims))), "make_inputs")
 
     def _arrays(self, result: object, what: str) -> dict[str, Array]:
         named = result if isinstance(result, dict) else {"O": result}
@@ -101,7 +103,7 @@ class UserReference:
         arrays = {str(name): _array(value) for name, value in named.items()}
         for name, array in arrays.items():
             if array is None:
-                raise BadSpec(f"{self.path}: {what} gave no array of numbers for {name}")
+                raise BadSpec(f"{self.path}: {what} returned no array of numbers for {name}")
         return {name: array for name, array in arrays.items() if array is not None}
 
 
@@ -109,15 +111,15 @@ class UserReference:
 
 
 def split(text: str) -> tuple[str, str]:
-    """A file and the function that is meant; none is named in `mine.py`, one in `mine.py:mine`."""
+    """The file and the function of `mine.py:mine`; `mine.py` names no function."""
     found = re.fullmatch(r"(.*\.py):([A-Za-z_]\w*)", text, re.DOTALL)
     return (found[1], found[2]) if found else (text, "")
 
 
 def user_reference(path: str | Path) -> UserReference:
-    """Loads the function of `FILE.py` or `FILE.py:function`, and `make_inputs(rng, dims)` if any.
+    """Load the function of `FILE.py` or `FILE.py:function`, and `make_inputs(rng, dims)` if any.
 
-    The errors of the file come as BadSpec, with file and line.
+    Raises BadSpec with file and line for an error of the file.
     """
     file, wanted = split(str(path))
     path = Path(file)
@@ -129,16 +131,18 @@ def user_reference(path: str | Path) -> UserReference:
     module = ModuleType(f"flashwright_reference_{path.stem}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module  # dataclasses and pickle look the module up there
-    _guard(path, lambda: exec(compile(source, str(path), "exec"), module.__dict__))
+    _run_user_code(path, lambda: exec(compile(source, str(path), "exec"), module.__dict__))
     function = _function(path, module, wanted)
     inputs = getattr(module, "make_inputs", None)
     if inputs is not None and not callable(inputs):
         raise BadSpec(f"{path}: make_inputs is no function: write def make_inputs(rng, dims)")
-    return UserReference(path, function, inputs, _parameters(path, function), _torch(source))
+    return UserReference(
+        path, function, inputs, _parameters(path, function), _imports_torch(source)
+    )
 
 
 def _function(path: Path, module: ModuleType, wanted: str) -> Callable[..., Any]:
-    """The one that is asked for, else `reference` or `attention`, else the only one there is."""
+    """The function named by the user, else `reference` or `attention`, else the only one."""
     own = [
         name
         for name, value in vars(module).items()
@@ -162,7 +166,7 @@ def _function(path: Path, module: ModuleType, wanted: str) -> Callable[..., Any]
 
 
 def _parameters(path: Path, function: Callable[..., Any]) -> tuple[inspect.Parameter, ...] | None:
-    """The parameters, where they are inputs by name."""
+    """The parameters of a function that takes inputs by name; None if it takes a dict."""
     try:
         found = tuple(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # not written in Python
@@ -176,13 +180,13 @@ def _parameters(path: Path, function: Callable[..., Any]) -> tuple[inspect.Param
     return None
 
 
-def _free(parameter: inspect.Parameter) -> bool:
-    """Whether a call may go without it."""
+def _is_optional(parameter: inspect.Parameter) -> bool:
+    """Whether a call may leave the parameter out."""
     several = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     return several or parameter.default is not parameter.empty
 
 
-def _torch(source: bytes) -> bool:
+def _imports_torch(source: bytes) -> bool:
     """Whether the file imports torch, at its top or in a function."""
     for node in ast.walk(ast.parse(source)):
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
@@ -195,8 +199,8 @@ def _torch(source: bytes) -> bool:
 # --- calling ----------------------------------------------------------------------------------
 
 
-def _in_torch(function: Callable[..., Any], values: Mapping[str, Any]) -> object:
-    """A call with tensors. What the function makes itself is in float64 too, unless it says so."""
+def _call_torch(function: Callable[..., Any], values: Mapping[str, Any]) -> object:
+    """Call a function with tensors. New tensors in it are float64 too, unless it says otherwise."""
     import torch
 
     usual = torch.get_default_dtype()
@@ -213,7 +217,7 @@ def _in_torch(function: Callable[..., Any], values: Mapping[str, Any]) -> object
 
 
 def _outputs(result: object) -> dict[str, object]:
-    """O alone, (O, LSE), or a dict; names in any case."""
+    """The outputs by name, from O alone, (O, LSE) or a dict; names in upper or lower case."""
     if isinstance(result, tuple):
         named = dict(zip(_ORDER, result, strict=False))
         return {name: value for name, value in named.items() if value is not None}
@@ -222,9 +226,9 @@ def _outputs(result: object) -> dict[str, object]:
     return {"O": result}
 
 
-def _before_the_first_key(found: dict[str, Floats], dims: Dims) -> dict[str, Floats]:
-    """Queries before the first key see nothing where keys are seen up to a position, and a softmax
-    of nothing is NaN in PyTorch. As everywhere here, they give 0, and -inf as their LSE."""
+def _clear_rows_without_keys(found: dict[str, Floats], dims: Dims) -> dict[str, Floats]:
+    """Set queries before the first key to O = 0 and LSE = -inf. With a causal mask they see no key,
+    and PyTorch's softmax gives NaN there."""
     many = max(0, dims.get("q_len", 0) - dims.get("kv_len", 0))
     for name, empty in zip(_ORDER, (0.0, -np.inf), strict=True):
         if many and name in found and found[name].ndim >= 3:
@@ -233,7 +237,7 @@ def _before_the_first_key(found: dict[str, Floats], dims: Dims) -> dict[str, Flo
     return found
 
 
-def _guard(path: Path, work: Callable[[], object]) -> object:
+def _run_user_code(path: Path, work: Callable[[], object]) -> object:
     try:
         return work()
     except BadSpec:
@@ -251,7 +255,7 @@ def _guard(path: Path, work: Callable[[], object]) -> object:
         raise BadSpec(f"{where}: {type(error).__name__}: {why}".rstrip(": ")) from None
 
 
-def _for_user(array: Array) -> Array:
+def _user_copy(array: Array) -> Array:
     """A copy, so that the user's code cannot change what the kernel gets."""
     kept = array.dtype if array.dtype.kind in "iub" else np.dtype(np.float64)
     return array.astype(kept)

@@ -1,7 +1,7 @@
-"""compute-sanitizer on a candidate: accesses, races and barriers that a right answer can hide.
+"""compute-sanitizer on a candidate: invalid accesses, races and barriers behind a right answer.
 
-A kernel package is compiled again with its source's lines kept; what the tool says is then brought
-back to the line of kernel.cu, and through kernel.map.json to the line of TL.
+A kernel package is compiled again with line information. The tool's messages are then mapped to the
+line of kernel.cu, and through kernel.map.json to the line of TL.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ _PLACE = re.compile(r"(?:\+0x([0-9a-f]+) )?in \S*?([\w.-]+):(\d+)")
 
 @dataclass(frozen=True)
 class Lines:
-    """From what a tool names to kernel.cu, and from there to TL."""
+    """Maps a tool's addresses and lines to lines of kernel.cu, and those to lines of TL."""
 
     addresses: Mapping[int, int] = field(default_factory=dict)
     """The line of kernel.cu of each instruction."""
     map: SourceMap = field(default_factory=SourceMap)
 
     def cu(self, text: str) -> tuple[int, ...]:
-        """The lines of kernel.cu in a complaint, each once."""
+        """The lines of kernel.cu in a tool's message, each once."""
         found: list[int | None] = []
         for address, file, line in _PLACE.findall(text):
             if file == NAME:
@@ -72,14 +72,14 @@ class Lines:
         return tuple(dict.fromkeys(line for line in found if line is not None))
 
     def tl(self, cu: Iterable[int]) -> tuple[int, ...]:
-        """The lines of TL that these implement."""
+        """The lines of TL that these lines of kernel.cu implement."""
         found = (self.map.tl_line(line) for line in cu)
         return tuple(dict.fromkeys(line for line in found if line is not None))
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One complaint of a tool, with the lines it names."""
+    """One message of a tool, with the lines it names."""
 
     tool: str
     text: str
@@ -103,7 +103,7 @@ def sanitize(
     base: Path | None = None,
     progress: Callable[[int, int, str], None] = lambda done, total, text: None,
 ) -> tuple[Offence, ...]:
-    """Run a small ragged problem under each tool; the offences found, each with its place in TL."""
+    """Run a small ragged problem under each tool: the offences found, with their lines of TL."""
     program = shutil.which("compute-sanitizer")
     if program is None:
         text = "compute-sanitizer is not on the PATH"
@@ -113,17 +113,17 @@ def sanitize(
     need_torch()
     found: list[Offence] = []
     kernels = [candidate]
-    if candidate.kind == "package":  # each of its kernels alone, whatever lengths it serves
+    if candidate.kind == "package":  # each kernel alone, whatever lengths it serves
         places = folders(Path(candidate.where)).values()
         kernels = [replace(candidate, where=str(folder)) for folder in places]
     for kernel in kernels:
-        # A line of a further kernel is none of the package's own TL, beside which it is shown.
+        # A line of a subfolder's kernel is no line of the package's TL, which is shown beside it.
         tl = _text(Path(kernel.where, "code.tl")) if kernel == candidate else ""
-        found += _under(program, kernel, spec, tools, base, progress, tl)
+        found += _run_tools(program, kernel, spec, tools, base, progress, tl)
     return once(found)
 
 
-def _under(
+def _run_tools(
     program: str,
     candidate: Candidate,
     spec: AttentionSpec,
@@ -132,9 +132,9 @@ def _under(
     progress: Callable[[int, int, str], None],
     tl: str,
 ) -> Iterator[Offence]:
-    """One kernel, under each tool."""
+    """Run one kernel under each tool."""
     with tempfile.TemporaryDirectory(prefix="flashwright-") as place:
-        inside, lines = _with_lines(candidate, Path(place))
+        inside, lines = _rebuild_with_lines(candidate, Path(place))
         for number, tool in enumerate(tools):
             progress(number, len(tools), tool)
             log = Path(place, f"{tool}.log")
@@ -143,7 +143,7 @@ def _under(
                 _call(inside, spec, base, command)
             except Ended as ended:
                 said = findings(tool, _text(log), lines)
-                if not said:  # not the tool's doing
+                if not said:  # the tool did not end it
                     yield offence(ended.offence, f"under {tool}: {ended.message}")
             yield from (_offence(f, tl) for f in findings(tool, _text(log), lines))
 
@@ -163,15 +163,15 @@ def _call(
     made = form.inputs(problem, expected.reference)
     answer = expected.outputs(made, problem.dims)
     limits = Limits(seconds=SECONDS, start_seconds=SECONDS)
-    # Each tensor an allocation of its own, exactly as long as it is: its end is what is watched.
+    # Each tensor is a separate allocation of its exact size, so that the tool sees its end.
     with Sandbox(
         candidate, spec, "cuda", limits, before=command, guard=0, environment=_NO_POOL
     ) as running:
         running.call(form.taken(made), form.outputs(problem, answer), form.dims(problem))
 
 
-def _with_lines(candidate: Candidate, place: Path) -> tuple[Candidate, Lines]:
-    """A package whose cubin knows its source's lines; other candidates as they are."""
+def _rebuild_with_lines(candidate: Candidate, place: Path) -> tuple[Candidate, Lines]:
+    """A copy of the package with line information in its cubin; other candidates unchanged."""
     if candidate.kind != "package":
         return candidate, Lines()
     folder = Path(candidate.where)
@@ -181,7 +181,7 @@ def _with_lines(candidate: Candidate, place: Path) -> tuple[Candidate, Lines]:
     tools = toolchain.find()
     plan, card = read_plan(folder), driver.cards()[0]
     real = None if plan.arch.rstrip("af") == card.arch else card.arch
-    # Anybody may have written what is in a folder.
+    # A stranger may have written the files of the package.
     built = build_untrusted(_text(source), plan.arch, real=real, toolchain=tools)
     copy = place / "package"
     copy.mkdir()
@@ -192,7 +192,7 @@ def _with_lines(candidate: Candidate, place: Path) -> tuple[Candidate, Lines]:
 
 
 def findings(tool: str, log: str, lines: Lines) -> list[Finding]:
-    """What a tool's log complains of; a count without a text is a finding too."""
+    """The findings in a tool's log. An error count without a message is a finding too."""
     found = list(_findings(tool, log, lines))
     counted = [int(n) for n in _SUMMARY.findall(log)]
     if not found and any(counted):
@@ -204,11 +204,11 @@ def _findings(tool: str, log: str, lines: Lines) -> Iterator[Finding]:
     for match in _FINDING.finditer(log):
         text = match[1]
         cu = lines.cu(text)
-        yield Finding(tool, _short(text), cu, lines.tl(cu))
+        yield Finding(tool, _shorten(text), cu, lines.tl(cu))
 
 
-def _short(text: str) -> str:
-    """The first line, and what the access raced with, without names longer than all the rest."""
+def _shorten(text: str) -> str:
+    """The first line of a message and the other access of a race, without long mangled names."""
     lines = [line.lstrip("= ") for line in text.splitlines()]
     told = lines[:2] if lines[1:] and lines[1].startswith("and ") else lines[:1]
     return re.sub(r" at \S.*?\+0x[0-9a-f]+(?: in \S+)?", "", " ".join(told)).strip()

@@ -1,6 +1,6 @@
-"""Which line of kernel.cu an instruction of a cubin comes from, through whatever was inlined.
+"""The line of kernel.cu that each instruction of a cubin comes from, through inlined calls.
 
-Tools name the innermost line, which is mostly one of the vocabulary's; nvdisasm knows the calls
+Tools name the innermost line, which is mostly a line of a header. nvdisasm also lists the calls
 that it was inlined into.
 """
 
@@ -21,7 +21,7 @@ _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s")
 
 
 def lines_of(cubin: bytes, tools: Toolchain) -> dict[int, int]:
-    """From the address of each instruction to its line; empty where nvdisasm is not there."""
+    """The line of each instruction by its address; empty without nvdisasm."""
     beside = tools.nvcc.with_name("nvdisasm")
     program = str(beside) if beside.is_file() else shutil.which("nvdisasm")
     if program is None:
@@ -38,7 +38,7 @@ def lines_of(cubin: bytes, tools: Toolchain) -> dict[int, int]:
 
 
 def read(listing: str) -> dict[int, int]:
-    """The lines in nvdisasm's listing: each comment counts until the next ones."""
+    """The lines in nvdisasm's listing by address. A comment applies until the next group."""
     found: dict[int, int] = {}
     line: int | None = None
     fresh = True

@@ -1,8 +1,8 @@
-"""What can be seen without running: libraries in the source or in the links, and the MMA's types.
+"""Static checks: libraries in the source or in the links, and the types of the MMAs.
 
-A candidate that may not call libraries is read (a Python file: the names that its function can come
-to use; a shared library: what it links to). A fallback in an `except` that no trial reaches shows
-only so. A test beside it, which it does not call, may call what it likes.
+For a candidate that may not call libraries, they read the names that its Python function can reach,
+or the libraries that its shared library links to. Only this finds a fallback in an `except` that no
+trial reaches. Code that the function does not reach, such as a test, may call any library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flashwright.sandbox.candidate import Candidate
 from flashwright.sandbox.process import Launched
 from flashwright.spec import AttentionSpec
 
-# Modules and functions that compute attention for whoever calls them.
+# Modules and functions that compute attention.
 MODULES = frozenset(
     (
         *("flash_attn", "flash_attn_interface", "flash_attn_3", "flashinfer", "xformers", "cudnn"),
@@ -39,8 +39,8 @@ NAMES = frozenset(
     )
 )
 LINKED = re.compile(r"lib(cudnn|cublas|torch|c10|nvjitlink_attention|flash_attn|cutlass_attention)")
-# Kernels of libraries that do attention's work: fused attention, matrix products, softmax. Copies,
-# casts, fills and sums are nobody's achievement. Only asked of kernels that a library brings.
+# Library kernels that do attention's work: fused attention, matrix products, softmax. Copies,
+# casts, fills and sums are allowed. This applies to kernels that come from a library only.
 KERNELS = re.compile(
     r"flash|fmha|attention|attn|cudnn|cublas|xmma|nvjet|gem[mv]|cutlass|splitk|triton_tem_|soft_?max"
     r"|dot_kernel",
@@ -51,17 +51,17 @@ _PTX_NAMES = {"fp16": "f16", "bf16": "bf16", "fp8": "e4m3"}
 
 
 def libraries(candidate: Candidate) -> list[str]:
-    """Libraries that a candidate names in its own source, or is linked to."""
+    """The libraries that a candidate's source names or that it links to."""
     if candidate.kind == "python":
         path = _source(candidate.where)
-        return sorted(set(_in_source(path, candidate.function))) if path else []
+        return sorted(set(_libraries_in_source(path, candidate.function))) if path else []
     if candidate.kind == "library":
-        return sorted(set(_linked(Path(candidate.where))))
+        return sorted(set(_linked_libraries(Path(candidate.where))))
     return []
 
 
 def _source(where: str) -> Path | None:
-    """The file of a module, found without importing anything of it."""
+    """The file of a module, found without importing it."""
     if where.endswith(".py"):
         return Path(where)
     inner = Path(*where.split("."))
@@ -72,12 +72,12 @@ def _source(where: str) -> Path | None:
     return None
 
 
-def _in_source(path: Path, function: str) -> Iterator[str]:
+def _libraries_in_source(path: Path, function: str) -> Iterator[str]:
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, OSError):
-        return  # it will not load either, and that says more
-    for node in _reached(tree, function.partition(".")[0]):
+        return  # it will not load either, and that message says more
+    for node in _reachable_nodes(tree, function.partition(".")[0]):
         if isinstance(node, ast.Import):
             yield from (a.name for a in node.names if a.name.partition(".")[0] in MODULES)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -86,12 +86,12 @@ def _in_source(path: Path, function: str) -> Iterator[str]:
             yield from (a.name for a in node.names if a.name in NAMES)
         elif isinstance(node, ast.Attribute) and node.attr in NAMES:
             yield node.attr
-        elif _names_one(node):
+        elif _names_library(node):
             yield str(getattr(node, "value", ""))
 
 
-def _reached(tree: ast.Module, function: str) -> Iterator[ast.AST]:
-    """What runs when the file is imported, the function, and all that they name by turns."""
+def _reachable_nodes(tree: ast.Module, function: str) -> Iterator[ast.AST]:
+    """The nodes that run on import, the function, and everything they name, transitively."""
     defined: dict[str, list[ast.AST]] = {}
     waiting: list[ast.AST] = []
     for stmt in tree.body:
@@ -99,7 +99,7 @@ def _reached(tree: ast.Module, function: str) -> Iterator[ast.AST]:
             defined.setdefault(stmt.name, []).append(stmt)
             waiting += stmt.decorator_list
         elif isinstance(stmt, ast.Import | ast.ImportFrom):
-            for alias in stmt.names:  # what nobody uses is not called
+            for alias in stmt.names:  # an unused import is not called
                 name = alias.asname or alias.name.partition(".")[0]
                 defined.setdefault(name, []).append(type(stmt)(**{**vars(stmt), "names": [alias]}))
         elif not _is_main(stmt):
@@ -114,7 +114,7 @@ def _reached(tree: ast.Module, function: str) -> Iterator[ast.AST]:
 
 
 def _is_main(node: ast.AST) -> bool:
-    """`if __name__ == "__main__":`, which nobody reaches who imports it."""
+    """Whether a node is `if __name__ == "__main__":`, which does not run on import."""
     return (
         isinstance(node, ast.If)
         and isinstance(node.test, ast.Compare)
@@ -124,14 +124,14 @@ def _is_main(node: ast.AST) -> bool:
     )
 
 
-def _names_one(node: ast.AST) -> bool:
-    """A string: getattr(functional, "scaled_dot_product_attention"), import_module("cudnn")."""
+def _names_library(node: ast.AST) -> bool:
+    """Whether a string names a library, as in import_module("cudnn")."""
     if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
         return False
     return node.value in NAMES or node.value.partition(".")[0] in MODULES
 
 
-def _linked(path: Path) -> Iterator[str]:
+def _linked_libraries(path: Path) -> Iterator[str]:
     from elftools.common.exceptions import ELFError
     from elftools.elf.elffile import ELFFile
 
@@ -145,27 +145,27 @@ def _linked(path: Path) -> Iterator[str]:
 
 
 def of_libraries(launches: Sequence[Launched]) -> Launched | None:
-    """The kernel of a library that did attention's work most often; None where there is none."""
+    """The library kernel that did attention's work most often; None if there is none."""
     theirs = [one for one in launches if not one.own and KERNELS.search(one.name)]
     return max(theirs, key=lambda one: one.times, default=None)
 
 
 def instructions(folder: Path, spec: AttentionSpec) -> tuple[str, int]:
-    """Why a package's matrix instructions are less exact than asked, and how many were looked at.
+    """Why a package's matrix instructions are less exact than asked, and how many were read.
 
-    Empty where they are as asked: operands in the spec's type, sums in fp32.
+    The reason is empty if operands have the spec's type and sums are in fp32.
     """
     found = _MMA.findall((content(folder / PTX) or b"").decode(errors="replace"))
     for one in found:
         types = re.findall(r"\.(f16|bf16|f32|s32|tf32|e4m3|e5m2|s8|u8|s4|u4)\b", one)
-        wrong = _weaker(types, spec)
+        wrong = _why_weaker(types, spec)
         if wrong:
             return f"{one} {wrong}", len(found)
-    return _in_sass(folder, spec, len(found))
+    return _check_sass(folder, spec, len(found))
 
 
-def _weaker(types: Sequence[str], spec: AttentionSpec) -> str:
-    """PTX names the types of an MMA as D, A, B, C."""
+def _why_weaker(types: Sequence[str], spec: AttentionSpec) -> str:
+    """Why an MMA with these PTX types (D, A, B, C) is less exact than asked; empty if it is not."""
     if len(types) < 3:
         return ""
     if types[0] != "f32":
@@ -176,8 +176,8 @@ def _weaker(types: Sequence[str], spec: AttentionSpec) -> str:
     return ""
 
 
-def _in_sass(folder: Path, spec: AttentionSpec, seen: int) -> tuple[str, int]:
-    """The cubin is what runs: the same question of its instructions, where a tool shows them."""
+def _check_sass(folder: Path, spec: AttentionSpec, seen: int) -> tuple[str, int]:
+    """The same check of the cubin's instructions, as the cubin is what runs; needs nvdisasm."""
     tool, cubin = shutil.which("cuobjdump"), folder / CUBIN
     if tool is None or not cubin.is_file():
         return "", seen

@@ -1,5 +1,5 @@
-"""The lengths that decide what a kernel does: its tiles, its ring of stages, the constants of its
-masks and loops. They are read off the checked program."""
+"""The sizes that decide a kernel's path: its tiles, its ring of stages, the constants of its masks
+and loops. They come from the checked program."""
 
 from __future__ import annotations
 
@@ -46,26 +46,26 @@ _LENGTHS = (*_POSITIONS, "q_len", "kv_len", "tokens")
 
 @dataclass(frozen=True)
 class Tiling:
-    """What a kernel's behaviour at a length depends on."""
+    """The sizes that decide a kernel's path at a length."""
 
     rows: int = 64
-    """Queries of a thread block."""
+    """Queries per thread block."""
     keys: int = 64
-    """Keys of an iteration."""
+    """Keys per iteration."""
     stages: int = 1
-    """Buffers of the tile of keys: how many iterations the loads may be ahead."""
+    """Buffers of the tile of keys: how many iterations the loads may run ahead."""
     constants: Mapping[str, int] = field(default_factory=dict)
-    """Lengths by name that positions are compared with: windows, prefixes, sink tokens."""
+    """The lengths by name that positions are compared with: windows, prefixes, sink tokens."""
     diagonal: bool = False
-    """A mask compares the positions of queries and keys."""
+    """Whether a mask compares the positions of queries and keys."""
     assumed: bool = False
-    """Nobody knows: a callable does not show its tiles."""
+    """Whether the sizes are a guess: a callable does not show its tiles."""
 
 
 def tiling_of(program: Program) -> Tiling:
-    """Of a checked program."""
+    """The tiling of a checked program."""
     tiles = _global_tiles(program)
-    # Where keys lie in pages, no axis is as long as kv_len.
+    # With paged keys, no axis is as long as kv_len.
     shared = [b for b in program.buffers.values() if b.space == "shared"]
     paged = [b.shape[0] for b in shared if b.name in ("K", "V")]
     keys = tiles.get("kv_len") or max(paged, default=1)
@@ -104,8 +104,8 @@ def _global_tiles(program: Program) -> dict[str, int]:
 
 
 def _constants(program: Program) -> dict[str, int]:
-    """What masks add to positions or compare them with, and bounds of loops and branches with
-    lengths. Factors (a tile's size, a stride) are no lengths; neither is a number below 2."""
+    """The lengths that masks add to positions or compare them with, and those in bounds of loops
+    and branches. Factors (a tile's size, a stride) and numbers below 2 are no lengths."""
     sized = {
         name for s in statements(program.tree.body) for name in _names_of_sizes(s)
     }  # names of tile sizes
@@ -148,7 +148,7 @@ def _conditions(program: Program) -> Iterator[Expr]:
 
 
 def _terms(expr: Expr) -> Iterator[Expr]:
-    """The parts of sums and comparisons, not those of products."""
+    """The operands of sums and comparisons, not those of products."""
     match expr:
         case Binary("*" | "%", _, _):
             return
@@ -198,7 +198,8 @@ class Served:
 
 
 def served_by(folder: Path) -> tuple[Served, ...]:
-    """The kernels of a package, each for its lengths; Failed with FW852 where there are none."""
+    """The kernels of a package and the lengths each serves. Raises Failed with FW852 if there are
+    none."""
     found, above = [], 0
     for rule in classes.read(folder).rules:
         place = folder if rule.kernel == OWN else folder / rule.kernel
@@ -210,7 +211,7 @@ def served_by(folder: Path) -> tuple[Served, ...]:
 
 
 def _program(folder: Path) -> Program | None:
-    """A package's TL, where it has some that passes the checker."""
+    """A package's TL program, if it has one that passes the checker."""
     try:
         return check(parse(read(folder / CODE))).program
     except (Failed, OSError):
@@ -218,7 +219,7 @@ def _program(folder: Path) -> Program | None:
 
 
 def _planned(plan: LaunchPlan) -> Tiling:
-    """What a launch plan shows of the tiles: the boxes that TMA loads."""
+    """The tiling that a launch plan shows: the boxes that TMA loads."""
     boxes = {m.tensor: max(m.box[:-1], default=1) for m in plan.maps}
     return Tiling(rows=boxes.get("Q", 64), keys=boxes.get("K", 64))
 
@@ -227,7 +228,7 @@ def _planned(plan: LaunchPlan) -> Tiling:
 
 
 class _Measured(Exception):
-    """The weights of a tile are there: nothing more needs to run."""
+    """Ends a run as soon as a tile has weights."""
 
     def __init__(self, weights: Array) -> None:
         self.weights = weights
@@ -236,8 +237,8 @@ class _Measured(Exception):
 def spread_in(
     program: Program, arrays: Mapping[str, Array], dims: Mapping[str, int]
 ) -> float | None:
-    """The standard deviation of a row's scores, measured in the first weights that a program
-    computes; None where it computes none, as with a sigmoid."""
+    """The standard deviation of a row's scores, measured from the first weights of a run; None for
+    a program without softmax weights, as with a sigmoid."""
 
     def after(stmt: Statement, machine: Machine) -> None:
         if not isinstance(stmt, Compute):
@@ -257,6 +258,6 @@ def spread_in(
         rows = [row[(row > 0) & np.isfinite(row)] for row in weights]
         spreads = [float(np.log(row).std()) for row in rows if len(row) >= 8]
         return float(np.median(spreads)) if spreads else None
-    except Failed:  # it is said where the program is run for its answer
+    except Failed:  # reported when the program runs for its answer
         return None
     return None

@@ -1,12 +1,12 @@
-"""One problem put to a candidate: several calls, and everything that can be seen from outside.
+"""The trial of a candidate on one problem: several calls, and what each shows from outside.
 
 first     the inputs in guarded memory, outputs and free memory full of NaN
 again     the same at other addresses, on a busy stream that gets its inputs late: the same bits,
-          or where the spec asks for no more, the same up to a part of the allowed error
+          or with repeatable = false, the same up to a part of the allowed error
 alone     a package without its optional outputs: the same bits
-viewed    Q, K and V that are no contiguous tensors: the right answer all the same
-fresh     other inputs at the first addresses: another answer, and the right one
-many      a problem again and again: the right answer still
+viewed    Q, K and V that are not contiguous: the right answer
+fresh     other inputs at the first addresses: their own right answer
+many      many calls on one problem: the right answer after the last
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from flashwright.sandbox.process import Called, Ended, Output, Sandbox
 from flashwright.sandbox.tensors import Array, bits
 from flashwright.spec import AttentionSpec
 
-MOST = 1.5  # how much less exact than the library a candidate may be
-SLACK = 0.05  # units of roundoff that are no matter: at length 1 the library's error is 0
+MOST = 1.5  # the largest allowed ratio of a candidate's error to the library's
+SLACK = 0.05  # allowed units of roundoff beside it: at length 1 the library's error is 0
 SLACK_SINK = 1.0  # the library has no sinks: at length 1 it weighs by 1 exactly, a sink does not
-CLOSE = 0.1  # a relative RMS error up to which an output is meant to be the right one
+CLOSE = 0.1  # up to this relative RMS error an output counts as inexact, above it as wrong
 MAY_BE_LEFT_OUT = ("LSE", NOISE)
-"""Of what is expected; that a package has no LSE is said in the verdict's notes."""
-PATIENCE = 0.2  # seconds in which a thread that was left behind has to show itself
+"""Expected outputs that a candidate need not give. The verdict's notes report a missing LSE."""
+PATIENCE = 0.2  # seconds to wait for writes by a thread that outlives the call
 FEW_CALLS, MANY_CALLS, MANY_SECONDS = 20, 1000, 0.5
-"""Calls one behind the other, as many as there is time for."""
+"""Back-to-back calls: at least FEW_CALLS, then as many as MANY_SECONDS allow."""
 VIEWS = "views"
 FAR_BATCHES = 3
 FAR_BYTES = FAR_BATCHES * FAR * 2
-"""Memory of that many batches that lie apart, in 16 bits."""
-PICTURE = 64  # queries from which an error map is worth drawing
+"""Memory of the batches with offsets past 2^31, for 16-bit elements."""
+PICTURE = 64  # the least number of queries for an error map
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One thing that was found wrong: an offence's name, or `inexact` to be named later."""
+class Symptom:
+    """One thing found wrong, by an offence's name, or `inexact`, which judge.py names later."""
 
     name: str
     message: str
@@ -58,33 +58,33 @@ class Seen:
 
 @dataclass
 class Outcome:
-    """What is known after a problem."""
+    """The result of one problem."""
 
     problem: Problem
     cases: list[Case] = field(default_factory=list)
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[Symptom] = field(default_factory=list)
     asked: dict[str, int] = field(default_factory=dict)
-    """Questions, and how often each was asked."""
+    """How often each question was asked."""
     picture: Picture | None = None
     notes: list[str] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)
-    """Questions that this problem answers with no, whatever else the offence's name stands for."""
+    """Questions that failed on this problem, beside those that the offence's name implies."""
     varied: float = 0.0
-    """How far two runs with the same inputs were from each other, where they may be."""
+    """How far two runs with the same inputs differed, if the spec lets them."""
 
     def blame(self, name: str, message: str) -> None:
-        """Note something wrong."""
-        self.seen.append(Seen(name, message, self.problem))
+        """Record a symptom under an offence's name."""
+        self.seen.append(Symptom(name, message, self.problem))
 
     def ask(self, *names: str) -> None:
-        """Note that these questions were put."""
+        """Count these questions as asked once more."""
         for name in names:
             self.asked[name] = self.asked.get(name, 0) + 1
 
 
 @dataclass
 class Trial:
-    """A candidate and what is needed to try it."""
+    """A candidate in its sandbox, its form, its spec and the oracle."""
 
     sandbox: Sandbox
     form: Form
@@ -92,47 +92,48 @@ class Trial:
     expected: Expected
     differs: str = "the same inputs give other bits when run again"
     views: bool = True
-    """Whether inputs can be given that are not contiguous."""
+    """Whether the sandbox supports inputs that are not contiguous."""
 
     def run(self, problem: Problem, fresh: bool = False, far: bool = False) -> Outcome:
-        """Put one problem; Ended where the candidate gives no answer.
+        """Try one problem. Raises Ended if the candidate gives no answer.
 
-        `fresh` puts other inputs to the same addresses, and views; `far` batches that lie apart.
+        `fresh` adds calls with other inputs at the same addresses and with views; `far` adds
+        batches with offsets past 2^31.
         """
         outcome = Outcome(problem)
         made = self.form.inputs(problem, self.expected.reference)
         given, sizes = self.form.taken(made), self.form.dims(problem)
         expected: Mapping[str, Array] = _Sizes(self.spec, problem)
-        if self.expected.reference is not None:  # only it knows the outputs' shapes
+        if self.expected.reference is not None:  # only the reference knows the outputs' shapes
             expected = self.expected.outputs(made, problem.dims)
         shapes = self.form.outputs(problem, expected)
-        # The candidate comes first: nothing of the answer exists anywhere yet, not even freed.
+        # The candidate runs before the oracle: no memory, not even freed memory, has the answer.
         first = self.sandbox.call(given, shapes, sizes, patience=PATIENCE if fresh else 0.0)
-        self._surroundings(outcome, first)
+        self._check_surroundings(outcome, first)
         if self.expected.reference is None:
             expected = self.expected.outputs(made, problem.dims)
         right = self._compare(outcome, first, expected)
         if not first.outputs or not right:
-            self._beside(outcome, first, given, shapes, sizes)
+            self._check_reads_beside(outcome, first, given, shapes, sizes)
             return outcome
         again = self.sandbox.call(given, shapes, sizes, place=1, ahead=True)
-        right = self.spec.repeatable or self._alone(outcome, again, expected)
-        self._again(outcome, first, again, given, shapes, sizes, right)
+        right = self.spec.repeatable or self._is_right_by_itself(outcome, again, expected)
+        self._run_again(outcome, first, again, given, shapes, sizes, right)
         if self.form.optional and len(shapes) > 1:
             alone = self.sandbox.call(given, dict([next(iter(shapes.items()))]), sizes)
             outcome.ask("repeat")
             if self.varies(outcome, alone, first):
                 outcome.blame("not_repeatable", "without its other outputs it gives other bits")
         if fresh and self.views and not outcome.seen:
-            self._viewed(outcome, given, expected, shapes, sizes)
+            self._run_viewed(outcome, given, expected, shapes, sizes)
         if far and self.views and not outcome.seen:
-            self._viewed(outcome, given, expected, shapes, sizes, far=True)
+            self._run_viewed(outcome, given, expected, shapes, sizes, far=True)
         if fresh and not outcome.seen:
-            self._fresh(outcome, first, shapes, sizes)
+            self._run_fresh(outcome, first, shapes, sizes)
         return outcome
 
     def many(self, problem: Problem) -> Outcome:
-        """A problem again and again, without a look between: what grows from call to call shows."""
+        """Many calls without a comparison between them: errors that grow from call to call show."""
         outcome = Outcome(problem)
         made = self.form.inputs(problem, self.expected.reference)
         expected = self.expected.outputs(made, problem.dims)
@@ -142,16 +143,16 @@ class Trial:
         times = min(MANY_CALLS, max(FEW_CALLS, int(FEW_CALLS * MANY_SECONDS / few.seconds)))
         for called in (few, self.sandbox.call(given, shapes, sizes, times=times)):
             outcome.ask("repeat")
-            apart = Outcome(problem)
-            if not self._compare(apart, called, expected):
-                why = f"it is right at first, and not after many calls: {apart.seen[0].message}"
+            check = Outcome(problem)
+            if not self._compare(check, called, expected):
+                why = f"it is right at first, but not after many calls: {check.seen[0].message}"
                 outcome.blame("not_repeatable", why)
                 break
         return outcome
 
     # --- what is around the tensors -----------------------------------------------------------
 
-    def _surroundings(self, outcome: Outcome, called: Called) -> None:
+    def _check_surroundings(self, outcome: Outcome, called: Called) -> None:
         outcome.ask("inputs", "guards", "stream")
         if called.changed:
             outcome.blame("inputs_changed", f"it changes its input {', '.join(called.changed)}")
@@ -164,7 +165,7 @@ class Trial:
             names = ", ".join(called.late)
             outcome.blame("hidden_work", f"{names} is still being written after its stream is done")
 
-    def _beside(
+    def _check_reads_beside(
         self,
         outcome: Outcome,
         first: Called,
@@ -172,7 +173,8 @@ class Trial:
         shapes: Shapes,
         sizes: Mapping[str, int],
     ) -> None:
-        """Where NaN came out: is it what lies beside its tensors? Then zeros there change it."""
+        """If the output has NaN, run again with zeros beside its tensors: if the output changes,
+        the candidate reads out of bounds."""
         vague = [s for s in outcome.seen if s.name in ("unwritten", "nonfinite")]
         zeros = self.sandbox.call(given, shapes, sizes, around=0) if vague else first
         if vague and self.varies(outcome, first, zeros):
@@ -192,14 +194,14 @@ class Trial:
         good = not lacking
         for name in known:
             output, wanted = called.outputs[name], expected[name]
-            if not self._form(outcome, name, output, wanted):
+            if not self._check_form(outcome, name, output, wanted):
                 good = False
                 continue
             values = output.array.astype(np.float64 if wanted.dtype == np.float64 else wanted.dtype)
             kind = outcome.problem.kind
             result = compare(self.spec, name, values, expected, kind)
             library = None
-            if name == "O" and kind == "spectrum":  # few rows rule its RMS: no ratio to tell of
+            if name == "O" and kind == "spectrum":  # few rows dominate its RMS: no ratio
                 outcome.ask("weights")
             elif name == "O" and result.ok:
                 library = self.expected.library_error(outcome.problem.dims)
@@ -214,7 +216,7 @@ class Trial:
                     outcome.picture = Picture(outcome.problem.dims, rows)
         return good
 
-    def _form(self, outcome: Outcome, name: str, output: Output, wanted: Array) -> bool:
+    def _check_form(self, outcome: Outcome, name: str, output: Output, wanted: Array) -> bool:
         if self.expected.reference is None:
             dtype = "fp32" if name == "LSE" else self.spec.output_dtype
             if output.dtype != dtype:
@@ -231,14 +233,14 @@ class Trial:
     ) -> bool:
         result = case.comparison
         if not result.ok:
-            what = _what(result, output.array, wanted)
+            what = _symptom_name(result, output.array, wanted)
             outcome.blame(what, f"{name} is wrong: {result.reason}")
             return False
         if case.library is None:
             return True
         outcome.ask("exactness")
         slack = SLACK_SINK if self.spec.sink else SLACK
-        # Rows count: where one outlier rules each, the ratio is that of a few single roundings.
+        # If one outlier dominates each row, the ratio is that of a few roundings, so rows count.
         few = oracle.scatter(wanted[..., 0].size)
         limit = MOST * few * case.library + slack * oracle.ROUNDOFF[self.spec.dtype]
         if result.relative_rms > limit:
@@ -248,7 +250,7 @@ class Trial:
 
     # --- once more ----------------------------------------------------------------------------
 
-    def _again(
+    def _run_again(
         self,
         outcome: Outcome,
         first: Called,
@@ -260,11 +262,11 @@ class Trial:
     ) -> None:
         outcome.ask("repeat", "stream")
         differs = self.varies(outcome, first, again)
-        # Where the bits differ, what came late is named by what it turns out to be.
-        self._surroundings(outcome, replace(again, late=()) if differs else again)
+        # If the bits differ, the cause decides the offence, not the late write.
+        self._check_surroundings(outcome, replace(again, late=()) if differs else again)
         if not differs:
             return
-        # Other bits. On a stream that gets its inputs late, or always?
+        # The bits differ. Only on a stream that gets its inputs late, or always?
         third = self.sandbox.call(given, shapes, sizes, place=1)
         noise = differs if right and not self.spec.repeatable else ""
         if found := self.varies(outcome, first, third) or noise:
@@ -273,28 +275,28 @@ class Trial:
             text = "called while its inputs are still on their way, it does not wait for them"
             outcome.blame("hidden_work", text)
 
-    def _fresh(
+    def _run_fresh(
         self, outcome: Outcome, first: Called, shapes: Shapes, sizes: Mapping[str, int]
     ) -> None:
         problem = replace(outcome.problem, seed=outcome.problem.seed + 7919)
         whole = self.form.inputs(problem, self.expected.reference)
         partly = self.form.inputs(outcome.problem, self.expected.reference)
         keys = partly["V"].shape[2] if self.expected.reference is None else 0
-        if keys >= 8:  # whoever knows its inputs by their first and last elements
+        if keys >= 8:  # catches a cache that compares only the first and last elements
             middle = slice(keys // 4, keys - keys // 4)
             partly["V"][:, :, middle] = whole["V"][:, :, middle]
         for made in (whole, partly) if keys >= 8 else (whole,):
             outcome.ask("fresh")
             called = self.sandbox.call(self.form.taken(made), shapes, sizes)
             expected = self.expected.outputs(made, problem.dims)
-            if not self._differ(first, called) and first.outputs["O"].array.size:
+            if not self._bits_differ(first, called) and first.outputs["O"].array.size:
                 text = "it gives the earlier answer to other inputs at the same place"
                 outcome.blame("replay", text)
                 return
-            self._surroundings(outcome, called)
+            self._check_surroundings(outcome, called)
             self._compare(outcome, called, expected)
 
-    def _viewed(
+    def _run_viewed(
         self,
         outcome: Outcome,
         given: Mapping[str, Array],
@@ -303,38 +305,41 @@ class Trial:
         sizes: Mapping[str, int],
         far: bool = False,
     ) -> None:
-        """Q, K and V that are not contiguous; `far`: whose third batch no offset of 32 bits has."""
+        """Try Q, K and V that are not contiguous; `far`: with offsets that need more than 31
+        bits."""
         if far and not self.sandbox.has_room(FAR_BYTES):
             outcome.notes.append("offsets past 2^31 were not tried: there is too little memory")
             return
         try:
             called = self.sandbox.call(given, shapes, sizes, viewed=not far, far=far)
-        except (Ended, Unable) as error:  # it may take contiguous tensors only, and says so
+        except (Ended, Unable) as error:  # a candidate may refuse tensors that are not contiguous
             if isinstance(error, Ended) and (error.offence != "raises" or not self.sandbox.alive):
                 raise
             outcome.notes.append(f"it takes contiguous inputs only: {error}")
             return
         outcome.ask(VIEWS)
-        apart = Outcome(outcome.problem)
-        self._surroundings(apart, called)
-        if not self._compare(apart, called, expected) or apart.seen:
+        check = Outcome(outcome.problem)
+        self._check_surroundings(check, called)
+        if not self._compare(check, called, expected) or check.seen:
             outcome.failed.add(VIEWS)
-            why = apart.seen[0].message if apart.seen else "its outputs are others"
+            why = check.seen[0].message if check.seen else "its outputs are others"
             what = "with offsets past 2^31 elements" if far else "of other strides"
-            text = f"it is right for contiguous inputs, and not for views {what}: {why}"
+            text = f"it is right for contiguous inputs, but not for views {what}: {why}"
             outcome.blame("special_inputs", text)
 
-    def _alone(self, outcome: Outcome, again: Called, expected: Mapping[str, Array]) -> bool:
-        """A second run that may differ from the first has to be right by itself; whether it is."""
+    def _is_right_by_itself(
+        self, outcome: Outcome, again: Called, expected: Mapping[str, Array]
+    ) -> bool:
+        """Whether a second run that may differ from the first is right by itself."""
         second = Outcome(outcome.problem)
         right = self._compare(second, again, expected)
         outcome.seen += second.seen
         return right
 
     def varies(self, outcome: Outcome, one: Called, other: Called) -> str:
-        """How two runs with the same inputs differ more than they may; empty where they do not."""
+        """How two runs with the same inputs differ more than allowed; empty if they do not."""
         if self.spec.repeatable:
-            return self.differs if self._differ(one, other) else ""
+            return self.differs if self._bits_differ(one, other) else ""
         for name in [name for name in other.outputs if name in one.outputs]:
             arrays = one.outputs[name].array, other.outputs[name].array
             found, limit = variation(self.spec, name, *arrays)
@@ -344,7 +349,7 @@ class Trial:
             outcome.varied = max(outcome.varied, found)
         return ""
 
-    def _differ(self, one: Called, other: Called) -> bool:
+    def _bits_differ(self, one: Called, other: Called) -> bool:
         return any(
             not np.array_equal(bits(one.outputs[n].array), bits(output.array))
             for n, output in other.outputs.items()
@@ -353,7 +358,7 @@ class Trial:
 
 
 class _Sizes(dict[str, Array]):
-    """Stands for the expected outputs where only their shapes are asked for."""
+    """Placeholders for the expected outputs: arrays with their shapes."""
 
     def __init__(self, spec: AttentionSpec, problem: Problem) -> None:
         dims = problem.dims
@@ -364,8 +369,8 @@ class _Sizes(dict[str, Array]):
         )
 
 
-def _what(result: oracle.Comparison, found: Array, wanted: Array) -> str:
-    """The nearest name for a wrong output, from itself alone."""
+def _symptom_name(result: oracle.Comparison, found: Array, wanted: Array) -> str:
+    """The name of a wrong output, from the output alone: zeros, nonfinite, inexact or wrong."""
     if result.nonfinite:
         untouched = (bits(found).reshape(wanted.shape) == -1) & np.isfinite(wanted)
         return "unwritten" if untouched.any() else "nonfinite"

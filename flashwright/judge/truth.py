@@ -1,4 +1,4 @@
-"""What the tiles of a program should hold, for the rows and columns that they say they are."""
+"""The true contents of a program's tiles, from the positions of their rows and columns."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Scores:
-    """The truth for one tile of scores, its keys past the end left out."""
+    """The true values for one tile of scores, without keys past the end."""
 
     scores: Floats
     """After scale, softcap and bias; -inf where the spec hides the key."""
     weights: Floats
-    """exp(score - the greatest of the whole row)."""
+    """exp(score - the greatest score of the whole row)."""
     valid: Array
     """Which rows of the tile exist."""
     stages: tuple[Floats, ...]
-    """The products, then the scores after each thing the spec does to them."""
+    """The products, then the scores after each step of the spec."""
     keys: Array
 
 
 class Truth:
-    """fp64 attention on the inputs of one problem, asked tile by tile."""
+    """fp64 attention on the inputs of one problem, tile by tile."""
 
     def __init__(
         self, spec: AttentionSpec, inputs: Mapping[str, Array], dims: Mapping[str, int]
@@ -44,7 +44,7 @@ class Truth:
         self._answer: dict[str, Floats] | None = None
 
     def rows(self, tile: Tile) -> list[tuple[int, int, int]] | None:
-        """Batch, head and query position of each row of a tile that exists, if it has them."""
+        """Batch, head and query of each row of a tile that exists; None if they are unknown."""
         axis = tile.axes[0]
         if axis is None or isinstance(axis.start, Unknown):
             return None
@@ -85,7 +85,7 @@ class Truth:
         return float(np.exp(float(self.inputs["Sink"][h]) - top)) if top > -np.inf else np.inf
 
     def scores(self, tile: Tile) -> Scores | None:
-        """The truth for a tile of scores or weights."""
+        """The true values of a tile of scores or weights; None if its positions are unknown."""
         cols, places = tile.axes[1], self.rows(tile)
         if cols is None or isinstance(cols.start, Unknown) or places is None:
             return None
@@ -108,12 +108,12 @@ class Truth:
         return (products, scaled, capped, scores) if self.spec.alibi else (products, scaled, scores)
 
     def value(self, b: int, h: int) -> Floats:
-        """V as a query head sees it."""
+        """V of the kv head that a query head reads."""
         values: Floats = self.inputs["V"][b, self.kv_head(h)].astype(np.float64)
         return values
 
     def answer(self, name: str) -> Floats | None:
-        """A whole output."""
+        """A whole output of the oracle by name; None for a name it does not have."""
         if self._answer is None:
             self._answer = oracle.attention(self.spec, self.inputs, self.dims)
         return self._answer.get(name)

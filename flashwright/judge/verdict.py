@@ -1,4 +1,4 @@
-"""What the judge says of a candidate, as data."""
+"""The verdict on a candidate, as data."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from flashwright.spec import AttentionSpec
 
 SCHEMA = 1
 EMULATION = "emulation"
-"""The device of a verdict for which no GPU ran: the kernel's PTX was executed on the CPU."""
+"""The device of a verdict under emulation: the kernel's PTX was executed on the CPU."""
 _MARKS = {True: "yes", False: "NO ", None: "-  "}
 
 
 @dataclass(frozen=True)
 class Offence:
-    """One thing that makes a candidate unacceptable. The names are stable."""
+    """One reason to reject a candidate. The names are stable."""
 
     name: str
-    """Such as `replay`; offences.py has them all."""
+    """Such as `replay`; offences.py lists them."""
     message: str
     """What was seen, in a sentence."""
     diagnostic: Diagnostic
@@ -29,11 +29,11 @@ class Offence:
 
 @dataclass(frozen=True)
 class Case:
-    """One output of one problem; `library` is the error of a library of its dtype beside it."""
+    """One output of one problem; `library` is the error of a library on the same problem."""
 
     dims: Mapping[str, int]
     kind: str
-    """Of the inputs: judge/inputs.py."""
+    """The kind of inputs, from judge/inputs.py."""
     output: str
     comparison: Comparison
     library: float | None = None
@@ -67,24 +67,24 @@ class Check:
     question: str
     """In words: `the same inputs give the same bits`."""
     passed: bool | None
-    """None where it could not be asked; `note` then says why."""
+    """None if it could not be asked; `note` then gives the reason."""
     tried: int = 0
-    """How often."""
+    """How often it was asked."""
     note: str = ""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """Where in O the error is: the greatest in each of a grid of cells, relative to O's RMS."""
+    """A map of the error of O: the greatest error in each cell of a grid, relative to O's RMS."""
 
     dims: Mapping[str, int]
     error: tuple[tuple[float, ...], ...]
-    """Rows follow the query's position, columns the head dim's, both from first to last."""
+    """Rows are query positions, columns head dims, in ascending order."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a candidate is the attention its spec asks for, on this machine."""
+    """Whether a candidate computes its spec's attention, on this machine."""
 
     candidate: str
     """As the user named it."""
@@ -93,33 +93,33 @@ class Verdict:
     arch: str
     spec: AttentionSpec
     seed: int
-    """What the problems were drawn from."""
+    """The seed of the random problems."""
     cases: tuple[Case, ...]
     checks: tuple[Check, ...] = ()
     offences: tuple[Offence, ...] = ()
     library: str | None = None
-    """Whose error the candidate's is held against."""
+    """The library whose error the candidate's is compared with."""
     unable: str | None = None
     """Why there is no such library."""
     picture: Picture | None = None
     seconds: float = 0.0
     notes: tuple[str, ...] = field(default=())
-    """What a reader should know, such as a check that could not be made here."""
+    """Remarks, such as a check that could not be made here."""
     own_spec: bool = False
-    """What was asked for comes from the package itself: nobody else has said it."""
+    """Whether the spec comes from the package itself, not from the user."""
     unreached: tuple[str, ...] = field(default=())
-    """Lengths at which the kernel does something else and that no problem had, with the reason."""
+    """Lengths at which the kernel changes path and that no problem had, each with the reason."""
     missing: str = ""
-    """What a verdict rests on and was not tried: without it a candidate is not accepted."""
+    """What should have been tried and was not. If not empty, the candidate is not accepted."""
 
     @property
     def ok(self) -> bool:
-        """No offence was found, and all was tried that a verdict rests on."""
+        """Whether no offence was found and everything was tried."""
         return not self.offences and not self.missing
 
     @property
     def emulated(self) -> bool:
-        """The kernel's PTX was executed on the CPU, not the kernel on a GPU."""
+        """Whether the kernel's PTX was executed on the CPU instead of a GPU."""
         return self.device == EMULATION
 
     @property
@@ -131,9 +131,9 @@ class Verdict:
 
     @property
     def diagnostics(self) -> tuple[Diagnostic, ...]:
-        """The offences as the command line shows them; or that there is no verdict."""
+        """The offences as the command line shows them, or FW858 if too little was tried."""
         if self.missing and not self.offences:
-            return (Diagnostic("FW858", f"not enough for a verdict: {self.missing}"),)
+            return (Diagnostic("FW858", f"too little was tried for a verdict: {self.missing}"),)
         return tuple(o.diagnostic for o in self.offences)
 
     @property

@@ -1,8 +1,8 @@
-"""Watching one thread block run, statement by statement, for the first that goes wrong.
+"""Watches one thread block run, statement by statement, for the first wrong one.
 
-Its tiles are held against what attention says: the scores on their way from products to logits,
-the mask, the weights up to a factor per row, their running sum, the accumulator as the weighted sum
-of the values seen so far. How the program scales or keeps its maximum is its own affair.
+It compares the tiles with the truth: the scores on their way from products to logits, the mask, the
+weights up to a factor per row, their running sum, and the accumulator as the weighted sum of the
+values so far. How a program scales and which maximum it uses does not matter.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from flashwright.semantics.tiles import Tile, Where
 Array = NDArray[Any]
 Floats = NDArray[np.float64]
 
-# Tiles carry the rounding of their operands; what is looked for is wrong, not imprecise.
+# Tiles carry the rounding of their operands. The watch looks for wrong values, not inexact ones.
 _LOOSE = {"fp16": 0.05, "bf16": 0.05, "fp8": 0.13}
-_SCORE = 2e-3  # scores are sums in fp32: only a tile kept in 16 bits is that far off
-_UNITS = (1.0, float(np.log2(np.e)))  # scores may be kept for exp or for exp2
+_SCORE = 2e-3  # scores are sums in fp32: only a tile in 16 bits is that far off
+_UNITS = (1.0, float(np.log2(np.e)))  # scores may be scaled for exp or for exp2
 
 
-class Found(Exception):
-    """The first wrong statement."""
+class WrongStatement(Exception):
+    """Raised at the first wrong statement, with its diagnostic."""
 
     def __init__(self, diagnostic: Diagnostic) -> None:
         super().__init__()
@@ -51,25 +51,25 @@ class Found(Exception):
 
 
 class Watch:
-    """Observes a machine; raises Found."""
+    """Observes a machine. `after` raises WrongStatement at the first wrong statement."""
 
     def __init__(self, program: Program, truth: Truth, block: Mapping[str, int]) -> None:
         self.program, self.truth, self.block = program, truth, block
         self.loose = _LOOSE[truth.spec.dtype]
-        self.history: dict[Key, list[Statement]] = {}  # what was done to a tile
+        self.history: dict[Key, list[Statement]] = {}  # the statements that changed a tile
         self.trail: dict[Key, list[tuple[Statement, Tile]]] = {}  # scores, step by step
         self.masked: dict[Key, Array] = {}  # scores as the mask left them
-        self.rescaled: dict[Key, list[Statement]] = {}  # weights, sums: what was done to them since
+        self.rescaled: dict[Key, list[Statement]] = {}  # later changes of weights and sums
         self.weighed: list[int] = []  # keys that went through a Softmax
         self.seen: list[int] = []  # keys whose values were added
         self.adding: dict[Key, tuple[Statement, ...]] = {}  # the GEMM, and what made its weights
-        self.suspect: Found | None = None  # wrong, but not yet seen to matter
+        self.suspect: WrongStatement | None = None  # wrong, but not yet seen to matter
 
     def after(self, stmt: Statement, machine: Machine) -> None:
-        """Called after every statement."""
+        """Check the tile that a statement changed. Called after every statement."""
         if isinstance(stmt, Copy):
             if stmt.dest == "global":
-                self._stored(stmt, machine)
+                self._check_store(stmt, machine)
         elif isinstance(stmt, Compute):
             if _is_verb(stmt, "gemm"):
                 self._gemm(stmt, machine)
@@ -100,7 +100,7 @@ class Watch:
             self.masked[key] = np.asarray(tile.data)
         elif stmt.state:
             self.rescaled[key] = []
-            self._summed(key, tile, stmt, machine)
+            self._check_sum(key, tile, stmt, machine)
 
     # --- GEMMs ----------------------------------------------------------------------------
 
@@ -109,24 +109,24 @@ class Watch:
         key, left = self._key(stmt.target), self._key(stmt.args[0])
         tile, operand = machine.cells[key].tile, machine.cells[left].tile
         if _is_scores(tile):
-            self._right_head(tile, machine)
+            self._check_head(tile, machine)
             if stmt.mode != "accumulate":
                 self.history[key] = []
             self.history[key].append(stmt)
-            self.trail[key] = [(stmt, tile)]  # of several products only the sum is a score
+            self.trail[key] = [(stmt, tile)]  # several products: only their sum is a score
             self.masked.pop(key, None)
         elif _is_scores(operand):
             truth = self.truth.scores(operand)
             if truth is None:
                 return
-            self._weights(left, operand, truth, machine)
+            self._check_weights(left, operand, truth, machine)
             if stmt.mode == "accumulate":
                 self.adding[key] = (*self.rescaled.get(left, []), stmt)
                 self.rescaled[key] = []
-                self._accumulated(operand, tile, truth, stmt, machine)
+                self._check_accumulator(operand, tile, truth, stmt, machine)
 
-    def _right_head(self, tile: Tile, machine: Machine) -> None:
-        """Queries meet the keys of their own kv head."""
+    def _check_head(self, tile: Tile, machine: Machine) -> None:
+        """Check that queries meet the keys of their own kv head."""
         head, kv_head = tile.at.get("heads"), tile.at.get("kv_heads")
         if head is None or kv_head is None:
             return
@@ -137,17 +137,17 @@ class Watch:
             f"query head {h} reads kv head {found} of `{kv_head.tensor}`, "
             f"it belongs to kv head {self.truth.kv_head(h)}"
         )
-        raise self._at(kv_head.copy, "FW802", text, machine)
+        raise self._finding_at(kv_head.copy, "FW802", text, machine)
 
     # --- scores and weights ---------------------------------------------------------------
 
-    def _weights(self, key: Key, tile: Tile, truth: Scores, machine: Machine) -> None:
-        """Are these the weights, up to a factor per row?"""
+    def _check_weights(self, key: Key, tile: Tile, truth: Scores, machine: Machine) -> None:
+        """Check the weights, up to a factor per row."""
         cols = tile.axes[1]
         assert cols is not None
         found = np.asarray(tile.data, dtype=np.float64)[:, : truth.weights.shape[1]]
         hidden, rows = truth.scores == -np.inf, truth.valid[:, None]
-        self._mask(key, found, hidden, rows, cols, machine)
+        self._check_mask(key, found, hidden, rows, cols, machine)
         expected = truth.weights * _factor(found, truth.weights)
         most = np.abs(expected).max(axis=1, keepdims=True, initial=0)
         wrong = ~(np.abs(found - expected) <= self.loose * most + 1e-6) & rows
@@ -157,14 +157,14 @@ class Watch:
             if suspect is not None:
                 raise suspect
             place = self._place(machine, key, wrong, cols)
-            text = f"the weight of {place} is not that of its score beside the others of its row"
-            raise self._at(self.history[key][-1], "FW802", text, machine)
-        self._vanished(key, tile, found, truth, machine)
+            text = f"the weight of {place} does not match its score and the others of its row"
+            raise self._finding_at(self.history[key][-1], "FW802", text, machine)
+        self._check_underflow(key, tile, found, truth, machine)
 
-    def _mask(
+    def _check_mask(
         self, key: Key, found: Floats, hidden: Array, rows: Array, cols: Where, machine: Machine
     ) -> None:
-        """A key that the spec hides must weigh nothing, and the mask must hide no other."""
+        """Check that keys that the spec hides weigh 0 and that the mask hides no other."""
         shown = hidden & (found != 0) & np.isfinite(found) & rows
         after = self.masked.get(key)
         lost = np.zeros_like(shown)
@@ -176,11 +176,11 @@ class Watch:
                 place = self._place(machine, key, wrong, cols)
                 text = f"{place} is {fact} by the spec, but its weight is {found[row, col]:.4g}"
                 unmasked = after is not None and after[row, col] == -np.inf and fact == "hidden"
-                raise self._at(self._mask_at_fault(key, unmasked), "FW803", text, machine)
+                raise self._finding_at(self._mask_at_fault(key, unmasked), "FW803", text, machine)
 
     def _mask_at_fault(self, key: Key, unmasked: bool) -> Statement:
-        """The mask, or what came between it and the Softmax when a masked score shows again; where
-        there is no mask, what turned the scores into weights."""
+        """The statement at fault for a wrong mask: the mask itself, or a later one that unmasked a
+        score. Without a mask, the statement that turned the scores into weights."""
         steps = self.history[key]
         masks = [i for i, s in enumerate(steps) if _is_verb(s, "mask")]
         if not masks:
@@ -190,8 +190,8 @@ class Watch:
 
     def _wrong_score(
         self, key: Key, truth: Scores, rows: Array, cols: Where, machine: Machine
-    ) -> Found | None:
-        """The step at which the scores leave the way from products to the spec's scores."""
+    ) -> WrongStatement | None:
+        """The first step at which the scores depart from the spec's."""
         shown = np.isfinite(truth.scores) & truth.valid[:, None] & rows.any(axis=1, keepdims=True)
         trail = self.trail.get(key, [])
         if not shown.any() or not trail:
@@ -200,13 +200,13 @@ class Watch:
         for step in trail:
             stmt, made = step[0], np.asarray(step[1].data, dtype=np.float64)[:, : shown.shape[1]]
             onward = range(stage, len(truth.stages))
-            fits = [i for i in onward if _fit(made, truth.stages[i], shown)]
+            fits = [i for i in onward if _fits_scale(made, truth.stages[i], shown)]
             if not fits:
                 break
             stage = fits[-1]
         if fits and stage == len(truth.stages) - 1:
             return None
-        off = shown & ~_near(made, truth.scores)
+        off = shown & ~_is_near(made, truth.scores)
         if not off.any():  # nothing but the units differ
             return None
         row, col = (int(i) for i in np.argwhere(off)[0])
@@ -215,20 +215,19 @@ class Watch:
             f"the score of {self._place(machine, key, off, cols)} is {made[row, col]:.6g} "
             f"{'before' if weighing else 'after'} this, the spec's is {truth.scores[row, col]:.6g}"
         )
-        return self._at(weighing or stmt, "FW802", text, machine)
+        return self._finding_at(weighing or stmt, "FW802", text, machine)
 
     def _weighing(self, key: Key, last: Statement) -> Statement | None:
-        """The expression that turns scores into weights, and may do on its way what is missing of
-        them: right up to there, wrong after it."""
+        """The statement that turns scores into weights, if it may also do a missing step."""
         steps = self.history[key]
         later = steps[steps.index(last) + 1 :]
         found = [s for s in later if not _is_verb(s, "mask")]
         return found[0] if found and not _is_verb(found[0], "softmax") else None
 
-    def _vanished(
+    def _check_underflow(
         self, key: Key, tile: Tile, found: Floats, truth: Scores, machine: Machine
     ) -> None:
-        """Weights that all round to 0, though no greater score was ever seen."""
+        """Report rows whose weights all round to 0 because the maximum is far too large."""
         softmax = next((s for s in self.history[key][::-1] if _is_verb(s, "softmax")), None)
         places = self.truth.rows(tile)
         if not isinstance(softmax, Compute) or not softmax.state or places is None:
@@ -242,12 +241,12 @@ class Watch:
                     f"all weights of row {row} are rounded to 0: `{softmax.state[0].id}` is far "
                     "above every score"
                 )
-                raise self._at(softmax, "FW804", text, machine, softmax.state[0])
+                raise self._finding_at(softmax, "FW804", text, machine, softmax.state[0])
 
     # --- sums -----------------------------------------------------------------------------
 
-    def _summed(self, key: Key, tile: Tile, stmt: Compute, machine: Machine) -> None:
-        """Is the running sum that of the weights seen so far?"""
+    def _check_sum(self, key: Key, tile: Tile, stmt: Compute, machine: Machine) -> None:
+        """Check that the running sum is the sum of the weights so far."""
         truth, places = self.truth.scores(tile), self.truth.rows(tile)
         if truth is None or places is None:
             return
@@ -269,12 +268,12 @@ class Watch:
                     f"row {row} of `{stmt.state[1].id}` is {total[row]:.6g} after this step, the "
                     f"weights seen so far sum to {expected:.6g}"
                 )
-                self.suspect = self._at(stmt, "FW804", text, machine, *stmt.state)
+                self.suspect = self._finding_at(stmt, "FW804", text, machine, *stmt.state)
 
-    def _accumulated(
+    def _check_accumulator(
         self, weights: Tile, tile: Tile, truth: Scores, stmt: Compute, machine: Machine
     ) -> None:
-        """Is the accumulator the weighted sum of the values seen so far?"""
+        """Check that the accumulator is the weighted sum of the values so far."""
         places = self.truth.rows(tile)
         if places is None:
             return
@@ -296,11 +295,11 @@ class Watch:
                     f"expected {expected[col]:.6g}"
                 )
                 assert stmt.target is not None
-                raise self._at(stmt, "FW804", text, machine, stmt.target)
+                raise self._finding_at(stmt, "FW804", text, machine, stmt.target)
 
-    def _stored(self, stmt: Copy, machine: Machine) -> None:
-        """Wrong at last: then what was suspected before is to blame, else a key that was never
-        added, else what was done after the sum."""
+    def _check_store(self, stmt: Copy, machine: Machine) -> None:
+        """Check the stored rows. At fault is an earlier suspect, else a key that was never added,
+        else a statement after the sum."""
         key, name = self.program.source(stmt), self.program.dest(stmt)[0]
         tile, steps = machine.cells[key].tile, self.history.get(key, [])
         places, answer = self._stored_rows(machine), self.truth.answer(name)
@@ -315,7 +314,7 @@ class Watch:
                 continue
             if self.suspect is not None:
                 raise self.suspect
-            self._missed(place, stmt, machine)
+            self._check_missed_keys(place, stmt, machine)
             col = int(np.argmin(same))
             text = (
                 f"row {row} of `{name}` is {found[col]:.6g} after this, "
@@ -327,10 +326,10 @@ class Watch:
             read = [self._key(n) for n in self._operands(steps[-1])]
             before = (*self.adding.get(key, ()), *self.rescaled.get(key, []))
             before += tuple(machine.cells[k].writer for k in read if k != key)
-            raise self._at(steps[-1], "FW804", text, machine, *also, before=before)
+            raise self._finding_at(steps[-1], "FW804", text, machine, *also, before=before)
 
     def _stored_rows(self, machine: Machine) -> list[tuple[int, int, int]] | None:
-        """Batch, head and query of each row that the last store wrote, by where it wrote them."""
+        """Batch, head and query of each row that the last store wrote, from its addresses."""
         name, region, stmt = machine.stores[-1]
         axes = self.program.tensors[name].axes
         at = {a.label: start for a, (start, _) in zip(axes, region, strict=True)}
@@ -345,8 +344,10 @@ class Watch:
         heads = range(at["H"] * group + at["G"], at["H"] * group + min(at["G"] + size, group))
         return [(at["B"], h, at["L"]) for h in heads]
 
-    def _missed(self, place: tuple[int, int, int], store: Copy, machine: Machine) -> None:
-        """A key that the row sees, and that no round of the loop brought."""
+    def _check_missed_keys(
+        self, place: tuple[int, int, int], store: Copy, machine: Machine
+    ) -> None:
+        """Report a key that the row sees and that no iteration added."""
         b, h, q = place
         missed = set(np.flatnonzero(np.isfinite(self.truth.head(b, h).scores[q])))
         missed -= set(self.seen)
@@ -356,9 +357,9 @@ class Watch:
             adds = [s for s in statements(loop.body) if _is_verb(s, "gemm")]
             if adds:
                 text = f"key {min(missed)} is visible to query {q}, but this loop never adds it"
-                found = self._at(loop, "FW804", text, machine).diagnostic
+                found = self._finding_at(loop, "FW804", text, machine).diagnostic
                 also = (Label(store.span, "stored here"), *self.program.guard(adds[-1]))
-                raise Found(replace(found, secondary=(*found.secondary, *also)))
+                raise WrongStatement(replace(found, secondary=(*found.secondary, *also)))
 
     def _operands(self, stmt: Statement) -> tuple[Name, ...]:
         args = stmt.args if isinstance(stmt, Compute) else ()
@@ -368,7 +369,7 @@ class Watch:
     # --- words ----------------------------------------------------------------------------
 
     def _place(self, machine: Machine, key: Key, wrong: Array, cols: Where) -> str:
-        """The first wrong element of a tile, in the program's terms and the tile's."""
+        """The first wrong element of a tile, as query and key and as row and column."""
         row, col = (int(i) for i in np.argwhere(wrong)[0])
         rows = machine.cells[key].tile.axes[0]
         first = rows.start if rows is not None and not isinstance(rows.start, Unknown) else 0
@@ -376,7 +377,7 @@ class Watch:
         what = "query" if rows is not None and rows.label == "L" else "row"
         return f"{what} {first + row}, key {start + col} (row {row}, column {col} of the tile)"
 
-    def _at(
+    def _finding_at(
         self,
         stmt: Statement,
         code: str,
@@ -384,9 +385,9 @@ class Watch:
         machine: Machine,
         *held: Name,
         before: Sequence[Statement] = (),
-    ) -> Found:
-        """The finding; `held` are tiles whose start value may be what is wrong, `before` steps that
-        have their part in it."""
+    ) -> WrongStatement:
+        """The finding at a statement. `held` are tiles whose start value may be wrong, `before`
+        steps that may share the fault."""
         rounds = ", ".join(f"{f.var.id} = {machine.env.get(f.var.id)}" for f in machine.loops)
         where = problem(self.block, self.truth.dims) + (f", {rounds}" if rounds else "")
         hint = f"first wrong at `{format_stmt(stmt)}`"
@@ -395,8 +396,8 @@ class Watch:
             first = self.history.get(self._key(name), [])
             if first and first[0] is not stmt:
                 also.append(Label(first[0].span, f"`{name.id}` starts here"))
-        also += [Label(s.span, "this has its part in it") for s in before if s is not stmt]
-        return Found(Diagnostic(code, text, stmt.span, where, tuple(also), hint))
+        also += [Label(s.span, "this step may share the fault") for s in before if s is not stmt]
+        return WrongStatement(Diagnostic(code, text, stmt.span, where, tuple(also), hint))
 
 
 def problem(block: Mapping[str, int], dims: Mapping[str, int]) -> str:
@@ -418,14 +419,14 @@ def _factor(found: Floats, weights: Floats) -> Floats:
     return np.where(top > 0, np.take_along_axis(found, best, axis=1) / np.where(top > 0, top, 1), 0)
 
 
-def _near(made: Floats, true: Floats) -> Array:
+def _is_near(made: Floats, true: Floats) -> Array:
     with np.errstate(invalid="ignore"):
         near: Array = np.abs(made - true) <= _SCORE * (1 + np.abs(true))
     return near
 
 
-def _fit(made: Floats, true: Floats, shown: Array) -> bool:
-    return any(bool((_near(made, unit * true) | ~shown).all()) for unit in _UNITS)
+def _fits_scale(made: Floats, true: Floats, shown: Array) -> bool:
+    return any(bool((_is_near(made, unit * true) | ~shown).all()) for unit in _UNITS)
 
 
 def _is_verb(stmt: Statement, *verbs: str) -> bool:

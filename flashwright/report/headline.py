@@ -99,7 +99,7 @@ def _not_shown(kernel: Kernel) -> list[str]:
     verdict = kernel.verdict
     missing = []
     if verdict is not None and verdict.open:
-        missing = [f"not enough for a verdict: {verdict.missing}"]
+        missing = [f"too little was tried for a verdict: {verdict.missing}"]
     return [*missing, *kernel.not_claimed, *kernel.skipped]
 
 

@@ -22,7 +22,7 @@ from flashwright.confine.start import (
     Policy,
     confined,
 )
-from flashwright.judge.reference_apart import ReferenceApart
+from flashwright.judge.reference_process import ReferenceProcess
 from flashwright.lang.diagnostic import Failed
 from flashwright.sandbox import process
 from flashwright.sandbox.candidate import Candidate
@@ -152,7 +152,7 @@ def test_the_judge_is_no_open_book_while_a_reference_runs(tmp_path: Path) -> Non
         "def reference(inputs, dims):\n    return {'O': inputs['Q']}\n"
     )
     before = dumpable()
-    one = ReferenceApart(tmp_path / "mine.py")
+    one = ReferenceProcess(tmp_path / "mine.py")
     assert dumpable() == 0
     found = one({"Q": np.ones((1, 1, 2, 2))}, {"q_len": 2})
     assert found["O"].sum() == 4

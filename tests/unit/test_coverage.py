@@ -15,7 +15,7 @@ from flashwright.build.make import make
 from flashwright.check.check import checked_program
 from flashwright.judge import oracle
 from flashwright.judge.coverage import FEW, Budget, cover
-from flashwright.judge.cpu import Verdict, coverage, judge, reference_spread
+from flashwright.judge.cpu import CpuVerdict, coverage, judge, reference_spread
 from flashwright.judge.emulated import judge_emulated
 from flashwright.judge.inputs import factor_of, make_inputs, spread_of
 from flashwright.judge.problems import coverage as trial_coverage
@@ -91,7 +91,7 @@ CAUSAL_SPEC = {"heads": 4, "kv_heads": 2, "head_dim": 64, "scale": 1.0, "lse": F
 
 def judged(
     mask: str, params: str, right: str | None = None, folder: Path | None = None, **settings: object
-) -> Verdict:
+) -> CpuVerdict:
     """The verdict on a program; with `right`, the mask of a user's reference in NumPy."""
     given: dict[str, object] = {**CAUSAL_SPEC, **settings}
     if right is not None:

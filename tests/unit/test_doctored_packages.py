@@ -65,6 +65,6 @@ def test_a_package_does_not_say_how_wrong_it_may_be(folder: Path) -> None:
     told = json.loads(outcome.out)
     assert told["own_spec"] is True
     assert told["spec"]["tolerance"] is None
-    assert any("tolerance of 0.999 is not taken" in note for note in told["notes"])
+    assert any("tolerance of 0.999 is ignored" in note for note in told["notes"])
     assert AttentionSpec.make(**told["spec"]).repeatable
-    assert any("repeatable = false is not taken" in note for note in told["notes"])
+    assert any("repeatable = false is ignored" in note for note in told["notes"])

@@ -106,7 +106,7 @@ def _on_gpu() -> Any:
 
 
 @functools.cache
-def _on_cpu() -> cpu.Verdict:
+def _on_cpu() -> cpu.CpuVerdict:
     return _judge(program("a100"), SPEC)
 
 

@@ -532,9 +532,9 @@ def test_user_reference_that_does_not_load(tmp_path: Path, text: str, line: str)
     [
         ("return inputs['X']", ":2: KeyError: 'X'"),
         ("return np.linalg.inv(3)", ":2: NameError"),
-        ("return 'text'", ": reference gave no array of numbers for O"),
-        ("return None", ": reference gave no array of numbers for O"),
-        ("return {'O': [[1], [1, 2]]}", ": reference gave no array of numbers for O"),
+        ("return 'text'", ": reference returned no array of numbers for O"),
+        ("return None", ": reference returned no array of numbers for O"),
+        ("return {'O': [[1], [1, 2]]}", ": reference returned no array of numbers for O"),
     ],
 )
 def test_user_reference_that_fails(tmp_path: Path, body: str, line: str) -> None:

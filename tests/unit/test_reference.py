@@ -10,7 +10,7 @@ import pytest
 from flashwright.judge import oracle
 from flashwright.judge.inputs import make_inputs
 from flashwright.judge.reference import user_reference
-from flashwright.judge.reference_apart import ReferenceApart
+from flashwright.judge.reference_process import ReferenceProcess
 from flashwright.spec import AttentionSpec, BadSpec
 from tests.unit.test_cli import Outcome
 
@@ -99,7 +99,7 @@ def test_results(tmp_path: Path, body: str, outputs: set[str]) -> None:
         ("def attention(q, bias): pass\n", "", "takes bias, which is no input: there are K, Q, V"),
         ("def attention(q, /): pass\n", "", "inputs come by name"),
         ("def attention(q):\n    return q @ 3\n", "", ":2: "),
-        ("def attention(q):\n    return 'text'\n", "", "gave no array of numbers for O"),
+        ("def attention(q):\n    return 'text'\n", "", "returned no array of numbers for O"),
     ],
 )
 def test_what_is_wrong_with_a_function(tmp_path: Path, text: str, function: str, line: str) -> None:
@@ -211,7 +211,7 @@ def test_a_reference_reaches_nothing_but_its_answer(tmp_path: Path) -> None:
     file = beside / "r.py"
     file.write_text(INTRUDER.format(canary=str(canary), mark=str(mark)))
     before = oracle.compare
-    found = ReferenceApart(file)({"Q": np.ones(3)}, {"q_len": 1})
+    found = ReferenceProcess(file)({"Q": np.ones(3)}, {"q_len": 1})
     assert found["O"] == 0
     assert oracle.compare is before
     assert not mark.exists()
@@ -230,4 +230,4 @@ def test_a_reference_that_answers_nonsense_is_told(tmp_path: Path, answer: str) 
     file = tmp_path / "r.py"
     file.write_text(f"import os\ndef reference(inputs, dims):\n    {answer}\n    os._exit(1)\n")
     with pytest.raises(BadSpec, match=r"r\.py"):
-        ReferenceApart(file)({}, {"q_len": 1})
+        ReferenceProcess(file)({}, {"q_len": 1})

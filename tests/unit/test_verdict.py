@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flashwright.check.check import check, checked_program
-from flashwright.judge.cpu import Verdict, default_cases, judge
+from flashwright.judge.cpu import CpuVerdict, default_cases, judge
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.parse import parse, read
 from flashwright.spec import AttentionSpec, load
@@ -22,7 +22,7 @@ def spec(name: str) -> AttentionSpec:
     return load(EXAMPLES / f"{name}.toml")
 
 
-def verdict(source: str, name: str) -> Verdict:
+def verdict(source: str, name: str) -> CpuVerdict:
     return judge(checked_program(parse(source)), spec(name), base=EXAMPLES)
 
 

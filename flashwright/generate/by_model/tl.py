@@ -161,7 +161,7 @@ class Code:
 
     written: Written
     program: Program
-    verdict: cpu.Verdict
+    verdict: cpu.CpuVerdict
     warnings: tuple[Diagnostic, ...]
     trial: Run | None = None
     """What our translator and the compiler made of it, as a run of its own."""
@@ -251,7 +251,7 @@ def _not_whole(trial: Run, given: Mapping[str, str]) -> Tried[Code]:
 
 def _judged(
     source: str, spec: AttentionSpec, gpu: Gpu, base: Path
-) -> tuple[Program | None, cpu.Verdict | None, tuple[Diagnostic, ...]]:
+) -> tuple[Program | None, cpu.CpuVerdict | None, tuple[Diagnostic, ...]]:
     """Code through the checker and the CPU run: program, verdict, and all that was found."""
     checked = check(parse(source), gpu, spec.dims)
     if checked.program is None or _errors(checked.diagnostics):

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from flashwright.confine import landlock, seal
-from flashwright.emulate import machine_apart
+from flashwright.emulate import machine_process
 from flashwright.emulate.emulate import Variables, launch, prepare, variables_of
 from flashwright.emulate.machine import Machine, here
-from flashwright.emulate.machine_apart import MachineApart
+from flashwright.emulate.machine_process import MachineProcess
 from flashwright.emulate.own import kernel
 from flashwright.emulate.package import Package, read_package
 from flashwright.emulate.structs import Launch, Region
@@ -63,7 +63,7 @@ def launched(package: Package, machine: Machine, schedule: str = "eager") -> Any
 
 @needs_compilers
 def test_it_says_what_the_machine_here_says(package: Path) -> None:
-    one, machine = read_package(package), MachineApart(Limits())
+    one, machine = read_package(package), MachineProcess(Limits())
     for schedule in ("eager", "random:3"):
         outputs, result = launched(one, here, schedule)
         others, other = launched(one, machine, schedule)
@@ -84,7 +84,7 @@ def counted(machine: Machine, offset: int, kept: Variables | None = None) -> Any
 
 
 def test_variables_and_findings_come_back() -> None:
-    machine = MachineApart(Limits())
+    machine = MachineProcess(Limits())
     _, _, kept = counted(machine, 4)
     assert counted(machine, 4, kept)[:2] == ([0, 2, 0, 0], [])
     assert counted(machine, 64)[:2] == counted(here, 64)[:2] == ([0] * 4, ["out_of_bounds"])
@@ -142,8 +142,8 @@ def test_who_takes_the_machine_over_has_nothing(
     inside = body.replace("FINDINGS", str(Launch.findings.offset))
     source.write_text(HOSTILE.format(outside=secret, body=inside))
     subprocess.run(["c++", "-shared", "-fPIC", "-w", source, "-o", library], check=True)
-    monkeypatch.setattr(machine_apart, "library_file", lambda: library)
-    machine = MachineApart(Limits())
+    monkeypatch.setattr(machine_process, "library_file", lambda: library)
+    machine = MachineProcess(Limits())
     if not BODIES[body]:
         assert counted(machine, 4)[1] == []
     else:

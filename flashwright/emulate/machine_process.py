@@ -34,7 +34,7 @@ _WRITTEN = ("findings", "counts")
 Parts = list[tuple[int, int, int]]
 
 
-class MachineApart:
+class MachineProcess:
     """Executes launches as emulate.machine.here does, in a process of its own."""
 
     def __init__(self, limits: Limits) -> None:

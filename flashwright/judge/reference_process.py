@@ -1,9 +1,10 @@
-"""A reference in a process of its own, confined: it says what is right, and reaches nothing else.
+"""A user's reference in a confined process.
 
-    python -m flashwright.judge.reference_apart FILE.py[:function]
+    python -m flashwright.judge.reference_process FILE.py[:function]
 
-It may come with a package, from whoever wrote the kernel. So its code never runs in the judge's
-process, which holds inputs, comparison and verdict; what comes back is numbers, never objects.
+A reference may come with a package, from the author of the kernel. Its code therefore never runs in
+the judge's process, which holds inputs, comparison and verdict. The process returns numbers only,
+never Python objects.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ _LENGTH = struct.Struct("<Q")
 Message = tuple[dict[str, Any], dict[str, Array]]
 
 
-class ReferenceApart:
-    """Answers as reference.UserReference does, from its process."""
+class ReferenceProcess:
+    """A reference.UserReference in another process. It raises BadSpec if that process fails."""
 
     def __init__(self, path: str | Path) -> None:
         self.path, _ = split(str(path))
         where = Path(self.path).resolve()
         self._absolute = str(where)
-        if not where.is_file():  # said before a process is started for it
+        if not where.is_file():  # fail before starting a process for it
             user_reference(path)
         folder = make_folder()
         beside = Candidate("python", str(where.parent), title=self.path, untrusted=True)
         allowed = policy(beside, folder, environment(folder), Limits())
-        module = ["-m", "flashwright.judge.reference_apart", _absolute(path)]
+        module = ["-m", "flashwright.judge.reference_process", _absolute(path)]
         command, env = confined(allowed, [sys.executable, "-P", *module])
         hidden.begin()
         started = list[subprocess.Popen[bytes]]()
@@ -60,20 +61,20 @@ class ReferenceApart:
             command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder
         )
         started.append(self._process)
-        self.by_name = bool(self._asked({"do": "describe"})[0].get("by_name"))
+        self.by_name = bool(self._request({"do": "describe"})[0].get("by_name"))
 
     def __call__(self, inputs: Inputs, dims: Dims) -> dict[str, Floats]:
-        """The outputs by name, in fp64."""
-        found = self._asked({"do": "outputs", "dims": _plain(dims)}, inputs)[1]
+        """The outputs by name, in fp64. Raises BadSpec if the user's code fails."""
+        found = self._request({"do": "outputs", "dims": _int_dims(dims)}, inputs)[1]
         return {name: array.astype(np.float64) for name, array in found.items()}
 
     def make_inputs(self, rng: np.random.Generator, dims: Dims) -> dict[str, Array] | None:
-        """The user's inputs by name, or None where the file makes none."""
+        """The user's inputs by name, or None if the file has no make_inputs."""
         state = rng.bit_generator.state
-        told, found = self._asked({"do": "inputs", "dims": _plain(dims), "state": state})
+        told, found = self._request({"do": "inputs", "dims": _int_dims(dims), "state": state})
         return None if told.get("none") else found
 
-    def _asked(self, what: Mapping[str, Any], arrays: Inputs | None = None) -> Message:
+    def _request(self, what: Mapping[str, Any], arrays: Inputs | None = None) -> Message:
         given, answer = self._process.stdin, self._process.stdout
         assert given is not None
         assert answer is not None
@@ -83,7 +84,7 @@ class ReferenceApart:
             _send(given, what, arrays or {})
             told, found = _receive(answer)
         except (OSError, EOFError, ValueError, TypeError, RecursionError):
-            text = f"{self.path}: the reference's process ended, or gave no answer of numbers"
+            text = f"{self.path}: the reference's process ended or did not answer with arrays"
             raise BadSpec(text) from None
         finally:
             late.cancel()
@@ -93,7 +94,7 @@ class ReferenceApart:
         return told, found
 
 
-def _plain(dims: Dims) -> dict[str, int]:
+def _int_dims(dims: Dims) -> dict[str, int]:
     return {name: int(size) for name, size in dims.items()}
 
 
@@ -129,7 +130,7 @@ def _send(to: IO[bytes], what: Mapping[str, Any], arrays: Inputs) -> None:
 
 
 def _receive(source: IO[bytes]) -> Message:
-    """What was sent; ValueError, TypeError or EOFError where it is something else."""
+    """One message. Raises ValueError, TypeError or EOFError if it is malformed."""
     told = json.loads(_part(source))
     if not isinstance(told, dict) or not isinstance(told.get("arrays"), dict):
         raise ValueError("no message")
@@ -142,7 +143,7 @@ def _receive(source: IO[bytes]) -> Message:
 def _part(source: IO[bytes]) -> bytes:
     (size,) = _LENGTH.unpack(_exactly(source, _LENGTH.size))
     if size > MOST:
-        raise ValueError("more than a reference can say")
+        raise ValueError("the message is longer than a reference may send")
     return _exactly(source, size)
 
 
@@ -157,13 +158,14 @@ def _exactly(source: IO[bytes], size: int) -> bytes:
 
 
 def try_out(where: str, spec: AttentionSpec) -> None:
-    """Call a function that takes inputs by name, on a small problem; Failed says what is wrong."""
+    """Call a function that takes inputs by name, on a small problem. Raises Failed if it fails or
+    gives an O of the wrong shape."""
     from flashwright.judge.inputs import make_inputs
     from flashwright.judge.problems import sizes
 
     dims = sizes(spec, 6, 9, 2, 2)
     try:
-        reference = ReferenceApart(where)
+        reference = ReferenceProcess(where)
         if not reference.by_name:  # what it is given depends on the program
             return
         own = reference.make_inputs(np.random.default_rng(0), dims) or {}
@@ -184,7 +186,7 @@ def try_out(where: str, spec: AttentionSpec) -> None:
 
 
 def main() -> None:
-    """Answer until nobody asks. What the file prints goes to stderr, not into the answers."""
+    """Answer requests until stdin ends. What the user's file prints goes to stderr."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     asked = os.fdopen(os.dup(0), "rb")
