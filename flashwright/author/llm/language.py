@@ -18,7 +18,7 @@ _ASIDE = re.compile(r"\s\((?:FW\d{3}(?:, )?|\[[^\]]+\]\([^)#]+\))+\)")
 _LINK = re.compile(r"\[([^\]]+)\]\(#[\w-]+\)")
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _RECIPE = re.compile(r"^(?=\*\*)", re.MULTILINE)
-_COMMAND = re.compile(r"(?:^- |(?<=[.:] )|(?<=\n)|^)[^.\n|]*`flashwright [^.|]*\.(?:\s|$)", re.M)
+_SENTENCE = re.compile(r"((?<=[.!?])\s+(?=[A-Z`])|\n(?=[-|#*\n]))")
 
 
 @cache
@@ -65,8 +65,13 @@ def recipes_for(spec: AttentionSpec) -> frozenset[str]:
 
 def without_commands(text: str) -> str:
     """A page without the sentences that name a command of ours: a model has no terminal."""
-    parts = _FENCE.split(text)
-    return "".join(p if p.startswith("```") else _COMMAND.sub("", p) for p in parts)
+    return "".join(p if p.startswith("```") else _usable(p) for p in _FENCE.split(text))
+
+
+def _usable(text: str) -> str:
+    parts = _SENTENCE.split(text)  # sentences and list items, with what stands between them
+    pairs = zip(["", *parts[1::2]], parts[::2], strict=True)
+    return "".join(gap + part for gap, part in pairs if "`flashwright " not in part)
 
 
 def _plain(text: str) -> str:
