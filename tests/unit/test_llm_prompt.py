@@ -659,3 +659,22 @@ def test_starting_values_and_sinks_belong_to_the_sketch() -> None:
     for example in map(examples.Example, examples.NAMES):
         before, _, _ = example.sketch.partition("for i")
         assert "Compute 0 and get O_register" in before
+
+
+@pytest.mark.parametrize(
+    ("loop", "code", "assumed"),
+    [
+        ("Lens[batch_idx] / BN:kv_len / BN", "FW306", r"block_idx = \d+.*, Lens\[\d+\] = \d+"),
+        ("0:floor(min(kv_len, Lens[batch_idx]) / BN)", "FW604", r"kv_len = \d+.*, Lens\[0\] = \d+"),
+        ("0:Lens[batch_idx + 1] / BN", "FW605", r"q_len = \d+, kv_len = \d+, .*batch_idx = 0"),
+    ],
+)
+def test_a_finding_says_which_values_it_assumed(loop: str, code: str, assumed: str) -> None:
+    (old,) = re.findall(r"^for i = (.*)$", PROGRAM, re.MULTILINE)
+    lens = "Allocate Lens in global (B: batch) as int32\nAllocate Slopes"
+    found = checked(
+        (old, loop), ("Allocate Slopes", lens), (MASK, f"{MASK} and kv_idx < Lens[batch_idx]")
+    )
+    (label,) = [d.label for d in found.diagnostics if d.code == code]
+    assert label is not None
+    assert re.search(assumed, label)

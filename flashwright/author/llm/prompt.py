@@ -246,7 +246,7 @@ def operator(facts: Facts) -> str:
         reference=operator_words.quoted(facts.reference) if facts.reference else "",
         words=spec.in_words[:1].upper() + spec.in_words[1:],
         tensors=operator_words.tensors(spec, facts.given),
-        lettered=bool(facts.given) and any(":" in shape for _, shape, *_ in facts.given.drawn),
+        lettered=any(":" in line[1] for line in (facts.given.drawn if facts.given else ())),
         formulas=operator_words.formulas(spec),
         notes=operator_words.notes(spec, custom=bool(facts.reference), given=facts.given),
     ).strip()
