@@ -364,7 +364,9 @@ class Names:
         if fix is None and name.id in self.missing:
             return  # reported once; a fix for a misspelling is offered at every use
         self.missing.add(name.id)
-        if fix is None and hint is None:
+        if name.id in POSITIONS:
+            hint = "positions are of elements, in a Mask or a Compute; here one number is needed"
+        elif fix is None and hint is None:
             hint = "declare it: `param`, `let`, `dim`, or `Allocate` for a tile"
         self.error("FW201", f"undefined name `{name.id}`", name.span, help=hint, fix=fix)
 

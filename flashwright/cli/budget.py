@@ -8,6 +8,7 @@ import typer
 
 if TYPE_CHECKING:
     from flashwright.author.llm.budget import Budget, Prices
+    from flashwright.author.llm.line import Limits
 
 MODELS = "Language models"
 """The panel of the help in which they are."""
@@ -26,6 +27,15 @@ Attempts = Annotated[
 ]
 Tokens = Annotated[int, model_option(metavar="N", min=1000, help="For a stage, read and written.")]
 Minutes = Annotated[float, model_option(metavar="X", min=0.1, help="For a stage.")]
+ReplyTimeout = Annotated[
+    float | None,
+    model_option(
+        metavar="SECONDS",
+        min=1.0,
+        show_default=False,
+        help="How long a server may send nothing, not even a keep-alive (1800).",
+    ),
+]
 Dollars = Annotated[
     float | None, model_option(metavar="X", min=0.0, help="For a stage; needs --price.")
 ]
@@ -45,6 +55,18 @@ def read_budget(
         raise typer.BadParameter(why, param_hint="--dollars")
     prices = Prices(*read_price(price)) if price is not None else None
     return Budget(attempts, tokens, dollars, 60 * minutes), prices
+
+
+def read_limits(reply_timeout: float | None, minutes: float) -> Limits:
+    """What a server may take: the usual limits, or the user's own limit of silence."""
+    from flashwright.author.llm.line import Limits
+
+    if reply_timeout is None:
+        return Limits()
+    if reply_timeout > 60 * minutes:
+        why = f"a stage ends after --minutes {minutes:g}, {60 * minutes:g} seconds: give it more"
+        raise typer.BadParameter(why, param_hint="--reply-timeout")
+    return Limits(silence=reply_timeout)
 
 
 def read_price(text: str) -> tuple[float, float]:

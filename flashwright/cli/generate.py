@@ -21,9 +21,11 @@ from flashwright.cli.budget import (
     Dollars,
     Minutes,
     Price,
+    ReplyTimeout,
     Tokens,
     model_option,
     read_budget,
+    read_limits,
 )
 from flashwright.cli.command import (
     FINE,
@@ -37,6 +39,7 @@ from flashwright.cli.command import (
 
 if TYPE_CHECKING:
     from flashwright.author.llm.budget import Budget, Prices
+    from flashwright.author.llm.line import Limits
     from flashwright.generate.by_model.ask import Authors
     from flashwright.generate.by_model.speed import Goal
     from flashwright.gpu import Gpu
@@ -111,6 +114,7 @@ def generate(
     attempts: Attempts = ATTEMPTS,
     tokens: Tokens = TOKENS,
     minutes: Minutes = MINUTES,
+    reply_timeout: ReplyTimeout = None,
     dollars: Dollars = None,
     price: Price = None,
     improve: Annotated[
@@ -146,6 +150,7 @@ def generate(
         _refuse_unasked(
             {
                 "--base-url": base_url is not None,
+                "--reply-timeout": reply_timeout is not None,
                 "--candidates": candidates > 1,
                 "--bounded-grammar": bounded_grammar,
                 "--fresh": fresh,
@@ -170,7 +175,8 @@ def generate(
     folder = out or Path("out", f"{meant.spec.variant}-{card.name}")
     budget = read_budget(attempts, tokens, minutes, dollars, price)
     speed = (improve, _goal(faster_than))
-    wanted = _Wanted(base_url, candidates, *budget, bounded_grammar, *speed)
+    limits = read_limits(reply_timeout, minutes)
+    wanted = _Wanted(base_url, limits, candidates, *budget, bounded_grammar, *speed)
     authors = _authors(names, wanted, folder, meant)
     if authors is not None:
         if not fresh and _is_there(authors, meant, card, folder):
@@ -199,6 +205,7 @@ class _Wanted:
     """What was said of the models."""
 
     base_url: str | None
+    limits: Limits
     candidates: int
     budget: Budget
     prices: Prices | None
@@ -223,7 +230,9 @@ def _authors(
     from flashwright.generate.by_model.ask import Authors, Who
 
     costs = wanted.budget, wanted.prices
-    models = {name: connect(name, wanted.base_url) for name in set(named.values())}
+    models = {
+        name: connect(name, wanted.base_url, limits=wanted.limits) for name in set(named.values())
+    }
     every = {
         stage: Who(models[name], name, *costs, wanted.candidates, wanted.bounded)
         for stage, name in named.items()

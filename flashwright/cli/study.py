@@ -21,12 +21,15 @@ from flashwright.cli.budget import (
     Dollars,
     Minutes,
     Price,
+    ReplyTimeout,
     Tokens,
     read_budget,
+    read_limits,
 )
 from flashwright.cli.command import BAD_INPUT, FINE, find_gpu, flag, guarded
 
 if TYPE_CHECKING:
+    from flashwright.author.llm.line import Limits
     from flashwright.study.report import Report
     from flashwright.study.sample import Sample, Terms
 
@@ -78,6 +81,7 @@ def study(
     attempts: Attempts = ATTEMPTS,
     tokens: Tokens = TOKENS,
     minutes: Minutes = MINUTES,
+    reply_timeout: ReplyTimeout = None,
     dollars: Dollars = None,
     price: Price = None,
 ) -> int:
@@ -102,7 +106,8 @@ def study(
 
     budget, prices = read_budget(attempts, tokens, minutes, dollars, price)
     terms = Terms(find_gpu(gpu), budget, prices, translate is Translate.BUILTIN)
-    return _study(model, base_url, terms, _Wanted(operators, ways, samples), out)
+    wanted = _Wanted(operators, ways, samples)
+    return _study(model, base_url, read_limits(reply_timeout, minutes), terms, wanted, out)
 
 
 def _refuse_both(given: Mapping[str, object]) -> None:
@@ -122,7 +127,9 @@ class _Wanted:
     samples: int
 
 
-def _study(model: str, base_url: str | None, terms: Terms, wanted: _Wanted, root: Path) -> int:
+def _study(
+    model: str, base_url: str | None, limits: Limits, terms: Terms, wanted: _Wanted, root: Path
+) -> int:
     from flashwright.author.llm.connect import connect
     from flashwright.cli import show
     from flashwright.study import operators, ways
@@ -131,7 +138,7 @@ def _study(model: str, base_url: str | None, terms: Terms, wanted: _Wanted, root
 
     chosen = operators.chosen(wanted.operators), ways.chosen(wanted.ways)
     settings = Settings.of(model, terms, *chosen, wanted.samples)
-    asked = connect(model, base_url)
+    asked = connect(model, base_url, limits=limits)
     try:
         settings = settings.keep(root)
     except OtherStudy as other:

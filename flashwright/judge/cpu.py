@@ -249,7 +249,9 @@ def _inputs(
     made = None
     if reference is not None:
         made = reference.make_inputs(np.random.default_rng(seed), dims)
-    if made is None and (reference is None or reference.by_name):
+    if made is not None:
+        made = trial.narrowed(made, spec.input_dtype)
+    elif reference is None or reference.by_name:
         known = spread if reference is None else spread or 1.0
         made = trial.make_inputs(spec, dims, seed, kind, known)
     made = made or {}

@@ -74,14 +74,8 @@ class SpecForm:
         if reference is not None:
             made = reference.make_inputs(np.random.default_rng(problem.seed), problem.dims)
             if made is not None:
-                return {name: self._narrow(array) for name, array in made.items()}
+                return trial.narrowed(made, self.spec.input_dtype)
         return trial.make_inputs(self.spec, problem.dims, problem.seed, problem.kind)
-
-    def _narrow(self, array: Array) -> Array:
-        """An array in a type that kernels take: NumPy's defaults are float64 and int64."""
-        if array.dtype in DTYPES.values():
-            return array
-        return array.astype(DTYPES["int32" if array.dtype.kind in "iub" else self.spec.input_dtype])
 
     def taken(self, made: Mapping[str, Array]) -> dict[str, Array]:
         """All inputs, in the order they were made."""
@@ -114,7 +108,9 @@ class PackageForm:
         made = None
         if reference is not None:
             made = reference.make_inputs(np.random.default_rng(problem.seed), problem.dims)
-        if made is None and (reference is None or reference.by_name):
+        if made is not None:
+            made = trial.narrowed(made, self.spec.input_dtype)
+        elif reference is None or reference.by_name:
             known = self.spread if reference is None else self.spread or 1.0
             drawn = (problem.dims, problem.seed, problem.kind)
             made = trial.make_inputs(self.spec, *drawn, known)

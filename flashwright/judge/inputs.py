@@ -186,6 +186,26 @@ _ARRANGED = {"tail": _favour_first_key, "spectrum": _spread_weights, "cancelling
 """Kinds that rearrange normal inputs."""
 
 
+def narrowed(made: Mapping[str, Array], dtype: str) -> dict[str, Array]:
+    """A user's inputs in types that kernels take; the reference then gets the same numbers.
+
+    NumPy draws float64 and int64 where the user says nothing: these become `dtype` (fp32 where a
+    number is beyond its range) and int32.
+    """
+    return {name: _narrow(array, dtype) for name, array in made.items()}
+
+
+def _narrow(array: Array, dtype: str) -> Array:
+    if array.dtype in DTYPES.values():
+        return array
+    if array.dtype.kind in "iub":
+        return array.astype(DTYPES["int32"])
+    with np.errstate(over="ignore"):
+        narrow: Array = array.astype(DTYPES[dtype])
+    same = np.isfinite(narrow.astype(np.float32)) == np.isfinite(array)
+    return narrow if same.all() else array.astype(np.float32)
+
+
 def random_tensor(
     shape: tuple[int, ...],
     dtype: str,

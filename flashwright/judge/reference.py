@@ -51,11 +51,21 @@ class UserReference:
     """The parameters of a function that takes inputs by name; None if it takes a dict."""
     torch: bool = False
     """Whether it takes torch tensors."""
+    subscripts: tuple[str, ...] = ()
+    """The keys that a function of a dict looks up in it, read from its text."""
 
     @property
     def by_name(self) -> bool:
         """Whether its parameters are inputs by name, with axes in the callers' order."""
         return self.parameters is not None
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The names that it asks for, as far as its text shows them; sizes may be among them."""
+        if self.parameters is None:
+            return self.subscripts
+        usual = {**_NAMES, "q": "Q", "k": "K", "v": "V"}
+        return tuple(usual.get(p.name.lower(), p.name) for p in self.parameters)
 
     def __call__(self, inputs: Inputs, dims: Dims) -> dict[str, Floats]:
         """The outputs by name; a single array is O. Raises BadSpec if the user's code fails."""
@@ -136,9 +146,8 @@ def user_reference(path: str | Path) -> UserReference:
     inputs = getattr(module, "make_inputs", None)
     if inputs is not None and not callable(inputs):
         raise BadSpec(f"{path}: make_inputs is no function: write def make_inputs(rng, dims)")
-    return UserReference(
-        path, function, inputs, _parameters(path, function), _imports_torch(source)
-    )
+    takes, torch = _parameters(path, function), _imports_torch(source)
+    return UserReference(path, function, inputs, takes, torch, _subscripts(source, function))
 
 
 def _function(path: Path, module: ModuleType, wanted: str) -> Callable[..., Any]:
@@ -178,6 +187,21 @@ def _parameters(path: Path, function: Callable[..., Any]) -> tuple[inspect.Param
             raise BadSpec(f"{path}: inputs come by name: take the / out of the parameters")
         return found
     return None
+
+
+def _subscripts(source: bytes, function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names by which a function looks things up in its first parameter: inputs["Q"]."""
+    found: dict[str, None] = {}
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef) or node.name != getattr(function, "__name__", ""):
+            continue
+        given = node.args.args[0].arg if node.args.args else ""
+        for part in ast.walk(node):
+            if isinstance(part, ast.Subscript) and isinstance(part.value, ast.Name):
+                key = part.slice.value if isinstance(part.slice, ast.Constant) else None
+                if part.value.id == given and isinstance(key, str):
+                    found[key] = None
+    return tuple(found)
 
 
 def _is_optional(parameter: inspect.Parameter) -> bool:

@@ -61,7 +61,9 @@ class ReferenceProcess:
             command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=folder
         )
         started.append(self._process)
-        self.by_name = bool(self._request({"do": "describe"})[0].get("by_name"))
+        described = self._request({"do": "describe"})[0]
+        self.by_name = bool(described.get("by_name"))
+        self.reads = tuple(str(name) for name in described.get("reads") or ())
 
     def __call__(self, inputs: Inputs, dims: Dims) -> dict[str, Floats]:
         """The outputs by name, in fp64. Raises BadSpec if the user's code fails."""
@@ -201,7 +203,7 @@ def main() -> None:
         try:
             reference = reference or user_reference(sys.argv[1])
             if what["do"] == "describe":
-                _send(answers, {"by_name": reference.by_name}, {})
+                _send(answers, {"by_name": reference.by_name, "reads": reference.reads}, {})
             elif what["do"] == "outputs":
                 _send(answers, {}, reference(arrays, what["dims"]))
             else:

@@ -173,9 +173,11 @@ class Machine(State):
         first = whole(start)
         if first is None:
             text = f"the first value must be a whole number, here it is {start}"
-            raise self.halt("FW306", text, low.span, fix=rounded_down(low))
+            fix = rounded_down(low)
+            raise self.halt("FW306", text, low.span, fix=fix, label=self.problem())
         if not math.isfinite(stop):
-            raise self.halt("FW306", f"the end must be a number, here it is {stop}", high.span)
+            text = f"the end must be a number, here it is {stop}"
+            raise self.halt("FW306", text, high.span, label=self.problem())
         return first, math.ceil(stop)
 
     def _check_table_read(self) -> None:

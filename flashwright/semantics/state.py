@@ -24,12 +24,14 @@ from flashwright.lang.nodes import (
 from flashwright.program.fixes import rounded_down
 from flashwright.program.program import Key, Program, Tensor, TensorAxis
 from flashwright.program.scalars import NotScalar, Unknown, Value, evaluate, whole
-from flashwright.program.vocabulary import CONSTANTS
+from flashwright.program.vocabulary import CONSTANTS, PREDEFINED_DIMS
 from flashwright.semantics.tiles import Cell, Place, Tile, Where, origins, side_by_side, unfilled
 from flashwright.semantics.worlds import World, deciding, placing
 
 Region = tuple[tuple[int, int], ...]
 """For each axis of a tensor: start and length (before clipping to the tensor)."""
+ASSUMED = 3
+"""Assumed elements of tensors that a finding names: the last ones read."""
 
 
 class Arithmetic(Protocol):
@@ -82,13 +84,14 @@ class State:
         self.varying: set[str] = set()
         self.stores: list[tuple[str, Region, Copy]] = []
         self.elements: dict[str, list[tuple[Value, ...]]] = {}
+        self.assumed: dict[str, int] = {}  # elements of the caller's tensors, by how they are read
         self._changed: dict[int, list[Key | None]] = {}
 
     def begin(self, block: Mapping[str, int]) -> None:
         """Start a thread block at these coordinates of the grid, with empty buffers."""
         self.env = {**self.base(), **block}
         self.cells, self.pieces, self.loops = {}, {}, []
-        self.varying, self.elements = set(), {}
+        self.varying, self.elements, self.assumed = set(), {}, {}
         self.left_out = False
 
     def base(self) -> dict[str, Value]:
@@ -108,11 +111,14 @@ class State:
         return Halt()
 
     def problem(self) -> str:
-        """The current problem and thread block in words, for messages."""
-        sizes = [f"{d} = {self.dims[d]}" for d in ("q_len", "kv_len") if d in self.dims]
-        axes = [f"{a.name.id} = {self.env.get(a.name.id)}" for a in self.program.grid.axes]
-        loops = [f"{f.var.id} = {self.env.get(f.var.id)}" for f in self.loops]
-        return ", ".join(sizes + axes + loops)
+        """The current problem and thread block in words, with the data that the checker assumed."""
+        own = (d for d in self.program.dims if d not in PREDEFINED_DIMS)
+        sizes = [f"{d} = {self.dims[d]}" for d in ("q_len", "kv_len", *own) if d in self.dims]
+        grid = [a.name.id for a in self.program.grid.axes]
+        loops = [f.var.id for f in self.loops]
+        present = [f"{name} = {self.env[name]}" for name in (*grid, *loops) if name in self.env]
+        last = list(self.assumed.items())[-ASSUMED:]
+        return ", ".join(sizes + present + [f"{name} = {value}" for name, value in last])
 
     # --- scalars --------------------------------------------------------------------------
 
@@ -121,7 +127,8 @@ class State:
         try:
             return evaluate(expr, self.env, self._element)
         except NotScalar as problem:
-            raise self.halt("FW306", problem.why, problem.culprit.span) from None
+            span = problem.culprit.span
+            raise self.halt("FW306", problem.why, span, label=self.problem()) from None
 
     def _element(self, expr: Index, index: tuple[Value, ...]) -> Value:
         tensor = self.program.tensors[expr.tensor.id]
@@ -136,7 +143,9 @@ class State:
             return self.math.element(tensor, known, self.offset(tensor))
         if tensor.name in self.told and self.world is not None and len(known) == len(index):
             shape = tuple(self.extent(axis.size) for axis in tensor.axes)
-            return self.world.data(tensor, tuple(known), shape)
+            value = self.world.data(tensor, tuple(known), shape)
+            self.assumed[f"{tensor.name}[{', '.join(map(str, known))}]"] = value
+            return value
         return Unknown(f"{tensor.name}[{', '.join(map(str, index))}]")
 
     def same_rank(self, expr: Index, tensor: Tensor) -> None:
@@ -153,7 +162,8 @@ class State:
         place, extent = whole(value), self.extent(axis.size)
         if place is None:
             text = f"an index must be a whole number, here it is {value}"
-            raise self.halt("FW306", text, arg.span, fix=rounded_down(arg))
+            fix = rounded_down(arg)
+            raise self.halt("FW306", text, arg.span, fix=fix, label=self.problem())
         if not 0 <= place < extent:
             text = f"index {place} is outside axis {axis.label} of `{tensor.name}`, {extent} long"
             where = self.program.definitions(arg)

@@ -57,6 +57,7 @@ class Answer:
     headers: dict[str, str] = field(default_factory=dict)
     raw: bytes | None = None
     before: float | None = None  # hang so long, before a word is said
+    keep_alives: int = 0  # comments before the first piece, as from a server whose model thinks
 
 
 def say(text: str, **more: Any) -> Answer:
@@ -196,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
         events = _anthropic if self.path.endswith("/messages") else _openai
-        for event in events(answer, request):
+        for event in (*[": keep-alive\n\n"] * answer.keep_alives, *events(answer, request)):
             time.sleep(answer.pause)
             self._chunk(event.replace("{key}", request.key).encode())
         if answer.ending == "hang":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,16 @@ from flashwright.author.llm.budget import estimate_prompt
 from flashwright.author.llm.extract import tl
 from flashwright.author.llm.prompt import STAGES, Facts, digest, first, kind, repair
 from flashwright.check.budget import use
-from flashwright.check.check import check
+from flashwright.check.check import Checked, check
+from flashwright.generate.by_model.ask import of_reference
 from flashwright.gpu import Gpu
 from flashwright.judge.cpu import judge
 from flashwright.judge.oracle import visible
+from flashwright.lang.codes import CODES
 from flashwright.lang.parse import parse
 from flashwright.lang.render import for_model
+from flashwright.lower.printing.kernel import REGISTERS
+from flashwright.lower.translate import translate
 from flashwright.spec import AttentionSpec
 from tests.unit import llm_examples
 
@@ -402,3 +407,274 @@ def test_every_file_of_the_prompts_is_in_some_digest() -> None:
     named = {name for stage in STAGES for name, _ in prompt._files(stage)}
     for path in folder.rglob("*.*"):
         assert f"prompts/{path.relative_to(folder).as_posix()}" in named, path
+
+
+# --- what models stumbled over ----------------------------------------------------------------
+
+GATED = """import numpy as np
+
+def make_inputs(rng, dims):
+    shape = dims["batch"], dims["kv_heads"], dims["kv_len"]
+    return {"Gate": rng.standard_normal(shape, np.float32)}
+
+def attention(q, k, v, gate, scale=0.1):
+    k, v, gate = (np.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v, gate))
+    p = np.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
+    w = np.where(np.arange(k.shape[2]) <= p, np.exp(scale * q @ k.swapaxes(-1, -2)), 0)
+    total = w.sum(axis=-1, keepdims=True)
+    return w @ (v * gate[..., None]) / np.where(total > 0, total, 1)
+"""
+RENAMED = """import numpy as np
+
+def make_inputs(rng, dims):
+    shape = dims["batch"], dims["heads"], dims["q_len"], 64
+    return {
+        "X": rng.standard_normal(shape),
+        "Mem": rng.standard_normal((dims["heads"], 96, 64)),
+        "Bias": rng.standard_normal((dims["heads"], dims["q_len"] + dims["kv_len"] - 1)),
+        "Slot": rng.integers(0, 96, dims["batch"]),
+    }
+
+def reference(inputs, dims):
+    w = np.exp(inputs["X"] @ inputs["Mem"].swapaxes(-1, -2))
+    total = w.sum(axis=-1)
+    return {"O": w @ inputs["Mem"] / total[..., None], "LSE": np.log(total)}
+"""
+UNDRAWN = "def reference(inputs, dims):\n    return inputs['Q'] + inputs['Extra'].sum()\n"
+
+
+def of_file(folder: Path, text: str, **settings: object) -> Facts:
+    (folder / "mine.py").write_text(text)
+    spec = make_spec("gqa", reference="mine.py", head_dim=64, **settings)
+    given = of_reference(folder / "mine.py", spec)
+    assert given is not None
+    return Facts(spec, A100, reference=text, given=given, code="param BM = 64\n")
+
+
+def told_tensors(f: Facts) -> list[str]:
+    return re.findall(r"^- (\w+ \(.*\) \w+): (?:in|out)put", prompt.operator(f), re.MULTILINE)
+
+
+def test_the_tensors_of_a_reference_are_those_that_it_draws_and_reads(tmp_path: Path) -> None:
+    assert told_tensors(of_file(tmp_path, GATED)) == [
+        "Q (batch, heads, q_len, 64) fp16",
+        "K (batch, kv_heads, kv_len, 64) fp16",
+        "V (batch, kv_heads, kv_len, 64) fp16",
+        "Gate (batch, kv_heads, kv_len) fp32",
+        "O (batch, heads, q_len, 64) fp16",
+    ]
+    assert told_tensors(of_file(tmp_path, RENAMED)) == [
+        "X (batch, heads, q_len, 64) fp16",
+        "Mem (H: heads, L: 96, D: 64) fp16",
+        "Bias (H: heads, M: q_len + kv_len - 1) fp16",
+        "Slot (B: batch) int32",
+        "O (batch, heads, q_len, 64) fp16",
+        "LSE (batch, heads, q_len) fp32",
+    ]
+    undrawn = of_file(tmp_path, UNDRAWN)
+    assert [line.split()[0] for line in told_tensors(undrawn)] == ["Q", "O", "LSE"]
+    assert "- Extra: input" in prompt.operator(undrawn)
+
+
+def test_what_is_judged_of_a_reference_and_rows_without_keys(tmp_path: Path) -> None:
+    gated, renamed = of_file(tmp_path, GATED), of_file(tmp_path, RENAMED)
+    assert "returns no LSE" in prompt.operator(gated)
+    assert asked("sketch", gated).rstrip().endswith("global memory: O.")
+    assert "first q_len - kv_len queries give O = 0." in prompt.operator(gated)
+    assert "O and LSE are compared" in prompt.operator(renamed)
+    assert asked("sketch", renamed).rstrip().endswith("global memory: O and LSE.")
+    assert "queries are computed like all others" in prompt.operator(renamed)
+
+
+@pytest.mark.parametrize(
+    ("stages", "stage", "title"),
+    [
+        (("sketch", "code"), "code", "# Step 2 of 2: "),
+        (("sketch", "code", "translate"), "translate", "# Step 3 of 3: "),
+        (("code", "translate"), "translate", "# Step 2 of 2: "),
+        (("translate",), "translate", "# From"),
+    ],
+)
+def test_steps_are_those_that_are_asked_for(
+    stages: tuple[str, ...], stage: prompt.Stage, title: str
+) -> None:
+    f = replace(facts(make_spec("mha")), stages=stages)
+    system, user = first(stage, f)
+    assert user.text.startswith(title)
+    assert ("C++" in system.text) == ("translate" in stages)
+    assert ("a sketch in TL" in system.text) == ("sketch" in stages)
+
+
+def test_no_prompt_has_commands_codes_or_links(tmp_path: Path) -> None:
+    gated = of_file(tmp_path, GATED)
+    for stage in ("sketch", "code", "improve", "translate"):
+        assert not re.search(r"`flashwright |\bFW\d{3}\b|\]\(", asked(stage, gated)), stage
+    source = "param BM = 64\n"
+    for code in sorted(CODES):
+        text = repair("code", gated, (), f"1. error {code}: ...", source)[-1].text
+        assert "`flashwright " not in text, code
+
+
+def test_a_repair_explains_the_cause_at_hand_and_no_other() -> None:
+    f = facts(make_spec("mha"))
+
+    def explained(message: str) -> str:
+        return repair("code", f, (), message, "param BM = 64\n")[-1].text
+
+    size = explained("1. error FW306 on line 1: `kv_len` has no value here")
+    index = explained("1. error FW306 on line 1: an index must be a whole number, here it is 1/2")
+    assert ("is a `let`" in size, "floor(head_idx" in size) == (True, False)
+    assert ("is a `let`" in index, "floor(head_idx" in index) == (False, True)
+    table = explained("1. error FW604: this loop reads 3 of the 4 elements on axis T of `Table`")
+    missed = explained("1. error FW604: kv_len 64..127 is never added in")
+    assert ("length of the table" in table, "causal" in table.split("About")[1]) == (True, False)
+    assert "length of the table" not in missed
+
+
+# Statements that the language page makes, each tried with the checker and the translator.
+PROGRAM = examples.Example("window").read("code.sm90.tl")
+MASK = "kv_idx > q_idx + kv_len - q_len - Window"
+
+
+def checked(*edits: tuple[str, str], gpu: Gpu = H200) -> Checked:
+    text = PROGRAM
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
+    return check(parse(text), gpu)
+
+
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [
+        (MASK, True),
+        ("q_idx + kv_len - q_len - kv_idx < Window", True),
+        (f"({MASK} or kv_idx < 4)", True),
+        ("floor(kv_idx / 16) >= floor((q_idx + kv_len - q_len - Window) / 16)", True),
+        ("abs(kv_idx - q_idx - kv_len + q_len) < Window", False),
+        ("not kv_idx <= q_idx + kv_len - q_len - Window", False),
+        ("(kv_idx - q_idx) % 2 == 0", False),
+    ],
+)
+def test_the_masks_that_tiles_can_leave_out_are_those_that_the_page_names(
+    part: str, told: bool
+) -> None:
+    (loop,) = re.findall(r"^for i = (.*)$", PROGRAM, re.MULTILINE)
+    program = checked((MASK, part), (loop, "0:kv_len / BN")).program
+    assert program is not None
+    kernel = " ".join(translate(program, H200).source.split())
+    tests = re.findall(r"if \(!\((.*?)\)\) \{", kernel)
+    assert any("q_len" in test.replace("kv_len", "") for test in tests)  # the other side's
+    both = [t for t in tests if t.count("block_idx") >= 2]
+    assert bool(both) == told
+    page = language.sections()["Mask"]
+    for word in ("abs", "%", "==", "not", "floor"):
+        assert f"`{word}`" in page
+
+
+def test_scalars_allocations_and_signs_are_as_the_page_says() -> None:
+    copy = "Copy Slopes (BN) in coordinate [H = i] from global to register and get G\n"
+    line = "  Compute Multiply S, Scale and get new S"
+    for edit in (
+        (line, f"  {copy}  Compute S * Scale + G and get new S"),  # no Allocate
+        (line, "  Compute -S * -Scale and get new S"),
+    ):
+        codes = {d.code for d in checked(edit).diagnostics if d.severity == "error"}
+        assert "FW201" not in codes
+        assert not any(c.startswith("FW1") for c in codes)
+    wrong = {
+        "  let n = Slopes[kv_idx]\n": "FW201",
+        "  let n = Slopes[heads]\n": "FW605",
+        "  let n = Slopes[i / 2]\n": "FW306",
+        "  Compute S * 2 and get T\n": "FW201",
+    }
+    for text, code in wrong.items():
+        assert code in {d.code for d in checked((line, text + line)).diagnostics}, text
+
+
+def test_the_register_formula_for_further_tiles_is_the_checkers() -> None:
+    def registers(*edits: tuple[str, str]) -> int:
+        program = checked(*edits).program
+        assert program is not None
+        return use(program, H200).registers
+
+    begin, of_byte = registers(), 128 * 32 // (128 * 8)  # of a tile BM x BN, with 8 warps
+    scale = "  Compute Multiply S, Scale and get new S\n"
+    # A tile of fp32 counts where it is alive, and there S rounded is not.
+    more = registers(
+        ("Allocate Smax", "Allocate T in register (BM, BN) as fp32\nAllocate Smax"),
+        (scale, f"{scale}  Compute S * 1 and get T\n"),
+        ("  Reshape S", "  Compute S + T and get new S\n  Reshape S"),
+    )
+    assert more - begin == (4 - 2) * of_byte
+    vector = registers(
+        ("Allocate Smax", "Allocate W in register (BM) as fp32\nAllocate Smax"),
+        ("Compute 0 and get Ssum", "Compute 0 and get Ssum\nCompute 0 and get W"),
+        ("where(Ssum > 0,", "where(Ssum + W > 0,"),
+    )
+    assert vector - begin == 4 * 4 * 128 // (128 * 8)
+    reshaped = (("MMA_N_new)", "MMA_N_new) and get P"), ("GEMM S, V", "GEMM P, V"))
+    assert registers(*reshaped) - begin == (4 - 2) * of_byte
+    allocated = ("Allocate Smax", "Allocate P in register (BM, BN) as bf16\nAllocate Smax")
+    assert registers(*reshaped, allocated) == begin
+    told = gpu_words.costs(H200, make_spec("mha"))
+    assert "bytes * rows * columns / (128 * Warps)" in told
+    assert "4 * bytes * length / (128 * Warps)" in told
+
+
+def test_the_hopper_example_shows_an_overlapped_loop_with_ping_pong() -> None:
+    spec = make_spec("mha")
+    user = asked("translate", facts(spec, H200, header=HEADERS["full"]))
+    kernel = user.partition("## An example")[2]
+    loop = kernel.partition("for (i = 1;")[2]
+    steps = ["take_turn", "open_products(S, O)", "start_product", "close_products", "pass_turn"]
+    steps += ["finish_products<1>(S)", "finish_products<0>(O)"]
+    places = [loop.index(f"fw::{step}") for step in steps]
+    assert places == sorted(places)
+    assert "fw::first_turn" in kernel.partition("for (i = 1;")[0]
+    assert "with stages 2" in kernel
+
+
+def test_a_hopper_kernel_is_told_the_registers_that_our_own_takes() -> None:
+    told = asked("translate", facts(make_spec("mha"), H200, header=HEADERS["full"]))
+    about = told.partition("## Statement by statement")[2].partition("| TL |")[0]
+    for warps in (8, 12):
+        give, take = REGISTERS[warps // 4]
+        assert re.search(rf"\b{give}\b.*\b{take}\b.*Warps = {warps}", about), warps
+    assert "`release()` goes on to the next stage" in told
+    assert "fw::OperandA<1, BN / 16>" in told
+
+
+def test_places_are_told_with_their_formulas() -> None:
+    told = vocabulary.vocabulary("attention.cuh")
+    header = (ROOT / "flashwright/device/fw/fragment.cuh").read_text()
+    (row,) = re.findall(r"int row\(int m\) const \{ return (.*?); \}", header)
+    assert f"int row(int m) const {{ return {row}; }}" in told
+    assert "int col(int n) const { return" in told
+
+
+def test_starting_values_and_sinks_belong_to_the_sketch() -> None:
+    user = asked("sketch", facts(make_spec("mha")))
+    assert "`Compute Sink[head_idx] and get Smax`, `Compute 1 and get Ssum`" in user
+    for example in map(examples.Example, examples.NAMES):
+        before, _, _ = example.sketch.partition("for i")
+        assert "Compute 0 and get O_register" in before
+
+
+@pytest.mark.parametrize(
+    ("loop", "code", "assumed"),
+    [
+        ("Lens[batch_idx] / BN:kv_len / BN", "FW306", r"block_idx = \d+.*, Lens\[\d+\] = \d+"),
+        ("0:floor(min(kv_len, Lens[batch_idx]) / BN)", "FW604", r"kv_len = \d+.*, Lens\[0\] = \d+"),
+        ("0:Lens[batch_idx + 1] / BN", "FW605", r"q_len = \d+, kv_len = \d+, .*batch_idx = 0"),
+    ],
+)
+def test_a_finding_says_which_values_it_assumed(loop: str, code: str, assumed: str) -> None:
+    (old,) = re.findall(r"^for i = (.*)$", PROGRAM, re.MULTILINE)
+    lens = "Allocate Lens in global (B: batch) as int32\nAllocate Slopes"
+    found = checked(
+        (old, loop), ("Allocate Slopes", lens), (MASK, f"{MASK} and kv_idx < Lens[batch_idx]")
+    )
+    (label,) = [d.label for d in found.diagnostics if d.code == code]
+    assert label is not None
+    assert re.search(assumed, label)

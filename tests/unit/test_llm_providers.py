@@ -10,15 +10,19 @@ import subprocess
 import sys
 import time
 import traceback
+from pathlib import Path
 from types import FrameType
 
 import pytest
+from typer.testing import CliRunner
 
 from flashwright.author.llm.budget import Budget, Meter
 from flashwright.author.llm.connect import connect
 from flashwright.author.llm.failures import plain, redact
 from flashwright.author.llm.line import Limits
 from flashwright.author.llm.model import Message, Model, NoAnswer, Question, Reply
+from flashwright.cli.budget import MINUTES
+from flashwright.cli.main import app
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from tests.unit.llm_server import (
     MODEL,
@@ -199,6 +203,41 @@ def test_nothing_arrives_and_may_later(provider: str, answer: Answer) -> None:
 def test_a_reply_that_breaks_off_otherwise(provider: str, answer: Answer) -> None:
     reply = ask(provider, answer)
     assert (reply.text, reply.finish) == ("half of ", "cut")
+
+
+@both
+def test_keep_alives_are_no_silence(provider: str) -> None:
+    reply = ask(provider, say("hi", keep_alives=8, pause=0.05))
+    assert (reply.text, reply.finish) == ("hi", "stop")
+
+
+def test_a_model_may_think_as_long_as_its_stage_has_time() -> None:
+    assert Limits().silence >= 60 * MINUTES
+
+
+@both
+def test_silence_names_the_limit_that_it_exceeded(provider: str) -> None:
+    assert "--reply-timeout" in no_answer(provider, hang()).why
+
+
+@pytest.mark.parametrize("command", ["generate", "study"])
+def test_the_users_limit_of_silence_reaches_the_server(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Limits] = []
+
+    def refuse(name: str, base_url: str | None, *, limits: Limits) -> Model:
+        seen.append(limits)
+        raise Failed(Diagnostic("FW911", "seen enough"))
+
+    monkeypatch.setattr("flashwright.author.llm.connect.connect", refuse)
+    words = [command, *(["mha"] if command == "generate" else []), "--gpu", "a100", "--model", "m"]
+    words += ["--out", str(tmp_path), "--reply-timeout", "5400"]
+    short = CliRunner().invoke(app, words)
+    assert (short.exit_code, seen) == (2, [])
+    assert "--minutes 30" in short.output
+    CliRunner().invoke(app, [*words, "--minutes", "120"])
+    assert [limits.silence for limits in seen] == [5400]
 
 
 @both

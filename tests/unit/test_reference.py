@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flashwright.judge import oracle
-from flashwright.judge.inputs import make_inputs
+from flashwright.check.check import checked_program
+from flashwright.judge import cpu, oracle
+from flashwright.judge.inputs import make_inputs, narrowed
 from flashwright.judge.reference import user_reference
 from flashwright.judge.reference_process import ReferenceProcess
+from flashwright.lang.parse import parse
 from flashwright.spec import AttentionSpec, BadSpec
 from tests.unit.test_cli import Outcome
 
@@ -231,3 +233,30 @@ def test_a_reference_that_answers_nonsense_is_told(tmp_path: Path, answer: str) 
     file.write_text(f"import os\ndef reference(inputs, dims):\n    {answer}\n    os._exit(1)\n")
     with pytest.raises(BadSpec, match=r"r\.py"):
         ReferenceProcess(file)({}, {"q_len": 1})
+
+
+def test_a_reference_gets_the_numbers_that_the_kernel_gets(tmp_path: Path) -> None:
+    """What make_inputs draws in float64 is rounded before either sees it."""
+    draws = "def make_inputs(rng, dims):\n    return {'Q': rng.random((1, 1, dims['q_len'], 16))}\n"
+    same = f"{draws}def reference(inputs, dims):\n    return inputs['Q']\n"
+    place = "(Rows, Rows) in coordinate [B = batch_idx, H = head_idx, L = block_idx]"
+    code = f"""\
+param Rows = 16
+grid block_idx = 0:q_len / Rows, head_idx = 0:heads, batch_idx = 0:batch
+Allocate Q in global (batch, heads, q_len, Rows) as fp16
+Allocate O in global (batch, heads, q_len, Rows) as fp16
+Copy Q {place} from global to register
+Copy Q {place} from register to global and get O
+"""
+    saved(tmp_path, same)
+    program = checked_program(parse(code))
+    spec = AttentionSpec.make(variant="x", heads=1, head_dim=16, reference="mine.py")
+    dims = {"batch": 1, "heads": 1, "kv_heads": 1, "q_len": 8, "kv_len": 8}
+    verdict = cpu.judge(program, spec, cases=[dims], base=tmp_path)
+    assert [case.comparison.max_abs for case in verdict.cases] == [0.0]
+
+
+def test_numbers_beyond_a_type_stay_as_they_are() -> None:
+    made = {"Far": np.array([1e6]), "Near": np.array([0.5]), "Count": np.array([3])}
+    types = {name: str(array.dtype) for name, array in narrowed(made, "fp16").items()}
+    assert types == {"Far": "float32", "Near": "float16", "Count": "int32"}

@@ -12,7 +12,14 @@ NAMES = {
     "window": "a window to both sides, with ALiBi, 32 wide, in bf16",
     "sigmoid": "weights by a sigmoid instead of a softmax, causal, 64 wide, in fp16",
 }
-FILES = ("sketch.tl", "code.tl", "kernel.sm75.cu", "kernel.sm80.cu", "kernel.sm90.cu")
+FILES = (
+    "sketch.tl",
+    "code.tl",
+    "code.sm90.tl",
+    "kernel.sm75.cu",
+    "kernel.sm80.cu",
+    "kernel.sm90.cu",
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,10 @@ class Example:
         """Step 2."""
         return self.read("code.tl")
 
+    def translated(self, *, hopper: bool) -> str:
+        """The code that `kernel` is a translation of; Hopper's has the sizes of a real one."""
+        return self.read("code.sm90.tl") if hopper else self.code
+
     def kernel(self, gpu: Gpu, *, hopper: bool) -> str:
         """Step 3: with TMA and wgmma, or as all GPUs of the generation can do it."""
         generation = "90" if hopper else "80" if gpu.cp_async else "75"
@@ -55,4 +66,5 @@ def of_language(spec: AttentionSpec) -> Example:
 
 def of_translation(code: str) -> Example:
     """For the translation: the short one, unless that is what is being translated."""
-    return Example("window" if "sigmoid" in code.lower() else "sigmoid")
+    words = code.lower()
+    return Example("window" if "sigmoid" in words and "softmax" not in words else "sigmoid")

@@ -81,7 +81,7 @@ def explain(error: Exception, line: Line, known: bool, read: Usage) -> NoAnswer:
     if isinstance(cause, TooLong):
         return NoAnswer(f"{line.where} sends more than a reply can be", usage=read)
     if isinstance(cause, httpx2.TimeoutException):
-        why = f"{line.where} fell silent"
+        why = f"{line.where} sent nothing for too long (--reply-timeout SECONDS waits longer)"
     elif isinstance(cause, httpx2.HTTPError | httpx2.StreamError):
         why = f"{line.where} closed the connection"
     else:

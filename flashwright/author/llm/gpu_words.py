@@ -33,11 +33,16 @@ def costs(gpu: Gpu, spec: AttentionSpec) -> str:
     """What a tiling takes of the GPU, as formulas with this operator's widths in them."""
     size, d, dv = _BYTES[spec.input_dtype], spec.head_dim, spec.value_dim
     operand = "" if gpu.reshape_in_place else f" + {size} * BM * BN"
+    rounded = "" if gpu.reshape_in_place else ", S rounded for the second GEMM"
     lines = [
         f"shared bytes = {size} * (BM * {d} + Stages * BN * {d + dv}), "
         f"at most {gpu.shared_per_block}",
         f"registers of a thread = (4 * BM * BN + 4 * BM * {dv}{operand} + 3 * 16 * BM) "
         f"/ (128 * Warps) + {gpu.register_overhead}, at most the limit above",
+        f"    (S, O{rounded} and three vectors. A further tile adds bytes * rows * columns / "
+        "(128 * Warps), a further vector 4 * bytes * length / (128 * Warps), if it is alive where "
+        "these are: from the statement that writes it to the last one that reads it, or throughout "
+        "a loop that carries it. Tiles that are not alive together do not add up.)",
         "blocks on an SM at once = what shared memory, and "
         f"{gpu.registers_per_sm} / (32 * Warps * registers of a thread), leave room for",
     ]

@@ -11,8 +11,9 @@ class Limits:
 
     connect: float = 10.0
     """Seconds until it answers the call."""
-    silence: float = 300.0
-    """Seconds between two pieces. A large model on a CPU reads its prompt for minutes first."""
+    silence: float = 1800.0
+    """Seconds without a byte, before the reply and within it; a keep-alive is a byte. A reasoning
+    model may think for many minutes before it sends its first word."""
     reply: int = 2_000_000
     """Bytes of a reply's text, its thoughts included."""
     sent: int = 32_000_000

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from dataclasses import dataclass
 
 from flashwright.spec import AttentionSpec
 
@@ -16,15 +17,61 @@ LONGEST = 16_000
 """Characters of a user's text that are passed on."""
 
 
-def tensors(spec: AttentionSpec) -> str:
+Line = tuple[str, str, str, str]
+"""Of a tensor: its name, its shape, its type, what it is."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a user's reference takes and gives, where it was called and showed it."""
+
+    drawn: tuple[Line, ...] = ()
+    """Inputs that its make_inputs draws."""
+    reads: tuple[str, ...] = ()
+    """The names that it asks for; empty where that is not known."""
+    outputs: tuple[str, ...] | None = None
+    empty_rows: bool | None = None
+    """Whether queries before the first key give 0."""
+
+
+def tensors(spec: AttentionSpec, given: Given | None = None) -> str:
     """The inputs and outputs, one line each."""
-    lines = [f"- {name} ({shape}) {dtype}: {what}" for name, shape, dtype, what in _tensors(spec)]
+    found = _tensors(spec) if given is None else _given(spec, given)
+    lines = [f"- {name} ({shape}) {dtype}: {what}" for name, shape, dtype, what in found]
+    if given is not None:
+        known = {name.lower() for name, *_ in found} | {size.lower() for size in _SIZES}
+        own = [n for n in given.reads if n.lower() not in known and n not in spec.dims]
+        lines += [
+            f"- {n}: input, random numbers in the shape and type that you declare" for n in own
+        ]
     return "\n".join(lines)
 
 
-def _tensors(spec: AttentionSpec) -> list[tuple[str, str, str, str]]:
+def outputs(spec: AttentionSpec, given: Given | None = None) -> list[str]:
+    """The names of the tensors that are written: those that are judged."""
+    if given is not None and given.outputs is not None:
+        return [name for name in ("O", "LSE") if name in given.outputs]
+    return ["O", "LSE"] if spec.lse else ["O"]
+
+
+def _given(spec: AttentionSpec, given: Given) -> list[Line]:
+    """The tensors of a reference: what it draws itself, and those of the spec that it asks for."""
+    drawn = {name for name, *_ in given.drawn}
+    asked = {name.lower() for name in given.reads}
+    written = outputs(spec, given)
+    found = []
+    for line in _tensors(spec):
+        name, is_input = line[0], line[3].startswith("input")
+        wanted = not asked or name.lower() in asked if is_input else name in written
+        if wanted and name not in drawn:
+            found.append(line)
+    many = sum(1 for line in found if line[3].startswith("input"))
+    return [*found[:many], *given.drawn, *found[many:]]
+
+
+def _tensors(spec: AttentionSpec) -> list[Line]:
     given, d, dv = spec.input_dtype, spec.head_dim, spec.value_dim
-    found: list[tuple[str, str, str, str]] = [
+    found: list[Line] = [
         ("Q", f"batch, heads, q_len, {d}", given, "input, queries"),
         ("K", f"batch, kv_heads, kv_len, {d}", given, "input, keys"),
         ("V", f"batch, kv_heads, kv_len, {dv}", given, "input, values"),
@@ -67,7 +114,7 @@ def inputs(spec: AttentionSpec) -> list[str]:
     return [name for name, _, _, what in _tensors(spec) if what.startswith("input")]
 
 
-def notes(spec: AttentionSpec, *, custom: bool = False) -> str:
+def notes(spec: AttentionSpec, *, custom: bool = False, given: Given | None = None) -> str:
     """What the formulas leave open, one line each; `custom`: what holds of any operator."""
     lines = [
         "batch, q_len and kv_len are any numbers, known only when the kernel is called: the last "
@@ -76,6 +123,7 @@ def notes(spec: AttentionSpec, *, custom: bool = False) -> str:
         _heads(spec),
     ]
     if custom:
+        lines += _judged(spec, given) if given is not None else []
         return "\n".join(f"- {line}" for line in lines)
     lines += [
         "Sums and the softmax are kept in fp32. exp is taken relative to the row's greatest score "
@@ -93,6 +141,21 @@ def notes(spec: AttentionSpec, *, custom: bool = False) -> str:
             "after the softmax (not Ssum), and O by 1/256 at the end."
         )
     return "\n".join(f"- {line}" for line in lines)
+
+
+def _judged(spec: AttentionSpec, given: Given) -> list[str]:
+    """What of a reference's results is compared, and what rows without keys give."""
+    both = "LSE" in outputs(spec, given)
+    lines = [
+        "O and LSE are compared with what the function returns, LSE in fp32."
+        if both
+        else "O is compared with what the function returns. It returns no LSE: write none."
+    ]
+    if given.empty_rows is not None:
+        zero = "give O = 0" + (" and LSE = -inf" if both else "")
+        told = zero if given.empty_rows else "are computed like all others, not set to 0"
+        lines.append(f"Where q_len > kv_len, the first q_len - kv_len queries {told}.")
+    return lines
 
 
 def visible(spec: AttentionSpec) -> str:
@@ -148,4 +211,5 @@ def quoted(text: str) -> str:
     return f"{OPEN}\n{clean[:LONGEST].strip()}{cut}\n{CLOSE}"
 
 
+_SIZES = ("batch", "heads", "kv_heads", "q_len", "kv_len")
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")

@@ -19,6 +19,7 @@ from jinja2 import Environment, StrictUndefined, Template
 
 from flashwright.author.llm import examples, gpu_words, language, operator_words
 from flashwright.author.llm.model import Message
+from flashwright.author.llm.operator_words import Given
 from flashwright.author.llm.vocabulary import headers, included, vocabulary
 from flashwright.gpu import Gpu
 from flashwright.spec import AttentionSpec
@@ -27,6 +28,13 @@ Stage = Literal["sketch", "code", "translate", "improve", "direct", "pytorch"]
 Kind = Literal["tl", "cuda", "python"]
 STAGES: tuple[Stage, ...] = ("sketch", "code", "translate", "improve", "direct", "pytorch")
 
+STEPS = ("sketch", "code", "translate")
+"""From an operator to a kernel."""
+_PARTS = {
+    "sketch": "a sketch in TL",
+    "code": "TL code with all its sizes",
+    "translate": "the code as CuTe C++",
+}
 _SKETCH_SECTIONS = ("GEMM", "Mask", "Softmax", "Expressions")
 _ANSWERS = {
     "tl": "Your answer is TL, in one block fenced with ```tl and ```.",
@@ -53,6 +61,10 @@ class Facts:
     """The operator in the user's words."""
     reference: str = ""
     """The user's function that the judge compares with, as text."""
+    given: Given | None = None
+    """What that function takes and gives."""
+    stages: tuple[str, ...] = STEPS
+    """The steps that are a model's, in their order."""
     sketch: str = ""
     code: str = ""
     header: str = ""
@@ -82,9 +94,12 @@ def kind(stage: Stage, facts: Facts) -> Kind:
 def first(stage: Stage, facts: Facts) -> tuple[Message, ...]:
     """The conversation as a stage begins it."""
     language_of = kind(stage, facts)
+    steps = [_PARTS[step] for step in STEPS if step in facts.stages]
     system = _render(
         "system.md",
         answer=_ANSWERS[language_of],
+        cuda="translate" in facts.stages,
+        steps=steps if len(steps) > 1 else [],
         tl=stage not in _WITHOUT_TL,
         open=operator_words.OPEN,
         close=operator_words.CLOSE,
@@ -155,7 +170,9 @@ def digest(stage: Stage) -> str:
 def _values(stage: Stage, facts: Facts) -> dict[str, Any]:
     """What the template of a stage may name; those that a stage does not have raise an error."""
     spec, gpu = facts.spec, facts.gpu
-    outputs = ["O", "LSE"] if spec.lse else ["O"]
+    outputs = operator_words.outputs(spec, facts.given)
+    steps = [step for step in STEPS if step in facts.stages]
+    several = stage in steps and len(steps) > 1
     values: dict[str, Any] = {
         "operator": operator(facts),
         "gpu_title": gpu.title,
@@ -163,6 +180,7 @@ def _values(stage: Stage, facts: Facts) -> dict[str, Any]:
         "gpu": gpu_words.facts(gpu, spec),
         "outputs": " and ".join(outputs),
         "several": len(outputs) > 1,
+        "step": f"Step {steps.index(stage) + 1} of {len(steps)}: " if several else "",
         "arguments": ", ".join(operator_words.inputs(spec)),
     }
     if stage in ("sketch", "code"):
@@ -172,13 +190,14 @@ def _values(stage: Stage, facts: Facts) -> dict[str, Any]:
             "example_sketch": shown.sketch,
             "example_code": shown.code,
             "sketch": facts.sketch,
-            "sink": spec.sink,
             "head_dim": spec.head_dim,
             "v_dim": spec.value_dim,
         }
     if stage in ("sketch", "code", "improve"):
         names = _SKETCH_SECTIONS if stage == "sketch" else ()
-        values["language"] = language.chosen(*names)
+        told = facts.description or facts.reference or spec.branch
+        recipes = None if told else language.recipes_for(spec)
+        values["language"] = language.chosen(*names, recipes=recipes)
     if stage in ("code", "improve"):
         values |= {"costs": gpu_words.costs(gpu, spec), "advice": gpu_words.advice(gpu, spec)}
     if stage in ("translate", "improve", "direct"):
@@ -213,7 +232,7 @@ def _device(stage: Stage, facts: Facts) -> dict[str, Any]:
         "vocabulary": vocabulary(include, bytes_too=facts.spec.dtype == "fp8"),
         "statements": _render(statements, **way).strip(),
         "example_title": shown.title,
-        "example_code": shown.code,
+        "example_code": shown.translated(hopper=hopper),
         "example_kernel": shown.kernel(facts.gpu, hopper=hopper),
     }
 
@@ -226,9 +245,10 @@ def operator(facts: Facts) -> str:
         description=operator_words.quoted(facts.description) if facts.description else "",
         reference=operator_words.quoted(facts.reference) if facts.reference else "",
         words=spec.in_words[:1].upper() + spec.in_words[1:],
-        tensors=operator_words.tensors(spec),
+        tensors=operator_words.tensors(spec, facts.given),
+        lettered=any(":" in line[1] for line in (facts.given.drawn if facts.given else ())),
         formulas=operator_words.formulas(spec),
-        notes=operator_words.notes(spec, custom=bool(facts.reference)),
+        notes=operator_words.notes(spec, custom=bool(facts.reference), given=facts.given),
     ).strip()
 
 
@@ -299,8 +319,17 @@ def _pages(findings: str) -> Iterator[str]:
             end = text.rpartition("\n```\n")[2] if "\n```\n" in text else ""
             end = "" if end.lstrip().startswith("#") else end
             title, _, rest = begin.partition("\n")
-            told = " ".join(f"{rest.strip()}\n{end.strip()}".split("\n")).strip()
-            yield f"About {title.removeprefix('# ')}. {told}"
+            told = language.without_commands(f"{rest.strip()}\n{_causes(end, findings)}")
+            yield f"About {title.removeprefix('# ')}. {' '.join(told.split())}"
+
+
+def _causes(text: str, findings: str) -> str:
+    """The end of a page; of a list of causes those whose message is among the findings."""
+    begin, *causes = re.split(r"^- (?=`)", text.strip(), flags=re.MULTILINE)
+    if not causes:
+        return begin
+    told = [cause.partition("`: ") for cause in causes]
+    return " ".join(cause for said, _, cause in told if said.removeprefix("`") in findings)
 
 
 # --- hashes and counts ------------------------------------------------------------------------

@@ -20,9 +20,19 @@ INTERNAL = frozenset(
         *("keep_in_loop", "chunk_of", "RowsOfA", "RowsOfB", "ColumnsOfB", "BytesOfB"),
         *("gemm_step", "mbarrier_init", "mbarrier_arrive", "mbarrier_expect"),
         *("mbarrier_wait", "Descriptor", "LeftRows", "LeftRegisters", "left_steps"),
-        *("WideAccumulator",),
+        *("WideAccumulator", "LeftColumns", "chunk_bytes", "unpack", "load_early", "each_pair"),
+        *("writes_rows", "writes_cols", "place_of", "place_along"),
     }
 )
+# The words of mma.sync, where a kernel multiplies with wgmma.
+MMA_SYNC = frozenset(
+    {
+        *("left", "left_transposed", "right", "right_transposed", "ColumnsOfA", "Staged"),
+        *("gemm", "gemm_rolled", "gemm_in_turn"),
+    }
+)
+# Structs whose members are told with their bodies: what they compute is what a kernel must know.
+WHOLE = frozenset({"Place"})
 _UNTOLD = ("wgmma_atom.cuh",)  # one instruction in sixteen widths
 _BYTES = ("transpose.cuh",)  # for elements of 8 bits only
 _INCLUDE = re.compile(r"^#include <fw/(\w+\.cuh)>", re.MULTILINE)
@@ -33,7 +43,8 @@ _NAME = re.compile(r"(?:struct|using|constexpr (?:int|float)) (\w+)|([\w]+)\(")
 def vocabulary(header: str, *, bytes_too: bool = False) -> str:
     """All that a header offers with what it includes, as C++ declarations with comments."""
     names = [n for n in _closure(header) if n not in _UNTOLD and (bytes_too or n not in _BYTES)]
-    parts = [(name, _declarations(_text(name))) for name in names]
+    hidden = INTERNAL | (MMA_SYNC if "wgmma.cuh" in names else frozenset())
+    parts = [(name, _declarations(_text(name), hidden)) for name in names]
     return "\n".join(f"// --- <fw/{name}>\n{told}\n" for name, told in parts if told)
 
 
@@ -72,11 +83,11 @@ def _closure(header: str) -> list[str]:
     return found
 
 
-def _declarations(text: str) -> str:
+def _declarations(text: str, hidden: frozenset[str] = INTERNAL) -> str:
     told = []
     opening = _opening(text)
     for comment, blocks in _groups(text):
-        heads = [_head(block) for block in blocks]
+        heads = [_head(block, hidden) for block in blocks]
         if any(heads):
             about = comment if heads[0] else []  # it speaks of the first of them
             told.append("\n".join([*about, *filter(None, heads)]))
@@ -132,11 +143,11 @@ def _code(line: str) -> str:
     return re.sub(r'"(\\.|[^"\\])*"|//.*', "", line)
 
 
-def _head(block: list[str]) -> str:
+def _head(block: list[str], hidden: frozenset[str]) -> str:
     """The declaration without its body; of a struct, its members without theirs."""
     text = "\n".join(block)
     named = _NAME.search(re.sub(r"template <[^\n]*>\n", "", text))
-    if named is None or (named[1] or named[2]) in INTERNAL:
+    if named is None or (named[1] or named[2]) in hidden:
         return ""
     if re.search(r"^struct ", text, re.MULTILINE):
         return _struct(block)
@@ -161,6 +172,9 @@ def _signature(text: str) -> str:
 def _struct(block: list[str]) -> str:
     """Its head, its data, and the signatures of its members with their comments."""
     start = next(n for n, line in enumerate(block) if line.startswith("struct "))
+    if len(block) == start + 1:
+        return " ".join(block)
+    whole = any(re.match(rf"struct {name}\b", block[start]) for name in WHOLE)
     told = [" ".join([*block[:start], block[start]])]
     lines = iter(block[start + 1 : -1])
     for line in lines:
@@ -171,7 +185,8 @@ def _struct(block: list[str]) -> str:
             member = _block(line, lines)
             text = "\n".join(part.strip() for part in member)
             if "__device__" in text:
-                told.append("  " + _signature(text))
+                flat = re.sub(r"\s+", " ", text).replace("__device__ ", "")
+                told.append("  " + (flat if whole else _signature(text)))
             elif not text.startswith(("static_assert", "using Atom", "using Layout")):
                 told.append("  " + re.sub(r"\s+", " ", text))
     return "\n".join([*told, "};"])

@@ -105,24 +105,18 @@ extern "C" __global__ void __launch_bounds__(Threads, 4)
       }
     }
 
-    //  32 | Compute Mask S where kv_idx < kv_len and abs(q_idx + kv_len - q_len - kv_idx) < Window
-    if (!(i * BN + BN - 1 < kv_len)) {
+    //  32 | Compute Mask S where kv_idx < kv_len and kv_idx > q_idx + kv_len - q_len - Window and kv_idx < q_idx + kv_len - q_len + Window
+    if (!(i * BN + BN - 1 < kv_len && i * BN > block_idx * BM + BM - 1 + kv_len - q_len - Window
+        && i * BN + BN - 1 < block_idx * BM + kv_len - q_len + Window)) {
       CUTE_UNROLL
       for (int m = 0; m < cute::size<0>(S); ++m) {
+        int const q_idx = block_idx * BM + at.row(m);
         CUTE_UNROLL
         for (int n = 0; n < cute::size<1>(S); ++n) {
           int const kv_idx = i * BN + at.col(n);
-          S(m, n) = kv_idx < kv_len ? S(m, n) : -INFINITY;
+          S(m, n) = kv_idx < kv_len && kv_idx > q_idx + kv_len - q_len - Window
+              && kv_idx < q_idx + kv_len - q_len + Window ? S(m, n) : -INFINITY;
         }
-      }
-    }
-    CUTE_UNROLL
-    for (int m = 0; m < cute::size<0>(S); ++m) {
-      int const q_idx = block_idx * BM + at.row(m);
-      CUTE_UNROLL
-      for (int n = 0; n < cute::size<1>(S); ++n) {
-        int const kv_idx = i * BN + at.col(n);
-        S(m, n) = fw::abs(q_idx + kv_len - q_len - kv_idx) < Window ? S(m, n) : -INFINITY;
       }
     }
 

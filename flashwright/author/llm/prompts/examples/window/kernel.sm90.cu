@@ -1,13 +1,13 @@
 #include <fw/hopper.cuh>
 
 constexpr int HeadDim = 32;
-constexpr int BM = 64;
+constexpr int BM = 128;
 constexpr int BN = 32;
-constexpr int Warps = 4;
+constexpr int Warps = 8;
 constexpr float Scale = 0.17677669529663687f;  // 1 / sqrt(HeadDim)
 constexpr int Window = 100;
 constexpr int Threads = 32 * Warps + 128;  // a warpgroup more, which loads
-constexpr int SharedBytes = 21504;
+constexpr int SharedBytes = 33792;
 
 struct Params {
   fw::Map K_map;  // tiles of BN x HeadDim
@@ -27,11 +27,11 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
   extern __shared__ __align__(1024) unsigned char memory[];
   unsigned char* const shared = fw::pinned(memory);
   auto const K_shared = fw::shared_tile<fw::bf16, BN, HeadDim>(shared);
-  fw::Ring<2> K_ring(shared + 12288);
+  fw::Ring<2> K_ring(shared + 16384);
   auto const V_shared = fw::shared_tile<fw::bf16, BN, HeadDim>(shared + 4096);
-  fw::Ring<2> V_ring(shared + 12320);
+  fw::Ring<2> V_ring(shared + 16416);
   auto const Q_shared = fw::shared_tile<fw::bf16, BM, HeadDim>(shared + 8192);
-  fw::Ring<1> Q_ring(shared + 12352);
+  fw::Ring<1> Q_ring(shared + 16448);
 
   if (threadIdx.x == 0) {
     K_ring.init(Warps);
@@ -41,8 +41,9 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
   fw::rings_ready();
 
   if (threadIdx.x >= 32 * Warps) {
+    fw::give_registers<24>();
     if (fw::is_loader<Warps>()) {
-      for (fw::Walk<20> walk(fw::ceil_div(q_len, 64), heads, batch); walk.more(); walk.next()) {
+      for (fw::Walk<10> walk(fw::ceil_div(q_len, 128), heads, batch); walk.more(); walk.next()) {
         int const block_idx = walk.x();
         int const head_idx = walk.y();
         int const batch_idx = walk.z();
@@ -68,16 +69,19 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
     }
     return;
   }
+  fw::take_registers<240>();
 
   auto S = fw::accumulator<BM, BN, Warps>();
   fw::OperandA<1, 2> S_operand;
   auto Smax = fw::row_vector<BM, Warps>();
   auto Ssum = fw::row_vector<BM, Warps>();
   auto O = fw::accumulator<BM, HeadDim, Warps>();
+  auto drops = fw::row_vector<128, Warps>();
   fw::Place<Warps> const at;
   int const group = fw::warpgroup();
 
-  for (fw::Walk<20> walk(fw::ceil_div(q_len, 64), heads, batch); walk.more(); walk.next()) {
+  fw::first_turn<Warps / 4>(group);
+  for (fw::Walk<10> walk(fw::ceil_div(q_len, 128), heads, batch); walk.more(); walk.next()) {
     int const block_idx = walk.x();
     int const head_idx = walk.y();
     int const batch_idx = walk.z();
@@ -98,9 +102,13 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
     //  22 | Copy Q (BM, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = block_idx] from global to shared
     Q_ring.wait();
 
-    //  26 | for i = floor(max(0, block_idx * BM + kv_len - q_len - Window + 1) / BN):min(kv_len, (block_idx + 1) * BM + kv_len - q_len + Window - 1) / BN
-    CUTE_NO_UNROLL
-    for (int i = i_first; i * BN < i_end; ++i) {
+    if (i_first * BN < i_end) {
+      int i = i_first;
+      int const i_own = fw::max(i_first + 1,
+          group * 64 < q_len - block_idx * BM
+              ? fw::ceil_div(block_idx * BM + group * 64 + 64 - 1 + kv_len - q_len + Window, BN)
+                  : 0);
+
       //  27 | Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = i] from global to shared
       K_ring.wait();
       fw::open_products(S);
@@ -126,24 +134,18 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
         }
       }
 
-      //  32 | Compute Mask S where kv_idx < kv_len and abs(q_idx + kv_len - q_len - kv_idx) < Window
-      if (!(i * BN + BN - 1 < kv_len)) {
+      //  32 | Compute Mask S where kv_idx < kv_len and kv_idx > q_idx + kv_len - q_len - Window and kv_idx < q_idx + kv_len - q_len + Window
+      if (!(i * BN + BN - 1 < kv_len && i * BN > block_idx * BM + BM - 1 + kv_len - q_len - Window
+          && i * BN + BN - 1 < block_idx * BM + kv_len - q_len + Window)) {
         CUTE_UNROLL
         for (int m = 0; m < cute::size<0>(S); ++m) {
+          int const q_idx = block_idx * BM + at.row(m);
           CUTE_UNROLL
           for (int n = 0; n < cute::size<1>(S); ++n) {
             int const kv_idx = i * BN + at.col(n);
-            S(m, n) = kv_idx < kv_len ? S(m, n) : -INFINITY;
+            S(m, n) = kv_idx < kv_len && kv_idx > q_idx + kv_len - q_len - Window
+                && kv_idx < q_idx + kv_len - q_len + Window ? S(m, n) : -INFINITY;
           }
-        }
-      }
-      CUTE_UNROLL
-      for (int m = 0; m < cute::size<0>(S); ++m) {
-        int const q_idx = block_idx * BM + at.row(m);
-        CUTE_UNROLL
-        for (int n = 0; n < cute::size<1>(S); ++n) {
-          int const kv_idx = i * BN + at.col(n);
-          S(m, n) = fw::abs(q_idx + kv_len - q_len - kv_idx) < Window ? S(m, n) : -INFINITY;
         }
       }
 
@@ -157,27 +159,122 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
         }
         most = fw::row_max(most);
         float const now = fw::max(Smax(m), most);
-        float const drop = fw::exp2((Smax(m) - now) * fw::log2_e);
+        drops(m) = fw::exp2((Smax(m) - now) * fw::log2_e);
         Smax(m) = now;
-        float const row_0 = now * fw::log2_e;
+      }
+      CUTE_UNROLL
+      for (int m = 0; m < cute::size<0>(S); ++m) {
+        float const row_0 = Smax(m) * fw::log2_e;
         CUTE_UNROLL
         for (int n = 0; n < cute::size<1>(S); ++n) {
           S(m, n) = fw::exp2(S(m, n) * fw::log2_e - row_0);
         }
-        float sum = Ssum(m) * drop;
+        float sum = Ssum(m) * drops(m);
         CUTE_UNROLL
         for (int n = 0; n < cute::size<1>(S); ++n) {
           sum += S(m, n);
         }
         Ssum(m) = sum;
-        CUTE_UNROLL
-        for (int n = 0; n < cute::size<1>(O); ++n) {
-          O(m, n) = O(m, n) * drop;
-        }
       }
 
       //  34 | Reshape S from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
       S_operand = fw::operand<fw::bf16>(S);
+
+      //  26 | for i = floor(max(0, block_idx * BM + kv_len - q_len - Window + 1) / BN):min(kv_len, (block_idx + 1) * BM + kv_len - q_len + Window - 1) / BN
+      CUTE_NO_UNROLL
+      for (i = i_first + 1; i * BN < i_end && i < i_own; ++i) {
+        //  27 | Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = i] from global to shared
+        K_ring.wait();
+        fw::take_turn<Warps / 4>(group);
+        fw::open_products(S, O);
+
+        //  29 | Compute GEMM Q_shared, K_shared.T and get S
+        fw::start_product<true, true>(group, S, Q_shared, K_shared.stage(K_ring.stage));
+        fw::close_products();
+
+        //  28 | Copy V (BN, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = i] from global to shared
+        V_ring.wait();
+
+        //  35 | Compute GEMM S, V_shared and accumulate O_register
+        fw::start_product<false, false>(group, O, S_operand, V_shared.stage(V_ring.stage));
+        fw::close_products();
+        fw::pass_turn<Warps / 4>(group);
+
+        //  30 | Compute Multiply S, Scale and get new S
+        // (a constant factor: taken along by what reads the tile next)
+        fw::finish_products<1>(S);
+
+        //  31 | Compute S + Slopes[head_idx] * (kv_idx - q_idx - (kv_len - q_len)) and get new S
+        CUTE_UNROLL
+        for (int m = 0; m < cute::size<0>(S); ++m) {
+          int const q_idx = block_idx * BM + at.row(m);
+          CUTE_UNROLL
+          for (int n = 0; n < cute::size<1>(S); ++n) {
+            int const kv_idx = i * BN + at.col(n);
+            S(m, n) = S(m, n) * Scale
+                + float(*p.Slopes.at(head_idx)) * float(kv_idx - q_idx - (kv_len - q_len));
+          }
+        }
+
+        //  32 | Compute Mask S where kv_idx < kv_len and kv_idx > q_idx + kv_len - q_len - Window and kv_idx < q_idx + kv_len - q_len + Window
+        if (!(i * BN + BN - 1 < kv_len
+            && i * BN > block_idx * BM + BM - 1 + kv_len - q_len - Window
+                && i * BN + BN - 1 < block_idx * BM + kv_len - q_len + Window)) {
+          CUTE_UNROLL
+          for (int m = 0; m < cute::size<0>(S); ++m) {
+            int const q_idx = block_idx * BM + at.row(m);
+            CUTE_UNROLL
+            for (int n = 0; n < cute::size<1>(S); ++n) {
+              int const kv_idx = i * BN + at.col(n);
+              S(m, n) = kv_idx < kv_len && kv_idx > q_idx + kv_len - q_len - Window
+                  && kv_idx < q_idx + kv_len - q_len + Window ? S(m, n) : -INFINITY;
+            }
+          }
+        }
+
+        //  33 | Compute Softmax S with Smax and Ssum and rescale O_register
+        CUTE_UNROLL
+        for (int m = 0; m < cute::size(Smax); ++m) {
+          float most = S(m, 0);
+          CUTE_UNROLL
+          for (int n = 1; n < cute::size<1>(S); ++n) {
+            most = fw::max(most, S(m, n));
+          }
+          most = fw::row_max(most);
+          float const now = fw::max(Smax(m), most);
+          drops(m) = fw::exp2((Smax(m) - now) * fw::log2_e);
+          Smax(m) = now;
+        }
+        K_ring.release(Smax(0));
+        fw::finish_products<0>(O);
+        V_ring.release();
+
+        CUTE_UNROLL
+        for (int m = 0; m < cute::size<0>(O); ++m) {
+          CUTE_UNROLL
+          for (int n = 0; n < cute::size<1>(O); ++n) {
+            O(m, n) = O(m, n) * drops(m);
+          }
+        }
+        CUTE_UNROLL
+        for (int m = 0; m < cute::size<0>(S); ++m) {
+          float const row_0 = Smax(m) * fw::log2_e;
+          CUTE_UNROLL
+          for (int n = 0; n < cute::size<1>(S); ++n) {
+            S(m, n) = fw::exp2(S(m, n) * fw::log2_e - row_0);
+          }
+          float sum = Ssum(m) * drops(m);
+          CUTE_UNROLL
+          for (int n = 0; n < cute::size<1>(S); ++n) {
+            sum += S(m, n);
+          }
+          Ssum(m) = sum;
+        }
+
+        //  34 | Reshape S from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)
+        S_operand = fw::operand<fw::bf16>(S);
+      }
+      Q_ring.release();
 
       //  28 | Copy V (BN, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = i] from global to shared
       V_ring.wait();
@@ -188,8 +285,21 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
       fw::close_products();
       fw::finish_products<0>(O);
       V_ring.release();
+      CUTE_NO_UNROLL
+      for (; i * BN < i_end; ++i) {
+        //  27 | Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = i] from global to shared
+        K_ring.wait();
+        fw::take_turn<Warps / 4>(group);
+        fw::pass_turn<Warps / 4>(group);
+        K_ring.release();
+
+        //  28 | Copy V (BN, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = i] from global to shared
+        V_ring.wait();
+        V_ring.release();
+      }
+    } else {
+      Q_ring.release();
     }
-    Q_ring.release();
 
     // In the loop each of the four threads of a row has had its own part of Ssum.
     CUTE_UNROLL
@@ -208,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
     }
 
     //  38 | Copy O (BM, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = block_idx] from register to global
-    fw::store_through<Warps>(shared + 13312, p.O.tile(batch_idx, head_idx, block_idx * BM), O,
+    fw::store_through<Warps>(shared + 17408, p.O.tile(batch_idx, head_idx, block_idx * BM), O,
         q_len - block_idx * BM);
   }
 }
