@@ -68,14 +68,17 @@ class TlLexer(RegexLexer):
 
 
 def write_llms(app: Sphinx, failure: Exception | None) -> None:
-    """llms.txt at the site's root: every page with its title and its source in Markdown."""
+    """llms.txt at the site's root: every page with its title and its source in Markdown, or the
+    page itself where its text is generated."""
     if failure or app.builder.name != "html":
         return
     lines = [f"# {app.config.project}", "", f"> {ABOUT}", "", "## Pages", ""]
     order = app.env.toctree_includes
     for page in _in_order(app.config.root_doc, order):
         title = app.env.titles[page].astext()
-        lines.append(f"- [{title}](_sources/{page}.md.txt)")
+        generated = "```{" in app.env.doc2path(page).read_text(encoding="utf-8")
+        where = f"{page}.html" if generated else f"_sources/{page}.md.txt"
+        lines.append(f"- [{title}]({where})")
     (Path(app.outdir) / LLMS).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
