@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 READY := $(VENV)/.ready
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow docs lint clean
 
 demo: $(READY)
 	$(BIN)/flashwright generate gqa --gpu h200 --causal --head-dim 128 --dtype bf16 --out out/gqa-h200
@@ -17,6 +17,11 @@ test: $(READY) lint
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow
+
+docs: $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs out/site
+	@echo "The site is in out/site: open out/site/index.html"
 
 lint: $(READY)
 	$(BIN)/ruff check .

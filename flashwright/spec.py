@@ -56,6 +56,7 @@ class AttentionSpec(BaseModel):
     variant: str
     """A free name: mha, gqa, mla, or your own."""
     heads: int = 32
+    """Heads of Q and O."""
     kv_heads: int = 32
     """Heads of K and V; the query heads share them in equal groups. Default: heads."""
     head_dim: int = 128
@@ -65,6 +66,7 @@ class AttentionSpec(BaseModel):
     dtype: Literal["fp16", "bf16", "fp8"] = "fp16"
     """Of Q, K, V and O; fp8 is e4m3 in and bf16 out."""
     causal: bool = False
+    """Query q_idx sees key kv_idx when kv_idx <= q_idx + kv_len - q_len."""
     window: int | None = None
     """Sliding window: position p = q_idx + kv_len - q_len sees key k when |p - k| < window
     (and k <= p when causal)."""

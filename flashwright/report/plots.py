@@ -31,13 +31,13 @@ from flashwright.report.svg import (
 LIMIT = MOST
 """How many times the library's error the judge allows: the bar in a drawing of errors."""
 STEPS = 9  # of the heat map's colours
-LONGEST = 14  # characters of a label beside its line
+LONGEST = 16  # characters of a label beside its line
 
 
 # --- speed ------------------------------------------------------------------------------------
 
-W, H = 340.0, 214.0
-LEFT, RIGHT, TOP, BOTTOM = 34.0, 88.0, 12.0, 26.0
+W, H = 350.0, 214.0
+LEFT, RIGHT, TOP, BOTTOM = 34.0, 98.0, 12.0, 26.0
 
 
 @dataclass(frozen=True)

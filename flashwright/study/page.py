@@ -1,4 +1,4 @@
-"""study.html: one page with the table and a drawing for each operator, everything inline."""
+"""study.html: the speeds, how far the samples came, and the table on one page, all inline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,18 @@ from importlib import resources
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from flashwright.report.svg import Scale, apart, line, mark, path, picture, tag, text
+from flashwright.report.svg import (
+    Scale,
+    apart,
+    around,
+    line,
+    mark,
+    path,
+    picture,
+    steps,
+    tag,
+    text,
+)
 from flashwright.study.funnel import Row
 from flashwright.study.ways import LEVELS, WAYS
 from flashwright.version import __version__
@@ -35,15 +46,77 @@ def html(
         notes=notes,
         head=table[0],
         body=table[1:],
-        drawings=drawings(every),
+        speeds=speeds(every),
+        ended=any(row.outcomes for row in every),
+        drawings=drawings([row for row in every if row.operator in _falling(every)]),
         css=Markup(css),
         policy=f"default-src 'none'; style-src 'sha256-{digest}'",
         version=__version__,
     )
 
 
+# --- speeds -----------------------------------------------------------------------------------
+
+PITCH, AIR, SPEED_LEFT, SPEED_W = 15.0, 12.0, 190.0, 560.0
+
+
+def speeds(every: Sequence[Row]) -> Markup:
+    """The speed of each operator by each way over the best peer's, on a log scale around 1."""
+    timed = [(row, row.speed) for row in every if row.speed is not None]
+    if not timed:
+        return Markup("")
+    names = list(dict.fromkeys(row.operator for row, _ in timed))
+    bottom = TOP + len(timed) * PITCH + len(names) * AIR
+    low, high = around([1.0, *(speed for _, speed in timed)])
+    x = Scale(low, high, SPEED_LEFT + 26, SPEED_W - 50, log=True)
+    parts = [*_ratio_grid(x, bottom)]
+    y = TOP
+    for name in names:
+        mine = [(row, speed) for row, speed in timed if row.operator == name]
+        parts.append(text(4, y + PITCH, name, "caption"))
+        for row, speed in mine:
+            y += PITCH
+            parts.append(_stick(row, speed, x, y))
+        y += AIR
+    told = "; ".join(f"{row.operator}, {row.way.name}: {speed:.2f}" for row, speed in timed)
+    title = "Speed over the best peer's"
+    return picture(SPEED_W, bottom + BOTTOM, title, told, *parts)
+
+
+def _stick(row: Row, speed: float, x: Scale, y: float) -> Markup:
+    """A mark at the speed, and a line to it from 1: to the right is faster than the peer."""
+    style = [*WAYS].index(row.way.name)
+    side = 8 if speed >= 1 else -8
+    parts = [
+        line(x(1.0), y - 4, x(speed), y - 4, "curve"),
+        mark(x(speed), y - 4, style, 3.6),
+        text(SPEED_LEFT - 8, y, row.way.name, "name", "end"),
+        text(x(speed) + side, y, f"{speed:.2f}", "name", "start" if side > 0 else "end"),
+    ]
+    return tag("g", *parts, class_=f"series s{style}")
+
+
+def _ratio_grid(x: Scale, bottom: float) -> list[Markup]:
+    parts = []
+    for value in sorted({1.0, *steps(x.low, x.high)}):
+        kind = "axis" if value == 1 else "grid"
+        parts.append(line(x(value), TOP, x(value), bottom, kind))
+        parts.append(text(x(value), bottom + 15, f"{value:g}", "tick", "middle"))
+    return parts
+
+
+# --- how far ----------------------------------------------------------------------------------
+
+
+def _falling(every: Sequence[Row]) -> set[str]:
+    """The operators of which a sample did not reach a level: the others' lines would be flat."""
+    return {row.operator for row in every if any(share < 1 for _, share in _known(row))}
+
+
 def drawings(every: Sequence[Row]) -> list[tuple[str, Markup]]:
     """A funnel for each operator, those of all together first."""
+    if not every:
+        return []
     names = list(dict.fromkeys(row.operator for row in reversed(every)))
     order = [names[0], *reversed(names[1:])]
     found = ((name, funnel([row for row in every if row.operator == name])) for name in order)

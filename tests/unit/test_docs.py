@@ -13,7 +13,12 @@ from flashwright.lang.parse import parse
 from flashwright.program.vocabulary import DTYPES, FUNCTIONS, VERBS
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+DOCS = ROOT / "docs"
+PAGES = [
+    ROOT / "README.md",
+    *sorted([*DOCS.glob("*.md"), *DOCS.glob("howto/*.md"), *DOCS.glob("reference/*.md")]),
+    DOCS / "results" / "README.md",
+]
 FENCE = re.compile(r"^```tl\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

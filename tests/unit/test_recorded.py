@@ -137,8 +137,11 @@ def test_the_study_in_the_docs_is_what_its_records_say(tmp_path: Path) -> None:
         (again / name).unlink()
     made = report.make(again)
     assert made.open == 0
-    for name in ("study.json", "study.md"):
+    for name in report.FILES:
         assert (again / name).read_text() == (STUDY / name).read_text()
+    drawn = (STUDY / "study.html").read_text()
+    assert "mla-causal, tl: 1.01" in drawn  # the speeds, and no lines that are flat
+    assert "Every sample reached every level." in drawn
     told = (STUDY.parents[1] / "models.md").read_text()
     head, *body = report.brief(made.rows)
     speed = head.index("speed")

@@ -38,6 +38,7 @@ from flashwright.gpu import Gpu
 # The model is no finer than this: among estimates this close the simplest tiling is taken.
 TIE = 0.02
 RANKED = 8
+FIELDS = ("bm", "bn", "stages", "warps")
 
 _BN = (32, 48, 64, 80, 96, 112, 128, 160, 192, 256)
 # N of a wgmma may be any multiple of 8; these are the ones that fill shared memory best.
@@ -69,6 +70,7 @@ class Decision:
     gpu: Gpu
     chosen: Candidate
     ranked: tuple[Candidate, ...]
+    """The chosen one, the cheapest others, and every other one that a reason names."""
     enumerated: int
     over_shared: int
     over_registers: int
@@ -143,17 +145,21 @@ def choose(workload: Workload, gpu: Gpu, headroom: int | None = None) -> Decisio
     fits.sort(key=lambda c: (c.cost.microseconds, c.tiling))
     found = tuned.find(workload, gpu) if headroom is None else None
     measured = _measured(workload, found, gpu) if found else None
-    cheapest = _with_queries_ahead(workload, _simplest(fits), gpu)
+    simplest = _simplest(fits)
+    cheapest = _with_queries_ahead(workload, simplest, gpu)
+    fits = [cheapest if c is simplest else c for c in fits]
     chosen = measured or cheapest
     reasons = _reasons(workload, gpu, chosen, fits, spare)
     if found and measured:
         reasons = _with_measurement(reasons, found, cheapest)
-    ranked = [chosen, *(c for c in fits if c is not chosen)]
+    told = {c.tiling for field in FIELDS if (c := _other(field, chosen, fits))} | {cheapest.tiling}
+    rest = [c for c in fits if c.tiling != chosen.tiling]
+    ranked = [c for n, c in enumerate(rest, 2) if n <= RANKED or c.tiling in told]
     return Decision(
         workload=workload,
         gpu=gpu,
         chosen=chosen,
-        ranked=tuple(ranked[:RANKED]),
+        ranked=(chosen, *ranked),
         enumerated=len(tilings),
         over_shared=over_shared,
         over_registers=over_registers,
@@ -319,15 +325,20 @@ def _why_warps(chosen: Candidate) -> str:
 
 
 def _against(field: str, chosen: Candidate, fits: list[Candidate]) -> str:
-    """The best tiling with another value of this parameter (fits is sorted by cost)."""
-    mine = getattr(chosen.tiling, field)
-    other = next((c for c in fits if getattr(c.tiling, field) != mine), None)
+    """How the best tiling with another value of this parameter compares."""
+    other = _other(field, chosen, fits)
     if other is None:
         return ""
     change = other.cost.microseconds / chosen.cost.microseconds - 1
     if change <= 0:
         return f"; {other.tiling} is less simple and within {TIE * 100:.0f} %, too close to tell"
     return f"; the best other, {other.tiling}, is estimated {change * 100:.1f} % slower"
+
+
+def _other(field: str, chosen: Candidate, fits: list[Candidate]) -> Candidate | None:
+    """The best tiling with another value of this parameter (fits is sorted by cost)."""
+    mine = getattr(chosen.tiling, field)
+    return next((c for c in fits if getattr(c.tiling, field) != mine), None)
 
 
 def _beyond(field: str, workload: Workload, gpu: Gpu, chosen: Candidate, spare: int) -> str:

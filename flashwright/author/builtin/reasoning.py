@@ -104,10 +104,10 @@ def _ranking(decision: Decision) -> Iterator[str]:
     yield "Cycles are of one SM for one step (one tile of keys); times are estimates."
     yield ""
     yield (
-        "| BM x BN | stages | warps | MMA | softmax | shared memory | L2 | step | shared KB "
-        "| registers | blocks/SM | waste | est. us |"
+        "| BM x BN | stages | warps | Q buffers | MMA | softmax | shared memory | L2 | step "
+        "| shared KB | registers | blocks/SM | waste | est. us |"
     )
-    yield "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
     for candidate in decision.ranked:
         yield _row(candidate, candidate is decision.chosen)
 
@@ -116,7 +116,7 @@ def _row(candidate: Candidate, chosen: bool) -> str:
     t, f, c = candidate.tiling, candidate.footprint, candidate.cost
     name = f"**{t.bm} x {t.bn}**" if chosen else f"{t.bm} x {t.bn}"
     cells = (
-        name, t.stages, t.warps, f"{c.mma_cycles:.0f}", f"{c.softmax_cycles:.0f}",
+        name, t.stages, t.warps, t.q_stages, f"{c.mma_cycles:.0f}", f"{c.softmax_cycles:.0f}",
         f"{c.shared_cycles:.0f}", f"{c.load_cycles:.0f}", f"{c.step_cycles:.0f}",
         f"{f.shared_bytes / KB:.0f}", f"{f.registers} of {f.register_limit}", c.occupancy,
         f"{100 * (c.waste - 1):.0f} %", f"{c.microseconds:.1f}",
