@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from docutils import nodes
-from flashwright.check.vocabulary import FUNCTIONS, VERBS
+from flashwright.program.vocabulary import FUNCTIONS, VERBS
 from pygments.lexer import RegexLexer, words
 from pygments.token import Comment, Keyword, Name, Number, Operator, Text
 from sphinx.application import Sphinx
