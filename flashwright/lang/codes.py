@@ -89,7 +89,7 @@ CODES: dict[str, Code] = {
     "FW816": Code("masked iterations are not split", severity="note"),
     "FW817": Code("the kernel is not persistent", severity="note"),
     "FW818": Code("copies do not run ahead", severity="note"),
-    "FW819": Code("the sparing translation is taken", severity="note"),
+    "FW819": Code("a slower translation is taken, because the fast one spills", severity="note"),
     "FW820": Code("a simpler schedule is taken", severity="note"),
     # the build
     "FW821": Code("what is needed to compile is not there", bad_input=True),
