@@ -5,18 +5,19 @@ Sources, named in short beside each fact:
 - guide: CUDA C++ Programming Guide, "Compute Capabilities" (technical specifications) and
   "Arithmetic Instructions" (throughput) tables;
 - PTX: the PTX ISA manual, sections mma, wgmma, cp.async, cp.async.bulk;
-- paper: NVIDIA's architecture whitepaper (Turing, Ampere GA100, Ada, Hopper);
-- sheet: NVIDIA's data sheet of the product.
+- paper: NVIDIA's architecture whitepaper (Turing, Ampere GA100 and GA102, Ada, Hopper, RTX
+  Blackwell);
+- sheet: NVIDIA's data sheet of the product;
+- tuning: NVIDIA's "Blackwell Tuning Guide".
 
-Tensor figures are dense (never 2:4 sparse) and with FP32 accumulation. GeForce cards run FP16 with
-FP32 accumulation at half rate; the T4, the RTX 8000 and the L40S do not (Turing paper: Quadro
-RTX 6000/8000 130.5 TFLOPS with either accumulator; Ada paper: RTX 6000 Ada likewise; L40S sheet:
-362 dense), so no figure here is halved.
+Tensor figures are dense (never 2:4 sparse) and with FP32 accumulation. GeForce cards multiply FP16
+with FP32 accumulation at half rate, and their figures are those; the others do not (Turing paper:
+Quadro RTX 6000/8000 130.5 TFLOPS with either accumulator; GA102 and Ada papers: RTX A6000 and RTX
+6000 Ada likewise; L40S sheet: 362 dense).
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -46,7 +47,7 @@ _PRODUCER_WARPS = 4
 # No instruction can name more than 255 registers (guide: maximum 32-bit registers per thread).
 MOST_REGISTERS = 255
 # A warp is given registers in units of 256, so 8 for each of its 32 threads (CUDA occupancy
-# calculator, register allocation unit size, all of 7.5 to 9.0).
+# calculator, register allocation unit size, all of 7.5 to 12.0).
 REGISTER_UNIT = 8
 
 
@@ -81,8 +82,13 @@ class Gpu:
     tma: bool = False
     reshape_in_place: bool = True
     register_overhead: int = 32
-    registers_per_sm: int = 65536  # guide: 64 K 32-bit registers per SM on all of 7.5 to 9.0
-    exp_per_clock_per_sm: int = 16  # guide, throughput of exp2f: 16 on 7.5, 8.0, 8.9 and 9.0
+    registers_per_sm: int = 65536  # guide: 64 K 32-bit registers per SM on all of 7.5 to 12.0
+    exp_per_clock_per_sm: int = 16  # guide, throughput of exp2f: 16 on all of 7.5 to 12.0
+
+    @property
+    def capability(self) -> int:
+        """The compute capability as a number: 80 for sm_80, 90 for sm_90a, 120 for sm_120."""
+        return int(self.arch.removeprefix("sm_").rstrip("af"))
 
     @property
     def copies(self) -> frozenset[tuple[str, str]]:
@@ -227,6 +233,55 @@ A100 = Gpu(
     cp_async=True,  # PTX: cp.async needs sm_80
 )
 
+A6000 = Gpu(
+    name="a6000",
+    title="NVIDIA RTX A6000 48 GB",
+    arch="sm_86",  # guide
+    generation="Ampere",
+    sms=84,  # GA102 paper
+    clock_ghz=1.80,  # GA102 paper: boost 1800 MHz; 84 * 1024 * 1.80e9 = 154.8 TFLOPS
+    shared_per_block=99 * KIB,  # guide, 8.6
+    shared_per_sm=100 * KIB,  # guide, 8.6
+    shared_reserved=1 * KIB,  # guide, 8.6
+    threads_per_sm=1536,  # guide, 8.6
+    max_blocks_per_sm=16,  # guide, 8.6
+    l2_bytes=6 * MIB,  # GA102 paper: 6144 KB
+    # Not published: assumed, 2048 bytes a clock, as its 12 memory controllers beside the A100's 30.
+    l2_bandwidth=2048 * 1.80e9,
+    bandwidth=0.768 * TERA,  # sheet
+    memory_bytes=48 * GIB,  # sheet
+    tensor_flops={"fp16": 154.8 * TERA, "bf16": 154.8 * TERA},  # GA102 paper, FP32 accumulate
+    fp32_flops=38.7 * TERA,  # GA102 paper
+    mma=_MMA_SM80,
+    cp_async=True,  # PTX
+)
+
+A10 = replace(
+    A6000,
+    name="a10",
+    title="NVIDIA A10 24 GB",
+    sms=72,  # sheet: 9216 CUDA cores, 128 per SM (GA102 paper)
+    clock_ghz=1.695,  # product brief: boost 1695 MHz; 72 * 1024 * 1.695e9 = 125 TFLOPS
+    l2_bandwidth=2048 * 1.695e9,  # as the A6000
+    bandwidth=0.600 * TERA,  # sheet
+    memory_bytes=24 * GIB,  # sheet
+    tensor_flops={"fp16": 125 * TERA, "bf16": 125 * TERA},  # sheet, dense
+    fp32_flops=31.2 * TERA,  # sheet
+)
+
+RTX3090 = replace(
+    A6000,
+    name="rtx3090",
+    title="NVIDIA GeForce RTX 3090 24 GB",
+    sms=82,  # GA102 paper
+    clock_ghz=1.695,  # GA102 paper: boost 1695 MHz; 82 * 512 * 1.695e9 = 71 TFLOPS
+    l2_bandwidth=2048 * 1.695e9,  # as the A6000
+    bandwidth=0.936 * TERA,  # GA102 paper
+    memory_bytes=24 * GIB,  # GA102 paper
+    tensor_flops={"fp16": 71 * TERA, "bf16": 71 * TERA},  # GA102 paper, FP32 accumulate
+    fp32_flops=35.6 * TERA,  # GA102 paper
+)
+
 L40S = Gpu(
     name="l40s",
     title="NVIDIA L40S 48 GB",
@@ -253,6 +308,44 @@ L40S = Gpu(
     fp32_flops=91.6 * TERA,  # sheet
     mma=_MMA_SM89,
     cp_async=True,  # PTX
+)
+
+L4 = replace(
+    L40S,
+    name="l4",
+    title="NVIDIA L4 24 GB",
+    sms=58,  # product brief: 7424 CUDA cores, 128 per SM (Ada paper)
+    clock_ghz=2.04,  # product brief: boost 2040 MHz; 58 * 1024 * 2.04e9 = 121 TFLOPS
+    l2_bytes=48 * MIB,  # Ada paper, AD104: 49152 KB
+    l2_bandwidth=14 * 58 * 2.04e9,  # as the L40S
+    bandwidth=0.300 * TERA,  # sheet
+    memory_bytes=24 * GIB,  # sheet
+    tensor_flops={  # sheet: 242 and 485 with sparsity
+        "fp16": 121 * TERA,
+        "bf16": 121 * TERA,
+        "e4m3": 242.5 * TERA,
+        "e5m2": 242.5 * TERA,
+    },
+    fp32_flops=30.3 * TERA,  # sheet
+)
+
+RTX4090 = replace(
+    L40S,
+    name="rtx4090",
+    title="NVIDIA GeForce RTX 4090 24 GB",
+    sms=128,  # Ada paper
+    clock_ghz=2.52,  # Ada paper: boost 2520 MHz; 128 * 512 * 2.52e9 = 165.2 TFLOPS
+    l2_bytes=72 * MIB,  # Ada paper: 73728 KB
+    l2_bandwidth=14 * 128 * 2.52e9,  # as the L40S
+    bandwidth=1.008 * TERA,  # Ada paper
+    memory_bytes=24 * GIB,  # Ada paper
+    tensor_flops={  # Ada paper, dense, FP32 accumulate
+        "fp16": 165.2 * TERA,
+        "bf16": 165.2 * TERA,
+        "e4m3": 330.3 * TERA,
+        "e5m2": 330.3 * TERA,
+    },
+    fp32_flops=82.6 * TERA,  # Ada paper
 )
 
 H100 = Gpu(
@@ -299,25 +392,160 @@ H200 = replace(
     memory_bytes=141 * GIB,  # sheet; every compute figure of the sheet is the H100 SXM's
 )
 
-GPUS: Mapping[str, Gpu] = {gpu.name: gpu for gpu in (T4, RTX8000, A100, L40S, H100, H200)}
+H100_PCIE = replace(
+    H100,
+    name="h100-pcie",
+    title="NVIDIA H100 PCIe 80 GB",
+    sms=114,  # Hopper paper, PCIe
+    # Hopper paper: 756 TFLOPS are 114 * 4096 * 1.62e9; 1755 MHz boost for the rest.
+    clock_ghz=1.62,
+    l2_bandwidth=5120 * 1.62e9,  # as the H100 SXM
+    bandwidth=2.0 * TERA,  # sheet
+    tensor_flops={  # Hopper paper, dense
+        "fp16": 756 * TERA,
+        "bf16": 756 * TERA,
+        "e4m3": 1513 * TERA,
+        "e5m2": 1513 * TERA,
+    },
+    fp32_flops=51.2 * TERA,  # Hopper paper
+)
+
+GH200 = replace(
+    H100,
+    name="gh200",
+    title="NVIDIA GH200 96 GB",
+    bandwidth=4.0 * TERA,  # sheet, the one with HBM3
+    memory_bytes=96 * GIB,  # sheet; every compute figure of the sheet is the H100 SXM's
+)
+
+# NVIDIA publishes no sheet of the H20. The figures are those that its sellers name.
+H20 = replace(
+    H100,
+    name="h20",
+    title="NVIDIA H20 96 GB",
+    sms=78,  # sellers, and what the driver reports
+    clock_ghz=1.83,  # the H100's; 78 * 1024 * 1.83e9 = 146 TFLOPS: a quarter of its rate an SM
+    l2_bytes=60 * MIB,  # sellers
+    bandwidth=4.0 * TERA,  # sellers
+    memory_bytes=96 * GIB,  # sellers
+    tensor_flops={  # sellers, dense
+        "fp16": 148 * TERA,
+        "bf16": 148 * TERA,
+        "e4m3": 296 * TERA,
+        "e5m2": 296 * TERA,
+    },
+    fp32_flops=39.5 * TERA,  # 78 * 256 * 1.98 GHz, the H100's boost; sellers say 44
+)
+
+# Blackwell's own matrix instructions (tcgen05) are not used: its kernels multiply with mma.sync and
+# copy with cp.async, which plain sm_100 and sm_120 have. The peaks are those of the whole chip, for
+# the judge holds anybody's kernel against them; mma.sync does not reach them on a B200.
+B200 = Gpu(
+    name="b200",
+    title="NVIDIA B200 SXM 180 GB",
+    arch="sm_100",  # guide
+    generation="Blackwell",
+    sms=148,  # what the driver reports; 18944 CUDA cores
+    clock_ghz=1.86,  # 148 * 8192 * 1.86e9 = 2.25 PFLOPS
+    shared_per_block=227 * KIB,  # tuning, 10.0
+    shared_per_sm=228 * KIB,  # tuning, 10.0
+    shared_reserved=1 * KIB,  # tuning, 10.0
+    threads_per_sm=2048,  # tuning, 10.0: 64 warps
+    max_blocks_per_sm=32,  # tuning, 10.0
+    l2_bytes=126 * MIB,  # tuning
+    # Not published: assumed to be the A100's 5120 bytes a clock on each of its two dies.
+    l2_bandwidth=2 * 5120 * 1.86e9,
+    bandwidth=8.0 * TERA,  # DGX B200 sheet: 64 TB/s for eight
+    memory_bytes=180 * GIB,  # DGX B200 sheet: 1440 GB for eight
+    tensor_flops={  # HGX B200 sheet: 36 and 72 PFLOPS with sparsity for eight
+        "fp16": 2250 * TERA,
+        "bf16": 2250 * TERA,
+        "e4m3": 4500 * TERA,
+        "e5m2": 4500 * TERA,
+    },
+    fp32_flops=75 * TERA,  # HGX B200 sheet: 600 TFLOPS for eight
+    mma=_MMA_SM89,  # PTX: mma.sync of sm_89 and later
+    cp_async=True,  # PTX
+)
+
+RTX5090 = Gpu(
+    name="rtx5090",
+    title="NVIDIA GeForce RTX 5090 32 GB",
+    arch="sm_120",  # guide
+    generation="Blackwell",
+    sms=170,  # RTX Blackwell paper
+    clock_ghz=2.407,  # RTX Blackwell paper: boost 2407 MHz; 170 * 512 * 2.407e9 = 209.5 TFLOPS
+    shared_per_block=99 * KIB,  # tuning, 12.0
+    shared_per_sm=100 * KIB,  # guide, 12.0
+    shared_reserved=1 * KIB,  # tuning, 12.0
+    threads_per_sm=1536,  # tuning, 12.0: 48 warps
+    max_blocks_per_sm=24,  # guide, 12.0
+    l2_bytes=96 * MIB,  # RTX Blackwell paper: 98304 KB
+    l2_bandwidth=14 * 170 * 2.407e9,  # not published: as the L40S, 14 bytes a clock and SM
+    bandwidth=1.792 * TERA,  # RTX Blackwell paper
+    memory_bytes=32 * GIB,  # RTX Blackwell paper
+    tensor_flops={  # RTX Blackwell paper, dense, FP32 accumulate
+        "fp16": 209.5 * TERA,
+        "bf16": 209.5 * TERA,
+        "e4m3": 419 * TERA,
+        "e5m2": 419 * TERA,
+    },
+    fp32_flops=104.8 * TERA,  # RTX Blackwell paper
+    mma=_MMA_SM89,  # PTX
+    cp_async=True,  # PTX
+)
+
+GPUS: Mapping[str, Gpu] = {
+    gpu.name: gpu
+    for gpu in (
+        *(T4, RTX8000, A100, A10, A6000, RTX3090, L4, L40S, RTX4090),
+        *(H100, H100_PCIE, H20, H200, GH200, B200, RTX5090),
+    )
+}
 
 # What drivers and shops put around the name without changing which card of the table is meant.
-# "PCIe" and "40GB" are not here: those are other cards, with fewer SMs or less bandwidth.
-_DECORATION = re.compile(r"^(nvidia|quadro|tesla)+|(sxm[2-5]?|16gb|48gb|80gb|141gb|hbm3e?|gpu)+$")
+# "40GB" is not here: that is another card, with less bandwidth.
+_DECORATION = re.compile(
+    r"^(?:nvidia|quadro|tesla|geforce|rtx(?=a\d))+"
+    r"|(?:sxm[2-5]?|(?:16|24|32|48|80|96|141|180|480)gb|hbm3e?|gpu)+$"
+)
+_BY_BARE_NAME = {re.sub(r"[^a-z0-9]", "", name): gpu for name, gpu in GPUS.items()}
+
+# Cards that are not in the table, by their bare names, and the one of it that has the same
+# architecture.
+_RELATIVES = (
+    (r"(rtx)?20[678]0(ti|super)?|titanrtx|rtx[3-6]000|t[46]00|t1000", "rtx8000"),
+    (r"a100(pcie|sxm4)?(40gb)?|a800\w*|a30", "a100"),
+    (r"(rtx)?30[5-9]0(ti)?|a40|a[245][05]00|a16|a2", "a6000"),
+    (r"(rtx)?40[5-9]0(ti|super|d)*|l40|l20|l2|rtx[456]000ada(generation)?", "l40s"),
+    (r"(h100|h800)\w*", "h100"),
+    (r"h200\w*", "h200"),
+    (r"gb200\w*", "b200"),
+    (r"(rtx)?50[5-9]0(ti|d)*|rtxpro\w+", "rtx5090"),
+)
 
 
 def find(name: str) -> Gpu:
     """The GPU of that name: "H200", "rtx 8000", "NVIDIA A100-SXM4-80GB" all work."""
-    bare = re.sub(r"[^a-z0-9]", "", name.lower())
-    bare = _DECORATION.sub("", bare)
-    if bare in GPUS:
-        return GPUS[bare]
+    bare = _DECORATION.sub("", re.sub(r"[^a-z0-9]", "", name.lower()))
+    for known in (bare, f"rtx{bare}"):
+        if known in _BY_BARE_NAME:
+            return _BY_BARE_NAME[known]
     raise UnknownGpu(_unknown(name, bare))
 
 
 def _unknown(name: str, bare: str) -> str:
     known = ", ".join(f"{gpu.name} ({gpu.title})" for gpu in GPUS.values())
-    starts = [key for key in GPUS if bare and (bare.startswith(key) or key.startswith(bare))]
-    near = starts or difflib.get_close_matches(bare, list(GPUS), n=1, cutoff=0.3)
-    guess = f" Did you mean {near[0]}?" if near else ""
-    return f"No facts about the GPU {name!r}.{guess} Known: {known}."
+    return f"No facts about the GPU {name!r}.{_guess(bare)} Known: {known}."
+
+
+def _guess(bare: str) -> str:
+    """What may be meant. A card of another architecture, whose name looks alike, is no guess: a
+    kernel for it does not run."""
+    kin = [relative for pattern, relative in _RELATIVES if re.fullmatch(pattern, bare)]
+    if kin:
+        return f" {kin[0]} has the same architecture ({GPUS[kin[0]].arch})."
+    begun = [gpu.name for key, gpu in _BY_BARE_NAME.items() if bare and key.startswith(bare)]
+    longer = [gpu.name for key, gpu in _BY_BARE_NAME.items() if re.match(rf"{key}(?!\d)", bare)]
+    near = begun or longer[-1:]
+    return f" Did you mean {' or '.join(near)}?" if near else ""

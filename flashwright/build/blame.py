@@ -157,15 +157,14 @@ def _short(path: str) -> str:
     return parts[-1]
 
 
-def refuse_spills(stores: int, loads: int, registers: int) -> None:
+def spills(stores: int, loads: int, registers: int) -> Diagnostic:
     """Registers that go to memory and back: the kernel would be right, and too slow."""
-    if stores or loads:
-        text = (
-            f"the kernel spills: {stores} bytes stored to and {loads} bytes loaded from local "
-            f"memory, with {registers} registers a thread"
-        )
-        hint = "smaller tiles (BM, BN), more warps or fewer tiles in registers at a time"
-        raise Failed(Diagnostic("FW823", text, help=hint))
+    text = (
+        f"the kernel spills: {stores} bytes stored to and {loads} bytes loaded from local "
+        f"memory, with {registers} registers a thread"
+    )
+    hint = "smaller tiles (BM, BN), more warps or fewer tiles in registers at a time"
+    return Diagnostic("FW823", text, help=hint)
 
 
 def refuse_serialised(log: str) -> None:

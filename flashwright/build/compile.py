@@ -57,6 +57,11 @@ class Facts:
     seconds: float
     """What the compilation took, now or when it was put into the cache."""
 
+    @property
+    def spills(self) -> int:
+        """Bytes that a thread stores to local memory and loads from it."""
+        return self.spill_stores + self.spill_loads
+
 
 @dataclass(frozen=True)
 class Built(Facts):
@@ -71,11 +76,15 @@ class Built(Facts):
     nvcc: str
     cached: bool
     warnings: tuple[Diagnostic, ...] = ()
+    allowed_spills: int = 0
+    """The bytes of `--allow-spills`, where it is thanks to them that the kernel was taken."""
 
     def record(self) -> dict[str, Any]:
         """The facts as plain data."""
         names = [f.name for f in fields(Facts)]
         facts = {name: getattr(self, name) for name in names}
+        if self.allowed_spills:
+            facts["allowed_spills"] = self.allowed_spills
         return {"arch": self.arch, "real": self.real, "nvcc": self.nvcc, "key": self.key, **facts}
 
 
@@ -123,8 +132,8 @@ def build(
                 entry, cached = _compiled(source, asked, work), False
                 store.put(key, entry)
     facts = Facts(**entry.facts)
-    if not may_spill:
-        blame.refuse_spills(facts.spill_stores, facts.spill_loads, facts.registers)
+    if facts.spills and not may_spill:
+        raise Failed(blame.spills(facts.spill_stores, facts.spill_loads, facts.registers))
     return Built(
         **asdict(facts),
         cubin=entry.cubin,

@@ -1,14 +1,39 @@
-"""A checked program to a compiled kernel: translate, compile, and spare registers if need be."""
+"""A checked program to a compiled kernel: translate, compile, and find registers if need be."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from flashwright.build import blame
 from flashwright.build.compile import Built, build
 from flashwright.build.toolchain import Toolchain
 from flashwright.gpu import Gpu
-from flashwright.lang.diagnostic import Failed
+from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.report import SPARING
 from flashwright.lower.translate import Translation, translate
 from flashwright.program.program import Program
+
+ADVICE = "smaller tiles or more warps leave more registers"
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A translation, and what ptxas made of it."""
+
+    made: Translation
+    built: Built
+
+    @property
+    def bounds(self) -> str:
+        """What limits its registers, in words: our own __launch_bounds__, where it does."""
+        report = self.made.report
+        if report is None or report.dealt:
+            return ""
+        sparing = "sparing, " if report.sparing else ""
+        blocks = "1 block" if report.blocks == 1 else f"{report.blocks} blocks"
+        return f"{sparing}{blocks} an SM, at most {report.registers} registers"
 
 
 def make(
@@ -19,26 +44,67 @@ def make(
     real: str | None = None,
     tl: str = "",
     toolchain: Toolchain | None = None,
+    allow_spills: int = 0,
 ) -> tuple[Translation, Built]:
-    """The fast translation; where ptxas spills with it, the one that needs fewer registers.
+    """The fastest translation that ptxas compiles without a spill; FW823 where each one spills.
 
-    `first` is the fast one, where it has been made already. How many registers a kernel takes only
-    ptxas knows, and at the edge it depends on trifles.
+    How many registers a kernel takes only ptxas knows, and at the edge it depends on trifles.
+    Where the fast translation spills, fewer blocks an SM leave it more registers; then comes the
+    sparing one, which needs fewer. `allow_spills` takes the one that spills least, where it spills
+    no more bytes than that. `first` is the fast translation, where it has been made already.
     """
-
-    def compiled(made: Translation) -> tuple[Translation, Built]:
+    tried: list[_Tried] = []
+    for made in _translations(program, gpu, first or translate(program, gpu)):
         arch = made.plan.arch
-        return made, build(made.source, arch, real=real, map=made.map, tl=tl, toolchain=toolchain)
+        how = partial(build, made.source, arch, real=real, map=made.map, tl=tl)
+        built = how(toolchain=toolchain, may_spill=True)
+        if not built.spills:
+            return _noted(made, tried), built
+        tried.append(_Tried(made, built))
+    least = min(tried, key=lambda one: one.built.spills)
+    if least.built.spills > allow_spills:
+        raise Failed(_refused(least, tried))
+    text = f"{least.built.spills} bytes spill, and {allow_spills} are allowed (--allow-spills)"
+    if least.made.report is not None:
+        least.made.report.remark(SPARING, text, None, ADVICE)
+    return least.made, replace(least.built, allowed_spills=allow_spills)
 
-    try:
-        return compiled(first or translate(program, gpu))
-    except Failed as failed:
-        if any(d.code != "FW823" for d in failed.diagnostics):
-            raise
-        why = failed.diagnostics[0].message
-    made = translate(program, gpu, sparing=True)
-    if made.report is not None:
-        text = f"the sparing translation is taken: with the other one {why}"
-        help = "smaller tiles or more warps leave more registers"
-        made.report.remark(SPARING, text, None, help)
-    return compiled(made)
+
+def _translations(program: Program, gpu: Gpu, first: Translation) -> Iterator[Translation]:
+    """From the fastest to the most frugal; each is made when the ones before have spilled."""
+    yield first
+    blocks = first.report.blocks if first.report else 1
+    sparing = first.report is not None and first.report.sparing
+    for fewer in range(blocks - 1, 0, -1):
+        yield translate(program, gpu, sparing, blocks=fewer)
+    if not sparing:
+        yield translate(program, gpu, sparing=True)
+        if blocks > 1:
+            yield translate(program, gpu, sparing=True, blocks=1)
+
+
+def _noted(made: Translation, tried: list[_Tried]) -> Translation:
+    """With a note of the translations that were not taken, and why."""
+    if tried and made.report is not None:
+        kind = "the sparing translation" if made.report.sparing else "the fast translation"
+        blocks = made.report.blocks
+        room = f" with {blocks} block{'s' * (blocks > 1)} an SM" if not made.report.dealt else ""
+        text = f"{kind}{room} is taken: otherwise {_found(tried[0]).message}"
+        made.report.remark(SPARING, text, None, ADVICE)
+    return made
+
+
+def _found(one: _Tried) -> Diagnostic:
+    """FW823, with the cap on the registers."""
+    found = blame.spills(one.built.spill_stores, one.built.spill_loads, one.built.registers)
+    return replace(found, message=found.message + (f" ({one.bounds})" if one.bounds else ""))
+
+
+def _refused(least: _Tried, tried: list[_Tried]) -> Diagnostic:
+    """FW823 for the one that spills least, and what the others spill."""
+    others = [one for one in tried if one is not least and one.bounds]
+    more = "; ".join(f"{one.bounds}: {one.built.spills} bytes" for one in others)
+    found = _found(least)
+    text = found.message + (f". Tried as well: {more}" if more else "")
+    hint = f"{found.help}; --allow-spills {least.built.spills} takes it as it is"
+    return replace(found, message=text, help=hint)

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
@@ -275,3 +275,10 @@ def _bad_spec(code: str, lines: Sequence[str], filename: str, source: str = "") 
 def flag(*names: str, **settings: Any) -> Any:
     """An option without a value; typer would show its type, `bool`, which helps nobody."""
     return typer.Option(*names, metavar=" ", **settings)
+
+
+AllowSpills = Annotated[
+    int,
+    typer.Option(metavar="BYTES", min=0, help="Take a kernel that spills so many bytes a thread."),
+]
+"""Of the commands that compile."""

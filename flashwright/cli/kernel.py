@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
@@ -15,6 +16,7 @@ import typer
 from flashwright.cli.command import (
     FINE,
     WRONG,
+    AllowSpills,
     Blamed,
     blaming,
     colored,
@@ -112,6 +114,7 @@ def build(
         str | None,
         typer.Option(metavar="ARCH", help="Compile the same PTX for a newer GPU, such as sm_90."),
     ] = None,
+    allow_spills: AllowSpills = 0,
 ) -> int:
     """Translate and compile TL code to a cubin, or take it from the cache."""
     from flashwright.build import package, toolchain
@@ -122,7 +125,7 @@ def build(
     tools = toolchain.find()  # before the work, so that nothing is changed where it is missing
     tell(tools.warnings, "nvcc", "")
     folder = out or (Path(what) if is_folder else Path("out", f"{_stem(file)}-{card.name}"))
-    order = _Order(card, tools, ptx, real)
+    order = _Order(card, tools, ptx, real, allow_spills)
     further: dict[str, str | bytes] = {}
     for name in _others(Path(what)) if is_folder else ():
         _build(str(Path(what, name, CODE)), folder / name, order)
@@ -141,6 +144,7 @@ class _Order:
     tools: Toolchain
     ptx: bool
     real: str | None
+    allow_spills: int
 
 
 def _others(folder: Path) -> tuple[str, ...]:
@@ -162,7 +166,7 @@ def _build(
     files = {**_inputs(file, source), **package.translated(made)}
     try:
         with blaming(shown_name(file), source):
-            made, built = _compiled(program, made, card, source, order.tools, order.real)
+            made, built = _compiled(program, made, source, order)
     except Blamed as blamed:
         if exit_code(blamed.diagnostics) == WRONG:
             _put(folder, files)  # what the compiler complains of, to look at
@@ -185,22 +189,19 @@ def known_gpu(folder: Path) -> str:
 
 
 def _compiled(
-    program: Program,
-    made: Translation,
-    card: Gpu,
-    source: str,
-    tools: Toolchain,
-    real: str | None,
+    program: Program, made: Translation, source: str, order: _Order
 ) -> tuple[Translation, Built]:
     from flashwright.build import compile as compiler
     from flashwright.build.make import make
 
+    card, real = order.card, order.real
+    how = partial(make, first=made, real=real, tl=source, allow_spills=order.allow_spills)
     try:
         compiler.target(card.arch, real or card.arch)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--real") from None
     with _waiting():
-        return make(program, card, first=made, real=real, tl=source, toolchain=tools)
+        return how(program, card, toolchain=order.tools)
 
 
 @contextmanager
@@ -316,6 +317,13 @@ def build_in_words(built: Built, report: Report | None = None) -> tuple[str, str
     if report is not None:
         registers = report.registers_in_words(built.registers)
     return (
-        f"{registers}, no spills{stack}{static}",
+        f"{registers}, {_spills(built)}{stack}{static}",
         f"{size}, {when} with nvcc {built.nvcc}",
     )
+
+
+def _spills(built: Built) -> str:
+    if not built.spills:
+        return "no spills"
+    allowed = f" ({built.allowed_spills} are allowed)" if built.allowed_spills else ""
+    return f"{built.spills} bytes of spills{allowed}"

@@ -89,7 +89,7 @@ CODES: dict[str, Code] = {
     "FW816": Code("masked iterations are not split", severity="note"),
     "FW817": Code("the kernel is not persistent", severity="note"),
     "FW818": Code("copies are not prefetched", severity="note"),
-    "FW819": Code("fallback to the translation that uses fewer registers", severity="note"),
+    "FW819": Code("fallback to a slower translation, because the fast one spills", severity="note"),
     "FW820": Code("fallback to a simpler schedule", severity="note"),
     # the build
     "FW821": Code("the toolchain is missing", bad_input=True),

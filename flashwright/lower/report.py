@@ -99,6 +99,8 @@ class Report:
     """Registers that a thread that computes may use."""
     dealt: bool = False
     """setmaxnreg gives them, so that ptxas reports those of the launch only."""
+    blocks: int = 1
+    """Blocks that an SM is to hold at once: __launch_bounds__ caps the registers for them."""
     sparing: bool = False
     """The translation that needs fewer registers."""
     loops: list[LoopReport] = field(default_factory=list)
@@ -134,6 +136,7 @@ class Report:
             "persistent": self.persistent,
             "ping_pong": self.ping_pong,
             "registers": {"most": self.registers, "setmaxnreg": self.dealt, "left": left},
+            "blocks": self.blocks,
             "sparing": self.sparing,
             "loops": [dict(vars(loop)) for loop in self.loops],
             "remarks": [remark.record() for remark in self.remarks],

@@ -42,18 +42,21 @@ class Translation:
     """The path that the kernel takes; None where a model wrote it."""
 
 
-def translate(program: Program, gpu: Gpu, sparing: bool = False) -> Translation:
+def translate(
+    program: Program, gpu: Gpu, sparing: bool = False, blocks: int | None = None
+) -> Translation:
     """Translate a program for a GPU; Failed says what cannot be translated, and where.
 
-    A `sparing` kernel needs fewer registers and is a little slower.
+    A `sparing` kernel needs fewer registers and is a little slower. `blocks` is the most that an
+    SM is to hold at once: fewer leave each thread more registers.
     """
-    printer, plan, report = prepared(program, gpu, sparing)
+    printer, plan, report = prepared(program, gpu, sparing, blocks)
     printed = printer.print()
     return Translation(printed.source, source_map(printed.lines), plan, report)
 
 
 def prepared(
-    program: Program, gpu: Gpu, sparing: bool = False
+    program: Program, gpu: Gpu, sparing: bool = False, blocks: int | None = None
 ) -> tuple[Printer, LaunchPlan, Report]:
     """All that is decided before a line is printed, how the kernel will be launched, and the path
     that it takes.
@@ -68,7 +71,7 @@ def prepared(
         for bad in mistakes:
             report.remark(UNVERIFIED, f"a simpler schedule is taken: {bad}", bad.lines, REPORT_IT)
         try:
-            return *_prepared(program, simpler, report), report
+            return *_prepared(program, simpler, report, blocks), report
         except BadIR as bad:
             if strict():
                 raise
@@ -77,7 +80,9 @@ def prepared(
     raise Failed(Diagnostic("FW811", text, help=REPORT_IT))
 
 
-def _prepared(program: Program, gpu: Gpu, report: Report) -> tuple[Printer, LaunchPlan]:
+def _prepared(
+    program: Program, gpu: Gpu, report: Report, most: int | None
+) -> tuple[Printer, LaunchPlan]:
     sparing = report.sparing
     report.copies = "cp.async" if gpu.cp_async else "registers"
     kernel = lower(program)
@@ -101,13 +106,14 @@ def _prepared(program: Program, gpu: Gpu, report: Report) -> tuple[Printer, Laun
         kernel = replace(kernel, rounds=rounds(program, gpu, kernel))
     stages: dict[Key, int] = {k: b.stages for k, b in program.buffers.items()}
     offsets, size = shared_layout(program, stages)
-    blocks = _blocks(program, gpu, size)
+    blocks = _blocks(program, gpu, size, most)
     rings: dict[Key, int] = {}
     room: int | None = None
     if roles:
         rings, size = ring_offsets(program, kernel, size)
         room, size = room_offset(program, gpu, kernel, size)
         blocks = 1
+    report.blocks = blocks
     report.registers, report.dealt = _registers(program, gpu, roles[1] if roles else None, blocks)
     printer = Printer(program, gpu, kernel, offsets, blocks, rings, room)
     return printer, make_plan(program, gpu, kernel, size)
@@ -160,11 +166,13 @@ def _sparing(node: ir.Statement) -> ir.Statement:
     return replace(node, sparing=True) if isinstance(node, ir.Gemm) else node
 
 
-def _blocks(program: Program, gpu: Gpu, shared: int) -> int:
-    """How many blocks an SM should hold at once: what registers and shared memory allow."""
+def _blocks(program: Program, gpu: Gpu, shared: int, most: int | None) -> int:
+    """How many blocks an SM should hold at once: what registers and shared memory allow, and
+    `most` where it is given."""
     by_registers = gpu.blocks_by_registers(_held(program) + SPARE_REGISTERS, program.warps)
     by_shared = gpu.shared_per_sm // (shared + gpu.shared_reserved)
-    return max(1, min(by_registers, by_shared))
+    allowed = min(by_registers, by_shared)
+    return max(1, allowed if most is None else min(allowed, most))
 
 
 def _held(program: Program) -> int:

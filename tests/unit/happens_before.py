@@ -17,7 +17,6 @@ from typing import Any
 from flashwright.gpu import Gpu
 from flashwright.lower import ir
 from flashwright.lower.frontend.lowering import lower
-from flashwright.lower.targets.atoms import generation
 from flashwright.lower.term import Term
 from flashwright.lower.term_value import value
 from flashwright.lower.translate import schedule
@@ -153,7 +152,7 @@ def block(
     """One thread block before it starts."""
     params = {n: v for n, v in program.params.items() if not isinstance(v, Fraction)}
     env: dict[str, Any] = {**params, **dict.fromkeys(program.dims, 2), **dims, **place}
-    return Block(env, generation(gpu) >= 80, **options)
+    return Block(env, gpu.capability >= 80, **options)
 
 
 @dataclass(frozen=True)

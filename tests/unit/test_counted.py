@@ -38,7 +38,7 @@ def _name(sample: Sample) -> str:
 def lanes(sample: Sample) -> counted.Work:
     """What each lane should do in a step."""
     w = workload(sample.spec)
-    score = counted.score(gpus.find(sample.gpu).arch, w.dtype, w.options)
+    score = counted.score(gpus.find(sample.gpu).capability, w.dtype, w.options)
     each = ((sample.scores, score), (sample.outputs, counted.element()))
     parts = [*each, (sample.rows, counted.row())]
     return counted.Work(sum(n * p.plain for n, p in parts), sum(n * p.special for n, p in parts))
@@ -86,7 +86,7 @@ def test_a_mask_is_what_the_file_says(sample: Sample) -> None:
 def test_there_are_figures_for_all_that_is_written(gpu: Gpu) -> None:
     for dtype in gpu.mma:
         for options in ((), *((name,) for name in OPTIONS), tuple(OPTIONS)):
-            work = counted.score(gpu.arch, dtype, options)
+            work = counted.score(gpu.capability, dtype, options)
             assert 3 < work.plain < 14
             assert work.special in (1, 3)
         each = counted.overhead(gpu.cp_async, ELEMENT_BYTES[dtype])

@@ -243,9 +243,8 @@ def test_a_kernel_that_was_translated_another_way_comes_with_its_source(
 
     def build(source: str, arch: str, **more: Any) -> Any:
         compiled.append(source)
-        if len(compiled) == 1:
-            raise Failed(Diagnostic("FW823", "the kernel spills: 24 bytes"))
-        return real(source, arch, **more)
+        built = real(source, arch, **more)
+        return replace(built, spill_stores=24) if len(compiled) == 1 else built
 
     monkeypatch.setattr(make, "build", build)
     text = write_sketch(SPEC) if stage == "sketch" else CODE

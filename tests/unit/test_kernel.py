@@ -40,7 +40,7 @@ class Map:
         return '{"tl": "code.tl", "lines": []}\n'
 
 
-def translation(program: object, gpu: Gpu, sparing: bool = False) -> Any:
+def translation(program: object, gpu: Gpu, sparing: bool = False, blocks: int | None = None) -> Any:
     plan = LaunchPlan(
         entry="k", arch=gpu.arch, threads=128, shared=49152, grid=(), dims=(), tensors=()
     )

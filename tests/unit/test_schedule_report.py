@@ -15,12 +15,15 @@ from flashwright.build import make as making
 from flashwright.build import package
 from flashwright.build.compile import Built
 from flashwright.check.check import check
+from flashwright.cli.kernel import build_in_words
+from flashwright.gpu import Gpu
 from flashwright.lang.codes import CODES
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.fix import apply
 from flashwright.lang.parse import parse
 from flashwright.lower.report import Report, notes
 from flashwright.lower.translate import translate
+from flashwright.program.program import Program
 from flashwright.report import markdown, page, terminal
 from flashwright.report.gather import gather
 from tests.example_programs import PROGRAMS as EXAMPLE_FILES
@@ -524,11 +527,11 @@ def test_translate_says_the_path_beside_the_source(slow: str, tmp_path: Path) ->
     assert PATH in done.out
 
 
-def compiled(registers: int = 168) -> Built:
+def compiled(registers: int = 168, spills: int = 0) -> Built:
     return Built(
         registers=registers,
-        spill_stores=0,
-        spill_loads=0,
+        spill_stores=spills,
+        spill_loads=spills,
         stack=0,
         shared=0,
         seconds=1.0,
@@ -558,6 +561,7 @@ def test_the_record_has_the_schedule() -> None:
         "persistent": True,
         "ping_pong": False,
         "registers": {"most": 240, "setmaxnreg": True, "left": None},
+        "blocks": 1,
         "sparing": False,
         "loops": [{"line": 24, "overlapped": True, "split": True, "early_exit": False, "ahead": 0}],
         "remarks": [
@@ -590,9 +594,7 @@ def test_the_sparing_translation_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def build(source: str, *_: object, **__: object) -> Built:
         calls.append(source)
-        if len(calls) == 1:
-            raise Failed(Diagnostic("FW823", "the kernel spills: 20 bytes"))
-        return compiled()
+        return compiled(spills=20 if len(calls) == 1 else 0)
 
     monkeypatch.setattr(making, "build", build)
     card = gpus.find("h200")
@@ -604,6 +606,73 @@ def test_the_sparing_translation_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     (remark,) = made.report.remarks
     assert (remark.code, "the kernel spills: 20 bytes" in remark.text) == ("FW819", True)
     assert "sparing registers" in made.report.in_words()
+
+
+def bounds(source: str) -> int:
+    """The blocks an SM that a kernel asks for."""
+    found = re.search(r"__launch_bounds__\(Threads(?:, (\d+))?\)", source)
+    assert found is not None
+    return int(found[1] or 1)
+
+
+@pytest.fixture
+def crowded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """ptxas spills as long as more than two blocks share an SM's registers; what was compiled."""
+    calls: list[str] = []
+
+    def build(source: str, *_: object, **__: object) -> Built:
+        calls.append(source)
+        return compiled(spills=8 * max(0, bounds(source) - 2))
+
+    monkeypatch.setattr(making, "build", build)
+    return calls
+
+
+def small() -> tuple[Program, Gpu]:
+    """A program of which an A100 holds several blocks at once."""
+    card = gpus.find("a100")
+    program = check(parse(attention()), card).program
+    assert program is not None
+    return program, card
+
+
+def test_a_spill_that_our_own_bounds_cause_is_none(crowded: list[str]) -> None:
+    program, card = small()
+    made, built = making.make(program, card)
+    assert bounds(crowded[0]) > 2
+    assert [bounds(source) for source in crowded] == [*range(bounds(crowded[0]), 1, -1)]
+    assert (bounds(made.source), built.spills) == (2, 0)
+    assert made.report is not None
+    assert (made.report.sparing, made.report.blocks) == (False, 2)
+    remark = made.report.remarks[-1]
+    assert "the fast translation with 2 blocks an SM is taken" in remark.text
+    assert f"{bounds(crowded[0])} blocks an SM, at most" in remark.text
+    assert json.loads(package.record(built, card, {}, made.report))["schedule"]["blocks"] == 2
+
+
+def test_a_spill_that_remains_is_refused_with_the_cap_or_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def build(source: str, *_: object, **__: object) -> Built:
+        return compiled(registers=255, spills=4 * bounds(source))
+
+    monkeypatch.setattr(making, "build", build)
+    program, card = small()
+    with pytest.raises(Failed, match="1 block an SM, at most 255 registers") as caught:
+        making.make(program, card)
+    (found,) = caught.value.diagnostics
+    assert found.code == "FW823"
+    assert "the kernel spills: 4 bytes stored" in found.message
+    assert "3 blocks an SM, at most 168 registers: 24 bytes" in found.message
+    assert "--allow-spills 8" in (found.help or "")
+    with pytest.raises(Failed):
+        making.make(program, card, allow_spills=7)
+    made, built = making.make(program, card, allow_spills=8)
+    assert (built.spills, bounds(made.source)) == (8, 1)
+    record = json.loads(package.record(built, card, {}, made.report))
+    assert (record["allowed_spills"], record["spill_stores"]) == (8, 4)
+    assert "8 bytes spill, and 8 are allowed" in record["schedule"]["remarks"][-1]["text"]
+    assert "8 bytes of spills (8 are allowed)" in build_in_words(built, made.report)[0]
 
 
 def test_the_report_says_it_in_every_form(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def mma_cycles(workload: Workload, tiling: Tiling, gpu: Gpu) -> float:
 
 def exp_cycles(workload: Workload, tiling: Tiling, gpu: Gpu) -> float:
     """One exponential for each score, and those of its options; one for each thread's rows."""
-    each = counted.score(gpu.arch, workload.dtype, workload.options).special
+    each = counted.score(gpu.capability, workload.dtype, workload.options).special
     rows = LANES_OF_A_ROW * counted.row().special
     return tiling.bm * (tiling.bn * each + rows) / gpu.exp_per_clock_per_sm
 
@@ -137,7 +137,7 @@ def elementwise_cycles(workload: Workload, tiling: Tiling, gpu: Gpu) -> float:
     """The softmax's plain arithmetic, masks where a step needs them, and what wider steps do less
     often: the rescale of O, and each row's maximum and factor."""
     lanes = gpu.fp32_flops / (2 * gpu.sms * gpu.clock_ghz * 1e9)
-    each = counted.score(gpu.arch, workload.dtype, workload.options).plain
+    each = counted.score(gpu.capability, workload.dtype, workload.options).plain
     each += counted.mask(workload.mask) * masked_share(workload, tiling)
     columns = tile_width(workload.v_dim, workload, gpu)
     row = columns * counted.element().plain + LANES_OF_A_ROW * counted.row().plain

@@ -30,13 +30,13 @@ class Overhead:
 
 
 @cache
-def score(arch: str, dtype: str, options: tuple[str, ...] = ()) -> Work:
+def score(capability: int, dtype: str, options: tuple[str, ...] = ()) -> Work:
     """Each score: the softmax, the rounding to `dtype`, and what options add."""
     data = _data()
     # A newer architecture has the arithmetic of the newest one that was counted.
     known = {int(a[3:5]): t for a, t in data["score"].items()}
     alike = {"e5m2": "e4m3"}.get(dtype, dtype)
-    newest = max(a for a, types in known.items() if a <= int(arch[3:5]) and alike in types)
+    newest = max(a for a, types in known.items() if a <= capability and alike in types)
     parts = [known[newest][alike], *(data["option, each score"][o] for o in options)]
     return Work(sum(_work(p).plain for p in parts), sum(_work(p).special for p in parts))
 

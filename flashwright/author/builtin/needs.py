@@ -182,7 +182,7 @@ def comfort(workload: Workload, gpu: Gpu) -> int:
 
     On Hopper a spill also serialises wgmma (C7511). With mma.sync ptxas fetches operands ahead as
     far as registers go and then spills a few others: with 204 for tiles (d128 128x64, d64 128x128)
-    it did so in half of the kernels, with 188 in none.
+    it did so in half of the kernels, with 188 in none; for sm_100 it did with 188 as well.
     """
     if takes_wgmma(workload, gpu):
         if workload.element_bytes == 2:
@@ -192,4 +192,5 @@ def comfort(workload: Workload, gpu: Gpu) -> int:
         return (16 + 20 * workload.causal) * bool(workload.options)
     # A slope or a position for each row; addresses of a third swizzle atom along k.
     wide = workload.qk_dim * workload.element_bytes > 256
-    return 28 + 8 * bool(workload.options) + 8 * wide
+    blackwell = gpu.capability >= 100
+    return 28 + 8 * bool(workload.options) + 8 * wide + 8 * blackwell

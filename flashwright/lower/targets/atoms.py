@@ -33,14 +33,9 @@ ATOMS = {
 ALIGNMENT = 1024  # the largest swizzle atom: 8 rows of 128 bytes
 
 
-def generation(gpu: Gpu) -> int:
-    """80 for sm_80."""
-    return int("".join(c for c in gpu.arch.removeprefix("sm_") if c.isdigit()))
-
-
 def atom(gpu: Gpu, dtype: str, span: Span) -> str:
     """The newest MMA atom of the GPU for an element type."""
-    found = [since for since, taken in ATOMS if taken == dtype and since <= generation(gpu)]
+    found = [since for since, taken in ATOMS if taken == dtype and since <= gpu.capability]
     if not found:
         raise refused(f"no mma.sync for {dtype} on {gpu.title}", span)
     return f"cute::{ATOMS[max(found), dtype]}"
