@@ -38,6 +38,7 @@ CODES: dict[str, Code] = {
     "FW207": Code("code without a grid"),
     "FW208": Code("an element type that TL does not have"),
     "FW209": Code("an axis that the tensor does not have"),
+    "FW210": Code("a param by its earlier name", severity="warning"),
     # shapes
     "FW301": Code("GEMM operands whose shapes do not multiply"),
     "FW302": Code("a result that does not fit its tile"),

@@ -92,17 +92,17 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the work is laid out in time, on GPUs with warpgroups that multiply and one that loads;
-    what a program means does not depend on it."""
+    """How the work is laid out in time, on GPUs with producer and consumer warpgroups; what a
+    program means does not depend on it."""
 
     overlap: bool
     """The next scores are multiplied while the softmax of this step is computed."""
     ping_pong: bool
-    """Warpgroups take turns: one multiplies while another computes its softmax."""
-    apart: bool
-    """Rounds that a mask leaves as they are have a loop of their own."""
+    """One consumer warpgroup multiplies while another computes its softmax."""
+    split_masked: bool
+    """Iterations in which no mask changes anything have a loop without masks."""
     persistent: bool
-    """A block for each SM stays, and takes one block of the grid after the other."""
+    """As many thread blocks as the GPU runs at once take the tiles of the grid from a scheduler."""
 
 
 @dataclass(frozen=True)
