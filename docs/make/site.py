@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from docutils import nodes
-from flashwright.program.vocabulary import FUNCTIONS, VERBS
 from pygments.lexer import RegexLexer, words
 from pygments.token import Comment, Keyword, Name, Number, Operator, Text
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from docs.make import reference
+from flashwright.program.vocabulary import FUNCTIONS, VERBS
 
 LLMS = "llms.txt"
 ABOUT = "Attention kernels from a small language, TL: checked, emulated, judged, measured."

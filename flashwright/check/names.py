@@ -88,6 +88,8 @@ class Names:
         for stmt in statements(self.tree.body):
             match stmt:
                 case Param(name, value):
+                    if stmt.earlier:
+                        self._renamed(stmt)
                     self._define(name)
                     self._param(name, value)
                 case Dim(names):
@@ -122,6 +124,12 @@ class Names:
             text = f"`{name.id}` is defined twice" if first else f"`{name.id}` is predefined"
             self.error("FW202", text, name.span, secondary=where, help="rename one, or delete it")
         self.scalars.setdefault(name.id, name.span)
+
+    def _renamed(self, stmt: Param) -> None:
+        """FW210 for a param by its earlier name."""
+        span, name = stmt.name.span, stmt.name.id
+        fix = Fix(f"write `{name}`", (Edit(span.start, span.end, name),))
+        self.error("FW210", f"`{stmt.earlier}` is now called `{name}`", span, fix=fix)
 
     def _param(self, name: Name, value: Expr) -> None:
         for expr in expressions(value):

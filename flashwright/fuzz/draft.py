@@ -68,7 +68,7 @@ class Draft:
         rest = "\n".join([grid, *lets, *declared, body])
         dims = [d for d in self.dims if _used(d, rest)]
         params = [f"param {name} = {value}" for name, value in self.params.items()]
-        always = {"Warps", "Overlap", "PingPong", "Apart", "Persistent"}
+        always = {"Warps", "Overlap", "PingPong", "SplitMasked", "Persistent"}
         kept = self._needed(params, rest, always)
         head = [*kept, *([f"dim {', '.join(dims)}"] if dims else [])]
         return "\n".join([*head, "", grid, *lets, "", *declared, "", body]) + "\n"

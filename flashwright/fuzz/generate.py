@@ -19,7 +19,7 @@ from flashwright.fuzz.spoil import spoil
 ALIKE = 32  # programs of so many seeds in a row have one GPU and one set of tiles
 SPOILT = 0.1  # of the programs are edited to be just illegal
 _OTHER = {"fp16": "bf16", "bf16": "fp16"}
-_SWITCHES = ("Overlap", "PingPong", "Apart", "Persistent")
+_SWITCHES = ("Overlap", "PingPong", "SplitMasked", "Persistent")
 
 
 def generate(seed: int, gpus: tuple[str, ...] = GPUS, choices: Sequence[int] | None = None) -> Case:

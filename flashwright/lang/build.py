@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from flashwright.lang.nodes import (
+    EARLIER_PARAMS,
     Allocate,
     Axis,
     Binary,
@@ -144,7 +145,11 @@ class Builder:
         return Comment(c[0].text[2:].strip(), span=c[0].span, gap=c[0].gap)
 
     def param(self, c: list[Any]) -> Param:
-        return Param(_name(c[1]), c[2], **c[0].stmt())
+        name = _name(c[1])
+        if name.id in EARLIER_PARAMS:
+            today = replace(name, id=EARLIER_PARAMS[name.id])
+            return Param(today, c[2], earlier=name.id, **c[0].stmt())
+        return Param(name, c[2], **c[0].stmt())
 
     def dim(self, c: list[Any]) -> Dim:
         return Dim(_names(c), **c[0].stmt())

@@ -38,6 +38,7 @@ CODES: dict[str, Code] = {
     "FW207": Code("missing grid"),
     "FW208": Code("unknown element type"),
     "FW209": Code("unknown axis"),
+    "FW210": Code("earlier name of a param", severity="warning"),
     # shapes
     "FW301": Code("GEMM operand shapes do not match"),
     "FW302": Code("the result does not fit its target tile"),

@@ -117,6 +117,9 @@ class Transpose:
 
 Expr = Num | Name | Unary | Binary | Call | Index | Transpose
 
+# Params of TL's own that had another name: read as today's, with the warning FW210.
+EARLIER_PARAMS = {"Apart": "SplitMasked"}
+
 # --- statements -------------------------------------------------------------------------------
 
 
@@ -138,10 +141,15 @@ class Comment(Stmt):
 
 @dataclass(frozen=True)
 class Param(Stmt):
-    """`param BM = 128`: a number fixed when the program is compiled."""
+    """`param BM = 128`: a number fixed when the program is compiled.
+
+    `earlier` is the name in the file, where that is the earlier name of a param of TL's own (see
+    EARLIER_PARAMS): `name` then has today's name.
+    """
 
     name: Name
     value: Expr
+    earlier: str = field(default="", compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,8 @@ def _fix(edit: ParamEdit, source: str, tree: Tree) -> Fix | None:
     """The edit; None where other statements depend on the param."""
     params = {p.name.id: p for p in _params(tree)}
     there = params.get(edit.name)
-    if len(re.findall(rf"\b{re.escape(edit.name)}\b", _code(source))) != (there is not None):
+    name = there.earlier or edit.name if there else edit.name
+    if len(re.findall(rf"\b{re.escape(name)}\b", _code(source))) != (there is not None):
         return None
     if edit.value is None:
         if there is None:

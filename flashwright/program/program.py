@@ -99,7 +99,7 @@ class Schedule:
     """Whether the GEMM of the next scores overlaps the softmax of this iteration."""
     ping_pong: bool
     """Whether consumer warpgroups run in ping-pong: one multiplies while another does softmax."""
-    apart: bool
+    split_masked: bool
     """Whether masked and unmasked iterations are split into separate loops."""
     persistent: bool
     """Whether the kernel is persistent: one thread block per SM that processes many tiles."""

@@ -23,7 +23,7 @@ DEFAULT_DTYPE: dict[Space, str] = {"global": "fp16", "shared": "fp16", "register
 PREDEFINED_DIMS = ("batch", "heads", "kv_heads", "q_len", "kv_len")
 POSITIONS = ("q_idx", "kv_idx")
 CONSTANTS = {"inf": float("inf")}
-SCHEDULE_PARAMS = ("Overlap", "PingPong", "Apart", "Persistent")
+SCHEDULE_PARAMS = ("Overlap", "PingPong", "SplitMasked", "Persistent")
 RESERVED_PARAMS = ("Warps", *SCHEDULE_PARAMS)
 
 DEFAULT_LABELS: dict[int, tuple[str, ...]] = {

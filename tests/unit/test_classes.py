@@ -333,7 +333,7 @@ def test_build_makes_all_kernels_and_its_record_names_them(
 # --- what the author writes -------------------------------------------------------------------
 
 D64 = make_spec("mha", head_dim=64, causal=True, dtype="bf16")
-SHORT = "128x128-s2-w8-q2-noApart"
+SHORT = "128x128-s2-w8-q2-noSplitMasked"
 WHOLE = {*IN_RECORD, RECORD}
 
 

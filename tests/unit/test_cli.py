@@ -178,6 +178,18 @@ def test_fix_of_stdin_prints_the_program() -> None:
     assert (done.code, done.out) == (0, GOOD)
 
 
+def test_fix_writes_the_new_name_of_a_param(tmp_path: Path) -> None:
+    earlier = GOOD.replace("param Warps = 4\n", "param Warps = 4\nparam Apart = 0\n")
+    file = saved(tmp_path, earlier)
+    done = Outcome("check", file)
+    assert done.code == 0, "a warning, and the program can be used"
+    assert "warning[FW210]: `Apart` is now called `SplitMasked`" in done.out
+    done = Outcome("check", file, "--fix")
+    assert (done.code, "1 fix applied" in done.err) == (0, True)
+    assert Path(file).read_text() == earlier.replace("Apart", "SplitMasked")
+    assert "FW210" not in Outcome("check", file).out
+
+
 def test_fix_leaves_what_it_cannot_mend(tmp_path: Path) -> None:
     text = GOOD.replace("BM = 64", "BM = 0")
     file = saved(tmp_path, text)

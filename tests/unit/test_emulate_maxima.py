@@ -29,7 +29,7 @@ pytestmark = needs_compilers
 Scores = NDArray[np.float64]
 ROWS, KEYS, TILE = 64, 128, 16  # as many rows as columns of Q: its scores can be chosen one by one
 CARD = gpus.find("h200")
-SIZES = {"BM": ROWS, "BN": TILE, "Warps": 4, "Stages": 2, "QStages": 1, "Apart": 1}
+SIZES = {"BM": ROWS, "BN": TILE, "Warps": 4, "Stages": 2, "QStages": 1, "SplitMasked": 1}
 TINY = 2.0**-133  # the smallest of bf16; times Q and Scale it is -0 where it is negative
 # What is planted: the code, and what stands there instead.
 PLANTED = {

@@ -26,7 +26,7 @@ from flashwright.lang.parse import parse
 from tests.unit.test_cli import Outcome
 
 # For few keys other tiles were measured to be faster: a kernel of their own, in this folder.
-SHORT = "128x128-s2-w8-q2-noApart"
+SHORT = "128x128-s2-w8-q2-noSplitMasked"
 BEFORE = [SHORT, "code.tl", "reasoning.md", "result.json", "sketch.tl", "spec.toml"]
 KERNEL = ["kernel.cu", "kernel.map.json", "launch.json"]
 MADE = sorted([*BEFORE, *KERNEL, CLASSES])
@@ -144,7 +144,7 @@ def test_tiles_that_are_faster_for_few_keys_are_a_kernel_beside(tmp_path: Path) 
         program = check(parse((place / "code.tl").read_text()), H200).program
         assert program is not None
         sizes[kernel] = name_of(tiling_of(program))  # type: ignore[arg-type]
-    assert sizes == {OWN: "192x128-s2-w12-q2-noApart", SHORT: SHORT}
+    assert sizes == {OWN: "192x128-s2-w12-q2-noSplitMasked", SHORT: SHORT}
     assert "up to 1024 keys" in (tmp_path / SHORT / "code.tl").read_text(), "it says why"
     assert f"- up to 1024 keys `{SHORT}`" in (tmp_path / "reasoning.md").read_text()
 
@@ -183,7 +183,7 @@ def test_a_wrong_further_kernel_fails_with_its_place(
     monkeypatch.setattr(tuned, "_shipped", lambda: tuple(bad))
     done = Outcome(*GQA, "--out", str(tmp_path))
     assert done.code == 1
-    assert "128x128-s2-w5-q2-noApart/code.tl:" in done.err
+    assert "128x128-s2-w5-q2-noSplitMasked/code.tl:" in done.err
     assert not (tmp_path / CLASSES).exists()
 
 

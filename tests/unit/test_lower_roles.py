@@ -53,7 +53,7 @@ def test_one_thread_loads_and_the_others_do_everything_else() -> None:
 
 
 def test_every_tile_is_waited_for_and_handed_back_as_often_as_it_is_filled() -> None:
-    _, readers = parts(translated(schedule={"Apart": 0})[0])
+    _, readers = parts(translated(schedule={"SplitMasked": 0})[0])
     first, _, rest = readers.partition("      for (i = 1;")
     loop, _, last = rest.partition("\n      }\n")
     for text, waits in ((first, ["Q", "K"]), (loop, ["K", "V"]), (last, ["V"])):
@@ -102,7 +102,7 @@ def test_what_is_done_with_o_is_done_in_the_first_round_where_it_matters(
 
 
 def test_a_warpgroup_ends_where_its_mask_does_and_lets_the_tiles_of_the_others_pass() -> None:
-    _, readers = parts(translated(causal=True, schedule={"Apart": 0})[0])
+    _, readers = parts(translated(causal=True, schedule={"SplitMasked": 0})[0])
     assert "for (i = 1; i * BN < i_end && i < i_own; ++i)" in readers
     passing = readers[readers.index("for (; i * BN < i_end; ++i)") :]
     passing = passing[: passing.index("\n      }\n")]
@@ -115,7 +115,7 @@ def test_a_warpgroup_ends_where_its_mask_does_and_lets_the_tiles_of_the_others_p
 
 
 def test_rounds_that_need_no_mask_have_a_loop_of_their_own() -> None:
-    _, readers = parts(translated(causal=True, schedule={"Apart": 1})[0])
+    _, readers = parts(translated(causal=True, schedule={"SplitMasked": 1})[0])
     start = readers.index("for (i = 1; i * BN < i_end && i < i_own\n")
     plain, masked, last = readers[start:].split("\n      }\n")[:3]
     assert "i * BN + BN - 1 <= block_idx * BM + kv_len - q_len; ++i)" in plain
@@ -159,14 +159,14 @@ def test_sections_of_the_grid_are_smaller_where_memory_is_slow() -> None:
     [
         ("Overlap", "fw::finish_products<1>"),
         ("PingPong", "_turn"),
-        ("Apart", "for (; i * BN < i_end && i < i_own; ++i)"),
+        ("SplitMasked", "for (; i * BN < i_end && i < i_own; ++i)"),
         ("Persistent", ""),
     ],
 )
 def test_the_schedule_is_the_programs_choice(param: str, without: str) -> None:
-    source, plan = translated(causal=True, schedule={"Apart": 1})
-    other, launch = translated(causal=True, schedule={"Apart": 1, param: 0})
-    same, again = translated(causal=True, schedule={"Apart": 1, param: 1})
+    source, plan = translated(causal=True, schedule={"SplitMasked": 1})
+    other, launch = translated(causal=True, schedule={"SplitMasked": 1, param: 0})
+    same, again = translated(causal=True, schedule={"SplitMasked": 1, param: 1})
     assert re.sub(r"// +\d+ \|", "", same) == re.sub(r"// +\d+ \|", "", source)
     assert again == plan
     if without:

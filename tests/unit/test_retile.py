@@ -71,14 +71,14 @@ def test_what_is_offered_fits_and_is_in_turn_the_best_of_each_length() -> None:
         best = min(offer.microseconds[number] for offer in found)
         assert any(offer.microseconds[number] == best for offer in found[:4])
     # Things that the model knows nothing of are tried early too, with the best tiles.
-    assert {"Overlap", "PingPong", "Apart", "Persistent"} == {
+    assert {"Overlap", "PingPong", "SplitMasked", "Persistent"} == {
         n for t in tilings[:24] for n in t.off
     }
 
 
 def test_only_sizes_and_schedule_change() -> None:
     made = program(D64, H200)
-    tiling = Tiling(128, 96, 3, 8, 1, ("PingPong", "Apart"))
+    tiling = Tiling(128, 96, 3, 8, 1, ("PingPong", "SplitMasked"))
     text = retiled(made.tree, tiling, "for a test")
     changed = checked(text, H200)
     assert not changed.schedule.ping_pong
@@ -93,7 +93,7 @@ def test_only_sizes_and_schedule_change() -> None:
     params = [line for line in text.splitlines() if line.startswith("param BM")]
     assert params[0].endswith("// for a test"), "the old reason does not stay"
     # And back again: a schedule that is on by itself needs no param, one that is there stays.
-    again = retiled(changed.tree, replace(tiling, off=("Apart",)), "for a test")
+    again = retiled(changed.tree, replace(tiling, off=("SplitMasked",)), "for a test")
     assert "param PingPong = 1" in again
     assert checked(again, H200).schedule.ping_pong
 

@@ -379,7 +379,16 @@ MUTATIONS = {
         "h200",
         ["FW815:6 remove `param PingPong = 0`"],
     ),
-    "apart": (fast(params="param Apart = 0"), "h200", ["FW816:6 remove `param Apart = 0`"]),
+    "masked iterations": (
+        fast(params="param SplitMasked = 0"),
+        "h200",
+        ["FW816:6 remove `param SplitMasked = 0`"],
+    ),
+    "masked iterations, earlier name": (
+        fast(params="param Apart = 0"),
+        "h200",
+        ["FW816:6 remove `param Apart = 0`"],
+    ),
     "persistent": (
         fast(params="param Persistent = 0"),
         "h200",

@@ -26,7 +26,7 @@ from tests.unit.test_cli import Outcome
 from tests.unit.tune_fakes import package
 
 D64 = Workload(64, 64, "bf16", heads=32, kv_heads=32)
-MEASURED = Tiling(192, 128, 2, 12, 2, ("Apart",))
+MEASURED = Tiling(192, 128, 2, 12, 2, ("SplitMasked",))
 
 
 def shipped() -> str:
@@ -157,7 +157,7 @@ def test_what_is_faster_for_few_keys_is_a_program_of_its_own() -> None:
     made = write_code(write_sketch(CAUSAL), CAUSAL, H200)
     (name,) = made.further
     assert made.classes == [(1024, name), (None, "")]
-    short = Tiling(128, 128, 2, 8, 2, ("Apart",))
+    short = Tiling(128, 128, 2, 8, 2, ("SplitMasked",))
     for code, tiling in ((made.code, MEASURED), (made.further[name], short)):
         checked = check(parse(code), H200)
         assert checked.program is not None

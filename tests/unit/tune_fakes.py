@@ -29,7 +29,7 @@ from tests.unit.measure_fakes import H200 as CARD
 from tests.unit.measure_fakes import MS, Behaviour, Quiet, World, verdict
 
 SPEC = make_spec("mha", head_dim=64, causal=True, dtype="bf16", heads=32)
-PRESENT = "192x128-s2-w12-q2-noApart"
+PRESENT = "192x128-s2-w12-q2-noSplitMasked"
 SHORT = "128x128-s2-w8-q2"
 LENGTHS = (512, 1024, 2048)
 Times = dict[str, Callable[[int], float]]

@@ -186,7 +186,7 @@ def _variants(workload: Workload, plain: Tiling, gpu: Gpu, resident: bool) -> It
     yield replace(ahead, off=("Overlap",))
     if plain.warps > 4:  # a warpgroup alone has nobody to take turns with
         yield replace(ahead, off=("PingPong",))
-    yield replace(ahead, off=("Apart",))
+    yield replace(ahead, off=("SplitMasked",))
     # A block that does not stay has no next Q to fetch.
     yield replace(plain, off=("Persistent",))
 

@@ -158,8 +158,8 @@ class SoftwarePipeline:
             help = "compare positions: `kv_idx < kv_len`, `kv_idx <= q_idx + kv_len - q_len`"
             self.report.remark(NOT_SPLIT, text, untested[0].origin.lines, help)
         elif masks and not self.split:
-            where, edit = param_lines(self.program.tree, "Apart"), ParamEdit("Apart")
-            self.report.remark(NOT_SPLIT, f"{text}`param Apart = 0`", where, edit=edit)
+            where, edit = param_lines(self.program.tree, "SplitMasked"), ParamEdit("SplitMasked")
+            self.report.remark(NOT_SPLIT, f"{text}`param SplitMasked = 0`", where, edit=edit)
 
 
 def split_masked(loop: ir.Loop) -> tuple[ir.Loop, ...]:

@@ -154,7 +154,7 @@ def _consumers(
         report,
         overlap=schedule.overlap,
         turns=turns,
-        split=schedule.apart,
+        split=schedule.split_masked,
         exits=not split,
     )
     ringed = verifier.consumers(consuming(met, keys), "rings", program)
