@@ -1,4 +1,4 @@
-"""Flashwright writes attention kernels: thought through in TL, checked, run, and translated."""
+"""Flashwright writes attention kernels in TL, checks and runs them, and translates them to CUDA."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def load(folder: str | Path) -> Kernel | Kernels:
-    """The kernel in a folder, as a function: `flashwright.load(folder)(q, k, v)`."""
-    from flashwright.build import classes as package  # only now: the command line needs none of it
+    """The kernel package in a folder as a function: `flashwright.load(folder)(q, k, v)`."""
+    from flashwright.build import classes as package  # here: the command line does not need it
 
     return package.load(folder)
 
@@ -32,13 +32,13 @@ def verify(
     on: str | None = None,
     **options: Any,
 ) -> Verdict:
-    """The judge's verdict on anybody's kernel: `print(flashwright.verify(attention, "causal"))`.
+    """The judge's verdict on a kernel: `print(flashwright.verify(attention, "causal"))`.
 
     `candidate` is a function that takes Q, K, V as (batch, heads, length, dim) and returns O, or a
     text as `flashwright verify` takes it. `spec` says what it should compute: a text such as
     "causal, heads=32, kv_heads=8, head_dim=128, dtype=bf16", or an AttentionSpec. The candidate
-    runs in a process of its own. `on` is "gpu" or "cpu", where a kernel package is emulated; by
-    itself it is the GPU, where there is one. Options are those of `flashwright.judge.judge.judge`:
+    runs in a separate process. `on` is "gpu" or "cpu"; the default is the GPU if there is one. On
+    the CPU a kernel package is emulated. Options are those of `flashwright.judge.judge.judge`:
     seed, lengths, device, limits, libraries, progress.
     """
     from flashwright.judge.judge import judge

@@ -1,4 +1,4 @@
-"""Files written whole or not at all."""
+"""Atomic writes, bounded reads and digests of files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashwright.lang.diagnostic import Diagnostic, Failed
 
 
 def write(path: Path, data: str | bytes) -> None:
-    """Write a file whole or not at all; Failed with FW001 where that is not possible."""
+    """Write a file atomically. Raises Failed with FW001 if that is not possible."""
     try:
         target = path.resolve()  # through a link, as an ordinary write would go
         if target.exists() and not os.access(target, os.W_OK):
@@ -27,22 +27,22 @@ def write(path: Path, data: str | bytes) -> None:
 
 
 def replace(target: Path, data: bytes) -> None:
-    """Put a file into its place in one step: whoever reads sees the old one or the new one."""
-    # Not the process's number: on a shared disk another machine may have the same.
+    """Replace a file atomically: a reader sees the old content or the new one."""
+    # A process id is not unique on a shared disk: another machine may use the same.
     temporary = target.with_name(f".{target.name}.{os.urandom(6).hex()}.tmp")
     try:
         temporary.write_bytes(data)
         if target.exists():
             shutil.copymode(target, temporary)
         os.replace(temporary, target)
-    except BaseException:  # Ctrl-C too: leave no half a file
+    except BaseException:  # Ctrl-C too: leave no partial file
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
 
 
 def cannot(verb: str, path: Path, error: OSError) -> Failed:
-    """The diagnostic of a file or folder that cannot be used."""
+    """The Failed (FW001) for a file or folder that cannot be used."""
     reason = error.strerror or type(error).__name__
     hint = "give another folder with --out" if verb == "use" else None
     return Failed(Diagnostic("FW001", f"cannot {verb} {path}: {reason}", help=hint))
@@ -51,14 +51,14 @@ def cannot(verb: str, path: Path, error: OSError) -> Failed:
 # --- files that anybody may have made ---------------------------------------------------------
 
 MOST_BYTES = 64 << 20
-"""Of a file of a kernel package: the largest kernels we know have cubins of 1 MB."""
+"""The largest file of a kernel package. The largest kernels we know have cubins of 1 MB."""
 
 
 def content(path: Path, most: int = MOST_BYTES) -> bytes | None:
-    """The bytes of an ordinary file, None where there is none; links are followed.
+    """The bytes of a regular file, or None if there is none. Links are followed.
 
-    Failed with FW852 for a folder, a pipe or a device in its place, and for a file that cannot be
-    read or has more than `most` bytes: opening a pipe would wait for ever, a device may not end.
+    Raises Failed with FW852 for a folder, a pipe or a device, and for a file that cannot be read or
+    has more than `most` bytes. Opening a pipe could block, and a device may be endless.
     """
     try:
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -89,12 +89,12 @@ def _unreadable(path: Path, error: OSError | ValueError) -> Failed:
 
 
 def sha256(data: str | bytes) -> str:
-    """The digest under which a record keeps a file."""
+    """The digest of a file's content, as records store it."""
     return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
 
 
 def recorded(path: Path) -> dict[str, str]:
-    """The digests in an earlier run's record; none where there is no such record."""
+    """The digests in an earlier run's record; empty without a record."""
     try:
         return dict(json.loads(content(path) or b"")["artefacts"])
     except (Failed, ValueError, KeyError, TypeError, RecursionError):
@@ -102,10 +102,9 @@ def recorded(path: Path) -> dict[str, str]:
 
 
 def set_aside(folder: Path, names: Iterable[str], ours: Mapping[str, str]) -> tuple[str, ...]:
-    """Take away what an earlier run left, so that no old file passes as new.
+    """Remove the files of an earlier run, so that no old file passes as new.
 
-    A file that is not as we wrote it holds somebody's work: it is kept as NAME.bak. Those names are
-    returned.
+    A file that the user has changed is renamed to NAME.bak. Returns those names.
     """
     kept = []
     try:

@@ -1,8 +1,9 @@
-"""What attention is asked for: one frozen, validated record, and its TOML and inline forms.
+"""The specification of an attention operator: a frozen, validated record, with TOML and inline
+forms.
 
     spec = AttentionSpec.make(variant="gqa", heads=32, kv_heads=8, causal=True)
 
-Every complaint is a line that names the field, says what is wrong and how to mend it.
+Every error is a line that names the field, says what is wrong and how to fix it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _TEXT_FIELDS = ("variant", "dtype", "branch", "reference")
 
 
 class BadSpec(ValueError):
-    """A specification that cannot be taken; `lines` says why, one complaint each."""
+    """An invalid specification; `lines` has one error each."""
 
     def __init__(self, *lines: str) -> None:
         super().__init__("\n".join(lines))
@@ -64,14 +65,14 @@ class AttentionSpec(BaseModel):
     v_dim: int | None = None
     """Columns of V and O. None: head_dim."""
     dtype: Literal["fp16", "bf16", "fp8"] = "fp16"
-    """Of Q, K, V and O; fp8 is e4m3 in and bf16 out."""
+    """The type of Q, K, V and O; fp8 means e4m3 inputs and a bf16 output."""
     causal: bool = False
     """Query q_idx sees key kv_idx when kv_idx <= q_idx + kv_len - q_len."""
     window: int | None = None
     """Sliding window: position p = q_idx + kv_len - q_len sees key k when |p - k| < window
     (and k <= p when causal)."""
     sink_tokens: int | None = None
-    """With a window: the first so many keys are seen whatever the window (k <= p when causal)."""
+    """With a window: the number of first keys that every query sees (k <= p when causal)."""
     softcap: float | None = None
     """c: a score s becomes c * tanh(s / c)."""
     alibi: bool = False
@@ -79,9 +80,9 @@ class AttentionSpec(BaseModel):
     sink: bool = False
     """One logit per head that joins the denominator and has no value; input `Sink` (heads) fp32."""
     scale: float | None = None
-    """Of Q K^T. None: 1 / sqrt(head_dim)."""
+    """The factor on Q K^T. None: 1 / sqrt(head_dim)."""
     lse: bool = True
-    """The kernel also returns the log-sum-exp of each row."""
+    """Whether the kernel also returns the log-sum-exp of each row."""
     branch: Literal["compressed", "selected", "window"] | None = None
     """Which branch of native sparse attention (NSA) this is; None: not NSA."""
     block: int = 32
@@ -93,13 +94,13 @@ class AttentionSpec(BaseModel):
     top_k: int = 16
     """NSA: selected blocks per query."""
     reference: str | None = None
-    """A Python file with a function that says what is right, as FILE.py or FILE.py:function; its
-    path is relative to the spec's file."""
+    """A Python file with a function that computes the expected output, as FILE.py or
+    FILE.py:function. The path is relative to the spec's file."""
     tolerance: float | None = None
     """Allowed error relative to the output's RMS. None: what the dtype allows."""
     repeatable: bool = True
-    """The same inputs give the same bits. False: two runs may differ, as atomic additions make
-    them, by half of the allowed error at most."""
+    """Whether the same inputs must give the same bits. False: two runs may differ by at most half
+    of the allowed error, as with atomic additions."""
     dims: dict[str, int] = Field(default_factory=dict)
     """Extra run-time dims of a custom program."""
 
@@ -116,12 +117,12 @@ class AttentionSpec(BaseModel):
 
     @property
     def input_dtype(self) -> Literal["fp16", "bf16", "e4m3"]:
-        """Of Q, K and V."""
+        """The element type of Q, K and V."""
         return "e4m3" if self.dtype == "fp8" else self.dtype
 
     @property
     def output_dtype(self) -> Literal["fp16", "bf16"]:
-        """Of O."""
+        """The element type of O: the spec's dtype, or bf16 for fp8."""
         return "bf16" if self.dtype == "fp8" else self.dtype
 
     @property
@@ -141,7 +142,7 @@ class AttentionSpec(BaseModel):
 
     @property
     def in_words(self) -> str:
-        """What is asked for, as a person would say it."""
+        """A description in words, for messages and reports."""
         heads = f"{self.heads} heads"
         if self.kv_heads != self.heads:
             shared = "one KV head" if self.kv_heads == 1 else f"{self.kv_heads} KV heads"
@@ -177,7 +178,7 @@ class AttentionSpec(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _share_nothing(cls, data: object) -> object:
-        """Without kv_heads every query head has its own."""
+        """Default kv_heads to heads."""
         if isinstance(data, dict) and "kv_heads" not in data:
             heads = data.get("heads")
             if isinstance(heads, int) and 1 <= heads <= MAX_HEADS:  # else its own line is enough
@@ -186,7 +187,7 @@ class AttentionSpec(BaseModel):
 
     @model_serializer(mode="wrap")
     def _as_recorded(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without what records of earlier versions do not have, where it says nothing."""
+        """The record without fields that earlier versions lack, if they have their default."""
         found: dict[str, Any] = dumped(self)
         if self.repeatable:
             found.pop("repeatable", None)
@@ -305,7 +306,7 @@ def _shown(value: int) -> str:
 
 
 def _exact(value: float) -> str:
-    """A number as short as it can be without becoming another."""
+    """The shortest text that reads back as the same number."""
     return f"{value:g}" if float(f"{value:g}") == value else repr(value)
 
 
@@ -374,7 +375,7 @@ def _unknown(name: str) -> str:
 
 
 def load(path: str | Path) -> AttentionSpec:
-    """The spec in a TOML file; raises BadSpec with the file, and the line where it is known."""
+    """The spec in a TOML file. Raises BadSpec with the file, and the line if it is known."""
     try:
         text = Path(path).read_bytes().decode("utf-8")
     except FileNotFoundError:
@@ -387,7 +388,7 @@ def load(path: str | Path) -> AttentionSpec:
 
 
 def parse(text: str, source: str = "spec") -> AttentionSpec:
-    """The spec in TOML text; `source` names the text in complaints."""
+    """The spec in TOML text; `source` names the text in errors. Raises BadSpec."""
     try:
         settings = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
@@ -408,7 +409,7 @@ def _line_of(text: str, field: str) -> str:
 
 
 def dump(spec: AttentionSpec) -> str:
-    """The spec as TOML: the main settings, and what differs from the defaults."""
+    """The spec as TOML: the main settings and those that differ from the defaults."""
     lines = []
     for name, field in AttentionSpec.model_fields.items():
         value = getattr(spec, name)
@@ -420,7 +421,7 @@ def dump(spec: AttentionSpec) -> str:
 
 
 def _toml(value: str | bool | int | float) -> str:
-    """JSON's scalars are TOML's, but for the one control character that JSON leaves bare."""
+    """A TOML scalar: JSON's, except for DEL, which JSON does not escape."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

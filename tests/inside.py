@@ -1,4 +1,4 @@
-"""A sandbox without a process: the judge and the worker as they are, and no time lost."""
+"""A sandbox without a process, for quick tests: the real judge and worker in this process."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from flashwright.spec import AttentionSpec
 
 
 def judged(candidate: Candidate, spec: AttentionSpec, **options: Any) -> Verdict:
-    """The verdict on a candidate that is run in this process, always on the same problems."""
+    """The verdict on a candidate that runs in this process, always on the same problems."""
     return judge(candidate, spec, sandbox=Inside, **{"seed": 1, **options})
 
 
 NOBODY = 2**31 - 1
-"""No process has this number. A mock's own is 1, and the group 1 is everybody."""
+"""A pid that no process has. (A mock's would be 1, and group 1 means every process.)"""
 
 
 class Inside(Sandbox):
-    """Only for candidates that do no harm to the process they are in."""
+    """Runs a candidate in this process: only for candidates that do not harm it."""
 
     def start(self) -> None:
-        # Another copy of its module: the caches of the one that is there are of another trial.
+        # A new copy of its module: the loaded one has caches of another trial.
         self._module = sys.modules.pop(self.candidate.where, None)
         with contextlib.ExitStack() as self._started:
             fake = self._started.enter_context(mock.patch.object(process.subprocess, "Popen"))
@@ -54,7 +54,7 @@ class Inside(Sandbox):
         self.memory.close()
 
     def _wait(self, seconds: float) -> None:
-        """Nobody who is judged inside has a thread."""
+        """No wait: no candidate that runs inside starts a thread."""
 
     @property
     def alive(self) -> bool:

@@ -1,4 +1,4 @@
-"""Which cases of a parametrised test are quick: `make test` has a few minutes, CI has more."""
+"""Splits the cases of a parametrised test: `make test` runs a part, the slow tests run the rest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def some(cases: Iterable[Any], every: int = 2) -> list[Any]:
-    """One case of `every`, from the first on; the others are among the slow tests."""
+    """The cases, all but each `every`-th marked as slow; the first is quick."""
     return [
         one if number % every == 0 else pytest.param(one, marks=pytest.mark.slow)
         for number, one in enumerate(cases)

@@ -1,1 +1,1 @@
-"""What keeps a process from what is not its own: limits, the network, other processes, files."""
+"""Confinement of a process: limits, files (Landlock), system calls (seccomp), environment."""

@@ -1,4 +1,4 @@
-"""The system calls that a confined process makes, and those that it is refused: a table.
+"""The system calls that a confined process may make, and those that it may not, as tables.
 
 Each entry is a name, its number on x86_64 and its number on aarch64; a dash where a machine has no
 such call. Numbers are part of Linux' ABI and never change. Those of x86_64 are in its
@@ -127,8 +127,8 @@ def _numbers(*tables: str) -> Iterator[tuple[str, dict[str, int]]]:
 
 
 ALLOWED = dict(_numbers(_FILES, _MEMORY, _WAITING, _PROCESSES, _PAIRS))
-"""What Python, NumPy, PyTorch, CUDA's driver and compilers need, and what is as harmless."""
+"""The calls that Python, NumPy, PyTorch, CUDA's driver and compilers need, and harmless ones."""
 RULED = dict(_numbers(_RULED))
-"""What hangs on the arguments: filter.py has the rules."""
+"""Calls that depend on their arguments; filter.py has the rules."""
 REFUSED = dict(_numbers(_OTHERS, _OUTSIDE, _AROUND, _MACHINE))
-"""What is never done. A call in none of these tables is answered as by a kernel that lacks it."""
+"""Calls that are refused. A call in none of these tables gets ENOSYS."""

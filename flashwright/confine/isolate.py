@@ -1,7 +1,7 @@
-"""A function in a process of its own, with limits: for work on what a model has written.
+"""Runs a Python function in a separate process with limits, for programs that a model wrote.
 
-TL that passes the grammar may still ask for more steps or memory than there is. Where the process
-does not come to an end, it is ended; whatever happens to it, the caller goes on.
+TL that passes the grammar may still need more steps or memory than there are. A process that takes
+too long is killed. Whatever happens to it, the caller continues.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _DYING = 5.0  # seconds for a process that has closed its end of the pipe
 
 
 def call(function: Callable[..., T], *arguments: Any, seconds: float, memory: int) -> T:
-    """What the function returns; Failed where it raises that, or takes more than it may.
+    """The function's result. Raises Failed if it raises Failed or exceeds a limit.
 
-    The function is a module's own, and what goes in and out can be pickled.
+    The function must be at the top level of a module; arguments and result must be picklable.
     """
     context = multiprocessing.get_context("spawn")  # a fork would inherit threads and their locks
     here, there = context.Pipe(duplex=False)
@@ -61,9 +61,9 @@ def call(function: Callable[..., T], *arguments: Any, seconds: float, memory: in
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """What is started here hears no Ctrl-C, which a terminal sends to all: its end is our matter,
-    and a traceback of its own is nobody's."""
-    resource_tracker.ensure_running()  # the first start of a process would, and lift the block
+    """Block Ctrl-C for processes started here. A terminal sends it to all of them; the caller ends
+    them itself, without a traceback of theirs."""
+    resource_tracker.ensure_running()  # else the first start of a process would unblock it
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -72,7 +72,7 @@ def _uninterrupted() -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    """Where the caller is killed, nobody is left to end this process."""
+    """End this process if its caller is killed."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -89,7 +89,7 @@ def _work(answer: Connection, memory: int, function: Callable[..., Any], argumen
         answer.send(("failed", failed.diagnostics))
     except MemoryError:
         answer.send(("memory", allowed))
-    except Exception as error:  # ours, not the program's: say so instead of a traceback
+    except Exception as error:  # a bug of ours, not of the program: a message, no traceback
         answer.send(_broken(error))
 
 
@@ -98,7 +98,7 @@ def _broken(error: Exception) -> Answer:
 
 
 def _died(process: multiprocessing.process.BaseProcess) -> Answer:
-    """How it ended that gave no answer: the system kills what takes all memory."""
+    """The answer for a process that ended without one. The system kills it if memory runs out."""
     process.join(_DYING)
     code = process.exitcode or 0
     if code == -signal.SIGKILL:
@@ -118,9 +118,9 @@ def _end(process: multiprocessing.process.BaseProcess) -> None:
 def _ended(kind: str, value: Any, seconds: float) -> Diagnostic:
     if kind == "late":
         text = f"the program does not come to an end: {seconds:g} s were not enough"
-        return Diagnostic("FW806", text, help="loops over less, or fewer and larger tiles")
+        return Diagnostic("FW806", text, help="use shorter loops, or fewer and larger tiles")
     if kind == "memory":
         most = "there is" if value is None else f"{value / GB:.3g} GB"
         text = f"the program needs more memory than {most}"
-        return Diagnostic("FW806", text, help="use smaller tiles, and fewer of them")
+        return Diagnostic("FW806", text, help="use smaller and fewer tiles")
     return Diagnostic("FW806", f"the program could not be run ({value})")

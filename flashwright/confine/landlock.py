@@ -1,8 +1,8 @@
-"""Which files a process can open at all: Landlock, which needs no privilege and cannot be undone.
+"""Landlock: restricts the files that a process can open. It needs no privilege and is permanent.
 
-A process in such a domain cannot look into one outside of it either, and newer systems keep its
-signals, its abstract sockets and TCP in. Where the system has none (Linux before 5.13, or switched
-off), nothing is refused, and the caller is told.
+A restricted process cannot inspect one outside its domain. Newer systems also restrict its signals,
+abstract sockets and TCP. On a system without Landlock (Linux before 5.13, or disabled), `restrict`
+refuses nothing and returns False.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from collections.abc import Iterable
 
 PROGRAMS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/gnu/store")
 LOADER = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
-"""By which programs find each other and their libraries."""
+"""The files through which programs find each other and their libraries."""
 SYSTEM = ("/usr", "/opt", *PROGRAMS, *LOADER)
-"""Programs and libraries, which are nobody's own."""
+"""The folders of programs and libraries, without any user's files."""
 _CREATE, _ADD, _RESTRICT = 444, 445, 446  # system calls, the same numbers on every machine
 _VERSION, _BENEATH, _NO_NEW_PRIVS = 1, 1, 38
 _EXECUTE, _WRITE, _READ, _LIST = 1, 2, 4, 8
 _TRUNCATE, _DEVICE = 1 << 14, 1 << 15
 _READING = _EXECUTE | _READ | _LIST
 _OF_A_FILE = _EXECUTE | _WRITE | _READ | _TRUNCATE | _DEVICE
-# How many rights of files the system knows by version: execute to make_sym, refer, truncate, and
-# ioctl on devices. What it does not know must not be asked for.
+# The number of file rights by Landlock version: execute to make_sym, refer, truncate, and ioctl on
+# devices. A request for an unknown right fails.
 _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 _NEWEST = 16
 _TCP, _SCOPES = 3, 3  # bind and connect; abstract sockets and signals
@@ -46,7 +46,7 @@ class _Beneath(ctypes.Structure):
 
 
 def available() -> bool:
-    """Whether the system does it at all."""
+    """Whether the system has Landlock."""
     return sys.platform == "linux" and _version(ctypes.CDLL(None, use_errno=True)) >= 1
 
 
@@ -56,11 +56,11 @@ def keeps_signals() -> bool:
 
 
 def restrict(readable: Iterable[str], writable: Iterable[str], *, network: bool = False) -> bool:
-    """From now on this process and its children open these files and folders only.
+    """Restrict this process and its children to these files and folders.
 
-    What is `readable` may be executed too. Paths that are not there are left out. TCP is refused
-    unless `network` is given, signals to others and their abstract sockets always, as far as the
-    system knows how. Returns whether the system does it at all.
+    `readable` files may be executed too. Missing paths are ignored. TCP is refused unless `network`
+    is given. Signals to others and their abstract sockets are refused, if the system supports it.
+    Returns whether the system has Landlock.
     """
     system = ctypes.CDLL(None, use_errno=True)
     version = _version(system)
@@ -86,7 +86,7 @@ def restrict(readable: Iterable[str], writable: Iterable[str], *, network: bool 
 
 
 def _size(version: int) -> int:
-    """How much of the rules the system knows: it takes no more."""
+    """The size of the ruleset struct that this version accepts."""
     known = 3 if version >= _SINCE_SCOPES else 2 if version >= _SINCE_TCP else 1
     return known * ctypes.sizeof(ctypes.c_uint64)
 

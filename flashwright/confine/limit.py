@@ -1,4 +1,4 @@
-"""What the system itself allows a process and no more."""
+"""Resource limits of a process (setrlimit)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import resource
 
 
 def limit(kind: int, most: int) -> int:
-    """Hold this process and its children to so much; what is allowed, less where it was already."""
+    """Limit this process and its children to `most`. Returns the limit, which may have been lower
+    already."""
     _, allowed = resource.getrlimit(kind)
     value = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
     resource.setrlimit(kind, (value, value))

@@ -1,7 +1,7 @@
-"""What a confined process gives up before it becomes somebody's code.
+"""What a confined process gives up before it executes untrusted code.
 
-System calls (seccomp), capabilities, and the life without its parent. No privilege is needed for
-this, and none can be gained afterwards. Where the system has no seccomp, the caller is told.
+It gives up system calls (seccomp) and capabilities, and dies with its parent. This needs no
+privilege, and none can be gained afterwards. `seal` returns False on a system without seccomp.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Header(ctypes.Structure):
 
 
 def die_with_parent() -> None:
-    """Be killed when the judge is gone: a hung kernel must not outlive it."""
+    """Ask to be killed when the parent dies, so that a hung kernel does not outlive the judge."""
     ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
 
 
@@ -49,9 +49,9 @@ def die_with_parent() -> None:
 
 
 def drop_capabilities() -> None:
-    """What is executed from now on has none, even as root, and sees into no other process.
+    """Drop all capabilities, even as root, for this process and everything it executes.
 
-    Root's own capabilities come back when it executes something, unless they are out of bounds.
+    Root regains capabilities on exec unless they are removed from the bounding set.
     """
     system = ctypes.CDLL(None, use_errno=True)
     for capability in range(_CAPABILITIES):
@@ -67,7 +67,7 @@ def drop_capabilities() -> None:
 
 
 class Hidden:
-    """This process cannot be looked into by others of the same user while somebody asks for it.
+    """Hides this process from other processes of the same user, while at least one caller asks.
 
     Linux then refuses its memory, its environment and its files in /proc to all but root, and
     writes no core.
@@ -77,7 +77,7 @@ class Hidden:
         self._lock, self._askers, self._before = threading.Lock(), 0, 1
 
     def begin(self) -> None:
-        """One more asks for it."""
+        """Hide the process, for one more caller."""
         with self._lock:
             self._askers += 1
             if self._askers == 1 and sys.platform == "linux":
@@ -86,23 +86,23 @@ class Hidden:
                 system.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
 
     def end(self) -> None:
-        """One asks for it no more; behind the last one all is as it was."""
+        """End one caller's request. The last one restores the previous state."""
         with self._lock:
             self._askers -= 1
-            # Only a program that root alone may read has 2, and nobody can ask for that.
+            # A program that only root may read has 2, which prctl cannot set.
             if self._askers == 0 and self._before == 1 and sys.platform == "linux":
                 ctypes.CDLL(None).prctl(_SET_DUMPABLE, 1, 0, 0, 0)
 
 
 hidden = Hidden()
-"""Of this process."""
+"""The instance of this process."""
 
 
 # --- system calls -----------------------------------------------------------------------------
 
 
 def available() -> bool:
-    """Whether this system and machine have the filter."""
+    """Whether this system has seccomp and this machine a filter."""
     number = _SECCOMP.get(platform.machine()) if sys.platform == "linux" else None
     if number is None:
         return False
@@ -111,7 +111,7 @@ def available() -> bool:
 
 
 def seal(judge: int, scoped: bool) -> bool:
-    """Allow this process, in all its threads, the calls of filter.py and no others.
+    """Restrict this process, in all its threads, to the calls that filter.py allows.
 
     It is the first of its group. `scoped` says whether Landlock keeps its signals in. Returns
     whether the system does it.

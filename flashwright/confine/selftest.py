@@ -1,7 +1,6 @@
-"""What a confined process tries before it becomes somebody's code: each try must be refused.
+"""Checks the confinement from inside, before untrusted code runs: each attempt must be refused.
 
-A system says that it confines a process. This shows it from inside, in a millisecond. Where a try
-succeeds after all, nothing is left of it but the answer.
+It takes a millisecond. An attempt that succeeds has no lasting effect; it is only reported.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from functools import partial
 
 _INTERNET, _STREAM = 2, 1  # of a socket
 _SEIZE, _INTERRUPT, _DETACH = 0x4206, 0x4207, 17  # ptrace
-_ANY_CHILD = 0x40000000  # waitpid: also one that is none
+_ANY_CHILD = 0x40000000  # waitpid: also for a process that is no child
 _OUTSIDE = ("/", "/etc", "/home", "/root")
 _SCRATCH = ("/tmp", "/var/tmp", "/dev/shm")
 
@@ -22,13 +21,13 @@ Try = Callable[[], object]
 
 
 def open_files(parent: int, allowed: Iterable[str]) -> Iterator[str]:
-    """What Landlock should refuse and does not, in words.
+    """What Landlock should refuse and does not, as phrases for a message.
 
     `parent` is the judge's process, `allowed` are the files and folders that may be opened.
     """
     inside = [os.path.realpath(path) for path in allowed]
     tries: dict[str, Try] = {}
-    if parent:  # it is 0 where it has no number here
+    if parent:  # 0 if the parent is in another pid namespace
         tries["the judge's memory"] = partial(_open, f"/proc/{parent}/mem", os.O_RDWR)
         tries["the judge's environment"] = partial(_open, f"/proc/{parent}/environ", os.O_RDONLY)
     for place in _OUTSIDE:
@@ -41,9 +40,9 @@ def open_files(parent: int, allowed: Iterable[str]) -> Iterator[str]:
 
 
 def open_calls(parent: int) -> Iterator[str]:
-    """What seccomp should refuse and does not, in words."""
+    """What seccomp should refuse and does not, as phrases for a message."""
     tries: dict[str, Try] = {"a socket": _socket}
-    if parent:  # kill(0) would mean all of a group
+    if parent:  # kill(0) would signal a whole group
         tries["signals to the judge"] = partial(os.kill, parent, 0)
         tries["limits of the judge"] = partial(resource.prlimit, parent, resource.RLIMIT_CORE)
         tries["ptrace of the judge"] = partial(_trace, parent)

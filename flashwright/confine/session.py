@@ -1,4 +1,4 @@
-"""What all processes of a session hold together."""
+"""The memory and the number of all processes of a session."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Use:
-    """Bytes of memory in use, and the number of processes; 0 where the system does not tell."""
+    """Bytes of memory in use and the number of processes; 0 if the system does not report them."""
 
     memory: int = 0
     processes: int = 0
 
 
 def use(session: int) -> Use:
-    """What the processes of a session hold now.
+    """The current use of a session's processes.
 
     Not RLIMIT_AS: CUDA reserves terabytes of addresses that it never uses.
     """
@@ -32,7 +32,7 @@ def use(session: int) -> Use:
 
 def _resident(process: Path, session: int) -> int | None:
     try:
-        # The name in parentheses may hold anything: count the fields from behind it.
+        # The name in parentheses may contain anything: count the fields after it.
         fields = (process / "stat").read_text().rpartition(")")[2].split()
         if int(fields[3]) != session:
             return None

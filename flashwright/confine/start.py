@@ -1,10 +1,10 @@
-"""Run a command confined: limits, no network, no other processes, only the files that it is told.
+"""Runs a command confined: limits, no network, no other processes, only the listed files.
 
     python -P -S -s -m flashwright.confine.start POLICY COMMAND...
 
-It confines itself, tries that it is (selftest.py), and then becomes the command: what is given up
-cannot be had back, and no thread is older than that. (Not between fork and exec of the caller,
-which may have threads.)
+It confines itself, checks the confinement (selftest.py), and then executes the command. The
+confinement is permanent, and no thread exists from before. (This cannot happen between fork and
+exec of the caller, which may have threads.)
 """
 
 from __future__ import annotations
@@ -24,36 +24,35 @@ from flashwright.confine.seal import die_with_parent, drop_capabilities, seal
 from flashwright.confine.selftest import open_calls, open_files
 
 UNCONFINED = "FLASHWRIGHT_UNCONFINED"
-"""Set to 1: what a model wrote is compiled and run also where it can open every file."""
+"""Set to 1 to compile and run code that a model wrote without confinement."""
 NOT_STARTED = 126
-"""The exit status where the command cannot be run at all, as a shell has it."""
+"""The exit status if the command cannot be executed, as in a shell."""
 NOT_CONFINED = 125
-"""The exit status where it could not be confined as it must be."""
+"""The exit status if the required confinement failed."""
 NOT_REFUSED = "this system does not refuse a process what it should"
-"""How that is told, before what it is."""
+"""The start of the message for NOT_CONFINED."""
 FILES, CALLS = "files", "calls"
-"""What can be asked for: Landlock and seccomp."""
+"""The kinds of confinement: Landlock and seccomp."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What a command may do."""
+    """What a confined command may do."""
 
     readable: tuple[str, ...]
     writable: tuple[str, ...]
     file_bytes: int
     """The largest file it may write."""
     environment: Mapping[str, str]
-    """All of it."""
+    """The command's whole environment."""
     seconds: int | None = None
-    """Of the processor, for each of its processes: they end even where nobody is left to end
-    them."""
+    """CPU seconds of each process. The system ends them even if the caller is gone."""
     addresses: int | None = None
-    """Bytes of addresses that one process may have."""
+    """Bytes of address space of one process."""
     must: tuple[str, ...] = ()
-    """FILES and CALLS: the command is not run where these cannot be refused."""
+    """The kinds of confinement (FILES, CALLS) without which the command is not run."""
     watched: bool = False
-    """The command is a tool that watches another: it has sockets and all system calls."""
+    """Whether the command is a tool that watches another, with sockets and all system calls."""
 
 
 def confined(policy: Policy, command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -65,10 +64,10 @@ def confined(policy: Policy, command: Sequence[str]) -> tuple[list[str], dict[st
 
 
 def main() -> None:
-    """Give everything up, then become the command."""
+    """Confine this process, then execute the command."""
     policy, command = Policy(**json.loads(sys.argv[1])), sys.argv[2:]
     die_with_parent()
-    with contextlib.suppress(PermissionError):  # it is the first of its group already
+    with contextlib.suppress(PermissionError):  # it leads its group already
         os.setsid()
     limit(resource.RLIMIT_CORE, 0)
     limit(resource.RLIMIT_FSIZE, policy.file_bytes)
@@ -89,7 +88,7 @@ def main() -> None:
 
 
 def _confine(policy: Policy) -> Iterator[str]:
-    """Give up files and system calls; what could not be given up."""
+    """Give up files and system calls. Yields the kinds that this system does not support."""
     inside = restrict(policy.readable, policy.writable, network=policy.watched)
     if not inside:
         yield FILES
@@ -98,7 +97,7 @@ def _confine(policy: Policy) -> Iterator[str]:
 
 
 def _unrefused(policy: Policy) -> Iterator[str]:
-    """What this process can do although it must not; nothing is tried where the user says so."""
+    """What this process can do although it must not; nothing with FLASHWRIGHT_UNCONFINED."""
     if policy.environment.get(UNCONFINED) == "1":
         return
     if FILES in policy.must:

@@ -412,7 +412,7 @@ class _EmulatedRun(JudgeRun):
         self._should_stop(running, len(tried), len(tried))
 
     def _repeat_smallest(self, trial: Trial, listed: Sequence[Problem]) -> None:
-        """Nothing here: launches are slow, `_repeat_at_the_end` does it after all problems."""
+        """Nothing here: launches are slow, and `_repeat_at_the_end` repeats a problem later."""
 
     def _launch_many_times(self, trial: Trial, problem: Problem) -> Outcome:
         """FaultyLaunch a problem many times. Each launch must give the same bits."""

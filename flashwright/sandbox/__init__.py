@@ -1,1 +1,1 @@
-"""Code that nobody has read yet, in a process of its own, with limits."""
+"""The sandbox: an untrusted candidate in a separate process, with limits."""

@@ -1,4 +1,4 @@
-"""What is judged or measured: a kernel package, a Python callable, or a shared library."""
+"""A candidate to judge or measure: a kernel package, a Python callable or a shared library."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Kind = Literal["package", "python", "library"]
 
 
 class Unable(Exception):
-    """A candidate that does not do a problem; the message says why. That is no offence."""
+    """Raised if a candidate does not support a problem, with the reason. It is no offence."""
 
 
 class InWorker(BaseException):
-    """Asked for inside a candidate's own process, where nothing is judged.
+    """Raised if a candidate's script calls `verify` inside the candidate's process.
 
-    A script that ends in `verify(attention, ...)` runs in the worker only until there: by then it
-    has defined what is judged. Not an Exception, so that no `except` of the script takes it.
+    A script that ends in `verify(attention, ...)` runs in the worker up to that call: by then it
+    has defined its function. This is no Exception, so that no `except` of the script catches it.
     """
 
 
@@ -29,8 +29,8 @@ class InWorker(BaseException):
 class Candidate:
     """Where the code is, so that another process can load it.
 
-    A callable takes Q, K, V, then Slopes, Sink and Idx where the spec has them, each (batch, heads,
-    length, dim), and returns O, or O and LSE. A function of a shared library (apache-tvm-ffi's
+    A callable takes Q, K, V, then Slopes, Sink and Idx if the spec has them, each (batch, heads,
+    length, dim), and returns O, or O and LSE. A function of a shared library (with apache-tvm-ffi's
     calling convention) takes the same, and then O and LSE to write to.
     """
 
@@ -39,25 +39,28 @@ class Candidate:
     """A folder, a file, or the name of a module."""
     function: str = ""
     factory: bool = False
-    """The function is given the spec and returns the callable; it may raise Unable."""
+    """Whether the function takes the spec and returns the callable; it may raise Unable."""
     title: str = ""
-    """As the user named it."""
+    """The name the user gave it."""
     untrusted: bool = False
-    """A model wrote it: its process opens its own file and no other of the user's."""
+    """Whether a model wrote it: its process may open no other file of the user's."""
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The candidate as messages name it: its title, else its path and function."""
         return self.title or f"{self.where}:{self.function}".rstrip(":")
 
     @classmethod
     def package(cls, folder: Path, title: str = "") -> Candidate:
-        """A kernel package; the other process may stand in another folder."""
+        """A kernel package, by its absolute path: the worker has another working folder."""
         return cls("package", str(folder.resolve()), title=title or str(folder))
 
     @classmethod
     def parse(cls, text: str) -> Candidate:
-        """`FOLDER`, `file.py:function`, `package.module:function` or `library.so:function`."""
+        """From `FOLDER`, `file.py:function`, `package.module:function` or `library.so:function`.
+
+        Raises Failed with FW857 for any other text and for a missing file.
+        """
         if text and Path(text).is_dir():
             return cls.package(Path(text), text)
         where, colon, function = text.rpartition(":")
@@ -65,7 +68,7 @@ class Candidate:
             hint = "a folder, file.py:function, module:function or library.so:function"
             if Path(text).exists():
                 hint = f"say which function: {text}:attention"
-            raise Failed(Diagnostic("FW857", f"{text} is nothing that can be judged", help=hint))
+            raise Failed(Diagnostic("FW857", f"{text} is not a candidate", help=hint))
         path = Path(where)
         if path.suffix not in (".py", ".so"):
             return cls("python", where, function, title=text)
@@ -76,7 +79,10 @@ class Candidate:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Candidate:
-        """A function of this program: the other process imports the file that it is defined in."""
+        """A function of this program. The worker imports the file that defines it.
+
+        Raises Failed with FW857 if the function cannot be imported.
+        """
         name = str(getattr(function, "__qualname__", "") or getattr(function, "__name__", ""))
         module = getattr(function, "__module__", None)
         found: Any = sys.modules.get(str(module))

@@ -1,7 +1,7 @@
-"""What a candidate's process does with the judge's memory: PyTorch on a GPU, NumPy on the CPU.
+"""The judge's memory as tensors in the candidate's process: PyTorch on a GPU, NumPy on the CPU.
 
-Nothing of a candidate's own runs when its output is taken: not the code of a subclass of tensors,
-which could compute only then. What is not in memory when its stream is done is not there.
+No code of the candidate runs while its output is copied: a subclass of tensors could compute only
+then. A result counts only if it is in memory when the stream is done.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ _SLEEP_CYCLES = 40_000_000  # about 20 ms: longer than any launch takes
 _SCRATCH = (1 << 29, 1 << 19, 1 << 19, 1 << 19)  # large and small blocks come from different pools
 
 Copies = Sequence[tuple[int, int, int]]
-"""From where to where in the judge's memory, and how many bytes."""
+"""Source and target offset in the judge's memory, and a number of bytes."""
 
 
 class NoTensor(TypeError):
-    """What a candidate returned is nothing that can be compared."""
+    """A candidate returned something that is no tensor in memory."""
 
 
 class Device(Protocol):
-    """What differs between the GPU and the CPU."""
+    """The operations that differ between the GPU and the CPU."""
 
     def tensor(self, memory: Any, told: Mapping[str, Any], alone: bool = False) -> Any:
-        """A tensor in the judge's memory; `alone`: a copy in an allocation of its own."""
+        """A tensor in the judge's memory; `alone`: a copy in a separate allocation."""
 
     def plain(self, name: str, found: Any) -> Any:
-        """What a candidate returned, as memory: NoTensor where it is none."""
+        """A candidate's result as a plain tensor. Raises NoTensor if it has no memory."""
 
     def store(self, memory: Any, at: int, found: Any) -> None:
-        """Copy a plain tensor to the judge's memory, in the queue that the candidate had."""
+        """Copy a plain tensor to the judge's memory, on the candidate's stream."""
 
     def late(self, memory: Any, copies: Copies) -> Any:
-        """A context whose queue is busy, with the inputs still to come in it."""
+        """A context whose stream is busy, with the copies of the inputs queued behind."""
 
     def arrived(self) -> None:
-        """Wait for the queue that the candidate was called in, and for no other."""
+        """Wait for the stream that the candidate was called on, and for no other."""
 
     def finish(self) -> None:
-        """Wait for everything."""
+        """Wait for all streams of the device."""
 
     def poison(self) -> None:
         """Leave NaN in the memory that the candidate's next allocations get."""
@@ -56,47 +56,47 @@ class Device(Protocol):
 
 
 class Cpu:
-    """NumPy arrays."""
+    """The CPU: tensors are NumPy arrays, and there are no streams."""
 
     def tensor(self, memory: Any, told: Mapping[str, Any], alone: bool = False) -> Any:
-        """See Device."""
+        """A view of the judge's memory, or a copy of it."""
         kind = DTYPES[told["dtype"]]
         steps = tuple(step * kind.itemsize for step in told["steps"])
         found: Array = np.ndarray(tuple(told["shape"]), kind, memory, told["at"], steps)
         return found.copy() if alone else found
 
     def plain(self, name: str, found: Any) -> Any:
-        """See Device."""
+        """The result as a plain ndarray. Raises NoTensor if it is no array."""
         if not isinstance(found, np.ndarray):
             raise NoTensor(f"{name} is no array, but {type(found).__name__}")
         return np.ndarray.view(found, np.ndarray)
 
     def store(self, memory: Any, at: int, found: Any) -> None:
-        """See Device."""
+        """Copy the array's bytes."""
         flat = np.ascontiguousarray(found).reshape(-1)
         if flat.size:
             memory[at : at + flat.nbytes] = flat.view(np.uint8)
 
     @contextlib.contextmanager
     def late(self, memory: Any, copies: Copies) -> Iterator[None]:
-        """See Device. There is no queue here."""
+        """Copy the inputs at once, as the CPU has no streams."""
         for source, target, size in copies:
             memory[target : target + size] = memory[source : source + size]
         yield
 
     def arrived(self) -> None:
-        """See Device."""
+        """Nothing: a call on the CPU returns when its work is done."""
 
     def finish(self) -> None:
-        """See Device."""
+        """Nothing: the CPU has no streams."""
 
     def poison(self) -> None:
-        """See Device."""
+        """Fill and free blocks with NaN bits."""
         for size in _SCRATCH[1:]:
             np.full(size, POISON, np.uint8)
 
     def span(self, tensor: Any) -> tuple[int, int]:
-        """See Device."""
+        """First and last address of an array's memory."""
         low, high = np.lib.array_utils.byte_bounds(tensor)
         return low, high
 
@@ -113,7 +113,7 @@ class Cuda:
         torch.cuda.set_per_process_memory_fraction(min(1.0, most / whole))
 
     def tensor(self, memory: Any, told: Mapping[str, Any], alone: bool = False) -> Any:
-        """See Device."""
+        """A strided view of the judge's memory, or a copy of it."""
         part = memory[told["at"] : told["at"] + told["span"]].view(torch_dtype(told["dtype"]))
         if not told["span"]:
             return part.new_empty(tuple(told["shape"]))
@@ -121,7 +121,7 @@ class Cuda:
         return found.clone() if alone else found
 
     def plain(self, name: str, found: Any) -> Any:
-        """See Device."""
+        """The result as a plain torch.Tensor. Raises NoTensor if it is none on the GPU."""
         torch = self.torch
         if not isinstance(found, torch.Tensor):
             raise NoTensor(f"{name} is no tensor, but {type(found).__name__}")
@@ -134,7 +134,7 @@ class Cuda:
             return bare
 
     def store(self, memory: Any, at: int, found: Any) -> None:
-        """See Device."""
+        """Queue a copy on the current stream."""
         size = found.numel() * found.element_size()
         if size:
             into = memory[at : at + size].view(found.dtype).view(found.shape)
@@ -142,10 +142,9 @@ class Cuda:
 
     @contextlib.contextmanager
     def late(self, memory: Any, copies: Copies) -> Iterator[None]:
-        """See Device.
+        """A stream that sleeps and then copies the inputs.
 
-        A stream of its own sleeps, and gets the inputs only then: whoever works on another stream
-        reads poison.
+        A candidate that works on another stream reads poison.
         """
         self.torch.cuda.synchronize()
         with self.torch.cuda.stream(self.torch.cuda.Stream()):
@@ -155,15 +154,15 @@ class Cuda:
             yield
 
     def arrived(self) -> None:
-        """See Device."""
+        """Wait for the current stream."""
         self.torch.cuda.current_stream().synchronize()
 
     def finish(self) -> None:
-        """See Device."""
+        """Wait for the whole GPU."""
         self.torch.cuda.synchronize()
 
     def poison(self) -> None:
-        """See Device."""
+        """Fill blocks with NaN bits and give them back to torch's allocator."""
         free, _ = self.torch.cuda.mem_get_info()
         kept = [
             self.torch.full((size,), POISON, dtype=self.torch.uint8, device="cuda")
@@ -174,7 +173,7 @@ class Cuda:
         del kept  # back to the allocator, NaN and all
 
     def span(self, tensor: Any) -> tuple[int, int]:
-        """See Device."""
+        """First and last address of a tensor's memory; (0, 0) for an empty one."""
         if not tensor.numel():
             return 0, 0
         ends = zip(tensor.shape, tensor.stride(), strict=True)

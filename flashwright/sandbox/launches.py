@@ -1,12 +1,11 @@
-"""Which kernels a process launches, and whether it brought them: told by the driver itself.
+"""The kernels that a process launches, and whether the candidate brought them, from the driver.
 
-CUPTI calls back at every launch, whoever makes it: PyTorch, a library, Triton, a graph that is
-being captured. A kernel is the candidate's own where its code was seen to be loaded from a file of
-the candidate's, or from memory by nobody's library. All other kernels are those of libraries,
-whatever they are called.
+CUPTI calls back at every launch, by PyTorch, a library, Triton or a graph capture. A kernel is the
+candidate's own if its code was loaded from a file of the candidate's, or from memory by a caller
+that is no library. All other kernels are libraries', whatever their names.
 
-This runs in the candidate's process, which could switch it off. Then it tells of no launches, and
-whoever answers without a launch has not computed on the GPU.
+This runs in the candidate's process, which could switch it off. Then it reports no launches, and
+the judge rejects a candidate that answers without one.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ _LOOKUPS = (  # each gives a handle (its first parameter) out of another (its se
 _UNPACK = re.compile(r"lib(cublas|cudnn|cusparse|cusolver|cufft|curand|cutensor|nvfuser)")
 _DEPTH = 64  # frames
 _MOST = 300
-"""Names that are told."""
+"""The most names in a report."""
 
 
-class _Told(ctypes.Structure):
-    """CUpti_CallbackData."""
+class _CallbackData(ctypes.Structure):
+    """CUPTI's struct CUpti_CallbackData."""
 
     _fields_ = (
         ("site", ctypes.c_int),
@@ -50,30 +49,30 @@ class _Told(ctypes.Structure):
 
 
 _Callback = ctypes.CFUNCTYPE(
-    None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.POINTER(_Told)
+    None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.POINTER(_CallbackData)
 )
 
 
 class Launches:
-    """Counts the launches of this process from now on; OSError where CUPTI cannot be had."""
+    """Counts the launches of this process from now on. Raises OSError without CUPTI."""
 
     def __init__(self) -> None:
         self.own: tuple[str, ...] = ()
-        """Folders whose files are the candidate's."""
+        """The folders of the candidate's files."""
         self.counts: Counter[tuple[str, bool]] = Counter()
-        """By the kernel's name, and whether it is the candidate's own."""
+        """Launches by the kernel's name and whether it is the candidate's own."""
         self._handles: set[int] = set()
         self._kinds: dict[int, str] = {}
-        self._callback = _Callback(self._called)  # CUPTI keeps no reference
+        self._callback = _Callback(self._on_callback)  # CUPTI keeps no reference
         self._subscribe(ctypes.CDLL(_library()))
 
     def begin(self, own: Sequence[str]) -> None:
-        """Count anew, for a candidate whose files are in these folders."""
+        """Reset the counts, for a candidate whose files are in these folders."""
         self.own = tuple(str(Path(folder).resolve()) for folder in own)
         self.counts.clear()
 
     def told(self) -> list[tuple[str, bool, int]]:
-        """Name, whether it is its own, and how often; the most frequent first."""
+        """Name, whether it is the candidate's own, and count; the most frequent first."""
         return [(name, own, n) for (name, own), n in self.counts.most_common(_MOST)]
 
     def _subscribe(self, cupti: ctypes.CDLL) -> None:
@@ -88,21 +87,21 @@ class Launches:
                 self._kinds[number] = kind
                 cupti.cuptiEnableCallback(1, subscriber, _DRIVER_API, ctypes.c_uint32(number))
 
-    def _called(self, user: int, domain: int, number: int, told: Any) -> None:
-        """No exception leaves this: there is nobody to take it."""
+    def _on_callback(self, user: int, domain: int, number: int, told: Any) -> None:
+        """CUPTI's callback. It must not raise: its caller is C code."""
         try:
             data, kind = told.contents, self._kinds[number]
             if kind == _GRAPH:
                 self.counts[GRAPH, True] += data.site != _EXIT
             elif kind in (_LAUNCH, _EX_LAUNCH, _NODE):
                 if data.site != _EXIT:
-                    self._launched(data, kind)
+                    self._count_launch(data, kind)
             elif data.site == _EXIT:
-                self._loaded(data, kind)
+                self._note_module(data, kind)
         except Exception as error:
             self.counts[f"{type(error).__name__} in the count of launches", False] += 1
 
-    def _launched(self, data: Any, kind: str) -> None:
+    def _count_launch(self, data: Any, kind: str) -> None:
         place = {_LAUNCH: 0, _EX_LAUNCH: 1}.get(kind)
         if place is not None:
             handle = data.parameters[place] or 0
@@ -112,7 +111,7 @@ class Launches:
         name = (data.symbol or b"?").decode(errors="replace")
         self.counts[name, handle in self._handles] += 1
 
-    def _loaded(self, data: Any, kind: str) -> None:
+    def _note_module(self, data: Any, kind: str) -> None:
         made = ctypes.c_void_p.from_address(data.parameters[0] or 0).value or 0
         source = data.parameters[1] or 0
         if kind == _LOAD:
@@ -125,14 +124,14 @@ class Launches:
         (self._handles.add if own else self._handles.discard)(made)
 
     def _is_own(self, path: str) -> bool:
-        """Memory without a file, or a file of its own."""
+        """Whether code from this file is the candidate's; an empty path is plain memory."""
         return not path.startswith("/") or str(Path(path).resolve()).startswith(self.own)
 
 
 _LAUNCH, _EX_LAUNCH, _NODE, _GRAPH = "launch", "launch ex", "node", "graph"
 _LOAD, _FILE, _LOOKUP = "load", "file", "lookup"
 GRAPH = "a graph"
-"""Stands for the launch of a graph: its kernels were told when it was made."""
+"""The launch of a graph. Its kernels were counted at capture."""
 _NODE_PLACE = {"cuGraphAddKernelNode": 4, "cuGraphExecKernelNodeSetParams": 2}
 
 
@@ -141,7 +140,7 @@ def _stem(function: bytes | None) -> str:
 
 
 def _kind(name: str) -> str:
-    """What a function of the driver's is to us."""
+    """The role of a driver function: launch, load, lookup or none."""
     stem = name.partition("_")[0]
     if stem == "cuLaunchKernelEx":
         return _EX_LAUNCH
@@ -186,7 +185,7 @@ def _maps() -> Iterator[tuple[int, int, str]]:
 
 
 def _library() -> str:
-    """CUPTI as PyTorch has it; OSError where it has none."""
+    """The path of PyTorch's CUPTI. Raises OSError if it has none."""
     for _, _, path in _maps():
         if Path(path).name.startswith("libcupti.so"):
             return path

@@ -1,8 +1,8 @@
-"""Where the tensors of a call lie in the judge's memory, and what is around them.
+"""The layout of a call's tensors in the judge's memory, with guards around them.
 
-Every tensor lies between guards that are filled with 0xFF, which is NaN in each of our types and -1
-in int32: what is read beside it poisons the output, what is written beside it shows. Outputs are
-full of it before the call. What a function returns is copied to places of its own.
+Every tensor lies between guards filled with 0xFF, which is NaN in each of our types and -1 in
+int32: a read beside a tensor poisons the output, a write beside it shows. Outputs are full of 0xFF
+before the call. What a function returns is copied to a separate region.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ import numpy as np
 from flashwright.sandbox.tensors import DTYPES, Array, bits
 
 GUARD = 1 << 16
-"""Bytes before and behind: a tile's overhang is less."""
+"""Bytes before and after each tensor: more than a tile reaches past its end."""
 POISON = 0xFF
 RETURNED = ("O", "LSE")
-"""What a function returns, in this order; all but the first may be missing."""
-_SHIFT = 256  # bytes by which a tensor moves from place to place; all are aligned to them
+"""The outputs that a function returns, in order; all but the first may be missing."""
+_SHIFT = 256  # bytes by which a tensor moves from one `place` to the next; all are aligned to them
 _WIDEST = 8  # bytes of an element that a function may return
 _VIEWED = ("Q", "K", "V")
 FAR = 1 << 30
-"""Elements between two batches that lie apart."""
+"""Elements between two batches of a `far` layout."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """One tensor: its elements, and the part of the memory that is its own."""
+    """The position, shape and strides of one tensor in the memory."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     steps: tuple[int, ...]
-    """From one element to the next along each axis, in elements."""
+    """The stride of each axis, in elements."""
     at: int
-    """The first element's byte."""
+    """The byte offset of the first element."""
     span: int
-    """Bytes from the first element to the last, whatever lies between."""
+    """Bytes from the first element to the end of the last, with the gaps."""
     low: int
     high: int
 
     def request(self) -> dict[str, Any]:
-        """For the other process."""
+        """The tensor as the worker's request has it."""
         return {
             "name": self.name,
             "dtype": self.dtype,
@@ -71,27 +71,28 @@ class Layout:
     guard: int = GUARD
     around: int = POISON
     place: int = 0
-    """Another place is another address."""
+    """A number; each gives the tensors other addresses."""
     viewed: bool = False
-    """Q, K and V are views: heads lie beside each other, with a gap behind the last."""
+    """Whether Q, K and V are strided views: heads next to each other, then a gap."""
     far: bool = False
-    """And the batches of Q, K and V lie 2^30 elements apart: from the third on, offsets are no
-    numbers of 32 bits."""
+    """Whether the batches of Q, K and V are also 2^30 elements apart: offsets of the third batch
+    exceed a 32-bit integer."""
     inputs: dict[str, Placed] = field(default_factory=dict)
     outputs: dict[str, Placed] = field(default_factory=dict)
     returned: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Where what a function returns is copied to: the byte, and how many there are."""
+    """The region for each returned output: byte offset and size."""
     staged: list[tuple[int, int, int]] = field(default_factory=list)
-    """Inputs that come late: from where, to where, how many bytes."""
+    """Copies for inputs that come late: source, target, bytes."""
     size: int = 0
-    """Bytes of the first batch and of all that has no batches; a further batch has as many."""
+    """Bytes of the first batch and of all tensors without batches; each further batch has as
+    many."""
     chunks: int = 1
     pitch: int = 0
     """Bytes from one batch to the next."""
 
     @property
     def end(self) -> int:
-        """How much memory it takes."""
+        """The total size in bytes."""
         return (self.chunks - 1) * self.pitch + self.size
 
     @classmethod
@@ -103,7 +104,7 @@ class Layout:
         late: bool = False,
         **options: Any,
     ) -> Layout:
-        """Inputs first, then outputs to write to, or the room for what is returned."""
+        """A layout with the inputs first, then the outputs or the room for returned ones."""
         made = cls(**options)
         names = {dtype: name for name, dtype in DTYPES.items()}
         if made.far:
@@ -142,7 +143,7 @@ class Layout:
     def _put_apart(
         self, name: str, shape: tuple[int, ...], dtype: str, steps: tuple[int, ...]
     ) -> Placed:
-        """Each batch in a chunk of its own, at the same place of it."""
+        """Place each batch in its own chunk, at the same offset."""
         width = DTYPES[dtype].itemsize
         last = sum((n - 1) * step for n, step in zip(shape[1:], steps[1:], strict=True))
         low = self._take(2 * self.guard + (last + 1) * width)
@@ -153,7 +154,7 @@ class Layout:
     # --- what is written and read -------------------------------------------------------------
 
     def image(self, inputs: Mapping[str, Array]) -> Array:
-        """All bytes before the call; inputs that come late are not yet where they belong."""
+        """All bytes before the call; inputs that come late are still in their staging area."""
         made = self.after(inputs)
         for source, target, size in self.staged:
             made[source : source + size] = made[target : target + size]
@@ -161,9 +162,9 @@ class Layout:
         return made
 
     def after(self, inputs: Mapping[str, Array]) -> Array:
-        """All bytes as they should be after it, but for the outputs, which are poison here.
+        """All bytes as they should be after the call, except for the outputs, which are poison.
 
-        Chunks lie one behind the other, without what is between them.
+        The chunks of batches follow each other without gaps.
         """
         made = np.full(self.chunks * self.size, POISON, np.uint8)
         for placed in (*self.inputs.values(), *self.outputs.values()):
@@ -180,7 +181,7 @@ class Layout:
         return replace(placed, steps=steps).elements(memory)
 
     def changed(self, found: Array, right: Array) -> Iterator[str]:
-        """Inputs that are not as they were."""
+        """The names of inputs that changed."""
         for name, placed in self.inputs.items():
             if not placed.span:
                 continue
@@ -188,9 +189,9 @@ class Layout:
                 yield name
 
     def spilled(self, found: Array, right: Array) -> Iterator[str]:
-        """Tensors beside which, or between whose elements, something was written.
+        """The names of tensors beside which, or between whose elements, something was written.
 
-        Not asked where batches lie apart.
+        A `far` layout is not checked.
         """
         for placed in (*self.inputs.values(), *self.outputs.values()):
             if placed.low == placed.high:
@@ -212,7 +213,7 @@ class Layout:
 
 
 def _steps(shape: tuple[int, ...], viewed: bool) -> tuple[int, ...]:
-    """Contiguous; or (batch, length, heads, dim) in memory, as if one more head were there."""
+    """Contiguous strides; `viewed`: (batch, length, heads + 1, dim) in memory."""
     if viewed and len(shape) == 4:
         _, heads, length, dim = shape
         row = (heads + 1) * dim

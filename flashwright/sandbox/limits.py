@@ -1,4 +1,4 @@
-"""How much a candidate may take."""
+"""The limits on a candidate's time and memory."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ GB = 1 << 30
 
 @dataclass(frozen=True)
 class Limits:
-    """Beyond these a candidate is ended, and that is the verdict."""
+    """Time and memory limits. A candidate that exceeds one is ended, and that is an offence."""
 
     seconds: float = 60.0
-    """For one call; Triton and torch.compile compile in their first ones."""
+    """For one call. The first calls of Triton and torch.compile include compilation."""
     start_seconds: float = 180.0
     """To start the process and import the candidate."""
     memory: int = 24 * GB
-    """Of the host, all of the candidate's processes together."""
+    """Bytes of host memory for all of the candidate's processes together."""
     gpu_memory: int | None = None
-    """Of the device; None: nine tenths of it."""
+    """Bytes of GPU memory; None means nine tenths of it."""
     file_bytes: int = 4 * GB
     """The largest file it may write."""
 
 
 def apply(limits: Limits) -> None:
-    """In the candidate's process, before its code is there: what the kernel itself enforces."""
+    """Set the limits that the operating system enforces, before the candidate is loaded."""
     limit(resource.RLIMIT_CORE, 0)
     limit(resource.RLIMIT_FSIZE, limits.file_bytes)

@@ -1,9 +1,8 @@
-"""Memory that the judge owns: a candidate's tensors lie in it, and nobody else is asked for them.
+"""Memory that the judge owns and that holds a candidate's tensors.
 
-The judge makes it and hands the candidate's process a descriptor. On the CPU it is a file without a
-name, on a GPU an allocation of the driver's virtual memory management, which needs no trust between
-the two: the judge fills inputs and poison, and reads the answer in a context of its own, whatever
-the candidate's process says or has become.
+The judge allocates it and gives the candidate's process a descriptor. On the CPU it is an unnamed
+file, on a GPU an allocation of the driver's virtual memory management. The judge writes inputs and
+poison and reads the answer in its own context, so it needs no cooperation of the candidate.
 """
 
 from __future__ import annotations
@@ -25,39 +24,42 @@ from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.sandbox.tensors import Array
 
 HOST_ROOM = 16 << 30
-"""Bytes on the CPU: only those that are written take memory."""
+"""Bytes on the CPU. Only written pages take memory."""
 GPU_ROOM, GPU_SHARE = 2 << 30, 32
-"""Bytes on a GPU, and at most which part of its memory: ten outputs of a benchmark's cell. Whoever
-needs more is started again with more."""
+"""Bytes on a GPU, at most 1 / GPU_SHARE of its memory: room for ten outputs of a benchmark. A
+candidate that needs more is started again with more."""
 
 
 class Short(Exception):
-    """There is less memory than was there: the candidate has taken it away."""
+    """The candidate has truncated the memory."""
 
 
 class Memory(Protocol):
-    """What the judge does with it."""
+    """The judge's operations on the memory."""
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The size in bytes."""
 
     @property
     def handle(self) -> int:
         """The descriptor that the candidate's process inherits."""
 
     def write(self, at: int, bits: Array) -> None:
-        """Put bytes there."""
+        """Copy `bits` to the byte offset `at`."""
 
     def read(self, at: int, size: int) -> Array:
-        """The bytes that are there now."""
+        """A copy of `size` bytes from the offset `at`. Raises Short if they are not there."""
 
     def close(self) -> None:
-        """Give it back; the candidate's process keeps its own until it ends."""
+        """Release it. The candidate's process keeps its mapping until it ends."""
 
 
 def make(device: str, size: int = 0) -> Memory:
-    """Memory on the CPU or on the GPU, of at least that many bytes or of the usual size."""
+    """Memory on the CPU or the GPU, of at least `size` bytes and at least the usual size.
+
+    Raises Failed with FW851 if the GPU's driver cannot share memory.
+    """
     if device == "cpu":
         return HostMemory(max(size, HOST_ROOM))
     try:
@@ -69,7 +71,7 @@ def make(device: str, size: int = 0) -> Memory:
 
 
 def mapped(device: str, handle: int, size: int) -> Any:
-    """In the candidate's process: all of it as bytes, a NumPy array or a tensor."""
+    """In the candidate's process: the whole memory as bytes, a NumPy array or a tensor."""
     if device == "cpu":
         return np.frombuffer(mmap.mmap(handle, size), np.uint8)
     import torch
@@ -82,7 +84,7 @@ def mapped(device: str, handle: int, size: int) -> Any:
 
 
 class HostMemory:
-    """A file without a name. The judge does not map it: it could be made shorter at any time."""
+    """An unnamed file. The judge does not map it, as the candidate could truncate it."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -94,14 +96,14 @@ class HostMemory:
         os.ftruncate(self.handle, size)
 
     def write(self, at: int, bits: Array) -> None:
-        """See Memory."""
+        """Write to the file at an offset."""
         left = np.ascontiguousarray(bits).data
         while left:
             done = os.pwrite(self.handle, left, at)
             left, at = left[done:], at + done
 
     def read(self, at: int, size: int) -> Array:
-        """See Memory; Short where it is not all there."""
+        """Read from the file. Raises Short if it was truncated."""
         found = np.empty(size, np.uint8)
         into = found.data
         while into:
@@ -112,7 +114,7 @@ class HostMemory:
         return found
 
     def close(self) -> None:
-        """See Memory."""
+        """Close the descriptor."""
         with contextlib.suppress(OSError):
             os.close(self.handle)
 
@@ -121,7 +123,7 @@ class HostMemory:
 
 
 class GpuMemory:
-    """An allocation of the driver's, mapped here and, by its descriptor, in the other process."""
+    """A driver allocation, mapped in this process and, by its descriptor, in the candidate's."""
 
     def __init__(self, size: int) -> None:
         self._driver = _Driver.here()
@@ -129,20 +131,20 @@ class GpuMemory:
         self._address = self._driver.map(self._made, self.size)
 
     def write(self, at: int, bits: Array) -> None:
-        """See Memory."""
+        """Copy to the GPU."""
         flat = np.ascontiguousarray(bits)
         if flat.nbytes:
             self._driver.to_device(self._address + at, flat)
 
     def read(self, at: int, size: int) -> Array:
-        """See Memory."""
+        """Copy from the GPU."""
         found = np.empty(size, np.uint8)
         if size:
             self._driver.to_host(found, self._address + at)
         return found
 
     def close(self) -> None:
-        """See Memory."""
+        """Close the descriptor, unmap and release the memory."""
         if self.handle >= 0:
             os.close(self.handle)
             self._driver.unmap(self._made, self._address, self.size)
@@ -154,7 +156,7 @@ class _Location(ctypes.Structure):
 
 
 class _Allocation(ctypes.Structure):
-    """CUmemAllocationProp."""
+    """The driver's struct CUmemAllocationProp."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -166,7 +168,7 @@ class _Allocation(ctypes.Structure):
 
 
 class _Access(ctypes.Structure):
-    """CUmemAccessDesc."""
+    """The driver's struct CUmemAccessDesc."""
 
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
@@ -176,7 +178,7 @@ _PINNED, _BY_DESCRIPTOR, _ON_DEVICE, _READ_WRITE = 1, 1, 1, 3
 
 @dataclass(frozen=True)
 class _Bytes:
-    """What PyTorch wants to know of memory that somebody else has made."""
+    """An address and a size in the form in which PyTorch takes foreign memory."""
 
     address: int
     size: int
@@ -188,7 +190,7 @@ class _Bytes:
 
 
 class _Driver:
-    """The driver's functions for memory, in the first GPU's own context, which PyTorch uses too."""
+    """The driver's memory functions, in the first GPU's primary context, as PyTorch uses it."""
 
     def __init__(self) -> None:
         self._cuda = ctypes.CDLL(LIBRARY)
@@ -203,7 +205,7 @@ class _Driver:
     @staticmethod
     @functools.cache
     def here() -> _Driver:
-        """The one of this process."""
+        """The single instance of this process."""
         return _Driver()
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -212,7 +214,7 @@ class _Driver:
             raise OSError(f"{name}: {error_name(self._cuda, result)}")
 
     def _in_context(self, name: str, *arguments: Any) -> None:
-        """Threads have no context until they are given one."""
+        """Call a function with the context current: a new thread has none."""
         self._call("cuCtxSetCurrent", self._context)
         self._call(name, *arguments)
 
@@ -255,7 +257,7 @@ class _Driver:
         return self.map(made.value, size)
 
     def map(self, made: int, size: int) -> int:
-        """An address for it."""
+        """Map an allocation and return its address."""
         address, zero, whole = ctypes.c_ulonglong(), ctypes.c_ulonglong(0), ctypes.c_size_t(size)
         access = _Access(self._place, _READ_WRITE)
         self._in_context(
@@ -266,14 +268,14 @@ class _Driver:
         return address.value
 
     def unmap(self, made: int, address: int, size: int) -> None:
-        """Give the address and the memory back."""
+        """Unmap the address and release the memory."""
         place, whole = ctypes.c_ulonglong(address), ctypes.c_size_t(size)
         self._in_context("cuMemUnmap", place, whole)
         self._call("cuMemAddressFree", place, whole)
         self._call("cuMemRelease", ctypes.c_ulonglong(made))
 
     def to_device(self, address: int, bits: Array) -> None:
-        """Copy, and wait until it is there."""
+        """Copy host bytes to the device and wait."""
         size = ctypes.c_size_t(bits.nbytes)
         self._in_context(
             "cuMemcpyHtoD_v2", ctypes.c_ulonglong(address), ctypes.c_void_p(bits.ctypes.data), size
@@ -281,7 +283,7 @@ class _Driver:
         self._call("cuCtxSynchronize")
 
     def to_host(self, into: Array, address: int) -> None:
-        """Copy back."""
+        """Copy device bytes into a host array and wait."""
         size = ctypes.c_size_t(into.nbytes)
         self._in_context(
             "cuMemcpyDtoH_v2", ctypes.c_void_p(into.ctypes.data), ctypes.c_ulonglong(address), size

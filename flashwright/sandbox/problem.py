@@ -1,7 +1,7 @@
-"""Problems for the benchmark: inputs drawn on the GPU, the same in every process.
+"""Problems of the benchmark: inputs drawn on the GPU, the same in every process.
 
-The process that times a call and the one that checks its output draw the inputs each for itself,
-from the same seed: nothing has to be sent, and the timed process never holds what is expected.
+The process that times a call and the one that checks its output draw the inputs from the same seed.
+No tensor has to be sent, and the timed process never holds an expected value.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class TimedProblem:
     batch: int
     length: int
     layout: str = "bshd"
-    """How Q, K and V lie in memory; the candidate gets (batch, heads, length, dim) all the same."""
+    """The memory order of Q, K and V. The candidate always gets (batch, heads, length, dim)."""
     extra: Mapping[str, Array] = field(default_factory=dict)
     """The other inputs (Slopes, Sink, Idx): the same in every call."""
     kv_len: int | None = None
-    """Keys; None: as many as queries."""
+    """Number of keys; None means as many as queries."""
     dims: Mapping[str, int] = field(default_factory=dict)
     """Sizes that no tensor shows."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, int, int, int]]:
-        """Of the drawn inputs, as (batch, heads, length, dim)."""
+        """The shapes of Q, K and V, as (batch, heads, length, dim)."""
         spec, keys = self.spec, self.length if self.kv_len is None else self.kv_len
         return {
             "Q": (self.batch, spec.heads, self.length, spec.head_dim),
@@ -44,14 +44,14 @@ class TimedProblem:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Every dim of a kernel that has a value here."""
+        """All sizes of the problem by name."""
         spec, keys = self.spec, self.length if self.kv_len is None else self.kv_len
         heads = {"heads": spec.heads, "kv_heads": spec.kv_heads}
         lengths = {"batch": self.batch, "q_len": self.length, "kv_len": keys}
         return {**spec.dims, **heads, **lengths, **self.dims}
 
     def empty(self, device: str = "cuda") -> dict[str, Any]:
-        """Tensors for the drawn inputs, in the layout asked for."""
+        """Uninitialised tensors for Q, K and V, in the problem's layout."""
         import torch
 
         made = {}
@@ -71,14 +71,14 @@ def draw(problem: TimedProblem, into: Mapping[str, Any], seed: int) -> None:
         generator = torch.Generator(lying.device).manual_seed(1000 * seed + number)
         if lying.element_size() > 1:
             lying.normal_(generator=generator)
-        else:  # fp8 has no normal_ of its own
+        else:  # fp8 has no normal_
             wide = torch.empty(lying.shape, dtype=torch.float32, device=lying.device)
             lying.copy_(wide.normal_(generator=generator))
         assert name in problem.shapes
 
 
 def inputs_of(problem: TimedProblem, seed: int, device: str = "cuda") -> dict[str, Any]:
-    """The inputs of a timed call, made again: Q, K, V and the extra ones."""
+    """The inputs of a timed call, drawn again: Q, K, V and the extra ones."""
     import torch
 
     made = problem.empty(device)

@@ -1,7 +1,7 @@
-"""The judge's side of the sandbox: a candidate's process, what it may take, and how it ended.
+"""The judge's side of the sandbox: it starts a candidate's process, calls it and ends it.
 
-Whatever the candidate does to its process, the caller learns of it as `Ended`, with the offence's
-name: there is no way for it to end the run, to see what is expected, or to touch the comparison.
+Whatever the candidate does to its process, the caller gets `Ended` with the offence's name. The
+candidate cannot end the run, read expected values or touch the comparison.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ from flashwright.spec import AttentionSpec
 
 _COMMAND = (sys.executable, "-m", "flashwright.sandbox.worker")
 _MOST_OF_GPU = 0.95  # torch's own allocations are held to less (device.py)
-_TICK = 0.05  # seconds between two looks at the memory
+_TICK = 0.05  # seconds between two checks of the memory
 _LEAST_PLACES, _PLACES = 4, 10  # outputs of timed calls that are kept
 _FORGED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError)
-"""What comes of reading an answer that is not the worker's."""
+"""The errors of parsing a forged answer."""
 _LONGEST = 1 << 20  # bytes of an answer
 _ERRORS = ("raises", "wrong_form", "out_of_memory", "device_error", "unable")  # the worker's
 
 
 class Ended(Exception):
-    """A candidate that gave no answer: the offence, and what is known of it."""
+    """Raised if a candidate gave no answer: the offence, a message, the end of its log."""
 
     def __init__(self, offence: str, message: str, log: str = "") -> None:
         super().__init__(f"{offence}: {message}")
@@ -72,7 +72,7 @@ class Ended(Exception):
 
 @dataclass(frozen=True)
 class Output:
-    """What a candidate gave: bits, in the type it chose."""
+    """One output of a candidate: its bits, and the type it chose."""
 
     array: Array
     dtype: str
@@ -80,15 +80,15 @@ class Output:
 
 @dataclass(frozen=True)
 class Called:
-    """One call: what came out of it, and what it touched that was not its own."""
+    """The result of one call: the outputs, and what it touched beside them."""
 
     outputs: Mapping[str, Output]
     changed: tuple[str, ...] = ()
-    """Inputs that are not as they were."""
+    """Inputs that changed."""
     spilled: tuple[str, ...] = ()
     """Tensors beside which something was written."""
     late: tuple[str, ...] = ()
-    """Outputs that were still being written when the caller's stream had come to its end."""
+    """Outputs that were still being written after the caller's stream was done."""
     alias: tuple[str, ...] = ()
     """Inputs whose memory an output shares."""
     seconds: float = 0.0
@@ -96,28 +96,28 @@ class Called:
 
 @dataclass(frozen=True)
 class Burst:
-    """Calls that were made one behind the other."""
+    """The result of back-to-back calls."""
 
     calls: int
     seconds: float
-    """Of all of them, by the judge's clock."""
+    """Seconds of all calls, by the judge's clock."""
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A kernel that ran."""
+    """A kernel that a candidate launched, and how often."""
 
     name: str
     own: bool
-    """Its code is the candidate's, not a library's."""
+    """Whether its code is the candidate's, not a library's."""
     times: int
 
 
 @dataclass
 class Sandbox:
-    """A candidate in a process of its own. Use it as a context manager.
+    """A candidate in a separate process. Use it as a context manager.
 
-    The process ends with the thread that started it: that is how Linux tells it of its parent.
+    The process ends with the thread that started it, as Linux ties it to that thread.
     """
 
     candidate: Candidate
@@ -125,20 +125,20 @@ class Sandbox:
     device: str = "cuda"
     limits: Limits = field(default_factory=Limits)
     before: tuple[str, ...] = ()
-    """A command that the process is started under, such as a checker of memory accesses.
+    """A tool that the process runs under, such as compute-sanitizer.
 
-    Such a tool needs what else is refused: sockets, and other processes of its own.
+    Such a tool may use sockets and start processes, which candidates may not.
     """
     guard: int = GUARD
-    """Bytes around each tensor; none for a tool that watches the ends of allocations itself."""
+    """Bytes around each tensor; 0 for a tool that checks the ends of allocations."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """More of it for the process."""
+    """Further environment variables for the process."""
     room: int = 0
-    """Bytes of memory for its tensors, where the usual is too little."""
+    """Bytes of memory for its tensors, if more than usual."""
     gpu_used: Callable[[], tuple[int, int]] | None = None
-    """Free and whole memory of the GPU: it shows what is taken past torch, which has a limit.
+    """Free and total memory of the GPU. It shows allocations that bypass torch's limit.
 
-    What was in use at the start is not held against the candidate.
+    Memory in use at the start does not count.
     """
 
     def __post_init__(self) -> None:
@@ -147,15 +147,15 @@ class Sandbox:
         self._buffer = b""
         self._policy: Policy | None = None
         self.memory: Memory
-        """Ours: its tensors lie in it."""
+        """The judge's memory, which holds the tensors."""
         self._before: list[Launched] | str = []
-        """What was launched by a process that gave way to one with more memory."""
+        """The launches of an earlier process, which was replaced by one with more memory."""
         self.places: list[Placed] = []
-        """Where the outputs of timed calls are."""
+        """The outputs of timed calls in the memory."""
         self.sealed = False
-        """Whether its system calls are filtered: it reaches neither the judge nor the network."""
+        """Whether seccomp filters its system calls, so that it cannot reach the judge."""
         self.gaps: tuple[str, ...] = ()
-        """What this system cannot refuse it, in words."""
+        """What this system cannot refuse the process, as notes for the verdict."""
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -168,17 +168,17 @@ class Sandbox:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked something."""
+        """Whether the process runs and can take requests."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
-        """Start the process and load the candidate; Ended or Unable where that fails."""
+        """Start the process and load the candidate. Raises Ended or Unable if that fails."""
         self.close()
         need_confinement(self.candidate)
         self.memory = make_memory(self.device, self.room)
         self._others = _in_use(self.gpu_used)
         self._folder, started = make_folder(), list[subprocess.Popen[bytes]]()
-        # At the end of the program too: nobody closes what a daemon's thread has left open.
+        # At the end of the program too: a daemon thread may leave the sandbox open.
         hidden.begin()
         self._clear = weakref.finalize(self, _clear, self._folder, started, self.memory)
         down, up = os.pipe(), os.pipe()
@@ -202,14 +202,15 @@ class Sandbox:
         self._write, self._read, self._buffer = down[1], up[0], b""
         try:
             self._load()
-        except BaseException:  # Ctrl-C too: nobody gets a chance to close it
+        except BaseException:  # Ctrl-C too: __exit__ does not run if __enter__ fails
             self.close()
             raise
 
     def _command(self, reading: int, writing: int) -> tuple[list[str], dict[str, str]]:
         """The worker's command line and environment.
 
-        It is confined from its first instruction: a thread that runs already would keep its rights.
+        It is confined from its first instruction, as a thread that already runs would keep its
+        rights.
         """
         command = [*self.before, *_COMMAND, str(reading), str(writing)]
         env = {**environment(self._folder), **self.environment}
@@ -221,19 +222,19 @@ class Sandbox:
         return confined(self._policy, command)
 
     def switch(self, candidate: Candidate, spec: AttentionSpec) -> None:
-        """Another candidate in the same process, which is quicker than a new one.
+        """Load another candidate in the same process, which is quicker than a new one.
 
-        One whose files that process cannot open, or that a model wrote, gets a process of its own.
+        A candidate whose files that process cannot open, or that a model wrote, gets a new process.
         """
         alone = self.candidate.untrusted or candidate.untrusted
         self.candidate, self.spec = candidate, spec
-        if alone or not self._opens(candidate):
+        if alone or not self._can_open(candidate):
             self.start()
         else:
             self._load()
 
-    def _opens(self, candidate: Candidate) -> bool:
-        """Whether the process that is there was allowed all that this candidate needs."""
+    def _can_open(self, candidate: Candidate) -> bool:
+        """Whether the running process may open all files that this candidate needs."""
         if self._policy is None:
             return True
         if candidate.kind == "package":
@@ -255,7 +256,7 @@ class Sandbox:
         )
 
     def close(self) -> None:
-        """End the process and all that it has started."""
+        """End the process and all its children, and release the memory."""
         process, self._process = self._process, None
         self._clear()
         for end in (self._write, self._read) if process else ():
@@ -263,7 +264,7 @@ class Sandbox:
                 os.close(end)
 
     def log(self) -> str:
-        """The last of what the candidate printed."""
+        """The end of the candidate's output."""
         try:
             with opened(self._folder / "log.txt") as file:
                 file.seek(0, os.SEEK_END)
@@ -282,7 +283,7 @@ class Sandbox:
                 raise self._died()
             raise self._end("tampering", "it answers before it is asked")
         limit = seconds or self.limits.seconds
-        with contextlib.suppress(BrokenPipeError):  # what became of it shows below
+        with contextlib.suppress(BrokenPipeError):  # reading the answer shows how it ended
             os.write(self._write, json.dumps({"op": operation, **request}).encode() + b"\n")
         line = self._line(time.monotonic() + limit, limit)
         try:
@@ -375,10 +376,10 @@ class Sandbox:
 
         `outputs` are shapes and types of tensors that it is given to write to (packages and
         libraries) or returns. Another `place` means other addresses. `ahead` calls it while the
-        inputs are still on their way, on a stream of its own. `around` is the byte in the guard
-        zones. For so many seconds of `patience` its outputs must not change any more. `viewed`
-        gives it Q, K and V that are not contiguous, `far` such whose batches lie far apart.
-        Of so many `times` the last counts.
+        inputs are still being copied, on another stream. `around` is the byte in the guard zones.
+        The outputs must not change for `patience` seconds after the call. `viewed` passes Q, K and
+        V that are not contiguous, `far` batches with offsets past 2^31. The call is made `times`
+        times, and the last one counts.
         """
         if not self.alive:
             raise Ended("crash", "its process is gone")
@@ -394,7 +395,7 @@ class Sandbox:
             viewed=viewed,
             far=far,
         )
-        self._need(layout.end)
+        self._provide(layout.end)
         start = time.monotonic()
         try:
             self._fill(layout, layout.image(inputs))
@@ -425,25 +426,25 @@ class Sandbox:
         return np.concatenate([self.memory.read(start, layout.size) for start in starts])
 
     def has_room(self, size: int) -> bool:
-        """Whether so much memory for its tensors can be had, and as much again for itself."""
+        """Whether there is memory for `size` bytes of tensors and as much for the candidate."""
         if self.device == "cpu":
             return size <= self.memory.size
         free, _ = self.gpu_used() if self.gpu_used else (0, 0)
         return 2 * size <= free
 
     def _wait(self, seconds: float) -> None:
-        """A thread that was left behind has this long to show itself."""
+        """Wait, so that a write by a thread that outlives the call shows."""
         time.sleep(seconds)
 
-    def _need(self, size: int) -> None:
-        """More memory means another process: this one has a descriptor of what there was."""
+    def _provide(self, size: int) -> None:
+        """Provide `size` bytes. More memory means a new process, as this one has mapped the old."""
         if size > self.memory.size:
             self._before = self.ran()
             self.room = max(size, 2 * self.memory.size)
             self.start()
 
     def ran(self) -> list[Launched] | str:
-        """The kernels that were launched since the candidate was loaded; or why nobody knows."""
+        """The kernels launched since the candidate was loaded, or why they are unknown."""
         answer = self._ask("launched")
         try:
             if answer["launches"] is None:
@@ -454,7 +455,7 @@ class Sandbox:
             raise self._end("tampering", "its answer is not the worker's") from None
 
     def prepare(self, problem: TimedProblem) -> None:
-        """Get ready for a problem; a first call is made. Unable where the candidate says so."""
+        """Prepare a problem and make a first call. Raises Unable if the candidate declines it."""
         self.places = self._places(problem)
         for name, array in problem.extra.items():
             np.save(self._folder / f"{name}.npy", array)
@@ -472,16 +473,16 @@ class Sandbox:
         )
 
     def _places(self, problem: TimedProblem) -> list[Placed]:
-        """Room for the outputs of the calls of a burst, or of as many as there is memory for."""
+        """Room for the outputs of a burst's calls, or for as many as fit into the memory."""
         spec = problem.spec
         shape = (problem.batch, spec.heads, problem.length, spec.value_dim)
         one = Layout.of({}, {"O": (shape, spec.output_dtype)}, returns=False, guard=0)
-        self._need(_LEAST_PLACES * one.size)
+        self._provide(_LEAST_PLACES * one.size)
         count = min(_PLACES, self.memory.size // max(1, one.size))
         return [replace(one.outputs["O"], at=n * one.size) for n in range(count)]
 
     def turn(self, calls: int, seed: int, cold: bool = True) -> list[float]:
-        """Seconds of that many calls, by events; call i has the inputs of seed + i."""
+        """Seconds of each of `calls` calls, by events. Call i has the inputs of seed + i."""
         answer = self._ask("turn", calls=calls, seed=seed, cold=cold)
         found = answer.get("seconds")
         if (
@@ -493,9 +494,9 @@ class Sandbox:
         return [float(s) for s in found]
 
     def burst(self, calls: int, seed: int) -> Burst:
-        """That many calls by this process's own clock, or as many as there is room for.
+        """Time `calls` calls, or as many as there is room for, by this process's clock.
 
-        Each needs the output of the one before; `fetch` has them all.
+        Each needs the output of the one before. `fetch` reads them all.
         """
         calls = min(calls, len(self.places))
         self._ask("ready", seed=seed)
@@ -504,7 +505,7 @@ class Sandbox:
         return Burst(calls, time.perf_counter() - start)
 
     def fetch(self, call: int, batch: int, head: int) -> Array:
-        """O of one head of a call of the last turn or burst, in fp32, from our own memory."""
+        """O of one head of a call of the last turn or burst, in fp32, from the judge's memory."""
         place = self.places[call % len(self.places)]
         width = DTYPES[place.dtype].itemsize
         at = batch * place.steps[0] + head * place.steps[1]
@@ -521,7 +522,7 @@ def _called(
     found: tuple[Array, Array],
     seconds: float,
 ) -> Called:
-    """What the judge's memory says after a call, and once more when everything was done."""
+    """The result of a call, from the memory after the call and again after all work was done."""
     if layout.returned and RETURNED[0] not in answer["outputs"]:
         raise ValueError
     first, later = (_outputs(layout, answer, bits) for bits in found)
@@ -544,7 +545,7 @@ def _outputs(layout: Layout, answer: Mapping[str, Any], memory: Array) -> dict[s
     for name, told in answer["outputs"].items():
         at, room = layout.returned[name]
         dtype, shape = str(told["dtype"]), tuple(int(n) for n in told["shape"])
-        if not told["stored"]:  # of another type or size than can be asked for
+        if not told["stored"]:  # an unknown type, or too large for its room
             made[name] = Output(np.broadcast_to(np.float32(np.nan), shape), dtype)
             continue
         size = math.prod(shape) * DTYPES[dtype].itemsize
@@ -566,7 +567,7 @@ def _clear(folder: Path, started: Sequence[subprocess.Popen[bytes]], memory: Mem
 
 
 def _gaps(given: Policy) -> Iterator[str]:
-    """What a policy leaves open on this system."""
+    """Notes on what a policy cannot refuse on this system."""
     if CALLS not in given.must:
         yield "this system has no seccomp: its process could reach the judge's"
     if FILES not in given.must:

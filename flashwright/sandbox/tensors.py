@@ -1,4 +1,4 @@
-"""Tensors between NumPy, PyTorch and files: always by their bits, for NumPy lacks some types."""
+"""Conversion of tensors between NumPy and PyTorch by their bits, as NumPy lacks some types."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: Any) -> str:
-    """Our name of a type of NumPy's or PyTorch's; its own where we have none."""
+    """Our name of a NumPy or PyTorch type, or its own name if we have none."""
     text = str(dtype).removeprefix("torch.")
     ours = {name: short for short, name in NAMES.items()}
     if text in ours:
@@ -40,7 +40,7 @@ def to_torch(array: Array, dtype: str, device: str = "cuda") -> Any:
 
 
 def bits(array: Array) -> Array:
-    """The same memory as whole numbers, to compare NaN with NaN."""
+    """The same memory as integers, to compare NaN with NaN."""
     flat: Array = np.ascontiguousarray(array)
     return flat.view(_INTEGERS[flat.dtype.itemsize]) if flat.size else flat.astype(np.int32)
 

@@ -1,9 +1,9 @@
-"""The candidate's side of the benchmark: turns of timed calls, each with inputs of its own.
+"""The candidate's side of the benchmark: turns of timed calls, each with its own inputs.
 
-This runs in the candidate's process, which may lie. What it says is held against the roofline, the
-outputs, which it copies to memory of the judge's, and the judge's own clock over a burst. In that,
-each call needs the output of the one before: none can be left out, joined with another, or made
-ahead.
+This runs in the candidate's process, which may lie. The judge checks its times against the
+roofline, against the outputs, which it copies to the judge's memory, and against the judge's clock
+over a burst. In a burst, each call needs the output of the one before: none can be skipped, merged
+with another or made in advance.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from flashwright.sandbox.problem import TimedProblem, draw
 from flashwright.sandbox.tensors import torch_dtype
 
 RING = 3
-"""Sets of inputs, each at addresses of its own; a set is drawn anew before every call."""
+"""Sets of inputs, each at its own addresses. A set is drawn again before every call."""
 FLUSH_BYTES = 512 << 20
-"""Written before a call: ten times an H200's L2. It also keeps the GPU busy (0.1 ms there) while
-the call is being launched, so that no launch is part of a measurement."""
+"""Bytes written before a call: ten times an H200's L2. This also keeps the GPU busy (0.1 ms there)
+while the call is launched, so that no launch overhead is measured."""
 _LINKS = 10
 SMALL_GPU = 16  # at most this part of a GPU's memory is flushed
 
@@ -40,7 +40,8 @@ class Timed:
 
         self.torch, self.call, self.problem = torch, call, problem
         self.places, self.plain = places, plain
-        """Tensors in the judge's memory: the output of call i goes to place i, and round again."""
+        """Tensors in the judge's memory. The output of call i goes to number i, modulo their
+        count."""
         self.ring = [problem.empty() for _ in range(RING)]
         self.extra = [torch.from_numpy(x).cuda() for x in problem.extra.values()]
         whole = torch.cuda.get_device_properties(0).total_memory
@@ -59,7 +60,7 @@ class Timed:
             return self.call(*self.ring[self.at].values(), *self.extra)
 
     def _enough(self) -> int:
-        """How often to flush so that the GPU is busy for longer than the call takes to launch."""
+        """The number of flushes that keeps the GPU busy for longer than a launch takes."""
         self.torch.cuda.synchronize()
         start = time.perf_counter()
         self._once()
@@ -73,7 +74,7 @@ class Timed:
     def turn(self, calls: int, seed: int, cold: bool = True) -> list[float]:
         """Seconds of each call, by events."""
         pairs = []
-        self._once()  # another process had the GPU: its clocks and page tables are not ours
+        self._once()  # warm up: another process used the GPU since
         for number in range(calls):
             self.at = (self.at + 1) % RING
             draw(self.problem, self.ring[self.at], seed + number)
@@ -95,11 +96,11 @@ class Timed:
         """Draw the inputs of a burst."""
         draw(self.problem, self.ring[self.at], seed)
         self.first = self.ring[self.at]["Q"].clone()
-        self._once()  # another process had the GPU
+        self._once()  # warm up: another process used the GPU
         self.torch.cuda.synchronize()
 
     def burst(self, calls: int) -> None:
-        """That many calls, each with Q signed as the output before, and all their work done."""
+        """Make `calls` calls, each with the signs of the previous output on Q, and wait."""
         for number in range(calls):
             kept = self._keep(number, self._once())
             if number + 1 < calls:
@@ -107,7 +108,7 @@ class Timed:
         self.torch.cuda.synchronize()
 
     def _keep(self, number: int, found: Any) -> Any:
-        """Copy an output to the judge's memory, in its own stream."""
+        """Copy an output to the judge's memory, on the candidate's stream."""
         several = found if isinstance(found, tuple | list) else (found,)
         out = self.plain("O", several[0] if several else None)
         place = self.places[number % len(self.places)]
@@ -117,7 +118,7 @@ class Timed:
 
 
 def linking(problem: TimedProblem) -> float:
-    """Seconds that a burst takes for each call beside the call, measured in this process."""
+    """The overhead of a burst per call in seconds, measured in this process."""
     import torch
 
     with torch.no_grad():
@@ -140,7 +141,8 @@ def linking(problem: TimedProblem) -> float:
 
 
 def sign(torch: Any, into: Any, values: Any, signs: Any) -> None:
-    """`values`, with the signs of another tensor of as many rows; wider ones keep the rest."""
+    """Write `values` with the signs of another tensor of as many rows. Further columns keep
+    theirs."""
     width = min(values.shape[-1], signs.shape[-1])
     values, signs, into = values[..., :width], signs[..., :width], into[..., :width]
     if values.dtype == signs.dtype:

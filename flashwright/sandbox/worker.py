@@ -1,10 +1,10 @@
-"""The candidate's process: loads it, calls it as asked, and puts what it returns where it is told.
+"""The candidate's process: it loads and calls the candidate and copies its outputs to the judge.
 
     python -m flashwright.sandbox.worker READ WRITE
 
-Requests and answers are lines of JSON on two pipes; tensors lie in memory that the judge owns and
-reads itself. Nothing here decides whether a candidate is right, and nothing that is expected ever
-comes here: the candidate shares this process and can do to it what it likes.
+Requests and answers are lines of JSON on two pipes. Tensors lie in memory that the judge owns and
+reads. This process decides nothing about a candidate and never holds an expected value, because the
+candidate shares it and can change anything in it.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _LINES = 6  # of a traceback
 
 
 class Worker:
-    """One candidate."""
+    """Answers the judge's requests about one candidate at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        """Its own, to write in."""
+        """The folder that the candidate may write to."""
         self.device: Device
         self.candidate: Candidate
         self.function: Any
         self.timed: Any = None
         self.memory: Any
-        """The judge's, as bytes."""
+        """The judge's memory, as bytes."""
         self.alone = False
-        """Each tensor gets an allocation of its own: a tool watches their ends."""
+        """Whether each tensor gets a separate allocation, for a tool that checks their ends."""
         self.returned: list[tuple[Any, int]] = []
-        """What the last call returned, and where the judge wants it."""
+        """The tensors that the last call returned, each with its offset in the memory."""
         self.launches: Launches | None = None
         self.uncounted = "there is no GPU"
         """Why launches are not counted."""
@@ -69,7 +69,7 @@ class Worker:
         memory: tuple[int, int],
         alone: bool,
     ) -> dict[str, Any]:
-        """Import the candidate; its own output goes to the log."""
+        """Import the candidate. What it prints goes to the log."""
         sys.path[:] = list(dict.fromkeys([*sys.path, *path]))
         if not hasattr(self, "memory"):  # once, however many candidates there are
             self.device = Cuda(Limits(**limits)) if device == "cuda" else Cpu()
@@ -95,11 +95,11 @@ class Worker:
                 self.function = self.function(AttentionSpec.make(**spec))
         if not callable(self.function):
             raise TypeError(f"{self.candidate.name} is no function, but {self.function!r:.80}")
-        gc.freeze()  # what is there now is not looked through before each call
+        gc.freeze()  # the collection before each call skips what exists now
         return {}
 
     def _count_launches(self) -> None:
-        """Before anything of the candidate runs."""
+        """Start counting launches, before any code of the candidate runs."""
         own = [str(self.folder)]
         if Path(self.candidate.where).is_absolute():
             own.append(str(Path(self.candidate.where).parent))
@@ -111,7 +111,7 @@ class Worker:
             self.uncounted = str(error)
 
     def launched(self) -> dict[str, Any]:
-        """The kernels that were launched since the candidate was loaded."""
+        """The kernels launched since the candidate was loaded."""
         if self.launches is None:
             return {"launches": None, "why": self.uncounted}
         return {"launches": self.launches.told()}
@@ -143,7 +143,7 @@ class Worker:
         return {"outputs": answer, "alias": sorted(self._shared(spans))}
 
     def settle(self) -> dict[str, Any]:
-        """All work is done, also what was hidden; outputs are taken once more."""
+        """Wait for all work, hidden work too, and copy the outputs again."""
         self.device.finish()
         for tensor, at in self.returned:
             self.device.store(self.memory, at, tensor)
@@ -163,7 +163,7 @@ class Worker:
             return self.function(*inputs.values())
 
     def _take(self, result: Any, places: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
-        """Copy what a function returned to the judge's memory, and say what it is."""
+        """Copy a function's results to the judge's memory. Returns their types and shapes."""
         several = result if isinstance(result, tuple | list) else (result,)
         names = [*RETURNED, *(f"output {n + 1}" for n in range(len(RETURNED), len(several)))]
         told = {}
@@ -201,7 +201,7 @@ class Worker:
         places: list[dict[str, Any]],
         **sizes: Any,
     ) -> dict[str, Any]:
-        """Make a problem's inputs and call once; `places` are the judge's, for the outputs."""
+        """Draw a problem's inputs and call once. `places` are the judge's, for the outputs."""
         from flashwright.sandbox.problem import TimedProblem
         from flashwright.sandbox.timed import Timed
         from flashwright.spec import AttentionSpec
@@ -222,16 +222,16 @@ class Worker:
         return {}
 
     def turn(self, calls: int, seed: int, cold: bool) -> dict[str, Any]:
-        """Timed calls."""
+        """The seconds of timed calls."""
         return {"seconds": self.timed.turn(calls, seed, cold)}
 
     def ready(self, seed: int) -> dict[str, Any]:
-        """Draw what a burst begins with."""
+        """Draw the first inputs of a burst."""
         self.timed.ready(seed)
         return {}
 
     def burst(self, calls: int) -> dict[str, Any]:
-        """Calls that each need the one before; who asks has the clock."""
+        """Make calls that each need the one before. The judge measures the time."""
         self.timed.burst(calls)
         return {}
 
@@ -243,7 +243,7 @@ def _no_grad(device: Device) -> Any:
 
 
 def _python(candidate: Candidate) -> Any:
-    """The function of a module or of a file; a script runs until it asks for a verdict itself."""
+    """The function of a module or a file. A script runs up to its own call of `verify`."""
     if candidate.where.endswith(".py"):
         sys.path.insert(0, str(Path(candidate.where).parent))
         spec = importlib.util.spec_from_file_location("flashwright_candidate", candidate.where)
@@ -259,7 +259,7 @@ def _python(candidate: Candidate) -> Any:
 
 
 def _error(error: BaseException, device: Device | None) -> dict[str, Any]:
-    """What went wrong, told by kind; the last lines of the traceback are the candidate's own."""
+    """An exception as an answer: its kind, message and the last lines of its traceback."""
     name = type(error).__name__
     text = str(error)
     kind = "raises"
@@ -272,7 +272,7 @@ def _error(error: BaseException, device: Device | None) -> dict[str, Any]:
     elif isinstance(device, Cuda):
         try:
             device.torch.cuda.synchronize()
-        except Exception as broken:  # the device itself is in error: nothing more can be run here
+        except Exception as broken:  # the device is in an error state: nothing more can run here
             kind, text = "device_error", str(broken)
     frames = traceback.format_exception(error)[-_LINES:]
     first = next((line for line in text.splitlines() if line.strip()), "")
@@ -281,7 +281,7 @@ def _error(error: BaseException, device: Device | None) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer requests until there are none."""
+    """Answer requests until the pipe is closed."""
     reading, writing = int(sys.argv[1]), int(sys.argv[2])
     die_with_parent()
     worker = Worker(Path.cwd())
