@@ -415,7 +415,7 @@ class _EmulatedRun(JudgeRun):
         """Nothing here: launches are slow, and `_repeat_at_the_end` repeats a problem later."""
 
     def _launch_many_times(self, trial: Trial, problem: Problem) -> Outcome:
-        """FaultyLaunch a problem many times. Each launch must give the same bits."""
+        """Launch a problem many times. Each launch must give the same bits."""
         outcome, form = Outcome(problem), trial.form
         made = form.inputs(problem, trial.expected.reference)
         shapes = form.outputs(problem, trial.expected.outputs(made, problem.dims))
