@@ -164,7 +164,7 @@ class Asked:
 
     @property
     def masks(self) -> list[bool]:
-        """Whether causal."""
+        """The values of `causal` to measure."""
         return {Mask.FULL: [False], Mask.CAUSAL: [True], Mask.BOTH: [False, True]}[self.mask]
 
     def wants(self, cell: Cell) -> bool:

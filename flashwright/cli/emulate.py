@@ -296,7 +296,7 @@ class _Trial:
 
     @property
     def ok(self) -> bool:
-        """Nothing is wrong."""
+        """Whether no run has a finding."""
         return not self.diagnostics
 
     def profile(self) -> Profile:
@@ -307,7 +307,7 @@ class _Trial:
         return profile(source, counts, self.package.origin(self.dims))
 
     def record(self, what: str, counted: Profile | None) -> dict[str, Any]:
-        """As plain data."""
+        """The result as JSON-compatible data."""
         from flashwright.lang.render import as_json
 
         return {

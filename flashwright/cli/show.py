@@ -21,7 +21,7 @@ from rich.text import Text
 from flashwright.lang.recover import STATEMENTS
 
 if TYPE_CHECKING:
-    from flashwright.author.builtin.complete import Choice
+    from flashwright.author.builtin.complete import ParamChoice
     from flashwright.gpu import Gpu
     from flashwright.judge.cpu import CpuVerdict
 
@@ -135,7 +135,7 @@ def gpu_in_words(gpu: Gpu) -> str:
 # --- tables -----------------------------------------------------------------------------------
 
 
-def choices_table(choices: Iterable[Choice]) -> Table:
+def choices_table(choices: Iterable[ParamChoice]) -> Table:
     """Every chosen number with its reason."""
     shown = table("parameter", "value", "why", right=("value",))
     for choice in choices:

@@ -131,7 +131,7 @@ def _improved(recorded: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Settings:
-    """Of the recorded run."""
+    """The settings of the recorded run."""
 
     spec: AttentionSpec
     gpu: Gpu

@@ -58,7 +58,7 @@ VERBS_ONLY = frozenset({"gemm", "softmax", "mask", "add", "subtract", "multiply"
 
 @dataclass(slots=True)
 class Tok:
-    """A word of the source. What a statement carries rides on its keyword."""
+    """A token of the source. The keyword of a statement carries its comment and blank line."""
 
     type: str
     text: str
@@ -84,8 +84,8 @@ def grammar() -> Lark:
 
 
 def _cache() -> str | bool:
-    """Where lark keeps the tables it made of the grammar: they take ten times longer to make than
-    to read. It knows a stale file by its hash; without a place to write it makes them anew."""
+    """The file in which lark caches its tables, or False if there is no folder to write to. Making
+    the tables takes ten times longer than reading them; lark detects a stale file by its hash."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(home) / "flashwright"
     try:
@@ -99,7 +99,7 @@ def _cache() -> str | bool:
 def _words() -> re.Pattern[str]:
     terminals = sorted(grammar().terminals, key=lambda t: -t.priority)
     known = "|".join(f"(?P<{t.name}>{t.pattern.to_regexp()})" for t in terminals)
-    # What TL has no use for becomes a token that no rule takes: a diagnostic like any other.
+    # An unknown character becomes a token that no rule accepts, and so an ordinary diagnostic.
     return re.compile(known + r"|(?P<STRANGE>&&|\|\||\*\*|.)")
 
 
@@ -285,7 +285,7 @@ class Builder:
 
 
 class Machine:
-    """lark's LALR machine, fed by hand: it can be asked before it is told, and rolled back."""
+    """lark's LALR parser, fed token by token: it can be queried before a token and rolled back."""
 
     def __init__(self) -> None:
         self._parser = grammar().parse_interactive()
@@ -293,7 +293,7 @@ class Machine:
         self._table = self._state.parse_conf.states
 
     def accepts(self, kind: str) -> bool:
-        """Whether a token of this kind may come next. Nothing changes."""
+        """Whether a token of this kind may come next. The parser does not change."""
         stack = self._state.state_stack
         kept = len(stack)
         top: list[Any] = []  # the stack after the reductions is stack[:kept] + top
@@ -318,7 +318,7 @@ class Machine:
         self._parser.feed_token(cast(Any, tok))
 
     def mark(self) -> int:
-        """The place just before the token fed last."""
+        """The state just before the last token, for a rollback."""
         return len(self._state.value_stack) - 1
 
     def rollback(self, mark: int) -> None:

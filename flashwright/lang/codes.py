@@ -10,7 +10,7 @@ Severity = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True)
 class Code:
-    """What a code stands for, in one line."""
+    """A code's title and severity; `bad_input` codes give exit code 2."""
 
     title: str
     severity: Severity = "error"
@@ -132,13 +132,13 @@ CODES: dict[str, Code] = {
     "FW862": Code("NaN or infinity where the answer is finite"),
     "FW863": Code("output elements are not written"),
     "FW864": Code("wrong shape or type of an output"),
-    # right only where one would look
+    # right only for usual problems
     "FW865": Code("right only for usual inputs"),
     "FW866": Code("right only for usual shapes"),
     "FW867": Code("a masked position changes the output"),
     "FW868": Code("a visible key does not affect the output"),
     "FW869": Code("a cached result is returned"),
-    # what a candidate does beside its work
+    # conduct of a candidate
     "FW870": Code("the work is done by a library"),
     "FW871": Code("an input is modified, or returned as the output"),
     "FW872": Code("memory outside the tensors is accessed"),
@@ -146,7 +146,7 @@ CODES: dict[str, Code] = {
     "FW874": Code("work runs outside the caller's stream"),
     "FW875": Code("the candidate tampers with the judge"),
     "FW876": Code("faster than the hardware limit"),
-    # how it ends
+    # how a candidate ends
     "FW877": Code("the candidate does not finish in time"),
     "FW878": Code("the candidate's process ends"),
     "FW879": Code("a CUDA error on the device"),
@@ -169,4 +169,4 @@ CODES: dict[str, Code] = {
 }
 
 MACHINE = frozenset({"FW001", "FW821", "FW851"})
-"""Trouble of this machine, which no attempt can help: a disk, a compiler or a GPU is missing."""
+"""Errors of this machine, which no new attempt can mend: a disk, a compiler or a GPU is missing."""

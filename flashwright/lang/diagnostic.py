@@ -10,7 +10,7 @@ from flashwright.lang.nodes import Span
 
 @dataclass(frozen=True)
 class Label:
-    """A further place that explains the first one."""
+    """A further place in the source that explains a finding, with its text."""
 
     span: Span
     text: str
@@ -18,7 +18,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Edit:
-    """Replace source[start:end] by text."""
+    """A text replacement: source[start:end] becomes `text`."""
 
     start: int
     end: int
@@ -27,9 +27,9 @@ class Edit:
 
 @dataclass(frozen=True)
 class Fix:
-    """A change that mends the program, safe to apply without thinking.
+    """A change that mends the program and is safe to apply automatically.
 
-    A note's is one that makes the kernel faster as a rule; `check --fix` leaves it to the reader.
+    The fix of a note usually makes the kernel faster; `check --fix` does not apply it.
     """
 
     title: str
@@ -50,17 +50,17 @@ class Diagnostic:
 
     @property
     def severity(self) -> Severity:
-        """Errors make the program wrong; warnings do not. Notes say how it was translated."""
+        """error: the program is wrong; warning: it is suspicious; note: how it was translated."""
         return CODES[self.code].severity
 
     @property
     def bad_input(self) -> bool:
-        """True when the input itself cannot be taken (exit code 2), not the program wrong (1)."""
+        """Whether the input cannot be used at all (exit code 2); a wrong program is exit code 1."""
         return CODES[self.code].bad_input
 
 
 class Failed(Exception):
-    """Work that ended in diagnostics; the command line renders them and picks the exit code."""
+    """The operation failed with diagnostics; the command line shows them and sets the exit code."""
 
     def __init__(self, *diagnostics: Diagnostic) -> None:
         super().__init__("; ".join(f"{d.code}: {d.message}" for d in diagnostics))

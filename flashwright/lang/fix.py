@@ -8,7 +8,7 @@ from flashwright.lang.diagnostic import Diagnostic, Edit
 
 
 def apply(source: str, diagnostics: Iterable[Diagnostic]) -> tuple[str, int]:
-    """The mended source and how many fixes it took; of two that overlap, the first counts."""
+    """The source with the fixes applied, and their number; of two that overlap, the first."""
     taken: list[Edit] = []
     count = 0
     for diagnostic in diagnostics:
@@ -16,7 +16,7 @@ def apply(source: str, diagnostics: Iterable[Diagnostic]) -> tuple[str, int]:
         if edits and not any(_overlap(new, old) for new in edits for old in taken):
             taken += edits
             count += 1
-    # From the back, so that offsets in front stay right; an insertion goes before what is replaced.
+    # From the end, so that earlier offsets stay valid; an insertion goes before a replacement.
     for edit in sorted(taken, key=lambda e: (e.start, e.end), reverse=True):
         source = source[: edit.start] + edit.text + source[edit.end :]
     return source, count

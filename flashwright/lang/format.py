@@ -1,4 +1,4 @@
-"""Write TL: one canonical form, from which parsing gives the same tree again."""
+"""The formatter: one canonical form of TL, which parses to the same tree."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def format_stmt(stmt: Statement) -> str:
 
 
 def format_expr(expr: Expr, level: int = 0) -> str:
-    """An expression with no more brackets than it needs where only `level` or tighter may stand."""
+    """An expression with the fewest brackets, in a context of precedence `level`."""
     match expr:
         case Num():
             return expr.text
@@ -138,7 +138,7 @@ def _copy(stmt: Copy) -> str:
 
 
 def format_coord(coord: Coord) -> str:
-    """One place of a coordinate, in tiles or in elements."""
+    """One axis of a coordinate, in tiles (`L = i`) or in elements (`L at i * BN`)."""
     joint = "at" if coord.in_elements else "="
     return f"{coord.axis.id} {joint} {format_expr(coord.value)}"
 
@@ -147,7 +147,7 @@ def _compute(stmt: Compute) -> str:
     operands = _exprs(stmt.args)
     text = f"Compute {operands}"
     if stmt.verb:
-        # A bracket, a sign or `where` behind a name would make it something else than a verb.
+        # A bracket, a sign or `where` after the name would change its meaning as a verb.
         plain = re.match(r"(?!where\b)\w", operands, re.IGNORECASE)
         verb = stmt.verb.id
         text = f"Compute {verb} {operands}" if plain else f"Compute {verb}({operands})"
@@ -193,7 +193,7 @@ def _body(body: tuple[Statement, ...], indent: str) -> Iterator[str]:
 
 
 def _param_widths(body: tuple[Statement, ...]) -> list[int]:
-    """How wide each statement is made before its comment: comments of a param run line up."""
+    """The width of each statement before its comment: comments of consecutive params align."""
     widths = [0] * len(body)
     run: list[int] = []
     for n, stmt in enumerate(body):

@@ -1,12 +1,12 @@
-"""TL's grammar as GBNF, with which llama.cpp keeps a model to valid TL.
+"""TL's grammar as GBNF, which constrains a model in llama.cpp to valid TL.
 
-It is made from grammar.lark, so that the two cannot drift. What GBNF wants otherwise is added here:
-white space stands as the formatter writes it, each clause comes once and in the formatter's order,
-and there is no left recursion (which llama.cpp refuses). Blocks are indented, which takes rules for
-each depth: DEPTH of them, far more than any program has.
+It is generated from grammar.lark, so that the two cannot diverge. GBNF's own needs are added here:
+white space as the formatter writes it, each clause once and in the formatter's order, and no left
+recursion (which llama.cpp rejects). Indented blocks need rules for each depth: DEPTH of them, far
+more than any program has.
 
-`bounded` is for a model too small to stop by itself: names, numbers, lists, expressions and the
-number of statements are limited, so that whatever it writes ends soon, and is TL.
+`bounded` is for a model too small to stop on its own: names, numbers, lists, expressions and the
+number of statements are limited, so that every output is short and valid TL.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from flashwright.lang.gbnf_words import Lit, literal
 Level = Literal["sketch", "code"]
 
 DEPTH = 6
-# Statements that make a program code, and what may stand above the first of them.
+# Statements that make a program code, and those allowed above the first of them.
 _CODE = ("param", "grid", "allocate", "reshape")
 _ABOVE = {"sketch": ("comment",), "code": ("comment", "dim", "let")}
-# What the reader takes, and the formatter never writes: (rule, symbol).
+# What the parser accepts and the formatter never writes: (rule, symbol).
 _UNWRITTEN = {("loop", "IN"), ("state", ","), ("space", "MEMORY"), ("loop", ":?"), ("branch", ":?")}
 _SIZES = ((Symbol("tile"),), (Symbol("column"),))  # parts of a Copy that only code has
 _RARE = (Symbol("ELSE"), Symbol("column"), Symbol("along"))  # not in a bounded grammar
@@ -35,22 +35,22 @@ _WORD_RULES = {"NAME": "name", "VERB": "name", "NUMBER": "number", "COMPARE": "c
 
 @dataclass(frozen=True)
 class Limits:
-    """How long what a bounded grammar lets through can be."""
+    """The limits of a bounded grammar."""
 
     name: int = 10
     items: int = 2
-    """Of a list."""
+    """Items of a list."""
     steps: int = 1
-    """Operators, brackets or calls inside one another."""
+    """Nested operators, brackets or calls."""
     opening: int = 4
     """Statements at the top of code, such as param."""
     lines: int = 3
-    """Then before the loop, in it, and behind it."""
+    """Further statements before the loop, in it, and after it."""
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a rule is used: how deep in blocks, with how many steps left, behind a verb or not."""
+class _Context:
+    """The context of a rule: block depth, remaining expression steps, after a verb or not."""
 
     indent: int = 0
     steps: int | None = None
@@ -63,7 +63,7 @@ def gbnf(level: Level = "code", bounded: bool = False) -> str:
 
 
 def translate(rules: Rules, level: Level, limits: Limits | None = None) -> str:
-    """The rules of a lark grammar as GBNF; with limits, every text that it derives is short."""
+    """The rules of a lark grammar as GBNF; with limits, it derives only short texts."""
     made = _Writer(rules, level, limits).run()
     kind = f"{level}, bounded" if limits else level
     head = f"# TL ({kind}) for constrained decoding, made from Flashwright's grammar.lark\n"
@@ -86,7 +86,7 @@ class _Writer:
         self.same: dict[str, str] = {}
 
     def run(self) -> dict[str, str]:
-        """All rules that root leads to, root first."""
+        """All rules that are reachable from root, root first."""
         self.out["root"] = ""
         self.out["root"] = self._bounded_root(self.limits) if self.limits else self._root()
         words = gbnf_words.rules(self.rules.words, self.limits.name if self.limits else None)
@@ -135,7 +135,7 @@ class _Writer:
             return _joined(["comment-text", literal("\n")])
         inside = kind in self.blocks
         end = literal("\n") if inside else self._line_end()
-        return _joined([self._ref(kind, _Place(indent if inside else 0)), end])
+        return _joined([self._ref(kind, _Context(indent if inside else 0)), end])
 
     def _line_end(self) -> str:
         if self.limits:
@@ -152,8 +152,8 @@ class _Writer:
 
     # --- rules ----------------------------------------------------------------------------
 
-    def _ref(self, rule: str, place: _Place) -> str:
-        """The name in GBNF of a rule at a place; the rule is written if it was not yet."""
+    def _ref(self, rule: str, place: _Context) -> str:
+        """The GBNF name of a rule in a context; writes the rule if it is new."""
         parts = [rule.strip("_").replace("_", "-"), *(["plain"] if place.plain else [])]
         if rule in self.blocks:
             parts += [str(place.indent)] if place.indent else []
@@ -168,11 +168,11 @@ class _Writer:
                 self.same[name] = self.out.pop(name)
         return self.same.get(name, name)
 
-    def _plain_rule(self, rule: str, place: _Place) -> str:
+    def _plain_rule(self, rule: str, place: _Context) -> str:
         ways = [way for sequence in self.rules.rules[rule] for way in _without_verb(sequence)]
         return _either(self._sequence(rule, way, place) for way in ways)
 
-    def _expression(self, rule: str, place: _Place) -> str:
+    def _expression(self, rule: str, place: _Context) -> str:
         ways = self._ways(rule)
         if place.plain:  # what begins with a sign or a bracket would make the verb an operand
             ways = [w for w in ways if isinstance(w[1][0], Symbol) and w[1][0].name not in "-("]
@@ -186,25 +186,25 @@ class _Writer:
         ways_in = [self._from_head(head, found, place) for head, found in heads.items()]
         if not again:
             return _either(ways_in)
-        more = _either(self._sequence(r, w[1:], _Place(), w[0]) for r, w in again)
+        more = _either(self._sequence(r, w[1:], _Context(), w[0]) for r, w in again)
         return f"{_grouped(_either(ways_in))} ({more})*"
 
-    def _from_head(self, head: Item, found: list[tuple[str, Sequence]], place: _Place) -> str:
+    def _from_head(self, head: Item, found: list[tuple[str, Sequence]], place: _Context) -> str:
         """Alternatives with the same beginning, which stands once: what follows may differ."""
         if len(found) == 1:
             return self._sequence(*found[0], place)
         first = self._sequence(found[0][0], (head,), place)
-        tails = [self._sequence(r, way[1:], _Place(), head) for r, way in found if way[1:]]
+        tails = [self._sequence(r, way[1:], _Context(), head) for r, way in found if way[1:]]
         return _joined([first, f"({_either(tails)})" + ("?" if len(tails) < len(found) else "")])
 
-    def _few_steps(self, ways: list[tuple[str, Sequence]], place: _Place, steps: int) -> str:
+    def _few_steps(self, ways: list[tuple[str, Sequence]], place: _Context, steps: int) -> str:
         """An expression within the limits: all that an operator or a call holds has a step less."""
         made = []
         for rule, way in ways:
             nested = any(s.name in self.expressions for s in symbols(way))
             if len(way) > 1 and nested and not steps:
                 continue
-            inner = _Place(0, steps - 1 if len(way) > 1 and nested else steps, place.plain)
+            inner = _Context(0, steps - 1 if len(way) > 1 and nested else steps, place.plain)
             made.append(self._sequence(rule, way, inner))
         return _either(made)
 
@@ -220,7 +220,7 @@ class _Writer:
     # --- sequences ------------------------------------------------------------------------
 
     def _sequence(
-        self, rule: str, items: Sequence, place: _Place, before: Item | None = None
+        self, rule: str, items: Sequence, place: _Context, before: Item | None = None
     ) -> str:
         """Items one after the other, with the formatter's spaces; `before` stands ahead of them."""
         parts: list[str] = []
@@ -238,7 +238,7 @@ class _Writer:
             before = item
         return _joined(parts)
 
-    def _many(self, rule: str, item: Many, place: _Place, before: Item | None) -> list[str]:
+    def _many(self, rule: str, item: Many, place: _Context, before: Item | None) -> list[str]:
         if item.sign == "*" and len(item.among) > 1:
             groups = [g for g in _clauses(item) if not (self.limits and g[0][0] in _RARE)]
             return [self._clause(rule, group, place, before) for group in groups]
@@ -250,10 +250,10 @@ class _Writer:
         sign = f"{{0,{self.limits.items - 1}}}" if self.limits and item.sign == "*" else item.sign
         return [f"({self._sequence(rule, one, place, before)}){sign}"]
 
-    def _clause(self, rule: str, group: Iterable[Sequence], place: _Place, b: Item | None) -> str:
+    def _clause(self, rule: str, group: Iterable[Sequence], place: _Context, b: Item | None) -> str:
         return f"({_either(self._sequence(rule, one, place, b) for one in group)})?"
 
-    def _symbol(self, rule: str, before: Item | None, item: Symbol, place: _Place) -> list[str]:
+    def _symbol(self, rule: str, before: Item | None, item: Symbol, place: _Context) -> list[str]:
         name = item.name
         if name == "body":
             return [self._line_end(), self._body(place.indent + 1)]
@@ -269,12 +269,12 @@ class _Writer:
         known = name in self.rules.words
         return [space, literal(gbnf_words.spelled(name, self.rules.words) if known else name)]
 
-    def _entering(self, rule: str, name: str, place: _Place) -> _Place:
+    def _entering(self, rule: str, name: str, place: _Context) -> _Context:
         """The place of a rule used in another: an expression in a statement has all its steps."""
         if self.limits and name in self.expressions and rule not in self.expressions:
             # Shapes and coordinates, of which there are lists, are plain.
             listed = rule in ("axis", "tile", "coord", "operands")
-            return _Place(0, 0 if listed else self.limits.steps, place.plain)
+            return _Context(0, 0 if listed else self.limits.steps, place.plain)
         return place
 
 

@@ -1,4 +1,4 @@
-"""grammar.lark as data: the rules and the words, for whoever writes the grammar in another form."""
+"""grammar.lark as data: its rules and terminals, for other forms of the grammar."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of several."""
+    """A choice: exactly one of several sequences."""
 
     among: tuple[Sequence, ...]
 
 
 @dataclass(frozen=True)
 class Many:
-    """One of several, which may be missing (`?`), or come any number of times (`*`)."""
+    """A choice that is optional (`?`) or repeated any number of times (`*`)."""
 
     among: tuple[Sequence, ...]
     sign: Literal["?", "*"]
@@ -37,7 +37,7 @@ Sequence = tuple[Item, ...]
 
 @dataclass(frozen=True)
 class Rules:
-    """What grammar.lark says."""
+    """The rules and the terminals of grammar.lark."""
 
     rules: dict[str, tuple[Sequence, ...]]
     """In the order of the file: each a choice of sequences."""
@@ -45,7 +45,7 @@ class Rules:
     """The regular expression of each terminal that is not a plain sign."""
 
     def below(self, rule: str) -> set[str]:
-        """The rule, and every rule that it is made of."""
+        """The rule and every rule that it uses, directly or not."""
         found, open_ = {rule}, [rule]
         while open_:
             new = {s.name for seq in self.rules[open_.pop()] for s in symbols(seq)} & set(
@@ -69,7 +69,7 @@ def symbols(items: Sequence) -> list[Symbol]:
 
 def read(text: str | None = None) -> Rules:
     """The rules in the text of a lark grammar: grammar.lark's if none is given."""
-    # The one way to a grammar's rules as they are written; lark's own tools take it too.
+    # The only access to a grammar's rules as written; lark's own tools use it too.
     from lark import load_grammar
 
     text = FILE.read_text(encoding="utf-8") if text is None else text

@@ -1,7 +1,7 @@
 """The words of TL in GBNF: keywords as the formatter writes them, numbers, and names.
 
-GBNF has no way to say "any name but these", so the rule for names spells it out, letter by letter:
-a name that begins like a reserved word must go on differently.
+GBNF has no "any name but these", so the rule for names excludes reserved words letter by letter:
+a name that begins like a reserved word must continue differently.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flashwright.lang.parse import SOFT
 from flashwright.lang.recover import STATEMENTS
 
 _SPELLED = {**STATEMENTS, "COORDINATE": "coordinate", "TRANSPOSE": ".T"}
-# What these look like, and the same in GBNF: a change of the one without the other must not pass.
+# Patterns of grammar.lark and their GBNF: a change of one without the other must fail.
 _PATTERNS = {
     "NUMBER": r"[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?",
     "NAME": "[A-Za-z_][A-Za-z0-9_]*",
@@ -55,7 +55,7 @@ def reserved(patterns: dict[str, str]) -> set[str]:
 
 
 def _forms(pattern: str) -> list[str]:
-    r"""What a keyword's pattern matches: `registers?\b` is `register` and `registers`."""
+    r"""The words that a keyword's pattern matches: `registers?\b` is `register` and `registers`."""
     plain = re.fullmatch(r"([a-z]+?)(?:([a-z])\?)?\\b", pattern)
     if plain is None:
         raise ValueError(f"grammar.lark has a word that gbnf_words.py cannot read: {pattern}")

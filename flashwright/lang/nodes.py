@@ -1,8 +1,8 @@
 """The syntax tree of TL.
 
-Nodes are frozen and compare by what they say, never by where they stand: spans are left out of
-equality, so that `parse(format(tree)) == tree` is a plain comparison. Comments and blank lines are
-kept (on the statement they belong to), because a formatter that loses them would not be used.
+Nodes are frozen and compare by content: spans do not take part in equality, so that
+`parse(format(tree)) == tree` is a plain comparison. Statements keep their comments and blank lines
+for the formatter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Span:
     end_column: int
 
     def to(self, other: Span) -> Span:
-        """From the start of this span to the end of the other."""
+        """The span from the start of this one to the end of the other."""
         return Span(self.start, other.end, self.line, self.column, other.end_line, other.end_column)
 
 
@@ -37,7 +37,7 @@ NOWHERE = Span(0, 0, 1, 1, 1, 1)
 
 
 def line_span(source: str, number: int) -> Span | None:
-    """A whole line of a text, without the blanks it begins with; None where it has none such."""
+    """The span of a whole line of a text without its indentation; None if there is no such line."""
     lines = source.split("\n")
     if not 1 <= number <= len(lines):
         return None
@@ -68,7 +68,7 @@ class Name:
 
 @dataclass(frozen=True)
 class Unary:
-    """`-x` or `not x`."""
+    """A unary operation: `-x` or `not x`."""
 
     op: str
     operand: Expr
@@ -87,7 +87,7 @@ class Binary:
 
 @dataclass(frozen=True)
 class Call:
-    """`f(x, y)`."""
+    """A call of a function: `f(x, y)`."""
 
     func: Name
     args: tuple[Expr, ...]
@@ -125,7 +125,7 @@ EARLIER_PARAMS = {"Apart": "SplitMasked"}
 
 @dataclass(frozen=True)
 class Stmt:
-    """What every statement carries: its place, a comment at its end, a blank line above it."""
+    """The base of statements: the span, a comment at the end, a blank line above."""
 
     span: Span = field(default=NOWHERE, compare=False, repr=False, kw_only=True)
     comment: str | None = field(default=None, kw_only=True)
@@ -258,7 +258,7 @@ class Compute(Stmt):
 
     @property
     def operation(self) -> str:
-        """The verb in lower case (`gemm`); nothing for the expression form."""
+        """The verb in lower case (`gemm`); empty for the expression form."""
         return self.verb.id.lower() if self.verb else ""
 
 
@@ -306,7 +306,7 @@ class Tree:
 
     @property
     def level(self) -> Literal["sketch", "code"]:
-        """A sketch says what happens; one size, allocation or layout makes it code."""
+        """`sketch`, or `code` if the program has a size, an allocation or a layout."""
         for stmt in statements(self.body):
             if isinstance(stmt, (Param, Grid, Allocate, Reshape)):
                 return "code"
@@ -337,7 +337,7 @@ def expressions(node: object) -> list[Expr]:
 
 
 def value_names(expr: Expr) -> Iterator[Name]:
-    """The names in an expression that have values: not functions, nor tensors that it indexes."""
+    """The names in an expression that are values, without functions and indexed tensors."""
     match expr:
         case Name():
             yield expr

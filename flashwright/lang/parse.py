@@ -1,9 +1,9 @@
-"""Read TL: text to tree, or to every diagnostic that one pass can find.
+"""The parser: text to tree, or to every diagnostic that one pass can find.
 
-Statements begin with reserved words, so the reader works statement by statement: it asks the LALR
-machine before each token, and after an error it drops the statement and goes on at the next line
-that begins with one of those words. Blocks are counted here, because the indentation closes some
-of them, and because a missing `end` is explained best by whoever saw the opener.
+Statements begin with reserved words, so the parser works statement by statement: it queries the
+LALR machine before each token, and after an error it drops the statement and continues at the next
+line that begins with a reserved word. Blocks are matched here, because indentation closes some of
+them, and because the opener is needed to report a missing `end`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_DEPTH = 64
 MAX_TOKENS = 400
 MAX_DIAGNOSTICS = 20
 
-# Words that are keywords in one clause and names elsewhere; `where` is a clause behind an operand.
+# Words that are keywords in one clause and names elsewhere; `where` is a clause after an operand.
 _CLAUSE_WORDS = (
     *("OFFSET", "STAGES", "MEMORY", "COORDINATE"),
     *("AT", "ALONG", "ROWS", "COLUMN", "COLUMNS"),
@@ -33,10 +33,10 @@ _OPERANDS = ("NAME", "NUMBER", "NOT", *_CLAUSE_WORDS)
 
 
 def read(path: Path | str) -> str:
-    """The text of a TL file, with plain line ends; Failed with FW001, FW002 or FW003 if not."""
+    """The text of a TL file, with `\\n` as line ends. Raises Failed with FW001, FW002 or FW003."""
     try:
         with open(path, "rb") as file:
-            data = file.read(MAX_BYTES + 1)  # never more: a device has no size to look at first
+            data = file.read(MAX_BYTES + 1)  # no more than that: a device file has no size to check
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise Failed(Diagnostic("FW001", f"cannot read {path}: {reason}")) from None
@@ -44,7 +44,7 @@ def read(path: Path | str) -> str:
 
 
 def decode(data: bytes, name: str) -> str:
-    """The text in what was read under that name, with plain line ends; Failed if it is none."""
+    """The text of a file's bytes, with `\\n` as line ends. Raises Failed if they are not text."""
     if len(data) > MAX_BYTES:
         raise Failed(_too_large(f"{name} "))
     try:
@@ -69,7 +69,7 @@ def _not_text(name: str, what: str) -> Diagnostic:
 
 
 def parse(source: str) -> Tree:
-    """The tree of a TL program; Failed with all syntax diagnostics if it is not one."""
+    """The tree of a TL program. Raises Failed with all syntax errors."""
     if len(source) > MAX_BYTES:
         raise Failed(_too_large("the program "))
     return _Reader(source).run()
@@ -77,16 +77,16 @@ def parse(source: str) -> Tree:
 
 @dataclass
 class _Block:
-    """A block that is open (the first one stands for the file)."""
+    """An open block (the first one is the file)."""
 
     opener: Tok
     colon: bool = False
     has_else: bool = False
-    filled: bool = False  # something stands in the body already
+    filled: bool = False  # the body has a statement
 
 
 class _Stop(Exception):
-    """Enough diagnostics."""
+    """The limit of diagnostics is reached: stop parsing."""
 
 
 class _Reader:
@@ -100,7 +100,7 @@ class _Reader:
         self.closed: Tok | None = None  # the opener that indentation closed last
         self.suspects: list[Tok] = []  # openers whose `end` stands in another block's column
         self.lines = [t for t in self.items if t.first and t.type in STATEMENTS]
-        self.attempts = 0  # statements that somebody who writes TL could have meant
+        self.attempts = 0  # statements that look like TL
         self.unsure = False  # a `for`, `if` or `end` was skipped: the balance is not known
 
     def run(self) -> Tree:
@@ -128,7 +128,7 @@ class _Reader:
     # --- statements ---------------------------------------------------------------------------
 
     def _statement(self, at: int) -> int:
-        """Take the statement that begins at items[at]; where to go on."""
+        """Parse the statement that begins at items[at]; returns the index after it."""
         keyword = self.items[at]
         last = stop = at
         while stop < len(self.items) and (stop == at or self.items[stop].type not in STATEMENTS):
@@ -159,7 +159,7 @@ class _Reader:
         return go_on
 
     def _words(self, words: list[int], after: int) -> int:
-        """Feed the words behind the keyword; where to go on, which is `after` if all is well."""
+        """Feed the words after the keyword; returns where to continue (`after` without errors)."""
         keyword, fed, depth, prefixes = self.items[words[0]], 1, 0, 0
         for n in words[1:]:
             tok = self.items[n]
@@ -191,7 +191,7 @@ class _Reader:
         return after
 
     def _attempt(self, keyword: Tok) -> None:
-        """Count what shows that this is TL: other languages have `for` and `if` too."""
+        """Count statements that only TL has: other languages have `for` and `if` too."""
         self.attempts += keyword.type not in ("FOR", "IF") or not self.found
 
     def _incomplete(self, words: list[int], after: int) -> int:
@@ -205,7 +205,7 @@ class _Reader:
         return self._resume(after - 1)
 
     def _retype(self, n: int) -> None:
-        """Some words mean what their place says: verbs, and keywords that may be names."""
+        """Set the type of words whose meaning depends on context: verbs, and keywords as names."""
         tok = self.items[n]
         if tok.type in SOFT and not self.machine.accepts(tok.type):
             tok.type = "NAME"
@@ -215,7 +215,7 @@ class _Reader:
             tok.type = "VERB"
 
     def _abandon(self, keyword: Tok, mark: int) -> None:
-        """Take a wrong statement back. A block keeps a header, so that its `end` finds it."""
+        """Roll a wrong statement back. A block keeps a header, so that its `end` matches."""
         self.machine.rollback(mark)
         header = {"FOR": ("FOR", "NAME", "IN", "NUMBER", "COLON", "NUMBER"), "IF": ("IF", "NUMBER")}
         for kind in header.get(keyword.type, ()):
@@ -239,7 +239,7 @@ class _Reader:
             block.has_else, block.filled = True, False
         else:
             self._pop(tok)
-        for text in comments:  # there is no field for it: it becomes the next line's
+        for text in comments:  # `end` has no comment field: the next statement gets it
             self.pending.append(replace(tok, type="COMMENT", text="//" + text, blank=False))
         rest = words[1:]
         if tok.type == "ELSE" and rest and self.items[rest[0]].type == "COLON":
@@ -288,7 +288,7 @@ class _Reader:
         self._flush()
         left = [b.opener for b in self.blocks[1:]]
         if left and not self.unsure:
-            # Where a line could not be read, it may have been the `end`: no fix on a guess.
+            # A line that was skipped may have been the `end`: offer no fix.
             certain = all(d.fix for d in self.found)
             for opener in (self.suspects[::-1] + left[::-1])[: len(left)]:
                 d = recover.missing_end(opener, self.lines, self.items[-1], self.source)
@@ -321,7 +321,7 @@ class _Reader:
         raise Failed(*self.found, Diagnostic("FW004", message, span, "", (), help_text))
 
     def _unknown(self, at: int) -> int:
-        """A line that begins no statement: read it as the keyword it was meant to be, or skip."""
+        """Handle a line without a keyword: parse it as the suggested keyword, or skip it."""
         tok = self.items[at]
         after = self.items[at + 1] if at + 1 < len(self.items) else None
         found, kind = recover.unknown_line(tok, after)
@@ -334,7 +334,7 @@ class _Reader:
         return at
 
     def _resume(self, at: int) -> int:
-        """The next line that begins with a statement's word."""
+        """The index of the next line that begins with a keyword."""
         for n in range(at + 1, len(self.items)):
             tok = self.items[n]
             if tok.type in STATEMENTS and tok.first:

@@ -1,4 +1,4 @@
-"""What to say when the text is not TL, and which slips are plain enough to mend."""
+"""Messages for syntax errors, and fixes for the obvious ones."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ _STRANGE: dict[str, tuple[str | None, str]] = {
 
 
 def guess(word: str, candidates: Iterable[str]) -> tuple[str, bool] | None:
-    """The candidate that the word was probably meant to be, and whether that is near-certain."""
+    """The candidate most similar to the word, and whether it is near-certain; None if none is."""
     by_lower = {c.lower(): c for c in candidates}
     close = difflib.get_close_matches(word.lower(), by_lower, n=2, cutoff=0.6)
     if not close:
@@ -117,7 +117,7 @@ def _one_of(words: list[str]) -> str:
 
 
 def shown(tok: Tok) -> str:
-    """A token as a message quotes it."""
+    """A token as quoted in messages."""
     text = " ".join(tok.text.split()) or tok.text
     if tok.type == "STRANGE" and not (text.isascii() and text.isprintable()):
         name = unicodedata.name(text[0], "no name").lower()
@@ -126,7 +126,7 @@ def shown(tok: Tok) -> str:
 
 
 def expected(accepts: Callable[[str], bool]) -> str:
-    """What may come next, in words."""
+    """The tokens that may come next, in words."""
     words: list[str] = []
     value, operator = accepts("NUMBER"), accepts("PLUS")
     if value or accepts("NAME"):
@@ -233,7 +233,7 @@ def stray_end(tok: Tok, closed: Tok | None) -> Diagnostic:
 
 
 def missing_end(opener: Tok, lines: list[Tok], last: Tok, source: str) -> Diagnostic:
-    """FW103 for a block that is never closed; the indentation tells where it should have been."""
+    """FW103 for a block that is never closed; the fix follows the indentation."""
     column = opener.span.column
     after = [t for t in lines if t.span.start > opener.span.start]
     indented = bool(after) and after[0].span.column > column
@@ -255,7 +255,7 @@ def missing_end(opener: Tok, lines: list[Tok], last: Tok, source: str) -> Diagno
 
 
 def repeated_clause(words: list[Tok]) -> Diagnostic | None:
-    """FW101 for a clause that a statement has twice: the second would silently win."""
+    """FW101 for a clause that a statement has twice."""
     seen: dict[str, Tok] = {}
     for before, tok in pairwise(words):
         kind = {"AND_ACCUMULATE": "AND_GET"}.get(tok.type, tok.type)
@@ -275,7 +275,7 @@ def repeated_clause(words: list[Tok]) -> Diagnostic | None:
 
 
 def mend(items: list[Tok], source: str) -> tuple[list[Tok], list[Diagnostic]]:
-    """Slips that show in the words alone, mended so that reading goes on behind them."""
+    """Mend mistakes in single words, so that parsing continues; returns tokens and findings."""
     out: list[Tok] = []
     found: list[Diagnostic] = []
     items = _mend_ranges(items, found)
@@ -346,13 +346,13 @@ def _mend_ranges(items: list[Tok], found: list[Diagnostic]) -> list[Tok]:
 
 
 def slip(tok: Tok, message: str, text: str) -> Diagnostic:
-    """FW101 for a token that another text should replace, which is then the fix."""
+    """FW101 for a token, with the fix that replaces it by `text`."""
     title = f"write `{text}`" if text else f"leave `{tok.text}` out"
     return Diagnostic("FW101", message, tok.span, title, fix=Fix(title, _edit(tok.span, text)))
 
 
 def _joins(before: Tok, tok: Tok, after: Tok | None) -> bool:
-    """Whether two tokens are one slip: `0_register`, `K^T`, `and accumlate O`."""
+    """Whether two tokens are one mistake: `0_register`, `K^T`, `and accumlate O`."""
     if before.type == "NUMBER":
         return before.span.end == tok.span.start
     if before.text == "^":

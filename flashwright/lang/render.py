@@ -1,4 +1,4 @@
-"""Show diagnostics: in the terminal, as JSON, in a model's prompt."""
+"""Renderers of diagnostics: for the terminal, as JSON, for a model's prompt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
 
 @dataclass(frozen=True)
 class _Mark:
-    """An underline on one line, columns from 0, the end left out."""
+    """An underline on one line: columns from 0, half-open."""
 
     line: int
     start: int
@@ -47,7 +47,7 @@ def summary(diagnostics: Sequence[Diagnostic]) -> str:
 def terminal(
     diagnostics: Sequence[Diagnostic], source: str, filename: str, color: bool = False
 ) -> str:
-    """All diagnostics for a person, each with its lines of source and carets."""
+    """All diagnostics for a terminal, each with its lines of source and carets."""
     lines = source.split("\n")
     return "\n\n".join(_one(d, lines, filename, color) for d in diagnostics) + "\n"
 

@@ -48,7 +48,7 @@ class _Found:
         self.benches: list[Bench] = []
 
     def add(self, path: Path) -> None:
-        """Whatever a path is."""
+        """Read a path: a package, a verdict or a benchmark. Raises Failed for anything else."""
         if path.is_dir():
             self._folder(path)
         elif path.name == "result.json":

@@ -11,7 +11,7 @@ from flashwright.version import __version__
 
 
 def render(report: Report) -> str:
-    """The whole text."""
+    """The report as one Markdown document."""
     return "\n".join(_lines(report)).rstrip("\n") + "\n"
 
 

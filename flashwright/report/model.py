@@ -57,7 +57,7 @@ class Case(_Told):
 
     @property
     def ratio(self) -> float | None:
-        """Its error over the library's."""
+        """The error relative to the library's; None if there is no library error."""
         return self.relative_rms / self.library_rms if self.library_rms else None
 
     @property
@@ -284,7 +284,7 @@ class Cell:
     paper: PaperFigure | None = None
 
     def tflops(self, who: str) -> float | None:
-        """A contestant's rate."""
+        """The rate of a contestant in TFLOPS; None if it has no figure."""
         found = self.numbers.get(who)
         return found.tflops if found else None
 
@@ -307,7 +307,7 @@ class Cell:
 
     @property
     def spread(self) -> float | None:
-        """Of our time."""
+        """The relative spread of our time; None if it is not measured."""
         ours = self.numbers.get(OURS)
         return ours.spread if ours else None
 
@@ -359,5 +359,5 @@ class Report:
     """What it was made of, as the user named it."""
 
     def kernel(self, name: str) -> Kernel | None:
-        """By name."""
+        """The kernel of that name; None if the report has none."""
         return next((k for k in self.kernels if k.name == name), None)

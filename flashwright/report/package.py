@@ -24,24 +24,24 @@ DIGESTED = (
 )
 
 
-class _Told(BaseModel):
+class _PackageRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class _Finding(_Told):
+class _Finding(_PackageRecord):
     code: str = ""
     message: str = ""
     severity: str = "error"
 
 
-class _Stage(_Told):
+class _Stage(_PackageRecord):
     stage: str
     status: str = "ok"
     seconds: float = 0.0
     why: tuple[_Finding, ...] = ()
 
 
-class _Result(_Told):
+class _Result(_PackageRecord):
     """The part of result.json that a report tells (pipeline.py writes it)."""
 
     ok: bool = True
@@ -57,7 +57,7 @@ class _Result(_Told):
     not_claimed: tuple[str, ...] = ()
 
 
-class _Build(_Told):
+class _Build(_PackageRecord):
     gpu: str = ""
     registers: int | None = None
     spill_stores: int = 0
@@ -68,12 +68,12 @@ class _Build(_Told):
     schedule: Schedule | None = None
 
 
-class _Launch(_Told):
+class _Launch(_PackageRecord):
     threads: int | None = None
     shared: int = 0
 
 
-Told = TypeVar("Told", bound=_Told)
+Told = TypeVar("Told", bound=_PackageRecord)
 
 
 def read(folder: Path) -> Kernel:

@@ -25,7 +25,7 @@ _HEADINGS = {f"h{n}": f"h{min(6, n + 3)}" for n in range(1, 7)}  # they stand un
 
 
 def html(report: Report) -> str:
-    """The whole page."""
+    """The report as one self-contained HTML page."""
     css, js = _asset("page.css"), _asset("page.js")
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -83,7 +83,7 @@ def _spans(columns: Sequence[tables.Column]) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class Chart:
-    """One kernel's plot."""
+    """The speed plot of one kernel, with the state of its verdict."""
 
     kernel: str
     link: str

@@ -42,7 +42,7 @@ LEFT, RIGHT, TOP, BOTTOM = 34.0, 98.0, 12.0, 26.0
 
 @dataclass(frozen=True)
 class Contestant:
-    """Who, and in which of the page's styles it is drawn."""
+    """A contestant and its style on the page."""
 
     name: str
     title: str
@@ -243,7 +243,7 @@ def _limit(case: Case) -> float | None:
 
 
 def _dots(case: Case, y: float, x: Scale) -> Markup:
-    """One case."""
+    """The marks of one case: our error and the library's."""
 
     def at(value: float) -> float:
         if not math.isfinite(value):
@@ -340,7 +340,7 @@ def _grid_values(rows: Sequence[Sequence[float]]) -> str:
 
 
 def where(rows: Sequence[Sequence[float]]) -> str:
-    """The same in words."""
+    """The part of O with the greatest error, in words."""
     found = [(v, i, j) for i, row in enumerate(rows) for j, v in enumerate(row)]
     bad = sum(not math.isfinite(v) for v, _, _ in found)
     finite = [one for one in found if math.isfinite(one[0])]

@@ -27,7 +27,7 @@ class Ratios:
 
     @property
     def verdict(self) -> str:
-        """In a word."""
+        """`faster`, `slower` or `level` (see `compared`)."""
         return compared(self.mean)
 
 

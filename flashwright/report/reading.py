@@ -27,7 +27,7 @@ def bad(path: Path, why: str, within: str = "") -> Failed:
 
 
 def bytes_of(path: Path) -> bytes:
-    """A file's content."""
+    """The bytes of a file. Raises Failed if it cannot be read or is too large."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise bad(path, f"is larger than {MAX_BYTES >> 20} MB")
@@ -40,7 +40,7 @@ def bytes_of(path: Path) -> bytes:
 
 
 def text_of(path: Path) -> str:
-    """A file's text."""
+    """The text of a file. Raises Failed if it is not UTF-8."""
     try:
         return bytes_of(path).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -48,7 +48,7 @@ def text_of(path: Path) -> str:
 
 
 def json_of(text: str, path: Path) -> Any:
-    """JSON."""
+    """The JSON value of a text. Raises Failed with the line of a syntax error."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

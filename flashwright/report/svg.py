@@ -29,17 +29,17 @@ def _plain(value: object) -> object:
 
 
 def text(x: float, y: float, said: str, class_: str = "", anchor: str = "start") -> Markup:
-    """A label."""
+    """An SVG text element."""
     return tag("text", said, x=x, y=y, class_=class_, text_anchor=anchor)
 
 
 def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> Markup:
-    """A straight line."""
+    """An SVG line between two points."""
     return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
 
 
 def path(points: Sequence[tuple[float, float]], class_: str) -> Markup:
-    """A line through points."""
+    """An SVG path through points."""
     steps = " ".join(f"{'L' if i else 'M'}{x:.1f} {y:.1f}" for i, (x, y) in enumerate(points))
     return tag("path", d=steps, class_=class_, fill="none")
 

@@ -18,7 +18,7 @@ def who(name: str) -> str:
 
 
 def rate(tflops: float | None) -> str:
-    """TFLOPS, or GB/s."""
+    """A rate as text, with digits that suit its size."""
     if tflops is None:
         return NOTHING
     return f"{tflops:.0f}" if abs(tflops) >= 100 else f"{tflops:.1f}"
@@ -59,7 +59,7 @@ def size(count: int | None) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """`1 cell`, `2 cells`."""
+    """A count with its noun: `1 cell`, `2 cells`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 

@@ -22,7 +22,7 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Level:
-    """How many samples reached a level, and how many nobody could tell of."""
+    """How many samples reached a level, and how many have an unknown result."""
 
     passed: int
     failed: int
@@ -68,17 +68,17 @@ class Row:
 
     @property
     def attempts(self) -> float | None:
-        """Of a sample, on average."""
+        """The mean number of attempts of a sample."""
         return _mean(o.attempts for o in self.outcomes)
 
     @property
     def tokens(self) -> float | None:
-        """Likewise."""
+        """The mean number of tokens of a sample."""
         return _mean(o.usage.total for o in self.outcomes)
 
     @property
     def minutes(self) -> float | None:
-        """Likewise, in which the model was waited for."""
+        """The mean minutes per sample spent waiting for the model."""
         return _mean(o.asking / 60 for o in self.outcomes)
 
 

@@ -19,7 +19,7 @@ FILE = "judged.json"
 
 
 def look(folder: Path, progress: Callable[[str], None]) -> str | None:
-    """Judge a sample that nobody has run on a GPU yet, where there is one; what is to tell of it.
+    """Judge a sample on the GPU here if it has not been; returns the news in words.
 
     The model is not asked again, whatever comes out: its run has ended.
     """

@@ -24,7 +24,7 @@ class Outcome:
     """How far a sample came, and what it took."""
 
     passed: Mapping[str, bool | None]
-    """By the levels of its way; None where nobody here can tell."""
+    """Whether each level of its way was reached; None if unknown."""
     kind: str = "checked"
     """What its verdict rests on: run.KINDS."""
     ratio: float | None = None
@@ -37,7 +37,7 @@ class Outcome:
 
 
 def read(sample: Sample, root: Path) -> Outcome | None:
-    """None where the sample has not come to its end."""
+    """The outcome of a sample; None if it has not ended."""
     folder = sample.folder(root)
     try:
         told = json.loads((folder / RESULT).read_bytes())

@@ -34,7 +34,7 @@ SHORT = {"sketch": "sketch", "code": "code", "cpu": "CPU", "compiles": "compiles
 def html(
     title: str, notes: Sequence[str], table: Sequence[Sequence[str]], every: Sequence[Row]
 ) -> str:
-    """The whole page."""
+    """The text of study.html: one self-contained page."""
     css = (resources.files("flashwright.report") / "page.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(css.encode()).digest()).decode()
     template = (resources.files(__package__) / "page.html.j2").read_text(encoding="utf-8")

@@ -1,7 +1,6 @@
 """The way without a kernel: a PyTorch function, judged as every other candidate is.
 
-It can be judged where there is PyTorch and a GPU. Elsewhere it is kept, and nobody says of it
-whether it is right.
+It is judged if PyTorch and a GPU are available. Otherwise it is kept without a verdict.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ FILE, FUNCTION = FILES["pytorch"], "attention"
 
 @dataclass(frozen=True)
 class Function:
-    """A function that nothing speaks against; without a verdict where nobody can tell."""
+    """A function without known errors; without a verdict if there is no GPU."""
 
     source: str
     verdict: Verdict | None

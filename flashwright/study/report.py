@@ -24,7 +24,7 @@ SPEED = "speed over the best peer's"
 
 @dataclass(frozen=True)
 class Report:
-    """A study, put together."""
+    """The figures of a study, ready for its three files."""
 
     settings: Settings
     rows: tuple[Row, ...]
@@ -57,7 +57,7 @@ def _page(report: Report) -> tuple[str, list[str]]:
 
 
 def title(report: Report) -> str:
-    """What was studied."""
+    """The title of the study: the model and the GPU."""
     return f"{report.settings.model} on {report.settings.gpu}"
 
 
@@ -152,7 +152,7 @@ def brief(every: Sequence[Row]) -> list[list[str]]:
 
 
 def markdown(report: Report, table: Sequence[Sequence[str]]) -> str:
-    """study.md."""
+    """The text of study.md."""
     head, *body = table
     cells = [head, ["---", "---", *["--:"] * (len(head) - 2)], *body]
     listed = [f"| {' | '.join(_cell(c) for c in line)} |" for line in cells]
@@ -170,7 +170,7 @@ def _cell(text: str) -> str:
 
 
 def as_json(report: Report) -> str:
-    """study.json."""
+    """The text of study.json."""
     told = {
         "schema": SCHEMA,
         "flashwright": __version__,

@@ -22,7 +22,7 @@ _OURS = MACHINE | {"FW905"}  # the last: the built-in author has no contract for
 
 @dataclass(frozen=True)
 class Sample:
-    """Which one."""
+    """The identity of a sample: operator, way and number."""
 
     operator: Operator
     way: Way

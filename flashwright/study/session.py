@@ -27,16 +27,16 @@ LOOKS: tuple[Look, ...] = (judged.look, speed.look)
 
 
 class Watcher(Protocol):
-    """Whoever shows the study to a person."""
+    """The display of a running study."""
 
     def begin(self, sample: Sample, number: int, total: int) -> None:
-        """It is this sample's turn: it starts, goes on, or is only looked at."""
+        """A sample starts, continues, or is only looked at."""
 
     def progress(self, text: str) -> None:
-        """The one whose turn it is is this far."""
+        """The current sample has made progress."""
 
     def end(self, sample: Sample, text: str) -> None:
-        """It has ended; how, in words."""
+        """The sample has ended; `text` says how."""
 
 
 def study(
@@ -118,11 +118,11 @@ class _Stages:
     watcher: Watcher
 
     def begin(self, stage: Stage, number: int, total: int) -> None:
-        """A stage starts."""
+        """Report the start of a stage of the sample as progress."""
         self.watcher.progress(stage.name)
 
     def progress(self, done: int, total: int, text: str) -> None:
-        """It is this far."""
+        """Report the progress of the stage."""
         self.watcher.progress(text)
 
     def end(self, stage: Stage, run: Run) -> None:

@@ -64,7 +64,7 @@ class Settings:
         ]
 
     def record(self) -> dict[str, Any]:
-        """As plain data."""
+        """The settings as JSON-compatible data."""
         return {
             "schema": SCHEMA,
             "flashwright": __version__,

@@ -22,7 +22,7 @@ LEVELS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Way:
-    """One way."""
+    """A way from an operator to a kernel: its stages, its levels and its plan."""
 
     name: str
     title: str

@@ -9,7 +9,7 @@ from importlib import resources
 
 from flashwright.author.builtin import tuned
 from flashwright.author.builtin.choose import Decision, choose
-from flashwright.author.builtin.complete import Choice, complete
+from flashwright.author.builtin.complete import ParamChoice, complete
 from flashwright.author.builtin.mask import START, MaskText, mask_text
 from flashwright.author.builtin.needs import Workload
 from flashwright.author.builtin.retile import name_of, retiled
@@ -31,7 +31,7 @@ from flashwright.lang.nodes import (
 from flashwright.lang.parse import parse
 from flashwright.spec import AttentionSpec
 
-# What adds work to every score: the cost model knows how much.
+# Options that add work to every score (counted in the cost model).
 _PRICED_OPTIONS = ("softcap", "alibi")
 
 
@@ -40,9 +40,9 @@ class Written:
     """TL code with the reason for every number in it."""
 
     code: str
-    choices: tuple[Choice, ...]
+    choices: tuple[ParamChoice, ...]
     decision: Decision | None = None
-    """None where somebody else wrote the code."""
+    """None if the built-in author did not write the code."""
     further: Mapping[str, str] = field(default_factory=dict)
     """The same program with other tiles, by name: those that are faster up to some lengths."""
 
@@ -53,16 +53,16 @@ class Written:
 
     @property
     def classes(self) -> list[tuple[int | None, str]]:
-        """Up to how many keys which of them serves, upwards; the program itself has no name."""
+        """Up to how many keys each tiling is used, ascending; the main one has no name."""
         named = [(c.up_to, name_of(c.tiling)) for c in self.chosen]
         return [*((up_to, n if n in self.further else "") for up_to, n in named), (None, "")]
 
 
 def write_sketch(spec: AttentionSpec) -> str:
-    """What moves and what is computed: the variant's sketch, with the spec's mask and options."""
+    """The variant's sketch with the spec's mask and options."""
     variant = find(spec.variant)
     body = _load(variant.sketch)
-    if spec.branch != "selected":  # its mask is part of the algorithm: the sketch has it
+    if spec.branch != "selected":  # the mask is part of the algorithm, so the sketch has it
         body = _masked(body, mask_text(spec))
     for option, wanted in (("softcap", spec.softcap is not None), ("alibi", spec.alibi)):
         if wanted:
@@ -78,7 +78,7 @@ def write_sketch(spec: AttentionSpec) -> str:
 
 
 def write_code(sketch: str, spec: AttentionSpec, gpu: Gpu) -> Written:
-    """The sketch with all its sizes. Raises choose.NothingFits where the GPU has no room."""
+    """The code for a spec on a GPU. Raises choose.NothingFits if no tiling fits."""
     decision = choose(workload(spec), gpu)
     tree, choices = complete(parse(sketch), spec, gpu, decision)
     further = {

@@ -1,5 +1,5 @@
-"""Which tile sizes, stages and warps: what was measured (tuned.py), else every sensible tiling is
-priced and the cheapest that fits wins, with the figures that decided it in words.
+"""Choose tile sizes, stages and warps: the measured tiling (tuned.py), else the cheapest one that
+fits by the cost model. The decision includes its reasons in words.
 
 How the choices compare with the fastest known kernels (notes on attention kernels), and why they
 differ where they do:
@@ -35,7 +35,7 @@ from flashwright.author.builtin.needs import (
 )
 from flashwright.gpu import Gpu
 
-# The model is no finer than this: among estimates this close the simplest tiling is taken.
+# The accuracy of the model: among estimates this close the simplest tiling is taken.
 TIE = 0.02
 RANKED = 8
 FIELDS = ("bm", "bn", "stages", "warps")
@@ -50,12 +50,12 @@ _WARPS = (1, 2, 4, 8)
 
 
 class NothingFits(ValueError):
-    """No tiling fits the GPU; the message names the nearest and what it lacks."""
+    """No tiling fits the GPU; the message names the nearest one and what it exceeds."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tiling that fits, what it needs and what it should cost."""
+    """A tiling that fits, its resources and its estimated cost."""
 
     tiling: Tiling
     footprint: Footprint
@@ -64,7 +64,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decision:
-    """The chosen tiling, the runners-up, what fell out, and why."""
+    """The chosen tiling, the runners-up, the number of rejected ones, and the reasons."""
 
     workload: Workload
     gpu: Gpu
@@ -76,13 +76,13 @@ class Decision:
     over_registers: int
     reasons: dict[str, str]
     measured: str = ""
-    """Where the choice was measured; empty where it is the model's."""
+    """Where the choice was measured; empty if the cost model made it."""
     further: tuple[tuned.Choice, ...] = ()
     """What was measured to be faster up to some lengths, upwards."""
 
     @property
     def tiling(self) -> Tiling:
-        """The chosen tiling."""
+        """The tiling of the chosen candidate."""
         return self.chosen.tiling
 
 
@@ -95,7 +95,7 @@ def enumerate_tilings(workload: Workload, gpu: Gpu) -> list[Tiling]:
         columns = tuple(bn for bn in (_BN_WGMMA if gpu.wgmma else _BN) if bn % step == 0)
     # Without asynchronous copies a second buffer has nothing to fill it ahead of time.
     stages: tuple[int, ...] = (1, 2, 3, 4) if gpu.cp_async or gpu.tma else (1,)
-    # With one stage a loader would wait for those who compute, and they for it.
+    # With one stage the producer warp and the consumers would wait for each other.
     if takes_wgmma(workload, gpu):
         stages = (1, 2) if shares_columns(workload, gpu) else (2, 3, 4)
     return [
@@ -122,7 +122,7 @@ def _rows(workload: Workload, gpu: Gpu) -> Iterator[tuple[int, int]]:
 
 
 def choose(workload: Workload, gpu: Gpu, headroom: int | None = None) -> Decision:
-    """The measured tiling, else the cheapest that fits `gpu`; raises NothingFits where none does.
+    """The measured tiling, else the cheapest that fits `gpu`. Raises NothingFits if none fits.
 
     `headroom` registers are kept free below the limit (by default 8 on Hopper, 28 elsewhere); where
     it is given, the model alone decides.
@@ -170,8 +170,8 @@ def choose(workload: Workload, gpu: Gpu, headroom: int | None = None) -> Decisio
 
 
 def _with_queries_ahead(workload: Workload, chosen: Candidate, gpu: Gpu) -> Candidate:
-    """Two buffers for Q where a loader can use them and they fit: the next block's Q comes while
-    this one is computed. Measured on the H200: 1 to 9 % at 512 keys, about 1 % at 2048. In fp8 the
+    """Two buffers for Q if a producer warp can use them and they fit: it loads the next block's Q
+    during this one. Measured on the H200: 1 to 9 % at 512 keys, about 1 % at 2048. In fp8 the
     registers that count them are not there (causal, 128x128: 17 spilled)."""
     twice = replace(chosen.tiling, q_stages=2)
     need = footprint(workload, twice, gpu)
@@ -219,7 +219,7 @@ def _simplest(fits: list[Candidate]) -> Candidate:
 
 
 def _misses(workload: Workload, tiling: Tiling, gpu: Gpu, spare: int) -> list[str]:
-    """What a tiling lacks on this GPU, in words."""
+    """The limits that a tiling exceeds on this GPU, in words."""
     need = footprint(workload, tiling, gpu)
     short = []
     if need.shared_bytes > gpu.shared_per_block:
@@ -268,7 +268,7 @@ def _reasons(
 def _with_measurement(
     reasons: dict[str, str], found: tuned.Choice, cheapest: Candidate
 ) -> dict[str, str]:
-    """First what decided, the measurement, and then what the model says of it."""
+    """The reasons of a measured choice: the measurement first, then the model's."""
     t = found.tiling
     heads = {
         "BM": f"{t.bm} rows a block, {found.reason}",
@@ -342,7 +342,7 @@ def _other(field: str, chosen: Candidate, fits: list[Candidate]) -> Candidate | 
 
 
 def _beyond(field: str, workload: Workload, gpu: Gpu, chosen: Candidate, spare: int) -> str:
-    """Nothing with another value fits: say what the same tiling with twice the value lacks."""
+    """The limits that the tiling exceeds with twice the value, if no other value fits."""
     if field != "bn" or workload.cols_fixed is not None:
         return "; nothing else is possible"
     t = chosen.tiling

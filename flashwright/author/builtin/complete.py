@@ -1,8 +1,8 @@
 """From sketch to code: the parameter stage of the built-in author.
 
-Knows nothing of variants: from the axes of the tensors and the order of the statements follow the
-tiles and coordinates of every Copy, the allocations, the starting values of what is accumulated,
-the Reshape between fused GEMMs and, on GPUs where one buffer must do, the prefetch.
+It does not know the variants. From the axes of the tensors and the order of the statements it
+derives the tiles and coordinates of every Copy, the allocations, the initial values of
+accumulators, the Reshape between fused GEMMs and, on GPUs with one buffer per tile, the prefetch.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _GRID_VARIABLES = {"batch": "batch_idx", "heads": "head_idx", "kv_heads": "kv_he
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A number in the code, and why it is what it is."""
+class ParamChoice:
+    """A number in the code, with the reason for its value."""
 
     name: str
     value: str
@@ -55,7 +55,7 @@ class Choice:
 
     @property
     def brief(self) -> str:
-        """The first part of the reason, short enough to stand beside the number."""
+        """The first part of the reason, short enough for a comment beside the number."""
         return self.reason.split(";")[0]
 
 
@@ -76,7 +76,7 @@ class Tensor:
 
 def complete(
     sketch: Tree, spec: AttentionSpec, gpu: Gpu, decision: Decision
-) -> tuple[Tree, tuple[Choice, ...]]:
+) -> tuple[Tree, tuple[ParamChoice, ...]]:
     """The code for a sketch, and the reasons for its numbers."""
     return _Completion(sketch, spec, gpu, decision).run()
 
@@ -107,7 +107,7 @@ class _Completion:
         self.streamed: set[str] = set()  # copied inside a loop
         self.prefetches = gpu.reshape_in_place and self.tiling.stages == 1
 
-    def run(self) -> tuple[Tree, tuple[Choice, ...]]:
+    def run(self) -> tuple[Tree, tuple[ParamChoice, ...]]:
         body = self._body(self.sketch.body, None)
         body = self._initialised(body)
         if self.prefetches:
@@ -126,7 +126,7 @@ class _Completion:
     # --- tensors and grid -----------------------------------------------------------------
 
     def _tensors(self) -> Iterator[Tensor]:
-        """The tensors that the sketch speaks of, with the spec's own sizes put in."""
+        """The tensors of the sketch, with the spec's sizes."""
         spec = self.spec
         used = set(_global_names(self.sketch))
         for name, text in find(spec.variant).tensors.items():
@@ -145,7 +145,7 @@ class _Completion:
             return "heads"
         return size
 
-    def _widths(self) -> Iterator[tuple[str, Choice]]:
+    def _widths(self) -> Iterator[tuple[str, ParamChoice]]:
         """Widths of tensors that no tile has, and the ones that tiles have instead."""
         work = self.decision.workload
         for size, name, columns in (
@@ -156,7 +156,7 @@ class _Completion:
             if width != columns and any(size in t.sizes for t in self.tensors.values()):
                 why = f"{columns} columns and {width - columns} of zeros, so that a tile has whole "
                 why += "swizzles" if takes_wgmma(work, self.gpu) else "MMA steps"
-                yield size, Choice(name, str(width), why)
+                yield size, ParamChoice(name, str(width), why)
 
     def _grid(self) -> dict[str, str]:
         """Grid variable -> extent: one block per tile of the output, the fastest axis first."""
@@ -180,7 +180,7 @@ class _Completion:
             yield line(text, f"{self.spec.group} query heads share a kv head")
 
     def _coordinate(self, size: str, loop: str | None) -> str | None:
-        """Where a tensor's axis is entered by this thread block, in this round of the loop."""
+        """The coordinate of a tensor's axis for this thread block and iteration."""
         if size == "kv_heads" and self.spec.kv_heads == 1:
             return "0"
         if size == "q_len":
@@ -234,7 +234,7 @@ class _Completion:
         return done
 
     def _reshaped(self, stmt: Compute) -> list[Statement]:
-        """A GEMM's result on its way into another GEMM becomes an operand first."""
+        """The Reshape before a GEMM whose operand is the result of another GEMM."""
         left = stmt.args[0]
         if stmt.operation != "gemm" or not isinstance(left, Name):
             return []
@@ -285,7 +285,7 @@ class _Completion:
     # --- starting values ------------------------------------------------------------------
 
     def _initialised(self, body: tuple[Statement, ...]) -> tuple[Statement, ...]:
-        """What a loop adds to starts at 0, a running maximum far below any score."""
+        """Initial values: 0 for accumulators, far below any score for a running maximum."""
         first = next(i for i, s in enumerate(body) if isinstance(s, For))
         set_before = {
             s.target.id for s in body[:first] if isinstance(s, Compute) and s.target is not None
@@ -308,8 +308,8 @@ class _Completion:
     # --- prefetch -------------------------------------------------------------------------
 
     def _prefetched(self, body: tuple[Statement, ...]) -> Iterator[Statement]:
-        """With one buffer for K, its next block is copied as soon as the GEMM has read this one,
-        so that it travels under the softmax and the second GEMM."""
+        """With one buffer for K, copy its next block as soon as the GEMM has read this one, so that
+        the copy overlaps the softmax and the second GEMM."""
         for stmt in body:
             copy = _first_streamed(stmt) if isinstance(stmt, For) else None
             if copy is None or not isinstance(stmt, For):
@@ -369,38 +369,40 @@ class _Completion:
         for name, shape in self.shapes.items():
             yield line(f"Allocate {name} in register ({', '.join(shape)}) as fp32")
 
-    def _choices(self, body: tuple[Statement, ...]) -> tuple[Choice, ...]:
+    def _choices(self, body: tuple[Statement, ...]) -> tuple[ParamChoice, ...]:
         used = {e.id for s in statements(body) for e in expressions(s) if isinstance(e, Name)}
         used |= {size for t in self.tensors.values() for size in t.sizes}
         used |= {"Stages", "QStages", *RESERVED_PARAMS, *(w.name for w in self.widths.values())}
         return tuple(c for c in self._numbers() if c.name in used)
 
-    def _numbers(self) -> Iterator[Choice]:
+    def _numbers(self) -> Iterator[ParamChoice]:
         spec, tiling, why = self.spec, self.tiling, self.decision.reasons
-        yield Choice("HeadDim", str(spec.head_dim), "given: the width of Q and K")
-        yield Choice("VDim", str(spec.value_dim), "given: the width of V")
+        yield ParamChoice("HeadDim", str(spec.head_dim), "given: the width of Q and K")
+        yield ParamChoice("VDim", str(spec.value_dim), "given: the width of V")
         yield from self.widths.values()
-        yield Choice("Group", str(spec.group), "given: query heads that share a kv head")
-        yield Choice("TopK", str(spec.top_k), "given: blocks selected for each position")
-        yield Choice("BM", str(tiling.bm), why["BM"])
-        yield Choice("BN", str(tiling.bn), why["BN"])
+        yield ParamChoice("Group", str(spec.group), "given: query heads that share a kv head")
+        yield ParamChoice("TopK", str(spec.top_k), "given: blocks selected for each position")
+        yield ParamChoice("BM", str(tiling.bm), why["BM"])
+        yield ParamChoice("BN", str(tiling.bn), why["BN"])
         if tiling.stages > 1:
-            yield Choice("Stages", str(tiling.stages), why["Stages"])
+            yield ParamChoice("Stages", str(tiling.stages), why["Stages"])
         if tiling.q_stages > 1:
-            yield Choice("QStages", str(tiling.q_stages), QUERIES_AHEAD)
-        yield Choice("Warps", str(tiling.warps), why["Warps"])
+            yield ParamChoice("QStages", str(tiling.q_stages), QUERIES_AHEAD)
+        yield ParamChoice("Warps", str(tiling.warps), why["Warps"])
         yield from (
-            Choice(name, "0", "faster without, where it was measured") for name in tiling.off
+            ParamChoice(name, "0", "faster without, where it was measured") for name in tiling.off
         )
         scale = "1 / sqrt(HeadDim)" if spec.scale is None else repr(spec.scale)
-        yield Choice("Scale", scale, "given: the softmax scale")
-        yield Choice("WeightScale", "256", "the top of e4m3's range: weights times 256 still fit")
-        yield Choice("Window", str(spec.window), "given: keys a query sees on one side")
-        yield Choice("SinkTokens", str(spec.sink_tokens), "given: keys that every query sees")
-        yield Choice("SinkBlocks", "ceil(SinkTokens / BN)", "the blocks that they lie in")
-        yield Choice("Softcap", repr(spec.softcap), "given: no score goes beyond it")
-        yield Choice("Block", str(spec.block), "given: tokens in a compressed block")
-        yield Choice("Stride", str(spec.stride), "given: tokens between compressed blocks")
+        yield ParamChoice("Scale", scale, "given: the softmax scale")
+        yield ParamChoice(
+            "WeightScale", "256", "the top of e4m3's range: weights times 256 still fit"
+        )
+        yield ParamChoice("Window", str(spec.window), "given: keys a query sees on one side")
+        yield ParamChoice("SinkTokens", str(spec.sink_tokens), "given: keys that every query sees")
+        yield ParamChoice("SinkBlocks", "ceil(SinkTokens / BN)", "the blocks that they lie in")
+        yield ParamChoice("Softcap", repr(spec.softcap), "given: no score goes beyond it")
+        yield ParamChoice("Block", str(spec.block), "given: tokens in a compressed block")
+        yield ParamChoice("Stride", str(spec.stride), "given: tokens between compressed blocks")
 
 
 def _global_names(tree: Tree) -> Iterator[str]:
@@ -411,7 +413,7 @@ def _global_names(tree: Tree) -> Iterator[str]:
 
 
 def _first_streamed(loop: For) -> Copy | None:
-    """The first Copy of a loop that walks along with it: the one worth fetching ahead."""
+    """The first Copy of a loop that depends on the loop variable: the one to prefetch."""
     for stmt in loop.body:
         if isinstance(stmt, Copy) and stmt.source == "global":
             walks = [c for c in stmt.coords or () if loop.var in expressions(c.value)]
@@ -420,7 +422,7 @@ def _first_streamed(loop: For) -> Copy | None:
 
 
 def _at(copy: Copy, var: str, place: str) -> Copy:
-    """The same Copy at another place along the loop."""
+    """The same Copy at another value of the loop variable."""
 
     def there(value: Expr) -> Expr:
         text = re.sub(rf"\b{var}\b", f"({place})", format_expr(value))

@@ -1,11 +1,11 @@
-"""How long a tiling of one attention kernel should take: a stated model.
+"""The cost model: the estimated time of one tiling of an attention kernel.
 
-One block holds `bm` query rows and walks over the keys `bn` at a time. Each term below is cycles
-of one SM for one such step. The SM's units work side by side, so a step takes as long as its
-busiest unit plus the part of the others that finds nothing to hide under (`exposed`).
+One block holds `bm` query rows and loops over the keys, `bn` at a time. Each term below is cycles
+of one SM for one such step. The SM's units run in parallel, so a step takes as long as its busiest
+unit plus the part of the others that is not hidden (`exposed`).
 
-What the kernels issue was counted (counted.py); that all of shared memory's and L2's bytes are
-those of the formulas below, a test finds by counting too. The constants are few and each says where
+The instructions are counted in the kernels (counted.py). A test counts the bytes of shared memory
+and L2, too, and compares them with the formulas below. The constants are few and each says where
 it comes from. Those of `exposed` and `fixed_cycles` were set for wgmma so that known kernels come
 out near their measured share of the dense matmul rate (FlashAttention-3 on an H200: d128 full 86 %,
 d64 full 69 %), for mma.sync to timings of our own kernels on an H200. The model ranks tilings; its
@@ -115,8 +115,8 @@ def occupancy(workload: Workload, tiling: Tiling, gpu: Gpu) -> int:
 
 
 def mma_cycles(workload: Workload, tiling: Tiling, gpu: Gpu) -> float:
-    """Both GEMMs at the tensor cores' dense rate: Q K^T in steps of 32 bytes, P V as wide as the
-    tiles."""
+    """Cycles of both GEMMs at the tensor cores' dense rate: Q K^T in steps of 32 bytes, P V as wide
+    as the tiles."""
     step = 32 // workload.element_bytes
     depth = -(-workload.qk_dim // step) * step
     flops = 2 * tiling.bm * tiling.bn * (depth + tile_width(workload.v_dim, workload, gpu))
@@ -245,7 +245,7 @@ def block_cycles(workload: Workload, tiling: Tiling, gpu: Gpu, blocks_per_sm: in
 
 
 def walk(workload: Workload, tiling: Tiling) -> steps.Walk:
-    """The steps that a kernel makes which skips tiles no query sees."""
+    """The steps of a kernel that skips fully masked tiles."""
     w = workload
     positions = 1 if w.rows_fixed else tiling.bm
     return steps.walk(w.q_len, w.kv_len, w.causal, w.window, positions, tiling.bn, w.sinks)

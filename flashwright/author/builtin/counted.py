@@ -1,7 +1,7 @@
-"""What a kernel does in a step, as the emulator counted it.
+"""The instructions of a kernel per step, as counted by the emulator.
 
-The figures are in counted.json, which `python -m tests.counting.count` writes; a test holds them to
-what the kernels do. Instructions are PTX, without those that ptxas folds into others.
+The figures are in counted.json, which `python -m tests.counting.count` writes; a test compares them
+with the kernels. Instructions are PTX, without those that ptxas folds into others.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Overhead:
 
 @cache
 def score(capability: int, dtype: str, options: tuple[str, ...] = ()) -> Work:
-    """Each score: the softmax, the rounding to `dtype`, and what options add."""
+    """The work per score: the softmax, the rounding to `dtype`, and the options."""
     data = _data()
     # A newer architecture has the arithmetic of the newest one that was counted.
     known = {int(a[3:5]): t for a, t in data["score"].items()}
@@ -43,25 +43,25 @@ def score(capability: int, dtype: str, options: tuple[str, ...] = ()) -> Work:
 
 @cache
 def element() -> Work:
-    """Each element of O: its rescale."""
+    """The work per element of O: its rescale."""
     return _work(_data()["element of O"])
 
 
 @cache
 def row() -> Work:
-    """Each row that a lane has a part of (four share one): its maximum, factor and sum."""
+    """The work per row of a lane (four lanes share a row): its maximum, factor and sum."""
     return _work(_data()["row of a lane"])
 
 
 @cache
 def mask(kind: str) -> float:
-    """Each score of a step that is masked: `ragged`, `causal` or `window`."""
+    """The work per score of a masked step: `ragged`, `causal` or `window`."""
     return _work(_data()["mask, each score of its step"][kind]).plain
 
 
 @cache
 def overhead(cp_async: bool, element_bytes: int) -> Overhead:
-    """Addresses, copies, barriers and branches."""
+    """The instructions per step for addresses, copies, barriers and branches."""
     figures = _data()["warp"]["cp.async" if cp_async else "registers"][str(element_bytes)]
     return Overhead(figures["step"], figures["copy"])
 

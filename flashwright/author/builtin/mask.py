@@ -1,11 +1,11 @@
-"""Which keys a query sees, as TL: the mask's condition and the blocks worth visiting.
+"""The mask of a spec as TL: its condition and the range of blocks to visit.
 
-The condition must hold for a key to count. The bounds only say where it can hold at all, so that
-blocks hidden from a whole tile of queries are not visited.
+A key counts if the condition holds. The bounds only skip blocks that are hidden from a whole tile
+of queries.
 
 With sink tokens the visible keys have a gap: the first blocks, then those of the window. One loop
-visits both. It begins as many rounds before the window as the sinks have blocks, and those rounds
-take the sinks' blocks instead.
+visits both. It begins as many iterations before the window as the sinks have blocks, and those
+iterations take the sinks' blocks instead.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ UNTIL_ROW = f"min(kv_len, {LAST_ROW}) / BN"
 
 @dataclass(frozen=True)
 class MaskText:
-    """A mask in TL: condition, first and last block, and what it is in words."""
+    """A mask in TL: condition, first and last block, and a description."""
 
     condition: str
     low: str
     high: str
     words: str
     start: str = ""
-    """The value of START, where the loop begins with the sinks' blocks."""
+    """The value of START if the loop begins with the sinks' blocks."""
     place: str = ""
-    """Which block a round takes, where that is not the loop's own number."""
+    """The block of an iteration, if it is not the loop variable."""
 
 
 def mask_text(spec: AttentionSpec) -> MaskText:

@@ -1,4 +1,4 @@
-"""A kernel's work and its tiles, as the cost model sees them, and what a block of them needs."""
+"""Workloads and tilings of the cost model, and the resources that a block needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flashwright.gpu import Gpu
 
 ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1}
 
-# mma.sync does not multiply bytes on Hopper: ptxas makes f16 of them, twice as large, beside the
+# Hopper has no mma.sync for fp8: ptxas converts the operands to f16, twice as large, beside the
 # slices of operands that a thread holds already (see Gpu.registers).
 UNPACKED_REGISTERS = 32
 WIDEST = 256  # columns that wgmma multiplies at once, so of O in a warpgroup
@@ -53,7 +53,7 @@ class Workload:
 
     @property
     def mask(self) -> str:
-        """What the steps at the edge of the visible keys check."""
+        """The kind of mask in the steps at the edge of the visible keys."""
         return "window" if self.window is not None else "causal" if self.causal else "ragged"
 
     @property
@@ -65,7 +65,7 @@ class Workload:
 @dataclass(frozen=True, order=True)
 class Tiling:
     """Query rows per block, keys per step, buffers for K and V, compute warps; buffers for Q, and
-    which parts of Hopper's schedule are left away (the model knows neither's gain)."""
+    which parts of Hopper's schedule are off (the model does not price either)."""
 
     bm: int
     bn: int
@@ -83,7 +83,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one block of a tiling needs."""
+    """The shared memory and registers of one block."""
 
     shared_bytes: int
     registers: int
@@ -137,7 +137,7 @@ def uses_wgmma(workload: Workload, tiling: Tiling, gpu: Gpu) -> bool:
 
 @cache
 def without_wgmma(gpu: Gpu) -> Gpu:
-    """The GPU as a kernel of mma.sync has it: nobody loads for it, and P takes S's place."""
+    """The GPU for an mma.sync kernel: no producer warp, and P replaces S in registers."""
     if not gpu.wgmma:
         return gpu
     usual = Gpu.register_overhead
@@ -145,7 +145,7 @@ def without_wgmma(gpu: Gpu) -> Gpu:
 
 
 def turns_tiles(workload: Workload, tiling: Tiling, gpu: Gpu) -> bool:
-    """Bytes by wgmma: V is turned, O needs room for a step (lower/turned.py, lower/steps.py)."""
+    """Whether fp8 wgmma transposes V in shared memory and needs a second O in registers."""
     return workload.element_bytes == 1 and uses_wgmma(workload, tiling, gpu)
 
 
@@ -153,14 +153,14 @@ def turns_tiles(workload: Workload, tiling: Tiling, gpu: Gpu) -> bool:
 
 
 def footprint(workload: Workload, tiling: Tiling, gpu: Gpu) -> Footprint:
-    """Shared memory and registers of one block."""
+    """The shared memory and registers that one block of a tiling needs."""
     bm, bn = tiling.bm, tiling.bn
     size = workload.element_bytes
     qk_dim, v_dim = (tile_width(d, workload, gpu) for d in (workload.qk_dim, workload.v_dim))
     queries = tiling.q_stages * bm * qk_dim * size
     shared = queries + tiling.stages * bn * (qk_dim + v_dim) * size
     tiles = bm * v_dim * 4 + bm * bn * 4
-    if turns_tiles(workload, tiling, gpu):  # where V lands before it is turned, and a step of O
+    if turns_tiles(workload, tiling, gpu):  # V before it is transposed, and a step of O
         shared += tiling.stages * bn * v_dim
         tiles += bm * v_dim * 4
     if gpu.beside(bm, tiling.warps) > 1:  # P for all warpgroups, and the maxima that they exchange

@@ -1,4 +1,4 @@
-"""reasoning.md: why the code is what it is, with the figures that decided it."""
+"""reasoning.md: the reasons for the code, with the figures behind them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KB = 1024
 
 
 def reasoning(spec: AttentionSpec, gpu: Gpu, written: Written) -> str:
-    """The whole page."""
+    """The text of reasoning.md for code of the built-in author."""
     assert written.decision is not None
     parts = (
         _task(spec, gpu),
@@ -71,7 +71,7 @@ are computed whole (waste). Every term is a function in `flashwright/author/buil
 
 
 def _structure(written: Written) -> Iterator[str]:
-    """What the parameter stage added to the sketch, read off the code itself."""
+    """The parts that the parameter stage added to the sketch, derived from the code."""
     yield "## From sketch to code"
     yield ""
     yield ALLOCATED
@@ -125,7 +125,7 @@ def _row(candidate: Candidate, chosen: bool) -> str:
 
 
 def classes_in_words(written: Written) -> list[str]:
-    """Up to how many keys which program serves, and why; nothing where there is but one."""
+    """The number of keys up to which each program is used, and why; empty if there is only one."""
     served = zip(written.classes[:-1], written.chosen, strict=True)
     return [
         f"up to {up_to} keys {f'`{name}`' if name else 'this kernel'} is called: {c.reason}"

@@ -1,8 +1,8 @@
-"""Other sizes for a program that is there already, its own author's or anybody's.
+"""New sizes for an existing program, of the built-in author or any other.
 
 A tuner needs the same program with other tiles, stages, warps and schedules. All of these are
-params, or clauses of an Allocate, and what a program means does not depend on them: so they are set
-in the tree, and the rest stays as it was written.
+params, or clauses of an Allocate, and the result does not depend on them. They are set in the tree,
+and the rest stays as written.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ from flashwright.program.program import Program
 from flashwright.program.vocabulary import SCHEDULE_PARAMS, split
 
 NEEDED = ("BM", "BN")
-# The model does not know what these bring. Among tilings this close it is no worse a guess to try
-# the schedule of a better one first.
+# The model does not price these. Among tilings this close, the schedules of a better one go first.
 EACH_CHANGE = 0.02
 USUAL_STAGES = 2
 
@@ -45,12 +44,12 @@ class Offer:
 
     @property
     def name(self) -> str:
-        """Such as `192x128-s2-w12-q2`; a folder may be called so."""
+        """The name of the tiling, such as `192x128-s2-w12-q2`; it is also a valid folder name."""
         return name_of(self.tiling)
 
 
 def name_of(tiling: Tiling) -> str:
-    """A tiling as the name of a folder."""
+    """The name of a tiling, also valid for a folder."""
     t = tiling
     parts = [f"{t.bm}x{t.bn}", f"s{t.stages}", f"w{t.warps}"]
     parts += [f"q{t.q_stages}"] if t.q_stages > 1 else []
@@ -58,14 +57,14 @@ def name_of(tiling: Tiling) -> str:
 
 
 def params_of(tiling: Tiling) -> dict[str, int]:
-    """The values of the params."""
+    """The params of a program that a tiling sets, with their values."""
     t = tiling
     sizes = {"BM": t.bm, "BN": t.bn, "Stages": t.stages, "Warps": t.warps, "QStages": t.q_stages}
     return {**sizes, **dict.fromkeys(t.off, 0)}
 
 
 def tiling_of(program: Program) -> Tiling | None:
-    """The sizes that a program has now; None where it does not name its tiles BM and BN."""
+    """The present tiling of a program; None if it does not name its tiles BM and BN."""
     if any(name not in program.params for name in NEEDED):
         return None
     streamed, resident = _buffers(program.tree)
@@ -81,11 +80,11 @@ def tiling_of(program: Program) -> Tiling | None:
 
 
 def retiled(tree: Tree, tiling: Tiling, why: str) -> str:
-    """The program with these sizes, as text; each of them says `why`."""
+    """The program with these sizes, as text; each has the comment `why`."""
     streamed, resident = _buffers(tree)
     wanted = params_of(tiling)
     there = {s.name.id for s in tree.body if isinstance(s, Param)}
-    # A schedule that is not switched off is on by itself; one buffer needs no param.
+    # Schedules are on by default; one buffer needs no param.
     wanted |= {name: 1 for name in SCHEDULE_PARAMS if name in there and name not in tiling.off}
     usual = {"Stages": 1, "QStages": 1}
     wanted = {n: v for n, v in wanted.items() if n in there or usual.get(n) != v}
@@ -122,8 +121,8 @@ def _buffers(tree: Tree) -> tuple[set[str], set[str]]:
 
 
 def _stageable(tree: Tree) -> bool:
-    """Whether the copies of the loops may run ahead: none is under a condition, as where the
-    program fetches ahead itself."""
+    """Whether the copies of the loops may be prefetched: none is under a condition, as it is in a
+    program with its own prefetch."""
     for loop in (s for s in tree.body if isinstance(s, For)):
         direct = {id(s) for s in loop.body}
         inside = (s for s in statements(loop.body) if isinstance(s, Copy) and s.dest == "shared")
@@ -138,8 +137,8 @@ def _stageable(tree: Tree) -> bool:
 def offers(program: Program, gpu: Gpu, problems: Sequence[Workload]) -> list[Offer]:
     """The program's own sizes first, then in turn the model's best for each problem.
 
-    Every tiling that fits is here; the register file is filled to the brim, as a spill costs a
-    tuner one candidate and no more.
+    All tilings that fit are included, also those that fill the register file: a spill costs the
+    tuner only one candidate.
     """
     present = tiling_of(program)
     assert present is not None
@@ -184,15 +183,15 @@ def _variants(workload: Workload, plain: Tiling, gpu: Gpu, resident: bool) -> It
     ahead = replace(plain, q_stages=2) if resident else plain
     yield ahead
     yield replace(ahead, off=("Overlap",))
-    if plain.warps > 4:  # a warpgroup alone has nobody to take turns with
+    if plain.warps > 4:  # ping-pong needs two warpgroups
         yield replace(ahead, off=("PingPong",))
     yield replace(ahead, off=("SplitMasked",))
-    # A block that does not stay has no next Q to fetch.
+    # Only a persistent block has a next Q to load.
     yield replace(plain, off=("Persistent",))
 
 
 def _changes(workload: Workload, tiling: Tiling, gpu: Gpu) -> int:
-    """By how much a tiling is not what is usual: the model prices more stages as it does two."""
+    """The number of deviations from the usual tiling: the model prices more stages like two."""
     by_wgmma = uses_wgmma(workload, tiling, gpu)
     without = by_wgmma and tiling.q_stages == 1 and "Persistent" not in tiling.off
     return max(0, tiling.stages - USUAL_STAGES) + len(tiling.off) + without

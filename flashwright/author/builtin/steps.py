@@ -1,4 +1,4 @@
-"""How many steps a kernel makes that skips tiles no query sees, and how many scores it needs."""
+"""The number of steps of a kernel that skips fully masked tiles, and of the scores it needs."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Measured choices: what `flashwright tune` found fastest, by GPU, element type, widths, mask and
-what is done to scores.
+"""Measured choices: the fastest tilings that `flashwright tune` found, by GPU, element type,
+widths, mask and score options.
 
 The table is tuned.json beside this file; `flashwright tune --write-defaults` adds to it. A workload
-that it has is given the measured tiling; all others are left to the cost model.
+in the table gets the measured tiling; the cost model decides for all others.
 
-Which tiling is the fastest depends on the length. So a workload has one main choice, and may have
-further ones, which serve `up_to` so many keys.
+The fastest tiling depends on the length. So a workload has one main choice, and may have further
+ones for `up_to` so many keys.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Key = tuple[str, tuple[str, ...], int, int, bool, tuple[str, ...]]
 
 
 class Choice(BaseModel):
-    """One line of the table."""
+    """One line of the table: a workload, its measured tiling and the number of keys it serves."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
@@ -38,29 +38,29 @@ class Choice(BaseModel):
     v_dim: int
     causal: bool
     beyond: tuple[str, ...] = ()
-    """What there is beyond plain attention: options, a `window`, the `sinks` before it."""
+    """Additions to plain attention: options, a `window`, the `sinks` before it."""
     up_to: int | None = Field(None, ge=1)
-    """Keys; None: the main one, which serves all that the others do not."""
+    """The most keys it serves; None for the main choice, which serves all other lengths."""
     bm: int = Field(alias="BM")
     bn: int = Field(alias="BN")
     stages: int = Field(alias="Stages")
     warps: int = Field(alias="Warps")
     q_stages: int = Field(1, alias="QStages")
     off: tuple[str, ...] = ()
-    """Schedule params that are 0."""
+    """The schedule params that are off."""
     tried: int | None = None
-    """How many tilings were timed; None where that was not kept."""
+    """The number of tilings that were timed; None if unknown."""
     lengths: tuple[int, int] | None = None
-    """The fewest and the most keys."""
+    """The fewest and the most keys of the measurement."""
 
     @property
     def key(self) -> Key:
-        """What it is the choice for, at some lengths or at all of them."""
+        """The workload it is for, without the length."""
         return self.gpu, self.dtypes, self.qk_dim, self.v_dim, self.causal, self.beyond
 
     @property
     def tiling(self) -> Tiling:
-        """As the cost model has it."""
+        """The tiling in the form of the cost model."""
         return Tiling(self.bm, self.bn, self.stages, self.warps, self.q_stages, self.off)
 
     @property
@@ -74,8 +74,8 @@ class Choice(BaseModel):
         return text if self.up_to is None else f"{text} up to {self.up_to} keys"
 
     def serves(self, workload: Workload, gpu: Gpu) -> bool:
-        """Whether it was measured for such work: options take registers, and other walks over the
-        keys other tiles."""
+        """Whether it was measured for such a workload: options take registers, and other masks may
+        need other tiles."""
         w = workload
         return (
             self.beyond == beyond(w)
@@ -95,17 +95,17 @@ def beyond(workload: Workload) -> tuple[str, ...]:
 
 
 def find(workload: Workload, gpu: Gpu) -> Choice | None:
-    """The main choice for a workload, where it was measured."""
+    """The main choice for a workload; None if it was not measured."""
     return next((c for c in _shipped() if c.up_to is None and c.serves(workload, gpu)), None)
 
 
 def further(main: Choice) -> list[Choice]:
-    """The choices beside a main one, upwards."""
+    """The choices for shorter lengths beside a main one, ascending."""
     return [c for c in _shipped() if c.up_to is not None and c.key == main.key]
 
 
 def read(text: str) -> list[Choice]:
-    """The choices of a table, those for one key upwards; ValueError where it is none."""
+    """The choices of a table, ascending for each key. Raises ValueError if it is not valid."""
     data: dict[str, Any] = json.loads(text)
     choices = _ordered(_choice(n, one) for n, one in enumerate(data["choices"], 1))
     _complete(choices)
@@ -132,12 +132,12 @@ def _choice(number: int, one: object) -> Choice:
 
 
 def _ordered(choices: Iterable[Choice]) -> list[Choice]:
-    """Key by key, upwards, the main one last: as the rules of a package go."""
+    """Order the choices by key and length, the main one last, like the rules of a package."""
     return sorted(choices, key=lambda c: (c.key, c.up_to is None, c.up_to or 0))
 
 
 def _complete(choices: list[Choice]) -> None:
-    """Every length has one choice, and no more."""
+    """Check that every length has exactly one choice; ValueError otherwise."""
     counts = Counter((c.key, c.up_to) for c in choices)
     for (key, up_to), times in counts.items():
         if times > 1:

@@ -33,7 +33,7 @@ GROUPED: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A name, its sketch, the tensors the sketch speaks of, and what the spec is by default."""
+    """A variant: its name, its sketch, the tensors of the sketch, and the default spec."""
 
     name: str
     summary: str
@@ -80,7 +80,7 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-# What people ask for as a variant, and is an option of all of them.
+# Names that users ask for as variants and that are options of all variants.
 _OPTIONS = {
     "causal": "causal",
     "window": "window 4096",
@@ -92,7 +92,7 @@ _OPTIONS = {
 
 
 class UnknownVariant(ValueError):
-    """A variant that is not in the table; the message lists them and guesses."""
+    """A variant that is not in the table; the message lists all and suggests one."""
 
 
 def find(name: str) -> Variant:

@@ -222,7 +222,7 @@ class _Rounds:
         return why
 
     def record(self, begin: Speed) -> dict[str, Any]:
-        """For result.json."""
+        """The iterations as data for result.json."""
         return {
             "rounds": [vars(one) for one in self.told],
             "ended": self.ended,

@@ -66,7 +66,7 @@ def sketch(authors: Authors, run: Run, progress: Progress, *, whole: bool = Fals
 
 @dataclass(frozen=True)
 class Sketch:
-    """A sketch that passed."""
+    """A sketch that passed its checks."""
 
     text: str
     warnings: tuple[Diagnostic, ...] = ()
@@ -157,7 +157,7 @@ def _cheapest(run: Run, done: Sequence[Done[Code]]) -> int:
 
 @dataclass(frozen=True)
 class Code:
-    """TL code that passed."""
+    """TL code that passed the checker and the CPU run."""
 
     written: Written
     program: Program
