@@ -200,7 +200,7 @@ class Kernels:
         return f"<flashwright kernels {names} ({arguments}) for {self.plan.arch}>"
 
     def __call__(self, *tensors: Any, layout: str = "bhsd", **more: Any) -> Any:
-        """As build.load.Kernel."""
+        """Call the kernel that serves these lengths, as build.load.Kernel does."""
         return self.pick(tensors, more, layout)(*tensors, layout=layout, **more)
 
     def pick(

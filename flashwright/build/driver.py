@@ -23,7 +23,7 @@ class Card:
 
     @property
     def arch(self) -> str:
-        """Such as sm_90."""
+        """The architecture, such as sm_90."""
         return "sm_{}{}".format(*self.capability)
 
     def takes(self, arch: str) -> bool:

@@ -1,4 +1,4 @@
-"""The kernel's PTX executed on the CPU, under the hardware's own rules."""
+"""The emulator: executes a kernel's PTX on the CPU, by the rules of the hardware."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def kernel(
     source: str | Path, entry: str | None = None, *, arch: str = "sm_80", untrusted: bool = False
 ) -> Kernel:
-    """A CUDA kernel of your own, to launch on NumPy arrays: see own.py."""
-    from flashwright.emulate import own  # only now: it takes NumPy along
+    """A CUDA kernel from source, to launch on NumPy arrays. The arguments are those of own.py."""
+    from flashwright.emulate import own  # here, because it imports NumPy
 
     return own.kernel(source, entry, arch=arch, untrusted=untrusted)

@@ -1,4 +1,4 @@
-"""A launch on the CPU: the plan's grid, the caller's arrays, and what was found."""
+"""One emulated launch: the plan's grid, the caller's arrays, and the findings."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ KINDS = (
     *("proxy", "transaction", "register", "fence", "barrier", "trap"),
 )
 COUNTS = (*("executed", "lanes", "bytes", "wavefronts", "ideal", "sectors", "requests", "waits"),)
-GAP = 1 << 20  # bytes between two tensors: whoever runs over the end of one hits nothing
-SMS = 3  # few, so that the blocks of a kernel that stays take several of the grid's each
+GAP = 1 << 20  # bytes between two tensors, so that an overrun hits no other
+SMS = 3  # few, so that each block of a persistent kernel takes several tiles
 MOST_SHARED = 1 << 20  # bytes of a block: more than any GPU has
 MOST_LOCAL = 1 << 19  # bytes of a thread (CUDA C++ Programming Guide, all of 7.5 to 9.0)
 MOST_BLOCKS = 2**31 - 1
 _ROOM = 256
-_SPARE = bytes(1024)  # behind the registers: an instruction may take one to be wider than it is
+_SPARE = bytes(1024)  # after the registers: an instruction may read past the last one
 _SWIZZLES = {0: "none", 32: "32B", 64: "64B", 128: "128B"}
 _TMA_UNIT, _MAP_BYTES = 16, 128
 _LISTS = ("code", "operands", "touched", "specials")
@@ -45,7 +45,7 @@ _ZEROS = np.zeros(_TMA_UNIT, np.uint8)  # in place of a tensor without elements
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that the hardware would not have told."""
+    """A fault of the kernel that the hardware would not report."""
 
     kind: str
     instruction: Instruction
@@ -57,7 +57,7 @@ class Finding:
     address: int
     """In its space; of a barrier its number, or where it lies in shared memory."""
     other: Instruction | None
-    """What it collides with."""
+    """The instruction that it conflicts with."""
     detail: tuple[int, int]
     """Of a barrier: arrivals and bytes that it still waits for; of a transaction: bytes; of a box
     that begins where TMA lets none begin: the axis, and where along it."""
@@ -65,7 +65,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Result:
-    """What a launch found, and what it did."""
+    """The findings and the counts of a launch."""
 
     findings: tuple[Finding, ...]
     counts: NDArray[np.int64]
@@ -73,7 +73,7 @@ class Result:
 
 
 def prepare(ptx: str, entry: str) -> Program:
-    """A kernel, decoded; Failed with FW831 where the machine cannot execute it."""
+    """A decoded kernel. Raises Failed with FW831 if the machine cannot execute it."""
     module = parse(ptx)
     if entry not in module.entries:
         raise bad(1, f"there is no kernel {entry}; there are {', '.join(module.entries)}")
@@ -96,8 +96,8 @@ def run(
 ) -> Result:
     """Run a kernel on arrays in the caller's order of axes; outputs are written in place.
 
-    `variables` are those of the module, as an earlier launch has left them; without them the launch
-    is the first. `machine` executes it.
+    `variables` are the module's, as an earlier launch has left them; without them the launch is the
+    first. `machine` executes it.
     """
     regions, parameters = _memory(plan, arrays, dims)
     grid, block = plan.blocks(dims, SMS), [plan.threads]
@@ -121,11 +121,11 @@ def launch(
     variables: Variables | None = None,
     machine: Machine = here,
 ) -> Result:
-    """Run blocks of threads over a grid; `shared` comes on top of what the kernel declares.
+    """Run a grid of thread blocks. `shared` bytes are added to what the kernel declares.
 
     `schedule` says when asynchronous work is done: `eager`, when it is started; `lazy`, as late as
-    a wait allows; `random:SEED`, at any moment between, with the warps in any order. Failed with
-    FW831 for a launch that no GPU can do.
+    a wait allows; `random:SEED`, at any moment between, with the warps in any order. Raises Failed
+    with FW831 for a launch that no GPU can do.
     """
     _possible(program, grid, shared)
     kind, seed = schedule_of(schedule)
@@ -178,17 +178,17 @@ def launch(
 
 
 def _possible(program: Program, grid: Sequence[int], shared: int) -> None:
-    """The machine takes what it is given: what it has no room for ends here."""
+    """Fail with FW831 for sizes beyond the machine's limits, which it does not check itself."""
     if not 0 <= program.shared + shared <= MOST_SHARED:
         raise bad(1, f"a block cannot have {program.shared + shared} bytes of shared memory")
     if program.local > MOST_LOCAL:
-        raise bad(1, f"a thread cannot have {program.local} bytes of memory of its own")
+        raise bad(1, f"a thread cannot have {program.local} bytes of local memory")
     if math.prod(grid) > MOST_BLOCKS:
         raise bad(1, f"{math.prod(grid)} blocks are more than can be emulated")
 
 
 def schedule_of(text: str) -> tuple[int, int]:
-    """Its number in the machine, and the seed; ValueError for what is none."""
+    """The machine's number of a schedule, and its seed. Raises ValueError for an unknown one."""
     name, _, seed = text.partition(":")
     if text in ("eager", "lazy"):
         return ("eager", "lazy").index(text), 0
@@ -203,8 +203,8 @@ def _findings(program: Program, count: int, found: Any) -> tuple[Finding, ...]:
             one = program.source[-1 - count]
             raise bad(one.line, f"the machine does not know {one.opcode}")
         return tuple(_finding(program, f) for f in found[: min(count, _ROOM)])
-    except IndexError:  # it was taken over by what it executes
-        raise bad(1, "the machine tells of instructions that are not there") from None
+    except IndexError:  # the kernel has taken over the machine
+        raise bad(1, "the machine reports instructions that do not exist") from None
 
 
 def _finding(program: Program, found: Any) -> Finding:
@@ -221,12 +221,12 @@ def _finding(program: Program, found: Any) -> Finding:
 
 
 def behind(base: int, size: int) -> int:
-    """Where the next array begins."""
+    """The address of the next array."""
     return base + -(-size // GAP) * GAP + GAP
 
 
 def addresses(plan: LaunchPlan, arrays: Mapping[str, Array]) -> dict[str, int]:
-    """Where each tensor begins in emulated memory."""
+    """The address of each tensor in emulated memory."""
     found, base = {}, GAP
     for tensor in plan.tensors:
         if tensor.name in arrays:
@@ -238,7 +238,7 @@ def addresses(plan: LaunchPlan, arrays: Mapping[str, Array]) -> dict[str, int]:
 def _memory(
     plan: LaunchPlan, arrays: Mapping[str, Array], dims: Mapping[str, int]
 ) -> tuple[list[Region], bytes]:
-    """Where each tensor is, and the struct of parameters, as the launcher packs it."""
+    """The region of each tensor, and the parameter struct as the launcher packs it."""
     regions, packed, bases = [], b"", addresses(plan, arrays)
     for tensor in plan.tensors:
         array = arrays.get(tensor.name)

@@ -1,4 +1,4 @@
-"""A kernel for the machine: every operand a slot of the register file, every label a number."""
+"""Encodes a kernel for the machine: operands become slots of the register file, labels numbers."""
 
 from __future__ import annotations
 
@@ -69,30 +69,30 @@ _SPARE = [0] * 160
 
 @dataclass
 class Program:
-    """A kernel, encoded."""
+    """An encoded kernel: code, operands and memory sizes for the machine."""
 
     names: list[str] = field(default_factory=list)
     code: list[int] = field(default_factory=list)
     """Eight numbers for each instruction: run.h's Code behind the handler."""
     operands: list[int] = field(default_factory=list)
     touched: list[int] = field(default_factory=list)
-    """Registers that an instruction writes, then those that it reads: for wgmma's sake."""
+    """Registers that an instruction writes, then those that it reads, for the checks of wgmma."""
     registers: bytearray = field(default_factory=bytearray)
     specials: list[int] = field(default_factory=list)
     source: list[Instruction] = field(default_factory=list)
     shared: int = 0
     """Bytes of shared memory that are declared; the launch's own come behind them."""
     local: int = 0
-    """Bytes of each thread's own memory."""
+    """Bytes of local memory per thread."""
     data: bytearray = field(default_factory=bytearray)
     """Variables of the module."""
     parameters: tuple[Variable, ...] = ()
     offsets: tuple[int, ...] = ()
-    """Of the parameters."""
+    """The byte offsets of the parameters."""
 
     @property
     def parameter_bytes(self) -> int:
-        """Of all parameters together."""
+        """The size of all parameters together, in bytes."""
         return self.offsets[-1] + self.parameters[-1].size if self.parameters else 0
 
     @cached_property
@@ -104,7 +104,7 @@ class Program:
 
 
 def encode(module: Module, entry: Entry) -> Program:
-    """The program of a kernel; Failed with FW831 at the first thing that cannot be."""
+    """The encoded kernel. Raises Failed with FW831 at the first invalid instruction."""
     return _Encoder(module, entry).program()
 
 
@@ -148,7 +148,7 @@ class _Encoder:
             except (*UNREADABLE, AssertionError):
                 raise bad(self.line, f"cannot execute {instruction.opcode}") from None
         self.starts.append(len(self.made.names))
-        # A kernel may end without saying so.
+        # A kernel may end without `ret`.
         self.now = Instruction("ret", (), None, self.line)
         self._emit("", [], EXIT)
         for at, label, line in self.jumps:
@@ -196,12 +196,12 @@ class _Encoder:
             return self._constant(narrowed(operand, size), size)
         if isinstance(operand, Symbol):
             if operand.name not in self.addresses:
-                raise bad(self.line, f"{operand.name} is no variable that can be used here")
+                raise bad(self.line, f"the variable {operand.name} cannot be used here")
             return self._constant(self.addresses[operand.name], size)
-        raise bad(self.line, "an operand of a kind that is not expected here")
+        raise bad(self.line, "an operand of this kind is not expected here")
 
     def _negated(self, operand: Register) -> int:
-        """A predicate turned round, for an instruction that takes it as it is."""
+        """A slot with the negated predicate, for an instruction without `!` operands."""
         slot = self._room(("not", operand.name), bytes(8))
         self._emit("not.pred", [slot, self._register(operand.name)])
         return slot

@@ -1,4 +1,4 @@
-"""The machine itself: a C++ library, compiled once with the host's compiler."""
+"""The machine that executes PTX: a C++ library, compiled once with the host's compiler."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fno-strict-aliasing")
 
 
 class Machine(Protocol):
-    """What executes a launch: the library in this process, or in another (machine_process.py)."""
+    """Executes a launch, in this process or in another one (machine_process.py)."""
 
     def __call__(self, told: Launch, sizes: Mapping[str, int], regions: Sequence[Region]) -> int:
-        """How many findings there are, or -1 less the instruction that it does not know.
+        """The number of findings, or -1 minus the index of an instruction that it does not know.
 
         `sizes` has the bytes behind the pointers of the launch, but for names and regions.
         """
@@ -37,19 +37,20 @@ def here(told: Launch, sizes: Mapping[str, int], regions: Sequence[Region]) -> i
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The machine, compiled where it is not in the cache; Failed with FW821 without a compiler."""
+    """The loaded library, compiled if it is not in the cache. Raises Failed with FW821 without a
+    compiler."""
     return ctypes.CDLL(str(library_file()))
 
 
 def library_file() -> Path:
-    """The same, as a file."""
+    """The path of the compiled library. Raises Failed with FW821 without a compiler."""
     compiler = os.environ.get("CXX", "c++")
     cache = Cache()
     key = digest([compiler, *FLAGS], [FOLDER])
     path = cache.root / f"machine-{key[:32]}.so"
     if not path.is_file():
         with cache.turn(key, patience=600):
-            if not path.is_file():  # whoever had the turn before may have made it
+            if not path.is_file():  # the previous holder of the lock may have compiled it
                 _compile(compiler, path)
     return path
 

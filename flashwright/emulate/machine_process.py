@@ -1,8 +1,8 @@
-"""The emulator's machine in a confined process: a stranger's PTX is executed there, not here.
+"""The emulator's machine in a confined process, for untrusted PTX.
 
-The machine is a C++ program that follows whatever code it is given. Should a kernel take it over,
-it has taken a process that opens no file, has no socket, and cannot reach the judge. What comes
-back is bytes: outputs to compare, and numbers of findings that are checked.
+The machine is a C++ program that executes any code it is given. A kernel that exploits it controls
+a process that can open no file, has no socket and cannot reach the judge. The process returns
+bytes only: outputs to compare, and findings, which are checked.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Parts = list[tuple[int, int, int]]
 
 
 class MachineProcess:
-    """Executes launches as emulate.machine.here does, in a process of its own."""
+    """Executes launches as emulate.machine.here does, in a confined process."""
 
     def __init__(self, limits: Limits) -> None:
-        """Start it; Failed with FW821 or FW851 where that cannot be."""
+        """Start the process. Raises Failed with FW821 or FW851 if that is not possible."""
         library, folder = library_file(), make_folder()
         self._memory = os.memfd_create("launch")
         self._names: dict[int, tuple[object, bytes, Any]] = {}
@@ -62,7 +62,7 @@ class MachineProcess:
         self._start = self._answer()
 
     def __call__(self, told: Launch, sizes: Mapping[str, int], regions: Sequence[Region]) -> int:
-        """As emulate.machine.Machine says; Failed with FW831 where the process ends instead."""
+        """As emulate.machine.Machine. Raises Failed with FW831 if the process ends instead."""
         made, parts, size = self._placed(told, sizes, regions)
         os.pwrite(self._memory, bytes(made), 0)
         assert self._process.stdin is not None
@@ -74,14 +74,15 @@ class MachineProcess:
         for address, at, length in parts:
             data = os.pread(self._memory, length, at)
             if len(data) != length:
-                raise _taken("it has shortened its memory")
+                raise _taken("it has truncated the shared memory")
             ctypes.memmove(address, data, length)
         return answer
 
     def _placed(
         self, told: Launch, sizes: Mapping[str, int], regions: Sequence[Region]
     ) -> tuple[Launch, Parts, int]:
-        """Put a launch into memory: with its addresses there, what it writes, and its size."""
+        """Copy a launch into shared memory: the launch with its new addresses, the parts that it
+        writes, and the total size."""
         made, written = Launch.from_buffer_copy(told), Parts()
         at = self._aligned(ctypes.sizeof(Launch))
         for name, size in sizes.items():
@@ -108,7 +109,7 @@ class MachineProcess:
         return made, written, at
 
     def _put(self, address: int, size: int, at: int) -> int:
-        """Copy what lies at an address; where the next thing goes."""
+        """Copy `size` bytes from an address. Returns the offset of the next part."""
         if size:
             os.pwrite(self._memory, (ctypes.c_char * size).from_address(address), at)
         return self._aligned(at + max(size, 1))
@@ -154,7 +155,7 @@ def _taken(why: str) -> Failed:
 
 
 def _policy(library: Path, folder: Path, limits: Limits) -> Policy:
-    """It reads Python and the machine, and writes nothing."""
+    """The policy of the process: it reads Python and the machine, and writes nothing."""
     stranger = Candidate("library", str(library), untrusted=True)
     given = policy(stranger, folder, environment(folder), limits)
     return replace(given, writable=("/dev/null",), addresses=ROOM + limits.memory)

@@ -1,4 +1,4 @@
-"""Anybody's CUDA kernel on the CPU: no launch plan, no package, NumPy arrays as its pointers.
+"""Any CUDA kernel on the CPU, without launch plan or package: pointers are NumPy arrays.
 
 saxpy = kernel(source)
 print(saxpy(grid, block, x, y, 2.0, len(x)))
@@ -36,17 +36,17 @@ _REALS = {2: "<e", 4: "<f", 8: "<d"}
 
 @dataclass(frozen=True)
 class Launched(Result):
-    """What a launch did; printed, it says what was found."""
+    """The result of a launch. Printed, it lists the findings."""
 
     diagnostics: tuple[Diagnostic, ...] = ()
-    """The findings for people: what, where, and which thread."""
+    """The findings as diagnostics: what, where, and which thread."""
     profile: Profile | None = field(default=None, repr=False)
     name: str = ""
     text: str = field(default="", repr=False)
 
     @property
     def ok(self) -> bool:
-        """Nothing was found."""
+        """Whether the launch has no findings."""
         return not self.findings
 
     def __str__(self) -> str:
@@ -58,14 +58,14 @@ class Launched(Result):
 def kernel(
     source: str | Path, entry: str | None = None, *, arch: str = "sm_80", untrusted: bool = False
 ) -> Kernel:
-    """A kernel to launch, from CUDA or PTX: the text, or a file that ends in .cu or .ptx.
+    """A kernel from CUDA or PTX: the text, or a file that ends in .cu or .ptx.
 
-    `entry` names it where there are several; C++'s name is enough where it is unique. CUDA is
-    compiled for `arch` with the project's nvcc (Failed with FW821 where there is none, with FW822
-    where nvcc does not take it). It is compiled as your own code, which may include any file; what
-    is `untrusted` is screened, and compiled and executed in confinement (Failed with FW828, or with
-    FW821 where the system cannot confine it). Failed with FW831 where the emulator cannot execute
-    it.
+    `entry` names one of several kernels; an unmangled name is enough if it is unique. CUDA is
+    compiled for `arch` with the project's nvcc. By default it counts as your own code, which may
+    include any file. `untrusted` code is screened, and compiled and executed in confinement.
+
+    Raises Failed: FW821 without nvcc or without confinement for untrusted code, FW822 if nvcc
+    rejects the code, FW828 if the screening does, FW831 if the emulator cannot execute it.
     """
     text, name = _read(source)
     if _is_ptx(text):
@@ -78,7 +78,7 @@ def kernel(
 
 
 def _confined() -> Machine:
-    """The machine in a confined process, where there is such a thing."""
+    """The machine in a confined process, if this system supports it."""
     from flashwright.emulate.machine_process import MachineProcess
     from flashwright.sandbox.limits import Limits
 
@@ -86,7 +86,7 @@ def _confined() -> Machine:
 
 
 def _read(source: str | Path) -> tuple[str, str]:
-    """The text, and what to call it."""
+    """The source text and its name for messages."""
     if isinstance(source, str) and ("\n" in source or not source.endswith((".cu", ".ptx"))):
         return source, NAME
     path = Path(source)

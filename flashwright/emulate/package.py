@@ -1,4 +1,4 @@
-"""A kernel package for the emulator: its PTX, its plan, and the way back to its source and TL."""
+"""A kernel package for the emulator: its PTX, its plan, and the maps to its source and TL."""
 
 from __future__ import annotations
 
@@ -38,37 +38,37 @@ CODE = "code.tl"
 
 
 class Unending(Exception):
-    """A launch that took longer than it may."""
+    """A launch exceeded its time limit."""
 
 
 @dataclass(frozen=True)
 class Package:
-    """A kernel with its plan, and what is known of where its PTX came from."""
+    """A kernel with its launch plan and its maps to source and TL."""
 
     name: str
     plan: LaunchPlan
     ptx: str = field(repr=False)
     source: str = field(default="", repr=False)
-    """kernel.cu, where it is there."""
+    """The text of kernel.cu, if the folder has it."""
     map: SourceMap = field(default_factory=SourceMap, repr=False)
     tl: str = field(default="", repr=False)
     places: Mapping[int, tuple[Place, ...]] = field(default_factory=dict, repr=False)
-    """The source's lines by the PTX's own, where the PTX does not tell them itself."""
+    """The source lines of each PTX line, if the PTX has no line information."""
     translated: bool = False
-    """Its source was made here, just now, and not read out of a folder."""
+    """Whether the source was translated in this process, not read from a folder."""
 
     @cached_property
     def program(self) -> Program:
-        """Decoded; Failed with FW831 where the emulator cannot execute it."""
+        """The decoded kernel. Raises Failed with FW831 if the emulator cannot execute it."""
         made = prepare(self.ptx, self.plan.entry)
         made.source = [replace(i, places=self.places.get(i.line, i.places)) for i in made.source]
         return made
 
     def with_lines(self) -> Package:
-        """With the lines of its source, which the PTX of a package does not have.
+        """This package with source lines, which a package's PTX does not have.
 
-        They are those of the same source compiled once more. Itself where that cannot be: without
-        a compiler, or where kernel.cu is not what the PTX was made of.
+        They come from compiling kernel.cu again. Returns the package itself without a compiler, or
+        if the PTX was not made from this kernel.cu.
         """
         entry = self._entry(self.ptx)
         if not self.source or any(one.places for one in entry.code):
@@ -78,7 +78,7 @@ class Package:
             arch = self.plan.arch
             if self.translated:
                 built = build(self.source, arch, toolchain=tools, may_spill=True, line_info=True)
-            else:  # anybody may have written what is in a folder: a model, too
+            else:  # the files of a folder are untrusted
                 built = build_untrusted(self.source, arch, toolchain=tools)
             lined = self._entry(built.ptx)
         except Failed:
@@ -90,7 +90,7 @@ class Package:
         return replace(self, places={one.line: other.places for one, other in pairs})
 
     def placed(self, finding: Finding) -> Finding:
-        """A finding of the same PTX, with the lines of the source that are known here."""
+        """A finding of the same PTX, with this package's source lines."""
 
         def lined(one: Instruction) -> Instruction:
             return replace(one, places=self.places.get(one.line, one.places))
@@ -105,7 +105,7 @@ class Package:
         return module.entries[self.plan.entry]
 
     def origin(self, dims: Mapping[str, int], arrays: Mapping[str, Array] | None = None) -> Origin:
-        """What leads from an instruction back to TL, for a launch of these sizes and arrays."""
+        """The maps from an instruction to TL, for a launch of these sizes and arrays."""
         grid = self.plan.blocks(dims, SMS)
         given = arrays or {}
         placed = addresses(self.plan, given)
@@ -121,10 +121,10 @@ class Package:
         variables: Variables | None = None,
         machine: Machine = here,
     ) -> Result:
-        """Run it on arrays, whose outputs are written in place; Unending after so many seconds.
+        """Run it on arrays; outputs are written in place. Raises Unending after `seconds`.
 
-        `variables` are the module's: they keep what earlier launches have left in them.
-        The machine runs in a thread of its own, so that Ctrl-C is heard meanwhile.
+        `variables` are the module's; they persist from launch to launch. The machine runs in a
+        separate thread, so that Ctrl-C works meanwhile.
         """
         program, answer = self.program, _Answer()
 
@@ -152,7 +152,7 @@ class _Answer:
 
 
 def read_package(folder: Path, name: str = "", file: str = PTX) -> Package:
-    """The kernel in a folder; Failed with FW852 where there is no PTX of one."""
+    """The kernel in a folder. Raises Failed with FW852 if it has no PTX."""
     plan = read_plan(folder)
     ptx = read_ptx(folder / file, plan)
     if ptx is None:
@@ -177,27 +177,27 @@ class Served:
 
     @property
     def plan(self) -> LaunchPlan:
-        """How it is called: alike for all."""
+        """The launch plan, which has the same tensors for all kernels."""
         return next(iter(self.packages.values())).plan
 
     def pick(self, dims: Mapping[str, int]) -> Package:
-        """The kernel that a problem of these sizes is given to."""
+        """The kernel that serves a problem of these sizes."""
         return self.packages[self.classes.pick(dims.get(self.classes.by, 0))]
 
 
 def read_served(folder: Path) -> Served:
-    """All kernels of a package that are ever called; Failed as read_package says."""
+    """All kernels of a package that its rules use. Raises Failed as read_package does."""
     rules = read_classes(folder)
     used = dict.fromkeys(rule.kernel for rule in rules.rules)
     return Served(rules, {name: read_package(folder / name) for name in used})
 
 
 def compile_package(path: Path, name: str = "") -> Package:
-    """A package's kernel.cu as it is now, compiled; Failed as build_untrusted says."""
+    """A package's current kernel.cu, compiled. Raises Failed as build_untrusted does."""
     folder, source = path.parent, _text(path)
     plan = read_plan(folder)
     if not source:
-        raise Failed(Diagnostic("FW001", f"there is nothing in {path}"))
+        raise Failed(Diagnostic("FW001", f"{path} is empty"))
     built = build_untrusted(source, plan.arch)
     return Package(name or str(path), plan, built.ptx, source, read(folder), _text(folder / CODE))
 

@@ -1,4 +1,4 @@
-"""Text to PTX. What it does not know is an error with its line."""
+"""Parses PTX text. Unknown syntax is an error with its line."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ _DEPTH = 32  # of calls inlined into each other
 MOST_REGISTERS = 1 << 18  # that a kernel declares; the largest we know have 30,000
 MOST_VARIABLE = 1 << 28  # bytes
 UNREADABLE = (ArithmeticError, LookupError, ValueError, TypeError, AttributeError, RecursionError)
-"""What text that is no PTX leads to."""
+"""The errors that malformed text can cause in the parser."""
 
 
 def parse(text: str) -> Module:
-    """A module; Failed with FW831 at a line that cannot be read."""
+    """The parsed module. Raises Failed with FW831 at a line that it cannot read."""
     return _Parser(text).module()
 
 
 def bad(line: int, text: str) -> Failed:
-    """PTX that cannot be read or executed."""
+    """The Failed (FW831) for a line of PTX that cannot be read or executed."""
     return Failed(Diagnostic("FW831", f"PTX line {line}: {text}"))
 
 
 @dataclass
 class _Scope:
-    """Braces inside a kernel: names in them are their own, and may be declared again elsewhere."""
+    """A block in braces inside a kernel, with its own names."""
 
     number: int
     start: int
@@ -72,7 +72,7 @@ class _Scope:
 
 @dataclass
 class _Body:
-    """A kernel as it is being read."""
+    """A kernel while it is parsed."""
 
     name: str
     parameters: tuple[Variable, ...]
@@ -83,7 +83,7 @@ class _Body:
     scopes: list[_Scope] = field(default_factory=list)
 
     def leave(self) -> None:
-        """Jumps inside the innermost scope go to its own labels."""
+        """Close the innermost scope and resolve the jumps inside it to its labels."""
         scope = self.scopes.pop()
         own = {label: f"{label}@{scope.number}" for label in scope.labels}
         self.labels |= {own[label]: at for label, at in scope.labels.items()}
@@ -107,7 +107,7 @@ class _Parser:
         self.inlined: dict[tuple[int, int, int], tuple[int, int, int]] = {}
         self.fresh = 0
         self.section = False
-        """Inside a section for debuggers, which nobody executes."""
+        """Whether the parser is inside a debug section, which is not executed."""
 
     def module(self) -> Module:
         for line, statement, end in _statements(self.text):
@@ -155,7 +155,7 @@ class _Parser:
     def _close(self, line: int) -> None:
         body = self.body
         if body is None:
-            raise bad(line, "a brace is closed that was not opened")
+            raise bad(line, "`}` without a matching `{`")
         if body.scopes:
             body.leave()
             return
@@ -231,7 +231,7 @@ class _Parser:
             unsized |= not number
             size *= int(number or 0)
         if size > MOST_VARIABLE:
-            raise bad(line, f"a variable of {size} bytes")
+            raise bad(line, f"a variable of {size} bytes is too large")
         space = next(
             s
             for s in (*found["how"].replace(".", "").split()[::-1], "global")
@@ -367,7 +367,7 @@ class _Operands:
 
 
 def _without_comments(text: str) -> str:
-    """Comments become blanks: lines stay where they are."""
+    """The text with comments replaced by blanks, so that line numbers stay."""
 
     def blank(match: re.Match[str]) -> str:
         return re.sub(r"[^\n]", " ", match[0])

@@ -99,7 +99,7 @@ class Row:
 
     @property
     def executed(self) -> int:
-        """All instructions."""
+        """The number of executed instructions of all kinds."""
         return sum(self.instructions.values())
 
     @property

@@ -95,7 +95,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel."""
+    """A kernel: its parameters, registers, labels and instructions."""
 
     name: str
     parameters: tuple[Variable, ...]

@@ -22,7 +22,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def main() -> None:
-    """Execute until nobody asks."""
+    """Execute launches until stdin ends."""
     machine, memory = ctypes.CDLL(sys.argv[1]), int(sys.argv[2])
     _keep_memory()
     start = _mapped(None, ROOM, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE, -1)

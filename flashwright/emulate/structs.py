@@ -31,7 +31,7 @@ class Found(ctypes.Structure):
 
 
 class Launch(ctypes.Structure):
-    """fw_launch of launch.cpp."""
+    """The struct fw_launch of launch.cpp."""
 
     kept: object = None
     """The names, which have to live as long as anybody knows their address."""

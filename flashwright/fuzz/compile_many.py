@@ -26,7 +26,7 @@ _ENTRY = re.compile(r"^\.visible \.entry (\w+)\(", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Source:
-    """A generated kernel."""
+    """A generated kernel to compile."""
 
     text: str
     entry: str

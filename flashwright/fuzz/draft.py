@@ -56,7 +56,7 @@ class Draft:
         self._depth += 1
 
     def text(self) -> str:
-        """The program."""
+        """The TL text of the program."""
         body = "\n".join(self.lines)
         declared = [
             *(f"Allocate {n} in global {r}" for n, r in self.tensors.items() if _used(n, body)),

@@ -103,7 +103,7 @@ def _limited(seconds: float) -> Iterator[None]:
 
 
 def prepare(case: Case) -> Prepared | Outcome:
-    """Check and translate."""
+    """Check and translate a program for the comparison."""
     step = "check"
     try:
         with _limited(SECONDS):

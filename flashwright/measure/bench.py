@@ -106,7 +106,7 @@ class Contest:
         self.measured = Ceilings(run.matmul, run.copy_gbs)
 
     def close(self) -> None:
-        """End all processes."""
+        """End the processes of all contestants."""
         for seat in self.seats.values():
             seat.close()
 

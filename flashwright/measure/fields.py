@@ -106,7 +106,7 @@ class Field:
     """Where it is not checked, why not; else by what rule it is wrong."""
 
     def record(self) -> dict[str, object]:
-        """As plain data."""
+        """The fields as plain data, for JSON."""
         return dict(vars(self))
 
     @property

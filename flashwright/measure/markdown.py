@@ -21,7 +21,7 @@ FILE = "table.md"
 
 
 def page(results: Results) -> str:
-    """The whole page."""
+    """The whole page as Markdown text."""
     return "\n".join(_page(results)).rstrip() + "\n"
 
 

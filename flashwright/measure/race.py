@@ -68,7 +68,7 @@ class Raced:
         return self.ratio(one, other) < 1 - needed
 
     def record(self) -> dict[str, Any]:
-        """As plain data."""
+        """The figures as plain data, for JSON."""
         times = {
             who: {str(length): vars(figure) for length, figure in found.items()}
             for who, found in self.times.items()

@@ -60,7 +60,7 @@ class Results:
 
     @property
     def contestants(self) -> tuple[str, ...]:
-        """Ours first."""
+        """The names of the contestants, our kernel first."""
         if self.run is not None:
             return self.run.contestants
         seen = (who for _, who in (*self.numbers, *self.absent))

@@ -1,4 +1,4 @@
-"""A candidate to judge or measure: a kernel package, a Python callable or a shared library."""
+"""The candidate to judge or measure: a kernel package, a Python callable or a shared library."""
 
 from __future__ import annotations
 

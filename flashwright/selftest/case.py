@@ -92,6 +92,6 @@ class Case:
 
     @property
     def candidate(self) -> Candidate:
-        """For the judge."""
+        """The candidate of this case, for the judge."""
         where = f"{KERNELS}.{self.module}"
         return Candidate("python", where, self.function, factory=self.factory, title=self.name)

@@ -153,7 +153,7 @@ class Child:
         return why
 
     def close(self) -> None:
-        """End the process."""
+        """End the judge's process, if it runs."""
         if self._pipe is not None:
             self._pipe.close()
             self._process.kill()

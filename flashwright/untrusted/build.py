@@ -1,4 +1,4 @@
-"""CUDA out of a folder or from anybody else: read first, then compiled in confinement."""
+"""Builds untrusted CUDA: screens it first, then compiles it in confinement."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from flashwright.untrusted.screen import screen
 def build_untrusted(
     source: str, arch: str, *, real: str | None = None, toolchain: Toolchain | None = None
 ) -> Built:
-    """Compile it with the source's lines kept; the arguments are those of `build`.
+    """Screen and compile it with line information; the arguments are those of `build`.
 
-    Failed with FW828 for code that reaches outside, with FW821 where the system cannot confine the
-    compiler, and as `build` says.
+    Raises Failed with FW828 for code that is not allowed, with FW821 if the system cannot confine
+    the compiler, and as `build` does.
     """
     screen(source)
     return build(

@@ -22,7 +22,7 @@ from flashwright.lower.printing.kernel import Printer
 from flashwright.lower.term import ZERO
 from flashwright.lower.translate import prepared
 from flashwright.program.program import Program
-from flashwright.untrusted.contract_check import SHARED, THREADS, Kept, broken
+from flashwright.untrusted.contract_check import SHARED, THREADS, ContractCheck, broken
 
 Flavour = Literal["plain", "full"]
 MOST_THREADS, WARP = 1024, 32
@@ -42,13 +42,13 @@ class Contract:
     plan: LaunchPlan
     """As our own translation is launched; a file's own threads and shared memory go into it."""
     notes: str
-    """How it is launched, in words, for whoever writes the body."""
+    """How it is launched, in words, for the author of the body."""
     flavour: Flavour
     gpu: Gpu
 
 
 def contract(program: Program, gpu: Gpu, flavour: Flavour = "full") -> Contract:
-    """The contract for a program; Failed with FW811 where it has no translation at all.
+    """The contract for a program. Raises Failed with FW811 if it has no translation.
 
     Where our own translation needs no more than pointers and strides, both flavours are the same.
     """
@@ -59,8 +59,8 @@ def contract(program: Program, gpu: Gpu, flavour: Flavour = "full") -> Contract:
 
 
 def bound(contract: Contract, source: str) -> LaunchPlan:
-    """The plan for a file that keeps the contract; Failed with FW827 where it does not."""
-    found = Kept(contract.header, source)
+    """The launch plan of a file. Raises Failed with FW827 if it breaks the contract."""
+    found = ContractCheck(contract.header, source)
     found.check()
     threads, at = found.constant(THREADS)
     if not 0 < threads <= MOST_THREADS or threads % WARP:

@@ -1,5 +1,5 @@
-"""Whether a kernel.cu that a model wrote keeps what is fixed of it: its struct, its entry, its
-constants. What only the compiler can tell is looked at afterwards, in the PTX (translation.py).
+"""Checks that a kernel.cu that a model wrote keeps the contract: its struct, its entry, its
+constants. What only the compiler knows is checked afterwards, in the PTX (translation.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flashwright.untrusted.tokens import Token, Unreadable, read
 ENTRY, STRUCT = "attention", "Params"
 THREADS, SHARED = "Threads", "SharedBytes"
 OPEN = (THREADS, SHARED, "Warps")
-"""The constants that are the file's own."""
+"""The constants whose values the file chooses."""
 SIGNATURE = f'extern "C" __global__ void {ENTRY}(__grid_constant__ {STRUCT} const p)'
 _LONGEST = 200  # characters of a constant's value
 _SIGNS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
@@ -30,13 +30,13 @@ _SUFFIX = re.compile(r"(?<=[0-9a-fA-F])[uUlL]+$")
 
 
 def broken(text: str, span: Span | None = None, hint: str | None = None) -> Failed:
-    """A contract that is not kept."""
+    """The Failed (FW827) for a file that breaks the contract."""
     return Failed(Diagnostic("FW827", text, span, help=hint))
 
 
 @dataclass(frozen=True)
 class Constant:
-    """A whole number that the file defines; None where it is not to be read."""
+    """An integer constant of the file; its value is None if it cannot be evaluated."""
 
     name: str
     value: int | None
@@ -50,8 +50,8 @@ class _Field:
     span: Span
 
 
-class Kept:
-    """A file beside the header that it has to keep."""
+class ContractCheck:
+    """A file and the contract's header, to compare them."""
 
     def __init__(self, header: str, source: str) -> None:
         self.header = read(header)
@@ -65,7 +65,7 @@ class Kept:
         self.fixed = {c.name: c.value for c in _constants(self.given) if c.name not in OPEN}
 
     def check(self) -> None:
-        """Failed where the struct, the entry or a size differs."""
+        """Raise Failed (FW827) if the struct, the entry or a size differs."""
         self._names()
         self._struct()
         self._entry()
@@ -76,7 +76,7 @@ class Kept:
                 raise broken(text, found.span, "the launch and the tensor maps go by it")
 
     def constant(self, name: str) -> tuple[int, Span]:
-        """A constant of the file; Failed where it has none, or none that can be read."""
+        """A constant of the file and its span. Raises Failed if it is missing or unreadable."""
         like = f"write `constexpr int {name} = ...;` once, with numbers, + - * and parentheses"
         found = [c for c in self.constants if c.name == name]
         if len(found) != 1:
@@ -88,7 +88,7 @@ class Kept:
         return one.value, one.span
 
     def _names(self) -> None:
-        """A macro of one of these names would make the file another one than it seems."""
+        """Fail for a macro with a name of the contract, which would change its meaning."""
         fixed = {ENTRY, STRUCT, *self.fixed, *(c.name for c in self.constants)}
         for token in self.source.tokens:
             match = re.match(r"(?:define|undef)\s+(\w+)", token.text)

@@ -126,9 +126,9 @@ BODIES = {
     "return got & ~2 ? -9999 : 0;": "",  # a system may let programs know who its users are
     "*(volatile int*)0 = 1; return 0;": "FW831.*ended with signal 11",
     "_exit(3);": "FW831.*ended with exit code 3",
-    "return -9999;": "FW831.*instructions that are not there",
-    "int* f = *(int**)(told + FINDINGS); f[0] = 77; f[1] = 1 << 30; return 1;": "FW831.*not there",
-    "for (int f = 3; f < 64; ++f) ftruncate(f, 64); return 0;": "FW831.*shortened its memory",
+    "return -9999;": "FW831.*instructions that do not exist",
+    "int* f = *(int**)(told + FINDINGS); f[0] = 77; f[1] = 1 << 30; return 1;": "FW831.*not exist",
+    "for (int f = 3; f < 64; ++f) ftruncate(f, 64); return 0;": "FW831.*has truncated",
 }
 
 
