@@ -590,6 +590,10 @@ def test_scalars_allocations_and_signs_are_as_the_page_says() -> None:
     }
     for text, code in wrong.items():
         assert code in {d.code for d in checked((line, text + line)).diagnostics}, text
+    pages = language.sections()
+    assert "coordinates take scalars" in pages["Expressions"]
+    assert "`-inf`, `-S`" in pages["Expressions"]
+    assert "What a Copy makes needs no Allocate" in pages["Allocate"]
 
 
 def test_the_register_formula_for_further_tiles_is_the_checkers() -> None:
@@ -678,3 +682,38 @@ def test_a_finding_says_which_values_it_assumed(loop: str, code: str, assumed: s
     (label,) = [d.label for d in found.diagnostics if d.code == code]
     assert label is not None
     assert re.search(assumed, label)
+
+
+def test_loops_and_copies_are_scheduled_as_the_page_says() -> None:
+    (old,) = re.findall(r"^for i = (.*)$", PROGRAM, re.MULTILINE)
+    lens = ("Allocate Slopes", "Allocate Lens in global (B: batch) as int32\nAllocate Slopes")
+    length = ("Copy Q (BM", "let n = min(kv_len, Lens[batch_idx])\nCopy Q (BM")
+    gemm = "  Compute GEMM Q_shared, K_shared.T and get S\n"
+    guarded = (f"  if i * BN < kv_len\n{gemm}", "accumulate O_register\n  end\nend")
+
+    def scheduled(*edits: tuple[str, str], gpu: Gpu = H200) -> str:
+        program = checked(*edits, gpu=gpu).program
+        assert program is not None
+        made = translate(program, gpu)
+        assert made.report is not None
+        return f"{made.report.in_words()}\n{made.source}"
+
+    from_data = scheduled(
+        lens, length, (old, "0:n / BN"), ("kv_idx < kv_len and", "kv_idx < n and")
+    )
+    assert "overlapped" in from_data
+    in_an_if = scheduled((gemm, guarded[0]), ("accumulate O_register\nend", guarded[1]))
+    assert "overlapped" not in in_an_if.partition("\n")[0]
+    assert "lose overlap and ping-pong" in language.sections()["for"]
+    # Without TMA and stages the first GEMM waits for V as well, if V is copied before it.
+    one = (" with stages 2", "")
+    (copy,) = re.findall(r"  Copy V .*\n", PROGRAM)
+    before = scheduled(one, gpu=A100).partition("for (int i")[2]
+    behind = scheduled(one, (copy, ""), (gemm, gemm + copy), gpu=A100).partition("for (int i")[2]
+    assert "V_shared" in before.partition("fw::gemm<")[0]
+    assert "V_shared" not in behind.partition("fw::gemm<")[0]
+    assert "copy V behind the first GEMM" in language.sections()["Copy"]
+
+
+def test_the_code_may_depart_from_its_sketch() -> None:
+    assert "in another way than the sketch" in asked("code", facts(make_spec("mha")))
