@@ -20,10 +20,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from flashwright import spec as specs
 from flashwright.build import load as one
-from flashwright.build.load import Kernel, dim_sources
+from flashwright.build.load import Kernel, dim_sources, tensors_as_html
 from flashwright.build.package import CLASSES, OWN, inside
 from flashwright.build.plan_rules import LAYOUTS
 from flashwright.build.reading import read_model, read_plan
+from flashwright.lang import html
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.launch_plan import LaunchPlan
 
@@ -198,6 +199,18 @@ class Kernels:
         names = ", ".join(dict.fromkeys(rule.kernel for rule in self.classes.rules))
         arguments = ", ".join(self.inputs)
         return f"<flashwright kernels {names} ({arguments}) for {self.plan.arch}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: what they are called with, and which one serves which size."""
+        rules = [
+            ("any other" if rule.up_to is None else f"up to {rule.up_to}", rule.kernel)
+            for rule in self.classes.rules
+        ]
+        return (
+            html.heading(repr(self).strip("<>"))
+            + tensors_as_html(self.plan)
+            + html.table((self.classes.by, "kernel"), rules)
+        )
 
     def __call__(self, *tensors: Any, layout: str = "bhsd", **more: Any) -> Any:
         """Call the kernel that serves these lengths, as build.load.Kernel does."""

@@ -13,10 +13,21 @@ from flashwright.build.encode import encode
 from flashwright.build.native import launcher
 from flashwright.build.plan_rules import LAYOUTS, caller_order
 from flashwright.build.reading import CUBIN, PLAN, PTX, read_cubin, read_plan, read_ptx
+from flashwright.lang import html
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.launch_plan import LaunchPlan, PlanTensor, Postfix, evaluate
 
-__all__ = ["CUBIN", "PLAN", "PTX", "Kernel", "dim_sources", "load", "read_plan", "unshown"]
+__all__ = [
+    "CUBIN",
+    "PLAN",
+    "PTX",
+    "Kernel",
+    "dim_sources",
+    "load",
+    "read_plan",
+    "tensors_as_html",
+    "unshown",
+]
 _CHECK_ONLY = 2
 
 # Where the size of an output's axis comes from: a number, the axis of an input, or an expression.
@@ -35,6 +46,15 @@ def load(folder: str | Path) -> Kernel:
         hint = f"flashwright build {folder}"
         raise Failed(Diagnostic("FW852", f"{folder} has no {CUBIN} and no {PTX}", help=hint))
     return Kernel(plan, cubin, ptx)
+
+
+def tensors_as_html(plan: LaunchPlan) -> str:
+    """The tensors of a kernel as a table, for notebooks."""
+    rows = [
+        (t.name, "output" if t.written else "input", t.dtype, ", ".join(a.label for a in t.axes))
+        for t in plan.tensors
+    ]
+    return html.table(("tensor", "is", "type", "axes"), rows)
 
 
 class Kernel:
@@ -58,6 +78,10 @@ class Kernel:
         return (
             f"<flashwright kernel {self.plan.entry}({', '.join(self.inputs)}) for {self.plan.arch}>"
         )
+
+    def _repr_html_(self) -> str:
+        """For notebooks: what it is called with."""
+        return html.heading(repr(self).strip("<>")) + tensors_as_html(self.plan)
 
     def __call__(
         self,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashwright.judge.oracle import Comparison
+from flashwright.lang import html
 from flashwright.lang.diagnostic import Diagnostic
 from flashwright.spec import AttentionSpec
 
@@ -167,6 +168,18 @@ class Verdict:
         left = [f"  not reached: {goal}" for goal in self.unreached]
         head = f"{self.candidate} on {self.where}"
         return "\n".join([head, *asked, *left, self.headline, *offences])
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the headline, what speaks against it, and every question."""
+        tone = "good" if self.ok else "bad" if self.offences else "open"
+        answers = {True: "yes", False: "no", None: "not asked"}
+        asked = [(answers[c.passed], c.question, c.note or "") for c in self.checks]
+        return (
+            html.heading(f"{self.candidate} on {self.where}: {self.headline}", tone)
+            + html.listed(f"{o.name}: {o.message}" for o in self.offences)
+            + html.table(("passed", "question", "note"), asked)
+            + html.listed(f"not reached: {goal}" for goal in self.unreached)
+        )
 
     def record(self) -> dict[str, Any]:
         """The verdict as plain data: what `verify --json` prints and result.json holds."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashwright.lang import html
 from flashwright.lang.codes import CODES, Severity
 from flashwright.lang.nodes import Span
 
@@ -57,6 +58,17 @@ class Diagnostic:
     def bad_input(self) -> bool:
         """Whether the input cannot be used at all (exit code 2); a wrong program is exit code 1."""
         return CODES[self.code].bad_input
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        tone = {"error": "bad", "warning": "open", "note": "plain"}[self.severity]
+        where = f"line {self.span.line}: " if self.span else ""
+        parts = [html.heading(f"{where}{self.severity}[{self.code}]: {self.message}", tone)]
+        parts += [html.paragraph("here:", self.label)] if self.label else []
+        parts += [html.paragraph(f"line {s.span.line}:", s.text) for s in self.secondary]
+        parts += [html.paragraph("help:", self.help)] if self.help else []
+        parts += [html.paragraph("fix:", self.fix.title)] if self.fix else []
+        return "".join(parts)
 
 
 class Failed(Exception):

@@ -82,6 +82,13 @@ def test_a_launch_has_the_grid_the_block_and_the_parameters_of_the_plan() -> Non
 
 
 @on_fake_gpu
+def test_a_notebook_shows_what_a_kernel_is_called_with() -> None:
+    page = kernel()._repr_html_()
+    assert "<td>Q</td><td>input</td>" in page
+    assert "<td>O</td><td>output</td>" in page
+
+
+@on_fake_gpu
 def test_an_output_that_is_not_asked_for_is_a_null_pointer() -> None:
     driver, out = Driver(), outputs()
     kernel()(*inputs(), out=out["O"])
