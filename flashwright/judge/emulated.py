@@ -113,7 +113,8 @@ def judge_emulated(
         notes=notes,
     )
     found = hearing.verdict(EMULATION, served.plan.arch, lengths, tell)
-    return replace(found, unable=None, missing=hearing.missing)  # nobody expects a library there
+    # Nobody expects a library there.
+    return replace(found, unable=None, missing=hearing.missing, share=hearing.share)
 
 
 def _ties(folder: Path, served: Served) -> list[str]:
@@ -347,6 +348,8 @@ class _Hearing(Hearing):
     """Problems that the verdict rests on, where not on all."""
     missing: str = ""
     """Why the verdict has not enough to rest on."""
+    share: tuple[int, int] | None = None
+    """How many problems it rests on, and of how many, where not on all."""
 
     def __post_init__(self) -> None:
         self.until = time.monotonic() + self.seconds
@@ -373,7 +376,9 @@ class _Hearing(Hearing):
         if self.most is None or lengths is not None:
             return listed
         rested = listed[: max(self.most, 1 + len(bounds))]  # the bounds' come second
-        self.notes.append(f"it rests on {len(rested)} of {len(listed)} problems")
+        if len(rested) < len(listed):
+            self.share = len(rested), len(listed)
+            self.notes.append(f"it rests on {len(rested)} of {len(listed)} problems")
         return rested
 
     def _fresh(self, number: int, problem: Problem) -> bool:

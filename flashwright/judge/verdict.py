@@ -111,6 +111,8 @@ class Verdict:
     """Lengths at which the kernel does something else and that no problem had, with the reason."""
     missing: str = ""
     """What a verdict rests on and was not tried: without it a candidate is not accepted."""
+    share: tuple[int, int] | None = None
+    """How many problems it rests on, and of how many; None: of all."""
 
     @property
     def ok(self) -> bool:
@@ -194,6 +196,7 @@ class Verdict:
             "notes": list(self.notes),
             "unreached": list(self.unreached),
             "missing": self.missing,
+            **({"share": list(self.share)} if self.share else {}),
         }
 
 

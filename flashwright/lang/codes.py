@@ -81,7 +81,7 @@ CODES: dict[str, Code] = {
     "FW805": Code("the program gives NaN or infinity"),
     "FW806": Code("a program that takes too much to run"),
     # the translation
-    "FW811": Code("a program that cannot be translated for this GPU", bad_input=True),
+    "FW811": Code("a program that cannot be translated for this GPU"),
     "FW812": Code("the GEMMs do not use wgmma", severity="note"),
     "FW813": Code("a Copy does not use TMA", severity="note"),
     "FW814": Code("a loop is not overlapped", severity="note"),

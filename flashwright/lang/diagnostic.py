@@ -60,8 +60,17 @@ class Diagnostic:
 
 
 class Failed(Exception):
-    """Work that ended in diagnostics; the command line renders them and picks the exit code."""
+    """Work that ended in diagnostics; the command line renders them and picks the exit code.
+
+    As text it is a line for each finding, and the help that comes with it.
+    """
 
     def __init__(self, *diagnostics: Diagnostic) -> None:
-        super().__init__("; ".join(f"{d.code}: {d.message}" for d in diagnostics))
+        super().__init__(*diagnostics)
         self.diagnostics = diagnostics
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{d.code}: {d.message}" + (f"\n  help: {d.help}" if d.help else "")
+            for d in self.diagnostics
+        )
