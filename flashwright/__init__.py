@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from flashwright.lang.diagnostic import Failed as Failed
 from flashwright.version import __version__ as __version__
 
 if TYPE_CHECKING:

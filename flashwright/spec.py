@@ -9,6 +9,7 @@ Every error is a line that names the field, says what is wrong and how to fix it
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import math
 import re
@@ -33,6 +34,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 MAX_HEADS = 65535  # a CUDA grid's y and z extent
 MAX_HEAD_DIM = 512  # a wider row of the accumulator fits no GPU's registers
 MAX_INT = 2**31 - 1  # kernels index with 32-bit integers
+LONGEST_SLUG = 80  # characters of a folder's name
 FLOAT_RANGE = (1e-30, 1e30)  # kernels hold these numbers in fp32
 
 RUN_TIME_DIMS = ("batch", "heads", "kv_heads", "q_len", "kv_len")
@@ -151,7 +153,7 @@ class AttentionSpec(BaseModel):
         if self.value_dim != self.head_dim:
             width += f" (V {self.value_dim})"
         extras = [
-            "causal" if self.causal else "every key visible" if self.window is None else "",
+            self._mask_in_words,
             self._window_in_words,
             f"softcap {_exact(self.softcap)}" if self.softcap is not None else "",
             "ALiBi" if self.alibi else "",
@@ -164,6 +166,16 @@ class AttentionSpec(BaseModel):
         return ", ".join(filter(None, [*extras, heads, width, dtype]))
 
     @property
+    def _mask_in_words(self) -> str:
+        """Which keys a query sees; with a reference the function says so."""
+        told = [f"judged by {self.reference}"] if self.reference is not None else []
+        if self.causal:
+            told.append("causal")
+        elif not told and self.window is None:
+            told.append("every key visible")
+        return ", ".join(told)
+
+    @property
     def _window_in_words(self) -> str:
         if self.window is None:
             return ""
@@ -171,9 +183,33 @@ class AttentionSpec(BaseModel):
         tokens = self.sink_tokens
         return told + (f", {tokens} sink token{'s' * (tokens > 1)}" if tokens else "")
 
+    @property
+    def slug(self) -> str:
+        """A name for a folder, which another operator does not share: the variant, and what
+        differs from a variant's defaults."""
+        heads = f"h{self.heads}" + (f"x{self.kv_heads}" if self.kv_heads != self.heads else "")
+        width = f"d{self.head_dim}" + (f"x{self.v_dim}" if self.v_dim is not None else "")
+        parts = [self.variant, "causal" if self.causal else "", heads, width, self.dtype]
+        own = {"variant", "causal", "heads", "kv_heads", "head_dim", "v_dim", "dtype"}
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if name in own or value == field.get_default(call_default_factory=True):
+                continue
+            parts.append(_part(name, value))
+        text = "-".join(filter(None, parts))
+        return text if len(text) <= LONGEST_SLUG else f"{text[:LONGEST_SLUG]}-{_short_digest(self)}"
+
     def compressed_blocks(self, tokens: int) -> int:
         """How many whole compressed blocks `tokens` tokens make (NSA)."""
         return max(0, (tokens - self.block) // self.stride + 1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_it(cls, data: object) -> object:
+        """What a reference says needs no variant's name."""
+        if isinstance(data, dict) and data.get("reference") and "variant" not in data:
+            return {**data, "variant": "custom"}
+        return data
 
     @model_validator(mode="before")
     @classmethod
@@ -294,6 +330,21 @@ class AttentionSpec(BaseModel):
         if self.branch == "selected" and not self.causal:
             raise _wrong("branch 'selected' never looks ahead: set causal = true", "causal")
         return self
+
+
+def _part(name: str, value: object) -> str:
+    """A setting in a folder's name: `alibi`, `no_lse`, `window512`, `judged_by_mine`."""
+    if isinstance(value, bool):
+        return name if value else f"no_{name}"
+    if name == "reference":
+        return "judged_by_" + re.sub(r"[^A-Za-z0-9_]+", "_", str(value).replace(".py", ""))
+    if isinstance(value, dict):
+        return "_".join(f"{key}{size}" for key, size in sorted(value.items()))
+    return f"{name}{_exact(value)}" if isinstance(value, float) else f"{name}{value}"
+
+
+def _short_digest(spec: AttentionSpec) -> str:
+    return hashlib.sha256(dump(spec).encode()).hexdigest()[:8]
 
 
 def _wrong(why: str, field: str = "") -> PydanticCustomError:

@@ -43,6 +43,8 @@ KERNELS = (".ptx", ".cu")
 LONGEST = 1 << 14  # positions; a CPU needs minutes for more
 SECONDS = 600.0
 _MANY = 1000
+_GAP = 2
+_NARROWEST, _WIDEST = 8, 25  # characters of a line of TL in the table of counts
 
 
 def register(app: typer.Typer) -> None:
@@ -350,7 +352,7 @@ def _show(out: Console, what: str, trial: _Trial, counted: Profile | None) -> No
     if spec is None:
         out.print("NOTHING WAS COMPARED: there is no spec, so nobody knows what is right here.")
     if counted is not None:
-        out.print(lines_table(counted))
+        out.print(lines_table(counted, out.width))
         out.print(kinds_table(counted))
     if trial.ok:
         agrees = "agrees with fp64; " if spec else ""
@@ -363,7 +365,9 @@ def _runs_table(trial: _Trial) -> Table:
     from flashwright.cli import show
 
     numbers = ("seconds", "instructions", "findings", "rms error", "max error")
-    shown = show.table("schedule", *numbers[:3], "output", *numbers[3:], "", right=numbers)
+    names = ("schedule", "output", "")
+    columns = (names[0], *numbers[:3], names[1], *numbers[3:], names[2])
+    shown = show.table(*columns, right=numbers, whole=names, gap=2)
     for run in trial.runs:
         executed = f"{int(run.result.counts[:, 0].sum()):,}"
         row = [run.schedule, f"{run.seconds:.2f}", executed, str(len(run.result.findings))]
@@ -377,19 +381,26 @@ def _runs_table(trial: _Trial) -> Table:
     return shown
 
 
-def lines_table(counted: Profile) -> Table:
-    """The counts by line; a line that is not executed has no row."""
+def lines_table(counted: Profile, width: int) -> Table:
+    """The counts by line; a line that is not executed has no row. The text of the lines is cut to
+    what `width` leaves beside the figures."""
     from flashwright.cli import show
 
     numbers = ("line", "warp instr.", "MMA ops", "global", "shared", "banks", "sectors", "waits")
-    shown = show.table(numbers[0], counted.of, *numbers[1:], right=numbers)
-    words = shown.columns[1]
-    words.no_wrap, words.overflow, words.max_width = True, "ellipsis", 25
+    shown = show.table(numbers[0], counted.of, *numbers[1:], right=numbers, gap=_GAP)
+    rows = []
     for row in (*counted.lines, counted.total):
         whole = row is counted.total
         name = "" if row.line is None else str(row.line)
         text = "in all" if whole else row.text or "(no line)"
-        shown.add_row(name, text, *_cells(row))
+        rows.append((name, text, *_cells(row)))
+    figures = [row[:1] + row[2:] for row in (("line", "", *numbers[1:]), *rows)]
+    taken = sum(max(map(len, column)) + _GAP for column in zip(*figures, strict=True))
+    words = shown.columns[1]
+    words.no_wrap, words.overflow = True, "ellipsis"
+    words.max_width = max(_NARROWEST, min(_WIDEST, width - taken - _GAP))
+    for cells in rows:
+        shown.add_row(*cells)
     return shown
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -30,6 +32,7 @@ from flashwright.cli.budget import (
 from flashwright.cli.command import (
     FINE,
     WRONG,
+    AllowSpills,
     exit_code,
     find_gpu,
     flag,
@@ -42,9 +45,26 @@ if TYPE_CHECKING:
     from flashwright.author.llm.line import Limits
     from flashwright.generate.by_model.ask import Authors
     from flashwright.generate.by_model.speed import Goal
+    from flashwright.generate.state import Run
     from flashwright.gpu import Gpu
 
 BUILTIN = "builtin"
+
+
+class Until(StrEnum):
+    """The stages of a run, as `--until` names them."""
+
+    SKETCH = "sketch"
+    CODE = "code"
+    CHECK = "check"
+    CPU = "cpu"
+    TRANSLATE = "translate"
+    BUILD = "build"
+    VERDICT = "verdict"
+
+
+STAGE_NAMES = {"parameters": "code"}
+"""What `--until` calls a stage of the pipeline, where it is not its name there."""
 
 
 class Dtype(StrEnum):
@@ -62,11 +82,14 @@ def register(app: typer.Typer) -> None:
 
 @guarded
 def generate(
-    variant: Annotated[
-        str,
-        typer.Argument(metavar="VARIANT", help="See `flashwright variants`; or plain English."),
-    ],
     gpu: Annotated[str, typer.Option(metavar="NAME", help="See `flashwright gpus`.")],
+    variant: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="VARIANT",
+            help="See `flashwright variants`; or plain English. With --reference: default mha.",
+        ),
+    ] = None,
     causal: Annotated[bool, flag("--causal", help="A query sees no later key.")] = False,
     window: Annotated[
         int | None, typer.Option(metavar="N", help="Sliding window, in positions.")
@@ -91,8 +114,13 @@ def generate(
         str | None, typer.Option(metavar="FILE.py", help="A function that says what is right.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where to; default out/VARIANT-GPU.")
+        Path | None, typer.Option(metavar="DIR", help="Where to; default out/SPEC-GPU.")
     ] = None,
+    until: Annotated[Until, typer.Option(help="The last stage that is asked for.")] = Until.VERDICT,
+    all_problems: Annotated[
+        bool, flag("--all-problems", help="Try all problems under emulation, not the first few.")
+    ] = False,
+    allow_spills: AllowSpills = 0,
     quiet: Annotated[bool, flag("--quiet", "-q", help="Print the verdict only.")] = False,
     model: Annotated[
         str | None, model_option(metavar="NAME", help="Who does all three stages below.")
@@ -137,10 +165,15 @@ def generate(
         bool, flag("--fresh", rich_help_panel=MODELS, help="Do not go on from the folder's record.")
     ] = False,
 ) -> int:
-    """Make an attention operator: TL sketch, sizes, check, CPU run, CUDA, cubin.
+    """Make an attention operator: TL sketch, sizes, check, CPU run, CUDA, cubin, verdict.
 
     A language model does the stages that it is asked for; the built-in author does the others.
+    Exits with 0 if the last stage was reached, 1 if not, 2 if the input is at fault.
     """
+    if variant is None and reference is None:
+        raise typer.BadParameter("name one, or describe the operator", param_hint="VARIANT")
+    if improve and until is not Until.VERDICT:
+        raise typer.BadParameter("a run that ends early improves nothing", param_hint="--until")
     _refuse_empty(
         {"--model": model, "--sketch": sketch, "--params": params, "--translate": translate}
     )
@@ -171,19 +204,58 @@ def generate(
         "lse": False if no_lse else None,
     }
     card = find_gpu(gpu)
-    meant = asked(variant, options, reference)
-    folder = out or Path("out", f"{meant.spec.variant}-{card.name}")
+    meant = asked(variant or "mha", options, reference)
+    folder = out or Path("out", f"{meant.spec.slug}-{card.name}")
     budget = read_budget(attempts, tokens, minutes, dollars, price)
     speed = (improve, _goal(faster_than))
     limits = read_limits(reply_timeout, minutes)
     wanted = _Wanted(base_url, limits, candidates, *budget, bounded_grammar, *speed)
     authors = _authors(names, wanted, folder, meant)
-    if authors is not None:
-        if not fresh and _is_there(authors, meant, card, folder):
-            print(f"{folder} is finished: --fresh asks anew, --improve N makes it faster")
-            return FINE
+    settings = _Settings(until, allow_spills, all_problems, quiet)
+    if authors is None:
+        _tell_replaced(meant, card, folder)
+        return _generate(meant, card, folder, settings, None)
+    if not fresh and _is_there(authors, meant, card, folder):
+        print(f"{folder} is finished: --fresh asks anew, --improve N makes it faster")
+        return FINE
+    from flashwright.generate.folder import held
+
+    with held(folder):  # before the record of the models is touched
         authors.begin(meant.spec, card, fresh=fresh)
-    return _generate(meant, card, folder, quiet, authors)
+        return _generate(meant, card, folder, settings, authors)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """How far a run goes, and how it is told."""
+
+    until: Until
+    allow_spills: int
+    all_problems: bool
+    quiet: bool
+
+    @property
+    def last(self) -> str:
+        """The last stage, by its name in the pipeline; improving comes after all others."""
+        names = {told: name for name, told in STAGE_NAMES.items()}
+        last = names.get(self.until.value, self.until.value)
+        return "improve" if self.until is Until.VERDICT else last
+
+
+def _tell_replaced(meant: Asked, card: Gpu, folder: Path) -> None:
+    """Say so where the folder has another operator, or one for another GPU."""
+    from flashwright.generate.folder import RESULT, finished
+    from flashwright.spec import BadSpec, load
+
+    if not finished(folder):
+        return
+    try:
+        there, gpu = load(folder / "spec.toml"), json.loads((folder / RESULT).read_bytes())["gpu"]
+    except (BadSpec, OSError, ValueError, KeyError):
+        return
+    if (there, gpu) != (meant.spec, card.name):
+        text = f"{folder} has another operator, which is replaced: {there.variant}, "
+        print(f"{text}{there.in_words}, for {gpu}", file=sys.stderr)
 
 
 def _refuse_empty(who: Mapping[str, str | None]) -> None:
@@ -288,19 +360,22 @@ def _generate(
     meant: Asked,
     card: Gpu,
     folder: Path,
-    quiet: bool,
+    settings: _Settings,
     authors: Authors | None,
 ) -> int:
     from flashwright.cli.screen import Screen
     from flashwright.cli.show import console
     from flashwright.generate import pipeline
-    from flashwright.generate.state import KINDS
 
-    screen = Screen(console(quiet=quiet))
+    screen = Screen(console(quiet=settings.quiet))
     screen.header(meant.summary, meant.spec, card)
     try:
         run = pipeline.generate(
-            meant.spec, card, folder, screen, authors, reference=meant.reference
+            *(meant.spec, card, folder, screen, authors),
+            last=settings.last,
+            reference=meant.reference,
+            allow_spills=settings.allow_spills,
+            all_problems=settings.all_problems,
         )
     finally:
         screen.close()
@@ -309,11 +384,30 @@ def _generate(
             name = finding.file or "command line"
             tell([finding.diagnostic], name, run.artefacts.get(finding.file, ""))
     screen.closing(run, str(folder))
-    if quiet and run.ok and run.verdicts:
+    if settings.quiet and run.ok and run.verdicts:
         rest = "" if run.built else "; not compiled"
         worst = max(verdict.worst for verdict in run.verdicts.values())
-        said = f"{KINDS[run.kind]}{rest}"
-        print(f"{folder}: agrees with fp64, largest rms error {worst:.1e}; {said}")
+        print(f"{folder}: agrees with fp64, largest rms error {worst:.1e}; {run.headline}{rest}")
+    if run.unreached is None:
+        return FINE
+    sys.stdout.flush()
+    print(_not_reached(run), file=sys.stderr)
     # What a model wrote into a file is not the user's bad input.
     own = [f.diagnostic for f in run.failed if not (run.asked and f.file)]
-    return FINE if run.ok else max(WRONG, exit_code(own))
+    return max(WRONG, exit_code(own))
+
+
+def _not_reached(run: Run) -> str:
+    """The last line of a run that ends before its last stage: which one, why, and the way out."""
+    stage = run.unreached
+    assert stage is not None
+    name = STAGE_NAMES.get(stage.stage, stage.stage)
+    why = stage.why or tuple(finding.diagnostic for finding in run.failed)
+    said = f": {why[0].message} ({why[0].code})" if why else ""
+    text = f"not reached: {name}{said}"
+    before = [timing.stage for timing in run.timings if timing.status == "ok"]
+    if stage.status != "skipped" or not before:
+        return text
+    help = f"; {why[0].help}" if why and why[0].help else ""
+    less = STAGE_NAMES.get(before[-1], before[-1])
+    return f"{text}{help}; or ask for less: --until {less}"

@@ -118,6 +118,7 @@ def build(
 ) -> int:
     """Translate and compile TL code to a cubin, or take it from the cache."""
     from flashwright.build import package, toolchain
+    from flashwright.generate.folder import held
 
     is_folder = what != "-" and Path(what).is_dir()
     file = str(Path(what, CODE)) if is_folder else what
@@ -127,12 +128,13 @@ def build(
     folder = out or (Path(what) if is_folder else Path("out", f"{_stem(file)}-{card.name}"))
     order = _Order(card, tools, ptx, real, allow_spills)
     further: dict[str, str | bytes] = {}
-    for name in _others(Path(what)) if is_folder else ():
-        _build(str(Path(what, name, CODE)), folder / name, order)
-        further[f"{name}/{package.RECORD}"] = (folder / name / package.RECORD).read_bytes()
-    if further:
-        further[package.CLASSES] = Path(what, package.CLASSES).read_bytes()
-    _build(file, folder, order, further)
+    with held(folder):
+        for name in _others(Path(what)) if is_folder else ():
+            _build(str(Path(what, name, CODE)), folder / name, order)
+            further[f"{name}/{package.RECORD}"] = (folder / name / package.RECORD).read_bytes()
+        if further:
+            further[package.CLASSES] = Path(what, package.CLASSES).read_bytes()
+        _build(file, folder, order, further)
     return FINE
 
 

@@ -33,7 +33,6 @@ from flashwright.cli import (
 )
 from flashwright.cli.command import (
     FINE,
-    INTERRUPTED,
     WRONG,
     blaming,
     colored,
@@ -321,11 +320,7 @@ def explain(
         return FINE
     known = _code(code)
     page = resources.files("flashwright.lang") / "explain" / f"{known}.md"
-    text = page.read_text(encoding="utf-8")
-    if out.is_terminal:
-        out.print(show.markdown(text))
-    else:
-        print(text.rstrip("\n"))
+    out.print(show.markdown(page.read_text(encoding="utf-8")))
     return FINE
 
 
@@ -373,15 +368,11 @@ for part in (
 
 
 def main() -> None:
-    """The entry point of the command."""
+    """Run the command line; `flashwright.__main__` is the entry point."""
     # A short-lived process has little garbage; looking for it costs 5 % of a check.
     gc.set_threshold(100_000, 50, 50)
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure:
             reconfigure(errors="replace")  # a terminal that lacks a character shows a ?
-    try:
-        app()
-    except KeyboardInterrupt:  # before a command began, or while it ended
-        print("\nInterrupted.", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+    app()

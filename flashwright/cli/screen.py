@@ -18,7 +18,7 @@ from flashwright.build.package import OWN, inside
 from flashwright.check.budget import in_words as budget_in_words
 from flashwright.cli.kernel import build_in_words, launch_in_words
 from flashwright.generate.pipeline import Stage, claimed, not_claimed
-from flashwright.generate.state import KINDS, Finding, Run
+from flashwright.generate.state import Finding, Run
 from flashwright.lang import render
 from flashwright.lower.report import SPARING
 
@@ -38,6 +38,8 @@ from flashwright.cli.show import (
     not_reached,
     progress_bar,
 )
+
+LOAD = "call it from PyTorch: flashwright.load(folder)(q, k, v)"
 
 
 class Screen:
@@ -108,7 +110,6 @@ class Screen:
         """What is proved, what is not, and where to go from here."""
         files = textwrap.fill("  ".join([*run.files, "result.json"]), 90, subsequent_indent="  ")
         files += "".join(f"\n  your changed {name} is kept as {name}.bak" for name in run.kept)
-        code = Path(folder, "code.tl")
         parts: list[RenderableType] = [
             _bullets("Shown", claimed(run), self.tick, "green"),
             _bullets("Not shown (yet)", not_claimed(run), "·", "yellow"),
@@ -117,26 +118,39 @@ class Screen:
         if run.asked:
             parts.insert(2, _bullets("Asked", [*asked_in_words(run)], "·", "cyan"))
         if run.ok:
-            steps = [
-                (f"{called()} run {code} --q-len 300 --kv-len 500", "another problem, on the CPU"),
-                (f"{called()} check {code} --gpu {run.gpu.name}", "after you have changed a line"),
-                ("docs/tutorial.md", "write an operator of your own"),
-            ]
-            if run.built is not None:
-                counts = "the kernel itself, on the CPU, and what it does by line of TL"
-                steps.insert(1, (f"{called()} emulate {folder} --profile", counts))
             following = Text.assemble(("Next", "bold"))
-            for command, why in steps:
+            for command, why in _next(run, folder):
                 following.append(f"\n  {command}", "cyan").append(f"\n      {why}", "bright_black")
             parts.append(following)
         spaced = [piece for part in parts for piece in (part, Text())][:-1]
-        color = "green" if run.ok else "red"
-        title = f"Done: {KINDS[run.kind]}" if run.ok else "Stopped"
+        color = "red" if not run.ok else "yellow" if run.unreached else "green"
+        title = f"Done: {run.headline}" if run.ok else "Stopped"
+        if run.ok and run.unreached:
+            title = f"Not reached: {run.unreached.stage}"
         panel = Panel(
             Group(*spaced), title=title, title_align="left", border_style=color, padding=(0, 2)
         )
         self.out.print()
         self.out.print(panel)
+
+
+def _next(run: Run, folder: str) -> list[tuple[str, str]]:
+    """What to do with what a run has made: commands, and what each is for."""
+    code = Path(folder, "code.tl")
+    steps = []
+    if run.built is not None:
+        steps += [
+            (f'python -c "import flashwright; print(flashwright.load({folder!r}))"', LOAD),
+            (f"{called()} verify {folder}", "judge it: on the GPU, or --on cpu by emulation"),
+            (f"{called()} report {folder}", "all that is known of it, as one HTML page"),
+            (f"{called()} emulate {folder} --profile", "what it does, by line of TL, on the CPU"),
+        ]
+    if "code.tl" in run.artefacts:
+        steps += [
+            (f"{called()} run {code} --q-len 300 --kv-len 500", "another problem, on the CPU"),
+            (f"{called()} check {code} --gpu {run.gpu.name}", "after you have changed a line"),
+        ]
+    return [*steps, ("docs/tutorial.md", "write an operator of your own")]
 
 
 def _bullets(title: str, lines: Sequence[str], mark: str, color: str) -> Text:

@@ -109,15 +109,18 @@ def folded(line: str, width: int) -> list[str]:
     return [f"{code if n == 0 else ' ' * len(code)}// {text}" for n, text in enumerate(words)]
 
 
-def table(*columns: str, right: Sequence[str] = (), gap: int = 3) -> Table:
-    """An empty table in the house style; `right` names the columns of numbers."""
+def table(
+    *columns: str, right: Sequence[str] = (), whole: Sequence[str] = (), gap: int = 3
+) -> Table:
+    """An empty table in the house style; `right` names the columns of numbers, `whole` those of
+    names that a reader may type, which are never folded."""
     padding = (0, gap - 1, 0, 0)  # beside the box, whose lines between columns are blank
     empty = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", padding=padding)
     for name in columns:
         if name in right:
             empty.add_column(name, justify="right", no_wrap=True)
         else:
-            empty.add_column(name, overflow="fold")
+            empty.add_column(name, overflow="fold", no_wrap=name in whole)
     return empty
 
 
@@ -137,7 +140,7 @@ def gpu_in_words(gpu: Gpu) -> str:
 
 def choices_table(choices: Iterable[ParamChoice]) -> Table:
     """Every chosen number with its reason."""
-    shown = table("parameter", "value", "why", right=("value",))
+    shown = table("parameter", "value", "why", right=("value",), whole=("parameter",))
     for choice in choices:
         shown.add_row(Text(choice.name, "bold"), str(choice.value), choice.reason)
     return shown
@@ -178,27 +181,31 @@ def not_reached(goals: Sequence[str]) -> list[Text]:
     return [Text(line, "yellow") for line in lines]
 
 
+_FP8 = {"e4m3": "fp8", "e5m2": "fp8"}
+
+
 def gpus_table(gpus: Iterable[Gpu]) -> Table:
-    """The GPUs that Flashwright knows."""
-    numbers = ("SMs", "shared/block", "TB/s", "fp16 TFLOPS")
-    shown = table("name", "GPU", "arch", *numbers, "MMA", right=numbers)
+    """The GPUs that Flashwright knows: SMs, shared memory of a block, fp16 tensor throughput."""
+    numbers = ("SMs", "KB/block", "TB/s", "TFLOPS")
+    names = ("name", "GPU", "arch")
+    shown = table(*names, *numbers, "MMA", right=numbers, whole=names, gap=2)
     for gpu in gpus:
         shown.add_row(
             Text(gpu.name, "bold cyan"),
             gpu.title.removeprefix("NVIDIA "),
             gpu.arch,
             str(gpu.sms),
-            f"{gpu.shared_per_block // KB} KB",
+            str(gpu.shared_per_block // KB),
             f"{gpu.bandwidth / 1e12:.2f}",
             f"{gpu.tensor_flops['fp16'] / 1e12:.0f}",
-            " ".join(gpu.mma),
+            " ".join(dict.fromkeys(_FP8.get(dtype, dtype) for dtype in gpu.mma)),
         )
     return shown
 
 
 def pairs_table(columns: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Table:
     """Names and what they mean."""
-    shown = table(*columns)
+    shown = table(*columns, whole=columns[:1])
     for name, text in rows:
         shown.add_row(Text(name, "bold cyan"), text)
     return shown

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from flashwright.build.package import OWN
 from flashwright.files import sha256, write
 from flashwright.generate import stages
-from flashwright.generate.folder import RESULT, keep, prepare
+from flashwright.generate.folder import RESULT, held, keep, place, prepare, published
 from flashwright.generate.state import Finding, Progress, Run, Skipped, Status, Timing
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.version import __version__
@@ -64,8 +64,13 @@ def generate(
     last: str = "improve",
     reference: bytes | None = None,
     plan: Sequence[Stage] | None = None,
+    allow_spills: int = 0,
+    all_problems: bool = False,
 ) -> Run:
     """Run all stages; a failed one is the last. The folder then holds what was made.
+
+    Failed with FW001 where another process makes a kernel in the folder. If one is finished there,
+    it stays until this run has come to its end.
 
     `authors` names the language models that do some of them. `last` is the stage to end with. One
     that cannot run on this machine is skipped, and so is what needs its result. `reference` is the
@@ -77,15 +82,19 @@ def generate(
     steps = _steps(authors, plan or STAGES, last)
     mine = {_reference(spec): reference} if reference is not None else {}
     given = {"spec.toml": specs.dump(spec).encode(), **mine}
-    kept = prepare(folder, given)
-    run = keep(Run(spec, gpu, folder, kept=kept), {"spec.toml": specs.dump(spec), **mine})
-    for number, stage in enumerate(steps, 1):
-        watcher.begin(stage, number, len(steps))
-        run = _timed(stage, run, watcher.progress)
-        watcher.end(stage, run)
-        if not run.ok or stage.name == last:
-            break
-    write(folder / RESULT, json.dumps(result(run), indent=2, ensure_ascii=False) + "\n")
+    with held(folder), place(folder) as made_in:
+        kept = prepare(folder, given) if made_in == folder else ()
+        run = Run(spec, gpu, made_in, kept=kept)
+        run = replace(run, allow_spills=allow_spills, all_problems=all_problems)
+        run = keep(run, {"spec.toml": specs.dump(spec), **mine})
+        for number, stage in enumerate(steps, 1):
+            watcher.begin(stage, number, len(steps))
+            run = _timed(stage, run, watcher.progress)
+            watcher.end(stage, run)
+            if not run.ok or stage.name == last:
+                break
+        run = published(run, folder, given)
+        write(folder / RESULT, json.dumps(result(run), indent=2, ensure_ascii=False) + "\n")
     if authors and run.ok and _whole(authors, run):
         authors.transcript.end("right")
     return run
@@ -229,6 +238,10 @@ def claimed(run: Run) -> list[str]:
     passed, proves = _passed(run), {stage.name: stage.proves for stage in (*STAGES, IMPROVE)}
     if run.gpu_verdict is None:
         proves["verdict"] = EMULATED
+    spilled = max((built.spills for built in run.builds.values()), default=0)
+    if spilled and run.allow_spills:
+        allowed = f"{run.allow_spills} bytes are allowed"
+        proves["build"] = f"it compiles for this GPU and spills {spilled} bytes ({allowed})"
     if "code" in run.asked:
         proves["parameters"] = "every size is there, as a model chose it"
     return [text for name, text in proves.items() if name in passed]
@@ -259,6 +272,7 @@ def result(run: Run) -> dict[str, Any]:
         "schema": SCHEMA,
         "flashwright": __version__,
         "ok": run.ok,
+        "reached": run.unreached is None,
         "spec": run.spec.model_dump(mode="json"),
         "gpu": run.gpu.name,
         "stages": [_stage(timing) for timing in run.timings],

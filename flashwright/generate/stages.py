@@ -93,10 +93,23 @@ def cpu(run: Run, progress: Progress) -> Run:
         except BadSpec as error:  # the user's own reference cannot be used
             raise Failed(*(Diagnostic("FW903", line) for line in error.lines)) from None
         run = replace(run, verdicts={**run.verdicts, kernel: verdict})
-        run = run.noting(inside(kernel, "code.tl"), *verdict.diagnostics)
+        told = [_with_way_out(run, found) for found in verdict.diagnostics]
+        run = run.noting(inside(kernel, "code.tl"), *told)
         if not run.ok:
             break
     return run
+
+
+def _with_way_out(run: Run, found: Diagnostic) -> Diagnostic:
+    """What is wrong by the user's own function, where the built-in author wrote the program: it
+    writes a variant, whatever the function says."""
+    if run.spec.reference is None or {"sketch", "code"} & set(run.asked):
+        return found
+    hint = (
+        f"the built-in author wrote {run.spec.variant}, and {run.spec.reference} says something "
+        "else: a language model writes what the function says, --model NAME"
+    )
+    return replace(found, help=f"{found.help}; {hint}" if found.help else hint)
 
 
 def translate(run: Run, progress: Progress) -> Run:
@@ -107,26 +120,23 @@ def translate(run: Run, progress: Progress) -> Run:
     from flashwright.lower.translate import translate as to_cuda
 
     assert run.written is not None
-    try:
-        made = {kernel: to_cuda(program, run.gpu) for kernel, program in run.programs.items()}
-    except Failed as failed:
-        # Not an error of the program: the translator does not do this GPU, or not this yet.
-        if all(d.bad_input for d in failed.diagnostics):
-            raise Skipped(*failed.diagnostics) from None
-        raise
+    made = {}
+    for kernel, program in run.programs.items():
+        try:
+            made[kernel] = to_cuda(program, run.gpu)
+        except Failed as failed:
+            return run.noting(inside(kernel, "code.tl"), *failed.diagnostics)
     files = {kernel: package.translated(one) for kernel, one in made.items()}
     rules = classes.Classes.of(run.written.classes)
     return keep(replace(run, translations=made), classes.packed(files, rules))
 
 
 def build(run: Run, progress: Progress) -> Run:
-    """The source compiled; skipped where there is none, or no compiler."""
+    """The source compiled; skipped where there is no compiler."""
     if run.built is not None:  # with the author's last attempt
         return run
     from flashwright.build import toolchain
 
-    if not run.translations:
-        raise Skipped(Diagnostic("FW821", "there is no CUDA source to compile"))
     try:
         tools = toolchain.find()
     except Failed as failed:
@@ -149,7 +159,8 @@ def _built(run: Run, kernel: str, tools: Toolchain) -> Run:
     program, first = run.programs[kernel], run.translations[kernel]
     try:
         tl = run.artefacts[code]
-        made, built = make(program, run.gpu, first=first, tl=tl, toolchain=tools)
+        how = partial(make, first=first, tl=tl, allow_spills=run.allow_spills)
+        made, built = how(program, run.gpu, toolchain=tools)
     except Failed as failed:
         for found in failed.diagnostics:
             run = run.noting(code if found.span else source, found)
@@ -191,7 +202,8 @@ def _emulate(run: Run, progress: Progress, why: tuple[Diagnostic, ...]) -> Run:
 
     try:
         judged = partial(judge_emulated, run.folder, run.spec, base=run.folder)
-        found = judged(most=EMULATION_PROBLEMS, progress=progress)
+        most = None if run.all_problems else EMULATION_PROBLEMS
+        found = judged(most=most, progress=progress)
     except Failed as failed:
         if all(d.bad_input for d in failed.diagnostics):
             raise Skipped(*why, *failed.diagnostics) from None

@@ -93,6 +93,10 @@ class Run:
     """What each stage that a language model did has taken."""
     kept: tuple[str, ...] = ()
     """Files that were in the folder, not as we wrote them: they are now NAME.bak."""
+    allow_spills: int = 0
+    """Bytes that a kernel of ours may spill."""
+    all_problems: bool = False
+    """The verdict under emulation rests on all problems, not on the first few."""
 
     @property
     def files(self) -> dict[str, str | bytes]:
@@ -150,6 +154,21 @@ class Run:
         if self.gpu_verdict is not None:
             return "gpu"
         return "checked" if self.emulated is None else "emulated"
+
+    @property
+    def headline(self) -> str:
+        """What its verdict rests on, in words, with the count of problems where not all were tried
+        and the option that asks for the others."""
+        share = self.emulated.share if self.emulated is not None else None
+        if self.gpu_verdict is not None or share is None:
+            return KINDS[self.kind]
+        more = "--all-problems asks for the others"
+        return f"{KINDS[self.kind]}: {share[0]} of {share[1]} problems ({more})"
+
+    @property
+    def unreached(self) -> Timing | None:
+        """The first stage that was asked for and did not come to its end."""
+        return next((t for t in self.timings if t.status != "ok"), None)
 
     def noting(self, file: str, *found: Diagnostic) -> Run:
         """With these findings in a file."""

@@ -115,7 +115,8 @@ def judge_emulated(
         notes=notes,
     )
     found = run.verdict(EMULATION, served.plan.arch, lengths, tell)
-    return replace(found, unable=None, missing=run.missing)  # emulation compares no library
+    # Emulation compares no library.
+    return replace(found, unable=None, missing=run.missing, share=run.share)
 
 
 def _build_notes(folder: Path, served: Served) -> list[str]:
@@ -350,6 +351,8 @@ class _EmulatedRun(JudgeRun):
     """How many problems to try; None for all."""
     missing: str = ""
     """What was not tried, if too little was tried for a verdict."""
+    share: tuple[int, int] | None = None
+    """How many problems the verdict rests on, and of how many; None if on all."""
 
     def __post_init__(self) -> None:
         self.until = time.monotonic() + self.seconds
@@ -376,7 +379,9 @@ class _EmulatedRun(JudgeRun):
         if self.most is None or lengths is not None:
             return listed
         rested = listed[: max(self.most, 1 + len(bounds))]  # problems at bounds follow the first
-        self.notes.append(f"it rests on {len(rested)} of {len(listed)} problems")
+        if len(rested) < len(listed):
+            self.share = len(rested), len(listed)
+            self.notes.append(f"it rests on {len(rested)} of {len(listed)} problems")
         return rested
 
     def _wants_fresh_inputs(self, number: int, problem: Problem) -> bool:

@@ -112,6 +112,8 @@ class Verdict:
     """Lengths at which the kernel changes path and that no problem had, each with the reason."""
     missing: str = ""
     """What should have been tried and was not. If not empty, the candidate is not accepted."""
+    share: tuple[int, int] | None = None
+    """How many problems the verdict rests on, and of how many; None if on all."""
 
     @property
     def ok(self) -> bool:
@@ -207,6 +209,7 @@ class Verdict:
             "notes": list(self.notes),
             "unreached": list(self.unreached),
             "missing": self.missing,
+            **({"share": list(self.share)} if self.share else {}),
         }
 
 

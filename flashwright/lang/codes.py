@@ -82,7 +82,7 @@ CODES: dict[str, Code] = {
     "FW805": Code("the output has NaN or infinity"),
     "FW806": Code("the program exceeds its run limits"),
     # the translation
-    "FW811": Code("the program cannot be translated for this GPU", bad_input=True),
+    "FW811": Code("the program cannot be translated for this GPU"),
     "FW812": Code("the GEMMs do not use wgmma", severity="note"),
     "FW813": Code("a Copy does not use TMA", severity="note"),
     "FW814": Code("a loop is not overlapped", severity="note"),

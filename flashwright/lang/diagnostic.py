@@ -72,8 +72,17 @@ class Diagnostic:
 
 
 class Failed(Exception):
-    """The operation failed with diagnostics; the command line shows them and sets the exit code."""
+    """The operation failed with diagnostics; the command line shows them and sets the exit code.
+
+    Its text has a line for each finding, and its help.
+    """
 
     def __init__(self, *diagnostics: Diagnostic) -> None:
-        super().__init__("; ".join(f"{d.code}: {d.message}" for d in diagnostics))
+        super().__init__(*diagnostics)
         self.diagnostics = diagnostics
+
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{d.code}: {d.message}" + (f"\n  help: {d.help}" if d.help else "")
+            for d in self.diagnostics
+        )

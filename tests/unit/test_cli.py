@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,16 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
+import flashwright
 from flashwright import __version__
 from flashwright.cli import command
+from flashwright.cli.emulate import lines_table
 from flashwright.cli.main import app
-from flashwright.cli.show import folded, progress_bar, tl
+from flashwright.cli.show import folded, gpus_table, progress_bar, tl
+from flashwright.emulate.profile import LEVELS, Profile, Row
+from flashwright.gpu import GPUS
 from flashwright.lang.codes import CODES
+from flashwright.lang.diagnostic import Diagnostic
 
 GOOD = """\
 // causal attention, 64 wide
@@ -409,9 +415,10 @@ def test_explain(code: str) -> None:
     done = Outcome("explain", code)
     assert done.code == 0
     assert "FW301" in done.out
-    assert "## Wrong" in done.out
-    assert "## Right" in done.out
-    assert done.out.startswith("#")  # raw Markdown where there is no terminal
+    assert "Wrong" in done.out
+    assert "Right" in done.out
+    assert "##" not in done.out  # Markdown is rendered, in a terminal or not
+    assert "```" not in done.out
 
 
 def test_explain_lists_every_code() -> None:
@@ -434,6 +441,60 @@ def test_lists() -> None:
     assert all(
         name in Outcome("gpus").out for name in ("t4", "rtx8000", "a100", "l40s", "h100", "h200")
     )
+
+
+@pytest.mark.parametrize("name", [*GPUS])
+def test_names_that_one_types_are_whole_in_80_columns(name: str) -> None:
+    assert any(line.split()[:1] == [name] for line in gpus_at_80().splitlines())
+
+
+@cache
+def gpus_at_80() -> str:
+    out = Console(width=80, file=io.StringIO(), highlight=False)
+    out.print(gpus_table(GPUS.values()))
+    text = out.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    return str(text)
+
+
+def test_the_figures_of_a_profile_are_whole_in_80_columns() -> None:
+    counts = dict.fromkeys(LEVELS, 123_456_000)
+    text = "Copy Q (BM, HeadDim) in coordinate [B = b, H = h, L = i] from global to shared"
+    row = Row(25, text, {"mma": 1_234_567}, 0, counts, 2133, 100, 176, 10, 3)
+    out = Console(width=80, file=io.StringIO(), highlight=False)
+    out.print(lines_table(Profile(Row(), (row,), "code.tl"), 80))
+    shown = out.file.getvalue()  # type: ignore[attr-defined]
+    for figure in ("warp instr.", "sectors", "waits", "1,234,567", "247M", "21.33", "17.60"):
+        assert figure in shown
+    assert "Copy Q" in shown
+
+
+def test_a_failure_says_how_to_mend_it() -> None:
+    failed = flashwright.Failed(Diagnostic("FW821", "there is no nvcc", help="install one"))
+    assert str(failed) == "FW821: there is no nvcc\n  help: install one"
+
+
+def test_a_program_that_has_no_translation_is_wrong_not_bad_input(tmp_path: Path) -> None:
+    grid = "grid block_idx = 0:q_len / BM, part = 0:1, head_idx = 0:heads, batch_idx = 0:batch"
+    text = GOOD.replace("L = block_idx]", "L = block_idx + part]").splitlines(keepends=True)
+    lines = [grid + "\n" if line.startswith("grid ") else line for line in text]
+    done = Outcome("translate", saved(tmp_path, "".join(lines)), "--gpu", "a100")
+    assert (done.code, "error[FW811]" in done.err) == (1, True)
+
+
+def test_an_early_ctrl_c_gives_no_traceback() -> None:
+    """While the command line is imported, before there is a command."""
+    code = (
+        "import runpy, sys\n"
+        "class Finder:\n"
+        "  def find_spec(self, name, *_):\n"
+        "    if name == 'typer': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "runpy.run_module('flashwright', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.strip()) == (130, "Interrupted.")
 
 
 def test_version_and_usage() -> None:

@@ -21,6 +21,7 @@ from flashwright.build import classes
 from flashwright.build.package import CLASSES, OWN
 from flashwright.check.check import check
 from flashwright.generate import pipeline
+from flashwright.generate.folder import LOCK
 from flashwright.gpu import H200
 from flashwright.lang.parse import parse
 from tests.unit.test_cli import Outcome
@@ -30,7 +31,8 @@ SHORT = "128x128-s2-w8-q2-noSplitMasked"
 BEFORE = [SHORT, "code.tl", "reasoning.md", "result.json", "sketch.tl", "spec.toml"]
 KERNEL = ["kernel.cu", "kernel.map.json", "launch.json"]
 MADE = sorted([*BEFORE, *KERNEL, CLASSES])
-GQA = ("generate", "gqa", "--gpu", "h200", "--causal", "--head-dim", "64", "--dtype", "bf16")
+ALL = ("generate", "gqa", "--gpu", "h200", "--causal", "--head-dim", "64", "--dtype", "bf16")
+GQA = (*ALL, "--until", "translate")
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +119,7 @@ def test_generate_leaves_other_files_alone(tmp_path: Path) -> None:
 def test_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert Outcome(*GQA, "--quiet").code == 0
-    assert sorted(os.listdir("out/gqa-h200")) == MADE
+    assert sorted(os.listdir("out/gqa-causal-h32x8-d64-bf16-h200")) == MADE
 
 
 def test_changed_files_are_kept(tmp_path: Path) -> None:
@@ -193,7 +195,7 @@ def test_a_wrong_further_kernel_fails_with_its_place(
 @pytest.mark.parametrize(
     ("options", "code", "says"),
     [
-        (("gqa", "--gpu", "h20"), "FW705", "Did you mean h200?"),
+        (("gqa", "--gpu", "h2"), "FW705", "Did you mean h20 or h200?"),
         (("gqua", "--gpu", "h200"), "FW902", "did you mean gqa?"),
         (("gqa", "--gpu", "h200", "--head-dim", "0"), "FW901", "head_dim: must be at least 8"),
         (("gqa", "--gpu", "h200", "--heads", "32", "--kv-heads", "5"), "FW901", "must divide"),
@@ -263,7 +265,7 @@ def test_a_disk_that_fills_up_is_2(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     done = Outcome(*GQA, "--out", str(tmp_path))
     assert done.code == 2
     assert "error[FW001]: cannot write" in done.err
-    assert os.listdir(tmp_path) == ["spec.toml"]
+    assert sorted(os.listdir(tmp_path)) == [LOCK, "spec.toml"]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of another kind")
@@ -278,4 +280,4 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
     _, err = child.communicate(timeout=60)
     assert child.returncode == 130, err
     assert err.strip() == "Interrupted. What was finished is kept."
-    assert sorted(os.listdir(tmp_path)) == sorted(set(BEFORE) - {"result.json"})
+    assert sorted(os.listdir(tmp_path)) == sorted({*BEFORE, LOCK} - {"result.json"})

@@ -113,6 +113,12 @@ def test_what_no_setting_stands_for(text: str, unknown: tuple[str, ...]) -> None
     assert ("sink logit" in (problem.help or "")) == ("sinks" in text)
 
 
+def test_a_size_of_something_else_is_no_head_dim() -> None:
+    found = understand("page size 16, d128")
+    assert (found.spec_settings, found.unknown) == ({"head_dim": 128}, ("page size 16",))
+    assert understand("head size 64").spec_settings == {"head_dim": 64}
+
+
 def test_a_description_that_says_nothing_is_none() -> None:
     for text in ("write me a kernel", "a fused attention kernel, please"):
         with pytest.raises(Failed, match="does not say which attention") as caught:

@@ -44,7 +44,6 @@ T = TypeVar("T")
 CHECK_SECONDS = 60.0
 RUN_SECONDS = 300.0  # all problems of the CPU run; the built-in author's programs take 1 to 10
 MEMORY = 6 << 30
-NO_TRANSLATION = "FW811"
 MOST_TOLD, LONGEST_TOLD = 20, 20_000  # findings that go back to the model, and their characters
 
 
@@ -210,10 +209,7 @@ def _try_kernel(run: Run, code: Code, lane: Lane, given: Mapping[str, str]) -> T
             trial = stage(trial, silent)
             if not trial.ok:
                 return _not_whole(trial, given)
-    except Skipped as skipped:
-        if untranslatable := tuple(d for d in skipped.why if d.code == NO_TRANSLATION):
-            return _not_whole(trial.noting("code.tl", *untranslatable), given)
-        # No compiler: nothing more can be told.
+    except Skipped:  # no compiler: nothing more can be told
         return Tried(code, files=given or {"code.tl": code.written.code})
     except Failed as failed:
         return _not_whole(trial.noting(SOURCE, *_of_the_model(failed)), given)
