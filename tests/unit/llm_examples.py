@@ -17,7 +17,9 @@ from flashwright.lower.translate import translate
 FOLDER = Path(examples.__file__).parent / "prompts" / "examples"
 GPUS = {"75": "t4", "80": "a100", "90": "h200"}
 # At the end, so that the lines keep their numbers.
-PLAIN = "".join(f"param {name} = 0\n" for name in ("Overlap", "PingPong", "SplitMasked", "Persistent"))
+PLAIN = "".join(
+    f"param {name} = 0\n" for name in ("Overlap", "PingPong", "SplitMasked", "Persistent")
+)
 
 
 def kernel(name: str, generation: str) -> str:

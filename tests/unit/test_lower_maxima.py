@@ -90,7 +90,8 @@ def test_the_first_round_counts_in_floats_and_the_others_only_until_all_rows_are
     spec = make_spec("mha", head_dim=64, dtype="bf16", causal=True)
     code = re.sub(r"param SplitMasked = .*\n", "", write_code(write_sketch(spec), spec, CARD).code)
     first, *loops = re.split(
-        r"\n +for \((?:i = 1)?; .*[^{]*\{\n", readers(program(f"param SplitMasked = {apart}\n{code}"))
+        r"\n +for \((?:i = 1)?; .*[^{]*\{\n",
+        readers(program(f"param SplitMasked = {apart}\n{code}")),
     )[: 2 + apart]
     assert THREES not in first
     places = [first.index(t) for t in ("fw::max(most, S(m, n))", "int above =", "fw::exp2(S(m, n)")]

@@ -34,7 +34,7 @@ ALIGNMENT = 1024  # the largest swizzle atom: 8 rows of 128 bytes
 
 
 def generation(gpu: Gpu) -> int:
-    """80 for sm_80."""
+    """The number of the architecture: 80 for sm_80."""
     return int("".join(c for c in gpu.arch.removeprefix("sm_") if c.isdigit()))
 
 

@@ -6,7 +6,7 @@ constexpr int BN = 32;
 constexpr int Warps = 4;
 constexpr float Scale = 0.17677669529663687f;  // 1 / sqrt(HeadDim)
 constexpr int Window = 100;
-constexpr int Threads = 32 * Warps + 128;  // a warpgroup more, which loads
+constexpr int Threads = 32 * Warps + 128;  // and the producer warpgroup
 constexpr int SharedBytes = 21504;
 
 struct Params {
@@ -41,11 +41,12 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
   fw::rings_ready();
 
   if (threadIdx.x >= 32 * Warps) {
-    if (fw::is_loader<Warps>()) {
-      for (fw::Walk<20> walk(fw::ceil_div(q_len, 64), heads, batch); walk.more(); walk.next()) {
-        int const block_idx = walk.x();
-        int const head_idx = walk.y();
-        int const batch_idx = walk.z();
+    if (fw::is_producer<Warps>()) {
+      for (fw::TileScheduler<20> tile(fw::ceil_div(q_len, 64), heads, batch); tile.more();
+          tile.next()) {
+        int const block_idx = tile.x();
+        int const head_idx = tile.y();
+        int const batch_idx = tile.z();
 
         //  22 | Copy Q (BM, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = block_idx] from global to shared
         fw::fetch(Q_shared, Q_ring, p.Q_map, batch_idx, head_idx, block_idx * BM, 0);
@@ -77,10 +78,11 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
   fw::Place<Warps> const at;
   int const group = fw::warpgroup();
 
-  for (fw::Walk<20> walk(fw::ceil_div(q_len, 64), heads, batch); walk.more(); walk.next()) {
-    int const block_idx = walk.x();
-    int const head_idx = walk.y();
-    int const batch_idx = walk.z();
+  for (fw::TileScheduler<20> tile(fw::ceil_div(q_len, 64), heads, batch); tile.more();
+      tile.next()) {
+    int const block_idx = tile.x();
+    int const head_idx = tile.y();
+    int const batch_idx = tile.z();
 
     //  23 | Compute -1e30 and get Smax
     cute::fill(Smax, -1e+30f);
@@ -208,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
     }
 
     //  38 | Copy O (BM, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = block_idx] from register to global
-    fw::store_through<Warps>(shared + 13312, p.O.tile(batch_idx, head_idx, block_idx * BM), O,
+    fw::store_epilogue<Warps>(shared + 13312, p.O.tile(batch_idx, head_idx, block_idx * BM), O,
         q_len - block_idx * BM);
   }
 }
