@@ -71,7 +71,7 @@ TWICE_LOG2_E = Leaf(binary("*", real(2.0), LOG2_E.term), value=2 * math.log2(mat
 
 
 def literal(value: float) -> Leaf:
-    """A number."""
+    """A number as a leaf of an expression."""
     return Leaf(real(value), value=float(value))
 
 

@@ -40,7 +40,7 @@ def origin(stmt: tl.Statement) -> Origin:
 
 @dataclass(frozen=True)
 class Node:
-    """Comes from somewhere in the program, unless a pass has put it in."""
+    """A statement of the IR; one that a pass has put in has no origin."""
 
     origin: Origin = field(default=Origin(), kw_only=True)
 
@@ -136,8 +136,8 @@ class Load(Node):
     window: Window  # of the first piece
     stage: Term | None = None
     pieces: tuple[Piece, ...] = ()
-    helped: bool = False  # by the warps beside the loader, where TMA cannot
-    either: bool = False  # by TMA or by them: whether TMA can, only the call shows
+    helped: bool = False  # by helper warps, where TMA cannot
+    tma_optional: bool = False  # by TMA or by helper warps: whether TMA can, only the call shows
 
     @property
     def windows(self) -> tuple[Window, ...]:
@@ -185,7 +185,7 @@ class Fill(Node):
 
     dest: Key
     window: Window
-    helped: bool = False  # by the warps beside the loader: an element at a time, where it is used
+    helped: bool = False  # by helper warps: an element at a time, where it is used
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class Restage(Node):
     held: Leaf
     value: Element
     stage: Term | None = None
-    helped: bool = False  # by the warps beside the loader, into a ring
+    helped: bool = False  # by helper warps, into a ring
 
 
 @dataclass(frozen=True)
@@ -268,10 +268,10 @@ class Finish(Node):
 
 
 @dataclass(frozen=True)
-class Turn(Node):
-    """Warpgroups start their products in turns."""
+class PingPong(Node):
+    """A consumer warpgroup waits until it may start its products, or signals the next one."""
 
-    step: Literal["take", "pass"]
+    step: Literal["wait", "signal"]
 
 
 @dataclass(frozen=True)
@@ -332,14 +332,15 @@ class Branch(Node):
 
 @dataclass(frozen=True)
 class Await(Node):
-    """A warpgroup that multiplies waits until a tile has been filled."""
+    """A consumer waits until a tile has been filled."""
 
     key: Key
 
 
 @dataclass(frozen=True)
 class Release(Node):
-    """It is done with what is in a tile, and says so once a vector is known (if one is named)."""
+    """A consumer is done with what is in a tile, and says so once the vector `known` is computed
+    (if one is named)."""
 
     key: Key
     known: str = ""
@@ -379,18 +380,18 @@ class Exchange(Node):
 
 @dataclass(frozen=True)
 class Transpose(Node):
-    """Warps beside the producer transpose a tile that has landed."""
+    """Helper warps transpose a tile that has landed."""
 
     key: Key
 
 
 @dataclass(frozen=True)
 class Roles(Node):
-    """One thread loads what the others work on, and a few warps help it; all take the blocks of the
-    grid one by one."""
+    """Warp specialization: what the producer thread, the consumer warpgroups and the helper warps
+    do for one tile of the grid. All take the same tiles from the scheduler."""
 
-    loader: tuple[Statement, ...]
-    readers: tuple[Statement, ...]
+    producer: tuple[Statement, ...]
+    consumers: tuple[Statement, ...]
     helpers: tuple[Statement, ...] = ()
 
 
@@ -398,7 +399,7 @@ Statement = (
     Define | Load | Put | Commit | Wait | Barrier | Fill | Store | Move
     | Restage | Gemm | Operand | Compute
     | Loop | Branch | Await | Release | Refill | Drain | Sync | Roles | Open | Start | Finish
-    | Turn | Transpose | Exchange
+    | PingPong | Transpose | Exchange
 )  # fmt: skip
 
 Side = Literal["rows", "columns"]
@@ -416,7 +417,7 @@ class GridAxis:
 
 @dataclass(frozen=True)
 class Kernel:
-    """The whole kernel."""
+    """A kernel: its grid, its statements, and how its register tiles lie."""
 
     grid: tuple[GridAxis, ...]
     body: tuple[Statement, ...]
@@ -424,7 +425,7 @@ class Kernel:
     operands: dict[Key, str]  # left operands in registers: their element types
     wide: frozenset[Key] = frozenset()  # accumulators whose threads hold 4 columns in every 16
     beside: frozenset[Key] = frozenset()  # register tiles whose columns warpgroups share
-    rounds: int = 0  # of a section, where a kernel that stays takes the longest blocks first
+    waves: int = 0  # of a group of tiles, where a persistent kernel takes the longest tiles first
 
 
 def flat(body: tuple[Statement, ...]) -> Iterator[Statement]:
@@ -436,7 +437,7 @@ def flat(body: tuple[Statement, ...]) -> Iterator[Statement]:
         elif isinstance(node, Branch):
             yield from flat((*node.then, *node.orelse))
         elif isinstance(node, Roles):
-            yield from flat((*node.loader, *node.helpers, *node.readers))
+            yield from flat((*node.producer, *node.helpers, *node.consumers))
         elif isinstance(node, Start):
             yield node.gemm
 

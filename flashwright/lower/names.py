@@ -31,7 +31,7 @@ _CUDA = ("INFINITY", "blockDim", "blockIdx", "cute", "gridDim", "threadIdx", "wa
 _KERNEL = (  # what the printer calls things
     *("Beside", "Mma", "Params", "RowWarps", "Threads", "above", "at", "attention", "drop"),
     *("drops", "exchange", "fw", "group", "m", "most", "n", "now", "p", "reached", "shared", "sum"),
-    *("top", "total", "walk", "wide_at"),
+    *("tile", "top", "total", "wide_at"),
 )
 EXCHANGE: Key = ("fw_exchange", "shared")
 """Where warpgroups that share rows leave values for each other."""

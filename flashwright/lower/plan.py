@@ -23,7 +23,7 @@ from flashwright.lower.launch_plan import (
 from flashwright.lower.names import cpp
 from flashwright.lower.printing.rules import in_lines
 from flashwright.lower.targets.swizzle import swizzle_bytes
-from flashwright.lower.targets.tensor_maps import either, loaded_pieces
+from flashwright.lower.targets.tensor_maps import loaded_pieces, tma_optional_tiles
 from flashwright.lower.term import Term, Var, binary, call, integer
 from flashwright.program.program import Program, Tensor
 from flashwright.program.scalars import NotScalar, evaluate
@@ -57,7 +57,7 @@ def make_plan(program: Program, gpu: Gpu, kernel: ir.Kernel, shared: int) -> Lau
 
 def _maps(program: Program, kernel: ir.Kernel) -> Iterator[PlanMap]:
     """The boxes that TMA loads: as many rows as the tile, as wide as its swizzle."""
-    optional = either(kernel.body)
+    optional = tma_optional_tiles(kernel.body)
     for (key, _, tensor), piece in loaded_pieces(program, kernel).items():
         buffer = program.buffers[key]
         rows, cols = buffer.shape
@@ -159,22 +159,25 @@ def _product(a: Postfix, b: Postfix) -> Postfix:
 
 
 def ordered(program: Program, grid: tuple[ir.GridAxis, ...]) -> tuple[ir.GridAxis, ...]:
-    """With their counts; blocks of most rounds first, so that no long one is left for the end."""
+    """The axes with their counts; tiles with the most iterations come first, so that no long one is
+    left for the end."""
     grid = tuple(replace(a, count=_term(c)) for a, c in zip(grid, _counts(program), strict=True))
     loops = [s for s in program.tree.body if isinstance(s, tl.For)]
     if not loops:
         return grid
     first = program.grid.axes[0].name.id
-    few, many = _rounds(program, loops[0], first, 0), _rounds(program, loops[0], first, 7)
+    few, many = (_iterations(program, loops[0], first, n) for n in (0, 7))
     if few is None or many is None or many <= few:
         return grid
     return (replace(grid[0], reversed=True), *grid[1:])
 
 
-def rounds(program: Program, gpu: Gpu, kernel: ir.Kernel) -> int:
-    """Of a section (device/fw/walk.cuh): an even number, for which about all that its blocks read
-    in their loops stays in the L2, with some room for what they write. Where memory is fast enough
-    to be read anew by each block, a section has twice as many, which share it out better."""
+def scheduler_waves(program: Program, gpu: Gpu, kernel: ir.Kernel) -> int:
+    """The waves in a group of tiles (device/fw/tile_scheduler.cuh); 0 where all tiles take as long.
+
+    An even number, for which about all that the group's tiles read in their loops stays in the L2,
+    with some room for what they write. Where memory is fast enough to be read anew by each tile, a
+    group has twice as many waves, which balances the load better."""
     if not kernel.grid[0].reversed:
         return 0
     loops = (n for n in ir.flat(kernel.body) if isinstance(n, ir.Loop))
@@ -207,8 +210,8 @@ def _term(size: Postfix) -> Term:
     return found
 
 
-def _rounds(program: Program, loop: tl.For, axis: str, block: int) -> Any:
-    """Rounds of the loop in one block of a square problem of 4096 positions."""
+def _iterations(program: Program, loop: tl.For, axis: str, block: int) -> Any:
+    """Iterations of the loop in one block of a square problem of 4096 positions."""
     env: dict[str, Any] = {**program.params, **dict.fromkeys(program.dims, 4096)}
     env |= {a.name.id: 0 for a in program.grid.axes} | {axis: block}
     try:

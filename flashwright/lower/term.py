@@ -55,7 +55,7 @@ class RingStage:
 
 @dataclass(frozen=True)
 class Unary:
-    """`-x` or `!x`."""
+    """A sign or a negation: `-x` or `!x`."""
 
     op: str
     operand: Term
@@ -144,7 +144,7 @@ class Convert:
 
     @property
     def type(self) -> Type:
-        """Of the result."""
+        """The type of the result."""
         return "float" if self.to == "float" else "int"
 
 
@@ -161,7 +161,7 @@ ZERO, ONE = Lit(0), Lit(1)
 
 
 def integer(value: int) -> Lit:
-    """A whole number."""
+    """A whole number as a term."""
     return Lit(value)
 
 

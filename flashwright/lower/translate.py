@@ -12,18 +12,18 @@ from flashwright.lower.frontend.lowering import lower
 from flashwright.lower.launch_plan import LaunchPlan
 from flashwright.lower.names import Names, reserved
 from flashwright.lower.passes.bad_ir import BadIR
-from flashwright.lower.passes.partial_sums import keep_partial
-from flashwright.lower.passes.place_barriers import Travel, synchronise
-from flashwright.lower.passes.prefetch import pipeline
-from flashwright.lower.passes.specialize_warps import ring_offsets, specialized
+from flashwright.lower.passes.partial_sums import keep_partial_sums
+from flashwright.lower.passes.place_barriers import Travel, place_barriers
+from flashwright.lower.passes.prefetch import run_copies_ahead
+from flashwright.lower.passes.specialize_warps import ring_offsets, specialize_warps
 from flashwright.lower.passes.split_columns import left_in_registers, split_tiles
 from flashwright.lower.passes.verify import Verifier, strict
-from flashwright.lower.plan import make_plan, ordered, rounds
+from flashwright.lower.plan import make_plan, ordered, scheduler_waves
 from flashwright.lower.printing.kernel import Printer, register_counts
 from flashwright.lower.report import NOT_AHEAD, UNVERIFIED, Report
 from flashwright.lower.source_map import SourceMap, source_map
 from flashwright.lower.targets.atoms import check_registers, shared_layout, wide_tiles
-from flashwright.lower.targets.shared_memory import room_offset
+from flashwright.lower.targets.shared_memory import epilogue_offset
 from flashwright.program.program import Key, Program
 
 FULL = 240  # of the 255 registers of a thread: beyond that, fetching ahead makes it spill
@@ -89,9 +89,9 @@ def _prepared(
     verifier = Verifier(program, kernel.grid)
     verifier.front_end(kernel.body)
     names = Names((*reserved(program), *ir.defined_names(kernel.body)))
-    partial = verifier(keep_partial(kernel.body), "partial sums")
+    partial = verifier(keep_partial_sums(kernel.body), "partial sums")
     split = split_tiles(program, gpu, kernel)
-    roles = specialized(program, gpu, partial, names, report, sparing, verifier, split)
+    roles = specialize_warps(program, gpu, partial, names, report, sparing, verifier, split)
     body: tuple[ir.Statement, ...]
     check_registers(program, kernel.sides, split if roles else frozenset(), report.no_wgmma)
     if roles:
@@ -103,19 +103,19 @@ def _prepared(
     wide = wide_tiles(body, program)
     kernel = replace(kernel, body=body, grid=ordered(program, kernel.grid), wide=wide)
     if roles:
-        kernel = replace(kernel, rounds=rounds(program, gpu, kernel))
+        kernel = replace(kernel, waves=scheduler_waves(program, gpu, kernel))
     stages: dict[Key, int] = {k: b.stages for k, b in program.buffers.items()}
     offsets, size = shared_layout(program, stages)
     blocks = _blocks(program, gpu, size, most)
     rings: dict[Key, int] = {}
-    room: int | None = None
+    epilogue: int | None = None
     if roles:
         rings, size = ring_offsets(program, kernel, size)
-        room, size = room_offset(program, gpu, kernel, size)
+        epilogue, size = epilogue_offset(program, gpu, kernel, size)
         blocks = 1
     report.blocks = blocks
     report.registers, report.dealt = _registers(program, gpu, roles[1] if roles else None, blocks)
-    printer = Printer(program, gpu, kernel, offsets, blocks, rings, room)
+    printer = Printer(program, gpu, kernel, offsets, blocks, rings, epilogue)
     return printer, make_plan(program, gpu, kernel, size)
 
 
@@ -131,14 +131,14 @@ def schedule(
     asynchronous = gpu.cp_async
     stages = max(b.stages for b in program.buffers.values())
     verifier = verifier or Verifier(program, (), body, on=False)
-    body = keep_partial(body)
-    body = pipeline(body, program.buffers, stages if asynchronous else 1, report)
+    body = keep_partial_sums(body)
+    body = run_copies_ahead(body, program.buffers, stages if asynchronous else 1, report)
     verifier(body, "prefetching")
     travel: Travel = "async" if asynchronous else "ahead"
     if not asynchronous and _held(program) + _travelling(program) + SPARE_REGISTERS > FULL:
         travel = "at once"
         _not_ahead(body, report)
-    return verifier.scheduled(synchronise(body, program.buffers, travel), asynchronous)
+    return verifier.scheduled(place_barriers(body, program.buffers, travel), asynchronous)
 
 
 def _not_ahead(body: tuple[ir.Statement, ...], report: Report) -> None:

@@ -2,8 +2,8 @@
 
 The caller passes one struct and launches one kernel, by the launch plan; in between a model is
 free. A `full` contract is that of our own translation for the program and the GPU: on Hopper with
-tensor maps, and blocks that stay. A `plain` one is what every GPU can do: pointers and strides, and
-a block for each element of the grid.
+tensor maps, as a persistent kernel. A `plain` one is what every GPU can do: pointers and strides,
+and a block for each element of the grid.
 
 How many threads and how much shared memory a kernel wants only who writes it knows: two constants
 in the file say it, and are read from there.
@@ -109,19 +109,20 @@ def _grid(printer: Printer, plan: LaunchPlan) -> Iterator[str]:
             )
         if axes[0].reversed:
             last = f"gridDim.x - 1 - blockIdx.x for {axes[0].name}"
-            yield f"Later blocks have more rounds: {last} starts the long ones first."
+            yield f"Later blocks have more iterations: {last} starts the long ones first."
         yield "One block for each element of the grid; no tensor maps."
         return
     names = ", ".join(axis.name for axis in axes)
     counts = ", ".join(text(axis.count) for axis in axes)
     yield f"The grid is one row: gridDim.x blocks for all of ({names}), of ({counts}) elements."
-    walk = f"`for (fw::Walk<{printer.kernel.rounds}> walk({counts}); walk.more(); walk.next())`"
+    kind = f"fw::TileScheduler<{printer.kernel.waves}>"
+    loop = f"`for ({kind} tile({counts}); tile.more(); tile.next())`"
     coordinates = ", ".join(
-        f"{axis.name} = walk.{letter}()" for axis, letter in zip(axes, "xyz", strict=False)
+        f"{axis.name} = tile.{letter}()" for axis, letter in zip(axes, "xyz", strict=False)
     )
     if plan.stays:
-        yield "Blocks stay: there is one for each SM at most, and they share the elements out."
-    yield f"{walk} goes through the elements of a block, with {coordinates}."
+        yield "The kernel is persistent: one thread block for each SM at most takes many tiles."
+    yield f"{loop} goes through the tiles of a thread block, with {coordinates}."
 
 
 def _maps(printer: Printer, plan: LaunchPlan) -> Iterator[str]:

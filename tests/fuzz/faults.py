@@ -159,8 +159,8 @@ FAULTS = (
     Fault(
         "a mask is left out one column too soon",
         "lower/frontend/masks.py",
-        'last = _apply(computes, "-", _apply(computes, "+", first, size), constant(1))',
-        'last = _apply(computes, "-", _apply(computes, "+", first, size), constant(2))',
+        'last = _apply(made, "-", _apply(made, "+", first, size), constant(1))',
+        'last = _apply(made, "-", _apply(computes, "+", first, size), constant(2))',
         AMPERE,
     ),
     Fault(
@@ -215,8 +215,8 @@ FAULTS = (
     Fault(
         "a factor that is put off is forgotten",
         "lower/frontend/computes.py",
-        "            self.settle(target)\n        axes = self.lowering.axes\n",
-        "            self.forget(target)\n        axes = self.lowering.axes\n",
+        "            self.settle(target)\n        axes = self.made.axes\n",
+        "            self.forget(target)\n        axes = self.made.axes\n",
         TURING,
     ),
     # --- headers of the device ----------------------------------------------------------------
@@ -253,7 +253,11 @@ FAULTS = (
         "no wgmma fence", "device/fw/wgmma.cuh", "wgmma.fence.sync.aligned;", "// no fence", HOPPER
     ),
     Fault(
-        "scheduler skips a tile", "device/fw/walk.cuh", "tile += grid", "tile += 1 + grid", HOPPER
+        "scheduler skips a tile",
+        "device/fw/tile_scheduler.cuh",
+        "tile += grid",
+        "tile += 1 + grid",
+        HOPPER,
     ),
     Fault(
         "negative maxima not seen",
@@ -264,7 +268,7 @@ FAULTS = (
     ),
     Fault(
         "warp barrier missing in the epilogue",
-        "device/fw/out.cuh",
+        "device/fw/epilogue.cuh",
         "    __syncwarp();\n    CUTE_UNROLL\n    for (int n = 0; n < 16 / rows; ++n) {",
         "    CUTE_UNROLL\n    for (int n = 0; n < 16 / rows; ++n) {",
         HOPPER,

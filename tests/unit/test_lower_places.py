@@ -101,7 +101,7 @@ def test_a_declared_vector_lies_as_it_is_said(along: str) -> None:
 
 def test_pieces_of_a_tile_are_one_fill_of_its_ring() -> None:
     made = translate(program(latent()), gpus.find("h200"))
-    loader = made.source.split("fw::take_registers")[0].split("fw::is_loader")[1]
+    loader = made.source.split("fw::alloc_registers")[0].split("fw::is_producer")[1]
     words = ("X_ring.acquire(X_shared.bytes)", "fw::fetch_columns<0, 64>(X_shared, X_ring, p.X_map",
              "fw::fetch_columns<64, 32>(X_shared, X_ring, p.X_map_64", "X_ring.next()")  # fmt: skip
     places = [loader.index(word) for word in words]

@@ -35,17 +35,17 @@ def translated(
 
 
 def parts(source: str) -> tuple[str, str]:
-    """What the loader does, and what the readers do."""
-    loader, _, readers = source.partition("    return;\n  }\n")
-    return loader.partition("fw::rings_ready();")[2], readers
+    """What the producer does, and what the consumers do."""
+    producer, _, consumers = source.partition("    return;\n  }\n")
+    return producer.partition("fw::rings_ready();")[2], consumers
 
 
 def test_one_thread_loads_and_the_others_do_everything_else() -> None:
     source, plan = translated(causal=True, schedule={"BN": 128})
-    loader, readers = parts(source)
-    assert re.findall(r"fw::fetch\((\w)_shared", loader) == ["Q", "K", "V"]
-    assert "product" not in loader
-    assert "fw::fetch" not in readers
+    producer, consumers = parts(source)
+    assert re.findall(r"fw::fetch\((\w)_shared", producer) == ["Q", "K", "V"]
+    assert "product" not in producer
+    assert "fw::fetch" not in consumers
     assert plan.threads == 32 * 8 + 128
     assert [m.tensor for m in plan.maps] == ["Q", "K", "V"]
     assert {m.box for m in plan.maps} == {(1, 1, 128, 64)}
@@ -53,8 +53,8 @@ def test_one_thread_loads_and_the_others_do_everything_else() -> None:
 
 
 def test_every_tile_is_waited_for_and_handed_back_as_often_as_it_is_filled() -> None:
-    _, readers = parts(translated(schedule={"SplitMasked": 0})[0])
-    first, _, rest = readers.partition("      for (i = 1;")
+    _, consumers = parts(translated(schedule={"SplitMasked": 0})[0])
+    first, _, rest = consumers.partition("      for (i = 1;")
     loop, _, last = rest.partition("\n      }\n")
     for text, waits in ((first, ["Q", "K"]), (loop, ["K", "V"]), (last, ["V"])):
         assert re.findall(r"(\w)_ring\.wait\(\)", text) == waits
@@ -64,18 +64,26 @@ def test_every_tile_is_waited_for_and_handed_back_as_often_as_it_is_filled() -> 
     assert re.search(r"\} else \{\s+Q_ring\.release\(\);", last)
 
 
-def in_order(readers: str, *texts: str) -> bool:
-    loop = readers[readers.index("for (i = 1;") :]
+def in_order(consumers: str, *texts: str) -> bool:
+    loop = consumers[consumers.index("for (i = 1;") :]
     places = [loop.index(text) for text in texts]
     return places == sorted(places)
 
 
 def test_the_softmax_is_computed_under_the_second_product() -> None:
-    _, readers = parts(translated(causal=True)[0])
+    _, consumers = parts(translated(causal=True)[0])
     assert in_order(
-        readers,
-        *("fw::take_turn", "fw::open_products(S, O)", "fw::start_product<true, true>(group, S"),
-        *("fw::start_product<false, false>(group, O", "fw::pass_turn", "fw::finish_products<1>(S)"),
+        consumers,
+        *(
+            "fw::ping_pong_wait",
+            "fw::open_products(S, O)",
+            "fw::start_product<true, true>(group, S",
+        ),
+        *(
+            "fw::start_product<false, false>(group, O",
+            "fw::ping_pong_signal",
+            "fw::finish_products<1>(S)",
+        ),
         *("Smax(m) = now", "K_ring.release(Smax(0))", "fw::finish_products<0>(O)"),
         *("V_ring.release", "O(m, n) = O(m, n) * drops(m)", "fw::exp2(S(m, n)"),
         "S_operand = fw::operand",
@@ -96,30 +104,30 @@ def test_what_is_done_with_o_is_done_in_the_first_round_where_it_matters(
     checked = check(parse(code), card)
     assert checked.program is not None
     assert not checked.errors
-    _, readers = parts(translate(checked.program, card).source)
-    assert "fw::finish_products<1>(S)" in readers
-    assert readers.count(line) == rounds
+    _, consumers = parts(translate(checked.program, card).source)
+    assert "fw::finish_products<1>(S)" in consumers
+    assert consumers.count(line) == rounds
 
 
 def test_a_warpgroup_ends_where_its_mask_does_and_lets_the_tiles_of_the_others_pass() -> None:
-    _, readers = parts(translated(causal=True, schedule={"SplitMasked": 0})[0])
-    assert "for (i = 1; i * BN < i_end && i < i_own; ++i)" in readers
-    passing = readers[readers.index("for (; i * BN < i_end; ++i)") :]
+    _, consumers = parts(translated(causal=True, schedule={"SplitMasked": 0})[0])
+    assert "for (i = 1; i * BN < i_end && i < i_exit; ++i)" in consumers
+    passing = consumers[consumers.index("for (; i * BN < i_end; ++i)") :]
     passing = passing[: passing.index("\n      }\n")]
-    steps = ("K_ring.wait", "take_turn", "pass_turn", "K_ring.release", "V_ring.wait")
+    steps = ("K_ring.wait", "ping_pong_wait", "ping_pong_signal", "K_ring.release", "V_ring.wait")
     places = [passing.index(step) for step in (*steps, "V_ring.release")]
     assert places == sorted(places)
     assert "product" not in passing
     for settings in ({}, {"window": 100}):  # nobody ends before the others
-        assert "i_own" not in translated(**settings)[0]
+        assert "i_exit" not in translated(**settings)[0]
 
 
-def test_rounds_that_need_no_mask_have_a_loop_of_their_own() -> None:
-    _, readers = parts(translated(causal=True, schedule={"SplitMasked": 1})[0])
-    start = readers.index("for (i = 1; i * BN < i_end && i < i_own\n")
-    plain, masked, last = readers[start:].split("\n      }\n")[:3]
+def test_iterations_that_need_no_mask_have_a_loop_of_their_own() -> None:
+    _, consumers = parts(translated(causal=True, schedule={"SplitMasked": 1})[0])
+    start = consumers.index("for (i = 1; i * BN < i_end && i < i_exit\n")
+    plain, masked, last = consumers[start:].split("\n      }\n")[:3]
     assert "i * BN + BN - 1 <= block_idx * BM + kv_len - q_len; ++i)" in plain
-    assert "for (; i * BN < i_end && i < i_own; ++i)" in masked
+    assert "for (; i * BN < i_end && i < i_exit; ++i)" in masked
     assert "-INFINITY" not in plain
     assert "-INFINITY" in masked
     for loop in (plain, masked):
@@ -131,7 +139,7 @@ def test_rounds_that_need_no_mask_have_a_loop_of_their_own() -> None:
 
 def test_results_go_out_through_shared_memory_where_there_is_room() -> None:
     source, plan = translated(causal=True, schedule={"BN": 128})
-    place = int(re.findall(r"fw::store_through<Warps>\(shared \+ (\d+),", source)[0])
+    place = int(re.findall(r"fw::store_epilogue<Warps>\(shared \+ (\d+),", source)[0])
     rings = [int(n) for n in re.findall(r"_ring\(shared \+ (\d+)\)", source)]
     assert max(rings) + 16 * 2 <= place
     assert plan.shared == place + 8 * 2048
@@ -148,18 +156,18 @@ def test_sections_of_the_grid_are_smaller_where_memory_is_slow() -> None:
 
     def rounds(bandwidth: float) -> list[int]:
         source = translate(program, replace(card, bandwidth=bandwidth)).source
-        return [int(n) for n in re.findall(r"fw::Walk<(\d+)> walk", source)]
+        return [int(n) for n in re.findall(r"fw::TileScheduler<(\d+)> tile", source)]
 
     assert rounds(card.bandwidth) == [8, 8], "192 rows share what is read"
-    assert rounds(gpus.find("h100").bandwidth) == [4, 4], "loader and readers agree"
+    assert rounds(gpus.find("h100").bandwidth) == [4, 4], "producer and consumers agree"
 
 
 @pytest.mark.parametrize(
     ("param", "without"),
     [
         ("Overlap", "fw::finish_products<1>"),
-        ("PingPong", "_turn"),
-        ("SplitMasked", "for (; i * BN < i_end && i < i_own; ++i)"),
+        ("PingPong", "fw::ping_pong_"),
+        ("SplitMasked", "for (; i * BN < i_end && i < i_exit; ++i)"),
         ("Persistent", ""),
     ],
 )

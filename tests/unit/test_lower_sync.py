@@ -17,8 +17,8 @@ from flashwright.author.builtin.variants import VARIANTS, make_spec
 from flashwright.gpu import Gpu
 from flashwright.lower import ir
 from flashwright.lower.frontend.lowering import lower
-from flashwright.lower.passes.place_barriers import Travel, synchronise
-from flashwright.lower.passes.prefetch import pipeline
+from flashwright.lower.passes.place_barriers import Travel, place_barriers
+from flashwright.lower.passes.prefetch import run_copies_ahead
 from flashwright.lower.translate import schedule
 from flashwright.program.program import Program
 from flashwright.spec import BadSpec
@@ -93,8 +93,8 @@ def test_no_race_through_registers(shape: str, travel: Travel) -> None:
     for stages in (1, 2):
         text = attention(k_stages=stages, v_stages=stages, **SHAPES[shape])
         made = program(text, strict=SHAPES[shape] is not TWICE)
-        body = pipeline(lower(made).body, made.buffers, ahead=1)
-        body = synchronise(body, made.buffers, travel)
+        body = run_copies_ahead(lower(made).body, made.buffers, ahead=1)
+        body = place_barriers(body, made.buffers, travel)
         for dims, place in blocks(made, 100, 300):
             meant = block(made, gpus.find("t4"), dims, place, sequential=True)
             meant.run(lower(made).body)

@@ -87,9 +87,9 @@ def hopper(name: str = "let_in_loop") -> tuple[Verifier, Program, ir.Roles]:
 def rejected(edit: Edit, name: str = "let_in_loop") -> str:
     """Why consumers are rejected."""
     verifier, made, roles = hopper(name)
-    verifier.products(roles.readers, "test", made)
+    verifier.products(roles.consumers, "test", made)
     with pytest.raises(BadIR) as found:
-        verifier.products(edited(roles.readers, edit), "test", made)
+        verifier.products(edited(roles.consumers, edit), "test", made)
     return found.value.text
 
 
@@ -195,7 +195,7 @@ def test_structured_rings(edit: Edit, text: str) -> None:
 def test_release_before_the_last_reader() -> None:
     verifier, made, roles = hopper()
     with pytest.raises(BadIR, match="K is read and was not waited for"):
-        verifier.consumers(early_release(roles.readers), "test", made)
+        verifier.consumers(early_release(roles.consumers), "test", made)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_no_product_is_under_way_at_the_end_of_a_body() -> None:
         return [replace(loop, body=(*loop.body, ir.Open((start.gemm.target,)), start))]
 
     with pytest.raises(BadIR, match="S is under way at the end of a body"):
-        verify_groups(edited(roles.readers, each(ir.Loop, more)), "test")
+        verify_groups(edited(roles.consumers, each(ir.Loop, more)), "test")
 
 
 def test_operand_is_not_rewritten_under_way() -> None:
@@ -249,7 +249,7 @@ def test_operand_is_not_rewritten_under_way() -> None:
         return [node, ir.Move(("Q", "shared"), left, operand=True)]
 
     with pytest.raises(BadIR, match="an operand of O is given away or rewritten"):
-        verify_groups(edited(roles.readers, each(ir.Start, again)), "test")
+        verify_groups(edited(roles.consumers, each(ir.Start, again)), "test")
 
 
 def test_tile_is_not_released_under_way() -> None:
@@ -259,12 +259,12 @@ def test_tile_is_not_released_under_way() -> None:
         return [node, ir.Release(node.gemm.right)]
 
     with pytest.raises(BadIR, match="an operand of S is given away or rewritten"):
-        verify_groups(edited(roles.readers, each(ir.Start, at_once)), "test")
+        verify_groups(edited(roles.consumers, each(ir.Start, at_once)), "test")
 
 
 def test_no_product_is_under_way_at_a_loop() -> None:
     verifier, made, roles = hopper()
-    gemms = [n.gemm for n in ir.flat(roles.readers) if isinstance(n, ir.Start)]
+    gemms = [n.gemm for n in ir.flat(roles.consumers) if isinstance(n, ir.Start)]
     scores = gemms[0].target
     start: list[ir.Statement] = [
         ir.Open((scores,)),
@@ -275,7 +275,7 @@ def test_no_product_is_under_way_at_a_loop() -> None:
         return [*start, node]
 
     with pytest.raises(BadIR, match="S is under way at a loop or branch"):
-        verifier.products(edited(roles.readers, each(ir.Loop, before)), "test", made)
+        verifier.products(edited(roles.consumers, each(ir.Loop, before)), "test", made)
 
 
 # --- roles against each other -----------------------------------------------------------------
@@ -303,37 +303,37 @@ def twice_the_place(node: ir.Load) -> list[ir.Statement]:
     ("change", "name", "text"),
     [
         (
-            lambda r: replace(r, loader=edited(r.loader, each(ir.Loop, backwards))),
+            lambda r: replace(r, producer=edited(r.producer, each(ir.Loop, backwards))),
             "v_before_k_deadlock",
             "deadlock",
         ),
         (
-            lambda r: replace(r, loader=edited(r.loader, without(ir.Load, only=1))),
+            lambda r: replace(r, producer=edited(r.producer, without(ir.Load, only=1))),
             "v_before_k_deadlock",
             "deadlock",
         ),
         (
-            lambda r: replace(r, loader=edited(r.loader, each(ir.Load, lambda n: [n, n]))),
+            lambda r: replace(r, producer=edited(r.producer, each(ir.Load, lambda n: [n, n]))),
             "v_before_k_deadlock",
             "deadlock",
         ),
         (
-            lambda r: replace(r, loader=edited(r.loader, each(ir.Load, twice_the_place))),
+            lambda r: replace(r, producer=edited(r.producer, each(ir.Load, twice_the_place))),
             "v_before_k_deadlock",
             "is not what the program multiplies here",
         ),
         (
-            lambda r: replace(r, readers=edited(r.readers, without(ir.Turn, only=0))),
+            lambda r: replace(r, consumers=edited(r.consumers, without(ir.PingPong, only=0))),
             "fill_late",
-            "that was not taken",
+            "without a wait before it",
         ),
         (
-            lambda r: replace(r, readers=edited(r.readers, without(ir.Turn, only=1))),
+            lambda r: replace(r, consumers=edited(r.consumers, without(ir.PingPong, only=1))),
             "fill_late",
             "",
         ),
         (
-            lambda r: replace(r, readers=edited(r.readers, without(ir.Refill))),
+            lambda r: replace(r, consumers=edited(r.consumers, without(ir.Refill))),
             "place_where_prefetch",
             "",
         ),
@@ -346,7 +346,7 @@ def test_roles(change: Callable[[ir.Roles], ir.Roles], name: str, text: str) -> 
 def test_stages_decide_on_a_deadlock() -> None:
     """What one stage cannot do, two can."""
     verifier, made, roles = hopper("v_before_k_deadlock")
-    wrong = replace(roles, loader=edited(roles.loader, each(ir.Loop, backwards)))
+    wrong = replace(roles, producer=edited(roles.producer, each(ir.Loop, backwards)))
     buffers = {k: replace(b, stages=2) for k, b in made.buffers.items()}
     verifier.roles(wrong, replace(made, buffers=buffers))
 
@@ -379,7 +379,7 @@ def test_copies(gpu: str, name: str, edit: Edit) -> None:
 
 def test_kept_vector_has_the_name_of_its_maker() -> None:
     _, _, roles = hopper()
-    made = [n for n in ir.flat(roles.readers) if isinstance(n, ir.Compute) and n.kept]
+    made = [n for n in ir.flat(roles.consumers) if isinstance(n, ir.Compute) and n.kept]
     for node in made:
         assert set(node.kept) <= {variable(a.target) for a in node.assigns}
 
@@ -393,7 +393,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch, stages: set[str]) -> None:
 
     def roles(self: Verifier, roles: ir.Roles, program: Program) -> None:
         if "roles" in stages:
-            raise BadIR("warp specialization", roles.readers[0], "planted")
+            raise BadIR("warp specialization", roles.consumers[0], "planted")
 
     def scheduled(self: Verifier, body: Body, asynchronous: bool) -> Body:
         if ("cp.async" if asynchronous else "registers") in stages:

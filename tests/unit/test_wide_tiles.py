@@ -103,7 +103,7 @@ def test_odd_head_dims_go_by_wgmma_and_tma(head_dim: int, depth: int) -> None:
     swizzle = 64 if width % 64 else 128
     assert {(m.swizzle, m.box[-1]) for m in made.plan.maps} == {(swizzle, swizzle // 2)}
     assert f"_product<true, true, {depth}>(group, S" in made.source  # steps of zeros are left out
-    assert "fw::store_through<Warps>(" in made.source
+    assert "fw::store_epilogue<Warps>(" in made.source
     assert "store_elements" not in made.source
     # The launcher sees to it that rows begin at multiples of 16 bytes.
     assert {t.vector for t in made.plan.tensors if t.name != "LSE"} == {8}

@@ -17,7 +17,7 @@ INTERNAL = frozenset(
     {
         *("times", "log2_of", "swizzle_bytes", "transpose_quad", "pack", "pack4", "each_element"),
         *("Chunks", "ldmatrix", "ldmatrix_transposed", "mma", "stmatrix", "copy_line", "hold"),
-        *("keep_in_loop", "chunk_of", "RowsOfA", "RowsOfB", "ColumnsOfB", "BytesOfB"),
+        *("keep_in_loop", "chunk_of", "RowsOfA", "RowsOfB", "ColumnsOfB", "Fp8ColumnsOfB"),
         *("gemm_step", "mbarrier_init", "mbarrier_arrive", "mbarrier_expect"),
         *("mbarrier_wait", "Descriptor", "LeftRows", "LeftRegisters", "left_steps"),
         *("WideAccumulator", "LeftColumns", "chunk_bytes", "unpack", "load_early", "each_pair"),
@@ -33,7 +33,8 @@ MMA_SYNC = frozenset(
 )
 # Structs whose members are told with their bodies: what they compute is what a kernel must know.
 WHOLE = frozenset({"Place"})
-_UNTOLD = ("wgmma_atom.cuh",)  # one instruction in sixteen widths
+# One instruction in sixteen widths; names that new kernels do not use.
+_UNTOLD = ("wgmma_atom.cuh", "earlier_names.cuh")
 _BYTES = ("transpose.cuh",)  # for elements of 8 bits only
 _INCLUDE = re.compile(r"^#include <fw/(\w+\.cuh)>", re.MULTILINE)
 _NAME = re.compile(r"(?:struct|using|constexpr (?:int|float)) (\w+)|([\w]+)\(")

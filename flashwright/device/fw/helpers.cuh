@@ -1,6 +1,6 @@
-// Three warps beside the thread that loads by TMA. They fill rings with what TMA cannot load, and with tiles that are
-// changed on their way: those of 8 bits, of which wgmma wants k along the rows of both operands, while V lies the other
-// way.
+// Helper warps: the three warps beside the producer, which loads by TMA. They fill rings with what TMA cannot load, and
+// with tiles that are changed on their way: fp8 tiles, of which wgmma wants k along the rows of both operands, while V
+// lies the other way and is transposed.
 #pragma once
 
 #include <fw/copy.cuh>
@@ -12,14 +12,14 @@ namespace fw {
 
 constexpr int helpers = 3;  // warps
 
-// Whether this thread is one of theirs: all warps of the last warpgroup but the first.
+// Whether this thread is in one of the helper warps: all warps of the last warpgroup but the first.
 template <int Warps>
 __device__ bool is_helper() {
   return threadIdx.x >= 32 * (Warps + 4 - helpers);
 }
 
-// The number of this thread, asked for anew: a thread that loads has few registers, and what is computed of it is not
-// worth one in between.
+// The number of this thread, asked for anew: threads of the producer warpgroup have few registers, and what is computed
+// of it is not worth one in between.
 __device__ inline uint32_t thread_again() {
   uint32_t thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -93,7 +93,7 @@ __device__ AlongRows<L> along_rows(L line) {
   return {line};
 }
 
-// 8 columns of a tile, n = 0 to 7, in blocks of 8 rows: a block is two goes of a warp where the rows of an atom are 128 bytes long (the
+// 8 columns of a tile, n = 0 to 7, in blocks of 8 rows: a block is two steps of a warp where the rows of an atom are 128 bytes long (the
 // swizzle then differs in one bit), and one or half of one where they are shorter.
 template <class To, class From, class F, class... Held>
 __device__ void restage_columns(To to, From from, int atom, F f, Held const&... held) {
@@ -144,10 +144,10 @@ __device__ void restage_stage(To to, Ring<Stages>& ring, From from, F f, Vectors
   });
 }
 
-// 32 rows and 16 columns of a tile, turned. ldmatrix transposes units of 16 bits, so that a thread gets two columns at
+// 32 rows and 16 columns of an fp8 tile, transposed. ldmatrix transposes units of 16 bits, so that a thread gets two columns at
 // once, which the byte permutes take apart: even columns become one block of 8 rows, odd ones the next (the product is
 // a wide one), and k comes in the order 2q, 2q + 1, 8 + 2q, 9 + 2q, which is that of what a thread holds of P.
-__device__ inline void turn(uint32_t (&r)[4]) {
+__device__ inline void transpose_fp8(uint32_t (&r)[4]) {
   uint32_t const k[4] = {r[0], r[1], r[2], r[3]};
   r[0] = __byte_perm(k[0], k[1], 0x6420);
   r[1] = __byte_perm(k[2], k[3], 0x6420);
@@ -155,10 +155,10 @@ __device__ inline void turn(uint32_t (&r)[4]) {
   r[3] = __byte_perm(k[2], k[3], 0x7531);
 }
 
-// All of a tile, by the warps that turn. Each of them has its own columns, and fetches some blocks before it puts them
-// down: nobody can tell the compiler that the two places do not overlap.
+// All of a tile, by the helper warps. Each of them has its own columns, and fetches some blocks before it puts them
+// down: the compiler does not know that the two places do not overlap.
 template <int AtOnce, class From, class To>
-__device__ void turn_tile(From from, To to) {
+__device__ void transpose_tile(From from, To to) {
   static_assert(From::rows == To::cols && From::cols == To::rows && From::rows % 32 == 0 && From::cols % 16 == 0);
   constexpr int steps = From::rows / 32;
   uint32_t const thread = thread_again(), lane = thread % 32;
@@ -177,14 +177,14 @@ __device__ void turn_tile(From from, To to) {
       }
       CUTE_UNROLL
       for (int i = 0; i < AtOnce && step + i < steps; ++i) {
-        turn(r[i]);
+        transpose_fp8(r[i]);
         stmatrix(chunk_of<To>(out, 2 * (step + i)), r[i][0], r[i][1], r[i][2], r[i][3]);
       }
     }
   }
 }
 
-// A tile that has landed goes into the next stage of the ring that is read. What the warps stored there, wgmma reads
+// A tile that has landed goes, transposed, into the next stage of the ring that consumers read. What the warps stored there, wgmma reads
 // through another proxy: each thread fences its own.
 template <int Warps, class From, int Landed, class To, int Stages>
 __device__ void transpose(From from, Ring<Landed>& landed, To to, Ring<Stages>& ring) {
@@ -194,7 +194,7 @@ __device__ void transpose(From from, Ring<Landed>& landed, To to, Ring<Stages>& 
   }
   landed.wait();
   mbarrier_wait(ring.empty(ring.stage), ring.phase ^ 1);
-  turn_tile<(Warps > 8 ? 1 : 4)>(from.stage(landed.stage), to.stage(ring.stage));
+  transpose_tile<(Warps > 8 ? 1 : 4)>(from.stage(landed.stage), to.stage(ring.stage));
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   __syncwarp();
   if (threadIdx.x % 32 == 0) {

@@ -136,17 +136,17 @@ struct ColumnsOfB {
   }
 };
 
-// The same in 8 bit. ldmatrix transposes units of 16 bits, so a thread gets two columns at once: the
+// The same in fp8. ldmatrix transposes units of 16 bits, so a thread gets two columns at once: the
 // even ones make one block of 8 columns, the odd ones the other (the accumulator is wide), and k comes
 // in the order 2q, 2q + 1, 8 + 2q, 9 + 2q, which is the order of what a thread holds of P.
 template <class Tile>
-struct BytesOfB {
+struct Fp8ColumnsOfB {
   static constexpr bool wide = true;
   static constexpr int pairs = Tile::cols / 16;
   static constexpr int steps = Tile::rows / 32;
   uint32_t own;
 
-  __device__ explicit BytesOfB(Tile tile) : own(tile.chunk_address(threadIdx.x % 32, 0)) {
+  __device__ explicit Fp8ColumnsOfB(Tile tile) : own(tile.chunk_address(threadIdx.x % 32, 0)) {
     keep_in_loop(own);
   }
 
@@ -179,14 +179,14 @@ __device__ auto right_transposed(Tile tile) {
 template <class Tile>
 __device__ auto right(Tile tile) {
   if constexpr (sizeof(typename Tile::value_type) == 1) {
-    return BytesOfB<Tile>(tile);
+    return Fp8ColumnsOfB<Tile>(tile);
   } else {
     return ColumnsOfB<Tile>(tile);
   }
 }
 
-// acc += A B for one step along k. InTurn: the warp meets before each fetch of B, which ptxas then leaves in its place.
-template <class Atom, bool InTurn = false, class A, class B, class Acc>
+// acc += A B for one step along k. InOrder: the warp meets before each fetch of B, which ptxas then leaves in its place.
+template <class Atom, bool InOrder = false, class A, class B, class Acc>
 __device__ void gemm_step(Acc& acc, A const& a, B const& b, int step) {
   static_assert(!(A::in_order && B::wide), "k comes in another order in the two operands");
   uint32_t left[A::row_blocks][4];
@@ -195,7 +195,7 @@ __device__ void gemm_step(Acc& acc, A const& a, B const& b, int step) {
   CUTE_UNROLL
   for (int pair = 0; pair < B::pairs; ++pair) {
     uint32_t right[4];
-    if constexpr (InTurn) __syncwarp();
+    if constexpr (InOrder) __syncwarp();
     b.fetch(step, pair, right);
     CUTE_UNROLL
     for (int m = 0; m < A::row_blocks; ++m) {
@@ -228,7 +228,7 @@ __device__ void gemm_rolled(Acc& acc, A const& a, B const& b) {
 
 // The same where A is in registers, which a loop cannot count: operands of two blocks of columns at a time.
 template <class Atom, class A, class B, class Acc>
-__device__ void gemm_in_turn(Acc& acc, A const& a, B const& b) {
+__device__ void gemm_in_order(Acc& acc, A const& a, B const& b) {
   static_assert(decltype(cute::size<1>(acc))::value == 4 * B::pairs && A::steps == B::steps);
   CUTE_UNROLL
   for (int step = 0; step < A::steps; ++step) gemm_step<Atom, true>(acc, a, b, step);

@@ -1,5 +1,5 @@
-// Hopper's way of loading: one thread asks TMA for whole tiles, and mbarriers tell the warpgroups that multiply
-// when a tile has come, and it when they are done with it.
+// Hopper's way of loading: one thread, the producer, asks TMA for whole tiles. mbarriers tell the consumer warpgroups
+// when a tile has come, and the producer when they are done with it.
 #pragma once
 
 #include <fw/shared.cuh>
@@ -46,25 +46,25 @@ __device__ inline void mbarrier_wait(uint32_t barrier, uint32_t parity) {
       : "memory");
 }
 
-// The stages of a shared tile, filled one after the other, round and round: for each a barrier that says that it
-// is full, and one that says that it is empty. Loader and readers each count for themselves.
+// The stages of a shared tile, a circular buffer: for each stage a barrier that says that it is full, and one that says
+// that it is empty. Producer and consumers each count for themselves.
 template <int Stages>
 struct Ring {
   static constexpr int bytes = 2 * Stages * 8;
   uint32_t full;
   int stage = 0;
   uint32_t phase = 0;
-  bool held = false;  // where only the way that was taken says whether a stage is held
+  bool held = false;  // where only the branch that was taken says whether a stage is held
 
   __device__ explicit Ring(unsigned char* begin) : full(cute::cast_smem_ptr_to_uint(begin)) {}
 
-  // By one thread, before anybody uses it: every warp that reads says that it is done, each of those who write (one,
-  // where TMA does) that its part is there. (One reader for four warps would do where they multiply together, but not
-  // where they let a tile pass: one might not have seen yet that it came.)
-  __device__ void init(int readers, int writers = 1) const {
+  // By one thread, before the ring is used: every consumer warp says that it is done, each producer warp (one, where TMA
+  // loads) that its part is there. (One arrival for four warps would do where they multiply together, but not where they
+  // let a tile pass: one might not have seen yet that it came.)
+  __device__ void init(int consumers, int producers = 1) const {
     for (int s = 0; s < Stages; ++s) {
-      mbarrier_init(full + 8 * s, writers);
-      mbarrier_init(empty(s), readers);
+      mbarrier_init(full + 8 * s, producers);
+      mbarrier_init(empty(s), consumers);
     }
   }
 
@@ -80,14 +80,14 @@ struct Ring {
     }
   }
 
-  // The loader: until the stage is free; then so many bytes are on their way to it.
+  // The producer: until the stage is free; then so many bytes are on their way to it.
   __device__ uint32_t acquire(int expected) const {
     mbarrier_wait(empty(stage), phase ^ 1);
     mbarrier_expect(full + 8 * stage, expected);
     return full + 8 * stage;
   }
 
-  // A reader: until the stage has been filled; and when its warp is done with it.
+  // A consumer: until the stage has been filled; and when its warp is done with it.
   __device__ void wait() const { mbarrier_wait(full + 8 * stage, phase); }
 
   __device__ void release() {
@@ -103,7 +103,7 @@ struct Ring {
 
   __device__ void drain() {
     if (held) {
-      wait();  // nobody may have read it yet
+      wait();  // it may be that no statement has waited for it yet
       release();
     }
     held = false;
@@ -119,7 +119,7 @@ struct Ring {
 };
 
 // Where shared memory begins, found out once: what a shuffle gave is kept, while the address itself would be asked for
-// again in each round of a loop, with an instruction that takes its time.
+// again in each iteration of a loop, with an instruction that takes its time.
 __device__ inline unsigned char* pinned(unsigned char* shared) {
   uint32_t const address = __shfl_sync(0xffffffffu, cute::cast_smem_ptr_to_uint(shared), 0);
   return static_cast<unsigned char*>(__cvta_shared_to_generic(address));
@@ -131,20 +131,20 @@ __device__ inline void rings_ready() {
   __syncthreads();
 }
 
-// Registers go from the warpgroup that loads to those that multiply.
+// setmaxnreg: the producer warpgroup deallocates registers, and consumer warpgroups allocate them.
 template <int Count>
-__device__ void give_registers() {
+__device__ void dealloc_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
 }
 
 template <int Count>
-__device__ void take_registers() {
+__device__ void alloc_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
 }
 
-// Whether this thread asks for the tiles: one of the last warpgroup, which does nothing else.
+// Whether this thread is the producer, which asks for the tiles: one of the last warpgroup, which does nothing else.
 template <int Warps>
-__device__ bool is_loader() {
+__device__ bool is_producer() {
   return threadIdx.x == 32 * Warps;
 }
 

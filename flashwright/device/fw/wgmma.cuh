@@ -99,7 +99,7 @@ template <bool Fresh, bool Transposed, int Depth = 0, int Beside = 1, class Acc,
 __device__ void start_product(int group, Acc& acc, A const& a, B b) {
   using T = typename B::value_type;
   static_assert(decltype(cute::size<0>(acc))::value == 2, "a warpgroup has 64 rows");
-  static_assert(Transposed || sizeof(T) == 2, "bytes are multiplied along rows only");
+  static_assert(Transposed || sizeof(T) == 2, "fp8 is multiplied along rows only");
   constexpr int steps = (Depth ? Depth : Transposed ? B::cols : B::rows) * sizeof(T) / 32;
   constexpr int columns = (Transposed ? B::rows : B::cols) / Beside;
   static_assert(Beside == 1 || columns % (Transposed ? 8 : B::width) == 0, "a share is whole swizzle atoms");
@@ -158,7 +158,7 @@ __device__ void consumers_meet() {
 }
 
 // Rows that `Beside` warpgroups share: values that each has found over its own columns become those of the whole rows.
-// They are left in shared memory for the others, in one of two places in turns, since somebody may still be reading.
+// They are left in shared memory for the others, in one of two places alternately, since a warpgroup may still be reading.
 template <int Warps, int Beside>
 struct Exchange {
   float* const data;
@@ -201,22 +201,22 @@ struct Exchange {
   }
 };
 
-// Warpgroups start their products one after the other: while one multiplies, another has time for its softmax. Each
-// waits at a barrier of its own (the block's is 0) for the one before it.
+// Ping-pong scheduling of consumer warpgroups: they start their products one after the other, and while one multiplies,
+// another computes its softmax. Each waits at a barrier of its own (the block's is 0) for the one before it.
 template <int Groups>
-__device__ void take_turn(int group) {
+__device__ void ping_pong_wait(int group) {
   asm volatile("bar.sync %0, 256;" ::"r"(1 + group) : "memory");
 }
 
 template <int Groups>
-__device__ void pass_turn(int group) {
+__device__ void ping_pong_signal(int group) {
   asm volatile("bar.arrive %0, 256;" ::"r"(1 + (group + 1) % Groups) : "memory");
 }
 
-// The last one lets the first one begin.
+// Before the first wait: the last warpgroup lets the first one begin.
 template <int Groups>
-__device__ void first_turn(int group) {
-  if (group == Groups - 1) pass_turn<Groups>(group);
+__device__ void ping_pong_start(int group) {
+  if (group == Groups - 1) ping_pong_signal<Groups>(group);
 }
 
 }  // namespace fw

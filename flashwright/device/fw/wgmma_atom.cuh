@@ -8,7 +8,7 @@
 
 namespace fw {
 
-// 64 x Columns += 64 x k times k x Columns, where k is 16 elements of 16 bits or 32 bytes: `d` are a thread's results,
+// 64 x Columns += 64 x k times k x Columns, where k is 16 elements of 16 bits or 32 of fp8: `d` are a thread's results,
 // A is four registers of them or a descriptor of shared memory, B is one. MnMajor, in 16 bits: B lies as k rows of
 // columns; LeftMnMajor: A does.
 template <class T, int Columns, bool MnMajor, bool LeftMnMajor = false>
@@ -50,7 +50,7 @@ struct Wgmma;
 #define FW_HELD_15 FW_HELD_14, FW_HELD(112)
 #define FW_HELD_16 FW_HELD_15, FW_HELD(120)
 
-// x0 .. x6: the numbers of the operands behind the results. Bytes cannot lie the other way, and there is nothing to say
+// x0 .. x6: the numbers of the operands behind the results. fp8 cannot lie the other way, and there is nothing to say
 // about it (`major`).
 #define FW_SHARED(columns, list, held, kind, major, x0, x1, x2, x3, x4)                            \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #x2 ", 0;\n"                             \

@@ -42,7 +42,7 @@ class Frame:
 
 
 class Body:
-    """One walk through the program, as far as it has come."""
+    """One pass over the program, as far as it has come."""
 
     def __init__(self, program: Program) -> None:
         self.program = program

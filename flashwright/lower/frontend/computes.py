@@ -33,15 +33,15 @@ from flashwright.program.program import Buffer, Key
 from flashwright.program.vocabulary import CONSTANTS, DTYPES
 from flashwright.semantics.compute import expression
 
-PUT_OFF = "(a constant factor: taken along by what reads the tile next)"
+DEFERRED = "(a constant factor: taken along by what reads the tile next)"
 
 
 class Computes:
-    """Lowers Compute statements for a walk.
+    """Lowers Compute statements for a pass over the program.
 
-    A positive constant that a tile is multiplied by at the end of a statement has to wait:
-    `pending` keeps the factor, and what reads the tile next takes it along (one FMA), as a softmax
-    does with its scale.
+    Deferred scaling: a positive constant that a tile is multiplied by at the end of a statement
+    waits. `pending` keeps the factor, and what reads the tile next takes it along (one FMA), as a
+    softmax does with its scale.
     """
 
     def __init__(self, made: Body, sides: dict[Key, ir.Side], decided: bool) -> None:
@@ -49,7 +49,7 @@ class Computes:
         self.program = made.program
         declared = {k: b.along for k, b in self.program.buffers.items() if b.along is not None}
         self.sides: dict[Key, ir.Side] = {**sides, **declared}
-        self.decided = decided  # how all vectors lie, by the walks before
+        self.decided = decided  # how all vectors lie, by the passes before
         self.pending: dict[Key, tuple[Leaf, ir.Compute]] = {}  # the factor, its statement
 
     # --- tiles ----------------------------------------------------------------------------
@@ -75,11 +75,11 @@ class Computes:
         """A tile seen in a frame; a vector lies along the axis whose positions it has."""
         buffer = self.program.buffers[key]
         if len(buffer.shape) == 1 and len(frame.shape) == 2 and buffer.along is None:
-            self._turn(key, buffer, frame)
+            self._settle_side(key, buffer, frame)
         found: Element = self.leaf(key)
         return times(found, self.pending[key][0]) if key in self.pending else found
 
-    def _turn(self, key: Key, buffer: Buffer, frame: Frame) -> None:
+    def _settle_side(self, key: Key, buffer: Buffer, frame: Frame) -> None:
         positions = self.made.positions
         (own,) = self.made.axes.get(key, (None,))
         fits = [i for i, n in enumerate(frame.shape) if n == buffer.shape[0]]
@@ -117,27 +117,27 @@ class Computes:
         self.sides[key] = side
 
     def settle(self, key: Key | None = None) -> None:
-        """Carry out the products that were put off, of one tile or of all."""
+        """Carry out deferred scaling, of one tile or of all."""
         for held in [key] if key else list(self.pending):
             if held not in self.pending:
                 continue
-            factor, put_off = self.pending.pop(held)
+            factor, deferred = self.pending.pop(held)
             target, buffer = self.leaf(held), self.program.buffers[held]
             assign = ir.Assign(target, times(target, factor), buffer)
-            done = ir.Compute(buffer.shape, (assign,), origin=put_off.origin)
-            if self.made.body and self.made.body[-1] is put_off:
+            done = ir.Compute(buffer.shape, (assign,), origin=deferred.origin)
+            if self.made.body and self.made.body[-1] is deferred:
                 self.made.body[-1] = done
             else:
-                self.made.emit(replace(done, origin=put_off.origin.untitled))
+                self.made.emit(replace(done, origin=deferred.origin.untitled))
 
     def forget(self, key: Key) -> None:
-        """The tile is about to be overwritten."""
+        """Drop the deferred factor of a tile that is about to be overwritten."""
         self.pending.pop(key, None)
 
     # --- statements -----------------------------------------------------------------------
 
     def compute(self, stmt: tl.Compute) -> None:
-        """Lower one statement."""
+        """Append the nodes of one statement; Failed with FW811 where it has no translation."""
         match stmt.operation:
             case "gemm":
                 self._gemm(stmt)
@@ -159,18 +159,18 @@ class Computes:
 
     def _gemm(self, stmt: tl.Compute) -> None:
         assert stmt.target is not None
-        (left, left_turned), (right, turned) = map(_operand, stmt.args)
+        (left, left_transposed), (right, transposed) = map(_operand, stmt.args)
         a, b, target = self.key(left), self.key(right), self.key(stmt.target)
-        if left_turned:
-            self._can_turn(a, left)
+        if left_transposed:
+            self._check_left_transposed(a, left)
         if b[1] != "shared":
             hint = f"Copy `{b[0]}` to shared first"
             raise refused("the right operand of a GEMM comes from shared memory", right.span, hint)
-        self._whole_steps(b, turned, stmt)
+        self._whole_steps(b, transposed, stmt)
         in_order = a[1] == "shared" or self.made.direct.get(a) == "loaded"
-        if in_order != turned and DTYPES[self.program.buffers[b].dtype] == 1:
+        if in_order != transposed and DTYPES[self.program.buffers[b].dtype] == 1:
             hint = "Reshape the left one in registers, or give the right one transposed (`.T`)"
-            if turned:
+            if transposed:
                 hint = "take the left one from shared memory, or the right one as it lies"
             raise refused("8-bit rows times 8-bit columns lie in different orders", stmt.span, hint)
         fresh = stmt.mode != "accumulate"
@@ -180,11 +180,11 @@ class Computes:
             self.settle(target)
         axes = self.made.axes
         rows, cols = axes.get(a, (None, None)), axes.get(b, (None, None))
-        axes[target] = (rows[1 if left_turned else 0], cols[0 if turned else 1])
-        gemm = ir.Gemm(target, a, b, turned, fresh, left_turned, origin=ir.origin(stmt))
+        axes[target] = (rows[1 if left_transposed else 0], cols[0 if transposed else 1])
+        gemm = ir.Gemm(target, a, b, transposed, fresh, left_transposed, origin=ir.origin(stmt))
         self.made.emit(gemm)
 
-    def _can_turn(self, left: Key, name: Name) -> None:
+    def _check_left_transposed(self, left: Key, name: Name) -> None:
         """The left operand is transposed on its way from shared memory, in units of 16 bits."""
         if left[1] != "shared":
             hint = f"Copy `{left[0]}` to shared first"
@@ -193,10 +193,10 @@ class Computes:
             hint = "exchange the operands, so that k lies along the columns of both"
             raise refused("the left operand in 8 bits lies row by row", name.span, hint)
 
-    def _whole_steps(self, right: Key, turned: bool, stmt: tl.Compute) -> None:
+    def _whole_steps(self, right: Key, transposed: bool, stmt: tl.Compute) -> None:
         """Operands are fetched 16 columns and 32 bytes along k at a time."""
         buffer = self.program.buffers[right]
-        columns, depth = buffer.shape if turned else buffer.shape[::-1]
+        columns, depth = buffer.shape if transposed else buffer.shape[::-1]
         by = 32 // DTYPES[buffer.dtype]
         if columns % 16 or depth % by:
             text = f"a GEMM of {columns} columns and depth {depth}"
@@ -223,7 +223,7 @@ class Computes:
             self.made.emit(replace(node, assigns=(ir.Assign(own, value, buffer),)))
             node = replace(node, origin=node.origin.untitled)
         if factor is not None:
-            put_off = replace(node, note=PUT_OFF)
+            put_off = replace(node, note=DEFERRED)
             self.pending[target] = factor, put_off
             self.made.emit(put_off)
 

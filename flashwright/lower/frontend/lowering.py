@@ -49,7 +49,7 @@ def lower(program: Program) -> ir.Kernel:
 
 
 class Lowering(Body):
-    """One walk through the program."""
+    """One pass over the program."""
 
     def __init__(self, program: Program, sides: dict[Key, ir.Side], decided: bool = False) -> None:
         super().__init__(program)
@@ -57,7 +57,7 @@ class Lowering(Body):
         self.pieces: dict[Key, list[tuple[ir.Piece, tl.Copy]]] = {}  # of tiles not filled yet
 
     def kernel(self) -> ir.Kernel:
-        """Walk the whole program."""
+        """The IR of the whole program."""
         grid = []
         for axis in self.program.grid.axes:
             low = self.scalars(axis.low).as_int(axis.low.span)

@@ -90,7 +90,7 @@ def _tidy(expr: Binary) -> Expr:
 
 
 def either(condition: Expr, yes: Expr, no: Expr) -> Call:
-    """`where(condition, yes, no)`."""
+    """The expression `where(condition, yes, no)`; one of the two where they are the same."""
     return Call(Name("where"), (condition, yes, no))
 
 

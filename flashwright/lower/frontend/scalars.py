@@ -49,7 +49,7 @@ class Scalar:
         return self.below == ONE
 
     def as_float(self) -> Term:
-        """As fp32."""
+        """The value as an fp32 term."""
         if self.value is not None and (not self.whole or isinstance(self.term, Lit)):
             return real(float(self.value))
         if self.whole:
@@ -124,7 +124,7 @@ class Scalars:
                 raise AssertionError("`.T` belongs to a GEMM")
 
     def binary(self, op: str, a: Scalar, b: Scalar, span: Span) -> Scalar:
-        """`a op b`."""
+        """`a op b`, exact for whole numbers and fractions of them."""
         if op in ("and", "or"):
             return Scalar(binary("&&" if op == "and" else "||", a.term, b.term))
         if op in ("<", "<=", ">", ">=", "==", "!="):
@@ -149,8 +149,8 @@ class Scalars:
             return (a, b) if b.value > 0 else (_negated(a), _negated(b))
         if terms.positive(b.term, self.least.get):
             return a, b
-        turned = Select(binary("<", b.term, integer(0)), _negated(a).term, a.term)
-        return Scalar(turned, a.below), Scalar(call("abs", b.term, type="int"), b.below)
+        flipped = Select(binary("<", b.term, integer(0)), _negated(a).term, a.term)
+        return Scalar(flipped, a.below), Scalar(call("abs", b.term, type="int"), b.below)
 
     def call(self, name: str, args: list[Scalar]) -> Scalar:
         """A function of TL."""

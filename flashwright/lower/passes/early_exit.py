@@ -33,17 +33,17 @@ from flashwright.lower.term import (
 )
 
 
-def own_end(loop: ir.Loop, rows: Term | None, live: frozenset[Resource]) -> Term | None:
+def exit_iteration(loop: ir.Loop, rows: Term | None, live: frozenset[Resource]) -> Term | None:
     """The iteration from which on a warpgroup has nothing to do, at least the second; so has one
     whose rows are not stored. None where that cannot be told. `live` is what is needed behind the
     loop."""
-    own = _masked_from(loop, live)
-    if own is None:
+    exit = _masked_from(loop, live)
+    if exit is None:
         return None
     if rows is not None:
         first = binary("*", GROUP, integer(GROUP_ROWS))
-        own = Select(binary("<", first, rows), own, integer(0))
-    return call("max", plus(loop.low, 1), own, type="int")
+        exit = Select(binary("<", first, rows), exit, integer(0))
+    return call("max", plus(loop.low, 1), exit, type="int")
 
 
 def _masked_from(loop: ir.Loop, live: frozenset[Resource]) -> Term | None:
@@ -129,7 +129,7 @@ _KNOWN: dict[str, Callable[..., float]] = {
 
 
 @dataclass(frozen=True)
-class _Same:
+class _Unchanged:
     """The value that something had before the iteration: a finite number."""
 
     what: object
@@ -137,10 +137,10 @@ class _Same:
 
 @dataclass(frozen=True)
 class _Finite:
-    """Some finite number."""
+    """A finite number of which no more is known."""
 
 
-_Value = float | _Same | _Finite | None
+_Value = float | _Unchanged | _Finite | None
 """A number that is known, a value from before, a finite one, or one of which nothing is known."""
 
 
@@ -168,7 +168,7 @@ def idle(
                 return False
     computes = [node for node in work if isinstance(node, ir.Compute)]
     made = {variable(a.target) for node in computes for a in node.assigns if a.buffer}
-    return state[scores] == 0 and all(state[n] == _Same(n) for n in made - scratch - {scores})
+    return state[scores] == 0 and all(state[n] == _Unchanged(n) for n in made - scratch - {scores})
 
 
 def _value(x: Element, state: Mapping[str, _Value]) -> _Value:
@@ -177,7 +177,7 @@ def _value(x: Element, state: Mapping[str, _Value]) -> _Value:
             return value
         case Leaf():
             name = variable(x)
-            return state.get(name, _Same(name)) if name else _Same(x.term)
+            return state.get(name, _Unchanged(name)) if name else _Unchanged(x.term)
         case Reduce("max", arg):
             found = _value(arg, state)
             known = isinstance(found, float)
@@ -208,11 +208,11 @@ def _applied(op: str, args: list[_Value]) -> _Value:
             return other
         case "-", [other, 0]:
             return other
-        case "-", [_Same() as a, _Same() as b] if a == b:
+        case "-", [_Unchanged() as a, _Unchanged() as b] if a == b:
             return 0.0
-        case "+" | "-", [float() as a, _Same() | _Finite()] if math.isinf(a):
+        case "+" | "-", [float() as a, _Unchanged() | _Finite()] if math.isinf(a):
             return a
-        case "*", ([0, _Same() | _Finite()] | [_Same() | _Finite(), 0]):
+        case "*", ([0, _Unchanged() | _Finite()] | [_Unchanged() | _Finite(), 0]):
             return 0.0
         case "*", ([1, other] | [other, 1]):
             return other
@@ -229,4 +229,4 @@ _STAY_FINITE = frozenset(
 
 
 def _finite(x: _Value) -> bool:
-    return isinstance(x, (_Same, _Finite)) or (isinstance(x, float) and math.isfinite(x))
+    return isinstance(x, (_Unchanged, _Finite)) or (isinstance(x, float) and math.isfinite(x))

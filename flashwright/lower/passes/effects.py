@@ -31,7 +31,7 @@ class Effects:
 
     @property
     def all(self) -> frozenset[Resource]:
-        """Whatever is touched."""
+        """All resources that are read or written."""
         return self.reads | self.writes
 
     def conflicts(self, later: Effects) -> bool:
@@ -80,7 +80,7 @@ def effects(node: ir.Statement) -> Effects:
             return _writing(ORDER, *keys)
         case ir.Exchange(vector):
             return Effects(frozenset([vector])) | _writing(vector, ORDER)
-        case ir.Turn():
+        case ir.PingPong():
             return _writing(ORDER)
     return Effects()
 

@@ -13,7 +13,7 @@ from functools import partial
 from flashwright.gpu import Gpu
 from flashwright.lower import ir
 from flashwright.lower.report import NOT_AHEAD, Report
-from flashwright.lower.targets.hopper import Copies, missing_for_tma, say_who_copies
+from flashwright.lower.targets.hopper import Copies, missing_for_tma, report_copies
 from flashwright.lower.targets.shared_memory import with_more
 from flashwright.program.program import Buffer, Key, Program
 
@@ -22,10 +22,11 @@ STAGES = 2
 
 
 def through_rings(
-    program: Program, gpu: Gpu, body: Body, who: Copies, report: Report
+    program: Program, gpu: Gpu, body: Body, ways: Copies, report: Report
 ) -> tuple[Program, Body, Copies]:
-    """The program with a ring for each tile that a loop loads to registers; who copies them."""
-    either = set(who.either)
+    """The program with a ring for each tile that a loop loads to registers; which warps copy
+    each."""
+    tma_optional = set(ways.tma_optional)
     for dest, fills in _fills(program, body).items():
         ring = _ring(dest)
         tensor = fills[0].window.tensor
@@ -42,10 +43,10 @@ def through_rings(
         program = more
         for load, lack in zip(loads, missing, strict=True):
             if lack:
-                either.add(ring)
-                say_who_copies(load, lack, report)
+                tma_optional.add(ring)
+                report_copies(load, lack, report)
         body = ir.changed(body, partial(_through, dest))
-    return program, body, replace(who, either=frozenset(either))
+    return program, body, replace(ways, tma_optional=frozenset(tma_optional))
 
 
 def _ring(dest: Key) -> Key:

@@ -1,10 +1,10 @@
-"""Sums of products of bytes, a step at a time.
+"""Sums of fp8 products, a step at a time.
 
-wgmma adds bytes up with 13 bits (recorded on an H200): all terms, the sum so far included, are cut
-off 13 bits below the largest, so that a long sum loses a little of every product, always toward
-zero. So the product of each step begins anew, in a tile of its own, and is added to the sum in
-fp32. A sum that is rescaled in each step needs no further instruction for it: `O = O * f` becomes
-`O = O * f + step` (overlap.py).
+wgmma adds fp8 products up with 13 bits (recorded on an H200): all terms, the sum so far included,
+are cut off 13 bits below the largest, so that a long sum loses a little of every product, always
+toward zero. So the product of each step begins anew, in a tile of its own, and is added to the sum
+in fp32. A sum that is rescaled in each step needs no further instruction for it: `O = O * f`
+becomes `O = O * f + step` (overlap.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WIDEST = 128  # columns of a sum: twice 64 registers of a thread
 
 
 def long_sums(program: Program, body: tuple[ir.Statement, ...]) -> frozenset[Key]:
-    """The accumulators that a loop adds products of bytes to."""
+    """The accumulators that a loop adds fp8 products to."""
     loops = (n for n in ir.flat(body) if isinstance(n, ir.Loop))
     nodes = (n for loop in loops for n in ir.flat(loop.body))
     return frozenset(n.target for n in nodes if isinstance(n, ir.Gemm) and _adds(program, n))

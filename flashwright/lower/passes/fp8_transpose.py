@@ -1,7 +1,7 @@
-"""Tiles of bytes that are turned on their way (device/fw/transpose.cuh).
+"""fp8 tiles that are transposed on their way (device/fw/helpers.cuh).
 
-wgmma multiplies bytes only where k lies along the rows of both operands. V lies as rows of keys, so
-TMA puts it down in a place of its own, and warps beside the loader turn it into the ring that is
+wgmma multiplies fp8 only where k lies along the rows of both operands. V lies as rows of keys, so
+TMA puts it down in a landing tile, and helper warps transpose it into the ring that consumers
 read. On the way the keys get the order in which a thread holds P's, and the columns that of wide
 accumulators (atoms.py): neither takes another instruction.
 """
@@ -15,8 +15,8 @@ from flashwright.program.program import Key, Program
 from flashwright.program.vocabulary import DTYPES
 
 
-def turned_tiles(program: Program, body: tuple[ir.Statement, ...]) -> frozenset[Key]:
-    """The right operands that lie as rows of k, in 8 bits."""
+def transposed_tiles(program: Program, body: tuple[ir.Statement, ...]) -> frozenset[Key]:
+    """The right operands in fp8 that lie as rows of k: they have to be transposed."""
     return frozenset(
         n.right
         for n in ir.flat(body)
@@ -26,24 +26,26 @@ def turned_tiles(program: Program, body: tuple[ir.Statement, ...]) -> frozenset[
     )
 
 
-def can_turn(gemm: ir.Gemm, turned: frozenset[Key]) -> bool:
-    """Whether both operands have k in the same order: P's, which is that of turned tiles, or the
-    one in which all others lie."""
-    return (gemm.left[1] == "register") == (gemm.right in turned) and gemm.left not in turned
+def can_transpose(gemm: ir.Gemm, transposed: frozenset[Key]) -> bool:
+    """Whether both operands have k in the same order: P's, which is that of transposed tiles, or
+    the one in which all others lie."""
+    return (gemm.left[1] == "register") == (
+        gemm.right in transposed
+    ) and gemm.left not in transposed
 
 
 def landing(key: Key) -> Key:
-    """Where TMA puts down a tile that is to be turned."""
+    """The tile that TMA fills where another one is to be transposed."""
     return f"{key[0]}_landed", "shared"
 
 
-def landed(node: ir.Statement, turned: frozenset[Key]) -> ir.Statement:
-    """A copy to where its tile lands."""
-    if isinstance(node, ir.Load) and node.dest in turned:
+def landed(node: ir.Statement, transposed: frozenset[Key]) -> ir.Statement:
+    """A copy as the producer sees it: to the landing tile, where its tile is transposed."""
+    if isinstance(node, ir.Load) and node.dest in transposed:
         return replace(node, dest=landing(node.dest))
     return node
 
 
-def turning(node: ir.Statement) -> ir.Statement:
-    """A copy as the warps see it that turn its tile."""
+def transposing(node: ir.Statement) -> ir.Statement:
+    """A copy as the helper warps see it that transpose its tile."""
     return ir.Transpose(node.dest, origin=node.origin) if isinstance(node, ir.Load) else node

@@ -21,12 +21,12 @@ from flashwright.program.vocabulary import DTYPES
 
 def fuse_staging(body: tuple[ir.Statement, ...], program: Program) -> tuple[ir.Statement, ...]:
     """Every such group of statements as one, for tiles of 16-bit elements."""
-    touched = [name for node in ir.flat(body) for name in _own(node)]
+    touched = [name for node in ir.flat(body) for name in _register_tiles(node)]
     pairs = {k for k, b in program.buffers.items() if DTYPES[b.dtype] == 2 and len(b.shape) == 2}
     return _fused(body, touched, pairs)
 
 
-def _own(node: ir.Statement) -> set[str]:
+def _register_tiles(node: ir.Statement) -> set[str]:
     """The register tiles that a statement itself touches."""
     if isinstance(node, (ir.Loop, ir.Branch)):
         return set()

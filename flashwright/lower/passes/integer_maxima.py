@@ -5,10 +5,11 @@ floats compare like integers as long as one of the two is not negative; of negat
 maximum is the smallest. It is an element of the row in any case, so never too large: once the
 running maximum m of a row is at least 0, max(m, integer maximum) is what it would be in floats.
 
-The first round of an overlapped loop has its maxima in floats, and all lanes of a warp vote whether
-all of its rows have come so far (`above`). In the rounds that follow, a warp that is not `above`
-finds the maxima in floats first and votes again. Where a program adds nothing to its scores they
-lie around 0, and one round of keys will do; if all of them are negative, it is right and slower.
+The first iteration of an overlapped loop has its maxima in floats, and all lanes of a warp vote
+whether all of its rows have come so far (`above`). In the iterations that follow, a warp that is
+not `above` finds the maxima in floats first and votes again. Where a program adds nothing to its
+scores they lie around 0, and one tile of keys will do; if all of them are negative, it is right and
+slower.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ REACHED = element("reached", ROW)
 NOTE = "While a row of the warp has a negative maximum, maxima as integers may be too small."
 
 
-def by_threes(
+def use_integer_maxima(
     program: Program, gpu: Gpu, body: tuple[ir.Statement, ...]
 ) -> tuple[ir.Statement, ...]:
     """Overlapped loops (software_pipeline.py) with their maxima found so, where it pays."""
     out: list[ir.Statement] = []
     for node in body:
         if isinstance(node, ir.Loop):
-            out.append(replace(node, body=by_threes(program, gpu, node.body)))
+            out.append(replace(node, body=use_integer_maxima(program, gpu, node.body)))
         elif isinstance(node, ir.Branch):
             out.append(_loops(program, gpu, node))
         else:
@@ -50,7 +51,7 @@ def _loops(program: Program, gpu: Gpu, node: ir.Branch) -> ir.Branch:
     if not loops or not _pays(program, gpu, _products(loops[0])):
         return node
     scores = _products(loops[0])[0].target
-    if not _can(node, [node.then, *(loop.body for loop in loops)], scores):
+    if not _applies(node, [node.then, *(loop.body for loop in loops)], scores):
         return node
     then: list[ir.Statement] = []
     fold = _folds(node.then, scores)[0]
@@ -63,15 +64,15 @@ def _loops(program: Program, gpu: Gpu, node: ir.Branch) -> ir.Branch:
     return replace(node, then=tuple(then))
 
 
-def _can(node: ir.Branch, rounds: list[tuple[ir.Statement, ...]], scores: Key) -> bool:
-    """Whether each round has one softmax of the scores as they are, all with one maximum."""
-    folds = [_folds(body, scores) for body in rounds]
+def _applies(node: ir.Branch, bodies: list[tuple[ir.Statement, ...]], scores: Key) -> bool:
+    """Whether each iteration has one softmax of the scores as they are, all with one maximum."""
+    folds = [_folds(body, scores) for body in bodies]
     held = {fold.held for found in folds for fold in found}
     return (
         all(len(found) == 1 for found in folds)
         and len(held) == 1
-        and all(_own(body, scores) for body in rounds)
-        and _only_grows(node, held.pop(), len(rounds))
+        and all(_only_products(body, scores) for body in bodies)
+        and _only_grows(node, held.pop(), len(bodies))
     )
 
 
@@ -140,7 +141,7 @@ def _with_integers(most: Element, scores: Key) -> Element | None:
     return None
 
 
-def _own(body: tuple[ir.Statement, ...], scores: Key) -> bool:
+def _only_products(body: tuple[ir.Statement, ...], scores: Key) -> bool:
     """Whether the scores at their maximum depend on nothing but the product (but for masks). What a
     bias is added to may be negative for most of a row."""
     fold = _folds(body, scores)[0].node
@@ -148,12 +149,14 @@ def _own(body: tuple[ir.Statement, ...], scores: Key) -> bool:
     assigns = (a for n in ir.flat(before) if isinstance(n, ir.Compute) for a in n.assigns)
     own = [a for a in assigns if variable(a.target) == tile_name(scores)]
     return all(
-        leaf == a.target or leaf.value is not None for a in own for leaf in leaves(_shown(a.value))
+        leaf == a.target or leaf.value is not None
+        for a in own
+        for leaf in leaves(_unmasked(a.value))
     )
 
 
-def _shown(value: Element) -> Element:
-    """Without a mask."""
+def _unmasked(value: Element) -> Element:
+    """The value where a mask hides nothing."""
     match value:
         case Op("where", (_, shown, Leaf(value=float(hidden)))) if hidden == -math.inf:
             return shown
@@ -169,7 +172,7 @@ def _only_grows(node: ir.Branch, held: Leaf, folds: int) -> bool:
     return not filled and sum(a.target == held for a in assigns) == folds
 
 
-# --- the rounds behind the first --------------------------------------------------------------
+# --- the iterations behind the first ----------------------------------------------------------
 
 
 def _as_integers(body: tuple[ir.Statement, ...], scores: Key) -> tuple[ir.Statement, ...]:

@@ -1,10 +1,10 @@
-"""Elementwise work between two shared tiles is left to the warps beside the loader, where it needs
+"""Elementwise work between two shared tiles is left to the helper warps, where it needs
 nothing that the consumers compute (device/fw/helpers.cuh).
 
 `Copy V from shared to register`, `Compute V * Gate and get new V`, `Copy V from register to shared
 and get Vg` (one statement by now, fuse_staging.py) would have all consumers meet twice in every
-iteration. With the work left to others, V is a ring that these empty, and Vg one that they fill:
-consumers wait for Vg as for any tile, and go on with softmax meanwhile.
+iteration. With the work left to helper warps, V is a ring that these empty, and Vg one that they
+fill: consumers wait for Vg as for any tile, and go on with softmax meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Body = tuple[ir.Statement, ...]
 
 
 def offloaded(body: Body, rings: frozenset[Key], buffers: Mapping[Key, Buffer]) -> Body:
-    """The body with every statement marked that can be left to others: it reads one of the rings
+    """The body with every statement marked that helper warps can do: it reads one of the rings
     that TMA fills, and besides that scalars and vectors that are read from global memory. A ring
     that consumers read, too, has a stage for what they still hold."""
     nodes = list(ir.flat(body))
@@ -73,19 +73,19 @@ def _vectors(node: ir.Restage) -> set[str]:
     return {p.name for p in parts if isinstance(p, At)}
 
 
-def made(body: Body) -> frozenset[Key]:
-    """The tiles that are filled by others."""
+def filled_by_helpers(body: Body) -> frozenset[Key]:
+    """The tiles that helper warps fill from other shared tiles."""
     return frozenset(n.dest for n in _restages(body))
 
 
 def sources(body: Body) -> frozenset[Key]:
-    """The tiles that they are made from."""
+    """The tiles that helper warps make others of."""
     return frozenset(n.source for n in _restages(body))
 
 
 def late_sources(body: Body, consumers: Body, late: frozenset[Key]) -> frozenset[Key]:
-    """The tiles that are needed one iteration late, by consumers and by those who make others of
-    them."""
+    """The tiles that are needed one iteration late, by consumers and by helper warps that make
+    others of them."""
     read = together(consumers).reads
     needs = {key: {key} & read for key in sources(body)}
     for node in _restages(body):
@@ -98,8 +98,8 @@ def _restages(body: Iterable[ir.Statement]) -> list[ir.Restage]:
 
 
 def for_consumers(body: Body) -> Body:
-    """The consumers' program: a tile that is made by others comes like one that is loaded. What
-    only those others read is gone."""
+    """The consumers' program: a tile that helper warps fill comes like one that is loaded. What
+    only helper warps read is gone."""
     windows = {n.dest: n.window for n in ir.flat(body) if isinstance(n, ir.Load)}
 
     def seen(node: ir.Statement) -> ir.Statement:
@@ -120,6 +120,6 @@ def for_consumers(body: Body) -> Body:
 
 
 def for_helpers(body: Body, filled: frozenset[Key], ordered: Callable[[Body], Body]) -> Body:
-    """What the warps beside the loader do: they fill these tiles, and take what they need of it
-    from the rings that TMA fills."""
+    """What the helper warps do: they fill these tiles, and take what they need for it from the
+    rings that TMA fills."""
     return consuming(ordered(producing(body, filled | sources(body))), set(sources(body)))

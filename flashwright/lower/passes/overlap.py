@@ -133,10 +133,10 @@ class Graph:
 
 
 def pipelined(
-    loop: ir.Loop, zero: Callable[[Key], bool], names: Names, turns: bool
+    loop: ir.Loop, zero: Callable[[Key], bool], names: Names, ping_pong: bool
 ) -> Pipelined | Reason:
-    """The loop in two stages. `zero` tells whether an accumulator is 0 before it. With `turns`
-    warpgroups start their products one after the other (ping-pong)."""
+    """The loop in two stages. `zero` tells whether an accumulator is 0 before it. With `ping_pong`
+    warpgroups start their products one after the other."""
     graph = Graph(items(loop.body))
     stages = _stages(graph)
     if isinstance(stages, Reason):
@@ -144,11 +144,11 @@ def pipelined(
     order = _order(graph, *stages)
     if isinstance(order, Reason):
         return order
-    return _Writer(graph, order, zero, names, turns).write(loop)
+    return _Writer(graph, order, zero, names, ping_pong).write(loop)
 
 
 def _stages(graph: Graph) -> tuple[set[int], set[int]] | Reason:
-    """The early products, and all that is put off by an iteration."""
+    """The early products, and all that is deferred by an iteration."""
     gemms = {item.number for item in graph.items if item.gemm}
     inside = [i for i in graph.items if not i.gemm and _multiplies(i.node)]
     if inside:
@@ -348,7 +348,7 @@ class _Writer:
     order: _Order
     zero: Callable[[Key], bool]
     names: Names
-    turns: bool
+    ping_pong: bool
 
     def write(self, loop: ir.Loop) -> Pipelined | Reason:
         order, late = self.order, {*self.order.late, *self.order.settle}
@@ -358,7 +358,7 @@ class _Writer:
         }
         for n in sorted(late):
             if self.graph.items[n].effects.reads & reads:
-                text = "what is put off to the next iteration depends on the loop's variable"
+                text = "what is deferred to the next iteration depends on the loop's variable"
                 return Reason(text, self.graph.items[n].node.origin)
         middle, rescale, rest = self._together(order.middle, order.rescale, order.rest)
         settle = self._nodes(order.settle)
@@ -371,14 +371,16 @@ class _Writer:
                 return Reason("an fp8 sum is changed in more than one way", rescale[0].origin)
             anew, again, last = stepped
             settle = tuple(n for n in settle if not isinstance(n, ir.Compute))
-        take, give = ((ir.Turn("take"),), (ir.Turn("pass"),)) if self.turns else ((), ())
+        wait, signal = (
+            ((ir.PingPong(step),) for step in ("wait", "signal")) if self.ping_pong else ((), ())
+        )
         head, early, started = (self._nodes(part) for part in (order.head, order.early, order.late))
         released = self._nodes(order.give)
         known = _known(middle)
         held = tuple(replace(n, known=known) if isinstance(n, ir.Release) else n for n in released)
         first = (*head, *early, *released, *middle, *anew, *rest)
         steady = (
-            *(*head, *take, *early, *started, *give, *middle, *held),
+            *(*head, *wait, *early, *started, *signal, *middle, *held),
             *(*settle, *again, *rest),
         )
         tiles = frozenset(_tiles(self.graph, late))

@@ -1,5 +1,5 @@
 """Row sums that a loop adds up are kept in parts, one for each of the four threads of a row, and
-are put together once behind the loop instead of in every round."""
+are put together once behind the loop instead of in every iteration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashwright.lower.element import Element, Leaf, Op, Reduce
 from flashwright.program.program import Buffer
 
 
-def keep_partial(body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
+def keep_partial_sums(body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
     """The top level of a program with its loops' sums kept in parts."""
     out = list(body)
     position = 0

@@ -3,8 +3,8 @@
 Shared tiles are written by all threads and read by all. A read needs the tile's copy to have
 arrived (wait) and every thread to have seen that (barrier); a write needs every thread to be done
 with what was there (barrier). Whenever a barrier is due anyway, copies that will be read in the
-same round are waited for at once, so that it serves for them too: two barriers a round for a K and
-a V of one stage each.
+same iteration are waited for at once, so that it serves for them too: two barriers an iteration for
+a K and a V of one stage each.
 
 Where there is no cp.async a copy travels in registers. It goes ahead of its reader, and touches
 shared memory only when it is put there, right before the reader's barrier; or, where registers are
@@ -51,22 +51,22 @@ Travel = Literal["async", "ahead", "at once"]
 ROUNDS = 8  # of a loop, until what is known at its start does not change any more
 
 
-def synchronise(
+def place_barriers(
     body: tuple[ir.Statement, ...], buffers: Mapping[Key, Buffer], travel: Travel
 ) -> tuple[ir.Statement, ...]:
     """The body with all that its shared tiles need to be right."""
-    walk = _Walk(buffers, travel)
-    walk.run(body)
-    return tuple(walk.out)
+    placer = _Placer(buffers, travel)
+    placer.run(body)
+    return tuple(placer.out)
 
 
-class _Walk:
+class _Placer:
     def __init__(self, buffers: Mapping[Key, Buffer], travel: Travel) -> None:
         self.asynchronous = travel == "async"
         self.at_once = travel == "at once"
         self.state: State = {k: Tile() for k, b in buffers.items() if b.space == "shared"}
         self.puts: dict[Key, ir.Put] = {}  # of the copies that wait in registers
-        self.late: list[ir.Put] | None = None  # those of the next round; None: in no loop
+        self.late: list[ir.Put] | None = None  # those of the next iteration; None: in no loop
         self.open: set[Key] = set()
         self.out: list[ir.Statement] = []
 
@@ -182,7 +182,7 @@ class _Walk:
         """A barrier, and before it whatever makes it serve for later readers of this body too."""
         soon = [
             k
-            for k in _read_soon(rest)
+            for k in _read_before_refill(rest)
             if self.state[k].flying
             and not self.state[k].visible
             and not self.state[k].arrived
@@ -208,8 +208,8 @@ class _Walk:
         body: tuple[ir.Statement, ...] = ()
         for _ in range(ROUNDS):
             start = _copied(self.state)
-            body = self._round(loop.body)
-            for key in ahead:  # the next round reads another stage
+            body = self._iteration(loop.body)
+            for key in ahead:  # the next iteration reads another stage
                 self.state[key].visible = False
             joined = {k: entry[k].join(t) for k, t in self.state.items()}
             self.state = joined
@@ -217,7 +217,7 @@ class _Walk:
                 break
         self.out.append(replace(loop, body=body))
 
-    def _round(self, body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
+    def _iteration(self, body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
         """A loop's body; what it fetches through registers for the next one is put at its end."""
         out, late = self.out, self.late
         self.out, self.late = [], []
@@ -291,7 +291,7 @@ def _reads(node: ir.Statement) -> set[Key]:
     return {k for n in ir.flat((node,)) for k in _touched(n)[0]}
 
 
-def _read_soon(rest: tuple[ir.Statement, ...]) -> list[Key]:
+def _read_before_refill(rest: tuple[ir.Statement, ...]) -> list[Key]:
     """The tiles read in the rest of a body before another copy goes into them."""
     found: list[Key] = []
     filled: set[Key] = set()

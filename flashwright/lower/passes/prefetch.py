@@ -1,5 +1,6 @@
-"""Pipelining, where the program allows it: the copies of a buffer with N stages run N - 1 rounds of
-their loop ahead. `with stages 2` says that this may be done; what the program means stays as it is.
+"""Pipelining, where the program allows it: the copies of a buffer with N stages run N - 1
+iterations of their loop ahead. `with stages 2` says that this may be done; what the program means
+stays as it is.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from flashwright.program.program import Buffer, Key
 from flashwright.program.vocabulary import DTYPES
 
 
-def pipeline(
+def run_copies_ahead(
     body: tuple[ir.Statement, ...],
     buffers: Mapping[Key, Buffer],
     ahead: int,
     report: Report | None = None,
 ) -> tuple[ir.Statement, ...]:
-    """Every loop with its copies run ahead, at most so many rounds."""
+    """Every loop with its copies run ahead, at most so many iterations."""
     report = report or Report()
     early: dict[Key, int] = {}
     out: list[ir.Statement] = []
@@ -111,7 +112,7 @@ def _loop(loop: ir.Loop, stages: dict[Key, int]) -> list[ir.Statement]:
         condition = substitute(loop.condition, {loop.var: now})
         prologue.append(ir.Branch(condition, loads, origin=loop.origin.untitled))
         prologue.append(ir.Commit())
-    body = tuple(_round(node, loop, stages, lets) for node, lets in _with_lets(loop.body))
+    body = tuple(_in_loop(node, loop, stages, lets) for node, lets in _with_lets(loop.body))
     return [*prologue, replace(loop, body=body)]
 
 
@@ -119,7 +120,7 @@ def _stages(
     loop: ir.Loop, after: tuple[ir.Statement, ...], buffers: Mapping[Key, Buffer], ahead: int
 ) -> dict[Key, int]:
     """The buffers whose copies can run ahead, with their stages: one copy at the top of the body
-    fills the buffer before anything reads it, and nobody reads it behind the loop."""
+    fills the buffer before anything reads it, and nothing reads it behind the loop."""
     found = {}
     for node, _ in _loads(loop):
         stages = min(buffers[node.dest].stages, ahead + 1)
@@ -160,10 +161,10 @@ def _with_lets(body: tuple[ir.Statement, ...]) -> list[tuple[ir.Statement, dict[
     return found
 
 
-def _round(
+def _in_loop(
     node: ir.Statement, loop: ir.Loop, stages: dict[Key, int], lets: dict[str, Term]
 ) -> ir.Statement:
-    """A statement of the loop: copies for a later round, readers at this round's stage."""
+    """A statement of the loop: copies for a later iteration, readers at this iteration's stage."""
     count = minus(Var(loop.var), loop.low)
     if isinstance(node, ir.Load) and node.dest in stages:
         n = stages[node.dest]
@@ -185,11 +186,12 @@ def _round(
         return replace(node, stage=_modulo(count, stages[node.source]))
     if isinstance(node, ir.Branch):
         then, orelse = (
-            tuple(_round(n, loop, stages, lets) for n in part) for part in (node.then, node.orelse)
+            tuple(_in_loop(n, loop, stages, lets) for n in part)
+            for part in (node.then, node.orelse)
         )
         return replace(node, then=then, orelse=orelse)
     if isinstance(node, ir.Loop):
-        return replace(node, body=tuple(_round(n, loop, stages, lets) for n in node.body))
+        return replace(node, body=tuple(_in_loop(n, loop, stages, lets) for n in node.body))
     return node
 
 
@@ -198,6 +200,6 @@ def _modulo(x: Term, n: int) -> Term:
 
 
 def _moved(node: ir.Load, lets: dict[str, Term], var: str, to: Term) -> ir.Load:
-    """The copy as another round does it."""
+    """The copy as another iteration does it."""
     values = inlined(lets, {var: to})
     return node.moved(lambda x: substitute(x, values))

@@ -51,14 +51,14 @@ def needed_last(body: tuple[ir.Statement, ...], late: Set[Key]) -> tuple[ir.Stat
     """A loop's copies in the order in which overlapped consumers need them: those of the tiles that
     they read one iteration late behind the others. Otherwise the producer would wait for a stage
     that is handed back only after a tile which it has not copied yet."""
-    nodes = [part for n in body for part in _parted(n, late)]
+    nodes = [part for n in body for part in _split_branch(n, late)]
     tied = {k for n in nodes if not _filled(n) <= late for k in _filled(n)}
     behind = [n for n in nodes if _filled(n) and _filled(n) <= late - tied]
     behind = [n for k, n in enumerate(nodes) if any(n is b for b in behind) and _free(nodes, k)]
     return (*(n for n in nodes if not any(n is b for b in behind)), *behind)
 
 
-def _parted(node: ir.Statement, late: Set[Key]) -> tuple[ir.Statement, ...]:
+def _split_branch(node: ir.Statement, late: Set[Key]) -> tuple[ir.Statement, ...]:
     """A branch that copies tiles of both kinds as two, one for each."""
     if not isinstance(node, ir.Branch):
         return (node,)
@@ -114,7 +114,7 @@ def consuming(body: tuple[ir.Statement, ...], keys: Set[Key]) -> tuple[ir.Statem
     structured = {key for key in keys if _structured(body, key, False)}
     loose = keys - structured
     out = _around(body, structured)
-    out = _loosely(out, loose)
+    out = _wait_before_each_reader(out, loose)
     return (*_without_loads(out, keys), *(ir.Drain(key) for key in sorted(loose)))
 
 
@@ -194,15 +194,19 @@ def _inside(node: ir.Statement, keys: Set[Key]) -> ir.Statement:
     return node
 
 
-def _loosely(body: tuple[ir.Statement, ...], keys: Set[Key]) -> tuple[ir.Statement, ...]:
+def _wait_before_each_reader(
+    body: tuple[ir.Statement, ...], keys: Set[Key]
+) -> tuple[ir.Statement, ...]:
     """A wait before every reader, which is over at once where the tile has been waited for, and the
     present stage handed back where the next copy stands."""
     out: list[ir.Statement] = []
     for node in body:
         if isinstance(node, ir.Loop):
-            out.append(replace(node, body=_loosely(node.body, keys)))
+            out.append(replace(node, body=_wait_before_each_reader(node.body, keys)))
         elif isinstance(node, ir.Branch):
-            then, orelse = (_loosely(part, keys) for part in (node.then, node.orelse))
+            then, orelse = (
+                _wait_before_each_reader(part, keys) for part in (node.then, node.orelse)
+            )
             out.append(replace(node, then=then, orelse=orelse))
         elif isinstance(node, ir.Load) and node.dest in keys:
             out += [ir.Refill(node.dest, origin=node.origin), node]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from flashwright.lower import ir
 from flashwright.lower.element import Leaf
 from flashwright.lower.names import Names, tile_name
-from flashwright.lower.passes.early_exit import defined, own_end
+from flashwright.lower.passes.early_exit import defined, exit_iteration
 from flashwright.lower.passes.effects import Resource, effects, live_before
 from flashwright.lower.passes.overlap import Pipelined, Reason, pipelined
 from flashwright.lower.report import (
@@ -41,10 +41,10 @@ class SoftwarePipeline:
     names: Names
     report: Report
     overlap: bool
-    turns: bool
+    ping_pong: bool
     split: bool
     exits: bool = True
-    """Warpgroups may end a loop each by itself."""
+    """Warpgroups may exit a loop early, each by itself."""
     late: dict[str, frozenset[Key]] = field(default_factory=dict)
     whole: tuple[ir.Statement, ...] = ()
 
@@ -89,9 +89,9 @@ class SoftwarePipeline:
             return loop
         off = ir.Origin(param_lines(self.program.tree, "Overlap"))
         found: Pipelined | Reason = Reason("`param Overlap = 0`", off)
-        sifted = _sifted(loop)
+        taken = _over_taken_iterations(loop)
         if self.overlap:
-            found = pipelined(sifted, lambda key: _is_zero(before, key), self.names, self.turns)
+            found = pipelined(taken, lambda key: _is_zero(before, key), self.names, self.ping_pong)
         line = loop.origin.lines[0] if loop.origin.lines else 0
         if isinstance(found, Reason):
             again = live_before(loop.body, frozenset()) | live
@@ -104,7 +104,7 @@ class SoftwarePipeline:
                 self.report.loops.append(LoopReport(line, False))
             return inner
         self.late[loop.var] = found.late_tiles
-        return self._written(sifted, found, live, rows, line)
+        return self._written(taken, found, live, rows, line)
 
     def _written(
         self,
@@ -114,24 +114,24 @@ class SoftwarePipeline:
         rows: Term | None,
         line: int,
     ) -> ir.Branch:
-        own = own_end(loop, rows, live) if self.exits else None
+        exit = exit_iteration(loop, rows, live) if self.exits else None
         begin: tuple[ir.Statement, ...] = (ir.Define(loop.var, loop.low, varies=True),)
         before: tuple[ir.Statement, ...] = found.first
         following = plus(loop.low if loop.where is None else Var(loop.var), 1)
         again = replace(loop, low=following, body=found.steady, number="defined")
         passing: tuple[ir.Statement, ...] = ()
-        if own is not None:
-            end = self.names.fresh(f"{loop.var}_own")
-            mine = binary("<", Var(loop.var), Var(end))
-            again = replace(again, condition=binary("&&", loop.condition, mine))
+        if exit is not None:
+            end = self.names.fresh(f"{loop.var}_exit")
+            before_exit = binary("<", Var(loop.var), Var(end))
+            again = replace(again, condition=binary("&&", loop.condition, before_exit))
             untitled = loop.origin.untitled
-            passed = _passing(loop.body, self.turns)
+            passed = _passing(loop.body, self.ping_pong)
             passing = (replace(loop, body=passed, number="resumes", origin=untitled),)
-            before = (ir.Define(end, own), *before)
+            before = (ir.Define(end, exit), *before)
         loops = split_masked(again) if self.split else (again,)
         if len(loops) == 1:
             self._not_split(loop)
-        self.report.loops.append(LoopReport(line, True, len(loops) > 1, own is not None))
+        self.report.loops.append(LoopReport(line, True, len(loops) > 1, exit is not None))
         condition = substitute(loop.condition, {loop.var: loop.low})
         then = (*before, *loops, *found.last, *passing)
         if loop.where is not None:
@@ -145,7 +145,7 @@ class SoftwarePipeline:
         """What is not done with a loop that is not overlapped."""
         lost = ["the loop is not overlapped"]
         lost += ["its masked iterations are not split"] if self.split and _masks(loop) else []
-        lost += ["its warpgroups do not run in ping-pong"] if self.turns else []
+        lost += ["its warpgroups do not run in ping-pong"] if self.ping_pong else []
         return " and ".join(filter(None, (", ".join(lost[:-1]), lost[-1])))
 
     def _not_split(self, loop: ir.Loop) -> None:
@@ -178,7 +178,7 @@ def split_masked(loop: ir.Loop) -> tuple[ir.Loop, ...]:
     return replace(loop, condition=clear, body=plain), then
 
 
-def _sifted(loop: ir.Loop) -> ir.Loop:
+def _over_taken_iterations(loop: ir.Loop) -> ir.Loop:
     """A loop all of whose work stands in one `if`: the same without it, over the numbers for which
     its condition holds. Names that the condition needs are looked through."""
     *lets, last = loop.body
@@ -195,11 +195,11 @@ def _masks(loop: ir.Loop) -> list[ir.Compute]:
     return [n for n in loop.body if isinstance(n, ir.Compute) and n.unless is not None]
 
 
-def _passing(body: Sequence[ir.Statement], turns: bool) -> tuple[ir.Statement, ...]:
+def _passing(body: Sequence[ir.Statement], ping_pong: bool) -> tuple[ir.Statement, ...]:
     """An iteration of a warpgroup that only lets the tiles pass."""
     kept = [n for n in body if isinstance(n, (ir.Await, ir.Release, ir.Define))]
     first = next((n for n, node in enumerate(kept) if isinstance(node, ir.Release)), len(kept))
-    pair = (ir.Turn("take"), ir.Turn("pass")) if turns else ()
+    pair = (ir.PingPong("wait"), ir.PingPong("signal")) if ping_pong else ()
     return (*kept[:first], *pair, *kept[first:])
 
 

@@ -14,14 +14,14 @@ from flashwright.lower import ir
 from flashwright.lower.names import Names, ring_name
 from flashwright.lower.passes.fills_by_tma import through_rings
 from flashwright.lower.passes.fp8_sums import can_step, in_steps, long_sums, with_steps
-from flashwright.lower.passes.fp8_transpose import landed, turned_tiles, turning
+from flashwright.lower.passes.fp8_transpose import landed, transposed_tiles, transposing
 from flashwright.lower.passes.fuse_staging import fuse_staging
-from flashwright.lower.passes.integer_maxima import by_threes
+from flashwright.lower.passes.integer_maxima import use_integer_maxima
 from flashwright.lower.passes.offload_staging import (
+    filled_by_helpers,
     for_consumers,
     for_helpers,
     late_sources,
-    made,
     offloaded,
     sources,
 )
@@ -41,13 +41,13 @@ from flashwright.lower.report import (
     param_lines,
 )
 from flashwright.lower.targets.hopper import copies, line_of
-from flashwright.lower.targets.shared_memory import BARRIERS, with_room, with_two_stages
+from flashwright.lower.targets.shared_memory import BARRIERS, with_landing_tiles, with_two_stages
 from flashwright.lower.term import ZERO, RingStage, Term
 from flashwright.program.program import Key, Program
 from flashwright.program.vocabulary import DTYPES
 
 
-def specialized(
+def specialize_warps(
     program: Program,
     gpu: Gpu,
     body: tuple[ir.Statement, ...],
@@ -60,10 +60,10 @@ def specialized(
     """The roles, and the program with the tiles that they need besides; None if the program cannot
     use wgmma and TMA, for reasons that the report then has. `sparing` ones need fewer registers;
     of the tiles in `split` each warpgroup has some columns."""
-    who = copies(program, gpu, body, report) if gpu.wgmma else None
-    if who is None:
+    ways = copies(program, gpu, body, report) if gpu.wgmma else None
+    if ways is None:
         return None
-    turned, sums = turned_tiles(program, body), long_sums(program, body)
+    transposed, sums = transposed_tiles(program, body), long_sums(program, body)
     if not can_step(program, sums):
         text = (
             "no wgmma: an fp8 sum wider than 128 columns has no registers for the product of a step"
@@ -71,7 +71,7 @@ def specialized(
         wide = (n for n in ir.flat(body) if isinstance(n, ir.Gemm) and n.target in sums)
         report.remark(NO_WGMMA, text, next(wide).origin.lines)
         return None
-    more = with_room(with_steps(program, sums), gpu, turned)
+    more = with_landing_tiles(with_steps(program, sums), gpu, transposed)
     if more is None:
         text = "no wgmma: shared memory has no room to transpose an fp8 tile in"
         report.remark(NO_WGMMA, text, line_of(body, ir.Load))
@@ -83,15 +83,15 @@ def specialized(
         return None
     more, body = whole
     if not sparing:  # the warps that may have to copy them need registers as well
-        more, body, who = through_rings(more, gpu, body, who, report)
-    helped = who.helped | who.either
+        more, body, ways = through_rings(more, gpu, body, ways, report)
+    helped = ways.helped | ways.tma_optional
     verifier = replace(verifier or Verifier(program, (), on=False), meant=body)
     body = in_exponent(in_steps(more, _trimmed(more, body), sums))
     body = verifier(body, "fp8 sums", more)
     keys = {n.dest for n in ir.flat(body) if isinstance(n, ir.Load)}
-    rings = frozenset(keys) - helped - turned
+    rings = frozenset(keys) - helped - transposed
     body = offloaded(fuse_staging(body, more), rings, more.buffers)
-    more = with_two_stages(with_two_stages(more, gpu, made(body)), gpu, sources(body))
+    more = with_two_stages(with_two_stages(more, gpu, filled_by_helpers(body)), gpu, sources(body))
     seen = for_consumers(body)
     remark_single_stages(seen, more.buffers, report)
     consumers, late = _consumers(more, seen, names, report, verifier, bool(split))
@@ -99,38 +99,40 @@ def specialized(
         consumers = exchanged(more, gpu, consumers, names)
         verifier.products(consumers, "splitting columns", more)
     elif not sparing:
-        consumers = by_threes(more, gpu, consumers)
+        consumers = use_integer_maxima(more, gpu, consumers)
         verifier.products(consumers, "integer maxima", more)
     late = {var: late_sources(body, seen, tiles) for var, tiles in late.items()}
-    body = ir.changed(body, lambda node: _either(node, who.either))
-    produced = _in_need_order(producing(body, keys - who.helped), late)
-    loader = ir.changed(produced, lambda node: landed(node, turned))
-    helping = ir.changed(body, lambda node: _by_helpers(node, turned, helped))
-    filled = turned | helped | made(body)
+    body = ir.changed(body, lambda node: _tma_optional(node, ways.tma_optional))
+    produced = _in_need_order(producing(body, keys - ways.helped), late)
+    producer = ir.changed(produced, lambda node: landed(node, transposed))
+    helping = ir.changed(body, lambda node: _by_helpers(node, transposed, helped))
+    filled = transposed | helped | filled_by_helpers(body)
     helpers = for_helpers(helping, filled, lambda part: _in_need_order(part, late))
     helpers = ir.changed(helpers, lambda node: _staged(node, keys, more))
-    report.products, report.copies = "wgmma", "TMA" if keys - who.helped else "three warps"
+    report.products, report.copies = "wgmma", "TMA" if keys - ways.helped else "three warps"
     report.persistent = program.schedule.persistent
     if not report.persistent:
         text = "the kernel is not persistent: `param Persistent = 0`"
         where = param_lines(program.tree, "Persistent")
         report.remark(NOT_PERSISTENT, text, where, edit=ParamEdit("Persistent"))
-    roles = ir.Roles(loader, consumers, helpers)
+    roles = ir.Roles(producer, consumers, helpers)
     verifier.roles(roles, more)
     return more, roles
 
 
-def _either(node: ir.Statement, keys: frozenset[Key]) -> ir.Statement:
-    """A copy of which the call shows who does it."""
+def _tma_optional(node: ir.Statement, keys: frozenset[Key]) -> ir.Statement:
+    """A copy that TMA or helper warps do: the call shows which."""
     if isinstance(node, ir.Load) and node.dest in keys:
-        return replace(node, either=True)
+        return replace(node, tma_optional=True)
     return node
 
 
-def _by_helpers(node: ir.Statement, turned: frozenset[Key], helped: frozenset[Key]) -> ir.Statement:
-    """A copy as the warps beside the loader see it."""
-    if isinstance(node, ir.Load) and node.dest in turned:
-        return turning(node)
+def _by_helpers(
+    node: ir.Statement, transposed: frozenset[Key], helped: frozenset[Key]
+) -> ir.Statement:
+    """A copy as the helper warps see it."""
+    if isinstance(node, ir.Load) and node.dest in transposed:
+        return transposing(node)
     if isinstance(node, ir.Load) and node.dest in helped:
         return replace(node, helped=True)
     return node
@@ -147,19 +149,19 @@ def _consumers(
     schedule = program.schedule
     keys = {n.dest for n in ir.flat(body) if isinstance(n, ir.Load)}
     met = _with_syncs(body)
-    turns = schedule.ping_pong and program.warps > 4 and not _meet_in_loops(met) and not split
+    ping_pong = schedule.ping_pong and program.warps > 4 and not _meet_in_loops(met) and not split
     pipeline = SoftwarePipeline(
         program,
         names,
         report,
         overlap=schedule.overlap,
-        turns=turns,
+        ping_pong=ping_pong,
         split=schedule.split_masked,
         exits=not split,
     )
     ringed = verifier.consumers(consuming(met, keys), "rings", program)
     found = verifier.consumers(pipeline.run(ringed), "software pipelining", program)
-    report.ping_pong = any(isinstance(n, ir.Turn) for n in ir.flat(found))
+    report.ping_pong = any(isinstance(n, ir.PingPong) for n in ir.flat(found))
     if not report.ping_pong:
         _no_ping_pong(program, met, report, split)
     staged = ir.changed(found, lambda node: _staged(node, keys, program))
@@ -167,7 +169,7 @@ def _consumers(
 
 
 def _meet_in_loops(body: tuple[ir.Statement, ...]) -> bool:
-    """Whether warpgroups meet between products of a loop, which leaves them no turns."""
+    """Whether warpgroups meet between products of a loop, which leaves no ping-pong."""
     loops = [list(ir.flat(n.body)) for n in ir.flat(body) if isinstance(n, ir.Loop)]
     return any(
         any(isinstance(n, ir.Gemm) for n in inner) and any(isinstance(n, ir.Sync) for n in inner)
@@ -258,7 +260,7 @@ def ring_offsets(program: Program, kernel: ir.Kernel, begin: int) -> tuple[dict[
     offsets: dict[Key, int] = {}
     filled = {n.dest for n in ir.flat(kernel.body) if isinstance(n, ir.Load)}
     filled |= {n.key for n in ir.flat(kernel.body) if isinstance(n, ir.Transpose)}
-    filled |= made(kernel.body)
+    filled |= filled_by_helpers(kernel.body)
     for key in (k for k in program.buffers if k in filled):
         offsets[key] = begin
         begin += BARRIERS * program.buffers[key].stages

@@ -21,7 +21,7 @@ from flashwright.lower.passes.bad_ir import BadIR
 from flashwright.lower.passes.verify_copies import verify_copies
 from flashwright.lower.passes.verify_rings import verify_groups, verify_rings
 from flashwright.lower.passes.verify_runs import Problem, problems, verify_roles
-from flashwright.lower.targets.tensor_maps import either
+from flashwright.lower.targets.tensor_maps import tma_optional_tiles
 from flashwright.lower.term import At, Position, Term, Var, walk
 from flashwright.program.program import Buffer, Key, Program
 from flashwright.program.vocabulary import CONSTANTS
@@ -58,7 +58,7 @@ class Verifier:
         return body
 
     def front_end(self, body: Body) -> Body:
-        """What lowering gives."""
+        """Raise BadIR where the front end has left a name undefined or a position unknown."""
         self.meant = body
         return self(body, "the front end")
 
@@ -80,7 +80,7 @@ class Verifier:
         """All roles, on small problems."""
         if self.on:
             self((roles,), "warp specialization", program)
-            ways = (True, False) if either((roles,)) else (True,)
+            ways = (True, False) if tma_optional_tiles((roles,)) else (True,)
             shown = [resolved(roles, by_tma) for by_tma in ways]
             for problem in self._problems(program):
                 for one in shown:
@@ -99,15 +99,16 @@ class Verifier:
 
 
 def resolved(roles: ir.Roles, by_tma: bool) -> ir.Roles:
-    """The roles where the call has shown who copies the tiles that TMA may not be able to load."""
+    """The roles where the call has shown which warps copy the tiles that TMA may not be able to
+    load."""
 
     def kept(body: Body, fills: bool) -> Body:
         return ir.changed(
-            body, lambda n: n if fills or not (isinstance(n, ir.Load) and n.either) else None
+            body, lambda n: n if fills or not (isinstance(n, ir.Load) and n.tma_optional) else None
         )
 
-    loader, helpers = kept(roles.loader, by_tma), kept(roles.helpers, not by_tma)
-    return replace(roles, loader=loader, helpers=helpers)
+    producer, helpers = kept(roles.producer, by_tma), kept(roles.helpers, not by_tma)
+    return replace(roles, producer=producer, helpers=helpers)
 
 
 def outer_names(program: Program, grid: tuple[ir.GridAxis, ...]) -> frozenset[str]:
@@ -166,7 +167,7 @@ class _Scopes:
                 self.body(node.then, scope.inner())
                 self.body(node.orelse, scope.inner())
             case ir.Roles():
-                for part in (node.loader, node.helpers, node.readers):
+                for part in (node.producer, node.helpers, node.consumers):
                     self.body(part, scope.inner())
             case ir.Compute():
                 self._compute(node, scope.known)

@@ -128,7 +128,7 @@ def verify_groups(body: Body, stage: str) -> None:
                     verify_groups(part, stage)
             case _:
                 _undisturbed(node, open, stage)
-        if not isinstance(node, (ir.Await, ir.Turn)):
+        if not isinstance(node, (ir.Await, ir.PingPong)):
             fenced = set()
     if open:
         raise BadIR(stage, None, f"{open[0].target[0]} is under way at the end of a body")

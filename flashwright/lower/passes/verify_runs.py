@@ -1,8 +1,8 @@
 """The verifier on small problems: the schedule is carried out event by event, without numbers.
 
-On Hopper the roles run greedily against each other: who can go on does. If nobody can, it is a
-deadlock; and every product must read the tiles that the program means, in its order. Copies without
-roles are in verify_copies.py.
+On Hopper the roles run greedily against each other: each goes on as far as it can. If none can, it
+is a deadlock; and every product must read the tiles that the program means, in its order. Copies
+without roles are in verify_copies.py.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Trace:
     inside: dict[int, bool] = field(default_factory=dict)
 
     def run(self, body: Body) -> None:
-        """Carry statements out."""
+        """Note what these statements do, and the values of the names that they define."""
         for node in body:
             match node:
                 case ir.Define():
@@ -105,13 +105,13 @@ class Trace:
     def _loop(self, node: ir.Loop) -> None:
         if node.number != "resumes":
             self.env[node.var] = self._value(node.low)
-        rounds = 0
+        iterations = 0
         while self._value(node.condition):
             if node.where is None or self._value(node.where):
                 self.run(node.body)
             self.env[node.var] += 1
-            rounds += 1
-            if rounds > MOST:
+            iterations += 1
+            if iterations > MOST:
                 raise LeftOut
 
     def _matters(self, node: ir.Loop | ir.Branch) -> bool:
@@ -189,8 +189,8 @@ def _events(body: Body, env: Mapping[str, Any]) -> list[Event]:
                 found.append(("release", key, node))
             case ir.Refill(key) | ir.Drain(key):
                 found.append(("refill" if isinstance(node, ir.Refill) else "drain", key, node))
-            case ir.Turn(step):
-                found.append((step, None, node))
+            case ir.PingPong(step):
+                found.append((f"ping-pong {step}", None, node))
             case ir.Sync():
                 found.append(("meet", None, node))
             case ir.Start(gemm):
@@ -206,7 +206,7 @@ def _events(body: Body, env: Mapping[str, Any]) -> list[Event]:
         ir.Release,
         ir.Refill,
         ir.Drain,
-        ir.Turn,
+        ir.PingPong,
         ir.Sync,
     )
     kinds_read = (ir.Start, ir.Move)
@@ -236,9 +236,9 @@ class _Actor:
 class _Run:
     """All roles. A ring holds as many values as it has stages."""
 
-    def __init__(self, program: Program, actors: list[_Actor], readers: list[_Actor]) -> None:
+    def __init__(self, program: Program, actors: list[_Actor], consumers: list[_Actor]) -> None:
         self.buffers = program.buffers
-        self.actors, self.readers = actors, readers
+        self.actors, self.consumers = actors, consumers
         self.filled: dict[Key, list[object]] = {}
         self.users: dict[Key, list[_Actor]] = {}
         for actor in actors:
@@ -247,7 +247,7 @@ class _Run:
                     users = self.users.setdefault(key, [])
                     if actor not in users:
                         users.append(actor)
-        self.turns = [1] + [0] * (len(readers) - 1)
+        self.signals = [1] + [0] * (len(consumers) - 1)  # of ping-pong, to each warpgroup
 
     def run(self, problem: Problem) -> None:
         going = True
@@ -262,8 +262,8 @@ class _Run:
                 kind, what, node = actor.events[actor.at]
                 text = f"deadlock: the {actor.name} cannot go on with `{kind}` {_named(what)}"
                 raise BadIR(STAGE, node, f"{text}; {problem.text}")
-        if self.turns[0] != 1:
-            raise BadIR(STAGE, None, f"a block ends in the middle of a turn; {problem.text}")
+        if self.signals[0] != 1:
+            raise BadIR(STAGE, None, f"a tile ends with a ping-pong signal missing; {problem.text}")
         for key, values in self.filled.items():
             for user in self.users.get(key, []):
                 if user.taken.get(key, 0) != len(values):
@@ -290,15 +290,15 @@ class _Run:
                 actor.held.discard(what)
                 if kind == "refill":
                     actor.held.add(what)
-            case "take":
-                if not self.turns[actor.number]:
+            case "ping-pong wait":
+                if not self.signals[actor.number]:
                     return False
-                self.turns[actor.number] = 0
-            case "pass":
-                following = (actor.number + 1) % len(self.readers)
-                self.turns[following] += 1
-                if sum(self.turns) > 1:
-                    raise BadIR(STAGE, node, "a turn is passed on that was not taken")
+                self.signals[actor.number] = 0
+            case "ping-pong signal":
+                following = (actor.number + 1) % len(self.consumers)
+                self.signals[following] += 1
+                if sum(self.signals) > 1:
+                    raise BadIR(STAGE, node, "a ping-pong signal without a wait before it")
             case "meet":
                 return self._meet(actor)
             case "read":
@@ -329,7 +329,7 @@ class _Run:
         """Whether all are there: each notes once that it has come."""
         before = sum(kind == "meet" for kind, _, _ in actor.events[: actor.at]) + 1
         actor.meets = max(actor.meets, before)
-        return all(other.meets >= before for other in self.readers)
+        return all(other.meets >= before for other in self.consumers)
 
     def _read(self, actor: _Actor, what: ir.Gemm | ir.Move, node: ir.Statement) -> None:
         for key in shared_reads(what):
@@ -349,9 +349,9 @@ def _named(what: Any) -> str:
 def verify_roles(roles: ir.Roles, meant: Body, program: Program, problem: Problem) -> None:
     """Raise BadIR for a deadlock, a tile left in a ring, or a product of other tiles than meant."""
     groups = max(1, program.warps // 4)
-    bodies = [("producer", roles.loader, 0)]
-    bodies += [("warps beside it", roles.helpers, 0)] if roles.helpers else []
-    bodies += [(f"consumer {g}", roles.readers, g) for g in range(groups)]
+    bodies = [("producer", roles.producer, 0)]
+    bodies += [("helper warps", roles.helpers, 0)] if roles.helpers else []
+    bodies += [(f"consumer {g}", roles.consumers, g) for g in range(groups)]
     try:
         actors = [
             _Actor(
@@ -365,10 +365,10 @@ def verify_roles(roles: ir.Roles, meant: Body, program: Program, problem: Proble
                 wanted.setdefault(place, []).append(values)
     except LeftOut:
         return
-    readers = actors[-groups:]
-    run = _Run(program, actors, readers)
+    consumers = actors[-groups:]
+    run = _Run(program, actors, consumers)
     run.run(problem)
-    for actor in readers:
+    for actor in consumers:
         for place, found in actor.read.items():
             if not _in_order(found, wanted.get(place, [])):
                 lines, key = place
@@ -378,7 +378,7 @@ def verify_roles(roles: ir.Roles, meant: Body, program: Program, problem: Proble
 
 
 def _in_order(found: list[object], blocks: list[list[object]]) -> bool:
-    """Whether what was read is that of each block in turn. Some of it may be left out, where a
-    warpgroup exits a loop early."""
+    """Whether what was read is that of each block, one after the other. Some of it may be left out,
+    where a warpgroup exits a loop early."""
     meant = iter(value for values in blocks for value in values)
     return all(any(value == wanted for wanted in meant) for value in found)

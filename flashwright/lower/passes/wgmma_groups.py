@@ -1,5 +1,5 @@
-"""Asynchronous products: each GEMM is started as a group of its own, and waited for where somebody
-needs it.
+"""Asynchronous products: each GEMM is started as a group of its own, and waited for where a
+statement needs it.
 
 A statement needs a group if it touches its accumulator, overwrites its left operand in registers,
 or gives away a shared tile that it reads. Groups end in the order in which they were started, so a
@@ -78,7 +78,7 @@ def _fenced(before: Sequence[ir.Statement], open: Sequence[_Group]) -> bool:
     for node in reversed(before):
         if isinstance(node, ir.Gemm):
             return bool(open) and open[-1].gemm is node
-        if not isinstance(node, (ir.Await, ir.Turn)):
+        if not isinstance(node, (ir.Await, ir.PingPong)):
             return False
     return False
 
@@ -89,7 +89,7 @@ def _cluster(rest: Sequence[ir.Statement], open: Sequence[_Group]) -> tuple[Key,
     for node in rest:
         if isinstance(node, ir.Gemm):
             found[node.target] = None
-        elif not isinstance(node, (ir.Await, ir.Turn)):
+        elif not isinstance(node, (ir.Await, ir.PingPong)):
             break
     flying = {group.gemm.target for group in open}
     return tuple(key for key in found if key not in flying)

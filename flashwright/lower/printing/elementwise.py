@@ -93,7 +93,7 @@ class _Row:
     positioned: bool = False
 
     def add(self, assign: ir.Assign) -> None:
-        """Append one assignment."""
+        """Append one assignment, with the names that it needs for the row."""
         if uses(assign.value, "q_idx") and not self.positioned:
             place = _position(self.node.rows, f"{self.at}.row(m)")
             self.lines.append(f"int const q_idx = {place};")

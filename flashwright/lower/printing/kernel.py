@@ -29,14 +29,14 @@ from flashwright.program.program import Buffer, Key, Program
 from flashwright.program.vocabulary import DTYPES, SCHEDULE_PARAMS
 
 WIDTH = 100
-# Of a thread that loads and of one that multiplies, by warpgroups that multiply: setmaxnreg.
+# Registers of a producer and of a consumer thread, by consumer warpgroups: setmaxnreg.
 REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}
-REGISTERS_WIDE = {1: (0, 0), 2: (32, 232), 3: (32, 160)}  # where it loads more than 4 boxes a tile,
-REGISTERS_HELPED = {1: (0, 0), 2: (40, 232), 3: (32, 160)}  # where some warps help it,
-REGISTERS_STAGING = {1: (0, 0), 2: (56, 224), 3: (56, 152)}  # and compute
+REGISTERS_WIDE = {1: (0, 0), 2: (32, 232), 3: (32, 160)}  # where a tile is more than 4 boxes,
+REGISTERS_HELPED = {1: (0, 0), 2: (40, 232), 3: (32, 160)}  # where there are helper warps,
+REGISTERS_STAGING = {1: (0, 0), 2: (56, 224), 3: (56, 152)}  # and where these compute
 LOOSEST = (("?", ":"), ("||",), ("&&",), ("+", "-"))
 BREAKS = re.compile(  # an angle bracket stands right behind a name, a comparison between spaces
-    r"(?P<open>[({\[]|(?<=\w)<)|(?P<close>[)}\]]|(?<=\S)>)|(?P<comma>,)"
+    r"(?P<open>[({\[]|(?<=\w)<)|(?P<close>[)}\]]|(?<=\S)>)|(?P<comma>,)|(?P<end>;(?= ))"
     r"| (?P<operator>\?|:|&&|\|\||\+|-) "
 )
 
@@ -56,7 +56,7 @@ class Page:
                 self.lines.append(source if line else None)
 
     def add(self, other: Page) -> None:
-        """Append another page."""
+        """Append another page, with its TL lines."""
         self.text += other.text
         self.lines += other.lines
 
@@ -68,12 +68,12 @@ class Page:
 
     @property
     def source(self) -> str:
-        """The whole text."""
+        """The text of the file, with a newline at its end."""
         return "\n".join(self.text) + "\n"
 
 
 class Printer:
-    """Prints one kernel."""
+    """Prints a kernel and the file around it."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Printer:
         offsets: dict[Key, int],
         blocks: int,
         rings: dict[Key, int] | None = None,
-        room: int | None = None,
+        epilogue: int | None = None,
     ) -> None:
         self.program = program
         self.gpu = gpu
@@ -91,7 +91,7 @@ class Printer:
         self.offsets = offsets
         self.blocks = blocks
         self.rings = rings or {}
-        self.context = Context(program, kernel, gpu.cp_async, bool(rings), room)
+        self.context = Context(program, kernel, gpu.cp_async, bool(rings), epilogue)
 
     def print(self) -> Page:
         """The whole file. What is declared depends on what is used, so the kernel comes first."""
@@ -104,7 +104,8 @@ class Printer:
     # --- before the kernel ----------------------------------------------------------------
 
     def opening(self, shared: int) -> Page:
-        """The file up to the kernel's body, for whoever writes that: with all constants."""
+        """The file up to the kernel's body, with all constants, for a model that writes the
+        body."""
         page = Page()
         for line in self._constants({*map(cpp, self.program.params)} - {*SCHEDULE_PARAMS}):
             page.write([line])
@@ -132,7 +133,7 @@ class Printer:
             yield "constexpr int RowWarps = 4;  // along the rows: warpgroups have the same ones,"
             yield "constexpr int Beside = Warps / RowWarps;  // and each a share of the columns"
         if self.rings:
-            yield "constexpr int Threads = 32 * Warps + 128;  // a warpgroup more, which loads"
+            yield "constexpr int Threads = 32 * Warps + 128;  // and the producer warpgroup"
         else:
             yield "constexpr int Threads = 32 * Warps;"
         for dtype in () if self.rings else self.context.gemm_dtypes:
@@ -201,72 +202,74 @@ class Printer:
                 page.write([f"fw::Place<Warps{wide}> const {name};"], None, 1)
 
     def _roles(self, page: Page, node: ir.Roles) -> None:
-        """The loader leaves when it is done; the rest of the kernel is the readers'."""
-        give, take = register_counts(self.program, node)
+        """The producer warpgroup returns when it is done; the rest of the kernel is the
+        consumers'."""
+        producer, consumer = register_counts(self.program, node)
         if page.text[-1]:
             page.write([""])
-        for key in sorted(self.context.either):
+        for key in sorted(self.context.tma_optional):
             given = [f"p.{m}.given()" for (k, *_), m in self.context.maps.items() if k == key]
             page.write([f"bool const {by_tma(key)} = {' && '.join(given)};"], None, 1)
         page.write(["if (threadIdx.x == 0) {"], None, 1)
         page.write([f"{ring_name(key)}.init({self._users(key)});" for key in self.rings], None, 2)
         page.write(["}", "fw::rings_ready();", "", "if (threadIdx.x >= 32 * Warps) {"], None, 1)
-        if give:
-            page.write([f"fw::give_registers<{give}>();"], None, 2)
-        page.write(["if (fw::is_loader<Warps>()) {"], None, 2)
-        self._walk(page, node.loader, 3)
+        if producer:
+            page.write([f"fw::dealloc_registers<{producer}>();"], None, 2)
+        page.write(["if (fw::is_producer<Warps>()) {"], None, 2)
+        self._scheduled(page, node.producer, 3)
         if node.helpers:
             page.write(["} else if (fw::is_helper<Warps>()) {"], None, 2)
-            self._walk(page, node.helpers, 3)
+            self._scheduled(page, node.helpers, 3)
         page.write(["}", "return;"], None, 2)
         page.write(["}"], None, 1)
-        if take:
-            page.write([f"fw::take_registers<{take}>();"], None, 1)
+        if consumer:
+            page.write([f"fw::alloc_registers<{consumer}>();"], None, 1)
         page.write([""])
-        readers = Page([""], [None])
-        if any(isinstance(n, ir.Turn) for n in ir.flat(node.readers)):
-            readers.write(["fw::first_turn<Warps / 4>(group);"], None, 1)
-        self._walk(readers, node.readers, 1)
+        consumers = Page([""], [None])
+        if any(isinstance(n, ir.PingPong) for n in ir.flat(node.consumers)):
+            consumers.write(["fw::ping_pong_start<Warps / 4>(group);"], None, 1)
+        self._scheduled(consumers, node.consumers, 1)
         for key, buffer in self.program.buffers.items():
             if buffer.space == "register":
                 page.write(self._declare(key, buffer), _lines(buffer.declared), 1)
-        for name, rows in kept_vectors(node.readers).items():
+        for name, rows in kept_vectors(node.consumers).items():
             along = "Warps" if self.gpu.beside(rows, self.program.warps) == 1 else "RowWarps"
             page.write([f"auto {name} = fw::row_vector<{rows}, {along}>();"], None, 1)
-        if any(isinstance(n, ir.Exchange) for n in ir.flat(node.readers)):
+        if any(isinstance(n, ir.Exchange) for n in ir.flat(node.consumers)):
             place = tile_name(EXCHANGE)
             page.write([f"fw::Exchange<RowWarps, Beside> exchange({place});"], None, 1)
-        self._places(page, readers.names)
+        self._places(page, consumers.names)
         page.write(["int const group = fw::warpgroup();"], None, 1)
-        page.add(readers)
+        page.add(consumers)
 
     def _users(self, key: Key) -> str:
-        """Who reads a ring, and who writes it, where that is not TMA."""
-        if key in self.context.either:
+        """The arguments of a ring's init: its consumer warps, and its producer warps where TMA does
+        not fill it."""
+        if key in self.context.tma_optional:
             return f"Warps, {by_tma(key)} ? 1 : fw::helpers"
-        if key in self.context.turned | self.context.helped:
+        if key in self.context.transposed_tiles | self.context.helped:
             return "Warps, fw::helpers"
         if key in self.context.restaged:
             return "Warps + fw::helpers" if key in self._consumed() else "fw::helpers"
-        return "fw::helpers" if key in map(landing, self.context.turned) else "Warps"
+        return "fw::helpers" if key in map(landing, self.context.transposed_tiles) else "Warps"
 
     def _consumed(self) -> set[Key]:
         """The rings that consumers empty."""
         (roles,) = (n for n in self.kernel.body if isinstance(n, ir.Roles))
         kinds = (ir.Release, ir.Drain)
-        return {n.key for n in ir.flat(roles.readers) if isinstance(n, kinds)}
+        return {n.key for n in ir.flat(roles.consumers) if isinstance(n, kinds)}
 
-    def _walk(self, page: Page, body: tuple[ir.Statement, ...], indent: int) -> None:
-        """A role's work, for all blocks of the grid that are its own."""
+    def _scheduled(self, page: Page, body: tuple[ir.Statement, ...], indent: int) -> None:
+        """A role's work, for each tile of the grid that the scheduler gives its thread block."""
         part, lines, grid = Page([""], [None]), _lines(self.program.grid), self.kernel.grid
         self._body(part, body, indent + 1)
-        kind = f"fw::Walk<{self.kernel.rounds}>"
+        kind = f"fw::TileScheduler<{self.kernel.waves}>"
         counts = ", ".join(text(axis.count) for axis in grid)
-        page.write([f"for ({kind} walk({counts}); walk.more(); walk.next()) {{"], lines, indent)
+        page.write([f"for ({kind} tile({counts}); tile.more(); tile.next()) {{"], lines, indent)
         for axis, letter in zip(grid, "xyz", strict=False):
             if axis.name in part.names:
                 low = "" if axis.low == ZERO else f"{text(axis.low)} + "
-                page.write([f"int const {axis.name} = {low}walk.{letter}();"], lines, indent + 1)
+                page.write([f"int const {axis.name} = {low}tile.{letter}();"], lines, indent + 1)
         page.add(part)
         page.write(["}"], lines, indent)
 
@@ -291,7 +294,7 @@ class Printer:
         name = tile_name(key)
         sizes = [self._size(buffer, i) for i in range(len(buffer.shape))]
         if buffer.space == "shared":
-            sizes = sizes[::-1] if key in self.context.turned else sizes
+            sizes = sizes[::-1] if key in self.context.transposed_tiles else sizes
             kind = f"{CPP_TYPES[buffer.dtype]}, {', '.join(sizes)}"
             place = f"shared + {self.offsets[key]}" if self.offsets[key] else "shared"
             what = "vector" if len(sizes) == 1 else "tile"
@@ -385,7 +388,7 @@ def register_counts(program: Program, roles: ir.Roles) -> tuple[int, int]:
         return REGISTERS_STAGING[groups]
     if roles.helpers:
         return REGISTERS_HELPED[groups]
-    loads = (n for n in ir.flat(roles.loader) if isinstance(n, ir.Load))
+    loads = (n for n in ir.flat(roles.producer) if isinstance(n, ir.Load))
     wide = any(program.buffers[n.dest].shape[-1] > 256 for n in loads)
     return (REGISTERS_WIDE if wide else REGISTERS)[groups]
 
@@ -433,6 +436,8 @@ def _cuts(line: str) -> Iterator[tuple[int, int, int]]:
             depth -= 1
         elif match["comma"]:
             yield depth, 0, match.end()
+        elif match["end"]:
+            yield depth, len(LOOSEST) + 1, match.end()
         else:
             rank = next(i for i, ops in enumerate(LOOSEST, 1) if match["operator"] in ops)
             yield depth, rank, match.start() + 1

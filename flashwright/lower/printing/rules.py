@@ -23,7 +23,7 @@ from flashwright.lower.passes.fp8_transpose import landing
 from flashwright.lower.printing.cpp import text
 from flashwright.lower.printing.elementwise import compute, converted
 from flashwright.lower.targets.atoms import CPP_TYPES
-from flashwright.lower.targets.tensor_maps import either, loaded_pieces
+from flashwright.lower.targets.tensor_maps import loaded_pieces, tma_optional_tiles
 from flashwright.lower.term import ZERO, At, Term, Var, integer
 from flashwright.program.program import Buffer, Key, Program
 
@@ -37,8 +37,8 @@ class Context:
     program: Program
     kernel: ir.Kernel
     asynchronous: bool  # there is cp.async
-    roles: bool = False  # one thread loads by TMA, warpgroups multiply with wgmma
-    room: int | None = None  # where in shared memory results are put in order on their way out
+    roles: bool = False  # a producer that loads by TMA, consumer warpgroups that use wgmma
+    epilogue: int | None = None  # where in shared memory the epilogue puts results in order
 
     @cached_property
     def gemm_dtypes(self) -> tuple[str, ...]:
@@ -47,26 +47,26 @@ class Context:
         return tuple(sorted({self.program.buffers[n.right].dtype for n in gemms}))
 
     @cached_property
-    def turned(self) -> frozenset[Key]:
-        """Tiles that are turned on their way to their readers."""
+    def transposed_tiles(self) -> frozenset[Key]:
+        """Tiles that helper warps transpose on their way to the consumers."""
         nodes = ir.flat(self.kernel.body)
         return frozenset(n.key for n in nodes if isinstance(n, ir.Transpose))
 
     @cached_property
     def helped(self) -> frozenset[Key]:
-        """Tiles that are copied by the warps beside the loader."""
+        """Tiles that helper warps fill."""
         nodes = ir.flat(self.kernel.body)
         kinds = (ir.Load, ir.Restage)
         return frozenset(n.dest for n in nodes if isinstance(n, kinds) and n.helped)
 
     @cached_property
-    def either(self) -> frozenset[Key]:
-        """Tiles that come by TMA or are copied by these warps: the call shows which."""
-        return either(self.kernel.body)
+    def tma_optional(self) -> frozenset[Key]:
+        """Tiles that TMA or helper warps fill: the call shows which."""
+        return tma_optional_tiles(self.kernel.body)
 
     @cached_property
     def restaged(self) -> frozenset[Key]:
-        """Tiles that these warps read."""
+        """Tiles that helper warps read."""
         nodes = ir.flat(self.kernel.body)
         return frozenset(n.source for n in nodes if isinstance(n, ir.Restage) and n.helped)
 
@@ -171,9 +171,9 @@ def in_lines(node: ir.Store, buffer: Buffer) -> bool:
     )
 
 
-def through_room(node: ir.Store, buffer: Buffer, kernel: ir.Kernel) -> bool:
-    """Whether it is put in order in shared memory first, where there is room. Wide tiles need not
-    be: a thread has neighbouring columns there."""
+def through_epilogue(node: ir.Store, buffer: Buffer, kernel: ir.Kernel) -> bool:
+    """Whether the epilogue puts it in order in shared memory, where there is room. Wide tiles need
+    not be: a thread has neighbouring columns there."""
     return in_lines(node, buffer) and node.source not in kernel.wide
 
 
@@ -196,7 +196,7 @@ def _load(at: Context, node: ir.Load) -> Lines:
         yield from _pieces(at, node)
     elif at.roles:
         tile, ring, of = tile_name(node.dest), ring_name(node.dest), at.map(node.dest, node.window)
-        when = f"if ({by_tma(node.dest)}) " if node.either else ""
+        when = f"if ({by_tma(node.dest)}) " if node.tma_optional else ""
         yield f"{when}fw::fetch({tile}, {ring}, p.{of}, {at.coordinates(node.window)});"
     elif not node.window.chunked:
         inside = f"{at.rows(node.window, node.dest)}, {at.cols(node.window, node.dest)}"
@@ -228,9 +228,9 @@ def _pieces(at: Context, node: ir.Load) -> Lines:
 
 
 def _helped(at: Context, node: ir.Load) -> Lines:
-    """A tile that the warps beside the loader copy."""
+    """A tile that helper warps copy."""
     tile, ring, threads = tile_name(node.dest), ring_name(node.dest), "32 * fw::helpers"
-    when = f"if (!{by_tma(node.dest)}) " if node.either else ""
+    when = f"if (!{by_tma(node.dest)}) " if node.tma_optional else ""
     yield f"{when}fw::fill_stage<Warps>({tile}, {ring}, [&](auto to, int thread) {{"
     if node.window.line:
         source, inside = at.window(node.window, "line"), at.rows(node.window, node.dest)
@@ -287,9 +287,9 @@ def _store(at: Context, node: ir.Store) -> Lines:
     elif in_lines(node, buffer):
         inside = at.inside(window, node.source)
         store = f"fw::store<{warps}>({target}, {name}, {inside});"
-        if at.room is not None and through_room(node, buffer, at.kernel):
-            room, along = f"shared + {at.room}", at.line(node.source)
-            store = f"fw::store_through<{along}>({room}, {target}, {name}, {inside});"
+        if at.epilogue is not None and through_epilogue(node, buffer, at.kernel):
+            staging, along = f"shared + {at.epilogue}", at.line(node.source)
+            store = f"fw::store_epilogue<{along}>({staging}, {target}, {name}, {inside});"
     else:
         cols = at.cols(window, node.source)
         store = f"fw::store_elements<{warps}>({target}, {name}, {rows}, {cols});"
@@ -349,7 +349,7 @@ def _product(at: Context, node: ir.Gemm, name: str) -> str:
     shared = node.left[1] == "shared"
     left = at.shared(node.left, node.left_stage) if shared else at.operand(node.left)
     right = at.shared(node.right, node.right_stage)
-    transposed = node.transposed or node.right in at.turned
+    transposed = node.transposed or node.right in at.transposed_tiles
     how = ", ".join(str(flag).lower() for flag in (node.fresh, transposed))
     shared_rows = node.target in at.kernel.beside
     how += f", {node.depth or 0}" if node.depth is not None or shared_rows else ""
@@ -374,7 +374,7 @@ def _gemm(at: Context, node: ir.Gemm) -> Lines:
         how = "left_transposed" if node.left_transposed else "left"
         left, sparing = f"fw::{how}<Warps>({at.shared(node.left, node.left_stage)})", "gemm_rolled"
     else:
-        left, sparing = at.operand(node.left), "gemm_in_turn"
+        left, sparing = at.operand(node.left), "gemm_in_order"
     right = at.shared(node.right, node.right_stage)
     side = "right_transposed" if node.transposed else "right"
     mma = at.mma(at.program.buffers[node.right].dtype)
@@ -414,7 +414,7 @@ RULES: dict[type, Callable[[Context, Any], Lines]] = {
     ),
     ir.Open: lambda at, node: iter([f"fw::open_products({_listed(node.targets)});"]),
     ir.Start: _start,
-    ir.Turn: lambda at, node: iter([f"fw::{node.step}_turn<Warps / 4>(group);"]),
+    ir.PingPong: lambda at, node: iter([f"fw::ping_pong_{node.step}<Warps / 4>(group);"]),
     ir.Finish: lambda at, node: iter(
         [f"fw::finish_products<{node.left}>({_listed(node.targets)});"]
     ),

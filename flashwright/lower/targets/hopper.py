@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from flashwright.gpu import Gpu
 from flashwright.lower import ir
-from flashwright.lower.passes.fp8_transpose import can_turn, turned_tiles
+from flashwright.lower.passes.fp8_transpose import can_transpose, transposed_tiles
 from flashwright.lower.report import NO_TMA, NO_WGMMA, ParamEdit, Report
 from flashwright.program.program import Buffer, Key, Program
 from flashwright.program.vocabulary import DTYPES
@@ -22,7 +22,7 @@ class Copies:
     rows may not be a multiple of 16 bytes long."""
 
     helped: frozenset[Key]
-    either: frozenset[Key]
+    tma_optional: frozenset[Key]
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ def copies(
 ) -> Copies | None:
     """Who copies the tiles; None where wgmma cannot be used. Both are reported."""
     nodes = list(ir.flat(body))
-    who: dict[str, dict[Key, None]] = {"helped": {}, "either": {}}
-    turned = turned_tiles(program, body)
+    ways: dict[str, dict[Key, None]] = {"helped": {}, "tma_optional": {}}
+    transposed = transposed_tiles(program, body)
     groups, rest = divmod(program.warps, 4)
     fine = whole = not rest and 1 <= groups <= MOST_GROUPS
     if not whole:
@@ -63,13 +63,13 @@ def copies(
     for node in nodes:
         checks: list[_Check] = []
         if isinstance(node, ir.Load):
-            missing = missing_for_tma(node, program.buffers[node.dest], node.dest in turned)
-            checks = _by_anyone(node.dest, written, turned, missing)
+            missing = missing_for_tma(node, program.buffers[node.dest], node.dest in transposed)
+            checks = _any_copy(node.dest, written, transposed, missing)
             if missing:
-                who["either" if missing.shown_by_the_call else "helped"][node.dest] = None
-                say_who_copies(node, missing, report)
+                ways["tma_optional" if missing.shown_by_the_call else "helped"][node.dest] = None
+                report_copies(node, missing, report)
         elif isinstance(node, ir.Gemm) and whole:
-            checks = [*_by_wgmma(node, program, gpu, turned)]
+            checks = [*_by_wgmma(node, program, gpu, transposed)]
         elif isinstance(node, ir.Store) and node.source[1] == "shared":
             own = node.source in written
             checks = [_Check(own, "a tile that comes from global memory is stored from there")]
@@ -80,26 +80,26 @@ def copies(
     if not any(isinstance(n, ir.Gemm) for n in nodes):
         report.remark(NO_WGMMA, "no wgmma: there is no GEMM", None)
         return None
-    helped = frozenset(who["helped"])
-    return Copies(helped, frozenset(who["either"]) - helped) if fine else None
+    helped = frozenset(ways["helped"])
+    return Copies(helped, frozenset(ways["tma_optional"]) - helped) if fine else None
 
 
-def missing_for_tma(node: ir.Load, buffer: Buffer, turned: bool = False) -> _Check | None:
+def missing_for_tma(node: ir.Load, buffer: Buffer, transposed: bool = False) -> _Check | None:
     """What keeps TMA from a copy for certain, or else what may do so."""
     checks = [c for w in node.windows for c in _by_tma(node.dest, w, buffer) if not c.holds]
-    for_certain = bool(node.pieces) or turned
+    for_certain = bool(node.pieces) or transposed
     certain = (c for c in checks if for_certain or not c.shown_by_the_call)
     found = next(certain, None) or next(iter(checks), None)
     return replace(found, shown_by_the_call=False) if found and for_certain else found
 
 
-def say_who_copies(node: ir.Load, missing: _Check, report: Report) -> None:
+def report_copies(node: ir.Load, missing: _Check, report: Report) -> None:
     """Report that TMA does not load a tile, or not always."""
-    who = "three warps beside the loader copy the tile"
+    others = "three helper warps copy the tile"
     if missing.shown_by_the_call:
-        text = f"TMA only if the call allows it: {missing.text}; otherwise {who}"
+        text = f"TMA only if the call allows it: {missing.text}; otherwise {others}"
     else:
-        text = f"no TMA: {missing.text}; {who}"
+        text = f"no TMA: {missing.text}; {others}"
     report.remark(NO_TMA, text, node.origin.lines, missing.help, missing.edit)
 
 
@@ -108,12 +108,13 @@ def line_of(body: tuple[ir.Statement, ...], kind: type) -> ir.Lines | None:
     return next((n.origin.lines for n in ir.flat(body) if isinstance(n, kind)), None)
 
 
-def _by_anyone(
-    dest: Key, written: set[Key], turned: frozenset[Key], missing: _Check | None
+def _any_copy(
+    dest: Key, written: set[Key], transposed: frozenset[Key], missing: _Check | None
 ) -> list[_Check]:
-    """What a copy to a ring needs, whoever does it; `missing` is what keeps TMA from it."""
+    """What a copy to a ring needs, whichever warps do it; `missing` is what keeps TMA from it."""
     return [
-        _Check(missing is None or dest not in turned, f"8-bit `{dest[0]}` is transposed on its way,"
+        _Check(missing is None or dest not in transposed,
+               f"8-bit `{dest[0]}` is transposed on its way,"
                f" and {missing.text if missing else ''}"),
         _Check(dest not in written, f"`{dest[0]}` is loaded, and written by threads as well",
                "give what is computed a tile of its own"),
@@ -147,7 +148,9 @@ def _whole_rows(window: ir.Window, unit: int) -> bool:
     return window.width is not None and window.width % unit == 0
 
 
-def _by_wgmma(gemm: ir.Gemm, program: Program, gpu: Gpu, turned: frozenset[Key]) -> list[_Check]:
+def _by_wgmma(
+    gemm: ir.Gemm, program: Program, gpu: Gpu, transposed: frozenset[Key]
+) -> list[_Check]:
     target, left, right = (program.buffers[k] for k in (gemm.target, gemm.left, gemm.right))
     rows, columns = target.shape
     depth, size = right.shape[1 if gemm.transposed else 0], DTYPES[right.dtype]
@@ -156,7 +159,7 @@ def _by_wgmma(gemm: ir.Gemm, program: Program, gpu: Gpu, turned: frozenset[Key])
     share = 16 if gemm.transposed else 64  # of columns: a swizzle's row
     wanted = rows // 16 if rows % 64 == 0 and rows // 64 <= MOST_GROUPS else None
     return [
-        _Check(size == 2 or (size == 1 and can_turn(gemm, turned)),
+        _Check(size == 2 or (size == 1 and can_transpose(gemm, transposed)),
                f"8-bit operands `{gemm.left[0]}` and `{gemm.right[0]}` lie in different orders"),
         _Check(rows == all_rows, f"`{gemm.target[0]}` has {rows} rows, {program.warps} warps take"
                f" {all_rows}", f"let Warps be {wanted}" if wanted else "",

@@ -1,5 +1,5 @@
-"""Room in shared memory beside the program's own tiles: where tiles land that are turned, and where
-results are put in order on their way out."""
+"""Shared memory beside the program's own tiles: landing tiles of those that are transposed, and the
+epilogue's staging."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ from dataclasses import replace
 from flashwright.gpu import Gpu
 from flashwright.lower import ir
 from flashwright.lower.passes.fp8_transpose import landing
-from flashwright.lower.printing.rules import through_room
+from flashwright.lower.printing.rules import through_epilogue
 from flashwright.lower.targets.atoms import shared_layout
 from flashwright.program.program import Buffer, Key, Program
 
 BARRIERS = 16  # bytes, for each stage of a ring
-OF_A_WARP, ALIGNED = 2048, 1024  # bytes for results: device/fw/out.cuh
+EPILOGUE_OF_A_WARP, ALIGNED = 2048, 1024  # bytes: device/fw/epilogue.cuh
 
 
-def with_room(program: Program, gpu: Gpu, turned: frozenset[Key]) -> Program | None:
-    """The program with the buffers, of as many stages as fit; None where none does."""
-    if not turned:
+def with_landing_tiles(program: Program, gpu: Gpu, transposed: frozenset[Key]) -> Program | None:
+    """The program with a landing tile for each transposed one, of as many stages as fit; None where
+    none does."""
+    if not transposed:
         return program
-    if any(landing(key) in program.buffers for key in turned):
+    if any(landing(key) in program.buffers for key in transposed):
         return None
-    most = max(program.buffers[key].stages for key in turned)
+    most = max(program.buffers[key].stages for key in transposed)
     for stages in range(most, 0, -1):
-        made = replace(program, buffers=_buffers(program, turned, stages))
+        made = replace(program, buffers=_buffers(program, transposed, stages))
         if _needed(made) <= gpu.shared_per_block:
             return made
     return None
@@ -49,11 +50,11 @@ def with_more(program: Program, gpu: Gpu, key: Key, buffer: Buffer) -> Program |
     return None
 
 
-def _buffers(program: Program, turned: frozenset[Key], stages: int) -> dict[Key, Buffer]:
+def _buffers(program: Program, transposed: frozenset[Key], stages: int) -> dict[Key, Buffer]:
     out: dict[Key, Buffer] = {}
     for key, buffer in program.buffers.items():
         out[key] = buffer
-        if key in turned:
+        if key in transposed:
             out[landing(key)] = replace(buffer, name=landing(key)[0], stages=stages)
     return out
 
@@ -64,13 +65,13 @@ def _needed(program: Program) -> int:
     return shared_layout(program, stages)[1] + BARRIERS * shared
 
 
-def room_offset(
+def epilogue_offset(
     program: Program, gpu: Gpu, kernel: ir.Kernel, begin: int
 ) -> tuple[int | None, int]:
-    """Where in shared memory results are put in order on their way out, and its end; None where no
-    result is, or there is no room."""
+    """Where in shared memory the epilogue puts results in order, and where that ends; None where no
+    result needs it, or there is no room."""
     place = -(-begin // ALIGNED) * ALIGNED
-    end = place + OF_A_WARP * program.warps
+    end = place + EPILOGUE_OF_A_WARP * program.warps
     stores = (n for n in ir.flat(kernel.body) if isinstance(n, ir.Store))
-    used = any(through_room(n, program.buffers[n.source], kernel) for n in stores)
+    used = any(through_epilogue(n, program.buffers[n.source], kernel) for n in stores)
     return (place, end) if used and end <= gpu.shared_per_block else (None, begin)

@@ -9,10 +9,10 @@ from flashwright.lower.names import MapKey
 from flashwright.program.program import Key, Program
 
 
-def either(body: Iterable[ir.Statement]) -> frozenset[Key]:
+def tma_optional_tiles(body: Iterable[ir.Statement]) -> frozenset[Key]:
     """The tiles that come by TMA only where the caller's memory allows it."""
     loads = (n for n in ir.flat(tuple(body)) if isinstance(n, ir.Load))
-    return frozenset(n.dest for n in loads if n.either)
+    return frozenset(n.dest for n in loads if n.tma_optional)
 
 
 def loaded_pieces(program: Program, kernel: ir.Kernel) -> dict[MapKey, ir.Piece]:

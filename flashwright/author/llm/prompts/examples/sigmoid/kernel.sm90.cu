@@ -6,7 +6,7 @@ constexpr int BN = 64;
 constexpr int Warps = 8;
 constexpr float Scale = 0.125f;  // 1 / sqrt(HeadDim)
 constexpr int Bias = -4;  // -4
-constexpr int Threads = 32 * Warps + 128;  // a warpgroup more, which loads
+constexpr int Threads = 32 * Warps + 128;  // and the producer warpgroup
 constexpr int SharedBytes = 66560;
 
 struct Params {
@@ -41,12 +41,13 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
   fw::rings_ready();
 
   if (threadIdx.x >= 32 * Warps) {
-    fw::give_registers<24>();
-    if (fw::is_loader<Warps>()) {
-      for (fw::Walk<4> walk(fw::ceil_div(q_len, 128), heads, batch); walk.more(); walk.next()) {
-        int const block_idx = walk.x();
-        int const head_idx = walk.y();
-        int const batch_idx = walk.z();
+    fw::dealloc_registers<24>();
+    if (fw::is_producer<Warps>()) {
+      for (fw::TileScheduler<4> tile(fw::ceil_div(q_len, 128), heads, batch); tile.more();
+          tile.next()) {
+        int const block_idx = tile.x();
+        int const head_idx = tile.y();
+        int const batch_idx = tile.z();
 
         //   9 | let kv_head = floor(head_idx * kv_heads / heads)
         int const kv_head = fw::floor_div(head_idx * kv_heads, heads);
@@ -70,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
     }
     return;
   }
-  fw::take_registers<240>();
+  fw::alloc_registers<240>();
 
   auto S = fw::accumulator<BM, BN, Warps>();
   fw::OperandA<1, 4> S_operand;
@@ -78,11 +79,12 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
   fw::Place<Warps> const at;
   int const group = fw::warpgroup();
 
-  fw::first_turn<Warps / 4>(group);
-  for (fw::Walk<4> walk(fw::ceil_div(q_len, 128), heads, batch); walk.more(); walk.next()) {
-    int const block_idx = walk.x();
-    int const head_idx = walk.y();
-    int const batch_idx = walk.z();
+  fw::ping_pong_start<Warps / 4>(group);
+  for (fw::TileScheduler<4> tile(fw::ceil_div(q_len, 128), heads, batch); tile.more();
+      tile.next()) {
+    int const block_idx = tile.x();
+    int const head_idx = tile.y();
+    int const batch_idx = tile.z();
 
     //   9 | let kv_head = floor(head_idx * kv_heads / heads)
     int const kv_head = fw::floor_div(head_idx * kv_heads, heads);
@@ -148,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
       for (i = 1; i * BN < i_end; ++i) {
         //  23 | Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = kv_head, L = i] from global to shared
         K_ring.wait();
-        fw::take_turn<Warps / 4>(group);
+        fw::ping_pong_wait<Warps / 4>(group);
         fw::open_products(S, O);
 
         //  25 | Compute GEMM Q_shared, K_shared.T and get S
@@ -161,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
         //  30 | Compute GEMM S, V_shared and accumulate O_register
         fw::start_product<false, false>(group, O, S_operand, V_shared.stage(V_ring.stage));
         fw::close_products();
-        fw::pass_turn<Warps / 4>(group);
+        fw::ping_pong_signal<Warps / 4>(group);
         fw::finish_products<1>(S);
 
         //  26 | Compute S * Scale + Bias and get new S
@@ -217,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
     }
 
     //  32 | Copy O (BM, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = block_idx] from register to global
-    fw::store_through<Warps>(shared + 50176, p.O.tile(batch_idx, head_idx, block_idx * BM), O,
+    fw::store_epilogue<Warps>(shared + 50176, p.O.tile(batch_idx, head_idx, block_idx * BM), O,
         q_len - block_idx * BM);
   }
 }

@@ -6,7 +6,7 @@ constexpr int BN = 32;
 constexpr int Warps = 8;
 constexpr float Scale = 0.17677669529663687f;  // 1 / sqrt(HeadDim)
 constexpr int Window = 100;
-constexpr int Threads = 32 * Warps + 128;  // a warpgroup more, which loads
+constexpr int Threads = 32 * Warps + 128;  // and the producer warpgroup
 constexpr int SharedBytes = 33792;
 
 struct Params {
@@ -41,12 +41,13 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
   fw::rings_ready();
 
   if (threadIdx.x >= 32 * Warps) {
-    fw::give_registers<24>();
-    if (fw::is_loader<Warps>()) {
-      for (fw::Walk<10> walk(fw::ceil_div(q_len, 128), heads, batch); walk.more(); walk.next()) {
-        int const block_idx = walk.x();
-        int const head_idx = walk.y();
-        int const batch_idx = walk.z();
+    fw::dealloc_registers<24>();
+    if (fw::is_producer<Warps>()) {
+      for (fw::TileScheduler<10> tile(fw::ceil_div(q_len, 128), heads, batch); tile.more();
+          tile.next()) {
+        int const block_idx = tile.x();
+        int const head_idx = tile.y();
+        int const batch_idx = tile.z();
 
         //  22 | Copy Q (BM, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = block_idx] from global to shared
         fw::fetch(Q_shared, Q_ring, p.Q_map, batch_idx, head_idx, block_idx * BM, 0);
@@ -69,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
     }
     return;
   }
-  fw::take_registers<240>();
+  fw::alloc_registers<240>();
 
   auto S = fw::accumulator<BM, BN, Warps>();
   fw::OperandA<1, 2> S_operand;
@@ -80,11 +81,12 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
   fw::Place<Warps> const at;
   int const group = fw::warpgroup();
 
-  fw::first_turn<Warps / 4>(group);
-  for (fw::Walk<10> walk(fw::ceil_div(q_len, 128), heads, batch); walk.more(); walk.next()) {
-    int const block_idx = walk.x();
-    int const head_idx = walk.y();
-    int const batch_idx = walk.z();
+  fw::ping_pong_start<Warps / 4>(group);
+  for (fw::TileScheduler<10> tile(fw::ceil_div(q_len, 128), heads, batch); tile.more();
+      tile.next()) {
+    int const block_idx = tile.x();
+    int const head_idx = tile.y();
+    int const batch_idx = tile.z();
 
     //  23 | Compute -1e30 and get Smax
     cute::fill(Smax, -1e+30f);
@@ -104,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
 
     if (i_first * BN < i_end) {
       int i = i_first;
-      int const i_own = fw::max(i_first + 1,
+      int const i_exit = fw::max(i_first + 1,
           group * 64 < q_len - block_idx * BM
               ? fw::ceil_div(block_idx * BM + group * 64 + 64 - 1 + kv_len - q_len + Window, BN)
                   : 0);
@@ -182,10 +184,10 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
 
       //  26 | for i = floor(max(0, block_idx * BM + kv_len - q_len - Window + 1) / BN):min(kv_len, (block_idx + 1) * BM + kv_len - q_len + Window - 1) / BN
       CUTE_NO_UNROLL
-      for (i = i_first + 1; i * BN < i_end && i < i_own; ++i) {
+      for (i = i_first + 1; i * BN < i_end && i < i_exit; ++i) {
         //  27 | Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = i] from global to shared
         K_ring.wait();
-        fw::take_turn<Warps / 4>(group);
+        fw::ping_pong_wait<Warps / 4>(group);
         fw::open_products(S, O);
 
         //  29 | Compute GEMM Q_shared, K_shared.T and get S
@@ -198,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
         //  35 | Compute GEMM S, V_shared and accumulate O_register
         fw::start_product<false, false>(group, O, S_operand, V_shared.stage(V_ring.stage));
         fw::close_products();
-        fw::pass_turn<Warps / 4>(group);
+        fw::ping_pong_signal<Warps / 4>(group);
 
         //  30 | Compute Multiply S, Scale and get new S
         // (a constant factor: taken along by what reads the tile next)
@@ -289,8 +291,8 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
       for (; i * BN < i_end; ++i) {
         //  27 | Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = i] from global to shared
         K_ring.wait();
-        fw::take_turn<Warps / 4>(group);
-        fw::pass_turn<Warps / 4>(group);
+        fw::ping_pong_wait<Warps / 4>(group);
+        fw::ping_pong_signal<Warps / 4>(group);
         K_ring.release();
 
         //  28 | Copy V (BN, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = i] from global to shared
@@ -318,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
     }
 
     //  38 | Copy O (BM, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = block_idx] from register to global
-    fw::store_through<Warps>(shared + 17408, p.O.tile(batch_idx, head_idx, block_idx * BM), O,
+    fw::store_epilogue<Warps>(shared + 17408, p.O.tile(batch_idx, head_idx, block_idx * BM), O,
         q_len - block_idx * BM);
   }
 }

@@ -32,7 +32,7 @@ def translated(text: str, strict: bool = True) -> tuple[str, LaunchPlan]:
 
 def roles(source: str) -> tuple[str, str, str]:
     """What the loader does, those who turn tiles, and the readers."""
-    _, _, rest = source.partition("if (fw::is_loader<Warps>()) {")
+    _, _, rest = source.partition("if (fw::is_producer<Warps>()) {")
     loader, _, rest = rest.partition("} else if (fw::is_helper<Warps>()) {")
     turner, _, readers = rest.partition("    return;\n  }\n")
     return loader, turner, readers
@@ -106,7 +106,7 @@ def test_a_sum_without_registers_for_its_steps_goes_the_other_way() -> None:
 def test_where_registers_are_few_no_operand_is_fetched_ahead() -> None:
     made = translate(program(written(head_dim=256)), CARD, sparing=True)
     assert "fw::gemm_rolled<Mma>(S, fw::left<Warps>(Q_shared)" in made.source
-    assert "fw::gemm_in_turn<Mma>(O, S_operand" in made.source
+    assert "fw::gemm_in_order<Mma>(O, S_operand" in made.source
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])

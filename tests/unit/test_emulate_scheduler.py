@@ -1,4 +1,4 @@
-"""How blocks that stay share out the grid (device/fw/walk.cuh), under emulation."""
+"""The tile scheduler of persistent kernels (device/fw/tile_scheduler.cuh), under emulation."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from flashwright.emulate.own import Kernel
 from tests.unit.emulated import needs_compilers
 
 SOURCE = """
-#include <fw/walk.cuh>
+#include <fw/tile_scheduler.cuh>
 extern "C" __global__ void walk(int* order, int width, int height, int depth) {
   int turn = 0;
-  for (fw::Walk<%d> walk(width, height, depth); walk.more(); walk.next()) {
-    int const place = (walk.z() * height + walk.y()) * width + walk.x();
+  for (fw::TileScheduler<%d> tile(width, height, depth); tile.more(); tile.next()) {
+    int const place = (tile.z() * height + tile.y()) * width + tile.x();
     atomicAdd(order + 2 * place, 1);
     order[2 * place + 1] = gridDim.x * turn++ + blockIdx.x;
   }

@@ -1,4 +1,4 @@
-// Results on their way out through shared memory: there each warp puts its 16 rows in order, so that whole lines are
+// The epilogue: results go through shared memory, where each warp puts its 16 rows in order, so that whole lines are
 // written. (Without room for that, `store` has the threads exchange what they hold: many more instructions.)
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace fw {
 
-constexpr int out_bytes = 16 * 128;  // of room for a warp: its rows, 64 columns at a time
+constexpr int epilogue_bytes = 16 * 128;  // of shared memory for a warp: its rows, 64 columns at a time
 
 // 16 bytes from shared to global memory.
 __device__ inline void copy_line(uint32_t from, void* to, bool inside) {
@@ -19,13 +19,13 @@ __device__ inline void copy_line(uint32_t from, void* to, bool inside) {
 // Rounds an accumulator of 16 rows for each warp to 16 bits and stores its `valid` rows, of each the columns inside of
 // `kept`, which is a multiple of 8.
 template <int Warps, int Beside = 1, class T, class Tile, class Valid, class Cols = AllColumns>
-__device__ void store_through(unsigned char* room, GlobalTile<T> dst, Tile const& tile, Valid valid, Cols kept = {}) {
+__device__ void store_epilogue(unsigned char* staging, GlobalTile<T> dst, Tile const& tile, Valid valid, Cols kept = {}) {
   constexpr int cols = 4 * decltype(cute::size<1>(tile))::value;
   static_assert(sizeof(T) == 2 && decltype(cute::size<0>(tile))::value == 2 && cols % 16 == 0);
   using Part = SharedTile<T, 16, cols % 32 ? 16 : cols % 64 ? 32 : 64>;
   constexpr int chunks = Part::cols / 8, rows = 32 / chunks;  // of 8 columns; rows that a warp writes at once
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  Part const part{reinterpret_cast<T*>(room + warp * out_bytes)};
+  Part const part{reinterpret_cast<T*>(staging + warp * epilogue_bytes)};
   int const share = Beside == 1 ? 0 : warp / Warps;
   int const first = (warp - share * Warps) * 16 + lane / chunks, begin = share * cols + lane % chunks * 8;
   T* line[16 / rows] = {dst.at(first, 0) + begin};

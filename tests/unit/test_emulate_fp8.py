@@ -81,7 +81,7 @@ def test_a_planted_bug_is_found(made: dict[str, Kernel], bug: str) -> None:
 
 def test_operands_may_be_fetched_in_turn() -> None:
     """Head dim 256 goes by mma.sync, and spills otherwise."""
-    edit = ("fw::gemm<Mma>(O,", "fw::gemm_in_turn<Mma>(O,")
+    edit = ("fw::gemm<Mma>(O,", "fw::gemm_in_order<Mma>(O,")
     (kernel,) = kernels([written(head_dim=256)], "h200", [edit])
     result, _, compared = emulated(kernel, Problem({**SIZES, "kv_len": 70}, "normal", 1))
     assert not result.findings
