@@ -25,6 +25,7 @@ PAGES = [
     ROOT / "README.md",
     DOCS / "getting-started.md",
     DOCS / "wgmma.md",
+    DOCS / "tutorial.md",
     *sorted((DOCS / "howto").glob("*.md")),
 ]
 PART = re.compile(
@@ -63,6 +64,7 @@ def run(command: str, folder: Path) -> tuple[int, str]:
     ours = re.sub(r"^flashwright\b", f"{python} -m flashwright", command)
     ours = re.sub(r"^python\b", python, ours)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
+    env["CHECKOUT"] = str(ROOT)
     done = subprocess.run(
         ["bash", "-c", f"{ours} 2>&1"], cwd=folder, env=env, capture_output=True, text=True
     )

@@ -593,7 +593,7 @@ def test_scalars_allocations_and_signs_are_as_the_page_says() -> None:
     pages = language.sections()
     assert "coordinates take scalars" in pages["Expressions"]
     assert "`-inf`, `-S`" in pages["Expressions"]
-    assert "What a Copy makes needs no Allocate" in pages["Allocate"]
+    assert "destination of a Copy needs no Allocate" in pages["Allocate"]
 
 
 def test_the_register_formula_for_further_tiles_is_the_checkers() -> None:
@@ -712,7 +712,7 @@ def test_loops_and_copies_are_scheduled_as_the_page_says() -> None:
     behind = scheduled(one, (copy, ""), (gemm, gemm + copy), gpu=A100).partition("for (int i")[2]
     assert "V_shared" in before.partition("fw::gemm<")[0]
     assert "V_shared" not in behind.partition("fw::gemm<")[0]
-    assert "copy V behind the first GEMM" in language.sections()["Copy"]
+    assert "copy V\nafter the first GEMM" in language.sections()["Copy"]
 
 
 def test_the_code_may_depart_from_its_sketch() -> None:
