@@ -1393,9 +1393,9 @@ def test_a_loop_that_does_not_fit_a_length_from_data(bound: str, mask: str, code
 
 FLAGS = (
     "Allocate S in register",
-    "Allocate Skip in global (B: batch, N: keys_with_skips) as int32\nAllocate S in register",
+    "Allocate Skip in global (B: batch, N: n_blocks) as int32\nAllocate S in register",
 )
-OWN_DIM = ("grid block_idx", "dim keys_with_skips\ngrid block_idx")
+OWN_DIM = ("grid block_idx", "dim n_blocks\ngrid block_idx")
 
 
 @pytest.mark.parametrize("cond", ["Skip[batch_idx, i] > 0", "not (Skip[batch_idx, i] > 0)"])
@@ -1470,10 +1470,10 @@ PAGED = (Path(__file__).parents[2] / "examples" / "paged.tl").read_text()
     [
         [],
         [
-            ("T: keys_with_skips", "T: 64"),
-            (", keys_with_skips\n", "\n"),
+            ("T: n_blocks", "T: 64"),
+            (", n_blocks\n", "\n"),
         ],  # a table longer than what is read
-        [("for i = 0:kv_len / BN", "for i = 0:keys_with_skips")],
+        [("for i = 0:kv_len / BN", "for i = 0:n_blocks")],
         [
             ("  Copy K", "  if page >= 0\n  Copy K"),
             ("accumulate O_register\n", "accumulate O_register\n  end\n"),
@@ -1489,7 +1489,7 @@ PAGED = (Path(__file__).parents[2] / "examples" / "paged.tl").read_text()
 def test_a_table_is_as_long_as_the_caller_makes_it(changes: list[Change]) -> None:
     source = changed(*changes, base=PAGED)
     assert codes(source) == []
-    for dims in ({"pages": 3, "keys_with_skips": 2}, {"pages": 11, "keys_with_skips": 5}):
+    for dims in ({"pages": 3, "n_blocks": 2}, {"pages": 11, "n_blocks": 5}):
         assert check(parse(source), dims=dims).diagnostics == ()
 
 

@@ -631,7 +631,13 @@ def test_the_hopper_example_shows_an_overlapped_loop_with_ping_pong() -> None:
     user = asked("translate", facts(spec, H200, header=HEADERS["full"]))
     kernel = user.partition("## An example")[2]
     loop = kernel.partition("for (i = 1;")[2]
-    steps = ["ping_pong_wait", "open_products(S, O)", "start_product", "close_products", "ping_pong_signal"]
+    steps = [
+        "ping_pong_wait",
+        "open_products(S, O)",
+        "start_product",
+        "close_products",
+        "ping_pong_signal",
+    ]
     steps += ["finish_products<1>(S)", "finish_products<0>(O)"]
     places = [loop.index(f"fw::{step}") for step in steps]
     assert places == sorted(places)

@@ -25,8 +25,8 @@ from tests.unit.lowered import printed, scheduled
 from tests.unit.tl_attention import COPY, attention, program
 
 TABLE = {
-    "allocate": "Allocate Table in global (B: batch, T: keys_with_skips) as int32",
-    "params": "dim keys_with_skips",
+    "allocate": "Allocate Table in global (B: batch, T: n_blocks) as int32",
+    "params": "dim n_blocks",
     "copy_k": f"let page = Table[item, i]\n  {COPY.format('K').replace('L = i', 'L = page')}",
     "copy_v": COPY.format("V").replace("L = i", "L = page"),
     "mask": "kv_idx < kv_len",
