@@ -66,7 +66,7 @@ def _with_reference(meant: Asked, reference: str | None) -> Asked:
         text = Path(file).read_bytes()
     except BadSpec as error:
         raise Failed(*(Diagnostic("FW903", line) for line in error.lines)) from None
-    return replace(meant, spec=spec, summary=f"{meant.summary}, judged by {name}", reference=text)
+    return replace(meant, spec=spec, reference=text)
 
 
 def _try_out(reference: str, spec: AttentionSpec) -> None:

@@ -10,20 +10,28 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flashwright import __version__
 from flashwright.author.builtin import tuned
+from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.builtin.retile import name_of, tiling_of
+from flashwright.author.builtin.variants import make_spec
 from flashwright.build import classes
 from flashwright.build.package import CLASSES, OWN
 from flashwright.check.check import check
 from flashwright.generate import pipeline
 from flashwright.generate.folder import LOCK
-from flashwright.gpu import H200
+from flashwright.generate.state import Run
+from flashwright.gpu import H200, find
+from flashwright.judge.verdict import EMULATION, Verdict
 from flashwright.lang.parse import parse
+from flashwright.lower.translate import translate
+from flashwright.spec import BadSpec
+from flashwright.spec import parse as parse_spec
 from tests.unit.test_cli import Outcome
 
 # For few keys other tiles were measured to be faster: a kernel of their own, in this folder.
@@ -42,8 +50,8 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_generate(tmp_path: Path) -> None:
-    done = Outcome(*GQA, "--out", str(tmp_path))
-    assert done.code == 0, done.err
+    done = Outcome(*ALL, "--out", str(tmp_path))
+    assert done.code == 1  # without a compiler
     assert sorted(os.listdir(tmp_path)) == MADE
     for words in (
         "Grouped-query attention",
@@ -76,7 +84,7 @@ def test_generated_files_work_with_the_other_commands(tmp_path: Path) -> None:
 
 def test_result_json(tmp_path: Path) -> None:
     folder = tmp_path / "made"
-    Outcome(*GQA, "--out", str(folder), "--quiet")
+    Outcome(*ALL, "--out", str(folder), "--quiet")
     text = (folder / "result.json").read_text()
     result = json.loads(text)
     assert result["schema"] == pipeline.SCHEMA
@@ -281,3 +289,61 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
     assert child.returncode == 130, err
     assert err.strip() == "Interrupted. What was finished is kept."
     assert sorted(os.listdir(tmp_path)) == sorted({*BEFORE, LOCK} - {"result.json"})
+
+
+def test_what_was_not_reached_is_exit_1_and_the_last_line(tmp_path: Path) -> None:
+    done = Outcome(*ALL, "--out", str(tmp_path), "--quiet")
+    last = done.err.splitlines()[-1]
+    assert done.code == 1
+    assert last.startswith("not reached: build: FLASHWRIGHT_NVCC is /nowhere/nvcc")
+    assert last.endswith("or ask for less: --until translate")
+    assert json.loads((tmp_path / "result.json").read_bytes())["reached"] is False
+    for stage, made in (("sketch", "sketch.tl"), ("code", "code.tl"), ("cpu", "reasoning.md")):
+        folder = tmp_path / stage
+        assert Outcome(*ALL, "--until", stage, "--out", str(folder), "--quiet").code == 0
+        assert (folder / made).is_file()
+        assert not (folder / "kernel.cu").exists()
+
+
+def test_the_headline_counts_the_problems() -> None:
+    run = Run(make_spec("mha"), find("a100"), Path())
+    emulated = Verdict("k", EMULATION, "sm_80", run.spec, 1, (), share=(2, 23))
+    said = replace(run, emulated=emulated).headline
+    assert said.startswith("right under emulation: 2 of 23 problems (--all-problems")
+    assert replace(run, emulated=replace(emulated, share=None)).headline == "right under emulation"
+
+
+REFERENCE = """
+import numpy as np
+def attention(q, k, v):
+    s = np.einsum("bhqd,bhkd->bhqk", q, k) / np.sqrt(q.shape[-1])
+    p = np.exp(s - s.max(-1, keepdims=True)){more}
+    return np.einsum("bhqk,bhkd->bhqd", p / p.sum(-1, keepdims=True), v)
+"""
+
+
+@pytest.mark.parametrize(("more", "code"), [("", 0), (" ** 2", 1)])
+def test_a_reference_without_a_model(more: str, code: int, tmp_path: Path) -> None:
+    """It judges what the built-in author writes; where that is something else, a model is named."""
+    (tmp_path / "mine.py").write_text(REFERENCE.format(more=more))
+    options = ("--no-lse", "--head-dim", "64", "--until", "cpu", "--out", str(tmp_path / "out"))
+    done = Outcome("generate", "--gpu", "a100", "--reference", str(tmp_path / "mine.py"), *options)
+    assert done.code == code, done.err
+    assert "judged by mine.py, no log-sum-exp, 16 heads" in done.out
+    assert "every key visible" not in done.out
+    assert ("the built-in author wrote mha, and mine.py says" in done.err) == bool(code)
+    assert ("--model NAME" in done.err) == bool(code)
+
+
+def test_a_reference_needs_no_variant() -> None:
+    assert parse_spec('reference = "mine.py"\n').variant == "custom"
+
+
+@pytest.mark.parametrize(("gpu", "dtype"), [("t4", "fp16"), ("h200", "bf16"), ("l40s", "fp8")])
+def test_the_advised_head_dim_has_a_translation(gpu: str, dtype: str) -> None:
+    with pytest.raises(BadSpec, match="must be a multiple of 8, not 7: use 8"):
+        make_spec("mha", head_dim=7)
+    spec, card = make_spec("mha", head_dim=8, dtype=dtype), find(gpu)
+    program = check(parse(write_code(write_sketch(spec), spec, card).code), card).program
+    assert program is not None
+    assert translate(program, card).plan.arch == card.arch

@@ -373,7 +373,7 @@ def test_generate_for_a_gpu_without_translation(
     nvcc: FakeNvcc, translator: Callable[[Translate], None], tmp_path: Path
 ) -> None:
     def refuse(program: object, gpu: Gpu) -> Any:
-        raise Failed(Diagnostic("FW705", "no translation for sm_80 yet", help="another GPU"))
+        raise Failed(Diagnostic("FW811", "no translation for sm_80 yet", help="another GPU"))
 
     translator(refuse)
     done = Outcome(*GENERATE, "--out", str(tmp_path))

@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 
 from flashwright import gpu as gpus
+from flashwright.author.builtin.author import write_code, write_sketch
+from flashwright.author.builtin.variants import make_spec
 from flashwright.build import toolchain
 from flashwright.build.compile import build
+from flashwright.build.make import make
+from flashwright.check.check import check
+from flashwright.lang.parse import parse
 from tests.golden.cases import CASES, HERE, Case
 
 pytestmark = pytest.mark.skipif(not toolchain.has_nvcc(), reason="there is no CUDA compiler here")
@@ -20,6 +25,26 @@ REGISTERS_OF_AN_SM = 65536
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the compiler says now, not what it said once."""
     monkeypatch.setenv("FLASHWRIGHT_CACHE", str(tmp_path))
+
+
+NEW = ("rtx3090", "a10", "a6000", "l4", "rtx4090", "h100-pcie", "h20", "gh200", "rtx5090", "b200")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "b200" else pytest.param(n, marks=pytest.mark.slow) for n in NEW]
+)
+def test_each_gpu_gets_a_kernel(name: str) -> None:
+    """Translated and compiled; Blackwell multiplies with mma.sync and copies with cp.async."""
+    gpu = gpus.find(name)
+    spec = make_spec("mha", head_dim=64, causal=True)
+    program = check(parse(write_code(write_sketch(spec), spec, gpu).code), gpu).program
+    assert program is not None
+    made, built = make(program, gpu)
+    assert (built.arch, built.spills) == (gpu.arch, 0)
+    assert f".target {gpu.arch}" in built.ptx
+    assert ("wgmma" in built.ptx) == gpu.wgmma
+    assert ("mma.sync" in built.ptx and "cp.async.cg" in built.ptx) == (not gpu.wgmma)
+    assert made.plan.shared <= gpu.shared_per_block
 
 
 ONE_OF_EACH = {c.gpu: c.name for c in reversed(CASES)}
