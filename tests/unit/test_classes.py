@@ -402,6 +402,6 @@ def test_generate_anew_leaves_no_rules_of_other_kernels(
     tmp_path: Path, nvcc: test_kernel.FakeNvcc, translator: object
 ) -> None:
     (tmp_path / CLASSES).write_text(RULES.dump())
-    assert Outcome(*test_kernel.GENERATE, "--out", str(tmp_path)).code == 0
+    assert Outcome(*test_kernel.GENERATE, "--until", "build", "--out", str(tmp_path)).code == 0
     assert not (tmp_path / CLASSES).exists()
     assert (tmp_path / f"{CLASSES}.bak").read_text() == RULES.dump()

@@ -240,6 +240,7 @@ def test_a_mask_off_by_one_is_caught_by_the_spec() -> None:
 # --- wrong kernels ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_compilers
 def test_a_ragged_end_that_is_masked_in_the_first_block_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

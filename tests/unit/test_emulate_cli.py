@@ -29,6 +29,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "_look", lambda: ((), "the test says so"))
 
 
+@pytest.mark.slow
 @needs_compilers
 def test_a_right_kernel_under_all_schedules(package: Path) -> None:
     done = Outcome("emulate", str(package), *SMALL, "--schedule", "all")
@@ -112,6 +113,7 @@ def test_rows_past_the_end_are_named_with_their_tensor(tmp_path: Path) -> None:
     assert whole.code == 0, "whole tiles have no row too many"
 
 
+@pytest.mark.slow
 @needs_compilers
 def test_tl_code_is_compiled_first(package: Path) -> None:
     done = Outcome("emulate", str(package / "code.tl"), "--gpu", "a100", *SMALL)

@@ -92,6 +92,7 @@ def counting(source: str) -> str:
 MANY_BLOCKS = 30
 
 
+@pytest.mark.slow
 @needs_compilers
 def test_variables_of_the_module_outlive_a_launch(tmp_path: Path) -> None:
     folder = emulated.write(tmp_path / "package", counting)

@@ -250,7 +250,7 @@ def test_the_example_of_the_explanation(tmp_path: Path) -> None:
     path = tmp_path / "code.tl"
     path.write_text(text)
     result = CliRunner().invoke(app, ["translate", str(path), "--gpu", "a100"])
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     said = result.output + (result.stderr or "")
     assert "error[FW811]: a grid has at most three axes" in said
     assert "group = 0:Group, head = 0:kv_heads" in said, "with its place"

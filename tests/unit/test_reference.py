@@ -136,7 +136,8 @@ def no_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_nvcc")
 def test_generate_from_words(tmp_path: Path) -> None:
     words = "sliding window of 60 with two sink tokens and softcap 30, GQA 4/2, d64, causal"
-    done = Outcome("generate", words, "--gpu", "a100", "--alibi", "--out", str(tmp_path))
+    wanted = ("--gpu", "a100", "--alibi", "--until", "translate", "--out", str(tmp_path))
+    done = Outcome("generate", words, *wanted)
     assert done.code == 0, done.err
     text = (tmp_path / "spec.toml").read_text()
     for line in (
@@ -168,7 +169,8 @@ def test_generate_refuses_what_it_does_not_understand(tmp_path: Path) -> None:
 def test_generate_is_judged_by_the_reference(tmp_path: Path) -> None:
     """The words say more than the settings, and the function decides."""
     mine, out = saved(tmp_path, CAUSAL), tmp_path / "out"
-    common = ("GQA 4/2, d64, as mine.py has it", "--gpu", "a100", "--out", str(out))
+    words = "GQA 4/2, d64, as mine.py has it"
+    common = (words, "--gpu", "a100", "--until", "translate", "--out", str(out))
     done = Outcome("generate", *common, "--causal", "--reference", f"{mine}:attention")
     assert done.code == 0, done.err
     assert 'reference = "mine.py:attention"' in (out / "spec.toml").read_text()

@@ -261,6 +261,7 @@ def _for_the_compiler(world: World, count: int) -> list[str]:
     return [*taken, *_leaking(world, [t for t in texts if not passes(t)][: 10 * count])[:count]]
 
 
+@pytest.mark.slow
 @needs_nvcc
 def test_one_of_each_kind_meets_the_confined_compiler(world: World) -> None:
     texts = _for_the_compiler(world, 1)

@@ -54,7 +54,7 @@ def by_sanitizer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     from tests.unit.measure_fakes import H200
 
     monkeypatch.setattr("flashwright.build.driver.cards", lambda: (H200,))
-    return sanitize._with_lines(Candidate.package(folder), folder)
+    return sanitize._rebuild_with_lines(Candidate.package(folder), folder)
 
 
 COMPILED: dict[str, Callable[[Path, pytest.MonkeyPatch], object]] = {
