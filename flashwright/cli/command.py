@@ -88,8 +88,9 @@ def tell(diagnostics: Sequence[Diagnostic], filename: str, source: str) -> int:
     """Render diagnostics to stderr; the exit code they call for."""
     from flashwright.lang.render import terminal
 
-    text = terminal(diagnostics, source, filename, colored(sys.stderr))
-    print(text, end="", file=sys.stderr)
+    if diagnostics:
+        text = terminal(diagnostics, source, filename, colored(sys.stderr))
+        print(text, end="", file=sys.stderr)
     return exit_code(diagnostics)
 
 

@@ -60,7 +60,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Attention kernels, thought through in TL: checked, run on the CPU, compiled, explained.",
+    help="Attention kernels, written in TL first: checked, run on the CPU, compiled, judged.",
 )
 
 
