@@ -147,7 +147,7 @@ def generate(
     price: Price = None,
     improve: Annotated[
         int,
-        model_option(metavar="N", min=0, max=100, help="Rounds to make it faster; needs a GPU."),
+        model_option(metavar="N", min=0, max=100, help="Iterations to make it faster; needs a GPU."),
     ] = 0,
     faster_than: Annotated[
         str | None,
@@ -311,8 +311,8 @@ def _authors(
     }
     if wanted.improve:  # by who wrote what is to be faster: the CUDA, or the TL that it comes from
         author = every["translate" if "translate" in every else "code"]
-        rounds = replace(wanted.budget, attempts=wanted.improve)
-        every["improve"] = replace(author, budget=rounds, candidates=1)
+        iterations = replace(wanted.budget, attempts=wanted.improve)
+        every["improve"] = replace(author, budget=iterations, candidates=1)
     words = meant.description or None
     function = (meant.reference or b"").decode("utf-8", "replace")
     return Authors(Transcript(folder / FOLDER), every, words, function, wanted.goal)
@@ -326,7 +326,7 @@ def _is_there(authors: Authors, meant: Asked, card: Gpu, folder: Path) -> bool:
     if not finished(folder):
         return False
     known = authors.known(meant.spec, card)
-    if known == "open":  # with rounds that are left
+    if known == "open":  # with iterations that are left
         return "improve" not in authors.asked
     if known == "ended":
         return True
