@@ -147,7 +147,7 @@ def generate(
     price: Price = None,
     improve: Annotated[
         int,
-        model_option(metavar="N", min=0, max=100, help="Iterations to make it faster; needs a GPU."),
+        model_option(metavar="N", min=0, max=100, help="Iterations that make it faster; on a GPU."),
     ] = 0,
     faster_than: Annotated[
         str | None,
