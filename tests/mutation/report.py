@@ -39,8 +39,10 @@ $ python -m tests.mutation.report --write                 # writes this page
 ```
 
 A mutant is killed only if a diagnostic names the right line (`tests/mutation/test_mutants.py` has
-the rule). `make test` tries all mutants of seven programs, and one mutant of each class of a fixed
-list in every program that differs in more than numbers.
+the rule). `make test` tries all mutants of two programs. `make test-slow` tries all mutants
+of five more, and in every built-in program one mutant of each class of a fixed list: every variant
+with every mask and option, for three GPUs. Programs that differ from one of these only in a number,
+such as the head dim, are left out.
 """
 Row = tuple[str, str, str, str, str]
 """Program, class, outcome (check, run, equal, misnamed, survived), what changed, why."""

@@ -14,8 +14,9 @@ spans lies on
 Mutants that mean the same are named by a rule of mutants.EQUIVALENT when they are made, from the
 program and not from the outcome; any other survivor, and any mutant named at a wrong line, fails.
 
-The suite tries all mutants of the programs in trial.SUITE, and in every program that differs in
-more than numbers one mutant, drawn by the program's name, of each class in mutants.STATED;
+The suite tries all mutants of the programs in trial.SUITE, and in every built-in program (all
+variants, masks and options, but one head dim) one mutant, drawn by the program's name, of each
+class in mutants.STATED;
 `python -m tests.mutation.report` tries more (docs/mutation.md).
 """
 
