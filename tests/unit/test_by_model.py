@@ -228,21 +228,23 @@ def command(server: Server, folder: Path, *more: str) -> Any:
 def test_a_finished_run_is_not_asked_for_again_and_no_other_one_takes_its_place(
     tmp_path: Path, no_compiler: None
 ) -> None:
+    until = ("--until", "translate")
+    wanted = ("--sketch", "m", *until)
     with serve([say(SKETCH_REPLY)]) as server:
-        done = command(server, tmp_path, "--sketch", "m")
+        done = command(server, tmp_path, *wanted)
         assert done.exit_code == 0, done.output
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     with serve([]) as server:
-        again = command(server, tmp_path, "--sketch", "m")
+        again = command(server, tmp_path, *wanted)
         assert (again.exit_code, server.requests) == (0, [])
         assert "is finished: --fresh asks anew" in again.output
-        other = command(server, tmp_path, "--sketch", "somebody")
+        other = command(server, tmp_path, "--sketch", "somebody", *until)
         assert (other.exit_code, server.requests) == (2, [])
         assert "--fresh" in other.output
     after = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     assert after == before
     with serve([say(SKETCH_REPLY)]) as server:
-        assert command(server, tmp_path, "--sketch", "m", "--fresh").exit_code == 0
+        assert command(server, tmp_path, *wanted, "--fresh").exit_code == 0
         assert len(server.requests) == 1
 
 
