@@ -11,8 +11,26 @@ import shutil
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import IO, Any
 
 from flashwright.lang.diagnostic import Diagnostic, Failed
+
+
+def take_lock(file: IO[Any]) -> bool:
+    """Take the lock of an open file; False if another process holds it.
+
+    The lock is the operating system's and ends with the process. Windows has none of this kind:
+    there every process gets it.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def write(path: Path, data: str | bytes) -> None:

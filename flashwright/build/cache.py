@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashwright.files import replace
+from flashwright.files import replace, take_lock
 
 MIB = 1 << 20
 LIMIT = 512 * MIB  # some thousand kernels
@@ -132,19 +132,13 @@ class Cache:
         The lock is the operating system's: it goes with the process that holds it.
         """
         with contextlib.ExitStack() as stack:
-            with contextlib.suppress(OSError, ImportError):
-                import fcntl  # not on Windows: there everyone builds for himself
-
+            with contextlib.suppress(OSError):
                 locks = self.root / "locks"
                 locks.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context(open(locks / key[:3], "w"))  # a bounded number of them
                 until = time.monotonic() + patience
-                while time.monotonic() < until:
-                    try:
-                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        break
-                    except BlockingIOError:
-                        time.sleep(0.05)
+                while time.monotonic() < until and not take_lock(file):
+                    time.sleep(0.05)
             yield
 
     def _path(self, key: str) -> Path:

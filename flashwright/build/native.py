@@ -6,12 +6,12 @@ the dependencies: what is imported at the top needs the standard library alone.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import platform
 import shutil
 import subprocess
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,11 @@ def launcher() -> Any:
     """The loaded library, with its functions make and synchronize; Failed where there is none."""
     ffi = _ffi()
     if BUILT_IN.is_file():
-        # Refused by a C library older than the one it was linked with: then this machine compiles.
-        with contextlib.suppress(RuntimeError, ValueError, OSError):
+        try:
             return ffi.load_module(str(BUILT_IN))
+        except (RuntimeError, ValueError, OSError) as error:  # such as an older C library
+            text = f"the wheel's launcher cannot be loaded, so this machine compiles one: {error}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
     return ffi.load_module(str(library()))
 
 

@@ -363,12 +363,15 @@ def _generate(
     settings: _Settings,
     authors: Authors | None,
 ) -> int:
+    from flashwright.build.package import COMPILED
     from flashwright.cli.screen import Screen
     from flashwright.cli.show import console
     from flashwright.generate import pipeline
+    from flashwright.generate.folder import finished
 
     screen = Screen(console(quiet=settings.quiet))
     screen.header(meant.summary, meant.spec, card)
+    had_kernel = finished(folder) and (folder / COMPILED[0]).is_file()
     try:
         run = pipeline.generate(
             *(meant.spec, card, folder, screen, authors),
@@ -388,9 +391,12 @@ def _generate(
         rest = "" if run.built else "; not compiled"
         worst = max(verdict.worst for verdict in run.verdicts.values())
         print(f"{folder}: agrees with fp64, largest rms error {worst:.1e}; {run.headline}{rest}")
+    sys.stdout.flush()
+    if had_kernel and not run.built:
+        text = "had a compiled kernel, which this run has replaced without making another"
+        print(f"{folder} {text}", file=sys.stderr)
     if run.unreached is None:
         return FINE
-    sys.stdout.flush()
     print(_not_reached(run), file=sys.stderr)
     # What a model wrote into a file is not the user's bad input.
     own = [f.diagnostic for f in run.failed if not (run.asked and f.file)]

@@ -1,7 +1,7 @@
 """The folder of a run: one process at a time makes a kernel in it.
 
-What an earlier run left goes, and what is made is put there as it comes. A kernel that is finished
-stays as it is until the next one is: that one is made in a folder inside and then takes its place.
+A run removes what an earlier run left and writes its files as it makes them. If the folder has a
+finished kernel, the run works in a subfolder and replaces that kernel at its end.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from flashwright.build.package import CLASSES, IN_RECORD, RECORD, TUNING, inside
-from flashwright.files import cannot, recorded, set_aside, sha256, write
+from flashwright.files import cannot, recorded, set_aside, sha256, take_lock, write
 from flashwright.generate.state import Run
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
 LOCK = ".making.json"
-"""Who makes a kernel in the folder, since when, and the digests of what was put there so far."""
-MOST_TOLD = 1 << 20  # characters of it
+"""The process that makes a kernel in the folder, since when, and the digests of its files."""
+LONGEST_LOCK = 1 << 20  # characters of it
 ASIDE = ".making"
-"""Where the next kernel is made as long as a finished one is in the folder."""
+"""The subfolder of a run while the folder has a finished kernel."""
 RESULT = "result.json"
 ARTEFACTS = (
     *("spec.toml", "sketch.tl", "code.tl", "reasoning.md"),
@@ -36,7 +36,7 @@ ARTEFACTS = (
 
 
 def finished(folder: Path) -> bool:
-    """Whether it has what a run made that came out right."""
+    """Whether the folder has the result of a run that ended right."""
     try:
         return bool(json.loads((folder / RESULT).read_bytes())["ok"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -48,10 +48,10 @@ def finished(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """The folder is this process's alone; Failed with FW001 where it is another's.
+    """Hold the folder's lock. Raises Failed with FW001 if another process holds it.
 
-    The lock is the operating system's and goes with the process. Its file stays where a run is cut
-    off: the next one learns from it which files nobody has edited.
+    The lock ends with the process. Its file stays if the run is interrupted: it tells the next run
+    which files are unedited.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,54 +62,41 @@ def held(folder: Path) -> Iterator[None]:
         yield
         return
     with file:
-        artefacts = _told(file).get("artefacts", {})
+        artefacts = _read_lock(file).get("artefacts", {})
         now = datetime.now(UTC).isoformat(timespec="seconds")
         mine = {"pid": os.getpid(), "host": socket.gethostname(), "since": now}
-        _tell(file, {**mine, "artefacts": artefacts})
+        _write_lock(file, {**mine, "artefacts": artefacts})
         cut_off = True
         try:
             yield
             cut_off = False
         finally:
-            if not (cut_off and _told(file).get("artefacts")):
+            if not (cut_off and _read_lock(file).get("artefacts")):
                 (folder / LOCK).unlink(missing_ok=True)
 
 
 def _locked(path: Path) -> IO[str] | None:
-    """The lock's file, with the lock; None where this process has it already."""
+    """The lock's file with the lock taken; None if this process holds it already."""
     while True:
         file = path.open("a+", encoding="utf-8")
         try:
-            if _taken(file) and not _left(told := _told(file)):
-                if (told.get("pid"), told.get("host")) == (os.getpid(), socket.gethostname()):
+            if not take_lock(file) and not _holder_is_gone(content := _read_lock(file)):
+                if (content.get("pid"), content.get("host")) == (os.getpid(), socket.gethostname()):
                     file.close()
                     return None
-                raise _in_use(path.parent, told)
+                raise _in_use(path.parent, content)
             if _same_file(file, path):
-                return file  # or of a process that is gone, whose children keep the lock
+                return file  # or a dead process took the lock, and its children still have it
         except BaseException:
             file.close()
             raise
-        file.close()  # it was removed in between, by the one that had it
+        file.close()  # its holder removed it meanwhile
 
 
-def _taken(file: IO[str]) -> bool:
-    """Try to get the lock; whether another has it."""
-    try:
-        import fcntl  # not on Windows: there nobody is kept out
-    except ImportError:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    return False
-
-
-def _left(told: Mapping[str, Any]) -> bool:
-    """Whether the process that took the lock is gone."""
-    pid = told.get("pid")
-    if not isinstance(pid, int) or pid < 1 or told.get("host") != socket.gethostname():
+def _holder_is_gone(content: Mapping[str, Any]) -> bool:
+    """Whether the process that took the lock has ended."""
+    pid = content.get("pid")
+    if not isinstance(pid, int) or pid < 1 or content.get("host") != socket.gethostname():
         return False
     try:
         os.kill(pid, 0)
@@ -127,39 +114,41 @@ def _same_file(file: IO[str], path: Path) -> bool:
         return False
 
 
-def _in_use(folder: Path, told: Mapping[str, Any]) -> Failed:
-    who = f"process {told.get('pid', 'unknown')}"
-    if told.get("host") not in (None, socket.gethostname()):
-        who += f" on {str(told['host'])[:80]}"
-    since = f" since {str(told['since'])[:40]}" if "since" in told else ""
+def _in_use(folder: Path, content: Mapping[str, Any]) -> Failed:
+    who = f"process {content.get('pid', 'unknown')}"
+    if content.get("host") not in (None, socket.gethostname()):
+        who += f" on {str(content['host'])[:80]}"
+    since = f" since {str(content['since'])[:40]}" if "since" in content else ""
     text = f"{folder} is in use: {who} has been making a kernel in it{since}"
     hint = "wait until it has ended, or give another folder with --out"
     return Failed(Diagnostic("FW001", text, help=hint))
 
 
-def _told(file: IO[str]) -> dict[str, Any]:
-    """What the lock's file says; it may be half written, or anybody's."""
+def _read_lock(file: IO[str]) -> dict[str, Any]:
+    """The content of the lock's file; empty if it is no JSON object."""
     file.seek(0)
     try:
-        told = json.loads(file.read(MOST_TOLD))
+        content = json.loads(file.read(LONGEST_LOCK))
     except ValueError:
         return {}
-    return told if isinstance(told, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
-def _tell(file: IO[str], told: Mapping[str, Any]) -> None:
+def _write_lock(file: IO[str], content: Mapping[str, Any]) -> None:
     file.seek(0)
     file.truncate()
-    json.dump(told, file)
+    json.dump(content, file)
     file.flush()
 
 
 def note(folder: Path, files: Mapping[str, str | bytes]) -> None:
     """Record what is about to be written into a folder that is held."""
     with contextlib.suppress(OSError), (folder / LOCK).open("r+", encoding="utf-8") as file:
-        told = _told(file)
+        content = _read_lock(file)
         digests = {name: sha256(data) for name, data in files.items()}
-        _tell(file, {**told, "artefacts": {**dict(told.get("artefacts", {})), **digests}})
+        _write_lock(
+            file, {**content, "artefacts": {**dict(content.get("artefacts", {})), **digests}}
+        )
 
 
 # --- from one run to the next -----------------------------------------------------------------
@@ -233,8 +222,8 @@ def _there(folder: Path, files: Mapping[str, str]) -> dict[str, str]:
 
 def clear(folder: Path, kernel: str, ours: Mapping[str, str]) -> tuple[str, ...]:
     """The same for a further kernel's subfolder, which goes where nothing else is in it."""
-    told = recorded(folder / kernel / RECORD)
-    known = {**ours, **{f"{kernel}/{name}": digest for name, digest in told.items()}}
+    content = recorded(folder / kernel / RECORD)
+    known = {**ours, **{f"{kernel}/{name}": digest for name, digest in content.items()}}
     kept = set_aside(folder, [inside(kernel, name) for name in IN_RECORD], known)
     with contextlib.suppress(OSError):
         (folder / kernel / RECORD).unlink(missing_ok=True)

@@ -22,6 +22,7 @@ from flashwright.lang.nodes import Name
 from flashwright.program.program import Program, Tensor
 from flashwright.program.scalars import Value, evaluate, whole
 from flashwright.semantics.machine import Machine, Observer
+from flashwright.semantics.masks import ARITHMETIC, COMPARE
 from flashwright.semantics.state import Region
 
 Array = NDArray[Any]
@@ -234,17 +235,8 @@ def _sigmoid(x: Any) -> Any:
 
 
 _UFUNCS: dict[str, Callable[..., Any]] = {
-    "+": np.add,
-    "-": np.subtract,
-    "*": np.multiply,
-    "/": np.divide,
-    "%": np.mod,
-    "<": np.less,
-    "<=": np.less_equal,
-    ">": np.greater,
-    ">=": np.greater_equal,
-    "==": np.equal,
-    "!=": np.not_equal,
+    **ARITHMETIC,
+    **COMPARE,
     "and": np.logical_and,
     "or": np.logical_or,
     "not": np.logical_not,

@@ -15,7 +15,7 @@ from flashwright.lang.nodes import Binary, Call, Expr, Name, Unary, expressions
 from flashwright.program.scalars import NotScalar, Unknown, evaluate
 from flashwright.semantics.tiles import Masked, Where
 
-_COMPARE = {
+COMPARE = {
     "<": np.less,
     "<=": np.less_equal,
     ">": np.greater,
@@ -23,7 +23,7 @@ _COMPARE = {
     "==": np.equal,
     "!=": np.not_equal,
 }
-_ARITHMETIC = {"+": np.add, "-": np.subtract, "*": np.multiply, "/": np.divide, "%": np.mod}
+ARITHMETIC = {"+": np.add, "-": np.subtract, "*": np.multiply, "/": np.divide, "%": np.mod}
 _FUNCTIONS = {
     "abs": np.abs,
     "floor": np.floor,
@@ -71,7 +71,7 @@ def _ask(expr: Expr, mask: Masked, low: int, high: int) -> Any:
             return None if value is None else np.logical_not(value) if op == "not" else -value
         case Binary(op, left, right) if has_positions(expr):
             pair = [_ask(left, mask, low, high), _ask(right, mask, low, high)]
-            known = _COMPARE.get(op) or _ARITHMETIC.get(op)
+            known = COMPARE.get(op) or ARITHMETIC.get(op)
             return None if pair[0] is None or pair[1] is None or not known else known(*pair)
         case Call(func, args) if has_positions(expr):
             values = [_ask(a, mask, low, high) for a in args]

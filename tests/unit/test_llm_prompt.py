@@ -18,7 +18,7 @@ from flashwright.author.llm.extract import tl
 from flashwright.author.llm.prompt import STAGES, Facts, digest, first, kind, repair
 from flashwright.check.budget import use
 from flashwright.check.check import Checked, check
-from flashwright.generate.by_model.ask import of_reference
+from flashwright.generate.by_model.reference_facts import of_reference
 from flashwright.gpu import Gpu
 from flashwright.judge.cpu import judge
 from flashwright.judge.oracle import visible

@@ -528,7 +528,8 @@ def test_a_wheels_launcher_that_cannot_be_loaded_here_is_compiled(tmp_path: Path
     built_in = tmp_path / "launcher.so"
     built_in.write_bytes(b"for another machine")
     command = [sys.executable, "-c", LOAD_BUILT_IN, str(built_in)]
-    subprocess.run(command, check=True)
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "the wheel's launcher cannot be loaded, so this machine compiles one" in done.stderr
     env = {**os.environ, "FLASHWRIGHT_CACHE": str(tmp_path / "cache"), "CXX": "no-such-compiler"}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert "the launcher cannot be made: CXX names no-such-compiler" in done.stderr

@@ -82,6 +82,14 @@ def test_an_interrupted_second_run_leaves_the_finished_kernel(
     assert json.loads((tmp_path / "result.json").read_bytes())["ok"] is True
 
 
+def test_a_compiled_kernel_is_not_replaced_by_less_without_a_word(tmp_path: Path) -> None:
+    assert Outcome(*SHORT, "--out", str(tmp_path)).code == 0
+    (tmp_path / "kernel.cubin").write_bytes(b"as a run to its end leaves it")
+    again = Outcome(*SHORT, "--out", str(tmp_path))
+    assert "had a compiled kernel, which this run has replaced" in again.err
+    assert "had a compiled kernel" not in Outcome(*SHORT, "--out", str(tmp_path)).err
+
+
 def test_files_of_a_run_that_was_cut_off_are_nobodys_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,19 +15,15 @@ from flashwright.author.llm import prompt
 from flashwright.author.llm.attempts import Done, GaveUp, Task, Tried, best, fewest
 from flashwright.author.llm.budget import Budget, Meter, Prices
 from flashwright.author.llm.model import Model, Reply
-from flashwright.author.llm.operator_words import Given
 from flashwright.author.llm.prompt import STEPS, Facts
 from flashwright.author.llm.transcript import IMPROVE, Known, Lane, Transcript
-from flashwright.files import sha256
+from flashwright.generate.by_model.reference_facts import of_reference
 from flashwright.generate.by_model.speed import Goal, Stopwatch
 from flashwright.generate.folder import keep
 from flashwright.generate.state import Progress, Run
-from flashwright.judge.reference import split
-from flashwright.judge.reference_facts import ReferenceFacts, facts_of
 from flashwright.lang import gbnf
 from flashwright.lang.codes import MACHINE
 from flashwright.lang.diagnostic import Diagnostic
-from flashwright.spec import BadSpec
 
 if TYPE_CHECKING:
     from flashwright.gpu import Gpu
@@ -172,33 +168,6 @@ def facts_for(authors: Authors, run: Run, **more: Any) -> Facts:
         code=run.artefacts.get("code.tl", ""),
         **more,
     )
-
-
-_GIVEN: dict[str, Given | None] = {}
-
-
-def of_reference(where: Path, spec: AttentionSpec) -> Given | None:
-    """What a user's reference takes and gives, for a prompt; found once for each text of it."""
-    try:
-        text = Path(split(str(where))[0]).read_bytes()
-        key = sha256(text + f"{where}{spec.model_dump_json()}".encode())
-        if key not in _GIVEN:
-            _GIVEN[key] = _in_words(facts_of(where, spec))
-    except (OSError, BadSpec):
-        return None  # the judge tells the user, if it cannot use it either
-    return _GIVEN[key]
-
-
-def _in_words(found: ReferenceFacts) -> Given:
-    lines = tuple((one.name, _shape(one.axes), one.dtype, "input") for one in found.drawn)
-    return Given(lines, found.reads, found.outputs, found.empty_rows)
-
-
-def _shape(axes: tuple[tuple[str, str], ...]) -> str:
-    """The sizes as an Allocate has them: with letters, unless they are those of TL for so many."""
-    usual = {4: "BHLD", 3: "BHL", 2: "LD", 1: "L"}
-    plain = "".join(letter for letter, _ in axes) == usual.get(len(axes))
-    return ", ".join(size if plain else f"{letter}: {size}" for letter, size in axes)
 
 
 def _grammar(stage: str, asked: Who) -> str | None:

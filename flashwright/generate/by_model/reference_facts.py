@@ -1,22 +1,24 @@
-"""What a user's reference takes and gives, found by calling it: for whoever writes a kernel for it.
+"""The inputs and outputs of a user's reference, for the prompts: found by calling it.
 
-Its text alone does not say which shapes `make_inputs` draws, or what a row without keys gives. So
-it is called on three small problems, and each size of each input is told by the dims that it
-follows.
+The text of the function does not say which shapes `make_inputs` draws, or what a row without keys
+gives. So the function is called on three small problems, and each size of an input is given by the
+dims that it follows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flashwright.author.llm.operator_words import Given, Line
+from flashwright.files import sha256
 from flashwright.judge.inputs import make_inputs, narrowed
 from flashwright.judge.problems import sizes
+from flashwright.judge.reference import split
 from flashwright.judge.reference_process import ReferenceProcess
 from flashwright.sandbox.tensors import dtype_name
 from flashwright.spec import AttentionSpec, BadSpec
@@ -29,30 +31,23 @@ _LETTERS = {"batch": "B", "heads": "H", "kv_heads": "H", "q_len": "L", "kv_len":
 _OTHERS = "MRSTUW"
 
 
-@dataclass(frozen=True)
-class InputFacts:
-    """An input: its axes as (letter, size), and its type."""
-
-    name: str
-    axes: tuple[tuple[str, str], ...]
-    dtype: str
+_USUAL_LETTERS = {4: "BHLD", 3: "BHL", 2: "LD", 1: "L"}
+_FOUND: dict[str, Given | None] = {}
 
 
-@dataclass(frozen=True)
-class ReferenceFacts:
-    """What is known of a reference; None where a call did not show it."""
+def of_reference(where: Path, spec: AttentionSpec) -> Given | None:
+    """The inputs and outputs of a reference, found once for each text of it; None if unusable."""
+    try:
+        text = Path(split(str(where))[0]).read_bytes()
+        key = sha256(text + f"{where}{spec.model_dump_json()}".encode())
+        if key not in _FOUND:
+            _FOUND[key] = _call(where, spec)
+    except (OSError, BadSpec):
+        return None  # the judge reports it, if it cannot use the file either
+    return _FOUND[key]
 
-    drawn: tuple[InputFacts, ...] = ()
-    """The inputs that its make_inputs draws."""
-    reads: tuple[str, ...] = ()
-    """The names that its text asks for; empty where it does not show them."""
-    outputs: tuple[str, ...] | None = None
-    empty_rows: bool | None = None
-    """Whether queries before the first key give 0 (and LSE -inf)."""
 
-
-def facts_of(where: str | Path, spec: AttentionSpec) -> ReferenceFacts:
-    """What the reference of a spec takes and gives; BadSpec where the file cannot be used."""
+def _call(where: Path, spec: AttentionSpec) -> Given:
     reference = ReferenceProcess(where)
     dims = [{**spec.dims, **sizes(spec, *problem)} for problem in PROBLEMS]
     drawn = [reference.make_inputs(np.random.default_rng(0), one) for one in dims]
@@ -64,22 +59,29 @@ def facts_of(where: str | Path, spec: AttentionSpec) -> ReferenceFacts:
     try:
         found = reference(last, dims[-1])
     except BadSpec:  # it wants inputs that only a program declares
-        return ReferenceFacts(inputs, reads)
+        return Given(inputs, reads)
     before = dims[-1]["q_len"] - dims[-1]["kv_len"]
     rows = found["O"][:, :, :before] if found.get("O", np.zeros(0)).ndim == 4 else None
     empty = None if rows is None or np.isnan(rows).any() else not rows.any()
-    return ReferenceFacts(inputs, reads, tuple(found), empty)
+    return Given(inputs, reads, tuple(found), empty)
 
 
 def _inputs(
     made: Sequence[Mapping[str, Array]], dims: Sequence[Mapping[str, int]]
-) -> Iterator[InputFacts]:
+) -> Iterator[Line]:
     """The inputs that every problem has, with as many axes."""
     for name, array in made[0].items():
         every = [one[name] for one in made if name in one and one[name].ndim == array.ndim]
         if len(every) == len(made):
             found = [_size([a.shape[n] for a in every], dims) for n in range(array.ndim)]
-            yield InputFacts(name, tuple(_lettered(found)), dtype_name(array.dtype))
+            yield name, _shape(found), dtype_name(array.dtype), "input"
+
+
+def _shape(sizes: Sequence[str]) -> str:
+    """The sizes as an Allocate has them: with letters, unless these are TL's usual ones."""
+    axes = [*_lettered(sizes)]
+    usual = "".join(letter for letter, _ in axes) == _USUAL_LETTERS.get(len(axes))
+    return ", ".join(size if usual else f"{letter}: {size}" for letter, size in axes)
 
 
 def _size(seen: Sequence[int], dims: Sequence[Mapping[str, int]]) -> str:
