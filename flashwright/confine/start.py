@@ -52,7 +52,10 @@ class Policy:
     must: tuple[str, ...] = ()
     """The kinds of confinement (FILES, CALLS) without which the command is not run."""
     watched: bool = False
-    """Whether the command is a tool that watches another, with sockets and all system calls."""
+    """Whether the command is a tool that watches another, or runs under one: it has sockets and all
+    system calls."""
+    inherits: bool = False
+    """Whether it runs under a tool: it keeps the variables that the tool has set."""
 
 
 def confined(policy: Policy, command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -67,8 +70,9 @@ def main() -> None:
     """Confine this process, then execute the command."""
     policy, command = Policy(**json.loads(sys.argv[1])), sys.argv[2:]
     die_with_parent()
-    with contextlib.suppress(PermissionError):  # it leads its group already
-        os.setsid()
+    if not policy.inherits:
+        with contextlib.suppress(PermissionError):  # it leads its group already
+            os.setsid()
     limit(resource.RLIMIT_CORE, 0)
     limit(resource.RLIMIT_FSIZE, policy.file_bytes)
     if policy.seconds is not None:
@@ -80,8 +84,9 @@ def main() -> None:
     if missing := missing or list(_unrefused(policy)):
         print(f"{NOT_REFUSED}: {', '.join(missing)}")
         sys.exit(NOT_CONFINED)
+    given = dict(os.environ) if policy.inherits else {}
     try:
-        os.execve(command[0], command, dict(policy.environment))
+        os.execve(command[0], command, {**given, **policy.environment})
     except OSError as error:
         print(f"{command[0]} cannot be run: {error.strerror}")
         sys.exit(NOT_STARTED)

@@ -151,7 +151,7 @@ def _run_tools(
 def _command(program: str, tool: str, candidate: Candidate, log: Path) -> tuple[str, ...]:
     only = ("--kernel-regex", "kns=attention") if candidate.kind == "package" else ()
     options = ("--tool", tool, "--log-file", str(log), "--print-limit", "20", *only)
-    return (program, *options, "--target-processes", "application-only")
+    return (program, *options, "--target-processes", "all")
 
 
 def _call(

@@ -36,7 +36,7 @@ MAY_BE_LEFT_OUT = ("LSE", NOISE)
 """Expected outputs that a candidate need not give. The verdict's notes report a missing LSE."""
 PATIENCE = 0.2  # seconds to wait for writes by a thread that outlives the call
 FEW_CALLS, MANY_CALLS, MANY_SECONDS = 20, 1000, 0.5
-"""Back-to-back calls: at least FEW_CALLS, then as many as MANY_SECONDS allow."""
+"""Back-to-back calls: at least FEW_CALLS, then as many as fit in MANY_SECONDS."""
 VIEWS = "views"
 FAR_BATCHES = 3
 FAR_BYTES = FAR_BATCHES * FAR * 2
@@ -139,8 +139,10 @@ class Trial:
         expected = self.expected.outputs(made, problem.dims)
         given, sizes = self.form.taken(made), self.form.dims(problem)
         shapes = self.form.outputs(problem, expected)
+        one = self.sandbox.call(given, shapes, sizes)
         few = self.sandbox.call(given, shapes, sizes, times=FEW_CALLS)
-        times = min(MANY_CALLS, max(FEW_CALLS, int(FEW_CALLS * MANY_SECONDS / few.seconds)))
+        each = max(few.seconds - one.seconds, 1e-9) / (FEW_CALLS - 1)
+        times = min(MANY_CALLS, max(FEW_CALLS, int(MANY_SECONDS / each)))
         for called in (few, self.sandbox.call(given, shapes, sizes, times=times)):
             outcome.ask("repeat")
             check = Outcome(problem)

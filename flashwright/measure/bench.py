@@ -27,10 +27,10 @@ from flashwright.spec import AttentionSpec
 
 BURST = (3, 10, 0.2)
 """Calls of a burst: at least, at most, and about so many seconds of them."""
-HIDDEN_FACTOR, HIDDEN_SECONDS = 1.4, 200e-6
+HIDDEN_FACTOR, HIDDEN_SECONDS = 1.2, 250e-6
 """A call may take so many times its event time by our own clock, and so much more: one call behind
 the other the GPU's clock is lower, a launch from Python takes tens of microseconds."""
-TRIES = 3  # of a burst: a neighbour on the host must not make somebody a cheat
+TRIES = 5  # of a burst: a neighbour on the host must not make somebody a cheat
 
 Line = NumberRecord | AbsentRecord
 

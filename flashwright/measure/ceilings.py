@@ -20,6 +20,8 @@ from flashwright.spec import AttentionSpec
 
 SIDE = 8192
 """Of the matrices: large enough for every GPU's best rate, and 0.4 GB in all."""
+ROWS = 64
+"""Of the output that the judge gets a copy of."""
 COPIED = 1 << 30
 """Bytes: many times any L2."""
 TURNS, CALLS = 3, 8
@@ -36,6 +38,8 @@ class Ceilings:
     """TFLOPS by dtype."""
     copy_gbs: float | None = None
     """GB/s, read and written."""
+    missing: Mapping[str, str] = field(default_factory=dict)
+    """What could not be measured, and why: `bf16 matmul`, `copy`."""
 
 
 def matmul(spec: AttentionSpec) -> Callable[..., Any]:
@@ -57,7 +61,8 @@ def matmul(spec: AttentionSpec) -> Callable[..., Any]:
         def multiply() -> Any:
             return a @ b
 
-    return lambda q, k, v: multiply()[None, None]
+    # A corner of it, in the problem's form: that is what the judge gets a copy of.
+    return lambda q, k, v: multiply()[:ROWS, :ROWS].expand(1, 1, ROWS, ROWS)
 
 
 def copy(spec: AttentionSpec) -> Callable[..., Any]:
@@ -68,29 +73,30 @@ def copy(spec: AttentionSpec) -> Callable[..., Any]:
     target = torch.empty_like(source)
 
     def call(q: Any, k: Any, v: Any) -> Any:
-        return target.copy_(source)[None, None, None]
+        target.copy_(source)
+        return target[: ROWS * ROWS * 2].view(q.dtype).view(1, 1, ROWS, ROWS)
 
     return call
 
 
 def measure(dtypes: Iterable[str], make: Make = Sandbox) -> Ceilings:
-    """Measure both, one after the other, each in its own process; what fails is left out."""
+    """Measure both, one after the other, each in its own process."""
     wanted = {dtype: _seat("matmul", make) for dtype in dict.fromkeys(dtypes)}
     seats = {**wanted, "": _seat("copy", make)}
     try:
         ready = {n: s.prepare(n, _problem(n or "fp16")) for n, s in seats.items()}
-        found = {}
+        found, missing = {}, {}
         for name, seat in seats.items():
             try:
                 ready[name].result()
                 found[name] = _best(seat)
-            except (Unable, Ended):
-                continue
+            except (Unable, Ended) as error:
+                missing[f"{name} {seat.contestant.name}".strip()] = str(error)
     finally:
         for seat in seats.values():
             seat.close()
     rates = {name: 2 * SIDE**3 / s / 1e12 for name, s in found.items() if name}
-    return Ceilings(rates, 2 * COPIED / found[""] / 1e9 if "" in found else None)
+    return Ceilings(rates, 2 * COPIED / found[""] / 1e9 if "" in found else None, missing)
 
 
 def _seat(function: str, make: Make) -> Seat:
@@ -100,8 +106,8 @@ def _seat(function: str, make: Make) -> Seat:
 
 def _problem(dtype: str) -> TimedProblem:
     """Something small: these contestants do not look at it."""
-    spec = AttentionSpec.make(variant="ceiling", heads=1, head_dim=64, dtype=dtype)
-    return TimedProblem(spec, 1, 64)
+    spec = AttentionSpec.make(variant="ceiling", heads=1, head_dim=ROWS, dtype=dtype)
+    return TimedProblem(spec, 1, ROWS)
 
 
 def _best(seat: Seat) -> float:

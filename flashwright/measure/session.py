@@ -170,6 +170,8 @@ def _run(
         return before
     watcher.phase("measuring the machine")
     measured = parts.ceilings(dict.fromkeys(spec.dtype for spec in plan.specs))
+    for name, why in measured.missing.items():
+        watcher.trouble(f"{name} could not be measured: {why}")
     found = {"matmul": dict(measured.matmul), "copy_gbs": measured.copy_gbs}
     run = new.model_copy(update=found)
     keeping.add(run)

@@ -101,6 +101,14 @@ class Cpu:
         return low, high
 
 
+def _has_memory(tensor: Any) -> bool:
+    """Whether there is something behind it; some versions of torch raise for a bare wrapper."""
+    try:
+        return bool(tensor.untyped_storage().data_ptr())
+    except RuntimeError:
+        return False
+
+
 class Cuda:
     """PyTorch tensors on the current GPU."""
 
@@ -129,7 +137,7 @@ class Cuda:
             if not found.is_cuda:
                 raise NoTensor(f"{name} is no tensor on the device, but on {found.device}")
             bare = found.detach().as_subclass(torch.Tensor)
-            if bare.numel() and not bare.untyped_storage().data_ptr():
+            if bare.numel() and not _has_memory(bare):
                 raise NoTensor(f"{name} is a {type(found).__name__} without memory of its own")
             return bare
 

@@ -35,6 +35,9 @@ _DEVICES = (  # not all of /dev, which has disks and other processes' shared mem
     *("nvidiactl", "nvidia[0-9]*", "nvidia-uvm", "nvidia-caps"),  # not what debuggers watch with
     *("nvhost*", "nvmap", "nvgpu", "dxg"),  # Tegra, and Windows' subsystem for Linux
 )
+TOOLS_FILES = ("/proc",)
+"""What a tool has to leave to the process that it starts, whose own part of /proc nobody knows
+before."""
 READS = "FLASHWRIGHT_CANDIDATE_READS"
 """Further files and folders that a candidate may read, separated as in PATH. It has no effect for
 a candidate that a model wrote."""

@@ -42,6 +42,7 @@ from flashwright.sandbox.limits import Limits
 from flashwright.sandbox.memory import Memory, Short
 from flashwright.sandbox.memory import make as make_memory
 from flashwright.sandbox.place import (
+    TOOLS_FILES,
     environment,
     make_folder,
     need_confinement,
@@ -56,6 +57,7 @@ _COMMAND = (sys.executable, "-m", "flashwright.sandbox.worker")
 _MOST_OF_GPU = 0.95  # torch's own allocations are held to less (device.py)
 _TICK = 0.05  # seconds between two checks of the memory
 _LEAST_PLACES, _PLACES = 4, 10  # outputs of timed calls that are kept
+_PLACES_BYTES = 1 << 30  # what more than the least may take
 _FORGED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError)
 """The errors of parsing a forged answer."""
 _LONGEST = 1 << 20  # bytes of an answer
@@ -212,14 +214,19 @@ class Sandbox:
         It is confined from its first instruction, as a thread that already runs would keep its
         rights.
         """
-        command = [*self.before, *_COMMAND, str(reading), str(writing)]
+        command = [*_COMMAND, str(reading), str(writing)]
         env = {**environment(self._folder), **self.environment}
         if sys.platform != "linux":
-            return command, env
+            return [*self.before, *command], env
         self._policy = policy(self.candidate, self._folder, env, self.limits, self.before)
         self.sealed = CALLS in self._policy.must and not self._policy.watched
         self.gaps = tuple(_gaps(self._policy))
-        return confined(self._policy, command)
+        if not self.before:
+            return confined(self._policy, command)
+        # The tool starts the worker, another process, which gives up what only the tool needs.
+        inner, _ = confined(replace(self._policy, inherits=True), command)
+        outer = replace(self._policy, writable=(*self._policy.writable, *TOOLS_FILES))
+        return confined(outer, [*self.before, *inner])
 
     def switch(self, candidate: Candidate, spec: AttentionSpec) -> None:
         """Load another candidate in the same process, which is quicker than a new one.
@@ -477,7 +484,7 @@ class Sandbox:
         spec = problem.spec
         shape = (problem.batch, spec.heads, problem.length, spec.value_dim)
         one = Layout.of({}, {"O": (shape, spec.output_dtype)}, returns=False, guard=0)
-        self._provide(_LEAST_PLACES * one.size)
+        self._provide(max(_LEAST_PLACES * one.size, min(_PLACES * one.size, _PLACES_BYTES)))
         count = min(_PLACES, self.memory.size // max(1, one.size))
         return [replace(one.outputs["O"], at=n * one.size) for n in range(count)]
 

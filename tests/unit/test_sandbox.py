@@ -445,6 +445,37 @@ def _told(ended: Ended) -> list[str]:
     return ended.message.removeprefix("RuntimeError: ").split(", ")
 
 
+UNDER_A_TOOL = """
+import os, threading
+def attention(q, k, v):
+    told = [os.environ.get("TOOL", "")]
+    for name, place in (
+        ("its own thread", f"/proc/self/task/{threading.get_native_id()}/comm"),
+        ("the tool", f"/proc/{os.getppid()}/comm"),
+        ("its memory", f"/proc/{os.getppid()}/mem"),
+    ):
+        try:
+            with open(place, "r+b") as file:
+                file.write(b"x")
+            told.append(name)
+        except OSError:
+            pass
+    raise RuntimeError(", ".join(told))
+"""
+
+
+def test_under_a_tool_it_is_confined_as_alone(tmp_path: Path) -> None:
+    """The tool is another process, and sets variables that its application needs."""
+    tool = ("/bin/sh", "-c", 'TOOL=here "$@"; exit $?', "tool")
+    candidate = written(tmp_path, UNDER_A_TOOL)
+    with Sandbox(candidate, SPEC, "cpu", SMALL, before=tool) as sandbox:
+        if not landlock.available():
+            pytest.skip("this system has no Landlock")
+        with pytest.raises(Ended) as ended:
+            sandbox.call(inputs())
+    assert _told(ended.value) == ["here", "its own thread"]
+
+
 def test_a_device_that_is_allowed_takes_commands_too() -> None:
     """The GPU's driver is nothing but that: ioctl on files in /dev."""
     code = """

@@ -102,6 +102,8 @@ def autotuned(q: Any, k: Any, v: Any) -> Any:
         weights=TYPES[q.dtype],
         sums=tl.float32,
         loads=True,
+        quadratic=False,
+        least=0.0,
         width=width,
     )
     return out

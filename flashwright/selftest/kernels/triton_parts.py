@@ -1,4 +1,4 @@
-"""Honest Triton kernels of other forms: split-KV with two launches, and a persistent one."""
+"""Honest Triton kernels of other forms: split-KV, with and without atomic sums, and persistent."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ import triton.language as tl
 
 TALL, WIDE = 64, 64
 PARTS = 4  # of the keys
+MANY_PARTS = 16  # so that the order of their sum shows
 PROGRAMS = 64  # of the persistent kernel
 
 
@@ -195,6 +196,38 @@ def combine_kernel(
     tl.store(o_ptr + row * width + columns, out.to(o_ptr.dtype.element_ty))
 
 
+@triton.jit
+def add_kernel(
+    part_ptr,
+    top_ptr,
+    total_ptr,
+    sum_ptr,
+    weight_ptr,
+    every,
+    parts: tl.constexpr,
+    width: tl.constexpr,
+):
+    """Add one part of one row to the row's sums: in whichever order the parts come."""
+    row = tl.program_id(0).to(tl.int64) // parts
+    columns = tl.arange(0, width)
+    top = tl.max(tl.load(top_ptr + tl.arange(0, parts).to(tl.int64) * every + row), 0)
+    at = tl.program_id(0).to(tl.int64) % parts * every + row
+    weight = tl.exp2(tl.load(top_ptr + at) - tl.where(top == float("-inf"), 0.0, top))
+    part = tl.load(part_ptr + at * width + columns)
+    tl.atomic_add(sum_ptr + row * width + columns, weight * part)
+    tl.atomic_add(weight_ptr + row, weight * tl.load(total_ptr + at))
+
+
+@triton.jit
+def divide_kernel(sum_ptr, weight_ptr, o_ptr, width: tl.constexpr):
+    """The sums of one row by its weights' sum."""
+    row = tl.program_id(0).to(tl.int64)
+    at = row * width + tl.arange(0, width)
+    total = tl.load(weight_ptr + row)
+    out = tl.load(sum_ptr + at) / tl.where(total == 0.0, 1.0, total)
+    tl.store(o_ptr + at, out.to(o_ptr.dtype.element_ty))
+
+
 def persistent(q: Any, k: Any, v: Any) -> Any:
     """Causal attention by as many programs as stay on the GPU."""
     batch, heads, q_len, width = q.shape
@@ -216,15 +249,37 @@ def persistent(q: Any, k: Any, v: Any) -> Any:
 
 def split_kv(q: Any, k: Any, v: Any) -> Any:
     """Causal attention in two launches: parts of the keys, then their sum."""
-    batch, heads, q_len, width = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if not out.numel():
-        return out
+    if out.numel():
+        parts, tops, totals, every = _parts(q, k, v, PARTS)
+        more = {"parts": PARTS, "width": q.shape[3]}
+        combine_kernel[(every,)](parts, tops, totals, out, every, **more)
+    return out
+
+
+def atomic_sums(q: Any, k: Any, v: Any) -> Any:
+    """The same with sums by atomic additions: two runs differ by rounding."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if out.numel():
+        parts, tops, totals, every = _parts(q, k, v, MANY_PARTS)
+        width = q.shape[3]
+        sums = torch.zeros((every, width), dtype=torch.float32, device=q.device)
+        weights = torch.zeros(every, dtype=torch.float32, device=q.device)
+        add_kernel[(MANY_PARTS * every,)](
+            *(parts, tops, totals, sums, weights, every), parts=MANY_PARTS, width=width
+        )
+        divide_kernel[(every,)](sums, weights, out, width=width)
+    return out
+
+
+def _parts(q: Any, k: Any, v: Any, count: int) -> tuple[Any, Any, Any, int]:
+    """The sums, maxima and weights' sums of `count` parts of the keys, and the rows of each."""
+    batch, heads, q_len, width = q.shape
     every = batch * heads * q_len
-    parts = torch.empty((PARTS, every, width), dtype=torch.float32, device=q.device)
-    tops, totals = torch.empty((2, PARTS, every), dtype=torch.float32, device=q.device)
-    step = triton.cdiv(triton.cdiv(k.shape[2], PARTS), WIDE) * WIDE
-    part_kernel[(triton.cdiv(q_len, TALL), batch * heads, PARTS)](
+    parts = torch.empty((count, every, width), dtype=torch.float32, device=q.device)
+    tops, totals = torch.empty((2, count, every), dtype=torch.float32, device=q.device)
+    step = triton.cdiv(triton.cdiv(k.shape[2], count), WIDE) * WIDE
+    part_kernel[(triton.cdiv(q_len, TALL), batch * heads, count)](
         *(q, k, v, parts, tops, totals),
         *(s for x in (q, k, v) for s in x.stride()[:3]),
         *(heads, heads // k.shape[1], q_len, k.shape[2], step, every, width**-0.5),
@@ -232,5 +287,4 @@ def split_kv(q: Any, k: Any, v: Any) -> Any:
         tall=TALL,
         wide=WIDE,
     )
-    combine_kernel[(every,)](parts, tops, totals, out, every, parts=PARTS, width=width)
-    return out
+    return parts, tops, totals, every
