@@ -2,7 +2,8 @@
 
 A page's `console` blocks are run in their order, in one folder. A line of dots stands for any
 lines, dots within a line for any text. `<!-- save: NAME -->` before a block saves it as a file
-first; `<!-- run: COMMAND -->` is run without being shown.
+first; `<!-- run: COMMAND -->` is run without being shown. A block behind `<!-- with a GPU -->` or
+`<!-- without a GPU -->` is run on such a machine only.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from flashwright.build import toolchain
+from flashwright.build import driver, toolchain
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -31,7 +32,7 @@ PAGES = [
 PART = re.compile(
     r"<!-- save: (?P<name>\S+) -->\n+```\w*\n(?P<text>.*?)^```"
     r"|<!-- run: (?P<hidden>.*?) -->"
-    r"|^```console\n(?P<console>.*?)^```",
+    r"|(?:<!-- (?P<where>with|without) a GPU -->\n+)?^```console\n(?P<console>.*?)^```",
     re.MULTILINE | re.DOTALL,
 )
 COMPILING = ("generate", "build", "verify", "emulate")
@@ -46,13 +47,14 @@ class Step:
 
 
 def steps(page: Path, folder: Path) -> Iterator[Step]:
-    """The commands of a page; its files are saved on the way."""
+    """The commands of a page that this machine can run; its files are saved on the way."""
+    here = "without" if driver.missing() else "with"
     for part in PART.finditer(page.read_text()):
         if part["name"]:
             (folder / part["name"]).write_text(part["text"])
         elif part["hidden"]:
             yield Step(part["hidden"], None)
-        else:
+        elif not part["where"] or part["where"] == here:
             for one in re.split(r"^\$ ", part["console"], flags=re.MULTILINE)[1:]:
                 command, _, printed = one.partition("\n")
                 yield Step(command, printed)
