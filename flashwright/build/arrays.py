@@ -21,6 +21,12 @@ NAMES = {  # the frameworks' names of our element types
 }
 
 
+NO_GRADIENT = (
+    "a tensor requires a gradient, and this kernel has none: call it under torch.no_grad() or "
+    "torch.inference_mode(), or pass tensors that are detached"
+)
+
+
 class Framework(Protocol):
     """What the launcher needs to know of a library of arrays."""
 
@@ -48,6 +54,9 @@ class _Torch:
         return like.new_empty(shape, dtype=getattr(sys.modules["torch"], NAMES[dtype]))
 
     def launch(self, function: Any, mode: int, tensors: Sequence[Any], dims: Sequence[Any]) -> None:
+        recorded = sys.modules["torch"].is_grad_enabled()
+        if recorded and any(getattr(t, "requires_grad", False) for t in tensors):
+            raise RuntimeError(NO_GRADIENT)
         function(mode, *tensors, *dims)  # tvm-ffi itself takes torch's current stream over
 
 

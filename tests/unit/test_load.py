@@ -13,11 +13,13 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from flashwright.build.arrays import framework_of
 from flashwright.build.encode import encode
 from flashwright.build.load import (
     CUBIN,
@@ -305,6 +307,25 @@ def test_what_the_driver_refuses_is_told_in_its_words() -> None:
 
 
 # --- what is refused --------------------------------------------------------------------------
+
+
+def test_a_gradient_is_never_lost_silently(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = SimpleNamespace(is_grad_enabled=lambda: True)
+    idle = SimpleNamespace(is_grad_enabled=lambda: False)
+    leaf = type("Parameter", (), {"__module__": "torch.nn", "requires_grad": True})()
+    detached = type("Tensor", (), {"__module__": "torch", "requires_grad": False})()
+    launched: list[Any] = []
+
+    def launch(torch: Any, *tensors: Any) -> None:
+        monkeypatch.setitem(sys.modules, "torch", torch)
+        framework_of(tensors[0]).launch(lambda *given: launched.append(given), 0, tensors, [])
+
+    with pytest.raises(RuntimeError, match=r"requires a gradient.*torch\.no_grad"):
+        launch(recording, detached, leaf, None)
+    assert not launched
+    launch(recording, detached, None)
+    launch(idle, leaf)
+    assert launched == [(0, detached, None), (0, leaf)]
 
 
 @on_fake_gpu
