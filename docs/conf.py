@@ -14,7 +14,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "docs.make.site"]
 source_suffix = {".md": "markdown"}
 # Runs that models made, as they came; they are reached as files, not as pages.
 exclude_patterns = ["results/*/*/**", "make"]
-# Types in docstrings go by their short names, and two classes are called Kernel.
+# Types in docstrings go by their short names, which several classes may share.
 suppress_warnings = ["ref.python"]
 
 myst_heading_anchors = 4

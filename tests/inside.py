@@ -24,7 +24,7 @@ def judged(candidate: Candidate, spec: AttentionSpec, **options: Any) -> Verdict
     return judge(candidate, spec, sandbox=Inside, **{"seed": 1, **options})
 
 
-NOBODY = 2**31 - 1
+NO_SUCH_PID = 2**31 - 1
 """A pid that no process has. (A mock's would be 1, and group 1 means every process.)"""
 
 
@@ -36,7 +36,7 @@ class Inside(Sandbox):
         self._module = sys.modules.pop(self.candidate.where, None)
         with contextlib.ExitStack() as self._started:
             fake = self._started.enter_context(mock.patch.object(process.subprocess, "Popen"))
-            fake.return_value.pid = NOBODY
+            fake.return_value.pid = NO_SUCH_PID
             super().start()
         gc.freeze()  # the worker collects before each call, and here that is pytest's memory too
 

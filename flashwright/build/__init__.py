@@ -1,1 +1,1 @@
-"""From CUDA source to a cubin: the tools, the compiler's run, what was built before."""
+"""From CUDA source to a cubin and a kernel package: toolchain, nvcc, cache, loader."""

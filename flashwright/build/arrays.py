@@ -1,7 +1,7 @@
 """Tensors of PyTorch, CuPy and JAX: how each makes an output, and on which stream it works.
 
-All of them go to the launcher through DLPack; what differs is told here, once. No framework is
-imported that the caller has not imported.
+All of them reach the launcher through DLPack; this module holds the differences. It imports no
+framework that the caller has not imported.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NO_GRADIENT = (
 
 
 class Framework(Protocol):
-    """What the launcher needs to know of a library of arrays."""
+    """What the launcher needs from an array library."""
 
     def empty(self, like: Any, shape: Sequence[int], dtype: str) -> Any:
         """A new tensor on the device of `like`, its values arbitrary."""
@@ -45,7 +45,7 @@ def framework_of(array: Any) -> Framework:
 
 @functools.cache
 def _framework(kind: type) -> Framework:
-    roots = (base.__module__.partition(".")[0] for base in kind.__mro__)  # a subclass will do
+    roots = (base.__module__.partition(".")[0] for base in kind.__mro__)  # also for subclasses
     return next((_KNOWN[root] for root in roots if root in _KNOWN), _OTHER)
 
 
@@ -57,7 +57,7 @@ class _Torch:
         recorded = sys.modules["torch"].is_grad_enabled()
         if recorded and any(getattr(t, "requires_grad", False) for t in tensors):
             raise RuntimeError(NO_GRADIENT)
-        function(mode, *tensors, *dims)  # tvm-ffi itself takes torch's current stream over
+        function(mode, *tensors, *dims)  # tvm-ffi uses torch's current stream
 
 
 class _CuPy:
@@ -80,7 +80,7 @@ class _CuPy:
 
 
 class _Jax:
-    """JAX has no stream to join: it is waited for before the kernel, and the kernel after it."""
+    """JAX exposes no stream: a call waits for JAX, launches, and waits for the kernel."""
 
     def empty(self, like: Any, shape: Sequence[int], dtype: str) -> Any:
         import jax.numpy as jnp
@@ -102,8 +102,8 @@ class _Jax:
             launcher().synchronize(next(t for t in given if t is not None).device.index)
 
 
-class _Other:
-    """Anything with DLPack: it can be read and written, but not made."""
+class _AnyDLPack:
+    """Any other array with DLPack: usable as an input or `out`, but no output can be allocated."""
 
     def empty(self, like: Any, shape: Sequence[int], dtype: str) -> Any:
         kind = f"{type(like).__module__}.{type(like).__name__}"
@@ -133,4 +133,4 @@ _KNOWN: dict[str, Framework] = {
     "jax": _Jax(),
     "jaxlib": _Jax(),
 }
-_OTHER = _Other()
+_OTHER = _AnyDLPack()

@@ -1,4 +1,4 @@
-"""What nvcc and ptxas complain about, as diagnostics under the TL line that it came from."""
+"""Errors of nvcc and ptxas as diagnostics at the TL line that the code came from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.nodes import Span, line_span
 from flashwright.lower.source_map import SourceMap
 
-MOST = 5  # further errors are mostly echoes of the first
+MOST = 5  # further errors mostly repeat the first
 _MOST_READ = 200
 
 # `kernel.cu(12): error: x` and `fw/a.cuh(3): error #20: x` of nvcc, `kernel.cu:12:5: error: x` of
@@ -28,7 +28,7 @@ _FROM_KERNEL = re.compile(r"\bat line (\d+) of \"?kernel\.cu\b")
 _HOST = re.compile(r"(?<![\w)\]])/(?:[\w.+@-]+/)+")  # the folders of this machine
 _NO_HEADER = re.compile(r"fatal error: (\S+): No such file or directory")
 
-# What is wrong with the machine and not with the kernel, in nvcc's words.
+# Messages of nvcc about the machine, not about the kernel.
 _MACHINE = (
     (
         re.compile(r"Failed to preprocess host compiler|Cannot find compiler|exec\w* .?cc1plus"),
@@ -41,25 +41,25 @@ _MACHINE = (
     (re.compile(r"Unsupported gpu architecture[^\n]*"), f"take another nvcc: {GET_NVCC}"),
 )
 
-# ptxas: wgmma serialised for different reasons, and a setmaxnreg that it does not heed.
+# ptxas: wgmma serialised for different reasons, and a setmaxnreg that it ignores.
 _SLOW = re.compile(r"^.*\((C75(?:08|10|11|15))\)\s*(.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where in the TL a line of the generated code came from.
+class LineMap:
+    """Maps a line of kernel.cu to the text in which its errors are reported.
 
-    Of code that a model wrote (its `own`) the text is kernel.cu itself: who wrote it can mend it.
+    That text is the TL, or kernel.cu itself if a model wrote it (`own`).
     """
 
     map: SourceMap | None
     tl: str
     own: bool = False
     ptx: tuple[str, ...] = ()
-    """Its lines, where the model wrote some of them itself."""
+    """The lines of the PTX, for errors in the inline assembly of a model."""
 
     def span(self, cu_line: int | None) -> Span | None:
-        """The TL line as a place in its text; None where that is not known."""
+        """The span of the reported line, or None if it is unknown."""
         if self.own and cu_line is not None:
             return line_span(self.tl, cu_line)
         if cu_line is None or self.map is None:
@@ -68,28 +68,28 @@ class Places:
         return None if line is None else line_span(self.tl, line)
 
 
-def refused(code: int, log: str, places: Places, ptx: str = "") -> Failed:
-    """What to say of an nvcc that has failed; `ptx` is what it had made by then."""
-    if code < 0 or (code >= 128 + signal.SIGHUP and code != 255):  # 255: ptxas's plain no
+def refused(code: int, log: str, line_map: LineMap, ptx: str = "") -> Failed:
+    """The diagnostics for an nvcc that failed. `ptx` is the PTX that it made before it failed."""
+    if code < 0 or (code >= 128 + signal.SIGHUP and code != 255):  # 255: ptxas reports an error
         number = -code if code < 0 else code - 128
         return unfinished(f"nvcc was ended from outside or broke down (signal {number})")
     matches = list(islice(_ERROR.finditer(log), _MOST_READ))
-    # A model's own code may say anything in a message of its own: only ours is above suspicion.
-    own = places.own and any((m["file"] or "").endswith("kernel.cu") for m in matches)
+    # A model's code can print any message, so it cannot blame the machine.
+    own = line_map.own and any((m["file"] or "").endswith("kernel.cu") for m in matches)
     machine = None if own else _machine(log)
     if machine is not None:
         return Failed(machine)
-    ends = [m.start() for m in matches[1:]] + [len(log)]  # what stands below an error belongs to it
-    places = replace(places, ptx=tuple(ptx.split("\n"))) if places.own else places
+    ends = [m.start() for m in matches[1:]] + [len(log)]  # the text up to the next error
+    line_map = replace(line_map, ptx=tuple(ptx.split("\n"))) if line_map.own else line_map
     errors = [
-        _error(m, log[m.start() : end], places) for m, end in zip(matches, ends, strict=False)
+        _error(m, log[m.start() : end], line_map) for m, end in zip(matches, ends, strict=False)
     ]
     found = list(dict.fromkeys(errors))
     if len(found) > 1:  # "ptxas fatal: aborted due to errors" says nothing after the errors
         found = [d for d in found if "aborted due to errors" not in d.message]
     if not found:
         last = " / ".join(line.strip() for line in log.strip().split("\n")[-3:])[:500]
-        last = _HOST.sub("", last) if places.own else last
+        last = _HOST.sub("", last) if line_map.own else last
         found = [Diagnostic("FW822", f"nvcc failed with {code}: {last or 'it said nothing'}")]
     return Failed(*found[:MOST])
 
@@ -110,8 +110,8 @@ def _machine(log: str) -> Diagnostic | None:
     return None
 
 
-def _error(match: re.Match[str], whole: str, places: Places) -> Diagnostic:
-    """One error with the line of kernel.cu it is at, or was instantiated from."""
+def _error(match: re.Match[str], whole: str, line_map: LineMap) -> Diagnostic:
+    """One error, at its line of kernel.cu or at the line that instantiated it."""
     line: int | None = None
     where = match["file"] or (f"line {match['ptx']} of the PTX" if match["ptx"] else "")
     if match["file"] and match["file"].endswith("kernel.cu"):
@@ -124,13 +124,13 @@ def _error(match: re.Match[str], whole: str, places: Places) -> Diagnostic:
         inside = "" if match["file"].endswith("kernel.cu") else f"{where}, from "
         where = f"{inside}kernel.cu:{line}"
     text = (match["text"] or match["said"] or match["plain"]).strip()
-    span = places.span(line)
-    if places.own:
-        return _own_error(_HOST.sub("", text), where, span, match["ptx"], places)
+    span = line_map.span(line)
+    if line_map.own:
+        return _own_error(_HOST.sub("", text), where, span, match["ptx"], line_map)
     at = f" ({where})" if where else ""
     hint = (
         "the generated code is wrong, not your program: please report it with the TL"
-        if span or places.map
+        if span or line_map.map
         else None
     )
     label = "this became the code that nvcc refuses" if span else ""
@@ -138,18 +138,18 @@ def _error(match: re.Match[str], whole: str, places: Places) -> Diagnostic:
 
 
 def _own_error(
-    text: str, where: str, span: Span | None, ptx: str | None, places: Places
+    text: str, where: str, span: Span | None, ptx: str | None, line_map: LineMap
 ) -> Diagnostic:
-    """The same for whoever wrote the code: under its own line, and the PTX that asm has become."""
+    """An error in code that a model wrote: at its own line, with the PTX line of an `asm`."""
     here = where.startswith("kernel.cu:") and span is not None
     at = "" if here or not where else f" (in {where})"
-    if ptx and 1 <= int(ptx) <= len(places.ptx):
-        at = f" (in the PTX: {places.ptx[int(ptx) - 1].strip()[:120]})"
+    if ptx and 1 <= int(ptx) <= len(line_map.ptx):
+        at = f" (in the PTX: {line_map.ptx[int(ptx) - 1].strip()[:120]})"
     return Diagnostic("FW822", f"nvcc: {text}{at}", span)
 
 
 def _short(path: str) -> str:
-    """A header as it is included: what follows the include folder."""
+    """The path of a header as an `#include` names it."""
     parts = path.replace("\\", "/").split("/")
     for root in ("fw", "cute", "cutlass"):
         if root in parts[:-1]:
@@ -158,7 +158,7 @@ def _short(path: str) -> str:
 
 
 def spills(stores: int, loads: int, registers: int) -> Diagnostic:
-    """Registers that go to memory and back: the kernel would be right, and too slow."""
+    """FW823: the kernel spills registers, which would make it slow."""
     text = (
         f"the kernel spills: {stores} bytes stored to and {loads} bytes loaded from local "
         f"memory, with {registers} registers a thread"
@@ -168,7 +168,7 @@ def spills(stores: int, loads: int, registers: int) -> Diagnostic:
 
 
 def refuse_serialised(log: str) -> None:
-    """Instructions that wait for each other: the kernel would be right, and many times too slow."""
+    """Raises Failed with FW824 if ptxas serialised wgmma, which is many times slower."""
     found = [
         Diagnostic("FW824", f"ptxas ({code}): {text.strip()}")
         for code, text in dict.fromkeys(_SLOW.findall(log))
@@ -181,5 +181,5 @@ SHORT = "nothing was kept of it; the machine may be short of memory, or the tile
 
 
 def unfinished(text: str, hint: str = SHORT) -> Failed:
-    """A compiler that did not come to an end."""
+    """FW825: the compiler was stopped or crashed."""
     return Failed(Diagnostic("FW825", text, help=hint))

@@ -1,10 +1,10 @@
-"""What was compiled before, by the content of everything that went into it.
+"""The build cache: compiled kernels by a digest of everything that went into them.
 
-An entry is one file, put into its place in one step: a reader sees a whole one or none. Its first
-line is a digest of the rest, so an entry that a disk or a person has damaged is seen, thrown away
-and built again; the second is JSON with the facts. Processes that build the same thing at once take
-turns, and the later ones find it done. The cache never makes a build fail: where it cannot be used,
-it says so and the build goes on without it.
+An entry is one file, written atomically: a reader sees a whole entry or none. Its first line is a
+digest of the rest, so a damaged entry is detected, removed and built again; the second is JSON with
+the resource usage. Processes that build the same kernel at once wait for each other, and the later
+ones find it in the cache. The cache never makes a build fail: if it cannot be used, the build
+continues without it and reports why.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from flashwright.files import replace, take_lock
 
 MIB = 1 << 20
 LIMIT = 512 * MIB  # some thousand kernels
-LEFT_OVER = 3600.0  # seconds after which a work folder belongs to nobody alive
+LEFT_OVER = 3600.0  # seconds after which a work folder counts as abandoned
 FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Entry:
-    """What one build gave."""
+class CacheEntry:
+    """The result of one build."""
 
     facts: Mapping[str, Any]
     cubin: bytes
@@ -60,7 +60,7 @@ def limit() -> int:
 
 
 def digest(parts: Sequence[str | bytes], trees: Sequence[Path]) -> str:
-    """One name for all that decides a build: the texts, and every file under the folders."""
+    """A digest of the texts and of every file under the folders: the key of a build."""
     whole = hashlib.sha256(f"flashwright {FORMAT}\n".encode())
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -74,7 +74,7 @@ def digest(parts: Sequence[str | bytes], trees: Sequence[Path]) -> str:
 
 
 class Cache:
-    """A folder of entries. No method raises for what is wrong with the disk; `trouble` says it."""
+    """A folder of entries. No method raises for errors of the disk; `trouble` has the message."""
 
     def __init__(self, root: Path | None = None, most: int | None = None) -> None:
         self.root = folder() if root is None else root
@@ -82,8 +82,8 @@ class Cache:
         self.trouble: str | None = None
         self.kernels = self.root / "kernels"
 
-    def get(self, key: str) -> Entry | None:
-        """The entry, if it is there and whole; a damaged one is thrown away."""
+    def get(self, key: str) -> CacheEntry | None:
+        """The entry, or None. A damaged entry is removed."""
         path = self._path(key)
         try:
             data = path.read_bytes()
@@ -94,11 +94,11 @@ class Cache:
             if entry is None:
                 path.unlink()
             else:
-                os.utime(path)  # used now: it is not the next to go
+                os.utime(path)  # marks it as recently used
         return entry
 
-    def put(self, key: str, entry: Entry) -> None:
-        """Keep an entry; then throw away the longest unused ones beyond the limit."""
+    def put(self, key: str, entry: CacheEntry) -> None:
+        """Store an entry, then evict the least recently used ones beyond the limit."""
         path = self._path(key)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ class Cache:
 
     @contextlib.contextmanager
     def workplace(self) -> Iterator[Path]:
-        """An empty folder that goes when the work is done, or an hour after it was killed."""
+        """An empty work folder, removed at the end, or by a later run if the process is killed."""
         try:
             parent = self.root / "work"
             parent.mkdir(parents=True, exist_ok=True)
@@ -126,10 +126,10 @@ class Cache:
             shutil.rmtree(place, ignore_errors=True)
 
     @contextlib.contextmanager
-    def turn(self, key: str, patience: float) -> Iterator[None]:
-        """Wait until nobody else builds this; not longer than `patience`, for it only saves work.
+    def locked(self, key: str, patience: float) -> Iterator[None]:
+        """Hold the lock of a key. After `patience` seconds, continue without: it only saves work.
 
-        The lock is the operating system's: it goes with the process that holds it.
+        The operating system releases the lock when the process ends.
         """
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
@@ -148,10 +148,10 @@ class Cache:
         self.trouble = f"{self.root}: {error.strerror or type(error).__name__}"
 
     def _prune(self, newest: Path) -> None:
-        """Oldest use first, never the entry just made."""
+        """Evict the least recently used entries, never the newest."""
         files = []
         for path in self.kernels.glob("*/*"):
-            with contextlib.suppress(OSError):  # another process may be at it too
+            with contextlib.suppress(OSError):  # another process may remove it too
                 found = path.stat()
                 files.append((found.st_mtime, found.st_size, path))
         total = sum(size for _, size, _ in files)
@@ -164,23 +164,23 @@ class Cache:
                 total -= size
 
     def _sweep(self, parent: Path) -> None:
-        """Remove what killed builds have left."""
+        """Remove work folders of killed builds."""
         for place in parent.iterdir():
             with contextlib.suppress(OSError):
                 if time.time() - place.stat().st_mtime > LEFT_OVER:
                     shutil.rmtree(place, ignore_errors=True)
 
 
-def _packed(entry: Entry) -> bytes:
+def _packed(entry: CacheEntry) -> bytes:
     told = {"facts": dict(entry.facts), "cubin": len(entry.cubin), "ptx": len(entry.ptx)}
     rest = json.dumps(told).encode() + b"\n" + entry.cubin + entry.ptx
     return hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest
 
 
-def _unpacked(data: bytes) -> Entry | None:
+def _unpacked(data: bytes) -> CacheEntry | None:
     sha256, _, rest = data.partition(b"\n")
     if sha256 != hashlib.sha256(rest).hexdigest().encode():
         return None
     head, _, body = rest.partition(b"\n")
     told = json.loads(head)
-    return Entry(told["facts"], body[: told["cubin"]], body[told["cubin"] :])
+    return CacheEntry(told["facts"], body[: told["cubin"]], body[told["cubin"] :])

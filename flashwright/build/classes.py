@@ -5,8 +5,8 @@ that says from the number of keys which of them is called:
 
     {"by": "kv_len", "rules": [{"up_to": 1024, "kernel": "short"}, {"kernel": "."}]}
 
-Rules go upwards; the last one has no `up_to` and serves all that is left. "." is the package's own
-kernel. A package without the file has one kernel for everything.
+Rules are in ascending order; the last one has no `up_to` and serves all larger sizes. "." is the
+package's own kernel. A package without the file has one kernel for all sizes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from flashwright.lower.launch_plan import LaunchPlan
 
 SPEC = "spec.toml"
 LONGEST = 1 << 24
-"""Keys: no trial has more, so what a kernel does beyond is not known."""
+"""The largest bound of a rule, in keys: the judge tries no longer problems."""
 MOST_RULES = 64
 Files = Mapping[str, str | bytes]
 
 
 class Rule(BaseModel):
-    """Up to how many keys a kernel serves; the last rule has no end."""
+    """The largest number of keys that a kernel serves; None in the last rule."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     up_to: int | None = Field(None, ge=0, le=LONGEST)
@@ -44,7 +44,7 @@ class Rule(BaseModel):
 
 
 class Classes(BaseModel):
-    """The rules of a package, upwards."""
+    """The rules of a package, in ascending order."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     by: Literal["kv_len"] = "kv_len"
@@ -52,17 +52,17 @@ class Classes(BaseModel):
 
     @classmethod
     def of(cls, rules: Iterable[tuple[int | None, str]]) -> Classes:
-        """From pairs of `up_to` and kernel; without a name it is the package's own."""
+        """From pairs of `up_to` and kernel; an empty name is the package's own kernel."""
         return cls(rules=tuple(Rule(up_to=up_to, kernel=name or OWN) for up_to, name in rules))
 
     @property
     def bounds(self) -> list[int]:
-        """Where one rule ends and the next begins."""
+        """The `up_to` of all rules but the last."""
         return [rule.up_to for rule in self.rules if rule.up_to is not None]
 
     @property
     def others(self) -> tuple[str, ...]:
-        """The kernels beside the package's own, each once."""
+        """The further kernels, without repetitions."""
         return tuple(dict.fromkeys(r.kernel for r in self.rules if r.kernel != OWN))
 
     def pick(self, size: int) -> str:
@@ -70,7 +70,7 @@ class Classes(BaseModel):
         return self.rules[bisect_left(self.bounds, size)].kernel
 
     def dump(self) -> str:
-        """As JSON, a line for each rule."""
+        """The rules as JSON text, a line per rule."""
         rules = ",\n".join(f"    {r.model_dump_json(exclude_none=True)}" for r in self.rules)
         return f'{{\n  "by": "{self.by}",\n  "rules": [\n{rules}\n  ]\n}}\n'
 
@@ -79,7 +79,7 @@ ALONE = Classes(rules=(Rule(up_to=None, kernel=OWN),))
 
 
 def load(folder: str | Path) -> Kernel | Kernels:
-    """What a package's folder holds, as one function; Failed as build.load.load says."""
+    """The kernels of a package as one function. Raises Failed as build.load.load does."""
     folder = Path(folder)
     classes = read(folder)
     if classes == ALONE:
@@ -89,7 +89,7 @@ def load(folder: str | Path) -> Kernel | Kernels:
 
 
 def read(folder: Path) -> Classes:
-    """The rules of a package, with all that they name held against it; Failed with FW852."""
+    """The rules of a package, checked against its kernels. Raises Failed with FW852."""
     path = folder / CLASSES
     found = read_model(Classes, path, _FORM)
     if found is None:
@@ -104,8 +104,8 @@ def read(folder: Path) -> Classes:
 
 
 def packed(kernels: Mapping[str, Files], classes: Classes) -> dict[str, str | bytes]:
-    """The files of several kernels as one package has them; the rules, if it needs any, are last:
-    whoever reads meanwhile must not find rules without kernels."""
+    """The files of several kernels in one package. The rules come last, so that a concurrent reader
+    never finds rules without their kernels."""
     rules = {CLASSES: classes.dump()} if classes.others else {}
     return {
         **{inside(k, name): data for k, files in kernels.items() for name, data in files.items()},
@@ -119,7 +119,7 @@ def folders(folder: Path) -> dict[str, Path]:
 
 
 def serving(folder: Path, dims: Mapping[str, int]) -> Path:
-    """The folder of the kernel that a problem of these sizes is given to."""
+    """The folder of the kernel that serves a problem of these sizes."""
     classes = read(folder)
     return folder / classes.pick(dims.get(classes.by, 0))
 
@@ -132,7 +132,7 @@ def _bad(path: Path, text: str, hint: str) -> Failed:
 
 
 def _upwards(path: Path, found: Classes) -> None:
-    """No size is without a kernel, and no rule without a size."""
+    """Check that the rules ascend and cover all sizes."""
     last, by = len(found.rules), found.by
     if not found.rules:
         raise _bad(path, "it has no rules", _FORM)
@@ -150,7 +150,7 @@ def _upwards(path: Path, found: Classes) -> None:
 
 
 def _belongs(path: Path, name: str, plan: LaunchPlan) -> None:
-    """A further kernel is a package in a subfolder, for the same spec and the same GPU."""
+    """Check that a further kernel is a package in a subfolder for the same spec and GPU."""
     hint = "`flashwright tune` makes such packages; without the file the package's own kernel is"
     hint += " called for everything"
     if Path(name).name != name or name == ".." or not name.isprintable():
@@ -172,7 +172,7 @@ def _belongs(path: Path, name: str, plan: LaunchPlan) -> None:
 
 
 def _form(plan: LaunchPlan) -> object:
-    """What a caller sees of a kernel."""
+    """The part of a plan that all kernels of a package share."""
     return plan.dims, [t.model_copy(update={"vector": 1}) for t in plan.tensors]
 
 
@@ -188,7 +188,7 @@ class Kernels:
         self._sources = {layout: self._source(layout) for layout in LAYOUTS}
 
     def _source(self, layout: str) -> tuple[str, int, int, int] | None:
-        """Which input shows the size: its name, its place, on which axis, and divided by what."""
+        """The input that has the size: its name, index, axis, and the divisor of that axis."""
         found = dim_sources(self.plan, layout).get(self.classes.by)
         if found is None:
             return None
@@ -201,7 +201,7 @@ class Kernels:
         return f"<flashwright kernels {names} ({arguments}) for {self.plan.arch}>"
 
     def _repr_html_(self) -> str:
-        """For notebooks: what they are called with, and which one serves which size."""
+        """For notebooks: the tensors, and the sizes that each kernel serves."""
         rules = [
             ("any other" if rule.up_to is None else f"up to {rule.up_to}", rule.kernel)
             for rule in self.classes.rules
@@ -219,7 +219,7 @@ class Kernels:
     def pick(
         self, tensors: Sequence[Any], named: Mapping[str, Any], layout: str = "bhsd"
     ) -> Kernel:
-        """The kernel for these tensors; what is amiss with them, any kernel says when called."""
+        """The kernel for these tensors. Wrong tensors give any kernel, whose call reports them."""
         try:
             source = self._sources.get(layout)
             if source is None:

@@ -1,7 +1,7 @@
 """One run of nvcc: device code to a cubin and its PTX, and what ptxas says about it.
 
-One run gives both: with --keep the PTX that the cubin is assembled from stays there, at no cost.
-What is measured to be slow is an error here: spilled registers, wgmma that ptxas serialises.
+One run gives both: --keep preserves the PTX that the cubin is assembled from.
+Spilled registers and serialised wgmma are errors, because such kernels are slow.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from flashwright.build import blame
-from flashwright.build.cache import Cache, Entry, digest
-from flashwright.build.process import Limits, need_confinement, run, run_confined
+from flashwright.build.cache import Cache, CacheEntry, digest
+from flashwright.build.process import CompilerLimits, need_confinement, run, run_confined
 from flashwright.build.toolchain import Toolchain, find
 from flashwright.files import cannot
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.source_map import SourceMap
 
-# No fast-math: what is approximate is written so in the source.
+# No fast-math: the source asks for approximate functions by name.
 FLAGS = (
     *("-std=c++17", "-O3", "--expt-relaxed-constexpr", "--expt-extended-lambda"),
     *("-Xptxas", "-v", "-cubin", "--keep"),
 )
-# nvcc puts a digest of the folder it works in into names that nobody sees: without it the same
-# source gives the same bytes everywhere.
+# nvcc puts a digest of its work folder into internal names. Without it, the same source gives the
+# same bytes everywhere.
 _PLACE = re.compile(rb"(_INTERNAL_|_GLOBAL__N__)[0-9a-f]{8}(?=_)")
 TIME_LIMIT = 600.0
 NAME = "kernel.cu"
@@ -45,17 +45,17 @@ _IN_LOG = re.compile(r"^(?:In file included from|\s+from)?\s*([^\s:(]+)[:(]\d+",
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What ptxas says: registers of a thread, and bytes."""
+class ResourceUsage:
+    """Resource usage as ptxas reports it: registers per thread, and bytes."""
 
     registers: int
     spill_stores: int
     spill_loads: int
     stack: int
     shared: int
-    """Static shared memory only; what a launch asks for is in the launch plan."""
+    """Static shared memory only; the dynamic part is in the launch plan."""
     seconds: float
-    """What the compilation took, now or when it was put into the cache."""
+    """Duration of the compilation, also for a kernel from the cache."""
 
     @property
     def spills(self) -> int:
@@ -64,7 +64,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Built(Facts):
+class Built(ResourceUsage):
     """A compiled kernel."""
 
     cubin: bytes
@@ -77,15 +77,15 @@ class Built(Facts):
     cached: bool
     warnings: tuple[Diagnostic, ...] = ()
     allowed_spills: int = 0
-    """The bytes of `--allow-spills`, where it is thanks to them that the kernel was taken."""
+    """The bytes of `--allow-spills`, if the kernel was accepted because of it; else 0."""
 
     def record(self) -> dict[str, Any]:
-        """The facts as plain data."""
-        names = [f.name for f in fields(Facts)]
-        facts = {name: getattr(self, name) for name in names}
+        """The build as JSON-compatible data."""
+        names = [f.name for f in fields(ResourceUsage)]
+        usage = {name: getattr(self, name) for name in names}
         if self.allowed_spills:
-            facts["allowed_spills"] = self.allowed_spills
-        return {"arch": self.arch, "real": self.real, "nvcc": self.nvcc, "key": self.key, **facts}
+            usage["allowed_spills"] = self.allowed_spills
+        return {"arch": self.arch, "real": self.real, "nvcc": self.nvcc, "key": self.key, **usage}
 
 
 def build(
@@ -104,38 +104,40 @@ def build(
 ) -> Built:
     """Compile a kernel, or take it from the cache.
 
-    `real` compiles the same PTX for a newer GPU than `arch`. `map` and the text of `tl` put what
-    nvcc complains about under its TL line. A kernel that spills is refused, unless it `may_spill`.
-    `line_info` keeps the source's lines in the cubin, for tools that tell of them. `untrusted`
-    code, which a model wrote, is compiled in a confined process (process.py), in two minutes at
-    most, and what nvcc complains about is put under the line of the source itself; FW828 where the
-    compiler has read a file that is no header of its own, of CUTLASS or of ours, and FW821 where
-    the system cannot confine it.
+    `real` compiles the same PTX for a newer GPU than `arch`. With `map` and the text of `tl`,
+    errors of nvcc are reported at their TL line. A kernel that spills is refused unless it
+    `may_spill`. `line_info` keeps source lines in the cubin, for profilers and sanitizers.
+    `untrusted` code, which a model wrote, is compiled in a confined process (process.py) in at most
+    two minutes, and its errors are reported at its own lines.
+
+    Raises Failed: FW822 for errors of nvcc, FW823 for spills, FW828 if untrusted code read a file
+    that is not a header of the compiler, CUTLASS or Flashwright, FW821 if the system cannot confine
+    the compiler.
     """
     if untrusted:
         need_confinement()
     tools, store = toolchain or find(), cache or Cache()
-    seconds = time_limit or (Limits.seconds if untrusted else TIME_LIMIT)
-    limits = Limits(seconds=seconds) if untrusted else None
-    places = blame.Places(None, source, own=True) if untrusted else blame.Places(map, tl)
+    seconds = time_limit or (CompilerLimits.seconds if untrusted else TIME_LIMIT)
+    limits = CompilerLimits(seconds=seconds) if untrusted else None
+    line_map = blame.LineMap(None, source, own=True) if untrusted else blame.LineMap(map, tl)
     real = real or arch
     flags = (*FLAGS, *(("-lineinfo",) if line_info else ()), *target(arch, real))
-    # What was compiled without a look at the files it read is not taken for what was.
-    asked = (*flags, *(_LISTED if untrusted else ()))
-    key = digest([source, tools.version, *asked], [tools.device, tools.cutlass])
+    # A separate key: entries of trusted builds were made without a check of the files read.
+    arguments = (*flags, *(_LISTED if untrusted else ()))
+    key = digest([source, tools.version, *arguments], [tools.device, tools.cutlass])
     entry, cached = store.get(key), True
     if entry is None:
-        with store.turn(key, patience=seconds):
-            entry = store.get(key)  # whoever had the turn before may have made it
+        with store.locked(key, patience=seconds):
+            entry = store.get(key)  # the previous holder of the lock may have compiled it
             if entry is None:
-                work = _Work(tools, store, places, seconds, limits)
-                entry, cached = _compiled(source, asked, work), False
+                nvcc_run = _NvccRun(tools, store, line_map, seconds, limits)
+                entry, cached = _compiled(source, arguments, nvcc_run), False
                 store.put(key, entry)
-    facts = Facts(**entry.facts)
-    if facts.spills and not may_spill:
-        raise Failed(blame.spills(facts.spill_stores, facts.spill_loads, facts.registers))
+    usage = ResourceUsage(**entry.facts)
+    if usage.spills and not may_spill:
+        raise Failed(blame.spills(usage.spill_stores, usage.spill_loads, usage.registers))
     return Built(
-        **asdict(facts),
+        **asdict(usage),
         cubin=entry.cubin,
         ptx=entry.ptx.decode(),
         arch=arch,
@@ -148,7 +150,7 @@ def build(
 
 
 def target(arch: str, real: str) -> tuple[str, str]:
-    """nvcc's words for PTX of one architecture, assembled for another that is not older."""
+    """nvcc's options for PTX of `arch`, assembled for `real`. ValueError if `real` is older."""
     found = [re.fullmatch(r"sm_(\d{2,3})([af]?)", name) for name in (arch, real)]
     if None in found:
         wrong = arch if found[0] is None else real
@@ -168,15 +170,15 @@ def _warnings(store: Cache) -> tuple[Diagnostic, ...]:
 
 
 @dataclass(frozen=True)
-class _Work:
-    """What one run of nvcc has to do with, beside what it compiles."""
+class _NvccRun:
+    """The tools, the cache and the limits of one run of nvcc."""
 
     tools: Toolchain
     store: Cache
-    places: blame.Places
+    line_map: blame.LineMap
     seconds: float
-    limits: Limits | None
-    """Of code that nobody has read."""
+    limits: CompilerLimits | None
+    """The limits for untrusted code; None for our own."""
 
     def nvcc(self, command: Sequence[str], place: Path) -> tuple[int, str]:
         if self.limits is None:
@@ -184,40 +186,40 @@ class _Work:
         return run_confined(command, place, self.tools, self.limits)
 
 
-def _compiled(source: str, flags: Sequence[str], work: _Work) -> Entry:
-    tools, places = work.tools, work.places
+def _compiled(source: str, flags: Sequence[str], nvcc_run: _NvccRun) -> CacheEntry:
+    tools, line_map = nvcc_run.tools, nvcc_run.line_map
     start = time.monotonic()
-    with work.store.workplace() as place:
+    with nvcc_run.store.workplace() as place:
         command = [str(tools.nvcc), *flags, "-I", str(tools.device), "-I", str(tools.cutlass)]
         try:
             (place / NAME).write_text(source, encoding="utf-8")
-            code, log = work.nvcc([*command, "-o", "kernel.cubin", NAME], place)
-            if work.limits is not None:  # before its messages are shown, which quote what it read
-                _refuse_other_files(work, place, code, log)
+            code, log = nvcc_run.nvcc([*command, "-o", "kernel.cubin", NAME], place)
+            if nvcc_run.limits is not None:  # before its messages, which quote files, are shown
+                _refuse_other_files(nvcc_run, place, code, log)
             if code != 0:
                 half = place / "kernel.ptx"
-                text = half.read_text(errors="replace") if places.own and half.is_file() else ""
-                raise blame.refused(code, log, places, text)
+                text = half.read_text(errors="replace") if line_map.own and half.is_file() else ""
+                raise blame.refused(code, log, line_map, text)
             named = [(place / n).read_bytes() for n in ("kernel.cubin", "kernel.ptx")]
             cubin, ptx = (_PLACE.sub(rb"\g<1>00000000", data) for data in named)
         except OSError as error:
             raise cannot("compile in", place, error) from None
-        facts = read_facts(log, time.monotonic() - start)
-    if not facts.registers:  # then "no spills" would be said of nothing
+        usage = read_resource_usage(log, time.monotonic() - start)
+    if not usage.registers:  # no report of ptxas: spills are unknown
         raise Failed(Diagnostic("FW822", "ptxas tells of no kernel in the generated code"))
     blame.refuse_serialised(log)
-    return Entry(asdict(facts), cubin, ptx)
+    return CacheEntry(asdict(usage), cubin, ptx)
 
 
 # --- which files were read --------------------------------------------------------------------
 
 
-def _refuse_other_files(work: _Work, place: Path, code: int, log: str) -> None:
-    """Failed with FW828 where the compiler read anything but headers; FW821 where that is not told.
+def _refuse_other_files(nvcc_run: _NvccRun, place: Path, code: int, log: str) -> None:
+    """Raises Failed with FW828 if the compiler read anything but headers, FW821 if that is unknown.
 
-    This does not rest on the screen. The list of the preprocessor, the line markers in its output
-    and the messages each name files; a directive that is left in the output would be carried out by
-    the next stage, which lists nothing.
+    This check does not rely on screen.py. The preprocessor's list of files, the line markers in its
+    output and its messages name the files. A directive that is left in the output is refused: the
+    next stage would execute it and list nothing.
     """
     made = [path.read_bytes() for path in sorted(place.glob("kernel*.ii"))]
     listed = place / _LIST
@@ -229,7 +231,7 @@ def _refuse_other_files(work: _Work, place: Path, code: int, log: str) -> None:
         names |= {*_prerequisites(listed.read_text(errors="surrogateescape"))}
     for output in made:
         names |= {*_entered(output)}
-    for name in _not_allowed(names, work, place):
+    for name in _not_allowed(names, nvcc_run, place):
         text = (
             f"the code makes the compiler read `{Path(name).name}`, which is no header it may use"
         )
@@ -237,7 +239,7 @@ def _refuse_other_files(work: _Work, place: Path, code: int, log: str) -> None:
 
 
 def _quoted(log: str, place: Path) -> Iterator[str]:
-    """The files that messages are about, but for those that the compiler has made."""
+    """The files that messages name, except files that the compiler wrote."""
     for name in {*_IN_LOG.findall(log)}:
         if (place / name).is_file() and not _below(place / name, [place]):
             yield name
@@ -251,7 +253,7 @@ def _prerequisites(rule: str) -> Iterator[str]:
 
 
 def _entered(preprocessed: bytes) -> Iterator[str]:
-    """The files of the line markers; Failed where another directive is left for the next stage."""
+    """The files of the line markers. Raises Failed if another directive is left in the output."""
     for match in _DIRECTIVE.finditer(preprocessed):
         marker = _MARKER.fullmatch(match[1].strip())
         if marker is not None:
@@ -260,19 +262,19 @@ def _entered(preprocessed: bytes) -> Iterator[str]:
             raise Failed(Diagnostic("FW828", "a directive that appears once macros are expanded"))
 
 
-def _not_allowed(names: Iterable[str], work: _Work, place: Path) -> list[str]:
-    """Those that are neither kernel.cu nor below a folder of headers, links followed."""
-    given = [f for f in (work.tools.device, work.tools.cutlass) if f.is_dir()]
+def _not_allowed(names: Iterable[str], nvcc_run: _NvccRun, place: Path) -> list[str]:
+    """The files that are neither kernel.cu nor in a folder of headers, after resolving links."""
+    given = [f for f in (nvcc_run.tools.device, nvcc_run.tools.cutlass) if f.is_dir()]
     left = [name for name in sorted(names) if not _pseudo(name, place)]
     left = [name for name in left if not _below(place / name, given)]
-    if left:  # then the compiler is asked for its own folders
-        searched = _searched(work, place)
+    if left:  # ask the compiler for its own folders
+        searched = _searched(nvcc_run, place)
         left = [name for name in left if not _below(place / name, searched)]
     return left
 
 
 def _pseudo(name: str, place: Path) -> bool:
-    """`<built-in>`, the folder `kernel.cu` is compiled in, and itself."""
+    """Whether a name is `<built-in>` or the like, the work folder, or kernel.cu."""
     inside = name.startswith("<") and name.endswith(">") and "/" not in name
     return inside or (place / name).resolve() in (place.resolve(), (place / NAME).resolve())
 
@@ -282,11 +284,19 @@ def _below(path: Path, folders: Iterable[Path]) -> bool:
     return any(real.is_relative_to(folder.resolve()) for folder in folders)
 
 
-def _searched(work: _Work, place: Path) -> list[Path]:
-    """Where the compiler looks for headers by itself."""
+def _searched(nvcc_run: _NvccRun, place: Path) -> list[Path]:
+    """The default include folders of the compiler."""
     (place / "nothing.cu").write_text("")
-    asked = [str(work.tools.nvcc), "-E", "-Xcompiler", "-v", "-o", "nothing.out", "nothing.cu"]
-    _, log = work.nvcc(asked, place)
+    arguments = [
+        str(nvcc_run.tools.nvcc),
+        "-E",
+        "-Xcompiler",
+        "-v",
+        "-o",
+        "nothing.out",
+        "nothing.cu",
+    ]
+    _, log = nvcc_run.nvcc(arguments, place)
     found = _SEARCH.search(log)
     lines = found[1].splitlines() if found else []
     return [Path(line.strip()) for line in lines if os.path.isabs(line.strip())]
@@ -295,13 +305,13 @@ def _searched(work: _Work, place: Path) -> list[Path]:
 # --- what ptxas says --------------------------------------------------------------------------
 
 
-def read_facts(log: str, seconds: float) -> Facts:
-    """The numbers of `ptxas -v`: the largest over the functions, and the sum of all spills."""
+def read_resource_usage(log: str, seconds: float) -> ResourceUsage:
+    """The output of `ptxas -v`: the maximum over all functions, and the sum of their spills."""
 
     def numbers(pattern: str) -> list[int]:
         return [int(n) for n in re.findall(pattern, log)]
 
-    return Facts(
+    return ResourceUsage(
         registers=max(numbers(r"Used (\d+) registers"), default=0),
         spill_stores=sum(numbers(r"(\d+) bytes spill stores")),
         spill_loads=sum(numbers(r"(\d+) bytes spill loads")),

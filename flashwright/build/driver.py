@@ -1,4 +1,4 @@
-"""What the CUDA driver says of this machine: which GPUs there are, or why there are none."""
+"""The GPUs of this machine from the CUDA driver, or the reason why none can be used."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Card:
         return "sm_{}{}".format(*self.capability)
 
     def takes(self, arch: str) -> bool:
-        """Whether it can run code for an architecture, by its PTX if not by its cubin.
+        """Whether it can run a kernel for an architecture, from its cubin or its PTX.
 
-        PTX is good for every later GPU, but that of sm_90a and the like for that one alone.
+        PTX runs on every later GPU; that of sm_90a and the like runs on that one only.
         """
         number = self.capability[0] * 10 + self.capability[1]
         wanted = re.fullmatch(r"sm_(\d+)([af]?)", arch)
@@ -39,7 +39,7 @@ class Card:
 
 
 def cards() -> tuple[Card, ...]:
-    """The GPUs here, at least one; Failed with FW851 and the reason where there is none."""
+    """The GPUs of this machine, at least one. Raises Failed with FW851 and the reason if none."""
     found, reason = _look()
     if not found:
         hint = "a kernel package can be made, checked and built here, and run where there is a GPU"
@@ -48,7 +48,7 @@ def cards() -> tuple[Card, ...]:
 
 
 def missing() -> str | None:
-    """Why no GPU can be used here; None where one can."""
+    """The reason why no GPU can be used, or None."""
     found, reason = _look()
     return None if found else reason
 
@@ -80,7 +80,7 @@ def _card(cuda: ctypes.CDLL, number: int) -> Card:
 
 
 def error_name(cuda: ctypes.CDLL, result: int) -> str:
-    """What the driver calls an error."""
+    """The driver's name of an error."""
     name = ctypes.c_char_p()
     cuda.cuGetErrorName(result, ctypes.byref(name))
     return (name.value or b"error %d" % result).decode()

@@ -1,7 +1,7 @@
-"""A launch plan as the launcher takes it: numbers and words in a fixed order (launcher/plan.h).
+"""Encodes a launch plan for the launcher: numbers and strings in a fixed order (launcher/plan.h).
 
-Plans are data that may come from anywhere, and the launcher trusts what it reads, so every plan is
-held against the rules (plan_rules.py) before it is encoded.
+Plans are untrusted and the launcher does not check them, so every plan is checked
+(plan_rules.py) before it is encoded.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ _MAP_TYPES = {  # CUtensorMapDataType; it has no 8-bit floats, and zeros are zer
     "e4m3": 0,
     "e5m2": 0,
 }
-_NUMBER, _DIM = 0, 1  # an operator's number is its place in OPERATORS, after these two
+_NUMBER, _DIM = 0, 1  # an operator's number is its index in OPERATORS plus these two
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """What launcher.make() is given."""
+    """The arguments of launcher.make()."""
 
     numbers: tuple[int, ...]
     words: tuple[str, ...]
 
 
 def encode(plan: LaunchPlan) -> Encoded:
-    """The plan in the launcher's order; Failed with FW852 where it is no plan to launch."""
+    """The encoded plan. Raises Failed with FW852 if the plan is invalid."""
     found = list(faults(plan))
     if found:
         raise Failed(*(Diagnostic("FW852", f"launch.json: {text}") for text in found))
-    writer = _Writer(plan.dims)
+    writer = _PlanWriter(plan.dims)
     writer.plan(plan)
     return Encoded(tuple(writer.numbers), tuple(writer.words))
 
 
-class _Writer:
+class _PlanWriter:
     def __init__(self, dims: tuple[str, ...]) -> None:
         self.dims = dims
         self.numbers: list[int] = []

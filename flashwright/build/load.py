@@ -30,14 +30,14 @@ __all__ = [
 ]
 _CHECK_ONLY = 2
 
-# Where the size of an output's axis comes from: a number, the axis of an input, or an expression.
+# The source of the size of an output's axis: a number, the axis of an input, or an expression.
 Source = int | tuple[int, int] | Postfix
 
 
 def load(folder: str | Path) -> Kernel:
-    """The kernel in a folder that `flashwright build` or `generate` has made.
+    """The kernel in a folder made by `flashwright build` or `generate`.
 
-    Failed (flashwright.lang.diagnostic) where the folder holds none, or no GPU can be used here.
+    Raises Failed if the folder has no kernel, or if no GPU can be used.
     """
     folder = Path(folder)
     plan = read_plan(folder)
@@ -61,12 +61,12 @@ class Kernel:
     """A compiled kernel. Call it with tensors of PyTorch, CuPy or JAX on a CUDA device."""
 
     def __init__(self, plan: LaunchPlan, cubin: bytes, ptx: bytes = b"") -> None:
-        driver.cards()  # says plainly where there is no GPU
+        driver.cards()  # raises Failed with FW851 without a GPU
         code = encode(plan)
         self.plan = plan
         self.inputs = tuple(t.name for t in plan.tensors if t.read)
         self.outputs = tuple(t.name for t in plan.tensors if t.written)
-        # PTX is text to the driver: it ends with a zero.
+        # The driver takes PTX as a null-terminated string.
         text = ptx + b"\0" if ptx else b""
         self._function = launcher().make(cubin, text, list(code.numbers), list(code.words))
         self._index = {t.name: i for i, t in enumerate(plan.tensors)}
@@ -80,7 +80,7 @@ class Kernel:
         )
 
     def _repr_html_(self) -> str:
-        """For notebooks: what it is called with."""
+        """For notebooks: a table of the tensors."""
         return html.heading(repr(self).strip("<>")) + tensors_as_html(self.plan)
 
     def __call__(
@@ -91,7 +91,7 @@ class Kernel:
         layout: str = "bhsd",
         **named: Any,
     ) -> Any:
-        """Launch on the current stream; the first output, or those that `outputs` names as a tuple.
+        """Launch on the current stream. Returns the first output, or a tuple of `outputs`.
 
         Inputs come in the order of `inputs`, or by name. `out` is a tensor for the first output, or
         a mapping of names to tensors. A dimension that no tensor has as an axis is given by name,
@@ -113,7 +113,7 @@ class Kernel:
     def _arguments(
         self, tensors: Sequence[Any], named: Mapping[str, Any]
     ) -> tuple[list[Any], list[Any]]:
-        """All tensors and all dimensions in the plan's order, None where not given."""
+        """All tensors and dimensions in the plan's order, None if not given."""
         given: list[Any] = [None] * len(self.plan.tensors)
         dims: list[Any] = [None] * len(self.plan.dims)
         if len(tensors) > len(self._positions):
@@ -143,7 +143,7 @@ class Kernel:
         if name in self.outputs:
             return f"`{name}` is an output: give it as out={{{name!r}: tensor}}"
         known = [*self.inputs, *self.plan.dims]
-        folded = {k.lower(): k for k in known}  # torch's habit is q, k, v
+        folded = {k.lower(): k for k in known}  # PyTorch uses the names q, k, v
         near = [folded[n] for n in difflib.get_close_matches(name.lower(), folded, 1, cutoff=0.4)]
         return f"there is no input `{name}`: " + (
             f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
@@ -159,7 +159,7 @@ class Kernel:
         return wanted
 
     def _put(self, given: list[Any], out: Any) -> None:
-        """The caller's own outputs at their places."""
+        """Put the caller's output tensors among the arguments."""
         if out is None:
             return
         for name, tensor in (out if isinstance(out, dict) else {self.outputs[0]: out}).items():
@@ -172,7 +172,7 @@ class Kernel:
     def _empty(
         self, framework: Framework, mode: int, index: int, given: list[Any], dims: list[Any]
     ) -> Any:
-        """A new output, of the framework of the first input."""
+        """A new output tensor from the framework of the first input."""
         first, tensor = given[self._positions[0]], self.plan.tensors[index]
         try:
             if tensor.flat:
@@ -181,13 +181,13 @@ class Kernel:
             shape = self._shapes[mode].of(index, given, dims)
             return framework.empty(first, shape, tensor.dtype)
         except Exception:
-            # Where the tensors do not fit the plan, the launcher knows best how to say it.
+            # If the tensors do not fit the plan, the launcher reports it.
             framework.launch(self._function, mode | _CHECK_ONLY, given, dims)
             raise
 
 
 class _Shapes:
-    """The shapes of the outputs, worked out once as far as they can be."""
+    """The shapes of the outputs, with everything that is known before a call precomputed."""
 
     def __init__(self, plan: LaunchPlan, layout: str) -> None:
         self.plan = plan
@@ -230,7 +230,7 @@ class _Shapes:
 
 
 def dim_sources(plan: LaunchPlan, layout: str) -> dict[str, tuple[int, int, int]]:
-    """For each dimension an input that has it: which, on which axis, and divided by what."""
+    """For each dimension an input that has it: its index, the axis, and the divisor of the axis."""
     sources: dict[str, tuple[int, int, int]] = {}
     split: tuple[int, int, int] | None = None
     for index, tensor in enumerate(plan.tensors):
@@ -253,7 +253,7 @@ def dim_sources(plan: LaunchPlan, layout: str) -> dict[str, tuple[int, int, int]
 
 
 def unshown(plan: LaunchPlan) -> tuple[str, ...]:
-    """The dimensions that no input has as an axis: a caller gives them by name."""
+    """The dimensions that no input has as an axis; the caller gives them by name."""
     shown = dim_sources(plan, LAYOUTS[0])
     return tuple(name for name in plan.dims if name not in shown)
 

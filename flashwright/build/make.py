@@ -1,4 +1,4 @@
-"""A checked program to a compiled kernel: translate, compile, and find registers if need be."""
+"""A checked program to a compiled kernel: translate, compile, retry with fewer registers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ ADVICE = "smaller tiles or more warps leave more registers"
 
 
 @dataclass(frozen=True)
-class _Tried:
-    """A translation, and what ptxas made of it."""
+class _Attempt:
+    """A translation and its build."""
 
     made: Translation
     built: Built
 
     @property
     def bounds(self) -> str:
-        """What limits its registers, in words: our own __launch_bounds__, where it does."""
+        """The register limit in words, if our `__launch_bounds__` sets one."""
         report = self.made.report
         if report is None or report.dealt:
             return ""
@@ -46,21 +46,21 @@ def make(
     toolchain: Toolchain | None = None,
     allow_spills: int = 0,
 ) -> tuple[Translation, Built]:
-    """The fastest translation that ptxas compiles without a spill; FW823 where each one spills.
+    """The fastest translation that compiles without spills. Raises Failed with FW823 if all spill.
 
-    How many registers a kernel takes only ptxas knows, and at the edge it depends on trifles.
-    Where the fast translation spills, fewer blocks an SM leave it more registers; then comes the
-    sparing one, which needs fewer. `allow_spills` takes the one that spills least, where it spills
-    no more bytes than that. `first` is the fast translation, where it has been made already.
+    Only ptxas knows how many registers a kernel needs. If the fast translation spills, fewer blocks
+    per SM leave it more registers; the sparing translation, which needs fewer, comes last.
+    `allow_spills` accepts the translation that spills least, up to that many bytes. `first` is the
+    fast translation, if the caller has it already.
     """
-    tried: list[_Tried] = []
+    tried: list[_Attempt] = []
     for made in _translations(program, gpu, first or translate(program, gpu)):
         arch = made.plan.arch
         how = partial(build, made.source, arch, real=real, map=made.map, tl=tl)
         built = how(toolchain=toolchain, may_spill=True)
         if not built.spills:
             return _noted(made, tried), built
-        tried.append(_Tried(made, built))
+        tried.append(_Attempt(made, built))
     least = min(tried, key=lambda one: one.built.spills)
     if least.built.spills > allow_spills:
         raise Failed(_refused(least, tried))
@@ -71,7 +71,7 @@ def make(
 
 
 def _translations(program: Program, gpu: Gpu, first: Translation) -> Iterator[Translation]:
-    """From the fastest to the most frugal; each is made when the ones before have spilled."""
+    """From the fastest translation to the one with fewest registers, made on demand."""
     yield first
     blocks = first.report.blocks if first.report else 1
     sparing = first.report is not None and first.report.sparing
@@ -83,8 +83,8 @@ def _translations(program: Program, gpu: Gpu, first: Translation) -> Iterator[Tr
             yield translate(program, gpu, sparing=True, blocks=1)
 
 
-def _noted(made: Translation, tried: list[_Tried]) -> Translation:
-    """With a note of the translations that were not taken, and why."""
+def _noted(made: Translation, tried: list[_Attempt]) -> Translation:
+    """The translation with remarks on the faster ones that spilled."""
     if tried and made.report is not None:
         kind = "the sparing translation" if made.report.sparing else "the fast translation"
         blocks = made.report.blocks
@@ -94,14 +94,14 @@ def _noted(made: Translation, tried: list[_Tried]) -> Translation:
     return made
 
 
-def _found(one: _Tried) -> Diagnostic:
-    """FW823, with the cap on the registers."""
+def _found(one: _Attempt) -> Diagnostic:
+    """FW823 with the register limit."""
     found = blame.spills(one.built.spill_stores, one.built.spill_loads, one.built.registers)
     return replace(found, message=found.message + (f" ({one.bounds})" if one.bounds else ""))
 
 
-def _refused(least: _Tried, tried: list[_Tried]) -> Diagnostic:
-    """FW823 for the one that spills least, and what the others spill."""
+def _refused(least: _Attempt, tried: list[_Attempt]) -> Diagnostic:
+    """FW823 for the attempt that spills least, with the spills of the others."""
     others = [one for one in tried if one is not least and one.bounds]
     more = "; ".join(f"{one.bounds}: {one.built.spills} bytes" for one in others)
     found = _found(least)

@@ -1,7 +1,7 @@
-"""The launcher's shared library: that of a platform wheel, or one that this machine compiles once.
+"""The launcher's shared library: from a platform wheel, or compiled once on this machine.
 
 `hatch_build.py` imports this module to compile the launcher into a wheel, in an environment without
-the dependencies: what is imported at the top needs the standard library alone.
+the dependencies: imports at the top are limited to the standard library.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from flashwright.lang.diagnostic import Diagnostic, Failed
 
 SOURCE = Path(__file__).parent / "launcher"
 BUILT_IN = SOURCE / "launcher.so"
-"""In an installed platform wheel; a checkout and a pure wheel have none."""
+"""The library in an installed platform wheel; a checkout and a pure wheel have none."""
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
-PATIENCE = 120.0  # seconds for the compiler, which takes about five
+PATIENCE = 120.0  # time limit of the compiler in seconds; it takes about five
 GET_FFI = "pip install 'apache-tvm-ffi>=0.1.11,<0.2'"
 GET_COMPILER = "install g++ (on Debian and Ubuntu: apt install g++), or name a compiler in CXX"
 
 
 @functools.cache
 def launcher() -> Any:
-    """The loaded library, with its functions make and synchronize; Failed where there is none."""
+    """The loaded library with its functions make and synchronize. Raises Failed if unavailable."""
     ffi = _ffi()
     if BUILT_IN.is_file():
         try:
@@ -43,7 +43,7 @@ def launcher() -> Any:
 
 
 def library() -> Path:
-    """The library compiled here, now or before; Failed where that is not possible."""
+    """The path of the library, compiled if it is not in the cache. Raises Failed."""
     ffi, compiler = _ffi(), _compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True).stdout
     parts = [ffi.__version__, platform.machine(), compiler, version, *FLAGS]
@@ -56,15 +56,15 @@ def library() -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot("write", target, error) from None
-    with store.turn(key, PATIENCE), store.workplace() as place:
+    with store.locked(key, PATIENCE), store.workplace() as place:
         if not target.is_file():
             compile_to(place / "launcher.so")
-            os.replace(place / "launcher.so", target)  # whole or not at all
+            os.replace(place / "launcher.so", target)  # atomically
     return target
 
 
 def compile_to(target: Path) -> None:
-    """Compile the launcher into a file, with the host's compiler; Failed where it cannot."""
+    """Compile the launcher into a file with the host's compiler. Raises Failed."""
     _ffi()
     from tvm_ffi import libinfo
 

@@ -1,6 +1,6 @@
-"""The files of a kernel package: their names, and what is in them.
+"""The files of a kernel package: names and contents.
 
-build.json comes last and names the others with their digests: where it stands, they are of a piece.
+build.json is written last and has the digests of the others: if it exists, the package is complete.
 """
 
 from __future__ import annotations
@@ -21,39 +21,39 @@ if TYPE_CHECKING:
 SCHEMA = 1
 RECORD = "build.json"
 OWN = "."
-"""The package's own kernel, where others go by the names of their subfolders."""
+"""The name of the package's own kernel; further kernels have the names of their subfolders."""
 CLASSES = "classes.json"
-"""Which of several kernels serves which lengths (classes.py)."""
+"""The lengths that each of several kernels serves (classes.py)."""
 TUNING = "tuning.json"
-"""What was tried to find them (measure/tune)."""
+"""The record of `flashwright tune` (measure/tune)."""
 TRANSLATED = ("kernel.cu", "kernel.map.json", "launch.json")
 COMPILED = ("kernel.cubin", "kernel.ptx")
 IN_RECORD = ("code.tl", "spec.toml", *TRANSLATED, *COMPILED)
 
 
 def inside(kernel: str, name: str) -> str:
-    """A file of a kernel, by the name that it has in the package."""
+    """The path of a kernel's file in the package."""
     return name if kernel == OWN else f"{kernel}/{name}"
 
 
 def translated(translation: Translation) -> dict[str, str]:
-    """The source, where each of its lines came from, and how to launch it."""
+    """The files of a translation: source, source map, launch plan."""
     texts = (translation.source, translation.map.dump(), translation.plan.dump())
     return dict(zip(TRANSLATED, texts, strict=True))
 
 
 def compiled(built: Built, ptx: bool = True) -> dict[str, str | bytes]:
-    """The cubin, and the PTX by which newer GPUs can run it."""
+    """The files of a build: the cubin, and the PTX for newer GPUs."""
     return {"kernel.cubin": built.cubin, **({"kernel.ptx": built.ptx} if ptx else {})}
 
 
 def record(
     built: Built, gpu: Gpu, files: Mapping[str, str | bytes], report: Report | None = None
 ) -> str:
-    """build.json: with what it was compiled, what ptxas says, and the digest of every file.
+    """build.json: compiler, resource usage, schedule, and the digest of every file.
 
-    `report` is the translator's: the schedule. A kernel that a model wrote has none.
-    Of a further kernel it is the digest of its own build.json, which has those of its files.
+    `report` is the translator's; a kernel that a model wrote has none. For a further kernel the
+    digest is that of its own build.json, which has the digests of its files.
     """
     more = [name for name in files if name == CLASSES or name.endswith(f"/{RECORD}")]
     told = {

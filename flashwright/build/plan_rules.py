@@ -1,7 +1,7 @@
-"""What a launch plan may say: the limits of GPUs, of the launcher and of TMA.
+"""The rules of a launch plan: the limits of GPUs, of the launcher and of TMA.
 
-A package may come from anywhere. Whoever reads one (the loader, the judge, the emulator) asks here
-first, so that nothing later has to doubt a number.
+Packages are untrusted. The loader, the judge and the emulator check a plan here first, so that
+later code can rely on its numbers.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ DTYPES = {  # DLPack's code and the bits
     "e5m2": (12, 8),
 }
 SWIZZLES = (0, 32, 64, 128)
-"""The bytes that a tensor map can swizzle over; the place here is CUtensorMapSwizzle's number."""
+"""The widths of a tensor map's swizzle in bytes; the index is the value of CUtensorMapSwizzle."""
 
 _MOST_MAP_AXES, _MOST_BOX, _TMA_BYTES = 5, 256, 16
 _DEPTH, _MOST_AXES, _MOST_DIMS, _MOST_THREADS = 16, 8, 32, 1024
 _MOST_TENSORS, _MOST_TOKENS, _MOST_VECTOR = 64, 64, 64
-_CALLER_ORDER = "BHGLD"  # a head's place within its group is part of the caller's head axis
+_CALLER_ORDER = "BHGLD"  # the index of a head in its group is part of the caller's head axis
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _ENTRY = re.compile(r"[A-Za-z_$][A-Za-z0-9_$]{0,1023}")
 
@@ -45,10 +45,10 @@ Order = tuple[tuple[int, ...], ...]
 
 
 def caller_order(tensor: PlanTensor, layout: str) -> Order:
-    """For each axis of the caller's tensor, the plan's axes that it is made of.
+    """For each axis of the caller's tensor, the plan's axes that it combines.
 
-    Only tensors whose axes are all of batch, head, position and dimension have the caller's order;
-    others are passed as the program declares them.
+    Only tensors with batch, head, position and dim axes have the caller's order; others are passed
+    as the program declares them.
     """
     labels = [axis.label for axis in tensor.axes]
     if len(set(labels)) < len(labels) or not set(labels) <= set(_CALLER_ORDER):
@@ -70,7 +70,7 @@ def cards_of(arch: str) -> list[Gpu]:
 
 
 def faults(plan: LaunchPlan) -> Iterator[str]:
-    """All that keeps a plan from being launched, each with the field it stands in."""
+    """All violations of the rules, each with its field; empty if the plan can be launched."""
     yield from _wrong_launch(plan)
     yield from _wrong_names(plan)
     for number, count in enumerate(plan.grid[:3]):
@@ -156,10 +156,10 @@ def _wrong_map(one: PlanMap, tensor: PlanTensor) -> Iterator[str]:
     size = DTYPES[tensor.dtype][1] // 8
     last = tensor.axes[-1].size if tensor.axes else (0,)
     if tensor.flat and not (_is_number(last) and int(last[0]) * size % _TMA_BYTES == 0):
-        # Its strides are its sizes, which no launcher can look after.
+        # Its strides come from its sizes, which the launcher cannot check.
         yield f"{of} is of a flat tensor whose rows are not a multiple of {_TMA_BYTES} bytes long"
     if not one.optional and (tensor.vector < 1 or tensor.vector * size % _TMA_BYTES):
-        # It is the vector that has the launcher see to the address and the strides.
+        # The vector makes the launcher check the address and the strides.
         yield f"{of} needs a vector of {_TMA_BYTES // size}, not {tensor.vector}"
     inner = one.box[-1] * size
     if inner % _TMA_BYTES:
@@ -171,7 +171,7 @@ def _wrong_map(one: PlanMap, tensor: PlanTensor) -> Iterator[str]:
 def _wrong_size(
     expr: Postfix, dims: tuple[str, ...], field: str, where: str, most: int
 ) -> Iterator[str]:
-    """What is wrong with an expression, or with the number that it is."""
+    """The faults of a size: of an expression, or of a number."""
     if len(expr) > _MOST_TOKENS:
         yield f"{field}: a size of {len(expr)} tokens; the launcher takes {_MOST_TOKENS}"
         return

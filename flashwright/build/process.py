@@ -1,9 +1,8 @@
-"""The compiler's process: run to its end, or ended whole; confined where a model wrote the code.
+"""The compiler's process and its children; confined if a model wrote the code.
 
-What a compiler reads can make it work without end, or show what lies in the user's files. For code
-that nobody has read it gets no keys, no network, and none but its own files, as far as the system
-can see to that, and it is watched. Where the system cannot see to that, nothing is compiled unless
-FLASHWRIGHT_UNCONFINED=1 says so.
+Source code can make a compiler run forever, or print the user's files. For untrusted code the
+compiler gets no keys, no network and no files but its own, and its resources are limited. If the
+system cannot confine it, nothing is compiled unless FLASHWRIGHT_UNCONFINED=1 is set.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from flashwright.confine.start import (
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
 GB, MB = 1 << 30, 1 << 20
-# These change what nvcc does without being in the key of the cache.
+# These change the output of nvcc and are not part of the cache key.
 HIDDEN_FLAGS = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
 READS = "FLASHWRIGHT_COMPILER_READS"
-"""Further folders that the compiler of model-written code may read, as in PATH."""
+"""Further folders that the confined compiler may read, in the form of PATH."""
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "NVCC_CCBIN")
 _PARTS = ("bin", "lib", "lib32", "lib64", "libexec", "include")
-"""What a compiler needs of a folder in which other things are installed as well."""
+"""The subfolders of an installation prefix that a compiler needs."""
 _SHARED = (Path("/usr"), Path("/usr/local"), Path("/opt"))
 _SYSTEM = (
     *(*(f"/usr/{part}" for part in _PARTS), "/usr/local/include"),
@@ -50,30 +49,30 @@ _SYSTEM = (
     *("/dev/urandom", "/dev/zero", "/sys/devices/system/cpu"),
 )
 _LOG = "log.txt"
-_TICK = 0.02  # seconds between two looks whether it has ended
-_LOOK = 10  # ticks between two looks at what it holds
+_TICK = 0.02  # seconds between two polls
+_LOOK = 10  # polls between two checks of its resources
 
 
 @dataclass(frozen=True)
-class Limits:
-    """How much the compiler may take for code that a model wrote: several times what ours needs."""
+class CompilerLimits:
+    """Limits of the compiler for untrusted code: several times what our kernels need."""
 
     seconds: float = 120.0
     memory: int = 6 * GB
-    """All of its processes together."""
+    """The sum over all of its processes."""
     processes: int = 64
     file_bytes: int = 256 * MB
     log_bytes: int = 4 * MB
-    """What is read of its messages: the beginning and the end."""
+    """The part of its output that is read, half from the beginning and half from the end."""
 
 
 def run(command: Sequence[str], place: Path, time_limit: float) -> tuple[int, str]:
-    """Run nvcc in a session of its own; its exit status and all it said.
+    """Run nvcc in its own session. Returns its exit status and its output.
 
-    It starts a dozen processes: however we leave, by Ctrl-C or by the clock, all of them are ended.
+    It starts a dozen processes. All of them are ended on Ctrl-C and on a timeout.
     """
     env = {k: v for k, v in os.environ.items() if k not in HIDDEN_FLAGS}
-    env |= {"TMPDIR": str(place), "LC_ALL": "C"}  # what is said in another language is not parsed
+    env |= {"TMPDIR": str(place), "LC_ALL": "C"}  # messages in other languages cannot be parsed
     child = _start(command, place, env, subprocess.PIPE)
     try:
         said, _ = child.communicate(timeout=time_limit)
@@ -103,7 +102,7 @@ def _start(
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the whole session; there is nothing left of it where nvcc ended by itself."""
+    """End the whole session, if any of it still runs."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if hasattr(os, "killpg"):
             os.killpg(child.pid, signal.SIGKILL)
@@ -119,7 +118,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def need_confinement() -> None:
-    """Failed with FW821 where the compiler could open any of the user's files."""
+    """Raises Failed with FW821 if the system cannot keep the compiler from the user's files."""
     if _unconfined():
         return
     if sys.platform != "linux" or not landlock.available():
@@ -140,9 +139,9 @@ def _not_confined(why: str) -> Failed:
 
 
 def run_confined(
-    command: Sequence[str], place: Path, tools: Toolchain, limits: Limits
+    command: Sequence[str], place: Path, tools: Toolchain, limits: CompilerLimits
 ) -> tuple[int, str]:
-    """The same for code that a model wrote; FW825 where it takes more than it may."""
+    """Run nvcc on untrusted code. Raises Failed with FW825 if it exceeds a limit."""
     command = [os.path.abspath(command[0]), *command[1:]]
     env = environment(place)
     if sys.platform == "linux":
@@ -165,12 +164,12 @@ def run_confined(
 
 
 def environment(place: Path) -> dict[str, str]:
-    """What the compiler is told of the user's: where programs are, and nothing else."""
+    """The environment of the confined compiler: PATH and nothing else of the user's."""
     kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
     return {"PATH": os.defpath, **kept, "HOME": str(place), "TMPDIR": str(place), "LC_ALL": "C"}
 
 
-def _policy(place: Path, tools: Toolchain, limits: Limits, env: dict[str, str]) -> Policy:
+def _policy(place: Path, tools: Toolchain, limits: CompilerLimits, env: dict[str, str]) -> Policy:
     return Policy(
         readable=(*_SYSTEM, *dict.fromkeys(map(str, _toolchain(tools)))),
         writable=(str(place), "/dev/null"),
@@ -183,14 +182,14 @@ def _policy(place: Path, tools: Toolchain, limits: Limits, env: dict[str, str]) 
 
 
 def _must() -> tuple[str, ...]:
-    """What the compiler is not run without."""
+    """The kinds of confinement that are required."""
     if _unconfined():
         return ()
     return (FILES, CALLS) if seal.available() else (FILES,)
 
 
 def _toolchain(tools: Toolchain) -> Iterator[Path]:
-    """The folders of the compilers and of the headers, wherever they are installed."""
+    """The folders of the compilers and the headers."""
     yield from (tools.device, tools.cutlass)
     host = shutil.which(os.environ.get("NVCC_CCBIN") or "gcc")
     for program in (tools.nvcc, *((Path(host),) if host else ())):
@@ -204,7 +203,7 @@ def _toolchain(tools: Toolchain) -> Iterator[Path]:
 
 
 def _installed(program: Path) -> Iterator[Path]:
-    """What belongs to PREFIX/bin/program."""
+    """The folders of the installation that has PREFIX/bin/program."""
     folder = program.parent
     if folder.name == "bin":
         yield from _parts(folder.parent)
@@ -213,7 +212,7 @@ def _installed(program: Path) -> Iterator[Path]:
 
 
 def _parts(prefix: Path) -> Iterator[Path]:
-    """A folder that a compiler is installed in; parts of it, where other things are in it too."""
+    """A prefix, or its subfolders for a compiler if the prefix is shared."""
     home = Path(os.path.expanduser("~")).absolute()
     if prefix in _SHARED:
         yield from (prefix / part for part in _PARTS)
@@ -223,8 +222,8 @@ def _parts(prefix: Path) -> Iterator[Path]:
         yield prefix
 
 
-def _watch(child: subprocess.Popen[bytes], limits: Limits) -> None:
-    """Wait for its end; Failed where it takes more than it may."""
+def _watch(child: subprocess.Popen[bytes], limits: CompilerLimits) -> None:
+    """Wait for the end of the compiler. Raises Failed with FW825 if it exceeds a limit."""
     until, ticks = time.monotonic() + limits.seconds, 0
     while child.poll() is None:
         if time.monotonic() > until:

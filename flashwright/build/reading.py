@@ -1,4 +1,4 @@
-"""The files of a kernel package as data; what is not as it should be is told with its place."""
+"""Reads the files of a kernel package. Errors name the file and the field."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def unusable(path: Path, text: str, hint: str = _AGAIN) -> Failed:
-    """The diagnostic of a file of a package that cannot be used."""
+    """FW852 for a file of a package that cannot be used."""
     return Failed(Diagnostic("FW852", f"{path}: {text}", help=hint))
 
 
 def read_model(model: type[Model], path: Path, hint: str = _AGAIN) -> Model | None:
-    """A JSON file as data, None where there is none; Failed with FW852 and the field amiss.
+    """A JSON file as data, or None without the file. Raises Failed with FW852 and the wrong field.
 
-    Numbers are numbers and texts are texts: "128", 128.0 and true are none of the numbers.
+    Types are strict: "128", 128.0 and true are not integers.
     """
     data = content(path, MOST_JSON)
     if data is None:
@@ -49,7 +49,7 @@ def read_model(model: type[Model], path: Path, hint: str = _AGAIN) -> Model | No
 
 
 def read_plan(folder: Path) -> LaunchPlan:
-    """The launch plan of a kernel package; Failed with FW852 where there is none to use."""
+    """The launch plan of a kernel package. Raises Failed with FW852 if missing or invalid."""
     path = folder / PLAN
     plan = read_model(LaunchPlan, path)
     if plan is None:
@@ -66,7 +66,7 @@ def read_plan(folder: Path) -> LaunchPlan:
 
 
 def read_cubin(folder: Path, plan: LaunchPlan) -> bytes:
-    """A package's cubin, empty where there is none; Failed with FW852 for one of another kind."""
+    """A package's cubin, or empty. Raises Failed with FW852 if it is for another GPU."""
     path = folder / CUBIN
     data = content(path)
     if data is None:
@@ -78,7 +78,7 @@ def read_cubin(folder: Path, plan: LaunchPlan) -> bytes:
 
 
 def read_ptx(path: Path, plan: LaunchPlan) -> str | None:
-    """A package's PTX, None where there is none; Failed with FW852 where it is for another GPU."""
+    """A package's PTX, or None. Raises Failed with FW852 if it is for another GPU."""
     data = content(path)
     if data is None:
         return None
@@ -92,14 +92,14 @@ def read_ptx(path: Path, plan: LaunchPlan) -> str | None:
 
 
 def cubin_version(path: Path, data: bytes) -> int:
-    """The architecture that a cubin is for, 80 for sm_80; Failed with FW852 where it is none."""
+    """The architecture of a cubin, 80 for sm_80. Raises Failed with FW852 if it is no cubin."""
     try:
         header = ELFFile(io.BytesIO(data)).header
         machine, flags = header["e_machine"], int(header["e_flags"])
         version = int(header["e_ident"]["EI_ABIVERSION"])
     except (ELFError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise unusable(path, "it is no cubin: it is no ELF file") from None
-    except Exception as error:  # pyelftools trusts the tables of a file, and breaks in many ways
+    except Exception as error:  # pyelftools raises many kinds of errors on malformed files
         raise unusable(path, f"it is no cubin: {type(error).__name__}") from None
     if machine != _CUDA:
         raise unusable(path, "it is no cubin: it is an ELF file for another machine")
@@ -113,20 +113,20 @@ def _version(arch: str) -> int:
 # --- what was built together ------------------------------------------------------------------
 
 
-class _Record(BaseModel):
-    """The part of build.json that ties the files of a package to each other."""
+class _BuildRecord(BaseModel):
+    """The digests in build.json."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     artefacts: dict[str, str] = {}
 
 
 def untied(folder: Path) -> str:
-    """Why a verdict on a package's PTX says nothing of its cubin; empty where build.json ties them.
+    """Why a verdict on a package's PTX does not cover its cubin; empty if build.json links them.
 
-    Failed with FW852 where a file is not the one that build.json has the digest of.
+    Raises Failed with FW852 if a file does not match its digest in build.json.
     """
     path = folder / RECORD
-    record = read_model(_Record, path)
+    record = read_model(_BuildRecord, path)
     told = record.artefacts if record is not None else {}
     there = {n: content(folder / n) for n in (*COMPILED, SOURCE, PLAN)}
     changed = [

@@ -1,4 +1,4 @@
-"""Where the compiler and the headers are; where one is missing, which, and how to get it."""
+"""Finds nvcc, the host compiler and the headers. Errors say how to install what is missing."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any
 
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
-OLDEST = (12, 0)  # the first nvcc that knows sm_90a; CUTLASS 4 asks for no more
-USUAL = Path("/usr/local/cuda/bin")  # where NVIDIA's installers put it without touching PATH
+OLDEST = (12, 0)  # the first nvcc with sm_90a; CUTLASS 4 supports it too
+USUAL = Path("/usr/local/cuda/bin")  # the default of NVIDIA's installers, which do not change PATH
 GET_NVCC = (
     "pip install 'flashwright[nvcc]' gets it without root; or install the CUDA toolkit and put its "
     "bin on PATH, or name the file in FLASHWRIGHT_NVCC"
 )
 CUTLASS = "nvidia-cutlass==4.2.0.0"
-"""The Python package that has the headers as data; what it depends on is not used."""
+"""The Python package with the headers as data; its dependencies are not used."""
 GET_CUTLASS = (
     f"pip install --no-deps {CUTLASS} gets them, 40 MB; or name a CUTLASS checkout in "
     "FLASHWRIGHT_CUTLASS"
@@ -35,17 +35,17 @@ GET_HOST = (
 
 @dataclass(frozen=True)
 class Toolchain:
-    """What a build needs: the compiler, and the two folders its includes are found in."""
+    """The compiler and the two include folders."""
 
     nvcc: Path
     version: str
     """Such as 13.0.88."""
     cutlass: Path
-    """The folder that has cute/ and cutlass/ in it."""
+    """The folder with cute/ and cutlass/."""
     device: Path
-    """The folder that has fw/ in it: the vocabulary of the generated code."""
+    """The folder with fw/, the headers of the generated code."""
     warnings: tuple[Diagnostic, ...] = ()
-    """Compilers that come earlier in the search and cannot be used (FW830)."""
+    """Compilers that were found earlier and cannot be used (FW830)."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class _Compiler:
     path: Path
     version: str
     unusable: tuple[str, ...] = ()
-    """What is wrong with each compiler that was tried before this one."""
+    """The fault of each compiler that was tried before this one."""
 
 
 def find() -> Toolchain:
-    """The tools on this machine; Failed with everything that is missing, not only the first."""
+    """The tools on this machine. Raises Failed with everything that is missing."""
     missing: list[Diagnostic] = []
     found: list[Any] = []
     for look in (_nvcc, _cutlass, _host):
@@ -87,7 +87,7 @@ def has_nvcc() -> bool:
 
 
 def device() -> Path:
-    """The headers that come with this package."""
+    """The include folder of Flashwright's own headers."""
     return Path(__file__).parents[1] / "device"
 
 
@@ -116,7 +116,7 @@ def _nvcc() -> _Compiler:
 
 
 def _places() -> Iterator[Path]:
-    """Where an nvcc may be, in the order in which one is taken."""
+    """The candidate paths of nvcc, in order of preference."""
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(variable):
             yield Path(os.environ[variable], "bin", "nvcc")
@@ -129,7 +129,7 @@ def _places() -> Iterator[Path]:
 
 
 def _wheels() -> list[Path]:
-    """The folder that NVIDIA's Python packages share; there is one in each site-packages."""
+    """The `nvidia` folders in site-packages, which NVIDIA's Python packages share."""
     spec = find_spec("nvidia")
     return [Path(place) for place in (spec.submodule_search_locations or [])] if spec else []
 
@@ -139,9 +139,9 @@ def _is_program(path: Path) -> bool:
 
 
 def _version(nvcc: Path) -> str:
-    """Its version, asked of itself; Failed with FW821 where it does not run or is too old.
+    """The version that nvcc prints. Raises Failed with FW821 if it does not run or is too old.
 
-    A file by that name is not enough: a script may stand for a toolkit that was removed.
+    The file alone is no proof: it may be a wrapper of a toolkit that was removed.
     """
     try:
         done = subprocess.run(
@@ -169,7 +169,7 @@ def _version(nvcc: Path) -> str:
 
 
 def _host() -> Path:
-    """The C++ compiler that nvcc calls, even where device code alone is asked for."""
+    """The host C++ compiler, which nvcc needs even for device code."""
     named = os.environ.get("NVCC_CCBIN")
     wanted = named or ("cl" if sys.platform == "win32" else "gcc")
     if named and Path(named).is_dir():

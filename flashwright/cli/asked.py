@@ -1,4 +1,4 @@
-"""What `generate` is asked for: a variant or a description, its options, and a reference."""
+"""The request of `generate`: the spec from a variant or a description, options and a reference."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A spec, and what came with it."""
+class Request:
+    """A spec, the description it comes from, and the file of its reference."""
 
     spec: AttentionSpec
     summary: str
-    """What the variant is in words."""
+    """One line that describes the variant."""
     description: str = ""
-    """The user's own words, where there are any: data, never an instruction."""
+    """The user's description, or empty. It is data for a prompt, never an instruction."""
     reference: bytes | None = None
-    """The file that the spec's `reference` names."""
+    """The content of the file that the spec's `reference` names."""
 
 
-def asked(variant: str, options: Mapping[str, Any], reference: str | None = None) -> Asked:
-    """The spec that is meant; Failed where it cannot be told for certain.
+def read_request(variant: str, options: Mapping[str, Any], reference: str | None = None) -> Request:
+    """The request of a command line. Raises Failed if the spec is invalid or ambiguous.
 
     `variant` is a name or a description. `reference` is `FILE.py` or `FILE.py:function`; with it a
-    description may say what no setting does, because the function says what is right.
+    description may go beyond the settings of a spec, because the function defines the result.
     """
     from flashwright.author.llm.words import (
         combined,
@@ -43,34 +43,34 @@ def asked(variant: str, options: Mapping[str, Any], reference: str | None = None
     )
 
     if not is_description(variant):
-        return _with_reference(Asked(*variant_spec(variant, options)), reference)
+        return _with_reference(Request(*variant_spec(variant, options)), reference)
     found = combined(understand(variant), options)
     if reference is None:
         refuse_unknown(found)
     spec, summary = variant_spec(found.variant, found.spec_settings)
-    return _with_reference(Asked(spec, summary, variant), reference)
+    return _with_reference(Request(spec, summary, variant), reference)
 
 
-def _with_reference(meant: Asked, reference: str | None) -> Asked:
-    """The spec names the file as it will lie beside it. It is called now, to fail early."""
+def _with_reference(request: Request, reference: str | None) -> Request:
+    """The request with a reference, named relative to the package, and tried on a small problem."""
     if reference is None:
-        return meant
+        return request
     from flashwright.judge.reference import split
     from flashwright.spec import AttentionSpec, BadSpec
 
     file, function = split(reference)
     name = Path(file).name + (f":{function}" if function else "")
     try:
-        spec = AttentionSpec.make(**{**meant.spec.model_dump(), "reference": name})
-        _try_out(reference, meant.spec)
+        spec = AttentionSpec.make(**{**request.spec.model_dump(), "reference": name})
+        _try_out(reference, request.spec)
         text = Path(file).read_bytes()
     except BadSpec as error:
         raise Failed(*(Diagnostic("FW903", line) for line in error.lines)) from None
-    return replace(meant, spec=spec, reference=text)
+    return replace(request, spec=spec, reference=text)
 
 
 def _try_out(reference: str, spec: AttentionSpec) -> None:
-    """One small call, in a process of its own: a function may come to no end."""
+    """Call the function on a small problem, in a separate process with a time limit."""
     from flashwright.confine import isolate
     from flashwright.judge.reference import MEMORY
     from flashwright.judge.reference_process import try_out

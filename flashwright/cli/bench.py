@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flashwright.cli.command import BAD_INPUT, FINE, INTERRUPTED, WRONG, find_gpu, guarded, tell
+from flashwright.cli.command import (
+    BAD_INPUT,
+    FINE,
+    INTERRUPTED,
+    WRONG,
+    Dtype,
+    find_gpu,
+    guarded,
+    tell,
+)
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
 if TYPE_CHECKING:
@@ -27,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Mask(StrEnum):
-    """Which part of the grid."""
+    """The masks to measure."""
 
     FULL = "full"
     CAUSAL = "causal"
@@ -35,7 +44,7 @@ class Mask(StrEnum):
 
 
 class Layout(StrEnum):
-    """How Q, K and V lie in memory."""
+    """The axis order of Q, K and V in memory."""
 
     BSHD = "bshd"
     BHSD = "bhsd"
@@ -48,23 +57,15 @@ class L2(StrEnum):
     BOTH = "both"
 
 
-class Dtype(StrEnum):
-    """Element types of Q, K, V and O."""
-
-    FP16 = "fp16"
-    BF16 = "bf16"
-    FP8 = "fp8"
-
-
 def register(app: typer.Typer) -> None:
-    """Put the command on the command line."""
+    """Add the command to the application."""
     app.command(rich_help_panel="On the GPU")(bench)
 
 
 @guarded
 def bench(
     table: Annotated[
-        int | None, typer.Option(metavar="N", help="The paper's: 1, 2, 4, 6, 7, 8 or 9.")
+        int | None, typer.Option(metavar="N", help="A table of the paper: 1, 2, 4, 6, 7, 8 or 9.")
     ] = None,
     grid: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Your own shapes, in TOML.")
@@ -80,13 +81,13 @@ def bench(
         ),
     ] = None,
     variant: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Only this one; repeatable.")
+        list[str] | None, typer.Option(metavar="NAME", help="Only this value; repeatable.")
     ] = None,
     head_dim: Annotated[
-        list[int] | None, typer.Option(metavar="N", help="Only this one; repeatable.")
+        list[int] | None, typer.Option(metavar="N", help="Only this value; repeatable.")
     ] = None,
     length: Annotated[
-        list[int] | None, typer.Option(metavar="N", min=1, help="Only this one; repeatable.")
+        list[int] | None, typer.Option(metavar="N", min=1, help="Only this value; repeatable.")
     ] = None,
     mask: Annotated[Mask, typer.Option(help="Which masks.")] = Mask.BOTH,
     heads: Annotated[int | None, typer.Option(metavar="N", min=1, help="Query heads.")] = None,
@@ -95,7 +96,7 @@ def bench(
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="In all: the batch follows. Default 16384."),
+        typer.Option(metavar="N", min=1, help="Batch times length. Default 16384."),
     ] = None,
     dtype: Annotated[
         Dtype | None, typer.Option(help="Default bf16; fp16 for the paper's tables.")
@@ -114,15 +115,15 @@ def bench(
     ] = 0,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where to; default out/bench/TITLE-CARD."),
+        typer.Option(metavar="DIR", help="Output folder; default out/bench/TITLE-CARD."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", metavar=" ", help="Go on with what is in DIR.")
+        bool, typer.Option("--resume", metavar=" ", help="Continue the run in DIR.")
     ] = False,
 ) -> int:
     """Measure kernels beside torch, FlexAttention, FlashAttention and your own, in one run.
 
-    Without --table, --grid or --package it is the paper's grid in bf16: 16k tokens, hidden 2048.
+    Without --table, --grid or --package: the paper's grid in bf16, 16k tokens, hidden size 2048.
     """
     from flashwright.build import driver
     from flashwright.judge.judge import need_torch
@@ -131,8 +132,8 @@ def bench(
 
     card = driver.cards()[0]
     need_torch()
-    asked = Asked(variant, head_dim, length, mask, heads, kv_heads, tokens, dtype)
-    title, cells, packages = _cells(asked, table, grid, package or [])
+    options = ShapeOptions(variant, head_dim, length, mask, heads, kv_heads, tokens, dtype)
+    title, cells, packages = _cells(options, table, grid, package or [])
     plan = Plan(
         title=title,
         cells=tuple(cells),
@@ -146,11 +147,11 @@ def bench(
     return run(plan, card, out or _folder(title, card.name), resume, jobs)
 
 
-# --- what is asked for ------------------------------------------------------------------------
+# --- what is measured -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Asked:
+class ShapeOptions:
     """The options that choose shapes."""
 
     variants: Sequence[str] | None = None
@@ -168,7 +169,7 @@ class Asked:
         return {Mask.FULL: [False], Mask.CAUSAL: [True], Mask.BOTH: [False, True]}[self.mask]
 
     def wants(self, cell: Cell) -> bool:
-        """Whether a cell that is there already is among those asked for."""
+        """Whether the options select a cell of a table, a grid file or a package."""
         spec = cell.spec
         return (
             (not self.variants or spec.variant in [v.lower() for v in self.variants])
@@ -179,31 +180,31 @@ class Asked:
 
 
 def _cells(
-    asked: Asked, table: int | None, grid: Path | None, packages: Sequence[Path]
+    options: ShapeOptions, table: int | None, grid: Path | None, packages: Sequence[Path]
 ) -> tuple[str, list[Cell], list[Made]]:
-    """What the run is called, its cells, and the kernels that are there already."""
+    """The title of the run, its cells, and the kernels of `--package`."""
     from flashwright.author.builtin.variants import UnknownVariant
     from flashwright.spec import BadSpec
 
     chosen = [n for n, g in (("--table", table), ("--grid", grid), ("--package", packages)) if g]
     if len(chosen) > 1:
         raise typer.BadParameter(f"{' and '.join(chosen)} do not go together")
-    if chosen and (asked.heads or asked.kv_heads):
+    if chosen and (options.heads or options.kv_heads):
         raise typer.BadParameter(f"{chosen[0]} has its own heads", param_hint="--heads")
     try:
-        title, cells, made = _named(asked, table, grid, packages)
+        title, cells, made = _named(options, table, grid, packages)
     except UnknownVariant as error:
         raise Failed(Diagnostic("FW902", str(error), help="see `flashwright variants`")) from None
     except BadSpec as error:
         raise Failed(*(Diagnostic("FW901", line) for line in error.lines)) from None
-    kept = [cell for cell in cells if asked.wants(cell)] if chosen else list(cells)
+    kept = [cell for cell in cells if options.wants(cell)] if chosen else list(cells)
     if not kept:
-        raise typer.BadParameter(f"no cell of {title} is among those asked for")
+        raise typer.BadParameter(f"no cell of {title} matches the options")
     return title, kept, made
 
 
 def _named(
-    asked: Asked, table: int | None, grid: Path | None, packages: Sequence[Path]
+    options: ShapeOptions, table: int | None, grid: Path | None, packages: Sequence[Path]
 ) -> tuple[str, Sequence[Cell], list[Made]]:
     from flashwright.measure import grid as grids
     from flashwright.measure import kernels
@@ -213,24 +214,24 @@ def _named(
         if table not in TABLES:
             known = ", ".join(str(number) for number in TABLES)
             raise typer.BadParameter(f"there are {known}, not {table}", param_hint="--table")
-        return f"table {table}", TABLES[table].cells(asked.dtype and asked.dtype.value), []
+        return f"table {table}", TABLES[table].cells(options.dtype and options.dtype.value), []
     if grid is not None:
         found = grids.load(grid)
         return found.title, found.cells, []
-    tokens = asked.tokens or grids.TOKENS
-    lengths = asked.lengths or grids.LENGTHS
+    tokens = options.tokens or grids.TOKENS
+    lengths = options.lengths or grids.LENGTHS
     if packages:
         made = [kernels.load(folder) for folder in packages]
         every = [c for one in made for c in grids.of_spec(one.spec, lengths, tokens)]
         return " and ".join(one.name for one in made), every, made
     shape = grids.Shape(
-        asked.variants or grids.VARIANTS,
-        asked.head_dims or grids.HEAD_DIMS,
+        options.variants or grids.VARIANTS,
+        options.head_dims or grids.HEAD_DIMS,
         lengths,
-        asked.masks,
-        asked.dtype.value if asked.dtype else "bf16",
-        asked.heads,
-        asked.kv_heads,
+        options.masks,
+        options.dtype.value if options.dtype else "bf16",
+        options.heads,
+        options.kv_heads,
         tokens,
     )
     return "grid", list(grids.cells(shape)), []
@@ -240,8 +241,8 @@ def _peers(names: str | None, callables: Sequence[str]) -> list[Peer]:
     from flashwright.measure.peers import registry
 
     try:
-        asked = [n for n in names.split(",") if n.strip()] if names is not None else None
-        return registry.choose(asked, callables)
+        chosen = [n for n in names.split(",") if n.strip()] if names is not None else None
+        return registry.choose(chosen, callables)
     except registry.UnknownPeer as error:
         raise typer.BadParameter(str(error), param_hint="--peers") from None
 
@@ -255,10 +256,10 @@ def _folder(title: str, card: str) -> Path:
 
 
 def run(plan: Plan, card: Card, folder: Path, resume: bool, jobs: int = 0) -> int:
-    """Measure a plan, and tell all that is known at its end, however it ends."""
+    """Measure a plan, and show the results so far even if the run fails or is interrupted."""
     import secrets
 
-    from flashwright.cli.bench_show import Screen, show_results
+    from flashwright.cli.bench_show import BenchProgress, show_results
     from flashwright.measure.journal import Journal
     from flashwright.measure.results import Results
     from flashwright.measure.session import OtherRun, session
@@ -270,14 +271,14 @@ def run(plan: Plan, card: Card, folder: Path, resume: bool, jobs: int = 0) -> in
     if kept:
         print(f"the records of an earlier run are kept as {folder / kept}", file=sys.stderr)
     complete = True
-    with contextlib.closing(Screen()) as screen:
+    with contextlib.closing(BenchProgress()) as screen:
         try:
             session(plan, card, folder, journal, screen, secrets.randbits(31), jobs)
         except KeyboardInterrupt:
             complete = False
         except OtherRun as other:
             text = f"{journal.path} is of another run: {other}"
-            hint = "leave --resume away, or give another --out"
+            hint = "leave out --resume, or give another --out"
             raise typer.BadParameter(f"{text}; {hint}", param_hint="--resume") from None
     results = Results.of(journal.records)
     show_results(results)
@@ -295,7 +296,7 @@ def _end(plan: Plan, folder: Path, journal: Journal, results: Results, complete:
         write(folder / FILE, page(results))
     except Failed as failed:
         code = tell(failed.diagnostics, "command line", "")
-    rest = "" if complete else "; interrupted, --resume goes on"
+    rest = "" if complete else "; interrupted, --resume continues"
     print(f"{folder}: {done} of {len(plan.cells)} cells{rest}")
     if not journal.save():
         text = f"{journal.unsaved} records are not in their file: {journal.trouble}"
@@ -306,7 +307,7 @@ def _end(plan: Plan, folder: Path, journal: Journal, results: Results, complete:
 
 
 def _rescued(journal: Journal) -> str:
-    """Put all records somewhere else, where there is room; what to tell the user."""
+    """Write all records to a temporary file. Returns the hint for the user."""
     import tempfile
 
     try:

@@ -1,4 +1,4 @@
-"""How a benchmark looks in the terminal: its progress, and its table."""
+"""A benchmark in the terminal: its progress and its table of results."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
     from flashwright.measure.results import Results
 
 PEERS = 5
-"""In one table: more are wider than a terminal."""
+"""Peers in one table; more would not fit a terminal."""
 NARROW = 12
 
 
-class Screen:
-    """Shows a run: a bar in a terminal, else a line for each cell."""
+class BenchProgress:
+    """Shows the progress of a benchmark or a tuning: a bar in a terminal, else a line per cell."""
 
     def __init__(self) -> None:
         self._bar = contextlib.ExitStack()
         self._step: Callable[[int, int, str], None] = lambda done, total, text: None
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._bar.close()
 
     def phase(self, title: str) -> None:
-        """Something else begins."""
+        """Begin a phase of the run, with its title."""
         self._bar.close()
         if sys.stderr.isatty():
             self._step = self._bar.enter_context(show.progress(title))
@@ -52,13 +52,13 @@ class Screen:
             print(title, file=sys.stderr, flush=True)
 
     def progress(self, done: int, total: int, text: str) -> None:
-        """It is this far."""
+        """Update the bar of the present phase."""
         self._step(done, total, text)
         if not sys.stderr.isatty():
             print(f"[{done}/{total}] {text}".rstrip(), file=sys.stderr, flush=True)
 
     def cell(self, step: Step) -> None:
-        """A cell begins, or is done."""
+        """Report that a cell has begun or ended."""
         left = "" if step.left is None else f", {duration(step.left)} left"
         self._step(step.done, step.total, f"{step.cell}{left}")
         if step.lines and not sys.stderr.isatty():
@@ -73,12 +73,12 @@ class Screen:
             print(line, file=sys.stderr, flush=True)
 
     def trouble(self, text: str) -> None:
-        """Something that does not end the run."""
+        """Print a warning; the run continues."""
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def duration(seconds: float) -> str:
-    """A time left, as one says it."""
+    """A duration in seconds, minutes or hours."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
@@ -88,7 +88,7 @@ def duration(seconds: float) -> str:
 
 
 def show_results(results: Results) -> None:
-    """All that was measured, to the terminal."""
+    """Print the tables, the reasons for missing figures, and the means per peer."""
     out, run, number = show.console(), results.run, table_of(results)
     if run is None or not results.cells:
         out.print("Nothing was measured.")
@@ -136,7 +136,7 @@ def _table(found: Sequence[Row], peers: Sequence[str]) -> Table:
 
 
 def _head(who: str) -> str:
-    """A name in lines, as narrow as the figures under it."""
+    """A column title, broken into lines to keep the column narrow."""
     if " " in who or len(who) <= NARROW:
         return who.replace(" ", "\n")
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "\n", who)

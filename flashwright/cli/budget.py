@@ -1,4 +1,4 @@
-"""What language models may cost: the options of all commands that ask them."""
+"""The options for budgets of language models, shared by `generate` and `study`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from flashwright.author.llm.line import Limits
 
 MODELS = "Language models"
-"""The panel of the help in which they are."""
+"""The panel of `--help` that lists these options."""
 ATTEMPTS, TOKENS, MINUTES = 6, 400_000, 30.0
-"""Where nothing else is said."""
+"""Defaults of a stage."""
 
 
 def model_option(*names: str, **settings: Any) -> Any:
-    """An option about language models."""
+    """An option in the panel of the language models."""
     return typer.Option(*names, rich_help_panel=MODELS, **settings)
 
 
@@ -47,7 +47,7 @@ Price = Annotated[
 def read_budget(
     attempts: int, tokens: int, minutes: float, dollars: float | None, price: str | None
 ) -> tuple[Budget, Prices | None]:
-    """What a stage may cost, and what tokens do."""
+    """The budget of a stage, and the price of tokens if one is given."""
     from flashwright.author.llm.budget import Budget, Prices
 
     if dollars is not None and price is None:
@@ -58,7 +58,7 @@ def read_budget(
 
 
 def read_limits(reply_timeout: float | None, minutes: float) -> Limits:
-    """What a server may take: the usual limits, or the user's own limit of silence."""
+    """The limits of a server: the defaults, or with the user's limit on its silence."""
     from flashwright.author.llm.line import Limits
 
     if reply_timeout is None:

@@ -1,4 +1,4 @@
-"""What every command shares: its input, its complaints, and its end in an exit code."""
+"""What all commands share: input, diagnostics, exit codes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tomllib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
@@ -33,7 +34,7 @@ P = ParamSpec("P")
 
 
 class Blamed(Exception):
-    """Diagnostics, and the text they are about."""
+    """Diagnostics with the file and the text they are about."""
 
     def __init__(self, diagnostics: Sequence[Diagnostic], filename: str, source: str) -> None:
         super().__init__(filename)
@@ -42,7 +43,7 @@ class Blamed(Exception):
 
 @contextmanager
 def blaming(filename: str, source: str = "") -> Iterator[None]:
-    """What fails inside is about this file."""
+    """Turns Failed into Blamed, with this file and its text."""
     try:
         yield
     except Failed as failed:
@@ -50,16 +51,16 @@ def blaming(filename: str, source: str = "") -> Iterator[None]:
 
 
 def guarded(command: Callable[P, int]) -> Callable[P, None]:
-    """A command that ends in an exit code, never in a traceback."""
+    """Wraps a command so that every exception becomes a message and an exit code."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             code = command(*args, **kwargs)
-            sys.stdout.flush()  # a full disk shows here, not after we have said that all is well
+            sys.stdout.flush()  # a full disk fails here, before the exit code says success
         except (typer.Exit, typer.Abort, typer.BadParameter):
-            raise  # typer's own ways to end
-        except BrokenPipeError:  # the reader has left (`| head`): no verdict, and no complaint
+            raise  # handled by typer
+        except BrokenPipeError:  # the reader has closed the pipe (`| head`)
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = PIPE_CLOSED
         except KeyboardInterrupt:
@@ -85,7 +86,7 @@ def guarded(command: Callable[P, int]) -> Callable[P, None]:
 
 
 def tell(diagnostics: Sequence[Diagnostic], filename: str, source: str) -> int:
-    """Render diagnostics to stderr; the exit code they call for."""
+    """Print diagnostics to stderr. Returns their exit code."""
     from flashwright.lang.render import terminal
 
     if diagnostics:
@@ -95,7 +96,7 @@ def tell(diagnostics: Sequence[Diagnostic], filename: str, source: str) -> int:
 
 
 def exit_code(diagnostics: Sequence[Diagnostic]) -> int:
-    """2 where the input itself is bad, 1 where the program is wrong, 0 for warnings and nothing."""
+    """2 for bad input, 1 for other errors, 0 for warnings or no diagnostics."""
     errors = [d for d in diagnostics if d.severity == "error"]
     if any(d.bad_input for d in errors):
         return BAD_INPUT
@@ -103,7 +104,7 @@ def exit_code(diagnostics: Sequence[Diagnostic]) -> int:
 
 
 def confess(error: Exception) -> int:
-    """An exception that nobody expected: our bug, and what to send us."""
+    """Report an unexpected exception as a bug of Flashwright. Returns the exit code."""
     if os.environ.get("FLASHWRIGHT_DEBUG") == "1":
         traceback.print_exception(error)
         return BUG
@@ -131,7 +132,7 @@ def colored(stream: Any) -> bool:
 
 
 def shown_name(file: str) -> str:
-    """A program as messages call it."""
+    """The name of a program in messages."""
     return "<stdin>" if file == "-" else file
 
 
@@ -145,7 +146,7 @@ def read_source(file: str) -> str:
 
 
 def write_source(file: str, text: str) -> None:
-    """Put a changed program back where it came from, with the line ends it had."""
+    """Write a changed program back to its file, with the same line endings."""
     from flashwright.files import write
 
     path = Path(file)
@@ -155,7 +156,7 @@ def write_source(file: str, text: str) -> None:
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of an option; FW705 where there is no such GPU."""
+    """The GPU of that name. Raises Failed with FW705 if there is none."""
     from flashwright import gpu
 
     try:
@@ -254,14 +255,14 @@ def _spec_file(path: Path) -> AttentionSpec:
         try:
             source = path.read_bytes().decode()
             tomllib.loads(source)
-            code = "FW901"  # it can be read, so it is what it says that is wrong
+            code = "FW901"  # the file can be read, so its content is at fault
         except (OSError, ValueError, RecursionError):
             pass
         raise _bad_spec(code, error.lines, str(path), source) from None
 
 
 def _bad_spec(code: str, lines: Sequence[str], filename: str, source: str = "") -> Blamed:
-    """The complaints of a spec as diagnostics, under the line of the file that each names."""
+    """The errors of a spec as diagnostics, each at the line of the file that it names."""
     found = []
     for line in lines:
         place = re.match(rf"{re.escape(filename)}(?::(\d+))?(?::\d+)?: ", line)
@@ -274,12 +275,20 @@ def _bad_spec(code: str, lines: Sequence[str], filename: str, source: str = "") 
 
 
 def flag(*names: str, **settings: Any) -> Any:
-    """An option without a value; typer would show its type, `bool`, which helps nobody."""
+    """An option without a value. The metavar hides typer's `bool` in the help."""
     return typer.Option(*names, metavar=" ", **settings)
 
 
 AllowSpills = Annotated[
     int,
-    typer.Option(metavar="BYTES", min=0, help="Take a kernel that spills so many bytes a thread."),
+    typer.Option(metavar="BYTES", min=0, help="Accept a kernel that spills up to BYTES a thread."),
 ]
-"""Of the commands that compile."""
+"""The option `--allow-spills` of the commands that compile."""
+
+
+class Dtype(StrEnum):
+    """Element types of Q, K, V and O."""
+
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP8 = "fp8"

@@ -1,4 +1,4 @@
-"""`flashwright emulate`: a kernel's own PTX on the CPU, what it gives and what is wrong with it."""
+"""`flashwright emulate`: executes a kernel's PTX on the CPU, compares outputs, reports faults."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from flashwright.emulate.emulate import Result
+    from flashwright.emulate.emulate import LaunchResult
     from flashwright.emulate.machine import Machine
     from flashwright.emulate.package import Package
-    from flashwright.emulate.profile import Profile, Row
+    from flashwright.emulate.profile import LineCounts, Profile
     from flashwright.judge.oracle import Comparison
     from flashwright.spec import AttentionSpec
 
@@ -48,7 +48,7 @@ _NARROWEST, _WIDEST = 8, 25  # characters of a line of TL in the table of counts
 
 
 def register(app: typer.Typer) -> None:
-    """Put the command on the command line."""
+    """Add the command to the application."""
     app.command(rich_help_panel="On the CPU")(emulate)
 
 
@@ -85,7 +85,8 @@ def emulate(
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the random inputs.")] = 0,
     profile: Annotated[
-        bool, typer.Option("--profile", metavar=" ", help="Count, and tell it by line of TL.")
+        bool,
+        typer.Option("--profile", metavar=" ", help="Count instructions and bytes by line of TL."),
     ] = False,
     seconds: Annotated[
         float, typer.Option(metavar="S", min=0.1, help="For one launch, before it counts as hung.")
@@ -112,7 +113,7 @@ def emulate(
         serving = _serving(what, dims)
         if Path(serving) != Path(what):
             what, package = serving, _package(serving, gpu)
-        trial = _Trial(package, meant, base, dims, seed, seconds)
+        trial = _EmulatedProblem(package, meant, base, dims, seed, seconds)
         for number, one in enumerate(schedules):
             step(number, len(schedules), one)
             trial.run(one)
@@ -137,7 +138,7 @@ def _schedules(given: Sequence[str], seed: int) -> list[str]:
         try:
             schedule_of(one)
         except ValueError:
-            text = f"{one!r} is none: eager, lazy, random:SEED or all"
+            text = f"{one!r} is no schedule: give eager, lazy, random:SEED or all"
             raise typer.BadParameter(text, param_hint="--schedule") from None
     return list(dict.fromkeys(found))
 
@@ -146,7 +147,7 @@ def _schedules(given: Sequence[str], seed: int) -> list[str]:
 
 
 def _package(what: str, gpu: str | None) -> Package:
-    """The kernel, with its source's lines in its PTX wherever they can be had."""
+    """The kernel, with source lines in its PTX if the source can be compiled again."""
     from flashwright.emulate.package import compile_package, read_package
 
     path = Path(what)
@@ -160,7 +161,7 @@ def _package(what: str, gpu: str | None) -> Package:
 
 
 def _serving(what: str, dims: Mapping[str, int]) -> str:
-    """Of a package with several kernels the one that such a problem is given to."""
+    """The folder of the kernel that serves these sizes, for a package with several kernels."""
     from flashwright.build.classes import serving
 
     is_folder = what != "-" and Path(what).is_dir()
@@ -174,7 +175,7 @@ def _compiled(file: str, gpu: str | None) -> Package:
     if file != "-" and not Path(file).is_file():
         raise cannot("read", Path(file), FileNotFoundError(2, "No such file or directory"))
     if gpu is None:
-        text = "say for which GPU; `flashwright gpus` lists them"
+        text = "name the GPU; `flashwright gpus` lists them"
         raise typer.BadParameter(text, param_hint="--gpu")
     card = find_gpu(gpu)
     program, source = load_program(file, card)
@@ -185,7 +186,7 @@ def _compiled(file: str, gpu: str | None) -> Package:
 
 
 def _meant(what: str, option: str | None) -> tuple[AttentionSpec | None, Path]:
-    """What the kernel should compute, if anything says it, and the folder its paths start from."""
+    """The spec of the kernel, if there is one, and the folder its paths are relative to."""
     path = Path(what)
     beside = path / CODE if path.is_dir() else path
     if path.suffix in KERNELS:
@@ -195,7 +196,7 @@ def _meant(what: str, option: str | None) -> tuple[AttentionSpec | None, Path]:
 
 
 def _file(what: str, package: Package) -> str:
-    """What the lines of a diagnostic are lines of."""
+    """The file that the lines of the diagnostics refer to."""
     path = Path(what)
     folder = path if path.is_dir() else path.parent
     return str(folder / CODE) if path.is_dir() or path.suffix in KERNELS else package.name
@@ -205,7 +206,7 @@ def _file(what: str, package: Package) -> str:
 
 
 def _machine(package: Package) -> Machine:
-    """What executes a kernel: for one that was read out of a folder, a confined process."""
+    """The machine that executes the kernel: a confined process for a kernel read from a folder."""
     from flashwright.emulate.machine import here
     from flashwright.emulate.machine_process import MachineProcess
     from flashwright.sandbox.limits import Limits
@@ -214,17 +215,19 @@ def _machine(package: Package) -> Machine:
 
 
 @dataclass
-class _Run:
+class _ScheduleRun:
+    """The problem under one schedule: outputs, comparison and findings."""
+
     schedule: str
     seconds: float
     outputs: dict[str, NDArray[Any]]
-    result: Result
+    result: LaunchResult
     compared: dict[str, Comparison]
     findings: tuple[Diagnostic, ...]
 
 
-class _Trial:
-    """One problem, under one schedule after the other."""
+class _EmulatedProblem:
+    """One problem, executed under several schedules."""
 
     def __init__(
         self,
@@ -240,10 +243,10 @@ class _Trial:
         self.package, self.spec, self.dims, self.seconds = package, spec, dims, seconds
         self.problem = pose(package.plan, spec, base, dims, seed)
         self.machine = _machine(package)
-        self.runs: list[_Run] = []
+        self.runs: list[_ScheduleRun] = []
 
     def run(self, schedule: str) -> None:
-        """Execute it under a schedule, and compare."""
+        """Execute the problem under a schedule and compare the outputs."""
         from flashwright.emulate.places import diagnostics
         from flashwright.judge.emulated import launch
         from flashwright.judge.expected import compare
@@ -265,11 +268,11 @@ class _Trial:
             }
         origin = self.package.origin(self.dims, problem.arrays)
         told = diagnostics(result.findings, origin)
-        self.runs.append(_Run(schedule, took, made, result, compared, told))
+        self.runs.append(_ScheduleRun(schedule, took, made, result, compared, told))
 
     @property
     def diagnostics(self) -> list[Diagnostic]:
-        """All that is wrong, each thing once."""
+        """The findings of all runs, without repetitions."""
         from flashwright.judge.offences import offence
 
         found: dict[str, Diagnostic] = {}
@@ -282,12 +285,12 @@ class _Trial:
                     text = f"{name} under schedule {run.schedule}: {result.reason}"
                     found.setdefault(f"wrong {name}", offence("wrong", text).diagnostic)
             if any(self._varies(n, x, run.outputs[n]) for n, x in self.runs[0].outputs.items()):
-                text = f"schedules {self.runs[0].schedule} and {run.schedule} give other bits"
+                text = f"schedules {self.runs[0].schedule} and {run.schedule} give different bits"
                 found.setdefault("differs", offence("not_repeatable", text).diagnostic)
         return list(found.values())
 
     def _varies(self, name: str, one: NDArray[Any], other: NDArray[Any]) -> bool:
-        """Whether two runs give an output otherwise than they may."""
+        """Whether two runs of an output differ by more than the spec allows."""
         from flashwright.judge.expected import variation
         from flashwright.sandbox.tensors import bits
 
@@ -343,23 +346,23 @@ class _Trial:
 # --- in the terminal --------------------------------------------------------------------------
 
 
-def _show(out: Console, what: str, trial: _Trial, counted: Profile | None) -> None:
+def _show(out: Console, what: str, trial: _EmulatedProblem, counted: Profile | None) -> None:
     spec = trial.spec
     words = f": {spec.in_words}" if spec else ""
     out.print(f"{what} on the CPU, by emulation of {trial.package.plan.arch}{words}")
     out.print(", ".join(f"{name} {size}" for name, size in trial.dims.items()))
     out.print(_runs_table(trial))
     if spec is None:
-        out.print("NOTHING WAS COMPARED: there is no spec, so nobody knows what is right here.")
+        out.print("NOTHING WAS COMPARED: there is no spec that says what is right.")
     if counted is not None:
         out.print(lines_table(counted, out.width))
         out.print(kinds_table(counted))
     if trial.ok:
         agrees = "agrees with fp64; " if spec else ""
-        out.print(f"{agrees}no access out of bounds, no race, no barrier amiss")
+        out.print(f"{agrees}no access out of bounds, no race, no barrier fault")
 
 
-def _runs_table(trial: _Trial) -> Table:
+def _runs_table(trial: _EmulatedProblem) -> Table:
     from rich.text import Text
 
     from flashwright.cli import show
@@ -404,7 +407,7 @@ def lines_table(counted: Profile, width: int) -> Table:
     return shown
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: LineCounts) -> list[str]:
     moved = [
         (row.bytes.get(f"{level}_read", 0), row.bytes.get(f"{level}_written", 0))
         for level in ("global", "shared")

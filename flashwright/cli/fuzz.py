@@ -16,7 +16,7 @@ _COUNT = 200
 
 
 def register(app: typer.Typer) -> None:
-    """Put the command on the command line."""
+    """Add the command to the application."""
     app.command(rich_help_panel="Work on Flashwright")(fuzz)
 
 
@@ -26,24 +26,27 @@ def fuzz(
         str | None, typer.Option(metavar="A:B", help="The seeds from A up to B - 1.")
     ] = None,
     count: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help=f"So many programs; {_COUNT} if unsaid.")
+        int | None, typer.Option(metavar="N", min=1, help=f"Number of programs; default {_COUNT}.")
     ] = None,
-    fresh: Annotated[bool, flag("--fresh", help="Seeds that were never used.")] = False,
+    fresh: Annotated[bool, flag("--fresh", help="Random new seeds.")] = False,
     gpu: Annotated[
         str | None, typer.Option(metavar="NAMES", help="Such as h200,t4; all four by default.")
     ] = None,
     out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="DIR", help="The record, and what was found.")
+        Path,
+        typer.Option(
+            "--out", "-o", metavar="DIR", help="Folder of the record and the failing programs."
+        ),
     ] = Path("fuzz"),
     jobs: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Processes; one per core by default.")
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(metavar="S", min=1, help="Begin nothing after so long.")
+        float | None, typer.Option(metavar="S", min=1, help="Start no program after S seconds.")
     ] = None,
     shrink: Annotated[bool, flag("--shrink", help="Make failing programs smaller.")] = False,
     repro: Annotated[
-        str | None, typer.Option(metavar="SEED|FILE", help="Run one program and say all of it.")
+        str | None, typer.Option(metavar="SEED|FILE", help="Run one program and print all of it.")
     ] = None,
 ) -> int:
     """Write random programs and compare the CPU run with the kernel under emulation.
@@ -86,7 +89,9 @@ def _gpus(names: str | None) -> tuple[str, ...]:
     found = tuple(name.strip().lower() for name in names.split(","))
     unknown = [name for name in found if name not in GPUS]
     if unknown:
-        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(GPUS)}", param_hint="--gpu")
+        raise typer.BadParameter(
+            f"{unknown[0]!r} is not one of {', '.join(GPUS)}", param_hint="--gpu"
+        )
     return found
 
 
@@ -94,14 +99,14 @@ def _seeds(text: str | None, count: int | None, fresh: bool) -> list[int]:
     if text is not None:
         low, _, high = text.partition(":")
         if not (low.isdecimal() and high.isdecimal() and int(low) < int(high)):
-            raise typer.BadParameter(f"{text!r} is no range such as 0:100", param_hint="--seeds")
+            raise typer.BadParameter(f"{text!r} is not a range such as 0:100", param_hint="--seeds")
         return list(range(int(low), int(high)))
     start = secrets.randbits(40) if fresh else 0
     return list(range(start, start + (count or _COUNT)))
 
 
 def _again(what: str, cards: tuple[str, ...], smaller: bool, out: Path) -> int:
-    """One program, from its seed or its file."""
+    """Run one program again, from its seed or its file."""
     from flashwright.fuzz.case import load, save
     from flashwright.fuzz.generate import generate
     from flashwright.fuzz.oracle import evaluate_cases
@@ -121,16 +126,16 @@ def _again(what: str, cards: tuple[str, ...], smaller: bool, out: Path) -> int:
 
 
 def _save(bad: list[dict[str, Any]], cards: tuple[str, ...], out: Path, smaller: bool) -> None:
-    """Failing programs as files; shrunk, one for each kind of failure and GPU."""
+    """Write failing programs as files. With `smaller`, shrink one per kind of failure and GPU."""
     from flashwright.fuzz.case import save
     from flashwright.fuzz.generate import generate
-    from flashwright.fuzz.oracle import Outcome
+    from flashwright.fuzz.oracle import ProgramOutcome
     from flashwright.fuzz.shrink import shrink
 
     seen: set[tuple[str, str, str]] = set()
     for line in bad:
         case = generate(line["seed"], cards)
-        outcome = Outcome(line["kind"], line["detail"], line["where"])
+        outcome = ProgramOutcome(line["kind"], line["detail"], line["where"])
         name = f"{outcome.kind}-{case.gpu}-{case.seed}.tl"
         bucket = (line["gpu"], line["kind"], line["where"])
         if smaller and bucket not in seen:

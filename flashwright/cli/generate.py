@@ -1,4 +1,4 @@
-"""`flashwright generate`: an attention operator, from what is asked for to a kernel package."""
+"""`flashwright generate`: from the request for an attention operator to a kernel package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flashwright.cli.asked import Asked, asked
+from flashwright.cli.asked import Request, read_request
 from flashwright.cli.budget import (
     ATTEMPTS,
     MINUTES,
@@ -33,6 +33,7 @@ from flashwright.cli.command import (
     FINE,
     WRONG,
     AllowSpills,
+    Dtype,
     exit_code,
     find_gpu,
     flag,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from flashwright.author.llm.budget import Budget, Prices
     from flashwright.author.llm.line import Limits
     from flashwright.generate.by_model.ask import Authors
-    from flashwright.generate.by_model.speed import Goal
+    from flashwright.generate.by_model.speed import SpeedGoal
     from flashwright.generate.state import Run
     from flashwright.gpu import Gpu
 
@@ -64,19 +65,11 @@ class Until(StrEnum):
 
 
 STAGE_NAMES = {"parameters": "code"}
-"""What `--until` calls a stage of the pipeline, where it is not its name there."""
-
-
-class Dtype(StrEnum):
-    """Element types of Q, K, V and O."""
-
-    FP16 = "fp16"
-    BF16 = "bf16"
-    FP8 = "fp8"
+"""The names of stages for `--until`, where they differ from the names in the pipeline."""
 
 
 def register(app: typer.Typer) -> None:
-    """Put the command on the command line."""
+    """Add the command to the application."""
     app.command(rich_help_panel="Make")(generate)
 
 
@@ -96,7 +89,7 @@ def generate(
     ] = None,
     head_dim: Annotated[int | None, typer.Option(metavar="N", help="Columns of Q and K.")] = None,
     v_dim: Annotated[
-        int | None, typer.Option(metavar="N", help="Columns of V and O, if others.")
+        int | None, typer.Option(metavar="N", help="Columns of V and O, if different.")
     ] = None,
     heads: Annotated[int | None, typer.Option(metavar="N", help="Query heads.")] = None,
     kv_heads: Annotated[int | None, typer.Option(metavar="N", help="Heads of K and V.")] = None,
@@ -111,33 +104,34 @@ def generate(
     ] = None,
     no_lse: Annotated[bool, flag("--no-lse", help="Do not return log-sum-exp.")] = False,
     reference: Annotated[
-        str | None, typer.Option(metavar="FILE.py", help="A function that says what is right.")
+        str | None,
+        typer.Option(metavar="FILE.py", help="A function that defines the right output."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where to; default out/SPEC-GPU.")
+        Path | None, typer.Option(metavar="DIR", help="Output folder; default out/SPEC-GPU.")
     ] = None,
-    until: Annotated[Until, typer.Option(help="The last stage that is asked for.")] = Until.VERDICT,
+    until: Annotated[Until, typer.Option(help="The last stage to run.")] = Until.VERDICT,
     all_problems: Annotated[
-        bool, flag("--all-problems", help="Try all problems under emulation, not the first few.")
+        bool, flag("--all-problems", help="Emulate all problems, not only the first few.")
     ] = False,
     allow_spills: AllowSpills = 0,
     quiet: Annotated[bool, flag("--quiet", "-q", help="Print the verdict only.")] = False,
     model: Annotated[
-        str | None, model_option(metavar="NAME", help="Who does all three stages below.")
+        str | None, model_option(metavar="NAME", help="The model for all three stages below.")
     ] = None,
     sketch: Annotated[
-        str | None, model_option(metavar="NAME", help="Who writes the sketch: builtin, or a model.")
+        str | None, model_option(metavar="NAME", help="Author of the sketch: builtin, or a model.")
     ] = None,
     params: Annotated[
-        str | None, model_option(metavar="NAME", help="Who finds the sizes: builtin, or a model.")
+        str | None, model_option(metavar="NAME", help="Author of the sizes: builtin, or a model.")
     ] = None,
     translate: Annotated[
-        str | None, model_option(metavar="NAME", help="Who writes the CUDA: builtin, or a model.")
+        str | None, model_option(metavar="NAME", help="Author of the CUDA: builtin, or a model.")
     ] = None,
     base_url: BaseUrl = None,
     candidates: Annotated[
         int,
-        model_option(metavar="N", min=1, max=16, help="Side by side, for each stage; best kept."),
+        model_option(metavar="N", min=1, max=16, help="Per stage, in parallel; the best is kept."),
     ] = 1,
     attempts: Attempts = ATTEMPTS,
     tokens: Tokens = TOKENS,
@@ -158,29 +152,34 @@ def generate(
         flag(
             "--bounded-grammar",
             rich_help_panel=MODELS,
-            help="A grammar that ends, for a tiny model on llama.cpp or vLLM.",
+            help="A grammar of finite length, for tiny models on llama.cpp or vLLM.",
         ),
     ] = False,
     fresh: Annotated[
-        bool, flag("--fresh", rich_help_panel=MODELS, help="Do not go on from the folder's record.")
+        bool,
+        flag(
+            "--fresh",
+            rich_help_panel=MODELS,
+            help="Ignore the record of an earlier run in the folder.",
+        ),
     ] = False,
 ) -> int:
     """Make an attention operator: TL sketch, sizes, check, CPU run, CUDA, cubin, verdict.
 
-    A language model does the stages that it is asked for; the built-in author does the others.
+    A language model does the stages that name it; the built-in author does the others.
     Exits with 0 if the last stage was reached, 1 if not, 2 if the input is at fault.
     """
     if variant is None and reference is None:
-        raise typer.BadParameter("name one, or describe the operator", param_hint="VARIANT")
+        raise typer.BadParameter("name a variant or describe the operator", param_hint="VARIANT")
     if improve and until is not Until.VERDICT:
-        raise typer.BadParameter("a run that ends early improves nothing", param_hint="--until")
+        raise typer.BadParameter("--improve needs the whole run", param_hint="--until")
     _refuse_empty(
         {"--model": model, "--sketch": sketch, "--params": params, "--translate": translate}
     )
     named = {"sketch": sketch, "code": params, "translate": translate}
     names = {stage: name or model or BUILTIN for stage, name in named.items()}
     if all(name == BUILTIN for name in names.values()):
-        _refuse_unasked(
+        _refuse_without_model(
             {
                 "--base-url": base_url is not None,
                 "--reply-timeout": reply_timeout is not None,
@@ -204,30 +203,30 @@ def generate(
         "lse": False if no_lse else None,
     }
     card = find_gpu(gpu)
-    meant = asked(variant or "mha", options, reference)
-    folder = out or Path("out", f"{meant.spec.slug}-{card.name}")
+    request = read_request(variant or "mha", options, reference)
+    folder = out or Path("out", f"{request.spec.slug}-{card.name}")
     budget = read_budget(attempts, tokens, minutes, dollars, price)
     speed = (improve, _goal(faster_than))
     limits = read_limits(reply_timeout, minutes)
-    wanted = _Wanted(base_url, limits, candidates, *budget, bounded_grammar, *speed)
-    authors = _authors(names, wanted, folder, meant)
-    settings = _Settings(until, allow_spills, all_problems, quiet)
+    model_options = _ModelOptions(base_url, limits, candidates, *budget, bounded_grammar, *speed)
+    authors = _authors(names, model_options, folder, request)
+    settings = _RunSettings(until, allow_spills, all_problems, quiet)
     if authors is None:
-        _tell_replaced(meant, card, folder)
-        return _generate(meant, card, folder, settings, None)
-    if not fresh and _is_there(authors, meant, card, folder):
-        print(f"{folder} is finished: --fresh asks anew, --improve N makes it faster")
+        _tell_replaced(request, card, folder)
+        return _generate(request, card, folder, settings, None)
+    if not fresh and _is_finished(authors, request, card, folder):
+        print(f"{folder} is finished: --fresh starts again, --improve N makes it faster")
         return FINE
     from flashwright.generate.folder import held
 
     with held(folder):  # before the record of the models is touched
-        authors.begin(meant.spec, card, fresh=fresh)
-        return _generate(meant, card, folder, settings, authors)
+        authors.begin(request.spec, card, fresh=fresh)
+        return _generate(request, card, folder, settings, authors)
 
 
 @dataclass(frozen=True)
-class _Settings:
-    """How far a run goes, and how it is told."""
+class _RunSettings:
+    """The options for how far a run goes and what it prints."""
 
     until: Until
     allow_spills: int
@@ -236,14 +235,14 @@ class _Settings:
 
     @property
     def last(self) -> str:
-        """The last stage, by its name in the pipeline; improving comes after all others."""
-        names = {told: name for name, told in STAGE_NAMES.items()}
+        """The last stage, by its name in the pipeline. A whole run ends with `improve`."""
+        names = {option: name for name, option in STAGE_NAMES.items()}
         last = names.get(self.until.value, self.until.value)
         return "improve" if self.until is Until.VERDICT else last
 
 
-def _tell_replaced(meant: Asked, card: Gpu, folder: Path) -> None:
-    """Say so where the folder has another operator, or one for another GPU."""
+def _tell_replaced(request: Request, card: Gpu, folder: Path) -> None:
+    """Warn if the folder has another operator, or the operator for another GPU."""
     from flashwright.generate.folder import RESULT, finished
     from flashwright.spec import BadSpec, load
 
@@ -253,28 +252,28 @@ def _tell_replaced(meant: Asked, card: Gpu, folder: Path) -> None:
         there, gpu = load(folder / "spec.toml"), json.loads((folder / RESULT).read_bytes())["gpu"]
     except (BadSpec, OSError, ValueError, KeyError):
         return
-    if (there, gpu) != (meant.spec, card.name):
+    if (there, gpu) != (request.spec, card.name):
         text = f"{folder} has another operator, which is replaced: {there.variant}, "
         print(f"{text}{there.in_words}, for {gpu}", file=sys.stderr)
 
 
-def _refuse_empty(who: Mapping[str, str | None]) -> None:
-    """A name that is none, as from a variable that is not set."""
-    for option, name in who.items():
+def _refuse_empty(names: Mapping[str, str | None]) -> None:
+    """Refuse an empty name of a model, as an unset shell variable gives."""
+    for option, name in names.items():
         if name is not None and not name.strip():
             raise typer.BadParameter("is empty", param_hint=option)
 
 
-def _refuse_unasked(given: Mapping[str, bool]) -> None:
-    """What is said of a model where none is asked."""
+def _refuse_without_model(given: Mapping[str, bool]) -> None:
+    """Refuse options of language models if no model is named."""
     for option, is_given in given.items():
         if is_given:
             raise typer.BadParameter("name a model: --model", param_hint=option)
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """What was said of the models."""
+class _ModelOptions:
+    """The options of the language models."""
 
     base_url: str | None
     limits: Limits
@@ -283,100 +282,100 @@ class _Wanted:
     prices: Prices | None
     bounded: bool
     improve: int
-    goal: Goal | None
+    goal: SpeedGoal | None
 
 
 def _authors(
     names: Mapping[str, str],
-    wanted: _Wanted,
+    options: _ModelOptions,
     folder: Path,
-    meant: Asked,
+    request: Request,
 ) -> Authors | None:
-    """Who does which stage; None where it is the built-in author all along."""
+    """The authors of the stages; None if the built-in author does all of them."""
     named = {stage: name for stage, name in names.items() if name != BUILTIN}
-    _refuse_speed(named, wanted)
+    _refuse_speed(named, options)
     if not named:
         return None
     from flashwright.author.llm.connect import connect
     from flashwright.author.llm.transcript import FOLDER, Transcript
-    from flashwright.generate.by_model.ask import Authors, Who
+    from flashwright.generate.by_model.ask import Authors, StageAuthor
 
-    costs = wanted.budget, wanted.prices
+    costs = options.budget, options.prices
     models = {
-        name: connect(name, wanted.base_url, limits=wanted.limits) for name in set(named.values())
+        name: connect(name, options.base_url, limits=options.limits) for name in set(named.values())
     }
     every = {
-        stage: Who(models[name], name, *costs, wanted.candidates, wanted.bounded)
+        stage: StageAuthor(models[name], name, *costs, options.candidates, options.bounded)
         for stage, name in named.items()
     }
-    if wanted.improve:  # by who wrote what is to be faster: the CUDA, or the TL that it comes from
+    if options.improve:  # by the author of the CUDA, or of the TL
         author = every["translate" if "translate" in every else "code"]
-        iterations = replace(wanted.budget, attempts=wanted.improve)
+        iterations = replace(options.budget, attempts=options.improve)
         every["improve"] = replace(author, budget=iterations, candidates=1)
-    words = meant.description or None
-    function = (meant.reference or b"").decode("utf-8", "replace")
-    return Authors(Transcript(folder / FOLDER), every, words, function, wanted.goal)
+    words = request.description or None
+    function = (request.reference or b"").decode("utf-8", "replace")
+    return Authors(Transcript(folder / FOLDER), every, words, function, options.goal)
 
 
-def _is_there(authors: Authors, meant: Asked, card: Gpu, folder: Path) -> bool:
-    """Whether this very run has come to its end. What another one made is not put at risk: a model
-    may give no answer, and a package would be gone for nothing."""
+def _is_finished(authors: Authors, request: Request, card: Gpu, folder: Path) -> bool:
+    """Whether the folder has this run, finished. Refuses to replace the kernel of another run: a
+    model may give no answer, and the old package would be lost."""
     from flashwright.generate.folder import finished
 
     if not finished(folder):
         return False
-    known = authors.known(meant.spec, card)
-    if known == "open":  # with iterations that are left
+    known = authors.known(request.spec, card)
+    if known == "open":  # iterations are left
         return "improve" not in authors.asked
     if known == "ended":
         return True
-    why = f"{folder} has a kernel that is right: give another folder, or --fresh to replace it"
+    why = f"{folder} has a finished kernel: give another folder, or --fresh to replace it"
     raise typer.BadParameter(why, param_hint="--out")
 
 
-def _goal(text: str | None) -> Goal | None:
-    """How fast it is to be, from `0.9` or `0.8:flash`."""
+def _goal(text: str | None) -> SpeedGoal | None:
+    """The speed goal of `--faster-than`, such as `0.9` or `0.8:flash`."""
     if text is None:
         return None
-    from flashwright.generate.by_model.speed import Goal
+    from flashwright.generate.by_model.speed import SpeedGoal
 
     try:
-        return Goal.parse(text)
+        return SpeedGoal.parse(text)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--faster-than") from None
 
 
-def _refuse_speed(named: Mapping[str, str], wanted: _Wanted) -> None:
-    """What is asked of a model that nobody has named."""
-    if wanted.improve and not {"translate", "code"} & set(named):
+def _refuse_speed(named: Mapping[str, str], options: _ModelOptions) -> None:
+    """Refuse speed options if no model writes the kernel or the TL."""
+    if options.improve and not {"translate", "code"} & set(named):
         why = "name the model that writes the kernel (--translate) or the TL (--params)"
         raise typer.BadParameter(why, param_hint="--improve")
-    if wanted.goal is not None and "translate" not in named:
+    if options.goal is not None and "translate" not in named:
         why = "name the model that writes the kernel: --translate"
         raise typer.BadParameter(why, param_hint="--faster-than")
 
 
 def _generate(
-    meant: Asked,
+    request: Request,
     card: Gpu,
     folder: Path,
-    settings: _Settings,
+    settings: _RunSettings,
     authors: Authors | None,
 ) -> int:
     from flashwright.build.package import COMPILED
-    from flashwright.cli.screen import Screen
+    from flashwright.cli.screen import GenerateScreen
     from flashwright.cli.show import console
     from flashwright.generate import pipeline
     from flashwright.generate.folder import finished
 
-    screen = Screen(console(quiet=settings.quiet))
-    screen.header(meant.summary, meant.spec, card)
+    screen = GenerateScreen(console(quiet=settings.quiet))
+    screen.header(request.summary, request.spec, card)
     had_kernel = finished(folder) and (folder / COMPILED[0]).is_file()
     try:
         run = pipeline.generate(
-            *(meant.spec, card, folder, screen, authors),
+            *(request.spec, card, folder, screen, authors),
             last=settings.last,
-            reference=meant.reference,
+            reference=request.reference,
             allow_spills=settings.allow_spills,
             all_problems=settings.all_problems,
         )
@@ -404,7 +403,7 @@ def _generate(
 
 
 def _not_reached(run: Run) -> str:
-    """The last line of a run that ends before its last stage: which one, why, and the way out."""
+    """The last line of a run that ends early: the stage not reached, why, and what to do."""
     stage = run.unreached
     assert stage is not None
     name = STAGE_NAMES.get(stage.stage, stage.stage)

@@ -1,4 +1,4 @@
-"""`flashwright grammar`: TL's grammar, as it is read, or for the server of a model."""
+"""`flashwright grammar`: prints TL's grammar for lark, or as GBNF for constrained decoding."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from flashwright.cli.command import FINE, guarded
 
 
 class Level(StrEnum):
-    """What the grammar is to let through."""
+    """The level of TL that the grammar accepts."""
 
     SKETCH = "sketch"
     CODE = "code"
 
 
 def register(app: typer.Typer) -> None:
-    """Put the command on the command line."""
+    """Add the command to the application."""
     app.command(rich_help_panel="Look up")(grammar)
 
 
@@ -37,17 +37,17 @@ def grammar(
     ] = False,
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="FILE", help="Where to; without it, to stdout."),
+        typer.Option("--out", "-o", metavar="FILE", help="Output file; default stdout."),
     ] = None,
 ) -> int:
-    """Print TL's grammar: lark's, which reads programs, or GBNF, to which a model can be kept."""
+    """Print TL's grammar: for lark, which parses programs, or as GBNF for constrained decoding."""
     from flashwright.files import write
     from flashwright.lang import gbnf as in_gbnf
     from flashwright.lang.gbnf_rules import FILE
 
     if not gbnf and (bounded or level is not None):
         option = "--bounded" if bounded else "--level"
-        raise typer.BadParameter("is about GBNF: add --gbnf", param_hint=option)
+        raise typer.BadParameter("needs --gbnf", param_hint=option)
     if gbnf:
         text = in_gbnf.gbnf((level or Level.CODE).value, bounded)
     else:

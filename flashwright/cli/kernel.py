@@ -46,7 +46,7 @@ PANEL = "Make"
 
 
 def register(app: typer.Typer) -> None:
-    """Put the commands of this file on the command line."""
+    """Add the commands to the application."""
     for command in (translate, build):
         app.command(rich_help_panel=PANEL)(command)
 
@@ -60,12 +60,12 @@ def translate(
     gpu: Annotated[str, typer.Option(metavar="NAME", help="See `flashwright gpus`.")],
     out: Annotated[
         str,
-        typer.Option("--out", "-o", metavar="FILE", help="Where to; without it, to stdout."),
+        typer.Option("--out", "-o", metavar="FILE", help="Output file; default stdout."),
     ] = "-",
 ) -> int:
     """Translate TL code to CuTe C++, each block under the TL line it implements.
 
-    Beside FILE.cu go FILE.map.json (which lines came from which) and launch.json.
+    Also writes FILE.map.json (CUDA lines to TL lines) and launch.json beside FILE.cu.
     """
     card = find_gpu(gpu)
     program, source = load_program(file, card)
@@ -123,24 +123,24 @@ def build(
     is_folder = what != "-" and Path(what).is_dir()
     file = str(Path(what, CODE)) if is_folder else what
     card = find_gpu(gpu if gpu is not None else known_gpu(Path(what)))
-    tools = toolchain.find()  # before the work, so that nothing is changed where it is missing
+    tools = toolchain.find()  # first: without a compiler no file is changed
     tell(tools.warnings, "nvcc", "")
     folder = out or (Path(what) if is_folder else Path("out", f"{_stem(file)}-{card.name}"))
-    order = _Order(card, tools, ptx, real, allow_spills)
+    options = _BuildOptions(card, tools, ptx, real, allow_spills)
     further: dict[str, str | bytes] = {}
     with held(folder):
-        for name in _others(Path(what)) if is_folder else ():
-            _build(str(Path(what, name, CODE)), folder / name, order)
+        for name in _further_kernels(Path(what)) if is_folder else ():
+            _build(str(Path(what, name, CODE)), folder / name, options)
             further[f"{name}/{package.RECORD}"] = (folder / name / package.RECORD).read_bytes()
         if further:
             further[package.CLASSES] = Path(what, package.CLASSES).read_bytes()
-        _build(file, folder, order, further)
+        _build(file, folder, options, further)
     return FINE
 
 
 @dataclass(frozen=True)
-class _Order:
-    """With what all kernels of a package are built."""
+class _BuildOptions:
+    """The options that all kernels of a package are built with."""
 
     card: Gpu
     tools: Toolchain
@@ -149,31 +149,34 @@ class _Order:
     allow_spills: int
 
 
-def _others(folder: Path) -> tuple[str, ...]:
-    """The further kernels of a package; those that are built already say whether they belong."""
+def _further_kernels(folder: Path) -> tuple[str, ...]:
+    """The further kernels of a package. Raises Failed if a built one does not fit the package."""
     from flashwright.build import classes, package
 
     return classes.read(folder).others if (folder / package.CLASSES).is_file() else ()
 
 
 def _build(
-    file: str, folder: Path, order: _Order, further: Mapping[str, str | bytes] | None = None
+    file: str,
+    folder: Path,
+    options: _BuildOptions,
+    further: Mapping[str, str | bytes] | None = None,
 ) -> None:
-    """One kernel; `further` are the records of its package's others, and when they serve."""
+    """Build one kernel. `further`: records and rules of the package's other kernels."""
     from flashwright.build import package
 
-    card = order.card
+    card = options.card
     program, source = load_program(file, card)
     made = _translated(file, program, source, card)
     files = {**_inputs(file, source), **package.translated(made)}
     try:
         with blaming(shown_name(file), source):
-            made, built = _compiled(program, made, source, order)
+            made, built = _compiled(program, made, source, options)
     except Blamed as blamed:
         if exit_code(blamed.diagnostics) == WRONG:
-            _put(folder, files)  # what the compiler complains of, to look at
+            _put(folder, files)  # so that the user can inspect the rejected source
         raise
-    files |= {**package.translated(made), **package.compiled(built, order.ptx), **(further or {})}
+    files |= {**package.translated(made), **package.compiled(built, options.ptx), **(further or {})}
     record = {package.RECORD: package.record(built, card, files, made.report)}
     kept = _put(folder, {**files, **record})
     _tell_built(built, made, folder, kept)
@@ -181,34 +184,34 @@ def _build(
 
 
 def known_gpu(folder: Path) -> str:
-    """The GPU that a folder was made for, as its records say."""
+    """The GPU that a folder was made for, from its records."""
     for name in ("build.json", "result.json"):
         try:
             return str(json.loads(content(folder / name) or b"")["gpu"])
         except (Failed, ValueError, KeyError, TypeError, RecursionError):
             continue
-    raise typer.BadParameter("say for which GPU; `flashwright gpus` lists them", param_hint="--gpu")
+    raise typer.BadParameter("name the GPU; `flashwright gpus` lists them", param_hint="--gpu")
 
 
 def _compiled(
-    program: Program, made: Translation, source: str, order: _Order
+    program: Program, made: Translation, source: str, options: _BuildOptions
 ) -> tuple[Translation, Built]:
     from flashwright.build import compile as compiler
     from flashwright.build.make import make
 
-    card, real = order.card, order.real
-    how = partial(make, first=made, real=real, tl=source, allow_spills=order.allow_spills)
+    card, real = options.card, options.real
+    how = partial(make, first=made, real=real, tl=source, allow_spills=options.allow_spills)
     try:
         compiler.target(card.arch, real or card.arch)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--real") from None
-    with _waiting():
-        return how(program, card, toolchain=order.tools)
+    with _spinner():
+        return how(program, card, toolchain=options.tools)
 
 
 @contextmanager
-def _waiting() -> Iterator[None]:
-    """Something moves while nvcc works, where somebody watches."""
+def _spinner() -> Iterator[None]:
+    """Shows a progress bar in a terminal while nvcc runs."""
     if not sys.stderr.isatty():  # a script, or a build from the cache: rich would cost 0.1 s
         yield
         return
@@ -223,7 +226,7 @@ def _stem(file: str) -> str:
 
 
 def _inputs(file: str, source: str) -> dict[str, str | bytes]:
-    """The program, and its spec with the reference it names: what a verdict later needs."""
+    """The program, its spec and the spec's reference, which a later verdict needs."""
     if file == "-":
         return {CODE: source}
     code = Path(file)
@@ -246,7 +249,7 @@ def _inputs(file: str, source: str) -> dict[str, str | bytes]:
 
 
 def _put(folder: Path, files: Mapping[str, str | bytes]) -> tuple[str, ...]:
-    """Write what has changed, the record last; the names of changed files kept as NAME.bak."""
+    """Write the changed files, the record last. Returns the user-edited files kept as NAME.bak."""
     from flashwright.build import package
 
     try:
@@ -287,7 +290,7 @@ def _tell_schedule(
     program: Program,
     stream: TextIO | None = None,
 ) -> None:
-    """The path that the kernel takes, and what it does not do."""
+    """Print the schedule of the kernel and the notes on missed optimizations."""
     from flashwright.lang.render import terminal
     from flashwright.lower.report import notes
 
@@ -304,12 +307,12 @@ def _tell_schedule(
 
 
 def launch_in_words(plan: LaunchPlan) -> str:
-    """What a block of the kernel takes."""
+    """Threads and shared memory of a thread block."""
     return f"{plan.threads} threads and {plan.shared / KB:g} KB of shared memory a block"
 
 
 def build_in_words(built: Built, report: Report | None = None) -> tuple[str, str]:
-    """What the compiler made of it, and when; with the translator's report also what is left."""
+    """Registers and spills, then the cubin. The translator's report adds the register headroom."""
     stack = f", {built.stack} bytes of stack" if built.stack else ""
     static = f", {built.shared} bytes of static shared memory" if built.shared else ""
     took = f"{built.seconds:.1f} s"

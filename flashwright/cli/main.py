@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from flashwright.check.check import Checked
     from flashwright.gpu import Gpu
 
-FIX_ROUNDS = 10  # a fix may lay bare the next mistake; a fix that never ends is a bug
+FIX_ROUNDS = 10  # a fix may uncover the next error; more rounds than this are a bug
 
 app = typer.Typer(
     add_completion=False,
@@ -64,8 +64,8 @@ app = typer.Typer(
 )
 
 
-class Format(StrEnum):
-    """How `check` tells its findings."""
+class CheckFormat(StrEnum):
+    """Output formats of `check`."""
 
     TEXT = "text"
     JSON = "json"
@@ -73,14 +73,14 @@ class Format(StrEnum):
 
 
 class RunFormat(StrEnum):
-    """How `run` tells its findings."""
+    """Output formats of `run`."""
 
     TEXT = "text"
     JSON = "json"
 
 
 def size(**settings: Any) -> Any:
-    """An option for a size of the problem, within what a CPU run can be asked for."""
+    """An option for a size of the problem, up to what a CPU run can do."""
     return typer.Option(metavar="N", min=1, max=1 << 17, show_default=False, **settings)
 
 
@@ -114,9 +114,9 @@ def check(
         str | None, typer.Option(metavar="NAME", help="Also against this GPU's budgets.")
     ] = None,
     fix: Annotated[bool, flag("--fix", help="Apply the fixes, then check again.")] = False,
-    format: Annotated[Format, typer.Option(help="How to tell the findings.")] = Format.TEXT,
+    format: Annotated[CheckFormat, typer.Option(help="Output format.")] = CheckFormat.TEXT,
 ) -> int:
-    """Check a sketch or code and say what is wrong, where, and how to mend it."""
+    """Check a sketch or code: what is wrong, where, and how to fix it."""
     card = find_gpu(gpu) if gpu is not None else None
     try:
         source = read_source(file)
@@ -125,34 +125,42 @@ def check(
     diagnostics, verdict = _checked(source, card, file)
     if fix:
         source, diagnostics, verdict = _fixed(file, source, diagnostics, verdict, card)
-    path = _path(verdict, source, card) if verdict is not None and card is not None else _Path()
-    return _report(diagnostics, source, file, format, verdict, card, fixed=fix, path=path)
+    translation = (
+        _translation_summary(verdict, source, card)
+        if verdict is not None and card is not None
+        else _TranslationSummary()
+    )
+    return _report(
+        diagnostics, source, file, format, verdict, card, fixed=fix, translation=translation
+    )
 
 
 @dataclass(frozen=True)
-class _Path:
-    """How a program is translated for a GPU: in a line, and what was not done."""
+class _TranslationSummary:
+    """The schedule of a program on a GPU in one line, and notes on missed optimizations."""
 
     line: str = ""
     notes: Sequence[Diagnostic] = ()
 
 
-def _path(verdict: Checked, source: str, card: Gpu) -> _Path:
-    """Translate a program that is right; a sketch, or one with errors, has no path."""
+def _translation_summary(verdict: Checked, source: str, card: Gpu) -> _TranslationSummary:
+    """Translate a correct program for its summary; empty for a sketch or a program with errors."""
     from flashwright.lower.report import notes
     from flashwright.lower.translate import translate
 
     if verdict.program is None or verdict.errors:
-        return _Path()
+        return _TranslationSummary()
     try:
         report = translate(verdict.program, card).report
     except Failed as failed:
         found = failed.diagnostics[0]
         where = f"line {found.span.line}: " if found.span else ""
-        return _Path(f"{card.name}: no translation: {where}{found.message} ({found.code})")
+        return _TranslationSummary(
+            f"{card.name}: no translation: {where}{found.message} ({found.code})"
+        )
     assert report is not None
     found_notes = notes(report, source, verdict.program.tree)
-    return _Path(f"{card.name}: {report.in_words()}", found_notes)
+    return _TranslationSummary(f"{card.name}: {report.in_words()}", found_notes)
 
 
 def _checked(
@@ -176,7 +184,7 @@ def _fixed(
     verdict: Checked | None,
     card: Gpu | None,
 ) -> tuple[str, Sequence[Diagnostic], Checked | None]:
-    """Apply fixes until none is left; what then stands in the file and is still wrong with it."""
+    """Apply fixes until none is left. Returns the new text and its remaining diagnostics."""
     from flashwright.lang.fix import apply
 
     total, first = 0, source
@@ -198,30 +206,30 @@ def _report(
     diagnostics: Sequence[Diagnostic],
     source: str,
     file: str,
-    format: Format,
+    format: CheckFormat,
     verdict: Checked | None = None,
     card: Gpu | None = None,
     fixed: bool = False,
-    path: _Path | None = None,
+    translation: _TranslationSummary | None = None,
 ) -> int:
     from flashwright.lang import render
 
-    path = path or _Path()
-    told = [*diagnostics, *path.notes]
+    translation = translation or _TranslationSummary()
+    told = [*diagnostics, *translation.notes]
 
-    # The mended text of stdin goes to stdout, so what is said about it must not.
+    # The fixed text of stdin goes to stdout, so the messages go to stderr.
     stream = sys.stderr if fixed and file == "-" else sys.stdout
     name = shown_name(file)
-    if format is Format.JSON:
+    if format is CheckFormat.JSON:
         print(render.as_json(told, name), file=stream)
-    elif format is Format.MODEL:
+    elif format is CheckFormat.MODEL:
         print(render.for_model(told, source), end="", file=stream)
     else:
         if told:
             print(render.terminal(told, source, name, colored(stream)), file=stream)
         print(_summary(diagnostics, name, verdict, card), file=stream)
-        if path.line:
-            print(path.line, file=stream)
+        if translation.line:
+            print(translation.line, file=stream)
     return exit_code(diagnostics)
 
 
@@ -245,10 +253,12 @@ def _summary(
 @guarded
 def fmt(
     file: File,
-    check: Annotated[bool, flag("--check", help="Change nothing; exit 1 if it would.")] = False,
+    check: Annotated[
+        bool, flag("--check", help="Change nothing; exit 1 if a change is needed.")
+    ] = False,
     stdout: Annotated[bool, flag("--stdout", help="Print, write nothing.")] = False,
 ) -> int:
-    """Write a program in the one canonical form."""
+    """Format a program in the canonical form."""
     from flashwright.lang.format import format_tree
     from flashwright.lang.parse import parse
 
@@ -287,7 +297,7 @@ def run(
     heads: Annotated[int | None, size(help="Query heads.")] = None,
     kv_heads: Annotated[int | None, size(help="Heads of K and V.")] = None,
     seed: Annotated[int, typer.Option(metavar="N", min=0, help="Of the random inputs.")] = 0,
-    format: Annotated[RunFormat, typer.Option(help="How to tell the result.")] = RunFormat.TEXT,
+    format: Annotated[RunFormat, typer.Option(help="Output format.")] = RunFormat.TEXT,
 ) -> int:
     """Run code on the CPU and compare it with attention in fp64.
 
@@ -298,10 +308,10 @@ def run(
     given = [("q_len", q_len), ("kv_len", kv_len), ("batch", batch)]
     given += [("heads", heads), ("kv_heads", kv_heads)]
     sizes = {name: size for name, size in given if size is not None}
-    return on_cpu.run(on_cpu.Asked(file, sizes, seed, format is RunFormat.JSON), spec)
+    return on_cpu.run(on_cpu.RunOptions(file, sizes, seed, format is RunFormat.JSON), spec)
 
 
-# --- what there is to know --------------------------------------------------------------------
+# --- lists and explanations -------------------------------------------------------------------
 
 
 @app.command(rich_help_panel="Look up")
@@ -325,7 +335,7 @@ def explain(
 
 
 def _code(given: str) -> str:
-    """The code that is meant: `fw301` and `301` are FW301."""
+    """The code in its full form: `fw301` and `301` are FW301."""
     text = given.strip().upper()
     known = text if text.startswith("FW") else f"FW{text}"
     if known in CODES:
@@ -369,7 +379,7 @@ for part in (
 
 def main() -> None:
     """Run the command line; `flashwright.__main__` is the entry point."""
-    # A short-lived process has little garbage; looking for it costs 5 % of a check.
+    # A short process makes little garbage; collecting it costs 5 % of a check.
     gc.set_threshold(100_000, 50, 50)
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)

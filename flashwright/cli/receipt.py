@@ -1,4 +1,4 @@
-"""`flashwright receipt check`: are the numbers in a benchmark's file still so?"""
+"""`flashwright receipt check`: checks the records of a benchmark and measures them again."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ WORDS = {
     "differs": ("does not hold", "do not hold"),
     "unchecked": ("cannot be checked here", "cannot be checked here"),
 }
-"""Of one number, and of more."""
+"""The words of each status, singular and plural."""
 FIELDS = 4
-"""Differing fields of a number in the table; JSON has all."""
+"""Differing fields per number that the table names; JSON has all."""
 
 
 def register(app: typer.Typer) -> None:
-    """Put the commands on the command line."""
+    """Add the commands to the application."""
     group = typer.Typer(no_args_is_help=True, help="Check the numbers of a benchmark again.")
     group.command()(check)
-    group.callback()(lambda: None)  # so that `check` is a command of its own, though it is alone
+    group.callback()(lambda: None)  # makes `check` a subcommand although it is the only one
     app.add_typer(group, name="receipt", rich_help_panel="On the GPU")
 
 
@@ -47,36 +47,37 @@ def check(
     ],
     cell: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Only this one, such as 'mha d64 causal 512'."),
+        typer.Option(metavar="NAME", help="Only this cell, such as 'mha d64 causal 512'."),
     ] = None,
     within: Annotated[
-        float, typer.Option(metavar="X", min=0, help="By how much a time or ratio may differ.")
+        float,
+        typer.Option(metavar="X", min=0, help="Allowed relative difference of times and ratios."),
     ] = 0.05,
     other_versions: Annotated[
         bool,
         typer.Option(
             "--other-versions",
             metavar=" ",
-            help="Measure with other versions of torch, nvcc or a peer: they are named, not held.",
+            help="Allow other versions of torch, nvcc or a peer; report them.",
         ),
     ] = False,
     sample: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Only so many, drawn by lot.")
+        int | None, typer.Option(metavar="N", min=1, help="Only N cells, chosen at random.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", metavar=" ", help="Print JSON.")] = False,
 ) -> int:
-    """Hold a file against itself, build, judge and measure again what it says of our kernels.
+    """Check that records are consistent; build, judge and measure our kernels again.
 
-    Exit code 0: all holds; 1: something does not; 2: something cannot be checked here.
+    Exit code 0: all numbers hold; 1: some do not; 2: some cannot be checked here.
     """
     from flashwright.measure import receipt
 
     cells = receipt.numbers(file, cell or [], sample)
     parts = _parts()
     allowed = receipt.Allowed(within, other_versions)
-    with tempfile.TemporaryDirectory(prefix="flashwright-") as folder, _progress() as told:
-        checked = receipt.check(file, cells, Path(folder), parts, allowed, told.step)
-        found = [told.done(one, len(cells)) for one in checked]
+    with tempfile.TemporaryDirectory(prefix="flashwright-") as folder, _progress() as progress:
+        checked = receipt.check(file, cells, Path(folder), parts, allowed, progress.step)
+        found = [progress.done(one, len(cells)) for one in checked]
     if as_json:
         print(json.dumps({"file": str(file), "numbers": [f.record() for f in found]}, indent=2))
     else:
@@ -90,21 +91,21 @@ def check(
 # --- progress ---------------------------------------------------------------------------------
 
 
-class Told:
-    """Tells how far a check is: a bar in a terminal, else a line for each thing and number."""
+class CheckProgress:
+    """Shows the progress of a check: a bar in a terminal, else a line per step and number."""
 
     def __init__(self, bar: Callable[[int, int, str], None] | None) -> None:
         self._bar, self._count = bar, 0
 
     def step(self, done: int, total: int, text: str) -> None:
-        """Something else is done now."""
+        """Report the step that now begins."""
         if self._bar is not None:
             self._bar(done, total, text)
         else:
             _say(f"[{done}/{total}] {text}")
 
     def done(self, one: Finding, total: int) -> Finding:
-        """A number is done."""
+        """Report a checked number. Returns it."""
         self._count += 1
         if self._bar is not None:
             self._bar(self._count, total, one.cell)
@@ -114,14 +115,14 @@ class Told:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Told]:
+def _progress() -> Iterator[CheckProgress]:
     from flashwright.cli import show
 
     if not sys.stderr.isatty():
-        yield Told(None)
+        yield CheckProgress(None)
         return
     with show.progress("checking") as bar:
-        yield Told(bar)
+        yield CheckProgress(bar)
 
 
 def _say(text: str) -> None:
@@ -129,7 +130,7 @@ def _say(text: str) -> None:
 
 
 def _parts() -> Parts:
-    """What can be checked with on this machine."""
+    """The GPU to measure on, or the reason why there is none."""
     from flashwright.build import driver
     from flashwright.judge.judge import need_torch
     from flashwright.measure.receipt import Parts
@@ -143,7 +144,7 @@ def _parts() -> Parts:
 
 
 def exit_code(found: Sequence[Finding]) -> int:
-    """Differing is worse than not knowing."""
+    """1 if a number differs, else 2 if one cannot be checked, else 0."""
     states = {finding.status for finding in found}
     if "differs" in states:
         return WRONG
@@ -151,19 +152,19 @@ def exit_code(found: Sequence[Finding]) -> int:
 
 
 def in_words(found: Sequence[Finding]) -> str:
-    """How many of each."""
-    told = []
+    """The count of numbers per status."""
+    counts = []
     for status, (one, more) in WORDS.items():
         count = sum(finding.status == status for finding in found)
-        told += [f"{count} {one if count == 1 else more}"] if count else []
-    return ", ".join(told)
+        counts += [f"{count} {one if count == 1 else more}"] if count else []
+    return ", ".join(counts)
 
 
 # --- what was found ---------------------------------------------------------------------------
 
 
 def show_findings(found: Sequence[Finding]) -> None:
-    """The table; then the fields that do not hold and those that were not checked, each once."""
+    """Print the table, then each field that does not hold or was not checked, once."""
     from flashwright.cli import show
 
     out = show.console()
@@ -175,18 +176,18 @@ def show_findings(found: Sequence[Finding]) -> None:
             out.print(title)
         for line in lines:
             out.print(f"  {line}", markup=False, soft_wrap=True)
-    told = sorted({field.name.partition(" (")[0] for field in _fields(found, "told")})
-    if told:
-        text = "Seen once, so that only the digests vouch for it:"
-        out.print(f"{text} {', '.join(told)}", markup=False, soft_wrap=True)
+    names = sorted({field.name.partition(" (")[0] for field in _fields(found, "told")})
+    if names:
+        text = "Cannot be measured again, protected only by the digests:"
+        out.print(f"{text} {', '.join(names)}", markup=False, soft_wrap=True)
 
 
 def field_lines(
     found: Sequence[Finding], status: str, words: Callable[[Field], tuple[str, str]]
 ) -> list[str]:
-    """The fields of that status, each once, with the numbers that they are about.
+    """A line for each text about fields of that status, with the numbers it applies to.
 
-    `words` gives what is said of a field, and the name under which others join it in one line.
+    `words` gives the text for a field, and the name by which fields with one text are listed.
     """
     lines: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
     for finding in found:
@@ -203,7 +204,7 @@ def field_lines(
 
 
 def _which(cells: Sequence[str], every: int) -> str:
-    """Some numbers, in a few words."""
+    """A short description of some of `every` numbers."""
     if len(cells) == every and every > 1:
         return f"all {every} numbers"
     return f"{cells[0]} and {len(cells) - 1} more" if len(cells) > 1 else cells[0]
@@ -214,7 +215,7 @@ def _fields(found: Sequence[Finding], status: str) -> Iterator[Field]:
 
 
 def table(found: Sequence[Finding]) -> Table:
-    """A line for each number."""
+    """The table with a row for each number."""
     from rich.text import Text
 
     from flashwright.cli import show
@@ -235,7 +236,7 @@ def table(found: Sequence[Finding]) -> Table:
 
 
 def _named(one: Finding) -> str:
-    """The fields that differ, by name."""
+    """The names of the differing fields, at most FIELDS of them."""
     names = list(dict.fromkeys(field.name for field in one.differing))
     more = f" and {len(names) - FIELDS} more" if len(names) > FIELDS else ""
     return ", ".join(names[:FIELDS]) + more

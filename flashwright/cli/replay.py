@@ -1,4 +1,4 @@
-"""`flashwright replay`: a run with language models again, from its record, with nobody asked."""
+"""`flashwright replay`: repeats a run with language models from its record, without a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def register(app: typer.Typer) -> None:
-    """Put the command on the command line."""
+    """Add the command to the application."""
     app.command(rich_help_panel="Make")(replay)
 
 
@@ -27,15 +27,17 @@ def replay(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="A folder made by generate.")],
     out: Annotated[
         Path | None,
-        typer.Option("--out", "-o", metavar="DIR", help="Keep what is made; else it is removed."),
+        typer.Option(
+            "--out", "-o", metavar="DIR", help="Keep the result here; default: remove it."
+        ),
     ] = None,
 ) -> int:
     """Repeat a run from its record, up to the compiled kernel, and compare with what it made.
 
-    Replies come from the record; all else is done anew: checks, CPU runs, translation, compilation.
+    Replies come from the record. Checks, CPU runs, translation and compilation run again.
     """
     from flashwright.author.llm.transcript import FOLDER, RUN
-    from flashwright.cli.screen import Screen
+    from flashwright.cli.screen import GenerateScreen
     from flashwright.cli.show import console
     from flashwright.generate.replay import replay as again
     from flashwright.report.words import plain
@@ -45,7 +47,7 @@ def replay(
         hint = f"`flashwright generate ... --model NAME` leaves one in {FOLDER}/"
         raise Failed(Diagnostic("FW915", text, help=hint))
     place = out or Path(tempfile.mkdtemp(prefix="flashwright-replay-"))
-    screen = Screen(console())
+    screen = GenerateScreen(console())
     try:
         found = again(folder, place, screen)
     finally:
@@ -53,13 +55,13 @@ def replay(
         if out is None:
             shutil.rmtree(place, ignore_errors=True)
     for line in found.lines:
-        print(plain(line))  # a record may come from anywhere
+        print(plain(line))  # records are untrusted
     print(_verdict(found))
     return FINE if found.same else WRONG
 
 
 def _verdict(found: Replayed) -> str:
-    """All of it in a line."""
+    """The result of the comparison in one line."""
     from flashwright.report.words import plural
 
     if not (found.attempts or found.files):

@@ -1,4 +1,4 @@
-"""`flashwright report`: a run for people to read, as a page, in the terminal or as Markdown."""
+"""`flashwright report`: a run as an HTML page, in the terminal or as Markdown."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PAGE = "report.html"
 WIDTH = 100
 
 
-class Format(StrEnum):
-    """What the report becomes."""
+class ReportFormat(StrEnum):
+    """Output formats of `report`."""
 
     HTML = "html"
     MARKDOWN = "markdown"
@@ -28,7 +28,7 @@ class Format(StrEnum):
 
 
 def register(app: typer.Typer) -> None:
-    """Put the command on the command line."""
+    """Add the command to the application."""
     app.command(rich_help_panel="Look up")(report)
 
 
@@ -48,15 +48,15 @@ def report(
         ),
     ] = None,
     format: Annotated[
-        Format | None, typer.Option(help="Default: html, or as FILE's name says.")
+        ReportFormat | None, typer.Option(help="Default: html, or as FILE's name says.")
     ] = None,
 ) -> int:
-    """Tell a run: the verdict, the speed beside the peers, the code and the reasoning."""
+    """Report on a run: the verdict, the speed beside the peers, the code and the reasoning."""
     from flashwright.report.gather import gather
 
-    form = format or (Format.MARKDOWN if (out or "").endswith(".md") else Format.HTML)
+    form = format or (ReportFormat.MARKDOWN if (out or "").endswith(".md") else ReportFormat.HTML)
     found = gather(what)
-    if form is Format.TERMINAL and out in (None, "-"):
+    if form is ReportFormat.TERMINAL and out in (None, "-"):
         from flashwright.cli import show
 
         screen = show.console()
@@ -64,7 +64,7 @@ def report(
             screen.print(part)
         return FINE
     text = _text(found, form)
-    if out == "-" or (out is None and form is Format.MARKDOWN):
+    if out == "-" or (out is None and form is ReportFormat.MARKDOWN):
         print(text, end="")
         return FINE
     path = Path(out) if out is not None else _beside(what[0])
@@ -79,12 +79,12 @@ def _parts(found: Report, width: int) -> list[object]:
     return list(terminal.render(found, width))
 
 
-def _text(found: Report, form: Format) -> str:
-    if form is Format.HTML:
+def _text(found: Report, form: ReportFormat) -> str:
+    if form is ReportFormat.HTML:
         from flashwright.report import page
 
         return page.html(found)
-    if form is Format.MARKDOWN:
+    if form is ReportFormat.MARKDOWN:
         from flashwright.report import markdown
 
         return markdown.render(found)
@@ -99,7 +99,7 @@ def _text(found: Report, form: Format) -> str:
 
 
 def _beside(what: Path) -> Path:
-    """Where the page goes by itself; a page of that name that is not ours stays as it is."""
+    """The default path of the page. Raises Failed if another file has that name."""
     from flashwright.report.page import GENERATOR
 
     path = (what if what.is_dir() else what.parent) / PAGE
@@ -107,8 +107,8 @@ def _beside(what: Path) -> Path:
         with path.open("rb") as there:
             ours = f'content="{GENERATOR}'.encode() in there.read(4096)
         if not ours:
-            text = f"cannot write {path}: there is a file of that name, and no report is in it"
-            raise Failed(Diagnostic("FW001", text, help="say where to with --out"))
+            text = f"cannot write {path}: the file exists and is not a report"
+            raise Failed(Diagnostic("FW001", text, help="choose another file with --out"))
     return path
 
 

@@ -1,4 +1,4 @@
-"""`flashwright run`: code on the CPU, beside attention in fp64 where a spec says what is meant."""
+"""`flashwright run`: executes code on the CPU and compares it with fp64 if there is a spec."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from flashwright.program.program import Program
     from flashwright.spec import AttentionSpec
 
-SMALL = 128  # the length of a problem where none is given
+SMALL = 128  # default length of a problem
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the command line says: the program, the sizes that were given, and how to answer."""
+class RunOptions:
+    """The options of the command: the program, the given sizes, and the output format."""
 
     file: str
     sizes: Mapping[str, int]
@@ -40,42 +40,42 @@ class Asked:
 
     @property
     def name(self) -> str:
-        """The program as messages call it."""
+        """The name of the program in messages."""
         return shown_name(self.file)
 
 
-def run(asked: Asked, spec: str | None) -> int:
-    """Run and compare, or run alone; the exit code."""
+def run(options: RunOptions, spec: str | None) -> int:
+    """Run the program, and compare if there is a spec. Returns the exit code."""
     try:
-        program, source = load_program(asked.file, spec=spec)
-        meant = load_spec(spec, asked.file)
-        with blaming(asked.name, source):
+        program, source = load_program(options.file, spec=spec)
+        meant = load_spec(spec, options.file)
+        with blaming(options.name, source):
             if meant is None:
-                return _run_alone(program, asked)
-            return _run_and_compare(program, source, *meant, asked)
+                return _run_alone(program, options)
+            return _run_and_compare(program, source, *meant, options)
     except Blamed as blamed:
-        if not asked.as_json:
+        if not options.as_json:
             raise
-        _print_json(asked, False, diagnostics=blamed.diagnostics, blamed=blamed.filename)
+        _print_json(options, False, diagnostics=blamed.diagnostics, blamed=blamed.filename)
         return exit_code(blamed.diagnostics)
 
 
 def _run_and_compare(
-    program: Program, source: str, spec: AttentionSpec, base: Path, asked: Asked
+    program: Program, source: str, spec: AttentionSpec, base: Path, options: RunOptions
 ) -> int:
-    if asked.as_json:
-        verdict = _judged(program, spec, base, asked)
-        _print_json(asked, verdict.ok, verdict.diagnostics, verdict, spec)
+    if options.as_json:
+        verdict = _judged(program, spec, base, options)
+        _print_json(options, verdict.ok, verdict.diagnostics, verdict, spec)
     else:
         from flashwright.cli import show
 
-        with show.progress(f"running {asked.name}") as step:
-            verdict = _judged(program, spec, base, asked, step)
+        with show.progress(f"running {options.name}") as step:
+            verdict = _judged(program, spec, base, options, step)
         out = show.console()
-        out.print(f"{asked.name} against fp64: {spec.in_words}")
+        out.print(f"{options.name} against fp64: {spec.in_words}")
         out.print(show.cases_table(verdict))
         if verdict.diagnostics:
-            tell(verdict.diagnostics, asked.name, source)
+            tell(verdict.diagnostics, options.name, source)
         elif verdict.ok:
             out.print(f"agrees with fp64; {show.errors_in_words(verdict)}")
             for line in show.not_reached(verdict.unreached):
@@ -87,22 +87,22 @@ def _judged(
     program: Program,
     spec: AttentionSpec,
     base: Path,
-    asked: Asked,
+    options: RunOptions,
     step: Callable[[int, int, str], None] | None = None,
 ) -> CpuVerdict:
     from flashwright.judge.cpu import judge
     from flashwright.spec import BadSpec
 
-    cases = [problem(asked.sizes, spec)] if asked.sizes else None
+    cases = [problem(options.sizes, spec)] if options.sizes else None
     try:
-        return judge(program, spec, cases=cases, seed=asked.seed, base=base, progress=step)
+        return judge(program, spec, cases=cases, seed=options.seed, base=base, progress=step)
     except BadSpec as error:  # the user's own reference cannot be used
         found = [Diagnostic("FW903", line) for line in error.lines]
         raise Blamed(found, spec.reference or "spec", "") from None
 
 
 def problem(sizes: Mapping[str, int], spec: AttentionSpec | None = None) -> dict[str, int]:
-    """A whole problem from the sizes that were given: small where nothing is said."""
+    """A problem with the given sizes and small defaults for the others."""
     q_len = sizes.get("q_len", sizes.get("kv_len", SMALL))
     kv_len = sizes.get("kv_len", q_len)
     usual = {"batch": 1, "heads": 2, "kv_heads": 2, "q_len": q_len, "kv_len": kv_len}
@@ -121,14 +121,14 @@ def problem(sizes: Mapping[str, int], spec: AttentionSpec | None = None) -> dict
     return {**usual, "batch": batch, "heads": heads, "kv_heads": kv_heads}
 
 
-def _run_alone(program: Program, asked: Asked) -> int:
-    """Without a spec there is nothing to compare with: say what came out, and that."""
+def _run_alone(program: Program, options: RunOptions) -> int:
+    """Run without a spec: print a summary of the outputs and that nothing was compared."""
     import numpy as np
 
     from flashwright.judge.inputs import random_tensor
     from flashwright.semantics.interpret import interpret, shape_of
 
-    dims, rng = problem(asked.sizes), np.random.default_rng(asked.seed)
+    dims, rng = problem(options.sizes), np.random.default_rng(options.seed)
     missing = [d for d in program.dims if d not in dims]
     if missing:
         text = f"no value is given for {', '.join(missing)}"
@@ -153,19 +153,19 @@ def _run_alone(program: Program, asked: Asked) -> int:
                 "rms": rms,
             }
         )
-    _tell_outputs(rows, dims, asked)
+    _tell_outputs(rows, dims, options)
     return FINE
 
 
-def _tell_outputs(rows: list[dict[str, Any]], dims: Mapping[str, int], asked: Asked) -> None:
-    if asked.as_json:
-        _print_json(asked, True, outputs=rows, dims=dims)
+def _tell_outputs(rows: list[dict[str, Any]], dims: Mapping[str, int], options: RunOptions) -> None:
+    if options.as_json:
+        _print_json(options, True, outputs=rows, dims=dims)
         return
     from flashwright.cli import show
 
     out = show.console()
     listed = ", ".join(f"{name} {size}" for name, size in dims.items())
-    out.print(f"{asked.name} on random inputs: {listed}")
+    out.print(f"{options.name} on random inputs: {listed}")
     shown = show.table("output", "shape", "dtype", "finite", "rms", right=("rms",))
     for row in rows:
         shape = " x ".join(map(str, row["shape"]))
@@ -173,13 +173,13 @@ def _tell_outputs(rows: list[dict[str, Any]], dims: Mapping[str, int], asked: As
         shown.add_row(row["output"], shape, row["dtype"], finite, f"{row['rms']:.4g}")
     out.print(shown)
     out.print(
-        "NOTHING WAS COMPARED: there is no spec, so nobody knows what is right here.\n"
+        "NOTHING WAS COMPARED: there is no spec that says what is right.\n"
         "Give one: --spec 'causal, head_dim=64', or a spec.toml beside the program."
     )
 
 
 def _print_json(
-    asked: Asked,
+    options: RunOptions,
     ok: bool,
     diagnostics: Sequence[Diagnostic] = (),
     verdict: CpuVerdict | None = None,
@@ -190,13 +190,13 @@ def _print_json(
     from flashwright.lang.render import as_json
 
     record = {
-        "file": asked.name,
+        "file": options.name,
         "ok": ok,
         "compared": verdict is not None,
         "spec": spec.model_dump(mode="json") if spec else None,
         "cases": verdict.record() if verdict else [],
         "unreached": list(verdict.unreached) if verdict else [],
-        "diagnostics": json.loads(as_json(diagnostics, blamed or asked.name)),
+        "diagnostics": json.loads(as_json(diagnostics, blamed or options.name)),
         **more,
     }
     print(json.dumps(record, indent=2))

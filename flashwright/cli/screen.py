@@ -1,4 +1,4 @@
-"""A run of `generate` on the terminal, stage by stage as it passes."""
+"""Shows a run of `generate` on the terminal, stage by stage."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from flashwright.cli.show import (
 LOAD = "call it from PyTorch: flashwright.load(folder)(q, k, v)"
 
 
-class Screen:
-    """Shows `generate` in the terminal, or as plain lines where there is none."""
+class GenerateScreen:
+    """Shows a run of `generate`: with a bar in a terminal, else as plain lines."""
 
     def __init__(self, out: Console) -> None:
         self.out = out
@@ -52,7 +52,7 @@ class Screen:
         self.bar: Progress | None = None
 
     def header(self, summary: str, spec: AttentionSpec, gpu: Gpu) -> None:
-        """What is about to be made."""
+        """Print the operator and the GPU."""
         body = Text.assemble(
             (summary[:1].upper() + summary[1:], "bold"),
             f"\n{spec.in_words}\n",
@@ -67,7 +67,7 @@ class Screen:
         )
 
     def begin(self, stage: Stage, number: int, total: int) -> None:
-        """A stage starts: a moving line in a terminal, a heading elsewhere."""
+        """Begin a stage: a bar in a terminal, else a heading."""
         self.number = f"{number}/{total}"
         if not self.out.is_terminal:
             self.out.print(f"\n{self.number}  {stage.title}")
@@ -77,18 +77,18 @@ class Screen:
         self.bar.start()
 
     def progress(self, done: int, total: int, text: str) -> None:
-        """It is this far."""
+        """Update the bar of the present stage."""
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=done, total=total, what=text)
 
     def close(self) -> None:
-        """Take the moving line away, whatever happened."""
+        """Remove the bar."""
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
 
     def end(self, stage: Stage, run: Run) -> None:
-        """A stage has ended: its heading, its time and what it made."""
+        """End a stage: print its heading, its time and its result."""
         self.close()
         timing = run.timings[-1]
         good, skipped = timing.status == "ok", timing.status == "skipped"
@@ -107,7 +107,7 @@ class Screen:
             self.out.print(f"  {ended[timing.status]} {timing.seconds:.2f} s")
 
     def closing(self, run: Run, folder: str) -> None:
-        """What is proved, what is not, and where to go from here."""
+        """Print what the run has shown, what it has not, its files, and commands to try next."""
         files = textwrap.fill("  ".join([*run.files, "result.json"]), 90, subsequent_indent="  ")
         files += "".join(f"\n  your changed {name} is kept as {name}.bak" for name in run.kept)
         parts: list[RenderableType] = [
@@ -135,15 +135,18 @@ class Screen:
 
 
 def _next(run: Run, folder: str) -> list[tuple[str, str]]:
-    """What to do with what a run has made: commands, and what each is for."""
+    """Commands to try next, each with its purpose."""
     code = Path(folder, "code.tl")
     steps = []
     if run.built is not None:
         steps += [
             (f'python -c "import flashwright; print(flashwright.load({folder!r}))"', LOAD),
             (f"{called()} verify {folder}", "judge it: on the GPU, or --on cpu by emulation"),
-            (f"{called()} report {folder}", "all that is known of it, as one HTML page"),
-            (f"{called()} emulate {folder} --profile", "what it does, by line of TL, on the CPU"),
+            (f"{called()} report {folder}", "a report as one HTML page"),
+            (
+                f"{called()} emulate {folder} --profile",
+                "count its instructions by line of TL, on the CPU",
+            ),
         ]
     if "code.tl" in run.artefacts:
         steps += [
@@ -161,7 +164,7 @@ def _bullets(title: str, lines: Sequence[str], mark: str, color: str) -> Text:
 
 
 def asked_in_words(run: Run) -> Iterator[str]:
-    """Which model did which stage, and what it took."""
+    """The model of each stage, with its attempts, tokens and cost."""
     for stage, told in run.asked.items():
         count = sum(told.get("attempts", ()))
         attempts = f"{count} attempt{'' if count == 1 else 's'}"
@@ -170,7 +173,7 @@ def asked_in_words(run: Run) -> Iterator[str]:
 
 
 def _made(stage: str, run: Run, width: int) -> list[RenderableType]:
-    """What a stage has to show when it has passed."""
+    """The result of a passed stage for the terminal."""
     if stage == "sketch":
         return [listing(run.artefacts["sketch.tl"], width)]
     if stage == "parameters" and run.written is not None:
@@ -195,17 +198,17 @@ def _made(stage: str, run: Run, width: int) -> list[RenderableType]:
 
         return [verify.table(judged), *verify.in_words(judged)]
     if stage == "improve":
-        return _rounds(run)
+        return _iterations(run)
     if stage == "build":
         return [line for kernel in run.builds for line in _compiled(kernel, run)]
     return []
 
 
 def _agreement(kernel: str, run: Run) -> list[RenderableType]:
-    """The table is the package's own; a further kernel, which has the same cases, gets a line."""
+    """The table of the package's own kernel; one line for a further kernel with the same cases."""
     verdict = run.verdicts[kernel]
     if kernel != OWN:
-        return [Text(f"  {kernel} agrees too: the largest is {verdict.worst:.1e}")]
+        return [Text(f"  {kernel} agrees too: its largest rms error is {verdict.worst:.1e}")]
     words = Text(f"  {errors_in_words(verdict)}")
     return [cases_table(verdict), words, *not_reached(verdict.unreached)]
 
@@ -221,7 +224,7 @@ def _source(kernel: str, run: Run) -> list[Text]:
 
 
 def _remark(remark: Remark) -> str:
-    """Something that was not done, in a line."""
+    """A missed optimization in one line."""
     where = f", line {remark.lines[0]}" if remark.lines else ""
     advice = f" ({remark.advice})" if remark.advice else ""
     return f"note {remark.code}{where}: {remark.text}{advice}"
@@ -238,8 +241,8 @@ def _compiled(kernel: str, run: Run) -> list[Text]:
     return [Text(line) for line in (*lines, *(_rendered(f, run, color=False) for f in found))]
 
 
-def _rounds(run: Run) -> list[RenderableType]:
-    """What became of each round, and how fast the kernel is now."""
+def _iterations(run: Run) -> list[RenderableType]:
+    """The outcome of each iteration of `--improve`, and the speed before and after."""
     told = run.asked.get("improve", {})
     marks = {True: "kept", False: "not kept"}
     lines = [f"  {r['attempt']}: {marks[r['kept']]}; {r['why']}" for r in told.get("rounds", ())]

@@ -1,4 +1,4 @@
-"""`flashwright judge selftest`: what the judge holds against on this machine."""
+"""`flashwright judge selftest`: tests the judge itself on this machine."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from flashwright.cli.command import flag, guarded
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from flashwright.selftest.run import Row
+    from flashwright.selftest.run import SelftestResult
 
 STYLES = {"ok": "green", "HOLE": "bold red", "FALSE ALARM": "bold red", "not tried": "bright_black"}
 
 
 def register(app: typer.Typer) -> None:
-    """Put the command on the command line."""
+    """Add the command to the application."""
     group = typer.Typer(no_args_is_help=True, help="Test the judge itself.")
     group.command()(selftest)
-    group.callback()(lambda: None)  # so that `selftest` is a command of its own, though alone
+    group.callback()(lambda: None)  # makes `selftest` a subcommand although it is the only one
     app.add_typer(group, name="judge", rich_help_panel="On the GPU")
 
 
@@ -42,12 +42,10 @@ def selftest(
     on: Annotated[
         str | None, typer.Option(metavar="gpu|cpu", help="Only the cases that run there.")
     ] = None,
-    jobs: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Cases side by side.")
-    ] = None,
+    jobs: Annotated[int | None, typer.Option(metavar="N", min=1, help="Cases in parallel.")] = None,
     as_json: Annotated[bool, flag("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Judge all adversarial and honest kernels on this machine, and show what holds.
+    """Judge adversarial and honest kernels on this machine, and show wrong verdicts.
 
     Exit code 0: nothing wrong; 1: a hole or a false alarm; 2: nothing could be tried.
     """
@@ -67,8 +65,8 @@ def selftest(
         if not chosen([name]):
             raise typer.BadParameter(f"no case has the name {name!r}", param_hint="--only")
     cases = chosen(only or (), kind or (), on)
-    with _progress(len(cases)) as told:
-        rows = run(cases, jobs, told)
+    with _progress(len(cases)) as report:
+        rows = run(cases, jobs, report)
     if as_json:
         print(json.dumps(record(rows), indent=2))
     else:
@@ -83,14 +81,14 @@ def selftest(
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[Row], None]]:
-    """A bar on stderr, or a line for each case where there is no terminal."""
+def _progress(total: int) -> Iterator[Callable[[SelftestResult], None]]:
+    """Shows a bar in a terminal, else a line per case on stderr."""
     from flashwright.cli import show
 
     done, begun = 0, time.monotonic()
     with show.progress("judging the judge") as step:
 
-        def told(row: Row) -> None:
+        def report(row: SelftestResult) -> None:
             nonlocal done
             done += 1
             step(done, total, row.case.name)
@@ -99,10 +97,10 @@ def _progress(total: int) -> Iterator[Callable[[Row], None]]:
                 text = f"[{done}/{total} {passed:.0f} s] {row.case.name}: {row.status}"
                 print(f"{text}: {row.happened}", file=sys.stderr, flush=True)
 
-        yield told
+        yield report
 
 
-def _table(rows: list[Row]) -> Table:
+def _table(rows: list[SelftestResult]) -> Table:
     from rich.text import Text
 
     from flashwright.cli import show
@@ -111,13 +109,13 @@ def _table(rows: list[Row]) -> Table:
     shown = show.table(*COLUMNS, gap=2)
     shown.columns[0].no_wrap = shown.columns[-1].no_wrap = True
     for row in rows:
-        *told, status = cells(row)
-        shown.add_row(*(Text(text) for text in told), Text(status, STYLES[row.status]))
+        *texts, status = cells(row)
+        shown.add_row(*(Text(text) for text in texts), Text(status, STYLES[row.status]))
     return shown
 
 
 def _confined() -> str:
-    """What this system can refuse a candidate's process."""
+    """The confinement of a candidate's process that this system supports."""
     from flashwright.confine import landlock, seal
 
     files = "files by Landlock" if landlock.available() else "no files: it has no Landlock"

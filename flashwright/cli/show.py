@@ -1,4 +1,4 @@
-"""How the command line looks: headers, highlighted TL, tables, the stages of a run as they pass."""
+"""The look of the command line: consoles, highlighted TL, tables, progress bars."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _STYLES = {
 
 
 def called() -> str:
-    """How this command can be typed again: by its name, or by the path it was called by."""
+    """How the user can call this command again: by its name, or by its path."""
     typed = Path(sys.argv[0])
     found = shutil.which("flashwright")
     if typed.name != "flashwright" or (found and Path(found).resolve() == typed.resolve()):
@@ -61,14 +61,14 @@ def called() -> str:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Leave it to the command's own end; rich would exit with 1, which says "wrong" here."""
+        """Raise, so that the command handles it: rich would exit with 1, which means "wrong"."""
         raise BrokenPipeError
 
 
 def console(quiet: bool = False, most: int = WIDTH) -> Console:
     """A console no wider than 100 columns, exactly that wide where there is no terminal.
 
-    A table of many columns may take more, where there is more.
+    `most` allows more columns in a wide terminal.
     """
     plain = _Console(quiet=quiet, highlight=False, markup=False, emoji=False)
     plain.width = min(most, plain.width) if plain.is_terminal else most
@@ -101,7 +101,7 @@ def folded(line: str, width: int) -> list[str]:
     if len(line) <= width:
         return [line]
     code, slashes, comment = line.partition("//")
-    if not slashes or width - len(code) < 24:  # no room to hang the comment under itself
+    if not slashes or width - len(code) < 24:  # no room to indent the comment
         room = " " * (len(line) - len(line.lstrip()) + 4)
         lead = room + "// " if line.lstrip().startswith("//") else room
         return textwrap.wrap(line, width, subsequent_indent=lead, break_long_words=False)
@@ -170,11 +170,11 @@ def errors_in_words(verdict: CpuVerdict) -> str:
     )
 
 
-SHOWN = 8  # goals that are named in a terminal; the record has them all
+SHOWN = 8  # goals that the terminal names; the record has all
 
 
 def not_reached(goals: Sequence[str]) -> list[Text]:
-    """The lengths that no problem had, a line each."""
+    """A line for each goal of coverage that no problem reached."""
     lines = [f"  not reached: {goal}" for goal in goals[:SHOWN]]
     if len(goals) > SHOWN:
         lines.append(f"  not reached: {len(goals) - SHOWN} more, named in the record (--json)")
@@ -185,7 +185,7 @@ _FP8 = {"e4m3": "fp8", "e5m2": "fp8"}
 
 
 def gpus_table(gpus: Iterable[Gpu]) -> Table:
-    """The GPUs that Flashwright knows: SMs, shared memory of a block, fp16 tensor throughput."""
+    """The supported GPUs: SMs, shared memory of a block, fp16 tensor throughput."""
     numbers = ("SMs", "KB/block", "TB/s", "TFLOPS")
     names = ("name", "GPU", "arch")
     shown = table(*names, *numbers, "MMA", right=numbers, whole=names, gap=2)
@@ -204,7 +204,7 @@ def gpus_table(gpus: Iterable[Gpu]) -> Table:
 
 
 def pairs_table(columns: tuple[str, str], rows: Iterable[tuple[str, str]]) -> Table:
-    """Names and what they mean."""
+    """A table of names and their meanings."""
     shown = table(*columns, whole=columns[:1])
     for name, text in rows:
         shown.add_row(Text(name, "bold cyan"), text)
@@ -218,7 +218,7 @@ def markdown(text: str) -> Markdown:
 
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on stderr while something runs; nothing where there is no terminal."""
+    """Shows a bar on stderr; nothing without a terminal."""
     err = Console(stderr=True, highlight=False)
     if not err.is_terminal:
         yield lambda done, total, text: None
@@ -229,7 +229,7 @@ def progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
 
 
 def progress_bar(out: Console) -> Progress:
-    """What it shows may be the words of a user or of a server: no markup."""
+    """A progress bar. Its text may come from a user or a server, so markup is off."""
     return Progress(
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),

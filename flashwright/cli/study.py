@@ -1,4 +1,4 @@
-"""`flashwright study`: how far a language model comes, with several operators, ways and samples."""
+"""`flashwright study`: samples a language model on several operators, and counts its successes."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
     from flashwright.study.report import Report
     from flashwright.study.sample import Sample, Terms
 
-_WIDTH = 160  # of the table, where there is room: names of operators may be long
+_WIDTH = 160  # columns of the table in a wide terminal; names of operators may be long
 
 
 class Translate(StrEnum):
-    """Who writes the CUDA of the ways with TL."""
+    """Author of the CUDA in the ways that use TL."""
 
     MODEL = "model"
     BUILTIN = "builtin"
 
 
 def register(app: typer.Typer) -> None:
-    """Put the command on the command line."""
+    """Add the command to the application."""
     app.command(rich_help_panel="Make")(study)
 
 
 @guarded
 def study(
-    model: Annotated[str | None, typer.Option(metavar="NAME", help="Who is studied.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="NAME", help="The model to study.")] = None,
     gpu: Annotated[str | None, typer.Option(metavar="NAME", help="See `flashwright gpus`.")] = None,
     operators: Annotated[
         str, typer.Option(metavar="A,B|FILE.toml", help="Variants, or a file with specs.")
@@ -62,20 +62,20 @@ def study(
         int, typer.Option(metavar="N", min=1, max=1000, help="Of each operator and way.")
     ] = 3,
     translate: Annotated[
-        Translate, typer.Option(help="Who writes the CUDA where there is TL.")
+        Translate, typer.Option(help="Author of the CUDA in the ways with TL.")
     ] = Translate.MODEL,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Where to; what is there is not asked again.")
+        Path | None, typer.Option(metavar="DIR", help="Output folder; finished samples are kept.")
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Only tell what a study's records say.")
+        Path | None, typer.Option(metavar="DIR", help="Only report on the records of a study.")
     ] = None,
     judge: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Only judge and time, on the GPU here, what there is."),
+        typer.Option(metavar="DIR", help="Only judge and time a study's kernels on this GPU."),
     ] = None,
     unconfined: Annotated[
-        bool, flag("--unconfined", help="Run its Python also where no Landlock hides your files.")
+        bool, flag("--unconfined", help="Run the model's Python even without Landlock.")
     ] = False,
     base_url: BaseUrl = None,
     attempts: Attempts = ATTEMPTS,
@@ -85,42 +85,44 @@ def study(
     dollars: Dollars = None,
     price: Price = None,
 ) -> int:
-    """Study a model: several samples of each operator by each way, and how far they came.
+    """Study a model: several samples of each operator by each way, and the stage each reached.
 
-    The same command goes on where it was cut off.
+    The same command continues an interrupted study.
     """
     if unconfined:
         from flashwright.confine.start import UNCONFINED
 
         os.environ[UNCONFINED] = "1"
     given = {"--model": model, "--gpu": gpu, "--out": out}
-    _refuse_both({"--report": report, "--judge": judge, **given})
+    _refuse_combination({"--report": report, "--judge": judge, **given})
     if report is not None:
         return _tell(report)
     if judge is not None:
         return _judge(judge)
     if model is None or gpu is None or out is None:
         missing = next(name for name, value in given.items() if value is None)
-        raise typer.BadParameter("is needed, or --report or --judge DIR", param_hint=missing)
+        raise typer.BadParameter(
+            "is required, unless --report or --judge is given", param_hint=missing
+        )
     from flashwright.study.sample import Terms
 
     budget, prices = read_budget(attempts, tokens, minutes, dollars, price)
     terms = Terms(find_gpu(gpu), budget, prices, translate is Translate.BUILTIN)
-    wanted = _Wanted(operators, ways, samples)
-    return _study(model, base_url, read_limits(reply_timeout, minutes), terms, wanted, out)
+    options = _SampleOptions(operators, ways, samples)
+    return _study(model, base_url, read_limits(reply_timeout, minutes), terms, options, out)
 
 
-def _refuse_both(given: Mapping[str, object]) -> None:
-    """--report and --judge take all that they need from the study itself."""
+def _refuse_combination(given: Mapping[str, object]) -> None:
+    """Refuse other options with --report or --judge, which read them from the study."""
     said = [option for option, value in given.items() if value is not None]
     if said[1:] and said[0] in ("--report", "--judge"):
-        why = f"takes a study as it is: leave out {', '.join(said[1:])}"
+        why = f"reads a finished study: leave out {', '.join(said[1:])}"
         raise typer.BadParameter(why, param_hint=said[0])
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """Which samples."""
+class _SampleOptions:
+    """The options that choose the samples."""
 
     operators: str
     ways: str
@@ -128,7 +130,12 @@ class _Wanted:
 
 
 def _study(
-    model: str, base_url: str | None, limits: Limits, terms: Terms, wanted: _Wanted, root: Path
+    model: str,
+    base_url: str | None,
+    limits: Limits,
+    terms: Terms,
+    options: _SampleOptions,
+    root: Path,
 ) -> int:
     from flashwright.author.llm.connect import connect
     from flashwright.cli import show
@@ -136,9 +143,9 @@ def _study(
     from flashwright.study.session import study
     from flashwright.study.settings import OtherStudy, Settings
 
-    chosen = operators.chosen(wanted.operators), ways.chosen(wanted.ways)
-    settings = Settings.of(model, terms, *chosen, wanted.samples)
-    asked = connect(model, base_url, limits=limits)
+    chosen = operators.chosen(options.operators), ways.chosen(options.ways)
+    settings = Settings.of(model, terms, *chosen, options.samples)
+    client = connect(model, base_url, limits=limits)
     try:
         settings = settings.keep(root)
     except OtherStudy as other:
@@ -146,7 +153,7 @@ def _study(
         raise typer.BadParameter(text, param_hint="--out") from None
     try:
         with show.progress("study") as bar:
-            study(settings, terms, asked, root, _Screen(bar))
+            study(settings, terms, client, root, _StudyProgress(bar))
     except KeyboardInterrupt:
         _tell(root)
         raise
@@ -154,7 +161,7 @@ def _study(
 
 
 def _judge(root: Path) -> int:
-    """On a machine with a GPU, what one without could not tell."""
+    """Judge and time a study that ran without a GPU, on the GPU of this machine."""
     from flashwright.cli import show
     from flashwright.generate.by_model.speed import card_here
     from flashwright.study.session import look
@@ -163,33 +170,33 @@ def _judge(root: Path) -> int:
     settings = read(root)
     card_here()
     with show.progress("study") as bar:
-        look(settings, root, _Screen(bar))
+        look(settings, root, _StudyProgress(bar))
     return _tell(root)
 
 
-class _Screen:
-    """A line for each sample that has ended, and in a terminal a bar below them."""
+class _StudyProgress:
+    """Shows the progress of a study: a line per finished sample, and a bar in a terminal."""
 
     def __init__(self, bar: Callable[[int, int, str], None]) -> None:
         self._bar, self._sample = bar, ""
         self._now = self._total = 0
 
     def begin(self, sample: Sample, number: int, total: int) -> None:
-        """It is this sample's turn."""
+        """Begin a sample."""
         self._now, self._total, self._sample = number, total, str(sample)
         self._bar(number - 1, total, self._sample)
 
     def progress(self, text: str) -> None:
-        """It is this far."""
+        """Update the bar of the present sample."""
         self._bar(self._now - 1, self._total, f"{self._sample}: {text}")
 
     def end(self, sample: Sample, text: str) -> None:
-        """It has ended."""
+        """End a sample: print its outcome."""
         print(f"{sample}: {_printable(text)}", flush=True)
 
 
 def _printable(text: str) -> str:
-    """What a server said may be in it."""
+    """The text without control characters: it may contain a server's message."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 
@@ -201,7 +208,7 @@ def _tell(root: Path) -> int:
     _show(made)
     print(f"{root}: {', '.join(report.FILES)}")
     if made.open:
-        told = f"samples that are open: {made.open}; the same command goes on with them"
+        told = f"unfinished samples: {made.open}; the same command continues them"
         print(told, file=sys.stderr)
         return BAD_INPUT
     return FINE
@@ -212,9 +219,9 @@ def _show(made: Report) -> None:
     from flashwright.study.report import brief
 
     head, *body = brief(made.rows)
-    table = show.table(*head, right=head[2:], gap=2)  # so that most fit 100 columns
+    table = show.table(*head, right=head[2:], gap=2)  # most tables fit 100 columns with this gap
     for line in body:
         table.add_row(*line)
     show.console(most=_WIDTH).print(table)
     if any("?" in line for line in body):
-        print("?: nobody could tell on this machine; the whole table is in study.md")
+        print("?: unknown on this machine; the whole table is in study.md")

@@ -35,7 +35,7 @@ CANDIDATES = 24
 
 
 def register(app: typer.Typer) -> None:
-    """Put the command on the command line."""
+    """Add the command to the application."""
     app.command(rich_help_panel="On the GPU")(tune)
 
 
@@ -58,13 +58,13 @@ def tune(
         int, typer.Option(metavar="N", min=1, help="How many tilings and schedules to try.")
     ] = CANDIDATES,
     minutes: Annotated[
-        float | None, typer.Option(metavar="M", min=0, help="Then the best so far is kept.")
+        float | None, typer.Option(metavar="M", min=0, help="Time limit; the best so far is kept.")
     ] = None,
     jobs: Annotated[
         int, typer.Option(metavar="N", min=0, help="Compilers at a time; default one per core.")
     ] = 0,
     resume: Annotated[
-        bool, typer.Option("--resume", metavar=" ", help="Go on with an interrupted tuning.")
+        bool, typer.Option("--resume", metavar=" ", help="Continue an interrupted tuning.")
     ] = False,
     dry_run: Annotated[
         bool,
@@ -72,15 +72,13 @@ def tune(
     ] = False,
     write_defaults: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Put what the FOLDERs' tunings found into the author's table."
-        ),
+        typer.Option(metavar="FILE", help="Write the FOLDERs' results into the author's table."),
     ] = None,
 ) -> int:
     """Find the fastest tiles, stages, warps and schedule for a package, and keep them in it.
 
-    Candidates are compiled, judged, and timed in rounds as `bench` does. Where another kernel than
-    the package's own is faster, it is put beside it, with the lengths it serves in classes.json.
+    Candidates are compiled, judged, and timed as in `bench`. A candidate that is faster than the
+    package's own kernel is added to the package; classes.json has the lengths it serves.
     """
     if write_defaults is not None:
         return _write_defaults(write_defaults, folder)
@@ -93,7 +91,7 @@ def tune(
     return _run(order, card, resume)
 
 
-# --- what is asked for ------------------------------------------------------------------------
+# --- the order --------------------------------------------------------------------------------
 
 
 def _card() -> Card:
@@ -113,7 +111,9 @@ def _card() -> Card:
 def _numbers(text: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"[1-9]\d{0,6}", part) for part in parts):
-        raise typer.BadParameter(f"{text!r} is no list such as {LENGTHS}", param_hint="--lengths")
+        raise typer.BadParameter(
+            f"{text!r} is not a list such as {LENGTHS}", param_hint="--lengths"
+        )
     return tuple(sorted({int(part) for part in parts}))
 
 
@@ -134,10 +134,10 @@ def _order(
     program, code = load_program(file, target)
     meant = load_spec(None, file)
     if meant is None:
-        text = f"{folder} has no spec.toml: nobody could say whether a kernel is right"
+        text = f"{folder} has no spec.toml: nothing says what the kernels should compute"
         raise Failed(Diagnostic("FW852", text, help="`flashwright generate` writes one"))
     if meant[0].reference is not None:
-        text = "a spec with a reference of its own has no problems that are timed"
+        text = "a spec with a reference has no problems to time"
         raise Failed(Diagnostic("FW904", text, help="tune a package of the built-in variants"))
     if tiling_of(program) is None:
         text = f"{file} has no params {' and '.join(NEEDED)}: its tiles cannot be changed"
@@ -150,7 +150,7 @@ def _order(
 
 
 def _known(folder: Path, card: Card | None) -> str:
-    """The GPU that a package was made for; where it does not say, the one that is here."""
+    """The GPU that a package was made for, or the GPU of this machine if it does not say."""
     try:
         return known_gpu(folder)
     except typer.BadParameter:
@@ -165,27 +165,27 @@ def _known(folder: Path, card: Card | None) -> str:
 def _run(order: Order, card: Card, resume: bool) -> int:
     import secrets
 
-    from flashwright.cli.bench_show import Screen
+    from flashwright.cli.bench_show import BenchProgress
     from flashwright.measure.tune.state import read
     from flashwright.measure.tune.tune import OtherTuning
     from flashwright.measure.tune.tune import tune as work
 
     before = read(order.folder) if resume else None
-    with contextlib.closing(Screen()) as screen:
+    with contextlib.closing(BenchProgress()) as screen:
         try:
             done = work(order, card, screen, secrets.randbits(31), before)
         except OtherTuning as other:
-            text = f"the tuning in {order.folder} is of {other}; leave --resume away"
+            text = f"the tuning in {order.folder} is of {other}; leave out --resume"
             raise typer.BadParameter(text, param_hint="--resume") from None
         except KeyboardInterrupt:
             screen.close()
-            print(f"{order.folder}: interrupted; what was found is kept, --resume goes on")
+            print(f"{order.folder}: interrupted; results are kept, --resume continues")
             return INTERRUPTED
     return show_tuning(order.folder, done)
 
 
 def show_tuning(folder: Path, tuning: Tuning) -> int:
-    """The figures, what was kept, and what was not timed."""
+    """Print the times, the kernels that were kept, and the failures. Returns the exit code."""
     from flashwright.cli import show
 
     out = show.console()
@@ -195,7 +195,7 @@ def show_tuning(folder: Path, tuning: Tuning) -> int:
         if one.failure:
             out.print(f"  {one.name}: {one.failure}")
     if tuning.note:
-        out.print(f"  note: {tuning.note}; --resume goes on")
+        out.print(f"  note: {tuning.note}; --resume continues")
     for line in in_words(tuning):
         out.print(line)
     print(f"{folder}: {len(tuning.kept)} classes, {len(tuning.tried)} candidates tried")
@@ -230,7 +230,7 @@ def serving(tuning: Tuning) -> dict[int, str]:
 
 
 def in_words(tuning: Tuning) -> list[str]:
-    """Which kernel serves what, and how much faster that is than before."""
+    """The lengths that each kernel serves, and the speedup over the package's own kernel."""
     lines = []
     for kept in tuning.kept:
         whose = "the package's own" if kept.kernel == "." else f"in {kept.kernel}/"
@@ -251,7 +251,7 @@ def in_words(tuning: Tuning) -> list[str]:
 
 
 def _list(order: Order) -> int:
-    """What would be tried, in its order, with the model's estimates."""
+    """Print the candidates in their order, with the cost model's estimates."""
     from flashwright.cli import show
 
     offers = order.offers()
@@ -261,7 +261,7 @@ def _list(order: Order) -> int:
         cells = [f"{us:.0f}" for us in offer.microseconds] or ["-"] * len(heads)
         shown.add_row(str(number), offer.name + (" (present)" if number == 1 else ""), *cells)
     out = show.console()
-    out.print(f"{order.folder} for {order.gpu.title}: the model's microseconds by keys.")
+    out.print(f"{order.folder} for {order.gpu.title}: the cost model's microseconds by keys.")
     out.print(shown)
     return FINE
 

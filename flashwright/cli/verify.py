@@ -28,7 +28,7 @@ GB = 1 << 30
 
 
 def register(app: typer.Typer) -> None:
-    """Put the command on the command line."""
+    """Add the command to the application."""
     app.command(rich_help_panel="On the GPU")(verify)
 
 
@@ -52,7 +52,7 @@ def verify(
     ] = None,
     seed: Annotated[
         int | None,
-        typer.Option(metavar="N", min=0, help="Of shapes and inputs; default a new one."),
+        typer.Option(metavar="N", min=0, help="Seed of shapes and inputs; default random."),
     ] = None,
     on: Annotated[
         str | None,
@@ -60,7 +60,7 @@ def verify(
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(metavar="cuda|cpu", help="The same for a callable; --on says it too."),
+        typer.Option(metavar="cuda|cpu", help="The device of a callable; --on works too."),
     ] = None,
     libraries: Annotated[
         bool, typer.Option("--libraries", metavar=" ", help="It may call torch, cuDNN and others.")
@@ -69,19 +69,20 @@ def verify(
         bool, typer.Option("--sanitize", metavar=" ", help="Also under compute-sanitizer.")
     ] = False,
     seconds: Annotated[
-        float, typer.Option(metavar="S", min=0.1, help="For one call, before it counts as hung.")
+        float, typer.Option(metavar="S", min=0.1, help="Time limit of one call.")
     ] = 60.0,
     memory: Annotated[
-        float, typer.Option(metavar="GB", min=0.1, help="Of the host that it may take.")
+        float, typer.Option(metavar="GB", min=0.1, help="Limit of host memory.")
     ] = 24.0,
     gpu_memory: Annotated[
-        float | None, typer.Option(metavar="GB", min=0.1, help="Of the GPU; default nearly all.")
+        float | None,
+        typer.Option(metavar="GB", min=0.1, help="Limit of GPU memory; default nearly all."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", metavar=" ", help="Print the verdict as JSON.")
     ] = False,
 ) -> int:
-    """Judge a kernel: right against fp64 on shapes nobody saw, and nothing done on the side."""
+    """Judge a kernel: compare it with fp64 on random shapes, detect cheating and side effects."""
     from flashwright.cli import show
     from flashwright.judge.judge import judge
     from flashwright.sandbox.candidate import Candidate
@@ -138,7 +139,7 @@ def _device(on: str | None, device: str | None) -> str | None:
 
 @contextmanager
 def _offering(candidate: Candidate, what: str) -> Iterator[None]:
-    """Where there is no GPU for a package, there is still the emulator."""
+    """Suggests the emulator if a package cannot run without a GPU."""
     try:
         yield
     except Failed as failed:
@@ -175,7 +176,7 @@ def _sanitized(
 
 
 def _spec(candidate: Candidate, what: str, option: str | None) -> tuple[AttentionSpec, Path]:
-    """What the candidate should compute, and the folder that its reference is relative to."""
+    """The spec of the candidate, and the folder that its reference is relative to."""
     beside = str(Path(what, CODE)) if candidate.kind == "package" else "-"
     found = load_spec(option, beside)
     if found is not None:
@@ -189,12 +190,14 @@ def _spec(candidate: Candidate, what: str, option: str | None) -> tuple[Attentio
 
 
 def _own_spec(spec: AttentionSpec) -> tuple[AttentionSpec, tuple[str, ...]]:
-    """A package may say what it computes, not how wrong that may be; and what to say of it."""
+    """A package's own spec with the default tolerances, and notes on what was ignored or run."""
     from flashwright.judge.own_spec import strict
 
-    notes = ["what is asked for is the package's own spec.toml: --spec gives yours"]
+    notes = ["judged by the package's own spec.toml: --spec gives yours"]
     if spec.reference:
-        notes.append(f"what is right says the package's own {spec.reference}, run confined")
+        notes.append(
+            f"the expected outputs come from the package's own {spec.reference}, run confined"
+        )
     spec, more = strict(spec)
     return spec, (*notes, *more)
 
@@ -241,7 +244,7 @@ def table(found: Verdict) -> Table:
 
 
 def in_words(found: Verdict) -> list[RenderableType]:
-    """The lines under the table: what was asked, and what came of it."""
+    """The lines under the table: checks, notes and the headline."""
     from rich.text import Text
 
     from flashwright.cli import show
@@ -249,7 +252,7 @@ def in_words(found: Verdict) -> list[RenderableType]:
     lines: list[RenderableType] = []
     for check in found.checks:
         if check.passed is None:
-            lines.append(Text(f"  - {check.question}: not asked ({check.note})", "bright_black"))
+            lines.append(Text(f"  - {check.question}: not checked ({check.note})", "bright_black"))
         else:
             mark, style = ("✓", "green") if check.passed else ("✗", "bold red")
             times = f" ({check.tried} times)" if check.tried > 1 else ""

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from flashwright.emulate.own import Kernel
+    from flashwright.emulate.own import EmulatedKernel
 
 
 def kernel(
     source: str | Path, entry: str | None = None, *, arch: str = "sm_80", untrusted: bool = False
-) -> Kernel:
+) -> EmulatedKernel:
     """A CUDA kernel from source, to launch on NumPy arrays. The arguments are those of own.py."""
     from flashwright.emulate import own  # here, because it imports NumPy
 

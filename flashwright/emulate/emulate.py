@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashwright.build.plan_rules import LAYOUTS, caller_order
-from flashwright.emulate.encode import MODULE, Program, encode
+from flashwright.emulate.encode import MODULE, EncodedKernel, encode
 from flashwright.emulate.machine import Machine, here
 from flashwright.emulate.parse import bad, parse
 from flashwright.emulate.ptx import Instruction
-from flashwright.emulate.structs import Found, Launch, Region
+from flashwright.emulate.structs import FindingRecord, Launch, Region
 from flashwright.emulate.tensor_map import encode_tensor_map
 from flashwright.lower.launch_plan import LaunchPlan, PlanMap, PlanTensor, evaluate
 
@@ -55,16 +55,16 @@ class Finding:
     lane: int
     """-1: the whole warp."""
     address: int
-    """In its space; of a barrier its number, or where it lies in shared memory."""
+    """The address in its space; for a barrier its number or its address in shared memory."""
     other: Instruction | None
     """The instruction that it conflicts with."""
     detail: tuple[int, int]
-    """Of a barrier: arrivals and bytes that it still waits for; of a transaction: bytes; of a box
-    that begins where TMA lets none begin: the axis, and where along it."""
+    """For a barrier: the arrivals and bytes that it still waits for. For a transaction: bytes. For
+    a TMA box with an invalid start: the axis and the coordinate."""
 
 
 @dataclass(frozen=True)
-class Result:
+class LaunchResult:
     """The findings and the counts of a launch."""
 
     findings: tuple[Finding, ...]
@@ -72,7 +72,7 @@ class Result:
     """A row for each of the program's instructions, with the columns COUNTS."""
 
 
-def prepare(ptx: str, entry: str) -> Program:
+def prepare(ptx: str, entry: str) -> EncodedKernel:
     """A decoded kernel. Raises Failed with FW831 if the machine cannot execute it."""
     module = parse(ptx)
     if entry not in module.entries:
@@ -86,14 +86,14 @@ def prepare(ptx: str, entry: str) -> Program:
 
 
 def run(
-    program: Program,
+    program: EncodedKernel,
     plan: LaunchPlan,
     arrays: Mapping[str, Array],
     dims: Mapping[str, int],
     schedule: str = "eager",
     variables: Variables | None = None,
     machine: Machine = here,
-) -> Result:
+) -> LaunchResult:
     """Run a kernel on arrays in the caller's order of axes; outputs are written in place.
 
     `variables` are the module's, as an earlier launch has left them; without them the launch is the
@@ -105,13 +105,13 @@ def run(
     return launch(program, *given, machine)
 
 
-def variables_of(program: Program) -> Variables:
+def variables_of(program: EncodedKernel) -> Variables:
     """The variables of a module as they are when it is loaded."""
     return np.frombuffer(bytes(program.data) or b"\0", np.uint8).copy()
 
 
 def launch(
-    program: Program,
+    program: EncodedKernel,
     regions: Sequence[Region],
     parameters: bytes,
     grid: Sequence[int],
@@ -120,7 +120,7 @@ def launch(
     schedule: str = "eager",
     variables: Variables | None = None,
     machine: Machine = here,
-) -> Result:
+) -> LaunchResult:
     """Run a grid of thread blocks. `shared` bytes are added to what the kernel declares.
 
     `schedule` says when asynchronous work is done: `eager`, when it is started; `lazy`, as late as
@@ -136,7 +136,7 @@ def launch(
     given = np.frombuffer(parameters.ljust(max(program.parameter_bytes, 1), b"\0"), np.uint8)
     known = [*regions, Region(MODULE, len(program.data), data.ctypes.data, 1)]
     listed = (Region * len(known))(*known)
-    found = (Found * _ROOM)()
+    found = (FindingRecord * _ROOM)()
     counts = np.zeros((len(program.names), len(COUNTS)), np.int64)
     told = Launch(
         names=ctypes.addressof(names),
@@ -174,10 +174,10 @@ def launch(
     }
     told.kept = names
     count = machine(told, sizes, known)
-    return Result(_findings(program, count, found), counts)
+    return LaunchResult(_findings(program, count, found), counts)
 
 
-def _possible(program: Program, grid: Sequence[int], shared: int) -> None:
+def _possible(program: EncodedKernel, grid: Sequence[int], shared: int) -> None:
     """Fail with FW831 for sizes beyond the machine's limits, which it does not check itself."""
     if not 0 <= program.shared + shared <= MOST_SHARED:
         raise bad(1, f"a block cannot have {program.shared + shared} bytes of shared memory")
@@ -197,17 +197,17 @@ def schedule_of(text: str) -> tuple[int, int]:
     raise ValueError(f"no schedule {text!r}: there are eager, lazy and random:SEED")
 
 
-def _findings(program: Program, count: int, found: Any) -> tuple[Finding, ...]:
+def _findings(program: EncodedKernel, count: int, found: Any) -> tuple[Finding, ...]:
     try:
         if count < 0:
             one = program.source[-1 - count]
             raise bad(one.line, f"the machine does not know {one.opcode}")
         return tuple(_finding(program, f) for f in found[: min(count, _ROOM)])
-    except IndexError:  # the kernel has taken over the machine
+    except IndexError:  # the kernel has corrupted the machine
         raise bad(1, "the machine reports instructions that do not exist") from None
 
 
-def _finding(program: Program, found: Any) -> Finding:
+def _finding(program: EncodedKernel, found: Any) -> Finding:
     return Finding(
         KINDS[found.kind],
         program.source[found.instruction],
@@ -272,9 +272,9 @@ def _memory(
 def _map(
     one: PlanMap, tensor: PlanTensor, array: Array, dims: Mapping[str, int], place: tuple[int, int]
 ) -> bytes:
-    """With the sizes and strides that the launcher gives to the driver (launcher/call.h).
+    """A tensor map, with sizes and strides as the launcher passes them (launcher/call.h).
 
-    `place` is the tensor's address and that of zeros; ValueError for what cannot be a map's tensor.
+    `place`: the addresses of the tensor and of zeros. Raises ValueError for an invalid tensor.
     """
     sizes = [evaluate(axis.size, dims) for axis in tensor.axes]
     strides = [s * array.itemsize for s in _strides(tensor, array, dims)]

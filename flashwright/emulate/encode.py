@@ -68,7 +68,7 @@ _SPARE = [0] * 160
 
 
 @dataclass
-class Program:
+class EncodedKernel:
     """An encoded kernel: code, operands and memory sizes for the machine."""
 
     names: list[str] = field(default_factory=list)
@@ -103,7 +103,7 @@ class Program:
         return names, [np.array(numbers or [0], np.int32) for numbers in lists]
 
 
-def encode(module: Module, entry: Entry) -> Program:
+def encode(module: Module, entry: Entry) -> EncodedKernel:
     """The encoded kernel. Raises Failed with FW831 at the first invalid instruction."""
     return _Encoder(module, entry).program()
 
@@ -111,7 +111,7 @@ def encode(module: Module, entry: Entry) -> Program:
 class _Encoder:
     def __init__(self, module: Module, entry: Entry) -> None:
         self.entry = entry
-        self.made = Program(parameters=entry.parameters)
+        self.made = EncodedKernel(parameters=entry.parameters)
         self.slots: dict[object, int] = {}
         self.addresses: dict[str, int] = {}
         self.line = 0
@@ -121,7 +121,7 @@ class _Encoder:
         self._place([*module.variables, *entry.variables])
 
     def _place(self, variables: list[Variable]) -> None:
-        """Where each variable lies in its space; shared memory that the launch sizes is last."""
+        """Assign addresses to variables; dynamic shared memory comes last."""
         made = self.made
         ends = {"param": 0, "shared": 0, "local": 0, "global": 0}
         sized = [v for v in variables if v.size or v.space != "shared"]
@@ -139,7 +139,7 @@ class _Encoder:
         made.offsets = tuple(self.addresses[p.name] for p in self.entry.parameters)
         made.shared, made.local = ends["shared"], ends["local"]
 
-    def program(self) -> Program:
+    def program(self) -> EncodedKernel:
         for instruction in self.entry.code:
             self.starts.append(len(self.made.names))
             self.line, self.now = instruction.line, instruction
@@ -237,7 +237,7 @@ class _Encoder:
 
     def _touched(self, one: Instruction) -> tuple[list[int], list[int]]:
         if one.opcode.startswith("wgmma.mma_async"):
-            return [], []  # it has rules of its own
+            return [], []  # it has its own rules
         first = 0 if one.opcode.partition(".")[0] in ("st", "red", "cp", "bar", "stmatrix") else 1
         parts = (one.operands[:first], one.operands[first:])
         written, read = ([n for n in names(part) if n in self.entry.registers] for part in parts)
@@ -286,7 +286,7 @@ class _Encoder:
             self.made.operands += _SPARE[:16]
 
     def _convert(self, name: str, operands: Sequence[Operand]) -> None:
-        """Registers may be wider than what is converted: then it is said how wide they are."""
+        """Encode cvt with the widths of its registers, which may exceed those of the types."""
         kinds = [_PLAIN.fullmatch(kind) for kind in name.split(".")[-2:]]
         if len(operands) != 2 or not all(kinds):
             self._plain(name, operands)

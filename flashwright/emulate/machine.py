@@ -49,7 +49,7 @@ def library_file() -> Path:
     key = digest([compiler, *FLAGS], [FOLDER])
     path = cache.root / f"machine-{key[:32]}.so"
     if not path.is_file():
-        with cache.turn(key, patience=600):
+        with cache.locked(key, patience=600):
             if not path.is_file():  # the previous holder of the lock may have compiled it
                 _compile(compiler, path)
     return path

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashwright.build.compile import NAME, build
-from flashwright.emulate.emulate import GAP, Result, behind, launch, prepare
+from flashwright.emulate.emulate import GAP, LaunchResult, behind, launch, prepare
 from flashwright.emulate.machine import Machine, here
 from flashwright.emulate.parse import parse
 from flashwright.emulate.places import Extent, Origin, diagnostics
@@ -35,7 +35,7 @@ _REALS = {2: "<e", 4: "<f", 8: "<d"}
 
 
 @dataclass(frozen=True)
-class Launched(Result):
+class LaunchReport(LaunchResult):
     """The result of a launch. Printed, it lists the findings."""
 
     diagnostics: tuple[Diagnostic, ...] = ()
@@ -57,7 +57,7 @@ class Launched(Result):
 
 def kernel(
     source: str | Path, entry: str | None = None, *, arch: str = "sm_80", untrusted: bool = False
-) -> Kernel:
+) -> EmulatedKernel:
     """A kernel from CUDA or PTX: the text, or a file that ends in .cu or .ptx.
 
     `entry` names one of several kernels; an unmangled name is enough if it is unique. CUDA is
@@ -70,11 +70,11 @@ def kernel(
     text, name = _read(source)
     if _is_ptx(text):
         name = name if name != NAME else "kernel.ptx"
-        return Kernel(text, entry, name, machine=_confined() if untrusted else here)
+        return EmulatedKernel(text, entry, name, machine=_confined() if untrusted else here)
     if untrusted:
-        return Kernel(build_untrusted(text, arch).ptx, entry, name, text, _confined())
+        return EmulatedKernel(build_untrusted(text, arch).ptx, entry, name, text, _confined())
     built = build(text, arch, may_spill=True, line_info=True)
-    return Kernel(built.ptx, entry, name, text)
+    return EmulatedKernel(built.ptx, entry, name, text)
 
 
 def _confined() -> Machine:
@@ -101,7 +101,7 @@ def _is_ptx(text: str) -> bool:
     return any(line.strip().startswith(".version") for line in text.splitlines()[:50])
 
 
-class Kernel:
+class EmulatedKernel:
     """A kernel of PTX. Call it with the grid, the block and its arguments."""
 
     def __init__(
@@ -124,7 +124,7 @@ class Kernel:
 
     def __call__(
         self, grid: Size, block: Size, *args: Any, shared: int = 0, schedule: str = "eager"
-    ) -> Launched:
+    ) -> LaunchReport:
         """Launch it; what it writes is in the arrays afterwards.
 
         A contiguous NumPy array is passed as a pointer to its data, and the kernel may write to it
@@ -157,12 +157,12 @@ class Kernel:
         return packed, regions, extents
 
     def _launched(
-        self, done: Result, grid: tuple[int, ...], extents: tuple[Extent, ...]
-    ) -> Launched:
+        self, done: LaunchResult, grid: tuple[int, ...], extents: tuple[Extent, ...]
+    ) -> LaunchReport:
         origin = Origin(grid=grid, tensors=extents, shown=self.name, text=self.text)
         counted = profile(self.program.source, done.counts, origin)
         told = diagnostics(done.findings, origin)
-        return Launched(done.findings, done.counts, told, counted, self.name, self.text)
+        return LaunchReport(done.findings, done.counts, told, counted, self.name, self.text)
 
 
 def _choose(names: list[str], wanted: str | None) -> str:

@@ -17,17 +17,17 @@ from flashwright.emulate.emulate import (
     SMS,
     Array,
     Finding,
-    Result,
+    LaunchResult,
     Variables,
     addresses,
     prepare,
     run,
 )
-from flashwright.emulate.encode import Program
+from flashwright.emulate.encode import EncodedKernel
 from flashwright.emulate.machine import Machine, here
 from flashwright.emulate.parse import bad, parse
 from flashwright.emulate.places import Extent, Origin
-from flashwright.emulate.ptx import Entry, Instruction, Place
+from flashwright.emulate.ptx import Entry, Instruction, SourceLine
 from flashwright.files import content
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.launch_plan import LaunchPlan
@@ -52,16 +52,19 @@ class Package:
     """The text of kernel.cu, if the folder has it."""
     map: SourceMap = field(default_factory=SourceMap, repr=False)
     tl: str = field(default="", repr=False)
-    places: Mapping[int, tuple[Place, ...]] = field(default_factory=dict, repr=False)
+    source_lines: Mapping[int, tuple[SourceLine, ...]] = field(default_factory=dict, repr=False)
     """The source lines of each PTX line, if the PTX has no line information."""
     translated: bool = False
     """Whether the source was translated in this process, not read from a folder."""
 
     @cached_property
-    def program(self) -> Program:
+    def program(self) -> EncodedKernel:
         """The decoded kernel. Raises Failed with FW831 if the emulator cannot execute it."""
         made = prepare(self.ptx, self.plan.entry)
-        made.source = [replace(i, places=self.places.get(i.line, i.places)) for i in made.source]
+        made.source = [
+            replace(i, source_lines=self.source_lines.get(i.line, i.source_lines))
+            for i in made.source
+        ]
         return made
 
     def with_lines(self) -> Package:
@@ -71,7 +74,7 @@ class Package:
         if the PTX was not made from this kernel.cu.
         """
         entry = self._entry(self.ptx)
-        if not self.source or any(one.places for one in entry.code):
+        if not self.source or any(one.source_lines for one in entry.code):
             return self
         try:
             tools = toolchain.find()
@@ -87,13 +90,13 @@ class Package:
         if told[0] != told[1]:
             return self
         pairs = zip(entry.code, lined.code, strict=True)
-        return replace(self, places={one.line: other.places for one, other in pairs})
+        return replace(self, source_lines={one.line: other.source_lines for one, other in pairs})
 
-    def placed(self, finding: Finding) -> Finding:
-        """A finding of the same PTX, with this package's source lines."""
+    def add_source_lines(self, finding: Finding) -> Finding:
+        """A finding of the same PTX with source lines added to its instructions."""
 
         def lined(one: Instruction) -> Instruction:
-            return replace(one, places=self.places.get(one.line, one.places))
+            return replace(one, source_lines=self.source_lines.get(one.line, one.source_lines))
 
         other = lined(finding.other) if finding.other is not None else None
         return replace(finding, instruction=lined(finding.instruction), other=other)
@@ -120,7 +123,7 @@ class Package:
         seconds: float | None = None,
         variables: Variables | None = None,
         machine: Machine = here,
-    ) -> Result:
+    ) -> LaunchResult:
         """Run it on arrays; outputs are written in place. Raises Unending after `seconds`.
 
         `variables` are the module's; they persist from launch to launch. The machine runs in a
@@ -147,7 +150,7 @@ class Package:
 
 
 class _Answer:
-    result: Result | None = None
+    result: LaunchResult | None = None
     error: BaseException | None = None
 
 
@@ -169,7 +172,7 @@ def read_package(folder: Path, name: str = "", file: str = PTX) -> Package:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedKernels:
     """The kernels of a package, each for the sizes that it serves."""
 
     classes: Classes
@@ -185,11 +188,11 @@ class Served:
         return self.packages[self.classes.pick(dims.get(self.classes.by, 0))]
 
 
-def read_served(folder: Path) -> Served:
+def read_served_kernels(folder: Path) -> ServedKernels:
     """All kernels of a package that its rules use. Raises Failed as read_package does."""
     rules = read_classes(folder)
     used = dict.fromkeys(rule.kernel for rule in rules.rules)
-    return Served(rules, {name: read_package(folder / name) for name in used})
+    return ServedKernels(rules, {name: read_package(folder / name) for name in used})
 
 
 def compile_package(path: Path, name: str = "") -> Package:

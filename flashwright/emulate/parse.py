@@ -14,8 +14,8 @@ from flashwright.emulate.ptx import (
     Module,
     Operand,
     Pair,
-    Place,
     Register,
+    SourceLine,
     Symbol,
     Variable,
     Vector,
@@ -71,7 +71,7 @@ class _Scope:
 
 
 @dataclass
-class _Body:
+class _KernelBody:
     """A kernel while it is parsed."""
 
     name: str
@@ -102,8 +102,8 @@ class _Parser:
         self.target = ""
         self.variables: list[Variable] = []
         self.entries: dict[str, Entry] = {}
-        self.body: _Body | None = None
-        self.places: tuple[Place, ...] = ()
+        self.body: _KernelBody | None = None
+        self.source_lines: tuple[SourceLine, ...] = ()
         self.inlined: dict[tuple[int, int, int], tuple[int, int, int]] = {}
         self.fresh = 0
         self.section = False
@@ -150,7 +150,7 @@ class _Parser:
         if entry is None:
             raise bad(line, f"only kernels can be executed, not `{text.split('(')[0][:60]}`")
         parts = [p.strip() for p in (entry[2] or "").split(",") if p.strip()]
-        self.body = _Body(entry[1], tuple(self._variable(line, p) for p in parts))
+        self.body = _KernelBody(entry[1], tuple(self._variable(line, p) for p in parts))
 
     def _close(self, line: int) -> None:
         body = self.body
@@ -167,7 +167,7 @@ class _Parser:
             tuple(body.code),
             body.labels,
         )
-        self.body, self.places = None, ()
+        self.body, self.source_lines = None, ()
 
     def _plain(self, line: int, text: str) -> None:
         if text.startswith(".reg"):
@@ -193,12 +193,12 @@ class _Parser:
         at = (int(found[1]), int(found[2]), int(found[3]))
         if found[4]:
             self.inlined[at] = (int(found[4]), int(found[5]), int(found[6]))
-        places: list[Place] = []
+        source_lines: list[SourceLine] = []
         here: tuple[int, int, int] | None = at
-        while here is not None and len(places) < _DEPTH:
-            places.append(Place(self.files.get(here[0], ""), here[1]))
+        while here is not None and len(source_lines) < _DEPTH:
+            source_lines.append(SourceLine(self.files.get(here[0], ""), here[1]))
             here = self.inlined.get(here) if here != at or found[4] else None
-        self.places = tuple(places)
+        self.source_lines = tuple(source_lines)
 
     def _registers(self, line: int, text: str) -> None:
         found, body = _REGISTERS.match(text), self.body
@@ -263,7 +263,7 @@ class _Parser:
             raise bad(line, f"cannot read `{text[:60]}`")
         opcode, rest = found[0], text[found.end() :]
         operands = _Operands(line, rest, self._register).all()
-        return Instruction(opcode, operands, guard, line, self.places)
+        return Instruction(opcode, operands, guard, line, self.source_lines)
 
     def _register(self, name: str, negated: bool = False) -> Register:
         body = self.body

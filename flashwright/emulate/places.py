@@ -1,4 +1,4 @@
-"""Where a finding is: thread and block, and the lines of PTX, of the CUDA source and of TL."""
+"""Locates findings: thread and block, and the lines of PTX, CUDA source and TL."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CODES: Mapping[str, str] = MappingProxyType(
         "trap": "FW845",
     }
 )
-"""The code under which each kind of finding is explained."""
+"""The diagnostic code of each kind of finding."""
 _VERBS = {
     "ld": "reads",
     "ldu": "reads",
@@ -45,12 +45,12 @@ _VERBS = {
     "red": "changes",
 }
 _TYPE = re.compile(r"\.[busf](8|16|32|64|128)$")
-_NEAR = 1 << 19  # bytes up to which an address counts as beside a tensor
+_NEAR = 1 << 19  # bytes up to which an address counts as near a tensor
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Where a tensor lies in the emulated memory."""
+    """The address range of a tensor in emulated memory."""
 
     name: str
     base: int
@@ -59,24 +59,24 @@ class Extent:
 
 @dataclass(frozen=True)
 class Origin:
-    """What is known of where a kernel's PTX came from, and of its launch."""
+    """The source, TL and source map of a kernel's PTX, with the grid and tensors of its launch."""
 
     source: str = NAME
-    """The file that nvcc compiled, by its name; lines of other files are those of headers."""
+    """The name of the file that nvcc compiled; other files are headers."""
     map: SourceMap = field(default_factory=SourceMap)
     tl: str = ""
-    """The text of the TL program, for what is shown beside its lines."""
+    """The text of the TL program."""
     grid: tuple[int, ...] = ()
     tensors: tuple[Extent, ...] = ()
     shown: str = ""
-    """What to call the source, where nvcc was given it by another name."""
+    """The name of the source in messages, if nvcc compiled it under another name."""
     text: str = ""
-    """Of the source: its lines are shown where there is no TL."""
+    """The text of the source, shown if there is no TL."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """The lines of an instruction, as far as they are known."""
+class Location:
+    """The lines of an instruction in PTX, CUDA source and TL, as far as they are known."""
 
     ptx: int
     source: int | None = None
@@ -91,26 +91,25 @@ class Place:
         return ", ".join([*found, f"PTX line {self.ptx}"])
 
 
-def place(instruction: Instruction, origin: Origin) -> Place:
+def locate(instruction: Instruction, origin: Origin) -> Location:
     """The lines of an instruction.
 
-    Of the calls that it was inlined into, that line of the source counts which has a line of TL;
-    where none has, the innermost that is not in a header. A barrier or a wait belongs to the line
-    of TL before it.
+    Of the calls that it was inlined into, the first one with a line of TL counts, else the
+    innermost one outside headers. A barrier or a wait belongs to the line of TL before it.
     """
-    own = (p.line for p in instruction.places if PurePath(p.file).name == origin.source)
+    own = (p.line for p in instruction.source_lines if PurePath(p.file).name == origin.source)
     lines = [line for line in own if line > 0]  # the compiler's own additions are at line 0
     name = origin.shown or origin.source
     if not lines:
-        return Place(instruction.line, name=name, program=origin.map.tl)
+        return Location(instruction.line, name=name, program=origin.map.tl)
     line = next((one for one in lines if origin.map.tl_line(one) is not None), lines[0])
     tl = origin.map.tl_line(line)
     tl = origin.map.tl_before(line) if tl is None else tl
-    return Place(instruction.line, line, tl, name, origin.map.tl)
+    return Location(instruction.line, line, tl, name, origin.map.tl)
 
 
 def thread(finding: Finding) -> str:
-    """`thread 37 (warp 1, lane 5)`, or the warp where it is about all of it."""
+    """`thread 37 (warp 1, lane 5)`, or the warp if the finding is about all of its lanes."""
     if finding.lane < 0:
         return f"warp {finding.warp}"
     number = LANES * finding.warp + finding.lane
@@ -129,10 +128,10 @@ def block(number: int, grid: Sequence[int]) -> str:
 
 
 def diagnostics(findings: Sequence[Finding], origin: Origin) -> tuple[Diagnostic, ...]:
-    """What was found, for people: the same thing at the same line is told once, with a count.
+    """Findings as diagnostics: equal findings at one line are reported once, with a count.
 
-    One line of source is many instructions, because loops are unrolled: lines count where they
-    are known, else instructions.
+    One source line gives many instructions, because loops are unrolled. Findings are grouped by
+    line if it is known, else by instruction.
     """
     groups: dict[tuple[str, object, object], list[Finding]] = {}
     for one in findings:
@@ -142,20 +141,20 @@ def diagnostics(findings: Sequence[Finding], origin: Origin) -> tuple[Diagnostic
 
 
 def _line(instruction: Instruction, origin: Origin) -> tuple[str, int]:
-    found = place(instruction, origin)
+    found = locate(instruction, origin)
     return ("ptx", found.ptx) if found.source is None else ("source", found.source)
 
 
 def _diagnostic(group: Sequence[Finding], origin: Origin) -> Diagnostic:
     first = group[0]
-    here = place(first.instruction, origin)
+    here = locate(first.instruction, origin)
     who = f"{thread(first)} of {block(first.block, origin.grid)}"
     more = f"; at {len(group)} instructions of that line" if len(group) > 1 else ""
     text = f"{first.kind} at {here}: {who} {_told(first, origin)}{more}"
     hint = f"`{first.instruction.opcode}`"
     secondary: tuple[Label, ...] = ()
     if first.other is not None:
-        there = place(first.other, origin)
+        there = locate(first.other, origin)
         hint += f", and `{first.other.opcode}` at {there}"
         span = _span(there, origin)
         if span is not None and span != _span(here, origin):
@@ -163,8 +162,8 @@ def _diagnostic(group: Sequence[Finding], origin: Origin) -> Diagnostic:
     return Diagnostic(CODES[first.kind], text, _span(here, origin), secondary=secondary, help=hint)
 
 
-def _span(found: Place, origin: Origin) -> Span | None:
-    """Its line in TL, or in the source where there is no TL at all."""
+def _span(found: Location, origin: Origin) -> Span | None:
+    """The span of the line in TL, or in the source if there is no TL."""
     if origin.tl and found.tl is not None:
         return line_span(origin.tl, found.tl)
     if not origin.tl and origin.text and found.source is not None:
@@ -194,7 +193,7 @@ def _told(one: Finding, origin: Origin) -> str:
     count = f"{size} bytes at " if size else ""
     where = _address(one, origin)
     noun = _NOUNS.get(one.kind, "the access")
-    other = f"{noun} at {place(one.other, origin)}" if one.other else noun
+    other = f"{noun} at {locate(one.other, origin)}" if one.other else noun
     first, second = one.detail
     if one.kind == "deadlock":
         return _waits(one)
@@ -221,7 +220,7 @@ def _told(one: Finding, origin: Origin) -> str:
 
 
 def _box(one: Finding, origin: Origin) -> str:
-    """Of TMA: a box that begins where an H200 stops with an illegal instruction."""
+    """A TMA box with a start at which an H200 raises an illegal instruction."""
     axis, start = one.detail
     extents = (e.name for e in origin.tensors if e.base <= one.address < e.base + e.size)
     name = next((f"`{name}`" for name in extents), f"the tensor at {one.address:#x}")
@@ -245,7 +244,7 @@ def _missing(arrivals: int, amount: int) -> str:
 
 
 def _size(instruction: Instruction) -> int | None:
-    """How many bytes one lane moves, where the opcode says it."""
+    """The bytes that one lane moves, if the opcode says so."""
     opcode = instruction.opcode
     if opcode.startswith(("ldmatrix", "stmatrix")):
         return 16
@@ -260,7 +259,7 @@ def _size(instruction: Instruction) -> int | None:
 
 
 def _address(one: Finding, origin: Origin) -> str:
-    """An address in words: a tensor and the byte in it, or a place in shared memory."""
+    """An address in words: a byte of a tensor, or an address in shared memory."""
     opcode = one.instruction.opcode
     for extent in origin.tensors:
         if extent.base <= one.address < extent.base + extent.size:

@@ -1,7 +1,7 @@
-"""What an emulated launch did: instructions by kind, products, bytes, conflicts, by line of TL.
+"""Counts of an emulated launch by line of TL: instructions, MMA operations, bytes, conflicts.
 
-These are counts of PTX, not times. ptxas makes other instructions of the arithmetic; the products,
-the bytes, the banks and the sectors are those of the hardware.
+These are counts of PTX, not times. SASS has other arithmetic instructions; MMA operations, bytes,
+bank conflicts and sectors are those of the hardware.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashwright.emulate.emulate import COUNTS
-from flashwright.emulate.places import Origin, place
+from flashwright.emulate.places import Origin, locate
 from flashwright.emulate.ptx import Instruction
 
 Counts = NDArray[np.int64]
@@ -57,7 +57,7 @@ def kind(instruction: Instruction) -> str:
 
 
 def operations(instruction: Instruction) -> int:
-    """Multiplications and additions that one warp does with it; 0 where it is no matrix product."""
+    """Multiplications and additions of one warp; 0 if it is no MMA."""
     shape = _SHAPE.search(instruction.opcode)
     if shape is None or kind(instruction) not in ("mma", "wgmma"):
         return 0
@@ -79,16 +79,16 @@ def levels(instruction: Instruction) -> tuple[str, ...]:
 
 
 @dataclass
-class Row:
+class LineCounts:
     """The counts of one line, or of all."""
 
     line: int | None = None
     """Of TL, or of the CUDA source where there is no TL; None for what belongs to no line."""
     text: str = ""
     instructions: dict[str, int] = field(default_factory=dict)
-    """Executed by warps, by kind."""
+    """Warp instructions by kind."""
     operations: int = 0
-    """Of matrix products."""
+    """Multiplications and additions of MMAs."""
     bytes: dict[str, int] = field(default_factory=dict)
     """By LEVELS."""
     wavefronts: int = 0
@@ -104,7 +104,7 @@ class Row:
 
     @property
     def conflicts(self) -> float | None:
-        """Passes through the banks of shared memory, over those that would do; None without any."""
+        """Bank conflicts: shared-memory passes over the minimum; None without accesses."""
         return self.wavefronts / self.ideal if self.ideal else None
 
     @property
@@ -113,7 +113,7 @@ class Row:
         return self.sectors / self.requests if self.requests else None
 
     def add(self, instruction: Instruction, counts: dict[str, int]) -> None:
-        """Take in what one instruction did."""
+        """Add the counts of one instruction."""
         what = kind(instruction)
         self.instructions[what] = self.instructions.get(what, 0) + counts["executed"]
         self.operations += operations(instruction) * counts["executed"]
@@ -123,7 +123,7 @@ class Row:
             setattr(self, name, getattr(self, name) + counts[name])
 
     def record(self) -> dict[str, Any]:
-        """As plain data."""
+        """The counts as JSON-compatible data."""
         return {
             "line": self.line,
             "text": self.text,
@@ -143,14 +143,14 @@ class Row:
 class Profile:
     """All of a launch, and each line of it."""
 
-    total: Row
-    lines: tuple[Row, ...]
+    total: LineCounts
+    lines: tuple[LineCounts, ...]
     """In the order of the lines; what belongs to none comes last."""
     of: str
-    """Whose lines they are, such as `code.tl`."""
+    """The file of the lines, such as `code.tl`."""
 
     def record(self) -> dict[str, Any]:
-        """As plain data."""
+        """The counts as JSON-compatible data."""
         return {
             "of": self.of,
             "total": self.total.record(),
@@ -165,14 +165,14 @@ def profile(source: Sequence[Instruction], counts: Counts, origin: Origin) -> Pr
     """
     by_tl = bool(origin.map.lines)
     shown = (origin.tl if by_tl else origin.text).split("\n")
-    rows: dict[int | None, Row] = {}
-    total = Row()
+    rows: dict[int | None, LineCounts] = {}
+    total = LineCounts()
     for instruction, told in _executed(source, counts):
-        here = place(instruction, origin)
+        here = locate(instruction, origin)
         line = here.tl if by_tl else here.source
         if line not in rows:
             known = line is not None and line <= len(shown)
-            rows[line] = Row(line, shown[line - 1].strip() if known and line else "")
+            rows[line] = LineCounts(line, shown[line - 1].strip() if known and line else "")
         rows[line].add(instruction, told)
         total.add(instruction, told)
     ordered = sorted(rows.values(), key=lambda r: (r.line is None, r.line or 0))

@@ -58,7 +58,7 @@ Operand = Register | Immediate | Symbol | Vector | Address | Pair
 
 
 @dataclass(frozen=True)
-class Place:
+class SourceLine:
     """A line of the source that PTX was compiled from."""
 
     file: str
@@ -67,16 +67,16 @@ class Place:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction, and where it is from."""
+    """One instruction with its lines in PTX and source."""
 
     opcode: str
     operands: tuple[Operand, ...]
     guard: Register | None
-    """It is executed only where this predicate holds."""
+    """The predicate under which it is executed."""
     line: int
-    """Of the PTX."""
-    places: tuple[Place, ...] = ()
-    """In the source: the innermost line first, then the calls that it was inlined into."""
+    """The line of the PTX."""
+    source_lines: tuple[SourceLine, ...] = ()
+    """Lines of the source: the innermost first, then the calls that it was inlined into."""
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
     python -m flashwright.emulate.server LIBRARY MEMORY
 
-MEMORY is a file descriptor. First the server says, on stdout, at which address it will have that
-memory. Then it is told the size of each launch on stdin, and says how the launch ended. What the
-launch has written is found in memory.
+MEMORY is a file descriptor. The server first writes the address of its mapping to stdout. It then
+reads the size of each launch from stdin and writes its result to stdout. Outputs of the launch are
+in the shared memory.
 """
 
 from __future__ import annotations

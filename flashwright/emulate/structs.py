@@ -1,6 +1,6 @@
 """What a launch is for the machine: the structures of launch.cpp.
 
-The process that executes kernels of strangers imports this and next to nothing else (server.py).
+The process that executes untrusted kernels (server.py) imports little besides this module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Region(ctypes.Structure):
     )
 
 
-class Found(ctypes.Structure):
+class FindingRecord(ctypes.Structure):
     """One finding, as the machine writes it."""
 
     _fields_ = (
@@ -34,7 +34,7 @@ class Launch(ctypes.Structure):
     """The struct fw_launch of launch.cpp."""
 
     kept: object = None
-    """The names, which have to live as long as anybody knows their address."""
+    """Keeps the names alive as long as the struct has their address."""
     _fields_ = (
         ("names", ctypes.c_void_p),
         ("code", ctypes.c_void_p),
@@ -64,6 +64,6 @@ class Launch(ctypes.Structure):
 
 
 NUMBER = struct.Struct("<q")
-"""What the server and its caller say to each other."""
+"""The format of all messages between the server and its caller."""
 ROOM = 1 << 34
-"""Bytes of addresses that the server keeps free for launches."""
+"""Bytes of address space that the server reserves for launches."""

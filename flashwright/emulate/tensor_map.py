@@ -1,4 +1,4 @@
-"""Tensor maps for the emulator: what TMA has to know of a tensor, in 128 bytes.
+"""Tensor maps for the emulator: the 128-byte descriptor of a tensor for TMA.
 
 The driver's own encoding is opaque. This one is read by machine/tensor_map.cpp; it accepts what
 cuTensorMapEncodeTiled accepts, of what attention needs: tiled, not interleaved, every element.

@@ -21,7 +21,7 @@ def flat(operand: Operand) -> list[Operand]:
 
 
 def narrowed(operand: Immediate, size: int) -> int:
-    """Its bits in that many bytes; fp64 constants stand for fp32 ones in some places."""
+    """The operand with `size` bytes; an fp64 constant may stand for an fp32 one."""
     if operand.bits == 64 and size == 4:
         value = struct.unpack("<d", struct.pack("<Q", operand.value))[0]
         return int(struct.unpack("<I", struct.pack("<f", value))[0])
@@ -39,7 +39,7 @@ def width_of(name: str) -> int:
 
 
 def operand_width(name: str, number: int, count: int, size: int) -> int:
-    """Where an operand is not of the instruction's own type."""
+    """The width of an operand whose type is not the instruction's."""
     first = name.partition(".")[0]
     if first in ("shl", "shr") and number == 2:
         return 4

@@ -6,25 +6,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from flashwright.fuzz.draft import Draft
-from flashwright.fuzz.masks import Hidden, write_masks
-from flashwright.fuzz.plan import Plan
+from flashwright.fuzz.masks import MaskConditions, write_masks
+from flashwright.fuzz.plan import ProgramPlan
 
 RESHAPE_LONG = "(MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)"
 
 
 @dataclass
-class Body:
+class LoopBody:
     """Writes one iteration; `place` gives the coordinates of a tile of keys."""
 
     draft: Draft
-    plan: Plan
-    hidden: Hidden
+    plan: ProgramPlan
+    masks: MaskConditions
     place: Callable[[str, str], str]
-    """From a tensor and a block's name to the coordinates of a tile, without brackets."""
+    """Gives the coordinates of a tile, without brackets, for a tensor and the name of a block."""
     ahead: tuple[str, ...] = ()
-    """Tiles that are copied elsewhere: those of a prefetch."""
+    """Tensors whose tiles a prefetch copies."""
     tail: str = ""
-    """Put behind the names of shared tiles, where a second loop has its own."""
+    """A suffix for the names of shared tiles, for a second loop with its own tiles."""
     order: list[str] = field(default_factory=list)
 
     # --- copies ---------------------------------------------------------------------------
@@ -45,7 +45,7 @@ class Body:
     def copy(self, name: str, block: str) -> str:
         """One Copy from global to shared memory."""
         width = {"K": "HeadDim", "K2": self.second, "V": "VDim", "W": "VDim"}[name]
-        tile = f"({width}, BN)" if name in self.plan.turned else f"(BN, {width})"
+        tile = f"({width}, BN)" if name in self.plan.transposed else f"(BN, {width})"
         got = f" and get {name}{self.tail}" if self.tail else ""
         place = self.place(name, block)
         return f"Copy {name} {tile} in coordinate [{place}] from global to shared{got}"
@@ -60,14 +60,14 @@ class Body:
         return f"{name}{self.tail}_shared"
 
     def copies(self, block: str) -> None:
-        """All copies of an iteration; now and then in both arms of an `if`."""
+        """All copies of an iteration, sometimes in both arms of an `if`."""
         draft, c = self.draft, self.draft.c
         names = [n for n in self.loads() if n not in self.ahead]
         if names and draft.chance(0.05, "copies in both arms"):
             with draft.block(f"if {block} % 2 == 0"):
                 for name in names:
                     draft.line(self.copy(name, block))
-                draft.otherwise()
+                draft.else_arm()
                 for name in names:
                     draft.line(self.copy(name, block))
         else:
@@ -108,7 +108,7 @@ class Body:
         self.compute(block)
 
     def compute(self, block: str, between: Callable[[], None] | None = None) -> None:
-        """All but the first copies; `between` comes behind the scores, as a prefetch does."""
+        """An iteration without its copies; `between` writes a prefetch after the scores."""
         plan, draft = self.plan, self.draft
         self._moves()
         for stream, tile in enumerate(plan.scores()):
@@ -146,16 +146,16 @@ class Body:
         if plan.shared_kv:
             return self._k()
         tile = "Vx_shared" if plan.move_v and "V" not in self.ahead else self.tile("V")
-        return f"{tile}.T" if "V" in plan.turned else tile
+        return f"{tile}.T" if "V" in plan.transposed else tile
 
     def _gemm(self, stream: int, tile: str) -> None:
         plan, draft = self.plan, self.draft
         q = "Q_shared" if plan.q_space == "shared" else "Q_register"
-        q += ".T" if "Q" in plan.turned else ""
+        q += ".T" if "Q" in plan.transposed else ""
         if stream == 1:
             draft.line(f"Compute GEMM Q2_shared, {self.tile('K2')}.T and get {tile}")
             return
-        turn = "" if "K" in plan.turned else ".T"
+        turn = "" if "K" in plan.transposed else ".T"
         draft.line(f"Compute GEMM {q}, {self._k()}{turn} and get {tile}")
         if plan.parts == 2:
             draft.line(f"Compute GEMM Q2_shared, {self.tile('K2')}.T and accumulate {tile}")
@@ -174,7 +174,7 @@ class Body:
         for text in lines:
             draft.line(f"Compute {text} and get new {tile}")
         self._extras(tile, block)
-        write_masks(draft, plan, self.hidden, tile, block)
+        write_masks(draft, plan, self.masks, tile, block)
         if plan.scale == "after the mask":
             draft.line(f"Compute {tile} * Scale and get new {tile}")
 
@@ -197,7 +197,7 @@ class Body:
             with draft.block(f"if {test}"):
                 draft.line(f"Compute {tile} * 0.75 and get new {tile}")
                 if draft.chance(0.4, "else arm"):
-                    draft.otherwise()
+                    draft.else_arm()
                     draft.line(f"Compute {tile} + 0.25 and get new {tile}")
 
     # --- weights --------------------------------------------------------------------------

@@ -1,8 +1,7 @@
-"""Many seeds: chunks of programs in processes of their own, one line of JSON for each program.
+"""Runs many seeds: chunks of programs in separate processes, one line of JSON for each program.
 
-The record is also what a campaign resumes from: seeds that are in it are not run again. A process
-that dies takes one program with it, which is recorded as a crash; the rest of its chunk goes on in
-a new process.
+A campaign resumes from its record: seeds that are in it are not run again. If a process dies, the
+program it ran is recorded as a crash, and a new process runs the rest of the chunk.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from flashwright.fuzz.case import Case
+from flashwright.fuzz.case import FuzzCase
 from flashwright.fuzz.generate import generate
 from flashwright.fuzz.oracle import (
     FAILURES,
-    Outcome,
     Prepared,
+    ProgramOutcome,
     assembled,
     compare,
     compiled,
@@ -41,7 +40,7 @@ Tell = Callable[[dict[str, Any]], None]
 
 @dataclass
 class Campaign:
-    """Which programs are run, and where the record goes."""
+    """A set of programs to run, and the folder of the record."""
 
     seeds: Sequence[int]
     out: Path
@@ -49,11 +48,11 @@ class Campaign:
     jobs: int = 1
     chunk: int = CHUNK
     seconds: float | None = None
-    """After so many seconds no new chunk is begun."""
+    """No chunk starts after this many seconds."""
     _running: list[tuple[Any, Connection, list[int], float]] = field(default_factory=list)
 
     def run(self, tell: Tell) -> None:
-        """Run all seeds that the record does not have; `tell` gets each line of it."""
+        """Run all seeds that are not in the record; `tell` is called with each new line."""
         self.out.mkdir(parents=True, exist_ok=True)
         done = {line["seed"] for line in read(self.out)}
         left = [s for s in self.seeds if s not in done]
@@ -88,7 +87,7 @@ class Campaign:
         self._running.append((process, here, list(seeds), time.monotonic() + LIMIT))
 
     def _collect(self, note: Tell) -> list[list[int]]:
-        """Take what has been reported; the chunks that have to be begun again."""
+        """Take the reported lines. Returns the rest of each chunk whose process died."""
         again: list[list[int]] = []
         wait([pipe for _, pipe, *_ in self._running], timeout=1.0)
         for entry in list(self._running):
@@ -112,13 +111,13 @@ class Campaign:
                 if seeds:  # it died on the first of them
                     text = f"the process ended with exit code {process.exitcode}"
                     lost = generate(seeds[0], self.gpus)
-                    note(line_of(lost, Outcome("crash", text, "process")))
+                    note(line_of(lost, ProgramOutcome("crash", text, "process")))
                     again += [seeds[1:]] if seeds[1:] else []
         return again
 
 
 def _work(pipe: Connection, seeds: Sequence[int], gpus: tuple[str, ...]) -> None:
-    """One chunk; every program's line goes into the pipe as soon as it is known."""
+    """Run one chunk in this process; every line goes into the pipe as soon as it is known."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     for line in run_chunk(seeds, gpus):
         pipe.send(line)
@@ -140,7 +139,7 @@ def run_chunk(seeds: Sequence[int], gpus: tuple[str, ...]) -> Iterator[dict[str,
         begun = time.monotonic()
         case = generate(seed, gpus)
         step = prepare(case)
-        if isinstance(step, Outcome):
+        if isinstance(step, ProgramOutcome):
             yield line_of(case, step, time.monotonic() - begun)
         else:
             ready.append((step, time.monotonic() - begun))
@@ -151,13 +150,13 @@ def run_chunk(seeds: Sequence[int], gpus: tuple[str, ...]) -> Iterator[dict[str,
         share = (time.monotonic() - begun) / len(group)
         for (prepared, before), ptx in zip(group, made, strict=True):
             begun = time.monotonic()
-            outcome = ptx if isinstance(ptx, Outcome) else compare(prepared, ptx)
+            outcome = ptx if isinstance(ptx, ProgramOutcome) else compare(prepared, ptx)
             if outcome.kind == "agree" and prepared.case.seed % ASSEMBLED == 0:
                 outcome = assembled(prepared)
             yield line_of(prepared.case, outcome, before + share + time.monotonic() - begun)
 
 
-def line_of(case: Case, outcome: Outcome, seconds: float = 0.0) -> dict[str, Any]:
+def line_of(case: FuzzCase, outcome: ProgramOutcome, seconds: float = 0.0) -> dict[str, Any]:
     """A line of the record."""
     return {
         "seed": case.seed,

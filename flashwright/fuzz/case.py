@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Case:
+class FuzzCase:
     """A program for one GPU with its problems."""
 
     gpu: str
@@ -22,12 +22,12 @@ class Case:
     spread: float = 1.0
     """Standard deviation of Q: scores then spread by about 1.5."""
     tags: tuple[str, ...] = ()
-    """What the generator chose, for the count of what was covered."""
+    """The features that the generator chose, for the coverage counts."""
     choices: tuple[int, ...] = field(default=(), repr=False)
     spoilt: bool = False
-    """Whether the text was edited to be just illegal."""
+    """Whether the text was edited to be slightly invalid (spoil.py)."""
     sparing: bool = False
-    """Whether to take the translation that needs fewer registers."""
+    """Whether to use the sparing translation, which needs fewer registers."""
 
     def settings(self) -> dict[str, Any]:
         """All but the text, as plain data."""
@@ -44,7 +44,7 @@ class Case:
         }
 
 
-def save(case: Case, path: Path, comment: str) -> None:
+def save(case: FuzzCase, path: Path, comment: str) -> None:
     """Write the program with a comment as its first line, and its settings as JSON beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"// {comment}\n{case.text}", encoding="utf-8")
@@ -52,11 +52,11 @@ def save(case: Case, path: Path, comment: str) -> None:
     path.with_suffix(".json").write_text(settings, encoding="utf-8")
 
 
-def load(path: Path) -> Case:
+def load(path: Path) -> FuzzCase:
     """Read a case that `save` wrote, without its comment."""
     known = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
     problems = tuple(known.pop("problems"))
     tags, choices = tuple(known.pop("tags")), tuple(known.pop("choices"))
     first, _, rest = path.read_text(encoding="utf-8").partition("\n")
     text = rest if first.startswith("//") else f"{first}\n{rest}"
-    return Case(text=text, problems=problems, tags=tags, choices=choices, **known)
+    return FuzzCase(text=text, problems=problems, tags=tags, choices=choices, **known)

@@ -27,7 +27,7 @@ class Choices:
 
     @contextmanager
     def stream(self, seed: int) -> Iterator[None]:
-        """Draw from another seed meanwhile: programs that share it draw the same here."""
+        """Draw from another seed inside the block: programs that share it draw the same there."""
         before = self._random
         if before is not None:
             self._random = random.Random(seed)

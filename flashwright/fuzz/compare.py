@@ -1,4 +1,4 @@
-"""Whether a kernel's outputs are the interpreter's, up to what rounding explains."""
+"""Compares a kernel's outputs with the interpreter's, up to rounding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 FACTOR = 8.0
-"""So many times the largest movement seen in a row is explained by rounding."""
+"""The tolerance, as a multiple of the largest movement in a row of perturbed runs."""
 _UNIT = {
     "fp16": 2.0**-10,
     "bf16": 2.0**-7,
@@ -24,7 +24,7 @@ _LEAST = 1e-6
 
 
 def difference(found: Array, expected: Array, moved: Sequence[Array], dtype: str) -> str | None:
-    """What is wrong with an output, or None; `moved` are outputs of disturbed runs."""
+    """What is wrong with an output, or None; `moved` are the outputs of perturbed runs."""
     got, want = (np.asarray(x, np.float64) for x in (found, expected))
     if got.shape != want.shape:
         return f"shape {got.shape}, not {want.shape}"
@@ -32,7 +32,7 @@ def difference(found: Array, expected: Array, moved: Sequence[Array], dtype: str
         noise = np.max([np.abs(np.asarray(m, np.float64) - want) for m in moved], axis=0)
         steady = np.isfinite(noise)
         noise = np.where(steady, noise, 0.0)
-        # A row's weights are rounded together: one element may have been lucky.
+        # A row's weights are rounded together: one element may not have moved by chance.
         row = noise.max(axis=-1, keepdims=True) if noise.ndim and noise.size else noise
         limit = (
             FACTOR * row + 1.01 * _UNIT[dtype] * np.abs(want) + (1 if dtype == "int32" else _LEAST)

@@ -1,8 +1,7 @@
 """Many kernels in one translation unit: the headers, which take seconds, are read once.
 
-Each kernel is in a namespace of its own and its entry has a number. `#line` gives every kernel the
-name of a file, so that a complaint of nvcc names the kernels at fault; these are taken out and the
-rest is compiled again.
+Each kernel has its own namespace and a numbered entry. `#line` gives every kernel a file name, so
+that an error of nvcc names the kernels at fault; these are removed and the rest is compiled again.
 """
 
 from __future__ import annotations
@@ -34,42 +33,44 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A kernel that nvcc does not compile, and what it says."""
+class CompileFailure:
+    """A kernel that nvcc rejects, and its message."""
 
     message: str
 
 
 def compile_many(
     sources: Sequence[Source], toolchain: Toolchain | None = None
-) -> list[str | Refused]:
-    """The PTX of each kernel, with its entry named as in its source, or why there is none."""
+) -> list[str | CompileFailure]:
+    """The PTX of each kernel with its original entry name, or its CompileFailure."""
     tools = toolchain or find()
-    found: dict[int, str | Refused] = {}
+    found: dict[int, str | CompileFailure] = {}
     for arch in dict.fromkeys(s.arch for s in sources):
         group = {n: s for n, s in enumerate(sources) if s.arch == arch}
         found |= _compiled(group, arch, tools)
     return [found[n] for n in range(len(sources))]
 
 
-def _compiled(group: Mapping[int, Source], arch: str, tools: Toolchain) -> dict[int, str | Refused]:
-    found: dict[int, str | Refused] = {}
+def _compiled(
+    group: Mapping[int, Source], arch: str, tools: Toolchain
+) -> dict[int, str | CompileFailure]:
+    found: dict[int, str | CompileFailure] = {}
     left = dict(group)
     while left:
         code, log, ptx = _nvcc(_unit(left), arch, tools)
         if code == 0:
-            return found | _parted(ptx, left)
+            return found | _split_modules(ptx, left)
         blamed = {int(n) for n in _FILE.findall(log)} & set(left)
         if not blamed and len(left) == 1:
             blamed = set(left)
-        if not blamed:  # the compiler itself fell over: find the one that it cannot take
+        if not blamed:  # the compiler crashed: find the kernel that causes it
             half = len(left) // 2
             names = list(left)
             for part in (names[:half], names[half:]):
                 found |= _compiled({n: left[n] for n in part}, arch, tools)
             return found
         for number in blamed:
-            found[number] = Refused(_complaint(log, number))
+            found[number] = CompileFailure(_complaint(log, number))
             del left[number]
     return found
 
@@ -99,13 +100,13 @@ def _nvcc(text: str, arch: str, tools: Toolchain) -> tuple[int, str, str]:
         return code, log, made.read_text() if code == 0 else ""
 
 
-def _parted(ptx: str, group: Mapping[int, Source]) -> dict[int, str | Refused]:
+def _split_modules(ptx: str, group: Mapping[int, Source]) -> dict[int, str | CompileFailure]:
     """The PTX of a unit, cut into modules of one kernel each."""
     starts = list(_ENTRY.finditer(ptx))
     head = ptx[: starts[0].start()]
     ends = [*(m.start() for m in starts[1:]), len(ptx)]
     by_name = {m[1]: ptx[m.start() : end] for m, end in zip(starts, ends, strict=True)}
-    found: dict[int, str | Refused] = {}
+    found: dict[int, str | CompileFailure] = {}
     for number, source in group.items():
         text = by_name[f"{source.entry}_{number}"]
         found[number] = head + text.replace(f"{source.entry}_{number}", source.entry, 1)

@@ -1,4 +1,4 @@
-"""A TL program while it is being written: declarations and statements, each in its place."""
+"""A TL program under construction: declarations and statements."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ class Draft:
         self._depth = 0
 
     def tag(self, *names: str) -> None:
-        """Note what was chosen."""
+        """Record features that were chosen."""
         self.tags.update(names)
 
     def chance(self, probability: float, tag: str) -> bool:
-        """Choose a feature with this probability, and note it where it was chosen."""
+        """Choose a feature with this probability; record the tag if it is chosen."""
         chosen = self.c.chance(probability)
         if chosen:
             self.tag(tag)
         return chosen
 
     def line(self, text: str) -> None:
-        """Add a statement at the present depth."""
+        """Add a statement at the current depth."""
         self.lines.append("  " * self._depth + text)
 
     @contextmanager
     def block(self, head: str) -> Iterator[None]:
-        """Statements inside `for` or `if`; the end is written behind them."""
+        """A block of statements in `for` or `if`; its end is added automatically."""
         self.line(head)
         self._depth += 1
         yield
         self._depth -= 1
         self.line("end")
 
-    def otherwise(self) -> None:
-        """Go on in the `else` arm of the present `if`."""
+    def else_arm(self) -> None:
+        """Continue in the `else` arm of the current `if`."""
         self._depth -= 1
         self.line("else")
         self._depth += 1
@@ -75,7 +75,7 @@ class Draft:
 
     @staticmethod
     def _needed(lines: list[str], rest: str, always: set[str] | None = None) -> list[str]:
-        """The definitions that something behind them uses."""
+        """The definitions that a later line uses."""
         kept: list[str] = []
         for line in reversed(lines):
             name = line.split()[1]

@@ -5,24 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from flashwright.fuzz.body import Body
-from flashwright.fuzz.case import Case
+from flashwright.fuzz.body import LoopBody
+from flashwright.fuzz.case import FuzzCase
 from flashwright.fuzz.choices import Choices
 from flashwright.fuzz.draft import Draft
 from flashwright.fuzz.inputs import KINDS
 from flashwright.fuzz.loops import write_loop
 from flashwright.fuzz.masks import choose_masks
-from flashwright.fuzz.plan import Plan, choose_plan
+from flashwright.fuzz.plan import ProgramPlan, choose_plan
 from flashwright.fuzz.sizes import GPUS, choose_gpu, choose_sizes, problems
 from flashwright.fuzz.spoil import spoil
 
 ALIKE = 32  # programs of so many seeds in a row have one GPU and one set of tiles
-SPOILT = 0.1  # of the programs are edited to be just illegal
+SPOILT = 0.1  # share of programs that are edited to be slightly invalid
 _OTHER = {"fp16": "bf16", "bf16": "fp16"}
 _SWITCHES = ("Overlap", "PingPong", "SplitMasked", "Persistent")
 
 
-def generate(seed: int, gpus: tuple[str, ...] = GPUS, choices: Sequence[int] | None = None) -> Case:
+def generate(
+    seed: int, gpus: tuple[str, ...] = GPUS, choices: Sequence[int] | None = None
+) -> FuzzCase:
     """The program of a seed, or of a recorded list of choices."""
     c = Choices(seed, choices)
     draft = Draft(c)
@@ -32,7 +34,7 @@ def generate(seed: int, gpus: tuple[str, ...] = GPUS, choices: Sequence[int] | N
         sizes = choose_sizes(draft, gpu)
     spoilt = c.chance(SPOILT)
     plan = choose_plan(draft, sizes)
-    _Program(draft, plan).write()
+    _ProgramWriter(draft, plan).write()
     given = problems(draft, sizes, plan.group, plan.paged)
     kind = c.weighted(list(zip(KINDS, (55, 15, 12, 8, 10), strict=True)))
     sparing = draft.chance(0.08, "sparing")
@@ -41,7 +43,7 @@ def generate(seed: int, gpus: tuple[str, ...] = GPUS, choices: Sequence[int] | N
     if spoilt:
         text, how = spoil(c, text)
         draft.tag("spoilt", f"spoilt:{how}")
-    return Case(
+    return FuzzCase(
         gpu=gpu,
         text=text,
         problems=given,
@@ -55,7 +57,7 @@ def generate(seed: int, gpus: tuple[str, ...] = GPUS, choices: Sequence[int] | N
     )
 
 
-def _spread(plan: Plan) -> float:
+def _spread(plan: ProgramPlan) -> float:
     """The standard deviation of Q with which scores spread by about 1.5."""
     scaled = plan.scale != "none" or plan.q_space == "prescaled"
     both = 2 if plan.scale != "none" and plan.q_space == "prescaled" else 1
@@ -63,20 +65,20 @@ def _spread(plan: Plan) -> float:
     return 1.5 * (depth if both == 2 else 1.0) if scaled else 1.5 / depth
 
 
-class _Program:
-    """Writes the parts of a program around its loop."""
+class _ProgramWriter:
+    """Writes a program: everything around the loop; LoopBody writes the loop's body."""
 
-    def __init__(self, draft: Draft, plan: Plan) -> None:
+    def __init__(self, draft: Draft, plan: ProgramPlan) -> None:
         self.draft, self.plan, self.c = draft, plan, draft.c
 
     def write(self) -> None:
         draft, plan = self.draft, self.plan
         self._params()
         self._grid()
-        hidden = choose_masks(draft, plan)
+        masks = choose_masks(draft, plan)
         self._tensors()
         self._tiles()
-        body = Body(draft, plan, hidden, self._place)
+        body = LoopBody(draft, plan, masks, self._place)
         if plan.loop == "nested queries":
             with draft.block("for t = 0:min(2, ceil(q_len / BM) - 2 * pair_idx)"):
                 draft.line("let block_idx = 2 * pair_idx + t")
@@ -85,7 +87,7 @@ class _Program:
             self._around(body)
         self._stages()
 
-    def _around(self, body: Body) -> None:
+    def _around(self, body: LoopBody) -> None:
         if self.plan.lengths:
             self.draft.line("let Length = Lengths[batch_idx]")
         self._prologue()
@@ -141,8 +143,8 @@ class _Program:
             return f"(H: {heads}, B: batch, L: {length}, D: {width})"
         return f"(batch, {heads}, {length}, {width})"
 
-    def _turned(self, width: str, heads: str, length: str = "kv_len") -> str:
-        """Positions as the last axis; with the letter E the caller's memory lies so, too."""
+    def _transposed_shape(self, width: str, heads: str, length: str = "kv_len") -> str:
+        """A shape with positions as the last axis; the letter E means the same order in memory."""
         letter = self.c.pick(["E", "D"])
         if not self.plan.batched:
             return f"(H: {heads}, {letter}: {width}, L: {length})"
@@ -160,12 +162,12 @@ class _Program:
         tensors = draft.tensors
         for name, width in (("Q", "HeadDim"), ("Q2", second)):
             tensors[name] = f"{self._queries('q_len', width)} as {kind}"
-        if "Q" in plan.turned:
-            tensors["Q"] = f"{self._turned('HeadDim', plan.heads, 'q_len')} as {kind}"
+        if "Q" in plan.transposed:
+            tensors["Q"] = f"{self._transposed_shape('HeadDim', plan.heads, 'q_len')} as {kind}"
         for name, width in (("K", "HeadDim"), ("K2", second), ("V", "VDim"), ("W", "VDim")):
             shape = self._shape("kv_len", width, kv)
-            if name in plan.turned:
-                shape = self._turned(width, kv)
+            if name in plan.transposed:
+                shape = self._transposed_shape(width, kv)
             if plan.paged:
                 shape = f"(P: pages, H: {kv}, L: BN, D: {width})"
             tensors[name] = f"{shape} as {kind}"
@@ -173,7 +175,7 @@ class _Program:
             name = self.c.pick(["Q", "K", "V"])
             tensors[name] = tensors[name].replace(f"as {kind}", f"as {_OTHER[kind]}")
             rows, width = ("BM" if name == "Q" else "BN"), ("VDim" if name == "V" else "HeadDim")
-            if name not in plan.turned:
+            if name not in plan.transposed:
                 draft.shared[name] = f"({rows}, {width}) as {kind}"
         if plan.view:
             sizes = ["kv_len * HeadDim", "(kv_len + 8) * HeadDim", "(kv_len * HeadDim + 3)"]
@@ -220,14 +222,14 @@ class _Program:
             tiles["Q"] = f"(BM, HeadDim) as {plan.sizes.dtype}"
 
     def _stages(self) -> None:
-        """Stages for the shared tiles, each by its own chance."""
+        """Stages of the shared tiles, drawn for each tile."""
         draft, plan = self.draft, self.plan
         widths = {"Q": "(BM, HeadDim)", "K": "(BN, HeadDim)", "V": "(BN, VDim)", "W": "(BN, VDim)"}
-        if "Q" in plan.turned:
+        if "Q" in plan.transposed:
             widths["Q"] = "(HeadDim, BM)"
-        if "V" in plan.turned:
+        if "V" in plan.transposed:
             widths["V"] = "(VDim, BN)"
-        if "K" in plan.turned:
+        if "K" in plan.transposed:
             widths["K"] = "(HeadDim, BN)"
         for name, shape in widths.items():
             stages = self.c.weighted([(1, 66), (2, 24), (3, 10)])
@@ -238,7 +240,7 @@ class _Program:
     # --- coordinates ----------------------------------------------------------------------
 
     def _place(self, name: str, block: str) -> str:
-        """Where a tile of keys lies."""
+        """The coordinates of a tile of keys."""
         plan = self.plan
         head = "kv_head" if plan.group > 1 else "head_idx"
         if plan.paged:
@@ -265,7 +267,7 @@ class _Program:
         if plan.q_space == "loaded":
             lines.append([f"Copy Q (BM, HeadDim) in coordinate [{place}] from global to register"])
         else:
-            tile = "(HeadDim, BM)" if "Q" in plan.turned else "(BM, HeadDim)"
+            tile = "(HeadDim, BM)" if "Q" in plan.transposed else "(BM, HeadDim)"
             copy = f"Copy Q {tile} in coordinate [{place}] from global to shared"
             lines.append(
                 [f"if {self.c.pick(['block_idx >= 0', 'q_len > 0'])}", f"  {copy}", "end"]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashwright.fuzz.case import Case
+from flashwright.fuzz.case import FuzzCase
 from flashwright.lower.launch_plan import LaunchPlan, PlanTensor
 from flashwright.semantics.interpret import NUMPY_DTYPES
 
@@ -24,7 +24,7 @@ _DOCUMENT = 24  # positions of a document, on average
 
 
 def make_inputs(
-    case: Case, plan: LaunchPlan, shapes: Mapping[str, tuple[int, ...]], dims: Mapping[str, int]
+    case: FuzzCase, plan: LaunchPlan, shapes: Mapping[str, tuple[int, ...]], dims: Mapping[str, int]
 ) -> dict[str, Array]:
     """Every tensor that the kernel reads, in the caller's order of axes, in its element type."""
     made = {}
@@ -37,7 +37,7 @@ def make_inputs(
 
 
 def _values(
-    case: Case,
+    case: FuzzCase,
     tensor: PlanTensor,
     shape: tuple[int, ...],
     dims: Mapping[str, int],
@@ -61,8 +61,8 @@ def _values(
     return _scored(case, name, shape, rng)
 
 
-def _scored(case: Case, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
-    """Q and K: what the scores are made of."""
+def _scored(case: FuzzCase, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    """Values of Q and K, which determine the scores."""
     spread = case.spread if name.startswith("Q") else 1.0
     if case.inputs == "whole":
         unit = 2.0 ** np.round(np.log2(spread)) if spread < 1 else 1.0

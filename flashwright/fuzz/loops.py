@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashwright.fuzz.body import Body
+from flashwright.fuzz.body import LoopBody
 from flashwright.fuzz.draft import Draft
-from flashwright.fuzz.plan import Plan
+from flashwright.fuzz.plan import ProgramPlan
 
 
-def write_loop(draft: Draft, plan: Plan, body: Body) -> None:
-    """The loop that the plan asks for."""
-    low, high = body.hidden.low, body.hidden.high
+def write_loop(draft: Draft, plan: ProgramPlan, body: LoopBody) -> None:
+    """Write the loop of the plan's kind."""
+    low, high = body.masks.low, body.masks.high
     writers = {
         "plain": _plain,
         "let": _let,
@@ -29,13 +29,13 @@ def write_loop(draft: Draft, plan: Plan, body: Body) -> None:
     writers[plan.loop](draft, body, low, high)
 
 
-def _plain(draft: Draft, body: Body, low: str, high: str) -> None:
+def _plain(draft: Draft, body: LoopBody, low: str, high: str) -> None:
     with draft.block(f"for i = {low}:{high}"):
         body.write("i")
 
 
-def _let(draft: Draft, body: Body, low: str, high: str) -> None:
-    """The block goes by another name."""
+def _let(draft: Draft, body: LoopBody, low: str, high: str) -> None:
+    """Name the block by a `let`."""
     c = draft.c
     if c.chance(0.3):
         draft.tag("let bounds")
@@ -51,7 +51,7 @@ def _let(draft: Draft, body: Body, low: str, high: str) -> None:
             body.write("place")
 
 
-def _split(draft: Draft, body: Body, low: str, high: str) -> None:
+def _split(draft: Draft, body: LoopBody, low: str, high: str) -> None:
     """Two loops in a row: the first half of the blocks, then the rest."""
     c = draft.c
     draft.line(f"let First = {low}")
@@ -73,7 +73,7 @@ def _bounds(draft: Draft, low: str, high: str) -> None:
     draft.line(f"let Last = {high}")
 
 
-def _prefetch(draft: Draft, body: Body, low: str, high: str) -> None:
+def _prefetch(draft: Draft, body: LoopBody, low: str, high: str) -> None:
     """K of the next block is copied behind the scores of this one."""
     _bounds(draft, low, high)
     ahead = replace(body, ahead=("K",))
@@ -91,7 +91,7 @@ def _prefetch(draft: Draft, body: Body, low: str, high: str) -> None:
             between()
 
 
-def _prefetch_where(draft: Draft, body: Body, low: str, high: str) -> None:
+def _prefetch_where(draft: Draft, body: LoopBody, low: str, high: str) -> None:
     """A prefetch without a branch: the last one fetches the first block again."""
     draft.line(f"let First = {low}")
     draft.line(f"let Last = max(First + 1, ceil({high}))")
@@ -105,7 +105,7 @@ def _prefetch_where(draft: Draft, body: Body, low: str, high: str) -> None:
             draft.line(line)
 
 
-def _unrolled(draft: Draft, body: Body, low: str, high: str) -> None:
+def _unrolled(draft: Draft, body: LoopBody, low: str, high: str) -> None:
     """Two blocks in an iteration, the second one under an `if`."""
     _bounds(draft, low, high)
     again = replace(body, tail="b", order=[]) if draft.chance(0.4, "tiles of its own") else body
@@ -119,7 +119,7 @@ def _unrolled(draft: Draft, body: Body, low: str, high: str) -> None:
                 again.write("(First + 2 * j + 1)")
 
 
-def _reversed(draft: Draft, body: Body, low: str, high: str) -> None:
+def _reversed(draft: Draft, body: LoopBody, low: str, high: str) -> None:
     """The last block first."""
     draft.line(f"let First = {low}")
     draft.line(f"let Last = ceil({high})")
@@ -131,7 +131,7 @@ def _reversed(draft: Draft, body: Body, low: str, high: str) -> None:
             body.write("(First + Last - 1 - i)")
 
 
-def _peeled(draft: Draft, body: Body, low: str, high: str) -> None:
+def _peeled(draft: Draft, body: LoopBody, low: str, high: str) -> None:
     """The first block before the loop."""
     _bounds(draft, low, high)
     again = replace(body, tail="b", order=[]) if draft.chance(0.4, "tiles of its own") else body
@@ -141,7 +141,7 @@ def _peeled(draft: Draft, body: Body, low: str, high: str) -> None:
         again.write("i")
 
 
-def _nested(draft: Draft, body: Body, low: str, high: str) -> None:
+def _nested(draft: Draft, body: LoopBody, low: str, high: str) -> None:
     """Groups of two blocks."""
     _bounds(draft, low, high)
     with (
@@ -151,22 +151,22 @@ def _nested(draft: Draft, body: Body, low: str, high: str) -> None:
         body.write("i")
 
 
-def _skipped(draft: Draft, body: Body, low: str, high: str) -> None:
+def _skipped(draft: Draft, body: LoopBody, low: str, high: str) -> None:
     """Blocks past the ends are left out by an `if`."""
     _bounds(draft, low, high)
     with draft.block("for i = 0:kv_len / BN"), draft.block("if i >= First and i < Last"):
         body.write("i")
 
 
-def _sink(draft: Draft, body: Body, low: str, high: str) -> None:
-    """K and V in both arms of an `if`, at places that the arms name differently."""
+def _sink(draft: Draft, body: LoopBody, low: str, high: str) -> None:
+    """Copy K and V in both arms of an `if`, with different expressions for the coordinates."""
     _bounds(draft, low, high)
     with draft.block("for i = First:Last"):
         names = body.loads()
         with draft.block("if i < First + 1"):
             for name in names:
                 draft.line(body.copy(name, "First"))
-            draft.otherwise()
+            draft.else_arm()
             for name in names:
                 draft.line(body.copy(name, "i"))
         rest = replace(body, ahead=tuple(names))

@@ -1,24 +1,24 @@
-"""Conditions for Mask: the ragged end, and what else may hide a key."""
+"""Conditions for Mask: the ragged end of the keys, causal masks, windows and random ones."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from flashwright.fuzz.draft import Draft
-from flashwright.fuzz.plan import Plan
+from flashwright.fuzz.plan import ProgramPlan
 
 
 @dataclass(frozen=True)
-class Hidden:
-    """The masks of a program: conditions, and how far the loop has to go for them."""
+class MaskConditions:
+    """The mask conditions of a program, and the loop bounds that they need."""
 
     conditions: tuple[str, ...]
     low: str
     high: str
 
 
-def choose_masks(draft: Draft, plan: Plan) -> Hidden:
-    """Conditions on q_idx and on the key's place, and the loop's bounds."""
+def choose_masks(draft: Draft, plan: ProgramPlan) -> MaskConditions:
+    """Draw conditions on q_idx and the key's position, and the bounds of the loop."""
     c = draft.c
     key = "kv_idx"
     if plan.paged:
@@ -66,11 +66,11 @@ def choose_masks(draft: Draft, plan: Plan) -> Hidden:
         plan.extras.append("documents")
     if c.chance(0.08):
         found.append(_odd(draft, key, shift))
-    return Hidden(tuple(c.shuffled(found)), low, high)
+    return MaskConditions(tuple(c.shuffled(found)), low, high)
 
 
 def _full(draft: Draft) -> str:
-    """The end of a loop over all keys, spelt in some way."""
+    """The end of a loop over all keys, in one of several spellings."""
     return draft.c.pick(
         [
             *("kv_len / BN", "ceil(kv_len / BN)", "floor((kv_len + BN - 1) / BN)"),
@@ -86,7 +86,7 @@ def _short(draft: Draft, end: str) -> str:
 
 
 def _odd(draft: Draft, key: str, shift: str) -> str:
-    """A condition that no attention has: every part of the mask expressions gets its turn."""
+    """An unusual condition, to cover every part of the mask expressions."""
     options = [
         ("modulo", f"({key} + q_idx) % 3 != 0"),
         ("modulo", f"{key} % 5 < 3"),
@@ -112,14 +112,16 @@ def _odd(draft: Draft, key: str, shift: str) -> str:
     return text
 
 
-def write_masks(draft: Draft, plan: Plan, hidden: Hidden, tile: str, block: str) -> None:
+def write_masks(
+    draft: Draft, plan: ProgramPlan, masks: MaskConditions, tile: str, block: str
+) -> None:
     """Mask statements for a tile: one with all conditions, or several."""
     c = draft.c
-    conditions = [text.replace("{block}", block) for text in hidden.conditions]
+    conditions = [text.replace("{block}", block) for text in masks.conditions]
     tail = "kv_idx < kv_len" if "kv_idx < kv_len" in conditions else None
     form = c.weighted([("one", 70), ("several", 20), ("guarded", 10)])
     shift = "kv_len - q_len"
-    whole = hidden.low == "0" and "block_idx" not in hidden.high  # what a let hides is not seen
+    whole = masks.low == "0" and "block_idx" not in masks.high  # the check cannot see through a let
     if tail and whole and any(shift in t for t in conditions) and draft.chance(0.3, "let in mask"):
         name = f"edge{len(draft.lines)}"
         draft.line(f"let {name} = {shift}")

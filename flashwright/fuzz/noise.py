@@ -1,9 +1,9 @@
-"""How far rounding may move a program's outputs: the interpreter with every operation disturbed.
+"""How far rounding may move a program's outputs: the interpreter with perturbed operations.
 
 A kernel sums in another order, folds constants into one factor and takes 2^x for e^x. Its results
 differ from the interpreter's in the last bits, and where such a value is rounded to 16 bits, by
 one unit there. How much that matters depends on the program, so it is measured: the interpreter
-runs again with each result disturbed a little, and the outputs' movement is the unit of tolerance.
+runs again with each result slightly perturbed, and the outputs' movement is the unit of tolerance.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from flashwright.semantics.machine import Machine
 from flashwright.semantics.state import Region
 
 RELATIVE = 2.0**-17
-"""Of a disturbed result; fp32's own rounding, times the size of an exponent."""
+"""The relative error of a result: the rounding of fp32, times the size of an exponent."""
 ABSOLUTE = 1e-6  # of functions whose error is absolute
 GEMM = 2.0**-20  # of the sum of all products' sizes
 GEMM_FP8 = 2.0**-11  # wgmma adds products of fp8 with 13 bits
 ROUNDED = {"fp16": 2.0**-11, "bf16": 2.0**-8, "e4m3": 2.0**-4, "e5m2": 2.0**-3}
-"""Of a value before it is rounded: its last bit may come out either way."""
+"""The relative error of a value before it is rounded: its last bit may go either way."""
 _FUNCTIONS = frozenset({"exp", "exp2", "log", "log2", "sqrt", "tanh", "sigmoid", "/"})
 
 
-class Disturbed(NumPy):
+class PerturbedArithmetic(NumPy):
     """The interpreter's arithmetic with a small random error in every result."""
 
     def __init__(
@@ -85,12 +85,12 @@ class Disturbed(NumPy):
         self._storing = False
 
 
-def disturbed(
+def perturbed(
     program: Program, inputs: Mapping[str, Array], dims: Mapping[str, int], seed: int
 ) -> dict[str, Array]:
-    """The outputs of a run with errors, in fp32 and not rounded; Failed as interpret says."""
+    """The outputs of a perturbed run, in fp32 and not rounded. Raises Failed as interpret does."""
     sizes = bind(program, inputs, dims)
-    numbers = Disturbed(program, inputs, sizes, seed)
+    numbers = PerturbedArithmetic(program, inputs, sizes, seed)
     machine = Machine(program, sizes, numbers)
     with np.errstate(all="ignore"):
         for block in list(machine.blocks()):

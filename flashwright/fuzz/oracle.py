@@ -17,11 +17,11 @@ from flashwright.build.make import make
 from flashwright.check.check import check
 from flashwright.emulate.emulate import Finding
 from flashwright.emulate.package import Package, Unending
-from flashwright.fuzz.case import Case
+from flashwright.fuzz.case import FuzzCase
 from flashwright.fuzz.compare import difference
-from flashwright.fuzz.compile_many import Refused, Source, compile_many
+from flashwright.fuzz.compile_many import CompileFailure, Source, compile_many
 from flashwright.fuzz.inputs import make_inputs
-from flashwright.fuzz.noise import disturbed
+from flashwright.fuzz.noise import perturbed
 from flashwright.judge.cpu import arrange
 from flashwright.judge.form import planned_shape
 from flashwright.lang.diagnostic import Failed
@@ -38,24 +38,24 @@ KINDS = (
     *("agree", "wrong", "schedule", "hang", "race", "hazard", "uncompiled", "crash", "slow"),
     *("unverified", "refused", "untranslated", "unread", "unassembled"),
 )
-"""agree: same outputs. wrong: others. schedule: two schedules of the asynchronous work give other
-bits. hang: a wait without end. race, hazard: the emulator's other findings. uncompiled: nvcc
+"""agree: same outputs. wrong: different outputs. schedule: two schedules give different bits.
+hang: a wait without end. race, hazard: the emulator's other findings. uncompiled: nvcc
 refuses the kernel. crash: an exception that is no Diagnostic. slow: a time limit. refused: by the
 checker or by the interpreter. untranslated: FW811. unverified: FW820, the
 verifier refuses the schedule. unread: PTX that the emulator cannot take.
 unassembled: ptxas refuses the kernel, serialises its wgmma, or spills registers."""
 FAILURES = frozenset(KINDS[1:10])
 SECONDS = 60.0  # for one step of one program
-_DISTURBED, _MORE = range(1, 3), range(3, 33)
-"""Seeds of the disturbed runs, and of those that follow where an output differs from them: two runs
-may round a value the same way by chance."""
+_PERTURBED, _MORE = range(1, 3), range(3, 33)
+"""Seeds of the perturbed runs, and of further runs if an output differs: two runs may round a value
+the same way by chance."""
 _POISON = 0xFF
 PADDING = 8  # rows between views, at most
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of a program."""
+class ProgramOutcome:
+    """The outcome of a program: one of KINDS, with details."""
 
     kind: str
     detail: str = ""
@@ -64,34 +64,34 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether it is a difference or a fault of ours."""
+        """Whether it is a failure of Flashwright: one of FAILURES."""
         return self.kind in FAILURES
 
     @property
     def bucket(self) -> str:
-        """What a shrinker has to keep."""
+        """The kind of failure that shrinking must preserve."""
         return f"{self.kind}:{self.where}"
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A program that has a kernel."""
+    """A checked and translated program."""
 
-    case: Case
+    case: FuzzCase
     program: Program
     made: Translation
 
 
-class _Late(Exception):
+class _TimedOut(Exception):
     pass
 
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Raise _Late in the main thread after so many seconds."""
+    """Raise _TimedOut in the main thread after this many seconds."""
 
     def late(*_: Any) -> None:
-        raise _Late
+        raise _TimedOut
 
     before = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -102,7 +102,7 @@ def _limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def prepare(case: Case) -> Prepared | Outcome:
+def prepare(case: FuzzCase) -> Prepared | ProgramOutcome:
     """Check and translate a program for the comparison."""
     step = "check"
     try:
@@ -112,65 +112,65 @@ def prepare(case: Case) -> Prepared | Outcome:
             if verdict.program is None:
                 first = verdict.errors[0] if verdict.errors else None
                 code, text = (first.code, first.message) if first else ("sketch", "no code")
-                return Outcome("refused", text[:300], code)
+                return ProgramOutcome("refused", text[:300], code)
             step = "translate"
             made = translate(verdict.program, card, sparing=case.sparing)
             for remark in made.report.remarks if made.report else ():
                 if remark.code == UNVERIFIED:
-                    return Outcome("unverified", remark.text[:300], f"{case.gpu} verifier")
+                    return ProgramOutcome("unverified", remark.text[:300], f"{case.gpu} verifier")
             return Prepared(case, verdict.program, made)
     except Failed as failed:
         first = failed.diagnostics[0]
         kind = "refused" if step == "check" else "untranslated"
-        return Outcome(kind, first.message[:300], first.code)
-    except _Late:
-        return Outcome("slow", f"no end after {SECONDS:g} s", step)
+        return ProgramOutcome(kind, first.message[:300], first.code)
+    except _TimedOut:
+        return ProgramOutcome("slow", f"no end after {SECONDS:g} s", step)
     except Exception as error:
         return _crashed(step, error)
 
 
-def _crashed(step: str, error: Exception) -> Outcome:
+def _crashed(step: str, error: Exception) -> ProgramOutcome:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{frame.filename.rsplit('/flashwright/')[-1]}:{frame.name}"
     text = f"{type(error).__name__}: {error}"
-    return Outcome("crash", text[:300], f"{step} {type(error).__name__} {place}")
+    return ProgramOutcome("crash", text[:300], f"{step} {type(error).__name__} {place}")
 
 
-def compiled(prepared: Sequence[Prepared]) -> list[str | Outcome]:
+def compiled(prepared: Sequence[Prepared]) -> list[str | ProgramOutcome]:
     """The PTX of each kernel; one run of nvcc for each architecture."""
     sources = [Source(p.made.source, p.made.plan.entry, p.made.plan.arch) for p in prepared]
     return [
-        Outcome("uncompiled", one.message, _shape_of_message(one.message))
-        if isinstance(one, Refused)
+        ProgramOutcome("uncompiled", one.message, _shape_of_message(one.message))
+        if isinstance(one, CompileFailure)
         else one
         for one in compile_many(sources)
     ]
 
 
-def assembled(prepared: Prepared) -> Outcome:
-    """Put a kernel through ptxas as a build does; spills and serialised wgmma are outcomes."""
+def assembled(prepared: Prepared) -> ProgramOutcome:
+    """Compile a kernel to a cubin; spills and serialised wgmma are outcomes."""
     try:
         make(prepared.program, gpus.find(prepared.case.gpu), first=prepared.made)
     except Failed as failed:
         first = failed.diagnostics[0]
-        return Outcome("unassembled", first.message[:300], first.code)
-    return Outcome("agree")
+        return ProgramOutcome("unassembled", first.message[:300], first.code)
+    return ProgramOutcome("agree")
 
 
 def _shape_of_message(message: str) -> str:
-    """A complaint without its names and numbers, to put like with like."""
+    """A message without its names and numbers, to group equal errors."""
     text = message.split("error:")[-1].strip()
     return " ".join(text.split()[:6])
 
 
-def compare(prepared: Prepared, ptx: str, schedules: Sequence[str] = ()) -> Outcome:
+def compare(prepared: Prepared, ptx: str, schedules: Sequence[str] = ()) -> ProgramOutcome:
     """Run every problem on both sides, under every schedule."""
     case, plan = prepared.case, prepared.made.plan
     package = Package("kernel", plan, ptx)
     try:
         _ = package.program
     except Failed as failed:
-        return Outcome("unread", failed.diagnostics[0].message[:300], "FW831")
+        return ProgramOutcome("unread", failed.diagnostics[0].message[:300], "FW831")
     except Exception as error:
         return _crashed("read PTX", error)
     chosen = schedules or ("eager", "lazy", f"random:{case.seed % 1000}")
@@ -178,27 +178,27 @@ def compare(prepared: Prepared, ptx: str, schedules: Sequence[str] = ()) -> Outc
         outcome = _problem(prepared, package, dims, chosen)
         if outcome.kind != "agree":
             return outcome
-    return Outcome("agree")
+    return ProgramOutcome("agree")
 
 
-class _Expected:
-    """What the interpreter makes of a problem, and how far rounding moves it."""
+class _Interpreted:
+    """The interpreter's outputs for a problem, and how far rounding moves them."""
 
     def __init__(
         self, program: Program, given: Mapping[str, Array], dims: Mapping[str, int]
     ) -> None:
         self._program, self._given, self._dims = program, given, dims
         self._outputs = interpret(program, given, dims)
-        self._moved = self._disturbed(_DISTURBED)
+        self._moved = self._perturbed(_PERTURBED)
 
-    def _disturbed(self, seeds: Sequence[int]) -> list[dict[str, Array]]:
-        return [disturbed(self._program, self._given, self._dims, seed) for seed in seeds]
+    def _perturbed(self, seeds: Sequence[int]) -> list[dict[str, Array]]:
+        return [perturbed(self._program, self._given, self._dims, seed) for seed in seeds]
 
     def wrong(self, name: str, found: Array) -> str | None:
-        """What is wrong with an output; more disturbed runs are made before it is said."""
+        """What is wrong with an output, or None; more perturbed runs confirm a difference."""
         text = self._difference(name, found)
-        if text and len(self._moved) == len(_DISTURBED):
-            self._moved += self._disturbed(_MORE)
+        if text and len(self._moved) == len(_PERTURBED):
+            self._moved += self._perturbed(_MORE)
             text = self._difference(name, found)
         return text
 
@@ -212,18 +212,18 @@ class _Expected:
 
 def _problem(
     prepared: Prepared, package: Package, dims: Mapping[str, int], schedules: Sequence[str]
-) -> Outcome:
+) -> ProgramOutcome:
     case, program, plan = prepared.case, prepared.program, prepared.made.plan
     shapes = {t.name: _caller_shape(t, dims) for t in plan.tensors}
     inputs = make_inputs(case, plan, shapes, dims)
     try:
         with _limited(SECONDS), np.errstate(all="ignore"):
-            expected = _Expected(program, _arranged(program, plan, inputs, shapes, dims), dims)
+            expected = _Interpreted(program, _arranged(program, plan, inputs, shapes, dims), dims)
     except Failed as failed:
         first = failed.diagnostics[0]
-        return Outcome("refused", first.message[:300], f"run {first.code}")
-    except _Late:
-        return Outcome("slow", f"no end after {SECONDS:g} s", "interpret")
+        return ProgramOutcome("refused", first.message[:300], f"run {first.code}")
+    except _TimedOut:
+        return ProgramOutcome("slow", f"no end after {SECONDS:g} s", "interpret")
     except Exception as error:
         return _crashed("interpret", error)
     firsts: dict[str, Array] = {}
@@ -233,19 +233,19 @@ def _problem(
         try:
             findings = _launched(package, inputs, made, dims, schedule)
         except Unending:
-            return Outcome("hang", f"no end; {note}", "unending")
+            return ProgramOutcome("hang", f"no end; {note}", "unending")
         except Failed as failed:
-            return Outcome("unread", failed.diagnostics[0].message[:300], "FW831")
+            return ProgramOutcome("unread", failed.diagnostics[0].message[:300], "FW831")
         except Exception as error:
             return _crashed("emulate", error)
         if findings:
             return _hazard(findings, note)
         for name, array in made.items():
             if wrong := expected.wrong(name, array):
-                return Outcome("wrong", f"`{name}`: {wrong}; {note}", name)
+                return ProgramOutcome("wrong", f"`{name}`: {wrong}; {note}", name)
             if firsts.setdefault(name, array).tobytes() != array.tobytes():
-                return Outcome("schedule", f"`{name}` has other bits; {note}", name)
-    return Outcome("agree")
+                return ProgramOutcome("schedule", f"`{name}` has other bits; {note}", name)
+    return ProgramOutcome("agree")
 
 
 def _caller_shape(tensor: PlanTensor, dims: Mapping[str, int]) -> tuple[int, ...]:
@@ -296,13 +296,15 @@ def _poisoned(shape: Sequence[int], dtype: str) -> Array:
     return empty
 
 
-def _hazard(findings: Sequence[Finding], note: str) -> Outcome:
+def _hazard(findings: Sequence[Finding], note: str) -> ProgramOutcome:
     kinds = [f.kind for f in findings]
     first = "deadlock" if "deadlock" in kinds else kinds[0]
     kind = {"deadlock": "hang", "race": "race"}.get(first, "hazard")
     one = next(f for f in findings if f.kind == first)
     text = f"{first} at `{one.instruction.opcode}`, PTX line {one.instruction.line}"
-    return Outcome(kind, f"{text} ({len(findings)} findings); {note}", f"{first} {_verb(one)}")
+    return ProgramOutcome(
+        kind, f"{text} ({len(findings)} findings); {note}", f"{first} {_verb(one)}"
+    )
 
 
 def _verb(finding: Finding) -> str:
@@ -310,11 +312,13 @@ def _verb(finding: Finding) -> str:
     return ".".join(finding.instruction.opcode.split(".")[:2])
 
 
-def evaluate_cases(cases: Sequence[Case]) -> list[Outcome]:
+def evaluate_cases(cases: Sequence[FuzzCase]) -> list[ProgramOutcome]:
     """All steps for many programs; kernels of one architecture are compiled together."""
     steps = [prepare(case) for case in cases]
     ready = [(n, p) for n, p in enumerate(steps) if isinstance(p, Prepared)]
-    found: dict[int, Outcome] = {n: p for n, p in enumerate(steps) if isinstance(p, Outcome)}
+    found: dict[int, ProgramOutcome] = {
+        n: p for n, p in enumerate(steps) if isinstance(p, ProgramOutcome)
+    }
     for (number, prepared), ptx in zip(ready, compiled([p for _, p in ready]), strict=True):
-        found[number] = ptx if isinstance(ptx, Outcome) else compare(prepared, ptx)
+        found[number] = ptx if isinstance(ptx, ProgramOutcome) else compare(prepared, ptx)
     return [found[n] for n in range(len(cases))]

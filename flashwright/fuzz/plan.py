@@ -1,11 +1,11 @@
-"""What a generated program consists of, decided before a line of it is written."""
+"""The features of a generated program, drawn before its text is written."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from flashwright.fuzz.draft import Draft
-from flashwright.fuzz.sizes import MOST_REGISTERS, Sizes
+from flashwright.fuzz.sizes import MOST_REGISTERS, ProgramSizes
 
 WEIGHTS = (
     *("sigmoid(S)", "max(S, 0)", "exp(min(S, 2))", "tanh(max(S, 0))"),
@@ -15,10 +15,10 @@ WEIGHTS = (
 
 
 @dataclass
-class Plan:
+class ProgramPlan:
     """The features of one program."""
 
-    sizes: Sizes
+    sizes: ProgramSizes
     group: int = 1
     """Query heads for each head of K and V."""
     heads_split: bool = False
@@ -43,10 +43,10 @@ class Plan:
     loop: str = "plain"
     masks: list[str] = field(default_factory=list)
     bound: str = "full"
-    turned: str = ""
+    transposed: str = ""
     """The tensors among K and V that have positions as their last axis."""
     lengths: bool = False
-    """Whether each sequence has a length of its own, in a tensor."""
+    """Whether a tensor has the length of each sequence."""
     lse: bool = False
     sink: bool = False
     """Sums begin with a weight of 1 at the score 0."""
@@ -83,9 +83,9 @@ class Plan:
         return ["O_register", "U_register"] if self.two_outputs else ["O_register"]
 
 
-def choose_plan(draft: Draft, sizes: Sizes) -> Plan:
-    """Draw the features; only those that the tiles have registers for."""
-    c, plan = draft.c, Plan(sizes)
+def choose_plan(draft: Draft, sizes: ProgramSizes) -> ProgramPlan:
+    """Draw the features, limited to those that fit the registers."""
+    c, plan = draft.c, ProgramPlan(sizes)
     eight = sizes.dtype == "e4m3"
     plan.softmax = c.weighted(
         [("statement", 55), ("hand", 12), ("hand exp2", 10), ("none", 18), ("hand late", 5)]
@@ -129,13 +129,13 @@ def choose_plan(draft: Draft, sizes: Sizes) -> Plan:
             _fit(plan)
     _places(draft, plan)
     if not plan.paged and not plan.view:
-        plan.turned = "K" if draft.chance(0.04, "K turned") else ""
+        plan.transposed = "K" if draft.chance(0.04, "K turned") else ""
         if not plan.shared_kv:
-            plan.turned += "V" if draft.chance(0.05, "V turned") else ""
+            plan.transposed += "V" if draft.chance(0.05, "V turned") else ""
         plan.lengths = plan.batched and draft.chance(0.05, "lengths")
-    plan.move_k = plan.move_k and "K" not in plan.turned
-    plan.move_v = plan.move_v and "V" not in plan.turned
-    if plan.turned:
+    plan.move_k = plan.move_k and "K" not in plan.transposed
+    plan.move_v = plan.move_v and "V" not in plan.transposed
+    if plan.transposed:
         plan.shared_kv = False
     plan.loop = c.weighted(
         [
@@ -158,14 +158,14 @@ def choose_plan(draft: Draft, sizes: Sizes) -> Plan:
         if draft.chance(0.07, name):
             plan.extras.append(name)
     if plan.q_space == "shared" and not eight and not plan.split and draft.chance(0.05, "Q turned"):
-        plan.turned += "Q"
+        plan.transposed += "Q"
     plan.sink = plan.softmax != "none" and draft.chance(0.08, "a first weight")
     draft.tag(f"softmax:{plan.softmax}", f"scale:{plan.scale}", f"p:{plan.p}", f"loop:{plan.loop}")
     return plan
 
 
-def _fit(plan: Plan) -> None:
-    """Smaller tiles where the registers of a thread do not hold them."""
+def _fit(plan: ProgramPlan) -> None:
+    """Make the tiles smaller until they fit the registers of a thread."""
     sizes, outputs = plan.sizes, max(plan.streams, 2 if plan.two_outputs else 1)
     most = MOST_REGISTERS if sizes.warps < 12 else MOST_REGISTERS * 2 // 3
     if sizes.registers(plan.streams, outputs) > most:
@@ -178,8 +178,8 @@ def _fit(plan: Plan) -> None:
             sizes.head_dim = sizes.v_dim
 
 
-def _places(draft: Draft, plan: Plan) -> None:
-    """How heads, batches and pages lie in memory."""
+def _places(draft: Draft, plan: ProgramPlan) -> None:
+    """Draw the order of heads, batches and pages in memory."""
     c = draft.c
     plan.group = 2 if draft.chance(0.2, "gqa") else 1
     plan.heads_split = plan.group > 1 and draft.chance(0.3, "heads split")

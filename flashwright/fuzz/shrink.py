@@ -11,19 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from flashwright.fuzz.case import Case
+from flashwright.fuzz.case import FuzzCase
 from flashwright.fuzz.generate import generate
-from flashwright.fuzz.oracle import Outcome, evaluate_cases
+from flashwright.fuzz.oracle import ProgramOutcome, evaluate_cases
 
-Evaluate = Callable[[Sequence[Case]], list[Outcome]]
+Evaluate = Callable[[Sequence[FuzzCase]], list[ProgramOutcome]]
 AT_ONCE = 14
 STEPS = 24
 PINNED = 1  # the first choice is the GPU
 
 
 def shrink(
-    case: Case, outcome: Outcome, evaluate: Evaluate = evaluate_cases, steps: int = STEPS
-) -> tuple[Case, Outcome]:
+    case: FuzzCase, outcome: ProgramOutcome, evaluate: Evaluate = evaluate_cases, steps: int = STEPS
+) -> tuple[FuzzCase, ProgramOutcome]:
     """The smallest case found that fails as this one does, and how it fails.
 
     `steps` bounds how often programs are compiled and run.
@@ -37,16 +37,18 @@ def shrink(
 
 
 class _Search:
-    def __init__(self, case: Case, outcome: Outcome, evaluate: Evaluate, steps: int) -> None:
+    def __init__(
+        self, case: FuzzCase, outcome: ProgramOutcome, evaluate: Evaluate, steps: int
+    ) -> None:
         self.best, self.outcome = case, outcome
         self.evaluate, self.left = evaluate, steps
 
     def choices(self) -> None:
-        """Choices become 0 where they do not matter."""
+        """Set choices to 0 if the failure remains."""
         taken = list(self.best.choices)
         case = self.best
 
-        def without(places: frozenset[int]) -> Case:
+        def without(places: frozenset[int]) -> FuzzCase:
             kept = [0 if n in places else value for n, value in enumerate(taken)]
             made = generate(case.seed, (case.gpu,), [0, *kept[1:]])
             return replace(made, choices=(taken[0], *made.choices[1:]))
@@ -67,17 +69,17 @@ class _Search:
             self._first([replace(self.best, problems=(p,)) for p in options])
 
     def lines(self) -> None:
-        """Lines go; an `if` or a `for` goes with its end, or leaves its body."""
+        """Remove lines; an `if` or `for` with its end, with or without its body."""
         for _ in range(2):
             case, lines = self.best, self.best.text.splitlines()
             ends = {n: _end_of(lines, n) for n, text in enumerate(lines) if _opens(text)}
 
             def without(
                 places: frozenset[int],
-                case: Case = case,
+                case: FuzzCase = case,
                 lines: list[str] = lines,
                 ends: dict[int, int] = ends,
-            ) -> Case:
+            ) -> FuzzCase:
                 gone = places | {ends[n] for n in places if n in ends}
                 text = "\n".join(line for n, line in enumerate(lines) if n not in gone)
                 return replace(case, text=text + "\n", choices=())
@@ -88,8 +90,8 @@ class _Search:
 
     # --- the search -----------------------------------------------------------------------
 
-    def _minimise(self, items: list[int], without: Callable[[frozenset[int]], Case]) -> bool:
-        """Take the largest set of items away that can be found; whether any could go."""
+    def _minimise(self, items: list[int], without: Callable[[frozenset[int]], FuzzCase]) -> bool:
+        """Remove as many items as possible. Returns whether any could be removed."""
         gone: frozenset[int] = frozenset()
         width = max(1, -(-len(items) // AT_ONCE))
         while items and self.left > 0:
@@ -109,9 +111,9 @@ class _Search:
         self,
         gone: frozenset[int],
         free: list[frozenset[int]],
-        without: Callable[[frozenset[int]], Case],
+        without: Callable[[frozenset[int]], FuzzCase],
     ) -> frozenset[int]:
-        """As many of the sets as can go at the same time."""
+        """Remove as many of the sets as possible at the same time."""
         half = len(free) // 2
         unions = [free, free[:half], free[half:], free[::2], free[1::2], free[:1]]
         sets = [frozenset().union(*u) for u in unions if u]
@@ -123,7 +125,7 @@ class _Search:
         self,
         gone: frozenset[int],
         sets: Sequence[frozenset[int]],
-        without: Callable[[frozenset[int]], Case],
+        without: Callable[[frozenset[int]], FuzzCase],
     ) -> list[bool]:
         """Whether the failure is still there without each of the sets."""
         works: list[bool] = []
@@ -132,7 +134,7 @@ class _Search:
             works += self._same(part)
         return works
 
-    def _same(self, cases: Sequence[Case]) -> list[bool]:
+    def _same(self, cases: Sequence[FuzzCase]) -> list[bool]:
         """Which cases fail as the first did; the smallest of them becomes the best."""
         if self.left <= 0:
             return [False] * len(cases)
@@ -144,7 +146,7 @@ class _Search:
                 self.best, self.outcome = case, outcome
         return works
 
-    def _first(self, cases: Sequence[Case]) -> None:
+    def _first(self, cases: Sequence[FuzzCase]) -> None:
         """The first of the cases that fails alike."""
         if not cases or self.left <= 0:
             return
@@ -155,8 +157,8 @@ class _Search:
                 return
 
 
-def size(case: Case) -> tuple[int, int, int]:
-    """What is made smaller: lines, then characters, then the problems."""
+def size(case: FuzzCase) -> tuple[int, int, int]:
+    """The size that shrinking reduces: lines, then characters, then problems."""
     lines = [line for line in case.text.splitlines() if line.strip() and line[:2] != "//"]
     return len(lines), sum(map(len, lines)), sum(sum(p.values()) for p in case.problems)
 

@@ -14,8 +14,8 @@ MOST_BLOCKS, MOST_TRIPS = 6, 6
 
 
 @dataclass
-class Sizes:
-    """What a program's tiles are made of."""
+class ProgramSizes:
+    """The GPU, element type, tile sizes and warps of a program."""
 
     gpu: str
     dtype: str
@@ -24,11 +24,11 @@ class Sizes:
     bn: int
     head_dim: int
     v_dim: int
-    shares: int = 1  # warpgroups that have the same rows, and each some columns
+    shares: int = 1  # warpgroups that share rows and split the columns
 
     @property
     def rows(self) -> int:
-        """The rows that all warps have between them."""
+        """The rows of all warps together."""
         return 16 * self.warps // self.shares
 
     def registers(self, streams: int, outputs: int) -> int:
@@ -42,8 +42,8 @@ def choose_gpu(choices: Choices, gpus: tuple[str, ...] = GPUS) -> str:
     return choices.weighted([(name, weight) for name, weight in _SHARE if name in gpus])
 
 
-def choose_sizes(draft: Draft, gpu: str) -> Sizes:
-    """Tiles and types that the GPU has; most are legal."""
+def choose_sizes(draft: Draft, gpu: str) -> ProgramSizes:
+    """Draw tiles and types for a GPU; most of them are valid."""
     c = draft.c
     dtype = _dtype(c, gpu)
     eight = dtype == "e4m3"
@@ -68,7 +68,7 @@ def choose_sizes(draft: Draft, gpu: str) -> Sizes:
         draft.tag("bm:two-per-warp")
     if v_dim != head_dim:
         draft.tag("v_dim")
-    return Sizes(gpu, dtype, warps, bm, bn, head_dim, v_dim, shares)
+    return ProgramSizes(gpu, dtype, warps, bm, bn, head_dim, v_dim, shares)
 
 
 def _dtype(c: Choices, gpu: str) -> str:
@@ -87,7 +87,7 @@ def length(c: Choices, tile: int, most: int, ring: int = 2) -> int:
 
 
 def problems(
-    draft: Draft, sizes: Sizes, group: int, paged: bool, count: int = 2
+    draft: Draft, sizes: ProgramSizes, group: int, paged: bool, count: int = 2
 ) -> tuple[dict[str, int], ...]:
     """Problems of a few thread blocks and a few iterations."""
     c, found = draft.c, []

@@ -1,4 +1,4 @@
-"""Edits that make a program just illegal: what comes out is to be refused, or to be right."""
+"""Edits that make a program slightly invalid: it must be refused, or give right results."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from flashwright.build.package import OWN
 from flashwright.files import sha256, write
 from flashwright.generate import stages
 from flashwright.generate.folder import RESULT, held, keep, place, prepare, published
-from flashwright.generate.state import Finding, Progress, Run, Skipped, Status, Timing
+from flashwright.generate.state import Finding, Progress, Run, Skipped, StageTiming, Status
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.version import __version__
 
@@ -43,7 +43,7 @@ class Stage:
 
 
 class Watcher(Protocol):
-    """Whoever shows the run to a person."""
+    """The display of a run; cli/screen.py has one."""
 
     def begin(self, stage: Stage, number: int, total: int) -> None:
         """A stage starts."""
@@ -113,7 +113,7 @@ def _steps(authors: Authors | None, plan: Sequence[Stage], last: str) -> list[St
     from flashwright.generate.by_model import kernel as kernel_by_model
     from flashwright.generate.by_model import tl as tl_by_model
 
-    # Who writes the last of the TL is told what becomes of it, as far as the run goes and that is
+    # The model that writes the final TL also gets the results of later stages, if those stages are
     # our own work.
     short = last in ("sketch", "parameters", "check", "cpu")
     whole = "translate" not in authors.asked and not short
@@ -153,7 +153,7 @@ def _timed(stage: Stage, run: Run, progress: Progress) -> Run:
     except Skipped as skipped:
         after, why = run, skipped.why
     status: Status = "skipped" if why else "ok" if after.ok else "failed"
-    timing = Timing(stage.name, status, time.perf_counter() - start, why)
+    timing = StageTiming(stage.name, status, time.perf_counter() - start, why)
     return replace(after, timings=(*run.timings, timing))
 
 
@@ -305,7 +305,7 @@ def _kernel(run: Run, kernel: str) -> dict[str, Any]:
     }
 
 
-def _stage(timing: Timing) -> dict[str, Any]:
+def _stage(timing: StageTiming) -> dict[str, Any]:
     """A stage's line in the record; why is there only where it was skipped."""
     line = {"stage": timing.stage, "status": timing.status, "seconds": round(timing.seconds, 3)}
     why = [{"code": d.code, "message": d.message, "help": d.help} for d in timing.why]

@@ -1,4 +1,4 @@
-"""A run with language models, repeated from its record: nobody is asked, all else is done anew.
+"""Repeats a run with language models from its record, without calling a model.
 
 Up to the compiled kernel everything must come out as it did: what was found in every attempt, and
 every file. What a GPU said of a model's kernel is taken from the record.
@@ -32,7 +32,7 @@ from flashwright.build.package import RECORD
 from flashwright.files import cannot, sha256
 from flashwright.files import recorded as digests
 from flashwright.generate import pipeline
-from flashwright.generate.by_model.ask import Authors, Who
+from flashwright.generate.by_model.ask import Authors, StageAuthor
 from flashwright.generate.folder import RESULT
 from flashwright.gpu import Gpu
 from flashwright.judge.reference import split
@@ -66,7 +66,7 @@ def replay(
     """Repeat the run of a folder in another, up to a stage, and compare."""
     told = _settings(recorded)
     _copy(recorded, folder)
-    asked = {s: Who(None, model, ENDLESS, None, count) for s, model, count in told.asked}
+    asked = {s: StageAuthor(None, model, ENDLESS, None, count) for s, model, count in told.asked}
     last = "improve" if _improved(recorded) else last
     text = (told.reference or b"").decode("utf-8", "replace")
     authors = Authors(Transcript(folder / FOLDER), asked, told.description, text)
@@ -130,7 +130,7 @@ def _improved(recorded: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class _Settings:
+class _RecordedSettings:
     """The settings of the recorded run."""
 
     spec: AttentionSpec
@@ -140,7 +140,7 @@ class _Settings:
     reference: bytes | None
 
 
-def _settings(recorded: Path) -> _Settings:
+def _settings(recorded: Path) -> _RecordedSettings:
     told = Transcript(recorded / FOLDER).read()
     if told is None:
         text = f"{recorded / FOLDER / RUN} is broken: it is not what generate writes"
@@ -163,7 +163,7 @@ def _settings(recorded: Path) -> _Settings:
             text = f"a run of which a model did the stage {stage!r} cannot be replayed"
             hint = "of a study, samples of the ways tl and no-sketch can"
             raise Failed(Diagnostic("FW915", text, help=hint))
-    return _Settings(spec, gpu, asked, words, reference)
+    return _RecordedSettings(spec, gpu, asked, words, reference)
 
 
 def _who(asked: dict[str, Any]) -> tuple[str, int]:

@@ -1,7 +1,6 @@
 """What each stage of `flashwright generate` does: it takes a Run and returns the next.
 
-Whoever wrote the sketch, the code or the kernel, the same stages look at it; where it is a model
-(by_model/), at every attempt.
+The same stages check the work of every author; for a model (by_model/), they check every attempt.
 """
 
 from __future__ import annotations

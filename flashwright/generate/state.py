@@ -31,7 +31,7 @@ Progress = Callable[[int, int, str], None]
 
 
 def silent(done: int, total: int, text: str) -> None:
-    """Progress that nobody watches: what it is a part of has a line of its own."""
+    """Ignores progress, for work inside a stage that has its own display."""
 
 
 Status = Literal["ok", "failed", "skipped"]
@@ -46,8 +46,8 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Timing:
-    """How a stage went. One that could not run is skipped, which is neither right nor wrong."""
+class StageTiming:
+    """The status and duration of a stage. A stage that cannot run here is skipped."""
 
     stage: str
     status: Status
@@ -79,7 +79,7 @@ class Run:
     """The text of each file written, by its name in the folder."""
     binaries: Mapping[str, bytes] = field(default_factory=dict)
     """The files written that are not text."""
-    timings: tuple[Timing, ...] = ()
+    timings: tuple[StageTiming, ...] = ()
     findings: tuple[Finding, ...] = ()
     written: Written | None = None
     programs: Mapping[str, Program] = field(default_factory=dict)
@@ -166,7 +166,7 @@ class Run:
         return f"{KINDS[self.kind]}: {share[0]} of {share[1]} problems ({more})"
 
     @property
-    def unreached(self) -> Timing | None:
+    def unreached(self) -> StageTiming | None:
         """The first stage that was asked for and did not come to its end."""
         return next((t for t in self.timings if t.status != "ok"), None)
 

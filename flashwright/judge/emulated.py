@@ -26,13 +26,13 @@ from flashwright.emulate.emulate import (
     COUNTS,
     SMS,
     Finding,
-    Result,
+    LaunchResult,
     Variables,
     variables_of,
 )
 from flashwright.emulate.machine import Machine, here, library_file
 from flashwright.emulate.machine_process import MachineProcess
-from flashwright.emulate.package import Package, Served, Unending, read_served
+from flashwright.emulate.package import Package, ServedKernels, Unending, read_served_kernels
 from flashwright.emulate.places import CODES, diagnostics
 from flashwright.judge.expected import Expected
 from flashwright.judge.form import PackageForm, planned_shape
@@ -91,7 +91,7 @@ def judge_emulated(
     Raises Failed if the package has no PTX that can be executed, or files of different builds.
     """
     tell = progress or (lambda done, total, text: None)
-    served = read_served(Path(folder))
+    served = read_served_kernels(Path(folder))
     notes = _build_notes(Path(folder), served)
     tell(0, 1, "reading its PTX")
     for package in served.packages.values():
@@ -119,7 +119,7 @@ def judge_emulated(
     return replace(found, unable=None, missing=run.missing, share=run.share)
 
 
-def _build_notes(folder: Path, served: Served) -> list[str]:
+def _build_notes(folder: Path, served: ServedKernels) -> list[str]:
     """Notes on whether the judged PTX and the cubin that a GPU would run belong together.
 
     Raises Failed with FW852 if the files are not of one build or the cubin is for another GPU.
@@ -191,7 +191,7 @@ class FaultyLaunch:
 class Emulator(Sandbox):
     """The sandbox of a trial under emulation: it executes the package's PTX."""
 
-    served: Served | None = None
+    served: ServedKernels | None = None
     launches: int = 0
     variables: dict[str, Variables] = field(default_factory=dict)
     """The global variables of each kernel's module. They persist from launch to launch, as on a
@@ -282,7 +282,7 @@ def launch(
     seconds: float,
     variables: Variables | None = None,
     machine: Machine = here,
-) -> tuple[dict[str, Array], Result]:
+) -> tuple[dict[str, Array], LaunchResult]:
     """One launch with new outputs full of NaN bits: the outputs, and what the emulator found.
 
     Raises Ended if the launch does not finish, Failed with FW904 if the kernel takes other tensors.
@@ -294,7 +294,9 @@ def launch(
         raise Failed(Diagnostic("FW904", text))
     _check_shapes(package.plan, inputs, dims)
     if 0 in package.plan.blocks(dims, SMS):
-        return made, Result((), np.zeros((len(package.program.source), len(COUNTS)), np.int64))
+        return made, LaunchResult(
+            (), np.zeros((len(package.program.source), len(COUNTS)), np.int64)
+        )
     arrays = {**{name: np.ascontiguousarray(x) for name, x in inputs.items()}, **made}
     try:
         return made, package.run(arrays, dims, schedule, seconds, variables, machine)
@@ -345,7 +347,7 @@ def _same(one: Called, other: Called) -> bool:
 
 @dataclass
 class _EmulatedRun(JudgeRun):
-    served: Served | None = None
+    served: ServedKernels | None = None
     seconds: float = 0.0
     most: int | None = None
     """How many problems to try; None for all."""
@@ -454,7 +456,7 @@ class _EmulatedRun(JudgeRun):
         sizes = ", ".join(f"{name} {size}" for name, size in first.dims.items())
         note = f"with {sizes}, schedule {first.schedule}"
         origin = package.origin(first.dims, _arrays(first.inputs, first.outputs))
-        told = diagnostics([package.placed(one) for one in first.findings], origin)
+        told = diagnostics([package.add_source_lines(one) for one in first.findings], origin)
         if Path(package.name) != Path(self.candidate.title):
             told = tuple(_without_span(d, package.name) for d in told)
         return [

@@ -1,4 +1,4 @@
-"""What one case of the self-test is: a kernel, what is asked of it, and what the judge must say."""
+"""A case of the self-test: a kernel, its spec, and the verdict that the judge must give."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ How = Literal["judge", "emulated", "timed", "screen", "receipt", "own"]
 
 
 @dataclass(frozen=True)
-class Case:
+class SelftestCase:
     """One kernel or file that the judge must reject under a name, or accept."""
 
     on: Place
     function: str
-    """Of its module, or of the module that makes what is judged."""
+    """The function that is judged, or that makes the package, source or receipt."""
     kind: str
     """Its class: a key of CLASSES."""
     module: str
-    """Under kernels/; for other ways of running, where the function is looked up."""
+    """The module under kernels/, or the module that has the function."""
     spec: AttentionSpec | None
     expected: tuple[str, ...] = ()
-    """Offences or codes of which one must be named; empty: it must be accepted."""
+    """Offences or codes, one of which the judge must report; empty: it must accept the case."""
     says: str = ""
-    """Words that the offence's message must have."""
+    """A text that the offence's message must contain."""
     label: str = ""
-    """Its name, where the function's is not enough."""
+    """Its name, if the function's name is not unique."""
     lengths: Sequence[tuple[int, int]] | None = None
     """Queries and keys of its problems; None: the whole trial."""
     limits: Limits = field(default_factory=Limits)
@@ -68,7 +68,7 @@ class Case:
     factory: bool = False
     how: How = "judge"
     needs: tuple[str, ...] = ()
-    """What has to be there, beside a GPU for those that run on one: needs.py has the names."""
+    """Requirements besides a GPU, by their names in needs.py."""
 
     @property
     def name(self) -> str:
@@ -87,7 +87,7 @@ class Case:
 
     @property
     def alone(self) -> bool:
-        """Whether nothing may run beside it: it is timed, or it takes all of the GPU."""
+        """Whether no other case may run at the same time: it is timed, or it uses the whole GPU."""
         return self.how == "timed" or (self.on == "gpu" and self.kind == "end")
 
     @property

@@ -5,19 +5,19 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Sequence
 
-from flashwright.selftest.case import Case
+from flashwright.selftest.case import SelftestCase
 from flashwright.selftest.cpu_cases import cpu_cases
 from flashwright.selftest.gpu_cases import gpu_cases
 
-CASES: tuple[Case, ...] = (*cpu_cases(), *gpu_cases())
+CASES: tuple[SelftestCase, ...] = (*cpu_cases(), *gpu_cases())
 
 
 def chosen(
     only: Sequence[str] = (), kinds: Sequence[str] = (), on: str | None = None
-) -> list[Case]:
-    """The cases with one of these names (`cpu/zeros`, `zeros`, `gpu/own_*`), classes and places.
+) -> list[SelftestCase]:
+    """The cases with one of these names (`cpu/zeros`, `zeros`, `gpu/own_*`), classes and devices.
 
-    An empty sequence asks for all.
+    An empty sequence selects all.
     """
     return [
         case
@@ -28,6 +28,6 @@ def chosen(
     ]
 
 
-def _named(case: Case, name: str) -> bool:
+def _named(case: SelftestCase, name: str) -> bool:
     short = case.name.partition("/")[2]
     return fnmatch.fnmatchcase(case.name, name) or fnmatch.fnmatchcase(short, name)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from flashwright.sandbox.limits import Limits
-from flashwright.selftest.case import HONEST, Case
+from flashwright.selftest.case import HONEST, SelftestCase
 from flashwright.selftest.sources import REFUSED, TAKEN
 from flashwright.spec import AttentionSpec
 
@@ -23,9 +23,9 @@ USUAL = ((256, 256), (1, 1), (40, 70), (130, 61))
 FIRST = ((9, 9),)
 LIMITS = Limits(seconds=4)
 
-Row = tuple[str, str, str, AttentionSpec]
+CpuRow = tuple[str, str, str, AttentionSpec]
 
-PLAIN: tuple[Row, ...] = (  # function, class, expected, spec: found with few lengths
+PLAIN: tuple[CpuRow, ...] = (  # function, class, expected, spec: found with few lengths
     ("zeros", "output", "zeros", SPEC),
     ("noise", "output", "wrong", SPEC),
     ("scaled_twice", "output", "wrong", SPEC),
@@ -47,7 +47,7 @@ PLAIN: tuple[Row, ...] = (  # function, class, expected, spec: found with few le
     ("replay_by_sample", "replay", "replay", SPEC),
     ("leftover", "replay", "replay", SPEC),
 )
-WHOLE: tuple[Row, ...] = (  # found by the whole trial
+WHOLE: tuple[CpuRow, ...] = (  # found by the whole trial
     ("mean_of_v", "inputs", "wrong", FLAT),
     ("first_order", "inputs", "wrong", SMALL),
     ("no_maximum", "inputs", "special_inputs", WIDE),
@@ -61,7 +61,7 @@ WHOLE: tuple[Row, ...] = (  # found by the whole trial
     ("heads_mixed_up", "mask", "mask_ignored", SPEC),
     ("first_batch_only", "mask", "key_ignored", SPEC),
 )
-CONDUCT: tuple[Row, ...] = (
+CONDUCT: tuple[CpuRow, ...] = (
     ("scales_q_in_place", "memory", "inputs_changed", SPEC),
     ("output_over_q", "memory", "inputs_changed", SPEC),
     ("writes_behind_v", "memory", "out_of_bounds", SPEC),
@@ -70,7 +70,7 @@ CONDUCT: tuple[Row, ...] = (
     ("raises", "end", "raises", SPEC),
     ("raises_for_ragged", "end", "raises", SPEC),
 )
-SPECIAL: tuple[Row, ...] = (
+SPECIAL: tuple[CpuRow, ...] = (
     ("wrong_from_the_fourth_batch", "shapes", "special_shapes", SPEC),
     ("independent_keys_only", "inputs", "special_inputs", SPEC),
     ("strides_ignored", "inputs", "special_inputs", SPEC),
@@ -138,7 +138,7 @@ FILES = (
     *("overwrites_its_own_file", "overwrites_numpy", "writes_to_the_temporary_folder"),
 )
 APPROXIMATE = ("quadratic_exp2", "weights_below_e_13_dropped")
-"""Of tiled.py, where the roundings of bf16 hide them."""
+"""Kernels of tiled.py whose error is close to the rounding of bf16."""
 CALLERS = ("calls_sdpa", "calls_flash_attn", "calls_by_name")
 HONEST_SPECS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
@@ -184,33 +184,33 @@ EMULATED = ((70, 70), (33, 100))
 COMPILERS = ("nvcc", "c++")
 
 
-def cpu_cases() -> Iterator[Case]:
-    """All of them, by class of attack; the honest ones last."""
+def cpu_cases() -> Iterator[SelftestCase]:
+    """All cases without a GPU, by class of attack; the honest ones last."""
     for module, rows, lengths in (
         *(("cpu", PLAIN, SHORT), ("cpu", WHOLE, None)),
         *(("cpu_conduct", CONDUCT, SHORT), ("cpu_special", SPECIAL, None)),
     ):
         for function, kind, expected, spec in rows:
             given = (function, kind, module, spec, tuple(expected.split()))
-            yield Case("cpu", *given, lengths=lengths)
+            yield SelftestCase("cpu", *given, lengths=lengths)
     for function, kind, expected, limits in ENDS:
         given = (function, kind, "cpu_conduct", SPEC, tuple(expected.split()))
-        yield Case("cpu", *given, lengths=SHORT, limits=limits)
+        yield SelftestCase("cpu", *given, lengths=SHORT, limits=limits)
     for function, kind, expected in MEDDLING:
         given = (function, kind, "meddling", SPEC, tuple(expected.split()))
-        yield Case("cpu", *given, lengths=SHORT, limits=LIMITS)
+        yield SelftestCase("cpu", *given, lengths=SHORT, limits=LIMITS)
     for module in CALLERS:
         given = ("attention", "library", module, SPEC, ("library_call",))
-        yield Case("cpu", *given, label=module, lengths=FIRST)
+        yield SelftestCase("cpu", *given, label=module, lengths=FIRST)
     for function in APPROXIMATE:
         given = (function, "precision", "tiled", IN_BF16, ("approximation",))
-        yield Case("cpu", *given, factory=True)
+        yield SelftestCase("cpu", *given, factory=True)
     yield from _escapes()
     yield from _files_of_others()
     yield from _honest()
 
 
-def _escapes() -> Iterator[Case]:
+def _escapes() -> Iterator[SelftestCase]:
     rows = [
         *((name, "process", "escapes", ()) for name in PROCESS),
         *((name, "system", "escapes", ()) for name in SYSTEM),
@@ -219,39 +219,41 @@ def _escapes() -> Iterator[Case]:
     ]
     for name, kind, module, needs in rows:
         given = (name, kind, module, SPEC, ("raises",))
-        yield Case("cpu", *given, says="Refused", lengths=FIRST, needs=needs)
+        yield SelftestCase("cpu", *given, says="Refused", lengths=FIRST, needs=needs)
 
 
-def _files_of_others() -> Iterator[Case]:
+def _files_of_others() -> Iterator[SelftestCase]:
     """Packages, CUDA source and receipts."""
     for function, expected in PACKAGES:
         lengths = None if expected == "untried" else EMULATED
         given = (function, "package", "packages", None, (expected,))
-        yield Case("cpu", *given, how="emulated", lengths=lengths, needs=COMPILERS)
+        yield SelftestCase("cpu", *given, how="emulated", lengths=lengths, needs=COMPILERS)
     for name in REFUSED:
-        yield Case("cpu", name, "source", "sources", None, ("FW828",), how="screen")
+        yield SelftestCase("cpu", name, "source", "sources", None, ("FW828",), how="screen")
     for name, field in RECEIPTS:
-        yield Case("cpu", name, "receipt", "receipts", None, (field,), how="receipt")
+        yield SelftestCase("cpu", name, "receipt", "receipts", None, (field,), how="receipt")
 
 
-def _honest() -> Iterator[Case]:
+def _honest() -> Iterator[SelftestCase]:
     for name, options in HONEST_SPECS.items():
         told = {"variant": "any", "heads": 2, "head_dim": 16, "dtype": "fp16", **options}
         spec = AttentionSpec.make(**told)
         lengths = None if name in TRIED_WHOLE else USUAL
         given = ("honest", HONEST, "honest", spec)
-        yield Case("cpu", *given, label=name, factory=True, lengths=lengths)
+        yield SelftestCase("cpu", *given, label=name, factory=True, lengths=lengths)
     for function in HABITS:
-        yield Case("cpu", function, HONEST, "honest_cpu", SPEC, lengths=USUAL)
+        yield SelftestCase("cpu", function, HONEST, "honest_cpu", SPEC, lengths=USUAL)
     with_lse = SPEC.model_copy(update={"lse": True})
-    yield Case("cpu", "with_lse", HONEST, "honest_cpu", with_lse, lengths=USUAL)
-    yield Case("cpu", "noisy", HONEST, "cpu", VARIED, label="noise_that_is_allowed", lengths=USUAL)
-    yield Case("cpu", "cubic_exp2", HONEST, "tiled", IN_BF16, factory=True)
+    yield SelftestCase("cpu", "with_lse", HONEST, "honest_cpu", with_lse, lengths=USUAL)
+    yield SelftestCase(
+        "cpu", "noisy", HONEST, "cpu", VARIED, label="noise_that_is_allowed", lengths=USUAL
+    )
+    yield SelftestCase("cpu", "cubic_exp2", HONEST, "tiled", IN_BF16, factory=True)
     for function in ("prints_a_lot", "leaves_children"):
-        yield Case("cpu", function, HONEST, "cpu_conduct", SPEC, lengths=SHORT)
+        yield SelftestCase("cpu", function, HONEST, "cpu_conduct", SPEC, lengths=SHORT)
     for name in TAKEN:
-        yield Case("cpu", name, HONEST, "sources", None, how="screen")
-    yield Case("cpu", "unchanged_receipt", HONEST, "receipts", None, how="receipt")
+        yield SelftestCase("cpu", name, HONEST, "sources", None, how="screen")
+    yield SelftestCase("cpu", "unchanged_receipt", HONEST, "receipts", None, how="receipt")
     for name in OWN:
         more: dict[str, Any] = {"label": f"own_{name}", "lengths": EMULATED, "needs": COMPILERS}
-        yield Case("cpu", name, HONEST, "packages", None, how="emulated", **more)
+        yield SelftestCase("cpu", name, HONEST, "packages", None, how="emulated", **more)

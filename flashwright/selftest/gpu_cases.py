@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from flashwright.sandbox.limits import Limits
-from flashwright.selftest.case import HONEST, Case
+from flashwright.selftest.case import HONEST, SelftestCase
 from flashwright.spec import AttentionSpec
 
 SPEC = AttentionSpec.make(
@@ -147,8 +147,8 @@ OWN = ("mha", "gqa", "mqa", "mla", "window", "softcap", "alibi", "sink")
 """Operators of the built-in author, compiled for the GPU at hand."""
 
 
-def gpu_cases() -> Iterator[Case]:
-    """All of them, by class of attack; the honest ones last."""
+def gpu_cases() -> Iterator[SelftestCase]:
+    """All cases with a GPU, by class of attack; the honest ones last."""
     for function, kind, expected, spec, lengths in OUTPUTS:
         yield _triton("cuda", function, kind, expected, spec=spec, lengths=lengths)
     for function, kind, expected, lengths in SPECIAL:
@@ -171,13 +171,13 @@ def gpu_cases() -> Iterator[Case]:
     yield from _honest()
 
 
-def _triton(module: str, function: str, kind: str, expected: str = "", **more: Any) -> Case:
+def _triton(module: str, function: str, kind: str, expected: str = "", **more: Any) -> SelftestCase:
     spec = more.pop("spec", SPEC)
     given = (function, kind, module, spec, tuple(expected.split()))
-    return Case("gpu", *given, needs=TRITON, **more)
+    return SelftestCase("gpu", *given, needs=TRITON, **more)
 
 
-def _honest() -> Iterator[Case]:
+def _honest() -> Iterator[SelftestCase]:
     for function, lengths in HABITS:
         yield _triton("honest_cuda", function, HONEST, lengths=lengths)
     for module, function, label, lengths in FORMS:
@@ -193,8 +193,8 @@ def _honest() -> Iterator[Case]:
     for function, needs, lengths in BACKENDS:
         given = (function, HONEST, "libraries", BF16)
         more = {"lengths": lengths, "libraries": True, "factory": True, "needs": needs}
-        yield Case("gpu", *given, **more, label=f"library_{function}")
+        yield SelftestCase("gpu", *given, **more, label=f"library_{function}")
     for name in OWN:
         lengths = None if name in ("mha", "gqa") else USUAL
         more = {"label": f"own_{name}", "lengths": lengths, "how": "own", "needs": ("nvcc",)}
-        yield Case("gpu", name, HONEST, "packages", None, **more)
+        yield SelftestCase("gpu", name, HONEST, "packages", None, **more)

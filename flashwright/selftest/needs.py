@@ -1,4 +1,4 @@
-"""Why a case cannot be tried on this machine."""
+"""Requirements of cases: why one cannot be tried on this machine."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import platform
 import shutil
 
 from flashwright.build import driver, toolchain
-from flashwright.selftest.case import Case
+from flashwright.selftest.case import SelftestCase
 
 _MODULES = {"torch": "PyTorch", "triton": "Triton"}
 MACHINES = ("aarch64", "x86_64")
 
 
-def missing(case: Case) -> str:
-    """The reason, such as `no GPU`; empty where the case can be tried."""
+def missing(case: SelftestCase) -> str:
+    """The reason why a case cannot be tried, such as `no GPU`; empty if it can."""
     needed = ("gpu", "torch", *case.needs) if case.on == "gpu" else case.needs
     return next((why for why in map(_reason, needed) if why), "")
 
 
 @functools.cache
 def _reason(name: str) -> str:
-    """Why there is no such thing here; empty where there is."""
+    """Why a requirement is not met; empty if it is."""
     if name == "gpu":
         return "no GPU" if driver.missing() else ""
     if name == "nvcc":

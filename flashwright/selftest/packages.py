@@ -1,4 +1,4 @@
-"""Kernel packages of the built-in author, and doctored copies that would be asked for less."""
+"""Kernel packages of the built-in author, and doctored copies that try to evade checks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
     "alibi": {"heads": 4, "head_dim": 64, "dtype": "bf16", "causal": True, "alibi": True},
     "sink": {"heads": 4, "head_dim": 64, "dtype": "bf16", "causal": True, "sink": True},
 }
-"""What each of our own operators is asked for; one whose name is no variant is MHA with that."""
+"""The options of each of our operators; a name that is no variant is MHA with these options."""
 
 
 def spec_of(name: str) -> AttentionSpec:
@@ -83,7 +83,7 @@ def _with_second_kernel(folder: Path, rules: Mapping[str, Any]) -> None:
 
 
 def output_renamed(folder: Path) -> None:
-    """The output has another name, so that nothing is compared with O."""
+    """Rename the output, so that nothing is compared with O."""
 
     def edit(plan: Any) -> None:
         for tensor in plan["tensors"]:
@@ -105,7 +105,7 @@ def kernel_without_problems(folder: Path) -> None:
 
 
 def another_cubin(folder: Path) -> None:
-    """The PTX is judged, and another cubin would run."""
+    """Replace the cubin: the PTX is judged, and another kernel would run."""
     cubin = (folder / CUBIN).read_bytes()
     ptx = (folder / PTX).read_bytes()
     digests = {PTX: sha256(ptx), CUBIN: sha256(cubin)}

@@ -1,4 +1,4 @@
-"""A benchmark's file, and forged copies that do not agree with themselves."""
+"""The records of a benchmark, and forged copies that contradict themselves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Lines = list[dict[str, Any]]
 
 
 def differing(function: str, folder: Path) -> list[str]:
-    """The fields of a number that differ, of the honest file or the forged one of that name."""
+    """The differing fields of the honest file, or of the forged file of that name."""
     path = _honest(folder)
     if function in RECEIPTS:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -57,7 +57,7 @@ def _honest(folder: Path) -> Path:
 
 
 def _sealed(lines: Lines) -> Lines:
-    """All digests made anew, as a forger does who knows how."""
+    """The lines with new digests, as a competent forger would write them."""
     before = ""
     for line in lines:
         before = line["digest"] = seal.digest(before, line)
@@ -85,7 +85,7 @@ def _of_another_run(lines: Lines) -> Lines:
 
 
 def _without_its_kernel(lines: Lines) -> Lines:
-    """A line is taken out: the next one is no longer behind the line that it was behind."""
+    """Remove a line, which breaks the chain of digests."""
     lines[0]["environment"] = {"torch": "9"}
     lines[0]["digest"] = seal.digest("", lines[0])
     return lines[:1] + lines[2:]

@@ -1,8 +1,8 @@
-"""Run the cases: each by the judge as users have it, in processes that a case may not take along.
+"""Runs the cases with the judge as users call it, each judge in its own process.
 
-A judge that is stopped or does not end is a row like any other. Cases run side by side, each in a
-child process that lives as long as its judge does. Cases that are timed, or that end badly on a
-GPU, run alone and last.
+A judge that crashes or hangs is a result like any other. Cases run in parallel; a process judges
+case after case until one stops it. Cases that are timed, or that can bring down the GPU, run alone
+and last.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from multiprocessing.connection import Connection
 from typing import Any, Literal
 
 from flashwright.lang.diagnostic import Failed
-from flashwright.selftest.case import Case
+from flashwright.selftest.case import SelftestCase
 from flashwright.selftest.needs import missing
-from flashwright.selftest.ways import Outcome, outcome
+from flashwright.selftest.ways import CaseOutcome, outcome
 
 Status = Literal["ok", "HOLE", "FALSE ALARM", "not tried"]
 LONGEST = 900.0  # seconds of one case, after which its judge counts as stopped
@@ -30,59 +30,65 @@ CORES_OF_A_GPU_CASE = 4  # torch, Triton's compiler and the oracle keep several 
 
 
 @dataclass(frozen=True)
-class Row:
-    """One case and what came of it."""
+class SelftestResult:
+    """A case and its result."""
 
-    case: Case
+    case: SelftestCase
     status: Status
     happened: str
-    """In words: `rejected as zeros`, `accepted`, or the reason why it was not tried."""
+    """What happened: `rejected as zeros`, `accepted`, or the reason why it was not tried."""
     seconds: float = 0.0
     message: str = ""
     seed: int | None = None
 
 
 def run(
-    cases: Sequence[Case], jobs: int | None = None, told: Callable[[Row], None] = lambda row: None
-) -> list[Row]:
-    """A row for each case, in their order; `told` gets each as soon as it is known."""
-    rows: dict[str, Row] = {}
+    cases: Sequence[SelftestCase],
+    jobs: int | None = None,
+    report: Callable[[SelftestResult], None] = lambda row: None,
+) -> list[SelftestResult]:
+    """The results of the cases, in their order; `report` is called with each as soon as known."""
+    rows: dict[str, SelftestResult] = {}
     lock = threading.Lock()
 
-    def keep(row: Row) -> None:
+    def keep(row: SelftestResult) -> None:
         with lock:
             rows[row.case.name] = row
-            told(row)
+            report(row)
 
     for case in cases:
         if why := missing(case):
-            keep(Row(case, "not tried", why))
+            keep(SelftestResult(case, "not tried", why))
     ready = [case for case in cases if case.name not in rows]
     on_cpu = [case for case in ready if case.on == "cpu"]
     on_gpu = [case for case in ready if case.on == "gpu" and not case.alone]
-    _all(on_cpu, jobs or default_jobs("cpu"), keep)
-    _all(on_gpu, jobs or default_jobs("gpu"), keep)
-    _all([case for case in ready if case.alone], 1, keep)
+    _run_all(on_cpu, jobs or default_jobs("cpu"), keep)
+    _run_all(on_gpu, jobs or default_jobs("gpu"), keep)
+    _run_all([case for case in ready if case.alone], 1, keep)
     return [rows[case.name] for case in cases]
 
 
 def default_jobs(on: str) -> int:
-    """How many cases run side by side on this machine."""
+    """The default number of cases in parallel."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     return max(1, min(MOST_JOBS, cores // (CORES_OF_A_GPU_CASE if on == "gpu" else 1)))
 
 
-def _all(cases: Sequence[Case], jobs: int, keep: Callable[[Row], None]) -> None:
+def _run_all(
+    cases: Sequence[SelftestCase], jobs: int, keep: Callable[[SelftestResult], None]
+) -> None:
     if not cases:
         return
-    with _one_thread_each(), _children() as mine, ThreadPoolExecutor(jobs) as pool:
-        for future in [pool.submit(lambda case: keep(_row(case, mine())), case) for case in cases]:
+    with _one_thread_each(), _judge_processes() as mine, ThreadPoolExecutor(jobs) as pool:
+        for future in [
+            pool.submit(lambda case: keep(_case_result(case, mine())), case) for case in cases
+        ]:
             future.result()
 
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Judges that are started meanwhile leave the cores to each other: NumPy would take all."""
+    """Limits NumPy to one thread in the processes that start meanwhile."""
     name = "OPENBLAS_NUM_THREADS"
     before = os.environ.get(name)
     os.environ.setdefault(name, "1")
@@ -93,19 +99,19 @@ def _one_thread_each() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-def _row(case: Case, child: Child) -> Row:
+def _case_result(case: SelftestCase, process: JudgeProcess) -> SelftestResult:
     begun = time.monotonic()
-    found = child.outcome(case)
+    found = process.outcome(case)
     taken = time.monotonic() - begun
-    if isinstance(found, Outcome):
+    if isinstance(found, CaseOutcome):
         return judged(case, found, taken)
     if found.startswith(_UNABLE):
-        return Row(case, "not tried", found.removeprefix(_UNABLE), taken)
-    return Row(case, "FALSE ALARM" if case.honest else "HOLE", found, taken)
+        return SelftestResult(case, "not tried", found.removeprefix(_UNABLE), taken)
+    return SelftestResult(case, "FALSE ALARM" if case.honest else "HOLE", found, taken)
 
 
-def judged(case: Case, found: Outcome, seconds: float = 0.0) -> Row:
-    """Whether that is what a case must come to."""
+def judged(case: SelftestCase, found: CaseOutcome, seconds: float = 0.0) -> SelftestResult:
+    """The result of a case: whether the verdict is the expected one."""
     happened = f"rejected as {', '.join(found.names)}" if found.names else "accepted"
     named = bool(set(found.names) & set(case.expected)) and case.says in found.message
     status: Status = "ok"
@@ -113,7 +119,7 @@ def judged(case: Case, found: Outcome, seconds: float = 0.0) -> Row:
         status = "FALSE ALARM"
     elif not case.honest and not named:
         status = "HOLE"
-    return Row(case, status, happened, seconds, found.message, found.seed)
+    return SelftestResult(case, status, happened, seconds, found.message, found.seed)
 
 
 # --- in a process of its own ------------------------------------------------------------------
@@ -121,8 +127,8 @@ def judged(case: Case, found: Outcome, seconds: float = 0.0) -> Row:
 _UNABLE = "unable: "
 
 
-class Child:
-    """A process that judges; started again where a case has stopped it."""
+class JudgeProcess:
+    """A process that judges cases; started again if a case has stopped it."""
 
     def __init__(self) -> None:
         self._process: Any = None
@@ -137,13 +143,13 @@ class Child:
         self._pipe = here
         return here
 
-    def outcome(self, case: Case) -> Outcome | str:
-        """What the judge says, or how it failed, in words."""
+    def outcome(self, case: SelftestCase) -> CaseOutcome | str:
+        """The outcome of a case, or a text that says how the judge failed."""
         pipe = self._pipe or self._start()
         try:
             pipe.send(case)
             if pipe.poll(LONGEST):
-                answer: Outcome | str = pipe.recv()
+                answer: CaseOutcome | str = pipe.recv()
                 return answer
             why = f"the judge did not end in {LONGEST:g} s"
         except (EOFError, OSError):
@@ -162,37 +168,37 @@ class Child:
 
 
 @contextmanager
-def _children() -> Iterator[Callable[[], Child]]:
-    """A child for each thread that asks."""
+def _judge_processes() -> Iterator[Callable[[], JudgeProcess]]:
+    """A judge process for each thread."""
     own, all_of_them = threading.local(), []
 
-    def mine() -> Child:
+    def mine() -> JudgeProcess:
         if not hasattr(own, "child"):
-            own.child = Child()
-            all_of_them.append(own.child)
-        child: Child = own.child
-        return child
+            own.process = JudgeProcess()
+            all_of_them.append(own.process)
+        process: JudgeProcess = own.process
+        return process
 
     try:
         yield mine
     finally:
-        for child in all_of_them:
-            child.close()
+        for process in all_of_them:
+            process.close()
 
 
 def _serve(pipe: Connection) -> None:
-    """Judge what comes, until nothing more does."""
+    """Judge the cases that arrive in the pipe, until it is closed."""
     while True:
         try:
-            case: Case = pipe.recv()
+            case: SelftestCase = pipe.recv()
         except EOFError:
             return
         try:
-            answer: Outcome | str = outcome(case)
+            answer: CaseOutcome | str = outcome(case)
         except Failed as failed:
             codes = tuple(dict.fromkeys(d.code for d in failed.diagnostics))
             unable = "FW851" in codes and "FW851" not in case.expected
-            answer = f"{_UNABLE}{failed}" if unable else Outcome(codes, str(failed))
+            answer = f"{_UNABLE}{failed}" if unable else CaseOutcome(codes, str(failed))
         except Exception as error:
             answer = f"the judge failed: {type(error).__name__}: {error}"
         pipe.send(answer)

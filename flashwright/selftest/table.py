@@ -1,4 +1,4 @@
-"""What the self-test found: a table, a summary, data, an exit code; and a part of the docs."""
+"""The results of the self-test as a table, a summary and data; the list in docs/judge.md."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flashwright.selftest.case import CLASSES, Case
+from flashwright.selftest.case import CLASSES, SelftestCase
 from flashwright.selftest.cases import CASES
-from flashwright.selftest.run import Row
+from flashwright.selftest.run import SelftestResult
 
 COLUMNS = ("case", "class", "expected", "what happened", "")
 FINE, WRONG, NOTHING = 0, 1, 2
 BEGIN, END = "<!-- cases: begin -->", "<!-- cases: end -->"
-"""Around the part of docs/judge.md that is made here."""
+"""The markers of the generated part of docs/judge.md."""
 
 
-def expected(case: Case) -> str:
-    """What must come of a case, in words."""
+def expected(case: SelftestCase) -> str:
+    """The expected verdict on a case, in words."""
     names = " or ".join(case.expected) or "accepted"
     return f"{names} ({case.says})" if case.says else names
 
 
-def trial(case: Case) -> str:
+def trial(case: SelftestCase) -> str:
     """How much of the trial a case has."""
     if case.how == "timed":
         return "one timed cell"
@@ -33,21 +33,21 @@ def trial(case: Case) -> str:
     return "whole trial" if case.whole else f"{len(case.lengths or ())} lengths"
 
 
-def cells(row: Row) -> tuple[str, ...]:
-    """A row of the table: COLUMNS, with the trial behind the case's name where it was whole."""
+def cells(row: SelftestResult) -> tuple[str, ...]:
+    """The cells of COLUMNS; a whole trial is marked after the case's name."""
     name = f"{row.case.name} *" if row.case.whole else row.case.name
     if row.status == "not tried":
         return name, row.case.kind, expected(row.case), f"not tried here: {row.happened}", "-"
     return name, row.case.kind, expected(row.case), row.happened, row.status
 
 
-def details(row: Row) -> str:
-    """What the judge said of a case that did not come to what it must."""
+def details(row: SelftestResult) -> str:
+    """The judge's message on a case with a wrong verdict."""
     seed = f" (seed {row.seed})" if row.seed is not None else ""
     return f"{row.status}: {row.case.name}: {row.message[:300] or row.happened}{seed}"
 
 
-def summary(rows: Sequence[Row]) -> str:
+def summary(rows: Sequence[SelftestResult]) -> str:
     """Counts in a line: what was tried, and what is wrong."""
     count = Counter(row.status for row in rows)
     tried = [row for row in rows if row.status != "not tried"]
@@ -63,15 +63,15 @@ def _number(n: int, what: str) -> str:
     return f"{n or 'no'} {what}{'' if n == 1 else 's'}"
 
 
-def exit_code(rows: Sequence[Row]) -> int:
+def exit_code(rows: Sequence[SelftestResult]) -> int:
     """0: all is as it should be; 1: a hole or a false alarm; 2: nothing could be tried."""
     if any(row.status in ("HOLE", "FALSE ALARM") for row in rows):
         return WRONG
     return FINE if any(row.status == "ok" for row in rows) else NOTHING
 
 
-def record(rows: Sequence[Row]) -> dict[str, Any]:
-    """The same as plain data."""
+def record(rows: Sequence[SelftestResult]) -> dict[str, Any]:
+    """The results as JSON-compatible data."""
     return {
         "schema": 1,
         "summary": summary(rows),
@@ -111,12 +111,12 @@ def markdown() -> str:
     return "\n".join((*lines, "", count, ""))
 
 
-def _listed(case: Case) -> str:
+def _listed(case: SelftestCase) -> str:
     return f"`{case.name}`{'*' if case.whole else ''}"
 
 
 def with_cases(page: str) -> str:
-    """A page with the part between its marks made anew."""
+    """The page with the part between its markers replaced."""
     before, _, rest = page.partition(BEGIN)
     _, _, behind = rest.partition(END)
     return f"{before}{BEGIN}\n\n{markdown()}\n{END}{behind}"

@@ -1,4 +1,4 @@
-"""A kernel in the benchmark: a number, or the offence for which it gets none."""
+"""A kernel in the benchmark: it gets a time, or the offence that prevents one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways in which a case is judged, each as users have it: `verify`, `bench`, the emulator…"""
+"""The ways in which a case is judged, as users do it: `verify`, `bench`, the emulator…"""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flashwright.selftest.case import Case
+from flashwright.selftest.case import SelftestCase
 
 if TYPE_CHECKING:
     from flashwright.judge.verdict import Verdict
@@ -17,31 +17,31 @@ A_MOMENT = 1.0  # seconds of emulation, where the offence is what was not tried
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What the judge said of one case."""
+class CaseOutcome:
+    """The verdict on one case."""
 
     names: tuple[str, ...]
-    """Of the offences, or codes of diagnostics; empty where it was accepted."""
+    """The names of the offences, or codes of diagnostics; empty if it was accepted."""
     message: str = ""
-    """Of all offences."""
+    """The messages of all offences."""
     seed: int | None = None
-    """What the problems were drawn from."""
+    """The seed of the problems."""
 
 
-def outcome(case: Case) -> Outcome:
-    """Judge one case in this process; Failed where the judge refuses its files."""
+def outcome(case: SelftestCase) -> CaseOutcome:
+    """Judge one case in this process. Raises Failed if the judge refuses its files."""
     return _WAYS[case.how](case)
 
 
-def _of(verdict: Verdict) -> Outcome:
+def _of(verdict: Verdict) -> CaseOutcome:
     """The offences of a verdict, with the messages of all of them."""
     lacking = ("not enough",) if verdict.missing else ()
     names = (*(o.name for o in verdict.offences), *lacking)
     said = [*(o.message for o in verdict.offences), *([verdict.missing] if lacking else [])]
-    return Outcome(names, "; ".join(said), verdict.seed)
+    return CaseOutcome(names, "; ".join(said), verdict.seed)
 
 
-def _judge(case: Case) -> Outcome:
+def _judge(case: SelftestCase) -> CaseOutcome:
     from flashwright.judge.judge import judge
 
     assert case.spec is not None
@@ -56,7 +56,7 @@ def _judge(case: Case) -> Outcome:
     return _of(found)
 
 
-def _emulated(case: Case) -> Outcome:
+def _emulated(case: SelftestCase) -> CaseOutcome:
     from flashwright.judge.emulated import SECONDS, judge_emulated
     from flashwright.selftest.packages import doctored
 
@@ -67,7 +67,7 @@ def _emulated(case: Case) -> Outcome:
     return _of(found)
 
 
-def _own(case: Case) -> Outcome:
+def _own(case: SelftestCase) -> CaseOutcome:
     """A package of ours, compiled for the GPU at hand."""
     from flashwright import gpu as gpus
     from flashwright.build import driver
@@ -85,32 +85,32 @@ def _own(case: Case) -> Outcome:
         return _of(judge(one, spec_of(case.function), lengths=case.lengths))
 
 
-def _timed(case: Case) -> Outcome:
+def _timed(case: SelftestCase) -> CaseOutcome:
     from flashwright.measure.records import AbsentRecord
     from flashwright.selftest.timed import measured
 
     line = measured(case.candidate, case.limits)
     if isinstance(line, AbsentRecord):
-        return Outcome((line.offence or "no number",), line.why)
-    return Outcome(())
+        return CaseOutcome((line.offence or "no number",), line.why)
+    return CaseOutcome(())
 
 
-def _screen(case: Case) -> Outcome:
+def _screen(case: SelftestCase) -> CaseOutcome:
     from flashwright.selftest.sources import REFUSED, TAKEN
     from flashwright.untrusted.screen import screen
 
     screen({**REFUSED, **TAKEN}[case.function])
-    return Outcome(())
+    return CaseOutcome(())
 
 
-def _receipt(case: Case) -> Outcome:
+def _receipt(case: SelftestCase) -> CaseOutcome:
     from flashwright.selftest.receipts import differing
 
     with tempfile.TemporaryDirectory(prefix="flashwright-") as folder:
-        return Outcome(tuple(differing(case.function, Path(folder))))
+        return CaseOutcome(tuple(differing(case.function, Path(folder))))
 
 
-_WAYS: dict[str, Callable[[Case], Outcome]] = {
+_WAYS: dict[str, Callable[[SelftestCase], CaseOutcome]] = {
     "judge": _judge,
     "emulated": _emulated,
     "own": _own,

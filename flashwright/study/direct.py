@@ -17,7 +17,7 @@ from flashwright.author.builtin.choose import NothingFits
 from flashwright.author.llm import extract
 from flashwright.check.check import check
 from flashwright.generate.by_model.ask import Authors, ask
-from flashwright.generate.by_model.kernel import Kernel, attempted, fastest, taken
+from flashwright.generate.by_model.kernel import JudgedKernel, attempted, fastest, taken
 from flashwright.generate.pipeline import STAGES, Stage
 from flashwright.generate.state import Progress, Run
 from flashwright.gpu import Gpu
@@ -47,7 +47,7 @@ def work(authors: Authors, run: Run, progress: Progress) -> Run:
     agreed = without_tl(contract(program, run.gpu, "plain"))
     attempt = partial(attempted, run, program, agreed=agreed)
     told = {"header": agreed.header, "notes": agreed.notes}
-    done: Kernel | None
+    done: JudgedKernel | None
     choose = partial(fastest, authors.stopwatch)
     run, done = ask(authors, run, "direct", extract.cuda, attempt, progress, choose, **told)
     return run if done is None else taken(run, done)

@@ -9,7 +9,7 @@ from flashwright.author.llm.budget import Budget, Prices
 from flashwright.author.llm.model import Model, NoAnswer, Question, Reply
 from flashwright.author.llm.transcript import FOLDER, Transcript
 from flashwright.generate import pipeline
-from flashwright.generate.by_model.ask import Authors, Who
+from flashwright.generate.by_model.ask import Authors, StageAuthor
 from flashwright.generate.folder import RESULT
 from flashwright.generate.state import Run
 from flashwright.gpu import Gpu
@@ -62,7 +62,7 @@ def take(
 ) -> Run:
     """Take a sample, or go on with one that was cut off; Unfinished where it stays open."""
     heard = _Heard(model)
-    who = Who(heard, model.name, terms.budget, terms.prices)
+    who = StageAuthor(heard, model.name, terms.budget, terms.prices)
     builtin = {"translate"} if terms.builtin_translation else set()
     asked = {stage: who for stage in sample.way.asked if stage not in builtin}
     authors = Authors(Transcript(folder / FOLDER), asked)

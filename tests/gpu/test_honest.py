@@ -10,7 +10,7 @@ from flashwright.author.builtin.variants import make_spec
 from flashwright.judge.judge import judge
 from flashwright.judge.verdict import Verdict
 from flashwright.sandbox.candidate import Candidate
-from flashwright.selftest.case import KERNELS, Case
+from flashwright.selftest.case import KERNELS, SelftestCase
 from flashwright.selftest.cases import CASES
 from flashwright.spec import AttentionSpec
 from tests.inside import judged
@@ -85,7 +85,7 @@ def test_triton(sharing: str, dtype: str, width: int, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("case", HONEST, ids=lambda case: case.name)
-def test_unusual_habits(case: Case) -> None:
+def test_unusual_habits(case: SelftestCase) -> None:
     """As the self-test has them, but by the whole trial."""
     pytest.importorskip("triton")
     assert case.spec is not None

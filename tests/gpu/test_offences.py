@@ -21,7 +21,7 @@ from flashwright.judge.verdict import Verdict
 from flashwright.lang.parse import parse
 from flashwright.lower.translate import translate
 from flashwright.sandbox.candidate import Candidate
-from flashwright.selftest.case import KERNELS, Case
+from flashwright.selftest.case import KERNELS, SelftestCase
 from flashwright.selftest.cases import CASES
 from tests.gpu.made import code_of, package_of
 from tests.inside import judged
@@ -47,12 +47,12 @@ FROM_OUTSIDE = [c for c in JUDGED if c.kind in ("end", "hidden", "process", "sys
 FOUND = [c for c in JUDGED if c not in FROM_OUTSIDE]
 
 
-def by_name(case: Case) -> str:
+def by_name(case: SelftestCase) -> str:
     return f"{case.function}-{case.expected[0]}"
 
 
 @pytest.mark.parametrize("case", FOUND, ids=by_name)
-def test_found_by_the_whole_trial(case: Case) -> None:
+def test_found_by_the_whole_trial(case: SelftestCase) -> None:
     assert case.spec is not None
     found = judged(case.candidate, case.spec)
     assert set(case.expected) & set(names(found)), told(found)
@@ -66,7 +66,7 @@ def test_a_library_is_only_that(function: str) -> None:
 
 
 @pytest.mark.parametrize("case", FROM_OUTSIDE, ids=by_name)
-def test_found_from_outside(case: Case) -> None:
+def test_found_from_outside(case: SelftestCase) -> None:
     """In a process of its own; ours can use the GPU as before."""
     import torch
 

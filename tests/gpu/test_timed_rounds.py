@@ -12,7 +12,7 @@ from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.connect import connect
 from flashwright.author.llm.transcript import FOLDER, Transcript
 from flashwright.generate import pipeline
-from flashwright.generate.by_model.ask import Authors, Who
+from flashwright.generate.by_model.ask import Authors, StageAuthor
 from flashwright.generate.by_model.speed import Stopwatch
 from flashwright.generate.replay import replay
 from flashwright.judge.judge import judge
@@ -34,8 +34,8 @@ def test_a_gain_is_kept_a_loss_is_not_and_the_package_stays_right(tmp_path: Path
     script = [say(f"```tl\n{code}```") for code in (narrow, wrong, good, narrow)]
     with serve(script) as server:
         model = connect("m", server.url, env={"OPENAI_API_KEY": ""})
-        code = Who(model, "m", Budget(1, None))
-        rounds = Who(model, "m", Budget(3, None))
+        code = StageAuthor(model, "m", Budget(1, None))
+        rounds = StageAuthor(model, "m", Budget(3, None))
         watch = Stopwatch(peers=list)
         transcript = Transcript(folder / FOLDER)
         authors = Authors(transcript, {"code": code, "improve": rounds}, stopwatch=watch)

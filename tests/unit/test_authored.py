@@ -78,8 +78,8 @@ def test_time(nvcc: FakeNvcc) -> None:
 
 @linux
 def test_memory_processes_and_files(nvcc: FakeNvcc, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = process.Limits(memory=64 << 20, processes=20, file_bytes=1 << 20, seconds=30)
-    monkeypatch.setattr("flashwright.build.compile.Limits", _Smaller(small))
+    small = process.CompilerLimits(memory=64 << 20, processes=20, file_bytes=1 << 20, seconds=30)
+    monkeypatch.setattr("flashwright.build.compile.CompilerLimits", _Smaller(small))
     nvcc.set("sh -c 'x=y; while :; do x=$x$x; done'")
     assert "GB of memory" in failed(nvcc, "a").message
     nvcc.set("for i in $(seq 40); do sleep 60 & done; sleep 60")
@@ -94,10 +94,10 @@ class _Smaller:
 
     seconds = 30.0
 
-    def __init__(self, small: process.Limits) -> None:
+    def __init__(self, small: process.CompilerLimits) -> None:
         self.small = small
 
-    def __call__(self, seconds: float) -> process.Limits:
+    def __call__(self, seconds: float) -> process.CompilerLimits:
         return self.small
 
 

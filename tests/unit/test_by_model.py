@@ -17,7 +17,7 @@ from flashwright.author.llm.transcript import FOLDER, Transcript
 from flashwright.cli.main import app
 from flashwright.cli.screen import asked_in_words
 from flashwright.generate import pipeline
-from flashwright.generate.by_model.ask import Authors, Who
+from flashwright.generate.by_model.ask import Authors, StageAuthor
 from flashwright.generate.pipeline import Stage
 from flashwright.generate.replay import replay
 from flashwright.generate.state import Run
@@ -62,7 +62,7 @@ def generate(
 ) -> Run:
     """A run up to the verdict of the CPU: what comes after it needs a compiler, and time."""
     model = connect("m", server.url, env={"OPENAI_API_KEY": key})
-    one = Who(model, "m", Budget(attempts), candidates=candidates)
+    one = StageAuthor(model, "m", Budget(attempts), candidates=candidates)
     authors = Authors(Transcript(folder / FOLDER), dict.fromkeys(stages or ("code",), one))
     authors.begin(SPEC, CARD)
     return pipeline.generate(SPEC, CARD, folder, Nobody(), authors, last="cpu")
@@ -107,7 +107,7 @@ def test_trouble_in_the_users_own_function_is_no_fault_of_the_models(tmp_path: P
     spec = SPEC.model_copy(update={"reference": "mine.py"})
     text = b"def attention(q, k, v):\n    raise ValueError('not yet')\n"
     with serve([say(fenced(CODE)), say(fenced(CODE))]) as server:
-        who = Who(connect("m", server.url, env={}), "m", Budget(3))
+        who = StageAuthor(connect("m", server.url, env={}), "m", Budget(3))
         authors = Authors(Transcript(tmp_path / FOLDER), {"code": who})
         run = pipeline.generate(spec, CARD, tmp_path, Nobody(), authors, last="cpu", reference=text)
         assert len(server.requests) == 1
@@ -237,7 +237,7 @@ def test_a_finished_run_is_not_asked_for_again_and_no_other_one_takes_its_place(
     with serve([]) as server:
         again = command(server, tmp_path, *wanted)
         assert (again.exit_code, server.requests) == (0, [])
-        assert "is finished: --fresh asks anew" in again.output
+        assert "is finished: --fresh starts again" in again.output
         other = command(server, tmp_path, "--sketch", "somebody", *until)
         assert (other.exit_code, server.requests) == (2, [])
         assert "--fresh" in other.output

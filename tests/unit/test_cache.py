@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from flashwright.build import cache as caches
-from flashwright.build.cache import Cache, Entry, digest
+from flashwright.build.cache import Cache, CacheEntry, digest
 
-ENTRY = Entry({"registers": 168, "seconds": 1.5}, b"\x7fELF\n\x00cubin", b".version 9.0\n")
+ENTRY = CacheEntry({"registers": 168, "seconds": 1.5}, b"\x7fELF\n\x00cubin", b".version 9.0\n")
 KEYS = [f"{n:02x}" * 32 for n in range(1, 9)]
 
 
@@ -56,7 +56,7 @@ def test_every_damaged_byte_is_seen(cache: Cache) -> None:
 
 
 def test_the_longest_unused_go_first(tmp_path: Path) -> None:
-    big = Entry({}, b"x" * 1000, b"")
+    big = CacheEntry({}, b"x" * 1000, b"")
     cache = Cache(tmp_path, most=3500)
     for age, key in enumerate(KEYS[:3]):
         cache.put(key, big)
@@ -113,7 +113,7 @@ def test_a_cache_that_cannot_be_made_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     cache = Cache(tmp_path / "file" / "cache")
     assert cache.get(KEYS[0]) is None
-    with cache.turn(KEYS[0], 1), cache.workplace() as place:
+    with cache.locked(KEYS[0], 1), cache.workplace() as place:
         (place / "kernel.cu").write_text("x")
     assert not place.exists()
     cache.put(KEYS[0], ENTRY)
@@ -150,7 +150,7 @@ def test_turns(cache: Cache) -> None:
     started = threading.Event()
 
     def first() -> None:
-        with cache.turn(KEYS[0], 10):
+        with cache.locked(KEYS[0], 10):
             started.set()
             time.sleep(0.3)
             order.append("first")
@@ -158,11 +158,11 @@ def test_turns(cache: Cache) -> None:
     thread = threading.Thread(target=first)
     thread.start()
     started.wait()
-    with cache.turn(KEYS[0], 0.05):
+    with cache.locked(KEYS[0], 0.05):
         order.append("impatient")
-    with cache.turn(KEYS[1], 10):
+    with cache.locked(KEYS[1], 10):
         order.append("another")
-    with cache.turn(KEYS[0], 10):
+    with cache.locked(KEYS[0], 10):
         order.append("second")
     thread.join()
     assert order == ["impatient", "another", "first", "second"]

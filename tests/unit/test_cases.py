@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from flashwright.fuzz.case import Case, load
-from flashwright.fuzz.oracle import Outcome, evaluate_cases, prepare
+from flashwright.fuzz.case import FuzzCase, load
+from flashwright.fuzz.oracle import ProgramOutcome, evaluate_cases, prepare
 
 FOLDER = Path(__file__).parents[1] / "cases"
 CASES = {path.stem: load(path) for path in sorted(FOLDER.glob("*.tl"))}
@@ -41,13 +41,13 @@ def test_the_others_are_translated_and_verified() -> None:
     gpu = GPUS[0]
     steps = {name: prepare(replace(CASES[name], gpu=gpu)) for name in LATER}
     found = {
-        name: step if isinstance(step, Outcome) else Outcome("agree")
+        name: step if isinstance(step, ProgramOutcome) else ProgramOutcome("agree")
         for name, step in steps.items()
     }
     assert not _wrong(found, gpu)
 
 
-def _wrong(found: Mapping[str, Outcome], gpu: str) -> dict[str, str]:
+def _wrong(found: Mapping[str, ProgramOutcome], gpu: str) -> dict[str, str]:
     return {
         name: f"{outcome.kind}: {outcome.detail}"
         for name, outcome in found.items()
@@ -55,7 +55,7 @@ def _wrong(found: Mapping[str, Outcome], gpu: str) -> dict[str, str]:
     }
 
 
-def _expected(case: Case, gpu: str) -> set[str]:
+def _expected(case: FuzzCase, gpu: str) -> set[str]:
     tags = {t.removeprefix("expected:") for t in case.tags if t.startswith("expected:")}
     expected = tags or {"agree"}
     return expected if gpu == case.gpu else expected | ELSEWHERE

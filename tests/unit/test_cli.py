@@ -24,7 +24,7 @@ from flashwright.cli import command
 from flashwright.cli.emulate import lines_table
 from flashwright.cli.main import app
 from flashwright.cli.show import folded, gpus_table, progress_bar, tl
-from flashwright.emulate.profile import LEVELS, Profile, Row
+from flashwright.emulate.profile import LEVELS, LineCounts, Profile
 from flashwright.gpu import GPUS
 from flashwright.lang.codes import CODES
 from flashwright.lang.diagnostic import Diagnostic
@@ -461,9 +461,9 @@ def gpus_at_80() -> str:
 def test_the_figures_of_a_profile_are_whole_in_80_columns() -> None:
     counts = dict.fromkeys(LEVELS, 123_456_000)
     text = "Copy Q (BM, HeadDim) in coordinate [B = b, H = h, L = i] from global to shared"
-    row = Row(25, text, {"mma": 1_234_567}, 0, counts, 2133, 100, 176, 10, 3)
+    row = LineCounts(25, text, {"mma": 1_234_567}, 0, counts, 2133, 100, 176, 10, 3)
     out = Console(width=80, file=io.StringIO(), highlight=False)
-    out.print(lines_table(Profile(Row(), (row,), "code.tl"), 80))
+    out.print(lines_table(Profile(LineCounts(), (row,), "code.tl"), 80))
     shown = out.file.getvalue()  # type: ignore[attr-defined]
     for figure in ("warp instr.", "sectors", "waits", "1,234,567", "247M", "21.33", "17.60"):
         assert figure in shown

@@ -15,7 +15,7 @@ import pytest
 from flashwright.build import compile as compiler
 from flashwright.build import toolchain
 from flashwright.build.cache import Cache
-from flashwright.build.compile import Built, build, read_facts
+from flashwright.build.compile import Built, build, read_resource_usage
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from tests.unit.fake_nvcc import GOOD, PTXAS, WORKS, FakeNvcc, nvcc
 
@@ -183,7 +183,7 @@ def test_facts_of_several_functions() -> None:
     log = PTXAS.format(stack=8, stores=4, loads=2, registers=40) + PTXAS.format(
         stack=16, stores=1, loads=0, registers=32
     )
-    facts = read_facts(log, 1.234)
+    facts = read_resource_usage(log, 1.234)
     assert (facts.registers, facts.stack, facts.spill_stores, facts.spill_loads) == (40, 16, 5, 2)
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from flashwright.build import toolchain
-from flashwright.emulate.emulate import Result, launch
-from flashwright.emulate.encode import Program
-from flashwright.emulate.places import Origin, place
+from flashwright.emulate.emulate import LaunchResult, launch
+from flashwright.emulate.encode import EncodedKernel
+from flashwright.emulate.places import Origin, locate
 from flashwright.emulate.structs import Region
 from flashwright.emulate.tensor_map import encode_tensor_map
 from tests.unit.together import SCHEDULES, compiled
@@ -70,7 +70,7 @@ PLANTED: dict[str, tuple[str, str, tuple[str, ...], str]] = {
 
 
 @pytest.fixture(scope="module")
-def made() -> dict[str, Program]:
+def made() -> dict[str, EncodedKernel]:
     """The kernel as it is, and with each bug."""
     for old, *_ in PLANTED.values():
         assert old in SOURCE, old
@@ -79,8 +79,8 @@ def made() -> dict[str, Program]:
 
 
 def multiply(
-    program: Program, rows: int, columns: int, depth: int, schedule: str
-) -> tuple[Result, float]:
+    program: EncodedKernel, rows: int, columns: int, depth: int, schedule: str
+) -> tuple[LaunchResult, float]:
     """What is found, and the largest error of A B^T."""
     rng = np.random.default_rng(0)
     shapes = ((rows, depth), (columns, depth), (rows, columns))
@@ -102,7 +102,7 @@ def multiply(
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("shape", [(128, 128, 64), (256, 128, 512), (100, 200, 320)], ids=str)
 def test_the_gemm_is_right(
-    made: dict[str, Program], shape: tuple[int, int, int], schedule: str
+    made: dict[str, EncodedKernel], shape: tuple[int, int, int], schedule: str
 ) -> None:
     """Boxes over the end of a tensor are filled and cut off; depths are multiples of a step."""
     result, error = multiply(made["right"], *shape, schedule)
@@ -113,19 +113,19 @@ def test_the_gemm_is_right(
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_found_at_its_line(
-    made: dict[str, Program], bug: str, schedule: str
+    made: dict[str, EncodedKernel], bug: str, schedule: str
 ) -> None:
     _, _, kinds, statement = PLANTED[bug]
     findings = multiply(made[bug], 256, 128, 512, schedule)[0].findings
     named = [f for f in findings if f.kind in kinds]
     assert named, [f.kind for f in findings]
     lines = SOURCE.replace(*PLANTED[bug][:2], 1).splitlines()
-    places = [place(f.instruction, Origin()).source for f in named]
+    places = [locate(f.instruction, Origin()).source for f in named]
     told = {lines[line - 1].strip() for line in places if line is not None}
     assert any(part in line for part in statement.split("|") for line in told), told
 
 
-def test_a_deadlock_says_what_is_missing(made: dict[str, Program]) -> None:
+def test_a_deadlock_says_what_is_missing(made: dict[str, EncodedKernel]) -> None:
     findings = multiply(made["too many bytes expected"], 128, 128, 64, "eager")[0].findings
     assert {f.detail for f in findings if f.kind == "deadlock"} == {(0, 64)}
     findings = multiply(made["a dropped arrive"], 128, 128, 512, "lazy")[0].findings

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashwright.emulate.emulate import Result, launch
+from flashwright.emulate.emulate import LaunchResult, launch
 from flashwright.emulate.encode import encode
 from flashwright.emulate.parse import parse
 from flashwright.emulate.structs import Region
@@ -29,7 +29,7 @@ def run(
     shared: int = 0,
     grid: int = 1,
     use: int = 1,
-) -> Result:
+) -> LaunchResult:
     """A kernel with one parameter, the array `out`: its body in PTX."""
     registers = ".reg .pred %p<8>;\n.reg .b32 %r<32>;\n.reg .f32 %f<8>;\n.reg .b64 %rd<16>;\n"
     start = "ld.param.u64 %rd0, [out];\nmov.u32 %r0, %tid.x;\n"
@@ -45,7 +45,7 @@ def store(value: str = "%r1", index: str = "%r0") -> str:
     return f"mad.wide.u32 %rd9, {index}, 4, %rd0;\nst.global.u32 [%rd9], {value};\n"
 
 
-def kinds(result: Result) -> set[str]:
+def kinds(result: LaunchResult) -> set[str]:
     return {f.kind for f in result.findings}
 
 

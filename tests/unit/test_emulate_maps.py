@@ -10,7 +10,7 @@ import pytest
 
 from flashwright.build import toolchain
 from flashwright.emulate.emulate import prepare, run
-from flashwright.emulate.encode import Program
+from flashwright.emulate.encode import EncodedKernel
 from flashwright.lower.launch_plan import LaunchPlan, PlanAxis, PlanMap, PlanTensor
 from tests.gpu.tiles import NUMPY, TILES, Tile
 from tests.unit.fake_gpu import plan_tensor
@@ -79,11 +79,13 @@ PLAN = LaunchPlan(
 
 
 @pytest.fixture(scope="module")
-def program() -> Program:
+def program() -> EncodedKernel:
     return prepare(PTX, "attention")
 
 
-def load(program: Program, x: np.ndarray, at: tuple[int, int, int], **settings: Any) -> np.ndarray:
+def load(
+    program: EncodedKernel, x: np.ndarray, at: tuple[int, int, int], **settings: Any
+) -> np.ndarray:
     out = np.full((8, 16), np.nan, np.float16)
     sizes = dict(zip(PLAN.dims, (*x.shape[:2], *at), strict=True))
     result = run(program, PLAN, {"X": x, "O": out}, sizes, **settings)
@@ -96,14 +98,14 @@ def filled(*shape: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("schedule", ["eager", "lazy", "random:1"])
-def test_a_tile_over_both_ends_is_filled_with_zeros(program: Program, schedule: str) -> None:
+def test_a_tile_over_both_ends_is_filled_with_zeros(program: EncodedKernel, schedule: str) -> None:
     x = filled(2, 13, 24)
     expected = np.zeros((8, 16), np.float16)
     expected[:5, :8] = x[1, 8:, 16:]
     assert np.array_equal(load(program, x, (1, 8, 16), schedule=schedule), expected)
 
 
-def test_a_view_ends_where_the_next_one_begins(program: Program) -> None:
+def test_a_view_ends_where_the_next_one_begins(program: EncodedKernel) -> None:
     """Of a flat tensor the first axis counts views: NaN in the next one is not read."""
     tensors = (plan_tensor("X", "L:length D:24", vector=8), PLAN.tensors[1])
     flat = tensors[0].model_copy(update={"flat": True})
@@ -121,23 +123,23 @@ def test_a_view_ends_where_the_next_one_begins(program: Program) -> None:
     assert np.array_equal(out, expected)
 
 
-def test_memory_in_another_order(program: Program) -> None:
+def test_memory_in_another_order(program: EncodedKernel) -> None:
     x = filled(13, 2, 24).transpose(1, 0, 2)
     assert np.array_equal(load(program, x, (1, 3, 8)), x[1, 3:11, 8:])
 
 
-def test_the_stride_of_one_position_does_not_matter(program: Program) -> None:
+def test_the_stride_of_one_position_does_not_matter(program: EncodedKernel) -> None:
     x = filled(1, 8, 24)
     odd = np.lib.stride_tricks.as_strided(x, strides=(6, 48, 2))
     assert np.array_equal(load(program, odd, (0, 0, 0)), x[0, :, :16])
 
 
-def test_of_a_tensor_without_elements_everything_is_zero(program: Program) -> None:
+def test_of_a_tensor_without_elements_everything_is_zero(program: EncodedKernel) -> None:
     for shape in ((2, 0, 24), (0, 9, 24)):
         assert not load(program, np.zeros(shape, np.float16), (0, 0, 0)).any()
 
 
-def test_what_the_driver_refuses_is_refused(program: Program) -> None:
+def test_what_the_driver_refuses_is_refused(program: EncodedKernel) -> None:
     with pytest.raises(ValueError, match="`X` must be contiguous along its last axis"):
         load(program, np.zeros((2, 24, 13), np.float16).transpose(0, 2, 1), (0, 0, 0))
     tight = np.zeros((2, 13, 25), np.float16)[..., :24]

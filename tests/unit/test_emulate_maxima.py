@@ -15,8 +15,8 @@ import flashwright.emulate
 from flashwright import gpu as gpus
 from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.builtin.variants import make_spec
-from flashwright.emulate.emulate import Result, run
-from flashwright.emulate.encode import Program
+from flashwright.emulate.emulate import LaunchResult, run
+from flashwright.emulate.encode import EncodedKernel
 from flashwright.lower.launch_plan import LaunchPlan
 from flashwright.lower.translate import translate
 from tests.share import some
@@ -106,7 +106,7 @@ def source(negative: bool, sparing: bool) -> tuple[str, LaunchPlan]:
 
 
 @functools.cache
-def kernels() -> dict[str, Program]:
+def kernels() -> dict[str, EncodedKernel]:
     """With maxima as integers and in floats, and the first with each bug."""
     right, _ = source(False, False)
     texts = {
@@ -125,7 +125,7 @@ def kernels() -> dict[str, Program]:
 Outputs = dict[str, NDArray[np.float64]]
 
 
-def attended(kernel: str, scores: Scores, schedule: str = "eager") -> tuple[Result, Outputs]:
+def attended(kernel: str, scores: Scores, schedule: str = "eager") -> tuple[LaunchResult, Outputs]:
     """With Q diagonal, column i of K are the scores of row i."""
     keys = scores.shape[1]
     sign = -1 if "negative" in kernel else 1

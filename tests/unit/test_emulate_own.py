@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import flashwright.emulate
-from flashwright.emulate.own import Kernel
+from flashwright.emulate.own import EmulatedKernel
 from flashwright.lang.diagnostic import Failed
 from tests.unit.emulated import needs_compilers
 
@@ -40,7 +40,7 @@ extern "C" __global__ void both(Pair p, long long* y) { y[threadIdx.x] = p.a + p
 
 
 @pytest.fixture(scope="module")
-def saxpy() -> Kernel:
+def saxpy() -> EmulatedKernel:
     return flashwright.emulate.kernel(SOURCE, "saxpy")
 
 
@@ -51,7 +51,7 @@ def arrays() -> tuple[np.ndarray, np.ndarray]:
     return x, y
 
 
-def test_it_computes(saxpy: Kernel, arrays: tuple[np.ndarray, np.ndarray]) -> None:
+def test_it_computes(saxpy: EmulatedKernel, arrays: tuple[np.ndarray, np.ndarray]) -> None:
     x, y = arrays
     wanted = 2 * x + y - 3 + 0.5
     done = saxpy((4,), 32, x, y, 2, len(x), -3, 0.5)
@@ -63,7 +63,7 @@ def test_it_computes(saxpy: Kernel, arrays: tuple[np.ndarray, np.ndarray]) -> No
 
 
 def test_what_is_out_of_bounds_is_told_with_its_line_and_argument(
-    saxpy: Kernel, arrays: tuple[np.ndarray, np.ndarray]
+    saxpy: EmulatedKernel, arrays: tuple[np.ndarray, np.ndarray]
 ) -> None:
     x, y = arrays
     done = saxpy(4, 32, x, y, 1.0, 128, 0, 0.0)
@@ -75,7 +75,7 @@ def test_what_is_out_of_bounds_is_told_with_its_line_and_argument(
 
 
 def test_an_array_that_is_read_only_is_not_written(
-    saxpy: Kernel, arrays: tuple[np.ndarray, np.ndarray]
+    saxpy: EmulatedKernel, arrays: tuple[np.ndarray, np.ndarray]
 ) -> None:
     x, y = arrays
     before = y.copy()
@@ -116,7 +116,7 @@ def test_a_struct_is_passed_as_its_bytes() -> None:
     assert (y == 5 + (1 << 40)).all()
 
 
-def test_ptx_of_a_file_is_taken_as_it_is(saxpy: Kernel, tmp_path: Path) -> None:
+def test_ptx_of_a_file_is_taken_as_it_is(saxpy: EmulatedKernel, tmp_path: Path) -> None:
     path = tmp_path / "mine.ptx"
     path.write_text(saxpy.ptx)
     x, y = np.ones((2, 32), np.float32)
@@ -124,7 +124,7 @@ def test_ptx_of_a_file_is_taken_as_it_is(saxpy: Kernel, tmp_path: Path) -> None:
     assert (y == 2).all()
 
 
-def test_wrong_arguments_are_refused_in_words(saxpy: Kernel) -> None:
+def test_wrong_arguments_are_refused_in_words(saxpy: EmulatedKernel) -> None:
     x, y = np.ones((2, 64), np.float32)
     with pytest.raises(TypeError, match="takes 6 arguments, and 2 are given"):
         saxpy(1, 32, x, y)

@@ -8,8 +8,8 @@ import pytest
 
 from flashwright.emulate.emulate import KINDS, Finding
 from flashwright.emulate.parse import parse
-from flashwright.emulate.places import CODES, Extent, Origin, block, diagnostics, place, thread
-from flashwright.emulate.ptx import Address, Immediate, Instruction, Place, Register
+from flashwright.emulate.places import CODES, Extent, Origin, block, diagnostics, locate, thread
+from flashwright.emulate.ptx import Address, Immediate, Instruction, Register, SourceLine
 from flashwright.lang import codes
 from flashwright.lang.render import terminal
 from flashwright.lower.source_map import SourceMap, Stretch
@@ -26,7 +26,7 @@ ORIGIN = Origin(map=MAP, tl=TL, grid=(4, 2, 3), tensors=(Extent("K", 0x100000, 0
 
 
 def at(*places: tuple[str, int], opcode: str = "ld.global.v4.u32", line: int = 7) -> Instruction:
-    return Instruction(opcode, (), None, line, tuple(Place(*p) for p in places))
+    return Instruction(opcode, (), None, line, tuple(SourceLine(*p) for p in places))
 
 
 LOAD = at(("/inc/fw/copy.cuh", 9), ("/tmp/x/kernel.cu", 43))
@@ -39,24 +39,24 @@ def finding(kind: str = "race", instruction: Instruction = LOAD, **more: object)
 
 
 def test_a_call_of_the_vocabulary_is_told_by_the_line_that_made_it() -> None:
-    found = place(LOAD, ORIGIN)
+    found = locate(LOAD, ORIGIN)
     assert (found.tl, found.source, found.ptx) == (1, 43, 7)
     assert str(found) == "code.tl:1, kernel.cu:43, PTX line 7"
 
 
 def test_of_several_lines_of_the_source_the_innermost_with_tl_counts() -> None:
     helper = at(("kernel.cu", 12), ("kernel.cu", 81), ("kernel.cu", 44))
-    assert place(helper, ORIGIN).tl == 3
-    assert place(at(("kernel.cu", 12)), Origin(map=MAP)).source == 12
+    assert locate(helper, ORIGIN).tl == 3
+    assert locate(at(("kernel.cu", 12)), Origin(map=MAP)).source == 12
 
 
 def test_a_barrier_belongs_to_the_statement_before_it() -> None:
-    assert place(at(("kernel.cu", 60), opcode="bar.sync"), ORIGIN).tl == 2
+    assert locate(at(("kernel.cu", 60), opcode="bar.sync"), ORIGIN).tl == 2
 
 
 @pytest.mark.parametrize("where", [(), (("copy.cuh", 43),), (("kernel.cu", 0),)])
 def test_without_a_line_of_the_source_the_ptx_line_is_told(where: tuple[tuple[str, int]]) -> None:
-    found = place(at(*where), ORIGIN)
+    found = locate(at(*where), ORIGIN)
     assert (found.source, found.tl) == (None, None)
     assert str(found) == "PTX line 7"
 
@@ -121,8 +121,8 @@ $L__BB0_2:
 """
     entry = parse(text).entries["k"]
     assert [one.opcode for one in entry.code] == ["mov.u32", "add.s32", "ret"]
-    assert [p.line for p in entry.code[0].places] == [5, 9]
-    assert [p.line for p in entry.code[1].places] == [6]
+    assert [p.line for p in entry.code[0].source_lines] == [5, 9]
+    assert [p.line for p in entry.code[1].source_lines] == [6]
     assert entry.labels == {"$L__BB0_1": 0, "$L__BB0_2": 1}
 
 

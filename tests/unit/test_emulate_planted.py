@@ -11,7 +11,7 @@ from flashwright import gpu as gpus
 from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.builtin.variants import make_spec
 from flashwright.build import toolchain
-from flashwright.emulate.places import place
+from flashwright.emulate.places import locate
 from flashwright.judge.problems import Problem
 from tests.unit.together import SCHEDULES, Kernel, emulated, kernels
 
@@ -101,7 +101,7 @@ def test_a_planted_bug_is_found_at_its_line(
     named = [f for f in findings if f.kind in kinds]
     assert named, [f.kind for f in findings]
     lines = kernel.tl.splitlines()
-    where = [place(f.instruction, kernel.origin).tl for f in named]
+    where = [locate(f.instruction, kernel.origin).tl for f in named]
     told = [lines[line - 1] for line in where if line is not None]
     assert any(re.search(statement, line) for line in told), told
 

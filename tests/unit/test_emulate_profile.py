@@ -8,7 +8,7 @@ import pytest
 from flashwright.emulate.emulate import COUNTS
 from flashwright.emulate.places import Origin
 from flashwright.emulate.profile import KINDS, kind, levels, operations, profile
-from flashwright.emulate.ptx import Instruction, Place
+from flashwright.emulate.ptx import Instruction, SourceLine
 from flashwright.lower.source_map import SourceMap, Stretch
 
 MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
@@ -18,7 +18,7 @@ STORE = "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group"
 
 
 def one(opcode: str, line: int = 0) -> Instruction:
-    return Instruction(opcode, (), None, 1, (Place("kernel.cu", line),) if line else ())
+    return Instruction(opcode, (), None, 1, (SourceLine("kernel.cu", line),) if line else ())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import flashwright.emulate
-from flashwright.emulate.own import Kernel
+from flashwright.emulate.own import EmulatedKernel
 from tests.unit.emulated import needs_compilers
 
 SOURCE = """
@@ -26,7 +26,7 @@ extern "C" __global__ void walk(int* order, int width, int height, int depth) {
 
 
 @functools.cache
-def kernel(rounds: int) -> Kernel:
+def kernel(rounds: int) -> EmulatedKernel:
     return flashwright.emulate.kernel(SOURCE % rounds)
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from flashwright.fuzz import campaign
-from flashwright.fuzz.case import Case, load, save
+from flashwright.fuzz.case import FuzzCase, load, save
 from flashwright.fuzz.choices import Choices
 from flashwright.fuzz.compare import difference
 from flashwright.fuzz.generate import generate
-from flashwright.fuzz.oracle import Outcome, Prepared, evaluate_cases, prepare
+from flashwright.fuzz.oracle import Prepared, ProgramOutcome, evaluate_cases, prepare
 from flashwright.fuzz.shrink import shrink, size
 from flashwright.fuzz.sizes import GPUS
 from tests.fuzz.faults import FAULTS, ROOT, programs_until_found
@@ -89,10 +89,12 @@ def test_a_difference_beyond_rounding_is_told() -> None:
 # --- the shrinker -----------------------------------------------------------------------------
 
 
-def fails_with_softmax(cases: list[Case]) -> list[Outcome]:
+def fails_with_softmax(cases: list[FuzzCase]) -> list[ProgramOutcome]:
     """A failure that needs one line and nothing else; everything else is fine."""
     return [
-        Outcome("wrong", "", "O") if "Compute Softmax S with" in c.text else Outcome("agree")
+        ProgramOutcome("wrong", "", "O")
+        if "Compute Softmax S with" in c.text
+        else ProgramOutcome("agree")
         for c in cases
     ]
 
@@ -100,7 +102,7 @@ def fails_with_softmax(cases: list[Case]) -> list[Outcome]:
 def test_the_shrinker_keeps_the_failure_and_drops_the_rest() -> None:
     seed = next(s for s in range(99) if "Compute Softmax S with" in generate(s).text)
     case = generate(seed)
-    best, outcome = shrink(case, Outcome("wrong", "", "O"), fails_with_softmax, steps=40)
+    best, outcome = shrink(case, ProgramOutcome("wrong", "", "O"), fails_with_softmax, steps=40)
     assert outcome.kind == "wrong"
     assert "Compute Softmax S with" in best.text
     assert size(best) < size(case)
@@ -110,8 +112,8 @@ def test_the_shrinker_keeps_the_failure_and_drops_the_rest() -> None:
 
 def test_the_shrinker_gives_back_what_it_cannot_make_smaller() -> None:
     case = generate(3)
-    outcome = Outcome("hang", "", "deadlock")
-    best, found = shrink(case, outcome, lambda cases: [Outcome("agree") for _ in cases])
+    outcome = ProgramOutcome("hang", "", "deadlock")
+    best, found = shrink(case, outcome, lambda cases: [ProgramOutcome("agree") for _ in cases])
     assert (best, found) == (case, outcome)
 
 
@@ -126,7 +128,7 @@ def test_a_case_survives_its_file(tmp_path: Path) -> None:
 
 
 def test_a_campaign_goes_on_where_its_record_ends(tmp_path: Path) -> None:
-    lines = [campaign.line_of(generate(s), Outcome("agree")) for s in range(3)]
+    lines = [campaign.line_of(generate(s), ProgramOutcome("agree")) for s in range(3)]
     text = "\n".join(json.dumps(line) for line in lines) + '\n{"seed": 9'
     (tmp_path / campaign.RECORD).write_text(text)
     told: list[object] = []

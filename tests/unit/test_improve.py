@@ -26,8 +26,8 @@ from flashwright.cli.main import app
 from flashwright.files import sha256
 from flashwright.generate import pipeline, stages
 from flashwright.generate.by_model import kernel as kernel_by_model
-from flashwright.generate.by_model.ask import Authors, Who
-from flashwright.generate.by_model.speed import BUILTIN, Goal, Stopwatch
+from flashwright.generate.by_model.ask import Authors, StageAuthor
+from flashwright.generate.by_model.speed import BUILTIN, SpeedGoal, Stopwatch
 from flashwright.generate.replay import replay
 from flashwright.generate.state import Run
 from flashwright.gpu import find
@@ -119,13 +119,13 @@ def generate(
     clock: Clock,
     *stages: str,
     improve: int = 0,
-    goal: Goal | None = None,
+    goal: SpeedGoal | None = None,
     attempts: int = 3,
     candidates: int = 1,
     card: Callable[[], Card] = lambda: H200,
 ) -> Run:
     model = connect("m", server.url, env={"OPENAI_API_KEY": ""})
-    one = Who(model, "m", Budget(attempts, None), candidates=candidates)
+    one = StageAuthor(model, "m", Budget(attempts, None), candidates=candidates)
     asked = dict.fromkeys(stages or ("translate",), one)
     if improve:
         asked["improve"] = replace(one, budget=Budget(improve, None), candidates=1)
@@ -180,7 +180,7 @@ def test_a_kernel_is_judged_by_the_users_own_function(
     monkeypatch.setattr("flashwright.judge.judge.judge", judge)
     spec = SPEC.model_copy(update={"reference": "mine.py"})
     with serve([say(cuda(1.0))]) as server:
-        who = Who(connect("m", server.url, env={}), "m", Budget(1, None))
+        who = StageAuthor(connect("m", server.url, env={}), "m", Budget(1, None))
         authors = Authors(Transcript(tmp_path / FOLDER), {"translate": who, "improve": who})
         run = pipeline.generate(spec, CARD, tmp_path, Nobody(), authors, reference=text)
         assert len(server.requests) == 1, "what has no problems that are timed is not improved"
@@ -227,7 +227,7 @@ def test_what_the_compiler_says_of_a_models_tl_goes_back_to_the_model(
     again = replay(tmp_path / "run", tmp_path / "again", Nobody())
     assert (again.same, again.attempts) == (True, 2), again.lines
     with serve([say(tl(1.0, text))]) as server:  # up to the CPU run nobody compiles anything
-        who = Who(connect("m", server.url, env={}), "m", Budget(1, None))
+        who = StageAuthor(connect("m", server.url, env={}), "m", Budget(1, None))
         authors = Authors(Transcript(tmp_path / "cpu" / FOLDER), {stage: who})
         run = pipeline.generate(SPEC, CARD, tmp_path / "cpu", Nobody(), authors, last="cpu")
     assert run.ok
@@ -505,7 +505,7 @@ def test_a_right_kernel_that_is_too_slow_goes_back_with_its_times(
     clock: Clock, tmp_path: Path
 ) -> None:
     with serve([say(cuda(1.5)), say(cuda(1.1))]) as server:
-        run = generate(server, tmp_path, clock, goal=Goal(0.9))
+        run = generate(server, tmp_path, clock, goal=SpeedGoal(0.9))
     assert run.ok
     told = server.requests[1].text
     assert "FW829: right, but 0.67 times as fast as the built-in author's kernel" in told
@@ -521,13 +521,13 @@ def test_a_kernel_that_was_too_slow_is_not_timed_or_asked_for_again(
     clock: Clock, tmp_path: Path
 ) -> None:
     with serve([say(cuda(1.5)), say(cuda(1.1))]) as server:
-        generate(server, tmp_path, clock, goal=Goal(0.9))
+        generate(server, tmp_path, clock, goal=SpeedGoal(0.9))
     path = tmp_path / FOLDER / "run.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "ended": ""}))  # cut off
     timed = len(clock.races)
     clock.moods = [1.2, 0.7]  # other times, if anybody looked
     with serve([]) as server:
-        assert generate(server, tmp_path, clock, goal=Goal(0.9)).ok
+        assert generate(server, tmp_path, clock, goal=SpeedGoal(0.9)).ok
         assert server.requests == []
     assert len(clock.races) == timed
     again = replay(tmp_path, tmp_path / "again", Nobody())
@@ -538,7 +538,7 @@ def test_a_kernel_that_was_too_slow_is_not_timed_or_asked_for_again(
 def test_a_goal_beside_a_peer_that_is_timed_for_nothing_else_is_looked_at_to_the_end(
     clock: Clock, tmp_path: Path
 ) -> None:
-    goal = Goal(5.0, "flex")
+    goal = SpeedGoal(5.0, "flex")
     with serve([say(cuda(1.0)), say(cuda(0.5))]) as server:
         run = generate(server, tmp_path, clock, improve=1, goal=goal, attempts=1)
     assert "// takes 0.5" in run.artefacts["kernel.cu"]
@@ -551,7 +551,7 @@ def test_if_none_is_fast_enough_the_fastest_is_kept_with_a_warning(
 ) -> None:
     folder = tmp_path / "run"
     with serve([say(cuda(1.5)), say(cuda(1.2)), say(cuda(1.4))]) as server:
-        run = generate(server, folder, clock, goal=Goal(1.0))
+        run = generate(server, folder, clock, goal=SpeedGoal(1.0))
     assert run.ok
     assert "// takes 1.2\n" in (folder / "kernel.cu").read_text()
     (warning,) = [f for f in run.findings if f.diagnostic.code == "FW829"]
@@ -565,7 +565,7 @@ def test_after_the_rounds_the_goal_is_looked_at_again(
     takes: float, reached: str, clock: Clock, tmp_path: Path
 ) -> None:
     with serve([say(cuda(1.5)), say(cuda(takes))]) as server:
-        run = generate(server, tmp_path, clock, goal=Goal(1.0), attempts=1, improve=1)
+        run = generate(server, tmp_path, clock, goal=SpeedGoal(1.0), attempts=1, improve=1)
     assert [kept for kept, _ in rounds(tmp_path)] == [True]
     found = [f.diagnostic.message for f in run.findings if f.diagnostic.code == "FW829"]
     assert len(found) == bool(reached)
@@ -579,7 +579,7 @@ def test_without_a_gpu_a_warning_says_that_nobody_looked_how_fast_it_is(
         raise Failed(Diagnostic("FW851", "no GPU can be used here"))
 
     with serve([say(cuda(1.5))]) as server:
-        run = generate(server, tmp_path, clock, goal=Goal(1.0), card=card)
+        run = generate(server, tmp_path, clock, goal=SpeedGoal(1.0), card=card)
     assert run.ok
     (warning,) = [f for f in run.findings if f.diagnostic.code == "FW829"]
     assert "was not looked at: no GPU can be used here" in warning.diagnostic.message

@@ -19,7 +19,7 @@ from flashwright.judge.judge import judge
 from flashwright.judge.verdict import Verdict
 from flashwright.sandbox.candidate import Candidate
 from flashwright.selftest import cpu_cases
-from flashwright.selftest.case import Case
+from flashwright.selftest.case import SelftestCase
 from flashwright.selftest.cases import CASES
 from flashwright.selftest.cpu_cases import CALLERS, HONEST_SPECS, SHORT, SPEC
 from flashwright.spec import AttentionSpec
@@ -35,7 +35,7 @@ def candidate(function: str, module: str = "cpu") -> Candidate:
     return Candidate("python", f"flashwright.selftest.kernels.{module}", function)
 
 
-def rows(*tables: str) -> list[Case]:
+def rows(*tables: str) -> list[SelftestCase]:
     """The cases of these tables of selftest/cpu_cases.py."""
     return [NAMED[row[0]] for table in tables for row in getattr(cpu_cases, table)]
 
@@ -91,12 +91,12 @@ def test_a_nuisance_is_no_offence() -> None:
 FOUND = rows("PLAIN", "WHOLE", "CONDUCT", "SPECIAL")
 
 
-def by_name(case: Case) -> str:
+def by_name(case: SelftestCase) -> str:
     return f"{case.function}-{case.expected[0]}"
 
 
 @pytest.mark.parametrize("case", some(FOUND, 3), ids=by_name)
-def test_found_by_the_whole_trial(case: Case) -> None:
+def test_found_by_the_whole_trial(case: SelftestCase) -> None:
     """Also those for which the self-test has few lengths."""
     assert case.spec is not None
     found = judge(case.candidate, case.spec, seed=1, device="cpu", sandbox=Inside)
@@ -173,7 +173,7 @@ def test_whatever_the_seed(seed: int) -> None:
 
 
 @pytest.mark.parametrize("case", rows("ENDS"), ids=by_name)
-def test_found_from_outside(case: Case) -> None:
+def test_found_from_outside(case: SelftestCase) -> None:
     found = judge(case.candidate, SPEC, lengths=SHORT, device="cpu", limits=case.limits)
     assert case.expected[0] in names(found), told(found)
 

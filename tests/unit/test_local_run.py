@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.connect import connect
 from flashwright.cli.main import app
-from flashwright.generate.by_model.ask import Who, _grammar
+from flashwright.generate.by_model.ask import StageAuthor, _grammar
 from flashwright.lang.gbnf import gbnf
 from flashwright.lang.parse import parse
 from tests.unit.llm_server import serve, status
@@ -72,6 +72,6 @@ def test_a_server_that_takes_grammars_gets_one(
 
 def test_no_grammar_for_cuda() -> None:
     with serve([], owned_by="llamacpp") as server:
-        who = Who(connect("m", server.url, env={}), "m", Budget())
+        who = StageAuthor(connect("m", server.url, env={}), "m", Budget())
         assert _grammar("translate", who) is None
         assert _grammar("code", who) == gbnf("code")

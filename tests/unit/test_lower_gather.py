@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from flashwright.fuzz.case import Case
+from flashwright.fuzz.case import FuzzCase
 from flashwright.fuzz.oracle import evaluate_cases
 from tests.unit.emulated import needs_compilers
 from tests.unit.lowered import printed
@@ -119,6 +119,6 @@ PROGRAMS = {
 @needs_compilers
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_kernels_do_what_the_program_says(name: str) -> None:
-    cases = [Case(gpu, PROGRAMS[name], PROBLEMS, spread=1.2) for gpu in ("a100", "h200")]
+    cases = [FuzzCase(gpu, PROGRAMS[name], PROBLEMS, spread=1.2) for gpu in ("a100", "h200")]
     for found in evaluate_cases(cases):
         assert found.kind == "agree", found

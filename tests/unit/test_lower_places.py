@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashwright import gpu as gpus
-from flashwright.fuzz.case import Case
+from flashwright.fuzz.case import FuzzCase
 from flashwright.fuzz.oracle import evaluate_cases
 from flashwright.lower.translate import translate
 from tests.example_programs import EXAMPLES
@@ -148,5 +148,5 @@ KERNELS = {
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_do_what_the_program_says(name: str) -> None:
     text, cards = KERNELS[name]
-    for found in evaluate_cases([Case(gpu, text, PROBLEMS, spread=1.2) for gpu in cards]):
+    for found in evaluate_cases([FuzzCase(gpu, text, PROBLEMS, spread=1.2) for gpu in cards]):
         assert found.kind == "agree", found

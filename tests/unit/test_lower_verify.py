@@ -12,7 +12,7 @@ import pytest
 from flashwright import gpu as gpus
 from flashwright.check.check import check
 from flashwright.fuzz.case import load
-from flashwright.fuzz.oracle import Outcome, prepare
+from flashwright.fuzz.oracle import ProgramOutcome, prepare
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.parse import parse
 from flashwright.lower import ir
@@ -434,5 +434,5 @@ def test_without_any_schedule_left_the_program_is_refused(monkeypatch: pytest.Mo
 def test_fuzzer_counts_a_refused_schedule_as_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     refusing(monkeypatch, {"roles"})
     outcome = prepare(load(CASES / "let_in_loop.tl"))
-    assert isinstance(outcome, Outcome)
+    assert isinstance(outcome, ProgramOutcome)
     assert (outcome.kind, outcome.failed) == ("unverified", True)

@@ -365,7 +365,7 @@ def test_ctrl_c_keeps_what_was_measured_and_resume_goes_on(bench: Bench) -> None
     bench.world.interrupt = 90
     done = bench(*LENGTHS)
     assert done.exit_code == 130
-    assert "1 of 2 cells; interrupted, --resume goes on" in done.output
+    assert "1 of 2 cells; interrupted, --resume continues" in done.output
     assert "mha d64 causal" in (bench.folder / "table.md").read_text()
     bench.world.interrupt = None
     prepared = len(bench.world.asked("prepare", OURS))

@@ -29,7 +29,7 @@ from flashwright.author.llm.transcript import FOLDER, Lane, Transcript
 from flashwright.generate import pipeline
 from flashwright.generate.by_model import ask as asking
 from flashwright.generate.by_model import tl as tl_by_model
-from flashwright.generate.by_model.ask import Authors, Who
+from flashwright.generate.by_model.ask import Authors, StageAuthor
 from flashwright.generate.state import Progress, Run
 from flashwright.lang.codes import CODES
 from tests.unit.llm_server import (
@@ -80,7 +80,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def generate(server: Server, folder: Path, budget: Budget, silence: float = 300.0) -> Run:
     limits = Limits(silence=silence)
     model = connect("m", server.url, env={}, limits=limits)
-    authors = Authors(Transcript(folder / FOLDER), {"code": Who(model, "m", budget)})
+    authors = Authors(Transcript(folder / FOLDER), {"code": StageAuthor(model, "m", budget)})
     authors.begin(SPEC, CARD)
     return pipeline.generate(SPEC, CARD, folder, Nobody(), authors, last="parameters")
 

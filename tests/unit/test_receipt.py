@@ -722,7 +722,7 @@ def test_with_a_gpu_the_command_says_what_holds(
     assert "[0/2] measuring the machine" in done.stderr
     assert "measuring 512, beside flash, naive, unable" in done.stderr
     assert f"[2/2] {NAMES[1]}: holds (" in done.stderr
-    assert "only the digests vouch for it: absent.why, kernel.reasoning" in done.output
+    assert "protected only by the digests: absent.why, kernel.reasoning" in done.output
     assert command(str(file), "--within", "0.0001").exit_code == 1
 
 

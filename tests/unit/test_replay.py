@@ -24,7 +24,7 @@ from flashwright.files import sha256
 from flashwright.generate import pipeline
 from flashwright.generate import replay as replays
 from flashwright.generate.by_model import ask as asking
-from flashwright.generate.by_model.ask import Authors, Who
+from flashwright.generate.by_model.ask import Authors, StageAuthor
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from tests.unit.llm_server import cut, say, serve
 from tests.unit.test_by_model import CARD, CODE, SPEC, Nobody, fenced, generate
@@ -173,7 +173,7 @@ def recorded(folder: Path) -> None:
     """A short run that a user's function judges: a reply that was cut off, and one without TL."""
     spec = SPEC.model_copy(update={"reference": "mine.py"})
     with serve([cut("I thi"), say("I do not know.")]) as server:
-        who = Who(connect("m", server.url, env={}), "m", Budget(attempts=1))
+        who = StageAuthor(connect("m", server.url, env={}), "m", Budget(attempts=1))
         text = REFERENCE.decode()
         authors = Authors(Transcript(folder / FOLDER), {"code": who}, reference=text)
         authors.begin(spec, CARD)

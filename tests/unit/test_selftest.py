@@ -15,12 +15,12 @@ from flashwright.judge.judge import judge
 from flashwright.judge.offences import CODES
 from flashwright.lang.codes import CODES as EXPLAINED
 from flashwright.selftest import packages, receipts, run, sources, table
-from flashwright.selftest.case import CLASSES, HONEST, KERNELS, Case
+from flashwright.selftest.case import CLASSES, HONEST, KERNELS, SelftestCase
 from flashwright.selftest.cases import CASES, chosen
 from flashwright.selftest.kernels import escapes
 from flashwright.selftest.needs import missing
 from flashwright.selftest.run import judged
-from flashwright.selftest.ways import Outcome
+from flashwright.selftest.ways import CaseOutcome
 from tests.inside import Inside
 from tests.unit.emulated import needs_compilers
 from tests.unit.test_cli import Outcome as Command
@@ -42,7 +42,7 @@ def test_there_are_enough_cases_and_each_has_a_name_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_case_is_whole(case: Case) -> None:
+def test_a_case_is_whole(case: SelftestCase) -> None:
     """Its class is known, its expected names exist, and so does what is judged."""
     assert case.kind in CLASSES
     assert (case.kind == HONEST) == case.honest
@@ -89,13 +89,13 @@ def test_cases_are_chosen_by_name_class_and_place() -> None:
 def test_what_is_a_hole_and_what_a_false_alarm() -> None:
     honest = BY_NAME["cpu/causal"]
     refused = BY_NAME["cpu/judge_memory"]
-    assert judged(ZEROS, Outcome(("zeros", "key_ignored"))).status == "ok"
-    assert judged(ZEROS, Outcome(())).status == "HOLE"
-    assert judged(ZEROS, Outcome(("crash",))).status == "HOLE"
-    assert judged(refused, Outcome(("raises",), "Refused: EPERM")).status == "ok"
-    assert judged(refused, Outcome(("raises",), "NameError: x")).status == "HOLE"
-    assert judged(honest, Outcome(())).status == "ok"
-    assert judged(honest, Outcome(("wrong",))).status == "FALSE ALARM"
+    assert judged(ZEROS, CaseOutcome(("zeros", "key_ignored"))).status == "ok"
+    assert judged(ZEROS, CaseOutcome(())).status == "HOLE"
+    assert judged(ZEROS, CaseOutcome(("crash",))).status == "HOLE"
+    assert judged(refused, CaseOutcome(("raises",), "Refused: EPERM")).status == "ok"
+    assert judged(refused, CaseOutcome(("raises",), "NameError: x")).status == "HOLE"
+    assert judged(honest, CaseOutcome(())).status == "ok"
+    assert judged(honest, CaseOutcome(("wrong",))).status == "FALSE ALARM"
 
 
 QUICK = (
@@ -132,7 +132,7 @@ def test_a_judge_that_is_stopped_is_a_hole_and_the_next_case_is_judged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Something that cannot be sent back ends the judge's process as a signal would."""
-    child = run.Child()
+    child = run.JudgeProcess()
     try:
         first = child.outcome(replace(BY_NAME["cpu/plain_source"], how="no such way"))  # type: ignore[arg-type]
         assert isinstance(first, str)
@@ -142,7 +142,7 @@ def test_a_judge_that_is_stopped_is_a_hole_and_the_next_case_is_judged(
         stopped = child.outcome(BY_NAME["cpu/plain_source"])
         assert isinstance(stopped, str)
         assert "the judge was stopped" in stopped
-        assert child.outcome(BY_NAME["cpu/plain_source"]) == Outcome(())
+        assert child.outcome(BY_NAME["cpu/plain_source"]) == CaseOutcome(())
     finally:
         child.close()
 
@@ -162,7 +162,7 @@ def test_an_attempt_that_nothing_refuses_is_a_hole(name: str) -> None:
     given = {"lengths": case.lengths, "device": "cpu", "sandbox": Inside}
     found = judge(case.candidate, case.spec, **given)
     assert found.ok
-    assert judged(case, Outcome(tuple(o.name for o in found.offences))).status == "HOLE"
+    assert judged(case, CaseOutcome(tuple(o.name for o in found.offences))).status == "HOLE"
 
 
 @pytest.mark.skipif(platform.machine() != "aarch64", reason="it is code for Arm")
@@ -183,19 +183,19 @@ def test_why_a_case_cannot_be_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_exit_codes_and_the_summary() -> None:
-    fine = judged(ZEROS, Outcome(("zeros",)))
-    honest = judged(BY_NAME["cpu/causal"], Outcome(()))
-    untried = run.Row(BY_NAME["gpu/zeros"], "not tried", "no GPU")
+    fine = judged(ZEROS, CaseOutcome(("zeros",)))
+    honest = judged(BY_NAME["cpu/causal"], CaseOutcome(()))
+    untried = run.SelftestResult(BY_NAME["gpu/zeros"], "not tried", "no GPU")
     assert table.exit_code([fine, untried]) == 0
     assert table.exit_code([untried]) == 2
-    assert table.exit_code([judged(ZEROS, Outcome(()))]) == 1
+    assert table.exit_code([judged(ZEROS, CaseOutcome(()))]) == 1
     assert (
         table.summary([fine, honest, untried])
         == "1 adversarial and 1 honest cases tried: no holes, no false alarms; 1 not tried here"
     )
     assert table.cells(untried)[-2:] == ("not tried here: no GPU", "-")
     assert table.summary([untried]) == "nothing could be tried here: 1 case"
-    hole = judged(ZEROS, Outcome(("crash",), "its process ended", 7))
+    hole = judged(ZEROS, CaseOutcome(("crash",), "its process ended", 7))
     assert table.details(hole) == "HOLE: cpu/zeros: its process ended (seed 7)"
     assert table.cells(honest)[0] == "cpu/causal *"  # it has the whole trial
 

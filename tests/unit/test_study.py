@@ -23,7 +23,7 @@ from flashwright.author.builtin.variants import make_spec
 from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.connect import connect
 from flashwright.cli.main import app
-from flashwright.cli.study import _Screen, _show
+from flashwright.cli.study import _show, _StudyProgress
 from flashwright.generate.by_model.speed import Stopwatch
 from flashwright.generate.replay import replay
 from flashwright.judge.offences import offence
@@ -288,7 +288,7 @@ def test_the_legend_is_there_where_something_was_not_told(tmp_path: Path) -> Non
     (sample,) = settings("no-sketch", 1).keep(tmp_path).every
     recorded(tmp_path, sample, True)  # and not measured
     told = CliRunner().invoke(app, ["study", "--report", str(tmp_path)])
-    assert "?: nobody could tell" in told.output
+    assert "?: unknown on this machine" in told.output
     (sample.folder(tmp_path) / "speed.json").write_text('{"ratio": 1.2}')
     told = CliRunner().invoke(app, ["study", "--report", str(tmp_path)])
     assert "?" not in told.output
@@ -563,7 +563,7 @@ def test_the_bar_names_the_sample_that_is_looked_at_and_names_it_once(tmp_path: 
         progress("judging it")
 
     shown: list[tuple[int, int, str]] = []
-    screen = _Screen(lambda *bar: shown.append(bar))
+    screen = _StudyProgress(lambda *bar: shown.append(bar))
     unasked = connect("m", "http://127.0.0.1:9/v1", env={})
     session.study(wanted, TERMS, unasked, tmp_path, screen, [look])
     assert shown == [

@@ -52,7 +52,7 @@ def test_without_a_gpu_it_says_so_and_lists_what_it_would_try(folder: Path, no_g
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("--lengths", "512,many"), "no list such as"),
+        (("--lengths", "512,many"), "not a list such as"),
         (("--gpu", "h300"), "h300"),
         (("--candidates", "0"), "candidates"),
     ],
@@ -113,11 +113,11 @@ def test_the_command_is_interrupted_and_goes_on(folder: Path, fake: Bench) -> No
     fake.world.interrupt = 60
     done = Outcome("tune", str(folder), "--gpu", "h200", *COMMAND)
     assert done.code == 130
-    assert "--resume goes on" in done.out
+    assert "--resume continues" in done.out
     fake.world.interrupt = None
     refused = Outcome("tune", str(folder), "--gpu", "h200", "--resume", "--lengths", "64")
     assert refused.code == 2
-    assert "leave --resume away" in " ".join(refused.err.replace("│", " ").split())
+    assert "leave out --resume" in " ".join(refused.err.replace("│", " ").split())
     done = Outcome("tune", str(folder), "--gpu", "h200", "--resume", *COMMAND)
     assert done.code == 0, done.err
     assert len(fake.made) == 5, "each once"

@@ -106,7 +106,7 @@ def test_lines_are_looked_for_only_where_that_is_safe(
 @needs_landlock
 def test_our_own_kernels_pass_and_have_their_lines(package: Path) -> None:
     found = read_package(package).with_lines()
-    assert any(found.places.values())
+    assert any(found.source_lines.values())
 
 
 # --- what the compiler can open ---------------------------------------------------------------
@@ -141,11 +141,11 @@ def test_a_compiler_among_other_programs_opens_no_more_than_it_needs(
     monkeypatch.delenv(process.READS, raising=False)
     for folder in ("/usr/bin", "/usr/local/bin", "/opt/bin"):
         tools = Toolchain(Path(folder, "nvcc"), "13.0.88", tmp_path, tmp_path)
-        policy = process._policy(tmp_path, tools, process.Limits(), {})
+        policy = process._policy(tmp_path, tools, process.CompilerLimits(), {})
         assert folder in policy.readable
         assert not {"/", "/usr", "/usr/local", "/opt", "/usr/share"} & {*policy.readable}
     tools = Toolchain(Path("/opt/cuda-13/bin/nvcc"), "13.0.88", tmp_path, tmp_path)
-    assert "/opt/cuda-13" in process._policy(tmp_path, tools, process.Limits(), {}).readable
+    assert "/opt/cuda-13" in process._policy(tmp_path, tools, process.CompilerLimits(), {}).readable
 
 
 # --- a system that does not do what it says ---------------------------------------------------

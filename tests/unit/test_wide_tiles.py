@@ -14,7 +14,7 @@ from flashwright.author.builtin.variants import make_spec
 from flashwright.build import toolchain
 from flashwright.build.encode import encode
 from flashwright.check.check import check
-from flashwright.fuzz.case import Case
+from flashwright.fuzz.case import FuzzCase
 from flashwright.fuzz.oracle import evaluate_cases
 from flashwright.lang.nodes import Expr, Let
 from flashwright.lang.parse import parse
@@ -303,7 +303,7 @@ def test_they_are_right_under_emulation() -> None:
         "in turn on a100": ("a100", in_turn()),
         "from the end of a view": ("h200", from_the_end()),
     }
-    cases = [Case(gpu, code, problems, spread=1.2) for gpu, code in programs.values()]
+    cases = [FuzzCase(gpu, code, problems, spread=1.2) for gpu, code in programs.values()]
     found = {
         name: (o.kind, o.detail) for name, o in zip(programs, evaluate_cases(cases), strict=True)
     }

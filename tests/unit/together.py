@@ -17,8 +17,8 @@ from flashwright import gpu as gpus
 from flashwright.build import toolchain
 from flashwright.build.compile import FLAGS
 from flashwright.check.check import check
-from flashwright.emulate.emulate import Result, run
-from flashwright.emulate.encode import Program, encode
+from flashwright.emulate.emulate import LaunchResult, run
+from flashwright.emulate.encode import EncodedKernel, encode
 from flashwright.emulate.parse import parse as parse_ptx
 from flashwright.emulate.places import Origin
 from flashwright.judge import oracle
@@ -40,7 +40,7 @@ SCHEDULES = ("eager", "lazy", "random:1", "random:2")
 class Kernel:
     """A translated kernel that can be run under emulation."""
 
-    program: Program
+    program: EncodedKernel
     plan: LaunchPlan
     spec: AttentionSpec
     source: str
@@ -53,7 +53,9 @@ class Kernel:
         return Origin(map=self.map, tl=self.tl)
 
 
-def compiled(sources: Sequence[str], entry: str, arch: str, lines: bool = False) -> list[Program]:
+def compiled(
+    sources: Sequence[str], entry: str, arch: str, lines: bool = False
+) -> list[EncodedKernel]:
     """Each source as a program of its own, from one run of nvcc; all of them define `entry`."""
     includes = dict.fromkeys(re.findall(r"^#include .*$", "\n".join(sources), re.MULTILINE))
     parts = [_apart(source, entry, number) for number, source in enumerate(sources)]
@@ -108,7 +110,7 @@ def emulated(
     problem: Problem,
     schedule: str = "eager",
     reference: UserReference | None = None,
-) -> tuple[Result, dict[str, NDArray[Any]], oracle.Comparison]:
+) -> tuple[LaunchResult, dict[str, NDArray[Any]], oracle.Comparison]:
     """What was found, the outputs, and how far O is from the fp64 answer."""
     form = PackageForm(kernel.spec, kernel.plan)
     made = form.inputs(problem, reference)

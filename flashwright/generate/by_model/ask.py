@@ -1,4 +1,4 @@
-"""Who does which stage of a run, and how a language model is asked for one.
+"""The author of each stage of a run, and how a language model is asked for a stage.
 
 Attempts until one is right, several candidates side by side, within a budget; what a stage tries
 them by is the stage's own (tl.py, kernel.py, improve.py).
@@ -18,7 +18,7 @@ from flashwright.author.llm.model import Model, Reply
 from flashwright.author.llm.prompt import STEPS, Facts
 from flashwright.author.llm.transcript import IMPROVE, Known, Lane, Transcript
 from flashwright.generate.by_model.reference_facts import of_reference
-from flashwright.generate.by_model.speed import Goal, Stopwatch
+from flashwright.generate.by_model.speed import SpeedGoal, Stopwatch
 from flashwright.generate.folder import keep
 from flashwright.generate.state import Progress, Run
 from flashwright.lang import gbnf
@@ -45,14 +45,14 @@ MADE = {
     "direct": "kernel",
     "pytorch": "PyTorch function",
 }
-"""The same in words."""
+"""What each stage makes, in words."""
 NOT_THE_MODELS = MACHINE | {"FW903"}
 """Trouble of this machine, or in the user's own reference: no attempt can help."""
 
 
 @dataclass(frozen=True)
-class Who:
-    """Who does a stage, and what it may cost. Without a model the record alone answers."""
+class StageAuthor:
+    """The model of a stage and its budget. Without a model, replies come from the record only."""
 
     model: Model | None
     name: str
@@ -60,20 +60,20 @@ class Who:
     prices: Prices | None = None
     candidates: int = 1
     bounded: bool = False
-    """Whether the grammar, where the server takes one, ends what a small model would not."""
+    """Whether to send the bounded grammar, for small models that do not stop by themselves."""
 
 
 @dataclass(frozen=True)
 class Authors:
-    """Who does which stage; one that is not named here is the built-in author's."""
+    """The language models of the stages; the built-in author does the others."""
 
     transcript: Transcript
-    asked: Mapping[str, Who] = field(default_factory=dict)
+    asked: Mapping[str, StageAuthor] = field(default_factory=dict)
     description: str | None = None
     """The user's own words for the operator."""
     reference: str = ""
     """The user's function that the judge compares with, as text."""
-    goal: Goal | None = None
+    goal: SpeedGoal | None = None
     """How fast a kernel that a model writes is to be."""
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
@@ -103,7 +103,7 @@ class Authors:
         }
 
 
-def _settings(stage: str, asked: Who) -> dict[str, Any]:
+def _settings(stage: str, asked: StageAuthor) -> dict[str, Any]:
     """What makes an author the same one; of rounds, how many: there may be more of them later."""
     bounded = {"bounded": True} if asked.bounded else {}
     rounds = {"rounds": asked.budget.attempts} if stage == IMPROVE else {}
@@ -170,7 +170,7 @@ def facts_for(authors: Authors, run: Run, **more: Any) -> Facts:
     )
 
 
-def _grammar(stage: str, asked: Who) -> str | None:
+def _grammar(stage: str, asked: StageAuthor) -> str | None:
     """What keeps a model to TL, where its server can make it."""
     level: dict[str, gbnf.Level] = {"sketch": "sketch", "code": "code"}
     if stage not in level or asked.model is None or not asked.model.grammars:
@@ -178,8 +178,8 @@ def _grammar(stage: str, asked: Who) -> str | None:
     return gbnf.gbnf(level[stage], asked.bounded)
 
 
-def waits(lane: Lane, asked: Who, progress: Progress) -> Callable[[float, str], None]:
-    """Whoever waits for a server is told how long, and why."""
+def waits(lane: Lane, asked: StageAuthor, progress: Progress) -> Callable[[float, str], None]:
+    """Reports to the display how long a request waits for the server, and why."""
 
     def tell(seconds: float, why: str) -> None:
         text = f"{why}; asking again in {seconds:.0f} s"
@@ -188,7 +188,7 @@ def waits(lane: Lane, asked: Who, progress: Progress) -> Callable[[float, str], 
     return tell
 
 
-def meter_for(asked: Who, waiting: Callable[[float, str], None] | None = None) -> Meter:
+def meter_for(asked: StageAuthor, waiting: Callable[[float, str], None] | None = None) -> Meter:
     """What one of several candidates may spend: tokens and money are shared, attempts are not."""
     budget, candidates = asked.budget, asked.candidates
     tokens = None if budget.tokens is None else budget.tokens // candidates
@@ -213,7 +213,9 @@ def _given_up(run: Run, stage: str, gave_up: GaveUp) -> Run:
     return run.noting("", Diagnostic(gave_up.end.code, text, help=help))
 
 
-def cost_of(asked: Who, stage: Any, lanes: list[Lane], meters: list[Meter]) -> dict[str, Any]:
+def cost_of(
+    asked: StageAuthor, stage: Any, lanes: list[Lane], meters: list[Meter]
+) -> dict[str, Any]:
     """What a stage took, for the record."""
     spendings = [meter.spending for meter in meters]
     return {

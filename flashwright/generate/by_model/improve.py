@@ -1,4 +1,4 @@
-"""The stage "improve": rounds in which a model makes a right kernel faster.
+"""The stage "improve": iterations in which a model makes a right kernel faster.
 
 It gets the kernel (or the TL, where our translator makes the kernel of it), what was measured of
 it and what bounds it. What it writes has to pass all that the first one passed, and then to be
@@ -34,8 +34,8 @@ from flashwright.generate.by_model.kernel import (
 from flashwright.generate.by_model.speed import (
     BEFORE,
     KERNEL,
-    Goal,
-    Speed,
+    KernelSpeed,
+    SpeedGoal,
     Stopwatch,
     in_words,
     measured,
@@ -54,7 +54,7 @@ NO_MORE = "it sees nothing better: it wrote the program that is there"
 
 
 def improve(authors: Authors, run: Run, progress: Progress) -> Run:
-    """As many rounds as there are attempts; the run with the fastest kernel that is right."""
+    """Iterate as often as the budget allows. Returns the run with the fastest right kernel."""
     asked = authors.asked[IMPROVE]
     if run.built is None:
         raise Skipped(Diagnostic("FW851", "there is no compiled kernel to make faster"))
@@ -67,48 +67,48 @@ def improve(authors: Authors, run: Run, progress: Progress) -> Run:
         raise Skipped(*failed.diagnostics) from None
     lane = authors.transcript.lane(IMPROVE, 1, asked.model)
     meter = meter_for(asked, waits(lane, asked, progress))
-    rounds = _Rounds(authors, run, begin, lane)
-    while not rounds.ended:
+    iterations = _Iterations(authors, run, begin, lane)
+    while not iterations.ended:
         progress(lane.number, asked.budget.attempts, f"asking {asked.name}")
         try:
-            reply = meter.ask(lane, Question(rounds.messages))
+            reply = meter.ask(lane, Question(iterations.messages))
         except (Spent, NoAnswer) as end:
-            if not rounds.told and asked.model is not None:
+            if not iterations.told and asked.model is not None:
                 raise Skipped(diagnosis(end)) from None
-            rounds.ended = str(end)
+            iterations.ended = str(end)
             break
         try:
-            said = rounds.look(reply)
+            said = iterations.look(reply)
         except Failed as failed:  # the machine's trouble: what is right stays as it is
-            rounds.ended = failed.diagnostics[0].message
+            iterations.ended = failed.diagnostics[0].message
             break
         progress(lane.number, asked.budget.attempts, f"round {lane.number}: {said}")
-    whole = rounds.ended == NO_MORE or len(rounds.told) >= asked.budget.attempts
-    told = {**cost_of(asked, IMPROVE, [lane], [meter]), **rounds.record(begin), "whole": whole}
-    run = _still_slow(authors.goal, rounds.speed, rounds.run)
+    whole = iterations.ended == NO_MORE or len(iterations.told) >= asked.budget.attempts
+    told = {**cost_of(asked, IMPROVE, [lane], [meter]), **iterations.record(begin), "whole": whole}
+    run = _still_slow(authors.goal, iterations.speed, iterations.run)
     return replace(run, asked={**run.asked, IMPROVE: told})
 
 
-def _begin(authors: Authors, run: Run, progress: Progress) -> Speed:
+def _begin(authors: Authors, run: Run, progress: Progress) -> KernelSpeed:
     """The speed that the rounds begin with, measured once for a kernel, and not in a replay."""
     path, kernel = authors.transcript.folder / BEGIN, sha256(run.artefacts[SOURCE])
     try:
         told = json.loads(path.read_bytes())
         if told["kernel"] == kernel:
-            return Speed.of(race.read(told))
+            return KernelSpeed.of(race.read(told))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass  # not measured yet
     if authors.asked[IMPROVE].model is None:
-        return Speed()
+        return KernelSpeed()
     progress(
         0, authors.asked[IMPROVE].budget.attempts, "measuring the kernel, and others beside it"
     )
     raced = measured(authors.stopwatch, run, authors.rival, authors.goal)
     write(path, json.dumps({"kernel": kernel, **raced.record()}, indent=1) + "\n")
-    return Speed.of(raced)
+    return KernelSpeed.of(raced)
 
 
-def _still_slow(goal: Goal | None, speed: Speed, run: Run) -> Run:
+def _still_slow(goal: SpeedGoal | None, speed: KernelSpeed, run: Run) -> Run:
     """The run with what is to say now of a kernel that was to be as fast as another."""
     if goal is None or goal.rival not in speed.others:
         return run
@@ -126,20 +126,20 @@ def _not_here(stopwatch: Stopwatch, run: Run) -> Diagnostic:
 
 
 @dataclass(frozen=True)
-class Round:
-    """How one attempt ended."""
+class Iteration:
+    """The result of one iteration."""
 
     attempt: str
     kept: bool
     why: str
 
 
-class _Rounds:
+class _Iterations:
     """The kernel as it is now, what was said of it, and what has been tried."""
 
-    def __init__(self, authors: Authors, run: Run, speed: Speed, lane: Lane) -> None:
+    def __init__(self, authors: Authors, run: Run, speed: KernelSpeed, lane: Lane) -> None:
         self.authors, self.run, self.speed, self.lane = authors, run, speed, lane
-        self.told: list[Round] = []
+        self.told: list[Iteration] = []
         self.lines: list[str] = []
         """The same for the model, each with the idea in its own words."""
         self.ended = ""
@@ -190,17 +190,17 @@ class _Rounds:
         if won:
             return self._keep(tried, why, self.speed.after(raced[-1]), reply)
         there = KERNEL in raced[-1].times
-        now = in_words(Speed(raced[-1].times[KERNEL]), run) if there else ""
+        now = in_words(KernelSpeed(raced[-1].times[KERNEL]), run) if there else ""
         told = render.for_model([Diagnostic("FW829", why)], source) + f"\n{now}\n"
         return self._not_kept(why, replace(tried, value=None, findings=told), source, reply, there)
 
     def _note(self, kept: bool, why: str, reply: Reply) -> None:
-        self.told.append(Round(self.lane.here.name, kept, why))
+        self.told.append(Iteration(self.lane.here.name, kept, why))
         idea = prompt.brief(extract.without_thoughts(reply.text))
         said = f"; the idea was: {idea}" if idea else ""
         self.lines.append(f"{'kept' if kept else 'not kept'}: {prompt.brief(why)}{said}")
 
-    def _keep(self, tried: Tried[Run], why: str, speed: Speed, reply: Reply) -> str:
+    def _keep(self, tried: Tried[Run], why: str, speed: KernelSpeed, reply: Reply) -> str:
         assert tried.value is not None
         self.lane.outcome(True, "", tried.files)
         self._note(True, why, reply)
@@ -221,7 +221,7 @@ class _Rounds:
             self.messages = prompt.repair("improve", self.facts, first, told, source, right=right)
         return why
 
-    def record(self, begin: Speed) -> dict[str, Any]:
+    def record(self, begin: KernelSpeed) -> dict[str, Any]:
         """The iterations as data for result.json."""
         return {
             "rounds": [vars(one) for one in self.told],
@@ -247,7 +247,7 @@ def _first(findings: str) -> str:
     return found[1] if found else prompt.brief(findings)
 
 
-def _figures(speed: Speed) -> dict[str, Any]:
+def _figures(speed: KernelSpeed) -> dict[str, Any]:
     times = {str(n): {"seconds": f.seconds, "tflops": f.tflops} for n, f in speed.times.items()}
     return {"times": times, "times_as_fast_as": dict(speed.others)}
 

@@ -22,7 +22,7 @@ from flashwright.check.budget import in_words as budget_in_words
 from flashwright.files import write
 from flashwright.generate import stages
 from flashwright.generate.by_model.ask import NOT_THE_MODELS, Authors, ask
-from flashwright.generate.by_model.speed import KERNEL, Goal, Speed, Stopwatch, in_words
+from flashwright.generate.by_model.speed import KERNEL, KernelSpeed, SpeedGoal, Stopwatch, in_words
 from flashwright.generate.folder import keep
 from flashwright.generate.state import Finding, Progress, Run, Skipped, silent
 from flashwright.gpu import Gpu
@@ -44,7 +44,7 @@ _GPU = threading.Lock()  # candidates are written side by side, and judged and t
 
 
 @dataclass(frozen=True)
-class Kernel:
+class JudgedKernel:
     """A kernel that compiles and is not wrong, as a run of its own."""
 
     trial: Run
@@ -65,7 +65,7 @@ def kernel(authors: Authors, run: Run, progress: Progress) -> Run:
     attempt = partial(attempted, run, program, pace=pace)
     facts = facts_of(program, run.gpu)
     choose = partial(fastest, authors.stopwatch)
-    done: Kernel | None
+    done: JudgedKernel | None
     run, done = ask(authors, run, "translate", extract.cuda, attempt, progress, choose, **facts)
     return run if done is None else taken(run, done).noting(SOURCE, *unknown)
 
@@ -105,7 +105,7 @@ def attempted(
     *,
     agreed: Contract | None = None,
     pace: Pace | None = None,
-) -> Tried[Kernel]:
+) -> Tried[JudgedKernel]:
     """Look at what a model wrote: for the run's TL, or by a contract that knows of none.
 
     With a `pace` it must be fast as well as right.
@@ -126,20 +126,20 @@ def attempted(
     if not trial.ok:
         return _wrong(trial.failed, source, tl, made.files)
     if pace is None:
-        return Tried(Kernel(trial), "", (), made.files)
+        return Tried(JudgedKernel(trial), "", (), made.files)
     with _GPU:
         time, slow = pace(trial, lane)
-    done = Kernel(trial, slow, time)
+    done = JudgedKernel(trial, slow, time)
     if slow is None:
         return Tried(done, "", (), made.files)
-    told = render.for_model([slow], source) + "\n" + in_words(Speed(), trial) + "\n"
+    told = render.for_model([slow], source) + "\n" + in_words(KernelSpeed(), trial) + "\n"
     return Tried(None, told, (slow,), made.files, spare=done)
 
 
-def _recorded(trial: Run, lane: Lane, made: TranslationByModel) -> Tried[Kernel]:
+def _recorded(trial: Run, lane: Lane, made: TranslationByModel) -> Tried[JudgedKernel]:
     """In a replay: what the judge and the clock said is in the record."""
     was, raced = lane.before, times_of(lane)
-    done = Kernel(trial, time=_time(raced[-1]) if raced else 0.0)
+    done = JudgedKernel(trial, time=_time(raced[-1]) if raced else 0.0)
     right = was["taken"] or raced
     spare = done if right and not was["taken"] else None
     return Tried(done if was["taken"] else None, was["findings"], (), made.files, spare)
@@ -174,7 +174,7 @@ def timed_once(lane: Lane, timing: Callable[[], list[Raced]]) -> list[Raced]:
     return raced
 
 
-def pace_of(goal: Goal, stopwatch: Stopwatch, rival: Contestant) -> Pace:
+def pace_of(goal: SpeedGoal, stopwatch: Stopwatch, rival: Contestant) -> Pace:
     """What a goal comes to."""
 
     def pace(run: Run, lane: Lane) -> tuple[float, Diagnostic | None]:
@@ -196,7 +196,7 @@ def pace_of(goal: Goal, stopwatch: Stopwatch, rival: Contestant) -> Pace:
     return pace
 
 
-def too_slow(goal: Goal, reached: float, rival: str) -> Diagnostic | None:
+def too_slow(goal: SpeedGoal, reached: float, rival: str) -> Diagnostic | None:
     """What is to say of a kernel that is so many times as fast as its rival."""
     if reached >= goal.factor:
         return None
@@ -204,7 +204,7 @@ def too_slow(goal: Goal, reached: float, rival: str) -> Diagnostic | None:
     return Diagnostic("FW829", text)
 
 
-def fastest(stopwatch: Stopwatch, done: Sequence[Done[Kernel]]) -> int:
+def fastest(stopwatch: Stopwatch, done: Sequence[Done[JudgedKernel]]) -> int:
     """Of several right kernels: all timed beside each other, where there is a GPU."""
     runs = [one.value.trial for one in done]
     if any(run.gpu_verdict is None for run in runs) or stopwatch.cannot(runs[0]):
@@ -218,7 +218,7 @@ def fastest(stopwatch: Stopwatch, done: Sequence[Done[Kernel]]) -> int:
     return names.index(min(raced.times, key=lambda name: raced.ratio(name, first)))
 
 
-def taken(run: Run, done: Kernel) -> Run:
+def taken(run: Run, done: JudgedKernel) -> Run:
     """The run with a model's kernel in it, and what was found of it."""
     return placed(run, done.trial).noting(SOURCE, *([done.slow] if done.slow else []))
 
@@ -269,7 +269,7 @@ def judged(trial: Run) -> Run:
         return trial.noting(SOURCE, *failed.diagnostics)
 
 
-def _wrong(findings: Any, source: str, tl: str, files: Any) -> Tried[Kernel]:
+def _wrong(findings: Any, source: str, tl: str, files: Any) -> Tried[JudgedKernel]:
     """What is wrong, in the lines of the file that each finding is about."""
     found: tuple[Diagnostic, ...] = tuple(f.diagnostic for f in findings)
     in_tl = [f.diagnostic for f in findings if f.file == "code.tl"]

@@ -1,4 +1,4 @@
-"""How fast a run's kernel is, for whoever is to make it faster: timed, compared, and in words.
+"""The speed of a run's kernel: timed, compared with others, and in words for a prompt.
 
 Only where there is a GPU; where there is none, `cannot` says why, and nothing is claimed.
 """
@@ -48,7 +48,7 @@ def card_here() -> Card:
 
 
 @dataclass(frozen=True)
-class Goal:
+class SpeedGoal:
     """How fast a kernel is to be: so many times as fast as the built-in author's, or a peer."""
 
     factor: float
@@ -56,7 +56,7 @@ class Goal:
     """A peer's key; empty: the built-in author."""
 
     @classmethod
-    def parse(cls, text: str) -> Goal:
+    def parse(cls, text: str) -> SpeedGoal:
         """From `0.9` or `0.8:flash`; ValueError with the reason where it is neither."""
         found = _GOAL.fullmatch(text.strip())
         if found is None or not float(found[1]) > 0:
@@ -104,8 +104,8 @@ class Stopwatch:
             kernels.put(made, folder)
         return race.package(BUILTIN, folder)
 
-    def rival(self, goal: Goal, run: Run, folder: Path) -> Contestant:
-        """Who a goal is about."""
+    def rival(self, goal: SpeedGoal, run: Run, folder: Path) -> Contestant:
+        """The contestant that a goal compares with."""
         if not goal.than:
             return self.builtin(run, folder)
         return race.peer(registry.choose([goal.than])[0])
@@ -125,7 +125,7 @@ class Stopwatch:
 
 
 @dataclass(frozen=True)
-class Speed:
+class KernelSpeed:
     """What is known of a kernel's speed."""
 
     times: Mapping[int, race.Figure] = field(default_factory=dict)
@@ -133,20 +133,20 @@ class Speed:
     """How many times as fast as each it is."""
 
     @classmethod
-    def of(cls, raced: Raced) -> Speed:
+    def of(cls, raced: Raced) -> KernelSpeed:
         """From a race in which KERNEL took part."""
         if KERNEL not in raced.times:
             return cls()
         names = [who for who in raced.times if who != KERNEL]
         return cls(raced.times[KERNEL], {who: raced.ratio(who, KERNEL) for who in names})
 
-    def after(self, raced: Raced) -> Speed:
+    def after(self, raced: Raced) -> KernelSpeed:
         """Of the kernel that won such a race against this one."""
         gain = raced.ratio(BEFORE, KERNEL)
-        return Speed(raced.times[KERNEL], {who: r * gain for who, r in self.others.items()})
+        return KernelSpeed(raced.times[KERNEL], {who: r * gain for who, r in self.others.items()})
 
 
-def measured(stopwatch: Stopwatch, run: Run, folder: Path, goal: Goal | None = None) -> Raced:
+def measured(stopwatch: Stopwatch, run: Run, folder: Path, goal: SpeedGoal | None = None) -> Raced:
     """The kernel of a run beside the built-in author's, all peers at hand, and who a goal names."""
     contestants = [race.package(KERNEL, run.folder)]
     with contextlib.suppress(Failed):  # then it has one rival less
@@ -163,13 +163,13 @@ def measured(stopwatch: Stopwatch, run: Run, folder: Path, goal: Goal | None = N
 # --- in words ---------------------------------------------------------------------------------
 
 
-def in_words(speed: Speed, run: Run) -> str:
+def in_words(speed: KernelSpeed, run: Run) -> str:
     """What a model is told of a kernel that is to become faster."""
     lines = [f"- {line}" for line in (*_times(speed), *_taken(run), *_bound(run))]
     return "\n".join(lines)
 
 
-def _times(speed: Speed) -> list[str]:
+def _times(speed: KernelSpeed) -> list[str]:
     told = [
         f"{figure.seconds * 1e6:.1f} us with {length} keys: {figure.tflops:.0f} TFLOPS"
         for length, figure in speed.times.items()

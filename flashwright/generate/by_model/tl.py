@@ -53,7 +53,7 @@ def sketch(authors: Authors, run: Run, progress: Progress, *, whole: bool = Fals
     by_model = "translate" in authors.asked
     attempt = partial(_try_sketch, run, "code" not in authors.asked, whole, by_model)
     take = partial(extract.tl, level="sketch")
-    done: Sketch | None
+    done: CheckedSketch | None
     run, done = ask(authors, run, "sketch", take, attempt, progress)
     if done is None:
         return run
@@ -64,7 +64,7 @@ def sketch(authors: Authors, run: Run, progress: Progress, *, whole: bool = Fals
 
 
 @dataclass(frozen=True)
-class Sketch:
+class CheckedSketch:
     """A sketch that passed its checks."""
 
     text: str
@@ -75,8 +75,8 @@ class Sketch:
 
 def _try_sketch(
     run: Run, sized: bool, whole: bool, by_model: bool, source: str, lane: Lane
-) -> Tried[Sketch]:
-    code: Code | None = None
+) -> Tried[CheckedSketch]:
+    code: CheckedCode | None = None
     own: tuple[Diagnostic, ...] = ()
     try:
         found = isolate.call(_checked_sketch, source, run.gpu, seconds=CHECK_SECONDS, memory=MEMORY)
@@ -89,14 +89,14 @@ def _try_sketch(
         found = _of_the_model(failed)
     if _errors(found):
         return _tried(None, found, source, "sketch.tl")
-    alone = Tried(Sketch(source), files={"sketch.tl": source})
+    alone = Tried(CheckedSketch(source), files={"sketch.tl": source})
     if code is None or not whole or code.written.further:
         return alone
     tried = _try_kernel(run, code, lane, {"sketch.tl": source})
     if tried.value is None:
         return Tried(None, tried.findings, tried.diagnostics, tried.files)
     trial = tried.value.trial
-    return alone if trial is None else Tried(Sketch(source, own, trial), files=tried.files)
+    return alone if trial is None else Tried(CheckedSketch(source, own, trial), files=tried.files)
 
 
 def _checked_sketch(source: str, gpu: Gpu) -> tuple[Diagnostic, ...]:
@@ -105,7 +105,7 @@ def _checked_sketch(source: str, gpu: Gpu) -> tuple[Diagnostic, ...]:
 
 def _completed(
     source: str, spec: AttentionSpec, gpu: Gpu, base: Path
-) -> tuple[Code | None, tuple[Diagnostic, ...]]:
+) -> tuple[CheckedCode | None, tuple[Diagnostic, ...]]:
     """The code that the built-in author makes of a sketch, or what is wrong with it."""
     try:
         written = write_code(source, spec, gpu)
@@ -118,7 +118,7 @@ def _completed(
     program, verdict, found = _judged(written.code, spec, gpu, base)
     if program is None or verdict is None or _errors(found):
         return None, tuple(_nowhere(d) for d in found)
-    return Code(written, program, verdict, found), ()
+    return CheckedCode(written, program, verdict, found), ()
 
 
 def _nowhere(found: Diagnostic) -> Diagnostic:
@@ -147,7 +147,7 @@ def code(authors: Authors, run: Run, progress: Progress, *, whole: bool = False)
     )
 
 
-def _cheapest(run: Run, done: Sequence[Done[Code]]) -> int:
+def _cheapest(run: Run, done: Sequence[Done[CheckedCode]]) -> int:
     """Of several right programs the one that the cost model thinks fastest, if it can price any."""
     costs = [estimated(one.value.program, run.spec, run.gpu) for one in done]
     times = [cost.microseconds if cost else math.inf for cost in costs]
@@ -155,7 +155,7 @@ def _cheapest(run: Run, done: Sequence[Done[Code]]) -> int:
 
 
 @dataclass(frozen=True)
-class Code:
+class CheckedCode:
     """TL code that passed the checker and the CPU run."""
 
     written: Written
@@ -166,7 +166,7 @@ class Code:
     """What our translator and the compiler made of it, as a run of its own."""
 
 
-def try_code(run: Run, source: str, lane: Lane) -> Tried[Code]:
+def try_code(run: Run, source: str, lane: Lane) -> Tried[CheckedCode]:
     """Look at TL code that a model wrote: the checker, and the run on the CPU."""
     try:
         judged = _limited(_judged, source, run)
@@ -175,16 +175,16 @@ def try_code(run: Run, source: str, lane: Lane) -> Tried[Code]:
     program, verdict, found = judged
     if program is None or verdict is None or _errors(found) or not verdict.ok:
         return _tried(None, found, source, "code.tl")
-    return _tried(Code(Written(source, ()), program, verdict, found), (), source, "code.tl")
+    return _tried(CheckedCode(Written(source, ()), program, verdict, found), (), source, "code.tl")
 
 
-def try_whole(run: Run, source: str, lane: Lane) -> Tried[Code]:
+def try_whole(run: Run, source: str, lane: Lane) -> Tried[CheckedCode]:
     """The same, and then what our translator makes of it: compiled, and judged."""
     tried = try_code(run, source, lane)
     return tried if tried.value is None else _try_kernel(run, tried.value, lane, {})
 
 
-def try_contract(run: Run, source: str, lane: Lane) -> Tried[Code]:
+def try_contract(run: Run, source: str, lane: Lane) -> Tried[CheckedCode]:
     """The same as try_code, and whether a kernel has a contract: a model writes that kernel."""
     tried = try_code(run, source, lane)
     if tried.value is None:
@@ -201,7 +201,9 @@ def _no_contract(program: Program, gpu: Gpu) -> tuple[Diagnostic, ...]:
     return ()
 
 
-def _try_kernel(run: Run, code: Code, lane: Lane, given: Mapping[str, str]) -> Tried[Code]:
+def _try_kernel(
+    run: Run, code: CheckedCode, lane: Lane, given: Mapping[str, str]
+) -> Tried[CheckedCode]:
     """What our translator makes of code that is right on the CPU; `given`: what it was made of."""
     trial = _trial(run, code, lane, given)
     try:
@@ -222,7 +224,7 @@ def _try_kernel(run: Run, code: Code, lane: Lane, given: Mapping[str, str]) -> T
     return Tried(replace(code, trial=trial), "", (), trial.files)
 
 
-def _trial(run: Run, code: Code, lane: Lane, given: Mapping[str, str]) -> Run:
+def _trial(run: Run, code: CheckedCode, lane: Lane, given: Mapping[str, str]) -> Run:
     """The attempt as a run of its own, in its folder of the record."""
     fresh = Run(
         run.spec,
@@ -237,7 +239,7 @@ def _trial(run: Run, code: Code, lane: Lane, given: Mapping[str, str]) -> Run:
     return keep(keep(fresh.noting("code.tl", *code.warnings), files), run.reference)
 
 
-def _not_whole(trial: Run, given: Mapping[str, str]) -> Tried[Code]:
+def _not_whole(trial: Run, given: Mapping[str, str]) -> Tried[CheckedCode]:
     """What is wrong, in the lines of what the model wrote: it has seen nothing else."""
     own = "code.tl" if not given else ""
     found = tuple(f.diagnostic if f.file == own else _nowhere(f.diagnostic) for f in trial.failed)
