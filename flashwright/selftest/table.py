@@ -16,6 +16,8 @@ COLUMNS = ("case", "class", "expected", "what happened", "")
 FINE, WRONG, NOTHING = 0, 1, 2
 BEGIN, END = "<!-- cases: begin -->", "<!-- cases: end -->"
 """Around the part of docs/judge.md that is made here."""
+STAR = """A case with a star runs all problems of a trial, other kernels one or a few lengths. A timing
+case is one measured time. Source and receipt cases are files that are only read."""
 
 
 def expected(case: Case) -> str:
@@ -107,8 +109,8 @@ def markdown() -> str:
             lines.append(f"| {first} | {meant} | {', '.join(same)} |")
             first = ""
     bad = sum(not case.honest for case in CASES)
-    count = f"{bad} adversarial and {len(CASES) - bad} honest cases; a star: the whole trial."
-    return "\n".join((*lines, "", count, ""))
+    count = f"{bad} adversarial and {len(CASES) - bad} honest cases."
+    return "\n".join((*lines, "", count, STAR, ""))
 
 
 def _listed(case: Case) -> str:
