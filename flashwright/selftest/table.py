@@ -16,8 +16,8 @@ COLUMNS = ("case", "class", "expected", "what happened", "")
 FINE, WRONG, NOTHING = 0, 1, 2
 BEGIN, END = "<!-- cases: begin -->", "<!-- cases: end -->"
 """Around the part of docs/judge.md that is made here."""
-STAR = """A case with a star runs all problems of a trial, other kernels one or a few lengths. A timing
-case is one measured time. Source and receipt cases are files that are only read."""
+STAR = """A case with a star runs all problems of a trial, other kernels one or a few lengths. A
+timing case is one measured time. Source and receipt cases are files that are only read."""
 
 
 def expected(case: Case) -> str:
