@@ -56,7 +56,7 @@ EQUIVALENT: dict[str, str] = {
     "for the sum there are none if every query sees a key",
     "bounded scores": "the maximum starts at 0 instead of -1e30, and a softcap of at most 5 "
     "bounds the scores so that no weight is lost",
-    "no empty row": "the test for rows without a weight, if every query sees a key or a sink",
+    "no empty row": "the test for rows without a weight is dropped, and there are no such rows",
     "below the rounding": "a weight becomes 257 instead of 256 times itself in e4m3, which has a "
     "precision of one part in 16",
 }
