@@ -15,13 +15,9 @@ from flashwright.selftest.run import SelftestResult
 COLUMNS = ("case", "class", "expected", "what happened", "")
 FINE, WRONG, NOTHING = 0, 1, 2
 BEGIN, END = "<!-- cases: begin -->", "<!-- cases: end -->"
-<<<<<<< HEAD
 """The markers of the generated part of docs/judge.md."""
-=======
-"""Around the part of docs/judge.md that is made here."""
 STAR = """A case with a star runs all problems of a trial, other kernels one or a few lengths. A
 timing case is one measured time. Source and receipt cases are files that are only read."""
->>>>>>> fabce7e1aca0439332e46e0879494d3f6e4c5210
 
 
 def expected(case: SelftestCase) -> str:
