@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from flashwright.build.driver import Card
     from flashwright.measure.grid import Cell
     from flashwright.measure.journal import Journal
-    from flashwright.measure.kernels import Made
+    from flashwright.measure.kernels import KernelBuild
     from flashwright.measure.peers.registry import Peer
     from flashwright.measure.results import Results
-    from flashwright.measure.session import Plan
+    from flashwright.measure.session import BenchPlan
 
 
 class Mask(StrEnum):
@@ -126,14 +126,14 @@ def bench(
     """
     from flashwright.build import driver
     from flashwright.judge.judge import need_torch
-    from flashwright.measure.session import Plan
+    from flashwright.measure.session import BenchPlan
     from flashwright.measure.timing import Rules
 
     card = driver.cards()[0]
     need_torch()
     asked = Asked(variant, head_dim, length, mask, heads, kv_heads, tokens, dtype)
     title, cells, packages = _cells(asked, table, grid, package or [])
-    plan = Plan(
+    plan = BenchPlan(
         title=title,
         cells=tuple(cells),
         gpu=find_gpu(as_gpu or card.name).name,
@@ -180,7 +180,7 @@ class Asked:
 
 def _cells(
     asked: Asked, table: int | None, grid: Path | None, packages: Sequence[Path]
-) -> tuple[str, list[Cell], list[Made]]:
+) -> tuple[str, list[Cell], list[KernelBuild]]:
     """What the run is called, its cells, and the kernels that are there already."""
     from flashwright.author.builtin.variants import UnknownVariant
     from flashwright.spec import BadSpec
@@ -204,7 +204,7 @@ def _cells(
 
 def _named(
     asked: Asked, table: int | None, grid: Path | None, packages: Sequence[Path]
-) -> tuple[str, Sequence[Cell], list[Made]]:
+) -> tuple[str, Sequence[Cell], list[KernelBuild]]:
     from flashwright.measure import grid as grids
     from flashwright.measure import kernels
     from flashwright.measure.tables import TABLES
@@ -254,7 +254,7 @@ def _folder(title: str, card: str) -> Path:
 # --- the run ----------------------------------------------------------------------------------
 
 
-def run(plan: Plan, card: Card, folder: Path, resume: bool, jobs: int = 0) -> int:
+def run(plan: BenchPlan, card: Card, folder: Path, resume: bool, jobs: int = 0) -> int:
     """Measure a plan, and tell all that is known at its end, however it ends."""
     import secrets
 
@@ -284,7 +284,7 @@ def run(plan: Plan, card: Card, folder: Path, resume: bool, jobs: int = 0) -> in
     return _end(plan, folder, journal, results, complete)
 
 
-def _end(plan: Plan, folder: Path, journal: Journal, results: Results, complete: bool) -> int:
+def _end(plan: BenchPlan, folder: Path, journal: Journal, results: Results, complete: bool) -> int:
     from flashwright.files import write
     from flashwright.measure.markdown import FILE, page
     from flashwright.measure.records import OURS
@@ -298,7 +298,7 @@ def _end(plan: Plan, folder: Path, journal: Journal, results: Results, complete:
     rest = "" if complete else "; interrupted, --resume goes on"
     print(f"{folder}: {done} of {len(plan.cells)} cells{rest}")
     if not journal.save():
-        text = f"{journal.unsaved} records are not in their file: {journal.trouble}"
+        text = f"{journal.unsaved} records are not in their file: {journal.write_error}"
         hint = _rescued(journal)
         tell([Diagnostic("FW001", text, help=hint)], "command line", "")
         code = BAD_INPUT

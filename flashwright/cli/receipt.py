@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from flashwright.measure.fields import Field
-    from flashwright.measure.receipt import Finding, Parts
+    from flashwright.measure.receipt import ReceiptDependencies, ReceiptFinding
 
 WORDS = {
     "holds": ("holds", "hold"),
@@ -72,18 +72,18 @@ def check(
     from flashwright.measure import receipt
 
     cells = receipt.numbers(file, cell or [], sample)
-    parts = _parts()
-    allowed = receipt.Allowed(within, other_versions)
+    dependencies = _dependencies()
+    tolerances = receipt.Tolerances(within, other_versions)
     with tempfile.TemporaryDirectory(prefix="flashwright-") as folder, _progress() as told:
-        checked = receipt.check(file, cells, Path(folder), parts, allowed, told.step)
+        checked = receipt.check(file, cells, Path(folder), dependencies, tolerances, told.step)
         found = [told.done(one, len(cells)) for one in checked]
     if as_json:
         print(json.dumps({"file": str(file), "numbers": [f.record() for f in found]}, indent=2))
     else:
         show_findings(found)
         print(f"{file}: {in_words(found)}")
-        if parts.card is None:
-            print(f"No time was measured: {parts.missing}")
+        if dependencies.card is None:
+            print(f"No time was measured: {dependencies.missing}")
     return exit_code(found)
 
 
@@ -103,7 +103,7 @@ class Told:
         else:
             _say(f"[{done}/{total}] {text}")
 
-    def done(self, one: Finding, total: int) -> Finding:
+    def done(self, one: ReceiptFinding, total: int) -> ReceiptFinding:
         """A number is done."""
         self._count += 1
         if self._bar is not None:
@@ -128,21 +128,21 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _parts() -> Parts:
+def _dependencies() -> ReceiptDependencies:
     """What can be checked with on this machine."""
     from flashwright.build import driver
     from flashwright.judge.judge import need_torch
-    from flashwright.measure.receipt import Parts
+    from flashwright.measure.receipt import ReceiptDependencies
 
     try:
         card = driver.cards()[0]
         need_torch()
     except Failed as failed:
-        return Parts(None, failed.diagnostics[0].message)
-    return Parts(card)
+        return ReceiptDependencies(None, failed.diagnostics[0].message)
+    return ReceiptDependencies(card)
 
 
-def exit_code(found: Sequence[Finding]) -> int:
+def exit_code(found: Sequence[ReceiptFinding]) -> int:
     """Differing is worse than not knowing."""
     states = {finding.status for finding in found}
     if "differs" in states:
@@ -150,7 +150,7 @@ def exit_code(found: Sequence[Finding]) -> int:
     return BAD_INPUT if states - {"holds"} else FINE
 
 
-def in_words(found: Sequence[Finding]) -> str:
+def in_words(found: Sequence[ReceiptFinding]) -> str:
     """How many of each."""
     told = []
     for status, (one, more) in WORDS.items():
@@ -162,7 +162,7 @@ def in_words(found: Sequence[Finding]) -> str:
 # --- what was found ---------------------------------------------------------------------------
 
 
-def show_findings(found: Sequence[Finding]) -> None:
+def show_findings(found: Sequence[ReceiptFinding]) -> None:
     """The table; then the fields that do not hold and those that were not checked, each once."""
     from flashwright.cli import show
 
@@ -182,7 +182,7 @@ def show_findings(found: Sequence[Finding]) -> None:
 
 
 def field_lines(
-    found: Sequence[Finding], status: str, words: Callable[[Field], tuple[str, str]]
+    found: Sequence[ReceiptFinding], status: str, words: Callable[[Field], tuple[str, str]]
 ) -> list[str]:
     """The fields of that status, each once, with the numbers that they are about.
 
@@ -209,11 +209,11 @@ def _which(cells: Sequence[str], every: int) -> str:
     return f"{cells[0]} and {len(cells) - 1} more" if len(cells) > 1 else cells[0]
 
 
-def _fields(found: Sequence[Finding], status: str) -> Iterator[Field]:
+def _fields(found: Sequence[ReceiptFinding], status: str) -> Iterator[Field]:
     return (field for one in found for field in one.fields if field.status == status)
 
 
-def table(found: Sequence[Finding]) -> Table:
+def table(found: Sequence[ReceiptFinding]) -> Table:
     """A line for each number."""
     from rich.text import Text
 
@@ -234,7 +234,7 @@ def table(found: Sequence[Finding]) -> Table:
     return shown
 
 
-def _named(one: Finding) -> str:
+def _named(one: ReceiptFinding) -> str:
     """The fields that differ, by name."""
     names = list(dict.fromkeys(field.name for field in one.differing))
     more = f" and {len(names) - FIELDS} more" if len(names) > FIELDS else ""
