@@ -30,8 +30,8 @@ from flashwright.cli.command import BAD_INPUT, FINE, find_gpu, flag, guarded
 
 if TYPE_CHECKING:
     from flashwright.author.llm.line import Limits
-    from flashwright.study.report import Report
-    from flashwright.study.sample import Sample, Terms
+    from flashwright.study.report import StudyReport
+    from flashwright.study.sample import Sample, StudyTerms
 
 _WIDTH = 160  # of the table, where there is room: names of operators may be long
 
@@ -102,10 +102,10 @@ def study(
     if model is None or gpu is None or out is None:
         missing = next(name for name, value in given.items() if value is None)
         raise typer.BadParameter("is needed, or --report or --judge DIR", param_hint=missing)
-    from flashwright.study.sample import Terms
+    from flashwright.study.sample import StudyTerms
 
     budget, prices = read_budget(attempts, tokens, minutes, dollars, price)
-    terms = Terms(find_gpu(gpu), budget, prices, translate is Translate.BUILTIN)
+    terms = StudyTerms(find_gpu(gpu), budget, prices, translate is Translate.BUILTIN)
     wanted = _Wanted(operators, ways, samples)
     return _study(model, base_url, read_limits(reply_timeout, minutes), terms, wanted, out)
 
@@ -128,7 +128,7 @@ class _Wanted:
 
 
 def _study(
-    model: str, base_url: str | None, limits: Limits, terms: Terms, wanted: _Wanted, root: Path
+    model: str, base_url: str | None, limits: Limits, terms: StudyTerms, wanted: _Wanted, root: Path
 ) -> int:
     from flashwright.author.llm.connect import connect
     from flashwright.cli import show
@@ -157,13 +157,13 @@ def _judge(root: Path) -> int:
     """On a machine with a GPU, what one without could not tell."""
     from flashwright.cli import show
     from flashwright.generate.by_model.speed import card_here
-    from flashwright.study.session import look
+    from flashwright.study.session import check_on_gpu
     from flashwright.study.settings import read
 
     settings = read(root)
     card_here()
     with show.progress("study") as bar:
-        look(settings, root, _Screen(bar))
+        check_on_gpu(settings, root, _Screen(bar))
     return _tell(root)
 
 
@@ -201,13 +201,13 @@ def _tell(root: Path) -> int:
     _show(made)
     print(f"{root}: {', '.join(report.FILES)}")
     if made.open:
-        told = f"samples that are open: {made.open}; the same command goes on with them"
+        told = f"unfinished samples: {made.open}; the same command continues them"
         print(told, file=sys.stderr)
         return BAD_INPUT
     return FINE
 
 
-def _show(made: Report) -> None:
+def _show(made: StudyReport) -> None:
     from flashwright.cli import show
     from flashwright.study.report import brief
 
@@ -217,4 +217,4 @@ def _show(made: Report) -> None:
         table.add_row(*line)
     show.console(most=_WIDTH).print(table)
     if any("?" in line for line in body):
-        print("?: nobody could tell on this machine; the whole table is in study.md")
+        print("?: not judged on this machine; the whole table is in study.md")
