@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from flashwright.build.driver import Card
     from flashwright.measure.grid import Cell
     from flashwright.measure.journal import Journal
-    from flashwright.measure.kernels import Made
+    from flashwright.measure.kernels import KernelBuild
     from flashwright.measure.peers.registry import Peer
     from flashwright.measure.results import Results
-    from flashwright.measure.session import Plan
+    from flashwright.measure.session import BenchPlan
 
 
 class Mask(StrEnum):
@@ -127,14 +127,14 @@ def bench(
     """
     from flashwright.build import driver
     from flashwright.judge.judge import need_torch
-    from flashwright.measure.session import Plan
+    from flashwright.measure.session import BenchPlan
     from flashwright.measure.timing import Rules
 
     card = driver.cards()[0]
     need_torch()
     options = ShapeOptions(variant, head_dim, length, mask, heads, kv_heads, tokens, dtype)
     title, cells, packages = _cells(options, table, grid, package or [])
-    plan = Plan(
+    plan = BenchPlan(
         title=title,
         cells=tuple(cells),
         gpu=find_gpu(as_gpu or card.name).name,
@@ -181,7 +181,7 @@ class ShapeOptions:
 
 def _cells(
     options: ShapeOptions, table: int | None, grid: Path | None, packages: Sequence[Path]
-) -> tuple[str, list[Cell], list[Made]]:
+) -> tuple[str, list[Cell], list[KernelBuild]]:
     """The title of the run, its cells, and the kernels of `--package`."""
     from flashwright.author.builtin.variants import UnknownVariant
     from flashwright.spec import BadSpec
@@ -205,7 +205,7 @@ def _cells(
 
 def _named(
     options: ShapeOptions, table: int | None, grid: Path | None, packages: Sequence[Path]
-) -> tuple[str, Sequence[Cell], list[Made]]:
+) -> tuple[str, Sequence[Cell], list[KernelBuild]]:
     from flashwright.measure import grid as grids
     from flashwright.measure import kernels
     from flashwright.measure.tables import TABLES
@@ -255,11 +255,11 @@ def _folder(title: str, card: str) -> Path:
 # --- the run ----------------------------------------------------------------------------------
 
 
-def run(plan: Plan, card: Card, folder: Path, resume: bool, jobs: int = 0) -> int:
+def run(plan: BenchPlan, card: Card, folder: Path, resume: bool, jobs: int = 0) -> int:
     """Measure a plan, and show the results so far even if the run fails or is interrupted."""
     import secrets
 
-    from flashwright.cli.bench_show import BenchProgress, show_results
+    from flashwright.cli.bench_show import BenchDisplay, show_results
     from flashwright.measure.journal import Journal
     from flashwright.measure.results import Results
     from flashwright.measure.session import OtherRun, session
@@ -271,7 +271,7 @@ def run(plan: Plan, card: Card, folder: Path, resume: bool, jobs: int = 0) -> in
     if kept:
         print(f"the records of an earlier run are kept as {folder / kept}", file=sys.stderr)
     complete = True
-    with contextlib.closing(BenchProgress()) as screen:
+    with contextlib.closing(BenchDisplay()) as screen:
         try:
             session(plan, card, folder, journal, screen, secrets.randbits(31), jobs)
         except KeyboardInterrupt:
@@ -285,7 +285,7 @@ def run(plan: Plan, card: Card, folder: Path, resume: bool, jobs: int = 0) -> in
     return _end(plan, folder, journal, results, complete)
 
 
-def _end(plan: Plan, folder: Path, journal: Journal, results: Results, complete: bool) -> int:
+def _end(plan: BenchPlan, folder: Path, journal: Journal, results: Results, complete: bool) -> int:
     from flashwright.files import write
     from flashwright.measure.markdown import FILE, page
     from flashwright.measure.records import OURS
@@ -299,7 +299,7 @@ def _end(plan: Plan, folder: Path, journal: Journal, results: Results, complete:
     rest = "" if complete else "; interrupted, --resume continues"
     print(f"{folder}: {done} of {len(plan.cells)} cells{rest}")
     if not journal.save():
-        text = f"{journal.unsaved} records are not in their file: {journal.trouble}"
+        text = f"{journal.unsaved} records are not in their file: {journal.write_error}"
         hint = _rescued(journal)
         tell([Diagnostic("FW001", text, help=hint)], "command line", "")
         code = BAD_INPUT

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from flashwright.cli import show
 from flashwright.measure.records import OURS, NumberRecord
 from flashwright.measure.rows import (
-    Entry,
-    Row,
+    BenchRow,
+    RowEntry,
     development_in_words,
     paper_in_words,
     rows,
@@ -24,7 +24,7 @@ from flashwright.measure.tables import TABLES
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from flashwright.measure.bench import Step
+    from flashwright.measure.bench import BenchProgress
     from flashwright.measure.results import Results
 
 PEERS = 5
@@ -32,7 +32,7 @@ PEERS = 5
 NARROW = 12
 
 
-class BenchProgress:
+class BenchDisplay:
     """Shows the progress of a benchmark or a tuning: a bar in a terminal, else a line per cell."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class BenchProgress:
         if not sys.stderr.isatty():
             print(f"[{done}/{total}] {text}".rstrip(), file=sys.stderr, flush=True)
 
-    def cell(self, step: Step) -> None:
+    def cell(self, step: BenchProgress) -> None:
         """Report that a cell has begun or ended."""
         left = "" if step.left is None else f", {duration(step.left)} left"
         self._step(step.done, step.total, f"{step.cell}{left}")
@@ -72,7 +72,7 @@ class BenchProgress:
             line = f"[{step.done}/{step.total}] {step.cell}: {told}{took}{left}"
             print(line, file=sys.stderr, flush=True)
 
-    def trouble(self, text: str) -> None:
+    def warn(self, text: str) -> None:
         """Print a warning; the run continues."""
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
@@ -120,7 +120,7 @@ def tables(results: Results) -> Iterator[Table]:
         yield _table(found, results.peers[first : first + PEERS])
 
 
-def _table(found: Sequence[Row], peers: Sequence[str]) -> Table:
+def _table(found: Sequence[BenchRow], peers: Sequence[str]) -> Table:
     names = [OURS, *peers]
     heads = {who: _head(who) for who in names}
     shown = show.table("cell", *heads.values(), right=tuple(heads.values()))
@@ -142,7 +142,7 @@ def _head(who: str) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "\n", who)
 
 
-def _shown(entry: Entry, unit: str) -> str:
+def _shown(entry: RowEntry, unit: str) -> str:
     value = _beside(value_in_words(entry.value, unit), paper_in_words(entry.paper, unit))
     ratio = _beside(_ratio(entry.ratio), _ratio(entry.paper_ratio))
     return f"{value}\n{ratio}" if ratio else value

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from flashwright.measure.fields import Field
-    from flashwright.measure.receipt import Finding, Parts
+    from flashwright.measure.receipt import ReceiptDependencies, ReceiptFinding
 
 WORDS = {
     "holds": ("holds", "hold"),
@@ -73,18 +73,18 @@ def check(
     from flashwright.measure import receipt
 
     cells = receipt.numbers(file, cell or [], sample)
-    parts = _parts()
-    allowed = receipt.Allowed(within, other_versions)
+    dependencies = _dependencies()
+    allowed = receipt.Tolerances(within, other_versions)
     with tempfile.TemporaryDirectory(prefix="flashwright-") as folder, _progress() as progress:
-        checked = receipt.check(file, cells, Path(folder), parts, allowed, progress.step)
+        checked = receipt.check(file, cells, Path(folder), dependencies, allowed, progress.step)
         found = [progress.done(one, len(cells)) for one in checked]
     if as_json:
         print(json.dumps({"file": str(file), "numbers": [f.record() for f in found]}, indent=2))
     else:
         show_findings(found)
         print(f"{file}: {in_words(found)}")
-        if parts.card is None:
-            print(f"No time was measured: {parts.missing}")
+        if dependencies.card is None:
+            print(f"No time was measured: {dependencies.missing}")
     return exit_code(found)
 
 
@@ -104,7 +104,7 @@ class CheckProgress:
         else:
             _say(f"[{done}/{total}] {text}")
 
-    def done(self, one: Finding, total: int) -> Finding:
+    def done(self, one: ReceiptFinding, total: int) -> ReceiptFinding:
         """Report a checked number. Returns it."""
         self._count += 1
         if self._bar is not None:
@@ -129,21 +129,21 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _parts() -> Parts:
+def _dependencies() -> ReceiptDependencies:
     """The GPU to measure on, or the reason why there is none."""
     from flashwright.build import driver
     from flashwright.judge.judge import need_torch
-    from flashwright.measure.receipt import Parts
+    from flashwright.measure.receipt import ReceiptDependencies
 
     try:
         card = driver.cards()[0]
         need_torch()
     except Failed as failed:
-        return Parts(None, failed.diagnostics[0].message)
-    return Parts(card)
+        return ReceiptDependencies(None, failed.diagnostics[0].message)
+    return ReceiptDependencies(card)
 
 
-def exit_code(found: Sequence[Finding]) -> int:
+def exit_code(found: Sequence[ReceiptFinding]) -> int:
     """1 if a number differs, else 2 if one cannot be checked, else 0."""
     states = {finding.status for finding in found}
     if "differs" in states:
@@ -151,7 +151,7 @@ def exit_code(found: Sequence[Finding]) -> int:
     return BAD_INPUT if states - {"holds"} else FINE
 
 
-def in_words(found: Sequence[Finding]) -> str:
+def in_words(found: Sequence[ReceiptFinding]) -> str:
     """The count of numbers per status."""
     counts = []
     for status, (one, more) in WORDS.items():
@@ -163,7 +163,7 @@ def in_words(found: Sequence[Finding]) -> str:
 # --- what was found ---------------------------------------------------------------------------
 
 
-def show_findings(found: Sequence[Finding]) -> None:
+def show_findings(found: Sequence[ReceiptFinding]) -> None:
     """Print the table, then each field that does not hold or was not checked, once."""
     from flashwright.cli import show
 
@@ -183,7 +183,7 @@ def show_findings(found: Sequence[Finding]) -> None:
 
 
 def field_lines(
-    found: Sequence[Finding], status: str, words: Callable[[Field], tuple[str, str]]
+    found: Sequence[ReceiptFinding], status: str, words: Callable[[Field], tuple[str, str]]
 ) -> list[str]:
     """A line for each text about fields of that status, with the numbers it applies to.
 
@@ -210,11 +210,11 @@ def _which(cells: Sequence[str], every: int) -> str:
     return f"{cells[0]} and {len(cells) - 1} more" if len(cells) > 1 else cells[0]
 
 
-def _fields(found: Sequence[Finding], status: str) -> Iterator[Field]:
+def _fields(found: Sequence[ReceiptFinding], status: str) -> Iterator[Field]:
     return (field for one in found for field in one.fields if field.status == status)
 
 
-def table(found: Sequence[Finding]) -> Table:
+def table(found: Sequence[ReceiptFinding]) -> Table:
     """The table with a row for each number."""
     from rich.text import Text
 
@@ -235,7 +235,7 @@ def table(found: Sequence[Finding]) -> Table:
     return shown
 
 
-def _named(one: Finding) -> str:
+def _named(one: ReceiptFinding) -> str:
     """The names of the differing fields, at most FIELDS of them."""
     names = list(dict.fromkeys(field.name for field in one.differing))
     more = f" and {len(names) - FIELDS} more" if len(names) > FIELDS else ""

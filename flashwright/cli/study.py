@@ -30,8 +30,8 @@ from flashwright.cli.command import BAD_INPUT, FINE, find_gpu, flag, guarded
 
 if TYPE_CHECKING:
     from flashwright.author.llm.line import Limits
-    from flashwright.study.report import Report
-    from flashwright.study.sample import Sample, Terms
+    from flashwright.study.report import StudyReport
+    from flashwright.study.sample import Sample, StudyTerms
 
 _WIDTH = 160  # columns of the table in a wide terminal; names of operators may be long
 
@@ -104,10 +104,10 @@ def study(
         raise typer.BadParameter(
             "is required, unless --report or --judge is given", param_hint=missing
         )
-    from flashwright.study.sample import Terms
+    from flashwright.study.sample import StudyTerms
 
     budget, prices = read_budget(attempts, tokens, minutes, dollars, price)
-    terms = Terms(find_gpu(gpu), budget, prices, translate is Translate.BUILTIN)
+    terms = StudyTerms(find_gpu(gpu), budget, prices, translate is Translate.BUILTIN)
     options = _SampleOptions(operators, ways, samples)
     return _study(model, base_url, read_limits(reply_timeout, minutes), terms, options, out)
 
@@ -133,7 +133,7 @@ def _study(
     model: str,
     base_url: str | None,
     limits: Limits,
-    terms: Terms,
+    terms: StudyTerms,
     options: _SampleOptions,
     root: Path,
 ) -> int:
@@ -164,13 +164,13 @@ def _judge(root: Path) -> int:
     """Judge and time a study that ran without a GPU, on the GPU of this machine."""
     from flashwright.cli import show
     from flashwright.generate.by_model.speed import card_here
-    from flashwright.study.session import look
+    from flashwright.study.session import check_on_gpu
     from flashwright.study.settings import read
 
     settings = read(root)
     card_here()
     with show.progress("study") as bar:
-        look(settings, root, _StudyProgress(bar))
+        check_on_gpu(settings, root, _StudyProgress(bar))
     return _tell(root)
 
 
@@ -214,7 +214,7 @@ def _tell(root: Path) -> int:
     return FINE
 
 
-def _show(made: Report) -> None:
+def _show(made: StudyReport) -> None:
     from flashwright.cli import show
     from flashwright.study.report import brief
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from flashwright.build.driver import Card
     from flashwright.measure.tune.state import Tuning
-    from flashwright.measure.tune.tune import Order
+    from flashwright.measure.tune.tune import TuneRequest
 
 CODE = "code.tl"
 LENGTHS = "512,1024,2048,4096,8192,16384"
@@ -125,9 +125,9 @@ def _order(
     candidates: int,
     minutes: float | None,
     jobs: int,
-) -> Order:
+) -> TuneRequest:
     from flashwright.author.builtin.retile import NEEDED, tiling_of
-    from flashwright.measure.tune.tune import Order
+    from flashwright.measure.tune.tune import TuneRequest
 
     target = find_gpu(gpu or _known(folder, card))
     file = str(folder / CODE)
@@ -146,7 +146,7 @@ def _order(
     if card is not None and not card.takes(target.arch):
         text = f"a kernel for {target.title} cannot run on {card.name} ({card.arch})"
         raise Failed(Diagnostic("FW851", text, help="name an older GPU: --gpu a100"))
-    return Order(folder, meant[0], program, code, target, lengths, candidates, minutes, jobs)
+    return TuneRequest(folder, meant[0], program, code, target, lengths, candidates, minutes, jobs)
 
 
 def _known(folder: Path, card: Card | None) -> str:
@@ -162,16 +162,16 @@ def _known(folder: Path, card: Card | None) -> str:
 # --- the tuning -------------------------------------------------------------------------------
 
 
-def _run(order: Order, card: Card, resume: bool) -> int:
+def _run(order: TuneRequest, card: Card, resume: bool) -> int:
     import secrets
 
-    from flashwright.cli.bench_show import BenchProgress
+    from flashwright.cli.bench_show import BenchDisplay
     from flashwright.measure.tune.state import read
     from flashwright.measure.tune.tune import OtherTuning
     from flashwright.measure.tune.tune import tune as work
 
     before = read(order.folder) if resume else None
-    with contextlib.closing(BenchProgress()) as screen:
+    with contextlib.closing(BenchDisplay()) as screen:
         try:
             done = work(order, card, screen, secrets.randbits(31), before)
         except OtherTuning as other:
@@ -250,7 +250,7 @@ def in_words(tuning: Tuning) -> list[str]:
 # --- without a GPU ----------------------------------------------------------------------------
 
 
-def _list(order: Order) -> int:
+def _list(order: TuneRequest) -> int:
     """Print the candidates in their order, with the cost model's estimates."""
     from flashwright.cli import show
 

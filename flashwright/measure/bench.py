@@ -1,4 +1,4 @@
-"""A benchmark run: every cell, all contestants in turns, each finished cell on disk at once."""
+"""A benchmark run: all contestants in turns, cell by cell; each result is written at once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 from flashwright.measure import machine, spot
 from flashwright.measure.ceilings import Ceilings, ceiling_of
-from flashwright.measure.contest import Contestant, Make, Missing, Seat
+from flashwright.measure.contest import Contestant, ContestantRunner, Missing, ProcessFactory
 from flashwright.measure.grid import Cell
 from flashwright.measure.journal import Journal
 from flashwright.measure.records import AbsentRecord, NumberRecord, RunRecord
 from flashwright.measure.results import Results
-from flashwright.measure.timing import Played, Rules, Timing, play
+from flashwright.measure.timing import RoundsResult, Rules, Timing, run_rounds
 from flashwright.measure.work import Work, bound_by_memory
 from flashwright.sandbox import timed
 from flashwright.sandbox.candidate import Unable
@@ -26,20 +26,20 @@ from flashwright.sandbox.process import Ended, Sandbox
 from flashwright.spec import AttentionSpec
 
 BURST = (3, 10, 0.2)
-"""Calls of a burst: at least, at most, and about so many seconds of them."""
+"""The calls of a burst: minimum, maximum, and the seconds that they should take together."""
 HIDDEN_FACTOR, HIDDEN_SECONDS = 1.2, 250e-6
-"""A call may take so many times its event time by our own clock, and so much more: one call behind
-the other the GPU's clock is lower, a launch from Python takes tens of microseconds."""
-TRIES = 5  # of a burst: a neighbour on the host must not make somebody a cheat
+"""By the wall clock a call may take this many times its event time, plus this many seconds: in
+back-to-back calls the GPU's clock is lower, and a launch from Python takes tens of microseconds."""
+TRIES = 5  # of a burst: load from other processes on the host must not look like hidden work
 
-Line = NumberRecord | AbsentRecord
+CellRecord = NumberRecord | AbsentRecord
 
 
 @dataclass(frozen=True)
-class Tools:
-    """What a run has from outside; tests bring their own."""
+class ContestDependencies:
+    """The injected dependencies of a contest; tests replace them."""
 
-    make: Make = Sandbox
+    make: ProcessFactory = Sandbox
     expected: spot.Expected = spot.expected
     clock_mhz: Callable[[], float | None] = machine.clock_mhz
     linking: Callable[[TimedProblem], float] = timed.linking
@@ -48,18 +48,18 @@ class Tools:
 
 
 @dataclass(frozen=True)
-class Step:
-    """How far a run is."""
+class BenchProgress:
+    """The progress of a run, reported before and after each cell."""
 
     done: int
     total: int
     cell: str
-    lines: tuple[Line, ...] = ()
-    """What was just found; none at the beginning."""
+    lines: tuple[CellRecord, ...] = ()
+    """The records of the cell that was just measured; empty before it."""
     left: float | None = None
-    """Seconds, by what the cells so far have taken."""
+    """Estimated seconds to the end, from the mean time of the cells so far."""
     took: float | None = None
-    """Seconds of the cell that was just done."""
+    """Seconds that the cell just measured took."""
 
 
 def bench(
@@ -68,81 +68,89 @@ def bench(
     contestants: Sequence[Contestant],
     journal: Journal,
     rules: Rules | None = None,
-    tools: Tools | None = None,
-    step: Callable[[Step], None] = lambda step: None,
+    dependencies: ContestDependencies | None = None,
+    step: Callable[[BenchProgress], None] = lambda step: None,
 ) -> None:
-    """Measure the cells that the journal does not have yet, and add their lines to it.
+    """Measure the cells that the journal does not have yet, and append their records to it.
 
-    A KeyboardInterrupt passes through; all that was added by then is in the journal.
+    A KeyboardInterrupt propagates; the journal keeps the cells measured before it.
     """
     known = Results.of(journal.records)
     wanted = [cell for cell in cells if not known.complete(cell.name)]
-    contest = Contest(run, contestants, rules or Rules(), tools or Tools())
-    clock, done = contest.tools.clock, len(cells) - len(wanted)
+    contest = Contest(run, contestants, rules or Rules(), dependencies or ContestDependencies())
+    clock, done = contest.dependencies.clock, len(cells) - len(wanted)
     start = clock()
     try:
         for number, cell in enumerate(wanted):
             left = (clock() - start) / number * (len(wanted) - number) if number else None
-            step(Step(done + number, len(cells), cell.name, left=left))
+            step(BenchProgress(done + number, len(cells), cell.name, left=left))
             begun = clock()
             lines = tuple(contest.measure(cell))
             for line in lines:
                 journal.add(line)
             left = (clock() - start) / (number + 1) * (len(wanted) - number - 1)
             took = clock() - begun
-            step(Step(done + number + 1, len(cells), cell.name, lines, left, took))
+            step(BenchProgress(done + number + 1, len(cells), cell.name, lines, left, took))
     finally:
         contest.close()
 
 
 class Contest:
-    """The contestants of a run, with their processes."""
+    """The contestants of a run and their processes; `measure` times all of them in one cell."""
 
     def __init__(
-        self, run: RunRecord, contestants: Sequence[Contestant], rules: Rules, tools: Tools
+        self,
+        run: RunRecord,
+        contestants: Sequence[Contestant],
+        rules: Rules,
+        dependencies: ContestDependencies,
     ) -> None:
-        self.run, self.rules, self.tools = run, rules, tools
-        self.seats = {c.name: Seat(c, tools.make) for c in contestants}
+        self.run, self.rules, self.dependencies = run, rules, dependencies
+        self.runners = {c.name: ContestantRunner(c, dependencies.make) for c in contestants}
         self.measured = Ceilings(run.matmul, run.copy_gbs)
 
     def close(self) -> None:
         """End the processes of all contestants."""
-        for seat in self.seats.values():
-            seat.close()
+        for runner in self.runners.values():
+            runner.close()
 
-    def measure(self, cell: Cell) -> Iterator[Line]:
-        """One cell: a line for each contestant, in their order."""
+    def measure(self, cell: Cell) -> Iterator[CellRecord]:
+        """Measure one cell: yields a record for each contestant, in their order."""
         seed = cell_seed(self.run.seed, cell)
         problem = problem_of(cell, self.run.layout, seed)
         work = cell.work(problem.extra.get("Idx"))
         absent = self._prepare(cell, problem)
-        ready = {who: seat for who, seat in self.seats.items() if who not in absent}
-        watches = {
-            who: spot.Watch(seat, problem, self.rules, self.tools.chance)
-            for who, seat in ready.items()
+        ready = {who: runner for who, runner in self.runners.items() if who not in absent}
+        samplers = {
+            who: spot.OutputSampler(runner, problem, self.rules, self.dependencies.chance)
+            for who, runner in ready.items()
         }
-        played = play(
-            ready, seed, self.rules, lambda turn: watches[turn.who].look(turn), self.tools.clock
+        timed = run_rounds(
+            ready,
+            seed,
+            self.rules,
+            lambda turn: samplers[turn.who].sample(turn),
+            self.dependencies.clock,
         )
-        mhz = self.tools.clock_mhz() if played.rounds else None
-        for who in self.seats:
+        mhz = self.dependencies.clock_mhz() if timed.rounds else None
+        for who in self.runners:
             try:
                 if who not in absent:
-                    yield self._number(cell, seed, work, played, watches[who], who, mhz)
+                    yield self._number(cell, seed, work, timed, samplers[who], who, mhz)
                     continue
             except Ended as error:
                 absent[who] = self._absent(cell, who, error.message, error.offence)
             yield absent[who]
 
     def _prepare(self, cell: Cell, problem: TimedProblem) -> dict[str, AbsentRecord]:
-        """Everybody gets ready at the same time; those who cannot say why."""
-        begun = {who: seat.prepare(cell.kernel, problem) for who, seat in self.seats.items()}
+        """Prepare all contestants in parallel; returns a record for each one that fails."""
+        begun = {who: runner.prepare(cell.kernel, problem) for who, runner in self.runners.items()}
         absent = {}
         for who, future in begun.items():
             try:
                 future.result()
             except Unable as error:
-                missing = self.seats[who].contestant.candidate(cell.kernel)
+                missing = self.runners[who].contestant.candidate(cell.kernel)
                 offence = missing.offence if isinstance(missing, Missing) else None
                 absent[who] = self._absent(cell, who, str(error), offence)
             except Ended as error:
@@ -152,30 +160,30 @@ class Contest:
     def _absent(self, cell: Cell, who: str, why: str, offence: str | None) -> AbsentRecord:
         return AbsentRecord(run=self.run.id, cell=cell.name, who=who, why=why, offence=offence)
 
-    # --- what a contestant's turns come to ----------------------------------------------------
+    # --- a contestant's figures ---------------------------------------------------------------
 
     def _number(
         self,
         cell: Cell,
         seed: int,
         work: Work,
-        played: Played,
-        watch: spot.Watch,
+        timed: RoundsResult,
+        sampler: spot.OutputSampler,
         who: str,
         mhz: float | None,
     ) -> NumberRecord:
-        if who in played.lost:
-            raise played.lost[who]
-        seat = self.seats[who]
-        timing = Timing.of(played.cold[who])
+        if who in timed.failed:
+            raise timed.failed[who]
+        runner = self.runners[who]
+        timing = Timing.of(timed.cold[who])
         self._refuse_speed(cell, work, timing.median)
-        found = watch.judge(self.tools.expected, seat.contestant.slack)
+        found = sampler.judge(self.dependencies.expected, runner.contestant.slack)
         if found.offence is not None:
             raise Ended(found.offence, found.why)
         wall = None
-        if seat.contestant.watched:
-            wall = self._wall_seconds(watch, seat, timing.median)
-        rate, warm = cell.tflops(timing.median, work), played.warm.get(who)
+        if runner.contestant.watched:
+            wall = self._wall_seconds(sampler, runner, timing.median)
+        rate, warm = cell.tflops(timing.median, work), timed.warm.get(who)
         ceiling = self.measured.matmul.get(cell.spec.dtype)
         return NumberRecord(
             run=self.run.id,
@@ -198,35 +206,39 @@ class Contest:
             clock_mhz=mhz,
         )
 
-    def _wall_seconds(self, watch: spot.Watch, seat: Seat, seconds: float) -> float:
-        """Seconds of a call by our own clock; Ended where they do not bear the events out."""
+    def _wall_seconds(
+        self, sampler: spot.OutputSampler, runner: ContestantRunner, seconds: float
+    ) -> float:
+        """Seconds per call by the wall clock; raises Ended if they contradict the event times."""
         least, most, about = BURST
         wanted = max(least, min(most, math.ceil(about / seconds)))
         limit = HIDDEN_FACTOR * seconds + HIDDEN_SECONDS
-        beside, best = self.tools.linking(watch.problem), math.inf
+        beside, best = self.dependencies.linking(sampler.problem), math.inf
         for _ in range(TRIES):
-            seed = self.tools.chance.getrandbits(30)
-            burst = seat.burst(wanted, seed)
-            watch.link(self.tools.expected, burst.calls, seed, seat.contestant.slack)
+            seed = self.dependencies.chance.getrandbits(30)
+            burst = runner.burst(wanted, seed)
+            sampler.check_burst(
+                self.dependencies.expected, burst.calls, seed, runner.contestant.slack
+            )
             best = min(best, max(0.0, burst.seconds / burst.calls - beside))
             if best <= limit:
                 return best
         text = f"a call takes {best * 1e6:.4g} us by our clock and {seconds * 1e6:.4g} us by events"
-        raise Ended("hidden_work", f"{text}: work is done where the events do not see it")
+        raise Ended("hidden_work", f"{text}: work runs outside the events")
 
     def _gbs(self, spec: AttentionSpec, work: Work, seconds: float) -> float | None:
-        """Bytes a second, where memory is the narrower of the two measured ceilings."""
+        """The bandwidth in GB/s if the cell is memory-bound by the measured ceilings, else None."""
         rate = self.measured.matmul.get(spec.dtype)
         bound = bound_by_memory(work, rate, self.measured.copy_gbs)
         return work.bytes / seconds / 1e9 if bound else None
 
     def _refuse_speed(self, cell: Cell, work: Work, seconds: float) -> None:
-        """Ended where a time is below the roofline."""
+        """Raises Ended if a time is below the roofline."""
         ceiling = ceiling_of(self.run.card, cell.spec, self.measured)
         if ceiling is None or seconds >= ceiling.least_seconds(work):
             return
         least = ceiling.least_seconds(work)
-        text = f"{seconds * 1e6:.3g} us, where {least * 1e6:.3g} us is the least that can be"
+        text = f"{seconds * 1e6:.3g} us, below the roofline of {least * 1e6:.3g} us"
         raise Ended("too_fast", f"{text} ({ceiling.source})")
 
 
@@ -234,12 +246,12 @@ class Contest:
 
 
 def cell_seed(seed: int, cell: Cell) -> int:
-    """From which a cell's inputs are drawn: another for each, the same for every run of a seed."""
+    """The seed of a cell's inputs: different for each cell, equal in runs with the same seed."""
     return zlib.crc32(f"{seed} {cell.name}".encode()) >> 1
 
 
 def problem_of(cell: Cell, layout: str, seed: int) -> TimedProblem:
-    """What the contestants are given."""
+    """The problem that the contestants solve in a cell."""
     compressed = cell.spec.branch == "compressed"
     return TimedProblem(
         cell.spec,
@@ -253,7 +265,7 @@ def problem_of(cell: Cell, layout: str, seed: int) -> TimedProblem:
 
 
 def _extra(cell: Cell, seed: int) -> Mapping[str, Any]:
-    """Slopes, Sink and Idx; they do not change from call to call."""
+    """Slopes, Sink and Idx, as far as the spec has them; they are the same in every call."""
     spec = cell.spec
     if not (spec.alibi or spec.sink or spec.branch == "selected"):
         return {}

@@ -1,6 +1,6 @@
-"""What this GPU does at best, measured: a large matrix product, and a copy in its memory.
+"""The measured ceilings of this GPU: a large matrix product, and a copy in device memory.
 
-They run as contestants do, in processes of their own and with the same turns.
+They run like contestants: each in its own process, timed in turns.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from flashwright import gpu as gpus
-from flashwright.measure.contest import Contestant, Make, Seat
+from flashwright.measure.contest import Contestant, ContestantRunner, ProcessFactory
 from flashwright.measure.work import Ceiling
 from flashwright.sandbox.candidate import Candidate, Unable
 from flashwright.sandbox.problem import TimedProblem
@@ -19,27 +19,27 @@ from flashwright.sandbox.process import Ended, Sandbox
 from flashwright.spec import AttentionSpec
 
 SIDE = 8192
-"""Of the matrices: large enough for every GPU's best rate, and 0.4 GB in all."""
+"""Rows and columns of the matrices: large enough for the peak rate of every GPU, 0.4 GB in all."""
 ROWS = 64
-"""Of the output that the judge gets a copy of."""
+"""Rows and columns of the output that is copied to the parent process."""
 COPIED = 1 << 30
-"""Bytes: many times any L2."""
+"""Bytes of the copy: many times any L2."""
 TURNS, CALLS = 3, 8
 MARGIN = 1.2
-"""Over what was measured, where a peak is not known: a product reaches 75 to 95 % of it."""
-UNKNOWN_L2 = 128 << 20  # bytes: no card of today has more
+"""Factor on the measured rates if the peak is unknown: a product reaches 75 to 95 % of the peak."""
+UNKNOWN_L2 = 128 << 20  # bytes: no current GPU has more
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The measured rates, as far as they could be measured."""
+    """The measured rates; `missing` names those that could not be measured."""
 
     matmul: Mapping[str, float] = field(default_factory=dict)
     """TFLOPS by dtype."""
     copy_gbs: float | None = None
     """GB/s, read and written."""
     missing: Mapping[str, str] = field(default_factory=dict)
-    """What could not be measured, and why: `bf16 matmul`, `copy`."""
+    """By name (`bf16 matmul`, `copy`): why a rate could not be measured."""
 
 
 def matmul(spec: AttentionSpec) -> Callable[..., Any]:
@@ -61,12 +61,12 @@ def matmul(spec: AttentionSpec) -> Callable[..., Any]:
         def multiply() -> Any:
             return a @ b
 
-    # A corner of it, in the problem's form: that is what the judge gets a copy of.
+    # A corner of the product, in the shape of the problem's output, which is what gets copied.
     return lambda q, k, v: multiply()[:ROWS, :ROWS].expand(1, 1, ROWS, ROWS)
 
 
 def copy(spec: AttentionSpec) -> Callable[..., Any]:
-    """A factory: a copy from one place in the GPU's memory to another."""
+    """A factory: a copy within device memory."""
     import torch
 
     source = torch.randint(0, 255, (COPIED,), device="cuda", dtype=torch.uint8)
@@ -79,44 +79,44 @@ def copy(spec: AttentionSpec) -> Callable[..., Any]:
     return call
 
 
-def measure(dtypes: Iterable[str], make: Make = Sandbox) -> Ceilings:
-    """Measure both, one after the other, each in its own process."""
-    wanted = {dtype: _seat("matmul", make) for dtype in dict.fromkeys(dtypes)}
-    seats = {**wanted, "": _seat("copy", make)}
+def measure(dtypes: Iterable[str], make: ProcessFactory = Sandbox) -> Ceilings:
+    """Measure the product in each dtype and the copy, one after the other, each in a process."""
+    wanted = {dtype: _runner("matmul", make) for dtype in dict.fromkeys(dtypes)}
+    runners = {**wanted, "": _runner("copy", make)}
     try:
-        ready = {n: s.prepare(n, _problem(n or "fp16")) for n, s in seats.items()}
+        ready = {n: s.prepare(n, _problem(n or "fp16")) for n, s in runners.items()}
         found, missing = {}, {}
-        for name, seat in seats.items():
+        for name, runner in runners.items():
             try:
                 ready[name].result()
-                found[name] = _best(seat)
+                found[name] = _best(runner)
             except (Unable, Ended) as error:
-                missing[f"{name} {seat.contestant.name}".strip()] = str(error)
+                missing[f"{name} {runner.contestant.name}".strip()] = str(error)
     finally:
-        for seat in seats.values():
-            seat.close()
+        for runner in runners.values():
+            runner.close()
     rates = {name: 2 * SIDE**3 / s / 1e12 for name, s in found.items() if name}
     return Ceilings(rates, 2 * COPIED / found[""] / 1e9 if "" in found else None, missing)
 
 
-def _seat(function: str, make: Make) -> Seat:
+def _runner(function: str, make: ProcessFactory) -> ContestantRunner:
     where = Candidate("python", __name__, function, factory=True, title=function)
-    return Seat(Contestant(function, where), make)
+    return ContestantRunner(Contestant(function, where), make)
 
 
 def _problem(dtype: str) -> TimedProblem:
-    """Something small: these contestants do not look at it."""
+    """A small problem: these contestants ignore it."""
     spec = AttentionSpec.make(variant="ceiling", heads=1, head_dim=ROWS, dtype=dtype)
     return TimedProblem(spec, 1, ROWS)
 
 
-def _best(seat: Seat) -> float:
-    """The least of some medians: a ceiling is what can be reached."""
-    return min(median(seat.turn(CALLS, number * CALLS)) for number in range(TURNS))
+def _best(runner: ContestantRunner) -> float:
+    """The smallest median of several turns: a ceiling is the best rate that can be reached."""
+    return min(median(runner.turn(CALLS, number * CALLS)) for number in range(TURNS))
 
 
 def ceiling_of(card: str, spec: AttentionSpec, measured: Ceilings) -> Ceiling | None:
-    """What nothing may be faster than; None where neither the card is known nor was measured."""
+    """The roofline of a card; None if the card is unknown and its rates were not measured."""
     try:
         gpu = gpus.find(card)
         return Ceiling(gpu.tensor_flops[spec.input_dtype], gpu.bandwidth, gpu.l2_bytes, gpu.title)

@@ -1,5 +1,5 @@
-"""A receipt held against itself: what follows from other fields of the same file, or from the
-files beside it. Nothing is built or measured here, so this needs no GPU."""
+"""The static check of a receipt: fields that follow from other fields of the same file, or from the
+files beside it. It builds and measures nothing, so it needs no GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashwright.measure.bench import cell_seed, problem_of
 from flashwright.measure.ceilings import Ceilings
 from flashwright.measure.fields import CLOSE, RULES, Field, exact, near, unchecked
 from flashwright.measure.grid import Cell, kernel_name
-from flashwright.measure.journal import Line
+from flashwright.measure.journal import JournalLine
 from flashwright.measure.records import OURS, AbsentRecord, KernelRecord, NumberRecord, RunRecord
 from flashwright.measure.results import Results
 from flashwright.measure.session import KERNELS, run_id, settings_of
@@ -25,45 +25,47 @@ from flashwright.measure.work import Work, bound_by_memory
 from flashwright.spec import AttentionSpec, BadSpec
 
 SELECTED = 0.05
-"""By how much the work of a selected branch may differ: which blocks are drawn is the judge's."""
-NO_DIGEST = "the file has no digests: it is older than they are, or they were taken out"
+"""Relative tolerance for the work of a selected branch, whose blocks are drawn at random."""
+NO_DIGEST = "the file has no digests: an older version wrote it, or they were removed"
 _JUDGED = ("ok", "candidate", "device", "arch")
-"""Fields of a verdict that are compared; what else it says was seen once."""
-ALONE = "it was seen once; the digest of its line alone vouches for it"
+"""Fields of a verdict that are compared; the others were observed once."""
+ALONE = "it was observed once; only the digest of its line protects it"
 
 
-class Record:
-    """A file of records, and what its own fields say of each other."""
+class RecordFile:
+    """A file of records; its methods check the fields against each other."""
 
-    def __init__(self, lines: Sequence[Line], folder: Path) -> None:
+    def __init__(self, lines: Sequence[JournalLine], folder: Path) -> None:
         self.results = Results.of(line.record for line in lines)
-        assert self.results.run is not None  # `receipt.numbers` has seen to it
+        assert self.results.run is not None  # `receipt.numbers` has checked it
         self.run: RunRecord = self.results.run
         self.folder = folder
         self._lines = {id(line.record): line for line in lines}
         self._runs = sum(isinstance(line.record, RunRecord) for line in lines)
         self.specs = {name: spec_of(one) for name, one in self.results.kernels.items()}
 
-    # --- digests and what they alone vouch for ------------------------------------------------
+    # --- digests, and the fields that only digests protect -----------------------------------
 
     def sealed(
         self, record: RunRecord | KernelRecord | NumberRecord | AbsentRecord, who: str = ""
     ) -> Iterator[Field]:
-        """The digest of a record's line, and the fields that it alone vouches for."""
+        """The digest of a record's line, and the fields that only the digest protects."""
         line, kind, end = self._lines[id(record)], record.record, f" ({who})" if who else ""
         link = line.link
         if link.missing:
             yield unchecked(f"{kind}.digest{end}", None, NO_DIGEST)
         else:
-            why = f"line {line.number} was changed, or is not behind the line that it was behind"
+            why = f"line {line.number} was changed, or does not follow its original predecessor"
             yield exact(f"{kind}.digest{end}", link.recorded, link.found, why)
-        told = {n: getattr(record, n) for n, rule in RULES[kind].items() if rule == "told"}
+        unverifiable = {n: getattr(record, n) for n, rule in RULES[kind].items() if rule == "told"}
         if isinstance(record, KernelRecord):
-            told |= {f"verdict.{n}": v for n, v in record.verdict.items() if n not in _JUDGED}
-        for name, value in told.items():
+            unverifiable |= {
+                f"verdict.{n}": v for n, v in record.verdict.items() if n not in _JUDGED
+            }
+        for name, value in unverifiable.items():
             one = unchecked(f"{kind}.{name}{end}", value, NO_DIGEST)
             yield one if link.missing else replace(one, status="told", why=ALONE)
-        # Without these in order the line would not have been read.
+        # The reader refuses lines in which these are wrong.
         for name in ("record", "schema_version"):
             if name in RULES[kind]:
                 value = getattr(record, name)
@@ -72,7 +74,7 @@ class Record:
     # --- the run ------------------------------------------------------------------------------
 
     def of_run(self) -> Iterator[Field]:
-        """What the run's own line says, held against the other lines."""
+        """The fields of the run's record, checked against the other records."""
         run = self.run
         yield from self.sealed(run)
         if self._runs > 1:
@@ -86,20 +88,22 @@ class Record:
         yield self._translated_for()
         numbers = self.results.numbers.values()
         follow = not numbers or any(n.seed == self._seed(n) for n in numbers)
-        yield exact("run.seed", run.seed, run.seed if follow else None, "no input was drawn by it")
+        yield exact(
+            "run.seed", run.seed, run.seed if follow else None, "no number's inputs follow from it"
+        )
 
     def _title(self) -> Iterator[Field]:
-        """A table of the paper has its title, and no cells but its own."""
+        """A run of a table of the paper has the table's title, and only cells of the table."""
         run = self.run
         if run.table is not None:
             yield exact("run.title", run.title, f"table {run.table}", "the table's")
         else:
             named = run.title.removeprefix("table ")
             found = int(named) if run.title != named and named in map(str, TABLES) else None
-            yield exact("run.table", None, found, "by its title")
+            yield exact("run.table", None, found, "from the run's title")
             return
         if run.table not in TABLES:
-            yield unchecked("run.table", run.table, "there is no such table of the paper here")
+            yield unchecked("run.table", run.table, "this version does not know the table")
             return
         dtypes = {spec.dtype for spec in self.specs.values() if isinstance(spec, AttentionSpec)}
         own_cells = {c.name for dtype in dtypes for c in TABLES[run.table].cells(dtype)}
@@ -108,21 +112,23 @@ class Record:
         yield exact("run.table", run.table, found, f"{strange[:1]} is no cell of it")
 
     def _names(self) -> Iterator[Field]:
-        """Who and what is measured: the run's lists have what the other lines are about."""
+        """The run's lists of contestants and cells must include those of all other records."""
         run, every = self.run, {**self.results.numbers, **self.results.absent}
         who = tuple(dict.fromkeys((OURS, *run.contestants, *(w for _, w in every))))
-        yield exact("run.contestants", run.contestants, who, "of those that have lines, ours first")
+        yield exact(
+            "run.contestants", run.contestants, who, "all contestants that have records, ours first"
+        )
         cells = tuple(dict.fromkeys((*run.cells, *(c for c, _ in every))))
-        yield exact("run.cells", run.cells, cells, "of those that have lines")
+        yield exact("run.cells", run.cells, cells, "all cells that have records")
         lacking = [cell for cell in self.results.cells if (cell, OURS) not in every]
         if lacking:
-            why = "others have lines there, and ours comes first"
+            why = "other contestants have records there"
             yield Field(
-                "number.who", "differs", None, OURS, f"no line of ours: {lacking[0]}; {why}"
+                "number.who", "differs", None, OURS, f"no record of ours in {lacking[0]}: {why}"
             )
 
     def _settings(self) -> Iterator[Field]:
-        """The digests of specs and sizes, the dtypes, and whether the L2 was warm too."""
+        """The digests of specs and sizes, the dtypes, and whether a warm L2 was measured."""
         run = self.run
         warm = any(n.warm_seconds is not None for n in self.results.numbers.values())
         cells = [self._any_cell(name) for name in run.cells]
@@ -133,10 +139,10 @@ class Record:
             if len(whole) < len(cells) and name != "l2":
                 yield unchecked(label, recorded, "not every cell of the run has a number")
             else:
-                yield exact(label, recorded, found.get(name), "by the kernels and numbers")
+                yield exact(label, recorded, found.get(name), "from the kernels and numbers")
 
     def _dtypes(self) -> Iterator[Field]:
-        """The matrix product was measured in the dtypes of the kernels, and in no other."""
+        """The matrix product is measured only in the dtypes of the kernels."""
         dtypes = {spec.dtype for spec in self.specs.values() if isinstance(spec, AttentionSpec)}
         for dtype, rate in self.run.matmul.items():
             if dtype not in dtypes:
@@ -157,22 +163,24 @@ class Record:
         try:
             own = gpus.find(self.run.card).arch.rstrip("af")
         except gpus.UnknownGpu:
-            return unchecked("run.arch", self.run.arch, f"no facts about {self.run.card} here")
+            return unchecked(
+                "run.arch", self.run.arch, f"this version does not know {self.run.card}"
+            )
         return exact("run.arch", self.run.arch, own, f"that of {self.run.card}")
 
     def _translated_for(self) -> Field:
-        """The GPU of a kernel; or the card's, where all kernels came as packages."""
-        told = self.run.translated_for
+        """The GPU of a kernel, or the card if all kernels came as packages."""
+        recorded = self.run.translated_for
         own = [kernel.gpu for kernel in self.results.kernels.values()]
         with contextlib.suppress(gpus.UnknownGpu):
             own.append(gpus.find(self.run.card).name)
-        found = told if told in own else next(iter(own), None)
-        return exact("run.translated_for", told, found, "by the kernels")
+        found = recorded if recorded in own else next(iter(own), None)
+        return exact("run.translated_for", recorded, found, "from the kernels")
 
     # --- a kernel -----------------------------------------------------------------------------
 
     def of_kernel(self, kernel: KernelRecord) -> Iterator[Field]:
-        """Its name and spec, its texts and their digests, the files beside it, its verdict."""
+        """A kernel's name, spec, texts with digests, the files of its package, and its verdict."""
         yield from self.sealed(kernel)
         spec = self.specs[kernel.name]
         if isinstance(spec, str):
@@ -183,7 +191,10 @@ class Record:
             yield exact("kernel.name", kernel.name, named, "the name of its spec")
             yield exact("kernel.spec", named, kernel.name, "the name of its kernel")
         yield exact(
-            "kernel.why", kernel.why, "", "a kernel that has a number has no reason for none"
+            "kernel.why",
+            kernel.why,
+            "",
+            "a kernel with a number must have no reason for a missing one",
         )
         yield from self._texts(kernel)
         yield from self._beside(kernel)
@@ -194,25 +205,27 @@ class Record:
         for name, text in texts.items():
             label = f"kernel.{name if name in ('tl', 'source') else f'others.{name}'}"
             if text or name in kernel.hashes:
-                told, found = kernel.hashes.get(name), sha256(text)
-                yield exact(f"kernel.hashes.{name}", told, found, "the digest of the text")
-                yield exact(label, found, told, "the digest that the record has of it")
+                recorded, found = kernel.hashes.get(name), sha256(text)
+                yield exact(f"kernel.hashes.{name}", recorded, found, "the digest of the text")
+                yield exact(label, found, recorded, "the digest that the record has of it")
         known = {*texts, "cubin", *(_cubin_of(name) for name in kernel.others)}
         for name in kernel.hashes:
             if name not in known:
-                told = kernel.hashes[name]
-                yield Field(f"kernel.hashes.{name}", "differs", told, None, "it has no such file")
+                recorded = kernel.hashes[name]
+                yield Field(
+                    f"kernel.hashes.{name}", "differs", recorded, None, "it has no such file"
+                )
         if not kernel.others:
             yield exact("kernel.others", {}, {})
 
     def _beside(self, kernel: KernelRecord) -> Iterator[Field]:
-        """The digests of the package that lies beside the record, if it does."""
+        """The digests of the files of the package beside the record, if it exists."""
         place = kernels.place_of(self.folder / KERNELS, kernel.name)
         own = {"tl": kernels.CODE, "source": "kernel.cu", "cubin": "kernel.cubin"}
-        for name, told in kernel.hashes.items():
+        for name, recorded in kernel.hashes.items():
             path = place / own.get(name, name)
             if path.is_file() and place.resolve() in path.resolve().parents:
-                yield exact(f"kernel.hashes.{name}", told, _digest(path), f"of {path}")
+                yield exact(f"kernel.hashes.{name}", recorded, _digest(path), f"of {path}")
 
     def _verdict(self, kernel: KernelRecord) -> Iterator[Field]:
         verdict, run = kernel.verdict, self.run
@@ -223,13 +236,13 @@ class Record:
                     f"kernel.verdict.{name}", verdict[name], value, "the kernel's and run's"
                 )
         fine = not verdict.get("offences")
-        yield exact("kernel.verdict.ok", verdict.get("ok", False), fine, "by its offences")
-        yield exact("kernel.verdict", bool(verdict.get("ok")), True, "only what is right is timed")
+        yield exact("kernel.verdict.ok", verdict.get("ok", False), fine, "from its offences")
+        yield exact("kernel.verdict", bool(verdict.get("ok")), True, "only right kernels are timed")
 
     # --- a number -----------------------------------------------------------------------------
 
     def cell_of(self, number: NumberRecord) -> Cell | None:
-        """The problem that a number is about; None where its kernel has no spec."""
+        """The cell of a number; None if its kernel has no valid spec."""
         spec = self.specs.get(number.kernel)
         if not isinstance(spec, AttentionSpec):
             return None
@@ -240,7 +253,7 @@ class Record:
         return None if cell is None else cell_seed(self.run.seed, cell)
 
     def of_number(self, number: NumberRecord, name: str) -> Iterator[Field]:
-        """A contestant's number in the cell of that name: what follows from what."""
+        """The fields of a number that follow from other fields and from the cell's name."""
         end = "" if number.who == OURS else f" ({number.who})"
         yield from self.sealed(number, "" if number.who == OURS else number.who)
         yield exact(f"number.run{end}", number.run, self.run.id, "the run of the file")
@@ -254,14 +267,16 @@ class Record:
         if cell is None:
             return
         seed = cell_seed(self.run.seed, cell)
-        yield exact(f"number.seed{end}", number.seed, seed, "by the run's seed and the cell")
+        yield exact(f"number.seed{end}", number.seed, seed, "from the run's seed and the cell")
         yield from self._rates(number, cell, end)
         warm = number.warm_seconds is not None
         both = self.run.settings.get("l2") == "both"
-        yield exact(f"number.warm_seconds{end}", warm, both, "whether it was asked for, by l2")
+        yield exact(
+            f"number.warm_seconds{end}", warm, both, "present only if run.settings.l2 is both"
+        )
 
     def _rates(self, number: NumberRecord, cell: Cell, end: str) -> Iterator[Field]:
-        """What is computed from the time: TFLOPS, the share of the matrix product, GB/s."""
+        """The fields computed from the time: TFLOPS, share of the matrix product, GB/s."""
         work = self._work(cell)
         close = SELECTED if cell.spec.branch == "selected" else CLOSE
         rate = cell.tflops(number.seconds, work)
@@ -269,7 +284,9 @@ class Record:
         yield near(f"number.tflops{end}", number.tflops, rate, close, why)
         fits = abs(number.tflops / rate - 1) <= close
         batch = number.batch if fits else None
-        yield exact(f"number.batch{end}", number.batch, batch, "time and TFLOPS are of other work")
+        yield exact(
+            f"number.batch{end}", number.batch, batch, "time and TFLOPS imply another batch size"
+        )
         ceilings = Ceilings(self.run.matmul, self.run.copy_gbs)
         matmul = ceilings.matmul.get(cell.spec.dtype)
         share = number.tflops / matmul if matmul else None
@@ -285,7 +302,7 @@ class Record:
         return cell.work(problem.extra.get("Idx"))
 
     def of_absent(self, absent: AbsentRecord) -> Iterator[Field]:
-        """A peer that has no number in a cell."""
+        """The record of a peer that has no number in a cell."""
         end = f" ({absent.who})"
         yield from self.sealed(absent, absent.who)
         yield exact(f"absent.run{end}", absent.run, self.run.id, "the run of the file")
@@ -296,7 +313,7 @@ class Record:
 
 
 def spec_of(kernel: KernelRecord) -> AttentionSpec | str:
-    """Its spec, or what is wrong with it."""
+    """The spec of a kernel's record, or why it is invalid."""
     try:
         return AttentionSpec.make(**kernel.spec)
     except BadSpec as error:
@@ -304,7 +321,7 @@ def spec_of(kernel: KernelRecord) -> AttentionSpec | str:
 
 
 def _cubin_of(name: str) -> str:
-    """The cubin beside a further kernel's text."""
+    """The name of the cubin that belongs to a file of a further kernel."""
     return name if name == CLASSES else f"{name.partition('/')[0]}/kernel.cubin"
 
 

@@ -1,7 +1,7 @@
-"""The contestants' processes: started side by side, kept as long as they live, started again.
+"""The contestants' processes: started in parallel, reused between cells, restarted on a crash.
 
-Each has a thread of its own that starts its processes: Linux ends a child with the thread that
-started it, and all can get ready at the same time.
+Each contestant has a thread that starts its processes, so that all of them prepare in parallel.
+The thread must live as long as the process: Linux ends a child with the thread that started it.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ from flashwright.sandbox.process import Burst, Ended
 from flashwright.sandbox.tensors import Array
 from flashwright.spec import AttentionSpec
 
-LIVES = 3
-"""Cells of one kernel in which a contestant may end before it is left out of the others."""
+MAX_FAILURES = 3
+"""After a crash in this many cells of a kernel, a contestant skips its other cells."""
 
 T = TypeVar("T")
 
 
-class Process(Protocol):
-    """A contestant's process; sandbox/process.py has the real one."""
+class ContestantProcess(Protocol):
+    """A contestant's process; sandbox/process.py implements it."""
 
     def start(self) -> None:
-        """Load the candidate; Unable or Ended where that fails."""
+        """Load the candidate. Raises Unable or Ended."""
 
     def switch(self, candidate: Candidate, spec: AttentionSpec) -> None:
-        """Load another candidate instead; as start."""
+        """Load another candidate instead. Raises Unable or Ended."""
 
     def prepare(self, problem: TimedProblem) -> None:
-        """Get ready for a problem; Unable with the reason where it cannot do it."""
+        """Prepare for a problem. Raises Unable if the candidate does not support it."""
 
     def turn(self, calls: int, seed: int, cold: bool = True) -> list[float]:
-        """Seconds of that many calls."""
+        """Time this many calls; returns the seconds of each."""
 
     def fetch(self, call: int, batch: int, head: int) -> Array:
-        """O of one head of a call of the last turn or burst."""
+        """O of one head, from a call of the last turn or burst."""
 
     def burst(self, calls: int, seed: int) -> Burst:
-        """Calls that each need the one before, by our own clock."""
+        """Time back-to-back calls, each dependent on the one before, by the wall clock."""
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
 
 
-Make = Callable[[Candidate, AttentionSpec], Process]
-"""A process that is not started yet: `Sandbox`, or a test's own."""
+ProcessFactory = Callable[[Candidate, AttentionSpec], ContestantProcess]
+"""Makes a process that is not started yet: `Sandbox`, or a fake in tests."""
 
 
 @dataclass(frozen=True)
 class Missing:
-    """Why a contestant has nothing to run for a kernel."""
+    """The reason why a contestant has no candidate for a kernel."""
 
     why: str
     offence: str | None = None
@@ -65,39 +65,39 @@ class Missing:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One who is measured: ours, which has a candidate for each kernel, or a peer."""
+    """One side of the comparison: ours, with a candidate for each kernel, or a peer."""
 
     name: str
     candidates: Mapping[str, Candidate | Missing] | Candidate
-    """By kernel; a peer has one for all."""
+    """By kernel; a peer has one candidate for all kernels."""
     slack: float = 1.0
-    """How many times the usual error it may have."""
+    """Factor on the usual error limit."""
     watched: bool = False
-    """Whether its event times are held against the wall clock."""
+    """Whether its event times are checked against the wall clock."""
 
     def candidate(self, kernel: str) -> Candidate | Missing:
-        """What it runs for a kernel."""
+        """The candidate for a kernel, or why there is none."""
         if isinstance(self.candidates, Candidate):
             return self.candidates
         return self.candidates.get(kernel, Missing("there is no kernel"))
 
 
-class Hand:
-    """A thread that does one thing after the other. It does not keep the program from ending."""
+class WorkerThread:
+    """A daemon thread that runs submitted work in order. It does not block the program's exit."""
 
     def __init__(self, name: str) -> None:
         self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
         self._work = queue.SimpleQueue()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    def give(self, work: Callable[[], T]) -> Future[T]:
-        """Do this next; the future has what comes of it."""
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Queue a function; the future gets its result or exception."""
         future: Future[T] = Future()
         self._work.put((future, work))
         return future
 
-    def rest(self) -> None:
-        """There is no more to do."""
+    def shutdown(self) -> None:
+        """End the thread once its queue is empty."""
         self._work.put(None)
 
     def _run(self) -> None:
@@ -109,27 +109,27 @@ class Hand:
                 future.set_exception(error)
 
 
-class Seat:
-    """A contestant and its process, if one is running."""
+class ContestantRunner:
+    """A contestant and its process: loads candidates, restarts after crashes, counts failures."""
 
-    def __init__(self, contestant: Contestant, make: Make) -> None:
+    def __init__(self, contestant: Contestant, make: ProcessFactory) -> None:
         self.contestant = contestant
         self._make = make
-        self._hand = Hand(contestant.name)
+        self._thread = WorkerThread(contestant.name)
         self._kernel = ""
-        self._process: Process | None = None
+        self._process: ContestantProcess | None = None
         self._runs: tuple[Candidate, AttentionSpec] | None = None
         self._unable: dict[str, str] = {}
-        self._ends: dict[str, list[Ended]] = {}
+        self._failures: dict[str, list[Ended]] = {}
 
     def prepare(self, kernel: str, problem: TimedProblem) -> Future[None]:
-        """Get ready, in its own thread: the future has Unable or Ended where that fails."""
-        return self._hand.give(lambda: self._ready(kernel, problem))
+        """Prepare in the contestant's thread; the future raises Unable or Ended if that fails."""
+        return self._thread.submit(lambda: self._get_ready(kernel, problem))
 
-    def _ready(self, kernel: str, problem: TimedProblem) -> None:
+    def _get_ready(self, kernel: str, problem: TimedProblem) -> None:
         self._kernel = kernel
-        ended = self._ends.get(kernel, [])
-        if len(ended) >= LIVES:
+        ended = self._failures.get(kernel, [])
+        if len(ended) >= MAX_FAILURES:
             text = f"not tried again: it ended in {len(ended)} cells of this kernel"
             raise Ended(ended[-1].offence, text)
         candidate = self.contestant.candidate(kernel)
@@ -137,13 +137,13 @@ class Seat:
             raise Unable(candidate.why)
         if kernel in self._unable:
             raise Unable(self._unable[kernel])
-        with self._counted():
+        with self._counting_failures():
             if self._process is None or self._runs != (candidate, problem.spec):
                 self._load(candidate, problem.spec)
-            self._asked().prepare(problem)
+            self._running_process().prepare(problem)
 
     def _load(self, candidate: Candidate, spec: AttentionSpec) -> None:
-        """Another kernel; who cannot do it is not asked for it again."""
+        """Load a candidate, and remember if the contestant does not support this kernel."""
         self._runs = (candidate, spec)
         try:
             if self._process is None:
@@ -157,45 +157,45 @@ class Seat:
             raise
 
     @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Whoever ends in here loses its process and a life."""
+    def _counting_failures(self) -> Iterator[None]:
+        """If the process ends in this context, drop it and count a failure of the kernel."""
         try:
             yield
         except (Ended, OSError) as error:
             ended = error
             if not isinstance(ended, Ended):  # no room for its files, or for one more process
                 ended = Ended("crash", f"its process cannot be used: {error}")
-            self._ends.setdefault(self._kernel, []).append(ended)
+            self._failures.setdefault(self._kernel, []).append(ended)
             self.drop()
             raise ended from None
 
-    def _asked(self) -> Process:
+    def _running_process(self) -> ContestantProcess:
         if self._process is None:
             raise Ended("crash", "its process is gone")
         return self._process
 
     def turn(self, calls: int, seed: int, cold: bool = True) -> list[float]:
-        """See Process."""
-        with self._counted():
-            return self._asked().turn(calls, seed, cold)
+        """See ContestantProcess."""
+        with self._counting_failures():
+            return self._running_process().turn(calls, seed, cold)
 
     def fetch(self, call: int, batch: int, head: int) -> Array:
-        """See Process."""
-        with self._counted():
-            return self._asked().fetch(call, batch, head)
+        """See ContestantProcess."""
+        with self._counting_failures():
+            return self._running_process().fetch(call, batch, head)
 
     def burst(self, calls: int, seed: int) -> Burst:
-        """See Process."""
-        with self._counted():
-            return self._asked().burst(calls, seed)
+        """See ContestantProcess."""
+        with self._counting_failures():
+            return self._running_process().burst(calls, seed)
 
     def drop(self) -> None:
-        """End the process; the next cell starts another."""
+        """End the process; the next cell starts a new one."""
         process, self._process = self._process, None
         if process is not None:
             process.close()
 
     def close(self) -> None:
-        """End the process for good, also one that is just being started."""
+        """End the process and the thread, also while the process is starting."""
         self.drop()
-        self._hand.rest()
+        self._thread.shutdown()

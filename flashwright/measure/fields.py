@@ -1,4 +1,4 @@
-"""The fields of a receipt: by which rule each is compared, and what came of it."""
+"""The fields of a receipt: the rule by which each is compared, and the result."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Literal
 from flashwright.files import sha256
 
 Rule = Literal["exact", "within", "record", "told"]
-"""exact: as it is found again. within: the same, up to a tolerance. record: it follows from other
-fields. told: it was seen once and cannot be seen again; the digest alone vouches for it."""
+"""exact: must be equal when found again. within: equal up to a tolerance. record: follows from
+other fields. told: was observed once and cannot be checked again; only the digest protects it."""
 
 RULES: dict[str, dict[str, Rule]] = {
     "run": {
@@ -84,26 +84,26 @@ RULES: dict[str, dict[str, Rule]] = {
         "offence": "exact",
     },
 }
-"""Every field of every kind of record; a test sees to it that none is forgotten."""
+"""Every field of every kind of record (a test checks that none is missing)."""
 
-Status = Literal["holds", "differs", "unchecked", "told"]
+FieldStatus = Literal["holds", "differs", "unchecked", "told"]
 
 CLOSE = 1e-6
-"""Of what is computed twice from the same numbers."""
+"""Relative tolerance of values computed twice from the same numbers."""
 LONG = 120
 
 
 @dataclass(frozen=True)
 class Field:
-    """What became of one field."""
+    """The result of checking one field."""
 
     name: str
     """Such as `kernel.tl`, or `number.seconds (torch cuDNN)`."""
-    status: Status
+    status: FieldStatus
     recorded: object = None
     found: object = None
     why: str = ""
-    """Where it is not checked, why not; else by what rule it is wrong."""
+    """Why the field was not checked, or the rule that it breaks."""
 
     def record(self) -> dict[str, object]:
         """The fields as plain data, for JSON."""
@@ -111,13 +111,13 @@ class Field:
 
     @property
     def in_words(self) -> str:
-        """The field, what the file says and what was found."""
-        told = f"{self.name}: recorded {_shown(self.recorded)}, found {_shown(self.found)}"
-        return f"{told} ({self.why})" if self.why else told
+        """The field, its recorded value and the value found, in one line."""
+        text = f"{self.name}: recorded {_shown(self.recorded)}, found {_shown(self.found)}"
+        return f"{text} ({self.why})" if self.why else text
 
 
 def exact(name: str, recorded: object, found: object, why: str = "") -> Field:
-    """The same or not."""
+    """A field that must be equal."""
     same = recorded == found
     return Field(
         name, "holds" if same else "differs", _plain(recorded), _plain(found), "" if same else why
@@ -127,7 +127,7 @@ def exact(name: str, recorded: object, found: object, why: str = "") -> Field:
 def near(
     name: str, recorded: float | None, found: float | None, within: float, why: str = ""
 ) -> Field:
-    """The same up to a part of it."""
+    """A field that must be equal up to a relative tolerance."""
     if recorded is None or found is None:
         return exact(name, recorded, found, why)
     change = found / recorded - 1 if recorded else math.copysign(math.inf, found or 1)
@@ -138,12 +138,12 @@ def near(
 
 
 def unchecked(name: str, recorded: object, why: str, found: object = None) -> Field:
-    """It could not be compared here."""
+    """A field that could not be compared here, with the reason."""
     return Field(name, "unchecked", _plain(recorded), _plain(found), why)
 
 
 def _plain(value: object) -> object:
-    """A value as messages have it: of a long text its digest, of a long list its digest too."""
+    """A value for messages: a long text or list is replaced by its digest."""
     text = value if isinstance(value, str) else json.dumps(value, default=str, sort_keys=True)
     if len(text) <= LONG:
         return list(value) if isinstance(value, tuple) else value

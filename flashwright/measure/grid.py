@@ -1,4 +1,4 @@
-"""The cells of a benchmark: the paper's grid, or one's own, and how the work in them is counted."""
+"""The cells of a benchmark: the paper's grid or a user's, and the work that each cell counts as."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384)
 HEAD_DIMS = (64, 128)
 VARIANTS = ("mha", "gqa", "mqa")
 GROUP = 4  # query heads to a kv head in grouped-query attention
-_SIZES = ("lengths", "tokens", "batch")  # of a grid's file; all else is the spec's
+_SIZES = ("lengths", "tokens", "batch")  # keys of a grid file; all others belong to the spec
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One problem of the grid."""
+    """One problem of the grid: a spec, a length and a batch size."""
 
     spec: AttentionSpec
     length: int
@@ -32,7 +32,7 @@ class Cell:
 
     @property
     def kernel(self) -> str:
-        """The name of the kernel that does it: one for all lengths."""
+        """The name of the kernel for this cell: one kernel serves all lengths."""
         return kernel_name(self.spec)
 
     @property
@@ -42,19 +42,19 @@ class Cell:
 
     @property
     def kv_len(self) -> int:
-        """Keys: as many as queries, or the blocks that the tokens are compressed to."""
+        """The number of keys: that of queries, or of the compressed blocks."""
         if self.spec.branch == "compressed":
             return self.spec.compressed_blocks(self.length)
         return self.length
 
     def work(self, idx: Any = None) -> Work:
-        """What must be computed and moved; `idx` are the selected blocks, if there are any."""
+        """The operations and bytes of the cell; `idx` are the selected blocks, if there are any."""
         return work_of(self.spec, self.batch, self.length, self.kv_len, idx)
 
     def flops(self, work: Work | None = None) -> float:
-        """Both GEMMs, by the paper's formula: 4 L L D H B, half of it where causal.
+        """Both GEMMs by the paper's formula: 4 L L D H B, half of it if causal.
 
-        The formula knows no windows and no sparsity; there it is what is really needed.
+        The formula has no windows and no sparsity; for these, the operations actually needed.
         """
         spec = self.spec
         if spec.window is not None or spec.branch is not None:
@@ -68,7 +68,7 @@ class Cell:
 
 
 def kernel_name(spec: AttentionSpec) -> str:
-    """A spec in a few words: those of the paper's grid in the fewest, all different."""
+    """A short, unique name of a spec; specs of the paper's grid get the shortest ones."""
     width = f"d{spec.head_dim}"
     if spec.value_dim != spec.head_dim:
         width += f"/{spec.value_dim}"
@@ -101,7 +101,7 @@ def _heads(variant: str, width: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a grid may leave as the paper has it."""
+    """The settings of a grid; the defaults are the paper's."""
 
     variants: Sequence[str] = VARIANTS
     head_dims: Sequence[int] = HEAD_DIMS
@@ -114,7 +114,7 @@ class Shape:
 
 
 def cells(shape: Shape | None = None) -> Iterator[Cell]:
-    """The grid, or a part of it; one kernel's lengths come together."""
+    """The cells of a grid; all lengths of a kernel are adjacent."""
     shape = shape or Shape()
     for variant in shape.variants:
         for head_dim in shape.head_dims:
@@ -148,15 +148,15 @@ def of_spec(spec: AttentionSpec, lengths: Sequence[int], tokens: int = TOKENS) -
 
 
 @dataclass(frozen=True)
-class Grid:
-    """Cells and what they are called together."""
+class BenchGrid:
+    """The cells of a grid file, and its title."""
 
     title: str
     cells: tuple[Cell, ...]
 
 
-def load(path: Path) -> Grid:
-    """A grid in TOML: `lengths` and `tokens` for all, and a [[kernel]] for each with its spec.
+def load(path: Path) -> BenchGrid:
+    """Read a grid in TOML: `lengths` and `tokens` for all kernels, and a [[kernel]] with each spec.
 
         lengths = [1024, 4096]
         [[kernel]]
@@ -169,14 +169,14 @@ def load(path: Path) -> Grid:
     Raises BadSpec with lines that name the file.
     """
     try:
-        told = tomllib.loads(path.read_bytes().decode())
+        settings = tomllib.loads(path.read_bytes().decode())
     except OSError as error:
         raise cannot("read", path, error) from None
     except (ValueError, RecursionError) as error:
         raise BadSpec(f"{path}: not valid TOML: {error}") from None
     known = ("title", "kernel", *_SIZES)
-    strange = [key for key in told if key not in known]
-    kernels = told.get("kernel", [])
+    strange = [key for key in settings if key not in known]
+    kernels = settings.get("kernel", [])
     if strange:
         raise BadSpec(f"{path}: no such setting: {strange[0]}; there are {', '.join(known)}")
     if not isinstance(kernels, list) or not kernels:
@@ -184,10 +184,10 @@ def load(path: Path) -> Grid:
     found: dict[str, Cell] = {}
     for number, kernel in enumerate(kernels, 1):
         try:
-            found |= {cell.name: cell for cell in _of_file(kernel, told)}
+            found |= {cell.name: cell for cell in _of_file(kernel, settings)}
         except (BadSpec, ValueError) as error:
             raise BadSpec(f"{path}: kernel {number}: {error}") from None
-    return Grid(str(told.get("title", path.stem)), tuple(found.values()))
+    return BenchGrid(str(settings.get("title", path.stem)), tuple(found.values()))
 
 
 def _of_file(kernel: Mapping[str, Any], common: Mapping[str, Any]) -> Iterator[Cell]:

@@ -1,7 +1,7 @@
-"""The file of a benchmark: each record a line, on disk as soon as it is known.
+"""The file of a benchmark: one record per line, written as soon as it is known.
 
-A run may be ended at any moment, and a disk may be full: what was written stays readable, and what
-could not be written is kept and tried again.
+A run may end at any moment and a disk may be full: written records stay readable, and records that
+could not be written stay in memory and are tried again.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from flashwright.measure.records import RECORD, Record
 
 RECORDS = "records.jsonl"
 MAX_BYTES = 64 << 20
-"""Of a file that is read: a hundred times the paper's grid, which has 288 numbers."""
+"""Limit of a file that is read: a hundred times the paper's grid, which has 288 numbers."""
 
 Put = Callable[[Path, int, bytes], None]
-"""Write bytes at a place of a file, for good; OSError where that is not possible."""
+"""Writes bytes durably at an offset of a file. Raises OSError."""
 
 
 def put(path: Path, at: int, data: bytes) -> None:
-    """Cut the file off there, write, and wait until the disk has it."""
+    """Truncate the file at the offset, write, and fsync."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
     try:
-        os.ftruncate(handle, at)  # half a line that a full disk has left
+        os.ftruncate(handle, at)  # drops half a line left by a full disk
         os.lseek(handle, at, os.SEEK_SET)
         rest = memoryview(data)
         while rest:
@@ -42,15 +42,15 @@ def put(path: Path, at: int, data: bytes) -> None:
 
 
 class Journal:
-    """The records of a run, in memory and, as far as the disk allows, in its file."""
+    """The records of a run, in memory and in its file."""
 
     def __init__(
         self, path: Path, known: Iterable[Record] = (), size: int = 0, put: Put = put
     ) -> None:
         self.path = path
         self.records: list[Record] = list(known)
-        self.trouble = ""
-        """Why something is not on disk; empty where everything is."""
+        self.write_error = ""
+        """Why a record is not on disk; empty if all are."""
         self._size, self._put = size, put
         self._waiting: list[bytes] = []
         self._last = ""
@@ -59,7 +59,7 @@ class Journal:
 
     @classmethod
     def begin(cls, folder: Path, put: Put = put) -> tuple[Journal, str]:
-        """A new file; one that is there already is kept as NAME.bak, which is then returned."""
+        """Start a new file. An existing one is renamed to NAME.bak, and that name is returned."""
         path, kept = folder / RECORDS, ""
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ class Journal:
 
     @classmethod
     def resume(cls, folder: Path, put: Put = put) -> Journal:
-        """Go on with a file; where there is none, begin one."""
+        """Continue a file, or start one if there is none."""
         path = folder / RECORDS
         if not path.exists():
             return cls.begin(folder, put)[0]
@@ -82,16 +82,16 @@ class Journal:
             going_on._last = lines[-1].link.value
         if last is not None:
             going_on._last = last.link.value
-            going_on._keep(last.record)  # as it is: to go on with a file vouches for nothing in it
+            going_on._keep(last.record)  # with its old digest: resuming certifies nothing
         return going_on
 
     @property
     def unsaved(self) -> int:
-        """Records that are not on disk."""
+        """The number of records that are not on disk."""
         return len(self._waiting)
 
     def add(self, record: Record) -> None:
-        """Keep a record with its digest, and write it; a disk that does not take it is no end."""
+        """Append a record with its digest and write it; a failed write sets `write_error`."""
         self._last = seal.digest(self._last, _plain(record))
         self._keep(record.model_copy(update={seal.FIELD: self._last}))
 
@@ -101,23 +101,23 @@ class Journal:
         self.save()
 
     def save(self) -> bool:
-        """Write what is not on disk yet; whether all is."""
+        """Write the records that are not on disk; returns whether all are."""
         while self._waiting:
             line = self._waiting[0]
             try:
                 self._put(self.path, self._size, line)
             except OSError as error:
-                self.trouble = f"cannot write {self.path}: {error.strerror or error}"
+                self.write_error = f"cannot write {self.path}: {error.strerror or error}"
                 return False
             self._size += len(line)
             self._waiting.pop(0)
-        self.trouble = ""
+        self.write_error = ""
         return True
 
 
 @dataclass(frozen=True)
-class Line:
-    """One line of a file: its number, what it says, and whether its digest is its own."""
+class JournalLine:
+    """One line of a file: its number, its record, and its link in the chain of digests."""
 
     number: int
     record: Record
@@ -125,24 +125,24 @@ class Line:
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a file or of a benchmark's folder; half a line at its end is left out.
+    """The records of a file or of a benchmark's folder; an incomplete last line is skipped.
 
-    Failed where a line is no record.
+    Raises Failed if a line is not a record.
     """
     return [line.record for line in read_lines(path)]
 
 
-def read_lines(path: Path) -> list[Line]:
-    """The same, as lines with their digests."""
+def read_lines(path: Path) -> list[JournalLine]:
+    """Like `read`, but as lines with their digests."""
     lines, _, last = _read(path / RECORDS if path.is_dir() else path)
     return lines if last is None else [*lines, last]
 
 
-def _read(path: Path) -> tuple[list[Line], int, Line | None]:
-    """The whole lines, how many bytes these are, and a last one without a line's end."""
+def _read(path: Path) -> tuple[list[JournalLine], int, JournalLine | None]:
+    """The complete lines, their size in bytes, and a last record without a newline, if any."""
     data = _bytes(path)
     *texts, rest = data.split(b"\n")
-    lines: list[Line] = []
+    lines: list[JournalLine] = []
     before = ""
     for number, text in enumerate(texts, 1):
         if text.strip():
@@ -161,12 +161,12 @@ def _read(path: Path) -> tuple[list[Line], int, Line | None]:
 
 
 def _half(error: Exception) -> bool:
-    """Whether a line is not even JSON, as one that was cut off."""
+    """Whether a line is not JSON, like a line that was cut off."""
     return isinstance(error, ValidationError) and error.errors()[0]["type"] == "json_invalid"
 
 
 def _bytes(path: Path) -> bytes:
-    """What is in a file, if it is not too large; a device may have no end."""
+    """The bytes of a file. Raises Failed if there are too many (a device may be endless)."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
@@ -178,26 +178,26 @@ def _bytes(path: Path) -> bytes:
     return data
 
 
-def _line(number: int, text: bytes, before: str) -> Line:
-    """One line; ValueError (pydantic's is one) or RecursionError where it is no record."""
+def _line(number: int, text: bytes, before: str) -> JournalLine:
+    """Parse one line. Raises ValueError (also from pydantic) or RecursionError."""
     record = RECORD.validate_json(text, strict=True)
-    return Line(number, record, next(seal.chain([json.loads(text)], before)))
+    return JournalLine(number, record, next(seal.chain([json.loads(text)], before)))
 
 
 def _plain(record: Record) -> dict[str, object]:
-    """As its line says it."""
+    """The record as the JSON object of its line."""
     found: dict[str, object] = json.loads(record.model_dump_json())
     return found
 
 
 def _bad(path: Path, number: int, error: Exception) -> Failed:
-    text = f"{path}, line {number} is no record of a benchmark: {_why(error)}"
+    text = f"{path}, line {number} is not a record of a benchmark: {_why(error)}"
     hint = "`flashwright bench` writes such files: records.jsonl in the folder it names"
     return Failed(Diagnostic("FW001", text, help=hint))
 
 
 def _why(error: Exception) -> str:
-    """The first field that is wrong, and what is wrong with it."""
+    """The first invalid field and the reason."""
     if not isinstance(error, ValidationError):
         return str(error)[:200]
     first = error.errors(include_url=False)[0]

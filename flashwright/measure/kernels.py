@@ -1,6 +1,6 @@
-"""The kernels of a benchmark: written, translated and compiled, several at a time; then judged.
+"""The kernels of a benchmark: written, translated and compiled in parallel, then judged.
 
-Each is a kernel package in the benchmark's folder: what is measured can be looked at, and run.
+Each is a kernel package in the benchmark's folder, so that users can read and run it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flashwright.build import classes, package
 from flashwright.build.driver import Card
 from flashwright.files import cannot, content, sha256, write
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.measure.contest import Hand, Missing
+from flashwright.measure.contest import Missing, WorkerThread
 from flashwright.measure.grid import kernel_name
 from flashwright.measure.records import KernelRecord
 from flashwright.sandbox.candidate import Candidate
@@ -37,23 +37,23 @@ if TYPE_CHECKING:
 
 CODE, SPEC = "code.tl", "spec.toml"
 LENGTHS = ((1, 1), (63, 63), (128, 128), (1000, 1000), (130, 1000), (1000, 63))
-"""Problems on which a kernel is judged before it is measured; `verify` has all of them."""
+"""The (queries, keys) on which a kernel is judged before it is timed; `verify` has more."""
 JUDGES = 4
-"""Verdicts at a time: most of a trial is spent waiting for processes to start."""
+"""Verdicts in parallel: most of a trial is spent waiting for processes to start."""
 
-Step = Callable[[int, int, str], None]
+ProgressCallback = Callable[[int, int, str], None]
 Judge = Callable[[Candidate, AttentionSpec], "Verdict"]
 
 
 @dataclass(frozen=True)
-class Made:
-    """A kernel and all that belongs to it, or why there is none."""
+class KernelBuild:
+    """The files and figures of a kernel package, or in `why` the reason that there is none."""
 
     spec: AttentionSpec
     gpu: str
     """The GPU it was translated for."""
     files: Mapping[str, str | bytes] = field(default_factory=dict, repr=False)
-    """By name, as they are in a kernel package."""
+    """Contents by file name, as in a kernel package."""
     reasoning: str = field(default="", repr=False)
     ptxas: Mapping[str, int] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -67,15 +67,15 @@ class Made:
 
     @property
     def hashes(self) -> dict[str, str]:
-        """Of the TL, the source and the cubin, as far as there are any; those of further kernels
-        go by the names of their files."""
+        """SHA-256 of TL, source and cubin, if present; files of further kernels are keyed by file
+        name."""
         names = {"tl": CODE, "source": "kernel.cu", "cubin": "kernel.cubin"}
         files = {key: self.files[n] for key, n in names.items() if n in self.files}
         files |= {n: data for n, data in self.files.items() if _of_others(n, *names.values())}
         return {key: sha256(data) for key, data in files.items()}
 
     def record(self, verdict: Mapping[str, Any], seconds: Mapping[str, float]) -> KernelRecord:
-        """The line of a benchmark's file."""
+        """The kernel's record in a benchmark's file."""
         text = {name: data for name, data in self.files.items() if isinstance(data, str)}
         return KernelRecord(
             name=self.name,
@@ -95,12 +95,12 @@ class Made:
 
 
 def _of_others(name: str, *files: str) -> bool:
-    """Whether a file is such a one of a further kernel of the package, or says when it serves."""
+    """Whether a file is one of `files` of a further kernel of the package, or its classes.json."""
     return name == package.CLASSES or name.partition("/")[2] in files
 
 
 def read_map(text: str) -> dict[str, Any]:
-    """kernel.map.json as data; empty where there is none."""
+    """The data of kernel.map.json; empty for an empty text."""
     found: dict[str, Any] = json.loads(text) if text else {}
     return found
 
@@ -108,8 +108,8 @@ def read_map(text: str) -> dict[str, Any]:
 # --- making them ------------------------------------------------------------------------------
 
 
-def make(spec: AttentionSpec, gpu: str, card: Card | None) -> Made:
-    """One package: written for the GPU named `gpu`, compiled for the card at hand."""
+def make(spec: AttentionSpec, gpu: str, card: Card | None) -> KernelBuild:
+    """The built-in author's package of a spec: written for `gpu`, compiled for `card`."""
     from flashwright.author.builtin.author import write_code, write_sketch
     from flashwright.author.builtin.choose import NothingFits
     from flashwright.author.builtin.reasoning import reasoning
@@ -118,7 +118,7 @@ def make(spec: AttentionSpec, gpu: str, card: Card | None) -> Made:
     try:
         written = write_code(write_sketch(spec), spec, target)
     except NothingFits as error:
-        return Made(spec, gpu, why=f"FW905: {error}")
+        return KernelBuild(spec, gpu, why=f"FW905: {error}")
     author = time.perf_counter() - start
     further = {name: from_tl(code, spec, gpu, card) for name, code in written.further.items()}
     others = {name: one.files for name, one in further.items()}
@@ -134,7 +134,7 @@ def make(spec: AttentionSpec, gpu: str, card: Card | None) -> Made:
 
 
 def _sum(*parts: Mapping[str, float]) -> dict[str, float]:
-    """The seconds of each step, for all kernels of a package."""
+    """The seconds of each step, summed over all kernels of a package."""
     steps = dict.fromkeys(step for part in parts for step in part)
     return {step: round(sum(part.get(step, 0.0) for part in parts), 3) for step in steps}
 
@@ -145,10 +145,10 @@ def from_tl(
     gpu: str,
     card: Card | None,
     beside: Mapping[str, str | bytes] | None = None,
-) -> Made:
-    """The kernel of a TL program. Without a card it is translated, and not compiled.
+) -> KernelBuild:
+    """The kernel of a TL program. Without a card it is translated but not compiled.
 
-    `beside` are the files of its package's other kernels, and when they serve.
+    `beside` are the files of the package's other kernels and its classes.json.
     """
     from flashwright.build.make import make as build
     from flashwright.check.check import check
@@ -157,8 +157,8 @@ def from_tl(
 
     target, start = gpus.find(gpu), time.perf_counter()
     files: dict[str, str | bytes] = {CODE: code, SPEC: specs.dump(spec), **(beside or {})}
-    made = Made(spec, gpu, files)
-    try:  # what fails is returned and not raised: it has to go from process to process
+    made = KernelBuild(spec, gpu, files)
+    try:  # failures are returned, not raised: they cross process boundaries
         checked = check(parse(code), target, spec.dims)
         if checked.program is None or checked.errors:
             return replace(made, why=_why(checked.errors))
@@ -172,7 +172,7 @@ def from_tl(
         translation, built = build(checked.program, target, first=translation, real=real, tl=code)
     except Failed as failed:
         return replace(made, why=_why(failed.diagnostics))
-    # From the cache it took no time, but that is not what it takes to make one.
+    # A build from the cache counts with the time of the original build.
     took["build"] = round(max(time.perf_counter() - translated, built.seconds), 3)
     files |= {**package.translated(translation), **package.compiled(built)}
     files[package.RECORD] = package.record(built, target, files, translation.report)
@@ -203,9 +203,9 @@ def _ptxas(built: Built, translation: Translation) -> dict[str, int]:
 
 
 def make_all(
-    wanted: Iterable[AttentionSpec], gpu: str, card: Card, step: Step, jobs: int = 0
-) -> Iterator[Made]:
-    """The kernels as they are done."""
+    wanted: Iterable[AttentionSpec], gpu: str, card: Card, step: ProgressCallback, jobs: int = 0
+) -> Iterator[KernelBuild]:
+    """Make the kernels of all specs in parallel; yields each as it is done."""
     every = list(dict.fromkeys(wanted))
     work = [functools.partial(make, spec, gpu, card) for spec in every]
     for done, (_, made) in enumerate(in_processes(work, jobs), 1):
@@ -213,9 +213,11 @@ def make_all(
         yield made
 
 
-def in_processes(work: Sequence[Callable[[], Made]], jobs: int = 0) -> Iterator[tuple[int, Made]]:
-    """What each comes to, with its number, as they are done; processes of their own, so that Ctrl-C
-    ends their compilers. Whoever stops asking ends those that have not begun."""
+def in_processes(
+    work: Sequence[Callable[[], KernelBuild]], jobs: int = 0
+) -> Iterator[tuple[int, KernelBuild]]:
+    """Run the functions in processes; yields index and result as each is done. Ctrl-C ends their
+    compilers too. Closing the iterator cancels the functions that have not started."""
     if not work:
         return
     context = multiprocessing.get_context("spawn")
@@ -229,21 +231,21 @@ def in_processes(work: Sequence[Callable[[], Made]], jobs: int = 0) -> Iterator[
             raise
 
 
-def save(made: Made, folder: Path) -> Made:
-    """Write a kernel as a package, in a folder of its name; the record of its files comes last."""
+def save(made: KernelBuild, folder: Path) -> KernelBuild:
+    """Write a kernel package to a subfolder with the kernel's name; see `put`."""
     if made.why:
         return made
     return put(made, place_of(folder, made.name))
 
 
 def place_of(folder: Path, name: str) -> Path:
-    """Where `save` puts the package of a kernel."""
+    """The subfolder that `save` uses for a kernel."""
     return folder / name.replace(" ", "-").replace("/", "_")
 
 
-def put(made: Made, place: Path) -> Made:
-    """The same, in this folder."""
-    # Whoever reads meanwhile must not find rules without kernels, nor those of other kernels.
+def put(made: KernelBuild, place: Path) -> KernelBuild:
+    """Write a kernel package to this folder; the record of its files comes last."""
+    # A concurrent reader must not find a classes.json without its kernels.
     try:
         place.mkdir(parents=True, exist_ok=True)
         (place / package.CLASSES).unlink(missing_ok=True)
@@ -257,7 +259,7 @@ def put(made: Made, place: Path) -> Made:
 
 
 class _Facts(BaseModel):
-    """The part of build.json that a benchmark tells."""
+    """The part of build.json that a benchmark records."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     gpu: str | None = None
@@ -267,10 +269,10 @@ class _Facts(BaseModel):
     stack: int | None = None
 
 
-def load(folder: Path) -> Made:
-    """A kernel package that somebody has made; Failed with FW852 where it is none.
+def load(folder: Path) -> KernelBuild:
+    """Read an existing kernel package. Raises Failed with FW852 if it is invalid.
 
-    Its spec says what it computes. What it allows itself beyond that is not taken.
+    The spec is read strictly: a tolerance of its own is ignored.
     """
     from flashwright.build.reading import read_model, read_plan
     from flashwright.judge.own_spec import strict
@@ -288,13 +290,13 @@ def load(folder: Path) -> Made:
     spec, _ = strict(_spec(folder / SPEC))
     facts = read_model(_Facts, folder / package.RECORD) or _Facts()
     known = ("registers", "spill_stores", "spill_loads", "stack")
-    told = {name: getattr(facts, name) for name in known}
-    numbers = {name: value for name, value in told.items() if value is not None}
+    values = {name: getattr(facts, name) for name in known}
+    numbers = {name: value for name, value in values.items() if value is not None}
     ptxas = {**numbers, "shared": plan.shared, "threads": plan.threads}
     why = _text(content(folder / "reasoning.md") or b"")
-    # Without build.json it is not known for which GPU it was made.
+    # Only build.json names the GPU that the kernel was made for.
     gpu = facts.gpu if facts.gpu is not None else plan.arch
-    return Made(spec, gpu, files, why, ptxas, folder=str(folder.resolve()))
+    return KernelBuild(spec, gpu, files, why, ptxas, folder=str(folder.resolve()))
 
 
 def _spec(path: Path) -> AttentionSpec:
@@ -315,7 +317,7 @@ def _text(data: bytes) -> str:
 
 
 def judged(candidate: Candidate, spec: AttentionSpec, seed: int | None = None) -> Verdict:
-    """The judge's verdict on a few lengths, some of which every kernel of a package serves."""
+    """The judge's verdict on a few lengths, which include every length class of a package."""
     from flashwright.judge.form import bounds_of
     from flashwright.judge.judge import judge
 
@@ -324,43 +326,46 @@ def judged(candidate: Candidate, spec: AttentionSpec, seed: int | None = None) -
     return judge(candidate, spec, seed=seed, base=Path(candidate.where), lengths=lengths)
 
 
-def verdicts(every: Sequence[Made], judge: Judge, step: Step) -> Iterator[KernelRecord]:
-    """The record of each kernel as its verdict comes in; those without a kernel come first."""
+def verdicts(
+    every: Sequence[KernelBuild], judge: Judge, step: ProgressCallback
+) -> Iterator[KernelRecord]:
+    """Judge the kernels in parallel; yields each record as its verdict arrives, failed builds
+    first."""
     waiting: list[Future[KernelRecord]] = []
-    hands = [Hand(f"judge {n}") for n in range(min(JUDGES, len(every)))]
+    threads = [WorkerThread(f"judge {n}") for n in range(min(JUDGES, len(every)))]
     for number, made in enumerate(every):
         if made.why:
             yield made.record({}, {})
         else:
             work = functools.partial(_judged, made, judge)
-            waiting.append(hands[number % len(hands)].give(work))
-    for hand in hands:
-        hand.rest()
+            waiting.append(threads[number % len(threads)].submit(work))
+    for thread in threads:
+        thread.shutdown()
     for done, future in enumerate(as_completed(waiting), 1):
         record = future.result()
         step(done, len(waiting), record.name)
         yield record
 
 
-def _judged(made: Made, judge: Judge) -> KernelRecord:
+def _judged(made: KernelBuild, judge: Judge) -> KernelRecord:
     start = time.perf_counter()
     try:
         verdict = judge(candidate_of(made), made.spec)
-    except Failed as failed:  # there is nothing to judge it with, so there is nothing to measure
+    except Failed as failed:  # without a judge, the kernel is not measured
         return replace(made, why=_why(failed.diagnostics)).record({}, {})
     took = {"verdict": round(time.perf_counter() - start, 3)}
-    told = verdict.record()
-    del told["spec"]  # the kernel's own
-    return made.record(told, took)
+    record = verdict.record()
+    del record["spec"]  # the kernel's own
+    return made.record(record, took)
 
 
-def candidate_of(made: Made) -> Candidate:
-    """The package, as the sandbox takes it."""
+def candidate_of(made: KernelBuild) -> Candidate:
+    """The package as a candidate for the sandbox."""
     return Candidate.package(Path(made.folder), made.name)
 
 
 def entry(record: KernelRecord, folder: str) -> Candidate | Missing:
-    """What of ours is measured for a kernel: its package, or why there is nothing to measure."""
+    """Our candidate for a kernel: its package, or the reason that it is not measured."""
     if record.why:
         return Missing(record.why)
     offences = [str(o["name"]) for o in record.verdict.get("offences", [])]

@@ -1,4 +1,4 @@
-"""The machine a benchmark runs on: versions, and what the driver says of clocks and power."""
+"""The machine of a benchmark: software versions, and clocks and power from the driver."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashwright.measure.peers.registry import Peer
 from flashwright.version import __version__
 
 TOOL = "nvidia-smi"
-_PATIENCE = 10.0  # seconds; it answers in a tenth of one
+_PATIENCE = 10.0  # seconds; it usually answers in a tenth of a second
 CLOCKS = {
     "sm_mhz": "clocks.sm",
     "memory_mhz": "clocks.mem",
@@ -29,10 +29,10 @@ CLOCKS = {
 
 
 def environment(peers: Iterable[Peer]) -> dict[str, str]:
-    """The versions of everything that a time may depend on, as far as they can be told."""
+    """The versions of all software that a time may depend on; unknown ones are left out."""
     import torch
 
-    told = {
+    versions = {
         "flashwright": __version__,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -42,13 +42,13 @@ def environment(peers: Iterable[Peer]) -> dict[str, str]:
         "nvcc": nvcc_version(),
         "translator": translator(),
     }
-    told |= {peer.name: peer.version for peer in peers}
-    return {name: version for name, version in told.items() if version}
+    versions |= {peer.name: peer.version for peer in peers}
+    return {name: version for name, version in versions.items() if version}
 
 
 @functools.cache
 def translator() -> str:
-    """A digest of the code that turns TL into CUDA: a version number changes too seldom."""
+    """A digest of the translator and its device headers: they change more often than versions."""
     here = Path(__file__).parents[1]
     files = [*(here / "lower").rglob("*.py"), *(here / "device").rglob("*.cuh")]
     whole = hashlib.sha256()
@@ -58,7 +58,7 @@ def translator() -> str:
 
 
 def nvcc_version() -> str:
-    """Of the compiler here; empty where there is none."""
+    """The version of nvcc; empty if there is none."""
     from flashwright.build import toolchain
 
     try:
@@ -68,23 +68,23 @@ def nvcc_version() -> str:
 
 
 def driver_version() -> str:
-    """The NVIDIA driver's version; empty where its tool does not tell."""
+    """The NVIDIA driver's version; empty if nvidia-smi does not report it."""
     found = _ask(["driver_version"])
     return found[0] if found else ""
 
 
 def clocks() -> dict[str, float]:
-    """MHz, watts and degrees at this moment, as far as the driver tells."""
+    """Current clocks, power and temperature, as far as nvidia-smi reports them."""
     found = _ask(list(CLOCKS.values()))
-    told = {}
+    values = {}
     for name, value in zip(CLOCKS, found, strict=False):
         with contextlib.suppress(ValueError):  # "[N/A]"
-            told[name] = float(value)
-    return told
+            values[name] = float(value)
+    return values
 
 
 def clock_mhz() -> float | None:
-    """The clock of the SMs at this moment."""
+    """The current SM clock in MHz; None if nvidia-smi does not report it."""
     found = _ask(["clocks.sm"])
     try:
         return float(found[0]) if found else None
@@ -107,5 +107,5 @@ def _ask(fields: list[str]) -> list[str]:
 
 
 def _visible() -> str:
-    """The GPU that CUDA calls 0, by its number or its name."""
+    """The first visible GPU, as an index or UUID for nvidia-smi."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"

@@ -1,4 +1,4 @@
-"""table.md: a benchmark's figures as Markdown, with all that a reader needs to judge them."""
+"""table.md: a benchmark's figures as Markdown, with the method and the machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flashwright.measure import tables
 from flashwright.measure.records import OURS, RunRecord
 from flashwright.measure.results import Results
 from flashwright.measure.rows import (
-    Row,
+    BenchRow,
     development_in_words,
     paper_in_words,
     ratio_in_words,
@@ -42,7 +42,10 @@ def _page(results: Results) -> Iterator[str]:
         yield ""
     for gpu in tables.TABLES[number].gpus[1:] if number else ():
         yield from (f"## The paper on its {gpu}", "")
-        yield from ("Its systems under the peers that they are; in brackets its own over them.", "")
+        yield from (
+            "Each system under its peer; in brackets, how many times as fast the paper's own is.",
+            "",
+        )
         yield from _paper_table(rows(results, gpu), results)
         yield ""
     yield from _ratios(results)
@@ -69,10 +72,10 @@ def _method(run: RunRecord, results: Results) -> Iterator[str]:
         f"- Medians over interleaved rounds, L2 {run.settings.get('l2', 'cold')}, fresh inputs in "
         f"every call, outputs of timed calls compared with fp64; seed {run.seed}."
     )
-    yield "- A ratio above 1 says that ours takes less time. In brackets: the paper's."
+    yield "- A ratio above 1 means that ours takes less time. In brackets: the paper's."
 
 
-def _table(found: Sequence[Row], results: Results, number: int | None) -> Iterator[str]:
+def _table(found: Sequence[BenchRow], results: Results, number: int | None) -> Iterator[str]:
     unit = "time" if number and tables.TABLES[number].unit == "s" else "TFLOPS"
     paper = bool(number)
     ours = f"{OURS}, {unit}"
@@ -101,8 +104,8 @@ def _both(ours: str, paper: str) -> str:
     return f"{ours} ({paper})".strip() if paper else ours
 
 
-def _paper_table(found: Sequence[Row], results: Results) -> Iterator[str]:
-    """The figures of another GPU of the paper's, which ours are not held against."""
+def _paper_table(found: Sequence[BenchRow], results: Results) -> Iterator[str]:
+    """The paper's figures on its other GPUs, without ours."""
     yield "| kernel | length | " + " | ".join([tables.OURS, *results.peers]) + " |"
     yield "|---|---:|" + "---:|" * (len(results.peers) + 1)
     for row in found:
@@ -131,7 +134,7 @@ def _reasons(results: Results) -> Iterator[str]:
     found = results.reasons()
     if not found:
         return
-    yield from ("## Who has no number, and why", "")
+    yield from ("## Contestants without a number, and why", "")
     for who, why, cells in found:
         where = cells[0] if len(cells) == 1 else f"{len(cells)} cells, such as {cells[0]}"
         yield f"- {who}: {why} ({where})"

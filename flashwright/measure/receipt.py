@@ -1,9 +1,9 @@
-"""Receipts: is a number in a benchmark's file still so?
+"""Receipts: whether the numbers in a benchmark's file can be reproduced.
 
-A receipt is compared field by field (fields.py has the rule of each). First the file is held
-against itself and the files beside it (consistent.py). Then the TL is translated and compiled
-again, the kernel is judged, and it is measured beside those peers of the record that are here.
-What cannot be done on this machine is named as not checked.
+A receipt is compared field by field (fields.py has the rules). First the file is checked against
+itself and the files beside it (consistent.py). Then the TL is translated and compiled again, and
+the kernel is judged and measured against the recorded peers that are installed here. Fields that
+cannot be checked on this machine are reported as not checked.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from flashwright.build.driver import Card
 from flashwright.build.package import CLASSES
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.measure import ceilings, journal, kernels, machine
-from flashwright.measure.bench import Contest, Tools
+from flashwright.measure.bench import Contest, ContestDependencies
 from flashwright.measure.ceilings import Ceilings
-from flashwright.measure.consistent import Record
+from flashwright.measure.consistent import RecordFile
 from flashwright.measure.contest import Contestant
 from flashwright.measure.fields import Field, exact, near, unchecked
 from flashwright.measure.grid import Cell
-from flashwright.measure.kernels import Judge, Made
+from flashwright.measure.kernels import Judge, KernelBuild
 from flashwright.measure.peers import registry
 from flashwright.measure.peers.registry import Peer
 from flashwright.measure.records import OURS, AbsentRecord, KernelRecord, NumberRecord
@@ -40,31 +40,32 @@ from flashwright.spec import AttentionSpec
 from flashwright.version import __version__
 
 WITHIN = 0.05
-"""A kernel's time moves by a few percent from run to run; its ratio to a peer by less."""
+"""Tolerance of times and ratios: a kernel's time varies by a few percent from run to run."""
 CEILINGS_WITHIN = 0.1
-"""The matrix product and the copy: they depend on clocks and on what else the GPU does."""
+"""Tolerance of the matrix product and the copy, which depend on clocks and other load."""
 ERROR_WITHIN = 1.0
-"""The error of a few heads: up to twice of what it was, or none. Which heads are looked at is
-drawn by lot; over all cells of a kernel their errors differ by a fifth."""
+"""Tolerance of the error of sampled heads: up to twice the recorded one. The heads are drawn at
+random; over all cells of a kernel their errors differ by a fifth."""
 DTYPES = ("fp16", "bf16", "fp8")
 OWN_VERSIONS = ("flashwright", "translator")
-"""Ours change from day to day. Where they have, the source and the cubin are not compared."""
+"""Our own versions, which change daily. If they differ, source and cubin are not compared."""
 
-Status = Literal["holds", "part", "differs", "unchecked"]
-"""part: ours was measured again and holds, but something else could not be checked here."""
+ReceiptStatus = Literal["holds", "part", "differs", "unchecked"]
+"""part: our number was reproduced, but other fields could not be checked here."""
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What became of one number of ours, and of all that stands behind it and beside it."""
+class ReceiptFinding:
+    """The result of checking one of our numbers, with its kernel, its run and its peers."""
 
     cell: str
     fields: tuple[Field, ...] = ()
     then: float | None = None
-    """Seconds."""
+    """Recorded seconds."""
     now: float | None = None
+    """Seconds measured here; None if nothing was measured."""
     peer: str | None = None
-    """The fastest one that is there now as it was then."""
+    """The fastest recorded peer that was measured again."""
     ratio_then: float | None = None
     """How many times as fast as that peer ours was."""
     ratio_now: float | None = None
@@ -72,8 +73,8 @@ class Finding:
     """Seconds that this check took."""
 
     @property
-    def status(self) -> Status:
-        """It holds where all that can be seen again was seen, and was as recorded."""
+    def status(self) -> ReceiptStatus:
+        """`holds` only if all fields that can be checked were checked and agree."""
         found = {one.status for one in self.fields}
         if "differs" in found:
             return "differs"
@@ -83,7 +84,7 @@ class Finding:
 
     @property
     def differing(self) -> tuple[Field, ...]:
-        """The fields that are not as recorded."""
+        """The fields that differ from the record."""
         return tuple(one for one in self.fields if one.status == "differs")
 
     @property
@@ -93,38 +94,38 @@ class Finding:
 
     @property
     def why(self) -> tuple[str, ...]:
-        """What differs, in words."""
+        """A line for each field that differs."""
         return tuple(one.in_words for one in self.differing)
 
     def record(self) -> dict[str, object]:
-        """As plain data."""
-        told = {**vars(self), "status": self.status, "why": list(self.why)}
-        return {**told, "fields": [one.record() for one in self.fields]}
+        """The result as plain data, for JSON."""
+        record = {**vars(self), "status": self.status, "why": list(self.why)}
+        return {**record, "fields": [one.record() for one in self.fields]}
 
 
 def versions(peers: Iterable[Peer]) -> Mapping[str, str]:
-    """The versions here; without torch those that can be told."""
+    """The software versions here; without torch, those that are known."""
     try:
         return machine.environment(peers)
     except ImportError:
-        told = {
+        found = {
             "flashwright": __version__,
             "python": platform.python_version(),
             "nvcc": machine.nvcc_version(),
             "translator": machine.translator(),
         }
-        return {name: version for name, version in told.items() if version}
+        return {name: version for name, version in found.items() if version}
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What a check is made with; tests bring their own."""
+class ReceiptDependencies:
+    """The injected dependencies of a receipt check; tests replace them."""
 
     card: Card | None
-    """None: nothing can be measured here, and `missing` says why."""
+    """None if nothing can be measured here; `missing` says why."""
     missing: str = ""
-    tools: Tools = field(default_factory=Tools)
-    build: Callable[[str, AttentionSpec, str, Card], Made] = kernels.from_tl
+    contest: ContestDependencies = field(default_factory=ContestDependencies)
+    build: Callable[[str, AttentionSpec, str, Card], KernelBuild] = kernels.from_tl
     judge: Judge = kernels.judged
     peers: Callable[[], Mapping[str, Peer]] = registry.known
     environment: Callable[[Iterable[Peer]], Mapping[str, str]] = versions
@@ -132,17 +133,17 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Allowed:
-    """What may differ."""
+class Tolerances:
+    """The differences that are allowed."""
 
     within: float = WITHIN
-    """Of a time or a ratio, relative to it."""
+    """Relative tolerance of times and ratios."""
     versions: bool = False
-    """Whether other versions are named as not checked, instead of as differing."""
+    """Whether other versions count as not checked instead of as differing."""
 
 
 def numbers(path: Path, cells: Collection[str] = (), sample: int | None = None) -> list[str]:
-    """The cells of a file that are to be checked: all with a number of ours, or some of them."""
+    """The cells of a file to check: all that have our number, the given ones, or a sample."""
     results = Results.of(journal.read(path))
     ours = [cell for cell, who in results.numbers if who == OURS]
     strange = [cell for cell in cells if cell not in ours]
@@ -162,18 +163,18 @@ def check(
     path: Path,
     cells: Sequence[str],
     folder: Path,
-    parts: Parts,
-    allowed: Allowed | None = None,
+    dependencies: ReceiptDependencies,
+    tolerances: Tolerances | None = None,
     step: Callable[[int, int, str], None] = lambda done, total, text: None,
-) -> Iterator[Finding]:
-    """Each number again; `folder` is for the kernels that are built on the way.
+) -> Iterator[ReceiptFinding]:
+    """Check the numbers of `cells`; kernels are built in `folder`.
 
-    `step` is told how far it is, and what is done now.
+    `step` receives the progress and the current activity.
     """
     lines = journal.read_lines(path)
-    record = Record(lines, path if path.is_dir() else path.parent)
-    run = _Run(record, parts, allowed or Allowed())
-    clock, progress = parts.tools.clock, _Progress(step, len(cells))
+    record = RecordFile(lines, path if path.is_dir() else path.parent)
+    run = _RunCheck(record, dependencies, tolerances or Tolerances())
+    clock, progress = dependencies.contest.clock, _KernelProgress(step, len(cells))
     before = clock()
     if run.same_card:
         step(0, len(cells), "measuring the machine")
@@ -181,35 +182,37 @@ def check(
     for name in dict.fromkeys(cell.rpartition(" ")[0] for cell in cells):
         mine = [cell for cell in cells if cell.rpartition(" ")[0] == name]
         say = functools.partial(progress.say, name)
-        for finding in _Kernel(run, name, folder, say).findings(mine):
+        for finding in _KernelCheck(run, name, folder, say).findings(mine):
             yield replace(finding, took=clock() - before)
             progress.done += 1
             before = clock()
 
 
 @dataclass
-class _Progress:
-    """How many numbers are done, for whoever is told what is done now."""
+class _KernelProgress:
+    """Counts the numbers that are done, and reports the activity of a kernel."""
 
     step: Callable[[int, int, str], None]
     total: int
     done: int = 0
 
     def say(self, name: str, text: str) -> None:
-        """Something else begins, for the kernel of that name."""
+        """Report the current activity of a kernel."""
         self.step(self.done, self.total, f"{name}: {text}")
 
 
 # --- the run ----------------------------------------------------------------------------------
 
 
-class _Run:
-    """The run of a file, and what of it is found again on this machine."""
+class _RunCheck:
+    """Checks the run of a file against this machine."""
 
-    def __init__(self, record: Record, parts: Parts, allowed: Allowed) -> None:
-        self.record, self.parts, self.allowed = record, parts, allowed
+    def __init__(
+        self, record: RecordFile, dependencies: ReceiptDependencies, tolerances: Tolerances
+    ) -> None:
+        self.record, self.dependencies, self.tolerances = record, dependencies, tolerances
         self.run, self.results = record.run, record.results
-        known = {peer.name: peer for peer in parts.peers().values()}
+        known = {peer.name: peer for peer in dependencies.peers().values()}
         named = [who for who in self.run.contestants if who != OURS]
         self.here = {n: known[n] for n in named if n in known and known[n].installed}
         self.gone = {
@@ -217,38 +220,38 @@ class _Run:
             for name in named
             if name not in self.here
         }
-        self.now = dict(parts.environment(self.here.values()))
+        self.now = dict(dependencies.environment(self.here.values()))
 
     @property
     def same_card(self) -> bool:
-        """Whether times can be compared."""
-        return self.parts.card is not None and self.parts.card.name == self.run.card
+        """Whether the recorded card is here, so that times can be compared."""
+        return self.dependencies.card is not None and self.dependencies.card.name == self.run.card
 
     def same(self, *names: str) -> bool:
-        """Whether these versions are here as they were then."""
+        """Whether these versions are equal to the recorded ones."""
         then = self.run.environment
         return all(then.get(name) and then.get(name) == self.now.get(name) for name in names)
 
     @property
     def other_toolchain(self) -> str:
-        """Which of translator and compiler is another one; empty where both are the same."""
+        """How translator and compiler differ from the recorded ones; empty if both are equal."""
         then, now = self.run.environment, self.now
-        told = [
+        changed = [
             f"{name} {then.get(name, '?')} then, {now.get(name, 'none')} now"
             for name in ("translator", "nvcc")
             if not self.same(name)
         ]
-        return "; ".join(told)
+        return "; ".join(changed)
 
     @functools.cached_property
     def fields(self) -> tuple[Field, ...]:
-        """Of the run's own line; found once for all cells."""
+        """The fields of the run's record, checked once for all cells."""
         return (*self.record.of_run(), *self._card(), *self._versions(), *self._ceilings())
 
     def _card(self) -> Iterator[Field]:
-        card = self.parts.card
+        card = self.dependencies.card
         if card is None:
-            yield unchecked("run.card", self.run.card, self.parts.missing)
+            yield unchecked("run.card", self.run.card, self.dependencies.missing)
         elif not self.same_card:
             yield unchecked("run.card", self.run.card, "another card is here", card.name)
         else:
@@ -256,7 +259,7 @@ class _Run:
             yield exact("run.arch", self.run.arch, card.arch, "that of the card here")
 
     def _versions(self) -> Iterator[Field]:
-        """Exact where the GPU is the same; elsewhere this is another machine, and that is said."""
+        """Versions must be equal on the same GPU; on another machine they are not checked."""
         then, now = self.run.environment, self.now
         if not then:
             yield unchecked("run.environment", None, "the record has no versions")
@@ -265,9 +268,9 @@ class _Run:
             if recorded == found:
                 yield exact(label, recorded, found)
             elif name in then and name not in now:
-                why = self.gone.get(name, "it is not here, or does not tell its version")
+                why = self.gone.get(name, "it is not installed here, or its version is unknown")
                 yield unchecked(label, recorded, why)
-            elif name in OWN_VERSIONS or self.allowed.versions or not self.same_card:
+            elif name in OWN_VERSIONS or self.tolerances.versions or not self.same_card:
                 yield unchecked(label, recorded, f"another version is here: {found}", found)
             else:
                 yield exact(label, recorded, found, "another version")
@@ -275,16 +278,16 @@ class _Run:
     def _ceilings(self) -> Iterator[Field]:
         """The matrix product and the copy, measured again."""
         run = self.run
-        told = _rates(Ceilings(run.matmul, run.copy_gbs))
-        if not told:
+        recorded = _rates(Ceilings(run.matmul, run.copy_gbs))
+        if not recorded:
             yield unchecked("run.matmul", None, "the record has none")
         if not self.same_card:
-            yield from (unchecked(name, rate, self.not_measured) for name, rate in told.items())
+            yield from (unchecked(name, rate, self.not_measured) for name, rate in recorded.items())
             return
         known = [dtype for dtype in run.matmul if dtype in DTYPES]
-        found = _rates(self.parts.ceilings(known)) if told else {}
-        within = max(self.allowed.within, CEILINGS_WITHIN)
-        for name, rate in told.items():
+        found = _rates(self.dependencies.ceilings(known)) if recorded else {}
+        within = max(self.tolerances.within, CEILINGS_WITHIN)
+        for name, rate in recorded.items():
             if name in found:
                 yield near(name, rate, found[name], within)
             else:
@@ -293,11 +296,11 @@ class _Run:
     @property
     def not_measured(self) -> str:
         """Why no time can be compared here."""
-        card = self.parts.card
-        return self.parts.missing if card is None else f"another card is here: {card.name}"
+        card = self.dependencies.card
+        return self.dependencies.missing if card is None else f"another card is here: {card.name}"
 
     def unmeasured(self, cell: str, why: str) -> Iterator[Field]:
-        """The fields of a cell that only measuring would check."""
+        """The fields of a cell that only a measurement could check."""
         for who in self.run.contestants:
             number, end = self.results.numbers.get((cell, who)), _end(who)
             if number is not None:
@@ -309,7 +312,7 @@ class _Run:
                 yield unchecked(f"number.who{end}", None, f"the record has no line of it; {why}")
 
     def static(self, cell: str) -> Iterator[Field]:
-        """What the lines of a cell say of each other."""
+        """The records of a cell checked against each other and the run."""
         for who in self.run.contestants:
             number = self.results.numbers.get((cell, who))
             absent = self.results.absent.get((cell, who))
@@ -320,7 +323,7 @@ class _Run:
 
 
 def _rates(found: Ceilings) -> dict[str, float]:
-    """Ceilings by the names of their fields."""
+    """The measured ceilings by field name."""
     rates = {f"run.matmul.{dtype}": rate for dtype, rate in found.matmul.items()}
     return rates | ({} if found.copy_gbs is None else {"run.copy_gbs": found.copy_gbs})
 
@@ -332,26 +335,26 @@ def _end(who: str) -> str:
 # --- a kernel ---------------------------------------------------------------------------------
 
 
-class _Kernel:
-    """One kernel of a file, and all that is found about its numbers."""
+class _KernelCheck:
+    """Checks one kernel of a file and its numbers."""
 
-    def __init__(self, run: _Run, name: str, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, run: _RunCheck, name: str, folder: Path, say: Callable[[str], None]) -> None:
         self.run, self.name, self.folder, self.say = run, name, folder, say
-        self.parts, self.results = run.parts, run.results
+        self.dependencies, self.results = run.dependencies, run.results
         self.record = run.results.kernels.get(name)
 
-    def findings(self, cells: Sequence[str]) -> Iterator[Finding]:
-        """One for each of its numbers."""
+    def findings(self, cells: Sequence[str]) -> Iterator[ReceiptFinding]:
+        """A finding for each of the kernel's numbers."""
         if self.record is None:
-            why = "the file has no record of its kernel, which comes before its numbers"
+            why = "the file has no record of its kernel"
             none = Field("kernel.name", "differs", None, self.name, why)
             yield from self._unmeasured(cells, (none,), why)
             return
         own = (*self.run.record.of_kernel(self.record), *self._translated(self.record))
         spec = self.run.record.specs[self.name]
         if isinstance(spec, str) or any(one.status == "differs" for one in own):
-            own += tuple(_not_built(self.record, "what it is made of does not hold"))
-            yield from self._unmeasured(cells, own, "its kernel does not hold")
+            own += tuple(_not_built(self.record, "its record is not consistent"))
+            yield from self._unmeasured(cells, own, "its kernel's record is not consistent")
         elif why := self._not_makeable(self.record, spec):
             own += (*_not_built(self.record, why),)
             yield from self._unmeasured(cells, own, why)
@@ -359,7 +362,7 @@ class _Kernel:
             yield from self._again(cells, self.record, spec, own)
 
     def _not_makeable(self, record: KernelRecord, spec: AttentionSpec) -> str:
-        """Why a kernel is not made again; empty where it can be tried."""
+        """Why the kernel cannot be built again; empty if it may be possible."""
         if spec.reference:
             return "the reference that its spec names is not in the file"
         if any(f.status == "differs" and f.name == "run.settings.specs" for f in self.run.fields):
@@ -374,15 +377,17 @@ class _Kernel:
 
     def _unmeasured(
         self, cells: Sequence[str], own: tuple[Field, ...], why: str
-    ) -> Iterator[Finding]:
+    ) -> Iterator[ReceiptFinding]:
         for cell in cells:
             more = (*self.run.static(cell), *self.run.unmeasured(cell, why))
             yield self._finding(cell, (*own, *more))
 
-    def _finding(self, cell: str, own: tuple[Field, ...], found: Results | None = None) -> Finding:
+    def _finding(
+        self, cell: str, own: tuple[Field, ...], found: Results | None = None
+    ) -> ReceiptFinding:
         then, now = self.results, found or Results()
         peer = then.fastest_peer(cell, [who for c, who in now.numbers if c == cell])
-        return Finding(
+        return ReceiptFinding(
             cell,
             (*self.run.fields, *own),
             then.seconds(cell, OURS),
@@ -395,10 +400,14 @@ class _Kernel:
     # --- made again ---------------------------------------------------------------------------
 
     def _translated(self, record: KernelRecord) -> Iterator[Field]:
-        """Hold the source, and where its lines came from, against what its TL becomes."""
-        told = {"kernel.source": record.source, "kernel.map": record.map, "kernel.gpu": record.gpu}
+        """Compare source and line map with a new translation of the TL."""
+        recorded = {
+            "kernel.source": record.source,
+            "kernel.map": record.map,
+            "kernel.gpu": record.gpu,
+        }
         if not record.tl:
-            for name, value in told.items():
+            for name, value in recorded.items():
                 yield unchecked(name, value, "its TL is not in the file")
             return
         try:
@@ -408,16 +417,16 @@ class _Kernel:
                 for name, tl in _further(record).items()
             }
         except (Failed, gpus.UnknownGpu) as error:
-            for name, value in told.items():
+            for name, value in recorded.items():
                 yield unchecked(name, value, f"it cannot be translated here: {error}")
             return
         if not self.run.same("translator") and record.source not in made:
-            for name, value in told.items():
+            for name, value in recorded.items():
                 yield unchecked(name, value, f"another translator: {self._translators}")
             return
         first = next(iter(made))
         source = record.source if record.source in made else first
-        why = "the same translator makes another of its TL"
+        why = "the same translator makes different output from its TL"
         yield exact("kernel.source", record.source, source, why)
         yield exact("kernel.gpu", record.gpu, record.gpu)
         yield exact("kernel.map", record.map, made[source], why)
@@ -430,8 +439,10 @@ class _Kernel:
     @property
     def _translators(self) -> str:
         then, now = self.run.run.environment, self.run.now
-        told = [f"{e.get('flashwright', '?')} ({e.get('translator', '?')})" for e in (then, now)]
-        return f"{told[0]} then, {told[1]} now"
+        translators = [
+            f"{e.get('flashwright', '?')} ({e.get('translator', '?')})" for e in (then, now)
+        ]
+        return f"{translators[0]} then, {translators[1]} now"
 
     def _again(
         self,
@@ -439,17 +450,17 @@ class _Kernel:
         record: KernelRecord,
         spec: AttentionSpec,
         own: tuple[Field, ...],
-    ) -> Iterator[Finding]:
-        """Build, judge and measure, as far as that can be done here."""
-        card = self.parts.card
+    ) -> Iterator[ReceiptFinding]:
+        """Build, judge and measure, as far as this machine can."""
+        card = self.dependencies.card
         if card is None:
             own += (*self._without_gpu(record, spec),)
-            yield from self._unmeasured(cells, own, self.parts.missing)
+            yield from self._unmeasured(cells, own, self.dependencies.missing)
             return
         self.say("building")
         built = self._built(record, spec, card)
         if built.why:
-            # A compiler that is not there says nothing of the kernel; one that refuses it does.
+            # A missing compiler says nothing about the kernel; a compile error does.
             gone = "FW821" in built.why or "FW851" in built.why
             why = f"it cannot be built here: {built.why}"
             own += (*_not_built(record, why),)
@@ -461,21 +472,21 @@ class _Kernel:
         saved = kernels.save(built, self.folder)
         self.say("judging")
         try:
-            verdict = self.parts.judge(kernels.candidate_of(saved), spec)
+            verdict = self.dependencies.judge(kernels.candidate_of(saved), spec)
         except Failed as failed:
             why = f"it cannot be judged here: {failed}"
             own += (unchecked("kernel.verdict", record.verdict.get("ok"), why),)
             yield from self._unmeasured(cells, own, why)
             return
         named = ", ".join(o.name for o in verdict.offences)
-        told = exact("kernel.verdict", True, verdict.ok, f"the judge now rejects it: {named}")
-        if told.status == "differs":
-            yield from self._unmeasured(cells, (*own, told), told.why)
+        again = exact("kernel.verdict", True, verdict.ok, f"the judge now rejects it: {named}")
+        if again.status == "differs":
+            yield from self._unmeasured(cells, (*own, again), again.why)
         else:
-            yield from self._measured(cells, spec, kernels.candidate_of(saved), (*own, told), card)
+            yield from self._measured(cells, spec, kernels.candidate_of(saved), (*own, again), card)
 
     def _without_gpu(self, record: KernelRecord, spec: AttentionSpec) -> Iterator[Field]:
-        """The compiler needs no GPU: the digest of the cubin can be found all the same."""
+        """Without a GPU: nvcc can still build the kernel, so the digest of the cubin is checked."""
         why = self.run.other_toolchain
         number = re.fullmatch(r"sm_(\d+)(\d)", self.run.run.arch)
         if why or number is None:
@@ -488,14 +499,14 @@ class _Kernel:
                 yield from _not_built(record, f"it cannot be built here: {built.why}")
             else:
                 yield from self._compiled(record, built, card.arch)
-        yield unchecked("kernel.verdict", record.verdict.get("ok"), self.parts.missing)
+        yield unchecked("kernel.verdict", record.verdict.get("ok"), self.dependencies.missing)
 
-    def _built(self, record: KernelRecord, spec: AttentionSpec, card: Card) -> Made:
-        """The package again, with all its kernels."""
-        built = self.parts.build(record.tl, spec, record.gpu, card)
+    def _built(self, record: KernelRecord, spec: AttentionSpec, card: Card) -> KernelBuild:
+        """Build the package again, with all its kernels."""
+        built = self.dependencies.build(record.tl, spec, record.gpu, card)
         files = dict(built.files)
         for name, tl in _further(record).items():
-            other = self.parts.build(tl, spec, record.gpu, card)
+            other = self.dependencies.build(tl, spec, record.gpu, card)
             if other.why:
                 return other
             files |= {f"{name}/{file}": data for file, data in other.files.items()}
@@ -503,20 +514,20 @@ class _Kernel:
             files[CLASSES] = record.others[CLASSES]
         return replace(built, files=files)
 
-    def _compiled(self, record: KernelRecord, built: Made, arch: str) -> Iterator[Field]:
-        """The cubins' digests and what ptxas says: the same by the same translator and compiler."""
+    def _compiled(self, record: KernelRecord, built: KernelBuild, arch: str) -> Iterator[Field]:
+        """Compare cubin digests and ptxas figures, if translator and compiler are the same."""
         why = self.run.other_toolchain
         if arch != self.run.run.arch:
             why = f"it is compiled for {arch} here"
         if why:
             yield from _not_built(record, why)
             return
-        reason = "the same translator and compiler make another"
+        reason = "the same translator and compiler make a different one"
         digests = {n: d for n, d in built.hashes.items() if n.endswith("cubin")}
         recorded = {n: d for n, d in record.hashes.items() if n.endswith("cubin")}
         for name in dict.fromkeys((*digests, *recorded)):
-            told, found = recorded.get(name), digests.get(name)
-            yield exact(f"kernel.hashes.{name}", told, found, reason)
+            before, found = recorded.get(name), digests.get(name)
+            yield exact(f"kernel.hashes.{name}", before, found, reason)
         for name, count in record.ptxas.items():
             yield exact(f"kernel.ptxas.{name}", count, built.ptxas.get(name), reason)
         if not record.ptxas:
@@ -531,8 +542,8 @@ class _Kernel:
         candidate: Candidate,
         own: tuple[Field, ...],
         card: Card,
-    ) -> Iterator[Finding]:
-        """Cell by cell, ours beside the peers that the record names and that are here."""
+    ) -> Iterator[ReceiptFinding]:
+        """Measure each cell: ours against the recorded peers that are installed."""
         contest = self._contest(candidate, card)
         beside = ", ".join(self.run.here) or "no peer"
         gone = f"; not here: {', '.join(self.run.gone)}" if self.run.gone else ""
@@ -540,7 +551,7 @@ class _Kernel:
             for cell in cells:
                 static = (*self.run.static(cell),)
                 if any(one.status == "differs" for one in static):
-                    why = "its lines do not agree with each other"
+                    why = "its records contradict each other"
                     more = (*static, *self.run.unmeasured(cell, why))
                     yield self._finding(cell, (*own, *more))
                     continue
@@ -570,10 +581,10 @@ class _Kernel:
             }
         )
         rules = Rules(warm=run.settings.get("l2") == "both")
-        return Contest(now, contestants, rules, self.parts.tools)
+        return Contest(now, contestants, rules, self.dependencies.contest)
 
     def _compared(self, cell: str, found: Results) -> Iterator[Field]:
-        """What was measured, held against what the record says of each contestant."""
+        """Compare the measurement with the record, contestant by contestant."""
         if not self.run.same_card:
             yield from self.run.unmeasured(cell, self.run.not_measured)
             return
@@ -588,14 +599,14 @@ class _Kernel:
                 yield from _absent(absent, found, cell, who)
 
     def _number(self, then: NumberRecord, found: Results, cell: str, who: str) -> Iterator[Field]:
-        now, end, within = found.numbers.get((cell, who)), _end(who), self.run.allowed.within
+        now, end, within = found.numbers.get((cell, who)), _end(who), self.run.tolerances.within
         if now is None:
             lost = found.absent.get((cell, who))
             why = (
                 f"{lost.offence}: {lost.why}" if lost and lost.offence else lost.why if lost else ""
             )
-            told = f"it has no time now: {why or 'nothing was measured'}"
-            yield Field(f"number.seconds{end}", "differs", then.seconds, None, told)
+            text = f"it has no time now: {why or 'nothing was measured'}"
+            yield Field(f"number.seconds{end}", "differs", then.seconds, None, text)
             return
         yield near(f"number.seconds{end}", then.seconds, now.seconds, within)
         yield near(f"number.tflops{end}", then.tflops, now.tflops, within)
@@ -608,7 +619,7 @@ class _Kernel:
 
 
 def _error(name: str, then: float | None, now: float | None) -> Field:
-    """The greatest error of timed calls: of the same size, either way."""
+    """Compare the largest errors of timed calls, in both directions."""
     if then and now and max(then / now, now / then) <= 1 + ERROR_WITHIN:
         return Field(name, "holds", then, now)
     return exact(name, then, now, f"more than {1 + ERROR_WITHIN:g} times apart")
@@ -617,7 +628,7 @@ def _error(name: str, then: float | None, now: float | None) -> Field:
 def _gone(
     then: NumberRecord | None, absent: AbsentRecord | None, who: str, why: str
 ) -> Iterator[Field]:
-    """A contestant that is not here."""
+    """The fields of a contestant that is not installed here."""
     end = _end(who)
     if then is not None:
         yield unchecked(f"number.seconds{end}", then.seconds, why)
@@ -630,19 +641,19 @@ def _gone(
 
 
 def _absent(absent: AbsentRecord | None, found: Results, cell: str, who: str) -> Iterator[Field]:
-    """A contestant that the record has no number of: it has none now either, or that differs."""
+    """A contestant without a recorded number: it differs if it has a number now."""
     now, lost = found.numbers.get((cell, who)), found.absent.get((cell, who))
-    told = f"no time: {absent.why}" if absent else "no line"
+    text = f"no time: {absent.why}" if absent else "no line"
     if now is not None:
-        yield Field(f"absent.who{_end(who)}", "differs", told, now.seconds, "it has a time now")
+        yield Field(f"absent.who{_end(who)}", "differs", text, now.seconds, "it has a time now")
     elif absent is not None and lost is not None:
         yield exact(f"absent.offence{_end(who)}", absent.offence, lost.offence, lost.why)
     else:
-        yield Field(f"number.who{_end(who)}", "differs", told, "no time", "it has no line")
+        yield Field(f"number.who{_end(who)}", "differs", text, "no time", "it has no line")
 
 
 def _not_built(record: KernelRecord, why: str) -> Iterator[Field]:
-    """The fields that only the compiler would check."""
+    """The fields that only a build could check."""
     for name, digest in record.hashes.items():
         if name.endswith("cubin"):
             yield unchecked(f"kernel.hashes.{name}", digest, why)
@@ -650,14 +661,14 @@ def _not_built(record: KernelRecord, why: str) -> Iterator[Field]:
 
 
 def _further(record: KernelRecord) -> dict[str, str]:
-    """The TL of the kernels beside the package's own, by name."""
+    """The TL of the package's further kernels, by name."""
     end = f"/{kernels.CODE}"
     return {n.removesuffix(end): text for n, text in record.others.items() if n.endswith(end)}
 
 
 @functools.lru_cache(maxsize=64)
 def _translations(tl: str, gpu: str) -> dict[str, dict[str, object]]:
-    """What a program is translated to, the fast one and the sparing one: source and map."""
+    """Source and line map of both translations of a program: the default and the sparing one."""
     from flashwright.check.check import check
     from flashwright.lang.parse import parse
     from flashwright.lower.translate import translate

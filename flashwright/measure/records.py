@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: one line of JSON for each thing that is known, in one file.
+"""The records of a benchmark: one JSON object per line, in one file.
 
     run       the machine, the settings and the ceilings; first
     kernel    one of our kernels: its TL, its source, their digests, and the verdict on it
@@ -6,9 +6,9 @@
     absent    one contestant in one cell that has no number, and why
 
 A line is written as soon as it is known and never changed: an interrupted run is a shorter file.
-Where two lines speak of the same thing, the later one counts. Each number is a receipt: with its
-kernel and its run it says all that is needed to measure it again. Each line has a digest of
-itself and of the line before it (seal.py).
+If two lines are about the same thing, the later one counts. Each number is a receipt: with its
+kernel and its run it has all that is needed to measure it again. Each line has a digest of itself
+and of the line before it (seal.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OURS = "flashwright"
 
 
 def _finite(value: Any) -> Any:
-    """What JSON holds, without NaN and infinity at any depth."""
+    """A JSON value. Raises ValueError if it contains NaN or infinity at any depth."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError("Input should be a finite number")
     if isinstance(value, dict | list | tuple):
@@ -32,7 +32,7 @@ def _finite(value: Any) -> Any:
 
 
 def _verdict(value: dict[str, Any]) -> dict[str, Any]:
-    """What is read of a verdict has to be there in its form: `ok`, and the offences' names."""
+    """Check the fields of a verdict that are read: `ok`, and the names of the offences."""
     offences = value.get("offences", [])
     if not isinstance(value.get("ok", False), bool):
         raise ValueError("ok should be true or false")
@@ -46,7 +46,7 @@ def _verdict(value: dict[str, Any]) -> dict[str, Any]:
 Above = Annotated[float, Field(gt=0)]
 Least = Annotated[float, Field(ge=0)]
 Size = Annotated[int, Field(gt=0, le=2**24)]
-"""Of a length, a batch or a number of calls: more is no problem that is measured."""
+"""A length, a batch size or a number of calls; larger values are not measured."""
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Name = Annotated[str, Field(min_length=1)]
 Facts = Annotated[dict[str, Any], AfterValidator(_finite)]
@@ -56,7 +56,7 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     digest: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
-    """SHA-256 of this line and of the digest before it; empty in files of before there were any."""
+    """SHA-256 of this line and of the digest before it; empty in files of older versions."""
 
 
 class RunRecord(_Record):
@@ -65,13 +65,13 @@ class RunRecord(_Record):
     record: Literal["run"] = "run"
     schema_version: Literal[1] = 1
     id: str
-    """Digest of the settings and the machine."""
+    """Digest of the settings and of the machine."""
     started: str
     """UTC, ISO 8601."""
     title: str
     """Such as `table 1`."""
     table: int | None = None
-    """The paper's table, where it is one."""
+    """The number of the paper's table, if the run is one."""
     card: Name
     arch: str
     translated_for: str
@@ -79,17 +79,17 @@ class RunRecord(_Record):
     contestants: tuple[str, ...]
     """Ours first, then the peers."""
     cells: tuple[str, ...]
-    """The names of all cells that are to be measured."""
+    """The names of all cells to measure."""
     environment: dict[str, str]
     """Versions: flashwright, python, torch, CUDA, cuDNN, driver, and of each peer."""
     clocks: dict[str, Least] = {}
-    """MHz, watts and degrees before the run, as far as the driver tells."""
+    """Clocks, power and temperature before the run, as far as the driver reports them."""
     matmul: dict[str, Above] = {}
     """Measured rate of a large matrix product, TFLOPS by dtype."""
     copy_gbs: Above | None = None
     """Measured rate of a copy in device memory, bytes read and written, GB/s."""
     settings: dict[str, str] = {}
-    """What else was asked for, such as `l2`: a run that goes on has to have the same."""
+    """Other settings, such as `l2`; a resumed run must have the same."""
     seed: Count
 
 
@@ -105,20 +105,20 @@ class KernelRecord(_Record):
     tl: str = ""
     source: str = ""
     map: Facts = {}
-    """kernel.map.json: which lines of the source came from which of the TL."""
+    """kernel.map.json: which source lines came from which TL lines."""
     reasoning: str = ""
     hashes: dict[str, str] = {}
     """SHA-256 of tl, source and cubin."""
     ptxas: dict[str, Count] = {}
-    """registers, spills, stack, shared memory and threads of a block."""
+    """Registers, spills, stack, shared memory and threads of a block."""
     seconds: dict[str, Least] = {}
     """How long the author, the translation and the compiler took."""
     verdict: Annotated[Facts, AfterValidator(_verdict)] = {}
-    """The judge's record (judge/verdict.py), without the spec, which stands above."""
+    """The judge's record (judge/verdict.py), without the spec."""
     why: str = ""
     others: dict[str, str] = {}
-    """Where a package has several kernels: its classes.json, and the TL and source of the others,
-    by the names of their files."""
+    """For a package with several kernels: its classes.json, and TL and source of the other kernels,
+    by file name."""
 
 
 class NumberRecord(_Record):
@@ -137,24 +137,24 @@ class NumberRecord(_Record):
     seconds: Above
     """The median, with a cold L2."""
     spread: Least
-    """Half the distance of the quartiles, relative to the median."""
+    """Half the interquartile range, relative to the median."""
     samples: Size
     wall_seconds: Least | None = None
-    """Of a call in a burst, by the judge's own clock, less what a burst does beside its calls."""
+    """Per call of a burst, by the wall clock, less the work between its calls."""
     warm_seconds: Above | None = None
-    """The median with a warm L2, where that was asked for."""
+    """The median with a warm L2, if it was asked for."""
     tflops: Above
     """By the paper's formula."""
     share: Above | None = None
-    """Of the measured matrix product."""
+    """`tflops` over the measured rate of the matrix product."""
     gbs: Above | None = None
-    """Bytes that must be moved over the time, where the problem is bound by memory."""
+    """Bytes that must be moved over the time, if the problem is memory-bound."""
     checked: Count = 0
     """Outputs of timed calls that were compared with fp64."""
     relative_rms: Least | None = None
     """The greatest error among them."""
     seed: Count
-    """From which the inputs of every timed call were drawn."""
+    """The seed of the inputs of all timed calls."""
     clock_mhz: Least | None = None
 
 
@@ -167,7 +167,7 @@ class AbsentRecord(_Record):
     who: str
     why: str
     offence: str | None = None
-    """The offence's name where the judge rejects it."""
+    """The offence's name if the judge rejects it."""
 
 
 Record = RunRecord | KernelRecord | NumberRecord | AbsentRecord

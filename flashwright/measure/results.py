@@ -1,4 +1,4 @@
-"""A benchmark's records, put together: who took how long where, and what that comes to."""
+"""The results of a benchmark by cell and contestant, and the ratios that follow from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flashwright.measure.records import (
 
 @dataclass(frozen=True)
 class Summary:
-    """Our ratios to one peer over all cells that both have done."""
+    """Our ratios to one peer over all cells in which both have a number."""
 
     peer: str
     cells: int
@@ -30,7 +30,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Results:
-    """What a file of records says. Of two lines about one thing the later one counts."""
+    """The records of a file, indexed. Of two records about the same thing the later one counts."""
 
     run: RunRecord | None = None
     kernels: Mapping[str, KernelRecord] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Results:
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> Results:
-        """Put the records in order."""
+        """Index the records."""
         run: RunRecord | None = None
         kernels: dict[str, KernelRecord] = {}
         numbers: dict[tuple[str, str], NumberRecord] = {}
@@ -73,13 +73,13 @@ class Results:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The cells of which anything is known, in the order of the run."""
+        """The cells that have a record, in the order of the run."""
         known = dict.fromkeys(cell for cell, _ in (*self.numbers, *self.absent))
         order = [cell for cell in (self.run.cells if self.run else ()) if cell in known]
         return tuple(dict.fromkeys((*order, *known)))
 
     def complete(self, cell: str) -> bool:
-        """Whether everybody has a number there, or a reason for none."""
+        """Whether every contestant has a number in the cell, or a reason for none."""
         every = {**self.numbers, **self.absent}
         return all((cell, who) in every for who in self.contestants)
 
@@ -88,17 +88,17 @@ class Results:
         return self.kernels.get(cell.rpartition(" ")[0])
 
     def seconds(self, cell: str, who: str) -> float | None:
-        """How long a contestant took; None where it has no number."""
+        """The time of a contestant in a cell; None if it has no number."""
         found = self.numbers.get((cell, who))
         return found.seconds if found else None
 
     def ratio(self, cell: str, peer: str) -> float | None:
-        """How many times as fast as the peer we are."""
+        """How many times as fast as the peer ours is; None if one of them has no number."""
         ours, other = self.seconds(cell, OURS), self.seconds(cell, peer)
         return other / ours if ours and other else None
 
     def fastest_peer(self, cell: str, among: Iterable[str] | None = None) -> str | None:
-        """The peer that took the least time in a cell."""
+        """The peer with the shortest time in a cell; None if none has a number."""
         allowed = self.peers if among is None else [p for p in self.peers if p in set(among)]
         timed = [(s, who) for who in allowed if (s := self.seconds(cell, who)) is not None]
         return min(timed)[1] if timed else None
@@ -113,7 +113,7 @@ class Results:
         return Summary(peer, len(ratios), mean, worst, where)
 
     def reasons(self) -> list[tuple[str, str, list[str]]]:
-        """Who has no number and why, with the cells: each reason once."""
+        """Contestants without a number: (contestant, reason, cells), each reason once."""
         found: dict[tuple[str, str], list[str]] = {}
         for (cell, who), record in self.absent.items():
             why = f"{record.offence}: {record.why}" if record.offence else record.why

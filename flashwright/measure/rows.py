@@ -1,4 +1,4 @@
-"""A benchmark as rows: each contestant's figure, our ratio to it, and the paper's beside both."""
+"""A benchmark as table rows: each contestant's figure, our ratio to it, and the paper's figures."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ NSA_TOTAL = "nsa, all three branches"
 
 
 @dataclass(frozen=True)
-class Entry:
+class RowEntry:
     """One contestant in one row."""
 
     who: str
     value: float | None = None
-    """TFLOPS, or seconds where the table tells those."""
+    """TFLOPS, or seconds if the table is in seconds."""
     ratio: float | None = None
-    """Our speed over its."""
+    """Our speed over that of the contestant."""
     paper: float | None = None
     paper_ratio: float | None = None
 
 
 @dataclass(frozen=True)
-class Row:
-    """One cell, or the sum of some."""
+class BenchRow:
+    """One cell, or the sum of several."""
 
     kernel: str
     length: int
     unit: str
-    entries: tuple[Entry, ...]
+    entries: tuple[RowEntry, ...]
     """Ours first."""
     spread: float | None = None
     """Of our time."""
 
     @property
     def name(self) -> str:
-        """As its cell is called."""
+        """The name of its cell."""
         return f"{self.kernel} {self.length}"
 
 
-def rows(results: Results, gpu: str | None = None) -> list[Row]:
-    """Each cell of which anything is known, with the paper's figures for `gpu` or its main GPU."""
+def rows(results: Results, gpu: str | None = None) -> list[BenchRow]:
+    """A row for each cell that has a record, with the paper's figures for `gpu` or its main GPU."""
     table = table_of(results)
     seconds = table is not None and tables.TABLES[table].unit == "s"
     names = {peer.name: peer.stands_for for peer in registry.known().values()}
@@ -58,7 +58,7 @@ def rows(results: Results, gpu: str | None = None) -> list[Row]:
 
 
 def table_of(results: Results) -> int | None:
-    """The paper's table that was run, if it is one that we know."""
+    """The number of the paper's table that was run; None if it was another benchmark."""
     table = results.run.table if results.run else None
     return table if table in tables.TABLES else None
 
@@ -76,7 +76,7 @@ def _row(
     gpu: str | None,
     names: dict[str, tuple[str, ...]],
     seconds: bool,
-) -> Row:
+) -> BenchRow:
     kernel, length = _split(cell)
     figures = _figures(results, cell, length, table, gpu)
     entries = []
@@ -86,7 +86,7 @@ def _row(
         ratio = None if who == OURS else results.ratio(cell, who)
         entries.append(_entry(who, value, ratio, figures, names))
     ours = results.numbers.get((cell, OURS))
-    return Row(
+    return BenchRow(
         kernel,
         length,
         "s" if seconds else "TFLOPS",
@@ -99,23 +99,23 @@ def _entry(
     who: str,
     value: float | None,
     ratio: float | None,
-    figures: tables.Figures | None,
+    figures: tables.PaperCell | None,
     names: dict[str, tuple[str, ...]],
-) -> Entry:
+) -> RowEntry:
     if figures is None:
-        return Entry(who, value, ratio)
+        return RowEntry(who, value, ratio)
     if who == OURS:
-        return Entry(who, value, ratio, figures.ours)
+        return RowEntry(who, value, ratio, figures.ours)
     for system in names.get(who, ()):
         found = figures.by_system.get(system), figures.ratio(system)
         if found != (None, None):
-            return Entry(who, value, ratio, *found)
-    return Entry(who, value, ratio)
+            return RowEntry(who, value, ratio, *found)
+    return RowEntry(who, value, ratio)
 
 
 def _figures(
     results: Results, cell: str, length: int, table: int | None, gpu: str | None
-) -> tables.Figures | None:
+) -> tables.PaperCell | None:
     kernel = results.kernel_of(cell)
     if table is None or kernel is None:
         return None
@@ -128,8 +128,8 @@ def _figures(
     return next((one for one in every if one.gpu == wanted), None)
 
 
-def _totals(results: Results, names: dict[str, tuple[str, ...]]) -> Iterator[Row]:
-    """NSA is its branches one after the other; who lacks one of them has no total."""
+def _totals(results: Results, names: dict[str, tuple[str, ...]]) -> Iterator[BenchRow]:
+    """NSA's time is the sum of its branches; a contestant that lacks a branch has no total."""
     by_length: dict[int, list[str]] = {}
     for cell in results.cells:
         by_length.setdefault(_split(cell)[1], []).append(cell)
@@ -151,14 +151,14 @@ def _totals(results: Results, names: dict[str, tuple[str, ...]]) -> Iterator[Row
             )
             for who in results.contestants
         )
-        yield Row(NSA_TOTAL, length, "s", entries)
+        yield BenchRow(NSA_TOTAL, length, "s", entries)
 
 
 # --- words ------------------------------------------------------------------------------------
 
 
 def value_in_words(value: float | None, unit: str) -> str:
-    """A figure of ours; a dash where there is none."""
+    """A measured figure as text; a dash if there is none."""
     if value is None:
         return "-"
     if unit == "s":
@@ -167,19 +167,19 @@ def value_in_words(value: float | None, unit: str) -> str:
 
 
 def paper_in_words(value: float | None, unit: str) -> str:
-    """A figure of the paper's."""
+    """A figure of the paper as text; empty if there is none."""
     if value is None:
         return ""
     return f"{value:g} s" if unit == "s" else f"{value:g}"
 
 
 def ratio_in_words(ratio: float | None) -> str:
-    """How many times as fast."""
+    """A ratio as text; empty if there is none."""
     return "" if ratio is None else f"{ratio:.2f}x"
 
 
 def development_in_words(results: Results) -> list[str]:
-    """Table 4: how long our kernel took from the spec to its verdict, and the paper's."""
+    """Table 4: the time from the spec to the verdict, for our kernels and in the paper."""
     found = []
     for name, kernel in results.kernels.items():
         if kernel.seconds and not kernel.why:

@@ -1,10 +1,10 @@
-"""The digests of a benchmark's file: a chain, in which each line vouches for all before it.
+"""The digests of a benchmark's file: a hash chain over its lines.
 
-A line's digest is that of what it says and of the digest of the line before. The run comes first
-(toolchain, versions of the peers), then the kernels (TL, source, cubin), then the numbers: so the
-digest of a number is one over all that it rests on, and a line cannot be changed, taken out or
-moved without another digest. There is no key: whoever makes all digests again makes another chain
-that is as good. What is then wrong is found by measuring (receipt.py).
+A line's digest covers its content and the digest of the line before. The run comes first
+(toolchain, versions of the peers), then the kernels (TL, source, cubin), then the numbers. The
+digest of a number thus covers all that it depends on, and no line can be changed, removed or moved
+without breaking the chain. There is no key: a forger can recompute the whole chain. Only measuring
+again finds wrong numbers then (receipt.py).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from flashwright.files import sha256
 FIELD = "digest"
 
 
-def digest(before: str, told: Mapping[str, Any]) -> str:
-    """Of a line, behind a line with the digest `before` (empty: it is the first)."""
-    content = {name: value for name, value in told.items() if name != FIELD}
-    return sha256(before + json.dumps(content, sort_keys=True, ensure_ascii=True))
+def digest(before: str, content: Mapping[str, Any]) -> str:
+    """The digest of a line that follows a line with the digest `before` (empty: the first line)."""
+    unsealed = {name: value for name, value in content.items() if name != FIELD}
+    return sha256(before + json.dumps(unsealed, sort_keys=True, ensure_ascii=True))
 
 
 @dataclass(frozen=True)
 class Link:
-    """The digest of one line: what the file says, and what it should be."""
+    """The digest of one line: the recorded and the computed one."""
 
     recorded: str
     found: str
@@ -39,18 +39,18 @@ class Link:
 
     @property
     def broken(self) -> bool:
-        """The line has a digest, and it is not its own."""
+        """The line has a digest, and it does not match."""
         return bool(self.recorded) and self.recorded != self.found
 
     @property
     def value(self) -> str:
-        """What the next line builds on."""
+        """The digest that the next line is chained to."""
         return self.recorded or self.found
 
 
 def chain(lines: Iterable[Mapping[str, Any]], before: str = "") -> Iterator[Link]:
-    """A link for each line. A line that was changed breaks its own link and no other."""
-    for told in lines:
-        link = Link(str(told.get(FIELD, "")), digest(before, told))
+    """A link for each line. A changed line breaks only its own link."""
+    for content in lines:
+        link = Link(str(content.get(FIELD, "")), digest(before, content))
         before = link.value
         yield link

@@ -1,7 +1,7 @@
 """A whole benchmark: the machine's ceilings, our kernels and their verdicts, then all cells.
 
-Everything that is found goes into the journal at once. A session that goes on with a journal does
-only what is not in it, and only where nothing has changed that would make the numbers others.
+Each result goes into the journal at once. A resumed session does only what the journal lacks. It is
+refused if anything that affects the numbers has changed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from flashwright import spec as specs
 from flashwright.build.driver import Card
 from flashwright.files import sha256
 from flashwright.measure import ceilings, kernels, machine
-from flashwright.measure.bench import Step, Tools, bench
+from flashwright.measure.bench import BenchProgress, ContestDependencies, bench
 from flashwright.measure.ceilings import Ceilings
 from flashwright.measure.contest import Contestant
 from flashwright.measure.grid import Cell
 from flashwright.measure.journal import Journal
-from flashwright.measure.kernels import Judge, Made
+from flashwright.measure.kernels import Judge, KernelBuild
 from flashwright.measure.peers.registry import Peer
 from flashwright.measure.records import OURS, Record, RunRecord
 from flashwright.measure.results import Results
@@ -30,20 +30,20 @@ from flashwright.measure.timing import Rules
 from flashwright.spec import AttentionSpec
 
 KERNELS = "kernels"
-_NO_MATTER = ("flashwright", "python")
-"""Versions that no time depends on: the translator and the compiler are told beside them."""
+_IGNORED_VERSIONS = ("flashwright", "python")
+"""Versions that no time depends on: translator and compiler are recorded separately."""
 _BINARY = "cubin"
-"""The digest that does not say whether a kernel is the same. nvcc writes the folder it worked in
-into a cubin, as a number in some names: two of one source by one compiler may differ in that."""
+"""The digest that is not compared on resume: nvcc hashes its work folder into some names of a
+cubin, so two builds of one source may differ."""
 
 
 class OtherRun(Exception):
-    """A journal of another run than the one that is to go on; the message says what differs."""
+    """The journal to resume is of another run; the message says what differs."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What is to be measured, and how."""
+class BenchPlan:
+    """The cells, contestants and settings of a benchmark."""
 
     title: str
     cells: tuple[Cell, ...]
@@ -53,17 +53,17 @@ class Plan:
     table: int | None = None
     layout: str = "bshd"
     rules: Rules = field(default_factory=Rules)
-    packages: tuple[Made, ...] = ()
-    """Kernels that somebody has made already; the others are made."""
+    packages: tuple[KernelBuild, ...] = ()
+    """Existing kernel packages; the other kernels are made."""
 
     @property
     def specs(self) -> tuple[AttentionSpec, ...]:
-        """Of the kernels, each once."""
+        """The specs of all kernels, each once."""
         return tuple(dict.fromkeys(cell.spec for cell in self.cells))
 
     @property
     def settings(self) -> dict[str, str]:
-        """What is asked for beside what a run's record names itself."""
+        """The settings that have no field of their own in a run's record."""
         return settings_of(self.cells, self.rules.warm)
 
 
@@ -79,28 +79,28 @@ def settings_of(cells: Sequence[Cell], warm: bool) -> dict[str, str]:
     }
 
 
-class Watcher(Protocol):
-    """Whoever shows the session to a person."""
+class BenchListener(Protocol):
+    """Receives the progress of a session, for display."""
 
     def phase(self, title: str) -> None:
-        """Something else begins."""
+        """A phase begins."""
 
     def progress(self, done: int, total: int, text: str) -> None:
-        """It is this far."""
+        """Progress within the phase."""
 
-    def cell(self, step: Step) -> None:
-        """A cell begins, or is done."""
+    def cell(self, step: BenchProgress) -> None:
+        """A cell begins or is done."""
 
-    def trouble(self, text: str) -> None:
-        """Something that does not end the session, said once."""
+    def warn(self, text: str) -> None:
+        """A problem that does not end the session."""
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What a session does its work with; tests bring their own."""
+class SessionDependencies:
+    """The injected dependencies of a session; tests replace them."""
 
-    tools: Tools = field(default_factory=Tools)
-    make: Callable[..., Iterable[Made]] = kernels.make_all
+    contest: ContestDependencies = field(default_factory=ContestDependencies)
+    make: Callable[..., Iterable[KernelBuild]] = kernels.make_all
     judge: Judge = kernels.judged
     environment: Callable[[Iterable[Peer]], Mapping[str, str]] = machine.environment
     clocks: Callable[[], Mapping[str, float]] = machine.clocks
@@ -109,79 +109,84 @@ class Parts:
 
 
 def session(
-    plan: Plan,
+    plan: BenchPlan,
     card: Card,
     folder: Path,
     journal: Journal,
-    watcher: Watcher,
+    listener: BenchListener,
     seed: int,
     jobs: int = 0,
-    parts: Parts | None = None,
+    dependencies: SessionDependencies | None = None,
 ) -> None:
-    """Measure all of a plan that the journal does not have. OtherRun where it is another run's.
+    """Measure what the journal lacks of a plan. Raises OtherRun if it is of another run.
 
-    A KeyboardInterrupt passes through: what was found is in the journal.
+    A KeyboardInterrupt propagates; the journal keeps all results found before it.
     """
-    parts = parts or Parts()
-    keeping = _Keeping(journal, watcher)
-    run = _run(plan, card, keeping, watcher, seed, parts)
-    folders = _kernels(plan, card, folder, keeping, watcher, jobs, parts)
+    dependencies = dependencies or SessionDependencies()
+    reporting = _ReportingJournal(journal, listener)
+    run = _run(plan, card, reporting, listener, seed, dependencies)
+    folders = _kernels(plan, card, folder, reporting, listener, jobs, dependencies)
     known = Results.of(journal.records).kernels
     ours = {name: kernels.entry(known[name], place) for name, place in folders.items()}
     contestants = [Contestant(OURS, ours, watched=True)]
     contestants += [Contestant(p.name, p.candidate, p.slack, p.watched) for p in plan.peers]
-    watcher.phase("measuring")
+    listener.phase("measuring")
 
-    def step(now: Step) -> None:
-        keeping.told()
-        watcher.cell(now)
+    def step(now: BenchProgress) -> None:
+        reporting.report_write_error()
+        listener.cell(now)
 
-    bench(run, plan.cells, contestants, journal, plan.rules, parts.tools, step)
+    bench(run, plan.cells, contestants, journal, plan.rules, dependencies.contest, step)
 
 
-class _Keeping:
-    """The journal, and that its trouble is said once and not for every line."""
+class _ReportingJournal:
+    """A journal that warns once, not for every record, if it cannot be written."""
 
-    def __init__(self, journal: Journal, watcher: Watcher) -> None:
-        self.journal, self.watcher, self.said = journal, watcher, False
+    def __init__(self, journal: Journal, listener: BenchListener) -> None:
+        self.journal, self.listener, self.reported = journal, listener, False
 
     def add(self, record: Record) -> None:
         self.journal.add(record)
-        self.told()
+        self.report_write_error()
 
-    def told(self) -> None:
-        if self.journal.trouble and not self.said:
-            self.said = True
-            self.watcher.trouble(f"{self.journal.trouble}; the run goes on, and it is tried again")
+    def report_write_error(self) -> None:
+        if self.journal.write_error and not self.reported:
+            self.reported = True
+            self.listener.warn(f"{self.journal.write_error}; the run goes on and will try again")
 
 
 # --- the run's record -------------------------------------------------------------------------
 
 
 def _run(
-    plan: Plan, card: Card, keeping: _Keeping, watcher: Watcher, seed: int, parts: Parts
+    plan: BenchPlan,
+    card: Card,
+    reporting: _ReportingJournal,
+    listener: BenchListener,
+    seed: int,
+    dependencies: SessionDependencies,
 ) -> RunRecord:
-    before = Results.of(keeping.journal.records).run
-    new = _record(plan, card, parts, seed if before is None else before.seed)
+    before = Results.of(reporting.journal.records).run
+    new = _record(plan, card, dependencies, seed if before is None else before.seed)
     if before is not None:
         differing = differences(before, new)
         if differing:
             raise OtherRun("; ".join(differing))
         return before
-    watcher.phase("measuring the machine")
-    measured = parts.ceilings(dict.fromkeys(spec.dtype for spec in plan.specs))
+    listener.phase("measuring the machine")
+    measured = dependencies.ceilings(dict.fromkeys(spec.dtype for spec in plan.specs))
     for name, why in measured.missing.items():
-        watcher.trouble(f"{name} could not be measured: {why}")
+        listener.warn(f"{name} could not be measured: {why}")
     found = {"matmul": dict(measured.matmul), "copy_gbs": measured.copy_gbs}
     run = new.model_copy(update=found)
-    keeping.add(run)
+    reporting.add(run)
     return run
 
 
-def _record(plan: Plan, card: Card, parts: Parts, seed: int) -> RunRecord:
+def _record(plan: BenchPlan, card: Card, dependencies: SessionDependencies, seed: int) -> RunRecord:
     run = RunRecord(
         id="",
-        started=parts.now().isoformat(timespec="seconds"),
+        started=dependencies.now().isoformat(timespec="seconds"),
         title=plan.title,
         table=plan.table,
         card=card.name,
@@ -190,8 +195,8 @@ def _record(plan: Plan, card: Card, parts: Parts, seed: int) -> RunRecord:
         layout=plan.layout,
         contestants=(OURS, *(peer.name for peer in plan.peers)),
         cells=tuple(cell.name for cell in plan.cells),
-        environment=dict(parts.environment(plan.peers)),
-        clocks=dict(parts.clocks()),
+        environment=dict(dependencies.environment(plan.peers)),
+        clocks=dict(dependencies.clocks()),
         settings=plan.settings,
         seed=seed,
     )
@@ -199,12 +204,12 @@ def _record(plan: Plan, card: Card, parts: Parts, seed: int) -> RunRecord:
 
 
 def run_id(run: RunRecord) -> str:
-    """The digest of all that has to be the same for numbers to belong together."""
-    return sha256(json.dumps(_what_matters(run), sort_keys=True))[:16]
+    """The digest of a run's identity: runs with equal ids may share a journal."""
+    return sha256(json.dumps(_identity(run), sort_keys=True))[:16]
 
 
-def _what_matters(run: RunRecord) -> dict[str, object]:
-    """All that has to be the same for numbers to belong together."""
+def _identity(run: RunRecord) -> dict[str, object]:
+    """All settings and versions that must be equal for numbers to be comparable."""
     return {
         "card": f"{run.card} ({run.arch})",
         "GPU that kernels are translated for": run.translated_for,
@@ -212,13 +217,13 @@ def _what_matters(run: RunRecord) -> dict[str, object]:
         "contestants": list(run.contestants),
         "cells": list(run.cells),
         **run.settings,
-        **{n: v for n, v in run.environment.items() if n not in _NO_MATTER},
+        **{n: v for n, v in run.environment.items() if n not in _IGNORED_VERSIONS},
     }
 
 
 def differences(before: RunRecord, now: RunRecord) -> list[str]:
-    """What is not as it was, a line each."""
-    old, new = _what_matters(before), _what_matters(now)
+    """A line for each part of the identity that differs."""
+    old, new = _identity(before), _identity(now)
     found = []
     for name in dict.fromkeys((*old, *new)):
         if old.get(name) != new.get(name):
@@ -235,30 +240,30 @@ def differences(before: RunRecord, now: RunRecord) -> list[str]:
 
 
 def _kernels(
-    plan: Plan,
+    plan: BenchPlan,
     card: Card,
     folder: Path,
-    keeping: _Keeping,
-    watcher: Watcher,
+    reporting: _ReportingJournal,
+    listener: BenchListener,
     jobs: int,
-    parts: Parts,
+    dependencies: SessionDependencies,
 ) -> dict[str, str]:
-    """Make and judge what is not known yet; the folders of all kernels by name."""
+    """Make all kernels and judge the new ones; returns the folders of all kernels by name."""
     given = {made.spec: made for made in plan.packages}
     wanted = [spec for spec in plan.specs if spec not in given]
-    watcher.phase(f"compiling for {plan.gpu}")
-    fresh = parts.make(wanted, plan.gpu, card, watcher.progress, jobs)
+    listener.phase(f"compiling for {plan.gpu}")
+    fresh = dependencies.make(wanted, plan.gpu, card, listener.progress, jobs)
     every = [*given.values(), *(kernels.save(made, folder / KERNELS) for made in fresh)]
     order = {spec: n for n, spec in enumerate(plan.specs)}
     every.sort(key=lambda made: order[made.spec])
-    known = Results.of(keeping.journal.records).kernels
+    known = Results.of(reporting.journal.records).kernels
     for made in every:
         before = known[made.name].hashes if made.name in known else made.hashes
         texts = [n for n in {**before, **made.hashes} if not n.endswith(_BINARY)]
         if any(before.get(name) != made.hashes.get(name) for name in texts):
             raise OtherRun(f"the kernel {made.name} is not the one that was measured")
-    watcher.phase("judging the kernels")
+    listener.phase("judging the kernels")
     unknown = [made for made in every if made.name not in known]
-    for record in kernels.verdicts(unknown, parts.judge, watcher.progress):
-        keeping.add(record)
+    for record in kernels.verdicts(unknown, dependencies.judge, listener.progress):
+        reporting.add(record)
     return {made.name: made.folder for made in every}

@@ -1,7 +1,7 @@
-"""The outputs of timed calls, held against fp64: what is fast and wrong has no number.
+"""Spot checks: outputs of timed calls against fp64. A contestant with wrong output gets no timing.
 
-A contestant does not know which of its turns are looked at. One head of every call of such a turn
-is fetched, and one of them compared; equal bits of two calls with other inputs are a replay.
+A contestant cannot know which turns are sampled. One head of every call of a sampled turn is
+fetched and one of these outputs is compared. Equal bits for different inputs are a replay.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from flashwright.sandbox.tensors import Array, bits
 from flashwright.sandbox.timed import sign
 
 TURNS = 2
-"""Looked at among the least rounds, of each contestant."""
+"""Sampled turns of each contestant within the minimum rounds."""
 LATER = 0.1
-"""The chance of each later turn: nobody is safe to be honest for five rounds only."""
+"""Probability that a later turn is sampled, so that cheating after five rounds is caught too."""
 
 Expected = Callable[[TimedProblem, int, int, int, Array | None], Array]
-"""O of one head in fp64: of a problem, the call's seed, the batch, the head, and Q's signs where
-they are those of another output."""
+"""O of one head in fp64, from the problem, the call's seed, batch, head, and the output whose signs
+Q takes (None: Q is as drawn)."""
 
 
 def expected(
     problem: TimedProblem, seed: int, batch: int, head: int, signs: Array | None = None
 ) -> Array:
-    """The inputs of a timed call made again, and attention of one head of them, on the GPU."""
+    """Draw the inputs of a timed call again and compute one head's attention in fp64 on the GPU."""
     import torch
 
     from flashwright.judge import oracle_device
@@ -56,16 +56,16 @@ def expected(
     return found
 
 
-class Fetching(Protocol):
-    """Whose outputs can be had."""
+class OutputSource(Protocol):
+    """A process whose outputs can be fetched."""
 
     def fetch(self, call: int, batch: int, head: int) -> Array:
-        """O of one head of a call of the last turn or burst."""
+        """O of one head, from a call of the last turn or burst."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One head of the outputs of one turn, call by call."""
+class SampledTurn:
+    """One head of the outputs of a sampled turn, by call."""
 
     seed: int
     outputs: tuple[Array, ...]
@@ -74,8 +74,8 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What the outputs of a contestant come to."""
+class OutputCheck:
+    """The result of the spot checks of one contestant."""
 
     checked: int = 0
     relative_rms: float | None = None
@@ -85,47 +85,47 @@ class Found:
 
 
 @dataclass
-class Watch:
-    """Whose turns are looked at, and what was seen of one contestant."""
+class OutputSampler:
+    """Samples outputs of one contestant's timed calls and compares them with fp64."""
 
-    player: Fetching
+    source: OutputSource
     problem: TimedProblem
     rules: Rules
     chance: random.Random
-    seen: list[Seen] = field(default_factory=list)
+    sampled: list[SampledTurn] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         spec, pick = self.problem.spec, self.chance
         self.rounds = set(pick.sample(range(self.rules.least), min(TURNS, self.rules.least)))
-        # The same head in all turns: a result that is given again is then seen to be the same.
+        # The same head in all turns, so that a replayed result has the same bits.
         self.batch, self.head = pick.randrange(self.problem.batch), pick.randrange(spec.heads)
 
-    def look(self, turn: Turn) -> None:
-        """After a turn: fetch its outputs, if it is one of those."""
+    def sample(self, turn: Turn) -> None:
+        """After a turn: fetch its outputs if the turn is to be sampled."""
         later = turn.round >= self.rules.least and self.chance.random() < LATER
         if turn.round not in self.rounds and not later:
             return
         calls = range(turn.calls)
-        outputs = tuple(self.player.fetch(call, self.batch, self.head) for call in calls)
-        self.seen.append(Seen(turn.seed, outputs, self.chance.randrange(turn.calls)))
+        outputs = tuple(self.source.fetch(call, self.batch, self.head) for call in calls)
+        self.sampled.append(SampledTurn(turn.seed, outputs, self.chance.randrange(turn.calls)))
 
-    def judge(self, expected: Expected, slack: float = 1.0) -> Found:
-        """After the rounds: compare one output of each turn that was looked at."""
+    def judge(self, expected: Expected, slack: float = 1.0) -> OutputCheck:
+        """After the rounds: compare one output of each sampled turn with fp64."""
         worst = 0.0
-        for number, one in enumerate(self.seen, 1):
+        for number, one in enumerate(self.sampled, 1):
             output = one.outputs[one.chosen]
             right = expected(self.problem, one.seed + one.chosen, self.batch, self.head, None)
             result = self._compare(output, right, slack)
             if not result.ok:
-                return Found(number, None, *self._offence(output, result.reason))
+                return OutputCheck(number, None, *self._offence(output, result.reason))
             worst = max(worst, result.relative_rms)
-        return Found(len(self.seen), worst if self.seen else None)
+        return OutputCheck(len(self.sampled), worst if self.sampled else None)
 
-    def link(self, expected: Expected, calls: int, seed: int, slack: float = 1.0) -> None:
-        """After a burst: one of its outputs, where Q has the signs of the one before; or Ended."""
+    def check_burst(self, expected: Expected, calls: int, seed: int, slack: float = 1.0) -> None:
+        """After a burst: compare one output, with Q's signs from the one before. Raises Ended."""
         call, batch = self.chance.randrange(1, calls), self.chance.randrange(self.problem.batch)
         head = self.chance.randrange(self.problem.spec.heads)
-        signs, output = (self.player.fetch(n, batch, head) for n in (call - 1, call))
+        signs, output = (self.source.fetch(n, batch, head) for n in (call - 1, call))
         result = self._compare(output, expected(self.problem, seed, batch, head, signs), slack)
         if not result.ok:
             text = f"call {call} of a burst that our own clock timed is wrong: {result.reason}"
@@ -138,12 +138,12 @@ class Watch:
         return oracle.compare(output, right, spec.dtype, tolerance)
 
     def _offence(self, output: Array, reason: str) -> tuple[str, str]:
-        every = [o for one in self.seen for o in one.outputs if o is not output]
-        if any(_same(output, other) for other in every) and np.isfinite(output).all():
+        every = [o for one in self.sampled for o in one.outputs if o is not output]
+        if any(_same_bits(output, other) for other in every) and np.isfinite(output).all():
             text = "a timed call gave, bit for bit, the output of another with other inputs"
             return "replay", text
         return "wrong", f"the output of a timed call is wrong: {reason}"
 
 
-def _same(one: Array, other: Array) -> bool:
+def _same_bits(one: Array, other: Array) -> bool:
     return one.shape == other.shape and np.array_equal(bits(one), bits(other))

@@ -1,7 +1,7 @@
-"""The paper's tables: which cells each has, and what the paper found there.
+"""The paper's tables: the cells of each, and the paper's figures.
 
-The figures are data (paper.json). The paper says nothing of the type of its half-precision inputs;
-its Turing cards multiply fp16 only, so fp16 it is.
+The figures are data (paper.json). The paper does not name the type of its half-precision inputs.
+We take fp16, because its Turing GPUs have no bf16.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from flashwright.measure.grid import Cell, Shape
 from flashwright.spec import AttentionSpec
 
 OURS = "LLM-TL"
-"""The paper's own system, which stands beside ours."""
+"""The paper's own system."""
 _SPEEDUP = "speedup over "
 
 
 @dataclass(frozen=True)
-class Table:
-    """One of the paper's tables, to be run on the GPU at hand."""
+class PaperTable:
+    """One of the paper's tables, to be run on the GPU here."""
 
     number: int
     title: str
     gpus: tuple[str, ...]
-    """The paper's; the first is the one that figures are told for where there is room for one."""
+    """The paper's GPUs; the first is the main one, whose figures stand beside ours."""
     unit: str
     make: Callable[[str], Iterator[Cell]]
-    """From a dtype."""
+    """Makes the cells for a dtype."""
     dtype: str = "fp16"
 
     def cells(self, dtype: str | None = None) -> tuple[Cell, ...]:
-        """Its cells, in the dtype asked for or the table's own."""
+        """The cells of the table, in `dtype` or the table's own."""
         return tuple(self.make(dtype or self.dtype))
 
 
@@ -74,16 +74,18 @@ def _nsa(dtype: str) -> Iterator[Cell]:
             yield Cell(spec, length, 1)
 
 
-TABLES: Mapping[int, Table] = {
+TABLES: Mapping[int, PaperTable] = {
     t.number: t
     for t in (
-        Table(1, "MHA, GQA and MQA", ("A100", "RTX8000"), "TFLOPS", _grid),
-        Table(2, "MLA, causal, 192/128", ("A100",), "TFLOPS", _mla),
-        Table(4, "cost of development, MHA d64 full 1024", ("A100",), "TFLOPS", _effort),
-        Table(6, "fp8 MHA d128 causal", ("L40S",), "TFLOPS", _fp8, "fp8"),
-        Table(7, "MHA, GQA and MQA on a T4", ("T4",), "TFLOPS", _grid),
-        Table(8, "heads of Llama2 7B, Qwen2.5 72B, Llama3.1 405B", ("A100",), "TFLOPS", _models),
-        Table(9, "NSA, seconds", ("A100",), "s", _nsa),
+        PaperTable(1, "MHA, GQA and MQA", ("A100", "RTX8000"), "TFLOPS", _grid),
+        PaperTable(2, "MLA, causal, 192/128", ("A100",), "TFLOPS", _mla),
+        PaperTable(4, "cost of development, MHA d64 full 1024", ("A100",), "TFLOPS", _effort),
+        PaperTable(6, "fp8 MHA d128 causal", ("L40S",), "TFLOPS", _fp8, "fp8"),
+        PaperTable(7, "MHA, GQA and MQA on a T4", ("T4",), "TFLOPS", _grid),
+        PaperTable(
+            8, "heads of Llama2 7B, Qwen2.5 72B, Llama3.1 405B", ("A100",), "TFLOPS", _models
+        ),
+        PaperTable(9, "NSA, seconds", ("A100",), "s", _nsa),
     )
 }
 
@@ -93,14 +95,14 @@ TABLES: Mapping[int, Table] = {
 
 @functools.cache
 def rows() -> tuple[dict[str, Any], ...]:
-    """The paper's figures, a row for each system, as paper.json has them."""
+    """The rows of paper.json: one for each system and kernel."""
     text = (resources.files("flashwright.measure") / "paper.json").read_text(encoding="utf-8")
     return tuple(json.loads(text)["rows"])
 
 
 @dataclass(frozen=True)
-class Figures:
-    """What the paper found in one cell, on one GPU."""
+class PaperCell:
+    """The paper's figures for one cell, on one GPU."""
 
     gpu: str
     unit: str
@@ -108,40 +110,40 @@ class Figures:
 
     @property
     def ours(self) -> float | None:
-        """The paper's own system."""
+        """The figure of the paper's own system; None if it has none."""
         return self.by_system.get(OURS)
 
     def ratio(self, system: str) -> float | None:
-        """How many times as fast as another system the paper's own is."""
+        """How many times as fast as `system` the paper's own is; None if unknown."""
         own, other = self.ours, self.by_system.get(system)
         if own is not None and other:
             return other / own if self.unit == "s" else own / other
         return self.by_system.get(_SPEEDUP + system)
 
 
-def figures(table: int, spec: AttentionSpec, length: int) -> tuple[Figures, ...]:
-    """The paper's figures for a cell of ours, its main GPU first; () where it has none."""
+def figures(table: int, spec: AttentionSpec, length: int) -> tuple[PaperCell, ...]:
+    """The paper's figures for one of our cells, its main GPU first; empty if it has none."""
     found: dict[str, dict[str, float]] = {gpu: {} for gpu in TABLES[table].gpus}
     for row in rows():
         value = row["by_length"].get(str(length))
         if row["table"] == table and value is not None and _same(row, spec):
             found[row["gpu"]][row["system"]] = value
     unit = TABLES[table].unit
-    return tuple(Figures(gpu, unit, told) for gpu, told in found.items() if told)
+    return tuple(PaperCell(gpu, unit, values) for gpu, values in found.items() if values)
 
 
-def nsa_total(length: int) -> Figures | None:
-    """The paper's times of all of NSA; ours are those of its branches, which are then added."""
-    told = {
+def nsa_total(length: int) -> PaperCell | None:
+    """The paper's times of NSA as a whole; ours are the sums of the branches."""
+    values = {
         r["system"]: r["by_length"].get(str(length))
         for r in rows()
         if r["table"] == 9 and r["by_length"].get(str(length)) is not None
     }
-    return Figures("A100", "s", told) if told else None
+    return PaperCell("A100", "s", values) if values else None
 
 
 def _same(row: Mapping[str, Any], spec: AttentionSpec) -> bool:
-    """Whether a row of the paper's is about this kernel."""
+    """Whether a row of paper.json is about this kernel."""
     if "heads" in row:
         return (row["heads"], row["kv_heads"]) == (spec.heads, spec.kv_heads)
     theirs = (str(row["variant"]).lower(), row["head_dim"], row.get("causal", False))
@@ -149,6 +151,6 @@ def _same(row: Mapping[str, Any], spec: AttentionSpec) -> bool:
 
 
 def development(system: str) -> str | None:
-    """How long a system took to write table 4's kernel, in the paper's words."""
+    """The development time of table 4's kernel with a system, as the paper words it."""
     found = (r for r in rows() if r["table"] == 4 and r["system"] == system)
     return next((str(r["development_time"]) for r in found), None)

@@ -1,7 +1,7 @@
-"""Rounds of turns: everybody has one turn in each round, and each round begins with another.
+"""Interleaved timing: each contestant has one turn per round, and the first one rotates.
 
-So a clock that falls or a neighbour that wakes up meets all alike. Only what was measured in the
-same rounds may be compared.
+A falling clock or other load then affects all contestants alike. Only times of the same rounds
+may be compared.
 """
 
 from __future__ import annotations
@@ -16,66 +16,66 @@ from typing import Protocol
 
 from flashwright.sandbox.process import Ended
 
-STEP = 64
-"""Between the seeds of two rounds: more than the calls of a turn."""
+SEED_STEP = 64
+"""Distance between the seeds of two rounds: more than the calls of a turn."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How long is measured."""
+    """How many calls, turns and rounds are timed."""
 
     calls: int = 4
-    """Timed calls of a turn, at most. More would let the clocks drift within a round."""
+    """Maximum calls per turn. With more, the clocks would drift within a round."""
     turn_seconds: float = 0.04
-    """About so long a turn may take: whoever needs 20 ms for a call has 2 of them."""
+    """Approximate limit of a turn: a contestant that takes 20 ms per call gets 2 calls."""
     least: int = 5
-    """Rounds, however long they take: with fewer the median says little."""
+    """Minimum rounds, however long they take: with fewer the median says little."""
     most: int = 25
-    """100 calls of each: beyond that the median moves by less than it does from run to run."""
+    """Maximum rounds, 100 calls of each: more would move the median less than another run."""
     seconds: float = 1.2
-    """For one cell, once it has had its least rounds: 72 cells are then measured in minutes."""
+    """Time limit of a cell after its minimum rounds: 72 cells then take minutes."""
     settled: float = 0.002
-    """Rounds stop early when every median is known to this part of itself."""
+    """Stop early when the relative standard error of every median is below this."""
     warm: bool = False
-    """Each turn is followed by one with a warm L2."""
+    """Whether a turn with a warm L2 follows each turn."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How long one contestant took, in seconds."""
+    """The time of one contestant: median and spread of its samples, in seconds."""
 
     median: float
     spread: float
-    """Half the distance of the quartiles, relative to the median."""
+    """Half the interquartile range, relative to the median."""
     samples: int
 
     @classmethod
     def of(cls, samples: list[float]) -> Timing:
-        """The figures of some samples."""
+        """From samples in seconds."""
         ordered = sorted(samples)
         middle, quarter = median(ordered), len(ordered) // 4
         return cls(middle, (ordered[-1 - quarter] - ordered[quarter]) / 2 / middle, len(ordered))
 
     @property
     def uncertainty(self) -> float:
-        """The median's standard error, relative to it, were the samples drawn from a bell curve.
+        """The standard error of the median, relative to it, for normally distributed samples.
 
-        Half the distance of its quartiles is 0.674 standard deviations, and the median's error
-        1.253 of them over the root of how many there are.
+        Half the interquartile range is 0.674 standard deviations; the median's standard error is
+        1.253 standard deviations over the square root of the number of samples.
         """
         return 1.253 / 0.674 * self.spread / math.sqrt(self.samples)
 
 
-class Player(Protocol):
-    """Who has turns; a sandbox is one."""
+class TimedProcess(Protocol):
+    """Something that can be timed in turns, such as a sandbox."""
 
     def turn(self, calls: int, seed: int, cold: bool = True) -> list[float]:
-        """Seconds of that many calls; Ended where it gives no answer."""
+        """Time this many calls; returns the seconds of each. Raises Ended if it does not answer."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn that has been had."""
+    """One finished turn of a contestant."""
 
     who: str
     round: int
@@ -85,69 +85,69 @@ class Turn:
 
 
 @dataclass
-class Played:
-    """What came of the rounds."""
+class RoundsResult:
+    """The samples of all rounds by contestant, and the contestants that failed."""
 
     cold: dict[str, list[float]] = field(default_factory=dict)
     warm: dict[str, list[float]] = field(default_factory=dict)
-    lost: dict[str, Ended] = field(default_factory=dict)
-    """Who ended on the way: its samples are gone, the others' are not."""
+    failed: dict[str, Ended] = field(default_factory=dict)
+    """Contestants that ended during the rounds; their samples are dropped."""
     rounds: int = 0
 
 
-def play(
-    players: Mapping[str, Player],
+def run_rounds(
+    processes: Mapping[str, TimedProcess],
     seed: int,
     rules: Rules | None = None,
     after: Callable[[Turn], None] = lambda turn: None,
     clock: Callable[[], float] = time.monotonic,
-) -> Played:
-    """Time all players; `after` may look at a turn's outputs before the next one begins.
+) -> RoundsResult:
+    """Time all processes; `after` may fetch a turn's outputs before the next turn begins.
 
-    In one round everybody gets the same inputs, and in each round others.
+    All turns of a round have the same inputs; each round has new ones.
     """
     rules = rules or Rules()
-    played = Played(cold={who: [] for who in players}, warm={who: [] for who in players})
+    result = RoundsResult(cold={who: [] for who in processes}, warm={who: [] for who in processes})
     calls: dict[str, int] = {}
-    for who, player in players.items():
-        with _losing(played, who):
-            calls[who] = _calls(player.turn(1, seed)[0], rules)  # it also wakes the GPU up
+    for who, process in processes.items():
+        with _failing(result, who):
+            calls[who] = _calls(process.turn(1, seed)[0], rules)  # it also wakes the GPU up
     start = clock()
     for number in range(rules.most):
-        names = [who for who in players if who not in played.lost]
-        if not names or (number >= rules.least and _enough(played, rules, clock() - start)):
+        names = [who for who in processes if who not in result.failed]
+        if not names or (number >= rules.least and _settled(result, rules, clock() - start)):
             break
         first = number % len(names)
         for who in names[first:] + names[:first]:
-            turn = Turn(who, number, seed + STEP * (number + 1), calls[who])
-            with _losing(played, who):
-                played.cold[who] += players[who].turn(turn.calls, turn.seed)
+            turn = Turn(who, number, seed + SEED_STEP * (number + 1), calls[who])
+            with _failing(result, who):
+                result.cold[who] += processes[who].turn(turn.calls, turn.seed)
                 after(turn)
                 if rules.warm:
-                    again = turn.seed + STEP // 2
-                    played.warm[who] += players[who].turn(turn.calls, again, cold=False)
-        played.rounds = number + 1
-    return played
+                    again = turn.seed + SEED_STEP // 2
+                    result.warm[who] += processes[who].turn(turn.calls, again, cold=False)
+        result.rounds = number + 1
+    return result
 
 
 @contextlib.contextmanager
-def _losing(played: Played, who: str) -> Iterator[None]:
-    """Whoever ends in here is out, and nobody else is disturbed."""
+def _failing(result: RoundsResult, who: str) -> Iterator[None]:
+    """If the contestant ends in this context, record it and drop its samples; the others go on."""
     try:
         yield
     except Ended as error:
-        played.lost[who] = error
-        played.cold.pop(who, None)
-        played.warm.pop(who, None)
+        result.failed[who] = error
+        result.cold.pop(who, None)
+        result.warm.pop(who, None)
 
 
 def _calls(seconds: float, rules: Rules) -> int:
-    """How many calls of that length a turn has."""
+    """The number of calls per turn, for calls of that length."""
     return max(1, min(rules.calls, int(rules.turn_seconds / seconds)))
 
 
-def _enough(played: Played, rules: Rules, seconds: float) -> bool:
+def _settled(result: RoundsResult, rules: Rules, seconds: float) -> bool:
     if seconds > rules.seconds:
         return True
-    every = [*played.cold.values(), *(played.warm.values() if rules.warm else ())]
+    every = [*result.cold.values(), *(result.warm.values() if rules.warm else ())]
     return all(Timing.of(samples).uncertainty < rules.settled for samples in every)

@@ -1,4 +1,4 @@
-"""How much work a problem is, exactly, and how fast it can be done at most."""
+"""The exact work of a problem (operations and bytes), and its roofline."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ _BYTES = {"fp16": 2, "bf16": 2, "e4m3": 1}
 
 @dataclass(frozen=True)
 class Work:
-    """What a problem asks for, over its whole batch and all heads."""
+    """The work of one call, over the whole batch and all heads."""
 
     pairs: int
-    """(query, key) pairs that are visible: masked ones need not be computed."""
+    """Visible (query, key) pairs; masked ones need not be computed."""
     flops: float
     read: int
-    """Bytes of Q, K and V that some query needs."""
+    """Bytes of Q, K and V that at least one query needs."""
     written: int
     """Bytes of O."""
 
     @property
     def bytes(self) -> int:
-        """Of Q, K, V and O."""
+        """Bytes of Q, K, V and O."""
         return self.read + self.written
 
     @property
     def intensity(self) -> float:
-        """Operations to a byte."""
+        """Arithmetic intensity: operations per byte."""
         return self.flops / self.bytes if self.bytes else 0.0
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What nothing on this GPU can be faster than."""
+    """The upper limits of a GPU: compute rate and memory bandwidth."""
 
     flops: float
-    """Operations a second, dense, in the dtype of the inputs."""
+    """Dense operations per second in the dtype of the inputs."""
     bandwidth: float
-    """Bytes a second."""
+    """Bytes per second."""
     l2_bytes: int = 0
     source: str = ""
-    """Where these are from, in words."""
+    """The source of the limits, for messages."""
 
     def least_seconds(self, work: Work) -> float:
-        """The roofline. What still lies in the L2 at the end has not been written to memory."""
+        """The shortest possible time (roofline). Output may stay in the L2 at the end of a call."""
         moved = work.read + max(0, work.written - self.l2_bytes)
         return max(work.flops / self.flops, moved / self.bandwidth)
 
 
 def bound_by_memory(work: Work, tflops: float | None, gbs: float | None) -> bool:
-    """Whether memory is the narrower of two measured rates; no where one is not known."""
+    """Whether the work is memory-bound by two measured rates; False if one is unknown."""
     return tflops is not None and gbs is not None and work.intensity < tflops * 1e3 / gbs
 
 
@@ -64,7 +64,7 @@ def work_of(
 ) -> Work:
     """The work of one call. `idx` (batch, kv_heads, q_len, top_k) are the selected blocks.
 
-    Without `idx` a selected branch is counted as if every block that may be chosen were there.
+    Without `idx`, a selected branch counts top_k full blocks, limited by the causal mask.
     """
     if spec.branch == "selected":
         pairs = _selected(spec, batch, q_len, kv_len, idx)
@@ -77,14 +77,14 @@ def work_of(
     return Work(
         pairs,
         2.0 * pairs * (spec.head_dim + spec.value_dim),
-        # Which keys are needed at all depends on the selection: they are not counted.
+        # The selection decides which keys are read: they are not counted.
         queries * spec.head_dim * size + (0 if spec.branch == "selected" else keys),
         queries * spec.value_dim * _BYTES[spec.output_dtype],
     )
 
 
 def _visible(spec: AttentionSpec, q_len: int, kv_len: int) -> NDArray[np.int64]:
-    """How many keys each row sees."""
+    """The number of visible keys of each row."""
     row = np.arange(q_len, dtype=np.int64)
     if spec.branch == "compressed":
         seen = (row - spec.block + 1) // spec.stride + 1 if spec.causal else row * 0 + kv_len

@@ -1,7 +1,7 @@
-"""From files to one Report: kernel packages, verdicts, benchmarks, in any mixture.
+"""Build one Report from files: kernel packages, verdicts and benchmarks, in any mixture.
 
-What cannot be understood is Failed with the file and, where it has lines, the line: a report that
-silently leaves something out would be worse than none.
+An invalid file raises Failed with the file and, if possible, the line: a report must not silently
+leave something out.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.measure.grid import kernel_name
 from flashwright.measure.journal import RECORDS
 from flashwright.report import package, recorded
-from flashwright.report.model import Bench, Kernel, Report, Verdict
+from flashwright.report.model import Bench, RecordedVerdict, Report, ReportKernel
 from flashwright.report.paper import figure
 from flashwright.report.reading import bad, json_of, spec_of, text_of, validated
-from flashwright.report.recorded import Paper
+from flashwright.report.recorded import PaperLookup
 
 PACKAGE_FILES = ("result.json", "build.json", "code.tl")
-NOT_RUN = "not run on a GPU"  # what a package's record says of a verdict that is not there
+NOT_RUN = "not run on a GPU"  # the line of a package's record for a missing GPU verdict
 
 
-def gather(given: Sequence[str | Path], paper: Paper = figure) -> Report:
-    """One report of all that is given; Failed where something is not what a report is made of."""
-    found = _Found(paper)
+def gather(given: Sequence[str | Path], paper: PaperLookup = figure) -> Report:
+    """One report of all paths. Raises Failed if a path is not a valid source of a report."""
+    found = _ReportBuilder(paper)
     for one in given:
         found.add(Path(one))
     return Report(
@@ -39,12 +39,12 @@ def gather(given: Sequence[str | Path], paper: Paper = figure) -> Report:
     )
 
 
-class _Found:
-    """What has been read so far."""
+class _ReportBuilder:
+    """Collects the kernels and benchmarks of a report."""
 
-    def __init__(self, paper: Paper) -> None:
+    def __init__(self, paper: PaperLookup) -> None:
         self.paper = paper
-        self.kernels: list[Kernel] = []
+        self.kernels: list[ReportKernel] = []
         self.benches: list[Bench] = []
 
     def add(self, path: Path) -> None:
@@ -74,10 +74,10 @@ class _Found:
         text = text_of(path)
         if path.suffix == ".jsonl" or _first_record(text):
             return self._records(path)
-        told = json_of(text, path)
-        if not isinstance(told, dict) or not isinstance(told.get("ok"), bool):
+        data = json_of(text, path)
+        if not isinstance(data, dict) or not isinstance(data.get("ok"), bool):
             raise bad(path, "this is neither a verdict nor a benchmark's records")
-        return self._verdict(path, told)
+        return self._verdict(path, data)
 
     # --- packages and verdicts ----------------------------------------------------------------
 
@@ -89,16 +89,16 @@ class _Found:
         else:
             self._join(twin, self.kernels[twin], new)
 
-    def _verdict(self, path: Path, told: dict[str, Any]) -> None:
-        candidate = told.get("candidate") or told.get("folder") or path.stem
-        verdict = validated(Verdict, {**told, "candidate": str(candidate)}, path)
-        spec = spec_of(told["spec"], path) if "spec" in told else None
+    def _verdict(self, path: Path, data: dict[str, Any]) -> None:
+        candidate = data.get("candidate") or data.get("folder") or path.stem
+        verdict = validated(RecordedVerdict, {**data, "candidate": str(candidate)}, path)
+        spec = spec_of(data["spec"], path) if "spec" in data else None
         for i, kernel in enumerate(self.kernels):
             if _is_about(verdict, spec is None or spec == kernel.spec, kernel):
                 self.kernels[i] = _judged(kernel, verdict)
                 return
         name = self._unused(kernel_name(spec) if spec else verdict.candidate, verdict.candidate)
-        alone = Kernel(name, spec, verdict.arch, folder=verdict.candidate, verdict=verdict)
+        alone = ReportKernel(name, spec, verdict.arch, folder=verdict.candidate, verdict=verdict)
         self.kernels.append(alone)
 
     # --- benchmarks ---------------------------------------------------------------------------
@@ -117,8 +117,8 @@ class _Found:
         known = {name: names.get(name, "") for name in bench.kernels}
         self.benches.append(replace(bench, kernels=known))
 
-    def _join(self, place: int, measured: Kernel, packaged: Kernel) -> None:
-        """One kernel that is told twice keeps the name it has here."""
+    def _join(self, place: int, measured: ReportKernel, packaged: ReportKernel) -> None:
+        """Merge two sources of the same kernel; it keeps its name in the report."""
         name = self.kernels[place].name
         self.kernels[place] = replace(_joined(measured, packaged), name=name)
 
@@ -132,16 +132,16 @@ class _Found:
 
 
 def _first_record(text: str) -> bool:
-    """Is the first line one of a benchmark's?"""
+    """Whether the first line is a record of a benchmark."""
     try:
-        told = json.loads(text.lstrip().split("\n", 1)[0])
+        data = json.loads(text.lstrip().split("\n", 1)[0])
     except (ValueError, RecursionError):
         return False
-    return isinstance(told, dict) and "record" in told
+    return isinstance(data, dict) and "record" in data
 
 
-def _same(one: Kernel, other: Kernel) -> bool:
-    """Two tellings of one kernel: the same TL became the same source and the same cubin."""
+def _same(one: ReportKernel, other: ReportKernel) -> bool:
+    """Whether two sources are about one kernel: same TL, same CUDA source, same cubin."""
     files = ("code.tl", "kernel.cu", "kernel.cubin")
     further = {n for k in (one, other) for n in k.hashes if n.partition("/")[2] in files}
     names = (*files, *sorted(further))
@@ -149,8 +149,8 @@ def _same(one: Kernel, other: Kernel) -> bool:
     return None not in mine and mine == theirs
 
 
-def _joined(measured: Kernel, packaged: Kernel) -> Kernel:
-    """A benchmark's kernel with what its package knows; a rejection by either stands."""
+def _joined(measured: ReportKernel, packaged: ReportKernel) -> ReportKernel:
+    """Merge a benchmark's kernel with its package; a rejection in either one stands."""
     verdicts = [v for v in (measured.verdict, packaged.verdict) if v is not None]
     rejected = [v for v in verdicts if not v.right]
     fullest = max(verdicts, key=lambda v: (v.on_gpu, len(v.cases)), default=None)
@@ -164,28 +164,28 @@ def _joined(measured: Kernel, packaged: Kernel) -> Kernel:
     )
 
 
-def _is_about(verdict: Verdict, same_spec: bool, kernel: Kernel) -> bool:
-    """Is it the verdict on this package? It may have been made on another machine."""
+def _is_about(verdict: RecordedVerdict, same_spec: bool, kernel: ReportKernel) -> bool:
+    """Whether a verdict is about this package; it may come from another machine."""
     if not kernel.folder or not same_spec:
         return False
     mine, theirs = Path(kernel.folder).resolve(), Path(verdict.candidate)
     return theirs.resolve() == mine or theirs.name == mine.name
 
 
-def _judged(kernel: Kernel, verdict: Verdict) -> Kernel:
-    """A package with a later verdict than its own record has."""
+def _judged(kernel: ReportKernel, verdict: RecordedVerdict) -> ReportKernel:
+    """A package with a verdict that is newer than its own record."""
     lacks = kernel.not_claimed
     if verdict.on_gpu:
         lacks = tuple(line for line in lacks if line != NOT_RUN)
     before = None if kernel.changed else kernel.verdict
     if before is not None and not before.right:
-        return kernel  # the same files were rejected before: another seed does not mend them
+        return kernel  # the same files were rejected before; another seed does not change that
     if before is not None and before.on_gpu and verdict.right and not verdict.on_gpu:
-        return kernel  # a GPU has said so already
+        return kernel  # a GPU verdict is stronger
     return replace(kernel, verdict=verdict, not_claimed=lacks, changed=())
 
 
-def _title(kernels: Sequence[Kernel], benches: Sequence[Bench]) -> str:
+def _title(kernels: Sequence[ReportKernel], benches: Sequence[Bench]) -> str:
     runs = dict.fromkeys(f"{b.record.title} on {b.record.card}" for b in benches)
     if runs:
         return _capital("; ".join(runs))

@@ -1,7 +1,7 @@
-"""What the report says first: the verdict, then the speed. Every form of it says the same words.
+"""The headline of a report: the verdict, then the speed, in the same words in every format.
 
-Nothing is claimed that the files do not show: no verdict without the card it was made on, no ratio
-without its peer, its card and the number of cells.
+It claims only what the files show: each verdict with its card, each ratio with its peer, its card
+and the number of cells.
 """
 
 from __future__ import annotations
@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashwright.report import words
-from flashwright.report.model import Bench, Check, Kernel, Report, State, Verdict
+from flashwright.report.model import (
+    Bench,
+    RecordedCheck,
+    RecordedVerdict,
+    Report,
+    ReportKernel,
+    State,
+)
 from flashwright.report.ratios import Ratios, every
 
 ORDER: tuple[State, ...] = (
@@ -28,8 +35,8 @@ MARKS: dict[State, str] = {
 
 
 @dataclass(frozen=True)
-class Point:
-    """One thing to say of kernels that share a state, and what it rests on."""
+class HeadlinePoint:
+    """The headline of kernels that share a state, with what is shown and not shown."""
 
     state: State
     title: str
@@ -38,17 +45,17 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Speed:
-    """One run: where and what, and the ratios to the peers."""
+class RunSpeed:
+    """The speed headline of one run: its title and the ratios to the peers."""
 
     title: str
     ratios: tuple[Ratios, ...]
     notes: tuple[str, ...] = ()
 
 
-def verdicts(report: Report) -> list[Point]:
-    """The bad news first; kernels of one state and card together."""
-    groups: dict[tuple[State, str], list[Kernel]] = {}
+def verdicts(report: Report) -> list[HeadlinePoint]:
+    """The verdict headlines, rejections first; kernels of one state and card are grouped."""
+    groups: dict[tuple[State, str], list[ReportKernel]] = {}
     for state in ORDER:
         for kernel in report.kernels:
             if kernel.state == state:
@@ -58,7 +65,7 @@ def verdicts(report: Report) -> list[Point]:
     return [_point(state, where, kernels, total) for (state, where), kernels in groups.items()]
 
 
-def _point(state: State, where: str, kernels: Sequence[Kernel], total: int) -> Point:
+def _point(state: State, where: str, kernels: Sequence[ReportKernel], total: int) -> HeadlinePoint:
     count = f"{len(kernels)} of {words.plural(total, 'kernel')} " if total > 1 else ""
     title = {
         "right": f"right on {where}",
@@ -74,11 +81,11 @@ def _point(state: State, where: str, kernels: Sequence[Kernel], total: int) -> P
     lacks = [line for k in kernels for line in _not_shown(k)]
     if state == "right" and total > 1:
         shown = [_together([k.verdict for k in kernels if k.verdict])]
-    return Point(state, text[:1].upper() + text[1:], _once(shown), _once(lacks))
+    return HeadlinePoint(state, text[:1].upper() + text[1:], _once(shown), _once(lacks))
 
 
-def _shown(kernel: Kernel, named: bool) -> list[str]:
-    """What is known of a kernel, for good or ill."""
+def _shown(kernel: ReportKernel, named: bool) -> list[str]:
+    """The lines that support a kernel's state."""
     lines: list[str] = []
     if kernel.state == "rejected":
         lines = [*kernel.failures, *(_rejections(kernel.verdict) if kernel.verdict else ())]
@@ -93,7 +100,7 @@ def _shown(kernel: Kernel, named: bool) -> list[str]:
     return [f"{kernel.name}: {line}" if named else line for line in lines if line]
 
 
-def _not_shown(kernel: Kernel) -> list[str]:
+def _not_shown(kernel: ReportKernel) -> list[str]:
     if kernel.state in ("rejected", "missing"):
         return []
     verdict = kernel.verdict
@@ -103,24 +110,24 @@ def _not_shown(kernel: Kernel) -> list[str]:
     return [*missing, *kernel.not_claimed, *kernel.skipped]
 
 
-def _rejections(verdict: Verdict) -> list[str]:
-    """Each offence with its message; where a record has none, what speaks against it."""
+def _rejections(verdict: RecordedVerdict) -> list[str]:
+    """Each offence with its message; without offences, the failed checks and cases."""
     told = [f"{o.name}: {o.message}" if o.message else o.name for o in verdict.offences]
     if told or verdict.right:
         return told
     checks = [f"{c.name}: {c.note or c.question}" for c in verdict.checks if c.passed is False]
     cases = [f"{c.output} ({c.problem}): {c.reason}" for c in verdict.cases if not c.ok]
-    return [*checks, *cases[:3]] or ["the judge says so, and its record does not say why"]
+    return [*checks, *cases[:3]] or ["the judge's record gives no reason"]
 
 
-def _offence_names(kernels: Sequence[Kernel]) -> list[str]:
+def _offence_names(kernels: Sequence[ReportKernel]) -> list[str]:
     names = [o.name for k in kernels if k.verdict for o in k.verdict.offences]
     names += [line.partition(":")[0] for k in kernels for line in k.failures]
     return list(dict.fromkeys(names)) or ["no reason recorded"]
 
 
-def accuracy(verdict: Verdict) -> str:
-    """How exact it is, beside the library's own error."""
+def accuracy(verdict: RecordedVerdict) -> str:
+    """The accuracy of a kernel, compared with the library's error."""
     outputs = f" on {words.plural(verdict.outputs, 'output')}" if verdict.outputs else ""
     worst = verdict.worst
     line = f"agrees with fp64{outputs}"
@@ -132,17 +139,17 @@ def accuracy(verdict: Verdict) -> str:
     return f"{line}; {verdict.unable}" if verdict.unable else line
 
 
-def _checks(checks: Sequence[Check]) -> str:
+def _checks(checks: Sequence[RecordedCheck]) -> str:
     asked = [c for c in checks if c.passed is not None]
     if not checks:
         return ""
     rest = len(checks) - len(asked)
     line = f"{words.plural(len(asked), 'check')} passed"
-    return f"{line}, {rest} could not be asked here" if rest else line
+    return f"{line}, {rest} could not run here" if rest else line
 
 
-def _together(verdicts: Sequence[Verdict]) -> str:
-    """How exact several kernels are."""
+def _together(verdicts: Sequence[RecordedVerdict]) -> str:
+    """The accuracy of several kernels in one line."""
     worst = [v.worst for v in verdicts if v.worst is not None]
     ratios = [v.worst_ratio for v in verdicts if v.worst_ratio is not None]
     line = "all agree with fp64"
@@ -158,12 +165,12 @@ def _together(verdicts: Sequence[Verdict]) -> str:
 # --- speed ------------------------------------------------------------------------------------
 
 
-def speeds(report: Report) -> list[Speed]:
-    """One for each run of the benchmark."""
+def speeds(report: Report) -> list[RunSpeed]:
+    """A speed headline for each run of the benchmark."""
     return [_speed(bench) for bench in report.benches]
 
 
-def _speed(bench: Bench) -> Speed:
+def _speed(bench: Bench) -> RunSpeed:
     run = bench.record
     wanted = max(len(run.cells), len(bench.cells))
     title = f"{run.title} on {run.card}, {words.plural(wanted, 'cell')}"
@@ -178,11 +185,11 @@ def _speed(bench: Bench) -> Speed:
     ratios = every(bench)
     if not ratios:
         notes.append("no ratio: there is no cell in which ours and a peer both have a figure")
-    return Speed(title[:1].upper() + title[1:], tuple(ratios), tuple(notes))
+    return RunSpeed(title[:1].upper() + title[1:], tuple(ratios), tuple(notes))
 
 
 def in_words(found: Ratios) -> str:
-    """A ratio with all that belongs to it, but the card."""
+    """A ratio with its peer, the number of cells and the worst cell."""
     how = {"faster": "faster", "slower": "slower", "level": "level"}[found.verdict]
     return (
         f"{words.ratio(found.mean)} times as fast as {found.peer} ({how}): geometric mean over "

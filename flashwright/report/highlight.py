@@ -1,4 +1,4 @@
-"""TL and CUDA in light colour: spans around words, everything escaped."""
+"""Syntax highlighting of TL and CUDA as HTML spans; all text is escaped."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CUDA = re.compile(
 
 
 def lines(source: str, language: re.Pattern[str]) -> list[Markup]:
-    """Each line of a text with its words marked. A comment over several lines is not known."""
+    """The lines of a text as highlighted HTML; multi-line comments are not recognised."""
     return [_line(line, language) for line in source.rstrip("\n").split("\n")] if source else []
 
 

@@ -1,4 +1,4 @@
-"""The report as Markdown: tables and lists, fit for a repository's docs."""
+"""The report as Markdown: tables and lists, for a repository's docs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from flashwright.report import headline, reproduce, tables, words
-from flashwright.report.model import Bench, Kernel, Report
+from flashwright.report.model import Bench, Report, ReportKernel
 from flashwright.version import __version__
 
 
@@ -34,7 +34,7 @@ def _lines(report: Report) -> Iterator[str]:
     yield f"Made by Flashwright {__version__} from {', '.join(_code(g) for g in report.given)}."
 
 
-def _point(point: headline.Point) -> Iterator[str]:
+def _point(point: headline.HeadlinePoint) -> Iterator[str]:
     yield f"**{headline.MARKS[point.state]} {_said(point.title)}**"
     yield ""
     yield from (f"- {_said(line)}" for line in point.shown)
@@ -44,7 +44,7 @@ def _point(point: headline.Point) -> Iterator[str]:
     yield ""
 
 
-def _speed(bench: Bench, speed: headline.Speed) -> Iterator[str]:
+def _speed(bench: Bench, speed: headline.RunSpeed) -> Iterator[str]:
     yield from (f"## {_said(speed.title)}", "")
     yield from (f"- {_said(headline.in_words(found))}" for found in speed.ratios)
     yield from (f"- **{_said(note)}**" for note in speed.notes)
@@ -53,8 +53,8 @@ def _speed(bench: Bench, speed: headline.Speed) -> Iterator[str]:
     yield from (*_table(table), "")
     yield (
         "TFLOPS by the paper's formula, medians; then how many times as fast as each peer ours is "
-        "(`÷`, above 1 where ours takes less time); the spread is half the distance of the "
-        "quartiles of our time."
+        "(`÷`, above 1 where ours takes less time); the spread is half the "
+        "interquartile range of our time."
     )
     yield ""
     absences = tables.absences(bench)
@@ -62,14 +62,14 @@ def _speed(bench: Bench, speed: headline.Speed) -> Iterator[str]:
     yield from ([""] if absences else [])
 
 
-def _kernel(kernel: Kernel) -> Iterator[str]:
-    """How it is scheduled and what was asked of it; its errors are in the table of kernels."""
+def _kernel(kernel: ReportKernel) -> Iterator[str]:
+    """A kernel's schedule and the judge's checks; its errors are in the table of kernels."""
     if kernel.schedule is not None:
         yield from (f"### How {_said(kernel.name)} is scheduled", "")
         yield from (*(f"- {_said(line)}" for line in kernel.schedule.lines), "")
     if kernel.verdict is None or not kernel.verdict.checks:
         return
-    yield from (f"### What was asked of {_said(kernel.name)}", "")
+    yield from (f"### Checks of {_said(kernel.name)}", "")
     yield from (*_table(tables.checks(kernel.verdict)), "")
 
 
@@ -79,7 +79,7 @@ def _reproduce(report: Report) -> Iterator[str]:
     yield from ("```", "")
     for bench in report.benches:
         run = bench.record
-        told = {
+        environment = {
             "card": f"{run.card} ({run.arch})",
             "started": run.started,
             "run": run.id,
@@ -91,7 +91,7 @@ def _reproduce(report: Report) -> Iterator[str]:
             **{f"matmul {n}": f"{words.rate(v)} TFLOPS" for n, v in run.matmul.items()},
         }
         yield from ("| environment | |", "|---|---|")
-        yield from (f"| {_said(name)} | {_said(text)} |" for name, text in told.items())
+        yield from (f"| {_said(name)} | {_said(text)} |" for name, text in environment.items())
         yield ""
 
 
@@ -108,7 +108,7 @@ def _one_line(text: str) -> str:
 
 
 def _said(text: str) -> str:
-    """Text that stays text: nothing in it is taken for Markdown or HTML."""
+    """Text with Markdown and HTML characters escaped."""
     return re.sub(r"([\\`*_\[\]<>|#~&])", r"\\\1", words.plain(text))
 
 

@@ -1,4 +1,4 @@
-"""What a report is made of, as frozen data. gather.py fills it; the renderers only read it."""
+"""The data of a report, frozen. gather.py builds it; the renderers only read it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from flashwright.judge.verdict import EMULATION
 from flashwright.lower.report import LoopReport
-from flashwright.lower.report import Report as Path
+from flashwright.lower.report import Report as SchedulePath
 from flashwright.lower.source_map import Stretch
 from flashwright.measure.records import OURS, AbsentRecord, NumberRecord, RunRecord
 from flashwright.spec import AttentionSpec
 
 State = Literal["right", "rejected", "emulated", "cpu", "unjudged", "changed", "missing"]
-"""What is known of a kernel. `emulated` and `cpu`: right there, and not run on a GPU."""
+"""The state of a kernel. `emulated` and `cpu`: right there, but not run on a GPU."""
 
 
-class _Told(BaseModel):
-    """Part of a verdict as JSON holds it; what is missing there is not known."""
+class _RecordedModel(BaseModel):
+    """Base of data read from JSON records; unknown fields are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class Offence(_Told):
+class RecordedOffence(_RecordedModel):
     """Why a candidate is unacceptable."""
 
     name: str
@@ -33,8 +33,8 @@ class Offence(_Told):
     message: str = ""
 
 
-class Check(_Told):
-    """A question that was asked; `passed` is None where it could not be."""
+class RecordedCheck(_RecordedModel):
+    """One check of the judge; `passed` is None if it could not run."""
 
     name: str
     question: str = ""
@@ -43,8 +43,8 @@ class Check(_Told):
     note: str = ""
 
 
-class Case(_Told):
-    """One output of one problem, and the library's error beside it."""
+class RecordedCase(_RecordedModel):
+    """One output of one problem: its error and the library's."""
 
     dims: dict[str, int] = {}
     kind: str = ""
@@ -75,29 +75,29 @@ class Case(_Told):
         return ", ".join(filter(None, words))
 
 
-class Picture(_Told):
+class ErrorMap(_RecordedModel):
     """The error in each cell of a grid over O: rows follow the query, columns the head dim."""
 
     dims: dict[str, int] = {}
     error: tuple[tuple[float, ...], ...] = Field(default=(), repr=False)
 
 
-class Verdict(_Told):
-    """What the judge said: Verdict.record() of judge/verdict.py, read back."""
+class RecordedVerdict(_RecordedModel):
+    """A verdict read back from `Verdict.record()` of judge/verdict.py."""
 
     ok: bool
     candidate: str = ""
     device: str = ""
     arch: str = ""
     seed: int | None = None
-    offences: tuple[Offence, ...] = ()
-    checks: tuple[Check, ...] = ()
-    cases: tuple[Case, ...] = ()
+    offences: tuple[RecordedOffence, ...] = ()
+    checks: tuple[RecordedCheck, ...] = ()
+    cases: tuple[RecordedCase, ...] = ()
     library: str | None = None
     unable: str | None = None
     worst: float | None = None
     worst_ratio: float | None = None
-    picture: Picture | None = None
+    picture: ErrorMap | None = None
     seconds: float | None = None
     notes: tuple[str, ...] = ()
     unreached: tuple[str, ...] = ()
@@ -105,14 +105,14 @@ class Verdict(_Told):
 
     @model_validator(mode="before")
     @classmethod
-    def _whole(cls, told: Any) -> Any:
-        """The sanitizer's findings are offences too."""
-        if not isinstance(told, dict):
-            return told
-        offences, more = (told.get(n, ()) for n in ("offences", "sanitizer"))
+    def _with_sanitizer(cls, data: Any) -> Any:
+        """Add the sanitizer's findings to the offences."""
+        if not isinstance(data, dict):
+            return data
+        offences, more = (data.get(n, ()) for n in ("offences", "sanitizer"))
         if isinstance(offences, list | tuple) and isinstance(more, list | tuple):
-            told = {**told, "offences": (*offences, *more)}
-        return told
+            data = {**data, "offences": (*offences, *more)}
+        return data
 
     @property
     def outputs(self) -> int:
@@ -121,7 +121,7 @@ class Verdict(_Told):
 
     @property
     def right(self) -> bool:
-        """Accepted, and nothing in the record speaks against it."""
+        """Accepted, and no offence, failed check or wrong case in the record."""
         bad = any(c.passed is False for c in self.checks) or any(not c.ok for c in self.cases)
         return self.ok and not self.offences and not bad and not self.missing
 
@@ -132,7 +132,7 @@ class Verdict(_Told):
 
     @property
     def on_gpu(self) -> bool:
-        """It was run on a GPU, whose name is then known."""
+        """Whether the verdict comes from a run on a GPU."""
         return self.device.lower() not in ("", "cpu", EMULATION)
 
     @property
@@ -142,7 +142,7 @@ class Verdict(_Told):
         return f"{self.device} of {self.arch}" if emulated else self.device
 
 
-class ScheduledLoop(_Told):
+class ScheduledLoop(_RecordedModel):
     """How a loop with GEMMs was scheduled."""
 
     line: int
@@ -152,8 +152,8 @@ class ScheduledLoop(_Told):
     ahead: int = 0
 
 
-class ScheduleRemark(_Told):
-    """Something that the GPU can do and the kernel does not."""
+class ScheduleRemark(_RecordedModel):
+    """A capability of the GPU that the kernel does not use."""
 
     code: str
     line: int | None = None
@@ -162,21 +162,21 @@ class ScheduleRemark(_Told):
 
     @property
     def in_words(self) -> str:
-        """The remark in a line."""
+        """The remark in one line, with its code and place."""
         where = f", line {self.line}" if self.line else ""
         return f"{self.code}{where}: {self.text}{f' ({self.help})' if self.help else ''}"
 
 
-class Registers(_Told):
-    """What a thread that computes may use, and what is left; None where ptxas does not say."""
+class Registers(_RecordedModel):
+    """The register limit of a computing thread, and the registers left; None if unknown."""
 
     most: int = 0
     setmaxnreg: bool = False
     left: int | None = None
 
 
-class Schedule(_Told):
-    """The path that a kernel takes: `schedule` of build.json."""
+class RecordedSchedule(_RecordedModel):
+    """The schedule of a kernel: `schedule` of build.json."""
 
     products: str
     copies: str
@@ -189,8 +189,8 @@ class Schedule(_Told):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The path, the registers that are left, and a line for each thing that is not done."""
-        path = Path(
+        """The schedule, the registers left, and a line for each remark."""
+        path = SchedulePath(
             products=self.products,
             copies=self.copies,
             persistent=self.persistent,
@@ -207,29 +207,29 @@ class Schedule(_Told):
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """One kernel: what it was asked to be, its texts, and what is known of it."""
+class ReportKernel:
+    """One kernel of a report: its spec, its texts, and all results."""
 
     name: str
-    """As a reader tells it from the others of the report."""
+    """Its name, unique within the report."""
     spec: AttentionSpec | None
     gpu: str
     """The GPU it was translated for."""
     folder: str = ""
-    """As the user named it; empty where it comes from a benchmark's records."""
+    """Its folder as the user named it; empty for a kernel of a benchmark's records."""
     tl: str = field(default="", repr=False)
     source: str = field(default="", repr=False)
     map: tuple[Stretch, ...] = field(default=(), repr=False)
     reasoning: str = field(default="", repr=False)
     hashes: Mapping[str, str] = field(default_factory=dict)
     ptxas: Mapping[str, int] = field(default_factory=dict)
-    """registers, spills, stack, shared and threads, as far as they are known."""
-    schedule: Schedule | None = None
-    """Of a kernel that the translator made; None where it is not known."""
+    """Registers, spills, stack, shared memory and threads, if known."""
+    schedule: RecordedSchedule | None = None
+    """The schedule of a translated kernel; None if it is not known."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    verdict: Verdict | None = None
-    cpu: tuple[Case, ...] = ()
-    """The problems of the run on the CPU, where there was one."""
+    verdict: RecordedVerdict | None = None
+    cpu: tuple[RecordedCase, ...] = ()
+    """The problems of the run on the CPU, if there was one."""
     claimed: tuple[str, ...] = ()
     not_claimed: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
@@ -237,13 +237,13 @@ class Kernel:
     skipped: tuple[str, ...] = ()
     """Why stages of `generate` did not run."""
     changed: tuple[str, ...] = ()
-    """Files that are no longer those which were judged."""
+    """Files that have changed since they were judged."""
     why: str = ""
     """Why there is no kernel."""
 
     @property
     def state(self) -> State:
-        """What may be said of it: the worst that is known."""
+        """The state of the kernel: the worst result counts."""
         if self.why:
             return "missing"
         unknown = self.verdict is None or self.verdict.open
@@ -260,7 +260,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class PaperFigure:
-    """What the paper found in a cell, for its own system on its GPU."""
+    """The paper's figure for its own system in a cell, on its GPU."""
 
     gpu: str
     unit: str
@@ -271,8 +271,8 @@ class PaperFigure:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One problem of a benchmark: the figures by contestant, and why others have none."""
+class CellResults:
+    """The results of one cell: numbers by contestant, and the reasons of those without one."""
 
     name: str
     kernel: str
@@ -280,7 +280,7 @@ class Cell:
     numbers: Mapping[str, NumberRecord] = field(default_factory=dict)
     absent: Mapping[str, AbsentRecord] = field(default_factory=dict)
     counts: bool = True
-    """False where the judge rejects our kernel: then its time is no speed."""
+    """False if the judge rejects our kernel: its times then count in no ratio."""
     paper: PaperFigure | None = None
 
     def tflops(self, who: str) -> float | None:
@@ -289,19 +289,19 @@ class Cell:
         return found.tflops if found else None
 
     def ratio(self, peer: str) -> float | None:
-        """How many times as fast as the peer we are."""
+        """How many times as fast as the peer ours is; None if one of them does not count."""
         ours, theirs = self.numbers.get(OURS), self.numbers.get(peer)
         if not self.counts or ours is None or theirs is None or ours.seconds <= 0:
             return None
         return theirs.seconds / ours.seconds if theirs.seconds > 0 else None
 
     def best_peer(self) -> str | None:
-        """The fastest of the others."""
+        """The fastest peer; None if no peer has a figure."""
         others = [n for n in self.numbers.values() if n.who != OURS and n.seconds > 0]
         return min(others, key=lambda n: n.seconds).who if others else None
 
     def best_ratio(self) -> float | None:
-        """The ratio to the fastest of the others."""
+        """Our ratio to the fastest peer."""
         peer = self.best_peer()
         return self.ratio(peer) if peer is not None else None
 
@@ -319,20 +319,20 @@ class Bench:
     record: RunRecord
     source: str
     """The file, as the user named it."""
-    cells: tuple[Cell, ...]
+    cells: tuple[CellResults, ...]
     kernels: Mapping[str, str] = field(default_factory=dict)
     """Its kernels in the order of the cells, and the name of each in the report."""
     dtypes: Mapping[str, str] = field(default_factory=dict)
-    """By kernel: which of the measured products is its ceiling."""
+    """The dtype of each kernel, which selects the measured ceiling."""
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """All contestants but us: those that were announced, then any others that have lines."""
+        """All contestants but ours: those of the run's record, then others that have records."""
         seen = (w for c in self.cells for w in (*c.numbers, *c.absent))
         order = dict.fromkeys((*self.record.contestants, *seen))
         return tuple(who for who in order if who != OURS)
 
-    def of(self, kernel: str) -> tuple[Cell, ...]:
+    def of(self, kernel: str) -> tuple[CellResults, ...]:
         """A kernel's cells by length."""
         mine = (c for c in self.cells if c.kernel == kernel)
         return tuple(sorted(mine, key=lambda c: c.length or 0))
@@ -343,21 +343,21 @@ class Bench:
 
     @property
     def measured(self) -> int:
-        """Cells in which everybody has a figure or a reason."""
+        """The number of cells in which every contestant has a figure or a reason."""
         wanted = set(self.record.contestants)
         return sum(wanted <= {*c.numbers, *c.absent} for c in self.cells)
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that was given, as one thing."""
+    """All kernels and benchmarks of a report."""
 
     title: str
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[ReportKernel, ...]
     benches: tuple[Bench, ...] = ()
     given: tuple[str, ...] = ()
-    """What it was made of, as the user named it."""
+    """The sources, as the user named them."""
 
-    def kernel(self, name: str) -> Kernel | None:
+    def kernel(self, name: str) -> ReportKernel | None:
         """The kernel of that name; None if the report has none."""
         return next((k for k in self.kernels if k.name == name), None)

@@ -1,4 +1,4 @@
-"""A kernel package's folder as a Kernel of the report."""
+"""Read a kernel package's folder as a kernel of the report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashwright.build.package import CLASSES
 from flashwright.files import sha256
 from flashwright.lower.source_map import SourceMap, Stretch
 from flashwright.measure.grid import kernel_name
-from flashwright.report.model import Case, Kernel, Schedule, Verdict
+from flashwright.report.model import RecordedCase, RecordedSchedule, RecordedVerdict, ReportKernel
 from flashwright.report.reading import bad, bytes_of, object_of, spec_of, text_of, validated
 from flashwright.spec import AttentionSpec, BadSpec, parse
 
@@ -42,16 +42,16 @@ class _Stage(_PackageRecord):
 
 
 class _Result(_PackageRecord):
-    """The part of result.json that a report tells (pipeline.py writes it)."""
+    """The part of result.json that a report shows (generate/pipeline.py writes it)."""
 
     ok: bool = True
     spec: dict[str, Any] | None = None
     gpu: str = ""
     stages: tuple[_Stage, ...] = ()
     findings: tuple[_Finding, ...] = ()
-    cpu: tuple[Case, ...] | None = None
-    gpu_run: Verdict | None = None
-    emulated_run: Verdict | None = None
+    cpu: tuple[RecordedCase, ...] | None = None
+    gpu_run: RecordedVerdict | None = None
+    emulated_run: RecordedVerdict | None = None
     artefacts: dict[str, str] = {}
     claimed: tuple[str, ...] = ()
     not_claimed: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ class _Build(_PackageRecord):
     stack: int = 0
     shared: int = 0
     seconds: float | None = None
-    schedule: Schedule | None = None
+    schedule: RecordedSchedule | None = None
 
 
 class _Launch(_PackageRecord):
@@ -73,16 +73,16 @@ class _Launch(_PackageRecord):
     shared: int = 0
 
 
-Told = TypeVar("Told", bound=_PackageRecord)
+Data = TypeVar("Data", bound=_PackageRecord)
 
 
-def read(folder: Path) -> Kernel:
-    """What the files of a folder say; Failed where one of them is not what it should be."""
+def read(folder: Path) -> ReportKernel:
+    """The kernel of a package folder. Raises Failed if one of its files is invalid."""
     result = _file(_Result, folder / "result.json")
     build, launch = _file(_Build, folder / "build.json"), _file(_Launch, folder / "launch.json")
     texts = {name: text_of(folder / name) for name in TEXTS if (folder / name).is_file()}
     spec = _spec(folder, texts.get("spec.toml"), result)
-    kernel = Kernel(
+    kernel = ReportKernel(
         name=kernel_name(spec) if spec else folder.resolve().name,
         spec=spec,
         gpu=result.gpu or build.gpu,
@@ -109,8 +109,8 @@ def _hashes(folder: Path) -> dict[str, str]:
     return {n: sha256(bytes_of(folder / n)) for n in names if (folder / n).is_file()}
 
 
-def _with_claims(kernel: Kernel, result: _Result) -> Kernel:
-    """What the record says holds for the files only while they are those it tells of."""
+def _with_claims(kernel: ReportKernel, result: _Result) -> ReportKernel:
+    """Add the claims of result.json; they hold only while the files are unchanged."""
     verdict = result.gpu_run or result.emulated_run
     if verdict is not None and not verdict.candidate:
         verdict = verdict.model_copy(update={"candidate": kernel.folder})
@@ -123,7 +123,7 @@ def _with_claims(kernel: Kernel, result: _Result) -> Kernel:
     )
 
 
-def _file(model: type[Told], path: Path) -> Told:
+def _file(model: type[Data], path: Path) -> Data:
     return validated(model, object_of(path) if path.is_file() else {}, path)
 
 
@@ -144,10 +144,10 @@ def _map(path: Path) -> tuple[Stretch, ...]:
 
 
 def _changed(folder: Path, result: _Result) -> tuple[str, ...]:
-    """The files that are not those the record tells of: nothing it says is of them."""
+    """The files that differ from the digests in result.json, so that its claims do not apply."""
     kernels = ("", *read_classes(folder).others)
     there = {n: folder / n for n in result.artefacts if n.rpartition("/")[0] in kernels}
-    if result.artefacts:  # kernels that came later are not told of
+    if result.artefacts:  # kernels installed later are not in the record
         there[CLASSES] = folder / CLASSES
     return tuple(
         name
@@ -157,7 +157,7 @@ def _changed(folder: Path, result: _Result) -> tuple[str, ...]:
 
 
 def _failures(result: _Result) -> tuple[str, ...]:
-    """Why `generate` stopped, unless the verdict says it already."""
+    """Why `generate` stopped, unless the verdict already shows it."""
     verdicts = (v for v in (result.gpu_run, result.emulated_run) if v is not None)
     if result.ok or any(not v.right for v in verdicts):
         return ()
@@ -173,18 +173,18 @@ def _skipped(result: _Result) -> tuple[str, ...]:
 
 
 def _ptxas(build: _Build, launch: _Launch) -> dict[str, int]:
-    """As a benchmark's records have it; shared memory is what a block gets in all."""
-    told: dict[str, int] = {}
+    """ptxas figures by the names of a benchmark's records; shared memory is static plus dynamic."""
+    figures: dict[str, int] = {}
     if build.registers is not None:
         spills = build.spill_stores + build.spill_loads
-        told |= {"registers": build.registers, "spills": spills, "stack": build.stack}
+        figures |= {"registers": build.registers, "spills": spills, "stack": build.stack}
     if launch.threads is not None:
-        told |= {"shared": launch.shared + build.shared, "threads": launch.threads}
-    return told
+        figures |= {"shared": launch.shared + build.shared, "threads": launch.threads}
+    return figures
 
 
 def _seconds(result: _Result, build: _Build) -> dict[str, float]:
-    """Of each stage; the compiler's is what it took when it last ran, not what the cache took."""
-    told = {s.stage: s.seconds for s in result.stages if s.status != "skipped"}
-    told.pop("build", None)
-    return told if build.seconds is None else {**told, "nvcc": build.seconds}
+    """Seconds by stage; nvcc's are those of its last run, not of a cache hit."""
+    figures = {s.stage: s.seconds for s in result.stages if s.status != "skipped"}
+    figures.pop("build", None)
+    return figures if build.seconds is None else {**figures, "nvcc": build.seconds}

@@ -1,4 +1,4 @@
-"""The report as one HTML page: everything inline, nothing fetched, only our own script run."""
+"""The report as one HTML page: all inline, nothing fetched, no script but our own."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from markdown_it import MarkdownIt
 from markupsafe import Markup
 
 from flashwright.report import headline, highlight, plots, reproduce, tables, words
-from flashwright.report.model import Bench, Kernel, Report, Verdict
+from flashwright.report.model import Bench, RecordedVerdict, Report, ReportKernel
 from flashwright.version import __version__
 
 GENERATOR = "flashwright report"
-_HEADINGS = {f"h{n}": f"h{min(6, n + 3)}" for n in range(1, 7)}  # they stand under our own
+_HEADINGS = {f"h{n}": f"h{min(6, n + 3)}" for n in range(1, 7)}  # below the page's own headings
 
 
 def html(report: Report) -> str:
@@ -56,7 +56,7 @@ def _asset(name: str) -> str:
 
 
 def _policy(css: str, js: str) -> str:
-    """Only this style and this script, and nothing from anywhere."""
+    """A content security policy that allows only this style and this script."""
     digests = (hashlib.sha256(text.encode()).digest() for text in (css, js))
     style, script = (base64.b64encode(digest).decode() for digest in digests)
     return (
@@ -65,9 +65,9 @@ def _policy(css: str, js: str) -> str:
     )
 
 
-def _data(told: Any) -> Markup:
-    """JSON that may stand in a script element: no text in it can end the element."""
-    dumped = json.dumps(told, separators=(",", ":"))
+def _data(data: Any) -> Markup:
+    """JSON for a script element, escaped so that no text in it can end the element."""
+    dumped = json.dumps(data, separators=(",", ":"))
     for char in "<>&\u2028\u2029":
         dumped = dumped.replace(char, f"\\u{ord(char):04x}")
     return Markup(dumped)
@@ -82,37 +82,37 @@ def _spans(columns: Sequence[tables.Column]) -> list[tuple[str, int]]:
 
 
 @dataclass(frozen=True)
-class Chart:
+class SpeedChart:
     """The speed plot of one kernel, with the state of its verdict."""
 
     kernel: str
     link: str
     state: str
-    """What the judge says of our kernel, unless it is right."""
+    """The state of our kernel; empty if it is right."""
     svg: Markup
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run of the benchmark, ready to be shown."""
+class RunSection:
+    """One run of the benchmark, as the template needs it."""
 
     number: int
     bench: Bench
-    speed: headline.Speed
-    contestants: list[plots.Contestant]
-    charts: list[Chart]
+    speed: headline.RunSpeed
+    contestants: list[plots.PlotSeries]
+    charts: list[SpeedChart]
     cells: tables.Table
     absences: list[tuple[str, str, str]]
 
 
-def _run(report: Report, number: int) -> Run:
+def _run(report: Report, number: int) -> RunSection:
     bench = report.benches[number]
     drawn = []
     for name, link in bench.kernels.items():
         kernel = report.kernel(link)
         said = tables.state(kernel).text if kernel and kernel.state != "right" else ""
-        drawn.append(Chart(name, link, said, plots.speed(bench, name)))
-    return Run(
+        drawn.append(SpeedChart(name, link, said, plots.speed(bench, name)))
+    return RunSection(
         number=number,
         bench=bench,
         speed=headline.speeds(report)[number],
@@ -127,24 +127,24 @@ def _run(report: Report, number: int) -> Run:
 
 
 @dataclass(frozen=True)
-class Line:
-    """A line of code; `mapped` where it has a counterpart in the other text."""
+class CodeLine:
+    """A line of code; `mapped` if the line map relates it to a line of the other text."""
 
     text: Markup
     mapped: bool
 
 
 @dataclass(frozen=True)
-class Panel:
-    """One kernel, ready to be shown."""
+class KernelPanel:
+    """One kernel, as the template needs it."""
 
     anchor: str
-    kernel: Kernel
+    kernel: ReportKernel
     words: str
-    tl: list[Line]
-    source: list[Line]
+    tl: list[CodeLine]
+    source: list[CodeLine]
     reasoning: Markup
-    verdict: Verdict | None
+    verdict: RecordedVerdict | None
     errors: list[tuple[str, Markup, bool]]
     """By output: the drawing, and whether the library's errors are in it."""
     heat: Markup
@@ -154,10 +154,10 @@ class Panel:
     cpu: tables.Table | None
 
 
-def _panel(number: int, kernel: Kernel) -> Panel:
+def _panel(number: int, kernel: ReportKernel) -> KernelPanel:
     verdict = kernel.verdict
     picture = verdict.picture if verdict else None
-    return Panel(
+    return KernelPanel(
         anchor=f"kernel-{number}",
         kernel=kernel,
         words=kernel.spec.in_words if kernel.spec else "",
@@ -174,20 +174,22 @@ def _panel(number: int, kernel: Kernel) -> Panel:
     )
 
 
-def _errors(verdict: Verdict) -> list[tuple[str, Markup, bool]]:
+def _errors(verdict: RecordedVerdict) -> list[tuple[str, Markup, bool]]:
     outputs = dict.fromkeys(c.output for c in verdict.cases)
     beside = {c.output for c in verdict.cases if c.library_rms is not None}
     return [(name, plots.errors(verdict, name), name in beside) for name in outputs]
 
 
-def _lines(source: str, language: re.Pattern[str], mapped: Sequence[tuple[int, int]]) -> list[Line]:
+def _lines(
+    source: str, language: re.Pattern[str], mapped: Sequence[tuple[int, int]]
+) -> list[CodeLine]:
     numbers = {n for first, last in mapped for n in range(first, min(last, 1_000_000) + 1)}
     shown = highlight.lines(source, language)
-    return [Line(text, number in numbers) for number, text in enumerate(shown, 1)]
+    return [CodeLine(text, number in numbers) for number, text in enumerate(shown, 1)]
 
 
 def rendered(markdown: str) -> Markup:
-    """Markdown as HTML. HTML in it is text; nothing in it is fetched; headings go below ours."""
+    """Markdown as HTML, without raw HTML and images; headings go below the page's own."""
     parser = MarkdownIt("commonmark", {"html": False}).enable("table").disable("image")
     tokens = parser.parse(markdown)
     for token in tokens:

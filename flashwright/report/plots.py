@@ -1,4 +1,4 @@
-"""The drawings of a report: speed against length, errors beside the library's, where they are."""
+"""The plots of a report: speed over length, errors against the library's, error maps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from markupsafe import Markup
 from flashwright.judge.trial import MOST
 from flashwright.measure.records import OURS
 from flashwright.report import words
-from flashwright.report.model import Bench, Case, Cell, Picture, Verdict
+from flashwright.report.model import Bench, CellResults, ErrorMap, RecordedCase, RecordedVerdict
 from flashwright.report.svg import (
     STYLES,
     Scale,
@@ -29,7 +29,7 @@ from flashwright.report.svg import (
 )
 
 LIMIT = MOST
-"""How many times the library's error the judge allows: the bar in a drawing of errors."""
+"""The judge's limit as a multiple of the library's error: the bar in an error plot."""
 STEPS = 9  # of the heat map's colours
 LONGEST = 16  # characters of a label beside its line
 
@@ -41,8 +41,8 @@ LEFT, RIGHT, TOP, BOTTOM = 34.0, 98.0, 12.0, 26.0
 
 
 @dataclass(frozen=True)
-class Contestant:
-    """A contestant and its style on the page."""
+class PlotSeries:
+    """A contestant's line in the plots, with its style."""
 
     name: str
     title: str
@@ -57,16 +57,16 @@ class Contestant:
         )
 
 
-def contestants(bench: Bench) -> list[Contestant]:
+def contestants(bench: Bench) -> list[PlotSeries]:
     """Ours first; each keeps its style in every chart of the run."""
-    others = [Contestant(p, p, 1 + i % (STYLES - 1)) for i, p in enumerate(bench.peers)]
-    return [Contestant(OURS, "Flashwright", 0), *others]
+    others = [PlotSeries(p, p, 1 + i % (STYLES - 1)) for i, p in enumerate(bench.peers)]
+    return [PlotSeries(OURS, "Flashwright", 0), *others]
 
 
 def speed(bench: Bench, kernel: str) -> Markup:
-    """TFLOPS against length, a line for each contestant, for one kernel.
+    """TFLOPS over length for one kernel, a line for each contestant.
 
-    All charts of a run have the same scale, from 0: they may be compared by eye.
+    All charts of a run share one scale from 0, so they can be compared by eye.
     """
     cells = [c for c in bench.of(kernel) if c.length]
     lengths = sorted({c.length for c in cells if c.length})
@@ -89,7 +89,7 @@ def speed(bench: Bench, kernel: str) -> Markup:
 
 
 def _most(bench: Bench) -> float:
-    """The top of the scale: the ceiling, or the fastest."""
+    """The top of the scale: the highest rate or ceiling."""
     rates = [n.tflops for c in bench.cells for n in c.numbers.values()]
     ceilings = [found for k in bench.kernels if (found := bench.ceiling(k)) is not None]
     return max([*rates, *ceilings], default=0.0)
@@ -110,8 +110,8 @@ def _grid(ticks: Sequence[float], lengths: Sequence[int], x: Scale, y: Scale) ->
     return parts
 
 
-def _series(cells: Sequence[Cell], who: Contestant, x: Scale, y: Scale) -> Markup:
-    """A line that breaks where there is no figure, with the spread as bars."""
+def _series(cells: Sequence[CellResults], who: PlotSeries, x: Scale, y: Scale) -> Markup:
+    """A contestant's line, with gaps for missing figures and the spread as bars."""
     runs: list[list[tuple[float, float]]] = [[]]
     marks: list[Markup] = []
     for cell in cells:
@@ -131,7 +131,7 @@ def _series(cells: Sequence[Cell], who: Contestant, x: Scale, y: Scale) -> Marku
     return tag("g", *lines, *marks, class_=f"series s{who.style}", data_who=str(who.style))
 
 
-def _names(cells: Sequence[Cell], order: Sequence[Contestant], y: Scale) -> list[Markup]:
+def _names(cells: Sequence[CellResults], order: Sequence[PlotSeries], y: Scale) -> list[Markup]:
     """Each line's name at its right end."""
     ends = []
     for who in order:
@@ -154,8 +154,8 @@ def _cut(name: str) -> str:
     return name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…"
 
 
-def _bands(cells: Sequence[Cell], order: Sequence[Contestant], x: Scale) -> list[Markup]:
-    """Invisible columns, one for each length, that carry what a tooltip says."""
+def _bands(cells: Sequence[CellResults], order: Sequence[PlotSeries], x: Scale) -> list[Markup]:
+    """Invisible columns, one for each length, that carry the tooltips."""
     bands = []
     for i, cell in enumerate(cells):
         assert cell.length
@@ -179,7 +179,7 @@ def _bands(cells: Sequence[Cell], order: Sequence[Contestant], x: Scale) -> list
     return bands
 
 
-def _tip(cell: Cell, who: Contestant) -> str:
+def _tip(cell: CellResults, who: PlotSeries) -> str:
     number, absent = cell.numbers.get(who.name), cell.absent.get(who.name)
     if number is not None:
         line_ = f"{who.title}: {words.rate(number.tflops)} TFLOPS ± {words.share(number.spread)}"
@@ -194,7 +194,7 @@ DOTS_W, DOTS_LEFT, DOTS_TOP = 420.0, 70.0, 8.0
 FEW = 24  # cases up to which each has more room
 
 
-def errors(verdict: Verdict, output: str = "O") -> Markup:
+def errors(verdict: RecordedVerdict, output: str = "O") -> Markup:
     """Each case's error and the library's beside it, on a log scale, by kind of inputs."""
     cases = [c for c in verdict.cases if c.output == output]
     if not cases:
@@ -216,8 +216,8 @@ def errors(verdict: Verdict, output: str = "O") -> Markup:
     return picture(DOTS_W, bottom + 20, title, about, *parts)
 
 
-def _error_axis(cases: Sequence[Case], bottom: float) -> tuple[Scale, list[Markup]]:
-    """A log scale; 0 has a place of its own left of it, and what is not finite one at the right."""
+def _error_axis(cases: Sequence[RecordedCase], bottom: float) -> tuple[Scale, list[Markup]]:
+    """A log scale, with separate positions for 0 (left) and non-finite values (right)."""
     values = [v for c in cases for v in (c.relative_rms, c.library_rms, _limit(c)) if v is not None]
     left, right = DOTS_LEFT + 10, DOTS_W - 14
     parts = []
@@ -238,11 +238,11 @@ def _error_axis(cases: Sequence[Case], bottom: float) -> tuple[Scale, list[Marku
     return x, parts
 
 
-def _limit(case: Case) -> float | None:
+def _limit(case: RecordedCase) -> float | None:
     return case.library_rms * LIMIT if case.library_rms else None
 
 
-def _dots(case: Case, y: float, x: Scale) -> Markup:
+def _dots(case: RecordedCase, y: float, x: Scale) -> Markup:
     """The marks of one case: our error and the library's."""
 
     def at(value: float) -> float:
@@ -264,7 +264,7 @@ def _dots(case: Case, y: float, x: Scale) -> Markup:
     return tag("g", *parts)
 
 
-def _case_tip(case: Case) -> str:
+def _case_tip(case: RecordedCase) -> str:
     said = [f"{case.kind} {case.output}: {case.problem}", f"error {words.error(case.relative_rms)}"]
     if case.library_rms is not None:
         said.append(f"library {words.error(case.library_rms)}")
@@ -278,8 +278,8 @@ def _case_tip(case: Case) -> str:
 MAP_W, MAP_HIGH, MAP_LEFT, MAP_TOP = 420.0, 270.0, 24.0, 8.0
 
 
-def heat(found: Picture) -> Markup:
-    """The greatest error in each part of O, darker where it is greater (on a log scale)."""
+def heat(found: ErrorMap) -> Markup:
+    """A heat map of the largest error in each part of O, on a log scale."""
     rows = [row for row in found.error if row]
     if not rows:
         return Markup("")

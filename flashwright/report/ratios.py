@@ -1,4 +1,4 @@
-"""Our speed relative to the peers, over the cells that both did."""
+"""Our speed relative to each peer, over the cells in which both have a figure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from flashwright.report.model import Bench, Cell
+from flashwright.report.model import Bench, CellResults
 
 BEST = "the fastest peer of each cell"
 LEVEL = 0.005  # a ratio this near to 1 says neither faster nor slower
@@ -18,7 +18,7 @@ class Ratios:
 
     peer: str
     cells: int
-    """In which both have a figure."""
+    """The number of cells in which both have a figure."""
     mean: float
     """Geometric."""
     worst: float
@@ -32,24 +32,24 @@ class Ratios:
 
 
 def compared(ratio: float) -> str:
-    """Which of the two takes less time, as far as two decimals show it."""
+    """`faster`, `slower`, or `level` if the ratio is within LEVEL of 1."""
     if abs(ratio - 1) <= LEVEL:
         return "level"
     return "faster" if ratio > 1 else "slower"
 
 
 def against(bench: Bench, peer: str) -> Ratios | None:
-    """Ours relative to a peer; None where no cell has both."""
+    """Our ratios to a peer; None if no cell has both figures."""
     return _of(peer, ((c, c.ratio(peer)) for c in bench.cells))
 
 
 def against_best(bench: Bench) -> Ratios | None:
-    """Ours relative to whichever peer is the fastest, cell by cell."""
+    """Our ratios to the fastest peer of each cell."""
     return _of(BEST, ((c, c.best_ratio()) for c in bench.cells))
 
 
 def every(bench: Bench) -> list[Ratios]:
-    """Each peer, the hardest to beat first; before them the fastest of each cell, if it changes."""
+    """The ratios to each peer, the fastest first. If it differs, the fastest of each cell leads."""
     each = [found for peer in bench.peers if (found := against(bench, peer)) is not None]
     each.sort(key=lambda r: r.mean)
     best = against_best(bench)
@@ -57,7 +57,7 @@ def every(bench: Bench) -> list[Ratios]:
     return [best, *each] if best is not None and changes else each
 
 
-def _of(peer: str, pairs: Iterable[tuple[Cell, float | None]]) -> Ratios | None:
+def _of(peer: str, pairs: Iterable[tuple[CellResults, float | None]]) -> Ratios | None:
     found = [(ratio, cell.name) for cell, ratio in pairs if ratio is not None]
     if not found:
         return None

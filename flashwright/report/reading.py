@@ -1,4 +1,4 @@
-"""Files as text, as JSON, as validated data; each complaint names the file and the place."""
+"""Read files as text, JSON or validated data; each error names the file and the place."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def bad(path: Path, why: str, within: str = "") -> Failed:
-    """The diagnostic of a file that is not what it should be."""
+    """The error of an invalid file."""
     place = f"{path}: {within}" if within else str(path)
-    hint = "make it again: generate, verify --json or bench writes what a report is made of"
+    hint = "create it again with generate, verify --json or bench"
     return Failed(Diagnostic("FW852", f"{place}: {why}", help=hint))
 
 
@@ -59,32 +59,32 @@ def json_of(text: str, path: Path) -> Any:
 
 def object_of(path: Path) -> dict[str, Any]:
     """A file that holds one JSON object."""
-    told = json_of(text_of(path), path)
-    if not isinstance(told, dict):
+    data = json_of(text_of(path), path)
+    if not isinstance(data, dict):
         raise bad(path, "is not a JSON object")
-    return told
+    return data
 
 
-def validated(model: type[Model], told: Any, path: Path, within: str = "") -> Model:
-    """Plain data as a model; the first complaint otherwise."""
+def validated(model: type[Model], data: Any, path: Path, within: str = "") -> Model:
+    """Plain data as a model. Raises Failed with the first error."""
     try:
-        return model.model_validate(told)
+        return model.model_validate(data)
     except ValidationError as error:
         raise bad(path, complaint(error), within) from None
 
 
 def complaint(error: ValidationError) -> str:
-    """The first thing that is wrong, in a line."""
+    """The first error of a validation, in one line."""
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     return f"{where}: {first['msg']}" if where else first["msg"]
 
 
-def spec_of(told: Any, path: Path, within: str = "") -> AttentionSpec:
-    """The spec in a record."""
-    if not isinstance(told, dict):
+def spec_of(data: Any, path: Path, within: str = "") -> AttentionSpec:
+    """The spec of a record. Raises Failed if it is invalid."""
+    if not isinstance(data, dict):
         raise bad(path, "spec: is not a JSON object", within)
     try:
-        return AttentionSpec.make(**told)
+        return AttentionSpec.make(**data)
     except BadSpec as error:
         raise bad(path, f"spec: {error.lines[0]}", within) from None

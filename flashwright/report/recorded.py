@@ -1,4 +1,4 @@
-"""A benchmark's records as a run and its kernels."""
+"""Read a benchmark's records as a run and its kernels."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from flashwright.lower.source_map import SourceMap
 from flashwright.measure import journal
 from flashwright.measure.records import OURS, AbsentRecord, KernelRecord, RunRecord
 from flashwright.measure.results import Results
-from flashwright.report.model import Bench, Cell, Kernel, PaperFigure, Verdict
+from flashwright.report.model import Bench, CellResults, PaperFigure, RecordedVerdict, ReportKernel
 from flashwright.report.reading import bad, spec_of, validated
 from flashwright.report.words import listed
 from flashwright.spec import AttentionSpec
 
 FILES = {"tl": "code.tl", "source": "kernel.cu", "cubin": "kernel.cubin"}
 
-Paper = Callable[[int, AttentionSpec, int], PaperFigure | None]
-"""What the paper found, by its table, the kernel's spec and the length."""
+PaperLookup = Callable[[int, AttentionSpec, int], PaperFigure | None]
+"""Looks up the paper's figure by table, spec and length."""
 
 
-def read(path: Path, paper: Paper) -> tuple[Bench, list[Kernel]]:
-    """A file's run and kernels; Failed where a line of it, or what is in it, is no record."""
+def read(path: Path, paper: PaperLookup) -> tuple[Bench, list[ReportKernel]]:
+    """The run and the kernels of a file. Raises Failed if a record is invalid."""
     results = Results.of(journal.read(path))
     run = results.run
     if run is None:
@@ -40,29 +40,29 @@ def read(path: Path, paper: Paper) -> tuple[Bench, list[Kernel]]:
 
 
 def _cells(
-    results: Results, run: RunRecord, kernels: Mapping[str, Kernel], paper: Paper
-) -> Iterator[Cell]:
-    """The cells of which anything is known."""
+    results: Results, run: RunRecord, kernels: Mapping[str, ReportKernel], paper: PaperLookup
+) -> Iterator[CellResults]:
+    """The cells that have a record."""
     for name in results.cells:
         kernel, _, length = name.rpartition(" ")
         size = int(length) if length.isdecimal() else None
         known = kernels.get(kernel)
-        told = None
+        figure = None
         if run.table is not None and known is not None and known.spec is not None and size:
-            told = paper(run.table, known.spec, size)
-        yield Cell(
+            figure = paper(run.table, known.spec, size)
+        yield CellResults(
             name=name,
             kernel=kernel if size is not None else name,
             length=size,
             numbers={w: n for (c, w), n in results.numbers.items() if c == name},
             absent={w: n for (c, w), n in results.absent.items() if c == name},
             counts=known is None or known.state != "rejected",
-            paper=told,
+            paper=figure,
         )
 
 
 def _caught(results: Results) -> dict[str, list[AbsentRecord]]:
-    """By kernel: what the judge found against ours while it was measured."""
+    """By kernel: the offences of ours that were found while it was measured."""
     found: dict[str, list[AbsentRecord]] = {}
     for (cell, who), record in results.absent.items():
         if who == OURS and record.offence:
@@ -70,8 +70,8 @@ def _caught(results: Results) -> dict[str, list[AbsentRecord]]:
     return found
 
 
-def _failures(caught: Sequence[AbsentRecord], verdict: Verdict | None) -> tuple[str, ...]:
-    """A line for each offence that the verdict on the kernel does not name itself."""
+def _failures(caught: Sequence[AbsentRecord], verdict: RecordedVerdict | None) -> tuple[str, ...]:
+    """A line for each offence that is not in the kernel's verdict."""
     known = {o.name for o in verdict.offences} if verdict else set()
     where: dict[str, list[str]] = {}
     for one in caught:
@@ -82,14 +82,14 @@ def _failures(caught: Sequence[AbsentRecord], verdict: Verdict | None) -> tuple[
 
 def _kernel(
     path: Path, run: RunRecord, record: KernelRecord, caught: Mapping[str, list[AbsentRecord]]
-) -> Kernel:
+) -> ReportKernel:
     within = f"kernel {record.name!r}"
     verdict = None
     if record.verdict:
-        told = {"device": run.card, "arch": run.arch, **record.verdict}
-        verdict = validated(Verdict, told, path, within)
+        data = {"device": run.card, "arch": run.arch, **record.verdict}
+        verdict = validated(RecordedVerdict, data, path, within)
     source_map = validated(SourceMap, record.map, path, within)
-    return Kernel(
+    return ReportKernel(
         name=record.name,
         spec=spec_of(record.spec, path, within) if record.spec else None,
         gpu=record.gpu,
@@ -106,8 +106,8 @@ def _kernel(
     )
 
 
-def _ptxas(told: Mapping[str, int]) -> dict[str, int]:
-    """Stores and loads that spill are one figure here."""
-    spills = [told[n] for n in ("spill_stores", "spill_loads") if n in told]
-    kept = {n: v for n, v in told.items() if n not in ("spill_stores", "spill_loads")}
+def _ptxas(ptxas: Mapping[str, int]) -> dict[str, int]:
+    """ptxas figures, with spill stores and loads summed."""
+    spills = [ptxas[n] for n in ("spill_stores", "spill_loads") if n in ptxas]
+    kept = {n: v for n, v in ptxas.items() if n not in ("spill_stores", "spill_loads")}
     return {**kept, "spills": sum(spills)} if spills else kept

@@ -1,4 +1,4 @@
-"""SVG as text: elements, axes and marks. Colours are the page's, by class."""
+"""SVG elements, axes and marks as text. Colours come from the page's classes."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from dataclasses import dataclass
 from markupsafe import Markup, escape
 
 STYLES = 9
-"""Contestants that look different: the page has as many colours, dashes and marks."""
+"""Number of distinct line styles: the page has as many colours, dashes and marks."""
 
 
 def tag(name: str, *inside: str, **attributes: object) -> Markup:
     """An element. Text and attributes are escaped; a trailing underscore of a name is dropped."""
-    told = "".join(
+    written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(_plain(value))}"'
         for key, value in attributes.items()
         if value is not None and value != ""
     )
     body = Markup("").join(inside)
-    return Markup(f"<{name}{told}>{body}</{name}>")  # every part of it is escaped by now
+    return Markup(f"<{name}{written}>{body}</{name}>")  # every part is already escaped
 
 
 def _plain(value: object) -> object:
-    """Coordinates need no more than a tenth of a pixel."""
+    """An attribute value; floats are rounded to a tenth of a pixel."""
     return f"{value:.1f}".removesuffix(".0") if isinstance(value, float) else value
 
 
@@ -58,13 +58,13 @@ _SHAPES = (
 
 
 def mark(x: float, y: float, style: int, radius: float, class_: str = "mark") -> Markup:
-    """A contestant's mark: as different in shape as in colour."""
+    """A mark whose shape depends on the style."""
     shape = _SHAPES[style % len(_SHAPES)].format(r=f"{radius:g}", d=f"{2 * radius:g}")
     return tag("path", d=shape, class_=class_, transform=f"translate({x:.1f} {y:.1f})")
 
 
 def picture(width: float, height: float, title: str, about: str, *inside: str) -> Markup:
-    """A whole drawing, named and described for those who do not see it."""
+    """A whole drawing with a title and description for screen readers."""
     head = (tag("title", title), tag("desc", about))
     named = f"{title}. {about}"
     return tag(
@@ -82,7 +82,7 @@ def picture(width: float, height: float, title: str, about: str, *inside: str) -
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to pixels; `log` gives each doubling, or each power of ten, the same room."""
+    """Maps values to pixels, linearly or logarithmically."""
 
     low: float
     high: float
@@ -91,7 +91,7 @@ class Scale:
     log: bool = False
 
     def __call__(self, value: float) -> float:
-        """The place of a value."""
+        """The pixel position of a value."""
         low, high, at = self.low, self.high, value
         if self.log:
             low, high, at = math.log(low), math.log(high), math.log(at)
@@ -111,7 +111,7 @@ def nice(most: float, count: int = 4) -> list[float]:
 
 
 def around(values: Iterable[float]) -> tuple[float, float]:
-    """The ends of a log scale that holds all positive values with some air."""
+    """The ends of a log scale that holds all positive values with a margin."""
     found = [v for v in values if v > 0 and math.isfinite(v)]
     low, high = (min(found), max(found)) if found else (1e-4, 1e-2)
     middle = math.sqrt(low * high)
@@ -119,7 +119,7 @@ def around(values: Iterable[float]) -> tuple[float, float]:
 
 
 def steps(low: float, high: float) -> list[float]:
-    """Round numbers on a log scale: 1, 2, 5, or powers of ten where these would be too many."""
+    """Ticks of a log scale: 1, 2, 5 times powers of ten, or only powers of ten if too many."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     fine = [f * 10.0**p for p in powers for f in (1, 2, 5)]
     inside = [v for v in fine if low <= v <= high]
@@ -129,7 +129,7 @@ def steps(low: float, high: float) -> list[float]:
 
 
 def apart(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Places for labels near where they are wanted, none nearer to another than `gap`."""
+    """Label positions near the wanted ones, at least `gap` apart."""
     order = sorted(range(len(wanted)), key=lambda i: wanted[i])
     placed = [0.0] * len(wanted)
     floor = low

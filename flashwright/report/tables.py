@@ -1,4 +1,4 @@
-"""The tables of a report as data: what a cell says, and what it is sorted by."""
+"""The tables of a report as data: the text of each value and its sort key."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flashwright.measure.records import OURS
 from flashwright.report import words
 from flashwright.report.headline import MARKS
-from flashwright.report.model import Bench, Case, Cell, Kernel, Verdict
+from flashwright.report.model import Bench, CellResults, RecordedCase, RecordedVerdict, ReportKernel
 from flashwright.report.ratios import compared
 
 RATES = "TFLOPS"
@@ -34,12 +34,12 @@ PTXAS = {
 
 @dataclass(frozen=True)
 class Value:
-    """What stands in a table: text, and the number it is sorted by."""
+    """A value of a table: its text and its sort key."""
 
     text: str
     key: float | None = None
     note: str = ""
-    """More of it, for those who ask: a title on the page."""
+    """Details, shown as a tooltip on the page."""
     tone: str = ""
     """good, bad, none, or faster and slower."""
     link: str = ""
@@ -48,7 +48,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Column:
-    """A heading; columns of one group stand under its name."""
+    """A column heading; columns of one group share a group heading."""
 
     title: str
     group: str = ""
@@ -57,7 +57,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows as long as there are columns."""
+    """Columns and rows; each row has a value for each column."""
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[Value, ...], ...]
@@ -73,7 +73,7 @@ class Table:
 
 
 def cells(bench: Bench) -> Table:
-    """A row for each cell: every rate, our ratio to each peer, and how sure it is."""
+    """A row for each cell: all rates, our ratio to each peer, and the spread."""
     ours = [n for c in bench.cells if (n := c.numbers.get(OURS)) is not None]
     has_share = any(n.share is not None for n in ours)
     has_bytes = any(n.gbs is not None for n in ours)
@@ -111,8 +111,8 @@ def cells(bench: Bench) -> Table:
     return Table(tuple(columns), tuple(rows))
 
 
-def _rate(cell: Cell, who: str) -> Value:
-    """A rate with its time, or why there is none."""
+def _rate(cell: CellResults, who: str) -> Value:
+    """A rate with its time, or the reason for none."""
     absent = cell.absent.get(who)
     if absent is not None:
         offence = f"{absent.offence}: " if absent.offence else ""
@@ -149,13 +149,16 @@ def _share(share: float | None) -> Value:
     return Value(words.share(share, 0), share, tone="none" if share is None else "")
 
 
-def _paper(cell: Cell, columns: int) -> list[Value]:
+def _paper(cell: CellResults, columns: int) -> list[Value]:
     """The paper's figure, and its ratio to the fastest library there."""
-    told = cell.paper
-    if told is None:
+    figure = cell.paper
+    if figure is None:
         return [Value(words.NOTHING, tone="none")] * columns
-    note = f"times as fast as {told.library}" if told.library else ""
-    both = [Value(f"{told.value:g}", told.value), Value(words.ratio(told.ratio), told.ratio, note)]
+    note = f"times as fast as {figure.library}" if figure.library else ""
+    both = [
+        Value(f"{figure.value:g}", figure.value),
+        Value(words.ratio(figure.ratio), figure.ratio, note),
+    ]
     return both[:columns]
 
 
@@ -164,7 +167,7 @@ def _plain_rate(rate: float | None) -> Value:
 
 
 def absences(bench: Bench) -> list[tuple[str, str, str]]:
-    """Who has no figure, why, and in which cells."""
+    """Contestants without a figure: (contestant, reason, cells)."""
     found: dict[tuple[str, str], list[str]] = {}
     for cell in bench.cells:
         for who, record in cell.absent.items():
@@ -176,13 +179,13 @@ def absences(bench: Bench) -> list[tuple[str, str, str]]:
 # --- kernels ----------------------------------------------------------------------------------
 
 
-def kernels(every: Sequence[Kernel]) -> Table:
-    """A row for each kernel: what the judge says of it."""
+def kernels(every: Sequence[ReportKernel]) -> Table:
+    """A row for each kernel, with its verdict."""
     titles = ("worst error of O", "to the library's", "outputs", "checks")
     columns = (Column("kernel", number=False), Column("verdict", number=False))
     rows = []
     for kernel in every:
-        verdict = kernel.verdict or Verdict(ok=False)
+        verdict = kernel.verdict or RecordedVerdict(ok=False)
         asked = [c for c in verdict.checks if c.passed is not None]
         passed = sum(bool(c.passed) for c in asked)
         ratio = verdict.worst_ratio
@@ -199,14 +202,14 @@ def kernels(every: Sequence[Kernel]) -> Table:
     return Table((*columns, *(Column(t) for t in titles)), tuple(rows))
 
 
-def state(kernel: Kernel) -> Value:
-    """What the judge says of a kernel, in a word."""
+def state(kernel: ReportKernel) -> Value:
+    """The state of a kernel as a table value."""
     tone = {"right": "good", "rejected": "bad", "missing": "bad"}.get(kernel.state, "none")
     return Value(f"{MARKS[kernel.state]} {STATES[kernel.state]}", tone=tone)
 
 
-def ptxas(every: Sequence[Kernel]) -> Table | None:
-    """What the compiler made of each kernel, and how long it took; None where nothing is known."""
+def ptxas(every: Sequence[ReportKernel]) -> Table | None:
+    """ptxas figures and stage times of each kernel; None if nothing is known."""
     known = [k for k in every if k.ptxas or k.seconds]
     if not known:
         return None
@@ -236,8 +239,8 @@ def _seconds(value: float | None) -> Value:
     return Value(words.NOTHING if value is None else f"{value:.2f}", value)
 
 
-def checks(verdict: Verdict) -> Table:
-    """Every question that was asked, and the answer."""
+def checks(verdict: RecordedVerdict) -> Table:
+    """A row for each check of the judge."""
     rows = []
     for check in verdict.checks:
         answer = {True: Value("✓ passed", tone="good"), False: Value("✗ failed", tone="bad")}
@@ -255,8 +258,8 @@ def checks(verdict: Verdict) -> Table:
     return Table(tuple(Column(t, number=t == "tried") for t in titles), tuple(rows))
 
 
-def cases(every: Sequence[Case]) -> Table:
-    """Every output of every problem."""
+def cases(every: Sequence[RecordedCase]) -> Table:
+    """A row for each output of each problem."""
     rows = []
     for case in every:
         ratio = case.ratio

@@ -1,4 +1,4 @@
-"""The report in a terminal: the same words and numbers as the page, without the code."""
+"""The report for a terminal: the text and figures of the page, without the code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from flashwright.measure.records import OURS
 from flashwright.report import headline, reproduce, tables, words
-from flashwright.report.model import Bench, Kernel, Report
+from flashwright.report.model import Bench, Report, ReportKernel
 
 WIDTH, GAP = 100, 3
 BARS = "▁▂▃▄▅▆▇█"
@@ -33,7 +33,7 @@ def render(report: Report, width: int = WIDTH) -> Iterator[RenderableType]:
         yield from _speed(bench, speed, width)
     for kernel in report.kernels:
         if kernel.verdict is not None and kernel.verdict.checks and len(report.kernels) == 1:
-            yield Text(f"\nWhat was asked of {words.plain(kernel.name)}", "bold")
+            yield Text(f"\nChecks of {words.plain(kernel.name)}", "bold")
             yield _table(tables.checks(kernel.verdict), width)
     if len(report.kernels) > 1:
         yield Text("\nKernels", "bold")
@@ -49,7 +49,7 @@ def render(report: Report, width: int = WIDTH) -> Iterator[RenderableType]:
         yield _item(step.why, "bright_black", indent=6)
 
 
-def _point(point: headline.Point) -> Iterator[RenderableType]:
+def _point(point: headline.HeadlinePoint) -> Iterator[RenderableType]:
     color = _COLORS.get(point.state, "yellow")
     yield Text(f"{headline.MARKS[point.state]} {words.plain(point.title)}", f"bold {color}")
     yield from map(_item, point.shown)
@@ -59,11 +59,11 @@ def _point(point: headline.Point) -> Iterator[RenderableType]:
 
 
 def _item(line: str, style: str = "", indent: int = 2) -> Padding:
-    """A line that stays indented where it is too long for one."""
+    """A line whose wrapped parts keep the indentation."""
     return Padding(Text(words.plain(line), style), (0, 0, 0, indent), expand=False)
 
 
-def _speed(bench: Bench, speed: headline.Speed, width: int) -> Iterator[RenderableType]:
+def _speed(bench: Bench, speed: headline.RunSpeed, width: int) -> Iterator[RenderableType]:
     yield Text(words.plain(speed.title), "bold")
     for found in speed.ratios:
         color = {"slower": "yellow", "faster": "green"}.get(found.verdict, "default")
@@ -79,7 +79,7 @@ def _speed(bench: Bench, speed: headline.Speed, width: int) -> Iterator[Renderab
 
 
 def _narrow(table: tables.Table) -> tables.Table:
-    """A terminal has room for one ratio, that to the fastest peer, and not for every share."""
+    """A narrower table: only the ratio to the fastest peer, and no share of matmul."""
     ratios = [i for i, c in enumerate(table.columns) if c.group == tables.RATIOS]
     left_out = {*ratios[:-1], *(i for i, c in enumerate(table.columns) if c.title == "of matmul")}
     kept = [i for i in range(len(table.columns)) if i not in left_out]
@@ -88,7 +88,7 @@ def _narrow(table: tables.Table) -> tables.Table:
 
 
 def _lines(bench: Bench) -> RichTable:
-    """A kernel a line: its rate over the lengths as a row of bars, on one scale."""
+    """A line for each kernel: its rates over the lengths as bars, on one scale."""
     most = max((n.tflops for c in bench.cells for n in c.numbers.values()), default=0.0)
     titles = ("kernel", "ours, by length", "TFLOPS", "to the fastest peer")
     shown = _empty([(title, n > 1) for n, title in enumerate(titles)], (), WIDTH)
@@ -109,7 +109,7 @@ def _bar(rate: float | None, most: float) -> str:
     return BARS[min(len(BARS) - 1, max(0, int(rate / most * len(BARS))))]
 
 
-def _compiled(kernels: Sequence[Kernel], width: int) -> Iterator[RenderableType]:
+def _compiled(kernels: Sequence[ReportKernel], width: int) -> Iterator[RenderableType]:
     figures = tables.ptxas(kernels)
     if figures is None:
         return
@@ -121,7 +121,7 @@ def _compiled(kernels: Sequence[Kernel], width: int) -> Iterator[RenderableType]
 
 
 def _table(table: tables.Table, width: int, names: Sequence[tables.Value] = ()) -> RichTable:
-    """`names` stand before the rows, where the table does not have them itself."""
+    """A table for the terminal; `names` are an extra first column."""
     rows = [(*names[i : i + 1], *row) for i, row in enumerate(table.rows)]
     heads = (*((tables.Column("kernel", number=False),) if names else ()), *table.columns)
     shown = _empty([(c.title, c.number) for c in heads], rows, width)
@@ -138,7 +138,7 @@ def _table(table: tables.Table, width: int, names: Sequence[tables.Value] = ()) 
 def _empty(
     heads: Sequence[tuple[str, bool]], rows: Sequence[Sequence[tables.Value]], width: int
 ) -> RichTable:
-    """A table in the house style. Where there is little room, titles are folded, never figures."""
+    """An empty table with headings; if space is short, headings wrap, figures do not."""
     titles = [words.plain(title) for title, _ in heads]
     needed = [max((len(row[i].text) for row in rows), default=0) for i in range(len(heads))]
     for most in range(max(map(len, titles), default=1), 3, -1):

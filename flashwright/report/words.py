@@ -1,4 +1,4 @@
-"""Numbers, names and specs as every form of the report writes them."""
+"""Numbers and names as text, shared by all formats of the report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KB = 1024
 
 
 def who(name: str) -> str:
-    """A contestant as a heading."""
+    """A contestant's name as a heading."""
     return "ours" if name == OURS else name
 
 
@@ -25,12 +25,12 @@ def rate(tflops: float | None) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """How many times as fast."""
+    """A ratio as text, with two decimals."""
     return NOTHING if value is None else f"{value:.2f}"
 
 
 def share(value: float | None, digits: int = 1) -> str:
-    """A part of 1, in per cent."""
+    """A fraction as a percentage."""
     return NOTHING if value is None else f"{100 * value:.{digits}f} %"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from flashwright.author.builtin.variants import make_spec
 from flashwright.measure import journal, seal
 from flashwright.measure.bench import cell_seed
-from flashwright.measure.consistent import Record
+from flashwright.measure.consistent import RecordFile
 from flashwright.measure.grid import Cell
 from flashwright.measure.journal import RECORDS, Journal
 from flashwright.measure.records import OURS, KernelRecord, NumberRecord, RunRecord
@@ -26,7 +26,7 @@ def differing(function: str, folder: Path) -> list[str]:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         changed = RECEIPTS[function](lines)
         path.write_text("".join(json.dumps(line) + "\n" for line in changed))
-    record = Record(journal.read_lines(path), folder)
+    record = RecordFile(journal.read_lines(path), folder)
     (name,) = {cell for cell, _ in record.results.numbers}
     number = record.results.numbers[name, OURS]
     return [field.name for field in record.of_number(number, name) if field.status == "differs"]

@@ -6,7 +6,7 @@ import datetime
 
 from flashwright.author.builtin.variants import make_spec
 from flashwright.build import driver
-from flashwright.measure.bench import Contest, Tools
+from flashwright.measure.bench import Contest, ContestDependencies
 from flashwright.measure.contest import Contestant
 from flashwright.measure.grid import Cell
 from flashwright.measure.records import AbsentRecord, NumberRecord, RunRecord
@@ -35,8 +35,10 @@ def measured(candidate: Candidate, limits: Limits) -> AbsentRecord | NumberRecor
         environment={},
         seed=1,
     )
-    tools = Tools(make=lambda one, spec: Sandbox(one, spec, "cuda", limits))
-    contest = Contest(run, [Contestant(candidate.name, candidate, watched=True)], RULES, tools)
+    dependencies = ContestDependencies(make=lambda one, spec: Sandbox(one, spec, "cuda", limits))
+    contest = Contest(
+        run, [Contestant(candidate.name, candidate, watched=True)], RULES, dependencies
+    )
     try:
         (line,) = contest.measure(CELL)
         return line

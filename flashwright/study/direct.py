@@ -1,8 +1,8 @@
-"""The way without TL: the model writes CUDA at once, after thinking step by step.
+"""The way without TL: the model writes CUDA directly, after thinking step by step.
 
-The kernel is launched as every other: the contract is that of the built-in author's program, less
-what only TL needs, and without tensor maps. Then it is screened, compiled and judged like the
-others. What the contract keeps is how many queries a block has, because the grid goes by it.
+The kernel has the contract of the built-in author's program, without tensor maps and the parts that
+only TL needs. The contract keeps the number of queries per block, which the grid depends on. The
+kernel is screened, compiled and judged like the others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flashwright.program.program import Program
 from flashwright.spec import AttentionSpec
 from flashwright.untrusted.contract import Contract, contract
 
-# What tiles a program in TL has besides those of queries, and what they are multiplied with.
+# The constants of a TL program's tiles, except that of the queries, and its MMA.
 _OF_TL = re.compile(
     r"(?:constexpr \w+ (?:BN|Warps|Stages|QStages|SinkBlocks|WeightScale) = |using Mma).*\n", re.M
 )
@@ -35,26 +35,26 @@ _BLOCK = re.compile(r"constexpr int BM = (\d+);\n")
 
 
 def plan(authors: Authors) -> Sequence[Stage]:
-    """The kernel by the model; what comes after it finds it made."""
+    """The stages of a run: the model writes the kernel, then it is built and judged."""
     title = "Kernel: CUDA straight from the operator"
     asking = Stage("direct", title, partial(work, authors), proves="", lacks="")
     return [asking, *(stage for stage in STAGES if stage.name in ("build", "verdict"))]
 
 
 def work(authors: Authors, run: Run, progress: Progress) -> Run:
-    """Ask for the kernel, until one compiles and is right."""
+    """Ask the model for the kernel until one compiles and is right."""
     program = _program(run.spec, run.gpu)
     agreed = without_tl(contract(program, run.gpu, "plain"))
     attempt = partial(attempted, run, program, agreed=agreed)
-    told = {"header": agreed.header, "notes": agreed.notes}
+    fields = {"header": agreed.header, "notes": agreed.notes}
     done: JudgedKernel | None
     choose = partial(fastest, authors.stopwatch)
-    run, done = ask(authors, run, "direct", extract.cuda, attempt, progress, choose, **told)
+    run, done = ask(authors, run, "direct", extract.cuda, attempt, progress, choose, **fields)
     return run if done is None else taken(run, done)
 
 
 def _program(spec: AttentionSpec, gpu: Gpu) -> Program:
-    """The built-in author's, for its tensors and its grid."""
+    """The built-in author's program, for its tensors and its grid. Raises Failed."""
     try:
         code = write_code(write_sketch(spec), spec, gpu).code
     except NothingFits as error:
@@ -65,7 +65,7 @@ def _program(spec: AttentionSpec, gpu: Gpu) -> Program:
 
 
 def without_tl(agreed: Contract) -> Contract:
-    """The contract for one who knows of no TL."""
+    """The contract without the constants that only TL needs."""
     header = _OF_TL.sub("", agreed.header)
     header = _BLOCK.sub(partial(_block, agreed), header)
     threads = f"constexpr int Threads = {agreed.plan.threads};"
@@ -76,7 +76,7 @@ def without_tl(agreed: Contract) -> Contract:
 
 
 def _block(agreed: Contract, found: re.Match[str]) -> str:
-    """The queries of a block, where the grid goes by them."""
+    """The constant of queries per block, if the grid depends on it; else nothing."""
     if not any(int(found[1]) in count for count in agreed.plan.grid):
         return ""
     return f"constexpr int BM = {found[1]};  // queries of a block: the grid goes by them\n"

@@ -1,4 +1,4 @@
-"""What a GPU says of samples that were made where there was none: judged when the study goes on."""
+"""GPU verdicts for samples made on a machine without a GPU, given when the study is resumed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from flashwright.study import pytorch
 FILE = "judged.json"
 
 
-def look(folder: Path, progress: Callable[[str], None]) -> str | None:
-    """Judge a sample on the GPU here if it has not been; returns the news in words.
+def judge_sample(folder: Path, progress: Callable[[str], None]) -> str | None:
+    """Judge a sample on the GPU here if it has no GPU verdict; returns the result in words.
 
-    The model is not asked again, whatever comes out: its run has ended.
+    Returns None if there is nothing to do. The model is not asked again, whatever the verdict.
     """
     candidate = candidate_of(folder)
     if candidate is None or not finished(folder) or right(folder) is not None or not _gpu():
@@ -29,13 +29,13 @@ def look(folder: Path, progress: Callable[[str], None]) -> str | None:
     progress("judging it on the GPU")
     spec, libraries = specs.load(folder / "spec.toml"), candidate.kind == "python"
     verdict = judge(candidate, spec, base=folder, libraries=libraries)
-    told = {**verdict.record(), "candidate": folder.name, "ok": verdict.ok}
-    write(folder / FILE, json.dumps(told, indent=1) + "\n")
+    record = {**verdict.record(), "candidate": folder.name, "ok": verdict.ok}
+    write(folder / FILE, json.dumps(record, indent=1) + "\n")
     return "right on a GPU" if verdict.ok else f"wrong on a GPU: {verdict.diagnostics[0].message}"
 
 
 def _gpu() -> bool:
-    """Whether there is what it takes; where not, nothing is known of the sample, as before."""
+    """Whether a GPU and PyTorch are available."""
     try:
         card_here()
     except Failed:
@@ -44,7 +44,7 @@ def _gpu() -> bool:
 
 
 def candidate_of(folder: Path) -> Candidate | None:
-    """What a sample has made, if it can be run."""
+    """The kernel or function of a sample; None if it has none that can run."""
     if (folder / "kernel.cubin").is_file():
         return Candidate.package(folder)
     file = folder / pytorch.FILE
@@ -55,11 +55,11 @@ def candidate_of(folder: Path) -> Candidate | None:
 
 
 def right(folder: Path) -> bool | None:
-    """What a GPU said of a sample, in its run or later; None where none was asked."""
+    """The GPU verdict on a sample, from its run or from later; None if there is none."""
     try:
-        told = json.loads((folder / RESULT).read_bytes())
-        if told["verdict"] == "gpu":
-            return bool(told["ok"])
+        result = json.loads((folder / RESULT).read_bytes())
+        if result["verdict"] == "gpu":
+            return bool(result["ok"])
         return bool(json.loads((folder / FILE).read_bytes())["ok"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -1,4 +1,4 @@
-"""The operators of a study: variants by their names, or those of a file."""
+"""The operators of a study: variants by name, or the tables of a TOML file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def chosen(text: str) -> tuple[Operator, ...]:
         variant = "gqa"
         causal = true
 
-    Failed where one cannot be made.
+    Raises Failed if an operator is invalid.
     """
     if text.endswith(".toml"):
         return _different(_of_file(Path(text)))
@@ -45,20 +45,20 @@ def chosen(text: str) -> tuple[Operator, ...]:
 
 def _of_file(path: Path) -> Iterable[Operator]:
     try:
-        told = tomllib.loads(path.read_bytes().decode())
+        data = tomllib.loads(path.read_bytes().decode())
     except OSError as error:
         raise cannot("read", path, error) from None
     except (ValueError, RecursionError) as error:
         raise Failed(Diagnostic("FW903", f"{path}: not valid TOML: {error}")) from None
-    tables = {name: value for name, value in told.items() if isinstance(value, dict)}
-    if not tables or len(tables) < len(told):
+    tables = {name: value for name, value in data.items() if isinstance(value, dict)}
+    if not tables or len(tables) < len(data):
         hint = 'such as [gqa-causal], then variant = "gqa" and causal = true'
         raise Failed(Diagnostic("FW903", f"{path}: give each operator a table", help=hint))
     return [_made(name, settings) for name, settings in tables.items()]
 
 
 def _made(name: str, settings: Mapping[str, Any]) -> Operator:
-    if not _NAME.fullmatch(name):  # it becomes the name of a folder
+    if not _NAME.fullmatch(name):  # it becomes a folder name
         text = f"{name[:64]!r} is not a name: use letters, digits, '_', '-', '.' or '+'"
         raise Failed(Diagnostic("FW903", text))
     unknown = sorted(set(settings) - set(AttentionSpec.model_fields))
@@ -74,7 +74,7 @@ def _made(name: str, settings: Mapping[str, Any]) -> Operator:
 
 
 def _different(operators: Iterable[Operator]) -> tuple[Operator, ...]:
-    """Each name once: on some disks capitals are no difference."""
+    """Refuse duplicate names, ignoring case as some file systems do."""
     found: dict[str, Operator] = {}
     for operator in operators:
         if operator.name.lower() in found:

@@ -1,4 +1,4 @@
-"""What became of one sample, from its records alone: result.json, and the model's exchanges."""
+"""The outcome of one sample, read from its records: result.json and the transcript."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from flashwright.generate.folder import RESULT
 from flashwright.study import judged, speed
 from flashwright.study.sample import Sample
 
-# What the CPU run finds: such code has passed the checker. (FW806 may come before that.)
+# Findings of the CPU run: such code has passed the checker. (FW806 may come before that.)
 _RUN = re.compile(r"^\d+\. error FW80[1-5]\b", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How far a sample came, and what it took."""
+class SampleOutcome:
+    """The levels a sample reached, its speed, and its cost."""
 
     passed: Mapping[str, bool | None]
     """Whether each level of its way was reached; None if unknown."""
     kind: str = "checked"
-    """What its verdict rests on: run.KINDS."""
+    """The kind of its verdict: a key of generate.state.KINDS."""
     ratio: float | None = None
-    """Its speed over that of the best peer; None where it was not measured."""
+    """Its speed over that of the best peer; None if it was not timed."""
     attempts: int = 0
     usage: Usage = Usage()  # noqa: RUF009 - frozen
     dollars: float = 0.0
     asking: float = 0.0
-    """Seconds in which the model was waited for."""
+    """Seconds spent waiting for the model."""
 
 
-def read(sample: Sample, root: Path) -> Outcome | None:
+def read(sample: Sample, root: Path) -> SampleOutcome | None:
     """The outcome of a sample; None if it has not ended."""
     folder = sample.folder(root)
     try:
-        told = json.loads((folder / RESULT).read_bytes())
-        levels = _levels(told, folder)
-        dollars = sum(float(part["dollars"]) for part in told.get("asked", {}).values())
-        kind, found = str(told["verdict"]), judged.right(folder)
-        if found is not None:  # later, maybe
+        data = json.loads((folder / RESULT).read_bytes())
+        levels = _levels(data, folder)
+        dollars = sum(float(part["dollars"]) for part in data.get("asked", {}).values())
+        kind, found = str(data["verdict"]), judged.right(folder)
+        if found is not None:  # possibly judged after its run
             kind, levels["right"] = "gpu", found
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     said = [exchange.reply for *_, exchange in Transcript(folder / FOLDER).attempts()]
-    return Outcome(
+    return SampleOutcome(
         {level: levels[level] for level in sample.way.levels},
         kind,
         speed.ratio(folder) if levels["right"] else None,
@@ -60,14 +60,14 @@ def read(sample: Sample, root: Path) -> Outcome | None:
     )
 
 
-def _levels(told: Mapping[str, Any], folder: Path) -> dict[str, bool | None]:
-    """Whether each level was reached; None where it was not tried, and nothing speaks against it.
+def _levels(data: Mapping[str, Any], folder: Path) -> dict[str, bool | None]:
+    """Whether each level was reached; None if it was not tried and the sample did not fail.
 
-    A stage that failed may have been passed in part: code that is wrong when it is run, a kernel
-    that is wrong when it is judged. The attempts tell.
+    A failed stage may have reached a level: code that checks but computes wrong values, a kernel
+    that compiles but is judged wrong. The attempts show it.
     """
-    ok = bool(told["ok"])
-    status = {str(part["stage"]): str(part["status"]) for part in told["stages"]}
+    ok = bool(data["ok"])
+    status = {str(part["stage"]): str(part["status"]) for part in data["stages"]}
     tried = _attempts(folder)
 
     def reached(stage: str) -> bool | None:
@@ -77,7 +77,7 @@ def _levels(told: Mapping[str, Any], folder: Path) -> dict[str, bool | None]:
     compiled = any(
         "kernel.cubin" in files for stage in ("translate", "direct") for _, files in tried[stage]
     )
-    right = reached("verdict") if told["verdict"] in ("gpu", "emulated") else None if ok else False
+    right = reached("verdict") if data["verdict"] in ("gpu", "emulated") else None if ok else False
     return {
         "sketch": reached("sketch"),
         "code": reached("parameters") or checked or reached("parameters"),
@@ -88,17 +88,17 @@ def _levels(told: Mapping[str, Any], folder: Path) -> dict[str, bool | None]:
 
 
 def _attempts(folder: Path) -> dict[str, list[tuple[str, tuple[str, ...]]]]:
-    """What became of each reply, by stage: findings, names of files."""
+    """The outcome of each reply by stage: its findings and the names of its files."""
     found: dict[str, list[tuple[str, tuple[str, ...]]]] = {}
     for stage in ("code", "translate", "direct"):
         found[stage] = []
         for path in sorted((folder / FOLDER).glob(f"{stage}.*.*/{OUTCOME}")):
             if not re.fullmatch(rf"{stage}\.\d+\.\d+", path.parent.name):
-                continue  # set aside: of an earlier conversation
+                continue  # set aside from an earlier conversation
             try:
-                told = json.loads(path.read_bytes())
-                files = tuple(map(str, told["artefacts"]))
-                found[stage].append((str(told["findings"]), files))
+                data = json.loads(path.read_bytes())
+                files = tuple(map(str, data["artefacts"]))
+                found[stage].append((str(data["findings"]), files))
             except (OSError, ValueError, KeyError, TypeError):
                 continue
     return found

@@ -1,4 +1,4 @@
-"""study.html: the speeds, how far the samples came, and the table on one page, all inline."""
+"""study.html: speeds, funnels and the table on one page, all inline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flashwright.report.svg import (
     tag,
     text,
 )
-from flashwright.study.funnel import Row
+from flashwright.study.funnel import FunnelRow
 from flashwright.study.ways import LEVELS, WAYS
 from flashwright.version import __version__
 
@@ -32,7 +32,7 @@ SHORT = {"sketch": "sketch", "code": "code", "cpu": "CPU", "compiles": "compiles
 
 
 def html(
-    title: str, notes: Sequence[str], table: Sequence[Sequence[str]], every: Sequence[Row]
+    title: str, notes: Sequence[str], table: Sequence[Sequence[str]], every: Sequence[FunnelRow]
 ) -> str:
     """The text of study.html: one self-contained page."""
     css = (resources.files("flashwright.report") / "page.css").read_text(encoding="utf-8")
@@ -60,7 +60,7 @@ def html(
 PITCH, AIR, SPEED_LEFT, SPEED_W = 15.0, 12.0, 190.0, 560.0
 
 
-def speeds(every: Sequence[Row]) -> Markup:
+def speeds(every: Sequence[FunnelRow]) -> Markup:
     """The speed of each operator by each way over the best peer's, on a log scale around 1."""
     timed = [(row, row.speed) for row in every if row.speed is not None]
     if not timed:
@@ -78,12 +78,12 @@ def speeds(every: Sequence[Row]) -> Markup:
             y += PITCH
             parts.append(_stick(row, speed, x, y))
         y += AIR
-    told = "; ".join(f"{row.operator}, {row.way.name}: {speed:.2f}" for row, speed in timed)
+    description = "; ".join(f"{row.operator}, {row.way.name}: {speed:.2f}" for row, speed in timed)
     title = "Speed over the best peer's"
-    return picture(SPEED_W, bottom + BOTTOM, title, told, *parts)
+    return picture(SPEED_W, bottom + BOTTOM, title, description, *parts)
 
 
-def _stick(row: Row, speed: float, x: Scale, y: float) -> Markup:
+def _stick(row: FunnelRow, speed: float, x: Scale, y: float) -> Markup:
     """A mark at the speed, and a line to it from 1: to the right is faster than the peer."""
     style = [*WAYS].index(row.way.name)
     side = 8 if speed >= 1 else -8
@@ -108,13 +108,13 @@ def _ratio_grid(x: Scale, bottom: float) -> list[Markup]:
 # --- how far ----------------------------------------------------------------------------------
 
 
-def _falling(every: Sequence[Row]) -> set[str]:
-    """The operators of which a sample did not reach a level: the others' lines would be flat."""
+def _falling(every: Sequence[FunnelRow]) -> set[str]:
+    """The operators with a sample that missed a level; the lines of the others would be flat."""
     return {row.operator for row in every if any(share < 1 for _, share in _known(row))}
 
 
-def drawings(every: Sequence[Row]) -> list[tuple[str, Markup]]:
-    """A funnel for each operator, those of all together first."""
+def drawings(every: Sequence[FunnelRow]) -> list[tuple[str, Markup]]:
+    """A funnel for each operator; the one over all operators comes first."""
     if not every:
         return []
     names = list(dict.fromkeys(row.operator for row in reversed(every)))
@@ -123,8 +123,8 @@ def drawings(every: Sequence[Row]) -> list[tuple[str, Markup]]:
     return [(name, drawing) for name, drawing in found if drawing]
 
 
-def funnel(ways: Sequence[Row]) -> Markup:
-    """The part of the samples that reached each level, a line for each way."""
+def funnel(ways: Sequence[FunnelRow]) -> Markup:
+    """The fraction of samples that reached each level, a line for each way."""
     shown = [(row, known) for row in ways if (known := _known(row))]
     if not shown:
         return Markup("")
@@ -140,16 +140,16 @@ def funnel(ways: Sequence[Row]) -> Markup:
         inside = [path(points, "curve"), *(mark(px, py, style, 3.6) for px, py in points)]
         inside.append(text(last, label + 4, row.way.name, "name"))
         parts.append(tag("g", *inside, class_=f"series s{style}"))
-    told = "; ".join(
+    description = "; ".join(
         f"{row.way.name}: " + ", ".join(f"{LEVELS[names[at]]} {share:.0%}" for at, share in known)
         for row, known in shown
     )
     title = f"How far the samples came: {shown[0][0].operator}"
-    return picture(W, H, title, told, *parts)
+    return picture(W, H, title, description, *parts)
 
 
-def _known(row: Row) -> list[tuple[int, float]]:
-    """Place and height of each level of which something is known."""
+def _known(row: FunnelRow) -> list[tuple[int, float]]:
+    """Index and fraction of each level whose results are known."""
     found = ((at, row.levels.get(name)) for at, name in enumerate(LEVELS))
     shares = ((at, level.share) for at, level in found if level)
     return [(at, share) for at, share in shares if share is not None]

@@ -1,4 +1,4 @@
-"""The way without a kernel: a PyTorch function, judged as every other candidate is.
+"""The way without a kernel: the model writes a PyTorch function, judged like a kernel.
 
 It is judged if PyTorch and a GPU are available. Otherwise it is kept without a verdict.
 """
@@ -29,7 +29,7 @@ FILE, FUNCTION = FILES["pytorch"], "attention"
 
 
 @dataclass(frozen=True)
-class Function:
+class PyTorchFunction:
     """A function without known errors; without a verdict if there is no GPU."""
 
     source: str
@@ -37,15 +37,15 @@ class Function:
 
 
 def plan(authors: Authors) -> Sequence[Stage]:
-    """The function by the model, and what is known of it."""
+    """The stages of a run: the model writes the function, then its verdict is reported."""
     asking = Stage("pytorch", "PyTorch: a function", partial(work, authors), proves="", lacks="")
     usual = next(stage for stage in STAGES if stage.name == "verdict")
-    return [asking, replace(usual, work=_told)]
+    return [asking, replace(usual, work=_report_verdict)]
 
 
 def work(authors: Authors, run: Run, progress: Progress) -> Run:
-    """Ask for the function, until one is right."""
-    done: Function | None
+    """Ask the model for the function until one is right."""
+    done: PyTorchFunction | None
     attempt = partial(_attempted, run)
     run, done = ask(authors, run, "pytorch", extract.python, attempt, progress)
     if done is None:
@@ -53,8 +53,8 @@ def work(authors: Authors, run: Run, progress: Progress) -> Run:
     return replace(keep(run, {FILE: done.source}), gpu_verdict=done.verdict)
 
 
-def _told(run: Run, progress: Progress) -> Run:
-    """The verdict came with the last attempt, or there is none."""
+def _report_verdict(run: Run, progress: Progress) -> Run:
+    """Keep the verdict of the last attempt. Raises Skipped if there is none."""
     if run.gpu_verdict is None:
         try:
             need_torch()
@@ -64,7 +64,7 @@ def _told(run: Run, progress: Progress) -> Run:
     return run
 
 
-def _attempted(run: Run, source: str, lane: Lane) -> Tried[Function]:
+def _attempted(run: Run, source: str, lane: Lane) -> Tried[PyTorchFunction]:
     files = {FILE: source}
     path = lane.here / FILE
     write(path, source)
@@ -75,25 +75,25 @@ def _attempted(run: Run, source: str, lane: Lane) -> Tried[Function]:
     try:
         need_torch()
     except Failed:
-        return Tried(Function(source, None), "", (), files)
+        return Tried(PyTorchFunction(source, None), "", (), files)
     try:
-        # Its products and sums are those of PyTorch's own libraries.
+        # PyTorch's own GEMM libraries are allowed.
         verdict = judge(candidate, run.spec, base=run.folder, libraries=True)
     except Failed as failed:
         if all(d.code == "FW851" for d in failed.diagnostics):
-            raise  # no GPU any more: no attempt can help
+            raise  # the GPU is gone: no attempt can help
         return _wrong(failed.diagnostics, source)
     if not verdict.ok:
         return _wrong(verdict.diagnostics, source)
-    return Tried(Function(source, verdict), "", (), files)
+    return Tried(PyTorchFunction(source, verdict), "", (), files)
 
 
 def _read(source: str, candidate: Candidate) -> Iterator[Diagnostic]:
-    """What is wrong with it before it is run."""
+    """Errors that are found without running the source."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        yield Diagnostic("FW857", f"this is no Python: {error}")
+        yield Diagnostic("FW857", f"this is not valid Python: {error}")
         return
     if not any(isinstance(node, ast.FunctionDef) and node.name == FUNCTION for node in tree.body):
         yield Diagnostic("FW857", f"there is no function `{FUNCTION}` at the top level")
@@ -103,5 +103,5 @@ def _read(source: str, candidate: Candidate) -> Iterator[Diagnostic]:
         yield Diagnostic("FW870", text)
 
 
-def _wrong(found: tuple[Diagnostic, ...], source: str) -> Tried[Function]:
+def _wrong(found: tuple[Diagnostic, ...], source: str) -> Tried[PyTorchFunction]:
     return Tried(None, render.for_model(found, source), found, {FILE: source})

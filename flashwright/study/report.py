@@ -1,4 +1,4 @@
-"""A study's figures as files: study.json for programs, study.md and study.html for people."""
+"""The report of a study: study.json for programs, study.md and study.html for people."""
 
 from __future__ import annotations
 
@@ -11,58 +11,62 @@ from typing import Any
 from flashwright.files import write
 from flashwright.generate.state import KINDS
 from flashwright.study import page
-from flashwright.study.funnel import SPEEDS, Row, rows
+from flashwright.study.funnel import SPEEDS, FunnelRow, rows
 from flashwright.study.settings import Settings, read
 from flashwright.study.ways import LEVELS
 from flashwright.version import __version__
 
 SCHEMA = 1
 FILES = ("study.json", "study.md", "study.html")
-ABSENT, UNTOLD = "–", "not judged"
+ABSENT, NOT_JUDGED = "–", "not judged"
 SPEED = "speed over the best peer's"
 
 
 @dataclass(frozen=True)
-class Report:
+class StudyReport:
     """The figures of a study, ready for its three files."""
 
     settings: Settings
-    rows: tuple[Row, ...]
+    rows: tuple[FunnelRow, ...]
 
     @property
     def open(self) -> int:
-        """Samples that have not come to their end."""
+        """The number of unfinished samples."""
         own = [
             row for row in self.rows if row.operator in {o.name for o in self.settings.operators}
         ]
         return sum(row.planned - len(row.outcomes) for row in own)
 
 
-def make(root: Path) -> Report:
+def make(root: Path) -> StudyReport:
     """Read a study's records and write its three files."""
     settings = read(root)
-    report = Report(settings, tuple(rows(settings, root)))
+    report = StudyReport(settings, tuple(rows(settings, root)))
     table = lines(report.rows)
-    told = [as_json(report), markdown(report, table), page.html(*_page(report), table, report.rows)]
-    for name, text in zip(FILES, told, strict=True):
+    texts = [
+        as_json(report),
+        markdown(report, table),
+        page.html(*_page(report), table, report.rows),
+    ]
+    for name, text in zip(FILES, texts, strict=True):
         write(root / name, text)
     return report
 
 
-def _page(report: Report) -> tuple[str, list[str]]:
+def _page(report: StudyReport) -> tuple[str, list[str]]:
     return title(report), notes(report)
 
 
 # --- for people -------------------------------------------------------------------------------
 
 
-def title(report: Report) -> str:
+def title(report: StudyReport) -> str:
     """The title of the study: the model and the GPU."""
     return f"{report.settings.model} on {report.settings.gpu}"
 
 
-def notes(report: Report) -> list[str]:
-    """What a reader has to know to read the table."""
+def notes(report: StudyReport) -> list[str]:
+    """The notes that explain the table."""
     ways = "; ".join(f"{way.name}: {way.title}" for way in report.settings.ways)
     budget = report.settings.terms["budget"]
     by = (
@@ -72,23 +76,23 @@ def notes(report: Report) -> list[str]:
     )
     found = [
         f"Ways: {ways}. Where a way has TL, {by} translates it to CUDA.",
-        f"Attempts at each stage, at most: {budget['attempts']}. One that fails is sent back with "
-        "what was found.",
-        "A count is of the samples that reached a level, over all that came to their end; "
-        f"{ABSENT}: there is none; {UNTOLD}: nobody could tell on this machine.",
-        "pass@k is the chance that one of k samples is right; of all operators, the mean.",
-        "fast_p is the part of the samples that is right and more than p times as fast as the best "
+        f"Attempts at each stage, at most: {budget['attempts']}. A failed one is sent back with "
+        "the findings.",
+        "A count is the samples that reached a level over all finished samples; "
+        f"{ABSENT}: not applicable; {NOT_JUDGED}: this machine could not judge it.",
+        "pass@k is the probability that one of k samples is right; over all operators, the mean.",
+        "fast_p is the fraction of samples that are right and over p times as fast as the best "
         "peer; the speed, over the best peer's, is the geometric mean of those that were timed. "
         "Attempts, tokens and minutes (waiting for the model) are means of a sample.",
     ]
     if any(o.usage.total and not o.usage.counted for row in report.rows for o in row.outcomes):
         found.append("Some tokens are estimates: the server did not count them.")
     if report.open:
-        found.append(f"Samples that are open: {report.open}. The same command goes on with them.")
+        found.append(f"Unfinished samples: {report.open}. The same command continues them.")
     return found
 
 
-def lines(every: Sequence[Row]) -> list[list[str]]:
+def lines(every: Sequence[FunnelRow]) -> list[list[str]]:
     """The table: a heading, and a line for each row."""
     most = max((len(row.levels["right"].at) for row in every), default=1)
     ks = sorted({1, most} if most else {1})
@@ -97,7 +101,7 @@ def lines(every: Sequence[Row]) -> list[list[str]]:
     return [head, *(_line(row, ks) for row in every)]
 
 
-def _line(row: Row, ks: Sequence[int]) -> list[str]:
+def _line(row: FunnelRow, ks: Sequence[int]) -> list[str]:
     ended = len(row.outcomes)
     at = row.levels["right"].at
     unmeasured = "not measured" if ended else ABSENT
@@ -116,29 +120,29 @@ def _line(row: Row, ks: Sequence[int]) -> list[str]:
     ]
 
 
-def _count(row: Row, level: str) -> str:
+def _count(row: FunnelRow, level: str) -> str:
     if level not in row.levels:
         return ABSENT
     found = row.levels[level]
     if not found.total:
         return ABSENT
     if found.unknown == found.total:
-        return UNTOLD
+        return NOT_JUDGED
     kinds = {"gpu": "GPU", "emulated": "emulated"}
     how = [f"{n} {kinds[kind]}" for kind, n in sorted(row.kinds.items()) if kind in kinds]
     how = how if level == "right" else []
-    how += [f"{found.unknown} {UNTOLD}"] if found.unknown else []
+    how += [f"{found.unknown} {NOT_JUDGED}"] if found.unknown else []
     return f"{found.passed}/{found.total}" + (f" ({', '.join(how)})" if how else "")
 
 
-def brief(every: Sequence[Row]) -> list[list[str]]:
-    """The same as narrow as a terminal: without what is in brackets, and the last columns."""
+def brief(every: Sequence[FunnelRow]) -> list[list[str]]:
+    """The table for a terminal: without text in brackets and the last columns."""
     head, *body = lines(every)
     left_out = (*(f"fast_{p:g}" for p in SPEEDS[1:]), "attempts", "tokens", "minutes")
     kept = [n for n, name in enumerate(head) if name not in left_out]
     names = {title: name for name, title in LEVELS.items()}
     names |= {"samples": "n", LEVELS["cpu"]: "CPU", SPEED: "speed"}
-    unknown = (UNTOLD, "not measured")
+    unknown = (NOT_JUDGED, "not measured")
     return [
         [names.get(head[n], head[n]) for n in kept],
         *(
@@ -151,7 +155,7 @@ def brief(every: Sequence[Row]) -> list[list[str]]:
     ]
 
 
-def markdown(report: Report, table: Sequence[Sequence[str]]) -> str:
+def markdown(report: StudyReport, table: Sequence[Sequence[str]]) -> str:
     """The text of study.md."""
     head, *body = table
     cells = [head, ["---", "---", *["--:"] * (len(head) - 2)], *body]
@@ -161,7 +165,7 @@ def markdown(report: Report, table: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(text: str) -> str:
-    """A model's name is the user's own words."""
+    """Text for a Markdown table cell; a model's name may contain anything."""
     seen = "".join(c if c.isprintable() else " " for c in text)
     return seen.replace("\\", "\\\\").replace("|", "\\|")
 
@@ -169,19 +173,19 @@ def _cell(text: str) -> str:
 # --- for programs -----------------------------------------------------------------------------
 
 
-def as_json(report: Report) -> str:
+def as_json(report: StudyReport) -> str:
     """The text of study.json."""
-    told = {
+    texts = {
         "schema": SCHEMA,
         "flashwright": __version__,
         "settings": report.settings.record(),
         "open": report.open,
         "rows": [_record(row) for row in report.rows],
     }
-    return json.dumps(told, indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(texts, indent=1, ensure_ascii=False) + "\n"
 
 
-def _record(row: Row) -> dict[str, Any]:
+def _record(row: FunnelRow) -> dict[str, Any]:
     return {
         "operator": row.operator,
         "way": row.way.name,

@@ -1,4 +1,4 @@
-"""One sample of a study: an operator by a way, once. It is a run in a folder of its own."""
+"""One sample of a study: one run of an operator by a way, in its own folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from flashwright.lang.codes import MACHINE
 from flashwright.study.operators import Operator
 from flashwright.study.ways import Way
 
-_OURS = MACHINE | {"FW905"}  # the last: the built-in author has no contract for the direct way
+_NOT_THE_MODEL = MACHINE | {
+    "FW905"
+}  # the last: the built-in author has no contract for the direct way
 
 
 @dataclass(frozen=True)
@@ -32,55 +34,55 @@ class Sample:
         return f"{self.operator.name}, {self.way.name}, sample {self.number}"
 
     def folder(self, root: Path) -> Path:
-        """Where it is, in the study's folder."""
+        """The sample's folder in the study's folder."""
         return root / self.operator.name / self.way.name / str(self.number)
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What all samples of a study have in common."""
+class StudyTerms:
+    """The settings that all samples of a study share."""
 
     gpu: Gpu
     budget: Budget
     prices: Prices | None = None
     builtin_translation: bool = False
     last: str = "verdict"
-    """The stage to end with."""
+    """The last stage of a run."""
 
 
 class Unfinished(Exception):
-    """A sample that could not come to its end, and the model is not to blame."""
+    """A sample that could not finish for a reason outside the model."""
 
 
 def done(folder: Path) -> bool:
-    """Whether a sample has come to its end, well or not."""
+    """Whether a sample has finished, successfully or not."""
     return (folder / RESULT).is_file()
 
 
 def take(
-    sample: Sample, terms: Terms, model: Model, folder: Path, watcher: pipeline.Watcher
+    sample: Sample, terms: StudyTerms, model: Model, folder: Path, watcher: pipeline.Watcher
 ) -> Run:
-    """Take a sample, or go on with one that was cut off; Unfinished where it stays open."""
-    heard = _Heard(model)
-    who = StageAuthor(heard, model.name, terms.budget, terms.prices)
+    """Run a sample, or resume an interrupted one. Raises Unfinished if it stays unfinished."""
+    monitor = _ModelMonitor(model)
+    who = StageAuthor(monitor, model.name, terms.budget, terms.prices)
     builtin = {"translate"} if terms.builtin_translation else set()
     asked = {stage: who for stage in sample.way.asked if stage not in builtin}
     authors = Authors(Transcript(folder / FOLDER), asked)
     spec, plan = sample.operator.spec, sample.way.plan(authors)
     authors.begin(spec, terms.gpu)
     run = pipeline.generate(spec, terms.gpu, folder, watcher, authors, last=terms.last, plan=plan)
-    why = _excuse(run, heard.trouble)
+    why = _outside_cause(run, monitor.no_answer)
     if why:
         (folder / RESULT).unlink(missing_ok=True)
         raise Unfinished(why)
     return run
 
 
-class _Heard:
-    """The model, and why its last answer did not come; nothing where it did."""
+class _ModelMonitor:
+    """Wraps a model and remembers why its last question got no answer."""
 
     def __init__(self, model: Model) -> None:
-        self._model, self.trouble = model, ""
+        self._model, self.no_answer = model, ""
 
     @property
     def name(self) -> str:
@@ -94,19 +96,19 @@ class _Heard:
         try:
             reply = self._model.ask(question)
         except NoAnswer as none:
-            self.trouble = none.why
+            self.no_answer = none.why
             raise
-        self.trouble = ""
+        self.no_answer = ""
         return reply
 
 
-def _excuse(run: Run, trouble: str) -> str:
-    """Why a run that failed says nothing about the model: no answer came, or no tool was there.
+def _outside_cause(run: Run, no_answer: str) -> str:
+    """Why a failed run says nothing about the model: no answer, or a missing tool; else empty.
 
-    What was wrong with an earlier attempt does not count: the next one was not to be had.
+    Findings of earlier attempts do not count: the next attempt got no answer.
     """
     if run.ok:
         return ""
     found = [f.diagnostic for f in run.failed]
-    ours = bool(found) and all(d.code in _OURS for d in found)
-    return trouble or ("; ".join(d.message for d in found) if ours else "")
+    ours = bool(found) and all(d.code in _NOT_THE_MODEL for d in found)
+    return no_answer or ("; ".join(d.message for d in found) if ours else "")

@@ -1,4 +1,4 @@
-"""A whole study: all samples that its folder does not have yet, one after the other."""
+"""A whole study: runs all missing samples, one after the other."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from flashwright.generate.pipeline import Stage
 from flashwright.generate.state import KINDS, Run
 from flashwright.lang.diagnostic import Failed
 from flashwright.study import judged, speed
-from flashwright.study.sample import Sample, Terms, Unfinished, done, take
+from flashwright.study.sample import Sample, StudyTerms, Unfinished, done, take
 from flashwright.study.settings import Settings
 
 TROUBLE = "trouble.txt"
-"""In a sample's folder: why it is open, where that is our own fault."""
+"""The file in a sample's folder with the traceback of an internal error."""
 
-Look = Callable[[Path, Callable[[str], None]], str | None]
-"""What a GPU can tell of a finished sample in a folder, in words; None where that is no news."""
-LOOKS: tuple[Look, ...] = (judged.look, speed.look)
+GpuCheck = Callable[[Path, Callable[[str], None]], str | None]
+"""Judges or times a finished sample on a GPU; returns the result in words, or None."""
+GPU_CHECKS: tuple[GpuCheck, ...] = (judged.judge_sample, speed.time_sample)
 
 
-class Watcher(Protocol):
-    """The display of a running study."""
+class StudyListener(Protocol):
+    """Receives the progress of a study, for display."""
 
     def begin(self, sample: Sample, number: int, total: int) -> None:
-        """A sample starts, continues, or is only looked at."""
+        """A sample starts, is resumed, or is checked on a GPU."""
 
     def progress(self, text: str) -> None:
         """The current sample has made progress."""
@@ -41,56 +41,60 @@ class Watcher(Protocol):
 
 def study(
     settings: Settings,
-    terms: Terms,
+    terms: StudyTerms,
     model: Model,
     root: Path,
-    watcher: Watcher,
-    looks: Sequence[Look] = LOOKS,
+    listener: StudyListener,
+    checks: Sequence[GpuCheck] = GPU_CHECKS,
 ) -> None:
-    """Take the samples that are missing.
+    """Run the missing samples.
 
-    A sample that fails, whatever the reason, is told and does not end the study. A
-    KeyboardInterrupt does: what was finished is kept, and what was said of the rest.
+    A sample that fails, for any reason, is reported and does not end the study. A
+    KeyboardInterrupt does; finished samples and the transcripts of the others are kept.
     """
     every = settings.every
     for number, sample in enumerate(every, 1):
         folder = sample.folder(root)
         try:
-            watcher.begin(sample, number, len(every))
+            listener.begin(sample, number, len(every))
             if not done(folder):
-                for earlier in (judged.FILE, speed.FILE):  # of a run that somebody has taken away
+                for earlier in (judged.FILE, speed.FILE):  # results of a deleted run
                     (folder / earlier).unlink(missing_ok=True)
-                run = take(sample, terms, model, folder, _Stages(watcher))
+                run = take(sample, terms, model, folder, _StageProgress(listener))
                 (folder / TROUBLE).unlink(missing_ok=True)
-                watcher.end(sample, _ended(run))
-            for look in looks:
-                _looked(look, sample, folder, watcher)
+                listener.end(sample, _ended(run))
+            for check in checks:
+                _run_check(check, sample, folder, listener)
         except Unfinished as unfinished:
-            watcher.end(sample, f"open: {unfinished}")
-        except Failed as failed:  # such as a disk that is full
-            watcher.end(sample, f"open: {failed.diagnostics[0].message}")
-        except Exception as error:  # ours: it must not cost the other samples
+            listener.end(sample, f"open: {unfinished}")
+        except Failed as failed:  # such as a full disk
+            listener.end(sample, f"open: {failed.diagnostics[0].message}")
+        except Exception as error:  # an internal error must not end the study
             _note(folder, error)
-            watcher.end(sample, f"open, by a mistake of Flashwright's: {type(error).__name__}")
+            listener.end(
+                sample, f"open, because of an error in Flashwright: {type(error).__name__}"
+            )
 
 
-def look(settings: Settings, root: Path, watcher: Watcher, looks: Sequence[Look] = LOOKS) -> None:
-    """What the GPU here tells of a study that was made elsewhere; nobody is asked."""
+def check_on_gpu(
+    settings: Settings, root: Path, listener: StudyListener, checks: Sequence[GpuCheck] = GPU_CHECKS
+) -> None:
+    """Judge and time the samples of a study on the GPU here; the model is not asked."""
     every = settings.every
     for number, sample in enumerate(every, 1):
-        watcher.begin(sample, number, len(every))
-        for one in looks:
-            _looked(one, sample, sample.folder(root), watcher)
+        listener.begin(sample, number, len(every))
+        for one in checks:
+            _run_check(one, sample, sample.folder(root), listener)
 
 
-def _looked(look: Look, sample: Sample, folder: Path, watcher: Watcher) -> None:
-    """What a GPU tells of a sample; what it cannot tell leaves the sample as it is."""
+def _run_check(check: GpuCheck, sample: Sample, folder: Path, listener: StudyListener) -> None:
+    """Run one check of a sample and report its result; a failed check leaves it as it is."""
     try:
-        told = look(folder, watcher.progress)
+        news = check(folder, listener.progress)
     except Failed as failed:
-        told = f"not judged or timed: {failed.diagnostics[0].message}"
-    if told:
-        watcher.end(sample, told)
+        news = f"not judged or timed: {failed.diagnostics[0].message}"
+    if news:
+        listener.end(sample, news)
 
 
 def _ended(run: Run) -> str:
@@ -108,22 +112,22 @@ def _note(folder: Path, error: Exception) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write(folder / TROUBLE, "".join(traceback.format_exception(error)))
     except (OSError, Failed):
-        return  # it is told on the screen all the same
+        return  # the error is reported on the screen anyway
 
 
 @dataclass(frozen=True)
-class _Stages:
-    """The stages of a sample, as steps of the study."""
+class _StageProgress:
+    """Reports the stages of a sample as progress of the study."""
 
-    watcher: Watcher
+    listener: StudyListener
 
     def begin(self, stage: Stage, number: int, total: int) -> None:
         """Report the start of a stage of the sample as progress."""
-        self.watcher.progress(stage.name)
+        self.listener.progress(stage.name)
 
     def progress(self, done: int, total: int, text: str) -> None:
         """Report the progress of the stage."""
-        self.watcher.progress(text)
+        self.listener.progress(text)
 
     def end(self, stage: Stage, run: Run) -> None:
-        """It has ended: the sample's own line tells how."""
+        """Nothing: the sample's own line reports the end."""

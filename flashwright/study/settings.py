@@ -1,4 +1,4 @@
-"""What a study was asked for, kept in its folder: the same command goes on, another is refused."""
+"""The settings of a study, kept in its folder: the same settings resume it, others are refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashwright.files import cannot, write
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.spec import AttentionSpec
 from flashwright.study.operators import Operator
-from flashwright.study.sample import Sample, Terms
+from flashwright.study.sample import Sample, StudyTerms
 from flashwright.study.ways import WAYS, Way
 from flashwright.version import __version__
 
@@ -21,17 +21,17 @@ SCHEMA = 1
 
 
 class OtherStudy(Exception):
-    """A folder with a study under other terms; the message says what differs."""
+    """The folder has a study with other settings; the message says what differs."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Who is studied, under which terms, and the samples that are asked for."""
+    """The model, the terms and the samples of a study."""
 
     model: str
     gpu: str
     terms: Mapping[str, Any]
-    """What else must be the same for samples to be counted together."""
+    """Other settings that must be equal for samples to be counted together."""
     operators: tuple[Operator, ...]
     ways: tuple[Way, ...]
     samples: int
@@ -40,22 +40,22 @@ class Settings:
     def of(
         cls,
         model: str,
-        terms: Terms,
+        terms: StudyTerms,
         operators: Sequence[Operator],
         ways: Sequence[Way],
         samples: int,
     ) -> Settings:
-        """From what is asked for now."""
-        told = {
+        """The settings from the command's arguments."""
+        data = {
             "budget": asdict(terms.budget),
             "translation": "builtin" if terms.builtin_translation else "model",
             "last": terms.last,
         }
-        return cls(model, terms.gpu.name, told, tuple(operators), tuple(ways), samples)
+        return cls(model, terms.gpu.name, data, tuple(operators), tuple(ways), samples)
 
     @property
     def every(self) -> list[Sample]:
-        """All samples, the first of each kind first: a study that is cut off has some of all."""
+        """All samples, round-robin over operators and ways, so a partial study has some of each."""
         return [
             Sample(operator, way, number)
             for number in range(1, self.samples + 1)
@@ -77,9 +77,9 @@ class Settings:
         }
 
     def keep(self, root: Path) -> Settings:
-        """Write them, together with those of an earlier part of the same study.
+        """Merge with the settings in the folder, write them, and return the merged settings.
 
-        OtherStudy where the folder has another one. What is returned is all that there is.
+        Raises OtherStudy if the folder has a study with other settings.
         """
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ class Settings:
 
     @property
     def _fixed(self) -> dict[str, Any]:
-        """All that has to be the same for samples to be counted together, by the options' names."""
+        """All settings that must be equal for samples to be counted together, by option name."""
         terms = dict(self.terms)
         budget = terms.pop("budget", {})
         return {"model": self.model, "gpu": self.gpu, **terms, **budget}
@@ -113,22 +113,22 @@ class Settings:
 
 
 def read(root: Path) -> Settings:
-    """Those of a study's folder; Failed with FW903 where it has none."""
+    """The settings of a study's folder. Raises Failed with FW903 if it has none."""
     if not (root / FILE).exists():
-        text = f"{root} is no study: it has no {FILE}"
+        text = f"{root} is not a study: it has no {FILE}"
         hint = "give the folder that `flashwright study --out DIR` made"
         raise Failed(Diagnostic("FW903", text, help=hint))
     try:
-        told = json.loads((root / FILE).read_bytes())
+        data = json.loads((root / FILE).read_bytes())
         operators = [
             Operator(name, AttentionSpec.model_validate(spec))
-            for name, spec in told["operators"].items()
+            for name, spec in data["operators"].items()
         ]
-        ways = [WAYS[name] for name in told["ways"]]
-        known = (str(told["model"]), str(told["gpu"]), dict(told["terms"]))
-        return Settings(*known, tuple(operators), tuple(ways), int(told["samples"]))
+        ways = [WAYS[name] for name in data["ways"]]
+        known = (str(data["model"]), str(data["gpu"]), dict(data["terms"]))
+        return Settings(*known, tuple(operators), tuple(ways), int(data["samples"]))
     except OSError as error:
         raise cannot("read", root / FILE, error) from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        text = f"{root / FILE} is not one that this version can read"
+        text = f"{root / FILE} cannot be read by this version"
         raise Failed(Diagnostic("FW903", text)) from None

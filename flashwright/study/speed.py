@@ -1,4 +1,4 @@
-"""How fast what samples of a study made is beside its peers: timed where there is a GPU."""
+"""The speed of a study's samples relative to the peers, timed on a GPU."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.measure import race
 from flashwright.measure.contest import Contestant
 from flashwright.measure.peers import registry
-from flashwright.measure.race import Raced
+from flashwright.measure.race import RaceResult
 from flashwright.study import judged
 
 FILE = "speed.json"
 
 
-def look(folder: Path, progress: Callable[[str], None]) -> str | None:
-    """Time a sample that is right on a GPU and was not timed yet; what is to tell of it."""
+def time_sample(folder: Path, progress: Callable[[str], None]) -> str | None:
+    """Time a sample that is right on a GPU and not timed yet; returns the result in words."""
     if not judged.right(folder) or ratio(folder) is not None:
         return None
     progress("timing it beside its peers")
@@ -29,12 +29,12 @@ def look(folder: Path, progress: Callable[[str], None]) -> str | None:
 
 
 def _peers() -> list[registry.Peer]:
-    """All that are installed; what writes all scores to memory is no rival."""
+    """All installed peers except the naive one, which is never the fastest."""
     return [peer for peer in registry.choose(None) if peer.key != "naive"]
 
 
 def ratio(folder: Path) -> float | None:
-    """What was measured; None where nothing was."""
+    """The recorded ratio of a sample; None if there is none."""
     try:
         found = float(json.loads((folder / FILE).read_bytes())["ratio"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -43,7 +43,7 @@ def ratio(folder: Path) -> float | None:
 
 
 def measure(folder: Path, stopwatch: Stopwatch) -> float:
-    """How many times as fast as the best peer it is; Failed where that cannot be told."""
+    """How many times as fast as the best peer the sample is. Raises Failed."""
     candidate = judged.candidate_of(folder)
     assert candidate is not None, "it was judged"
     card, spec = stopwatch.card(), specs.load(folder / "spec.toml")
@@ -53,13 +53,13 @@ def measure(folder: Path, stopwatch: Stopwatch) -> float:
         raise Failed(Diagnostic("FW852", f"it cannot be timed: {raced.lost[KERNEL]}"))
     found = beside_the_best(raced)
     if found is None:
-        raise Failed(Diagnostic("FW851", "no peer does this operator"))
-    told = {"ratio": found, "card": card.name, **raced.record()}
-    write(folder / FILE, json.dumps(told, indent=1) + "\n")
+        raise Failed(Diagnostic("FW851", "no peer supports this operator"))
+    record = {"ratio": found, "card": card.name, **raced.record()}
+    write(folder / FILE, json.dumps(record, indent=1) + "\n")
     return found
 
 
-def beside_the_best(raced: Raced) -> float | None:
+def beside_the_best(raced: RaceResult) -> float | None:
     """The speed over that of the fastest peer at each length, as the geometric mean."""
     peers = [times for who, times in raced.times.items() if who != KERNEL]
     if not peers:

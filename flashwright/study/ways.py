@@ -17,7 +17,7 @@ LEVELS: Mapping[str, str] = {
     "compiles": "compiles",
     "right": "right",
 }
-"""How far a sample may come, in order."""
+"""The levels that a sample may reach, in order."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Way:
     name: str
     title: str
     asked: tuple[str, ...]
-    """The stages that the model does."""
+    """The stages that the model is asked for."""
     levels: tuple[str, ...]
-    """Those of LEVELS that there are on it."""
+    """The LEVELS that exist on this way."""
     plan: Callable[[Authors], Sequence[Stage]]
     """The stages of a run, in order."""
 
@@ -61,7 +61,7 @@ WAYS: dict[str, Way] = {
 
 
 def chosen(text: str) -> tuple[Way, ...]:
-    """`tl,direct`; Failed where there is no such way."""
+    """The ways of a list such as `tl,direct`. Raises Failed if one does not exist."""
     names = dict.fromkeys(name.strip().lower() for name in text.split(",") if name.strip())
     unknown = [name for name in names if name not in WAYS]
     if unknown or not names:

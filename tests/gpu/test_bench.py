@@ -13,7 +13,7 @@ from flashwright.build import driver
 from flashwright.cli.main import app
 from flashwright.judge import oracle, oracle_device
 from flashwright.measure import ceilings, peers
-from flashwright.measure.bench import Tools, bench, problem_of
+from flashwright.measure.bench import ContestDependencies, bench, problem_of
 from flashwright.measure.contest import Contestant
 from flashwright.measure.grid import Cell
 from flashwright.measure.journal import Journal, read
@@ -80,8 +80,10 @@ def run_cell(cell: Cell, who: list[Contestant]) -> dict[str, Line]:
     )
     journal = Journal(Path("nowhere"), [run], put=lambda path, at, data: None)
     limits = Limits(seconds=6)
-    tools = Tools(make=lambda candidate, spec: Sandbox(candidate, spec, limits=limits))
-    bench(run, [cell], who, journal, tools=tools)
+    dependencies = ContestDependencies(
+        make=lambda candidate, spec: Sandbox(candidate, spec, limits=limits)
+    )
+    bench(run, [cell], who, journal, dependencies=dependencies)
     lines = [r for r in journal.records if isinstance(r, NumberRecord | AbsentRecord)]
     return {line.who: line for line in lines}
 

@@ -14,14 +14,14 @@ from flashwright.build.driver import Card
 from flashwright.judge.offences import offence
 from flashwright.judge.oracle import Comparison
 from flashwright.judge.verdict import Case, Verdict
-from flashwright.measure.bench import Step, Tools
+from flashwright.measure.bench import BenchProgress, ContestDependencies
 from flashwright.measure.ceilings import Ceilings
 from flashwright.measure.contest import Contestant
 from flashwright.measure.grid import Cell, Shape, cells
-from flashwright.measure.kernels import Made
+from flashwright.measure.kernels import KernelBuild
 from flashwright.measure.peers.registry import Peer
 from flashwright.measure.records import OURS, RunRecord
-from flashwright.measure.session import Parts
+from flashwright.measure.session import SessionDependencies
 from flashwright.sandbox.candidate import Candidate, Unable
 from flashwright.sandbox.problem import TimedProblem
 from flashwright.sandbox.process import Burst, Ended
@@ -80,8 +80,8 @@ class World:
     def asked(self, *beginning: Any) -> list[tuple[Any, ...]]:
         return [e for e in self.log if e[: len(beginning)] == beginning]
 
-    def tools(self) -> Tools:
-        return Tools(
+    def dependencies(self) -> ContestDependencies:
+        return ContestDependencies(
             make=self.make,
             expected=right,
             linking=lambda problem: 0.0,
@@ -213,8 +213,8 @@ class Quiet:
 
     def __init__(self) -> None:
         self.phases: list[str] = []
-        self.cells: list[Step] = []
-        self.troubles: list[str] = []
+        self.cells: list[BenchProgress] = []
+        self.warnings: list[str] = []
 
     def phase(self, title: str) -> None:
         self.phases.append(title)
@@ -222,14 +222,14 @@ class Quiet:
     def progress(self, done: int, total: int, text: str) -> None:
         pass
 
-    def cell(self, step: Step) -> None:
+    def cell(self, step: BenchProgress) -> None:
         self.cells.append(step)
 
-    def trouble(self, text: str) -> None:
-        self.troubles.append(text)
+    def warn(self, text: str) -> None:
+        self.warnings.append(text)
 
 
-def made(spec: AttentionSpec, tl: str = "// TL\n", gpu: str = "a100") -> Made:
+def made(spec: AttentionSpec, tl: str = "// TL\n", gpu: str = "a100") -> KernelBuild:
     """A kernel that nobody has compiled."""
     files: dict[str, str | bytes] = {
         "code.tl": tl,
@@ -241,7 +241,7 @@ def made(spec: AttentionSpec, tl: str = "// TL\n", gpu: str = "a100") -> Made:
         "build.json": "{}",
     }
     seconds = {"author": 0.5, "translate": 0.25, "build": 20.0}
-    return Made(spec, gpu, files, "because", {"registers": 200}, seconds)
+    return KernelBuild(spec, gpu, files, "because", {"registers": 200}, seconds)
 
 
 def verdict(*offences: str) -> Verdict:
@@ -264,7 +264,7 @@ class Workshop:
     judged: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=lambda: {"torch": "2.11", "driver": "580"})
 
-    def make(self, wanted: Sequence[AttentionSpec], gpu: str, *more: Any) -> Iterator[Made]:
+    def make(self, wanted: Sequence[AttentionSpec], gpu: str, *more: Any) -> Iterator[KernelBuild]:
         for spec in wanted:
             self.world.event("make", spec.variant)
             one = made(spec, self.tl, gpu)
@@ -279,9 +279,9 @@ class Workshop:
         self.world.event("ceilings")
         return Ceilings(dict.fromkeys(dtypes, 790.0), 4000.0)
 
-    def parts(self) -> Parts:
-        return Parts(
-            tools=self.world.tools(),
+    def dependencies(self) -> SessionDependencies:
+        return SessionDependencies(
+            contest=self.world.dependencies(),
             make=self.make,
             judge=self.judge,
             environment=lambda peers: dict(self.environment),

@@ -238,7 +238,7 @@ def test_emulate_takes_the_kernel_that_serves_the_problem(two: Path) -> None:
     assert "long/code.tl" in (done.out + done.err).replace("\n", "")
 
 
-def several(folder: Path) -> kernels.Made:
+def several(folder: Path) -> kernels.KernelBuild:
     """A package of two kernels, as the benchmark has it."""
     own = made_up(SPEC)
     files: dict[str, str | bytes] = {**own.files, "launch.json": make_plan().dump()}
@@ -290,7 +290,7 @@ def receipts(tmp_path: Path) -> Path:
 
 
 def test_a_receipt_builds_all_kernels_again(receipts: Path, tmp_path: Path) -> None:
-    found = test_receipt.checked(receipts, tmp_path, test_receipt.parts())
+    found = test_receipt.checked(receipts, tmp_path, test_receipt.dependencies())
     assert {f.status for f in found} == {"holds"}
     (place,) = (tmp_path / "built").iterdir()
     assert (place / CLASSES).read_text() == RULES.dump()
@@ -302,7 +302,7 @@ def test_a_receipt_of_a_changed_further_kernel_differs(receipts: Path, tmp_path:
         record["others"]["short/code.tl"] += "\n// changed"
 
     test_receipt.change(receipts, "kernel", edit, again=True)
-    (first, *_) = test_receipt.checked(receipts, tmp_path, test_receipt.parts())
+    (first, *_) = test_receipt.checked(receipts, tmp_path, test_receipt.dependencies())
     assert first.status == "differs"
     assert "short/code.tl" in first.why[0]
 

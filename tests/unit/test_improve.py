@@ -34,7 +34,7 @@ from flashwright.gpu import find
 from flashwright.judge import cpu
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.measure.contest import Contestant
-from flashwright.measure.race import Figure, Raced, package, race
+from flashwright.measure.race import RaceResult, RaceTime, package, race
 from flashwright.sandbox.candidate import Candidate
 from tests.unit import measure_fakes
 from tests.unit.emulated import SPEC
@@ -68,13 +68,13 @@ class Clock:
         self.races: list[list[str]] = []
         self.moods = list(moods)
 
-    def __call__(self, spec: Any, contestants: Sequence[Contestant]) -> Raced:
+    def __call__(self, spec: Any, contestants: Sequence[Contestant]) -> RaceResult:
         self.races.append([c.name for c in contestants])
         mood = self.moods.pop(0) if self.moods else 1.0
         times = {c.name: _takes(c) for c in contestants}
         times["this kernel"] = mood * times.get("this kernel", 1.0)
-        figure = {who: Figure(t * MS, 0.0005, 100 / t) for who, t in times.items()}
-        return Raced({c.name: dict.fromkeys(LENGTHS, figure[c.name]) for c in contestants})
+        figure = {who: RaceTime(t * MS, 0.0005, 100 / t) for who, t in times.items()}
+        return RaceResult({c.name: dict.fromkeys(LENGTHS, figure[c.name]) for c in contestants})
 
 
 def _takes(contestant: Contestant) -> float:
@@ -383,11 +383,11 @@ def test_a_round_that_this_machine_broke_off_is_looked_at_later(
             raise Failed(Diagnostic("FW821", "no compiler just now"))
         return real(program, gpu, spec, source, **more)
 
-    def race(spec: Any, contestants: Sequence[Contestant]) -> Raced:
+    def race(spec: Any, contestants: Sequence[Contestant]) -> RaceResult:
         raced = clock(spec, contestants)
         gone = {c.name for c in contestants} & {*lost[:1]}
         times = {who: found for who, found in raced.times.items() if who not in gone}
-        return Raced(times, {who: lost.pop() for who in gone})
+        return RaceResult(times, {who: lost.pop() for who in gone})
 
     with monkeypatch.context() as patch:
         patch.setattr(kernel_by_model, "translated_by_model", translated)
@@ -622,9 +622,9 @@ def test_of_several_right_programs_the_one_with_the_better_estimate_is_kept(
 # --- the race ---------------------------------------------------------------------------------
 
 
-def raced(one: float, other: float, uncertainty: float) -> Raced:
-    times = {"a": Figure(one, uncertainty, 1.0), "b": Figure(other, uncertainty, 1.0)}
-    return Raced({who: dict.fromkeys(LENGTHS, figure) for who, figure in times.items()})
+def raced(one: float, other: float, uncertainty: float) -> RaceResult:
+    times = {"a": RaceTime(one, uncertainty, 1.0), "b": RaceTime(other, uncertainty, 1.0)}
+    return RaceResult({who: dict.fromkeys(LENGTHS, figure) for who, figure in times.items()})
 
 
 @pytest.mark.parametrize(
@@ -643,7 +643,7 @@ def test_a_race_is_run_in_turns_and_who_is_wrong_has_no_time() -> None:
         "c": Behaviour(output=lambda exact, call: exact + 1),
     }
     every = [package(name, Path(name)) for name in "abc"]
-    found = race(SPEC, every, card=H200, tools=world.tools())
+    found = race(SPEC, every, card=H200, dependencies=world.dependencies())
     assert found.ratio("a", "b") == pytest.approx(2.0, rel=0.01)
     assert found.faster("b", "a")
     assert set(found.lost) == {"c"}

@@ -46,7 +46,7 @@ def measured(
     every = who or contestants(*peers)
     record = run_record(wanted, *(c.name for c in every[1:]), **run)
     journal = Journal(Path("nowhere"), [record], put=lambda path, at, data: None)
-    bench(record, wanted, every, journal, QUICK, world.tools())
+    bench(record, wanted, every, journal, QUICK, world.dependencies())
     lines = [r for r in journal.records if isinstance(r, NumberRecord | AbsentRecord)]
     assert len(lines) == len(wanted) * len(every)
     return {(line.cell, line.who): line for line in lines}
@@ -178,7 +178,7 @@ def test_a_warm_median_is_beside_the_cold_one() -> None:
     record = run_record([cell])
     journal = Journal(Path("nowhere"), [record], put=lambda path, at, data: None)
     rules = Rules(seconds=0, warm=True)
-    bench(record, [cell], contestants(), journal, rules, world.tools())
+    bench(record, [cell], contestants(), journal, rules, world.dependencies())
     number = journal.records[-1]
     assert isinstance(number, NumberRecord)
     assert number.warm_seconds == pytest.approx(number.seconds / 2)
@@ -329,9 +329,9 @@ def test_a_disk_that_has_no_room_for_a_process_is_told_as_such() -> None:
         return process
 
     (cell,) = small(512)
-    contest = Contest(run_record([cell]), contestants(), QUICK, world.tools())
-    for seat in contest.seats.values():
-        seat._make = make
+    contest = Contest(run_record([cell]), contestants(), QUICK, world.dependencies())
+    for runner in contest.runners.values():
+        runner._make = make
     (line,) = contest.measure(cell)
     assert isinstance(line, AbsentRecord)
     assert "No space left" in line.why

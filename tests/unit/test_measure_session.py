@@ -22,14 +22,14 @@ from flashwright.measure import session as sessions
 from flashwright.measure.journal import RECORDS, Journal, put, read
 from flashwright.measure.records import OURS, KernelRecord, NumberRecord, RunRecord
 from flashwright.measure.results import Results
-from flashwright.measure.session import OtherRun, Plan, session
+from flashwright.measure.session import BenchPlan, OtherRun, session
 from flashwright.measure.timing import Rules
 from tests.unit.measure_fakes import H200, Behaviour, Quiet, Workshop, World, peer, small
 
 PEERS = (peer("flash"), peer("naive"))
 
 
-def plan(**more: Any) -> Plan:
+def plan(**more: Any) -> BenchPlan:
     told: dict[str, Any] = {
         "title": "grid",
         "cells": tuple(small(512, 1024, variants=("mha", "mqa"))),
@@ -37,7 +37,7 @@ def plan(**more: Any) -> Plan:
         "peers": PEERS,
         "rules": Rules(seconds=0),
     }
-    return Plan(**{**told, **more})
+    return BenchPlan(**{**told, **more})
 
 
 def measure(
@@ -47,7 +47,7 @@ def measure(
     journal = Journal.resume(folder, put) if resume else Journal.begin(folder, put)[0]
     quiet = Quiet()
     wanted = plan(**more)
-    session(wanted, H200, folder, journal, quiet, 11, parts=workshop.parts())
+    session(wanted, H200, folder, journal, quiet, 11, dependencies=workshop.dependencies())
     return journal, quiet
 
 
@@ -155,7 +155,15 @@ def test_a_finished_cell_is_not_measured_again(tmp_path: Path) -> None:
     world = World()
     journal, _ = Journal.begin(tmp_path)
     with pytest.raises(Stop):
-        session(plan(), H200, tmp_path, journal, OneCell(), 1, parts=Workshop(world).parts())
+        session(
+            plan(),
+            H200,
+            tmp_path,
+            journal,
+            OneCell(),
+            1,
+            dependencies=Workshop(world).dependencies(),
+        )
     again = World()
     workshop = Workshop(again)
     measure(tmp_path, again, resume=True, workshop=workshop)
@@ -202,7 +210,15 @@ def test_going_on_on_another_machine_or_with_other_kernels_is_refused(tmp_path: 
     journal = Journal.resume(tmp_path)
     other = driver.Card(0, "NVIDIA A100-SXM4-80GB", (8, 0))
     with pytest.raises(OtherRun, match="the card was NVIDIA H200"):
-        session(plan(), other, tmp_path, journal, Quiet(), 1, parts=Workshop(world).parts())
+        session(
+            plan(),
+            other,
+            tmp_path,
+            journal,
+            Quiet(),
+            1,
+            dependencies=Workshop(world).dependencies(),
+        )
 
 
 # --- the disk ---------------------------------------------------------------------------------
@@ -224,10 +240,10 @@ class Disk:
 
 def test_a_full_disk_is_told_once_and_what_was_kept_is_written_later(tmp_path: Path) -> None:
     journal, quiet = measure(tmp_path, World(), put=Disk(4, 9))
-    assert len(quiet.troubles) == 1
-    assert "No space left" in quiet.troubles[0]
+    assert len(quiet.warnings) == 1
+    assert "No space left" in quiet.warnings[0]
     assert journal.unsaved == 0
-    assert journal.trouble == ""
+    assert journal.write_error == ""
     assert read(tmp_path / RECORDS) == journal.records
 
 
@@ -235,9 +251,9 @@ def test_what_never_got_onto_the_disk_is_counted_and_the_file_stays_readable(
     tmp_path: Path,
 ) -> None:
     journal, quiet = measure(tmp_path, World(), put=Disk(4, 10**9))
-    assert len(quiet.troubles) == 1
+    assert len(quiet.warnings) == 1
     assert journal.unsaved == len(journal.records) - 3
-    assert "cannot write" in journal.trouble
+    assert "cannot write" in journal.write_error
     assert read(tmp_path / RECORDS) == journal.records[:3]
 
 
@@ -254,8 +270,8 @@ def little_room() -> Iterator[int]:
 def test_the_same_with_a_real_disk(tmp_path: Path, little_room: int) -> None:
     journal, quiet = measure(tmp_path, World())
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    assert len(quiet.troubles) == 1
-    assert "File too large" in journal.trouble
+    assert len(quiet.warnings) == 1
+    assert "File too large" in journal.write_error
     on_disk = read(tmp_path / RECORDS)
     assert 0 < len(on_disk) < len(journal.records)
     assert on_disk == journal.records[: len(on_disk)]
@@ -308,7 +324,7 @@ def test_a_line_that_is_no_record_is_refused_with_its_place(line: str, tmp_path:
     file.write_text("\n".join(lines) + "\n")
     with pytest.raises(Failed) as failed:
         read(file)
-    assert "line 4 is no record" in failed.value.diagnostics[0].message
+    assert "line 4 is not a record" in failed.value.diagnostics[0].message
 
 
 def test_an_earlier_file_is_kept(tmp_path: Path) -> None:
@@ -330,7 +346,7 @@ class Bench:
         self.workshop = Workshop(world)
         monkeypatch.setattr(driver, "cards", lambda: (H200,))
         monkeypatch.setattr("flashwright.judge.judge.need_torch", lambda: None)
-        monkeypatch.setattr(sessions, "Parts", self.workshop.parts)
+        monkeypatch.setattr(sessions, "SessionDependencies", self.workshop.dependencies)
 
     def __call__(self, *options: str) -> Any:
         grid = ["--variant", "mha", "--head-dim", "64", "--mask", "causal"]

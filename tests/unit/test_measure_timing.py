@@ -12,7 +12,7 @@ from flashwright.author.builtin.variants import make_spec
 from flashwright.judge import oracle
 from flashwright.judge.inputs import make_inputs
 from flashwright.measure import spot
-from flashwright.measure.timing import Rules, Timing, Turn, play
+from flashwright.measure.timing import Rules, Timing, Turn, run_rounds
 from flashwright.measure.work import Ceiling, work_of
 from flashwright.sandbox.problem import TimedProblem
 from flashwright.sandbox.process import Ended
@@ -51,17 +51,17 @@ def rounds_of(log: list[Any], count: int) -> list[list[Any]]:
 
 def test_each_round_has_everybody_once_and_begins_with_another() -> None:
     made, log, clock = players("a", "b", "c")
-    played = play(made, 100, Rules(seconds=0), clock=lambda: clock[0])
+    timed = run_rounds(made, 100, Rules(seconds=0), clock=lambda: clock[0])
     rounds = rounds_of(log, 3)
-    assert played.rounds == len(rounds) == 5
+    assert timed.rounds == len(rounds) == 5
     order = ["".join(turn[0] for turn in one) for one in rounds]
     assert order == ["abc", "bca", "cab", "abc", "bca"]
-    assert all(len(samples) == 5 * 4 for samples in played.cold.values())
+    assert all(len(samples) == 5 * 4 for samples in timed.cold.values())
 
 
 def test_in_a_round_all_get_the_same_inputs_and_in_the_next_others() -> None:
     made, log, clock = players("a", "b")
-    play(made, 100, Rules(seconds=0), clock=lambda: clock[0])
+    run_rounds(made, 100, Rules(seconds=0), clock=lambda: clock[0])
     seeds = [{turn[1] for turn in one} for one in rounds_of(log, 2)]
     assert all(len(one) == 1 for one in seeds)
     used = [seed + call for one in seeds for seed in one for call in range(4)]
@@ -70,17 +70,17 @@ def test_in_a_round_all_get_the_same_inputs_and_in_the_next_others() -> None:
 
 def test_rounds_go_on_until_the_time_is_up_or_the_medians_have_settled() -> None:
     made, _, clock = players("a", "b")
-    assert play(made, 0, Rules(seconds=9), clock=lambda: clock[0]).rounds == 25
+    assert run_rounds(made, 0, Rules(seconds=9), clock=lambda: clock[0]).rounds == 25
     made, _, clock = players("a", "b")
     # 8 ms a round, and the least rounds take 40 ms: the eighth round ends after the time.
-    assert play(made, 0, Rules(seconds=0.060), clock=lambda: clock[0]).rounds == 8
+    assert run_rounds(made, 0, Rules(seconds=0.060), clock=lambda: clock[0]).rounds == 8
     made, _, clock = players("a", "b")
-    assert play(made, 0, Rules(settled=0.5), clock=lambda: clock[0]).rounds == 5
+    assert run_rounds(made, 0, Rules(settled=0.5), clock=lambda: clock[0]).rounds == 5
 
 
 def test_who_is_slow_has_fewer_calls_in_a_turn() -> None:
     made, log, clock = players("quick", "slow", "slower", slow=0.015, slower=0.5)
-    play(made, 0, Rules(), clock=lambda: clock[0])
+    run_rounds(made, 0, Rules(), clock=lambda: clock[0])
     assert {(name, calls) for name, _, calls, _ in log[3:]} == {
         ("quick", 4),
         ("slow", 2),
@@ -91,26 +91,26 @@ def test_who_is_slow_has_fewer_calls_in_a_turn() -> None:
 def test_who_ends_is_out_and_nobody_else_loses_anything() -> None:
     made, log, clock = players("a", "b", "c")
     made["b"].ends = 3
-    played = play(made, 0, Rules(seconds=0), clock=lambda: clock[0])
-    assert set(played.lost) == {"b"}
-    assert played.lost["b"].offence == "hang"
-    assert set(played.cold) == {"a", "c"}
-    assert all(len(samples) == 20 for samples in played.cold.values())
+    timed = run_rounds(made, 0, Rules(seconds=0), clock=lambda: clock[0])
+    assert set(timed.failed) == {"b"}
+    assert timed.failed["b"].offence == "hang"
+    assert set(timed.cold) == {"a", "c"}
+    assert all(len(samples) == 20 for samples in timed.cold.values())
     assert [e[0] for e in log].count("b") == 3
 
 
 def test_when_all_have_ended_the_rounds_are_over() -> None:
     made, _, clock = players("a")
     made["a"].ends = 1
-    played = play(made, 0, clock=lambda: clock[0])
-    assert (played.rounds, set(played.lost), played.cold) == (0, {"a"}, {})
+    timed = run_rounds(made, 0, clock=lambda: clock[0])
+    assert (timed.rounds, set(timed.failed), timed.cold) == (0, {"a"}, {})
 
 
 def test_a_warm_turn_follows_each_cold_one() -> None:
     made, log, clock = players("a")
-    played = play(made, 0, Rules(seconds=0, warm=True), clock=lambda: clock[0])
+    timed = run_rounds(made, 0, Rules(seconds=0, warm=True), clock=lambda: clock[0])
     assert [cold for *_, cold in log[1:]] == [True, False] * 5
-    assert len(played.warm["a"]) == 20
+    assert len(timed.warm["a"]) == 20
     seeds = [seed for _, seed, _, _ in log]
     assert len(set(seeds)) == len(seeds)
 
@@ -200,18 +200,20 @@ class Outputs:
         return np.asarray(found, np.float32)
 
 
-def watched(player: Outputs, chance: int = 0, rounds: int = 12, slack: float = 1.0) -> spot.Found:
-    watch = spot.Watch(player, PROBLEM, Rules(), random.Random(chance))
+def sampled_check(
+    player: Outputs, chance: int = 0, rounds: int = 12, slack: float = 1.0
+) -> spot.OutputCheck:
+    sampler = spot.OutputSampler(player, PROBLEM, Rules(), random.Random(chance))
     for number in range(rounds):
         player.seed = 1000 + 64 * number
-        watch.look(Turn("a", number, player.seed, 4))
-    return watch.judge(right, slack)
+        sampler.sample(Turn("a", number, player.seed, 4))
+    return sampler.judge(right, slack)
 
 
 @pytest.mark.parametrize("chance", range(8))
 def test_at_least_two_turns_are_looked_at(chance: int) -> None:
     player = Outputs()
-    found = watched(player, chance, rounds=5)
+    found = sampled_check(player, chance, rounds=5)
     assert found.offence is None
     assert found.checked == 2
     assert found.relative_rms is not None
@@ -223,7 +225,7 @@ def test_which_turns_and_heads_are_looked_at_is_drawn() -> None:
     looked = set()
     for chance in range(20):
         player = Outputs()
-        watched(player, chance, rounds=5)
+        sampled_check(player, chance, rounds=5)
         looked.add(player.fetched[0])
     assert len(looked) > 5
 
@@ -242,12 +244,12 @@ def test_which_turns_and_heads_are_looked_at_is_drawn() -> None:
     ids=["zeros", "off", "nan", "shape", "replay", "by address"],
 )
 def test_a_wrong_output_is_named(change: Any, offence: str) -> None:
-    assert watched(Outputs(change)).offence == offence
+    assert sampled_check(Outputs(change)).offence == offence
 
 
 def test_honest_only_at_first_is_caught_in_the_end() -> None:
     late = Outputs(lambda exact, seed: exact if seed < 1000 + 64 * 5 else exact * 0)
-    caught = [watched(late, chance, rounds=25).offence for chance in range(20)]
+    caught = [sampled_check(late, chance, rounds=25).offence for chance in range(20)]
     assert caught.count("wrong") >= 12
 
 
@@ -257,5 +259,5 @@ def test_who_rounds_more_is_given_its_slack() -> None:
     def coarse(exact: Any, seed: int) -> Any:
         return exact * (1 + 4 * unit)
 
-    assert watched(Outputs(coarse)).offence == "wrong"
-    assert watched(Outputs(coarse), slack=4.0).offence is None
+    assert sampled_check(Outputs(coarse)).offence == "wrong"
+    assert sampled_check(Outputs(coarse), slack=4.0).offence is None

@@ -26,10 +26,16 @@ from flashwright.measure import journal, kernels, receipt, seal
 from flashwright.measure.ceilings import Ceilings
 from flashwright.measure.fields import RULES, Field
 from flashwright.measure.journal import RECORDS, Journal
-from flashwright.measure.kernels import Made
-from flashwright.measure.receipt import Allowed, Finding, Parts, check, numbers
+from flashwright.measure.kernels import KernelBuild
+from flashwright.measure.receipt import (
+    ReceiptDependencies,
+    ReceiptFinding,
+    Tolerances,
+    check,
+    numbers,
+)
 from flashwright.measure.records import OURS, AbsentRecord, KernelRecord, NumberRecord, RunRecord
-from flashwright.measure.session import Plan, run_id, session
+from flashwright.measure.session import BenchPlan, run_id, session
 from flashwright.spec import AttentionSpec
 from tests.unit.measure_fakes import (
     H200,
@@ -60,7 +66,7 @@ RECORDED = Path(__file__).parents[2] / "docs" / "results" / "grid-h200"
 
 
 @functools.cache
-def made() -> Made:
+def made() -> KernelBuild:
     """A kernel whose translation is the real one."""
     code = write_code(write_sketch(SPEC), SPEC, gpus.find("a100")).code
     one = kernels.from_tl(code, SPEC, "a100", None)
@@ -88,11 +94,11 @@ def rates(dtypes: Any) -> Ceilings:
 
 def measured(folder: Path) -> Path:
     """The file of a benchmark: one kernel, two cells, four contestants."""
-    plan = Plan("grid", tuple(CELLS), "a100", tuple(peer(name) for name in PEERS))
+    plan = BenchPlan("grid", tuple(CELLS), "a100", tuple(peer(name) for name in PEERS))
     workshop = Workshop(times(), environment=ENVIRONMENT)
-    parts = replace(workshop.parts(), make=lambda *asked: [made()], judge=judged)
+    dependencies = replace(workshop.dependencies(), make=lambda *asked: [made()], judge=judged)
     book, _ = Journal.begin(folder)
-    session(plan, H200, folder, book, Quiet(), 11, parts=parts)
+    session(plan, H200, folder, book, Quiet(), 11, dependencies=dependencies)
     return folder / RECORDS
 
 
@@ -131,39 +137,41 @@ def change(
     write(file, sealed(told) if again else told)
 
 
-def parts(world: World | None = None, **more: Any) -> Parts:
-    def build(tl: str, spec: AttentionSpec, gpu: str, card: driver.Card) -> Made:
+def dependencies(world: World | None = None, **more: Any) -> ReceiptDependencies:
+    def build(tl: str, spec: AttentionSpec, gpu: str, card: driver.Card) -> KernelBuild:
         assert (tl, spec, gpu) == (made().files["code.tl"], SPEC, "a100")
         return made()
 
     known = {name: peer(name) for name in PEERS}
     told: dict[str, Any] = {
         "card": H200,
-        "tools": (world or times()).tools(),
+        "contest": (world or times()).dependencies(),
         "build": build,
         "judge": judged,
         "peers": lambda: known,
         "environment": lambda peers: ENVIRONMENT,
         "ceilings": rates,
     }
-    return Parts(**{**told, **more})
+    return ReceiptDependencies(**{**told, **more})
 
 
-def checked(file: Path, tmp_path: Path, given: Parts, **more: Any) -> list[Finding]:
-    return list(check(file, numbers(file), tmp_path / "built", given, Allowed(**more)))
+def checked(
+    file: Path, tmp_path: Path, given: ReceiptDependencies, **more: Any
+) -> list[ReceiptFinding]:
+    return list(check(file, numbers(file), tmp_path / "built", given, Tolerances(**more)))
 
 
-def names(found: Finding, status: str) -> set[str]:
+def names(found: ReceiptFinding, status: str) -> set[str]:
     return {one.name for one in found.fields if one.status == status}
 
 
-def reasons(found: Finding, status: str = "unchecked") -> str:
+def reasons(found: ReceiptFinding, status: str = "unchecked") -> str:
     return "; ".join(one.why for one in found.fields if one.status == status)
 
 
 def test_a_number_that_is_still_so_holds(file: Path, tmp_path: Path) -> None:
     world = times(1.02 * MS, 2.02 * MS)
-    found = checked(file, tmp_path, parts(world))
+    found = checked(file, tmp_path, dependencies(world))
     assert [(f.cell, f.status, f.why) for f in found] == [(n, "holds", ()) for n in NAMES]
     first = found[0]
     assert first.then == pytest.approx(1 * MS, rel=0.01)
@@ -180,17 +188,17 @@ def test_a_number_that_is_still_so_holds(file: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seconds", [1.1 * MS, 0.9 * MS])
 def test_a_time_that_has_changed_does_not_hold(seconds: float, file: Path, tmp_path: Path) -> None:
-    found = checked(file, tmp_path, parts(times(seconds, 2 * seconds)))
+    found = checked(file, tmp_path, dependencies(times(seconds, 2 * seconds)))
     assert {f.status for f in found} == {"differs"}
     assert {"number.seconds", "number.tflops"} <= names(found[0], "differs")
     assert f"recorded 0.0010015, found {seconds * 1.0015:.6g}" in found[0].why[0]
     assert exit_code(found) == 1
-    within = checked(file, tmp_path, parts(times(seconds, 2 * seconds)), within=0.15)
+    within = checked(file, tmp_path, dependencies(times(seconds, 2 * seconds)), within=0.15)
     assert {f.status for f in within} == {"holds"}
 
 
 def test_a_peer_that_has_changed_does_not_hold(file: Path, tmp_path: Path) -> None:
-    found = checked(file, tmp_path, parts(times(flash=3 * MS)))
+    found = checked(file, tmp_path, dependencies(times(flash=3 * MS)))
     assert {f.status for f in found} == {"differs"}
     assert names(found[0], "differs") == {
         "number.seconds (flash)",
@@ -290,10 +298,12 @@ def label(where: Where) -> str:
     return ".".join((*where[:2], *where[2])).replace("..", ".")
 
 
-def outcome(file: Path, tmp_path: Path, given: Parts | None = None) -> tuple[list[Finding], str]:
+def outcome(
+    file: Path, tmp_path: Path, given: ReceiptDependencies | None = None
+) -> tuple[list[ReceiptFinding], str]:
     """What is found of the first numbers, or why the file is refused."""
     try:
-        return list(check(file, numbers(file)[:2], tmp_path / "built", given or parts())), ""
+        return list(check(file, numbers(file)[:2], tmp_path / "built", given or dependencies())), ""
     except Failed as failed:
         return [], str(failed)
 
@@ -360,7 +370,7 @@ def test_the_fields_of_a_recorded_run_cannot_be_forged_without_a_gpu(tmp_path: P
     whole = (RECORDED / RECORDS).read_text().splitlines()
     kernel = "mha d64 full"
     cells = [f"{kernel} {length}" for length in (512, 1024)]
-    given = Parts(None, "there is no GPU", environment=lambda peers: {})
+    given = ReceiptDependencies(None, "there is no GPU", environment=lambda peers: {})
     forgeries: list[tuple[int, str, Any]] = []
     for number, line in enumerate(whole):
         one = json.loads(line)
@@ -389,7 +399,7 @@ def test_the_fields_of_a_recorded_run_cannot_be_forged_without_a_gpu(tmp_path: P
 
 
 def test_a_recorded_run_is_whole_and_the_missing_digests_are_said(tmp_path: Path) -> None:
-    given = Parts(None, "there is no GPU", environment=lambda peers: {})
+    given = ReceiptDependencies(None, "there is no GPU", environment=lambda peers: {})
     assert len(numbers(RECORDED)) == 72
     found, _ = outcome(RECORDED, tmp_path, given)
     assert {f.status for f in found} == {"unchecked"}
@@ -402,11 +412,11 @@ def test_a_recorded_run_is_whole_and_the_missing_digests_are_said(tmp_path: Path
 def test_a_line_that_is_taken_out_breaks_the_chain(file: Path, tmp_path: Path) -> None:
     told = [x for x in lines(file) if (x.get("cell"), x.get("who")) != (NAMES[0], "flash")]
     write(file, told)
-    found = checked(file, tmp_path, parts())
+    found = checked(file, tmp_path, dependencies())
     assert found[0].status == "differs"
     assert "number.digest (naive)" in names(found[0], "differs")
     write(file, sealed(told))
-    found = checked(file, tmp_path, parts())
+    found = checked(file, tmp_path, dependencies())
     assert [f.status for f in found] == ["differs", "holds"]
     assert names(found[0], "differs") == {"absent.who (flash)"}
 
@@ -416,7 +426,7 @@ def test_without_digests_nothing_holds_but_in_part(file: Path, tmp_path: Path) -
     for one in told:
         del one["digest"]
     write(file, told)
-    found = checked(file, tmp_path, parts())
+    found = checked(file, tmp_path, dependencies())
     assert {f.status for f in found} == {"part"}
     assert {"run.digest", "run.started", "number.digest"} <= names(found[0], "unchecked")
     assert exit_code(found) == 2
@@ -438,7 +448,7 @@ def test_a_file_without_digests_that_goes_on_vouches_for_what_was_there(
 
 def test_the_files_beside_a_record_are_held_against_its_digests(file: Path, tmp_path: Path) -> None:
     (tmp_path / "kernels" / "mha-d64-causal" / "kernel.cubin").write_bytes(b"another")
-    found = checked(file, tmp_path, parts())
+    found = checked(file, tmp_path, dependencies())
     assert {f.status for f in found} == {"differs"}
     assert "kernel.hashes.cubin" in names(found[0], "differs")
 
@@ -446,7 +456,7 @@ def test_the_files_beside_a_record_are_held_against_its_digests(file: Path, tmp_
 def test_a_cubin_is_compared_without_a_gpu_where_the_compiler_is_the_same(
     file: Path, tmp_path: Path
 ) -> None:
-    given = replace(parts(), card=None, missing="there is no GPU")
+    given = replace(dependencies(), card=None, missing="there is no GPU")
     assert "kernel.hashes.cubin" in names(checked(file, tmp_path, given)[0], "holds")
     change(file, "kernel", lambda k: k["hashes"].update(cubin="1" * 64), again=True)
     (tmp_path / "kernels" / "mha-d64-causal" / "kernel.cubin").unlink()
@@ -493,7 +503,9 @@ def test_what_cannot_be_is_refused_with_its_file_and_field(
     done = command(str(file))
     assert done.exit_code == 2, done.output
     said = " ".join(done.stderr.split())
-    assert f", line {1 if record == 'run' else 2 if record == 'kernel' else 3} is no record" in said
+    assert (
+        f", line {1 if record == 'run' else 2 if record == 'kernel' else 3} is not a record" in said
+    )
     assert f"{record}.{field}" in said
     assert "bug" not in said
 
@@ -513,7 +525,7 @@ def test_numbers_too_long_and_files_too_large_are_refused(
     told = file.read_text()
     file.write_text(told.replace('"spec":{', '"spec":{"more":' + "9" * 5000 + ",", 1))
     done = command(str(file))
-    assert (done.exit_code, "is no record" in done.stderr) == (2, True), done.output
+    assert (done.exit_code, "is not a record" in done.stderr) == (2, True), done.output
     file.write_text(told.replace('"spec":{', '"spec":{"more":' + "[" * 5000 + "]" * 5000 + ",", 1))
     assert command(str(file)).exit_code == 2
     monkeypatch.setattr(journal, "MAX_BYTES", 1000)
@@ -542,8 +554,8 @@ def test_a_kernel_that_was_tampered_with_does_not_hold_without_a_gpu_too(
     edit: Any, field: str, file: Path, tmp_path: Path
 ) -> None:
     change(file, "kernel", edit, again=True)
-    without = Parts(None, "there is no GPU", environment=lambda peers: {})
-    for given in (parts(), without):
+    without = ReceiptDependencies(None, "there is no GPU", environment=lambda peers: {})
+    for given in (dependencies(), without):
         found = checked(file, tmp_path, given)
         assert {f.status for f in found} == {"differs"}
         assert field in names(found[0], "differs")
@@ -557,11 +569,11 @@ def another_source(kernel: dict[str, Any]) -> None:
 def test_another_source_is_told_as_the_translators(file: Path, tmp_path: Path) -> None:
     change(file, "kernel", another_source, again=True)
     (tmp_path / "kernels" / "mha-d64-causal" / "kernel.cu").unlink()
-    found = checked(file, tmp_path, parts())
+    found = checked(file, tmp_path, dependencies())
     assert {f.status for f in found} == {"differs"}
-    assert "the same translator makes another of its TL" in found[0].why[0]
+    assert "the same translator makes different output from its TL" in found[0].why[0]
     newer = {**ENVIRONMENT, "translator": "def", "flashwright": "0.2.0"}
-    found = checked(file, tmp_path, parts(environment=lambda peers: newer))
+    found = checked(file, tmp_path, dependencies(environment=lambda peers: newer))
     assert {f.status for f in found} == {"part"}
     assert "another translator: 0.1.0 (abc) then, 0.2.0 (def) now" in reasons(found[0])
     assert {"kernel.source", "kernel.hashes.cubin"} <= names(found[0], "unchecked")
@@ -569,7 +581,7 @@ def test_another_source_is_told_as_the_translators(file: Path, tmp_path: Path) -
 
 def test_other_versions_do_not_hold_unless_they_may_differ(file: Path, tmp_path: Path) -> None:
     newer = {**ENVIRONMENT, "nvcc": "13.1", "flash": "2.0"}
-    given = parts(environment=lambda peers: newer)
+    given = dependencies(environment=lambda peers: newer)
     found = checked(file, tmp_path, given)
     assert {f.status for f in found} == {"differs"}
     assert names(found[0], "differs") == {"run.environment.nvcc", "run.environment.flash"}
@@ -583,7 +595,9 @@ def test_what_the_judge_now_rejects_does_not_hold_and_is_not_measured(
     file: Path, tmp_path: Path
 ) -> None:
     world = times()
-    found = checked(file, tmp_path, parts(world, judge=lambda c, s: verdict("race", "wrong")))
+    found = checked(
+        file, tmp_path, dependencies(world, judge=lambda c, s: verdict("race", "wrong"))
+    )
     assert {f.status for f in found} == {"differs"}
     assert "the judge now rejects it: race, wrong" in found[0].why[0]
     assert not world.log
@@ -592,14 +606,14 @@ def test_what_the_judge_now_rejects_does_not_hold_and_is_not_measured(
 def test_what_ends_now_does_not_hold(file: Path, tmp_path: Path) -> None:
     world = times()
     world.behaviours[OURS].ends = lambda what, p, n: "hang" if what == "turn" else None
-    found = checked(file, tmp_path, parts(world))
+    found = checked(file, tmp_path, dependencies(world))
     assert found[0].status == "differs"
     assert "it has no time now: hang: at turn" in found[0].why[0]
 
 
 def test_on_another_card_no_time_is_held(file: Path, tmp_path: Path) -> None:
     other = driver.Card(0, "NVIDIA A100-SXM4-80GB", (8, 0))
-    found = checked(file, tmp_path, parts(times(4 * MS, 8 * MS), card=other))
+    found = checked(file, tmp_path, dependencies(times(4 * MS, 8 * MS), card=other))
     assert {f.status for f in found} == {"unchecked"}
     assert "another card is here: NVIDIA A100-SXM4-80GB" in reasons(found[0])
     assert "number.seconds" not in names(found[0], "holds")
@@ -611,7 +625,7 @@ def test_on_another_card_no_time_is_held(file: Path, tmp_path: Path) -> None:
     ("why", "status"), [("FW821: there is no nvcc", "unchecked"), ("FW823: it spills", "differs")]
 )
 def test_what_cannot_be_built(why: str, status: str, file: Path, tmp_path: Path) -> None:
-    found = checked(file, tmp_path, parts(build=lambda *given: replace(made(), why=why)))
+    found = checked(file, tmp_path, dependencies(build=lambda *given: replace(made(), why=why)))
     assert {f.status for f in found} == {status}
     assert why in reasons(found[0])
 
@@ -620,13 +634,13 @@ def test_what_cannot_be_judged_is_not_checked(file: Path, tmp_path: Path) -> Non
     def judge(candidate: Any, spec: Any) -> Any:
         raise Failed(Diagnostic("FW851", "no GPU"))
 
-    assert {f.status for f in checked(file, tmp_path, parts(judge=judge))} == {"unchecked"}
+    assert {f.status for f in checked(file, tmp_path, dependencies(judge=judge))} == {"unchecked"}
 
 
 def test_a_peer_that_is_not_here_is_named_and_never_held(file: Path, tmp_path: Path) -> None:
     gone = peer("flash", module="no_such_module")
     world = times()
-    given = parts(world, peers=lambda: {"flash": gone, "naive": peer("naive")})
+    given = dependencies(world, peers=lambda: {"flash": gone, "naive": peer("naive")})
     found = checked(file, tmp_path, given)
     assert [(f.status, f.peer) for f in found] == [("part", "naive")] * 2
     named = names(found[0], "unchecked")
@@ -650,7 +664,7 @@ def test_a_peer_that_is_not_here_is_named_and_never_held(file: Path, tmp_path: P
 )
 def test_what_the_file_lacks_is_said(edit: Any, words: str, file: Path, tmp_path: Path) -> None:
     change(file, "kernel", edit, again=True)
-    found = checked(file, tmp_path, parts())
+    found = checked(file, tmp_path, dependencies())
     assert not {f.status for f in found} & {"holds", "part"}
     assert words in reasons(found[0])
 
@@ -714,7 +728,9 @@ def test_with_a_gpu_the_command_says_what_holds(
 ) -> None:
     monkeypatch.setattr(driver, "cards", lambda: (H200,))
     monkeypatch.setattr("flashwright.judge.judge.need_torch", lambda: None)
-    monkeypatch.setattr(receipt, "Parts", lambda card: parts(times(1.001 * MS)))
+    monkeypatch.setattr(
+        receipt, "ReceiptDependencies", lambda card: dependencies(times(1.001 * MS))
+    )
     done = command(str(file))
     assert done.exit_code == 0, done.output
     assert "2 hold" in done.output
@@ -728,7 +744,7 @@ def test_with_a_gpu_the_command_says_what_holds(
 
 @pytest.mark.usefixtures("without_gpu")
 @pytest.mark.parametrize(
-    ("text", "words"), [("nonsense\n", "line 1 is no record"), (None, "No such file")]
+    ("text", "words"), [("nonsense\n", "line 1 is not a record"), (None, "No such file")]
 )
 def test_a_file_that_cannot_be_read_is_refused(
     text: str | None, words: str, tmp_path: Path
@@ -745,10 +761,10 @@ def test_the_table_has_a_line_for_each() -> None:
     slower = Field("number.seconds", "differs", 1.0, 2.0)
     missing = Field("number.seconds", "unchecked")
     found = [
-        Finding("a", now=1.0),
-        Finding("b", (slower,), now=2.0),
-        Finding("c", (missing,)),
-        Finding("d", (replace(missing, name="ratio (x)"),), now=1.0),
+        ReceiptFinding("a", now=1.0),
+        ReceiptFinding("b", (slower,), now=2.0),
+        ReceiptFinding("c", (missing,)),
+        ReceiptFinding("d", (replace(missing, name="ratio (x)"),), now=1.0),
     ]
     assert table(found).row_count == 4
     said = "1 holds, 1 holds in part, 1 does not hold, 1 cannot be checked here"

@@ -63,7 +63,7 @@ def test_a_right_kernel_is_right_on_a_card_that_is_named(tmp_path: Path) -> None
     (point,) = headline.verdicts(report)
     assert point.title == f"Right on {example.CARD}"
     assert "torch's flash backend" in point.shown[0]
-    assert "6 checks passed, 1 could not be asked here" in point.shown
+    assert "6 checks passed, 1 could not run here" in point.shown
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from rich.console import Console
 from flashwright.measure.records import OURS, AbsentRecord
 from flashwright.report import markdown, page, plots, svg, terminal
 from flashwright.report.gather import gather
-from flashwright.report.model import Case, Picture, Report, Verdict
+from flashwright.report.model import ErrorMap, RecordedCase, RecordedVerdict, Report
 from tests.unit import report_example as example
 
 EVIL = "\"'></script><img src=x onerror=alert(1)>"
@@ -251,10 +251,10 @@ def test_charts_of_a_run_have_one_scale_from_zero(report: Report) -> None:
 
 def test_errors_that_no_log_scale_has_are_drawn_all_the_same() -> None:
     cases = tuple(
-        Case(ok=value < 1, relative_rms=value, library_rms=library, kind="normal")
+        RecordedCase(ok=value < 1, relative_rms=value, library_rms=library, kind="normal")
         for value, library in ((0.0, 0.0), (1e-3, 2e-3), (float("inf"), 1e-3), (float("nan"), None))
     )
-    drawn = plots.errors(Verdict(ok=False, cases=cases))
+    drawn = plots.errors(RecordedVerdict(ok=False, cases=cases))
     assert drawn.count('class="dot') == 4
     assert drawn.count('class="dot bad"') == 2
     assert ">0</text>" in drawn
@@ -263,12 +263,12 @@ def test_errors_that_no_log_scale_has_are_drawn_all_the_same() -> None:
 
 
 def test_the_map_of_errors_is_darkest_where_the_error_is() -> None:
-    drawn = plots.heat(Picture(error=((1e-4, 1e-4), (1e-4, 1e-2))))
+    drawn = plots.heat(ErrorMap(error=((1e-4, 1e-4), (1e-4, 1e-2))))
     assert "row 2 of 2 and column 2 of 2" in drawn
     darkest = re.search(r'<path d="([^"]+)" class="heat h8"', drawn)
     assert darkest is not None
     assert darkest[1].count("M") == 1
-    assert "not finite" in plots.heat(Picture(error=((float("nan"),),)))
+    assert "not finite" in plots.heat(ErrorMap(error=((float("nan"),),)))
 
 
 def test_labels_are_pushed_apart_and_stay_inside() -> None:

@@ -43,7 +43,7 @@ from flashwright.study import (
     speed,
 )
 from flashwright.study.funnel import pass_at
-from flashwright.study.sample import Sample, Terms
+from flashwright.study.sample import Sample, StudyTerms
 from flashwright.study.settings import OtherStudy, Settings
 from flashwright.study.ways import WAYS
 from flashwright.study.ways import chosen as chosen_ways
@@ -55,7 +55,7 @@ from tests.unit.test_by_model import CARD, CODE, SPEC, WRONG_SCALE, Nobody, fenc
 SMALL = operators.Operator("small", SPEC)
 OTHER = operators.Operator("other", make_spec("gqa"))
 NONSENSE = fenced("param = (\n")
-TERMS = Terms(CARD, Budget(attempts=1), last="cpu")
+TERMS = StudyTerms(CARD, Budget(attempts=1), last="cpu")
 
 
 class Heard:
@@ -281,7 +281,7 @@ def test_a_folder_that_is_no_study_is_told_so(option: str, tmp_path: Path) -> No
     told = CliRunner().invoke(app, ["study", option, str(tmp_path)])
     assert told.exit_code == 2
     assert "error[FW903]" in told.output
-    assert "is no study: it has no settings.json" in told.output
+    assert "is not a study: it has no settings.json" in told.output
 
 
 def test_the_legend_is_there_where_something_was_not_told(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_a_sample_without_an_answer_stays_open_and_the_others_go_on(tmp_path: Pa
     assert "small, no-sketch, sample 1: open: " in heard.ended[0]
     assert "no code came out right" in heard.ended[1]
     assert report.make(tmp_path).open == 1
-    assert "Samples that are open: 1." in (tmp_path / "study.md").read_text()
+    assert "Unfinished samples: 1." in (tmp_path / "study.md").read_text()
     told = CliRunner().invoke(app, ["study", "--report", str(tmp_path)])
     assert told.exit_code == 2
     _, asked = studied(tmp_path, wanted, say(NONSENSE))
@@ -380,7 +380,7 @@ def test_a_mistake_of_ours_costs_one_sample(
     monkeypatch.setattr(session, "take", broken)
     heard, asked = studied(tmp_path, settings(samples=2), say(NONSENSE))
     assert asked == 1
-    assert "mistake" in heard.ended[0]
+    assert "error in Flashwright" in heard.ended[0]
     assert "who has thought" in (tmp_path / "small/no-sketch/1/trouble.txt").read_text()
 
 
@@ -446,21 +446,21 @@ def test_a_pytorch_function_that_the_judge_rejects_is_sent_back(
     assert row["attempts"] == 2
 
 
-def goes_on(root: Path, wanted: Settings, looks: Sequence[session.Look]) -> Heard:
+def goes_on(root: Path, wanted: Settings, checks: Sequence[session.GpuCheck]) -> Heard:
     """A study that has nothing to ask any more, on a machine with a GPU."""
     heard = Heard()
     with serve([]) as server:
-        session.study(wanted, TERMS, connect("m", server.url, env={}), root, heard, looks)
+        session.study(wanted, TERMS, connect("m", server.url, env={}), root, heard, checks)
     return heard
 
 
-def raced(us: float, **peers: float) -> race.Raced:
+def raced(us: float, **peers: float) -> race.RaceResult:
     """A race at two lengths, at the second of which peers take twice as long."""
-    times = {speed.KERNEL: {n: race.Figure(us * 1e-6, 0.001, 1.0) for n in (1024, 4096)}}
+    times = {speed.KERNEL: {n: race.RaceTime(us * 1e-6, 0.001, 1.0) for n in (1024, 4096)}}
     for name, took in peers.items():
         each = {1024: took * 1e-6, 4096: 2 * took * 1e-6}
-        times[name] = {n: race.Figure(seconds, 0.001, 1.0) for n, seconds in each.items()}
-    return race.Raced(times)
+        times[name] = {n: race.RaceTime(seconds, 0.001, 1.0) for n, seconds in each.items()}
+    return race.RaceResult(times)
 
 
 def test_a_kernel_that_is_right_on_a_gpu_is_timed_once_beside_the_best_peer_of_each_length(
@@ -474,14 +474,14 @@ def test_a_kernel_that_is_right_on_a_gpu_is_timed_once_beside_the_best_peer_of_e
     (folder / "spec.toml").write_text(specs.dump(SPEC))
     races = []
 
-    def timed(spec: Any, contestants: Sequence[Any]) -> race.Raced:
+    def timed(spec: Any, contestants: Sequence[Any]) -> race.RaceResult:
         races.append([c.name for c in contestants])
         return raced(20.0, flash=30.0, efficient=90.0)
 
     watch = partial(Stopwatch, race=timed, card=lambda: H200)
     monkeypatch.setattr(speed, "Stopwatch", watch)
-    heard = goes_on(tmp_path, wanted, [speed.look])
-    assert goes_on(tmp_path, wanted, [speed.look]).ended == []
+    heard = goes_on(tmp_path, wanted, [speed.time_sample])
+    assert goes_on(tmp_path, wanted, [speed.time_sample]).ended == []
     assert len(races) == 1
     assert "naive" not in " ".join(races[0])
     expected = math.sqrt(1.5 * 3)
@@ -502,11 +502,11 @@ def test_one_that_no_peer_does_or_that_cannot_be_timed_has_no_speed(
         recorded(tmp_path, sample, True)
         (sample.folder(tmp_path) / "kernel.cubin").write_bytes(b"1")
         (sample.folder(tmp_path) / "spec.toml").write_text(specs.dump(SPEC))
-    found = iter([raced(20.0), race.Raced(lost={speed.KERNEL: "it hangs"})])
+    found = iter([raced(20.0), race.RaceResult(lost={speed.KERNEL: "it hangs"})])
     watch = partial(Stopwatch, race=lambda spec, those: next(found), card=lambda: H200)
     monkeypatch.setattr(speed, "Stopwatch", watch)
-    heard = goes_on(tmp_path, wanted, [speed.look])
-    assert "no peer does this operator" in heard.ended[0]
+    heard = goes_on(tmp_path, wanted, [speed.time_sample])
+    assert "no peer supports this operator" in heard.ended[0]
     assert "it hangs" in heard.ended[1]
     (row,) = funnel.rows(wanted, tmp_path)
     assert row.fast is None
@@ -540,10 +540,10 @@ def test_what_was_made_without_a_gpu_is_judged_where_there_is_one(
         return Verdict("it", "H200", "sm_90", spec, 1, (), offences=offences)
 
     monkeypatch.setattr(judged, "judge", judge)
-    assert goes_on(tmp_path, wanted, [judged.look]).ended == []  # no GPU here
+    assert goes_on(tmp_path, wanted, [judged.judge_sample]).ended == []  # no GPU here
     monkeypatch.setattr(judged, "card_here", lambda: H200)
-    session.look(wanted, tmp_path, Heard(), [judged.look])
-    goes_on(tmp_path, wanted, [judged.look])
+    session.check_on_gpu(wanted, tmp_path, Heard(), [judged.judge_sample])
+    goes_on(tmp_path, wanted, [judged.judge_sample])
     assert [Path(c.where).read_text() for c in candidates] == [function]
     (row,) = funnel.rows(wanted, tmp_path)
     assert row.levels["right"].passed == right
@@ -573,7 +573,7 @@ def test_the_bar_names_the_sample_that_is_looked_at_and_names_it_once(tmp_path: 
         (1, 2, "small, tl, sample 2: judging it"),
     ]
     before, shown[:] = [*shown], []
-    session.look(wanted, tmp_path, screen, [look])
+    session.check_on_gpu(wanted, tmp_path, screen, [look])
     assert shown == before
 
 

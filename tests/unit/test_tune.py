@@ -154,7 +154,7 @@ def test_who_is_out_does_not_make_the_others_be_timed_again(folder: Path) -> Non
 
 def test_a_package_whose_own_kernel_does_not_build_is_told_so(folder: Path) -> None:
     bench = Bench(CROSSING, why={PRESENT: "FW823: spills"})
-    with pytest.raises(Failed, match=r"own kernel cannot be had: FW823: spills") as failed:
+    with pytest.raises(Failed, match=r"own kernel cannot be built: FW823: spills") as failed:
         bench.run(order(folder))
     assert failed.value.diagnostics[0].help
     assert not bench.world.asked("turn")
@@ -170,7 +170,7 @@ def test_only_the_best_have_a_long_round(folder: Path) -> None:
     assert set(slow.first) == set(LENGTHS)
     assert not slow.final
     assert short.final[512].samples > short.first[512].samples
-    assert len(bench.watcher.phases) == 4, bench.watcher.phases
+    assert len(bench.listener.phases) == 4, bench.listener.phases
 
 
 def test_groups_are_compared_by_the_one_that_is_in_all_of_them(folder: Path) -> None:

@@ -89,7 +89,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Bench:
         bench.world.behaviours[offer.name] = Behaviour(bench._seconds(offer.name))
     monkeypatch.setattr(driver, "_look", lambda: ((H200,), ""))
     monkeypatch.setattr("flashwright.judge.judge.need_torch", lambda: None)
-    monkeypatch.setattr("flashwright.measure.tune.tune.Parts", bench.parts)
+    monkeypatch.setattr("flashwright.measure.tune.tune.TuneDependencies", bench.dependencies)
     return bench
 
 
@@ -127,7 +127,7 @@ def test_the_command_is_interrupted_and_goes_on(folder: Path, fake: Bench) -> No
     assert len(fake.world.asked("turn")) == turns
     (folder / TUNING).write_text("{}")
     damaged = Outcome("tune", str(folder), "--gpu", "h200", "--resume", *COMMAND)
-    assert (damaged.code, "is no record of a tuning" in damaged.err) == (2, True)
+    assert (damaged.code, "is not a record of a tuning" in damaged.err) == (2, True)
 
 
 # --- defaults ---------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def test_what_the_table_cannot_have_is_left_out_with_its_reason(
         assert words in told.out
     table.write_text("[]")
     bad = Outcome("tune", str(folder), "--write-defaults", str(table))
-    assert (bad.code, "no table of measured choices" in bad.err) == (2, True)
+    assert (bad.code, "not a table of measured choices" in bad.err) == (2, True)
     (folder / TUNING).unlink()
     none = Outcome("tune", str(folder), "--write-defaults", str(tmp_path / "new.json"))
     assert (none.code, "has no tuning.json" in none.err) == (2, True)

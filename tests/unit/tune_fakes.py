@@ -17,9 +17,9 @@ from flashwright.build.package import RECORD
 from flashwright.check.check import check
 from flashwright.gpu import H200, Gpu
 from flashwright.lang.parse import parse
-from flashwright.measure.kernels import Made, in_processes
+from flashwright.measure.kernels import KernelBuild, in_processes
 from flashwright.measure.tune.state import Tuning, read
-from flashwright.measure.tune.tune import Order, Parts, tune
+from flashwright.measure.tune.tune import TuneDependencies, TuneRequest, tune
 from flashwright.program.program import Program
 from flashwright.sandbox.candidate import Candidate
 from flashwright.sandbox.problem import TimedProblem
@@ -58,9 +58,9 @@ def order(
     lengths: Sequence[int] = LENGTHS,
     spec: AttentionSpec = SPEC,
     **more: Any,
-) -> Order:
+) -> TuneRequest:
     code = (folder / "code.tl").read_text()
-    return Order(folder, spec, checked(code), code, H200, tuple(lengths), wanted, **more)
+    return TuneRequest(folder, spec, checked(code), code, H200, tuple(lengths), wanted, **more)
 
 
 @dataclass
@@ -77,24 +77,24 @@ class Bench:
     judged: list[str] = field(default_factory=list)
     real: bool = False
     """Whether kernels are compiled."""
-    watcher: Quiet = field(default_factory=Quiet)
+    listener: Quiet = field(default_factory=Quiet)
     environment: dict[str, str] = field(default_factory=lambda: {"driver": "580", "nvcc": "13.0"})
 
-    def run(self, wanted: Order, before: Tuning | None = None) -> Tuning:
+    def run(self, wanted: TuneRequest, before: Tuning | None = None) -> Tuning:
         for offer in wanted.offers():
             self.world.behaviours.setdefault(offer.name, Behaviour(self._seconds(offer.name)))
-        return tune(wanted, CARD, self.watcher, 5, before, self.parts())
+        return tune(wanted, CARD, self.listener, 5, before, self.dependencies())
 
-    def resumed(self, wanted: Order) -> Tuning:
+    def resumed(self, wanted: TuneRequest) -> Tuning:
         return self.run(wanted, read(wanted.folder))
 
     def _seconds(self, name: str) -> Callable[[TimedProblem, bool], float]:
         relative = self.times.get(name, lambda length: 2.0)
         return lambda problem, cold: relative(problem.length) * MS * problem.length / 512
 
-    def parts(self) -> Parts:
-        return Parts(
-            tools=self.world.tools(),
+    def dependencies(self) -> TuneDependencies:
+        return TuneDependencies(
+            contest=self.world.dependencies(),
             make=in_processes if self.real else self._make,
             judge=self._judge,
             environment=lambda: dict(self.environment),
@@ -102,13 +102,15 @@ class Bench:
             clock=lambda: self.world.time,
         )
 
-    def _make(self, work: Sequence[Callable[[], Made]], jobs: int) -> Iterator[tuple[int, Made]]:
+    def _make(
+        self, work: Sequence[Callable[[], KernelBuild]], jobs: int
+    ) -> Iterator[tuple[int, KernelBuild]]:
         for number, one in enumerate(work):
             text, spec, gpu, _ = one.args  # type: ignore[attr-defined]
             self.world.event("make", number)
             yield number, self._kernel(text, spec, gpu)
 
-    def _kernel(self, text: str, spec: AttentionSpec, gpu: str) -> Made:
+    def _kernel(self, text: str, spec: AttentionSpec, gpu: str) -> KernelBuild:
         tiling = tiling_of(checked(text))
         assert tiling is not None
         name = name_of(tiling)
@@ -122,7 +124,7 @@ class Bench:
             "kernel.cubin": name.encode(),
             RECORD: '{"gpu": "h200", "artefacts": {}}',
         }
-        return Made(spec, gpu, files, "", {"registers": 168}, why=self.why.get(name, ""))
+        return KernelBuild(spec, gpu, files, "", {"registers": 168}, why=self.why.get(name, ""))
 
     def _judge(self, candidate: Candidate, spec: AttentionSpec) -> Any:
         assert Path(candidate.where, "kernel.cubin").is_file()

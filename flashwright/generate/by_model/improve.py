@@ -46,7 +46,7 @@ from flashwright.lang import render
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.report import notes
 from flashwright.measure import race
-from flashwright.measure.race import CERTAIN, LEAST, Raced
+from flashwright.measure.race import CERTAIN, LEAST, RaceResult
 
 BEGIN = "speed.json"
 """In the record: how fast the kernel was before the first round."""
@@ -252,7 +252,7 @@ def _figures(speed: KernelSpeed) -> dict[str, Any]:
     return {"times": times, "times_as_fast_as": dict(speed.others)}
 
 
-def compared(raced: list[Raced]) -> str:
+def compared(raced: list[RaceResult]) -> str:
     """What a race, or two, say of a right kernel and the one that it would replace."""
     last = raced[-1]
     if last.lost:

@@ -31,7 +31,7 @@ from flashwright.lang.codes import MACHINE
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.measure import race
 from flashwright.measure.contest import Contestant
-from flashwright.measure.race import Raced
+from flashwright.measure.race import RaceResult
 from flashwright.program.program import Program
 from flashwright.untrusted.contract import Contract, contract
 from flashwright.untrusted.translation import TranslationByModel, translated_by_model
@@ -145,14 +145,14 @@ def _recorded(trial: Run, lane: Lane, made: TranslationByModel) -> Tried[JudgedK
     return Tried(done if was["taken"] else None, was["findings"], (), made.files, spare)
 
 
-def _time(raced: Raced) -> float:
+def _time(raced: RaceResult) -> float:
     """Of the kernel beside the other."""
     others = [who for who in raced.times if who != KERNEL]
     timed = KERNEL in raced.times and others
     return raced.ratio(KERNEL, others[0]) if timed else math.inf
 
 
-def times_of(lane: Lane) -> list[Raced]:
+def times_of(lane: Lane) -> list[RaceResult]:
     """What was measured of an attempt whose reply is one that was there; else nothing."""
     if not lane.again:
         return []
@@ -162,7 +162,7 @@ def times_of(lane: Lane) -> list[Raced]:
         return []
 
 
-def timed_once(lane: Lane, timing: Callable[[], list[Raced]]) -> list[Raced]:
+def timed_once(lane: Lane, timing: Callable[[], list[RaceResult]]) -> list[RaceResult]:
     """The times of an attempt: those that there are, or new ones, which are then kept, unless it is
     the other that could not be timed."""
     raced = times_of(lane)

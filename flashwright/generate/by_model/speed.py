@@ -23,7 +23,7 @@ from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.measure import kernels, race
 from flashwright.measure.contest import Contestant
 from flashwright.measure.peers import registry
-from flashwright.measure.race import Race, Raced
+from flashwright.measure.race import RaceFunction, RaceResult
 from flashwright.program.program import Program
 from flashwright.spec import AttentionSpec
 
@@ -75,8 +75,8 @@ class SpeedGoal:
 class Stopwatch:
     """What kernels are timed with; tests bring their own."""
 
-    race: Race = race.race
-    make: Callable[..., kernels.Made] = kernels.make
+    race: RaceFunction = race.race
+    make: Callable[..., kernels.KernelBuild] = kernels.make
     peers: Callable[[], Sequence[registry.Peer]] = _peers
     card: Callable[[], Card] = card_here
 
@@ -110,11 +110,11 @@ class Stopwatch:
             return self.builtin(run, folder)
         return race.peer(registry.choose([goal.than])[0])
 
-    def against(self, run: Run, rival: Contestant) -> Raced:
+    def against(self, run: Run, rival: Contestant) -> RaceResult:
         """The kernel of a run beside another."""
         return self.race(run.spec, [race.package(KERNEL, run.folder), rival])
 
-    def twice(self, run: Run, other: Run) -> list[Raced]:
+    def twice(self, run: Run, other: Run) -> list[RaceResult]:
         """A run's kernel beside the one that it wants to replace. Where it is faster, once more,
         in other processes and the other order: memory that happens to lie well is no gain."""
         both = [race.package(KERNEL, run.folder), race.package(BEFORE, other.folder)]
@@ -128,25 +128,27 @@ class Stopwatch:
 class KernelSpeed:
     """What is known of a kernel's speed."""
 
-    times: Mapping[int, race.Figure] = field(default_factory=dict)
+    times: Mapping[int, race.RaceTime] = field(default_factory=dict)
     others: Mapping[str, float] = field(default_factory=dict)
     """How many times as fast as each it is."""
 
     @classmethod
-    def of(cls, raced: Raced) -> KernelSpeed:
+    def of(cls, raced: RaceResult) -> KernelSpeed:
         """From a race in which KERNEL took part."""
         if KERNEL not in raced.times:
             return cls()
         names = [who for who in raced.times if who != KERNEL]
         return cls(raced.times[KERNEL], {who: raced.ratio(who, KERNEL) for who in names})
 
-    def after(self, raced: Raced) -> KernelSpeed:
+    def after(self, raced: RaceResult) -> KernelSpeed:
         """Of the kernel that won such a race against this one."""
         gain = raced.ratio(BEFORE, KERNEL)
         return KernelSpeed(raced.times[KERNEL], {who: r * gain for who, r in self.others.items()})
 
 
-def measured(stopwatch: Stopwatch, run: Run, folder: Path, goal: SpeedGoal | None = None) -> Raced:
+def measured(
+    stopwatch: Stopwatch, run: Run, folder: Path, goal: SpeedGoal | None = None
+) -> RaceResult:
     """The kernel of a run beside the built-in author's, all peers at hand, and who a goal names."""
     contestants = [race.package(KERNEL, run.folder)]
     with contextlib.suppress(Failed):  # then it has one rival less

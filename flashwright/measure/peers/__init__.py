@@ -1,8 +1,8 @@
-"""The libraries that a kernel is measured beside.
+"""The peers: libraries that a kernel is compared with.
 
-Each is a factory: `torch_flash(spec)` gives a callable that takes Q, K and V, and what else the
-spec has, as (batch, heads, length, dim) and returns O. A peer that cannot do a spec raises Unable,
-and the message says why. They run in processes of their own, which find them here by name.
+Each is a factory: `torch_flash(spec)` returns a callable that takes Q, K, V and the spec's other
+inputs as (batch, heads, length, dim) and returns O. A peer that does not support a spec raises
+Unable with the reason. Peers run in their own processes, which import them from here by name.
 """
 
 from flashwright.measure.peers.backends import torch_cudnn, torch_efficient, torch_flash

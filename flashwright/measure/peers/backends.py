@@ -12,7 +12,7 @@ from flashwright.spec import AttentionSpec
 
 
 def torch_flash(spec: AttentionSpec) -> Callable[..., Any]:
-    """FlashAttention-2 as torch carries it."""
+    """The FlashAttention-2 that is part of torch."""
     return _backend(spec, "FLASH_ATTENTION")
 
 
@@ -24,19 +24,19 @@ def torch_cudnn(spec: AttentionSpec) -> Callable[..., Any]:
 def torch_efficient(spec: AttentionSpec) -> Callable[..., Any]:
     """The memory-efficient kernel that came from xFormers."""
     if spec.kv_heads != spec.heads:
-        raise Unable("it has no heads of K and V that query heads share")
+        raise Unable("it does not support GQA or MQA")
     return _backend(spec, "EFFICIENT_ATTENTION")
 
 
 def _backend(spec: AttentionSpec, name: str) -> Callable[..., Any]:
-    # V of another width is cuDNN's; the others lack it, and say so themselves.
+    # Only cuDNN supports V of another width; the other backends report it themselves.
     need(spec, "V of another width than K")
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     backend = getattr(SDPBackend, name, None)
     if backend is None:
-        raise Unable("this torch does not have it")
+        raise Unable("this version of torch does not have it")
     settings = {
         "is_causal": spec.causal,
         "scale": spec.softmax_scale,
@@ -47,7 +47,7 @@ def _backend(spec: AttentionSpec, name: str) -> Callable[..., Any]:
         with sdpa_kernel(backend):
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, **settings)
 
-    def told(q: Any, k: Any, v: Any) -> Any:
+    def explained(q: Any, k: Any, v: Any) -> Any:
         try:
             return attention(q, k, v)
         except (RuntimeError, NotImplementedError) as error:
@@ -55,11 +55,11 @@ def _backend(spec: AttentionSpec, name: str) -> Callable[..., Any]:
                 raise
             raise Unable(_why(lambda: attention(q, k, v), error)) from None
 
-    return told
+    return explained
 
 
 def _why(again: Callable[[], Any], error: Exception) -> str:
-    """Torch says in warnings why a backend does not take a problem; its error names none of it."""
+    """The reason that a backend refuses a problem: torch puts it in warnings, not in the error."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
@@ -67,6 +67,6 @@ def _why(again: Callable[[], Any], error: Exception) -> str:
         except (RuntimeError, NotImplementedError) as same:
             error = same
     lines = [str(w.message).splitlines()[0] for w in said] + [first_line(error)]
-    # One such line introduces the reasons of each backend, also of those that were not asked.
+    # Such a line introduces the reasons of each backend, also of backends that are disabled.
     reasons = [line for line in lines if "not used because" not in line]
     return reasons[0].partition(" (Triggered")[0]

@@ -1,4 +1,4 @@
-"""What a spec asks for beyond plain attention, and the peers that do not have it."""
+"""The features of a spec beyond plain attention, and checks that a peer supports them."""
 
 from __future__ import annotations
 
@@ -23,37 +23,37 @@ _FEATURES: Mapping[str, Callable[[AttentionSpec], object]] = {
 
 
 def features(spec: AttentionSpec) -> list[str]:
-    """What of it a library may lack, in words."""
+    """The features that a library may lack, in words."""
     return [name for name, has in _FEATURES.items() if has(spec)]
 
 
 def need(spec: AttentionSpec, *known: str) -> None:
-    """Unable where the spec has a feature that is not among the known ones."""
+    """Raises Unable if the spec has a feature that is not in `known`."""
     lacking = [name for name in features(spec) if name not in known]
     if lacking:
         raise Unable(f"it has no {' and no '.join(lacking)}")
 
 
 def window_of(spec: AttentionSpec) -> tuple[int, int]:
-    """How many keys before and after its own a query sees, as flash-attention counts: -1 is all."""
+    """The visible keys before and after a query, in flash-attention's convention: -1 is all."""
     if spec.window is None:
         return -1, -1
     return spec.window - 1, 0 if spec.causal else spec.window - 1
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, in a line."""
+    """The first line of an exception's message."""
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return said[:300] or type(error).__name__
 
 
 def is_memory(error: BaseException) -> bool:
-    """Whether it is memory that ran out: that is the problem's size, not what a peer can do."""
+    """Whether memory ran out: that depends on the problem's size, not on the peer's features."""
     return isinstance(error, MemoryError) or "out of memory" in str(error)
 
 
 def package(name: str) -> Any:
-    """An installed package; Unable where it is not there or does not work."""
+    """Import a package. Raises Unable if it is missing or cannot be imported."""
     import importlib
 
     try:

@@ -10,17 +10,17 @@ from flashwright.sandbox.candidate import Unable
 from flashwright.spec import AttentionSpec
 
 MOST_SHAPES = 256
-"""Compiled versions of one function. Torch's own limit is 8, and beyond it runs uncompiled."""
+"""Limit of compiled versions of one function. Torch's default is 8; beyond it, it runs eager."""
 
 
 def flex_attention(spec: AttentionSpec) -> Callable[..., Any]:
-    """One compilation for each shape: with symbolic lengths the kernel is slower, and no peer."""
+    """Compiled for each shape: with symbolic lengths the kernel would be slower."""
     known = ("windows", "sink tokens", "softcap", "ALiBi", "compressed keys")
     need(spec, *known, "V of another width than K")
     try:
         from torch.nn.attention import flex_attention as flex
     except ImportError:
-        raise Unable("this torch does not have it") from None
+        raise Unable("this version of torch does not have it") from None
     return _Flex(spec, flex)
 
 
@@ -33,7 +33,7 @@ class _Flex:
         for name in ("recompile_limit", "cache_size_limit"):  # the new name and the old one
             if hasattr(dynamo, name):
                 setattr(dynamo, name, MOST_SHAPES)
-        # One kernel has nothing to compile in parallel, and a process for each core takes memory.
+        # A single kernel gains nothing from parallel compilation, whose processes take memory.
         torch._inductor.config.compile_threads = 1
         self.compiled = torch.compile(flex.flex_attention, dynamic=False, fullgraph=True)
         self.ready: dict[tuple[int, ...], dict[str, Any]] = {}
@@ -51,7 +51,7 @@ class _Flex:
         try:
             found = self.compiled(q, k, v, **settings)
             self.torch.cuda.synchronize()
-        except Exception as error:  # of the compiler: there are dozens of kinds
+        except Exception as error:  # the compiler raises dozens of types
             if is_memory(error):
                 raise
             raise Unable(f"it does not compile: {first_line(error)}") from None
@@ -92,5 +92,5 @@ class _Flex:
         return score
 
     def _offset(self, q: Any, k: Any) -> int:
-        """The last query is the last token; compressed keys cover as many tokens as there are."""
+        """The key position of query 0: the last query is the last token."""
         return 0 if self.spec.branch == "compressed" else int(k.shape[2] - q.shape[2])

@@ -1,7 +1,7 @@
-"""Attention as one first writes it in PyTorch: two matmuls, a softmax, all scores in memory.
+"""Eager PyTorch attention: two matmuls and a softmax, with all scores in memory.
 
-The matmuls are in the type of the inputs and the softmax in fp32, as models' eager code has it.
-What fits into memory is done at once, else some heads at a time.
+The matmuls run in the type of the inputs and the softmax in fp32, as in eager code of models. If
+the scores do not fit in memory, it computes some heads at a time.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from flashwright.sandbox.candidate import Unable
 from flashwright.spec import AttentionSpec
 
 SCORES = 1 << 29
-"""Scores held at a time: 1 GB in 16 bit, and three such tensors in fp32 beside it."""
+"""Scores in memory at a time: 1 GB in 16 bit, plus three such tensors in fp32."""
 
 
 def naive_torch(spec: AttentionSpec) -> Callable[..., Any]:
-    """Everything that a spec can ask for, and fp8 by way of bf16."""
+    """Supports every spec without a reference; computes fp8 in bf16."""
     if "a reference of its own" in features(spec):
-        raise Unable("the program has a reference of its own, which this does not know")
+        raise Unable("it does not support a spec with a reference of its own")
     return _Naive(spec)
 
 
@@ -59,7 +59,7 @@ class _Naive:
         cap = self.spec.softcap
         if cap is not None:
             s = cap * self.torch.tanh(s / cap)
-        if slopes is not None:  # in 16 bit a distance of thousands is not exact
+        if slopes is not None:  # 16 bits cannot hold a distance of thousands exactly
             s = s.float() + slopes[:, None, None] * self._distance(s)
         return s
 
@@ -69,7 +69,7 @@ class _Naive:
         return self.torch.arange(keys, device=s.device)[None, :] - p
 
     def _seen(self, q: Any, k: Any, idx: Any, group: int) -> Any:
-        """Which keys each row sees; None where it is all of them."""
+        """The visible keys of each row as a mask; None if all are visible."""
         rows, keys = q.shape[2], k.shape[2]
         if (rows, keys) not in self.masks:
             self.masks = {(rows, keys): self._mask(rows, keys, q.device)}
@@ -100,17 +100,17 @@ class _Naive:
         return mask
 
     def _softmax(self, s: Any, sink: Any, seen: Any) -> Any:
-        if sink is not None:  # one column more, which no value belongs to
+        if sink is not None:  # one more column, without a value
             column = sink.to(s.dtype)[:, None, None].expand(s.shape[0], -1, s.shape[2], 1)
             s = self.torch.cat([s, column], dim=-1)
         p = self.torch.softmax(s, dim=-1, dtype=self.torch.float32)
         p = p[..., :-1] if sink is not None else p
-        # A row that sees nothing is 0 / 0. Only compressed keys begin behind the first queries.
+        # A row without visible keys is 0 / 0; only compressed keys have such rows.
         return p.masked_fill(~seen, 0.0) if self.spec.branch == "compressed" else p
 
 
 def _parts(batch: int, heads: int, kv_heads: int, scores: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of the batch and of the kv heads, with no more scores in each than may be held."""
+    """Slices of the batch and of the kv heads, each with at most SCORES scores."""
     group = heads // kv_heads
     many_heads = max(1, min(kv_heads, SCORES // (group * scores)))
     many = max(1, min(batch, SCORES // (heads * scores))) if many_heads == kv_heads else 1

@@ -1,4 +1,4 @@
-"""Attention libraries that are packages of their own, where they are installed."""
+"""Peers from other packages, available if the package is installed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def flash_attention_2(spec: AttentionSpec) -> Callable[..., Any]:
     """FlashAttention-2: the package flash_attn."""
     need(spec, "windows", "softcap", "ALiBi")
     if spec.alibi and not spec.causal:
-        raise Unable("its ALiBi falls off to both sides, which is the spec's only where causal")
+        raise Unable("its ALiBi is symmetric, which agrees with the spec only if causal")
     library = package("flash_attn")
     function = _swapped(
         library.flash_attn_func,
@@ -44,7 +44,7 @@ def flash_attention_2(spec: AttentionSpec) -> Callable[..., Any]:
 
 
 def _swapped(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-    """A function of tensors (batch, length, heads, dim), for ours."""
+    """Adapt a function of (batch, length, heads, dim) tensors to (batch, heads, length, dim)."""
 
     def call(q: Any, k: Any, v: Any, **more: Any) -> Any:
         found = function(*(x.transpose(1, 2) for x in (q, k, v)), **settings, **more)
@@ -55,10 +55,10 @@ def _swapped(function: Callable[..., Any], **settings: Any) -> Callable[..., Any
 
 
 def flash_infer(spec: AttentionSpec) -> Callable[..., Any]:
-    """FlashInfer's prefill over sequences one behind the other."""
+    """FlashInfer's prefill over ragged (concatenated) sequences."""
     need(spec, "windows", "softcap", "V of another width than K")
     if spec.window is not None and not spec.causal:
-        raise Unable("its windows are causal ones")
+        raise Unable("its windows are always causal")
     return _FlashInfer(spec, package("flashinfer"))
 
 
@@ -79,7 +79,7 @@ class _FlashInfer:
         return found.view(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
 
     def _plan(self, q: Any, k: Any) -> None:
-        """Its plan depends on the sizes alone; it is no part of a timed call."""
+        """Plan for the sizes, on which alone the plan depends; timed calls do not include it."""
         spec = self.spec
         ends = [
             self.torch.arange(x.shape[0] + 1, dtype=self.torch.int32, device=x.device) * x.shape[2]

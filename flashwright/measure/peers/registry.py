@@ -1,7 +1,7 @@
-"""Which peers there are: ours by name, those of other packages by entry point, any callable.
+"""The registry of peers: built-in ones by key, those of other packages by entry point, callables.
 
-A package brings its own with an entry point of the group `flashwright.peers`, whose value is a
-factory as those of this package are: `my-kernel = "my_package.attention:factory"`.
+A package registers a peer with an entry point of the group `flashwright.peers`, whose value is a
+factory like those of this package: `my-kernel = "my_package.attention:factory"`.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ HERE = "flashwright.measure.peers"
 
 
 class UnknownPeer(ValueError):
-    """A peer that is not in the list; the message lists them and guesses."""
+    """The peer does not exist; the message lists the peers and suggests one."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """One contestant beside ours."""
+    """A library or function to compare with."""
 
     key: str
-    """As it is chosen on the command line."""
+    """Its name on the command line."""
     name: str
-    """As tables call it."""
+    """Its name in tables and records."""
     candidate: Candidate
     module: str = ""
-    """The package it needs beside torch; it takes part unasked only where that is installed."""
+    """The module it needs besides torch; by default it takes part only if that is installed."""
     distribution: str = ""
-    """Whose version is told."""
+    """The distribution whose version is recorded."""
     stands_for: tuple[str, ...] = ()
-    """The systems of the paper's tables that it is."""
+    """The systems of the paper's tables that it corresponds to."""
     slack: float = 1.0
-    """How many times the usual error it may have."""
+    """Factor on the usual error limit."""
     watched: bool = False
-    """Its event times are held against the wall clock: somebody's own code, as ours is."""
+    """Whether its event times are checked against the wall clock (custom code, like ours)."""
 
     @property
     def installed(self) -> bool:
-        """Whether what it needs beside torch is there."""
+        """Whether the module it needs is installed."""
         return not self.module or find_spec(self.module) is not None
 
     @property
     def version(self) -> str:
-        """Of its package; empty where it is torch's."""
+        """The version of its distribution; empty if it is part of torch."""
         try:
             return version(self.distribution) if self.distribution else ""
         except PackageNotFoundError:
@@ -72,7 +72,7 @@ BUILT_IN = (
     _own("cudnn", "torch cuDNN", "torch_cudnn", "cuDNN"),
     _own("efficient", "torch efficient", "torch_efficient"),
     _own("flex", "FlexAttention", "flex_attention", "FlexAttention"),
-    # It rounds its scores to 16 bits, which costs about twice the error of those that do not.
+    # It rounds its scores to 16 bits, which about doubles the error.
     _own(
         *("naive", "naive torch", "naive_torch"),
         *("torch", "vanilla DeepSeek-V3", "naive PyTorch NSA"),
@@ -87,7 +87,7 @@ BUILT_IN = (
 
 
 def known() -> dict[str, Peer]:
-    """All peers by key: the built-in ones, and those that installed packages bring."""
+    """All peers by key: the built-in ones and those of installed packages."""
     found = {peer.key: peer for peer in BUILT_IN}
     for point in entry_points(group=GROUP):
         distribution = point.dist.name if point.dist else ""
@@ -99,9 +99,9 @@ def known() -> dict[str, Peer]:
 
 
 def choose(asked: Sequence[str] | None, callables: Sequence[str] = ()) -> list[Peer]:
-    """The contestants beside ours: those asked for, or all that are installed; then callables.
+    """The peers asked for, or all installed ones; then callables. Raises UnknownPeer.
 
-    `none` among those asked for is nobody. A callable is `file.py:function` or `module:function`.
+    `none` stands for no peer. A callable is `file.py:function` or `module:function`.
     """
     every = known()
     if asked is None:

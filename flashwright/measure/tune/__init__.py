@@ -1,1 +1,1 @@
-"""Which of many tilings is the fastest, measured; and where."""
+"""Autotuning: times many tilings of one program and keeps the fastest for each length."""

@@ -13,21 +13,21 @@ from flashwright.author.builtin.tuned import Choice
 from flashwright.build.package import TUNING
 from flashwright.files import write
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.measure.tune.state import Kept, Tuning, read
+from flashwright.measure.tune.state import LengthClass, Tuning, read
 from flashwright.program.vocabulary import SCHEDULE_PARAMS
 from flashwright.spec import AttentionSpec, BadSpec
 
 GROUPS = (("bf16", "fp16"), ("e4m3",))
-"""Element types that are served alike: as wide, and multiplied as fast."""
+"""Element types that share a choice: same width, same tensor core rate."""
 
 
 def write_defaults(table: Path, folders: Iterable[Path]) -> list[tuple[Path, str]]:
-    """Put the best of each folder's tuning into a table, which is made where there is none.
+    """Put the best tiling of each folder's tuning into a table; a missing table is created.
 
-    What became of each folder: its reasons in the table, or why it has no line there.
+    Returns for each folder the chosen tilings with their reasons, or why it was left out.
     """
     known = _table(table)
-    told = []
+    outcomes = []
     for folder in folders:
         tuning = read(folder)
         if tuning is None:
@@ -35,17 +35,16 @@ def write_defaults(table: Path, folders: Iterable[Path]) -> list[tuple[Path, str
             raise Failed(Diagnostic("FW001", text, help=f"flashwright tune {folder}"))
         found = choices_of(tuning)
         if isinstance(found, str):
-            told.append((folder, found))
+            outcomes.append((folder, found))
             continue
         known = [*(c for c in known if c.key != found[0].key), *found]
-        told.append((folder, "; ".join(f"{name_of(c.tiling)}, {c.reason}" for c in found)))
+        outcomes.append((folder, "; ".join(f"{name_of(c.tiling)}, {c.reason}" for c in found)))
     write(table, tuned.dump(known))
-    return told
+    return outcomes
 
 
 def choices_of(tuning: Tuning) -> list[Choice] | str:
-    """What a tuning says of its kind of work, a choice for each class of lengths; or why it says
-    nothing."""
+    """The choices of a tuning, one for each class of lengths; or a text why there are none."""
     known = tuning.by_name()
     if not tuning.complete or not tuning.kept or any(k.tried not in known for k in tuning.kept):
         return "left out: it was not measured to its end"
@@ -63,8 +62,8 @@ def choices_of(tuning: Tuning) -> list[Choice] | str:
     return choices
 
 
-def _choice(tuning: Tuning, kept: Kept, spec: AttentionSpec, gpu: gpus.Gpu) -> Choice:
-    """The line of one class. Of the last, which has no end, it is the main one."""
+def _choice(tuning: Tuning, kept: LengthClass, spec: AttentionSpec, gpu: gpus.Gpu) -> Choice:
+    """The choice for one class of lengths; the last class, without a limit, is the main one."""
     params = tuning.by_name()[kept.tried].params
     return Choice.model_validate(
         {
@@ -87,5 +86,5 @@ def _table(path: Path) -> list[Choice]:
     try:
         return tuned.read(path.read_text(encoding="utf-8")) if path.exists() else []
     except (OSError, ValueError, KeyError, TypeError) as error:
-        text = f"{path} is no table of measured choices: {str(error).splitlines()[0]}"
+        text = f"{path} is not a table of measured choices: {str(error).splitlines()[0]}"
         raise Failed(Diagnostic("FW001", text, help="give another FILE")) from None

@@ -1,7 +1,7 @@
-"""The chosen kernels put into their package.
+"""Install the chosen kernels in their package.
 
-New folders first, then classes.json in one step: whoever loads the package, and whoever interrupts
-this, has the kernels of before or those of now. The package's own kernel stays what it is.
+New folders come first, then classes.json is replaced atomically: a reader or an interruption sees
+either the old or the new kernels. The package's own kernel does not change.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from flashwright.build.package import OWN
 from flashwright.files import cannot, sha256, write
 from flashwright.lang.diagnostic import Failed
 
-Class = tuple[int | None, str]
-"""Up to which length, and the candidate that serves it."""
+ClassRule = tuple[int | None, str]
+"""The largest length of a class (None: no limit), and the candidate that serves it."""
 
 
-def install(folder: Path, work: Path, kept: Sequence[Class], present: str) -> list[Class]:
-    """Put the kernels of `work` into `folder`; the classes, with the names that they have there."""
+def install(folder: Path, work: Path, kept: Sequence[ClassRule], present: str) -> list[ClassRule]:
+    """Copy the chosen kernels from `work` to `folder`; returns the classes with installed names."""
     try:
         old = _others(folder)
         _renew(folder, work / present)
@@ -33,22 +33,22 @@ def install(folder: Path, work: Path, kept: Sequence[Class], present: str) -> li
             if name not in names:
                 names[name] = _put(folder, work / name)
         rules = [(up_to, names[name]) for up_to, name in kept]
-        told = Classes.of(rules)
-        if told.others:
-            write(folder / package.CLASSES, told.dump())
+        chosen = Classes.of(rules)
+        if chosen.others:
+            write(folder / package.CLASSES, chosen.dump())
         else:
             (folder / package.CLASSES).unlink(missing_ok=True)
         for name in old:
-            if name not in told.others:
+            if name not in chosen.others:
                 shutil.rmtree(folder / name, ignore_errors=True)
-        _record(folder, told.others)
+        _record(folder, chosen.others)
     except OSError as error:
         raise cannot("use", folder, error) from None
     return rules
 
 
 def _others(folder: Path) -> tuple[str, ...]:
-    """The further kernels of before; of a damaged package none are known, and none taken away."""
+    """The further kernels installed before; none if the package is damaged, so none is removed."""
     try:
         return classes.read(folder).others
     except Failed:
@@ -56,13 +56,13 @@ def _others(folder: Path) -> tuple[str, ...]:
 
 
 def _renew(folder: Path, made: Path) -> None:
-    """The package's own kernel built anew, where it is not what its code.tl becomes today."""
+    """Replace the package's own kernel if its code.tl translates differently today."""
     names = (*package.TRANSLATED, *package.COMPILED, package.RECORD)
     there = [n for n in names if (made / n).is_file()]
     same = all(_same(folder / n, made / n) for n in package.TRANSLATED)
     if not there or (same and all((folder / n).is_file() for n in there)):
         return
-    # Without its plan a kernel is not called: better none than the plan of another.
+    # Remove the plan first: a kernel without a plan is not called, one with a wrong plan would be.
     last = (PLAN, package.RECORD)
     for name in last:
         (folder / name).unlink(missing_ok=True)
@@ -71,7 +71,7 @@ def _renew(folder: Path, made: Path) -> None:
 
 
 def _put(folder: Path, made: Path) -> str:
-    """A kernel as a subfolder, under a name that is free; one that is there already stays."""
+    """Copy a kernel to a subfolder with an unused name; an equal one that exists is reused."""
     for name in (made.name, *(f"{made.name}-{n}" for n in range(2, 1000))):
         place = folder / name
         if not place.exists():
@@ -89,13 +89,13 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def _record(folder: Path, others: Sequence[str]) -> None:
-    """build.json with the digests of what is there now."""
+    """Update build.json with the digests of the current files."""
     path = folder / package.RECORD
     try:
-        told = json.loads(path.read_bytes())
+        record = json.loads(path.read_bytes())
     except (OSError, ValueError):
-        return  # a package that somebody else has made: it has no record to keep
+        return  # a package made elsewhere, without a record
     names = [*package.IN_RECORD, package.CLASSES, *(f"{n}/{package.RECORD}" for n in others)]
     there = [n for n in names if (folder / n).is_file()]
-    told["artefacts"] = {n: sha256((folder / n).read_bytes()) for n in there}
-    write(path, json.dumps(told, indent=2) + "\n")
+    record["artefacts"] = {n: sha256((folder / n).read_bytes()) for n in there}
+    write(path, json.dumps(record, indent=2) + "\n")

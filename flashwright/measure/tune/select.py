@@ -1,4 +1,4 @@
-"""From figures to kernels: which go on to the second round, and which serve which lengths."""
+"""Selection: which candidates reach the second round, and which kernel serves which lengths."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from itertools import groupby
 
 NOISE = 0.02
-"""A kernel is faster than another by more than this, or they count as equal."""
+"""Relative time difference below which two kernels count as equal."""
 NEAR = 0.06
-"""Within this of the best in a short round, a kernel may be the best in a long one."""
+"""A kernel this close to the best in the short round may be the best in the long one."""
 FINALISTS = 8
 
 Times = Mapping[int, Mapping[str, float]]
@@ -17,7 +17,7 @@ Times = Mapping[int, Mapping[str, float]]
 
 
 def finalists(times: Times, present: str) -> list[str]:
-    """Who is near the best at some length, the nearest first; the present one in any case."""
+    """Candidates near the best at some length, the nearest first, and always the present kernel."""
     nearest: dict[str, float] = {}
     for found in times.values():
         best = min(found.values(), default=math.inf)
@@ -30,9 +30,9 @@ def finalists(times: Times, present: str) -> list[str]:
 
 
 def fastest(times: Times, present: str, noise: float = NOISE) -> str:
-    """The best over all lengths (geometric mean); the present one where it is as good.
+    """The fastest over all lengths (geometric mean); the present kernel if it is within the noise.
 
-    Only who was timed everywhere can be: empty where nobody was.
+    Only candidates timed at every length count; empty if there is none.
     """
     everywhere = [set(found) for found in times.values()]
     names = sorted(set.intersection(*everywhere)) if everywhere else []
@@ -48,9 +48,9 @@ def fastest(times: Times, present: str, noise: float = NOISE) -> str:
 
 
 def serving(times: Times, main: str, noise: float = NOISE) -> dict[int, str]:
-    """Who serves each length: the main one, unless another is faster by more than the noise.
+    """The kernel for each length: `main`, unless another is faster by more than the noise.
 
-    A kernel that serves the length before goes on where it is as good: fewer kernels do.
+    The kernel of the previous length is preferred among equals, to need fewer kernels.
     """
     chosen: dict[int, str] = {}
     before = main
@@ -64,6 +64,6 @@ def serving(times: Times, main: str, noise: float = NOISE) -> dict[int, str]:
 
 
 def merged(chosen: Mapping[int, str]) -> list[tuple[list[int], str]]:
-    """Neighbouring lengths with the same kernel as one class: which they are, and whose."""
+    """Merge adjacent lengths with the same kernel into classes: (lengths, kernel)."""
     groups = groupby(sorted(chosen), key=lambda length: chosen[length])
     return [(list(lengths), name) for name, lengths in groups]

@@ -1,7 +1,7 @@
-"""tuning.json: all that was tried on a package, with its figures, and what was kept of it.
+"""tuning.json: all candidates tried on a package, their times, and the kernels chosen.
 
-The file is written anew whenever something is known, so a tuning that is interrupted goes on where
-it was; at its end it stays in the package and says where the choice is from.
+The file is rewritten after each result, so an interrupted tuning can be resumed. At the end it
+stays in the package as the record of the choice.
 """
 
 from __future__ import annotations
@@ -16,96 +16,96 @@ from flashwright.files import cannot, write
 from flashwright.lang.diagnostic import Diagnostic, Failed
 
 
-class _Told(BaseModel):
+class _StateModel(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
-class Figure(_Told):
-    """How long a kernel took at one length."""
+class CandidateTime(_StateModel):
+    """The time of a candidate at one length."""
 
     seconds: float
     spread: float
     samples: int
 
 
-class Tried(_Told):
-    """One candidate, and all that is known of it."""
+class CandidateState(_StateModel):
+    """One candidate and all results for it."""
 
     name: str
     params: dict[str, int]
     model_us: list[float] = []
-    """The model's estimate at each length."""
+    """The cost model's estimate at each length."""
     built: bool = False
     registers: int | None = None
     judged: bool = False
     failure: str = ""
-    """Why it was not timed, or not to the end."""
+    """Why it was not timed at every length; empty if it was not refused."""
     out: bool = False
     """Whether it failed while it was timed."""
-    first: dict[int, Figure] = {}
-    """By length: everybody, shortly. All as if timed beside the present one's first time."""
-    final: dict[int, Figure] = {}
-    """By length: the best of them, beside each other, for as long as a benchmark takes."""
+    first: dict[int, CandidateTime] = {}
+    """By length: the short first round, scaled so that groups are comparable (see `_scale`)."""
+    final: dict[int, CandidateTime] = {}
+    """By length: the second round, the best candidates timed as long as in a benchmark."""
 
 
-class Kept(_Told):
-    """A class of lengths and its kernel."""
+class LengthClass(_StateModel):
+    """A class of lengths and the kernel that serves it."""
 
     lengths: list[int]
-    """Those that were measured."""
+    """The measured lengths of the class."""
     up_to: int | None
-    """Keys; None: all that are left."""
+    """The most keys of the class; None: no limit."""
     kernel: str
-    """`.` is the package's own."""
+    """The kernel's folder; `.` is the package's own."""
     tried: str
     """The candidate's name."""
 
 
-class Tuning(_Told):
-    """A tuning, as far as it has come."""
+class Tuning(_StateModel):
+    """The state of a tuning, complete or not."""
 
     schema_version: int = 1
     gpu: str
-    """What the kernels are translated for."""
+    """The GPU that kernels are translated for."""
     card: str
     environment: dict[str, str]
-    """Versions of the driver, the compiler and what else a time may depend on."""
+    """Versions of driver, compiler and other software that a time may depend on."""
     started: str
     """UTC, ISO 8601."""
     spec: dict[str, Any]
     code: str
-    """Digest of code.tl, which was tuned."""
+    """Digest of the tuned code.tl."""
     lengths: list[int]
     tokens: int
     wanted: int
-    """How many candidates were to be tried."""
+    """The number of candidates to try."""
     seed: int
-    tried: list[Tried] = []
-    kept: list[Kept] = []
+    tried: list[CandidateState] = []
+    kept: list[LengthClass] = []
     best: str = ""
-    """The candidate that is the fastest over all lengths."""
+    """The fastest candidate over all lengths."""
     note: str = ""
-    """Why something was left out."""
+    """Why the tuning is incomplete."""
     complete: bool = False
 
-    def at(self, length: int) -> dict[str, Figure]:
-        """The figures of a length that may be compared: the final ones, where there are any."""
+    def at(self, length: int) -> dict[str, CandidateTime]:
+        """The comparable times at a length: those of the second round, if there are any."""
         running = [one for one in self.tried if not one.failure]
         final = {one.name: one.final[length] for one in running if length in one.final}
         first = {one.name: one.first[length] for one in running if length in one.first}
         return final or first
 
-    def by_name(self) -> dict[str, Tried]:
-        """The candidates."""
+    def by_name(self) -> dict[str, CandidateState]:
+        """The candidates by name."""
         return {one.name: one for one in self.tried}
 
     def save(self, folder: Path) -> None:
-        """Write it into a package."""
+        """Write tuning.json into a package."""
         write(folder / TUNING, self.model_dump_json(indent=1) + "\n")
 
 
 def read(folder: Path) -> Tuning | None:
-    """The tuning of a package; None where there was none, Failed where it cannot be read."""
+    """The tuning of a package; None if there is none. Raises Failed if it cannot be read."""
     path = folder / TUNING
     try:
         return Tuning.model_validate_json(path.read_bytes())
@@ -116,19 +116,19 @@ def read(folder: Path) -> Tuning | None:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        text = f"{path} is no record of a tuning: {where}: {first['msg']}"
-        hint = "leave --resume away: the package is then tuned anew"
+        text = f"{path} is not a record of a tuning: {where}: {first['msg']}"
+        hint = "omit --resume to tune the package again from the start"
         raise Failed(Diagnostic("FW001", text, help=hint)) from None
 
 
-_MATTERS = ("gpu", "card", "environment", "spec", "code", "lengths", "tokens", "wanted")
-_NO_MATTER = ("flashwright", "python")
+_IDENTITY = ("gpu", "card", "environment", "spec", "code", "lengths", "tokens", "wanted")
+_IGNORED_VERSIONS = ("flashwright", "python")
 
 
 def differences(before: Tuning, now: Tuning) -> list[str]:
-    """What is not as it was: figures of both would not belong together."""
+    """The settings that differ, so that times of both tunings are not comparable."""
     found = []
-    for name in _MATTERS:
+    for name in _IDENTITY:
         old, new = (_comparable(getattr(one, name)) for one in (before, now))
         if old != new:
             found.append({"code": "code.tl", "wanted": "number of candidates"}.get(name, name))
@@ -138,4 +138,4 @@ def differences(before: Tuning, now: Tuning) -> list[str]:
 def _comparable(value: object) -> object:
     if not isinstance(value, dict):
         return value
-    return {n: v for n, v in value.items() if n not in _NO_MATTER}
+    return {n: v for n, v in value.items() if n not in _IGNORED_VERSIONS}
