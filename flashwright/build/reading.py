@@ -18,6 +18,7 @@ from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.launch_plan import LaunchPlan
 
 PLAN, CUBIN, PTX, SOURCE = "launch.json", "kernel.cubin", "kernel.ptx", "kernel.cu"
+TL = "code.tl"
 MOST_JSON = 4 << 20
 _AGAIN = "build the package again"
 _TARGET = re.compile(r"^\s*\.target\s+(sm_\d+[af]?)", re.MULTILINE)
@@ -128,7 +129,7 @@ def untied(folder: Path) -> str:
     path = folder / RECORD
     record = read_model(_BuildRecord, path)
     told = record.artefacts if record is not None else {}
-    there = {n: content(folder / n) for n in (*COMPILED, SOURCE, PLAN)}
+    there = {n: content(folder / n) for n in (*COMPILED, SOURCE, PLAN, TL)}
     changed = [
         name
         for name, data in there.items()

@@ -230,7 +230,7 @@ class Emulator(Sandbox):
         ahead: bool = False,
         around: int = POISON,
         patience: float = 0.0,
-        viewed: bool = False,
+        viewed: Sequence[str] = (),
         far: bool = False,
         times: int = 1,
     ) -> Called:

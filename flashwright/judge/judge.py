@@ -6,7 +6,6 @@ one. All problems are tried before an offence is named: which of them fail shows
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import secrets
@@ -15,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from flashwright import files
 from flashwright.build import classes, driver
@@ -25,7 +26,7 @@ from flashwright.judge.cpu import reference_spread
 from flashwright.judge.expected import Expected
 from flashwright.judge.form import bounds_of, form_of
 from flashwright.judge.offences import offence, once
-from flashwright.judge.probes import probe
+from flashwright.judge.probes import probe, probed
 from flashwright.judge.problems import Problem, coverage, problems
 from flashwright.judge.reference_process import ReferenceProcess
 from flashwright.judge.tiling import Served, served_by
@@ -292,20 +293,30 @@ class JudgeRun:
             if self._should_stop(running, len(listed), total):
                 return
             if lengths is None and not any(o.seen for o in self.outcomes):
-                self._repeat_smallest(trial, listed)
+                self._repeat_small(trial, listed)
             if self.spec.reference is None and lengths is None:
                 progress(len(listed), total, "which keys it looks at")
-                with contextlib.suppress(Unable):  # reported with the problems already
-                    self._add_outcome(probe(trial, self.spec, self.seed))
+                problem = probed(self.spec, self.seed)
+                try:
+                    self._add_outcome(probe(trial, self.spec, problem))
                     self._check_launches(running, listed[0])
+                except Unable as error:
+                    self._note_declined(problem, error)
 
-    def _repeat_smallest(self, trial: Trial, listed: Sequence[Problem]) -> None:
-        sizes = [(math.prod(p.dims.values()), n) for n, p in enumerate(listed)]
-        smallest = min((size for size in sizes if size[0]), default=None)
-        if smallest is not None:
-            with contextlib.suppress(Unable):  # reported with the problem already
-                self._add_outcome(trial.many(listed[smallest[1]]))
-                self._check_launches(trial.sandbox, listed[smallest[1]])
+    def _repeat_small(self, trial: Trial, listed: Sequence[Problem]) -> None:
+        """Call the candidate many times on the smallest problem, and on one of the smaller half
+        that the seed draws."""
+        some = sorted(
+            (p for p in listed if all(p.dims.values())), key=lambda p: math.prod(p.dims.values())
+        )
+        half = some[1 : (len(some) + 1) // 2]
+        chance = np.random.default_rng([self.seed, 2])
+        for problem in [*some[:1], *([half[chance.integers(len(half))]] if half else [])]:
+            try:
+                self._add_outcome(trial.many(problem))
+                self._check_launches(trial.sandbox, problem)
+            except Unable as error:
+                self._note_declined(problem, error)
 
     def _trial(self, running: Sandbox, expected: Expected) -> Trial:
         spread = spread_of(self.kernels, self.spec, expected.reference)

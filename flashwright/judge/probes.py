@@ -27,10 +27,18 @@ VARIES = 4.0  # units of a row's RMS beyond which a row has moved, where two run
 SHOWS = 8.0  # roundoffs of a row's RMS from which a change must show
 
 
-def probe(trial: Trial, spec: AttentionSpec, seed: int) -> Outcome:
+MOVED = ("KV", "V", "K")
+"""The tensors that change at a key, in turn: who looks at one of them only has an old answer."""
+
+
+def probed(spec: AttentionSpec, seed: int) -> Problem:
+    """The problem whose keys are changed."""
+    return Problem({**spec.dims, **sizes(spec, *_lengths(spec), 2, 2)}, "normal", seed)
+
+
+def probe(trial: Trial, spec: AttentionSpec, problem: Problem) -> Outcome:
     """Change keys one at a time: the last, the first, and some between them."""
-    rng = np.random.default_rng([seed, 1])
-    problem = Problem({**spec.dims, **sizes(spec, *_lengths(spec), 2, 2)}, "normal", seed)
+    rng = np.random.default_rng([problem.seed, 1])
     outcome = Outcome(problem)
     made = trial.form.inputs(problem, None)
     expected = trial.expected.outputs(made, problem.dims)
@@ -42,9 +50,10 @@ def probe(trial: Trial, spec: AttentionSpec, seed: int) -> Outcome:
     drawn = rng.choice(keys, min(PROBES, keys), replace=False)
     edge = spec.sink_tokens or 0  # the first key that is no sink token, and the last that is one
     edges = [key for key in (edge, edge - 1) if 0 < edge < keys]
-    for key in dict.fromkeys([keys - 1, 0, *edges, *(int(k) for k in drawn)]):
+    chosen = dict.fromkeys([keys - 1, 0, *edges, *(int(k) for k in drawn)])
+    for number, key in enumerate(chosen):
         b, g = (int(rng.integers(made["K"].shape[n])) for n in (0, 1))
-        changed = _changed(made, b, g, key)
+        changed = _changed(made, MOVED[number % len(MOVED)], b, g, key)
         after = trial.sandbox.call(trial.form.taken(changed), shapes, trial.form.dims(problem))
         wanted = trial.expected.outputs(changed, problem.dims)["O"]
         place = (b, g, key)
@@ -59,9 +68,9 @@ def _lengths(spec: AttentionSpec) -> tuple[int, int]:
     return FEW, spec.window + (spec.sink_tokens or 0) + BEYOND
 
 
-def _changed(made: dict[str, Array], b: int, g: int, key: int) -> dict[str, Array]:
+def _changed(made: dict[str, Array], names: str, b: int, g: int, key: int) -> dict[str, Array]:
     changed = {name: array.copy() for name, array in made.items()}
-    for name in "KV":
+    for name in names:
         row = changed[name][b, g, key].astype(np.float64)
         moved = row + PUSH if name == "V" else -row
         changed[name][b, g, key] = moved.astype(changed[name].dtype)

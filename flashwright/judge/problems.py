@@ -52,6 +52,7 @@ EMULATED_RATE = 300_000
 AT_BOUNDS, FEW_AT_BOUNDS = 200, 50  # queries
 MOST_AT_BOUNDS = {"cuda": 1 << 32, "cpu": 10_000_000, "emulated": 8_000_000}  # times keys
 SHARED, FEW_SHARED = 4, 2  # query heads that share a kv head in a problem, in an expensive one
+CPU_LONG, CPU_BATCHES = (1000, 9000), (6, 40)  # keys and batches of one problem each
 CPU_PAIRS = 70_000  # a callable that is judged on the CPU gets no larger problems
 
 
@@ -206,6 +207,10 @@ def _full_set(spec: AttentionSpec, seed: int, device: str, chosen: Coverage) -> 
         yield sizes(spec, 17, 33, -(-MANY_BLOCKS // heads), 2), "normal", False
         for q_len, kv_len in LONG:
             yield sizes(spec, q_len, kv_len, 1, 1, FEW_SHARED), "normal", False
+    if device == "cpu":  # no fixed bound behind which a callable may do as it likes
+        keys = int(np.exp(rng.uniform(*np.log(CPU_LONG))))
+        yield sizes(spec, 2, keys, 1, 1, FEW_SHARED), "normal", False
+        yield sizes(spec, 5, 9, int(rng.integers(*CPU_BATCHES)), 1), "normal", False
     yield sizes(spec, *USUAL, 0, 2), "normal", False
 
 

@@ -75,7 +75,7 @@ def _source(where: str) -> Path | None:
 def _libraries_in_source(path: Path, function: str) -> Iterator[str]:
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError, OSError):
+    except (SyntaxError, ValueError, OSError, RecursionError, MemoryError):
         return  # it will not load either, and that message says more
     for node in _reachable_nodes(tree, function.partition(".")[0]):
         if isinstance(node, ast.Import):

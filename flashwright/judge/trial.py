@@ -11,7 +11,7 @@ many      many calls on one problem: the right answer after the last
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -23,7 +23,7 @@ from flashwright.judge.oracle import NOISE
 from flashwright.judge.problems import Problem
 from flashwright.judge.verdict import Case, Picture
 from flashwright.sandbox.candidate import Unable
-from flashwright.sandbox.layout import FAR
+from flashwright.sandbox.layout import FAR, VIEWED
 from flashwright.sandbox.process import Called, Ended, Output, Sandbox
 from flashwright.sandbox.tensors import Array, bits
 from flashwright.spec import AttentionSpec
@@ -124,8 +124,9 @@ class Trial:
             outcome.ask("repeat")
             if self.varies(outcome, alone, first):
                 outcome.blame("not_repeatable", "without its other outputs it gives other bits")
-        if fresh and self.views and not outcome.seen:
-            self._run_viewed(outcome, given, expected, shapes, sizes)
+        for names in _viewed_names(problem) if fresh and self.views else ():
+            if not outcome.seen:
+                self._run_viewed(outcome, given, expected, shapes, sizes, names)
         if far and self.views and not outcome.seen:
             self._run_viewed(outcome, given, expected, shapes, sizes, far=True)
         if fresh and not outcome.seen:
@@ -282,12 +283,17 @@ class Trial:
     ) -> None:
         problem = replace(outcome.problem, seed=outcome.problem.seed + 7919)
         whole = self.form.inputs(problem, self.expected.reference)
-        partly = self.form.inputs(outcome.problem, self.expected.reference)
-        keys = partly["V"].shape[2] if self.expected.reference is None else 0
-        if keys >= 8:  # catches a cache that compares only the first and last elements
+        every = [whole]
+        same = self.form.inputs(outcome.problem, self.expected.reference)
+        keys = same["V"].shape[2] if self.expected.reference is None else 0
+        if keys >= 8:
+            # Part of V: a cache that compares only the first and last elements. Q alone: one that
+            # compares K and V.
             middle = slice(keys // 4, keys - keys // 4)
-            partly["V"][:, :, middle] = whole["V"][:, :, middle]
-        for made in (whole, partly) if keys >= 8 else (whole,):
+            values = same["V"].copy()
+            values[:, :, middle] = whole["V"][:, :, middle]
+            every += [{**same, "V": values}, {**same, "Q": whole["Q"]}]
+        for made in every:
             outcome.ask("fresh")
             called = self.sandbox.call(self.form.taken(made), shapes, sizes)
             expected = self.expected.outputs(made, problem.dims)
@@ -305,15 +311,16 @@ class Trial:
         expected: Mapping[str, Array],
         shapes: Shapes,
         sizes: Mapping[str, int],
+        names: Sequence[str] = (),
         far: bool = False,
     ) -> None:
-        """Try Q, K and V that are not contiguous; `far`: with offsets that need more than 31
-        bits."""
+        """Try inputs of these names that are not contiguous; `far`: Q, K and V with offsets that
+        need more than 31 bits."""
         if far and not self.sandbox.has_room(FAR_BYTES):
             outcome.notes.append("offsets past 2^31 were not tried: there is too little memory")
             return
         try:
-            called = self.sandbox.call(given, shapes, sizes, viewed=not far, far=far)
+            called = self.sandbox.call(given, shapes, sizes, viewed=names, far=far)
         except (Ended, Unable) as error:  # a candidate may refuse tensors that are not contiguous
             if isinstance(error, Ended) and (error.offence != "raises" or not self.sandbox.alive):
                 raise
@@ -369,6 +376,17 @@ class _Sizes(dict[str, Array]):
             O=np.broadcast_to(np.float64(0), (*rows, spec.value_dim)),
             LSE=np.broadcast_to(np.float64(0), rows),
         )
+
+
+def _viewed_names(problem: Problem) -> Iterator[Sequence[str]]:
+    """Which of Q, K and V are views: one or two that the seed draws, and all for the usual shape.
+
+    Views of all come first: what fails only if some are contiguous is the stranger message.
+    """
+    if problem.usual:
+        yield VIEWED
+    chance = np.random.default_rng([problem.seed, 3])
+    yield [str(name) for name in chance.choice(VIEWED, chance.integers(1, 3), replace=False)]
 
 
 def _symptom_name(result: oracle.Comparison, found: Array, wanted: Array) -> str:

@@ -31,8 +31,14 @@ class NotScalar(Exception):
         self.why = why
 
 
+MOST_DIGITS = 300
+"""Of a literal that stays exact: Python refuses to read some thousands of them."""
+
+
 def number(text: str) -> Scalar:
     """The value of a literal: decimals stay exact, exponents become floats."""
+    if len(text) > MOST_DIGITS:
+        return float(text)
     if text.isdigit():
         return int(text)
     return float(text) if "e" in text.lower() else _simple(Fraction(text))

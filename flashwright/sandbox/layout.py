@@ -22,7 +22,10 @@ RETURNED = ("O", "LSE")
 """The outputs that a function returns, in order; all but the first may be missing."""
 _SHIFT = 256  # bytes by which a tensor moves from one `place` to the next; all are aligned to them
 _WIDEST = 8  # bytes of an element that a function may return
-_VIEWED = ("Q", "K", "V")
+VIEWED = ("Q", "K", "V")
+_GAP = {"Q": 1, "K": 2, "V": 3}
+"""Heads' widths that lie between two rows of a view: no two tensors have the same strides."""
+_ALIGNED = 16  # bytes to which a view's first element is aligned
 FAR = 1 << 30
 """Elements between two batches of a `far` layout."""
 
@@ -72,8 +75,8 @@ class Layout:
     around: int = POISON
     place: int = 0
     """A number; each gives the tensors other addresses."""
-    viewed: bool = False
-    """Whether Q, K and V are strided views: heads next to each other, then a gap."""
+    viewed: tuple[str, ...] = ()
+    """The inputs that are strided views: heads next to each other, then a gap."""
     far: bool = False
     """Whether the batches of Q, K and V are also 2^30 elements apart: offsets of the third batch
     exceed a 32-bit integer."""
@@ -108,7 +111,7 @@ class Layout:
         made = cls(**options)
         names = {dtype: name for name, dtype in DTYPES.items()}
         if made.far:
-            apart = [array for name, array in inputs.items() if name in _VIEWED]
+            apart = [array for name, array in inputs.items() if name in VIEWED]
             made.chunks = max((array.shape[0] for array in apart), default=1)
             made.pitch = FAR * max((array.dtype.itemsize for array in apart), default=1)
         for name, array in inputs.items():
@@ -129,13 +132,14 @@ class Layout:
 
     def _put(self, name: str, shape: tuple[int, ...], dtype: str) -> Placed:
         width = DTYPES[dtype].itemsize
-        apart = self.far and name in _VIEWED
-        steps = _steps(shape, (self.viewed or self.far) and name in _VIEWED)
+        apart = self.far and name in VIEWED
+        strided = name in self.viewed or apart
+        steps = _steps(shape, _GAP[name] if strided else 0)
         if apart:
             return self._put_apart(name, shape, dtype, (self.pitch // width, *steps[1:]))
         last = sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
         span = (last + 1) * width if all(shape) else 0
-        shift = _SHIFT * self.place
+        shift = _SHIFT * self.place + (_ALIGNED if strided else 0)
         low = self._take(2 * self.guard + span + shift)
         at = low + self.guard + shift
         return Placed(name, dtype, shape, steps, at, span, low, at + span + self.guard)
@@ -212,11 +216,11 @@ class Layout:
                 yield placed.name
 
 
-def _steps(shape: tuple[int, ...], viewed: bool) -> tuple[int, ...]:
-    """Contiguous strides; `viewed`: (batch, length, heads + 1, dim) in memory."""
-    if viewed and len(shape) == 4:
+def _steps(shape: tuple[int, ...], gap: int) -> tuple[int, ...]:
+    """Contiguous strides; with a gap: (batch, length, heads + gap, dim) in memory."""
+    if gap and len(shape) == 4:
         _, heads, length, dim = shape
-        row = (heads + 1) * dim
+        row = (heads + gap) * dim
         return length * row, dim, row, 1
     steps = [1]
     for size in reversed(shape[1:]):

@@ -375,7 +375,7 @@ class Sandbox:
         ahead: bool = False,
         around: int = POISON,
         patience: float = 0.0,
-        viewed: bool = False,
+        viewed: Sequence[str] = (),
         far: bool = False,
         times: int = 1,
     ) -> Called:
@@ -399,7 +399,7 @@ class Sandbox:
             guard=self.guard,
             around=around,
             place=place,
-            viewed=viewed,
+            viewed=tuple(viewed),
             far=far,
         )
         self._provide(layout.end)
@@ -534,11 +534,12 @@ def _called(
         raise ValueError
     first, later = (_outputs(layout, answer, bits) for bits in found)
     right = layout.after(inputs)
+    stored = [n for n in first if n not in answer["outputs"] or answer["outputs"][n]["stored"]]
     return Called(
         first,
-        tuple(layout.changed(found[0], right)),
-        tuple(layout.spilled(found[0], right)),
-        tuple(n for n in first if first[n].array.tobytes() != later[n].array.tobytes()),
+        tuple(dict.fromkeys(n for memory in found for n in layout.changed(memory, right))),
+        tuple(dict.fromkeys(n for memory in found for n in layout.spilled(memory, right))),
+        tuple(n for n in stored if first[n].array.tobytes() != later[n].array.tobytes()),
         tuple(str(name) for name in answer["alias"]),
         seconds,
     )

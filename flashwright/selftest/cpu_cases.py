@@ -67,6 +67,8 @@ CONDUCT: tuple[CpuRow, ...] = (
     ("writes_behind_v", "memory", "out_of_bounds", SPEC),
     ("writes_before_q", "memory", "out_of_bounds", SPEC),
     ("reads_behind_v", "memory", "out_of_bounds", SPEC),
+    ("scales_q_afterwards", "memory", "inputs_changed", SPEC),
+    ("enormous", "output", "wrong_form", SPEC),
     ("raises", "end", "raises", SPEC),
     ("raises_for_ragged", "end", "raises", SPEC),
 )
@@ -80,6 +82,17 @@ SPECIAL: tuple[CpuRow, ...] = (
     ("slightly_too_large", "precision", "low_precision wrong", SPEC),
     ("wrong_from_the_twentieth_call", "replay", "not_repeatable special_shapes wrong zeros", SPEC),
     ("wrong_from_call_600", "replay", "not_repeatable", SPEC),
+    ("wrong_from_call_60_of_a_shape", "replay", "not_repeatable", SPEC),
+    ("kept_by_k_and_v", "replay", "replay wrong", SPEC),
+    ("kept_by_q_and_v", "replay", "key_ignored", SPEC),
+    ("kept_by_a_row_of_v", "replay", "key_ignored replay wrong", SPEC),
+    ("strides_of_k_for_v", "inputs", "special_inputs", SPEC),
+    ("all_views_or_none", "inputs", "special_inputs", SPEC),
+    ("aligned_to_256_bytes", "inputs", "special_inputs", SPEC),
+    ("wrong_from_key_900", "shapes", "special_shapes", SPEC),
+    ("wrong_from_the_sixth_batch", "shapes", "special_shapes", SPEC),
+    ("declines_the_probe", "mask", "raises", SPEC),
+    ("declines_after_300_calls", "replay", "raises", SPEC),
 )
 ENDS = (  # function, class, expected, limits: found from outside, with few lengths
     ("in_a_thread", "hidden", "hidden_work", Limits()),

@@ -12,7 +12,7 @@ from flashwright.judge.judge import judge
 from flashwright.judge.verdict import Verdict
 from flashwright.sandbox import memory
 from flashwright.sandbox.candidate import Candidate
-from flashwright.sandbox.layout import Layout
+from flashwright.sandbox.layout import VIEWED, Layout
 from flashwright.sandbox.limits import Limits
 from flashwright.sandbox.process import Ended, Sandbox
 from flashwright.spec import AttentionSpec
@@ -90,12 +90,14 @@ def attention(q, k, v):
 """
     with Sandbox(written(tmp_path, text), SPEC, "cpu", Limits()) as sandbox:
         assert sandbox.call(inputs()).spilled == ()
-        assert sandbox.call(inputs(), viewed=True).spilled == ("Q",)
+        assert sandbox.call(inputs(), viewed=VIEWED).spilled == ("Q",)
 
 
-@pytest.mark.parametrize("viewed", [False, True])
+@pytest.mark.parametrize("viewed", [(), VIEWED, ("K",)])
 @pytest.mark.parametrize("late", [False, True])
-def test_a_layout_tells_elements_from_what_is_around_them(viewed: bool, late: bool) -> None:
+def test_a_layout_tells_elements_from_what_is_around_them(
+    viewed: tuple[str, ...], late: bool
+) -> None:
     given = inputs()
     layout = Layout.of(given, {"O": ((2, 2, 9, 16), "fp16")}, False, late, viewed=viewed, place=1)
     right = layout.after(given)

@@ -78,6 +78,23 @@ def in_a_thread(q: Array, k: Array, v: Array) -> Array:
 # --- how it ends ------------------------------------------------------------------------------
 
 
+def scales_q_afterwards(q: Array, k: Array, v: Array) -> Array:
+    """Change an input when the call is over."""
+
+    def work() -> None:
+        time.sleep(0.05)
+        q[...] *= q.dtype.type(0.5)
+
+    out = causal(q, k, v)
+    threading.Thread(target=work, daemon=True).start()
+    return out
+
+
+def enormous(q: Array, k: Array, v: Array) -> Array:
+    """More elements than any memory has, all of them the same."""
+    return np.broadcast_to(np.zeros((), q.dtype), (10**9, 10**9))
+
+
 def raises(q: Array, k: Array, v: Array) -> Array:
     """Refuse every problem."""
     raise ValueError("the head dim must be 128")
