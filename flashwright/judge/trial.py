@@ -297,7 +297,9 @@ class Trial:
             outcome.ask("fresh")
             called = self.sandbox.call(self.form.taken(made), shapes, sizes)
             expected = self.expected.outputs(made, problem.dims)
-            if not self._bits_differ(first, called) and first.outputs["O"].array.size:
+            same_bits = not self._bits_differ(first, called) and first.outputs["O"].array.size
+            # Where the weights are flat, another Q may round to the same output.
+            if same_bits and not self._compare(Outcome(problem), called, expected):
                 text = "it gives the earlier answer to other inputs at the same place"
                 outcome.blame("replay", text)
                 return
