@@ -152,7 +152,9 @@ def main() -> int:
                 f"{number}/{len(cases)} {case.name}: {len(found)}, {bad} bad, {took}",
                 file=sys.stderr,
             )
-    chosen = "chosen so that each pair of adjacent lines of any built-in program occurs in one of them"
+    chosen = (
+        "chosen so that each pair of adjacent lines of any built-in program occurs in one of them"
+    )
     chosen = "all that differ in more than numbers" if asked.every else chosen
     chosen = "all variants, masks, options, GPUs and head dims" if asked.all else chosen
     if asked.sample:

@@ -95,7 +95,7 @@ class NoAnswer(Exception):
         help: str = "",
         again: bool = False,
         wait: float = 0.0,
-        usage: Usage = Usage(),  # noqa: B008 - frozen
+        usage: Usage = Usage(),
     ) -> None:
         super().__init__(why)
         self.why, self.help, self.again, self.wait, self.usage = why, help, again, wait, usage
