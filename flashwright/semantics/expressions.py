@@ -354,6 +354,8 @@ class Expressions:
         try:
             if op == "-" and isinstance(args[0], Tile) and args[0].start:
                 return kinds.from_start(found[1])
+            if op == "*" and all(isinstance(a, Tile) and len(a.shape) == 2 for a in args):
+                return kinds.of_product(found[0], found[1])
             if op in ("+", "-", "*", "/"):
                 return kinds.of_operator(op, found[0], found[1])
             return kinds.of_function(op, found, stmt)

@@ -60,6 +60,13 @@ def of_operator(op: str, left: Kind | None, right: Kind | None) -> Kind | None:
     return None
 
 
+def of_product(left: Kind | None, right: Kind | None) -> Kind | None:
+    """The kind of a product of two whole tiles: scores times their sigmoid are scores."""
+    found = of_operator("*", left, right)
+    plain = left is None or right is None
+    return None if plain and found == Kind("weights", None) else found
+
+
 def from_start(right: Kind | None) -> Kind | None:
     """The kind of `start - right`, if no sum is relative to the start yet."""
     is_max = right is not None and right.name == "max"

@@ -11,12 +11,14 @@ from flashwright.author.builtin import tuned
 from flashwright.author.builtin.choose import Decision, choose
 from flashwright.author.builtin.complete import ParamChoice, complete
 from flashwright.author.builtin.mask import START, MaskText, mask_text
+from flashwright.author.builtin.mods import Mods, Placed, placed
 from flashwright.author.builtin.needs import Workload
 from flashwright.author.builtin.retile import name_of, retiled
 from flashwright.author.builtin.variants import find
 from flashwright.gpu import Gpu
-from flashwright.lang.format import format_tree
+from flashwright.lang.format import format_expr, format_tree
 from flashwright.lang.nodes import (
+    Call,
     Compute,
     Coord,
     Copy,
@@ -27,8 +29,10 @@ from flashwright.lang.nodes import (
     Name,
     Statement,
     Tree,
+    expressions,
 )
 from flashwright.lang.parse import parse
+from flashwright.program.vocabulary import DTYPES
 from flashwright.spec import AttentionSpec
 
 # Options that add work to every score (counted in the cost model).
@@ -58,11 +62,14 @@ class Written:
         return [*((up_to, n if n in self.further else "") for up_to, n in named), (None, "")]
 
 
-def write_sketch(spec: AttentionSpec) -> str:
-    """The variant's sketch with the spec's mask and options."""
+def write_sketch(spec: AttentionSpec, mods: Mods | None = None) -> str:
+    """The variant's sketch with the spec's mask and options, or with a score and mask of one's
+    own."""
     variant = find(spec.variant)
     body = _load(variant.sketch)
-    if spec.branch != "selected":  # the mask is part of the algorithm, so the sketch has it
+    if mods is not None:
+        body = _with_mods(body, placed(mods))
+    elif spec.branch != "selected":  # the mask is part of the algorithm, so the sketch has it
         body = _masked(body, mask_text(spec))
     for option, wanted in (("softcap", spec.softcap is not None), ("alibi", spec.alibi)):
         if wanted:
@@ -77,10 +84,11 @@ def write_sketch(spec: AttentionSpec) -> str:
     return format_tree(Tree(body))
 
 
-def write_code(sketch: str, spec: AttentionSpec, gpu: Gpu) -> Written:
+def write_code(sketch: str, spec: AttentionSpec, gpu: Gpu, mods: Mods | None = None) -> Written:
     """The code for a spec on a GPU. Raises choose.NothingFits if no tiling fits."""
-    decision = choose(workload(spec), gpu)
-    tree, choices = complete(parse(sketch), spec, gpu, decision)
+    work = workload(spec) if mods is None else _with_extras(workload(spec), mods)
+    decision = choose(work, gpu)
+    tree, choices = complete(parse(sketch), spec, gpu, decision, mods or Mods())
     further = {
         name_of(c.tiling): retiled(tree, c.tiling, c.reason)
         for c in decision.further
@@ -147,6 +155,43 @@ def _masked(body: tuple[Statement, ...], mask: MaskText) -> tuple[Statement, ...
             stmt = replace(stmt, low=_expr(mask.low), high=_expr(mask.high), body=inner)
         done.append(stmt)
     return tuple(done)
+
+
+def _with_mods(body: tuple[Statement, ...], mods: Placed) -> tuple[Statement, ...]:
+    """The sketch with a score, a mask and their reads."""
+    low, high = mods.keys.low, mods.keys.high
+    mask = MaskText(
+        "kv_idx < kv_len" + (f" and ({format_expr(mods.mask)})" if mods.mask is not None else ""),
+        f"floor(max(0, {low}) / BN)" if low is not None else "0",
+        f"min(kv_len, {high}) / BN" if high is not None else "kv_len / BN",
+        "the caller's own mask",
+    )
+    body = _masked(body, mask)
+    if mods.score is not None:
+        body = _insert(body, _is_mask, (mods.score,), ())
+    first = next(i for i, s in enumerate(body) if isinstance(s, For))
+    loop = body[first]
+    assert isinstance(loop, For)
+    loop = replace(loop, body=(*mods.in_loop, *loop.body))
+    return (*body[:first], *mods.before_loop, loop, *body[first + 1 :])
+
+
+def _with_extras(work: Workload, mods: Mods) -> Workload:
+    """The workload with what the mods add to every score."""
+    made = placed(mods)
+    called = (
+        {e.func.id for e in expressions(mods.score) if isinstance(e, Call)} if mods.score else ()
+    )
+    priced = () if mods.score is None else ("softcap",) if "tanh" in called else ("alibi",)
+    types = {o.name: o.dtype for o in mods.operands}
+    copied = [s.name.id for s in made.in_loop if isinstance(s, Copy)]
+    return replace(
+        work,
+        causal="block_idx" in (made.keys.high or ""),
+        options=priced,
+        score_bytes=sum(DTYPES[types[name]] for name in copied if name in made.tiles),
+        key_vectors=sum(name not in made.tiles for name in copied),
+    )
 
 
 def _placed(stmt: Statement, mask: MaskText) -> Statement:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from flashwright.author.builtin.choose import Decision
+from flashwright.author.builtin.mods import Mods
 from flashwright.author.builtin.needs import takes_wgmma, tile_width
 from flashwright.author.builtin.variants import find
 from flashwright.gpu import Gpu
@@ -42,6 +43,7 @@ from flashwright.spec import AttentionSpec
 
 RESHAPE = "Reshape {} from (MMA_C, MMA_M, MMA_N) to (MMA_A, MMA_M, MMA_N_new)"
 QUERIES_AHEAD = "the next block's Q comes while this one is computed"
+NO_MODS = Mods()
 _GRID_VARIABLES = {"batch": "batch_idx", "heads": "head_idx", "kv_heads": "kv_head"}
 
 
@@ -71,14 +73,26 @@ class Tensor:
     @property
     def tile_rank(self) -> int:
         """How many trailing axes a tile lies on."""
-        return min(2 if self.labels[-1] == "D" else 1, len(self.labels))
+        whole = self.labels[-1] == "D" or self.sizes[-2:] == ("q_len", "kv_len")
+        return min(2 if whole else 1, len(self.labels))
+
+
+def _letters(sizes: tuple[str, ...]) -> tuple[str, ...]:
+    """Letters for the axes of a tensor of the caller's own."""
+    usual = {"batch": "B", "heads": "H", "kv_heads": "H", "q_len": "L", "kv_len": "L"}
+    spare = iter("TMRUWXYZ")
+    given: list[str] = []
+    for size in sizes:
+        letter = usual.get(size, "T")
+        given.append(letter if letter not in given else next(c for c in spare if c not in given))
+    return tuple(given)
 
 
 def complete(
-    sketch: Tree, spec: AttentionSpec, gpu: Gpu, decision: Decision
+    sketch: Tree, spec: AttentionSpec, gpu: Gpu, decision: Decision, mods: Mods = NO_MODS
 ) -> tuple[Tree, tuple[ParamChoice, ...]]:
     """The code for a sketch, and the reasons for its numbers."""
-    return _Completion(sketch, spec, gpu, decision).run()
+    return _Completion(sketch, spec, gpu, decision, mods).run()
 
 
 def line(text: str, comment: str | None = None, gap: bool = False) -> Statement:
@@ -93,8 +107,11 @@ def _parsed(text: str) -> Statement:
 
 
 class _Completion:
-    def __init__(self, sketch: Tree, spec: AttentionSpec, gpu: Gpu, decision: Decision) -> None:
+    def __init__(
+        self, sketch: Tree, spec: AttentionSpec, gpu: Gpu, decision: Decision, mods: Mods
+    ) -> None:
         self.sketch = sketch
+        self.mods = mods
         self.spec = spec
         self.gpu = gpu
         self.decision = decision
@@ -137,6 +154,8 @@ class _Completion:
             dtype = dtype or (spec.output_dtype if name == "O" else spec.input_dtype)
             if name in used:
                 yield Tensor(name, labels, sizes, dtype)
+        for operand in self.mods.operands:
+            yield Tensor(operand.name, _letters(operand.sizes), operand.sizes, operand.dtype)
 
     def _size(self, size: str) -> str:
         if size == "VDim" and self.spec.value_dim == self.spec.head_dim:
@@ -309,9 +328,13 @@ class _Completion:
 
     def _prefetched(self, body: tuple[Statement, ...]) -> Iterator[Statement]:
         """With one buffer for K, copy its next block as soon as the GEMM has read this one, so that
-        the copy overlaps the softmax and the second GEMM."""
+        the copy overlaps the softmax and the second GEMM. Not where the caller's data say with
+        which block the loop begins: the checker cannot follow that."""
+        read = {s.name for s in body if isinstance(s, Let) and _reads(s.value)}
         for stmt in body:
             copy = _first_streamed(stmt) if isinstance(stmt, For) else None
+            if isinstance(stmt, For) and read & set(expressions(stmt.low)):
+                copy = None
             if copy is None or not isinstance(stmt, For):
                 yield stmt
                 continue
@@ -348,7 +371,7 @@ class _Completion:
 
     def _extra_dims(self, body: tuple[Statement, ...]) -> list[str]:
         names = {e.id for s in statements(body) for e in expressions(s) if isinstance(e, Name)}
-        return ["tokens"] if "tokens" in names else []
+        return [*(["tokens"] if "tokens" in names else []), *self.mods.own_dims]
 
     def _allocations(self, body: tuple[Statement, ...]) -> Iterator[Statement]:
         first = True
@@ -412,10 +435,14 @@ def _global_names(tree: Tree) -> Iterator[str]:
         yield from (e.tensor.id for e in expressions(stmt) if isinstance(e, Index))
 
 
+def _reads(expr: Expr) -> bool:
+    return any(isinstance(e, Index) for e in expressions(expr))
+
+
 def _first_streamed(loop: For) -> Copy | None:
-    """The first Copy of a loop that depends on the loop variable: the one to prefetch."""
+    """The first Copy to shared memory that depends on the loop variable: the one to prefetch."""
     for stmt in loop.body:
-        if isinstance(stmt, Copy) and stmt.source == "global":
+        if isinstance(stmt, Copy) and (stmt.source, stmt.dest) == ("global", "shared"):
             walks = [c for c in stmt.coords or () if loop.var in expressions(c.value)]
             return stmt if walks else None
     return None

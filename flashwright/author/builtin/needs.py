@@ -28,7 +28,8 @@ class Workload:
     as many to its right; the first `sinks` keys it sees whatever the window. With `rows_fixed` the
     rows of a tile are heads of one group at one position; `cols_fixed` dictates the keys per step
     (a selected block). Where keys are selected, kv_len is how many of them a query reads. `options`
-    add work to every score.
+    add work to every score. `score_bytes` are those of further tensors with an element for each
+    score (a bias), and `key_vectors` have a number for each key.
     """
 
     qk_dim: int
@@ -43,6 +44,8 @@ class Workload:
     window: int | None = None
     sinks: int = 0
     options: tuple[str, ...] = ()
+    score_bytes: int = 0
+    key_vectors: int = 0
     rows_fixed: int | None = None
     cols_fixed: int | None = None
 
@@ -159,7 +162,10 @@ def footprint(workload: Workload, tiling: Tiling, gpu: Gpu) -> Footprint:
     qk_dim, v_dim = (tile_width(d, workload, gpu) for d in (workload.qk_dim, workload.v_dim))
     queries = tiling.q_stages * bm * qk_dim * size
     shared = queries + tiling.stages * bn * (qk_dim + v_dim) * size
-    tiles = bm * v_dim * 4 + bm * bn * 4
+    shared += bm * bn * workload.score_bytes  # a buffer, as TMA cannot write registers
+    tiles = bm * v_dim * 4 + bm * bn * (4 + workload.score_bytes)
+    # A thread has a quarter of a tile's columns, and all warps have the same ones.
+    tiles += workload.key_vectors * bn * 32 * tiling.warps
     if turns_tiles(workload, tiling, gpu):  # V before it is transposed, and a step of O
         shared += tiling.stages * bn * v_dim
         tiles += bm * v_dim * 4

@@ -90,8 +90,13 @@ class Choice(BaseModel):
 
 def beyond(workload: Workload) -> tuple[str, ...]:
     """What a workload has beyond plain attention, in a fixed order."""
-    walk = {"window": workload.window is not None, "sinks": workload.sinks > 0}
-    return (*sorted(workload.options), *(name for name, there in walk.items() if there))
+    more = {
+        "window": workload.window is not None,
+        "sinks": workload.sinks > 0,
+        "score_bytes": workload.score_bytes > 0,
+        "key_vectors": workload.key_vectors > 0,
+    }
+    return (*sorted(workload.options), *(name for name, there in more.items() if there))
 
 
 def find(workload: Workload, gpu: Gpu) -> Choice | None:

@@ -1,0 +1,1 @@
+"""PyTorch: FlexAttention's functions as TL."""

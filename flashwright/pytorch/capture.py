@@ -1,0 +1,404 @@
+"""A score_mod or mask_mod of FlexAttention as a TL expression.
+
+    mods = capture(score_mod=alibi, mask_mod=causal)
+    print(mods.score)      # S + Slopes[head_idx] * (kv_idx - q_idx)
+
+`make_fx` records the operators that the function calls on scalars. Each operator is one rule of
+`operators.py`. An operator without a rule is refused, with the line of the user's function. What
+was captured is compared with the function itself on random indices: a rule that differs from
+PyTorch raises an error, and no kernel is made.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashwright.author.builtin.mods import Mods, Operand
+from flashwright.lang.nodes import Expr, Index, Name, Num
+from flashwright.pytorch import compare, operators
+from flashwright.pytorch.operators import Refused, Typed
+
+Function = Callable[..., Any]
+
+INDICES = ("batch_idx", "head_idx", "q_idx", "kv_idx")
+_WHERE = "user's line"
+
+
+class NotCaptured(ValueError):
+    """A function that cannot become TL: what was met, where, and what to do."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """The tensor that an operand of the kernel is a view of."""
+
+    tensor: Any
+    axes: tuple[str, ...]
+    """The size that each axis has in TL."""
+
+    def view(self, dims: Mapping[str, int]) -> Any:
+        """The part of the tensor that a problem of these sizes reads."""
+        part = self.tensor if self.tensor.dim() else self.tensor.reshape(1)
+        if not part.is_floating_point():
+            part = part.int()
+        for axis, size in enumerate(self.axes):
+            if size in dims and part.shape[axis] > dims[size]:
+                part = part.narrow(axis, 0, dims[size])
+        return part
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The mods of one call, and the tensors that they read, by the name of the operand."""
+
+    mods: Mods
+    sources: Mapping[str, Source]
+
+    @property
+    def own_dims(self) -> dict[str, int]:
+        """The sizes of the axes that have a dim of their own."""
+        found: dict[str, int] = {}
+        for operand in self.mods.operands:
+            found |= _extents(operand, self.sources[operand.name].tensor)
+        return {name: found[name] for name in self.mods.own_dims}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor with its first axes indexed."""
+
+    tensor: Any
+    name: str
+    args: tuple[Expr, ...] = ()
+
+
+@dataclass
+class _Reads:
+    """The operands so far: one for each tensor and kind of index."""
+
+    operands: dict[str, Operand] = field(default_factory=dict)
+    sources: dict[str, Source] = field(default_factory=dict)
+
+    def index(self, part: _Part) -> Typed:
+        """The element of a tensor as an operand of the kernel."""
+        sizes = tuple(
+            _size(arg, length, f"{part.name}_{number}")
+            for number, (arg, length) in enumerate(zip(part.args, part.tensor.shape, strict=True))
+        )
+        dtype = operators.dtype_of(part.tensor.dtype)
+        name = self._name(part, sizes, dtype)
+        args = tuple(_wrapped(a, s) for a, s in zip(part.args, sizes, strict=True))
+        return operators.loaded(Index(Name(name), args or (Num("0"),)), part.tensor.dtype)
+
+    def _name(self, part: _Part, sizes: tuple[str, ...], dtype: str) -> str:
+        operand = Operand(part.name, sizes or ("1",), dtype)
+        number = 1
+        while True:
+            known = self.operands.get(operand.name)
+            same = known is not None and self.sources[operand.name].tensor is part.tensor
+            if known is None or (same and known.sizes == operand.sizes):
+                break
+            number += 1
+            operand = Operand(f"{part.name}{number}", operand.sizes, dtype)
+        self.operands[operand.name] = operand
+        self.sources[operand.name] = Source(part.tensor, operand.sizes)
+        return operand.name
+
+
+_SIZES = {"batch_idx": "batch", "head_idx": "heads", "q_idx": "q_len", "kv_idx": "kv_len"}
+
+
+def _size(arg: Expr, length: int, own: str) -> str:
+    """The size of an axis in TL: the dim that its index runs over, else its own."""
+    if isinstance(arg, Name) and arg.id in _SIZES:
+        return _SIZES[arg.id]
+    return own if not isinstance(arg, Num) else str(length)
+
+
+def _wrapped(arg: Expr, size: str) -> Expr:
+    """An index from the end, as PyTorch has negative ones, unless it is seen not to be negative."""
+    if operators.never_negative(arg):
+        return arg
+    if isinstance(arg, Num):  # a constant from the end
+        return Num(str(int(arg.text) + int(size)))
+    return operators.where(
+        operators.binary("<", arg, Num("0")), operators.binary("+", arg, Name(size)), arg
+    )
+
+
+def capture(
+    score_mod: Function | None,
+    mask_mod: Function | None,
+    dims: Mapping[str, int],
+) -> Captured:
+    """Both functions of one call as TL. Raises NotCaptured with the operator and its line.
+
+    `dims` has the sizes of the call: batch, heads, q_len, kv_len. They are the range in which the
+    result is compared with the functions; the expressions hold for all sizes.
+    """
+    reads = _Reads()
+    score = mask = None
+    if score_mod is not None:
+        score = _expression(score_mod, reads, with_score=True)
+        _compare(score_mod, score, reads, dims, with_score=True)
+    if mask_mod is not None:
+        mask = _expression(mask_mod, reads, with_score=False)
+        _compare(mask_mod, mask, reads, dims, with_score=False)
+    mods = Mods(score, mask, tuple(reads.operands.values()))
+    return Captured(mods.hoisted(), dict(reads.sources))
+
+
+def _compare(
+    function: Function, expr: Expr, reads: _Reads, dims: Mapping[str, int], with_score: bool
+) -> None:
+    """Raise NotCaptured if an expression is not what its function computes."""
+    import torch
+
+    tensors = {name: source.tensor for name, source in reads.sources.items()}
+    own: dict[str, int] = {}
+    for operand in reads.operands.values():
+        own |= _extents(operand, tensors[operand.name])
+
+    def read(name: str, place: tuple[int, ...]) -> float:
+        tensor = tensors[name] if tensors[name].dim() else tensors[name].reshape(1)
+        return float(tensor[tuple(min(p, n - 1) for p, n in zip(place, tensor.shape, strict=True))])
+
+    for number, element in enumerate(compare.elements(dims)):
+        given = [torch.tensor(element[name], dtype=torch.int32) for name in INDICES]
+        values: dict[str, Any] = {**own, **dims, **element}
+        if with_score:
+            values["S"] = float(torch.tensor((number % 7 - 3) * 1.7))
+            given = [torch.tensor(values["S"]), *given]
+        expected = float(function(*given))
+        found = float(compare.evaluate(expr, values, read))
+        if compare.differs(found, expected):
+            told = ", ".join(f"{name} {value}" for name, value in element.items())
+            raise NotCaptured(
+                f"{_place_of(function)}: what was recorded gives {found:g} at {told}, and the "
+                f"function {expected:g}. It may use operators of PyTorch only, no NumPy and no "
+                "random numbers"
+            )
+
+
+def _extents(operand: Operand, tensor: Any) -> dict[str, int]:
+    return dict(zip(operand.sizes, tensor.shape if tensor.dim() else (1,), strict=True))
+
+
+def _expression(function: Function, reads: _Reads, with_score: bool) -> Expr:
+    graph = _trace(function, with_score)
+    names = _names_of(function)
+    values: dict[Any, Typed | _Part] = {}
+    given = iter((*(("S",) if with_score else ()), *INDICES))
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            name = next(given)
+            values[node] = Typed(Name(name), "float" if name == "S" else "int")
+        elif node.op == "get_attr":
+            tensor = getattr(graph, node.target)
+            values[node] = _constant(tensor, names, len(reads.sources))
+        elif node.op == "call_function":
+            values[node] = _called(node, values, reads)
+        else:  # the output
+            found = _single(node.args[0], values, reads)
+    wanted = "float" if with_score else "bool"
+    return operators.converted(found, wanted).expr
+
+
+def _constant(tensor: Any, names: Mapping[int, str], number: int) -> Typed | _Part:
+    return _Part(tensor, names.get(id(tensor), f"Tensor{number}"))
+
+
+def _single(value: Any, values: Mapping[Any, Typed | _Part], reads: _Reads) -> Typed:
+    """A node's value as a scalar: a tensor without axes is read."""
+    found = values[value] if not isinstance(value, int | float | bool) else operators.number(value)
+    if isinstance(found, _Part):
+        left = found.tensor.dim() - len(found.args)
+        if left:
+            raise Refused(
+                f"a tensor of {left} axes where a number is needed: index all of its axes"
+            )
+        return reads.index(found)
+    return found
+
+
+def _called(node: Any, values: Mapping[Any, Typed | _Part], reads: _Reads) -> Typed | _Part:
+    try:
+        if str(node.target) == "aten.lift_fresh_copy.default":
+            return _literal(values[node.args[0]])
+        if node.target is operator.getitem and node.args[1] == 0:  # of an operator's results
+            return values[node.args[0]]
+        part = _indexed(node, values)
+        if part is not None:
+            return part if part.tensor.dim() > len(part.args) else reads.index(part)
+        args = [_argument(a, values, reads) for a in node.args]
+        return operators.apply(str(node.target), args, dict(node.kwargs), node.meta.get("val"))
+    except Refused as refused:
+        raise NotCaptured(f"{_where(node)}: {refused}") from None
+
+
+def _indexed(node: Any, values: Mapping[Any, Typed | _Part]) -> _Part | None:
+    """A tensor of the user's with one more axis indexed; None if the node is no index."""
+    name = str(node.target)
+    if not node.args or not isinstance(values.get(_key(node.args[0])), _Part):
+        return None
+    part = values[node.args[0]]
+    assert isinstance(part, _Part)
+    if name == "aten.index.Tensor":
+        given = [values[a] if a is not None else None for a in node.args[1]]
+        if any(not isinstance(a, Typed) or a.kind != "int" for a in given):
+            raise Refused("an index that is no whole number for each element")
+        more = tuple(a.expr for a in given if isinstance(a, Typed))
+    elif name == "aten.select.int" and node.args[1] == 0:
+        more = (Num(str(node.args[2])),)
+    elif name in ("aten.detach.default", "aten.alias.default"):
+        return part
+    else:
+        return None
+    return _Part(part.tensor, part.name, part.args + more)
+
+
+def _literal(found: Typed | _Part) -> Typed | _Part:
+    """A number in the function's text, which the tracer has made a tensor."""
+    if isinstance(found, _Part) and not found.tensor.dim():
+        return operators.number(found.tensor.item())
+    return found
+
+
+def _key(arg: Any) -> Any:
+    return arg if not isinstance(arg, list) else None
+
+
+def _argument(arg: Any, values: Mapping[Any, Typed | _Part], reads: _Reads) -> Any:
+    if isinstance(arg, int | float | bool):
+        return operators.number(arg)
+    return _single(arg, values, reads) if _key(arg) in values else arg
+
+
+def _trace(function: Function, with_score: bool) -> Any:
+    """The function's operators on scalars, as a graph."""
+    import torch
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    indices = [torch.zeros((), dtype=torch.int32) for _ in INDICES]
+    given = [torch.zeros(()), *indices] if with_score else indices
+    lines: list[tuple[str, str]] = []
+    try:
+        with TransformGetItemToIndex():
+            graph = make_fx(_with_lines(function, lines))(*given)
+        _give_lines(graph, lines)
+        graph.graph.eliminate_dead_code()
+        return graph
+    except Exception as error:  # of the user's function, or of the tracer
+        place = _last_line(function, error)
+        raise NotCaptured(
+            f"{place}: the function cannot be recorded. It may use operators on its arguments and "
+            "on tensors that it indexes by them; no `if` on them, no .item(), no NumPy "
+            f"({type(error).__name__}: {str(error).split('. ')[0]})"
+        ) from None
+
+
+def _place_of(function: Function) -> str:
+    """The file and line where a function is defined."""
+    code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)
+
+
+def _last_line(function: Function, error: BaseException) -> str:
+    """The last line of the user's file in an error's traceback."""
+    found = _place_of(function)
+    file = found.rpartition(":")[0]
+    step = error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code.co_filename == file:
+            found = f"{file}:{step.tb_lineno}"
+        step = step.tb_next
+    return found
+
+
+def _with_lines(function: Function, lines: list[tuple[str, str]]) -> Function:
+    """The function; each operator that it calls is listed with the user's line."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Lines(TorchDispatchMode):  # type: ignore[misc,unused-ignore]  # torch may be absent
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            lines.append((str(func), _user_line()))
+            return func(*args, **(kwargs or {}))
+
+    def run(*args: Any) -> Any:
+        with Lines():
+            return function(*args)
+
+    return run
+
+
+def _user_line() -> str:
+    """The innermost line on the stack that is neither PyTorch's nor ours."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if f"{os.sep}torch{os.sep}" not in file and file != __file__:
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "the function"
+
+
+def _give_lines(graph: Any, lines: list[tuple[str, str]]) -> None:
+    """Write the lines into the graph: operators come in the order in which they were called."""
+    done = 0
+    for node in graph.graph.nodes:
+        names = [name for name, _ in lines[done:]]
+        if node.op == "call_function" and str(node.target) in names:
+            done += names.index(str(node.target)) + 1
+            node.meta[_WHERE] = lines[done - 1][1]
+
+
+def _where(node: Any) -> str:
+    """The line of the user's function that an operator comes from."""
+    return str(node.meta.get(_WHERE, "the function"))
+
+
+def _names_of(function: Function) -> dict[int, str]:
+    """The names that the function's tensors have in its text, as names of TL."""
+    names: dict[int, str] = {}
+    for name, value in _visible(function):
+        if hasattr(value, "dtype") and hasattr(value, "dim"):
+            names.setdefault(id(value), _tl_name(name))
+    return names
+
+
+def _visible(function: Function, depth: int = 3) -> Iterator[tuple[str, Any]]:
+    """Names and values that a function's text can use, also through functions that it calls."""
+    bound = getattr(function, "func", None)
+    if bound is not None:  # functools.partial
+        yield from _visible(bound, depth)
+        yield from dict(getattr(function, "keywords", {})).items()
+        return
+    try:
+        seen = inspect.getclosurevars(function)
+    except TypeError:
+        return
+    for group in (seen.nonlocals, seen.globals):
+        for name, value in group.items():
+            yield name, value
+            if depth and inspect.isfunction(value):
+                yield from _visible(value, depth - 1)
+
+
+def _tl_name(name: str) -> str:
+    words = re.sub(r"[^A-Za-z0-9]+", " ", name).split()
+    text = "".join(word[:1].upper() + word[1:] for word in words)
+    return text if text and text[0].isalpha() and text not in _TAKEN else f"Tensor{text}"
+
+
+_TAKEN = frozenset(
+    ("S", "Q", "K", "V", "O", "LSE", "P", "BM", "BN", "Scale", "Smax", "Ssum", "Stages", "QStages")
+) | frozenset(("HeadDim", "VDim", "HeadTile", "VTile", "Group", "Warps", "Window", "Start"))

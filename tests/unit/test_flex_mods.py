@@ -1,0 +1,314 @@
+"""FlexAttention's functions as TL: the capture, the program, and kernels under emulation."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashwright import gpu as gpus
+from flashwright.author.builtin.author import write_code, write_sketch
+from flashwright.author.builtin.mods import Mods, placed
+from flashwright.author.builtin.needs import Tiling
+from flashwright.author.builtin.retile import retiled
+from flashwright.author.builtin.variants import make_spec
+from flashwright.build import package
+from flashwright.build.make import make
+from flashwright.check.check import check
+from flashwright.emulate.package import read_package
+from flashwright.judge.emulated import launch
+from flashwright.judge.oracle import compare, compare_lse
+from flashwright.lang.format import format_expr, format_stmt
+from flashwright.lang.parse import parse
+from flashwright.semantics.interpret import interpret
+from flashwright.spec import AttentionSpec
+from tests.unit.emulated import needs_compilers
+
+torch = pytest.importorskip("torch")
+from flashwright.pytorch.capture import Captured, NotCaptured, capture  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "examples" / "flex_mods.py"
+Function = Callable[..., Any]
+
+
+def _gallery() -> Any:
+    spec = importlib.util.spec_from_file_location("flex_mods", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # Dynamo imports it by its name
+    spec.loader.exec_module(module)
+    return module
+
+
+GALLERY = _gallery()
+EVERY = (*GALLERY.MASKS, *GALLERY.SCORES)
+SMALL = {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": 45, "kv_len": 53}
+
+
+def captured(function: Function, dims: dict[str, int]) -> Captured:
+    if function in GALLERY.SCORES:
+        return capture(function, None, dims)
+    return capture(None, function, dims)
+
+
+def spec_of(found: Captured, head_dim: int) -> AttentionSpec:
+    own = dict(found.own_dims)
+    return make_spec("gqa", heads=4, kv_heads=2, head_dim=head_dim, dtype="bf16", dims=own)
+
+
+def problem(found: Captured, dims: dict[str, int], width: int) -> dict[str, Any]:
+    """Q, K, V and the operands as arrays."""
+    draw = torch.Generator().manual_seed(1)
+    shapes = {"Q": ("heads", "q_len"), "K": ("kv_heads", "kv_len"), "V": ("kv_heads", "kv_len")}
+    made = {
+        name: torch.randn(dims["batch"], dims[h], dims[n], width, generator=draw).bfloat16()
+        for name, (h, n) in shapes.items()
+    }
+    return {**made, **{name: source.view(dims) for name, source in found.sources.items()}}
+
+
+def expected(function: Function, given: dict[str, Any], dims: dict[str, int]) -> dict[str, Any]:
+    """What FlexAttention itself computes, in fp64."""
+    from torch.nn.attention import flex_attention as flex
+    from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
+
+    flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True  # else Dynamo traces it first
+    q, k, v = (given[name].double() for name in "QKV")
+    how: dict[str, Any] = {"score_mod": function}
+    if function in GALLERY.MASKS:
+        sizes = (dims[name] for name in ("batch", "heads", "q_len", "kv_len"))
+        how = {"block_mask": create_block_mask(function, *sizes, device="cpu")}
+    aux = AuxRequest(lse=True)
+    out, more = flex_attention(q, k, v, enable_gqa=True, return_aux=aux, **how)
+    return {"O": out.numpy(), "LSE": more.lse.numpy()}
+
+
+def numpy(tensor: Any) -> Any:
+    import ml_dtypes
+
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def assert_same(found: dict[str, Any], wanted: dict[str, Any], spec: AttentionSpec) -> None:
+    for name, array in wanted.items():
+        if name == "LSE":
+            result = compare_lse(spec, found[name], array)
+        else:
+            result = compare(found[name], array, "bf16")
+        assert result.ok, f"{name}: {result.reason}"
+
+
+def text_of(mods: Mods) -> list[str]:
+    """The statements of the mods, in order, and the mask."""
+    made = placed(mods)
+    score = [made.score] if made.score else []
+    told = [format_stmt(s) for s in (*made.before_loop, *made.in_loop, *score)]
+    return [*told, *([format_expr(made.mask)] if made.mask else [])]
+
+
+# --- what is captured -------------------------------------------------------------------------
+
+TEXTS = {
+    "alibi": ["Compute S + Slopes[head_idx] * (kv_idx - q_idx) and get new S"],
+    "softcap": ["Compute tanh(S / 20) * 20 and get new S"],
+    "causal_score": ["q_idx >= kv_idx"],
+    "causal_documents": [
+        "Copy Document from global to register",
+        "Copy Document2 from global to register",
+        "Document == Document2 and q_idx >= kv_idx",
+    ],
+    "pair": ["Copy PairBias from global to register", "Compute S + PairBias and get new S"],
+    "prefix_lm": ["let PrefixHere = Prefix[batch_idx]", "kv_idx < PrefixHere or q_idx >= kv_idx"],
+    "chunked": ["floor(q_idx / 64) == floor(kv_idx / 64) and q_idx >= kv_idx"],
+    "not_the_future": ["kv_idx <= q_idx and (kv_idx <= 10 or kv_idx >= 20)"],
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_function_is_readable_tl(name: str) -> None:
+    found = captured(getattr(GALLERY, name), SMALL)
+    assert text_of(found.mods) == TEXTS[name]
+
+
+BOUNDS = {
+    "causal": (None, "(block_idx + 1) * BM"),
+    "sliding_window": ("block_idx * BM - 64", "(block_idx + 1) * BM"),
+    "two_sided_window": ("block_idx * BM - 47", "(block_idx + 1) * BM + 47"),
+    "prefix_lm": (None, "max(PrefixHere, (block_idx + 1) * BM)"),
+    "block_diffusion": (None, "(block_idx + 1) * BM + 31"),
+    "neighbourhood": ("block_idx * BM - 63", "(block_idx + 1) * BM + 63"),
+    "padded": (None, "LengthHere"),
+    "window_per_head": ("block_idx * BM + 1 - HeadWindowHere", "(block_idx + 1) * BM"),
+    "documents": (None, None),
+    "permuted": (None, None),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_mask_bounds_the_loop(name: str) -> None:
+    keys = placed(captured(getattr(GALLERY, name), SMALL).mods).keys
+    assert (keys.low, keys.high) == BOUNDS[name]
+
+
+def test_bounds_hide_no_key_that_a_mask_shows() -> None:
+    """For every mask of the gallery without data, three rows of every block and every key."""
+    from flashwright.program.scalars import evaluate
+    from flashwright.pytorch.compare import evaluate as value
+
+    length = 150
+    for function in GALLERY.MASKS:
+        mods = captured(function, SMALL).mods
+        if mods.operands or mods.mask is None:
+            continue
+        keys = placed(mods).keys
+        for block in range(-(-length // 16)):
+            names = {"block_idx": block, "BM": 16}
+            low, high = (
+                evaluate(_expr(text), names) if text is not None else None
+                for text in (keys.low, keys.high)
+            )
+            for q in (block * 16, block * 16 + 7, block * 16 + 15):
+                for kv in range(length):
+                    here = {"q_idx": q, "kv_idx": kv, "head_idx": 0, "batch_idx": 0}
+                    if value(mods.mask, here, _no_tensor):
+                        assert low is None or kv >= low, (function.__name__, q, kv)
+                        assert high is None or kv < high, (function.__name__, q, kv)
+
+
+def _expr(text: str) -> Any:
+    return parse(f"let x = {text}").body[0].value  # type: ignore[union-attr]
+
+
+def _no_tensor(name: str, place: tuple[int, ...]) -> float:
+    raise AssertionError(name)
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+table = torch.randn(8, 8)
+doubles = torch.randn(64, dtype=torch.float64)
+
+
+def by_if(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    if q >= kv:
+        return q >= 0
+    return q < 0
+
+
+def by_erf(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    twice = score * 2
+    return torch.erf(twice)
+
+
+def by_a_sum(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return score + table[q].sum()
+
+
+def by_doubles(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return score + doubles[q]
+
+
+def by_numpy(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return score + float(np.sin(1.0 + kv.numpy())) if not _recorded(kv) else score + 0.5
+
+
+def by_random_numbers(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return score + torch.rand(())
+
+
+def _recorded(tensor: Any) -> bool:
+    return type(tensor) is not torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("function", "offset", "what"),
+    [
+        (by_if, 1, "no `if` on them"),
+        (by_erf, 2, "TL has no counterpart of aten.erf.default"),
+        (by_a_sum, 1, "a tensor of 1 axes where a number is needed"),
+        (by_doubles, 1, "a tensor of float64"),
+        (by_numpy, 0, "what was recorded gives"),
+        (by_random_numbers, 1, "aten.rand.default"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_with_its_line(
+    function: Function, offset: int, what: str
+) -> None:
+    mask = function is by_if
+    with pytest.raises(NotCaptured) as error:
+        capture(None if mask else function, function if mask else None, SMALL)
+    line = function.__code__.co_firstlineno + offset
+    assert f"{Path(__file__).name}:{line}: " in str(error.value)
+    assert what in str(error.value)
+
+
+def test_an_index_from_the_end_is_pytorchs() -> None:
+    biases = torch.arange(10.0)
+
+    def late(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return score + biases[kv - 5] + biases[-1]
+
+    sizes = {"batch": 1, "heads": 1, "q_len": 8, "kv_len": 8}
+    (text,) = text_of(capture(late, None, sizes).mods)
+    assert "kv_idx - 5 + Biases_0" in text  # from the end
+    assert "Biases2[9]" in text
+
+
+# --- what it computes -------------------------------------------------------------------------
+
+FAST = ("causal_documents", "prefix_lm", "window_per_head", "global_tokens", "t5", "pair")
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_the_program_computes_what_flex_attention_does(name: str) -> None:
+    """Tiles of 16, so that the loops have ends, gaps and ragged blocks."""
+    function = getattr(GALLERY, name)
+    found = captured(function, SMALL)
+    spec, card = spec_of(found, 16), gpus.find("a100")
+    code = write_code(write_sketch(spec, found.mods), spec, card, found.mods).code
+    checked = check(parse(retiled(parse(code), Tiling(16, 16, 1, 1), "small")), None, spec.dims)
+    assert not checked.diagnostics
+    assert checked.program is not None
+    given = problem(found, SMALL, 16)
+    arrays = {name: numpy(tensor) for name, tensor in given.items()}
+    out = interpret(checked.program, arrays, {**spec.dims, **SMALL})
+    assert_same(dict(out), expected(function, given, SMALL), spec)
+
+
+LARGE = {"batch": 1, "heads": 4, "kv_heads": 2, "q_len": 203, "kv_len": 300}
+
+
+@pytest.mark.slow
+@needs_compilers
+@pytest.mark.parametrize("function", EVERY, ids=lambda f: f.__name__)
+def test_the_kernel_computes_what_flex_attention_does(function: Function, tmp_path: Path) -> None:
+    """The kernel for an H200, by wgmma and TMA, under emulation."""
+    found = captured(function, LARGE)
+    spec, card = spec_of(found, 64), gpus.find("h200")
+    code = write_code(write_sketch(spec, found.mods), spec, card, found.mods).code
+    program = check(parse(code), card, spec.dims).program
+    assert program is not None
+    made, built = make(program, card, tl=code)
+    assert made.report is not None
+    assert made.report.in_words().startswith("wgmma, TMA, persistent")
+    for name, data in {**package.translated(made), **package.compiled(built)}.items():
+        (tmp_path / name).write_bytes(data if isinstance(data, bytes) else data.encode())
+    given = problem(found, LARGE, 64)
+    arrays = {name: numpy(tensor) for name, tensor in given.items()}
+    wanted = expected(function, given, LARGE)
+    outputs = {
+        name: (array.shape, "bf16" if name == "O" else "fp32") for name, array in wanted.items()
+    }
+    dims = {**spec.dims, **LARGE}
+    out, result = launch(read_package(tmp_path), arrays, outputs, dims, "eager", 600.0)
+    assert not result.findings
+    assert_same(out, wanted, spec)
