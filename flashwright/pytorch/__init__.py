@@ -2,6 +2,6 @@
 
 `operator.py` registers the operator and loads the kernel, `signature.py` is its schema with the
 shapes, `rules.py` what autograd, autocast and vmap do, `reference.py` its result on CPU tensors.
-PyTorch is optional: only functions of this folder import it, and nothing imports this folder before
-the user asks for an operator.
+PyTorch is optional: only modules of this folder import it at their top, and nothing imports them
+before the user asks for an operator.
 """

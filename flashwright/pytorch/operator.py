@@ -41,6 +41,14 @@ class Operator:
     def __repr__(self) -> str:
         return f"<torch operator {self.op._schema}>"
 
+    def __deepcopy__(self, memo: object) -> Operator:
+        """Itself: a copy of a model uses the same operator."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickled operator is its folder: the process that reads it needs the package there."""
+        return torch_operator, (str(self._package.folder),)
+
     def __call__(self, *tensors: Any, return_lse: bool = False, **more: Any) -> Any:
         """O, or O and LSE with `return_lse`.
 
@@ -62,7 +70,8 @@ def torch_operator(folder: str | Path) -> Operator:
     Raises Failed with FW852 if the folder has no usable package.
     """
     folder = Path(folder)
-    package, plan = _Package(folder), read_plan(folder)
+    plan = read_plan(folder)
+    package = _Package(folder)
     name = f"{re.sub(r'[^A-Za-z0-9_]', '_', plan.entry)}_{package.digest[:_DIGITS]}"
     with _LOCK:
         known = _OPERATORS.get(name)
@@ -78,9 +87,7 @@ _OPERATORS: dict[str, Operator] = {}
 _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")  # an operator lives as long as this
 _LIBRARY.define(rules.NO_BACKWARD_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.impl(rules.NO_BACKWARD, rules.refuse_backward, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    f"{_NAMESPACE}::{rules.NO_BACKWARD}", rules.fake_backward, lib=_LIBRARY
-)
+torch.library.register_fake(f"{_NAMESPACE}::{rules.NO_BACKWARD}", rules.fake_backward, lib=_LIBRARY)
 
 
 def _register(name: str, signature: Signature, package: _Package) -> Operator:
@@ -98,10 +105,8 @@ def _register(name: str, signature: Signature, package: _Package) -> Operator:
     _LIBRARY.impl(name, _OnCuda(signature, package).__call__, "CUDA")
     _LIBRARY.impl(name, on_cpu.__call__, "CPU")
     torch.library.register_fake(qualified, fake, lib=_LIBRARY)
-    gradient = rules.Gradient(name, signature, None if on_cpu.obstacle else on_cpu.compute)
-    torch.library.register_autograd(
-        qualified, gradient.backward, setup_context=gradient.setup_context, lib=_LIBRARY
-    )
+    traced = None if on_cpu.obstacle else on_cpu.compute
+    _LIBRARY.impl(name, rules.Gradient(name, signature, op, traced).__call__, "Autograd")
     autocast = rules.Autocast(signature, op)
     _LIBRARY.impl(name, autocast.on_cuda, "AutocastCUDA")
     _LIBRARY.impl(name, autocast.on_cpu, "AutocastCPU")
@@ -141,9 +146,7 @@ class _OnCuda:
             self.kernel = self.package.load()
         signature, count = self.signature, len(self.signature.read)
         dims = dict(zip(signature.dims, arguments[count:], strict=True))
-        return signature.results(
-            self.kernel(*arguments[:count], outputs=signature.outputs, **dims)
-        )
+        return signature.results(self.kernel(*arguments[:count], outputs=signature.outputs, **dims))
 
 
 class _OnCpu:

@@ -13,10 +13,12 @@ import torch
 from flashwright.lower.launch_plan import LaunchPlan
 from flashwright.spec import AttentionSpec
 
-_COMPUTED = frozenset(
-    "variant heads kv_heads head_dim v_dim dtype causal window sink_tokens softcap alibi sink scale "
-    "lse branch block stride selected_block top_k tolerance repeatable".split()
-)
+_COMPUTED = {
+    *("variant", "heads", "kv_heads", "head_dim", "v_dim", "dtype", "lse"),
+    *("causal", "window", "sink_tokens", "softcap", "alibi", "sink", "scale"),
+    *("branch", "block", "stride", "selected_block", "top_k"),
+    *("tolerance", "repeatable"),
+}
 """The settings that `attention` takes into account, or may ignore."""
 
 
@@ -48,10 +50,9 @@ def attention(
     slopes: Any = None,
     sink: Any = None,
 ) -> tuple[Any, Any]:
-    """O in the type of Q and LSE in fp32; 0 and -inf in rows that see no key.
+    """O and LSE in fp32, or in fp64 for fp64 inputs; 0 and -inf in rows that see no key.
 
-    The scores are fp32, or fp64 for fp64 inputs. Every step is differentiable, also in rows that
-    see no key.
+    Every step is differentiable, also in rows that see no key.
     """
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
     heads = torch.arange(q.shape[1], device=q.device)
@@ -68,7 +69,7 @@ def attention(
     last = scores.new_full((1,), -torch.inf) if sink is None else sink.to(kind)
     last = last[:, None, None].expand(*scores.shape[:-1], 1)
     weights, lse = _softmax(torch.cat([scores, last], -1))
-    return (weights[..., :-1] @ v).to(q.dtype), lse.to(torch.float32)
+    return weights[..., :-1] @ v, lse
 
 
 def _distance(q_len: Any, kv_len: Any, device: Any) -> Any:

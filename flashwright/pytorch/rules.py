@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from flashwright.build.arrays import NO_GRADIENT
 from flashwright.build.plan_rules import caller_order
@@ -37,9 +38,39 @@ class Gradient:
     """Autograd: on the CPU the gradient of the reference, on a GPU an error."""
 
     def __init__(
-        self, name: str, signature: Signature, reference: Callable[..., Any] | None
+        self, name: str, signature: Signature, operator: Any, reference: Callable[..., Any] | None
     ) -> None:
-        self.name, self.signature, self.reference = name, signature, reference
+        self.name, self.signature, self.operator = name, signature, operator
+        self.reference = reference
+        methods = (self.forward, self.setup_context, self.backward, self.jvp)
+        names = {method.__name__: staticmethod(method) for method in methods}
+        self.function: Any = type(f"Attention_{name}", (torch.autograd.Function,), names)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The operator under autograd. torch.library.register_autograd would do less: its results
+        have a forward-mode derivative of 0."""
+        forward_mode = getattr(forward_ad, "_current_level", -1) >= 0
+        if not forward_mode and not (torch.is_grad_enabled() and self._recorded(arguments)):
+            return self.forward(*arguments)
+        in_transform = torch._C._are_functorch_transforms_active()  # torch.func.grad and others
+        if not forward_mode and not in_transform:
+            return self.function.apply(*arguments)
+        if self.reference is not None and arguments[0].device.type == "cpu":
+            self.signature.check(arguments)
+            return self.reference(*arguments)
+        return self.jvp() if in_transform else self.function.apply(*arguments)
+
+    def _recorded(self, arguments: Sequence[Any]) -> bool:
+        return any(t.requires_grad for t in self.signature.tensors(arguments))
+
+    def jvp(self, *_: Any) -> Any:
+        """A forward-mode derivative, and any derivative by torch.func: there is none."""
+        raise RuntimeError(f"derivative of flashwright::{self.name}: {NO_GRADIENT}")
+
+    def forward(self, *arguments: Any) -> Any:
+        """The operator's implementation for these tensors."""
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.operator(*arguments)
 
     def setup_context(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
         """Keep what the backward needs; a backward that only raises keeps no tensors."""
@@ -150,7 +181,9 @@ class Vmap:
     def _batch(self, name: str, plan: PlanTensor) -> int:
         place = self._batch_or_none(plan)
         if place is None:
-            text = f"torch.vmap over `{name}` of flashwright::{self.name}: it has no batch axis that "
+            text = (
+                f"torch.vmap over `{name}` of flashwright::{self.name}: it has no batch axis that "
+            )
             raise ValueError(f"{text}the mapped one could join; map over the other tensors only")
         return place
 

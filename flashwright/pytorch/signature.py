@@ -32,7 +32,9 @@ class Signature:
     def __init__(self, plan: LaunchPlan) -> None:
         for tensor in plan.tensors:
             if tensor.written and (tensor.read or tensor.flat):
-                why = "is read and written" if tensor.read else "has a size that only a caller knows"
+                why = (
+                    "is read and written" if tensor.read else "has a size that only a caller knows"
+                )
                 text = f"launch.json: `{tensor.name}` {why}, so the kernel cannot be an operator"
                 hint = "call it without torch.compile: flashwright.load(folder)(..., out=...)"
                 raise Failed(Diagnostic("FW852", text, help=hint))
