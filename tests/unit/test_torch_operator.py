@@ -29,6 +29,9 @@ from flashwright.pytorch import operator, rules  # noqa: E402
 from flashwright.pytorch.operator import Operator  # noqa: E402
 from flashwright.pytorch.signature import Signature  # noqa: E402
 
+pytestmark = pytest.mark.filterwarnings(  # of torch itself
+    "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
 Package = Callable[..., Path]
 HEADS, KV_HEADS, DIM = 4, 2, 16
 
