@@ -69,7 +69,7 @@ def torch_operator(folder: str | Path) -> Operator:
 
     Raises Failed with FW852 if the folder has no usable package.
     """
-    folder = Path(folder)
+    folder = Path(folder).absolute()  # the kernel is loaded later, perhaps from another directory
     plan = read_plan(folder)
     package = _Package(folder)
     name = f"{re.sub(r'[^A-Za-z0-9_]', '_', plan.entry)}_{package.digest[:_DIGITS]}"
