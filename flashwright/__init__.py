@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from flashwright.build.classes import Kernels
     from flashwright.build.load import Kernel
     from flashwright.judge.verdict import Verdict
+    from flashwright.pytorch.operator import Operator
     from flashwright.sandbox.candidate import Candidate
     from flashwright.spec import AttentionSpec
 
@@ -24,6 +25,24 @@ def load(folder: str | Path) -> Kernel | Kernels:
     from flashwright.build import classes as package  # here: the command line does not need it
 
     return package.load(folder)
+
+
+def torch_operator(folder: str | Path) -> Operator:
+    """The kernel package in a folder as a torch operator, which torch.compile keeps whole.
+
+    `attention = flashwright.torch_operator(folder)`, then `attention(q, k, v)`, with
+    `return_lse=True` for O and LSE. It is registered once for each content of a package, without a
+    GPU too. CUDA tensors go to the kernel, CPU tensors to the same definition in plain PyTorch.
+    Raises ImportError without PyTorch, Failed if the folder has no usable package.
+    """
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        text = f"an operator needs PyTorch, which cannot be imported ({error}): "
+        raise ImportError(text + "pip install 'flashwright[torch]'") from error
+    from flashwright.pytorch import operator
+
+    return operator.torch_operator(folder)
 
 
 def verify(

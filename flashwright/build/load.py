@@ -22,6 +22,7 @@ __all__ = [
     "PLAN",
     "PTX",
     "Kernel",
+    "OutputShapes",
     "dim_sources",
     "load",
     "read_plan",
@@ -72,7 +73,7 @@ class Kernel:
         self._index = {t.name: i for i, t in enumerate(plan.tensors)}
         self._positions = [self._index[name] for name in self.inputs]
         self._dim_index = {name: i for i, name in enumerate(plan.dims)}
-        self._shapes = [_Shapes(plan, layout) for layout in LAYOUTS]
+        self._shapes = [OutputShapes(plan, layout) for layout in LAYOUTS]
 
     def __repr__(self) -> str:
         return (
@@ -186,7 +187,7 @@ class Kernel:
             raise
 
 
-class _Shapes:
+class OutputShapes:
     """The shapes of the outputs, with everything that is known before a call precomputed."""
 
     def __init__(self, plan: LaunchPlan, layout: str) -> None:
@@ -205,7 +206,7 @@ class _Shapes:
                 elif isinstance(source[0], int) and len(source) == 2:
                     size *= given[source[0]].shape[source[1]]
                 else:
-                    size *= evaluate(source, self._dims(given, dims))
+                    size *= evaluate(source, self.dims(given, dims))
             shape.append(size)
         return shape
 
@@ -222,7 +223,8 @@ class _Shapes:
         found = self.sources.get(token)
         return found[:2] if found and found[2] == 1 else size
 
-    def _dims(self, given: list[Any], dims: list[Any]) -> dict[str, int]:
+    def dims(self, given: list[Any], dims: list[Any]) -> dict[str, int]:
+        """All dimensions by name: as the inputs show them, else as the caller gives them."""
         found = {d: v for d, v in zip(self.plan.dims, dims, strict=True) if v is not None}
         for name, (tensor, axis, part) in self.sources.items():
             found[name] = given[tensor].shape[axis] // part

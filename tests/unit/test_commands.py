@@ -8,6 +8,7 @@ first; `<!-- run: COMMAND -->` is run without being shown. A block behind `<!-- 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -25,6 +26,7 @@ DOCS = ROOT / "docs"
 PAGES = [
     ROOT / "README.md",
     DOCS / "getting-started.md",
+    DOCS / "pytorch.md",
     DOCS / "wgmma.md",
     DOCS / "tutorial.md",
     *sorted((DOCS / "howto").glob("*.md")),
@@ -94,7 +96,11 @@ def cases() -> Iterator[object]:
             pytest.mark.slow,
             pytest.mark.skipif(not toolchain.has_nvcc(), reason="there is no CUDA compiler"),
         )
-        yield pytest.param(page, id=page.stem, marks=marks if slow else ())
+        needs = [*marks] if slow else []
+        if re.search(r"^import torch$", page.read_text(), re.MULTILINE):
+            found = importlib.util.find_spec("torch")
+            needs.append(pytest.mark.skipif(found is None, reason="PyTorch is not installed"))
+        yield pytest.param(page, id=page.stem, marks=needs)
 
 
 @pytest.mark.parametrize("page", [*cases()])

@@ -30,7 +30,7 @@ from flashwright.spec import AttentionSpec
 from tests.unit.emulated import needs_compilers
 
 torch = pytest.importorskip("torch")
-from flashwright.pytorch.capture import Captured, NotCaptured, capture  # noqa: E402
+from flashwright.flex.capture import Captured, NotCaptured, capture  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "examples" / "flex_mods.py"
@@ -162,7 +162,7 @@ def test_a_mask_bounds_the_loop(name: str) -> None:
 def test_bounds_hide_no_key_that_a_mask_shows() -> None:
     """For every mask of the gallery without data, three rows of every block and every key."""
     from flashwright.program.scalars import evaluate
-    from flashwright.pytorch.compare import evaluate as value
+    from flashwright.flex.compare import evaluate as value
 
     length = 150
     for function in GALLERY.MASKS:

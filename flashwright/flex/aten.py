@@ -504,5 +504,5 @@ _RULES: dict[str, Rule] = {
     "ones_like": _full(1),
     "zeros_like": _full(0),
     "_to_copy": _to_copy,
-    **{name: _same for name in ("clone", "detach", "alias", "lift_fresh_copy", "expand", "view")},
+    **dict.fromkeys(("clone", "detach", "alias", "lift_fresh_copy", "expand", "view"), _same),
 }

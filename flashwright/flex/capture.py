@@ -4,7 +4,7 @@
     print(mods.score)      # S + Slopes[head_idx] * (kv_idx - q_idx)
 
 `make_fx` records the operators that the function calls on scalars. Each operator is one rule of
-`operators.py`. An operator without a rule is refused, with the line of the user's function. What
+`aten.py`. An operator without a rule is refused, with the line of the user's function. What
 was captured is compared with the function itself on random indices: a rule that differs from
 PyTorch raises an error, and no kernel is made.
 """
@@ -21,8 +21,8 @@ from typing import Any
 
 from flashwright.author.builtin.mods import Mods, Operand
 from flashwright.lang.nodes import Expr, Index, Name, Num
-from flashwright.pytorch import compare, operators
-from flashwright.pytorch.operators import Refused, Typed
+from flashwright.flex import aten, compare
+from flashwright.flex.aten import Refused, Typed
 
 Function = Callable[..., Any]
 
@@ -91,10 +91,10 @@ class _Reads:
             _size(arg, length, f"{part.name}_{number}")
             for number, (arg, length) in enumerate(zip(part.args, part.tensor.shape, strict=True))
         )
-        dtype = operators.dtype_of(part.tensor.dtype)
+        dtype = aten.dtype_of(part.tensor.dtype)
         name = self._name(part, sizes, dtype)
         args = tuple(_wrapped(a, s) for a, s in zip(part.args, sizes, strict=True))
-        return operators.loaded(Index(Name(name), args or (Num("0"),)), part.tensor.dtype)
+        return aten.loaded(Index(Name(name), args or (Num("0"),)), part.tensor.dtype)
 
     def _name(self, part: _Part, sizes: tuple[str, ...], dtype: str) -> str:
         operand = Operand(part.name, sizes or ("1",), dtype)
@@ -123,13 +123,11 @@ def _size(arg: Expr, length: int, own: str) -> str:
 
 def _wrapped(arg: Expr, size: str) -> Expr:
     """An index from the end, as PyTorch has negative ones, unless it is seen not to be negative."""
-    if operators.never_negative(arg):
+    if aten.never_negative(arg):
         return arg
     if isinstance(arg, Num):  # a constant from the end
         return Num(str(int(arg.text) + int(size)))
-    return operators.where(
-        operators.binary("<", arg, Num("0")), operators.binary("+", arg, Name(size)), arg
-    )
+    return aten.where(aten.binary("<", arg, Num("0")), aten.binary("+", arg, Name(size)), arg)
 
 
 def capture(
@@ -207,7 +205,7 @@ def _expression(function: Function, reads: _Reads, with_score: bool) -> Expr:
         else:  # the output
             found = _single(node.args[0], values, reads)
     wanted = "float" if with_score else "bool"
-    return operators.converted(found, wanted).expr
+    return aten.converted(found, wanted).expr
 
 
 def _constant(tensor: Any, names: Mapping[int, str], number: int) -> Typed | _Part:
@@ -216,7 +214,7 @@ def _constant(tensor: Any, names: Mapping[int, str], number: int) -> Typed | _Pa
 
 def _single(value: Any, values: Mapping[Any, Typed | _Part], reads: _Reads) -> Typed:
     """A node's value as a scalar: a tensor without axes is read."""
-    found = values[value] if not isinstance(value, int | float | bool) else operators.number(value)
+    found = values[value] if not isinstance(value, int | float | bool) else aten.number(value)
     if isinstance(found, _Part):
         left = found.tensor.dim() - len(found.args)
         if left:
@@ -237,7 +235,7 @@ def _called(node: Any, values: Mapping[Any, Typed | _Part], reads: _Reads) -> Ty
         if part is not None:
             return part if part.tensor.dim() > len(part.args) else reads.index(part)
         args = [_argument(a, values, reads) for a in node.args]
-        return operators.apply(str(node.target), args, dict(node.kwargs), node.meta.get("val"))
+        return aten.apply(str(node.target), args, dict(node.kwargs), node.meta.get("val"))
     except Refused as refused:
         raise NotCaptured(f"{_where(node)}: {refused}") from None
 
@@ -266,7 +264,7 @@ def _indexed(node: Any, values: Mapping[Any, Typed | _Part]) -> _Part | None:
 def _literal(found: Typed | _Part) -> Typed | _Part:
     """A number in the function's text, which the tracer has made a tensor."""
     if isinstance(found, _Part) and not found.tensor.dim():
-        return operators.number(found.tensor.item())
+        return aten.number(found.tensor.item())
     return found
 
 
@@ -276,7 +274,7 @@ def _key(arg: Any) -> Any:
 
 def _argument(arg: Any, values: Mapping[Any, Typed | _Part], reads: _Reads) -> Any:
     if isinstance(arg, int | float | bool):
-        return operators.number(arg)
+        return aten.number(arg)
     return _single(arg, values, reads) if _key(arg) in values else arg
 
 

@@ -1,0 +1,197 @@
+"""A kernel package as a torch operator: `torch_operator(folder)(q, k, v)`."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashwright import spec as specs
+from flashwright.build import classes
+from flashwright.build.package import CLASSES, inside
+from flashwright.build.reading import CUBIN, PLAN, PTX, read_plan
+from flashwright.files import content, sha256
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.pytorch import reference, rules
+from flashwright.pytorch.signature import Signature
+from flashwright.spec import AttentionSpec
+
+_NAMESPACE = "flashwright"
+_DIGITS = 12  # of the digest in an operator's name
+_TAGS = ("pt2_compliant_tag", "needs_exact_strides")
+
+
+class Operator:
+    """A kernel package as a torch operator. Call it with tensors on a CUDA device or on the CPU.
+
+    `inputs` are the names of its tensors, `outputs` those of its results, `op` is the operator as
+    torch has it (an OpOverload), which returns all outputs.
+    """
+
+    def __init__(self, signature: Signature, package: _Package, op: Any) -> None:
+        self.inputs, self.outputs, self.op = signature.inputs, signature.outputs, op
+        self._package = package
+        self._lse = self.outputs.index("LSE") if "LSE" in self.outputs else None
+
+    def __repr__(self) -> str:
+        return f"<torch operator {self.op._schema}>"
+
+    def __deepcopy__(self, memo: object) -> Operator:
+        """Itself: a copy of a model uses the same operator."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickled operator is its folder: the process that reads it needs the package there."""
+        return torch_operator, (str(self._package.folder),)
+
+    def __call__(self, *tensors: Any, return_lse: bool = False, **more: Any) -> Any:
+        """O, or O and LSE with `return_lse`.
+
+        Tensors come in the order of `inputs`, or by name, as (batch, heads, length, dim). A
+        dimension that no tensor has as an axis is given by name, as in `tokens=4096`.
+        """
+        found = self.op(*tensors, **more)
+        if return_lse:
+            if self._lse is None or len(self.outputs) < 2:
+                given = ", ".join(self.outputs)
+                raise ValueError(f"return_lse: the kernel has no LSE; its outputs are {given}")
+            return found[0], found[self._lse]
+        return found[0] if len(self.outputs) > 1 else found
+
+
+def torch_operator(folder: str | Path) -> Operator:
+    """The operator of a kernel package, registered at the first call for this content.
+
+    Raises Failed with FW852 if the folder has no usable package.
+    """
+    folder = Path(folder).absolute()  # the kernel is loaded later, perhaps from another directory
+    plan = read_plan(folder)
+    package = _Package(folder)
+    name = f"{re.sub(r'[^A-Za-z0-9_]', '_', plan.entry)}_{package.digest[:_DIGITS]}"
+    with _LOCK:
+        known = _OPERATORS.get(name)
+        if known is None:
+            known = _OPERATORS[name] = _register(name, Signature(plan), package)
+        else:
+            known._package.folder = folder  # the same content, and certainly still there
+        return known
+
+
+_LOCK = threading.Lock()
+_OPERATORS: dict[str, Operator] = {}
+_LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")  # an operator lives as long as this
+_LIBRARY.define(rules.NO_BACKWARD_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.impl(rules.NO_BACKWARD, rules.refuse_backward, "CompositeExplicitAutograd")
+torch.library.register_fake(f"{_NAMESPACE}::{rules.NO_BACKWARD}", rules.fake_backward, lib=_LIBRARY)
+
+
+def _register(name: str, signature: Signature, package: _Package) -> Operator:
+    """Define the operator and all of its implementations and rules."""
+    qualified = f"{_NAMESPACE}::{name}"
+    tags = [getattr(torch.Tag, tag) for tag in _TAGS if hasattr(torch.Tag, tag)]
+    _LIBRARY.define(signature.schema(name), tags=tags)
+    op = getattr(getattr(torch.ops, _NAMESPACE), name).default
+    on_cpu = _OnCpu(qualified, signature, package.spec)
+
+    def fake(*arguments: Any) -> Any:
+        signature.check(arguments)
+        return signature.empty(arguments)
+
+    _LIBRARY.impl(name, _OnCuda(signature, package).__call__, "CUDA")
+    _LIBRARY.impl(name, on_cpu.__call__, "CPU")
+    torch.library.register_fake(qualified, fake, lib=_LIBRARY)
+    traced = None if on_cpu.obstacle else on_cpu.compute
+    _LIBRARY.impl(name, rules.Gradient(name, signature, op, traced).__call__, "Autograd")
+    autocast = rules.Autocast(signature, op)
+    _LIBRARY.impl(name, autocast.on_cuda, "AutocastCUDA")
+    _LIBRARY.impl(name, autocast.on_cpu, "AutocastCPU")
+    torch.library.register_vmap(qualified, rules.Vmap(name, signature, op), lib=_LIBRARY)
+    return Operator(signature, package, op)
+
+
+class _Package:
+    """A package on disk, and the kernels in it once they are loaded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.digest = _digest(folder)
+        self.spec = _spec(folder)
+        self._lock = threading.Lock()
+
+    def load(self) -> Any:
+        """The kernels as a function. Raises Failed if the package is another one by now."""
+        with self._lock:
+            if _digest(self.folder) != self.digest:
+                text = f"{self.folder} has changed since its operator was made"
+                hint = "make the operator again: flashwright.torch_operator(folder)"
+                raise Failed(Diagnostic("FW852", text, help=hint))
+            return classes.load(self.folder)
+
+
+class _OnCuda:
+    """The implementation for CUDA tensors: the kernel, loaded at the first call."""
+
+    def __init__(self, signature: Signature, package: _Package) -> None:
+        self.signature, self.package = signature, package
+        self.kernel: Any = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        """All outputs of a launch on the current stream."""
+        if self.kernel is None:
+            self.kernel = self.package.load()
+        signature, count = self.signature, len(self.signature.read)
+        dims = dict(zip(signature.dims, arguments[count:], strict=True))
+        return signature.results(self.kernel(*arguments[:count], outputs=signature.outputs, **dims))
+
+
+class _OnCpu:
+    """The implementation for CPU tensors: the spec's definition in PyTorch."""
+
+    def __init__(self, name: str, signature: Signature, spec: AttentionSpec | None) -> None:
+        self.name, self.signature, self.spec = name, signature, spec
+        self.obstacle = reference.obstacle(spec, signature.plan)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """All outputs, computed in fp32."""
+        if self.obstacle:
+            text = f"{self.name} has no implementation for CPU tensors: {self.obstacle}"
+            raise NotImplementedError(f"{text}; call it with CUDA tensors")
+        self.signature.check(arguments)
+        found: Sequence[Any] = self._all(arguments)
+        return self.signature.results([t.contiguous() for t in found])
+
+    def compute(self, *arguments: Any) -> Any:
+        """The same without checks, by operations that autograd can follow."""
+        return self.signature.results(self._all(arguments))
+
+    def _all(self, arguments: Sequence[Any]) -> Sequence[Any]:
+        assert self.spec is not None
+        names = [tensor.name for tensor in self.signature.read]
+        given = {n.lower(): t for n, t in zip(names, arguments, strict=True)}
+        out, lse = reference.attention(self.spec, **given)
+        kinds = self.signature.output_types(arguments[0])
+        found = {"O": out, "LSE": lse}
+        return [found[n].to(k) for n, k in zip(self.signature.outputs, kinds, strict=True)]
+
+
+def _spec(folder: Path) -> AttentionSpec | None:
+    """The package's spec, or None without the file. Raises Failed if it is not valid."""
+    path = folder / classes.SPEC
+    try:
+        return specs.load(path) if path.is_file() else None
+    except specs.BadSpec as error:
+        raise Failed(*(Diagnostic("FW852", line) for line in error.lines)) from None
+
+
+def _digest(folder: Path) -> str:
+    """A digest of the files that decide what the package computes and how it is called."""
+    found = {CLASSES: content(folder / CLASSES)}
+    for kernel, place in classes.folders(folder).items():
+        for name in (PLAN, classes.SPEC, CUBIN, PTX):
+            found[inside(kernel, name)] = content(place / name)
+    return sha256(json.dumps({n: sha256(d) for n, d in sorted(found.items()) if d is not None}))

@@ -1,0 +1,196 @@
+"""What autograd, autocast and vmap do with an operator. Each class holds the rules of one operator.
+
+A kernel has no backward: it computes the forward, and `backward()` raises. While torch.compile or
+torch.export trace a model, nothing may raise yet, so there the backward is one more operator, which
+raises when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from flashwright.build.arrays import NO_GRADIENT
+from flashwright.build.plan_rules import caller_order
+from flashwright.lower.launch_plan import PlanTensor
+from flashwright.pytorch.signature import EXACT, LAYOUT, Signature, dtype_of
+
+NO_BACKWARD = "no_backward"
+"""The operator that stands for a gradient that no kernel computes."""
+NO_BACKWARD_SCHEMA = f"{NO_BACKWARD}(Tensor grad, SymInt[] size, str name) -> Tensor"
+_NARROW = ("fp16", "bf16")
+
+
+def refuse_backward(grad: Any, size: Sequence[int], name: str) -> Any:
+    """The implementation of that operator."""
+    raise RuntimeError(f"backward of flashwright::{name}: {NO_GRADIENT}")
+
+
+def fake_backward(grad: Any, size: Sequence[Any], name: str) -> Any:
+    """Its shape, for tracing."""
+    return grad.new_empty(size)
+
+
+class Gradient:
+    """Autograd: on the CPU the gradient of the reference, on a GPU an error."""
+
+    def __init__(
+        self, name: str, signature: Signature, operator: Any, reference: Callable[..., Any] | None
+    ) -> None:
+        self.name, self.signature, self.operator = name, signature, operator
+        self.reference = reference
+        methods = (self.forward, self.setup_context, self.backward, self.jvp)
+        names = {method.__name__: staticmethod(method) for method in methods}
+        self.function: Any = type(f"Attention_{name}", (torch.autograd.Function,), names)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The operator under autograd. torch.library.register_autograd would do less: its results
+        have a forward-mode derivative of 0."""
+        forward_mode = getattr(forward_ad, "_current_level", -1) >= 0
+        if not forward_mode and not (torch.is_grad_enabled() and self._recorded(arguments)):
+            return self.forward(*arguments)
+        in_transform = torch._C._are_functorch_transforms_active()  # torch.func.grad and others
+        if not forward_mode and not in_transform:
+            return self.function.apply(*arguments)
+        if self.reference is not None and arguments[0].device.type == "cpu":
+            self.signature.check(arguments)
+            return self.reference(*arguments)
+        return self.jvp() if in_transform else self.function.apply(*arguments)
+
+    def _recorded(self, arguments: Sequence[Any]) -> bool:
+        return any(t.requires_grad for t in self.signature.tensors(arguments))
+
+    def jvp(self, *_: Any) -> Any:
+        """A forward-mode derivative, and any derivative by torch.func: there is none."""
+        raise RuntimeError(f"derivative of flashwright::{self.name}: {NO_GRADIENT}")
+
+    def forward(self, *arguments: Any) -> Any:
+        """The operator's implementation for these tensors."""
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.operator(*arguments)
+
+    def setup_context(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+        """Keep what the backward needs; a backward that only raises keeps no tensors."""
+        tensors = self.signature.tensors(inputs)
+        ctx.shapes = [t.shape for t in tensors]
+        ctx.more = inputs[len(tensors) :]
+        ctx.on_cpu = tensors[0].device.type == "cpu" and self.reference is not None
+        if ctx.on_cpu:
+            ctx.save_for_backward(*tensors)
+
+    def backward(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """The inputs' gradients, None for those that need none."""
+        needed, rest = ctx.needs_input_grad[: len(ctx.shapes)], (None,) * len(ctx.more)
+        if ctx.on_cpu:
+            return (*self._by_torch(ctx.saved_tensors, ctx.more, grads, needed), *rest)
+        missing = torch.ops.flashwright.no_backward
+        found = [
+            missing(grads[0], shape, self.name) if asked else None
+            for shape, asked in zip(ctx.shapes, needed, strict=True)
+        ]
+        return (*found, *rest)
+
+    def _by_torch(
+        self, tensors: Sequence[Any], more: Sequence[Any], grads: Sequence[Any], needed: Any
+    ) -> list[Any]:
+        """Compute the reference again, with a graph, and go back through it."""
+        assert self.reference is not None
+        again = torch.is_grad_enabled()  # for second derivatives
+        with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            # Views, since the same tensor may be given as several inputs.
+            views = [t.view_as(t) for t in tensors]
+            found = self.reference(*views, *more)
+            found = found if isinstance(found, tuple) else (found,)
+            asked = [t for t, wanted in zip(views, needed, strict=True) if wanted]
+            each = iter(torch.autograd.grad(found, asked, grads, create_graph=again))
+        return [next(each) if wanted else None for wanted in needed]
+
+
+class Autocast:
+    """torch.autocast: the inputs take the kernel's type; on the CPU they take autocast's.
+
+    Inputs that the kernel wants in fp32 become fp32. Nothing is cast to fp8, whose scale is the
+    caller's choice.
+    """
+
+    def __init__(self, signature: Signature, operator: Any) -> None:
+        self.signature, self.operator = signature, operator
+
+    def on_cuda(self, *arguments: Any) -> Any:
+        """The operator under autocast with CUDA tensors."""
+        return self._call("cuda", arguments, None)
+
+    def on_cpu(self, *arguments: Any) -> Any:
+        """The operator under autocast with CPU tensors."""
+        return self._call("cpu", arguments, torch.get_autocast_dtype("cpu"))
+
+    def _call(self, device: str, arguments: Sequence[Any], kind: Any) -> Any:
+        tensors = self.signature.tensors(arguments)
+        cast = [
+            self._cast(plan, tensor, kind)
+            for plan, tensor in zip(self.signature.read, tensors, strict=True)
+        ]
+        with torch.autocast(device, enabled=False):
+            return self.operator(*cast, *arguments[len(cast) :])
+
+    @staticmethod
+    def _cast(plan: PlanTensor, tensor: Any, kind: Any) -> Any:
+        # As torch's own operators: fp64 stays, so that it is never lost unasked.
+        if not tensor.is_floating_point() or tensor.dtype == torch.float64:
+            return tensor
+        if plan.dtype == EXACT:
+            return tensor.to(torch.float32)
+        return tensor.to(kind or dtype_of(plan)) if plan.dtype in _NARROW else tensor
+
+
+class Vmap:
+    """torch.vmap: the mapped axis becomes part of the batch."""
+
+    def __init__(self, name: str, signature: Signature, operator: Any) -> None:
+        self.name, self.signature, self.operator = name, signature, operator
+
+    def __call__(self, info: Any, in_dims: Sequence[Any], *arguments: Any) -> Any:
+        """The operator's results for a mapped call, and the mapped axis of each."""
+        many, signature = info.batch_size, self.signature
+        tensors = signature.tensors(arguments)
+        rows = zip(signature.inputs, signature.read, tensors, in_dims, strict=False)
+        folded = [self._fold(name, plan, t, axis, many) for name, plan, t, axis in rows]
+        found = self.operator(*folded, *arguments[len(tensors) :])
+        each = found if isinstance(found, tuple) else (found,)
+        places = [self._batch(t.name, t) for t in signature.written]
+        apart = [
+            t.unflatten(place, (many, t.shape[place] // many))
+            for t, place in zip(each, places, strict=True)
+        ]
+        return signature.results(apart), signature.results(places)
+
+    def _fold(self, name: str, plan: PlanTensor, tensor: Any, mapped: int | None, many: int) -> Any:
+        if mapped is None and self._batch_or_none(plan) is None:
+            return tensor  # the same for the whole batch
+        place = self._batch(name, plan)
+        if mapped is None:
+            tensor = tensor.unsqueeze(place)
+            sizes = [*tensor.shape]
+            sizes[place] = many
+            return tensor.expand(sizes).flatten(place, place + 1)
+        return tensor.movedim(mapped, place).flatten(place, place + 1)
+
+    def _batch(self, name: str, plan: PlanTensor) -> int:
+        place = self._batch_or_none(plan)
+        if place is None:
+            text = (
+                f"torch.vmap over `{name}` of flashwright::{self.name}: it has no batch axis that "
+            )
+            raise ValueError(f"{text}the mapped one could join; map over the other tensors only")
+        return place
+
+    @staticmethod
+    def _batch_or_none(plan: PlanTensor) -> int | None:
+        """The batch axis of a tensor as the caller has it."""
+        for place, parts in enumerate(caller_order(plan, LAYOUT)):
+            if [plan.axes[p].size for p in parts] == [("batch",)]:
+                return place
+        return None

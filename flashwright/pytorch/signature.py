@@ -1,0 +1,174 @@
+"""The signature of a kernel's operator: its schema, what it takes, and the outputs it returns.
+
+Sizes may be symbolic (torch.SymInt): everything here also runs while torch traces a model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flashwright.build.arrays import NAMES
+from flashwright.build.load import OutputShapes, unshown
+from flashwright.build.plan_rules import LAYOUTS, caller_order
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.lower.launch_plan import LaunchPlan, PlanTensor, Postfix, evaluate
+
+LAYOUT = LAYOUTS[0]
+EXACT = "fp32"
+"""Inputs and outputs of this type keep it on the CPU; the others have the caller's type there."""
+_FP8 = ("e4m3", "e5m2")
+
+
+class Signature:
+    """A launch plan as an operator: input tensors, then the dims that no tensor shows.
+
+    Raises Failed with FW852 for a plan that is no function of its inputs.
+    """
+
+    def __init__(self, plan: LaunchPlan) -> None:
+        for tensor in plan.tensors:
+            if tensor.written and (tensor.read or tensor.flat):
+                why = (
+                    "is read and written" if tensor.read else "has a size that only a caller knows"
+                )
+                text = f"launch.json: `{tensor.name}` {why}, so the kernel cannot be an operator"
+                hint = "call it without torch.compile: flashwright.load(folder)(..., out=...)"
+                raise Failed(Diagnostic("FW852", text, help=hint))
+        self.plan = plan
+        self.read = [t for t in plan.tensors if t.read]
+        self.written = [t for t in plan.tensors if t.written]
+        self.dims = tuple(d for d in unshown(plan) if d != "kv_heads" or "heads" not in plan.dims)
+        names = [*(t.name for t in self.read), *self.dims]
+        lower = [*(t.name.lower() for t in self.read), *self.dims]
+        self.arguments = lower if len(set(lower)) == len(lower) else names
+        self.inputs = tuple(self.arguments[: len(self.read)])
+        self.outputs = tuple(t.name for t in self.written)
+        self._shapes = OutputShapes(plan, LAYOUT)
+
+    def schema(self, name: str) -> str:
+        """The schema, as torch.library defines an operator by it."""
+        kinds = ["Tensor"] * len(self.read) + ["SymInt"] * len(self.dims)
+        taken = ", ".join(f"{k} {n}" for k, n in zip(kinds, self.arguments, strict=True))
+        given = ", ".join(["Tensor"] * len(self.written))
+        return f"{name}({taken}) -> " + (f"({given})" if len(self.written) > 1 else given)
+
+    def tensors(self, arguments: Sequence[Any]) -> Sequence[Any]:
+        """The tensors among the operator's arguments."""
+        return arguments[: len(self.read)]
+
+    def results(self, found: Sequence[Any]) -> Any:
+        """What the operator returns: one tensor alone, else a tuple."""
+        return tuple(found) if len(self.written) > 1 else found[0]
+
+    # --- what it takes ------------------------------------------------------------------------
+
+    def check(self, arguments: Sequence[Any]) -> None:
+        """Raise TypeError or ValueError, with the argument, for tensors that do not fit."""
+        tensors = self.tensors(arguments)
+        on_cpu = tensors[0].device.type == "cpu"
+        for name, plan, tensor in zip(self.inputs, self.read, tensors, strict=True):
+            if tensor.device != tensors[0].device:
+                first = f"`{self.inputs[0]}` on {tensors[0].device}"
+                raise ValueError(f"`{name}` is on {tensor.device}, {first}: move one to the other")
+            self._check_type(name, plan, tensor, tensors[0].dtype if on_cpu else None)
+            self._check_rank(name, plan, tensor)
+        dims = self.sizes(arguments)
+        for name, plan, tensor in zip(self.inputs, self.read, tensors, strict=True):
+            if not plan.flat:
+                self._check_shape(name, plan, tensor, dims)
+        if "heads" in dims and "kv_heads" in dims:
+            self._check_heads(dims["heads"], dims["kv_heads"])
+
+    def _check_type(self, name: str, plan: PlanTensor, tensor: Any, first: Any) -> None:
+        """On the CPU (`first` is the first input's type) any floating type will do."""
+        wanted = dtype_of(plan)
+        if first is None or not wanted.is_floating_point:
+            if tensor.dtype != wanted:
+                fix = f"give {name}.to({wanted})"
+                raise TypeError(f"`{name}` must be {wanted}, not {tensor.dtype}: {fix}")
+        elif not tensor.dtype.is_floating_point:
+            raise TypeError(f"`{name}` must have a floating-point type, not {tensor.dtype}")
+        elif plan.dtype != EXACT and tensor.dtype != first:
+            fix = f"give {name}.to({first})"
+            text = f"`{name}` is {tensor.dtype}, but `{self.inputs[0]}` is {first}: {fix}"
+            raise TypeError(text)
+
+    def _check_rank(self, name: str, plan: PlanTensor, tensor: Any) -> None:
+        axes = caller_order(plan, LAYOUT)
+        if not plan.flat and tensor.dim() != len(axes):
+            labels = ", ".join("".join(plan.axes[p].label for p in parts) for parts in axes)
+            text = f"`{name}` must have {len(axes)} axes ({labels})"
+            raise ValueError(f"{text}; its shape is {tuple(tensor.shape)}")
+
+    def _check_shape(self, name: str, plan: PlanTensor, tensor: Any, dims: dict[str, Any]) -> None:
+        for axis, parts in enumerate(caller_order(plan, LAYOUT)):
+            sizes = [plan.axes[p].size for p in parts]
+            wanted = math.prod(evaluate(size, dims) for size in sizes)
+            found = tensor.shape[axis]
+            # Not `if`: of sizes that only the run knows, torch asserts it at run time.
+            torch._check_value(
+                found == wanted,
+                lambda a=axis, w=wanted, s=sizes: (
+                    f"`{name}` must be {w} long on axis {a}{self._reason(s)}, not "
+                    f"{tensor.shape[a]}; its shape is {tuple(tensor.shape)}"
+                ),
+            )
+
+    def _reason(self, sizes: Sequence[Postfix]) -> str:
+        """Where the size of an axis comes from."""
+        (token, *rest), *others = sizes
+        if rest or others:
+            return ""
+        source = self._shapes.sources.get(str(token))
+        if source is None:
+            return " (the kernel is made for it)" if isinstance(token, int) else ""
+        names = [t.name for t in self.read]
+        return f" ({token} of `{self.inputs[names.index(self.plan.tensors[source[0]].name)]}`)"
+
+    def _check_heads(self, heads: Any, kv_heads: Any) -> None:
+        text = f"kv_heads = {kv_heads} must divide heads = {heads}: give K and V fewer heads"
+        torch._check_value(kv_heads > 0, lambda: text)
+        torch._check_value(heads % kv_heads == 0, lambda: text)
+
+    # --- what it returns ----------------------------------------------------------------------
+
+    def sizes(self, arguments: Sequence[Any]) -> dict[str, Any]:
+        """All run-time dims of a call."""
+        found = self._shapes.dims(*self._in_plan_order(arguments))
+        if "kv_heads" in self.plan.dims and "heads" in found:  # as the launcher has it
+            found.setdefault("kv_heads", found["heads"])
+        return found
+
+    def empty(self, arguments: Sequence[Any]) -> Any:
+        """New outputs: shapes, types, strides and device are those of a real call."""
+        given, dims = self._in_plan_order(arguments)
+        first = self.tensors(arguments)[0]
+        index = {t.name: i for i, t in enumerate(self.plan.tensors)}
+        return self.results(
+            [
+                first.new_empty(self._shapes.of(index[t.name], given, dims), dtype=kind)
+                for t, kind in zip(self.written, self.output_types(first), strict=True)
+            ]
+        )
+
+    def output_types(self, first: Any) -> list[Any]:
+        """The outputs' types: the plan's; on the CPU that of the first input, except fp32 ones."""
+        fp8 = [getattr(torch, NAMES[name]) for name in _FP8]
+        own = first.device.type != "cpu" or first.dtype in fp8
+        return [dtype_of(t) if own or t.dtype == EXACT else first.dtype for t in self.written]
+
+    def _in_plan_order(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The tensors and the dims in the plan's order, None for what is not given."""
+        tensors = iter(self.tensors(arguments))
+        extra = dict(zip(self.dims, arguments[len(self.read) :], strict=True))
+        given = [next(tensors) if t.read else None for t in self.plan.tensors]
+        return given, [extra.get(name) for name in self.plan.dims]
+
+
+def dtype_of(tensor: PlanTensor) -> Any:
+    """The torch.dtype of a tensor of the plan."""
+    return getattr(torch, NAMES[tensor.dtype])
