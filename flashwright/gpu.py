@@ -534,6 +534,19 @@ def find(name: str) -> Gpu:
     raise UnknownGpu(_unknown(name, bare))
 
 
+def of_card(name: str, capability: int) -> Gpu:
+    """The GPU of a card that is here: by its name, else one whose kernels it runs (the same
+    architecture, or an older one whose PTX its driver compiles)."""
+    try:
+        return find(name)
+    except UnknownGpu:
+        older = [g for g in GPUS.values() if g.capability <= capability and not g.wgmma]
+        same = [g for g in GPUS.values() if g.capability == capability]
+        if not older:
+            raise
+        return same[0] if same else max(older, key=lambda g: g.capability)
+
+
 def _unknown(name: str, bare: str) -> str:
     known = ", ".join(f"{gpu.name} ({gpu.title})" for gpu in GPUS.values())
     return f"No facts about the GPU {name!r}.{_guess(bare)} Known: {known}."

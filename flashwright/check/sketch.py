@@ -179,6 +179,7 @@ class _Walk:
             if value.weighed is not None:
                 self._report_late_mask(name.id, stmt)
             self.values[key] = replace(value, read=False, writer=stmt)
+            self._read_in(stmt.where)
             return
         hint = stateless(stmt)
         made = [a for a in getattr(value.writer, "args", ()) if isinstance(a, Transpose)]
@@ -189,6 +190,13 @@ class _Walk:
         for held in (*stmt.state, *stmt.rescale):
             kept: Key = (split(held.id)[0], "register")
             self.values[kept] = _Value(stmt, served=held is stmt.state[0])
+
+    def _read_in(self, condition: Expr | None) -> None:
+        """The tiles that a mask's condition reads have served."""
+        names = expressions(condition) if condition is not None else ()
+        for key in (self._key(e) for e in names if isinstance(e, Name)):
+            if key is not None:
+                self._read(key)
 
     def _elementwise(self, stmt: Compute) -> None:
         if stmt.target is None or not stmt.args:

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashwright.author.builtin.mods import Mods, Operand
-from flashwright.lang.nodes import Expr, Index, Name, Num
 from flashwright.flex import aten, compare
 from flashwright.flex.aten import Refused, Typed
+from flashwright.lang.nodes import Expr, Index, Name, Num
 
 Function = Callable[..., Any]
 
@@ -65,7 +65,8 @@ class Captured:
         """The sizes of the axes that have a dim of their own."""
         found: dict[str, int] = {}
         for operand in self.mods.operands:
-            found |= _extents(operand, self.sources[operand.name].tensor)
+            if operand.name in self.sources:  # a bias comes with each call
+                found |= _extents(operand, self.sources[operand.name].tensor)
         return {name: found[name] for name in self.mods.own_dims}
 
 
@@ -204,8 +205,7 @@ def _expression(function: Function, reads: _Reads, with_score: bool) -> Expr:
             values[node] = _called(node, values, reads)
         else:  # the output
             found = _single(node.args[0], values, reads)
-    wanted = "float" if with_score else "bool"
-    return aten.converted(found, wanted).expr
+    return aten.converted(found, "float" if with_score else "bool").expr
 
 
 def _constant(tensor: Any, names: Mapping[int, str], number: int) -> Typed | _Part:
@@ -389,6 +389,37 @@ def _visible(function: Function, depth: int = 3) -> Iterator[tuple[str, Any]]:
             yield name, value
             if depth and inspect.isfunction(value):
                 yield from _visible(value, depth - 1)
+
+
+class Watch:
+    """What functions see outside of themselves. A tensor that was replaced is another one, though
+    its name and the function are the same: what was captured then no longer holds."""
+
+    def __init__(self, *functions: Function | None) -> None:
+        self.cells: list[tuple[Any, Any]] = []
+        self.names: list[tuple[dict[str, Any], str, Any]] = []
+        for function in functions:
+            self._add(function, 3)
+
+    def same(self) -> bool:
+        """Whether all of it is still there."""
+        return all(cell.cell_contents is value for cell, value in self.cells) and all(
+            where.get(name) is value for where, name, value in self.names
+        )
+
+    def _add(self, function: Any, depth: int) -> None:
+        function = getattr(function, "func", function)  # functools.partial keeps its arguments
+        code = getattr(function, "__code__", None)
+        if code is None:
+            return
+        found = [(cell, cell.cell_contents) for cell in function.__closure__ or ()]
+        known = function.__globals__
+        seen = [(known, name, known[name]) for name in code.co_names if name in known]
+        self.cells += found
+        self.names += seen
+        for value in (*(v for _, v in found), *(v for _, _, v in seen)):
+            if depth and inspect.isfunction(value):
+                self._add(value, depth - 1)
 
 
 def _tl_name(name: str) -> str:

@@ -23,6 +23,7 @@ from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.version import __version__
 
 if TYPE_CHECKING:
+    from flashwright.author.builtin.mods import Mods
     from flashwright.generate.by_model.ask import Authors
     from flashwright.gpu import Gpu
     from flashwright.judge.verdict import Verdict as GpuVerdict
@@ -66,6 +67,8 @@ def generate(
     plan: Sequence[Stage] | None = None,
     allow_spills: int = 0,
     all_problems: bool = False,
+    mods: Mods | None = None,
+    headroom: int | None = None,
 ) -> Run:
     """Run all stages; a failed one is the last. The folder then holds what was made.
 
@@ -75,7 +78,8 @@ def generate(
     `authors` names the language models that do some of them. `last` is the stage to end with. One
     that cannot run on this machine is skipped, and so is what needs its result. `reference` is the
     file that the spec's `reference` names: the folder gets it. `plan` are other stages than the
-    usual ones: what is claimed at the end is by their names.
+    usual ones: what is claimed at the end is by their names. `mods` are a score and a mask that the
+    spec does not describe, and `headroom` the registers that the built-in author leaves free.
     """
     from flashwright import spec as specs
 
@@ -86,6 +90,7 @@ def generate(
         kept = prepare(folder, given) if made_in == folder else ()
         run = Run(spec, gpu, made_in, kept=kept)
         run = replace(run, allow_spills=allow_spills, all_problems=all_problems)
+        run = replace(run, mods=mods, headroom=headroom)
         run = keep(run, {"spec.toml": specs.dump(spec), **mine})
         for number, stage in enumerate(steps, 1):
             watcher.begin(stage, number, len(steps))

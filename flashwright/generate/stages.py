@@ -25,7 +25,7 @@ def sketch(run: Run, progress: Progress) -> Run:
     """What moves and what is computed, by the built-in author."""
     from flashwright.author.builtin.author import write_sketch
 
-    return keep(run, {"sketch.tl": write_sketch(run.spec)})
+    return keep(run, {"sketch.tl": write_sketch(run.spec, run.mods)})
 
 
 def parameters(run: Run, progress: Progress) -> Run:
@@ -35,7 +35,8 @@ def parameters(run: Run, progress: Progress) -> Run:
     from flashwright.author.builtin.reasoning import reasoning
 
     try:
-        written = write_code(run.artefacts["sketch.tl"], run.spec, run.gpu)
+        sketch = run.artefacts["sketch.tl"]
+        written = write_code(sketch, run.spec, run.gpu, run.mods, run.headroom)
     except NothingFits as error:
         hint = (
             "another --gpu, --dtype or a smaller --head-dim may fit; `flashwright gpus` lists them"

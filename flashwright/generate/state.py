@@ -12,6 +12,7 @@ from flashwright.lang.diagnostic import Diagnostic
 
 if TYPE_CHECKING:
     from flashwright.author.builtin.author import Written
+    from flashwright.author.builtin.mods import Mods
     from flashwright.build.compile import Built
     from flashwright.gpu import Gpu
     from flashwright.judge.cpu import CpuVerdict
@@ -95,6 +96,10 @@ class Run:
     """Files that were in the folder, not as we wrote them: they are now NAME.bak."""
     allow_spills: int = 0
     """Bytes that a kernel of ours may spill."""
+    mods: Mods | None = None
+    """A score and a mask of the caller's own, which the spec does not describe."""
+    headroom: int | None = None
+    """Registers that the built-in author leaves free; None: as many as usual."""
     all_problems: bool = False
     """The verdict under emulation rests on all problems, not on the first few."""
 

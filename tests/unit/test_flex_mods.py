@@ -161,8 +161,8 @@ def test_a_mask_bounds_the_loop(name: str) -> None:
 
 def test_bounds_hide_no_key_that_a_mask_shows() -> None:
     """For every mask of the gallery without data, three rows of every block and every key."""
-    from flashwright.program.scalars import evaluate
     from flashwright.flex.compare import evaluate as value
+    from flashwright.program.scalars import evaluate
 
     length = 150
     for function in GALLERY.MASKS:

@@ -63,17 +63,19 @@ class Written:
 
 
 def write_sketch(spec: AttentionSpec, mods: Mods | None = None) -> str:
-    """The variant's sketch with the spec's mask and options, or with a score and mask of one's
-    own."""
+    """The variant's sketch with the spec's mask and options, then a score and mask of one's own."""
     variant = find(spec.variant)
     body = _load(variant.sketch)
-    if mods is not None:
-        body = _with_mods(body, placed(mods))
+    own = placed(mods) if mods is not None else None
+    if own is not None:
+        body = _with_own_mask(body, own, mask_text(spec))
     elif spec.branch != "selected":  # the mask is part of the algorithm, so the sketch has it
         body = _masked(body, mask_text(spec))
     for option, wanted in (("softcap", spec.softcap is not None), ("alibi", spec.alibi)):
         if wanted:
             body = _insert(body, _is_mask, _load(f"options/{option}.tl"), ())
+    if own is not None and own.score is not None:
+        body = _insert(body, _is_mask, (own.score,), ())
     if spec.dtype == "fp8":
         body = _insert(body, _is_softmax, (), _load("options/fp8_weights.tl"))
         body = _insert(body, lambda s: isinstance(s, For), (), _load("options/fp8_sum.tl"))
@@ -84,10 +86,19 @@ def write_sketch(spec: AttentionSpec, mods: Mods | None = None) -> str:
     return format_tree(Tree(body))
 
 
-def write_code(sketch: str, spec: AttentionSpec, gpu: Gpu, mods: Mods | None = None) -> Written:
-    """The code for a spec on a GPU. Raises choose.NothingFits if no tiling fits."""
+def write_code(
+    sketch: str,
+    spec: AttentionSpec,
+    gpu: Gpu,
+    mods: Mods | None = None,
+    headroom: int | None = None,
+) -> Written:
+    """The code for a spec on a GPU. Raises choose.NothingFits if no tiling fits.
+
+    `headroom` registers are kept free (see `choose`).
+    """
     work = workload(spec) if mods is None else _with_extras(workload(spec), mods)
-    decision = choose(work, gpu)
+    decision = choose(work, gpu, headroom)
     tree, choices = complete(parse(sketch), spec, gpu, decision, mods or Mods())
     further = {
         name_of(c.tiling): retiled(tree, c.tiling, c.reason)
@@ -157,18 +168,21 @@ def _masked(body: tuple[Statement, ...], mask: MaskText) -> tuple[Statement, ...
     return tuple(done)
 
 
-def _with_mods(body: tuple[Statement, ...], mods: Placed) -> tuple[Statement, ...]:
-    """The sketch with a score, a mask and their reads."""
-    low, high = mods.keys.low, mods.keys.high
-    mask = MaskText(
-        "kv_idx < kv_len" + (f" and ({format_expr(mods.mask)})" if mods.mask is not None else ""),
-        f"floor(max(0, {low}) / BN)" if low is not None else "0",
-        f"min(kv_len, {high}) / BN" if high is not None else "kv_len / BN",
-        "the caller's own mask",
-    )
+def _with_own_mask(
+    body: tuple[Statement, ...], mods: Placed, given: MaskText
+) -> tuple[Statement, ...]:
+    """The sketch with a mask on top of the spec's, and with all reads of the mods."""
+    low, high, condition = given.low, given.high, given.condition
+    if mods.keys.low is not None:
+        own = f"floor(max(0, {mods.keys.low}) / BN)"
+        low = own if low == "0" else f"max({low}, {own})"
+    if mods.keys.high is not None:
+        own = f"min(kv_len, {mods.keys.high}) / BN"
+        high = own if high == "kv_len / BN" else f"min({high}, {own})"
+    if mods.mask is not None:
+        condition += f" and ({format_expr(mods.mask)})"
+    mask = replace(given, condition=condition, low=low, high=high)
     body = _masked(body, mask)
-    if mods.score is not None:
-        body = _insert(body, _is_mask, (mods.score,), ())
     first = next(i for i, s in enumerate(body) if isinstance(s, For))
     loop = body[first]
     assert isinstance(loop, For)
@@ -187,8 +201,8 @@ def _with_extras(work: Workload, mods: Mods) -> Workload:
     copied = [s.name.id for s in made.in_loop if isinstance(s, Copy)]
     return replace(
         work,
-        causal="block_idx" in (made.keys.high or ""),
-        options=priced,
+        causal=work.causal or "block_idx" in (made.keys.high or ""),
+        options=tuple(dict.fromkeys((*work.options, *priced))),
         score_bytes=sum(DTYPES[types[name]] for name in copied if name in made.tiles),
         key_vectors=sum(name not in made.tiles for name in copied),
     )

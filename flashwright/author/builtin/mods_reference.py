@@ -1,0 +1,140 @@
+"""reference.py of a kernel with a score and a mask of the caller's own: the same in NumPy.
+
+The judge runs it as any other reference. It is written from the TL expressions; whether those are
+what the caller's function computes is compared when they are captured (flex/compare.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flashwright.author.builtin.mods import Mods
+from flashwright.lang.nodes import Binary, Call, Expr, Index, Name, Num, Unary
+from flashwright.spec import AttentionSpec
+
+FILE = "reference.py"
+_INDICES = {"batch_idx": "b", "head_idx": "h", "q_idx": "q", "kv_idx": "kv"}
+_LOGIC = {"and": "&", "or": "|"}
+_CALLS = {"min": "np.minimum", "max": "np.maximum", "where": "np.where", "sigmoid": "sigmoid"}
+
+_TEXT = '''\
+"""The attention of this kernel in NumPy, written by Flashwright from its score and its mask."""
+
+import numpy as np
+
+
+def reference(inputs, dims):
+    Q, K, V = inputs["Q"], inputs["K"], inputs["V"]
+    heads, shared = Q.shape[1], Q.shape[1] // K.shape[1]
+    K, V = np.repeat(K, shared, axis=1), np.repeat(V, shared, axis=1)
+    b, h, q, kv = np.ogrid[: Q.shape[0], :heads, : Q.shape[2], : K.shape[2]]
+    with np.errstate(all="ignore"):
+        S = Q @ K.swapaxes(2, 3) * {scale!r}{options}
+        S = {score} + 0.0 * S
+        seen = {mask} & (S == S)
+    S = np.where(seen, S, -np.inf)
+    sink = {sink}
+    top = np.maximum(S.max(axis=-1, keepdims=True, initial=-np.inf), sink)
+    top = np.where(np.isfinite(top), top, 0.0)
+    weight = np.exp(S - top)
+    total = weight.sum(axis=-1, keepdims=True) + np.exp(sink - top)
+    some = total > 0
+    with np.errstate(all="ignore"):
+        O = np.where(some, weight @ V / total, 0.0)
+        LSE = np.where(some, top + np.log(total), -np.inf)
+    return {{"O": O, "LSE": LSE[..., 0]}}
+
+
+def make_inputs(rng, dims):
+    size = {{**dims}}
+    return {{{inputs}}}
+
+
+def read(tensor, *index):
+    """The element at an index, which is clamped to its axis as in TL."""
+    place = [np.clip(np.floor(i).astype(int), 0, n - 1) for i, n in zip(index, tensor.shape)]
+    return tensor[tuple(place)]
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def whole(rng, low, high, shape, ascending):
+    """Whole numbers from low to high, ascending along the last axis if asked."""
+    made = rng.integers(low, high + 1, shape)
+    return (np.sort(made, axis=-1) if ascending else made).astype(np.int32)
+'''
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the caller's tensor is like: its numbers lie between two bounds, ascending or not."""
+
+    low: float
+    high: float
+    ascending: bool = False
+
+
+def reference_text(mods: Mods, spec: AttentionSpec, samples: Mapping[str, Sample]) -> str:
+    """The text of reference.py. `samples` describes tensors of whole numbers and of constants."""
+    made = [f'"{o.name}": {_draw(o.sizes, o.dtype, samples.get(o.name))}' for o in mods.operands]
+    seen = [_python(mods.mask)] if mods.mask is not None else []
+    position = "(q + K.shape[2] - Q.shape[2])"
+    seen += [f"(kv <= {position})"] if spec.causal else []
+    seen += [f"(np.abs({position} - kv) < {spec.window})"] if spec.window is not None else []
+    return _TEXT.format(
+        scale=spec.softmax_scale,
+        options=_options(spec, position),
+        score=_python(mods.score) if mods.score is not None else "S",
+        mask=" & ".join(seen) or "True",
+        sink='inputs["Sink"][:, None, None]' if spec.sink else "-np.inf",
+        inputs=", ".join(made),
+    )
+
+
+def _options(spec: AttentionSpec, position: str) -> str:
+    """The lines of softcap and ALiBi."""
+    lines = []
+    if spec.softcap is not None:
+        lines.append(f"S = {spec.softcap!r} * np.tanh(S / {spec.softcap!r})")
+    if spec.alibi:
+        lines.append(f'S = S + inputs["Slopes"][:, None, None] * (kv - {position})')
+    return "".join(f"\n        {line}" for line in lines)
+
+
+def _draw(sizes: tuple[str, ...], dtype: str, sample: Sample | None) -> str:
+    axes = [size if size.isdecimal() else f'size["{size}"]' for size in sizes]
+    shape = f"({', '.join(axes)},)"
+    if dtype == "int32" and sample is not None:
+        low, high = int(sample.low), int(sample.high)
+        return f"whole(rng, {low}, {high}, {shape}, {sample.ascending})"
+    kind = {"bf16": "float64", "fp16": "float64", "fp32": "float32", "int32": "int32"}[dtype]
+    if sample is not None and sample.low == sample.high:
+        return f"np.full({shape}, {sample.low!r}, np.{kind})"
+    return f"rng.standard_normal({shape}).astype(np.{kind})"
+
+
+def _python(expr: Expr) -> str:
+    """A TL expression in NumPy."""
+    match expr:
+        case Num(text):
+            return text
+        case Name(name):
+            if name in ("S", "inf"):
+                return "S" if name == "S" else "np.inf"
+            return _INDICES.get(name, f'dims["{name}"]')
+        case Unary(op, operand):
+            return f"({'-' if op == '-' else '~'}{_python(operand)})"
+        case Binary(op, left, right):
+            return f"({_python(left)} {_LOGIC.get(op, op)} {_python(right)})"
+        case Call(Name("min" | "max" as name), args) if len(args) > 2:
+            first, *rest = args
+            return f"{_CALLS[name]}({_python(first)}, {_python(Call(Name(name), tuple(rest)))})"
+        case Call(Name(name), args):
+            given = ", ".join(_python(a) for a in args)
+            return f"{_CALLS.get(name, f'np.{name}')}({given})"
+        case Index(Name(tensor), args):
+            return f'read(inputs["{tensor}"], {", ".join(_python(a) for a in args)})'
+    raise ValueError(f"no NumPy for {expr}")

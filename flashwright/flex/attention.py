@@ -1,0 +1,439 @@
+"""FlexAttention's own signature, and attention by keywords, on kernels of ours.
+
+The first call for an operator captures its functions, makes the kernel or finds it in the store
+(generate/store.py) and registers it with PyTorch. Later calls look it up.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from flashwright import gpu as gpus
+from flashwright.author.builtin.mods import Mods, Operand, mapped
+from flashwright.author.builtin.mods_reference import FILE, Sample, reference_text
+from flashwright.flex import aten
+from flashwright.flex.capture import Captured, NotCaptured, Watch, capture
+from flashwright.flex.trial import check
+from flashwright.generate import store
+from flashwright.gpu import Gpu
+from flashwright.lang.diagnostic import Failed
+from flashwright.lang.nodes import Binary, Expr, Index, Name, Num
+from flashwright.pytorch.operator import Operator, torch_operator
+from flashwright.spec import AttentionSpec, BadSpec
+
+Function = Callable[..., Any]
+Dims = Mapping[str, int]
+
+_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8"}
+
+
+class NoKernel(RuntimeError):
+    """No kernel can be made for a call, and why."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a call asks for, apart from its functions and tensors."""
+
+    spec: AttentionSpec
+    card: Gpu
+
+
+@dataclass
+class _Entry:
+    """A kernel that was made for a task and two functions."""
+
+    operator: Operator
+    captured: Captured
+    watch: Watch
+    """What the functions saw when they were captured."""
+    new: bool
+    """Whether the kernel was made now, so that its first output is checked."""
+
+    def tensors(self, given: Mapping[str, Any], dims: Dims) -> dict[str, Any]:
+        """The operator's inputs by name."""
+        found = {name.lower(): s.view(dims) for name, s in self.captured.sources.items()}
+        found |= {name: given[name].float() for name in ("slopes", "sink") if name in given}
+        found |= {name: given[name] for name in "qkv"}
+        if "bias" in given:
+            found["bias"] = _Bias.of(given["bias"], dims).view(given["bias"])
+        if dims["batch"] > 1 and given["k"].shape[0] == 1:
+            shape = (dims["batch"], *given["k"].shape[1:])
+            found |= {name: given[name].expand(shape).contiguous() for name in "kv"}
+        return found
+
+
+_KERNELS: dict[tuple[Any, ...], _Entry] = {}
+
+
+def flex_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Function | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Mapping[str, Any] | None = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """torch.nn.attention.flex_attention.flex_attention, by a kernel of ours.
+
+    CPU tensors are computed by PyTorch. `kernel_options` are PyTorch's and have no effect. Raises
+    NoKernel with the reason and the line where no kernel can be made.
+    """
+    if query.device.type != "cuda":
+        return _pytorch(
+            query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux
+        )
+    if getattr(return_aux, "max_scores", False):
+        raise NoKernel("return_aux: max_scores is no output of our kernels; ask for lse alone")
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise ValueError(
+            f"query has {query.shape[1]} heads and key {key.shape[1]}: pass enable_gqa=True"
+        )
+    spec = spec_of(query, key, value, scale=scale)
+    mask_mod = mask_of(block_mask, query, key) if block_mask is not None else None
+    task = Task(spec, card_of(query.device))
+    out, lse = _run(task, score_mod, mask_mod, {"q": query, "k": key, "v": value})
+    if return_aux is not None:
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return out, AuxOutput(lse=lse if return_aux.lse else None)
+    return (out, lse) if return_lse else out
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+    sink: Any = None,
+    alibi: Any = None,
+    bias: Any = None,
+    scale: float | None = None,
+    score_mod: Function | None = None,
+    mask_mod: Function | None = None,
+    block_mask: Any = None,
+    return_lse: bool = False,
+    fallback: bool = False,
+) -> Any:
+    """Attention of (batch, heads, length, dim) tensors, by a kernel that is made for it once.
+
+    The last query stands at the last key for `causal` and `window`. `sink` has a logit and `alibi`
+    a slope for each head, `bias` a number for each score, broadcast from the last axes. `score_mod`
+    comes after all of these, `mask_mod` and `block_mask` on top of the other masks; both are
+    FlexAttention's. With `fallback` PyTorch computes what no kernel can be made for, with a
+    warning; otherwise that is NoKernel with the reason.
+    """
+    from flashwright.flex import fallback as other
+
+    extras = {"sink": sink, "alibi": alibi, "bias": bias, "score_mod": score_mod}
+    extras |= {"mask_mod": mask_mod, "block_mask": block_mask}
+    given = {name: extra for name, extra in extras.items() if extra is not None}
+    plain: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+    if query.device.type != "cuda":
+        return other.attention(query, key, value, return_lse=return_lse, **plain, **given)
+    try:
+        out, lse = _attention(query, key, value, plain, given)
+    except NoKernel as error:
+        if not fallback:
+            raise
+        warnings.warn(f"PyTorch computes it: {error}", RuntimeWarning, stacklevel=2)
+        return other.attention(query, key, value, return_lse=return_lse, **plain, **given)
+    return (out, lse) if return_lse else out
+
+
+def _attention(
+    query: Any, key: Any, value: Any, plain: Mapping[str, Any], given: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    settings = {name: setting for name, setting in plain.items() if setting}
+    mask = given.get("mask_mod")
+    if "block_mask" in given:
+        mask = both(mask, mask_of(given["block_mask"], query, key))
+    flags = {name: True for name in ("alibi", "sink") if name in given}
+    task = Task(spec_of(query, key, value, **settings, **flags), card_of(query.device))
+    extra = {"slopes": "alibi", "sink": "sink", "bias": "bias"}
+    more = {name: given[from_] for name, from_ in extra.items() if from_ in given}
+    return _run(task, given.get("score_mod"), mask, {"q": query, "k": key, "v": value, **more})
+
+
+def both(one: Function | None, other: Function | None) -> Function | None:
+    """The mask of two masks."""
+    if one is None or other is None:
+        return one or other
+    first, second = one, other
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return first(b, h, q, kv) & second(b, h, q, kv)
+
+    return mask
+
+
+# --- one call -----------------------------------------------------------------------------------
+
+
+def _run(
+    task: Task, score_mod: Function | None, mask_mod: Function | None, given: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """O and LSE of a call. `given` has q, k, v, and slopes, sink and bias if there are any."""
+    dims = dims_of(given["q"], given["k"])
+    bias = _Bias.of(given["bias"], dims) if "bias" in given else None
+    known = (task.spec, task.card.name, score_mod, mask_mod, bias)
+    entry = _KERNELS.get(known)
+    if entry is None or not entry.watch.same():
+        entry = _KERNELS[known] = _new_entry(task, score_mod, mask_mod, bias, dims)
+    tensors = entry.tensors(given, dims)
+    inputs = entry.operator.inputs
+    out, lse = entry.operator(*(tensors[name] for name in inputs), return_lse=True)
+    if entry.new:
+        entry.new = False
+        check(out, score_mod, mask_mod, task.spec, dims, given)
+    return out, lse
+
+
+def _new_entry(
+    task: Task,
+    score_mod: Function | None,
+    mask_mod: Function | None,
+    bias: _Bias | None,
+    dims: Dims,
+) -> _Entry:
+    watch = Watch(score_mod, mask_mod)
+    try:
+        captured = capture(score_mod, mask_mod, dims)
+        if bias is not None:
+            captured = replace(captured, mods=bias.added(captured.mods))
+        order = order_of(task, captured)
+        new = store.find(order) is None
+        return _Entry(torch_operator(store.find_or_make(order, tell)), captured, watch, new)
+    except (NotCaptured, Failed, BadSpec) as error:
+        raise NoKernel(str(error)) from None
+
+
+@dataclass(frozen=True)
+class _Bias:
+    """A bias for each score: its type, and the axes that are not broadcast."""
+
+    dtype: str
+    axes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, tensor: Any, dims: Dims) -> _Bias:
+        """The form of a tensor that broadcasts to (batch, heads, q_len, kv_len)."""
+        names = ("batch", "heads", "q_len", "kv_len")[4 - tensor.dim() :]
+        for name, size in zip(names, tensor.shape, strict=True):
+            if size not in (1, dims[name]):
+                raise ValueError(f"bias has {size} along {name}, which is {dims[name]} here")
+        own = tuple(n for n, s in zip(names, tensor.shape, strict=True) if s > 1)
+        try:
+            return cls(aten.dtype_of(tensor.dtype), own)
+        except aten.Refused as refused:
+            raise NoKernel(f"bias: {refused}") from None
+
+    def added(self, mods: Mods) -> Mods:
+        """The mods of scores to which the bias was added before."""
+        index = {"batch": "batch_idx", "heads": "head_idx", "q_len": "q_idx", "kv_len": "kv_idx"}
+        place = tuple(Name(index[axis]) for axis in self.axes) or (Num("0"),)
+        score = Binary("+", Name("S"), Index(Name("Bias"), place))
+        operand = Operand("Bias", self.axes or ("1",), self.dtype)
+
+        def with_bias(expr: Expr) -> Expr:
+            return score if expr == Name("S") else expr
+
+        own = score if mods.score is None else mapped(mods.score, with_bias)
+        return replace(mods, score=own, operands=(*mods.operands, operand))
+
+    def view(self, tensor: Any) -> Any:
+        """The tensor without its broadcast axes."""
+        return tensor.reshape([s for s in tensor.shape if s > 1] or [1])
+
+
+def order_of(task: Task, captured: Captured) -> store.Order:
+    """The kernel to find or make. A score or a mask of one's own has a reference with it."""
+    if captured.mods == Mods():
+        return store.Order(task.spec, task.card)
+    spec = task.spec.model_copy(update={"reference": FILE, "dims": captured.own_dims})
+    text = reference_text(captured.mods, task.spec, samples(captured))
+    return store.Order(spec, task.card, captured.mods, text)
+
+
+def samples(captured: Captured) -> dict[str, Sample]:
+    """What the captured tensors are like, for the judge's own inputs."""
+    found = {}
+    for name, source in captured.sources.items():
+        tensor = source.tensor
+        whole = not tensor.is_floating_point()
+        if tensor.numel() and (whole or tensor.dim() == 0):
+            numbers = tensor.int() if whole else tensor
+            rising = whole and tensor.dim() > 0 and bool((numbers.diff(dim=-1) >= 0).all())
+            found[name] = Sample(float(numbers.min()), float(numbers.max()), rising)
+    return found
+
+
+def tell(text: str) -> None:
+    """A line of progress."""
+    print(f"flashwright: {text}", file=sys.stderr, flush=True)
+
+
+# --- what a call asks for -----------------------------------------------------------------------
+
+
+def spec_of(query: Any, key: Any, value: Any, **settings: Any) -> AttentionSpec:
+    """The spec of a call. Raises NoKernel or ValueError with the tensor and the fix."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} has {tensor.dim()} axes: pass (batch, heads, length, dim)")
+        if tensor.dtype != query.dtype:
+            raise ValueError(f"{name} is {tensor.dtype} and query {query.dtype}: make them alike")
+    if query.dtype not in _DTYPES:
+        raise NoKernel(f"query is {query.dtype}: kernels take float16, bfloat16 and float8_e4m3fn")
+    heads, kv_heads = query.shape[1], key.shape[1]
+    given = {name: setting for name, setting in settings.items() if setting is not None}
+    widths = {"head_dim": query.shape[3]}
+    if value.shape[3] != query.shape[3]:
+        widths["v_dim"] = value.shape[3]
+    try:
+        return AttentionSpec.make(
+            variant="mha" if heads == kv_heads else "gqa",
+            heads=heads,
+            kv_heads=kv_heads,
+            dtype=_DTYPES[query.dtype],
+            **widths,
+            **given,
+        )
+    except BadSpec as error:
+        raise NoKernel(str(error)) from None
+
+
+def dims_of(query: Any, key: Any) -> dict[str, int]:
+    """The sizes of a call."""
+    return {
+        "batch": query.shape[0],
+        "heads": query.shape[1],
+        "kv_heads": key.shape[1],
+        "q_len": query.shape[2],
+        "kv_len": key.shape[2],
+    }
+
+
+def card_of(device: Any) -> Gpu:
+    """The GPU of a CUDA device."""
+    number = device.index if device.index is not None else torch.cuda.current_device()
+    if number not in _CARDS:
+        major, minor = torch.cuda.get_device_capability(number)
+        name = torch.cuda.get_device_name(number)
+        try:
+            _CARDS[number] = gpus.of_card(name, 10 * major + minor)
+        except gpus.UnknownGpu as error:
+            raise NoKernel(str(error)) from None
+    return _CARDS[number]
+
+
+_CARDS: dict[int, Gpu] = {}
+
+
+# --- block masks --------------------------------------------------------------------------------
+
+
+def mask_of(block_mask: Any, query: Any, key: Any) -> Function | None:
+    """The mask function of a BlockMask. Where its lists of blocks say something else than its
+    function, the lists are part of the mask."""
+    known = _BLOCK_MASKS.get(id(block_mask))
+    if known is None or known[0] is not block_mask:
+        made = _mask_of(block_mask, query, key)
+        known = _BLOCK_MASKS[id(block_mask)] = (block_mask, made)
+    return known[1]
+
+
+_BLOCK_MASKS: dict[int, tuple[Any, Function | None]] = {}
+
+
+def _mask_of(block_mask: Any, query: Any, key: Any) -> Function | None:
+    rows, columns = block_mask.BLOCK_SIZE
+    lengths = tuple(block_mask.seq_lengths)
+    if lengths != (query.shape[2], key.shape[2]):
+        told = f"{query.shape[2]} x {key.shape[2]}"
+        raise ValueError(
+            f"block_mask is for {lengths[0]} x {lengths[1]} tokens, the call has {told}"
+        )
+    table = block_table(block_mask)
+    mask_mod: Function = block_mask.mask_mod
+    if torch.equal(table, _table_of(mask_mod, table, lengths, (rows, columns))):
+        return mask_mod
+    several = tuple(size > 1 for size in table.shape[:2])
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        here = table[b if several[0] else 0, h if several[1] else 0, q // rows, kv // columns]
+        return (here == 2) | ((here == 1) & mask_mod(b, h, q, kv))
+
+    return mask
+
+
+def block_table(block_mask: Any) -> Any:
+    """For each pair of blocks: 0 skipped, 1 masked by the function, 2 fully visible."""
+    partial = _dense(block_mask.kv_num_blocks, block_mask.kv_indices)
+    if block_mask.full_kv_num_blocks is None:
+        return partial
+    full = _dense(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    return torch.where(full == 1, 2, partial)
+
+
+def _dense(counts: Any, indices: Any) -> Any:
+    """Lists of blocks as a table of 0 and 1."""
+    listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
+    table = torch.zeros((*indices.shape[:-1], indices.shape[-1] + 1), dtype=torch.int32)
+    table = table.to(indices.device)
+    places = torch.where(listed, indices, indices.shape[-1]).long()
+    table.scatter_(-1, places, 1)
+    return table[..., :-1].contiguous()
+
+
+def _table_of(mask_mod: Function, like: Any, lengths: Any, size: tuple[int, int]) -> Any:
+    """The table that the mask function gives by itself."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    made = create_block_mask(
+        mask_mod, *like.shape[:2], *lengths, device=like.device, BLOCK_SIZE=size
+    )
+    return block_table(made)
+
+
+def _pytorch(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Function | None,
+    block_mask: Any,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    return_aux: Any,
+) -> Any:
+    """PyTorch's own FlexAttention."""
+    from torch.nn.attention import flex_attention as flex
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is not compiled
+        return flex.flex_attention(
+            query,
+            key,
+            value,
+            score_mod,
+            block_mask,
+            scale,
+            enable_gqa,
+            return_lse,
+            return_aux=return_aux,
+        )
