@@ -12,6 +12,10 @@ from flashwright.version import __version__ as __version__
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from flashwright.flex.attention import NoKernel as NoKernel
+    from flashwright.flex.attention import attention as attention
+    from flashwright.flex.attention import flex_attention as flex_attention
+
     from flashwright.build.classes import Kernels
     from flashwright.build.load import Kernel
     from flashwright.judge.verdict import Verdict
@@ -81,3 +85,16 @@ def verify(
     if on is not None:
         options["device"] = {"gpu": "cuda", "cpu": "cpu"}[on]
     return judge(candidate, spec, **options)
+
+
+_OF_PYTORCH = ("attention", "flex_attention", "NoKernel")
+
+
+def __getattr__(name: str) -> Any:
+    """The functions that need PyTorch, imported when they are first used."""
+    if name not in _OF_PYTORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from flashwright.flex import attention as found
+
+    globals().update({one: getattr(found, one) for one in _OF_PYTORCH})
+    return globals()[name]
