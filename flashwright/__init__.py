@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from flashwright.lang.diagnostic import Failed as Failed
@@ -12,12 +12,12 @@ from flashwright.version import __version__ as __version__
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from flashwright.build.classes import Kernels
+    from flashwright.build.load import Kernel
     from flashwright.flex.attention import NoKernel as NoKernel
     from flashwright.flex.attention import attention as attention
     from flashwright.flex.attention import flex_attention as flex_attention
-
-    from flashwright.build.classes import Kernels
-    from flashwright.build.load import Kernel
+    from flashwright.generate.model_kernels import ModelKernel
     from flashwright.judge.verdict import Verdict
     from flashwright.pytorch.operator import Operator
     from flashwright.sandbox.candidate import Candidate
@@ -47,6 +47,41 @@ def torch_operator(folder: str | Path) -> Operator:
     from flashwright.pytorch import operator
 
     return operator.torch_operator(folder)
+
+
+def register_transformers(name: str = "wright", *, fallback: bool = False) -> None:
+    """Make kernels of ours an attention implementation of Hugging Face transformers.
+
+    Then `from_pretrained(..., attn_implementation="wright")`, or
+    `model.set_attn_implementation("wright")`. The name may not contain "flash". With `fallback`
+    PyTorch computes what no kernel can be made for, with a warning; otherwise that is NoKernel with
+    the reason. Raises ImportError without PyTorch or transformers.
+    """
+    from flashwright.flex import transformers
+
+    transformers.register_transformers(name, fallback=fallback)
+
+
+def warm(
+    config: str | Path | Mapping[str, Any],
+    gpu: str,
+    *,
+    dtype: str | None = None,
+    padded: bool = False,
+    verified: bool = False,
+) -> list[ModelKernel]:
+    """Make the kernels of a transformers model ahead of time: `flashwright.warm(folder, "h200")`.
+
+    `config` is a config.json, its folder or its content. `gpu` is a name of `flashwright gpus`.
+    `dtype` is fp16 or bf16; the default is the config's. `padded` adds the kernels of batches with
+    padding, which need PyTorch; `verified` runs the judge on new kernels. Returns the kernels in
+    the store, each with its spec and folder. Raises Failed if one cannot be made.
+    """
+    from flashwright import gpu as gpus
+    from flashwright.generate import model_kernels
+
+    card = gpus.find(gpu)
+    return list(model_kernels.warm(config, card, dtype=dtype, padded=padded, verified=verified))
 
 
 def verify(

@@ -387,8 +387,9 @@ def _visible(function: Function, depth: int = 3) -> Iterator[tuple[str, Any]]:
     for group in (seen.nonlocals, seen.globals):
         for name, value in group.items():
             yield name, value
-            if depth and inspect.isfunction(value):
-                yield from _visible(value, depth - 1)
+            for inner in value if isinstance(value, tuple) else (value,):
+                if depth and inspect.isfunction(inner):
+                    yield from _visible(inner, depth - 1)
 
 
 class Watch:
@@ -418,8 +419,9 @@ class Watch:
         self.cells += found
         self.names += seen
         for value in (*(v for _, v in found), *(v for _, _, v in seen)):
-            if depth and inspect.isfunction(value):
-                self._add(value, depth - 1)
+            for inner in value if isinstance(value, tuple) else (value,):
+                if depth and inspect.isfunction(inner):
+                    self._add(inner, depth - 1)
 
 
 def _tl_name(name: str) -> str:

@@ -1,0 +1,501 @@
+"""Kernels of ours as an attention implementation of Hugging Face transformers.
+
+    flashwright.register_transformers()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="wright")
+
+transformers calls two functions by that name: `make_mask` once for each kind of mask and forward
+pass, and `attend` in every layer. The first says which keys a query sees: as the spec's own causal
+and window if it is that, so that one kernel serves all lengths, else as a function to be captured.
+Offsets and padding are tensors that the mask reads, never constants of a kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashwright.author.builtin.mods import Mods
+from flashwright.build.arrays import NO_GRADIENT
+from flashwright.flex import attention as flex
+from flashwright.flex.capture import Captured, NotCaptured, Source, Watch, capture
+from flashwright.flex.form import Form, form_of
+from flashwright.flex.trial import check
+from flashwright.generate import store
+from flashwright.generate.model_kernels import scale_of
+from flashwright.gpu import Gpu
+from flashwright.lang.format import format_expr
+from flashwright.lang.nodes import Binary, Expr
+from flashwright.pytorch.operator import Operator
+from flashwright.spec import AttentionSpec
+
+Function = Callable[..., Any]
+
+OLDEST = "4.57"
+_TRUE = re.compile(r"1 != 0|q_idx >= 0|kv_idx >= 0")
+_CAUSAL = re.compile(r"kv_idx <= q_idx|q_idx >= kv_idx")
+_BEHIND = re.compile(r"kv_idx > q_idx - (\d+)")
+_AROUND = re.compile(r"abs\(q_idx - kv_idx\) (<=?) (\d+)")
+
+
+def register_transformers(name: str = "wright", *, fallback: bool = False) -> None:
+    """Make our kernels the attention implementation `name` of transformers.
+
+    Then `from_pretrained(..., attn_implementation=name)` or `model.set_attn_implementation(name)`.
+    With `fallback` PyTorch computes what no kernel can be made for, with a warning; otherwise that
+    is NoKernel with the reason. Raises ImportError without transformers, ValueError for a name that
+    contains "flash".
+    """
+    if "flash" in name:
+        raise ValueError(
+            f"name {name!r}: transformers takes every name with 'flash' in it for a FlashAttention "
+            "package; choose another one, such as 'wright'"
+        )
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        text = f"this needs transformers {OLDEST} or newer, which cannot be imported ({error}): "
+        raise ImportError(text + "pip install 'flashwright[transformers]'") from error
+    AttentionMaskInterface.register(name, make_mask)
+    AttentionInterface.register(name, functools.partial(attend, fallback=fallback))
+
+
+# --- masks --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SpecMask:
+    """A mask in the spec's words. Neither: every key is visible."""
+
+    causal: bool = False
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelMask:
+    """What transformers hands from `make_mask` to `attend`: which keys the queries see.
+
+    The last query stands at the last key for `known`; `mask_mod` comes on top of it.
+    """
+
+    shape: tuple[int, int, int, int]
+    known: SpecMask
+    mask_mod: Function | None = None
+
+    @property
+    def ndim(self) -> int:
+        """As a tensor's: transformers tells prepared masks from padding by it."""
+        return len(self.shape)
+
+    def contiguous(self) -> ModelMask:
+        """As a tensor's: generate with a static cache calls it."""
+        return self
+
+    @functools.cached_property
+    def form(self) -> Form | None:
+        """The form of the mask function, with its tensors as the kernel reads them."""
+        found = form_of(self.mask_mod) if self.mask_mod is not None else None
+        if found is None:
+            return None
+        return Form(found.key, tuple(_as_operand(tensor) for tensor in found.tensors))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]  # torch may be absent
+def make_mask(
+    batch_size: int,
+    kv_length: int,
+    mask_function: Function,
+    q_length: int | None = None,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    attention_mask: Any = None,
+    cache_position: Any = None,
+    device: Any = None,
+    **unused: Any,
+) -> ModelMask:
+    """The mask function of transformers' AttentionMaskInterface.
+
+    Query `q` stands at position q + q_offset, key `kv` at kv + kv_offset. `attention_mask` has a
+    row for each sequence and is False where there is no token. transformers 4 gives the queries'
+    positions as `cache_position` instead of `q_length` and `q_offset`.
+    """
+    if isinstance(attention_mask, ModelMask):  # made before, for generate with a static cache
+        return attention_mask
+    if cache_position is not None:
+        q_length, q_offset = len(cache_position), int(cache_position[0])
+        device = cache_position.device
+    assert q_length is not None
+    shape = (batch_size, 1, q_length, kv_length)
+    known = recognised(mask_function)
+    last_at_last = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    mask_mod: Function | None = None
+    if known is None:
+        mask_mod = mask_function
+        if not (isinstance(q_offset, int) and q_offset == kv_offset == 0):
+            offsets = (_number(offset, device) for offset in (q_offset, kv_offset))
+            mask_mod = _moved(mask_function, *offsets)
+    elif known != SpecMask() and not last_at_last:
+        mask_mod = _shifted(known, _number(q_offset - kv_offset, device))
+        known = SpecMask()
+    padding = _padding(attention_mask, kv_offset, kv_length)
+    return ModelMask(shape, known or SpecMask(), flex.both(padding, mask_mod))
+
+
+def recognised(mask_function: Function) -> SpecMask | None:
+    """The mask in the spec's words; None if the spec has no words for it."""
+    form = form_of(mask_function)
+    if form is None or form.tensors:
+        return None
+    if form.key not in _RECOGNISED:
+        try:
+            dims = {"batch": 1, "heads": 1, "kv_heads": 1, "q_len": 64, "kv_len": 64}
+            mask = capture(None, mask_function, dims).mods.mask
+        except NotCaptured:  # told where the kernel is made
+            mask = None
+        _RECOGNISED[form.key] = _in_the_specs_words(mask) if mask is not None else None
+    return _RECOGNISED[form.key]
+
+
+_RECOGNISED: dict[Hashable, SpecMask | None] = {}
+
+
+def _in_the_specs_words(mask: Expr) -> SpecMask | None:
+    causal, behind, around = False, [], []
+    for part in _conjuncts(mask):
+        text = format_expr(part)
+        if _CAUSAL.fullmatch(text):
+            causal = True
+        elif found := _BEHIND.fullmatch(text):
+            behind.append(int(found[1]))
+        elif found := _AROUND.fullmatch(text):
+            around.append(int(found[2]) + (found[1] == "<="))
+        elif not _TRUE.fullmatch(text):
+            return None
+    if behind and not causal:  # the spec's window of a mask that is not causal has two sides
+        return None
+    return SpecMask(causal, min(behind + around, default=None))
+
+
+def _conjuncts(expr: Expr) -> list[Expr]:
+    if isinstance(expr, Binary) and expr.op == "and":
+        return _conjuncts(expr.left) + _conjuncts(expr.right)
+    return [expr]
+
+
+def _number(value: Any, device: Any) -> Any:
+    """A number as a tensor, without waiting for the GPU."""
+    if isinstance(value, torch.Tensor):
+        return value.reshape(1).int()
+    return torch.full((1,), value, dtype=torch.int32, device=device)
+
+
+def _shifted(known: SpecMask, shift: Any) -> Function:
+    """A mask in the spec's words whose first query stands at key `shift`."""
+    causal, window = known.causal, known.window
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        position = q + shift[0]
+        seen = kv <= position if causal else kv >= 0
+        if window is not None:
+            seen = seen & (kv > position - window)
+        if window is not None and not causal:
+            seen = seen & (kv < position + window)
+        return seen
+
+    return mask
+
+
+def _moved(mask_function: Function, q_offset: Any, kv_offset: Any) -> Function:
+    """A mask of positions as one of indices."""
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return mask_function(b, h, q + q_offset[0], kv + kv_offset[0])
+
+    return mask
+
+
+def _padding(attention_mask: Any, kv_offset: int, kv_length: int) -> Function | None:
+    """The mask of the tokens that are there; None if all are. Beyond `attention_mask` is none."""
+    if attention_mask is None:
+        return None
+    there = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+    if there.shape[1] < kv_length:
+        there = torch.nn.functional.pad(there, (0, kv_length - there.shape[1]))
+    count = there.sum(dim=-1)
+    start = there.int().argmax(dim=-1)
+    end = start + count
+    after_last = kv_length - there.flip(-1).int().argmax(dim=-1)
+    whole, in_one_piece = torch.stack(
+        [(count == kv_length).all(), ((after_last == end) | (count == 0)).all()]
+    ).tolist()
+    if whole:
+        return None
+    return tokens_from_to(start.int(), end.int()) if in_one_piece else _tokens_there(there.int())
+
+
+def tokens_from_to(start: Any, end: Any) -> Function:
+    """The mask of a batch whose sequences have padding before `start` and from `end` on."""
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (kv >= start[b]) & (kv < end[b])
+
+    return mask
+
+
+def _tokens_there(there: Any) -> Function:
+    """The mask of a batch with padding between tokens."""
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return there[b, kv] != 0
+
+    return mask
+
+
+def _as_operand(tensor: Any) -> Any:
+    return tensor if tensor.is_floating_point() else tensor.int()
+
+
+# --- one layer ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """What a layer asks for, apart from Q, K and V."""
+
+    known: SpecMask
+    softcap: float | None
+    scale: float | None
+    mask: ModelMask | None
+    """A mask of functions and tensors on top; None if `known` says all."""
+    tensors: Mapping[str, Any]
+    """`sink` and `bias`, if there are any."""
+
+    def settings(self) -> dict[str, Any]:
+        """The settings of the spec that differ from its defaults."""
+        given = {"causal": self.known.causal, "window": self.known.window, "scale": self.scale}
+        given |= {"softcap": self.softcap, "sink": "sink" in self.tensors}
+        return {name: setting for name, setting in given.items() if setting}
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
+def attend(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    *,
+    fallback: bool = False,
+    **given: Any,
+) -> tuple[Any, None]:
+    """The attention function of transformers' AttentionInterface.
+
+    Returns the output as (batch, length, heads, dim), and None for the weights, which no kernel of
+    ours has.
+    """
+    call = layer_call(module, query, key, attention_mask, **given)
+    if query.device.type != "cuda":
+        out = _by_pytorch(call, query, key, value)
+    else:
+        tensors = (query, key, value, *call.tensors.values())
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            raise RuntimeError(NO_GRADIENT)
+        try:
+            out = by_kernel(call, flex.card_of(query.device), query, key, value)
+        except flex.NoKernel as error:
+            if not fallback:
+                raise
+            warnings.warn(f"PyTorch computes it: {error}", RuntimeWarning, stacklevel=2)
+            out = _by_pytorch(call, query, key, value)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def layer_call(
+    module: Any,
+    query: Any,
+    key: Any,
+    attention_mask: Any,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Any = None,
+    sliding_window: int | None = None,
+    position_bias: Any = None,
+    **given: Any,
+) -> LayerCall:
+    """What a layer asks for by its keyword arguments. Raises ValueError for what is not offered."""
+    _refuse(dropout, given)
+    extras = {"sink": s_aux, "bias": position_bias}
+    tensors = {name: tensor for name, tensor in extras.items() if tensor is not None}
+    known, mask = SpecMask(), None
+    if isinstance(attention_mask, ModelMask):
+        lengths, here = attention_mask.shape[2:], (query.shape[2], key.shape[2])
+        if lengths != here:
+            raise ValueError(
+                f"the mask is for {lengths[0]} queries and {lengths[1]} keys, and this layer has "
+                f"{here[0]} and {here[1]}"
+            )
+        known = attention_mask.known
+        mask = attention_mask if attention_mask.mask_mod is not None else None
+    elif attention_mask is not None:
+        mask = _given_mask(attention_mask, query, key, tensors)
+    elif is_causal if is_causal is not None else getattr(module, "is_causal", True):
+        known = SpecMask(True, sliding_window)
+    return LayerCall(known, softcap, scale_of(scaling, query.shape[3]), mask, tensors)
+
+
+def _refuse(dropout: float, given: Mapping[str, Any]) -> None:
+    if dropout:
+        raise ValueError(
+            f"attention dropout of {dropout}: our kernels have none. Set attention_dropout to 0 in "
+            "the model's config, call model.eval(), or train with attn_implementation='sdpa'"
+        )
+    if given.get("output_attentions"):
+        raise ValueError(
+            "output_attentions: our kernels keep no weights. Use attn_implementation='eager'"
+        )
+    if given.get("cache") is not None:
+        raise ValueError(
+            "a paged cache (continuous batching) is not supported. Use attn_implementation='sdpa'"
+        )
+
+
+def _given_mask(
+    attention_mask: Any, query: Any, key: Any, tensors: dict[str, Any]
+) -> ModelMask | None:
+    """A mask that the caller or the model has made: a bool tensor as a mask, else as a bias."""
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 4:
+        raise TypeError(
+            f"attention_mask is {_kind(attention_mask)}: pass (batch, tokens) for padding, or "
+            "(batch, heads or 1, queries, keys)"
+        )
+    table = attention_mask[..., : key.shape[2]]
+    if table.dtype != torch.bool:
+        tensors["bias"] = table + tensors["bias"] if "bias" in tensors else table
+        return None
+    batches, heads = (size > 1 for size in table.shape[:2])
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return table[b if batches else 0, h if heads else 0, q, kv]
+
+    shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    return ModelMask(shape, SpecMask(), mask)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of {value.dim()} axes"
+    return f"a {type(value).__name__}"
+
+
+def _by_pytorch(call: LayerCall, query: Any, key: Any, value: Any) -> Any:
+    from flashwright.flex import fallback
+
+    more = dict(call.tensors)
+    if call.mask is not None:
+        more["mask_mod"] = call.mask.mask_mod
+    how = {"causal": call.known.causal, "window": call.known.window}
+    return fallback.attention(
+        query, key, value, softcap=call.softcap, scale=call.scale, **how, **more
+    )
+
+
+# --- kernels ------------------------------------------------------------------------------------
+
+
+def by_kernel(call: LayerCall, card: Gpu, query: Any, key: Any, value: Any) -> Any:
+    """O of a layer by its kernel, which is made or found once. Raises NoKernel with the reason."""
+    task = flex.Task(spec_of(call, query, key, value), card)
+    given = {"q": query, "k": key, "v": value, **call.tensors}
+    if call.mask is None:
+        return flex._run(task, None, None, given)[0]
+    form = call.mask.form
+    if form is None:  # it sees an object that may change: captured for each function
+        return flex._run(task, None, call.mask.mask_mod, given)[0]
+    return _masked(task, call.mask, form, given)
+
+
+def spec_of(call: LayerCall, query: Any, key: Any, value: Any) -> AttentionSpec:
+    """The spec of a layer, which warm makes ahead of time too (generate/model_kernels.py)."""
+    shapes = (*query.shape[1::2], key.shape[1], value.shape[3])
+    known = (shapes, query.dtype, call.known, call.softcap, call.scale, "sink" in call.tensors)
+    if known not in _SPECS:
+        _SPECS[known] = flex.spec_of(query, key, value, **call.settings())
+    return _SPECS[known]
+
+
+_SPECS: dict[Hashable, AttentionSpec] = {}
+
+
+@dataclass
+class _MaskedKernel:
+    """A kernel of a mask's form. It keeps no tensor of the call that it was made for."""
+
+    operator: Operator
+    mods: Mods
+    operands: Mapping[str, tuple[int, tuple[str, ...]]]
+    """For each operand: which of the form's tensors it is a view of, and its axes."""
+    new: bool
+    """Whether its first output is still to be checked."""
+
+    def bound(self, tensors: tuple[Any, ...], device: Any) -> flex._Entry:
+        """The kernel with the tensors of one call."""
+        sources = {
+            name: Source(tensors[number].to(device), axes)
+            for name, (number, axes) in self.operands.items()
+        }
+        return flex._Entry(self.operator, Captured(self.mods, sources), Watch(), self.new)
+
+
+_MASKED: dict[Hashable, _MaskedKernel | None] = {}
+
+
+def _masked(task: flex.Task, mask: ModelMask, form: Form, given: Mapping[str, Any]) -> Any:
+    dims = flex.dims_of(given["q"], given["k"])
+    bias = flex._Bias.of(given["bias"], dims) if "bias" in given else None
+    known = (task.spec, task.card.name, form.key, bias)
+    if known not in _MASKED:
+        _MASKED[known] = _new_masked(task, mask, bias, dims)
+    kernel = _MASKED[known]
+    if kernel is None:
+        return flex._run(task, None, mask.mask_mod, given)[0]
+    device = given["q"].device
+    entry = kernel.bound(form.tensors, device)
+    tensors = entry.tensors(given, dims)
+    out = kernel.operator(*(tensors[name] for name in kernel.operator.inputs))
+    if kernel.new and all(tensor.device == device for tensor in form.tensors):
+        kernel.new = False
+        check(out, None, mask.mask_mod, task.spec, dims, given)
+    return out
+
+
+def _new_masked(
+    task: flex.Task, mask: ModelMask, bias: flex._Bias | None, dims: flex.Dims
+) -> _MaskedKernel | None:
+    """The kernel of a mask's form; None if the mask reads a tensor that its form does not have."""
+    assert mask.mask_mod is not None
+    form = form_of(mask.mask_mod)
+    assert form is not None
+    entry = flex._new_entry(task, None, mask.mask_mod, bias, dims)
+    operands = {}
+    for name, source in entry.captured.sources.items():
+        numbers = [n for n, tensor in enumerate(form.tensors) if tensor is source.tensor]
+        if not numbers:
+            return None
+        operands[name] = (numbers[0], source.axes)
+    return _MaskedKernel(entry.operator, entry.captured.mods, operands, entry.new)
+
+
+def padded_order(spec: AttentionSpec, card: Gpu) -> store.Order:
+    """The kernel of a spec for batches whose sequences have padding before or behind."""
+    start = torch.tensor([0, 3], dtype=torch.int32)
+    dims = {"batch": 2, "heads": spec.heads, "kv_heads": spec.kv_heads, "q_len": 64, "kv_len": 64}
+    captured = capture(None, tokens_from_to(start, start + 60), dims)
+    return flex.order_of(flex.Task(spec, card), captured)
