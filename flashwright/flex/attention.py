@@ -6,10 +6,14 @@ The first call for an operator captures its functions, makes the kernel or finds
 
 from __future__ import annotations
 
+import shutil
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +22,9 @@ from flashwright import gpu as gpus
 from flashwright.author.builtin.mods import Mods, Operand, mapped
 from flashwright.author.builtin.mods_reference import FILE, Sample, reference_text
 from flashwright.flex import aten
+from flashwright.flex import fallback as by_pytorch
 from flashwright.flex.capture import Captured, NotCaptured, Watch, capture
-from flashwright.flex.trial import check
+from flashwright.flex.trial import WrongKernel, check
 from flashwright.generate import store
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Failed
@@ -53,6 +58,7 @@ class _Entry:
     captured: Captured
     watch: Watch
     """What the functions saw when they were captured."""
+    folder: Path
     new: bool
     """Whether the kernel was made now, so that its first output is checked."""
 
@@ -70,6 +76,8 @@ class _Entry:
 
 
 _KERNELS: dict[tuple[Any, ...], _Entry] = {}
+_MOST = 512
+"""Kernels to remember. A function that is made anew for every batch is another one each time."""
 
 
 def flex_attention(
@@ -87,23 +95,21 @@ def flex_attention(
 ) -> Any:
     """torch.nn.attention.flex_attention.flex_attention, by a kernel of ours.
 
-    CPU tensors are computed by PyTorch. `kernel_options` are PyTorch's and have no effect. Raises
+    CPU tensors are computed by PyTorch, with gradients. `kernel_options` are PyTorch's and have no effect. Raises
     NoKernel with the reason and the line where no kernel can be made.
     """
-    if query.device.type != "cuda":
-        return _pytorch(
-            query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux
-        )
     if getattr(return_aux, "max_scores", False):
         raise NoKernel("return_aux: max_scores is no output of our kernels; ask for lse alone")
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(
             f"query has {query.shape[1]} heads and key {key.shape[1]}: pass enable_gqa=True"
         )
-    spec = spec_of(query, key, value, scale=scale)
     mask_mod = mask_of(block_mask, query, key) if block_mask is not None else None
-    task = Task(spec, card_of(query.device))
-    out, lse = _run(task, score_mod, mask_mod, {"q": query, "k": key, "v": value})
+    if query.device.type == "cpu":
+        out, lse = by_pytorch.dense(query, key, value, score_mod, mask_mod, scale)
+    else:
+        task = Task(spec_of(query, key, value, scale=scale), card_of(query.device))
+        out, lse = _run(task, score_mod, mask_mod, {"q": query, "k": key, "v": value})
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
@@ -137,21 +143,21 @@ def attention(
     FlexAttention's. With `fallback` PyTorch computes what no kernel can be made for, with a
     warning; otherwise that is NoKernel with the reason.
     """
-    from flashwright.flex import fallback as other
-
-    extras = {"sink": sink, "alibi": alibi, "bias": bias, "score_mod": score_mod}
-    extras |= {"mask_mod": mask_mod, "block_mask": block_mask}
+    if block_mask is not None:
+        mask_mod = both(mask_mod, mask_of(block_mask, query, key))
+    extras = {"sink": sink, "alibi": alibi, "bias": bias}
+    extras |= {"score_mod": score_mod, "mask_mod": mask_mod}
     given = {name: extra for name, extra in extras.items() if extra is not None}
     plain: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
-    if query.device.type != "cuda":
-        return other.attention(query, key, value, return_lse=return_lse, **plain, **given)
+    if query.device.type == "cpu":
+        return by_pytorch.attention(query, key, value, return_lse=return_lse, **plain, **given)
     try:
         out, lse = _attention(query, key, value, plain, given)
     except NoKernel as error:
         if not fallback:
             raise
         warnings.warn(f"PyTorch computes it: {error}", RuntimeWarning, stacklevel=2)
-        return other.attention(query, key, value, return_lse=return_lse, **plain, **given)
+        return by_pytorch.attention(query, key, value, return_lse=return_lse, **plain, **given)
     return (out, lse) if return_lse else out
 
 
@@ -159,16 +165,15 @@ def _attention(
     query: Any, key: Any, value: Any, plain: Mapping[str, Any], given: Mapping[str, Any]
 ) -> tuple[Any, Any]:
     settings = {name: setting for name, setting in plain.items() if setting}
-    mask = given.get("mask_mod")
-    if "block_mask" in given:
-        mask = both(mask, mask_of(given["block_mask"], query, key))
     flags = {name: True for name in ("alibi", "sink") if name in given}
     task = Task(spec_of(query, key, value, **settings, **flags), card_of(query.device))
     extra = {"slopes": "alibi", "sink": "sink", "bias": "bias"}
     more = {name: given[from_] for name, from_ in extra.items() if from_ in given}
-    return _run(task, given.get("score_mod"), mask, {"q": query, "k": key, "v": value, **more})
+    mods = (given.get("score_mod"), given.get("mask_mod"))
+    return _run(task, *mods, {"q": query, "k": key, "v": value, **more})
 
 
+@lru_cache(_MOST)
 def both(one: Function | None, other: Function | None) -> Function | None:
     """The mask of two masks."""
     if one is None or other is None:
@@ -193,13 +198,20 @@ def _run(
     known = (task.spec, task.card.name, score_mod, mask_mod, bias)
     entry = _KERNELS.get(known)
     if entry is None or not entry.watch.same():
+        while len(_KERNELS) >= _MOST:
+            del _KERNELS[next(iter(_KERNELS))]
         entry = _KERNELS[known] = _new_entry(task, score_mod, mask_mod, bias, dims)
     tensors = entry.tensors(given, dims)
     inputs = entry.operator.inputs
     out, lse = entry.operator(*(tensors[name] for name in inputs), return_lse=True)
     if entry.new:
+        try:
+            check(out, score_mod, mask_mod, task.spec, dims, given)
+        except WrongKernel:
+            del _KERNELS[known]
+            shutil.rmtree(entry.folder, ignore_errors=True)
+            raise
         entry.new = False
-        check(out, score_mod, mask_mod, task.spec, dims, given)
     return out, lse
 
 
@@ -217,7 +229,8 @@ def _new_entry(
             captured = replace(captured, mods=bias.added(captured.mods))
         order = order_of(task, captured)
         new = store.find(order) is None
-        return _Entry(torch_operator(store.find_or_make(order, tell)), captured, watch, new)
+        folder = store.find_or_make(order, tell)
+        return _Entry(torch_operator(folder), captured, watch, folder, new)
     except (NotCaptured, Failed, BadSpec) as error:
         raise NoKernel(str(error)) from None
 
@@ -350,14 +363,12 @@ _CARDS: dict[int, Gpu] = {}
 def mask_of(block_mask: Any, query: Any, key: Any) -> Function | None:
     """The mask function of a BlockMask. Where its lists of blocks say something else than its
     function, the lists are part of the mask."""
-    known = _BLOCK_MASKS.get(id(block_mask))
-    if known is None or known[0] is not block_mask:
-        made = _mask_of(block_mask, query, key)
-        known = _BLOCK_MASKS[id(block_mask)] = (block_mask, made)
-    return known[1]
+    if block_mask not in _BLOCK_MASKS:
+        _BLOCK_MASKS[block_mask] = _mask_of(block_mask, query, key)
+    return _BLOCK_MASKS[block_mask]
 
 
-_BLOCK_MASKS: dict[int, tuple[Any, Function | None]] = {}
+_BLOCK_MASKS: weakref.WeakKeyDictionary[Any, Function | None] = weakref.WeakKeyDictionary()
 
 
 def _mask_of(block_mask: Any, query: Any, key: Any) -> Function | None:
@@ -408,32 +419,3 @@ def _table_of(mask_mod: Function, like: Any, lengths: Any, size: tuple[int, int]
         mask_mod, *like.shape[:2], *lengths, device=like.device, BLOCK_SIZE=size
     )
     return block_table(made)
-
-
-def _pytorch(
-    query: Any,
-    key: Any,
-    value: Any,
-    score_mod: Function | None,
-    block_mask: Any,
-    scale: float | None,
-    enable_gqa: bool,
-    return_lse: bool,
-    return_aux: Any,
-) -> Any:
-    """PyTorch's own FlexAttention."""
-    from torch.nn.attention import flex_attention as flex
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is not compiled
-        return flex.flex_attention(
-            query,
-            key,
-            value,
-            score_mod,
-            block_mask,
-            scale,
-            enable_gqa,
-            return_lse,
-            return_aux=return_aux,
-        )
