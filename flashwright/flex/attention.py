@@ -95,8 +95,8 @@ def flex_attention(
 ) -> Any:
     """torch.nn.attention.flex_attention.flex_attention, by a kernel of ours.
 
-    CPU tensors are computed by PyTorch, with gradients. `kernel_options` are PyTorch's and have no effect. Raises
-    NoKernel with the reason and the line where no kernel can be made.
+    CPU tensors are computed by PyTorch, with gradients. `kernel_options` are PyTorch's and have no
+    effect. Raises NoKernel with the reason and the line where no kernel can be made.
     """
     if getattr(return_aux, "max_scores", False):
         raise NoKernel("return_aux: max_scores is no output of our kernels; ask for lse alone")

@@ -6,7 +6,6 @@ Without a GPU the CUDA path is tried with an operator that interprets the progra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,13 +65,12 @@ def _checked_only(order: store.Order, folder: Path, verified: bool) -> None:
 
 
 @pytest.fixture(autouse=True)
-def without_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def without_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHWRIGHT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(flex, "torch_operator", Interpreted)
     monkeypatch.setattr(store, "_make", _checked_only)
     monkeypatch.setattr(flex, "_KERNELS", {})
     torch.manual_seed(0)
-    yield
 
 
 def qkv(

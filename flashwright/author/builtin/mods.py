@@ -13,7 +13,7 @@ tensor is read follows from its index:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -89,8 +89,13 @@ class Placed:
     mask: Expr | None
     keys: Range
     """The keys that the mask can show to a block."""
-    tiles: frozenset[str]
-    """The tensors that are copied as tiles."""
+    ways: Mapping[str, tuple[str, ...]]
+    """How each tensor is read: scalar, row, column, tile or gather."""
+
+    @property
+    def tiles(self) -> frozenset[str]:
+        """The tensors that are copied as tiles."""
+        return frozenset(name for name, ways in self.ways.items() if "tile" in ways)
 
 
 def placed(mods: Mods) -> Placed:
@@ -105,8 +110,7 @@ def placed(mods: Mods) -> Placed:
     if score is not None:
         made = parse(f"Compute {format_expr(score)} and get new S").body[0]
         assert isinstance(made, Compute)
-    tiles = frozenset(reader.tiles)
-    return Placed(tuple(reader.before), tuple(reader.inside), made, mask, keys, tiles)
+    return Placed(tuple(reader.before), tuple(reader.inside), made, mask, keys, reader.ways)
 
 
 class _Reader:
@@ -117,7 +121,7 @@ class _Reader:
         self.before: list[Statement] = []
         self.inside: list[Statement] = []
         self.known: dict[str, Expr] = {}
-        self.tiles: set[str] = set()
+        self.ways: dict[str, tuple[str, ...]] = {}
 
     def read_scalar(self, expr: Expr) -> Expr:
         """The same for reads that do not depend on the element; the others stay."""
@@ -135,14 +139,14 @@ class _Reader:
     def _placed(self, expr: Index) -> Expr:
         operand = self.operands[expr.tensor.id]
         way = self._way(expr, operand)
+        ways = self.ways.get(operand.name, ())
+        self.ways[operand.name] = ways if way in ways else (*ways, way)
         if way == "scalar":
             return self._scalar(expr, operand)
         if way in ("row", "column", "tile"):
             copy = parse(f"Copy {operand.name} from global to register").body[0]
             assert isinstance(copy, Copy)
             (self.before if way == "row" else self.inside).append(copy)
-            if way == "tile":
-                self.tiles.add(operand.name)
             return Name(operand.name)
         return expr
 
