@@ -9,7 +9,6 @@ from __future__ import annotations
 import shutil
 import sys
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,6 +22,7 @@ from flashwright.author.builtin.mods import Mods, Operand, mapped
 from flashwright.author.builtin.mods_reference import FILE, Sample, reference_text
 from flashwright.flex import aten
 from flashwright.flex import fallback as by_pytorch
+from flashwright.flex.blocks import Blocked, blocked
 from flashwright.flex.capture import Captured, NotCaptured, Watch, capture
 from flashwright.flex.trial import WrongKernel, check
 from flashwright.generate import store
@@ -104,12 +104,13 @@ def flex_attention(
         raise ValueError(
             f"query has {query.shape[1]} heads and key {key.shape[1]}: pass enable_gqa=True"
         )
-    mask_mod = mask_of(block_mask, query, key) if block_mask is not None else None
+    lists = blocked(block_mask, query, key) if block_mask is not None else None
+    mask_mod = lists.mask if lists is not None else None
     if query.device.type == "cpu":
         out, lse = by_pytorch.dense(query, key, value, score_mod, mask_mod, scale)
     else:
         task = Task(spec_of(query, key, value, scale=scale), card_of(query.device))
-        out, lse = _run(task, score_mod, mask_mod, {"q": query, "k": key, "v": value})
+        out, lse = _run(task, score_mod, mask_mod, {"q": query, "k": key, "v": value}, lists)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
@@ -143,8 +144,9 @@ def attention(
     FlexAttention's. With `fallback` PyTorch computes what no kernel can be made for, with a
     warning; otherwise that is NoKernel with the reason.
     """
-    if block_mask is not None:
-        mask_mod = both(mask_mod, mask_of(block_mask, query, key))
+    lists = blocked(block_mask, query, key) if block_mask is not None else None
+    if lists is not None:
+        mask_mod = both(mask_mod, lists.mask)
     extras = {"sink": sink, "alibi": alibi, "bias": bias}
     extras |= {"score_mod": score_mod, "mask_mod": mask_mod}
     given = {name: extra for name, extra in extras.items() if extra is not None}
@@ -152,7 +154,7 @@ def attention(
     if query.device.type == "cpu":
         return by_pytorch.attention(query, key, value, return_lse=return_lse, **plain, **given)
     try:
-        out, lse = _attention(query, key, value, plain, given)
+        out, lse = _attention(query, key, value, plain, given, lists)
     except NoKernel as error:
         if not fallback:
             raise
@@ -162,7 +164,12 @@ def attention(
 
 
 def _attention(
-    query: Any, key: Any, value: Any, plain: Mapping[str, Any], given: Mapping[str, Any]
+    query: Any,
+    key: Any,
+    value: Any,
+    plain: Mapping[str, Any],
+    given: Mapping[str, Any],
+    lists: Blocked | None,
 ) -> tuple[Any, Any]:
     settings = {name: setting for name, setting in plain.items() if setting}
     flags = {name: True for name in ("alibi", "sink") if name in given}
@@ -170,7 +177,7 @@ def _attention(
     extra = {"slopes": "alibi", "sink": "sink", "bias": "bias"}
     more = {name: given[from_] for name, from_ in extra.items() if from_ in given}
     mods = (given.get("score_mod"), given.get("mask_mod"))
-    return _run(task, *mods, {"q": query, "k": key, "v": value, **more})
+    return _run(task, *mods, {"q": query, "k": key, "v": value, **more}, lists)
 
 
 @lru_cache(_MOST)
@@ -190,18 +197,25 @@ def both(one: Function | None, other: Function | None) -> Function | None:
 
 
 def _run(
-    task: Task, score_mod: Function | None, mask_mod: Function | None, given: Mapping[str, Any]
+    task: Task,
+    score_mod: Function | None,
+    mask_mod: Function | None,
+    given: Mapping[str, Any],
+    lists: Blocked | None = None,
 ) -> tuple[Any, Any]:
     """O and LSE of a call. `given` has q, k, v, and slopes, sink and bias if there are any."""
     dims = dims_of(given["q"], given["k"])
     bias = _Bias.of(given["bias"], dims) if "bias" in given else None
-    known = (task.spec, task.card.name, score_mod, mask_mod, bias)
+    form = None if lists is None else (lists.size, tuple(n > 1 for n in lists.counts.shape[:2]))
+    known = (task.spec, task.card.name, score_mod, mask_mod, bias, form)
     entry = _KERNELS.get(known)
     if entry is None or not entry.watch.same():
         while len(_KERNELS) >= _MOST:
             del _KERNELS[next(iter(_KERNELS))]
-        entry = _KERNELS[known] = _new_entry(task, score_mod, mask_mod, bias, dims)
+        entry = _KERNELS[known] = _new_entry(task, (score_mod, mask_mod), bias, lists, dims)
     tensors = entry.tensors(given, dims)
+    if lists is not None:
+        tensors |= {"counts": lists.counts, "blocks": lists.blocks}
     inputs = entry.operator.inputs
     out, lse = entry.operator(*(tensors[name] for name in inputs), return_lse=True)
     if entry.new:
@@ -217,14 +231,17 @@ def _run(
 
 def _new_entry(
     task: Task,
-    score_mod: Function | None,
-    mask_mod: Function | None,
+    functions: tuple[Function | None, Function | None],
     bias: _Bias | None,
+    lists: Blocked | None,
     dims: Dims,
 ) -> _Entry:
-    watch = Watch(score_mod, mask_mod)
+    watch = Watch(*functions)
     try:
-        captured = capture(score_mod, mask_mod, dims)
+        captured = capture(*functions, dims)
+        if lists is not None:
+            used = replace(captured.mods, lists=lists.lists_for(captured.mods, tell))
+            captured = replace(captured, mods=used)
         if bias is not None:
             captured = replace(captured, mods=bias.added(captured.mods))
         order = order_of(task, captured)
@@ -355,67 +372,3 @@ def card_of(device: Any) -> Gpu:
 
 
 _CARDS: dict[int, Gpu] = {}
-
-
-# --- block masks --------------------------------------------------------------------------------
-
-
-def mask_of(block_mask: Any, query: Any, key: Any) -> Function | None:
-    """The mask function of a BlockMask. Where its lists of blocks say something else than its
-    function, the lists are part of the mask."""
-    if block_mask not in _BLOCK_MASKS:
-        _BLOCK_MASKS[block_mask] = _mask_of(block_mask, query, key)
-    return _BLOCK_MASKS[block_mask]
-
-
-_BLOCK_MASKS: weakref.WeakKeyDictionary[Any, Function | None] = weakref.WeakKeyDictionary()
-
-
-def _mask_of(block_mask: Any, query: Any, key: Any) -> Function | None:
-    rows, columns = block_mask.BLOCK_SIZE
-    lengths = tuple(block_mask.seq_lengths)
-    if lengths != (query.shape[2], key.shape[2]):
-        told = f"{query.shape[2]} x {key.shape[2]}"
-        raise ValueError(
-            f"block_mask is for {lengths[0]} x {lengths[1]} tokens, the call has {told}"
-        )
-    table = block_table(block_mask)
-    mask_mod: Function = block_mask.mask_mod
-    if torch.equal(table, _table_of(mask_mod, table, lengths, (rows, columns))):
-        return mask_mod
-    several = tuple(size > 1 for size in table.shape[:2])
-
-    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        here = table[b if several[0] else 0, h if several[1] else 0, q // rows, kv // columns]
-        return (here == 2) | ((here == 1) & mask_mod(b, h, q, kv))
-
-    return mask
-
-
-def block_table(block_mask: Any) -> Any:
-    """For each pair of blocks: 0 skipped, 1 masked by the function, 2 fully visible."""
-    partial = _dense(block_mask.kv_num_blocks, block_mask.kv_indices)
-    if block_mask.full_kv_num_blocks is None:
-        return partial
-    full = _dense(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    return torch.where(full == 1, 2, partial)
-
-
-def _dense(counts: Any, indices: Any) -> Any:
-    """Lists of blocks as a table of 0 and 1."""
-    listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
-    table = torch.zeros((*indices.shape[:-1], indices.shape[-1] + 1), dtype=torch.int32)
-    table = table.to(indices.device)
-    places = torch.where(listed, indices, indices.shape[-1]).long()
-    table.scatter_(-1, places, 1)
-    return table[..., :-1].contiguous()
-
-
-def _table_of(mask_mod: Function, like: Any, lengths: Any, size: tuple[int, int]) -> Any:
-    """The table that the mask function gives by itself."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    made = create_block_mask(
-        mask_mod, *like.shape[:2], *lengths, device=like.device, BLOCK_SIZE=size
-    )
-    return block_table(made)

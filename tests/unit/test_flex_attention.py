@@ -25,6 +25,7 @@ import flashwright  # noqa: E402
 from flashwright.flex import attention as flex  # noqa: E402
 from flashwright.flex import fallback, trial  # noqa: E402
 from flashwright.flex.attention import NoKernel, Task, spec_of  # noqa: E402
+from flashwright.flex.blocks import blocked  # noqa: E402
 
 CARD = gpus.find("h200")
 Tensors = dict[str, Any]
@@ -81,11 +82,11 @@ def qkv(
 
 
 def run(
-    given: Tensors, score_mod: Any = None, mask_mod: Any = None, **settings: Any
+    given: Tensors, score_mod: Any = None, mask_mod: Any = None, lists: Any = None, **settings: Any
 ) -> tuple[Any, Any]:
     """The call as it is on a GPU."""
     spec = spec_of(given["q"], given["k"], given["v"], **settings)
-    return flex._run(Task(spec, CARD), score_mod, mask_mod, given)
+    return flex._run(Task(spec, CARD), score_mod, mask_mod, given, lists)
 
 
 def assert_like_pytorch(
@@ -214,10 +215,12 @@ def block_mask(mask_mod: Any) -> Any:
 
 def test_a_block_mask_that_its_function_made_is_the_function() -> None:
     given = qkv(q_len=48, kv_len=64)
-    assert flex.mask_of(block_mask(causal), given["q"], given["k"]) is causal
+    assert blocked(block_mask(causal), given["q"], given["k"]).mask is causal
 
 
-def test_lists_of_blocks_that_say_something_else_are_honoured() -> None:
+def test_lists_of_blocks_that_say_something_else_are_honoured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     from torch.nn.attention.flex_attention import BlockMask
 
     made = block_mask(causal)
@@ -226,18 +229,48 @@ def test_lists_of_blocks_that_say_something_else_are_honoured() -> None:
     lists = (counts, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices)
     other = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=16, mask_mod=causal, seq_lengths=(48, 64))
     given = qkv(q_len=48, kv_len=64)
-    mask = flex.mask_of(other, given["q"], given["k"])
+    lists = blocked(other, given["q"], given["k"])
 
     def meant(b: Any, h: Any, q: Any, kv: Any) -> Any:
         return (q >= kv) & ((h != 1) | (q // 16 > kv // 16))
 
-    assert_like_pytorch(run(given, None, mask), given, None, meant)
+    assert_like_pytorch(run(given, None, lists.mask, lists=lists), given, None, meant)
+    assert "blocks of 16 x 16 are not whole tiles" in capsys.readouterr().err
+
+
+def test_lists_of_blocks_are_visited_where_the_mask_bounds_no_keys(tmp_path: Path) -> None:
+    """Packed documents: each block of queries visits the blocks of its own documents."""
+    document = torch.arange(300) // 70
+
+    def documents(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return document[q] == document[kv]
+
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    given = qkv(q_len=300, kv_len=300)
+    mask = create_block_mask(documents, None, None, 300, 300, device="cpu", BLOCK_SIZE=(128, 64))
+    lists = blocked(mask, given["q"], given["k"])
+    assert lists.counts.flatten().tolist() == [3, 4, 2]
+    found = run(given, None, documents, lists=lists)
+    assert_like_pytorch(found, given, None, documents)
+    (program,) = (tmp_path / "cache" / "packages").glob("*/code.tl")
+    text = program.read_text()
+    assert "for i = 0:Visited * (KeyBlock / BN)" in text
+    assert "Copy Document2 (BN) in coordinate [L = KeyTile]" in text
+
+
+def test_a_mask_that_bounds_its_keys_needs_no_lists(tmp_path: Path) -> None:
+    given = qkv(q_len=48, kv_len=64)
+    lists = blocked(block_mask(causal), given["q"], given["k"])
+    run(given, None, causal, lists=lists)
+    (program,) = (tmp_path / "cache" / "packages").glob("*/code.tl")
+    assert "for i = 0:min(kv_len, (block_idx + 1) * BM) / BN" in program.read_text()
 
 
 def test_a_block_mask_for_other_lengths_is_refused() -> None:
     given = qkv(q_len=41)
     with pytest.raises(ValueError, match="block_mask is for 48 x 64 tokens, the call has 41 x 50"):
-        flex.mask_of(block_mask(causal), given["q"], given["k"])
+        blocked(block_mask(causal), given["q"], given["k"])
 
 
 # --- what is refused --------------------------------------------------------------------------
