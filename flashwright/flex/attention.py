@@ -42,9 +42,10 @@ class NoKernel(RuntimeError):
     """No kernel can be made for a call, and why."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Task:
-    """What a call asks for, apart from its functions and tensors."""
+    """What a call asks for, apart from its functions and tensors. There is one object for each
+    (`task_of`), as a spec is slow to compare."""
 
     spec: AttentionSpec
     card: Gpu
@@ -109,7 +110,7 @@ def flex_attention(
     if query.device.type == "cpu":
         out, lse = by_pytorch.dense(query, key, value, score_mod, mask_mod, scale)
     else:
-        task = Task(spec_of(query, key, value, scale=scale), card_of(query.device))
+        task = task_of(query, key, value, (False, None, None, scale), ())
         out, lse = _run(task, score_mod, mask_mod, {"q": query, "k": key, "v": value}, lists)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
@@ -171,9 +172,8 @@ def _attention(
     given: Mapping[str, Any],
     lists: Blocked | None,
 ) -> tuple[Any, Any]:
-    settings = {name: setting for name, setting in plain.items() if setting}
-    flags = {name: True for name in ("alibi", "sink") if name in given}
-    task = Task(spec_of(query, key, value, **settings, **flags), card_of(query.device))
+    flags = tuple(name for name in ("alibi", "sink") if name in given)
+    task = task_of(query, key, value, tuple(plain.values()), flags)
     extra = {"slopes": "alibi", "sink": "sink", "bias": "bias"}
     more = {name: given[from_] for name, from_ in extra.items() if from_ in given}
     mods = (given.get("score_mod"), given.get("mask_mod"))
@@ -207,7 +207,7 @@ def _run(
     dims = dims_of(given["q"], given["k"])
     bias = _Bias.of(given["bias"], dims) if "bias" in given else None
     form = None if lists is None else (lists.size, tuple(n > 1 for n in lists.counts.shape[:2]))
-    known = (task.spec, task.card.name, score_mod, mask_mod, bias, form)
+    known = (task, score_mod, mask_mod, bias, form)
     entry = _KERNELS.get(known)
     if entry is None or not entry.watch.same():
         while len(_KERNELS) >= _MOST:
@@ -318,6 +318,26 @@ def tell(text: str) -> None:
 
 
 # --- what a call asks for -----------------------------------------------------------------------
+
+
+_SETTINGS = ("causal", "window", "softcap", "scale")
+
+
+def task_of(
+    query: Any, key: Any, value: Any, plain: tuple[Any, ...], flags: tuple[str, ...]
+) -> Task:
+    """The task of a call: `plain` are the values of causal, window, softcap and scale."""
+    shapes = (query.shape[1], query.shape[3], key.shape[1], value.shape[3])
+    known = (query.dtype, key.dtype, value.dtype, query.device, shapes, plain, flags)
+    task = _TASKS.get(known)
+    if task is None:
+        settings = {n: s for n, s in zip(_SETTINGS, plain, strict=True) if s not in (None, False)}
+        spec = spec_of(query, key, value, **settings, **dict.fromkeys(flags, True))
+        task = _TASKS[known] = Task(spec, card_of(query.device))
+    return task
+
+
+_TASKS: dict[tuple[Any, ...], Task] = {}
 
 
 def spec_of(query: Any, key: Any, value: Any, **settings: Any) -> AttentionSpec:

@@ -6,7 +6,7 @@ Without a GPU the CUDA path is tried with an operator that interprets the progra
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from flashwright.generate import store
 from flashwright.generate.pipeline import STAGES, generate
 from flashwright.lang.parse import parse
 from flashwright.semantics.interpret import interpret
+from flashwright.spec import AttentionSpec
 
 torch = pytest.importorskip("torch")
 import flashwright  # noqa: E402
@@ -85,8 +86,13 @@ def run(
     given: Tensors, score_mod: Any = None, mask_mod: Any = None, lists: Any = None, **settings: Any
 ) -> tuple[Any, Any]:
     """The call as it is on a GPU."""
-    spec = spec_of(given["q"], given["k"], given["v"], **settings)
-    return flex._run(Task(spec, CARD), score_mod, mask_mod, given, lists)
+    task = _task(spec_of(given["q"], given["k"], given["v"], **settings))
+    return flex._run(task, score_mod, mask_mod, given, lists)
+
+
+@lru_cache
+def _task(spec: AttentionSpec) -> Task:
+    return Task(spec, CARD)
 
 
 def assert_like_pytorch(
@@ -322,3 +328,17 @@ def test_gradients_work_on_the_cpu() -> None:
     given = {name: t.float().requires_grad_() for name, t in qkv().items()}
     flashwright.attention(given["q"], given["k"], given["v"], causal=True).sum().backward()
     assert all(t.grad is not None and t.grad.isfinite().all() for t in given.values())
+
+
+def test_a_table_of_another_length_needs_no_other_kernel(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for size in (200, 300):
+        table = torch.randn(size)
+
+        def score(s: Any, b: Any, h: Any, q: Any, kv: Any, table: Any = table) -> Any:
+            return s + table[q - kv + 100]
+
+        given = qkv()
+        assert_like_pytorch(run(given, score), given, score)
+    assert capsys.readouterr().err.count("making a kernel") == 1
