@@ -72,6 +72,7 @@ def without_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "torch_operator", Interpreted)
     monkeypatch.setattr(store, "_make", _checked_only)
     monkeypatch.setattr(flex, "_KERNELS", {})
+    monkeypatch.setattr(flex, "_QUICK", {})
     torch.manual_seed(0)
 
 
@@ -163,6 +164,7 @@ def test_a_kernel_is_made_once_and_its_first_output_checked(
     assert told.count("making a kernel, once: a mask of your own") == 1
     assert len(checked) == 1
     flex._KERNELS.clear()  # another process
+    flex._QUICK.clear()
     run(given, None, every_third)
     assert capsys.readouterr().err == ""
     assert len(checked) == 1
