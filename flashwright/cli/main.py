@@ -19,6 +19,7 @@ import typer
 from flashwright.cli import (
     bench,
     emulate,
+    explain_mod,
     fuzz,
     generate,
     grammar,
@@ -372,7 +373,7 @@ def gpus() -> int:
 
 for part in (
     *(generate, kernel, replay, emulate, verify, selftest, bench, tune, receipt, report),
-    *(study, fuzz, grammar),
+    *(study, fuzz, grammar, explain_mod),
 ):
     part.register(app)
 

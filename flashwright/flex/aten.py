@@ -102,26 +102,61 @@ def converted(value: Typed, kind: Kind) -> Typed:
 
 def never_negative(expr: Expr) -> bool:
     """Whether an index is at least 0 whatever the element, as far as its text shows."""
+    return _range(expr)[0] >= 0
+
+
+Range = tuple[float, float]
+_ANYTHING: Range = (-math.inf, math.inf)
+_RISING: dict[str, Callable[[float], float]] = {
+    "floor": lambda x: math.floor(x) if math.isfinite(x) else x,
+    "ceil": lambda x: math.ceil(x) if math.isfinite(x) else x,
+    "log": lambda x: math.log(x) if x > 0 else -math.inf,
+    "log2": lambda x: math.log2(x) if x > 0 else -math.inf,
+    "sqrt": lambda x: math.sqrt(x) if x > 0 else 0.0,
+}
+
+
+def _range(expr: Expr) -> Range:
+    """The least and the greatest value of an expression, as far as its text shows."""
     match expr:
-        case Name(name):
-            return name.endswith("_idx")
         case Num(text):
-            return not text.startswith("-")
-        case Binary("%", _, right):
-            return isinstance(right, Num) and never_negative(right)
-        case Binary("+" | "*" | "/", left, right):
-            return never_negative(left) and never_negative(right)
-        case Call(Name("floor" | "ceil"), (arg,)):
-            return never_negative(arg)
-        case Call(Name("abs")):
-            return True
-        case Call(Name("max"), args):
-            return any(never_negative(a) for a in args)
-        case Call(Name("min"), args):
-            return all(never_negative(a) for a in args)
+            return float(text), float(text)
+        case Name(name):
+            return (0.0, math.inf) if name.endswith("_idx") else _ANYTHING
+        case Unary("-", operand):
+            low, high = _range(operand)
+            return -high, -low
+        case Binary("%", _, Num(text)) if float(text) > 0:
+            return 0.0, float(text)
+        case Binary("+" | "-" | "*" | "/" as op, left, right):
+            return _of_arithmetic(op, _range(left), _range(right))
         case Call(Name("where"), (_, yes, no)):
-            return never_negative(yes) and never_negative(no)
-    return False
+            (a, b), (c, d) = _range(yes), _range(no)
+            return min(a, c), max(b, d)
+        case Call(Name("min" | "max" as name), args):
+            pick = min if name == "min" else max
+            ranges = [_range(a) for a in args]
+            return pick(low for low, _ in ranges), pick(high for _, high in ranges)
+        case Call(Name(name), (arg,)):
+            low, high = _range(arg)
+            if name in _RISING:
+                return _RISING[name](low), _RISING[name](high)
+            floor = {"abs": 0.0, "exp": 0.0, "exp2": 0.0, "sigmoid": 0.0, "tanh": -1.0}
+            return floor.get(name, -math.inf), math.inf
+    return _ANYTHING
+
+
+def _of_arithmetic(op: str, left: Range, right: Range) -> Range:
+    if op == "-":
+        op, right = "+", (-right[1], -right[0])
+    if op == "+":
+        return left[0] + right[0], left[1] + right[1]
+    if op == "/":
+        if right[0] <= 0:
+            return _ANYTHING
+        op, right = "*", (1 / right[1], 1 / right[0])
+    ends = [a * b if a and b else 0.0 for a in left for b in right]  # 0 * inf is 0 here
+    return min(ends), max(ends)
 
 
 def apply(target: str, args: Sequence[Any], kwargs: dict[str, Any], value: Any) -> Typed:

@@ -6,10 +6,13 @@ The first call for an operator captures its functions, makes the kernel or finds
 
 from __future__ import annotations
 
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +21,10 @@ from flashwright import gpu as gpus
 from flashwright.author.builtin.mods import Mods, Operand, mapped
 from flashwright.author.builtin.mods_reference import FILE, Sample, reference_text
 from flashwright.flex import aten
+from flashwright.flex import fallback as by_pytorch
+from flashwright.flex.blocks import Blocked, blocked
 from flashwright.flex.capture import Captured, NotCaptured, Watch, capture
-from flashwright.flex.trial import check
+from flashwright.flex.trial import WrongKernel, check
 from flashwright.generate import store
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Failed
@@ -37,9 +42,10 @@ class NoKernel(RuntimeError):
     """No kernel can be made for a call, and why."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Task:
-    """What a call asks for, apart from its functions and tensors."""
+    """What a call asks for, apart from its functions and tensors. There is one object for each
+    (`task_of`), as a spec is slow to compare."""
 
     spec: AttentionSpec
     card: Gpu
@@ -53,6 +59,7 @@ class _Entry:
     captured: Captured
     watch: Watch
     """What the functions saw when they were captured."""
+    folder: Path
     new: bool
     """Whether the kernel was made now, so that its first output is checked."""
 
@@ -70,6 +77,10 @@ class _Entry:
 
 
 _KERNELS: dict[tuple[Any, ...], _Entry] = {}
+_QUICK: dict[tuple[Any, ...], _Entry] = {}
+"""Those of them that take Q, K and V alone: their calls need no look at sizes."""
+_MOST = 512
+"""Kernels to remember. A function that is made anew for every batch is another one each time."""
 
 
 def flex_attention(
@@ -87,23 +98,22 @@ def flex_attention(
 ) -> Any:
     """torch.nn.attention.flex_attention.flex_attention, by a kernel of ours.
 
-    CPU tensors are computed by PyTorch. `kernel_options` are PyTorch's and have no effect. Raises
-    NoKernel with the reason and the line where no kernel can be made.
+    CPU tensors are computed by PyTorch, with gradients. `kernel_options` are PyTorch's and have no
+    effect. Raises NoKernel with the reason and the line where no kernel can be made.
     """
-    if query.device.type != "cuda":
-        return _pytorch(
-            query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, return_aux
-        )
     if getattr(return_aux, "max_scores", False):
         raise NoKernel("return_aux: max_scores is no output of our kernels; ask for lse alone")
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(
             f"query has {query.shape[1]} heads and key {key.shape[1]}: pass enable_gqa=True"
         )
-    spec = spec_of(query, key, value, scale=scale)
-    mask_mod = mask_of(block_mask, query, key) if block_mask is not None else None
-    task = Task(spec, card_of(query.device))
-    out, lse = _run(task, score_mod, mask_mod, {"q": query, "k": key, "v": value})
+    lists = blocked(block_mask, query, key) if block_mask is not None else None
+    mask_mod = lists.mask if lists is not None else None
+    if query.device.type == "cpu":
+        out, lse = by_pytorch.dense(query, key, value, score_mod, mask_mod, scale)
+    else:
+        task = task_of(query, key, value, (False, None, None, scale), ())
+        out, lse = _run(task, score_mod, mask_mod, {"q": query, "k": key, "v": value}, lists)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
@@ -137,38 +147,42 @@ def attention(
     FlexAttention's. With `fallback` PyTorch computes what no kernel can be made for, with a
     warning; otherwise that is NoKernel with the reason.
     """
-    from flashwright.flex import fallback as other
-
-    extras = {"sink": sink, "alibi": alibi, "bias": bias, "score_mod": score_mod}
-    extras |= {"mask_mod": mask_mod, "block_mask": block_mask}
+    lists = blocked(block_mask, query, key) if block_mask is not None else None
+    if lists is not None:
+        mask_mod = both(mask_mod, lists.mask)
+    extras = {"sink": sink, "alibi": alibi, "bias": bias}
+    extras |= {"score_mod": score_mod, "mask_mod": mask_mod}
     given = {name: extra for name, extra in extras.items() if extra is not None}
     plain: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
-    if query.device.type != "cuda":
-        return other.attention(query, key, value, return_lse=return_lse, **plain, **given)
+    if query.device.type == "cpu":
+        return by_pytorch.attention(query, key, value, return_lse=return_lse, **plain, **given)
     try:
-        out, lse = _attention(query, key, value, plain, given)
+        out, lse = _attention(query, key, value, plain, given, lists)
     except NoKernel as error:
         if not fallback:
             raise
         warnings.warn(f"PyTorch computes it: {error}", RuntimeWarning, stacklevel=2)
-        return other.attention(query, key, value, return_lse=return_lse, **plain, **given)
+        return by_pytorch.attention(query, key, value, return_lse=return_lse, **plain, **given)
     return (out, lse) if return_lse else out
 
 
 def _attention(
-    query: Any, key: Any, value: Any, plain: Mapping[str, Any], given: Mapping[str, Any]
+    query: Any,
+    key: Any,
+    value: Any,
+    plain: Mapping[str, Any],
+    given: Mapping[str, Any],
+    lists: Blocked | None,
 ) -> tuple[Any, Any]:
-    settings = {name: setting for name, setting in plain.items() if setting}
-    mask = given.get("mask_mod")
-    if "block_mask" in given:
-        mask = both(mask, mask_of(given["block_mask"], query, key))
-    flags = {name: True for name in ("alibi", "sink") if name in given}
-    task = Task(spec_of(query, key, value, **settings, **flags), card_of(query.device))
+    flags = tuple(name for name in ("alibi", "sink") if name in given)
+    task = task_of(query, key, value, tuple(plain.values()), flags)
     extra = {"slopes": "alibi", "sink": "sink", "bias": "bias"}
     more = {name: given[from_] for name, from_ in extra.items() if from_ in given}
-    return _run(task, given.get("score_mod"), mask, {"q": query, "k": key, "v": value, **more})
+    mods = (given.get("score_mod"), given.get("mask_mod"))
+    return _run(task, *mods, {"q": query, "k": key, "v": value, **more}, lists)
 
 
+@lru_cache(_MOST)
 def both(one: Function | None, other: Function | None) -> Function | None:
     """The mask of two masks."""
     if one is None or other is None:
@@ -185,39 +199,65 @@ def both(one: Function | None, other: Function | None) -> Function | None:
 
 
 def _run(
-    task: Task, score_mod: Function | None, mask_mod: Function | None, given: Mapping[str, Any]
+    task: Task,
+    score_mod: Function | None,
+    mask_mod: Function | None,
+    given: Mapping[str, Any],
+    lists: Blocked | None = None,
 ) -> tuple[Any, Any]:
     """O and LSE of a call. `given` has q, k, v, and slopes, sink and bias if there are any."""
-    dims = dims_of(given["q"], given["k"])
+    q, k, v = given["q"], given["k"], given["v"]
+    quick = _QUICK.get((task, score_mod, mask_mod)) if len(given) == 3 and lists is None else None
+    if quick is not None and quick.watch.same() and q.shape[0] == k.shape[0]:
+        found: tuple[Any, Any] = quick.operator(q, k, v, return_lse=True)
+        return found
+    dims = dims_of(q, k)
     bias = _Bias.of(given["bias"], dims) if "bias" in given else None
-    known = (task.spec, task.card.name, score_mod, mask_mod, bias)
+    form = None if lists is None else (lists.size, tuple(n > 1 for n in lists.counts.shape[:2]))
+    known = (task, score_mod, mask_mod, bias, form)
     entry = _KERNELS.get(known)
     if entry is None or not entry.watch.same():
-        entry = _KERNELS[known] = _new_entry(task, score_mod, mask_mod, bias, dims)
+        while len(_KERNELS) >= _MOST:
+            del _KERNELS[next(iter(_KERNELS))]
+            _QUICK.clear()
+        entry = _KERNELS[known] = _new_entry(task, (score_mod, mask_mod), bias, lists, dims)
     tensors = entry.tensors(given, dims)
+    if lists is not None:
+        tensors |= {"counts": lists.counts, "blocks": lists.blocks}
     inputs = entry.operator.inputs
     out, lse = entry.operator(*(tensors[name] for name in inputs), return_lse=True)
     if entry.new:
+        try:
+            check(out, score_mod, mask_mod, task.spec, dims, given)
+        except WrongKernel:
+            del _KERNELS[known]
+            shutil.rmtree(entry.folder, ignore_errors=True)
+            raise
         entry.new = False
-        check(out, score_mod, mask_mod, task.spec, dims, given)
+    if inputs == ("q", "k", "v") and lists is None:
+        _QUICK[task, score_mod, mask_mod] = entry
     return out, lse
 
 
 def _new_entry(
     task: Task,
-    score_mod: Function | None,
-    mask_mod: Function | None,
+    functions: tuple[Function | None, Function | None],
     bias: _Bias | None,
+    lists: Blocked | None,
     dims: Dims,
 ) -> _Entry:
-    watch = Watch(score_mod, mask_mod)
+    watch = Watch(*functions)
     try:
-        captured = capture(score_mod, mask_mod, dims)
+        captured = capture(*functions, dims)
+        if lists is not None:
+            used = replace(captured.mods, lists=lists.lists_for(captured.mods, tell))
+            captured = replace(captured, mods=used)
         if bias is not None:
             captured = replace(captured, mods=bias.added(captured.mods))
         order = order_of(task, captured)
         new = store.find(order) is None
-        return _Entry(torch_operator(store.find_or_make(order, tell)), captured, watch, new)
+        folder = store.find_or_make(order, tell)
+        return _Entry(torch_operator(folder), captured, watch, folder, new)
     except (NotCaptured, Failed, BadSpec) as error:
         raise NoKernel(str(error)) from None
 
@@ -290,6 +330,26 @@ def tell(text: str) -> None:
 # --- what a call asks for -----------------------------------------------------------------------
 
 
+_SETTINGS = ("causal", "window", "softcap", "scale")
+
+
+def task_of(
+    query: Any, key: Any, value: Any, plain: tuple[Any, ...], flags: tuple[str, ...]
+) -> Task:
+    """The task of a call: `plain` are the values of causal, window, softcap and scale."""
+    shapes = (query.shape[1], query.shape[3], key.shape[1], value.shape[3])
+    known = (query.dtype, key.dtype, value.dtype, query.device, shapes, plain, flags)
+    task = _TASKS.get(known)
+    if task is None:
+        settings = {n: s for n, s in zip(_SETTINGS, plain, strict=True) if s not in (None, False)}
+        spec = spec_of(query, key, value, **settings, **dict.fromkeys(flags, True))
+        task = _TASKS[known] = Task(spec, card_of(query.device))
+    return task
+
+
+_TASKS: dict[tuple[Any, ...], Task] = {}
+
+
 def spec_of(query: Any, key: Any, value: Any, **settings: Any) -> AttentionSpec:
     """The spec of a call. Raises NoKernel or ValueError with the tensor and the fix."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -342,98 +402,3 @@ def card_of(device: Any) -> Gpu:
 
 
 _CARDS: dict[int, Gpu] = {}
-
-
-# --- block masks --------------------------------------------------------------------------------
-
-
-def mask_of(block_mask: Any, query: Any, key: Any) -> Function | None:
-    """The mask function of a BlockMask. Where its lists of blocks say something else than its
-    function, the lists are part of the mask."""
-    known = _BLOCK_MASKS.get(id(block_mask))
-    if known is None or known[0] is not block_mask:
-        made = _mask_of(block_mask, query, key)
-        known = _BLOCK_MASKS[id(block_mask)] = (block_mask, made)
-    return known[1]
-
-
-_BLOCK_MASKS: dict[int, tuple[Any, Function | None]] = {}
-
-
-def _mask_of(block_mask: Any, query: Any, key: Any) -> Function | None:
-    rows, columns = block_mask.BLOCK_SIZE
-    lengths = tuple(block_mask.seq_lengths)
-    if lengths != (query.shape[2], key.shape[2]):
-        told = f"{query.shape[2]} x {key.shape[2]}"
-        raise ValueError(
-            f"block_mask is for {lengths[0]} x {lengths[1]} tokens, the call has {told}"
-        )
-    table = block_table(block_mask)
-    mask_mod: Function = block_mask.mask_mod
-    if torch.equal(table, _table_of(mask_mod, table, lengths, (rows, columns))):
-        return mask_mod
-    several = tuple(size > 1 for size in table.shape[:2])
-
-    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        here = table[b if several[0] else 0, h if several[1] else 0, q // rows, kv // columns]
-        return (here == 2) | ((here == 1) & mask_mod(b, h, q, kv))
-
-    return mask
-
-
-def block_table(block_mask: Any) -> Any:
-    """For each pair of blocks: 0 skipped, 1 masked by the function, 2 fully visible."""
-    partial = _dense(block_mask.kv_num_blocks, block_mask.kv_indices)
-    if block_mask.full_kv_num_blocks is None:
-        return partial
-    full = _dense(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    return torch.where(full == 1, 2, partial)
-
-
-def _dense(counts: Any, indices: Any) -> Any:
-    """Lists of blocks as a table of 0 and 1."""
-    listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
-    table = torch.zeros((*indices.shape[:-1], indices.shape[-1] + 1), dtype=torch.int32)
-    table = table.to(indices.device)
-    places = torch.where(listed, indices, indices.shape[-1]).long()
-    table.scatter_(-1, places, 1)
-    return table[..., :-1].contiguous()
-
-
-def _table_of(mask_mod: Function, like: Any, lengths: Any, size: tuple[int, int]) -> Any:
-    """The table that the mask function gives by itself."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    made = create_block_mask(
-        mask_mod, *like.shape[:2], *lengths, device=like.device, BLOCK_SIZE=size
-    )
-    return block_table(made)
-
-
-def _pytorch(
-    query: Any,
-    key: Any,
-    value: Any,
-    score_mod: Function | None,
-    block_mask: Any,
-    scale: float | None,
-    enable_gqa: bool,
-    return_lse: bool,
-    return_aux: Any,
-) -> Any:
-    """PyTorch's own FlexAttention."""
-    from torch.nn.attention import flex_attention as flex
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is not compiled
-        return flex.flex_attention(
-            query,
-            key,
-            value,
-            score_mod,
-            block_mask,
-            scale,
-            enable_gqa,
-            return_lse,
-            return_aux=return_aux,
-        )

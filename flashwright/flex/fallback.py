@@ -1,11 +1,12 @@
 """The same attention by PyTorch: on CPU tensors, and on request where no kernel can be made.
 
-It is FlexAttention, uncompiled on the CPU: every score is in memory at once.
+On the CPU every score is in memory at once, and gradients work; on a GPU it is FlexAttention,
+compiled.
 """
 
 from __future__ import annotations
 
-import warnings
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -28,30 +29,75 @@ def attention(
     **given: Any,
 ) -> Any:
     """What `flashwright.attention` computes."""
-    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
-
     shift = key.shape[2] - query.shape[2]
     score = score_of(softcap, shift, **{n: given.get(n) for n in ("alibi", "bias", "score_mod")})
-    mask = mask_of(causal, window, shift, given.get("mask_mod"), given.get("block_mask"))
+    mask = mask_of(causal, window, shift, given.get("mask_mod"))
+    run = dense if query.device.type == "cpu" else _compiled
+    out, lse = _with_sink(*run(query, key, value, score, mask, scale), sink)
+    return (out, lse) if return_lse else out
+
+
+def dense(
+    query: Any,
+    key: Any,
+    value: Any,
+    score_mod: Function | None,
+    mask_mod: Function | None,
+    scale: float | None = None,
+) -> tuple[Any, Any]:
+    """O and LSE in fp32 (fp64 for fp64 inputs), every score in memory; O has the query's type."""
+    kind = torch.float64 if query.dtype == torch.float64 else torch.float32
+    shared = query.shape[1] // key.shape[1]
+    k, v = (t.to(kind).repeat_interleave(shared, dim=1) for t in (key, value))
+    factor = 1 / math.sqrt(query.shape[3]) if scale is None else scale
+    scores = query.to(kind) @ k.transpose(2, 3) * factor
+    places = [torch.arange(n, device=query.device) for n in scores.shape]
+    if score_mod is not None:
+        scores = over(score_mod, with_score=True)(scores, *places).to(kind)
+    if mask_mod is not None:
+        scores = scores.masked_fill(~over(mask_mod, with_score=False)(*places), -math.inf)
+    lse = scores.logsumexp(dim=-1)
+    seen = lse[..., None] > -math.inf  # a row without keys gives 0
+    weights = torch.where(seen, (scores - torch.where(seen, lse[..., None], 0)).exp(), 0)
+    return (weights @ v).to(query.dtype), lse
+
+
+def over(function: Function, with_score: bool) -> Function:
+    """A function of one element over whole tensors: (score), batches, heads, rows, keys."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    first = (0,) if with_score else ()
+    mapped = function
+    for axis in reversed(range(4)):
+        indices = tuple(0 if n == axis else None for n in range(4))
+        mapped = torch.vmap(mapped, in_dims=(*first, *indices))
+
+    def run(*args: Any) -> Any:
+        with TransformGetItemToIndex():
+            return mapped(*args)
+
+    return run
+
+
+def _compiled(
+    query: Any, key: Any, value: Any, score: Function, mask: Function, scale: float | None
+) -> tuple[Any, Any]:
+    """FlexAttention, compiled."""
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     def hidden(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-        changed = score(s, b, h, q, kv)
-        return torch.where(mask(b, h, q, kv), changed, -float("inf"))
+        return torch.where(mask(b, h, q, kv), score(s, b, h, q, kv), -math.inf)
 
-    run = flex_attention if query.device.type == "cpu" else torch.compile(flex_attention)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is not compiled
-        out, aux = run(
-            query,
-            key,
-            value,
-            score_mod=hidden,
-            scale=scale,
-            enable_gqa=query.shape[1] != key.shape[1],
-            return_aux=AuxRequest(lse=True),
-        )
-    out, lse = _with_sink(out, aux.lse, sink)
-    return (out, lse) if return_lse else out
+    out, aux = torch.compile(flex_attention)(
+        query,
+        key,
+        value,
+        score_mod=hidden,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=AuxRequest(lse=True),
+    )
+    return out, aux.lse
 
 
 def _with_sink(out: Any, lse: Any, sink: Any) -> tuple[Any, Any]:
@@ -82,11 +128,8 @@ def score_of(
     return score
 
 
-def mask_of(
-    causal: bool, window: int | None, shift: int, mask_mod: Function | None, block_mask: Any
-) -> Function:
+def mask_of(causal: bool, window: int | None, shift: int, mask_mod: Function | None) -> Function:
     """The masks of attention by keywords as one function."""
-    listed = block_mask.mask_mod if block_mask is not None else None
 
     def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
         seen = kv >= 0
@@ -94,9 +137,6 @@ def mask_of(
             seen = seen & (kv <= q + shift)
         if window is not None:
             seen = seen & ((q + shift - kv).abs() < window)
-        for more in (mask_mod, listed):
-            if more is not None:
-                seen = seen & more(b, h, q, kv)
-        return seen
+        return seen if mask_mod is None else seen & mask_mod(b, h, q, kv)
 
     return mask

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from flashwright.flex.fallback import over
 from flashwright.spec import AttentionSpec
 
 Function = Callable[..., Any]
@@ -70,7 +71,7 @@ def expected(
     k, v = (t[source, h // shared].double() for t in (key, value))
     scores = query[b, h, rows].double() @ k.T * spec.softmax_scale
     keys = torch.arange(len(k), device=query.device)
-    batch, head = (torch.tensor(n, device=query.device) for n in (b, h))
+    batch, head = (torch.tensor([n], device=query.device) for n in (b, h))
     q_len, kv_len = query.shape[2], key.shape[2]
     hidden = torch.zeros_like(scores, dtype=torch.bool)
     position = rows[:, None] + kv_len - q_len
@@ -86,27 +87,13 @@ def expected(
         full = tensors["bias"].expand(*query.shape[:3], kv_len)
         scores = scores + full[b, h, rows].double()
     if score_mod is not None:
-        scores = _over(score_mod, scores)(scores, batch, head, rows, keys).double()
+        places = (batch, head, rows, keys)
+        scores = over(score_mod, with_score=True)(scores[None, None], *places)[0, 0].double()
     if mask_mod is not None:
-        hidden |= ~_over(mask_mod, None)(batch, head, rows, keys)
+        hidden |= ~over(mask_mod, with_score=False)(batch, head, rows, keys)[0, 0]
     scores = scores.masked_fill(hidden, -torch.inf)
     if spec.sink:  # one more column, which has no value
         logit = tensors["sink"][h].double().expand(len(rows), 1)
         scores = torch.cat([scores, logit], dim=1)
     weights = torch.softmax(scores, dim=-1)[:, :kv_len]
     return torch.nan_to_num(weights) @ v  # a row without keys
-
-
-def _over(function: Function, scores: Any) -> Function:
-    """A function of one element over rows and keys."""
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-
-    first = () if scores is None else (0,)
-    over_keys = torch.vmap(function, in_dims=(*first, None, None, None, 0))
-    over_rows = torch.vmap(over_keys, in_dims=(*first, None, None, 0, None))
-
-    def run(*args: Any) -> Any:
-        with TransformGetItemToIndex():
-            return over_rows(*args)
-
-    return run

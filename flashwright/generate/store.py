@@ -53,13 +53,16 @@ class Order:
     @cached_property
     def key(self) -> str:
         """A digest of what is computed, for which GPU, and of the translator."""
-        parts = (specs.dump(self.spec), self.gpu.name, repr(self.mods), translator())
+        spec = self.spec.model_copy(update={"dims": {}})  # sizes of the caller's own tensors
+        parts = (specs.dump(spec), self.gpu.name, repr(self.mods), translator())
         return sha256("\0".join(parts))
 
     @property
     def name(self) -> str:
         """The name of its package."""
-        return f"{self.gpu.name}-{self.spec.slug}-{self.key[:16]}"
+        plain = self.spec.model_copy(update={"dims": {}, "reference": None})
+        own = "-own" if self.mods is not None else ""
+        return f"{self.gpu.name}-{plain.slug}{own}-{self.key[:16]}"
 
     def in_words(self) -> str:
         """What it computes, for a line of progress."""

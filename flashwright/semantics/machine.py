@@ -199,12 +199,15 @@ class Machine(State):
                     self.report("FW604", text, loop.span, label=self.problem())
 
     def _loop_over(self, name: str, position: int, size: Expr) -> For | None:
-        """The loop over an axis of an index tensor, if its bounds contain the axis's length."""
+        """The loop over an axis of an index tensor, if its bounds contain the axis's length. Where
+        a tensor says how far the loop goes, the rest of the table may stay unread."""
         length = {e.id for e in expressions(size) if isinstance(e, Name)} & set(self.program.params)
         for stmt in statements(self.program.tree.body):
             if not isinstance(stmt, For):
                 continue
             bounds = [*self.program.spelt_out(stmt.low), *self.program.spelt_out(stmt.high)]
+            if any(isinstance(e, Index) for e in bounds):
+                continue
             inner = [e for s in statements(stmt.body) for e in expressions(s)]
             along = (
                 stmt.var in self.program.spelt_out(e.args[position])

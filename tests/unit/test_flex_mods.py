@@ -312,3 +312,48 @@ def test_the_kernel_computes_what_flex_attention_does(function: Function, tmp_pa
     out, result = launch(read_package(tmp_path), arrays, outputs, dims, "eager", 600.0)
     assert not result.findings
     assert_same(out, wanted, spec)
+
+
+# --- the command ------------------------------------------------------------------------------
+
+
+def explained(*args: str) -> tuple[int, str, str]:
+    from tests.unit.test_cli import Outcome
+
+    done = Outcome("explain-mod", *args)
+    return done.code, done.out, done.err
+
+
+def test_a_function_is_explained() -> None:
+    code, out, _ = explained(f"{FILE}:prefix_lm", "--batch", "2")
+    assert code == 0
+    assert out.splitlines() == [
+        "mask:  kv_idx < Prefix[batch_idx] or q_idx >= kv_idx",
+        "keys:  from 0 to min(kv_len, max(PrefixHere, (block_idx + 1) * BM))",
+        "  Prefix (batch) int32: one number for a block",
+        "  let PrefixHere = Prefix[batch_idx]",
+    ]
+
+
+def test_the_whole_program_of_a_function_is_clean() -> None:
+    code, out, _ = explained(f"{FILE}:alibi", "--gpu", "h200")
+    assert code == 0
+    assert not check(parse(out), gpus.find("h200")).diagnostics
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (f"{FILE}:causl", "has no function 'causl'"),
+        (f"{FILE}:MASKS", "has no function 'MASKS'"),
+        ("causal", "'causal' names no function of a file"),
+        ("nowhere.py:causal", "there is no file nowhere.py"),
+        (f"{FILE}:_normal", "neither score_mod nor mask_mod"),
+        (f"{__file__}:by_erf", "TL has no counterpart of aten.erf.default"),
+    ],
+)
+def test_what_cannot_be_explained_is_said(name: str, text: str) -> None:
+    code, _, err = explained(name)
+    assert code == 2
+    assert "error[FW907]" in err
+    assert text in err

@@ -11,7 +11,7 @@ from flashwright.author.builtin import tuned
 from flashwright.author.builtin.choose import Decision, choose
 from flashwright.author.builtin.complete import ParamChoice, complete
 from flashwright.author.builtin.mask import START, MaskText, mask_text
-from flashwright.author.builtin.mods import Mods, Placed, placed
+from flashwright.author.builtin.mods import BlockLists, Mods, Placed, placed
 from flashwright.author.builtin.needs import Workload
 from flashwright.author.builtin.retile import name_of, retiled
 from flashwright.author.builtin.variants import find
@@ -68,7 +68,8 @@ def write_sketch(spec: AttentionSpec, mods: Mods | None = None) -> str:
     body = _load(variant.sketch)
     own = placed(mods) if mods is not None else None
     if own is not None:
-        body = _with_own_mask(body, own, mask_text(spec))
+        assert mods is not None
+        body = _with_own_mask(body, own, mask_text(spec), mods.lists)
     elif spec.branch != "selected":  # the mask is part of the algorithm, so the sketch has it
         body = _masked(body, mask_text(spec))
     for option, wanted in (("softcap", spec.softcap is not None), ("alibi", spec.alibi)):
@@ -169,9 +170,10 @@ def _masked(body: tuple[Statement, ...], mask: MaskText) -> tuple[Statement, ...
 
 
 def _with_own_mask(
-    body: tuple[Statement, ...], mods: Placed, given: MaskText
+    body: tuple[Statement, ...], mods: Placed, given: MaskText, lists: BlockLists | None
 ) -> tuple[Statement, ...]:
-    """The sketch with a mask on top of the spec's, and with all reads of the mods."""
+    """The sketch with a mask on top of the spec's, and with all reads of the mods. Lists of blocks
+    say which keys are visited; without them the masks do."""
     low, high, condition = given.low, given.high, given.condition
     if mods.keys.low is not None:
         own = f"floor(max(0, {mods.keys.low}) / BN)"
@@ -181,13 +183,17 @@ def _with_own_mask(
         high = own if high == "kv_len / BN" else f"min({high}, {own})"
     if mods.mask is not None:
         condition += f" and ({format_expr(mods.mask)})"
+    before, inside = mods.before_loop, mods.in_loop
+    if lists is not None:
+        low, high = "0", lists.end
+        before, inside = (*before, *lists.before_loop()), (lists.in_loop(), *inside)
     mask = replace(given, condition=condition, low=low, high=high)
     body = _masked(body, mask)
     first = next(i for i, s in enumerate(body) if isinstance(s, For))
     loop = body[first]
     assert isinstance(loop, For)
-    loop = replace(loop, body=(*mods.in_loop, *loop.body))
-    return (*body[:first], *mods.before_loop, loop, *body[first + 1 :])
+    loop = replace(loop, body=(*inside, *loop.body))
+    return (*body[:first], *before, loop, *body[first + 1 :])
 
 
 def _with_extras(work: Workload, mods: Mods) -> Workload:
@@ -205,6 +211,7 @@ def _with_extras(work: Workload, mods: Mods) -> Workload:
         options=tuple(dict.fromkeys((*work.options, *priced))),
         score_bytes=sum(DTYPES[types[name]] for name in copied if name in made.tiles),
         key_vectors=sum(name not in made.tiles for name in copied),
+        listed=(mods.lists.rows, mods.lists.columns) if mods.lists is not None else None,
     )
 
 

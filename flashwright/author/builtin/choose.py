@@ -98,11 +98,13 @@ def enumerate_tilings(workload: Workload, gpu: Gpu) -> list[Tiling]:
     # With one stage the producer warp and the consumers would wait for each other.
     if takes_wgmma(workload, gpu):
         stages = (1, 2) if shares_columns(workload, gpu) else (2, 3, 4)
+    rows, keys = workload.listed or (0, 0)  # 0 is a multiple of everything
     return [
         Tiling(bm, bn, ahead, warps)
         for bm, warps in _rows(workload, gpu)
         for bn in columns
         for ahead in stages
+        if rows % bm == 0 and keys % bn == 0
     ]
 
 
@@ -204,6 +206,8 @@ def _validate(workload: Workload, gpu: Gpu) -> None:
         raise ValueError(f"a row tile is a multiple of 16 rows, not {rows}: pad the group")
     if columns is not None and (columns < 16 or columns % 16):
         raise ValueError(f"keys per step must be a multiple of 16, not {columns}")
+    if workload.listed is not None and not enumerate_tilings(workload, gpu):
+        raise NothingFits("no tile divides listed blocks of {} x {}".format(*workload.listed))
 
 
 def _simplest(fits: list[Candidate]) -> Candidate:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from flashwright.author.builtin.choose import Decision
-from flashwright.author.builtin.mods import Mods
+from flashwright.author.builtin.mods import KEY_BLOCK, KEY_TILE, ROW_BLOCK, Mods
 from flashwright.author.builtin.needs import takes_wgmma, tile_width
 from flashwright.author.builtin.variants import find
 from flashwright.gpu import Gpu
@@ -154,7 +154,7 @@ class _Completion:
             dtype = dtype or (spec.output_dtype if name == "O" else spec.input_dtype)
             if name in used:
                 yield Tensor(name, labels, sizes, dtype)
-        for operand in self.mods.operands:
+        for operand in self.mods.tensors:
             yield Tensor(operand.name, _letters(operand.sizes), operand.sizes, operand.dtype)
 
     def _size(self, size: str) -> str:
@@ -205,7 +205,7 @@ class _Completion:
         if size == "q_len":
             return "block_idx" if "block_idx" in self.grid else "q_pos"
         if size == "kv_len":
-            return loop
+            return KEY_TILE if loop is not None and self.mods.lists is not None else loop
         return _GRID_VARIABLES.get(size)
 
     # --- statements -----------------------------------------------------------------------
@@ -395,6 +395,7 @@ class _Completion:
     def _choices(self, body: tuple[Statement, ...]) -> tuple[ParamChoice, ...]:
         used = {e.id for s in statements(body) for e in expressions(s) if isinstance(e, Name)}
         used |= {size for t in self.tensors.values() for size in t.sizes}
+        used |= {ROW_BLOCK, KEY_BLOCK} if self.mods.lists is not None else set()
         used |= {"Stages", "QStages", *RESERVED_PARAMS, *(w.name for w in self.widths.values())}
         return tuple(c for c in self._numbers() if c.name in used)
 
@@ -424,6 +425,10 @@ class _Completion:
         yield ParamChoice("SinkTokens", str(spec.sink_tokens), "given: keys that every query sees")
         yield ParamChoice("SinkBlocks", "ceil(SinkTokens / BN)", "the blocks that they lie in")
         yield ParamChoice("Softcap", repr(spec.softcap), "given: no score goes beyond it")
+        if self.mods.lists is not None:
+            lists = self.mods.lists
+            yield ParamChoice(ROW_BLOCK, str(lists.rows), "given: queries of a block in the lists")
+            yield ParamChoice(KEY_BLOCK, str(lists.columns), "given: keys of a block in the lists")
         yield ParamChoice("Block", str(spec.block), "given: tokens in a compressed block")
         yield ParamChoice("Stride", str(spec.stride), "given: tokens between compressed blocks")
 

@@ -13,7 +13,7 @@ tensor is read follows from its index:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -48,12 +48,60 @@ class Operand:
 
 
 @dataclass(frozen=True)
+class BlockLists:
+    """Lists of the blocks of keys that each block of queries visits, in two tensors: `Counts` says
+    how many, `Blocks` which. They have one batch, or one head, if these share the lists."""
+
+    rows: int
+    columns: int
+    batched: bool
+    per_head: bool
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """The two tensors."""
+        shared = ("batch" if self.batched else "1", "heads" if self.per_head else "1")
+        rows = f"ceil(q_len / {ROW_BLOCK})"
+        counts = Operand("Counts", (*shared, rows), "int32")
+        return counts, Operand("Blocks", (*shared, rows, f"ceil(kv_len / {KEY_BLOCK})"), "int32")
+
+    def before_loop(self) -> tuple[Statement, ...]:
+        """The block of queries, and how many blocks it visits."""
+        row = _let("RowBlockHere", f"floor(block_idx * BM / {ROW_BLOCK})")
+        return row, _let("Visited", f"Counts[{self._place}]")
+
+    def in_loop(self) -> Statement:
+        """The tile of keys of an iteration."""
+        tiles = f"{KEY_BLOCK} / BN"
+        block = f"Blocks[{self._place}, floor(i * BN / {KEY_BLOCK})]"
+        return _let(KEY_TILE, f"{block} * ({tiles}) + i % ({tiles})")
+
+    @property
+    def end(self) -> str:
+        """The number of iterations."""
+        return f"Visited * ({KEY_BLOCK} / BN)"
+
+    @property
+    def _place(self) -> str:
+        shared = ("batch_idx" if self.batched else "0", "head_idx" if self.per_head else "0")
+        return ", ".join((*shared, "RowBlockHere"))
+
+
+ROW_BLOCK, KEY_BLOCK, KEY_TILE = "RowBlock", "KeyBlock", "KeyTile"
+
+
+def _let(name: str, text: str) -> Statement:
+    return parse(f"let {name} = {text}").body[0]
+
+
+@dataclass(frozen=True)
 class Mods:
-    """A score, a mask, and the tensors that they read."""
+    """A score, a mask, the tensors that they read, and lists of blocks to visit."""
 
     score: Expr | None = None
     mask: Expr | None = None
     operands: tuple[Operand, ...] = ()
+    lists: BlockLists | None = None
 
     def hoisted(self) -> Mods:
         """The same with a mask instead of scores of -inf, which bounds the loop."""
@@ -75,7 +123,12 @@ class Mods:
         """The run-time dims that only these tensors have."""
         known = {"batch", "heads", "kv_heads", "q_len", "kv_len"}
         sizes = dict.fromkeys(s for o in self.operands for s in o.sizes)
-        return tuple(s for s in sizes if s not in known and not s.isdecimal())
+        return tuple(s for s in sizes if s not in known and s.isidentifier())
+
+    @property
+    def tensors(self) -> tuple[Operand, ...]:
+        """All tensors beside Q, K and V."""
+        return (*self.operands, *(self.lists.operands if self.lists is not None else ()))
 
 
 @dataclass(frozen=True)
@@ -89,8 +142,13 @@ class Placed:
     mask: Expr | None
     keys: Range
     """The keys that the mask can show to a block."""
-    tiles: frozenset[str]
-    """The tensors that are copied as tiles."""
+    ways: Mapping[str, tuple[str, ...]]
+    """How each tensor is read: scalar, row, column, tile or gather."""
+
+    @property
+    def tiles(self) -> frozenset[str]:
+        """The tensors that are copied as tiles."""
+        return frozenset(name for name, ways in self.ways.items() if "tile" in ways)
 
 
 def placed(mods: Mods) -> Placed:
@@ -105,8 +163,7 @@ def placed(mods: Mods) -> Placed:
     if score is not None:
         made = parse(f"Compute {format_expr(score)} and get new S").body[0]
         assert isinstance(made, Compute)
-    tiles = frozenset(reader.tiles)
-    return Placed(tuple(reader.before), tuple(reader.inside), made, mask, keys, tiles)
+    return Placed(tuple(reader.before), tuple(reader.inside), made, mask, keys, reader.ways)
 
 
 class _Reader:
@@ -117,7 +174,7 @@ class _Reader:
         self.before: list[Statement] = []
         self.inside: list[Statement] = []
         self.known: dict[str, Expr] = {}
-        self.tiles: set[str] = set()
+        self.ways: dict[str, tuple[str, ...]] = {}
 
     def read_scalar(self, expr: Expr) -> Expr:
         """The same for reads that do not depend on the element; the others stay."""
@@ -135,14 +192,14 @@ class _Reader:
     def _placed(self, expr: Index) -> Expr:
         operand = self.operands[expr.tensor.id]
         way = self._way(expr, operand)
+        ways = self.ways.get(operand.name, ())
+        self.ways[operand.name] = ways if way in ways else (*ways, way)
         if way == "scalar":
             return self._scalar(expr, operand)
         if way in ("row", "column", "tile"):
             copy = parse(f"Copy {operand.name} from global to register").body[0]
             assert isinstance(copy, Copy)
             (self.before if way == "row" else self.inside).append(copy)
-            if way == "tile":
-                self.tiles.add(operand.name)
             return Name(operand.name)
         return expr
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flashwright.author.builtin.mods import Mods
+from flashwright.author.builtin.mods import BlockLists, Mods
 from flashwright.lang.nodes import Binary, Call, Expr, Index, Name, Num, Unary
 from flashwright.spec import AttentionSpec
 
@@ -48,7 +48,7 @@ def reference(inputs, dims):
 
 def make_inputs(rng, dims):
     size = {{**dims}}
-    return {{{inputs}}}
+    return {{{inputs}}}{lists}
 
 
 def read(tensor, *index):
@@ -65,6 +65,22 @@ def whole(rng, low, high, shape, ascending):
     """Whole numbers from low to high, ascending along the last axis if asked."""
     made = rng.integers(low, high + 1, shape)
     return (np.sort(made, axis=-1) if ascending else made).astype(np.int32)
+
+
+def lists(rng, shape):
+    """Lists of the blocks that are visited, some of each row."""
+    kept = rng.random(shape) < 0.6
+    blocks = np.argsort(~kept, axis=-1, kind="stable").astype(np.int32)
+    return {{"Counts": kept.sum(axis=-1).astype(np.int32), "Blocks": blocks}}
+
+
+def listed(inputs):
+    """The same lists as a table."""
+    counts, blocks = inputs["Counts"].astype(int), inputs["Blocks"].astype(int)
+    table = np.zeros(blocks.shape, bool)
+    there = np.arange(blocks.shape[-1]) < counts[..., None]
+    np.put_along_axis(table, blocks, there, axis=-1)
+    return table
 '''
 
 
@@ -82,6 +98,12 @@ def reference_text(mods: Mods, spec: AttentionSpec, samples: Mapping[str, Sample
     made = [f'"{o.name}": {_draw(o.sizes, o.dtype, samples.get(o.name))}' for o in mods.operands]
     seen = [_python(mods.mask)] if mods.mask is not None else []
     position = "(q + K.shape[2] - Q.shape[2])"
+    lists = ""
+    if mods.lists is not None:
+        batch, head = "b" if mods.lists.batched else "0", "h" if mods.lists.per_head else "0"
+        here = f"q // {mods.lists.rows}, kv // {mods.lists.columns}"
+        seen.append(f"listed(inputs)[{batch}, {head}, {here}]")
+        lists = f" | {_drawn_lists(mods.lists)}"
     seen += [f"(kv <= {position})"] if spec.causal else []
     seen += [f"(np.abs({position} - kv) < {spec.window})"] if spec.window is not None else []
     return _TEXT.format(
@@ -91,7 +113,15 @@ def reference_text(mods: Mods, spec: AttentionSpec, samples: Mapping[str, Sample
         mask=" & ".join(seen) or "True",
         sink='inputs["Sink"][:, None, None]' if spec.sink else "-np.inf",
         inputs=", ".join(made),
+        lists=lists,
     )
+
+
+def _drawn_lists(lists: BlockLists) -> str:
+    batch = 'size["batch"]' if lists.batched else "1"
+    heads = 'size["heads"]' if lists.per_head else "1"
+    blocks = f'-(-size["q_len"] // {lists.rows}), -(-size["kv_len"] // {lists.columns})'
+    return f"lists(rng, ({batch}, {heads}, {blocks}))"
 
 
 def _options(spec: AttentionSpec, position: str) -> str:

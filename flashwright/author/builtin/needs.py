@@ -29,7 +29,8 @@ class Workload:
     rows of a tile are heads of one group at one position; `cols_fixed` dictates the keys per step
     (a selected block). Where keys are selected, kv_len is how many of them a query reads. `options`
     add work to every score. `score_bytes` are those of further tensors with an element for each
-    score (a bias), and `key_vectors` have a number for each key.
+    score (a bias), and `key_vectors` have a number for each key. `listed` are the queries and keys
+    of a block, where lists say which blocks are visited: tiles divide them.
     """
 
     qk_dim: int
@@ -46,6 +47,7 @@ class Workload:
     options: tuple[str, ...] = ()
     score_bytes: int = 0
     key_vectors: int = 0
+    listed: tuple[int, int] | None = None
     rows_fixed: int | None = None
     cols_fixed: int | None = None
 

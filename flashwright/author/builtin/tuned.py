@@ -95,6 +95,7 @@ def beyond(workload: Workload) -> tuple[str, ...]:
         "sinks": workload.sinks > 0,
         "score_bytes": workload.score_bytes > 0,
         "key_vectors": workload.key_vectors > 0,
+        "listed": workload.listed is not None,
     }
     return (*sorted(workload.options), *(name for name, there in more.items() if there))
 

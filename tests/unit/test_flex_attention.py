@@ -1,0 +1,346 @@
+"""flashwright.attention and flashwright.flex_attention.
+
+Without a GPU the CUDA path is tried with an operator that interprets the program that was made.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashwright import gpu as gpus
+from flashwright.check.check import check
+from flashwright.generate import store
+from flashwright.generate.pipeline import STAGES, generate
+from flashwright.lang.parse import parse
+from flashwright.semantics.interpret import interpret
+from flashwright.spec import AttentionSpec
+
+torch = pytest.importorskip("torch")
+import flashwright  # noqa: E402
+from flashwright.flex import attention as flex  # noqa: E402
+from flashwright.flex import fallback, trial  # noqa: E402
+from flashwright.flex.attention import NoKernel, Task, spec_of  # noqa: E402
+from flashwright.flex.blocks import blocked  # noqa: E402
+
+CARD = gpus.find("h200")
+Tensors = dict[str, Any]
+
+
+class Interpreted:
+    """An operator that interprets the program of a package."""
+
+    calls = 0
+
+    def __init__(self, folder: Path) -> None:
+        program = check(parse((folder / "code.tl").read_text()), CARD).program
+        assert program is not None
+        self.program = program
+        self.inputs = tuple(t.name.lower() for t in program.inputs)
+
+    def __call__(self, *tensors: Any, return_lse: bool = False) -> Any:
+        type(self).calls += 1
+        named = zip(self.program.inputs, tensors, strict=True)
+        arrays = {t.name: self._numpy(x) for t, x in named}
+        k = arrays["K"]
+        out = interpret(self.program, arrays, {"kv_heads": k.shape[1]})
+        o = torch.from_numpy(out["O"].astype(np.float32)).bfloat16()
+        return (o, torch.from_numpy(out["LSE"])) if return_lse else o
+
+    @staticmethod
+    def _numpy(tensor: Any) -> Any:
+        return (tensor.float() if tensor.is_floating_point() else tensor).contiguous().numpy()
+
+
+def _checked_only(order: store.Order, folder: Path, verified: bool) -> None:
+    """A package up to its program: no compiler is needed."""
+    plan = [s for s in STAGES if s.name in ("sketch", "parameters", "check")]
+    reference = order.reference.encode() if order.reference is not None else None
+    how = partial(generate, order.spec, order.gpu, folder, store._Quiet(), mods=order.mods)
+    run = how(plan=plan, last="check", reference=reference)
+    assert run.ok, run.findings
+
+
+@pytest.fixture(autouse=True)
+def without_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHWRIGHT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(flex, "torch_operator", Interpreted)
+    monkeypatch.setattr(store, "_make", _checked_only)
+    monkeypatch.setattr(flex, "_KERNELS", {})
+    monkeypatch.setattr(flex, "_QUICK", {})
+    torch.manual_seed(0)
+
+
+def qkv(
+    batch: int = 2, heads: int = 4, kv_heads: int = 2, q_len: int = 40, kv_len: int = 50
+) -> Tensors:
+    shapes = {"q": (heads, q_len), "k": (kv_heads, kv_len), "v": (kv_heads, kv_len)}
+    return {n: torch.randn(batch, h, m, 16).bfloat16() for n, (h, m) in shapes.items()}
+
+
+def run(
+    given: Tensors, score_mod: Any = None, mask_mod: Any = None, lists: Any = None, **settings: Any
+) -> tuple[Any, Any]:
+    """The call as it is on a GPU."""
+    task = _task(spec_of(given["q"], given["k"], given["v"], **settings))
+    return flex._run(task, score_mod, mask_mod, given, lists)
+
+
+@lru_cache
+def _task(spec: AttentionSpec) -> Task:
+    return Task(spec, CARD)
+
+
+def assert_like_pytorch(
+    found: Any, given: Tensors, score_mod: Any = None, mask_mod: Any = None, **settings: Any
+) -> None:
+    extras = {"alibi": "slopes", "sink": "sink", "bias": "bias"}
+    more = {name: given[key] for name, key in extras.items() if key in given}
+    mods = {"score_mod": score_mod, "mask_mod": mask_mod}
+    more |= {name: function for name, function in mods.items() if function is not None}
+    plain = {n: s for n, s in settings.items() if n not in ("alibi", "sink")}
+    q, k, v = (given[name].double() for name in "qkv")
+    if k.shape[0] < q.shape[0]:
+        k, v = (t.expand(q.shape[0], *t.shape[1:]) for t in (k, v))
+    out, lse = fallback.attention(q, k, v, return_lse=True, **plain, **more)
+    torch.testing.assert_close(found[0].double(), out, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(found[1].double(), lse.double(), atol=1e-4, rtol=1e-4)
+
+
+# --- one call ---------------------------------------------------------------------------------
+
+
+def every_third(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (q - kv) % 3 == 0
+
+
+def doubled(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return score * 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings"),
+    [
+        ((2, 4, 40, 50), {"causal": True}),
+        ((4, 40, 50), {"softcap": 10.0}),
+        ((2, 1, 1, 50), {}),
+        ((40, 1), {"window": 9, "causal": True}),
+        ((1, 1, 1, 1), {}),
+    ],
+)
+def test_a_bias_of_any_broadcast_shape(shape: tuple[int, ...], settings: dict[str, Any]) -> None:
+    given = {**qkv(), "bias": torch.randn(*shape)}
+    assert_like_pytorch(run(given, **settings), given, **settings)
+
+
+def test_all_at_once() -> None:
+    """Softcap, ALiBi, bias, then the score; the sink, the window and the mask."""
+    given = {**qkv(), "slopes": torch.rand(4), "sink": torch.randn(4), "bias": torch.randn(40, 50)}
+    settings = {"causal": True, "window": 30, "softcap": 20.0}
+    found = run(given, doubled, every_third, alibi=True, sink=True, **settings)
+    assert_like_pytorch(found, given, doubled, every_third, **settings)
+
+
+def test_keys_of_one_batch_serve_all() -> None:
+    given = {**qkv(), **{n: t for n, t in qkv(batch=1).items() if n != "q"}}
+    assert_like_pytorch(run(given, None, every_third), given, None, every_third)
+
+
+def test_a_kernel_is_made_once_and_its_first_output_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checked: list[Any] = []
+    real = trial.check
+    monkeypatch.setattr(flex, "check", lambda *args: (checked.append(args), real(*args)))
+    given = qkv()
+    run(given, None, every_third)
+    run(qkv(q_len=33, kv_len=65), None, every_third)  # other lengths, the same kernel
+    told = capsys.readouterr().err
+    assert told.count("making a kernel, once: a mask of your own") == 1
+    assert len(checked) == 1
+    flex._KERNELS.clear()  # another process
+    flex._QUICK.clear()
+    run(given, None, every_third)
+    assert capsys.readouterr().err == ""
+    assert len(checked) == 1
+
+
+def test_a_wrong_kernel_is_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(Interpreted):
+        def __call__(self, *tensors: Any, return_lse: bool = False) -> Any:
+            out, lse = super().__call__(*tensors, return_lse=True)
+            return out.roll(1, dims=2), lse
+
+    monkeypatch.setattr(flex, "torch_operator", Wrong)
+    for _ in range(2):  # and it is not kept for the next call
+        with pytest.raises(trial.WrongKernel, match="a new kernel is wrong: at batch"):
+            run(qkv(), None, every_third)
+
+
+def test_a_tensor_that_is_replaced_or_changed_is_seen() -> None:
+    limit = torch.tensor([10, 20])
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return kv < limit[b]
+
+    given = qkv()
+    assert_like_pytorch(run(given, None, mask), given, None, mask)
+    limit += 7  # in place
+    assert_like_pytorch(run(given, None, mask), given, None, mask)
+    limit = torch.tensor([5, 40])  # another tensor under the same name
+    assert_like_pytorch(run(given, None, mask), given, None, mask)
+
+
+def test_a_number_that_changes_is_seen() -> None:
+    reach = 5
+
+    def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q - kv).abs() < reach
+
+    given = qkv()
+    assert_like_pytorch(run(given, None, mask), given, None, mask)
+    reach = 11
+    assert_like_pytorch(run(given, None, mask), given, None, mask)
+
+
+# --- block masks ------------------------------------------------------------------------------
+
+
+def causal(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return q >= kv
+
+
+def block_mask(mask_mod: Any) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(mask_mod, 1, 4, 48, 64, device="cpu", BLOCK_SIZE=16)
+
+
+def test_a_block_mask_that_its_function_made_is_the_function() -> None:
+    given = qkv(q_len=48, kv_len=64)
+    assert blocked(block_mask(causal), given["q"], given["k"]).mask is causal
+
+
+def test_lists_of_blocks_that_say_something_else_are_honoured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    made = block_mask(causal)
+    counts = made.kv_num_blocks.clone()
+    counts[:, 1] = 0  # head 1 skips every block that its function masks
+    lists = (counts, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices)
+    other = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=16, mask_mod=causal, seq_lengths=(48, 64))
+    given = qkv(q_len=48, kv_len=64)
+    lists = blocked(other, given["q"], given["k"])
+
+    def meant(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (q >= kv) & ((h != 1) | (q // 16 > kv // 16))
+
+    assert_like_pytorch(run(given, None, lists.mask, lists=lists), given, None, meant)
+    assert "blocks of 16 x 16 are not whole tiles" in capsys.readouterr().err
+
+
+def test_lists_of_blocks_are_visited_where_the_mask_bounds_no_keys(tmp_path: Path) -> None:
+    """Packed documents: each block of queries visits the blocks of its own documents."""
+    document = torch.arange(300) // 70
+
+    def documents(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return document[q] == document[kv]
+
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    given = qkv(q_len=300, kv_len=300)
+    mask = create_block_mask(documents, None, None, 300, 300, device="cpu", BLOCK_SIZE=(128, 64))
+    lists = blocked(mask, given["q"], given["k"])
+    assert lists.counts.flatten().tolist() == [3, 4, 2]
+    found = run(given, None, documents, lists=lists)
+    assert_like_pytorch(found, given, None, documents)
+    (program,) = (tmp_path / "cache" / "packages").glob("*/code.tl")
+    text = program.read_text()
+    assert "for i = 0:Visited * (KeyBlock / BN)" in text
+    assert "Copy Document2 (BN) in coordinate [L = KeyTile]" in text
+
+
+def test_a_mask_that_bounds_its_keys_needs_no_lists(tmp_path: Path) -> None:
+    given = qkv(q_len=48, kv_len=64)
+    lists = blocked(block_mask(causal), given["q"], given["k"])
+    run(given, None, causal, lists=lists)
+    (program,) = (tmp_path / "cache" / "packages").glob("*/code.tl")
+    assert "for i = 0:min(kv_len, (block_idx + 1) * BM) / BN" in program.read_text()
+
+
+def test_a_block_mask_for_other_lengths_is_refused() -> None:
+    given = qkv(q_len=41)
+    with pytest.raises(ValueError, match="block_mask is for 48 x 64 tokens, the call has 41 x 50"):
+        blocked(block_mask(causal), given["q"], given["k"])
+
+
+# --- what is refused --------------------------------------------------------------------------
+
+
+def test_no_kernel_says_why_with_the_line() -> None:
+    def by_erf(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return torch.erf(score)
+
+    with pytest.raises(NoKernel, match=r"test_flex_attention.py:\d+: TL has no counterpart of"):
+        run(qkv(), by_erf)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"q": torch.zeros(4, 40, 16)}, ValueError, "query has 3 axes"),
+        ({"k": torch.zeros(2, 2, 50, 16)}, ValueError, "key is torch.float32 and query"),
+        ({n: torch.zeros(2, 2, 50, 16) for n in "qkv"}, NoKernel, "query is torch.float32"),
+        ({n: torch.zeros(2, 2, 5, 12).half() for n in "qkv"}, NoKernel, "head_dim: must be a mul"),
+        ({"k": torch.zeros(2, 3, 50, 16).bfloat16()}, NoKernel, "must divide the query heads"),
+        ({"bias": torch.zeros(3, 50)}, ValueError, "bias has 3 along q_len, which is 40 here"),
+        ({"bias": torch.zeros(50).double()}, NoKernel, "bias: a tensor of float64"),
+    ],
+)
+def test_tensors_that_do_not_fit(change: Tensors, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        run({**qkv(), **change})
+
+
+# --- on the CPU -------------------------------------------------------------------------------
+
+
+def test_on_the_cpu_it_is_pytorchs() -> None:
+    given = {name: t.float() for name, t in qkv().items()}
+    q, k, v = given["q"], given["k"], given["v"]
+    out = flashwright.attention(q, k, v, causal=True)
+    keys, values = (t.repeat_interleave(2, dim=1) for t in (k, v))
+    bias = torch.ones(40, 50).tril(10).log()  # the last query stands at the last key
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=bias)
+    torch.testing.assert_close(out, wanted)
+    found, lse = flashwright.flex_attention(q, k, v, doubled, enable_gqa=True, return_lse=True)
+    scores = q @ keys.transpose(2, 3) * (2 / math.sqrt(16))
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    torch.testing.assert_close(found, scores.softmax(-1) @ values)
+
+
+def test_gradients_work_on_the_cpu() -> None:
+    given = {name: t.float().requires_grad_() for name, t in qkv().items()}
+    flashwright.attention(given["q"], given["k"], given["v"], causal=True).sum().backward()
+    assert all(t.grad is not None and t.grad.isfinite().all() for t in given.values())
+
+
+def test_a_table_of_another_length_needs_no_other_kernel(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for size in (200, 300):
+        table = torch.randn(size)
+
+        def score(s: Any, b: Any, h: Any, q: Any, kv: Any, table: Any = table) -> Any:
+            return s + table[q - kv + 100]
+
+        given = qkv()
+        assert_like_pytorch(run(given, score), given, score)
+    assert capsys.readouterr().err.count("making a kernel") == 1
