@@ -22,7 +22,9 @@ from typing import Any
 from flashwright.author.builtin.mods import Mods, Operand
 from flashwright.flex import aten, compare
 from flashwright.flex.aten import Refused, Typed
+from flashwright.lang.diagnostic import Failed
 from flashwright.lang.nodes import Expr, Index, Name, Num
+from flashwright.lang.parse import parse
 
 Function = Callable[..., Any]
 
@@ -437,7 +439,17 @@ class Watch:
 def _tl_name(name: str) -> str:
     words = re.sub(r"[^A-Za-z0-9]+", " ", name).split()
     text = "".join(word[:1].upper() + word[1:] for word in words)
-    return text if text and text[0].isalpha() and text not in _TAKEN else f"Tensor{text}"
+    free = text and text[0].isalpha() and text not in _TAKEN and not _is_keyword(text)
+    return text if free else f"Tensor{text}"
+
+
+def _is_keyword(text: str) -> bool:
+    """Whether TL has another use for a word, such as End."""
+    try:
+        parse(f"let x = {text}[0]")
+    except Failed:
+        return True
+    return False
 
 
 _TAKEN = frozenset(

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import functools
 import re
+import shutil
 import warnings
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from flashwright.build.arrays import NO_GRADIENT
 from flashwright.flex import attention as flex
 from flashwright.flex.capture import Captured, NotCaptured, Source, Watch, capture
 from flashwright.flex.form import Form, form_of
-from flashwright.flex.trial import check
+from flashwright.flex.trial import WrongKernel, check
 from flashwright.generate import store
 from flashwright.generate.model_kernels import scale_of
 from flashwright.gpu import Gpu
@@ -40,6 +42,7 @@ OLDEST = "4.57"
 _TRUE = re.compile(r"1 != 0|q_idx >= 0|kv_idx >= 0")
 _CAUSAL = re.compile(r"kv_idx <= q_idx|q_idx >= kv_idx")
 _BEHIND = re.compile(r"kv_idx > q_idx - (\d+)")
+_CHUNK = re.compile(r"floor\(\(kv_idx - (.+)\) / (\d+)\) == floor\(\(q_idx - \1\) / \2\)")
 _AROUND = re.compile(r"abs\(q_idx - kv_idx\) (<=?) (\d+)")
 
 
@@ -135,39 +138,24 @@ def make_mask(
     last_at_last = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
     mask_mod: Function | None = None
     if known is None:
-        mask_mod = mask_function
+        mask_mod = _bounded(mask_function)
         if not (isinstance(q_offset, int) and q_offset == kv_offset == 0):
             offsets = (_number(offset, device) for offset in (q_offset, kv_offset))
-            mask_mod = _moved(mask_function, *offsets)
+            mask_mod = _moved(mask_mod, *offsets)
     elif known != SpecMask() and not last_at_last:
         mask_mod = _shifted(known, _number(q_offset - kv_offset, device))
         known = SpecMask()
     padding = _padding(attention_mask, kv_offset, kv_length)
-    return ModelMask(shape, known or SpecMask(), flex.both(padding, mask_mod))
+    return ModelMask(shape, known or SpecMask(), flex.both.__wrapped__(padding, mask_mod))
 
 
 def recognised(mask_function: Function) -> SpecMask | None:
     """The mask in the spec's words; None if the spec has no words for it."""
-    form = form_of(mask_function)
-    if form is None or form.tensors:
+    parts = _parts_of(mask_function)
+    if parts is None:
         return None
-    if form.key not in _RECOGNISED:
-        try:
-            dims = {"batch": 1, "heads": 1, "kv_heads": 1, "q_len": 64, "kv_len": 64}
-            mask = capture(None, mask_function, dims).mods.mask
-        except NotCaptured:  # told where the kernel is made
-            mask = None
-        _RECOGNISED[form.key] = _in_the_specs_words(mask) if mask is not None else None
-    return _RECOGNISED[form.key]
-
-
-_RECOGNISED: dict[Hashable, SpecMask | None] = {}
-
-
-def _in_the_specs_words(mask: Expr) -> SpecMask | None:
     causal, behind, around = False, [], []
-    for part in _conjuncts(mask):
-        text = format_expr(part)
+    for text in parts:
         if _CAUSAL.fullmatch(text):
             causal = True
         elif found := _BEHIND.fullmatch(text):
@@ -179,6 +167,39 @@ def _in_the_specs_words(mask: Expr) -> SpecMask | None:
     if behind and not causal:  # the spec's window of a mask that is not causal has two sides
         return None
     return SpecMask(causal, min(behind + around, default=None))
+
+
+def _bounded(mask_function: Function) -> Function:
+    """The same mask with a bound for chunks whose start is data: the checker of TL sees that the
+    loop misses no key only if the mask says so without data."""
+    for text in _parts_of(mask_function) or ():
+        if found := _CHUNK.fullmatch(text):
+            near = _shifted(SpecMask(False, int(found[2])), None)
+            together = flex.both.__wrapped__(mask_function, near)
+            assert together is not None
+            return together
+    return mask_function
+
+
+def _parts_of(mask_function: Function) -> tuple[str, ...] | None:
+    """The conditions of a mask as TL, all of which must hold; None if it cannot be captured, which
+    is told where its kernel is made."""
+    form = form_of(mask_function)
+    if form is None:
+        return None
+    if form.key not in _PARTS:
+        dims = {"batch": 1, "heads": 1, "kv_heads": 1, "q_len": 1, "kv_len": 1}
+        if not form.tensors:  # compared with the function in this range
+            dims |= {"q_len": 64, "kv_len": 64}
+        try:
+            mask = capture(None, mask_function, dims).mods.mask
+            _PARTS[form.key] = tuple(format_expr(e) for e in _conjuncts(mask)) if mask else None
+        except NotCaptured:
+            _PARTS[form.key] = None
+    return _PARTS[form.key]
+
+
+_PARTS: dict[Hashable, tuple[str, ...] | None] = {}
 
 
 def _conjuncts(expr: Expr) -> list[Expr]:
@@ -195,11 +216,11 @@ def _number(value: Any, device: Any) -> Any:
 
 
 def _shifted(known: SpecMask, shift: Any) -> Function:
-    """A mask in the spec's words whose first query stands at key `shift`."""
+    """A mask in the spec's words whose first query stands at key `shift`; None: at the first."""
     causal, window = known.causal, known.window
 
     def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        position = q + shift[0]
+        position = q + shift[0] if shift is not None else q
         seen = kv <= position if causal else kv >= 0
         if window is not None:
             seen = seen & (kv > position - window)
@@ -238,11 +259,11 @@ def _padding(attention_mask: Any, kv_offset: int, kv_length: int) -> Function | 
     return tokens_from_to(start.int(), end.int()) if in_one_piece else _tokens_there(there.int())
 
 
-def tokens_from_to(start: Any, end: Any) -> Function:
-    """The mask of a batch whose sequences have padding before `start` and from `end` on."""
+def tokens_from_to(first_token: Any, end_token: Any) -> Function:
+    """The mask of a batch whose sequences have padding before the first token and from the end."""
 
     def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        return (kv >= start[b]) & (kv < end[b])
+        return (kv >= first_token[b]) & (kv < end_token[b])
 
     return mask
 
@@ -275,11 +296,10 @@ class LayerCall:
     tensors: Mapping[str, Any]
     """`sink` and `bias`, if there are any."""
 
-    def settings(self) -> dict[str, Any]:
-        """The settings of the spec that differ from its defaults."""
-        given = {"causal": self.known.causal, "window": self.known.window, "scale": self.scale}
-        given |= {"softcap": self.softcap, "sink": "sink" in self.tensors}
-        return {name: setting for name, setting in given.items() if setting}
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """causal, window, softcap and scale."""
+        return (self.known.causal, self.known.window, self.softcap, self.scale)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator,unused-ignore]
@@ -306,7 +326,7 @@ def attend(
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             raise RuntimeError(NO_GRADIENT)
         try:
-            out = by_kernel(call, flex.card_of(query.device), query, key, value)
+            out = by_kernel(call, query, key, value)
         except flex.NoKernel as error:
             if not fallback:
                 raise
@@ -401,18 +421,17 @@ def _by_pytorch(call: LayerCall, query: Any, key: Any, value: Any) -> Any:
     more = dict(call.tensors)
     if call.mask is not None:
         more["mask_mod"] = call.mask.mask_mod
-    how = {"causal": call.known.causal, "window": call.known.window}
-    return fallback.attention(
-        query, key, value, softcap=call.softcap, scale=call.scale, **how, **more
-    )
+    how = dict(zip(("causal", "window", "softcap", "scale"), call.settings, strict=True))
+    return fallback.attention(query, key, value, **how, **more)
 
 
 # --- kernels ------------------------------------------------------------------------------------
 
 
-def by_kernel(call: LayerCall, card: Gpu, query: Any, key: Any, value: Any) -> Any:
+def by_kernel(call: LayerCall, query: Any, key: Any, value: Any) -> Any:
     """O of a layer by its kernel, which is made or found once. Raises NoKernel with the reason."""
-    task = flex.Task(spec_of(call, query, key, value), card)
+    flags = ("sink",) if "sink" in call.tensors else ()
+    task = flex.task_of(query, key, value, call.settings, flags)
     given = {"q": query, "k": key, "v": value, **call.tensors}
     if call.mask is None:
         return flex._run(task, None, None, given)[0]
@@ -420,18 +439,6 @@ def by_kernel(call: LayerCall, card: Gpu, query: Any, key: Any, value: Any) -> A
     if form is None:  # it sees an object that may change: captured for each function
         return flex._run(task, None, call.mask.mask_mod, given)[0]
     return _masked(task, call.mask, form, given)
-
-
-def spec_of(call: LayerCall, query: Any, key: Any, value: Any) -> AttentionSpec:
-    """The spec of a layer, which warm makes ahead of time too (generate/model_kernels.py)."""
-    shapes = (*query.shape[1::2], key.shape[1], value.shape[3])
-    known = (shapes, query.dtype, call.known, call.softcap, call.scale, "sink" in call.tensors)
-    if known not in _SPECS:
-        _SPECS[known] = flex.spec_of(query, key, value, **call.settings())
-    return _SPECS[known]
-
-
-_SPECS: dict[Hashable, AttentionSpec] = {}
 
 
 @dataclass
@@ -442,6 +449,7 @@ class _MaskedKernel:
     mods: Mods
     operands: Mapping[str, tuple[int, tuple[str, ...]]]
     """For each operand: which of the form's tensors it is a view of, and its axes."""
+    folder: Path
     new: bool
     """Whether its first output is still to be checked."""
 
@@ -451,7 +459,8 @@ class _MaskedKernel:
             name: Source(tensors[number].to(device), axes)
             for name, (number, axes) in self.operands.items()
         }
-        return flex._Entry(self.operator, Captured(self.mods, sources), Watch(), self.new)
+        captured = Captured(self.mods, sources)
+        return flex._Entry(self.operator, captured, Watch(), self.folder, self.new)
 
 
 _MASKED: dict[Hashable, _MaskedKernel | None] = {}
@@ -460,19 +469,23 @@ _MASKED: dict[Hashable, _MaskedKernel | None] = {}
 def _masked(task: flex.Task, mask: ModelMask, form: Form, given: Mapping[str, Any]) -> Any:
     dims = flex.dims_of(given["q"], given["k"])
     bias = flex._Bias.of(given["bias"], dims) if "bias" in given else None
-    known = (task.spec, task.card.name, form.key, bias)
+    known = (task, form.key, bias)
     if known not in _MASKED:
         _MASKED[known] = _new_masked(task, mask, bias, dims)
     kernel = _MASKED[known]
     if kernel is None:
         return flex._run(task, None, mask.mask_mod, given)[0]
     device = given["q"].device
-    entry = kernel.bound(form.tensors, device)
-    tensors = entry.tensors(given, dims)
+    tensors = kernel.bound(form.tensors, device).tensors(given, dims)
     out = kernel.operator(*(tensors[name] for name in kernel.operator.inputs))
     if kernel.new and all(tensor.device == device for tensor in form.tensors):
+        try:
+            check(out, None, mask.mask_mod, task.spec, dims, given)
+        except WrongKernel:
+            del _MASKED[known]
+            shutil.rmtree(kernel.folder, ignore_errors=True)
+            raise
         kernel.new = False
-        check(out, None, mask.mask_mod, task.spec, dims, given)
     return out
 
 
@@ -483,14 +496,14 @@ def _new_masked(
     assert mask.mask_mod is not None
     form = form_of(mask.mask_mod)
     assert form is not None
-    entry = flex._new_entry(task, None, mask.mask_mod, bias, dims)
+    entry = flex._new_entry(task, (None, mask.mask_mod), bias, None, dims)
     operands = {}
     for name, source in entry.captured.sources.items():
         numbers = [n for n, tensor in enumerate(form.tensors) if tensor is source.tensor]
         if not numbers:
             return None
         operands[name] = (numbers[0], source.axes)
-    return _MaskedKernel(entry.operator, entry.captured.mods, operands, entry.new)
+    return _MaskedKernel(entry.operator, entry.captured.mods, operands, entry.folder, entry.new)
 
 
 def padded_order(spec: AttentionSpec, card: Gpu) -> store.Order:
