@@ -31,6 +31,7 @@ from flashwright.cli import (
     study,
     tune,
     verify,
+    warm,
 )
 from flashwright.cli.command import (
     FINE,
@@ -373,7 +374,7 @@ def gpus() -> int:
 
 for part in (
     *(generate, kernel, replay, emulate, verify, selftest, bench, tune, receipt, report),
-    *(study, fuzz, grammar, explain_mod),
+    *(warm, study, fuzz, grammar, explain_mod),
 ):
     part.register(app)
 

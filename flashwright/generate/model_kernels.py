@@ -27,6 +27,7 @@ SINKS = frozenset(("gpt_oss", "openai_privacy_filter"))
 """Model types with a sink logit for each head in every layer."""
 ALTERNATING = frozenset(("gemma2", "gemma3", "gemma3_text", "cohere2", "gpt_oss", "vaultgemma"))
 """Model types with windows in some layers, where an older config.json has no `layer_types`."""
+CHUNKED = "chunked_attention"
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
 
@@ -107,9 +108,7 @@ def read_config(path: str | Path) -> Mapping[str, Any]:
 
 def specs_of(config: Mapping[str, Any], dtype: str | None = None) -> list[AttentionSpec]:
     """The specs of a model's layers, each once. Raises Failed with the key that is at fault."""
-    text = config.get("text_config")
-    if isinstance(text, Mapping) and not any(key in config for key in _HEADS):
-        config = {**{key: config[key] for key in ("dtype", "torch_dtype") if key in config}, **text}
+    config = text_config(config)
     _refuse(config)
     settings = _heads(config) | _softmax(config)
     settings["dtype"] = dtype or _dtype(config)
@@ -121,6 +120,20 @@ def specs_of(config: Mapping[str, Any], dtype: str | None = None) -> list[Attent
         except BadSpec as error:
             raise _bad(*error.lines) from None
     return list(found)
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the language model in that of a model of several kinds of input."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping) or any(key in config for key in _HEADS):
+        return config
+    return {**{key: config[key] for key in ("dtype", "torch_dtype") if key in config}, **text}
+
+
+def left_out(config: Mapping[str, Any]) -> list[str]:
+    """The types of layers with attention whose kernels are not known from the config."""
+    types = text_config(config).get("layer_types")
+    return [CHUNKED] if isinstance(types, list) and CHUNKED in types else []
 
 
 def scale_of(scale: float | None, head_dim: int) -> float | None:
@@ -146,11 +159,12 @@ def _refuse(config: Mapping[str, Any]) -> None:
 
 def _heads(config: Mapping[str, Any]) -> dict[str, Any]:
     heads = _whole(config, *_HEADS)
-    kv_heads = config.get("num_key_value_heads")
-    if kv_heads is None:
-        kv_heads = 1 if config.get("multi_query") else heads
-    width = config.get("head_dim")
-    if width is None:
+    kv_heads = 1 if config.get("multi_query") else heads
+    if config.get("num_key_value_heads") is not None:
+        kv_heads = _whole(config, "num_key_value_heads")
+    if config.get("head_dim") is not None:
+        width = _whole(config, "head_dim")
+    else:
         total = _whole(config, *_WIDTHS)
         if total % heads:
             raise _bad(f"hidden_size: {total} is no multiple of the {heads} heads: add head_dim")
@@ -170,14 +184,25 @@ def _whole(config: Mapping[str, Any], *names: str) -> int:
     return value
 
 
+def _real(config: Mapping[str, Any], name: str) -> float | None:
+    """A positive number; None if the config has none."""
+    value = config.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise _bad(f"{name}: must be a number above 0, not {value!r}")
+    return float(value)
+
+
 def _softmax(config: Mapping[str, Any]) -> dict[str, Any]:
     """Softcap, scale and sinks."""
     found: dict[str, Any] = {}
-    if config.get("attn_logit_softcapping"):
-        found["softcap"] = float(config["attn_logit_softcapping"])
-    scale = config.get("attention_multiplier")
-    if config.get("query_pre_attn_scalar"):
-        scale = config["query_pre_attn_scalar"] ** -0.5
+    softcap = _real(config, "attn_logit_softcapping")
+    if softcap is not None:
+        found["softcap"] = softcap
+    scale, width = _real(config, "attention_multiplier"), _real(config, "query_pre_attn_scalar")
+    if width is not None:
+        scale = width**-0.5
     own = scale_of(scale, _heads(config)["head_dim"])
     if own is not None:
         found["scale"] = own
