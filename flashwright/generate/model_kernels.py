@@ -206,7 +206,7 @@ def _softmax(config: Mapping[str, Any]) -> dict[str, Any]:
     own = scale_of(scale, _heads(config)["head_dim"])
     if own is not None:
         found["scale"] = own
-    if config.get("model_type") in SINKS:
+    if str(config.get("model_type")) in SINKS:
         found["sink"] = True
     return found
 
@@ -242,6 +242,6 @@ def _layer_types(config: Mapping[str, Any]) -> list[str]:
     full, sliding = "full_attention", "sliding_attention"
     if config.get("sliding_window") is None or config.get("use_sliding_window") is False:
         return [full]
-    if config.get("model_type") in ALTERNATING or config.get("max_window_layers"):
+    if str(config.get("model_type")) in ALTERNATING or config.get("max_window_layers"):
         return [sliding, full]
     return [sliding]
