@@ -223,6 +223,10 @@ def by_numpy(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return score + float(np.sin(1.0 + kv.numpy())) if not _recorded(kv) else score + 0.5
 
 
+def by_a_short_table(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return score + table[q, 0]
+
+
 def by_random_numbers(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return score + torch.rand(())
 
@@ -239,6 +243,7 @@ def _recorded(tensor: Any) -> bool:
         (by_a_sum, 1, "a tensor of 1 axes where a number is needed"),
         (by_doubles, 1, "a tensor of float64"),
         (by_numpy, 0, "what was recorded gives"),
+        (by_a_short_table, 1, "IndexError: index 44 is out of bounds for dimension 0"),
         (by_random_numbers, 1, "aten.rand.default"),
     ],
 )
