@@ -2,14 +2,17 @@
 
 `flashwright explain-mod examples/flex_mods.py:causal` prints the TL of one. The tests make a kernel
 of each and compare it with FlexAttention. Functions that read tensors are made for sequences of up
-to LENGTH tokens, HEADS heads and a batch of BATCH.
+to LENGTH tokens, HEADS heads and a batch of BATCH; the environment may name other sizes
+(FLEX_MODS=2,16,8192) and a device (FLEX_MODS_DEVICE=cuda).
 """
 
 import math
+import os
 
 import torch
 
-BATCH, HEADS, LENGTH = 2, 4, 512
+BATCH, HEADS, LENGTH = map(int, os.environ.get("FLEX_MODS", "2,4,512").split(","))
+DEVICE = os.environ.get("FLEX_MODS_DEVICE", "cpu")
 _random = torch.Generator().manual_seed(0)
 
 
@@ -18,14 +21,16 @@ def _normal(*shape):
 
 
 def _documents(*sizes):
-    return torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    """A document number for each token; the sizes are those at 512 tokens."""
+    times = torch.tensor(sizes) * (LENGTH // 512)
+    return torch.repeat_interleave(torch.arange(len(sizes)), times)
 
 
 slopes = 2.0 ** (-8 * torch.arange(1, HEADS + 1) / HEADS)
 document = _documents(100, 37, 200, 75, 100)
 segment = torch.stack([_documents(60, 196, 256), _documents(300, 1, 211)])
-prefix = torch.tensor([70, 200])
-length = torch.tensor([401, 512])
+prefix = torch.tensor([70, 200]) * (LENGTH // 512)
+length = torch.tensor([401, 512]) * (LENGTH // 512)
 relative = _normal(HEADS, 2 * LENGTH)
 pair_bias = _normal(BATCH, HEADS, LENGTH, LENGTH).bfloat16()
 head_bias = _normal(HEADS, LENGTH, LENGTH)
@@ -35,9 +40,13 @@ key_weight = _normal(BATCH, LENGTH)
 cap = torch.tensor(20.0)
 is_global = torch.rand(LENGTH, generator=_random) < 0.05
 parent_sees = torch.tril(torch.rand(64, 64, generator=_random) < 0.4).fill_diagonal_(True)
-head_window = torch.tensor([16, 48, 128, 512])
+head_window = torch.tensor([16, 48, 128, 512]).repeat(HEADS // 4)
 temperature = 0.5 + torch.rand(HEADS, generator=_random)
 permutation = torch.randperm(LENGTH, generator=_random)
+
+for _name, _value in [*globals().items()]:
+    if isinstance(_value, torch.Tensor):
+        globals()[_name] = _value.to(DEVICE)
 
 
 # --- masks --------------------------------------------------------------------------------------

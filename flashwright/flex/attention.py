@@ -220,7 +220,9 @@ def _run(
         while len(_KERNELS) >= _MOST:
             del _KERNELS[next(iter(_KERNELS))]
             _QUICK.clear()
-        entry = _KERNELS[known] = _new_entry(task, (score_mod, mask_mod), bias, lists, dims)
+        entry = _KERNELS[known] = _new_entry(
+            task, (score_mod, mask_mod), bias, lists, dims, q.device
+        )
     tensors = entry.tensors(given, dims)
     if lists is not None:
         tensors |= {"counts": lists.counts, "blocks": lists.blocks}
@@ -245,10 +247,11 @@ def _new_entry(
     bias: _Bias | None,
     lists: Blocked | None,
     dims: Dims,
+    device: Any,
 ) -> _Entry:
     watch = Watch(*functions)
     try:
-        captured = capture(*functions, dims)
+        captured = capture(*functions, dims, device)
         if lists is not None:
             used = replace(captured.mods, lists=lists.lists_for(captured.mods, tell))
             captured = replace(captured, mods=used)

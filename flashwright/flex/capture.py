@@ -137,26 +137,33 @@ def capture(
     score_mod: Function | None,
     mask_mod: Function | None,
     dims: Mapping[str, int],
+    device: Any = "cpu",
 ) -> Captured:
     """Both functions of one call as TL. Raises NotCaptured with the operator and its line.
 
     `dims` has the sizes of the call: batch, heads, q_len, kv_len. They are the range in which the
-    result is compared with the functions; the expressions hold for all sizes.
+    result is compared with the functions; the expressions hold for all sizes. `device` is that of
+    the tensors.
     """
     reads = _Reads()
     score = mask = None
     if score_mod is not None:
-        score = _expression(score_mod, reads, with_score=True)
-        _compare(score_mod, score, reads, dims, with_score=True)
+        score = _expression(score_mod, reads, device, with_score=True)
+        _compare(score_mod, score, reads, dims, device, with_score=True)
     if mask_mod is not None:
-        mask = _expression(mask_mod, reads, with_score=False)
-        _compare(mask_mod, mask, reads, dims, with_score=False)
+        mask = _expression(mask_mod, reads, device, with_score=False)
+        _compare(mask_mod, mask, reads, dims, device, with_score=False)
     mods = Mods(score, mask, tuple(reads.operands.values()))
     return Captured(mods.hoisted(), dict(reads.sources))
 
 
 def _compare(
-    function: Function, expr: Expr, reads: _Reads, dims: Mapping[str, int], with_score: bool
+    function: Function,
+    expr: Expr,
+    reads: _Reads,
+    dims: Mapping[str, int],
+    device: Any,
+    with_score: bool,
 ) -> None:
     """Raise NotCaptured if an expression is not what its function computes.
 
@@ -177,15 +184,19 @@ def _compare(
         return float(tensor[tuple(min(p, n - 1) for p, n in zip(place, tensor.shape, strict=True))])
 
     for number, element in enumerate(compare.elements(dims)):
-        given = [torch.tensor(element[name], dtype=torch.int32) for name in INDICES]
+        given = [torch.tensor(element[n], dtype=torch.int32, device=device) for n in INDICES]
         values: dict[str, Any] = {**own, **dims, **element}
         if with_score:
             values["S"] = float(torch.tensor((number % 7 - 3) * 1.7))
-            given = [torch.tensor(values["S"]), *given]
-        expected = float(function(*given))
+            given = [torch.tensor(values["S"], device=device), *given]
+        told = ", ".join(f"{name} {value}" for name, value in element.items())
+        try:
+            expected = float(function(*given))
+        except Exception as error:  # the user's function, as with an index out of range
+            why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            raise NotCaptured(f"{_last_line(function, error)}: at {told}: {why}") from None
         found = float(compare.evaluate(expr, values, read))
         if compare.differs(found, expected):
-            told = ", ".join(f"{name} {value}" for name, value in element.items())
             raise NotCaptured(
                 f"{_place_of(function)}: what was recorded gives {found:g} at {told}, and the "
                 f"function {expected:g}. It may use operators of PyTorch only, no NumPy and no "
@@ -201,8 +212,8 @@ def _extents(operand: Operand, tensor: Any) -> dict[str, int]:
     return dict(zip(operand.sizes, tensor.shape if tensor.dim() else (1,), strict=True))
 
 
-def _expression(function: Function, reads: _Reads, with_score: bool) -> Expr:
-    graph = _trace(function, with_score)
+def _expression(function: Function, reads: _Reads, device: Any, with_score: bool) -> Expr:
+    graph = _trace(function, device, with_score)
     names = _names_of(function)
     values: dict[Any, Typed | _Part] = {}
     given = iter((*(("S",) if with_score else ()), *INDICES))
@@ -290,14 +301,14 @@ def _argument(arg: Any, values: Mapping[Any, Typed | _Part], reads: _Reads) -> A
     return _single(arg, values, reads) if _key(arg) in values else arg
 
 
-def _trace(function: Function, with_score: bool) -> Any:
+def _trace(function: Function, device: Any, with_score: bool) -> Any:
     """The function's operators on scalars, as a graph."""
     import torch
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    indices = [torch.zeros((), dtype=torch.int32) for _ in INDICES]
-    given = [torch.zeros(()), *indices] if with_score else indices
+    indices = [torch.zeros((), dtype=torch.int32, device=device) for _ in INDICES]
+    given = [torch.zeros((), device=device), *indices] if with_score else indices
     lines: list[tuple[str, str]] = []
     try:
         with TransformGetItemToIndex():

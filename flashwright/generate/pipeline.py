@@ -69,6 +69,7 @@ def generate(
     all_problems: bool = False,
     mods: Mods | None = None,
     headroom: int | None = None,
+    one_tiling: bool = False,
 ) -> Run:
     """Run all stages; a failed one is the last. The folder then holds what was made.
 
@@ -79,7 +80,8 @@ def generate(
     that cannot run on this machine is skipped, and so is what needs its result. `reference` is the
     file that the spec's `reference` names: the folder gets it. `plan` are other stages than the
     usual ones: what is claimed at the end is by their names. `mods` are a score and a mask that the
-    spec does not describe, and `headroom` the registers that the built-in author leaves free.
+    spec does not describe, `headroom` the registers that the built-in author leaves free;
+    `one_tiling` leaves out kernels for short lengths.
     """
     from flashwright import spec as specs
 
@@ -90,7 +92,7 @@ def generate(
         kept = prepare(folder, given) if made_in == folder else ()
         run = Run(spec, gpu, made_in, kept=kept)
         run = replace(run, allow_spills=allow_spills, all_problems=all_problems)
-        run = replace(run, mods=mods, headroom=headroom)
+        run = replace(run, mods=mods, headroom=headroom, one_tiling=one_tiling)
         run = keep(run, {"spec.toml": specs.dump(spec), **mine})
         for number, stage in enumerate(steps, 1):
             watcher.begin(stage, number, len(steps))

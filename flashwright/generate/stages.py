@@ -37,6 +37,8 @@ def parameters(run: Run, progress: Progress) -> Run:
     try:
         sketch = run.artefacts["sketch.tl"]
         written = write_code(sketch, run.spec, run.gpu, run.mods, run.headroom)
+        if run.one_tiling:
+            written = written.alone()
     except NothingFits as error:
         hint = (
             "another --gpu, --dtype or a smaller --head-dim may fit; `flashwright gpus` lists them"

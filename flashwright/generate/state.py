@@ -98,6 +98,8 @@ class Run:
     """Bytes that a kernel of ours may spill."""
     mods: Mods | None = None
     """A score and a mask of the caller's own, which the spec does not describe."""
+    one_tiling: bool = False
+    """The package has one kernel, without further ones for short lengths."""
     headroom: int | None = None
     """Registers that the built-in author leaves free; None: as many as usual."""
     all_problems: bool = False

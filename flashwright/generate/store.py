@@ -82,8 +82,9 @@ def find(order: Order) -> Path | None:
 def find_or_make(order: Order, tell: Tell, verified: bool = False) -> Path:
     """The package of a kernel. It is made if the store does not have it: `tell` gets a line then.
 
-    `verified` runs the judge as well, on the GPU or under emulation. Raises Failed if no kernel can
-    be made.
+    `verified` runs the judge as well, on the GPU or under emulation, and makes kernels for short
+    lengths where such are known to be faster: this takes minutes. Raises Failed if no kernel can be
+    made.
     """
     found = find(order)
     if found is not None:
@@ -116,6 +117,7 @@ def _make(order: Order, folder: Path, verified: bool) -> None:
             plan=plan,
             mods=order.mods,
             headroom=headroom,
+            one_tiling=not verified,
         )
         told = _errors(run)
         if not any(d.code == "FW823" for d in told):

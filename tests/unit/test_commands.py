@@ -26,6 +26,7 @@ DOCS = ROOT / "docs"
 PAGES = [
     ROOT / "README.md",
     DOCS / "getting-started.md",
+    DOCS / "flex.md",
     DOCS / "pytorch.md",
     DOCS / "wgmma.md",
     DOCS / "tutorial.md",
@@ -97,7 +98,7 @@ def cases() -> Iterator[object]:
             pytest.mark.skipif(not toolchain.has_nvcc(), reason="there is no CUDA compiler"),
         )
         needs = [*marks] if slow else []
-        if re.search(r"^import torch$", page.read_text(), re.MULTILINE):
+        if re.search(r"^import torch$|explain-mod", page.read_text(), re.MULTILINE):
             found = importlib.util.find_spec("torch")
             needs.append(pytest.mark.skipif(found is None, reason="PyTorch is not installed"))
         yield pytest.param(page, id=page.stem, marks=needs)

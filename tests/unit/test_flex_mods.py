@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,9 @@ from flashwright.author.builtin.mods import Mods, placed
 from flashwright.author.builtin.needs import Tiling
 from flashwright.author.builtin.retile import retiled
 from flashwright.author.builtin.variants import make_spec
-from flashwright.build import package
-from flashwright.build.make import make
 from flashwright.check.check import check
 from flashwright.emulate.package import read_package
+from flashwright.generate import store
 from flashwright.judge.emulated import launch
 from flashwright.judge.oracle import compare, compare_lse
 from flashwright.lang.format import format_expr, format_stmt
@@ -30,6 +31,7 @@ from flashwright.spec import AttentionSpec
 from tests.unit.emulated import needs_compilers
 
 torch = pytest.importorskip("torch")
+from flashwright.flex.blocks import blocked  # noqa: E402
 from flashwright.flex.capture import Captured, NotCaptured, capture  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -221,6 +223,10 @@ def by_numpy(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return score + float(np.sin(1.0 + kv.numpy())) if not _recorded(kv) else score + 0.5
 
 
+def by_a_short_table(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return score + table[q, 0]
+
+
 def by_random_numbers(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return score + torch.rand(())
 
@@ -237,6 +243,7 @@ def _recorded(tensor: Any) -> bool:
         (by_a_sum, 1, "a tensor of 1 axes where a number is needed"),
         (by_doubles, 1, "a tensor of float64"),
         (by_numpy, 0, "what was recorded gives"),
+        (by_a_short_table, 1, "IndexError: index 44 is out of bounds for dimension 0"),
         (by_random_numbers, 1, "aten.rand.default"),
     ],
 )
@@ -290,28 +297,60 @@ LARGE = {"batch": 1, "heads": 4, "kv_heads": 2, "q_len": 203, "kv_len": 300}
 @pytest.mark.slow
 @needs_compilers
 @pytest.mark.parametrize("function", EVERY, ids=lambda f: f.__name__)
-def test_the_kernel_computes_what_flex_attention_does(function: Function, tmp_path: Path) -> None:
+def test_the_kernel_computes_what_flex_attention_does(
+    function: Function, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernel for an H200, by wgmma and TMA, under emulation."""
+    emulate(captured(function, LARGE), function, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@needs_compilers
+@pytest.mark.parametrize("name", ["causal_documents", "global_tokens"])
+def test_a_kernel_that_visits_listed_blocks(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    function = getattr(GALLERY, name)
+    given = problem(captured(function, LARGE), LARGE, 64)
+    made = create_block_mask(function, 1, 4, 203, 300, device="cpu", BLOCK_SIZE=(64, 32))
     found = captured(function, LARGE)
-    spec, card = spec_of(found, 64), gpus.find("h200")
-    code = write_code(write_sketch(spec, found.mods), spec, card, found.mods).code
-    program = check(parse(code), card, spec.dims).program
-    assert program is not None
-    made, built = make(program, card, tl=code)
-    assert made.report is not None
-    assert made.report.in_words().startswith("wgmma, TMA, persistent")
-    for name, data in {**package.translated(made), **package.compiled(built)}.items():
-        (tmp_path / name).write_bytes(data if isinstance(data, bytes) else data.encode())
-    given = problem(found, LARGE, 64)
+    lists = blocked(made, given["Q"], given["K"])
+    used = lists.lists_for(found.mods, print)
+    assert used is not None
+    found = replace(found, mods=replace(found.mods, lists=used))
+    extra = {"Counts": lists.counts, "Blocks": lists.blocks}
+    code = emulate(found, function, tmp_path, monkeypatch, extra)
+    assert "for i = 0:Visited * (KeyBlock / BN)" in code
+
+
+def emulate(
+    found: Captured,
+    function: Function,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    extra: dict[str, Any] | None = None,
+) -> str:
+    """Compare a kernel under emulation with FlexAttention. Returns its program."""
+    from flashwright.flex.attention import Task, order_of
+
+    monkeypatch.setenv("FLASHWRIGHT_CACHE", str(folder))
+    spec = make_spec("gqa", heads=4, kv_heads=2, head_dim=64, dtype="bf16")
+    made = store.find_or_make(order_of(Task(spec, gpus.find("h200")), found), print)
+    schedule = json.loads((made / "build.json").read_text())["schedule"]
+    assert (schedule["products"], schedule["copies"]) == ("wgmma", "TMA")
+    assert schedule["persistent"]
+    given = {**problem(found, LARGE, 64), **(extra or {})}
     arrays = {name: numpy(tensor) for name, tensor in given.items()}
     wanted = expected(function, given, LARGE)
-    outputs = {
-        name: (array.shape, "bf16" if name == "O" else "fp32") for name, array in wanted.items()
-    }
-    dims = {**spec.dims, **LARGE}
-    out, result = launch(read_package(tmp_path), arrays, outputs, dims, "eager", 600.0)
+    kinds = {"O": "bf16", "LSE": "fp32"}
+    outputs = {name: (array.shape, kinds[name]) for name, array in wanted.items()}
+    dims = {**found.own_dims, **LARGE}
+    out, result = launch(read_package(made), arrays, outputs, dims, "eager", 600.0)
     assert not result.findings
     assert_same(out, wanted, spec)
+    return (made / "code.tl").read_text()
 
 
 # --- the command ------------------------------------------------------------------------------

@@ -50,6 +50,11 @@ class Written:
     further: Mapping[str, str] = field(default_factory=dict)
     """The same program with other tiles, by name: those that are faster up to some lengths."""
 
+    def alone(self) -> Written:
+        """The same without tilings for some lengths."""
+        decision = replace(self.decision, further=()) if self.decision is not None else None
+        return replace(self, decision=decision, further={})
+
     @property
     def chosen(self) -> tuple[tuned.Choice, ...]:
         """The tilings that are faster up to some lengths."""
