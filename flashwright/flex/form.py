@@ -31,6 +31,11 @@ class Form:
     key: Hashable
     tensors: tuple[Any, ...]
 
+    @property
+    def device(self) -> Any:
+        """Where the function's arguments must be."""
+        return self.tensors[0].device if self.tensors else torch.device("cpu")
+
 
 class _Unknown(Exception):
     """Something whose value a key cannot hold."""

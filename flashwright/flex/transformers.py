@@ -192,7 +192,7 @@ def _parts_of(mask_function: Function) -> tuple[str, ...] | None:
         if not form.tensors:  # compared with the function in this range
             dims |= {"q_len": 64, "kv_len": 64}
         try:
-            mask = capture(None, mask_function, dims).mods.mask
+            mask = capture(None, mask_function, dims, form.device).mods.mask
             _PARTS[form.key] = tuple(format_expr(e) for e in _conjuncts(mask)) if mask else None
         except NotCaptured:
             _PARTS[form.key] = None
@@ -496,7 +496,7 @@ def _new_masked(
     assert mask.mask_mod is not None
     form = form_of(mask.mask_mod)
     assert form is not None
-    entry = flex._new_entry(task, (None, mask.mask_mod), bias, None, dims)
+    entry = flex._new_entry(task, (None, mask.mask_mod), bias, None, dims, form.device)
     operands = {}
     for name, source in entry.captured.sources.items():
         numbers = [n for n, tensor in enumerate(form.tensors) if tensor is source.tensor]
