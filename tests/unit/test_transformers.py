@@ -233,7 +233,8 @@ ALL = torch.ones(2, 30, dtype=torch.bool)
         (mask_of(CAUSAL, 4, 30, q_offset=126, kv_offset=100), SpecMask(True)),
         (mask_of(CAUSAL, None, 30, cache_position=torch.arange(26, 30)), SpecMask(True)),
         (mask_of(WINDOW, 30, 30), SpecMask(True, 8)),
-        (mask_of(masks.bidirectional_mask_function, 9, 30), SpecMask()),
+        (mask_of(lambda b, h, q, kv: q >= 0, 9, 30), SpecMask()),
+        (mask_of(lambda b, h, q, kv: abs(q - kv) <= 8, 30, 30), SpecMask(False, 9)),
     ],
 )
 def test_usual_masks_are_the_specs_own(mask: ModelMask, known: SpecMask) -> None:
