@@ -57,8 +57,11 @@ def register_transformers(name: str = "wright", *, fallback: bool = False) -> No
     PyTorch computes what no kernel can be made for, with a warning; otherwise that is NoKernel with
     the reason. Raises ImportError without PyTorch or transformers.
     """
-    from flashwright.flex import transformers
-
+    try:
+        from flashwright.flex import transformers
+    except ImportError as error:
+        text = f"this needs PyTorch, which cannot be imported ({error}): "
+        raise ImportError(text + "pip install 'flashwright[transformers]'") from error
     transformers.register_transformers(name, fallback=fallback)
 
 

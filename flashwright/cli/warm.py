@@ -35,14 +35,15 @@ def warm(
         bool, flag("--padded", help="Also kernels for batches with padding; needs PyTorch.")
     ] = False,
     verify: Annotated[
-        bool, flag("--verify", help="Judge new kernels, on the GPU or under emulation.")
+        bool, flag("--verify", help="Judge new kernels, on the GPU or emulated; takes minutes.")
     ] = False,
     as_json: Annotated[bool, flag("--json", help="Print JSON.")] = False,
 ) -> int:
     """Make the kernels that a transformers model needs, so that its first call waits for none.
 
-    They are kept in the cache, where `flashwright.register_transformers` finds them. Exit code 1:
-    some layers have kernels that only their first call can make.
+    They are kept in the cache, where `flashwright.register_transformers` finds them.
+
+    Exit code 1: some layers have kernels that only their first call can make.
     """
     from flashwright.generate.model_kernels import left_out, read_config
 
