@@ -19,6 +19,7 @@ import typer
 from flashwright.cli import (
     bench,
     emulate,
+    export,
     fuzz,
     generate,
     grammar,
@@ -372,7 +373,7 @@ def gpus() -> int:
 
 for part in (
     *(generate, kernel, replay, emulate, verify, selftest, bench, tune, receipt, report),
-    *(study, fuzz, grammar),
+    *(export, study, fuzz, grammar),
 ):
     part.register(app)
 
