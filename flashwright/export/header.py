@@ -25,7 +25,6 @@ from flashwright.version import __version__
 
 EXAMPLE = "example.cu"
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"](fw/[\w.]+)[>"]', re.MULTILINE)
-_OPTIONS = ("-std=c++17", "-O3", "--expt-relaxed-constexpr", "--expt-extended-lambda")
 _DEFAULTS = {"batch": 2, "heads": 8, "kv_heads": 8, "q_len": 1024, "kv_len": 1024}
 _OTHER_DIM = 16
 
@@ -79,14 +78,11 @@ def summary(package: ExportedPackage, target: Path) -> str:
     return f"cd {target} && {compile_line(package.plan)}"
 
 
-def compile_line(plan: LaunchPlan) -> str:
-    """The command that compiles the example."""
-    return f"nvcc {' '.join(options(plan))} -I . -I CUTLASS {EXAMPLE} -o example"
-
-
-def options(plan: LaunchPlan) -> tuple[str, ...]:
-    """nvcc's options for the example: those of a build that concern the language and the GPU."""
-    return (*(flag for flag in FLAGS if flag in _OPTIONS), *target(plan.arch, plan.arch))
+def compile_line(plan: LaunchPlan, nvcc: str = "nvcc", cutlass: str = "CUTLASS") -> str:
+    """The command that compiles the example, in its folder."""
+    # Of a build's flags, those that ask for a cubin and for ptxas's report are left out.
+    flags = [*FLAGS[: FLAGS.index("-Xptxas")], *target(plan.arch, plan.arch)]
+    return f"{nvcc} {' '.join(flags)} -I . -I {cutlass} {EXAMPLE} -o example"
 
 
 def _headers(source: str) -> dict[str, str]:

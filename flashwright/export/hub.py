@@ -117,7 +117,7 @@ def files(package: ExportedPackage) -> Files:
     """All files of the export. Raises Failed with FW852 if the kernel is no function."""
     signature = signature_of(package.plan)
     named = packages.arguments_of(signature.inputs, package.plan)
-    python = {
+    python: dict[str, str | bytes] = {
         "__init__.py": _init(package, signature),
         LAUNCH: resources.files("flashwright.export").joinpath(LAUNCH).read_text("utf-8"),
         "kernels.json": json.dumps(package.launch_data(named), indent=1) + "\n",

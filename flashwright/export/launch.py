@@ -230,7 +230,7 @@ def prepare(plan: Plan, forms: Sequence[Form | None], given: Mapping[str, int]) 
         b"".join(packed),
         tuple(pointers),
         tuple(
-            t["vector"] * t["bytes"] if f is not None and math.prod(f[0]) else 1
+            t["vector"] * t["bytes"] if f is not None and all(f[0]) else 1
             for t, f in zip(plan["tensors"], forms, strict=True)
         ),
         maps,
@@ -257,7 +257,7 @@ def _strides(tensor: Plan, form: Form, sizes: Sequence[int]) -> list[int]:
             text = f"must be {wanted} long on axis {label}, not {shape[axis]}"
             raise _wrong(tensor, f"{text}; its shape is {shape}")
         stride = strides[axis]
-        if tensor["written"] and math.prod(shape) and wanted > 1 and stride == 0:
+        if tensor["written"] and all(shape) and wanted > 1 and stride == 0:
             text = "is written, but its elements share memory: its strides are"
             raise _wrong(tensor, f"{text} {strides}")
         for p in reversed(parts):
@@ -274,7 +274,7 @@ def _fitting(tensor: Plan, form: Form, last: bool, size: int, stride: int) -> in
     vector = tensor["vector"]
     if vector <= 1 or (stride == 1 if last else stride % vector == 0):
         return stride
-    if size <= 1 or not math.prod(form[0]):
+    if size <= 1 or not all(form[0]):
         return int(last and size <= 1)
     if last:
         raise _wrong(tensor, f"must be contiguous along its last axis; its strides are {form[1]}")
@@ -442,10 +442,10 @@ class Kernel:
         code, cuda = self._on(device), _cuda()
         buffer = ctypes.create_string_buffer(len(call.parameters) + 2 * _MAP_BYTES)
         start = -ctypes.addressof(buffer) % _MAP_BYTES
-        buffer[start : start + len(call.parameters)] = call.parameters
+        base = ctypes.addressof(buffer) + start
+        ctypes.memmove(base, call.parameters, len(call.parameters))
         for offset, address in zip(call.pointers, addresses, strict=True):
             struct.pack_into("=Q", buffer, start + offset, address)
-        base = ctypes.addressof(buffer) + start
         blocks = (min(call.blocks[0], code.sms), 1, 1) if self.plan["stays"] else call.blocks
         with _Context(code.context):
             for number, one in enumerate(call.maps):

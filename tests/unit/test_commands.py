@@ -27,6 +27,7 @@ PAGES = [
     ROOT / "README.md",
     DOCS / "getting-started.md",
     DOCS / "pytorch.md",
+    DOCS / "export.md",
     DOCS / "wgmma.md",
     DOCS / "tutorial.md",
     *sorted((DOCS / "howto").glob("*.md")),

@@ -27,6 +27,7 @@ from flashwright.author.builtin.variants import make_spec
 from flashwright.build import classes, toolchain
 from flashwright.build.load import CUBIN, PLAN
 from flashwright.build.package import translated
+from flashwright.build.reading import read_plan
 from flashwright.check.check import check
 from flashwright.cli.main import app
 from flashwright.export import header, hub, write
@@ -323,8 +324,10 @@ def test_the_example_compiles(
 ) -> None:
     out = exported(package(variant, gpu, **options), "header", "--kernel", ".")
     tools = toolchain.find()
-    (line,) = re.findall(r"^\$ nvcc (.*)$", (out / "README.md").read_text(), re.MULTILINE)
-    command = [str(tools.nvcc), *line.replace("CUTLASS", str(tools.cutlass)).split()]
+    (line,) = re.findall(r"^\$ (nvcc .*)$", (out / "README.md").read_text(), re.MULTILINE)
+    plan = read_plan(out)
+    assert line == header.compile_line(plan)
+    command = header.compile_line(plan, str(tools.nvcc), str(tools.cutlass)).split()
     done = subprocess.run(command, cwd=out, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (out / "example").is_file()
