@@ -23,7 +23,6 @@ from flashwright.build.plan_rules import LAYOUTS, caller_order, cards_of
 from flashwright.export.package import ExportedPackage, arguments_of
 from flashwright.export.signature import dims_text, signature_of
 from flashwright.export.write import Files
-from flashwright.files import content
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.launch_plan import PlanTensor
 from flashwright.version import __version__
@@ -223,8 +222,7 @@ def _functions(module: Any) -> list[str]:
 
 def _by_file(package: ExportedPackage, signature: Signature, name: str) -> str:
     """The package's own reference, a function of a dict of arrays, with a `run` around it."""
-    path = package.folder / name.partition(":")[0]
-    text = (content(path) or b"").decode("utf-8", errors="replace")
+    path, text = package.folder / name.partition(":")[0], package.reference
     fit = "def reference(inputs, dims)"
     try:
         defined = [n.name for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)]

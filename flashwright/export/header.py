@@ -48,6 +48,8 @@ $ ./example {sizes}
 
 CUTLASS is the folder with `cute/` and `cutlass/` in it. `folder=DIR` makes the example read inputs
 from `DIR/NAME.bin` (elements back to back, as (batch, heads, length, dim)) and write outputs there.
+
+The headers in `fw/` are Flashwright's, under the Apache License 2.0.
 """
 
 

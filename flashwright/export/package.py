@@ -70,10 +70,21 @@ class ExportedPackage:
 
     @property
     def name(self) -> str:
-        """A name in lower-case letters, digits and dashes."""
+        """A name in lower-case letters, digits and dashes; another operator has another one."""
         text = self.spec.slug if self.spec is not None else self.plan.entry
+        if self.spec is not None and self.spec.reference is not None:
+            spec = self.spec.model_copy(update={"reference": None})
+            text = f"{spec.slug}-own-{sha256(self.reference)[:_SHORT]}"
         plain = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
         return plain if re.match(r"[a-z].", plain) else f"attention-{plain}".strip("-")
+
+    @property
+    def reference(self) -> str:
+        """The text of the spec's reference; empty if it is no file of the package."""
+        file = (self.spec.reference or "").partition(":")[0] if self.spec is not None else ""
+        if not file or Path(file).name != file:
+            return ""
+        return (content(self.folder / file) or b"").decode("utf-8", errors="replace")
 
     @property
     def title(self) -> str:

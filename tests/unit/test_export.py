@@ -244,6 +244,7 @@ def reference(inputs, dims):
     out, lse = run_reference(definition, q, k, v)
     torch.testing.assert_close(out, (q.double() * 9 + KV_HEADS).half())
     assert (out.dtype, lse.dtype) == (torch.float16, torch.float32)
+    assert re.fullmatch(r"gqa_causal_h4x2_d64_fp16_own_\w{12}", definition["name"])
     (folder / "reference.py").write_text("def attention(q, k, v): return q")
     done = export(folder, "flashinfer", folder.parent / "again")
     assert done.exit_code == 2

@@ -97,6 +97,7 @@ def cases() -> dict[str, tuple[dict[str, Any], Any, Any, dict[str, int]]]:
         "plain": ({}, inputs(), outputs(), {}),
         "maps": ({"maps": MAPS}, inputs(), outputs(), {}),
         "strided": ({"maps": MAPS}, strided(), some, {}),
+        "single": ({"maps": MAPS}, inputs(batch=1, q=1, k=1), outputs(batch=1, q=1), {}),
         "no LSE": ({}, inputs(), {"O": outputs()["O"]}, {}),
         "persistent": ({"maps": MAPS, "stays": True}, inputs(), outputs(), {}),
         "no keys": ({"maps": MAPS}, inputs(k=0), outputs(), {}),
@@ -139,13 +140,15 @@ def test_what_the_compiled_launcher_refuses_is_refused() -> None:
     plan = fake_gpu.make_plan(maps=MAPS)
     compiled, ours = Kernel(plan, b"\x7fELF"), launcher(plan)
     q, k, v, slopes = inputs()
-    wide = Tensor(np.zeros((2, 6, 300, 65), np.float16)[..., 1:])  # neither aligned nor strided so
+    wide = Tensor(np.zeros((2, 6, 300, 65), np.float16)[..., :64])
+    late = Tensor(np.zeros((2, 6, 300, 72), np.float16)[..., 1:65])
     wrong = {
         "rank": ([Tensor(q.array[0]), k, v, slopes], outputs()),
         "width": ([fake_gpu.tensor(2, 6, 300, 32), k, v, slopes], outputs()),
         "lengths": ([q, k, fake_gpu.tensor(2, 3, 78, 64), slopes], outputs()),
         "heads": ([q, *(fake_gpu.tensor(2, 4, 77, 64) for _ in "kv"), slopes], outputs()),
         "strides": ([wide, k, v, slopes], outputs()),
+        "address": ([late, k, v, slopes], outputs()),
         "last axis": ([Tensor(np.zeros((2, 6, 64, 300), np.float16).swapaxes(2, 3)), k, v, slopes],
                       outputs()),
         "shared memory": ([q, k, v, slopes],
