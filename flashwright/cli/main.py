@@ -20,6 +20,7 @@ from flashwright.cli import (
     bench,
     emulate,
     explain_mod,
+    export,
     fuzz,
     generate,
     grammar,
@@ -373,7 +374,7 @@ def gpus() -> int:
 
 for part in (
     *(generate, kernel, replay, emulate, verify, selftest, bench, tune, receipt, report),
-    *(study, fuzz, grammar, explain_mod),
+    *(export, study, fuzz, grammar, explain_mod),
 ):
     part.register(app)
 
