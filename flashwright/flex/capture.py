@@ -16,6 +16,7 @@ import operator
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,9 @@ Function = Callable[..., Any]
 
 INDICES = ("batch_idx", "head_idx", "q_idx", "kv_idx")
 _WHERE = "user's line"
+REPLAYED = ContextVar("REPLAYED", default="")
+"""The user's line that a recorded graph executes now (graphs.py); empty if a function itself runs.
+Such a graph has its own `place`, and `tensors` by name."""
 
 
 class NotCaptured(ValueError):
@@ -304,6 +308,8 @@ def _trace(function: Function, with_score: bool) -> Any:
 
 def _place_of(function: Function) -> str:
     """The file and line where a function is defined."""
+    if hasattr(function, "place"):
+        return str(function.place)
     code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)
 
@@ -340,6 +346,8 @@ def _with_lines(function: Function, lines: list[tuple[str, str]]) -> Function:
 
 def _user_line() -> str:
     """The innermost line on the stack that is neither PyTorch's nor ours."""
+    if REPLAYED.get():
+        return REPLAYED.get()
     frame = inspect.currentframe()
     while frame is not None:
         file = frame.f_code.co_filename
@@ -367,7 +375,7 @@ def _where(node: Any) -> str:
 def _names_of(function: Function) -> dict[int, str]:
     """The names that the function's tensors have in its text, as names of TL."""
     names: dict[int, str] = {}
-    for name, value in _visible(function):
+    for name, value in (*getattr(function, "tensors", {}).items(), *_visible(function)):
         if hasattr(value, "dtype") and hasattr(value, "dim"):
             names.setdefault(id(value), _tl_name(name))
     return names

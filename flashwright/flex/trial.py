@@ -86,9 +86,9 @@ def expected(
         full = tensors["bias"].expand(*query.shape[:3], kv_len)
         scores = scores + full[b, h, rows].double()
     if score_mod is not None:
-        scores = _over(score_mod, scores)(scores, batch, head, rows, keys).double()
+        scores = over(score_mod, scores)(scores, batch, head, rows, keys).double()
     if mask_mod is not None:
-        hidden |= ~_over(mask_mod, None)(batch, head, rows, keys)
+        hidden |= ~over(mask_mod, None)(batch, head, rows, keys)
     scores = scores.masked_fill(hidden, -torch.inf)
     if spec.sink:  # one more column, which has no value
         logit = tensors["sink"][h].double().expand(len(rows), 1)
@@ -97,7 +97,7 @@ def expected(
     return torch.nan_to_num(weights) @ v  # a row without keys
 
 
-def _over(function: Function, scores: Any) -> Function:
+def over(function: Function, scores: Any) -> Function:
     """A function of one element over rows and keys."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 

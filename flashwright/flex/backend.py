@@ -1,0 +1,374 @@
+"""`torch.compile(model, backend="flashwright")`: kernels of ours for a model's flex_attention.
+
+Each call of flex_attention in the graph that Dynamo hands over becomes a kernel, made here if the
+store does not have it, and Inductor compiles the rest. A call that no kernel can be made for stays
+PyTorch's, with one warning that has the reason. On CPU tensors every call stays PyTorch's.
+
+The backend is an entry point of PyTorch's (group `torch_dynamo_backends`): PyTorch imports this
+module when a model first asks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from flashwright.flex import graphs
+from flashwright.flex.attention import (
+    NoKernel,
+    Task,
+    card_of,
+    dims_of,
+    order_of,
+    spec_of,
+    tell,
+)
+from flashwright.flex.capture import Captured, Function, NotCaptured, Source, capture
+from flashwright.flex.compare import evaluate
+from flashwright.flex.graphs import FlexNode
+from flashwright.flex.lists import Extent, Seen, disagreement
+from flashwright.flex.trial import WrongKernel, check
+from flashwright.generate import store
+from flashwright.lang.diagnostic import Failed
+from flashwright.lang.nodes import Name, expressions
+from flashwright.pytorch.operator import Operator, torch_operator
+from flashwright.spec import BadSpec
+
+Compiled = Callable[..., Any]
+Compiler = Callable[[GraphModule, Sequence[Any]], Compiled]
+
+REST = "rest"
+"""The option that names the backend of the rest of the graph."""
+
+
+def backend(
+    graph: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Compiled:
+    """A graph of Dynamo, compiled. `options` and `mode` are Inductor's, but for the option `rest`:
+    the backend that compiles what is not flex_attention."""
+    compiler = _compiler(mode, dict(options or {}))
+    taken = []
+    real = graphs.with_data(inputs)
+    for call in graphs.flex_nodes(graph):
+        if takes(graphs.example(call.tensors[0]).device):
+            try:
+                taken.append(_replacement(call, graph, real))
+            except _Stays as reason:
+                _warn(call, str(reason))
+    if not taken:
+        return compiler(graph, inputs)
+    guards = [one.guard for one in taken if one.guard is not None]
+    original = _copied(graph) if guards else graph
+    for number, one in enumerate(taken):
+        one.put(f"flashwright_{number}")
+    graph.recompile()
+    compiled = compiler(graph, inputs)
+    return _Guarded(compiled, guards, _PyTorchs(original, compiler)) if guards else compiled
+
+
+def takes(device: Any) -> bool:
+    """Whether kernels run on a device."""
+    return bool(device.type == "cuda")
+
+
+def operator_of(order: store.Order) -> Operator:
+    """The kernel of an order as an operator; made if the store does not have it."""
+    return torch_operator(store.find_or_make(order, tell))
+
+
+def _compiler(mode: str | None, options: dict[str, Any]) -> Compiler:
+    rest = options.pop(REST, "inductor")
+    if rest == "inductor":
+        return torch._TorchCompileInductorWrapper(mode, options, None)  # type: ignore[no-any-return]
+    if mode or options:
+        given = ", ".join([*options, *(["mode"] if mode else [])])
+        raise ValueError(f"{given}: an option of Inductor, but `rest` is {rest!r}; leave one out")
+    found: Compiler = torch._dynamo.lookup_backend(rest)
+    return found
+
+
+class _Stays(Exception):
+    """Why a call of flex_attention stays PyTorch's."""
+
+
+_WARNED: set[tuple[str, str]] = set()
+
+
+def _warn(call: FlexNode, reason: str) -> None:
+    """Say once for each call and reason why PyTorch computes it."""
+    if (call.place, reason) in _WARNED:
+        return
+    _WARNED.add((call.place, reason))
+    file, _, line = call.place.rpartition(":")
+    text = f"flashwright: this flex_attention stays PyTorch's: {reason}"
+    warnings.warn_explicit(text, RuntimeWarning, file or call.place, int(line) if file else 0)
+
+
+# --- one call of flex_attention -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Replacement:
+    """A call and what stands in for it."""
+
+    call: FlexNode
+    kernel: _Kernel
+    guard: _Guard | None
+    """What must hold in each run; None if nothing can change."""
+
+    def put(self, name: str) -> None:
+        """Change the graph. The node's users take O and LSE by number, as before."""
+        owner, node = self.call.owner, self.call.node
+        owner.add_submodule(name, self.kernel)
+        given = (*self.call.tensors, *self.call.buffers)
+        with owner.graph.inserting_before(node):
+            made = owner.graph.call_module(name, given)
+        made.meta = {**node.meta, "example_value": node.meta["example_value"][:2]}
+        for user in list(node.users):
+            if user.args[1] == 2:  # max_scores, which nothing reads
+                owner.graph.erase_node(user)
+        node.replace_all_uses_with(made)
+        owner.graph.erase_node(node)
+        owner.recompile()
+
+
+def _replacement(call: FlexNode, graph: GraphModule, real: Sequence[Any]) -> _Replacement:
+    """A kernel for a call. Raises _Stays with the reason if there is none."""
+    _check(call, graph)
+    with _untraced():
+        try:
+            return _made(call, graph, real)
+        except (NoKernel, NotCaptured, BadSpec, WrongKernel, graphs.NoSize) as error:
+            raise _Stays(str(error)) from None
+        except Failed as error:
+            raise _Stays("; ".join(d.message for d in error.diagnostics)) from None
+
+
+def _check(call: FlexNode, graph: GraphModule) -> None:
+    """Raise _Stays for a call that no kernel computes."""
+    given = (*call.tensors, *call.buffers)
+    if call.grad and any(getattr(graphs.example(g), "requires_grad", False) for g in given):
+        raise _Stays(
+            "gradients are asked for, and kernels have no backward yet; call the model under "
+            "torch.no_grad() for a kernel"
+        )
+    if any(user.args[1] == 2 and user.users for user in call.node.users):
+        raise _Stays("max_scores is no output of our kernels; ask for lse alone")
+    if call.lists and call.owner is not graph:
+        raise _Stays(
+            "the lists of its BlockMask cannot be checked inside torch.utils.checkpoint or another "
+            "nested region"
+        )
+
+
+def _made(call: FlexNode, graph: GraphModule, real: Sequence[Any]) -> _Replacement:
+    """The kernel, with its first output checked."""
+    query, key, value = (_random(call, node) for node in call.tensors)
+    dims = dims_of(query, key)
+    scale = graphs.constant(call.scale)
+    usual = math.isclose(scale, query.shape[3] ** -0.5, rel_tol=1e-9)
+    spec = spec_of(query, key, value, scale=None if usual else scale)
+    task = Task(spec, card_of(query.device))
+    given = dict(zip(graphs.placeholders(graph), real, strict=True))
+    values = {b: graphs.concrete(b, given) for b in call.buffers}
+    on_cpu = {b: v.cpu() for b, v in values.items()}
+    captured = _plain(capture(*_functions(call, on_cpu), dims))
+    guard = _guard(call, graph, captured)
+    if guard is not None:
+        guard.check_now(real)
+    operator = operator_of(order_of(task, captured))
+    kernel = _Kernel(call, operator, captured, [on_cpu[b] for b in call.buffers])
+    out, _ = kernel(query, key, value, *(values[b] for b in call.buffers))
+    functions = _functions(call, values)
+    check(out, *functions, spec, dims, {"q": query, "k": key, "v": value})
+    return _Replacement(call, kernel, guard)
+
+
+def _functions(call: FlexNode, values: Mapping[Any, Any]) -> tuple[Function, Function]:
+    """score_mod and mask_mod with values for what they captured."""
+    score = call.score([values[b] for b in call.score_buffers])
+    return score, call.mask([values[b] for b in call.mask_buffers])
+
+
+def _random(call: FlexNode, node: Node) -> Any:
+    """Random numbers in the place of an input. Under autocast O has another type than it."""
+    like = graphs.example(node)
+    for axis in (1, 3):  # heads and head dim, which a kernel is made for
+        graphs.constant(like.shape[axis])
+    return torch.randn(graphs.shape(like), device=like.device).to(call.out.dtype)
+
+
+def _plain(captured: Captured) -> Captured:
+    """Without a mask that shows everything, which a call without a BlockMask has."""
+    mask = captured.mods.mask
+    constant = mask is not None and not any(isinstance(e, Name) for e in expressions(mask))
+    if mask is None or not constant or not evaluate(mask, {}, _no_tensor):
+        return captured
+    return replace(captured, mods=replace(captured.mods, mask=None))
+
+
+def _no_tensor(name: str, place: tuple[int, ...]) -> float:
+    raise AssertionError(f"a constant reads {name}")
+
+
+@contextlib.contextmanager
+def _untraced() -> Iterator[None]:
+    """Tensors have data here, though Dynamo traces."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with torch._guards.tracing(None), unset_fake_temporarily(), torch.no_grad():
+        yield
+
+
+class _Kernel(torch.nn.Module):  # type: ignore[misc,unused-ignore]  # torch may be absent
+    """A kernel with the signature of its call: query, key, value, what the functions captured."""
+
+    def __init__(
+        self, call: FlexNode, operator: Operator, captured: Captured, buffers: Sequence[Any]
+    ) -> None:
+        """`buffers` has the tensors that were captured for those of the call."""
+        super().__init__()
+        self.operator, self.natural, self.dtype = operator, call.natural_lse, call.out.dtype
+        self.sources: dict[str, tuple[int, tuple[str, ...], Any]] = {}
+        for name, source in captured.sources.items():
+            numbers = [n for n, buffer in enumerate(buffers) if buffer is source.tensor]
+            if not numbers:
+                raise NoKernel(
+                    f"{call.place}: a function makes a tensor of its own; make it outside"
+                )
+            self.sources[name] = (numbers[0], source.axes, source.tensor.dtype)
+        strides = [graphs.size(s) for s in call.out.stride()]
+        self.memory = sorted(range(4), key=lambda axis: (-strides[axis], axis))
+        """The axes of O from the slowest to the fastest."""
+
+    def forward(self, query: Any, key: Any, value: Any, *buffers: Any) -> tuple[Any, Any]:
+        """O in the memory order of PyTorch's, and LSE."""
+        dims = dims_of(query, key)
+        found = {
+            name.lower(): Source(_tensor(buffers[number], dtype, query.device), axes).view(dims)
+            for name, (number, axes, dtype) in self.sources.items()
+        }
+        found |= {n: t.to(self.dtype) for n, t in zip("qkv", (query, key, value), strict=True)}
+        if key.shape[0] == 1 and query.shape[0] != 1:
+            shape = (query.shape[0], -1, -1, -1)
+            found |= {name: found[name].expand(shape).contiguous() for name in "kv"}
+        inputs = self.operator.inputs
+        out, lse = self.operator(*(found[name] for name in inputs), return_lse=True)
+        back = [self.memory.index(axis) for axis in range(4)]
+        out = out.to(self.dtype).permute(self.memory).contiguous().permute(back)
+        return out, lse if self.natural else lse / math.log(2)
+
+
+def _tensor(value: Any, dtype: Any, device: Any) -> Any:
+    """What a function captured as a tensor on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return torch.full((), value, dtype=dtype, device=device)
+
+
+# --- block masks --------------------------------------------------------------------------------
+
+
+def _guard(call: FlexNode, graph: GraphModule, captured: Captured) -> _Guard | None:
+    """What must hold for the lists of a call's BlockMask; None without one."""
+    if not call.lists:
+        return None
+    mask = captured.mods.mask
+    names = {e.id for e in expressions(mask) if isinstance(e, Name)} if mask is not None else set()
+    sizes = graphs.example(call.tensors[0]).shape[:2]
+    indices = ("batch_idx", "head_idx")
+    differs = tuple(
+        name in names and not (isinstance(n, int) and n == 1)
+        for name, n in zip(indices, sizes, strict=True)
+    )
+    wanted = (*call.lists.values(), *call.lengths, *call.block_size, *call.mask_buffers)
+    part, numbers = graphs.part(graph, wanted, call.node)
+    return _Guard(call, part, numbers, (differs[0], differs[1]), Seen())
+
+
+@dataclass(frozen=True)
+class _Guard:
+    """A BlockMask whose lists must agree with its function, whenever one of them changes."""
+
+    call: FlexNode
+    part: Compiled
+    """The lists, lengths, block size and what the mask captured, from inputs of the graph."""
+    numbers: Sequence[int]
+    """Which inputs `part` takes."""
+    differs: tuple[bool, bool]
+    seen: Seen
+
+    def check_now(self, real: Sequence[Any]) -> None:
+        """Raise _Stays if the lists disagree in the call that is compiled."""
+        if all(real[number] is not None for number in self.numbers):
+            obstacle = self.obstacle(real)
+            if obstacle:
+                raise _Stays(obstacle)
+
+    def obstacle(self, inputs: Sequence[Any]) -> str:
+        """Why PyTorch must compute a run with these inputs; empty if it need not."""
+        own = [inputs[number] for number in self.numbers]
+        if self.seen.same(own):
+            return ""
+        found = self.part(*own)
+        lists = dict(zip(self.call.lists, found[:4], strict=True))
+        q_len, kv_len, *block = (int(n) for n in found[4:8])
+        extent = Extent(q_len, kv_len, (block[0], block[1]), self.differs)
+        where = disagreement(lists, self.call.mask(found[8:]), extent)
+        if where:
+            return f"its BlockMask is not that of its mask function: {where}"
+        self.seen.keep(own)
+        return ""
+
+
+class _Guarded:
+    """A compiled graph; PyTorch's own attention runs if the lists of a BlockMask ask for it."""
+
+    def __init__(self, compiled: Compiled, guards: Sequence[_Guard], other: Compiled) -> None:
+        self.compiled, self.guards, self.other = compiled, guards, other
+
+    def __call__(self, *inputs: Any) -> Any:
+        for guard in self.guards:
+            obstacle = guard.obstacle(inputs)
+            if obstacle:
+                _warn(guard.call, obstacle)
+                return self.other(*inputs)
+        return self.compiled(*inputs)
+
+
+class _PyTorchs:
+    """The graph as Dynamo made it, compiled when it is first needed, once for each shape."""
+
+    def __init__(self, graph: GraphModule, compiler: Compiler) -> None:
+        self.graph, self.compiler = graph, compiler
+        self.known: dict[tuple[Any, ...], Compiled] = {}
+
+    def __call__(self, *inputs: Any) -> Any:
+        key = tuple(
+            (*t.shape, *t.stride(), t.dtype) if isinstance(t, torch.Tensor) else t for t in inputs
+        )
+        if key not in self.known:
+            self.known[key] = self.compiler(_copied(self.graph), list(inputs))
+        return self.known[key](*inputs)
+
+
+def _copied(graph: GraphModule) -> GraphModule:
+    """A copy of a graph, without the values that it was traced with."""
+    made = torch.fx.Graph()
+    copies: dict[Node, Node] = {}
+    found = made.graph_copy(graph.graph, copies)
+    made.output(found)
+    for node in made.nodes:
+        node.meta = {n: v for n, v in node.meta.items() if n != "example_value"}
+    return GraphModule(graph, made)
