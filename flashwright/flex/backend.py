@@ -259,7 +259,8 @@ class _Kernel(torch.nn.Module):  # type: ignore[misc,unused-ignore]  # torch may
             name.lower(): Source(_tensor(buffers[number], dtype, query.device), axes).view(dims)
             for name, (number, axes, dtype) in self.sources.items()
         }
-        found |= {n: t.to(self.dtype) for n, t in zip("qkv", (query, key, value), strict=True)}
+        given = zip("qkv", (query, key, value), strict=True)
+        found |= {name: _aligned(tensor.to(self.dtype)) for name, tensor in given}
         if key.shape[0] == 1 and query.shape[0] != 1:
             shape = (query.shape[0], -1, -1, -1)
             found |= {name: found[name].expand(shape).contiguous() for name in "kv"}
@@ -270,10 +271,18 @@ class _Kernel(torch.nn.Module):  # type: ignore[misc,unused-ignore]  # torch may
         return out, lse if self.natural else lse / math.log(2)
 
 
+def _aligned(tensor: Any) -> Any:
+    """A tensor whose strides kernels can load: the last axis contiguous, others of 16 bytes."""
+    unit = 16 // tensor.element_size()
+    *others, last = tensor.stride()
+    fits = last == 1 and all(stride % unit == 0 for stride in others)
+    return tensor if fits else tensor.contiguous()
+
+
 def _tensor(value: Any, dtype: Any, device: Any) -> Any:
     """What a function captured as a tensor on a device."""
     if isinstance(value, torch.Tensor):
-        return value.to(device)
+        return value.to(device).contiguous()
     return torch.full((), value, dtype=dtype, device=device)
 
 
