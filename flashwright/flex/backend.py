@@ -59,16 +59,16 @@ def backend(
     the backend that compiles what is not flex_attention."""
     compiler = _compiler(mode, dict(options or {}))
     taken = []
-    real = graphs.with_data(inputs)
+    work = _Compilation(graph, graphs.with_data(inputs))
     for call in graphs.flex_nodes(graph):
-        if takes(graphs.example(call.tensors[0]).device):
+        if not call.known or takes(graphs.example(call.tensors[0]).device):
             try:
-                taken.append(_replacement(call, graph, real))
+                taken.append(work.replacement(call))
             except _Stays as reason:
                 _warn(call, str(reason))
     if not taken:
         return compiler(graph, inputs)
-    guards = [one.guard for one in taken if one.guard is not None]
+    guards = list({id(one.guard): one.guard for one in taken if one.guard}.values())
     original = _copied(graph) if guards else graph
     for number, one in enumerate(taken):
         one.put(f"flashwright_{number}")
@@ -143,20 +143,81 @@ class _Replacement:
         owner.recompile()
 
 
-def _replacement(call: FlexNode, graph: GraphModule, real: Sequence[Any]) -> _Replacement:
-    """A kernel for a call. Raises _Stays with the reason if there is none."""
-    _check(call, graph)
-    with _untraced():
-        try:
-            return _made(call, graph, real)
-        except (NoKernel, NotCaptured, BadSpec, WrongKernel, graphs.NoSize) as error:
-            raise _Stays(str(error)) from None
-        except Failed as error:
-            raise _Stays("; ".join(d.message for d in error.diagnostics)) from None
+class _Compilation:
+    """The replacements within one graph. Calls that are alike share a kernel, and calls with the
+    same BlockMask share its guard: a model calls flex_attention in each of its layers."""
+
+    def __init__(self, graph: GraphModule, real: Sequence[Any]) -> None:
+        self.graph, self.real = graph, real
+        self.given = dict(zip(graphs.placeholders(graph), real, strict=True))
+        self.kernels: dict[Any, _Kernel] = {}
+        self.guards: dict[Any, _Guard] = {}
+
+    def replacement(self, call: FlexNode) -> _Replacement:
+        """A kernel for a call. Raises _Stays with the reason if there is none."""
+        _check(call, self.graph)
+        with _untraced():
+            try:
+                guard = self._guard(call)
+                key = call.key
+                if key not in self.kernels:
+                    self.kernels[key] = self._kernel(call)
+                return _Replacement(call, self.kernels[key], guard)
+            except (NoKernel, NotCaptured, BadSpec, WrongKernel, graphs.NoSize) as error:
+                raise _Stays(str(error)) from None
+            except Failed as error:
+                raise _Stays("; ".join(d.message for d in error.diagnostics)) from None
+
+    def _kernel(self, call: FlexNode) -> _Kernel:
+        """The kernel, with its first output checked."""
+        query, key, value = (_random(call, node) for node in call.tensors)
+        dims = dims_of(query, key)
+        scale = graphs.constant(call.scale)
+        usual = math.isclose(scale, query.shape[3] ** -0.5, rel_tol=1e-9)
+        spec = spec_of(query, key, value, scale=None if usual else scale)
+        task = Task(spec, card_of(query.device))
+        values = {b: graphs.concrete(b, self.given) for b in call.buffers}
+        on_cpu = {b: v.cpu() for b, v in values.items()}
+        captured = _plain(capture(*_functions(call, on_cpu), dims))
+        operator = operator_of(order_of(task, captured))
+        kernel = _Kernel(call, operator, captured, [on_cpu[b] for b in call.buffers])
+        out, _ = kernel(query, key, value, *(values[b] for b in call.buffers))
+        functions = _functions(call, values)
+        check(out, *functions, spec, dims, {"q": query, "k": key, "v": value})
+        return kernel
+
+    def _guard(self, call: FlexNode) -> _Guard | None:
+        """What must hold for the lists of a call's BlockMask; None without one. Raises _Stays if
+        it does not hold in the call that is compiled."""
+        if not call.lists:
+            return None
+        wanted = (*call.lists.values(), *call.lengths, *call.block_size, *call.mask_buffers)
+        key = (wanted, call.mask_text)
+        if key not in self.guards:
+            part, numbers = graphs.part(self.graph, wanted, call.node)
+            guard = _Guard(call, part, numbers, self._differs(call), Seen())
+            guard.check_now(self.real)
+            self.guards[key] = guard
+        return self.guards[key]
+
+    def _differs(self, call: FlexNode) -> tuple[bool, bool]:
+        """Whether the mask may differ within the batch, and from head to head."""
+        shapes = [graphs.example(node).shape for node in call.tensors[:2]]
+        sizes = [[graphs.size(n) for n in shape] for shape in shapes]
+        lengths = {"batch": sizes[0][0], "heads": sizes[0][1]}
+        lengths |= {"q_len": sizes[0][2], "kv_len": sizes[1][2]}
+        values = [graphs.concrete(b, self.given).cpu() for b in call.mask_buffers]
+        mask = capture(None, call.mask(values), lengths).mods.mask
+        assert mask is not None
+        names = {e.id for e in expressions(mask) if isinstance(e, Name)}
+        one = [isinstance(n, int) and n == 1 for n in shapes[0][:2]]
+        return "batch_idx" in names and not one[0], "head_idx" in names and not one[1]
 
 
 def _check(call: FlexNode, graph: GraphModule) -> None:
     """Raise _Stays for a call that no kernel computes."""
+    if not call.known:
+        raise _Stays(f"PyTorch {torch.__version__} records it in a form that is not known here")
     given = (*call.tensors, *call.buffers)
     if call.grad and any(getattr(graphs.example(g), "requires_grad", False) for g in given):
         raise _Stays(
@@ -170,29 +231,6 @@ def _check(call: FlexNode, graph: GraphModule) -> None:
             "the lists of its BlockMask cannot be checked inside torch.utils.checkpoint or another "
             "nested region"
         )
-
-
-def _made(call: FlexNode, graph: GraphModule, real: Sequence[Any]) -> _Replacement:
-    """The kernel, with its first output checked."""
-    query, key, value = (_random(call, node) for node in call.tensors)
-    dims = dims_of(query, key)
-    scale = graphs.constant(call.scale)
-    usual = math.isclose(scale, query.shape[3] ** -0.5, rel_tol=1e-9)
-    spec = spec_of(query, key, value, scale=None if usual else scale)
-    task = Task(spec, card_of(query.device))
-    given = dict(zip(graphs.placeholders(graph), real, strict=True))
-    values = {b: graphs.concrete(b, given) for b in call.buffers}
-    on_cpu = {b: v.cpu() for b, v in values.items()}
-    captured = _plain(capture(*_functions(call, on_cpu), dims))
-    guard = _guard(call, graph, captured)
-    if guard is not None:
-        guard.check_now(real)
-    operator = operator_of(order_of(task, captured))
-    kernel = _Kernel(call, operator, captured, [on_cpu[b] for b in call.buffers])
-    out, _ = kernel(query, key, value, *(values[b] for b in call.buffers))
-    functions = _functions(call, values)
-    check(out, *functions, spec, dims, {"q": query, "k": key, "v": value})
-    return _Replacement(call, kernel, guard)
 
 
 def _functions(call: FlexNode, values: Mapping[Any, Any]) -> tuple[Function, Function]:
@@ -287,23 +325,6 @@ def _tensor(value: Any, dtype: Any, device: Any) -> Any:
 
 
 # --- block masks --------------------------------------------------------------------------------
-
-
-def _guard(call: FlexNode, graph: GraphModule, captured: Captured) -> _Guard | None:
-    """What must hold for the lists of a call's BlockMask; None without one."""
-    if not call.lists:
-        return None
-    mask = captured.mods.mask
-    names = {e.id for e in expressions(mask) if isinstance(e, Name)} if mask is not None else set()
-    sizes = graphs.example(call.tensors[0]).shape[:2]
-    indices = ("batch_idx", "head_idx")
-    differs = tuple(
-        name in names and not (isinstance(n, int) and n == 1)
-        for name, n in zip(indices, sizes, strict=True)
-    )
-    wanted = (*call.lists.values(), *call.lengths, *call.block_size, *call.mask_buffers)
-    part, numbers = graphs.part(graph, wanted, call.node)
-    return _Guard(call, part, numbers, (differs[0], differs[1]), Seen())
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ captured are inputs of the model's graph, so they may be others in each call.
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -37,6 +38,31 @@ class FlexNode:
     """The node's arguments, which it loses when it is replaced."""
     grad: bool
     """Whether autograd records at this place."""
+
+    @property
+    def key(self) -> Any:
+        """What a kernel for this call depends on. Alike calls have equal keys."""
+        forms = tuple(_form(example(value)) for value in (*self.tensors, *self.buffers))
+        same = tuple(self.buffers.index(buffer) for buffer in self.buffers)
+        strides = tuple(map(str, self.out.stride()))
+        options = (str(example(self.scale)), self.natural_lse, self.out.dtype, strides)
+        return self._text(self.args[3]), self.mask_text, forms, same, options
+
+    @property
+    def mask_text(self) -> Any:
+        """mask_mod as text; two functions with the same text are the same."""
+        return self._text(self._mask[-1])
+
+    def _text(self, graph: Any) -> Any:
+        module = getattr(self.owner, graph.target)
+        own = any(node.op == "get_attr" for node in module.graph.nodes)  # which the text lacks
+        return (module.code, len(self.score_buffers), id(module) if own else 0)
+
+    @property
+    def known(self) -> bool:
+        """Whether this PyTorch hands the call over as it is read here."""
+        plain = len(self.args) == 9 and not self.node.kwargs
+        return plain and isinstance(self._mask, tuple) and len(self._mask) >= 9
 
     @property
     def tensors(self) -> tuple[Node, Node, Node]:
@@ -115,6 +141,13 @@ class FlexNode:
         module = getattr(self.owner, graph.target)
         names = [b.name if isinstance(b, Node) else "number" for b in buffers]
         return Replay(module, tuple(values), tuple(names), self.place)
+
+
+def _form(value: Any) -> Any:
+    """What of a value a kernel depends on."""
+    if isinstance(value, torch.Tensor):
+        return (*map(str, value.shape), value.dtype, value.device)
+    return type(value)
 
 
 class Replay:
@@ -270,15 +303,16 @@ def part(graph: GraphModule, wanted: Sequence[Any], before: Node) -> tuple[Funct
 
 
 def _effects(graph: GraphModule, before: Node) -> Iterator[Node]:
-    """Nodes that act on others without being their inputs: vmap's levels, assignments."""
+    """Nodes that act on others without being their inputs: vmap's levels, writes to tensors."""
     for node in graph.graph.nodes:
         if node is before:
             return
-        target: Callable[..., Any] | str = node.target
-        module = getattr(target, "__module__", None) or ""
-        name = getattr(target, "__name__", str(target))
-        in_place = node.op == "call_method" and name.endswith("_") and not name.endswith("__")
-        if module.endswith("predispatch") or name == "setitem" or in_place:
+        module = getattr(node.target, "__module__", None) or ""
+        name = getattr(node.target, "__name__", str(node.target))
+        augmented = module == "_operator" and name[0] == "i" and hasattr(operator, name[1:])
+        in_place = name.endswith("_") and not name.endswith("__")
+        writes = node.op.startswith("call") and (in_place or augmented or "out" in node.kwargs)
+        if module.endswith("predispatch") or name == "setitem" or writes:
             yield node
 
 

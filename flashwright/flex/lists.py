@@ -23,6 +23,7 @@ from flashwright.flex.capture import Function
 from flashwright.flex.trial import over
 
 _ELEMENTS = 1 << 24  # of the mask that are computed at once
+_KEPT = 1 << 22  # elements of an input whose content is kept
 
 
 @dataclass(frozen=True)
@@ -106,22 +107,25 @@ class _Input:
     """One input: a number, or a tensor with the version and the content that it had."""
 
     def __init__(self, value: Any) -> None:
-        self.number = None if isinstance(value, torch.Tensor) else value
-        if self.number is None:
-            self.tensor = weakref.ref(value)
+        self.value: Any = value
+        if isinstance(value, torch.Tensor):
+            self.value = weakref.ref(value)
             self.version = _version(value)
-            self.content = value.detach().clone()
+            self.content: Any = value.detach().clone() if value.numel() <= _KEPT else None
 
     def same(self, value: Any) -> bool:
-        if not isinstance(value, torch.Tensor):
-            return bool(value == self.number)
-        if self.number is not None:
+        """Whether a value is this one, unchanged."""
+        if not isinstance(self.value, weakref.ref) or not isinstance(value, torch.Tensor):
+            return type(value) is type(self.value) and bool(value == self.value)
+        if self.value() is value:
+            if self.version is not None:
+                return self.version == _version(value)
+            if value.is_cuda and torch.cuda.is_current_stream_capturing():
+                return True  # a CUDA graph that is captured cannot wait for a comparison
+        known = self.content
+        if known is None or known.shape != value.shape or known.dtype != value.dtype:
             return False
-        known = self.version is not None and self.version == _version(value)
-        if known and self.tensor() is value:
-            return True
-        alike = value.shape == self.content.shape and value.dtype == self.content.dtype
-        return alike and torch.equal(value, self.content)
+        return bool(known.device == value.device) and torch.equal(value, known)
 
 
 def _version(tensor: Any) -> int | None:

@@ -19,7 +19,10 @@ import pytest
 from flashwright import gpu as gpus
 from flashwright.author.builtin.mods import Mods
 from flashwright.author.builtin.mods_reference import reference_text
-from flashwright.generate.store import Order
+from flashwright.emulate.package import read_package
+from flashwright.generate.store import Order, find_or_make
+from flashwright.judge.emulated import launch
+from tests.unit.emulated import needs_compilers
 
 torch = pytest.importorskip("torch")
 from torch._dynamo.backends import registry  # noqa: E402
@@ -42,31 +45,22 @@ class InNumPy:
     """A kernel's operator on CPU tensors."""
 
     def __init__(self, order: Order, number: int) -> None:
-        mods = order.mods or Mods()
-        found: dict[str, Any] = {}
-        exec(reference_text(mods, order.spec, {}), found)
-        names = ["Q", "K", "V", *(o.name for o in mods.operands)]
+        self.mods = order.mods or Mods()
         self.order, self.calls = order, 0
-        self.inputs = tuple(name.lower() for name in names)
+        self.names = ["Q", "K", "V", *(o.name for o in self.mods.operands)]
+        self.inputs = tuple(name.lower() for name in self.names)
 
         def compute(*tensors: Any) -> Any:
             self.calls += 1
-            arrays = {
-                name: t.double().numpy() if t.is_floating_point() else t.numpy()
-                for name, t in zip(names, tensors, strict=True)
-            }
-            for operand in mods.operands:
-                assert arrays[operand.name].dtype in (np.int32, np.float64)
-            own = dict(zip(("batch", "heads", "q_len"), tensors[0].shape, strict=False))
-            sizes = {
-                size: length
-                for operand in mods.operands
-                for size, length in zip(operand.sizes, arrays[operand.name].shape, strict=True)
-            }
-            dims = {**sizes, **own, "kv_len": tensors[1].shape[2]}
-            result = found["reference"](arrays, dims)
-            out = torch.from_numpy(result["O"]).to(tensors[0].dtype).contiguous()
-            return out, torch.from_numpy(result["LSE"]).float().contiguous()
+            given = dict(zip(self.names, tensors, strict=True))
+            dims = dict(zip(("batch", "heads", "q_len"), tensors[0].shape, strict=False))
+            dims |= {"kv_heads": tensors[1].shape[1], "kv_len": tensors[1].shape[2]}
+            for operand in self.mods.operands:
+                for size, length in zip(operand.sizes, given[operand.name].shape, strict=True):
+                    assert dims.setdefault(size, length) == length
+            result = self.compute(given, dims)
+            out = torch.from_numpy(result["O"].astype(np.float64)).to(tensors[0].dtype)
+            return out.contiguous(), torch.from_numpy(result["LSE"]).float().contiguous()
 
         def fake(*tensors: Any) -> Any:
             q, v = tensors[0], tensors[2]
@@ -83,6 +77,25 @@ class InNumPy:
     def __call__(self, *tensors: Any, return_lse: bool = False) -> Any:
         out, lse = self.op(*tensors)
         return (out, lse) if return_lse else out
+
+    def compute(self, given: dict[str, Any], dims: dict[str, int]) -> Any:
+        """O and LSE, in fp64."""
+        found: dict[str, Any] = {}
+        exec(reference_text(self.mods, self.order.spec, {}), found)
+        arrays = {n: t.double() if t.is_floating_point() else t for n, t in given.items()}
+        return found["reference"]({n: t.numpy() for n, t in arrays.items()}, dims)
+
+
+def emulate(kernel: InNumPy, given: dict[str, Any], dims: dict[str, int]) -> Any:
+    """O and LSE of the kernel itself, from the store, under emulation."""
+    folder = find_or_make(kernel.order, print)
+    shape = (*given["Q"].shape[:3], given["V"].shape[3])
+    outputs = {"O": (shape, "fp16"), "LSE": (shape[:3], "fp32")}
+    arrays = {name: tensor.numpy() for name, tensor in given.items()}
+    sizes = {**kernel.order.spec.dims, **dims}
+    out, result = launch(read_package(folder), arrays, outputs, sizes, "eager", 600.0)
+    assert not result.findings
+    return out
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +135,14 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[InNumPy]:
     return made
 
 
+@pytest.fixture
+def emulated(kernels: list[InNumPy], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+    """The same, with real kernels under emulation."""
+    monkeypatch.setenv("FLASHWRIGHT_CACHE", str(tmp_path))
+    monkeypatch.setattr(InNumPy, "compute", emulate)
+    return kernels
+
+
 _COUNT: list[Order] = []
 
 
@@ -138,11 +159,11 @@ def eager(model: Callable[..., Any], *given: Any) -> Any:
         return model(*given)
 
 
-def problem(length: int = 45, heads: int = 4, kv_heads: int = 2, seed: int = 0) -> list[Any]:
+def problem(length: int = 45, width: int = 16, seed: int = 0) -> list[Any]:
     """Q, K, V as views of a packed projection."""
     draw = torch.Generator().manual_seed(seed)
-    packed = torch.randn(2, length, heads + 2 * kv_heads, 16, generator=draw).half()
-    return [x.transpose(1, 2) for x in packed.split([heads, kv_heads, kv_heads], dim=2)]
+    packed = torch.randn(2, length, 8, width, generator=draw).half()
+    return [x.transpose(1, 2) for x in packed.split([4, 2, 2], dim=2)]
 
 
 def assert_close(found: Any, wanted: Any) -> None:
@@ -191,7 +212,8 @@ def softcapped(q: Any, k: Any, v: Any) -> Any:
 
 
 def test_on_cpu_tensors_pytorch_computes_it(recwarn: Any) -> None:
-    given = [*problem(), documents(45)]
+    document = documents(45)
+    given = [*problem(), document, mask_of(document, 45)]
     model = Documents()
     found = compiled(model)(*given)
     assert_close(found, eager(model, *given))
@@ -202,6 +224,7 @@ def test_on_cpu_tensors_pytorch_computes_it(recwarn: Any) -> None:
 
 
 def test_alibi_with_documents_is_a_kernel(kernels: list[InNumPy]) -> None:
+    """The model makes its BlockMask itself, so that its lists are no inputs of the graph."""
     given = [*problem(), documents(45)]
     model = Documents()
     found = compiled(model)(*given)
@@ -284,6 +307,38 @@ def test_a_longer_captured_tensor_and_two_calls_in_one_graph(kernels: list[InNum
     assert_close(compiled(model)(*given), eager(model, *given))
     assert [kernel.inputs for kernel in kernels] == [("q", "k", "v", "bias"), ("q", "k", "v")]
     assert kernels[1].order.mods is None
+
+
+def test_layers_share_a_kernel_and_the_check_of_their_block_mask(
+    kernels: list[InNumPy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = []
+    compare = ours.disagreement
+    monkeypatch.setattr(ours, "disagreement", lambda *a: looked.append(a) or compare(*a))
+    block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 45, 45, device="cpu")
+
+    def model(q: Any, k: Any, v: Any) -> Any:
+        for _ in range(3):
+            q = by_blocks(q, k, v, block_mask)
+        return q
+
+    given, run = problem(), compiled(model)
+    for _ in range(2):
+        assert_close(run(*given), eager(model, *given))
+    (kernel,) = kernels
+    assert kernel.calls == 1 + 2 * 3
+    assert len(looked) == 1
+
+
+@pytest.mark.slow
+@needs_compilers
+def test_the_kernel_that_is_made_computes_it(emulated: list[InNumPy]) -> None:
+    """From the model to the H200's PTX."""
+    document = documents(150)
+    model = Documents()
+    given = [*problem(150, 64), document, mask_of(document, 150)]
+    assert_close(compiled(model)(*given), eager(model, *given))
+    assert emulated[0].calls == 2
 
 
 # --- what stays PyTorch's ---------------------------------------------------------------------
