@@ -30,7 +30,7 @@ from flashwright.flex.attention import (
     spec_of,
     tell,
 )
-from flashwright.flex.capture import Captured, Function, NotCaptured, Source, capture
+from flashwright.flex.capture import Captured, Function, Source, capture
 from flashwright.flex.compare import evaluate
 from flashwright.flex.graphs import FlexNode
 from flashwright.flex.lists import Extent, Seen, disagreement
@@ -39,7 +39,6 @@ from flashwright.generate import store
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.nodes import Name, expressions
 from flashwright.pytorch.operator import Operator, torch_operator
-from flashwright.spec import BadSpec
 
 Compiled = Callable[..., Any]
 Compiler = Callable[[GraphModule, Sequence[Any]], Compiled]
@@ -163,7 +162,7 @@ class _Compilation:
                 if key not in self.kernels:
                     self.kernels[key] = self._kernel(call)
                 return _Replacement(call, self.kernels[key], guard)
-            except (NoKernel, NotCaptured, BadSpec, WrongKernel, graphs.NoSize) as error:
+            except (NoKernel, WrongKernel, ValueError) as error:
                 raise _Stays(str(error)) from None
             except Failed as error:
                 raise _Stays("; ".join(d.message for d in error.diagnostics)) from None
@@ -320,7 +319,8 @@ def _aligned(tensor: Any) -> Any:
 def _tensor(value: Any, dtype: Any, device: Any) -> Any:
     """What a function captured as a tensor on a device."""
     if isinstance(value, torch.Tensor):
-        return value.to(device).contiguous()
+        moved = value.to(device)
+        return moved if not moved.dim() or moved.stride(-1) == 1 else moved.contiguous()
     return torch.full((), value, dtype=dtype, device=device)
 
 

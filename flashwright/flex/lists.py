@@ -117,7 +117,8 @@ class _Input:
         """Whether a value is this one, unchanged."""
         if not isinstance(self.value, weakref.ref) or not isinstance(value, torch.Tensor):
             return type(value) is type(self.value) and bool(value == self.value)
-        if self.value() is value:
+        itself: bool = self.value() is value
+        if itself:
             if self.version is not None:
                 return self.version == _version(value)
             if value.is_cuda and torch.cuda.is_current_stream_capturing():

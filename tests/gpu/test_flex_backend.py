@@ -105,6 +105,24 @@ def test_one_kernel_for_all_lengths() -> None:
             assert_same(ours(*given), theirs(*given))
 
 
+def test_blocks_that_are_chosen_later_are_inductors() -> None:
+    """The lists agree with the function when the model is compiled, and not any more later."""
+    block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, LENGTH, LENGTH)
+
+    def model(q: Any, k: Any, v: Any) -> Any:
+        return (flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True),)
+
+    ours, theirs, given = compiled(model), torch.compile(model, fullgraph=True), problem()
+    with torch.no_grad():
+        assert_same(ours(*given), theirs(*given))
+        before = theirs(*given)[0].clone()
+        block_mask.full_kv_num_blocks.clamp_(max=1)
+        with pytest.warns(RuntimeWarning, match="not that of its mask function"):
+            found = ours(*given)
+        assert_same(found, theirs(*given))
+        assert not torch.equal(found[0], before)
+
+
 def test_with_gradients_pytorch_computes_it() -> None:
     model = Documents()
     given = [*problem(grad=True), mask_of(documents(LENGTH))]
