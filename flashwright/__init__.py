@@ -12,11 +12,12 @@ from flashwright.version import __version__ as __version__
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from flashwright.build.classes import Kernels
-    from flashwright.build.load import Kernel
     from flashwright.flex.attention import NoKernel as NoKernel
     from flashwright.flex.attention import attention as attention
     from flashwright.flex.attention import flex_attention as flex_attention
+
+    from flashwright.build.classes import Kernels
+    from flashwright.build.load import Kernel
     from flashwright.judge.verdict import Verdict
     from flashwright.pytorch.operator import Operator
     from flashwright.sandbox.candidate import Candidate
