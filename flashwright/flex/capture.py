@@ -17,6 +17,7 @@ import operator
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -24,12 +25,16 @@ from typing import Any
 from flashwright.author.builtin.mods import Mods, Operand
 from flashwright.flex import aten, compare
 from flashwright.flex.aten import Refused, Typed
+from flashwright.spec import MAX_INT
 from flashwright.lang.nodes import Expr, Index, Name, Num
 
 Function = Callable[..., Any]
 
 INDICES = ("batch_idx", "head_idx", "q_idx", "kv_idx")
 _WHERE = "user's line"
+REPLAYED = ContextVar("REPLAYED", default="")
+"""The user's line that a recorded graph executes now (graphs.py); empty if a function itself runs.
+Such a graph has its own `place`, and `tensors` by name."""
 
 
 class NotCaptured(ValueError):
@@ -95,6 +100,10 @@ class _Reads:
             for number, (arg, length) in enumerate(zip(part.args, part.tensor.shape, strict=True))
         )
         dtype = aten.dtype_of(part.tensor.dtype)
+        if str(part.tensor.dtype) == "torch.int64" and part.tensor.numel():
+            low, high = part.tensor.aminmax()
+            if int(low) < -MAX_INT or int(high) > MAX_INT:
+                raise Refused("a tensor with whole numbers beyond 2**31: kernels take int32")
         name = self._name(part, sizes, dtype)
         args = tuple(_wrapped(a, s) for a, s in zip(part.args, sizes, strict=True))
         return aten.loaded(Index(Name(name), args or (Num("0"),)), part.tensor.dtype)
@@ -327,6 +336,8 @@ def _trace(function: Function, device: Any, with_score: bool) -> Any:
 
 def _place_of(function: Function) -> str:
     """The file and line where a function is defined."""
+    if hasattr(function, "place"):
+        return str(function.place)
     code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)
 
@@ -363,6 +374,8 @@ def _with_lines(function: Function, lines: list[tuple[str, str]]) -> Function:
 
 def _user_line() -> str:
     """The innermost line on the stack that is neither PyTorch's nor ours."""
+    if REPLAYED.get():
+        return REPLAYED.get()
     frame = inspect.currentframe()
     while frame is not None:
         file = frame.f_code.co_filename
@@ -390,7 +403,7 @@ def _where(node: Any) -> str:
 def _names_of(function: Function) -> dict[int, str]:
     """The names that the function's tensors have in its text, as names of TL."""
     names: dict[int, str] = {}
-    for name, value in _visible(function):
+    for name, value in (*getattr(function, "tensors", {}).items(), *_visible(function)):
         if _is_tensor(value):
             names.setdefault(id(value), _tl_name(name))
     return names
