@@ -25,8 +25,8 @@ from typing import Any
 from flashwright.author.builtin.mods import Mods, Operand
 from flashwright.flex import aten, compare
 from flashwright.flex.aten import Refused, Typed
-from flashwright.spec import MAX_INT
 from flashwright.lang.nodes import Expr, Index, Name, Num
+from flashwright.spec import MAX_INT
 
 Function = Callable[..., Any]
 
