@@ -205,7 +205,15 @@ def _run(
     given: Mapping[str, Any],
     lists: Blocked | None = None,
 ) -> tuple[Any, Any]:
-    """O and LSE of a call. `given` has q, k, v, and slopes, sink and bias if there are any."""
+    """O and LSE of a call. `given` has q, k, v, and slopes, sink and bias if there are any.
+
+    torch.compile leaves its graph for this: what is looked up here is no part of a graph.
+    """
+    if torch.compiler.is_compiling():
+        outside: tuple[Any, Any] = torch.compiler.disable(_run)(
+            task, score_mod, mask_mod, given, lists
+        )
+        return outside
     q, k, v = given["q"], given["k"], given["v"]
     quick = _QUICK.get((task, score_mod, mask_mod)) if len(given) == 3 and lists is None else None
     if quick is not None and quick.watch.same() and q.shape[0] == k.shape[0]:

@@ -240,6 +240,18 @@ def test_a_number_that_changes_is_seen() -> None:
     assert_like_pytorch(run(given, None, mask), given, None, mask)
 
 
+def test_torch_compile_leaves_its_graph_for_a_call() -> None:
+    given = qkv()
+    task = _task(spec_of(given["q"], given["k"], given["v"]))
+
+    def model(q: Any, k: Any, v: Any) -> Any:
+        return flex._run(task, None, every_third, {"q": q * 2, "k": k, "v": v})[0] + 1
+
+    found = torch.compile(model, backend="eager")(given["q"], given["k"], given["v"])
+    wanted, _ = run({**given, "q": given["q"] * 2}, None, every_third)
+    torch.testing.assert_close(found, wanted + 1)
+
+
 # --- block masks ------------------------------------------------------------------------------
 
 
