@@ -12,7 +12,7 @@ from flashwright.build.plan_rules import DTYPES, LAYOUTS, SWIZZLES, caller_order
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lower.launch_plan import OPERATORS, LaunchPlan, PlanTensor, Postfix
 
-_MAP_TYPES = {  # CUtensorMapDataType; it has no 8-bit floats, and zeros are zeros
+MAP_TYPES = {  # CUtensorMapDataType; it has no 8-bit floats, and zeros are zeros
     "fp16": 6,
     "bf16": 9,
     "fp32": 7,
@@ -62,7 +62,7 @@ class _PlanWriter:
         names = [tensor.name for tensor in plan.tensors]
         for one in plan.maps:
             index = names.index(one.tensor)
-            self.numbers += [index, _MAP_TYPES[plan.tensors[index].dtype]]
+            self.numbers += [index, MAP_TYPES[plan.tensors[index].dtype]]
             self.numbers += [SWIZZLES.index(one.swizzle), one.optional, *one.box]
 
     def tensor(self, tensor: PlanTensor) -> None:

@@ -20,6 +20,7 @@ from flashwright.cli import (
     bench,
     emulate,
     explain_mod,
+    export,
     fuzz,
     generate,
     grammar,
@@ -374,7 +375,7 @@ def gpus() -> int:
 
 for part in (
     *(generate, kernel, replay, emulate, verify, selftest, bench, tune, receipt, report),
-    *(warm, study, fuzz, grammar, explain_mod),
+    *(export, warm, study, fuzz, grammar, explain_mod),
 ):
     part.register(app)
 

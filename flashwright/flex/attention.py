@@ -76,7 +76,7 @@ class _Entry:
         return found
 
 
-_KERNELS: dict[tuple[Any, ...], _Entry] = {}
+_KERNELS: dict[tuple[Any, ...], _Entry | None] = {}
 _QUICK: dict[tuple[Any, ...], _Entry] = {}
 """Those of them that take Q, K and V alone: their calls need no look at sizes."""
 _MOST = 512
@@ -205,7 +205,15 @@ def _run(
     given: Mapping[str, Any],
     lists: Blocked | None = None,
 ) -> tuple[Any, Any]:
-    """O and LSE of a call. `given` has q, k, v, and slopes, sink and bias if there are any."""
+    """O and LSE of a call. `given` has q, k, v, and slopes, sink and bias if there are any.
+
+    torch.compile leaves its graph for this: what is looked up here is no part of a graph.
+    """
+    if torch.compiler.is_compiling():
+        outside: tuple[Any, Any] = torch.compiler.disable(_run)(
+            task, score_mod, mask_mod, given, lists
+        )
+        return outside
     q, k, v = given["q"], given["k"], given["v"]
     quick = _QUICK.get((task, score_mod, mask_mod)) if len(given) == 3 and lists is None else None
     if quick is not None and quick.watch.same() and q.shape[0] == k.shape[0]:
@@ -216,7 +224,11 @@ def _run(
     form = None if lists is None else (lists.size, tuple(n > 1 for n in lists.counts.shape[:2]))
     known = (task, score_mod, mask_mod, bias, form)
     entry = _KERNELS.get(known)
-    if entry is None or not entry.watch.same():
+    if entry is not None and not entry.watch.same():
+        entry = _KERNELS[known] = _renewed(
+            entry, (score_mod, mask_mod), bias, lists, dims, q.device
+        )
+    if entry is None:
         while len(_KERNELS) >= _MOST:
             del _KERNELS[next(iter(_KERNELS))]
             _QUICK.clear()
@@ -251,18 +263,52 @@ def _new_entry(
 ) -> _Entry:
     watch = Watch(*functions)
     try:
-        captured = capture(*functions, dims, device)
-        if lists is not None:
-            used = replace(captured.mods, lists=lists.lists_for(captured.mods, tell))
-            captured = replace(captured, mods=used)
-        if bias is not None:
-            captured = replace(captured, mods=bias.added(captured.mods))
+        captured = _captured(functions, bias, lists, dims, device)
         order = order_of(task, captured)
         new = store.find(order) is None
         folder = store.find_or_make(order, tell)
-        return _Entry(torch_operator(folder), captured, watch, folder, new)
+        made = _Entry(torch_operator(folder), captured, watch, folder, new)
     except (NotCaptured, Failed, BadSpec) as error:
         raise NoKernel(str(error)) from None
+    if watch.blind:
+        tell(
+            f"{watch.blind!r} is an object that may change inside, so the function is recorded at "
+            "every call (milliseconds); tensors and numbers that it names directly are watched"
+        )
+    return made
+
+
+def _captured(
+    functions: tuple[Function | None, Function | None],
+    bias: _Bias | None,
+    lists: Blocked | None,
+    dims: Dims,
+    device: Any,
+) -> Captured:
+    """The functions with the lists and the bias of a call."""
+    captured = capture(*functions, dims, device)
+    mods = captured.mods
+    if lists is not None:
+        mods = replace(mods, lists=lists.lists_for(mods, tell))
+    return replace(captured, mods=mods if bias is None else bias.added(mods))
+
+
+def _renewed(
+    entry: _Entry,
+    functions: tuple[Function | None, Function | None],
+    bias: _Bias | None,
+    lists: Blocked | None,
+    dims: Dims,
+    device: Any,
+) -> _Entry | None:
+    """The entry with what the functions see now; None if that is another kernel."""
+    try:
+        captured = _captured(functions, bias, lists, dims, device)
+    except NotCaptured as error:
+        raise NoKernel(str(error)) from None
+    if captured.mods != entry.captured.mods:
+        return None
+    return replace(entry, captured=captured, watch=Watch(*functions))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from flashwright.author.builtin.mods import BlockLists, Mods, placed
+from flashwright.flex.lists import LISTS, Extent, block_table, disagreement
 
 Function = Callable[..., Any]
 
@@ -75,12 +76,15 @@ def blocked(block_mask: Any, query: Any, key: Any) -> Blocked:
 
 def _blocked(block_mask: Any, lengths: tuple[int, ...]) -> Blocked:
     rows, columns = block_mask.BLOCK_SIZE
-    table = _table(block_mask)
+    lists = {name: getattr(block_mask, name) for name in LISTS}
+    table = block_table(**lists)
     visited = table > 0
     order = torch.sort((~visited).to(torch.int8), dim=-1, stable=True).indices
     counts = visited.sum(dim=-1, dtype=torch.int32)
     mask: Function = block_mask.mask_mod
-    if not torch.equal(table, _table_of(mask, table, lengths, (rows, columns))):
+    several = (table.shape[0] > 1, table.shape[1] > 1)
+    extent = Extent(lengths[0], lengths[1], (rows, columns), several)
+    if disagreement(lists, mask, extent):
         mask = _with_table(mask, table, rows, columns)
     return Blocked(mask, counts.contiguous(), order.int().contiguous(), (rows, columns))
 
@@ -94,33 +98,3 @@ def _with_table(mask_mod: Function, table: Any, rows: int, columns: int) -> Func
         return (here == 2) | ((here == 1) & mask_mod(b, h, q, kv))
 
     return mask
-
-
-def _table(block_mask: Any) -> Any:
-    """For each pair of blocks: 0 skipped, 1 masked by the function, 2 fully visible."""
-    partial = _dense(block_mask.kv_num_blocks, block_mask.kv_indices)
-    if block_mask.full_kv_num_blocks is None:
-        return partial
-    full = _dense(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
-    return torch.where(full == 1, 2, partial)
-
-
-def _dense(counts: Any, indices: Any) -> Any:
-    """Lists of blocks as a table of 0 and 1."""
-    listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
-    table = torch.zeros(
-        (*indices.shape[:-1], indices.shape[-1] + 1), dtype=torch.int32, device=indices.device
-    )
-    places = torch.where(listed, indices, indices.shape[-1]).long()
-    table.scatter_(-1, places, 1)
-    return table[..., :-1].contiguous()
-
-
-def _table_of(mask_mod: Function, like: Any, lengths: Any, size: tuple[int, int]) -> Any:
-    """The table that the mask function gives by itself."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    made = create_block_mask(
-        mask_mod, *like.shape[:2], *lengths, device=like.device, BLOCK_SIZE=size
-    )
-    return _table(made)

@@ -11,12 +11,15 @@ PyTorch raises an error, and no kernel is made.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from flashwright.author.builtin.mods import Mods, Operand
@@ -25,11 +28,15 @@ from flashwright.flex.aten import Refused, Typed
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.nodes import Expr, Index, Name, Num
 from flashwright.lang.parse import parse
+from flashwright.spec import MAX_INT
 
 Function = Callable[..., Any]
 
 INDICES = ("batch_idx", "head_idx", "q_idx", "kv_idx")
 _WHERE = "user's line"
+REPLAYED = ContextVar("REPLAYED", default="")
+"""The user's line that a recorded graph executes now (graphs.py); empty if a function itself runs.
+Such a graph has its own `place`, and `tensors` by name."""
 
 
 class NotCaptured(ValueError):
@@ -95,6 +102,10 @@ class _Reads:
             for number, (arg, length) in enumerate(zip(part.args, part.tensor.shape, strict=True))
         )
         dtype = aten.dtype_of(part.tensor.dtype)
+        if str(part.tensor.dtype) == "torch.int64" and part.tensor.numel():
+            low, high = part.tensor.aminmax()
+            if int(low) < -MAX_INT or int(high) > MAX_INT:
+                raise Refused("a tensor with whole numbers beyond 2**31: kernels take int32")
         name = self._name(part, sizes, dtype)
         args = tuple(_wrapped(a, s) for a, s in zip(part.args, sizes, strict=True))
         return aten.loaded(Index(Name(name), args or (Num("0"),)), part.tensor.dtype)
@@ -327,6 +338,8 @@ def _trace(function: Function, device: Any, with_score: bool) -> Any:
 
 def _place_of(function: Function) -> str:
     """The file and line where a function is defined."""
+    if hasattr(function, "place"):
+        return str(function.place)
     code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)
 
@@ -363,6 +376,8 @@ def _with_lines(function: Function, lines: list[tuple[str, str]]) -> Function:
 
 def _user_line() -> str:
     """The innermost line on the stack that is neither PyTorch's nor ours."""
+    if REPLAYED.get():
+        return REPLAYED.get()
     frame = inspect.currentframe()
     while frame is not None:
         file = frame.f_code.co_filename
@@ -390,8 +405,8 @@ def _where(node: Any) -> str:
 def _names_of(function: Function) -> dict[int, str]:
     """The names that the function's tensors have in its text, as names of TL."""
     names: dict[int, str] = {}
-    for name, value in _visible(function):
-        if hasattr(value, "dtype") and hasattr(value, "dim"):
+    for name, value in (*getattr(function, "tensors", {}).items(), *_visible(function)):
+        if _is_tensor(value):
             names.setdefault(id(value), _tl_name(name))
     return names
 
@@ -417,34 +432,67 @@ def _visible(function: Function, depth: int = 3) -> Iterator[tuple[str, Any]]:
 
 class Watch:
     """What functions see outside of themselves. A tensor that was replaced is another one, though
-    its name and the function are the same: what was captured then no longer holds."""
+    its name and the function are the same: what was captured then no longer holds.
+
+    `blind` names what cannot be watched: an object may change inside. Functions that see one are
+    captured at every call.
+    """
 
     def __init__(self, *functions: Function | None) -> None:
         self.cells: list[tuple[Any, Any]] = []
         self.names: list[tuple[dict[str, Any], str, Any]] = []
+        self.blind = ""
         for function in functions:
-            self._add(function, 3)
+            if function is not None:
+                self._add(function, getattr(function, "__name__", repr(function)))
 
     def same(self) -> bool:
-        """Whether all of it is still there."""
-        return all(cell.cell_contents is value for cell, value in self.cells) and all(
-            where.get(name) is value for where, name, value in self.names
+        """Whether all of it is certainly still there."""
+        return (
+            not self.blind
+            and all(cell.cell_contents is value for cell, value in self.cells)
+            and all(where.get(name) is value for where, name, value in self.names)
         )
 
-    def _add(self, function: Any, depth: int) -> None:
-        function = getattr(function, "func", function)  # functools.partial keeps its arguments
+    def _add(self, function: Any, name: str, depth: int = 5) -> None:
+        if isinstance(function, functools.partial):  # it keeps its own arguments
+            values = zip(("arguments",) * len(function.args), function.args, strict=True)
+            for given, value in (*values, *function.keywords.items()):
+                self._look(given, value, depth)
+            function = function.func
         code = getattr(function, "__code__", None)
-        if code is None:
+        if code is None or getattr(function, "__self__", None) is not None or not depth:
+            self.blind = self.blind or name
             return
-        found = [(cell, cell.cell_contents) for cell in function.__closure__ or ()]
+        cells = function.__closure__ or ()
+        found = [(cell, cell.cell_contents) for cell in cells]
         known = function.__globals__
         seen = [(known, name, known[name]) for name in code.co_names if name in known]
         self.cells += found
         self.names += seen
-        for value in (*(v for _, v in found), *(v for _, _, v in seen)):
-            for inner in value if isinstance(value, tuple) else (value,):
-                if depth and inspect.isfunction(inner):
-                    self._add(inner, depth - 1)
+        inner = [(n, v) for n, (_, v) in zip(code.co_freevars, found, strict=True)]
+        for given, value in (*inner, *((n, v) for _, n, v in seen)):
+            self._look(given, value, depth)
+
+    def _look(self, name: str, value: Any, depth: int) -> None:
+        """A value that a function sees under a name."""
+        plain = (bool, int, float, str, type(None), type, ModuleType, BuiltinFunctionType)
+        if isinstance(value, FunctionType | functools.partial):
+            self._add(value, name, depth - 1)
+        elif isinstance(value, tuple):
+            for one in value:
+                self._look(name, one, depth)
+        elif not (isinstance(value, plain) or _is_tensor(value) or _is_of_torch(value)):
+            self.blind = self.blind or name
+
+
+def _is_tensor(value: Any) -> bool:
+    return hasattr(value, "dtype") and hasattr(value, "dim")
+
+
+def _is_of_torch(value: Any) -> bool:
+    """An operator, a type or a device of PyTorch."""
+    return type(value).__module__.partition(".")[0] == "torch"
 
 
 def _tl_name(name: str) -> str:

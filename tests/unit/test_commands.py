@@ -28,6 +28,7 @@ PAGES = [
     DOCS / "getting-started.md",
     DOCS / "flex.md",
     DOCS / "pytorch.md",
+    DOCS / "export.md",
     DOCS / "wgmma.md",
     DOCS / "tutorial.md",
     *sorted((DOCS / "howto").glob("*.md")),

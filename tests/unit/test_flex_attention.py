@@ -196,6 +196,38 @@ def test_a_tensor_that_is_replaced_or_changed_is_seen() -> None:
     assert_like_pytorch(run(given, None, mask), given, None, mask)
 
 
+class Module:
+    """Functions that see an object, whose parts may change."""
+
+    def __init__(self) -> None:
+        self.limit, self.reach = torch.tensor([10, 20]), 30
+
+    def mask(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return (kv < self.limit[b]) & (q - kv < self.reach)
+
+    def __call__(self, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return self.mask(b, h, q, kv)
+
+
+@pytest.mark.parametrize("form", ["method", "object", "closure"])
+def test_what_an_object_holds_is_seen_when_it_changes(
+    form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, given = Module(), qkv()
+    forms: dict[str, Any] = {
+        "method": module.mask,
+        "object": module,
+        "closure": lambda b, h, q, kv: module.mask(b, h, q, kv),
+    }
+    mask = forms[form]
+    for limit, reach in (([10, 20], 30), ([25, 5], 30), ([25, 5], 12)):
+        module.limit, module.reach = torch.tensor(limit), reach
+        assert_like_pytorch(run(given, None, mask), given, None, mask)
+    told = capsys.readouterr().err
+    assert told.count("making a kernel") == 2  # one for each number
+    assert "is an object that may change inside" in told
+
+
 def test_a_number_that_changes_is_seen() -> None:
     reach = 5
 
@@ -206,6 +238,18 @@ def test_a_number_that_changes_is_seen() -> None:
     assert_like_pytorch(run(given, None, mask), given, None, mask)
     reach = 11
     assert_like_pytorch(run(given, None, mask), given, None, mask)
+
+
+def test_torch_compile_leaves_its_graph_for_a_call() -> None:
+    given = qkv()
+    task = _task(spec_of(given["q"], given["k"], given["v"]))
+
+    def model(q: Any, k: Any, v: Any) -> Any:
+        return flex._run(task, None, every_third, {"q": q * 2, "k": k, "v": v})[0] + 1
+
+    found = torch.compile(model, backend="eager")(given["q"], given["k"], given["v"])
+    wanted, _ = run({**given, "q": given["q"] * 2}, None, every_third)
+    torch.testing.assert_close(found, wanted + 1)
 
 
 # --- block masks ------------------------------------------------------------------------------

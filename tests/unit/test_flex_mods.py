@@ -198,6 +198,7 @@ def _no_tensor(name: str, place: tuple[int, ...]) -> float:
 
 table = torch.randn(8, 8)
 doubles = torch.randn(64, dtype=torch.float64)
+hashes = torch.full((64,), 2**40)
 
 
 def by_if(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -227,6 +228,10 @@ def by_a_short_table(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return score + table[q, 0]
 
 
+def by_hashes(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return hashes[q] == hashes[kv]
+
+
 def by_random_numbers(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     return score + torch.rand(())
 
@@ -244,13 +249,14 @@ def _recorded(tensor: Any) -> bool:
         (by_doubles, 1, "a tensor of float64"),
         (by_numpy, 0, "what was recorded gives"),
         (by_a_short_table, 1, "IndexError: index 44 is out of bounds for dimension 0"),
+        (by_hashes, 1, "whole numbers beyond 2**31"),
         (by_random_numbers, 1, "aten.rand.default"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused_with_its_line(
     function: Function, offset: int, what: str
 ) -> None:
-    mask = function is by_if
+    mask = function in (by_if, by_hashes)
     with pytest.raises(NotCaptured) as error:
         capture(None if mask else function, function if mask else None, SMALL)
     line = function.__code__.co_firstlineno + offset
