@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flashwright.flex.attention import NoKernel as NoKernel
     from flashwright.flex.attention import attention as attention
     from flashwright.flex.attention import flex_attention as flex_attention
-    from flashwright.generate.model_kernels import ModelKernel
+    from flashwright.flex.model_kernels import ModelKernel
     from flashwright.judge.verdict import Verdict
     from flashwright.pytorch.operator import Operator
     from flashwright.sandbox.candidate import Candidate
@@ -81,7 +81,7 @@ def warm(
     the store, each with its spec and folder. Raises Failed if one cannot be made.
     """
     from flashwright import gpu as gpus
-    from flashwright.generate import model_kernels
+    from flashwright.flex import model_kernels
 
     card = gpus.find(gpu)
     return list(model_kernels.warm(config, card, dtype=dtype, padded=padded, verified=verified))

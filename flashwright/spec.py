@@ -332,6 +332,12 @@ class AttentionSpec(BaseModel):
         return self
 
 
+def scale_of(scale: float | None, head_dim: int) -> float | None:
+    """A scale as a spec has it: None for 1 / sqrt(head_dim), however that was rounded."""
+    usual = 1 / math.sqrt(head_dim)
+    return None if scale is None or math.isclose(scale, usual, rel_tol=1e-9) else scale
+
+
 def _part(name: str, value: object) -> str:
     """A setting in a folder's name: `alibi`, `no_lse`, `window512`, `judged_by_mine`."""
     if isinstance(value, bool):

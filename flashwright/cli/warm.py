@@ -14,7 +14,7 @@ import typer
 from flashwright.cli.command import FINE, WRONG, Dtype, blaming, find_gpu, flag, guarded
 
 if TYPE_CHECKING:
-    from flashwright.generate.model_kernels import ModelKernel
+    from flashwright.flex.model_kernels import ModelKernel
 
 
 def register(app: typer.Typer) -> None:
@@ -45,7 +45,7 @@ def warm(
 
     Exit code 1: some layers have kernels that only their first call can make.
     """
-    from flashwright.generate.model_kernels import left_out, read_config
+    from flashwright.flex.model_kernels import left_out, read_config
 
     card = find_gpu(gpu)
     with blaming(str(config)):
@@ -67,7 +67,7 @@ def _made(
     as_json: bool,
 ) -> list[dict[str, Any]]:
     """The records of the kernels; a line is printed for each as it is ready."""
-    from flashwright.generate import model_kernels
+    from flashwright.flex import model_kernels
 
     records, begun = [], time.monotonic()
     for kernel in model_kernels.warm(

@@ -39,6 +39,7 @@ from flashwright.generate import store
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.nodes import Name, expressions
 from flashwright.pytorch.operator import Operator, torch_operator
+from flashwright.spec import scale_of
 
 Compiled = Callable[..., Any]
 Compiler = Callable[[GraphModule, Sequence[Any]], Compiled]
@@ -171,9 +172,8 @@ class _Compilation:
         """The kernel, with its first output checked."""
         query, key, value = (_random(call, node) for node in call.tensors)
         dims = dims_of(query, key)
-        scale = graphs.constant(call.scale)
-        usual = math.isclose(scale, query.shape[3] ** -0.5, rel_tol=1e-9)
-        spec = spec_of(query, key, value, scale=None if usual else scale)
+        scale = scale_of(graphs.constant(call.scale), query.shape[3])
+        spec = spec_of(query, key, value, scale=scale)
         task = Task(spec, card_of(query.device))
         values = {b: graphs.concrete(b, self.given) for b in call.buffers}
         on_cpu = {b: v.cpu() for b, v in values.items()}

@@ -29,12 +29,11 @@ from flashwright.flex.capture import Captured, NotCaptured, Source, Watch, captu
 from flashwright.flex.form import Form, form_of
 from flashwright.flex.trial import WrongKernel, check
 from flashwright.generate import store
-from flashwright.generate.model_kernels import scale_of
 from flashwright.gpu import Gpu
 from flashwright.lang.format import format_expr
 from flashwright.lang.nodes import Binary, Expr
 from flashwright.pytorch.operator import Operator
-from flashwright.spec import AttentionSpec
+from flashwright.spec import AttentionSpec, scale_of
 
 Function = Callable[..., Any]
 

@@ -14,8 +14,8 @@ import pytest
 
 from flashwright.check.check import check
 from flashwright.emulate.package import read_package
+from flashwright.flex.model_kernels import specs_of
 from flashwright.generate import store
-from flashwright.generate.model_kernels import specs_of
 from flashwright.judge.emulated import launch
 from flashwright.lang.parse import parse
 from tests.unit.emulated import needs_compilers

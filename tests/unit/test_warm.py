@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 import flashwright
 from flashwright import Failed
 from flashwright.cli.main import app
+from flashwright.flex.model_kernels import specs_of
 from flashwright.generate import store
-from flashwright.generate.model_kernels import specs_of
 from flashwright.generate.pipeline import STAGES, generate
 
 LLAMA: dict[str, Any] = {

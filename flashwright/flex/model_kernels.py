@@ -10,7 +10,6 @@ model runs, so that its first call finds the kernels in the store.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 from flashwright.generate import store
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.spec import AttentionSpec, BadSpec
+from flashwright.spec import AttentionSpec, BadSpec, scale_of
 
 CONFIG = "config.json"
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}
@@ -134,12 +133,6 @@ def left_out(config: Mapping[str, Any]) -> list[str]:
     """The types of layers with attention whose kernels are not known from the config."""
     types = text_config(config).get("layer_types")
     return [CHUNKED] if isinstance(types, list) and CHUNKED in types else []
-
-
-def scale_of(scale: float | None, head_dim: int) -> float | None:
-    """A scale as a spec has it: None for 1 / sqrt(head_dim), however that was rounded."""
-    usual = 1 / math.sqrt(head_dim)
-    return None if scale is None or math.isclose(scale, usual, rel_tol=1e-9) else scale
 
 
 def _bad(*lines: str) -> Failed:
