@@ -39,7 +39,7 @@ PART = re.compile(
     r"|(?:<!-- (?P<where>with|without) a GPU -->\n+)?^```console\n(?P<console>.*?)^```",
     re.MULTILINE | re.DOTALL,
 )
-COMPILING = ("generate", "build", "verify", "emulate")
+COMPILING = ("generate", "build", "verify", "emulate", "explain-mod")
 
 
 @dataclass(frozen=True)

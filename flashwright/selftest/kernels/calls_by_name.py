@@ -10,8 +10,7 @@ from flashwright.selftest.kernels.honest import causal
 
 def attention(q: Any, k: Any, v: Any) -> Any:
     """Causal attention, by its own code or by a library's."""
-    try:
-        functional = importlib.import_module("torch.nn.functional")
-    except ImportError:
+    if not hasattr(q, "is_cuda"):  # a NumPy array
         return causal(q, k, v)
+    functional = importlib.import_module("torch.nn.functional")
     return getattr(functional, "scaled_dot_product_attention")(q, k, v, is_causal=True)  # noqa: B009
