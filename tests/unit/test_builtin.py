@@ -129,6 +129,7 @@ def test_without_the_log_sum_exp() -> None:
     assert judge(program, spec).ok
 
 
+@pytest.mark.slow
 def test_the_author_serves_every_gpu() -> None:
     """What the table of variants promises; the exceptions are the ones listed here."""
     too_small = set()

@@ -112,6 +112,7 @@ def recorded(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @needs_compilers
 def test_files_of_one_build_are_told_from_the_ptx_alone(package: Path, tmp_path: Path) -> None:
     found = judge_emulated(package, SPEC, seed=2, lengths=[(8, 8)])

@@ -268,6 +268,7 @@ def test_captured_tensors_are_those_of_each_call(kernels: list[InNumPy]) -> None
     assert len(kernels) == 1
 
 
+@pytest.mark.slow
 def test_one_kernel_for_all_lengths(kernels: list[InNumPy]) -> None:
     model = Documents()
     run = compiled(model, dynamic=True)

@@ -545,6 +545,7 @@ def test_the_launcher_of_a_wheel_needs_no_compiler(tmp_path: Path) -> None:
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.slow
 def test_a_wheels_launcher_that_cannot_be_loaded_here_is_compiled(tmp_path: Path) -> None:
     built_in = tmp_path / "launcher.so"
     built_in.write_bytes(b"for another machine")
@@ -585,6 +586,7 @@ def test_a_compiler_that_fails_leaves_nothing(
     assert not list((tmp_path / "cache" / "launcher").iterdir())
 
 
+@pytest.mark.slow
 def test_processes_that_build_the_launcher_at_once_both_have_it(tmp_path: Path) -> None:
     code = "from flashwright.build.native import launcher, library; launcher(); print(library())"
     env = {**os.environ, "FLASHWRIGHT_CACHE": str(tmp_path)}

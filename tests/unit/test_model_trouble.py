@@ -263,7 +263,9 @@ def ended(process: subprocess.Popen[str]) -> tuple[str, str]:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_a_run_that_is_ended_goes_on_from_its_record(kind: signal.Signals, tmp_path: Path) -> None:
     """Two candidates: one reply each, then silence. The same command again asks nothing twice."""
     silent = threading.Event()
@@ -314,7 +316,9 @@ def says_so() -> None:
     time.sleep(30)
 
 
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_the_process_of_an_attempt_ends_with_its_caller(kind: signal.Signals) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

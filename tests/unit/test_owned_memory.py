@@ -260,7 +260,7 @@ def test_offsets_of_32_bits_are_too_small(tmp_path: Path, kind: str, found: list
     assert names(verdict) == found, verdict
 
 
-@pytest.mark.parametrize("least", [250, 10**9])
+@pytest.mark.parametrize("least", [250, pytest.param(10**9, marks=pytest.mark.slow)])
 def test_whoever_is_wrong_after_many_calls_is_found(tmp_path: Path, least: int) -> None:
     text = f"""
 calls = 0

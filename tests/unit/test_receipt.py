@@ -365,6 +365,7 @@ def test_a_forged_field_under_new_digests_is_found_or_named(where: Where, tmp_pa
         assert "differs" in {f.status for f in found}
 
 
+@pytest.mark.slow
 def test_the_fields_of_a_recorded_run_cannot_be_forged_without_a_gpu(tmp_path: Path) -> None:
     """It has no digests: what follows from other fields is found all the same."""
     whole = (RECORDED / RECORDS).read_text().splitlines()
