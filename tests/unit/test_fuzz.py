@@ -177,4 +177,4 @@ def test_programs_of_fresh_seeds_agree(gpu: str) -> None:
     outcomes = evaluate_cases(cases)
     wrong = {c.seed: o for c, o in zip(cases, outcomes, strict=True) if o.failed}
     assert not wrong
-    assert Counter(o.kind for o in outcomes)["agree"] > 10
+    assert Counter(o.kind for o in outcomes)["agree"] > 4
