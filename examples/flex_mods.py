@@ -13,7 +13,7 @@ import torch
 
 BATCH, HEADS, LENGTH = map(int, os.environ.get("FLEX_MODS", "2,4,512").split(","))
 DEVICE = os.environ.get("FLEX_MODS_DEVICE", "cpu")
-_random = torch.Generator().manual_seed(0)
+_random = torch.Generator(DEVICE).manual_seed(0)
 
 
 def _normal(*shape):
@@ -26,27 +26,24 @@ def _documents(*sizes):
     return torch.repeat_interleave(torch.arange(len(sizes)), times)
 
 
-slopes = 2.0 ** (-8 * torch.arange(1, HEADS + 1) / HEADS)
-document = _documents(100, 37, 200, 75, 100)
-segment = torch.stack([_documents(60, 196, 256), _documents(300, 1, 211)])
-prefix = torch.tensor([70, 200]) * (LENGTH // 512)
-length = torch.tensor([401, 512]) * (LENGTH // 512)
-relative = _normal(HEADS, 2 * LENGTH)
-pair_bias = _normal(BATCH, HEADS, LENGTH, LENGTH).bfloat16()
-head_bias = _normal(HEADS, LENGTH, LENGTH)
-t5_table = _normal(32, HEADS)
-forget = -torch.rand(BATCH, HEADS, LENGTH, generator=_random).cumsum(-1) / 8
-key_weight = _normal(BATCH, LENGTH)
-cap = torch.tensor(20.0)
-is_global = torch.rand(LENGTH, generator=_random) < 0.05
-parent_sees = torch.tril(torch.rand(64, 64, generator=_random) < 0.4).fill_diagonal_(True)
-head_window = torch.tensor([16, 48, 128, 512]).repeat(HEADS // 4)
-temperature = 0.5 + torch.rand(HEADS, generator=_random)
-permutation = torch.randperm(LENGTH, generator=_random)
-
-for _name, _value in [*globals().items()]:
-    if isinstance(_value, torch.Tensor):
-        globals()[_name] = _value.to(DEVICE)
+with torch.device(DEVICE):
+    slopes = 2.0 ** (-8 * torch.arange(1, HEADS + 1) / HEADS)
+    document = _documents(100, 37, 200, 75, 100)
+    segment = torch.stack([_documents(60, 196, 256), _documents(300, 1, 211)])
+    prefix = torch.tensor([70, 200]) * (LENGTH // 512)
+    length = torch.tensor([401, 512]) * (LENGTH // 512)
+    relative = _normal(HEADS, 2 * LENGTH)
+    pair_bias = _normal(BATCH, HEADS, LENGTH, LENGTH).bfloat16()
+    head_bias = _normal(HEADS, LENGTH, LENGTH)
+    t5_table = _normal(32, HEADS)
+    forget = -torch.rand(BATCH, HEADS, LENGTH, generator=_random).cumsum(-1) / 8
+    key_weight = _normal(BATCH, LENGTH)
+    cap = torch.tensor(20.0)
+    is_global = torch.rand(LENGTH, generator=_random) < 0.05
+    parent_sees = torch.tril(torch.rand(64, 64, generator=_random) < 0.4).fill_diagonal_(True)
+    head_window = torch.tensor([16, 48, 128, 512]).repeat(HEADS // 4)
+    temperature = 0.5 + torch.rand(HEADS, generator=_random)
+    permutation = torch.randperm(LENGTH, generator=_random)
 
 
 # --- masks --------------------------------------------------------------------------------------

@@ -25,9 +25,9 @@ FILE = Path(__file__).parents[2] / "examples" / "flex_mods.py"
 Function = Callable[..., Any]
 
 
-def gallery(batch: int, heads: int, length: int) -> Any:
-    """The functions of the example, with tensors of these sizes on the GPU."""
-    os.environ |= {"FLEX_MODS": f"{batch},{heads},{length}", "FLEX_MODS_DEVICE": "cuda"}
+def gallery(batch: int, heads: int, length: int, device: str = "cuda") -> Any:
+    """The functions of the example, with tensors of these sizes."""
+    os.environ |= {"FLEX_MODS": f"{batch},{heads},{length}", "FLEX_MODS_DEVICE": device}
     spec = importlib.util.spec_from_file_location("flex_mods", FILE)
     assert spec is not None
     assert spec.loader is not None
@@ -35,6 +35,15 @@ def gallery(batch: int, heads: int, length: int) -> Any:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def on_cpu(module: Any) -> Any:
+    """The same functions, with the same tensors on the CPU."""
+    found = gallery(module.BATCH, module.HEADS, module.LENGTH, "cpu")
+    for name, value in vars(module).items():
+        if isinstance(value, torch.Tensor):
+            setattr(found, name, value.cpu())
+    return found
 
 
 def problem(
@@ -45,10 +54,15 @@ def problem(
     return [torch.randn(batch, h, length, dim, device="cuda", dtype=torch.bfloat16) for h in shapes]
 
 
-def block_mask(function: Function, batch: int, heads: int, length: int) -> Any:
+def way(module: Any, name: str) -> dict[str, Any]:
+    """The arguments that give flex_attention this function."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    return create_block_mask(function, batch, heads, length, length, device="cuda")
+    function = getattr(module, name)
+    if name not in names("MASKS"):
+        return {"score_mod": function}
+    sizes = (module.BATCH, module.HEADS, module.LENGTH, module.LENGTH)
+    return {"block_mask": create_block_mask(function, *sizes, device=module.DEVICE)}
 
 
 def names(kind: str) -> list[str]:
@@ -59,22 +73,21 @@ def names(kind: str) -> list[str]:
 
 @pytest.mark.parametrize("name", [*names("MASKS"), *names("SCORES")])
 def test_it_computes_what_flex_attention_does(name: str) -> None:
-    """Against FlexAttention in fp64, uncompiled."""
+    """Against FlexAttention in fp64, uncompiled and on the CPU: vmap of CUDA's logsigmoid fails."""
     from torch.nn.attention import flex_attention as flex
 
     flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
     module = gallery(2, 4, 512)
-    function = getattr(module, name)
     given = problem(2, 4, 512, 64, kv_heads=2)
-    how: dict[str, Any] = {"score_mod": function}
-    if name in names("MASKS"):
-        how = {"block_mask": block_mask(function, 2, 4, 512)}
+    how = way(module, name)
     out, lse = flashwright.flex_attention(*given, enable_gqa=True, return_lse=True, **how)
-    wide = [t.double() for t in given]
+    wide = [t.double().cpu() for t in given]
     aux = flex.AuxRequest(lse=True)
-    wanted, more = flex.flex_attention(*wide, enable_gqa=True, return_aux=aux, **how)
-    torch.testing.assert_close(out.double(), wanted, atol=0.02, rtol=0.02)
-    torch.testing.assert_close(lse.double(), more.lse, atol=1e-3, rtol=1e-3)
+    wanted, more = flex.flex_attention(
+        *wide, enable_gqa=True, return_aux=aux, **way(on_cpu(module), name)
+    )
+    torch.testing.assert_close(out.double().cpu(), wanted, atol=0.02, rtol=0.02)
+    torch.testing.assert_close(lse.double().cpu(), more.lse, atol=1e-3, rtol=1e-3)
 
 
 def test_attention_by_keywords_is_sdpa() -> None:
@@ -96,42 +109,48 @@ def test_a_cuda_result_has_no_gradient_and_says_so() -> None:
 # --- times ------------------------------------------------------------------------------------
 
 
-def seconds(function: Function, rounds: int = 20) -> float:
-    """The median time of a call on the GPU."""
-    for _ in range(3):
-        function()
+def seconds(call: Callable[[], object], rounds: int = 7, calls: int = 6) -> float:
+    """The median time of a call on the GPU, of calls that follow each other."""
+    call()
     times = []
     for _ in range(rounds):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        function()
+        for _ in range(calls):
+            call()
         end.record()
         end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return sorted(times)[len(times) // 2]
+        times.append(begin.elapsed_time(end) / 1e3 / calls)
+    return sorted(times)[rounds // 2]
 
 
-def compare(module: Any, name: str, length: int, dim: int) -> tuple[float, float, float, float]:
-    """Seconds of ours and of FlexAttention, and of their first calls."""
-    from torch.nn.attention.flex_attention import flex_attention
+class Pair:
+    """One function: ours and compiled FlexAttention, called once, with the seconds it took."""
 
-    batch, heads = module.BATCH, module.HEADS
-    function = getattr(module, name)
-    given = problem(batch, heads, length, dim)
-    how: dict[str, Any] = {"score_mod": function}
-    if name in names("MASKS"):
-        how = {"block_mask": block_mask(function, batch, heads, length)}
-    torch._dynamo.reset()
-    compiled = torch.compile(flex_attention)
-    firsts, times, outs = [], [], []
-    for call in (flashwright.flex_attention, compiled):
-        begin = time.perf_counter()
-        outs.append(call(*given, **how))
-        torch.cuda.synchronize()
-        firsts.append(time.perf_counter() - begin)
-        times.append(seconds(lambda call=call: call(*given, **how)))  # type: ignore[misc]
-    torch.testing.assert_close(outs[0], outs[1], atol=0.03, rtol=0.03)
-    return times[0], times[1], firsts[0], firsts[1]
+    def __init__(self, module: Any, name: str, dim: int) -> None:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        self.name = name
+        given = problem(module.BATCH, module.HEADS, module.LENGTH, dim)
+        how = way(module, name)
+        compiled = torch.compile(flex_attention)
+        self.calls = [
+            lambda: flashwright.flex_attention(*given, **how),
+            lambda: compiled(*given, **how),
+        ]
+        outs, self.firsts = [], []
+        for call in self.calls:
+            begin = time.perf_counter()
+            outs.append(call())
+            torch.cuda.synchronize()
+            self.firsts.append(time.perf_counter() - begin)
+        torch.testing.assert_close(outs[0], outs[1], atol=0.03, rtol=0.03)
+
+    def row(self) -> tuple[float, str]:
+        """FlexAttention's time by ours, and a line of the table."""
+        ours, theirs = map(seconds, self.calls)
+        times = f"{ours * 1e3:8.3f} {theirs * 1e3:8.3f} {theirs / ours:6.2f}"
+        return theirs / ours, f"{self.name:22} {times} {self.firsts[0]:6.1f} {self.firsts[1]:6.1f}"
 
 
 def main() -> None:
@@ -142,15 +161,15 @@ def main() -> None:
         ratios = []
         print(f"d{dim}, {length} tokens, bf16: ms, ms of FlexAttention, ratio; first calls in s")
         for name in [*names("MASKS"), *names("SCORES")]:
+            torch._dynamo.reset()
             try:
-                ours, theirs, first, other = compare(module, name, length, dim)
+                ratio, line = Pair(module, name, dim).row()
             except Exception as error:
                 told = str(error).splitlines()
                 print(f"{name:22} {type(error).__name__}: {told[0][:100] if told else ''}")
                 continue
-            ratios.append(theirs / ours)
-            row = f"{ours * 1e3:8.3f} {theirs * 1e3:8.3f} {theirs / ours:6.2f}"
-            print(f"{name:22} {row} {first:6.1f} {other:6.1f}", flush=True)
+            ratios.append(ratio)
+            print(line, flush=True)
         if ratios:
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
             print(f"geometric mean {mean:.2f}, worst {min(ratios):.2f}, of {len(ratios)}")

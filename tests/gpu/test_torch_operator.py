@@ -140,6 +140,10 @@ def host_microseconds(call: Callable[[], object], calls: int = 500) -> float:
     return best * 1e6
 
 
+def gate(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return score * torch.sigmoid(score)
+
+
 def main() -> None:
     """Print a line for each way to call it, with problems so small that the host is the slower."""
     attention, kernel = operator(), flashwright.load(folder())
@@ -149,6 +153,8 @@ def main() -> None:
         "kernel": lambda: kernel(q, k, v),
         "kernel, with LSE": lambda: kernel(q, k, v, outputs=("O", "LSE")),
         "operator": lambda: attention(q, k, v),
+        "flashwright.attention": lambda: flashwright.attention(q, k, v, causal=True),
+        "flashwright.flex_attention": lambda: flashwright.flex_attention(q, k, v, score_mod=gate),
         "torch SDPA": lambda: sdpa(q, k, v),
         "two empty tensors": lambda: (q.new_empty(q.shape), q.new_empty(q.shape[:-1])),
     }
