@@ -65,6 +65,8 @@ struct Place {
   __device__ int col(int n) const {
     return Wide ? first_col + n % 4 + n / 4 * 16 : first_col + n % 2 + n / 2 * 8;
   }
+  // How far a column is from the first, as a number to compute with.
+  __device__ static constexpr float step(int n) { return Wide ? n % 4 + n / 4 * 16 : n % 2 + n / 2 * 8; }
 };
 
 // Two numbers rounded to 16 bits, side by side in one register.
@@ -191,20 +193,58 @@ __device__ void unpack(uint32_t both, float& low, float& high) {
   }
 }
 
-// 4 bytes from global memory, or 0. It is asked for where it stands: the compiler would move it down to its use, and wait.
-__device__ inline uint32_t load_early(void const* from, bool inside) {
-  uint32_t found;
-  asm volatile(
-      "{\n"
-      ".reg .pred inside;\n"
-      "setp.ne.b32 inside, %2, 0;\n"
-      "mov.b32 %0, 0;\n"
-      "@inside ld.global.nc.b32 %0, [%1];\n"
-      "}"
-      : "=r"(found)
-      : "l"(from), "r"(static_cast<int>(inside)));
-  return found;
+// Two neighbouring elements of global memory as numbers, or zeros. They are asked for where this stands: the compiler would
+// move the load down to its use, and wait.
+template <int Offset, class T, class U>
+__device__ void load_pair(T const* from, bool inside, U& low, U& high) {
+  if constexpr (is_16_bit<T>) {
+    uint32_t both;
+    asm volatile(
+        "{\n"
+        ".reg .pred inside;\n"
+        "setp.ne.b32 inside, %2, 0;\n"
+        "mov.b32 %0, 0;\n"
+        "@inside ld.global.nc.b32 %0, [%1 + %3];\n"
+        "}"
+        : "=r"(both)
+        : "l"(from), "r"(static_cast<int>(inside)), "n"(Offset * sizeof(T)));
+    unpack<T>(both, low, high);
+  } else {
+    static_assert(sizeof(T) == 4);
+    uint32_t one, two;
+    asm volatile(
+        "{\n"
+        ".reg .pred inside;\n"
+        "setp.ne.b32 inside, %3, 0;\n"
+        "mov.b32 %0, 0;\n"
+        "mov.b32 %1, 0;\n"
+        "@inside ld.global.nc.v2.b32 {%0, %1}, [%2 + %4];\n"
+        "}"
+        : "=r"(one), "=r"(two)
+        : "l"(from), "r"(static_cast<int>(inside)), "n"(Offset * sizeof(T)));
+    low = static_cast<U>(reinterpret_cast<T const&>(one));
+    high = static_cast<U>(reinterpret_cast<T const&>(two));
+  }
 }
+
+// The columns of a line that a thread holds, from the first of them on, of which the next `rest` of the line are inside.
+template <class T, class Line>
+__device__ void load_line(Line&& line, T const* from, int rest) {
+  cute::for_each(cute::make_int_sequence<decltype(cute::size(line))::value / 2>{}, [&](auto pair) {
+    constexpr int offset = 8 * decltype(pair)::value;
+    load_pair<offset>(from, offset < rest, line(2 * pair), line(2 * pair + 1));
+  });
+}
+
+// Whether the elements of lines that are so far apart can be loaded in pairs: a pair is aligned, and inside as a whole.
+template <int Extent, class T>
+__device__ bool in_pairs(T const* first, uint32_t step, uint32_t line, int valid) {
+  bool const aligned = reinterpret_cast<uintptr_t>(first) % (2 * sizeof(T)) == 0 && line % 2 == 0;
+  return step == 1 && aligned && (valid % 2 == 0 || valid >= Extent);
+}
+
+template <class T>
+constexpr bool has_pairs = is_16_bit<T> || sizeof(T) == 4;
 
 // Calls body(row of the tile, column of the tile, element, its right neighbour) for all pairs that a thread holds.
 template <int Warps, int Beside, class Tile, class Body>
@@ -221,12 +261,14 @@ __device__ void each_pair(Tile& tile, Body body) {
 
 template <int Warps, bool Wide = false, int Beside = 1, class T, class Tile, class Rows, class Cols>
 __device__ void load(Tile& tile, GlobalTile<T> src, Rows rows, Cols cols) {
-  if constexpr (!Wide && is_16_bit<T> && cute::is_same_v<Rows, int> && cute::is_same_v<Cols, int>) {
-    bool const aligned = (reinterpret_cast<uintptr_t>(src.data) & 3) == 0 && (src.row & 1) == 0;
-    if (src.col == 1 && aligned && (cols & 1) == 0) {
-      each_pair<Warps, Beside>(tile, [&](int row, int col, float& low, float& high) {
-        unpack<T>(load_early(src.at(row, col), row < rows && col < cols), low, high);
-      });
+  if constexpr (!Wide && has_pairs<T> && cute::is_same_v<Cols, int>) {
+    auto const place = place_of<Warps, Wide, Beside>(tile);
+    if (in_pairs<4 * Beside * decltype(cute::size<1>(tile))::value>(src.data, src.col, src.row, cols)) {
+      CUTE_UNROLL
+      for (int m = 0; m < decltype(cute::size<0>(tile))::value; ++m) {
+        int const rest = inside(place.row(m), rows) ? cols - place.col(0) : 0;
+        load_line(tile(m, cute::_), src.at(place.row(m), 0) + place.col(0), rest);
+      }
       return;
     }
   }
@@ -371,9 +413,15 @@ __device__ void load_rows(Vector& values, GlobalTile<T> src, Valid valid) {
 template <int Warps, int Beside = 1, class T, class Vector, class Valid>
 __device__ void load_cols(Vector& values, GlobalTile<T> src, Valid valid) {
   using Value = typename Vector::value_type;
+  constexpr int count = decltype(cute::size(values))::value;
   auto const place = place_along<Warps, Beside>(values);
+  if constexpr (has_pairs<T> && cute::is_same_v<Valid, int>) {
+    if (in_pairs<4 * Beside * count>(src.data, src.row, 0, valid)) {
+      return load_line(values, src.data + place.col(0), valid - place.col(0));
+    }
+  }
   CUTE_UNROLL
-  for (int n = 0; n < decltype(cute::size(values))::value; ++n) {
+  for (int n = 0; n < count; ++n) {
     values(n) = inside(place.col(n), valid) ? static_cast<Value>(*src.at(place.col(n), 0)) : Value(0);
   }
 }
