@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from flashwright.author.builtin.mods_reference import evaluate
 from flashwright.flex import graphs
 from flashwright.flex.attention import (
     NoKernel,
@@ -31,7 +32,6 @@ from flashwright.flex.attention import (
     tell,
 )
 from flashwright.flex.capture import Captured, Function, Source, capture
-from flashwright.flex.compare import evaluate
 from flashwright.flex.graphs import FlexNode
 from flashwright.flex.lists import Extent, Seen, disagreement
 from flashwright.flex.trial import WrongKernel, check
@@ -250,13 +250,9 @@ def _plain(captured: Captured) -> Captured:
     """Without a mask that shows everything, which a call without a BlockMask has."""
     mask = captured.mods.mask
     constant = mask is not None and not any(isinstance(e, Name) for e in expressions(mask))
-    if mask is None or not constant or not evaluate(mask, {}, _no_tensor):
+    if mask is None or not constant or not evaluate(mask, {}, {}):
         return captured
     return replace(captured, mods=replace(captured.mods, mask=None))
-
-
-def _no_tensor(name: str, place: tuple[int, ...]) -> float:
-    raise AssertionError(f"a constant reads {name}")
 
 
 @contextlib.contextmanager

@@ -22,7 +22,10 @@ from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
+
 from flashwright.author.builtin.mods import Mods, Operand
+from flashwright.author.builtin.mods_reference import evaluate
 from flashwright.flex import aten, compare
 from flashwright.flex.aten import Refused, Typed
 from flashwright.lang.diagnostic import Failed
@@ -185,28 +188,25 @@ def _compare(
     known = (getattr(getattr(function, "func", function), "__code__", function), expr)
     if known in _COMPARED:
         return
-    tensors = {name: source.tensor for name, source in reads.sources.items()}
     own: dict[str, int] = {}
     for operand in reads.operands.values():
-        own |= _extents(operand, tensors[operand.name])
-
-    def read(name: str, place: tuple[int, ...]) -> float:
-        tensor = tensors[name] if tensors[name].dim() else tensors[name].reshape(1)
-        return float(tensor[tuple(min(p, n - 1) for p, n in zip(place, tensor.shape, strict=True))])
-
-    for number, element in enumerate(compare.elements(dims)):
+        own |= _extents(operand, reads.sources[operand.name].tensor)
+    elements = list(compare.elements(dims))
+    places = {name: np.array([e[name] for e in elements], float) for name in INDICES}
+    scores = np.array([(n % 7 - 3) * 1.7 for n in range(len(elements))], np.float32).astype(float)
+    inputs = {name: _Gathered(source.tensor) for name, source in reads.sources.items()}
+    results = evaluate(expr, {**own, **dims, **places, "S": scores}, inputs)
+    results = np.broadcast_to(results, scores.shape).tolist()
+    for element, score, found in zip(elements, scores.tolist(), results, strict=True):
         given = [torch.tensor(element[n], dtype=torch.int32, device=device) for n in INDICES]
-        values: dict[str, Any] = {**own, **dims, **element}
         if with_score:
-            values["S"] = float(torch.tensor((number % 7 - 3) * 1.7))
-            given = [torch.tensor(values["S"], device=device), *given]
+            given = [torch.tensor(score, device=device), *given]
         told = ", ".join(f"{name} {value}" for name, value in element.items())
         try:
             expected = float(function(*given))
         except Exception as error:  # the user's function, as with an index out of range
             why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             raise NotCaptured(f"{_last_line(function, error)}: at {told}: {why}") from None
-        found = float(compare.evaluate(expr, values, read))
         if compare.differs(found, expected):
             raise NotCaptured(
                 f"{_place_of(function)}: what was recorded gives {found:g} at {told}, and the "
@@ -217,6 +217,18 @@ def _compare(
 
 
 _COMPARED: set[tuple[Any, Expr]] = set()
+
+
+class _Gathered:
+    """A tensor that gives its elements at arrays of indices as an array of NumPy."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor.detach() if tensor.dim() else tensor.detach().reshape(1)
+        self.shape = self.tensor.shape
+
+    def __getitem__(self, place: tuple[Any, ...]) -> Any:
+        indices = tuple(self.tensor.new_tensor(p, dtype=int) for p in place)
+        return self.tensor[indices].double().cpu().numpy()
 
 
 def _extents(operand: Operand, tensor: Any) -> dict[str, int]:

@@ -163,10 +163,11 @@ def test_a_mask_bounds_the_loop(name: str) -> None:
 
 def test_bounds_hide_no_key_that_a_mask_shows() -> None:
     """For every mask of the gallery without data, three rows of every block and every key."""
-    from flashwright.flex.compare import evaluate as value
+    from flashwright.author.builtin.mods_reference import evaluate as on_arrays
     from flashwright.program.scalars import evaluate
 
     length = 150
+    key = np.arange(length)
     for function in GALLERY.MASKS:
         mods = captured(function, SMALL).mods
         if mods.operands or mods.mask is None:
@@ -179,19 +180,14 @@ def test_bounds_hide_no_key_that_a_mask_shows() -> None:
                 for text in (keys.low, keys.high)
             )
             for q in (block * 16, block * 16 + 7, block * 16 + 15):
-                for kv in range(length):
-                    here = {"q_idx": q, "kv_idx": kv, "head_idx": 0, "batch_idx": 0}
-                    if value(mods.mask, here, _no_tensor):
-                        assert low is None or kv >= low, (function.__name__, q, kv)
-                        assert high is None or kv < high, (function.__name__, q, kv)
+                here = {"q_idx": q, "kv_idx": key, "head_idx": 0, "batch_idx": 0}
+                shown = key[np.broadcast_to(on_arrays(mods.mask, here, {}), length)]
+                assert low is None or (shown >= low).all(), (function.__name__, q, shown)
+                assert high is None or (shown < high).all(), (function.__name__, q, shown)
 
 
 def _expr(text: str) -> Any:
     return parse(f"let x = {text}").body[0].value  # type: ignore[union-attr]
-
-
-def _no_tensor(name: str, place: tuple[int, ...]) -> float:
-    raise AssertionError(name)
 
 
 # --- what is refused --------------------------------------------------------------------------
@@ -274,6 +270,21 @@ def test_an_index_from_the_end_is_pytorchs() -> None:
     (text,) = text_of(capture(late, None, sizes).mods)
     assert "kv_idx - 5 + Biases_0" in text  # from the end
     assert "Biases2[9]" in text
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda s, b, h, q, kv: s / (kv - q), "S / (kv_idx - q_idx)"),
+        (lambda s, b, h, q, kv: s % (kv - 1), "S % (kv_idx - 1)"),
+        (lambda s, b, h, q, kv: torch.log(s * q), "log(S * q_idx)"),
+        (lambda s, b, h, q, kv: torch.exp(s * 1000), "exp(S * 1000)"),
+        (lambda s, b, h, q, kv: s + torch.tensor(1.0) / 0, "S + 1.0 / 0"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_pytorchs(function: Function, text: str) -> None:
+    """What is recorded is compared with the function, also where Python has no number."""
+    assert text_of(capture(function, None, SMALL).mods) == [f"Compute {text} and get new S"]
 
 
 # --- what it computes -------------------------------------------------------------------------

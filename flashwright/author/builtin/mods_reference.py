@@ -8,15 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from flashwright.author.builtin.mods import BlockLists, Mods
-from flashwright.lang.nodes import Binary, Call, Expr, Index, Name, Num, Unary
+from flashwright.lang.nodes import Binary, Call, Expr, Index, Name, Num, Unary, expressions
 from flashwright.spec import AttentionSpec
 
 FILE = "reference.py"
 _INDICES = {"batch_idx": "b", "head_idx": "h", "q_idx": "q", "kv_idx": "kv"}
 _LOGIC = {"and": "&", "or": "|"}
 _CALLS = {"min": "np.minimum", "max": "np.maximum", "where": "np.where", "sigmoid": "sigmoid"}
+
+_HELPERS = '''\
+def read(tensor, *index):
+    """The element at an index, which is clamped to its axis as in TL."""
+    place = [np.clip(np.floor(i).astype(int), 0, n - 1) for i, n in zip(index, tensor.shape)]
+    return tensor[tuple(place)]
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+'''
 
 _TEXT = '''\
 """The attention of this kernel in NumPy, written by Flashwright from its score and its mask."""
@@ -51,15 +65,7 @@ def make_inputs(rng, dims):
     return {{{inputs}}}{lists}
 
 
-def read(tensor, *index):
-    """The element at an index, which is clamped to its axis as in TL."""
-    place = [np.clip(np.floor(i).astype(int), 0, n - 1) for i, n in zip(index, tensor.shape)]
-    return tensor[tuple(place)]
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
-
+{helpers}
 
 def whole(rng, low, high, shape, ascending):
     """Whole numbers from low to high, ascending along the last axis if asked."""
@@ -114,7 +120,18 @@ def reference_text(mods: Mods, spec: AttentionSpec, samples: Mapping[str, Sample
         sink='inputs["Sink"][:, None, None]' if spec.sink else "-np.inf",
         inputs=", ".join(made),
         lists=lists,
+        helpers=_HELPERS,
     )
+
+
+def evaluate(expr: Expr, values: Mapping[str, Any], inputs: Mapping[str, Any]) -> Any:
+    """A TL expression on arrays, which broadcast: `values` has S, the indices and the dims that it
+    names, `inputs` its tensors."""
+    names = {"np": np, "dims": values, "inputs": inputs}
+    names |= {_INDICES.get(name, name): value for name, value in values.items()}
+    exec(_HELPERS, names)
+    with np.errstate(all="ignore"):
+        return eval(_python(expr), names)
 
 
 def _drawn_lists(lists: BlockLists) -> str:
@@ -156,7 +173,11 @@ def _python(expr: Expr) -> str:
                 return "S" if name == "S" else "np.inf"
             return _INDICES.get(name, f'dims["{name}"]')
         case Unary(op, operand):
-            return f"({'-' if op == '-' else '~'}{_python(operand)})"
+            return f"{'-' if op == '-' else 'np.logical_not'}({_python(operand)})"
+        case Binary("/" | "%" as op, left, right) if not any(
+            isinstance(e, Name) for e in expressions(expr)
+        ):  # Python raises at 1 / 0
+            return f"(np.float64({_python(left)}) {op} {_python(right)})"
         case Binary(op, left, right):
             return f"({_python(left)} {_LOGIC.get(op, op)} {_python(right)})"
         case Call(Name("min" | "max" as name), args) if len(args) > 2:
