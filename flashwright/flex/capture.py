@@ -16,10 +16,10 @@ import inspect
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from flashwright.author.builtin.mods import Mods, Operand
 from flashwright.author.builtin.mods_reference import evaluate
 from flashwright.flex import aten, compare
 from flashwright.flex.aten import Refused, Typed
+from flashwright.flex.closure import Look, is_constant, variables
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.nodes import Expr, Index, Name, Num
 from flashwright.lang.parse import parse
@@ -417,29 +418,11 @@ def _where(node: Any) -> str:
 def _names_of(function: Function) -> dict[int, str]:
     """The names that the function's tensors have in its text, as names of TL."""
     names: dict[int, str] = {}
-    for name, value in (*getattr(function, "tensors", {}).items(), *_visible(function)):
+    seen = ((name, value) for name, value, *_ in variables(function))
+    for name, value in (*getattr(function, "tensors", {}).items(), *seen):
         if _is_tensor(value):
             names.setdefault(id(value), _tl_name(name))
     return names
-
-
-def _visible(function: Function, depth: int = 3) -> Iterator[tuple[str, Any]]:
-    """Names and values that a function's text can use, also through functions that it calls."""
-    bound = getattr(function, "func", None)
-    if bound is not None:  # functools.partial
-        yield from _visible(bound, depth)
-        yield from dict(getattr(function, "keywords", {})).items()
-        return
-    try:
-        seen = inspect.getclosurevars(function)
-    except TypeError:
-        return
-    for group in (seen.nonlocals, seen.globals):
-        for name, value in group.items():
-            yield name, value
-            for inner in value if isinstance(value, tuple) else (value,):
-                if depth and inspect.isfunction(inner):
-                    yield from _visible(inner, depth - 1)
 
 
 class Watch:
@@ -451,60 +434,25 @@ class Watch:
     """
 
     def __init__(self, *functions: Function | None) -> None:
-        self.cells: list[tuple[Any, Any]] = []
-        self.names: list[tuple[dict[str, Any], str, Any]] = []
+        self.seen: list[tuple[Look, Any]] = []
         self.blind = ""
         for function in functions:
-            if function is not None:
-                self._add(function, getattr(function, "__name__", repr(function)))
+            for name, value, look, _ in variables(function) if function is not None else ():
+                if not (isinstance(value, _FOLLOWED) or _is_tensor(value) or is_constant(value)):
+                    self.blind = self.blind or name or getattr(function, "__name__", repr(function))
+                if look is not None:
+                    self.seen.append((look, look()))
 
     def same(self) -> bool:
         """Whether all of it is certainly still there."""
-        return (
-            not self.blind
-            and all(cell.cell_contents is value for cell, value in self.cells)
-            and all(where.get(name) is value for where, name, value in self.names)
-        )
+        return not self.blind and all(look() is value for look, value in self.seen)
 
-    def _add(self, function: Any, name: str, depth: int = 5) -> None:
-        if isinstance(function, functools.partial):  # it keeps its own arguments
-            values = zip(("arguments",) * len(function.args), function.args, strict=True)
-            for given, value in (*values, *function.keywords.items()):
-                self._look(given, value, depth)
-            function = function.func
-        code = getattr(function, "__code__", None)
-        if code is None or getattr(function, "__self__", None) is not None or not depth:
-            self.blind = self.blind or name
-            return
-        cells = function.__closure__ or ()
-        found = [(cell, cell.cell_contents) for cell in cells]
-        known = function.__globals__
-        seen = [(known, name, known[name]) for name in code.co_names if name in known]
-        self.cells += found
-        self.names += seen
-        inner = [(n, v) for n, (_, v) in zip(code.co_freevars, found, strict=True)]
-        for given, value in (*inner, *((n, v) for _, n, v in seen)):
-            self._look(given, value, depth)
 
-    def _look(self, name: str, value: Any, depth: int) -> None:
-        """A value that a function sees under a name."""
-        plain = (bool, int, float, str, type(None), type, ModuleType, BuiltinFunctionType)
-        if isinstance(value, FunctionType | functools.partial):
-            self._add(value, name, depth - 1)
-        elif isinstance(value, tuple):
-            for one in value:
-                self._look(name, one, depth)
-        elif not (isinstance(value, plain) or _is_tensor(value) or _is_of_torch(value)):
-            self.blind = self.blind or name
+_FOLLOWED = (FunctionType, MethodType, functools.partial, tuple)
 
 
 def _is_tensor(value: Any) -> bool:
     return hasattr(value, "dtype") and hasattr(value, "dim")
-
-
-def _is_of_torch(value: Any) -> bool:
-    """An operator, a type or a device of PyTorch."""
-    return type(value).__module__.partition(".")[0] == "torch"
 
 
 def _tl_name(name: str) -> str:

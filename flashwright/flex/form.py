@@ -10,18 +10,14 @@ batch; their kernel is made once, and takes the tensors of each call.
 from __future__ import annotations
 
 import functools
-import math
-import operator
 import types
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-_MODULES = (torch, math, operator)
-_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
-_DEPTH = 8
+from flashwright.flex.closure import is_constant, variables
 
 
 @dataclass(frozen=True)
@@ -37,59 +33,24 @@ class Form:
         return self.tensors[0].device if self.tensors else torch.device("cpu")
 
 
-class _Unknown(Exception):
-    """Something whose value a key cannot hold."""
-
-
 def form_of(function: Callable[..., Any]) -> Form | None:
     """The form of a function; None if it sees an object that may change unseen."""
     tensors: list[Any] = []
-    try:
-        return Form(_described(function, tensors, _DEPTH), tuple(tensors))
-    except _Unknown:
-        return None
-
-
-def _described(value: Any, tensors: list[Any], depth: int) -> Hashable:
-    if not depth:
-        raise _Unknown
-    if isinstance(value, torch.Tensor):
-        number = next((n for n, known in enumerate(tensors) if known is value), len(tensors))
-        if number == len(tensors):
-            tensors.append(value)
-        return ("tensor", number, value.dtype, value.dim())
-    if isinstance(value, _PLAIN):
-        return (type(value), value)
-    if isinstance(value, types.FunctionType):
-        return _of_function(value, tensors, depth - 1)
-    if isinstance(value, functools.partial):
-        parts = (value.func, *value.args, *(x for pair in value.keywords.items() for x in pair))
-        return ("partial", len(value.args), _each(parts, tensors, depth - 1))
-    if isinstance(value, tuple | list):
-        return (type(value), _each(value, tensors, depth - 1))
-    if isinstance(value, types.BuiltinFunctionType | type) or any(value is m for m in _MODULES):
-        return ("object", value)
-    raise _Unknown
-
-
-def _each(values: Any, tensors: list[Any], depth: int) -> tuple[Hashable, ...]:
-    return tuple(_described(value, tensors, depth) for value in values)
-
-
-def _of_function(function: types.FunctionType, tensors: list[Any], depth: int) -> Hashable:
-    try:
-        cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    except ValueError:  # a cell that is still empty
-        raise _Unknown from None
-    known = function.__globals__
-    seen = [known[name] for name in _names(function.__code__) if name in known]
-    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    return (function.__code__, _each((*cells, *defaults, *seen), tensors, depth))
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    """The names that code may look up outside, also in functions that it defines."""
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            yield from _names(inner)
+    functions: dict[types.FunctionType, int] = {}
+    key: list[Hashable] = []
+    for name, value, _, level in variables(function):
+        if isinstance(value, torch.Tensor):
+            number = next((n for n, known in enumerate(tensors) if known is value), len(tensors))
+            if number == len(tensors):
+                tensors.append(value)
+            described: Hashable = (number, value.dtype, value.dim())
+        elif isinstance(value, types.FunctionType):
+            described = (value.__code__, functions.setdefault(value, len(functions)))
+        elif is_constant(value):
+            described = value
+        elif not isinstance(value, types.MethodType | functools.partial | tuple | list):
+            return None
+        else:  # its parts are variables that follow
+            described = None
+        key.append((level, name, type(value), described))
+    return Form(tuple(key), tuple(tensors))
