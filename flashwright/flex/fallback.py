@@ -7,10 +7,12 @@ compiled.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from flashwright.pytorch.reference import softmax
 
 Function = Callable[..., Any]
 
@@ -33,7 +35,7 @@ def attention(
     score = score_of(softcap, shift, **{n: given.get(n) for n in ("alibi", "bias", "score_mod")})
     mask = mask_of(causal, window, shift, given.get("mask_mod"))
     run = dense if query.device.type == "cpu" else _compiled
-    out, lse = _with_sink(*run(query, key, value, score, mask, scale), sink)
+    out, lse = run(query, key, value, score, mask, scale, sink)
     return (out, lse) if return_lse else out
 
 
@@ -44,21 +46,25 @@ def dense(
     score_mod: Function | None,
     mask_mod: Function | None,
     scale: float | None = None,
+    sink: Any = None,
+    places: Sequence[Any] | None = None,
 ) -> tuple[Any, Any]:
-    """O and LSE in fp32 (fp64 for fp64 inputs), every score in memory; O has the query's type."""
+    """O and LSE in fp32 (fp64 for fp64 inputs), every score in memory; O has the query's type.
+
+    `places` are the batches, heads, queries and keys that the tensors hold; all if not given.
+    """
     kind = torch.float64 if query.dtype == torch.float64 else torch.float32
     shared = query.shape[1] // key.shape[1]
     k, v = (t.to(kind).repeat_interleave(shared, dim=1) for t in (key, value))
     factor = 1 / math.sqrt(query.shape[3]) if scale is None else scale
     scores = query.to(kind) @ k.transpose(2, 3) * factor
-    places = [torch.arange(n, device=query.device) for n in scores.shape]
+    if places is None:
+        places = [torch.arange(n, device=query.device) for n in scores.shape]
     if score_mod is not None:
         scores = over(score_mod, with_score=True)(scores, *places).to(kind)
     if mask_mod is not None:
         scores = scores.masked_fill(~over(mask_mod, with_score=False)(*places), -math.inf)
-    lse = scores.logsumexp(dim=-1)
-    seen = lse[..., None] > -math.inf  # a row without keys gives 0
-    weights = torch.where(seen, (scores - torch.where(seen, lse[..., None], 0)).exp(), 0)
+    weights, lse = softmax(scores, sink)
     return (weights @ v).to(query.dtype), lse
 
 
@@ -80,9 +86,15 @@ def over(function: Function, with_score: bool) -> Function:
 
 
 def _compiled(
-    query: Any, key: Any, value: Any, score: Function, mask: Function, scale: float | None
+    query: Any,
+    key: Any,
+    value: Any,
+    score: Function,
+    mask: Function,
+    scale: float | None,
+    sink: Any,
 ) -> tuple[Any, Any]:
-    """FlexAttention, compiled."""
+    """FlexAttention, compiled. A sink joins the denominator: the output shrinks by its share."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     def hidden(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -97,16 +109,10 @@ def _compiled(
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=AuxRequest(lse=True),
     )
-    return out, aux.lse
-
-
-def _with_sink(out: Any, lse: Any, sink: Any) -> tuple[Any, Any]:
-    """A logit for each head that joins the denominator: the output shrinks by its share."""
     if sink is None:
-        return out, lse
-    joined = torch.logaddexp(lse, sink.float()[None, :, None].expand_as(lse))
-    share = torch.exp(lse - joined)
-    return (out * share[..., None]).to(out.dtype), joined
+        return out, aux.lse
+    lse = torch.logaddexp(aux.lse, sink.float()[:, None])
+    return (out * torch.exp(aux.lse - lse)[..., None]).to(out.dtype), lse
 
 
 def score_of(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flashwright.flex.fallback import over
+from flashwright.flex.fallback import dense, mask_of, score_of
 from flashwright.spec import AttentionSpec
 
 Function = Callable[..., Any]
@@ -66,34 +66,16 @@ def expected(
     """Rows of the output in fp64, by the functions themselves."""
     query, key, value = (tensors[name] for name in "qkv")
     b, h, rows = place
-    shared = query.shape[1] // key.shape[1]
     source = b if key.shape[0] > 1 else 0
-    k, v = (t[source, h // shared].double() for t in (key, value))
-    scores = query[b, h, rows].double() @ k.T * spec.softmax_scale
-    keys = torch.arange(len(k), device=query.device)
-    batch, head = (torch.tensor([n], device=query.device) for n in (b, h))
-    q_len, kv_len = query.shape[2], key.shape[2]
-    hidden = torch.zeros_like(scores, dtype=torch.bool)
-    position = rows[:, None] + kv_len - q_len
-    if spec.causal:
-        hidden |= keys > position
-    if spec.window is not None:
-        hidden |= (position - keys).abs() >= spec.window
-    if spec.softcap is not None:
-        scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    if spec.alibi:
-        scores = scores + tensors["slopes"][h].double() * (keys - position)
-    if "bias" in tensors:
-        full = tensors["bias"].expand(*query.shape[:3], kv_len)
-        scores = scores + full[b, h, rows].double()
-    if score_mod is not None:
-        places = (batch, head, rows, keys)
-        scores = over(score_mod, with_score=True)(scores[None, None], *places)[0, 0].double()
-    if mask_mod is not None:
-        hidden |= ~over(mask_mod, with_score=False)(batch, head, rows, keys)[0, 0]
-    scores = scores.masked_fill(hidden, -torch.inf)
-    if spec.sink:  # one more column, which has no value
-        logit = tensors["sink"][h].double().expand(len(rows), 1)
-        scores = torch.cat([scores, logit], dim=1)
-    weights = torch.softmax(scores, dim=-1)[:, :kv_len]
-    return torch.nan_to_num(weights) @ v  # a row without keys
+    head = h * key.shape[1] // query.shape[1]
+    parts = (query[b, h, rows], key[source, head], value[source, head])
+    q, k, v = (part.double()[None, None] for part in parts)
+    shift = key.shape[2] - query.shape[2]
+    slopes = tensors["slopes"].double() if spec.alibi else None
+    score = score_of(spec.softcap, shift, slopes, tensors.get("bias"), score_mod)
+    mask = mask_of(spec.causal, spec.window, shift, mask_mod)
+    sink = tensors["sink"][h : h + 1] if spec.sink else None
+    keys = torch.arange(key.shape[2], device=query.device)
+    places = (*(torch.tensor([n], device=query.device) for n in (b, h)), rows, keys)
+    out, _ = dense(q, k, v, score, mask, spec.softmax_scale, sink, places)
+    return torch.nan_to_num(out[0, 0])  # scores of NaN, which kernels hide

@@ -64,12 +64,8 @@ def attention(
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if spec.alibi:
         scores = scores + slopes.to(kind)[:, None, None] * distance
-    scores = torch.where(_seen(spec, distance), scores, -torch.inf)
-    # One more column, the sink's logit: without a sink it is -inf and changes nothing.
-    last = scores.new_full((1,), -torch.inf) if sink is None else sink.to(kind)
-    last = last[:, None, None].expand(*scores.shape[:-1], 1)
-    weights, lse = _softmax(torch.cat([scores, last], -1))
-    return weights[..., :-1] @ v, lse
+    weights, lse = softmax(torch.where(_seen(spec, distance), scores, -torch.inf), sink)
+    return weights @ v, lse
 
 
 def _distance(q_len: Any, kv_len: Any, device: Any) -> Any:
@@ -89,16 +85,21 @@ def _seen(spec: AttentionSpec, distance: Any) -> Any:
     return seen
 
 
-def _softmax(scores: Any) -> tuple[Any, Any]:
-    """The weights and the log-sum-exp of each row; 0 and -inf in a row of -inf.
+def softmax(scores: Any, sink: Any = None) -> tuple[Any, Any]:
+    """The weights and the log-sum-exp of each row; 0 and -inf in a row of -inf. `sink` has a logit
+    for each head, which joins the sum.
 
     torch.softmax and torch.logsumexp have NaN there, in the value or in the gradient.
     """
+    # One more column, the sink's logit: without a sink it is -inf and changes nothing.
+    last = scores.new_full((1,), -torch.inf) if sink is None else sink.to(scores.dtype)
+    last = last[:, None, None].expand(*scores.shape[:-1], 1)
+    scores = torch.cat([scores, last], -1)
     top = scores.detach().amax(-1, keepdim=True)
     top = torch.where(top == -torch.inf, 0.0, top)
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True)
-    some = total > 0
+    some = total != 0
     total = torch.where(some, total, 1.0)
     lse = torch.where(some, top + torch.log(total), -torch.inf)
-    return weights / total, lse.squeeze(-1)
+    return (weights / total)[..., :-1], lse.squeeze(-1)

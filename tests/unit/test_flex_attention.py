@@ -370,6 +370,19 @@ def test_on_the_cpu_it_is_pytorchs() -> None:
     torch.testing.assert_close(found, scores.softmax(-1) @ values)
 
 
+def test_a_score_that_is_no_number_shows_on_the_cpu() -> None:
+    """As in PyTorch's own flex_attention."""
+    given = {name: t.float() for name, t in qkv(kv_heads=4).items()}
+
+    def odd(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return torch.where((q == 3) & (kv == 2), torch.nan, score)
+
+    out, lse = flashwright.flex_attention(*given.values(), odd, return_lse=True)
+    rows = torch.arange(40) == 3
+    assert torch.equal(lse.isnan(), rows.expand(2, 4, 40))
+    assert torch.equal(out.isnan().all(-1), rows.expand(2, 4, 40))
+
+
 def test_gradients_work_on_the_cpu() -> None:
     given = {name: t.float().requires_grad_() for name, t in qkv().items()}
     flashwright.attention(given["q"], given["k"], given["v"], causal=True).sum().backward()
