@@ -51,8 +51,9 @@ def probe(trial: Trial, spec: AttentionSpec, problem: Problem) -> Outcome:
     edge = spec.sink_tokens or 0  # the first key that is no sink token, and the last that is one
     edges = [key for key in (edge, edge - 1) if 0 < edge < keys]
     chosen = dict.fromkeys([keys - 1, 0, *edges, *(int(k) for k in drawn)])
+    places = rng.permutation([*np.ndindex(*made["K"].shape[:2])])  # every batch and head in turn
     for number, key in enumerate(chosen):
-        b, g = (int(rng.integers(made["K"].shape[n])) for n in (0, 1))
+        b, g = (int(n) for n in places[number % len(places)])
         changed = _changed(made, MOVED[number % len(MOVED)], b, g, key)
         after = trial.sandbox.call(trial.form.taken(changed), shapes, trial.form.dims(problem))
         wanted = trial.expected.outputs(changed, problem.dims)["O"]

@@ -6,6 +6,7 @@ examples/flex_mods.py beside compiled FlexAttention, in one run, and what the fi
 
 from __future__ import annotations
 
+import dis
 import importlib.util
 import math
 import os
@@ -61,7 +62,9 @@ def way(module: Any, name: str) -> dict[str, Any]:
     function = getattr(module, name)
     if name not in names("MASKS"):
         return {"score_mod": function}
-    sizes = (module.BATCH, module.HEADS, module.LENGTH, module.LENGTH)
+    named = {step.argval for step in dis.get_instructions(function)}
+    batch, heads = module.BATCH if "b" in named else None, module.HEADS if "h" in named else None
+    sizes = (batch, heads, module.LENGTH, module.LENGTH)
     return {"block_mask": create_block_mask(function, *sizes, device=module.DEVICE)}
 
 

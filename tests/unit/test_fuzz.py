@@ -173,8 +173,13 @@ def test_the_faults_still_fit_the_files(fault: object) -> None:
 def test_programs_of_fresh_seeds_agree(gpu: str) -> None:
     """Others in every run: what fails here is found again with `flashwright fuzz --repro SEED`."""
     first = secrets.randbelow(10**9)
-    cases = [generate(seed, (gpu,)) for seed in range(first, first + 32)]
-    outcomes = evaluate_cases(cases)
-    wrong = {c.seed: o for c, o in zip(cases, outcomes, strict=True) if o.failed}
-    assert not wrong
-    assert Counter(o.kind for o in outcomes)["agree"] > 4
+    agreed = 0
+    for portion in range(first, first + 96, 32):  # on a T4 two programs of three do not fit
+        cases = [generate(seed, (gpu,)) for seed in range(portion, portion + 32)]
+        outcomes = evaluate_cases(cases)
+        wrong = {c.seed: o for c, o in zip(cases, outcomes, strict=True) if o.failed}
+        assert not wrong
+        agreed += Counter(o.kind for o in outcomes)["agree"]
+        if agreed > 10:
+            return
+    pytest.fail(f"only {agreed} of 96 programs ran and agreed")

@@ -152,6 +152,13 @@ def test_a_dropped_tail_is_also_keys_that_are_not_looked_at() -> None:
     assert "key_ignored" in names(judge(one, SPEC, seed=1, device="cpu", sandbox=Inside))
 
 
+@pytest.mark.parametrize("seed", [1, 27831703])
+def test_keys_of_every_batch_are_changed(seed: int) -> None:
+    """Drawn at random, the second seed changed keys of the first batch only."""
+    found = judge(candidate("first_batch_only"), SPEC, seed=seed, device="cpu", sandbox=Inside)
+    assert {"mask_ignored", "key_ignored"} <= {*names(found)}, told(found)
+
+
 def test_only_what_is_wrong_is_told() -> None:
     """A wrong scale is no wrong mask, a dropped tail no wrong type."""
     for function in ("scaled_twice", "maximum_from_zero", "scales_q_in_place", "writes_behind_v"):
