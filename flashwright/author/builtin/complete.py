@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from flashwright.author.builtin.choose import Decision
 from flashwright.author.builtin.mods import KEY_BLOCK, KEY_TILE, ROW_BLOCK, Mods
-from flashwright.author.builtin.needs import takes_wgmma, tile_width
+from flashwright.author.builtin.needs import takes_wgmma, tile_width, uses_wgmma
 from flashwright.author.builtin.variants import find
 from flashwright.gpu import Gpu
 from flashwright.lang.format import format_coord, format_expr
@@ -75,6 +75,11 @@ class Tensor:
         """How many trailing axes a tile lies on."""
         whole = self.labels[-1] == "D" or self.sizes[-2:] == ("q_len", "kv_len")
         return min(2 if whole else 1, len(self.labels))
+
+
+def _shared_by_batches(sizes: tuple[str, ...]) -> bool:
+    """Whether a tensor has a number for each score of a head, the same in all batches."""
+    return {"heads", "q_len", "kv_len"} <= {*sizes} and "batch" not in sizes
 
 
 def _letters(sizes: tuple[str, ...]) -> tuple[str, ...]:
@@ -188,6 +193,8 @@ class _Completion:
                     grid["block_idx"] = "q_len / BM"
             else:
                 grid[_GRID_VARIABLES.get(size, "q_pos")] = size
+        if any(_shared_by_batches(operand.sizes) for operand in self.mods.operands):
+            grid["head_idx"] = grid.pop("head_idx")  # blocks that read the same tiles follow
         return grid
 
     def _where(self) -> Iterator[Statement]:
@@ -214,10 +221,11 @@ class _Completion:
         done: list[Statement] = []
         for stmt in body:
             match stmt:
-                case Copy():
+                case Copy() if "global" in (stmt.source, stmt.dest):
                     stmt = self._copy(stmt, loop)
                 case For():
-                    stmt = replace(stmt, body=self._body(stmt.body, stmt.var.id))
+                    inner = tuple(self._staged(stmt.body))
+                    stmt = replace(stmt, body=self._body(inner, stmt.var.id))
                 case If():
                     stmt = replace(stmt, then=self._body(stmt.then, loop))
                 case Compute():
@@ -225,6 +233,29 @@ class _Completion:
                     self._shape_of_result(stmt)
             done.append(stmt)
         return tuple(done)
+
+    def _staged(self, body: tuple[Statement, ...]) -> Iterator[Statement]:
+        """The loop with tiles of numbers for each score sent by way of shared memory, where TMA
+        copies ahead: there behind K and V, and to registers when they are read first."""
+        tiles = [s for s in body if isinstance(s, Copy) and self._by_tma(s)]
+        staged = [replace(s, dest="shared") for s in tiles]
+        for stmt in body:
+            if stmt in tiles:
+                continue
+            if isinstance(stmt, Compute):
+                yield from staged
+                staged = []
+            read = {e.id for e in expressions(stmt) if isinstance(e, Name)}
+            for tile in [t for t in tiles if t.name.id in read]:
+                yield replace(tile, source="shared")
+                tiles.remove(tile)
+            yield stmt
+
+    def _by_tma(self, stmt: Copy) -> bool:
+        wanted = (stmt.source, stmt.dest) == ("global", "register")
+        sizes = self.tensors[split(stmt.name.id)[0]].sizes
+        hopper = uses_wgmma(self.decision.workload, self.tiling, self.gpu)
+        return wanted and sizes[-2:] == ("q_len", "kv_len") and hopper
 
     def _copy(self, stmt: Copy, loop: str | None) -> Copy:
         tensor = self.tensors[split(stmt.name.id)[0]]

@@ -12,6 +12,9 @@ ELEMENT_BYTES = {"fp16": 2, "bf16": 2, "e4m3": 1, "e5m2": 1}
 # Hopper has no mma.sync for fp8: ptxas converts the operands to f16, twice as large, beside the
 # slices of operands that a thread holds already (see Gpu.registers).
 UNPACKED_REGISTERS = 32
+# Where the rows of a tile may not be whole 16 bytes, three warps beside the producer copy it: their
+# 16 registers are taken from those of the others. (A tile of fp32 spilled with 16 and not with 32.)
+SCORE_REGISTERS = 8  # for each byte
 WIDEST = 256  # columns that wgmma multiplies at once, so of O in a warpgroup
 
 
@@ -164,7 +167,8 @@ def footprint(workload: Workload, tiling: Tiling, gpu: Gpu) -> Footprint:
     qk_dim, v_dim = (tile_width(d, workload, gpu) for d in (workload.qk_dim, workload.v_dim))
     queries = tiling.q_stages * bm * qk_dim * size
     shared = queries + tiling.stages * bn * (qk_dim + v_dim) * size
-    shared += bm * bn * workload.score_bytes  # a buffer, as TMA cannot write registers
+    if uses_wgmma(workload, tiling, gpu):  # TMA copies tiles of the scores ahead
+        shared += tiling.stages * bm * bn * workload.score_bytes
     tiles = bm * v_dim * 4 + bm * bn * (4 + workload.score_bytes)
     # A thread has a quarter of a tile's columns, and all warps have the same ones.
     tiles += workload.key_vectors * bn * 32 * tiling.warps
@@ -182,7 +186,10 @@ def footprint(workload: Workload, tiling: Tiling, gpu: Gpu) -> Footprint:
     registers = card.registers(tiles, tiling.warps)
     if gpu.wgmma and by_mma_sync and size == 1:
         registers += UNPACKED_REGISTERS
-    return Footprint(shared, registers, card.register_limit(tiling.warps))
+    limit = card.register_limit(tiling.warps)
+    if workload.score_bytes and not by_mma_sync:
+        limit -= SCORE_REGISTERS * workload.score_bytes
+    return Footprint(shared, registers, limit)
 
 
 def comfort(workload: Workload, gpu: Gpu) -> int:

@@ -299,6 +299,12 @@ __device__ void from_shared(Tile& tile, Shared src) {
     each_pair<Warps, Beside>(tile, [&](int row, int col, float& low, float& high) {
       unpack<typename Shared::value_type>(*reinterpret_cast<uint32_t const*>(&from(row, col)), low, high);
     });
+  } else if constexpr (!Wide && cute::is_same_v<typename Shared::value_type, float>) {
+    each_pair<Warps, Beside>(tile, [&](int row, int col, float& low, float& high) {
+      float2 const both = *reinterpret_cast<float2 const*>(&from(row, col));
+      low = both.x;
+      high = both.y;
+    });
   } else {
     each_element<Warps, Wide, Beside>(
         tile, [&](int row, int col, auto& x) { x = static_cast<float>(from(row, col)); });
