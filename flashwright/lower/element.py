@@ -223,9 +223,13 @@ def _inverse(x: Element) -> Leaf:
 
 
 def times(x: Element, y: Element) -> Element:
-    """A product, its constants gathered at the right."""
+    """A product, its constants gathered at the right, as is all that columns share."""
     if _is_constant(x) and not _is_constant(y):
         x, y = y, x
+    match x:
+        case Op("*", (inner, factor)) if "n" in axes_of(inner) and type_of(x) == "float":
+            if not axes_of(factor) | axes_of(y) and not (_is_constant(factor) and _is_constant(y)):
+                return Op("*", (inner, times(factor, y)))
     if not _is_constant(y) or type_of(x) == type_of(y) == "int":
         return Op("*", (x, y))
     assert isinstance(y, Leaf)

@@ -120,7 +120,10 @@ def text_of(mods: Mods) -> list[str]:
 # --- what is captured -------------------------------------------------------------------------
 
 TEXTS = {
-    "alibi": ["Compute S + Slopes[head_idx] * (kv_idx - q_idx) and get new S"],
+    "alibi": [
+        "let SlopesHere = Slopes[head_idx]",
+        "Compute S + SlopesHere * (kv_idx - q_idx) and get new S",
+    ],
     "softcap": ["Compute tanh(S / 20) * 20 and get new S"],
     "causal_score": ["q_idx >= kv_idx"],
     "causal_documents": [
@@ -267,9 +270,9 @@ def test_an_index_from_the_end_is_pytorchs() -> None:
         return score + biases[kv - 5] + biases[-1]
 
     sizes = {"batch": 1, "heads": 1, "q_len": 8, "kv_len": 8}
-    (text,) = text_of(capture(late, None, sizes).mods)
+    read, text = text_of(capture(late, None, sizes).mods)
     assert "kv_idx - 5 + Biases_0" in text  # from the end
-    assert "Biases2[9]" in text
+    assert read == "let Biases2Here = Biases2[9]"
 
 
 @pytest.mark.parametrize(

@@ -219,9 +219,7 @@ class _Reader:
         return "tile" if sum(moving) == 2 and ends and all(whole[-2:]) else "gather"
 
     def _scalar(self, expr: Index, operand: Operand) -> Expr:
-        """Whole numbers get a name, so that a mask can use them as a bound."""
-        if operand.dtype != "int32":
-            return expr
+        """A name for it: it is read once, before the loop, and a mask can use it as a bound."""
         name = f"{operand.name}Here"
         taken = sum(1 for found in self.known.values() if isinstance(found, Name))
         name = name if Name(name) not in self.known.values() else f"{name}{taken}"

@@ -76,12 +76,21 @@ def _binary(x: Binary) -> tuple[str, int]:
     level = _LEVELS[x.op]
     (a, a_level), (b, b_level) = _text(x.left), _text(x.right)
     # `a - (b - c)` keeps its parenthesis, `a + (b + c)` does not need one, but keeps it: the order
-    # of fp32 operations is meant as written. `a * (b % c)` needs it.
-    chain = isinstance(x.right, Binary) and x.right.op == x.op and x.right.type != "float"
-    least = level if chain and x.op in ("*", "&&", "||") else level + 1
+    # of fp32 operations is meant as written. `a * (b % c)` and `a * (b % c * d)` need it.
+    chain = x.right.type != "float" and x.op in ("*", "&&", "||") and _begins_with(x.right, x.op)
+    least = level if chain else level + 1
     left = a if a_level >= level else f"({a})"
     right = b if b_level >= least else f"({b})"
     return f"{left} {x.op} {right}", level
+
+
+def _begins_with(x: Term, op: str) -> bool:
+    """Whether the first operators of a term that bind as this one does are all this one."""
+    while isinstance(x, Binary) and _LEVELS[x.op] == _LEVELS[op]:
+        if x.op != op:
+            return False
+        x = x.left
+    return True
 
 
 def _number(x: Lit) -> str:
