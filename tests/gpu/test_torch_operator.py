@@ -154,7 +154,9 @@ def main() -> None:
         "kernel, with LSE": lambda: kernel(q, k, v, outputs=("O", "LSE")),
         "operator": lambda: attention(q, k, v),
         "flashwright.attention": lambda: flashwright.attention(q, k, v, causal=True),
-        "flashwright.flex_attention": lambda: flashwright.flex_attention(q, k, v, score_mod=gate),
+        "flashwright.flex_attention": lambda: flashwright.flex_attention(
+            q, k, v, score_mod=gate, enable_gqa=True
+        ),
         "torch SDPA": lambda: sdpa(q, k, v),
         "two empty tensors": lambda: (q.new_empty(q.shape), q.new_empty(q.shape[:-1])),
     }

@@ -28,6 +28,7 @@ torch = pytest.importorskip("torch")
 from flashwright.pytorch import operator, rules  # noqa: E402
 from flashwright.pytorch.operator import Operator  # noqa: E402
 from flashwright.pytorch.signature import Signature  # noqa: E402
+from tests.gpu import test_torch_operator as script  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(  # of torch itself
     "ignore::DeprecationWarning", "ignore::FutureWarning"
@@ -490,6 +491,21 @@ def test_the_kernel_is_loaded_at_the_first_call_with_cuda_tensors(
         assert on_cuda("q", "k", "v", 9) == ("O", "LSE")
     assert loaded == [folder]
     assert called == [(("q", "k", "v"), {"outputs": ("O", "LSE"), "tokens": 9})] * 2
+
+
+def test_the_script_that_times_calls_on_a_gpu_can_make_each_of_them(
+    causal: Operator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def qkv(grad: bool = False, **sizes: Any) -> list[Any]:
+        return problem(grad=grad, dtype=torch.float16)
+
+    monkeypatch.setattr(script, "operator", lambda: causal)
+    monkeypatch.setattr(script, "folder", lambda: "")
+    monkeypatch.setattr(flashwright, "load", lambda folder: lambda *tensors, **more: None)
+    monkeypatch.setattr(script, "problem", qkv)
+    monkeypatch.setattr(script, "host_microseconds", lambda call: (call(), 0.0)[1])
+    script.main()
+    assert capsys.readouterr().out.count(" us\n") == 15
 
 
 def test_a_package_that_changed_before_its_first_call_is_not_run(package: Package) -> None:
