@@ -433,10 +433,10 @@ def by_kernel(call: LayerCall, query: Any, key: Any, value: Any) -> Any:
     task = flex.task_of(query, key, value, call.settings, flags)
     given = {"q": query, "k": key, "v": value, **call.tensors}
     if call.mask is None:
-        return flex._run(task, None, None, given)[0]
+        return flex._run(task, None, None, given, return_lse=False)
     form = call.mask.form
     if form is None:  # it sees an object that may change: captured for each function
-        return flex._run(task, None, call.mask.mask_mod, given)[0]
+        return flex._run(task, None, call.mask.mask_mod, given, return_lse=False)
     return _masked(task, call.mask, form, given)
 
 
@@ -473,7 +473,7 @@ def _masked(task: flex.Task, mask: ModelMask, form: Form, given: Mapping[str, An
         _MASKED[known] = _new_masked(task, mask, bias, dims)
     kernel = _MASKED[known]
     if kernel is None:
-        return flex._run(task, None, mask.mask_mod, given)[0]
+        return flex._run(task, None, mask.mask_mod, given, return_lse=False)
     device = given["q"].device
     tensors = kernel.bound(form.tensors, device).tensors(given, dims)
     out = kernel.operator(*(tensors[name] for name in kernel.operator.inputs))

@@ -57,7 +57,7 @@ def sdpa(q: Any, k: Any, v: Any) -> Any:
 def test_the_result_is_that_of_sdpa_and_of_the_cpu() -> None:
     given = problem()
     out, lse = operator()(*given, return_lse=True)
-    assert out.is_contiguous()
+    assert out.transpose(1, 2).is_contiguous()  # as Q is
     torch.testing.assert_close(out, sdpa(*given), **CLOSE)
     expected = operator()(*(x.cpu().float() for x in given), return_lse=True)
     torch.testing.assert_close(out.cpu().float(), expected[0], **CLOSE)
