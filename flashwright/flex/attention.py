@@ -109,7 +109,7 @@ def flex_attention(
         )
     lists = blocked(block_mask, query, key) if block_mask is not None else None
     mask_mod = lists.mask if lists is not None else None
-    if query.device.type == "cpu":
+    if query.is_cpu:
         out, lse = by_pytorch.dense(query, key, value, score_mod, mask_mod, scale)
     else:
         task = task_of(query, key, value, (False, None, None, scale), ())
@@ -153,7 +153,7 @@ def attention(
     lists = blocked(block_mask, query, key) if block_mask is not None else None
     if lists is not None:
         mask_mod = both(mask_mod, lists.mask)
-    if query.device.type != "cpu":
+    if not query.is_cpu:
         given = {"q": query, "k": key, "v": value}
         flags: tuple[str, ...] = ()
         if alibi is not None:

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -246,16 +246,15 @@ def _padding(attention_mask: Any, kv_offset: int, kv_length: int) -> Function | 
     there = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
     if there.shape[1] < kv_length:
         there = torch.nn.functional.pad(there, (0, kv_length - there.shape[1]))
+    if there.all():  # the one wait for the GPU, as with sdpa; the rest is for padding
+        return None
     count = there.sum(dim=-1)
     start = there.int().argmax(dim=-1)
     end = start + count
     after_last = kv_length - there.flip(-1).int().argmax(dim=-1)
-    whole, in_one_piece = torch.stack(
-        [(count == kv_length).all(), ((after_last == end) | (count == 0)).all()]
-    ).tolist()
-    if whole:
-        return None
-    return tokens_from_to(start.int(), end.int()) if in_one_piece else _tokens_there(there.int())
+    if ((after_last == end) | (count == 0)).all():
+        return tokens_from_to(start.int(), end.int())
+    return _tokens_there(there.int())
 
 
 def tokens_from_to(first_token: Any, end_token: Any) -> Function:
@@ -283,8 +282,7 @@ def _as_operand(tensor: Any) -> Any:
 # --- one layer ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class LayerCall:
+class LayerCall(NamedTuple):
     """What a layer asks for, apart from Q, K and V."""
 
     known: SpecMask
@@ -318,7 +316,7 @@ def attend(
     ours has.
     """
     call = layer_call(module, query, key, attention_mask, **given)
-    if query.device.type != "cuda":
+    if not query.is_cuda:
         out = _by_pytorch(call, query, key, value)
     else:
         tensors = (query, key, value, *call.tensors.values())

@@ -199,8 +199,9 @@ def _has_heads_and_rows(tensor: PlanTensor) -> bool:
 
 def _rows_outside(tensor: Any) -> bool:
     """Whether (batch, heads, rows, dim) lies in memory as (batch, rows, heads, dim)."""
-    found = tensor.stride(1) < tensor.stride(2)
-    return found if isinstance(found, bool) else guard_or_false(found)
+    _, heads, rows, _ = tensor.stride()
+    found = heads < rows
+    return found if found is True or found is False else guard_or_false(found)
 
 
 def dtype_of(tensor: PlanTensor) -> Any:
