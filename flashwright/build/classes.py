@@ -216,6 +216,12 @@ class Kernels:
         """Call the kernel that serves these lengths, as build.load.Kernel does."""
         return self.pick(tensors, more, layout)(*tensors, layout=layout, **more)
 
+    def launch(self, tensors: Sequence[Any], dims: Sequence[Any], check_only: bool = False) -> None:
+        """Launch the kernel that serves these lengths, as build.load.Kernel does."""
+        inputs = [t for t, plan in zip(tensors, self.plan.tensors, strict=True) if plan.read]
+        named = dict(zip(self.plan.dims, dims, strict=True))
+        self.pick(inputs, named).launch(tensors, dims, check_only)
+
     def pick(
         self, tensors: Sequence[Any], named: Mapping[str, Any], layout: str = "bhsd"
     ) -> Kernel:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +113,11 @@ class Kernel:
         found = tuple(given[self._index[name]] for name in wanted)
         return found if outputs is not None else found[0]
 
+    def launch(self, tensors: Sequence[Any], dims: Sequence[Any], check_only: bool = False) -> None:
+        """Launch on PyTorch's current stream. All tensors and dimensions are in the plan's order,
+        None if not given."""
+        self._function(_CHECK_ONLY if check_only else 0, *tensors, *dims)
+
     def _arguments(
         self, tensors: Sequence[Any], named: Mapping[str, Any]
     ) -> tuple[list[Any], list[Any]]:
@@ -194,9 +201,14 @@ class OutputShapes:
         self.plan = plan
         self.sources = dim_sources(plan, layout)
         self.axes = {i: self._axes(t, layout) for i, t in enumerate(plan.tensors) if t.written}
+        self._picked = {i: self._picker(axes, layout) for i, axes in self.axes.items()}
 
-    def of(self, index: int, given: list[Any], dims: list[Any]) -> list[int]:
+    def of(self, index: int, given: Sequence[Any], dims: Sequence[Any]) -> Sequence[int]:
         """One output's shape, for these inputs."""
+        picked = self._picked[index]
+        if picked is not None:
+            tensor, numbers, pick = picked
+            return pick((*given[tensor].shape, *numbers))
         shape = []
         for axis in self.axes[index]:
             size = 1
@@ -209,6 +221,21 @@ class OutputShapes:
                     size *= evaluate(source, self.dims(given, dims))
             shape.append(size)
         return shape
+
+    def _picker(
+        self, axes: list[list[Source]], layout: str
+    ) -> tuple[int, list[int], Callable[[Any], Sequence[int]]] | None:
+        """An input, numbers, and which of both are the sizes of an output; None if that is not all
+        there is to it."""
+        sources = [axis[0] if len(axis) == 1 else () for axis in axes]
+        inputs = {s[0] if len(s) == 2 else None for s in sources if not isinstance(s, int)}
+        tensor = inputs.pop() if len(inputs) == 1 else None
+        if not isinstance(tensor, int) or len(sources) < 2:  # itemgetter(0) gives no tuple
+            return None
+        numbers = [s for s in sources if isinstance(s, int)]
+        places = itertools.count(len(caller_order(self.plan.tensors[tensor], layout)))
+        which = [next(places) if isinstance(s, int) else int(s[1]) for s in sources]
+        return tensor, numbers, itemgetter(*which)
 
     def _axes(self, tensor: PlanTensor, layout: str) -> list[list[Source]]:
         order = caller_order(tensor, layout)
@@ -223,7 +250,7 @@ class OutputShapes:
         found = self.sources.get(token)
         return found[:2] if found and found[2] == 1 else size
 
-    def dims(self, given: list[Any], dims: list[Any]) -> dict[str, int]:
+    def dims(self, given: Sequence[Any], dims: Sequence[Any]) -> dict[str, int]:
         """All dimensions by name: as the inputs show them, else as the caller gives them."""
         found = {d: v for d, v in zip(self.plan.dims, dims, strict=True) if v is not None}
         for name, (tensor, axis, part) in self.sources.items():

@@ -109,11 +109,14 @@ def flex_attention(
         )
     lists = blocked(block_mask, query, key) if block_mask is not None else None
     mask_mod = lists.mask if lists is not None else None
-    if query.device.type == "cpu":
+    if query.is_cpu:
         out, lse = by_pytorch.dense(query, key, value, score_mod, mask_mod, scale)
     else:
         task = task_of(query, key, value, (False, None, None, scale), ())
-        out, lse = _run(task, score_mod, mask_mod, {"q": query, "k": key, "v": value}, lists)
+        given = {"q": query, "k": key, "v": value}
+        if return_aux is None and not return_lse:
+            return _run(task, score_mod, mask_mod, given, lists, return_lse=False)
+        out, lse = _run(task, score_mod, mask_mod, given, lists)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
@@ -150,36 +153,27 @@ def attention(
     lists = blocked(block_mask, query, key) if block_mask is not None else None
     if lists is not None:
         mask_mod = both(mask_mod, lists.mask)
+    if not query.is_cpu:
+        given = {"q": query, "k": key, "v": value}
+        flags: tuple[str, ...] = ()
+        if alibi is not None:
+            given["slopes"], flags = alibi, ("alibi",)
+        if sink is not None:
+            given["sink"], flags = sink, (*flags, "sink")
+        if bias is not None:
+            given["bias"] = bias
+        try:
+            task = task_of(query, key, value, (causal, window, softcap, scale), flags)
+            return _run(task, score_mod, mask_mod, given, lists, return_lse)
+        except NoKernel as error:
+            if not fallback:
+                raise
+            warnings.warn(f"PyTorch computes it: {error}", RuntimeWarning, stacklevel=2)
     extras = {"sink": sink, "alibi": alibi, "bias": bias}
     extras |= {"score_mod": score_mod, "mask_mod": mask_mod}
-    given = {name: extra for name, extra in extras.items() if extra is not None}
-    plain: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
-    if query.device.type == "cpu":
-        return by_pytorch.attention(query, key, value, return_lse=return_lse, **plain, **given)
-    try:
-        out, lse = _attention(query, key, value, plain, given, lists)
-    except NoKernel as error:
-        if not fallback:
-            raise
-        warnings.warn(f"PyTorch computes it: {error}", RuntimeWarning, stacklevel=2)
-        return by_pytorch.attention(query, key, value, return_lse=return_lse, **plain, **given)
-    return (out, lse) if return_lse else out
-
-
-def _attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    plain: Mapping[str, Any],
-    given: Mapping[str, Any],
-    lists: Blocked | None,
-) -> tuple[Any, Any]:
-    flags = tuple(name for name in ("alibi", "sink") if name in given)
-    task = task_of(query, key, value, tuple(plain.values()), flags)
-    extra = {"slopes": "alibi", "sink": "sink", "bias": "bias"}
-    more = {name: given[from_] for name, from_ in extra.items() if from_ in given}
-    mods = (given.get("score_mod"), given.get("mask_mod"))
-    return _run(task, *mods, {"q": query, "k": key, "v": value, **more}, lists)
+    more = {name: extra for name, extra in extras.items() if extra is not None}
+    how: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale}
+    return by_pytorch.attention(query, key, value, return_lse=return_lse, **how, **more)
 
 
 @lru_cache(_MOST)
@@ -204,21 +198,18 @@ def _run(
     mask_mod: Function | None,
     given: Mapping[str, Any],
     lists: Blocked | None = None,
-) -> tuple[Any, Any]:
-    """O and LSE of a call. `given` has q, k, v, and slopes, sink and bias if there are any.
+    return_lse: bool = True,
+) -> Any:
+    """O of a call, or O and LSE. `given` has q, k, v, and slopes, sink and bias if there are any.
 
     torch.compile leaves its graph for this: what is looked up here is no part of a graph.
     """
     if torch.compiler.is_compiling():
-        outside: tuple[Any, Any] = torch.compiler.disable(_run)(
-            task, score_mod, mask_mod, given, lists
-        )
-        return outside
+        return torch.compiler.disable(_run)(task, score_mod, mask_mod, given, lists, return_lse)
     q, k, v = given["q"], given["k"], given["v"]
     quick = _QUICK.get((task, score_mod, mask_mod)) if len(given) == 3 and lists is None else None
     if quick is not None and quick.watch.same() and q.shape[0] == k.shape[0]:
-        found: tuple[Any, Any] = quick.operator(q, k, v, return_lse=True)
-        return found
+        return quick.operator(q, k, v, return_lse=return_lse)
     dims = dims_of(q, k)
     bias = _Bias.of(given["bias"], dims) if "bias" in given else None
     form = None if lists is None else (lists.size, tuple(n > 1 for n in lists.counts.shape[:2]))
@@ -239,8 +230,9 @@ def _run(
     if lists is not None:
         tensors |= {"counts": lists.counts, "blocks": lists.blocks}
     inputs = entry.operator.inputs
-    out, lse = entry.operator(*(tensors[name] for name in inputs), return_lse=True)
+    found = entry.operator(*(tensors[name] for name in inputs), return_lse=return_lse)
     if entry.new:
+        out = found[0] if return_lse else found
         try:
             check(out, score_mod, mask_mod, task.spec, dims, given)
         except WrongKernel:
@@ -250,7 +242,7 @@ def _run(
         entry.new = False
     if inputs == ("q", "k", "v") and lists is None:
         _QUICK[task, score_mod, mask_mod] = entry
-    return out, lse
+    return found
 
 
 def _new_entry(
@@ -386,7 +378,8 @@ def task_of(
     query: Any, key: Any, value: Any, plain: tuple[Any, ...], flags: tuple[str, ...]
 ) -> Task:
     """The task of a call: `plain` are the values of causal, window, softcap and scale."""
-    shapes = (query.shape[1], query.shape[3], key.shape[1], value.shape[3])
+    shape = query.shape
+    shapes = (shape[1], shape[3], key.shape[1], value.shape[3])
     known = (query.dtype, key.dtype, value.dtype, query.device, shapes, plain, flags)
     task = _TASKS.get(known)
     if task is None:

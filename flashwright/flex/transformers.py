@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -246,16 +246,15 @@ def _padding(attention_mask: Any, kv_offset: int, kv_length: int) -> Function | 
     there = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
     if there.shape[1] < kv_length:
         there = torch.nn.functional.pad(there, (0, kv_length - there.shape[1]))
+    if there.all():  # the one wait for the GPU, as with sdpa; the rest is for padding
+        return None
     count = there.sum(dim=-1)
     start = there.int().argmax(dim=-1)
     end = start + count
     after_last = kv_length - there.flip(-1).int().argmax(dim=-1)
-    whole, in_one_piece = torch.stack(
-        [(count == kv_length).all(), ((after_last == end) | (count == 0)).all()]
-    ).tolist()
-    if whole:
-        return None
-    return tokens_from_to(start.int(), end.int()) if in_one_piece else _tokens_there(there.int())
+    if ((after_last == end) | (count == 0)).all():
+        return tokens_from_to(start.int(), end.int())
+    return _tokens_there(there.int())
 
 
 def tokens_from_to(first_token: Any, end_token: Any) -> Function:
@@ -283,8 +282,7 @@ def _as_operand(tensor: Any) -> Any:
 # --- one layer ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class LayerCall:
+class LayerCall(NamedTuple):
     """What a layer asks for, apart from Q, K and V."""
 
     known: SpecMask
@@ -318,7 +316,7 @@ def attend(
     ours has.
     """
     call = layer_call(module, query, key, attention_mask, **given)
-    if query.device.type != "cuda":
+    if not query.is_cuda:
         out = _by_pytorch(call, query, key, value)
     else:
         tensors = (query, key, value, *call.tensors.values())
@@ -433,10 +431,10 @@ def by_kernel(call: LayerCall, query: Any, key: Any, value: Any) -> Any:
     task = flex.task_of(query, key, value, call.settings, flags)
     given = {"q": query, "k": key, "v": value, **call.tensors}
     if call.mask is None:
-        return flex._run(task, None, None, given)[0]
+        return flex._run(task, None, None, given, return_lse=False)
     form = call.mask.form
     if form is None:  # it sees an object that may change: captured for each function
-        return flex._run(task, None, call.mask.mask_mod, given)[0]
+        return flex._run(task, None, call.mask.mask_mod, given, return_lse=False)
     return _masked(task, call.mask, form, given)
 
 
@@ -473,7 +471,7 @@ def _masked(task: flex.Task, mask: ModelMask, form: Form, given: Mapping[str, An
         _MASKED[known] = _new_masked(task, mask, bias, dims)
     kernel = _MASKED[known]
     if kernel is None:
-        return flex._run(task, None, mask.mask_mod, given)[0]
+        return flex._run(task, None, mask.mask_mod, given, return_lse=False)
     device = given["q"].device
     tensors = kernel.bound(form.tensors, device).tensors(given, dims)
     out = kernel.operator(*(tensors[name] for name in kernel.operator.inputs))

@@ -33,9 +33,9 @@ class Operator:
     torch has it (an OpOverload), which returns all outputs.
     """
 
-    def __init__(self, signature: Signature, package: _Package, op: Any) -> None:
+    def __init__(self, signature: Signature, package: _Package, op: Any, on_cuda: _OnCuda) -> None:
         self.inputs, self.outputs, self.op = signature.inputs, signature.outputs, op
-        self._package = package
+        self._package, self._on_cuda, self._dims = package, on_cuda, signature.dims
         self._lse = self.outputs.index("LSE") if "LSE" in self.outputs else None
 
     def __repr__(self) -> str:
@@ -55,13 +55,41 @@ class Operator:
         Tensors come in the order of `inputs`, or by name, as (batch, heads, length, dim). A
         dimension that no tensor has as an axis is given by name, as in `tokens=4096`.
         """
-        found = self.op(*tensors, **more)
-        if return_lse:
-            if self._lse is None or len(self.outputs) < 2:
-                given = ", ".join(self.outputs)
-                raise ValueError(f"return_lse: the kernel has no LSE; its outputs are {given}")
-            return found[0], found[self._lse]
-        return found[0] if len(self.outputs) > 1 else found
+        lse = self._lse if return_lse else 0
+        if lse is None or (return_lse and len(self.outputs) < 2):
+            given = ", ".join(self.outputs)
+            raise ValueError(f"return_lse: the kernel has no LSE; its outputs are {given}")
+        found: Sequence[Any]
+        whole = len(tensors) == len(self.inputs) and not (more or self._dims)
+        if whole and _undisturbed(tensors) and tensors[0].is_cuda:
+            found = self._on_cuda.launch(tensors, all_outputs=return_lse)
+        else:
+            results = self.op(*tensors, **more)
+            found = results if len(self.outputs) > 1 else (results,)
+        return (found[0], found[lse]) if return_lse else found[0]
+
+
+_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def _undisturbed(tensors: Sequence[Any]) -> bool:
+    """Whether PyTorch's dispatcher would only choose the kernel by the device: the tensors are
+    plain, and no gradient, autocast, transform, mode or tracer sees the call."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._get_tracing_state() is not None
+        or rules.in_forward_mode()
+    ):
+        return False
+    recorded = torch.is_grad_enabled()
+    for tensor in tensors:
+        if type(tensor) not in _PLAIN or (recorded and tensor.requires_grad):
+            return False
+    return True
 
 
 def torch_operator(folder: str | Path) -> Operator:
@@ -100,9 +128,10 @@ def _register(name: str, signature: Signature, package: _Package) -> Operator:
 
     def fake(*arguments: Any) -> Any:
         signature.check(arguments)
-        return signature.empty(arguments)
+        return signature.results(signature.empty(arguments, signature.types_for(arguments[0])))
 
-    _LIBRARY.impl(name, _OnCuda(signature, package).__call__, "CUDA")
+    on_cuda = _OnCuda(signature, package)
+    _LIBRARY.impl(name, on_cuda.__call__, "CUDA")
     _LIBRARY.impl(name, on_cpu.__call__, "CPU")
     torch.library.register_fake(qualified, fake, lib=_LIBRARY)
     traced = None if on_cpu.obstacle else on_cpu.compute
@@ -111,7 +140,7 @@ def _register(name: str, signature: Signature, package: _Package) -> Operator:
     _LIBRARY.impl(name, autocast.on_cuda, "AutocastCUDA")
     _LIBRARY.impl(name, autocast.on_cpu, "AutocastCPU")
     torch.library.register_vmap(qualified, rules.Vmap(name, signature, op), lib=_LIBRARY)
-    return Operator(signature, package, op)
+    return Operator(signature, package, op, on_cuda)
 
 
 class _Package:
@@ -142,11 +171,22 @@ class _OnCuda:
 
     def __call__(self, *arguments: Any) -> Any:
         """All outputs of a launch on the current stream."""
+        return self.signature.results(self.launch(arguments, all_outputs=True))
+
+    def launch(self, arguments: Sequence[Any], all_outputs: bool) -> list[Any]:
+        """The same as a list, or the first output alone: the kernel does not store the others."""
         if self.kernel is None:
             self.kernel = self.package.load()
-        signature, count = self.signature, len(self.signature.read)
-        dims = dict(zip(signature.dims, arguments[count:], strict=True))
-        return signature.results(self.kernel(*arguments[:count], outputs=signature.outputs, **dims))
+        signature, kernel = self.signature, self.kernel
+        types = signature.types if all_outputs else signature.types[:1]
+        try:
+            found = signature.empty(arguments, types)
+        except Exception:
+            # If the tensors do not fit the plan, the launcher reports it.
+            kernel.launch(*signature.arranged(arguments), check_only=True)
+            raise
+        kernel.launch(*signature.arranged(arguments, found))
+        return found
 
 
 class _OnCpu:
@@ -162,8 +202,9 @@ class _OnCpu:
             text = f"{self.name} has no implementation for CPU tensors: {self.obstacle}"
             raise NotImplementedError(f"{text}; call it with CUDA tensors")
         self.signature.check(arguments)
-        found: Sequence[Any] = self._all(arguments)
-        return self.signature.results([t.contiguous() for t in found])
+        new = self.signature.empty(arguments, self.signature.types_for(arguments[0]))
+        found = self._all(arguments)
+        return self.signature.results([n.copy_(t) for n, t in zip(new, found, strict=True)])
 
     def compute(self, *arguments: Any) -> Any:
         """The same without checks, by operations that autograd can follow."""
@@ -174,7 +215,7 @@ class _OnCpu:
         names = [tensor.name for tensor in self.signature.read]
         given = {n.lower(): t for n, t in zip(names, arguments, strict=True)}
         out, lse = reference.attention(self.spec, **given)
-        kinds = self.signature.output_types(arguments[0])
+        kinds = self.signature.types_for(arguments[0])
         found = {"O": out, "LSE": lse}
         return [found[n].to(k) for n, k in zip(self.signature.outputs, kinds, strict=True)]
 

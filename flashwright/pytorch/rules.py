@@ -34,6 +34,11 @@ def fake_backward(grad: Any, size: Sequence[Any], name: str) -> Any:
     return grad.new_empty(size)
 
 
+def in_forward_mode() -> bool:
+    """Whether forward-mode derivatives are computed."""
+    return int(getattr(forward_ad, "_current_level", -1)) >= 0
+
+
 class Gradient:
     """Autograd: on the CPU the gradient of the reference, on a GPU an error."""
 
@@ -49,7 +54,7 @@ class Gradient:
     def __call__(self, *arguments: Any) -> Any:
         """The operator under autograd. torch.library.register_autograd would do less: its results
         have a forward-mode derivative of 0."""
-        forward_mode = getattr(forward_ad, "_current_level", -1) >= 0
+        forward_mode = in_forward_mode()
         if not forward_mode and not (torch.is_grad_enabled() and self._recorded(arguments)):
             return self.forward(*arguments)
         in_transform = torch._C._are_functorch_transforms_active()  # torch.func.grad and others

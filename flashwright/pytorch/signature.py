@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from flashwright.build.arrays import NAMES
 from flashwright.build.load import OutputShapes, unshown
@@ -48,6 +50,15 @@ class Signature:
         self.inputs = tuple(self.arguments[: len(self.read)])
         self.outputs = tuple(t.name for t in self.written)
         self._shapes = OutputShapes(plan, LAYOUT)
+        order = [*self.read, *self.written]
+        self._in_plan_order = itemgetter(*(order.index(t) for t in plan.tensors))
+        self.types = tuple(dtype_of(t) for t in self.written)
+        """The outputs' types, except on the CPU."""
+        self._no_outputs, self._no_dims = (None,) * len(self.written), (None,) * len(plan.dims)
+        self._written = [
+            (plan.tensors.index(t), _has_heads_and_rows(t) and _has_heads_and_rows(self.read[0]))
+            for t in self.written
+        ]
 
     def schema(self, name: str) -> str:
         """The schema, as torch.library defines an operator by it."""
@@ -138,35 +149,59 @@ class Signature:
 
     def sizes(self, arguments: Sequence[Any]) -> dict[str, Any]:
         """All run-time dims of a call."""
-        found = self._shapes.dims(*self._in_plan_order(arguments))
+        found = self._shapes.dims(*self.arranged(arguments))
         if "kv_heads" in self.plan.dims and "heads" in found:  # as the launcher has it
             found.setdefault("kv_heads", found["heads"])
         return found
 
-    def empty(self, arguments: Sequence[Any]) -> Any:
-        """New outputs: shapes, types, strides and device are those of a real call."""
-        given, dims = self._in_plan_order(arguments)
-        first = self.tensors(arguments)[0]
-        index = {t.name: i for i, t in enumerate(self.plan.tensors)}
-        return self.results(
-            [
-                first.new_empty(self._shapes.of(index[t.name], given, dims), dtype=kind)
-                for t, kind in zip(self.written, self.output_types(first), strict=True)
-            ]
-        )
+    def empty(self, arguments: Sequence[Any], types: Sequence[Any]) -> list[Any]:
+        """New outputs of these types: as many as there are types, from the first on.
 
-    def output_types(self, first: Any) -> list[Any]:
+        Their shapes and strides are those of every call, traced or not: an output with the axes of
+        the first input has its order of heads and rows in memory, others are contiguous.
+        """
+        given, dims = self.arranged(arguments)
+        first, found = arguments[0], []
+        for (index, like_first), kind in zip(self._written, types, strict=False):
+            shape = self._shapes.of(index, given, dims)
+            if like_first and _rows_outside(first):
+                _, heads, rows, width = shape
+                strides = (rows * heads * width, width, heads * width, 1)
+                found.append(first.new_empty_strided(shape, strides, dtype=kind))
+            else:
+                found.append(first.new_empty(shape, dtype=kind))
+        return found
+
+    def types_for(self, first: Any) -> Sequence[Any]:
         """The outputs' types: the plan's; on the CPU that of the first input, except fp32 ones."""
         fp8 = [getattr(torch, NAMES[name]) for name in _FP8]
-        own = first.device.type != "cpu" or first.dtype in fp8
-        return [dtype_of(t) if own or t.dtype == EXACT else first.dtype for t in self.written]
+        if first.device.type != "cpu" or first.dtype in fp8:
+            return self.types
+        return [dtype_of(t) if t.dtype == EXACT else first.dtype for t in self.written]
 
-    def _in_plan_order(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def arranged(
+        self, arguments: Sequence[Any], outputs: Sequence[Any] = ()
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
         """The tensors and the dims in the plan's order, None for what is not given."""
-        tensors = iter(self.tensors(arguments))
+        missing = self._no_outputs[len(outputs) :]
+        given = self._in_plan_order((*self.tensors(arguments), *outputs, *missing))
+        if not self.dims:
+            return given, self._no_dims
         extra = dict(zip(self.dims, arguments[len(self.read) :], strict=True))
-        given = [next(tensors) if t.read else None for t in self.plan.tensors]
         return given, [extra.get(name) for name in self.plan.dims]
+
+
+def _has_heads_and_rows(tensor: PlanTensor) -> bool:
+    """Whether a caller may have a tensor in either order of heads and rows."""
+    one, other = (caller_order(tensor, layout) for layout in LAYOUTS)
+    return one != other
+
+
+def _rows_outside(tensor: Any) -> bool:
+    """Whether (batch, heads, rows, dim) lies in memory as (batch, rows, heads, dim)."""
+    _, heads, rows, _ = tensor.stride()
+    found = heads < rows
+    return found if found is True or found is False else guard_or_false(found)
 
 
 def dtype_of(tensor: PlanTensor) -> Any:

@@ -146,6 +146,24 @@ def test_all_at_once() -> None:
     assert_like_pytorch(found, given, doubled, every_third, **settings)
 
 
+def gate(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return score * torch.sigmoid(score)
+
+
+def test_in_inference_mode() -> None:
+    """The first call records the functions there, the second one is outside of it."""
+    with torch.inference_mode():
+        given, slopes = qkv(), torch.rand(4)
+
+        def sloped(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return score * torch.sigmoid(score) + slopes[h] * (kv - q)
+
+        for score in (gate, sloped):
+            assert_like_pytorch(run(given, score, every_third), given, score, every_third)
+    for score in (gate, sloped):
+        assert_like_pytorch(run(given, score, every_third), given, score, every_third)
+
+
 def test_keys_of_one_batch_serve_all() -> None:
     given = {**qkv(), **{n: t for n, t in qkv(batch=1).items() if n != "q"}}
     assert_like_pytorch(run(given, None, every_third), given, None, every_third)

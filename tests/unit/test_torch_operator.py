@@ -25,9 +25,14 @@ from tests.unit.fake_gpu import DIMS, cubin, make_plan, plan_tensor
 
 torch = pytest.importorskip("torch")
 
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.autograd import forward_ad  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 from flashwright.pytorch import operator, rules  # noqa: E402
 from flashwright.pytorch.operator import Operator  # noqa: E402
 from flashwright.pytorch.signature import Signature  # noqa: E402
+from tests.gpu import test_torch_operator as script  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(  # of torch itself
     "ignore::DeprecationWarning", "ignore::FutureWarning"
@@ -327,15 +332,16 @@ def test_autocast(package: Package) -> None:
 
 
 def test_fake_cuda_tensors_get_the_outputs_of_the_kernel(causal: Operator) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     half, single = torch.float16, torch.float32
     with FakeTensorMode():
         packed = torch.empty(2, 5, HEADS, DIM, dtype=half, device="cuda:0")
         k = torch.empty(2, KV_HEADS, 7, DIM, dtype=half, device="cuda:0")
         out, lse = causal(packed.transpose(1, 2), k, k, return_lse=True)
         assert (out.shape, out.dtype, out.device) == ((2, HEADS, 5, DIM), half, packed.device)
-        assert out.is_contiguous()  # as the kernel returns it, whatever Q's strides are
+        assert out.transpose(1, 2).is_contiguous()  # as Q is
+        assert lse.is_contiguous()
+        q = torch.empty(2, HEADS, 5, DIM, dtype=half, device="cuda:0")
+        assert causal(q, k, k).is_contiguous()
         assert (lse.shape, lse.dtype, lse.device) == ((2, HEADS, 5), single, packed.device)
         with pytest.raises(TypeError, match=r"`k` must be torch.float16, not torch.float32"):
             causal(packed.transpose(1, 2), k.float(), k)
@@ -473,23 +479,104 @@ def test_the_kernel_is_loaded_at_the_first_call_with_cuda_tensors(
 ) -> None:
     loaded, called = [], []
 
-    def kernel(*tensors: Any, **more: Any) -> Any:
-        called.append((tensors, more))
-        return "O", "LSE"
+    class Kernel:
+        def launch(self, tensors: Any, dims: Any, check_only: bool = False) -> None:
+            called.append((tensors, dims, check_only))
 
     def load(folder: Path) -> Any:
         loaded.append(folder)
-        return kernel
+        return Kernel()
 
     monkeypatch.setattr(classes, "load", load)
     folder = package(dims=(*DIMS, "tokens"))
     flashwright.torch_operator(folder)
     on_cuda = operator._OnCuda(Signature(classes.read_plan(folder)), operator._Package(folder))
     assert not loaded
+    q, k, v = problem(dtype=torch.float16)
+    dims = [None] * len(DIMS) + [9]
     for _ in range(2):
-        assert on_cuda("q", "k", "v", 9) == ("O", "LSE")
+        out, lse = on_cuda(q, k, v, 9)
+        same(called.pop(), ((q, k, v, out, lse), dims, False))
+        (alone,) = on_cuda.launch((q, k, v, 9), all_outputs=False)
+        same(called.pop(), ((q, k, v, alone, None), dims, False))
     assert loaded == [folder]
-    assert called == [(("q", "k", "v"), {"outputs": ("O", "LSE"), "tokens": 9})] * 2
+    with pytest.raises(IndexError):
+        on_cuda(q[0, 0, 0], k, v, 9)
+    same(called.pop(), ((q[0, 0, 0], k, v, None, None), dims, True))  # the launcher says why
+
+
+def same(found: Any, wanted: Any) -> None:
+    """Two launches are the same, where tensors are the same memory."""
+    places = [
+        [t if t is None else t.data_ptr() for t in tensors] for tensors, *_ in (found, wanted)
+    ]
+    assert places[0] == places[1]
+    assert [list(found[1]), found[2]] == [wanted[1], wanted[2]]
+
+
+def test_the_dispatcher_is_left_out_only_if_it_has_nothing_to_do() -> None:
+    seen = operator._undisturbed
+
+    class Subclass(torch.Tensor):
+        pass
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            return func(*args, **(kwargs or {}))
+
+    tensors, recorded = problem(), problem(grad=True)
+    assert seen(tensors)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert seen(recorded)
+    assert not seen(recorded)
+    assert not seen([tensors[0], "K", tensors[2]])
+    assert not seen([*tensors[:2], tensors[2].as_subclass(Subclass)])
+    for context in (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        forward_ad.dual_level(),
+        Mode(),
+        torch.device("meta"),
+        FakeTensorMode(),
+    ):
+        with context:
+            assert not seen(tensors)
+    found = []
+    torch.vmap(lambda x: found.append(seen([x] * 3)) or x)(tensors[0])
+    torch.jit.trace(lambda x: found.append(seen([x] * 3)) or x, tensors[0], check_trace=False)
+    torch.compile(lambda x: x + seen([x] * 3), backend="eager", fullgraph=True)(tensors[0])
+    assert found == [False, False]
+
+
+@pytest.mark.parametrize(("batch", "q_len"), [(2, 5), (1, 1), (2, 1)])
+def test_o_lies_in_memory_as_q_does(causal: Operator, batch: int, q_len: int) -> None:
+    """What follows an attention layer takes (batch, length, heads, dim) without a copy."""
+    q, k, v = problem(batch=batch, q_len=q_len)
+    expected = causal(q, k, v)
+    assert expected.is_contiguous()
+    rows_first = q.transpose(1, 2).contiguous().transpose(1, 2)
+    packed = torch.cat([rows_first.transpose(1, 2)] * 2, dim=2)[:, :, :HEADS].transpose(1, 2)
+    for given in (rows_first, packed):
+        out = causal(given, k, v)
+        assert out.transpose(1, 2).is_contiguous()
+        assert out.equal(expected)
+        done = torch.library.opcheck(causal.op, (given, k, v))
+        assert set(done.values()) == {"SUCCESS"}
+
+
+def test_the_script_that_times_calls_on_a_gpu_can_make_each_of_them(
+    causal: Operator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def qkv(grad: bool = False, **sizes: Any) -> list[Any]:
+        return problem(grad=grad, dtype=torch.float16)
+
+    monkeypatch.setattr(script, "operator", lambda: causal)
+    monkeypatch.setattr(script, "folder", lambda: "")
+    monkeypatch.setattr(flashwright, "load", lambda folder: lambda *tensors, **more: None)
+    monkeypatch.setattr(script, "problem", qkv)
+    monkeypatch.setattr(script, "host_microseconds", lambda call: (call(), 0.0)[1])
+    script.main()
+    assert capsys.readouterr().out.count(" us\n") == 15
 
 
 def test_a_package_that_changed_before_its_first_call_is_not_run(package: Package) -> None:

@@ -5,6 +5,7 @@ Without a GPU the kernels' programs are interpreted, as in test_flex_attention.p
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.unit.emulated import needs_compilers
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from transformers import masking_utils as masks  # noqa: E402
 
 import flashwright  # noqa: E402
@@ -426,6 +428,62 @@ def test_a_model_by_kernels(name: str, tmp_path: Path) -> None:
     orders = [store.Order(spec, CARD) for spec in specs]
     orders += [wright.padded_order(spec, CARD) for spec in specs]
     assert packages(tmp_path) == {order.name for order in orders}
+
+
+class Waits(TorchDispatchMode):
+    """Lists the operators for whose result the host waits, with the file that asks."""
+
+    NAMES = ("is_nonzero", "_local_scalar_dense", "item", "equal", "nonzero")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in self.NAMES:
+            files = [Path(frame.filename) for frame in traceback.extract_stack()]
+            asks = [f.name for f in files if {"transformers", "flashwright"} & set(f.parts)]
+            self.found.append((func.overloadpacket.__name__, asks[-1]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("by_kernels")
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2"])
+def test_a_further_prefill_waits_for_no_result_and_captures_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither transformers nor we may stall the GPU, except to see whether there is padding."""
+    model = family(name)
+    model.set_attn_implementation("wright")
+
+    class Silent:  # the interpreter's own work is no part of a forward
+        inputs = ("q", "k", "v")
+
+        def __init__(self, folder: Path) -> None:
+            pass
+
+        def __call__(self, q: Any, k: Any, v: Any, return_lse: bool = False) -> Any:
+            assert not return_lse
+            return torch.empty_like(q)
+
+    def refuse(*given: Any, **more: Any) -> None:
+        raise AssertionError("a mask is captured again")
+
+    monkeypatch.setattr(flex, "torch_operator", Silent)
+    monkeypatch.setattr(flex, "check", lambda *given: None)
+    positions = torch.arange(LENGTH).expand(3, -1)
+    usual = {"input_ids": tokens(), "position_ids": positions}
+    with torch.inference_mode():
+        model(**usual)
+        for module in (flex, wright):
+            monkeypatch.setattr(module, "capture", refuse)
+        with Waits() as waits:
+            model(**usual)
+        assert not waits.found
+        with Waits() as waits:
+            model(**usual, attention_mask=padding())
+    kinds = 2 if name == "Gemma2" else 1  # of masks
+    assert waits.found == [("is_nonzero", "transformers.py")] * kinds
 
 
 @pytest.mark.usefixtures("by_kernels")
