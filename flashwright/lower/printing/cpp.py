@@ -20,12 +20,14 @@ from flashwright.lower.term import (
     Var,
 )
 
-ATOM, UNARY, TIMES, PLUS, COMPARE, EQUAL, AND, OR, CHOICE = range(9, 0, -1)
+ATOM, UNARY, TIMES, PLUS, COMPARE, EQUAL, BIT_AND, BIT_OR, AND, OR, CHOICE = range(11, 0, -1)
 _LEVELS = {
     **dict.fromkeys(("*", "/", "%"), TIMES),
     **dict.fromkeys(("+", "-"), PLUS),
     **dict.fromkeys(("<", "<=", ">", ">="), COMPARE),
     **dict.fromkeys(("==", "!="), EQUAL),
+    "&": BIT_AND,
+    "|": BIT_OR,
     "&&": AND,
     "||": OR,
 }
@@ -78,7 +80,7 @@ def _binary(x: Binary) -> tuple[str, int]:
     # `a - (b - c)` keeps its parenthesis, `a + (b + c)` does not need one, but keeps it: the order
     # of fp32 operations is meant as written. `a * (b % c)` needs it.
     chain = isinstance(x.right, Binary) and x.right.op == x.op and x.right.type != "float"
-    least = level if chain and x.op in ("*", "&&", "||") else level + 1
+    least = level if chain and x.op in ("*", "&", "|", "&&", "||") else level + 1
     left = a if a_level >= level else f"({a})"
     right = b if b_level >= least else f"({b})"
     return f"{left} {x.op} {right}", level
