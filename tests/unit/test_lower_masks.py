@@ -126,6 +126,18 @@ def test_an_or_with_a_scalar_that_is_not_tested_keeps_it() -> None:
     assert "Whole" in str(mask.assigns)
 
 
+def test_elements_are_masked_without_branches_unless_they_read_memory() -> None:
+    """nvcc makes a divergent branch of each && and ||."""
+    source = printed(
+        documents("(DocQ == DocK or kv_idx < Whole and q_idx > 3) and kv_idx < kv_len")
+    )
+    assert "DocQ(m) == DocK(n) | kv_idx < Whole & q_idx > 3 ?" in source
+    table = "Allocate Table in global (L: kv_len) as int32"
+    text = documents("(DocQ == DocK or Table[abs(q_idx - kv_idx)] > 0) and kv_idx < kv_len")
+    source = printed(text.replace("Allocate DocQ in g", f"{table}\nAllocate DocQ in g"))
+    assert "DocQ(m) == DocK(n) || fw::gather(" in " ".join(source.split())
+
+
 def test_a_mask_from_memory_is_always_applied() -> None:
     text = documents("DocQ == DocK and kv_idx < kv_len")
     known, unknown = hiding(text)
