@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from flashwright import gpu as gpus
-from flashwright.author.builtin.mods import Mods, Operand, mapped
+from flashwright.author.builtin.mods import BlockLists, Mods, Operand, mapped
 from flashwright.author.builtin.mods_reference import FILE, Sample, reference_text
 from flashwright.flex import aten
 from flashwright.flex import fallback as by_pytorch
@@ -212,8 +212,7 @@ def _run(
         return quick.operator(q, k, v, return_lse=return_lse)
     dims = dims_of(q, k)
     bias = _Bias.of(given["bias"], dims) if "bias" in given else None
-    form = None if lists is None else (lists.size, tuple(n > 1 for n in lists.counts.shape[:2]))
-    known = (task, score_mod, mask_mod, bias, form)
+    known = (task, score_mod, mask_mod, bias, _used(lists))
     entry = _KERNELS.get(known)
     if entry is not None and not entry.watch.same():
         entry = _KERNELS[known] = _renewed(
@@ -228,7 +227,7 @@ def _run(
         )
     tensors = entry.tensors(given, dims)
     if lists is not None:
-        tensors |= {"counts": lists.counts, "blocks": lists.blocks}
+        tensors |= {"counts": lists.counts, "full": lists.full, "blocks": lists.blocks}
     inputs = entry.operator.inputs
     found = entry.operator(*(tensors[name] for name in inputs), return_lse=return_lse)
     if entry.new:
@@ -262,12 +261,22 @@ def _new_entry(
         made = _Entry(torch_operator(folder), captured, watch, folder, new)
     except (NotCaptured, Failed, BadSpec) as error:
         raise NoKernel(str(error)) from None
+    if new and lists is not None:
+        tell(f"block_mask: {lists.decision}")
     if watch.blind:
         tell(
             f"{watch.blind!r} is an object that may change inside, so the function is recorded at "
             "every call (milliseconds); tensors and numbers that it names directly are watched"
         )
     return made
+
+
+def _used(lists: Blocked | None) -> BlockLists | None:
+    """The lists that a kernel visits."""
+    try:
+        return lists.used if lists is not None else None
+    except NotCaptured as error:
+        raise NoKernel(str(error)) from None
 
 
 def _captured(
@@ -281,7 +290,7 @@ def _captured(
     captured = capture(*functions, dims, device)
     mods = captured.mods
     if lists is not None:
-        mods = replace(mods, lists=lists.lists_for(mods, tell))
+        mods = replace(mods, lists=lists.used_with(mods))
     return replace(captured, mods=mods if bias is None else bias.added(mods))
 
 

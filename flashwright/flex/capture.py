@@ -82,6 +82,10 @@ class Captured:
                 found |= _extents(operand, self.sources[operand.name].tensor)
         return {name: found[name] for name in self.mods.own_dims}
 
+    def evaluate(self, expr: Expr, values: Mapping[str, Any]) -> Any:
+        """An expression that reads these tensors, on arrays of NumPy."""
+        return evaluate(expr, values, {n: _Gathered(s.tensor) for n, s in self.sources.items()})
+
 
 @dataclass(frozen=True)
 class _Part:
@@ -474,3 +478,4 @@ def _is_keyword(text: str) -> bool:
 _TAKEN = frozenset(
     ("S", "Q", "K", "V", "O", "LSE", "P", "BM", "BN", "Scale", "Smax", "Ssum", "Stages", "QStages")
 ) | frozenset(("HeadDim", "VDim", "HeadTile", "VTile", "Group", "Warps", "Window", "Start"))
+_TAKEN |= {"Counts", "Full", "Blocks", "Visited", "FullEnd", "RowBlock", "KeyBlock", "KeyTile"}

@@ -290,9 +290,18 @@ def needs_fp32(x: Op) -> bool:
     return x.op not in COMPARISONS or any(type_of(a) != "int" for a in x.args)
 
 
+def _gathers(x: Element) -> bool:
+    return isinstance(x, Op) and (x.op == "gather" or any(map(_gathers, x.args)))
+
+
 def _term(op: str, args: tuple[Element, ...], parts: list[Term]) -> Term:
     if op in ("and", "or"):
-        return binary("&&" if op == "and" else "||", parts[0], parts[1])
+        # Both sides are computed, without a branch for each element, unless one reads memory.
+        plain = all(
+            part.type == "bool" and not _gathers(a) for part, a in zip(parts, args, strict=True)
+        )
+        names = ("&", "|") if plain else ("&&", "||")
+        return binary(names[op == "or"], parts[0], parts[1])
     if op == "not":
         return Unary("!", parts[0])
     if op == "gather":

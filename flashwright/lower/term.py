@@ -172,7 +172,7 @@ def real(value: float) -> Lit:
 
 def binary(op: str, left: Term, right: Term, type: Type | None = None) -> Binary:
     """`left op right`, as it is."""
-    if op in (*COMPARISONS, "&&", "||"):
+    if op in (*COMPARISONS, "&", "|", "&&", "||"):
         type = "bool"
     return Binary(op, left, right, type or left.type)
 

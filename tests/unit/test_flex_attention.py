@@ -30,6 +30,8 @@ from flashwright.flex.blocks import blocked  # noqa: E402
 
 CARD = gpus.find("h200")
 Tensors = dict[str, Any]
+HALF = torch.arange(256) // 128
+EYE = torch.eye(128)
 
 
 class Interpreted:
@@ -323,18 +325,104 @@ def test_lists_of_blocks_are_visited_where_the_mask_bounds_no_keys(tmp_path: Pat
     assert lists.counts.flatten().tolist() == [3, 4, 2]
     found = run(given, None, documents, lists=lists)
     assert_like_pytorch(found, given, None, documents)
-    (program,) = (tmp_path / "cache" / "packages").glob("*/code.tl")
-    text = program.read_text()
+    text = only_program(tmp_path)
     assert "for i = 0:Visited * (KeyBlock / BN)" in text
     assert "Copy Document2 (BN) in coordinate [L = KeyTile]" in text
+    assert "FullEnd" not in text
+
+
+def halves(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return HALF[q] == HALF[kv]
+
+
+def minus_infinity(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return torch.where(kv % 3 == 0, score, -math.inf)
+
+
+@pytest.mark.parametrize(
+    ("score", "mask", "masked"),
+    [
+        (doubled, None, "i < FullEnd or"),
+        (None, every_third, "(q_idx - kv_idx) % 3 == 0 and"),
+        (minus_infinity, None, "and kv_idx % 3 == 0"),
+    ],
+)
+def test_full_blocks_are_masked_only_by_what_the_block_mask_does_not_say(
+    score: Any, mask: Any, masked: str, tmp_path: Path
+) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    given = qkv(batch=1, q_len=256, kv_len=256)
+    made = create_block_mask(halves, None, None, 256, 256, device="cpu", BLOCK_SIZE=64)
+    lists = blocked(made, given["q"], given["k"])
+    assert lists.full.flatten().tolist() == [2, 2, 2, 2]
+    every = flex.both(mask, lists.mask)
+    found = run(given, score, every, lists=lists)
+    assert_like_pytorch(found, given, score, every)
+    text = only_program(tmp_path)
+    assert masked in text
+    assert ("FullEnd" in text) == ("FullEnd" in masked)
+
+
+def only_program(folder: Path) -> str:
+    """The program of the kernel that was made."""
+    (program,) = (folder / "cache" / "packages").glob("*/code.tl")
+    return program.read_text()
 
 
 def test_a_mask_that_bounds_its_keys_needs_no_lists(tmp_path: Path) -> None:
     given = qkv(q_len=48, kv_len=64)
     lists = blocked(block_mask(causal), given["q"], given["k"])
     run(given, None, causal, lists=lists)
-    (program,) = (tmp_path / "cache" / "packages").glob("*/code.tl")
-    assert "for i = 0:min(kv_len, (block_idx + 1) * BM) / BN" in program.read_text()
+    assert "for i = 0:min(kv_len, (block_idx + 1) * BM) / BN" in only_program(tmp_path)
+
+
+def window_with_sinks(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (q >= kv) & ((q - kv < 64) | (kv < 4))
+
+
+def strided(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (q >= kv) & torch.where(h < 2, q - kv < 32, kv % 16 == 15)
+
+
+def plain_window(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (q - kv).abs() < 100
+
+
+def by_table(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (q >= kv) & ((kv < q - 127) | (EYE[q % 128, kv % 128] > 0))
+
+
+def window_per_head(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (q >= kv) & (q - kv < torch.tensor([16, 48, 128, 512])[h])
+
+
+@pytest.mark.parametrize(
+    ("function", "visited"),
+    [
+        (window_with_sinks, (2.625, 0, 4.5)),  # 1, 2, then 3 of 1, 2, 3, .. blocks
+        (strided, (3.1875, 0, 4.5)),
+        (by_table, (4.5, 2.625, 4.5)),  # full blocks need no look at the table
+        (causal, None),
+        (plain_window, None),
+        (window_per_head, None),
+    ],
+)
+def test_lists_are_used_if_they_visit_clearly_fewer_blocks(
+    function: Any, visited: tuple[float, float, float] | None
+) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    made = create_block_mask(function, None, 4, 1024, 1024, device="cpu")
+    given = qkv(batch=1, q_len=1024, kv_len=1024)
+    lists = blocked(made, given["q"], given["k"])
+    if visited is None:
+        assert lists.visited[0] == lists.visited[2]
+        assert "within the mask's own bounds" in lists.decision
+    else:
+        assert lists.visited == visited
+        assert "in its lists" in lists.decision
+    assert (lists.used is not None) == (visited is not None)
 
 
 def test_a_block_mask_for_other_lengths_is_refused() -> None:

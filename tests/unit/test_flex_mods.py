@@ -326,9 +326,11 @@ def test_the_kernel_computes_what_flex_attention_does(
 
 @pytest.mark.slow
 @needs_compilers
-@pytest.mark.parametrize("name", ["causal_documents", "global_tokens"])
+@pytest.mark.parametrize(
+    ("name", "full"), [("causal_documents", False), ("documents", True), ("tree", True)]
+)
 def test_a_kernel_that_visits_listed_blocks(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -337,12 +339,13 @@ def test_a_kernel_that_visits_listed_blocks(
     made = create_block_mask(function, 1, 4, 140, 210, device="cpu", BLOCK_SIZE=(64, 32))
     found = captured(function, LARGE)
     lists = blocked(made, given["Q"], given["K"])
-    used = lists.lists_for(found.mods, print)
-    assert used is not None
-    found = replace(found, mods=replace(found.mods, lists=used))
+    assert lists.used is not None
+    found = replace(found, mods=replace(found.mods, lists=lists.used))
     extra = {"Counts": lists.counts, "Blocks": lists.blocks}
+    extra |= {"Full": lists.full} if full else {}
     code = emulate(found, function, tmp_path, monkeypatch, extra)
     assert "for i = 0:Visited * (KeyBlock / BN)" in code
+    assert ("i < FullEnd or" in code) == full
 
 
 def emulate(

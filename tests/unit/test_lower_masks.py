@@ -88,7 +88,8 @@ def test_prefix_is_told_from_either_side() -> None:
     assert "||" in in_cpp(node.unless)
 
 
-def test_a_mask_from_memory_is_always_applied() -> None:
+def documents(mask: str) -> str:
+    """A program whose mask compares numbers from memory."""
     docs = """\
 Allocate DocQ in global (B: batch, L: q_len) as int32
 Allocate DocK in global (B: batch, L: kv_len) as int32
@@ -96,13 +97,49 @@ Allocate DocQ in register (BM) as int32
 Allocate DocK in register (BN) as int32
 Copy DocQ (BM) in coordinate [B = item, L = block] from global to register"""
     copy = "Copy DocK (BN) in coordinate [B = item, L = i] from global to register"
-    softmax = "Compute Softmax S with Smax and Ssum and rescale O_register"
-    text = attention(
+    return attention(
+        params="param Whole = 2",
         allocate=docs,
-        softmax=softmax,
-        scale=f"{copy}\n  Compute Multiply S, Scale and get new S",
-        mask="DocQ == DocK and kv_idx < kv_len",
+        softmax="Compute Softmax S with Smax and Ssum and rescale O_register",
+        scale=f"{copy}\n  Compute Multiply S, Scale * (Whole / 2) and get new S",
+        mask=mask,
     )
+
+
+def test_an_or_with_a_scalar_is_left_out_where_that_holds() -> None:
+    """The scalar is not asked again for each element, and other parts keep their own test."""
+    known, scalar = hiding(documents("(i < Whole or DocQ == DocK) and kv_idx < kv_len"))
+    assert known.unless is not None
+    assert scalar.unless is not None
+    assert "kv_len" in in_cpp(known.unless)
+    assert in_cpp(scalar.unless) == "i < Whole"
+    source = printed(documents("(i < Whole or DocQ == DocK) and kv_idx < kv_len"), "h200")
+    assert "S(m, n) = DocQ(m) == DocK(n) ? S(m, n) : -INFINITY;" in source
+    prologue, plain, masked = re.split(r"for \(i = 1|for \(; i", source.split("setmaxnreg")[-1])
+    assert "i < Whole" in plain.split("{")[0]
+    assert ["load_cols" in part for part in (prologue, plain, masked)] == [True, False, True]
+
+
+def test_an_or_with_a_scalar_that_is_not_tested_keeps_it() -> None:
+    (_, mask) = hiding(documents("(i == Whole or i < 1 or DocQ == DocK) and kv_idx < kv_len"))
+    assert mask.unless is not None
+    assert "Whole" in str(mask.assigns)
+
+
+def test_elements_are_masked_without_branches_unless_they_read_memory() -> None:
+    """nvcc makes a divergent branch of each && and ||."""
+    source = printed(
+        documents("(DocQ == DocK or kv_idx < Whole and q_idx > 3) and kv_idx < kv_len")
+    )
+    assert "DocQ(m) == DocK(n) | kv_idx < Whole & q_idx > 3 ?" in source
+    table = "Allocate Table in global (L: kv_len) as int32"
+    text = documents("(DocQ == DocK or Table[abs(q_idx - kv_idx)] > 0) and kv_idx < kv_len")
+    source = printed(text.replace("Allocate DocQ in g", f"{table}\nAllocate DocQ in g"))
+    assert "DocQ(m) == DocK(n) || fw::gather(" in " ".join(source.split())
+
+
+def test_a_mask_from_memory_is_always_applied() -> None:
+    text = documents("DocQ == DocK and kv_idx < kv_len")
     known, unknown = hiding(text)
     assert known.unless is not None
     assert "Doc" not in str(known.assigns), "the part that can be told is applied by itself"

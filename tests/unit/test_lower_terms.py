@@ -71,6 +71,7 @@ X, Y, Z = (Var(x, "float") for x in "xyz")
         (plus(Select(A, B, C), 1), "(a ? b : c) + 1"),
         (binary("&&", binary("||", A, B), C), "(a || b) && c"),
         (binary("&&", A, binary("&&", B, C)), "a && b && c"),
+        (binary("&", binary("|", A, B), binary("==", B, C)), "(a | b) & b == c"),
         (call("min", plus(A, 1), B, type="int"), "fw::min(a + 1, b)"),
         (as_float(plus(A, B)), "float(a + b)"),
         (as_float(integer(3)), "3.f"),

@@ -187,7 +187,8 @@ def _with_own_mask(
         own = f"min(kv_len, {mods.keys.high}) / BN"
         high = own if high == "kv_len / BN" else f"min({high}, {own})"
     if mods.mask is not None:
-        condition += f" and ({format_expr(mods.mask)})"
+        own = format_expr(mods.mask)
+        condition += f" and ({own if lists is None else lists.masked(own)})"
     before, inside = mods.before_loop, mods.in_loop
     if lists is not None:
         low, high = "0", lists.end

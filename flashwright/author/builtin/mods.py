@@ -49,26 +49,37 @@ class Operand:
 
 @dataclass(frozen=True)
 class BlockLists:
-    """Lists of the blocks of keys that each block of queries visits, in two tensors: `Counts` says
-    how many, `Blocks` which. They have one batch, or one head, if these share the lists."""
+    """Lists of the blocks of keys that each block of queries visits, in tensors: `Counts` says how
+    many, `Blocks` which. They have one batch, or one head, if these share the lists. With `full`,
+    a tensor `Full` says how many of them, the first ones, need no mask."""
 
     rows: int
     columns: int
     batched: bool
     per_head: bool
+    full: bool
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """The two tensors."""
+        """The tensors."""
         shared = ("batch" if self.batched else "1", "heads" if self.per_head else "1")
-        rows = f"ceil(q_len / {ROW_BLOCK})"
-        counts = Operand("Counts", (*shared, rows), "int32")
-        return counts, Operand("Blocks", (*shared, rows, f"ceil(kv_len / {KEY_BLOCK})"), "int32")
+        rows = (*shared, f"ceil(q_len / {ROW_BLOCK})")
+        counts = [Operand(name, rows, "int32") for name in ("Counts", "Full")[: 1 + self.full]]
+        return *counts, Operand("Blocks", (*rows, f"ceil(kv_len / {KEY_BLOCK})"), "int32")
 
     def before_loop(self) -> tuple[Statement, ...]:
-        """The block of queries, and how many blocks it visits."""
-        row = _let("RowBlockHere", f"floor(block_idx * BM / {ROW_BLOCK})")
-        return row, _let("Visited", f"Counts[{self._place}]")
+        """The block of queries, how many blocks it visits, and the end of those without a mask."""
+        made = [
+            _let("RowBlockHere", f"floor(block_idx * BM / {ROW_BLOCK})"),
+            _let("Visited", f"Counts[{self._place}]"),
+        ]
+        if self.full:
+            made.append(_let("FullEnd", f"Full[{self._place}] * ({KEY_BLOCK} / BN)"))
+        return tuple(made)
+
+    def masked(self, mask: str) -> str:
+        """The condition of a mask, which holds in full blocks."""
+        return f"i < FullEnd or ({mask})" if self.full else mask
 
     def in_loop(self) -> Statement:
         """The tile of keys of an iteration."""

@@ -73,16 +73,17 @@ def whole(rng, low, high, shape, ascending):
     return (np.sort(made, axis=-1) if ascending else made).astype(np.int32)
 
 
-def lists(rng, shape):
-    """Lists of the blocks that are visited, some of each row."""
-    kept = rng.random(shape) < 0.6
-    blocks = np.argsort(~kept, axis=-1, kind="stable").astype(np.int32)
-    return {{"Counts": kept.sum(axis=-1).astype(np.int32), "Blocks": blocks}}
+def lists(rng, shape, full):
+    """Lists of the blocks that are visited, some of each row. Full ones come first."""
+    kind = rng.choice([0, 1, 2], shape, p=[0.2, 0.4, 0.4] if full else [0, 0.6, 0.4])
+    made = {{"Counts": kind < 2}} | ({{"Full": kind < 1}} if full else {{}})
+    counts = {{name: kept.sum(axis=-1).astype(np.int32) for name, kept in made.items()}}
+    return counts | {{"Blocks": np.argsort(kind, axis=-1, kind="stable").astype(np.int32)}}
 
 
-def listed(inputs):
-    """The same lists as a table."""
-    counts, blocks = inputs["Counts"].astype(int), inputs["Blocks"].astype(int)
+def listed(inputs, name):
+    """As a table: the blocks that are visited, or those of them that are full."""
+    counts, blocks = inputs[name].astype(int), inputs["Blocks"].astype(int)
     table = np.zeros(blocks.shape, bool)
     there = np.arange(blocks.shape[-1]) < counts[..., None]
     np.put_along_axis(table, blocks, there, axis=-1)
@@ -108,7 +109,9 @@ def reference_text(mods: Mods, spec: AttentionSpec, samples: Mapping[str, Sample
     if mods.lists is not None:
         batch, head = "b" if mods.lists.batched else "0", "h" if mods.lists.per_head else "0"
         here = f"q // {mods.lists.rows}, kv // {mods.lists.columns}"
-        seen.append(f"listed(inputs)[{batch}, {head}, {here}]")
+        if mods.lists.full:
+            seen = [f'(listed(inputs, "Full")[{batch}, {head}, {here}] | {seen[0]})']
+        seen.append(f'listed(inputs, "Counts")[{batch}, {head}, {here}]')
         lists = f" | {_drawn_lists(mods.lists)}"
     seen += [f"(kv <= {position})"] if spec.causal else []
     seen += [f"(np.abs({position} - kv) < {spec.window})"] if spec.window is not None else []
@@ -138,7 +141,7 @@ def _drawn_lists(lists: BlockLists) -> str:
     batch = 'size["batch"]' if lists.batched else "1"
     heads = 'size["heads"]' if lists.per_head else "1"
     blocks = f'-(-size["q_len"] // {lists.rows}), -(-size["kv_len"] // {lists.columns})'
-    return f"lists(rng, ({batch}, {heads}, {blocks}))"
+    return f"lists(rng, ({batch}, {heads}, {blocks}), {lists.full})"
 
 
 def _options(spec: AttentionSpec, position: str) -> str:

@@ -24,7 +24,7 @@ from flashwright.lower.element import (
 )
 from flashwright.lower.frontend.body import Body, Frame
 from flashwright.lower.frontend.gathers import gathered
-from flashwright.lower.frontend.masks import conjuncts, end, everywhere, in_row
+from flashwright.lower.frontend.masks import conjuncts, end, in_row
 from flashwright.lower.frontend.positions import Axes
 from flashwright.lower.frontend.scalars import Scalar, refused
 from flashwright.lower.names import cpp, tile_name
@@ -237,7 +237,7 @@ class Computes:
         tile = self.leaf(key)
         hidden, origin = literal(float("-inf")), ir.origin(stmt)
         rows, cols = self._origins(frame)
-        for always, condition in conjuncts(stmt.where, lambda e: everywhere(self.made, e, frame)):
+        for always, condition in conjuncts(self.made, stmt.where, frame):
             shown = self.element(condition, frame)
             assign = ir.Assign(tile, Op("where", (shown, tile, hidden)), buffer)
             last = end(self.made, condition, frame)

@@ -22,21 +22,38 @@ GROUP_ROWS = 64  # of a warpgroup
 GROUP = Var("group")  # the number of a warpgroup
 
 
-def conjuncts(
-    condition: Expr, test: Callable[[Expr], Term | None]
-) -> Iterator[tuple[Term | None, Expr]]:
-    """The parts of an `and`: those that some tiles can leave out together, each other alone."""
-    tested = [(part, test(part)) for part in _parts(condition)]
-    known = [(part, code) for part, code in tested if code is not None]
-    if known:
-        together, holds = known[0]
-        for part, also in known[1:]:
+def conjuncts(made: Body, condition: Expr, frame: Frame) -> Iterator[tuple[Term | None, Expr]]:
+    """The parts of an `and`, each with the test that a tile can leave it out: those that are tested
+    as a whole together, each other alone. An `or` of which some operands are tested is computed
+    where these do not hold everywhere, so that its scalar operands are false there."""
+    tested = [(part, everywhere(made, part, frame)) for part in _parts(condition)]
+    whole = [(part, code) for part, code in tested if code and _tests_all(made, part, frame)]
+    if whole:
+        together, holds = whole[0]
+        for part, also in whole[1:]:
             together = tl.Binary("and", together, part)
             holds = binary("&&", holds, also)
         yield holds, together
     for part, code in tested:
-        if code is None:
-            yield None, part
+        if (part, code) not in whole:
+            yield code, _without_scalars(made, part, frame)
+
+
+def _tests_all(made: Body, condition: Expr, frame: Frame) -> bool:
+    """Whether every comparison of a condition has a test."""
+    if isinstance(condition, tl.Binary) and condition.op in ("and", "or"):
+        return all(_tests_all(made, side, frame) for side in (condition.left, condition.right))
+    return everywhere(made, condition, frame) is not None
+
+
+def _without_scalars(made: Body, condition: Expr, frame: Frame) -> Expr:
+    """An `or` without its operands that are scalars and tested."""
+    match condition:
+        case tl.Binary("or", left, right):
+            sides = [_without_scalars(made, side, frame) for side in (left, right)]
+            kept = [s for s in sides if not (_uniform(made, s) and _tests_all(made, s, frame))]
+            return tl.Binary("or", *kept) if len(kept) > 1 else kept[0]
+    return condition
 
 
 def _parts(condition: Expr) -> list[Expr]:

@@ -128,7 +128,7 @@ class SoftwarePipeline:
             passed = _passing(loop.body, self.ping_pong)
             passing = (replace(loop, body=passed, number="resumes", origin=untitled),)
             before = (ir.Define(end, exit), *before)
-        loops = split_masked(again) if self.split else (again,)
+        loops = split_masked(again, live) if self.split else (again,)
         if len(loops) == 1:
             self._not_split(loop)
         self.report.loops.append(LoopReport(line, True, len(loops) > 1, exit is not None))
@@ -162,9 +162,10 @@ class SoftwarePipeline:
             self.report.remark(NOT_SPLIT, f"{text}`param SplitMasked = 0`", where, edit=edit)
 
 
-def split_masked(loop: ir.Loop) -> tuple[ir.Loop, ...]:
-    """The iterations in which no mask changes anything, without masks, for as long as there are
-    such; then the others."""
+def split_masked(loop: ir.Loop, live: frozenset[Resource]) -> tuple[ir.Loop, ...]:
+    """The iterations in which no mask changes anything, without masks and what is loaded to
+    registers for these alone, for as long as there are such; then the others. `live` is what is
+    needed behind the loop."""
     masks = _masks(loop)
     if not masks:
         return (loop,)
@@ -174,6 +175,8 @@ def split_masked(loop: ir.Loop) -> tuple[ir.Loop, ...]:
         assert mask.unless is not None
         clear = binary("&&", clear, substitute(mask.unless, lets))
     plain = tuple(n for n in loop.body if n not in masks)
+    read = live.union(*(effects(n).reads for n in plain))
+    plain = tuple(n for n in plain if not isinstance(n, ir.Fill) or tile_name(n.dest) in read)
     then = replace(loop, number="resumes", origin=loop.origin.untitled)
     return replace(loop, condition=clear, body=plain), then
 

@@ -20,12 +20,14 @@ from flashwright.lower.term import (
     Var,
 )
 
-ATOM, UNARY, TIMES, PLUS, COMPARE, EQUAL, AND, OR, CHOICE = range(9, 0, -1)
+ATOM, UNARY, TIMES, PLUS, COMPARE, EQUAL, BIT_AND, BIT_OR, AND, OR, CHOICE = range(11, 0, -1)
 _LEVELS = {
     **dict.fromkeys(("*", "/", "%"), TIMES),
     **dict.fromkeys(("+", "-"), PLUS),
     **dict.fromkeys(("<", "<=", ">", ">="), COMPARE),
     **dict.fromkeys(("==", "!="), EQUAL),
+    "&": BIT_AND,
+    "|": BIT_OR,
     "&&": AND,
     "||": OR,
 }
@@ -72,12 +74,15 @@ def _text(x: Term) -> tuple[str, int]:
             return f"{to}({text(operand)})", ATOM
 
 
+CHAINS = ("*", "&", "|", "&&", "||")  # `a * (b * c)` is printed without its parenthesis
+
+
 def _binary(x: Binary) -> tuple[str, int]:
     level = _LEVELS[x.op]
     (a, a_level), (b, b_level) = _text(x.left), _text(x.right)
     # `a - (b - c)` keeps its parenthesis, `a + (b + c)` does not need one, but keeps it: the order
     # of fp32 operations is meant as written. `a * (b % c)` and `a * (b % c * d)` need it.
-    chain = x.right.type != "float" and x.op in ("*", "&&", "||") and _begins_with(x.right, x.op)
+    chain = x.right.type != "float" and x.op in CHAINS and _begins_with(x.right, x.op)
     least = level if chain else level + 1
     left = a if a_level >= level else f"({a})"
     right = b if b_level >= least else f"({b})"
