@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(Threads, 2)
         CUTE_UNROLL
         for (int n = 0; n < cute::size<1>(S); ++n) {
           int const kv_idx = i * BN + at.col(n);
-          S(m, n) = kv_idx <= q_idx + kv_len - q_len && kv_idx > q_idx + kv_len - q_len - Window
+          S(m, n) = kv_idx <= q_idx + kv_len - q_len & kv_idx > q_idx + kv_len - q_len - Window
               ? S(m, n) : -INFINITY;
         }
       }
