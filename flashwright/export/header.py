@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 
-from flashwright.build.compile import FLAGS
+from flashwright.build.compile import FLAGS, target
 from flashwright.build.encode import MAP_TYPES
 from flashwright.build.plan_rules import LAYOUTS, SWIZZLES, caller_order
 from flashwright.build.reading import PLAN, SOURCE
@@ -82,9 +82,12 @@ def summary(package: ExportedPackage, target: Path) -> str:
 
 def compile_line(plan: LaunchPlan, nvcc: str = "nvcc", cutlass: str = "CUTLASS") -> str:
     """The command that compiles the example, in its folder."""
-    # Of the flags of a build, those that ask for a cubin and for a report are left out. -arch takes
-    # PTX along, from which a newer GPU compiles its own code.
-    flags = [*FLAGS[: FLAGS.index("-Xptxas")], f"-arch={plan.arch}"]
+    # Of the flags of a build, those that ask for a cubin and for a report are left out. From PTX a
+    # newer GPU compiles its own code; that of sm_90a is for Hopper alone.
+    flags = [*FLAGS[: FLAGS.index("-Xptxas")], *target(plan.arch, plan.arch)]
+    if plan.arch[-1].isdigit():
+        virtual = plan.arch.replace("sm_", "compute_")
+        flags += ["-gencode", f"arch={virtual},code={virtual}"]
     return f"{nvcc} {' '.join(flags)} -I . -I {cutlass} {EXAMPLE} -o example"
 
 

@@ -20,7 +20,8 @@ INTERNAL = frozenset(
         *("keep_in_loop", "chunk_of", "RowsOfA", "RowsOfB", "ColumnsOfB", "Fp8ColumnsOfB"),
         *("gemm_step", "mbarrier_init", "mbarrier_arrive", "mbarrier_expect"),
         *("mbarrier_wait", "Descriptor", "LeftRows", "LeftRegisters", "left_steps"),
-        *("WideAccumulator", "LeftColumns", "chunk_bytes", "unpack", "load_early", "each_pair"),
+        *("WideAccumulator", "LeftColumns", "chunk_bytes", "unpack", "each_pair"),
+        *("load_pair", "load_line", "in_pairs", "has_pairs"),
         *("writes_rows", "writes_cols", "place_of", "place_along"),
     }
 )
