@@ -103,6 +103,7 @@ def flex_attention(
     """
     if getattr(return_aux, "max_scores", False):
         raise NoKernel("return_aux: max_scores is no output of our kernels; ask for lse alone")
+    check_axes(query, key, value)
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(
             f"query has {query.shape[1]} heads and key {key.shape[1]}: pass enable_gqa=True"
@@ -150,6 +151,7 @@ def attention(
     FlexAttention's. With `fallback` PyTorch computes what no kernel can be made for, with a
     warning; otherwise that is NoKernel with the reason.
     """
+    check_axes(query, key, value)
     lists = blocked(block_mask, query, key) if block_mask is not None else None
     if lists is not None:
         mask_mod = both(mask_mod, lists.mask)
@@ -403,9 +405,8 @@ _TASKS: dict[tuple[Any, ...], Task] = {}
 
 def spec_of(query: Any, key: Any, value: Any, **settings: Any) -> AttentionSpec:
     """The spec of a call. Raises NoKernel or ValueError with the tensor and the fix."""
+    check_axes(query, key, value)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 4:
-            raise ValueError(f"{name} has {tensor.dim()} axes: pass (batch, heads, length, dim)")
         if tensor.dtype != query.dtype:
             raise ValueError(f"{name} is {tensor.dtype} and query {query.dtype}: make them alike")
     if query.dtype not in _DTYPES:
@@ -426,6 +427,15 @@ def spec_of(query: Any, key: Any, value: Any, **settings: Any) -> AttentionSpec:
         )
     except BadSpec as error:
         raise NoKernel(str(error)) from None
+
+
+def check_axes(query: Any, key: Any, value: Any) -> None:
+    """Raises ValueError for a tensor that has not four axes."""
+    if query.dim() == key.dim() == value.dim() == 4:
+        return
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} has {tensor.dim()} axes: pass (batch, heads, length, dim)")
 
 
 def dims_of(query: Any, key: Any) -> dict[str, int]:

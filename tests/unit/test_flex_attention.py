@@ -507,3 +507,14 @@ def test_a_table_of_another_length_needs_no_other_kernel(
         given = qkv()
         assert_like_pytorch(run(given, score), given, score)
     assert capsys.readouterr().err.count("making a kernel") == 1
+
+
+@pytest.mark.parametrize("function", [flashwright.attention, flashwright.flex_attention])
+def test_a_tensor_without_four_axes_is_named(function: Any) -> None:
+    given = [torch.zeros(1, 2, 8, 16) for _ in "qkv"]
+    for place, name in enumerate(("query", "key", "value")):
+        wrong = [t[0] if n == place else t for n, t in enumerate(given)]
+        with pytest.raises(
+            ValueError, match=f"{name} has 3 axes: pass .batch, heads, length, dim."
+        ):
+            function(*wrong)
