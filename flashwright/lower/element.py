@@ -4,7 +4,7 @@ algebra that makes them cheap, and the terms they become."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,7 +48,6 @@ class Op:
     """An operator or a function of TL, or one of these:
 
     - `reciprocal`;
-    - `real`: a whole number as fp32;
     - `whole`, `floor_div`, `ceil_div`: a number rounded, as an int;
     - `gather`: an element of a tensor, from a line of it and indices on some of its axes, each
       behind the number of its axis."""
@@ -127,53 +126,6 @@ def with_leaves(x: Element, new: Mapping[Term, Element]) -> Element:
             return Op(op, tuple(with_leaves(a, new) for a in args))
         case Reduce(op, arg):
             return Reduce(op, with_leaves(arg, new))
-
-
-def in_fp32(x: Element, along: Callable[[Element, str], Element]) -> Element:
-    """The expression with `along(e, sign)` where a whole number e is needed as fp32 that is a key's
-    position, or minus it, plus what is the same for all columns."""
-    match x:
-        case Op("gather"):
-            return x
-        case Op(op, args) if (type_of(x) == "int" and op not in ROUNDED) or not needs_fp32(x):
-            return Op(op, tuple(in_fp32(a, along) if type_of(a) != "int" else a for a in args))
-        case Op(op, args):
-            return Op(op, tuple(_in_fp32(a, along) for a in args))
-        case Reduce(op, arg):
-            return Reduce(op, in_fp32(arg, along))
-    return x
-
-
-def _in_fp32(x: Element, along: Callable[[Element, str], Element]) -> Element:
-    if type_of(x) != "int":
-        return in_fp32(x, along)
-    slope = _slope(x)
-    if slope in (1, -1):
-        return along(x, "+" if slope == 1 else "-")
-    match x:
-        case Op("abs" | "neg" | "min" | "max" as op, args):
-            return Op(op, tuple(_in_fp32(a, along) for a in args))
-    return x
-
-
-def _slope(x: Element) -> int | None:
-    """By how much a whole number grows from key to key; None where that is not one number."""
-    match x:
-        case Leaf(Position("kv_idx")):
-            return 1
-        case Leaf() if "n" not in x.axes:
-            return 0
-        case Op("+" | "-" as op, (left, right)):
-            one, two = _slope(left), _slope(right)
-            if one is None or two is None:
-                return None
-            return one + two if op == "+" else one - two
-        case Op("neg", (arg,)):
-            inner = _slope(arg)
-            return None if inner is None else -inner
-        case Op() if "n" not in axes_of(x):
-            return 0
-    return None
 
 
 def variable(leaf: Leaf) -> str:
@@ -283,13 +235,6 @@ def term(x: Element) -> Term:
             raise AssertionError("the printer takes reductions out first")
 
 
-def needs_fp32(x: Op) -> bool:
-    """Whether an operator takes whole numbers as fp32."""
-    if x.op in ROUNDED or type_of(x) == "int":
-        return False
-    return x.op not in COMPARISONS or any(type_of(a) != "int" for a in x.args)
-
-
 def _gathers(x: Element) -> bool:
     return isinstance(x, Op) and (x.op == "gather" or any(map(_gathers, x.args)))
 
@@ -306,9 +251,12 @@ def _term(op: str, args: tuple[Element, ...], parts: list[Term]) -> Term:
         return Unary("!", parts[0])
     if op == "gather":
         return _gather(args, parts)
-    if op == "real":
-        return as_float(parts[0])
-    kind, whole = type_of(Op(op, args)), not needs_fp32(Op(op, args))
+    kind = type_of(Op(op, args))
+    whole = (
+        op in ROUNDED
+        or kind == "int"
+        or (op in COMPARISONS and all(type_of(a) == "int" for a in args))
+    )
     if op == "where":
         yes, no = (p if whole else as_float(p) for p in parts[1:])
         return Select(parts[0], yes, no)

@@ -65,8 +65,6 @@ struct Place {
   __device__ int col(int n) const {
     return Wide ? first_col + n % 4 + n / 4 * 16 : first_col + n % 2 + n / 2 * 8;
   }
-  // How far a column is from the first, as a number to compute with.
-  __device__ static constexpr float step(int n) { return Wide ? n % 4 + n / 4 * 16 : n % 2 + n / 2 * 8; }
 };
 
 // Two numbers rounded to 16 bits, side by side in one register.

@@ -16,12 +16,10 @@ from flashwright.lower.element import (
     Op,
     Reduce,
     axes_of,
-    in_fp32,
     leaves,
     term,
     type_of,
     variable,
-    with_leaves,
 )
 from flashwright.lower.printing.cpp import text
 from flashwright.lower.term import At, Position, Term, Var, as_float, plus
@@ -103,7 +101,7 @@ class _Row:
         value = self._without_reductions(assign.value, assign.partial)
         target = assign.target
         if target.axes == TILE:
-            value = self._hoisted(in_fp32(value, self._along))
+            value = self._hoisted(value)
             step = f"{text(target.term)} = {converted(replace(assign, value=value))};"
             columns = self._over_columns(target, step, value)
             if self.node.clear is not None:
@@ -158,13 +156,6 @@ class _Row:
         self.taken[stem] = taken + 1
         return f"{stem}_{taken}" if taken else stem
 
-    def _along(self, x: Element, sign: str) -> Element:
-        """A whole number that grows, or falls, from column to column, as fp32: converted once for
-        a row, and a constant for each column. A conversion costs two additions."""
-        first = Leaf(_place(self.node.cols, f"{self.at}.col(0)"), ROW)
-        base = Op("real", (with_leaves(x, {Position("kv_idx"): first}),))
-        return Op(sign, (base, Leaf(Var(f"{self.at}.step(n)", "float"), COLUMN)))
-
     def _hoisted(self, x: Element) -> Element:
         """Whatever does not vary along the columns is computed once, under a name."""
         match x:
@@ -213,11 +204,7 @@ def converted(assign: ir.Assign) -> str:
 
 
 def _position(origin: Term | None, within: str) -> str:
-    return text(_place(origin, within))
-
-
-def _place(origin: Term | None, within: str) -> Term:
-    return Var(within) if origin is None else plus(origin, Var(within))
+    return within if origin is None else text(plus(origin, Var(within)))
 
 
 def _has_rows(leaf: Leaf) -> bool:
