@@ -97,10 +97,11 @@ extern "C" __global__ void __launch_bounds__(Threads, 4)
     CUTE_UNROLL
     for (int m = 0; m < cute::size<0>(S); ++m) {
       int const q_idx = block_idx * BM + at.row(m);
-      float const row_0 = float(i * BN + at.col(0) - q_idx - (kv_len - q_len));
       CUTE_UNROLL
       for (int n = 0; n < cute::size<1>(S); ++n) {
-        S(m, n) = S(m, n) * Scale + float(*p.Slopes.at(head_idx)) * (row_0 + at.step(n));
+        int const kv_idx = i * BN + at.col(n);
+        S(m, n) = S(m, n) * Scale
+            + float(*p.Slopes.at(head_idx)) * float(kv_idx - q_idx - (kv_len - q_len));
       }
     }
 
