@@ -169,6 +169,7 @@ def taken(
     )
 
 
+@pytest.mark.slow
 @needs_compilers
 def test_a_small_kernel_is_packed_and_judged_like_ours(tmp_path: Path) -> None:
     source, plan = ours()

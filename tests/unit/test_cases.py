@@ -36,6 +36,7 @@ def test_kernel_and_interpreter_agree(gpu: str, names: list[str]) -> None:
     assert not _wrong(found, gpu)
 
 
+@pytest.mark.slow
 def test_the_others_are_translated_and_verified() -> None:
     """The cheap part for those that are run among the slow tests."""
     gpu = GPUS[0]

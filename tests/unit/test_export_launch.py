@@ -108,6 +108,7 @@ def cases() -> dict[str, tuple[dict[str, Any], Any, Any, dict[str, int]]]:
     }
 
 
+@pytest.mark.slow
 @on_fake_gpu
 def test_a_launch_is_that_of_the_compiled_launcher() -> None:
     driver = Driver()

@@ -51,6 +51,7 @@ def test_zeros_are_the_simplest_program() -> None:
     assert isinstance(prepare(simple), Prepared)
 
 
+@pytest.mark.slow
 def test_most_programs_are_legal_and_the_others_are_refused() -> None:
     found = Counter()
     for seed in range(0, 40, 2):

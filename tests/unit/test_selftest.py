@@ -105,6 +105,7 @@ QUICK = (
 )
 
 
+@pytest.mark.slow
 def test_from_end_to_end_with_planted_holes_and_alarms() -> None:
     """An honest kernel as an attack is a hole, an attack as an honest kernel a false alarm."""
     honest = BY_NAME["cpu/prints_a_lot"]

@@ -112,6 +112,7 @@ def test_pass_at_k_as_by_hand(samples: int, right: int, k: int, chance: float) -
     assert pass_at(samples, right, k) == pytest.approx(chance)
 
 
+@pytest.mark.slow
 def test_one_right_one_wrong_and_one_that_is_no_program_are_counted_where_they_ended(
     tmp_path: Path,
 ) -> None:
@@ -214,6 +215,7 @@ def arguments(root: Path, url: str, *more: str) -> list[str]:
     return [*told, *more]
 
 
+@pytest.mark.slow
 def test_a_study_that_was_killed_asks_only_for_what_is_missing(tmp_path: Path) -> None:
     root = tmp_path / "study"
     with serve([say(NONSENSE), hang()]) as server:
@@ -694,6 +696,7 @@ def test_cuda_without_tl_is_compiled_and_judged(tmp_path: Path) -> None:
     assert not (tmp_path / "small/direct/1/code.tl").exists()
 
 
+@pytest.mark.slow
 def test_a_sample_without_a_sketch_can_be_replayed_and_one_without_tl_cannot(
     tmp_path: Path,
 ) -> None:
