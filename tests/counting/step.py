@@ -186,12 +186,28 @@ def _free(source: Sequence[Instruction]) -> set[int]:
         packs = any(isinstance(o, Vector) for o in instruction.operands[1:])
         if instruction.opcode.startswith("mov.") and not packs:
             free.add(number)
+    tested: set[str] = set()
+    for number, instruction in enumerate(source):
+        # A bit that is tested: ptxas makes predicates of seven at once.
+        if instruction.opcode == "and.b32" and _one_bit(instruction.operands[2]):
+            tested.update(_registers(instruction.operands[0]))
+            free.add(number)
+        if instruction.opcode.startswith("setp.") and tested & {
+            *_registers(instruction.operands[1])
+        }:
+            free.add(number)
     for instruction in source:
         if re.fullmatch(r"(add|sub)(\.ftz)?\.f32", instruction.opcode):
             read = [r for o in instruction.operands[1:] for r in _registers(o)]
             fused = (products[r] for r in read if r in products and uses[r] == 1)
             free.add(next(fused, -1))
     return free
+
+
+def _one_bit(operand: Operand) -> bool:
+    """Whether an operand is a number with one bit set."""
+    value = getattr(operand, "value", None)
+    return isinstance(value, int) and (value & 0xFFFFFFFF).bit_count() == 1
 
 
 def _registers(operand: Operand) -> Iterator[str]:

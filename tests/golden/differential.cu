@@ -112,10 +112,10 @@ extern "C" __global__ void __launch_bounds__(Threads, 2)
       CUTE_UNROLL
       for (int m = 0; m < cute::size<0>(S1); ++m) {
         int const q_idx = block_idx * BM + at.row(m);
+        auto const visible = at.before(S1, q_idx + kv_len - q_len + 1 - i * BN);
         CUTE_UNROLL
         for (int n = 0; n < cute::size<1>(S1); ++n) {
-          int const kv_idx = i * BN + at.col(n);
-          S1(m, n) = kv_idx <= q_idx + kv_len - q_len ? S1(m, n) : -INFINITY;
+          S1(m, n) = visible[n] ? S1(m, n) : -INFINITY;
         }
       }
     }
@@ -125,10 +125,10 @@ extern "C" __global__ void __launch_bounds__(Threads, 2)
       CUTE_UNROLL
       for (int m = 0; m < cute::size<0>(S2); ++m) {
         int const q_idx = block_idx * BM + at.row(m);
+        auto const visible = at.before(S2, q_idx + kv_len - q_len + 1 - i * BN);
         CUTE_UNROLL
         for (int n = 0; n < cute::size<1>(S2); ++n) {
-          int const kv_idx = i * BN + at.col(n);
-          S2(m, n) = kv_idx <= q_idx + kv_len - q_len ? S2(m, n) : -INFINITY;
+          S2(m, n) = visible[n] ? S2(m, n) : -INFINITY;
         }
       }
     }

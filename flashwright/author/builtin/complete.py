@@ -255,7 +255,7 @@ class _Completion:
         wanted = (stmt.source, stmt.dest) == ("global", "register")
         sizes = self.tensors[split(stmt.name.id)[0]].sizes
         hopper = uses_wgmma(self.decision.workload, self.tiling, self.gpu)
-        return wanted and sizes[-2:] == ("q_len", "kv_len") and hopper
+        return wanted and sizes[-1] == "kv_len" and hopper
 
     def _copy(self, stmt: Copy, loop: str | None) -> Copy:
         tensor = self.tensors[split(stmt.name.id)[0]]
@@ -447,6 +447,8 @@ class _Completion:
         yield from (
             ParamChoice(name, "0", "faster without, where it was measured") for name in tiling.off
         )
+        if self.mods.lists is not None and not self.mods.lists.full:
+            yield ParamChoice("SplitMasked", "0", "every block in the lists needs the mask")
         scale = "1 / sqrt(HeadDim)" if spec.scale is None else repr(spec.scale)
         yield ParamChoice("Scale", scale, "given: the softmax scale")
         yield ParamChoice(

@@ -51,6 +51,42 @@ __device__ auto col_vector() {
   return cute::make_tensor<T>(cute::Layout<Int<Cols / 4>>{});
 }
 
+// A set of the columns of a row that a thread holds: bit n for its n-th column.
+template <int N>
+struct Columns {
+  static constexpr int Words = (N + 31) / 32;
+  uint32_t word[Words];
+
+  __device__ bool operator[](int n) const { return word[n / 32] & 1u << n % 32; }
+  __device__ Columns operator~() const {
+    return made([&](int w) { return ~word[w]; });
+  }
+  __device__ Columns operator&(Columns const& other) const {
+    return made([&](int w) { return word[w] & other.word[w]; });
+  }
+  __device__ Columns operator|(Columns const& other) const {
+    return made([&](int w) { return word[w] | other.word[w]; });
+  }
+  template <class F>
+  __device__ static Columns made(F const& of) {
+    Columns found;
+    CUTE_UNROLL
+    for (int w = 0; w < Words; ++w) {
+      found.word[w] = of(w);
+    }
+    return found;
+  }
+};
+
+// A whole number of the caller's own, near enough to 0 that sums with positions do not wrap.
+__device__ inline int near(int x) { return ::min(::max(x, -(1 << 30)), 1 << 30); }
+
+// Numbers for the columns of a row that a thread holds.
+template <class Tile>
+__device__ auto row_of(Tile const&) {
+  return cute::make_tensor<float>(cute::Layout<decltype(cute::size<1>(cute::declval<Tile>()))>{});
+}
+
 // Which row and column of the tile a thread's m-th row and n-th column are. In a wide tile, the
 // result of a product with 8-bit columns, a thread has 4 neighbouring columns in every 16. `Cols` are those of the whole
 // tile, which need not be known where all warps have them.
@@ -64,6 +100,50 @@ struct Place {
   __device__ int row(int m) const { return first_row + m % 2 * 8 + m / 2 * (16 * Warps); }
   __device__ int col(int n) const {
     return Wide ? first_col + n % 4 + n / 4 * 16 : first_col + n % 2 + n / 2 * 8;
+  }
+
+  // How far the n-th column is behind the thread's first: a constant where n is.
+  __device__ static constexpr float step(int n) { return Wide ? n % 4 + n / 4 * 16 : n % 2 + n / 2 * 8; }
+
+  // Of a thread's columns of a tile: those before column x, all or none, those for which a condition on their number n
+  // holds, and the same for one that repeats itself after `Period` columns of the tile, a power of two.
+  template <class Tile>
+  using ColumnsOf = Columns<decltype(cute::size<1>(cute::declval<Tile>()))::value>;
+  static constexpr int Side = Wide ? 4 : 2;  // neighbouring columns, of every 4 * Side
+
+  template <class Tile>
+  __device__ auto before(Tile const&, int x) const {
+    int const from = ::max(x - first_col, 0);
+    int const count = from / (4 * Side) * Side + ::min(from % (4 * Side), Side);
+    return ColumnsOf<Tile>::made([&](int w) { return ~__funnelshift_lc(0u, ~0u, ::max(count - 32 * w, 0)); });
+  }
+  template <class Tile>
+  __device__ auto all(Tile const&, bool condition) const {
+    return ColumnsOf<Tile>::made([&](int) { return condition ? ~0u : 0u; });
+  }
+  template <class Tile, class F>
+  __device__ auto where(Tile const&, F const& holds) const {
+    constexpr int N = decltype(cute::size<1>(cute::declval<Tile>()))::value;
+    return ColumnsOf<Tile>::made([&](int w) { return pattern<(N < 32 ? N : 32)>(32 * w, holds); });
+  }
+  template <int Period, class Tile, class F>
+  __device__ auto every(Tile const&, F const& holds) const {
+    constexpr int Own = Period <= 4 * Side ? Side : Period / 4;
+    uint32_t found = pattern<Own>(0, holds);
+    CUTE_UNROLL
+    for (int more = Own; more < 32; more *= 2) {
+      found |= found << more;
+    }
+    return ColumnsOf<Tile>::made([&](int) { return found; });
+  }
+  template <int Count, class F>
+  __device__ static uint32_t pattern(int first, F const& holds) {
+    uint32_t found = 0;
+    CUTE_UNROLL
+    for (int n = 0; n < Count; ++n) {
+      found |= uint32_t(holds(first + n)) << n;
+    }
+    return found;
   }
 };
 

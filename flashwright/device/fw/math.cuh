@@ -1,7 +1,7 @@
 // The functions of TL on one element, and sums and maxima over a row that four threads share.
 #pragma once
 
-#include <cute/config.hpp>
+#include <cute/tensor.hpp>
 
 namespace fw {
 
@@ -39,6 +39,19 @@ __device__ inline float reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// 1 / (1 + 2^x) of an even number of columns: two share a reciprocal, 1 / a = b * (1 / (a * b)). Beyond 2^60 the result
+// is 2^-60 instead of less, so that no product overflows.
+template <class Row>
+__device__ void logistic2(Row& x) {
+  CUTE_UNROLL
+  for (int n = 0; n < cute::size(x); n += 2) {
+    float const a = 1.f + exp2(min(x[n], 60.f)), b = 1.f + exp2(min(x[n + 1], 60.f));
+    float const both = reciprocal(a * b);
+    x[n] = b * both;
+    x[n + 1] = a * both;
+  }
 }
 
 __device__ inline float sigmoid(float x) { return reciprocal(1.f + exp2(-log2_e * x)); }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 
@@ -23,7 +24,7 @@ from flashwright.lower.element import (
     times,
 )
 from flashwright.lower.frontend.body import Body, Frame
-from flashwright.lower.frontend.gathers import gathered
+from flashwright.lower.frontend.gathers import gathered, in_whole_numbers
 from flashwright.lower.frontend.masks import conjuncts, end, in_row
 from flashwright.lower.frontend.positions import Axes
 from flashwright.lower.frontend.scalars import Scalar, refused
@@ -237,16 +238,30 @@ class Computes:
         tile = self.leaf(key)
         hidden, origin = literal(float("-inf")), ir.origin(stmt)
         rows, cols = self._origins(frame)
-        for always, condition in conjuncts(self.made, stmt.where, frame):
-            shown = self.element(condition, frame)
+        for always, row, condition in self._parts(stmt.where, frame):
+            shown = in_whole_numbers(self.made, self.element(condition, frame))
             assign = ir.Assign(tile, Op("where", (shown, tile, hidden)), buffer)
             last = end(self.made, condition, frame)
-            row = None if always is not None else in_row(self.made, condition, frame, self.element)
             mask = ir.Compute(
                 buffer.shape, (assign,), rows, cols, always, end=last, clear=row, origin=origin
             )
             self.made.emit(mask)
             origin = origin.untitled
+
+    def _parts(
+        self, condition: Expr, frame: Frame
+    ) -> Iterator[tuple[Term | None, Element | None, Expr]]:
+        """The parts of a mask that a tile or a row can leave out, each with its test, and all
+        others as one."""
+        rest: Expr | None = None
+        for always, part in conjuncts(self.made, condition, frame):
+            row = None if always is not None else in_row(self.made, part, frame, self.element)
+            if always is not None or row is not None:
+                yield always, row, part
+            else:
+                rest = part if rest is None else tl.Binary("and", rest, part)
+        if rest is not None:
+            yield None, None, rest
 
     def _softmax(self, stmt: tl.Compute) -> None:
         """The statement's definition, spelt out (docs/language.md has the same lines)."""

@@ -42,6 +42,16 @@ def gathered(
     return Op("gather", (Leaf(Line(tensor.name, tuple(start), kind, offset)), *moving))
 
 
+def in_whole_numbers(made: Body, x: Element) -> Element:
+    """An expression in which quotients of whole numbers are rounded without fp32."""
+    match x:
+        case Op("floor" | "ceil", (Op("/", (a, b)),)) if type_of(a) == type_of(b) == "int":
+            return _Whole(made).number(x)
+        case Op(op, args) if op != "gather":
+            return Op(op, tuple(in_whole_numbers(made, a) for a in args))
+    return x
+
+
 class _Whole:
     """Writes an index in whole numbers."""
 

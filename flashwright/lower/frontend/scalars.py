@@ -193,10 +193,36 @@ def _modulo(x: Term, y: Term) -> Term:
 
 
 def _reduced(above: Term, below: Term) -> Scalar:
+    above, below = _cancelled(above, below)
     x, y = literal(above), literal(below)
     if x is not None and y is not None:
         return constant(number(str(x)) if y == 1 and x >= 0 else _simple(Fraction(x, y)))
     return Scalar(above, below)
+
+
+def _cancelled(above: Term, below: Term) -> tuple[Term, Term]:
+    """A fraction without the names that are a factor of both parts."""
+    match below:
+        case terms.Var():
+            rest = _without(above, below)
+            return (above, below) if rest is None else (rest, ONE)
+        case terms.Binary("*", left, right):
+            above, left = _cancelled(above, left)
+            above, right = _cancelled(above, right)
+            return above, times(left, right)
+    return above, below
+
+
+def _without(product: Term, factor: Term) -> Term | None:
+    """The product without a factor; None if it has no such factor."""
+    if product == factor:
+        return ONE
+    if not isinstance(product, terms.Binary) or product.op != "*":
+        return None
+    left, right = _without(product.left, factor), _without(product.right, factor)
+    if left is not None:
+        return times(left, product.right)
+    return times(product.left, right) if right is not None else None
 
 
 def _simple(value: Fraction) -> Number:

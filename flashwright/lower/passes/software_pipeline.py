@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 
 from flashwright.lower import ir
-from flashwright.lower.element import Leaf
+from flashwright.lower.element import Element, Leaf, Op
 from flashwright.lower.names import Names, tile_name
 from flashwright.lower.passes.early_exit import defined, exit_iteration
 from flashwright.lower.passes.effects import Resource, effects, live_before
@@ -26,6 +27,7 @@ from flashwright.lower.term import (
     binary,
     negated,
     plus,
+    reads_memory,
     substitute,
     variables,
 )
@@ -90,6 +92,8 @@ class SoftwarePipeline:
         off = ir.Origin(param_lines(self.program.tree, "Overlap"))
         found: Pipelined | Reason = Reason("`param Overlap = 0`", off)
         taken = _over_taken_iterations(loop)
+        if not self.split:
+            taken = _masked_throughout(taken)
         if self.overlap:
             found = pipelined(taken, lambda key: _is_zero(before, key), self.names, self.ping_pong)
         line = loop.origin.lines[0] if loop.origin.lines else 0
@@ -153,13 +157,13 @@ class SoftwarePipeline:
         masks = _masks(loop)
         untested = [n for n in loop.body if n.origin.title.startswith("Compute Mask")]
         text = "masked iterations are not split: "
-        if not masks and untested:
+        if not self.split and (masks or untested):
+            where, edit = param_lines(self.program.tree, "SplitMasked"), ParamEdit("SplitMasked")
+            self.report.remark(NOT_SPLIT, f"{text}`param SplitMasked = 0`", where, edit=edit)
+        elif not masks and untested:
             text += "the translator finds no test that the mask leaves a whole tile as it is"
             help = "compare positions: `kv_idx < kv_len`, `kv_idx <= q_idx + kv_len - q_len`"
             self.report.remark(NOT_SPLIT, text, untested[0].origin.lines, help)
-        elif masks and not self.split:
-            where, edit = param_lines(self.program.tree, "SplitMasked"), ParamEdit("SplitMasked")
-            self.report.remark(NOT_SPLIT, f"{text}`param SplitMasked = 0`", where, edit=edit)
 
 
 def split_masked(loop: ir.Loop, live: frozenset[Resource]) -> tuple[ir.Loop, ...]:
@@ -191,6 +195,29 @@ def _over_taken_iterations(loop: ir.Loop) -> ir.Loop:
         return loop
     where = substitute(last.condition, defined(lets))
     return replace(loop, body=(*lets, *last.then), where=where)
+
+
+def _masked_throughout(loop: ir.Loop) -> ir.Loop:
+    """A loop over blocks that the caller lists: their masks without a test, which would ask the
+    list in every iteration, and as one."""
+    lets = defined(loop.body)
+    masks = [n for n in _masks(loop) if n.unless and reads_memory(substitute(n.unless, lets))]
+    if not masks:
+        return loop
+    conditions = [_where(mask)[0] for mask in masks]
+    condition = reduce(lambda a, b: Op("and", (a, b)), conditions)
+    (assign,) = masks[0].assigns
+    whole = replace(assign, value=Op("where", (condition, *_where(masks[0])[1:])))
+    one = replace(masks[0], assigns=(whole,), unless=None)
+    body = [one if n is masks[0] else n for n in loop.body if n is masks[0] or n not in masks]
+    return replace(loop, body=tuple(body))
+
+
+def _where(mask: ir.Compute) -> tuple[Element, ...]:
+    """The condition of a mask, the scores and what hidden ones become."""
+    (assign,) = mask.assigns
+    assert isinstance(assign.value, Op)
+    return assign.value.args
 
 
 def _masks(loop: ir.Loop) -> list[ir.Compute]:

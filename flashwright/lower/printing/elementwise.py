@@ -9,6 +9,7 @@ from typing import Literal
 from flashwright.lower import ir
 from flashwright.lower.element import (
     COLUMN,
+    LOG2_E,
     ROW,
     TILE,
     Element,
@@ -17,14 +18,19 @@ from flashwright.lower.element import (
     Reduce,
     axes_of,
     leaves,
+    literal,
     term,
+    times,
     type_of,
     variable,
+    with_leaves,
 )
+from flashwright.lower.printing.column_bits import KEY, ColumnBits, linear
 from flashwright.lower.printing.cpp import text
-from flashwright.lower.term import At, Position, Term, Var, as_float, plus
+from flashwright.lower.term import At, Position, Term, Unary, Var, as_float, plus
 
 UNROLL = "CUTE_UNROLL"
+MINUS_LOG2_E = Leaf(Unary("-", LOG2_E.term), value=-(LOG2_E.value or 0.0))
 
 
 def compute(node: ir.Compute, at: str = "at") -> Iterator[str]:
@@ -101,7 +107,8 @@ class _Row:
         value = self._without_reductions(assign.value, assign.partial)
         target = assign.target
         if target.axes == TILE:
-            value = self._hoisted(value)
+            value = self._by_pairs(self._by_bits(value, variable(target)), target)
+            value = self._hoisted(self._stepped(value))
             step = f"{text(target.term)} = {converted(replace(assign, value=value))};"
             columns = self._over_columns(target, step, value)
             if self.node.clear is not None:
@@ -112,6 +119,60 @@ class _Row:
         else:
             self.lines.append(f"{text(target.term)} = {converted(replace(assign, value=value))};")
         self._stale(target)
+
+    def _by_bits(self, value: Element, tile: str) -> Element:
+        """A choice by position, with the row's columns as bits of a word."""
+        match value:
+            case Op("where", (condition, yes, no)) if uses(condition, "kv_idx"):
+                sets = ColumnBits(self.at, tile, self.node.cols, self.node.rows)
+                found = sets.split(condition)
+                if found is not None:
+                    name = self._fresh("visible")
+                    self.lines.append(f"auto const {name} = {found[0]};")
+                    shown: Element = Leaf(Var(f"{name}[n]", "bool"), TILE)
+                    shown = shown if found[1] is None else Op("and", (shown, found[1]))
+                    return Op("where", (shown, yes, no))
+        return value
+
+    def _by_pairs(self, x: Element, tile: Leaf) -> Element:
+        """An expression with its sigmoids and hyperbolic tangents taken out: both are made of
+        1 / (1 + 2^y), which takes one reciprocal for two columns."""
+        match x:
+            case Op("sigmoid" | "tanh2" as op, (arg,)) if axes_of(arg) & COLUMN:
+                arg = self._hoisted(self._stepped(self._by_pairs(arg, tile)))
+                power = times(arg, MINUS_LOG2_E) if op == "sigmoid" else arg
+                name = self._fresh("logistic")
+                self.lines.append(f"auto {name} = fw::row_of({variable(tile)});")
+                step = f"{name}[n] = {text(as_float(term(power)))};"
+                self.lines += self._over_columns(tile, step, power)
+                self.lines.append(f"fw::logistic2({name});")
+                found = Leaf(Var(f"{name}[n]", "float"), TILE)
+                twice = Op("*", (literal(2.0), found))
+                return found if op == "sigmoid" else Op("-", (literal(1.0), twice))
+            case Op(op, args) if op != "gather":
+                return Op(op, tuple(self._by_pairs(a, tile) for a in args))
+        return x
+
+    def _stepped(self, x: Element) -> Element:
+        """A product of a distance of positions, `Slope * (kv_idx - q_idx)`, as its value at the
+        thread's first column and a multiple of a constant: one FMA instead of a conversion."""
+        match x:
+            case Op("*", (factor, distance) | (distance, factor)):
+                found = linear(distance) if type_of(distance) == "int" else None
+                plain = axes_of(factor) <= ROW and type_of(factor) == "float"
+                if plain and found is not None and found.divisor == 1 and abs(found.keys) == 1:
+                    at_first = with_leaves(distance, {KEY: self._first_key()})
+                    step = Leaf(Var(f"{self.at}.step(n)", "float"), COLUMN)
+                    sign = "+" if found.keys > 0 else "-"
+                    return Op(sign, (Op("*", (factor, at_first)), Op("*", (factor, step))))
+        if isinstance(x, Op) and x.op != "gather":
+            return Op(x.op, tuple(self._stepped(a) for a in x.args))
+        return x
+
+    def _first_key(self) -> Leaf:
+        """The position of the thread's first column."""
+        column = Var(f"{self.at}.first_col")
+        return Leaf(column if self.node.cols is None else plus(self.node.cols, column), ROW)
 
     def _stale(self, target: Leaf) -> None:
         """Names made from what has just been changed are not used again."""
