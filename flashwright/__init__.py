@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,10 @@ if TYPE_CHECKING:
 
     from flashwright.build.classes import Kernels
     from flashwright.build.load import Kernel
-    from flashwright.flex.attention import NoKernel as NoKernel
     from flashwright.flex.attention import attention as attention
     from flashwright.flex.attention import flex_attention as flex_attention
     from flashwright.flex.model_kernels import ModelKernel
+    from flashwright.flex.task import NoKernel as NoKernel
     from flashwright.judge.verdict import Verdict
     from flashwright.pytorch.operator import Operator
     from flashwright.sandbox.candidate import Candidate
@@ -125,14 +126,13 @@ def verify(
     return judge(candidate, spec, **options)
 
 
-_OF_PYTORCH = ("attention", "flex_attention", "NoKernel")
+_LATER = {"attention": "attention", "flex_attention": "attention", "NoKernel": "task"}
 
 
 def __getattr__(name: str) -> Any:
-    """The functions that need PyTorch, imported when they are first used."""
-    if name not in _OF_PYTORCH:
+    """Names of modules of flex/, imported when they are first used; the functions need PyTorch."""
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from flashwright.flex import attention as found
-
-    globals().update({one: getattr(found, one) for one in _OF_PYTORCH})
-    return globals()[name]
+    found = getattr(importlib.import_module(f"flashwright.flex.{_LATER[name]}"), name)
+    globals()[name] = found
+    return found

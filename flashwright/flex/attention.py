@@ -7,7 +7,6 @@ The first call for an operator captures its functions, makes the kernel or finds
 from __future__ import annotations
 
 import shutil
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,38 +16,30 @@ from typing import Any
 
 import torch
 
-from flashwright import gpu as gpus
-from flashwright.author.builtin.mods import BlockLists, Mods, Operand, mapped
-from flashwright.author.builtin.mods_reference import FILE, Sample, reference_text
-from flashwright.flex import aten
+from flashwright.author.builtin.mods import BlockLists
 from flashwright.flex import fallback as by_pytorch
 from flashwright.flex.blocks import Blocked, blocked
 from flashwright.flex.capture import Captured, NotCaptured, Watch, capture
-from flashwright.flex.trial import WrongKernel, check
-from flashwright.generate import store
+from flashwright.flex.task import (
+    Bias,
+    Dims,
+    NoKernel,
+    Task,
+    WrongKernel,
+    card,
+    check_axes,
+    dims_of,
+    find_or_make,
+    order_of,
+    spec_of,
+    tell,
+)
+from flashwright.flex.trial import check
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Failed
-from flashwright.lang.nodes import Binary, Expr, Index, Name, Num
 from flashwright.pytorch.operator import Operator, torch_operator
-from flashwright.spec import AttentionSpec, BadSpec
 
 Function = Callable[..., Any]
-Dims = Mapping[str, int]
-
-_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8"}
-
-
-class NoKernel(RuntimeError):
-    """No kernel can be made for a call, and why."""
-
-
-@dataclass(frozen=True, eq=False)
-class Task:
-    """What a call asks for, apart from its functions and tensors. There is one object for each
-    (`task_of`), as a spec is slow to compare."""
-
-    spec: AttentionSpec
-    card: Gpu
 
 
 @dataclass
@@ -69,7 +60,7 @@ class _Entry:
         found |= {name: given[name].float() for name in ("slopes", "sink") if name in given}
         found |= {name: given[name] for name in "qkv"}
         if "bias" in given:
-            found["bias"] = _Bias.of(given["bias"], dims).view(given["bias"])
+            found["bias"] = Bias.of(given["bias"], dims).view(given["bias"])
         if dims["batch"] > 1 and given["k"].shape[0] == 1:
             shape = (dims["batch"], *given["k"].shape[1:])
             found |= {name: given[name].expand(shape).contiguous() for name in "kv"}
@@ -213,7 +204,7 @@ def _run(
     if quick is not None and quick.watch.same() and q.shape[0] == k.shape[0]:
         return quick.operator(q, k, v, return_lse=return_lse)
     dims = dims_of(q, k)
-    bias = _Bias.of(given["bias"], dims) if "bias" in given else None
+    bias = Bias.of(given["bias"], dims) if "bias" in given else None
     known = (task, score_mod, mask_mod, bias, _used(lists))
     entry = _KERNELS.get(known)
     if entry is not None and not entry.watch.same():
@@ -249,7 +240,7 @@ def _run(
 def _new_entry(
     task: Task,
     functions: tuple[Function | None, Function | None],
-    bias: _Bias | None,
+    bias: Bias | None,
     lists: Blocked | None,
     dims: Dims,
     device: Any,
@@ -257,11 +248,9 @@ def _new_entry(
     watch = Watch(*functions)
     try:
         captured = _captured(functions, bias, lists, dims, device)
-        order = order_of(task, captured)
-        new = store.find(order) is None
-        folder = store.find_or_make(order, tell)
+        folder, new = find_or_make(order_of(task, captured))
         made = _Entry(torch_operator(folder), captured, watch, folder, new)
-    except (NotCaptured, Failed, BadSpec) as error:
+    except (NotCaptured, Failed) as error:
         raise NoKernel(str(error)) from None
     if new and lists is not None:
         tell(f"block_mask: {lists.decision}")
@@ -283,7 +272,7 @@ def _used(lists: Blocked | None) -> BlockLists | None:
 
 def _captured(
     functions: tuple[Function | None, Function | None],
-    bias: _Bias | None,
+    bias: Bias | None,
     lists: Blocked | None,
     dims: Dims,
     device: Any,
@@ -299,7 +288,7 @@ def _captured(
 def _renewed(
     entry: _Entry,
     functions: tuple[Function | None, Function | None],
-    bias: _Bias | None,
+    bias: Bias | None,
     lists: Blocked | None,
     dims: Dims,
     device: Any,
@@ -312,71 +301,6 @@ def _renewed(
     if captured.mods != entry.captured.mods:
         return None
     return replace(entry, captured=captured, watch=Watch(*functions))
-
-
-@dataclass(frozen=True)
-class _Bias:
-    """A bias for each score: its type, and the axes that are not broadcast."""
-
-    dtype: str
-    axes: tuple[str, ...]
-
-    @classmethod
-    def of(cls, tensor: Any, dims: Dims) -> _Bias:
-        """The form of a tensor that broadcasts to (batch, heads, q_len, kv_len)."""
-        names = ("batch", "heads", "q_len", "kv_len")[4 - tensor.dim() :]
-        for name, size in zip(names, tensor.shape, strict=True):
-            if size not in (1, dims[name]):
-                raise ValueError(f"bias has {size} along {name}, which is {dims[name]} here")
-        own = tuple(n for n, s in zip(names, tensor.shape, strict=True) if s > 1)
-        try:
-            return cls(aten.dtype_of(tensor.dtype), own)
-        except aten.Refused as refused:
-            raise NoKernel(f"bias: {refused}") from None
-
-    def added(self, mods: Mods) -> Mods:
-        """The mods of scores to which the bias was added before."""
-        index = {"batch": "batch_idx", "heads": "head_idx", "q_len": "q_idx", "kv_len": "kv_idx"}
-        place = tuple(Name(index[axis]) for axis in self.axes) or (Num("0"),)
-        score = Binary("+", Name("S"), Index(Name("Bias"), place))
-        operand = Operand("Bias", self.axes or ("1",), self.dtype)
-
-        def with_bias(expr: Expr) -> Expr:
-            return score if expr == Name("S") else expr
-
-        own = score if mods.score is None else mapped(mods.score, with_bias)
-        return replace(mods, score=own, operands=(*mods.operands, operand))
-
-    def view(self, tensor: Any) -> Any:
-        """The tensor without its broadcast axes."""
-        return tensor.reshape([s for s in tensor.shape if s > 1] or [1])
-
-
-def order_of(task: Task, captured: Captured) -> store.Order:
-    """The kernel to find or make. A score or a mask of one's own has a reference with it."""
-    if captured.mods == Mods():
-        return store.Order(task.spec, task.card)
-    spec = task.spec.model_copy(update={"reference": FILE, "dims": captured.own_dims})
-    text = reference_text(captured.mods, task.spec, samples(captured))
-    return store.Order(spec, task.card, captured.mods, text)
-
-
-def samples(captured: Captured) -> dict[str, Sample]:
-    """What the captured tensors are like, for the judge's own inputs."""
-    found = {}
-    for name, source in captured.sources.items():
-        tensor = source.tensor
-        whole = not tensor.is_floating_point()
-        if tensor.numel() and (whole or tensor.dim() == 0):
-            numbers = tensor.int() if whole else tensor
-            rising = whole and tensor.dim() > 0 and bool((numbers.diff(dim=-1) >= 0).all())
-            found[name] = Sample(float(numbers.min()), float(numbers.max()), rising)
-    return found
-
-
-def tell(text: str) -> None:
-    """A line of progress."""
-    print(f"flashwright: {text}", file=sys.stderr, flush=True)
 
 
 # --- what a call asks for -----------------------------------------------------------------------
@@ -403,63 +327,6 @@ def task_of(
 _TASKS: dict[tuple[Any, ...], Task] = {}
 
 
-def spec_of(query: Any, key: Any, value: Any, **settings: Any) -> AttentionSpec:
-    """The spec of a call. Raises NoKernel or ValueError with the tensor and the fix."""
-    check_axes(query, key, value)
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dtype != query.dtype:
-            raise ValueError(f"{name} is {tensor.dtype} and query {query.dtype}: make them alike")
-    if query.dtype not in _DTYPES:
-        raise NoKernel(f"query is {query.dtype}: kernels take float16, bfloat16 and float8_e4m3fn")
-    heads, kv_heads = query.shape[1], key.shape[1]
-    given = {name: setting for name, setting in settings.items() if setting is not None}
-    widths = {"head_dim": query.shape[3]}
-    if value.shape[3] != query.shape[3]:
-        widths["v_dim"] = value.shape[3]
-    try:
-        return AttentionSpec.make(
-            variant="mha" if heads == kv_heads else "gqa",
-            heads=heads,
-            kv_heads=kv_heads,
-            dtype=_DTYPES[query.dtype],
-            **widths,
-            **given,
-        )
-    except BadSpec as error:
-        raise NoKernel(str(error)) from None
-
-
-def check_axes(query: Any, key: Any, value: Any) -> None:
-    """Raises ValueError for a tensor that has not four axes."""
-    if query.dim() == key.dim() == value.dim() == 4:
-        return
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 4:
-            raise ValueError(f"{name} has {tensor.dim()} axes: pass (batch, heads, length, dim)")
-
-
-def dims_of(query: Any, key: Any) -> dict[str, int]:
-    """The sizes of a call."""
-    return {
-        "batch": query.shape[0],
-        "heads": query.shape[1],
-        "kv_heads": key.shape[1],
-        "q_len": query.shape[2],
-        "kv_len": key.shape[2],
-    }
-
-
 def card_of(device: Any) -> Gpu:
     """The GPU of a CUDA device."""
-    number = device.index if device.index is not None else torch.cuda.current_device()
-    if number not in _CARDS:
-        major, minor = torch.cuda.get_device_capability(number)
-        name = torch.cuda.get_device_name(number)
-        try:
-            _CARDS[number] = gpus.of_card(name, 10 * major + minor)
-        except gpus.UnknownGpu as error:
-            raise NoKernel(str(error)) from None
-    return _CARDS[number]
-
-
-_CARDS: dict[int, Gpu] = {}
+    return card(device.index if device.index is not None else torch.cuda.current_device())

@@ -22,19 +22,12 @@ from torch.fx import GraphModule, Node
 
 from flashwright.author.builtin.mods_reference import evaluate
 from flashwright.flex import graphs
-from flashwright.flex.attention import (
-    NoKernel,
-    Task,
-    card_of,
-    dims_of,
-    order_of,
-    spec_of,
-    tell,
-)
+from flashwright.flex.attention import card_of
 from flashwright.flex.capture import Captured, Function, Source, capture
 from flashwright.flex.graphs import FlexNode
 from flashwright.flex.lists import Extent, Seen, disagreement
-from flashwright.flex.trial import WrongKernel, check
+from flashwright.flex.task import NoKernel, Task, WrongKernel, dims_of, order_of, spec_of, tell
+from flashwright.flex.trial import check
 from flashwright.generate import store
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.nodes import Name, expressions

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashwright.flex.task import DTYPES
 from flashwright.generate import store
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.spec import AttentionSpec, BadSpec, scale_of
 
 CONFIG = "config.json"
-DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}
 SINKS = frozenset(("gpt_oss", "openai_privacy_filter"))
 """Model types with a sink logit for each head in every layer."""
 ALTERNATING = frozenset(("gemma2", "gemma3", "gemma3_text", "cohere2", "gpt_oss", "vaultgemma"))

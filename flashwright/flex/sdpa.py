@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from flashwright.flex.attention import NoKernel, attention
+from flashwright.flex.attention import attention
+from flashwright.flex.task import NoKernel
 
 NAME = "flashwright"
 OPERATOR = "_scaled_dot_product_flash_attention"

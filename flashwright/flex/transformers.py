@@ -27,7 +27,8 @@ from flashwright.build.arrays import NO_GRADIENT
 from flashwright.flex import attention as flex
 from flashwright.flex.capture import Captured, NotCaptured, Source, Watch, capture
 from flashwright.flex.form import Form, form_of
-from flashwright.flex.trial import WrongKernel, check
+from flashwright.flex.task import Bias, Dims, NoKernel, Task, WrongKernel, dims_of, order_of
+from flashwright.flex.trial import check
 from flashwright.generate import store
 from flashwright.gpu import Gpu
 from flashwright.lang.format import format_expr
@@ -324,7 +325,7 @@ def attend(
             raise RuntimeError(NO_GRADIENT)
         try:
             out = by_kernel(call, query, key, value)
-        except flex.NoKernel as error:
+        except NoKernel as error:
             if not fallback:
                 raise
             warnings.warn(f"PyTorch computes it: {error}", RuntimeWarning, stacklevel=2)
@@ -463,9 +464,9 @@ class _MaskedKernel:
 _MASKED: dict[Hashable, _MaskedKernel | None] = {}
 
 
-def _masked(task: flex.Task, mask: ModelMask, form: Form, given: Mapping[str, Any]) -> Any:
-    dims = flex.dims_of(given["q"], given["k"])
-    bias = flex._Bias.of(given["bias"], dims) if "bias" in given else None
+def _masked(task: Task, mask: ModelMask, form: Form, given: Mapping[str, Any]) -> Any:
+    dims = dims_of(given["q"], given["k"])
+    bias = Bias.of(given["bias"], dims) if "bias" in given else None
     known = (task, form.key, bias)
     if known not in _MASKED:
         _MASKED[known] = _new_masked(task, mask, bias, dims)
@@ -486,9 +487,7 @@ def _masked(task: flex.Task, mask: ModelMask, form: Form, given: Mapping[str, An
     return out
 
 
-def _new_masked(
-    task: flex.Task, mask: ModelMask, bias: flex._Bias | None, dims: flex.Dims
-) -> _MaskedKernel | None:
+def _new_masked(task: Task, mask: ModelMask, bias: Bias | None, dims: Dims) -> _MaskedKernel | None:
     """The kernel of a mask's form; None if the mask reads a tensor that its form does not have."""
     assert mask.mask_mod is not None
     form = form_of(mask.mask_mod)
@@ -508,4 +507,4 @@ def padded_order(spec: AttentionSpec, card: Gpu) -> store.Order:
     start = torch.tensor([0, 3], dtype=torch.int32)
     dims = {"batch": 2, "heads": spec.heads, "kv_heads": spec.kv_heads, "q_len": 64, "kv_len": 64}
     captured = capture(None, tokens_from_to(start, start + 60), dims)
-    return flex.order_of(flex.Task(spec, card), captured)
+    return order_of(Task(spec, card), captured)

@@ -12,17 +12,10 @@ from typing import Any
 import torch
 
 from flashwright.flex.fallback import dense, mask_of, score_of
+from flashwright.flex.task import ROWS, compare_rows
 from flashwright.spec import AttentionSpec
 
 Function = Callable[..., Any]
-
-ROWS = 16
-LIMIT = {"fp16": 2.0**-8, "bf16": 2.0**-5, "fp8": 2.0**-2}
-"""Of an element's error, relative to the RMS of its row: many times what rounding gives."""
-
-
-class WrongKernel(RuntimeError):
-    """A new kernel differs from the functions that it was made from."""
 
 
 def check(
@@ -46,14 +39,7 @@ def check(
             rows = rows.to(query.device)
             wanted = expected(score_mod, mask_mod, spec, tensors, (b, h, rows))
             found = out[b, h, rows].double()
-            size = wanted.square().mean(dim=-1, keepdim=True).sqrt().clamp(min=1e-3)
-            error = float(((found - wanted).abs() / size).max())
-            if not error <= LIMIT[spec.dtype]:
-                where = f"batch {b}, head {h}"
-                raise WrongKernel(
-                    f"a new kernel is wrong: at {where} its rows are {error:.2g} of their RMS from "
-                    "what the functions give. Please report the functions and the shapes"
-                )
+            compare_rows(found.cpu().numpy(), wanted.cpu().numpy(), spec, (b, h))
 
 
 def expected(

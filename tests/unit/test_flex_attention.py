@@ -25,8 +25,8 @@ torch = pytest.importorskip("torch")
 import flashwright  # noqa: E402
 from flashwright.flex import attention as flex  # noqa: E402
 from flashwright.flex import fallback, trial  # noqa: E402
-from flashwright.flex.attention import NoKernel, Task, spec_of  # noqa: E402
 from flashwright.flex.blocks import blocked  # noqa: E402
+from flashwright.flex.task import NoKernel, Task, WrongKernel, spec_of  # noqa: E402
 
 CARD = gpus.find("h200")
 Tensors = dict[str, Any]
@@ -198,7 +198,7 @@ def test_a_wrong_kernel_is_not_returned(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(flex, "torch_operator", Wrong)
     for _ in range(2):  # and it is not kept for the next call
-        with pytest.raises(trial.WrongKernel, match="a new kernel is wrong: at batch"):
+        with pytest.raises(WrongKernel, match="a new kernel is wrong: at batch"):
             run(qkv(), None, every_third)
 
 

@@ -356,7 +356,7 @@ def emulate(
     extra: dict[str, Any] | None = None,
 ) -> str:
     """Compare a kernel under emulation with FlexAttention. Returns its program."""
-    from flashwright.flex.attention import Task, order_of
+    from flashwright.flex.task import Task, order_of
 
     monkeypatch.setenv("FLASHWRIGHT_CACHE", str(folder))
     spec = make_spec("gqa", heads=4, kv_heads=2, head_dim=64, dtype="bf16")

@@ -32,8 +32,8 @@ from flashwright.flex import attention as flex  # noqa: E402
 from flashwright.flex import fallback  # noqa: E402
 from flashwright.flex import transformers as wright  # noqa: E402
 from flashwright.flex.form import form_of  # noqa: E402
+from flashwright.flex.task import WrongKernel  # noqa: E402
 from flashwright.flex.transformers import LayerCall, ModelMask, SpecMask  # noqa: E402
-from flashwright.flex.trial import WrongKernel  # noqa: E402
 from tests.unit.test_flex_attention import CARD, Interpreted, _checked_only  # noqa: E402
 
 transformers.logging.set_verbosity_error()
