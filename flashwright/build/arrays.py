@@ -21,9 +21,10 @@ NAMES = {  # the frameworks' names of our element types
 }
 
 
+NO_BACKWARD = "a tensor requires a gradient, and this kernel has none"
 NO_GRADIENT = (
-    "a tensor requires a gradient, and this kernel has none: call it under torch.no_grad() or "
-    "torch.inference_mode(), or pass tensors that are detached"
+    f"{NO_BACKWARD}: call it under torch.no_grad() or torch.inference_mode(), or pass tensors that "
+    "are detached"
 )
 
 
@@ -94,7 +95,10 @@ class _Jax:
         from flashwright.build.native import launcher
 
         if any(isinstance(t, getattr(jax.core, "Tracer", ())) for t in tensors):
-            raise TypeError("a kernel cannot be called inside jax.jit: call it with arrays")
+            raise TypeError(
+                "a package cannot be called inside jax.jit: call it with arrays, or call "
+                "flashwright.jax.attention"
+            )
         jax.block_until_ready([t for t in tensors if isinstance(t, jax.Array)])
         given = [tvm_ffi.from_dlpack(t) if isinstance(t, jax.Array) else t for t in tensors]
         function(mode, *given, *dims)

@@ -118,6 +118,12 @@ class Kernel:
         None if not given."""
         self._function(_CHECK_ONLY if check_only else 0, *tensors, *dims)
 
+    def of_tensors(self, names: Sequence[str]) -> Any:
+        """The launch as a tvm-ffi function of these tensors in this order, on tvm-ffi's current
+        stream. Outputs that are not named are not stored. It runs no Python."""
+        places = [names.index(t.name) if t.name in names else -1 for t in self.plan.tensors]
+        return launcher().of_tensors(self._function, places + [-1] * len(self.plan.dims))
+
     def _arguments(
         self, tensors: Sequence[Any], named: Mapping[str, Any]
     ) -> tuple[list[Any], list[Any]]:

@@ -27,6 +27,7 @@ PAGES = [
     ROOT / "README.md",
     DOCS / "getting-started.md",
     DOCS / "flex.md",
+    DOCS / "jax.md",
     DOCS / "pytorch.md",
     DOCS / "export.md",
     DOCS / "wgmma.md",
@@ -102,6 +103,9 @@ def cases() -> Iterator[object]:
         if re.search(r"^import torch$|explain-mod", page.read_text(), re.MULTILINE):
             found = importlib.util.find_spec("torch")
             needs.append(pytest.mark.skipif(found is None, reason="PyTorch is not installed"))
+        if re.search(r"^import jax$", page.read_text(), re.MULTILINE):
+            found = importlib.util.find_spec("jax_tvm_ffi")
+            needs.append(pytest.mark.skipif(found is None, reason="JAX is not installed"))
         yield pytest.param(page, id=page.stem, marks=needs)
 
 

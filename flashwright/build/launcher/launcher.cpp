@@ -178,6 +178,20 @@ ffi::Function make(ffi::Bytes cubin, ffi::Bytes ptx, ffi::Array<int64_t> numbers
       [launcher](const ffi::AnyView* args, int32_t count, ffi::Any*) { (*launcher)(args, count); });
 }
 
+// The launch as a function of tensors alone: argument i is the one at places[i], None where that is negative.
+ffi::Function of_tensors(ffi::Function launch, ffi::Array<int64_t> places) {
+  vector<int64_t> order(places.begin(), places.end());
+  return ffi::Function::FromPacked([launch, order](const ffi::AnyView* args, int32_t count, ffi::Any* result) {
+    vector<ffi::AnyView> all(1 + order.size());
+    all[0] = int64_t{0};  // the first layout
+    for (size_t i = 0; i < order.size(); ++i) {
+      if (order[i] >= count) TVM_FFI_THROW(TypeError) << "tensor " << order[i] << " is missing";
+      if (order[i] >= 0) all[1 + i] = args[order[i]];
+    }
+    launch.CallPacked(all.data(), static_cast<int32_t>(all.size()), result);
+  });
+}
+
 // Waits for the stream that launches on this device go to.
 void synchronize(int64_t device) {
   driver().check(driver().cuStreamSynchronize(TVMFFIEnvGetStream(kDLCUDA, static_cast<int>(device))),
@@ -187,4 +201,5 @@ void synchronize(int64_t device) {
 }  // namespace fw
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(make, fw::make);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(of_tensors, fw::of_tensors);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(synchronize, fw::synchronize);
