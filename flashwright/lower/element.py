@@ -67,6 +67,8 @@ class Reduce:
 Element = Leaf | Op | Reduce
 
 LOG2_E = Leaf(Var("fw::log2_e", "float"), value=math.log2(math.e))
+MINUS_LOG2_E = Leaf(Unary("-", LOG2_E.term), value=-math.log2(math.e))
+LN_2 = Leaf(Var("fw::ln_2", "float"), value=math.log(2))
 TWICE_LOG2_E = Leaf(binary("*", real(2.0), LOG2_E.term), value=2 * math.log2(math.e))
 
 
@@ -157,6 +159,11 @@ def _folded(op: str, args: tuple[Element, ...]) -> Element:
     match op, args:
         case "exp", (x,):
             return Op("exp2", (_scaled(x, LOG2_E) if "n" in axes_of(x) else times(x, LOG2_E),))
+        case "log", (Op("sigmoid", (x,)),):  # -log(1 + 2^-(x log2(e))), also where sigmoid(x) is 0
+            power = Op("exp2", (times(x, MINUS_LOG2_E),))
+            return Op("neg", (_folded("log", (Op("+", (literal(1.0), power)),)),))
+        case "log", (x,) if "n" in axes_of(x):
+            return times(Op("quick_log2", (x,)), LN_2)
         case "tanh", (x,) if "n" in axes_of(x):
             return Op("tanh2", (_scaled(x, TWICE_LOG2_E),))
         case "*", (x, y):
@@ -182,6 +189,10 @@ def times(x: Element, y: Element) -> Element:
         case Op("*", (inner, factor)) if "n" in axes_of(inner) and type_of(x) == "float":
             if not axes_of(factor) | axes_of(y) and not (_is_constant(factor) and _is_constant(y)):
                 return Op("*", (inner, times(factor, y)))
+    match x:
+        case Op("*", (inner, factor)) if _is_constant(factor) and not _is_constant(y):
+            if "n" in axes_of(y) and type_of(y) == "float":
+                return times(Op("*", (inner, y)), factor)
     if not _is_constant(y) or type_of(x) == type_of(y) == "int":
         return Op("*", (x, y))
     assert isinstance(y, Leaf)

@@ -29,9 +29,9 @@ _FUNCTIONS = (  # of the C library, at file scope
 )
 _CUDA = ("INFINITY", "blockDim", "blockIdx", "cute", "gridDim", "threadIdx", "warpSize")
 _KERNEL = (  # what the printer calls things
-    *("Beside", "Mma", "Params", "RowWarps", "Threads", "above", "at", "attention", "drop"),
-    *("drops", "exchange", "fw", "group", "logistic", "m", "most", "n", "now", "p", "reached"),
-    *("shared", "sum", "visible"),
+    *("Beside", "Mma", "Params", "RowWarps", "Threads", "above", "at", "attention", "column"),
+    *("drop", "drops", "exchange", "fw", "group", "logistic", "m", "most", "n", "now", "p"),
+    *("reached", "shared", "sum", "visible"),
     *("tile", "top", "total", "wide_at"),
 )
 EXCHANGE: Key = ("fw_exchange", "shared")

@@ -186,15 +186,21 @@ def _free(source: Sequence[Instruction]) -> set[int]:
         packs = any(isinstance(o, Vector) for o in instruction.operands[1:])
         if instruction.opcode.startswith("mov.") and not packs:
             free.add(number)
-    tested: set[str] = set()
+    # A bit that is tested alone: ptxas makes predicates of seven at once.
+    tests = Counter(
+        r for i in source if i.opcode.startswith("setp.") for r in _registers(i.operands[1])
+    )
+    bits = {
+        register
+        for i in source
+        if i.opcode == "and.b32" and _one_bit(i.operands[2])
+        for register in _registers(i.operands[0])
+        if tests[register] == uses[register]
+    }
     for number, instruction in enumerate(source):
-        # A bit that is tested: ptxas makes predicates of seven at once.
-        if instruction.opcode == "and.b32" and _one_bit(instruction.operands[2]):
-            tested.update(_registers(instruction.operands[0]))
-            free.add(number)
-        if instruction.opcode.startswith("setp.") and tested & {
-            *_registers(instruction.operands[1])
-        }:
+        place = {"and.b32": 0}.get(instruction.opcode, 1)
+        tested = instruction.opcode == "and.b32" or instruction.opcode.startswith("setp.")
+        if tested and bits & {*_registers(instruction.operands[place])}:
             free.add(number)
     for instruction in source:
         if re.fullmatch(r"(add|sub)(\.ftz)?\.f32", instruction.opcode):

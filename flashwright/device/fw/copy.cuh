@@ -173,8 +173,8 @@ __device__ void copy_elements(Tile dst, GlobalTile<T> src, Rows rows, Cols cols,
 
 // A vector; what lies outside becomes 0.
 template <int Threads, class To, int Size, class T, class Valid>
-__device__ void copy_vector(SharedVector<To, Size> dst, GlobalTile<T> src, Valid valid, int thread = threadIdx.x) {
-  for (int i = thread; i < Size; i += Threads) dst.data[i] = converted<To>(inside(i, valid) ? *src.at(i, 0) : T(0));
+__device__ void copy_vector(SharedVector<To, Size> dst, GlobalTile<T> src, Valid valid) {
+  for (int i = threadIdx.x; i < Size; i += Threads) dst.data[i] = converted<To>(inside(i, valid) ? *src.at(i, 0) : T(0));
 }
 
 }  // namespace fw

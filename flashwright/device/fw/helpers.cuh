@@ -38,6 +38,26 @@ __device__ void fill_stage(Tile tile, Ring<Stages>& ring, Fill fill) {
   ring.next();
 }
 
+// The same for a vector; what lies outside becomes 0. It is fetched before its stage is free, so that only the stores
+// wait for that.
+template <int Warps, class To, int Size, int Stages, class T, class Valid>
+__device__ void fill_vector_stage(SharedVector<To, Size> vector, Ring<Stages>& ring, GlobalTile<T> from, Valid valid) {
+  constexpr int Threads = 32 * helpers, Each = (Size + Threads - 1) / Threads;
+  int const first = threadIdx.x - 32 * (Warps + 4 - helpers);
+  To held[Each];
+  CUTE_UNROLL
+  for (int n = 0; n < Each; ++n) {
+    int const i = first + n * Threads;
+    held[n] = converted<To>(i < Size && inside(i, valid) ? *from.at(i, 0) : T(0));
+  }
+  fill_stage<Warps>(vector, ring, [&](SharedVector<To, Size> to, int) {
+    CUTE_UNROLL
+    for (int n = 0; n < Each; ++n) {
+      if (first + n * Threads < Size) to.data[first + n * Threads] = held[n];
+    }
+  });
+}
+
 // A vector in global memory as the helpers use it: each element is fetched where it is needed.
 template <class T, class Valid>
 struct Line {

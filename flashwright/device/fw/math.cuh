@@ -18,6 +18,12 @@ __device__ inline float exp2(float x) {
 __device__ inline float exp(float x) { return exp2(x * log2_e); }
 __device__ inline float log2(float x) { return ::log2f(x); }
 __device__ inline float log(float x) { return ::logf(x); }
+// For the scores of a tile: an absolute error of 2^-22 near 1, else a relative one.
+__device__ inline float quick_log2(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 __device__ inline float abs(float x) { return ::fabsf(x); }
 __device__ inline int abs(int x) { return ::abs(x); }
 __device__ inline float floor(float x) { return ::floorf(x); }

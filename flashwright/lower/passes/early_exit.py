@@ -122,6 +122,7 @@ _KNOWN: dict[str, Callable[..., float]] = {
     "exp2": lambda x: 2.0**x,
     "log": math.log,
     "log2": math.log2,
+    "quick_log2": math.log2,
     "tanh": math.tanh,
     "tanh2": lambda x: math.tanh(x * math.log(2) / 2),
     "abs": abs,

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from flashwright.lower import ir
-from flashwright.lower.element import LOG2_E, leaves, variable
+from flashwright.lower.element import LN_2, LOG2_E, leaves, variable
 from flashwright.lower.frontend.masks import GROUP
 from flashwright.lower.names import cpp, tile_name
 from flashwright.lower.passes.bad_ir import BadIR
@@ -114,7 +114,7 @@ def resolved(roles: ir.Roles, by_tma: bool) -> ir.Roles:
 def outer_names(program: Program, grid: tuple[ir.GridAxis, ...]) -> frozenset[str]:
     """The scalars that a kernel has before its statements."""
     names = {cpp(n) for n in (*CONSTANTS, *program.params, *program.dims)}
-    names |= {axis.name for axis in grid} | {variable(LOG2_E), GROUP.name}
+    names |= {axis.name for axis in grid} | {variable(LOG2_E), variable(LN_2), GROUP.name}
     return frozenset(names)
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 from flashwright.lower import ir
 from flashwright.lower.element import (
     COLUMN,
-    LOG2_E,
+    MINUS_LOG2_E,
     ROW,
     TILE,
     Element,
@@ -27,10 +27,10 @@ from flashwright.lower.element import (
 )
 from flashwright.lower.printing.column_bits import KEY, ColumnBits, linear
 from flashwright.lower.printing.cpp import text
-from flashwright.lower.term import At, Position, Term, Unary, Var, as_float, plus
+from flashwright.lower.term import At, Position, Term, Var, as_float, plus
 
 UNROLL = "CUTE_UNROLL"
-MINUS_LOG2_E = Leaf(Unary("-", LOG2_E.term), value=-(LOG2_E.value or 0.0))
+COSTLY = ("exp", "exp2", "log", "log2", "quick_log2", "sigmoid", "sqrt", "tanh", "tanh2")
 
 
 def compute(node: ir.Compute, at: str = "at") -> Iterator[str]:
@@ -82,6 +82,7 @@ def _rows(node: ir.Compute, assigns: list[ir.Assign], at: str) -> Iterator[str]:
     body = _Row(node, at)
     for assign in assigns:
         body.add(assign)
+    yield from body.before
     held = next(t for a in assigns for t in (a.target, *leaves(a.value)) if _has_rows(t))
     size = "cute::size<0>" if held.axes == TILE else "cute::size"
     yield from _loop("m", f"{size}({variable(held)})", body.lines)
@@ -94,6 +95,8 @@ class _Row:
     node: ir.Compute
     at: str
     lines: list[str] = field(default_factory=list)
+    before: list[str] = field(default_factory=list)
+    """What is done once for all rows."""
     hoisted: dict[Element, str] = field(default_factory=dict)
     taken: dict[str, int] = field(default_factory=dict)
     positioned: bool = False
@@ -107,7 +110,8 @@ class _Row:
         value = self._without_reductions(assign.value, assign.partial)
         target = assign.target
         if target.axes == TILE:
-            value = self._by_pairs(self._by_bits(value, variable(target)), target)
+            value = self._by_columns(self._by_bits(value, variable(target)), target)
+            value = self._by_pairs(value, target)
             value = self._hoisted(self._stepped(value))
             step = f"{text(target.term)} = {converted(replace(assign, value=value))};"
             columns = self._over_columns(target, step, value)
@@ -133,6 +137,20 @@ class _Row:
                     shown = shown if found[1] is None else Op("and", (shown, found[1]))
                     return Op("where", (shown, yes, no))
         return value
+
+    def _by_columns(self, x: Element, tile: Leaf) -> Element:
+        """An expression with the functions of a column alone taken out: once for all rows."""
+        match x:
+            case Op(op, args) if axes_of(x) == COLUMN and op in COSTLY:
+                if x not in self.hoisted:
+                    self.hoisted[x] = name = self._fresh("column")
+                    self.before.append(f"auto {name} = fw::row_of({variable(tile)});")
+                    step = f"{name}[n] = {text(as_float(term(x)))};"
+                    self.before += self._over_columns(tile, step, x)
+                return Leaf(Var(f"{self.hoisted[x]}[n]", "float"), COLUMN)
+            case Op(op, args) if op != "gather":
+                return Op(op, tuple(self._by_columns(a, tile) for a in args))
+        return x
 
     def _by_pairs(self, x: Element, tile: Leaf) -> Element:
         """An expression with its sigmoids and hyperbolic tangents taken out: both are made of

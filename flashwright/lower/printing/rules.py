@@ -231,11 +231,12 @@ def _helped(at: Context, node: ir.Load) -> Lines:
     """A tile that helper warps copy."""
     tile, ring, threads = tile_name(node.dest), ring_name(node.dest), "32 * fw::helpers"
     when = f"if (!{by_tma(node.dest)}) " if node.tma_optional else ""
-    yield f"{when}fw::fill_stage<Warps>({tile}, {ring}, [&](auto to, int thread) {{"
     if node.window.line:
         source, inside = at.window(node.window, "line"), at.rows(node.window, node.dest)
-        yield f"  fw::copy_vector<{threads}>(to, {source}, {inside}, thread);"
-    elif not node.window.chunked:
+        yield f"{when}fw::fill_vector_stage<Warps>({tile}, {ring}, {source}, {inside});"
+        return
+    yield f"{when}fw::fill_stage<Warps>({tile}, {ring}, [&](auto to, int thread) {{"
+    if not node.window.chunked:
         source, rows = at.window(node.window), at.rows(node.window, node.dest)
         cols = at.cols(node.window, node.dest)
         yield f"  fw::copy_elements<{threads}>(to, {source}, {rows}, {cols}, thread);"
