@@ -192,7 +192,7 @@ def forgetting(score, b, h, q, kv):
 
 
 def weighted_keys(score, b, h, q, kv):
-    return score + torch.nn.functional.logsigmoid(key_weight[b, kv])
+    return score + torch.log(torch.sigmoid(key_weight[b, kv]))  # vmap of logsigmoid fails on CUDA
 
 
 def temperature_per_head(score, b, h, q, kv):

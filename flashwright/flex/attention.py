@@ -231,6 +231,8 @@ def _run(
             del _KERNELS[known]
             shutil.rmtree(entry.folder, ignore_errors=True)
             raise
+        except RuntimeError as error:  # of the function itself: vmap of CUDA's logsigmoid fails
+            tell(f"the first output is not checked: PyTorch cannot compute your function: {error}")
         entry.new = False
     if inputs == ("q", "k", "v") and lists is None:
         _QUICK[task, score_mod, mask_mod] = entry
@@ -318,7 +320,8 @@ def task_of(
     known = (query.dtype, key.dtype, value.dtype, query.device, shapes, plain, flags)
     task = _TASKS.get(known)
     if task is None:
-        settings = {n: s for n, s in zip(_SETTINGS, plain, strict=True) if s not in (None, False)}
+        pairs = zip(_SETTINGS, plain, strict=True)
+        settings = {n: s for n, s in pairs if s is not None and s is not False}  # 0 is a mistake
         spec = spec_of(query, key, value, **settings, **dict.fromkeys(flags, True))
         task = _TASKS[known] = Task(spec, card_of(query.device))
     return task
