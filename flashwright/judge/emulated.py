@@ -418,9 +418,6 @@ class _EmulatedRun(JudgeRun):
             self._add_outcome(self.trial.run(tried[0]))
         self._should_stop(running, len(tried), len(tried))
 
-    def _repeat_smallest(self, trial: Trial, listed: Sequence[Problem]) -> None:
-        """Nothing here: launches are slow, and `_repeat_at_the_end` repeats a problem later."""
-
     def _launch_many_times(self, trial: Trial, problem: Problem) -> Outcome:
         """Launch a problem many times. Each launch must give the same bits."""
         outcome, form = Outcome(problem), trial.form
