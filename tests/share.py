@@ -14,3 +14,14 @@ def some(cases: Iterable[Any], every: int = 2) -> list[Any]:
         one if number % every == 0 else pytest.param(one, marks=pytest.mark.slow)
         for number, one in enumerate(cases)
     ]
+
+
+def wanted(request: pytest.FixtureRequest, parameter: str) -> set[Any]:
+    """The values of a parameter in those tests of the fixture's file that are to run."""
+    return {
+        item.callspec.params.get(parameter)
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.path == request.path
+        and hasattr(item, "callspec")
+    }

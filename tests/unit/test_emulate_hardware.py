@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,6 +66,12 @@ def of_group(group: str) -> list[Prepared]:
     return [one for one in prepared() if one.snippet.group == group]
 
 
+@functools.cache
+def eagerly(name: str) -> tuple[Operands, list[Any]]:
+    """What the emulator leaves and finds where asynchronous work is done at once."""
+    return emulated.run(by_name(name))
+
+
 def awaited(name: str) -> bool:
     return any(re.fullmatch(pattern, name) for pattern in AWAITED)
 
@@ -102,6 +109,7 @@ def test_emitted_txt_is_up_to_date(case: Case) -> None:
 
 
 @needs_nvcc
+@pytest.mark.slow
 def test_snippets_assemble() -> None:
     """A mistake in one would be found on the GPU's machine only."""
     ptxas = toolchain.find().nvcc.resolve().with_name("ptxas")
@@ -117,7 +125,7 @@ def test_snippets_run_and_are_what_numpy_says(group: str) -> None:
     wrong = {}
     for one in of_group(group):
         name = one.snippet.name
-        found, findings = emulated.run(one)
+        found, findings = eagerly(name)
         assert [f.kind for f in findings] == expected(name), (name, findings)
         wanted = modelled(one)
         if wanted is not None:
@@ -129,11 +137,14 @@ def test_snippets_run_and_are_what_numpy_says(group: str) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("schedule", ["lazy", "random:1"])
-@pytest.mark.parametrize("group", ASYNCHRONOUS)
+@pytest.mark.parametrize(
+    "group",
+    [g if g != "wgmma" else pytest.param(g, marks=pytest.mark.slow) for g in ASYNCHRONOUS],
+)
 def test_when_asynchronous_work_is_done_makes_no_difference(group: str, schedule: str) -> None:
     for one in of_group(group):
         name = one.snippet.name
-        first, _ = emulated.run(one)
+        first, _ = eagerly(name)
         second, findings = emulated.run(one, schedule)
         assert [f.kind for f in findings] == expected(name), (name, findings)
         for a, b in zip(first, second, strict=True):

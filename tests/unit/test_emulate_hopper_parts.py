@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.hardware.matrix import cut_off, rounded
+from tests.share import some
 from tests.unit.hopper_parts import (
     NUMPY,
     SHARED,
@@ -239,7 +240,7 @@ class Case:
         return d
 
 
-@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize("types", some(TYPES, 4))
 def test_product_of_every_width(parts: Parts, types: tuple[str, str, str]) -> None:
     for i, n in enumerate(n for n in range(8, 257, 8) if has_width(n, types)):
         case, swizzle, warp = Case(parts, n, types, n), SWIZZLES[i % 4], i % 4
@@ -249,7 +250,7 @@ def test_product_of_every_width(parts: Parts, types: tuple[str, str, str]) -> No
 
 
 @pytest.mark.parametrize("b_swizzle", SWIZZLES)
-@pytest.mark.parametrize("a_swizzle", SWIZZLES)
+@pytest.mark.parametrize("a_swizzle", some(SWIZZLES))
 def test_product_of_every_major(parts: Parts, a_swizzle: str, b_swizzle: str) -> None:
     for a_mn, b_mn, n in itertools.product((False, True), (False, True), (8, 72, 128)):
         case = Case(parts, n, TYPES[n % 2], n)

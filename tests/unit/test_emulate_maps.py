@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -170,9 +171,16 @@ def test_an_optional_map_is_zeros_there() -> None:
 
 
 @pytest.mark.skipif(not toolchain.has_nvcc(), reason="there is no CUDA compiler here")
-def test_the_tiles_that_a_gpu_is_asked_for() -> None:
-    programs = compiled([_apart(tile) for tile in TILES], "attention", "sm_90")
-    for tile, program in zip(TILES, programs, strict=True):
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        pytest.param(TILES[::4], id="a-few"),
+        pytest.param([t for n, t in enumerate(TILES) if n % 4], id="more", marks=pytest.mark.slow),
+    ],
+)
+def test_the_tiles_that_a_gpu_is_asked_for(tiles: Sequence[Tile]) -> None:
+    programs = compiled([_apart(tile) for tile in tiles], "attention", "sm_90")
+    for tile, program in zip(tiles, programs, strict=True):
         src = tile.values().astype(NUMPY[tile.dtype]).transpose(tile.axes)
         out = np.full(tile.elements, 55, NUMPY[tile.dtype])
         plan = LaunchPlan(

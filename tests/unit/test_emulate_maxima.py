@@ -17,6 +17,7 @@ from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.builtin.variants import make_spec
 from flashwright.emulate.emulate import LaunchResult, run
 from flashwright.emulate.encode import EncodedKernel
+from flashwright.emulate.own import EmulatedKernel
 from flashwright.lower.launch_plan import LaunchPlan
 from flashwright.lower.translate import translate
 from tests.share import some
@@ -223,6 +224,11 @@ extern "C" __global__ void parts(float const* in, float* most, int* above) {
 """
 
 
+@functools.cache
+def parts() -> EmulatedKernel:
+    return flashwright.emulate.kernel(PARTS, arch=CARD.arch)
+
+
 def test_the_largest_of_any_number_of_columns_or_one_of_them() -> None:
     rng = np.random.default_rng(4)
     given = rng.choice(
@@ -230,8 +236,7 @@ def test_the_largest_of_any_number_of_columns_or_one_of_them() -> None:
     ).astype(np.float32)
     given[::4] = -np.abs(given[::4])
     most, above = np.full((10, 64), np.nan, np.float32), np.zeros(32, np.int32)
-    kernel = flashwright.emulate.kernel(PARTS, arch=CARD.arch)
-    assert kernel(1, 32, given, most, above).ok
+    assert parts()(1, 32, given, most, above).ok
     for columns in (1, 2, 3, 4, 7, 8, 9):
         part, found = given[:, :columns], most[columns]
         top = part.max(1)
@@ -248,5 +253,5 @@ def test_all_rows_of_a_warp_have_a_vote(row: int, value: float, above: int) -> N
     given, most = np.ones((64, 9), np.float32), np.zeros((10, 64), np.float32)
     given[row] = value
     votes = np.full(32, -1, np.int32)
-    assert flashwright.emulate.kernel(PARTS, arch=CARD.arch)(1, 32, given, most, votes).ok
+    assert parts()(1, 32, given, most, votes).ok
     assert set(votes) == {above}
