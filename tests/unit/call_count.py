@@ -10,9 +10,12 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+from tests.unit import remembered
+
 
 def calls(work: Callable[[], Any]) -> int:
     """How many Python and C functions are called while `work` runs."""
+    remembered.forget()
     profile = cProfile.Profile()
     gc.disable()  # finalizers of earlier tests are not this one's work
     try:

@@ -14,6 +14,7 @@ import typer.testing
 from flashwright.confine import landlock
 from flashwright.confine.start import UNCONFINED
 from tests.unit import local_model as local
+from tests.unit import remembered
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +43,24 @@ def compile_for_models() -> Iterator[None]:
         if not landlock.available():
             patch.setenv(UNCONFINED, "1")
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def right_once() -> Iterator[None]:
+    """What is the same in hundreds of tests is done once in a process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flashwright.check.flow.check_flow", remembered.flow)
+        patch.setattr("flashwright.judge.cpu.CpuTrial", remembered.trial)
+        yield
+
+
+@pytest.fixture
+def checked_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's TL is checked and run in this process: a new one imports the package again, which
+    takes longer. test_isolate.py and test_model_trouble.py have the processes."""
+    monkeypatch.setattr(
+        "flashwright.confine.isolate.call", lambda work, *given, **limits: work(*given)
+    )
 
 
 class NoNetwork(OSError):

@@ -23,7 +23,10 @@ from flashwright.generate.replay import replay
 from flashwright.generate.state import Run
 from flashwright.gpu import find
 from flashwright.lang.diagnostic import Diagnostic, Failed
+from tests.share import some
 from tests.unit.llm_server import Answer, Request, Server, cut, say, serve, status
+
+pytestmark = pytest.mark.usefixtures("checked_here")
 
 SPEC = make_spec("mha", causal=True, head_dim=64)
 CARD = find("a100")
@@ -150,7 +153,7 @@ def test_the_budget_of_attempts_ends_a_run_and_more_of_it_goes_on(tmp_path: Path
 @pytest.mark.parametrize(
     "trouble",
     [
-        pytest.param(status(429, retry_after=0), id="429"),
+        pytest.param(status(429, retry_after=0), id="429", marks=pytest.mark.slow),
         pytest.param(status(500), id="500", marks=pytest.mark.slow),
         pytest.param(cut(fenced(CODE)[:300]), id="cut"),
         pytest.param(say(""), id="empty", marks=pytest.mark.slow),
@@ -301,7 +304,7 @@ REFERENCES = {
 }
 
 
-@pytest.mark.parametrize("kind", REFERENCES)
+@pytest.mark.parametrize("kind", some(REFERENCES, 3))
 def test_a_function_that_cannot_be_right_is_told_before_anybody_is_asked(
     kind: str, tmp_path: Path
 ) -> None:

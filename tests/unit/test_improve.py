@@ -20,7 +20,7 @@ from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.llm.budget import Budget
 from flashwright.author.llm.connect import connect
 from flashwright.author.llm.transcript import FOLDER, Transcript
-from flashwright.build import make
+from flashwright.build import cache, make
 from flashwright.build.driver import Card
 from flashwright.cli.main import app
 from flashwright.files import sha256
@@ -88,15 +88,16 @@ def _takes(contestant: Contestant) -> float:
 
 
 @pytest.fixture
-def clock(nvcc: FakeNvcc, monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(nvcc: FakeNvcc, checked_here: None, monkeypatch: pytest.MonkeyPatch) -> Clock:
     """A machine with a GPU, a compiler and a judge that find everything in order."""
     text = PTX.format(align=8, size=216, threads=128)
     nvcc.set(f"{WORKS}; cat kernel.cu > kernel.cubin; cat > kernel.ptx <<'END'\n{text}END\n")
+    # No header changes in these tests, so none is read for the key of a build.
+    monkeypatch.setattr(
+        "flashwright.build.compile.digest", lambda parts, trees: cache.digest(parts, ())
+    )
     monkeypatch.setattr("flashwright.judge.judge.judge", lambda *given, **more: _on_gpu())
     monkeypatch.setattr("flashwright.judge.cpu.judge", lambda *given, **more: _on_cpu())
-    monkeypatch.setattr(
-        "flashwright.confine.isolate.call", lambda work, *given, **limits: work(*given)
-    )
     return Clock()
 
 

@@ -29,6 +29,8 @@ from flashwright.lang.diagnostic import Diagnostic, Failed
 from tests.unit.llm_server import cut, say, serve
 from tests.unit.test_by_model import CARD, CODE, SPEC, Nobody, fenced, generate
 
+pytestmark = pytest.mark.usefixtures("checked_here")
+
 
 class Parrot:
     """A model that says what it was asked last, after a while."""
@@ -210,7 +212,10 @@ def test_a_replay_overwrites_no_record(tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "again" / f"{FOLDER}-1").is_dir()
 
 
-def test_a_replay_says_where_the_prompts_have_changed_since(tmp_path: Path) -> None:
+def test_a_replay_says_where_the_prompts_have_changed_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "Meter", partial(Meter, sleep=lambda seconds: None))
     recorded(tmp_path / "run")
     same = replays.replay(tmp_path / "run", tmp_path / "again", Nobody(), last="parameters")
     assert not [line for line in same.lines if "prompts" in line]

@@ -52,6 +52,8 @@ from tests.unit.llm_server import Answer, hang, say, serve, status
 from tests.unit.measure_fakes import H200
 from tests.unit.test_by_model import CARD, CODE, SPEC, WRONG_SCALE, Nobody, fenced
 
+pytestmark = pytest.mark.usefixtures("checked_here")
+
 SMALL = operators.Operator("small", SPEC)
 OTHER = operators.Operator("other", make_spec("gqa"))
 NONSENSE = fenced("param = (\n")
