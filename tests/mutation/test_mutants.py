@@ -64,7 +64,7 @@ def test_every_program_of_the_suite_exists() -> None:
     assert set(suite()) >= QUICK
 
 
-@pytest.mark.parametrize("name", suite())
+@pytest.mark.parametrize("name", some(suite(), 3))
 def test_unmutated_programs_are_right(name: str) -> None:
     case = suite()[name]
     verdict = check(parse(case.code), find(case.gpu))
@@ -80,7 +80,7 @@ def test_no_class_is_empty() -> None:
     assert found == set(KINDS)
 
 
-@pytest.mark.parametrize("operator", some(o.__name__ for o in OPERATORS))
+@pytest.mark.parametrize("operator", some((o.__name__ for o in OPERATORS), 5))
 @pytest.mark.parametrize(
     "name",
     [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in suite()],

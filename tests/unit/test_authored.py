@@ -24,6 +24,7 @@ from flashwright.lang.render import for_model
 from flashwright.untrusted.comments import commented
 from flashwright.untrusted.contract import Flavour
 from flashwright.untrusted.translation import TranslationByModel, translated_by_model
+from tests.share import some
 from tests.unit.emulated import SPEC, needs_compilers
 from tests.unit.fake_nvcc import GOOD, WORKS, FakeNvcc, nvcc
 from tests.unit.test_contract import ours, program
@@ -263,7 +264,7 @@ BOMBS = {
 
 
 @needs_nvcc
-@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize("name", some(BOMBS, 3))
 def test_no_code_keeps_the_compiler_for_ever(name: str) -> None:
     source, code = BOMBS[name]
     limit = 2.0 if code == "FW825" else 60.0
@@ -300,7 +301,7 @@ def told_of(source: str) -> str:
 
 @linux
 @needs_nvcc
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", some(READERS))
 def test_a_file_that_is_no_header_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,7 +151,10 @@ def test_kernels_are_chosen_by_the_number_of_keys_alone(package: Path, by: str) 
 
 
 @needs_compilers
-def test_a_kernel_for_lengths_that_nobody_can_try_is_not_accepted(package: Path) -> None:
+def test_a_kernel_for_lengths_that_nobody_can_try_is_not_accepted(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judged, "ROUNDS", 1)
     change(package / "classes.json", "rules", 0, "up_to", to=1 << 20)
     found = judge_emulated(package, SPEC, seed=1, most=1)
     assert not found.ok
@@ -376,7 +379,7 @@ VALUES = (
     *("\0", "x" * 5000, "sm_90a", "fp8", "e4m3", [], {}, [[]], [0], ["q_len"], {"a": 1}, "é", 7),
     *(["q_len", 0, "mod"], ["kv_len", "+"], [1] * 100, ["q_len", "kv_len", "*"]),
 )
-SEEDS, QUICK = 100, 40  # of each file
+SEEDS, QUICK = 100, 15  # of each file
 DECIDING = ("launch.json", "classes.json")  # what a launch follows
 
 

@@ -22,6 +22,7 @@ from flashwright.author.builtin.needs import Tiling, Workload, footprint
 from flashwright.author.builtin.reasoning import reasoning
 from flashwright.author.builtin.variants import make_spec
 from flashwright.gpu import A100, GPUS, H100, H200, L40S, RTX8000, T4, Gpu
+from tests.share import some
 from tests.unit.call_count import calls
 
 USUAL = (T4, RTX8000, A100, L40S, H100, H200, GPUS["b200"], GPUS["rtx5090"])
@@ -41,7 +42,7 @@ def work(qk: int, v: int | None = None, **more: object) -> Workload:
     return replace(Workload(qk, v, heads=heads, kv_heads=heads), **more)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", some([False, True]))
 @pytest.mark.parametrize(("gpu", "dtype", "dims"), CASES)
 def test_every_choice_fits(gpu: Gpu, dtype: str, dims: tuple[int, int], causal: bool) -> None:
     decision = choose(work(*dims, dtype=dtype, causal=causal), gpu)

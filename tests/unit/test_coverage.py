@@ -181,6 +181,7 @@ def test_a_scale_that_only_the_program_has_is_measured(tmp_path: Path) -> None:
 # --- wrong programs ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_another_window_than_the_users_reference_is_caught(tmp_path: Path) -> None:
     right = "(kv_idx <= p) & (kv_idx > p - 512)"
     fine = judged(WINDOW, "param Window = 512", right, tmp_path)
@@ -218,7 +219,7 @@ OFF_BY_ONE = {
 }
 
 
-@pytest.mark.parametrize("case", some(OFF_BY_ONE.values()), ids=list(OFF_BY_ONE))
+@pytest.mark.parametrize("case", some(OFF_BY_ONE.values(), 4), ids=list(OFF_BY_ONE))
 def test_a_mask_off_by_one_is_caught_without_a_scale(
     case: tuple[str, str, str, tuple[str, str]], tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from flashwright.cli.command import exit_code
 from flashwright.files import sha256
 from flashwright.generate import pipeline, stages
 from flashwright.gpu import find
+from flashwright.judge import emulated as judging
 from flashwright.judge.emulated import judge_emulated
 from flashwright.judge.verdict import EMULATION
 from flashwright.lang.diagnostic import Failed
@@ -63,7 +64,10 @@ def test_fewer_problems_than_a_verdict_rests_on_are_not_enough(package: Path) ->
 
 
 @needs_compilers
-def test_how_many_problems_there_are_does_not_depend_on_the_time(package: Path) -> None:
+def test_how_many_problems_there_are_does_not_depend_on_the_time(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judging, "ROUNDS", 1)
     found = judge_emulated(package, SPEC, seed=7, most=2)
     assert found.ok
     assert len({(c.dims["q_len"], c.dims["kv_len"]) for c in found.cases}) == 2
@@ -183,7 +187,8 @@ def test_a_wrong_number_is_wrong_without_any_hazard(tmp_path: Path) -> None:
 
 
 @needs_compilers
-def test_the_same_from_python(package: Path) -> None:
+def test_the_same_from_python(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judging, "ROUNDS", 1)
     found = flashwright.verify(str(package), SPEC, on="cpu", lengths=[(17, 33)], seed=2)
     assert found.ok
     assert found.emulated
@@ -203,6 +208,7 @@ def test_generate_without_a_gpu_ends_with_an_emulated_verdict(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "_look", lambda: ((), "the test says so"))
+    monkeypatch.setattr(judging, "ROUNDS", 1)
     monkeypatch.setattr(stages, "EMULATION_PROBLEMS", 2)
     run = pipeline.generate(SPEC, find(emulated.GPU), tmp_path, Nobody())
     assert run.ok

@@ -27,6 +27,7 @@ from flashwright.flex import attention as flex  # noqa: E402
 from flashwright.flex import fallback, trial  # noqa: E402
 from flashwright.flex.blocks import blocked  # noqa: E402
 from flashwright.flex.task import NoKernel, Task, WrongKernel, spec_of  # noqa: E402
+from tests.share import some  # noqa: E402
 
 CARD = gpus.find("h200")
 Tensors = dict[str, Any]
@@ -129,10 +130,10 @@ def doubled(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
     ("shape", "settings"),
     [
         ((2, 4, 40, 50), {"causal": True}),
-        ((4, 40, 50), {"softcap": 10.0}),
-        ((2, 1, 1, 50), {}),
+        pytest.param((4, 40, 50), {"softcap": 10.0}, marks=pytest.mark.slow),
+        pytest.param((2, 1, 1, 50), {}, marks=pytest.mark.slow),
         ((40, 1), {"window": 9, "causal": True}),
-        ((1, 1, 1, 1), {}),
+        pytest.param((1, 1, 1, 1), {}, marks=pytest.mark.slow),
     ],
 )
 def test_a_bias_of_any_broadcast_shape(shape: tuple[int, ...], settings: dict[str, Any]) -> None:
@@ -229,7 +230,7 @@ class Module:
         return self.mask(b, h, q, kv)
 
 
-@pytest.mark.parametrize("form", ["method", "object", "closure"])
+@pytest.mark.parametrize("form", some(["method", "object", "closure"], 3))
 def test_what_an_object_holds_is_seen_when_it_changes(
     form: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -342,7 +343,7 @@ def minus_infinity(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
 @pytest.mark.parametrize(
     ("score", "mask", "masked"),
     [
-        (doubled, None, "i < FullEnd or"),
+        pytest.param(doubled, None, "i < FullEnd or", marks=pytest.mark.slow),
         (None, every_third, "(q_idx - kv_idx) % 3 == 0 and"),
         (minus_infinity, None, "and kv_idx % 3 == 0"),
     ],

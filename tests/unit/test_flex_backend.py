@@ -22,6 +22,7 @@ from flashwright.author.builtin.mods_reference import reference_text
 from flashwright.emulate.package import read_package
 from flashwright.generate.store import Order, find_or_make
 from flashwright.judge.emulated import launch
+from tests.share import some
 from tests.unit.emulated import needs_compilers
 
 torch = pytest.importorskip("torch")
@@ -377,7 +378,7 @@ def test_a_refused_operator_is_told_once_with_its_line(
     assert not kernels
 
 
-@pytest.mark.parametrize("under", ["grad", "no_grad inside", "no_grad outside"])
+@pytest.mark.parametrize("under", some(["grad", "no_grad inside", "no_grad outside"], 3))
 def test_gradients_are_pytorchs(
     under: str, kernels: list[InNumPy], recwarn: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

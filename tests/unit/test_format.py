@@ -106,7 +106,7 @@ def test_an_empty_comment_stays() -> None:
     assert format_tree(tree) == source
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(trees())
 def test_every_tree_reads_back_equal_and_formatting_is_idempotent(tree: Tree) -> None:
     text = format_tree(tree)

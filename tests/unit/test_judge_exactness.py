@@ -60,7 +60,7 @@ def names(found: Verdict) -> tuple[str, ...]:
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kernel", tiled.HONEST)
+@pytest.mark.parametrize("kernel", some(tiled.HONEST, 5))
 def test_honest_kernels_pass(kernel: str, dtype: str) -> None:
     found = verdict(kernel, dtype, heads=4, kv_heads=2)
     assert found.ok, str(found)
@@ -87,8 +87,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("option", some(OPTIONS))
+@pytest.mark.parametrize("option", ["sink tokens", "wide"])
 def test_honest_kernels_pass_whatever_the_spec(option: str, dtype: str) -> None:
+    """The whole trial below has all of them."""
     found = verdict("cubic_lazy_split", dtype, **OPTIONS[option])
     assert found.ok, str(found)
 
@@ -133,7 +134,9 @@ def test_approximations_are_named(kernel: str, dtype: str, offence: str) -> None
 
 
 @pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("option", ["window", "both sides", "softcap", "alibi", "sink", "wide"])
+@pytest.mark.parametrize(
+    "option", some(["window", "both sides", "softcap", "alibi", "sink", "wide"], 3)
+)
 def test_approximations_are_found_whatever_the_spec(option: str) -> None:
     found = verdict("quadratic_exp2", "bf16", **OPTIONS[option], lse=False)
     assert names(found) == ("approximation",), str(found)

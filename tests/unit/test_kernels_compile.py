@@ -48,7 +48,7 @@ def test_each_gpu_gets_a_kernel(name: str) -> None:
 
 
 ONE_OF_EACH = {c.gpu: c.name for c in reversed(CASES)}
-FAST = [*ONE_OF_EACH.values()][:2]
+FAST = [ONE_OF_EACH["l40s"]]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from flashwright.check.check import check
 from flashwright.lang.parse import parse
 from flashwright.lower.launch_plan import LaunchPlan
 from flashwright.lower.translate import translate
+from tests.share import some
 
 
 def translated(
@@ -187,7 +188,7 @@ def test_the_schedule_is_the_programs_choice(param: str, without: str) -> None:
     assert launch.model_copy(update={"stays": False}).blocks(dims, sms=132) == (8 * 16 * 3,)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", some(["bf16", "fp8"]))
 def test_what_wgmma_cannot_do_goes_the_other_way(dtype: str) -> None:
     source, plan = translated("nsa-selected", dtype=dtype)
     assert plan.maps == ()

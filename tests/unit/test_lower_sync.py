@@ -23,6 +23,7 @@ from flashwright.lower.translate import schedule
 from flashwright.program.program import Program
 from flashwright.spec import BadSpec
 from tests.example_programs import PROGRAMS
+from tests.share import some
 from tests.unit.happens_before import Checker, Race, block
 from tests.unit.lowered import scheduled
 from tests.unit.tl_attention import COPY, attention, program
@@ -79,7 +80,7 @@ def check_all(made: Program, gpu: Gpu) -> None:
 
 
 @pytest.mark.parametrize("gpu", ["t4", "a100"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", some(SHAPES, 3))
 def test_no_race_whatever_the_stages(shape: str, gpu: str) -> None:
     for k_stages, v_stages in product((1, 2, 3), (1, 2, 4)):
         text = attention(k_stages=k_stages, v_stages=v_stages, **SHAPES[shape])
@@ -88,7 +89,7 @@ def test_no_race_whatever_the_stages(shape: str, gpu: str) -> None:
 
 
 @pytest.mark.parametrize("travel", ["ahead", "at once"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", some(SHAPES, 3))
 def test_no_race_through_registers(shape: str, travel: Travel) -> None:
     for stages in (1, 2):
         text = attention(k_stages=stages, v_stages=stages, **SHAPES[shape])
@@ -111,13 +112,13 @@ def test_two_copies_to_one_place(gpu: str) -> None:
 
 
 @pytest.mark.parametrize("gpu", ["a100", "l40s", "t4"])
-@pytest.mark.parametrize("path", PROGRAMS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", some(PROGRAMS, 3), ids=lambda p: p.stem)
 def test_no_race_in_the_examples(path: Path, gpu: str) -> None:
     check_all(program(path.read_text("utf-8")), gpus.find(gpu))
 
 
 @pytest.mark.parametrize("gpu", ["a100", "l40s", "t4"])
-@pytest.mark.parametrize("variant", sorted(VARIANTS))
+@pytest.mark.parametrize("variant", some(sorted(VARIANTS), 3))
 def test_no_race_in_the_built_in_programs(variant: str, gpu: str) -> None:
     card, tried = gpus.find(gpu), 0
     for options in ({"causal": True}, {"causal": False}, {"causal": True, "window": 70}):

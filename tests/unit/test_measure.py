@@ -33,6 +33,7 @@ from flashwright.sandbox.device import Cpu
 from flashwright.sandbox.problem import TimedProblem
 from flashwright.sandbox.worker import Worker
 from flashwright.spec import AttentionSpec, BadSpec
+from tests.share import some
 from tests.unit.measure_fakes import MS, Behaviour, World, contestants, run_record, small
 
 GRID = list(cells())
@@ -368,7 +369,7 @@ def test_a_problem_has_what_its_spec_asks_for() -> None:
     assert problem_of(small(512)[0], "bshd", 1).extra == {}
 
 
-@pytest.mark.parametrize("branch", ["compressed", "selected", "window"])
+@pytest.mark.parametrize("branch", some(["compressed", "selected", "window"], 3))
 def test_a_timed_kernel_gets_the_dims_that_no_tensor_has(
     branch: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -252,7 +252,13 @@ def attention(q, k, v):
 """
 
 
-@pytest.mark.parametrize(("kind", "found"), [("int64", []), ("int32", ["special_inputs"])])
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        pytest.param("int64", [], marks=pytest.mark.slow),
+        ("int32", ["special_inputs"]),
+    ],
+)
 def test_offsets_of_32_bits_are_too_small(tmp_path: Path, kind: str, found: list[str]) -> None:
     """The third batch lies 2^31 elements behind the first."""
     text = OFFSETS.replace("KIND", f"np.{kind}")

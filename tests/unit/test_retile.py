@@ -48,7 +48,9 @@ def listed(spec: AttentionSpec, gpu: Gpu) -> tuple[Program, list[Tiling]]:
     return made, [offer.tiling for offer in offers(made, gpu, problems)]
 
 
-@pytest.mark.parametrize(("gpu", "first"), [("h200", 12), ("a100", 6), ("t4", 6)])
+@pytest.mark.parametrize(
+    ("gpu", "first"), [("h200", 12), ("a100", 6), pytest.param("t4", 6, marks=pytest.mark.slow)]
+)
 def test_every_offer_is_a_program_of_its_sizes(gpu: str, first: int) -> None:
     card = find(gpu)
     made, tilings = listed(D64.model_copy(update={"dtype": "fp16"}), card)

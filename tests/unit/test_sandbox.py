@@ -26,6 +26,7 @@ from flashwright.sandbox.candidate import Candidate, Unable
 from flashwright.sandbox.limits import Limits
 from flashwright.sandbox.process import Called, Ended, Sandbox
 from flashwright.spec import AttentionSpec
+from tests.share import some
 
 ROOT = Path(__file__).parents[2]
 SPEC = AttentionSpec.make(variant="mha", heads=2, head_dim=16, dtype="fp16", causal=True)
@@ -624,7 +625,7 @@ def noted(place: Path) -> int:
     raise AssertionError("the candidate was never called")
 
 
-@pytest.mark.parametrize("where", ["main", "thread"])
+@pytest.mark.parametrize("where", some(["thread", "main"]))
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_the_worker_dies_with_its_parent(
     number: signal.Signals, where: str, tmp_path: Path
