@@ -34,8 +34,9 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return emulated.write(tmp_path_factory.mktemp("package"))
 
 
+@pytest.mark.slow
 @needs_compilers
-def test_a_right_kernel_is_accepted(package: Path) -> None:
+def test_a_right_kernel_is_accepted_on_all_problems(package: Path) -> None:
     told: list[tuple[int, int, str]] = []
     found = judge_emulated(package, SPEC, seed=7, progress=lambda *step: told.append(step))
     assert found.ok, found
@@ -70,6 +71,10 @@ def test_how_many_problems_there_are_does_not_depend_on_the_time(
     monkeypatch.setattr(judging, "ROUNDS", 1)
     found = judge_emulated(package, SPEC, seed=7, most=2)
     assert found.ok
+    assert (found.device, found.arch, found.seed) == (EMULATION, "sm_80", 7)
+    assert "accepted under emulation" in found.headline
+    assert {c.name for c in found.checks if c.passed} >= {"fp64", "written", "repeat", "hazards"}
+    assert all(c.passed is not False for c in found.checks)
     assert len({(c.dims["q_len"], c.dims["kv_len"]) for c in found.cases}) == 2
     assert any(re.search(r"it rests on 2 of \d+ problems", note) for note in found.notes)
 

@@ -44,7 +44,7 @@ def tree_of(path: Path) -> Tree:
     return parse(read(path))
 
 
-@pytest.mark.parametrize("path", some(PROGRAMS, 8), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", some(PROGRAMS, 16), ids=lambda p: p.stem)
 def test_every_program_is_let_through(path: Path) -> None:
     tree = tree_of(path)
     assert grammar(tree.level).accepts(format_tree(tree))

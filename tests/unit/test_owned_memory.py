@@ -155,10 +155,10 @@ def test_what_would_be_computed_when_somebody_looks_is_not_there(tmp_path: Path)
     ("result", "words"),
     [
         ("out, None, 3", "output 3 is no array, but int"),
-        ("out, 'lse'", "LSE is no array, but str"),
-        ("{'O': out}", "O is no array, but dict"),
-        ("None", "O is no array, but NoneType"),
-        ("[[out]]", "O is no array, but list"),
+        pytest.param("out, 'lse'", "LSE is no array, but str", marks=pytest.mark.slow),
+        pytest.param("{'O': out}", "O is no array, but dict", marks=pytest.mark.slow),
+        pytest.param("None", "O is no array, but NoneType", marks=pytest.mark.slow),
+        pytest.param("[[out]]", "O is no array, but list", marks=pytest.mark.slow),
         ("()", "there is no output"),
     ],
 )

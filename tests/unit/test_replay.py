@@ -184,6 +184,16 @@ def recorded(folder: Path) -> None:
         )
 
 
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of such a run, to copy."""
+    folder = tmp_path_factory.mktemp("record")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asking, "Meter", partial(Meter, sleep=lambda seconds: None))
+        recorded(folder)
+    return folder
+
+
 def test_a_replay_has_the_users_function_and_waits_for_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,9 +212,8 @@ def test_a_replay_has_the_users_function_and_waits_for_nobody(
     assert (tmp_path / "again" / "mine.py").read_bytes() == REFERENCE
 
 
-def test_a_replay_overwrites_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "Meter", partial(Meter, sleep=lambda seconds: None))
-    recorded(tmp_path / "run")
+def test_a_replay_overwrites_no_record(record: Path, tmp_path: Path) -> None:
+    shutil.copytree(record, tmp_path / "run")
     with pytest.raises(Failed, match="the record itself"):
         replays.replay(tmp_path / "run", tmp_path / "run", Nobody(), last="parameters")
     for _ in range(2):
@@ -212,11 +221,8 @@ def test_a_replay_overwrites_no_record(tmp_path: Path, monkeypatch: pytest.Monke
     assert (tmp_path / "again" / f"{FOLDER}-1").is_dir()
 
 
-def test_a_replay_says_where_the_prompts_have_changed_since(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(asking, "Meter", partial(Meter, sleep=lambda seconds: None))
-    recorded(tmp_path / "run")
+def test_a_replay_says_where_the_prompts_have_changed_since(record: Path, tmp_path: Path) -> None:
+    shutil.copytree(record, tmp_path / "run")
     same = replays.replay(tmp_path / "run", tmp_path / "again", Nobody(), last="parameters")
     assert not [line for line in same.lines if "prompts" in line]
     path = tmp_path / "run" / FOLDER / "code.1.02" / "exchange.json"
@@ -270,9 +276,8 @@ def said(*arguments: str | Path) -> tuple[int, list[str]]:
     return done.exit_code, done.output.splitlines()
 
 
-def test_the_command_ends_with_a_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "Meter", partial(Meter, sleep=lambda seconds: None))
-    recorded(tmp_path)
+def test_the_command_ends_with_a_verdict(record: Path, tmp_path: Path) -> None:
+    shutil.copytree(record, tmp_path, dirs_exist_ok=True)
     code, lines = said(tmp_path)
     assert (code, lines[-1]) == (0, "the same: 2 attempts and 1 file")
     assert "code.1.01: nothing was made of this reply" in lines
@@ -281,11 +286,8 @@ def test_the_command_ends_with_a_verdict(tmp_path: Path, monkeypatch: pytest.Mon
     assert (code, lines[-1]) == (1, "NOT the same: see above")
 
 
-def test_a_run_that_was_cut_off_or_never_answered_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(asking, "Meter", partial(Meter, sleep=lambda seconds: None))
-    recorded(tmp_path)
+def test_a_run_that_was_cut_off_or_never_answered_says_so(record: Path, tmp_path: Path) -> None:
+    shutil.copytree(record, tmp_path, dirs_exist_ok=True)
     (tmp_path / "result.json").unlink()
     code, lines = said(tmp_path)
     assert (code, lines[-1]) == (0, "the same: 2 attempts and 0 files")

@@ -174,7 +174,16 @@ ENDS = [
 ]
 
 
-@pytest.mark.parametrize(("function", "offence", "words"), ENDS, ids=[e[0] for e in ENDS])
+ALIKE = ("hangs", "writes_to_null", "raises")  # as one of the others
+
+
+@pytest.mark.parametrize(
+    ("function", "offence", "words"),
+    [
+        pytest.param(*end, id=end[0], marks=pytest.mark.slow if end[0] in ALIKE else [])
+        for end in ENDS
+    ],
+)
 def test_every_end_has_its_name_and_leaves_nothing(
     function: str, offence: str, words: str, scratch: Path, started: list[int]
 ) -> None:
