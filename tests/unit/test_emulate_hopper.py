@@ -113,7 +113,7 @@ def test_the_gemm_is_right(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("bug", some(PLANTED, 4))
+@pytest.mark.parametrize("bug", some(PLANTED, 6))
 def test_a_planted_bug_is_found_at_its_line(
     made: dict[str, EncodedKernel], bug: str, schedule: str
 ) -> None:
