@@ -93,10 +93,10 @@ extern "C" __global__ void __launch_bounds__(Threads, 2)
     if (!(i * BN + BN - 1 < kv_len)) {
       CUTE_UNROLL
       for (int m = 0; m < cute::size<0>(S); ++m) {
-        auto const visible = at.before(S, kv_len - i * BN);
         CUTE_UNROLL
         for (int n = 0; n < cute::size<1>(S); ++n) {
-          S(m, n) = visible[n] ? S(m, n) : -INFINITY;
+          int const kv_idx = i * BN + at.col(n);
+          S(m, n) = kv_idx < kv_len ? S(m, n) : -INFINITY;
         }
       }
     }

@@ -97,9 +97,15 @@ extern "C" __global__ void __launch_bounds__(Threads, 2)
     //  43 | Compute Softcap * tanh(S / Softcap) and get new S
     CUTE_UNROLL
     for (int m = 0; m < cute::size<0>(S); ++m) {
+      auto logistic = fw::row_of(S);
       CUTE_UNROLL
       for (int n = 0; n < cute::size<1>(S); ++n) {
-        S(m, n) = fw::tanh2(S(m, n) * (Scale * (1.f / float(Softcap)) * (2.f * fw::log2_e)));
+        logistic[n] = S(m, n) * (Scale * (1.f / float(Softcap)) * (2.f * fw::log2_e));
+      }
+      fw::logistic2(logistic);
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<1>(S); ++n) {
+        S(m, n) = 1.f - 2.f * logistic[n];
       }
     }
 
@@ -109,11 +115,11 @@ extern "C" __global__ void __launch_bounds__(Threads, 2)
     CUTE_UNROLL
     for (int m = 0; m < cute::size<0>(S); ++m) {
       int const q_idx = block_idx * BM + at.row(m);
+      float const row_0 = float(*p.Slopes.at(head_idx)) * float(i * BN + at.first_col - q_idx
+          - (kv_len - q_len));
       CUTE_UNROLL
       for (int n = 0; n < cute::size<1>(S); ++n) {
-        int const kv_idx = i * BN + at.col(n);
-        S(m, n) = S(m, n) * float(Softcap)
-            + float(*p.Slopes.at(head_idx)) * float(kv_idx - q_idx - (kv_len - q_len));
+        S(m, n) = S(m, n) * float(Softcap) + (row_0 + float(*p.Slopes.at(head_idx)) * at.step(n));
       }
     }
 

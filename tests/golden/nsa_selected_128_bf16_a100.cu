@@ -85,10 +85,10 @@ extern "C" __global__ void __launch_bounds__(Threads, 4)
       if (!(Chosen * BN + BN - 1 <= q_pos + kv_len - q_len)) {
         CUTE_UNROLL
         for (int m = 0; m < cute::size<0>(S); ++m) {
-          auto const visible = at.before(S, fw::near(q_pos) + kv_len - q_len + 1 - Chosen * BN);
           CUTE_UNROLL
           for (int n = 0; n < cute::size<1>(S); ++n) {
-            S(m, n) = visible[n] ? S(m, n) : -INFINITY;
+            int const kv_idx = Chosen * BN + at.col(n);
+            S(m, n) = kv_idx <= q_pos + kv_len - q_len ? S(m, n) : -INFINITY;
           }
         }
       }

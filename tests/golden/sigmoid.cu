@@ -92,9 +92,15 @@ extern "C" __global__ void __launch_bounds__(Threads, 4)
     //  27 | Compute sigmoid(S) and get new S
     CUTE_UNROLL
     for (int m = 0; m < cute::size<0>(S); ++m) {
+      auto logistic = fw::row_of(S);
       CUTE_UNROLL
       for (int n = 0; n < cute::size<1>(S); ++n) {
-        S(m, n) = fw::sigmoid(S(m, n));
+        logistic[n] = S(m, n) * -fw::log2_e;
+      }
+      fw::logistic2(logistic);
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<1>(S); ++n) {
+        S(m, n) = logistic[n];
       }
     }
 

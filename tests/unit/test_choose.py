@@ -257,8 +257,8 @@ def test_extra_score_work_costs_time() -> None:
         alibi = estimate(work(64, options=("alibi",)), t, gpu)
         softcap = estimate(work(64, options=("softcap",)), t, gpu)
         assert plain.microseconds < alibi.microseconds < softcap.microseconds
-        # tanh is two exponentials more; the rows' own factors are few.
-        assert softcap.exp_cycles == pytest.approx(3 * plain.exp_cycles, rel=0.1)
+        # tanh is an exponential and half a reciprocal more; the rows' own factors are few.
+        assert softcap.exp_cycles == pytest.approx(2.5 * plain.exp_cycles, rel=0.1)
 
 
 def test_masks_cost_time_where_steps_have_them() -> None:

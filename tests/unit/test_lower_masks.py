@@ -13,8 +13,9 @@ from flashwright.lang.diagnostic import Failed
 from flashwright.lang.nodes import Expr
 from flashwright.lang.parse import parse
 from flashwright.lower import ir
-from flashwright.lower.element import leaves, literal
+from flashwright.lower.element import Op, leaves, literal
 from flashwright.lower.frontend.lowering import lower
+from flashwright.lower.printing.column_bits import ColumnBits
 from flashwright.lower.printing.cpp import text as in_cpp
 from flashwright.lower.term_value import value
 from flashwright.program.scalars import evaluate
@@ -159,3 +160,93 @@ def test_a_tile_whose_place_cannot_be_told_is_refused() -> None:
     with pytest.raises(Failed, match="where this tile lies cannot be told") as caught:
         lower(program(text, strict=False))
     assert caught.value.diagnostics[0].code == "FW811"
+
+
+# --- as sets of columns ------------------------------------------------------------------------
+
+
+class Columns:
+    """What `at` gives in C++, for all columns of a tile; a thread has some of them."""
+
+    def __init__(self, seen: list[bool]) -> None:
+        self.seen = seen
+
+    def __invert__(self) -> Columns:
+        return Columns([not one for one in self.seen])
+
+    def __and__(self, other: Columns) -> Columns:
+        return Columns([a and b for a, b in zip(self.seen, other.seen, strict=True)])
+
+    def __or__(self, other: Columns) -> Columns:
+        return ~(~self & ~other)
+
+
+class Place:
+    def before(self, _: object, x: int) -> Columns:
+        return Columns([column < x for column in range(32)])
+
+    def all(self, _: object, condition: bool) -> Columns:
+        return Columns([condition] * 32)
+
+
+class Device:
+    def near(self, x: int) -> int:
+        return max(min(x, 2**30), -(2**30))
+
+    def floor_div(self, a: int, b: int) -> int:
+        return a // b
+
+
+SETS = (
+    "kv_idx <= q_idx",
+    "kv_idx < q_idx",
+    "kv_idx > q_idx",
+    "q_idx <= kv_idx",
+    "kv_idx == q_idx",
+    "kv_idx != q_idx",
+    "not kv_idx >= q_idx - 3",
+    "q_idx - kv_idx < 40 and kv_idx + 2 > q_idx or kv_idx < 5",
+    "abs(q_idx - kv_idx) <= 9",
+    "-kv_idx >= -q_idx - (kv_len - q_len)",
+    "floor(kv_idx / 8) == floor(q_idx / 8)",
+    "floor(q_idx / 4) - floor(kv_idx / 4) < 3",
+    "block < 1 and kv_idx < 40 or block >= 1 and kv_idx > q_idx - Window",
+)
+
+
+@pytest.mark.parametrize("mask", SETS)
+def test_a_condition_on_positions_is_a_set_of_columns(mask: str) -> None:
+    mask = f"kv_idx < kv_len and ({mask})"
+    sets = []
+    for node in masks(mask):
+        chosen = node.assigns[0].value
+        assert isinstance(chosen, Op)
+        found = ColumnBits("at", "S", node.cols, node.rows).set(chosen.args[0])
+        assert found is not None
+        sets.append(found.replace("::", "."))
+    code = compile(" & ".join(sets), "<set>", "eval")
+    names = {"at": Place(), "fw": Device(), "S": None, "BM": 64, "BN": 32, "Window": 120}
+    for block, i, q_len, kv_len in product((0, 1), (0, 1, 2), (128, 90), (96,)):
+        env = {**names, "block": block, "i": i, "q_len": q_len, "kv_len": kv_len}
+        for q in (64 * block, 64 * block + 31, 64 * block + 63):
+            told = eval(code, {**env, "q_idx": q}).seen
+            columns = range(32 * i, 32 * i + 32)
+            values = {"q_idx": q, "q_len": q_len, "kv_len": kv_len, "block": block, "Window": 120}
+            wanted = [evaluate(condition(mask), {**values, "kv_idx": k}) for k in columns]
+            assert told == wanted, (block, i, q)
+
+
+def test_numbers_of_the_callers_own_do_not_wrap() -> None:
+    """A row's own limit may be the least or the greatest int."""
+    own = "DocQ == DocK and kv_idx < DocQ and q_idx - kv_idx < DocQ"
+    text = documents(f"kv_idx < kv_len and {own}")
+    assert "at.before(S, fw::near(DocQ(m)) - i * BN)" in printed(text)
+    assert "q_idx - fw::near(DocQ(m)) + 1 - i * BN" in printed(text)
+
+
+def test_what_repeats_along_the_keys_is_computed_for_one_period() -> None:
+    source = " ".join(
+        printed(attention(mask="kv_idx < kv_len and (q_idx - kv_idx) % 4 == 0")).split()
+    )
+    assert "at.every<4>(S, [&](int n) { int const kv_idx = i * BN + at.col(n);" in source
+    assert "at.every" not in printed(attention(mask="kv_idx < kv_len and kv_idx % 5 == q_idx % 5"))

@@ -170,8 +170,10 @@ def footprint(workload: Workload, tiling: Tiling, gpu: Gpu) -> Footprint:
     if uses_wgmma(workload, tiling, gpu):  # TMA copies tiles of the scores ahead
         shared += tiling.stages * bm * bn * workload.score_bytes
     tiles = bm * v_dim * 4 + bm * bn * (4 + workload.score_bytes)
-    # A thread has a quarter of a tile's columns, and all warps have the same ones.
-    tiles += workload.key_vectors * bn * 32 * tiling.warps
+    # A thread has a quarter of a tile's columns, and all warps have the same ones. With wgmma they
+    # come from shared memory, a few at a time.
+    if not uses_wgmma(workload, tiling, gpu):
+        tiles += workload.key_vectors * bn * 32 * tiling.warps
     if turns_tiles(workload, tiling, gpu):  # V before it is transposed, and a step of O
         shared += tiling.stages * bn * v_dim
         tiles += bm * v_dim * 4

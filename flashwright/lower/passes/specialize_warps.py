@@ -165,7 +165,8 @@ def _consumers(
     if not report.ping_pong:
         _no_ping_pong(program, met, report, split)
     staged = ir.changed(found, lambda node: _staged(node, keys, program))
-    return verifier.products(asynchronous(staged), "wgmma groups", program), pipeline.late
+    waited = asynchronous(staged, late=program.warps > 8)
+    return verifier.products(waited, "wgmma groups", program), pipeline.late
 
 
 def _meet_in_loops(body: tuple[ir.Statement, ...]) -> bool:

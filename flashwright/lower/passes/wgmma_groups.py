@@ -31,15 +31,16 @@ class _Group:
         return tile_name(gemm.target) in found.all or bool(found.writes & {gemm.right, left})
 
 
-def asynchronous(body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
-    """The body with its GEMMs started and waited for."""
+def asynchronous(body: tuple[ir.Statement, ...], late: bool = False) -> tuple[ir.Statement, ...]:
+    """The body with its GEMMs started and waited for. With `late`, what comes from shared memory
+    to registers comes when the product that it is used with is done: sooner it takes registers."""
     open: list[_Group] = []
     out: list[ir.Statement] = []
     for position, node in enumerate(body):
         if isinstance(node, (ir.Loop, ir.Branch)):
             multiplies = any(isinstance(n, ir.Gemm) for n in ir.flat((node,)))
             out += _finish(open, len(open) if multiplies else _due(open, node))
-            out.append(_within(node))
+            out.append(_within(node, late))
         elif isinstance(node, ir.Gemm):
             out += _finish(open, _due(open, node))
             if not _fenced(body[:position], open):
@@ -47,16 +48,19 @@ def asynchronous(body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
             out.append(ir.Start(node, origin=node.origin))
             open.append(_Group(node))
         else:
-            out += _finish(open, _due(open, node))
+            loads = late and isinstance(node, ir.Move) and node.dest[1] == "register"
+            used = body[position + 1 : position + 2] if loads else ()
+            out += _finish(open, max(_due(open, n) for n in (node, *used)))
             out.append(node)
     out += _finish(open, len(open))
     return tuple(out)
 
 
-def _within(node: ir.Loop | ir.Branch) -> ir.Statement:
+def _within(node: ir.Loop | ir.Branch, late: bool) -> ir.Statement:
     if isinstance(node, ir.Loop):
-        return replace(node, body=asynchronous(node.body))
-    return replace(node, then=asynchronous(node.then), orelse=asynchronous(node.orelse))
+        return replace(node, body=asynchronous(node.body, late))
+    then, orelse = (asynchronous(part, late) for part in (node.then, node.orelse))
+    return replace(node, then=then, orelse=orelse)
 
 
 def _due(open: Sequence[_Group], node: ir.Statement) -> int:

@@ -80,10 +80,10 @@ extern "C" __global__ void __launch_bounds__(Threads, 4)
       CUTE_UNROLL
       for (int m = 0; m < cute::size<0>(S); ++m) {
         int const q_idx = block_idx * BM + at.row(m);
+        auto const visible = at.before(S, q_idx + kv_len - q_len + 1 - i * BN);
         CUTE_UNROLL
         for (int n = 0; n < cute::size<1>(S); ++n) {
-          int const kv_idx = i * BN + at.col(n);
-          S(m, n) = kv_idx <= q_idx + kv_len - q_len ? S(m, n) : -INFINITY;
+          S(m, n) = visible[n] ? S(m, n) : -INFINITY;
         }
       }
     }
@@ -91,9 +91,15 @@ extern "C" __global__ void __launch_bounds__(Threads, 4)
     //  26 | Compute sigmoid(S) and get new S
     CUTE_UNROLL
     for (int m = 0; m < cute::size<0>(S); ++m) {
+      auto logistic = fw::row_of(S);
       CUTE_UNROLL
       for (int n = 0; n < cute::size<1>(S); ++n) {
-        S(m, n) = fw::sigmoid(S(m, n));
+        logistic[n] = S(m, n) * -fw::log2_e;
+      }
+      fw::logistic2(logistic);
+      CUTE_UNROLL
+      for (int n = 0; n < cute::size<1>(S); ++n) {
+        S(m, n) = logistic[n];
       }
     }
 

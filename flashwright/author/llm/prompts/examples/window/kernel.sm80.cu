@@ -97,11 +97,11 @@ extern "C" __global__ void __launch_bounds__(Threads, 4)
     CUTE_UNROLL
     for (int m = 0; m < cute::size<0>(S); ++m) {
       int const q_idx = block_idx * BM + at.row(m);
+      float const row_0 = float(*p.Slopes.at(head_idx)) * float(i * BN + at.first_col - q_idx
+          - (kv_len - q_len));
       CUTE_UNROLL
       for (int n = 0; n < cute::size<1>(S); ++n) {
-        int const kv_idx = i * BN + at.col(n);
-        S(m, n) = S(m, n) * Scale
-            + float(*p.Slopes.at(head_idx)) * float(kv_idx - q_idx - (kv_len - q_len));
+        S(m, n) = S(m, n) * Scale + (row_0 + float(*p.Slopes.at(head_idx)) * at.step(n));
       }
     }
 
@@ -111,11 +111,12 @@ extern "C" __global__ void __launch_bounds__(Threads, 4)
       CUTE_UNROLL
       for (int m = 0; m < cute::size<0>(S); ++m) {
         int const q_idx = block_idx * BM + at.row(m);
+        auto const visible = at.before(S, kv_len - i * BN)
+            & ~at.before(S, q_idx + kv_len - q_len - Window + 1 - i * BN)
+                & at.before(S, q_idx + kv_len + Window - q_len - i * BN);
         CUTE_UNROLL
         for (int n = 0; n < cute::size<1>(S); ++n) {
-          int const kv_idx = i * BN + at.col(n);
-          S(m, n) = kv_idx < kv_len & kv_idx > q_idx + kv_len - q_len - Window
-              & kv_idx < q_idx + kv_len - q_len + Window ? S(m, n) : -INFINITY;
+          S(m, n) = visible[n] ? S(m, n) : -INFINITY;
         }
       }
     }
