@@ -193,8 +193,8 @@ class Device:
     def near(self, x: int) -> int:
         return max(min(x, 2**30), -(2**30))
 
-    def floor_div(self, a: int, b: int) -> int:
-        return a // b
+    def shifted(self, by: int, x: int) -> int:
+        return x // by
 
 
 SETS = (
@@ -223,7 +223,7 @@ def test_a_condition_on_positions_is_a_set_of_columns(mask: str) -> None:
         assert isinstance(chosen, Op)
         found = ColumnBits("at", "S", node.cols, node.rows).set(chosen.args[0])
         assert found is not None
-        sets.append(found.replace("::", "."))
+        sets.append(re.sub(r"floor_div<(\d+)>\(", r"shifted(\1, ", found).replace("::", "."))
     code = compile(" & ".join(sets), "<set>", "eval")
     names = {"at": Place(), "fw": Device(), "S": None, "BM": 64, "BN": 32, "Window": 120}
     for block, i, q_len, kv_len in product((0, 1), (0, 1, 2), (128, 90), (96,)):

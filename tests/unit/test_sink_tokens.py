@@ -76,7 +76,7 @@ def test_the_built_in_author_writes_them(gpu: str, causal: bool, window: int, to
     assert "no block between the two is visited" in reasoning(spec, GPUS[gpu], made)
     # The mask's positions are those of the block that a round takes, not of the round.
     text = " ".join(translate(program, GPUS[gpu]).source.split())
-    assert "kv_idx = (i < Start + SinkBlocks ? i - Start : i) * BN +" in text
+    assert "+ 1 - (i < Start + SinkBlocks ? i - Start : i) * BN)" in text
     without = spec.model_copy(update={"sink_tokens": None})
     assert not judge(program, without, cases=default_cases(without, LENGTHS)).ok
 

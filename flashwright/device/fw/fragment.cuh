@@ -8,6 +8,7 @@
 
 #include <cute/tensor.hpp>
 #include <fw/global.cuh>
+#include <fw/shared.cuh>
 
 namespace fw {
 
@@ -372,12 +373,29 @@ __device__ void to_shared(Shared dst, Tile const& tile) {
 
 template <int Warps, bool Wide = false, int Beside = 1, class Shared, class Tile>
 __device__ void from_shared(Tile& tile, Shared src) {
+  using T = typename Shared::value_type;
   auto from = src.tensor();
-  if constexpr (!Wide && is_16_bit<typename Shared::value_type>) {
+  if constexpr (!Wide && Beside == 1 && is_16_bit<T> && Shared::cols % 16 == 0) {  // blocks of 16 x 16
+    uint32_t own = src.chunk_address(threadIdx.x / 32 * 16 + threadIdx.x % 16, threadIdx.x % 32 / 16);
+    keep_in_loop(own);
+    CUTE_UNROLL
+    for (int step = 0; step < Shared::cols / 16; ++step) {
+      CUTE_UNROLL
+      for (int block = 0; block < Shared::rows / (16 * Warps); ++block) {
+        uint32_t r[4];
+        ldmatrix(r, chunk_of<Shared>(own, 2 * step) + block * 16 * Warps * Shared::row_bytes);
+        CUTE_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          int const m = 2 * block + i % 2, n = 4 * step + i / 2 * 2;
+          unpack<T>(r[i], tile(m, n), tile(m, n + 1));
+        }
+      }
+    }
+  } else if constexpr (!Wide && is_16_bit<T>) {
     each_pair<Warps, Beside>(tile, [&](int row, int col, float& low, float& high) {
-      unpack<typename Shared::value_type>(*reinterpret_cast<uint32_t const*>(&from(row, col)), low, high);
+      unpack<T>(*reinterpret_cast<uint32_t const*>(&from(row, col)), low, high);
     });
-  } else if constexpr (!Wide && cute::is_same_v<typename Shared::value_type, float>) {
+  } else if constexpr (!Wide && cute::is_same_v<T, float>) {
     each_pair<Warps, Beside>(tile, [&](int row, int col, float& low, float& high) {
       float2 const both = *reinterpret_cast<float2 const*>(&from(row, col));
       low = both.x;

@@ -93,21 +93,26 @@ struct Global {
   }
 };
 
-// Whole division that rounds down or up, whatever the sign; the divisor is positive. By a constant power of two it is
-// one shift, and what it leaves one mask.
-__device__ constexpr bool power_of_two(int b) { return b > 0 && (b & (b - 1)) == 0; }
-__device__ constexpr int floor_div(int a, int b) {
-  return power_of_two(b) ? a >> (31 - __builtin_clz(b)) : a / b - (a % b < 0);
-}
+// Whole division that rounds down or up, whatever the sign; the divisor is positive.
+__device__ constexpr int floor_div(int a, int b) { return a / b - (a % b < 0); }
 __device__ constexpr int ceil_div(int a, int b) { return a / b + (a % b > 0); }
 
 // What a division that rounds down leaves: it has the sign of the divisor.
 __device__ constexpr int floor_mod(int a, int b) {
-  if (power_of_two(b)) {
-    return a & (b - 1);
-  }
   int const rest = a % b;
   return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+}
+
+// By a power of two: a shift, and what it leaves a mask. nvcc takes eight instructions.
+template <int B>
+__device__ constexpr int floor_div(int a) {
+  static_assert(B > 0 && (B & (B - 1)) == 0);
+  return a >> (31 - __builtin_clz(B));
+}
+template <int B>
+__device__ constexpr int floor_mod(int a) {
+  static_assert(B > 0 && (B & (B - 1)) == 0);
+  return a & (B - 1);
 }
 __device__ inline float floor_mod(float a, float b) {
   float const rest = ::fmodf(a, b);

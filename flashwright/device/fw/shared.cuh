@@ -59,6 +59,25 @@ __device__ SharedTile<T, Rows, Cols> shared_tile(unsigned char* begin) {
   return {reinterpret_cast<T*>(begin)};
 }
 
+// Four 8x8 matrices of 16-bit units from shared memory, one register of each to every thread; the
+// thread names the row `lane % 8` of matrix `lane / 8`.
+__device__ inline void ldmatrix(uint32_t (&r)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(row)
+               : "memory");
+}
+
+// Makes the compiler forget what it knows of an address, so that it computes the few steps from there
+// where they are used instead of holding all of them in registers throughout a loop.
+__device__ inline void keep_in_loop(uint32_t& address) { asm volatile("" : "+r"(address)); }
+
+// Chunk `number` of the row that a thread's address points at, whose own chunk is 0 or 1.
+template <class Tile>
+__device__ uint32_t chunk_of(uint32_t address, int number) {
+  return (address ^ (number % Tile::chunks * 16)) + number / Tile::chunks * Tile::atom_bytes;
+}
+
 // A vector in shared memory, with room for further stages behind it.
 template <class T, int Size>
 struct SharedVector {

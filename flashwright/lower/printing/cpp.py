@@ -54,6 +54,8 @@ def _text(x: Term) -> tuple[str, int]:
             return f"{op}{inner if level >= ATOM else f'({inner})'}", UNARY
         case Binary():
             return _binary(x)
+        case Call("floor_div" | "floor_mod" as func, (above, Lit(value=int(by)))) if _is_power(by):
+            return f"fw::{func}<{by}>({text(above)})", ATOM
         case Call(func, args):
             return f"fw::{func}({', '.join(map(text, args))})", ATOM
         case Select(condition, yes, no):
@@ -72,6 +74,11 @@ def _text(x: Term) -> tuple[str, int]:
             return f"fw::gather({', '.join((text(line), *steps))})", ATOM
         case Convert(to, operand):
             return f"{to}({text(operand)})", ATOM
+
+
+def _is_power(x: int) -> bool:
+    """Whether a number is a power of two."""
+    return x > 0 and x.bit_count() == 1
 
 
 CHAINS = ("*", "&", "|", "&&", "||")  # `a * (b * c)` is printed without its parenthesis
