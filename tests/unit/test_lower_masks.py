@@ -13,10 +13,12 @@ from flashwright.lang.diagnostic import Failed
 from flashwright.lang.nodes import Expr
 from flashwright.lang.parse import parse
 from flashwright.lower import ir
-from flashwright.lower.element import Op, leaves, literal
+from flashwright.lower.element import COLUMN, TILE, Leaf, Op, element, leaves, literal, variable
 from flashwright.lower.frontend.lowering import lower
+from flashwright.lower.passes.software_pipeline import _masked_throughout
 from flashwright.lower.printing.column_bits import ColumnBits
 from flashwright.lower.printing.cpp import text as in_cpp
+from flashwright.lower.term import Position, Read, Var, binary, integer
 from flashwright.lower.term_value import value
 from flashwright.program.scalars import evaluate
 from tests.unit.lowered import printed
@@ -250,3 +252,24 @@ def test_what_repeats_along_the_keys_is_computed_for_one_period() -> None:
     )
     assert "at.every<4>(S, [&](int n) { int const kv_idx = i * BN + at.col(n);" in source
     assert "at.every" not in printed(attention(mask="kv_idx < kv_len and kv_idx % 5 == q_idx % 5"))
+
+
+def test_two_tiles_of_listed_blocks_keep_their_own_masks() -> None:
+    """Masks of one tile become one, without the test that reads the list; those of another stay."""
+    chosen = Read("Blocks", (Var("i"),), "int")
+
+    def mask(name: str, column: int) -> ir.Compute:
+        tile = element(name, TILE)
+        shown = Op("<", (Leaf(Position("kv_idx"), COLUMN), literal(column)))
+        assign = ir.Assign(tile, Op("where", (shown, tile, HIDDEN)))
+        return ir.Compute((64, 32), (assign,), unless=binary("<", chosen, integer(3)))
+
+    body = (mask("S", 1), mask("S", 2), mask("T", 3))
+    loop = ir.Loop("i", integer(0), binary("<", Var("i"), integer(9)), body)
+    one, other = _masked_throughout(loop).body
+    assert isinstance(one, ir.Compute)
+    assert isinstance(other, ir.Compute)
+    assert [n.unless for n in (one, other)] == [None, None]
+    assert [variable(n.assigns[0].target) for n in (one, other)] == ["S", "T"]
+    assert {leaf.value for leaf in leaves(one.assigns[0].value)} >= {1.0, 2.0}
+    assert {leaf.value for leaf in leaves(other.assigns[0].value)} >= {3.0}

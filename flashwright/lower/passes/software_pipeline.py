@@ -3,9 +3,8 @@ epilogue, unmasked iterations split off, early exit for warpgroups whose rows ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 
 from flashwright.lower import ir
 from flashwright.lower.element import Element, Leaf, Op
@@ -199,18 +198,37 @@ def _over_taken_iterations(loop: ir.Loop) -> ir.Loop:
 
 def _masked_throughout(loop: ir.Loop) -> ir.Loop:
     """A loop over blocks that the caller lists: their masks without a test, which would ask the
-    list in every iteration, and as one."""
+    list in every iteration, and those that follow each other on a tile as one."""
     lets = defined(loop.body)
-    masks = [n for n in _masks(loop) if n.unless and reads_memory(substitute(n.unless, lets))]
-    if not masks:
-        return loop
-    conditions = [_where(mask)[0] for mask in masks]
-    condition = reduce(lambda a, b: Op("and", (a, b)), conditions)
-    (assign,) = masks[0].assigns
-    whole = replace(assign, value=Op("where", (condition, *_where(masks[0])[1:])))
-    one = replace(masks[0], assigns=(whole,), unless=None)
-    body = [one if n is masks[0] else n for n in loop.body if n is masks[0] or n not in masks]
+    body: list[ir.Statement] = []
+    last: ir.Compute | None = None  # a mask whose test is gone, if it is the last statement
+    for node in loop.body:
+        mask = _without_test(node, lets)
+        if (
+            mask is not None
+            and last is not None
+            and mask.assigns[0].target == last.assigns[0].target
+        ):
+            body.pop()
+            mask = _both(last, mask)
+        body.append(node if mask is None else mask)
+        last = mask
     return replace(loop, body=tuple(body))
+
+
+def _without_test(node: ir.Statement, lets: Mapping[str, Term]) -> ir.Compute | None:
+    """A mask whose test reads memory, without it; None for other statements."""
+    if not isinstance(node, ir.Compute) or node.unless is None:
+        return None
+    return replace(node, unless=None) if reads_memory(substitute(node.unless, lets)) else None
+
+
+def _both(first: ir.Compute, second: ir.Compute) -> ir.Compute:
+    """Two masks of a tile as one."""
+    condition = Op("and", (_where(first)[0], _where(second)[0]))
+    (assign,) = first.assigns
+    whole = replace(assign, value=Op("where", (condition, *_where(first)[1:])))
+    return replace(first, assigns=(whole,))
 
 
 def _where(mask: ir.Compute) -> tuple[Element, ...]:
