@@ -48,7 +48,7 @@ def minus(a: Element, b: Element) -> Element:
         (Op("+", (S, NOW)), "S(m, n) + float(kv_idx)"),
         (Op("<", (NOW, TWO)), "kv_idx < 2"),
         (Op("where", (Op("<", (NOW, TWO)), S, TWO)), "kv_idx < 2 ? S(m, n) : 2.f"),
-        (Op("%", (NOW, TWO)), "fw::floor_mod(kv_idx, 2)"),
+        (Op("%", (NOW, TWO)), "fw::floor_mod<2>(kv_idx)"),
         (Op("max", (S, OLD, NEW)), "fw::max(fw::max(S(m, n), Old(m)), New(m))"),
     ],
 )

@@ -56,7 +56,7 @@ def test_three_stages() -> None:
 def test_a_loop_that_does_not_begin_at_0_counts_its_stages_from_there() -> None:
     source = printed(attention(k_stages=2, v_stages=2, low="floor(block / 2)"), strict=False)
     before, inside = source.split("CUTE_NO_UNROLL")
-    assert "int const i_first = fw::floor_div(block, 2);" in before
+    assert "int const i_first = fw::floor_div<2>(block);" in before
     assert "K_shared.stage(0), p.K.tile(item, head, i_first * BN)" in before
     assert "for (int i = i_first; i * BN < kv_len; ++i) {" in inside
     assert "K_shared.stage((i - i_first + 1) % 2)" in inside

@@ -77,7 +77,7 @@ def test_printed(tl: str, printed: str) -> None:
         ("ceil(kv_len / BN)", "fw::ceil_div(kv_len, BN)"),
         ("floor(i)", "i"),
         ("floor(min(kv_len / BN, i))", "fw::floor_div(fw::min(kv_len, i * BN), BN)"),
-        ("i % 4", "fw::floor_mod(i, 4)"),
+        ("i % 4", "fw::floor_mod<4>(i)"),
         ("where(i < 2, i, block)", "i < 2 ? i : block"),
     ],
 )

@@ -315,16 +315,16 @@ def test_comparisons_are_exact_whatever_the_signs(
 @pytest.mark.parametrize(
     ("tl", "cpp"),
     [
-        ("floor(i / -2)", "fw::floor_div(-i, 2)"),
+        ("floor(i / -2)", "fw::floor_div<2>(-i)"),
         ("floor(kv_len / q_len)", "fw::floor_div(kv_len, q_len)"),
         ("floor(kv_len / (q_len + 1))", "fw::floor_div(kv_len, q_len + 1)"),
         ("floor(kv_len / i)", "fw::floor_div(i < 0 ? -kv_len : kv_len, fw::abs(i))"),
         ("7 % 4", "3"),
         ("-7 % 4", "1"),
         ("7 % -4", "-1"),
-        ("i % 4", "fw::floor_mod(i, 4)"),
+        ("i % 4", "fw::floor_mod<4>(i)"),
         ("i % j", "fw::floor_mod(i, j)"),
-        ("floor(i / 2 % 3)", "fw::floor_div(fw::floor_mod(i, 6), 2)"),
+        ("floor(i / 2 % 3)", "fw::floor_div<2>(fw::floor_mod(i, 6))"),
     ],
 )
 def test_divisions_as_they_are_printed(tl: str, cpp: str) -> None:
