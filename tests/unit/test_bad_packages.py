@@ -151,6 +151,7 @@ def test_kernels_are_chosen_by_the_number_of_keys_alone(package: Path, by: str) 
 
 
 @needs_compilers
+@pytest.mark.slow
 def test_a_kernel_for_lengths_that_nobody_can_try_is_not_accepted(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,6 +129,7 @@ def test_of_a_sketch_and_a_code_in_one_reply_each_stage_takes_its_own(tmp_path: 
     assert run.artefacts["code.tl"].strip() == CODE.strip()
 
 
+@pytest.mark.slow
 def test_each_stage_has_its_own_author(tmp_path: Path) -> None:
     with serve([say(fenced(SKETCH))]) as server:
         run = generate(server, tmp_path, "sketch")
@@ -195,6 +196,7 @@ def test_no_key_is_ever_written(tmp_path: Path) -> None:
     assert all(key.encode() not in p.read_bytes() for p in written)
 
 
+@pytest.mark.slow
 def test_of_several_candidates_one_that_is_right_is_kept(tmp_path: Path) -> None:
     texts = iter([fenced(WITHOUT_RESHAPE), fenced(CODE)])
 
@@ -251,6 +253,7 @@ def test_a_finished_run_is_not_asked_for_again_and_no_other_one_takes_its_place(
         assert len(server.requests) == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_off_leaves_nothing_that_passes_as_the_users(tmp_path: Path) -> None:
     both = ("--sketch", "m", "--params", "m")
     with serve([say(SKETCH_REPLY), status(401)]) as server:
@@ -268,6 +271,7 @@ FOUR_AXES = CODE.replace("batch_idx = 0:batch", "batch_idx = 0:batch, part = 0:1
 """Right on the CPU, and without a translation: a grid has three axes at most."""
 
 
+@pytest.mark.slow
 def test_a_program_without_a_translation_is_sent_back(tmp_path: Path, no_compiler: None) -> None:
     with serve([say(fenced(FOUR_AXES)), say(fenced(CODE))]) as server:
         done = command(server, tmp_path, "--params", "m")
@@ -289,6 +293,7 @@ def test_a_run_does_not_end_well_without_a_translation(tmp_path: Path, no_compil
     assert "FW811" in done.output
 
 
+@pytest.mark.slow
 def test_a_program_without_a_contract_is_sent_back(tmp_path: Path, no_compiler: None) -> None:
     """A model writes the kernel too: what it writes would have no contract to keep."""
     with serve([say(fenced(FOUR_AXES)), say(fenced(CODE)), status(401)]) as server:

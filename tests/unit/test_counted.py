@@ -46,6 +46,7 @@ def lanes(sample: Sample) -> counted.Work:
 
 @needs_compilers
 @pytest.mark.parametrize("sample", SAMPLES, ids=_name)
+@pytest.mark.slow
 def test_a_step_is_what_the_file_says(sample: Sample) -> None:
     step = made()[_name(sample)][1]
     told = lanes(sample)
@@ -61,6 +62,7 @@ def test_a_step_is_what_the_file_says(sample: Sample) -> None:
 
 @needs_compilers
 @pytest.mark.parametrize("sample", SAMPLES, ids=_name)
+@pytest.mark.slow
 def test_bytes_and_products_are_those_of_the_model(sample: Sample) -> None:
     kernel, step = made()[_name(sample)]
     w, card = workload(sample.spec), gpus.find(sample.gpu)
@@ -76,6 +78,7 @@ def test_bytes_and_products_are_those_of_the_model(sample: Sample) -> None:
 
 @needs_compilers
 @pytest.mark.parametrize("sample", [PLAIN, CAPPED], ids=_name)
+@pytest.mark.slow
 def test_a_mask_is_what_the_file_says(sample: Sample) -> None:
     more = overhead(one_mask(sample, made()[_name(sample)][0]))
     told = counted.mask("causal" if sample.spec.causal else "ragged")

@@ -65,6 +65,7 @@ def test_fewer_problems_than_a_verdict_rests_on_are_not_enough(package: Path) ->
 
 
 @needs_compilers
+@pytest.mark.slow
 def test_how_many_problems_there_are_does_not_depend_on_the_time(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,6 +193,7 @@ def test_a_wrong_number_is_wrong_without_any_hazard(tmp_path: Path) -> None:
 
 
 @needs_compilers
+@pytest.mark.slow
 def test_the_same_from_python(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judging, "ROUNDS", 1)
     found = flashwright.verify(str(package), SPEC, on="cpu", lengths=[(17, 33)], seed=2)

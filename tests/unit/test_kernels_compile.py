@@ -30,9 +30,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 NEW = ("rtx3090", "a10", "a6000", "l4", "rtx4090", "h100-pcie", "h20", "gh200", "rtx5090", "b200")
 
 
-@pytest.mark.parametrize(
-    "name", [n if n == "b200" else pytest.param(n, marks=pytest.mark.slow) for n in NEW]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NEW)
 def test_each_gpu_gets_a_kernel(name: str) -> None:
     """Translated and compiled; Blackwell multiplies with mma.sync and copies with cp.async."""
     gpu = gpus.find(name)

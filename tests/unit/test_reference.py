@@ -166,6 +166,7 @@ def test_generate_refuses_what_it_does_not_understand(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_nvcc")
+@pytest.mark.slow
 def test_generate_is_judged_by_the_reference(tmp_path: Path) -> None:
     """The words say more than the settings, and the function decides."""
     mine, out = saved(tmp_path, CAUSAL), tmp_path / "out"

@@ -254,6 +254,7 @@ def test_a_file_that_was_changed_by_hand_is_told_and_one_that_is_gone_is_not(
     ]
 
 
+@pytest.mark.slow
 def test_an_attempt_that_comes_out_otherwise_says_how(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with serve([say(fenced(CODE))]) as server:
