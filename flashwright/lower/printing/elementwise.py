@@ -82,10 +82,12 @@ def _rows(node: ir.Compute, assigns: list[ir.Assign], at: str) -> Iterator[str]:
     body = _Row(node, at)
     for assign in assigns:
         body.add(assign)
-    yield from body.before
     held = next(t for a in assigns for t in (a.target, *leaves(a.value)) if _has_rows(t))
     size = "cute::size<0>" if held.axes == TILE else "cute::size"
-    yield from _loop("m", f"{size}({variable(held)})", body.lines)
+    lines = [*body.before, *_loop("m", f"{size}({variable(held)})", body.lines)]
+    if body.before:  # its names are its own
+        lines = ["{", *(f"  {line}" for line in lines), "}"]
+    yield from lines
 
 
 @dataclass
@@ -175,22 +177,22 @@ class _Row:
         """A product of a distance of positions, `Slope * (kv_idx - q_idx)`, as its value at the
         thread's first column and a multiple of a constant: one FMA instead of a conversion."""
         match x:
-            case Op("*", (factor, distance) | (distance, factor)):
-                found = linear(distance) if type_of(distance) == "int" else None
-                plain = axes_of(factor) <= ROW and type_of(factor) == "float"
-                if plain and found is not None and found.divisor == 1 and abs(found.keys) == 1:
-                    at_first = with_leaves(distance, {KEY: self._first_key()})
-                    step = Leaf(Var(f"{self.at}.step(n)", "float"), COLUMN)
-                    sign = "+" if found.keys > 0 else "-"
-                    return Op(sign, (Op("*", (factor, at_first)), Op("*", (factor, step))))
+            case Op("*", (a, b)):
+                for factor, distance in ((a, b), (b, a)):
+                    found = linear(distance) if type_of(distance) == "int" else None
+                    plain = axes_of(factor) <= ROW and type_of(factor) == "float"
+                    if plain and found and found.divisor == 1 and abs(found.keys) == 1:
+                        return self._at_steps(factor, distance, found.keys)
         if isinstance(x, Op) and x.op != "gather":
             return Op(x.op, tuple(self._stepped(a) for a in x.args))
         return x
 
-    def _first_key(self) -> Leaf:
-        """The position of the thread's first column."""
+    def _at_steps(self, factor: Element, distance: Element, sign: int) -> Element:
         column = Var(f"{self.at}.first_col")
-        return Leaf(column if self.node.cols is None else plus(self.node.cols, column), ROW)
+        first = Leaf(column if self.node.cols is None else plus(self.node.cols, column), ROW)
+        step = Leaf(Var(f"{self.at}.step(n)", "float"), COLUMN)
+        there = Op("*", (factor, with_leaves(distance, {KEY: first})))
+        return Op("+" if sign > 0 else "-", (there, Op("*", (factor, step))))
 
     def _stale(self, target: Leaf) -> None:
         """Names made from what has just been changed are not used again."""
