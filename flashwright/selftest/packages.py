@@ -141,7 +141,7 @@ def kernel_without_bounds(folder: Path) -> None:
 
 def kernel_without_mask(folder: Path) -> None:
     """Every key is seen."""
-    mask = "kv_idx <= q_idx + kv_len - q_len ? S(m, n) : -INFINITY"
+    mask = "visible[n] ? S(m, n) : -INFINITY"
     _compiled_again(folder, mask, "S(m, n)")
 
 

@@ -106,11 +106,11 @@ using Mma = Narrow;
 """
 HEAD = "fw::floor_div(head_idx * kv_heads, heads)"
 STORE = "if (p.O.data != nullptr) {"
-MASK = "kv_idx <= q_idx + kv_len - q_len ? S(m, n) : -INFINITY"
+MASK = "visible[n] ? S(m, n) : -INFINITY"
 EDITS: dict[str, tuple[str, str, str]] = {
     "no rescale": ("O(m, n) = O(m, n) * drop;", "O(m, n) = O(m, n);", "wrong"),
     "no mask": (MASK, "S(m, n)", "mask_ignored"),
-    "mask off by one": (MASK, MASK.replace("<=", "<"), "key_ignored"),
+    "mask off by one": ("kv_len - q_len + 1 - i * BN", "kv_len - q_len - i * BN", "key_ignored"),
     "another head": (HEAD, "head_idx % kv_heads", "mask_ignored"),
     "no store": (STORE, STORE.replace(")", " && block_idx)"), "unwritten"),
     "rows behind the end": ("O, q_len - block_idx * BM);", "O, BM);", "out_of_bounds"),
