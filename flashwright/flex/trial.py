@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from flashwright.flex.fallback import dense, mask_of, score_of
-from flashwright.flex.task import ROWS, compare_rows
+from flashwright.flex.task import ROWS, compare_rows, tell
 from flashwright.spec import AttentionSpec
 
 Function = Callable[..., Any]
@@ -26,7 +26,8 @@ def check(
     dims: Mapping[str, int],
     tensors: Mapping[str, Any],
 ) -> None:
-    """Raise WrongKernel if some rows of the output are not what the functions give.
+    """Raise WrongKernel if some rows of the output are not what the functions give. If PyTorch
+    cannot compute the functions, that is told instead.
 
     `tensors` has q, k, v, and slopes, sink and bias (of the output's batch and heads) if given.
     """
@@ -37,9 +38,13 @@ def check(
         for b, h in {(0, 0), (dims["batch"] - 1, dims["heads"] - 1)}:
             rows = torch.linspace(0, dims["q_len"] - 1, min(ROWS, dims["q_len"])).long()
             rows = rows.to(query.device)
-            wanted = expected(score_mod, mask_mod, spec, tensors, (b, h, rows))
-            found = out[b, h, rows].double()
-            compare_rows(found.cpu().numpy(), wanted.cpu().numpy(), spec, (b, h))
+            found = out[b, h, rows].double().cpu()  # an error of the kernel shows here
+            try:
+                wanted = expected(score_mod, mask_mod, spec, tensors, (b, h, rows))
+            except RuntimeError as error:  # vmap of CUDA's logsigmoid fails
+                tell(f"the first output is not checked: PyTorch fails on the function: {error}")
+                return
+            compare_rows(found.numpy(), wanted.cpu().numpy(), spec, (b, h))
 
 
 def expected(

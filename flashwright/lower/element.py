@@ -159,7 +159,7 @@ def _folded(op: str, args: tuple[Element, ...]) -> Element:
     match op, args:
         case "exp", (x,):
             return Op("exp2", (_scaled(x, LOG2_E) if "n" in axes_of(x) else times(x, LOG2_E),))
-        case "log", (Op("sigmoid", (x,)),):  # -log(1 + 2^-(x log2(e))), also where sigmoid(x) is 0
+        case "log", (Op("sigmoid", (x,)),):  # -log(1 + 2^-(x log2(e))): without the reciprocal
             power = Op("exp2", (times(x, MINUS_LOG2_E),))
             return Op("neg", (_folded("log", (Op("+", (literal(1.0), power)),)),))
         case "log", (x,) if "n" in axes_of(x):
@@ -186,13 +186,12 @@ def times(x: Element, y: Element) -> Element:
     if _is_constant(x) and not _is_constant(y):
         x, y = y, x
     match x:
-        case Op("*", (inner, factor)) if "n" in axes_of(inner) and type_of(x) == "float":
-            if not axes_of(factor) | axes_of(y) and not (_is_constant(factor) and _is_constant(y)):
-                return Op("*", (inner, times(factor, y)))
-    match x:
-        case Op("*", (inner, factor)) if _is_constant(factor) and not _is_constant(y):
-            if "n" in axes_of(y) and type_of(y) == "float":
+        case Op("*", (inner, factor)) if type_of(x) == "float":
+            if _is_constant(factor) and "n" in axes_of(y) and type_of(y) == "float":
                 return times(Op("*", (inner, y)), factor)
+            shared = not axes_of(factor) | axes_of(y) and "n" in axes_of(inner)
+            if shared and not (_is_constant(factor) and _is_constant(y)):
+                return Op("*", (inner, times(factor, y)))
     if not _is_constant(y) or type_of(x) == type_of(y) == "int":
         return Op("*", (x, y))
     assert isinstance(y, Leaf)

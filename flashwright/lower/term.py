@@ -154,6 +154,8 @@ Term = (
 )  # fmt: skip
 
 COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
+MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
+"""The comparison with its sides exchanged."""
 ZERO, ONE = Lit(0), Lit(1)
 
 

@@ -203,6 +203,19 @@ def test_a_wrong_kernel_is_not_returned(monkeypatch: pytest.MonkeyPatch) -> None
             run(qkv(), None, every_third)
 
 
+def test_a_function_that_pytorch_cannot_compute_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("vmap: not implemented")
+
+    monkeypatch.setattr(trial, "expected", failing)
+    given = qkv()
+    assert_like_pytorch(run(given, None, every_third), given, None, every_third)
+    told = capsys.readouterr().err
+    assert "not checked: PyTorch fails on the function: vmap: not implemented" in told
+
+
 def test_a_tensor_that_is_replaced_or_changed_is_seen() -> None:
     limit = torch.tensor([10, 20])
 

@@ -299,8 +299,8 @@ def test_an_example_is_never_what_was_asked_for(settings: dict[str, object], nam
 
 def test_what_is_translated_is_not_the_example() -> None:
     spec = make_spec("mha")
-    assert "fw::logistic2(logistic);" in asked("translate", facts(spec))
-    assert "fw::logistic2(logistic);" not in asked(
+    assert "fw::sigmoid2(logistic);" in asked("translate", facts(spec))
+    assert "fw::sigmoid2(logistic);" not in asked(
         "translate", facts(spec, code="Compute sigmoid(S) and get new S")
     )
 

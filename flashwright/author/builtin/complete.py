@@ -235,9 +235,9 @@ class _Completion:
         return tuple(done)
 
     def _staged(self, body: tuple[Statement, ...]) -> Iterator[Statement]:
-        """The loop with tiles of numbers for each score sent by way of shared memory, where TMA
-        copies ahead: there behind K and V, and to registers when they are read first."""
-        tiles = [s for s in body if isinstance(s, Copy) and self._by_tma(s)]
+        """The loop with what it copies to registers sent by way of shared memory, where TMA and
+        helper warps copy ahead: there behind K and V, and to registers when it is read first."""
+        tiles = [s for s in body if isinstance(s, Copy) and self._copied_ahead(s)]
         staged = [replace(s, dest="shared") for s in tiles]
         for stmt in body:
             if stmt in tiles:
@@ -251,7 +251,8 @@ class _Completion:
                 tiles.remove(tile)
             yield stmt
 
-    def _by_tma(self, stmt: Copy) -> bool:
+    def _copied_ahead(self, stmt: Copy) -> bool:
+        """Whether a tile has a number for each score or each key, on Hopper."""
         wanted = (stmt.source, stmt.dest) == ("global", "register")
         sizes = self.tensors[split(stmt.name.id)[0]].sizes
         hopper = uses_wgmma(self.decision.workload, self.tiling, self.gpu)
@@ -447,7 +448,8 @@ class _Completion:
         yield from (
             ParamChoice(name, "0", "faster without, where it was measured") for name in tiling.off
         )
-        if self.mods.lists is not None and not self.mods.lists.full:
+        listed = self.mods.lists is not None and not self.mods.lists.full
+        if listed and "SplitMasked" not in tiling.off:
             yield ParamChoice("SplitMasked", "0", "every block in the lists needs the mask")
         scale = "1 / sqrt(HeadDim)" if spec.scale is None else repr(spec.scale)
         yield ParamChoice("Scale", scale, "given: the softmax scale")

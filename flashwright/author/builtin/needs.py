@@ -167,12 +167,10 @@ def footprint(workload: Workload, tiling: Tiling, gpu: Gpu) -> Footprint:
     qk_dim, v_dim = (tile_width(d, workload, gpu) for d in (workload.qk_dim, workload.v_dim))
     queries = tiling.q_stages * bm * qk_dim * size
     shared = queries + tiling.stages * bn * (qk_dim + v_dim) * size
-    if uses_wgmma(workload, tiling, gpu):  # TMA copies tiles of the scores ahead
-        shared += tiling.stages * bm * bn * workload.score_bytes
     tiles = bm * v_dim * 4 + bm * bn * (4 + workload.score_bytes)
-    # A thread has a quarter of a tile's columns, and all warps have the same ones. With wgmma they
-    # come from shared memory, a few at a time.
-    if not uses_wgmma(workload, tiling, gpu):
+    if uses_wgmma(workload, tiling, gpu):  # copied ahead; of vectors a few numbers at a time
+        shared += tiling.stages * bn * (bm * workload.score_bytes + 4 * workload.key_vectors)
+    else:  # a thread has a quarter of a tile's columns, and all warps have the same ones
         tiles += workload.key_vectors * bn * 32 * tiling.warps
     if turns_tiles(workload, tiling, gpu):  # V before it is transposed, and a step of O
         shared += tiling.stages * bn * v_dim

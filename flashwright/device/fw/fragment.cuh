@@ -94,23 +94,21 @@ __device__ auto row_of(Tile const&) {
 template <int Warps, bool Wide = false, int Beside = 1, int Cols = 0>
 struct Place {
   static_assert(Beside == 1 || Cols % (8 * Beside) == 0);
+  static constexpr int Side = Wide ? 4 : 2;                        // neighbouring columns, of every 4 * Side
   int const share = Beside == 1 ? 0 : threadIdx.x / (32 * Warps);  // of the columns
   int const first_row = (threadIdx.x / 32 - share * Warps) * 16 + threadIdx.x % 32 / 4;
   int const first_col = threadIdx.x % 4 * (Wide ? 4 : 2) + share * (Cols / Beside);
 
   __device__ int row(int m) const { return first_row + m % 2 * 8 + m / 2 * (16 * Warps); }
-  __device__ int col(int n) const {
-    return Wide ? first_col + n % 4 + n / 4 * 16 : first_col + n % 2 + n / 2 * 8;
-  }
+  __device__ int col(int n) const { return first_col + step(n); }
 
   // How far the n-th column is behind the thread's first: a constant where n is.
-  __device__ static constexpr float step(int n) { return Wide ? n % 4 + n / 4 * 16 : n % 2 + n / 2 * 8; }
+  __device__ static constexpr int step(int n) { return n % Side + n / Side * (4 * Side); }
 
   // Of a thread's columns of a tile: those before column x, all or none, those for which a condition on their number n
   // holds, and the same for one that repeats itself after `Period` columns of the tile, a power of two.
   template <class Tile>
   using ColumnsOf = Columns<decltype(cute::size<1>(cute::declval<Tile>()))::value>;
-  static constexpr int Side = Wide ? 4 : 2;  // neighbouring columns, of every 4 * Side
 
   template <class Tile>
   __device__ auto before(Tile const&, int x) const {
@@ -125,12 +123,14 @@ struct Place {
   template <class Tile, class F>
   __device__ auto where(Tile const&, F const& holds) const {
     constexpr int N = decltype(cute::size<1>(cute::declval<Tile>()))::value;
-    return ColumnsOf<Tile>::made([&](int w) { return pattern<(N < 32 ? N : 32)>(32 * w, holds); });
+    return ColumnsOf<Tile>::made([&](int w) {
+      return pattern<(N < 32 ? N : 32)>([&](int n) { return 32 * w + n < N && holds(32 * w + n); });
+    });
   }
   template <int Period, class Tile, class F>
   __device__ auto every(Tile const&, F const& holds) const {
     constexpr int Own = Period <= 4 * Side ? Side : Period / 4;
-    uint32_t found = pattern<Own>(0, holds);
+    uint32_t found = pattern<Own>(holds);
     CUTE_UNROLL
     for (int more = Own; more < 32; more *= 2) {
       found |= found << more;
@@ -138,11 +138,11 @@ struct Place {
     return ColumnsOf<Tile>::made([&](int) { return found; });
   }
   template <int Count, class F>
-  __device__ static uint32_t pattern(int first, F const& holds) {
+  __device__ static uint32_t pattern(F const& holds) {
     uint32_t found = 0;
     CUTE_UNROLL
     for (int n = 0; n < Count; ++n) {
-      found |= uint32_t(holds(first + n)) << n;
+      found |= uint32_t(holds(n)) << n;
     }
     return found;
   }

@@ -60,6 +60,16 @@ __device__ void logistic2(Row& x) {
   }
 }
 
+// The same, with 0 below 2^-59: a score of minus infinity weighs nothing.
+template <class Row>
+__device__ void sigmoid2(Row& x) {
+  logistic2(x);
+  CUTE_UNROLL
+  for (int n = 0; n < cute::size(x); ++n) {
+    x[n] = max(x[n] - 0x1p-59f, 0.f);
+  }
+}
+
 __device__ inline float sigmoid(float x) { return reciprocal(1.f + exp2(-log2_e * x)); }
 
 // tanh(x * ln_2 / 2): as with exp2, a constant that x is multiplied by can take the factor in. Absolute error below

@@ -15,7 +15,7 @@ from flashwright.lang.nodes import NOWHERE, Expr, Name
 from flashwright.lower.element import ROW, Element, Leaf, Op, axes_of
 from flashwright.lower.frontend.body import Body, Frame
 from flashwright.lower.frontend.scalars import Scalar, constant
-from flashwright.lower.term import Term, Var, binary
+from flashwright.lower.term import MIRRORED, Term, Var, binary
 
 Bounds = tuple[Scalar, Scalar]
 GROUP_ROWS = 64  # of a warpgroup
@@ -79,9 +79,6 @@ def everywhere(made: Body, condition: Expr, frame: Frame) -> Term | None:
     return None
 
 
-_MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
-
-
 def in_row(
     made: Body, condition: Expr, frame: Frame, element: Callable[[Expr, Frame], Element]
 ) -> Element | None:
@@ -92,7 +89,7 @@ def in_row(
             a, b = (in_row(made, side, frame, element) for side in (left, right))
             return Op("and", (a, b)) if a and b else None
         case tl.Binary("<" | "<=" | ">" | ">=" as op, bound, Name("kv_idx")):
-            return in_row(made, tl.Binary(_MIRRORED[op], Name("kv_idx"), bound), frame, element)
+            return in_row(made, tl.Binary(MIRRORED[op], Name("kv_idx"), bound), frame, element)
         case tl.Binary("<" | "<=" | ">" | ">=" as op, Name("kv_idx"), bound):
             columns = _positions(made, 1, frame)
             names = {e.id for e in tl.expressions(bound) if isinstance(e, Name)}

@@ -24,6 +24,7 @@ from flashwright.lower.element import (
 from flashwright.lower.printing.cpp import text
 from flashwright.lower.term import (
     COMPARISONS,
+    MIRRORED,
     ZERO,
     At,
     Gather,
@@ -40,7 +41,6 @@ from flashwright.lower.term import (
 )
 
 KEY = Position("kv_idx")
-_MIRRORED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
 _SETS = {
     "<": "{low}",
     "<=": "{high}",
@@ -115,8 +115,7 @@ class ColumnBits:
 
     def _test(self, x: Element) -> str:
         """A condition as a function of a thread's n-th column."""
-        column = Var(f"{self.at}.col(n)")
-        place = column if self.first is None else plus(self.first, column)
+        place = position(self.first, f"{self.at}.col(n)")
         named = any(leaf.term == KEY for leaf in leaves(x))
         key = f"int const kv_idx = {text(place)}; " if named else ""
         return f"[&](int n) {{ {key}return {text(term(x))}; }}"
@@ -134,7 +133,7 @@ class ColumnBits:
             limit = minus(limit, value) if sign == found.keys else plus(limit, value)
         step = integer(found.divisor)
         low, high = (self._before(times(x, step)) for x in (limit, plus(limit, 1)))
-        return _SETS[op if found.keys > 0 else _MIRRORED[op]].format(low=low, high=high)
+        return _SETS[op if found.keys > 0 else MIRRORED[op]].format(low=low, high=high)
 
     def _before(self, limit: Term) -> str:
         within = minus(limit, self.first) if self.first is not None else limit
@@ -147,6 +146,11 @@ class ColumnBits:
         read = any(isinstance(part, (At, Gather)) for part in walk(term(x)))
         names = {v for leaf in leaves(x) if leaf.value is None for v in variables(leaf.term)}
         return not read and names <= known
+
+
+def position(origin: Term | None, within: str) -> Term:
+    """A place in a tile that begins at an origin."""
+    return Var(within) if origin is None else plus(origin, Var(within))
 
 
 def _conjuncts(x: Element) -> list[Element]:

@@ -25,12 +25,13 @@ from flashwright.lower.element import (
     variable,
     with_leaves,
 )
-from flashwright.lower.printing.column_bits import KEY, ColumnBits, linear
+from flashwright.lower.printing.column_bits import KEY, ColumnBits, linear, position
 from flashwright.lower.printing.cpp import text
-from flashwright.lower.term import At, Position, Term, Var, as_float, plus
+from flashwright.lower.term import At, Position, Var, as_float
 
 UNROLL = "CUTE_UNROLL"
 COSTLY = ("exp", "exp2", "log", "log2", "quick_log2", "sigmoid", "sqrt", "tanh", "tanh2")
+PAIRED = {"sigmoid": "sigmoid2", "tanh2": "logistic2"}
 
 
 def compute(node: ir.Compute, at: str = "at") -> Iterator[str]:
@@ -72,7 +73,7 @@ def _filled(assign: ir.Assign) -> Iterator[str]:
 
 def _columns(node: ir.Compute, assign: ir.Assign, at: str) -> Iterator[str]:
     if uses(assign.value, "kv_idx"):
-        yield f"int const kv_idx = {_position(node.cols, f'{at}.col(n)')};"
+        yield f"int const kv_idx = {text(position(node.cols, f'{at}.col(n)'))};"
     yield f"{text(assign.target.term)} = {converted(assign)};"
 
 
@@ -106,7 +107,7 @@ class _Row:
     def add(self, assign: ir.Assign) -> None:
         """Append one assignment, with the names that it needs for the row."""
         if uses(assign.value, "q_idx") and not self.positioned:
-            place = _position(self.node.rows, f"{self.at}.row(m)")
+            place = text(position(self.node.rows, f"{self.at}.row(m)"))
             self.lines.append(f"int const q_idx = {place};")
             self.positioned = True
         value = self._without_reductions(assign.value, assign.partial)
@@ -165,7 +166,7 @@ class _Row:
                 self.lines.append(f"auto {name} = fw::row_of({variable(tile)});")
                 step = f"{name}[n] = {text(as_float(term(power)))};"
                 self.lines += self._over_columns(tile, step, power)
-                self.lines.append(f"fw::logistic2({name});")
+                self.lines.append(f"fw::{PAIRED[op]}({name});")
                 found = Leaf(Var(f"{name}[n]", "float"), TILE)
                 twice = Op("*", (literal(2.0), found))
                 return found if op == "sigmoid" else Op("-", (literal(1.0), twice))
@@ -188,8 +189,7 @@ class _Row:
         return x
 
     def _at_steps(self, factor: Element, distance: Element, sign: int) -> Element:
-        column = Var(f"{self.at}.first_col")
-        first = Leaf(column if self.node.cols is None else plus(self.node.cols, column), ROW)
+        first = Leaf(position(self.node.cols, f"{self.at}.first_col"), ROW)
         step = Leaf(Var(f"{self.at}.step(n)", "float"), COLUMN)
         there = Op("*", (factor, with_leaves(distance, {KEY: first})))
         return Op("+" if sign > 0 else "-", (there, Op("*", (factor, step))))
@@ -254,7 +254,7 @@ class _Row:
     def _over_columns(self, tile: Leaf, step: str, value: Element, first: int = 0) -> Iterator[str]:
         inner = [step]
         if uses(value, "kv_idx"):
-            place = _position(self.node.cols, f"{self.at}.col(n)")
+            place = text(position(self.node.cols, f"{self.at}.col(n)"))
             inner.insert(0, f"int const kv_idx = {place};")
         return _loop("n", f"cute::size<1>({variable(tile)})", inner, first)
 
@@ -282,10 +282,6 @@ def converted(assign: ir.Assign) -> str:
         return text(value) if value.type == "int" else f"int({text(value)})"
     shown = text(as_float(value))
     return shown if dtype == "fp32" else f"float(fw::{dtype}({shown}))"
-
-
-def _position(origin: Term | None, within: str) -> str:
-    return within if origin is None else text(plus(origin, Var(within)))
 
 
 def _has_rows(leaf: Leaf) -> bool:

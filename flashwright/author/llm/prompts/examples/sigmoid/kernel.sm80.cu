@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(Threads, 4)
       for (int n = 0; n < cute::size<1>(S); ++n) {
         logistic[n] = S(m, n) * -fw::log2_e;
       }
-      fw::logistic2(logistic);
+      fw::sigmoid2(logistic);
       CUTE_UNROLL
       for (int n = 0; n < cute::size<1>(S); ++n) {
         S(m, n) = logistic[n];
