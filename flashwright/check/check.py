@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from flashwright.check.between import check_between, check_shared
 from flashwright.check.names import Names
 from flashwright.check.operations import check_operations
 from flashwright.check.spaces import check_copies, check_operands
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.nodes import Tree
+from flashwright.program.kernels import split_kernels
 from flashwright.program.program import Program
 
 
@@ -21,7 +23,12 @@ class Checked:
 
     level: Literal["sketch", "code"]
     diagnostics: tuple[Diagnostic, ...]
-    program: Program | None = None
+    kernels: tuple[Program, ...] = ()
+
+    @property
+    def program(self) -> Program | None:
+        """The program, if it has one kernel."""
+        return self.kernels[0] if len(self.kernels) == 1 else None
 
     @property
     def errors(self) -> tuple[Diagnostic, ...]:
@@ -42,6 +49,22 @@ def check(tree: Tree, gpu: Gpu | None = None, dims: Mapping[str, int] | None = N
         from flashwright.check.sketch import check_sketch
 
         return _verdict("sketch", [*found, *check_sketch(tree)])
+    parts = split_kernels(tree)
+    if len(parts) == 1:
+        return _kernel(tree, gpu, dims or {}, found)
+    found += check_shared(tree, parts)
+    checked = [_kernel(part, gpu, dims or {}, []) for part in parts]
+    found += [d for one in checked for d in one.diagnostics]
+    programs = tuple(p for one in checked for p in one.kernels)
+    if len(programs) == len(parts):
+        found += check_between(programs)
+    return _verdict("code", found, programs)
+
+
+def _kernel(
+    tree: Tree, gpu: Gpu | None, dims: Mapping[str, int], found: list[Diagnostic]
+) -> Checked:
+    """Check one kernel as code, after what was found already."""
     from flashwright.check.shapes import check_shapes
 
     names = Names(tree)
@@ -55,7 +78,7 @@ def check(tree: Tree, gpu: Gpu | None = None, dims: Mapping[str, int] | None = N
         from flashwright.check.fragment import check_fragment
 
         return _verdict("code", [*found, *check_fragment(names)])
-    return _check_flow_and_budget(program, gpu, dims or {}, found)
+    return _check_flow_and_budget(program, gpu, dims, found)
 
 
 def _check_flow_and_budget(
@@ -68,11 +91,11 @@ def _check_flow_and_budget(
     found += check_flow(program, dims)
     if gpu is not None:
         found += check_budget(program, gpu)
-    return _verdict("code", found, program)
+    return _verdict("code", found, (program,))
 
 
 def _verdict(
-    level: Literal["sketch", "code"], found: list[Diagnostic], program: Program | None = None
+    level: Literal["sketch", "code"], found: list[Diagnostic], kernels: tuple[Program, ...] = ()
 ) -> Checked:
     """Errors first, each place and code once, in the order of the program."""
     unique = {(d.code, d.span, d.message): d for d in found}
@@ -80,7 +103,7 @@ def _verdict(
         unique.values(), key=lambda d: (d.severity != "error", d.span.start if d.span else 0)
     )
     wrong = any(d.severity == "error" for d in ordered)
-    return Checked(level, tuple(ordered), None if wrong else program)
+    return Checked(level, tuple(ordered), () if wrong else kernels)
 
 
 def checked_program(tree: Tree, gpu: Gpu | None = None) -> Program:

@@ -163,8 +163,8 @@ def _written_once(machine: Machine) -> Iterator[Diagnostic]:
         hint = "end with `Copy O (BM, HeadDim) in coordinate [...] from register to global`"
         yield Diagnostic("FW610", text, last.span, help=hint)
     for tensor in machine.program.outputs:
-        if tensor.offset is not None:
-            continue  # a view: the rest of the memory is unknown here
+        if tensor.offset is not None or tensor.added:
+            continue  # a view: the rest of the memory is unknown here; or it begins at 0
         shape = _shape(tensor, machine)
         stores = [(r, s) for n, r, s in machine.stores if n == tensor.name]
         count = np.zeros(_coarse(shape, [r for r, _ in stores]), dtype=np.int32)

@@ -207,24 +207,27 @@ class Names:
             axes.append(TensorAxis(label, axis.size))
         return tuple(axes)
 
-    def _direction(self, base: str) -> tuple[bool, bool]:
-        """Whether the kernel reads and writes the tensor."""
-        read, written = self._touched
-        return base in read, base in written
+    def _direction(self, base: str) -> tuple[bool, bool, bool]:
+        """Whether the kernel reads the tensor, writes it, and adds to it."""
+        read, written, added = self._touched
+        return base in read, base in written, base in added
 
     @cached_property
-    def _touched(self) -> tuple[set[str], set[str]]:
-        """The tensors that the program reads, and those that it writes."""
+    def _touched(self) -> tuple[set[str], set[str], set[str]]:
+        """The tensors that the program reads, those that it writes, and those it adds to."""
         read: set[str] = set()
         written: set[str] = set()
+        added: set[str] = set()
         for stmt in statements(self.tree.body):
             if isinstance(stmt, Copy):
                 if stmt.source == "global":
                     read.add(split(stmt.name.id)[0])
                 if stmt.dest == "global":
                     written.add(split((stmt.target or stmt.name).id)[0])
+                    if stmt.adds:
+                        added.add(split((stmt.target or stmt.name).id)[0])
             read |= {e.tensor.id for e in expressions(stmt) if isinstance(e, Index)}
-        return read, written
+        return read, written, added
 
     def size(self, expr: Expr, what: str) -> int:
         """A size that is known at compile time: a positive whole number. FW306 otherwise."""

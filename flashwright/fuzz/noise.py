@@ -77,11 +77,17 @@ class PerturbedArithmetic(NumPy):
         return super().round(np.asarray(data * (1 + errors)), dtype)
 
     def store(
-        self, tensor: Tensor, region: Region, offset: int | None, data: Array, shape: Sequence[int]
+        self,
+        tensor: Tensor,
+        region: Region,
+        offset: int | None,
+        data: Array,
+        shape: Sequence[int],
+        adds: bool = False,
     ) -> None:
         """See Arithmetic: what is stored keeps its fp32 value."""
         self._storing = True
-        super().store(tensor, region, offset, data, shape)
+        super().store(tensor, region, offset, data, shape, adds)
         self._storing = False
 
 

@@ -192,8 +192,14 @@ class Builder:
 
     def copy(self, c: list[Any]) -> Copy:
         keyword, name, tile, coords, _from, source, _to, dest, target, column = c
-        target = target["target"] if target else None
-        return Copy(_name(name), tile, coords, source, dest, target, column, **keyword.stmt())
+        found = target or {"mode": "get", "target": None}
+        adds = found["mode"] == "accumulate"
+        return Copy(
+            _name(name), tile, coords, source, dest, found["target"], column, adds, **keyword.stmt()
+        )
+
+    def added(self, c: list[Any]) -> dict[str, Any]:
+        return {"mode": "accumulate", "target": _name(c[-1]) if len(c) == 2 else None}
 
     def tile(self, c: list[Any]) -> tuple[Expr, ...]:
         return tuple(c)

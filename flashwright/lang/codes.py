@@ -68,6 +68,7 @@ CODES: dict[str, Code] = {
     "FW609": Code("positions past the end of the sequence are not masked"),
     "FW610": Code("an output is not written exactly once"),
     "FW611": Code("the program is too long to check completely", severity="warning"),
+    "FW612": Code("kernels use a tensor in the wrong order"),
     # the GPU
     "FW701": Code("not enough shared memory"),
     "FW702": Code("not enough registers"),

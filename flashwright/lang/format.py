@@ -132,8 +132,10 @@ def _copy(stmt: Copy) -> str:
         coords = ", ".join(format_coord(coord) for coord in stmt.coords)
         text += f" in coordinate [{coords}]"
     text += f" from {stmt.source} to {stmt.dest}"
+    if stmt.adds:
+        text += " and accumulate"
     if stmt.target:
-        text += f" and get {stmt.target.id}"
+        text += f" {stmt.target.id}" if stmt.adds else f" and get {stmt.target.id}"
     return f"{text} at column {format_expr(stmt.column)}" if stmt.column else text
 
 

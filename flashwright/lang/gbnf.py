@@ -28,7 +28,12 @@ _ABOVE = {"sketch": ("comment",), "code": ("comment", "dim", "let")}
 # What the parser accepts and the formatter never writes: (rule, symbol).
 _UNWRITTEN = {("loop", "IN"), ("state", ","), ("space", "MEMORY"), ("loop", ":?"), ("branch", ":?")}
 _SIZES = ((Symbol("tile"),), (Symbol("column"),))  # parts of a Copy that only code has
-_RARE = (Symbol("ELSE"), Symbol("column"), Symbol("along"))  # not in a bounded grammar
+_RARE = (
+    Symbol("ELSE"),
+    Symbol("column"),
+    Symbol("along"),
+    Symbol("added"),
+)  # not in a bounded grammar
 _SAME_CLAUSE = {"accumulate": "target"}  # of these a statement has one
 _WORD_RULES = {"NAME": "name", "VERB": "name", "NUMBER": "number", "COMPARE": "compare"}
 
@@ -242,11 +247,12 @@ class _Writer:
         if item.sign == "*" and len(item.among) > 1:
             groups = [g for g in _clauses(item) if not (self.limits and g[0][0] in _RARE)]
             return [self._clause(rule, group, place, before) for group in groups]
-        (one,) = item.among
-        if self.level == "sketch" and one in _SIZES:
-            return []
-        if self.limits and one[0] in _RARE:
-            return []
+        dropped = _SIZES if self.level == "sketch" else ()
+        rare = _RARE if self.limits else ()
+        ways = [one for one in item.among if one not in dropped and one[0] not in rare]
+        if item.sign == "?":
+            return [self._clause(rule, ways, place, before)] if ways else []
+        (one,) = ways
         sign = f"{{0,{self.limits.items - 1}}}" if self.limits and item.sign == "*" else item.sign
         return [f"({self._sequence(rule, one, place, before)}){sign}"]
 

@@ -227,6 +227,7 @@ class Copy(Stmt):
     """`Copy K (BN, HeadDim) in coordinate [L = i] from global to shared and get K2`.
 
     `column` is the first column to be filled where the Copy fills only some: `at column 128`.
+    `adds` is set by `and accumulate`: the tile is added to what is in global memory.
     """
 
     name: Name
@@ -236,6 +237,7 @@ class Copy(Stmt):
     dest: Space
     target: Name | None = None
     column: Expr | None = None
+    adds: bool = False
 
 
 Mode = Literal["get", "get new", "accumulate"]

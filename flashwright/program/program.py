@@ -54,6 +54,8 @@ class Tensor:
     declared: Allocate
     read: bool
     written: bool
+    added: bool = False
+    """Whether the kernel adds to it (`and accumulate`)."""
 
 
 @dataclass(frozen=True)

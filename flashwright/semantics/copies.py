@@ -10,9 +10,9 @@ from flashwright.lang.nodes import Coord, Copy, Expr, Name
 from flashwright.program.fixes import rounded_down
 from flashwright.program.program import Tensor, TensorAxis
 from flashwright.program.scalars import Scalar, Unknown, whole
-from flashwright.semantics.state import State
+from flashwright.semantics.state import Region, State
 from flashwright.semantics.sums import Sums
-from flashwright.semantics.tiles import Place, Tile, Where
+from flashwright.semantics.tiles import Place, Tile, Where, together
 
 
 class Copies:
@@ -109,7 +109,8 @@ class Copies:
         return start
 
     def _store(self, stmt: Copy, tensor: Tensor, tile: Tile) -> None:
-        self.sums.complete(tile, stmt)
+        if not stmt.adds:
+            self.sums.complete(tile, stmt)
         places, at = self._places(stmt, tensor, tile.shape)
         for have, want in zip(tile.axes, places[len(places) - len(tile.shape) :], strict=True):
             if have is not None and have != want:
@@ -119,11 +120,26 @@ class Copies:
             if have2 is not None and have2.value != place.value:
                 self._misplaced(stmt, f"{dim} {have2.value}", f"{dim} {place.value}", have2.copy)
         region = tuple((_known(p.start), p.size) for p in places)
-        self.machine.stores.append((tensor.name, region, stmt))
+        if stmt.adds:
+            self._add(stmt, tensor, region, tile)
+        else:
+            self.machine.stores.append((tensor.name, region, stmt))
         if self.machine.math is not None:
-            self.machine.math.store(
-                tensor, region, self.machine.offset(tensor), tile.data, tile.shape
-            )
+            offset = self.machine.offset(tensor)
+            self.machine.math.store(tensor, region, offset, tile.data, tile.shape, stmt.adds)
+
+    def _add(self, stmt: Copy, tensor: Tensor, region: Region, tile: Tile) -> None:
+        """Add to what other thread blocks have added: parts of the sequence, each once."""
+        before = self.machine.added.get((tensor.name, region))
+        if before is not None:
+            covered = self.sums.covered("+", [before[0], tile], stmt)
+            tile = replace(tile, covered=covered, masks=together([before[0], tile]))
+        self.machine.added[tensor.name, region] = replace(tile, data=None), stmt
+
+    def check_added(self) -> None:
+        """Report FW604 for sums in global memory that lack a part after all thread blocks."""
+        for tile, stmt in self.machine.added.values():
+            self.sums.complete(tile, stmt)
 
     def _misplaced(self, stmt: Copy, have: str, want: str, origin: Copy) -> None:
         text = f"the tile holds {have}, but it is stored at {want}"

@@ -40,6 +40,7 @@ from flashwright.semantics.tiles import (
     Operand,
     Tile,
     Where,
+    axis_of,
     kept,
     origins,
     together,
@@ -190,7 +191,7 @@ class Expressions:
             return done
         env, varying = dict(self.machine.env), frozenset(self.machine.varying)
         read, sources = self.machine.peek, self.program.sources(condition)
-        note = Masked(stmt, condition, env, done.axes[0], cols.dim, varying, read, sources)
+        note = Masked(stmt, condition, env, done.axes, varying, read, sources)
         others = (m for m in done.masks if m.where is not condition)
         return replace(done, masks=(*others, note), kind=tile.kind)
 
@@ -213,7 +214,7 @@ class Expressions:
         )
 
     def _position(self, name: Name, frame: Frame) -> Tile:
-        axis = 0 if name.id == "q_idx" else 1
+        axis = axis_of(name.id, frame.axes)
         where = frame.axes[axis] if axis < len(frame.axes) else None
         if where is None or where.label != "L":
             side = "rows" if axis == 0 else "columns"

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.nodes import Name
+from flashwright.program.kernels import Kernels
 from flashwright.program.program import Program, Tensor
 from flashwright.program.scalars import Value, evaluate, whole
 from flashwright.semantics.machine import Machine, Observer
@@ -62,6 +63,20 @@ def interpret(
     return {t.name: numbers.result(t) for t in program.outputs}
 
 
+def interpret_all(
+    kernels: Kernels, inputs: Mapping[str, Array], dims: Mapping[str, int] | None = None
+) -> dict[str, Array]:
+    """The outputs of a program of several kernels, run one after another."""
+    sizes = dict(dims or {})
+    for tensor in kernels.inputs:
+        if tensor.name in inputs:
+            sizes = {**_sizes(tensor, inputs[tensor.name].shape, kernels.dims), **sizes}
+    tensors = dict(inputs)
+    for program in kernels.programs:
+        tensors |= interpret(program, tensors, sizes)
+    return {t.name: tensors[t.name] for t in kernels.outputs}
+
+
 def bind(program: Program, inputs: Mapping[str, Array], dims: Mapping[str, int]) -> dict[str, int]:
     """The run-time dims, from the shapes of the inputs; Failed if they contradict the program."""
     sizes = dict(dims)
@@ -74,9 +89,7 @@ def bind(program: Program, inputs: Mapping[str, Array], dims: Mapping[str, int])
         shape = inputs[tensor.name].shape
         if len(shape) != len(tensor.axes):
             raise _mismatch(tensor, f"`{tensor.name}` has {len(tensor.axes)} axes, given {shape}")
-        for axis, size in zip(tensor.axes, shape, strict=True):
-            if isinstance(axis.size, Name) and axis.size.id in program.dims:
-                sizes.setdefault(axis.size.id, size)
+        sizes = {**_sizes(tensor, shape, program.dims), **sizes}
     missing = [d for d in _needed(program) if d not in sizes]
     if missing:
         raise Failed(Diagnostic("FW904", f"no value is given for {', '.join(missing)}"))
@@ -86,6 +99,12 @@ def bind(program: Program, inputs: Mapping[str, Array], dims: Mapping[str, int])
             found = inputs[tensor.name].shape
             raise _mismatch(tensor, f"`{tensor.name}` is {expected} here, but given {found}")
     return sizes
+
+
+def _sizes(tensor: Tensor, shape: tuple[int, ...], dims: tuple[str, ...]) -> dict[str, int]:
+    """The dims that are lengths of a tensor's axes."""
+    named = zip((axis.size for axis in tensor.axes), shape, strict=False)
+    return {e.id: size for e, size in named if isinstance(e, Name) and e.id in dims}
 
 
 def _needed(program: Program) -> list[str]:
@@ -122,7 +141,10 @@ class NumPy:
         self.shapes = {t.name: shape_of(t, program, dims) for t in program.tensors.values()}
         self.arrays: dict[str, Array] = {}
         for tensor in program.tensors.values():
-            if tensor.read:
+            if tensor.added:
+                start = inputs.get(tensor.name, np.zeros(self.shapes[tensor.name]))
+                self.arrays[tensor.name] = np.array(start, dtype=np.float32)
+            elif tensor.read:
                 given = np.asarray(inputs[tensor.name])
                 kind = given.dtype if tensor.dtype == "int32" else np.float32
                 self.arrays[tensor.name] = np.ascontiguousarray(given.astype(kind))
@@ -156,7 +178,13 @@ class NumPy:
         return whole_tile.reshape(whole_tile.shape[len(region) - tile_rank :])
 
     def store(
-        self, tensor: Tensor, region: Region, offset: int | None, data: Array, shape: Sequence[int]
+        self,
+        tensor: Tensor,
+        region: Region,
+        offset: int | None,
+        data: Array,
+        shape: Sequence[int],
+        adds: bool = False,
     ) -> None:
         view = self._view(tensor, offset)
         place = _clip(region, view.shape)
@@ -165,7 +193,8 @@ class NumPy:
         inside = tuple(
             slice(_before(start, size), _before(start, size) + n) for (start, size), n in tiled
         )
-        view[place] = self.round(data[inside], tensor.dtype).reshape(kept)
+        given = self.round(data[inside], tensor.dtype).reshape(kept)
+        view[place] = view[place] + given if adds else given
 
     def element(self, tensor: Tensor, index: Sequence[int], offset: int | None) -> Value:
         found = self._view(tensor, offset)[tuple(index)]

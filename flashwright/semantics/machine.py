@@ -90,6 +90,7 @@ class Machine(State):
         for block in self.blocks():
             self._step()
             self.run_block(block)
+        self.copies.check_added()
 
     def run_block(self, block: Mapping[str, int]) -> None:
         """Execute one thread block, starting with empty buffers."""

@@ -6,6 +6,7 @@ visible.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from flashwright.lang.nodes import Binary, Call, Expr, Name, Unary, expressions
 from flashwright.program.scalars import NotScalar, Unknown, evaluate
-from flashwright.semantics.tiles import Masked, Where
+from flashwright.semantics.tiles import Masked, Where, axis_of
 
 COMPARE = {
     "<": np.less,
@@ -36,45 +37,46 @@ _FUNCTIONS = {
 def any_visible(
     masks: tuple[Masked, ...], dim: str, low: int, high: int, its_own: bool = False
 ) -> bool:
-    """Whether some row may see one of the keys low..high-1 through all the masks on that axis.
+    """Whether the masks show one of the positions low..high-1 along `dim`: whether some row may see
+    one of these keys, or one of these queries may see some key.
 
-    `its_own`: these are the keys the masks were applied to, so loop variables keep their values.
+    `its_own`: the masks were applied to these positions, so loop variables keep their values.
     """
     shown: Any = True
     for mask in masks:
         if its_own:
             mask = replace(mask, varying=frozenset())
-        if mask.dim == dim:
+        side = mask.side(dim)
+        if side is not None:
+            places = {side: np.arange(low, high)[None, :], 1 - side: _places(mask.axes[1 - side])}
             with np.errstate(all="ignore"):  # a division by zero is reported when the program runs
-                verdict = _ask(mask.where, mask, low, high)
+                verdict = _ask(mask.where, mask, places)
             shown = shown if verdict is None else np.logical_and(shown, verdict)
     return bool(np.any(shown))
 
 
-def _rows(rows: Where | None) -> Any:
-    if rows is None or isinstance(rows.start, Unknown) or rows.label != "L":
+def _places(where: Where | None) -> Any:
+    if where is None or isinstance(where.start, Unknown) or where.label != "L":
         return None
-    return np.arange(max(rows.start, 0), min(rows.start + rows.size, rows.extent))[:, None]
+    return np.arange(max(where.start, 0), min(where.start + where.size, where.extent))[:, None]
 
 
-def _ask(expr: Expr, mask: Masked, low: int, high: int) -> Any:
-    """The expression's value over the rows and the keys, or None where it cannot be known."""
+def _ask(expr: Expr, mask: Masked, places: Mapping[int, Any]) -> Any:
+    """The expression's value over the positions on both axes, or None where it is unknown."""
     match expr:
-        case Name("q_idx"):
-            return _rows(mask.rows)
-        case Name("kv_idx"):
-            return np.arange(low, high)[None, :]
+        case Name("q_idx" | "kv_idx" as name):
+            return places[axis_of(name, mask.axes)]
         case Binary("and" | "or" as op, left, right):
-            return _logic(op, _ask(left, mask, low, high), _ask(right, mask, low, high))
+            return _logic(op, _ask(left, mask, places), _ask(right, mask, places))
         case Unary(op, operand):
-            value = _ask(operand, mask, low, high)
+            value = _ask(operand, mask, places)
             return None if value is None else np.logical_not(value) if op == "not" else -value
         case Binary(op, left, right) if has_positions(expr):
-            pair = [_ask(left, mask, low, high), _ask(right, mask, low, high)]
+            pair = [_ask(left, mask, places), _ask(right, mask, places)]
             known = COMPARE.get(op) or ARITHMETIC.get(op)
             return None if pair[0] is None or pair[1] is None or not known else known(*pair)
         case Call(func, args) if has_positions(expr):
-            values = [_ask(a, mask, low, high) for a in args]
+            values = [_ask(a, mask, places) for a in args]
             function = _FUNCTIONS.get(func.id.lower())
             if function is None or len(values) > 2 or any(v is None for v in values):
                 return None

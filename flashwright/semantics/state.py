@@ -39,7 +39,13 @@ class Arithmetic(Protocol):
 
     def load(self, tensor: Tensor, region: Region, offset: int | None, tile_rank: int) -> Any: ...
     def store(
-        self, tensor: Tensor, region: Region, offset: int | None, data: Any, shape: Sequence[int]
+        self,
+        tensor: Tensor,
+        region: Region,
+        offset: int | None,
+        data: Any,
+        shape: Sequence[int],
+        adds: bool = False,
     ) -> None: ...
     def element(self, tensor: Tensor, index: Sequence[int], offset: int | None) -> Value: ...
     def gather(self, tensor: Tensor, index: Sequence[Any], offset: int | None) -> Any: ...
@@ -83,6 +89,8 @@ class State:
         self.loops: list[For] = []
         self.varying: set[str] = set()
         self.stores: list[tuple[str, Region, Copy]] = []
+        self.added: dict[tuple[str, Region], tuple[Tile, Copy]] = {}
+        """What Copies have added to each region of a tensor: the sum as a tile, the last Copy."""
         self.elements: dict[str, list[tuple[Value, ...]]] = {}
         self.assumed: dict[str, int] = {}  # elements of the caller's tensors, by how they are read
         self._changed: dict[int, list[Key | None]] = {}

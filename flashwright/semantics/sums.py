@@ -82,7 +82,7 @@ class Sums:
         for part in tile.covered.values():
             if not part.demanded:
                 continue
-            told = [m.sources for m in tile.masks if m.dim == part.dim]
+            told = [m.sources for m in tile.masks if m.side(part.dim) is not None]
             for low, high in part.missing(frozenset().union(*told)):
                 if any_visible(tile.masks, part.dim, low, high):
                     text = f"{part.axis} {low}..{high - 1} is never added in"
@@ -133,7 +133,7 @@ class Sums:
 
 
 def _masks(tile: Tile, dim: str, text: str) -> tuple[Label, ...]:
-    return tuple(Label(m.stmt.span, text) for m in tile.masks if m.dim == dim)
+    return tuple(Label(m.stmt.span, text) for m in tile.masks if m.side(dim) is not None)
 
 
 def stateless(stmt: Statement) -> str | None:

@@ -89,13 +89,23 @@ class Masked:
     stmt: Statement
     where: Expr
     env: Mapping[str, Value]
-    rows: Where | None
-    dim: str
+    axes: tuple[Where | None, ...]
     varying: frozenset[str]
     read: Reader
     """Reads the elements of tensors in the condition."""
     sources: frozenset[str]
     """The tensors that the condition reads."""
+
+    def side(self, dim: str) -> int | None:
+        """The axis of the masked tile that lies along `dim`: 1 for its columns, 0 for its rows."""
+        return next((n for n in (1, 0) if (w := self.axes[n]) is not None and w.dim == dim), None)
+
+
+def axis_of(position: str, axes: tuple[Where | None, ...]) -> int:
+    """The axis of a tile that `q_idx` or `kv_idx` goes along: `q_idx` along the rows, unless the
+    rows are keys and the columns are queries."""
+    dims = tuple(w.dim if w is not None else "" for w in axes)
+    return int((position == "kv_idx") != (dims == ("kv_len", "q_len")))
 
 
 def together(tiles: Iterable[Tile]) -> tuple[Masked, ...]:

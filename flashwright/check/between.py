@@ -1,0 +1,77 @@
+"""Checks between the kernels of a program: who writes a tensor, and who reads it when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from flashwright.lang.diagnostic import Diagnostic, Label
+from flashwright.lang.nodes import (
+    Allocate,
+    Copy,
+    Dim,
+    Index,
+    Let,
+    Param,
+    Span,
+    Tree,
+    expressions,
+    statements,
+)
+from flashwright.program.kernels import declared
+from flashwright.program.program import Program
+from flashwright.program.vocabulary import RESERVED_PARAMS, split
+
+
+def check_between(programs: Sequence[Program]) -> Iterator[Diagnostic]:
+    """Findings about tensors that kernels exchange."""
+    writers: dict[str, int] = {}
+    for number, program in enumerate(programs):
+        for tensor in program.outputs:
+            name, stores = tensor.name, _stores(program, tensor.name)
+            if tensor.read:
+                text = f"`{name}` is read and written by one kernel"
+                hint = "thread blocks do not see each other: write it in an earlier kernel"
+                yield Diagnostic("FW612", text, _reads(program, name)[0], help=hint)
+            if tensor.added and any(not s.adds for s in stores):
+                text = f"`{name}` is stored and accumulated in one kernel"
+                hint = "store it in an earlier kernel, or accumulate only"
+                where = (Label(next(s.span for s in stores if s.adds), "accumulated here"),)
+                plain = next(s.span for s in stores if not s.adds)
+                yield Diagnostic("FW610", text, plain, secondary=where, help=hint)
+            elif name in writers and not tensor.added:
+                first = _stores(programs[writers[name]], name)[0]
+                where = (Label(first.span, "an earlier kernel writes it here"),)
+                text = f"`{name}` is written by two kernels"
+                yield Diagnostic("FW610", text, stores[0].span, secondary=where)
+            writers[name] = number
+    for number, program in enumerate(programs):
+        for tensor in program.inputs:
+            if writers.get(tensor.name, -1) > number:
+                later = _stores(programs[writers[tensor.name]], tensor.name)[0]
+                where = (Label(later.span, "a later kernel writes it here"),)
+                text = f"`{tensor.name}` is read before it is written"
+                span = _reads(program, tensor.name)[0]
+                yield Diagnostic("FW612", text, span, secondary=where)
+
+
+def check_shared(tree: Tree, kernels: Sequence[Tree]) -> Iterator[Diagnostic]:
+    """FW203 for declarations above the first grid that no kernel uses."""
+    kept = {id(stmt) for kernel in kernels for stmt in kernel.body}
+    for stmt in tree.body:
+        if isinstance(stmt, Param | Dim | Let | Allocate) and id(stmt) not in kept:
+            for name in sorted(declared(stmt) - set(RESERVED_PARAMS)):
+                yield Diagnostic("FW203", f"`{name}` is not used by any kernel", stmt.span)
+
+
+def _stores(program: Program, name: str) -> list[Copy]:
+    copies = [s for s in statements(program.tree.body) if isinstance(s, Copy)]
+    return [c for c in copies if program.dest(c) == (name, "global")]
+
+
+def _reads(program: Program, name: str) -> list[Span]:
+    found = []
+    for stmt in statements(program.tree.body):
+        if isinstance(stmt, Copy) and (split(stmt.name.id)[0], stmt.source) == (name, "global"):
+            found.append(stmt.span)
+        found += [e.span for e in expressions(stmt) if isinstance(e, Index) and e.tensor.id == name]
+    return found

@@ -1,0 +1,124 @@
+"""Programs of several kernels: one checked program for each, and what passes between them.
+
+Every `grid` begins a kernel. The statements above the first one belong to all kernels, and a tensor
+in global memory to all kernels from its Allocate on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from flashwright.lang.nodes import (
+    Allocate,
+    Copy,
+    Dim,
+    Grid,
+    Index,
+    Let,
+    Name,
+    Param,
+    Statement,
+    Tree,
+    expressions,
+    statements,
+)
+from flashwright.program.program import Program, Tensor
+from flashwright.program.vocabulary import RESERVED_PARAMS, split
+
+Declaration = Param | Dim | Let | Allocate
+
+
+def split_kernels(tree: Tree) -> tuple[Tree, ...]:
+    """The kernels of a program in order, each with the declarations that it uses."""
+    starts = [n for n, stmt in enumerate(tree.body) if isinstance(stmt, Grid)]
+    if len(starts) < 2:
+        return (tree,)
+    shared = tree.body[: starts[0]]
+    made = []
+    for start, end in zip(starts, [*starts[1:], len(tree.body)], strict=True):
+        own = tree.body[start:end]
+        made.append(Tree((*_used(shared, own), *own)))
+        tensors = (s for s in own if isinstance(s, Allocate) and s.space == "global")
+        shared = (*shared, *tensors)
+    return tuple(made)
+
+
+def _used(shared: tuple[Statement, ...], own: tuple[Statement, ...]) -> list[Statement]:
+    """The shared statements that a kernel needs: not the declarations that it never names, and not
+    the params of TL's own that it sets itself."""
+    names = _names(own) | set(RESERVED_PARAMS)
+    names -= {s.name.id for s in own if isinstance(s, Param)}
+    tensors = _tensors(own)
+    found: list[Statement] = []
+    for stmt in reversed(shared):
+        in_global = isinstance(stmt, Allocate) and stmt.space == "global"
+        if not isinstance(stmt, Declaration) or declared(stmt) & (tensors if in_global else names):
+            names |= _names((stmt,))
+            found.append(stmt)
+    return found[::-1]
+
+
+def declared(stmt: Declaration) -> set[str]:
+    """The names that a declaration defines."""
+    return {n.id for n in stmt.names} if isinstance(stmt, Dim) else {split(stmt.name.id)[0]}
+
+
+def _names(body: tuple[Statement, ...]) -> set[str]:
+    found = {e.id for s in statements(body) for e in expressions(s) if isinstance(e, Name)}
+    return found | {split(name)[0] for name in found}
+
+
+def _tensors(body: tuple[Statement, ...]) -> set[str]:
+    """The tensors in global memory that statements read or write."""
+    found: set[str] = set()
+    for stmt in statements(body):
+        if isinstance(stmt, Copy):
+            ends = ((stmt.name, stmt.source), (stmt.target or stmt.name, stmt.dest))
+            found |= {split(name.id)[0] for name, space in ends if space == "global"}
+        found |= {e.tensor.id for e in expressions(stmt) if isinstance(e, Index)}
+    return found
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of a program, which run one after another."""
+
+    programs: tuple[Program, ...]
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors that the caller gives: those that no kernel writes."""
+        written = {t.name for p in self.programs for t in p.outputs}
+        return self._each(t for p in self.programs for t in p.inputs if t.name not in written)
+
+    @property
+    def scratch(self) -> tuple[Tensor, ...]:
+        """The tensors between the kernels: written by one, read by a later one."""
+        read = {t.name for p in self.programs for t in p.inputs}
+        return self._each(t for p in self.programs for t in p.outputs if t.name in read)
+
+    @property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The tensors that the caller gets: written, and read by no kernel."""
+        read = {t.name for p in self.programs for t in p.inputs}
+        return self._each(t for p in self.programs for t in p.outputs if t.name not in read)
+
+    @property
+    def zeroed(self) -> tuple[Tensor, ...]:
+        """The tensors that a kernel adds to and that no earlier one writes: they begin at 0."""
+        written: set[str] = set()
+        found: list[Tensor] = []
+        for program in self.programs:
+            found += [t for t in program.outputs if t.added and t.name not in written]
+            written |= {t.name for t in program.outputs}
+        return tuple(found)
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """The run-time sizes of all kernels."""
+        return tuple(dict.fromkeys(d for p in self.programs for d in p.dims))
+
+    @staticmethod
+    def _each(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        return tuple({t.name: t for t in tensors}.values())
