@@ -181,6 +181,10 @@ def load_program(file: str, gpu: Gpu | None = None, spec: str | None = None) -> 
         verdict = check(tree, gpu, own_dims(tree, spec, file))
         if verdict.program is not None and not verdict.errors:
             return verdict.program, source
+        if verdict.kernels:
+            text = f"this program has {len(verdict.kernels)} kernels; the command takes one"
+            second = verdict.kernels[1].grid.span
+            raise Failed(Diagnostic("FW811", text, second, help="`check` takes several"))
         if verdict.ok:
             hint = (
                 "add param, grid and Allocate statements (docs/language.md), or let the built-in "
