@@ -168,8 +168,21 @@ def find_gpu(name: str) -> Gpu:
 
 
 def load_program(file: str, gpu: Gpu | None = None, spec: str | None = None) -> tuple[Program, str]:
-    """The checked program and its text; a sketch has nothing to run or to translate. `spec` is
-    the command's `--spec`."""
+    """The checked program and its text, for a command that takes one kernel. `spec` is the
+    command's `--spec`."""
+    kernels, source = load_kernels(file, gpu, spec)
+    if len(kernels) > 1:
+        text = f"this program has {len(kernels)} kernels; the command takes one"
+        hint = "`check`, `run` and `build` take several"
+        with blaming(shown_name(file), source):
+            raise Failed(Diagnostic("FW811", text, kernels[1].grid.span, help=hint))
+    return kernels[0], source
+
+
+def load_kernels(
+    file: str, gpu: Gpu | None = None, spec: str | None = None
+) -> tuple[tuple[Program, ...], str]:
+    """The checked kernels and their text; a sketch has nothing to run or to translate."""
     from flashwright.check.check import check
     from flashwright.lang.parse import parse
 
@@ -179,12 +192,8 @@ def load_program(file: str, gpu: Gpu | None = None, spec: str | None = None) -> 
     with blaming(name, source):
         tree = parse(source)
         verdict = check(tree, gpu, own_dims(tree, spec, file))
-        if verdict.program is not None and not verdict.errors:
-            return verdict.program, source
-        if verdict.kernels:
-            text = f"this program has {len(verdict.kernels)} kernels; the command takes one"
-            second = verdict.kernels[1].grid.span
-            raise Failed(Diagnostic("FW811", text, second, help="`check` takes several"))
+        if verdict.kernels and not verdict.errors:
+            return verdict.kernels, source
         if verdict.ok:
             hint = (
                 "add param, grid and Allocate statements (docs/language.md), or let the built-in "

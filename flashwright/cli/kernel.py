@@ -23,6 +23,7 @@ from flashwright.cli.command import (
     exit_code,
     find_gpu,
     guarded,
+    load_kernels,
     load_program,
     load_spec,
     shown_name,
@@ -134,8 +135,32 @@ def build(
             further[f"{name}/{package.RECORD}"] = (folder / name / package.RECORD).read_bytes()
         if further:
             further[package.CLASSES] = Path(what, package.CLASSES).read_bytes()
-        _build(file, folder, options, further)
+        kernels, source = load_kernels(file, card)
+        if len(kernels) > 1:
+            _build_steps(file, source, kernels, folder, options)
+        else:
+            _build(file, folder, options, further)
     return FINE
+
+
+def _build_steps(
+    file: str, source: str, kernels: tuple[Program, ...], folder: Path, options: _BuildOptions
+) -> None:
+    """Build a program of several kernels: each in a subfolder, with its own part of the program."""
+    from flashwright.build import package
+    from flashwright.build.steps import Steps
+    from flashwright.lang.format import format_tree
+    from flashwright.program.kernels import Kernels
+
+    steps = Steps.of(Kernels(kernels))
+    files: dict[str, str | bytes] = {**_inputs(file, source), package.STEPS: steps.dump()}
+    for name, program in zip(steps.steps, kernels, strict=True):
+        own = folder / name / CODE
+        _put(own.parent, {CODE: format_tree(program.tree)})
+        _build(str(own), own.parent, options)
+        files[f"{name}/{package.RECORD}"] = (own.parent / package.RECORD).read_bytes()
+    _put(folder, {**files, package.RECORD: package.record_of_steps(options.card, files)})
+    print(f"{folder}: {len(kernels)} kernels, launched in order by one call")
 
 
 @dataclass(frozen=True)

@@ -141,6 +141,6 @@ def test_commands() -> None:
     told = run(app, ["check", str(BACKWARD), "--gpu", "a100"]).output
     assert "3 kernels" in told
     assert "kernel at line 27: shared memory 40 of 163 KB" in told
-    refused = run(app, ["build", str(BACKWARD), "--gpu", "a100"])
+    refused = run(app, ["translate", str(BACKWARD), "--gpu", "a100"])
     assert refused.exit_code == 1
     assert "this program has 3 kernels; the command takes one" in refused.output
