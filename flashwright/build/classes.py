@@ -117,8 +117,17 @@ def packed(kernels: Mapping[str, Files], classes: Classes) -> dict[str, str | by
     }
 
 
+def plan_of(folder: Path) -> LaunchPlan:
+    """The plan by which a package is called."""
+    several = steps.read(folder)
+    return steps.caller_plan(folder, several) if several is not None else read_plan(folder)
+
+
 def folders(folder: Path) -> dict[str, Path]:
     """The folders of all kernels of a package, its own first."""
+    several = steps.read(folder)
+    if several is not None:
+        return {name: folder / name for name in several.steps}
     return {OWN: folder, **{name: folder / name for name in read(folder).others}}
 
 

@@ -18,7 +18,7 @@ from flashwright.build.arrays import framework_of
 from flashwright.build.load import CHECK_ONLY, Kernel
 from flashwright.build.load import load as load_one
 from flashwright.build.package import STEPS
-from flashwright.build.reading import read_model, unusable
+from flashwright.build.reading import read_model, read_plan, unusable
 from flashwright.lower.launch_plan import LaunchPlan, PlanTensor
 from flashwright.program.kernels import Kernels
 
@@ -91,8 +91,9 @@ class StepsKernel(Kernel):
             kernel.run(mode, *given)
 
     def launch(self, tensors: Sequence[Any], dims: Sequence[Any], check_only: bool = False) -> None:
-        """Launch all kernels on PyTorch's current stream, as Kernel.launch does."""
-        given = list(tensors)
+        """Launch all kernels on PyTorch's current stream, as Kernel.launch does. The tensors are
+        those of caller_plan: scratch is none of them."""
+        given = [*tensors, *(None for _ in self.scratch)]
         if not check_only:
             self._allocate(framework_of(given[self._positions[0]]), 0, self.scratch, given, dims)
         super().launch(given, dims, check_only)
@@ -102,9 +103,16 @@ class StepsKernel(Kernel):
         raise NotImplementedError("a program of several kernels runs from Python only")
 
 
+def caller_plan(folder: Path, steps: Steps) -> LaunchPlan:
+    """The plan of a package, as the caller sees it: without scratch."""
+    plan = joined([read_plan(folder / name) for name in steps.steps], steps.scratch)
+    seen = tuple(t for t in plan.tensors if t.name not in steps.scratch)
+    return plan.model_copy(update={"tensors": seen})
+
+
 def joined(plans: Iterable[LaunchPlan], scratch: Sequence[str]) -> LaunchPlan:
-    """The plan of all kernels, as the caller sees it: inputs, outputs, then scratch. The grid, the
-    threads and the shared memory are those of the first."""
+    """The plan of all kernels: inputs, outputs, then scratch. The grid, the threads and the shared
+    memory are those of the first."""
     plans = tuple(plans)
     written = {t.name for plan in plans for t in plan.tensors if t.written}
     found: dict[str, PlanTensor] = {}

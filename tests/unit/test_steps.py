@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import flashwright
 from flashwright import gpu as gpus
-from flashwright.build import steps
+from flashwright.build import package, steps
 from flashwright.build.load import CHECK_ONLY, Kernel
 from flashwright.build.steps import Steps, StepsKernel
 from flashwright.check.check import check
@@ -22,6 +23,7 @@ from flashwright.semantics.interpret import interpret
 from tests.unit.test_several_kernels import BACKWARD, problem
 
 torch = pytest.importorskip("torch")
+from torch._subclasses import FakeTensorMode  # noqa: E402
 
 
 class Interpreted(Kernel):
@@ -79,7 +81,8 @@ def test_scratch_is_new_in_each_call(backward: StepsKernel) -> None:
 def test_launch_allocates_scratch(backward: StepsKernel) -> None:
     tensors, expected = given(20, 20)
     out = torch.empty(expected["dQ"].shape, dtype=torch.bfloat16)
-    listed = [{**tensors, "dQ": out}.get(t.name) for t in backward.plan.tensors]
+    called = [t.name for t in backward.plan.tensors if t.name not in backward.scratch]
+    listed = [{**tensors, "dQ": out}.get(name) for name in called]
     backward.launch(listed, [None] * len(backward.plan.dims))
     assert np.abs(_numpy(out) - expected["dQ"]).max() < 0.1
     backward.launch(listed, [None] * len(backward.plan.dims), check_only=True)
@@ -100,3 +103,23 @@ def test_a_broken_record_is_told(tmp_path: Path) -> None:
     (tmp_path / "steps.json").write_text('{"steps": [".."]}')
     with pytest.raises(Failed, match="there is no subfolder"):
         steps.read(tmp_path)
+
+
+def test_a_package_is_a_torch_operator(tmp_path: Path) -> None:
+    programs = check(parse(BACKWARD.read_text())).kernels
+    record = Steps.of(Kernels(programs))
+    for name, program in zip(record.steps, programs, strict=True):
+        (tmp_path / name).mkdir()
+        for file, text in package.translated(translate(program, gpus.find("a100"))).items():
+            (tmp_path / name / file).write_text(text)
+    (tmp_path / "steps.json").write_text(record.dump())
+    operator = flashwright.torch_operator(tmp_path)
+    assert operator.inputs == ("o", "do", "q", "k", "v", "lse")
+    assert operator.outputs == ("dK", "dV", "dQ")
+    with FakeTensorMode():
+        wide, narrow = (
+            torch.empty(1, heads, 100, 64, dtype=torch.bfloat16, device="cuda") for heads in (4, 2)
+        )
+        lse = torch.empty(1, 4, 100, device="cuda")
+        shapes = [x.shape for x in operator.op(wide, wide, wide, narrow, narrow, lse)]
+    assert shapes == [narrow.shape, narrow.shape, wide.shape]
