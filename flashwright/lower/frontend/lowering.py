@@ -230,6 +230,9 @@ class Lowering(Body):
             tensor = self.program.tensors[dest[0]]
             self.computes.settle(source)
             window, _ = self._window(stmt, tensor, self.program.buffers[source])
+            if stmt.source == "shared" and stmt.adds:
+                hint = f"Copy `{source[0]}` to register and accumulate from there"
+                raise refused("a shared tile is added to global memory", stmt.span, hint)
             if stmt.source == "shared" and (window.cols is not None or window.line):
                 hint = f"Copy `{source[0]}` to register and from there to global"
                 raise refused("a shared tile is stored by whole rows", stmt.span, hint)
