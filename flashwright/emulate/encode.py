@@ -50,6 +50,7 @@ SPECIALS = (
 # In the order of atomic.cpp.
 OPERATIONS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
 TYPES = ("b32", "b64", "u32", "u64", "s32", "s64", "f32", "f64", "f16x2", "bf16x2")
+_ADDED_AT_ONCE = {f"red.global.add.v{count}.f32": count for count in (2, 4)}
 NORMAL, BRANCH, EXIT, SYNC, ARRIVE, MBARRIER, CLUSTER_ARRIVE, CLUSTER_WAIT, PRODUCTS = range(9)
 
 
@@ -329,14 +330,20 @@ class _Encoder:
     def _atomic(self, name: str, operands: Sequence[Operand]) -> None:
         kind, *parts = name.replace(".noftz", "").split(".")
         space = 1 if "shared" in parts else 0 if "global" in parts else 2
-        if parts[-1] not in TYPES or parts[-2] not in OPERATIONS or ".v" in name:
+        count = _ADDED_AT_ONCE.get(name, 1)
+        if count > 1:
+            parts.pop(-2)
+        if parts[-1] not in TYPES or parts[-2] not in OPERATIONS or (".v" in name and count == 1):
             raise self._unknown()
         operation, number = OPERATIONS.index(parts[-2]), TYPES.index(parts[-1])
         result, where, *rest = operands if kind == "atom" else (Register("_"), *operands)
         size = 8 if "64" in parts[-1] else 4
-        given = [*(self._slot(o, size) for o in rest), -1][:2]
-        header = [space, operation, number, self._slot(result, size)]
-        self._emit("atom", [*header, *given, *self._address(where)])
+        given, second, *_ = [*rest, Register("_")]
+        first = [self._slot(x, size) for x in (flat(given) if count > 1 else [given])]
+        if len(first) != count:
+            raise self._unknown()
+        header = [space, operation, number, self._slot(result, size), self._slot(second, size)]
+        self._emit("atom", [*header, *self._address(where), count, *first])
 
     # --- copies -------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from typing import Literal
 
 from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_stmt
-from flashwright.lower.element import Element, Leaf
-from flashwright.lower.term import ONE, Term
+from flashwright.lower.element import ROW, Element, Leaf
+from flashwright.lower.term import ONE, Axes, Term
 from flashwright.program.program import Buffer, Key, Tensor
 from flashwright.program.vocabulary import DTYPES
 
@@ -190,11 +190,12 @@ class Fill(Node):
 
 @dataclass(frozen=True)
 class Store(Node):
-    """Registers to global memory."""
+    """Registers or a shared tile to global memory."""
 
     source: Key
     window: Window
     optional: bool
+    adds: bool = False  # to what is there, in fp32; other thread blocks may add to it as well
 
 
 @dataclass(frozen=True)
@@ -303,6 +304,10 @@ class Compute(Node):
     kept: tuple[str, ...] = ()  # vectors that it makes of names local to the row
     end: Term | None = None
     clear: Element | None = None
+
+    def begin(self, axes: Axes) -> Term | None:
+        """Where the positions along its rows or its columns begin; a vector has only one axis."""
+        return self.rows if axes == ROW or len(self.shape) == 1 else self.cols
 
 
 @dataclass(frozen=True)

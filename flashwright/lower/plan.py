@@ -21,7 +21,7 @@ from flashwright.lower.launch_plan import (
     Postfix,
 )
 from flashwright.lower.names import cpp
-from flashwright.lower.printing.rules import in_lines
+from flashwright.lower.printing.rules import adds_in_pairs, in_lines
 from flashwright.lower.targets.swizzle import swizzle_bytes
 from flashwright.lower.targets.tensor_maps import loaded_pieces, tma_optional_tiles
 from flashwright.lower.term import Term, Var, binary, call, integer
@@ -85,7 +85,11 @@ def _tensor(tensor: Tensor, program: Program, kernel: ir.Kernel) -> PlanTensor:
             isinstance(n, ir.Store)
             and n.window.tensor is tensor
             and len(program.buffers[n.source].shape) == 2
-            and (n.source[1] == "shared" or in_lines(n, program.buffers[n.source]))
+            and (
+                n.source[1] == "shared"
+                or in_lines(n, program.buffers[n.source])
+                or adds_in_pairs(n, program.buffers[n.source], kernel)
+            )
         )
         for n in ir.flat(kernel.body)
     )

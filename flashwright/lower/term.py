@@ -39,7 +39,7 @@ class At:
 
 @dataclass(frozen=True)
 class Position:
-    """The position of the present row (`q_idx`) or column (`kv_idx`)."""
+    """The position of the present element among the queries (`q_idx`) or the keys (`kv_idx`)."""
 
     name: Literal["q_idx", "kv_idx"]
     type: Type = "int"

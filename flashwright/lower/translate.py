@@ -170,8 +170,8 @@ def _blocks(program: Program, gpu: Gpu, shared: int, most: int | None) -> int:
     """How many blocks an SM should hold at once: what registers and shared memory allow, and
     `most` where it is given."""
     by_registers = gpu.blocks_by_registers(_held(program) + SPARE_REGISTERS, program.warps)
-    by_shared = gpu.shared_per_sm // (shared + gpu.shared_reserved)
-    allowed = min(by_registers, by_shared)
+    each = shared + gpu.shared_reserved
+    allowed = min(by_registers, gpu.shared_per_sm // each) if each else by_registers
     return max(1, allowed if most is None else min(allowed, most))
 
 

@@ -101,11 +101,15 @@ class Masked:
         return next((n for n in (1, 0) if (w := self.axes[n]) is not None and w.dim == dim), None)
 
 
+KEYS_AS_ROWS = ("kv_len", "q_len")
+"""The dims of a tile in which `kv_idx` is the row's position and `q_idx` the column's."""
+
+
 def axis_of(position: str, axes: tuple[Where | None, ...]) -> int:
     """The axis of a tile that `q_idx` or `kv_idx` goes along: `q_idx` along the rows, unless the
     rows are keys and the columns are queries."""
     dims = tuple(w.dim if w is not None else "" for w in axes)
-    return int((position == "kv_idx") != (dims == ("kv_len", "q_len")))
+    return int((position == "kv_idx") != (dims == KEYS_AS_ROWS))
 
 
 def together(tiles: Iterable[Tile]) -> tuple[Masked, ...]:

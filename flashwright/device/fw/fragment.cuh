@@ -249,10 +249,10 @@ __device__ void each_element(Tile& tile, Body body) {
 }
 
 // Any tile of any element type to and from global memory, element by element; outside: 0, not stored.
-template <int Warps, bool Wide = false, int Beside = 1, class T, class Tile, class Rows, class Cols>
-__device__ void store_elements(GlobalTile<T> dst, Tile const& tile, Rows rows, Cols cols) {
+template <int Warps, bool Wide = false, int Beside = 1, class To, class Tile, class Rows, class Cols>
+__device__ void store_elements(To dst, Tile const& tile, Rows rows, Cols cols) {
   each_element<Warps, Wide, Beside>(tile, [&](int row, int col, auto const& x) {
-    if (inside(row, rows) && inside(col, cols)) *dst.at(row, col) = static_cast<T>(x);
+    if (inside(row, rows) && inside(col, cols)) put(dst, row, col, x);
   });
 }
 
@@ -336,6 +336,14 @@ __device__ void each_pair(Tile& tile, Body body) {
       body(place.row(m), place.col(n), tile(m, n), tile(m, n + 1));
     }
   }
+}
+
+// Adds a tile to global memory. Lines begin at multiples of 8 bytes, and of their columns all or an even number are inside.
+template <int Warps, int Beside = 1, class Tile, class Rows, class Cols>
+__device__ void add_pairs(GlobalTile<float> dst, Tile const& tile, Rows rows, Cols cols) {
+  each_pair<Warps, Beside>(tile, [&](int row, int col, float low, float high) {
+    if (inside(row, rows) && inside(col, cols)) add_to(dst.at(row, 0) + col, low, high);
+  });
 }
 
 template <int Warps, bool Wide = false, int Beside = 1, class T, class Tile, class Rows, class Cols>
@@ -480,25 +488,21 @@ __device__ void cols_from_shared(Vector& values, From from) {
 }
 
 // Vectors along the rows or the columns of a tile, of which the `valid` ones are inside.
-template <int Warps, int Beside = 1, class T, class Vector, class Valid>
-__device__ void store_rows(GlobalTile<T> dst, Vector const& values, Valid valid) {
+template <int Warps, int Beside = 1, class To, class Vector, class Valid>
+__device__ void store_rows(To dst, Vector const& values, Valid valid) {
   Place<Warps, false, Beside> const place;
   CUTE_UNROLL
   for (int m = 0; m < decltype(cute::size(values))::value; ++m) {
-    if (writes_rows<Warps, Beside>() && inside(place.row(m), valid)) {
-      *dst.at(place.row(m), 0) = static_cast<T>(values(m));
-    }
+    if (writes_rows<Warps, Beside>() && inside(place.row(m), valid)) put(dst, place.row(m), 0, values(m));
   }
 }
 
-template <int Warps, int Beside = 1, class T, class Vector, class Valid>
-__device__ void store_cols(GlobalTile<T> dst, Vector const& values, Valid valid) {
+template <int Warps, int Beside = 1, class To, class Vector, class Valid>
+__device__ void store_cols(To dst, Vector const& values, Valid valid) {
   auto const place = place_along<Warps, Beside>(values);
   CUTE_UNROLL
   for (int n = 0; n < decltype(cute::size(values))::value; ++n) {
-    if (writes_cols<Warps, Beside>() && inside(place.col(n), valid)) {
-      *dst.at(place.col(n), 0) = static_cast<T>(values(n));
-    }
+    if (writes_cols<Warps, Beside>() && inside(place.col(n), valid)) put(dst, place.col(n), 0, values(n));
   }
 }
 

@@ -33,6 +33,39 @@ struct GlobalTile {
   }
 };
 
+// Adds to a number in global memory, to which other threads may add at the same time: in which order, is open.
+__device__ inline void add_to(float* to, float x) {
+  asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
+}
+
+// The same for two neighbours; the first is aligned to 8 bytes.
+__device__ inline void add_to(float* to, float low, float high) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(low), "f"(high) : "memory");
+#else
+  add_to(to, low);
+  add_to(to + 1, high);
+#endif
+}
+
+// A tile that is added to by what is stored to it.
+struct AddedTile {
+  GlobalTile<float> tile;
+};
+
+__device__ inline AddedTile added(GlobalTile<float> tile) { return {tile}; }
+
+// An element of a tile gets a value, or has it added.
+template <class T, class U>
+__device__ void put(GlobalTile<T> dst, int row, int col, U x) {
+  *dst.at(row, col) = static_cast<T>(x);
+}
+
+template <class U>
+__device__ void put(AddedTile dst, int row, int col, U x) {
+  add_to(dst.tile.at(row, col), static_cast<float>(x));
+}
+
 // The rows or columns of a tile that lie in the tensor: from one on, up to another, where it may begin before the start.
 // Where it cannot, their number is enough.
 struct Inside {

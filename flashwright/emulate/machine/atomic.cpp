@@ -46,11 +46,11 @@ uint32_t added_pairs(uint32_t old, uint32_t b) {
 }
 
 template <class T>
-void apply(Context& c, const int32_t* o, int lane, uint8_t* at) {
+void apply(Context& c, const int32_t* o, int32_t slot, int lane, uint8_t* at) {
   T old;
   std::memcpy(&old, at, sizeof old);
-  T b = lanes<T>(c, o[4])[lane];
-  T third = o[5] >= 0 ? lanes<T>(c, o[5])[lane] : T{};
+  T b = lanes<T>(c, slot)[lane];
+  T third = o[4] >= 0 ? lanes<T>(c, o[4])[lane] : T{};
   T now;
   if constexpr (std::is_same_v<T, uint32_t>) {
     now = o[2] == kF16x2    ? added_pairs<F16>(old, b)
@@ -63,13 +63,13 @@ void apply(Context& c, const int32_t* o, int lane, uint8_t* at) {
   if (o[3] >= 0) lanes<T>(c, o[3])[lane] = old;
 }
 
-// Operands: whether in shared memory (2: generic), operation, type, slot of the result or -1, slot of the operand,
-// slot of the second one or -1, address.
+// Operands: whether in shared memory (2: generic), operation, type, slot of the result or -1, slot of the second operand
+// or -1, address, then the slots of the first one, behind their number: several are neighbours in memory.
 void atomic(Context& c, const int32_t* o, uint32_t mask) {
-  int bytes = o[2] == kB64 || o[2] == kU64 || o[2] == kS64 || o[2] == kF64 ? 8 : 4;
+  int each = o[2] == kB64 || o[2] == kU64 || o[2] == kS64 || o[2] == kF64 ? 8 : 4, count = o[8], bytes = each * count;
   for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
     int lane = __builtin_ctz(rest);
-    uint64_t address = address_of(c, o + 6, lane);
+    uint64_t address = address_of(c, o + 5, lane);
     bool shared = o[0] == 1 || (o[0] == 2 && address / kWindow * kWindow == kSharedWindow);
     uint8_t* at = nullptr;
     if (!shared) {
@@ -81,13 +81,16 @@ void atomic(Context& c, const int32_t* o, uint32_t mask) {
       std::fill_n(c.block->written.begin() + address, bytes, 1);
     }
     if (at == nullptr) continue;
-    switch (o[2]) {
-      case kB64: case kU64: apply<uint64_t>(c, o, lane, at); break;
-      case kS64: apply<int64_t>(c, o, lane, at); break;
-      case kS32: apply<int32_t>(c, o, lane, at); break;
-      case kF32: apply<float>(c, o, lane, at); break;
-      case kF64: apply<double>(c, o, lane, at); break;
-      default: apply<uint32_t>(c, o, lane, at);
+    for (int n = 0; n < count; ++n, at += each) {
+      int32_t slot = o[9 + n];
+      switch (o[2]) {
+        case kB64: case kU64: apply<uint64_t>(c, o, slot, lane, at); break;
+        case kS64: apply<int64_t>(c, o, slot, lane, at); break;
+        case kS32: apply<int32_t>(c, o, slot, lane, at); break;
+        case kF32: apply<float>(c, o, slot, lane, at); break;
+        case kF64: apply<double>(c, o, slot, lane, at); break;
+        default: apply<uint32_t>(c, o, slot, lane, at);
+      }
     }
   }
   c.machine->counts[c.instruction].bytes += int64_t{bytes} * __builtin_popcount(mask);

@@ -26,7 +26,7 @@ from flashwright.lower.element import (
 from flashwright.lower.frontend.body import Body, Frame
 from flashwright.lower.frontend.gathers import gathered, in_whole_numbers
 from flashwright.lower.frontend.masks import conjuncts, end, in_row
-from flashwright.lower.frontend.positions import Axes
+from flashwright.lower.frontend.positions import Axes, axis_of
 from flashwright.lower.frontend.scalars import Scalar, refused
 from flashwright.lower.names import cpp, tile_name
 from flashwright.lower.term import Position, Term, Type, Var
@@ -385,12 +385,17 @@ class Computes:
         """The expression for one element."""
         match expr:
             case Name("q_idx" | "kv_idx" as position):
-                place = frame.axes[0 if position == "q_idx" else -1]
+                axis = axis_of(position, frame.axes)
+                place = None if axis is None else frame.axes[axis]
                 if place is None or place.lost:
                     text = f"`{position}`: where this tile lies cannot be told in every iteration"
                     hint = "let one Copy in the loop fill the tile, or fetch block i + 1 ahead"
                     raise refused(text, expr.span, hint)
-                return Leaf(Position(position), ROW if position == "q_idx" else COLUMN)
+                if len(frame.shape) == 1:
+                    side = self._side((frame.buffer.name, frame.buffer.space))
+                else:
+                    side = "columns" if axis else "rows"
+                return Leaf(Position(position), _AXES[side])
             case Name(id) if id in CONSTANTS:
                 return literal(CONSTANTS[id])
             case Name(id) if id in self.program.params:

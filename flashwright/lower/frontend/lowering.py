@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashwright.lang import nodes as tl
+from flashwright.lang.format import format_expr
 from flashwright.lang.nodes import Coord, Expr, Name
 from flashwright.lower import ir
 from flashwright.lower.frontend.body import Body
@@ -229,11 +230,14 @@ class Lowering(Body):
             tensor = self.program.tensors[dest[0]]
             self.computes.settle(source)
             window, _ = self._window(stmt, tensor, self.program.buffers[source])
+            if stmt.source == "shared" and stmt.adds:
+                hint = f"Copy `{source[0]}` to register and accumulate from there"
+                raise refused("a shared tile is added to global memory", stmt.span, hint)
             if stmt.source == "shared" and (window.cols is not None or window.line):
                 hint = f"Copy `{source[0]}` to register and from there to global"
                 raise refused("a shared tile is stored by whole rows", stmt.span, hint)
             optional = len(self.program.outputs) > 1  # the caller asks for those it wants
-            self.emit(ir.Store(source, window, optional, origin=ir.origin(stmt)))
+            self.emit(ir.Store(source, window, optional, stmt.adds, origin=ir.origin(stmt)))
         else:
             self.computes.settle(source)
             self.computes.forget(dest)
@@ -368,7 +372,7 @@ class Lowering(Body):
 
     def _identity(self, size: Expr) -> str:
         fixed = self.fixed(size)
-        return str(fixed) if fixed is not None else str(size)
+        return str(fixed) if fixed is not None else format_expr(size)
 
     # --- Reshape --------------------------------------------------------------------------
 

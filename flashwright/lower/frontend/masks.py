@@ -14,10 +14,12 @@ from flashwright.lang import nodes as tl
 from flashwright.lang.nodes import NOWHERE, Expr, Name
 from flashwright.lower.element import ROW, Element, Leaf, Op, axes_of
 from flashwright.lower.frontend.body import Body, Frame
+from flashwright.lower.frontend.positions import axis_of
 from flashwright.lower.frontend.scalars import Scalar, constant
 from flashwright.lower.term import MIRRORED, Term, Var, binary
 
 Bounds = tuple[Scalar, Scalar]
+POSITIONS = {"q_idx", "kv_idx"}
 GROUP_ROWS = 64  # of a warpgroup
 GROUP = Var("group")  # the number of a warpgroup
 
@@ -84,16 +86,16 @@ def in_row(
 ) -> Element | None:
     """A test for one row that the condition holds in all of its columns: `kv_idx >= Start` does if
     the first key is at least the row's Start."""
+    column = _along_columns(frame)
     match condition:
         case tl.Binary("and", left, right):
             a, b = (in_row(made, side, frame, element) for side in (left, right))
             return Op("and", (a, b)) if a and b else None
-        case tl.Binary("<" | "<=" | ">" | ">=" as op, bound, Name("kv_idx")):
-            return in_row(made, tl.Binary(MIRRORED[op], Name("kv_idx"), bound), frame, element)
-        case tl.Binary("<" | "<=" | ">" | ">=" as op, Name("kv_idx"), bound):
+        case tl.Binary("<" | "<=" | ">" | ">=" as op, bound, Name(name)) if name == column:
+            return in_row(made, tl.Binary(MIRRORED[op], Name(name), bound), frame, element)
+        case tl.Binary("<" | "<=" | ">" | ">=" as op, Name(name), bound) if name == column:
             columns = _positions(made, 1, frame)
-            names = {e.id for e in tl.expressions(bound) if isinstance(e, Name)}
-            if columns is None or "kv_idx" in names:
+            if columns is None or column in _names(bound):
                 return None
             limit = element(bound, frame)
             edge = columns[1 if op in ("<", "<=") else 0]
@@ -102,30 +104,40 @@ def in_row(
 
 
 def end(made: Body, condition: Expr, frame: Frame) -> Term | None:
-    """The first key that the condition keeps from all rows of a warpgroup, as it does every later
-    one; `group` is the warpgroup's number."""
-    own = replace(frame, own=True)
+    """The first column that the condition hides from all rows of a warpgroup, as it does every
+    later one; `group` is the warpgroup's number."""
+    own, column = replace(frame, own=True), _along_columns(frame)
     for part in _parts(condition):
         match part:
-            case tl.Binary("<" | "<=" as op, Name("kv_idx"), bound):
+            case tl.Binary("<" | "<=" as op, Name(name), bound) if name == column:
                 more = op == "<="
-            case tl.Binary(">" | ">=" as op, bound, Name("kv_idx")):
+            case tl.Binary(">" | ">=" as op, bound, Name(name)) if name == column:
                 more = op == ">="
             case _:
                 continue
-        names = {e.id for e in tl.expressions(bound) if isinstance(e, Name)}
-        found = _bounds(made, bound, own) if "q_idx" in names and "kv_idx" not in names else None
+        rows = _names(bound) & POSITIONS
+        found = _bounds(made, bound, own) if rows and column not in rows else None
         if found and found[1].whole:
             last = found[1]
             return (_apply(made, "+", last, constant(1)) if more else last).term
     return None
 
 
+def _along_columns(frame: Frame) -> str | None:
+    """The position that goes along a tile's columns."""
+    return next((name for name in sorted(POSITIONS) if axis_of(name, frame.axes) == 1), None)
+
+
+def _names(expr: Expr) -> set[str]:
+    return {e.id for e in tl.expressions(expr) if isinstance(e, Name)}
+
+
 def _bounds(made: Body, expr: Expr, frame: Frame) -> Bounds | None:
     """The least and the greatest value of an expression over the tile, if they can be told."""
     match expr:
         case Name("q_idx" | "kv_idx" as name):
-            return _positions(made, 0 if name == "q_idx" else 1, frame)
+            axis = axis_of(name, frame.axes)
+            return None if axis is None else _positions(made, axis, frame)
         case tl.Unary("-", operand):
             found = _bounds(made, operand, frame)
             return found and _difference(made, (constant(0), constant(0)), found)

@@ -14,6 +14,7 @@ from fractions import Fraction
 
 from flashwright.lang.nodes import Binary, Call, Expr, Index, Name, Num, Unary, expressions
 from flashwright.program.scalars import Value, number
+from flashwright.semantics.tiles import KEYS_AS_ROWS
 
 ZERO, ONE = Num("0"), Num("1")
 
@@ -58,6 +59,16 @@ Sum = dict[tuple[object, ...], Fraction]
 """For each product of atoms (sorted) its coefficient."""
 Form = frozenset[tuple[tuple[object, ...], Fraction]]
 """A sum that can be compared."""
+
+
+def axis_of(position: str, axes: Axes) -> int | None:
+    """The axis of a tile that `q_idx` or `kv_idx` goes along, by the rule of semantics.tiles; None
+    where that depends on an axis whose position cannot be told."""
+    dims = [w.dim if w is not None else "" for w in axes]
+    swapped = [d in (known, "?") for d, known in zip(dims, KEYS_AS_ROWS, strict=False)]
+    if len(axes) == 1 or not all(swapped):
+        return min(int(position == "kv_idx"), len(axes) - 1)
+    return None if "?" in dims else int(position == "q_idx")
 
 
 def put(expr: Expr, name: str, value: Expr) -> Expr:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from flashwright.lower import ir
-from flashwright.lower.element import LN_2, LOG2_E, leaves, variable
+from flashwright.lower.element import LN_2, LOG2_E, Leaf, leaves, variable
 from flashwright.lower.frontend.masks import GROUP
 from flashwright.lower.names import cpp, tile_name
 from flashwright.lower.passes.bad_ir import BadIR
@@ -209,7 +209,7 @@ class _Scopes:
         for assign in node.assigns:
             for leaf in leaves(assign.value):
                 self._term(leaf.term, node, known | local)
-                self._position(leaf.term, node)
+                self._position(leaf, node)
             name = variable(assign.target)
             if assign.buffer is not None:
                 key: Key = (assign.buffer.name, assign.buffer.space)
@@ -228,12 +228,9 @@ class _Scopes:
             if isinstance(part, Var) and part.name not in known | self.tiles | self.kept:
                 raise BadIR(self.stage, node, f"{part.name} is not defined here")
 
-    def _position(self, term: Term, node: ir.Compute) -> None:
-        for part in walk(term):
-            if isinstance(part, Position):
-                along_rows = part.name == "q_idx" or len(node.shape) == 1
-                if (node.rows if along_rows else node.cols) is None:
-                    raise BadIR(self.stage, node, f"{part.name} is not known")
+    def _position(self, leaf: Leaf, node: ir.Compute) -> None:
+        if isinstance(leaf.term, Position) and node.begin(leaf.axes) is None:
+            raise BadIR(self.stage, node, f"{leaf.term.name} is not known")
 
 
 def terms(node: ir.Statement) -> Iterator[Term]:

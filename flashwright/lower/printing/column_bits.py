@@ -27,6 +27,7 @@ from flashwright.lower.term import (
     MIRRORED,
     ZERO,
     At,
+    Axes,
     Gather,
     Position,
     Term,
@@ -40,7 +41,6 @@ from flashwright.lower.term import (
     walk,
 )
 
-KEY = Position("kv_idx")
 _SETS = {
     "<": "{low}",
     "<=": "{high}",
@@ -55,9 +55,10 @@ PERIODS = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum: how often it has floor(kv_idx / divisor), and the other summands with their signs."""
+    """A sum: how often it has floor(x / divisor), where x is the position of the column, and the
+    other summands with their signs."""
 
-    keys: int
+    columns: int
     divisor: int
     others: tuple[tuple[int, Element], ...] = ()
 
@@ -116,24 +117,26 @@ class ColumnBits:
     def _test(self, x: Element) -> str:
         """A condition as a function of a thread's n-th column."""
         place = position(self.first, f"{self.at}.col(n)")
-        named = any(leaf.term == KEY for leaf in leaves(x))
-        key = f"int const kv_idx = {text(place)}; " if named else ""
-        return f"[&](int n) {{ {key}return {text(term(x))}; }}"
+        name = position_along(x, COLUMN)
+        defined = f"int const {name.name} = {text(place)}; " if name else ""
+        return f"[&](int n) {{ {defined}return {text(term(x))}; }}"
 
     def _compared(self, op: str, a: Element, b: Element) -> str | None:
         """The columns for which `a op b`: those before one that is the same for the whole row."""
         found = linear(Op("-", (a, b))) if type_of(a) == type_of(b) == "int" else None
-        if found is None or found.keys not in (1, -1):
+        if found is None or found.columns not in (1, -1):
             return None
         limit: Term = ZERO
-        for sign, x in sorted(found.others, key=lambda s: s[0] == found.keys):  # added ones first
+        for sign, x in sorted(
+            found.others, key=lambda s: s[0] == found.columns
+        ):  # added ones first
             value = term(x) if self._is_position(x) else call("near", term(x), type="int")
             if found.divisor > 1 and not self._is_position(x):
                 return None  # its product with the divisor might wrap
-            limit = minus(limit, value) if sign == found.keys else plus(limit, value)
+            limit = minus(limit, value) if sign == found.columns else plus(limit, value)
         step = integer(found.divisor)
         low, high = (self._before(times(x, step)) for x in (limit, plus(limit, 1)))
-        return _SETS[op if found.keys > 0 else MIRRORED[op]].format(low=low, high=high)
+        return _SETS[op if found.columns > 0 else MIRRORED[op]].format(low=low, high=high)
 
     def _before(self, limit: Term) -> str:
         within = minus(limit, self.first) if self.first is not None else limit
@@ -146,6 +149,12 @@ class ColumnBits:
         read = any(isinstance(part, (At, Gather)) for part in walk(term(x)))
         names = {v for leaf in leaves(x) if leaf.value is None for v in variables(leaf.term)}
         return not read and names <= known
+
+
+def position_along(x: Element, axes: Axes) -> Position | None:
+    """The position that an expression names and that goes along the rows, or the columns."""
+    found = (leaf.term for leaf in leaves(x) if leaf.axes == axes)
+    return next((term for term in found if isinstance(term, Position)), None)
 
 
 def position(origin: Term | None, within: str) -> Term:
@@ -169,18 +178,18 @@ def _all(parts: Iterable[Element]) -> Element | None:
 def linear(x: Element) -> Sum | None:
     """A whole number as a sum; None if it varies along the columns in another way."""
     match x:
-        case Leaf() if x.term == KEY:
+        case Leaf(Position(), axes) if axes == COLUMN:
             return Sum(1, 1)
-        case Op("floor_div", (Leaf(term=term), Leaf(value=float(value)))) if term == KEY:
+        case Op("floor_div", (Leaf(Position(), axes), Leaf(value=float(value)))) if axes == COLUMN:
             return Sum(1, int(value)) if value >= 1 else None
         case Op("+" | "-" as op, (a, b)):
             left, right = linear(a), linear(b)
-            if left is None or right is None or (left.keys and right.keys):
+            if left is None or right is None or (left.columns and right.columns):
                 return None
             sign = 1 if op == "+" else -1
             others = tuple((sign * f, y) for f, y in right.others)
-            keys = left.keys + sign * right.keys
-            return Sum(keys, left.divisor * right.divisor, left.others + others)
+            columns = left.columns + sign * right.columns
+            return Sum(columns, left.divisor * right.divisor, left.others + others)
         case Op("neg", (a,)):
             return linear(Op("-", (Leaf(ZERO), a)))
     return None if axes_of(x) & COLUMN else Sum(0, 1, ((1, x),))
@@ -191,7 +200,7 @@ def _period(x: Element) -> int:
     match x:
         case Op("%", (a, Leaf(value=float(value)))) if value == int(value) and value >= 1:
             found = linear(a)
-            plain = found is not None and found.divisor == 1 and abs(found.keys) == 1
+            plain = found is not None and found.divisor == 1 and abs(found.columns) == 1
             return int(value) if plain else 0
         case Op("gather") | Reduce():
             return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from flashwright.lower import ir
 from flashwright.lower.element import (
@@ -25,9 +24,9 @@ from flashwright.lower.element import (
     variable,
     with_leaves,
 )
-from flashwright.lower.printing.column_bits import KEY, ColumnBits, linear, position
+from flashwright.lower.printing.column_bits import ColumnBits, linear, position, position_along
 from flashwright.lower.printing.cpp import text
-from flashwright.lower.term import At, Position, Var, as_float
+from flashwright.lower.term import At, Var, as_float
 
 UNROLL = "CUTE_UNROLL"
 COSTLY = ("exp", "exp2", "log", "log2", "quick_log2", "sigmoid", "sqrt", "tanh", "tanh2")
@@ -72,8 +71,9 @@ def _filled(assign: ir.Assign) -> Iterator[str]:
 
 
 def _columns(node: ir.Compute, assign: ir.Assign, at: str) -> Iterator[str]:
-    if uses(assign.value, "kv_idx"):
-        yield f"int const kv_idx = {text(position(node.cols, f'{at}.col(n)'))};"
+    if name := position_along(assign.value, COLUMN):
+        place = position(node.begin(COLUMN), f"{at}.col(n)")
+        yield f"int const {name.name} = {text(place)};"
     yield f"{text(assign.target.term)} = {converted(assign)};"
 
 
@@ -106,9 +106,10 @@ class _Row:
 
     def add(self, assign: ir.Assign) -> None:
         """Append one assignment, with the names that it needs for the row."""
-        if uses(assign.value, "q_idx") and not self.positioned:
+        name = position_along(assign.value, ROW)
+        if name is not None and not self.positioned:
             place = text(position(self.node.rows, f"{self.at}.row(m)"))
-            self.lines.append(f"int const q_idx = {place};")
+            self.lines.append(f"int const {name.name} = {place};")
             self.positioned = True
         value = self._without_reductions(assign.value, assign.partial)
         target = assign.target
@@ -130,7 +131,7 @@ class _Row:
     def _by_bits(self, value: Element, tile: str) -> Element:
         """A choice by position, with the row's columns as bits of a word."""
         match value:
-            case Op("where", (condition, yes, no)) if uses(condition, "kv_idx"):
+            case Op("where", (condition, yes, no)) if position_along(condition, COLUMN):
                 sets = ColumnBits(self.at, tile, self.node.cols, self.node.rows)
                 found = sets.split(condition)
                 if found is not None:
@@ -182,8 +183,8 @@ class _Row:
                 for factor, distance in ((a, b), (b, a)):
                     found = linear(distance) if type_of(distance) == "int" else None
                     plain = axes_of(factor) <= ROW and type_of(factor) == "float"
-                    if plain and found and found.divisor == 1 and abs(found.keys) == 1:
-                        return self._at_steps(factor, distance, found.keys)
+                    if plain and found and found.divisor == 1 and abs(found.columns) == 1:
+                        return self._at_steps(factor, distance, found.columns)
         if isinstance(x, Op) and x.op != "gather":
             return Op(x.op, tuple(self._stepped(a) for a in x.args))
         return x
@@ -191,7 +192,9 @@ class _Row:
     def _at_steps(self, factor: Element, distance: Element, sign: int) -> Element:
         first = Leaf(position(self.node.cols, f"{self.at}.first_col"), ROW)
         step = Leaf(Var(f"{self.at}.step(n)", "float"), COLUMN)
-        there = Op("*", (factor, with_leaves(distance, {KEY: first})))
+        column = position_along(distance, COLUMN)
+        assert column is not None
+        there = Op("*", (factor, with_leaves(distance, {column: first})))
         return Op("+" if sign > 0 else "-", (there, Op("*", (factor, step))))
 
     def _stale(self, target: Leaf) -> None:
@@ -253,9 +256,9 @@ class _Row:
 
     def _over_columns(self, tile: Leaf, step: str, value: Element, first: int = 0) -> Iterator[str]:
         inner = [step]
-        if uses(value, "kv_idx"):
+        if name := position_along(value, COLUMN):
             place = text(position(self.node.cols, f"{self.at}.col(n)"))
-            inner.insert(0, f"int const kv_idx = {place};")
+            inner.insert(0, f"int const {name.name} = {place};")
         return _loop("n", f"cute::size<1>({variable(tile)})", inner, first)
 
 
@@ -287,8 +290,3 @@ def converted(assign: ir.Assign) -> str:
 def _has_rows(leaf: Leaf) -> bool:
     """Whether a leaf is an element of a tile, or of a vector along the rows."""
     return isinstance(leaf.term, At) and leaf.axes in (ROW, TILE)
-
-
-def uses(x: Element, name: Literal["q_idx", "kv_idx"]) -> bool:
-    """Whether an expression speaks of a position."""
-    return any(leaf.term == Position(name) for leaf in leaves(x))

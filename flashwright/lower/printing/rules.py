@@ -171,6 +171,12 @@ def in_lines(node: ir.Store, buffer: Buffer) -> bool:
     )
 
 
+def adds_in_pairs(node: ir.Store, buffer: Buffer, kernel: ir.Kernel) -> bool:
+    """Whether a tile is added to global memory 8 bytes at a time."""
+    whole = len(buffer.shape) == 2 and node.window.chunked
+    return node.adds and whole and node.source not in kernel.wide
+
+
 def through_epilogue(node: ir.Store, buffer: Buffer, kernel: ir.Kernel) -> bool:
     """Whether the epilogue puts it in order in shared memory, where there is room. Wide tiles need
     not be: a thread has neighbouring columns there."""
@@ -277,20 +283,24 @@ def _fill(at: Context, node: ir.Fill) -> Lines:
 def _store(at: Context, node: ir.Store) -> Lines:
     buffer, window = at.program.buffers[node.source], node.window
     name, rows = tile_name(node.source), at.rows(window, node.source)
-    target, warps = at.window(window), at.warps(node.source)
+    pairs = adds_in_pairs(node, buffer, at.kernel)
+    target = at.window(window, "line" if len(buffer.shape) == 1 else "tile")
+    target = f"fw::added({target})" if node.adds and not pairs else target
+    warps, along = at.warps(node.source), at.line(node.source)
     if node.source[1] == "shared":
         threads = "32 * Warps" if at.roles else "Threads"
         store = f"fw::copy_out<{threads}>({target}, {name}, {rows});"
     elif len(buffer.shape) == 1:
-        line = at.window(window, "line")
-        along = at.line(node.source)
-        store = f"fw::store_{at.side(node.source)}<{along}>({line}, {name}, {rows});"
+        store = f"fw::store_{at.side(node.source)}<{along}>({target}, {name}, {rows});"
     elif in_lines(node, buffer):
         inside = at.inside(window, node.source)
         store = f"fw::store<{warps}>({target}, {name}, {inside});"
         if at.epilogue is not None and through_epilogue(node, buffer, at.kernel):
-            staging, along = f"shared + {at.epilogue}", at.line(node.source)
+            staging = f"shared + {at.epilogue}"
             store = f"fw::store_epilogue<{along}>({staging}, {target}, {name}, {inside});"
+    elif pairs:
+        cols = at.cols(window, node.source)
+        store = f"fw::add_pairs<{along}>({target}, {name}, {rows}, {cols});"
     else:
         cols = at.cols(window, node.source)
         store = f"fw::store_elements<{warps}>({target}, {name}, {rows}, {cols});"
