@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from flashwright.judge import oracle
 from flashwright.judge.gradient_noise import Errors, Gradient, Rows, errors_of
 from flashwright.judge.oracle import Array, Dims, Floats, Inputs
+from flashwright.sandbox.tensors import DTYPES
 from flashwright.spec import AttentionSpec
 
 _ROWS = 512  # rows of scores held at a time
@@ -39,7 +41,13 @@ def gradients(spec: AttentionSpec, inputs: Inputs, dims: Dims | None = None) -> 
     for b, h in itertools.product(range(batch), range(heads)):
         shared = b, h * inputs["K"].shape[1] // heads
         for at, rows in _rows(spec, inputs, dims or {}, answer, b, h):
-            where = {"dQ": (b, h, at), "dK": shared, "dV": shared, "dSlopes": h, "dSink": h}
+            where: dict[str, Any] = {
+                "dQ": (b, h, at),
+                "dK": shared,
+                "dV": shared,
+                "dSlopes": h,
+                "dSink": h,
+            }
             for name, part in _parts(rows):
                 value[name][where[name]] += part
             for name, found in errors_of(rows, spec.dtype):
@@ -47,6 +55,13 @@ def gradients(spec: AttentionSpec, inputs: Inputs, dims: Dims | None = None) -> 
     kept = {name: spec.dtype if name in ("dQ", "dK", "dV") else "fp32" for name in value}
     draws = batch * heads * q_len
     return {n: Gradient.of(value[n], errors[n], kept[n], draws) for n in value}
+
+
+def with_outputs(spec: AttentionSpec, inputs: Inputs, answer: Inputs) -> dict[str, Array]:
+    """The inputs of a backward pass: those of the attention and dO, and its outputs as a kernel
+    stores them."""
+    kept = {"O": DTYPES[spec.output_dtype], "LSE": DTYPES["fp32"]}
+    return {**inputs, **{n: answer[n].astype(kept[n]) for n in kept if n in answer}}
 
 
 def _rows(
