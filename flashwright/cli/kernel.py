@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from flashwright.lower.launch_plan import LaunchPlan
     from flashwright.lower.report import Report
     from flashwright.lower.translate import Translation
+    from flashwright.program.kernels import Kernels
     from flashwright.program.program import Program
 
 CODE = "code.tl"
@@ -136,7 +137,7 @@ def build(
         if further:
             further[package.CLASSES] = Path(what, package.CLASSES).read_bytes()
         kernels, source = load_kernels(file, card)
-        if len(kernels) > 1:
+        if len(kernels.programs) > 1:
             _build_steps(file, source, kernels, folder, options)
         else:
             _build(file, folder, options, further)
@@ -144,23 +145,22 @@ def build(
 
 
 def _build_steps(
-    file: str, source: str, kernels: tuple[Program, ...], folder: Path, options: _BuildOptions
+    file: str, source: str, kernels: Kernels, folder: Path, options: _BuildOptions
 ) -> None:
     """Build a program of several kernels: each in a subfolder, with its own part of the program."""
     from flashwright.build import package
     from flashwright.build.steps import Steps
     from flashwright.lang.format import format_tree
-    from flashwright.program.kernels import Kernels
 
-    steps = Steps.of(Kernels(kernels))
+    steps = Steps.of(kernels)
     files: dict[str, str | bytes] = {**_inputs(file, source), package.STEPS: steps.dump()}
-    for name, program in zip(steps.steps, kernels, strict=True):
+    for name, program in zip(steps.steps, kernels.programs, strict=True):
         own = folder / name / CODE
         _put(own.parent, {CODE: format_tree(program.tree)})
         _build(str(own), own.parent, options)
         files[f"{name}/{package.RECORD}"] = (own.parent / package.RECORD).read_bytes()
     _put(folder, {**files, package.RECORD: package.record_of_steps(options.card, files)})
-    print(f"{folder}: {len(kernels)} kernels, launched in order by one call")
+    print(f"{folder}: {len(steps.steps)} kernels, launched in order by one call")
 
 
 @dataclass(frozen=True)
