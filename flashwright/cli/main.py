@@ -23,6 +23,7 @@ from flashwright.cli import (
     export,
     fuzz,
     generate,
+    grad,
     grammar,
     kernel,
     receipt,
@@ -385,8 +386,8 @@ def gpus() -> int:
 
 
 for part in (
-    *(generate, kernel, replay, emulate, verify, selftest, bench, tune, receipt, report),
-    *(export, warm, study, fuzz, grammar, explain_mod),
+    *(generate, kernel, grad, replay, emulate, verify, selftest, bench, tune, receipt),
+    *(report, export, warm, study, fuzz, grammar, explain_mod),
 ):
     part.register(app)
 
