@@ -85,6 +85,9 @@ class AttentionSpec(BaseModel):
     """The factor on Q K^T. None: 1 / sqrt(head_dim)."""
     lse: bool = True
     """Whether the kernel also returns the log-sum-exp of each row."""
+    backward: bool = False
+    """Whether the program computes the gradients of this attention: inputs are also `O`, `LSE` and
+    the gradient `dO`; outputs `dQ`, `dK`, `dV` and, if the program has them, `dSink`, `dSlopes`."""
     branch: Literal["compressed", "selected", "window"] | None = None
     """Which branch of native sparse attention (NSA) this is; None: not NSA."""
     block: int = 32
@@ -160,6 +163,7 @@ class AttentionSpec(BaseModel):
             "sink logit" if self.sink else "",
             f"scale {_exact(self.scale)}" if self.scale is not None else "",
             "" if self.lse else "no log-sum-exp",
+            "backward" if self.backward else "",
             "" if self.repeatable else "not repeatable to the bit",
         ]
         dtype = "fp8 in, bf16 out" if self.dtype == "fp8" else self.dtype
@@ -225,8 +229,9 @@ class AttentionSpec(BaseModel):
     def _as_recorded(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """The record without fields that earlier versions lack, if they have their default."""
         found: dict[str, Any] = dumped(self)
-        if self.repeatable:
-            found.pop("repeatable", None)
+        for name in ("repeatable", "backward"):
+            if getattr(self, name) == type(self).model_fields[name].default:
+                found.pop(name, None)
         return found
 
     @field_validator("variant")
@@ -329,6 +334,8 @@ class AttentionSpec(BaseModel):
             raise _wrong("compressed blocks have no token position: set alibi = false", "alibi")
         if self.branch == "selected" and not self.causal:
             raise _wrong("branch 'selected' never looks ahead: set causal = true", "causal")
+        if self.backward and self.dtype == "fp8":
+            raise _wrong('gradients have no fp8: set dtype = "bf16" or "fp16"', "backward")
         return self
 
 

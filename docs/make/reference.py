@@ -30,6 +30,7 @@ EXAMPLES = {
     "sink": "sink = true",
     "scale": "scale = 0.125",
     "lse": "lse = false",
+    "backward": "backward = true",
     "branch": 'branch = "compressed"',
     "block": "block = 32",
     "stride": "stride = 16",

@@ -31,8 +31,8 @@ NO_GRADIENT = (
 class Framework(Protocol):
     """What the launcher needs from an array library."""
 
-    def empty(self, like: Any, shape: Sequence[int], dtype: str) -> Any:
-        """A new tensor on the device of `like`, its values arbitrary."""
+    def new(self, like: Any, shape: Sequence[int], dtype: str, zero: bool = False) -> Any:
+        """A new tensor on the device of `like`: of zeros, or its values arbitrary."""
 
     def launch(self, function: Any, mode: int, tensors: Sequence[Any], dims: Sequence[Any]) -> None:
         """Call the launcher on the framework's current stream."""
@@ -51,8 +51,9 @@ def _framework(kind: type) -> Framework:
 
 
 class _Torch:
-    def empty(self, like: Any, shape: Sequence[int], dtype: str) -> Any:
-        return like.new_empty(shape, dtype=getattr(sys.modules["torch"], NAMES[dtype]))
+    def new(self, like: Any, shape: Sequence[int], dtype: str, zero: bool = False) -> Any:
+        make = like.new_zeros if zero else like.new_empty
+        return make(shape, dtype=getattr(sys.modules["torch"], NAMES[dtype]))
 
     def launch(self, function: Any, mode: int, tensors: Sequence[Any], dims: Sequence[Any]) -> None:
         recorded = sys.modules["torch"].is_grad_enabled()
@@ -62,9 +63,10 @@ class _Torch:
 
 
 class _CuPy:
-    def empty(self, like: Any, shape: Sequence[int], dtype: str) -> Any:
+    def new(self, like: Any, shape: Sequence[int], dtype: str, zero: bool = False) -> Any:
+        cupy = sys.modules["cupy"]
         with like.device:
-            return sys.modules["cupy"].empty(shape, _numpy_dtype(dtype))
+            return (cupy.zeros if zero else cupy.empty)(shape, _numpy_dtype(dtype))
 
     def launch(self, function: Any, mode: int, tensors: Sequence[Any], dims: Sequence[Any]) -> None:
         import tvm_ffi
@@ -83,10 +85,11 @@ class _CuPy:
 class _Jax:
     """JAX exposes no stream: a call waits for JAX, launches, and waits for the kernel."""
 
-    def empty(self, like: Any, shape: Sequence[int], dtype: str) -> Any:
+    def new(self, like: Any, shape: Sequence[int], dtype: str, zero: bool = False) -> Any:
         import jax.numpy as jnp
 
-        return jnp.empty(shape, getattr(jnp, NAMES[dtype]), device=next(iter(like.devices())))
+        make = jnp.zeros if zero else jnp.empty
+        return make(shape, getattr(jnp, NAMES[dtype]), device=next(iter(like.devices())))
 
     def launch(self, function: Any, mode: int, tensors: Sequence[Any], dims: Sequence[Any]) -> None:
         import jax
@@ -109,7 +112,7 @@ class _Jax:
 class _AnyDLPack:
     """Any other array with DLPack: usable as an input or `out`, but no output can be allocated."""
 
-    def empty(self, like: Any, shape: Sequence[int], dtype: str) -> Any:
+    def new(self, like: Any, shape: Sequence[int], dtype: str, zero: bool = False) -> Any:
         kind = f"{type(like).__module__}.{type(like).__name__}"
         if not hasattr(like, "__dlpack__"):
             raise TypeError(f"a kernel takes tensors (PyTorch, CuPy, JAX, DLPack), not {kind}")

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from flashwright import spec as specs
 from flashwright.build import load as one
+from flashwright.build import steps
 from flashwright.build.load import Kernel, dim_sources, tensors_as_html
 from flashwright.build.package import CLASSES, OWN, inside
 from flashwright.build.plan_rules import LAYOUTS
@@ -81,6 +82,9 @@ ALONE = Classes(rules=(Rule(up_to=None, kernel=OWN),))
 def load(folder: str | Path) -> Kernel | Kernels:
     """The kernels of a package as one function. Raises Failed as build.load.load does."""
     folder = Path(folder)
+    several = steps.read(folder)
+    if several is not None:
+        return steps.load(folder, several)
     classes = read(folder)
     if classes == ALONE:
         return one.load(folder)
@@ -113,8 +117,17 @@ def packed(kernels: Mapping[str, Files], classes: Classes) -> dict[str, str | by
     }
 
 
+def plan_of(folder: Path) -> LaunchPlan:
+    """The plan by which a package is called."""
+    several = steps.read(folder)
+    return steps.caller_plan(folder, several) if several is not None else read_plan(folder)
+
+
 def folders(folder: Path) -> dict[str, Path]:
     """The folders of all kernels of a package, its own first."""
+    several = steps.read(folder)
+    if several is not None:
+        return {name: folder / name for name in several.steps}
     return {OWN: folder, **{name: folder / name for name in read(folder).others}}
 
 

@@ -31,7 +31,7 @@ __all__ = [
     "tensors_as_html",
     "unshown",
 ]
-_CHECK_ONLY = 2
+CHECK_ONLY = 2
 
 # The source of the size of an output's axis: a number, the axis of an input, or an expression.
 Source = int | tuple[int, int] | Postfix
@@ -66,12 +66,24 @@ class Kernel:
     def __init__(self, plan: LaunchPlan, cubin: bytes, ptx: bytes = b"") -> None:
         driver.cards()  # raises Failed with FW851 without a GPU
         code = encode(plan)
-        self.plan = plan
-        self.inputs = tuple(t.name for t in plan.tensors if t.read)
-        self.outputs = tuple(t.name for t in plan.tensors if t.written)
         # The driver takes PTX as a null-terminated string.
         text = ptx + b"\0" if ptx else b""
-        self._function = launcher().make(cubin, text, list(code.numbers), list(code.words))
+        made = launcher().make(cubin, text, list(code.numbers), list(code.words))
+        self._describe(plan, made)
+
+    def _describe(
+        self,
+        plan: LaunchPlan,
+        run: Callable[..., None],
+        scratch: tuple[str, ...] = (),
+        zeroed: tuple[str, ...] = (),
+    ) -> None:
+        """Set what a call needs. `run` takes the mode, and all tensors and dimensions in the plan's
+        order; `scratch` is allocated at each call, `zeroed` begins at 0."""
+        self.plan, self.run, self.scratch, self.zeroed = plan, run, scratch, zeroed
+        self.inputs = tuple(t.name for t in plan.tensors if t.read)
+        written = (t.name for t in plan.tensors if t.written)
+        self.outputs = tuple(name for name in written if name not in scratch)
         self._index = {t.name: i for i, t in enumerate(plan.tensors)}
         self._positions = [self._index[name] for name in self.inputs]
         self._dim_index = {name: i for i, name in enumerate(plan.dims)}
@@ -105,24 +117,21 @@ class Kernel:
         wanted = self._wanted(out, outputs)
         self._put(given, out)
         framework = framework_of(given[self._positions[0]])
-        for name in wanted:
-            index = self._index[name]
-            if given[index] is None:
-                given[index] = self._empty(framework, mode, index, given, dims)
-        framework.launch(self._function, mode, given, dims)
+        self._allocate(framework, mode, (*wanted, *self.scratch), given, dims)
+        framework.launch(self.run, mode, given, dims)
         found = tuple(given[self._index[name]] for name in wanted)
         return found if outputs is not None else found[0]
 
     def launch(self, tensors: Sequence[Any], dims: Sequence[Any], check_only: bool = False) -> None:
         """Launch on PyTorch's current stream. All tensors and dimensions are in the plan's order,
         None if not given."""
-        self._function(_CHECK_ONLY if check_only else 0, *tensors, *dims)
+        self.run(CHECK_ONLY if check_only else 0, *tensors, *dims)
 
     def of_tensors(self, names: Sequence[str]) -> Any:
         """The launch as a tvm-ffi function of these tensors in this order, on tvm-ffi's current
         stream. Outputs that are not named are not stored. It runs no Python."""
         places = [names.index(t.name) if t.name in names else -1 for t in self.plan.tensors]
-        return launcher().of_tensors(self._function, places + [-1] * len(self.plan.dims))
+        return launcher().of_tensors(self.run, places + [-1] * len(self.plan.dims))
 
     def _arguments(
         self, tensors: Sequence[Any], named: Mapping[str, Any]
@@ -183,20 +192,35 @@ class Kernel:
                 )
             given[self._index[name]] = tensor
 
+    def _allocate(
+        self,
+        framework: Framework,
+        mode: int,
+        names: Iterable[str],
+        given: list[Any],
+        dims: Sequence[Any],
+    ) -> None:
+        """Allocate outputs and scratch that the caller has not given."""
+        for name in names:
+            index = self._index[name]
+            if given[index] is None:
+                given[index] = self._empty(framework, mode, index, given, dims)
+
     def _empty(
-        self, framework: Framework, mode: int, index: int, given: list[Any], dims: list[Any]
+        self, framework: Framework, mode: int, index: int, given: list[Any], dims: Sequence[Any]
     ) -> Any:
-        """A new output tensor from the framework of the first input."""
+        """A new tensor from the framework of the first input."""
         first, tensor = given[self._positions[0]], self.plan.tensors[index]
         try:
             if tensor.flat:
                 text = f"`{tensor.name}` is a view into memory that only you can size"
                 raise TypeError(f"{text}: give it, out=...")
             shape = self._shapes[mode].of(index, given, dims)
-            return framework.empty(first, shape, tensor.dtype)
+            zero = tensor.name in self.zeroed
+            return framework.new(first, shape, tensor.dtype, zero)
         except Exception:
             # If the tensors do not fit the plan, the launcher reports it.
-            framework.launch(self._function, mode | _CHECK_ONLY, given, dims)
+            framework.launch(self.run, mode | CHECK_ONLY, given, dims)
             raise
 
 

@@ -24,6 +24,8 @@ OWN = "."
 """The name of the package's own kernel; further kernels have the names of their subfolders."""
 CLASSES = "classes.json"
 """The lengths that each of several kernels serves (classes.py)."""
+STEPS = "steps.json"
+"""The kernels of a program that has several, in order (steps.py)."""
 TUNING = "tuning.json"
 """The record of `flashwright tune` (measure/tune)."""
 TRANSLATED = ("kernel.cu", "kernel.map.json", "launch.json")
@@ -47,6 +49,13 @@ def compiled(built: Built, ptx: bool = True) -> dict[str, str | bytes]:
     return {"kernel.cubin": built.cubin, **({"kernel.ptx": built.ptx} if ptx else {})}
 
 
+def record_of_steps(gpu: Gpu, files: Mapping[str, str | bytes]) -> str:
+    """build.json of a package whose program has several kernels: each has its own record."""
+    told = {"schema": SCHEMA, "flashwright": __version__, "gpu": gpu.name}
+    digests = {name: sha256(data) for name, data in files.items()}
+    return json.dumps({**told, "artefacts": digests}, indent=2) + "\n"
+
+
 def record(
     built: Built, gpu: Gpu, files: Mapping[str, str | bytes], report: Report | None = None
 ) -> str:
@@ -55,7 +64,7 @@ def record(
     `report` is the translator's; a kernel that a model wrote has none. For a further kernel the
     digest is that of its own build.json, which has the digests of its files.
     """
-    more = [name for name in files if name == CLASSES or name.endswith(f"/{RECORD}")]
+    more = [name for name in files if name in (CLASSES, STEPS) or name.endswith(f"/{RECORD}")]
     told = {
         "schema": SCHEMA,
         "flashwright": __version__,

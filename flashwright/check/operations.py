@@ -8,6 +8,7 @@ from flashwright.lang.diagnostic import Diagnostic
 from flashwright.lang.nodes import (
     Call,
     Compute,
+    Copy,
     Name,
     Span,
     Statement,
@@ -24,6 +25,10 @@ def check_operations(tree: Tree) -> Iterator[Diagnostic]:
     """Findings about verbs, functions and clauses."""
     for stmt in statements(tree.body):
         yield from _calls(stmt)
+        if isinstance(stmt, Copy) and stmt.adds and stmt.dest != "global":
+            text = "`and accumulate` of a Copy adds to global memory"
+            hint = "to add to a tile in registers: `Compute X and accumulate Y`"
+            yield Diagnostic("FW205", text, stmt.span, help=hint)
         if isinstance(stmt, Compute):
             yield from _verb(stmt)
             if stmt.verb is None or stmt.operation in VERBS:

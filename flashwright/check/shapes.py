@@ -283,6 +283,10 @@ def _copy(stmt: Copy, names: Names) -> Iterator[Diagnostic]:
                 hint = "a Copy that fills some columns names the first: `... to shared at column 0`"
             yield Diagnostic("FW304", text + show(buffer), stmt.span, secondary=where, help=hint)
     outer = [names.tensors[b] for b, s in (source, dest) if s == "global" and b in names.tensors]
+    if stmt.adds and outer and outer[0].dtype != "fp32":
+        text = f"`and accumulate` adds in fp32, `{outer[0].name}` is {outer[0].dtype}"
+        where = (Label(outer[0].declared.span, "its type is set here"),)
+        yield Diagnostic("FW205", text, stmt.span, secondary=where)
     if not outer:
         if stmt.coords and "global" not in (stmt.source, stmt.dest):
             text = "a coordinate applies only to a Copy from or to global memory"

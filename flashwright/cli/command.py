@@ -22,6 +22,7 @@ from flashwright.version import __version__
 
 if TYPE_CHECKING:
     from flashwright.gpu import Gpu
+    from flashwright.program.kernels import Kernels
     from flashwright.program.program import Program
     from flashwright.spec import AttentionSpec
 
@@ -168,10 +169,22 @@ def find_gpu(name: str) -> Gpu:
 
 
 def load_program(file: str, gpu: Gpu | None = None, spec: str | None = None) -> tuple[Program, str]:
-    """The checked program and its text; a sketch has nothing to run or to translate. `spec` is
-    the command's `--spec`."""
+    """The checked program and its text, for a command that takes one kernel."""
+    kernels, source = load_kernels(file, gpu, spec)
+    if len(kernels.programs) == 1:
+        return kernels.programs[0], source
+    text = f"this program has {len(kernels.programs)} kernels; the command takes one"
+    hint = "`check`, `run` and `build` take several"
+    second = kernels.programs[1].grid.span
+    raise Blamed([Diagnostic("FW811", text, second, help=hint)], shown_name(file), source)
+
+
+def load_kernels(file: str, gpu: Gpu | None = None, spec: str | None = None) -> tuple[Kernels, str]:
+    """The kernels of the checked program, and its text; a sketch has nothing to run or to
+    translate. `spec` is the command's `--spec`."""
     from flashwright.check.check import check
     from flashwright.lang.parse import parse
+    from flashwright.program.kernels import Kernels
 
     name = shown_name(file)
     with blaming(name):
@@ -179,8 +192,8 @@ def load_program(file: str, gpu: Gpu | None = None, spec: str | None = None) -> 
     with blaming(name, source):
         tree = parse(source)
         verdict = check(tree, gpu, own_dims(tree, spec, file))
-        if verdict.program is not None and not verdict.errors:
-            return verdict.program, source
+        if verdict.kernels and not verdict.errors:
+            return Kernels(verdict.kernels), source
         if verdict.ok:
             hint = (
                 "add param, grid and Allocate statements (docs/language.md), or let the built-in "

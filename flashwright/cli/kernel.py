@@ -23,6 +23,7 @@ from flashwright.cli.command import (
     exit_code,
     find_gpu,
     guarded,
+    load_kernels,
     load_program,
     load_spec,
     shown_name,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from flashwright.lower.launch_plan import LaunchPlan
     from flashwright.lower.report import Report
     from flashwright.lower.translate import Translation
+    from flashwright.program.kernels import Kernels
     from flashwright.program.program import Program
 
 CODE = "code.tl"
@@ -134,8 +136,31 @@ def build(
             further[f"{name}/{package.RECORD}"] = (folder / name / package.RECORD).read_bytes()
         if further:
             further[package.CLASSES] = Path(what, package.CLASSES).read_bytes()
-        _build(file, folder, options, further)
+        kernels, source = load_kernels(file, card)
+        if len(kernels.programs) > 1:
+            _build_steps(file, source, kernels, folder, options)
+        else:
+            _build(file, folder, options, further)
     return FINE
+
+
+def _build_steps(
+    file: str, source: str, kernels: Kernels, folder: Path, options: _BuildOptions
+) -> None:
+    """Build a program of several kernels: each in a subfolder, with its own part of the program."""
+    from flashwright.build import package
+    from flashwright.build.steps import Steps
+    from flashwright.lang.format import format_tree
+
+    steps = Steps.of(kernels)
+    files: dict[str, str | bytes] = {**_inputs(file, source), package.STEPS: steps.dump()}
+    for name, program in zip(steps.steps, kernels.programs, strict=True):
+        own = folder / name / CODE
+        _put(own.parent, {CODE: format_tree(program.tree)})
+        _build(str(own), own.parent, options)
+        files[f"{name}/{package.RECORD}"] = (own.parent / package.RECORD).read_bytes()
+    _put(folder, {**files, package.RECORD: package.record_of_steps(options.card, files)})
+    print(f"{folder}: {len(steps.steps)} kernels, launched in order by one call")
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from flashwright.cli import (
     export,
     fuzz,
     generate,
+    grad,
     grammar,
     kernel,
     receipt,
@@ -55,6 +56,7 @@ from flashwright.version import __version__
 if TYPE_CHECKING:
     from flashwright.check.check import Checked
     from flashwright.gpu import Gpu
+    from flashwright.program.program import Program
 
 FIX_ROUNDS = 10  # a fix may uncover the next error; more rounds than this are a bug
 
@@ -151,19 +153,25 @@ def _translation_summary(verdict: Checked, source: str, card: Gpu) -> _Translati
     from flashwright.lower.report import notes
     from flashwright.lower.translate import translate
 
-    if verdict.program is None or verdict.errors:
-        return _TranslationSummary()
-    try:
-        report = translate(verdict.program, card).report
-    except Failed as failed:
-        found = failed.diagnostics[0]
-        where = f"line {found.span.line}: " if found.span else ""
-        return _TranslationSummary(
-            f"{card.name}: no translation: {where}{found.message} ({found.code})"
-        )
-    assert report is not None
-    found_notes = notes(report, source, verdict.program.tree)
-    return _TranslationSummary(f"{card.name}: {report.in_words()}", found_notes)
+    lines: list[str] = []
+    told: list[Diagnostic] = []
+    for program in verdict.kernels:
+        name = card.name if len(verdict.kernels) == 1 else f"{card.name}, {_line_of(program)}"
+        try:
+            report = translate(program, card).report
+        except Failed as failed:
+            found = failed.diagnostics[0]
+            where = f"line {found.span.line}: " if found.span else ""
+            lines.append(f"{name}: no translation: {where}{found.message} ({found.code})")
+            continue
+        assert report is not None
+        told += notes(report, source, program.tree)
+        lines.append(f"{name}: {report.in_words()}")
+    return _TranslationSummary("\n".join(lines), told)
+
+
+def _line_of(program: Program) -> str:
+    return f"kernel at line {program.grid.span.line}"
 
 
 def _checked(
@@ -245,10 +253,14 @@ def _summary(
         return f"{name}: {render.summary(diagnostics)}"
     count = render.summary(diagnostics) if diagnostics else "0 errors, 0 warnings"
     line = f"{name}: {verdict.level}, {'passes' if diagnostics else 'clean'}: {count}"
-    if card is not None and verdict.program is not None:
+    several = len(verdict.kernels) > 1
+    line += f"; {len(verdict.kernels)} kernels" if several else ""
+    for program in verdict.kernels if card is not None else ():
         from flashwright.check.budget import in_words as budget_in_words
 
-        line += f"; {budget_in_words(verdict.program, card)} on {card.title}"
+        assert card is not None
+        line += f"\n{_line_of(program)}: " if several else "; "
+        line += f"{budget_in_words(program, card)} on {card.title}"
     return line
 
 
@@ -374,8 +386,8 @@ def gpus() -> int:
 
 
 for part in (
-    *(generate, kernel, replay, emulate, verify, selftest, bench, tune, receipt, report),
-    *(export, warm, study, fuzz, grammar, explain_mod),
+    *(generate, kernel, grad, replay, emulate, verify, selftest, bench, tune, receipt),
+    *(report, export, warm, study, fuzz, grammar, explain_mod),
 ):
     part.register(app)
 

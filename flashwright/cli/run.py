@@ -14,7 +14,7 @@ from flashwright.cli.command import (
     Blamed,
     blaming,
     exit_code,
-    load_program,
+    load_kernels,
     load_spec,
     shown_name,
     tell,
@@ -23,7 +23,7 @@ from flashwright.lang.diagnostic import Diagnostic, Failed
 
 if TYPE_CHECKING:
     from flashwright.judge.cpu import CpuVerdict
-    from flashwright.program.program import Program
+    from flashwright.program.kernels import Kernels
     from flashwright.spec import AttentionSpec
 
 SMALL = 128  # default length of a problem
@@ -47,12 +47,12 @@ class RunOptions:
 def run(options: RunOptions, spec: str | None) -> int:
     """Run the program, and compare if there is a spec. Returns the exit code."""
     try:
-        program, source = load_program(options.file, spec=spec)
+        kernels, source = load_kernels(options.file, spec=spec)
         meant = load_spec(spec, options.file)
         with blaming(options.name, source):
             if meant is None:
-                return _run_alone(program, options)
-            return _run_and_compare(program, source, *meant, options)
+                return _run_alone(kernels, options)
+            return _run_and_compare(kernels, source, *meant, options)
     except Blamed as blamed:
         if not options.as_json:
             raise
@@ -61,16 +61,16 @@ def run(options: RunOptions, spec: str | None) -> int:
 
 
 def _run_and_compare(
-    program: Program, source: str, spec: AttentionSpec, base: Path, options: RunOptions
+    kernels: Kernels, source: str, spec: AttentionSpec, base: Path, options: RunOptions
 ) -> int:
     if options.as_json:
-        verdict = _judged(program, spec, base, options)
+        verdict = _judged(kernels, spec, base, options)
         _print_json(options, verdict.ok, verdict.diagnostics, verdict, spec)
     else:
         from flashwright.cli import show
 
         with show.progress(f"running {options.name}") as step:
-            verdict = _judged(program, spec, base, options, step)
+            verdict = _judged(kernels, spec, base, options, step)
         out = show.console()
         out.print(f"{options.name} against fp64: {spec.in_words}")
         out.print(show.cases_table(verdict))
@@ -84,7 +84,7 @@ def _run_and_compare(
 
 
 def _judged(
-    program: Program,
+    kernels: Kernels,
     spec: AttentionSpec,
     base: Path,
     options: RunOptions,
@@ -95,7 +95,7 @@ def _judged(
 
     cases = [problem(options.sizes, spec)] if options.sizes else None
     try:
-        return judge(program, spec, cases=cases, seed=options.seed, base=base, progress=step)
+        return judge(kernels, spec, cases=cases, seed=options.seed, base=base, progress=step)
     except BadSpec as error:  # the user's own reference cannot be used
         found = [Diagnostic("FW903", line) for line in error.lines]
         raise Blamed(found, spec.reference or "spec", "") from None
@@ -121,25 +121,26 @@ def problem(sizes: Mapping[str, int], spec: AttentionSpec | None = None) -> dict
     return {**usual, "batch": batch, "heads": heads, "kv_heads": kv_heads}
 
 
-def _run_alone(program: Program, options: RunOptions) -> int:
+def _run_alone(kernels: Kernels, options: RunOptions) -> int:
     """Run without a spec: print a summary of the outputs and that nothing was compared."""
     import numpy as np
 
     from flashwright.judge.inputs import random_tensor
-    from flashwright.semantics.interpret import interpret, shape_of
+    from flashwright.semantics.interpret import interpret_all, shape_of
 
     dims, rng = problem(options.sizes), np.random.default_rng(options.seed)
-    missing = [d for d in program.dims if d not in dims]
+    missing = [d for d in kernels.dims if d not in dims]
     if missing:
         text = f"no value is given for {', '.join(missing)}"
         hint = f"give a spec with it: --spec 'dims.{missing[0]}=4'"
         raise Failed(Diagnostic("FW904", text, help=hint))
-    inputs = {
-        t.name: random_tensor(shape_of(t, program, dims), t.dtype, rng) for t in program.inputs
-    }
-    outputs = interpret(program, inputs, dims)
+    inputs = {}
+    for tensor in kernels.inputs:
+        shape = shape_of(tensor, kernels.owner(tensor), dims)
+        inputs[tensor.name] = random_tensor(shape, tensor.dtype, rng)
+    outputs = interpret_all(kernels, inputs, dims)
     rows = []
-    for tensor in program.outputs:
+    for tensor in kernels.outputs:
         array = outputs[tensor.name].astype(np.float64)
         finite = np.isfinite(array)
         rms = float(np.sqrt(np.mean(array[finite] ** 2))) if finite.any() else 0.0

@@ -11,16 +11,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashwright.judge import gradient_noise, oracle
 from flashwright.judge import inputs as trial
-from flashwright.judge import oracle
 from flashwright.judge.coverage import BOUNDED, LENGTHS, Budget, Coverage, cover, tokens_of
-from flashwright.judge.localise import localise
+from flashwright.judge.gradient_noise import Gradient
+from flashwright.judge.gradients import gradients, with_outputs
+from flashwright.judge.localise import blame_kernel, localise
 from flashwright.judge.reference_process import ReferenceProcess
-from flashwright.judge.tiling import Served, spread_in, tiling_of
+from flashwright.judge.tiling import Served, joined, spread_in, tiling_of
 from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.program.kernels import Kernels
 from flashwright.program.program import Program, Tensor
-from flashwright.semantics.interpret import interpret, shape_of
-from flashwright.spec import AttentionSpec
+from flashwright.semantics.interpret import interpret_all, shape_of
+from flashwright.spec import AttentionSpec, BadSpec
 
 Array = NDArray[Any]
 Progress = Callable[[int, int, str], None]
@@ -66,6 +69,12 @@ class CpuVerdict:
         found = [c.comparison.relative_rms for c in self.cases if c.output == "O"]
         return max(found, default=0.0)
 
+    @property
+    def of_limit(self) -> float | None:
+        """The largest error of a gradient over its limit; None if there are no such limits."""
+        found = (c.comparison.of_limit for c in self.cases)
+        return max((share for share in found if share is not None), default=None)
+
     def record(self) -> list[dict[str, Any]]:
         """The cases as plain data. NaN and infinities become words, as JSON has none."""
         return [
@@ -77,9 +86,14 @@ class CpuVerdict:
                 "relative_max": _number(case.comparison.relative_max),
                 "max_abs": _number(case.comparison.max_abs),
                 "reason": case.comparison.reason,
+                **_share(case.comparison),
             }
             for case in self.cases
         ]
+
+
+def _share(result: oracle.Comparison) -> dict[str, float | str]:
+    return {} if result.of_limit is None else {"of_limit": _number(result.of_limit)}
 
 
 def _number(value: float) -> float | str:
@@ -87,7 +101,7 @@ def _number(value: float) -> float | str:
 
 
 def judge(
-    program: Program,
+    program: Program | Kernels,
     spec: AttentionSpec,
     *,
     cases: Sequence[Mapping[str, int]] | None = None,
@@ -96,17 +110,23 @@ def judge(
     progress: Progress | None = None,
     kind: str = "normal",
 ) -> CpuVerdict:
-    """Run the cases in order. The first wrong one ends the run, with the statement at fault.
+    """Run the cases in order. The first wrong one ends the run, with the statement at fault (of
+    several kernels, the one that stores the wrong output).
 
     `base` is the folder that the spec's `reference` is relative to; `kind` the distribution of
     the inputs (see inputs.py).
     """
     reference = ReferenceProcess((base or Path()) / spec.reference) if spec.reference else None
-    _check_dtypes(program, spec)
-    chosen = coverage(program, spec) if cases is None else None
+    if reference is not None and spec.backward:
+        raise BadSpec(f"{spec.reference}: the gradients of a reference cannot be computed yet")
+    kernels = _kernels(program)
+    _check_dtypes(kernels, spec)
+    chosen = coverage(kernels, spec) if cases is None else None
     listed = default_cases(spec, _lengths(chosen, spec)) if chosen is not None else cases or ()
     problems = [(dict(c), kind) for c in listed]
-    spread = reference_spread(program, spec, reference) if reference is not None else None
+    spread = None
+    if reference is not None and isinstance(program, Program) and not spec.backward:
+        spread = reference_spread(program, spec, reference)
     if cases is None and reference is None and kind == "normal" and not spec.sink:
         problems.append((default_cases(spec, [LOW])[0], "opposed"))
     results: list[CaseResult] = []
@@ -114,7 +134,7 @@ def judge(
         if progress is not None:
             progress(number, len(problems), f"q_len {dims['q_len']}, kv_len {dims['kv_len']}")
         sizes = {**spec.dims, **dims}
-        run = CpuTrial(program, spec, sizes, seed + number, reference, drawn, spread)
+        run = CpuTrial(kernels, spec, sizes, seed + number, reference, drawn, spread)
         results += run.results
         if run.diagnostics:
             return CpuVerdict(tuple(results), run.diagnostics)
@@ -122,10 +142,15 @@ def judge(
     return CpuVerdict(tuple(results), unreached=tuple(left))
 
 
-def coverage(program: Program, spec: AttentionSpec) -> Coverage:
+def coverage(program: Program | Kernels, spec: AttentionSpec) -> Coverage:
     """The lengths of a program's CPU run, chosen from its tile sizes and constants."""
     budget = replace(BUDGET, longest=BOUNDED) if spec.dims else BUDGET
-    return cover((Served(tiling_of(program)),), spec, budget)
+    tiling = joined([tiling_of(one) for one in _kernels(program).programs])
+    return cover((Served(tiling),), spec, budget)
+
+
+def _kernels(program: Program | Kernels) -> Kernels:
+    return program if isinstance(program, Kernels) else Kernels((program,))
 
 
 def _lengths(chosen: Coverage, spec: AttentionSpec) -> list[tuple[int, int]]:
@@ -134,10 +159,12 @@ def _lengths(chosen: Coverage, spec: AttentionSpec) -> list[tuple[int, int]]:
     return [(q_len, tokens_of(spec, kv_len)) for q_len, kv_len in pairs]
 
 
-def _check_dtypes(program: Program, spec: AttentionSpec) -> None:
+def _check_dtypes(kernels: Kernels, spec: AttentionSpec) -> None:
     """Fail if a tensor's element type is not the spec's: the error limit would be the wrong one."""
-    meant = dict.fromkeys("QKV", spec.input_dtype) | {"O": spec.output_dtype}
-    for tensor in program.tensors.values():
+    meant: dict[str, str] = {**dict.fromkeys("QKV", spec.input_dtype), "O": spec.output_dtype}
+    if spec.backward:
+        meant |= dict.fromkeys(("dO", "dQ", "dK", "dV"), spec.output_dtype) | {"LSE": "fp32"}
+    for tensor in (t for program in kernels.programs for t in program.tensors.values()):
         wanted = meant.get(tensor.name, tensor.dtype)
         if tensor.dtype != wanted:
             text = f"`{tensor.name}` is {tensor.dtype}, but the spec's dtype makes it {wanted}"
@@ -174,7 +201,7 @@ class CpuTrial:
 
     def __init__(
         self,
-        program: Program,
+        kernels: Kernels,
         spec: AttentionSpec,
         dims: dict[str, int],
         seed: int,
@@ -182,14 +209,20 @@ class CpuTrial:
         kind: str,
         spread: float | None = None,
     ) -> None:
-        self.program, self.spec, self.dims = program, spec, dims
+        self.kernels, self.spec, self.dims = kernels, spec, dims
         self.results: list[CaseResult] = []
         self.diagnostics: tuple[Diagnostic, ...] = ()
-        self.inputs = _inputs(program, spec, dims, seed, reference, kind, spread)
+        self.inputs = _inputs(kernels, spec, dims, seed, reference, kind, spread)
         answer = reference or (lambda given, sizes: oracle.attention(spec, given, sizes))
         self.expected = answer(self.inputs, dims)
+        self.gradients: dict[str, Gradient] = {}
+        if spec.backward:
+            self.inputs = with_outputs(spec, self.inputs, self.expected)
+            self.gradients = gradients(spec, self.inputs, dims)
+            self.expected = {name: g.value for name, g in self.gradients.items()}
+        _check_inputs(kernels, self.inputs)
         try:
-            found = interpret(program, self.arranged(), dims)
+            found = interpret_all(kernels, self.arranged(), dims)
         except Failed as failed:
             self.diagnostics = failed.diagnostics
             return
@@ -197,48 +230,88 @@ class CpuTrial:
 
     def arranged(self) -> dict[str, Array]:
         """The inputs in the order of axes that the program declares."""
-        arrays = {t.name: self._arrange(self.inputs[t.name], t) for t in self.program.inputs}
-        for tensor in self.program.outputs:  # the caller decides the size of a view's memory
+        arrays = {t.name: self._arrange(self.inputs[t.name], t) for t in self.kernels.inputs}
+        for tensor in self.kernels.outputs:  # the caller decides the size of a view's memory
             if tensor.offset is not None and tensor.name in self.expected:
                 arrays[tensor.name] = self.expected[tensor.name]
         return arrays
 
     def _arrange(self, array: Array, tensor: Tensor) -> Array:
-        return arrange(array, tensor, shape_of(tensor, self.program, self.dims))
+        return arrange(array, tensor, shape_of(tensor, self.kernels.owner(tensor), self.dims))
 
     def _compare(self, found: dict[str, Array], standard: bool) -> None:
-        outputs = [t for t in self.program.outputs if t.name in self.expected]
+        outputs = [t for t in self.kernels.outputs if t.name in self.expected]
+        if self.spec.backward:
+            self._check_gradients()
         if not outputs:
             names = ", ".join(self.expected)
             text = f"the program writes none of the outputs that the spec knows ({names})"
             raise Failed(Diagnostic("FW904", text))
         self.diagnostics = tuple(self._unwritten())
         for tensor in outputs:
-            expected = self._arrange(self.expected[tensor.name], tensor)
-            result = self._comparison(tensor, found[tensor.name], expected)
+            result = self._comparison(tensor, found[tensor.name])
             self.results.append(CaseResult(self.dims, tensor.name, result))
             if not result.ok and not self.diagnostics:
-                truth = (self.spec, self.inputs) if standard else None
-                self.diagnostics = localise(
-                    self.program, tensor, result, self.arranged(), self.dims, truth
-                )
+                self.diagnostics = self._blame(tensor, result, standard)
+
+    def _blame(
+        self, tensor: Tensor, result: oracle.Comparison, standard: bool
+    ) -> tuple[Diagnostic, ...]:
+        if len(self.kernels.programs) > 1 or self.spec.backward:
+            return (blame_kernel(self.kernels, tensor, result, self.dims),)
+        (program,) = self.kernels.programs
+        truth = (self.spec, self.inputs) if standard else None
+        return localise(program, tensor, result, self.arranged(), self.dims, truth)
+
+    def _check_gradients(self) -> None:
+        """Fail if a gradient is missing, or is none of an input."""
+        written = {t.name: t for t in self.kernels.outputs}
+        known = ", ".join(self.expected)
+        for name in ("dQ", "dK", "dV"):
+            if name in self.expected and name not in written:
+                text = f"the spec asks for a backward pass, but nothing is stored in `{name}`"
+                hint = f"the gradients of this spec are {known}"
+                raise Failed(Diagnostic("FW904", text, help=hint))
+        for name, tensor in written.items():
+            if name not in self.expected:
+                text = f"`{name}` is no gradient of this spec: it has {known}"
+                raise Failed(Diagnostic("FW904", text, tensor.declared.span))
 
     def _unwritten(self) -> Iterator[Diagnostic]:
         """A finding for each output of the spec that the program declares and never stores."""
-        for tensor in self.program.tensors.values():
-            if tensor.name in self.expected and not tensor.written:
+        programs = self.kernels.programs
+        written = {t.name for program in programs for t in program.outputs}
+        for tensor in {
+            t.name: t for program in programs for t in program.tensors.values()
+        }.values():
+            if tensor.name in self.expected and tensor.name not in written:
                 text = f"`{tensor.name}` is an output of the spec, but nothing is stored in it"
                 hint = f"end with `Copy {tensor.name} ... from register to global`"
                 yield Diagnostic("FW801", text, tensor.declared.span, help=hint)
 
-    def _comparison(self, tensor: Tensor, found: Array, expected: Array) -> oracle.Comparison:
+    def _comparison(self, tensor: Tensor, found: Array) -> oracle.Comparison:
+        gradient = self.gradients.get(tensor.name)
+        if gradient is not None:
+            value, noise, bound = (
+                self._arrange(x, tensor) for x in (gradient.value, gradient.noise, gradient.bound)
+            )
+            return gradient_noise.compare(found, Gradient(value, noise, bound, gradient.draws))
+        expected = self._arrange(self.expected[tensor.name], tensor)
         if tensor.name == "LSE":
             return oracle.compare_lse(self.spec, found, expected)
         return oracle.compare(found, expected, self.spec.dtype, self.spec.tolerance)
 
 
+def _check_inputs(kernels: Kernels, made: Mapping[str, Array]) -> None:
+    """Fail if the program reads what the spec does not have."""
+    for tensor in kernels.inputs:
+        if tensor.name not in made:
+            text = f"the spec has no input `{tensor.name}`, which the program reads"
+            raise Failed(Diagnostic("FW904", text, tensor.declared.span))
+
+
 def _inputs(
-    program: Program,
+    kernels: Kernels,
     spec: AttentionSpec,
     dims: Mapping[str, int],
     seed: int,
@@ -255,12 +328,11 @@ def _inputs(
         known = spread if reference is None else spread or 1.0
         made = trial.make_inputs(spec, dims, seed, kind, known)
     made = made or {}
-    for number, tensor in enumerate(program.inputs):
-        if tensor.name not in made:
-            if reference is None:
-                text = f"the spec has no input `{tensor.name}`, which the program reads"
-                raise Failed(Diagnostic("FW904", text, tensor.declared.span))
-            shape = shape_of(tensor, program, dims)
+    if reference is None:
+        return made
+    for number, tensor in enumerate(kernels.inputs):
+        if tensor.name not in made and not (spec.backward and tensor.name in ("O", "LSE")):
+            shape = shape_of(tensor, kernels.owner(tensor), dims)
             rng = np.random.default_rng([seed, number])
             factor = trial.named_factor(tensor.name, tensor.dtype, spread)
             made[tensor.name] = trial.random_tensor(shape, tensor.dtype, rng, kind, factor)
@@ -273,7 +345,7 @@ def reference_spread(
     """The spread of a program's scores on normal inputs, for a spec that gives no scale."""
     (small,) = default_cases(spec, [SMALL])
     dims = {**spec.dims, **small}
-    made = _inputs(program, spec, dims, 0, reference, "normal")
+    made = _inputs(Kernels((program,)), spec, dims, 0, reference, "normal")
     arrays = {t.name: arrange(made[t.name], t, shape_of(t, program, dims)) for t in program.inputs}
     return spread_in(program, arrays, dims)
 

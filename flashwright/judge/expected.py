@@ -23,6 +23,10 @@ class Expected:
     """The oracle, on the GPU if the judge uses one."""
 
     def __init__(self, spec: AttentionSpec, device: str, base: Path | None = None) -> None:
+        if spec.backward:
+            text = "the gradients of a kernel package cannot be judged yet"
+            hint = "flashwright run judges the gradients of a TL program on the CPU"
+            raise Failed(Diagnostic("FW904", text, help=hint))
         self.spec, self.device = spec, device
         self.reference: ReferenceProcess | None = None
         if spec.reference:

@@ -90,7 +90,7 @@ def make_inputs(
     kind: str = "normal",
     spread: float | None = None,
 ) -> dict[str, Array]:
-    """Q, K, V in the input dtype, and Slopes, Sink and Idx if the spec has them.
+    """Q, K, V in the input dtype, and Slopes, Sink, Idx and the gradient dO if the spec has them.
 
     `dims` has batch, q_len, kv_len, and heads and kv_heads if they differ from the spec's. `spread`
     is the spread of the scores of standard normal inputs (default: from the spec's scale). Each
@@ -131,6 +131,13 @@ def make_inputs(
         inputs["Sink"] = _sinks(spec, inputs, _stream(seed, "Sink"))
     if kind == "spectrum":
         _neutralise_bias(inputs, spec.input_dtype)
+    if spec.backward:
+        inputs["dO"] = random_tensor(
+            (batch, heads, q_len, spec.value_dim),
+            spec.output_dtype,
+            _stream(seed, "dO"),
+            factor=1 / _LARGE[spec.output_dtype] if kind == "large" else 1.0,
+        )
     if spec.branch == "selected":
         inputs["Idx"] = _blocks(spec, (batch, kv_heads, q_len), kv_len, _stream(seed, "Idx"))
     return inputs

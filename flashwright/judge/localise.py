@@ -1,7 +1,9 @@
 """Finds the first wrong statement of a wrong program, with its tile, expected and found values.
 
 The thread block that stored the first wrong element runs once more. A Watch (watch.py) compares its
-tiles after every statement and names the first one that is wrong.
+tiles after every statement and names the first one that is wrong. It knows the tiles of attention,
+not those of gradients: of a backward pass, and of any program with several kernels, only the wrong
+output and the kernels that lead to it are named.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from numpy.typing import NDArray
 from flashwright.judge import oracle
 from flashwright.judge.truth import Truth
 from flashwright.judge.watch import Watch, WrongStatement, problem
-from flashwright.lang.diagnostic import Diagnostic
-from flashwright.lang.nodes import Copy, Statement
+from flashwright.lang.diagnostic import Diagnostic, Label
+from flashwright.lang.nodes import Copy, Statement, statements
+from flashwright.program.kernels import Kernels
 from flashwright.program.program import Program, Tensor
 from flashwright.semantics.interpret import interpret
 from flashwright.semantics.machine import Machine
@@ -67,6 +70,41 @@ def _block_of(
 
     interpret(program, arrays, dims, observe=after)
     return hit[-1] if hit else (None, None)
+
+
+def blame_kernel(
+    kernels: Kernels, tensor: Tensor, result: oracle.Comparison, dims: Mapping[str, int]
+) -> Diagnostic:
+    """The finding for a wrong output of several kernels: at the Copy that stores it. What its
+    kernel reads from earlier ones may be wrong already; their Copies are the secondary places."""
+    number, store = _store(kernels, tensor.name, len(kernels.programs))
+    labels: dict[str, Label] = {}
+    waiting = [number]
+    while waiting:
+        reader = waiting.pop()
+        for read in kernels.programs[reader - 1].inputs:
+            maker, earlier = _store(kernels, read.name, reader - 1)
+            if earlier is not None and read.name not in labels:
+                text = f"kernel {reader} reads `{read.name}`, which kernel {maker} stores here"
+                labels[read.name] = Label(earlier.span, text)
+                waiting.append(maker)
+    return Diagnostic(
+        "FW805" if result.nonfinite else "FW801",
+        f"`{tensor.name}` is wrong: {result.reason}",
+        store.span if store else tensor.declared.span,
+        label=f"kernel {number} of {len(kernels.programs)} stores it; {problem({}, dims)}",
+        secondary=tuple(labels.values()),
+    )
+
+
+def _store(kernels: Kernels, name: str, last: int) -> tuple[int, Copy | None]:
+    """The number of the last kernel up to `last` that stores a tensor, and the Copy that does."""
+    for number in range(last, 0, -1):
+        program = kernels.programs[number - 1]
+        for stmt in statements(program.tree.body):
+            if isinstance(stmt, Copy) and program.dest(stmt) == (name, "global"):
+                return number, stmt
+    return last, None
 
 
 def _whole_output(

@@ -257,11 +257,19 @@ _SMALLEST = {"fp16": 2.0**-24}  # below it O is rounded to 0; other types go dow
 
 @dataclass(frozen=True)
 class Miss:
-    """One wrong element: its index, the found and the expected value."""
+    """One wrong element: its index, the found and the expected value, and the allowed error if the
+    element has one of its own."""
 
     index: tuple[int, ...]
     found: float
     expected: float
+    allowed: float | None = None
+
+    def __str__(self) -> str:
+        told = f"{self.index}: {self.found:.6g} instead of {self.expected:.6g}"
+        return (
+            told if self.allowed is None else f"{told}, allowed is an error of {self.allowed:.2g}"
+        )
 
 
 @dataclass(frozen=True)
@@ -283,6 +291,8 @@ class Comparison:
     """Number of NaN and infinities at elements whose expected value is finite."""
     first: Miss | None = None
     worst: Miss | None = None
+    of_limit: float | None = None
+    """The greatest error over its limit, for gradients."""
     weight_error: float | None = None
     """The greatest mean relative error of a weight, for inputs that show it."""
 
@@ -331,16 +341,16 @@ def compare(
         reason="",
         size=e.size,
         max_abs=float(error.max()),
-        relative_rms=_ratio(rms_error, rms),
-        relative_max=_ratio(float(error.max()), rms),
+        relative_rms=ratio(rms_error, rms),
+        relative_max=ratio(float(error.max()), rms),
         bad=int(wrong.sum()),
         nonfinite=int(broken.sum()),
         first=_miss(f, e, int(np.argmax(wrong))) if wrong.any() else None,
         worst=_miss(f, e, int(np.argmax(np.where(wrong, error, -1)))) if wrong.any() else None,
     )
     # Rounding to zero is allowed, as it is for single elements.
-    excess = 1.0 if noise is None else max(1.0, _ratio(float(np.sqrt(np.mean(noise**2))), rms))
-    limit = RMS_LIMIT * unit * scatter(e.size) * excess + _ratio(smallest, rms)
+    excess = 1.0 if noise is None else max(1.0, ratio(float(np.sqrt(np.mean(noise**2))), rms))
+    limit = RMS_LIMIT * unit * scatter(e.size) * excess + ratio(smallest, rms)
     reason = _reason(result, limit, not f.any() and bool((np.abs(known) > smallest).any()))
     return replace(result, ok=not reason, reason=reason)
 
@@ -372,7 +382,7 @@ def variation(
     differs = float(_rms(known[0] - known[1], finite)[(0,) * a.ndim])
     unit = ROUNDOFF[dtype] if tolerance is None else tolerance / RMS_LIMIT
     smallest = _SMALLEST.get(dtype, 2.0**-126)
-    return _ratio(differs, rms), unit * scatter(_effective_count(known[0])) + _ratio(smallest, rms)
+    return ratio(differs, rms), unit * scatter(_effective_count(known[0])) + ratio(smallest, rms)
 
 
 def _effective_count(x: Floats) -> int:
@@ -431,7 +441,8 @@ def _rms(x: Floats, counted: NDArray[np.bool_], axis: int | None = None) -> Floa
     return mean
 
 
-def _ratio(part: float, whole: float) -> float:
+def ratio(part: float, whole: float) -> float:
+    """part / whole; 0 / 0 is 0."""
     return part / whole if whole > 0 else (0.0 if part == 0 else np.inf)
 
 
@@ -446,11 +457,7 @@ def _reason(result: Comparison, limit: float, zero: bool) -> str:
     if result.nonfinite:
         return f"{result.nonfinite} of {result.size} elements are NaN or infinite"
     if result.bad and result.worst is not None:
-        worst = result.worst
-        return (
-            f"{result.bad} of {result.size} elements are wrong, the worst at {worst.index}: "
-            f"{worst.found:.6g} instead of {worst.expected:.6g}"
-        )
+        return f"{result.bad} of {result.size} elements are wrong, the worst at {result.worst}"
     if result.relative_rms > limit:
         return f"the relative RMS error is {result.relative_rms:.2e}, above {limit:.2e}"
     return ""

@@ -3,7 +3,7 @@ and loops. They come from the checked program."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,6 +82,17 @@ def tiling_of(program: Program) -> Tiling:
             for part in expressions(s.where)
             if isinstance(part, Binary) and part.op in ("<", "<=", ">", ">=", "==", "!=")
         ),
+    )
+
+
+def joined(tilings: Sequence[Tiling]) -> Tiling:
+    """One tiling for the kernels of a program, which all run on every problem."""
+    return Tiling(
+        rows=max(t.rows for t in tilings),
+        keys=max(t.keys for t in tilings),
+        stages=max(t.stages for t in tilings),
+        constants={name: value for t in tilings for name, value in t.constants.items()},
+        diagonal=any(t.diagonal for t in tilings),
     )
 
 

@@ -162,6 +162,7 @@ CODES: dict[str, Code] = {
     "FW905": Code("no configuration fits this GPU", bad_input=True),
     "FW906": Code("unknown words in the description", bad_input=True),
     "FW907": Code("a function of FlexAttention that cannot become TL", bad_input=True),
+    "FW908": Code("the program has no derived gradient"),
     # language models
     "FW911": Code("the model cannot be reached", bad_input=True),
     "FW912": Code("unusable model reply"),

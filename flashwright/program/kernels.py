@@ -119,6 +119,10 @@ class Kernels:
         """The run-time sizes of all kernels."""
         return tuple(dict.fromkeys(d for p in self.programs for d in p.dims))
 
+    def owner(self, tensor: Tensor) -> Program:
+        """The first kernel that uses a tensor; it has the params of the tensor's sizes."""
+        return next(p for p in self.programs if tensor.name in p.tensors)
+
     @staticmethod
     def _each(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
         return tuple({t.name: t for t in tensors}.values())

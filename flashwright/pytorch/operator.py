@@ -13,8 +13,8 @@ import torch
 
 from flashwright import spec as specs
 from flashwright.build import classes
-from flashwright.build.package import CLASSES, inside
-from flashwright.build.reading import CUBIN, PLAN, PTX, read_plan
+from flashwright.build.package import CLASSES, STEPS, inside
+from flashwright.build.reading import CUBIN, PLAN, PTX
 from flashwright.files import content, sha256
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.pytorch import reference, rules
@@ -98,7 +98,7 @@ def torch_operator(folder: str | Path) -> Operator:
     Raises Failed with FW852 if the folder has no usable package.
     """
     folder = Path(folder).absolute()  # the kernel is loaded later, perhaps from another directory
-    plan = read_plan(folder)
+    plan = classes.plan_of(folder)
     package = _Package(folder)
     name = f"{re.sub(r'[^A-Za-z0-9_]', '_', plan.entry)}_{package.digest[:_DIGITS]}"
     with _LOCK:
@@ -231,7 +231,7 @@ def _spec(folder: Path) -> AttentionSpec | None:
 
 def _digest(folder: Path) -> str:
     """A digest of the files that decide what the package computes and how it is called."""
-    found = {CLASSES: content(folder / CLASSES)}
+    found = {name: content(folder / name) for name in (CLASSES, STEPS, classes.SPEC)}
     for kernel, place in classes.folders(folder).items():
         for name in (PLAN, classes.SPEC, CUBIN, PTX):
             found[inside(kernel, name)] = content(place / name)

@@ -12,6 +12,7 @@ from flashwright.check.flow import check_flow
 from flashwright.judge.cpu import CpuTrial
 from flashwright.judge.reference_process import ReferenceProcess
 from flashwright.lang.diagnostic import Diagnostic
+from flashwright.program.kernels import Kernels
 from flashwright.program.program import Program
 from flashwright.spec import AttentionSpec
 
@@ -35,7 +36,7 @@ def flow(program: Program, given: Mapping[str, int]) -> Iterator[Diagnostic]:
 
 
 def trial(
-    program: Program,
+    kernels: Kernels,
     spec: AttentionSpec,
     dims: dict[str, int],
     seed: int,
@@ -43,11 +44,12 @@ def trial(
     *rest: Any,
 ) -> CpuTrial:
     """In the place of CpuTrial."""
-    key = (repr(program.tree), spec.model_dump_json(), *sorted(dims.items()), seed, *rest)
+    text = repr([p.tree for p in kernels.programs])
+    key = (text, spec.model_dump_json(), *sorted(dims.items()), seed, *rest)
     known = _clean.get(key)
     if known is not None:
         return known
-    made = CpuTrial(program, spec, dims, seed, reference, *rest)
+    made = CpuTrial(kernels, spec, dims, seed, reference, *rest)
     if reference is None and not made.diagnostics:
         made.inputs.clear(), made.expected.clear()  # nobody reads them again
         _clean[key] = made

@@ -79,6 +79,8 @@ def test_frozen_and_hashable() -> None:
         ({"branch": "compressed", "window": 4}, "window: branch 'compressed' has no window"),
         ({"branch": "compressed", "alibi": True}, "alibi: compressed blocks have no token"),
         ({"branch": "selected"}, "causal: branch 'selected' never looks ahead"),
+        ({"backward": 1}, "backward: must be true or false"),
+        ({"backward": True, "dtype": "fp8"}, "backward: gradients have no fp8: set dtype"),
     ],
 )
 def test_messages(settings: dict[str, object], line: str) -> None:
@@ -104,13 +106,14 @@ def specs(draw: st.DrawFn) -> AttentionSpec:
     branch = draw(st.sampled_from([None, "compressed", "selected", "window"]))
     window = draw(st.integers(1, 2**31 - 1)) if branch == "window" else None
     text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
+    dtype = draw(st.sampled_from(["fp16", "bf16", "fp8"]))
     return AttentionSpec.make(
         variant=draw(names),
         heads=kv_heads * draw(st.integers(1, 16)),
         kv_heads=kv_heads,
         head_dim=draw(widths),
         v_dim=draw(st.none() | widths),
-        dtype=draw(st.sampled_from(["fp16", "bf16", "fp8"])),
+        dtype=dtype,
         causal=branch == "selected" or draw(st.booleans()),
         window=window,
         softcap=draw(st.none() | factors),
@@ -118,6 +121,7 @@ def specs(draw: st.DrawFn) -> AttentionSpec:
         sink=draw(st.booleans()),
         scale=draw(st.none() | factors),
         lse=draw(st.booleans()),
+        backward=dtype != "fp8" and draw(st.booleans()),
         branch=branch,
         block=draw(st.integers(16, 64)),
         top_k=draw(st.integers(1, 64)),
@@ -132,6 +136,15 @@ def specs(draw: st.DrawFn) -> AttentionSpec:
 def test_toml_round_trip(spec: AttentionSpec) -> None:
     assert parse(dump(spec)) == spec
     assert dump(parse(dump(spec))) == dump(spec)
+
+
+def test_backward_is_a_flag_that_older_records_lack() -> None:
+    spec = AttentionSpec.make(variant="x", **parse_inline("causal, backward"))
+    assert spec.backward
+    assert "backward" in spec.in_words
+    assert "backward" in spec.slug
+    assert spec.model_dump()["backward"] is True
+    assert "backward" not in AttentionSpec.make(variant="x").model_dump()
 
 
 def test_dump_is_short() -> None:

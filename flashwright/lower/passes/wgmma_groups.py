@@ -2,7 +2,8 @@
 statement needs it.
 
 A statement needs a group if it touches its accumulator, overwrites its left operand in registers,
-or gives away a shared tile that it reads. Groups end in the order in which they were started, so a
+or gives away a shared tile that it reads. Giving one away can wait: it happens when something else
+has waited for the group. Groups end in the order in which they were started, so a
 wait for one is a wait for all before it: `wait_group N` leaves the N youngest under way.
 """
 
@@ -35,9 +36,14 @@ def asynchronous(body: tuple[ir.Statement, ...], late: bool = False) -> tuple[ir
     """The body with its GEMMs started and waited for. With `late`, what comes from shared memory
     to registers comes when the product that it is used with is done: sooner it takes registers."""
     open: list[_Group] = []
+    waiting: list[ir.Release] = []
     out: list[ir.Statement] = []
     for position, node in enumerate(body):
-        if isinstance(node, (ir.Loop, ir.Branch)):
+        out += _finish(open, _due(open, *_before(waiting, node)))
+        out += _ready(waiting, open)
+        if isinstance(node, ir.Release) and _due(open, node):
+            waiting.append(node)
+        elif isinstance(node, (ir.Loop, ir.Branch)):
             multiplies = any(isinstance(n, ir.Gemm) for n in ir.flat((node,)))
             out += _finish(open, len(open) if multiplies else _due(open, node))
             out.append(_within(node, late))
@@ -50,10 +56,25 @@ def asynchronous(body: tuple[ir.Statement, ...], late: bool = False) -> tuple[ir
         else:
             loads = late and isinstance(node, ir.Move) and node.dest[1] == "register"
             used = body[position + 1 : position + 2] if loads else ()
-            out += _finish(open, max(_due(open, n) for n in (node, *used)))
+            out += _finish(open, _due(open, node, *used))
+            out += _ready(waiting, open)
             out.append(node)
-    out += _finish(open, len(open))
-    return tuple(out)
+    return (*out, *_finish(open, len(open)), *waiting)
+
+
+def _before(waiting: Sequence[ir.Release], node: ir.Statement) -> list[ir.Release]:
+    """The tiles that have to be handed back before a statement, though products still read them:
+    all before a loop or a branch, else those that it waits for again."""
+    if isinstance(node, (ir.Loop, ir.Branch)):
+        return list(waiting)
+    return [release for release in waiting if release.key in effects(node).all]
+
+
+def _ready(waiting: list[ir.Release], open: Sequence[_Group]) -> list[ir.Statement]:
+    """The tiles that no product reads any more, to be handed back now."""
+    ready = [release for release in waiting if not _due(open, release)]
+    waiting[:] = [release for release in waiting if release not in ready]
+    return list(ready)
 
 
 def _within(node: ir.Loop | ir.Branch, late: bool) -> ir.Statement:
@@ -63,9 +84,10 @@ def _within(node: ir.Loop | ir.Branch, late: bool) -> ir.Statement:
     return replace(node, then=then, orelse=orelse)
 
 
-def _due(open: Sequence[_Group], node: ir.Statement) -> int:
-    """How many of the oldest groups a statement has to wait for."""
-    return max((n for n, group in enumerate(open, 1) if group.needed_by(node)), default=0)
+def _due(open: Sequence[_Group], *nodes: ir.Statement) -> int:
+    """How many of the oldest groups statements have to wait for."""
+    needed = (n for n, group in enumerate(open, 1) if any(map(group.needed_by, nodes)))
+    return max(needed, default=0)
 
 
 def _finish(open: list[_Group], count: int) -> list[ir.Statement]:

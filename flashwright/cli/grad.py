@@ -1,0 +1,40 @@
+"""`flashwright grad`: the backward pass of a forward program, as TL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flashwright.cli.command import FINE, blaming, guarded, load_program, shown_name
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command(rich_help_panel="Work on TL")(grad)
+
+
+@guarded
+def grad(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="TL code; - reads stdin.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Output file; default stdout."),
+    ] = None,
+) -> int:
+    """Print the backward pass of a program: its gradients, as TL of several kernels."""
+    from flashwright.files import write
+    from flashwright.grad.grad import backward
+    from flashwright.lang.format import format_tree
+
+    program, source = load_program(file)
+    with blaming(shown_name(file), source):
+        made = backward(program)
+    text = format_tree(made.tree)
+    if out is None:
+        print(text, end="")
+        return FINE
+    write(out, text)
+    print(f"{out}: {', '.join(made.gradients)}")
+    return FINE

@@ -1,0 +1,1 @@
+"""Differentiation: the backward pass of a checked forward program, as TL."""

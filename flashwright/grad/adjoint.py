@@ -1,0 +1,212 @@
+"""Reverse differentiation of steps: the adjoint of each expression, and sums over uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from flashwright.grad.algebra import (
+    ONE,
+    ZERO,
+    Product,
+    Step,
+    call,
+    constant,
+    div,
+    is_value,
+    mul,
+    neg,
+    number,
+    per_element,
+    sub,
+    total,
+    values_in,
+)
+from flashwright.grad.gauge import LN2
+from flashwright.grad.normalise import Forward, refuse
+from flashwright.lang.nodes import (
+    Binary,
+    Call,
+    Expr,
+    Index,
+    Name,
+    Num,
+    Span,
+    Unary,
+    expressions,
+)
+
+Leaf = str | Index
+
+
+@dataclass
+class Reverse:
+    """Differentiates steps from the last to the first.
+
+    `grads` has the contributions to each value and to each element of a tensor that a step reads;
+    `steps` are the steps of the adjoint, in order.
+    """
+
+    forward: Forward
+    grads: dict[Leaf, list[Expr]] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    zeros: dict[str, list[Expr]] = field(default_factory=dict)
+    _count: dict[str, int] = field(default_factory=dict)
+
+    def run(self, steps: list[Step], seeds: Mapping[str, Expr]) -> None:
+        """Differentiate; `seeds` are the adjoints of the results."""
+        self._note_zeros(steps)
+        for name, seed in seeds.items():
+            self.grads.setdefault(name, []).append(seed)
+        for step in reversed(steps):
+            d = total(self.grads.pop(step.target, []))
+            if d != ZERO:
+                self._push(step.value, self._named(step.target, d, step.span), step)
+
+    def _named(self, target: str, d: Expr, span: Span) -> Expr:
+        """The adjoint of a value under a name of its own, apart from its constant factors."""
+        rest, factor = Product.of(d).split(
+            lambda e: constant(e, self.forward.program.params) is not None
+        )
+        if is_value(rest) or not per_element(rest):
+            return d
+        return mul(Name(self._step(target, rest, span)), factor)
+
+    def _step(self, target: str, value: Expr, span: Span) -> str:
+        """The name of a new step for the adjoint of `target`."""
+        base = f"d{target.split('.')[0]}"
+        self._count[base] = self._count.get(base, -1) + 1
+        name = f"{base}.{self._count[base]}"
+        self.forward.axes[name] = self.forward.axes_of(value)
+        self.steps.append(Step(name, value, span))
+        return name
+
+    def _push(self, expr: Expr, d: Expr, step: Step) -> None:
+        """Add d's part for each value and element in the expression."""
+        match expr:
+            case Name():
+                if is_value(expr):
+                    self._leaf(expr.id, d)
+            case Index():
+                self._leaf(expr, d)
+            case Unary("-", operand):
+                self._push(operand, neg(d), step)
+            case Binary("+", left, right):
+                self._push(left, d, step)
+                self._push(right, d, step)
+            case Binary("-", left, right):
+                self._push(left, d, step)
+                self._push(right, neg(d), step)
+            case Binary("*", left, right):
+                self._push(left, mul(d, right), step)
+                self._push(right, mul(d, left), step)
+            case Binary("/", left, right):
+                self._push(left, div(d, right), step)
+                if differentiable(right):
+                    self._push(right, neg(div(mul(d, self._result(expr, step)), right)), step)
+            case Binary("%", left, right):
+                self._push(left, d, step)
+            case Call(func, args):
+                self._call(func.id, args, d, step, self._result(expr, step))
+
+    def _result(self, expr: Expr, step: Step) -> Expr:
+        """The value of an expression: the step's name, if it is the whole step."""
+        return Name(step.target) if expr is step.value else expr
+
+    def _call(self, name: str, args: tuple[Expr, ...], d: Expr, step: Step, y: Expr) -> None:
+        x = args[0]
+        match name:
+            case "gemm":
+                self._gemm(args, d, step)
+            case "rowsum":
+                self._push(x, d, step)
+            case "mask":
+                hidden = self._zero_where_hidden(d, args[1])
+                self._push(x, d if hidden else call("where", args[1], d, ZERO), step)
+            case "where":
+                self._push(args[1], call("where", x, d, ZERO), step)
+                self._push(args[2], call("where", x, ZERO, d), step)
+            case "max" | "min" if len(args) == 2:
+                self._choice(name, args, d, step)
+            case "floor" | "ceil":
+                pass
+            case _ if not any(map(differentiable, args)):
+                pass
+            case _ if name in _SLOPES:
+                slope = _SLOPES[name](x, y)
+                self._push(x, mul(slope, d) if is_value(slope) else mul(d, slope), step)
+            case _:
+                raise refuse(step.span, f"`{name}` has no gradient here")
+
+    def _gemm(self, args: tuple[Expr, ...], d: Expr, step: Step) -> None:
+        rest, factor = Product.of(d).split(lambda e: not per_element(e))
+        for own, other in (args, args[::-1]):
+            assert isinstance(own, Name)
+            product = call("gemm", rest, other)
+            if own.id not in self.forward.loads:
+                product = Name(self._step(own.id, product, step.span))
+            self._leaf(own.id, mul(product, factor))
+
+    def _zero_where_hidden(self, d: Expr, condition: Expr) -> bool:
+        """Whether a factor of d is exactly 0 where a Mask hides: the weight itself."""
+        for factor in Product.of(d).tops:
+            if is_value(factor):
+                inner = next((s.value for s in self.steps if s.target == factor.id), ZERO)
+                if condition in self.zeros.get(factor.id, ()):
+                    return True
+                if inner != ZERO and self._zero_where_hidden(inner, condition):
+                    return True
+        return False
+
+    def _note_zeros(self, steps: list[Step]) -> None:
+        """Note the values that are 0 where a Mask hides: exp of a hidden score."""
+        hidden: dict[str, list[Expr]] = {}
+        for step in steps:
+            found = [c for v in values_in(step.value) for c in hidden.get(v, ())]
+            match step.value:
+                case Call(Name("mask"), (_, condition)):
+                    hidden[step.target] = [*found, condition]
+                case Call(Name("exp" | "exp2" | "sigmoid")):
+                    self.zeros[step.target] = found
+                case Call():
+                    pass
+                case _:
+                    hidden[step.target] = found
+
+    def _choice(self, name: str, args: tuple[Expr, ...], d: Expr, step: Step) -> None:
+        a, b = args
+        strict = "" if differentiable(b) else "="
+        taken = Binary({"max": ">", "min": "<"}[name] + ("" if strict else "="), a, b)
+        self._push(a, call("where", taken, d, ZERO), step)
+        self._push(b, call("where", taken, ZERO, d), step)
+
+    def _leaf(self, leaf: Leaf, d: Expr) -> None:
+        own = self.forward.axes_of(Name(leaf) if isinstance(leaf, str) else leaf)
+        if isinstance(leaf, Index):
+            own = ()
+        if set(self.forward.axes_of(d)) - set(own):
+            rest, factor = Product.of(d).split(lambda e: not per_element(e))
+            d = mul(call("sum", rest, Name("|".join(own))), factor)
+        self.grads.setdefault(leaf, []).append(d)
+
+
+def differentiable(expr: Expr) -> bool:
+    """Whether an expression has values or elements of tensors that may have gradients."""
+    return bool(values_in(expr)) or any(isinstance(e, Index) for e in expressions(expr))
+
+
+def _abs(x: Expr, y: Expr) -> Expr:
+    less = call("where", Binary("<", x, ZERO), Unary("-", ONE), ZERO)
+    return call("where", Binary(">", x, ZERO), ONE, less)
+
+
+_SLOPES = {
+    "exp": lambda x, y: y,
+    "exp2": lambda x, y: mul(y, number(LN2)),
+    "log": lambda x, y: div(ONE, x),
+    "log2": lambda x, y: div(number(1 / LN2), x),
+    "tanh": lambda x, y: sub(ONE, mul(y, y)),
+    "sigmoid": lambda x, y: mul(y, sub(ONE, y)),
+    "sqrt": lambda x, y: div(Num("0.5"), y),
+    "abs": _abs,
+}

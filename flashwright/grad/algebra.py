@@ -1,0 +1,222 @@
+"""Expressions of values: constructors that simplify, substitution, and factors.
+
+A value of the program has a name with a dot (`S.1`): every name is assigned once. Other names are
+scalars of TL. GEMM and Mask are calls here (`gemm(Q.0, K.0)`, `mask(S.0, condition)`); which
+operand a GEMM transposes follows from the axes of the values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeGuard
+
+from flashwright.lang.nodes import (
+    NOWHERE,
+    Binary,
+    Call,
+    Expr,
+    Index,
+    Name,
+    Num,
+    Span,
+    Unary,
+    expressions,
+    value_names,
+)
+from flashwright.program.scalars import Scalar, Unknown, evaluate
+from flashwright.program.vocabulary import POSITIONS
+
+ZERO, ONE = Num("0"), Num("1")
+
+
+@dataclass(frozen=True)
+class Step:
+    """The assignment of a value, at its place in the program."""
+
+    target: str
+    value: Expr
+    span: Span = NOWHERE
+
+
+def is_value(expr: object) -> TypeGuard[Name]:
+    """Whether an expression is the name of a value."""
+    return isinstance(expr, Name) and "." in expr.id
+
+
+def values_in(expr: Expr) -> list[str]:
+    """The values that an expression uses, each as often as it is used."""
+    return [e.id for e in expressions(expr) if isinstance(e, Name) and "." in e.id]
+
+
+def per_element(expr: Expr) -> bool:
+    """Whether an expression has values or positions, so that it is no scalar."""
+    names = [e.id for e in expressions(expr) if isinstance(e, Name)]
+    return any("." in name or name in POSITIONS for name in names)
+
+
+def call(function: str, *args: Expr) -> Expr:
+    """A call, or its value where the arguments settle it."""
+    first = args[0]
+    if function in ("exp", "exp2") and first == ZERO:
+        return ONE
+    if function in ("log", "log2") and first == ONE:
+        return ZERO
+    if function == "where" and first in (ZERO, ONE):
+        return args[1] if first == ONE else args[2]
+    if function == "where" and args[1] == args[2]:
+        return args[1]
+    return Call(Name(function), args)
+
+
+def number(value: float) -> Expr:
+    """A number as TL writes it: whole where it is whole, in all its digits otherwise."""
+    text = repr(abs(value)).removesuffix(".0")
+    return Unary("-", Num(text)) if value < 0 else Num(text)
+
+
+def neg(a: Expr) -> Expr:
+    """The expression with the other sign."""
+    if a == ZERO:
+        return ZERO
+    if isinstance(a, Binary) and a.op == "-":
+        return Binary("-", a.right, a.left)
+    return a.operand if isinstance(a, Unary) and a.op == "-" else Unary("-", a)
+
+
+def add(a: Expr, b: Expr) -> Expr:
+    """The sum, without zeros and double signs."""
+    if a == ZERO or b == ZERO:
+        return b if a == ZERO else a
+    if isinstance(b, Unary) and b.op == "-":
+        return sub(a, b.operand)
+    if isinstance(a, Unary) and a.op == "-":
+        return sub(b, a.operand)
+    return Binary("+", a, b)
+
+
+def sub(a: Expr, b: Expr) -> Expr:
+    """The difference, without zeros and double signs."""
+    if a == b or b == ZERO:
+        return ZERO if a == b else a
+    if a == ZERO:
+        return neg(b)
+    if isinstance(b, Unary) and b.op == "-":
+        return add(a, b.operand)
+    return Binary("-", a, b)
+
+
+def total(terms: Iterable[Expr]) -> Expr:
+    """The sum of all terms."""
+    result: Expr = ZERO
+    for term in terms:
+        result = add(result, term)
+    return result
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product as its sign, its factors and its divisors."""
+
+    negative: bool
+    tops: tuple[Expr, ...]
+    bottoms: tuple[Expr, ...] = ()
+
+    @staticmethod
+    def of(expr: Expr) -> Product:
+        """The factors of an expression; a sum is one factor."""
+        if isinstance(expr, Unary) and expr.op == "-":
+            inner = Product.of(expr.operand)
+            return Product(not inner.negative, inner.tops, inner.bottoms)
+        if isinstance(expr, Binary) and expr.op in ("*", "/"):
+            a, b = Product.of(expr.left), Product.of(expr.right)
+            if expr.op == "/":
+                b = Product(b.negative, b.bottoms, b.tops)
+            return Product(a.negative != b.negative, a.tops + b.tops, a.bottoms + b.bottoms)
+        return Product(False, () if expr == ONE else (expr,))
+
+    def expr(self) -> Expr:
+        """The product as an expression: tiles first, equal factors cancelled, scalars last."""
+        tops, bottoms = list(self.tops), []
+        for divisor in self.bottoms:
+            if divisor in tops:
+                tops.remove(divisor)
+            else:
+                bottoms.append(divisor)
+        if ZERO in tops:
+            return ZERO
+        tops.sort(key=lambda e: not per_element(e))
+        result: Expr = tops[0] if tops else ONE
+        for factor in tops[1:]:
+            result = Binary("*", result, factor)
+        for divisor in bottoms:
+            result = Binary("/", result, divisor)
+        return neg(result) if self.negative else result
+
+    def split(self, picked: Callable[[Expr], bool]) -> tuple[Expr, Expr]:
+        """The product of the other factors, and that of the picked ones with the sign."""
+        sides = [
+            Product(
+                self.negative and wanted,
+                tuple(e for e in self.tops if picked(e) == wanted),
+                tuple(e for e in self.bottoms if picked(e) == wanted),
+            ).expr()
+            for wanted in (False, True)
+        ]
+        return sides[0], sides[1]
+
+
+def mul(a: Expr, b: Expr) -> Expr:
+    """The product, with equal factors of divisors cancelled."""
+    return Product.of(Binary("*", a, b)).expr()
+
+
+def div(a: Expr, b: Expr) -> Expr:
+    """The quotient, with equal factors cancelled."""
+    return Product.of(Binary("/", a, b)).expr()
+
+
+_BINARY: Mapping[str, Callable[[Expr, Expr], Expr]] = {"+": add, "-": sub, "*": mul, "/": div}
+
+
+def substitute(expr: Expr, change: Callable[[Expr], Expr | None]) -> Expr:
+    """The expression with parts replaced (None keeps a part), simplified on the way up."""
+    found = change(expr)
+    if found is not None:
+        return found
+    match expr:
+        case Unary("-", operand):
+            return neg(substitute(operand, change))
+        case Unary(op, operand):
+            return Unary(op, substitute(operand, change))
+        case Binary(op, left, right):
+            a, b = substitute(left, change), substitute(right, change)
+            return _BINARY[op](a, b) if op in _BINARY else _compared(op, a, b)
+        case Call(func, args):
+            return call(func.id, *(substitute(a, change) for a in args))
+        case Index(tensor, args):
+            return Index(tensor, tuple(substitute(a, change) for a in args))
+        case _:
+            return expr
+
+
+def renamed(expr: Expr, names: Mapping[str, Expr]) -> Expr:
+    """The expression with names replaced, simplified."""
+    return substitute(expr, lambda e: names.get(e.id) if isinstance(e, Name) else None)
+
+
+def _compared(op: str, a: Expr, b: Expr) -> Expr:
+    if isinstance(a, Num) and isinstance(b, Num):
+        return ONE if evaluate(Binary(op, a, b), {}) else ZERO
+    return Binary(op, a, b)
+
+
+def constant(expr: Expr, params: Mapping[str, Scalar]) -> float | None:
+    """The value of an expression of numbers and params; None if it has anything else."""
+    names = {name.id for name in value_names(expr)}
+    if names - params.keys() or any(isinstance(e, Index) for e in expressions(expr)):
+        return None
+    value = evaluate(expr, params)
+    assert not isinstance(value, Unknown)
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,152 @@
+"""The loop over the keys inverted: which blocks of queries visit a block of keys.
+
+A bound that cannot be solved for the block of queries is left out: the checker has made sure that
+the loop visits every key that a Mask shows, so the Mask alone decides.
+"""
+
+from __future__ import annotations
+
+from flashwright.grad.algebra import ONE, ZERO, Product, add, call, constant, div, mul, renamed, sub
+from flashwright.grad.normalise import KEY, Forward, refuse
+from flashwright.lang.nodes import Binary, Call, Expr, Index, Name, expressions, value_names
+
+
+class Unsolved(Exception):
+    """The inequality cannot be solved for the variable."""
+
+
+def query_bounds(forward: Forward, key_block: Name) -> tuple[Expr, Expr]:
+    """The first block of queries that visits a block of keys, and the end of these blocks."""
+    var, at = forward.query.name.id, forward.loop.var.id
+    _check_data(forward)
+    first: Expr = ZERO
+    end = forward.query.high
+    if not _in_order(forward):
+        return first, end
+    low, high = (forward.spelt_out(e) for e in (forward.loop.low, forward.loop.high))
+    try:
+        above = _Solver(forward, var).above(Name(at), high)
+        if above is not None:
+            first = call("max", ZERO, renamed(_next_whole(above), {at: key_block}))
+    except Unsolved:
+        pass
+    try:
+        below = _Solver(forward, var).below(_without_floor(low), add(Name(at), ONE))
+        if below is not None:
+            end = _least(end, renamed(below, {at: key_block}))
+    except Unsolved:
+        pass
+    return first, end
+
+
+def _in_order(forward: Forward) -> bool:
+    """Whether iteration i loads block i of the keys."""
+    for load in forward.loads.values():
+        for coord in load.copy.coords or ():
+            names = {n.id for n in value_names(coord.value)}
+            plain = coord.in_elements or coord.value == forward.loop.var
+            if KEY in load.axes and forward.loop.var.id in names and not plain:
+                return False
+    return True
+
+
+def _check_data(forward: Forward) -> None:
+    """A bound from a tensor must show in a Mask, which then decides alone."""
+    masks = [s.value for s in forward.body if _is_mask(s.value)]
+    shown = {e.tensor.id for m in masks for e in expressions(m) if isinstance(e, Index)}
+    names = {n.id for m in masks for n in value_names(m)}
+    shown |= {load.tensor.name for value, load in forward.loads.items() if value in names}
+    for bound in (forward.loop.low, forward.loop.high):
+        for part in expressions(forward.spelt_out(bound)):
+            if isinstance(part, Index) and part.tensor.id not in shown:
+                raise refuse(
+                    forward.loop.span,
+                    f"`{part.tensor.id}` bounds the loop and is in no Mask: the loop over the "
+                    "queries cannot follow it",
+                    f"hide the keys outside of the bound by a Mask with `{part.tensor.id}`",
+                )
+
+
+def _is_mask(expr: Expr) -> bool:
+    return isinstance(expr, Call) and expr.func.id == "mask"
+
+
+class _Solver:
+    def __init__(self, forward: Forward, var: str) -> None:
+        self.params, self.var = forward.program.params, var
+
+    def _has(self, expr: Expr) -> bool:
+        return any(n.id == self.var for n in value_names(expr))
+
+    def above(self, left: Expr, right: Expr) -> Expr | None:
+        """The x with var > x where left < right; None if right does not have the variable."""
+        if not self._has(right):
+            return None
+        match right:
+            case Name():
+                return left
+            case Binary(op, _, _):
+                return self.above(*self._moved(left, op, right))
+            case Call(Name("min"), args):
+                found = [x for a in args if (x := self.above(left, a)) is not None]
+                return found[0] if len(found) == 1 else call("max", *found)
+            case Call(Name("max"), (a, b)) if self._has(a) != self._has(b):
+                other, inner = (b, a) if self._has(a) else (a, b)
+                solved = self.above(left, inner)
+                assert solved is not None
+                return call("where", Binary("<", left, other), sub(ZERO, ONE), solved)
+        raise Unsolved
+
+    def below(self, left: Expr, right: Expr) -> Expr | None:
+        """The x with var < x where left < right; None if left does not have the variable."""
+        if not self._has(left):
+            return None
+        match left:
+            case Name():
+                return right
+            case Binary(op, _, _):
+                moved, rest = self._moved(right, op, left)
+                return self.below(rest, moved)
+            case Call(Name("max"), args):
+                found = [x for a in args if (x := self.below(a, right)) is not None]
+                return found[0] if len(found) == 1 else call("min", *found)
+        raise Unsolved
+
+    def _moved(self, other: Expr, op: str, side: Binary) -> tuple[Expr, Expr]:
+        """One operation moved from the variable's side to the other one."""
+        left = self._has(side.left)
+        inner, part = (side.left, side.right) if left else (side.right, side.left)
+        if op == "+":
+            return sub(other, part), inner
+        if op == "-" and left:
+            return add(other, part), inner
+        value = constant(part, self.params)
+        if value is None or value <= 0 or (not left and op == "/"):
+            raise Unsolved
+        if op in ("*", "/"):
+            return (div if op == "*" else mul)(other, part), inner
+        raise Unsolved
+
+
+def _next_whole(expr: Expr) -> Expr:
+    """The least whole number above an expression: floor(x) + 1."""
+    if isinstance(expr, Binary) and expr.op == "-" and expr.right == ONE:
+        return call("floor", expr.left)
+    if isinstance(expr, Call) and expr.func.id == "where":
+        hidden, _, other = expr.args
+        return call("where", hidden, ZERO, _next_whole(other))
+    return add(call("floor", expr), ONE)
+
+
+def _without_floor(expr: Expr) -> Expr:
+    """floor(x) < n says the same as x < n for whole n."""
+    return expr.args[0] if isinstance(expr, Call) and expr.func.id == "floor" else expr
+
+
+def _least(a: Expr, b: Expr) -> Expr:
+    """The smaller of two bounds, with a common divisor once."""
+    first, second = Product.of(a), Product.of(b)
+    if first.bottoms == second.bottoms != ():
+        tops = [Product(p.negative, p.tops).expr() for p in (first, second)]
+        return div(call("min", *tops), first.bottoms[0])
+    return call("min", a, b)

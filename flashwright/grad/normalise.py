@@ -1,0 +1,409 @@
+"""A checked program as steps: Softmax and verbs expanded, every value assigned once, prefetched
+Copies at their use, and the statements before, in and after the loop over the keys apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from flashwright.grad.algebra import Step, add, call, per_element, renamed, substitute
+from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.lang.format import format_expr
+from flashwright.lang.nodes import (
+    Allocate,
+    Binary,
+    Call,
+    Comment,
+    Compute,
+    Coord,
+    Copy,
+    Dim,
+    Expr,
+    For,
+    Grid,
+    GridAxis,
+    If,
+    Index,
+    Let,
+    Name,
+    Num,
+    Param,
+    Reshape,
+    Span,
+    Statement,
+    Transpose,
+    Unary,
+    value_names,
+)
+from flashwright.program.program import Key, Program, Tensor
+from flashwright.program.vocabulary import split
+from flashwright.semantics.compute import expression
+
+Axes = tuple[str, ...]
+QUERY, KEY = "query", "key"
+
+
+def refuse(span: Span | None, why: str, help: str | None = None) -> Failed:
+    """The error for a program that has no derived gradient, at the statement that prevents it."""
+    return Failed(Diagnostic("FW908", why, span, help=help))
+
+
+@dataclass(frozen=True)
+class Load:
+    """A tile that a Copy brings from a tensor."""
+
+    value: str
+    tensor: Tensor
+    copy: Copy
+    axes: Axes
+
+
+@dataclass(frozen=True)
+class Store:
+    """A value that a Copy writes to a tensor of the caller."""
+
+    value: str
+    tensor: Tensor
+    copy: Copy
+
+
+@dataclass
+class Forward:
+    """The forward pass: its loads, its steps in three parts, and what it stores.
+
+    `carried` has for each value that passes from one iteration to the next the names at the
+    begin and the end of the body; `first` has their values before the loop.
+    """
+
+    program: Program
+    loop: For
+    query: GridAxis
+    loads: dict[str, Load] = field(default_factory=dict)
+    lets: dict[str, Expr] = field(default_factory=dict)
+    axes: dict[str, Axes] = field(default_factory=dict)
+    first: dict[str, Expr] = field(default_factory=dict)
+    carried: dict[str, tuple[str, str]] = field(default_factory=dict)
+    body: list[Step] = field(default_factory=list)
+    epilogue: list[Step] = field(default_factory=list)
+    stores: list[Store] = field(default_factory=list)
+
+    def spelt_out(self, expr: Expr) -> Expr:
+        """A scalar expression with the lets in it replaced by their values."""
+        for _ in self.lets:
+            expr = renamed(expr, self.lets)
+        return expr
+
+    def axes_of(self, expr: Expr) -> Axes:
+        """The axes of an expression's value: queries, then keys, then others."""
+        match expr:
+            case Name("q_idx"):
+                return (QUERY,)
+            case Name("kv_idx"):
+                return (KEY,)
+            case Name(id):
+                return self.axes.get(id, ())
+            case Call(Name("gemm"), (left, right)):
+                a, b = self.axes_of(left), self.axes_of(right)
+                return _ordered([x for x in a + b if not (x in a and x in b)])
+            case Call(Name("rowsum" | "rowmax"), (operand,)):
+                return self.axes_of(operand)[:-1]
+            case Call(Name("sum"), (operand, Name(kept))):
+                return tuple(a for a in self.axes_of(operand) if a in kept.split("|"))
+            case Call(_, args) | Index(_, args):
+                return _ordered([x for a in args for x in self.axes_of(a)])
+            case Binary(_, left, right):
+                return _ordered([*self.axes_of(left), *self.axes_of(right)])
+            case Unary(_, operand):
+                return self.axes_of(operand)
+        return ()
+
+
+def _ordered(axes: list[str]) -> Axes:
+    return tuple(sorted(dict.fromkeys(axes), key=lambda a: {QUERY: 0, KEY: 1}.get(a, 2)))
+
+
+def normalise(program: Program) -> Forward:
+    """The forward pass of a program; Failed if its structure has no derived gradient."""
+    loops = [s for s in program.tree.body if isinstance(s, For)]
+    if len(loops) != 1:
+        span = loops[1].span if loops else program.grid.span
+        raise refuse(span, "a gradient needs one loop over the keys; this program has another form")
+    forward = Forward(program, loops[0], _query_axis(program))
+    walk = _Walk(forward)
+    before = program.tree.body.index(loops[0])
+    walk.statements(program.tree.body[:before])
+    walk.loop(loops[0])
+    walk.statements(program.tree.body[before + 1 :])
+    forward.epilogue = walk.steps
+    _name_weights(forward)
+    return forward
+
+
+def _name_weights(forward: Forward) -> None:
+    """Call the weights P: the results made from scores S that a GEMM with values takes."""
+    names: dict[str, Expr] = {}
+    for step in forward.body:
+        match step.value:
+            case Call(Name("gemm"), (Name(left), _)) if forward.axes[left] == (QUERY, KEY):
+                base, _, number = left.partition(".")
+                new = "P" + base.removeprefix("S") if base.startswith("S") else base
+                names[left] = Name(f"{new}.{number}")
+                forward.axes[f"{new}.{number}"] = forward.axes[left]
+    changed = {old: new.id for old, new in names.items() if isinstance(new, Name)}
+    forward.body = [
+        replace(s, target=changed.get(s.target, s.target), value=renamed(s.value, names))
+        for s in forward.body
+    ]
+
+
+def _query_axis(program: Program) -> GridAxis:
+    """The grid's axis of query blocks: the one whose bound is a quotient."""
+    for axis in program.grid.axes:
+        if isinstance(axis.high, Binary) and axis.high.op == "/":
+            return axis
+    raise refuse(program.grid.span, "no axis of the grid has blocks of queries: `0:q_len / BM`")
+
+
+class _Walk:
+    """Reads statements in order and makes steps of them."""
+
+    def __init__(self, forward: Forward) -> None:
+        self.forward = forward
+        self.program = forward.program
+        self.steps: list[Step] = []
+        self.current: dict[Key, str] = {}
+        self.count: dict[str, int] = {}
+        self.ahead: dict[Key, Copy] = {}
+        self.looping = False
+
+    def statements(self, body: tuple[Statement, ...]) -> None:
+        for stmt in body:
+            self._statement(stmt)
+
+    def _statement(self, stmt: Statement) -> None:
+        match stmt:
+            case Let(name, value):
+                self.forward.lets[name.id] = value
+            case Copy():
+                self._copy(stmt)
+            case Compute():
+                self._compute(stmt)
+            case Reshape(name):
+                self.current[self._key(stmt.target or name)] = self._value(name)
+            case If(_, then, orelse) if not orelse and all(map(_is_load, then)):
+                self.statements(then)
+            case If():
+                raise refuse(stmt.span, "a branch around computations has no derived gradient")
+            case For():
+                raise refuse(stmt.span, "a loop inside the loop over the keys")
+            case Param() | Dim() | Grid() | Allocate() | Comment():
+                pass
+
+    def loop(self, loop: For) -> None:
+        """The body, with the values that it carries and the Copies that run ahead of their use."""
+        forward = self.forward
+        for step in self.steps:
+            if isinstance(step.value, Call) and step.value.func.id == "gemm":
+                raise refuse(step.span, "a GEMM before the loop over the keys")
+        first, self.steps = {s.target: s.value for s in self.steps}, []
+        entering = dict(self.current)
+        self._move_prefetches(loop)
+        written = {k for s in loop.body for k in self.program.writes(s)}
+        for key in written & entering.keys():
+            if entering[key] in first:
+                begin = self._fresh(key, forward.axes[entering[key]])
+                forward.first[begin] = _inlined(first[entering[key]], first)
+                self.current[key] = begin
+        starts = {key: v for key, v in self.current.items() if v in forward.first}
+        self.looping = True
+        self.statements(loop.body)
+        self.looping = False
+        forward.carried = {v: (v, self.current[key]) for key, v in starts.items()}
+        forward.body, self.steps = self.steps, []
+        left = {v for s in forward.body for v in _used(s.value)} & first.keys()
+        forward.body[:0] = [Step(t, v) for t, v in first.items() if t in left]
+
+    def _move_prefetches(self, loop: For) -> None:
+        """Note the Copies that load the next block: they hold this block when they are used."""
+        for stmt in loop.body:
+            for copy in stmt.then if isinstance(stmt, If) else ():
+                if isinstance(copy, Copy) and self.program.dest(copy) in self.current:
+                    now = replace(copy, coords=tuple(map(self._this_block, copy.coords or ())))
+                    self._begins_right(loop, now, self.current[self.program.dest(copy)])
+                    del self.forward.loads[self.current[self.program.dest(copy)]]
+                    self.ahead[self.program.dest(copy)] = now
+        for key, copy in self.ahead.items():
+            self.looping = True
+            self._load(copy, key)
+            self.looping = False
+
+    def _this_block(self, coord: Coord) -> Coord:
+        var = self.forward.loop.var.id
+        next_block = Binary("+", Name(var), Num("1"))
+        marked = substitute(coord.value, lambda e: Name("@") if e == next_block else None)
+        if any(n.id == var for n in value_names(marked)):
+            raise refuse(coord.span, "a Copy that runs ahead by other than one block")
+        return replace(coord, value=renamed(marked, {"@": Name(var)}))
+
+    def _begins_right(self, loop: For, copy: Copy, held: str) -> None:
+        load = self.forward.loads.get(held)
+        at = {loop.var.id: loop.low}
+        for have, want in zip(
+            load.copy.coords or () if load else (), copy.coords or (), strict=False
+        ):
+            begin = self.forward.spelt_out(renamed(want.value, at))
+            if self.forward.spelt_out(have.value) != begin:
+                raise refuse(have.span, "the first block is not the one the loop begins with")
+
+    def _copy(self, copy: Copy) -> None:
+        source, dest = self.program.source(copy), self.program.dest(copy)
+        if copy.dest == "global":
+            tensor = self.program.tensors[dest[0]]
+            self.forward.stores.append(Store(self._value(Name(copy.name.id)), tensor, copy))
+        elif copy.source != "global":
+            self.current[dest] = self.current[source]
+        elif not (self.looping and dest in self.ahead):
+            self._load(copy, dest)
+
+    def _load(self, copy: Copy, dest: Key) -> None:
+        tensor = self.program.tensors[split(copy.name.id)[0]]
+        if copy.column is not None:
+            raise refuse(copy.span, "tiles side by side (`at column`) have no derived gradient")
+        if tensor.offset is not None:
+            raise refuse(copy.span, f"`{tensor.name}` is a view with an offset")
+        axes = self._load_axes(copy, tensor)
+        value = self._fresh(dest, axes)
+        self.current[dest] = value
+        self.forward.loads[value] = Load(value, tensor, copy, axes)
+
+    def _load_axes(self, copy: Copy, tensor: Tensor) -> Axes:
+        sizes = copy.shape or ()
+        labels = [axis.label for axis in tensor.axes][len(tensor.axes) - len(sizes) :]
+        given = {c.axis.id: self.forward.spelt_out(c.value) for c in copy.coords or ()}
+        axes = []
+        for label, size in zip(labels, sizes, strict=True):
+            names = {n.id for n in value_names(given.get(label, Num("0")))}
+            side = KEY if self.forward.loop.var.id in names else format_expr(size)
+            axes.append(QUERY if self.forward.query.name.id in names else side)
+        if any(isinstance(e, Index) for e in given.values()):
+            raise refuse(copy.span, f"the place of `{tensor.name}` comes from a tensor")
+        return tuple(axes)
+
+    def _compute(self, stmt: Compute) -> None:
+        if stmt.operation == "softmax":
+            self._softmax(stmt)
+            return
+        if stmt.operation == "mask":
+            assert isinstance(stmt.args[0], Name)
+            assert stmt.where is not None
+            value = call("mask", Name(self._value(stmt.args[0])), self._read(stmt.where))
+            self._assign(stmt.args[0], value, stmt.span)
+            return
+        assert stmt.target is not None
+        if stmt.operation == "gemm":
+            value = call("gemm", *(self._read(a) for a in stmt.args))
+        else:
+            value = self._read(expression(stmt))
+        if stmt.mode == "accumulate":
+            value = add(Name(self._value(stmt.target)), self._flat(value, stmt.span))
+        self._assign(stmt.target, value, stmt.span)
+
+    def _softmax(self, stmt: Compute) -> None:
+        """The statement spelt out, as docs/language.md has it."""
+        scores = stmt.args[0]
+        if not stmt.state or not isinstance(scores, Name):
+            raise refuse(stmt.span, "a softmax of whole rows, without a running maximum")
+        high, weights = stmt.state
+        old, span = Name(self._value(high)), stmt.span
+        top = call("max", old, call("rowmax", Name(self._value(scores))))
+        self._assign(high, top, span)
+        new = Name(self._value(high))
+        drop = self._flat(call("exp", Binary("-", old, new)), span)
+        self._assign(scores, call("exp", Binary("-", Name(self._value(scores)), new)), span)
+        kept = Binary("*", Name(self._value(weights)), drop)
+        self._assign(weights, Binary("+", kept, call("rowsum", Name(self._value(scores)))), span)
+        for name in stmt.rescale:
+            self._assign(name, Binary("*", Name(self._value(name)), drop), span)
+
+    def _assign(self, target: Name, value: Expr, span: Span) -> None:
+        value = self._flat(value, span, root=True)
+        key = self._key(target)
+        axes = self.forward.axes_of(value) or self._declared_axes(key)
+        self.current[key] = self._fresh(key, axes)
+        self.steps.append(Step(self.current[key], value, span))
+
+    def _declared_axes(self, key: Key) -> Axes:
+        """The axes of a tile that is set to a scalar: rows are queries, columns by their size."""
+        buffer = self.program.buffers[key]
+        named = [buffer.named_size(n) for n in range(len(buffer.shape))]
+        sizes = [n.id if n else str(s) for n, s in zip(named, buffer.shape, strict=True)]
+        return (QUERY, *sizes[1:])
+
+    def _flat(self, value: Expr, span: Span, root: bool = False) -> Expr:
+        """The value with every call in it made a step of its own; the outermost stays if it is the
+        root of its statement."""
+        match value:
+            case Call(func, args):
+                flat: Expr = call(func.id, *(self._flat(a, span) for a in args))
+            case Binary(op, left, right):
+                flat = Binary(op, self._flat(left, span), self._flat(right, span))
+                if op != "/" or not per_element(flat.right):
+                    return flat
+            case Unary(op, operand):
+                return Unary(op, self._flat(operand, span))
+            case _:
+                return value
+        if root or not per_element(flat):
+            return flat
+        base = func.id.capitalize() if isinstance(value, Call) else "Ratio"
+        name = self._fresh((base, "register"), self.forward.axes_of(flat))
+        self.steps.append(Step(name, flat, span))
+        return Name(name)
+
+    def _read(self, expr: Expr) -> Expr:
+        """The expression with tiles replaced by their current values."""
+        match expr:
+            case Transpose(operand):
+                return self._read(operand)
+            case Name():
+                known = self.program.is_scalar(expr.id) or self.program.tile(expr) is None
+                return expr if known else Name(self._value(expr))
+            case Call(func, args):
+                return call(func.id.lower(), *(self._read(a) for a in args))
+            case Binary(op, left, right):
+                return Binary(op, self._read(left), self._read(right))
+            case Unary(op, operand):
+                return Unary(op, self._read(operand))
+            case Index(tensor, args):
+                return Index(tensor, tuple(self._read(a) for a in args))
+        return expr
+
+    def _key(self, name: Name) -> Key:
+        key = self.program.tile(name)
+        assert key is not None, name
+        return key
+
+    def _value(self, name: Name) -> str:
+        return self.current[self._key(name)]
+
+    def _fresh(self, key: Key, axes: Axes) -> str:
+        base = key[0]
+        self.count[base] = self.count.get(base, -1) + 1
+        name = f"{base}.{self.count[base]}"
+        self.forward.axes[name] = axes
+        return name
+
+
+def _is_load(stmt: Statement) -> bool:
+    return isinstance(stmt, Copy) and stmt.source == "global"
+
+
+def _used(expr: Expr) -> Iterator[str]:
+    yield from (n.id for n in value_names(expr) if "." in n.id)
+
+
+def _inlined(expr: Expr, steps: Mapping[str, Expr]) -> Expr:
+    """An expression with the steps that it names put in."""
+    while set(_used(expr)) & steps.keys():
+        expr = renamed(expr, steps)
+    return expr

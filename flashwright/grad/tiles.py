@@ -1,0 +1,197 @@
+"""Steps as statements of TL: names and allocations of tiles, operands of GEMMs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from flashwright.grad.algebra import Step, is_value, substitute, values_in
+from flashwright.grad.normalise import KEY, QUERY, Axes, Forward, refuse
+from flashwright.lang.nodes import (
+    Allocate,
+    Axis,
+    Call,
+    Compute,
+    Copy,
+    Expr,
+    Mode,
+    Name,
+    Reshape,
+    Space,
+    Statement,
+    Transpose,
+)
+
+MMA_C = tuple(map(Name, ("MMA_C", "MMA_M", "MMA_N")))
+MMA_A = tuple(map(Name, ("MMA_A", "MMA_M", "MMA_N_new")))
+
+
+class Writer:
+    """Writes the statements of one kernel.
+
+    `pair` is the order of axes in tiles of queries and keys; `sizes` has the size of each axis;
+    `half` is the type of GEMM operands; `tensors` the names in global memory.
+    """
+
+    def __init__(
+        self, forward: Forward, pair: Axes, sizes: Mapping[str, Expr], half: str, tensors: set[str]
+    ) -> None:
+        self.forward, self.pair, self.sizes = forward, pair, sizes
+        self.half, self.tensors = half, tensors
+        self.names: Mapping[str, Expr] = {}
+        self.allocated: dict[tuple[str, Space], Allocate] = {}
+        self.body: list[Statement] = []
+        self.held: dict[str, str] = {}
+        self.base: dict[str, str] = {}
+        self.last: dict[str, int] = {}
+        self.shared: set[str] = set()
+        self.loaded: set[str] = set()
+        self.reshaped: set[str] = set()
+
+    def stored(self, value: str) -> Axes:
+        """The axes of a value in the order in which its tile has them."""
+        axes = self.forward.axes[value]
+        return self.pair if set(axes) == {QUERY, KEY} else axes
+
+    def shape(self, axes: Iterable[str]) -> tuple[Expr, ...]:
+        """The sizes of a tile with these axes."""
+        return tuple(self.sizes.get(axis) or Name(axis) for axis in axes)
+
+    def tile(self, value: str, space: Space = "register") -> Name:
+        """The name of a value's tile as a statement says it."""
+        base = self.base[value]
+        if space == "shared":
+            return Name(f"{base if value in self.loaded else value.split('.')[0]}_shared")
+        clear = base in self.tensors and len(self.forward.axes[value]) == 2
+        return Name(f"{base}_register" if clear else base)
+
+    def allocate(self, base: str, space: Space, axes: Axes, dtype: str) -> None:
+        """Allocate a tile, once."""
+        shape = tuple(Axis(None, size) for size in self.shape(axes))
+        stmt = Allocate(Name(base), space, shape, Name(dtype))
+        self.allocated.setdefault((base, space), stmt)
+
+    def load(self, value: str, copy: Copy, space: Space) -> None:
+        """Copy a tile from global memory."""
+        name = copy.target or copy.name
+        self.base[value] = base = name.id.removesuffix("_shared").removesuffix("_register")
+        self.held[base] = value
+        self.loaded.add(value)
+        target = Name(base) if base != copy.name.id else None
+        if space == "shared":
+            self.shared.add(value)
+        made = replace(copy, source="global", dest=space, target=target, comment=None, gap=False)
+        self.body.append(made)
+
+    def uses(self, steps: Sequence[Step], later: Iterable[str]) -> None:
+        """Note where each value is used for the last time."""
+        for n, step in enumerate(steps):
+            self.last |= dict.fromkeys(values_in(step.value), n)
+        self.last |= dict.fromkeys(later, len(steps))
+
+    def step(self, n: int, step: Step) -> None:
+        """The statements of one step."""
+        match step.value:
+            case Call(Name("gemm"), (Name(a), Name(b))):
+                self.choose(step.target, n)
+                self.gemm(step.target, a, b, "get")
+            case Call(Name("mask"), (scores, condition)):
+                if is_value(scores) and self.last[scores.id] <= n:
+                    self.base[step.target] = self.base[scores.id]
+                    self.held[self.base[step.target]] = step.target
+                else:
+                    self._compute(n, step.target, scores)
+                where = self.expr(condition, step)
+                args = (self.tile(step.target),)
+                self.body.append(Compute(Name("Mask"), args, where=where))
+            case _:
+                self._compute(n, step.target, step.value, step)
+
+    def _compute(self, n: int, target: str, value: Expr, step: Step | None = None) -> None:
+        made = self.expr(value, step)
+        mode: Mode = "get new" if self.choose(target, n, values_in(value)) else "get"
+        self.body.append(Compute(None, (made,), mode=mode, target=self.tile(target)))
+
+    def choose(self, target: str, n: int, operands: Iterable[str] = ()) -> bool:
+        """Choose the tile for a value: that of a value of the same name, or of an adjoint among
+        the operands, that is not used after statement n; else a new one. Returns whether the tile
+        had a value."""
+        base = target.split(".")[0]
+        free = self._free(base, target, n)
+        for operand in operands if self.stored(target) == self.pair else ():
+            other = self.base[operand]
+            if not free and base[0] == other[0] == "d" and self._free(other, target, n):
+                base, free = other, True
+        while not free and base in self.held:
+            base = _next_name(base)
+        self.base[target], self.held[base] = base, target
+        self.allocate(base, "register", self.stored(target), "fp32")
+        return free
+
+    def _free(self, base: str, target: str, n: int) -> bool:
+        """Whether a tile fits a value and its own value is not used after statement n."""
+        holder = self.held.get(base)
+        same = holder is not None and self.stored(holder) == self.stored(target)
+        return same and self.last.get(holder or "", -1) <= n and holder not in self.loaded
+
+    def expr(self, expr: Expr, step: Step | None = None) -> Expr:
+        """An expression of values as one of tiles."""
+
+        def change(part: Expr) -> Expr | None:
+            match part:
+                case Call(Name("sum"), (operand, Name(kept))):
+                    inner = self.expr(operand, step)
+                    axes = self.forward.axes_of(operand)
+                    axes = self.pair if set(axes) == {QUERY, KEY} else axes
+                    if len(axes) != 2 or axes[0] not in kept.split("|"):
+                        span = step.span if step else None
+                        raise refuse(span, "a sum over the columns' other axis is not in TL")
+                    return Call(Name("rowsum"), (inner,))
+                case Name(id) if "." in id:
+                    return self.tile(id)
+                case Name(id):
+                    return self.names.get(id)
+            return None
+
+        return substitute(expr, change)
+
+    def gemm(self, target: str, a: str, b: str, mode: Mode) -> None:
+        """A GEMM into a tile that is chosen already; its operands are brought into place."""
+        rows, columns = self.stored(target)
+        left, right = (a, b) if rows in self.forward.axes[a] else (b, a)
+        args = (self._left(left, rows), self._right(right, columns))
+        self.body.append(Compute(Name("GEMM"), args, mode=mode, target=self.tile(target)))
+
+    def _left(self, value: str, rows: str) -> Expr:
+        if self.stored(value)[0] != rows:
+            return Transpose(self._in_shared(value))
+        if value in self.loaded:
+            return self.tile(value, "shared")
+        if value not in self.reshaped:
+            self.reshaped.add(value)
+            self.body.append(Reshape(self.tile(value), MMA_C, MMA_A))
+        return self.tile(value)
+
+    def _right(self, value: str, columns: str) -> Expr:
+        tile = self._in_shared(value)
+        return tile if self.stored(value)[1] == columns else Transpose(tile)
+
+    def _in_shared(self, value: str) -> Name:
+        """The tile in shared memory; one in registers is copied there first."""
+        self.to_shared(value)
+        return self.tile(value, "shared")
+
+    def to_shared(self, value: str) -> None:
+        """Copy a tile from registers to shared memory, once."""
+        if value not in self.shared:
+            self.shared.add(value)
+            base = value.split(".")[0]
+            target = Name(base) if base != self.base[value] else None
+            self.allocate(base, "shared", self.stored(value), self.half)
+            self.body.append(Copy(self.tile(value), None, None, "register", "shared", target))
+
+
+def _next_name(base: str) -> str:
+    """S2 after S, S3 after S2."""
+    stem = base.rstrip("0123456789")
+    return f"{stem}{int(base[len(stem) :] or 1) + 1}"

@@ -1,0 +1,125 @@
+"""Packages of programs with several kernels: one call runs all, on kernels that are interpreted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import flashwright
+from flashwright import gpu as gpus
+from flashwright.build import package, steps
+from flashwright.build.load import CHECK_ONLY, Kernel
+from flashwright.build.steps import Steps, StepsKernel
+from flashwright.check.check import check
+from flashwright.lang.diagnostic import Failed
+from flashwright.lang.parse import parse
+from flashwright.lower.translate import translate
+from flashwright.program.kernels import Kernels
+from flashwright.program.program import Program
+from flashwright.semantics.interpret import interpret
+from tests.unit.test_several_kernels import BACKWARD, problem
+
+torch = pytest.importorskip("torch")
+from torch._subclasses import FakeTensorMode  # noqa: E402
+
+
+class Interpreted(Kernel):
+    """A kernel that the interpreter runs on CPU tensors."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._describe(translate(program, gpus.find("a100")).plan, self.interpret)
+
+    def interpret(self, mode: int, *arguments: Any) -> None:
+        tensors = dict(zip((t.name for t in self.plan.tensors), arguments, strict=False))
+        if mode & CHECK_ONLY:
+            return
+        added = {t.name for t in self.program.outputs if t.added}
+        given = {n: _numpy(x) for n, x in tensors.items() if n in self.inputs or n in added}
+        for name, found in interpret(self.program, given).items():
+            if tensors[name] is not None:
+                tensors[name].copy_(torch.from_numpy(found.astype(np.float32)))
+
+
+def _numpy(tensor: Any) -> Any:
+    return tensor.float().numpy()
+
+
+@pytest.fixture(scope="module")
+def backward() -> StepsKernel:
+    programs = check(parse(BACKWARD.read_text())).kernels
+    return StepsKernel([Interpreted(p) for p in programs], Steps.of(Kernels(programs)))
+
+
+def given(q_len: int, kv_len: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    tensors, expected = problem(q_len, kv_len)
+    made = {n: torch.from_numpy(x.astype(np.float32)) for n, x in tensors.items()}
+    return {n: x if n == "LSE" else x.bfloat16() for n, x in made.items()}, expected
+
+
+def test_one_call_runs_all(backward: StepsKernel) -> None:
+    assert backward.inputs == ("O", "dO", "Q", "K", "V", "LSE")
+    assert backward.outputs == ("dK", "dV", "dQ")
+    tensors, expected = given(70, 90)
+    found = backward(**tensors, outputs=("dQ", "dK", "dV"))
+    for name, out in zip(("dQ", "dK", "dV"), found, strict=True):
+        assert out.dtype == torch.bfloat16
+        error = np.sqrt(np.mean((_numpy(out) - expected[name]) ** 2))
+        assert error < 4e-3 * np.sqrt(np.mean(expected[name] ** 2))
+
+
+def test_scratch_is_new_in_each_call(backward: StepsKernel) -> None:
+    """A sum that began at the last call's would be twice as large."""
+    tensors, _ = given(20, 20)
+    first, second = (backward(**tensors, outputs="dQ")[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_launch_allocates_scratch(backward: StepsKernel) -> None:
+    tensors, expected = given(20, 20)
+    out = torch.empty(expected["dQ"].shape, dtype=torch.bfloat16)
+    called = [t.name for t in backward.plan.tensors if t.name not in backward.scratch]
+    listed = [{**tensors, "dQ": out}.get(name) for name in called]
+    backward.launch(listed, [None] * len(backward.plan.dims))
+    assert np.abs(_numpy(out) - expected["dQ"]).max() < 0.1
+    backward.launch(listed, [None] * len(backward.plan.dims), check_only=True)
+
+
+def test_an_input_that_is_missing_is_told(backward: StepsKernel) -> None:
+    tensors, _ = given(20, 20)
+    del tensors["LSE"]
+    with pytest.raises(TypeError, match="the input `LSE` is missing"):
+        backward(**tensors)
+
+
+def test_a_broken_record_is_told(tmp_path: Path) -> None:
+    assert steps.read(tmp_path) is None
+    (tmp_path / "steps.json").write_text('{"steps": ["1"]}')
+    with pytest.raises(Failed, match="there is no subfolder '1'"):
+        steps.read(tmp_path)
+    (tmp_path / "steps.json").write_text('{"steps": [".."]}')
+    with pytest.raises(Failed, match="there is no subfolder"):
+        steps.read(tmp_path)
+
+
+def test_a_package_is_a_torch_operator(tmp_path: Path) -> None:
+    programs = check(parse(BACKWARD.read_text())).kernels
+    record = Steps.of(Kernels(programs))
+    for name, program in zip(record.steps, programs, strict=True):
+        (tmp_path / name).mkdir()
+        for file, text in package.translated(translate(program, gpus.find("a100"))).items():
+            (tmp_path / name / file).write_text(text)
+    (tmp_path / "steps.json").write_text(record.dump())
+    operator = flashwright.torch_operator(tmp_path)
+    assert operator.inputs == ("o", "do", "q", "k", "v", "lse")
+    assert operator.outputs == ("dK", "dV", "dQ")
+    with FakeTensorMode():
+        wide, narrow = (
+            torch.empty(1, heads, 100, 64, dtype=torch.bfloat16, device="cuda") for heads in (4, 2)
+        )
+        lse = torch.empty(1, 4, 100, device="cuda")
+        shapes = [x.shape for x in operator.op(wide, wide, wide, narrow, narrow, lse)]
+    assert shapes == [narrow.shape, narrow.shape, wide.shape]
