@@ -343,7 +343,7 @@ class _Encoder:
         if len(first) != count:
             raise self._unknown()
         header = [space, operation, number, self._slot(result, size), self._slot(second, size)]
-        self._emit("atom", [*header, *self._address(where), count, *first])
+        self._emit(kind, [*header, *self._address(where), count, *first])
 
     # --- copies -------------------------------------------------------------------------------
 

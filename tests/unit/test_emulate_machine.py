@@ -178,6 +178,73 @@ def test_atomic_operations_are_all_done(operation: str) -> None:
     assert out[0] == ATOMICS[operation]
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_reductions_add_to_neighbours(count: int) -> None:
+    out = np.zeros(8, np.float32)
+    values = [f"mov.f32 %f{n}, 0f{0x3F800000 + (n << 23):08X};" for n in range(count)]  # 1, 2, 4, 8
+    operand = ", ".join(f"%f{n}" for n in range(count))
+    how, given = (f".v{count}", f"{{{operand}}}") if count > 1 else ("", operand)
+    add = f"red.relaxed.gpu.global.add{how}.f32 [%rd0+16], {given};"
+    result = run("\n".join([*values, "setp.lt.u32 %p0, %r0, 3;", f"@%p0 {add}"]), out, grid=2)
+    assert not result.findings
+    wanted = [2.0 * 3 * 2**n if n < count else 0 for n in range(4)]
+    np.testing.assert_array_equal(out, [0, 0, 0, 0, *wanted])
+
+
+def test_sums_in_global_memory_flush_subnormal_numbers() -> None:
+    tiny = np.float32(2.0**-127)
+    out = np.array([tiny, 0, 3 * tiny, 1], np.float32)  # subnormal, none, normal, far greater
+    add = "mad.wide.u32 %rd9, %r0, 4, %rd0;\n@%p0 red.global.add.f32 [%rd9], %f0;"
+    body = f"setp.lt.u32 %p0, %r0, 4;\nmov.b32 %f0, {int(tiny.view(np.uint32))};\n{add}"
+    assert not run(body, out).findings
+    np.testing.assert_array_equal(out, np.array([0, 0, 3 * tiny, 1], np.float32))
+
+
+def test_a_vector_of_reductions_is_aligned() -> None:
+    body = "mov.f32 %f0, 0f3F800000;\nred.global.add.v2.f32 [%rd0+4], {%f0, %f0};"
+    assert kinds(run(body, np.zeros(8, np.float32))) == {"misaligned"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "red.global.add.v2.f32 [%rd0], {%f0, %f0, %f0};",
+        "red.global.add.v2.f32 [%rd0], %f0;",
+        "red.global.min.v2.f32 [%rd0], {%f0, %f0};",
+        "red.shared.add.v2.f32 [%r1], {%f0, %f0};",
+        "red.global.add.f32 [%rd0], {%f0, %f0};",
+        "atom.global.add.v2.f32 {%f0, %f1}, [%rd0], {%f0, %f0};",
+    ],
+)
+def test_vectors_of_reductions_that_there_are_not(text: str) -> None:
+    with pytest.raises(Failed):
+        run(text, np.zeros(8, np.float32))
+
+
+ADD = "mov.f32 %f0, 0f3F800000;\nred.global.add.f32 [%rd0], %f0;\n"
+LOAD = "setp.eq.u32 %p0, %r0, 0;\n@%p0 ld.global.f32 %f1, [%rd0];\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "threads", "grid", "races"),
+    [
+        (ADD, 64, 3, False),
+        (ADD + LOAD, 32, 1, True),  # other lanes of the warp
+        (ADD + "bar.warp.sync -1;\n" + LOAD, 32, 1, False),
+        (ADD + "bar.warp.sync -1;\n" + LOAD, 64, 1, True),  # other warps
+        (ADD + "bar.sync 0;\n" + LOAD, 64, 1, False),
+        (ADD + "bar.sync 0;\n" + LOAD, 64, 2, True),  # other blocks
+        (LOAD + "bar.sync 0;\n" + ADD, 64, 2, True),
+        (ADD + "bar.sync 0;\n" + LOAD + "atom.global.add.u32 %r1, [%rd0+4], 1;\n", 64, 2, False),
+    ],
+)
+def test_plain_accesses_beside_reductions(body: str, threads: int, grid: int, races: bool) -> None:
+    out = np.zeros(8, np.float32)
+    for schedule in SCHEDULES:
+        found = kinds(run(body, out, threads, schedule, grid=grid))
+        assert found == ({"race"} if races else set())
+
+
 # --- barriers ---------------------------------------------------------------------------------
 
 EXCHANGE = """

@@ -339,11 +339,18 @@ __device__ void each_pair(Tile& tile, Body body) {
 }
 
 // Adds a tile to global memory. Lines begin at multiples of 8 bytes, and of their columns all or an even number are inside.
-template <int Warps, int Beside = 1, class Tile, class Rows, class Cols>
-__device__ void add_pairs(GlobalTile<float> dst, Tile const& tile, Rows rows, Cols cols) {
-  each_pair<Warps, Beside>(tile, [&](int row, int col, float low, float high) {
-    if (inside(row, rows) && inside(col, cols)) add_to(dst.at(row, 0) + col, low, high);
-  });
+template <int Warps, int Beside = 1, class Tile, class Rows, class Cols = AllColumns>
+__device__ void add_pairs(GlobalTile<float> dst, Tile const& tile, Rows rows, Cols cols = {}) {
+  auto const place = place_of<Warps, false, Beside>(tile);
+  CUTE_UNROLL
+  for (int m = 0; m < decltype(cute::size<0>(tile))::value; ++m) {
+    if (!inside(place.row(m), rows)) continue;
+    float* const line = dst.at(place.row(m), 0) + place.col(0);
+    CUTE_UNROLL
+    for (int n = 0; n < decltype(cute::size<1>(tile))::value; n += 2) {
+      if (inside(place.col(n), cols)) add_to(line + place.step(n), tile(m, n), tile(m, n + 1));
+    }
+  }
 }
 
 template <int Warps, bool Wide = false, int Beside = 1, class T, class Tile, class Rows, class Cols>

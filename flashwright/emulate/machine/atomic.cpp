@@ -1,7 +1,7 @@
 // atom and red: one lane after the other, in the order of their numbers.
 //
-// They are not looked at for races: among themselves they have none, and what they mean to other accesses is up
-// to the program.
+// Among themselves they have no races. Beside plain accesses reductions in global memory may (race.cpp); what atom means to
+// other accesses is up to the program.
 #include <algorithm>
 
 #include "numbers.h"
@@ -46,7 +46,7 @@ uint32_t added_pairs(uint32_t old, uint32_t b) {
 }
 
 template <class T>
-void apply(Context& c, const int32_t* o, int32_t slot, int lane, uint8_t* at) {
+void apply(Context& c, const int32_t* o, int32_t slot, int lane, uint8_t* at, bool flushes = false) {
   T old;
   std::memcpy(&old, at, sizeof old);
   T b = lanes<T>(c, slot)[lane];
@@ -56,6 +56,8 @@ void apply(Context& c, const int32_t* o, int32_t slot, int lane, uint8_t* at) {
     now = o[2] == kF16x2    ? added_pairs<F16>(old, b)
           : o[2] == kBF16x2 ? added_pairs<BF16>(old, b)
                             : combined<T>(o[1], old, b, third);
+  } else if constexpr (std::is_same_v<T, float>) {  // sums in global memory have no subnormal numbers
+    now = flushes ? flush(flush(old) + flush(b)) : combined<T>(o[1], old, b, third);
   } else {
     now = combined<T>(o[1], old, b, third);
   }
@@ -73,7 +75,7 @@ void atomic(Context& c, const int32_t* o, uint32_t mask) {
     bool shared = o[0] == 1 || (o[0] == 2 && address / kWindow * kWindow == kSharedWindow);
     uint8_t* at = nullptr;
     if (!shared) {
-      at = c.machine->global(c, lane, address, bytes, true);
+      at = c.machine->global(c, lane, address, bytes, true, 0, true);
     } else if ((address %= kWindow) + bytes > c.block->shared.size() || address % bytes != 0) {
       c.machine->find(c, address % bytes ? kMisaligned : kOutOfBounds, lane, address);
     } else {
@@ -87,7 +89,7 @@ void atomic(Context& c, const int32_t* o, uint32_t mask) {
         case kB64: case kU64: apply<uint64_t>(c, o, slot, lane, at); break;
         case kS64: apply<int64_t>(c, o, slot, lane, at); break;
         case kS32: apply<int32_t>(c, o, slot, lane, at); break;
-        case kF32: apply<float>(c, o, slot, lane, at); break;
+        case kF32: apply<float>(c, o, slot, lane, at, !shared && o[1] == kAdd); break;
         case kF64: apply<double>(c, o, slot, lane, at); break;
         default: apply<uint32_t>(c, o, slot, lane, at);
       }
@@ -98,6 +100,6 @@ void atomic(Context& c, const int32_t* o, uint32_t mask) {
 
 }  // namespace
 
-void add_atomic(Table& table) { table["atom"] = atomic; }
+void add_atomic(Table& table) { table["atom"] = table["red"] = atomic; }
 
 }  // namespace fw

@@ -63,6 +63,7 @@ namespace {
 
 // The index of the first instruction that is not known, or -1.
 int32_t decode(const fw_launch& launch, fw::Machine& machine) {
+  bool reduces = false, orders = false;
   for (int32_t n = 0; n < launch.instructions; ++n) {
     const int32_t* c = launch.code + 8 * n;
     std::string name = launch.names[n];
@@ -72,6 +73,8 @@ int32_t decode(const fw_launch& launch, fw::Machine& machine) {
       if (!fw::wgmma_shape(name, machine.shapes[n])) return n;
       name = "wgmma";
     }
+    reduces |= name == "red";
+    orders |= name == "atom";
     auto found = fw::known().find(name);
     if (found == fw::known().end() && !name.empty()) return n;
     machine.code.push_back({found == fw::known().end() ? nullptr : found->second, c[0], c[1], c[2], c[3], c[4],
@@ -81,6 +84,9 @@ int32_t decode(const fw_launch& launch, fw::Machine& machine) {
   machine.touched.assign(launch.touched, launch.touched + launch.touched_count);
   machine.regions.assign(launch.regions, launch.regions + launch.region_count);
   for (const fw::Region& region : machine.regions) machine.filled.emplace_back(region.use == 2 ? region.size : 0, 0);
+  for (const fw::Region& region : machine.regions) {
+    if (reduces && !orders) machine.visits.emplace_back(region.use != 0 ? 2 * (region.size / 4 + 1) : 0);
+  }
   machine.parameters.assign(launch.parameters, launch.parameters + launch.parameter_bytes);
   machine.schedule = static_cast<fw::Schedule>(launch.schedule);
   machine.random.seed(launch.seed);

@@ -14,7 +14,8 @@ void Machine::find(const Context& context, FindingKind kind, int lane, uint64_t 
                       address, {first, second}});
 }
 
-uint8_t* Machine::global(Context& context, int lane, uint64_t address, int bytes, bool write, int align) {
+uint8_t* Machine::global(Context& context, int lane, uint64_t address, int bytes, bool write, int align,
+                         bool reduces) {
   if (address % (align ? align : bytes) != 0) {
     find(context, kMisaligned, lane, address);
     return nullptr;
@@ -32,6 +33,7 @@ uint8_t* Machine::global(Context& context, int lane, uint64_t address, int bytes
       if (write) std::fill_n(marks, bytes, 1);
       else if (std::count(marks, marks + bytes, 0)) find(context, kUnwritten, lane, address);
     }
+    if (!visits.empty() && region.use != 0) visit(context, lane, n, offset, bytes, reduces);
     return region.data + offset;
   }
   find(context, kOutOfBounds, lane, address);

@@ -1,4 +1,4 @@
-// Which accesses to shared memory are ordered, and which are not.
+// Which accesses to shared memory are ordered, and which are not; the same for reductions in global memory.
 #include <algorithm>
 
 #include "run.h"
@@ -80,6 +80,25 @@ int32_t Block::touch(const Accessor& who, uint64_t address, int bytes, int32_t i
     }
   }
   return other;
+}
+
+void Machine::visit(Context& context, int lane, size_t region, uint64_t offset, int bytes, bool reduces) {
+  FullWarp& warp = full(context);
+  Accessor who{&warp.clock, warp.number, warp.clock.known[warp.number], warp.number, lane, false};
+  int block = context.block->number;
+  for (uint64_t n = offset / 4; n <= (offset + bytes - 1) / 4; ++n) {
+    Visit& own = visits[region][2 * n + reduces];
+    const Visit& other = visits[region][2 * n + !reduces];
+    for (const Access& before : {other.last, other.other_warp}) {
+      if (before.time == 0) continue;
+      if (other.block != block || collides(before, who, context.instruction, 0xf)) {
+        find(context, kRace, lane, regions[region].base + offset, before.instruction);
+      }
+    }
+    if (own.block != block) own = {own.block == -1 ? block : -2, {}, {}};
+    if (own.last.agent != who.agent) own.other_warp = own.last;
+    note(own.last, who, context.instruction, 0xf);
+  }
 }
 
 }  // namespace fw

@@ -180,6 +180,13 @@ struct Block {
   int32_t touch(const Accessor& who, uint64_t address, int bytes, int32_t instruction, bool write, bool& unfenced);
 };
 
+// Accesses to a word of global memory: by which block (-1: none, -2: several), its last one and the last one of another
+// warp.
+struct Visit {
+  int32_t block = -1;
+  Access last, other_warp;
+};
+
 // --- the machine ----------------------------------------------------------------------------------
 
 struct Code {
@@ -202,6 +209,9 @@ struct Machine {
   std::vector<WgmmaShape> shapes;  // by instruction; empty where there is no wgmma
   std::vector<Region> regions;
   std::vector<std::vector<uint8_t>> filled;  // of each output: which bytes were written
+  // Of each tensor that is written, two for each word: plain accesses and reductions. Empty where none are made (red), or
+  // where atom may order blocks.
+  std::vector<std::vector<Visit>> visits;
   std::vector<uint8_t> parameters;
   std::vector<Finding> findings;  // of each kind at each instruction the first
   std::set<std::pair<int32_t, int32_t>> told;
@@ -214,7 +224,10 @@ struct Machine {
   void find(const Context& context, FindingKind kind, int lane, uint64_t address, int other = -1,
             int64_t first = 0, int64_t second = 0);
   // The bytes at an address, or null, which has then been told.
-  uint8_t* global(Context& context, int lane, uint64_t address, int bytes, bool write, int align = 0);
+  uint8_t* global(Context& context, int lane, uint64_t address, int bytes, bool write, int align = 0,
+                  bool reduces = false);
+  // Finds reductions and plain accesses to the same words that nothing orders.
+  void visit(Context& context, int lane, size_t region, uint64_t offset, int bytes, bool reduces);
   uint8_t* shared(Context& context, int lane, uint64_t address, int bytes, bool write);
   // The same for asynchronous work of a group or an mbarrier.
   bool shared_async(Context& context, Accessor who, uint64_t address, int bytes, bool write);

@@ -299,8 +299,7 @@ def _store(at: Context, node: ir.Store) -> Lines:
             staging = f"shared + {at.epilogue}"
             store = f"fw::store_epilogue<{along}>({staging}, {target}, {name}, {inside});"
     elif pairs:
-        cols = at.cols(window, node.source)
-        store = f"fw::add_pairs<{along}>({target}, {name}, {rows}, {cols});"
+        store = f"fw::add_pairs<{along}>({target}, {name}, {at.inside(window, node.source)});"
     else:
         cols = at.cols(window, node.source)
         store = f"fw::store_elements<{warps}>({target}, {name}, {rows}, {cols});"
