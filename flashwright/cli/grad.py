@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flashwright.cli.command import FINE, blaming, guarded, load_program, shown_name
+from flashwright.cli.command import FINE, blaming, find_gpu, guarded, load_program, shown_name
 
 
 def register(app: typer.Typer) -> None:
@@ -18,12 +18,16 @@ def register(app: typer.Typer) -> None:
 @guarded
 def grad(
     file: Annotated[str, typer.Argument(metavar="FILE", help="TL code; - reads stdin.")],
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="With sizes for it: see `flashwright gpus`.")
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", help="Output file; default stdout."),
     ] = None,
 ) -> int:
     """Print the backward pass of a program: its gradients, as TL of several kernels."""
+    from flashwright.author.builtin.backward import tilings
     from flashwright.files import write
     from flashwright.grad.grad import backward
     from flashwright.lang.format import format_tree
@@ -31,7 +35,10 @@ def grad(
     program, source = load_program(file)
     with blaming(shown_name(file), source):
         made = backward(program)
-    text = format_tree(made.tree)
+    tree = made.tree
+    if gpu is not None:
+        _, tree = next(iter(tilings(tree, find_gpu(gpu))))
+    text = format_tree(tree)
     if out is None:
         print(text, end="")
         return FINE

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from flashwright import gpu as gpus
 from flashwright import spec as specs
+from flashwright.author.builtin.backward import tilings
 from flashwright.build import package
 from flashwright.build.make import make
 from flashwright.build.reading import unusable
@@ -22,6 +23,7 @@ from flashwright.gpu import Gpu
 from flashwright.grad.grad import backward
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.format import format_tree
+from flashwright.lang.nodes import Tree
 from flashwright.lang.parse import parse
 from flashwright.measure.machine import translator
 from flashwright.program.kernels import Kernels
@@ -76,13 +78,27 @@ class BackwardOrder:
 
     def make(self, folder: Path, verified: bool) -> None:
         """Write the package. Raises Failed if a kernel cannot be made."""
-        inputs = {CODE: self.code}
-        if self.spec is not None:
-            inputs[SPEC] = specs.dump(self.spec.model_copy(update={"backward": True}))
-        for name, data in made(self.code, self.gpu, inputs).items():
+        spec = self.spec
+        told = (
+            {} if spec is None else {SPEC: specs.dump(spec.model_copy(update={"backward": True}))}
+        )
+        for name, data in self._built(told).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             write(folder / name, data)
         write(folder / RESULT, json.dumps({"ok": True, "gpu": self.gpu.name}) + "\n")
+
+    def _built(self, told: Mapping[str, str]) -> dict[str, str | bytes]:
+        """The files of the package, with the first sizes whose kernels do not spill."""
+        spilled: Failed | None = None
+        for _, sized in tilings(parse(self.code), self.gpu):
+            try:
+                return built(sized, self.gpu, told)
+            except Failed as failed:
+                if any(d.code != "FW823" for d in failed.diagnostics):
+                    raise
+                spilled = failed
+        assert spilled is not None
+        raise spilled
 
 
 def find_or_make(folder: Path, tell: store.Tell) -> Path:
@@ -90,19 +106,19 @@ def find_or_make(folder: Path, tell: store.Tell) -> Path:
     return store.find_or_make(BackwardOrder.of(folder), tell)
 
 
-def made(code: str, gpu: Gpu, inputs: Mapping[str, str | bytes]) -> dict[str, str | bytes]:
-    """The files of a package of several kernels, built."""
-    verdict = check(parse(code), gpu)
+def built(tree: Tree, gpu: Gpu, told: Mapping[str, str]) -> dict[str, str | bytes]:
+    """The files of a program of several kernels, compiled, beside those that are `told`."""
+    verdict = check(tree, gpu)
     if verdict.errors:
         raise Failed(*verdict.errors)
     steps = Steps.of(Kernels(verdict.kernels))
-    files: dict[str, str | bytes] = {**inputs, package.STEPS: steps.dump()}
+    files: dict[str, str | bytes] = {CODE: format_tree(tree), **told, package.STEPS: steps.dump()}
     found: dict[str, str | bytes] = {}
     for name, program in zip(steps.steps, verdict.kernels, strict=True):
         text = format_tree(program.tree)
-        translation, built = make(checked_program(parse(text), gpu), gpu, tl=text)
-        own = {CODE: text, **package.translated(translation), **package.compiled(built)}
-        record = package.record(built, gpu, own, translation.report)
+        translation, made = make(checked_program(parse(text), gpu), gpu, tl=text)
+        own = {CODE: text, **package.translated(translation), **package.compiled(made)}
+        record = package.record(made, gpu, own, translation.report)
         found |= {f"{name}/{file}": data for file, data in own.items()}
         files[f"{name}/{package.RECORD}"] = record
     return {**found, **files, package.RECORD: package.record_of_steps(gpu, files)}

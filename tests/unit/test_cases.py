@@ -21,12 +21,17 @@ ELSEWHERE = {"agree", "refused", "untranslated"}
 """On a GPU that a program was not written for, the checker may say that it does not fit."""
 
 
+FP8 = [name for name, case in CASES.items() if "e4m3" in case.text or "e5m2" in case.text]
 LATER = [name for n, name in enumerate(CASES) if n % 40]
 SHARES = [
     pytest.param(GPUS[0], list(CASES)[::40], id=f"{GPUS[0]}-a-few"),
     pytest.param(GPUS[0], LATER, id=f"{GPUS[0]}-the-others", marks=pytest.mark.slow),
-    *(pytest.param(gpu, list(CASES), id=gpu, marks=pytest.mark.slow) for gpu in GPUS[1:]),
+    *(pytest.param(gpu, list(CASES), id=gpu, marks=pytest.mark.slow) for gpu in ("a100", "t4")),
+    pytest.param(
+        "l40s", list(dict.fromkeys([*FP8, *list(CASES)[::4]])), id="l40s", marks=pytest.mark.slow
+    ),
 ]
+"""Ada differs from Ampere in fp8, and in how much fits."""
 
 
 @pytest.mark.parametrize(("gpu", "names"), SHARES)

@@ -1,0 +1,145 @@
+"""Sizes and stages for a derived backward pass, which is written without them.
+
+A block owns BN keys and walks over the queries, BM at a time. On GPUs with wgmma two warpgroups
+have 64 keys each, and numbers for each query come through shared memory, copied ahead like Q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from flashwright.check.check import check
+from flashwright.gpu import Gpu
+from flashwright.lang.diagnostic import Failed
+from flashwright.lang.nodes import (
+    Allocate,
+    Axis,
+    Copy,
+    For,
+    Grid,
+    Name,
+    Num,
+    Param,
+    Statement,
+    Tree,
+    statements,
+)
+from flashwright.program.vocabulary import split
+
+
+@dataclass(frozen=True)
+class BackwardTiling:
+    """The sizes of a backward pass: queries per step, keys per block, warps, stages of a step's
+    tiles, and whether numbers for each query come through shared memory."""
+
+    bm: int
+    bn: int
+    warps: int
+    stages: int
+    vectors: bool = False
+
+    @property
+    def name(self) -> str:
+        """Such as `64x128-s2-w8`."""
+        return f"{self.bm}x{self.bn}-s{self.stages}-w{self.warps}"
+
+
+WITH_WGMMA = (
+    BackwardTiling(128, 128, 8, 2, vectors=True),
+    BackwardTiling(64, 128, 8, 2, vectors=True),
+    BackwardTiling(64, 128, 8, 1, vectors=True),
+    BackwardTiling(64, 64, 4, 2, vectors=True),
+)
+WITHOUT = (
+    BackwardTiling(64, 64, 4, 2),
+    BackwardTiling(64, 64, 4, 1),
+    BackwardTiling(32, 32, 2, 2),
+    BackwardTiling(32, 32, 2, 1),
+    BackwardTiling(16, 16, 1, 1),
+)
+"""From the best to the one that fits everywhere."""
+
+
+def tilings(tree: Tree, gpu: Gpu) -> Iterator[tuple[BackwardTiling, Tree]]:
+    """The backward pass with sizes that fit a GPU, the best first. Raises Failed if none does."""
+    found: Failed | None = None
+    fits = False
+    for tiling in (*(WITH_WGMMA if gpu.wgmma else ()), *WITHOUT):
+        sized = with_sizes(tree, tiling)
+        verdict = check(sized, gpu)
+        if verdict.ok:
+            fits = True
+            yield tiling, sized
+        found = found or Failed(*verdict.errors)
+    if not fits and found is not None:
+        raise found
+
+
+def with_sizes(tree: Tree, tiling: BackwardTiling) -> Tree:
+    """The backward pass with these sizes: params, stages, the way of vectors."""
+    values = {"BM": tiling.bm, "BN": tiling.bn}
+    body = [_set(stmt, values) for stmt in tree.body]
+    starts = [n for n, stmt in enumerate(body) if isinstance(stmt, Grid)]
+    made = body[: starts[0]]
+    types = {_base(s.name): s.dtype for s in made if isinstance(s, Allocate)}
+    for start, end in zip(starts, [*starts[1:], len(body)], strict=True):
+        kernel = body[start:end]
+        if any(isinstance(stmt, For) for stmt in kernel):
+            kernel = list(_main(kernel, tiling, types))
+        made += kernel
+    return Tree(tuple(made))
+
+
+def _set(stmt: Statement, values: Mapping[str, int]) -> Statement:
+    if isinstance(stmt, Param) and stmt.name.id in values:
+        return replace(stmt, value=Num(str(values[stmt.name.id])))
+    return stmt
+
+
+def _main(
+    kernel: list[Statement], tiling: BackwardTiling, types: Mapping[str, Name | None]
+) -> Iterator[Statement]:
+    """The kernel with the loop: its warps, and the stages of what the loop copies."""
+    loops = [s for s in kernel if isinstance(s, For)]
+    inside = [s for loop in loops for s in statements(loop.body) if isinstance(s, Copy)]
+    staged = [c for c in inside if _staged(c, tiling)]
+    first = next(s for s in kernel if isinstance(s, Copy | For))
+    for stmt in kernel:
+        if stmt is first:
+            yield from (_allocated(c, tiling.stages, types[_base(c.name)]) for c in staged)
+        if isinstance(stmt, Param) and stmt.name.id == "Warps":
+            yield replace(stmt, value=Num(str(tiling.warps)))
+        elif isinstance(stmt, For):
+            yield replace(stmt, body=tuple(_loop(stmt.body, staged)))
+        else:
+            yield stmt
+
+
+def _staged(copy: Copy, tiling: BackwardTiling) -> bool:
+    """Whether a copy of the loop gets stages: tiles in shared memory, and vectors on their way."""
+    if copy.source != "global" or copy.shape is None or copy.column is not None:
+        return False
+    vector = len(copy.shape) == 1 and copy.dest == "register" and tiling.vectors
+    return copy.dest == "shared" or vector
+
+
+def _allocated(copy: Copy, stages: int, dtype: Name | None) -> Allocate:
+    assert copy.shape is not None
+    shape = tuple(Axis(None, size) for size in copy.shape)
+    name = Name(_base(copy.target or copy.name))
+    return Allocate(name, "shared", shape, dtype, None, Num(str(stages)))
+
+
+def _loop(body: tuple[Statement, ...], staged: list[Copy]) -> Iterator[Statement]:
+    """The loop with its vectors sent through shared memory."""
+    for stmt in body:
+        if isinstance(stmt, Copy) and stmt in staged and stmt.dest == "register":
+            yield replace(stmt, dest="shared")
+            yield Copy(Name(_base(stmt.target or stmt.name)), None, None, "shared", "register")
+        else:
+            yield stmt
+
+
+def _base(name: Name) -> str:
+    return split(name.id)[0]
