@@ -391,13 +391,13 @@ def of_reference(tmp_path: Path) -> AttentionSpec:
 
 
 def test_the_gradients_of_a_reference(of_reference: AttentionSpec, tmp_path: Path) -> None:
-    found = judge(kernels(PROGRAM), of_reference, base=tmp_path)
+    cases = default_cases(SPEC, [(1, 1), (33, 70), (70, 40)])  # NaN in PyTorch's empty rows
+    found = judge(kernels(PROGRAM), of_reference, base=tmp_path, cases=cases)
     assert found.ok, found.diagnostics
-    assert any(case.dims["q_len"] > case.dims["kv_len"] for case in found.cases)  # NaN in PyTorch
-    for name in ("Delta left out", "log2 for log", "scale of dK 1 % off", "dQ not scaled"):
-        output, *changes = WRONG[name]
-        wrong = judge(kernels(changed(*changes)), of_reference, base=tmp_path)
-        assert wrong.diagnostics[0].message.startswith(f"`{output}` is wrong: "), name
+    assert len(found.cases) == 9
+    output, *changes = WRONG["scale of dK 1 % off"]
+    wrong = judge(kernels(changed(*changes)), of_reference, base=tmp_path, cases=cases[1:])
+    assert wrong.diagnostics[0].message.startswith(f"`{output}` is wrong: ")
 
 
 def test_autograd_agrees_with_the_analytic_gradients(tmp_path: Path) -> None:
