@@ -64,10 +64,9 @@ def asynchronous(body: tuple[ir.Statement, ...], late: bool = False) -> tuple[ir
 
 def _before(waiting: Sequence[ir.Release], node: ir.Statement) -> list[ir.Release]:
     """The tiles that have to be handed back before a statement, though products still read them:
-    all before a loop or a branch, else those that it waits for again."""
-    if isinstance(node, (ir.Loop, ir.Branch)):
-        return list(waiting)
-    return [release for release in waiting if release.key in effects(node).all]
+    all before a loop or a branch, and before a wait for a tile, which the producer may fill only
+    when it has these."""
+    return list(waiting) if isinstance(node, (ir.Loop, ir.Branch, ir.Await)) else []
 
 
 def _ready(waiting: list[ir.Release], open: Sequence[_Group]) -> list[ir.Statement]:
