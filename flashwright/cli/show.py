@@ -146,13 +146,9 @@ def choices_table(choices: Iterable[ParamChoice]) -> Table:
     return shown
 
 
-GREATEST = 0.1  # the largest relative error worth showing: beyond it, a right gradient vanishes
-
-
 def cases_table(verdict: CpuVerdict) -> Table:
     """Each problem that was run, and how far each output is from fp64."""
-    shares = verdict.of_limit is not None
-    second = "of its limit" if shares else "max error"
+    second = "max error" if verdict.of_limit is None else "of its limit"
     numbers = ("q_len", "kv_len", "batch", "heads", "kv heads", "rms error", second)
     shown = table(*numbers[:5], "output", *numbers[5:], "verdict", right=numbers)
     before: object = None
@@ -162,10 +158,10 @@ def cases_table(verdict: CpuVerdict) -> Table:
         before = dims
         reason = f"{found.bad} of {found.size} wrong" if found.bad else found.reason
         good, bad = Text("agrees", "green"), Text(reason, "bold red")
-        errors = (f"{found.relative_rms:.1e}", f"{found.relative_max:.1e}")
+        vanishes = found.ok and found.relative_rms > 1
+        errors = ["-" if vanishes else f"{e:.1e}" for e in (found.relative_rms, found.relative_max)]
         if found.of_limit is not None:
-            vanishes = found.ok and found.relative_rms > GREATEST
-            errors = ("-" if vanishes else errors[0], f"{found.of_limit:.2f}")
+            errors[1] = f"{found.of_limit:.2f}"
         shown.add_row(*sizes[:5], case.output, *errors, good if found.ok else bad)
     return shown
 
@@ -174,9 +170,11 @@ def errors_in_words(verdict: CpuVerdict) -> str:
     """The line under the table of cases."""
     if verdict.of_limit is not None:
         return (
-            "errors are relative to the rms of the gradient (-: it vanishes); "
-            f"the largest error is {verdict.of_limit:.2f} of what rounding explains"
+            "errors are relative to the gradient's rms (-: it vanishes), "
+            f"at most {verdict.of_limit:.2f} of a limit"
         )
+    if all(case.output != "O" for case in verdict.cases):
+        return "errors are relative to the rms of the right answer (-: it vanishes)"
     return (
         "errors are relative to the rms of the right answer; "
         f"the largest rms error of O is {verdict.worst:.1e}"

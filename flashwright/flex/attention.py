@@ -32,9 +32,9 @@ from flashwright.flex.task import (
     find_or_make,
     order_of,
     spec_of,
-    tell,
 )
 from flashwright.flex.trial import check
+from flashwright.generate.store import tell
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Failed
 from flashwright.pytorch.operator import Operator, torch_operator

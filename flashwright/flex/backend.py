@@ -26,7 +26,7 @@ from flashwright.flex.attention import card_of
 from flashwright.flex.capture import Captured, Function, Source, capture
 from flashwright.flex.graphs import FlexNode
 from flashwright.flex.lists import Extent, Seen, disagreement
-from flashwright.flex.task import NoKernel, Task, WrongKernel, dims_of, order_of, spec_of, tell
+from flashwright.flex.task import NoKernel, Task, WrongKernel, dims_of, order_of, spec_of
 from flashwright.flex.trial import check
 from flashwright.generate import store
 from flashwright.lang.diagnostic import Failed
@@ -77,7 +77,7 @@ def takes(device: Any) -> bool:
 
 def operator_of(order: store.Order) -> Operator:
     """The kernel of an order as an operator; made if the store does not have it."""
-    return torch_operator(store.find_or_make(order, tell))
+    return torch_operator(store.find_or_make(order, store.tell))
 
 
 def _compiler(mode: str | None, options: dict[str, Any]) -> Compiler:

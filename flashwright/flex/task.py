@@ -5,7 +5,6 @@ Nothing here imports PyTorch or JAX. A tensor is anything with `shape`, `ndim` a
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from flashwright.build import driver
 from flashwright.flex import aten
 from flashwright.flex.capture import Captured
 from flashwright.generate import store
+from flashwright.generate.store import tell
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.nodes import Binary, Expr, Index, Name, Num
@@ -137,11 +137,6 @@ def compare_rows(found: Any, wanted: Any, spec: AttentionSpec, place: tuple[int,
             f"a new kernel is wrong: at {where} its rows are {error:.2g} of their RMS from "
             "what the functions give. Please report the functions and the shapes"
         )
-
-
-def tell(text: str) -> None:
-    """A line of progress."""
-    print(f"flashwright: {text}", file=sys.stderr, flush=True)
 
 
 def spec_of(query: Any, key: Any, value: Any, **settings: Any) -> AttentionSpec:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from flashwright.flex.fallback import dense, mask_of, score_of
-from flashwright.flex.task import ROWS, compare_rows, tell
+from flashwright.flex.task import ROWS, compare_rows
+from flashwright.generate.store import tell
 from flashwright.spec import AttentionSpec
 
 Function = Callable[..., Any]

@@ -11,12 +11,13 @@ import atexit
 import contextlib
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from flashwright import spec as specs
 from flashwright.build.cache import Cache
@@ -38,6 +39,29 @@ PATIENCE = 600.0
 HEADROOMS = (None, 24, 40, 64)
 """Registers to leave free: more, if the kernel spills with fewer."""
 Tell = Callable[[str], None]
+
+
+def tell(text: str) -> None:
+    """A line of progress on stderr."""
+    print(f"flashwright: {text}", file=sys.stderr, flush=True)
+
+
+class Ordered(Protocol):
+    """A package to find or to make."""
+
+    @property
+    def key(self) -> str:
+        """A digest of what is computed, for which GPU, and of the translator."""
+
+    @property
+    def name(self) -> str:
+        """The name of its package."""
+
+    def in_words(self) -> str:
+        """What it computes, for a line of progress."""
+
+    def make(self, folder: Path, verified: bool) -> None:
+        """Write the package. Raises Failed if none can be made."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +96,18 @@ class Order:
         spec = self.spec.model_copy(update={"reference": None})
         return (f"a {own} of your own, " if own else "") + f"{spec.in_words}; {self.gpu.title}"
 
+    def make(self, folder: Path, verified: bool) -> None:
+        """Write the package, as `generate` makes it."""
+        _make(self, folder, verified)
 
-def find(order: Order) -> Path | None:
+
+def find(order: Ordered) -> Path | None:
     """The package in the store; None if it was not made yet."""
     place = Cache().root / PACKAGES / order.name
     return place if finished(place) else None
 
 
-def find_or_make(order: Order, tell: Tell, verified: bool = False) -> Path:
+def find_or_make(order: Ordered, tell: Tell, verified: bool = False) -> Path:
     """The package of a kernel. It is made if the store does not have it: `tell` gets a line then.
 
     `verified` runs the judge as well, on the GPU or under emulation, and makes kernels for short
@@ -96,7 +124,7 @@ def find_or_make(order: Order, tell: Tell, verified: bool = False) -> Path:
             return found
         with cache.workplace() as work:
             tell(f"making a kernel, once: {order.in_words()}")
-            _make(order, work / "kernel", verified)
+            order.make(work / "kernel", verified)
             return _published(work / "kernel", cache.root / PACKAGES / order.name, tell)
 
 

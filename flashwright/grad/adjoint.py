@@ -11,7 +11,6 @@ from flashwright.grad.algebra import (
     Product,
     Step,
     call,
-    constant,
     div,
     is_value,
     mul,
@@ -64,16 +63,17 @@ class Reverse:
                 self._push(step.value, self._named(step.target, d, step.span), step)
 
     def _named(self, target: str, d: Expr, span: Span) -> Expr:
-        """The adjoint of a value under a name of its own, apart from its constant factors."""
-        rest, factor = Product.of(d).split(
-            lambda e: constant(e, self.forward.program.params) is not None
-        )
+        """The adjoint of a value under a name of its own, apart from its scalar factors."""
+        rest, factor = Product.of(d).split(lambda e: not per_element(e))
         if is_value(rest) or not per_element(rest):
             return d
         return mul(Name(self._step(target, rest, span)), factor)
 
     def _step(self, target: str, value: Expr, span: Span) -> str:
         """The name of a new step for the adjoint of `target`."""
+        same = [s.target for s in self.steps if s.value == value]
+        if same:
+            return same[0]
         base = f"d{target.split('.')[0]}"
         self._count[base] = self._count.get(base, -1) + 1
         name = f"{base}.{self._count[base]}"
@@ -134,7 +134,8 @@ class Reverse:
                 pass
             case _ if name in _SLOPES:
                 slope = _SLOPES[name](x, y)
-                self._push(x, mul(slope, d) if is_value(slope) else mul(d, slope), step)
+                first = Product.of(slope).tops[:1]
+                self._push(x, mul(slope, d) if any(map(is_value, first)) else mul(d, slope), step)
             case _:
                 raise refuse(step.span, f"`{name}` has no gradient here")
 

@@ -9,6 +9,7 @@ from flashwright.grad.adjoint import Leaf, Reverse
 from flashwright.grad.algebra import (
     ONE,
     ZERO,
+    Product,
     Step,
     add,
     call,
@@ -24,8 +25,9 @@ from flashwright.grad.algebra import (
 )
 from flashwright.grad.gauge import Gauge, find_gauge
 from flashwright.grad.normalise import QUERY, Forward, Store, normalise, refuse
-from flashwright.lang.nodes import Binary, Call, Expr, Name, Num, Unary, expressions
+from flashwright.lang.nodes import Binary, Call, Expr, Index, Name, Num, Unary, expressions
 from flashwright.program.program import Program
+from flashwright.program.vocabulary import POSITIONS
 
 Grads = dict[Leaf, list[Expr]]
 OWN_STATEMENT = ("gemm", "mask")
@@ -126,14 +128,14 @@ class _Derivation:
         return known
 
     def _given(self) -> dict[str, Expr]:
-        """The seeds: the gradient of each output that is a tile (O)."""
+        """The seeds: the gradient of O, or of each tile if no output is called O."""
         seeds: dict[str, Expr] = {}
-        for store in self.forward.stores:
-            if len(self.forward.axes[store.value]) == 2:
-                name = f"d{store.tensor.name}.0"
-                self.result.given[name] = store
-                self.forward.axes[name] = self.forward.axes[store.value]
-                seeds[store.value] = Name(name)
+        tiles = [s for s in self.forward.stores if len(self.forward.axes[s.value]) == 2]
+        for store in [s for s in tiles if s.tensor.name == "O"] or tiles:
+            name = f"d{store.tensor.name}.0"
+            self.result.given[name] = store
+            self.forward.axes[name] = self.forward.axes[store.value]
+            seeds[store.value] = Name(name)
         return seeds
 
     def _row_results(
@@ -160,7 +162,7 @@ class _Derivation:
                 delta = f"Delta{self.marks[self.sums[begin]]}.0"
                 seeds[end] = neg(self._keep(delta, neg(value), end))
             else:
-                seeds[end] = self._keep(f"d{begin.split('.')[0]}.given", value, end)
+                seeds[end] = self._keep(f"dA{begin.split('.')[0].removeprefix('O')}.0", value, end)
         self.result.row_grads = {leaf: [row(d) for d in ds] for leaf, ds in reverse.grads.items()}
         self._initial_grads(seeds, known)
         return seeds
@@ -168,7 +170,8 @@ class _Derivation:
     def _keep(self, name: str, value: Expr, end: str) -> Expr:
         """A value of the preprocess kernel that the main kernel reads, if it is no tensor yet."""
         self._check_known(value)
-        if isinstance(value, Name) and value.id in self.result.given:
+        tile, _ = Product.of(value).split(lambda e: not per_element(e))
+        if isinstance(tile, Name) and tile.id in self.result.given:
             return value
         self.forward.axes[name] = self.forward.axes[end]
         self.result.rows.append(Step(name, value))
@@ -254,7 +257,19 @@ class _Derivation:
         references = {self._reference(r).id for r in self.gauge.references}
         self.result.grads = {k: ds for k, ds in reverse.grads.items() if k not in references}
         roots = {v for ds in self.result.grads.values() for d in ds for v in values_in(d)}
-        self.result.body = tidy([*steps, *reverse.steps], roots)
+        tidied = tidy([*steps, *reverse.steps], roots)
+        self.result.body = [replace(s, value=self._without_tail(s.value)) for s in tidied]
+
+    def _without_tail(self, value: Expr) -> Expr:
+        """A Mask that also hides the queries past the end, where a score may be large: those are
+        loaded as zeros, but a bias or a slope is added all the same."""
+        match value:
+            case Call(Name("mask"), (scores, condition)) if _biased(scores):
+                length = self.forward.query.high
+                assert isinstance(length, Binary)
+                inside = Binary("<", Name("q_idx"), length.left)
+                return call("mask", scores, Binary("and", condition, inside))
+        return value
 
 
 def _solved(expr: Expr, unknown: str, result: Expr) -> Expr | None:
@@ -278,6 +293,12 @@ def _solved(expr: Expr, unknown: str, result: Expr) -> Expr | None:
         case "/" if left:
             return _solved(part, unknown, mul(result, other))
     return None
+
+
+def _biased(scores: Expr) -> bool:
+    """Whether scores have terms by position or from a table."""
+    parts = expressions(scores)
+    return any(isinstance(e, Index) or (isinstance(e, Name) and e.id in POSITIONS) for e in parts)
 
 
 def tidy(steps: list[Step], roots: set[str]) -> list[Step]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from flashwright.grad.adjoint import Leaf
 from flashwright.grad.algebra import (
     ONE,
     ZERO,
@@ -12,17 +13,19 @@ from flashwright.grad.algebra import (
     Step,
     add,
     call,
+    constant,
     div,
     mul,
     per_element,
     renamed,
     sub,
+    substitute,
     total,
     values_in,
 )
 from flashwright.grad.derive import Backward, tidy
 from flashwright.grad.invert import query_bounds
-from flashwright.grad.normalise import KEY, QUERY, Load, refuse
+from flashwright.grad.normalise import KEY, QUERY, Forward, Load, refuse
 from flashwright.grad.tiles import Writer
 from flashwright.lang.nodes import (
     Allocate,
@@ -38,11 +41,13 @@ from flashwright.lang.nodes import (
     For,
     Grid,
     GridAxis,
+    Index,
     Let,
     Mode,
     Name,
     Num,
     Param,
+    Side,
     Space,
     Statement,
     Tree,
@@ -62,7 +67,7 @@ def emit(back: Backward) -> tuple[Tree, tuple[str, ...]]:
     """The kernels of a backward pass with their declarations, and the gradients' names."""
     program = _Program(back)
     main = program.main()
-    kernels = [*program.preprocess(), *main, *program.conversion()]
+    kernels = [*program.preprocess(), *main, *program.conversion(), *program.reduction()]
     return Tree((*program.declarations(kernels), *kernels)), tuple(program.outputs())
 
 
@@ -75,11 +80,23 @@ class _Sum:
     load: Load
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """The gradient of a number per head, before its sum over the batch and a sequence."""
+
+    tensor: Tensor
+    name: str
+    length: Expr
+    tile: Expr
+
+
 @dataclass
 class _Program:
     back: Backward
     globals: dict[str, Allocate] = field(default_factory=dict)
     sums: dict[str, _Sum] = field(default_factory=dict)
+    parts: list[_Parts] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.forward = self.back.forward
@@ -97,10 +114,12 @@ class _Program:
 
     def declarations(self, kernels: Sequence[Statement]) -> list[Statement]:
         """The title, the params and dims that the kernels use, and the tensors."""
-        used = {
-            n.id for s in statements(tuple(kernels)) for e in expressions(s) for n in value_names(e)
-        }
-        tensors = list(self.globals.values())
+        parts = [e for s in statements(tuple(kernels)) for e in expressions(s)]
+        used = {n.id for e in parts for n in value_names(e)}
+        for part in parts:
+            if isinstance(part, Index):
+                self._declare_input(self.program.tensors[part.tensor.id])
+        tensors = sorted(self.globals.values(), key=self._rank)
         used |= {n.id for t in tensors for axis in t.shape for n in value_names(axis.size)}
         params: list[Statement] = []
         for stmt in reversed(self.program.tree.body):
@@ -110,7 +129,18 @@ class _Program:
             if isinstance(stmt, Dim) and {n.id for n in stmt.names} & used:
                 params.append(replace(stmt, gap=True))
         first = Comment(f"The backward pass: {', '.join(self.outputs())}.")
-        return [first, *params[::-1], *_gapped(tensors)]
+        notes = [Comment(f"No gradient of {name}: {why}.") for name, why in self.missing.items()]
+        if self.parts:
+            params.insert(0, Param(Name("BH"), Num("16"), comment="heads per block of a reduction"))
+        return [first, *notes, *params[::-1], *_gapped(tensors)]
+
+    def _rank(self, stmt: Allocate) -> int:
+        """The order of tensors: the forward's, the given gradients, scratch, the gradients."""
+        name = stmt.name.id
+        if name in self.program.tensors:
+            return 0
+        given = {f"d{store.tensor.name}" for store in self.back.given.values()}
+        return 1 if name in given else 3 if name in self.outputs() else 2
 
     def _param(self, stmt: Param) -> Param:
         tiles = (self.sizes.get(QUERY), self.sizes.get(KEY))
@@ -121,8 +151,9 @@ class _Program:
 
     def outputs(self) -> list[str]:
         """The names of the gradients that the kernels write."""
-        names = {f"d{load.tensor.name}" for load in self.forward.loads.values()}
-        return [n for n in self.globals if n in names]
+        given = {f"d{store.tensor.name}" for store in self.back.given.values()}
+        inputs = [f"d{t.name}" for t in self.program.inputs]
+        return [n for n in inputs if n in self.globals and n not in given]
 
     def _tensor(self, name: str, like: Tensor, dtype: str, axes: int | None = None) -> None:
         """Declare a tensor with the axes of another one, or with the first of them."""
@@ -132,31 +163,108 @@ class _Program:
             shape = tuple(Axis(n, a.size) for n, a in zip(labels, shape, strict=False))
         self.globals.setdefault(name, Allocate(Name(name), "global", shape, Name(dtype)))
 
+    def new_name(self, name: str) -> Name:
+        """A name that the forward program does not use."""
+        taken = {base for base, _ in self.program.buffers} | self.program.tensors.keys()
+        while name in taken or self.program.is_scalar(name):
+            name += "_"
+        return Name(name)
+
     def writer(self) -> Writer:
         """The writer of a kernel."""
-        return Writer(self.forward, self.pair, self.sizes, self.half, set(self.globals))
+        return Writer(self.forward, self.pair, self.sizes, self.half, self.globals)
 
     # --- the preprocess kernel ----------------------------------------------------------------
 
     def preprocess(self) -> list[Statement]:
         """Delta, and what else of the epilogue's adjoint the main kernel reads."""
-        if not self.back.rows:
+        partial = self._row_parts()
+        steps = [*self.back.rows, *partial]
+        if not steps:
             return []
         write = self.writer()
-        steps = self.back.rows
         read = {v for s in steps for v in values_in(s.value)} - {s.target for s in steps}
         for value in sorted(read):
             write.load(value, self.row_copy(value), "register")
-        write.uses(steps, self.back.scratch)
+        stored = [*self.back.scratch, *(s.target for s in partial)]
+        write.uses(steps, stored)
         for n, step in enumerate(steps):
             write.step(n, step)
-        for value in self.back.scratch:
-            name = value.split(".")[0]
+        for value in stored:
             write.body.append(replace(self.row_copy(value), source="register", dest="global"))
-            assert name in self.globals
         title = Comment("Preprocess: what the main kernel needs of each query.", gap=True)
         grid = Grid(self.program.grid.axes)
         return [title, grid, WARPS, *write.allocated.values(), *write.body]
+
+    def _row_parts(self) -> list[Step]:
+        """The gradients of numbers per head that the epilogue and the first values use."""
+        made = []
+        for leaf, terms in self.back.row_grads.items():
+            if isinstance(leaf, Index) and self.per_head(leaf):
+                step = Step(
+                    f"d{leaf.tensor.id}parts.0", kept_along(self.forward, total(terms), QUERY)
+                )
+                self.forward.axes[step.target] = (QUERY,)
+                self._add_parts(leaf, QUERY)
+                made.append(step)
+        return made
+
+    def per_head(self, leaf: Index) -> bool:
+        """Whether an element is a number per head, so that its gradient is a sum over rows."""
+        tensor = self.program.tensors[leaf.tensor.id]
+        heads = [a for a in self.output.copy.coords or () if a.value == leaf.args[0]]
+        single = (
+            len(leaf.args) == 1 and tensor.dtype == "fp32" and len(self.output.tensor.axes) == 4
+        )
+        if tensor.dtype in FLOATS and not (single and heads):
+            self.missing[tensor.name] = "its index is not the head alone"
+        return bool(single and heads)
+
+    def _add_parts(self, leaf: Index, side: str) -> None:
+        tensor, output = self.program.tensors[leaf.tensor.id], self.output.tensor
+        length = output.axes[2].size if side == QUERY else key_length(self)
+        name = f"d{tensor.name}parts"
+        shape = (*output.declared.shape[:2], replace(output.declared.shape[2], size=length))
+        self.globals[name] = Allocate(Name(name), "global", shape, Name("fp32"))
+        self._tensor(f"d{tensor.name}", tensor, tensor.dtype)
+        self.parts.append(_Parts(tensor, name, length, self.sizes[side]))
+
+    def key_parts(self, leaf: Index) -> str:
+        """The scratch tensor for the gradient of a number per head, by keys or by queries."""
+        self._add_parts(leaf, self.pair[0])
+        return f"d{leaf.tensor.id}parts"
+
+    def reduction(self) -> list[Statement]:
+        """The gradients of numbers per head: sums over the batch and the sequence."""
+        made: list[Statement] = []
+        for item in self.parts:
+            name, rows, block = Name(f"d{item.tensor.name}"), Name("BH"), Name("block_idx")
+            heads = item.tensor.axes[0]
+            batch, place = self.output.tensor.axes[0].size, Name("batch_idx")
+            coords = tuple(map(Coord, map(Name, "BHL"), (place, block, Name("i"))))
+            body: tuple[Statement, ...] = (
+                Copy(Name(item.name), (rows, item.tile), coords, "global", "register"),
+                Compute(
+                    None, (Call(Name("rowsum"), (Name(item.name),)),), (), None, "accumulate", name
+                ),
+            )
+            made += [
+                Comment(f"Reduction: {name.id}, summed over the sequence and the batch.", gap=True),
+                Grid((GridAxis(block, ZERO, div(heads.size, rows)), GridAxis(place, ZERO, batch))),
+                replace(WARPS, value=ONE),
+                Allocate(name, "register", (Axis(None, rows),), Name("fp32")),
+                Compute(None, (ZERO,), mode="get", target=name),
+                For(Name("i"), ZERO, div(item.length, item.tile), body),
+                Copy(
+                    name,
+                    (rows,),
+                    (Coord(Name(heads.label), block),),
+                    "register",
+                    "global",
+                    adds=True,
+                ),
+            ]
+        return made
 
     def row_copy(self, value: str) -> Copy:
         """The Copy of a value that lies along the queries: saved, given, scratch or loaded."""
@@ -194,13 +302,16 @@ class _Program:
         for value in self.back.forward.loads:
             if value in self.read():
                 self._declare_input(self.forward.loads[value].tensor)
+        needed = {v for s in self.back.rows for v in values_in(s.value)} | self.read()
         for value in (*self.back.saved, *self.back.given, *self.back.scratch):
-            self.row_copy(value)
+            if value in needed:
+                self.row_copy(value)
         owner = _owner(self)
+        made = _Main(self, owner)
         for load in self.forward.loads.values():
             if load.value in self.back.grads:
                 self._tensor(f"d{load.tensor.name}", load.tensor, load.tensor.dtype)
-        return _Main(self, owner).kernel()
+        return made.kernel()
 
     def read(self) -> set[str]:
         """The values that the main kernel reads."""
@@ -273,6 +384,28 @@ class _Program:
         write.body.append(replace(copy, name=Name(name), source="register", dest="global"))
 
 
+def kept_along(forward: Forward, expr: Expr, axis: str) -> Expr:
+    """The sums in an expression over all axes but this one, instead of all axes."""
+
+    def change(part: Expr) -> Expr | None:
+        match part:
+            case Call(Name("sum"), (operand, Name(""))):
+                along = forward.axes_of(operand) == (axis,)
+                return operand if along else call("sum", operand, Name(axis))
+        return None
+
+    return substitute(expr, change)
+
+
+def key_length(program: _Program) -> Expr:
+    """The number of keys."""
+    for load in program.forward.loads.values():
+        if KEY in load.axes and load.axes != (QUERY, KEY):
+            place = len(load.tensor.axes) - len(load.axes) + load.axes.index(KEY)
+            return load.tensor.axes[place].size
+    raise refuse(program.forward.loop.span, "the loop loads no keys")
+
+
 def _index_name(label: str) -> str:
     return {"B": "batch_idx", "H": "head_idx", "L": "block_idx"}.get(label, f"{label.lower()}_idx")
 
@@ -307,35 +440,28 @@ def _owner(program: _Program) -> _Owner:
     group = _group(program)
     query = Name("i" if forward.loop.var.id != "i" or key.id != "i" else "n")
     names: dict[str, Expr] = {forward.loop.var.id: key, forward.query.name.id: query}
-    blocks = GridAxis(key, ZERO, _key_blocks(program))
+    blocks = GridAxis(key, ZERO, div(key_length(program), program.sizes[KEY]))
     others = [a for a in forward.program.grid.axes if a is not forward.query]
     if group is None:
         return _Owner(Grid((blocks, *others)), (), (query, low, high), (), names)
     head, of, size, shared = group
     kv = Name("kv_head")
     axes = [GridAxis(kv, ZERO, size) if a.name.id == head else a for a in others]
+    group_size, start, steps = (program.new_name(n) for n in ("Group", "Start", "Steps"))
     lets = (
-        Let(Name("Group"), of),
-        Let(Name("Start"), low),
-        Let(Name("Steps"), call("max", ZERO, sub(call("ceil", high), Name("Start")))),
+        Let(group_size, of),
+        Let(start, low),
+        Let(steps, call("max", ZERO, sub(call("ceil", high), start))),
     )
-    count, steps = Name("n"), Name("Steps")
+    count = Name("n")
     in_group = Call(Name("floor"), (Binary("/", count, steps),))
     inner = (
-        Let(Name("head"), add(mul(kv, Name("Group")), in_group)),
-        Let(query, add(Name("Start"), Binary("%", count, steps))),
+        Let(Name("head"), add(mul(kv, group_size), in_group)),
+        Let(query, add(start, Binary("%", count, steps))),
     )
     names |= {head: Name("head"), shared: kv}
-    loop = (count, ZERO, mul(Name("Group"), steps))
+    loop = (count, ZERO, mul(group_size, steps))
     return _Owner(Grid((blocks, *axes)), lets, loop, inner, names)
-
-
-def _key_blocks(program: _Program) -> Expr:
-    for load in program.forward.loads.values():
-        if KEY in load.axes and load.axes != (QUERY, KEY):
-            place = len(load.tensor.axes) - len(load.axes) + load.axes.index(KEY)
-            return div(load.tensor.axes[place].size, program.sizes[KEY])
-    raise refuse(program.forward.loop.span, "the loop loads no keys")
 
 
 def _group(program: _Program) -> tuple[str, Expr, Expr, str] | None:
@@ -379,13 +505,16 @@ class _Main:
         self.write.names = owner.names
         self.before: list[Statement] = []
         self.after: list[Statement] = []
+        self._select()
         self.leaves = self._merged()
 
     def kernel(self) -> list[Statement]:
         """The whole kernel, from its title on."""
         self._loads()
         steps = self.back.body
-        later = [v for ds in self.leaves.values() for d in ds for v in values_in(d)]
+        elements = [ds for leaf, ds in self.back.grads.items() if isinstance(leaf, Index)]
+        terms = [d for ds in (*self.leaves.values(), *elements) for d in ds]
+        later = [v for d in terms for v in values_in(d)]
         self.write.uses(steps, later)
         for n, step in enumerate(steps):
             self.write.step(n, step)
@@ -397,33 +526,60 @@ class _Main:
         start: list[Statement] = [title, self.owner.grid, WARPS, *self.owner.lets, *declared]
         return [*start, *self.before, loop, *self.after]
 
+    def _select(self) -> None:
+        """Keep the gradients that TL can express; the others are named in the title."""
+        missing = self.program.missing
+        for leaf, terms in self.back.grads.items():
+            if isinstance(leaf, Index):
+                self.program.per_head(leaf)
+                continue
+            sums = [e for t in terms for e in expressions(t) if _is_sum(e)]
+            axes = self.forward.axes[leaf]
+            if any(axes[:1] != self.program.pair[:1] for _ in sums):
+                name = self.forward.loads[leaf].tensor.name
+                missing[name] = "TL has no sum over the rows of a tile"
+        tensors = {k: self._tensor_of(k) for k in self.back.grads}
+        self.back.grads = {
+            k: ds
+            for k, ds in self.back.grads.items()
+            if tensors[k].name not in missing and tensors[k].dtype in FLOATS
+        }
+
+    def _tensor_of(self, leaf: Leaf) -> Tensor:
+        if isinstance(leaf, Index):
+            return self.program.program.tensors[leaf.tensor.id]
+        return self.forward.loads[leaf].tensor
+
     def _merged(self) -> dict[str, list[Expr]]:
-        """The gradients of loads; GEMMs with a common operand become one."""
+        """The gradients of loads; GEMMs whose factors are no constants take them as weights."""
         found: dict[str, list[Expr]] = {}
         for leaf, terms in self.back.grads.items():
             if not isinstance(leaf, str):
                 continue
-            found[leaf] = terms
             factors = {self._gemm_parts(t)[2] for t in terms}
-            if len(terms) > 1 and len(factors) > 1:
-                found[leaf] = [self._combined(leaf, terms)]
-        self.back.body = tidy(
-            self.back.body, {v for ds in found.values() for d in ds for v in values_in(d)}
-        )
+            known = [constant(f, self.program.program.params) for f in factors]
+            plain = len(factors) == 1 and known[0] is not None
+            found[leaf] = terms if plain else [self._combined(leaf, terms)]
+        kept = [d for k, ds in self.back.grads.items() if not isinstance(k, str) for d in ds]
+        kept += [d for ds in found.values() for d in ds]
+        self.back.body = tidy(self.back.body, {v for d in kept for v in values_in(d)})
         return found
 
     def _combined(self, leaf: str, terms: list[Expr]) -> Expr:
         parts = [self._gemm_parts(t) for t in terms]
-        common = {a for a, _, _ in parts} & {a for a, _, _ in parts}
-        if len({a for a, _, _ in parts}) != 1:
-            raise refuse(
-                self.forward.loads[leaf].copy.span, "GEMMs with different factors in one gradient"
-            )
-        value = f"W{leaf.split('.')[0]}.sum"
-        weights = total(mul(Name(b), f) for _, b, f in parts)
+        if not parts[0][0]:
+            return total(terms)
+        common = {*parts[0][:2]}.intersection(*(p[:2] for p in parts))
+        common = {v for v in common if set(self.forward.axes[v]) != {QUERY, KEY}}
+        if len(common) != 1:
+            span = self.forward.loads[leaf].copy.span
+            raise refuse(span, "its gradient is a sum of GEMMs with different factors")
+        other = common.pop()
+        weights = total(mul(Name(b if a == other else a), f) for a, b, f in parts)
+        value = f"W.{leaf}"
         self.forward.axes[value] = self.forward.axes_of(weights)
         self.back.body.append(Step(value, weights))
-        return call("gemm", Name(common.pop()), Name(value))
+        return call("gemm", Name(other), Name(value))
 
     def _gemm_parts(self, term: Expr) -> tuple[str, str, Expr]:
         product, factor = Product.of(term).split(lambda e: not per_element(e))
@@ -444,11 +600,25 @@ class _Main:
             copy = self._placed(load.copy if load else self.program.row_copy(value), value)
             inside = _names(copy) & self.owner.inside
             spaces = self._spaces(value)
+            self._lies_along(value)
             for space in spaces:
                 self.write.body, kept = [], self.write.body
                 self.write.load(value, copy, space)
                 made, self.write.body = self.write.body, kept
                 (self.write.body if inside else self.before).extend(made)
+
+    def _lies_along(self, value: str) -> None:
+        """Declare a vector that lies along an axis by its Allocate: rows may be columns here."""
+        load = self.forward.loads.get(value)
+        key = self.forward.program.dest(load.copy) if load else ("", "shared")
+        buffer = self.forward.program.buffers.get(key)
+        if load is None or buffer is None or buffer.along is None:
+            return
+        turned: dict[Side, Side] = {"rows": "columns", "columns": "rows"}
+        along = turned[buffer.along] if self.program.pair[0] == KEY else buffer.along
+        self.write.allocate(key[0], "register", load.axes, load.tensor.dtype)
+        made = self.write.allocated[key[0], "register"]
+        self.write.allocated[key[0], "register"] = replace(made, along=along)
 
     def _sources(self) -> list[str]:
         own = [*self.back.given, *self.back.saved, *self.back.scratch]
@@ -494,6 +664,9 @@ class _Main:
 
     def _gradients(self) -> None:
         """The GEMMs of the gradients, after everything that is computed element by element."""
+        for element, terms in self.back.grads.items():
+            if isinstance(element, Index):
+                self._element(element, terms)
         for leaf, terms in self.leaves.items():
             for term in terms:
                 a, b, _ = self._gemm_parts(term)
@@ -508,6 +681,27 @@ class _Main:
             if load.tensor.dtype not in FLOATS:
                 continue
             self._gradient(load, terms)
+
+    def _element(self, leaf: Index, terms: list[Expr]) -> None:
+        """The gradient of a number per head: a sum over the columns of each tile."""
+        name, side = self.program.key_parts(leaf), self.program.pair[0]
+        value = f"{name}.grad"
+        self.forward.axes[value] = (side,)
+        self.write.choose(value, 0)
+        shown = self.write.expr(kept_along(self.forward, total(terms), side))
+        tile = self.write.tile(value)
+        output = self.program.output
+        copy = self._placed(replace(output.copy, coords=(output.copy.coords or ())[:3]), value)
+        place = (
+            self.forward.query.name if side == KEY else self.owner.names[self.forward.query.name.id]
+        )
+        coords = tuple(
+            replace(c, value=place) if c.axis.id == "L" else c for c in copy.coords or ()
+        )
+        self.write.body += [
+            Compute(None, (shown,), mode="get", target=tile),
+            Copy(Name(name), (self.program.sizes[side],), coords, "register", "global", adds=True),
+        ]
 
     def _goes_through_shared(self, leaf: str, value: str) -> bool:
         """Whether a tile is an operand that a GEMM cannot take from registers."""
@@ -560,6 +754,10 @@ class _Main:
             copy, name=Name(base), source="register", dest="global", target=get, gap=False
         )
         body.append(replace(made, adds=not alone))
+
+
+def _is_sum(expr: Expr) -> bool:
+    return isinstance(expr, Call) and expr.func.id == "sum"
 
 
 def _names(copy: Copy) -> set[str]:

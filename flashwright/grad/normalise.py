@@ -33,6 +33,7 @@ from flashwright.lang.nodes import (
     Statement,
     Transpose,
     Unary,
+    expressions,
     value_names,
 )
 from flashwright.program.program import Key, Program, Tensor
@@ -283,9 +284,9 @@ class _Walk:
         axes = []
         for label, size in zip(labels, sizes, strict=True):
             names = {n.id for n in value_names(given.get(label, Num("0")))}
-            side = KEY if self.forward.loop.var.id in names else format_expr(size)
-            axes.append(QUERY if self.forward.query.name.id in names else side)
-        if any(isinstance(e, Index) for e in given.values()):
+            side = QUERY if self.forward.query.name.id in names else format_expr(size)
+            axes.append(KEY if self.forward.loop.var.id in names else side)
+        if any(isinstance(e, Index) for value in given.values() for e in expressions(value)):
             raise refuse(copy.span, f"the place of `{tensor.name}` comes from a tensor")
         return tuple(axes)
 

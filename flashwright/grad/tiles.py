@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from flashwright.grad.algebra import Step, is_value, substitute, values_in
@@ -34,7 +34,12 @@ class Writer:
     """
 
     def __init__(
-        self, forward: Forward, pair: Axes, sizes: Mapping[str, Expr], half: str, tensors: set[str]
+        self,
+        forward: Forward,
+        pair: Axes,
+        sizes: Mapping[str, Expr],
+        half: str,
+        tensors: Collection[str],
     ) -> None:
         self.forward, self.pair, self.sizes = forward, pair, sizes
         self.half, self.tensors = half, tensors

@@ -17,6 +17,7 @@ from flashwright.judge.coverage import BOUNDED, LENGTHS, Budget, Coverage, cover
 from flashwright.judge.gradient_noise import Gradient
 from flashwright.judge.gradients import gradients, with_outputs
 from flashwright.judge.localise import blame_kernel, localise
+from flashwright.judge.reference import DELTA, NOISE
 from flashwright.judge.reference_process import ReferenceProcess
 from flashwright.judge.tiling import Served, joined, spread_in, tiling_of
 from flashwright.lang.diagnostic import Diagnostic, Failed
@@ -117,8 +118,6 @@ def judge(
     the inputs (see inputs.py).
     """
     reference = ReferenceProcess((base or Path()) / spec.reference) if spec.reference else None
-    if reference is not None and spec.backward:
-        raise BadSpec(f"{spec.reference}: the gradients of a reference cannot be computed yet")
     kernels = _kernels(program)
     _check_dtypes(kernels, spec)
     chosen = coverage(kernels, spec) if cases is None else None
@@ -216,10 +215,9 @@ class CpuTrial:
         answer = reference or (lambda given, sizes: oracle.attention(spec, given, sizes))
         self.expected = answer(self.inputs, dims)
         self.gradients: dict[str, Gradient] = {}
+        self.noise: dict[str, Array] = {}
         if spec.backward:
-            self.inputs = with_outputs(spec, self.inputs, self.expected)
-            self.gradients = gradients(spec, self.inputs, dims)
-            self.expected = {name: g.value for name, g in self.gradients.items()}
+            self._differentiate(reference, seed)
         _check_inputs(kernels, self.inputs)
         try:
             found = interpret_all(kernels, self.arranged(), dims)
@@ -227,6 +225,29 @@ class CpuTrial:
             self.diagnostics = failed.diagnostics
             return
         self._compare(found, standard=reference is None)
+
+    def _differentiate(self, reference: ReferenceProcess | None, seed: int) -> None:
+        """Make the outputs of the attention inputs, and expect gradients instead of them."""
+        if "O" not in self.expected:
+            raise BadSpec(f"{self.spec.reference}: a backward pass needs O: return O, or O and LSE")
+        spec, out = self.spec, self.expected["O"]
+        if "dO" not in self.inputs:
+            rng = np.random.default_rng(seed)
+            self.inputs["dO"] = trial.random_tensor(out.shape, spec.output_dtype, rng)
+        forward = self.inputs
+        self.inputs = with_outputs(spec, forward, self.expected)
+        if reference is None:
+            self.gradients = gradients(spec, forward, self.dims)
+            self.expected = {name: g.value for name, g in self.gradients.items()}
+            self.noise = {name: g.noise for name, g in self.gradients.items()}
+            return
+        do = forward["dO"].astype(np.float64)
+        error = gradient_noise.delta_error(do, out, spec.dtype)
+        found = reference.gradients({**forward, DELTA: error}, self.dims)
+        self.expected = {n: x for n, x in found.items() if not n.startswith(NOISE)}
+        self.noise = {
+            n: found.get(f"{NOISE}{n[1:]}", np.zeros(x.shape)) for n, x in self.expected.items()
+        }
 
     def arranged(self) -> dict[str, Array]:
         """The inputs in the order of axes that the program declares."""
@@ -281,9 +302,8 @@ class CpuTrial:
         """A finding for each output of the spec that the program declares and never stores."""
         programs = self.kernels.programs
         written = {t.name for program in programs for t in program.outputs}
-        for tensor in {
-            t.name: t for program in programs for t in program.tensors.values()
-        }.values():
+        declared = {name: t for program in programs for name, t in program.tensors.items()}
+        for tensor in declared.values():
             if tensor.name in self.expected and tensor.name not in written:
                 text = f"`{tensor.name}` is an output of the spec, but nothing is stored in it"
                 hint = f"end with `Copy {tensor.name} ... from register to global`"
@@ -291,7 +311,7 @@ class CpuTrial:
 
     def _comparison(self, tensor: Tensor, found: Array) -> oracle.Comparison:
         gradient = self.gradients.get(tensor.name)
-        if gradient is not None:
+        if gradient is not None and self.spec.tolerance is None:
             value, noise, bound = (
                 self._arrange(x, tensor) for x in (gradient.value, gradient.noise, gradient.bound)
             )
@@ -299,7 +319,11 @@ class CpuTrial:
         expected = self._arrange(self.expected[tensor.name], tensor)
         if tensor.name == "LSE":
             return oracle.compare_lse(self.spec, found, expected)
-        return oracle.compare(found, expected, self.spec.dtype, self.spec.tolerance)
+        units: Array | None = None
+        if tensor.name in self.noise:  # in units of the roundoff, as `compare` takes it
+            units = self._arrange(self.noise[tensor.name], tensor)
+            units = units / oracle.ROUNDOFF[self.spec.dtype]
+        return oracle.compare(found, expected, self.spec.dtype, self.spec.tolerance, noise=units)
 
 
 def _check_inputs(kernels: Kernels, made: Mapping[str, Array]) -> None:
@@ -307,7 +331,8 @@ def _check_inputs(kernels: Kernels, made: Mapping[str, Array]) -> None:
     for tensor in kernels.inputs:
         if tensor.name not in made:
             text = f"the spec has no input `{tensor.name}`, which the program reads"
-            raise Failed(Diagnostic("FW904", text, tensor.declared.span))
+            hint = "the reference must return O and LSE" if tensor.name == "LSE" else None
+            raise Failed(Diagnostic("FW904", text, tensor.declared.span, help=hint))
 
 
 def _inputs(
@@ -331,7 +356,7 @@ def _inputs(
     if reference is None:
         return made
     for number, tensor in enumerate(kernels.inputs):
-        if tensor.name not in made and not (spec.backward and tensor.name in ("O", "LSE")):
+        if tensor.name not in made and not (spec.backward and tensor.name in ("O", "LSE", "dO")):
             shape = shape_of(tensor, kernels.owner(tensor), dims)
             rng = np.random.default_rng([seed, number])
             factor = trial.named_factor(tensor.name, tensor.dtype, spread)

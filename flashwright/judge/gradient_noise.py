@@ -199,6 +199,13 @@ def errors_of(rows: Rows, dtype: str) -> Iterator[tuple[str, Errors]]:
         )
 
 
+def delta_error(do: Floats, out: Floats, dtype: str) -> Floats:
+    """The standard deviation of each Delta, if the weights are not known: the rounding of O, and
+    as much for the weights that it was summed with."""
+    spread: Floats = np.sqrt(2 * (do**2 * ROUNDING[dtype].variance(out)).sum(-1))
+    return spread
+
+
 @dataclass(frozen=True)
 class Gradient:
     """A gradient in fp64 and its limits."""

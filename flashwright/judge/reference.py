@@ -34,6 +34,9 @@ Dims = Mapping[str, int]
 
 MEMORY = 1 << 40
 """Address space for the reference's process, in bytes. What a library reserves counts as well."""
+NOISE, DELTA = "noise of d", "error of Delta"
+DRAWS = 16
+"""Random errors of Delta that the noise of gradients is the RMS of."""
 _NAMES = {"query": "Q", "key": "K", "value": "V"}
 _OUTPUTS = {"o": "O", "out": "O", "output": "O", "lse": "LSE"}
 _ORDER = ("O", "LSE")  # the outputs in a tuple
@@ -73,14 +76,36 @@ class UserReference:
         if self.parameters is None:
             result = _run_user_code(self.path, lambda: self.function(given, dict(dims)))
         else:
-            result = self._call_by_name(self.parameters, given, dims)
+            values = self._values(self.parameters, given, dims)
+            call = _call_torch if self.torch else lambda function, named: function(**named)
+            result = _run_user_code(self.path, lambda: call(self.function, values))
         found = {k: v.astype(np.float64) for k, v in self._arrays(result, "reference").items()}
         return _clear_rows_without_keys(found, dims) if self.by_name else found
 
-    def _call_by_name(
+    def gradients(self, inputs: Inputs, dims: Dims) -> dict[str, Floats]:
+        """The gradients of the inputs by name (dQ), for the gradient dO among `inputs`.
+
+        If the function returns LSE, there is also the error of each (NOISE + its name) if every
+        Delta, the sum over a row of dO * O, has the standard deviation that `inputs` gives under
+        DELTA. Raises BadSpec if the user's code fails, or is not in PyTorch. (NumPy has no
+        derivatives. Differences take two calls for each element, and along random directions they
+        hide a wrong element among the roundings of all others.)
+        """
+        if self.parameters is None or not self.torch:
+            hint = "write it in PyTorch, as in def attention(q, k, v)"
+            raise BadSpec(f"{self.path}: a reference in NumPy has no gradients: {hint}")
+        given = {n: _user_copy(x) for n, x in inputs.items() if n not in ("dO", DELTA)}
+        values = self._values(self.parameters, given, dims)
+        lower = {name.lower(): name for name in given} | _NAMES
+        named = {name: lower.get(name.lower(), name) for name in values}
+        work = (self.function, values, inputs["dO"].astype(np.float64), inputs[DELTA])
+        found: Any = _run_user_code(self.path, lambda: _differentiate(*work))
+        return {f"{prefix}{named[name]}": x for (prefix, name), x in found.items()}
+
+    def _values(
         self, parameters: tuple[inspect.Parameter, ...], given: dict[str, Array], dims: Dims
-    ) -> object:
-        """Call a function that takes inputs by name. Raises BadSpec for a parameter without one."""
+    ) -> dict[str, Any]:
+        """The values of the parameters. Raises BadSpec for a parameter without one."""
         every: dict[str, Any] = {name.lower(): size for name, size in dims.items()}
         every |= {name.lower(): array for name, array in given.items()}
         every |= {alias: given[name] for alias, name in _NAMES.items() if name in given}
@@ -94,10 +119,7 @@ class UserReference:
                 f"there are {', '.join(sorted(given))}, and the sizes {', '.join(sorted(dims))}; "
                 "define make_inputs(rng, dims) to add others"
             )
-        values = {name: every[key] for name, key in wanted.items() if key in every}
-        if not self.torch:
-            return _run_user_code(self.path, lambda: self.function(**values))
-        return _run_user_code(self.path, lambda: _call_torch(self.function, values))
+        return {name: every[key] for name, key in wanted.items() if key in every}
 
     def make_inputs(self, rng: np.random.Generator, dims: Dims) -> dict[str, Array] | None:
         """The user's inputs by name, or None if the file has no make_inputs."""
@@ -236,6 +258,55 @@ def _call_torch(function: Callable[..., Any], values: Mapping[str, Any]) -> obje
                 for name, value in values.items()
             }
             return function(**tensors)
+    finally:
+        torch.set_default_dtype(usual)
+
+
+def _differentiate(
+    function: Callable[..., Any], values: Mapping[str, Any], do: Floats, delta: Floats
+) -> dict[tuple[str, str], Floats]:
+    """The gradients of a function of tensors, by prefix and parameter: see `gradients`.
+
+    A NaN that autograd keeps for the backward pass is taken for a 0: PyTorch's softmax gives NaN in
+    a row without keys, and with it every gradient would be NaN.
+    """
+    import torch
+
+    def keep(tensor: Any) -> Any:
+        known = tensor.detach()
+        return torch.where(known.isnan(), 0, known) if known.is_floating_point() else known
+
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            tensors = {
+                name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+                for name, value in values.items()
+            }
+            leaves = {n: t for n, t in tensors.items() if getattr(t, "is_floating_point", bool)()}
+            for leaf in leaves.values():
+                leaf.requires_grad_()
+            outputs: Any = _outputs(function(**tensors))
+
+            def vjp(name: str, given: Floats) -> list[Floats]:
+                parts = torch.autograd.grad(
+                    *(outputs[name], [*leaves.values()], torch.from_numpy(given)),
+                    retain_graph=True,
+                    allow_unused=True,
+                )
+                return [
+                    np.zeros(tuple(leaf.shape)) if part is None else part.numpy()
+                    for leaf, part in zip(leaves.values(), parts, strict=True)
+                ]
+
+            found = {("d", n): x for n, x in zip(leaves, vjp("O", do), strict=True)}
+            if "LSE" in outputs:
+                signs = np.random.default_rng(0).choice([-1.0, 1.0], (DRAWS, *delta.shape))
+                drawn = [vjp("LSE", delta * sign) for sign in signs]
+                spread = [np.sqrt(np.mean(np.square(x), axis=0)) for x in zip(*drawn, strict=True)]
+                found |= {(NOISE, n): np.nan_to_num(x) for n, x in zip(leaves, spread, strict=True)}
+            return found
     finally:
         torch.set_default_dtype(usual)
 

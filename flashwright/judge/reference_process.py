@@ -70,6 +70,11 @@ class ReferenceProcess:
         found = self._request({"do": "outputs", "dims": _int_dims(dims)}, inputs)[1]
         return {name: array.astype(np.float64) for name, array in found.items()}
 
+    def gradients(self, inputs: Inputs, dims: Dims) -> dict[str, Floats]:
+        """The gradients of the inputs and their noise: see reference.UserReference.gradients."""
+        found = self._request({"do": "gradients", "dims": _int_dims(dims)}, inputs)[1]
+        return {name: array.astype(np.float64) for name, array in found.items()}
+
     def make_inputs(self, rng: np.random.Generator, dims: Dims) -> dict[str, Array] | None:
         """The user's inputs by name, or None if the file has no make_inputs."""
         state = rng.bit_generator.state
@@ -206,6 +211,8 @@ def main() -> None:
                 _send(answers, {"by_name": reference.by_name, "reads": reference.reads}, {})
             elif what["do"] == "outputs":
                 _send(answers, {}, reference(arrays, what["dims"]))
+            elif what["do"] == "gradients":
+                _send(answers, {}, reference.gradients(arrays, what["dims"]))
             else:
                 rng = np.random.default_rng()
                 rng.bit_generator.state = what["state"]

@@ -16,6 +16,8 @@ from flashwright.build import classes
 from flashwright.build.package import CLASSES, STEPS, inside
 from flashwright.build.reading import CUBIN, PLAN, PTX
 from flashwright.files import content, sha256
+from flashwright.generate import backward
+from flashwright.generate.store import tell
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.pytorch import reference, rules
 from flashwright.pytorch.signature import Signature
@@ -135,7 +137,8 @@ def _register(name: str, signature: Signature, package: _Package) -> Operator:
     _LIBRARY.impl(name, on_cpu.__call__, "CPU")
     torch.library.register_fake(qualified, fake, lib=_LIBRARY)
     traced = None if on_cpu.obstacle else on_cpu.compute
-    _LIBRARY.impl(name, rules.Gradient(name, signature, op, traced).__call__, "Autograd")
+    gradient = rules.Gradient(name, signature, op, traced, package.backward)
+    _LIBRARY.impl(name, gradient.__call__, "Autograd")
     autocast = rules.Autocast(signature, op)
     _LIBRARY.impl(name, autocast.on_cuda, "AutocastCUDA")
     _LIBRARY.impl(name, autocast.on_cpu, "AutocastCPU")
@@ -151,6 +154,7 @@ class _Package:
         self.digest = _digest(folder)
         self.spec = _spec(folder)
         self._lock = threading.Lock()
+        self._backward: Operator | str | None = None
 
     def load(self) -> Any:
         """The kernels as a function. Raises Failed if the package is another one by now."""
@@ -160,6 +164,15 @@ class _Package:
                 hint = "make the operator again: flashwright.torch_operator(folder)"
                 raise Failed(Diagnostic("FW852", text, help=hint))
             return classes.load(self.folder)
+
+    def backward(self) -> Operator | str:
+        """The operator of the package's backward, made at the first call; why, if there is none."""
+        if self._backward is None:
+            try:
+                self._backward = torch_operator(backward.find_or_make(self.folder, tell))
+            except Failed as failed:
+                self._backward = str(failed)
+        return self._backward
 
 
 class _OnCuda:

@@ -1,14 +1,15 @@
 """What autograd, autocast and vmap do with an operator. Each class holds the rules of one operator.
 
-A kernel has no backward: it computes the forward, and `backward()` raises. While torch.compile or
-torch.export trace a model, nothing may raise yet, so there the backward is one more operator, which
-raises when it runs.
+The backward of a kernel is a package of its own, derived from its program and made at the first
+`backward()`. If none can be derived, `backward()` raises. While torch.compile or torch.export trace
+a model, nothing may raise yet, so there the backward is one more operator, which raises when it
+runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import forward_ad
@@ -20,16 +21,16 @@ from flashwright.pytorch.signature import EXACT, LAYOUT, Signature, dtype_of
 
 NO_BACKWARD = "no_backward"
 """The operator that stands for a gradient that no kernel computes."""
-NO_BACKWARD_SCHEMA = f"{NO_BACKWARD}(Tensor grad, SymInt[] size, str name) -> Tensor"
+NO_BACKWARD_SCHEMA = f"{NO_BACKWARD}(Tensor grad, SymInt[] size, str name, str why) -> Tensor"
 _NARROW = ("fp16", "bf16")
 
 
-def refuse_backward(grad: Any, size: Sequence[int], name: str) -> Any:
+def refuse_backward(grad: Any, size: Sequence[int], name: str, why: str) -> Any:
     """The implementation of that operator."""
-    raise RuntimeError(f"backward of flashwright::{name}: {NO_GRADIENT}")
+    raise RuntimeError(f"backward of flashwright::{name}: {NO_GRADIENT} ({why})")
 
 
-def fake_backward(grad: Any, size: Sequence[Any], name: str) -> Any:
+def fake_backward(grad: Any, size: Sequence[Any], name: str, why: str) -> Any:
     """Its shape, for tracing."""
     return grad.new_empty(size)
 
@@ -39,14 +40,30 @@ def in_forward_mode() -> bool:
     return int(getattr(forward_ad, "_current_level", -1)) >= 0
 
 
+class Backward(Protocol):
+    """The backward of a kernel as an operator: by their names it takes the kernel's inputs, its
+    outputs and their gradients (`do`, `dlse`), and gives those of the inputs (`dQ`)."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    op: Any
+
+
 class Gradient:
-    """Autograd: on the CPU the gradient of the reference, on a GPU an error."""
+    """Autograd: on the CPU the gradient of the reference, on a GPU the derived backward."""
 
     def __init__(
-        self, name: str, signature: Signature, operator: Any, reference: Callable[..., Any] | None
+        self,
+        name: str,
+        signature: Signature,
+        operator: Any,
+        reference: Callable[..., Any] | None,
+        derived: Callable[[], Backward | str],
     ) -> None:
         self.name, self.signature, self.operator = name, signature, operator
         self.reference = reference
+        self.derived = derived
+        """The backward, or why there is none."""
         methods = (self.forward, self.setup_context, self.backward, self.jvp)
         names = {method.__name__: staticmethod(method) for method in methods}
         self.function: Any = type(f"Attention_{name}", (torch.autograd.Function,), names)
@@ -85,18 +102,54 @@ class Gradient:
         ctx.on_cpu = tensors[0].device.type == "cpu" and self.reference is not None
         if ctx.on_cpu:
             ctx.save_for_backward(*tensors)
+        else:
+            found = output if isinstance(output, tuple) else (output,)
+            ctx.save_for_backward(*tensors, *found)
+            ctx.set_materialize_grads(False)
 
     def backward(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
         """The inputs' gradients, None for those that need none."""
         needed, rest = ctx.needs_input_grad[: len(ctx.shapes)], (None,) * len(ctx.more)
         if ctx.on_cpu:
             return (*self._by_torch(ctx.saved_tensors, ctx.more, grads, needed), *rest)
-        missing = torch.ops.flashwright.no_backward
-        found = [
-            missing(grads[0], shape, self.name) if asked else None
-            for shape, asked in zip(ctx.shapes, needed, strict=True)
-        ]
-        return (*found, *rest)
+        return (*self._by_kernel(ctx, grads, needed), *rest)
+
+    def _by_kernel(self, ctx: Any, grads: Sequence[Any], needed: Any) -> list[Any]:
+        """The derived backward, or the operator that raises."""
+        made = self.derived()
+        names = [*self.signature.inputs, *(name.lower() for name in self.signature.outputs)]
+        given = dict(zip(names, ctx.saved_tensors, strict=True))
+        pairs = zip(self.signature.outputs, grads, strict=True)
+        given |= {f"d{name.lower()}": grad for name, grad in pairs if grad is not None}
+        why = made if isinstance(made, str) else self._obstacle(made, given, needed)
+        if why is not None:
+            refuse, some = torch.ops.flashwright.no_backward, ctx.saved_tensors[0]
+            return [
+                refuse(some, shape, self.name, why) if asked else None
+                for shape, asked in zip(ctx.shapes, needed, strict=True)
+            ]
+        assert not isinstance(made, str)
+        results = made.op(*(_with_rows(given[name]) for name in made.inputs))
+        found = dict(zip((name.lower() for name in made.outputs), results, strict=True))
+        each = zip(self.signature.inputs, needed, strict=True)
+        return [found[f"d{name}"] if asked else None for name, asked in each]
+
+    def _obstacle(self, made: Backward, given: Mapping[str, Any], needed: Any) -> str | None:
+        """Why a call cannot have its gradients, if so."""
+        for name in made.inputs:
+            if name not in given:
+                return f"the output {name.removeprefix('d')} has no gradient"
+        for name in given:
+            if name.startswith("d") and name not in made.inputs and name[1:] in self._results:
+                return f"the backward takes no gradient of {name[1:]}"
+        for name, asked in zip(self.signature.inputs, needed, strict=True):
+            if asked and f"d{name}" not in {n.lower() for n in made.outputs}:
+                return f"the backward gives no gradient of {name}"
+        return None
+
+    @property
+    def _results(self) -> set[str]:
+        return {name.lower() for name in self.signature.outputs}
 
     def _by_torch(
         self, tensors: Sequence[Any], more: Sequence[Any], grads: Sequence[Any], needed: Any
@@ -112,6 +165,11 @@ class Gradient:
             asked = [t for t, wanted in zip(views, needed, strict=True) if wanted]
             each = iter(torch.autograd.grad(found, asked, grads, create_graph=again))
         return [next(each) if wanted else None for wanted in needed]
+
+
+def _with_rows(tensor: Any) -> Any:
+    """A tensor that kernels can read. A gradient may be a number that is expanded."""
+    return tensor if tensor.stride(-1) == 1 and 0 not in tensor.stride() else tensor.contiguous()
 
 
 class Autocast:

@@ -22,6 +22,7 @@ from flashwright.lang.nodes import (
     Transpose,
     Unary,
     expressions,
+    statements,
     value_names,
 )
 from flashwright.program.program import Key
@@ -200,7 +201,8 @@ class Expressions:
         frame = self._inner(arg)
         tile = self.tile(self.value(arg, frame, stmt), frame)
         self.sums.complete(tile, stmt)
-        self.sums.no_tail(tile, stmt, arg.span)
+        if op != "rowsum" or not self._only_copied(arg):  # zeros past the end add nothing
+            self.sums.no_tail(tile, stmt, arg.span)
         return Tile(
             frame.shape[:1],
             frame.axes[:1],
@@ -212,6 +214,14 @@ class Expressions:
             tile.masks,
             data=self.machine.math.reduce(op, tile.data) if self.machine.math else None,
         )
+
+    def _only_copied(self, arg: Expr) -> bool:
+        """Whether an expression is a tile that only Copies fill, with zeros past the end."""
+        if not isinstance(arg, Name):
+            return False
+        key = self.key(arg)
+        body = statements(self.program.tree.body)
+        return all(isinstance(s, Copy) for s in body if key in self.program.writes(s))
 
     def _position(self, name: Name, frame: Frame) -> Tile:
         axis = axis_of(name.id, frame.axes)

@@ -43,7 +43,7 @@ def checked(text: str) -> Program:
 
 def authored(variant: str, **options: Any) -> str:
     """The built-in author's program for an A100."""
-    spec = make_spec(variant, dtype="bf16", **options)
+    spec = make_spec(variant, **{"dtype": "bf16", **options})
     return write_code(write_sketch(spec), spec, find("a100")).code
 
 
@@ -192,3 +192,141 @@ def test_a_program_without_the_log_sum_exp_is_refused() -> None:
     said = refused(example("unscaled", lse=""))
     assert "log-sum-exp" in said
     assert "Compute Smax + log(Ssum) and get LSE_register" in said
+
+
+def test_sink_tokens() -> None:
+    def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
+        q, k = positions(dims)
+        return softmax(scores(t) / 8, (k <= q) & ((k > q - 20) | (k < 4)), t)
+
+    text = authored("mha", head_dim=64, heads=4, causal=True, window=20, sink_tokens=4)
+    agrees(text, attention, ((150, 250), (130, 40)))
+
+
+def test_softcap_slopes_and_sink() -> None:
+    def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
+        q, k = positions(dims)
+        s = 3 * torch.tanh(scores(t) / 8 / 3) + t["Slopes"][:, None, None] * (k - q)
+        sink = t["Sink"][:, None, None].expand(*s.shape[:-1], 1)
+        return softmax(s, k <= q, t, sink)
+
+    # A slope's gradient is a sum over all distances, with the rounding of O in each: fp16 has less.
+    options = {"dtype": "fp16", "softcap": 3.0, "alibi": True, "sink": True, "causal": True}
+    made = agrees(authored("gqa", head_dim=64, heads=4, kv_heads=2, **options), attention)
+    assert "dSink" in made
+    assert "dSlopes" in made
+
+
+def test_compressed_keys() -> None:
+    def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
+        q = torch.arange(dims["q_len"])[:, None] + dims["tokens"] - dims["q_len"]
+        k = torch.arange(dims["kv_len"])
+        return softmax(scores(t) / 8, k * 16 + 32 <= q + 1, t)
+
+    text = authored("nsa-compressed", head_dim=64, heads=4, kv_heads=2)
+    agrees(text, attention, ((130, 100),), dims={"tokens": 99 * 16 + 32})
+
+
+def test_softmax_by_hand() -> None:
+    def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
+        q, k = positions(dims)
+        return softmax(scores(t) / 8, k <= q, t)
+
+    agrees(example("softmax_by_hand", "0.125 * Smax + log(Ssum)"), attention)
+    agrees(
+        example("softmax_by_hand", "Smax * Log2Scale * 0.6931471805599453 + log(Ssum)"), attention
+    )
+
+
+def test_relative_bias() -> None:
+    def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
+        q, k = positions(dims)
+        bias = t["Table"][:, (k - q + 100).clamp(0, 200)]
+        return softmax(scores(t) / 8 + bias, torch.ones(1, 1, dtype=torch.bool), t)
+
+    agrees(example("relative_bias"), attention)
+
+
+def test_bias_of_each_pair() -> None:
+    def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
+        q, k = positions(dims)
+        return softmax(scores(t) / 8 + t["Bias"], (k < 40) | (k <= q), t)
+
+    made = agrees(example("bias_prefix"), attention)
+    assert "dBias" in made
+
+
+def test_documents() -> None:
+    def starts(rng: Any, dims: Mapping[str, int]) -> dict[str, Array]:
+        ends = np.sort(rng.integers(0, dims["kv_len"], (dims["batch"], dims["q_len"])), axis=1)
+        own = np.arange(dims["q_len"]) + dims["kv_len"] - dims["q_len"]
+        return {"Start": np.clip(np.minimum(ends, own), 0, None).astype(np.int32)}
+
+    def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
+        q, k = positions(dims)
+        return softmax(scores(t) / 8, (k >= t["Start"][:, None, :, None]) & (k <= q), t)
+
+    agrees(example("documents"), attention, ((70, 100), (150, 150)), given=starts)
+
+
+def test_sigmoid_instead_of_softmax() -> None:
+    def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
+        q, k = positions(dims)
+        weights = torch.sigmoid(scores(t) / 8 - 4).masked_fill(k > q, 0)
+        return {"O": weights @ _heads(t["V"], t["Q"])}
+
+    made = agrees(example("sigmoid", lse=""), attention)
+    assert "LSE" not in made
+
+
+def test_squared_relu() -> None:
+    def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
+        q, k = positions(dims)
+        weights = torch.relu(scores(t) / 8 - 1).masked_fill(k > q, 0) ** 2
+        return {"O": weights @ _heads(t["V"], t["Q"])}
+
+    text = example("sigmoid", lse="").replace("sigmoid(S)", "max(S, 0) * max(S, 0)")
+    agrees(text.replace("param Bias = -4 ", "param Bias = -1 "), attention)
+
+
+def test_two_gemms_in_one_tile_of_scores() -> None:
+    def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
+        q, k = positions(dims)
+        rope = t["Qrope"] @ t["Krope"][:, None].transpose(-1, -2)
+        return softmax((scores(t) + rope) / 192**0.5, k <= q, t)
+
+    made = agrees(example("rope_split"), attention, ((70, 100), (130, 40)))
+    assert "dKrope" in made
+
+
+def test_differential_attention() -> None:
+    def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
+        q, k = positions(dims)
+        parts = []
+        for half in (slice(0, 64), slice(64, 128)):
+            own = {"Q": t["Q"][..., half], "K": t["K"][..., half], "V": t["V"]}
+            parts.append(softmax(scores(own) / 8, k <= q, own))
+        o = parts[0]["O"] - t["Lambda"][:, None, None] * parts[1]["O"]
+        return {"O": o, "LSE": parts[0]["LSE"], "LSE2": parts[1]["LSE"], "Second": parts[1]["O"]}
+
+    text = example("differential", "M1 + log(L1)")
+    text += LSE.format(value="M2 + log(L2)").replace("LSE", "LSE2")
+    agrees(text + SECOND, attention, ((70, 100),))
+
+
+SECOND = """Allocate Second in global (batch, heads, q_len, Half) as fp32
+Allocate Second in register (BM, Half) as fp32
+Compute O2 / L2 and get Second_register
+Copy Second (BM, Half) in coordinate [B = batch_idx, H = head_idx, L = block_idx]
+  from register to global
+"""
+
+
+def test_forgetting() -> None:
+    def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
+        q, k = positions(dims)
+        gates = t["Gates"]
+        own = gates[..., q.clamp(0)[:, 0]] * (q[:, 0] >= 0)
+        return softmax(scores(t) / 8 + own[..., None] - gates[..., None, :], k <= q, t)
+
+    agrees(example("forgetting"), attention)

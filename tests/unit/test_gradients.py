@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,16 @@ import pytest
 from flashwright.check.check import check
 from flashwright.judge import oracle
 from flashwright.judge.cpu import default_cases, judge
-from flashwright.judge.gradient_noise import compare
+from flashwright.judge.gradient_noise import compare, delta_error
 from flashwright.judge.gradients import gradients, with_outputs
 from flashwright.judge.inputs import KINDS, make_inputs
+from flashwright.judge.reference import DELTA, NOISE, user_reference
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.parse import parse, read
 from flashwright.program.kernels import Kernels
-from flashwright.spec import AttentionSpec
+from flashwright.spec import AttentionSpec, BadSpec
+from tests.unit.test_cli import Outcome
+from tests.unit.test_reference import CAUSAL, TORCH
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -207,7 +212,9 @@ PROGRAM = read(Path(__file__).parents[1] / "backward.tl")
 SPEC = AttentionSpec.make(
     variant="x", causal=True, head_dim=64, heads=4, kv_heads=2, dtype="bf16", backward=True
 )
-DELTA = "Copy Delta (BM) in coordinate [B = batch_idx, H = head, L = i] from global to register\n"
+READ_DELTA = (
+    "Copy Delta (BM) in coordinate [B = batch_idx, H = head, L = i] from global to register\n"
+)
 SEEN = "kv_idx <= q_idx + kv_len - q_len"
 ADD = "Copy dQ (BM, HeadDim) in coordinate [B = batch_idx, H = head, L = i] from register to global"
 TO_DV = "  Compute GEMM S, dO_shared and accumulate dV_register\n"
@@ -239,7 +246,7 @@ def test_a_right_backward_pass() -> None:
 WRONG: dict[str, Any] = {
     "Delta left out": ("dK", ("dP - Delta", "dP - 0 * Delta")),
     "Delta of the next row": (
-        *("dK", (DELTA, "let next = 1\n")),
+        *("dK", (READ_DELTA, "let next = 1\n")),
         ("dP - Delta", "dP - Delta[batch_idx, head, min(q_idx + next, q_len - 1)]"),
     ),
     "log2 for log": ("dV", ("- LSE)", "- LSE * 0.6931472)")),
@@ -324,9 +331,123 @@ def test_gradients_that_are_missing_or_unknown() -> None:
     without = PROGRAM[:start] + PROGRAM[end:]
     with pytest.raises(Failed, match="nothing is stored in `dV`"):
         judge(kernels(without), SPEC, cases=default_cases(SPEC, [(5, 5)]))
-    without_delta = changed((DELTA, "let unused = 1\n"), ("dP - Delta", "dP"))
+    without_delta = changed((READ_DELTA, "let unused = 1\n"), ("dP - Delta", "dP"))
     with pytest.raises(Failed, match="`Delta` is no gradient of this spec: it has dQ, dK, dV"):
         judge(kernels(without_delta), SPEC, cases=default_cases(SPEC, [(5, 5)]))
     forward = SPEC.model_copy(update={"backward": False})
     with pytest.raises(Failed, match="the spec has no input `O`"):
         judge(kernels(PROGRAM), forward, cases=default_cases(SPEC, [(5, 5)]))
+
+
+def test_a_tolerance_of_the_users_is_relative_to_the_gradient() -> None:
+    doubtful = kernels(changed(("dK_register * Scale", "dK_register * Scale * 1.03")))
+    cases = default_cases(SPEC, [(1, 1), (70, 90)])
+    assert not judge(doubtful, SPEC, cases=cases).ok
+    assert judge(doubtful, SPEC.model_copy(update={"tolerance": 0.1}), cases=cases).ok
+    assert not judge(doubtful, SPEC.model_copy(update={"tolerance": 0.02}), cases=cases).ok
+
+
+# --- several kernels that are no backward pass ------------------------------------------------
+
+HAND = read(Path(__file__).parents[2] / "examples" / "softmax_by_hand.tl")
+FORWARD = AttentionSpec.make(
+    variant="x", causal=True, head_dim=64, heads=4, kv_heads=2, dtype="bf16"
+)
+SECOND = """
+grid block_idx = 0:q_len / BM, head_idx = 0:heads, batch_idx = 0:batch
+Allocate O in global (batch, heads, q_len, HeadDim) as bf16
+Allocate O in register (BM, HeadDim) as fp32
+Copy Sum (BM, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = block_idx] from global to register
+Compute Sum * 1 and get O_register
+Copy O (BM, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = block_idx] from register to global
+"""  # noqa: E501
+
+
+def test_the_outputs_of_several_kernels_are_compared_as_usual() -> None:
+    first = HAND.replace("Allocate O in global", "Allocate Sum in global").replace(
+        "HeadDim) as bf16\nAllocate S in", "HeadDim) as fp32\nAllocate S in"
+    )
+    first = first.replace("from register to global", "from register to global and get Sum")
+    found = judge(kernels(first + SECOND), FORWARD)
+    assert found.ok, found.diagnostics
+    assert {case.output for case in found.cases} == {"O"}
+    wrong = judge(kernels(first + SECOND.replace("Sum * 1", "Sum * 1.1")), FORWARD)
+    (finding,) = wrong.diagnostics
+    assert finding.message.startswith("`O` is wrong: ")
+    assert finding.label.startswith("kernel 2 of 2 stores it")
+    (label,) = finding.secondary
+    assert label.text == "kernel 2 reads `Sum`, which kernel 1 stores here"
+
+
+# --- a user's reference -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def of_reference(tmp_path: Path) -> AttentionSpec:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    (tmp_path / "mine.py").write_text(TORCH)
+    settings = {"reference": "mine.py:mine", "causal": False}
+    return AttentionSpec.make(**(SPEC.model_dump() | settings))
+
+
+def test_the_gradients_of_a_reference(of_reference: AttentionSpec, tmp_path: Path) -> None:
+    found = judge(kernels(PROGRAM), of_reference, base=tmp_path)
+    assert found.ok, found.diagnostics
+    assert any(case.dims["q_len"] > case.dims["kv_len"] for case in found.cases)  # NaN in PyTorch
+    for name in ("Delta left out", "log2 for log", "scale of dK 1 % off", "dQ not scaled"):
+        output, *changes = WRONG[name]
+        wrong = judge(kernels(changed(*changes)), of_reference, base=tmp_path)
+        assert wrong.diagnostics[0].message.startswith(f"`{output}` is wrong: "), name
+
+
+def test_autograd_agrees_with_the_analytic_gradients(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    (tmp_path / "mine.py").write_text(TORCH)
+    reference = user_reference(f"{tmp_path}/mine.py:mine")
+    for lengths in ((9, 14), (14, 9)):
+        spec, inputs, dims = problem(*lengths, causal=True, heads=4, kv_heads=2)
+        out = oracle.attention(spec, inputs, dims)["O"]
+        error = delta_error(inputs["dO"], out, spec.dtype)
+        found = reference.gradients({**inputs, DELTA: error}, dims)
+        wanted = gradients(spec, inputs, dims)
+        for name in "QKV":
+            np.testing.assert_allclose(found[f"d{name}"], wanted[f"d{name}"].value, atol=1e-13)
+            noise = found[f"{NOISE}{name}"]
+            assert (noise <= 3 * wanted[f"d{name}"].noise).all(), name
+            assert noise.any() == (name != "V")  # Delta has no part in dV
+
+
+def test_a_reference_without_gradients(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(CAUSAL)
+    spec = AttentionSpec.make(**(SPEC.model_dump() | {"reference": "mine.py", "causal": False}))
+    with pytest.raises(BadSpec, match="a reference in NumPy has no gradients: write it in PyTorch"):
+        judge(kernels(PROGRAM), spec, base=tmp_path)
+
+
+# --- the command ------------------------------------------------------------------------------
+
+FILE = str(Path(__file__).parents[1] / "backward.tl")
+INLINE = "causal, head_dim=64, heads=4, kv_heads=2, dtype=bf16, backward"
+
+
+def test_run(tmp_path: Path) -> None:
+    sizes = ("--q-len", "40", "--kv-len", "70")
+    right = Outcome("run", FILE, "--spec", INLINE, *sizes)
+    assert right.code == 0, right.err
+    assert "of its limit" in right.out
+    assert "agrees with fp64" in right.out
+    assert re.search(r"at most 0\.\d\d of a\s+limit", right.out)
+    alone = Outcome("run", FILE)
+    assert alone.code == 0
+    assert "NOTHING WAS COMPARED" in alone.out
+    output, *changes = WRONG["dQ not scaled"]
+    wrong = tmp_path / "wrong.tl"
+    wrong.write_text(changed(*changes))
+    told = Outcome("run", str(wrong), "--spec", INLINE, "--format", "json")
+    assert told.code == 1
+    record = json.loads(told.out)
+    assert not record["ok"]
+    assert record["spec"]["backward"] is True
+    assert record["cases"][-1]["of_limit"] > 10
+    assert f"`{output}` is wrong" in record["diagnostics"][0]["message"]
+    assert Outcome("run", FILE, "--spec", INLINE.replace(", backward", "")).code == 2

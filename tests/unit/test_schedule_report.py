@@ -41,7 +41,7 @@ SEEN = f"kv_idx <= q_idx + {SHIFT}"
 def whole_programs() -> dict[str, str]:
     """The programs of docs/language.md that are whole."""
     fences = re.findall(r"^```tl\n(.*?)^```$", LANGUAGE.read_text(), re.MULTILINE | re.DOTALL)
-    every = [text for text in fences if "\ngrid " in text]
+    every = [text for text in fences if text.count("\ngrid ") == 1]
     return {f"language {number}": text for number, text in enumerate(every, 1)}
 
 

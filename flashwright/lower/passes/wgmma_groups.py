@@ -64,8 +64,7 @@ def asynchronous(body: tuple[ir.Statement, ...], late: bool = False) -> tuple[ir
 
 def _before(waiting: Sequence[ir.Release], node: ir.Statement) -> list[ir.Release]:
     """The tiles that have to be handed back before a statement, though products still read them:
-    all before a loop or a branch, and before a wait for a tile, which the producer may fill only
-    when it has these."""
+    the producer may need them before it fills the tile that the statement waits for."""
     return list(waiting) if isinstance(node, (ir.Loop, ir.Branch, ir.Await)) else []
 
 

@@ -1,0 +1,108 @@
+"""The backward pass of a kernel package: derived from its program, built once, in the store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from flashwright import gpu as gpus
+from flashwright import spec as specs
+from flashwright.build import package
+from flashwright.build.make import make
+from flashwright.build.reading import unusable
+from flashwright.build.steps import Steps
+from flashwright.check.check import check, checked_program
+from flashwright.files import content, sha256, write
+from flashwright.generate import store
+from flashwright.generate.folder import RESULT
+from flashwright.gpu import Gpu
+from flashwright.grad.grad import backward
+from flashwright.lang.diagnostic import Failed
+from flashwright.lang.format import format_tree
+from flashwright.lang.parse import parse
+from flashwright.measure.machine import translator
+from flashwright.program.kernels import Kernels
+from flashwright.spec import AttentionSpec
+
+CODE, SPEC = "code.tl", "spec.toml"
+
+
+@dataclass(frozen=True)
+class BackwardOrder:
+    """The backward pass of a program, to find or to make."""
+
+    forward: str
+    """The text of the forward program."""
+    gpu: Gpu
+    spec: AttentionSpec | None = None
+    """The forward's."""
+
+    @classmethod
+    def of(cls, folder: Path) -> BackwardOrder:
+        """For the kernel in a package. Raises Failed with FW852 if it says too little."""
+        code = content(folder / CODE)
+        try:
+            record = json.loads(content(folder / package.RECORD) or b"")
+            card = gpus.find(str(record["gpu"]))
+        except (ValueError, KeyError, TypeError, gpus.UnknownGpu):
+            raise unusable(folder / package.RECORD, "it does not name the GPU") from None
+        if code is None:
+            raise unusable(folder / CODE, "the program is missing, which a backward needs")
+        spec = folder / SPEC
+        return cls(code.decode(), card, specs.load(spec) if spec.is_file() else None)
+
+    @cached_property
+    def code(self) -> str:
+        """The text of the backward program. Raises Failed if it cannot be derived."""
+        return format_tree(backward(checked_program(parse(self.forward))).tree)
+
+    @cached_property
+    def key(self) -> str:
+        """A digest of what is computed, for which GPU, and of the translator."""
+        return sha256("\0".join((self.code, self.gpu.name, translator())))
+
+    @property
+    def name(self) -> str:
+        """The name of its package."""
+        return f"{self.gpu.name}-backward-{self.key[:16]}"
+
+    def in_words(self) -> str:
+        """What it computes, for a line of progress."""
+        what = f" of {self.spec.in_words}" if self.spec is not None else ""
+        return f"the backward pass{what}; {self.gpu.title}"
+
+    def make(self, folder: Path, verified: bool) -> None:
+        """Write the package. Raises Failed if a kernel cannot be made."""
+        inputs = {CODE: self.code}
+        if self.spec is not None:
+            inputs[SPEC] = specs.dump(self.spec.model_copy(update={"backward": True}))
+        for name, data in made(self.code, self.gpu, inputs).items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            write(folder / name, data)
+        write(folder / RESULT, json.dumps({"ok": True, "gpu": self.gpu.name}) + "\n")
+
+
+def find_or_make(folder: Path, tell: store.Tell) -> Path:
+    """The backward package of a forward package."""
+    return store.find_or_make(BackwardOrder.of(folder), tell)
+
+
+def made(code: str, gpu: Gpu, inputs: Mapping[str, str | bytes]) -> dict[str, str | bytes]:
+    """The files of a package of several kernels, built."""
+    verdict = check(parse(code), gpu)
+    if verdict.errors:
+        raise Failed(*verdict.errors)
+    steps = Steps.of(Kernels(verdict.kernels))
+    files: dict[str, str | bytes] = {**inputs, package.STEPS: steps.dump()}
+    found: dict[str, str | bytes] = {}
+    for name, program in zip(steps.steps, verdict.kernels, strict=True):
+        text = format_tree(program.tree)
+        translation, built = make(checked_program(parse(text), gpu), gpu, tl=text)
+        own = {CODE: text, **package.translated(translation), **package.compiled(built)}
+        record = package.record(built, gpu, own, translation.report)
+        found |= {f"{name}/{file}": data for file, data in own.items()}
+        files[f"{name}/{package.RECORD}"] = record
+    return {**found, **files, package.RECORD: package.record_of_steps(gpu, files)}

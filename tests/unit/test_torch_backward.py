@@ -1,0 +1,119 @@
+"""Gradients through a kernel's operator, with kernels that are interpreted on CPU tensors."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashwright import gpu as gpus
+from flashwright.author.builtin.author import write_code, write_sketch
+from flashwright.build.steps import Steps, StepsKernel
+from flashwright.check.check import check, checked_program
+from flashwright.generate.backward import BackwardOrder
+from flashwright.lang.parse import parse
+from flashwright.lower.translate import translate
+from flashwright.program.kernels import Kernels
+from flashwright.semantics.interpret import interpret
+from flashwright.spec import AttentionSpec
+from tests.unit.test_several_kernels import problem
+
+torch = pytest.importorskip("torch")
+from flashwright.pytorch import operator, rules  # noqa: E402
+from flashwright.pytorch.signature import Signature  # noqa: E402
+from tests.unit.test_steps import Interpreted  # noqa: E402
+
+CARD = gpus.find("a100")
+assert operator  # it registers the operator that refuses
+SPEC = AttentionSpec.make(
+    variant="gqa", heads=4, kv_heads=2, head_dim=64, dtype="bf16", causal=True
+)
+
+
+class Backward:
+    """The derived backward of a forward program, interpreted."""
+
+    def __init__(self, code: str) -> None:
+        programs = check(parse(code)).kernels
+        kernel = StepsKernel([Interpreted(p) for p in programs], Steps.of(Kernels(programs)))
+        self.inputs = tuple(name.lower() for name in kernel.inputs)
+        self.outputs = kernel.outputs
+        self.op = lambda *given: kernel(*given, outputs=kernel.outputs)
+
+
+@lru_cache
+def forward() -> tuple[Any, BackwardOrder]:
+    code = write_code(write_sketch(SPEC), SPEC, CARD).code
+    return checked_program(parse(code)), BackwardOrder(code, CARD, SPEC)
+
+
+def attention(derived: Any) -> rules.Gradient:
+    program, _ = forward()
+
+    def run(*tensors: Any) -> Any:
+        given = {n: t.detach().float().numpy() for n, t in zip("QKV", tensors, strict=True)}
+        found = interpret(program, given)
+        out = torch.from_numpy(found["O"].astype(np.float32)).bfloat16()
+        return out, torch.from_numpy(found["LSE"])
+
+    signature = Signature(translate(program, CARD).plan)
+    return rules.Gradient("gqa", signature, run, None, derived)
+
+
+def leaves(q_len: int, kv_len: int) -> tuple[list[Any], Any, dict[str, Any]]:
+    given, expected = problem(q_len, kv_len)
+    made = {n: torch.from_numpy(given[n].astype(np.float32)).bfloat16() for n in ("Q", "K", "V")}
+    grad = torch.from_numpy(given["dO"].astype(np.float32)).bfloat16()
+    return [t.requires_grad_() for t in made.values()], grad, expected
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(70, 90), (90, 40)])
+def test_gradients(q_len: int, kv_len: int) -> None:
+    tensors, grad, expected = leaves(q_len, kv_len)
+    _, order = forward()
+    out, _ = attention(lambda: Backward(order.code))(*tensors)
+    out.backward(grad)
+    for name, tensor in zip(("dQ", "dK", "dV"), tensors, strict=True):
+        error = np.sqrt(np.mean((tensor.grad.float().numpy() - expected[name]) ** 2))
+        assert error < 5e-3 * np.sqrt(np.mean(expected[name] ** 2)), name
+
+
+def test_a_gradient_that_is_one_number() -> None:
+    """Of `sum()` the gradient is an expanded number, which kernels cannot read."""
+    tensors, _, _ = leaves(20, 20)
+    _, order = forward()
+    attention(lambda: Backward(order.code))(*tensors)[0].sum().backward()
+    assert all(torch.isfinite(t.grad).all() for t in tensors)
+
+
+def test_only_what_is_asked_for() -> None:
+    tensors, grad, _ = leaves(20, 20)
+    q = tensors[0].detach()
+    _, order = forward()
+    attention(lambda: Backward(order.code))(q, *tensors[1:])[0].backward(grad)
+    assert q.grad is None
+    assert tensors[1].grad is not None
+
+
+def test_why_there_is_none() -> None:
+    tensors, grad, _ = leaves(20, 20)
+    out, _ = attention(lambda: "line 3: top-k has no gradient")(*tensors)
+    with pytest.raises(RuntimeError, match="line 3: top-k has no gradient"):
+        out.backward(grad)
+
+
+def test_a_gradient_of_the_lse_is_refused() -> None:
+    tensors, grad, _ = leaves(20, 20)
+    _, order = forward()
+    out, lse = attention(lambda: Backward(order.code))(*tensors)
+    with pytest.raises(RuntimeError, match="the backward takes no gradient of lse"):
+        (lse.sum() + (out.float() * grad.float()).sum()).backward()
+
+
+def test_the_package_has_a_spec_and_all_kernels() -> None:
+    _, order = forward()
+    assert order.name.startswith("a100-backward-")
+    assert "the backward pass of" in order.in_words()
+    assert len(check(parse(order.code), CARD).kernels) == 3
