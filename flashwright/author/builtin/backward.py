@@ -15,6 +15,7 @@ from flashwright.lang.diagnostic import Failed
 from flashwright.lang.nodes import (
     Allocate,
     Axis,
+    Compute,
     Copy,
     For,
     Grid,
@@ -85,15 +86,24 @@ def with_sizes(tree: Tree, tiling: BackwardTiling) -> Tree:
     types = {_base(s.name): s.dtype for s in made if isinstance(s, Allocate)}
     for start, end in zip(starts, [*starts[1:], len(body)], strict=True):
         kernel = body[start:end]
-        if any(isinstance(stmt, For) for stmt in kernel):
-            kernel = list(_main(kernel, tiling, types))
-        made += kernel
+        computes = (s for s in statements(tuple(kernel)) if isinstance(s, Compute))
+        if any(s.operation == "gemm" for s in computes):
+            made += _main(kernel, tiling, types)
+        else:
+            made += [_few_warps(stmt, tiling.bm // 16) for stmt in kernel]
     return Tree(tuple(made))
 
 
 def _set(stmt: Statement, values: Mapping[str, int]) -> Statement:
     if isinstance(stmt, Param) and stmt.name.id in values:
         return replace(stmt, value=Num(str(values[stmt.name.id])))
+    return stmt
+
+
+def _few_warps(stmt: Statement, most: int) -> Statement:
+    """A kernel with tiles of BM rows has 16 of them for each warp at least."""
+    if isinstance(stmt, Param) and stmt.name.id == "Warps" and isinstance(stmt.value, Num):
+        return replace(stmt, value=Num(str(min(most, int(stmt.value.text)))))
     return stmt
 
 

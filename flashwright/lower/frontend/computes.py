@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from fractions import Fraction
 
@@ -31,7 +31,7 @@ from flashwright.lower.frontend.scalars import Scalar, refused
 from flashwright.lower.names import cpp, tile_name
 from flashwright.lower.term import Position, Term, Type, Var
 from flashwright.program.program import Buffer, Key
-from flashwright.program.vocabulary import CONSTANTS, DTYPES
+from flashwright.program.vocabulary import CONSTANTS, DTYPES, POSITIONS
 from flashwright.semantics.compute import expression
 
 DEFERRED = "(a constant factor: taken along by what reads the tile next)"
@@ -217,7 +217,7 @@ class Computes:
         # What is rounded as it is written must be whole by then.
         can_wait = len(own.axes) == 2 and buffer.dtype == "fp32"
         value, factor = _factor(value) if can_wait else (value, None)
-        node = self._node(stmt, frame, ())
+        node = replace(self._node(stmt, frame, ()), cols=self._columns(expr, frame))
         if value != own:
             self.forget(target)
             self.made.axes[target] = frame.axes[: len(buffer.shape)]
@@ -313,6 +313,26 @@ class Computes:
     def _node(self, stmt: tl.Compute, frame: Frame, assigns: tuple[ir.Assign, ...]) -> ir.Compute:
         rows, cols = self._origins(frame)
         return ir.Compute(frame.shape, assigns, rows, cols, origin=ir.origin(stmt))
+
+    def _columns(self, expr: Expr, frame: Frame) -> Term | None:
+        """The position at which the columns begin: of a tile, or of what is reduced to its rows."""
+        own = self._origins(frame)[1]
+        reduced = [
+            part.args[0]
+            for part in tl.expressions(expr)
+            if isinstance(part, tl.Call) and part.func.id.lower() in ("rowmax", "rowsum")
+        ]
+        inside = {id(name) for arg in reduced for name in tl.value_names(arg)}
+        outside = [name for name in tl.value_names(expr) if id(name) not in inside]
+        used = {own} if len(frame.axes) == 2 and _by_columns(outside, frame) else set()
+        for arg in reduced:
+            inner = self._inner(arg)
+            if _by_columns(tl.value_names(arg), inner):
+                used.add(self._origins(inner)[1])
+        if len(used) > 1:
+            hint = "compute the row sum in a statement of its own"
+            raise refused("positions of different columns in one expression", expr.span, hint)
+        return used.pop() if used else own
 
     def _origins(self, frame: Frame) -> tuple[Term | None, Term | None]:
         starts = [self.made.origin(w, frame.buffer, i) for i, w in enumerate(frame.axes)]
@@ -434,6 +454,11 @@ def _scalar(x: Scalar) -> Leaf:
         return Leaf(x.term, value=float(x.value) if x.value is not None else None)
     found = x.term if x.whole else x.as_float()
     return Leaf(found, value=float(x.value) if x.value is not None else None)
+
+
+def _by_columns(names: Iterable[Name], frame: Frame) -> bool:
+    """Whether a position along the columns is among the names."""
+    return any(n.id in POSITIONS and axis_of(n.id, frame.axes) == 1 for n in names)
 
 
 def _operand(expr: Expr) -> tuple[Name, bool]:

@@ -1,0 +1,101 @@
+"""Derived backward passes: all kernels of one, run under emulation one after another, against fp64.
+They are compiled together, which takes most of the time: all but one are slow tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashwright import gpu as gpus
+from flashwright.author.builtin.author import write_code, write_sketch
+from flashwright.author.builtin.backward import tilings
+from flashwright.author.builtin.variants import make_spec
+from flashwright.build import toolchain
+from flashwright.build.steps import Steps
+from flashwright.check.check import check, checked_program
+from flashwright.emulate.emulate import run
+from flashwright.grad.grad import backward
+from flashwright.judge import oracle
+from flashwright.judge.form import planned_shape
+from flashwright.judge.gradient_noise import compare
+from flashwright.judge.gradients import gradients, with_outputs
+from flashwright.judge.inputs import make_inputs
+from flashwright.lang.format import format_tree
+from flashwright.lang.parse import parse
+from flashwright.program.kernels import Kernels
+from flashwright.sandbox.tensors import DTYPES
+from flashwright.spec import AttentionSpec
+from tests.unit.together import SCHEDULES, Kernel, kernels
+
+pytestmark = pytest.mark.skipif(not toolchain.has_nvcc(), reason="there is no CUDA compiler here")
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "wide": {"causal": True, "head_dim": 128},
+    "window": {"causal": True, "window": 70},
+    "softcap": {"causal": True, "softcap": 30.0},
+    "alibi": {"causal": True, "alibi": True},
+    "sink": {"causal": True, "sink": True},
+}
+DTYPE = {"t4": "fp16", "a100": "bf16", "h200": "bf16"}
+LENGTHS = ((1, 1), (70, 133), (150, 90))
+
+
+def derived(option: str, gpu: str) -> tuple[list[str], Steps, AttentionSpec]:
+    """The kernels of a backward pass as programs, with the author's first sizes."""
+    card = gpus.find(gpu)
+    settings = {"head_dim": 64, "dtype": DTYPE[gpu], **OPTIONS[option]}
+    spec = make_spec("gqa", heads=4, kv_heads=2, **settings)
+    forward = write_code(write_sketch(spec), spec, card).code
+    _, sized = next(tilings(backward(checked_program(parse(forward))).tree, card))
+    programs = check(sized, card).kernels
+    return [format_tree(p.tree) for p in programs], Steps.of(Kernels(programs)), spec
+
+
+def launched(
+    steps: Sequence[Kernel], record: Steps, given: dict[str, Any], dims: dict[str, int], how: str
+) -> dict[str, Any]:
+    """All tensors after the kernels have run one after another. New ones are NaN, or 0."""
+    tensors = {name: np.ascontiguousarray(array) for name, array in given.items()}
+    for kernel in steps:
+        for tensor in kernel.plan.tensors:
+            if tensor.name not in tensors:
+                start = 0.0 if tensor.name in record.zeroed else np.nan
+                shape = planned_shape(tensor, dims)
+                tensors[tensor.name] = np.full(shape, start).astype(DTYPES[tensor.dtype])
+        own = {t.name: tensors[t.name] for t in kernel.plan.tensors}
+        sizes = {name: dims[name] for name in kernel.plan.dims}
+        found = run(kernel.program, kernel.plan, own, sizes, how).findings
+        assert not found, [(f.kind, f.instruction.opcode, f.instruction.line) for f in found]
+    return tensors
+
+
+SHARES = [
+    pytest.param("a100", ["causal"]),
+    *(
+        pytest.param(gpu, list(OPTIONS), marks=pytest.mark.slow, id=f"{gpu}-all")
+        for gpu in ("h200", "t4")
+    ),
+    pytest.param("a100", ["full", "wide", "softcap"], marks=pytest.mark.slow, id="a100-more"),
+]
+
+
+@pytest.mark.parametrize(("gpu", "options"), SHARES)
+def test_gradients(gpu: str, options: list[str]) -> None:
+    made = [derived(option, gpu) for option in options]
+    built = iter(kernels([(code, spec) for codes, _, spec in made for code in codes], gpu))
+    for codes, record, spec in made:
+        steps = [next(built) for _ in codes]
+        for (q_len, kv_len), how in zip(LENGTHS, SCHEDULES, strict=False):
+            dims = {"batch": 1, "heads": 4, "kv_heads": 2, "q_len": q_len, "kv_len": kv_len}
+            drawn = make_inputs(spec.model_copy(update={"backward": True}), dims, 1, "normal")
+            given = with_outputs(spec, drawn, oracle.attention(spec, drawn, dims))
+            found = launched(steps, record, given, dims, how)
+            for name, expected in gradients(spec, drawn, dims).items():
+                if name in found:
+                    compared = compare(found[name], expected)
+                    assert compared.ok, f"{spec.in_words} {dims} {name}: {compared.reason}"
