@@ -76,7 +76,7 @@ class Reverse:
             return same[0]
         base = f"d{target.split('.')[0]}"
         self._count[base] = self._count.get(base, -1) + 1
-        name = f"{base}.{self._count[base]}"
+        name = f"{base}.adjoint{self._count[base]}"
         self.forward.axes[name] = self.forward.axes_of(value)
         self.steps.append(Step(name, value, span))
         return name

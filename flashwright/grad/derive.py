@@ -163,7 +163,10 @@ class _Derivation:
                 seeds[end] = neg(self._keep(delta, neg(value), end))
             else:
                 seeds[end] = self._keep(f"dA{begin.split('.')[0].removeprefix('O')}.0", value, end)
-        self.result.row_grads = {leaf: [row(d) for d in ds] for leaf, ds in reverse.grads.items()}
+        for leaf, ds in reverse.grads.items():
+            if not isinstance(leaf, str) or leaf in self.forward.loads:
+                self.result.row_grads[leaf] = [row(d) for d in ds]
+                self._check_known(total(self.result.row_grads[leaf]))
         self._initial_grads(seeds, known)
         return seeds
 

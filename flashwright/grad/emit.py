@@ -107,8 +107,16 @@ class _Program:
         pairs = [v for v in self.forward.loads.values() if set(v.axes) == {QUERY, KEY}]
         self.pair = (QUERY, KEY) if pairs else (KEY, QUERY)
         self.output = next(iter(self.back.given.values()))
-        self.half = self.output.tensor.dtype
-        self.key_var = self.forward.query.name
+        self.half = self._operand_type()
+
+    def _operand_type(self) -> str:
+        """The type of GEMM operands: that of the keys; Failed if it is no 16-bit type."""
+        keys = [t for t in self.forward.loads.values() if KEY in t.axes and len(t.axes) == 2]
+        for load in keys:
+            if load.tensor.dtype not in ("fp16", "bf16"):
+                why = f"`{load.tensor.name}` is {load.tensor.dtype}: gradients need fp16 or bf16"
+                raise refuse(load.tensor.declared.span, why)
+        return next((load.tensor.dtype for load in keys if QUERY not in load.axes), "fp16")
 
     # --- declarations -------------------------------------------------------------------------
 
@@ -178,8 +186,8 @@ class _Program:
 
     def preprocess(self) -> list[Statement]:
         """Delta, and what else of the epilogue's adjoint the main kernel reads."""
-        partial = self._row_parts()
-        steps = [*self.back.rows, *partial]
+        partial, tiles = self._row_parts(), self._row_tiles()
+        steps = [*self.back.rows, *partial, *tiles]
         if not steps:
             return []
         write = self.writer()
@@ -192,6 +200,15 @@ class _Program:
             write.step(n, step)
         for value in stored:
             write.body.append(replace(self.row_copy(value), source="register", dest="global"))
+        for step in tiles:
+            (copy,) = [
+                load.copy
+                for load in self.forward.loads.values()
+                if f"d{load.tensor.name}.0" == step.target
+            ]
+            name = Name(write.base[step.target])
+            out = replace(copy, name=name, source="register", dest="global", target=None)
+            write.body.append(out)
         title = Comment("Preprocess: what the main kernel needs of each query.", gap=True)
         grid = Grid(self.program.grid.axes)
         return [title, grid, WARPS, *write.allocated.values(), *write.body]
@@ -209,6 +226,22 @@ class _Program:
                 made.append(step)
         return made
 
+    def _row_tiles(self) -> list[Step]:
+        """The gradients of tiles that only the epilogue reads (a gate on the output)."""
+        made = []
+        for leaf, terms in self.back.row_grads.items():
+            if not isinstance(leaf, str):
+                continue
+            load = self.forward.loads[leaf]
+            grid = {a.name.id for a in self.program.grid.axes}
+            if leaf in self.back.grads or not grid <= _names(load.copy):
+                self.missing[load.tensor.name] = "several blocks read each of its elements"
+                continue
+            self.forward.axes[f"d{load.tensor.name}.0"] = load.axes
+            self._tensor(f"d{load.tensor.name}", load.tensor, load.tensor.dtype)
+            made.append(Step(f"d{load.tensor.name}.0", total(terms)))
+        return made
+
     def per_head(self, leaf: Index) -> bool:
         """Whether an element is a number per head, so that its gradient is a sum over rows."""
         tensor = self.program.tensors[leaf.tensor.id]
@@ -218,7 +251,9 @@ class _Program:
         )
         if tensor.dtype in FLOATS and not (single and heads):
             self.missing[tensor.name] = "its index is not the head alone"
-        return bool(single and heads)
+        elif leaf in self.back.grads and leaf in self.back.row_grads:
+            self.missing[tensor.name] = "the loop and the rows both use it"
+        return tensor.name not in self.missing and tensor.dtype in FLOATS
 
     def _add_parts(self, leaf: Index, side: str) -> None:
         tensor, output = self.program.tensors[leaf.tensor.id], self.output.tensor
@@ -275,15 +310,15 @@ class _Program:
             return load.copy
         store = self.back.saved.get(value) or self.back.given.get(value)
         if store is not None:
-            dtype = store.tensor.dtype
-            self._tensor(name, store.tensor, dtype)
+            given = value in self.back.given
+            self._tensor(name, store.tensor, self.half if given else store.tensor.dtype)
             return replace(store.copy, name=Name(name), target=None)
         return self._scratch_copy(name, value)
 
     def _scratch_copy(self, name: str, value: str) -> Copy:
         copy, tensor = self.output.copy, self.output.tensor
         if self.forward.axes[value] != (QUERY,):
-            self._tensor(name, tensor, tensor.dtype)
+            self._tensor(name, tensor, self.half)
             return replace(copy, name=Name(name), target=None)
         self._tensor(name, tensor, "fp32", len(tensor.axes) - 1)
         last = tensor.axes[-1].label

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import typer
 
 from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.builtin.variants import make_spec
@@ -330,3 +332,81 @@ def test_forgetting() -> None:
         return softmax(scores(t) / 8 + own[..., None] - gates[..., None, :], k <= q, t)
 
     agrees(example("forgetting"), attention)
+
+
+GATE = """Allocate Gate in global (batch, heads, q_len, HeadDim) as fp32
+Allocate Gate in register (BM, HeadDim) as fp32
+Copy Gate (BM, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = block_idx]
+  from global to register
+Compute O_register * sigmoid(Gate_register) and get new O_register
+"""
+
+
+def test_a_gate_on_the_output() -> None:
+    def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
+        q, k = positions(dims)
+        found = softmax(scores(t) / 8, k <= q, t)
+        return {**found, "O": found["O"] * torch.sigmoid(t["Gate"])}
+
+    text = example("softmax_by_hand", "0.125 * Smax + log(Ssum)")
+    made = agrees(text.replace("Copy O (BM", GATE + "Copy O (BM"), attention)
+    assert "dGate" in made
+
+
+def test_a_maximum_that_rises_by_steps() -> None:
+    """The rescale is skipped while the maximum rises by less than 8: another reference."""
+
+    def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
+        q, k = positions(dims)
+        return softmax(scores(t) / 8, k <= q, t)
+
+    lazy = "max(Smax, rowmax(S)) and get Snew\n"
+    steps = "  Compute where(Snew - Smax > 8, Snew, Smax) and get new Snew\n"
+    text = example("softmax_by_hand", "0.125 * Smax + log(Ssum)").replace(lazy, lazy + steps)
+    agrees(text, attention, ((70, 100),))
+
+
+def test_a_sum_that_decays_is_refused() -> None:
+    text = example("softmax_by_hand", "0.125 * Smax + log(Ssum)")
+    text = text.replace("O_register * Drop", "O_register * Drop * 0.9")
+    assert "it decays" in refused(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("paged", "the place of `K` comes from a tensor"),
+        ("paper", "a view with an offset"),
+        ("side_by_side", "side by side"),
+        ("sink_tile", "a GEMM before the loop"),
+    ],
+)
+def test_examples_without_a_gradient_say_why(name: str, says: str) -> None:
+    assert says in refused(example(name, lse=""))
+
+
+def test_fp8_is_refused() -> None:
+    spec = make_spec("mha", head_dim=64, heads=4, dtype="fp8")
+    text = write_code(write_sketch(spec), spec, find("h200")).code
+    assert "gradients need fp16 or bf16" in refused(text)
+
+
+def test_selected_blocks_are_refused() -> None:
+    assert "no axis of the grid" in refused(authored("nsa-selected", head_dim=64))
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from flashwright.cli.grad import grad
+
+    forward, out = tmp_path / "forward.tl", tmp_path / "backward.tl"
+    forward.write_text(example("unscaled"))
+    with pytest.raises(typer.Exit) as ended:
+        grad(str(forward), out)
+    assert ended.value.exit_code == 0
+    assert capsys.readouterr().out == f"{out}: dQ, dK, dV\n"
+    assert check(parse(out.read_text())).diagnostics == ()
+    forward.write_text(example("unscaled", lse=""))
+    with pytest.raises(typer.Exit) as ended:
+        grad(str(forward), None)
+    assert ended.value.exit_code == 1
+    assert "error[FW908]" in capsys.readouterr().err
