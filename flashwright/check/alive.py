@@ -51,8 +51,18 @@ def _body(
 def _statement(program: Program, stmt: Statement, after: Alive, found: dict[int, Moment]) -> Alive:
     read, written = (_registers(keys) for keys in (program.reads(stmt), program.writes(stmt)))
     if isinstance(stmt, Compute | Reshape) or read or written:
-        found[id(stmt)] = Moment(stmt, after | read | written)
+        reused = _reused(program, stmt, read - written - after, written)
+        found[id(stmt)] = Moment(stmt, (after | read | written) - reused)
     return (after - written) | read
+
+
+def _reused(program: Program, stmt: Statement, last: Alive, written: Alive) -> Alive:
+    """The tiles whose registers the result takes: elementwise work reads them for the last time."""
+    if not isinstance(stmt, Compute) or stmt.operation == "gemm" or stmt.mode != "get":
+        return frozenset()
+    shapes = {program.buffers[key].shape for key in written}
+    fitting = sorted(key for key in last if program.buffers[key].shape in shapes)
+    return frozenset(fitting[:1])
 
 
 def _registers(keys: set[Key]) -> Alive:

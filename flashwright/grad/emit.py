@@ -484,7 +484,7 @@ def _owner(program: _Program) -> _Owner:
     axes = [GridAxis(kv, ZERO, size) if a.name.id == head else a for a in others]
     group_size, start, steps = (program.new_name(n) for n in ("Group", "Start", "Steps"))
     lets = (
-        Let(group_size, of),
+        Let(group_size, call("floor", of)),  # a whole number, as the launcher has checked
         Let(start, low),
         Let(steps, call("max", ZERO, sub(call("ceil", high), start))),
     )

@@ -401,7 +401,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     forward, out = tmp_path / "forward.tl", tmp_path / "backward.tl"
     forward.write_text(example("unscaled"))
     with pytest.raises(typer.Exit) as ended:
-        grad(str(forward), out)
+        grad(str(forward), out=out)
     assert ended.value.exit_code == 0
     assert capsys.readouterr().out == f"{out}: dQ, dK, dV\n"
     assert check(parse(out.read_text())).diagnostics == ()

@@ -6,9 +6,10 @@ have 64 keys each, and numbers for each query come through shared memory, copied
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from flashwright.author.builtin.order import ordered
 from flashwright.check.check import check
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Failed
@@ -32,13 +33,16 @@ from flashwright.program.vocabulary import split
 @dataclass(frozen=True)
 class BackwardTiling:
     """The sizes of a backward pass: queries per step, keys per block, warps, stages of a step's
-    tiles, and whether numbers for each query come through shared memory."""
+    tiles."""
 
     bm: int
     bn: int
     warps: int
     stages: int
     vectors: bool = False
+    """Whether numbers for each query come through shared memory."""
+    beside: bool = False
+    """Whether products run beside other work, so that their order matters."""
 
     @property
     def name(self) -> str:
@@ -47,10 +51,11 @@ class BackwardTiling:
 
 
 WITH_WGMMA = (
-    BackwardTiling(128, 128, 8, 2, vectors=True),
-    BackwardTiling(64, 128, 8, 2, vectors=True),
-    BackwardTiling(64, 128, 8, 1, vectors=True),
-    BackwardTiling(64, 64, 4, 2, vectors=True),
+    BackwardTiling(128, 128, 8, 2, vectors=True, beside=True),
+    BackwardTiling(64, 128, 8, 2, vectors=True, beside=True),
+    BackwardTiling(64, 128, 8, 2, beside=True),
+    BackwardTiling(64, 64, 4, 2, vectors=True, beside=True),
+    BackwardTiling(64, 64, 4, 2, beside=True),
 )
 WITHOUT = (
     BackwardTiling(64, 64, 4, 2),
@@ -121,7 +126,8 @@ def _main(
         if isinstance(stmt, Param) and stmt.name.id == "Warps":
             yield replace(stmt, value=Num(str(tiling.warps)))
         elif isinstance(stmt, For):
-            yield replace(stmt, body=tuple(_loop(stmt.body, staged)))
+            loop = ordered(stmt.body) if tiling.beside else stmt.body
+            yield replace(stmt, body=tuple(_loop(loop, staged)))
         else:
             yield stmt
 
@@ -141,7 +147,7 @@ def _allocated(copy: Copy, stages: int, dtype: Name | None) -> Allocate:
     return Allocate(name, "shared", shape, dtype, None, Num(str(stages)))
 
 
-def _loop(body: tuple[Statement, ...], staged: list[Copy]) -> Iterator[Statement]:
+def _loop(body: Sequence[Statement], staged: list[Copy]) -> Iterator[Statement]:
     """The loop with its vectors sent through shared memory."""
     for stmt in body:
         if isinstance(stmt, Copy) and stmt in staged and stmt.dest == "register":
