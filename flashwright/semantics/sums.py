@@ -19,6 +19,7 @@ class Sums:
     def __init__(self, machine: State) -> None:
         self.machine = machine
         self.program = machine.program
+        self._tensors: dict[str, frozenset[str]] = {}
 
     def covered(self, op: str, args: list[Operand], stmt: Statement) -> Covered:
         """The coverage of a result. Linear operations keep it; any other needs complete sums."""
@@ -109,8 +110,18 @@ class Sums:
         loops, sources = self.machine.loops, self.program.sources
         lows = frozenset(name for loop in loops for name in sources(loop.low))
         highs = frozenset(name for loop in loops for name in sources(loop.high))
-        made = covering(where, tile, self._loop(stmt))
+        made = covering(where, tile, self._loop(stmt), self._along(where.dim))
         return {key: replace(part, open=(lows, highs)) for key, part in made.items()}
+
+    def _along(self, dim: str) -> frozenset[str]:
+        """The tensors with an axis of this identity."""
+        if dim not in self._tensors:
+            self._tensors[dim] = frozenset(
+                name
+                for name, tensor in self.program.tensors.items()
+                if any(self.machine.identity(axis.size) == dim for axis in tensor.axes)
+            )
+        return self._tensors[dim]
 
     def no_tail(self, tile: Tile, stmt: Statement, span: Span) -> None:
         """Report FW609 for keys outside the sequence that are not masked before a row reduction."""

@@ -8,7 +8,7 @@ block at the statement that causes it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -194,11 +194,13 @@ CoverKey = tuple[str, ...]
 Covered = Mapping[CoverKey, Coverage]
 
 
-def covering(where: Where, tile: Tile, stmt: Statement) -> dict[CoverKey, Coverage]:
-    """The coverage of a sum over one axis of a tile."""
-    at = tile.at
-    part = [f"{dim} {p.value}" for dim, p in at.items() if p.tensor == where.tensor]
-    paged = any(p.chosen for p in at.values() if p.tensor == where.tensor)
+def covering(
+    where: Where, tile: Tile, stmt: Statement, along: Collection[str]
+) -> dict[CoverKey, Coverage]:
+    """The coverage of a sum over one axis of a tile; `along` are the tensors that lie along it."""
+    own = {dim: p for dim, p in tile.at.items() if p.tensor in along}
+    part = [f"{dim} {p.value}" for dim, p in own.items()]
+    paged = any(p.chosen for p in own.values())
     known = not isinstance(where.start, Unknown) and not where.chosen and not paged
     start = 0 if isinstance(where.start, Unknown) else where.start
     piece = Part(max(start, 0), min(start + where.size, where.extent), tile.masks)

@@ -110,6 +110,10 @@ def test_what_is_wrong_is_found(old: str, new: str, code: str) -> None:
     assert code in codes((old, new))
 
 
+def test_the_order_of_factors_does_not_matter() -> None:
+    assert not codes(("Compute S * (dP - Delta)", "Compute (dP - Delta) * S"))
+
+
 def test_a_tensor_that_a_later_kernel_writes_is_not_read() -> None:
     first, second, third = BACKWARD.read_text().split("\ngrid ")[1:]
     header = BACKWARD.read_text().split("\ngrid ")[0]
