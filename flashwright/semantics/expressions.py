@@ -216,12 +216,12 @@ class Expressions:
         )
 
     def _only_copied(self, arg: Expr) -> bool:
-        """Whether an expression is a tile that only Copies fill, with zeros past the end."""
+        """Whether an expression is a tile that is copied from global memory: zeros past the end."""
         if not isinstance(arg, Name):
             return False
         key = self.key(arg)
-        body = statements(self.program.tree.body)
-        return all(isinstance(s, Copy) for s in body if key in self.program.writes(s))
+        writers = [s for s in statements(self.program.tree.body) if key in self.program.writes(s)]
+        return all(isinstance(s, Copy) and s.source == "global" for s in writers)
 
     def _position(self, name: Name, frame: Frame) -> Tile:
         axis = axis_of(name.id, frame.axes)

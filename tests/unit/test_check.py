@@ -1546,3 +1546,25 @@ def test_programs_with_a_line_or_a_name_changed_end_in_findings_or_pass() -> Non
         except Failed:
             continue
         assert all(d.span is not None for d in check(tree, gpu.find("h200")).diagnostics), text
+
+
+ROW_SUM = """\
+param BM = 64
+param BN = 64
+grid block_idx = 0:q_len / BM
+Allocate A in global (L: q_len, M: kv_len) as fp32
+Allocate T in global (L: q_len) as fp32
+Allocate T in register (BM) as fp32
+Compute 0 and get T
+for i = 0:kv_len / BN
+  Copy A (BM, BN) in coordinate [L = block_idx, M = i] from global to register
+  Compute rowsum(A) and accumulate T
+end
+Copy T (BM) in coordinate [L = block_idx] from register to global
+"""
+
+
+def test_zeros_past_the_end_add_nothing_to_a_sum() -> None:
+    assert codes(ROW_SUM) == []
+    assert codes(ROW_SUM.replace("rowsum(A)", "rowsum(A + 1)")) == ["FW609"]
+    assert codes(ROW_SUM.replace("rowsum(A)", "rowmax(A)")) == ["FW609"]
