@@ -213,8 +213,8 @@ def _check(call: FlexNode, graph: GraphModule) -> None:
     given = (*call.tensors, *call.buffers)
     if call.grad and any(getattr(graphs.example(g), "requires_grad", False) for g in given):
         raise _Stays(
-            "gradients are asked for, and a graph takes no derived backward yet; call the model under "
-            "torch.no_grad() for a kernel"
+            "gradients are asked for, and a graph takes no derived backward yet; call the model "
+            "under torch.no_grad() for a kernel"
         )
     if any(user.args[1] == 2 and user.users for user in call.node.users):
         raise _Stays("max_scores is no output of our kernels; ask for lse alone")
