@@ -25,6 +25,7 @@ from flashwright.lang.nodes import (
     Param,
     Statement,
     Tree,
+    expressions,
     statements,
 )
 from flashwright.program.vocabulary import split
@@ -148,13 +149,17 @@ def _allocated(copy: Copy, stages: int, dtype: Name | None) -> Allocate:
 
 
 def _loop(body: Sequence[Statement], staged: list[Copy]) -> Iterator[Statement]:
-    """The loop with its vectors sent through shared memory."""
+    """The loop with its vectors sent through shared memory, and to registers when they are read."""
+    waiting: dict[str, Copy] = {}
     for stmt in body:
         if isinstance(stmt, Copy) and stmt in staged and stmt.dest == "register":
+            name = _base(stmt.target or stmt.name)
+            waiting[name] = Copy(Name(name), None, None, "shared", "register")
             yield replace(stmt, dest="shared")
-            yield Copy(Name(_base(stmt.target or stmt.name)), None, None, "shared", "register")
-        else:
-            yield stmt
+            continue
+        read = {_base(e) for e in expressions(stmt) if isinstance(e, Name)}
+        yield from (waiting.pop(name) for name in list(waiting) if name in read)
+        yield stmt
 
 
 def _base(name: Name) -> str:
