@@ -132,7 +132,8 @@ def build(
     further: dict[str, str | bytes] = {}
     with held(folder):
         for name in _further_kernels(Path(what)) if is_folder else ():
-            _build(str(Path(what, name, CODE)), folder / name, options)
+            own = str(Path(what, name, CODE))
+            _build(own, load_program(own, card), folder / name, options)
             further[f"{name}/{package.RECORD}"] = (folder / name / package.RECORD).read_bytes()
         if further:
             further[package.CLASSES] = Path(what, package.CLASSES).read_bytes()
@@ -140,7 +141,7 @@ def build(
         if len(kernels.programs) > 1:
             _build_steps(file, source, kernels, folder, options)
         else:
-            _build(file, folder, options, further)
+            _build(file, (kernels.programs[0], source), folder, options, further)
     return FINE
 
 
@@ -157,7 +158,7 @@ def _build_steps(
     for name, program in zip(steps.steps, kernels.programs, strict=True):
         own = folder / name / CODE
         _put(own.parent, {CODE: format_tree(program.tree)})
-        _build(str(own), own.parent, options)
+        _build(str(own), load_program(str(own), options.card), own.parent, options)
         files[f"{name}/{package.RECORD}"] = (own.parent / package.RECORD).read_bytes()
     _put(folder, {**files, package.RECORD: package.record_of_steps(options.card, files)})
     print(f"{folder}: {len(steps.steps)} kernels, launched in order by one call")
@@ -183,15 +184,17 @@ def _further_kernels(folder: Path) -> tuple[str, ...]:
 
 def _build(
     file: str,
+    loaded: tuple[Program, str],
     folder: Path,
     options: _BuildOptions,
     further: Mapping[str, str | bytes] | None = None,
 ) -> None:
-    """Build one kernel. `further`: records and rules of the package's other kernels."""
+    """Build one kernel, from the checked program and its text. `further`: records and rules of the
+    package's other kernels."""
     from flashwright.build import package
 
     card = options.card
-    program, source = load_program(file, card)
+    program, source = loaded
     made = _translated(file, program, source, card)
     files = {**_inputs(file, source), **package.translated(made)}
     try:

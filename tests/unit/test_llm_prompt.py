@@ -203,6 +203,7 @@ def test_the_language_is_that_of_the_documentation() -> None:
     assert left_out == {
         "A whole program",  # the answer to half of the questions
         "Two levels: sketch and code",
+        "Several kernels",  # a model is asked for one
         "Checking and running",
         "What the checker looks for",
     }

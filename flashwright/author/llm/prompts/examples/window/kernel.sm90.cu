@@ -118,11 +118,11 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
       //  29 | Compute GEMM Q_shared, K_shared.T and get S
       fw::start_product<true, true>(group, S, Q_shared, K_shared.stage(K_ring.stage));
       fw::close_products();
-      fw::finish_products<0>(S);
-      K_ring.release();
 
       //  30 | Compute Multiply S, Scale and get new S
       // (a constant factor: taken along by what reads the tile next)
+      fw::finish_products<0>(S);
+      K_ring.release();
 
       //  31 | Compute S + Slopes[head_idx] * (kv_idx - q_idx - (kv_len - q_len)) and get new S
       CUTE_UNROLL
