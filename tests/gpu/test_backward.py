@@ -1,0 +1,92 @@
+"""Gradients on a GPU: flashwright.attention's, by derived backward passes, against fp64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import flashwright
+
+torch = pytest.importorskip("torch")
+from flashwright.flex import fallback  # noqa: E402
+
+LIMIT = {torch.bfloat16: 8e-3, torch.float16: 2e-3}
+"""Of the RMS error, relative to the gradient's RMS: about three times that of one rounding."""
+HEADS, KV_HEADS = 4, 2
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": 100},
+    "softcap": {"causal": True, "softcap": 20.0},
+    "alibi": {"causal": True, "alibi": [0.5, 0.25, 0.125, 0.0625]},
+    "sink": {"causal": True, "sink": [0.5, -1.0, 0.0, 2.0]},
+}
+
+
+def problem(dim: int, dtype: Any, q_len: int, kv_len: int) -> tuple[list[Any], Any]:
+    """Q, K and V that require gradients, and the gradient of O."""
+    torch.manual_seed(0)
+    shapes = ((HEADS, q_len), (KV_HEADS, kv_len), (KV_HEADS, kv_len), (HEADS, q_len))
+    made = [torch.randn(2, h, n, dim, device="cuda", dtype=dtype) for h, n in shapes]
+    return [t.requires_grad_() for t in made[:3]], made[3]
+
+
+def gradients(tensors: list[Any], grad: Any, settings: dict[str, Any], by: Any) -> list[Any]:
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    kind, device = leaves[0].dtype, leaves[0].device
+    more = {
+        n: torch.tensor(x, device=device, dtype=torch.float32 if kind.itemsize < 8 else kind)
+        for n, x in settings.items()
+        if isinstance(x, list)
+    }
+    extra = [t.requires_grad_() for t in more.values()]
+    out = by(*leaves, **{**settings, **more})
+    out.backward(grad)
+    return [t.grad for t in (*leaves, *extra)]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_gradients(dim: int, option: str) -> None:
+    for q_len, kv_len in ((130, 200), (200, 130), (512, 512)):
+        tensors, grad = problem(dim, torch.bfloat16, q_len, kv_len)
+        found = gradients(tensors, grad, OPTIONS[option], flashwright.attention)
+        exact = [t.detach().cpu().double() for t in tensors]
+        wanted = gradients(exact, grad.cpu().double(), OPTIONS[option], fallback.attention)
+        for name, one, other in zip("QKV?", found, wanted, strict=False):
+            error = (one.cpu().double() - other).norm() / other.norm()
+            limit = LIMIT[torch.bfloat16] * (1 if name in "QKV" else 5)  # few numbers, which cancel
+            assert error < limit, f"d{name} {q_len} x {kv_len}: {error:.2g}"
+
+
+def test_checkpointed_and_compiled() -> None:
+    tensors, grad = problem(64, torch.bfloat16, 256, 256)
+    plain = gradients(tensors, grad, {"causal": True}, flashwright.attention)
+
+    def checkpointed(*given: Any, **settings: Any) -> Any:
+        from torch.utils.checkpoint import checkpoint
+
+        return checkpoint(flashwright.attention, *given, use_reentrant=False, **settings)
+
+    for how in (checkpointed, torch.compile(flashwright.attention)):
+        for one, other in zip(plain, gradients(tensors, grad, {"causal": True}, how), strict=True):
+            torch.testing.assert_close(
+                one, other, rtol=2e-2, atol=2e-2
+            )  # dQ is summed in any order
+
+
+def test_a_training_step_lowers_the_loss() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(256, 3 * 256, device="cuda", dtype=torch.bfloat16)
+    step = torch.optim.SGD(layer.parameters(), lr=0.5)
+    x = torch.randn(2, 128, 256, device="cuda", dtype=torch.bfloat16)
+    losses = []
+    for _ in range(20):
+        q, k, v = layer(x).view(2, 128, 12, 64).transpose(1, 2).split(4, dim=1)
+        loss = (flashwright.attention(q, k, v, causal=True) - 1).float().square().mean()
+        step.zero_grad()
+        loss.backward()
+        step.step()
+        losses.append(float(loss))
+    assert losses[-1] < 0.7 * losses[0]
