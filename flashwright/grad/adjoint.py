@@ -17,6 +17,7 @@ from flashwright.grad.algebra import (
     neg,
     number,
     per_element,
+    split_scalars,
     sub,
     total,
     values_in,
@@ -36,6 +37,7 @@ from flashwright.lang.nodes import (
 )
 
 Leaf = str | Index
+Grads = dict[Leaf, list[Expr]]
 
 
 @dataclass
@@ -47,7 +49,7 @@ class Reverse:
     """
 
     forward: Forward
-    grads: dict[Leaf, list[Expr]] = field(default_factory=dict)
+    grads: Grads = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     zeros: dict[str, list[Expr]] = field(default_factory=dict)
     _count: dict[str, int] = field(default_factory=dict)
@@ -64,7 +66,7 @@ class Reverse:
 
     def _named(self, target: str, d: Expr, span: Span) -> Expr:
         """The adjoint of a value under a name of its own, apart from its scalar factors."""
-        rest, factor = Product.of(d).split(lambda e: not per_element(e))
+        rest, factor = split_scalars(d)
         if is_value(rest) or not per_element(rest):
             return d
         return mul(Name(self._step(target, rest, span)), factor)
@@ -140,7 +142,7 @@ class Reverse:
                 raise refuse(step.span, f"`{name}` has no gradient here")
 
     def _gemm(self, args: tuple[Expr, ...], d: Expr, step: Step) -> None:
-        rest, factor = Product.of(d).split(lambda e: not per_element(e))
+        rest, factor = split_scalars(d)
         for own, other in (args, args[::-1]):
             assert isinstance(own, Name)
             product = call("gemm", rest, other)
@@ -186,7 +188,7 @@ class Reverse:
         if isinstance(leaf, Index):
             own = ()
         if set(self.forward.axes_of(d)) - set(own):
-            rest, factor = Product.of(d).split(lambda e: not per_element(e))
+            rest, factor = split_scalars(d)
             d = mul(call("sum", rest, Name("|".join(own))), factor)
         self.grads.setdefault(leaf, []).append(d)
 

@@ -154,17 +154,18 @@ class Product:
             result = Binary("/", result, divisor)
         return neg(result) if self.negative else result
 
-    def split(self, picked: Callable[[Expr], bool]) -> tuple[Expr, Expr]:
-        """The product of the other factors, and that of the picked ones with the sign."""
-        sides = [
-            Product(
-                self.negative and wanted,
-                tuple(e for e in self.tops if picked(e) == wanted),
-                tuple(e for e in self.bottoms if picked(e) == wanted),
-            ).expr()
-            for wanted in (False, True)
+
+def split_scalars(expr: Expr) -> tuple[Expr, Expr]:
+    """The product of an expression's tiles, and that of its scalar factors with the sign."""
+    product = Product.of(expr)
+    tiles, scalars = (
+        [
+            tuple(e for e in side if per_element(e) == wanted)
+            for side in (product.tops, product.bottoms)
         ]
-        return sides[0], sides[1]
+        for wanted in (True, False)
+    )
+    return Product(False, *tiles).expr(), Product(product.negative, *scalars).expr()
 
 
 def mul(a: Expr, b: Expr) -> Expr:

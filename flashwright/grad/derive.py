@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from flashwright.grad.adjoint import Leaf, Reverse
+from flashwright.grad.adjoint import Grads, Reverse
 from flashwright.grad.algebra import (
     ONE,
     ZERO,
-    Product,
     Step,
     add,
     call,
@@ -19,6 +18,7 @@ from flashwright.grad.algebra import (
     number,
     per_element,
     renamed,
+    split_scalars,
     sub,
     total,
     values_in,
@@ -29,7 +29,6 @@ from flashwright.lang.nodes import Binary, Call, Expr, Index, Name, Num, Unary, 
 from flashwright.program.program import Program
 from flashwright.program.vocabulary import POSITIONS
 
-Grads = dict[Leaf, list[Expr]]
 OWN_STATEMENT = ("gemm", "mask")
 
 
@@ -173,7 +172,7 @@ class _Derivation:
     def _keep(self, name: str, value: Expr, end: str) -> Expr:
         """A value of the preprocess kernel that the main kernel reads, if it is no tensor yet."""
         self._check_known(value)
-        tile, _ = Product.of(value).split(lambda e: not per_element(e))
+        tile, _ = split_scalars(value)
         if isinstance(tile, Name) and tile.id in self.result.given:
             return value
         self.forward.axes[name] = self.forward.axes[end]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from flashwright.grad.algebra import Step, is_value, substitute, values_in
-from flashwright.grad.normalise import KEY, QUERY, Axes, Forward, refuse
+from flashwright.grad.declare import Scope
+from flashwright.grad.normalise import KEY, QUERY, Axes, refuse
 from flashwright.lang.nodes import (
     Allocate,
     Axis,
@@ -17,6 +18,7 @@ from flashwright.lang.nodes import (
     Mode,
     Name,
     Reshape,
+    Side,
     Space,
     Statement,
     Transpose,
@@ -27,23 +29,10 @@ MMA_A = tuple(map(Name, ("MMA_A", "MMA_M", "MMA_N_new")))
 
 
 class Writer:
-    """Writes the statements of one kernel.
+    """Writes the statements of one kernel; `names` are the forward's scalars in it."""
 
-    `pair` is the order of axes in tiles of queries and keys; `sizes` has the size of each axis;
-    `half` is the type of GEMM operands; `tensors` the names in global memory.
-    """
-
-    def __init__(
-        self,
-        forward: Forward,
-        pair: Axes,
-        sizes: Mapping[str, Expr],
-        half: str,
-        tensors: Collection[str],
-    ) -> None:
-        self.forward, self.pair, self.sizes = forward, pair, sizes
-        self.half, self.tensors = half, tensors
-        self.names: Mapping[str, Expr] = {}
+    def __init__(self, scope: Scope, names: Mapping[str, Expr] | None = None) -> None:
+        self.scope, self.forward, self.names = scope, scope.forward, names or {}
         self.allocated: dict[tuple[str, Space], Allocate] = {}
         self.body: list[Statement] = []
         self.held: dict[str, str] = {}
@@ -55,29 +44,32 @@ class Writer:
 
     def stored(self, value: str) -> Axes:
         """The axes of a value in the order in which its tile has them."""
-        axes = self.forward.axes[value]
-        return self.pair if set(axes) == {QUERY, KEY} else axes
+        return self._ordered(self.forward.axes[value])
 
-    def shape(self, axes: Iterable[str]) -> tuple[Expr, ...]:
-        """The sizes of a tile with these axes."""
-        return tuple(self.sizes.get(axis) or Name(axis) for axis in axes)
+    def _ordered(self, axes: Axes) -> Axes:
+        """The axes in the order in which a tile has them."""
+        return self.scope.pair if set(axes) == {QUERY, KEY} else axes
 
     def tile(self, value: str, space: Space = "register") -> Name:
         """The name of a value's tile as a statement says it."""
         base = self.base[value]
         if space == "shared":
             return Name(f"{base if value in self.loaded else value.split('.')[0]}_shared")
-        clear = base in self.tensors and len(self.forward.axes[value]) == 2
+        clear = base in self.scope.globals and len(self.forward.axes[value]) == 2
         return Name(f"{base}_register" if clear else base)
 
-    def allocate(self, base: str, space: Space, axes: Axes, dtype: str) -> None:
+    def allocate(
+        self, base: str, space: Space, axes: Axes, dtype: str, along: Side | None = None
+    ) -> None:
         """Allocate a tile, once."""
-        shape = tuple(Axis(None, size) for size in self.shape(axes))
-        stmt = Allocate(Name(base), space, shape, Name(dtype))
+        shape = tuple(Axis(None, self.scope.sizes.get(axis) or Name(axis)) for axis in axes)
+        stmt = Allocate(Name(base), space, shape, Name(dtype), along=along)
         self.allocated.setdefault((base, space), stmt)
 
-    def load(self, value: str, copy: Copy, space: Space) -> None:
-        """Copy a tile from global memory."""
+    def load(
+        self, value: str, copy: Copy, space: Space, body: list[Statement] | None = None
+    ) -> None:
+        """Copy a tile from global memory, in the kernel's body or in another one."""
         name = copy.target or copy.name
         self.base[value] = base = name.id.removesuffix("_shared").removesuffix("_register")
         self.held[base] = value
@@ -86,15 +78,17 @@ class Writer:
         if space == "shared":
             self.shared.add(value)
         made = replace(copy, source="global", dest=space, target=target, comment=None, gap=False)
-        self.body.append(made)
+        (self.body if body is None else body).append(made)
 
-    def uses(self, steps: Sequence[Step], later: Iterable[str]) -> None:
-        """Note where each value is used for the last time."""
+    def steps(self, steps: Sequence[Step], later: Iterable[str]) -> None:
+        """The statements of all steps; the values in `later` are used after them."""
         for n, step in enumerate(steps):
             self.last |= dict.fromkeys(values_in(step.value), n)
         self.last |= dict.fromkeys(later, len(steps))
+        for n, step in enumerate(steps):
+            self._step(n, step)
 
-    def step(self, n: int, step: Step) -> None:
+    def _step(self, n: int, step: Step) -> None:
         """The statements of one step."""
         match step.value:
             case Call(Name("gemm"), (Name(a), Name(b))):
@@ -105,16 +99,22 @@ class Writer:
                     self.base[step.target] = self.base[scores.id]
                     self.held[self.base[step.target]] = step.target
                 else:
-                    self._compute(n, step.target, scores)
+                    self._choose_and_compute(n, step.target, scores, step)
                 where = self.expr(condition, step)
                 args = (self.tile(step.target),)
                 self.body.append(Compute(Name("Mask"), args, where=where))
             case _:
-                self._compute(n, step.target, step.value, step)
+                self._choose_and_compute(n, step.target, step.value, step)
 
-    def _compute(self, n: int, target: str, value: Expr, step: Step | None = None) -> None:
+    def _choose_and_compute(self, n: int, target: str, value: Expr, step: Step) -> None:
+        """Compute a value into the tile that is chosen for it."""
         made = self.expr(value, step)
         mode: Mode = "get new" if self.choose(target, n, values_in(value)) else "get"
+        self.body.append(Compute(None, (made,), mode=mode, target=self.tile(target)))
+
+    def compute(self, target: str, value: Expr, mode: Mode = "get") -> None:
+        """Compute a value into a tile that is chosen already."""
+        made = self.expr(value)
         self.body.append(Compute(None, (made,), mode=mode, target=self.tile(target)))
 
     def choose(self, target: str, n: int, operands: Iterable[str] = ()) -> bool:
@@ -123,7 +123,7 @@ class Writer:
         had a value."""
         base = target.split(".")[0]
         free = self._free(base, target, n)
-        for operand in operands if self.stored(target) == self.pair else ():
+        for operand in operands if self.stored(target) == self.scope.pair else ():
             other = self.base[operand]
             if not free and base[0] == other[0] == "d" and self._free(other, target, n):
                 base, free = other, True
@@ -146,8 +146,7 @@ class Writer:
             match part:
                 case Call(Name("sum"), (operand, Name(kept))):
                     inner = self.expr(operand, step)
-                    axes = self.forward.axes_of(operand)
-                    axes = self.pair if set(axes) == {QUERY, KEY} else axes
+                    axes = self._ordered(self.forward.axes_of(operand))
                     if len(axes) != 2 or axes[0] not in kept.split("|"):
                         span = step.span if step else None
                         raise refuse(span, "a sum over the columns' other axis is not in TL")
@@ -192,7 +191,7 @@ class Writer:
             self.shared.add(value)
             base = value.split(".")[0]
             target = Name(base) if base != self.base[value] else None
-            self.allocate(base, "shared", self.stored(value), self.half)
+            self.allocate(base, "shared", self.stored(value), self.scope.half)
             self.body.append(Copy(self.tile(value), None, None, "register", "shared", target))
 
 
