@@ -207,6 +207,13 @@ def renamed(expr: Expr, names: Mapping[str, Expr]) -> Expr:
     return substitute(expr, lambda e: names.get(e.id) if isinstance(e, Name) else None)
 
 
+def inlined(expr: Expr, steps: Mapping[str, Expr]) -> Expr:
+    """The expression with the steps that it names put in."""
+    while steps.keys() & values_in(expr):
+        expr = renamed(expr, steps)
+    return expr
+
+
 def _compared(op: str, a: Expr, b: Expr) -> Expr:
     if isinstance(a, Num) and isinstance(b, Num):
         return ONE if evaluate(Binary(op, a, b), {}) else ZERO

@@ -13,6 +13,7 @@ from flashwright.grad.algebra import (
     add,
     call,
     div,
+    inlined,
     mul,
     neg,
     number,
@@ -86,7 +87,7 @@ class _Derivation:
     def _unknown(self) -> list[str]:
         """What the epilogue reads of the loop: references, and sums not normed to 1."""
         found = [self._reference(r).id for r in self.gauge.references]
-        for begin, (_, end) in self.forward.carried.items():
+        for begin, end in self.forward.carried.items():
             if begin not in self.gauge.references and begin not in self.sums:
                 found.append(end)
         return found
@@ -94,7 +95,7 @@ class _Derivation:
     def _fixed_epilogue(self) -> list[Step]:
         """The epilogue's steps with each reference at the log-sum-exp, so that its sum is 1."""
         names: dict[str, Expr] = {}
-        for begin, (_, end) in self.forward.carried.items():
+        for begin, end in self.forward.carried.items():
             if begin in self.gauge.references:
                 names[end] = self._reference(begin)
             elif begin in self.sums:
@@ -109,14 +110,14 @@ class _Derivation:
 
     def _solve(self, epilogue: list[Step], unknown: list[str]) -> dict[str, Expr]:
         """The unknown values in terms of the outputs, as far as the outputs determine them."""
-        inlined: dict[str, Expr] = {}
+        values: dict[str, Expr] = {}
         for step in epilogue:
-            inlined[step.target] = self._at_one(renamed(step.value, inlined))
+            values[step.target] = self._at_one(renamed(step.value, values))
         known: dict[str, Expr] = {}
         for _ in unknown:
             for store in self.forward.stores:
                 name = f"{store.tensor.name}.saved"
-                value = inlined.get(store.value, self._at_one(Name(store.value)))
+                value = values.get(store.value, self._at_one(Name(store.value)))
                 value = renamed(value, known)
                 open_ = [v for v in values_in(value) if v in unknown and v not in known]
                 found = _solved(value, open_[0], Name(name)) if len(open_) == 1 else None
@@ -141,15 +142,13 @@ class _Derivation:
         self, reverse: Reverse, epilogue: list[Step], known: dict[str, Expr]
     ) -> dict[str, Expr]:
         """The adjoints of what the loop sums, and the preprocess steps that compute them."""
-        inlined = {s.target: s.value for s in (*epilogue, *reverse.steps)}
+        steps = {s.target: s.value for s in (*epilogue, *reverse.steps)}
         seeds: dict[str, Expr] = {}
 
         def row(expr: Expr) -> Expr:
-            while set(values_in(expr)) & inlined.keys():
-                expr = renamed(expr, inlined)
-            return renamed(self._at_one(expr), known)
+            return renamed(self._at_one(inlined(expr, steps)), known)
 
-        for begin, (_, end) in self.forward.carried.items():
+        for begin, end in self.forward.carried.items():
             if begin in self.gauge.references:
                 shift = self._reference(begin)
                 self._keep(shift.id, self._visible(begin, known), end)
@@ -166,7 +165,7 @@ class _Derivation:
             if not isinstance(leaf, str) or leaf in self.forward.loads:
                 self.result.row_grads[leaf] = [row(d) for d in ds]
                 self._check_known(total(self.result.row_grads[leaf]))
-        self._initial_grads(seeds, known)
+        self._initial_grads(seeds)
         return seeds
 
     def _keep(self, name: str, value: Expr, end: str) -> Expr:
@@ -209,12 +208,12 @@ class _Derivation:
         low = Unary("-", Num("1e29"))
         return call("where", Binary(">", value, low), value, Name("inf"))
 
-    def _initial_grads(self, seeds: dict[str, Expr], known: dict[str, Expr]) -> None:
+    def _initial_grads(self, seeds: dict[str, Expr]) -> None:
         """The gradients of what the loop begins with (a sink): a key of its own in each row."""
         reverse = Reverse(self.forward)
         steps: list[Step] = []
         ends: dict[str, Expr] = {}
-        for begin, (_, end) in self.forward.carried.items():
+        for begin, end in self.forward.carried.items():
             start = self.forward.first.get(begin, ZERO)
             if begin in self.gauge.references or start == ZERO or end not in seeds:
                 continue
@@ -227,12 +226,11 @@ class _Derivation:
             self.forward.axes[steps[-1].target] = self.forward.axes[end]
             ends[steps[-1].target] = seeds[end]
         reverse.run(steps, ends)
-        inlined = {s.target: s.value for s in (*steps, *reverse.steps)}
+        values = {s.target: s.value for s in (*steps, *reverse.steps)}
         for leaf, ds in reverse.grads.items():
-            if isinstance(leaf, str) and leaf not in self.forward.loads:
-                continue
-            found = [renamed(renamed(d, inlined), inlined) for d in ds]
-            self.result.row_grads.setdefault(leaf, []).extend(found)
+            if not isinstance(leaf, str) or leaf in self.forward.loads:
+                found = [inlined(d, values) for d in ds]
+                self.result.row_grads.setdefault(leaf, []).extend(found)
 
     def _body(self, seeds: dict[str, Expr]) -> None:
         """The body with the references fixed, and its adjoint."""
@@ -249,7 +247,7 @@ class _Derivation:
                 steps.append(replace(step, value=value))
         reverse = Reverse(self.forward)
         reverse.run(steps, seeds)
-        for begin, (_, end) in self.forward.carried.items():
+        for begin, end in self.forward.carried.items():
             passed = total(reverse.grads.pop(begin, []))
             if begin not in self.gauge.references and passed != seeds.get(end, ZERO):
                 raise refuse(

@@ -219,7 +219,7 @@ def _gauge(forward: Forward, references: tuple[str, ...]) -> Gauge:
     for again in (False, True):
         typing = Typing(forward, kinds)
         typing.run(forward.body)
-        ends = {c: typing.kinds[out] for c, (_, out) in forward.carried.items()}
+        ends = {c: typing.kinds[out] for c, out in forward.carried.items()}
         names = _renaming(references, ends)
         after = {c: _named(kind, names) for c, kind in ends.items()}
         if again and not all(after[c].like(kinds[c]) for c in after):
@@ -256,7 +256,7 @@ def _named(kind: Kind, names: Mapping[str, str]) -> Kind:
 
 
 def _check_outputs(forward: Forward, kinds: Mapping[str, Kind], body: Typing) -> None:
-    done = {out: replace(kinds[c], sums=False) for c, (_, out) in forward.carried.items()}
+    done = {out: replace(kinds[c], sums=False) for c, out in forward.carried.items()}
     typing = Typing(forward, {**body.kinds, **done})
     typing.run(forward.epilogue)
     if not all(typing.kinds[s.value].invariant for s in forward.stores):

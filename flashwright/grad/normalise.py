@@ -3,10 +3,19 @@ Copies at their use, and the statements before, in and after the loop over the k
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
 from dataclasses import dataclass, field, replace
 
-from flashwright.grad.algebra import Step, add, call, per_element, renamed, substitute
+from flashwright.grad.algebra import (
+    Step,
+    add,
+    call,
+    inlined,
+    per_element,
+    renamed,
+    substitute,
+    values_in,
+)
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.format import format_expr
 from flashwright.lang.nodes import (
@@ -72,8 +81,8 @@ class Store:
 class Forward:
     """The forward pass: its loads, its steps in three parts, and what it stores.
 
-    `carried` has for each value that passes from one iteration to the next the names at the
-    begin and the end of the body; `first` has their values before the loop.
+    `carried` has for each value that passes from one iteration to the next, by its name at the
+    begin of the body, the name at the end; `first` has their values before the loop.
     """
 
     program: Program
@@ -83,7 +92,7 @@ class Forward:
     lets: dict[str, Expr] = field(default_factory=dict)
     axes: dict[str, Axes] = field(default_factory=dict)
     first: dict[str, Expr] = field(default_factory=dict)
-    carried: dict[str, tuple[str, str]] = field(default_factory=dict)
+    carried: dict[str, str] = field(default_factory=dict)
     body: list[Step] = field(default_factory=list)
     epilogue: list[Step] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
@@ -142,17 +151,15 @@ def normalise(program: Program) -> Forward:
 
 def _name_weights(forward: Forward) -> None:
     """Call the weights P: the results made from scores S that a GEMM with values takes."""
-    names: dict[str, Expr] = {}
+    names: dict[str, Name] = {}
     for step in forward.body:
         match step.value:
             case Call(Name("gemm"), (Name(left), _)) if forward.axes[left] == (QUERY, KEY):
-                base, _, number = left.partition(".")
-                new = "P" + base.removeprefix("S") if base.startswith("S") else base
-                names[left] = Name(f"{new}.{number}")
-                forward.axes[f"{new}.{number}"] = forward.axes[left]
-    changed = {old: new.id for old, new in names.items() if isinstance(new, Name)}
+                new = re.sub("^S", "P", left)
+                names[left] = Name(new)
+                forward.axes[new] = forward.axes[left]
     forward.body = [
-        replace(s, target=changed.get(s.target, s.target), value=renamed(s.value, names))
+        replace(s, target=names.get(s.target, Name(s.target)).id, value=renamed(s.value, names))
         for s in forward.body
     ]
 
@@ -175,7 +182,6 @@ class _Walk:
         self.current: dict[Key, str] = {}
         self.count: dict[str, int] = {}
         self.ahead: dict[Key, Copy] = {}
-        self.looping = False
 
     def statements(self, body: tuple[Statement, ...]) -> None:
         for stmt in body:
@@ -207,21 +213,17 @@ class _Walk:
             if isinstance(step.value, Call) and step.value.func.id == "gemm":
                 raise refuse(step.span, "a GEMM before the loop over the keys")
         first, self.steps = {s.target: s.value for s in self.steps}, []
-        entering = dict(self.current)
         self._move_prefetches(loop)
         written = {k for s in loop.body for k in self.program.writes(s)}
-        for key in written & entering.keys():
-            if entering[key] in first:
-                begin = self._fresh(key, forward.axes[entering[key]])
-                forward.first[begin] = _inlined(first[entering[key]], first)
-                self.current[key] = begin
-        starts = {key: v for key, v in self.current.items() if v in forward.first}
-        self.looping = True
+        starts = {k: v for k, v in self.current.items() if k in written and v in first}
+        for key, value in starts.items():
+            starts[key] = self.current[key] = self._fresh(key, forward.axes[value])
+            forward.first[starts[key]] = inlined(first[value], first)
         self.statements(loop.body)
-        self.looping = False
-        forward.carried = {v: (v, self.current[key]) for key, v in starts.items()}
+        self.ahead.clear()
+        forward.carried = {begin: self.current[key] for key, begin in starts.items()}
         forward.body, self.steps = self.steps, []
-        left = {v for s in forward.body for v in _used(s.value)} & first.keys()
+        left = {v for s in forward.body for v in values_in(s.value)}
         forward.body[:0] = [Step(t, v) for t, v in first.items() if t in left]
 
     def _move_prefetches(self, loop: For) -> None:
@@ -230,15 +232,14 @@ class _Walk:
             for copy in stmt.then if isinstance(stmt, If) else ():
                 if isinstance(copy, Copy) and self.program.dest(copy) in self.current:
                     now = replace(copy, coords=tuple(map(self._this_block, copy.coords or ())))
-                    self._begins_right(loop, now, self.current[self.program.dest(copy)])
-                    del self.forward.loads[self.current[self.program.dest(copy)]]
+                    first = self.forward.loads.pop(self.current[self.program.dest(copy)])
+                    self._check_first(loop, now, first.copy)
                     self.ahead[self.program.dest(copy)] = now
         for key, copy in self.ahead.items():
-            self.looping = True
             self._load(copy, key)
-            self.looping = False
 
     def _this_block(self, coord: Coord) -> Coord:
+        """A place of the next block, one block earlier."""
         var = self.forward.loop.var.id
         next_block = Binary("+", Name(var), Num("1"))
         marked = substitute(coord.value, lambda e: Name("@") if e == next_block else None)
@@ -246,13 +247,10 @@ class _Walk:
             raise refuse(coord.span, "a Copy that runs ahead by other than one block")
         return replace(coord, value=renamed(marked, {"@": Name(var)}))
 
-    def _begins_right(self, loop: For, copy: Copy, held: str) -> None:
-        load = self.forward.loads.get(held)
-        at = {loop.var.id: loop.low}
-        for have, want in zip(
-            load.copy.coords or () if load else (), copy.coords or (), strict=False
-        ):
-            begin = self.forward.spelt_out(renamed(want.value, at))
+    def _check_first(self, loop: For, copy: Copy, before: Copy) -> None:
+        """Refuse a program whose Copy before the loop does not load the loop's first block."""
+        for have, want in zip(before.coords or (), copy.coords or (), strict=False):
+            begin = self.forward.spelt_out(renamed(want.value, {loop.var.id: loop.low}))
             if self.forward.spelt_out(have.value) != begin:
                 raise refuse(have.span, "the first block is not the one the loop begins with")
 
@@ -263,7 +261,7 @@ class _Walk:
             self.forward.stores.append(Store(self._value(Name(copy.name.id)), tensor, copy))
         elif copy.source != "global":
             self.current[dest] = self.current[source]
-        elif not (self.looping and dest in self.ahead):
+        elif dest not in self.ahead:
             self._load(copy, dest)
 
     def _load(self, copy: Copy, dest: Key) -> None:
@@ -397,14 +395,3 @@ class _Walk:
 
 def _is_load(stmt: Statement) -> bool:
     return isinstance(stmt, Copy) and stmt.source == "global"
-
-
-def _used(expr: Expr) -> Iterator[str]:
-    yield from (n.id for n in value_names(expr) if "." in n.id)
-
-
-def _inlined(expr: Expr, steps: Mapping[str, Expr]) -> Expr:
-    """An expression with the steps that it names put in."""
-    while set(_used(expr)) & steps.keys():
-        expr = renamed(expr, steps)
-    return expr
