@@ -16,35 +16,9 @@ from flashwright.grad.algebra import (
     substitute,
     values_in,
 )
+from flashwright.lang import nodes as tl
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.format import format_expr
-from flashwright.lang.nodes import (
-    Allocate,
-    Binary,
-    Call,
-    Comment,
-    Compute,
-    Coord,
-    Copy,
-    Dim,
-    Expr,
-    For,
-    Grid,
-    GridAxis,
-    If,
-    Index,
-    Let,
-    Name,
-    Num,
-    Param,
-    Reshape,
-    Span,
-    Statement,
-    Transpose,
-    Unary,
-    expressions,
-    value_names,
-)
 from flashwright.program.program import Key, Program, Tensor
 from flashwright.program.vocabulary import split
 from flashwright.semantics.compute import expression
@@ -53,7 +27,7 @@ Axes = tuple[str, ...]
 QUERY, KEY = "query", "key"
 
 
-def refuse(span: Span | None, why: str, help: str | None = None) -> Failed:
+def refuse(span: tl.Span | None, why: str, help: str | None = None) -> Failed:
     """The error for a program that has no derived gradient, at the statement that prevents it."""
     return Failed(Diagnostic("FW908", why, span, help=help))
 
@@ -64,7 +38,7 @@ class Load:
 
     value: str
     tensor: Tensor
-    copy: Copy
+    copy: tl.Copy
     axes: Axes
 
 
@@ -74,7 +48,7 @@ class Store:
 
     value: str
     tensor: Tensor
-    copy: Copy
+    copy: tl.Copy
 
 
 @dataclass
@@ -86,44 +60,44 @@ class Forward:
     """
 
     program: Program
-    loop: For
-    query: GridAxis
+    loop: tl.For
+    query: tl.GridAxis
     loads: dict[str, Load] = field(default_factory=dict)
-    lets: dict[str, Expr] = field(default_factory=dict)
+    lets: dict[str, tl.Expr] = field(default_factory=dict)
     axes: dict[str, Axes] = field(default_factory=dict)
-    first: dict[str, Expr] = field(default_factory=dict)
+    first: dict[str, tl.Expr] = field(default_factory=dict)
     carried: dict[str, str] = field(default_factory=dict)
     body: list[Step] = field(default_factory=list)
     epilogue: list[Step] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
 
-    def spelt_out(self, expr: Expr) -> Expr:
+    def spelt_out(self, expr: tl.Expr) -> tl.Expr:
         """A scalar expression with the lets in it replaced by their values."""
         for _ in self.lets:
             expr = renamed(expr, self.lets)
         return expr
 
-    def axes_of(self, expr: Expr) -> Axes:
+    def axes_of(self, expr: tl.Expr) -> Axes:
         """The axes of an expression's value: queries, then keys, then others."""
         match expr:
-            case Name("q_idx"):
+            case tl.Name("q_idx"):
                 return (QUERY,)
-            case Name("kv_idx"):
+            case tl.Name("kv_idx"):
                 return (KEY,)
-            case Name(id):
+            case tl.Name(id):
                 return self.axes.get(id, ())
-            case Call(Name("gemm"), (left, right)):
+            case tl.Call(tl.Name("gemm"), (left, right)):
                 a, b = self.axes_of(left), self.axes_of(right)
                 return _ordered([x for x in a + b if not (x in a and x in b)])
-            case Call(Name("rowsum" | "rowmax"), (operand,)):
+            case tl.Call(tl.Name("rowsum" | "rowmax"), (operand,)):
                 return self.axes_of(operand)[:-1]
-            case Call(Name("sum"), (operand, Name(kept))):
+            case tl.Call(tl.Name("sum"), (operand, tl.Name(kept))):
                 return tuple(a for a in self.axes_of(operand) if a in kept.split("|"))
-            case Call(_, args) | Index(_, args):
+            case tl.Call(_, args) | tl.Index(_, args):
                 return _ordered([x for a in args for x in self.axes_of(a)])
-            case Binary(_, left, right):
+            case tl.Binary(_, left, right):
                 return _ordered([*self.axes_of(left), *self.axes_of(right)])
-            case Unary(_, operand):
+            case tl.Unary(_, operand):
                 return self.axes_of(operand)
         return ()
 
@@ -134,7 +108,7 @@ def _ordered(axes: list[str]) -> Axes:
 
 def normalise(program: Program) -> Forward:
     """The forward pass of a program; Failed if its structure has no derived gradient."""
-    loops = [s for s in program.tree.body if isinstance(s, For)]
+    loops = [s for s in program.tree.body if isinstance(s, tl.For)]
     if len(loops) != 1:
         span = loops[1].span if loops else program.grid.span
         raise refuse(span, "a gradient needs one loop over the keys; this program has another form")
@@ -151,23 +125,23 @@ def normalise(program: Program) -> Forward:
 
 def _name_weights(forward: Forward) -> None:
     """Call the weights P: the results made from scores S that a GEMM with values takes."""
-    names: dict[str, Name] = {}
+    names: dict[str, tl.Name] = {}
     for step in forward.body:
         match step.value:
-            case Call(Name("gemm"), (Name(left), _)) if forward.axes[left] == (QUERY, KEY):
+            case tl.Call(tl.Name("gemm"), (tl.Name(left), _)) if forward.axes[left] == (QUERY, KEY):
                 new = re.sub("^S", "P", left)
-                names[left] = Name(new)
+                names[left] = tl.Name(new)
                 forward.axes[new] = forward.axes[left]
     forward.body = [
-        replace(s, target=names.get(s.target, Name(s.target)).id, value=renamed(s.value, names))
+        replace(s, target=names.get(s.target, tl.Name(s.target)).id, value=renamed(s.value, names))
         for s in forward.body
     ]
 
 
-def _query_axis(program: Program) -> GridAxis:
+def _query_axis(program: Program) -> tl.GridAxis:
     """The grid's axis of query blocks: the one whose bound is a quotient."""
     for axis in program.grid.axes:
-        if isinstance(axis.high, Binary) and axis.high.op == "/":
+        if isinstance(axis.high, tl.Binary) and axis.high.op == "/":
             return axis
     raise refuse(program.grid.span, "no axis of the grid has blocks of queries: `0:q_len / BM`")
 
@@ -181,36 +155,36 @@ class _Walk:
         self.steps: list[Step] = []
         self.current: dict[Key, str] = {}
         self.count: dict[str, int] = {}
-        self.ahead: dict[Key, Copy] = {}
+        self.ahead: dict[Key, tl.Copy] = {}
 
-    def statements(self, body: tuple[Statement, ...]) -> None:
+    def statements(self, body: tuple[tl.Statement, ...]) -> None:
         for stmt in body:
             self._statement(stmt)
 
-    def _statement(self, stmt: Statement) -> None:
+    def _statement(self, stmt: tl.Statement) -> None:
         match stmt:
-            case Let(name, value):
+            case tl.Let(name, value):
                 self.forward.lets[name.id] = value
-            case Copy():
+            case tl.Copy():
                 self._copy(stmt)
-            case Compute():
+            case tl.Compute():
                 self._compute(stmt)
-            case Reshape(name):
+            case tl.Reshape(name):
                 self.current[self._key(stmt.target or name)] = self._value(name)
-            case If(_, then, orelse) if not orelse and all(map(_is_load, then)):
+            case tl.If(_, then, orelse) if not orelse and all(map(_is_load, then)):
                 self.statements(then)
-            case If():
+            case tl.If():
                 raise refuse(stmt.span, "a branch around computations has no derived gradient")
-            case For():
+            case tl.For():
                 raise refuse(stmt.span, "a loop inside the loop over the keys")
-            case Param() | Dim() | Grid() | Allocate() | Comment():
+            case tl.Param() | tl.Dim() | tl.Grid() | tl.Allocate() | tl.Comment():
                 pass
 
-    def loop(self, loop: For) -> None:
+    def loop(self, loop: tl.For) -> None:
         """The body, with the values that it carries and the Copies that run ahead of their use."""
         forward = self.forward
         for step in self.steps:
-            if isinstance(step.value, Call) and step.value.func.id == "gemm":
+            if isinstance(step.value, tl.Call) and step.value.func.id == "gemm":
                 raise refuse(step.span, "a GEMM before the loop over the keys")
         first, self.steps = {s.target: s.value for s in self.steps}, []
         self._move_prefetches(loop)
@@ -226,11 +200,11 @@ class _Walk:
         left = {v for s in forward.body for v in values_in(s.value)}
         forward.body[:0] = [Step(t, v) for t, v in first.items() if t in left]
 
-    def _move_prefetches(self, loop: For) -> None:
+    def _move_prefetches(self, loop: tl.For) -> None:
         """Note the Copies that load the next block: they hold this block when they are used."""
         for stmt in loop.body:
-            for copy in stmt.then if isinstance(stmt, If) else ():
-                if isinstance(copy, Copy) and self.program.dest(copy) in self.current:
+            for copy in stmt.then if isinstance(stmt, tl.If) else ():
+                if isinstance(copy, tl.Copy) and self.program.dest(copy) in self.current:
                     now = replace(copy, coords=tuple(map(self._this_block, copy.coords or ())))
                     first = self.forward.loads.pop(self.current[self.program.dest(copy)])
                     self._check_first(loop, now, first.copy)
@@ -238,33 +212,33 @@ class _Walk:
         for key, copy in self.ahead.items():
             self._load(copy, key)
 
-    def _this_block(self, coord: Coord) -> Coord:
+    def _this_block(self, coord: tl.Coord) -> tl.Coord:
         """A place of the next block, one block earlier."""
         var = self.forward.loop.var.id
-        next_block = Binary("+", Name(var), Num("1"))
-        marked = substitute(coord.value, lambda e: Name("@") if e == next_block else None)
-        if any(n.id == var for n in value_names(marked)):
+        next_block = tl.Binary("+", tl.Name(var), tl.Num("1"))
+        marked = substitute(coord.value, lambda e: tl.Name("@") if e == next_block else None)
+        if any(n.id == var for n in tl.value_names(marked)):
             raise refuse(coord.span, "a Copy that runs ahead by other than one block")
-        return replace(coord, value=renamed(marked, {"@": Name(var)}))
+        return replace(coord, value=renamed(marked, {"@": tl.Name(var)}))
 
-    def _check_first(self, loop: For, copy: Copy, before: Copy) -> None:
+    def _check_first(self, loop: tl.For, copy: tl.Copy, before: tl.Copy) -> None:
         """Refuse a program whose Copy before the loop does not load the loop's first block."""
         for have, want in zip(before.coords or (), copy.coords or (), strict=False):
             begin = self.forward.spelt_out(renamed(want.value, {loop.var.id: loop.low}))
             if self.forward.spelt_out(have.value) != begin:
                 raise refuse(have.span, "the first block is not the one the loop begins with")
 
-    def _copy(self, copy: Copy) -> None:
+    def _copy(self, copy: tl.Copy) -> None:
         source, dest = self.program.source(copy), self.program.dest(copy)
         if copy.dest == "global":
             tensor = self.program.tensors[dest[0]]
-            self.forward.stores.append(Store(self._value(Name(copy.name.id)), tensor, copy))
+            self.forward.stores.append(Store(self._value(tl.Name(copy.name.id)), tensor, copy))
         elif copy.source != "global":
             self.current[dest] = self.current[source]
         elif dest not in self.ahead:
             self._load(copy, dest)
 
-    def _load(self, copy: Copy, dest: Key) -> None:
+    def _load(self, copy: tl.Copy, dest: Key) -> None:
         tensor = self.program.tensors[split(copy.name.id)[0]]
         if copy.column is not None:
             raise refuse(copy.span, "tiles side by side (`at column`) have no derived gradient")
@@ -275,27 +249,27 @@ class _Walk:
         self.current[dest] = value
         self.forward.loads[value] = Load(value, tensor, copy, axes)
 
-    def _load_axes(self, copy: Copy, tensor: Tensor) -> Axes:
+    def _load_axes(self, copy: tl.Copy, tensor: Tensor) -> Axes:
         sizes = copy.shape or ()
         labels = [axis.label for axis in tensor.axes][len(tensor.axes) - len(sizes) :]
         given = {c.axis.id: self.forward.spelt_out(c.value) for c in copy.coords or ()}
         axes = []
         for label, size in zip(labels, sizes, strict=True):
-            names = {n.id for n in value_names(given.get(label, Num("0")))}
+            names = {n.id for n in tl.value_names(given.get(label, tl.Num("0")))}
             side = QUERY if self.forward.query.name.id in names else format_expr(size)
             axes.append(KEY if self.forward.loop.var.id in names else side)
-        if any(isinstance(e, Index) for value in given.values() for e in expressions(value)):
+        if any(isinstance(e, tl.Index) for value in given.values() for e in tl.expressions(value)):
             raise refuse(copy.span, f"the place of `{tensor.name}` comes from a tensor")
         return tuple(axes)
 
-    def _compute(self, stmt: Compute) -> None:
+    def _compute(self, stmt: tl.Compute) -> None:
         if stmt.operation == "softmax":
             self._softmax(stmt)
             return
         if stmt.operation == "mask":
-            assert isinstance(stmt.args[0], Name)
+            assert isinstance(stmt.args[0], tl.Name)
             assert stmt.where is not None
-            value = call("mask", Name(self._value(stmt.args[0])), self._read(stmt.where))
+            value = call("mask", tl.Name(self._value(stmt.args[0])), self._read(stmt.where))
             self._assign(stmt.args[0], value, stmt.span)
             return
         assert stmt.target is not None
@@ -304,27 +278,29 @@ class _Walk:
         else:
             value = self._read(expression(stmt))
         if stmt.mode == "accumulate":
-            value = add(Name(self._value(stmt.target)), self._flat(value, stmt.span))
+            value = add(tl.Name(self._value(stmt.target)), self._flat(value, stmt.span))
         self._assign(stmt.target, value, stmt.span)
 
-    def _softmax(self, stmt: Compute) -> None:
+    def _softmax(self, stmt: tl.Compute) -> None:
         """The statement spelt out, as docs/language.md has it."""
         scores = stmt.args[0]
-        if not stmt.state or not isinstance(scores, Name):
+        if not stmt.state or not isinstance(scores, tl.Name):
             raise refuse(stmt.span, "a softmax of whole rows, without a running maximum")
         high, weights = stmt.state
-        old, span = Name(self._value(high)), stmt.span
-        top = call("max", old, call("rowmax", Name(self._value(scores))))
+        old, span = tl.Name(self._value(high)), stmt.span
+        top = call("max", old, call("rowmax", tl.Name(self._value(scores))))
         self._assign(high, top, span)
-        new = Name(self._value(high))
-        drop = self._flat(call("exp", Binary("-", old, new)), span)
-        self._assign(scores, call("exp", Binary("-", Name(self._value(scores)), new)), span)
-        kept = Binary("*", Name(self._value(weights)), drop)
-        self._assign(weights, Binary("+", kept, call("rowsum", Name(self._value(scores)))), span)
+        new = tl.Name(self._value(high))
+        drop = self._flat(call("exp", tl.Binary("-", old, new)), span)
+        self._assign(scores, call("exp", tl.Binary("-", tl.Name(self._value(scores)), new)), span)
+        kept = tl.Binary("*", tl.Name(self._value(weights)), drop)
+        self._assign(
+            weights, tl.Binary("+", kept, call("rowsum", tl.Name(self._value(scores)))), span
+        )
         for name in stmt.rescale:
-            self._assign(name, Binary("*", Name(self._value(name)), drop), span)
+            self._assign(name, tl.Binary("*", tl.Name(self._value(name)), drop), span)
 
-    def _assign(self, target: Name, value: Expr, span: Span) -> None:
+    def _assign(self, target: tl.Name, value: tl.Expr, span: tl.Span) -> None:
         value = self._flat(value, span, root=True)
         key = self._key(target)
         axes = self.forward.axes_of(value) or self._declared_axes(key)
@@ -338,51 +314,51 @@ class _Walk:
         sizes = [n.id if n else str(s) for n, s in zip(named, buffer.shape, strict=True)]
         return (QUERY, *sizes[1:])
 
-    def _flat(self, value: Expr, span: Span, root: bool = False) -> Expr:
+    def _flat(self, value: tl.Expr, span: tl.Span, root: bool = False) -> tl.Expr:
         """The value with every call in it made a step of its own; the outermost stays if it is the
         root of its statement."""
         match value:
-            case Call(func, args):
-                flat: Expr = call(func.id, *(self._flat(a, span) for a in args))
-            case Binary(op, left, right):
-                flat = Binary(op, self._flat(left, span), self._flat(right, span))
+            case tl.Call(func, args):
+                flat: tl.Expr = call(func.id, *(self._flat(a, span) for a in args))
+            case tl.Binary(op, left, right):
+                flat = tl.Binary(op, self._flat(left, span), self._flat(right, span))
                 if op != "/" or not per_element(flat.right):
                     return flat
-            case Unary(op, operand):
-                return Unary(op, self._flat(operand, span))
+            case tl.Unary(op, operand):
+                return tl.Unary(op, self._flat(operand, span))
             case _:
                 return value
         if root or not per_element(flat):
             return flat
-        base = func.id.capitalize() if isinstance(value, Call) else "Ratio"
+        base = func.id.capitalize() if isinstance(value, tl.Call) else "Ratio"
         name = self._fresh((base, "register"), self.forward.axes_of(flat))
         self.steps.append(Step(name, flat, span))
-        return Name(name)
+        return tl.Name(name)
 
-    def _read(self, expr: Expr) -> Expr:
+    def _read(self, expr: tl.Expr) -> tl.Expr:
         """The expression with tiles replaced by their current values."""
         match expr:
-            case Transpose(operand):
+            case tl.Transpose(operand):
                 return self._read(operand)
-            case Name():
+            case tl.Name():
                 known = self.program.is_scalar(expr.id) or self.program.tile(expr) is None
-                return expr if known else Name(self._value(expr))
-            case Call(func, args):
+                return expr if known else tl.Name(self._value(expr))
+            case tl.Call(func, args):
                 return call(func.id.lower(), *(self._read(a) for a in args))
-            case Binary(op, left, right):
-                return Binary(op, self._read(left), self._read(right))
-            case Unary(op, operand):
-                return Unary(op, self._read(operand))
-            case Index(tensor, args):
-                return Index(tensor, tuple(self._read(a) for a in args))
+            case tl.Binary(op, left, right):
+                return tl.Binary(op, self._read(left), self._read(right))
+            case tl.Unary(op, operand):
+                return tl.Unary(op, self._read(operand))
+            case tl.Index(tensor, args):
+                return tl.Index(tensor, tuple(self._read(a) for a in args))
         return expr
 
-    def _key(self, name: Name) -> Key:
+    def _key(self, name: tl.Name) -> Key:
         key = self.program.tile(name)
         assert key is not None, name
         return key
 
-    def _value(self, name: Name) -> str:
+    def _value(self, name: tl.Name) -> str:
         return self.current[self._key(name)]
 
     def _fresh(self, key: Key, axes: Axes) -> str:
@@ -393,5 +369,5 @@ class _Walk:
         return name
 
 
-def _is_load(stmt: Statement) -> bool:
-    return isinstance(stmt, Copy) and stmt.source == "global"
+def _is_load(stmt: tl.Statement) -> bool:
+    return isinstance(stmt, tl.Copy) and stmt.source == "global"

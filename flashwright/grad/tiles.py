@@ -8,33 +8,19 @@ from dataclasses import replace
 from flashwright.grad.algebra import Step, is_value, substitute, values_in
 from flashwright.grad.declare import Scope
 from flashwright.grad.normalise import KEY, QUERY, Axes, refuse
-from flashwright.lang.nodes import (
-    Allocate,
-    Axis,
-    Call,
-    Compute,
-    Copy,
-    Expr,
-    Mode,
-    Name,
-    Reshape,
-    Side,
-    Space,
-    Statement,
-    Transpose,
-)
+from flashwright.lang import nodes as tl
 
-MMA_C = tuple(map(Name, ("MMA_C", "MMA_M", "MMA_N")))
-MMA_A = tuple(map(Name, ("MMA_A", "MMA_M", "MMA_N_new")))
+MMA_C = tuple(map(tl.Name, ("MMA_C", "MMA_M", "MMA_N")))
+MMA_A = tuple(map(tl.Name, ("MMA_A", "MMA_M", "MMA_N_new")))
 
 
 class Writer:
     """Writes the statements of one kernel; `names` are the forward's scalars in it."""
 
-    def __init__(self, scope: Scope, names: Mapping[str, Expr] | None = None) -> None:
+    def __init__(self, scope: Scope, names: Mapping[str, tl.Expr] | None = None) -> None:
         self.scope, self.forward, self.names = scope, scope.forward, names or {}
-        self.allocated: dict[tuple[str, Space], Allocate] = {}
-        self.body: list[Statement] = []
+        self.allocated: dict[tuple[str, tl.Space], tl.Allocate] = {}
+        self.body: list[tl.Statement] = []
         self.held: dict[str, str] = {}
         self.base: dict[str, str] = {}
         self.last: dict[str, int] = {}
@@ -50,31 +36,31 @@ class Writer:
         """The axes in the order in which a tile has them."""
         return self.scope.pair if set(axes) == {QUERY, KEY} else axes
 
-    def tile(self, value: str, space: Space = "register") -> Name:
+    def tile(self, value: str, space: tl.Space = "register") -> tl.Name:
         """The name of a value's tile as a statement says it."""
         base = self.base[value]
         if space == "shared":
-            return Name(f"{base if value in self.loaded else value.split('.')[0]}_shared")
+            return tl.Name(f"{base if value in self.loaded else value.split('.')[0]}_shared")
         clear = base in self.scope.globals and len(self.forward.axes[value]) == 2
-        return Name(f"{base}_register" if clear else base)
+        return tl.Name(f"{base}_register" if clear else base)
 
     def allocate(
-        self, base: str, space: Space, axes: Axes, dtype: str, along: Side | None = None
+        self, base: str, space: tl.Space, axes: Axes, dtype: str, along: tl.Side | None = None
     ) -> None:
         """Allocate a tile, once."""
-        shape = tuple(Axis(None, self.scope.sizes.get(axis) or Name(axis)) for axis in axes)
-        stmt = Allocate(Name(base), space, shape, Name(dtype), along=along)
+        shape = tuple(tl.Axis(None, self.scope.sizes.get(axis) or tl.Name(axis)) for axis in axes)
+        stmt = tl.Allocate(tl.Name(base), space, shape, tl.Name(dtype), along=along)
         self.allocated.setdefault((base, space), stmt)
 
     def load(
-        self, value: str, copy: Copy, space: Space, body: list[Statement] | None = None
+        self, value: str, copy: tl.Copy, space: tl.Space, body: list[tl.Statement] | None = None
     ) -> None:
         """Copy a tile from global memory, in the kernel's body or in another one."""
         name = copy.target or copy.name
         self.base[value] = base = name.id.removesuffix("_shared").removesuffix("_register")
         self.held[base] = value
         self.loaded.add(value)
-        target = Name(base) if base != copy.name.id else None
+        target = tl.Name(base) if base != copy.name.id else None
         if space == "shared":
             self.shared.add(value)
         made = replace(copy, source="global", dest=space, target=target, comment=None, gap=False)
@@ -91,10 +77,10 @@ class Writer:
     def _step(self, n: int, step: Step) -> None:
         """The statements of one step."""
         match step.value:
-            case Call(Name("gemm"), (Name(a), Name(b))):
+            case tl.Call(tl.Name("gemm"), (tl.Name(a), tl.Name(b))):
                 self.choose(step.target, n)
                 self.gemm(step.target, a, b, "get")
-            case Call(Name("mask"), (scores, condition)):
+            case tl.Call(tl.Name("mask"), (scores, condition)):
                 if is_value(scores) and self.last[scores.id] <= n:
                     self.base[step.target] = self.base[scores.id]
                     self.held[self.base[step.target]] = step.target
@@ -102,20 +88,20 @@ class Writer:
                     self._choose_and_compute(n, step.target, scores, step)
                 where = self.expr(condition, step)
                 args = (self.tile(step.target),)
-                self.body.append(Compute(Name("Mask"), args, where=where))
+                self.body.append(tl.Compute(tl.Name("Mask"), args, where=where))
             case _:
                 self._choose_and_compute(n, step.target, step.value, step)
 
-    def _choose_and_compute(self, n: int, target: str, value: Expr, step: Step) -> None:
+    def _choose_and_compute(self, n: int, target: str, value: tl.Expr, step: Step) -> None:
         """Compute a value into the tile that is chosen for it."""
         made = self.expr(value, step)
-        mode: Mode = "get new" if self.choose(target, n, values_in(value)) else "get"
-        self.body.append(Compute(None, (made,), mode=mode, target=self.tile(target)))
+        mode: tl.Mode = "get new" if self.choose(target, n, values_in(value)) else "get"
+        self.body.append(tl.Compute(None, (made,), mode=mode, target=self.tile(target)))
 
-    def compute(self, target: str, value: Expr, mode: Mode = "get") -> None:
+    def compute(self, target: str, value: tl.Expr, mode: tl.Mode = "get") -> None:
         """Compute a value into a tile that is chosen already."""
         made = self.expr(value)
-        self.body.append(Compute(None, (made,), mode=mode, target=self.tile(target)))
+        self.body.append(tl.Compute(None, (made,), mode=mode, target=self.tile(target)))
 
     def choose(self, target: str, n: int, operands: Iterable[str] = ()) -> bool:
         """Choose the tile for a value: that of a value of the same name, or of an adjoint among
@@ -139,48 +125,48 @@ class Writer:
         same = holder is not None and self.stored(holder) == self.stored(target)
         return same and self.last.get(holder or "", -1) <= n and holder not in self.loaded
 
-    def expr(self, expr: Expr, step: Step | None = None) -> Expr:
+    def expr(self, expr: tl.Expr, step: Step | None = None) -> tl.Expr:
         """An expression of values as one of tiles."""
 
-        def change(part: Expr) -> Expr | None:
+        def change(part: tl.Expr) -> tl.Expr | None:
             match part:
-                case Call(Name("sum"), (operand, Name(kept))):
+                case tl.Call(tl.Name("sum"), (operand, tl.Name(kept))):
                     inner = self.expr(operand, step)
                     axes = self._ordered(self.forward.axes_of(operand))
                     if len(axes) != 2 or axes[0] not in kept.split("|"):
                         span = step.span if step else None
                         raise refuse(span, "a sum over the columns' other axis is not in TL")
-                    return Call(Name("rowsum"), (inner,))
-                case Name(id) if "." in id:
+                    return tl.Call(tl.Name("rowsum"), (inner,))
+                case tl.Name(id) if "." in id:
                     return self.tile(id)
-                case Name(id):
+                case tl.Name(id):
                     return self.names.get(id)
             return None
 
         return substitute(expr, change)
 
-    def gemm(self, target: str, a: str, b: str, mode: Mode) -> None:
+    def gemm(self, target: str, a: str, b: str, mode: tl.Mode) -> None:
         """A GEMM into a tile that is chosen already; its operands are brought into place."""
         rows, columns = self.stored(target)
         left, right = (a, b) if rows in self.forward.axes[a] else (b, a)
         args = (self._left(left, rows), self._right(right, columns))
-        self.body.append(Compute(Name("GEMM"), args, mode=mode, target=self.tile(target)))
+        self.body.append(tl.Compute(tl.Name("GEMM"), args, mode=mode, target=self.tile(target)))
 
-    def _left(self, value: str, rows: str) -> Expr:
+    def _left(self, value: str, rows: str) -> tl.Expr:
         if self.stored(value)[0] != rows:
-            return Transpose(self._in_shared(value))
+            return tl.Transpose(self._in_shared(value))
         if value in self.loaded:
             return self.tile(value, "shared")
         if value not in self.reshaped:
             self.reshaped.add(value)
-            self.body.append(Reshape(self.tile(value), MMA_C, MMA_A))
+            self.body.append(tl.Reshape(self.tile(value), MMA_C, MMA_A))
         return self.tile(value)
 
-    def _right(self, value: str, columns: str) -> Expr:
+    def _right(self, value: str, columns: str) -> tl.Expr:
         tile = self._in_shared(value)
-        return tile if self.stored(value)[1] == columns else Transpose(tile)
+        return tile if self.stored(value)[1] == columns else tl.Transpose(tile)
 
-    def _in_shared(self, value: str) -> Name:
+    def _in_shared(self, value: str) -> tl.Name:
         """The tile in shared memory; one in registers is copied there first."""
         self.to_shared(value)
         return self.tile(value, "shared")
@@ -190,9 +176,9 @@ class Writer:
         if value not in self.shared:
             self.shared.add(value)
             base = value.split(".")[0]
-            target = Name(base) if base != self.base[value] else None
+            target = tl.Name(base) if base != self.base[value] else None
             self.allocate(base, "shared", self.stored(value), self.scope.half)
-            self.body.append(Copy(self.tile(value), None, None, "register", "shared", target))
+            self.body.append(tl.Copy(self.tile(value), None, None, "register", "shared", target))
 
 
 def _next_name(base: str) -> str:
