@@ -103,6 +103,7 @@ class Forward:
 
 
 def _ordered(axes: list[str]) -> Axes:
+    """Each axis once: queries, then keys, then others."""
     return tuple(sorted(dict.fromkeys(axes), key=lambda a: {QUERY: 0, KEY: 1}.get(a, 2)))
 
 
@@ -156,12 +157,16 @@ class _Walk:
         self.current: dict[Key, str] = {}
         self.count: dict[str, int] = {}
         self.ahead: dict[Key, tl.Copy] = {}
+        self.span = tl.NOWHERE
 
     def statements(self, body: tuple[tl.Statement, ...]) -> None:
+        """Read statements that are no loop over the keys."""
         for stmt in body:
+            self.span = stmt.span
             self._statement(stmt)
 
     def _statement(self, stmt: tl.Statement) -> None:
+        """Read one statement; Failed if it has no derived gradient."""
         match stmt:
             case tl.Let(name, value):
                 self.forward.lets[name.id] = value
@@ -170,15 +175,13 @@ class _Walk:
             case tl.Compute():
                 self._compute(stmt)
             case tl.Reshape(name):
-                self.current[self._key(stmt.target or name)] = self._value(name)
+                self.current[self._key(stmt.target or name)] = self._value(name).id
             case tl.If(_, then, orelse) if not orelse and all(map(_is_load, then)):
                 self.statements(then)
             case tl.If():
                 raise refuse(stmt.span, "a branch around computations has no derived gradient")
             case tl.For():
                 raise refuse(stmt.span, "a loop inside the loop over the keys")
-            case tl.Param() | tl.Dim() | tl.Grid() | tl.Allocate() | tl.Comment():
-                pass
 
     def loop(self, loop: tl.For) -> None:
         """The body, with the values that it carries and the Copies that run ahead of their use."""
@@ -229,57 +232,51 @@ class _Walk:
                 raise refuse(have.span, "the first block is not the one the loop begins with")
 
     def _copy(self, copy: tl.Copy) -> None:
-        source, dest = self.program.source(copy), self.program.dest(copy)
+        """A store, a load, or another name for a tile."""
+        dest = self.program.dest(copy)
         if copy.dest == "global":
             tensor = self.program.tensors[dest[0]]
-            self.forward.stores.append(Store(self._value(tl.Name(copy.name.id)), tensor, copy))
+            self.forward.stores.append(Store(self._value(copy.name).id, tensor, copy))
         elif copy.source != "global":
-            self.current[dest] = self.current[source]
+            self.current[dest] = self.current[self.program.source(copy)]
         elif dest not in self.ahead:
             self._load(copy, dest)
 
     def _load(self, copy: tl.Copy, dest: Key) -> None:
+        """A tile from global memory; Failed if its place has no derived gradient."""
         tensor = self.program.tensors[split(copy.name.id)[0]]
         if copy.column is not None:
             raise refuse(copy.span, "tiles side by side (`at column`) have no derived gradient")
         if tensor.offset is not None:
             raise refuse(copy.span, f"`{tensor.name}` is a view with an offset")
-        axes = self._load_axes(copy, tensor)
-        value = self._fresh(dest, axes)
-        self.current[dest] = value
-        self.forward.loads[value] = Load(value, tensor, copy, axes)
-
-    def _load_axes(self, copy: tl.Copy, tensor: Tensor) -> Axes:
-        sizes = copy.shape or ()
-        labels = [axis.label for axis in tensor.axes][len(tensor.axes) - len(sizes) :]
         given = {c.axis.id: self.forward.spelt_out(c.value) for c in copy.coords or ()}
-        axes = []
-        for label, size in zip(labels, sizes, strict=True):
-            names = {n.id for n in tl.value_names(given.get(label, tl.Num("0")))}
-            side = QUERY if self.forward.query.name.id in names else format_expr(size)
-            axes.append(KEY if self.forward.loop.var.id in names else side)
         if any(isinstance(e, tl.Index) for value in given.values() for e in tl.expressions(value)):
             raise refuse(copy.span, f"the place of `{tensor.name}` comes from a tensor")
-        return tuple(axes)
+        sizes, axes = copy.shape or (), []
+        for axis, size in zip(tensor.axes[len(tensor.axes) - len(sizes) :], sizes, strict=True):
+            names = {n.id for n in tl.value_names(given.get(axis.label, tl.Num("0")))}
+            side = QUERY if self.forward.query.name.id in names else format_expr(size)
+            axes.append(KEY if self.forward.loop.var.id in names else side)
+        value = self.current[dest] = self._fresh(dest, tuple(axes))
+        self.forward.loads[value] = Load(value, tensor, copy, tuple(axes))
 
     def _compute(self, stmt: tl.Compute) -> None:
+        """A Compute as steps."""
         if stmt.operation == "softmax":
             self._softmax(stmt)
             return
+        target = stmt.args[0] if stmt.operation == "mask" else stmt.target
+        assert isinstance(target, tl.Name)
         if stmt.operation == "mask":
-            assert isinstance(stmt.args[0], tl.Name)
             assert stmt.where is not None
-            value = call("mask", tl.Name(self._value(stmt.args[0])), self._read(stmt.where))
-            self._assign(stmt.args[0], value, stmt.span)
-            return
-        assert stmt.target is not None
-        if stmt.operation == "gemm":
-            value = call("gemm", *(self._read(a) for a in stmt.args))
+            value = call("mask", self._value(target), self._read(stmt.where))
+        elif stmt.operation == "gemm":
+            value = call("gemm", *map(self._read, stmt.args))
         else:
             value = self._read(expression(stmt))
         if stmt.mode == "accumulate":
-            value = add(tl.Name(self._value(stmt.target)), self._flat(value, stmt.span))
-        self._assign(stmt.target, value, stmt.span)
+            value = add(self._value(target), self._flat(value))
+        self._assign(target, value)
 
     def _softmax(self, stmt: tl.Compute) -> None:
         """The statement spelt out, as docs/language.md has it."""
@@ -287,52 +284,49 @@ class _Walk:
         if not stmt.state or not isinstance(scores, tl.Name):
             raise refuse(stmt.span, "a softmax of whole rows, without a running maximum")
         high, weights = stmt.state
-        old, span = tl.Name(self._value(high)), stmt.span
-        top = call("max", old, call("rowmax", tl.Name(self._value(scores))))
-        self._assign(high, top, span)
-        new = tl.Name(self._value(high))
-        drop = self._flat(call("exp", tl.Binary("-", old, new)), span)
-        self._assign(scores, call("exp", tl.Binary("-", tl.Name(self._value(scores)), new)), span)
-        kept = tl.Binary("*", tl.Name(self._value(weights)), drop)
-        self._assign(
-            weights, tl.Binary("+", kept, call("rowsum", tl.Name(self._value(scores)))), span
-        )
+        old = self._value(high)
+        self._assign(high, call("max", old, call("rowmax", self._value(scores))))
+        new = self._value(high)
+        drop = self._flat(call("exp", tl.Binary("-", old, new)))
+        self._assign(scores, call("exp", tl.Binary("-", self._value(scores), new)))
+        kept = tl.Binary("*", self._value(weights), drop)
+        self._assign(weights, tl.Binary("+", kept, call("rowsum", self._value(scores))))
         for name in stmt.rescale:
-            self._assign(name, tl.Binary("*", tl.Name(self._value(name)), drop), span)
+            self._assign(name, tl.Binary("*", self._value(name), drop))
 
-    def _assign(self, target: tl.Name, value: tl.Expr, span: tl.Span) -> None:
-        value = self._flat(value, span, root=True)
+    def _assign(self, target: tl.Name, value: tl.Expr) -> None:
+        """A step for the new value of a tile."""
+        value = self._flat(value, root=True)
         key = self._key(target)
         axes = self.forward.axes_of(value) or self._declared_axes(key)
         self.current[key] = self._fresh(key, axes)
-        self.steps.append(Step(self.current[key], value, span))
+        self.steps.append(Step(self.current[key], value, self.span))
 
     def _declared_axes(self, key: Key) -> Axes:
         """The axes of a tile that is set to a scalar: rows are queries, columns by their size."""
         buffer = self.program.buffers[key]
-        named = [buffer.named_size(n) for n in range(len(buffer.shape))]
-        sizes = [n.id if n else str(s) for n, s in zip(named, buffer.shape, strict=True)]
-        return (QUERY, *sizes[1:])
+        named = [(buffer.named_size(n), size) for n, size in enumerate(buffer.shape)]
+        return (QUERY, *(name.id if name else str(size) for name, size in named[1:]))
 
-    def _flat(self, value: tl.Expr, span: tl.Span, root: bool = False) -> tl.Expr:
+    def _flat(self, value: tl.Expr, root: bool = False) -> tl.Expr:
         """The value with every call in it made a step of its own; the outermost stays if it is the
         root of its statement."""
         match value:
             case tl.Call(func, args):
-                flat: tl.Expr = call(func.id, *(self._flat(a, span) for a in args))
+                flat: tl.Expr = call(func.id, *map(self._flat, args))
             case tl.Binary(op, left, right):
-                flat = tl.Binary(op, self._flat(left, span), self._flat(right, span))
+                flat = tl.Binary(op, self._flat(left), self._flat(right))
                 if op != "/" or not per_element(flat.right):
                     return flat
             case tl.Unary(op, operand):
-                return tl.Unary(op, self._flat(operand, span))
+                return tl.Unary(op, self._flat(operand))
             case _:
                 return value
         if root or not per_element(flat):
             return flat
         base = func.id.capitalize() if isinstance(value, tl.Call) else "Ratio"
         name = self._fresh((base, "register"), self.forward.axes_of(flat))
-        self.steps.append(Step(name, flat, span))
+        self.steps.append(Step(name, flat, self.span))
         return tl.Name(name)
 
     def _read(self, expr: tl.Expr) -> tl.Expr:
@@ -340,28 +334,30 @@ class _Walk:
         match expr:
             case tl.Transpose(operand):
                 return self._read(operand)
-            case tl.Name():
-                known = self.program.is_scalar(expr.id) or self.program.tile(expr) is None
-                return expr if known else tl.Name(self._value(expr))
+            case tl.Name(id) if not self.program.is_scalar(id) and self.program.tile(expr):
+                return self._value(expr)
             case tl.Call(func, args):
-                return call(func.id.lower(), *(self._read(a) for a in args))
+                return call(func.id.lower(), *map(self._read, args))
             case tl.Binary(op, left, right):
                 return tl.Binary(op, self._read(left), self._read(right))
             case tl.Unary(op, operand):
                 return tl.Unary(op, self._read(operand))
             case tl.Index(tensor, args):
-                return tl.Index(tensor, tuple(self._read(a) for a in args))
+                return tl.Index(tensor, tuple(map(self._read, args)))
         return expr
 
     def _key(self, name: tl.Name) -> Key:
+        """The buffer that a statement calls by this name."""
         key = self.program.tile(name)
         assert key is not None, name
         return key
 
-    def _value(self, name: tl.Name) -> str:
-        return self.current[self._key(name)]
+    def _value(self, name: tl.Name) -> tl.Name:
+        """The value that a tile has now."""
+        return tl.Name(self.current[self._key(name)])
 
     def _fresh(self, key: Key, axes: Axes) -> str:
+        """A new name for a value with these axes, after its buffer."""
         base = key[0]
         self.count[base] = self.count.get(base, -1) + 1
         name = f"{base}.{self.count[base]}"
@@ -370,4 +366,5 @@ class _Walk:
 
 
 def _is_load(stmt: tl.Statement) -> bool:
+    """Whether a statement is a Copy from global memory."""
     return isinstance(stmt, tl.Copy) and stmt.source == "global"
