@@ -116,6 +116,7 @@ class Reverse:
         return Name(step.target) if expr is step.value else expr
 
     def _call(self, name: str, args: tuple[Expr, ...], d: Expr, step: Step, y: Expr) -> None:
+        """Add d's part for each argument of a function with the value y."""
         x = args[0]
         match name:
             case "gemm":
@@ -130,9 +131,7 @@ class Reverse:
                 self._push(args[2], call("where", x, ZERO, d), step)
             case "max" | "min" if len(args) == 2:
                 self._choice(name, args, d, step)
-            case "floor" | "ceil":
-                pass
-            case _ if not any(map(differentiable, args)):
+            case _ if name in ("floor", "ceil") or not any(map(differentiable, args)):
                 pass
             case _ if name in _SLOPES:
                 slope = _SLOPES[name](x, y)
@@ -142,6 +141,7 @@ class Reverse:
                 raise refuse(step.span, f"`{name}` has no gradient here")
 
     def _gemm(self, args: tuple[Expr, ...], d: Expr, step: Step) -> None:
+        """Add the GEMM of d with the other operand to each operand."""
         rest, factor = split_scalars(d)
         for own, other in (args, args[::-1]):
             assert isinstance(own, Name)
@@ -154,10 +154,10 @@ class Reverse:
         """Whether a factor of d is exactly 0 where a Mask hides: the weight itself."""
         for factor in Product.of(d).tops:
             if is_value(factor):
-                inner = next((s.value for s in self.steps if s.target == factor.id), ZERO)
+                inner = [s.value for s in self.steps if s.target == factor.id]
                 if condition in self.zeros.get(factor.id, ()):
                     return True
-                if inner != ZERO and self._zero_where_hidden(inner, condition):
+                if any(self._zero_where_hidden(value, condition) for value in inner):
                     return True
         return False
 
@@ -177,16 +177,15 @@ class Reverse:
                     hidden[step.target] = found
 
     def _choice(self, name: str, args: tuple[Expr, ...], d: Expr, step: Step) -> None:
+        """Add d to the argument that is taken: at a tie the first one, or the constant."""
         a, b = args
-        strict = "" if differentiable(b) else "="
-        taken = Binary({"max": ">", "min": "<"}[name] + ("" if strict else "="), a, b)
+        taken = Binary({"max": ">", "min": "<"}[name] + ("=" if differentiable(b) else ""), a, b)
         self._push(a, call("where", taken, d, ZERO), step)
         self._push(b, call("where", taken, ZERO, d), step)
 
     def _leaf(self, leaf: Leaf, d: Expr) -> None:
-        own = self.forward.axes_of(Name(leaf) if isinstance(leaf, str) else leaf)
-        if isinstance(leaf, Index):
-            own = ()
+        """Add d to a value or an element, summed over the axes that it lacks."""
+        own = self.forward.axes_of(Name(leaf)) if isinstance(leaf, str) else ()
         if set(self.forward.axes_of(d)) - set(own):
             rest, factor = split_scalars(d)
             d = mul(call("sum", rest, Name("|".join(own))), factor)
@@ -198,7 +197,8 @@ def differentiable(expr: Expr) -> bool:
     return bool(values_in(expr)) or any(isinstance(e, Index) for e in expressions(expr))
 
 
-def _abs(x: Expr, y: Expr) -> Expr:
+def _sign(x: Expr, y: Expr) -> Expr:
+    """The sign of x, 0 at 0."""
     less = call("where", Binary("<", x, ZERO), Unary("-", ONE), ZERO)
     return call("where", Binary(">", x, ZERO), ONE, less)
 
@@ -211,5 +211,5 @@ _SLOPES = {
     "tanh": lambda x, y: sub(ONE, mul(y, y)),
     "sigmoid": lambda x, y: mul(y, sub(ONE, y)),
     "sqrt": lambda x, y: div(Num("0.5"), y),
-    "abs": _abs,
+    "abs": _sign,
 }

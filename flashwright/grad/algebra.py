@@ -50,6 +50,12 @@ def values_in(expr: Expr) -> list[str]:
     return [e.id for e in expressions(expr) if isinstance(e, Name) and "." in e.id]
 
 
+def gemm_operands(expr: Expr) -> list[str]:
+    """The values that an expression multiplies by GEMMs, each as often as it is used."""
+    gemms = [e for e in expressions(expr) if isinstance(e, Call) and e.func.id == "gemm"]
+    return [a.id for e in gemms for a in e.args if isinstance(a, Name)]
+
+
 def per_element(expr: Expr) -> bool:
     """Whether an expression has values or positions, so that it is no scalar."""
     names = [e.id for e in expressions(expr) if isinstance(e, Name)]

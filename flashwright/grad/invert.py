@@ -6,6 +6,8 @@ the loop visits every key that a Mask shows, so the Mask alone decides.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from flashwright.grad.algebra import ONE, ZERO, Product, add, call, constant, div, mul, renamed, sub
 from flashwright.grad.normalise import KEY, Forward, refuse
 from flashwright.lang.nodes import Binary, Call, Expr, Index, Name, expressions, value_names
@@ -24,18 +26,13 @@ def query_bounds(forward: Forward, key_block: Name) -> tuple[Expr, Expr]:
     if not _in_order(forward):
         return first, end
     low, high = (forward.spelt_out(e) for e in (forward.loop.low, forward.loop.high))
-    try:
-        above = _Solver(forward, var).above(Name(at), high)
-        if above is not None:
+    solver = _Solver(forward, var)
+    with suppress(Unsolved):
+        if (above := solver.above(Name(at), high)) is not None:
             first = call("max", ZERO, renamed(_next_whole(above), {at: key_block}))
-    except Unsolved:
-        pass
-    try:
-        below = _Solver(forward, var).below(_without_floor(low), add(Name(at), ONE))
-        if below is not None:
+    with suppress(Unsolved):
+        if (below := solver.below(_without_floor(low), add(Name(at), ONE))) is not None:
             end = _least(end, renamed(below, {at: key_block}))
-    except Unsolved:
-        pass
     return first, end
 
 
@@ -52,7 +49,8 @@ def _in_order(forward: Forward) -> bool:
 
 def _check_data(forward: Forward) -> None:
     """A bound from a tensor must show in a Mask, which then decides alone."""
-    masks = [s.value for s in forward.body if _is_mask(s.value)]
+    calls = [s.value for s in forward.body if isinstance(s.value, Call)]
+    masks = [c for c in calls if c.func.id == "mask"]
     shown = {e.tensor.id for m in masks for e in expressions(m) if isinstance(e, Index)}
     names = {n.id for m in masks for n in value_names(m)}
     shown |= {load.tensor.name for value, load in forward.loads.items() if value in names}
@@ -67,15 +65,14 @@ def _check_data(forward: Forward) -> None:
                 )
 
 
-def _is_mask(expr: Expr) -> bool:
-    return isinstance(expr, Call) and expr.func.id == "mask"
-
-
 class _Solver:
+    """Solves inequalities for a variable."""
+
     def __init__(self, forward: Forward, var: str) -> None:
         self.params, self.var = forward.program.params, var
 
     def _has(self, expr: Expr) -> bool:
+        """Whether an expression has the variable."""
         return any(n.id == self.var for n in value_names(expr))
 
     def above(self, left: Expr, right: Expr) -> Expr | None:
@@ -121,11 +118,9 @@ class _Solver:
         if op == "-" and left:
             return add(other, part), inner
         value = constant(part, self.params)
-        if value is None or value <= 0 or (not left and op == "/"):
+        if value is None or value <= 0 or not (op == "*" or (op == "/" and left)):
             raise Unsolved
-        if op in ("*", "/"):
-            return (div if op == "*" else mul)(other, part), inner
-        raise Unsolved
+        return (div if op == "*" else mul)(other, part), inner
 
 
 def _next_whole(expr: Expr) -> Expr:

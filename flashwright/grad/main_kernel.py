@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashwright.grad.algebra import ONE, ZERO, div, mul, renamed, total, values_in
+from flashwright.grad.algebra import ONE, ZERO, div, gemm_operands, mul, renamed, total, values_in
 from flashwright.grad.conversion import Sum
 from flashwright.grad.declare import WARPS, Scope, place_names
 from flashwright.grad.normalise import KEY, QUERY, Load
@@ -78,9 +78,7 @@ class MainKernel:
         """Shared memory for an operand of a GEMM, registers for other uses."""
         in_gemm = in_other = False
         for expr in (*(s.value for s in self.terms.steps), *self.terms.exprs):
-            gemms = [e for e in tl.expressions(expr) if isinstance(e, tl.Call)]
-            operands = [a for e in gemms if e.func.id == "gemm" for a in e.args]
-            inside = operands.count(tl.Name(value))
+            inside = gemm_operands(expr).count(value)
             in_gemm |= inside > 0
             in_other |= values_in(expr).count(value) > inside
         wanted: tuple[tuple[tl.Space, bool], ...] = (("shared", in_gemm), ("register", in_other))
