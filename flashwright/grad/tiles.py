@@ -27,6 +27,7 @@ class Writer:
         self.shared: set[str] = set()
         self.loaded: set[str] = set()
         self.reshaped: set[str] = set()
+        self.span: tl.Span | None = None
 
     def stored(self, value: str) -> Axes:
         """The axes of a value in the order in which its tile has them."""
@@ -72,31 +73,27 @@ class Writer:
             self.last |= dict.fromkeys(values_in(step.value), n)
         self.last |= dict.fromkeys(later, len(steps))
         for n, step in enumerate(steps):
-            self._step(n, step)
+            self.span = step.span
+            self._step(n, step.target, step.value)
+        self.span = None
 
-    def _step(self, n: int, step: Step) -> None:
+    def _step(self, n: int, target: str, value: tl.Expr) -> None:
         """The statements of one step."""
-        match step.value:
+        match value:
             case tl.Call(tl.Name("gemm"), (tl.Name(a), tl.Name(b))):
-                self.choose(step.target, n)
-                self.gemm(step.target, a, b, "get")
+                self.choose(target, n)
+                self.gemm(target, a, b, "get")
             case tl.Call(tl.Name("mask"), (scores, condition)):
                 if is_value(scores) and self.last[scores.id] <= n:
-                    self.base[step.target] = self.base[scores.id]
-                    self.held[self.base[step.target]] = step.target
+                    self.base[target] = self.base[scores.id]
+                    self.held[self.base[target]] = target
                 else:
-                    self._choose_and_compute(n, step.target, scores, step)
-                where = self.expr(condition, step)
-                args = (self.tile(step.target),)
+                    self._step(n, target, scores)
+                where, args = self.expr(condition), (self.tile(target),)
                 self.body.append(tl.Compute(tl.Name("Mask"), args, where=where))
             case _:
-                self._choose_and_compute(n, step.target, step.value, step)
-
-    def _choose_and_compute(self, n: int, target: str, value: tl.Expr, step: Step) -> None:
-        """Compute a value into the tile that is chosen for it."""
-        made = self.expr(value, step)
-        mode: tl.Mode = "get new" if self.choose(target, n, values_in(value)) else "get"
-        self.body.append(tl.Compute(None, (made,), mode=mode, target=self.tile(target)))
+                new = self.choose(target, n, values_in(value))
+                self.compute(target, value, "get new" if new else "get")
 
     def compute(self, target: str, value: tl.Expr, mode: tl.Mode = "get") -> None:
         """Compute a value into a tile that is chosen already."""
@@ -125,18 +122,16 @@ class Writer:
         same = holder is not None and self.stored(holder) == self.stored(target)
         return same and self.last.get(holder or "", -1) <= n and holder not in self.loaded
 
-    def expr(self, expr: tl.Expr, step: Step | None = None) -> tl.Expr:
+    def expr(self, expr: tl.Expr) -> tl.Expr:
         """An expression of values as one of tiles."""
 
         def change(part: tl.Expr) -> tl.Expr | None:
             match part:
                 case tl.Call(tl.Name("sum"), (operand, tl.Name(kept))):
-                    inner = self.expr(operand, step)
                     axes = self._ordered(self.forward.axes_of(operand))
                     if len(axes) != 2 or axes[0] not in kept.split("|"):
-                        span = step.span if step else None
-                        raise refuse(span, "a sum over the columns' other axis is not in TL")
-                    return tl.Call(tl.Name("rowsum"), (inner,))
+                        raise refuse(self.span, "a sum over the columns' other axis is not in TL")
+                    return tl.Call(tl.Name("rowsum"), (self.expr(operand),))
                 case tl.Name(id) if "." in id:
                     return self.tile(id)
                 case tl.Name(id):
@@ -153,8 +148,9 @@ class Writer:
         self.body.append(tl.Compute(tl.Name("GEMM"), args, mode=mode, target=self.tile(target)))
 
     def _left(self, value: str, rows: str) -> tl.Expr:
+        """The left operand of a GEMM with these rows."""
         if self.stored(value)[0] != rows:
-            return tl.Transpose(self._in_shared(value))
+            return tl.Transpose(self.to_shared(value))
         if value in self.loaded:
             return self.tile(value, "shared")
         if value not in self.reshaped:
@@ -163,22 +159,19 @@ class Writer:
         return self.tile(value)
 
     def _right(self, value: str, columns: str) -> tl.Expr:
-        tile = self._in_shared(value)
+        """The right operand of a GEMM with these columns."""
+        tile = self.to_shared(value)
         return tile if self.stored(value)[1] == columns else tl.Transpose(tile)
 
-    def _in_shared(self, value: str) -> tl.Name:
-        """The tile in shared memory; one in registers is copied there first."""
-        self.to_shared(value)
-        return self.tile(value, "shared")
-
-    def to_shared(self, value: str) -> None:
-        """Copy a tile from registers to shared memory, once."""
+    def to_shared(self, value: str) -> tl.Name:
+        """The tile in shared memory; one in registers is copied there, once."""
         if value not in self.shared:
             self.shared.add(value)
             base = value.split(".")[0]
             target = tl.Name(base) if base != self.base[value] else None
             self.allocate(base, "shared", self.stored(value), self.scope.half)
             self.body.append(tl.Copy(self.tile(value), None, None, "register", "shared", target))
+        return self.tile(value, "shared")
 
 
 def _next_name(base: str) -> str:
