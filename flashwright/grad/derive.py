@@ -28,7 +28,7 @@ from flashwright.grad.algebra import (
 )
 from flashwright.grad.gauge import Gauge, find_gauge
 from flashwright.grad.normalise import QUERY, Forward, Store, normalise, refuse
-from flashwright.lang.nodes import Binary, Call, Expr, Index, Name, Num, Unary, expressions
+from flashwright.lang import nodes as tl
 from flashwright.program.program import Program
 from flashwright.program.vocabulary import POSITIONS
 
@@ -71,9 +71,9 @@ class _Derivation:
         self.result = Backward(forward)
         several = len(gauge.references) > 1
         self.marks = {r: str(n) if several else "" for n, r in enumerate(gauge.references, 1)}
-        self.shifts = {r: Name(f"Shift{mark}.0") for r, mark in self.marks.items()}
+        self.shifts = {r: tl.Name(f"Shift{mark}.0") for r, mark in self.marks.items()}
         self.sums = {acc: r for r, (acc, _) in gauge.norms.items()}
-        self.ones: dict[str, Expr] = {self.carried[acc]: ONE for acc in self.sums}
+        self.ones: dict[str, tl.Expr] = {self.carried[acc]: ONE for acc in self.sums}
         rows = (*(shift.id for shift in self.shifts.values()), *self.ones)
         forward.axes |= dict.fromkeys(rows, (QUERY,))
 
@@ -89,7 +89,7 @@ class _Derivation:
         self._body(seeds)
         return self.result
 
-    def _solve(self, epilogue: list[Step]) -> dict[str, Expr]:
+    def _solve(self, epilogue: list[Step]) -> dict[str, tl.Expr]:
         """What the epilogue reads of the loop, references and sums that are not 1, in terms of the
         outputs, as far as the outputs determine it."""
         fixed = self.shifts.keys() | self.sums.keys()
@@ -98,38 +98,38 @@ class _Derivation:
         values = dict(self.ones)
         for step in epilogue:
             values[step.target] = renamed(step.value, values)
-        known: dict[str, Expr] = {}
+        known: dict[str, tl.Expr] = {}
         for _ in unknown:
             for store in self.forward.stores:
-                value = renamed(values.get(store.value, Name(store.value)), known)
+                value = renamed(values.get(store.value, tl.Name(store.value)), known)
                 open_ = [v for v in values_in(value) if v in unknown and v not in known]
                 name = f"{store.tensor.name}.saved"
-                found = _solved(value, open_[0], Name(name)) if len(open_) == 1 else None
+                found = _solved(value, open_[0], tl.Name(name)) if len(open_) == 1 else None
                 if found is not None:
                     known[open_[0]] = found
                     self.result.saved[name] = store
                     self.forward.axes[name] = self.forward.axes[store.value]
         return known
 
-    def _given(self) -> dict[str, Expr]:
+    def _given(self) -> dict[str, tl.Expr]:
         """The seeds: the gradient of O, or of each tile if no output is called O."""
-        seeds: dict[str, Expr] = {}
+        seeds: dict[str, tl.Expr] = {}
         tiles = [s for s in self.forward.stores if len(self.forward.axes[s.value]) == 2]
         for store in [s for s in tiles if s.tensor.name == "O"] or tiles:
             name = f"d{store.tensor.name}.0"
             self.result.given[name] = store
             self.forward.axes[name] = self.forward.axes[store.value]
-            seeds[store.value] = Name(name)
+            seeds[store.value] = tl.Name(name)
         return seeds
 
     def _row_results(
-        self, reverse: Reverse, epilogue: list[Step], known: dict[str, Expr]
-    ) -> dict[str, Expr]:
+        self, reverse: Reverse, epilogue: list[Step], known: dict[str, tl.Expr]
+    ) -> dict[str, tl.Expr]:
         """The adjoints of what the loop sums, and the preprocess steps that compute them."""
         steps = {s.target: s.value for s in (*epilogue, *reverse.steps)}
-        seeds: dict[str, Expr] = {}
+        seeds: dict[str, tl.Expr] = {}
 
-        def row(expr: Expr) -> Expr:
+        def row(expr: tl.Expr) -> tl.Expr:
             return renamed(renamed(inlined(expr, steps), self.ones), known)
 
         for begin, end in self.carried.items():
@@ -147,7 +147,7 @@ class _Derivation:
         self._add_row_grads(reverse.grads, row)
         return seeds
 
-    def _add_row_grads(self, grads: Grads, change: Callable[[Expr], Expr]) -> None:
+    def _add_row_grads(self, grads: Grads, change: Callable[[tl.Expr], tl.Expr]) -> None:
         """Add gradients of loads and elements to those of the preprocess kernel."""
         for leaf, ds in grads.items():
             if not isinstance(leaf, str) or leaf in self.forward.loads:
@@ -155,18 +155,18 @@ class _Derivation:
                 self._check_known(total(found))
                 self.result.row_grads.setdefault(leaf, []).extend(found)
 
-    def _keep(self, name: str, value: Expr, end: str) -> Expr:
+    def _keep(self, name: str, value: tl.Expr, end: str) -> tl.Expr:
         """A value of the preprocess kernel that the main kernel reads, if it is no tensor yet."""
         self._check_known(value)
         tile, _ = split_scalars(value)
-        if isinstance(tile, Name) and tile.id in self.result.given:
+        if isinstance(tile, tl.Name) and tile.id in self.result.given:
             return value
         self.forward.axes[name] = self.forward.axes[end]
         self.result.rows.append(Step(name, value))
         self.result.scratch.append(name)
-        return Name(name)
+        return tl.Name(name)
 
-    def _check_known(self, value: Expr) -> None:
+    def _check_known(self, value: tl.Expr) -> None:
         """Refuse a program whose preprocess kernel would need a value that no output has."""
         ready = {*self.result.saved, *self.result.given, *self.forward.loads, *self.result.scratch}
         for name in values_in(value):
@@ -178,7 +178,7 @@ class _Derivation:
                     "store it as an output of its own",
                 )
 
-    def _visible(self, reference: str, known: dict[str, Expr]) -> Expr:
+    def _visible(self, reference: str, known: dict[str, tl.Expr]) -> tl.Expr:
         """The reference of each row; inf in a row that saw no key, so that its weights are 0."""
         value = known.get(self.shifts[reference].id)
         if value is None:
@@ -193,13 +193,13 @@ class _Derivation:
                 f"`Compute {scaled} + log({weights}) and get LSE_register`, "
                 "`Copy LSE (BM) in coordinate [...] from register to global`",
             )
-        low = Unary("-", Num("1e29"))
-        return call("where", Binary(">", value, low), value, Name("inf"))
+        low = tl.Unary("-", tl.Num("1e29"))
+        return call("where", tl.Binary(">", value, low), value, tl.Name("inf"))
 
-    def _initial_grads(self, seeds: dict[str, Expr]) -> None:
+    def _initial_grads(self, seeds: dict[str, tl.Expr]) -> None:
         """The gradients of what the loop begins with (a sink): a key of its own in each row."""
         steps: list[Step] = []
-        ends: dict[str, Expr] = {}
+        ends: dict[str, tl.Expr] = {}
         for begin, end in self.carried.items():
             value = self.forward.first[begin]
             if begin in self.shifts or value == ZERO or end not in seeds:
@@ -209,7 +209,7 @@ class _Derivation:
                 factor = call("exp", mul(shift, number(-weight)))
                 steps.append(Step(f"Weight.{begin}", factor))
                 self.forward.axes[steps[-1].target] = (QUERY,)
-                value = mul(value, Name(steps[-1].target))
+                value = mul(value, tl.Name(steps[-1].target))
             steps.append(Step(f"First.{begin}", value))
             self.forward.axes[steps[-1].target] = self.forward.axes[end]
             ends[steps[-1].target] = seeds[end]
@@ -218,9 +218,9 @@ class _Derivation:
         values = {s.target: s.value for s in (*steps, *reverse.steps)}
         self._add_row_grads(reverse.grads, lambda d: inlined(d, values))
 
-    def _body(self, seeds: dict[str, Expr]) -> None:
+    def _body(self, seeds: dict[str, tl.Expr]) -> None:
         """The body with the references fixed, and its adjoint."""
-        names: dict[str, Expr] = {v: self.shifts[r] for v, r in self.gauge.fixed.items()}
+        names: dict[str, tl.Expr] = {v: self.shifts[r] for v, r in self.gauge.fixed.items()}
         steps: list[Step] = []
         for step in self.forward.body:
             if step.target in names:
@@ -246,25 +246,25 @@ class _Derivation:
         tidied = tidy([*steps, *reverse.steps], roots)
         self.result.body = [replace(s, value=self._without_tail(s.value)) for s in tidied]
 
-    def _without_tail(self, value: Expr) -> Expr:
+    def _without_tail(self, value: tl.Expr) -> tl.Expr:
         """A Mask that also hides the queries past the end, where a score may be large: those are
         loaded as zeros, but a bias or a slope is added all the same."""
         match value:
-            case Call(Name("mask"), (scores, condition)) if _biased(scores):
+            case tl.Call(tl.Name("mask"), (scores, condition)) if _biased(scores):
                 length = self.forward.query.high
-                assert isinstance(length, Binary)
-                inside = Binary("<", Name("q_idx"), length.left)
-                return call("mask", scores, Binary("and", condition, inside))
+                assert isinstance(length, tl.Binary)
+                inside = tl.Binary("<", tl.Name("q_idx"), length.left)
+                return call("mask", scores, tl.Binary("and", condition, inside))
         return value
 
 
-def _solved(expr: Expr, unknown: str, result: Expr) -> Expr | None:
+def _solved(expr: tl.Expr, unknown: str, result: tl.Expr) -> tl.Expr | None:
     """The unknown value in `expr = result`; None if it is inside of a function."""
-    if expr == Name(unknown):
+    if expr == tl.Name(unknown):
         return result
-    if isinstance(expr, Unary):
+    if isinstance(expr, tl.Unary):
         return _solved(expr.operand, unknown, neg(result))
-    if not isinstance(expr, Binary):
+    if not isinstance(expr, tl.Binary):
         return None
     left = unknown in values_in(expr.left)
     part, other = (expr.left, expr.right) if left else (expr.right, expr.left)
@@ -278,10 +278,12 @@ def _solved(expr: Expr, unknown: str, result: Expr) -> Expr | None:
 _INVERSE = {"+": sub, "-": add, "*": div, "/": mul}
 
 
-def _biased(scores: Expr) -> bool:
+def _biased(scores: tl.Expr) -> bool:
     """Whether scores have terms by position or from a table."""
-    parts = expressions(scores)
-    return any(isinstance(e, Index) or (isinstance(e, Name) and e.id in POSITIONS) for e in parts)
+    parts = tl.expressions(scores)
+    return any(
+        isinstance(e, tl.Index) or (isinstance(e, tl.Name) and e.id in POSITIONS) for e in parts
+    )
 
 
 def tidy(steps: list[Step], roots: set[str]) -> list[Step]:
@@ -294,7 +296,7 @@ def tidy(steps: list[Step], roots: set[str]) -> list[Step]:
         uses.update(roots)
         alive = [s for s in steps if uses[s.target]]
         fixed = roots | {v for s in alive for v in gemm_operands(s.value)}
-        inline: dict[str, Expr] = {}
+        inline: dict[str, tl.Expr] = {}
         kept: list[Step] = []
         for step in alive:
             step = replace(step, value=renamed(step.value, inline))
@@ -307,8 +309,8 @@ def tidy(steps: list[Step], roots: set[str]) -> list[Step]:
         steps = kept
 
 
-def _fits(value: Expr, uses: int) -> bool:
+def _fits(value: tl.Expr, uses: int) -> bool:
     """Whether a step is put into its uses."""
-    if isinstance(value, Call) and value.func.id in ("gemm", "mask"):
+    if isinstance(value, tl.Call) and value.func.id in ("gemm", "mask"):
         return False
-    return uses == 1 or isinstance(value, Name | Num)
+    return uses == 1 or isinstance(value, tl.Name | tl.Num)

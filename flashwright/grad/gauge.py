@@ -17,7 +17,7 @@ from typing import Literal
 
 from flashwright.grad.algebra import Step, constant
 from flashwright.grad.normalise import QUERY, Forward, refuse
-from flashwright.lang.nodes import Binary, Call, Expr, Name, Unary
+from flashwright.lang import nodes as tl
 
 LN2 = math.log(2)
 Linear = Mapping[str, float]
@@ -74,25 +74,25 @@ class Typing:
         for step in steps:
             self.kinds[step.target] = self.of(step.value)
 
-    def of(self, expr: Expr) -> Kind:
+    def of(self, expr: tl.Expr) -> Kind:
         """The kind of an expression."""
         known = constant(expr, self.params)
         if known is not None:
             return Kind(constant=known, zero=known == 0)
         match expr:
-            case Name(id):
+            case tl.Name(id):
                 return self.kinds.get(id, STILL)
-            case Unary("-", operand):
+            case tl.Unary("-", operand):
                 kind = self.of(operand)
                 negative = {n: -x for n, x in kind.by.items()}
                 return replace(kind, by=negative) if kind.moves == "add" else kind
-            case Binary("+" | "-" as op, left, right):
+            case tl.Binary("+" | "-" as op, left, right):
                 return self._sum(self.of(left), self.of(right), 1 if op == "+" else -1)
-            case Binary("*" | "/" as op, left, right):
+            case tl.Binary("*" | "/" as op, left, right):
                 return self._product(self.of(left), self.of(right), 1 if op == "*" else -1)
-            case Binary("<" | "<=" | ">" | ">=" | "==" | "!=", left, right):
+            case tl.Binary("<" | "<=" | ">" | ">=" | "==" | "!=", left, right):
                 return self._comparison(self.of(left), self.of(right))
-            case Call(func, args):
+            case tl.Call(func, args):
                 return self._call(func.id, args)
         return STILL
 
@@ -129,7 +129,7 @@ class Typing:
             raise Unmovable
         return STILL
 
-    def _call(self, name: str, args: tuple[Expr, ...]) -> Kind:
+    def _call(self, name: str, args: tuple[tl.Expr, ...]) -> Kind:
         """The kind of a function's value."""
         if name == "where":
             return self._where(*args)
@@ -159,7 +159,7 @@ class Typing:
             return Kind("add", {n: x * falls for n, x in kind.by.items()})
         raise Unmovable
 
-    def _where(self, condition: Expr, a: Expr, b: Expr) -> Kind:
+    def _where(self, condition: tl.Expr, a: tl.Expr, b: tl.Expr) -> Kind:
         """The kind of a choice by a condition."""
         kinds = [self.of(a), self.of(b)]
         if any(k.sums for k in kinds):
