@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial, reduce
+from itertools import filterfalse
 from typing import TypeGuard
 
 from flashwright.lang import nodes as tl
 from flashwright.program.scalars import Scalar, Unknown, evaluate
 from flashwright.program.vocabulary import POSITIONS
 
-ZERO, ONE = tl.Num("0"), tl.Num("1")
+ZERO: tl.Expr = tl.Num("0")
+ONE: tl.Expr = tl.Num("1")
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ def is_value(expr: object) -> TypeGuard[tl.Name]:
 
 def values_in(expr: tl.Expr) -> list[str]:
     """The values that an expression uses, each as often as it is used."""
-    return [e.id for e in tl.expressions(expr) if isinstance(e, tl.Name) and "." in e.id]
+    return [e.id for e in tl.expressions(expr) if is_value(e)]
 
 
 def gemm_operands(expr: tl.Expr) -> list[str]:
@@ -46,8 +49,8 @@ def gemm_operands(expr: tl.Expr) -> list[str]:
 
 def per_element(expr: tl.Expr) -> bool:
     """Whether an expression has values or positions, so that it is no scalar."""
-    names = [e.id for e in tl.expressions(expr) if isinstance(e, tl.Name)]
-    return any("." in name or name in POSITIONS for name in names)
+    names = [e for e in tl.expressions(expr) if isinstance(e, tl.Name)]
+    return any(is_value(name) or name.id in POSITIONS for name in names)
 
 
 def call(function: str, *args: tl.Expr) -> tl.Expr:
@@ -103,10 +106,7 @@ def sub(a: tl.Expr, b: tl.Expr) -> tl.Expr:
 
 def total(terms: Iterable[tl.Expr]) -> tl.Expr:
     """The sum of all terms."""
-    result: tl.Expr = ZERO
-    for term in terms:
-        result = add(result, term)
-    return result
+    return reduce(add, terms, ZERO)
 
 
 @dataclass(frozen=True)
@@ -141,24 +141,17 @@ class Product:
         if ZERO in tops:
             return ZERO
         tops.sort(key=lambda e: not per_element(e))
-        result: tl.Expr = tops[0] if tops else ONE
-        for factor in tops[1:]:
-            result = tl.Binary("*", result, factor)
-        for divisor in bottoms:
-            result = tl.Binary("/", result, divisor)
+        result = reduce(partial(tl.Binary, "*"), tops) if tops else ONE
+        result = reduce(partial(tl.Binary, "/"), bottoms, result)
         return neg(result) if self.negative else result
 
 
 def split_scalars(expr: tl.Expr) -> tuple[tl.Expr, tl.Expr]:
     """The product of an expression's tiles, and that of its scalar factors with the sign."""
     product = Product.of(expr)
-    tiles, scalars = (
-        [
-            tuple(e for e in side if per_element(e) == wanted)
-            for side in (product.tops, product.bottoms)
-        ]
-        for wanted in (True, False)
-    )
+    sides = (product.tops, product.bottoms)
+    tiles = [tuple(filter(per_element, side)) for side in sides]
+    scalars = [tuple(filterfalse(per_element, side)) for side in sides]
     return Product(False, *tiles).expr(), Product(product.negative, *scalars).expr()
 
 
@@ -172,12 +165,7 @@ def div(a: tl.Expr, b: tl.Expr) -> tl.Expr:
     return Product.of(tl.Binary("/", a, b)).expr()
 
 
-_BINARY: Mapping[str, Callable[[tl.Expr, tl.Expr], tl.Expr]] = {
-    "+": add,
-    "-": sub,
-    "*": mul,
-    "/": div,
-}
+_BINARY = {"+": add, "-": sub, "*": mul, "/": div}
 
 
 def substitute(expr: tl.Expr, change: Callable[[tl.Expr], tl.Expr | None]) -> tl.Expr:
@@ -214,6 +202,7 @@ def inlined(expr: tl.Expr, steps: Mapping[str, tl.Expr]) -> tl.Expr:
 
 
 def _compared(op: str, a: tl.Expr, b: tl.Expr) -> tl.Expr:
+    """A comparison, or its value if both sides are numbers."""
     if isinstance(a, tl.Num) and isinstance(b, tl.Num):
         return ONE if evaluate(tl.Binary(op, a, b), {}) else ZERO
     return tl.Binary(op, a, b)

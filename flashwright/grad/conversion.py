@@ -31,9 +31,8 @@ def conversion(scope: Scope, sums: Iterable[Sum]) -> list[tl.Statement]:
     for grid, items in groups.items():
         names = ", ".join(f"d{item.load.tensor.name}" for item in items)
         title = tl.Comment(f"Conversion: the sums of {names}, rounded.", gap=True)
-        kernels = [_convert(scope, item) for item in items]
-        declared = [stmts[0] for stmts in kernels]
-        made += [title, grid, WARPS, *declared, *(s for stmts in kernels for s in stmts[1:])]
+        tiles, bodies = zip(*(_convert(scope, item) for item in items), strict=True)
+        made += [title, grid, WARPS, *tiles, *(stmt for body in bodies for stmt in body)]
     return made
 
 
@@ -56,8 +55,8 @@ def _axes(scope: Scope, load: Load) -> list[tuple[str, tl.GridAxis | None, tl.Ex
     return made
 
 
-def _convert(scope: Scope, item: Sum) -> list[tl.Statement]:
-    """The statements for one gradient, its Allocate first."""
+def _convert(scope: Scope, item: Sum) -> tuple[tl.Allocate, list[tl.Statement]]:
+    """The tile and the statements for one gradient."""
     axes, name = _axes(scope, item.load), f"d{item.load.tensor.name}"
     coords = tuple(tl.Coord(tl.Name(label), index.name) for label, index, _ in axes if index)
     shape = tuple(size for _, _, size in axes if size)
@@ -65,10 +64,8 @@ def _convert(scope: Scope, item: Sum) -> list[tl.Statement]:
         tl.Name(f"{n}_register" if len(shape) == 2 else n) for n in (f"{name}sum", name)
     )
     copy = tl.Copy(tl.Name(f"{name}sum"), shape, coords, "global", "register")
-    return [
-        tl.Allocate(
-            tl.Name(name), "register", tuple(tl.Axis(None, s) for s in shape), tl.Name("fp32")
-        ),
+    sizes = tuple(tl.Axis(None, size) for size in shape)
+    return tl.Allocate(tl.Name(name), "register", sizes, tl.Name("fp32")), [
         copy,
         tl.Compute(None, (mul(source, item.factor),), mode="get", target=tile),
         replace(copy, name=tl.Name(name), source="register", dest="global"),

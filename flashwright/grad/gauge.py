@@ -1,7 +1,7 @@
 """The running maximum as a gauge: outputs do not depend on its value.
 
 Every value has a kind. It moves as x + a.t (`add`) or as x * exp(w.t) (`mul`) when the references
-shift by t; a value that moves as neither is `None`. A choice between values of different kinds
+shift by t; a value that moves as neither is `Unmovable`. A choice between values of different kinds
 begins a new reference, whose value is free. A program whose outputs are invariant therefore has
 the same outputs for any reference, also for the one that makes the row sum 1: the log-sum-exp.
 """
@@ -83,9 +83,7 @@ class Typing:
             case tl.Name(id):
                 return self.kinds.get(id, STILL)
             case tl.Unary("-", operand):
-                kind = self.of(operand)
-                negative = {n: -x for n, x in kind.by.items()}
-                return replace(kind, by=negative) if kind.moves == "add" else kind
+                return self._product(Kind(constant=-1.0), self.of(operand), 1)
             case tl.Binary("+" | "-" as op, left, right):
                 return self._sum(self.of(left), self.of(right), 1 if op == "+" else -1)
             case tl.Binary("*" | "/" as op, left, right):

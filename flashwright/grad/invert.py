@@ -26,12 +26,12 @@ def query_bounds(forward: Forward, key_block: tl.Name) -> tuple[tl.Expr, tl.Expr
     if not _in_order(forward):
         return first, end
     low, high = (forward.spelt_out(e) for e in (forward.loop.low, forward.loop.high))
-    solver = _Solver(forward, var)
+    solver, next_block = _Solver(forward, var), add(tl.Name(at), ONE)
     with suppress(Unsolved):
-        if (above := solver.above(tl.Name(at), high)) is not None:
+        if (above := solver.bound(high, tl.Name(at), above=True)) is not None:
             first = call("max", ZERO, renamed(_next_whole(above), {at: key_block}))
     with suppress(Unsolved):
-        if (below := solver.below(_without_floor(low), add(tl.Name(at), ONE))) is not None:
+        if (below := solver.bound(_without_floor(low), next_block, above=False)) is not None:
             end = _least(end, renamed(below, {at: key_block}))
     return first, end
 
@@ -75,52 +75,39 @@ class _Solver:
         """Whether an expression has the variable."""
         return any(n.id == self.var for n in tl.value_names(expr))
 
-    def above(self, left: tl.Expr, right: tl.Expr) -> tl.Expr | None:
-        """The x with var > x where left < right; None if right does not have the variable."""
-        if not self._has(right):
+    def bound(self, side: tl.Expr, other: tl.Expr, above: bool) -> tl.Expr | None:
+        """The bound of the variable where `side` is above or below the other side; None if it does
+        not have the variable."""
+        if not self._has(side):
             return None
-        match right:
+        least, most = ("min", "max") if above else ("max", "min")
+        match side:
             case tl.Name():
-                return left
-            case tl.Binary(op, _, _):
-                return self.above(*self._moved(left, op, right))
-            case tl.Call(tl.Name("min"), args):
-                found = [x for a in args if (x := self.above(left, a)) is not None]
-                return found[0] if len(found) == 1 else call("max", *found)
+                return other
+            case tl.Binary():
+                return self.bound(*self._moved(side, other), above)
+            case tl.Call(tl.Name(name), args) if name == least:
+                found = [x for a in args if (x := self.bound(a, other, above)) is not None]
+                return found[0] if len(found) == 1 else call(most, *found)
             case tl.Call(tl.Name("max"), (a, b)) if self._has(a) != self._has(b):
-                other, inner = (b, a) if self._has(a) else (a, b)
-                solved = self.above(left, inner)
+                inner, rest = (a, b) if self._has(a) else (b, a)
+                solved = self.bound(inner, other, above)
                 assert solved is not None
-                return call("where", tl.Binary("<", left, other), sub(ZERO, ONE), solved)
+                return call("where", tl.Binary("<", other, rest), sub(ZERO, ONE), solved)
         raise Unsolved
 
-    def below(self, left: tl.Expr, right: tl.Expr) -> tl.Expr | None:
-        """The x with var < x where left < right; None if left does not have the variable."""
-        if not self._has(left):
-            return None
-        match left:
-            case tl.Name():
-                return right
-            case tl.Binary(op, _, _):
-                moved, rest = self._moved(right, op, left)
-                return self.below(rest, moved)
-            case tl.Call(tl.Name("max"), args):
-                found = [x for a in args if (x := self.below(a, right)) is not None]
-                return found[0] if len(found) == 1 else call("min", *found)
-        raise Unsolved
-
-    def _moved(self, other: tl.Expr, op: str, side: tl.Binary) -> tuple[tl.Expr, tl.Expr]:
-        """One operation moved from the variable's side to the other one."""
-        left = self._has(side.left)
+    def _moved(self, side: tl.Binary, other: tl.Expr) -> tuple[tl.Expr, tl.Expr]:
+        """Both sides after one operation is moved from the variable's side to the other one."""
+        left, op = self._has(side.left), side.op
         inner, part = (side.left, side.right) if left else (side.right, side.left)
         if op == "+":
-            return sub(other, part), inner
+            return inner, sub(other, part)
         if op == "-" and left:
-            return add(other, part), inner
+            return inner, add(other, part)
         value = constant(part, self.params)
         if value is None or value <= 0 or not (op == "*" or (op == "/" and left)):
             raise Unsolved
-        return (div if op == "*" else mul)(other, part), inner
+        return inner, (div if op == "*" else mul)(other, part)
 
 
 def _next_whole(expr: tl.Expr) -> tl.Expr:

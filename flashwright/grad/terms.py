@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flashwright.grad.adjoint import Grads, Leaf
@@ -17,16 +16,13 @@ from flashwright.program.program import Tensor
 
 @dataclass(frozen=True)
 class Terms:
-    """The steps of the main kernel, and the terms of each gradient of a load and of an element."""
+    """The steps of the main kernel, the terms of each gradient of a load and of an element, and
+    all of these terms."""
 
     steps: list[Step]
-    loads: Mapping[str, list[tl.Expr]]
-    elements: Mapping[tl.Index, list[tl.Expr]]
-
-    @property
-    def exprs(self) -> list[tl.Expr]:
-        """The terms of all gradients."""
-        return [d for ds in (*self.loads.values(), *self.elements.values()) for d in ds]
+    loads: dict[str, list[tl.Expr]]
+    elements: dict[tl.Index, list[tl.Expr]]
+    exprs: list[tl.Expr]
 
 
 def gradient_terms(scope: Scope) -> Terms:
@@ -38,9 +34,10 @@ def gradient_terms(scope: Scope) -> Terms:
             first, *more = {gemm_parts(t)[2] for t in terms}
             plain = not more and constant(first, scope.program.params) is not None
             loads[leaf] = terms if plain else [_combined(scope, leaf, terms, steps)]
-    made = Terms(steps, loads, {k: ds for k, ds in grads.items() if isinstance(k, tl.Index)})
-    roots = {v for d in made.exprs for v in values_in(d)}
-    return Terms(tidy(steps, roots), made.loads, made.elements)
+    elements = {leaf: terms for leaf, terms in grads.items() if isinstance(leaf, tl.Index)}
+    exprs = [d for ds in (*loads.values(), *elements.values()) for d in ds]
+    steps = tidy(steps, {v for d in exprs for v in values_in(d)})
+    return Terms(steps, loads, elements, exprs)
 
 
 def _expressible(scope: Scope) -> Grads:
