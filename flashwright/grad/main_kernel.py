@@ -70,9 +70,8 @@ class MainKernel:
         copy = self._placed(load.copy if load else self.scope.row_copy(value), value)
         if load:
             self._lies_along(load)
-        inside = place_names(copy) & self.owner.inside
-        for space in spaces:
-            self.write.load(value, copy, space, self.write.body if inside else self.before)
+        body = self.write.body if place_names(copy) & self.owner.inside else self.before
+        body += [self.write.load(value, copy, space) for space in spaces]
 
     def _spaces(self, value: str) -> list[tl.Space]:
         """Shared memory for an operand of a GEMM, registers for other uses."""

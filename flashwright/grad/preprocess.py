@@ -22,8 +22,7 @@ def preprocess(scope: Scope) -> tuple[list[tl.Statement], list[Parts]]:
         return [], parts
     write = Writer(scope)
     read = {v for s in steps for v in values_in(s.value)} - {s.target for s in steps}
-    for value in sorted(read):
-        write.load(value, scope.row_copy(value), "register")
+    write.body += [write.load(v, scope.row_copy(v), "register") for v in sorted(read)]
     stored = [*scope.back.scratch, *(s.target for s in partial)]
     write.steps(steps, stored)
     out = [scope.row_copy(value) for value in stored]

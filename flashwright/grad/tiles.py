@@ -53,10 +53,8 @@ class Writer:
         stmt = tl.Allocate(tl.Name(base), space, shape, tl.Name(dtype), along=along)
         self.allocated.setdefault((base, space), stmt)
 
-    def load(
-        self, value: str, copy: tl.Copy, space: tl.Space, body: list[tl.Statement] | None = None
-    ) -> None:
-        """Copy a tile from global memory, in the kernel's body or in another one."""
+    def load(self, value: str, copy: tl.Copy, space: tl.Space) -> tl.Copy:
+        """The Copy of a value from global memory, for the kernel to place."""
         name = copy.target or copy.name
         self.base[value] = base = name.id.removesuffix("_shared").removesuffix("_register")
         self.held[base] = value
@@ -64,8 +62,7 @@ class Writer:
         target = tl.Name(base) if base != copy.name.id else None
         if space == "shared":
             self.shared.add(value)
-        made = replace(copy, source="global", dest=space, target=target, comment=None, gap=False)
-        (self.body if body is None else body).append(made)
+        return replace(copy, source="global", dest=space, target=target, comment=None, gap=False)
 
     def steps(self, steps: Sequence[Step], later: Iterable[str]) -> None:
         """The statements of all steps; the values in `later` are used after them."""
