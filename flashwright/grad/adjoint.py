@@ -17,25 +17,17 @@ from flashwright.grad.algebra import (
     neg,
     number,
     per_element,
+    split_scalars,
     sub,
     total,
     values_in,
 )
 from flashwright.grad.gauge import LN2
 from flashwright.grad.normalise import Forward, refuse
-from flashwright.lang.nodes import (
-    Binary,
-    Call,
-    Expr,
-    Index,
-    Name,
-    Num,
-    Span,
-    Unary,
-    expressions,
-)
+from flashwright.lang import nodes as tl
 
-Leaf = str | Index
+Leaf = str | tl.Index
+Grads = dict[Leaf, list[tl.Expr]]
 
 
 @dataclass
@@ -47,12 +39,12 @@ class Reverse:
     """
 
     forward: Forward
-    grads: dict[Leaf, list[Expr]] = field(default_factory=dict)
+    grads: Grads = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
-    zeros: dict[str, list[Expr]] = field(default_factory=dict)
+    zeros: dict[str, list[tl.Expr]] = field(default_factory=dict)
     _count: dict[str, int] = field(default_factory=dict)
 
-    def run(self, steps: list[Step], seeds: Mapping[str, Expr]) -> None:
+    def run(self, steps: list[Step], seeds: Mapping[str, tl.Expr]) -> None:
         """Differentiate; `seeds` are the adjoints of the results."""
         self._note_zeros(steps)
         for name, seed in seeds.items():
@@ -62,14 +54,14 @@ class Reverse:
             if d != ZERO:
                 self._push(step.value, self._named(step.target, d, step.span), step)
 
-    def _named(self, target: str, d: Expr, span: Span) -> Expr:
+    def _named(self, target: str, d: tl.Expr, span: tl.Span) -> tl.Expr:
         """The adjoint of a value under a name of its own, apart from its scalar factors."""
-        rest, factor = Product.of(d).split(lambda e: not per_element(e))
+        rest, factor = split_scalars(d)
         if is_value(rest) or not per_element(rest):
             return d
-        return mul(Name(self._step(target, rest, span)), factor)
+        return mul(tl.Name(self._step(target, rest, span)), factor)
 
-    def _step(self, target: str, value: Expr, span: Span) -> str:
+    def _step(self, target: str, value: tl.Expr, span: tl.Span) -> str:
         """The name of a new step for the adjoint of `target`."""
         same = [s.target for s in self.steps if s.value == value]
         if same:
@@ -81,39 +73,42 @@ class Reverse:
         self.steps.append(Step(name, value, span))
         return name
 
-    def _push(self, expr: Expr, d: Expr, step: Step) -> None:
+    def _push(self, expr: tl.Expr, d: tl.Expr, step: Step) -> None:
         """Add d's part for each value and element in the expression."""
         match expr:
-            case Name():
+            case tl.Name():
                 if is_value(expr):
                     self._leaf(expr.id, d)
-            case Index():
+            case tl.Index():
                 self._leaf(expr, d)
-            case Unary("-", operand):
+            case tl.Unary("-", operand):
                 self._push(operand, neg(d), step)
-            case Binary("+", left, right):
+            case tl.Binary("+", left, right):
                 self._push(left, d, step)
                 self._push(right, d, step)
-            case Binary("-", left, right):
+            case tl.Binary("-", left, right):
                 self._push(left, d, step)
                 self._push(right, neg(d), step)
-            case Binary("*", left, right):
+            case tl.Binary("*", left, right):
                 self._push(left, mul(d, right), step)
                 self._push(right, mul(d, left), step)
-            case Binary("/", left, right):
+            case tl.Binary("/", left, right):
                 self._push(left, div(d, right), step)
                 if differentiable(right):
                     self._push(right, neg(div(mul(d, self._result(expr, step)), right)), step)
-            case Binary("%", left, right):
+            case tl.Binary("%", left, right):
                 self._push(left, d, step)
-            case Call(func, args):
+            case tl.Call(func, args):
                 self._call(func.id, args, d, step, self._result(expr, step))
 
-    def _result(self, expr: Expr, step: Step) -> Expr:
+    def _result(self, expr: tl.Expr, step: Step) -> tl.Expr:
         """The value of an expression: the step's name, if it is the whole step."""
-        return Name(step.target) if expr is step.value else expr
+        return tl.Name(step.target) if expr is step.value else expr
 
-    def _call(self, name: str, args: tuple[Expr, ...], d: Expr, step: Step, y: Expr) -> None:
+    def _call(
+        self, name: str, args: tuple[tl.Expr, ...], d: tl.Expr, step: Step, y: tl.Expr
+    ) -> None:
+        """Add d's part for each argument of a function with the value y."""
         x = args[0]
         match name:
             case "gemm":
@@ -128,9 +123,7 @@ class Reverse:
                 self._push(args[2], call("where", x, ZERO, d), step)
             case "max" | "min" if len(args) == 2:
                 self._choice(name, args, d, step)
-            case "floor" | "ceil":
-                pass
-            case _ if not any(map(differentiable, args)):
+            case _ if name in ("floor", "ceil") or not any(map(differentiable, args)):
                 pass
             case _ if name in _SLOPES:
                 slope = _SLOPES[name](x, y)
@@ -139,66 +132,67 @@ class Reverse:
             case _:
                 raise refuse(step.span, f"`{name}` has no gradient here")
 
-    def _gemm(self, args: tuple[Expr, ...], d: Expr, step: Step) -> None:
-        rest, factor = Product.of(d).split(lambda e: not per_element(e))
+    def _gemm(self, args: tuple[tl.Expr, ...], d: tl.Expr, step: Step) -> None:
+        """Add the GEMM of d with the other operand to each operand."""
+        rest, factor = split_scalars(d)
         for own, other in (args, args[::-1]):
-            assert isinstance(own, Name)
+            assert isinstance(own, tl.Name)
             product = call("gemm", rest, other)
             if own.id not in self.forward.loads:
-                product = Name(self._step(own.id, product, step.span))
+                product = tl.Name(self._step(own.id, product, step.span))
             self._leaf(own.id, mul(product, factor))
 
-    def _zero_where_hidden(self, d: Expr, condition: Expr) -> bool:
+    def _zero_where_hidden(self, d: tl.Expr, condition: tl.Expr) -> bool:
         """Whether a factor of d is exactly 0 where a Mask hides: the weight itself."""
         for factor in Product.of(d).tops:
             if is_value(factor):
-                inner = next((s.value for s in self.steps if s.target == factor.id), ZERO)
+                inner = [s.value for s in self.steps if s.target == factor.id]
                 if condition in self.zeros.get(factor.id, ()):
                     return True
-                if inner != ZERO and self._zero_where_hidden(inner, condition):
+                if any(self._zero_where_hidden(value, condition) for value in inner):
                     return True
         return False
 
     def _note_zeros(self, steps: list[Step]) -> None:
         """Note the values that are 0 where a Mask hides: exp of a hidden score."""
-        hidden: dict[str, list[Expr]] = {}
+        hidden: dict[str, list[tl.Expr]] = {}
         for step in steps:
             found = [c for v in values_in(step.value) for c in hidden.get(v, ())]
             match step.value:
-                case Call(Name("mask"), (_, condition)):
+                case tl.Call(tl.Name("mask"), (_, condition)):
                     hidden[step.target] = [*found, condition]
-                case Call(Name("exp" | "exp2" | "sigmoid")):
+                case tl.Call(tl.Name("exp" | "exp2" | "sigmoid")):
                     self.zeros[step.target] = found
-                case Call():
+                case tl.Call():
                     pass
                 case _:
                     hidden[step.target] = found
 
-    def _choice(self, name: str, args: tuple[Expr, ...], d: Expr, step: Step) -> None:
+    def _choice(self, name: str, args: tuple[tl.Expr, ...], d: tl.Expr, step: Step) -> None:
+        """Add d to the argument that is taken: at a tie the first one, or the constant."""
         a, b = args
-        strict = "" if differentiable(b) else "="
-        taken = Binary({"max": ">", "min": "<"}[name] + ("" if strict else "="), a, b)
+        taken = tl.Binary({"max": ">", "min": "<"}[name] + ("=" if differentiable(b) else ""), a, b)
         self._push(a, call("where", taken, d, ZERO), step)
         self._push(b, call("where", taken, ZERO, d), step)
 
-    def _leaf(self, leaf: Leaf, d: Expr) -> None:
-        own = self.forward.axes_of(Name(leaf) if isinstance(leaf, str) else leaf)
-        if isinstance(leaf, Index):
-            own = ()
+    def _leaf(self, leaf: Leaf, d: tl.Expr) -> None:
+        """Add d to a value or an element, summed over the axes that it lacks."""
+        own = self.forward.axes_of(tl.Name(leaf)) if isinstance(leaf, str) else ()
         if set(self.forward.axes_of(d)) - set(own):
-            rest, factor = Product.of(d).split(lambda e: not per_element(e))
-            d = mul(call("sum", rest, Name("|".join(own))), factor)
+            rest, factor = split_scalars(d)
+            d = mul(call("sum", rest, tl.Name("|".join(own))), factor)
         self.grads.setdefault(leaf, []).append(d)
 
 
-def differentiable(expr: Expr) -> bool:
+def differentiable(expr: tl.Expr) -> bool:
     """Whether an expression has values or elements of tensors that may have gradients."""
-    return bool(values_in(expr)) or any(isinstance(e, Index) for e in expressions(expr))
+    return bool(values_in(expr)) or any(isinstance(e, tl.Index) for e in tl.expressions(expr))
 
 
-def _abs(x: Expr, y: Expr) -> Expr:
-    less = call("where", Binary("<", x, ZERO), Unary("-", ONE), ZERO)
-    return call("where", Binary(">", x, ZERO), ONE, less)
+def _sign(x: tl.Expr, y: tl.Expr) -> tl.Expr:
+    """The sign of x, 0 at 0."""
+    less = call("where", tl.Binary("<", x, ZERO), tl.Unary("-", ONE), ZERO)
+    return call("where", tl.Binary(">", x, ZERO), ONE, less)
 
 
 _SLOPES = {
@@ -208,6 +202,6 @@ _SLOPES = {
     "log2": lambda x, y: div(number(1 / LN2), x),
     "tanh": lambda x, y: sub(ONE, mul(y, y)),
     "sigmoid": lambda x, y: mul(y, sub(ONE, y)),
-    "sqrt": lambda x, y: div(Num("0.5"), y),
-    "abs": _abs,
+    "sqrt": lambda x, y: div(tl.Num("0.5"), y),
+    "abs": _sign,
 }

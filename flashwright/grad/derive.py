@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from flashwright.grad.adjoint import Leaf, Reverse
+from flashwright.grad.adjoint import Grads, Reverse
 from flashwright.grad.algebra import (
     ONE,
     ZERO,
-    Product,
     Step,
     add,
     call,
     div,
+    gemm_operands,
+    inlined,
     mul,
     neg,
     number,
     per_element,
     renamed,
+    split_scalars,
     sub,
     total,
     values_in,
 )
 from flashwright.grad.gauge import Gauge, find_gauge
 from flashwright.grad.normalise import QUERY, Forward, Store, normalise, refuse
-from flashwright.lang.nodes import Binary, Call, Expr, Index, Name, Num, Unary, expressions
+from flashwright.lang import nodes as tl
 from flashwright.program.program import Program
 from flashwright.program.vocabulary import POSITIONS
-
-Grads = dict[Leaf, list[Expr]]
-OWN_STATEMENT = ("gemm", "mask")
 
 
 @dataclass
@@ -60,100 +60,81 @@ def derive(program: Program) -> Backward:
 
 
 class _Derivation:
+    """Derives a backward pass.
+
+    `shifts` has for each reference the value in its place, the log-sum-exp in its units; `sums` the
+    reference of each sum that is 1 then, `ones` the names of these sums after the loop.
+    """
+
     def __init__(self, forward: Forward, gauge: Gauge) -> None:
-        self.forward, self.gauge = forward, gauge
+        self.forward, self.gauge, self.carried = forward, gauge, forward.carried
         self.result = Backward(forward)
         several = len(gauge.references) > 1
-        marks = [str(n + 1) if several else "" for n in range(len(gauge.references))]
-        self.marks = dict(zip(gauge.references, marks, strict=True))
+        self.marks = {r: str(n) if several else "" for n, r in enumerate(gauge.references, 1)}
+        self.shifts = {r: tl.Name(f"Shift{mark}.0") for r, mark in self.marks.items()}
         self.sums = {acc: r for r, (acc, _) in gauge.norms.items()}
+        self.ones: dict[str, tl.Expr] = {self.carried[acc]: ONE for acc in self.sums}
+        rows = (*(shift.id for shift in self.shifts.values()), *self.ones)
+        forward.axes |= dict.fromkeys(rows, (QUERY,))
 
     def run(self) -> Backward:
-        unknown = self._unknown()
-        epilogue = self._fixed_epilogue()
-        known = self._solve(epilogue, unknown)
+        """The whole backward pass."""
+        names = {self.carried[r]: shift for r, shift in self.shifts.items()}
+        epilogue = [replace(s, value=renamed(s.value, names)) for s in self.forward.epilogue]
+        known = self._solve(epilogue)
         reverse = Reverse(self.forward)
         reverse.run(epilogue, self._given())
         seeds = self._row_results(reverse, epilogue, known)
+        self._initial_grads(seeds)
         self._body(seeds)
         return self.result
 
-    def _reference(self, name: str) -> Name:
-        """The value that stands for a reference: the log-sum-exp in its units."""
-        shift = f"Shift{self.marks[name]}.0"
-        self.forward.axes[shift] = (QUERY,)
-        return Name(shift)
-
-    def _unknown(self) -> list[str]:
-        """What the epilogue reads of the loop: references, and sums not normed to 1."""
-        found = [self._reference(r).id for r in self.gauge.references]
-        for begin, (_, end) in self.forward.carried.items():
-            if begin not in self.gauge.references and begin not in self.sums:
-                found.append(end)
-        return found
-
-    def _fixed_epilogue(self) -> list[Step]:
-        """The epilogue's steps with each reference at the log-sum-exp, so that its sum is 1."""
-        names: dict[str, Expr] = {}
-        for begin, (_, end) in self.forward.carried.items():
-            if begin in self.gauge.references:
-                names[end] = self._reference(begin)
-            elif begin in self.sums:
-                names[end] = ONE
-                self.forward.axes[end] = (QUERY,)
-        self.ones = {e for e, x in names.items() if x == ONE}
-        keep = {n: x for n, x in names.items() if n not in self.ones}
-        return [replace(s, value=renamed(s.value, keep)) for s in self.forward.epilogue]
-
-    def _at_one(self, expr: Expr) -> Expr:
-        return renamed(expr, dict.fromkeys(self.ones, ONE))
-
-    def _solve(self, epilogue: list[Step], unknown: list[str]) -> dict[str, Expr]:
-        """The unknown values in terms of the outputs, as far as the outputs determine them."""
-        inlined: dict[str, Expr] = {}
+    def _solve(self, epilogue: list[Step]) -> dict[str, tl.Expr]:
+        """What the epilogue reads of the loop, references and sums that are not 1, in terms of the
+        outputs, as far as the outputs determine it."""
+        fixed = self.shifts.keys() | self.sums.keys()
+        unknown = [shift.id for shift in self.shifts.values()]
+        unknown += [end for begin, end in self.carried.items() if begin not in fixed]
+        values = dict(self.ones)
         for step in epilogue:
-            inlined[step.target] = self._at_one(renamed(step.value, inlined))
-        known: dict[str, Expr] = {}
+            values[step.target] = renamed(step.value, values)
+        known: dict[str, tl.Expr] = {}
         for _ in unknown:
             for store in self.forward.stores:
-                name = f"{store.tensor.name}.saved"
-                value = inlined.get(store.value, self._at_one(Name(store.value)))
-                value = renamed(value, known)
+                value = renamed(values.get(store.value, tl.Name(store.value)), known)
                 open_ = [v for v in values_in(value) if v in unknown and v not in known]
-                found = _solved(value, open_[0], Name(name)) if len(open_) == 1 else None
+                name = f"{store.tensor.name}.saved"
+                found = _solved(value, open_[0], tl.Name(name)) if len(open_) == 1 else None
                 if found is not None:
                     known[open_[0]] = found
                     self.result.saved[name] = store
                     self.forward.axes[name] = self.forward.axes[store.value]
         return known
 
-    def _given(self) -> dict[str, Expr]:
+    def _given(self) -> dict[str, tl.Expr]:
         """The seeds: the gradient of O, or of each tile if no output is called O."""
-        seeds: dict[str, Expr] = {}
+        seeds: dict[str, tl.Expr] = {}
         tiles = [s for s in self.forward.stores if len(self.forward.axes[s.value]) == 2]
         for store in [s for s in tiles if s.tensor.name == "O"] or tiles:
             name = f"d{store.tensor.name}.0"
             self.result.given[name] = store
             self.forward.axes[name] = self.forward.axes[store.value]
-            seeds[store.value] = Name(name)
+            seeds[store.value] = tl.Name(name)
         return seeds
 
     def _row_results(
-        self, reverse: Reverse, epilogue: list[Step], known: dict[str, Expr]
-    ) -> dict[str, Expr]:
+        self, reverse: Reverse, epilogue: list[Step], known: dict[str, tl.Expr]
+    ) -> dict[str, tl.Expr]:
         """The adjoints of what the loop sums, and the preprocess steps that compute them."""
-        inlined = {s.target: s.value for s in (*epilogue, *reverse.steps)}
-        seeds: dict[str, Expr] = {}
+        steps = {s.target: s.value for s in (*epilogue, *reverse.steps)}
+        seeds: dict[str, tl.Expr] = {}
 
-        def row(expr: Expr) -> Expr:
-            while set(values_in(expr)) & inlined.keys():
-                expr = renamed(expr, inlined)
-            return renamed(self._at_one(expr), known)
+        def row(expr: tl.Expr) -> tl.Expr:
+            return renamed(renamed(inlined(expr, steps), self.ones), known)
 
-        for begin, (_, end) in self.forward.carried.items():
-            if begin in self.gauge.references:
-                shift = self._reference(begin)
-                self._keep(shift.id, self._visible(begin, known), end)
+        for begin, end in self.carried.items():
+            if begin in self.shifts:
+                self._keep(self.shifts[begin].id, self._visible(begin, known), end)
                 continue
             value = row(total(reverse.grads.pop(end, [])))
             if value == ZERO:
@@ -163,25 +144,30 @@ class _Derivation:
                 seeds[end] = neg(self._keep(delta, neg(value), end))
             else:
                 seeds[end] = self._keep(f"dA{begin.split('.')[0].removeprefix('O')}.0", value, end)
-        for leaf, ds in reverse.grads.items():
-            if not isinstance(leaf, str) or leaf in self.forward.loads:
-                self.result.row_grads[leaf] = [row(d) for d in ds]
-                self._check_known(total(self.result.row_grads[leaf]))
-        self._initial_grads(seeds, known)
+        self._add_row_grads(reverse.grads, row)
         return seeds
 
-    def _keep(self, name: str, value: Expr, end: str) -> Expr:
+    def _add_row_grads(self, grads: Grads, change: Callable[[tl.Expr], tl.Expr]) -> None:
+        """Add gradients of loads and elements to those of the preprocess kernel."""
+        for leaf, ds in grads.items():
+            if not isinstance(leaf, str) or leaf in self.forward.loads:
+                found = [change(d) for d in ds]
+                self._check_known(total(found))
+                self.result.row_grads.setdefault(leaf, []).extend(found)
+
+    def _keep(self, name: str, value: tl.Expr, end: str) -> tl.Expr:
         """A value of the preprocess kernel that the main kernel reads, if it is no tensor yet."""
         self._check_known(value)
-        tile, _ = Product.of(value).split(lambda e: not per_element(e))
-        if isinstance(tile, Name) and tile.id in self.result.given:
+        tile, _ = split_scalars(value)
+        if isinstance(tile, tl.Name) and tile.id in self.result.given:
             return value
         self.forward.axes[name] = self.forward.axes[end]
         self.result.rows.append(Step(name, value))
         self.result.scratch.append(name)
-        return Name(name)
+        return tl.Name(name)
 
-    def _check_known(self, value: Expr) -> None:
+    def _check_known(self, value: tl.Expr) -> None:
+        """Refuse a program whose preprocess kernel would need a value that no output has."""
         ready = {*self.result.saved, *self.result.given, *self.forward.loads, *self.result.scratch}
         for name in values_in(value):
             if name not in ready:
@@ -192,9 +178,9 @@ class _Derivation:
                     "store it as an output of its own",
                 )
 
-    def _visible(self, reference: str, known: dict[str, Expr]) -> Expr:
+    def _visible(self, reference: str, known: dict[str, tl.Expr]) -> tl.Expr:
         """The reference of each row; inf in a row that saw no key, so that its weights are 0."""
-        value = known.get(self._reference(reference).id)
+        value = known.get(self.shifts[reference].id)
         if value is None:
             acc, factor = self.gauge.norms[reference]
             high, weights = reference.split(".")[0], acc.split(".")[0]
@@ -207,101 +193,97 @@ class _Derivation:
                 f"`Compute {scaled} + log({weights}) and get LSE_register`, "
                 "`Copy LSE (BM) in coordinate [...] from register to global`",
             )
-        low = Unary("-", Num("1e29"))
-        return call("where", Binary(">", value, low), value, Name("inf"))
+        low = tl.Unary("-", tl.Num("1e29"))
+        return call("where", tl.Binary(">", value, low), value, tl.Name("inf"))
 
-    def _initial_grads(self, seeds: dict[str, Expr], known: dict[str, Expr]) -> None:
+    def _initial_grads(self, seeds: dict[str, tl.Expr]) -> None:
         """The gradients of what the loop begins with (a sink): a key of its own in each row."""
-        reverse = Reverse(self.forward)
         steps: list[Step] = []
-        ends: dict[str, Expr] = {}
-        for begin, (_, end) in self.forward.carried.items():
-            start = self.forward.first.get(begin, ZERO)
-            if begin in self.gauge.references or start == ZERO or end not in seeds:
+        ends: dict[str, tl.Expr] = {}
+        for begin, end in self.carried.items():
+            value = self.forward.first[begin]
+            if begin in self.shifts or value == ZERO or end not in seeds:
                 continue
             for reference, weight in self.gauge.kinds[begin].by.items():
-                shift = sub(self.forward.first[reference], self._reference(reference))
-                steps.append(Step(f"Weight.{begin}", call("exp", mul(shift, number(-weight)))))
+                shift = sub(self.forward.first[reference], self.shifts[reference])
+                factor = call("exp", mul(shift, number(-weight)))
+                steps.append(Step(f"Weight.{begin}", factor))
                 self.forward.axes[steps[-1].target] = (QUERY,)
-                start = mul(start, Name(steps[-1].target))
-            steps.append(Step(f"First.{begin}", start))
+                value = mul(value, tl.Name(steps[-1].target))
+            steps.append(Step(f"First.{begin}", value))
             self.forward.axes[steps[-1].target] = self.forward.axes[end]
             ends[steps[-1].target] = seeds[end]
+        reverse = Reverse(self.forward)
         reverse.run(steps, ends)
-        inlined = {s.target: s.value for s in (*steps, *reverse.steps)}
-        for leaf, ds in reverse.grads.items():
-            if isinstance(leaf, str) and leaf not in self.forward.loads:
-                continue
-            found = [renamed(renamed(d, inlined), inlined) for d in ds]
-            self.result.row_grads.setdefault(leaf, []).extend(found)
+        values = {s.target: s.value for s in (*steps, *reverse.steps)}
+        self._add_row_grads(reverse.grads, lambda d: inlined(d, values))
 
-    def _body(self, seeds: dict[str, Expr]) -> None:
+    def _body(self, seeds: dict[str, tl.Expr]) -> None:
         """The body with the references fixed, and its adjoint."""
-        fixed = self.gauge.fixed.items()
-        names: dict[str, Expr] = {v: self._reference(r) for v, r in fixed}
+        names: dict[str, tl.Expr] = {v: self.shifts[r] for v, r in self.gauge.fixed.items()}
         steps: list[Step] = []
         for step in self.forward.body:
             if step.target in names:
                 continue
             value = renamed(step.value, names)
-            if not per_element(value):
-                names[step.target] = value
-            else:
+            if per_element(value):
                 steps.append(replace(step, value=value))
+            else:
+                names[step.target] = value
         reverse = Reverse(self.forward)
         reverse.run(steps, seeds)
-        for begin, (_, end) in self.forward.carried.items():
+        for begin, end in self.carried.items():
             passed = total(reverse.grads.pop(begin, []))
-            if begin not in self.gauge.references and passed != seeds.get(end, ZERO):
+            if begin not in self.shifts and passed != seeds.get(end, ZERO):
                 raise refuse(
                     self.forward.loop.span,
                     f"`{begin.split('.')[0]}` is not a plain sum over the keys: it decays",
                 )
-        references = {self._reference(r).id for r in self.gauge.references}
-        self.result.grads = {k: ds for k, ds in reverse.grads.items() if k not in references}
-        roots = {v for ds in self.result.grads.values() for d in ds for v in values_in(d)}
+        for shift in self.shifts.values():
+            reverse.grads.pop(shift.id, None)
+        self.result.grads = reverse.grads
+        roots = {v for ds in reverse.grads.values() for d in ds for v in values_in(d)}
         tidied = tidy([*steps, *reverse.steps], roots)
         self.result.body = [replace(s, value=self._without_tail(s.value)) for s in tidied]
 
-    def _without_tail(self, value: Expr) -> Expr:
+    def _without_tail(self, value: tl.Expr) -> tl.Expr:
         """A Mask that also hides the queries past the end, where a score may be large: those are
         loaded as zeros, but a bias or a slope is added all the same."""
         match value:
-            case Call(Name("mask"), (scores, condition)) if _biased(scores):
+            case tl.Call(tl.Name("mask"), (scores, condition)) if _biased(scores):
                 length = self.forward.query.high
-                assert isinstance(length, Binary)
-                inside = Binary("<", Name("q_idx"), length.left)
-                return call("mask", scores, Binary("and", condition, inside))
+                assert isinstance(length, tl.Binary)
+                inside = tl.Binary("<", tl.Name("q_idx"), length.left)
+                return call("mask", scores, tl.Binary("and", condition, inside))
         return value
 
 
-def _solved(expr: Expr, unknown: str, result: Expr) -> Expr | None:
+def _solved(expr: tl.Expr, unknown: str, result: tl.Expr) -> tl.Expr | None:
     """The unknown value in `expr = result`; None if it is inside of a function."""
-    if expr == Name(unknown):
+    if expr == tl.Name(unknown):
         return result
-    if isinstance(expr, Unary):
+    if isinstance(expr, tl.Unary):
         return _solved(expr.operand, unknown, neg(result))
-    if not isinstance(expr, Binary):
+    if not isinstance(expr, tl.Binary):
         return None
     left = unknown in values_in(expr.left)
     part, other = (expr.left, expr.right) if left else (expr.right, expr.left)
-    match expr.op:
-        case "+":
-            return _solved(part, unknown, sub(result, other))
-        case "-":
-            rest = add(result, other) if left else sub(other, result)
-            return _solved(part, unknown, rest)
-        case "*":
-            return _solved(part, unknown, div(result, other))
-        case "/" if left:
-            return _solved(part, unknown, mul(result, other))
+    if expr.op == "-" and not left:
+        return _solved(part, unknown, sub(other, result))
+    if expr.op in _INVERSE and (left or expr.op != "/"):
+        return _solved(part, unknown, _INVERSE[expr.op](result, other))
     return None
 
 
-def _biased(scores: Expr) -> bool:
+_INVERSE = {"+": sub, "-": add, "*": div, "/": mul}
+
+
+def _biased(scores: tl.Expr) -> bool:
     """Whether scores have terms by position or from a table."""
-    parts = expressions(scores)
-    return any(isinstance(e, Index) or (isinstance(e, Name) and e.id in POSITIONS) for e in parts)
+    parts = tl.expressions(scores)
+    return any(
+        isinstance(e, tl.Index) or (isinstance(e, tl.Name) and e.id in POSITIONS) for e in parts
+    )
 
 
 def tidy(steps: list[Step], roots: set[str]) -> list[Step]:
@@ -313,8 +295,8 @@ def tidy(steps: list[Step], roots: set[str]) -> list[Step]:
         uses = Counter(v for s in steps for v in values_in(s.value))
         uses.update(roots)
         alive = [s for s in steps if uses[s.target]]
-        fixed = roots | {v for s in alive for v in _gemm_operands(s.value)}
-        inline: dict[str, Expr] = {}
+        fixed = roots | {v for s in alive for v in gemm_operands(s.value)}
+        inline: dict[str, tl.Expr] = {}
         kept: list[Step] = []
         for step in alive:
             step = replace(step, value=renamed(step.value, inline))
@@ -322,22 +304,13 @@ def tidy(steps: list[Step], roots: set[str]) -> list[Step]:
                 inline[step.target] = step.value
             else:
                 kept.append(step)
-        done, steps = len(kept) == len(steps), kept
-        if done:
-            return steps
+        if len(kept) == len(steps):
+            return kept
+        steps = kept
 
 
-def _fits(value: Expr, uses: int) -> bool:
-    if isinstance(value, Call) and value.func.id in OWN_STATEMENT:
+def _fits(value: tl.Expr, uses: int) -> bool:
+    """Whether a step is put into its uses."""
+    if isinstance(value, tl.Call) and value.func.id in ("gemm", "mask"):
         return False
-    return uses == 1 or isinstance(value, Name | Num)
-
-
-def _gemm_operands(expr: Expr) -> list[str]:
-    return [
-        a.id
-        for e in expressions(expr)
-        if isinstance(e, Call) and e.func.id == "gemm"
-        for a in e.args
-        if isinstance(a, Name)
-    ]
+    return uses == 1 or isinstance(value, tl.Name | tl.Num)

@@ -1,7 +1,7 @@
 """The running maximum as a gauge: outputs do not depend on its value.
 
 Every value has a kind. It moves as x + a.t (`add`) or as x * exp(w.t) (`mul`) when the references
-shift by t; a value that moves as neither is `None`. A choice between values of different kinds
+shift by t; a value that moves as neither is `Unmovable`. A choice between values of different kinds
 begins a new reference, whose value is free. A program whose outputs are invariant therefore has
 the same outputs for any reference, also for the one that makes the row sum 1: the log-sum-exp.
 """
@@ -9,14 +9,15 @@ the same outputs for any reference, also for the one that makes the row sum 1: t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Literal
 
 from flashwright.grad.algebra import Step, constant
 from flashwright.grad.normalise import QUERY, Forward, refuse
-from flashwright.lang.nodes import Binary, Call, Expr, Name, Unary
+from flashwright.lang import nodes as tl
 
 LN2 = math.log(2)
 Linear = Mapping[str, float]
@@ -53,7 +54,8 @@ class Unmovable(Exception):
     """A value that moves neither as a sum nor as a product, or a sum that is not linear."""
 
 
-def _linear(a: Kind, b: Kind, sign: float = 1) -> dict[str, float]:
+def _linear(a: Kind, b: Kind, sign: float) -> dict[str, float]:
+    """The references that a sum or a product moves by."""
     names = {**a.by, **b.by}
     found = {n: a.by.get(n, 0.0) + sign * b.by.get(n, 0.0) for n in names}
     return {n: x for n, x in found.items() if abs(x) > 1e-12}
@@ -72,29 +74,28 @@ class Typing:
         for step in steps:
             self.kinds[step.target] = self.of(step.value)
 
-    def of(self, expr: Expr) -> Kind:
+    def of(self, expr: tl.Expr) -> Kind:
         """The kind of an expression."""
         known = constant(expr, self.params)
         if known is not None:
             return Kind(constant=known, zero=known == 0)
         match expr:
-            case Name(id):
+            case tl.Name(id):
                 return self.kinds.get(id, STILL)
-            case Unary("-", operand):
-                kind = self.of(operand)
-                negative = {n: -x for n, x in kind.by.items()}
-                return replace(kind, by=negative) if kind.moves == "add" else kind
-            case Binary("+" | "-" as op, left, right):
+            case tl.Unary("-", operand):
+                return self._product(Kind(constant=-1.0), self.of(operand), 1)
+            case tl.Binary("+" | "-" as op, left, right):
                 return self._sum(self.of(left), self.of(right), 1 if op == "+" else -1)
-            case Binary("*" | "/" as op, left, right):
+            case tl.Binary("*" | "/" as op, left, right):
                 return self._product(self.of(left), self.of(right), 1 if op == "*" else -1)
-            case Binary("<" | "<=" | ">" | ">=" | "==" | "!=", left, right):
+            case tl.Binary("<" | "<=" | ">" | ">=" | "==" | "!=", left, right):
                 return self._comparison(self.of(left), self.of(right))
-            case Call(func, args):
+            case tl.Call(func, args):
                 return self._call(func.id, args)
         return STILL
 
     def _sum(self, a: Kind, b: Kind, sign: float) -> Kind:
+        """The kind of a sum, or of a difference."""
         sums = a.sums or b.sums
         if a.zero or b.zero:
             return replace(b if a.zero else a, sums=sums, zero=a.zero and b.zero, constant=None)
@@ -105,6 +106,7 @@ class Typing:
         return Kind("add", _linear(a, b, sign), sums=sums)
 
     def _product(self, a: Kind, b: Kind, sign: float) -> Kind:
+        """The kind of a product, or of a quotient."""
         if (a.sums and b.sums) or (b.sums and sign < 0):
             raise Unmovable
         sums = a.sums or b.sums
@@ -119,12 +121,14 @@ class Typing:
         return Kind("mul", _linear(a, b, sign), sums=sums)
 
     def _comparison(self, a: Kind, b: Kind) -> Kind:
+        """The kind of a comparison: values that move alike, or a sign."""
         signs = (a.moves == "mul" and b.zero) or (b.moves == "mul" and a.zero)
         if a.sums or b.sums or not (a.like(b) or signs):
             raise Unmovable
         return STILL
 
-    def _call(self, name: str, args: tuple[Expr, ...]) -> Kind:
+    def _call(self, name: str, args: tuple[tl.Expr, ...]) -> Kind:
+        """The kind of a function's value."""
         if name == "where":
             return self._where(*args)
         kinds = [self.of(a) for a in args[: 1 if name == "mask" else None]]
@@ -141,6 +145,7 @@ class Typing:
         return self._function(name, kinds)
 
     def _function(self, name: str, kinds: list[Kind]) -> Kind:
+        """The kind of an exponential, a logarithm, or a function of values that do not move."""
         kind = kinds[0]
         if all(k.invariant for k in kinds):
             return STILL
@@ -152,7 +157,8 @@ class Typing:
             return Kind("add", {n: x * falls for n, x in kind.by.items()})
         raise Unmovable
 
-    def _where(self, condition: Expr, a: Expr, b: Expr) -> Kind:
+    def _where(self, condition: tl.Expr, a: tl.Expr, b: tl.Expr) -> Kind:
+        """The kind of a choice by a condition."""
         kinds = [self.of(a), self.of(b)]
         if any(k.sums for k in kinds):
             raise Unmovable
@@ -165,11 +171,13 @@ class Typing:
         return self._choice(kinds)
 
     def _choice(self, kinds: list[Kind]) -> Kind:
+        """The kind of one of several values."""
         if all(k.like(kinds[0]) for k in kinds):
             return replace(kinds[0], constant=None, zero=False)
         return self._reference(kinds)
 
     def _reference(self, kinds: list[Kind]) -> Kind:
+        """A new reference, chosen among values."""
         if any(k.moves == "mul" and not k.invariant for k in kinds):
             raise Unmovable
         self.fresh += 1
@@ -193,11 +201,10 @@ class Gauge:
 def find_gauge(forward: Forward) -> Gauge:
     """The smallest set of references under which all outputs are invariant."""
     rows = [c for c in forward.carried if forward.axes[c] == (QUERY,)]
-    for references in _sets(rows):
-        try:
-            return _gauge(forward, references)
-        except Unmovable:
-            continue
+    for size in range(len(rows) + 1):
+        for references in combinations(rows, size):
+            with suppress(Unmovable):
+                return _gauge(forward, references)
     raise refuse(
         forward.loop.span,
         "the loop carries values that are neither sums over the keys nor a running maximum, or an "
@@ -206,57 +213,53 @@ def find_gauge(forward: Forward) -> Gauge:
     )
 
 
-def _sets(names: list[str]) -> Iterator[tuple[str, ...]]:
-    for size in range(len(names) + 1):
-        yield from combinations(names, size)
-
-
 def _gauge(forward: Forward, references: tuple[str, ...]) -> Gauge:
     """The gauge with these references; Unmovable if the program has no such kinds."""
-    start = {c: Kind(zero=True, sums=True) for c in forward.carried}
-    kinds = start | {r: Kind("add", {r: 1.0}) for r in references}
-    typing = Typing(forward, kinds)
+    kinds = {c: Kind(zero=True, sums=True) for c in forward.carried}
+    kinds |= {r: Kind("add", {r: 1.0}) for r in references}
     for again in (False, True):
         typing = Typing(forward, kinds)
         typing.run(forward.body)
-        ends = {c: typing.kinds[out] for c, (_, out) in forward.carried.items()}
+        ends = {c: typing.kinds[out] for c, out in forward.carried.items()}
         names = _renaming(references, ends)
         after = {c: _named(kind, names) for c, kind in ends.items()}
         if again and not all(after[c].like(kinds[c]) for c in after):
             raise Unmovable
         kinds = {c: replace(k, sums=c not in references, constant=None) for c, k in after.items()}
     _check_outputs(forward, kinds, typing)
-    fixed = {
-        v: names[next(iter(k.by))]
-        for v, k in typing.kinds.items()
-        if k.moves == "add" and len(k.by) == 1 and names.keys() & k.by.keys() and _unit(k)
-    }
+    moving = {v: _moves_with(k) for v, k in typing.kinds.items()}
+    fixed = {v: names[symbol] for v, symbol in moving.items() if symbol in names}
     fixed |= {r: r for r in references}
     return Gauge(references, kinds, _norms(forward, references, kinds), fixed)
 
 
-def _unit(kind: Kind) -> bool:
-    return abs(next(iter(kind.by.values())) - 1) < 1e-9
+def _moves_with(kind: Kind) -> str | None:
+    """The reference that a value moves with by the same amount, if there is one."""
+    names = [n for n, x in kind.by.items() if abs(x - 1) < 1e-9]
+    return names[0] if kind.moves == "add" and len(kind.by) == len(names) == 1 else None
 
 
 def _renaming(references: tuple[str, ...], ends: Mapping[str, Kind]) -> dict[str, str]:
+    """The reference that each symbol at the end of the body stands for."""
     found = {}
     for reference in references:
-        end = ends[reference]
-        if end.moves != "add" or len(end.by) != 1 or not _unit(end):
+        symbol = _moves_with(ends[reference])
+        if symbol is None:
             raise Unmovable
-        found[next(iter(end.by))] = reference
+        found[symbol] = reference
     return found
 
 
 def _named(kind: Kind, names: Mapping[str, str]) -> Kind:
+    """The kind with its symbols renamed; Unmovable if one has no name."""
     if kind.by.keys() - names.keys():
         raise Unmovable
     return replace(kind, by={names[n]: x for n, x in kind.by.items()})
 
 
 def _check_outputs(forward: Forward, kinds: Mapping[str, Kind], body: Typing) -> None:
-    done = {out: replace(kinds[c], sums=False) for c, (_, out) in forward.carried.items()}
+    """Unmovable if an output moves with a reference."""
+    done = {out: replace(kinds[c], sums=False) for c, out in forward.carried.items()}
     typing = Typing(forward, {**body.kinds, **done})
     typing.run(forward.epilogue)
     if not all(typing.kinds[s.value].invariant for s in forward.stores):
@@ -266,17 +269,13 @@ def _check_outputs(forward: Forward, kinds: Mapping[str, Kind], body: Typing) ->
 def _norms(
     forward: Forward, references: tuple[str, ...], kinds: Mapping[str, Kind]
 ) -> dict[str, tuple[str, float]]:
+    """The row sum of each reference's weights, and its factor; Unmovable if there is none."""
     found = {}
     for reference in references:
         for name, kind in kinds.items():
-            weight = -kind.by.get(reference, 0.0)
-            if (
-                kind.moves == "mul"
-                and len(kind.by) == 1
-                and weight
-                and forward.axes[name] == (QUERY,)
-            ):
-                found[reference] = (name, weight)
+            row = forward.axes[name] == (QUERY,)
+            if row and kind.moves == "mul" and kind.by.keys() == {reference}:
+                found[reference] = (name, -kind.by[reference])
         if reference not in found:
             raise Unmovable
     return found

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashwright.grad.conversion import conversion
+from flashwright.grad.declare import Scope
 from flashwright.grad.derive import derive
-from flashwright.grad.emit import emit
+from flashwright.grad.main_kernel import MainKernel
+from flashwright.grad.preprocess import preprocess
+from flashwright.grad.reduce import HEADS, reduction
 from flashwright.lang.nodes import Tree
 from flashwright.program.program import Program
 
@@ -20,4 +24,11 @@ class Gradients:
 
 def backward(program: Program) -> Gradients:
     """The backward pass of a checked program. Raises Failed with FW908 if it has none."""
-    return Gradients(*emit(derive(program)))
+    scope = Scope(derive(program))
+    main = MainKernel(scope)
+    rows, parts = preprocess(scope)
+    parts = [*main.parts, *parts]
+    sums = main.sums.values()
+    kernels = [*rows, *main.statements, *conversion(scope, sums), *reduction(scope, parts)]
+    head = scope.head(kernels, [HEADS] if parts else [])
+    return Gradients(Tree((*head, *kernels)), tuple(scope.outputs))

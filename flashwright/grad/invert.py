@@ -6,36 +6,33 @@ the loop visits every key that a Mask shows, so the Mask alone decides.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from flashwright.grad.algebra import ONE, ZERO, Product, add, call, constant, div, mul, renamed, sub
 from flashwright.grad.normalise import KEY, Forward, refuse
-from flashwright.lang.nodes import Binary, Call, Expr, Index, Name, expressions, value_names
+from flashwright.lang import nodes as tl
 
 
 class Unsolved(Exception):
     """The inequality cannot be solved for the variable."""
 
 
-def query_bounds(forward: Forward, key_block: Name) -> tuple[Expr, Expr]:
+def query_bounds(forward: Forward, key_block: tl.Name) -> tuple[tl.Expr, tl.Expr]:
     """The first block of queries that visits a block of keys, and the end of these blocks."""
     var, at = forward.query.name.id, forward.loop.var.id
     _check_data(forward)
-    first: Expr = ZERO
+    first: tl.Expr = ZERO
     end = forward.query.high
     if not _in_order(forward):
         return first, end
     low, high = (forward.spelt_out(e) for e in (forward.loop.low, forward.loop.high))
-    try:
-        above = _Solver(forward, var).above(Name(at), high)
-        if above is not None:
+    solver, next_block = _Solver(forward, var), add(tl.Name(at), ONE)
+    with suppress(Unsolved):
+        if (above := solver.bound(high, tl.Name(at), above=True)) is not None:
             first = call("max", ZERO, renamed(_next_whole(above), {at: key_block}))
-    except Unsolved:
-        pass
-    try:
-        below = _Solver(forward, var).below(_without_floor(low), add(Name(at), ONE))
-        if below is not None:
+    with suppress(Unsolved):
+        if (below := solver.bound(_without_floor(low), next_block, above=False)) is not None:
             end = _least(end, renamed(below, {at: key_block}))
-    except Unsolved:
-        pass
     return first, end
 
 
@@ -43,7 +40,7 @@ def _in_order(forward: Forward) -> bool:
     """Whether iteration i loads block i of the keys."""
     for load in forward.loads.values():
         for coord in load.copy.coords or ():
-            names = {n.id for n in value_names(coord.value)}
+            names = {n.id for n in tl.value_names(coord.value)}
             plain = coord.in_elements or coord.value == forward.loop.var
             if KEY in load.axes and forward.loop.var.id in names and not plain:
                 return False
@@ -52,13 +49,14 @@ def _in_order(forward: Forward) -> bool:
 
 def _check_data(forward: Forward) -> None:
     """A bound from a tensor must show in a Mask, which then decides alone."""
-    masks = [s.value for s in forward.body if _is_mask(s.value)]
-    shown = {e.tensor.id for m in masks for e in expressions(m) if isinstance(e, Index)}
-    names = {n.id for m in masks for n in value_names(m)}
+    calls = [s.value for s in forward.body if isinstance(s.value, tl.Call)]
+    masks = [c for c in calls if c.func.id == "mask"]
+    shown = {e.tensor.id for m in masks for e in tl.expressions(m) if isinstance(e, tl.Index)}
+    names = {n.id for m in masks for n in tl.value_names(m)}
     shown |= {load.tensor.name for value, load in forward.loads.items() if value in names}
     for bound in (forward.loop.low, forward.loop.high):
-        for part in expressions(forward.spelt_out(bound)):
-            if isinstance(part, Index) and part.tensor.id not in shown:
+        for part in tl.expressions(forward.spelt_out(bound)):
+            if isinstance(part, tl.Index) and part.tensor.id not in shown:
                 raise refuse(
                     forward.loop.span,
                     f"`{part.tensor.id}` bounds the loop and is in no Mask: the loop over the "
@@ -67,83 +65,67 @@ def _check_data(forward: Forward) -> None:
                 )
 
 
-def _is_mask(expr: Expr) -> bool:
-    return isinstance(expr, Call) and expr.func.id == "mask"
-
-
 class _Solver:
+    """Solves inequalities for a variable."""
+
     def __init__(self, forward: Forward, var: str) -> None:
         self.params, self.var = forward.program.params, var
 
-    def _has(self, expr: Expr) -> bool:
-        return any(n.id == self.var for n in value_names(expr))
+    def _has(self, expr: tl.Expr) -> bool:
+        """Whether an expression has the variable."""
+        return any(n.id == self.var for n in tl.value_names(expr))
 
-    def above(self, left: Expr, right: Expr) -> Expr | None:
-        """The x with var > x where left < right; None if right does not have the variable."""
-        if not self._has(right):
+    def bound(self, side: tl.Expr, other: tl.Expr, above: bool) -> tl.Expr | None:
+        """The bound of the variable where `side` is above or below the other side; None if it does
+        not have the variable."""
+        if not self._has(side):
             return None
-        match right:
-            case Name():
-                return left
-            case Binary(op, _, _):
-                return self.above(*self._moved(left, op, right))
-            case Call(Name("min"), args):
-                found = [x for a in args if (x := self.above(left, a)) is not None]
-                return found[0] if len(found) == 1 else call("max", *found)
-            case Call(Name("max"), (a, b)) if self._has(a) != self._has(b):
-                other, inner = (b, a) if self._has(a) else (a, b)
-                solved = self.above(left, inner)
+        least, most = ("min", "max") if above else ("max", "min")
+        match side:
+            case tl.Name():
+                return other
+            case tl.Binary():
+                return self.bound(*self._moved(side, other), above)
+            case tl.Call(tl.Name(name), args) if name == least:
+                found = [x for a in args if (x := self.bound(a, other, above)) is not None]
+                return found[0] if len(found) == 1 else call(most, *found)
+            case tl.Call(tl.Name("max"), (a, b)) if self._has(a) != self._has(b):
+                inner, rest = (a, b) if self._has(a) else (b, a)
+                solved = self.bound(inner, other, above)
                 assert solved is not None
-                return call("where", Binary("<", left, other), sub(ZERO, ONE), solved)
+                return call("where", tl.Binary("<", other, rest), sub(ZERO, ONE), solved)
         raise Unsolved
 
-    def below(self, left: Expr, right: Expr) -> Expr | None:
-        """The x with var < x where left < right; None if left does not have the variable."""
-        if not self._has(left):
-            return None
-        match left:
-            case Name():
-                return right
-            case Binary(op, _, _):
-                moved, rest = self._moved(right, op, left)
-                return self.below(rest, moved)
-            case Call(Name("max"), args):
-                found = [x for a in args if (x := self.below(a, right)) is not None]
-                return found[0] if len(found) == 1 else call("min", *found)
-        raise Unsolved
-
-    def _moved(self, other: Expr, op: str, side: Binary) -> tuple[Expr, Expr]:
-        """One operation moved from the variable's side to the other one."""
-        left = self._has(side.left)
+    def _moved(self, side: tl.Binary, other: tl.Expr) -> tuple[tl.Expr, tl.Expr]:
+        """Both sides after one operation is moved from the variable's side to the other one."""
+        left, op = self._has(side.left), side.op
         inner, part = (side.left, side.right) if left else (side.right, side.left)
         if op == "+":
-            return sub(other, part), inner
+            return inner, sub(other, part)
         if op == "-" and left:
-            return add(other, part), inner
+            return inner, add(other, part)
         value = constant(part, self.params)
-        if value is None or value <= 0 or (not left and op == "/"):
+        if value is None or value <= 0 or not (op == "*" or (op == "/" and left)):
             raise Unsolved
-        if op in ("*", "/"):
-            return (div if op == "*" else mul)(other, part), inner
-        raise Unsolved
+        return inner, (div if op == "*" else mul)(other, part)
 
 
-def _next_whole(expr: Expr) -> Expr:
+def _next_whole(expr: tl.Expr) -> tl.Expr:
     """The least whole number above an expression: floor(x) + 1."""
-    if isinstance(expr, Binary) and expr.op == "-" and expr.right == ONE:
+    if isinstance(expr, tl.Binary) and expr.op == "-" and expr.right == ONE:
         return call("floor", expr.left)
-    if isinstance(expr, Call) and expr.func.id == "where":
+    if isinstance(expr, tl.Call) and expr.func.id == "where":
         hidden, _, other = expr.args
         return call("where", hidden, ZERO, _next_whole(other))
     return add(call("floor", expr), ONE)
 
 
-def _without_floor(expr: Expr) -> Expr:
+def _without_floor(expr: tl.Expr) -> tl.Expr:
     """floor(x) < n says the same as x < n for whole n."""
-    return expr.args[0] if isinstance(expr, Call) and expr.func.id == "floor" else expr
+    return expr.args[0] if isinstance(expr, tl.Call) and expr.func.id == "floor" else expr
 
 
-def _least(a: Expr, b: Expr) -> Expr:
+def _least(a: tl.Expr, b: tl.Expr) -> tl.Expr:
     """The smaller of two bounds, with a common divisor once."""
     first, second = Product.of(a), Product.of(b)
     if first.bottoms == second.bottoms != ():

@@ -3,39 +3,22 @@ Copies at their use, and the statements before, in and after the loop over the k
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
 from dataclasses import dataclass, field, replace
 
-from flashwright.grad.algebra import Step, add, call, per_element, renamed, substitute
+from flashwright.grad.algebra import (
+    Step,
+    add,
+    call,
+    inlined,
+    per_element,
+    renamed,
+    substitute,
+    values_in,
+)
+from flashwright.lang import nodes as tl
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.format import format_expr
-from flashwright.lang.nodes import (
-    Allocate,
-    Binary,
-    Call,
-    Comment,
-    Compute,
-    Coord,
-    Copy,
-    Dim,
-    Expr,
-    For,
-    Grid,
-    GridAxis,
-    If,
-    Index,
-    Let,
-    Name,
-    Num,
-    Param,
-    Reshape,
-    Span,
-    Statement,
-    Transpose,
-    Unary,
-    expressions,
-    value_names,
-)
 from flashwright.program.program import Key, Program, Tensor
 from flashwright.program.vocabulary import split
 from flashwright.semantics.compute import expression
@@ -44,7 +27,7 @@ Axes = tuple[str, ...]
 QUERY, KEY = "query", "key"
 
 
-def refuse(span: Span | None, why: str, help: str | None = None) -> Failed:
+def refuse(span: tl.Span | None, why: str, help: str | None = None) -> Failed:
     """The error for a program that has no derived gradient, at the statement that prevents it."""
     return Failed(Diagnostic("FW908", why, span, help=help))
 
@@ -55,7 +38,7 @@ class Load:
 
     value: str
     tensor: Tensor
-    copy: Copy
+    copy: tl.Copy
     axes: Axes
 
 
@@ -65,67 +48,68 @@ class Store:
 
     value: str
     tensor: Tensor
-    copy: Copy
+    copy: tl.Copy
 
 
 @dataclass
 class Forward:
     """The forward pass: its loads, its steps in three parts, and what it stores.
 
-    `carried` has for each value that passes from one iteration to the next the names at the
-    begin and the end of the body; `first` has their values before the loop.
+    `carried` has for each value that passes from one iteration to the next, by its name at the
+    begin of the body, the name at the end; `first` has their values before the loop.
     """
 
     program: Program
-    loop: For
-    query: GridAxis
+    loop: tl.For
+    query: tl.GridAxis
     loads: dict[str, Load] = field(default_factory=dict)
-    lets: dict[str, Expr] = field(default_factory=dict)
+    lets: dict[str, tl.Expr] = field(default_factory=dict)
     axes: dict[str, Axes] = field(default_factory=dict)
-    first: dict[str, Expr] = field(default_factory=dict)
-    carried: dict[str, tuple[str, str]] = field(default_factory=dict)
+    first: dict[str, tl.Expr] = field(default_factory=dict)
+    carried: dict[str, str] = field(default_factory=dict)
     body: list[Step] = field(default_factory=list)
     epilogue: list[Step] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
 
-    def spelt_out(self, expr: Expr) -> Expr:
+    def spelt_out(self, expr: tl.Expr) -> tl.Expr:
         """A scalar expression with the lets in it replaced by their values."""
         for _ in self.lets:
             expr = renamed(expr, self.lets)
         return expr
 
-    def axes_of(self, expr: Expr) -> Axes:
+    def axes_of(self, expr: tl.Expr) -> Axes:
         """The axes of an expression's value: queries, then keys, then others."""
         match expr:
-            case Name("q_idx"):
+            case tl.Name("q_idx"):
                 return (QUERY,)
-            case Name("kv_idx"):
+            case tl.Name("kv_idx"):
                 return (KEY,)
-            case Name(id):
+            case tl.Name(id):
                 return self.axes.get(id, ())
-            case Call(Name("gemm"), (left, right)):
+            case tl.Call(tl.Name("gemm"), (left, right)):
                 a, b = self.axes_of(left), self.axes_of(right)
                 return _ordered([x for x in a + b if not (x in a and x in b)])
-            case Call(Name("rowsum" | "rowmax"), (operand,)):
+            case tl.Call(tl.Name("rowsum" | "rowmax"), (operand,)):
                 return self.axes_of(operand)[:-1]
-            case Call(Name("sum"), (operand, Name(kept))):
+            case tl.Call(tl.Name("sum"), (operand, tl.Name(kept))):
                 return tuple(a for a in self.axes_of(operand) if a in kept.split("|"))
-            case Call(_, args) | Index(_, args):
+            case tl.Call(_, args) | tl.Index(_, args):
                 return _ordered([x for a in args for x in self.axes_of(a)])
-            case Binary(_, left, right):
+            case tl.Binary(_, left, right):
                 return _ordered([*self.axes_of(left), *self.axes_of(right)])
-            case Unary(_, operand):
+            case tl.Unary(_, operand):
                 return self.axes_of(operand)
         return ()
 
 
 def _ordered(axes: list[str]) -> Axes:
+    """Each axis once: queries, then keys, then others."""
     return tuple(sorted(dict.fromkeys(axes), key=lambda a: {QUERY: 0, KEY: 1}.get(a, 2)))
 
 
 def normalise(program: Program) -> Forward:
     """The forward pass of a program; Failed if its structure has no derived gradient."""
-    loops = [s for s in program.tree.body if isinstance(s, For)]
+    loops = [s for s in program.tree.body if isinstance(s, tl.For)]
     if len(loops) != 1:
         span = loops[1].span if loops else program.grid.span
         raise refuse(span, "a gradient needs one loop over the keys; this program has another form")
@@ -142,25 +126,23 @@ def normalise(program: Program) -> Forward:
 
 def _name_weights(forward: Forward) -> None:
     """Call the weights P: the results made from scores S that a GEMM with values takes."""
-    names: dict[str, Expr] = {}
+    names: dict[str, tl.Name] = {}
     for step in forward.body:
         match step.value:
-            case Call(Name("gemm"), (Name(left), _)) if forward.axes[left] == (QUERY, KEY):
-                base, _, number = left.partition(".")
-                new = "P" + base.removeprefix("S") if base.startswith("S") else base
-                names[left] = Name(f"{new}.{number}")
-                forward.axes[f"{new}.{number}"] = forward.axes[left]
-    changed = {old: new.id for old, new in names.items() if isinstance(new, Name)}
+            case tl.Call(tl.Name("gemm"), (tl.Name(left), _)) if forward.axes[left] == (QUERY, KEY):
+                new = re.sub("^S", "P", left)
+                names[left] = tl.Name(new)
+                forward.axes[new] = forward.axes[left]
     forward.body = [
-        replace(s, target=changed.get(s.target, s.target), value=renamed(s.value, names))
+        replace(s, target=names.get(s.target, tl.Name(s.target)).id, value=renamed(s.value, names))
         for s in forward.body
     ]
 
 
-def _query_axis(program: Program) -> GridAxis:
+def _query_axis(program: Program) -> tl.GridAxis:
     """The grid's axis of query blocks: the one whose bound is a quotient."""
     for axis in program.grid.axes:
-        if isinstance(axis.high, Binary) and axis.high.op == "/":
+        if isinstance(axis.high, tl.Binary) and axis.high.op == "/":
             return axis
     raise refuse(program.grid.span, "no axis of the grid has blocks of queries: `0:q_len / BM`")
 
@@ -174,220 +156,208 @@ class _Walk:
         self.steps: list[Step] = []
         self.current: dict[Key, str] = {}
         self.count: dict[str, int] = {}
-        self.ahead: dict[Key, Copy] = {}
-        self.looping = False
+        self.ahead: dict[Key, tl.Copy] = {}
+        self.span = tl.NOWHERE
 
-    def statements(self, body: tuple[Statement, ...]) -> None:
+    def statements(self, body: tuple[tl.Statement, ...]) -> None:
+        """Read statements that are no loop over the keys."""
         for stmt in body:
+            self.span = stmt.span
             self._statement(stmt)
 
-    def _statement(self, stmt: Statement) -> None:
+    def _statement(self, stmt: tl.Statement) -> None:
+        """Read one statement; Failed if it has no derived gradient."""
         match stmt:
-            case Let(name, value):
+            case tl.Let(name, value):
                 self.forward.lets[name.id] = value
-            case Copy():
+            case tl.Copy():
                 self._copy(stmt)
-            case Compute():
+            case tl.Compute():
                 self._compute(stmt)
-            case Reshape(name):
-                self.current[self._key(stmt.target or name)] = self._value(name)
-            case If(_, then, orelse) if not orelse and all(map(_is_load, then)):
+            case tl.Reshape(name):
+                self.current[self._key(stmt.target or name)] = self._value(name).id
+            case tl.If(_, then, orelse) if not orelse and all(map(_is_load, then)):
                 self.statements(then)
-            case If():
+            case tl.If():
                 raise refuse(stmt.span, "a branch around computations has no derived gradient")
-            case For():
+            case tl.For():
                 raise refuse(stmt.span, "a loop inside the loop over the keys")
-            case Param() | Dim() | Grid() | Allocate() | Comment():
-                pass
 
-    def loop(self, loop: For) -> None:
+    def loop(self, loop: tl.For) -> None:
         """The body, with the values that it carries and the Copies that run ahead of their use."""
         forward = self.forward
         for step in self.steps:
-            if isinstance(step.value, Call) and step.value.func.id == "gemm":
+            if isinstance(step.value, tl.Call) and step.value.func.id == "gemm":
                 raise refuse(step.span, "a GEMM before the loop over the keys")
         first, self.steps = {s.target: s.value for s in self.steps}, []
-        entering = dict(self.current)
         self._move_prefetches(loop)
         written = {k for s in loop.body for k in self.program.writes(s)}
-        for key in written & entering.keys():
-            if entering[key] in first:
-                begin = self._fresh(key, forward.axes[entering[key]])
-                forward.first[begin] = _inlined(first[entering[key]], first)
-                self.current[key] = begin
-        starts = {key: v for key, v in self.current.items() if v in forward.first}
-        self.looping = True
+        starts = {k: v for k, v in self.current.items() if k in written and v in first}
+        for key, value in starts.items():
+            starts[key] = self.current[key] = self._fresh(key, forward.axes[value])
+            forward.first[starts[key]] = inlined(first[value], first)
         self.statements(loop.body)
-        self.looping = False
-        forward.carried = {v: (v, self.current[key]) for key, v in starts.items()}
+        self.ahead.clear()
+        forward.carried = {begin: self.current[key] for key, begin in starts.items()}
         forward.body, self.steps = self.steps, []
-        left = {v for s in forward.body for v in _used(s.value)} & first.keys()
+        left = {v for s in forward.body for v in values_in(s.value)}
         forward.body[:0] = [Step(t, v) for t, v in first.items() if t in left]
 
-    def _move_prefetches(self, loop: For) -> None:
+    def _move_prefetches(self, loop: tl.For) -> None:
         """Note the Copies that load the next block: they hold this block when they are used."""
         for stmt in loop.body:
-            for copy in stmt.then if isinstance(stmt, If) else ():
-                if isinstance(copy, Copy) and self.program.dest(copy) in self.current:
+            for copy in stmt.then if isinstance(stmt, tl.If) else ():
+                if isinstance(copy, tl.Copy) and self.program.dest(copy) in self.current:
                     now = replace(copy, coords=tuple(map(self._this_block, copy.coords or ())))
-                    self._begins_right(loop, now, self.current[self.program.dest(copy)])
-                    del self.forward.loads[self.current[self.program.dest(copy)]]
+                    first = self.forward.loads.pop(self.current[self.program.dest(copy)])
+                    self._check_first(loop, now, first.copy)
                     self.ahead[self.program.dest(copy)] = now
         for key, copy in self.ahead.items():
-            self.looping = True
             self._load(copy, key)
-            self.looping = False
 
-    def _this_block(self, coord: Coord) -> Coord:
+    def _this_block(self, coord: tl.Coord) -> tl.Coord:
+        """A place of the next block, one block earlier."""
         var = self.forward.loop.var.id
-        next_block = Binary("+", Name(var), Num("1"))
-        marked = substitute(coord.value, lambda e: Name("@") if e == next_block else None)
-        if any(n.id == var for n in value_names(marked)):
+        next_block = tl.Binary("+", tl.Name(var), tl.Num("1"))
+        marked = substitute(coord.value, lambda e: tl.Name("@") if e == next_block else None)
+        if any(n.id == var for n in tl.value_names(marked)):
             raise refuse(coord.span, "a Copy that runs ahead by other than one block")
-        return replace(coord, value=renamed(marked, {"@": Name(var)}))
+        return replace(coord, value=renamed(marked, {"@": tl.Name(var)}))
 
-    def _begins_right(self, loop: For, copy: Copy, held: str) -> None:
-        load = self.forward.loads.get(held)
-        at = {loop.var.id: loop.low}
-        for have, want in zip(
-            load.copy.coords or () if load else (), copy.coords or (), strict=False
-        ):
-            begin = self.forward.spelt_out(renamed(want.value, at))
+    def _check_first(self, loop: tl.For, copy: tl.Copy, before: tl.Copy) -> None:
+        """Refuse a program whose Copy before the loop does not load the loop's first block."""
+        for have, want in zip(before.coords or (), copy.coords or (), strict=False):
+            begin = self.forward.spelt_out(renamed(want.value, {loop.var.id: loop.low}))
             if self.forward.spelt_out(have.value) != begin:
                 raise refuse(have.span, "the first block is not the one the loop begins with")
 
-    def _copy(self, copy: Copy) -> None:
-        source, dest = self.program.source(copy), self.program.dest(copy)
+    def _copy(self, copy: tl.Copy) -> None:
+        """A store, a load, or another name for a tile."""
+        dest = self.program.dest(copy)
         if copy.dest == "global":
             tensor = self.program.tensors[dest[0]]
-            self.forward.stores.append(Store(self._value(Name(copy.name.id)), tensor, copy))
+            self.forward.stores.append(Store(self._value(copy.name).id, tensor, copy))
         elif copy.source != "global":
-            self.current[dest] = self.current[source]
-        elif not (self.looping and dest in self.ahead):
+            self.current[dest] = self.current[self.program.source(copy)]
+        elif dest not in self.ahead:
             self._load(copy, dest)
 
-    def _load(self, copy: Copy, dest: Key) -> None:
+    def _load(self, copy: tl.Copy, dest: Key) -> None:
+        """A tile from global memory; Failed if its place has no derived gradient."""
         tensor = self.program.tensors[split(copy.name.id)[0]]
         if copy.column is not None:
             raise refuse(copy.span, "tiles side by side (`at column`) have no derived gradient")
         if tensor.offset is not None:
             raise refuse(copy.span, f"`{tensor.name}` is a view with an offset")
-        axes = self._load_axes(copy, tensor)
-        value = self._fresh(dest, axes)
-        self.current[dest] = value
-        self.forward.loads[value] = Load(value, tensor, copy, axes)
-
-    def _load_axes(self, copy: Copy, tensor: Tensor) -> Axes:
-        sizes = copy.shape or ()
-        labels = [axis.label for axis in tensor.axes][len(tensor.axes) - len(sizes) :]
         given = {c.axis.id: self.forward.spelt_out(c.value) for c in copy.coords or ()}
-        axes = []
-        for label, size in zip(labels, sizes, strict=True):
-            names = {n.id for n in value_names(given.get(label, Num("0")))}
+        if any(isinstance(e, tl.Index) for value in given.values() for e in tl.expressions(value)):
+            raise refuse(copy.span, f"the place of `{tensor.name}` comes from a tensor")
+        sizes, axes = copy.shape or (), []
+        for axis, size in zip(tensor.axes[len(tensor.axes) - len(sizes) :], sizes, strict=True):
+            names = {n.id for n in tl.value_names(given.get(axis.label, tl.Num("0")))}
             side = QUERY if self.forward.query.name.id in names else format_expr(size)
             axes.append(KEY if self.forward.loop.var.id in names else side)
-        if any(isinstance(e, Index) for value in given.values() for e in expressions(value)):
-            raise refuse(copy.span, f"the place of `{tensor.name}` comes from a tensor")
-        return tuple(axes)
+        value = self.current[dest] = self._fresh(dest, tuple(axes))
+        self.forward.loads[value] = Load(value, tensor, copy, tuple(axes))
 
-    def _compute(self, stmt: Compute) -> None:
+    def _compute(self, stmt: tl.Compute) -> None:
+        """A Compute as steps."""
         if stmt.operation == "softmax":
             self._softmax(stmt)
             return
+        target = stmt.args[0] if stmt.operation == "mask" else stmt.target
+        assert isinstance(target, tl.Name)
         if stmt.operation == "mask":
-            assert isinstance(stmt.args[0], Name)
             assert stmt.where is not None
-            value = call("mask", Name(self._value(stmt.args[0])), self._read(stmt.where))
-            self._assign(stmt.args[0], value, stmt.span)
-            return
-        assert stmt.target is not None
-        if stmt.operation == "gemm":
-            value = call("gemm", *(self._read(a) for a in stmt.args))
+            value = call("mask", self._value(target), self._read(stmt.where))
+        elif stmt.operation == "gemm":
+            value = call("gemm", *map(self._read, stmt.args))
         else:
             value = self._read(expression(stmt))
         if stmt.mode == "accumulate":
-            value = add(Name(self._value(stmt.target)), self._flat(value, stmt.span))
-        self._assign(stmt.target, value, stmt.span)
+            value = add(self._value(target), self._flat(value))
+        self._assign(target, value)
 
-    def _softmax(self, stmt: Compute) -> None:
+    def _softmax(self, stmt: tl.Compute) -> None:
         """The statement spelt out, as docs/language.md has it."""
         scores = stmt.args[0]
-        if not stmt.state or not isinstance(scores, Name):
+        if not stmt.state or not isinstance(scores, tl.Name):
             raise refuse(stmt.span, "a softmax of whole rows, without a running maximum")
         high, weights = stmt.state
-        old, span = Name(self._value(high)), stmt.span
-        top = call("max", old, call("rowmax", Name(self._value(scores))))
-        self._assign(high, top, span)
-        new = Name(self._value(high))
-        drop = self._flat(call("exp", Binary("-", old, new)), span)
-        self._assign(scores, call("exp", Binary("-", Name(self._value(scores)), new)), span)
-        kept = Binary("*", Name(self._value(weights)), drop)
-        self._assign(weights, Binary("+", kept, call("rowsum", Name(self._value(scores)))), span)
+        old = self._value(high)
+        self._assign(high, call("max", old, call("rowmax", self._value(scores))))
+        new = self._value(high)
+        drop = self._flat(call("exp", tl.Binary("-", old, new)))
+        self._assign(scores, call("exp", tl.Binary("-", self._value(scores), new)))
+        kept = tl.Binary("*", self._value(weights), drop)
+        self._assign(weights, tl.Binary("+", kept, call("rowsum", self._value(scores))))
         for name in stmt.rescale:
-            self._assign(name, Binary("*", Name(self._value(name)), drop), span)
+            self._assign(name, tl.Binary("*", self._value(name), drop))
 
-    def _assign(self, target: Name, value: Expr, span: Span) -> None:
-        value = self._flat(value, span, root=True)
+    def _assign(self, target: tl.Name, value: tl.Expr) -> None:
+        """A step for the new value of a tile."""
+        value = self._flat(value, root=True)
         key = self._key(target)
         axes = self.forward.axes_of(value) or self._declared_axes(key)
         self.current[key] = self._fresh(key, axes)
-        self.steps.append(Step(self.current[key], value, span))
+        self.steps.append(Step(self.current[key], value, self.span))
 
     def _declared_axes(self, key: Key) -> Axes:
         """The axes of a tile that is set to a scalar: rows are queries, columns by their size."""
         buffer = self.program.buffers[key]
-        named = [buffer.named_size(n) for n in range(len(buffer.shape))]
-        sizes = [n.id if n else str(s) for n, s in zip(named, buffer.shape, strict=True)]
-        return (QUERY, *sizes[1:])
+        named = [(buffer.named_size(n), size) for n, size in enumerate(buffer.shape)]
+        return (QUERY, *(name.id if name else str(size) for name, size in named[1:]))
 
-    def _flat(self, value: Expr, span: Span, root: bool = False) -> Expr:
+    def _flat(self, value: tl.Expr, root: bool = False) -> tl.Expr:
         """The value with every call in it made a step of its own; the outermost stays if it is the
         root of its statement."""
         match value:
-            case Call(func, args):
-                flat: Expr = call(func.id, *(self._flat(a, span) for a in args))
-            case Binary(op, left, right):
-                flat = Binary(op, self._flat(left, span), self._flat(right, span))
+            case tl.Call(func, args):
+                flat: tl.Expr = call(func.id, *map(self._flat, args))
+            case tl.Binary(op, left, right):
+                flat = tl.Binary(op, self._flat(left), self._flat(right))
                 if op != "/" or not per_element(flat.right):
                     return flat
-            case Unary(op, operand):
-                return Unary(op, self._flat(operand, span))
+            case tl.Unary(op, operand):
+                return tl.Unary(op, self._flat(operand))
             case _:
                 return value
         if root or not per_element(flat):
             return flat
-        base = func.id.capitalize() if isinstance(value, Call) else "Ratio"
+        base = func.id.capitalize() if isinstance(value, tl.Call) else "Ratio"
         name = self._fresh((base, "register"), self.forward.axes_of(flat))
-        self.steps.append(Step(name, flat, span))
-        return Name(name)
+        self.steps.append(Step(name, flat, self.span))
+        return tl.Name(name)
 
-    def _read(self, expr: Expr) -> Expr:
+    def _read(self, expr: tl.Expr) -> tl.Expr:
         """The expression with tiles replaced by their current values."""
         match expr:
-            case Transpose(operand):
+            case tl.Transpose(operand):
                 return self._read(operand)
-            case Name():
-                known = self.program.is_scalar(expr.id) or self.program.tile(expr) is None
-                return expr if known else Name(self._value(expr))
-            case Call(func, args):
-                return call(func.id.lower(), *(self._read(a) for a in args))
-            case Binary(op, left, right):
-                return Binary(op, self._read(left), self._read(right))
-            case Unary(op, operand):
-                return Unary(op, self._read(operand))
-            case Index(tensor, args):
-                return Index(tensor, tuple(self._read(a) for a in args))
+            case tl.Name(id) if not self.program.is_scalar(id) and self.program.tile(expr):
+                return self._value(expr)
+            case tl.Call(func, args):
+                return call(func.id.lower(), *map(self._read, args))
+            case tl.Binary(op, left, right):
+                return tl.Binary(op, self._read(left), self._read(right))
+            case tl.Unary(op, operand):
+                return tl.Unary(op, self._read(operand))
+            case tl.Index(tensor, args):
+                return tl.Index(tensor, tuple(map(self._read, args)))
         return expr
 
-    def _key(self, name: Name) -> Key:
+    def _key(self, name: tl.Name) -> Key:
+        """The buffer that a statement calls by this name."""
         key = self.program.tile(name)
         assert key is not None, name
         return key
 
-    def _value(self, name: Name) -> str:
-        return self.current[self._key(name)]
+    def _value(self, name: tl.Name) -> tl.Name:
+        """The value that a tile has now."""
+        return tl.Name(self.current[self._key(name)])
 
     def _fresh(self, key: Key, axes: Axes) -> str:
+        """A new name for a value with these axes, after its buffer."""
         base = key[0]
         self.count[base] = self.count.get(base, -1) + 1
         name = f"{base}.{self.count[base]}"
@@ -395,16 +365,6 @@ class _Walk:
         return name
 
 
-def _is_load(stmt: Statement) -> bool:
-    return isinstance(stmt, Copy) and stmt.source == "global"
-
-
-def _used(expr: Expr) -> Iterator[str]:
-    yield from (n.id for n in value_names(expr) if "." in n.id)
-
-
-def _inlined(expr: Expr, steps: Mapping[str, Expr]) -> Expr:
-    """An expression with the steps that it names put in."""
-    while set(_used(expr)) & steps.keys():
-        expr = renamed(expr, steps)
-    return expr
+def _is_load(stmt: tl.Statement) -> bool:
+    """Whether a statement is a Copy from global memory."""
+    return isinstance(stmt, tl.Copy) and stmt.source == "global"

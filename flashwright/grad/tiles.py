@@ -2,120 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from flashwright.grad.algebra import Step, is_value, substitute, values_in
-from flashwright.grad.normalise import KEY, QUERY, Axes, Forward, refuse
-from flashwright.lang.nodes import (
-    Allocate,
-    Axis,
-    Call,
-    Compute,
-    Copy,
-    Expr,
-    Mode,
-    Name,
-    Reshape,
-    Space,
-    Statement,
-    Transpose,
-)
+from flashwright.grad.declare import Scope
+from flashwright.grad.normalise import KEY, QUERY, Axes, refuse
+from flashwright.lang import nodes as tl
 
-MMA_C = tuple(map(Name, ("MMA_C", "MMA_M", "MMA_N")))
-MMA_A = tuple(map(Name, ("MMA_A", "MMA_M", "MMA_N_new")))
+MMA_C = tuple(map(tl.Name, ("MMA_C", "MMA_M", "MMA_N")))
+MMA_A = tuple(map(tl.Name, ("MMA_A", "MMA_M", "MMA_N_new")))
 
 
 class Writer:
-    """Writes the statements of one kernel.
+    """Writes the statements of one kernel; `names` are the forward's scalars in it."""
 
-    `pair` is the order of axes in tiles of queries and keys; `sizes` has the size of each axis;
-    `half` is the type of GEMM operands; `tensors` the names in global memory.
-    """
-
-    def __init__(
-        self,
-        forward: Forward,
-        pair: Axes,
-        sizes: Mapping[str, Expr],
-        half: str,
-        tensors: Collection[str],
-    ) -> None:
-        self.forward, self.pair, self.sizes = forward, pair, sizes
-        self.half, self.tensors = half, tensors
-        self.names: Mapping[str, Expr] = {}
-        self.allocated: dict[tuple[str, Space], Allocate] = {}
-        self.body: list[Statement] = []
+    def __init__(self, scope: Scope, names: Mapping[str, tl.Expr] | None = None) -> None:
+        self.scope, self.forward, self.names = scope, scope.forward, names or {}
+        self.allocated: dict[tuple[str, tl.Space], tl.Allocate] = {}
+        self.body: list[tl.Statement] = []
         self.held: dict[str, str] = {}
         self.base: dict[str, str] = {}
         self.last: dict[str, int] = {}
         self.shared: set[str] = set()
         self.loaded: set[str] = set()
         self.reshaped: set[str] = set()
+        self.span: tl.Span | None = None
 
     def stored(self, value: str) -> Axes:
         """The axes of a value in the order in which its tile has them."""
-        axes = self.forward.axes[value]
-        return self.pair if set(axes) == {QUERY, KEY} else axes
+        return self._ordered(self.forward.axes[value])
 
-    def shape(self, axes: Iterable[str]) -> tuple[Expr, ...]:
-        """The sizes of a tile with these axes."""
-        return tuple(self.sizes.get(axis) or Name(axis) for axis in axes)
+    def _ordered(self, axes: Axes) -> Axes:
+        """The axes in the order in which a tile has them."""
+        return self.scope.pair if set(axes) == {QUERY, KEY} else axes
 
-    def tile(self, value: str, space: Space = "register") -> Name:
+    def tile(self, value: str, space: tl.Space = "register") -> tl.Name:
         """The name of a value's tile as a statement says it."""
         base = self.base[value]
         if space == "shared":
-            return Name(f"{base if value in self.loaded else value.split('.')[0]}_shared")
-        clear = base in self.tensors and len(self.forward.axes[value]) == 2
-        return Name(f"{base}_register" if clear else base)
+            return tl.Name(f"{base if value in self.loaded else value.split('.')[0]}_shared")
+        clear = base in self.scope.globals and len(self.forward.axes[value]) == 2
+        return tl.Name(f"{base}_register" if clear else base)
 
-    def allocate(self, base: str, space: Space, axes: Axes, dtype: str) -> None:
+    def allocate(
+        self, base: str, space: tl.Space, axes: Axes, dtype: str, along: tl.Side | None = None
+    ) -> None:
         """Allocate a tile, once."""
-        shape = tuple(Axis(None, size) for size in self.shape(axes))
-        stmt = Allocate(Name(base), space, shape, Name(dtype))
+        shape = tuple(tl.Axis(None, self.scope.sizes.get(axis) or tl.Name(axis)) for axis in axes)
+        stmt = tl.Allocate(tl.Name(base), space, shape, tl.Name(dtype), along=along)
         self.allocated.setdefault((base, space), stmt)
 
-    def load(self, value: str, copy: Copy, space: Space) -> None:
-        """Copy a tile from global memory."""
+    def load(self, value: str, copy: tl.Copy, space: tl.Space) -> tl.Copy:
+        """The Copy of a value from global memory, for the kernel to place."""
         name = copy.target or copy.name
         self.base[value] = base = name.id.removesuffix("_shared").removesuffix("_register")
         self.held[base] = value
         self.loaded.add(value)
-        target = Name(base) if base != copy.name.id else None
+        target = tl.Name(base) if base != copy.name.id else None
         if space == "shared":
             self.shared.add(value)
-        made = replace(copy, source="global", dest=space, target=target, comment=None, gap=False)
-        self.body.append(made)
+        return replace(copy, source="global", dest=space, target=target, comment=None, gap=False)
 
-    def uses(self, steps: Sequence[Step], later: Iterable[str]) -> None:
-        """Note where each value is used for the last time."""
+    def steps(self, steps: Sequence[Step], later: Iterable[str]) -> None:
+        """The statements of all steps; the values in `later` are used after them."""
         for n, step in enumerate(steps):
             self.last |= dict.fromkeys(values_in(step.value), n)
         self.last |= dict.fromkeys(later, len(steps))
+        for n, step in enumerate(steps):
+            self.span = step.span
+            self._step(n, step.target, step.value)
+        self.span = None
 
-    def step(self, n: int, step: Step) -> None:
+    def _step(self, n: int, target: str, value: tl.Expr) -> None:
         """The statements of one step."""
-        match step.value:
-            case Call(Name("gemm"), (Name(a), Name(b))):
-                self.choose(step.target, n)
-                self.gemm(step.target, a, b, "get")
-            case Call(Name("mask"), (scores, condition)):
+        match value:
+            case tl.Call(tl.Name("gemm"), (tl.Name(a), tl.Name(b))):
+                self.choose(target, n)
+                self.gemm(target, a, b, "get")
+            case tl.Call(tl.Name("mask"), (scores, condition)):
                 if is_value(scores) and self.last[scores.id] <= n:
-                    self.base[step.target] = self.base[scores.id]
-                    self.held[self.base[step.target]] = step.target
+                    self.base[target] = self.base[scores.id]
+                    self.held[self.base[target]] = target
                 else:
-                    self._compute(n, step.target, scores)
-                where = self.expr(condition, step)
-                args = (self.tile(step.target),)
-                self.body.append(Compute(Name("Mask"), args, where=where))
+                    self._step(n, target, scores)
+                where, args = self.expr(condition), (self.tile(target),)
+                self.body.append(tl.Compute(tl.Name("Mask"), args, where=where))
             case _:
-                self._compute(n, step.target, step.value, step)
+                new = self.choose(target, n, values_in(value))
+                self.compute(target, value, "get new" if new else "get")
 
-    def _compute(self, n: int, target: str, value: Expr, step: Step | None = None) -> None:
-        made = self.expr(value, step)
-        mode: Mode = "get new" if self.choose(target, n, values_in(value)) else "get"
-        self.body.append(Compute(None, (made,), mode=mode, target=self.tile(target)))
+    def compute(self, target: str, value: tl.Expr, mode: tl.Mode = "get") -> None:
+        """Compute a value into a tile that is chosen already."""
+        made = self.expr(value)
+        self.body.append(tl.Compute(None, (made,), mode=mode, target=self.tile(target)))
 
     def choose(self, target: str, n: int, operands: Iterable[str] = ()) -> bool:
         """Choose the tile for a value: that of a value of the same name, or of an adjoint among
@@ -123,7 +103,7 @@ class Writer:
         had a value."""
         base = target.split(".")[0]
         free = self._free(base, target, n)
-        for operand in operands if self.stored(target) == self.pair else ():
+        for operand in operands if self.stored(target) == self.scope.pair else ():
             other = self.base[operand]
             if not free and base[0] == other[0] == "d" and self._free(other, target, n):
                 base, free = other, True
@@ -139,61 +119,56 @@ class Writer:
         same = holder is not None and self.stored(holder) == self.stored(target)
         return same and self.last.get(holder or "", -1) <= n and holder not in self.loaded
 
-    def expr(self, expr: Expr, step: Step | None = None) -> Expr:
+    def expr(self, expr: tl.Expr) -> tl.Expr:
         """An expression of values as one of tiles."""
 
-        def change(part: Expr) -> Expr | None:
+        def change(part: tl.Expr) -> tl.Expr | None:
             match part:
-                case Call(Name("sum"), (operand, Name(kept))):
-                    inner = self.expr(operand, step)
-                    axes = self.forward.axes_of(operand)
-                    axes = self.pair if set(axes) == {QUERY, KEY} else axes
+                case tl.Call(tl.Name("sum"), (operand, tl.Name(kept))):
+                    axes = self._ordered(self.forward.axes_of(operand))
                     if len(axes) != 2 or axes[0] not in kept.split("|"):
-                        span = step.span if step else None
-                        raise refuse(span, "a sum over the columns' other axis is not in TL")
-                    return Call(Name("rowsum"), (inner,))
-                case Name(id) if "." in id:
+                        raise refuse(self.span, "a sum over the columns' other axis is not in TL")
+                    return tl.Call(tl.Name("rowsum"), (self.expr(operand),))
+                case tl.Name(id) if "." in id:
                     return self.tile(id)
-                case Name(id):
+                case tl.Name(id):
                     return self.names.get(id)
             return None
 
         return substitute(expr, change)
 
-    def gemm(self, target: str, a: str, b: str, mode: Mode) -> None:
+    def gemm(self, target: str, a: str, b: str, mode: tl.Mode) -> None:
         """A GEMM into a tile that is chosen already; its operands are brought into place."""
         rows, columns = self.stored(target)
         left, right = (a, b) if rows in self.forward.axes[a] else (b, a)
         args = (self._left(left, rows), self._right(right, columns))
-        self.body.append(Compute(Name("GEMM"), args, mode=mode, target=self.tile(target)))
+        self.body.append(tl.Compute(tl.Name("GEMM"), args, mode=mode, target=self.tile(target)))
 
-    def _left(self, value: str, rows: str) -> Expr:
+    def _left(self, value: str, rows: str) -> tl.Expr:
+        """The left operand of a GEMM with these rows."""
         if self.stored(value)[0] != rows:
-            return Transpose(self._in_shared(value))
+            return tl.Transpose(self.to_shared(value))
         if value in self.loaded:
             return self.tile(value, "shared")
         if value not in self.reshaped:
             self.reshaped.add(value)
-            self.body.append(Reshape(self.tile(value), MMA_C, MMA_A))
+            self.body.append(tl.Reshape(self.tile(value), MMA_C, MMA_A))
         return self.tile(value)
 
-    def _right(self, value: str, columns: str) -> Expr:
-        tile = self._in_shared(value)
-        return tile if self.stored(value)[1] == columns else Transpose(tile)
+    def _right(self, value: str, columns: str) -> tl.Expr:
+        """The right operand of a GEMM with these columns."""
+        tile = self.to_shared(value)
+        return tile if self.stored(value)[1] == columns else tl.Transpose(tile)
 
-    def _in_shared(self, value: str) -> Name:
-        """The tile in shared memory; one in registers is copied there first."""
-        self.to_shared(value)
-        return self.tile(value, "shared")
-
-    def to_shared(self, value: str) -> None:
-        """Copy a tile from registers to shared memory, once."""
+    def to_shared(self, value: str) -> tl.Name:
+        """The tile in shared memory; one in registers is copied there, once."""
         if value not in self.shared:
             self.shared.add(value)
             base = value.split(".")[0]
-            target = Name(base) if base != self.base[value] else None
-            self.allocate(base, "shared", self.stored(value), self.half)
-            self.body.append(Copy(self.tile(value), None, None, "register", "shared", target))
+            target = tl.Name(base) if base != self.base[value] else None
+            self.allocate(base, "shared", self.stored(value), self.scope.half)
+            self.body.append(tl.Copy(self.tile(value), None, None, "register", "shared", target))
+        return self.tile(value, "shared")
 
 
 def _next_name(base: str) -> str:

@@ -1,0 +1,65 @@
+"""The preprocess kernel: what the main kernel needs of each query, and gradients of what only the
+epilogue reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from flashwright.grad.algebra import Step, total, values_in
+from flashwright.grad.declare import WARPS, Scope, place_names
+from flashwright.grad.normalise import QUERY
+from flashwright.grad.reduce import Parts, declare_parts, kept_along, per_head
+from flashwright.grad.tiles import Writer
+from flashwright.lang import nodes as tl
+
+
+def preprocess(scope: Scope) -> tuple[list[tl.Statement], list[Parts]]:
+    """The kernel, if anything is needed, and the parts of gradients that it writes."""
+    partial, parts = _row_parts(scope)
+    tiles = _row_tiles(scope)
+    steps = [*scope.back.rows, *partial, *(step for step, _ in tiles)]
+    if not steps:
+        return [], parts
+    write = Writer(scope)
+    read = {v for s in steps for v in values_in(s.value)} - {s.target for s in steps}
+    write.body += [write.load(v, scope.row_copy(v), "register") for v in sorted(read)]
+    stored = [*scope.back.scratch, *(s.target for s in partial)]
+    write.steps(steps, stored)
+    out = [scope.row_copy(value) for value in stored]
+    out += [
+        replace(copy, name=tl.Name(write.base[step.target]), target=None) for step, copy in tiles
+    ]
+    write.body += [replace(copy, source="register", dest="global") for copy in out]
+    title = tl.Comment("Preprocess: what the main kernel needs of each query.", gap=True)
+    grid = tl.Grid(scope.program.grid.axes)
+    return [title, grid, WARPS, *write.allocated.values(), *write.body], parts
+
+
+def _row_parts(scope: Scope) -> tuple[list[Step], list[Parts]]:
+    """The gradients of numbers per head that the epilogue and the first values use."""
+    steps, parts = [], []
+    for leaf, terms in scope.back.row_grads.items():
+        if isinstance(leaf, tl.Index) and per_head(scope, leaf):
+            parts.append(declare_parts(scope, leaf, QUERY))
+            value = kept_along(scope.forward, total(terms), QUERY)
+            steps.append(Step(f"{parts[-1].name}.0", value))
+            scope.forward.axes[steps[-1].target] = (QUERY,)
+    return steps, parts
+
+
+def _row_tiles(scope: Scope) -> list[tuple[Step, tl.Copy]]:
+    """The gradients of tiles that only the epilogue reads (a gate on the output)."""
+    made = []
+    grid = {a.name.id for a in scope.program.grid.axes}
+    for leaf, terms in scope.back.row_grads.items():
+        if not isinstance(leaf, str):
+            continue
+        load = scope.forward.loads[leaf]
+        if leaf in scope.back.grads or not grid <= place_names(load.copy):
+            scope.missing[load.tensor.name] = "several blocks read each of its elements"
+            continue
+        step = Step(f"d{load.tensor.name}.0", total(terms))
+        scope.forward.axes[step.target] = load.axes
+        scope.declare_gradient(load.tensor)
+        made.append((step, load.copy))
+    return made

@@ -1,0 +1,94 @@
+"""The gradients that the main kernel computes, as GEMMs and sums of its values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashwright.grad.adjoint import Grads, Leaf
+from flashwright.grad.algebra import Step, call, constant, mul, split_scalars, total, values_in
+from flashwright.grad.declare import FLOATS, Scope
+from flashwright.grad.derive import tidy
+from flashwright.grad.normalise import KEY, QUERY, refuse
+from flashwright.grad.reduce import per_head
+from flashwright.lang import nodes as tl
+from flashwright.program.program import Tensor
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The steps of the main kernel, the terms of each gradient of a load and of an element, and
+    all of these terms."""
+
+    steps: list[Step]
+    loads: dict[str, list[tl.Expr]]
+    elements: dict[tl.Index, list[tl.Expr]]
+    exprs: list[tl.Expr]
+
+
+def gradient_terms(scope: Scope) -> Terms:
+    """The gradients that TL can express; the others are noted as missing."""
+    steps, grads = list(scope.back.body), _expressible(scope)
+    loads: dict[str, list[tl.Expr]] = {}
+    for leaf, terms in grads.items():
+        if isinstance(leaf, str):
+            first, *more = {gemm_parts(t)[2] for t in terms}
+            plain = not more and constant(first, scope.program.params) is not None
+            loads[leaf] = terms if plain else [_combined(scope, leaf, terms, steps)]
+    elements = {leaf: terms for leaf, terms in grads.items() if isinstance(leaf, tl.Index)}
+    exprs = [d for ds in (*loads.values(), *elements.values()) for d in ds]
+    steps = tidy(steps, {v for d in exprs for v in values_in(d)})
+    return Terms(steps, loads, elements, exprs)
+
+
+def _expressible(scope: Scope) -> Grads:
+    """The gradients that TL can express."""
+    for leaf, terms in scope.back.grads.items():
+        if isinstance(leaf, tl.Index):
+            per_head(scope, leaf)
+        elif scope.forward.axes[leaf][:1] != scope.pair[:1] and any(map(_has_sum, terms)):
+            scope.missing[_tensor(scope, leaf).name] = "TL has no sum over the rows of a tile"
+    tensors = {leaf: _tensor(scope, leaf) for leaf in scope.back.grads}
+    return {
+        leaf: terms
+        for leaf, terms in scope.back.grads.items()
+        if tensors[leaf].name not in scope.missing and tensors[leaf].dtype in FLOATS
+    }
+
+
+def _tensor(scope: Scope, leaf: Leaf) -> Tensor:
+    """The tensor of a load or an element."""
+    if isinstance(leaf, str):
+        return scope.forward.loads[leaf].tensor
+    return scope.program.tensors[leaf.tensor.id]
+
+
+def _has_sum(term: tl.Expr) -> bool:
+    """Whether a term has a sum over an axis."""
+    return any(isinstance(e, tl.Call) and e.func.id == "sum" for e in tl.expressions(term))
+
+
+def _combined(scope: Scope, leaf: str, terms: list[tl.Expr], steps: list[Step]) -> tl.Expr:
+    """GEMMs with different factors as one GEMM: the factors weight its other operand, in a step."""
+    parts = [gemm_parts(t) for t in terms]
+    if not parts[0][0]:
+        return total(terms)
+    axes = scope.forward.axes
+    common = {*parts[0][:2]}.intersection(*(p[:2] for p in parts))
+    common = {v for v in common if set(axes[v]) != {QUERY, KEY}}
+    if len(common) != 1:
+        span = scope.forward.loads[leaf].copy.span
+        raise refuse(span, "its gradient is a sum of GEMMs with different factors")
+    other = common.pop()
+    step = Step(f"W.{leaf}", total(mul(tl.Name(b if a == other else a), f) for a, b, f in parts))
+    axes[step.target] = scope.forward.axes_of(step.value)
+    steps.append(step)
+    return call("gemm", tl.Name(other), tl.Name(step.target))
+
+
+def gemm_parts(term: tl.Expr) -> tuple[str, str, tl.Expr]:
+    """The operands of a GEMM and its scalar factors; empty names if a term is no GEMM."""
+    product, factor = split_scalars(term)
+    match product:
+        case tl.Call(tl.Name("gemm"), (tl.Name(a), tl.Name(b))):
+            return a, b, factor
+    return "", "", factor
