@@ -30,6 +30,8 @@ class Scope:
         self.sizes = {axis: size for shape in shapes for axis, size in shape.items()}
         pairs = any(set(v.axes) == {QUERY, KEY} for v in loads)
         self.pair: Axes = (QUERY, KEY) if pairs else (KEY, QUERY)
+        if not back.given:
+            raise refuse(self.forward.loop.span, "no output is a tile of queries and dimensions")
         self.output = next(iter(back.given.values()))
         self.half = _operand_type(self.forward)
         self.given = {value.split(".")[0] for value in back.given}
@@ -50,10 +52,12 @@ class Scope:
                 return load.tensor.axes[load.axes.index(KEY) - len(load.axes)].size
         raise refuse(self.forward.loop.span, "the loop loads no keys")
 
-    def new_name(self, name: str) -> tl.Name:
-        """A name that the forward program does not use."""
+    def new_name(self, name: str, *replaced: str) -> tl.Name:
+        """A name that the forward program does not use, or only for what it replaces here: the
+        forward's loop variable, and `replaced`."""
         taken = {base for base, _ in self.program.buffers} | self.program.tensors.keys()
-        while name in taken or self.program.is_scalar(name):
+        free = (self.forward.loop.var.id, *replaced)
+        while name not in free and (name in taken or self.program.is_scalar(name)):
             name += "_"
         return tl.Name(name)
 

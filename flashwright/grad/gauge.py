@@ -98,7 +98,10 @@ class Typing:
         """The kind of a sum, or of a difference."""
         sums = a.sums or b.sums
         if a.zero or b.zero:
-            return replace(b if a.zero else a, sums=sums, zero=a.zero and b.zero, constant=None)
+            kept = b if a.zero else a
+            turned = a.zero and sign < 0 and kept.moves == "add"
+            by = {name: -x for name, x in kept.by.items()} if turned else kept.by
+            return replace(kept, by=by, sums=sums, zero=a.zero and b.zero, constant=None)
         if a.moves == b.moves == "mul" and a.like(b):
             return replace(a, sums=sums)
         if any(k.moves == "mul" and not k.invariant for k in (a, b)):

@@ -7,6 +7,7 @@ the loop visits every key that a Mask shows, so the Mask alone decides.
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import reduce
 
 from flashwright.grad.algebra import ONE, ZERO, Product, add, call, constant, div, mul, renamed, sub
 from flashwright.grad.normalise import KEY, Forward, refuse
@@ -130,5 +131,5 @@ def _least(a: tl.Expr, b: tl.Expr) -> tl.Expr:
     first, second = Product.of(a), Product.of(b)
     if first.bottoms == second.bottoms != ():
         tops = [Product(p.negative, p.tops).expr() for p in (first, second)]
-        return div(call("min", *tops), first.bottoms[0])
+        return reduce(div, first.bottoms, call("min", *tops))
     return call("min", a, b)

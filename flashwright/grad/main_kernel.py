@@ -7,12 +7,13 @@ from dataclasses import replace
 from flashwright.grad.algebra import ONE, ZERO, div, gemm_operands, mul, renamed, total, values_in
 from flashwright.grad.conversion import Sum
 from flashwright.grad.declare import WARPS, Scope, place_names
-from flashwright.grad.normalise import KEY, QUERY, Load
+from flashwright.grad.normalise import KEY, QUERY, Load, refuse
 from flashwright.grad.owner import find_owner
 from flashwright.grad.reduce import Parts, declare_parts, kept_along
 from flashwright.grad.terms import gemm_parts, gradient_terms
 from flashwright.grad.tiles import Writer
 from flashwright.lang import nodes as tl
+from flashwright.program.program import Tensor
 
 _TURNED: dict[tl.Side, tl.Side] = {"rows": "columns", "columns": "rows"}
 
@@ -32,6 +33,7 @@ class MainKernel:
         self.before: list[tl.Statement] = []
         self.after: list[tl.Statement] = []
         self.sums: dict[str, Sum] = {}
+        self.written: list[tuple[Tensor, tuple[tl.Coord, ...] | None, tl.Expr]] = []
         self.parts: list[Parts] = []
         self.statements = self._kernel()
 
@@ -163,11 +165,21 @@ class MainKernel:
                 self.write.compute(value, div(term, factor), mode)
         self._out(load, value, copy, factor, held)
 
+    def _check_apart(self, load: Load, copy: tl.Copy, factor: tl.Expr, alone: bool) -> None:
+        """Refuse gradients of two tiles of one tensor that the kernels cannot add up: both stored
+        at one place, or scaled by different factors at the end."""
+        for other, there, scale in self.written:
+            if other is load.tensor and (there == copy.coords if alone else scale != factor):
+                text = f"`{load.tensor.name}` is loaded as two tiles: their gradients are not added"
+                raise refuse(load.copy.span, text)
+        self.written.append((load.tensor, copy.coords, factor))
+
     def _out(self, load: Load, value: str, copy: tl.Copy, factor: tl.Expr, held: bool) -> None:
         """Write a gradient, or add it to those of other blocks."""
         body = self.after if held else self.write.body
         alone = held and {a.name.id for a in self.owner.grid.axes} <= place_names(copy)
         target = f"d{load.tensor.name}"
+        self._check_apart(load, copy, factor, alone)
         if not alone and load.tensor.dtype != "fp32":
             target += "sum"
             self.scope.declare(target, load.tensor, "fp32")

@@ -42,7 +42,7 @@ class _Group:
 def find_owner(scope: Scope) -> Owner:
     """The blocks of the main kernel; Failed if the heads that share keys cannot be found."""
     forward = scope.forward
-    key, query = forward.query.name, tl.Name("i")
+    key, query = forward.query.name, scope.new_name("i")
     low, high = query_bounds(forward, key)
     group = _group(forward)
     names: dict[str, tl.Expr] = {forward.loop.var.id: key, key.id: query}
@@ -50,7 +50,8 @@ def find_owner(scope: Scope) -> Owner:
     axes.insert(0, tl.GridAxis(key, ZERO, div(scope.key_length, scope.sizes[KEY])))
     if group is None:
         return Owner(tl.Grid(tuple(axes)), (), (query, low, high), (), names)
-    kv, head, count = map(tl.Name, ("kv_head", "head", "n"))
+    of_group = (group.head, group.index)
+    kv, head, count = (scope.new_name(name, *of_group) for name in ("kv_head", "head", "n"))
     grid = (tl.GridAxis(kv, ZERO, group.count) if a.name.id == group.head else a for a in axes)
     size, start, steps = map(scope.new_name, ("Group", "Start", "Steps"))
     lets = (

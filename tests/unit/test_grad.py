@@ -410,3 +410,23 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         grad(str(forward), None)
     assert ended.value.exit_code == 1
     assert "error[FW908]" in capsys.readouterr().err
+
+
+def test_a_tensor_that_is_two_tiles_is_refused() -> None:
+    """K = V: the sum of both gradients is not derived yet."""
+    text = example("softmax_by_hand", "0.125 * Smax + log(Ssum)")
+    lines = [line for line in text.splitlines() if not line.startswith("Allocate V in global")]
+    lines = [
+        f"{line.replace('Copy V', 'Copy K')} and get V" if line.startswith("  Copy V") else line
+        for line in lines
+    ]
+    text = "\n".join(lines).replace(
+        "Allocate S in", "Allocate V in shared (BN, HeadDim) as bf16\nAllocate S in", 1
+    )
+    assert "`K` is loaded as two tiles" in refused(text)
+
+
+@pytest.mark.parametrize("name", ["n", "head", "kv_head_"])
+def test_names_of_the_forward_are_no_trouble(name: str) -> None:
+    text = example("softmax_by_hand", "0.125 * Smax + log(Ssum)").replace("head_idx", name)
+    assert check(parse(derived(text))).diagnostics == ()
