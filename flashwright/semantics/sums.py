@@ -19,7 +19,7 @@ class Sums:
     def __init__(self, machine: State) -> None:
         self.machine = machine
         self.program = machine.program
-        self._tensors: dict[str, frozenset[str]] = {}
+        self._dims: dict[str, frozenset[str]] = {}
 
     def covered(self, op: str, args: list[Operand], stmt: Statement) -> Covered:
         """The coverage of a result. Linear operations keep it; any other needs complete sums."""
@@ -110,18 +110,16 @@ class Sums:
         loops, sources = self.machine.loops, self.program.sources
         lows = frozenset(name for loop in loops for name in sources(loop.low))
         highs = frozenset(name for loop in loops for name in sources(loop.high))
-        made = covering(where, tile, self._loop(stmt), self._along(where.dim))
+        made = covering(where, tile, self._loop(stmt), self._dims_of(where.tensor))
         return {key: replace(part, open=(lows, highs)) for key, part in made.items()}
 
-    def _along(self, dim: str) -> frozenset[str]:
-        """The tensors with an axis of this identity."""
-        if dim not in self._tensors:
-            self._tensors[dim] = frozenset(
-                name
-                for name, tensor in self.program.tensors.items()
-                if any(self.machine.identity(axis.size) == dim for axis in tensor.axes)
-            )
-        return self._tensors[dim]
+    def _dims_of(self, name: str) -> frozenset[str]:
+        """The identities of a tensor's axes; none of a tile made of several tensors."""
+        if name not in self._dims:
+            tensor = self.program.tensors.get(name)
+            axes = tensor.axes if tensor is not None else ()
+            self._dims[name] = frozenset(self.machine.identity(axis.size) for axis in axes)
+        return self._dims[name]
 
     def no_tail(self, tile: Tile, stmt: Statement, span: Span) -> None:
         """Report FW609 for keys outside the sequence that are not masked before a row reduction."""

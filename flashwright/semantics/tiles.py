@@ -195,10 +195,10 @@ Covered = Mapping[CoverKey, Coverage]
 
 
 def covering(
-    where: Where, tile: Tile, stmt: Statement, along: Collection[str]
+    where: Where, tile: Tile, stmt: Statement, dims: Collection[str]
 ) -> dict[CoverKey, Coverage]:
-    """The coverage of a sum over one axis of a tile; `along` are the tensors that lie along it."""
-    own = {dim: p for dim, p in tile.at.items() if p.tensor in along}
+    """The coverage of a sum over one axis of a tile; `dims` are the axes of the axis's tensor."""
+    own = {dim: p for dim, p in tile.at.items() if dim in dims and dim != where.dim}
     part = [f"{dim} {p.value}" for dim, p in own.items()]
     paged = any(p.chosen for p in own.values())
     known = not isinstance(where.start, Unknown) and not where.chosen and not paged

@@ -94,7 +94,7 @@ def test_mutants_are_killed(name: str, operator: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "mqa"])  # a gqa of one KV head
 def test_every_program_is_guarded(variant: str, part: int) -> None:
     wrong = []
     for case in every(variants=[variant])[part::PARTS]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -95,8 +96,9 @@ def test_honest_kernels_pass_whatever_the_spec(option: str, dtype: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kernel", tiled.HONEST)
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), zip(tiled.HONEST, itertools.cycle(DTYPES), strict=False)
+)
 def test_honest_kernels_pass_the_whole_trial(kernel: str, dtype: str) -> None:
     for options in OPTIONS.values():
         found = verdict(kernel, dtype, **options)

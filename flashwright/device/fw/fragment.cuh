@@ -100,7 +100,7 @@ struct Place {
   int const first_col = threadIdx.x % 4 * (Wide ? 4 : 2) + share * (Cols / Beside);
 
   __device__ int row(int m) const { return first_row + m % 2 * 8 + m / 2 * (16 * Warps); }
-  __device__ int col(int n) const { return first_col + step(n); }
+  __device__ int col(int n) const { return first_col + n % Side + n / Side * (4 * Side); }
 
   // How far the n-th column is behind the thread's first: a constant where n is.
   __device__ static constexpr int step(int n) { return n % Side + n / Side * (4 * Side); }
