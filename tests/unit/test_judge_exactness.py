@@ -97,7 +97,7 @@ def test_honest_kernels_pass_whatever_the_spec(option: str, dtype: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kernel", "dtype"), zip(tiled.HONEST, itertools.cycle(DTYPES), strict=False)
+    ("kernel", "dtype"), list(zip(tiled.HONEST, itertools.cycle(DTYPES), strict=False))
 )
 def test_honest_kernels_pass_the_whole_trial(kernel: str, dtype: str) -> None:
     for options in OPTIONS.values():
