@@ -64,7 +64,7 @@ def record(
     `report` is the translator's; a kernel that a model wrote has none. For a further kernel the
     digest is that of its own build.json, which has the digests of its files.
     """
-    more = [name for name in files if name in (CLASSES, STEPS) or name.endswith(f"/{RECORD}")]
+    more = [name for name in files if name == CLASSES or name.endswith(f"/{RECORD}")]
     told = {
         "schema": SCHEMA,
         "flashwright": __version__,

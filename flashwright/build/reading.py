@@ -11,7 +11,7 @@ from elftools.common.exceptions import ELFError
 from elftools.elf.elffile import ELFFile
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from flashwright.build.package import COMPILED, RECORD
+from flashwright.build.package import COMPILED, RECORD, STEPS
 from flashwright.build.plan_rules import cards_of, faults
 from flashwright.files import content, sha256
 from flashwright.lang.diagnostic import Diagnostic, Failed
@@ -56,6 +56,9 @@ def read_plan(folder: Path) -> LaunchPlan:
     if plan is None:
         hint = "a kernel package is a folder made by `flashwright generate` or `flashwright build`"
         text = f"{folder} is no kernel package: it has no {PLAN}"
+        if (folder / STEPS).is_file():
+            text = f"{folder} has a program of several kernels, which cannot be used here yet"
+            hint = f"each kernel is a package of its own: {folder / '1'}"
         raise Failed(Diagnostic("FW852", text, help=hint))
     found = list(faults(plan))
     if found:

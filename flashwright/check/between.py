@@ -6,20 +6,16 @@ from collections.abc import Iterator, Sequence
 
 from flashwright.lang.diagnostic import Diagnostic, Label
 from flashwright.lang.nodes import (
-    Allocate,
     Copy,
-    Dim,
     Index,
-    Let,
-    Param,
     Span,
     Tree,
     expressions,
     statements,
 )
-from flashwright.program.kernels import declared
+from flashwright.program.kernels import Declaration, declared
 from flashwright.program.program import Program
-from flashwright.program.vocabulary import RESERVED_PARAMS, split
+from flashwright.program.vocabulary import RESERVED_PARAMS
 
 
 def check_between(programs: Sequence[Program]) -> Iterator[Diagnostic]:
@@ -58,7 +54,7 @@ def check_shared(tree: Tree, kernels: Sequence[Tree]) -> Iterator[Diagnostic]:
     """FW203 for declarations above the first grid that no kernel uses."""
     kept = {id(stmt) for kernel in kernels for stmt in kernel.body}
     for stmt in tree.body:
-        if isinstance(stmt, Param | Dim | Let | Allocate) and id(stmt) not in kept:
+        if isinstance(stmt, Declaration) and id(stmt) not in kept:
             for name in sorted(declared(stmt) - set(RESERVED_PARAMS)):
                 yield Diagnostic("FW203", f"`{name}` is not used by any kernel", stmt.span)
 
@@ -71,7 +67,7 @@ def _stores(program: Program, name: str) -> list[Copy]:
 def _reads(program: Program, name: str) -> list[Span]:
     found = []
     for stmt in statements(program.tree.body):
-        if isinstance(stmt, Copy) and (split(stmt.name.id)[0], stmt.source) == (name, "global"):
+        if isinstance(stmt, Copy) and program.source(stmt) == (name, "global"):
             found.append(stmt.span)
         found += [e.span for e in expressions(stmt) if isinstance(e, Index) and e.tensor.id == name]
     return found

@@ -31,6 +31,7 @@ from flashwright.lang.nodes import (
     statements,
 )
 from flashwright.program.fixes import guess_fix
+from flashwright.program.kernels import touched
 from flashwright.program.program import Buffer, Key, Program, Tensor, TensorAxis, tile_of
 from flashwright.program.scalars import NotScalar, Scalar, Unknown, evaluate, whole
 from flashwright.program.vocabulary import (
@@ -214,20 +215,7 @@ class Names:
 
     @cached_property
     def _touched(self) -> tuple[set[str], set[str], set[str]]:
-        """The tensors that the program reads, those that it writes, and those it adds to."""
-        read: set[str] = set()
-        written: set[str] = set()
-        added: set[str] = set()
-        for stmt in statements(self.tree.body):
-            if isinstance(stmt, Copy):
-                if stmt.source == "global":
-                    read.add(split(stmt.name.id)[0])
-                if stmt.dest == "global":
-                    written.add(split((stmt.target or stmt.name).id)[0])
-                    if stmt.adds:
-                        added.add(split((stmt.target or stmt.name).id)[0])
-            read |= {e.tensor.id for e in expressions(stmt) if isinstance(e, Index)}
-        return read, written, added
+        return touched(self.tree.body)
 
     def size(self, expr: Expr, what: str) -> int:
         """A size that is known at compile time: a positive whole number. FW306 otherwise."""

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from flashwright.lang.diagnostic import Failed
-from flashwright.program.program import Program, Tensor
+from flashwright.program.program import Program
 from flashwright.semantics.interpret import Array, NumPy, bind
 from flashwright.semantics.machine import Machine
-from flashwright.semantics.state import Region
 
 RELATIVE = 2.0**-17
 """The relative error of a result: the rounding of fp32, times the size of an exponent."""
@@ -76,18 +75,10 @@ class PerturbedArithmetic(NumPy):
         errors = ROUNDED[dtype] * self._errors(data.shape)
         return super().round(np.asarray(data * (1 + errors)), dtype)
 
-    def store(
-        self,
-        tensor: Tensor,
-        region: Region,
-        offset: int | None,
-        data: Array,
-        shape: Sequence[int],
-        adds: bool = False,
-    ) -> None:
+    def store(self, *given: Any, **more: Any) -> None:
         """See Arithmetic: what is stored keeps its fp32 value."""
         self._storing = True
-        super().store(tensor, region, offset, data, shape, adds)
+        super().store(*given, **more)
         self._storing = False
 
 

@@ -6,6 +6,7 @@ in global memory to all kernels from its Allocate on.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -31,17 +32,21 @@ Declaration = Param | Dim | Let | Allocate
 
 def split_kernels(tree: Tree) -> tuple[Tree, ...]:
     """The kernels of a program in order, each with the declarations that it uses."""
-    starts = [n for n, stmt in enumerate(tree.body) if isinstance(stmt, Grid)]
-    if len(starts) < 2:
+    shared, *kernels = sections(tree)
+    if len(kernels) < 2:
         return (tree,)
-    shared = tree.body[: starts[0]]
     made = []
-    for start, end in zip(starts, [*starts[1:], len(tree.body)], strict=True):
-        own = tree.body[start:end]
+    for own in kernels:
         made.append(Tree((*_used(shared, own), *own)))
         tensors = (s for s in own if isinstance(s, Allocate) and s.space == "global")
         shared = (*shared, *tensors)
     return tuple(made)
+
+
+def sections(tree: Tree) -> list[tuple[Statement, ...]]:
+    """The statements above the first grid, and those of each kernel."""
+    starts = [n for n, stmt in enumerate(tree.body) if isinstance(stmt, Grid)]
+    return [tree.body[a:b] for a, b in itertools.pairwise((0, *starts, len(tree.body)))]
 
 
 def _used(shared: tuple[Statement, ...], own: tuple[Statement, ...]) -> list[Statement]:
@@ -49,7 +54,8 @@ def _used(shared: tuple[Statement, ...], own: tuple[Statement, ...]) -> list[Sta
     the params of TL's own that it sets itself."""
     names = _names(own) | set(RESERVED_PARAMS)
     names -= {s.name.id for s in own if isinstance(s, Param)}
-    tensors = _tensors(own)
+    read, written, _ = touched(own)
+    tensors = read | written
     found: list[Statement] = []
     for stmt in reversed(shared):
         in_global = isinstance(stmt, Allocate) and stmt.space == "global"
@@ -69,15 +75,22 @@ def _names(body: tuple[Statement, ...]) -> set[str]:
     return found | {split(name)[0] for name in found}
 
 
-def _tensors(body: tuple[Statement, ...]) -> set[str]:
-    """The tensors in global memory that statements read or write."""
-    found: set[str] = set()
+def touched(body: tuple[Statement, ...]) -> tuple[set[str], set[str], set[str]]:
+    """The tensors in global memory that statements read, those that they write, and those of the
+    latter that they add to."""
+    read: set[str] = set()
+    written: set[str] = set()
+    added: set[str] = set()
     for stmt in statements(body):
         if isinstance(stmt, Copy):
-            ends = ((stmt.name, stmt.source), (stmt.target or stmt.name, stmt.dest))
-            found |= {split(name.id)[0] for name, space in ends if space == "global"}
-        found |= {e.tensor.id for e in expressions(stmt) if isinstance(e, Index)}
-    return found
+            if stmt.source == "global":
+                read.add(split(stmt.name.id)[0])
+            if stmt.dest == "global":
+                written.add(split((stmt.target or stmt.name).id)[0])
+                if stmt.adds:
+                    added.add(split((stmt.target or stmt.name).id)[0])
+        read |= {e.tensor.id for e in expressions(stmt) if isinstance(e, Index)}
+    return read, written, added
 
 
 @dataclass(frozen=True)
@@ -89,20 +102,26 @@ class Kernels:
     @property
     def inputs(self) -> tuple[Tensor, ...]:
         """The tensors that the caller gives: those that no kernel writes."""
-        written = {t.name for p in self.programs for t in p.outputs}
-        return self._each(t for p in self.programs for t in p.inputs if t.name not in written)
+        written = {t.name for t in self._written}
+        return _each(t for p in self.programs for t in p.inputs if t.name not in written)
 
     @property
     def scratch(self) -> tuple[Tensor, ...]:
         """The tensors between the kernels: written by one, read by a later one."""
-        read = {t.name for p in self.programs for t in p.inputs}
-        return self._each(t for p in self.programs for t in p.outputs if t.name in read)
+        return tuple(t for t in self._written if t.name in self._read)
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
         """The tensors that the caller gets: written, and read by no kernel."""
-        read = {t.name for p in self.programs for t in p.inputs}
-        return self._each(t for p in self.programs for t in p.outputs if t.name not in read)
+        return tuple(t for t in self._written if t.name not in self._read)
+
+    @property
+    def _written(self) -> tuple[Tensor, ...]:
+        return _each(t for p in self.programs for t in p.outputs)
+
+    @property
+    def _read(self) -> set[str]:
+        return {t.name for p in self.programs for t in p.inputs}
 
     @property
     def zeroed(self) -> tuple[Tensor, ...]:
@@ -123,6 +142,7 @@ class Kernels:
         """The first kernel that uses a tensor; it has the params of the tensor's sizes."""
         return next(p for p in self.programs if tensor.name in p.tensors)
 
-    @staticmethod
-    def _each(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-        return tuple({t.name: t for t in tensors}.values())
+
+def _each(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Each tensor once."""
+    return tuple({t.name: t for t in tensors}.values())

@@ -16,8 +16,6 @@ from flashwright.build import classes
 from flashwright.build.package import CLASSES, STEPS, inside
 from flashwright.build.reading import CUBIN, PLAN, PTX
 from flashwright.files import content, sha256
-from flashwright.generate import backward
-from flashwright.generate.store import tell
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.pytorch import reference, rules
 from flashwright.pytorch.signature import Signature
@@ -168,10 +166,12 @@ class _Package:
     def backward(self) -> Operator | str:
         """The operator of the package's backward, made at the first call; why, if there is none."""
         if self._backward is None:
+            from flashwright.generate import backward, store  # here: a forward needs neither
+
             try:
-                self._backward = torch_operator(backward.find_or_make(self.folder, tell))
-            except Failed as failed:
-                self._backward = str(failed)
+                self._backward = torch_operator(backward.find_or_make(self.folder, store.tell))
+            except (Failed, specs.BadSpec) as error:
+                self._backward = str(error)
         return self._backward
 
 

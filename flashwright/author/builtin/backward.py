@@ -19,7 +19,6 @@ from flashwright.lang.nodes import (
     Compute,
     Copy,
     For,
-    Grid,
     Name,
     Num,
     Param,
@@ -28,6 +27,7 @@ from flashwright.lang.nodes import (
     expressions,
     statements,
 )
+from flashwright.program.kernels import sections
 from flashwright.program.vocabulary import split
 
 
@@ -86,13 +86,11 @@ def tilings(tree: Tree, gpu: Gpu) -> Iterator[tuple[BackwardTiling, Tree]]:
 def with_sizes(tree: Tree, tiling: BackwardTiling) -> Tree:
     """The backward pass with these sizes: params, stages, the way of vectors."""
     values = {"BM": tiling.bm, "BN": tiling.bn}
-    body = [_set(stmt, values) for stmt in tree.body]
-    starts = [n for n, stmt in enumerate(body) if isinstance(stmt, Grid)]
-    made = body[: starts[0]]
-    types = {_base(s.name): s.dtype for s in made if isinstance(s, Allocate)}
-    for start, end in zip(starts, [*starts[1:], len(body)], strict=True):
-        kernel = body[start:end]
-        computes = (s for s in statements(tuple(kernel)) if isinstance(s, Compute))
+    shared, *kernels = sections(Tree(tuple(_set(stmt, values) for stmt in tree.body)))
+    made = list(shared)
+    types = {_base(s.name): s.dtype for s in shared if isinstance(s, Allocate)}
+    for kernel in kernels:
+        computes = (s for s in statements(kernel) if isinstance(s, Compute))
         if any(s.operation == "gemm" for s in computes):
             made += _main(kernel, tiling, types)
         else:
@@ -114,7 +112,7 @@ def _few_warps(stmt: Statement, most: int) -> Statement:
 
 
 def _main(
-    kernel: list[Statement], tiling: BackwardTiling, types: Mapping[str, Name | None]
+    kernel: Sequence[Statement], tiling: BackwardTiling, types: Mapping[str, Name | None]
 ) -> Iterator[Statement]:
     """The kernel with the loop: its warps, and the stages of what the loop copies."""
     loops = [s for s in kernel if isinstance(s, For)]

@@ -317,11 +317,7 @@ class Computes:
     def _columns(self, expr: Expr, frame: Frame) -> Term | None:
         """The position at which the columns begin: of a tile, or of what is reduced to its rows."""
         own = self._origins(frame)[1]
-        reduced = [
-            part.args[0]
-            for part in tl.expressions(expr)
-            if isinstance(part, tl.Call) and part.func.id.lower() in ("rowmax", "rowsum")
-        ]
+        reduced = _reduced(expr)
         inside = {id(name) for arg in reduced for name in tl.value_names(arg)}
         outside = [name for name in tl.value_names(expr) if id(name) not in inside]
         used = {own} if len(frame.axes) == 2 and _by_columns(outside, frame) else set()
@@ -355,9 +351,8 @@ class Computes:
 
     def _reduced_rows(self, expr: Expr) -> Axes:
         """The positions of the rows that a vector is reduced from."""
-        for part in tl.expressions(expr):
-            if isinstance(part, tl.Call) and part.func.id.lower() in ("rowmax", "rowsum"):
-                return (self._inner(part.args[0]).axes[0],)
+        for arg in _reduced(expr)[:1]:
+            return (self._inner(arg).axes[0],)
         return (None,)
 
     def _inner(self, arg: Expr) -> Frame:
@@ -389,10 +384,7 @@ class Computes:
         if len(buffers[target].shape) != 1:
             return
         vectors = [target, *self._tiles(expr)]
-        reduces = any(
-            isinstance(e, tl.Call) and e.func.id.lower() in ("rowmax", "rowsum")
-            for e in tl.expressions(expr)
-        )
+        reduces = bool(_reduced(expr))
         vectors.sort(key=lambda v: buffers[v].along is None)  # what a vector is said to do counts
         known = [self.sides[v] for v in vectors if v in self.sides]
         side: ir.Side = "rows" if reduces or not known else known[0]
@@ -454,6 +446,12 @@ def _scalar(x: Scalar) -> Leaf:
         return Leaf(x.term, value=float(x.value) if x.value is not None else None)
     found = x.term if x.whole else x.as_float()
     return Leaf(found, value=float(x.value) if x.value is not None else None)
+
+
+def _reduced(expr: Expr) -> list[Expr]:
+    """What an expression reduces to rows, outermost first."""
+    calls = (e for e in tl.expressions(expr) if isinstance(e, tl.Call))
+    return [call.args[0] for call in calls if call.func.id.lower() in ("rowmax", "rowsum")]
 
 
 def _by_columns(names: Iterable[Name], frame: Frame) -> bool:

@@ -17,9 +17,9 @@ from flashwright.lower.frontend.body import Body, Frame
 from flashwright.lower.frontend.positions import axis_of
 from flashwright.lower.frontend.scalars import Scalar, constant
 from flashwright.lower.term import MIRRORED, Term, Var, binary
+from flashwright.program.vocabulary import POSITIONS
 
 Bounds = tuple[Scalar, Scalar]
-POSITIONS = {"q_idx", "kv_idx"}
 GROUP_ROWS = 64  # of a warpgroup
 GROUP = Var("group")  # the number of a warpgroup
 
@@ -115,7 +115,7 @@ def end(made: Body, condition: Expr, frame: Frame) -> Term | None:
                 more = op == ">="
             case _:
                 continue
-        rows = _names(bound) & POSITIONS
+        rows = _names(bound) & set(POSITIONS)
         found = _bounds(made, bound, own) if rows and column not in rows else None
         if found and found[1].whole:
             last = found[1]
