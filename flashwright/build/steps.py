@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from flashwright.build.arrays import framework_of
-from flashwright.build.load import CHECK_ONLY, Kernel
+from flashwright.build.load import CHECK_ONLY, Kernel, unshown
 from flashwright.build.load import load as load_one
 from flashwright.build.package import STEPS
 from flashwright.build.reading import read_model, read_plan, unusable
@@ -81,14 +81,27 @@ class StepsKernel(Kernel):
             [order.index(name) for name in (*(t.name for t in k.plan.tensors), *k.plan.dims)]
             for k in kernels
         ]
+        self._dims_at = len(plan.tensors)
+        hidden = {name for kernel in kernels for name in unshown(kernel.plan)}
+        self._hidden = [(n, name) for n, name in enumerate(plan.dims) if name in hidden]
 
     def _run(self, mode: int, *arguments: Any) -> None:
+        told = self._told(mode, list(arguments)) if self._hidden else arguments
         for kernel, places in zip(self._kernels, self._arguments_of, strict=True):
-            given = [arguments[place] for place in places]
+            given = [told[place] for place in places]
             read = (x for x, t in zip(given, kernel.plan.tensors, strict=False) if t.read)
             if mode & CHECK_ONLY and any(x is None for x in read):
                 continue  # scratch, which a check does without
             kernel.run(mode, *given)
+
+    def _told(self, mode: int, arguments: list[Any]) -> list[Any]:
+        """The arguments with the dimensions that only other kernels' tensors have as an axis."""
+        sources = self._shapes[mode & ~CHECK_ONLY].sources
+        for place, name in self._hidden:
+            if name in sources:
+                tensor, axis, part = sources[name]
+                arguments[self._dims_at + place] = arguments[tensor].shape[axis] // part
+        return arguments
 
     def launch(self, tensors: Sequence[Any], dims: Sequence[Any], check_only: bool = False) -> None:
         """Launch all kernels on PyTorch's current stream, as Kernel.launch does. The tensors are

@@ -11,7 +11,7 @@ import pytest
 import flashwright
 from flashwright import gpu as gpus
 from flashwright.build import package, steps
-from flashwright.build.load import CHECK_ONLY, Kernel
+from flashwright.build.load import CHECK_ONLY, Kernel, unshown
 from flashwright.build.steps import Steps, StepsKernel
 from flashwright.check.check import check
 from flashwright.lang.diagnostic import Failed
@@ -35,6 +35,8 @@ class Interpreted(Kernel):
 
     def interpret(self, mode: int, *arguments: Any) -> None:
         tensors = dict(zip((t.name for t in self.plan.tensors), arguments, strict=False))
+        dims = dict(zip(self.plan.dims, arguments[len(tensors) :], strict=True))
+        assert all(dims[name] for name in unshown(self.plan)), "no tensor of this kernel says it"
         if mode & CHECK_ONLY:
             return
         added = {t.name for t in self.program.outputs if t.added}
