@@ -42,7 +42,7 @@ _MACHINE = (
 )
 
 # ptxas: wgmma serialised for different reasons, and a setmaxnreg that it ignores.
-_SLOW = re.compile(r"^.*\((C75(?:08|10|11|15))\)\s*(.*)$", re.MULTILINE)
+_SLOW = re.compile(r"^.*\((C7508|C75\d\d(?=\)\s*Potential Perf))\)\s*(.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from flashwright.lower.launch_plan import (
     Postfix,
 )
 from flashwright.lower.names import cpp
-from flashwright.lower.printing.rules import adds_in_pairs, in_lines
+from flashwright.lower.printing.rules import adds_in_lines, in_lines
 from flashwright.lower.targets.swizzle import swizzle_bytes
 from flashwright.lower.targets.tensor_maps import loaded_pieces, tma_optional_tiles
 from flashwright.lower.term import Term, Var, binary, call, integer
@@ -88,7 +88,7 @@ def _tensor(tensor: Tensor, program: Program, kernel: ir.Kernel) -> PlanTensor:
             and (
                 n.source[1] == "shared"
                 or in_lines(n, program.buffers[n.source])
-                or adds_in_pairs(n, program.buffers[n.source], kernel)
+                or adds_in_lines(n, program.buffers[n.source], kernel)
             )
         )
         for n in ir.flat(kernel.body)

@@ -161,7 +161,7 @@ def test_spills_are_errors_without_compiling_again(nvcc: FakeNvcc) -> None:
     assert "255 registers" in found.message
 
 
-@pytest.mark.parametrize("code", ["C7508", "C7510", "C7511", "C7515"])
+@pytest.mark.parametrize("code", ["C7508", "C7510", "C7511", "C7514", "C7515"])
 def test_lost_speed_is_an_error(nvcc: FakeNvcc, code: str) -> None:
     line = f"ptxas info    : ({code}) Potential Performance Loss: wgmma is serialized in 'k'\n"
     nvcc.set(says=line + line + GOOD)

@@ -17,10 +17,10 @@ def test_dq_is_added_while_dk_is_under_way() -> None:
     program = checked_program(parse((CASES / "backward_wide.tl").read_text()))
     source = translate(program, gpus.find("h200")).source
     order = re.findall(
-        r"start_product<[^(]*\(group, (\w+)|(finish_products<\d>)|(add_pairs)", source
+        r"start_product<[^(]*\(group, (\w+)|(finish_products<\d>)|(add_tile)", source
     )
     found = [next(filter(None, one)) for one in order]
     assert found == [
         *("S", "dP", "finish_products<1>", "finish_products<0>"),
-        *("dV", "dQ", "dK", "finish_products<1>", "add_pairs", "finish_products<0>"),
+        *("dV", "dQ", "dK", "finish_products<1>", "add_tile", "finish_products<0>"),
     ]

@@ -95,7 +95,7 @@ def test_an_axis_that_cannot_be_told_leaves_positions_open() -> None:
 @pytest.mark.parametrize("gpu", ["t4", "a100", "l40s", "h200"])
 def test_tiles_are_added_in_pairs_where_lines_are_aligned(gpu: str) -> None:
     made = translate(program(backward(), strict=False), gpus.find(gpu))
-    assert "fw::add_pairs<Warps>(p.dQsum.tile(" in made.source
+    assert "fw::add_tile<Warps>(p.dQsum.tile(" in made.source
     assert {t.name: t.vector for t in made.plan.tensors}["dQsum"] == 4
     assert "fw::added" not in made.source
 

@@ -338,17 +338,41 @@ __device__ void each_pair(Tile& tile, Body body) {
   }
 }
 
-// Adds a tile to global memory. Lines begin at multiples of 8 bytes, and of their columns all or an even number are inside.
+// Adds 4 neighbouring columns of a line at once. A thread has 2 of 8 columns: neighbours exchange theirs of two blocks of 8,
+// so that even threads have 4 of the first block, and odd ones 4 of the second.
+template <class Line>
+__device__ void add_line(float* line, Line const& values, bool there) {
+  bool const odd = threadIdx.x & 1;
+  float* const to = line + (odd ? 6 : 0);
+  CUTE_UNROLL
+  for (int n = 0; n < decltype(cute::size(values))::value; n += 4) {
+    float const low = __shfl_xor_sync(0xffffffffu, odd ? values(n) : values(n + 2), 1);
+    float const high = __shfl_xor_sync(0xffffffffu, odd ? values(n + 1) : values(n + 3), 1);
+    float const a = odd ? low : values(n), b = odd ? high : values(n + 1);
+    float const c = odd ? values(n + 2) : low, d = odd ? values(n + 3) : high;
+    if (there) asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + 4 * n), "f"(a), "f"(b), "f"(c), "f"(d)
+                 : "memory");
+  }
+}
+
+// Adds a tile to global memory. Lines begin at multiples of 16 bytes, and of their columns all or an even number are inside.
 template <int Warps, int Beside = 1, class Tile, class Rows, class Cols = AllColumns>
-__device__ void add_pairs(GlobalTile<float> dst, Tile const& tile, Rows rows, Cols cols = {}) {
+__device__ void add_tile(GlobalTile<float> dst, Tile const& tile, Rows rows, Cols cols = {}) {
+  constexpr int count = decltype(cute::size<1>(tile))::value;
   auto const place = place_of<Warps, false, Beside>(tile);
   CUTE_UNROLL
   for (int m = 0; m < decltype(cute::size<0>(tile))::value; ++m) {
-    if (!inside(place.row(m), rows)) continue;
+    bool const there = inside(place.row(m), rows);
     float* const line = dst.at(place.row(m), 0) + place.col(0);
+#if __CUDA_ARCH__ >= 900
+    if constexpr (cute::is_same_v<Cols, AllColumns> && count % 4 == 0) {
+      add_line(line, tile(m, cute::_), there);
+      continue;
+    }
+#endif
     CUTE_UNROLL
-    for (int n = 0; n < decltype(cute::size<1>(tile))::value; n += 2) {
-      if (inside(place.col(n), cols)) add_to(line + place.step(n), tile(m, n), tile(m, n + 1));
+    for (int n = 0; n < count; n += 2) {
+      if (there && inside(place.col(n), cols)) add_to(line + place.step(n), tile(m, n), tile(m, n + 1));
     }
   }
 }
@@ -371,18 +395,57 @@ __device__ void load(Tile& tile, GlobalTile<T> src, Rows rows, Cols cols) {
   });
 }
 
-// Between registers and shared memory, by pairs of 16-bit elements or element by element.
+// A tile rounded to 16 bits, in blocks of 16 x 16. Its addresses are steps from one that a thread computes once.
+template <int Warps, class Shared, class Tile>
+__device__ void blocks_to_shared(Shared dst, Tile const& tile) {
+  using T = typename Shared::value_type;
+  int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#if __CUDA_ARCH__ >= 900
+  uint32_t own = dst.chunk_address(warp * 16 + lane % 16, lane / 16);
+#else
+  uint32_t own = dst.chunk_address(warp * 16 + lane / 4, 0) + lane % 4 * 4;
+#endif
+  keep_in_loop(own);
+  CUTE_UNROLL
+  for (int block = 0; block < Shared::rows / (16 * Warps); ++block) {
+    CUTE_UNROLL
+    for (int step = 0; step < Shared::cols / 16; ++step) {
+      uint32_t const at = own + block * 16 * Warps * Shared::row_bytes;
+      uint32_t r[4];
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        int const m = 2 * block + i % 2, n = 4 * step + i / 2 * 2;
+        r[i] = pack<T>(tile(m, n), tile(m, n + 1));
+      }
+#if __CUDA_ARCH__ >= 900
+      stmatrix(chunk_of<Shared>(at, 2 * step), r[0], r[1], r[2], r[3]);
+#else
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        uint32_t const to = chunk_of<Shared>(at, 2 * step + i / 2) + i % 2 * 8 * Shared::row_bytes;
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(r[i]) : "memory");
+      }
+#endif
+    }
+  }
+}
+
+// Between registers and shared memory, by blocks or pairs of 16-bit elements or element by element.
 template <int Warps, bool Wide = false, int Beside = 1, class Shared, class Tile>
 __device__ void to_shared(Shared dst, Tile const& tile) {
+  using T = typename Shared::value_type;
+  if constexpr (!Wide && Beside == 1 && is_16_bit<T> && Shared::cols % 16 == 0) {
+    return blocks_to_shared<Warps>(dst, tile);
+  }
   auto to = dst.tensor();
-  if constexpr (!Wide && is_16_bit<typename Shared::value_type>) {
+  if constexpr (!Wide && is_16_bit<T>) {
     each_pair<Warps, Beside>(tile, [&](int row, int col, float low, float high) {
-      *reinterpret_cast<uint32_t*>(&to(row, col)) = pack<typename Shared::value_type>(low, high);
+      *reinterpret_cast<uint32_t*>(&to(row, col)) = pack<T>(low, high);
     });
     return;
   }
   each_element<Warps, Wide, Beside>(tile, [&](int row, int col, auto const& x) {
-    to(row, col) = static_cast<typename Shared::value_type>(x);
+    to(row, col) = static_cast<T>(x);
   });
 }
 

@@ -171,8 +171,8 @@ def in_lines(node: ir.Store, buffer: Buffer) -> bool:
     )
 
 
-def adds_in_pairs(node: ir.Store, buffer: Buffer, kernel: ir.Kernel) -> bool:
-    """Whether a tile is added to global memory 8 bytes at a time."""
+def adds_in_lines(node: ir.Store, buffer: Buffer, kernel: ir.Kernel) -> bool:
+    """Whether a tile is added to global memory 8 or 16 bytes at a time."""
     whole = len(buffer.shape) == 2 and node.window.chunked
     return node.adds and whole and node.source not in kernel.wide
 
@@ -283,9 +283,9 @@ def _fill(at: Context, node: ir.Fill) -> Lines:
 def _store(at: Context, node: ir.Store) -> Lines:
     buffer, window = at.program.buffers[node.source], node.window
     name, rows = tile_name(node.source), at.rows(window, node.source)
-    pairs = adds_in_pairs(node, buffer, at.kernel)
+    lines = adds_in_lines(node, buffer, at.kernel)
     target = at.window(window, "line" if len(buffer.shape) == 1 else "tile")
-    target = f"fw::added({target})" if node.adds and not pairs else target
+    target = f"fw::added({target})" if node.adds and not lines else target
     warps, along = at.warps(node.source), at.line(node.source)
     if node.source[1] == "shared":
         threads = "32 * Warps" if at.roles else "Threads"
@@ -298,8 +298,8 @@ def _store(at: Context, node: ir.Store) -> Lines:
         if at.epilogue is not None and through_epilogue(node, buffer, at.kernel):
             staging = f"shared + {at.epilogue}"
             store = f"fw::store_epilogue<{along}>({staging}, {target}, {name}, {inside});"
-    elif pairs:
-        store = f"fw::add_pairs<{along}>({target}, {name}, {at.inside(window, node.source)});"
+    elif lines:
+        store = f"fw::add_tile<{along}>({target}, {name}, {at.inside(window, node.source)});"
     else:
         cols = at.cols(window, node.source)
         store = f"fw::store_elements<{warps}>({target}, {name}, {rows}, {cols});"
