@@ -11,6 +11,8 @@ from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Diagnostic, Label
 from flashwright.lang.nodes import (
     Compute,
+    Copy,
+    For,
     Name,
     Num,
     Param,
@@ -69,11 +71,12 @@ def _most_live(program: Program, gpu: Gpu) -> tuple[int, Moment | None]:
     operands = operand_dtypes(program)
     factor = _rescale_factor(program)
     most, where = 0, None
+    apart = set() if gpu.reshape_in_place else _operands_apart(program)
     for moment in moments(program):
         need = factor + sum(_register_bytes(program.buffers[key]) for key in moment.tiles)
         stmt = moment.stmt
-        if isinstance(stmt, Reshape) and not stmt.target and not gpu.reshape_in_place:
-            key = program.tile(stmt.name)  # the operand takes separate registers
+        if isinstance(stmt, Reshape) and not stmt.target and id(stmt) in apart:
+            key = program.tile(stmt.name)
             if key is not None:
                 rows, cols = program.buffers[key].shape
                 dtype = operands.get(id(stmt), program.buffers[key].dtype)
@@ -81,6 +84,18 @@ def _most_live(program: Program, gpu: Gpu) -> tuple[int, Moment | None]:
         if need >= most:
             most, where = need, moment
     return most, where
+
+
+def _operands_apart(program: Program) -> set[int]:
+    """The Reshapes whose operand takes registers of its own, since the next iteration's GEMM into
+    the tile runs beside the operand's: in all loops but those in which a tile goes to shared
+    memory, which wait for each other."""
+    found = {id(s) for s in statements(program.tree.body) if isinstance(s, Reshape)}
+    for loop in (s for s in program.tree.body if isinstance(s, For)):
+        inner = list(statements(loop.body))
+        if any(isinstance(s, Copy) and (s.source, s.dest) == ("register", "shared") for s in inner):
+            found -= {id(s) for s in inner}
+    return found
 
 
 def _rescale_factor(program: Program) -> int:

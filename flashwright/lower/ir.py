@@ -206,6 +206,7 @@ class Move(Node):
     dest: Key
     stage: Term | None = None
     operand: bool = False  # it is loaded as the left operand of a GEMM, and nothing else
+    in_place: bool = False  # a vector that is read where it lies, in shared memory
 
 
 @dataclass(frozen=True)
@@ -304,6 +305,7 @@ class Compute(Node):
     kept: tuple[str, ...] = ()  # vectors that it makes of names local to the row
     end: Term | None = None
     clear: Element | None = None
+    in_place: tuple[Key, ...] = ()  # vectors that it reads in shared memory
 
     def begin(self, axes: Axes) -> Term | None:
         """Where the positions along its rows or its columns begin; a vector has only one axis."""
@@ -412,11 +414,11 @@ Side = Literal["rows", "columns"]
 
 @dataclass(frozen=True)
 class GridAxis:
-    """One coordinate of the block; `reversed` where the longest blocks come last otherwise."""
+    """One coordinate of the block, and at which end of it the blocks with most iterations are."""
 
     name: str
     low: Term
-    reversed: bool
+    longest: Literal["first", "last"] | None = None
     count: Term = ONE
 
 

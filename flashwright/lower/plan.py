@@ -163,17 +163,17 @@ def _product(a: Postfix, b: Postfix) -> Postfix:
 
 
 def ordered(program: Program, grid: tuple[ir.GridAxis, ...]) -> tuple[ir.GridAxis, ...]:
-    """The axes with their counts; tiles with the most iterations come first, so that no long one is
-    left for the end."""
+    """The axes with their counts, and where the tiles with the most iterations are: these come
+    first, so that no long one is left for the end."""
     grid = tuple(replace(a, count=_term(c)) for a, c in zip(grid, _counts(program), strict=True))
     loops = [s for s in program.tree.body if isinstance(s, tl.For)]
     if not loops:
         return grid
     first = program.grid.axes[0].name.id
     few, many = (_iterations(program, loops[0], first, n) for n in (0, 7))
-    if few is None or many is None or many <= few:
+    if few is None or many is None or many == few:
         return grid
-    return (replace(grid[0], reversed=True), *grid[1:])
+    return (replace(grid[0], longest="last" if many > few else "first"), *grid[1:])
 
 
 def scheduler_waves(program: Program, gpu: Gpu, kernel: ir.Kernel) -> int:
@@ -182,13 +182,16 @@ def scheduler_waves(program: Program, gpu: Gpu, kernel: ir.Kernel) -> int:
     An even number, for which about all that the group's tiles read in their loops stays in the L2,
     with some room for what they write. Where memory is fast enough to be read anew by each tile, a
     group has twice as many waves, which balances the load better."""
-    if not kernel.grid[0].reversed:
+    if kernel.grid[0].longest is None:
         return 0
-    loops = (n for n in ir.flat(kernel.body) if isinstance(n, ir.Loop))
-    loads = {n.dest for loop in loops for n in ir.flat(loop.body) if isinstance(n, ir.Load)}
+    inner = [n for lp in ir.flat(kernel.body) if isinstance(lp, ir.Loop) for n in ir.flat(lp.body)]
+    loads = {n.dest for n in inner if isinstance(n, ir.Load)}
     tiles = [program.buffers[key] for key in loads if len(program.buffers[key].shape) == 2]
-    rows, widths = 64 if kernel.beside else 16 * program.warps, sum(b.shape[1] for b in tiles)
-    line = sum(b.bytes // b.shape[0] for b in tiles)  # bytes read for one key
+    added = {n.source for n in inner if isinstance(n, ir.Store) and n.adds}
+    moved = [*tiles, *(program.buffers[key] for key in added)]
+    held = (b.shape for b in program.buffers.values() if b.space == "register")
+    rows, widths = max(s[0] for s in held if len(s) == 2), sum(b.shape[1] for b in tiles)
+    line = sum(b.bytes // b.shape[0] for b in moved)  # bytes read or added to for one key
     multiplied = (b.dtype for b in tiles if b.dtype in gpu.tensor_flops)  # a bias may be fp32
     rate = REACHED * min((gpu.tensor_flops[d] for d in multiplied), default=0.0)
     fitting = 2 * max(1, round(L2_SHARE * gpu.l2_bytes / max(2 * gpu.sms * rows * line, 1)))

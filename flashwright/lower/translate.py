@@ -93,7 +93,9 @@ def _prepared(
     names = Names((*reserved(program), *ir.defined_names(kernel.body)))
     partial = verifier(keep_partial_sums(kernel.body), "partial sums")
     split = split_tiles(program, gpu, kernel)
-    roles = specialize_warps(program, gpu, partial, names, report, sparing, verifier, split)
+    roles = specialize_warps(
+        program, gpu, partial, names, report, kernel.sides, sparing, verifier, split
+    )
     body: tuple[ir.Statement, ...]
     check_registers(program, kernel.sides, split if roles else frozenset(), report.no_wgmma)
     if roles:

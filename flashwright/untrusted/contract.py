@@ -18,7 +18,7 @@ from typing import Literal
 from flashwright.gpu import Gpu
 from flashwright.lower.launch_plan import LaunchPlan, PlanTensor
 from flashwright.lower.printing.cpp import text
-from flashwright.lower.printing.kernel import Printer
+from flashwright.lower.printing.kernel import Printer, scheduler
 from flashwright.lower.term import ZERO
 from flashwright.lower.translate import prepared
 from flashwright.program.program import Program
@@ -107,7 +107,7 @@ def _grid(printer: Printer, plan: LaunchPlan) -> Iterator[str]:
             yield f"gridDim.{letter} is {text(axis.count)}: blockIdx.{letter} is {axis.name}" + (
                 f" (as {low}blockIdx.{letter})." if low else "."
             )
-        if axes[0].reversed:
+        if axes[0].longest == "last":
             last = f"gridDim.x - 1 - blockIdx.x for {axes[0].name}"
             yield f"Later blocks have more iterations: {last} starts the long ones first."
         yield "One block for each element of the grid; no tensor maps."
@@ -115,8 +115,7 @@ def _grid(printer: Printer, plan: LaunchPlan) -> Iterator[str]:
     names = ", ".join(axis.name for axis in axes)
     counts = ", ".join(text(axis.count) for axis in axes)
     yield f"The grid is one row: gridDim.x blocks for all of ({names}), of ({counts}) elements."
-    kind = f"fw::TileScheduler<{printer.kernel.waves}>"
-    loop = f"`for ({kind} tile({counts}); tile.more(); tile.next())`"
+    loop = f"`for ({scheduler(printer.kernel)} tile({counts}); tile.more(); tile.next())`"
     coordinates = ", ".join(
         f"{axis.name} = tile.{letter}()" for axis, letter in zip(axes, "xyz", strict=False)
     )

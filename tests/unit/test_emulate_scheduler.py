@@ -16,7 +16,7 @@ SOURCE = """
 #include <fw/tile_scheduler.cuh>
 extern "C" __global__ void walk(int* order, int width, int height, int depth) {
   int turn = 0;
-  for (fw::TileScheduler<%d> tile(width, height, depth); tile.more(); tile.next()) {
+  for (fw::TileScheduler<%s> tile(width, height, depth); tile.more(); tile.next()) {
     int const place = (tile.z() * height + tile.y()) * width + tile.x();
     atomicAdd(order + 2 * place, 1);
     order[2 * place + 1] = gridDim.x * turn++ + blockIdx.x;
@@ -26,11 +26,11 @@ extern "C" __global__ void walk(int* order, int width, int height, int depth) {
 
 
 @functools.cache
-def kernel(rounds: int) -> EmulatedKernel:
+def kernel(rounds: str) -> EmulatedKernel:
     return flashwright.emulate.kernel(SOURCE % rounds)
 
 
-def walked(rounds: int, blocks: int, width: int, height: int, depth: int) -> tuple[int, np.ndarray]:
+def walked(rounds: str, blocks: int, width: int, height: int, depth: int) -> tuple[int, np.ndarray]:
     """How often each is taken, and in which turn by whom."""
     order = np.zeros((depth, height, width, 2), np.int32)
     done = kernel(rounds)(blocks, 1, order, width, height, depth)
@@ -42,9 +42,9 @@ GRIDS = [(1, 1, 1), (4, 3, 2), (5, 7, 1), (16, 2, 2), (3, 40, 1), (67, 1, 1), (2
 
 
 @needs_compilers
-@pytest.mark.parametrize("rounds", [0, 2, 6])
+@pytest.mark.parametrize("rounds", ["0", "2", "6", "2, true"])
 @pytest.mark.parametrize("blocks", [1, 4, 13])
-def test_every_block_of_the_grid_is_taken_once(rounds: int, blocks: int) -> None:
+def test_every_block_of_the_grid_is_taken_once(rounds: str, blocks: int) -> None:
     for grid in GRIDS:
         often, _ = walked(rounds, blocks, *grid)
         assert often == {1}, grid
@@ -52,12 +52,13 @@ def test_every_block_of_the_grid_is_taken_once(rounds: int, blocks: int) -> None
 
 @needs_compilers
 @pytest.mark.parametrize(("width", "columns"), [(4, 66), (16, 33), (24, 30), (33, 12)])
-def test_all_have_as_much_to_do_where_blocks_grow(width: int, columns: int) -> None:
+@pytest.mark.parametrize("rounds", ["2", "2, true"])
+def test_all_have_as_much_to_do_where_blocks_grow(rounds: str, width: int, columns: int) -> None:
     blocks = 13
-    _, order = walked(2, blocks, width, columns, 1)
+    _, order = walked(rounds, blocks, width, columns, 1)
     load: Counter[int] = Counter()
     for place, who in np.ndenumerate(order[0] % blocks):
-        load[who] += place[1] + 1
+        load[who] += width - place[1] if "true" in rounds else place[1] + 1
     assert max(load.values()) / (sum(load.values()) / blocks) < 1.06
 
 

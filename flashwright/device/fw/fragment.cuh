@@ -557,6 +557,20 @@ __device__ void cols_from_shared(Vector& values, From from) {
   __syncwarp();
 }
 
+// A vector along the columns that a thread reads in shared memory, where it needs an element.
+template <class T, class At>
+struct ColumnsInShared {
+  T const* data;
+  At const at;
+
+  __device__ auto operator()(int n) const { return static_cast<cute::conditional_t<cute::is_same_v<T, int>, int, float>>(data[at.col(n)]); }
+};
+
+template <int Cols, int Warps, int Beside = 1, class From>
+__device__ auto cols_in_shared(From from) {
+  return ColumnsInShared<cute::remove_cvref_t<decltype(*from.data)>, Place<Warps, false, Beside, Cols>>{from.data, {}};
+}
+
 // Vectors along the rows or the columns of a tile, of which the `valid` ones are inside.
 template <int Warps, int Beside = 1, class To, class Vector, class Valid>
 __device__ void store_rows(To dst, Vector const& values, Valid valid) {

@@ -7,11 +7,11 @@ namespace fw {
 // The tiles that a thread block takes. Rasterization is L2-aware: tiles that read the same keys are taken at the same
 // time, by different thread blocks, so that these are read from the L2.
 //
-// Waves > 0: the further along x a tile lies, the longer it takes. The grid is then cut along y and z into groups of
+// Waves > 0: the further along x a tile lies, the longer it takes, or, where `Falling`, the shorter. The grid is then cut along y and z into groups of
 // columns, each about so many waves of thread blocks. In a group the longest tiles come first, and every other wave goes
 // the other way, so that no thread block gets the longer tile each time; the next group begins with the thread blocks
 // that had fewer tiles.
-template <int Waves>
+template <int Waves, bool Falling = false>
 struct TileScheduler {
   int const width, columns, height;  // of the grid: along x, along y and z, along y
   int tile = blockIdx.x;             // without groups: its number; else: its number in the group
@@ -49,7 +49,10 @@ struct TileScheduler {
     } while (first < columns && tile >= many * width);
   }
 
-  __device__ int x() const { return Waves > 0 ? width - 1 - tile / many : tile % width; }
+  __device__ int x() const {
+    if constexpr (Waves == 0) return tile % width;
+    return Falling ? tile / many : width - 1 - tile / many;
+  }
   __device__ int y() const { return column() % height; }
   __device__ int z() const { return column() / height; }
   __device__ int column() const { return Waves > 0 ? first + tile % many : tile / width; }

@@ -63,7 +63,7 @@ class Lowering(Body):
         for axis in self.program.grid.axes:
             low = self.scalars(axis.low).as_int(axis.low.span)
             self.scalars.define(axis.name.id, self._counter(cpp(axis.name.id), low))
-            grid.append(ir.GridAxis(cpp(axis.name.id), low, False))
+            grid.append(ir.GridAxis(cpp(axis.name.id), low))
         self.statements(self.program.tree.body)
         self._no_pieces_left()
         self.computes.decide()

@@ -143,7 +143,8 @@ def _compute(node: ir.Compute) -> Effects:
         found |= assign_effects(node, assign)
     if node.clear is not None:
         found |= _element(node.clear)
-    return Effects(found.reads - local, found.writes - local)
+    reads = (found.reads - local) | frozenset(node.in_place)
+    return Effects(reads, found.writes - local)
 
 
 def _element(value: Element) -> Effects:

@@ -7,6 +7,7 @@ transposed on their way (fp8_transpose.py), it is written out a third time, for 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from flashwright.gpu import Gpu
@@ -30,6 +31,7 @@ from flashwright.lower.passes.rings import consuming, needed_last, producing
 from flashwright.lower.passes.scale_in_exponent import in_exponent
 from flashwright.lower.passes.software_pipeline import SoftwarePipeline
 from flashwright.lower.passes.split_columns import exchanged, shared_operands
+from flashwright.lower.passes.vectors_in_place import vectors_in_place
 from flashwright.lower.passes.verify import Verifier
 from flashwright.lower.passes.wgmma_groups import asynchronous
 from flashwright.lower.report import (
@@ -53,6 +55,7 @@ def specialize_warps(
     body: tuple[ir.Statement, ...],
     names: Names,
     report: Report,
+    sides: Mapping[Key, ir.Side],
     sparing: bool = False,
     verifier: Verifier | None = None,
     split: frozenset[Key] = frozenset(),
@@ -82,6 +85,7 @@ def specialize_warps(
         report.remark(NO_WGMMA, text, line_of(body, ir.Operand), "let BN be smaller")
         return None
     more, body = whole
+    body = vectors_in_place(body, sides)
     if not sparing:  # the warps that may have to copy them need registers as well
         more, body, ways = through_rings(more, gpu, body, ways, report)
     helped = ways.helped | ways.tma_optional

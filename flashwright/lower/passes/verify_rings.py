@@ -65,7 +65,7 @@ class _Rings:
                 self.here.discard(key)
             case ir.Refill(key) | ir.Drain(key):
                 self.here.discard(key)
-            case ir.Gemm() | ir.Start() | ir.Move() | ir.Store():
+            case ir.Gemm() | ir.Start() | ir.Move() | ir.Store() | ir.Compute():
                 missing = (effects(node).reads & self.ring) - self.here
                 if missing:
                     text = f"{sorted(missing, key=repr)[0][0]} is read and was not waited for"

@@ -22,6 +22,7 @@ from flashwright.lower.names import (
 from flashwright.lower.passes.fp8_transpose import landing
 from flashwright.lower.passes.overlap import kept_vectors
 from flashwright.lower.printing.cpp import text
+from flashwright.lower.printing.local_products import local_products
 from flashwright.lower.printing.rules import RULES, Context, Lines
 from flashwright.lower.targets.atoms import CPP_TYPES, atom
 from flashwright.lower.term import ZERO, real, variables
@@ -92,6 +93,7 @@ class Printer:
         self.blocks = blocks
         self.rings = rings or {}
         self.context = Context(program, kernel, gpu.cp_async, bool(rings), epilogue)
+        self.local: dict[int, list[Key]] = {}  # by loop, the accumulators that it declares
 
     def print(self) -> Page:
         """The whole file. What is declared depends on what is used, so the kernel comes first."""
@@ -226,11 +228,13 @@ class Printer:
             page.write([f"fw::alloc_registers<{consumer}>();"], None, 1)
         page.write([""])
         consumers = Page([""], [None])
+        local = self.local = local_products(node.consumers)
         if any(isinstance(n, ir.PingPong) for n in ir.flat(node.consumers)):
             consumers.write(["fw::ping_pong_start<Warps / 4>(group);"], None, 1)
         self._scheduled(consumers, node.consumers, 1)
+        declared = {key for loop in local.values() for key in loop}
         for key, buffer in self.program.buffers.items():
-            if buffer.space == "register":
+            if buffer.space == "register" and key not in declared:
                 page.write(self._declare(key, buffer), _lines(buffer.declared), 1)
         for name, rows in kept_vectors(node.consumers).items():
             along = "Warps" if self.gpu.beside(rows, self.program.warps) == 1 else "RowWarps"
@@ -263,7 +267,7 @@ class Printer:
         """A role's work, for each tile of the grid that the scheduler gives its thread block."""
         part, lines, grid = Page([""], [None]), _lines(self.program.grid), self.kernel.grid
         self._body(part, body, indent + 1)
-        kind = f"fw::TileScheduler<{self.kernel.waves}>"
+        kind = scheduler(self.kernel)
         counts = ", ".join(text(axis.count) for axis in grid)
         page.write([f"for ({kind} tile({counts}); tile.more(); tile.next()) {{"], lines, indent)
         for axis, letter in zip(grid, "xyz", strict=False):
@@ -280,7 +284,7 @@ class Printer:
         for axis, letter in zip(() if self.rings else self.kernel.grid, "xyz", strict=False):
             value = f"blockIdx.{letter}"
             note = ""
-            if axis.reversed:
+            if axis.longest == "last":
                 value, note = f"gridDim.{letter} - 1 - {value}", "  // the longest first"
             low = "" if axis.low == ZERO else f"{text(axis.low)} + "
             yield f"int const {axis.name} = {low}{value};{note}"
@@ -337,7 +341,7 @@ class Printer:
                     found.add(target)
                 case ir.Fill(dest, helped=False):
                     found.add(dest)
-                case ir.Move(_, dest) if not node.operand:
+                case ir.Move(_, dest) if not node.operand and not node.in_place:
                     found.add(dest)
                 case ir.Compute():
                     found |= {(a.buffer.name, "register") for a in node.assigns if a.buffer}
@@ -362,6 +366,8 @@ class Printer:
                 page.write(["CUTE_NO_UNROLL", _head(node)], lines, indent)
                 if node.where is not None:
                     page.write([f"if (!({text(node.where)})) continue;"], lines, indent + 1)
+                for key in self.local.get(id(node), ()):
+                    page.write(self._declare(key, self.program.buffers[key]), lines, indent + 1)
                 self._body(page, node.body, indent + 1)
                 page.write(["}"], lines, indent)
             elif isinstance(node, ir.Branch):
@@ -379,6 +385,12 @@ class Printer:
             page.write(["} else {"], lines, indent)
             self._body(page, node.orelse, indent + 1)
         page.write(["}"], lines, indent)
+
+
+def scheduler(kernel: ir.Kernel) -> str:
+    """The type of the tile scheduler (device/fw/tile_scheduler.cuh)."""
+    first = ", true" if kernel.waves and kernel.grid[0].longest == "first" else ""
+    return f"fw::TileScheduler<{kernel.waves}{first}>"
 
 
 def register_counts(program: Program, roles: ir.Roles) -> tuple[int, int]:

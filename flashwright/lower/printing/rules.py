@@ -70,6 +70,12 @@ class Context:
         nodes = ir.flat(self.kernel.body)
         return frozenset(n.source for n in nodes if isinstance(n, ir.Restage) and n.helped)
 
+    @cached_property
+    def in_place(self) -> frozenset[Key]:
+        """Vectors that are read where they lie in shared memory."""
+        nodes = ir.flat(self.kernel.body)
+        return frozenset(k for n in nodes if isinstance(n, ir.Compute) for k in n.in_place)
+
     def mma(self, dtype: str) -> str:
         """The name of an element type's MMA atom."""
         return "Mma" if len(self.gemm_dtypes) == 1 else f"Mma_{dtype}"
@@ -334,7 +340,17 @@ def _moved_vector(at: Context, node: ir.Move) -> Lines:
     else:
         held = at.shared(node.source, node.stage)
         along, vector = at.line(node.dest), tile_name(node.dest)
+        if node.in_place:
+            size = at.program.buffers[node.dest].shape[0]
+            yield f"auto const {vector} = fw::cols_in_shared<{size}, {along}>({held});"
+            return
         yield f"fw::{at.side(node.dest)}_from_shared<{along}>({vector}, {held});"
+
+
+def _release(at: Context, node: ir.Release) -> Lines:
+    if node.key in at.in_place:
+        yield "__syncwarp();"  # all threads have read the vector
+    yield f"{ring_name(node.key)}.release({f'{node.known}(0)' if node.known else ''});"
 
 
 def _restage(at: Context, node: ir.Restage) -> Lines:
@@ -414,9 +430,7 @@ RULES: dict[type, Callable[[Context, Any], Lines]] = {
     ir.Wait: lambda at, node: iter([f"fw::wait<{node.left}>();"]),
     ir.Barrier: lambda at, node: iter(["__syncthreads();"]),
     ir.Await: lambda at, node: iter([f"{ring_name(node.key)}.wait();"]),
-    ir.Release: lambda at, node: iter(
-        [f"{ring_name(node.key)}.release({f'{node.known}(0)' if node.known else ''});"]
-    ),
+    ir.Release: _release,
     ir.Refill: lambda at, node: iter([f"{ring_name(node.key)}.refill();"]),
     ir.Drain: lambda at, node: iter([f"{ring_name(node.key)}.drain();"]),
     ir.Sync: lambda at, node: iter(
