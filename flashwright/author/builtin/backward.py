@@ -87,7 +87,7 @@ def with_sizes(tree: Tree, tiling: BackwardTiling) -> Tree:
     """The backward pass with these sizes: params, stages, the way of vectors."""
     values = {"BM": tiling.bm, "BN": tiling.bn}
     shared, *kernels = sections(Tree(tuple(_set(stmt, values) for stmt in tree.body)))
-    made = list(shared)
+    made = _in_fragments(shared, kernels) if tiling.beside else list(shared)
     types = {_base(s.name): s.dtype for s in shared if isinstance(s, Allocate)}
     for kernel in kernels:
         computes = (s for s in statements(kernel) if isinstance(s, Compute))
@@ -96,6 +96,21 @@ def with_sizes(tree: Tree, tiling: BackwardTiling) -> Tree:
         else:
             made += [_few_warps(stmt, tiling.bm // 16) for stmt in kernel]
     return Tree(tuple(made))
+
+
+def _in_fragments(
+    shared: Sequence[Statement], kernels: Sequence[Sequence[Statement]]
+) -> list[Statement]:
+    """The declarations, with the sums between kernels in fragments if they are tiles of rows."""
+    copies = [c for k in kernels for c in statements(k) if isinstance(c, Copy)]
+    tiled = {_base(c.target or c.name) for c in copies if c.adds and c.shape and len(c.shape) == 2}
+    read = {_base(c.name) for c in copies if c.source == "global"}
+    return [
+        replace(s, fragments=True)
+        if isinstance(s, Allocate) and s.space == "global" and s.name.id in tiled & read
+        else s
+        for s in shared
+    ]
 
 
 def _set(stmt: Statement, values: Mapping[str, int]) -> Statement:
