@@ -217,7 +217,8 @@ class Kernel:
                 raise TypeError(f"{text}: give it, out=...")
             shape = self._shapes[mode].of(index, given, dims)
             zero = tensor.name in self.zeroed
-            return framework.new(first, shape, tensor.dtype, zero)
+            made = framework.new(first, tensor.padded(shape), tensor.dtype, zero)
+            return made[..., : shape[-2], :] if tensor.fragments else made
         except Exception:
             # If the tensors do not fit the plan, the launcher reports it.
             framework.launch(self.run, mode | CHECK_ONLY, given, dims)

@@ -14,7 +14,7 @@ Sizes are integer expressions over the dimensions in postfix form: `["q_len", 12
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -33,6 +33,7 @@ OPERATORS: dict[str, Callable[[int, int], int]] = {
     "min": min,
     "max": max,
 }
+FRAGMENT_ROWS = 128  # of a tile, at most, in memory that lies in fragments
 DIVISIONS = ("ceil_div", "floor_div", "mod")
 GRID_LIMITS = (2**31 - 1, 2**16 - 1, 2**16 - 1)
 """Blocks along each axis of a grid (CUDA C++ Programming Guide, all of 7.5 to 9.0)."""
@@ -53,7 +54,8 @@ class PlanTensor(BaseModel):
     `vector` is how many elements of the last axis are moved at once: where it is more than 1, that
     axis must be contiguous, and all other strides and the address multiples of it.
     A `flat` tensor is a view into memory whose whole extent only the caller knows: it is passed as
-    one contiguous axis.
+    one contiguous axis. One in `fragments` is scratch: its rows, the last axis but one, begin a
+    memory of `padded` rows, which tiles may fill beyond the tensor's end.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -64,6 +66,14 @@ class PlanTensor(BaseModel):
     written: bool
     vector: int = 1
     flat: bool = False
+    fragments: bool = False
+
+    def padded(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the memory for a tensor of this shape."""
+        if not self.fragments:
+            return tuple(shape)
+        *outer, rows, columns = shape
+        return *outer, -(-rows // FRAGMENT_ROWS) * FRAGMENT_ROWS, columns
 
 
 class PlanMap(BaseModel):

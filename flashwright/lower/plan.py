@@ -101,6 +101,7 @@ def _tensor(tensor: Tensor, program: Program, kernel: ir.Kernel) -> PlanTensor:
         written=tensor.written,
         vector=BYTES_AT_ONCE // size if lines else 1,
         flat=tensor.offset is not None,
+        fragments=tensor.declared.fragments,
     )
 
 

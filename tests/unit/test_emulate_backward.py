@@ -65,7 +65,7 @@ def launched(
         for tensor in kernel.plan.tensors:
             if tensor.name not in tensors:
                 start = 0.0 if tensor.name in record.zeroed else np.nan
-                shape = planned_shape(tensor, dims)
+                shape = tensor.padded(planned_shape(tensor, dims))
                 tensors[tensor.name] = np.full(shape, start).astype(DTYPES[tensor.dtype])
         own = {t.name: tensors[t.name] for t in kernel.plan.tensors}
         sizes = {name: dims[name] for name in kernel.plan.dims}

@@ -237,7 +237,8 @@ class Lowering(Body):
             if stmt.source == "shared" and (window.cols is not None or window.line):
                 hint = f"Copy `{source[0]}` to register and from there to global"
                 raise refused("a shared tile is stored by whole rows", stmt.span, hint)
-            optional = len(self.program.outputs) > 1  # the caller asks for those it wants
+            wanted = len(self.program.outputs) == 1 or tensor.declared.fragments
+            optional = not wanted  # the caller asks for those it wants
             self.emit(ir.Store(source, window, optional, stmt.adds, origin=ir.origin(stmt)))
         else:
             self.computes.settle(source)
@@ -255,12 +256,12 @@ class Lowering(Body):
         if tensor is None or not tensor.declared.fragments:
             return
         shape, places = self.program.moved(stmt), stmt.coords or ()
-        whole = len(shape) == 2 and shape[0] % 16 == 0 and shape[1] % 8 == 0
+        whole = len(shape) == 2 and shape[0] in (16, 32, 64, 128) and shape[1] % 8 == 0
         all_columns = self.fixed(tensor.axes[-1].size) == shape[-1]
         direct = "register" in (stmt.source, stmt.dest) and stmt.column is None
         if not (whole and all_columns and direct) or any(c.in_elements for c in places):
             text = f"`{tensor.name}` is in fragments"
-            hint = "copy tiles of 16 rows or a multiple, of all columns, to or from register"
+            hint = "copy 16, 32, 64 or 128 rows of all columns between register and global"
             raise refused(text, stmt.span, hint)
         if stmt.dest == "global" and not stmt.adds:
             text = f"`{tensor.name}` is in fragments and stored to"

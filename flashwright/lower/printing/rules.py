@@ -284,7 +284,7 @@ def _fill(at: Context, node: ir.Fill) -> Lines:
     else:
         source, cols = at.window(node.window), at.cols(node.window, node.dest)
         if node.window.tensor.declared.fragments:
-            yield f"fw::load_fragments<{at.line(node.dest)}>({name}, {source}, {rows});"
+            yield f"fw::load_fragments<{at.line(node.dest)}>({name}, {source});"
             return
         yield f"fw::load<{at.warps(node.dest)}>({name}, {source}, {rows}, {cols});"
 
@@ -308,8 +308,9 @@ def _store(at: Context, node: ir.Store) -> Lines:
             staging = f"shared + {at.epilogue}"
             store = f"fw::store_epilogue<{along}>({staging}, {target}, {name}, {inside});"
     elif lines:
-        kind = "fragments" if window.tensor.declared.fragments else "tile"
-        store = f"fw::add_{kind}<{along}>({target}, {name}, {at.inside(window, node.source)});"
+        store = f"fw::add_tile<{along}>({target}, {name}, {at.inside(window, node.source)});"
+        if window.tensor.declared.fragments:
+            store = f"fw::add_fragments<{along}>({target}, {name});"
     else:
         cols = at.cols(window, node.source)
         store = f"fw::store_elements<{warps}>({target}, {name}, {rows}, {cols});"
