@@ -43,5 +43,5 @@ def grad(
         print(text, end="")
         return FINE
     write(out, text)
-    print(f"{out}: {', '.join(made.gradients)}")
+    print(f"{out}: {', '.join(made.gradients)}", *made.notes, sep="\n")
     return FINE

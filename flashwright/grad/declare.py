@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from flashwright.grad.algebra import renamed, values_in
 from flashwright.grad.derive import Backward
 from flashwright.grad.normalise import KEY, QUERY, Axes, Forward, refuse
 from flashwright.lang import nodes as tl
+from flashwright.lang.format import format_expr
 from flashwright.program.program import Tensor
 from flashwright.program.vocabulary import RESERVED_PARAMS
 
@@ -43,6 +45,16 @@ class Scope:
         """The names of the gradients that the kernels write."""
         inputs = [f"d{t.name}" for t in self.program.inputs]
         return [n for n in inputs if n in self.globals and n not in self.given]
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know of the result, a sentence each."""
+        made = [f"No gradient of {name}: {why}." for name, why in self.missing.items()]
+        for value, expr in self.back.again.items():
+            bases = {v: tl.Name(v.split(".")[0]) for v in values_in(expr)}
+            text = format_expr(renamed(expr, bases))
+            made.append(f"{value.split('.')[0]} is computed again: store {text} in the forward.")
+        return made
 
     @property
     def key_length(self) -> tl.Expr:
@@ -90,7 +102,7 @@ class Scope:
         if value in self.back.saved:
             self.declare(name, tensor, tensor.dtype)
         elif self.forward.axes[value] != (QUERY,):
-            self.declare(name, tensor, self.half)
+            self.declare(name, tensor, "fp32" if value in self.back.again else self.half)
         else:
             self.declare(name, tensor, "fp32", len(tensor.axes) - 1)
             last = tensor.axes[-1].label
@@ -107,7 +119,7 @@ class Scope:
         tensors = sorted(self.globals.values(), key=self._rank)
         parts += [axis.size for t in tensors for axis in t.shape]
         title = tl.Comment(f"The backward pass: {', '.join(self.outputs)}.")
-        notes = [tl.Comment(f"No gradient of {name}: {why}.") for name, why in self.missing.items()]
+        notes = [tl.Comment(note) for note in self.notes]
         params = self._params({n.id for e in parts for n in tl.value_names(e)})
         gapped = [replace(stmt, gap=n == 0) for n, stmt in enumerate(tensors)]
         return [title, *notes, *params, *more, *gapped]

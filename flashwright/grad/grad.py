@@ -9,6 +9,7 @@ from flashwright.grad.declare import Scope
 from flashwright.grad.derive import derive
 from flashwright.grad.main_kernel import MainKernel
 from flashwright.grad.preprocess import preprocess
+from flashwright.grad.recompute import recompute
 from flashwright.grad.reduce import HEADS, reduction
 from flashwright.lang.nodes import Tree
 from flashwright.program.program import Program
@@ -20,6 +21,8 @@ class Gradients:
 
     tree: Tree
     gradients: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    """Gradients that are missing, values that are computed again: a sentence each."""
 
 
 def backward(program: Program) -> Gradients:
@@ -29,6 +32,12 @@ def backward(program: Program) -> Gradients:
     rows, parts = preprocess(scope)
     parts = [*main.parts, *parts]
     sums = main.sums.values()
-    kernels = [*rows, *main.statements, *conversion(scope, sums), *reduction(scope, parts)]
+    kernels = [
+        *recompute(scope),
+        *rows,
+        *main.statements,
+        *conversion(scope, sums),
+        *reduction(scope, parts),
+    ]
     head = scope.head(kernels, [HEADS] if parts else [])
-    return Gradients(Tree((*head, *kernels)), tuple(scope.outputs))
+    return Gradients(Tree((*head, *kernels)), tuple(scope.outputs), tuple(scope.notes))

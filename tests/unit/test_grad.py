@@ -49,8 +49,8 @@ def authored(variant: str, **options: Any) -> str:
     return write_code(write_sketch(spec), spec, find("a100")).code
 
 
-def example(name: str, lse: str = "Smax + log(Ssum)") -> str:
-    """An example, with the log-sum-exp as an output."""
+def example(name: str, lse: str = "") -> str:
+    """An example; with the log-sum-exp as an output, if it is given."""
     text = read(EXAMPLES / f"{name}.tl")
     return text + LSE.format(value=lse) if lse else text
 
@@ -190,10 +190,18 @@ def refused(text: str) -> str:
     return f"{found.message}; {found.help}"
 
 
-def test_a_program_without_the_log_sum_exp_is_refused() -> None:
-    said = refused(example("unscaled", lse=""))
-    assert "log-sum-exp" in said
-    assert "Compute Smax + log(Ssum) and get LSE_register" in said
+def test_the_log_sum_exp_is_computed_again_if_no_output_has_it() -> None:
+    def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
+        return softmax(scores(t), torch.ones(1, 1, dtype=torch.bool), t)
+
+    made = agrees(example("unscaled"), attention)
+    assert "// LSE is computed again: store Smax + log(Ssum) in the forward." in made
+    first = made.split("grid ")[1]
+    assert first.count("GEMM") == 1
+    assert "exp(Smax - Top)" in first
+    stored = agrees(example("unscaled", "Smax + log(Ssum)"), attention)
+    assert "again" not in stored
+    assert stored.count("grid ") == made.count("grid ") - 1
 
 
 def test_sink_tokens() -> None:
@@ -277,7 +285,7 @@ def test_sigmoid_instead_of_softmax() -> None:
         weights = torch.sigmoid(scores(t) / 8 - 4).masked_fill(k > q, 0)
         return {"O": weights @ _heads(t["V"], t["Q"])}
 
-    made = agrees(example("sigmoid", lse=""), attention)
+    made = agrees(example("sigmoid"), attention)
     assert "LSE" not in made
 
 
@@ -287,7 +295,7 @@ def test_squared_relu() -> None:
         weights = torch.relu(scores(t) / 8 - 1).masked_fill(k > q, 0) ** 2
         return {"O": weights @ _heads(t["V"], t["Q"])}
 
-    text = example("sigmoid", lse="").replace("sigmoid(S)", "max(S, 0) * max(S, 0)")
+    text = example("sigmoid").replace("sigmoid(S)", "max(S, 0) * max(S, 0)")
     agrees(text.replace("param Bias = -4 ", "param Bias = -1 "), attention)
 
 
@@ -311,9 +319,11 @@ def test_differential_attention() -> None:
         o = parts[0]["O"] - t["Lambda"][:, None, None] * parts[1]["O"]
         return {"O": o, "LSE": parts[0]["LSE"], "LSE2": parts[1]["LSE"], "Second": parts[1]["O"]}
 
+    assert "dLambda" in agrees(example("differential"), attention, ((70, 100),))
     text = example("differential", "M1 + log(L1)")
     text += LSE.format(value="M2 + log(L2)").replace("LSE", "LSE2")
-    agrees(text + SECOND, attention, ((70, 100),))
+    stored = agrees(text + SECOND, attention, ((70, 100),))
+    assert "again" not in stored
 
 
 SECOND = """Allocate Second in global (batch, heads, q_len, Half) as fp32
@@ -382,7 +392,7 @@ def test_a_sum_that_decays_is_refused() -> None:
     ],
 )
 def test_examples_without_a_gradient_say_why(name: str, says: str) -> None:
-    assert says in refused(example(name, lse=""))
+    assert says in refused(example(name))
 
 
 def test_fp8_is_refused() -> None:
@@ -403,9 +413,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(typer.Exit) as ended:
         grad(str(forward), out=out)
     assert ended.value.exit_code == 0
-    assert capsys.readouterr().out == f"{out}: dQ, dK, dV\n"
+    again = "LSE is computed again: store Smax + log(Ssum) in the forward."
+    assert capsys.readouterr().out == f"{out}: dQ, dK, dV\n{again}\n"
     assert check(parse(out.read_text())).diagnostics == ()
-    forward.write_text(example("unscaled", lse=""))
+    forward.write_text(example("paged"))
     with pytest.raises(typer.Exit) as ended:
         grad(str(forward), None)
     assert ended.value.exit_code == 1

@@ -6,6 +6,7 @@ have 64 keys each, and numbers for each query come through shared memory, copied
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,7 @@ from flashwright.lang.diagnostic import Failed
 from flashwright.lang.nodes import (
     Allocate,
     Axis,
+    Comment,
     Compute,
     Copy,
     For,
@@ -28,7 +30,7 @@ from flashwright.lang.nodes import (
     statements,
 )
 from flashwright.program.kernels import sections
-from flashwright.program.vocabulary import split
+from flashwright.program.needed import base_name, is_store, needed
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,15 @@ class BackwardTiling:
     """Whether numbers for each query come through shared memory."""
     beside: bool = False
     """Whether products run beside other work, so that their order matters."""
+    apart: bool = False
+    """Whether each gradient of the main kernel has a kernel of its own, which computes the scores
+    again: of wide heads not all fit into registers."""
 
     @property
     def name(self) -> str:
-        """Such as `64x128-s2-w8`."""
-        return f"{self.bm}x{self.bn}-s{self.stages}-w{self.warps}"
+        """Such as `64x128-s2-w8`, or `64x64-s1-w4-apart`."""
+        apart = "-apart" if self.apart else ""
+        return f"{self.bm}x{self.bn}-s{self.stages}-w{self.warps}{apart}"
 
 
 WITH_WGMMA = (
@@ -57,13 +63,18 @@ WITH_WGMMA = (
     BackwardTiling(64, 128, 8, 2, beside=True),
     BackwardTiling(64, 64, 4, 2, vectors=True, beside=True),
     BackwardTiling(64, 64, 4, 2, beside=True),
+    BackwardTiling(64, 64, 8, 2, vectors=True, beside=True),
+    BackwardTiling(64, 64, 4, 2, vectors=True, beside=True, apart=True),
 )
 WITHOUT = (
     BackwardTiling(64, 64, 4, 2),
     BackwardTiling(64, 64, 4, 1),
     BackwardTiling(32, 32, 2, 2),
     BackwardTiling(32, 32, 2, 1),
+    BackwardTiling(64, 64, 4, 1, apart=True),
+    BackwardTiling(32, 32, 2, 1, apart=True),
     BackwardTiling(16, 16, 1, 1),
+    BackwardTiling(16, 16, 1, 1, apart=True),
 )
 """From the best to the one that fits everywhere."""
 
@@ -88,11 +99,15 @@ def with_sizes(tree: Tree, tiling: BackwardTiling) -> Tree:
     values = {"BM": tiling.bm, "BN": tiling.bn}
     shared, *kernels = sections(Tree(tuple(_set(stmt, values) for stmt in tree.body)))
     made = list(shared)
-    types = {_base(s.name): s.dtype for s in shared if isinstance(s, Allocate)}
+    types = {base_name(s.name): s.dtype for s in shared if isinstance(s, Allocate)}
     for kernel in kernels:
         computes = (s for s in statements(kernel) if isinstance(s, Compute))
-        if any(s.operation == "gemm" for s in computes):
-            made += _main(kernel, tiling, types)
+        if any(isinstance(s, For) and _adds(s) for s in kernel):
+            for part in _parts(kernel, tiling.apart):
+                made += _main(part, tiling, types)
+        elif any(s.operation == "gemm" for s in computes):
+            own = replace(tiling, warps=tiling.bm // 16, vectors=False, beside=False)
+            made += _main(kernel, own, types)
         else:
             made += [_few_warps(stmt, tiling.bm // 16) for stmt in kernel]
     return Tree(tuple(made))
@@ -111,17 +126,44 @@ def _few_warps(stmt: Statement, most: int) -> Statement:
     return stmt
 
 
+def _adds(loop: For) -> bool:
+    """Whether a loop multiplies and adds to global memory, as that of the main kernel does."""
+    body = list(statements(loop.body))
+    gemm = any(isinstance(s, Compute) and s.operation == "gemm" for s in body)
+    return gemm and any(isinstance(s, Copy) and s.adds for s in body)
+
+
+def _parts(kernel: tuple[Statement, ...], apart: bool) -> Iterator[tuple[Statement, ...]]:
+    """The main kernel as one, or as one for the stores of its loop and one for each other store."""
+    loops = tuple(s for s in kernel if isinstance(s, For))
+    inside = [s for s in statements(loops) if is_store(s)]
+    groups = [inside, *([store] for store in kernel if is_store(store))]
+    if not apart:
+        yield kernel
+        return
+    title = tuple(itertools.takewhile(lambda s: isinstance(s, Comment), reversed(kernel)))
+    for stores in filter(None, groups):
+        yield needed(kernel[: len(kernel) - len(title)], stores)
+        yield (
+            (Comment("Main, for another gradient.", gap=True),) if stores is not groups[-1] else ()
+        )
+    yield title[::-1]
+
+
 def _main(
     kernel: Sequence[Statement], tiling: BackwardTiling, types: Mapping[str, Name | None]
 ) -> Iterator[Statement]:
     """The kernel with the loop: its warps, and the stages of what the loop copies."""
     loops = [s for s in kernel if isinstance(s, For)]
     inside = [s for loop in loops for s in statements(loop.body) if isinstance(s, Copy)]
-    staged = [c for c in inside if _staged(c, tiling)]
-    first = next(s for s in kernel if isinstance(s, Copy | For))
+    allocated = {
+        base_name(s.name) for s in kernel if isinstance(s, Allocate) and s.space == "shared"
+    }
+    staged = [c for c in inside if _staged(c, tiling, allocated)]
+    first = next((s for s in kernel if isinstance(s, Copy | For)), None)
     for stmt in kernel:
         if stmt is first:
-            yield from (_allocated(c, tiling.stages, types[_base(c.name)]) for c in staged)
+            yield from (_allocated(c, tiling.stages, types[base_name(c.name)]) for c in staged)
         if isinstance(stmt, Param) and stmt.name.id == "Warps":
             yield replace(stmt, value=Num(str(tiling.warps)))
         elif isinstance(stmt, For):
@@ -131,18 +173,20 @@ def _main(
             yield stmt
 
 
-def _staged(copy: Copy, tiling: BackwardTiling) -> bool:
-    """Whether a copy of the loop gets stages: tiles in shared memory, and vectors on their way."""
+def _staged(copy: Copy, tiling: BackwardTiling, allocated: set[str]) -> bool:
+    """Whether a copy of the loop gets stages: tiles in shared memory that are not allocated yet,
+    and vectors on their way."""
     if copy.source != "global" or copy.shape is None or copy.column is not None:
         return False
     vector = len(copy.shape) == 1 and copy.dest == "register" and tiling.vectors
-    return copy.dest == "shared" or vector
+    new = base_name(copy.target or copy.name) not in allocated
+    return (copy.dest == "shared" and new) or vector
 
 
 def _allocated(copy: Copy, stages: int, dtype: Name | None) -> Allocate:
     assert copy.shape is not None
     shape = tuple(Axis(None, size) for size in copy.shape)
-    name = Name(_base(copy.target or copy.name))
+    name = Name(base_name(copy.target or copy.name))
     return Allocate(name, "shared", shape, dtype, None, Num(str(stages)))
 
 
@@ -151,14 +195,10 @@ def _loop(body: Sequence[Statement], staged: list[Copy]) -> Iterator[Statement]:
     waiting: dict[str, Copy] = {}
     for stmt in body:
         if isinstance(stmt, Copy) and stmt in staged and stmt.dest == "register":
-            name = _base(stmt.target or stmt.name)
+            name = base_name(stmt.target or stmt.name)
             waiting[name] = Copy(Name(name), None, None, "shared", "register")
             yield replace(stmt, dest="shared")
             continue
-        read = {_base(e) for e in expressions(stmt) if isinstance(e, Name)}
+        read = {base_name(e) for e in expressions(stmt) if isinstance(e, Name)}
         yield from (waiting.pop(name) for name in list(waiting) if name in read)
         yield stmt
-
-
-def _base(name: Name) -> str:
-    return split(name.id)[0]
