@@ -21,6 +21,9 @@ def grad(
     gpu: Annotated[
         str | None, typer.Option(metavar="NAME", help="With sizes for it: see `flashwright gpus`.")
     ] = None,
+    of: Annotated[
+        str, typer.Option(metavar="NAMES", help="Outputs with a gradient beside O, as in `LSE`.")
+    ] = "",
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", help="Output file; default stdout."),
@@ -33,8 +36,13 @@ def grad(
     from flashwright.lang.format import format_tree
 
     program, source = load_program(file)
+    names = [name.strip() for name in of.split(",") if name.strip()]
+    unknown = set(names) - {t.name for t in program.outputs}
+    if unknown:
+        there = ", ".join(t.name for t in program.outputs)
+        raise typer.BadParameter(f"no output is called {min(unknown)}: there are {there}")
     with blaming(shown_name(file), source):
-        made = backward(program)
+        made = backward(program, names)
     tree = made.tree
     if gpu is not None:
         _, tree = next(iter(tilings(tree, find_gpu(gpu))))

@@ -41,9 +41,11 @@ class BackwardOrder:
     gpu: Gpu
     spec: AttentionSpec | None = None
     """The forward's."""
+    outputs: tuple[str, ...] = ()
+    """The outputs that have a gradient, beside O."""
 
     @classmethod
-    def of(cls, folder: Path) -> BackwardOrder:
+    def of(cls, folder: Path, outputs: tuple[str, ...] = ()) -> BackwardOrder:
         """For the kernel in a package. Raises Failed with FW852 if it says too little."""
         code = content(folder / CODE)
         try:
@@ -54,12 +56,13 @@ class BackwardOrder:
         if code is None:
             raise unusable(folder / CODE, "the program is missing, which a backward needs")
         spec = folder / SPEC
-        return cls(code.decode(), card, specs.load(spec) if spec.is_file() else None)
+        return cls(code.decode(), card, specs.load(spec) if spec.is_file() else None, outputs)
 
     @cached_property
     def code(self) -> str:
         """The text of the backward program. Raises Failed if it cannot be derived."""
-        return format_tree(backward(checked_program(parse(self.forward))).tree)
+        program = checked_program(parse(self.forward))
+        return format_tree(backward(program, self.outputs).tree)
 
     @cached_property
     def key(self) -> str:
@@ -101,9 +104,9 @@ class BackwardOrder:
         raise spilled
 
 
-def find_or_make(folder: Path, tell: store.Tell) -> Path:
-    """The backward package of a forward package."""
-    return store.find_or_make(BackwardOrder.of(folder), tell)
+def find_or_make(folder: Path, outputs: tuple[str, ...], tell: store.Tell) -> Path:
+    """The backward package of a forward package, for gradients of these outputs and of O."""
+    return store.find_or_make(BackwardOrder.of(folder, outputs), tell)
 
 
 def built(tree: Tree, gpu: Gpu, told: Mapping[str, str]) -> dict[str, str | bytes]:

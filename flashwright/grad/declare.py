@@ -99,9 +99,10 @@ class Scope:
         name = value.split(".")[0]
         store = self.back.saved.get(value) or self.back.given.get(value) or self.output
         copy, tensor = store.copy, store.tensor
-        if value in self.back.saved:
+        vector = self.forward.axes[value] == (QUERY,)
+        if value in self.back.saved or (value in self.back.given and vector):
             self.declare(name, tensor, tensor.dtype)
-        elif self.forward.axes[value] != (QUERY,):
+        elif not vector:
             self.declare(name, tensor, "fp32" if value in self.back.again else self.half)
         else:
             self.declare(name, tensor, "fp32", len(tensor.axes) - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 from flashwright.grad.adjoint import Grads, Reverse
@@ -55,10 +55,11 @@ class Backward:
     grads: Grads = field(default_factory=dict)
 
 
-def derive(program: Program) -> Backward:
-    """The backward pass of a checked program; Failed with FW908 if it has none."""
+def derive(program: Program, of: Collection[str] = ()) -> Backward:
+    """The backward pass of a checked program, for gradients of the outputs `of`; Failed with FW908
+    if it has none."""
     forward = normalise(program)
-    return _Derivation(forward, find_gauge(forward)).run()
+    return _Derivation(forward, find_gauge(forward)).run(of)
 
 
 class _Derivation:
@@ -79,14 +80,14 @@ class _Derivation:
         rows = (*(shift.id for shift in self.shifts.values()), *self.ones)
         forward.axes |= dict.fromkeys(rows, (QUERY,))
 
-    def run(self) -> Backward:
+    def run(self, of: Collection[str]) -> Backward:
         """The whole backward pass."""
         names = {self.carried[r]: shift for r, shift in self.shifts.items()}
         epilogue = [replace(s, value=renamed(s.value, names)) for s in self.forward.epilogue]
         known = self._solve(epilogue)
         known |= self._again(known)
         reverse = Reverse(self.forward)
-        reverse.run(epilogue, self._given())
+        reverse.run(epilogue, self._given(of))
         seeds = self._row_results(reverse, epilogue, known)
         self._initial_grads(seeds)
         self._body(seeds)
@@ -153,11 +154,14 @@ class _Derivation:
             value = call("where", tl.Binary(">", tl.Name(acc), ZERO), value, ZERO)
         return value
 
-    def _given(self) -> dict[str, tl.Expr]:
-        """The seeds: the gradient of O, or of each tile if no output is called O."""
+    def _given(self, of: Collection[str]) -> dict[str, tl.Expr]:
+        """The seeds: the gradients of the outputs `of`, and that of O, or of each tile if no output
+        is called O."""
         seeds: dict[str, tl.Expr] = {}
         tiles = [s for s in self.forward.stores if len(self.forward.axes[s.value]) == 2]
-        for store in [s for s in tiles if s.tensor.name == "O"] or tiles:
+        asked = [s for s in tiles if s.tensor.name == "O"] or tiles
+        asked += [s for s in self.forward.stores if s.tensor.name in of and s not in asked]
+        for store in asked:
             name = f"d{store.tensor.name}.0"
             self.result.given[name] = store
             self.forward.axes[name] = self.forward.axes[store.value]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from flashwright.grad.conversion import conversion
@@ -25,9 +26,13 @@ class Gradients:
     """Gradients that are missing, values that are computed again: a sentence each."""
 
 
-def backward(program: Program) -> Gradients:
-    """The backward pass of a checked program. Raises Failed with FW908 if it has none."""
-    scope = Scope(derive(program))
+def backward(program: Program, of: Collection[str] = ()) -> Gradients:
+    """The backward pass of a checked program. Raises Failed with FW908 if it has none.
+
+    It takes the gradient of O, or of each tile if no output is called O, and those of the outputs
+    `of` (the log-sum-exp).
+    """
+    scope = Scope(derive(program, of))
     main = MainKernel(scope)
     rows, parts = preprocess(scope)
     parts = [*main.parts, *parts]

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from flashwright.author.builtin.narrow import narrowed
 from flashwright.author.builtin.order import ordered
 from flashwright.check.check import check
 from flashwright.gpu import Gpu
@@ -109,7 +110,7 @@ def with_sizes(tree: Tree, tiling: BackwardTiling) -> Tree:
             own = replace(tiling, warps=tiling.bm // 16, vectors=False, beside=False)
             made += _main(kernel, own, types)
         else:
-            made += [_few_warps(stmt, tiling.bm // 16) for stmt in kernel]
+            made += (_few_warps(s, tiling.bm // 16) for s in narrowed(kernel, shared))
     return Tree(tuple(made))
 
 
