@@ -257,6 +257,10 @@ class _Walk:
             names = {n.id for n in tl.value_names(given.get(axis.label, tl.Num("0")))}
             side = QUERY if self.forward.query.name.id in names else format_expr(size)
             axes.append(KEY if self.forward.loop.var.id in names else side)
+        for load in self.forward.loads.values():
+            if load.tensor is tensor and _same_place(load.copy, copy):
+                self.current[dest] = load.value  # K and V are one tensor
+                return
         value = self.current[dest] = self._fresh(dest, tuple(axes))
         self.forward.loads[value] = Load(value, tensor, copy, tuple(axes))
 
@@ -363,6 +367,11 @@ class _Walk:
         name = f"{base}.{self.count[base]}"
         self.forward.axes[name] = axes
         return name
+
+
+def _same_place(one: tl.Copy, other: tl.Copy) -> bool:
+    """Whether two Copies take the same part of a tensor."""
+    return one.shape == other.shape and set(one.coords or ()) == set(other.coords or ())
 
 
 def _is_load(stmt: tl.Statement) -> bool:

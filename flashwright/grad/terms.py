@@ -5,10 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashwright.grad.adjoint import Grads, Leaf
-from flashwright.grad.algebra import Step, call, constant, mul, split_scalars, total, values_in
+from flashwright.grad.algebra import (
+    ONE,
+    Step,
+    call,
+    constant,
+    mul,
+    split_scalars,
+    total,
+    values_in,
+)
 from flashwright.grad.declare import FLOATS, Scope
 from flashwright.grad.derive import tidy
-from flashwright.grad.normalise import KEY, QUERY, refuse
+from flashwright.grad.normalise import KEY, QUERY
 from flashwright.grad.reduce import per_head
 from flashwright.lang import nodes as tl
 from flashwright.program.program import Tensor
@@ -33,7 +42,7 @@ def gradient_terms(scope: Scope) -> Terms:
         if isinstance(leaf, str):
             first, *more = {gemm_parts(t)[2] for t in terms}
             plain = not more and constant(first, scope.program.params) is not None
-            loads[leaf] = terms if plain else [_combined(scope, leaf, terms, steps)]
+            loads[leaf] = terms if plain else _combined(scope, leaf, terms, steps)
     elements = {leaf: terms for leaf, terms in grads.items() if isinstance(leaf, tl.Index)}
     exprs = [d for ds in (*loads.values(), *elements.values()) for d in ds]
     steps = tidy(steps, {v for d in exprs for v in values_in(d)})
@@ -67,22 +76,32 @@ def _has_sum(term: tl.Expr) -> bool:
     return any(isinstance(e, tl.Call) and e.func.id == "sum" for e in tl.expressions(term))
 
 
-def _combined(scope: Scope, leaf: str, terms: list[tl.Expr], steps: list[Step]) -> tl.Expr:
-    """GEMMs with different factors as one GEMM: the factors weight its other operand, in a step."""
+def _combined(scope: Scope, leaf: str, terms: list[tl.Expr], steps: list[Step]) -> list[tl.Expr]:
+    """The GEMMs with the same operand beside the weights as one, whose weights are a step; factors
+    that are constants stay apart."""
     parts = [gemm_parts(t) for t in terms]
-    if not parts[0][0]:
-        return total(terms)
+    if not all(a for a, _, _ in parts):
+        return [total(terms)]
     axes = scope.forward.axes
-    common = {*parts[0][:2]}.intersection(*(p[:2] for p in parts))
-    common = {v for v in common if set(axes[v]) != {QUERY, KEY}}
-    if len(common) != 1:
-        span = scope.forward.loads[leaf].copy.span
-        raise refuse(span, "its gradient is a sum of GEMMs with different factors")
-    other = common.pop()
-    step = Step(f"W.{leaf}", total(mul(tl.Name(b if a == other else a), f) for a, b, f in parts))
-    axes[step.target] = scope.forward.axes_of(step.value)
-    steps.append(step)
-    return call("gemm", tl.Name(other), tl.Name(step.target))
+    groups: dict[str, list[tuple[tl.Expr, tl.Expr]]] = {}
+    for a, b, factor in parts:
+        pair, other = (a, b) if set(axes[a]) == {QUERY, KEY} else (b, a)
+        groups.setdefault(other, []).append((tl.Name(pair), factor))
+    made: list[tl.Expr] = []
+    for other, group in groups.items():
+        weights, factor = group[0]
+        if len(group) > 1 or constant(factor, scope.program.params) is None:
+            steps.append(Step(f"W.{leaf}|{other}", total(mul(w, f) for w, f in group)))
+            axes[steps[-1].target] = scope.forward.axes_of(steps[-1].value)
+            weights, factor = tl.Name(steps[-1].target), ONE
+        made.append(mul(call("gemm", tl.Name(other), weights), factor))
+    return made
+
+
+def common_factor(terms: list[tl.Expr]) -> tl.Expr:
+    """The scalar factor of all terms; 1 if they have different ones."""
+    factors = {gemm_parts(t)[2] for t in terms}
+    return factors.pop() if len(factors) == 1 else ONE
 
 
 def gemm_parts(term: tl.Expr) -> tuple[str, str, tl.Expr]:

@@ -72,7 +72,7 @@ def agrees(text: str, reference: Reference, lengths: Any = LENGTHS, **more: Any)
         dims |= more.get("dims", {})
         inputs = _inputs(program, dims, more.get("given"))
         found, expected = _both(kernels, inputs, reference, dims)
-        assert {"dQ", "dK", "dV"} <= found.keys() <= expected.keys()
+        assert {"dQ", "dK"} <= found.keys() <= expected.keys()
         for name, gradient in found.items():
             _close(name, gradient.astype(np.float64), expected[name])
     return made
@@ -423,18 +423,23 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "error[FW908]" in capsys.readouterr().err
 
 
-def test_a_tensor_that_is_two_tiles_is_refused() -> None:
-    """K = V: the sum of both gradients is not derived yet."""
-    text = example("softmax_by_hand", "0.125 * Smax + log(Ssum)")
-    lines = [line for line in text.splitlines() if not line.startswith("Allocate V in global")]
-    lines = [
-        f"{line.replace('Copy V', 'Copy K')} and get V" if line.startswith("  Copy V") else line
-        for line in lines
-    ]
-    text = "\n".join(lines).replace(
-        "Allocate S in", "Allocate V in shared (BN, HeadDim) as bf16\nAllocate S in", 1
-    )
-    assert "`K` is loaded as two tiles" in refused(text)
+@pytest.mark.parametrize("place", ["L = i", "L = i, D = 0"])
+def test_keys_that_are_values_as_well(place: str) -> None:
+    """As one tile, and as two tiles that have the same elements: their gradients add up."""
+
+    def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
+        q, k = positions(dims)
+        return softmax(scores(t) / 8, k <= q, {**t, "V": t["K"]})
+
+    made = []
+    for line in example("softmax_by_hand").splitlines():
+        if line.startswith("Allocate V"):
+            line = "Allocate V in shared (BN, HeadDim) as bf16"
+        elif line.startswith("  Copy V"):
+            line = f"{line.replace('Copy V', 'Copy K').replace('L = i', place)} and get V"
+        made.append(line)
+    found = agrees("\n".join(made), attention)
+    assert ("dKsum" in found) == ("D" in place)
 
 
 @pytest.mark.parametrize("name", ["n", "head", "kv_head_"])

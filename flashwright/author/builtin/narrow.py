@@ -52,8 +52,8 @@ def narrowed(kernel: tuple[Statement, ...], shared: tuple[Statement, ...]) -> tu
     if columns is None or any(isinstance(s, For) for s in kernel):
         return kernel
     frame = [s for s in kernel if isinstance(s, Grid | Param | Comment | Allocate)]
-    body = [s for s in kernel if not isinstance(s, Grid | Param | Comment | Allocate)]
-    body = [part for s in body for part in _apart(s, columns.tiles)]
+    rest = (s for s in kernel if not isinstance(s, Grid | Param | Comment | Allocate))
+    body = [part for s in rest for part in _apart(s, columns.tiles)]
     inside = [s for s in body if names(s)[0] & columns.tiles]
     sums = [s for s in inside if isinstance(s, Compute) and not names(s)[1] & columns.tiles]
     made = {name for s in sums for name in names(s)[1]}
