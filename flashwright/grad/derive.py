@@ -66,12 +66,14 @@ class _Derivation:
     """Derives a backward pass.
 
     `shifts` has for each reference the value in its place, the log-sum-exp in its units; `sums` the
-    reference of each sum that is 1 then, `ones` the names of these sums after the loop.
+    reference of each sum that is 1 then, `ones` the names of these sums after the loop; `summed`
+    says whether a gradient is a sum over the elements of tiles.
     """
 
     def __init__(self, forward: Forward, gauge: Gauge) -> None:
         self.forward, self.gauge, self.carried = forward, gauge, forward.carried
         self.result = Backward(forward)
+        self.summed = False
         several = len(gauge.references) > 1
         self.marks = {r: str(n) if several else "" for n, r in enumerate(gauge.references, 1)}
         self.shifts = {r: tl.Name(f"Shift{mark}.0") for r, mark in self.marks.items()}
@@ -277,15 +279,19 @@ class _Derivation:
         for shift in self.shifts.values():
             reverse.grads.pop(shift.id, None)
         self.result.grads = reverse.grads
+        grads = [d for ds in reverse.grads.values() for d in ds]
+        calls = [e for d in grads for e in tl.expressions(d) if isinstance(e, tl.Call)]
+        self.summed = any(e.func.id == "sum" for e in calls)
         roots = {v for ds in reverse.grads.values() for d in ds for v in values_in(d)}
         tidied = tidy([*steps, *reverse.steps], roots)
         self.result.body = [replace(s, value=self._without_tail(s.value)) for s in tidied]
 
     def _without_tail(self, value: tl.Expr) -> tl.Expr:
         """A Mask that also hides the queries past the end, where a score may be large: those are
-        loaded as zeros, but a bias or a slope is added all the same."""
+        loaded as zeros, but a bias or a slope is added all the same. A sum over queries needs it
+        in any case."""
         match value:
-            case tl.Call(tl.Name("mask"), (scores, condition)) if _biased(scores):
+            case tl.Call(tl.Name("mask"), (scores, condition)) if self.summed or _biased(scores):
                 length = self.forward.query.high
                 assert isinstance(length, tl.Binary)
                 inside = tl.Binary("<", tl.Name("q_idx"), length.left)

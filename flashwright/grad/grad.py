@@ -33,16 +33,26 @@ def backward(program: Program, of: Collection[str] = ()) -> Gradients:
     `of` (the log-sum-exp).
     """
     scope = Scope(derive(program, of))
-    main = MainKernel(scope)
+    mains = _main_kernels(scope)
     rows, parts = preprocess(scope)
-    parts = [*main.parts, *parts]
-    sums = main.sums.values()
+    parts = [*(part for main in mains for part in main.parts), *parts]
+    sums = {target: item for main in mains for target, item in main.sums.items()}
     kernels = [
         *recompute(scope),
         *rows,
-        *main.statements,
-        *conversion(scope, sums),
+        *(stmt for main in mains for stmt in main.statements),
+        *conversion(scope, sums.values()),
         *reduction(scope, parts),
     ]
     head = scope.head(kernels, [HEADS] if parts else [])
     return Gradients(Tree((*head, *kernels)), tuple(scope.outputs), tuple(scope.notes))
+
+
+def _main_kernels(scope: Scope) -> list[MainKernel]:
+    """The main kernel, and one with tiles that have the axes in the other order, if gradients need
+    sums over both."""
+    first = MainKernel(scope)
+    if not first.terms.turned:
+        return [first]
+    scope.pair = scope.pair[::-1]
+    return [first, MainKernel(scope, first.terms.turned)]

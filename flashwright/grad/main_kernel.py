@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from flashwright.grad.algebra import ONE, ZERO, div, gemm_operands, mul, renamed, total, values_in
@@ -18,13 +19,14 @@ _TURNED: dict[tl.Side, tl.Side] = {"rows": "columns", "columns": "rows"}
 
 
 class MainKernel:
-    """Writes the main kernel; `sums` and `parts` are the gradients that other kernels complete."""
+    """Writes a main kernel for all gradients, or for those of some loads; `sums` and `parts` are
+    the gradients that other kernels complete."""
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: Scope, only: Collection[str] = ()) -> None:
         self.scope, self.back, self.forward = scope, scope.back, scope.forward
         self._declare_read()
         self.owner = find_owner(scope)
-        self.terms = gradient_terms(scope)
+        self.terms = gradient_terms(scope, only)
         for load in self.forward.loads.values():
             if load.value in self.terms.loads:
                 scope.declare_gradient(load.tensor)
@@ -69,7 +71,7 @@ class MainKernel:
         load = self.forward.loads.get(value)
         copy = self._placed(load.copy if load else self.scope.row_copy(value), value)
         if load:
-            self._lies_along(load)
+            self._lies_along(load, self.forward.program.dest(load.copy)[0], load.tensor.dtype)
         body = self.write.body if place_names(copy) & self.owner.inside else self.before
         body += [self.write.load(value, copy, space) for space in spaces]
 
@@ -83,14 +85,14 @@ class MainKernel:
         wanted: tuple[tuple[tl.Space, bool], ...] = (("shared", in_gemm), ("register", in_other))
         return [space for space, needed in wanted if needed]
 
-    def _lies_along(self, load: Load) -> None:
-        """Declare a vector that lies along an axis by its Allocate: rows may be columns here."""
-        name, space = self.forward.program.dest(load.copy)
-        buffer = self.forward.program.buffers.get((name, space))
+    def _lies_along(self, load: Load, name: str, dtype: str) -> None:
+        """Declare a vector like one that lies along an axis by its Allocate: rows may be columns
+        here."""
+        buffer = self.forward.program.buffers.get(self.forward.program.dest(load.copy))
         if buffer is None or buffer.along is None:
             return
         along = _TURNED[buffer.along] if self.scope.pair[0] == KEY else buffer.along
-        self.write.allocate(name, "register", load.axes, load.tensor.dtype, along)
+        self.write.allocate(name, "register", load.axes, dtype, along)
 
     def _placed(self, copy: tl.Copy, value: str) -> tl.Copy:
         """The Copy with the coordinates of this kernel."""
@@ -149,6 +151,7 @@ class MainKernel:
         held = owned and not place_names(copy) & self.owner.inside
         factor = common_factor(terms)
         self.write.held.pop(name, None)
+        self._lies_along(load, name, "fp32")
         if len(terms) == 1 or (not held and all(gemm_parts(t)[2] == factor for t in terms)):
             self._sum(value, terms, factor, held)
         else:
@@ -189,14 +192,14 @@ class MainKernel:
         """Write a gradient, or add it to those of other blocks and of other tiles of its tensor."""
         body = self.after if held else self.write.body
         alone = held and {a.name.id for a in self.owner.grid.axes} <= place_names(copy)
-        others = [self.forward.loads[v] for v in self.terms.loads if v != load.value]
-        others = [other for other in others if other.tensor is load.tensor]
+        leaves = [v for v in self.back.grads if isinstance(v, str) and v != load.value]
+        others = [o for v in leaves if (o := self.forward.loads[v]).tensor is load.tensor]
         alone &= all(_disjoint(load.copy, other.copy) for other in others)
         target, left = f"d{load.tensor.name}", factor
         if not alone and load.tensor.dtype != "fp32":
             target += "sum"
             self.scope.declare(target, load.tensor, "fp32")
-            same = all(common_factor(self.terms.loads[o.value]) == factor for o in others)
+            same = all(common_factor(self.back.grads[o.value]) == factor for o in others)
             self.sums[target] = Sum(load, factor if same else ONE)
             left = ONE if same else factor
         if left != ONE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from flashwright.grad.adjoint import Grads, Leaf
@@ -25,18 +26,24 @@ from flashwright.program.program import Tensor
 
 @dataclass(frozen=True)
 class Terms:
-    """The steps of the main kernel, the terms of each gradient of a load and of an element, and
-    all of these terms."""
+    """The steps of a main kernel, the terms of each gradient of a load and of an element, all of
+    these terms, and the loads whose gradients need tiles with the axes in the other order."""
 
     steps: list[Step]
     loads: dict[str, list[tl.Expr]]
     elements: dict[tl.Index, list[tl.Expr]]
     exprs: list[tl.Expr]
+    turned: list[str]
 
 
-def gradient_terms(scope: Scope) -> Terms:
-    """The gradients that TL can express; the others are noted as missing."""
+def gradient_terms(scope: Scope, only: Collection[str] = ()) -> Terms:
+    """The gradients that TL can express, all or those of some loads; the others are noted as
+    missing."""
     steps, grads = list(scope.back.body), _expressible(scope)
+    if only:
+        grads = {leaf: terms for leaf, terms in grads.items() if leaf in only}
+    turned = [v for v in grads if isinstance(v, str) and _needs_turning(scope, v)]
+    grads = {leaf: terms for leaf, terms in grads.items() if leaf not in turned}
     loads: dict[str, list[tl.Expr]] = {}
     for leaf, terms in grads.items():
         if isinstance(leaf, str):
@@ -46,16 +53,14 @@ def gradient_terms(scope: Scope) -> Terms:
     elements = {leaf: terms for leaf, terms in grads.items() if isinstance(leaf, tl.Index)}
     exprs = [d for ds in (*loads.values(), *elements.values()) for d in ds]
     steps = tidy(steps, {v for d in exprs for v in values_in(d)})
-    return Terms(steps, loads, elements, exprs)
+    return Terms(steps, loads, elements, exprs, turned)
 
 
 def _expressible(scope: Scope) -> Grads:
     """The gradients that TL can express."""
-    for leaf, terms in scope.back.grads.items():
+    for leaf in scope.back.grads:
         if isinstance(leaf, tl.Index):
             per_head(scope, leaf)
-        elif scope.forward.axes[leaf][:1] != scope.pair[:1] and any(map(_has_sum, terms)):
-            scope.missing[_tensor(scope, leaf).name] = "TL has no sum over the rows of a tile"
     tensors = {leaf: _tensor(scope, leaf) for leaf in scope.back.grads}
     return {
         leaf: terms
@@ -69,6 +74,12 @@ def _tensor(scope: Scope, leaf: Leaf) -> Tensor:
     if isinstance(leaf, str):
         return scope.forward.loads[leaf].tensor
     return scope.program.tensors[leaf.tensor.id]
+
+
+def _needs_turning(scope: Scope, leaf: str) -> bool:
+    """Whether a gradient is a sum over the rows of tiles: TL has sums over columns."""
+    across = scope.forward.axes[leaf][:1] != scope.pair[:1]
+    return across and any(map(_has_sum, scope.back.grads[leaf]))
 
 
 def _has_sum(term: tl.Expr) -> bool:
