@@ -299,14 +299,14 @@ def test_squared_relu() -> None:
     agrees(text.replace("param Bias = -4 ", "param Bias = -1 "), attention)
 
 
-def test_two_gemms_in_one_tile_of_scores() -> None:
+@pytest.mark.parametrize("name", ["rope_split", "side_by_side"])
+def test_two_parts_of_the_heads(name: str) -> None:
     def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
         q, k = positions(dims)
         rope = t["Qrope"] @ t["Krope"][:, None].transpose(-1, -2)
         return softmax((scores(t) + rope) / 192**0.5, k <= q, t)
 
-    made = agrees(example("rope_split"), attention, ((70, 100), (130, 40)))
-    assert "dKrope" in made
+    assert "dKrope" in agrees(example(name), attention, ((70, 100), (130, 40)))
 
 
 def test_differential_attention() -> None:
@@ -387,7 +387,6 @@ def test_a_sum_that_decays_is_refused() -> None:
     [
         ("paged", "the place of `K` comes from a tensor"),
         ("paper", "a view with an offset"),
-        ("side_by_side", "side by side"),
         ("sink_tile", "a GEMM before the loop"),
     ],
 )
