@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from flashwright.author.builtin.narrow import narrowed
 from flashwright.author.builtin.order import ordered
-from flashwright.check.check import check
+from flashwright.check.check import check, over_budget
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.nodes import (
@@ -86,11 +86,11 @@ def tilings(tree: Tree, gpu: Gpu) -> Iterator[tuple[BackwardTiling, Tree]]:
     fits = False
     for tiling in (*(WITH_WGMMA if gpu.wgmma else ()), *WITHOUT):
         sized = with_sizes(tree, tiling)
-        verdict = check(sized, gpu)
-        if verdict.ok:
+        errors = over_budget(sized, gpu) or check(sized, gpu).errors
+        if not errors:
             fits = True
             yield tiling, sized
-        found = found or Failed(*verdict.errors)
+        found = found or Failed(*errors)
     if not fits and found is not None:
         raise found
 

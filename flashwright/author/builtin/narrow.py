@@ -56,11 +56,16 @@ def narrowed(kernel: tuple[Statement, ...], shared: tuple[Statement, ...]) -> tu
     body = [part for s in rest for part in _apart(s, columns.tiles)]
     inside = [s for s in body if names(s)[0] & columns.tiles]
     sums = [s for s in inside if isinstance(s, Compute) and not names(s)[1] & columns.tiles]
-    made = {name for s in sums for name in names(s)[1]}
-    before = [s for s in body if s not in inside and not names(s)[0] & made]
-    after = [s for s in body if s not in inside and s not in before]
+    late = {name for s in sums for name in names(s)[1]}
+    before: list[Statement] = []
+    after: list[Statement] = []
+    for stmt in (s for s in body if s not in inside):
+        touched, written = names(stmt)
+        waits = bool(touched & late)
+        (after if waits else before).append(stmt)
+        late |= written if waits else set()
     read = {name for s in inside if s not in sums for name in names(s)[0]}
-    late = {name for s in after for name in names(s)[1]} | made
+    read |= {name for s in sums for name in names(s)[0] - names(s)[1]}
     if not all(map(_sums_rows, sums)) or read & late or _twice([*before, *inside]):
         return kernel
     start = (Compute(None, (Num("0"),), mode="get", target=s.target) for s in sums)
