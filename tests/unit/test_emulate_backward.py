@@ -40,6 +40,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"causal": True, "softcap": 30.0},
     "alibi": {"causal": True, "alibi": True},
     "sink": {"causal": True, "sink": True},
+    "wider": {"causal": True, "head_dim": 256},  # kernels apart, or warps that share rows
+    "mla": {"variant": "mla", "heads": 2, "kv_heads": 2, "head_dim": 192, "causal": True},
+    "no lse": {"causal": True, "lse": False},  # the forward's loop once more
 }
 DTYPE = {"t4": "fp16", "a100": "bf16", "h200": "bf16"}
 LENGTHS = ((1, 1), (70, 133), (150, 90))
@@ -48,8 +51,8 @@ LENGTHS = ((1, 1), (70, 133), (150, 90))
 def derived(option: str, gpu: str) -> tuple[list[str], Steps, AttentionSpec]:
     """The kernels of a backward pass as programs, with the author's first sizes."""
     card = gpus.find(gpu)
-    settings = {"head_dim": 64, "dtype": DTYPE[gpu], **OPTIONS[option]}
-    spec = make_spec("gqa", heads=4, kv_heads=2, **settings)
+    settings = {"variant": "gqa", "heads": 4, "kv_heads": 2, "head_dim": 64, **OPTIONS[option]}
+    spec = make_spec(**{**settings, "dtype": DTYPE[gpu]})
     forward = write_code(write_sketch(spec), spec, card).code
     _, sized = next(tilings(backward(checked_program(parse(forward))).tree, card))
     programs = check(sized, card).kernels
@@ -80,7 +83,12 @@ SHARES = [
         pytest.param(gpu, list(OPTIONS), marks=pytest.mark.slow, id=f"{gpu}-all")
         for gpu in ("h200", "t4")
     ),
-    pytest.param("a100", ["full", "wide", "softcap"], marks=pytest.mark.slow, id="a100-more"),
+    pytest.param(
+        "a100",
+        ["full", "wide", "softcap", "wider", "mla", "no lse"],
+        marks=pytest.mark.slow,
+        id="a100-more",
+    ),
 ]
 
 
@@ -91,9 +99,11 @@ def test_gradients(gpu: str, options: list[str]) -> None:
     for codes, record, spec in made:
         steps = [next(built) for _ in codes]
         for (q_len, kv_len), how in zip(LENGTHS, SCHEDULES, strict=False):
-            dims = {"batch": 1, "heads": 4, "kv_heads": 2, "q_len": q_len, "kv_len": kv_len}
+            dims = {"batch": 1, "heads": spec.heads, "kv_heads": spec.kv_heads}
+            dims |= {"q_len": q_len, "kv_len": kv_len}
             drawn = make_inputs(spec.model_copy(update={"backward": True}), dims, 1, "normal")
             given = with_outputs(spec, drawn, oracle.attention(spec, drawn, dims))
+            given = {name: given[name] for name in given if spec.lse or name != "LSE"}
             found = launched(steps, record, given, dims, how)
             for name, expected in gradients(spec, drawn, dims).items():
                 if name in found:
