@@ -12,6 +12,7 @@ from flashwright.grad.main_kernel import MainKernel
 from flashwright.grad.preprocess import preprocess
 from flashwright.grad.recompute import recompute
 from flashwright.grad.reduce import HEADS, reduction
+from flashwright.grad.views import without_views
 from flashwright.lang.nodes import Tree
 from flashwright.program.program import Program
 
@@ -32,7 +33,7 @@ def backward(program: Program, of: Collection[str] = ()) -> Gradients:
     It takes the gradient of O, or of each tile if no output is called O, and those of the outputs
     `of` (the log-sum-exp).
     """
-    scope = Scope(derive(program, of))
+    scope = Scope(derive(without_views(program), of))
     mains = _main_kernels(scope)
     rows, parts = preprocess(scope)
     parts = [*(part for main in mains for part in main.parts), *parts]

@@ -24,10 +24,12 @@ from flashwright.judge.gradient_noise import compare
 from flashwright.judge.gradients import gradients, with_outputs
 from flashwright.judge.inputs import make_inputs
 from flashwright.lang.format import format_tree
-from flashwright.lang.parse import parse
+from flashwright.lang.parse import parse, read
 from flashwright.program.kernels import Kernels
 from flashwright.sandbox.tensors import DTYPES
-from flashwright.spec import AttentionSpec
+from flashwright.semantics.interpret import interpret_all, shape_of
+from flashwright.spec import AttentionSpec, load
+from tests.example_programs import EXAMPLES
 from tests.unit.together import SCHEDULES, Kernel, kernels
 
 pytestmark = pytest.mark.skipif(not toolchain.has_nvcc(), reason="there is no CUDA compiler here")
@@ -109,3 +111,32 @@ def test_gradients(gpu: str, options: list[str]) -> None:
                 if name in found:
                     compared = compare(found[name], expected)
                     assert compared.ok, f"{spec.in_words} {dims} {name}: {compared.reason}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["a100", "h200"])
+def test_examples(gpu: str) -> None:
+    """Gradients of other tensors, two softmaxes, tiles side by side: as the interpreter has them,
+    which test_grad.py compares with fp64."""
+    card, made = gpus.find(gpu), []
+    for name in ("forgetting", "differential", "side_by_side", "bias_prefix"):
+        spec = load(EXAMPLES / f"{name}.toml")
+        tree = backward(checked_program(parse(read(EXAMPLES / f"{name}.tl")))).tree
+        _, sized = next(tilings(tree, card))
+        made.append((spec, check(sized, card).kernels))
+    texts = [(format_tree(p.tree), spec) for spec, programs in made for p in programs]
+    built = iter(kernels(texts, gpu))
+    for spec, programs in made:
+        steps = [next(built) for _ in programs]
+        whole = Kernels(programs)
+        dims = {"batch": 1, "heads": spec.heads, "kv_heads": spec.kv_heads}
+        dims |= {"q_len": 70, "kv_len": 133}
+        rng = np.random.default_rng(0)
+        inputs = {t.name: rng.standard_normal(shape_of(t, programs[0], dims)) for t in whole.inputs}
+        given = {t.name: inputs[t.name].astype(DTYPES[t.dtype]) for t in whole.inputs}
+        expected = interpret_all(whole, given, dims)
+        found = launched(steps, Steps.of(whole), given, dims, SCHEDULES[0])
+        for name, array in expected.items():
+            error = found[name].astype(np.float64) - array.astype(np.float64)
+            size = np.sqrt(np.mean(array.astype(np.float64) ** 2))
+            assert np.sqrt(np.mean(error**2)) <= 2e-3 * size, (spec.variant, name)

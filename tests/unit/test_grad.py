@@ -386,7 +386,6 @@ def test_a_sum_that_decays_is_refused() -> None:
     ("name", "says"),
     [
         ("paged", "the place of `K` comes from a tensor"),
-        ("paper", "a view with an offset"),
         ("sink_tile", "a GEMM before the loop"),
     ],
 )

@@ -19,12 +19,12 @@ from flashwright.lang.nodes import Tree
 from flashwright.lang.parse import parse, read
 from flashwright.lower.translate import translate
 from flashwright.program.kernels import Kernels
-from flashwright.spec import AttentionSpec
+from flashwright.spec import AttentionSpec, load
 from tests.example_programs import PROGRAMS
 from tests.share import some
 
 GPUS = ("t4", "a100", "h200")
-REFUSED = ("paged", "paper", "sink_tile")
+REFUSED = ("paged", "sink_tile")
 """Examples without a derived backward: test_grad.py has the reasons."""
 EXAMPLES = [p for p in PROGRAMS if p.stem not in REFUSED]
 MASKS: dict[str, dict[str, Any]] = {
@@ -96,7 +96,13 @@ def test_author(spec: AttentionSpec) -> None:
 def test_example(path: Any) -> None:
     made = backward(checked_program(parse(read(path))))
     assert {"dQ", "dK", "dV"} <= set(made.gradients)
-    assert check(made.tree).diagnostics == ()
+    verdict = check(made.tree)
+    assert verdict.diagnostics == ()
+    spec = load(path.with_suffix(".toml")).model_copy(update={"backward": True})
+    if not spec.reference:  # test_grad.py compares the others with fp64
+        cases = default_cases(spec, [(21, 34), (70, 66)])
+        found = judge(Kernels(verdict.kernels), spec, cases=cases)
+        assert found.ok, found.diagnostics
 
 
 SOME_WIDE = [("mla", {"heads": 2}), ("gqa", {**HEADS["gqa"], "head_dim": 256})]
