@@ -112,8 +112,13 @@ SOME_WIDE = [("mla", {"heads": 2}), ("gqa", {**HEADS["gqa"], "head_dim": 256})]
 @pytest.mark.parametrize(("variant", "options"), SOME_WIDE)
 def test_wide_heads_fit(variant: str, options: dict[str, Any], gpu: str) -> None:
     spec = make_spec(variant, **{**options, "dtype": "fp16", "causal": True})
-    tiling, _ = next(iter(tilings(derived(spec, gpu).tree, find(gpu))))
+    card, wanted = find(gpu), spec.model_copy(update={"backward": True})
+    tiling, sized = next(iter(tilings(derived(spec, gpu).tree, card)))
     assert tiling.apart == (gpu != "h200" or variant == "mla")
+    found = judge(
+        Kernels(check(sized, card).kernels), wanted, cases=default_cases(wanted, [(34, 40)])
+    )
+    assert found.ok, found.diagnostics
 
 
 @pytest.mark.slow
