@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flashwright.cli.command import FINE, blaming, find_gpu, guarded, load_program, shown_name
 
+if TYPE_CHECKING:
+    from flashwright.lang.nodes import Tree
+    from flashwright.program.program import Program
+
 
 def register(app: typer.Typer) -> None:
     """Add the command to the application."""
     app.command(rich_help_panel="Work on TL")(grad)
+
+
+def _check_result(tree: Tree, program: Program) -> None:
+    """Refuse a program whose backward pass is not valid, instead of printing that."""
+    from flashwright.check.check import check
+    from flashwright.lang.diagnostic import Diagnostic, Failed
+
+    for error in check(tree).errors:
+        text = f"what is derived has an error: {error.message} ({error.code})"
+        raise Failed(Diagnostic("FW908", text, program.grid.span))
 
 
 @guarded
@@ -43,6 +57,7 @@ def grad(
         raise typer.BadParameter(f"no output is called {min(unknown)}: there are {there}")
     with blaming(shown_name(file), source):
         made = backward(program, names)
+        _check_result(made.tree, program)
     tree = made.tree
     if gpu is not None:
         _, tree = next(iter(tilings(tree, find_gpu(gpu))))

@@ -91,13 +91,14 @@ class BackwardOrder:
         write(folder / RESULT, json.dumps({"ok": True, "gpu": self.gpu.name}) + "\n")
 
     def _built(self, told: Mapping[str, str]) -> dict[str, str | bytes]:
-        """The files of the package, with the first sizes whose kernels do not spill."""
+        """The files of the package, with the first sizes whose kernels neither spill nor have
+        products that wait for each other."""
         spilled: Failed | None = None
         for _, sized in tilings(parse(self.code), self.gpu):
             try:
                 return built(sized, self.gpu, told)
             except Failed as failed:
-                if any(d.code != "FW823" for d in failed.diagnostics):
+                if any(d.code not in ("FW823", "FW824") for d in failed.diagnostics):
                     raise
                 spilled = failed
         assert spilled is not None

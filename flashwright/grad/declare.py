@@ -22,7 +22,8 @@ class Scope:
 
     `globals` are the tensors declared so far, `missing` the inputs without a gradient and why.
     `sizes` has the tile's size along each axis, `pair` the order of axes in tiles of queries and
-    keys, `half` the type of GEMM operands, `output` the store of the output.
+    keys (`turns`: the other order is possible too), `half` the type of GEMM operands, `output` the
+    store of the output.
     """
 
     def __init__(self, back: Backward) -> None:
@@ -30,8 +31,8 @@ class Scope:
         loads = self.forward.loads.values()
         shapes = [dict(zip(v.axes, v.copy.shape or (), strict=True)) for v in loads]
         self.sizes = {axis: size for shape in shapes for axis, size in shape.items()}
-        pairs = any(set(v.axes) == {QUERY, KEY} for v in loads)
-        self.pair: Axes = (QUERY, KEY) if pairs else (KEY, QUERY)
+        self.turns = not any(set(v.axes) == {QUERY, KEY} for v in loads)
+        self.pair: Axes = (KEY, QUERY) if self.turns else (QUERY, KEY)
         if not back.given:
             raise refuse(self.forward.loop.span, "no output is a tile of queries and dimensions")
         self.output = next(iter(back.given.values()))
@@ -94,6 +95,9 @@ class Scope:
         """The Copy of a value that lies along the queries, its tensor declared."""
         load = self.forward.loads.get(value)
         if load is not None:
+            if self.forward.loop.var.id in place_names(load.copy):
+                text = f"`{load.tensor.name}` is read after the loop as the last iteration left it"
+                raise refuse(load.copy.span, text)
             self.declare_input(load.tensor)
             return load.copy
         name = value.split(".")[0]

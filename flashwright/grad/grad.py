@@ -9,7 +9,7 @@ from flashwright.grad.conversion import conversion
 from flashwright.grad.declare import Scope
 from flashwright.grad.derive import derive
 from flashwright.grad.main_kernel import MainKernel
-from flashwright.grad.preprocess import preprocess
+from flashwright.grad.preprocess import note_missing, preprocess
 from flashwright.grad.recompute import recompute
 from flashwright.grad.reduce import HEADS, reduction
 from flashwright.grad.views import without_views
@@ -34,6 +34,7 @@ def backward(program: Program, of: Collection[str] = ()) -> Gradients:
     `of` (the log-sum-exp).
     """
     scope = Scope(derive(without_views(program), of))
+    note_missing(scope)
     mains = _main_kernels(scope)
     rows, parts = preprocess(scope)
     parts = [*(part for main in mains for part in main.parts), *parts]

@@ -368,6 +368,11 @@ class _Walk:
                 return self._read(operand)
             case tl.Name(id) if not self.program.is_scalar(id) and self.program.tile(expr):
                 return self._value(expr)
+            case tl.Name(id) if id in self.forward.lets:
+                return self._read(self.forward.lets[id])
+            case tl.Name(id) if id in (self.forward.loop.var.id, self.forward.query.name.id):
+                text = f"a computation depends on the number of a block, `{id}`"
+                raise refuse(self.span, text, "tiles have other sizes here: use q_idx and kv_idx")
             case tl.Call(func, args):
                 return call(func.id.lower(), *map(self._read, args))
             case tl.Binary(op, left, right):

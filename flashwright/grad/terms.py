@@ -61,6 +61,8 @@ def _expressible(scope: Scope) -> Grads:
     for leaf in scope.back.grads:
         if isinstance(leaf, tl.Index):
             per_head(scope, leaf)
+        elif not scope.turns and _needs_turning(scope, leaf):
+            scope.missing[_tensor(scope, leaf).name] = "TL has no sum over the rows of a tile"
     tensors = {leaf: _tensor(scope, leaf) for leaf in scope.back.grads}
     return {
         leaf: terms

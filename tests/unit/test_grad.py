@@ -441,6 +441,45 @@ def test_keys_that_are_values_as_well(place: str) -> None:
     assert ("dKsum" in found) == ("D" in place)
 
 
+def test_the_number_of_a_block_is_refused() -> None:
+    """The tiles of the backward pass have other sizes."""
+    seen = "kv_idx <= q_idx + kv_len - q_len"
+    text = example("softmax_by_hand").replace(seen, f"{seen} and not kv_idx == i * BN + 5")
+    assert "the number of a block, `i`" in refused(text)
+
+
+NUMBER = """Allocate Number in global (B: batch, H: heads, N: kv_len, L: q_len) as fp32
+Allocate Number in register (BM) as fp32
+"""
+LOAD = """  Copy Number (BM) in coordinate [B = batch_idx, H = head_idx, N = i, L = block_idx]
+    from global to register
+  Compute S + Number and get new S
+"""
+
+
+def test_what_the_last_iteration_leaves_is_refused() -> None:
+    late = "Compute O_register + Number and get new O_register\n"
+    text = example("unscaled").replace("Copy O", f"{late}Copy O", 1)
+    text = text.replace("Allocate S in", f"{NUMBER}Allocate S in", 1)
+    text = text.replace("  Compute Mask", f"{LOAD}  Compute Mask", 1)
+    assert "as the last iteration left it" in refused(text)
+
+
+def test_a_gradient_that_would_lack_a_part_is_not_given() -> None:
+    """The loop and the epilogue both add Gate to something."""
+    gate = GATE.replace("O_register * sigmoid(Gate_register)", "O_register + rowsum(Gate_register)")
+    text = example("softmax_by_hand").replace(
+        "Compute -1e30", f"{gate.partition('Compute')[0]}Compute -1e30"
+    )
+    text = text.replace(
+        "Compute max(Smax", "Compute S + rowsum(Gate_register) and get new S\n  Compute max(Smax"
+    )
+    text = text.replace("Copy O (BM", f"Compute{gate.partition('Compute')[2]}Copy O (BM")
+    made = derived(text)
+    assert "No gradient of Gate" in made
+    assert "dGate" not in made
+
+
 @pytest.mark.parametrize("name", ["n", "head", "kv_head_"])
 def test_names_of_the_forward_are_no_trouble(name: str) -> None:
     text = example("softmax_by_hand", "0.125 * Smax + log(Ssum)").replace("head_idx", name)
