@@ -167,6 +167,8 @@ def _main(
             yield from (_allocated(c, tiling.stages, types[base_name(c.name)]) for c in staged)
         if isinstance(stmt, Param) and stmt.name.id == "Warps":
             yield replace(stmt, value=Num(str(tiling.warps)))
+            if tiling.apart and tiling.beside:  # ptxas serializes the products of split loops here
+                yield Param(Name("SplitMasked"), Num("0"))
         elif isinstance(stmt, For):
             loop = ordered(stmt.body) if tiling.beside else stmt.body
             yield replace(stmt, body=tuple(_loop(loop, staged)))
