@@ -13,7 +13,7 @@ from flashwright.lang.nodes import (
     expressions,
     statements,
 )
-from flashwright.program.kernels import Declaration, declared
+from flashwright.program.kernels import Declaration, Kernels, declared
 from flashwright.program.program import Program
 from flashwright.program.vocabulary import RESERVED_PARAMS
 
@@ -48,6 +48,16 @@ def check_between(programs: Sequence[Program]) -> Iterator[Diagnostic]:
                 text = f"`{tensor.name}` is read before it is written"
                 span = _reads(program, tensor.name)[0]
                 yield Diagnostic("FW612", text, span, secondary=where)
+
+
+def check_fragments(programs: Sequence[Program]) -> Iterator[Diagnostic]:
+    """FW612 for tensors in fragments that the caller would see."""
+    kernels = Kernels(tuple(programs))
+    for tensor in (*kernels.inputs, *kernels.outputs):
+        if tensor.declared.fragments:
+            text = f"`{tensor.name}` is in fragments, but the caller passes it"
+            hint = "only tensors that one kernel writes and a later one reads lie in fragments"
+            yield Diagnostic("FW612", text, tensor.declared.span, help=hint)
 
 
 def check_shared(tree: Tree, kernels: Sequence[Tree]) -> Iterator[Diagnostic]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from flashwright.check.between import check_between, check_shared
+from flashwright.check.between import check_between, check_fragments, check_shared
 from flashwright.check.names import Names
 from flashwright.check.operations import check_operations
 from flashwright.check.spaces import check_copies, check_operands
@@ -41,9 +41,15 @@ class Checked:
         return not self.errors
 
 
-def check(tree: Tree, gpu: Gpu | None = None, dims: Mapping[str, int] | None = None) -> Checked:
+def check(
+    tree: Tree,
+    gpu: Gpu | None = None,
+    dims: Mapping[str, int] | None = None,
+    part: bool = False,
+) -> Checked:
     """Check a sketch or code, and with a GPU also its budgets and instructions. `dims` are the
-    sizes that a spec gives to the program's own dims."""
+    sizes that a spec gives to the program's own dims. A `part` is one kernel of a program that was
+    checked as a whole."""
     found = [*check_operations(tree), *check_copies(tree, gpu)]
     if tree.level == "sketch":
         from flashwright.check.sketch import check_sketch
@@ -51,13 +57,15 @@ def check(tree: Tree, gpu: Gpu | None = None, dims: Mapping[str, int] | None = N
         return _verdict("sketch", [*found, *check_sketch(tree)])
     parts = split_kernels(tree)
     if len(parts) == 1:
-        return _kernel(tree, gpu, dims or {}, found)
+        one = _kernel(tree, gpu, dims or {}, found)
+        shown = [] if part else list(check_fragments(one.kernels))
+        return _verdict("code", [*one.diagnostics, *shown], one.kernels) if shown else one
     found += check_shared(tree, parts)
     checked = [_kernel(part, gpu, dims or {}, []) for part in parts]
     found += [d for one in checked for d in one.diagnostics]
     programs = tuple(p for one in checked for p in one.kernels)
     if len(programs) == len(parts):
-        found += check_between(programs)
+        found += [*check_between(programs), *check_fragments(programs)]
     return _verdict("code", found, programs)
 
 
@@ -115,9 +123,9 @@ def _verdict(
     return Checked(level, tuple(ordered), () if wrong else kernels)
 
 
-def checked_program(tree: Tree, gpu: Gpu | None = None) -> Program:
+def checked_program(tree: Tree, gpu: Gpu | None = None, part: bool = False) -> Program:
     """The checked program. Raises Failed with the errors if there are any."""
-    verdict = check(tree, gpu)
+    verdict = check(tree, gpu, part=part)
     if verdict.program is None:
         raise Failed(*verdict.errors)
     return verdict.program

@@ -183,6 +183,9 @@ class Names:
         if stmt.along is not None and (stmt.space != "register" or len(stmt.shape) != 1):
             text = f"`along {stmt.along}` applies only to a vector in registers"
             self.error("FW205", text, stmt.span, help=f"leave `along {stmt.along}` out")
+        if stmt.fragments and (stmt.space != "global" or dtype != "fp32" or stmt.offset):
+            text = "`in fragments` applies only to a tensor in global memory, in fp32, no view"
+            self.error("FW205", text, stmt.span, help="leave `in fragments` out")
 
     def _dtype(self, name: Name | None, default: str) -> str:
         if name is None:

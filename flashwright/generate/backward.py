@@ -120,7 +120,7 @@ def built(tree: Tree, gpu: Gpu, told: Mapping[str, str]) -> dict[str, str | byte
     found: dict[str, str | bytes] = {}
     for name, program in zip(steps.steps, verdict.kernels, strict=True):
         text = format_tree(program.tree)
-        translation, made = make(checked_program(parse(text), gpu), gpu, tl=text)
+        translation, made = make(checked_program(parse(text), gpu, part=True), gpu, tl=text)
         own = {CODE: text, **package.translated(translation), **package.compiled(made)}
         record = package.record(made, gpu, own, translation.report)
         found |= {f"{name}/{file}": data for file, data in own.items()}

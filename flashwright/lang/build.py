@@ -187,6 +187,9 @@ class Builder:
     def along(self, c: list[Any]) -> tuple[str, Side]:
         return "along", cast(Side, c[1].type.lower())
 
+    def fragments(self, c: list[Any]) -> tuple[str, bool]:
+        return "fragments", True
+
     def space(self, c: list[Any]) -> Space:
         return cast(Space, c[0].type.lower())
 

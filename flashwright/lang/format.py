@@ -121,6 +121,8 @@ def _allocate(stmt: Allocate) -> str:
         text += f" with stages {format_expr(stmt.stages)}"
     if stmt.along:
         text += f" along {stmt.along}"
+    if stmt.fragments:
+        text += " in fragments"
     return text
 
 

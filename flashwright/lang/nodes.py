@@ -198,6 +198,7 @@ class Allocate(Stmt):
     """`Allocate K in shared (BN, HeadDim) as bf16 with stages 2`.
 
     `along` says how a vector in registers lies in tiles: with an element for each row or column.
+    `in fragments`, a tensor between kernels lies in memory as the threads of an MMA hold it.
     """
 
     name: Name
@@ -207,6 +208,7 @@ class Allocate(Stmt):
     offset: Expr | None = None
     stages: Expr | None = None
     along: Side | None = None
+    fragments: bool = False
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,7 @@ _WORDS = {
     "ROWS": "rows",
     "COLUMN": "column",
     "COLUMNS": "columns",
+    "FRAGMENTS": "fragments",
 }
 _CLAUSES = {
     "AND_GET": "and get",
@@ -262,7 +263,7 @@ def repeated_clause(words: list[Tok]) -> Diagnostic | None:
         if words[0].type == "COMPUTE":
             clause = kind in ("WITH", "WHERE", "AND_GET", "AND_RESCALE")
         else:
-            clause = kind in ("AS", "ALONG") or (
+            clause = kind in ("AS", "ALONG", "FRAGMENTS") or (
                 kind in ("OFFSET", "STAGES") and before.type == "WITH"
             )
         if clause and kind in seen:

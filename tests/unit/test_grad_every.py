@@ -77,7 +77,7 @@ def translates(tree: Tree, gpu: str) -> None:
     card = find(gpu)
     _, sized = next(iter(tilings(tree, card)))
     for kernel in check(sized, card).kernels:
-        translate(checked_program(parse(format_tree(kernel.tree)), card), card)
+        translate(checked_program(parse(format_tree(kernel.tree)), card, part=True), card)
 
 
 @pytest.mark.parametrize("spec", some(CASES, 9), ids=words)

@@ -100,7 +100,7 @@ def kernels(
 
 
 def _checked(code: str, card: Any) -> Any:
-    checked = check(parse(code), card)
+    checked = check(parse(code), card, part=True)
     assert checked.program is not None, checked.diagnostics
     return checked.program
 

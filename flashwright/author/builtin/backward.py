@@ -30,7 +30,7 @@ from flashwright.lang.nodes import (
     expressions,
     statements,
 )
-from flashwright.program.kernels import sections
+from flashwright.program.kernels import sections, touched
 from flashwright.program.needed import base_name, is_store, needed
 
 
@@ -99,7 +99,7 @@ def with_sizes(tree: Tree, tiling: BackwardTiling) -> Tree:
     """The backward pass with these sizes: params, stages, the way of vectors."""
     values = {"BM": tiling.bm, "BN": tiling.bn}
     shared, *kernels = sections(Tree(tuple(_set(stmt, values) for stmt in tree.body)))
-    made = list(shared)
+    made: list[Statement] = []
     types = {base_name(s.name): s.dtype for s in shared if isinstance(s, Allocate)}
     for kernel in kernels:
         computes = (s for s in statements(kernel) if isinstance(s, Compute))
@@ -111,7 +111,22 @@ def with_sizes(tree: Tree, tiling: BackwardTiling) -> Tree:
             made += _main(kernel, own, types)
         else:
             made += (_few_warps(s, tiling.bm // 16) for s in narrowed(kernel, shared))
-    return Tree(tuple(made))
+    return Tree((*(_in_fragments(shared, made) if tiling.beside else shared), *made))
+
+
+def _in_fragments(shared: Sequence[Statement], kernels: Sequence[Statement]) -> Iterator[Statement]:
+    """The declarations, with the sums between kernels in fragments if all copies of them are of
+    tiles with whole rows."""
+    copies = [c for c in statements(tuple(kernels)) if isinstance(c, Copy)]
+    for stmt in shared:
+        if isinstance(stmt, Allocate) and stmt.space == "global":
+            own = [c for c in copies if any(stmt.name.id in names for names in touched((c,)))]
+            width = stmt.shape[-1].size
+            whole = all(c.shape and len(c.shape) == 2 and c.shape[1] == width for c in own)
+            between = any(c.adds for c in own) and any(c.source == "global" for c in own)
+            yield replace(stmt, fragments=True) if whole and between else stmt
+        else:
+            yield stmt
 
 
 def _set(stmt: Statement, values: Mapping[str, int]) -> Statement:

@@ -355,26 +355,37 @@ __device__ void add_line(float* line, Line const& values, bool there) {
   }
 }
 
-// Adds a tile to global memory. Lines begin at multiples of 16 bytes, and of their columns all or an even number are inside.
+// Adds a tile to global memory, two columns at a time.
 template <int Warps, int Beside = 1, class Tile, class Rows, class Cols = AllColumns>
-__device__ void add_tile(GlobalTile<float> dst, Tile const& tile, Rows rows, Cols cols = {}) {
-  constexpr int count = decltype(cute::size<1>(tile))::value;
+__device__ void add_pairs(GlobalTile<float> dst, Tile const& tile, Rows rows, Cols cols = {}) {
   auto const place = place_of<Warps, false, Beside>(tile);
   CUTE_UNROLL
   for (int m = 0; m < decltype(cute::size<0>(tile))::value; ++m) {
-    bool const there = inside(place.row(m), rows);
+    if (!inside(place.row(m), rows)) continue;
     float* const line = dst.at(place.row(m), 0) + place.col(0);
-#if __CUDA_ARCH__ >= 900
-    if constexpr (cute::is_same_v<Cols, AllColumns> && count % 4 == 0) {
-      add_line(line, tile(m, cute::_), there);
-      continue;
-    }
-#endif
     CUTE_UNROLL
-    for (int n = 0; n < count; n += 2) {
-      if (there && inside(place.col(n), cols)) add_to(line + place.step(n), tile(m, n), tile(m, n + 1));
+    for (int n = 0; n < decltype(cute::size<1>(tile))::value; n += 2) {
+      if (inside(place.col(n), cols)) add_to(line + place.step(n), tile(m, n), tile(m, n + 1));
     }
   }
+}
+
+// The same, four columns at a time where that can be. Lines begin at multiples of 16 bytes, and of their columns all or an
+// even number are inside.
+template <int Warps, int Beside = 1, class Tile, class Rows, class Cols = AllColumns>
+__device__ void add_tile(GlobalTile<float> dst, Tile const& tile, Rows rows, Cols cols = {}) {
+#if __CUDA_ARCH__ >= 900
+  if constexpr (cute::is_same_v<Cols, AllColumns> && decltype(cute::size<1>(tile))::value % 4 == 0) {
+    auto const place = place_of<Warps, false, Beside>(tile);
+    CUTE_UNROLL
+    for (int m = 0; m < decltype(cute::size<0>(tile))::value; ++m) {
+      float* const line = dst.at(place.row(m), 0) + place.col(0);
+      add_line(line, tile(m, cute::_), inside(place.row(m), rows));
+    }
+    return;
+  }
+#endif
+  add_pairs<Warps, Beside>(dst, tile, rows, cols);
 }
 
 template <int Warps, bool Wide = false, int Beside = 1, class T, class Tile, class Rows, class Cols>
@@ -392,6 +403,49 @@ __device__ void load(Tile& tile, GlobalTile<T> src, Rows rows, Cols cols) {
   }
   each_element<Warps, Wide, Beside>(tile, [&](int row, int col, auto& x) {
     x = inside(row, rows) && inside(col, cols) ? static_cast<float>(*src.at(row, col)) : 0.f;
+  });
+}
+
+// Tensors in fragments: of every 16 rows and 8 columns the 128 elements lie together, as a warp holds them, 4 neighbours
+// for each thread, so that a warp moves 512 bytes in one go. Where the rows of a tensor are no multiple of 16, and none of
+// its tiles' rows are then, it lies as tensors do.
+template <int Warps, int Beside, class Tile, class Body>
+__device__ void each_fragment(GlobalTile<float> at, Tile& tile, int rows, Body body) {
+  constexpr int across = decltype(cute::size<1>(tile))::value / 2;
+  int const warp = threadIdx.x / 32, share = Beside == 1 ? 0 : warp / Warps;
+  float* const first = at.data + share * across * 128 + threadIdx.x % 32 * 4;
+  CUTE_UNROLL
+  for (int block = 0; block < decltype(cute::size<0>(tile))::value / 2; ++block) {
+    int const row = (warp - share * Warps + block * Warps) * 16;
+    if (row >= rows) continue;
+    CUTE_UNROLL
+    for (int n = 0; n < across; ++n) {
+      body(first + times(row, at.row) + n * 128, tile(2 * block, 2 * n), tile(2 * block, 2 * n + 1),
+           tile(2 * block + 1, 2 * n), tile(2 * block + 1, 2 * n + 1));
+    }
+  }
+}
+
+template <int Warps, int Beside = 1, class Tile>
+__device__ void add_fragments(GlobalTile<float> dst, Tile const& tile, int rows) {
+  if (rows % 16 != 0) return add_pairs<Warps, Beside>(dst, tile, rows);
+  each_fragment<Warps, Beside>(dst, tile, rows, [](float* to, float a, float b, float c, float d) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+#else
+    add_to(to, a, b);
+    add_to(to + 2, c, d);
+#endif
+  });
+}
+
+template <int Warps, int Beside = 1, class Tile>
+__device__ void load_fragments(Tile& tile, GlobalTile<float> src, int rows) {
+  if (rows % 16 != 0) return load<Warps, false, Beside>(tile, src, rows, 4 * Beside * decltype(cute::size<1>(tile))::value);
+  cute::clear(tile);
+  each_fragment<Warps, Beside>(src, tile, rows, [](float const* from, float& a, float& b, float& c, float& d) {
+    float4 const held = *reinterpret_cast<float4 const*>(from);
+    a = held.x, b = held.y, c = held.z, d = held.w;
   });
 }
 

@@ -212,6 +212,7 @@ class Lowering(Body):
 
     def _copy(self, stmt: tl.Copy) -> None:
         source, dest = self.program.source(stmt), self.program.dest(stmt)
+        self._in_fragments(stmt, source if stmt.source == "global" else dest)
         if stmt.source == "global":
             buffer = self.program.buffers[dest]
             tensor = self.program.tensors[source[0]]
@@ -247,6 +248,23 @@ class Lowering(Body):
                 self.operands[dest] = self.program.buffers[dest].dtype
             self.emit(ir.Move(source, dest, operand=loaded, origin=ir.origin(stmt)))
             self.as_operand(dest)
+
+    def _in_fragments(self, stmt: tl.Copy, key: Key) -> None:
+        """Refuse copies of tensors in fragments that are not those of whole fragments."""
+        tensor = self.program.tensors.get(key[0]) if key[1] == "global" else None
+        if tensor is None or not tensor.declared.fragments:
+            return
+        shape, places = self.program.moved(stmt), stmt.coords or ()
+        whole = len(shape) == 2 and shape[0] % 16 == 0 and shape[1] % 8 == 0
+        all_columns = self.fixed(tensor.axes[-1].size) == shape[-1]
+        direct = "register" in (stmt.source, stmt.dest) and stmt.column is None
+        if not (whole and all_columns and direct) or any(c.in_elements for c in places):
+            text = f"`{tensor.name}` is in fragments"
+            hint = "copy tiles of 16 rows or a multiple, of all columns, to or from register"
+            raise refused(text, stmt.span, hint)
+        if stmt.dest == "global" and not stmt.adds:
+            text = f"`{tensor.name}` is in fragments and stored to"
+            raise refused(text, stmt.span, "accumulate to it, or leave `in fragments` out")
 
     def _piece(self, stmt: tl.Copy, dest: Key, window: ir.Window, axes: Axes) -> None:
         """Some columns of a tile: with the last of them, all are on their way."""

@@ -13,6 +13,7 @@ from dataclasses import replace
 from flashwright.gpu import Gpu
 from flashwright.lower import ir
 from flashwright.lower.names import Names, ring_name
+from flashwright.lower.passes.double_buffer import alternating, passed_in_loops
 from flashwright.lower.passes.fills_by_tma import through_rings
 from flashwright.lower.passes.fp8_sums import can_step, in_steps, long_sums, with_steps
 from flashwright.lower.passes.fp8_transpose import landed, transposed_tiles, transposing
@@ -98,7 +99,10 @@ def specialize_warps(
     more = with_two_stages(with_two_stages(more, gpu, filled_by_helpers(body)), gpu, sources(body))
     seen = for_consumers(body)
     remark_single_stages(seen, more.buffers, report)
-    consumers, late = _consumers(more, seen, names, report, verifier, bool(split))
+    passed = passed_in_loops(seen)
+    roomy = with_two_stages(more, gpu, passed)
+    more, twice = roomy, frozenset() if roomy is more else passed
+    consumers, late = _consumers(more, seen, names, report, verifier, bool(split), twice)
     if split:
         consumers = exchanged(more, gpu, consumers, names)
         verifier.products(consumers, "splitting columns", more)
@@ -149,10 +153,11 @@ def _consumers(
     report: Report,
     verifier: Verifier,
     split: bool,
+    twice: frozenset[Key],
 ) -> tuple[tuple[ir.Statement, ...], dict[str, frozenset[Key]]]:
     schedule = program.schedule
     keys = {n.dest for n in ir.flat(body) if isinstance(n, ir.Load)}
-    met = _with_syncs(body)
+    met = alternating(_with_syncs(body), twice, names)
     ping_pong = schedule.ping_pong and program.warps > 4 and not _meet_in_loops(met) and not split
     pipeline = SoftwarePipeline(
         program,
@@ -233,7 +238,8 @@ def _staged(node: ir.Statement, keys: set[Key], program: Program) -> ir.Statemen
         return RingStage(ring_name(key)) if ring else None
 
     if isinstance(node, ir.Gemm):
-        return replace(node, left_stage=stage(node.left), right_stage=stage(node.right))
+        left, right = stage(node.left) or node.left_stage, stage(node.right) or node.right_stage
+        return replace(node, left_stage=left, right_stage=right)
     if isinstance(node, (ir.Move, ir.Restage)) and node.source[1] == "shared":
         return replace(node, stage=stage(node.source))
     return node

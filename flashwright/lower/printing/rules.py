@@ -283,6 +283,9 @@ def _fill(at: Context, node: ir.Fill) -> Lines:
         yield f"fw::load_{at.side(node.dest)}<{at.line(node.dest)}>({name}, {source}, {rows});"
     else:
         source, cols = at.window(node.window), at.cols(node.window, node.dest)
+        if node.window.tensor.declared.fragments:
+            yield f"fw::load_fragments<{at.line(node.dest)}>({name}, {source}, {rows});"
+            return
         yield f"fw::load<{at.warps(node.dest)}>({name}, {source}, {rows}, {cols});"
 
 
@@ -305,7 +308,8 @@ def _store(at: Context, node: ir.Store) -> Lines:
             staging = f"shared + {at.epilogue}"
             store = f"fw::store_epilogue<{along}>({staging}, {target}, {name}, {inside});"
     elif lines:
-        store = f"fw::add_tile<{along}>({target}, {name}, {at.inside(window, node.source)});"
+        kind = "fragments" if window.tensor.declared.fragments else "tile"
+        store = f"fw::add_{kind}<{along}>({target}, {name}, {at.inside(window, node.source)});"
     else:
         cols = at.cols(window, node.source)
         store = f"fw::store_elements<{warps}>({target}, {name}, {rows}, {cols});"
