@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flashwright.cli.command import FINE, blaming, find_gpu, guarded, load_program, shown_name
 
+if TYPE_CHECKING:
+    from flashwright.lang.nodes import Tree
+    from flashwright.program.program import Program
+
 
 def register(app: typer.Typer) -> None:
     """Add the command to the application."""
     app.command(rich_help_panel="Work on TL")(grad)
+
+
+def _check_result(tree: Tree, program: Program) -> None:
+    """Refuse a program whose backward pass is not valid, instead of printing that."""
+    from flashwright.check.check import check
+    from flashwright.lang.diagnostic import Diagnostic, Failed
+
+    for error in check(tree).errors:
+        text = f"what is derived has an error: {error.message} ({error.code})"
+        raise Failed(Diagnostic("FW908", text, program.grid.span))
 
 
 @guarded
@@ -21,6 +35,9 @@ def grad(
     gpu: Annotated[
         str | None, typer.Option(metavar="NAME", help="With sizes for it: see `flashwright gpus`.")
     ] = None,
+    of: Annotated[
+        str, typer.Option(metavar="NAMES", help="Outputs with a gradient beside O, as in `LSE`.")
+    ] = "",
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", help="Output file; default stdout."),
@@ -33,8 +50,14 @@ def grad(
     from flashwright.lang.format import format_tree
 
     program, source = load_program(file)
+    names = [name.strip() for name in of.split(",") if name.strip()]
+    unknown = set(names) - {t.name for t in program.outputs}
+    if unknown:
+        there = ", ".join(t.name for t in program.outputs)
+        raise typer.BadParameter(f"no output is called {min(unknown)}: there are {there}")
     with blaming(shown_name(file), source):
-        made = backward(program)
+        made = backward(program, names)
+        _check_result(made.tree, program)
     tree = made.tree
     if gpu is not None:
         _, tree = next(iter(tilings(tree, find_gpu(gpu))))
@@ -43,5 +66,5 @@ def grad(
         print(text, end="")
         return FINE
     write(out, text)
-    print(f"{out}: {', '.join(made.gradients)}")
+    print(f"{out}: {', '.join(made.gradients)}", *made.notes, sep="\n")
     return FINE

@@ -41,9 +41,11 @@ class BackwardOrder:
     gpu: Gpu
     spec: AttentionSpec | None = None
     """The forward's."""
+    outputs: tuple[str, ...] = ()
+    """The outputs that have a gradient, beside O."""
 
     @classmethod
-    def of(cls, folder: Path) -> BackwardOrder:
+    def of(cls, folder: Path, outputs: tuple[str, ...] = ()) -> BackwardOrder:
         """For the kernel in a package. Raises Failed with FW852 if it says too little."""
         code = content(folder / CODE)
         try:
@@ -54,12 +56,13 @@ class BackwardOrder:
         if code is None:
             raise unusable(folder / CODE, "the program is missing, which a backward needs")
         spec = folder / SPEC
-        return cls(code.decode(), card, specs.load(spec) if spec.is_file() else None)
+        return cls(code.decode(), card, specs.load(spec) if spec.is_file() else None, outputs)
 
     @cached_property
     def code(self) -> str:
         """The text of the backward program. Raises Failed if it cannot be derived."""
-        return format_tree(backward(checked_program(parse(self.forward))).tree)
+        program = checked_program(parse(self.forward))
+        return format_tree(backward(program, self.outputs).tree)
 
     @cached_property
     def key(self) -> str:
@@ -88,22 +91,23 @@ class BackwardOrder:
         write(folder / RESULT, json.dumps({"ok": True, "gpu": self.gpu.name}) + "\n")
 
     def _built(self, told: Mapping[str, str]) -> dict[str, str | bytes]:
-        """The files of the package, with the first sizes whose kernels do not spill."""
+        """The files of the package, with the first sizes whose kernels neither spill nor have
+        products that wait for each other."""
         spilled: Failed | None = None
         for _, sized in tilings(parse(self.code), self.gpu):
             try:
                 return built(sized, self.gpu, told)
             except Failed as failed:
-                if any(d.code != "FW823" for d in failed.diagnostics):
+                if any(d.code not in ("FW823", "FW824") for d in failed.diagnostics):
                     raise
                 spilled = failed
         assert spilled is not None
         raise spilled
 
 
-def find_or_make(folder: Path, tell: store.Tell) -> Path:
-    """The backward package of a forward package."""
-    return store.find_or_make(BackwardOrder.of(folder), tell)
+def find_or_make(folder: Path, outputs: tuple[str, ...], tell: store.Tell) -> Path:
+    """The backward package of a forward package, for gradients of these outputs and of O."""
+    return store.find_or_make(BackwardOrder.of(folder, outputs), tell)
 
 
 def built(tree: Tree, gpu: Gpu, told: Mapping[str, str]) -> dict[str, str | bytes]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from flashwright.grad.algebra import renamed, values_in
 from flashwright.grad.derive import Backward
 from flashwright.grad.normalise import KEY, QUERY, Axes, Forward, refuse
 from flashwright.lang import nodes as tl
+from flashwright.lang.format import format_expr
 from flashwright.program.program import Tensor
 from flashwright.program.vocabulary import RESERVED_PARAMS
 
@@ -20,7 +22,8 @@ class Scope:
 
     `globals` are the tensors declared so far, `missing` the inputs without a gradient and why.
     `sizes` has the tile's size along each axis, `pair` the order of axes in tiles of queries and
-    keys, `half` the type of GEMM operands, `output` the store of the output.
+    keys (`turns`: the other order is possible too), `half` the type of GEMM operands, `output` the
+    store of the output.
     """
 
     def __init__(self, back: Backward) -> None:
@@ -28,8 +31,8 @@ class Scope:
         loads = self.forward.loads.values()
         shapes = [dict(zip(v.axes, v.copy.shape or (), strict=True)) for v in loads]
         self.sizes = {axis: size for shape in shapes for axis, size in shape.items()}
-        pairs = any(set(v.axes) == {QUERY, KEY} for v in loads)
-        self.pair: Axes = (QUERY, KEY) if pairs else (KEY, QUERY)
+        self.turns = not any(set(v.axes) == {QUERY, KEY} for v in loads)
+        self.pair: Axes = (KEY, QUERY) if self.turns else (QUERY, KEY)
         if not back.given:
             raise refuse(self.forward.loop.span, "no output is a tile of queries and dimensions")
         self.output = next(iter(back.given.values()))
@@ -43,6 +46,16 @@ class Scope:
         """The names of the gradients that the kernels write."""
         inputs = [f"d{t.name}" for t in self.program.inputs]
         return [n for n in inputs if n in self.globals and n not in self.given]
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader should know of the result, a sentence each."""
+        made = [f"No gradient of {name}: {why}." for name, why in self.missing.items()]
+        for value, expr in self.back.again.items():
+            bases = {v: tl.Name(v.split(".")[0]) for v in values_in(expr)}
+            text = format_expr(renamed(expr, bases))
+            made.append(f"{value.split('.')[0]} is computed again: store {text} in the forward.")
+        return made
 
     @property
     def key_length(self) -> tl.Expr:
@@ -82,15 +95,19 @@ class Scope:
         """The Copy of a value that lies along the queries, its tensor declared."""
         load = self.forward.loads.get(value)
         if load is not None:
+            if self.forward.loop.var.id in place_names(load.copy):
+                text = f"`{load.tensor.name}` is read after the loop as the last iteration left it"
+                raise refuse(load.copy.span, text)
             self.declare_input(load.tensor)
             return load.copy
         name = value.split(".")[0]
         store = self.back.saved.get(value) or self.back.given.get(value) or self.output
         copy, tensor = store.copy, store.tensor
-        if value in self.back.saved:
+        vector = self.forward.axes[value] == (QUERY,)
+        if value in self.back.saved or (value in self.back.given and vector):
             self.declare(name, tensor, tensor.dtype)
-        elif self.forward.axes[value] != (QUERY,):
-            self.declare(name, tensor, self.half)
+        elif not vector:
+            self.declare(name, tensor, "fp32" if value in self.back.again else self.half)
         else:
             self.declare(name, tensor, "fp32", len(tensor.axes) - 1)
             last = tensor.axes[-1].label
@@ -107,7 +124,7 @@ class Scope:
         tensors = sorted(self.globals.values(), key=self._rank)
         parts += [axis.size for t in tensors for axis in t.shape]
         title = tl.Comment(f"The backward pass: {', '.join(self.outputs)}.")
-        notes = [tl.Comment(f"No gradient of {name}: {why}.") for name, why in self.missing.items()]
+        notes = [tl.Comment(note) for note in self.notes]
         params = self._params({n.id for e in parts for n in tl.value_names(e)})
         gapped = [replace(stmt, gap=n == 0) for n, stmt in enumerate(tensors)]
         return [title, *notes, *params, *more, *gapped]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 from flashwright.grad.adjoint import Grads, Reverse
@@ -38,14 +38,16 @@ class Backward:
     """The backward pass, before it is written as kernels.
 
     `saved` are the forward's outputs that it reads, `given` the gradients of outputs, both as
-    stores of the forward by the name of their value. `rows` are the steps of the preprocess kernel,
-    `scratch` the values among them that the main kernel reads, `body` the steps of the main kernel.
-    The gradients of each part are by load or element.
+    stores of the forward by the name of their value. `again` are values that no output has, in
+    terms of what the loop carries: the forward's loop computes them again. `rows` are the steps of
+    the preprocess kernel, `scratch` the values among them that the main kernel reads, `body` the
+    steps of the main kernel. The gradients of each part are by load or element.
     """
 
     forward: Forward
     saved: dict[str, Store] = field(default_factory=dict)
     given: dict[str, Store] = field(default_factory=dict)
+    again: dict[str, tl.Expr] = field(default_factory=dict)
     rows: list[Step] = field(default_factory=list)
     scratch: list[str] = field(default_factory=list)
     body: list[Step] = field(default_factory=list)
@@ -53,22 +55,25 @@ class Backward:
     grads: Grads = field(default_factory=dict)
 
 
-def derive(program: Program) -> Backward:
-    """The backward pass of a checked program; Failed with FW908 if it has none."""
+def derive(program: Program, of: Collection[str] = ()) -> Backward:
+    """The backward pass of a checked program, for gradients of the outputs `of`; Failed with FW908
+    if it has none."""
     forward = normalise(program)
-    return _Derivation(forward, find_gauge(forward)).run()
+    return _Derivation(forward, find_gauge(forward)).run(of)
 
 
 class _Derivation:
     """Derives a backward pass.
 
     `shifts` has for each reference the value in its place, the log-sum-exp in its units; `sums` the
-    reference of each sum that is 1 then, `ones` the names of these sums after the loop.
+    reference of each sum that is 1 then, `ones` the names of these sums after the loop; `summed`
+    says whether a gradient is a sum over the elements of tiles.
     """
 
     def __init__(self, forward: Forward, gauge: Gauge) -> None:
         self.forward, self.gauge, self.carried = forward, gauge, forward.carried
         self.result = Backward(forward)
+        self.summed = False
         several = len(gauge.references) > 1
         self.marks = {r: str(n) if several else "" for n, r in enumerate(gauge.references, 1)}
         self.shifts = {r: tl.Name(f"Shift{mark}.0") for r, mark in self.marks.items()}
@@ -77,16 +82,21 @@ class _Derivation:
         rows = (*(shift.id for shift in self.shifts.values()), *self.ones)
         forward.axes |= dict.fromkeys(rows, (QUERY,))
 
-    def run(self) -> Backward:
+    def run(self, of: Collection[str]) -> Backward:
         """The whole backward pass."""
         names = {self.carried[r]: shift for r, shift in self.shifts.items()}
         epilogue = [replace(s, value=renamed(s.value, names)) for s in self.forward.epilogue]
         known = self._solve(epilogue)
+        known |= self._again(known)
         reverse = Reverse(self.forward)
-        reverse.run(epilogue, self._given())
+        reverse.run(epilogue, self._given(of))
         seeds = self._row_results(reverse, epilogue, known)
         self._initial_grads(seeds)
         self._body(seeds)
+        used = [s.value for s in self.result.rows]
+        used += [d for ds in self.result.row_grads.values() for d in ds]
+        read = {v for value in used for v in values_in(value)}
+        self.result.again = {n: v for n, v in self.result.again.items() if n in read}
         return self.result
 
     def _solve(self, epilogue: list[Step]) -> dict[str, tl.Expr]:
@@ -111,11 +121,49 @@ class _Derivation:
                     self.forward.axes[name] = self.forward.axes[store.value]
         return known
 
-    def _given(self) -> dict[str, tl.Expr]:
-        """The seeds: the gradient of O, or of each tile if no output is called O."""
+    def _again(self, known: dict[str, tl.Expr]) -> dict[str, tl.Expr]:
+        """What the outputs do not determine: log-sum-exps, and sums as they are with these."""
+        found: dict[str, tl.Expr] = {}
+        for begin, end in self.carried.items():
+            unknown = self.shifts[begin].id if begin in self.shifts else end
+            if unknown in known or begin in self.sums:
+                continue
+            if begin in self.shifts:
+                name = f"LSE{self.marks[begin]}"
+                value = add(tl.Name(begin), self._risen(begin))
+            else:
+                name, value = begin.split(".")[0], self._normalised(begin)
+            while name in self.forward.program.tensors:
+                name += "_"
+            found[unknown] = tl.Name(f"{name}.again")
+            self.result.again[f"{name}.again"] = value
+            self.forward.axes[f"{name}.again"] = self.forward.axes[end]
+        return found
+
+    def _risen(self, reference: str) -> tl.Expr:
+        """How far the log-sum-exp is above the reference."""
+        acc, factor = self.gauge.norms[reference]
+        return div(call("log", tl.Name(acc)), ONE if factor == 1 else number(factor))
+
+    def _normalised(self, begin: str) -> tl.Expr:
+        """A sum of the loop as it is if the log-sum-exps are the references; 0 without keys."""
+        value: tl.Expr = tl.Name(begin)
+        for reference, weight in self.gauge.kinds[begin].by.items():
+            acc, factor = self.gauge.norms[reference]
+            plain = abs(weight + factor) < 1e-9
+            grown = call("exp", mul(self._risen(reference), number(weight)))
+            value = div(value, tl.Name(acc)) if plain else mul(value, grown)
+            value = call("where", tl.Binary(">", tl.Name(acc), ZERO), value, ZERO)
+        return value
+
+    def _given(self, of: Collection[str]) -> dict[str, tl.Expr]:
+        """The seeds: the gradients of the outputs `of`, and that of O, or of each tile if no output
+        is called O."""
         seeds: dict[str, tl.Expr] = {}
         tiles = [s for s in self.forward.stores if len(self.forward.axes[s.value]) == 2]
-        for store in [s for s in tiles if s.tensor.name == "O"] or tiles:
+        asked = [s for s in tiles if s.tensor.name == "O"] or tiles
+        asked += [s for s in self.forward.stores if s.tensor.name in of and s not in asked]
+        for store in asked:
             name = f"d{store.tensor.name}.0"
             self.result.given[name] = store
             self.forward.axes[name] = self.forward.axes[store.value]
@@ -168,7 +216,8 @@ class _Derivation:
 
     def _check_known(self, value: tl.Expr) -> None:
         """Refuse a program whose preprocess kernel would need a value that no output has."""
-        ready = {*self.result.saved, *self.result.given, *self.forward.loads, *self.result.scratch}
+        result = self.result
+        ready = {*result.saved, *result.given, *result.again, *result.scratch, *self.forward.loads}
         for name in values_in(value):
             if name not in ready:
                 base = name.split(".")[0]
@@ -180,19 +229,7 @@ class _Derivation:
 
     def _visible(self, reference: str, known: dict[str, tl.Expr]) -> tl.Expr:
         """The reference of each row; inf in a row that saw no key, so that its weights are 0."""
-        value = known.get(self.shifts[reference].id)
-        if value is None:
-            acc, factor = self.gauge.norms[reference]
-            high, weights = reference.split(".")[0], acc.split(".")[0]
-            scaled = high if abs(factor - 1) < 1e-9 else f"{factor!r} * {high}"
-            raise refuse(
-                self.forward.loop.span,
-                f"the gradient needs the log-sum-exp of `{high}`, and no output has it",
-                "add the output: `Allocate LSE in global (batch, heads, q_len) as fp32`, "
-                "`Allocate LSE in register (BM) as fp32`, "
-                f"`Compute {scaled} + log({weights}) and get LSE_register`, "
-                "`Copy LSE (BM) in coordinate [...] from register to global`",
-            )
+        value = known[self.shifts[reference].id]
         low = tl.Unary("-", tl.Num("1e29"))
         return call("where", tl.Binary(">", value, low), value, tl.Name("inf"))
 
@@ -242,15 +279,19 @@ class _Derivation:
         for shift in self.shifts.values():
             reverse.grads.pop(shift.id, None)
         self.result.grads = reverse.grads
+        grads = [d for ds in reverse.grads.values() for d in ds]
+        calls = [e for d in grads for e in tl.expressions(d) if isinstance(e, tl.Call)]
+        self.summed = any(e.func.id == "sum" for e in calls)
         roots = {v for ds in reverse.grads.values() for d in ds for v in values_in(d)}
         tidied = tidy([*steps, *reverse.steps], roots)
         self.result.body = [replace(s, value=self._without_tail(s.value)) for s in tidied]
 
     def _without_tail(self, value: tl.Expr) -> tl.Expr:
         """A Mask that also hides the queries past the end, where a score may be large: those are
-        loaded as zeros, but a bias or a slope is added all the same."""
+        loaded as zeros, but a bias or a slope is added all the same. A sum over queries needs it
+        in any case."""
         match value:
-            case tl.Call(tl.Name("mask"), (scores, condition)) if _biased(scores):
+            case tl.Call(tl.Name("mask"), (scores, condition)) if self.summed or _biased(scores):
                 length = self.forward.query.high
                 assert isinstance(length, tl.Binary)
                 inside = tl.Binary("<", tl.Name("q_idx"), length.left)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from flashwright.grad.conversion import conversion
 from flashwright.grad.declare import Scope
 from flashwright.grad.derive import derive
 from flashwright.grad.main_kernel import MainKernel
-from flashwright.grad.preprocess import preprocess
+from flashwright.grad.preprocess import note_missing, preprocess
+from flashwright.grad.recompute import recompute
 from flashwright.grad.reduce import HEADS, reduction
+from flashwright.grad.views import without_views
 from flashwright.lang.nodes import Tree
 from flashwright.program.program import Program
 
@@ -20,15 +23,38 @@ class Gradients:
 
     tree: Tree
     gradients: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    """Gradients that are missing, values that are computed again: a sentence each."""
 
 
-def backward(program: Program) -> Gradients:
-    """The backward pass of a checked program. Raises Failed with FW908 if it has none."""
-    scope = Scope(derive(program))
-    main = MainKernel(scope)
+def backward(program: Program, of: Collection[str] = ()) -> Gradients:
+    """The backward pass of a checked program. Raises Failed with FW908 if it has none.
+
+    It takes the gradient of O, or of each tile if no output is called O, and those of the outputs
+    `of` (the log-sum-exp).
+    """
+    scope = Scope(derive(without_views(program), of))
+    note_missing(scope)
+    mains = _main_kernels(scope)
     rows, parts = preprocess(scope)
-    parts = [*main.parts, *parts]
-    sums = main.sums.values()
-    kernels = [*rows, *main.statements, *conversion(scope, sums), *reduction(scope, parts)]
+    parts = [*(part for main in mains for part in main.parts), *parts]
+    sums = {target: item for main in mains for target, item in main.sums.items()}
+    kernels = [
+        *recompute(scope),
+        *rows,
+        *(stmt for main in mains for stmt in main.statements),
+        *conversion(scope, sums.values()),
+        *reduction(scope, parts),
+    ]
     head = scope.head(kernels, [HEADS] if parts else [])
-    return Gradients(Tree((*head, *kernels)), tuple(scope.outputs))
+    return Gradients(Tree((*head, *kernels)), tuple(scope.outputs), tuple(scope.notes))
+
+
+def _main_kernels(scope: Scope) -> list[MainKernel]:
+    """The main kernel, and one with tiles that have the axes in the other order, if gradients need
+    sums over both."""
+    first = MainKernel(scope)
+    if not first.terms.turned:
+        return [first]
+    scope.pair = scope.pair[::-1]
+    return [first, MainKernel(scope, first.terms.turned)]

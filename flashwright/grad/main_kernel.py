@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from flashwright.grad.algebra import ONE, ZERO, div, gemm_operands, mul, renamed, total, values_in
 from flashwright.grad.conversion import Sum
 from flashwright.grad.declare import WARPS, Scope, place_names
-from flashwright.grad.normalise import KEY, QUERY, Load, refuse
+from flashwright.grad.normalise import KEY, QUERY, Load
 from flashwright.grad.owner import find_owner
 from flashwright.grad.reduce import Parts, declare_parts, kept_along
-from flashwright.grad.terms import gemm_parts, gradient_terms
+from flashwright.grad.terms import common_factor, gemm_parts, gradient_terms
 from flashwright.grad.tiles import Writer
 from flashwright.lang import nodes as tl
-from flashwright.program.program import Tensor
 
 _TURNED: dict[tl.Side, tl.Side] = {"rows": "columns", "columns": "rows"}
 
 
 class MainKernel:
-    """Writes the main kernel; `sums` and `parts` are the gradients that other kernels complete."""
+    """Writes a main kernel for all gradients, or for those of some loads; `sums` and `parts` are
+    the gradients that other kernels complete."""
 
-    def __init__(self, scope: Scope) -> None:
+    def __init__(self, scope: Scope, only: Collection[str] = ()) -> None:
         self.scope, self.back, self.forward = scope, scope.back, scope.forward
         self._declare_read()
         self.owner = find_owner(scope)
-        self.terms = gradient_terms(scope)
+        self.terms = gradient_terms(scope, only)
         for load in self.forward.loads.values():
             if load.value in self.terms.loads:
                 scope.declare_gradient(load.tensor)
@@ -33,7 +34,6 @@ class MainKernel:
         self.before: list[tl.Statement] = []
         self.after: list[tl.Statement] = []
         self.sums: dict[str, Sum] = {}
-        self.written: list[tuple[Tensor, tuple[tl.Coord, ...] | None, tl.Expr]] = []
         self.parts: list[Parts] = []
         self.statements = self._kernel()
 
@@ -71,7 +71,7 @@ class MainKernel:
         load = self.forward.loads.get(value)
         copy = self._placed(load.copy if load else self.scope.row_copy(value), value)
         if load:
-            self._lies_along(load)
+            self._lies_along(load, self.forward.program.dest(load.copy)[0], load.tensor.dtype)
         body = self.write.body if place_names(copy) & self.owner.inside else self.before
         body += [self.write.load(value, copy, space) for space in spaces]
 
@@ -85,14 +85,14 @@ class MainKernel:
         wanted: tuple[tuple[tl.Space, bool], ...] = (("shared", in_gemm), ("register", in_other))
         return [space for space, needed in wanted if needed]
 
-    def _lies_along(self, load: Load) -> None:
-        """Declare a vector that lies along an axis by its Allocate: rows may be columns here."""
-        name, space = self.forward.program.dest(load.copy)
-        buffer = self.forward.program.buffers.get((name, space))
+    def _lies_along(self, load: Load, name: str, dtype: str) -> None:
+        """Declare a vector like one that lies along an axis by its Allocate: rows may be columns
+        here."""
+        buffer = self.forward.program.buffers.get(self.forward.program.dest(load.copy))
         if buffer is None or buffer.along is None:
             return
         along = _TURNED[buffer.along] if self.scope.pair[0] == KEY else buffer.along
-        self.write.allocate(name, "register", load.axes, load.tensor.dtype, along)
+        self.write.allocate(name, "register", load.axes, dtype, along)
 
     def _placed(self, copy: tl.Copy, value: str) -> tl.Copy:
         """The Copy with the coordinates of this kernel."""
@@ -149,9 +149,33 @@ class MainKernel:
         copy = self._placed(load.copy, load.value)
         owned = KEY in load.axes and QUERY not in load.axes
         held = owned and not place_names(copy) & self.owner.inside
-        factors = {gemm_parts(t)[2] for t in terms}
-        factor = factors.pop() if len(factors) == 1 else ONE
+        factor = common_factor(terms)
         self.write.held.pop(name, None)
+        self._lies_along(load, name, "fp32")
+        if len(terms) == 1 or (not held and all(gemm_parts(t)[2] == factor for t in terms)):
+            self._sum(value, terms, factor, held)
+        else:
+            # Sums that go over the same queries are added when they are complete.
+            parts = [
+                (self._part(load, term, n, held), gemm_parts(term)[2])
+                for n, term in enumerate(terms)
+            ]
+            made = self.write.expr(total(mul(tl.Name(v), f) for v, f in parts))
+            body = self.after if held else self.write.body
+            value, factor = parts[0][0], ONE
+            body.append(tl.Compute(None, (made,), mode="get new", target=self.write.tile(value)))
+        self._out(load, value, copy, factor, held)
+
+    def _part(self, load: Load, term: tl.Expr, n: int, held: bool) -> str:
+        """One term of a gradient in a tile of its own, without its scalar factor."""
+        value = f"d{load.value.split('.')[0]}.grad{n}"
+        self.forward.axes[value] = load.axes
+        self._sum(value, [term], gemm_parts(term)[2], held)
+        self.write.last[value] = len(self.terms.steps) + 1
+        return value
+
+    def _sum(self, value: str, terms: list[tl.Expr], factor: tl.Expr, held: bool) -> None:
+        """Terms with a common factor, added up in a tile without it."""
         self.write.choose(value, 0)
         if held:
             zero = tl.Compute(None, (ZERO,), mode="get", target=self.write.tile(value))
@@ -163,32 +187,35 @@ class MainKernel:
                 self.write.gemm(value, a, b, mode)
             else:
                 self.write.compute(value, div(term, factor), mode)
-        self._out(load, value, copy, factor, held)
-
-    def _check_apart(self, load: Load, copy: tl.Copy, factor: tl.Expr, alone: bool) -> None:
-        """Refuse gradients of two tiles of one tensor that the kernels cannot add up: both stored
-        at one place, or scaled by different factors at the end."""
-        for other, there, scale in self.written:
-            if other is load.tensor and (there == copy.coords if alone else scale != factor):
-                text = f"`{load.tensor.name}` is loaded as two tiles: their gradients are not added"
-                raise refuse(load.copy.span, text)
-        self.written.append((load.tensor, copy.coords, factor))
 
     def _out(self, load: Load, value: str, copy: tl.Copy, factor: tl.Expr, held: bool) -> None:
-        """Write a gradient, or add it to those of other blocks."""
+        """Write a gradient, or add it to those of other blocks and of other tiles of its tensor."""
         body = self.after if held else self.write.body
         alone = held and {a.name.id for a in self.owner.grid.axes} <= place_names(copy)
-        target = f"d{load.tensor.name}"
-        self._check_apart(load, copy, factor, alone)
+        leaves = [v for v in self.back.grads if isinstance(v, str) and v != load.value]
+        others = [o for v in leaves if (o := self.forward.loads[v]).tensor is load.tensor]
+        alone &= all(_disjoint(load.copy, other.copy) for other in others)
+        target, left = f"d{load.tensor.name}", factor
         if not alone and load.tensor.dtype != "fp32":
             target += "sum"
             self.scope.declare(target, load.tensor, "fp32")
-            self.sums[target] = Sum(load, factor)
-        elif factor != ONE:
-            scaled = self.write.expr(mul(tl.Name(value), factor))
+            same = all(common_factor(self.back.grads[o.value]) == factor for o in others)
+            self.sums[target] = Sum(load, factor if same else ONE)
+            left = ONE if same else factor
+        if left != ONE:
+            scaled = self.write.expr(mul(tl.Name(value), left))
             tile = self.write.tile(value)
             body.append(tl.Compute(None, (scaled,), mode="get new", target=tile))
         base = self.write.base[value]
         get = tl.Name(target) if base != target else None
         made = replace(copy, name=tl.Name(base), source="register", dest="global", target=get)
         body.append(replace(made, gap=False, adds=not alone))
+
+
+def _disjoint(one: tl.Copy, other: tl.Copy) -> bool:
+    """Whether two tiles of a tensor have no element in common: tiles of one size at different
+    fixed places along some axis."""
+    places = {c.axis.id: c.value for c in one.coords or ()}
+    pairs = [(places.get(c.axis.id), c.value) for c in other.coords or ()]
+    fixed = [p for p in pairs if all(isinstance(value, tl.Num) for value in p)]
+    return one.shape == other.shape and any(a != b for a, b in fixed)

@@ -148,7 +148,8 @@ def _query_axis(program: Program) -> tl.GridAxis:
 
 
 class _Walk:
-    """Reads statements in order and makes steps of them."""
+    """Reads statements in order and makes steps of them. `parts` has the tiles that stand in the
+    place of one that several Copies fill, by the column at which each begins."""
 
     def __init__(self, forward: Forward) -> None:
         self.forward = forward
@@ -157,6 +158,7 @@ class _Walk:
         self.current: dict[Key, str] = {}
         self.count: dict[str, int] = {}
         self.ahead: dict[Key, tl.Copy] = {}
+        self.parts: dict[Key, dict[str, Key]] = {}
         self.span = tl.NOWHERE
 
     def statements(self, body: tuple[tl.Statement, ...]) -> None:
@@ -246,7 +248,7 @@ class _Walk:
         """A tile from global memory; Failed if its place has no derived gradient."""
         tensor = self.program.tensors[split(copy.name.id)[0]]
         if copy.column is not None:
-            raise refuse(copy.span, "tiles side by side (`at column`) have no derived gradient")
+            dest, copy = self._own_tile(copy, dest)
         if tensor.offset is not None:
             raise refuse(copy.span, f"`{tensor.name}` is a view with an offset")
         given = {c.axis.id: self.forward.spelt_out(c.value) for c in copy.coords or ()}
@@ -257,6 +259,10 @@ class _Walk:
             names = {n.id for n in tl.value_names(given.get(axis.label, tl.Num("0")))}
             side = QUERY if self.forward.query.name.id in names else format_expr(size)
             axes.append(KEY if self.forward.loop.var.id in names else side)
+        for load in self.forward.loads.values():
+            if load.tensor is tensor and _same_place(load.copy, copy):
+                self.current[dest] = load.value  # K and V are one tensor
+                return
         value = self.current[dest] = self._fresh(dest, tuple(axes))
         self.forward.loads[value] = Load(value, tensor, copy, tuple(axes))
 
@@ -271,12 +277,38 @@ class _Walk:
             assert stmt.where is not None
             value = call("mask", self._value(target), self._read(stmt.where))
         elif stmt.operation == "gemm":
-            value = call("gemm", *map(self._read, stmt.args))
+            value, *more = self._gemms(stmt)
+            for product in more:
+                value = add(self._flat(value), self._flat(product))
         else:
             value = self._read(expression(stmt))
         if stmt.mode == "accumulate":
             value = add(self._value(target), self._flat(value))
         self._assign(target, value)
+
+    def _own_tile(self, copy: tl.Copy, dest: Key) -> tuple[Key, tl.Copy]:
+        """A tile for a Copy that fills some columns of one, and the Copy into it."""
+        assert copy.column is not None
+        parts = self.parts.setdefault(dest, {})
+        name = split(copy.name.id)[0]
+        taken = {base for tiles in self.parts.values() for base, _ in tiles.values()}
+        column = format_expr(copy.column)
+        while column not in parts and name in taken:
+            name += "_"
+        own = parts.setdefault(column, (name, dest[1]))
+        return own, replace(copy, column=None, target=tl.Name(own[0]))
+
+    def _gemms(self, stmt: tl.Compute) -> list[tl.Expr]:
+        """A GEMM as products of tiles: of each two that stand side by side."""
+        tiles = [a.operand if isinstance(a, tl.Transpose) else a for a in stmt.args]
+        parts = [self.parts.get(self._key(t)) for t in tiles if isinstance(t, tl.Name)]
+        if parts == [None, None]:
+            return [call("gemm", *map(self._read, stmt.args))]
+        left, right = (part or {} for part in parts)
+        if left.keys() != right.keys():
+            raise refuse(stmt.span, "a GEMM of tiles side by side whose columns are not alike")
+        values = [(self.current[left[n]], self.current[right[n]]) for n in left]
+        return [call("gemm", *map(tl.Name, pair)) for pair in values]
 
     def _softmax(self, stmt: tl.Compute) -> None:
         """The statement spelt out, as docs/language.md has it."""
@@ -336,6 +368,11 @@ class _Walk:
                 return self._read(operand)
             case tl.Name(id) if not self.program.is_scalar(id) and self.program.tile(expr):
                 return self._value(expr)
+            case tl.Name(id) if id in self.forward.lets:
+                return self._read(self.forward.lets[id])
+            case tl.Name(id) if id in (self.forward.loop.var.id, self.forward.query.name.id):
+                text = f"a computation depends on the number of a block, `{id}`"
+                raise refuse(self.span, text, "tiles have other sizes here: use q_idx and kv_idx")
             case tl.Call(func, args):
                 return call(func.id.lower(), *map(self._read, args))
             case tl.Binary(op, left, right):
@@ -363,6 +400,11 @@ class _Walk:
         name = f"{base}.{self.count[base]}"
         self.forward.axes[name] = axes
         return name
+
+
+def _same_place(one: tl.Copy, other: tl.Copy) -> bool:
+    """Whether two Copies take the same part of a tensor."""
+    return one.shape == other.shape and set(one.coords or ()) == set(other.coords or ())
 
 
 def _is_load(stmt: tl.Statement) -> bool:

@@ -35,6 +35,17 @@ def preprocess(scope: Scope) -> tuple[list[tl.Statement], list[Parts]]:
     return [title, grid, WARPS, *write.allocated.values(), *write.body], parts
 
 
+def note_missing(scope: Scope) -> None:
+    """Note the tensors whose gradients blocks of this kernel would have to add up."""
+    grid = {a.name.id for a in scope.program.grid.axes}
+    loads = scope.forward.loads
+    looped = {loads[leaf].tensor.name for leaf in scope.back.grads if isinstance(leaf, str)}
+    for leaf in scope.back.row_grads:
+        load = loads[leaf] if isinstance(leaf, str) else None
+        if load and (load.tensor.name in looped or not grid <= place_names(load.copy)):
+            scope.missing[load.tensor.name] = "several blocks read each of its elements"
+
+
 def _row_parts(scope: Scope) -> tuple[list[Step], list[Parts]]:
     """The gradients of numbers per head that the epilogue and the first values use."""
     steps, parts = [], []
@@ -50,13 +61,11 @@ def _row_parts(scope: Scope) -> tuple[list[Step], list[Parts]]:
 def _row_tiles(scope: Scope) -> list[tuple[Step, tl.Copy]]:
     """The gradients of tiles that only the epilogue reads (a gate on the output)."""
     made = []
-    grid = {a.name.id for a in scope.program.grid.axes}
     for leaf, terms in scope.back.row_grads.items():
         if not isinstance(leaf, str):
             continue
         load = scope.forward.loads[leaf]
-        if leaf in scope.back.grads or not grid <= place_names(load.copy):
-            scope.missing[load.tensor.name] = "several blocks read each of its elements"
+        if load.tensor.name in scope.missing:
             continue
         step = Step(f"d{load.tensor.name}.0", total(terms))
         scope.forward.axes[step.target] = load.axes

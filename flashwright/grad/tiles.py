@@ -129,6 +129,8 @@ class Writer:
                     if len(axes) != 2 or axes[0] not in kept.split("|"):
                         raise refuse(self.span, "a sum over the columns' other axis is not in TL")
                     return tl.Call(tl.Name("rowsum"), (self.expr(operand),))
+                case tl.Call(tl.Name("gemm")):
+                    raise refuse(self.span, "an element's gradient that is a part of a GEMM")
                 case tl.Name(id) if "." in id:
                     return self.tile(id)
                 case tl.Name(id):
@@ -150,6 +152,8 @@ class Writer:
             return tl.Transpose(self.to_shared(value))
         if value in self.loaded:
             return self.tile(value, "shared")
+        if self.stored(value) != self.scope.pair:
+            raise refuse(self.span, "a GEMM of a tile that is computed in registers, not of scores")
         if value not in self.reshaped:
             self.reshaped.add(value)
             self.body.append(tl.Reshape(self.tile(value), MMA_C, MMA_A))

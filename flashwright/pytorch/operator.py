@@ -152,7 +152,7 @@ class _Package:
         self.digest = _digest(folder)
         self.spec = _spec(folder)
         self._lock = threading.Lock()
-        self._backward: Operator | str | None = None
+        self._backward: dict[tuple[str, ...], Operator | str] = {}
 
     def load(self) -> Any:
         """The kernels as a function. Raises Failed if the package is another one by now."""
@@ -163,16 +163,18 @@ class _Package:
                 raise Failed(Diagnostic("FW852", text, help=hint))
             return classes.load(self.folder)
 
-    def backward(self) -> Operator | str:
-        """The operator of the package's backward, made at the first call; why, if there is none."""
-        if self._backward is None:
+    def backward(self, of: tuple[str, ...]) -> Operator | str:
+        """The operator of the package's backward for gradients of these outputs, made at the first
+        call; why, if there is none."""
+        if of not in self._backward:
             from flashwright.generate import backward, store  # here: a forward needs neither
 
             try:
-                self._backward = torch_operator(backward.find_or_make(self.folder, store.tell))
+                folder = backward.find_or_make(self.folder, of, store.tell)
+                self._backward[of] = torch_operator(folder)
             except (Failed, specs.BadSpec) as error:
-                self._backward = str(error)
-        return self._backward
+                self._backward[of] = str(error)
+        return self._backward[of]
 
 
 class _OnCuda:

@@ -8,7 +8,7 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -58,12 +58,12 @@ class Gradient:
         signature: Signature,
         operator: Any,
         reference: Callable[..., Any] | None,
-        derived: Callable[[], Backward | str],
+        derived: Callable[[tuple[str, ...]], Backward | str],
     ) -> None:
         self.name, self.signature, self.operator = name, signature, operator
         self.reference = reference
         self.derived = derived
-        """The backward, or why there is none."""
+        """The backward for gradients of these outputs, or why there is none."""
         methods = (self.forward, self.setup_context, self.backward, self.jvp)
         names = {method.__name__: staticmethod(method) for method in methods}
         self.function: Any = type(f"Attention_{name}", (torch.autograd.Function,), names)
@@ -116,12 +116,12 @@ class Gradient:
 
     def _by_kernel(self, ctx: Any, grads: Sequence[Any], needed: Any) -> list[Any]:
         """The derived backward, or the operator that raises."""
-        made = self.derived()
+        of = {n: g for n, g in zip(self.signature.outputs, grads, strict=True) if g is not None}
+        made = self.derived(tuple(of))
         names = [*self.signature.inputs, *(name.lower() for name in self.signature.outputs)]
         given = dict(zip(names, ctx.saved_tensors, strict=True))
-        pairs = zip(self.signature.outputs, grads, strict=True)
-        given |= {f"d{name.lower()}": grad for name, grad in pairs if grad is not None}
-        why = made if isinstance(made, str) else self._obstacle(made, given, needed)
+        given |= {f"d{name.lower()}": grad for name, grad in of.items()}
+        why = made if isinstance(made, str) else self._obstacle(made, needed)
         if why is not None:
             refuse, some = torch.ops.flashwright.no_backward, ctx.saved_tensors[0]
             return [
@@ -129,27 +129,19 @@ class Gradient:
                 for shape, asked in zip(ctx.shapes, needed, strict=True)
             ]
         assert not isinstance(made, str)
+        for name in set(made.inputs) - given.keys():  # an output that the caller has not used
+            given[name] = torch.zeros_like(given[name.removeprefix("d")])
         results = made.op(*(_with_rows(given[name]) for name in made.inputs))
         found = dict(zip((name.lower() for name in made.outputs), results, strict=True))
         each = zip(self.signature.inputs, needed, strict=True)
         return [found[f"d{name}"] if asked else None for name, asked in each]
 
-    def _obstacle(self, made: Backward, given: Mapping[str, Any], needed: Any) -> str | None:
+    def _obstacle(self, made: Backward, needed: Any) -> str | None:
         """Why a call cannot have its gradients, if so."""
-        for name in made.inputs:
-            if name not in given:
-                return f"the output {name.removeprefix('d')} has no gradient"
-        for name in given:
-            if name.startswith("d") and name not in made.inputs and name[1:] in self._results:
-                return f"the backward takes no gradient of {name[1:]}"
         for name, asked in zip(self.signature.inputs, needed, strict=True):
             if asked and f"d{name}" not in {n.lower() for n in made.outputs}:
                 return f"the backward gives no gradient of {name}"
         return None
-
-    @property
-    def _results(self) -> set[str]:
-        return {name.lower() for name in self.signature.outputs}
 
     def _by_torch(
         self, tensors: Sequence[Any], more: Sequence[Any], grads: Sequence[Any], needed: Any

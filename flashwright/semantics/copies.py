@@ -112,8 +112,10 @@ class Copies:
         if not stmt.adds:
             self.sums.complete(tile, stmt)
         places, at = self._places(stmt, tensor, tile.shape)
+        along = self.program.buffers[self.program.source(stmt)].along
         for have, want in zip(tile.axes, places[len(places) - len(tile.shape) :], strict=True):
-            if have is not None and have != want:
+            # With `along` a vector of one dimension's positions may stand for another's.
+            if have is not None and have != want and (have.dim == want.dim or along is None):
                 self._misplaced(stmt, f"{have}", f"{want}", have.copy)
         for dim, place in at.items():
             have2 = tile.at.get(dim)

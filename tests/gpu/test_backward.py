@@ -47,7 +47,7 @@ def gradients(tensors: list[Any], grad: Any, settings: dict[str, Any], by: Any) 
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
 def test_gradients(dim: int, option: str) -> None:
     for q_len, kv_len in ((130, 200), (200, 130), (512, 512)):
         tensors, grad = problem(dim, torch.bfloat16, q_len, kv_len)

@@ -24,10 +24,12 @@ from flashwright.judge.gradient_noise import compare
 from flashwright.judge.gradients import gradients, with_outputs
 from flashwright.judge.inputs import make_inputs
 from flashwright.lang.format import format_tree
-from flashwright.lang.parse import parse
+from flashwright.lang.parse import parse, read
 from flashwright.program.kernels import Kernels
 from flashwright.sandbox.tensors import DTYPES
-from flashwright.spec import AttentionSpec
+from flashwright.semantics.interpret import interpret_all, shape_of
+from flashwright.spec import AttentionSpec, load
+from tests.example_programs import EXAMPLES
 from tests.unit.together import SCHEDULES, Kernel, kernels
 
 pytestmark = pytest.mark.skipif(not toolchain.has_nvcc(), reason="there is no CUDA compiler here")
@@ -40,6 +42,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"causal": True, "softcap": 30.0},
     "alibi": {"causal": True, "alibi": True},
     "sink": {"causal": True, "sink": True},
+    "wider": {"causal": True, "head_dim": 256},  # kernels apart, or warps that share rows
+    "mla": {"variant": "mla", "heads": 2, "kv_heads": 2, "head_dim": 192, "causal": True},
+    "no lse": {"causal": True, "lse": False},  # the forward's loop once more
 }
 DTYPE = {"t4": "fp16", "a100": "bf16", "h200": "bf16"}
 LENGTHS = ((1, 1), (70, 133), (144, 90))  # dQ is in fragments if the queries are a multiple of 16
@@ -48,8 +53,8 @@ LENGTHS = ((1, 1), (70, 133), (144, 90))  # dQ is in fragments if the queries ar
 def derived(option: str, gpu: str) -> tuple[list[str], Steps, AttentionSpec]:
     """The kernels of a backward pass as programs, with the author's first sizes."""
     card = gpus.find(gpu)
-    settings = {"head_dim": 64, "dtype": DTYPE[gpu], **OPTIONS[option]}
-    spec = make_spec("gqa", heads=4, kv_heads=2, **settings)
+    settings = {"variant": "gqa", "heads": 4, "kv_heads": 2, "head_dim": 64, **OPTIONS[option]}
+    spec = make_spec(**{**settings, "dtype": DTYPE[gpu]})
     forward = write_code(write_sketch(spec), spec, card).code
     _, sized = next(tilings(backward(checked_program(parse(forward))).tree, card))
     programs = check(sized, card).kernels
@@ -80,7 +85,12 @@ SHARES = [
         pytest.param(gpu, list(OPTIONS), marks=pytest.mark.slow, id=f"{gpu}-all")
         for gpu in ("h200", "t4")
     ),
-    pytest.param("a100", ["full", "wide", "softcap"], marks=pytest.mark.slow, id="a100-more"),
+    pytest.param(
+        "a100",
+        ["full", "wide", "softcap", "wider", "mla", "no lse"],
+        marks=pytest.mark.slow,
+        id="a100-more",
+    ),
 ]
 
 
@@ -91,11 +101,42 @@ def test_gradients(gpu: str, options: list[str]) -> None:
     for codes, record, spec in made:
         steps = [next(built) for _ in codes]
         for (q_len, kv_len), how in zip(LENGTHS, SCHEDULES, strict=False):
-            dims = {"batch": 1, "heads": 4, "kv_heads": 2, "q_len": q_len, "kv_len": kv_len}
+            dims = {"batch": 1, "heads": spec.heads, "kv_heads": spec.kv_heads}
+            dims |= {"q_len": q_len, "kv_len": kv_len}
             drawn = make_inputs(spec.model_copy(update={"backward": True}), dims, 1, "normal")
             given = with_outputs(spec, drawn, oracle.attention(spec, drawn, dims))
+            given = {name: given[name] for name in given if spec.lse or name != "LSE"}
             found = launched(steps, record, given, dims, how)
             for name, expected in gradients(spec, drawn, dims).items():
                 if name in found:
                     compared = compare(found[name], expected)
                     assert compared.ok, f"{spec.in_words} {dims} {name}: {compared.reason}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["a100", "h200"])
+def test_examples(gpu: str) -> None:
+    """Gradients of other tensors, two softmaxes, tiles side by side: as the interpreter has them,
+    which test_grad.py compares with fp64."""
+    card, made = gpus.find(gpu), []
+    for name in ("forgetting", "differential", "side_by_side", "bias_prefix"):
+        spec = load(EXAMPLES / f"{name}.toml")
+        tree = backward(checked_program(parse(read(EXAMPLES / f"{name}.tl")))).tree
+        _, sized = next(tilings(tree, card))
+        made.append((spec, check(sized, card).kernels))
+    texts = [(format_tree(p.tree), spec) for spec, programs in made for p in programs]
+    built = iter(kernels(texts, gpu))
+    for spec, programs in made:
+        steps = [next(built) for _ in programs]
+        whole = Kernels(programs)
+        dims = {"batch": 1, "heads": spec.heads, "kv_heads": spec.kv_heads}
+        dims |= {"q_len": 70, "kv_len": 133}
+        rng = np.random.default_rng(0)
+        inputs = {t.name: rng.standard_normal(shape_of(t, programs[0], dims)) for t in whole.inputs}
+        given = {t.name: inputs[t.name].astype(DTYPES[t.dtype]) for t in whole.inputs}
+        expected = interpret_all(whole, given, dims)
+        found = launched(steps, Steps.of(whole), given, dims, SCHEDULES[0])
+        for name, array in expected.items():
+            error = found[name].astype(np.float64) - array.astype(np.float64)
+            size = np.sqrt(np.mean(array.astype(np.float64) ** 2))
+            assert np.sqrt(np.mean(error**2)) <= 2e-3 * size, (spec.variant, name)

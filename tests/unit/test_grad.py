@@ -49,8 +49,8 @@ def authored(variant: str, **options: Any) -> str:
     return write_code(write_sketch(spec), spec, find("a100")).code
 
 
-def example(name: str, lse: str = "Smax + log(Ssum)") -> str:
-    """An example, with the log-sum-exp as an output."""
+def example(name: str, lse: str = "") -> str:
+    """An example; with the log-sum-exp as an output, if it is given."""
     text = read(EXAMPLES / f"{name}.tl")
     return text + LSE.format(value=lse) if lse else text
 
@@ -72,7 +72,8 @@ def agrees(text: str, reference: Reference, lengths: Any = LENGTHS, **more: Any)
         dims |= more.get("dims", {})
         inputs = _inputs(program, dims, more.get("given"))
         found, expected = _both(kernels, inputs, reference, dims)
-        assert {"dQ", "dK", "dV"} <= found.keys() <= expected.keys()
+        wanted = {f"d{name}" for name in "QKV" if name in inputs}
+        assert wanted <= found.keys() <= expected.keys()
         for name, gradient in found.items():
             _close(name, gradient.astype(np.float64), expected[name])
     return made
@@ -190,10 +191,18 @@ def refused(text: str) -> str:
     return f"{found.message}; {found.help}"
 
 
-def test_a_program_without_the_log_sum_exp_is_refused() -> None:
-    said = refused(example("unscaled", lse=""))
-    assert "log-sum-exp" in said
-    assert "Compute Smax + log(Ssum) and get LSE_register" in said
+def test_the_log_sum_exp_is_computed_again_if_no_output_has_it() -> None:
+    def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
+        return softmax(scores(t), torch.ones(1, 1, dtype=torch.bool), t)
+
+    made = agrees(example("unscaled"), attention)
+    assert "// LSE is computed again: store Smax + log(Ssum) in the forward." in made
+    first = made.split("grid ")[1]
+    assert first.count("GEMM") == 1
+    assert "exp(Smax - Top)" in first
+    stored = agrees(example("unscaled", "Smax + log(Ssum)"), attention)
+    assert "again" not in stored
+    assert stored.count("grid ") == made.count("grid ") - 1
 
 
 def test_sink_tokens() -> None:
@@ -277,7 +286,7 @@ def test_sigmoid_instead_of_softmax() -> None:
         weights = torch.sigmoid(scores(t) / 8 - 4).masked_fill(k > q, 0)
         return {"O": weights @ _heads(t["V"], t["Q"])}
 
-    made = agrees(example("sigmoid", lse=""), attention)
+    made = agrees(example("sigmoid"), attention)
     assert "LSE" not in made
 
 
@@ -287,18 +296,18 @@ def test_squared_relu() -> None:
         weights = torch.relu(scores(t) / 8 - 1).masked_fill(k > q, 0) ** 2
         return {"O": weights @ _heads(t["V"], t["Q"])}
 
-    text = example("sigmoid", lse="").replace("sigmoid(S)", "max(S, 0) * max(S, 0)")
+    text = example("sigmoid").replace("sigmoid(S)", "max(S, 0) * max(S, 0)")
     agrees(text.replace("param Bias = -4 ", "param Bias = -1 "), attention)
 
 
-def test_two_gemms_in_one_tile_of_scores() -> None:
+@pytest.mark.parametrize("name", ["rope_split", "side_by_side"])
+def test_two_parts_of_the_heads(name: str) -> None:
     def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
         q, k = positions(dims)
         rope = t["Qrope"] @ t["Krope"][:, None].transpose(-1, -2)
         return softmax((scores(t) + rope) / 192**0.5, k <= q, t)
 
-    made = agrees(example("rope_split"), attention, ((70, 100), (130, 40)))
-    assert "dKrope" in made
+    assert "dKrope" in agrees(example(name), attention, ((70, 100), (130, 40)))
 
 
 def test_differential_attention() -> None:
@@ -311,9 +320,11 @@ def test_differential_attention() -> None:
         o = parts[0]["O"] - t["Lambda"][:, None, None] * parts[1]["O"]
         return {"O": o, "LSE": parts[0]["LSE"], "LSE2": parts[1]["LSE"], "Second": parts[1]["O"]}
 
+    assert "dLambda" in agrees(example("differential"), attention, ((70, 100),))
     text = example("differential", "M1 + log(L1)")
     text += LSE.format(value="M2 + log(L2)").replace("LSE", "LSE2")
-    agrees(text + SECOND, attention, ((70, 100),))
+    stored = agrees(text + SECOND, attention, ((70, 100),))
+    assert "again" not in stored
 
 
 SECOND = """Allocate Second in global (batch, heads, q_len, Half) as fp32
@@ -331,7 +342,7 @@ def test_forgetting() -> None:
         own = gates[..., q.clamp(0)[:, 0]] * (q[:, 0] >= 0)
         return softmax(scores(t) / 8 + own[..., None] - gates[..., None, :], k <= q, t)
 
-    agrees(example("forgetting"), attention)
+    assert "dGates" in agrees(example("forgetting"), attention)
 
 
 GATE = """Allocate Gate in global (batch, heads, q_len, HeadDim) as fp32
@@ -376,13 +387,11 @@ def test_a_sum_that_decays_is_refused() -> None:
     ("name", "says"),
     [
         ("paged", "the place of `K` comes from a tensor"),
-        ("paper", "a view with an offset"),
-        ("side_by_side", "side by side"),
         ("sink_tile", "a GEMM before the loop"),
     ],
 )
 def test_examples_without_a_gradient_say_why(name: str, says: str) -> None:
-    assert says in refused(example(name, lse=""))
+    assert says in refused(example(name))
 
 
 def test_fp8_is_refused() -> None:
@@ -403,27 +412,72 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(typer.Exit) as ended:
         grad(str(forward), out=out)
     assert ended.value.exit_code == 0
-    assert capsys.readouterr().out == f"{out}: dQ, dK, dV\n"
+    again = "LSE is computed again: store Smax + log(Ssum) in the forward."
+    assert capsys.readouterr().out == f"{out}: dQ, dK, dV\n{again}\n"
     assert check(parse(out.read_text())).diagnostics == ()
-    forward.write_text(example("unscaled", lse=""))
+    forward.write_text(example("paged"))
     with pytest.raises(typer.Exit) as ended:
         grad(str(forward), None)
     assert ended.value.exit_code == 1
     assert "error[FW908]" in capsys.readouterr().err
 
 
-def test_a_tensor_that_is_two_tiles_is_refused() -> None:
-    """K = V: the sum of both gradients is not derived yet."""
-    text = example("softmax_by_hand", "0.125 * Smax + log(Ssum)")
-    lines = [line for line in text.splitlines() if not line.startswith("Allocate V in global")]
-    lines = [
-        f"{line.replace('Copy V', 'Copy K')} and get V" if line.startswith("  Copy V") else line
-        for line in lines
-    ]
-    text = "\n".join(lines).replace(
-        "Allocate S in", "Allocate V in shared (BN, HeadDim) as bf16\nAllocate S in", 1
+@pytest.mark.parametrize("place", ["L = i", "L = i, D = 0"])
+def test_keys_that_are_values_as_well(place: str) -> None:
+    """As one tile, and as two tiles that have the same elements: their gradients add up."""
+
+    def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
+        q, k = positions(dims)
+        return softmax(scores(t) / 8, k <= q, {**t, "V": t["K"]})
+
+    made = []
+    for line in example("softmax_by_hand").splitlines():
+        if line.startswith("Allocate V"):
+            line = "Allocate V in shared (BN, HeadDim) as bf16"
+        elif line.startswith("  Copy V"):
+            line = f"{line.replace('Copy V', 'Copy K').replace('L = i', place)} and get V"
+        made.append(line)
+    found = agrees("\n".join(made), attention)
+    assert ("dKsum" in found) == ("D" in place)
+
+
+def test_the_number_of_a_block_is_refused() -> None:
+    """The tiles of the backward pass have other sizes."""
+    seen = "kv_idx <= q_idx + kv_len - q_len"
+    text = example("softmax_by_hand").replace(seen, f"{seen} and not kv_idx == i * BN + 5")
+    assert "the number of a block, `i`" in refused(text)
+
+
+NUMBER = """Allocate Number in global (B: batch, H: heads, N: kv_len, L: q_len) as fp32
+Allocate Number in register (BM) as fp32
+"""
+LOAD = """  Copy Number (BM) in coordinate [B = batch_idx, H = head_idx, N = i, L = block_idx]
+    from global to register
+  Compute S + Number and get new S
+"""
+
+
+def test_what_the_last_iteration_leaves_is_refused() -> None:
+    late = "Compute O_register + Number and get new O_register\n"
+    text = example("unscaled").replace("Copy O", f"{late}Copy O", 1)
+    text = text.replace("Allocate S in", f"{NUMBER}Allocate S in", 1)
+    text = text.replace("  Compute Mask", f"{LOAD}  Compute Mask", 1)
+    assert "as the last iteration left it" in refused(text)
+
+
+def test_a_gradient_that_would_lack_a_part_is_not_given() -> None:
+    """The loop and the epilogue both add Gate to something."""
+    gate = GATE.replace("O_register * sigmoid(Gate_register)", "O_register + rowsum(Gate_register)")
+    text = example("softmax_by_hand").replace(
+        "Compute -1e30", f"{gate.partition('Compute')[0]}Compute -1e30"
     )
-    assert "`K` is loaded as two tiles" in refused(text)
+    text = text.replace(
+        "Compute max(Smax", "Compute S + rowsum(Gate_register) and get new S\n  Compute max(Smax"
+    )
+    text = text.replace("Copy O (BM", f"Compute{gate.partition('Compute')[2]}Copy O (BM")
+    made = derived(text)
+    assert "No gradient of Gate" in made
+    assert "dGate" not in made
 
 
 @pytest.mark.parametrize("name", ["n", "head", "kv_head_"])

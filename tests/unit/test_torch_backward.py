@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -73,7 +74,7 @@ def leaves(q_len: int, kv_len: int) -> tuple[list[Any], Any, dict[str, Any]]:
 def test_gradients(q_len: int, kv_len: int) -> None:
     tensors, grad, expected = leaves(q_len, kv_len)
     _, order = forward()
-    out, _ = attention(lambda: Backward(order.code))(*tensors)
+    out, _ = attention(lambda of: Backward(order.code))(*tensors)
     out.backward(grad)
     for name, tensor in zip(("dQ", "dK", "dV"), tensors, strict=True):
         error = np.sqrt(np.mean((tensor.grad.float().numpy() - expected[name]) ** 2))
@@ -84,7 +85,7 @@ def test_a_gradient_that_is_one_number() -> None:
     """Of `sum()` the gradient is an expanded number, which kernels cannot read."""
     tensors, _, _ = leaves(20, 20)
     _, order = forward()
-    attention(lambda: Backward(order.code))(*tensors)[0].sum().backward()
+    attention(lambda of: Backward(order.code))(*tensors)[0].sum().backward()
     assert all(torch.isfinite(t.grad).all() for t in tensors)
 
 
@@ -92,24 +93,44 @@ def test_only_what_is_asked_for() -> None:
     tensors, grad, _ = leaves(20, 20)
     q = tensors[0].detach()
     _, order = forward()
-    attention(lambda: Backward(order.code))(q, *tensors[1:])[0].backward(grad)
+    attention(lambda of: Backward(order.code))(q, *tensors[1:])[0].backward(grad)
     assert q.grad is None
     assert tensors[1].grad is not None
 
 
 def test_why_there_is_none() -> None:
     tensors, grad, _ = leaves(20, 20)
-    out, _ = attention(lambda: "line 3: top-k has no gradient")(*tensors)
+    out, _ = attention(lambda of: "line 3: top-k has no gradient")(*tensors)
     with pytest.raises(RuntimeError, match="line 3: top-k has no gradient"):
         out.backward(grad)
 
 
-def test_a_gradient_of_the_lse_is_refused() -> None:
-    tensors, grad, _ = leaves(20, 20)
+def backward_of(of: tuple[str, ...]) -> Backward:
+    """The backward that takes gradients of these outputs."""
     _, order = forward()
-    out, lse = attention(lambda: Backward(order.code))(*tensors)
-    with pytest.raises(RuntimeError, match="the backward takes no gradient of lse"):
-        (lse.sum() + (out.float() * grad.float()).sum()).backward()
+    return Backward(replace(order, outputs=of).code)
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_a_gradient_of_the_lse(weight: float) -> None:
+    """With and without a gradient of O."""
+    tensors, grad, _ = leaves(70, 90)
+    out, lse = attention(backward_of)(*tensors)
+    visible = torch.ones(70, 90, dtype=torch.bool).tril(20)
+    exact = [t.detach().double().requires_grad_() for t in tensors]
+    q, k, v = exact[0], *(t.repeat_interleave(2, 1) for t in exact[1:])
+    scores = (q @ k.mT / 8).masked_fill(~visible, -torch.inf)
+    wanted = (scores.logsumexp(-1) ** 2).sum()
+    loss = (lse**2).sum()
+    if weight:
+        wanted = wanted + (scores.softmax(-1) @ v * grad.double()).sum()
+        loss = loss + (out.float() * grad.float()).sum()
+    wanted.backward()
+    loss.backward()
+    for tensor, right in zip(tensors, exact, strict=True):
+        expected = torch.zeros_like(right) if right.grad is None else right.grad
+        error = (tensor.grad.double() - expected).pow(2).mean().sqrt()
+        assert error <= 5e-3 * expected.pow(2).mean().sqrt()
 
 
 def test_the_package_has_a_spec_and_all_kernels() -> None:

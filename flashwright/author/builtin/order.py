@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from flashwright.lang.nodes import Compute, Copy, Let, Name, Reshape, Statement, expressions
+from flashwright.lang.nodes import Compute, Copy, Name, Reshape, Statement
+from flashwright.program.needed import base_name, names
 from flashwright.program.vocabulary import split
 
 
@@ -27,7 +28,7 @@ def ordered(body: Sequence[Statement]) -> list[Statement]:
     while start and _closing(made[start - 1]):
         start -= 1
     tail = made[start:]
-    moved = {_base(s.name) for s in tail if isinstance(s, Copy) and s.dest == "shared"}
+    moved = {base_name(s.name) for s in tail if isinstance(s, Copy) and s.dest == "shared"}
     sorted_tail = sorted(tail, key=lambda s: _rank(s, moved))
     return made[:start] + (sorted_tail if _same_values(tail, sorted_tail) else tail)
 
@@ -56,9 +57,9 @@ def _rank(stmt: Statement, moved: set[str]) -> int:
         case Copy():
             return 4
         case Reshape(name):
-            return 3 if _base(name) in moved else 0
+            return 3 if base_name(name) in moved else 0
         case Compute(mode="accumulate", args=(Name() as left, _)):
-            return 3 if _base(left) in moved and split(left.id)[1] != "shared" else 0
+            return 3 if base_name(left) in moved and split(left.id)[1] != "shared" else 0
     return 2
 
 
@@ -71,26 +72,5 @@ def _same_values(before: Sequence[Statement], after: Sequence[Statement]) -> boo
 
 
 def _independent(one: Statement, other: Statement) -> bool:
-    touched, written = zip(*map(_names, (one, other)), strict=True)
+    touched, written = zip(*map(names, (one, other)), strict=True)
     return not (touched[0] & written[1] or touched[1] & written[0])
-
-
-def _names(stmt: Statement) -> tuple[set[str], set[str]]:
-    """The names that a statement reads or writes, and those that it writes. Tiles of one name in
-    several spaces count as one."""
-    touched = {_base(e) for e in expressions(stmt) if isinstance(e, Name)}
-    match stmt:
-        case Copy() | Reshape():
-            written = [stmt.target or stmt.name]
-        case Compute():
-            in_place = [a for a in stmt.args if isinstance(a, Name)] if stmt.target is None else []
-            written = [n for n in (stmt.target, *stmt.state, *stmt.rescale, *in_place) if n]
-        case Let(name):
-            written = [name]
-        case _:
-            return touched, touched
-    return touched | {_base(n) for n in written}, {_base(n) for n in written}
-
-
-def _base(name: Name) -> str:
-    return split(name.id)[0]
