@@ -79,9 +79,7 @@ class BackwardOrder:
     def make(self, folder: Path, verified: bool) -> None:
         """Write the package. Raises Failed if a kernel cannot be made."""
         spec = self.spec
-        told = (
-            {} if spec is None else {SPEC: specs.dump(spec.model_copy(update={"backward": True}))}
-        )
+        told = {} if spec is None else {SPEC: specs.dump(spec.differentiated())}
         for name, data in self._built(told).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             write(folder / name, data)

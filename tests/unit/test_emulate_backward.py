@@ -19,9 +19,10 @@ from flashwright.check.check import check, checked_program
 from flashwright.emulate.emulate import run
 from flashwright.grad.grad import backward
 from flashwright.judge import oracle
+from flashwright.judge.answer import backward_inputs
 from flashwright.judge.form import planned_shape
 from flashwright.judge.gradient_noise import compare
-from flashwright.judge.gradients import gradients, with_outputs
+from flashwright.judge.gradients import gradients
 from flashwright.judge.inputs import make_inputs
 from flashwright.lang.format import format_tree
 from flashwright.lang.parse import parse
@@ -92,8 +93,8 @@ def test_gradients(gpu: str, options: list[str]) -> None:
         steps = [next(built) for _ in codes]
         for (q_len, kv_len), how in zip(LENGTHS, SCHEDULES, strict=False):
             dims = {"batch": 1, "heads": 4, "kv_heads": 2, "q_len": q_len, "kv_len": kv_len}
-            drawn = make_inputs(spec.model_copy(update={"backward": True}), dims, 1, "normal")
-            given = with_outputs(spec, drawn, oracle.attention(spec, drawn, dims))
+            drawn = make_inputs(spec.differentiated(), dims, 1, "normal")
+            given = backward_inputs(spec, drawn, oracle.attention(spec, drawn, dims), 0)
             found = launched(steps, record, given, dims, how)
             for name, expected in gradients(spec, drawn, dims).items():
                 if name in found:
