@@ -39,7 +39,7 @@ def errors(
 ) -> dict[str, float | None]:
     """The library's error of O, or of dQ, dK and dV, relative to the RMS of each.
 
-    `expected` is the oracle's answer for the spec. An output that this torch cannot give is missing.
+    `expected` is the oracle's answer for the spec. What this torch cannot compute is missing.
     """
     import torch
 
@@ -53,10 +53,8 @@ def errors(
         found = _gradients(plain, inputs) if spec.backward else {"O": _forward(plain, inputs)}
     except (RuntimeError, TypeError, AttributeError):
         return {}  # this torch cannot run it: the verdict then has no ratio
-    place = inputs["Q"].device
-    return {
-        n: relative_rms(x, torch.as_tensor(expected[n], device=place)) for n, x in found.items()
-    }
+    exact = {n: torch.as_tensor(expected[n], device=inputs["Q"].device) for n in found}
+    return {n: relative_rms(x, exact[n]) for n, x in found.items()}
 
 
 def _expected(

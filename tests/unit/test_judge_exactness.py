@@ -228,7 +228,7 @@ def test_a_weight_that_the_type_does_not_have_may_be_lost() -> None:
 @pytest.mark.usefixtures("few")
 def test_only_the_mean_counts_for_the_spectrum() -> None:
     """A few rows rule its RMS: the ratio of two honest kernels' errors would be any number."""
-    with mock.patch.object(Expected, "library_error", return_value=1.0):
+    with mock.patch.object(Expected, "library_errors", return_value={"O": 1.0}):
         found = verdict("plain", "bf16", lse=False)
     assert found.ok, str(found)
     assert {c.kind for c in found.cases if c.library is None} == {"spectrum"}
