@@ -211,6 +211,10 @@ class AttentionSpec(BaseModel):
         """The spec of this attention's backward pass."""
         return self.model_copy(update={"backward": True, "repeatable": False})
 
+    def attention(self) -> Self:
+        """The spec of the attention whose backward pass this is; it gives the log-sum-exp."""
+        return self.model_copy(update={"backward": False, "repeatable": True, "lse": True})
+
     def compressed_blocks(self, tokens: int) -> int:
         """How many whole compressed blocks `tokens` tokens make (NSA)."""
         return max(0, (tokens - self.block) // self.stride + 1)

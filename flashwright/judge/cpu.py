@@ -122,8 +122,8 @@ def judge(
     listed = default_cases(spec, _lengths(chosen, spec)) if chosen is not None else cases or ()
     problems = [(dict(c), kind) for c in listed]
     spread = None
-    if reference is not None and isinstance(program, Program) and not spec.backward:
-        spread = reference_spread(program, spec, reference)
+    if reference is not None and len(kernels.programs) == 1 and not spec.backward:
+        spread = reference_spread(kernels.programs[0], spec, reference)
     if cases is None and reference is None and kind == "normal" and not spec.sink:
         problems.append((default_cases(spec, [LOW])[0], "opposed"))
     results: list[CaseResult] = []

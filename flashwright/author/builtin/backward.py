@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from flashwright.author.builtin.complete import ParamChoice
 from flashwright.author.builtin.order import ordered
 from flashwright.check.check import check
 from flashwright.gpu import Gpu
@@ -49,6 +50,17 @@ class BackwardTiling:
     def name(self) -> str:
         """Such as `64x128-s2-w8`."""
         return f"{self.bm}x{self.bn}-s{self.stages}-w{self.warps}"
+
+    @property
+    def choices(self) -> tuple[ParamChoice, ...]:
+        """The sizes with their reasons."""
+        chosen = "the first of the known tilings that fits the GPU"
+        return (
+            ParamChoice("BM", str(self.bm), f"queries of a step; {chosen}"),
+            ParamChoice("BN", str(self.bn), f"keys that a block owns; {chosen}"),
+            ParamChoice("Warps", str(self.warps), "16 keys for each warp"),
+            ParamChoice("stages", str(self.stages), "of what the loop over the queries copies"),
+        )
 
 
 WITH_WGMMA = (
