@@ -87,9 +87,11 @@ class BackwardOrder:
         write(folder / RESULT, json.dumps({"ok": True, "gpu": self.gpu.name}) + "\n")
 
 
-def find_or_make(folder: Path, tell: store.Tell) -> Path:
-    """The backward package of a forward package."""
-    return store.find_or_make(BackwardOrder.of(folder), tell)
+def find_or_make(folder: Path, tell: store.Tell) -> tuple[Path, bool]:
+    """The backward package of a forward package, and whether it was made now."""
+    order = BackwardOrder.of(folder)
+    new = store.find(order) is None
+    return store.find_or_make(order, tell), new
 
 
 def built(tree: Tree, gpu: Gpu, told: Mapping[str, str]) -> dict[str, str | bytes]:

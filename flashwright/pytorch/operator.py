@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,12 @@ class Operator:
 
     def __repr__(self) -> str:
         return f"<torch operator {self.op._schema}>"
+
+    def check_first_backward(self, trial: rules.BackwardTrial) -> None:
+        """Let `trial` look at the first gradients, if the backward is made for them. It gets the
+        tensors of the backward and the gradients by their names, and raises if they are wrong."""
+        if self._package.awaits_backward:
+            self._package.backward_trial = trial
 
     def __deepcopy__(self, memo: object) -> Operator:
         """Itself: a copy of a model uses the same operator."""
@@ -135,7 +142,8 @@ def _register(name: str, signature: Signature, package: _Package) -> Operator:
     _LIBRARY.impl(name, on_cpu.__call__, "CPU")
     torch.library.register_fake(qualified, fake, lib=_LIBRARY)
     traced = None if on_cpu.obstacle else on_cpu.compute
-    gradient = rules.Gradient(name, signature, op, traced, package.backward)
+    derived = (package.backward, package.check_backward)
+    gradient = rules.Gradient(name, signature, op, traced, *derived)
     _LIBRARY.impl(name, gradient.__call__, "Autograd")
     autocast = rules.Autocast(signature, op)
     _LIBRARY.impl(name, autocast.on_cuda, "AutocastCUDA")
@@ -153,6 +161,9 @@ class _Package:
         self.spec = _spec(folder)
         self._lock = threading.Lock()
         self._backward: Operator | str | None = None
+        self._new_backward = False
+        self.backward_trial: rules.BackwardTrial | None = None
+        """What looks at the first gradients of a backward that was made now."""
 
     def load(self) -> Any:
         """The kernels as a function. Raises Failed if the package is another one by now."""
@@ -169,10 +180,30 @@ class _Package:
             from flashwright.generate import backward, store  # here: a forward needs neither
 
             try:
-                self._backward = torch_operator(backward.find_or_make(self.folder, store.tell))
+                folder, self._new_backward = backward.find_or_make(self.folder, store.tell)
+                self._backward = torch_operator(folder)
             except (Failed, specs.BadSpec) as error:
                 self._backward = str(error)
         return self._backward
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether there were no gradients yet."""
+        return self._backward is None or self._new_backward
+
+    def check_backward(self, given: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+        """Look at the first gradients of a backward that was made now. A wrong one is removed from
+        the store."""
+        if not self._new_backward or self.backward_trial is None:
+            return
+        try:
+            self.backward_trial(given, found)
+        except Exception:
+            made, self._backward = self._backward, None
+            if isinstance(made, Operator):
+                shutil.rmtree(made._package.folder, ignore_errors=True)
+            raise
+        self._new_backward, self.backward_trial = False, None
 
 
 class _OnCuda:

@@ -27,6 +27,7 @@ from flashwright.lang.nodes import (
     expressions,
     statements,
 )
+from flashwright.program.kernels import sections
 from flashwright.program.vocabulary import split
 
 Path = tuple[Any, ...]
@@ -191,7 +192,12 @@ def first_action(tree: Tree) -> int:
 
 
 def over_budget(tree: Tree, gpu: Gpu) -> bool:
-    """Whether the tiles alone need more shared memory or registers than there are."""
+    """Whether the tiles of a kernel alone need more shared memory or registers than there are."""
+    shared, *kernels = sections(tree)
+    return any(_too_large(Tree((*shared, *own)), gpu) for own in kernels)
+
+
+def _too_large(tree: Tree, gpu: Gpu) -> bool:
     found = Names(tree)
     warps = int(found.params.get("Warps", 4))
     need = {"shared": 0, "register": 0}

@@ -237,6 +237,10 @@ def _with_coord(copy: Copy, i: int, coord: Coord | None) -> Copy:
     return replace(copy, coords=(*coords[:i], *([coord] if coord else []), *coords[i + 1 :]))
 
 
+_ENDS = {"low": ("First", "Start"), "high": ("Last", "Steps")}
+"""The names of the blocks that a loop begins and ends with."""
+
+
 def bounds(subject: Subject) -> Changes:
     """Loops and grid axes that begin or end one too early or too late."""
     short, long = "loop short by one", "loop long by one"
@@ -247,7 +251,7 @@ def bounds(subject: Subject) -> Changes:
             if isinstance(stmt, For):
                 new = replace(stmt, **{end: _shifted(getattr(stmt, end), by)})
                 yield _changed(subject, kind, site, new)
-            elif isinstance(stmt, Let) and stmt.name.id == {"low": "First", "high": "Last"}[end]:
+            elif isinstance(stmt, Let) and stmt.name.id in _ENDS[end]:
                 yield _changed(subject, kind, site, replace(stmt, value=_shifted(stmt.value, by)))
             elif isinstance(stmt, Grid):
                 for i, axis in enumerate(stmt.axes):
@@ -293,6 +297,8 @@ def _keeps_minus_infinity(stmt: Statement, mask: Statement) -> bool:
     if not effects.touches(stmt, mask):
         return True
     scaled = is_verb(stmt, "multiply") and stmt.args[1] == Name("Scale")
+    if isinstance(stmt, Compute) and stmt.args == (Binary("*", mask.args[0], Name("Scale")),):
+        scaled = stmt.verb is None
     biased = (
         isinstance(stmt, Compute)
         and stmt.verb is None
@@ -360,7 +366,7 @@ def offset_dropped(subject: Subject) -> Changes:
     for site in sites(subject.tree):
         stmt = site.stmt
         bound = isinstance(stmt, For) or (
-            isinstance(stmt, Let) and stmt.name.id in ("First", "Last")
+            isinstance(stmt, Let) and stmt.name.id in (*_ENDS["low"], *_ENDS["high"])
         )
         biased = isinstance(stmt, Compute) and any(
             n.id in ("q_idx", "kv_idx") for a in stmt.args for n in effects.names(a)
@@ -437,8 +443,8 @@ def starts(subject: Subject) -> Changes:
 def _forgotten(subject: Subject, start: Compute) -> str:
     low = Unary("-", Num("1e30"))
     before = [s for s in subject.tree.body if isinstance(s, Compute) and s.args == (low,)]
-    softmax = next(s for s in statements(subject.tree.body) if is_verb(s, "softmax"))
-    if not any(s.target == softmax.state[0] for s in before):
+    softmax = next((s for s in statements(subject.tree.body) if is_verb(s, "softmax")), None)
+    if softmax is None or not any(s.target == softmax.state[0] for s in before):
         return ""
     held = start.target in softmax.rescale
     summed = start.target == softmax.state[1] and subject.every_row_sees
