@@ -54,6 +54,9 @@ def form_of(candidate: Candidate, spec: AttentionSpec, spread: float | None = No
     """
     if candidate.kind == "package":
         return package_form(Path(candidate.where), spec, spread)
+    if spec.backward:
+        text = "the gradients of a function cannot be judged, only those of a kernel package"
+        raise Failed(Diagnostic("FW904", text, help="leave `backward` out of the spec"))
     return SpecForm(spec)
 
 

@@ -6,7 +6,7 @@ the change leaves the meaning as it was, the rule in EQUIVALENT that says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -43,6 +43,8 @@ from tests.mutation.effects import Site, is_verb, put, sites
 EQUIVALENT: dict[str, str] = {
     "independent": "a Copy moves past statements that neither read nor write its buffer, nor set "
     "its coordinates",
+    "rounded already": "a tile is copied to 16 bits after its Reshape, which has rounded it to the "
+    "same type",
     "masked scores": "a mask moves above a product with a positive number or the addition of a "
     "finite bias: -inf stays -inf",
     "hidden blocks": "the bounds include more blocks, all inside the tensor, that the mask hides "
@@ -198,7 +200,9 @@ def copy_moved(subject: Subject) -> Changes:
                 continue
             down = at > site.index
             between = site.body[site.index + 1 : at + 1] if down else site.body[at : site.index]
-            equal = "independent" if effects.commutes(stmt, between) else ""
+            alike = effects.commutes(stmt, between) and not _other_kernel(between)
+            equal = "independent" if alike else ""
+            equal = equal or ("rounded already" if down and _rounded(stmt, between) else "")
             side = "below" if down else "above"
             where = f"{side} `{format_stmt(site.body[at])}`"
             yield _moved(subject, kind, site, (*site.path[:-1], at), where, equal)
@@ -209,6 +213,20 @@ def copy_moved(subject: Subject) -> Changes:
             yield _moved(subject, kind, site, outer, f"out, before {header}", equal)
             after = (*outer[:-1], outer[-1] + 1)
             yield _moved(subject, kind, site, after, f"out, behind {header}", equal)
+
+
+def _other_kernel(passed: Sequence[Statement]) -> bool:
+    """Whether another kernel begins among these statements."""
+    return any(isinstance(s, Grid) for s in passed)
+
+
+def _rounded(copy: Statement, passed: Sequence[Statement]) -> bool:
+    """Whether a Copy to shared memory passes nothing that it depends on but a Reshape of its tile,
+    and what only reads that."""
+    if not isinstance(copy, Copy) or (copy.source, copy.dest) != ("register", "shared"):
+        return False
+    others = [s for s in passed if not (isinstance(s, Reshape) and s.name == copy.name)]
+    return effects.commutes(copy, others)
 
 
 def coordinates(subject: Subject) -> Changes:
