@@ -1,5 +1,6 @@
 """Derived backward passes: all kernels of one, run under emulation one after another, against fp64.
-They are compiled together, which takes most of the time: all but one are slow tests."""
+They are compiled together, which takes most of the time. test_judge_backward.py has one that is no
+slow test."""
 
 from __future__ import annotations
 
@@ -76,12 +77,11 @@ def launched(
 
 
 SHARES = [
-    pytest.param("a100", ["causal"]),
     *(
         pytest.param(gpu, list(OPTIONS), marks=pytest.mark.slow, id=f"{gpu}-all")
         for gpu in ("h200", "t4")
     ),
-    pytest.param("a100", ["full", "wide", "softcap"], marks=pytest.mark.slow, id="a100-more"),
+    pytest.param("a100", ["full", "causal", "wide", "softcap"], marks=pytest.mark.slow, id="a100"),
 ]
 
 
