@@ -280,6 +280,7 @@ def problems(case: Case) -> list[dict[str, int]]:
     rows, cols = (int(sizes[name].text) for name in ("BM", "BN"))
     if case.spec.backward:
         lengths = [(1, 1), (17, 17), (40, 25), (rows + 1, 2 * cols + 6), (2 * rows + 6, cols + 1)]
+        lengths += [(9, 110)]  # beyond a window of 70
     elif case.spec.branch == "selected":
         lengths = [(1, 1), (5, 5), (3, 4 * cols + 1), (20, 12), (70, 70)]
     elif case.spec.branch == "compressed":

@@ -66,7 +66,7 @@ def test_a_right_package_is_accepted(right: Path) -> None:
 
 
 WRONG = {
-    "delta left out": ("P * (dP - Delta)", "P * dP"),
+    "delta doubled": ("P * (dP - Delta)", "P * (dP - 2 * Delta)"),
     "mask off by one": ("kv_idx <= q_idx + kv_len - q_len", "kv_idx < q_idx + kv_len - q_len"),
     "dK without its scale": ("dK_register * Scale", "dK_register"),
 }
