@@ -49,7 +49,7 @@ class Answer(dict[str, Array]):
         limits = self.limits.get(name)
         if limits is None:
             return True
-        return bool(np.mean(limits.noise**2) < VANISHING**2 * np.mean(limits.value**2))
+        return bool(np.sum(limits.noise**2) < VANISHING**2 * np.sum(limits.value**2))
 
     @classmethod
     def of_attention(cls, found: Inputs) -> Answer:
