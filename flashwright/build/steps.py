@@ -116,7 +116,11 @@ class StepsKernel(Kernel):
         given: list[Any],
         dims: Sequence[Any],
     ) -> None:
-        """Allocate everything that the caller has not given: no kernel does without an output."""
+        """Allocate everything that the caller has not given: no kernel does without an output. What
+        the caller gives for a sum begins at 0."""
+        for name in self.zeroed:
+            if given[self._index[name]] is not None:
+                framework.clear(given[self._index[name]])
         super()._allocate(framework, mode, (*self.outputs, *self.scratch), given, dims)
 
     def _told(self, mode: int, arguments: list[Any]) -> list[Any]:
