@@ -59,7 +59,7 @@ def step_programs(kernels: Kernels, gpu: Gpu) -> dict[str, tuple[str, Program]]:
     found = {}
     for name, program in zip(Steps.of(kernels).steps, kernels.programs, strict=True):
         text = format_tree(program.tree)
-        found[name] = text, checked_program(parse(text), gpu)
+        found[name] = text, checked_program(parse(text), gpu, part=True)
     return found
 
 
