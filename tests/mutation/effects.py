@@ -10,11 +10,11 @@ from flashwright.check.names import Names
 from flashwright.gpu import Gpu
 from flashwright.lang.nodes import (
     Allocate,
+    Comment,
     Compute,
     Copy,
     Expr,
     For,
-    Grid,
     If,
     Index,
     Let,
@@ -188,10 +188,13 @@ def related(tree: Tree, site: Site) -> frozenset[int]:
 
 
 def _header(tree: Tree, site: Site) -> set[int]:
-    """The grid of the kernel that a statement stood in, if the program has several kernels."""
-    grids = [s.span.line for s in tree.body if isinstance(s, Grid)]
-    before = [line for line in grids if line <= site.stmt.span.line]
-    return {before[-1]} if len(grids) > 1 and before else set()
+    """In a program of several kernels: the grid of the one that a statement stood in, and, if it
+    was the last there, the statement before it."""
+    _, *kernels = sections(tree)
+    own = next((k for k in kernels if site.stmt in k), ()) if len(kernels) > 1 else ()
+    acts = [s for s in own if not isinstance(s, Comment)]
+    last = [acts[-2].span.line] if acts and acts[-1] is site.stmt else []
+    return {*(s.span.line for s in acts[:1]), *last}
 
 
 def first_action(tree: Tree) -> int:
