@@ -41,6 +41,7 @@ RUN_TIME_DIMS = ("batch", "heads", "kv_heads", "q_len", "kv_len")
 _ALWAYS_DUMPED = ("variant", "heads", "kv_heads", "head_dim", "dtype")
 _PYTHON = r"[^\0\ud800-\udfff]*\.py(:[A-Za-z_][A-Za-z0-9_]*)?"
 _TEXT_FIELDS = ("variant", "dtype", "branch", "reference")
+_REPEATABLE = {True: "repeatable to the bit", False: "not repeatable to the bit"}
 
 
 class BadSpec(ValueError):
@@ -105,7 +106,8 @@ class AttentionSpec(BaseModel):
     """Allowed error relative to the output's RMS. None: what the dtype allows."""
     repeatable: bool = True
     """Whether the same inputs must give the same bits. False: two runs may differ by at most half
-    of the allowed error, as with atomic additions."""
+    of the allowed error, as with atomic additions. Default in a backward pass: false, and even then
+    dK and dV have the same bits."""
     dims: dict[str, int] = Field(default_factory=dict)
     """Extra run-time dims of a custom program."""
 
@@ -164,7 +166,7 @@ class AttentionSpec(BaseModel):
             f"scale {_exact(self.scale)}" if self.scale is not None else "",
             "" if self.lse else "no log-sum-exp",
             "backward" if self.backward else "",
-            "" if self.repeatable else "not repeatable to the bit",
+            "" if self._is_usual("repeatable") else _REPEATABLE[self.repeatable],
         ]
         dtype = "fp8 in, bf16 out" if self.dtype == "fp8" else self.dtype
         return ", ".join(filter(None, [*extras, heads, width, dtype]))
@@ -195,13 +197,23 @@ class AttentionSpec(BaseModel):
         width = f"d{self.head_dim}" + (f"x{self.v_dim}" if self.v_dim is not None else "")
         parts = [self.variant, "causal" if self.causal else "", heads, width, self.dtype]
         own = {"variant", "causal", "heads", "kv_heads", "head_dim", "v_dim", "dtype"}
-        for name, field in type(self).model_fields.items():
-            value = getattr(self, name)
-            if name in own or value == field.get_default(call_default_factory=True):
-                continue
-            parts.append(_part(name, value))
+        for name in type(self).model_fields:
+            if name not in own and not self._is_usual(name):
+                parts.append(_part(name, getattr(self, name)))
         text = "-".join(filter(None, parts))
         return text if len(text) <= LONGEST_SLUG else f"{text[:LONGEST_SLUG]}-{_short_digest(self)}"
+
+    def repeats(self, output: str) -> bool:
+        """Whether two runs with the same inputs must give the same bits of an output."""
+        return self.repeatable or (self.backward and output in ("dK", "dV"))
+
+    def differentiated(self) -> Self:
+        """The spec of this attention's backward pass."""
+        return self.model_copy(update={"backward": True, "repeatable": False})
+
+    def attention(self) -> Self:
+        """The spec of the attention whose backward pass this is; it gives the log-sum-exp."""
+        return self.model_copy(update={"backward": False, "repeatable": True, "lse": True})
 
     def compressed_blocks(self, tokens: int) -> int:
         """How many whole compressed blocks `tokens` tokens make (NSA)."""
@@ -225,12 +237,28 @@ class AttentionSpec(BaseModel):
                 return {**data, "kv_heads": heads}
         return data
 
+    @model_validator(mode="before")
+    @classmethod
+    def _sum_in_any_order(cls, data: object) -> object:
+        """Default `repeatable` to false in a backward pass."""
+        if isinstance(data, dict) and data.get("backward") is True and "repeatable" not in data:
+            return {**data, "repeatable": False}
+        return data
+
+    def _is_usual(self, name: str) -> bool:
+        """Whether a field has its default."""
+        value = getattr(self, name)
+        if name == "repeatable":
+            return bool(value) is not self.backward
+        usual = type(self).model_fields[name].get_default(call_default_factory=True)
+        return bool(value == usual)
+
     @model_serializer(mode="wrap")
     def _as_recorded(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """The record without fields that earlier versions lack, if they have their default."""
         found: dict[str, Any] = dumped(self)
         for name in ("repeatable", "backward"):
-            if getattr(self, name) == type(self).model_fields[name].default:
+            if self._is_usual(name):
                 found.pop(name, None)
         return found
 
@@ -475,10 +503,9 @@ def _line_of(text: str, field: str) -> str:
 def dump(spec: AttentionSpec) -> str:
     """The spec as TOML: the main settings and those that differ from the defaults."""
     lines = []
-    for name, field in AttentionSpec.model_fields.items():
-        value = getattr(spec, name)
-        if name != "dims" and (name in _ALWAYS_DUMPED or value != field.default):
-            lines.append(f"{name} = {_toml(value)}")
+    for name in AttentionSpec.model_fields:
+        if name != "dims" and (name in _ALWAYS_DUMPED or not spec._is_usual(name)):
+            lines.append(f"{name} = {_toml(getattr(spec, name))}")
     if spec.dims:
         lines += ["", "[dims]", *(f"{name} = {size}" for name, size in spec.dims.items())]
     return "\n".join(lines) + "\n"

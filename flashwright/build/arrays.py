@@ -34,6 +34,9 @@ class Framework(Protocol):
     def new(self, like: Any, shape: Sequence[int], dtype: str, zero: bool = False) -> Any:
         """A new tensor on the device of `like`: of zeros, or its values arbitrary."""
 
+    def clear(self, array: Any) -> None:
+        """Set all elements to 0, on the framework's current stream."""
+
     def launch(self, function: Any, mode: int, tensors: Sequence[Any], dims: Sequence[Any]) -> None:
         """Call the launcher on the framework's current stream."""
 
@@ -55,6 +58,9 @@ class _Torch:
         make = like.new_zeros if zero else like.new_empty
         return make(shape, dtype=getattr(sys.modules["torch"], NAMES[dtype]))
 
+    def clear(self, array: Any) -> None:
+        array.zero_()
+
     def launch(self, function: Any, mode: int, tensors: Sequence[Any], dims: Sequence[Any]) -> None:
         recorded = sys.modules["torch"].is_grad_enabled()
         if recorded and any(getattr(t, "requires_grad", False) for t in tensors):
@@ -67,6 +73,9 @@ class _CuPy:
         cupy = sys.modules["cupy"]
         with like.device:
             return (cupy.zeros if zero else cupy.empty)(shape, _numpy_dtype(dtype))
+
+    def clear(self, array: Any) -> None:
+        array.fill(0)
 
     def launch(self, function: Any, mode: int, tensors: Sequence[Any], dims: Sequence[Any]) -> None:
         import tvm_ffi
@@ -90,6 +99,11 @@ class _Jax:
 
         make = jnp.zeros if zero else jnp.empty
         return make(shape, getattr(jnp, NAMES[dtype]), device=next(iter(like.devices())))
+
+    def clear(self, array: Any) -> None:
+        raise TypeError(
+            "an output that is added up begins at 0, which no array of JAX can be set to"
+        )
 
     def launch(self, function: Any, mode: int, tensors: Sequence[Any], dims: Sequence[Any]) -> None:
         import jax
@@ -117,6 +131,12 @@ class _AnyDLPack:
         if not hasattr(like, "__dlpack__"):
             raise TypeError(f"a kernel takes tensors (PyTorch, CuPy, JAX, DLPack), not {kind}")
         raise TypeError(f"no way is known to make a {kind} for the output: give one, out=...")
+
+    def clear(self, array: Any) -> None:
+        kind = f"{type(array).__module__}.{type(array).__name__}"
+        raise TypeError(
+            f"an output that is added up begins at 0: no way is known to clear a {kind}"
+        )
 
     def launch(self, function: Any, mode: int, tensors: Sequence[Any], dims: Sequence[Any]) -> None:
         function(mode, *tensors, *dims)

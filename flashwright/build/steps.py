@@ -14,13 +14,18 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from flashwright.build.arrays import framework_of
+from flashwright.build.arrays import Framework, framework_of
 from flashwright.build.load import CHECK_ONLY, Kernel, unshown
 from flashwright.build.load import load as load_one
 from flashwright.build.package import STEPS
 from flashwright.build.reading import read_model, read_plan, unusable
+from flashwright.check.check import checked_program
+from flashwright.gpu import Gpu
+from flashwright.lang.format import format_tree
+from flashwright.lang.parse import parse
 from flashwright.lower.launch_plan import LaunchPlan, PlanTensor
 from flashwright.program.kernels import Kernels
+from flashwright.program.program import Program
 
 MOST_STEPS = 16
 _HINT = "`flashwright build` makes such packages"
@@ -47,6 +52,15 @@ class Steps(BaseModel):
     def dump(self) -> str:
         """As JSON text."""
         return self.model_dump_json(indent=1) + "\n"
+
+
+def step_programs(kernels: Kernels, gpu: Gpu) -> dict[str, tuple[str, Program]]:
+    """Each kernel as a program of its own, by the name of its subfolder: its text, and checked."""
+    found = {}
+    for name, program in zip(Steps.of(kernels).steps, kernels.programs, strict=True):
+        text = format_tree(program.tree)
+        found[name] = text, checked_program(parse(text), gpu, part=True)
+    return found
 
 
 def read(folder: Path) -> Steps | None:
@@ -93,6 +107,21 @@ class StepsKernel(Kernel):
             if mode & CHECK_ONLY and any(x is None for x in read):
                 continue  # scratch, which a check does without
             kernel.run(mode, *given)
+
+    def _allocate(
+        self,
+        framework: Framework,
+        mode: int,
+        names: Iterable[str],
+        given: list[Any],
+        dims: Sequence[Any],
+    ) -> None:
+        """Allocate everything that the caller has not given: no kernel does without an output. What
+        the caller gives for a sum begins at 0."""
+        for name in self.zeroed:
+            if given[self._index[name]] is not None:
+                framework.clear(given[self._index[name]])
+        super()._allocate(framework, mode, (*self.outputs, *self.scratch), given, dims)
 
     def _told(self, mode: int, arguments: list[Any]) -> list[Any]:
         """The arguments with the dimensions that only other kernels' tensors have as an axis."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from flashwright.lang.diagnostic import Diagnostic, Label
 from flashwright.lang.format import format_expr
-from flashwright.lang.nodes import Copy, Name, statements
+from flashwright.lang.nodes import Comment, Copy, Name, statements
 from flashwright.program.program import Program, Tensor
 from flashwright.program.scalars import NotScalar, evaluate, whole
 from flashwright.program.vocabulary import PREDEFINED_DIMS
@@ -158,7 +158,8 @@ def _longest_reach(program: Program, cols: int) -> int:
 def _written_once(machine: Machine) -> Iterator[Diagnostic]:
     """FW610 for outputs with an element that is not stored exactly once."""
     if not machine.program.outputs:
-        last = machine.program.tree.body[-1]
+        body = machine.program.tree.body  # a comment at its end may be the next kernel's
+        last = next((s for s in reversed(body) if not isinstance(s, Comment)), body[-1])
         text = "the kernel has no output: no Copy stores to global memory"
         hint = "end with `Copy O (BM, HeadDim) in coordinate [...] from register to global`"
         yield Diagnostic("FW610", text, last.span, help=hint)

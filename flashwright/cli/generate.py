@@ -103,6 +103,9 @@ def generate(
         int | None, typer.Option(metavar="N", help="First keys that a window does not hide.")
     ] = None,
     no_lse: Annotated[bool, flag("--no-lse", help="Do not return log-sum-exp.")] = False,
+    backward: Annotated[
+        bool, flag("--backward", help="Its gradients: a program of several kernels.")
+    ] = False,
     reference: Annotated[
         str | None,
         typer.Option(metavar="FILE.py", help="A function that defines the right output."),
@@ -178,6 +181,17 @@ def generate(
     )
     named = {"sketch": sketch, "code": params, "translate": translate}
     names = {stage: name or model or BUILTIN for stage, name in named.items()}
+    if backward:
+        _refuse_for_gradients(
+            {
+                "--sketch": sketch is not None,
+                "--translate": translate is not None,
+                "--improve": improve > 0,
+                "--faster-than": faster_than is not None,
+                "--no-lse": no_lse,
+            }
+        )
+        names |= {"sketch": BUILTIN, "translate": BUILTIN}  # a model writes the TL
     if all(name == BUILTIN for name in names.values()):
         _refuse_without_model(
             {
@@ -201,6 +215,7 @@ def generate(
         "sink": sink or None,
         "sink_tokens": sink_tokens,
         "lse": False if no_lse else None,
+        "backward": backward or None,
     }
     card = find_gpu(gpu)
     request = read_request(variant or "mha", options, reference)
@@ -262,6 +277,14 @@ def _refuse_empty(names: Mapping[str, str | None]) -> None:
     for option, name in names.items():
         if name is not None and not name.strip():
             raise typer.BadParameter("is empty", param_hint=option)
+
+
+def _refuse_for_gradients(given: Mapping[str, bool]) -> None:
+    """Refuse options that a backward pass does not have."""
+    for option, is_given in given.items():
+        if is_given:
+            why = "not with --backward: a model writes its TL (--params), nothing else"
+            raise typer.BadParameter(why, param_hint=option)
 
 
 def _refuse_without_model(given: Mapping[str, bool]) -> None:
@@ -355,6 +378,14 @@ def _refuse_speed(named: Mapping[str, str], options: _ModelOptions) -> None:
         raise typer.BadParameter(why, param_hint="--faster-than")
 
 
+def _worst(run: Run) -> str:
+    """The largest error of the CPU run, in words."""
+    shares = [v.of_limit for v in run.verdicts.values() if v.of_limit is not None]
+    if shares:
+        return f"largest error {max(shares):.2f} of its limit"
+    return f"largest rms error {max(verdict.worst for verdict in run.verdicts.values()):.1e}"
+
+
 def _generate(
     request: Request,
     card: Gpu,
@@ -388,8 +419,7 @@ def _generate(
     screen.closing(run, str(folder))
     if settings.quiet and run.ok and run.verdicts:
         rest = "" if run.built else "; not compiled"
-        worst = max(verdict.worst for verdict in run.verdicts.values())
-        print(f"{folder}: agrees with fp64, largest rms error {worst:.1e}; {run.headline}{rest}")
+        print(f"{folder}: agrees with fp64, {_worst(run)}; {run.headline}{rest}")
     sys.stdout.flush()
     if had_kernel and not run.built:
         text = "had a compiled kernel, which this run has replaced without making another"

@@ -150,15 +150,14 @@ def _build_steps(
 ) -> None:
     """Build a program of several kernels: each in a subfolder, with its own part of the program."""
     from flashwright.build import package
-    from flashwright.build.steps import Steps
-    from flashwright.lang.format import format_tree
+    from flashwright.build.steps import Steps, step_programs
 
     steps = Steps.of(kernels)
     files: dict[str, str | bytes] = {**_inputs(file, source), package.STEPS: steps.dump()}
-    for name, program in zip(steps.steps, kernels.programs, strict=True):
+    for name, (text, program) in step_programs(kernels, options.card).items():
         own = folder / name / CODE
-        _put(own.parent, {CODE: format_tree(program.tree)})
-        _build(str(own), load_program(str(own), options.card), own.parent, options)
+        _put(own.parent, {CODE: text})
+        _build(str(own), (program, text), own.parent, options)
         files[f"{name}/{package.RECORD}"] = (own.parent / package.RECORD).read_bytes()
     _put(folder, {**files, package.RECORD: package.record_of_steps(options.card, files)})
     print(f"{folder}: {len(steps.steps)} kernels, launched in order by one call")
@@ -288,7 +287,7 @@ def _put(folder: Path, files: Mapping[str, str | bytes]) -> tuple[str, ...]:
         new = [name for name, data in files.items() if not _same(folder / name, data)]
     except OSError as error:
         raise cannot("use", folder, error) from None
-    old = [name for name in package.COMPILED if name not in files]
+    old = [name for name in (*package.COMPILED, package.STEPS) if name not in files]
     kept = set_aside(folder, [*new, *old], ours)
     for name in new:
         write(folder / name, files[name])

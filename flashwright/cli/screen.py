@@ -17,6 +17,7 @@ from flashwright.author.builtin.reasoning import classes_in_words
 from flashwright.build.package import OWN, inside
 from flashwright.check.budget import in_words as budget_in_words
 from flashwright.cli.kernel import build_in_words, launch_in_words
+from flashwright.generate.folder import DERIVED
 from flashwright.generate.pipeline import Stage, claimed, not_claimed
 from flashwright.generate.state import Finding, Run
 from flashwright.lang import render
@@ -144,7 +145,7 @@ def _next(run: Run, folder: str) -> list[tuple[str, str]]:
             (f"{called()} verify {folder}", "judge it: on the GPU, or --on cpu by emulation"),
             (f"{called()} report {folder}", "a report as one HTML page"),
             (
-                f"{called()} emulate {folder} --profile",
+                f"{called()} emulate {Path(folder, _longest(run))} --profile",
                 "count its instructions by line of TL, on the CPU",
             ),
         ]
@@ -154,6 +155,13 @@ def _next(run: Run, folder: str) -> list[tuple[str, str]]:
             (f"{called()} check {code} --gpu {run.gpu.name}", "after you have changed a line"),
         ]
     return [*steps, ("docs/tutorial.md", "write an operator of your own")]
+
+
+def _longest(run: Run) -> str:
+    """The name of the package's kernel, of several the one with the longest program."""
+    if run.steps is None:
+        return OWN
+    return max(run.steps.steps, key=lambda name: len(run.artefacts[f"{name}/code.tl"]))
 
 
 def _bullets(title: str, lines: Sequence[str], mark: str, color: str) -> Text:
@@ -175,7 +183,7 @@ def asked_in_words(run: Run) -> Iterator[str]:
 def _made(stage: str, run: Run, width: int) -> list[RenderableType]:
     """The result of a passed stage for the terminal."""
     if stage == "sketch":
-        return [listing(run.artefacts["sketch.tl"], width)]
+        return [listing(run.artefacts[DERIVED if run.spec.backward else "sketch.tl"], width)]
     if stage == "parameters" and run.written is not None:
         further = [Text(f"  {line}") for line in classes_in_words(run.written)]
         listed = listing(run.artefacts["code.tl"], width)
@@ -185,9 +193,9 @@ def _made(stage: str, run: Run, width: int) -> list[RenderableType]:
         warnings = [_rendered(f, run, color=False) for f in run.findings]
         count = f"0 errors, {len(warnings)} warning{'' if len(warnings) == 1 else 's'}"
         verdict = "clean" if not warnings else "passes"
-        budget = budget_in_words(run.program, run.gpu) if run.program else ""
-        line = f"  {verdict}: {count}; {budget}"
-        return [Text(line), *map(Text, warnings)]
+        named = {"" if n == OWN else f"{n}: ": p for n, p in run.programs.items()}
+        budgets = [f"{name}{budget_in_words(p, run.gpu)}" for name, p in named.items()]
+        return [Text(f"  {verdict}: {count}; {'; '.join(budgets)}"), *map(Text, warnings)]
     if stage == "cpu":
         return [part for kernel in run.verdicts for part in _agreement(kernel, run)]
     if stage == "translate":

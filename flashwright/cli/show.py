@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from flashwright.author.builtin.complete import ParamChoice
     from flashwright.gpu import Gpu
     from flashwright.judge.cpu import CpuVerdict
+    from flashwright.judge.oracle import Comparison
 
 WIDTH = 100
 KB = 1024
@@ -158,12 +159,15 @@ def cases_table(verdict: CpuVerdict) -> Table:
         before = dims
         reason = f"{found.bad} of {found.size} wrong" if found.bad else found.reason
         good, bad = Text("agrees", "green"), Text(reason, "bold red")
-        vanishes = found.ok and found.relative_rms > 1
-        errors = ["-" if vanishes else f"{e:.1e}" for e in (found.relative_rms, found.relative_max)]
-        if found.of_limit is not None:
-            errors[1] = f"{found.of_limit:.2f}"
-        shown.add_row(*sizes[:5], case.output, *errors, good if found.ok else bad)
+        shown.add_row(*sizes[:5], case.output, *errors(found), good if found.ok else bad)
     return shown
+
+
+def errors(found: Comparison) -> tuple[str, str]:
+    """The RMS error of an output, and its largest one, of a gradient in units of its limit."""
+    vanishes = found.ok and found.relative_rms > 1
+    rms, most = ("-" if vanishes else f"{e:.1e}" for e in (found.relative_rms, found.relative_max))
+    return rms, most if found.of_limit is None else f"{found.of_limit:.2f}"
 
 
 def errors_in_words(verdict: CpuVerdict) -> str:

@@ -227,7 +227,8 @@ def table(found: Verdict) -> Table:
 
     from flashwright.cli import show
 
-    errors = ("rms error", "max error", "to flash")
+    second = "max error" if found.of_limit is None else "of its limit"
+    errors = ("rms error", second, "to flash")
     shown = show.table(
         "queries x keys", "batch x heads", "inputs", "output", *errors, "", right=errors
     )
@@ -237,7 +238,7 @@ def table(found: Verdict) -> Table:
         before = dims
         heads = f"{dims.get('batch', 1)} x {dims.get('heads', 1)}/{dims.get('kv_heads', 1)}"
         row = [f"{dims['q_len']} x {dims['kv_len']}", heads, case.kind] if new else ["", "", ""]
-        row += [case.output, f"{result.relative_rms:.1e}", f"{result.relative_max:.1e}"]
+        row += [case.output, *show.errors(result)]
         row.append(f"{case.ratio:.2f}x" if case.ratio is not None else "")
         shown.add_row(*row, Text("agrees", "green") if result.ok else Text("wrong", "bold red"))
     return shown

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from flashwright.build import toolchain
+from flashwright.build import classes, steps, toolchain
 from flashwright.build.classes import Classes
-from flashwright.build.classes import read as read_classes
 from flashwright.build.compile import NAME, build
 from flashwright.build.reading import PTX, read_plan, read_ptx
 from flashwright.emulate.emulate import (
@@ -173,26 +172,31 @@ def read_package(folder: Path, name: str = "", file: str = PTX) -> Package:
 
 @dataclass(frozen=True)
 class ServedKernels:
-    """The kernels of a package, each for the sizes that it serves."""
+    """The kernels of a package: each for the sizes that it serves, or all one after another."""
 
+    plan: LaunchPlan
+    """How the package is called."""
     classes: Classes
     packages: Mapping[str, Package]
+    zeroed: tuple[str, ...] = ()
+    """The tensors that begin at 0."""
+    in_order: bool = False
+    """Whether a call launches all kernels, in order."""
 
-    @property
-    def plan(self) -> LaunchPlan:
-        """The launch plan, which has the same tensors for all kernels."""
-        return next(iter(self.packages.values())).plan
-
-    def pick(self, dims: Mapping[str, int]) -> Package:
-        """The kernel that serves a problem of these sizes."""
-        return self.packages[self.classes.pick(dims.get(self.classes.by, 0))]
+    def pick(self, dims: Mapping[str, int]) -> tuple[Package, ...]:
+        """The kernels that a call with these sizes launches."""
+        if self.in_order:
+            return tuple(self.packages.values())
+        return (self.packages[self.classes.pick(dims.get(self.classes.by, 0))],)
 
 
 def read_served_kernels(folder: Path) -> ServedKernels:
-    """All kernels of a package that its rules use. Raises Failed as read_package does."""
-    rules = read_classes(folder)
-    used = dict.fromkeys(rule.kernel for rule in rules.rules)
-    return ServedKernels(rules, {name: read_package(folder / name) for name in used})
+    """All kernels of a package that are launched. Raises Failed as read_package does."""
+    several, rules = steps.read(folder), classes.read(folder)
+    used = several.steps if several else tuple(dict.fromkeys(r.kernel for r in rules.rules))
+    packages = {name: read_package(folder / name) for name in used}
+    zeroed = several.zeroed if several else ()
+    return ServedKernels(classes.plan_of(folder), rules, packages, zeroed, several is not None)
 
 
 def compile_package(path: Path, name: str = "") -> Package:

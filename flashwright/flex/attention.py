@@ -20,6 +20,7 @@ from flashwright.author.builtin.mods import BlockLists
 from flashwright.flex import fallback as by_pytorch
 from flashwright.flex.blocks import Blocked, blocked
 from flashwright.flex.capture import Captured, NotCaptured, Watch, capture
+from flashwright.flex.gradient_trial import GradientTrial
 from flashwright.flex.task import (
     Bias,
     Dims,
@@ -222,6 +223,10 @@ def _run(
     if lists is not None:
         tensors |= {"counts": lists.counts, "full": lists.full, "blocks": lists.blocks}
     inputs = entry.operator.inputs
+    extras = {name: x for name, x in given.items() if name not in ("q", "k", "v")}
+    if not extras or any(x.requires_grad for x in given.values()):  # these stay until a backward
+        trial = GradientTrial(task.spec, score_mod, mask_mod, extras)
+        entry.operator.check_first_backward(trial)
     found = entry.operator(*(tensors[name] for name in inputs), return_lse=return_lse)
     if entry.new:
         out = found[0] if return_lse else found

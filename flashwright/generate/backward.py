@@ -10,14 +10,14 @@ from pathlib import Path
 
 from flashwright import gpu as gpus
 from flashwright import spec as specs
-from flashwright.author.builtin.backward import tilings
 from flashwright.build import package
 from flashwright.build.make import make
 from flashwright.build.reading import unusable
-from flashwright.build.steps import Steps
+from flashwright.build.steps import Steps, step_programs
 from flashwright.check.check import check, checked_program
 from flashwright.files import content, sha256, write
 from flashwright.generate import store
+from flashwright.generate.backward_sizes import sized
 from flashwright.generate.folder import RESULT
 from flashwright.gpu import Gpu
 from flashwright.grad.grad import backward
@@ -82,32 +82,20 @@ class BackwardOrder:
     def make(self, folder: Path, verified: bool) -> None:
         """Write the package. Raises Failed if a kernel cannot be made."""
         spec = self.spec
-        told = (
-            {} if spec is None else {SPEC: specs.dump(spec.model_copy(update={"backward": True}))}
-        )
-        for name, data in self._built(told).items():
+        told = {} if spec is None else {SPEC: specs.dump(spec.differentiated())}
+        _, tree = sized(parse(self.code), self.gpu)
+        for name, data in built(tree, self.gpu, told).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             write(folder / name, data)
         write(folder / RESULT, json.dumps({"ok": True, "gpu": self.gpu.name}) + "\n")
 
-    def _built(self, told: Mapping[str, str]) -> dict[str, str | bytes]:
-        """The files of the package, with the first sizes whose kernels neither spill nor have
-        products that wait for each other."""
-        spilled: Failed | None = None
-        for _, sized in tilings(parse(self.code), self.gpu):
-            try:
-                return built(sized, self.gpu, told)
-            except Failed as failed:
-                if any(d.code not in ("FW823", "FW824") for d in failed.diagnostics):
-                    raise
-                spilled = failed
-        assert spilled is not None
-        raise spilled
 
-
-def find_or_make(folder: Path, outputs: tuple[str, ...], tell: store.Tell) -> Path:
-    """The backward package of a forward package, for gradients of these outputs and of O."""
-    return store.find_or_make(BackwardOrder.of(folder, outputs), tell)
+def find_or_make(folder: Path, outputs: tuple[str, ...], tell: store.Tell) -> tuple[Path, bool]:
+    """The backward package of a forward package, for gradients of these outputs and of O, and
+    whether it was made now."""
+    order = BackwardOrder.of(folder, outputs)
+    new = store.find(order) is None
+    return store.find_or_make(order, tell), new
 
 
 def built(tree: Tree, gpu: Gpu, told: Mapping[str, str]) -> dict[str, str | bytes]:
@@ -115,12 +103,12 @@ def built(tree: Tree, gpu: Gpu, told: Mapping[str, str]) -> dict[str, str | byte
     verdict = check(tree, gpu)
     if verdict.errors:
         raise Failed(*verdict.errors)
-    steps = Steps.of(Kernels(verdict.kernels))
-    files: dict[str, str | bytes] = {CODE: format_tree(tree), **told, package.STEPS: steps.dump()}
+    kernels = Kernels(verdict.kernels)
+    steps = Steps.of(kernels).dump()
+    files: dict[str, str | bytes] = {CODE: format_tree(tree), **told, package.STEPS: steps}
     found: dict[str, str | bytes] = {}
-    for name, program in zip(steps.steps, verdict.kernels, strict=True):
-        text = format_tree(program.tree)
-        translation, made = make(checked_program(parse(text), gpu, part=True), gpu, tl=text)
+    for name, (text, program) in step_programs(kernels, gpu).items():
+        translation, made = make(program, gpu, tl=text)
         own = {CODE: text, **package.translated(translation), **package.compiled(made)}
         record = package.record(made, gpu, own, translation.report)
         found |= {f"{name}/{file}": data for file, data in own.items()}

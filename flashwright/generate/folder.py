@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from flashwright.build.package import CLASSES, IN_RECORD, RECORD, TUNING, inside
+from flashwright.build.package import CLASSES, IN_RECORD, RECORD, STEPS, TUNING, inside
 from flashwright.files import cannot, recorded, set_aside, sha256, take_lock, write
 from flashwright.generate.state import Run
 from flashwright.lang.diagnostic import Diagnostic, Failed
@@ -28,8 +28,10 @@ LONGEST_LOCK = 1 << 20  # characters of it
 ASIDE = ".making"
 """The subfolder of a run while the folder has a finished kernel."""
 RESULT = "result.json"
+FORWARD, DERIVED = "forward.tl", "derived.tl"
+"""The attention whose backward pass is made, and that backward pass without sizes for the GPU."""
 ARTEFACTS = (
-    *("spec.toml", "sketch.tl", "code.tl", "reasoning.md"),
+    *("spec.toml", "sketch.tl", FORWARD, DERIVED, "code.tl", "reasoning.md"),
     *("kernel.cu", "kernel.map.json", "launch.json"),
     *("kernel.cubin", "kernel.ptx", "build.json"),
 )
@@ -205,7 +207,7 @@ def prepare(folder: Path, mine: Mapping[str, bytes]) -> tuple[str, ...]:
     ours |= _there(folder, {name: sha256(data) for name, data in mine.items()})
     for attempt in folder.glob("model/*.*.*/outcome.json"):  # of a run that was cut off
         ours |= _there(folder, recorded(attempt))
-    kept = set_aside(folder, (*ARTEFACTS, CLASSES, TUNING, *mine), ours)
+    kept = set_aside(folder, (*ARTEFACTS, CLASSES, STEPS, TUNING, *mine), ours)
     others = {name.partition("/")[0] for name in ours if "/" in name} - {"", ".", ".."}
     return (*kept, *(name for other in sorted(others) for name in clear(folder, other, ours)))
 

@@ -287,7 +287,7 @@ def result(run: Run) -> dict[str, Any]:
         "parameters": [asdict(c) for c in run.written.choices] if run.written else [],
         "findings": [_finding(f) for f in run.findings],
         **_kernel(run, OWN),
-        "others": {kernel: _kernel(run, kernel) for kernel in run.codes if kernel != OWN},
+        "others": {name: _kernel(run, name) for name in _others(run)},
         "verdict": run.kind,
         "emulated_run": _verdict(run, run.emulated),
         "gpu_run": _verdict(run, run.gpu_verdict),
@@ -295,6 +295,12 @@ def result(run: Run) -> dict[str, Any]:
         "claimed": claimed(run),
         "not_claimed": not_claimed(run),
     }
+
+
+def _others(run: Run) -> list[str]:
+    """The kernels beside the package's own, or those that run one after another."""
+    steps = run.steps.steps if run.steps is not None else ()
+    return [name for name in (*run.codes, *steps) if name != OWN]
 
 
 def _verdict(run: Run, verdict: GpuVerdict | None) -> dict[str, Any] | None:

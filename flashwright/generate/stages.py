@@ -5,51 +5,97 @@ The same stages check the work of every author; for a model (by_model/), they ch
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from flashwright.build.package import OWN, RECORD, inside
-from flashwright.generate.folder import clear, keep
+from flashwright.generate.folder import DERIVED, FORWARD, clear, keep
 from flashwright.generate.state import Finding, Progress, Run, Skipped
 from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.program.kernels import Kernels
 
 if TYPE_CHECKING:
+    from flashwright.build.steps import Steps
     from flashwright.build.toolchain import Toolchain
-    from flashwright.program.program import Program
 
 EMULATION_PROBLEMS = 6  # of the verdict under emulation; `verify --on cpu` puts all of them
 
 
 def sketch(run: Run, progress: Progress) -> Run:
     """What moves and what is computed, by the built-in author."""
+    if run.spec.backward:
+        return _derived(run)
     from flashwright.author.builtin.author import write_sketch
 
     return keep(run, {"sketch.tl": write_sketch(run.spec, run.mods)})
 
 
+def _derived(run: Run) -> Run:
+    """The backward pass of the attention that the built-in author writes, without sizes."""
+    from flashwright.author.builtin.author import write_code, write_sketch
+    from flashwright.check.check import checked_program
+    from flashwright.grad.grad import backward
+    from flashwright.lang.format import format_tree
+    from flashwright.lang.parse import parse
+
+    spec = run.spec.attention()
+    with _fitting():
+        forward = write_code(write_sketch(spec, run.mods), spec, run.gpu, run.mods).code
+    run = keep(run, {FORWARD: forward})
+    try:
+        made = backward(checked_program(parse(forward), run.gpu))
+    except Failed as failed:
+        return run.noting(FORWARD, *failed.diagnostics)
+    return keep(run, {DERIVED: format_tree(made.tree)})
+
+
 def parameters(run: Run, progress: Progress) -> Run:
     """The sketch with all its sizes, and the reason for each, by the built-in author."""
+    if run.spec.backward:
+        return _sized(run)
     from flashwright.author.builtin.author import write_code
-    from flashwright.author.builtin.choose import NothingFits
     from flashwright.author.builtin.reasoning import reasoning
 
-    try:
+    with _fitting():
         sketch = run.artefacts["sketch.tl"]
         written = write_code(sketch, run.spec, run.gpu, run.mods, run.headroom)
         if run.one_tiling:
             written = written.alone()
-    except NothingFits as error:
-        hint = (
-            "another --gpu, --dtype or a smaller --head-dim may fit; `flashwright gpus` lists them"
-        )
-        raise Failed(Diagnostic("FW905", str(error), help=hint)) from None
     files = {"code.tl": written.code}
     for name, code in written.further.items():
         run = replace(run, kept=(*run.kept, *clear(run.folder, name, {})))
         files |= {f"{name}/code.tl": code, f"{name}/spec.toml": _spec_inside(run)}
     files["reasoning.md"] = reasoning(run.spec, run.gpu, written)
     return keep(replace(run, written=written), files)
+
+
+def _sized(run: Run) -> Run:
+    """The derived backward pass with sizes for the GPU."""
+    from flashwright.author.builtin.author import Written
+    from flashwright.generate.backward_sizes import sized
+    from flashwright.lang.format import format_tree
+    from flashwright.lang.parse import parse
+
+    tiling, tree = sized(parse(run.artefacts[DERIVED]), run.gpu)
+    written = Written(format_tree(tree), tiling.choices)
+    return keep(replace(run, written=written), {"code.tl": written.code})
+
+
+@contextmanager
+def _fitting() -> Iterator[None]:
+    """Raises Failed with FW905 if nothing that the built-in author knows fits the GPU."""
+    from flashwright.author.builtin.choose import NothingFits
+
+    try:
+        yield
+    except NothingFits as error:
+        hint = (
+            "another --gpu, --dtype or a smaller --head-dim may fit; `flashwright gpus` lists them"
+        )
+        raise Failed(Diagnostic("FW905", str(error), help=hint)) from None
 
 
 def _spec_inside(run: Run) -> str:
@@ -63,33 +109,48 @@ def _spec_inside(run: Run) -> str:
 
 def check(run: Run, progress: Progress) -> Run:
     """Sketch and code through the checker."""
-    if run.codes and set(run.programs) == set(run.codes):  # with the author's last attempt
+    if run.codes and set(run.operators) == set(run.codes):  # with the author's last attempt
         return run
     from flashwright.check.check import check as checked_by
     from flashwright.lang.parse import parse
 
     codes = {inside(kernel, "code.tl"): kernel for kernel in run.codes}
-    programs: dict[str, Program] = {}
-    for name in ("sketch.tl", *codes):
+    for name in (*(n for n in ("sketch.tl",) if n in run.artefacts), *codes):
         try:
             checked = checked_by(parse(run.artefacts[name]), run.gpu, run.spec.dims)
-            found, program = checked.diagnostics, checked.program
+            found, kernels = checked.diagnostics, checked.kernels
         except Failed as failed:
-            found, program = failed.diagnostics, None
+            found, kernels = failed.diagnostics, ()
         run = run.noting(name, *found)
-        if name in codes and program is not None:
-            programs[codes[name]] = program
-    return replace(run, programs=programs)
+        if name in codes and kernels:
+            run = with_program(run, codes[name], Kernels(kernels))
+    return run
+
+
+def with_program(run: Run, kernel: str, kernels: Kernels) -> Run:
+    """A run with the checked code of a kernel. If that has several itself, each is a program of its
+    own, in a subfolder."""
+    from flashwright.build.package import STEPS
+    from flashwright.build.steps import Steps, step_programs
+
+    if len(kernels.programs) == 1:
+        return replace(run, programs={**run.programs, kernel: kernels.programs[0]})
+    steps, cut = Steps.of(kernels), step_programs(kernels, run.gpu)
+    for name in cut:
+        run = replace(run, kept=(*run.kept, *clear(run.folder, name, {})))
+    run = replace(run, steps=steps, programs={name: program for name, (_, program) in cut.items()})
+    texts = {f"{name}/code.tl": text for name, (text, _) in cut.items()}
+    return keep(run, {**texts, STEPS: steps.dump()})
 
 
 def cpu(run: Run, progress: Progress) -> Run:
     """The code run on the CPU: is it attention?"""
-    if run.programs and set(run.verdicts) == set(run.programs):  # with the author's last attempt
+    if run.programs and set(run.verdicts) == set(run.operators):  # with the author's last attempt
         return run
     from flashwright.judge.cpu import judge
     from flashwright.spec import BadSpec
 
-    for kernel, program in run.programs.items():
+    for kernel, program in run.operators.items():
         try:
             verdict = judge(program, run.spec, base=run.folder, progress=progress)
         except BadSpec as error:  # the user's own reference cannot be used
@@ -129,7 +190,7 @@ def translate(run: Run, progress: Progress) -> Run:
         except Failed as failed:
             return run.noting(inside(kernel, "code.tl"), *failed.diagnostics)
     files = {kernel: package.translated(one) for kernel, one in made.items()}
-    rules = classes.Classes.of(run.written.classes)
+    rules = classes.ALONE if run.steps else classes.Classes.of(run.written.classes)
     return keep(replace(run, translations=made), classes.packed(files, rules))
 
 
@@ -148,8 +209,17 @@ def build(run: Run, progress: Progress) -> Run:
     for kernel in sorted(run.translations, key=lambda name: name == OWN):
         run = _built(run, kernel, tools)
         if not run.ok:
-            break
-    return run
+            return run
+    return run if run.steps is None else _bound(run, run.steps)
+
+
+def _bound(run: Run, steps: Steps) -> Run:
+    """The record of a package whose kernels run one after another."""
+    from flashwright.build import package
+
+    names = ("code.tl", "spec.toml", package.STEPS, *(f"{name}/{RECORD}" for name in steps.steps))
+    digested = {name: run.files[name] for name in names}
+    return keep(run, {RECORD: package.record_of_steps(run.gpu, digested)})
 
 
 def _built(run: Run, kernel: str, tools: Toolchain) -> Run:

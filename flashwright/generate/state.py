@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from flashwright.author.builtin.author import Written
     from flashwright.author.builtin.mods import Mods
     from flashwright.build.compile import Built
+    from flashwright.build.steps import Steps
     from flashwright.gpu import Gpu
     from flashwright.judge.cpu import CpuVerdict
     from flashwright.judge.verdict import Verdict
     from flashwright.lower.translate import Translation
+    from flashwright.program.kernels import Kernels
     from flashwright.program.program import Program
     from flashwright.spec import AttentionSpec
 
@@ -84,6 +86,8 @@ class Run:
     findings: tuple[Finding, ...] = ()
     written: Written | None = None
     programs: Mapping[str, Program] = field(default_factory=dict)
+    steps: Steps | None = None
+    """Set if the code has several kernels, which run one after another: each is a program."""
     verdicts: Mapping[str, CpuVerdict] = field(default_factory=dict)
     translations: Mapping[str, Translation] = field(default_factory=dict)
     builds: Mapping[str, Built] = field(default_factory=dict)
@@ -130,6 +134,15 @@ class Run:
         return {OWN: written.code, **written.further} if written else {}
 
     @property
+    def operators(self) -> dict[str, Program | Kernels]:
+        """What is judged by itself: each program, or all of them if they run one after another."""
+        if self.steps is None:
+            return dict(self.programs)
+        from flashwright.program.kernels import Kernels
+
+        return {OWN: Kernels(tuple(self.programs.values()))}
+
+    @property
     def program(self) -> Program | None:
         """The package's own."""
         return self.programs.get(OWN)
@@ -141,7 +154,9 @@ class Run:
 
     @property
     def built(self) -> Built | None:
-        """The package's own."""
+        """The package's own; of several that run one after another the last."""
+        if self.steps is not None:
+            return self.builds.get(self.steps.steps[-1])
         return self.builds.get(OWN)
 
     @property

@@ -11,20 +11,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashwright.judge import gradient_noise, oracle
 from flashwright.judge import inputs as trial
+from flashwright.judge import oracle
+from flashwright.judge.answer import Answer, backward_inputs, compare, expected_gradients
 from flashwright.judge.coverage import BOUNDED, LENGTHS, Budget, Coverage, cover, tokens_of
-from flashwright.judge.gradient_noise import Gradient
-from flashwright.judge.gradients import gradients, with_outputs
 from flashwright.judge.localise import blame_kernel, localise
-from flashwright.judge.reference import DELTA, NOISE
 from flashwright.judge.reference_process import ReferenceProcess
 from flashwright.judge.tiling import Served, joined, spread_in, tiling_of
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.program.kernels import Kernels
 from flashwright.program.program import Program, Tensor
 from flashwright.semantics.interpret import interpret_all, shape_of
-from flashwright.spec import AttentionSpec, BadSpec
+from flashwright.spec import AttentionSpec
 
 Array = NDArray[Any]
 Progress = Callable[[int, int, str], None]
@@ -124,8 +122,8 @@ def judge(
     listed = default_cases(spec, _lengths(chosen, spec)) if chosen is not None else cases or ()
     problems = [(dict(c), kind) for c in listed]
     spread = None
-    if reference is not None and isinstance(program, Program) and not spec.backward:
-        spread = reference_spread(program, spec, reference)
+    if reference is not None and len(kernels.programs) == 1 and not spec.backward:
+        spread = reference_spread(kernels.programs[0], spec, reference)
     if cases is None and reference is None and kind == "normal" and not spec.sink:
         problems.append((default_cases(spec, [LOW])[0], "opposed"))
     results: list[CaseResult] = []
@@ -213,11 +211,10 @@ class CpuTrial:
         self.diagnostics: tuple[Diagnostic, ...] = ()
         self.inputs = _inputs(kernels, spec, dims, seed, reference, kind, spread)
         answer = reference or (lambda given, sizes: oracle.attention(spec, given, sizes))
-        self.expected = answer(self.inputs, dims)
-        self.gradients: dict[str, Gradient] = {}
-        self.noise: dict[str, Array] = {}
+        self.expected = Answer(answer(self.inputs, dims))
         if spec.backward:
-            self._differentiate(reference, seed)
+            self.inputs = backward_inputs(spec, self.inputs, self.expected, seed)
+            self.expected = expected_gradients(spec, self.inputs, dims, reference)
         _check_inputs(kernels, self.inputs)
         try:
             found = interpret_all(kernels, self.arranged(), dims)
@@ -225,29 +222,6 @@ class CpuTrial:
             self.diagnostics = failed.diagnostics
             return
         self._compare(found, standard=reference is None)
-
-    def _differentiate(self, reference: ReferenceProcess | None, seed: int) -> None:
-        """Make the outputs of the attention inputs, and expect gradients instead of them."""
-        if "O" not in self.expected:
-            raise BadSpec(f"{self.spec.reference}: a backward pass needs O: return O, or O and LSE")
-        spec, out = self.spec, self.expected["O"]
-        if "dO" not in self.inputs:
-            rng = np.random.default_rng(seed)
-            self.inputs["dO"] = trial.random_tensor(out.shape, spec.output_dtype, rng)
-        forward = self.inputs
-        self.inputs = with_outputs(spec, forward, self.expected)
-        if reference is None:
-            self.gradients = gradients(spec, forward, self.dims)
-            self.expected = {name: g.value for name, g in self.gradients.items()}
-            self.noise = {name: g.noise for name, g in self.gradients.items()}
-            return
-        do = forward["dO"].astype(np.float64)
-        error = gradient_noise.delta_error(do, out, spec.dtype)
-        found = reference.gradients({**forward, DELTA: error}, self.dims)
-        self.expected = {n: x for n, x in found.items() if not n.startswith(NOISE)}
-        self.noise = {
-            n: found.get(f"{NOISE}{n[1:]}", np.zeros(x.shape)) for n, x in self.expected.items()
-        }
 
     def arranged(self) -> dict[str, Array]:
         """The inputs in the order of axes that the program declares."""
@@ -310,20 +284,8 @@ class CpuTrial:
                 yield Diagnostic("FW801", text, tensor.declared.span, help=hint)
 
     def _comparison(self, tensor: Tensor, found: Array) -> oracle.Comparison:
-        gradient = self.gradients.get(tensor.name)
-        if gradient is not None and self.spec.tolerance is None:
-            value, noise, bound = (
-                self._arrange(x, tensor) for x in (gradient.value, gradient.noise, gradient.bound)
-            )
-            return gradient_noise.compare(found, Gradient(value, noise, bound, gradient.draws))
-        expected = self._arrange(self.expected[tensor.name], tensor)
-        if tensor.name == "LSE":
-            return oracle.compare_lse(self.spec, found, expected)
-        units: Array | None = None
-        if tensor.name in self.noise:  # in units of the roundoff, as `compare` takes it
-            units = self._arrange(self.noise[tensor.name], tensor)
-            units = units / oracle.ROUNDOFF[self.spec.dtype]
-        return oracle.compare(found, expected, self.spec.dtype, self.spec.tolerance, noise=units)
+        expected = self.expected.arranged(tensor.name, lambda array: self._arrange(array, tensor))
+        return compare(self.spec, tensor.name, found, expected)
 
 
 def _check_inputs(kernels: Kernels, made: Mapping[str, Array]) -> None:

@@ -34,8 +34,9 @@ from flashwright.emulate.machine import Machine, here, library_file
 from flashwright.emulate.machine_process import MachineProcess
 from flashwright.emulate.package import Package, ServedKernels, Unending, read_served_kernels
 from flashwright.emulate.places import CODES, diagnostics
+from flashwright.judge.answer import Answer
 from flashwright.judge.expected import Expected
-from flashwright.judge.form import PackageForm, planned_shape
+from flashwright.judge.form import PackageForm, package_form, planned_shape
 from flashwright.judge.inputs import random_tensor
 from flashwright.judge.judge import QUESTIONS, SETTLED, JudgeRun, Progress, spread_of
 from flashwright.judge.offences import hazard
@@ -142,13 +143,12 @@ class Posed:
 
     inputs: Mapping[str, Array]
     outputs: Mapping[str, tuple[Sequence[int], str]]
-    expected: Mapping[str, Array]
+    expected: Answer
     """The outputs in fp64; empty without a spec."""
 
-    @property
-    def arrays(self) -> dict[str, Array]:
-        """Inputs and outputs by name, for their sizes."""
-        return _arrays(self.inputs, self.outputs)
+    def tensors(self) -> dict[str, Array]:
+        """The inputs, and new outputs full of NaN bits."""
+        return {**self.inputs, **new_outputs(self.outputs)}
 
 
 def pose(
@@ -166,11 +166,11 @@ def pose(
         return Posed(
             {name: random_tensor(*shapes[name], rng) for name in read},
             {t.name: shapes[t.name] for t in plan.tensors if t.written},
-            {},
+            Answer({}),
         )
     expected, form = Expected(spec, "cpu", base), PackageForm(spec, plan)
     problem = Problem(dims, "normal", seed)
-    made = form.inputs(problem, expected.reference)
+    made = expected.inputs(form.inputs(problem, expected.reference), dims, seed)
     answer = expected.outputs(made, dims)
     return Posed(form.taken(made), form.outputs(problem, answer) or {}, answer)
 
@@ -181,8 +181,8 @@ class FaultyLaunch:
 
     package: Package
     findings: tuple[Finding, ...]
-    inputs: Mapping[str, Array]
-    outputs: Mapping[str, tuple[Sequence[int], str]]
+    arrays: Mapping[str, Array]
+    """Its tensors by name, for their sizes."""
     dims: Mapping[str, int]
     schedule: str
 
@@ -258,58 +258,76 @@ class Emulator(Sandbox):
         schedule: str,
     ) -> Called:
         assert self.served is not None
-        start, package = time.monotonic(), self.served.pick(dims)
+        start = time.monotonic()
+        tensors = {**inputs, **new_outputs(outputs)}
+        for name in (name for name in self.served.zeroed if name in outputs):
+            tensors[name][...] = np.zeros((), tensors[name].dtype)  # as the launcher does
+        for package in self.served.pick(dims):
+            self._launch(package, tensors, dims, schedule)
+        told = {name: Output(tensors[name], dtype) for name, (_, dtype) in outputs.items()}
+        return Called(told, seconds=time.monotonic() - start)
+
+    def _launch(
+        self, package: Package, tensors: dict[str, Array], dims: Mapping[str, int], schedule: str
+    ) -> None:
+        """Launch one kernel. `tensors` gets what it shares with those after it."""
+        assert self.served is not None
+        for tensor in package.plan.tensors if self.served.in_order else ():
+            if tensor.name not in tensors:
+                new = poisoned(planned_shape(tensor, dims), tensor.dtype)
+                if tensor.name in self.served.zeroed:
+                    new[...] = np.zeros((), new.dtype)
+                tensors[tensor.name] = new
         if package.name not in self.variables:
             self.variables[package.name] = variables_of(package.program)
         kept, seconds = self.variables[package.name], self.limits.seconds
         if self.machine is None and sys.platform == "linux":
             self.machine = MachineProcess(self.limits)
-        given = (inputs, outputs, dims, schedule, seconds, kept)
-        made, done = launch(package, *given, self.machine or here)
+        used = {t.name: tensors[t.name] for t in package.plan.tensors if t.name in tensors}
+        done = launch(package, used, dims, schedule, seconds, kept, self.machine or here)
         self.launches += 1
         if done.findings:
-            self.found.append(FaultyLaunch(package, done.findings, inputs, outputs, dims, schedule))
-        told = {name: Output(array, outputs[name][1]) for name, array in made.items()}
-        return Called(told, seconds=time.monotonic() - start)
+            self.found.append(FaultyLaunch(package, done.findings, used, dims, schedule))
+
+
+def new_outputs(outputs: Mapping[str, tuple[Sequence[int], str]]) -> dict[str, Array]:
+    """New outputs full of NaN bits."""
+    return {name: poisoned(shape, dtype) for name, (shape, dtype) in outputs.items()}
 
 
 def launch(
     package: Package,
-    inputs: Mapping[str, Array],
-    outputs: Mapping[str, tuple[Sequence[int], str]],
+    tensors: Mapping[str, Array],
     dims: Mapping[str, int],
     schedule: str,
     seconds: float,
     variables: Variables | None = None,
     machine: Machine = here,
-) -> tuple[dict[str, Array], LaunchResult]:
-    """One launch with new outputs full of NaN bits: the outputs, and what the emulator found.
+) -> LaunchResult:
+    """One launch on these tensors, of which it writes some: what the emulator found.
 
     Raises Ended if the launch does not finish, Failed with FW904 if the kernel takes other tensors.
     """
-    made = {name: poisoned(shape, dtype) for name, (shape, dtype) in outputs.items()}
     missing = [name for name in package.plan.dims if name not in dims]
     if missing:
         text = f"no value is given for {', '.join(missing)}"
         raise Failed(Diagnostic("FW904", text))
-    _check_shapes(package.plan, inputs, dims)
+    _check_shapes(package.plan, tensors, dims)
     if 0 in package.plan.blocks(dims, SMS):
-        return made, LaunchResult(
-            (), np.zeros((len(package.program.source), len(COUNTS)), np.int64)
-        )
-    arrays = {**{name: np.ascontiguousarray(x) for name, x in inputs.items()}, **made}
+        return LaunchResult((), np.zeros((len(package.program.source), len(COUNTS)), np.int64))
+    arrays = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
     try:
-        return made, package.run(arrays, dims, schedule, seconds, variables, machine)
+        return package.run(arrays, dims, schedule, seconds, variables, machine)
     except Unending as error:
         raise Ended("hang", str(error)) from None
     except ValueError as error:  # a tensor that can have no map
         raise Failed(Diagnostic("FW852", f"launch.json: maps: {error}")) from None
 
 
-def _check_shapes(plan: LaunchPlan, inputs: Mapping[str, Array], dims: Mapping[str, int]) -> None:
-    """Fail if an input does not have the shape of the plan: what the launcher checks on a GPU."""
+def _check_shapes(plan: LaunchPlan, tensors: Mapping[str, Array], dims: Mapping[str, int]) -> None:
+    """Fail if a tensor does not have the shape of the plan: what the launcher checks on a GPU."""
     for tensor in plan.tensors:
-        array = inputs.get(tensor.name)
+        array = tensors.get(tensor.name)
         if array is None:
             continue
         wanted = (array.size,) if tensor.flat else planned_shape(tensor, dims)
@@ -327,14 +345,6 @@ def poisoned(shape: Sequence[int], dtype: str) -> Array:
     empty: Array = np.empty(tuple(shape), DTYPES[dtype])
     empty.reshape(-1).view(np.uint8)[:] = POISON
     return empty
-
-
-def _arrays(
-    inputs: Mapping[str, Array], outputs: Mapping[str, tuple[Sequence[int], str]]
-) -> dict[str, Array]:
-    """Inputs and outputs of a launch by name, for their sizes."""
-    made = {name: poisoned(shape, dtype) for name, (shape, dtype) in outputs.items()}
-    return {**inputs, **made}
 
 
 def _same(one: Called, other: Called) -> bool:
@@ -364,7 +374,7 @@ class _EmulatedRun(JudgeRun):
     def _trial(self, running: Sandbox, expected: Expected) -> Trial:
         assert self.served is not None
         spread = spread_of(self.kernels, self.spec, expected.reference)
-        form = PackageForm(self.spec, self.served.plan, spread=spread)
+        form = package_form(Path(self.candidate.where), self.spec, spread)
         self.trial = Trial(running, form, self.spec, expected, _DIFFERS, views=False)
         return self.trial
 
@@ -421,7 +431,7 @@ class _EmulatedRun(JudgeRun):
     def _launch_many_times(self, trial: Trial, problem: Problem) -> Outcome:
         """Launch a problem many times. Each launch must give the same bits."""
         outcome, form = Outcome(problem), trial.form
-        made = form.inputs(problem, trial.expected.reference)
+        made = trial.inputs(problem)
         shapes = form.outputs(problem, trial.expected.outputs(made, problem.dims))
         given = (form.taken(made), shapes, form.dims(problem))
         first = trial.sandbox.call(*given)
@@ -452,7 +462,7 @@ class _EmulatedRun(JudgeRun):
         package = first.package.with_lines()
         sizes = ", ".join(f"{name} {size}" for name, size in first.dims.items())
         note = f"with {sizes}, schedule {first.schedule}"
-        origin = package.origin(first.dims, _arrays(first.inputs, first.outputs))
+        origin = package.origin(first.dims, first.arrays)
         told = diagnostics([package.add_source_lines(one) for one in first.findings], origin)
         if Path(package.name) != Path(self.candidate.title):
             told = tuple(_without_span(d, package.name) for d in told)

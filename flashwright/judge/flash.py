@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashwright.judge import oracle_device
+from flashwright.judge.gradients import gradients
+from flashwright.judge.oracle import Array
 from flashwright.spec import AttentionSpec
 
 WIDEST = 256
@@ -29,23 +31,40 @@ def unable(spec: AttentionSpec) -> str | None:
     return None
 
 
-def error(
-    spec: AttentionSpec, inputs: Mapping[str, Any], dims: Mapping[str, int], expected: Any
-) -> float | None:
-    """The library's error of O, relative to its RMS; `expected` is the oracle's O for the spec."""
+def errors(
+    spec: AttentionSpec,
+    inputs: Mapping[str, Any],
+    dims: Mapping[str, int],
+    expected: Mapping[str, Array],
+) -> dict[str, float | None]:
+    """The library's error of O, or of dQ, dK and dV, relative to the RMS of each.
+
+    `expected` is the oracle's answer for the spec. What this torch cannot compute is missing.
+    """
     import torch
 
     if unable(spec) is not None:
-        return None
+        return {}
     lacks: dict[str, Any] = {"softcap": None, "alibi": False, "sink": False, "sink_tokens": None}
     plain = spec.model_copy(update={**lacks, "branch": None})
     if any(getattr(spec, name) != value for name, value in lacks.items()):
-        expected = oracle_device.attention(torch, plain, inputs, dims)["O"]
+        expected = _expected(plain, inputs, dims)
     try:
-        found = _forward(plain, *(inputs[name] for name in "QKV"))
+        found = _gradients(plain, inputs) if spec.backward else {"O": _forward(plain, inputs)}
     except (RuntimeError, TypeError, AttributeError):
-        return None  # this torch cannot run it: the verdict then has no ratio
-    return relative_rms(found, expected)
+        return {}  # this torch cannot run it: the verdict then has no ratio
+    exact = {n: torch.as_tensor(expected[n], device=inputs["Q"].device) for n in found}
+    return {n: relative_rms(x, exact[n]) for n, x in found.items()}
+
+
+def _expected(
+    spec: AttentionSpec, inputs: Mapping[str, Any], dims: Mapping[str, int]
+) -> Mapping[str, Any]:
+    import torch
+
+    if not spec.backward:
+        return oracle_device.attention(torch, spec, inputs, dims)
+    return {name: one.value for name, one in gradients(spec, inputs, dims, torch).items()}
 
 
 def relative_rms(found: Any, expected: Any) -> float | None:
@@ -55,10 +74,22 @@ def relative_rms(found: Any, expected: Any) -> float | None:
     return part / whole if whole > 0 and part < float("inf") else None
 
 
-def _forward(spec: AttentionSpec, q: Any, k: Any, v: Any) -> Any:
+def _gradients(spec: AttentionSpec, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """dQ, dK and dV of the flash operator."""
+    import torch
+
+    leaves = {name: inputs[name].detach().requires_grad_() for name in "QKV"}
+    with torch.enable_grad():
+        out = _forward(spec, leaves)
+    found = torch.autograd.grad(out, tuple(leaves.values()), inputs["dO"])
+    return {f"d{name}": one for name, one in zip(leaves, found, strict=True)}
+
+
+def _forward(spec: AttentionSpec, inputs: Mapping[str, Any]) -> Any:
     """O of the flash operator as (batch, heads, length, dim)."""
     import torch
 
+    q, k, v = (inputs[name] for name in "QKV")
     wide = spec.head_dim - spec.value_dim
     if wide > 0:  # the operator needs V as wide as K
         v = torch.nn.functional.pad(v, (0, wide))

@@ -10,10 +10,10 @@ from typing import Protocol
 
 import numpy as np
 
-from flashwright.build import classes
+from flashwright.build import classes, steps
 from flashwright.build.plan_rules import LAYOUTS, caller_order
-from flashwright.build.reading import read_plan
 from flashwright.judge import inputs as trial
+from flashwright.judge.answer import FORWARD_OUTPUTS
 from flashwright.judge.problems import Problem
 from flashwright.judge.reference_process import ReferenceProcess
 from flashwright.lang.diagnostic import Diagnostic, Failed
@@ -35,7 +35,7 @@ class Form(Protocol):
         """Whether outputs after the first may be left out."""
 
     def inputs(self, problem: Problem, reference: ReferenceProcess | None) -> dict[str, Array]:
-        """The inputs of a problem by name, for the oracle."""
+        """The inputs of a problem by name; of a backward pass, without the attention's outputs."""
 
     def taken(self, made: Mapping[str, Array]) -> dict[str, Array]:
         """The inputs that the candidate takes, in its order."""
@@ -53,8 +53,17 @@ def form_of(candidate: Candidate, spec: AttentionSpec, spread: float | None = No
     `spread` is the spread of a package's scores, for a spec that does not give it.
     """
     if candidate.kind == "package":
-        return PackageForm(spec, read_plan(Path(candidate.where)), spread=spread)
+        return package_form(Path(candidate.where), spec, spread)
+    if spec.backward:
+        text = "the gradients of a function cannot be judged, only those of a kernel package"
+        raise Failed(Diagnostic("FW904", text, help="leave `backward` out of the spec"))
     return SpecForm(spec)
+
+
+def package_form(folder: Path, spec: AttentionSpec, spread: float | None = None) -> PackageForm:
+    """The form of a kernel package. All outputs of a program with several kernels are needed."""
+    optional = steps.read(folder) is None
+    return PackageForm(spec, classes.plan_of(folder), optional, spread)
 
 
 def bounds_of(candidate: Candidate) -> list[int]:
@@ -104,22 +113,20 @@ class PackageForm:
     """The spread of the scores on normal inputs, if only the program shows it."""
 
     def inputs(self, problem: Problem, reference: ReferenceProcess | None) -> dict[str, Array]:
-        """As SpecForm, and random tensors for further inputs of the plan."""
+        """As SpecForm, and random tensors for further inputs of a plan with a reference."""
         made = None
         if reference is not None:
             made = reference.make_inputs(np.random.default_rng(problem.seed), problem.dims)
         if made is not None:
             made = trial.narrowed(made, self.spec.input_dtype)
         elif reference is None or reference.by_name:
-            known = self.spread if reference is None else self.spread or 1.0
+            spread = self.spread if reference is None else self.spread or 1.0
             drawn = (problem.dims, problem.seed, problem.kind)
-            made = trial.make_inputs(self.spec, *drawn, known)
+            made = trial.make_inputs(self.spec, *drawn, spread)
         made = made or {}
+        known = (*FORWARD_OUTPUTS, "dO") if self.spec.backward else ()
         for number, tensor in enumerate(t for t in self.plan.tensors if t.read):
-            if tensor.name not in made:
-                if reference is None:
-                    text = f"the spec has no input `{tensor.name}`, which the kernel reads"
-                    raise Failed(Diagnostic("FW904", text))
+            if reference is not None and tensor.name not in (*made, *known):
                 rng = np.random.default_rng([problem.seed, number])
                 given = (self._shape(tensor, problem), tensor.dtype, rng, problem.kind)
                 factor = trial.named_factor(tensor.name, tensor.dtype, self.spread)
@@ -127,8 +134,14 @@ class PackageForm:
         return made
 
     def taken(self, made: Mapping[str, Array]) -> dict[str, Array]:
-        """The inputs that the plan reads, in its order and types."""
-        return {t.name: made[t.name].astype(DTYPES[t.dtype]) for t in self.plan.tensors if t.read}
+        """The inputs that the plan reads, in its order and types. Raises Failed with FW904 if the
+        spec does not have one."""
+        read = [tensor for tensor in self.plan.tensors if tensor.read]
+        for tensor in read:
+            if tensor.name not in made:
+                text = f"the spec has no input `{tensor.name}`, which the kernel reads"
+                raise Failed(Diagnostic("FW904", text))
+        return {t.name: made[t.name].astype(DTYPES[t.dtype]) for t in read}
 
     def outputs(self, problem: Problem, expected: Mapping[str, Array]) -> Shapes:
         """The outputs that the plan writes; Failed with FW904 if the spec knows none of them."""

@@ -23,7 +23,7 @@ The formulas use only operators and functions that NumPy and PyTorch share.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -126,6 +126,10 @@ class Errors:
         self.bound[where] += part.bound
         self.fp32[where] += part.fp32
 
+    def moved(self, to: Callable[[Any], Any]) -> Errors:
+        """The errors in other tensors."""
+        return Errors(to(self.variance), to(self.bound), to(self.fp32))
+
 
 def errors_of(rows: Rows, dtype: str) -> Iterator[tuple[str, Errors]]:
     """The errors that some rows of a head leave in each gradient, without the result's rounding."""
@@ -225,6 +229,11 @@ class Gradient:
         noise = np.sqrt(errors.variance + rounding.variance(value)) + errors.fp32
         bound = errors.bound + rounding.bound(value) + FP32_LIMIT * errors.fp32
         return cls(value, noise, bound, draws)
+
+    def arranged(self, arrange: Callable[[Array], Array]) -> Gradient:
+        """The same with its axes in another order."""
+        value, noise, bound = (arrange(x) for x in (self.value, self.noise, self.bound))
+        return Gradient(value, noise, bound, self.draws)
 
 
 def compare(found: Array, expected: Gradient) -> oracle.Comparison:

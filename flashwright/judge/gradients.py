@@ -7,40 +7,59 @@ With s the scale, x = s q.k, S the score of x (softcap, bias), L the log-sum-exp
     dSlopes = sum dS * (key - position)      dSink = -sum exp(Sink - L) * Delta
 
 P is exactly 0 for a hidden key, so that hidden keys and rows without keys have gradient exactly 0.
-Query heads that share a kv head add up. The layout of tensors is that of oracle.py.
+Query heads that share a kv head add up. The layout of tensors is that of oracle.py. As in
+oracle_device.py, the inputs are arrays of NumPy, or tensors of PyTorch on any device.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from flashwright.judge import oracle
+from flashwright.judge import oracle_device
 from flashwright.judge.gradient_noise import Errors, Gradient, Rows, errors_of
-from flashwright.judge.oracle import Array, Dims, Floats, Inputs
-from flashwright.sandbox.tensors import DTYPES
+from flashwright.judge.oracle import Dims, Floats
+from flashwright.judge.oracle_device import count, fp64, positions, scores, seen, zeros
 from flashwright.spec import AttentionSpec
 
 _ROWS = 512  # rows of scores held at a time
+_NARROW = ("dQ", "dK", "dV")
+"""The gradients that have the type of the inputs; the others are fp32."""
 
 
-def gradients(spec: AttentionSpec, inputs: Inputs, dims: Dims | None = None) -> dict[str, Gradient]:
-    """The gradients of Q, K, V, and of Slopes and Sink if the spec has them, for the gradient dO.
+def names(spec: AttentionSpec) -> list[str]:
+    """The inputs whose gradients are known: Q, K, V, and Slopes and Sink if the spec has them."""
+    return ["Q", "K", "V", *["Slopes"] * spec.alibi, *["Sink"] * spec.sink]
 
-    `inputs` are those of the attention, and dO.
+
+def stored_as(spec: AttentionSpec, name: str) -> str:
+    """The element type of an output: O, LSE or a gradient."""
+    return spec.output_dtype if name == "O" or name in _NARROW else "fp32"
+
+
+def gradients(
+    spec: AttentionSpec,
+    inputs: Mapping[str, Any],
+    dims: Dims | None = None,
+    lib: ModuleType = np,
+) -> dict[str, Gradient]:
+    """The gradients of the spec's inputs, for the gradient dO, as arrays.
+
+    `inputs` are those of the attention, and dO; `lib` is the library that they are of.
     """
-    answer = oracle.attention(spec, inputs, dims)
-    of = ["Q", "K", "V", *["Slopes"] * spec.alibi, *["Sink"] * spec.sink]
-    shapes = {f"d{name}": inputs[name].shape for name in of}
-    value = {name: np.zeros(shape) for name, shape in shapes.items()}
-    errors = {name: Errors(*(np.zeros(s) for _ in range(3))) for name, s in shapes.items()}
-    batch, heads, q_len, _ = inputs["Q"].shape
+    answer = oracle_device.attention(lib, spec, inputs, dims or {})
+    shapes = {f"d{name}": tuple(inputs[name].shape) for name in names(spec)}
+    q = inputs["Q"]
+    value = {name: zeros(lib, q, *shape) for name, shape in shapes.items()}
+    errors = {n: Errors(*(zeros(lib, q, *shape) for _ in range(3))) for n, shape in shapes.items()}
+    batch, heads, q_len, _ = q.shape
     for b, h in itertools.product(range(batch), range(heads)):
         shared = b, h * inputs["K"].shape[1] // heads
-        for at, rows in _rows(spec, inputs, dims or {}, answer, b, h):
+        for at, rows in _rows(lib, spec, inputs, dims or {}, answer, b, h):
             where: dict[str, Any] = {
                 "dQ": (b, h, at),
                 "dK": shared,
@@ -52,46 +71,44 @@ def gradients(spec: AttentionSpec, inputs: Inputs, dims: Dims | None = None) -> 
                 value[name][where[name]] += part
             for name, found in errors_of(rows, spec.dtype):
                 errors[name].add(where[name], found)
-    kept = {name: spec.dtype if name in ("dQ", "dK", "dV") else "fp32" for name in value}
     draws = batch * heads * q_len
-    return {n: Gradient.of(value[n], errors[n], kept[n], draws) for n in value}
-
-
-def with_outputs(spec: AttentionSpec, inputs: Inputs, answer: Inputs) -> dict[str, Array]:
-    """The inputs of a backward pass: those of the attention and dO, and its outputs as a kernel
-    stores them."""
-    kept = {"O": DTYPES[spec.output_dtype], "LSE": DTYPES["fp32"]}
-    return {**inputs, **{n: answer[n].astype(kept[n]) for n in kept if n in answer}}
+    return {
+        n: Gradient.of(_array(value[n]), errors[n].moved(_array), stored_as(spec, n), draws)
+        for n in value
+    }
 
 
 def _rows(
-    spec: AttentionSpec, inputs: Inputs, dims: Dims, answer: Inputs, b: int, h: int
+    lib: Any,
+    spec: AttentionSpec,
+    inputs: Mapping[str, Any],
+    dims: Dims,
+    answer: Mapping[str, Any],
+    b: int,
+    h: int,
 ) -> Iterator[tuple[slice, Rows]]:
     """The rows of one head, in blocks."""
     heads, q_len = inputs["Q"].shape[1:3]
     g = h * inputs["K"].shape[1] // heads
-    q, do = (_fp64(inputs[name][b, h]) for name in ("Q", "dO"))
-    k, v = (_fp64(inputs[name][b, g]) for name in ("K", "V"))
-    p = oracle.positions(spec, q_len, len(k), dims.get("tokens"))
+    k, v = (fp64(lib, inputs[name][b, g]) for name in ("K", "V"))
     slope = float(inputs["Slopes"][h]) if spec.alibi else 0.0
     sink = float(inputs["Sink"][h]) if spec.sink else -np.inf
+    scale, cap = spec.softmax_scale, spec.softcap or np.inf
     for start in range(0, q_len, _ROWS):
         at = slice(start, min(start + _ROWS, q_len))
-        idx = inputs["Idx"][b, g, at] if spec.branch == "selected" else None
-        masked = oracle.scores(spec, q[at], k, p[at], slope, idx)
-        score, cap = (q[at] @ k.T) * spec.softmax_scale, spec.softcap or np.inf
-        chain = 1 - np.tanh(score / cap) ** 2
-        score = cap * np.tanh(score / cap) if spec.softcap else score
-        distance = np.arange(len(k))[None, :] - p[at][:, None] if spec.alibi else None
-        score = score + slope * distance if distance is not None else score
+        q, do = (fp64(lib, inputs[name][b, h, at]) for name in ("Q", "dO"))
+        p = positions(lib, spec, inputs, dims, at)
+        score = scores(lib, spec, q, k, p, inputs, h)
+        chain = 1 - lib.tanh((q @ k.T) * scale / cap) ** 2
+        distance = count(lib, k, 0, len(k))[None, :] - p if spec.alibi else None
         lse = answer["LSE"][b, h, at][:, None]
-        lse = np.where(np.isfinite(lse), lse, 0.0)
-        weights, scale = np.exp(masked - lse), spec.softmax_scale
-        given = (q[at], k, v, do[at], answer["O"][b, h, at], scale)
-        yield at, Rows(*given, weights, score, lse, chain, cap, distance, slope, sink)
+        lse = lib.where(lib.isfinite(lse), lse, 0.0)
+        masked = lib.where(seen(lib, spec, inputs, p, (b, g, at)), score, -np.inf)
+        given = (q, k, v, do, answer["O"][b, h, at], scale)
+        yield at, Rows(*given, lib.exp(masked - lse), score, lse, chain, cap, distance, slope, sink)
 
 
-def _parts(rows: Rows) -> Iterator[tuple[str, Array | float]]:
+def _parts(rows: Rows) -> Iterator[tuple[str, Any]]:
     """What some rows of a head add to each gradient."""
     ds = rows.p * (rows.dp - rows.delta)
     dx = ds * rows.chain
@@ -99,10 +116,12 @@ def _parts(rows: Rows) -> Iterator[tuple[str, Array | float]]:
     yield "dK", rows.scale * dx.T @ rows.q
     yield "dV", rows.p.T @ rows.do
     if rows.distance is not None:
-        yield "dSlopes", float((ds * rows.distance).sum())
+        yield "dSlopes", (ds * rows.distance).sum()
     if rows.sink > -np.inf:
-        yield "dSink", -float((rows.sink_weight * rows.delta).sum())
+        yield "dSink", -(rows.sink_weight * rows.delta).sum()
 
 
-def _fp64(array: Array) -> Floats:
-    return array.astype(np.float64)
+def _array(x: Any) -> Floats:
+    """A tensor of either library as an array."""
+    found: Floats = x.cpu().numpy() if hasattr(x, "cpu") else x
+    return found

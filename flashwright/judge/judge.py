@@ -19,8 +19,7 @@ import numpy as np
 
 from flashwright import files
 from flashwright.build import classes, driver
-from flashwright.build.load import read_plan
-from flashwright.judge import static
+from flashwright.judge import gradients, static
 from flashwright.judge.coverage import Coverage
 from flashwright.judge.cpu import reference_spread
 from flashwright.judge.expected import Expected
@@ -30,7 +29,7 @@ from flashwright.judge.probes import probe, probed
 from flashwright.judge.problems import Problem, coverage, problems
 from flashwright.judge.reference_process import ReferenceProcess
 from flashwright.judge.tiling import Served, served_by
-from flashwright.judge.trial import FAR_BATCHES, Outcome, Symptom, Trial
+from flashwright.judge.trial import FAR_BATCHES, MAY_BE_LEFT_OUT, Outcome, Symptom, Trial
 from flashwright.judge.verdict import Check, Offence, Picture, Verdict
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.sandbox.candidate import Candidate, Unable
@@ -58,6 +57,12 @@ QUESTIONS = {
 }
 MAY_VARY = "two runs with the same inputs are both right, and differ by half as much as they may"
 """The question `repeat` where the spec says repeatable = false."""
+BACKWARD_QUESTIONS = {
+    "fp64": "every gradient agrees with that of attention in fp64, and is 0 for what is masked",
+    "views": "Q, K, V, O and dO may be views of other strides",
+    "repeat": "two runs give the same bits of dK and dV, and a dQ that differs no more than it may",
+}
+"""Questions that are others for a backward pass."""
 SETTLED = {  # the offences that answer a question with no
     "fp64": ("wrong", "zeros", "nonfinite", "wrong_form", "special_inputs", "special_shapes"),
     "exactness": ("low_precision",),
@@ -154,7 +159,7 @@ def _card(candidate: Candidate, device: str) -> tuple[str, str]:
     card = driver.cards()[0]
     if candidate.kind == "package":
         classes.read(Path(candidate.where))
-        arch = read_plan(Path(candidate.where)).arch
+        arch = classes.plan_of(Path(candidate.where)).arch
         if not card.takes(arch):
             text = f"the kernel is for {arch}, which {card.name} ({card.arch}) cannot run"
             raise Failed(Diagnostic("FW851", text))
@@ -202,6 +207,8 @@ class JudgeRun:
         start = time.monotonic()
         expected = Expected(self.spec, self.device, self.base)
         self.unasked["exactness"] = expected.unable or ""
+        if self.spec.backward:
+            self.unasked["weights"] = "no gradient shows a single weight"
         before = _digests(self.candidate)
         self._read_candidate()
         try:
@@ -242,9 +249,8 @@ class JudgeRun:
     def _read_candidate(self) -> None:
         if self.candidate.kind == "package":
             self.unasked["libraries"] = "a package has no code but its kernel"
-            written = {t.name for t in read_plan(Path(self.candidate.where)).tensors if t.written}
-            if self.spec.lse and self.spec.reference is None and "LSE" not in written:
-                self.notes.append("it writes no LSE, which the spec has: only O is compared")
+            plan = classes.plan_of(Path(self.candidate.where))
+            self.notes += _left_out(self.spec, {t.name for t in plan.tensors if t.written})
             for folder in classes.folders(Path(self.candidate.where)).values():
                 why, seen = static.instructions(folder, self.spec)
                 if seen:
@@ -410,7 +416,8 @@ class JudgeRun:
         """A note on how far two runs differed, if the spec allows it."""
         if not self.spec.repeatable:
             most = max((outcome.varied for outcome in self.outcomes), default=0.0)
-            text = "the spec says repeatable = false: two runs with the same inputs differed"
+            why = "dQ may be summed in any order" if self.spec.backward else "repeatable = false"
+            text = f"the spec says {why}: two runs with the same inputs differed"
             yield f"{text} by at most {most:.1e} of an output's RMS"
 
     def _checks(self) -> tuple[Check, ...]:
@@ -424,13 +431,31 @@ class JudgeRun:
                 failed |= any(not c.comparison.ok for o in self.outcomes for c in o.cases)
             passed = False if failed else True if times else None
             note = "" if passed is not None else self.unasked.get(name) or "not asked in this trial"
-            told = MAY_VARY if name == "repeat" and not self.spec.repeatable else question
-            checks.append(Check(name, told, passed, times, note))
+            checks.append(Check(name, self._in_words(name, question), passed, times, note))
         return tuple(checks)
+
+    def _in_words(self, name: str, question: str) -> str:
+        """A question as it is asked for this spec."""
+        if name == "repeat" and self.spec.repeatable:
+            return question
+        if self.spec.backward:
+            return BACKWARD_QUESTIONS.get(name, question)
+        return MAY_VARY if name == "repeat" else question
 
     def _picture(self) -> Picture | None:
         drawn = [o.picture for o in self.outcomes if o.picture and o.problem.kind == "normal"]
         return max(drawn, key=lambda p: p.dims["q_len"] * p.dims["kv_len"], default=None)
+
+
+def _left_out(spec: AttentionSpec, written: set[str]) -> Iterable[str]:
+    """A note on each output that the spec has and a package does not write."""
+    if spec.reference is not None:
+        return
+    if not spec.backward and spec.lse and "LSE" not in written:
+        yield "it writes no LSE, which the spec has: only O is compared"
+    for name in [f"d{name}" for name in gradients.names(spec)] if spec.backward else ():
+        if name in MAY_BE_LEFT_OUT and name not in written:
+            yield f"it writes no {name}, which the spec has"
 
 
 def spread_of(

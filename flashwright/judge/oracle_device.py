@@ -31,27 +31,23 @@ def attention(
     """
     q, k, v = (inputs[name] for name in "QKV")
     (batch, heads, q_len, _), (kv_heads, kv_len) = q.shape, k.shape[1:3]
-    out = _zeros(lib, q, batch, heads, q_len, v.shape[3])
-    lse = _zeros(lib, q, batch, heads, q_len)
+    out = zeros(lib, q, batch, heads, q_len, v.shape[3])
+    lse = zeros(lib, q, batch, heads, q_len)
     found, least = {"O": out, "LSE": lse}, SMALLEST_WEIGHT[spec.dtype]
     if noise:
-        found[NOISE] = _zeros(lib, q, batch, heads, q_len, v.shape[3])
+        found[NOISE] = zeros(lib, q, batch, heads, q_len, v.shape[3])
     if not kv_len:
-        alone = _fp64(lib, inputs["Sink"])[None, :, None] if spec.sink else float("-inf")
+        alone = fp64(lib, inputs["Sink"])[None, :, None] if spec.sink else float("-inf")
         return {**found, "LSE": lse + alone}
-    end = dims.get("tokens", q_len) if spec.branch == "compressed" else kv_len
     for b, h in itertools.product(range(batch), range(heads)):
         g = h * kv_heads // heads
-        keys, values = (_fp64(lib, x[b, g]) for x in (k, v))
+        keys, values = (fp64(lib, x[b, g]) for x in (k, v))
         for start in range(0, q_len, _ROWS):
             rows = slice(start, min(start + _ROWS, q_len))
-            p = _count(lib, q, rows.start, rows.stop)[:, None] + (end - q_len)
-            s = _scores(lib, spec, _fp64(lib, q[b, h, rows]), keys, p, inputs, h)
-            seen = _seen(lib, spec, p, _count(lib, q, 0, kv_len)[None, :])
-            if spec.branch == "selected":
-                seen = seen & _chosen(lib, spec, inputs["Idx"][b, g, rows], kv_len)
-            s = lib.where(seen, s, float("-inf"))
-            sink = _fp64(lib, inputs["Sink"][h]) if spec.sink else None
+            p = positions(lib, spec, inputs, dims, rows)
+            s = scores(lib, spec, fp64(lib, q[b, h, rows]), keys, p, inputs, h)
+            s = lib.where(seen(lib, spec, inputs, p, (b, g, rows)), s, float("-inf"))
+            sink = fp64(lib, inputs["Sink"][h]) if spec.sink else None
             weight, total, lse[b, h, rows] = _softmax(lib, s, sink)
             out[b, h, rows] = (weight / total) @ values
             if noise:
@@ -60,18 +56,43 @@ def attention(
     return found
 
 
-def _scores(
+def positions(
+    lib: Any, spec: AttentionSpec, inputs: Mapping[str, Any], dims: Mapping[str, int], rows: slice
+) -> Any:
+    """The positions of some query rows, as a column."""
+    q_len, kv_len = inputs["Q"].shape[2], inputs["K"].shape[2]
+    end = dims.get("tokens", q_len) if spec.branch == "compressed" else kv_len
+    return count(lib, inputs["Q"], rows.start, rows.stop)[:, None] + (end - q_len)
+
+
+def seen(
+    lib: Any,
+    spec: AttentionSpec,
+    inputs: Mapping[str, Any],
+    p: Any,
+    at: tuple[int, int, slice],
+) -> Any:
+    """Which keys some rows see, for their positions `p` and `at`: batch, kv head and rows."""
+    kv_len = inputs["K"].shape[2]
+    found = _visible(spec, p, count(lib, inputs["K"], 0, kv_len)[None, :])
+    if spec.branch == "selected":
+        found = found & _chosen(lib, spec, inputs["Idx"][at], kv_len)
+    return found
+
+
+def scores(
     lib: Any, spec: AttentionSpec, q: Any, k: Any, p: Any, inputs: Mapping[str, Any], h: int
 ) -> Any:
+    """The scores of some rows of a head, without the mask; `p` are the rows' positions."""
     s = (q @ k.swapaxes(-1, -2)) * spec.softmax_scale
     if spec.softcap is not None:
         s = spec.softcap * lib.tanh(s / spec.softcap)
     if spec.alibi:
-        s = s + _fp64(lib, inputs["Slopes"][h]) * (_count(lib, k, 0, len(k))[None, :] - p)
+        s = s + fp64(lib, inputs["Slopes"][h]) * (count(lib, k, 0, len(k))[None, :] - p)
     return s
 
 
-def _seen(lib: Any, spec: AttentionSpec, p: Any, key: Any) -> Any:
+def _visible(spec: AttentionSpec, p: Any, key: Any) -> Any:
     seen = (p == p) & (key == key)
     if spec.branch == "compressed":
         return (key * spec.stride + spec.block - 1 <= p) if spec.causal else seen
@@ -83,7 +104,7 @@ def _seen(lib: Any, spec: AttentionSpec, p: Any, key: Any) -> Any:
 
 
 def _chosen(lib: Any, spec: AttentionSpec, idx: Any, kv_len: int) -> Any:
-    block = _count(lib, idx, 0, kv_len)[None, :] // spec.selected_block
+    block = count(lib, idx, 0, kv_len)[None, :] // spec.selected_block
     found = idx[:, :1] == block
     for slot in range(1, idx.shape[1]):
         found = found | (idx[:, slot : slot + 1] == block)
@@ -105,16 +126,19 @@ def _softmax(lib: Any, s: Any, sink: Any) -> tuple[Any, Any, Any]:
     return weight, safe[:, None], lib.where(some, top + lib.log(safe), float("-inf"))
 
 
-def _fp64(lib: Any, x: Any) -> Any:
+def fp64(lib: Any, x: Any) -> Any:
+    """A tensor in fp64."""
     # Through fp32, which holds every element type: not all of torch's casts go from fp8 to fp64.
     return x.to(lib.float32).to(lib.float64) if hasattr(x, "to") else x.astype(lib.float64)
 
 
-def _zeros(lib: Any, like: Any, *shape: int) -> Any:
+def zeros(lib: Any, like: Any, *shape: int) -> Any:
+    """Zeros in fp64 on the device of a tensor."""
     place = {"device": like.device} if hasattr(like, "to") else {}
     return lib.zeros(shape, dtype=lib.float64, **place)
 
 
-def _count(lib: Any, like: Any, start: int, stop: int) -> Any:
+def count(lib: Any, like: Any, start: int, stop: int) -> Any:
+    """The whole numbers from `start` to before `stop`, on the device of a tensor."""
     place = {"device": like.device} if hasattr(like, "to") else {}
     return lib.arange(start, stop, **place)

@@ -13,7 +13,7 @@ def strict(spec: AttentionSpec) -> tuple[AttentionSpec, tuple[str, ...]]:
         text = f"the package's tolerance of {spec.tolerance:g} is ignored, {usual:.2g} applies"
         notes.append(f"{text}: pass --spec to allow a larger one")
         spec = spec.model_copy(update={"tolerance": None})
-    if not spec.repeatable:
+    if not spec.repeatable and not spec.backward:  # there it is the default, about dQ alone
         notes.append("the package's repeatable = false is ignored: pass --spec to allow it")
         spec = spec.model_copy(update={"repeatable": True})
     return spec, tuple(notes)

@@ -1,8 +1,9 @@
 """Probes of which keys a candidate reads: change one key, and see which rows change.
 
-A masked key must change no bit of the output (or, if the spec lets two runs differ, no more than
-that). A visible key whose change moves the true output must move the candidate's. This finds a
-wrong mask, a dropped tail or a wrong group of heads, whatever the tolerance.
+A masked key must change no bit of the output's row (or, if the spec lets two runs differ, no more
+than that). A visible key whose change moves the true output must move the candidate's. This finds a
+wrong mask, a dropped tail or a wrong group of heads, whatever the tolerance. The rows of a backward
+pass are those of dQ.
 """
 
 from __future__ import annotations
@@ -40,26 +41,33 @@ def probe(trial: Trial, spec: AttentionSpec, problem: Problem) -> Outcome:
     """Change keys one at a time: the last, the first, and some between them."""
     rng = np.random.default_rng([problem.seed, 1])
     outcome = Outcome(problem)
-    made = trial.form.inputs(problem, None)
+    drawn, name = trial.form.inputs(problem, None), _rows_in(spec)
+    made = trial.expected.inputs(drawn, problem.dims, problem.seed)
     expected = trial.expected.outputs(made, problem.dims)
     shapes = trial.form.outputs(problem, expected)
     before = trial.sandbox.call(trial.form.taken(made), shapes, trial.form.dims(problem))
-    if "O" not in before.outputs or before.outputs["O"].array.shape != expected["O"].shape:
+    if name not in before.outputs or before.outputs[name].array.shape != expected[name].shape:
         return outcome
     keys = made["K"].shape[2]
-    drawn = rng.choice(keys, min(PROBES, keys), replace=False)
+    some = rng.choice(keys, min(PROBES, keys), replace=False)
     edge = spec.sink_tokens or 0  # the first key that is no sink token, and the last that is one
     edges = [key for key in (edge, edge - 1) if 0 < edge < keys]
-    chosen = dict.fromkeys([keys - 1, 0, *edges, *(int(k) for k in drawn)])
+    chosen = dict.fromkeys([keys - 1, 0, *edges, *(int(k) for k in some)])
     places = rng.permutation([*np.ndindex(*made["K"].shape[:2])])  # every batch and head in turn
     for number, key in enumerate(chosen):
         b, g = (int(n) for n in places[number % len(places)])
-        changed = _changed(made, MOVED[number % len(MOVED)], b, g, key)
+        moved = _changed(drawn, MOVED[number % len(MOVED)], b, g, key)
+        changed = trial.expected.inputs(moved, problem.dims, problem.seed)
         after = trial.sandbox.call(trial.form.taken(changed), shapes, trial.form.dims(problem))
-        wanted = trial.expected.outputs(changed, problem.dims)["O"]
+        wanted = trial.expected.outputs(changed, problem.dims)[name]
         place = (b, g, key)
-        _watch(outcome, spec, place, made, (expected["O"], wanted), (before, after))
+        _watch(outcome, spec, place, made, (expected[name], wanted), (before, after))
     return outcome
+
+
+def _rows_in(spec: AttentionSpec) -> str:
+    """The output whose rows belong to queries."""
+    return "dQ" if spec.backward else "O"
 
 
 def _lengths(spec: AttentionSpec) -> tuple[int, int]:
@@ -100,7 +108,7 @@ def _watch(
     unit = oracle.ROUNDOFF[spec.dtype] * SHOWS
     change = np.abs(truth[0] - truth[1])
     should = (change.max(axis=-1) > unit * scale) & sees
-    if not spec.repeatable:  # twice what counts as moved
+    if not spec.repeats(_rows_in(spec)):  # twice what counts as moved
         should = (np.sqrt(np.mean(change**2, axis=-1)) > 2 * VARIES * _unit(spec) * scale) & sees
     missing = np.argwhere(should & ~moved)
     if len(missing):
@@ -111,8 +119,8 @@ def _watch(
 
 def _moved(spec: AttentionSpec, calls: tuple[Called, Called], scale: Array) -> Array:
     """Which rows (batch, heads, q_len) differ between two calls; `scale` is the RMS of each."""
-    one, two = (call.outputs["O"].array for call in calls)
-    if spec.repeatable:
+    one, two = (call.outputs[_rows_in(spec)].array for call in calls)
+    if spec.repeats(_rows_in(spec)):
         other: Array = (bits(one) != bits(two)).any(axis=-1)
         return other
     apart = one.astype(np.float64) - two.astype(np.float64)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from flashwright.build import driver, toolchain
+from flashwright.build import driver, steps, toolchain
 from flashwright.build.classes import folders
 from flashwright.build.compile import NAME
 from flashwright.build.reading import CUBIN, PLAN, PTX, read_plan
@@ -113,7 +113,8 @@ def sanitize(
     need_torch()
     found: list[Offence] = []
     kernels = [candidate]
-    if candidate.kind == "package":  # each kernel alone, whatever lengths it serves
+    if candidate.kind == "package" and steps.read(Path(candidate.where)) is None:
+        # Each kernel alone, whatever lengths it serves.
         places = folders(Path(candidate.where)).values()
         kernels = [replace(candidate, where=str(folder)) for folder in places]
     for kernel in kernels:
@@ -161,6 +162,7 @@ def _call(
     form = form_of(candidate, spec)
     problem = Problem({**spec.dims, **sizes(spec, *LENGTHS, 1, 2)}, "normal", 0)
     made = form.inputs(problem, expected.reference)
+    made = expected.inputs(made, problem.dims, problem.seed)
     answer = expected.outputs(made, problem.dims)
     limits = Limits(seconds=SECONDS, start_seconds=SECONDS)
     # Each tensor is a separate allocation of its exact size, so that the tool sees its end.

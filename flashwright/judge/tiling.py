@@ -11,7 +11,6 @@ import numpy as np
 
 from flashwright.build import classes
 from flashwright.build.package import OWN
-from flashwright.build.reading import read_plan
 from flashwright.check.check import check
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.nodes import (
@@ -32,7 +31,6 @@ from flashwright.lang.nodes import (
     statements,
 )
 from flashwright.lang.parse import parse, read
-from flashwright.lower.launch_plan import LaunchPlan
 from flashwright.program.program import Program, tile_of
 from flashwright.program.scalars import NotScalar, evaluate, whole
 from flashwright.sandbox.tensors import Array
@@ -214,24 +212,24 @@ def served_by(folder: Path) -> tuple[Served, ...]:
     found, above = [], 0
     for rule in classes.read(folder).rules:
         place = folder if rule.kernel == OWN else folder / rule.kernel
-        program = _program(place)
-        tiling = tiling_of(program) if program is not None else _planned(read_plan(place))
-        found.append(Served(tiling, above, rule.up_to, program))
+        programs = _programs(place)
+        tiling = joined([tiling_of(p) for p in programs]) if programs else _planned(place)
+        found.append(Served(tiling, above, rule.up_to, programs[0] if len(programs) == 1 else None))
         above = rule.up_to or above
     return tuple(found)
 
 
-def _program(folder: Path) -> Program | None:
-    """A package's TL program, if it has one that passes the checker."""
+def _programs(folder: Path) -> tuple[Program, ...]:
+    """The kernels of a package's TL program; none if it has none that passes the checker."""
     try:
-        return check(parse(read(folder / CODE))).program
+        return check(parse(read(folder / CODE))).kernels
     except (Failed, OSError):
-        return None
+        return ()
 
 
-def _planned(plan: LaunchPlan) -> Tiling:
+def _planned(folder: Path) -> Tiling:
     """The tiling that a launch plan shows: the boxes that TMA loads."""
-    boxes = {m.tensor: max(m.box[:-1], default=1) for m in plan.maps}
+    boxes = {m.tensor: max(m.box[:-1], default=1) for m in classes.plan_of(folder).maps}
     return Tiling(rows=boxes.get("Q", 64), keys=boxes.get("K", 64))
 
 

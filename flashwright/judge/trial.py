@@ -4,7 +4,7 @@ first     the inputs in guarded memory, outputs and free memory full of NaN
 again     the same at other addresses, on a busy stream that gets its inputs late: the same bits,
           or with repeatable = false, the same up to a part of the allowed error
 alone     a package without its optional outputs: the same bits
-viewed    Q, K and V that are not contiguous: the right answer
+viewed    inputs that are not contiguous: the right answer
 fresh     other inputs at the first addresses: their own right answer
 many      many calls on one problem: the right answer after the last
 """
@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from flashwright.judge import oracle
-from flashwright.judge.expected import Expected, compare, error_map, variation
+from flashwright.judge.answer import Answer, compare, placeholders, variation
+from flashwright.judge.expected import Expected, error_map
 from flashwright.judge.form import Form, Shapes
-from flashwright.judge.oracle import NOISE
+from flashwright.judge.gradients import stored_as
 from flashwright.judge.problems import Problem
 from flashwright.judge.verdict import Case, Picture
 from flashwright.sandbox.candidate import Unable
@@ -32,8 +33,8 @@ MOST = 1.5  # the largest allowed ratio of a candidate's error to the library's
 SLACK = 0.05  # allowed units of roundoff beside it: at length 1 the library's error is 0
 SLACK_SINK = 1.0  # the library has no sinks: at length 1 it weighs by 1 exactly, a sink does not
 CLOSE = 0.1  # up to this relative RMS error an output counts as inexact, above it as wrong
-MAY_BE_LEFT_OUT = ("LSE", NOISE)
-"""Expected outputs that a candidate need not give. The verdict's notes report a missing LSE."""
+MAY_BE_LEFT_OUT = ("LSE", "dSlopes", "dSink")
+"""Expected outputs that a candidate need not give. The verdict's notes report a missing one."""
 PATIENCE = 0.2  # seconds to wait for writes by a thread that outlives the call
 FEW_CALLS, MANY_CALLS, MANY_SECONDS = 20, 1000, 0.5
 """Back-to-back calls: at least FEW_CALLS, then as many as fit in MANY_SECONDS."""
@@ -41,6 +42,8 @@ VIEWS = "views"
 FAR_BATCHES = 3
 FAR_BYTES = FAR_BATCHES * FAR * 2
 """Memory of the batches with offsets past 2^31, for 16-bit elements."""
+COMPARED = ("O", "dQ", "dK", "dV")
+"""The outputs that the library has."""
 PICTURE = 64  # the least number of queries for an error map
 
 
@@ -101,11 +104,12 @@ class Trial:
         batches with offsets past 2^31.
         """
         outcome = Outcome(problem)
-        made = self.form.inputs(problem, self.expected.reference)
+        made = self.inputs(problem)
         given, sizes = self.form.taken(made), self.form.dims(problem)
-        expected: Mapping[str, Array] = _Sizes(self.spec, problem)
         if self.expected.reference is not None:  # only the reference knows the outputs' shapes
             expected = self.expected.outputs(made, problem.dims)
+        else:
+            expected = placeholders(self.spec, made)
         shapes = self.form.outputs(problem, expected)
         # The candidate runs before the oracle: no memory, not even freed memory, has the answer.
         first = self.sandbox.call(given, shapes, sizes, patience=PATIENCE if fresh else 0.0)
@@ -124,7 +128,7 @@ class Trial:
             outcome.ask("repeat")
             if self.varies(outcome, alone, first):
                 outcome.blame("not_repeatable", "without its other outputs it gives other bits")
-        for names in _viewed_names(problem) if fresh and self.views else ():
+        for names in _viewed_names(problem, given) if fresh and self.views else ():
             if not outcome.seen:
                 self._run_viewed(outcome, given, expected, shapes, sizes, names)
         if far and self.views and not outcome.seen:
@@ -133,10 +137,15 @@ class Trial:
             self._run_fresh(outcome, first, shapes, sizes)
         return outcome
 
+    def inputs(self, problem: Problem) -> dict[str, Array]:
+        """The inputs of a problem, for the oracle."""
+        made = self.form.inputs(problem, self.expected.reference)
+        return self.expected.inputs(made, problem.dims, problem.seed)
+
     def many(self, problem: Problem) -> Outcome:
         """Many calls without a comparison between them: errors that grow from call to call show."""
         outcome = Outcome(problem)
-        made = self.form.inputs(problem, self.expected.reference)
+        made = self.inputs(problem)
         expected = self.expected.outputs(made, problem.dims)
         given, sizes = self.form.taken(made), self.form.dims(problem)
         shapes = self.form.outputs(problem, expected)
@@ -187,14 +196,14 @@ class Trial:
 
     # --- what came out ------------------------------------------------------------------------
 
-    def _compare(self, outcome: Outcome, called: Called, expected: Mapping[str, Array]) -> bool:
+    def _compare(self, outcome: Outcome, called: Called, expected: Answer) -> bool:
         known = [name for name in called.outputs if name in expected]
         lacking = [n for n in expected if n not in called.outputs and n not in MAY_BE_LEFT_OUT]
         if called.outputs and lacking:
             given = ", ".join(called.outputs)
             text = f"it gives no {', '.join(lacking)}, which is asked for, but {given}"
             outcome.blame("wrong_form", text)
-        good = not lacking
+        good, errors = not lacking, None
         for name in known:
             output, wanted = called.outputs[name], expected[name]
             if not self._check_form(outcome, name, output, wanted):
@@ -204,10 +213,12 @@ class Trial:
             kind = outcome.problem.kind
             result = compare(self.spec, name, values, expected, kind)
             library = None
-            if name == "O" and kind == "spectrum":  # few rows dominate its RMS: no ratio
-                outcome.ask("weights")
-            elif name == "O" and result.ok:
-                library = self.expected.library_error(outcome.problem.dims)
+            if kind == "spectrum":  # few rows dominate its RMS: no ratio
+                outcome.ask(*["weights"] * (name == "O"))
+            elif name in COMPARED and result.ok and expected.is_exact(name):
+                if errors is None:
+                    errors = self.expected.library_errors(expected, outcome.problem.dims)
+                library = errors.get(name)
             case = Case(outcome.problem.dims, kind, name, result, library)
             outcome.cases.append(case)
             outcome.ask("fp64", "written")
@@ -221,7 +232,7 @@ class Trial:
 
     def _check_form(self, outcome: Outcome, name: str, output: Output, wanted: Array) -> bool:
         if self.expected.reference is None:
-            dtype = "fp32" if name == "LSE" else self.spec.output_dtype
+            dtype = stored_as(self.spec, name)
             if output.dtype != dtype:
                 outcome.blame("wrong_form", f"{name} is {output.dtype}, and should be {dtype}")
                 return False
@@ -293,11 +304,14 @@ class Trial:
             values = same["V"].copy()
             values[:, :, middle] = whole["V"][:, :, middle]
             every += [{**same, "V": values}, {**same, "Q": whole["Q"]}]
-        for made in every:
+            every += [{**same, "dO": whole["dO"]}] if "dO" in same else []
+        for drawn in every:
             outcome.ask("fresh")
+            made = self.expected.inputs(drawn, problem.dims, problem.seed)
             called = self.sandbox.call(self.form.taken(made), shapes, sizes)
             expected = self.expected.outputs(made, problem.dims)
-            same_bits = not self._bits_differ(first, called) and first.outputs["O"].array.size
+            some = any(output.array.size for output in first.outputs.values())
+            same_bits = some and not self._bits_differ(first, called)
             # Where the weights are flat, another Q may round to the same output.
             if same_bits and not self._compare(Outcome(problem), called, expected):
                 text = "it gives the earlier answer to other inputs at the same place"
@@ -310,14 +324,14 @@ class Trial:
         self,
         outcome: Outcome,
         given: Mapping[str, Array],
-        expected: Mapping[str, Array],
+        expected: Answer,
         shapes: Shapes,
         sizes: Mapping[str, int],
         names: Sequence[str] = (),
         far: bool = False,
     ) -> None:
-        """Try inputs of these names that are not contiguous; `far`: Q, K and V with offsets that
-        need more than 31 bits."""
+        """Try inputs of these names that are not contiguous; `far`: inputs with offsets that need
+        more than 31 bits."""
         if far and not self.sandbox.has_room(FAR_BYTES):
             outcome.notes.append("offsets past 2^31 were not tried: there is too little memory")
             return
@@ -338,9 +352,7 @@ class Trial:
             text = f"it is right for contiguous inputs, but not for views {what}: {why}"
             outcome.blame("special_inputs", text)
 
-    def _is_right_by_itself(
-        self, outcome: Outcome, again: Called, expected: Mapping[str, Array]
-    ) -> bool:
+    def _is_right_by_itself(self, outcome: Outcome, again: Called, expected: Answer) -> bool:
         """Whether a second run that may differ from the first is right by itself."""
         second = Outcome(outcome.problem)
         right = self._compare(second, again, expected)
@@ -349,10 +361,12 @@ class Trial:
 
     def varies(self, outcome: Outcome, one: Called, other: Called) -> str:
         """How two runs with the same inputs differ more than allowed; empty if they do not."""
-        if self.spec.repeatable:
-            return self.differs if self._bits_differ(one, other) else ""
         for name in [name for name in other.outputs if name in one.outputs]:
             arrays = one.outputs[name].array, other.outputs[name].array
+            if self.spec.repeats(name):
+                if not np.array_equal(bits(arrays[0]), bits(arrays[1])):
+                    return f"{self.differs} ({name})" if self.spec.backward else self.differs
+                continue
             found, limit = variation(self.spec, name, *arrays)
             if found > limit:
                 text = f"{name} differs by {found:.2e} of its RMS between two runs"
@@ -368,27 +382,16 @@ class Trial:
         )
 
 
-class _Sizes(dict[str, Array]):
-    """Placeholders for the expected outputs: arrays with their shapes."""
-
-    def __init__(self, spec: AttentionSpec, problem: Problem) -> None:
-        dims = problem.dims
-        rows = tuple(dims.get(name, 1) for name in ("batch", "heads", "q_len"))
-        super().__init__(
-            O=np.broadcast_to(np.float64(0), (*rows, spec.value_dim)),
-            LSE=np.broadcast_to(np.float64(0), rows),
-        )
-
-
-def _viewed_names(problem: Problem) -> Iterator[Sequence[str]]:
-    """Which of Q, K and V are views: one or two that the seed draws, and all for the usual shape.
+def _viewed_names(problem: Problem, given: Mapping[str, Array]) -> Iterator[Sequence[str]]:
+    """Which inputs are views: one or two that the seed draws, and all for the usual shape.
 
     Views of all come first: what fails only if some are contiguous is the stranger message.
     """
+    every = [name for name in VIEWED if name in given]
     if problem.usual:
-        yield VIEWED
+        yield every
     chance = np.random.default_rng([problem.seed, 3])
-    yield [str(name) for name in chance.choice(VIEWED, chance.integers(1, 3), replace=False)]
+    yield [str(name) for name in chance.choice(every, chance.integers(1, 3), replace=False)]
 
 
 def _symptom_name(result: oracle.Comparison, found: Array, wanted: Array) -> str:

@@ -46,6 +46,7 @@ class Case:
 
     def record(self) -> dict[str, Any]:
         """The case as plain data."""
+        of_limit = self.comparison.of_limit
         return {
             "dims": dict(self.dims),
             "kind": self.kind,
@@ -56,6 +57,7 @@ class Case:
             "library_rms": self.library,
             "weight_error": self.comparison.weight_error,
             "reason": self.comparison.reason,
+            **({} if of_limit is None else {"of_limit": of_limit}),
         }
 
 
@@ -145,6 +147,12 @@ class Verdict:
         return max((c.comparison.relative_rms for c in self.cases if c.output == "O"), default=0.0)
 
     @property
+    def of_limit(self) -> float | None:
+        """The largest error of a gradient over its limit; None if there are no such limits."""
+        found = (c.comparison.of_limit for c in self.cases)
+        return max((share for share in found if share is not None), default=None)
+
+    @property
     def worst_ratio(self) -> float | None:
         """The largest ratio of an error to the library's."""
         return max((c.ratio for c in self.cases if c.ratio is not None), default=None)
@@ -158,6 +166,8 @@ class Verdict:
             return f"rejected: {', '.join(o.name for o in self.offences)} (seed {self.seed})"
         how = "accepted under emulation" if self.emulated else "accepted"
         line = f"{how}: the largest rms error of O is {self.worst:.1e}"
+        if self.of_limit is not None:
+            line = f"{how}: the largest error of a gradient is {self.of_limit:.2f} of its limit"
         if self.worst_ratio is not None:
             line += f", at most {self.worst_ratio:.2f} times that of torch's flash backend"
         elif self.unable and not self.emulated:
@@ -202,7 +212,8 @@ class Verdict:
             "cases": [case.record() for case in self.cases],
             "library": self.library,
             "unable": self.unable,
-            "worst": self.worst,
+            "worst": self.worst if self.of_limit is None else None,
+            **({} if self.of_limit is None else {"of_limit": self.of_limit}),
             "worst_ratio": self.worst_ratio,
             "picture": _picture(self.picture),
             "seconds": round(self.seconds, 3),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,12 @@ class Operator:
 
     def __repr__(self) -> str:
         return f"<torch operator {self.op._schema}>"
+
+    def check_first_backward(self, trial: rules.BackwardTrial) -> None:
+        """Let `trial` look at the first gradients, if the backward is made for them. It gets the
+        tensors of the backward and the gradients by their names, and raises if they are wrong."""
+        if self._package.awaits_backward:
+            self._package.backward_trial = trial
 
     def __deepcopy__(self, memo: object) -> Operator:
         """Itself: a copy of a model uses the same operator."""
@@ -135,7 +142,8 @@ def _register(name: str, signature: Signature, package: _Package) -> Operator:
     _LIBRARY.impl(name, on_cpu.__call__, "CPU")
     torch.library.register_fake(qualified, fake, lib=_LIBRARY)
     traced = None if on_cpu.obstacle else on_cpu.compute
-    gradient = rules.Gradient(name, signature, op, traced, package.backward)
+    derived = (package.backward, package.check_backward)
+    gradient = rules.Gradient(name, signature, op, traced, *derived)
     _LIBRARY.impl(name, gradient.__call__, "Autograd")
     autocast = rules.Autocast(signature, op)
     _LIBRARY.impl(name, autocast.on_cuda, "AutocastCUDA")
@@ -153,6 +161,9 @@ class _Package:
         self.spec = _spec(folder)
         self._lock = threading.Lock()
         self._backward: dict[tuple[str, ...], Operator | str] = {}
+        self._new_backward: set[tuple[str, ...]] = set()
+        self.backward_trial: rules.BackwardTrial | None = None
+        """What looks at the first gradients of a backward that was made now."""
 
     def load(self) -> Any:
         """The kernels as a function. Raises Failed if the package is another one by now."""
@@ -170,11 +181,34 @@ class _Package:
             from flashwright.generate import backward, store  # here: a forward needs neither
 
             try:
-                folder = backward.find_or_make(self.folder, of, store.tell)
+                folder, new = backward.find_or_make(self.folder, of, store.tell)
                 self._backward[of] = torch_operator(folder)
+                self._new_backward |= {of} if new else set()
             except (Failed, specs.BadSpec) as error:
                 self._backward[of] = str(error)
         return self._backward[of]
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether there were no gradients yet."""
+        return not self._backward or bool(self._new_backward)
+
+    def check_backward(
+        self, of: tuple[str, ...], given: Mapping[str, Any], found: Mapping[str, Any]
+    ) -> None:
+        """Look at the first gradients of a backward that was made now, if they are those of one
+        output. A wrong backward is removed from the store."""
+        if of not in self._new_backward or self.backward_trial is None or len(of) > 1:
+            return
+        self._new_backward.discard(of)
+        try:
+            self.backward_trial(given, found)
+        except Exception:
+            made = self._backward.pop(of)
+            if isinstance(made, Operator):
+                shutil.rmtree(made._package.folder, ignore_errors=True)
+            raise
+        self.backward_trial = None
 
 
 class _OnCuda:

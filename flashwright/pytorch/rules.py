@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
 from flashwright.build.arrays import NO_GRADIENT
@@ -49,6 +50,11 @@ class Backward(Protocol):
     op: Any
 
 
+Tensors = Mapping[str, Any]
+BackwardTrial = Callable[[Tensors, Tensors], None]
+"""A look at gradients: the tensors of a backward by their names, and what it gave."""
+
+
 class Gradient:
     """Autograd: on the CPU the gradient of the reference, on a GPU the derived backward."""
 
@@ -59,11 +65,13 @@ class Gradient:
         operator: Any,
         reference: Callable[..., Any] | None,
         derived: Callable[[tuple[str, ...]], Backward | str],
+        check: Callable[[tuple[str, ...], Tensors, Tensors], None] = lambda of, given, found: None,
     ) -> None:
         self.name, self.signature, self.operator = name, signature, operator
         self.reference = reference
         self.derived = derived
         """The backward for gradients of these outputs, or why there is none."""
+        self.check = check
         methods = (self.forward, self.setup_context, self.backward, self.jvp)
         names = {method.__name__: staticmethod(method) for method in methods}
         self.function: Any = type(f"Attention_{name}", (torch.autograd.Function,), names)
@@ -133,6 +141,8 @@ class Gradient:
             given[name] = torch.zeros_like(given[name.removeprefix("d")])
         results = made.op(*(_with_rows(given[name]) for name in made.inputs))
         found = dict(zip((name.lower() for name in made.outputs), results, strict=True))
+        if not any(isinstance(tensor, FakeTensor) for tensor in results):
+            self.check(tuple(of), given, found)
         each = zip(self.signature.inputs, needed, strict=True)
         return [found[f"d{name}"] if asked else None for name, asked in each]
 

@@ -22,8 +22,9 @@ RETURNED = ("O", "LSE")
 """The outputs that a function returns, in order; all but the first may be missing."""
 _SHIFT = 256  # bytes by which a tensor moves from one `place` to the next; all are aligned to them
 _WIDEST = 8  # bytes of an element that a function may return
-VIEWED = ("Q", "K", "V")
-_GAP = {"Q": 1, "K": 2, "V": 3}
+VIEWED = ("Q", "K", "V", "dO", "O")
+"""The inputs that may be views; those that a kernel has."""
+_GAP = {"Q": 1, "K": 2, "V": 3, "dO": 4, "O": 5}
 """Heads' widths that lie between two rows of a view: no two tensors have the same strides."""
 _ALIGNED = 16  # bytes to which a view's first element is aligned
 FAR = 1 << 30
@@ -78,7 +79,7 @@ class Layout:
     viewed: tuple[str, ...] = ()
     """The inputs that are strided views: heads next to each other, then a gap."""
     far: bool = False
-    """Whether the batches of Q, K and V are also 2^30 elements apart: offsets of the third batch
+    """Whether the batches of these inputs are also 2^30 elements apart: offsets of the third batch
     exceed a 32-bit integer."""
     inputs: dict[str, Placed] = field(default_factory=dict)
     outputs: dict[str, Placed] = field(default_factory=dict)
@@ -115,7 +116,8 @@ class Layout:
             made.chunks = max((array.shape[0] for array in apart), default=1)
             made.pitch = FAR * max((array.dtype.itemsize for array in apart), default=1)
         for name, array in inputs.items():
-            made.inputs[name] = made._put(name, array.shape, names[array.dtype])
+            gap = _GAP.get(name, 0) if made.far or name in made.viewed else 0
+            made.inputs[name] = made._put(name, array.shape, names[array.dtype], gap)
         for name, (shape, dtype) in ({} if returns else outputs).items():
             made.outputs[name] = made._put(name, tuple(shape), dtype)
         if returns:
@@ -130,16 +132,15 @@ class Layout:
         at, self.size = self.size, -(-(self.size + size) // _SHIFT) * _SHIFT
         return at
 
-    def _put(self, name: str, shape: tuple[int, ...], dtype: str) -> Placed:
+    def _put(self, name: str, shape: tuple[int, ...], dtype: str, gap: int = 0) -> Placed:
+        """Place a tensor; one with a gap is a view."""
         width = DTYPES[dtype].itemsize
-        apart = self.far and name in VIEWED
-        strided = name in self.viewed or apart
-        steps = _steps(shape, _GAP[name] if strided else 0)
-        if apart:
+        steps = _steps(shape, gap)
+        if gap and self.far:
             return self._put_apart(name, shape, dtype, (self.pitch // width, *steps[1:]))
         last = sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
         span = (last + 1) * width if all(shape) else 0
-        shift = _SHIFT * self.place + (_ALIGNED if strided else 0)
+        shift = _SHIFT * self.place + (_ALIGNED if gap else 0)
         low = self._take(2 * self.guard + span + shift)
         at = low + self.guard + shift
         return Placed(name, dtype, shape, steps, at, span, low, at + span + self.guard)

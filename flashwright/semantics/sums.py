@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashwright.lang.diagnostic import Label
-from flashwright.lang.nodes import Compute, For, Span, Statement
+from flashwright.lang.nodes import Compute, Copy, For, Span, Statement
 from flashwright.semantics.masks import any_visible
 from flashwright.semantics.state import State
 from flashwright.semantics.tiles import Coverage, Covered, Operand, Tile, covering
@@ -75,6 +75,11 @@ class Sums:
         """Labels where the bounds of a loop are set, if not in its own line."""
         return self.program.definitions(stmt.low, stmt.high) if isinstance(stmt, For) else ()
 
+    def _blocks_of(self, stmt: Statement) -> tuple[Label, ...]:
+        """A label at the grid, if a sum goes over its thread blocks."""
+        summed = isinstance(stmt, Copy) and stmt.adds
+        return (Label(self.program.grid.span, "these thread blocks add to it"),) if summed else ()
+
     def complete(self, tile: Tile, stmt: Statement) -> None:
         """Report FW604 for a used sum that lacks keys visible through the masks."""
 
@@ -91,6 +96,7 @@ class Sums:
                         Label(stmt.span, "the sum is used here"),
                         *_masks(tile, part.dim, "the mask shows it"),
                         *self._bounds_of(part.stmt),
+                        *self._blocks_of(stmt),
                     )
                     self.machine.report(
                         "FW604",

@@ -1,12 +1,19 @@
-"""Gradients on a GPU: flashwright.attention's, by derived backward passes, against fp64."""
+"""Gradients on a GPU: generated backward passes before the judge, and flashwright.attention's, by
+derived ones, against fp64."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import flashwright
+from flashwright import gpu as gpus
+from flashwright.author.builtin.variants import make_spec
+from flashwright.build import driver
+from flashwright.generate import pipeline
+from tests.unit.test_by_model import Nobody
 
 torch = pytest.importorskip("torch")
 from flashwright.flex import fallback  # noqa: E402
@@ -58,6 +65,22 @@ def test_gradients(dim: int, option: str) -> None:
             error = (one.cpu().double() - other).norm() / other.norm()
             limit = LIMIT[torch.bfloat16] * (1 if name in "QKV" else 5)  # few numbers, which cancel
             assert error < limit, f"d{name} {q_len} x {kv_len}: {error:.2g}"
+
+
+@pytest.mark.parametrize("gpu", ["h200", "a100", "t4"])
+@pytest.mark.parametrize("option", ["full", "causal", "window", "softcap", "alibi", "sink"])
+def test_the_judge_accepts_a_generated_backward(gpu: str, option: str, tmp_path: Path) -> None:
+    card = gpus.find(gpu)
+    if not driver.cards()[0].takes(card.arch):
+        pytest.skip(f"a kernel for {card.arch} does not run here")
+    flags = {n: True if n in ("alibi", "sink") else x for n, x in OPTIONS[option].items()}
+    dtype = "fp16" if gpu == "t4" else "bf16"
+    spec = make_spec("gqa", heads=HEADS, kv_heads=KV_HEADS, head_dim=64, dtype=dtype, **flags)
+    run = pipeline.generate(spec.differentiated(), card, tmp_path, Nobody(), last="verdict")
+    assert run.ok, run.failed
+    assert run.gpu_verdict is not None
+    asked = {check.name: check.passed for check in run.gpu_verdict.checks}
+    assert all(asked[name] for name in ("fp64", "repeat", "views", "mask", "guards", "exactness"))
 
 
 def test_checkpointed_and_compiled() -> None:

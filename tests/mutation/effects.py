@@ -10,6 +10,7 @@ from flashwright.check.names import Names
 from flashwright.gpu import Gpu
 from flashwright.lang.nodes import (
     Allocate,
+    Comment,
     Compute,
     Copy,
     Expr,
@@ -27,6 +28,7 @@ from flashwright.lang.nodes import (
     expressions,
     statements,
 )
+from flashwright.program.kernels import sections
 from flashwright.program.vocabulary import split
 
 Path = tuple[Any, ...]
@@ -172,7 +174,7 @@ def related(tree: Tree, site: Site) -> frozenset[int]:
     for part in statements((site.stmt,)):
         if isinstance(part, Copy) and part.source != "global":
             tiles.add(f"{split(part.name.id)[0]} in {part.source}")
-    lines = {o.span.line for o in site.owners}
+    lines = {o.span.line for o in site.owners} | _header(tree, site)
     for stmt in statements(around):
         if isinstance(stmt, Allocate):
             hit = f"{split(stmt.name.id)[0]} in {stmt.space}" in tiles
@@ -185,17 +187,35 @@ def related(tree: Tree, site: Site) -> frozenset[int]:
     return frozenset(lines)
 
 
+def _header(tree: Tree, site: Site) -> set[int]:
+    """In a program of several kernels: the grid of the one that a statement stood in, and, if it
+    was the last there, the statement before it."""
+    _, *kernels = sections(tree)
+    own = next((k for k in kernels if site.stmt in k), ()) if len(kernels) > 1 else ()
+    acts = [s for s in own if not isinstance(s, Comment)]
+    last = [acts[-2].span.line] if acts and acts[-1] is site.stmt else []
+    return {*(s.span.line for s in acts[:1]), *last}
+
+
 def first_action(tree: Tree) -> int:
     """Where the declarations end: the place of the first Copy or Compute."""
     return next(i for i, s in enumerate(tree.body) if isinstance(s, (Copy, Compute)))
 
 
 def over_budget(tree: Tree, gpu: Gpu) -> bool:
-    """Whether the tiles alone need more shared memory or registers than there are."""
+    """Whether the tiles of a kernel alone need more shared memory or registers than there are."""
+    shared, *kernels = sections(tree)
+    return any(_too_large(Tree((*shared, *own)), gpu, len(kernels) > 1) for own in kernels)
+
+
+def _too_large(tree: Tree, gpu: Gpu, backward: bool) -> bool:
+    """Of a backward pass the sums count: other tiles take turns in the registers."""
     found = Names(tree)
+    sums = {s.target.id for s in statements(tree.body) if getattr(s, "mode", "") == "accumulate"}
     warps = int(found.params.get("Warps", 4))
     need = {"shared": 0, "register": 0}
     for buffer in found.buffers.values():
-        need[buffer.space] += buffer.bytes * buffer.stages
+        if buffer.space == "shared" or not backward or f"{buffer.name}_register" in sums:
+            need[buffer.space] += buffer.bytes * buffer.stages
     registers = 4 * 32 * warps * gpu.register_limit(warps)
     return need["shared"] > gpu.shared_per_block or need["register"] > registers

@@ -6,7 +6,7 @@ the change leaves the meaning as it was, the rule in EQUIVALENT that says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -43,6 +43,8 @@ from tests.mutation.effects import Site, is_verb, put, sites
 EQUIVALENT: dict[str, str] = {
     "independent": "a Copy moves past statements that neither read nor write its buffer, nor set "
     "its coordinates",
+    "rounded already": "a tile is copied to 16 bits after its Reshape, which has rounded it to the "
+    "same type",
     "masked scores": "a mask moves above a product with a positive number or the addition of a "
     "finite bias: -inf stays -inf",
     "hidden blocks": "the bounds include more blocks, all inside the tensor, that the mask hides "
@@ -198,7 +200,9 @@ def copy_moved(subject: Subject) -> Changes:
                 continue
             down = at > site.index
             between = site.body[site.index + 1 : at + 1] if down else site.body[at : site.index]
-            equal = "independent" if effects.commutes(stmt, between) else ""
+            alike = effects.commutes(stmt, between) and not _other_kernel(between)
+            equal = "independent" if alike else ""
+            equal = equal or ("rounded already" if down and _rounded(stmt, between) else "")
             side = "below" if down else "above"
             where = f"{side} `{format_stmt(site.body[at])}`"
             yield _moved(subject, kind, site, (*site.path[:-1], at), where, equal)
@@ -209,6 +213,20 @@ def copy_moved(subject: Subject) -> Changes:
             yield _moved(subject, kind, site, outer, f"out, before {header}", equal)
             after = (*outer[:-1], outer[-1] + 1)
             yield _moved(subject, kind, site, after, f"out, behind {header}", equal)
+
+
+def _other_kernel(passed: Sequence[Statement]) -> bool:
+    """Whether another kernel begins among these statements."""
+    return any(isinstance(s, Grid) for s in passed)
+
+
+def _rounded(copy: Statement, passed: Sequence[Statement]) -> bool:
+    """Whether a Copy to shared memory passes nothing that it depends on but a Reshape of its tile,
+    and what only reads that."""
+    if not isinstance(copy, Copy) or (copy.source, copy.dest) != ("register", "shared"):
+        return False
+    others = [s for s in passed if not (isinstance(s, Reshape) and s.name == copy.name)]
+    return effects.commutes(copy, others)
 
 
 def coordinates(subject: Subject) -> Changes:
@@ -237,6 +255,10 @@ def _with_coord(copy: Copy, i: int, coord: Coord | None) -> Copy:
     return replace(copy, coords=(*coords[:i], *([coord] if coord else []), *coords[i + 1 :]))
 
 
+_ENDS = {"low": ("First", "Start"), "high": ("Last", "Steps")}
+"""The names of the blocks that a loop begins and ends with."""
+
+
 def bounds(subject: Subject) -> Changes:
     """Loops and grid axes that begin or end one too early or too late."""
     short, long = "loop short by one", "loop long by one"
@@ -247,7 +269,7 @@ def bounds(subject: Subject) -> Changes:
             if isinstance(stmt, For):
                 new = replace(stmt, **{end: _shifted(getattr(stmt, end), by)})
                 yield _changed(subject, kind, site, new)
-            elif isinstance(stmt, Let) and stmt.name.id == {"low": "First", "high": "Last"}[end]:
+            elif isinstance(stmt, Let) and stmt.name.id in _ENDS[end]:
                 yield _changed(subject, kind, site, replace(stmt, value=_shifted(stmt.value, by)))
             elif isinstance(stmt, Grid):
                 for i, axis in enumerate(stmt.axes):
@@ -293,6 +315,8 @@ def _keeps_minus_infinity(stmt: Statement, mask: Statement) -> bool:
     if not effects.touches(stmt, mask):
         return True
     scaled = is_verb(stmt, "multiply") and stmt.args[1] == Name("Scale")
+    if isinstance(stmt, Compute) and stmt.args == (Binary("*", mask.args[0], Name("Scale")),):
+        scaled = stmt.verb is None
     biased = (
         isinstance(stmt, Compute)
         and stmt.verb is None
@@ -360,7 +384,7 @@ def offset_dropped(subject: Subject) -> Changes:
     for site in sites(subject.tree):
         stmt = site.stmt
         bound = isinstance(stmt, For) or (
-            isinstance(stmt, Let) and stmt.name.id in ("First", "Last")
+            isinstance(stmt, Let) and stmt.name.id in (*_ENDS["low"], *_ENDS["high"])
         )
         biased = isinstance(stmt, Compute) and any(
             n.id in ("q_idx", "kv_idx") for a in stmt.args for n in effects.names(a)
@@ -437,8 +461,8 @@ def starts(subject: Subject) -> Changes:
 def _forgotten(subject: Subject, start: Compute) -> str:
     low = Unary("-", Num("1e30"))
     before = [s for s in subject.tree.body if isinstance(s, Compute) and s.args == (low,)]
-    softmax = next(s for s in statements(subject.tree.body) if is_verb(s, "softmax"))
-    if not any(s.target == softmax.state[0] for s in before):
+    softmax = next((s for s in statements(subject.tree.body) if is_verb(s, "softmax")), None)
+    if softmax is None or not any(s.target == softmax.state[0] for s in before):
         return ""
     held = start.target in softmax.rescale
     summed = start.target == softmax.state[1] and subject.every_row_sees

@@ -43,6 +43,10 @@ the rule). `make test` tries all mutants of two programs, and `make test-slow` t
 `make test-slow` also takes every built-in program (every variant, mask and option for three GPUs,
 with one head dim) and tries one mutant of each of the twelve classes in `STATED`
 (`tests/mutation/mutants.py`).
+
+Derived [backward passes](gradients.md) are mutated too (`BACKWARD` in `tests/mutation/trial.py`):
+`make test` tries two mutants of each class in one of them, and `make test-slow` all mutants of
+four. Their run names the gradient that is wrong, and no line is asked of it.
 """
 Row = tuple[str, str, str, str, str]
 """Program, class, outcome (check, run, equal, misnamed, survived), what changed, why."""

@@ -34,7 +34,16 @@ from flashwright.lang.format import format_tree
 from flashwright.lang.parse import parse
 from tests.mutation.mutants import EQUIVALENT, KINDS, OPERATORS, STATED, Mutant
 from tests.mutation.report import described, sampled
-from tests.mutation.trial import SUITE, Case, every, problems, stress, suite, try_mutant
+from tests.mutation.trial import (
+    SUITE,
+    Case,
+    backward_suite,
+    every,
+    problems,
+    stress,
+    suite,
+    try_mutant,
+)
 from tests.share import some
 
 # The checker does not know how the tokens follow from the number of compressed keys, and asks for
@@ -89,6 +98,24 @@ def test_mutants_are_killed(name: str, operator: str) -> None:
     case = suite()[name]
     assert format_tree(parse(case.code)) == case.code
     wrong = [fault(case, mutant) for mutant in made(name, operator)]
+    assert not any(wrong), "\n".join(filter(None, wrong))
+
+
+def test_mutants_of_a_backward_pass_are_killed() -> None:
+    """Two of each class, drawn by the program's name; the slow tests try all."""
+    case = next(iter(backward_suite().values()))
+    wrong = [fault(case, mutant) for mutant in sampled(case, 2)]
+    assert not any(wrong), "\n".join(filter(None, wrong))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", [o.__name__ for o in OPERATORS])
+@pytest.mark.parametrize("name", backward_suite())
+def test_all_mutants_of_backward_passes_are_killed(name: str, operator: str) -> None:
+    case = backward_suite()[name]
+    assert judge(case.kernels, case.spec, cases=problems(case)).ok
+    mutants = next(o for o in OPERATORS if o.__name__ == operator)(case.subject)
+    wrong = [fault(case, mutant) for mutant in mutants if mutant.tree != case.subject.tree]
     assert not any(wrong), "\n".join(filter(None, wrong))
 
 

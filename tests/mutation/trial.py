@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from flashwright.author.builtin.author import write_code, write_sketch
+from flashwright.author.builtin.backward import BackwardTiling, with_sizes
 from flashwright.author.builtin.choose import NothingFits
 from flashwright.author.builtin.variants import VARIANTS, make_spec
 from flashwright.check.check import check, checked_program
 from flashwright.gpu import GPUS, find
+from flashwright.grad.grad import backward
 from flashwright.judge.cpu import default_cases, judge
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.format import format_tree
@@ -33,6 +35,7 @@ from flashwright.lang.nodes import (
     statements,
 )
 from flashwright.lang.parse import parse
+from flashwright.program.kernels import Kernels
 from flashwright.program.scalars import evaluate
 from flashwright.semantics.interpret import _UFUNCS
 from flashwright.spec import AttentionSpec, BadSpec
@@ -66,6 +69,10 @@ class Case:
     code: str = field(compare=False, repr=False)
 
     @cached_property
+    def kernels(self) -> Kernels:
+        return Kernels(check(parse(self.code)).kernels)
+
+    @cached_property
     def subject(self) -> Subject:
         tree = parse(self.code)
         return Subject(
@@ -76,7 +83,7 @@ class Case:
             self.spec.softcap is not None and self.spec.softcap <= 5 and not self.spec.alibi,
             lambda a, b, site: _same_condition(a, b, site, tree, self.spec),
             lambda other: _more_blocks(tree, other, self.spec),
-            cache(lambda: _first_inside(tree, self.spec)),
+            cache(lambda: not self.spec.backward and _first_inside(tree, self.spec)),
         )
 
 
@@ -94,6 +101,36 @@ def make(variant: str, gpu: str, words: str = "", **options: Any) -> Case | None
         return None
     name = " ".join(filter(None, (variant, words, gpu)))
     return Case(name, gpu, spec, code)
+
+
+SMALL = {"t4": BackwardTiling(32, 32, 2, 2), "h200": BackwardTiling(64, 64, 4, 2, vectors=True)}
+"""Sizes of backward passes, smaller than usual: they run faster on the CPU."""
+
+
+def make_backward(variant: str, gpu: str, words: str, **options: Any) -> Case:
+    """The derived backward pass of a program."""
+    spec = make_spec(variant, heads=4, kv_heads=2, head_dim=64, **options)
+    forward = write_code(write_sketch(spec), spec, find(gpu)).code
+    derived = backward(checked_program(parse(forward))).tree
+    code = format_tree(with_sizes(derived, SMALL[gpu]))
+    return Case(f"{variant} {words} backward {gpu}", gpu, spec.differentiated(), code)
+
+
+BACKWARD: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("gqa", "t4", "causal", MASKS["causal"]),
+    ("gqa", "h200", "full", MASKS["full"]),
+    ("gqa", "t4", "causal window", MASKS["causal window"]),
+    ("gqa", "t4", "causal all", {**MASKS["causal"], **OPTIONS["all"]}),
+)
+
+
+@cache
+def backward_suite() -> dict[str, Case]:
+    """The backward passes that are mutated: both schedules, every option."""
+    made = [
+        make_backward(variant, gpu, words, **options) for variant, gpu, words, options in BACKWARD
+    ]
+    return {c.name: c for c in made}
 
 
 def every(thorough: bool = False, variants: Iterable[str] = VARIANTS) -> list[Case]:
@@ -174,7 +211,8 @@ def suite() -> dict[str, Case]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a mutant fared: found by the checker or the run, at the right line or not, or alive."""
+    """How a mutant fared: found by the checker or the run, at the right line or not, or alive. The
+    run of a backward pass names the gradient that is wrong, and no line is asked for."""
 
     by: str  # "check", "run" or ""
     named: bool
@@ -198,17 +236,20 @@ def try_mutant(mutant: Mutant, case: Case, thorough: bool = False) -> Outcome:
         for line in range(now.span.line, now.span.end_line + 1)
     }
     verdict = check(tree, find(case.gpu))
-    if verdict.program is None:
+    if not verdict.kernels:
         return Outcome("check", _names(verdict.errors, lines), verdict.errors)
+    kernels, any_line = Kernels(verdict.kernels), case.spec.backward
     brief = bool(mutant.equal) and not thorough
     for kind in itertools.chain(("normal",), () if brief else _later(case)):
         cases = problems(case)[:2] if brief or kind != "normal" else problems(case)
         try:
-            found = judge(verdict.program, case.spec, cases=cases, kind=kind)
+            found = judge(kernels, case.spec, cases=cases, kind=kind)
         except Failed as failed:
-            return Outcome("run", _names(failed.diagnostics, lines), failed.diagnostics)
+            named = any_line or _names(failed.diagnostics, lines)
+            return Outcome("run", named, failed.diagnostics)
         if not found.ok:
-            return Outcome("run", _names(found.diagnostics, lines), found.diagnostics)
+            named = any_line or _names(found.diagnostics, lines)
+            return Outcome("run", named, found.diagnostics)
     return Outcome("", False)
 
 
@@ -219,9 +260,8 @@ def _later(case: Case) -> Iterator[str]:
 @cache
 def stress(case: Case) -> tuple[str, ...]:
     """The kinds of inputs on which the program itself is right: a row that is all sink is not."""
-    program = checked_program(parse(case.code))
     few = problems(case)[:2]
-    return tuple(k for k in STRESS if judge(program, case.spec, cases=few, kind=k).ok)
+    return tuple(k for k in STRESS if judge(case.kernels, case.spec, cases=few, kind=k).ok)
 
 
 def _names(diagnostics: tuple[Diagnostic, ...], lines: set[int]) -> bool:
@@ -238,7 +278,10 @@ def problems(case: Case) -> list[dict[str, int]]:
     """Cheap problems first; the last ones go over several of the program's own tiles."""
     sizes = {s.name.id: s.value for s in parse(case.code).body if type(s).__name__ == "Param"}
     rows, cols = (int(sizes[name].text) for name in ("BM", "BN"))
-    if case.spec.branch == "selected":
+    if case.spec.backward:
+        lengths = [(1, 1), (17, 17), (40, 25), (rows + 1, 2 * cols + 6), (2 * rows + 6, cols + 1)]
+        lengths += [(9, 110)]  # beyond a window of 70
+    elif case.spec.branch == "selected":
         lengths = [(1, 1), (5, 5), (3, 4 * cols + 1), (20, 12), (70, 70)]
     elif case.spec.branch == "compressed":
         step = case.spec.stride
@@ -310,10 +353,11 @@ def _params(tree: Tree) -> dict[str, Any]:
 
 def _more_blocks(tree: Tree, other: Tree, spec: AttentionSpec) -> bool:
     """Whether the other's loop visits all the blocks of this one's, and none outside the keys."""
-    params = _params(tree)
+    params, sides = _params(tree), (("q_len", "BM"), ("kv_len", "BN"))
+    (owned, rows), (visited, cols) = sides[::-1] if spec.backward else sides
     for dims in _lengths(tree, spec):
-        every_block = math.ceil(dims["kv_len"] / params["BN"])
-        for block in range(math.ceil(dims["q_len"] / params["BM"])):
+        every_block = math.ceil(dims[visited] / params[cols])
+        for block in range(math.ceil(dims[owned] / params[rows])):
             env = {**params, **dims, "block_idx": block}
             (low, high), (low2, high2) = (_visited(t, env) for t in (tree, other))
             if low < high and not (low2 <= low and high <= high2):
@@ -339,8 +383,10 @@ def _first_inside(tree: Tree, spec: AttentionSpec) -> bool:
 def _visited(tree: Tree, env: dict[str, Any]) -> tuple[int, int]:
     env = dict(env)
     for stmt in tree.body:
-        if isinstance(stmt, Let) and stmt.name.id in ("First", "Last"):
+        if isinstance(stmt, Let) and stmt.name.id in ("First", "Last", "Start", "Steps"):
             env[stmt.name.id] = evaluate(stmt.value, env)
+        if isinstance(stmt, For) and "Start" in env:  # a backward pass
+            return env["Start"], env["Start"] + env["Steps"]
         if isinstance(stmt, For):
             return math.ceil(evaluate(stmt.low, env)), math.ceil(evaluate(stmt.high, env))
     raise AssertionError("no loop")

@@ -1,5 +1,6 @@
 """Derived backward passes: all kernels of one, run under emulation one after another, against fp64.
-They are compiled together, which takes most of the time: all but one are slow tests."""
+They are compiled together, which takes most of the time. test_judge_backward.py has one that is no
+slow test."""
 
 from __future__ import annotations
 
@@ -19,9 +20,10 @@ from flashwright.check.check import check, checked_program
 from flashwright.emulate.emulate import run
 from flashwright.grad.grad import backward
 from flashwright.judge import oracle
+from flashwright.judge.answer import backward_inputs
 from flashwright.judge.form import planned_shape
 from flashwright.judge.gradient_noise import compare
-from flashwright.judge.gradients import gradients, with_outputs
+from flashwright.judge.gradients import gradients
 from flashwright.judge.inputs import make_inputs
 from flashwright.lang.format import format_tree
 from flashwright.lang.parse import parse, read
@@ -80,16 +82,15 @@ def launched(
 
 
 SHARES = [
-    pytest.param("a100", ["causal"]),
     *(
         pytest.param(gpu, list(OPTIONS), marks=pytest.mark.slow, id=f"{gpu}-all")
         for gpu in ("h200", "t4")
     ),
     pytest.param(
         "a100",
-        ["full", "wide", "softcap", "wider", "mla", "no lse"],
+        ["full", "causal", "wide", "softcap", "wider", "mla", "no lse"],
         marks=pytest.mark.slow,
-        id="a100-more",
+        id="a100",
     ),
 ]
 
@@ -103,8 +104,8 @@ def test_gradients(gpu: str, options: list[str]) -> None:
         for (q_len, kv_len), how in zip(LENGTHS, SCHEDULES, strict=False):
             dims = {"batch": 1, "heads": spec.heads, "kv_heads": spec.kv_heads}
             dims |= {"q_len": q_len, "kv_len": kv_len}
-            drawn = make_inputs(spec.model_copy(update={"backward": True}), dims, 1, "normal")
-            given = with_outputs(spec, drawn, oracle.attention(spec, drawn, dims))
+            drawn = make_inputs(spec.differentiated(), dims, 1, "normal")
+            given = backward_inputs(spec, drawn, oracle.attention(spec, drawn, dims), 0)
             given = {name: given[name] for name in given if spec.lse or name != "LSE"}
             found = launched(steps, record, given, dims, how)
             for name, expected in gradients(spec, drawn, dims).items():

@@ -45,6 +45,10 @@ class Interpreted:
         assert program is not None
         self.program = program
         self.inputs = tuple(t.name.lower() for t in program.inputs)
+        self.trial: Any = None
+
+    def check_first_backward(self, trial: Any) -> None:
+        self.trial = trial
 
     def __call__(self, *tensors: Any, return_lse: bool = False) -> Any:
         type(self).calls += 1
@@ -189,6 +193,13 @@ def test_a_kernel_is_made_once_and_its_first_output_checked(
     run(given, None, every_third)
     assert capsys.readouterr().err == ""
     assert len(checked) == 1
+
+
+def test_first_gradients_are_looked_at_with_the_functions_of_the_call() -> None:
+    run(qkv(), None, every_third)
+    (entry,) = flex._KERNELS.values()
+    trial = entry.operator.trial  # type: ignore[attr-defined]
+    assert (trial.score_mod, trial.mask_mod) == (None, every_third)
 
 
 def test_a_wrong_kernel_is_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:

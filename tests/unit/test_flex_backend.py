@@ -21,7 +21,7 @@ from flashwright.author.builtin.mods import Mods
 from flashwright.author.builtin.mods_reference import reference_text
 from flashwright.emulate.package import read_package
 from flashwright.generate.store import Order, find_or_make
-from flashwright.judge.emulated import launch
+from flashwright.judge.emulated import launch, new_outputs
 from tests.share import some
 from tests.unit.emulated import needs_compilers
 
@@ -94,7 +94,8 @@ def emulate(kernel: InNumPy, given: dict[str, Any], dims: dict[str, int]) -> Any
     outputs = {"O": (shape, "fp16"), "LSE": (shape[:3], "fp32")}
     arrays = {name: tensor.numpy() for name, tensor in given.items()}
     sizes = {**kernel.order.spec.dims, **dims}
-    out, result = launch(read_package(folder), arrays, outputs, sizes, "eager", 600.0)
+    out = new_outputs(outputs)
+    result = launch(read_package(folder), {**arrays, **out}, sizes, "eager", 600.0)
     assert not result.findings
     return out
 

@@ -22,7 +22,7 @@ from flashwright.author.builtin.variants import make_spec
 from flashwright.check.check import check
 from flashwright.emulate.package import read_package
 from flashwright.generate import store
-from flashwright.judge.emulated import launch
+from flashwright.judge.emulated import launch, new_outputs
 from flashwright.judge.oracle import compare, compare_lse
 from flashwright.lang.format import format_expr, format_stmt
 from flashwright.lang.parse import parse
@@ -370,7 +370,8 @@ def emulate(
     kinds = {"O": "bf16", "LSE": "fp32"}
     outputs = {name: (array.shape, kinds[name]) for name, array in wanted.items()}
     dims = {**found.own_dims, **LARGE}
-    out, result = launch(read_package(made), arrays, outputs, dims, "eager", 600.0)
+    out = new_outputs(outputs)
+    result = launch(read_package(made), {**arrays, **out}, dims, "eager", 600.0)
     assert not result.findings
     assert_same(out, wanted, spec)
     return (made / "code.tl").read_text()

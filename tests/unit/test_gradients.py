@@ -14,9 +14,10 @@ import pytest
 
 from flashwright.check.check import check
 from flashwright.judge import oracle
+from flashwright.judge.answer import backward_inputs
 from flashwright.judge.cpu import default_cases, judge
 from flashwright.judge.gradient_noise import compare, delta_error
-from flashwright.judge.gradients import gradients, with_outputs
+from flashwright.judge.gradients import gradients
 from flashwright.judge.inputs import KINDS, make_inputs
 from flashwright.judge.reference import DELTA, NOISE, user_reference
 from flashwright.lang.diagnostic import Failed
@@ -152,7 +153,7 @@ def simulated(spec: AttentionSpec, inputs: Any, dims: Any, factor: float = 1.0) 
     `factor` is put on the scale of dQ and dK, on dV and on the other gradients.
     """
     kind = NARROW[spec.dtype]
-    given = with_outputs(spec, inputs, oracle.attention(spec, inputs, dims))
+    given = backward_inputs(spec, inputs, oracle.attention(spec, inputs, dims), 0)
     f32 = {n: x.astype(np.float32) for n, x in given.items() if n != "Idx"}
     q, do, out, lse = (f32[n] for n in ("Q", "dO", "O", "LSE"))
     group = q.shape[1] // f32["K"].shape[1]

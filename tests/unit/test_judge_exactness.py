@@ -13,7 +13,8 @@ import pytest
 
 from flashwright.judge import judge as judging
 from flashwright.judge import oracle
-from flashwright.judge.expected import Expected, compare
+from flashwright.judge.answer import Answer, compare
+from flashwright.judge.expected import Expected
 from flashwright.judge.inputs import make_inputs
 from flashwright.judge.problems import Problem, problems
 from flashwright.judge.trial import Outcome
@@ -172,7 +173,7 @@ def spectrum(
     spec = AttentionSpec.make(variant="any", heads=2, head_dim=64, dtype=dtype, **options)
     dims = {"batch": 1, "heads": 2, "kv_heads": 2, "q_len": 256, "kv_len": keys}
     made = make_inputs(spec, dims, 3, "spectrum")
-    return spec, made, oracle.attention(spec, made, dims, noise=True)
+    return spec, made, Answer.of_attention(oracle.attention(spec, made, dims, noise=True))
 
 
 @pytest.mark.parametrize(("dtype", "least"), [("bf16", 2.0**-39), ("fp16", 2.0**-12.9)])
@@ -217,7 +218,7 @@ def test_a_weight_that_the_type_does_not_have_may_be_lost() -> None:
         spec = AttentionSpec.make(variant="any", heads=1, head_dim=16, dtype=dtype)
         made = make_inputs(spec, dims, 3)
         made["Q"][:], made["K"][:, :, 0], made["K"][:, :, 1], made["V"][:, :, 0] = 1, 1.875, 0, 0
-        expected = oracle.attention(spec, made, dims, noise=True)
+        expected = Answer.of_attention(oracle.attention(spec, made, dims, noise=True))
         assert expected["O"].any()
         nothing = np.zeros_like(expected["O"])
         nothing[..., 0] = expected["O"][..., 0]  # all zeros is an offence by itself
@@ -227,7 +228,7 @@ def test_a_weight_that_the_type_does_not_have_may_be_lost() -> None:
 @pytest.mark.usefixtures("few")
 def test_only_the_mean_counts_for_the_spectrum() -> None:
     """A few rows rule its RMS: the ratio of two honest kernels' errors would be any number."""
-    with mock.patch.object(Expected, "library_error", return_value=1.0):
+    with mock.patch.object(Expected, "library_errors", return_value={"O": 1.0}):
         found = verdict("plain", "bf16", lse=False)
     assert found.ok, str(found)
     assert {c.kind for c in found.cases if c.library is None} == {"spectrum"}

@@ -278,7 +278,7 @@ def test_wrong_comes_before_inexact(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "def attention(q, k, v):\n"
         "    return honest(q, k, v, causal=True, scale=0.3)\n"
     )
-    monkeypatch.setattr(Expected, "library_error", lambda self, dims: 1e-4)
+    monkeypatch.setattr(Expected, "library_errors", lambda *given: {"O": 1e-4})
     one = Candidate("python", str(tmp_path / "off.py"), "attention")
     found = [o.name for o in judge(one, SPEC, seed=1, device="cpu", sandbox=Inside).offences]
     assert found[0] == "wrong"

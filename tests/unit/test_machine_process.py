@@ -58,7 +58,9 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def launched(package: Package, machine: Machine, schedule: str = "eager") -> Any:
     posed = pose(package.plan, SPEC, None, DIMS, 0)
-    return judged.launch(package, posed.inputs, posed.outputs, DIMS, schedule, 60.0, None, machine)
+    tensors = posed.tensors()
+    result = judged.launch(package, tensors, DIMS, schedule, 60.0, None, machine)
+    return {name: tensors[name] for name in posed.outputs}, result
 
 
 @needs_compilers

@@ -10,10 +10,13 @@ import pytest
 
 import flashwright
 from flashwright import gpu as gpus
+from flashwright.author.builtin.author import write_code, write_sketch
+from flashwright.author.builtin.variants import make_spec
 from flashwright.build import package, steps
 from flashwright.build.load import CHECK_ONLY, Kernel, unshown
 from flashwright.build.steps import Steps, StepsKernel
-from flashwright.check.check import check
+from flashwright.check.check import check, checked_program
+from flashwright.grad.grad import backward as derive
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.parse import parse
 from flashwright.lower.translate import translate
@@ -88,6 +91,27 @@ def test_launch_allocates_scratch(backward: StepsKernel) -> None:
     backward.launch(listed, [None] * len(backward.plan.dims))
     assert np.abs(_numpy(out) - expected["dQ"]).max() < 0.1
     backward.launch(listed, [None] * len(backward.plan.dims), check_only=True)
+
+
+def test_a_sum_begins_at_zero_in_memory_of_the_caller() -> None:
+    """As the torch operator gives it: new memory, with anything in it."""
+    spec = make_spec("gqa", heads=4, kv_heads=2, head_dim=64, dtype="bf16", alibi=True, sink=True)
+    forward = write_code(write_sketch(spec), spec, gpus.find("a100")).code
+    programs = check(derive(checked_program(parse(forward))).tree).kernels
+    kernel = StepsKernel([Interpreted(p) for p in programs], Steps.of(Kernels(programs)))
+    assert {"dSlopes", "dSink"} <= set(kernel.zeroed) & set(kernel.outputs)
+    tensors, _ = given(20, 20)
+    tensors |= {"Slopes": torch.full((4,), 0.25), "Sink": torch.zeros(4)}
+    shapes = {"dQ": tensors["Q"].shape, "dK": tensors["K"].shape, "dV": tensors["V"].shape}
+    results = []
+    for value in (float("nan"), 1e6):
+        out = {n: torch.full(shape, value).bfloat16() for n, shape in shapes.items()}
+        out |= {n: torch.full((4,), value) for n in ("dSlopes", "dSink")}
+        kernel(**tensors, out=out)
+        results.append(out)
+    for name in ("dSlopes", "dSink"):
+        assert torch.equal(results[0][name], results[1][name]), name
+        assert results[0][name].any()
 
 
 def test_an_input_that_is_missing_is_told(backward: StepsKernel) -> None:

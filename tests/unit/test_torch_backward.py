@@ -22,6 +22,8 @@ from flashwright.spec import AttentionSpec
 from tests.unit.test_several_kernels import problem
 
 torch = pytest.importorskip("torch")
+from flashwright.flex.gradient_trial import GradientTrial  # noqa: E402
+from flashwright.flex.task import WrongKernel  # noqa: E402
 from flashwright.pytorch import operator, rules  # noqa: E402
 from flashwright.pytorch.signature import Signature  # noqa: E402
 from tests.unit.test_steps import Interpreted  # noqa: E402
@@ -50,7 +52,7 @@ def forward() -> tuple[Any, BackwardOrder]:
     return checked_program(parse(code)), BackwardOrder(code, CARD, SPEC)
 
 
-def attention(derived: Any) -> rules.Gradient:
+def attention(derived: Any, *check: rules.BackwardTrial) -> rules.Gradient:
     program, _ = forward()
 
     def run(*tensors: Any) -> Any:
@@ -60,7 +62,7 @@ def attention(derived: Any) -> rules.Gradient:
         return out, torch.from_numpy(found["LSE"])
 
     signature = Signature(translate(program, CARD).plan)
-    return rules.Gradient("gqa", signature, run, None, derived)
+    return rules.Gradient("gqa", signature, run, None, derived, *check)
 
 
 def leaves(q_len: int, kv_len: int) -> tuple[list[Any], Any, dict[str, Any]]:
@@ -79,6 +81,46 @@ def test_gradients(q_len: int, kv_len: int) -> None:
     for name, tensor in zip(("dQ", "dK", "dV"), tensors, strict=True):
         error = np.sqrt(np.mean((tensor.grad.float().numpy() - expected[name]) ** 2))
         assert error < 5e-3 * np.sqrt(np.mean(expected[name] ** 2)), name
+
+
+WRONG = {
+    "dQ": ("Compute dQsum_register * Scale", "Compute dQsum_register"),
+    "dK": ("Compute dK_register * Scale", "Compute dK_register"),
+    "dV": ("Compute 0 and get dV_register", "Compute 1 and get dV_register"),
+}
+
+
+@pytest.mark.parametrize("wrong", ["", *WRONG])
+def test_first_gradients_are_checked(wrong: str) -> None:
+    """Each gradient: a kernel that is wrong in one of them only is refused."""
+    tensors, grad, _ = leaves(70, 90)
+    code = forward()[1].code
+    assert not wrong or WRONG[wrong][0] in code
+    code = code.replace(*WRONG[wrong]) if wrong else code
+    out, _ = attention(lambda: Backward(code), GradientTrial(SPEC, None, None, {}))(*tensors)
+    if not wrong:
+        out.backward(grad)
+        return
+    with pytest.raises(WrongKernel, match=f"a new backward is wrong: .* {wrong} is"):
+        out.backward(grad)
+
+
+def test_where_gradients_vanish_a_right_one_passes() -> None:
+    """With one key, dQ and dK are 0, and a kernel that gets O in 16 bits has noise there."""
+    tensors, grad, _ = leaves(1, 1)
+    code = forward()[1].code
+    out, _ = attention(lambda: Backward(code), GradientTrial(SPEC, None, None, {}))(*tensors)
+    out.backward(grad)
+
+
+def test_functions_of_the_user_are_what_is_checked() -> None:
+    """The kernel is right for the spec, and the functions say something else."""
+    tensors, grad, _ = leaves(40, 40)
+    code = forward()[1].code
+    trial = GradientTrial(SPEC, lambda s, b, h, q, k: s + 0.5 * (k % 2), None, {})
+    out, _ = attention(lambda: Backward(code), trial)(*tensors)
+    with pytest.raises(WrongKernel):
+        out.backward(grad)
 
 
 def test_a_gradient_that_is_one_number() -> None:

@@ -22,7 +22,7 @@ from flashwright.emulate.encode import EncodedKernel, encode
 from flashwright.emulate.parse import parse as parse_ptx
 from flashwright.emulate.places import Origin
 from flashwright.judge import oracle
-from flashwright.judge.expected import compare
+from flashwright.judge.answer import Answer, compare
 from flashwright.judge.form import PackageForm
 from flashwright.judge.problems import Problem
 from flashwright.judge.reference import UserReference
@@ -114,14 +114,14 @@ def emulated(
     """What was found, the outputs, and how far O is from the fp64 answer."""
     form = PackageForm(kernel.spec, kernel.plan)
     made = form.inputs(problem, reference)
-    expected: dict[str, Any]
     if reference is None:
         expected = oracle.attention(kernel.spec, made, problem.dims, noise=True)
     else:
         expected = reference(made, problem.dims)
-    shapes = form.outputs(problem, expected) or {}
+    answer = Answer.of_attention(expected)
+    shapes = form.outputs(problem, answer) or {}
     outputs = {n: np.full(s, np.nan, np.float32).astype(DTYPES[d]) for n, (s, d) in shapes.items()}
     arrays = {n: np.ascontiguousarray(a) for n, a in form.taken(made).items()} | outputs
     result = run(kernel.program, kernel.plan, arrays, problem.dims, schedule)
     name = "O" if "O" in outputs else next(iter(outputs))
-    return result, outputs, compare(kernel.spec, name, outputs[name].astype(np.float64), expected)
+    return result, outputs, compare(kernel.spec, name, outputs[name].astype(np.float64), answer)

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from flashwright.author.builtin.complete import ParamChoice
 from flashwright.author.builtin.narrow import narrowed
 from flashwright.author.builtin.order import ordered
 from flashwright.check.check import check, over_budget
@@ -56,6 +57,17 @@ class BackwardTiling:
         """Such as `64x128-s2-w8`, or `64x64-s1-w4-apart`."""
         apart = "-apart" if self.apart else ""
         return f"{self.bm}x{self.bn}-s{self.stages}-w{self.warps}{apart}"
+
+    @property
+    def choices(self) -> tuple[ParamChoice, ...]:
+        """The sizes with their reasons."""
+        chosen = "the first of the known tilings that fits the GPU"
+        return (
+            ParamChoice("BM", str(self.bm), f"queries of a step; {chosen}"),
+            ParamChoice("BN", str(self.bn), f"keys that a block owns; {chosen}"),
+            ParamChoice("Warps", str(self.warps), "16 keys for each warp"),
+            ParamChoice("stages", str(self.stages), "of what the loop over the queries copies"),
+        )
 
 
 WITH_WGMMA = (

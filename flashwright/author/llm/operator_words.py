@@ -109,6 +109,31 @@ def formulas(spec: AttentionSpec) -> str:
     return "\n".join(lines)
 
 
+def gradient_formulas(spec: AttentionSpec) -> str:
+    """From P and the gradient of O to the gradients, for one head."""
+    scale = f"{spec.softmax_scale:.10g}"
+    lines = [
+        "dP[q, k] = dot(dO[q], V[k])",
+        "Delta[q] = dot(dO[q], O[q])",
+        "dS[q, k] = P[q, k] * (dP[q, k] - Delta[q])",
+    ]
+    if spec.alibi:
+        lines.append("dSlopes[head] = sum over q, k of dS[q, k] * (k - p)")
+    if spec.sink:
+        lines.append("dSink[head] = -sum over q of exp(Sink[head] - LSE[q]) * Delta[q]")
+    if spec.softcap is not None:
+        chain = f"(1 - tanh({scale} * dot(Q[q], K[k]) / {spec.softcap:g}) ^ 2)"
+        lines.append(f"dS[q, k] = dS[q, k] * {chain}")
+    return "\n".join(
+        [
+            *lines,
+            f"dQ[q] = {scale} * sum over k of dS[q, k] * K[k]",
+            f"dK[k] = {scale} * sum over q of dS[q, k] * Q[q]",
+            "dV[k] = sum over q of P[q, k] * dO[q]",
+        ]
+    )
+
+
 def inputs(spec: AttentionSpec) -> list[str]:
     """The names of the tensors that are read."""
     return [name for name, _, _, what in _tensors(spec) if what.startswith("input")]

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Any, Literal
@@ -66,6 +66,9 @@ class Facts:
     stages: tuple[str, ...] = STEPS
     """The steps that are a model's, in their order."""
     sketch: str = ""
+    """The sketch to complete; of a backward pass, the derived one."""
+    forward: str = ""
+    """The attention whose backward pass is asked for."""
     code: str = ""
     header: str = ""
     """The part of kernel.cu that is fixed (lower/contract.py)."""
@@ -104,7 +107,10 @@ def first(stage: Stage, facts: Facts) -> tuple[Message, ...]:
         open=operator_words.OPEN,
         close=operator_words.CLOSE,
     )
-    text = _render(f"{stage}.md", fence=language_of, **_values(stage, facts))
+    if stage == "code" and facts.spec.backward:
+        text = _render("backward.md", **_gradient_values(facts))
+    else:
+        text = _render(f"{stage}.md", fence=language_of, **_values(stage, facts))
     return (Message("system", system), Message("user", text))
 
 
@@ -203,6 +209,26 @@ def _values(stage: Stage, facts: Facts) -> dict[str, Any]:
     if stage in ("translate", "improve", "direct"):
         values |= _device(stage, facts)
     return values
+
+
+def _gradient_values(facts: Facts) -> dict[str, Any]:
+    """What the template of a backward pass names."""
+    spec = facts.spec.attention()
+    told = facts.description or facts.reference
+    exact = "The same inputs must give the same bits: `and accumulate` adds in any order."
+    loose = "dQ may be added up in any order; dK and dV must have the same bits in every call."
+    more = [*["dSlopes"] * spec.alibi, *["dSink"] * spec.sink]
+    return {
+        "operator": operator(replace(facts, spec=spec)),
+        "gradients": ", ".join(["dQ", "dK", "dV", *more]),
+        "formulas": operator_words.gradient_formulas(spec),
+        "deterministic": exact if facts.spec.repeatable else loose,
+        "gpu_title": facts.gpu.title,
+        "gpu": gpu_words.facts(facts.gpu, spec),
+        "language": language.chosen(recipes=None if told else language.recipes_for(spec)),
+        "forward": facts.forward,
+        "derived": facts.sketch,
+    }
 
 
 def _device(stage: Stage, facts: Facts) -> dict[str, Any]:
@@ -338,6 +364,7 @@ def _causes(text: str, findings: str) -> str:
 def _files(stage: Stage) -> Iterator[tuple[str, bytes]]:
     here = resources.files(__package__)
     names = ["system.md", "operator.md", "repair.md", f"{stage}.md"]
+    names += ["backward.md"] if stage == "code" else []
     shown: tuple[str, ...] = ()
     if stage in ("sketch", "code", "improve"):
         names.append("language.md")

@@ -19,7 +19,7 @@ from flashwright.author.llm.prompt import STEPS, Facts
 from flashwright.author.llm.transcript import IMPROVE, Known, Lane, Transcript
 from flashwright.generate.by_model.reference_facts import of_reference
 from flashwright.generate.by_model.speed import SpeedGoal, Stopwatch
-from flashwright.generate.folder import keep
+from flashwright.generate.folder import DERIVED, FORWARD, keep
 from flashwright.generate.state import Progress, Run
 from flashwright.lang import gbnf
 from flashwright.lang.codes import MACHINE
@@ -164,7 +164,8 @@ def facts_for(authors: Authors, run: Run, **more: Any) -> Facts:
         reference=authors.reference,
         given=given,
         stages=tuple(stage for stage in STEPS if stage in authors.asked),
-        sketch=run.artefacts.get("sketch.tl", ""),
+        sketch=run.artefacts.get(DERIVED if run.spec.backward else "sketch.tl", ""),
+        forward=run.artefacts.get(FORWARD, ""),
         code=run.artefacts.get("code.tl", ""),
         **more,
     )

@@ -233,6 +233,7 @@ def placed(run: Run, trial: Run) -> Run:
         findings=others + trial.findings,
         written=trial.written,
         programs=trial.programs,
+        steps=trial.steps,
         verdicts=trial.verdicts,
         translations=trial.translations,
         builds=trial.builds,

@@ -31,11 +31,12 @@ from flashwright.judge import cpu, reference
 from flashwright.lang import render
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.parse import parse
-from flashwright.program.program import Program
+from flashwright.program.kernels import Kernels
 from flashwright.spec import BadSpec
 from flashwright.untrusted.contract import contract
 
 if TYPE_CHECKING:
+    from flashwright.author.builtin.cost import Cost
     from flashwright.gpu import Gpu
     from flashwright.spec import AttentionSpec
 
@@ -84,7 +85,7 @@ def _try_sketch(
             own = found
             code, found = _limited(_completed, source, run)
             if code is not None and by_model:
-                found = tuple(_nowhere(d) for d in _no_contract(code.program, run.gpu))
+                found = tuple(_nowhere(d) for d in _no_contract(code.kernels, run.gpu))
     except Failed as failed:
         found = _of_the_model(failed)
     if _errors(found):
@@ -115,10 +116,10 @@ def _completed(
         text = f"the built-in author cannot complete this sketch ({type(error).__name__}: {error})"
         hint = "keep to one loop over the keys, with the tensors Q, K, V and O"
         return None, (Diagnostic("FW905", text, help=hint),)
-    program, verdict, found = _judged(written.code, spec, gpu, base)
-    if program is None or verdict is None or _errors(found):
+    kernels, verdict, found = _judged(written.code, spec, gpu, base)
+    if kernels is None or verdict is None or _errors(found):
         return None, tuple(_nowhere(d) for d in found)
-    return CheckedCode(written, program, verdict, found), ()
+    return CheckedCode(written, kernels, verdict, found), ()
 
 
 def _nowhere(found: Diagnostic) -> Diagnostic:
@@ -139,19 +140,21 @@ def code(authors: Authors, run: Run, progress: Progress, *, whole: bool = False)
     run = keep(run, {"code.tl": done.written.code})
     if done.trial is not None:
         return placed(run, done.trial)
-    return replace(
-        run.noting("code.tl", *done.warnings),
-        written=done.written,
-        programs={OWN: done.program},
-        verdicts={OWN: done.verdict},
-    )
+    run = replace(run, written=done.written, verdicts={OWN: done.verdict})
+    return stages.with_program(run.noting("code.tl", *done.warnings), OWN, done.kernels)
 
 
 def _cheapest(run: Run, done: Sequence[Done[CheckedCode]]) -> int:
     """Of several right programs the one that the cost model thinks fastest, if it can price any."""
-    costs = [estimated(one.value.program, run.spec, run.gpu) for one in done]
+    costs = [_cost(one.value.kernels, run) for one in done]
     times = [cost.microseconds if cost else math.inf for cost in costs]
     return min(range(len(done)), key=lambda n: (times[n], done[n].attempts))
+
+
+def _cost(kernels: Kernels, run: Run) -> Cost | None:
+    """What the cost model thinks of a program; it knows none of several kernels."""
+    program = kernels.programs[0]
+    return estimated(program, run.spec, run.gpu) if len(kernels.programs) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ class CheckedCode:
     """TL code that passed the checker and the CPU run."""
 
     written: Written
-    program: Program
+    kernels: Kernels
     verdict: cpu.CpuVerdict
     warnings: tuple[Diagnostic, ...]
     trial: Run | None = None
@@ -172,10 +175,10 @@ def try_code(run: Run, source: str, lane: Lane) -> Tried[CheckedCode]:
         judged = _limited(_judged, source, run)
     except Failed as failed:
         return _tried(None, _of_the_model(failed), source, "code.tl")
-    program, verdict, found = judged
-    if program is None or verdict is None or _errors(found) or not verdict.ok:
+    kernels, verdict, found = judged
+    if kernels is None or verdict is None or _errors(found) or not verdict.ok:
         return _tried(None, found, source, "code.tl")
-    return _tried(CheckedCode(Written(source, ()), program, verdict, found), (), source, "code.tl")
+    return _tried(CheckedCode(Written(source, ()), kernels, verdict, found), (), source, "code.tl")
 
 
 def try_whole(run: Run, source: str, lane: Lane) -> Tried[CheckedCode]:
@@ -189,13 +192,14 @@ def try_contract(run: Run, source: str, lane: Lane) -> Tried[CheckedCode]:
     tried = try_code(run, source, lane)
     if tried.value is None:
         return tried
-    found = _no_contract(tried.value.program, run.gpu)
+    found = _no_contract(tried.value.kernels, run.gpu)
     return _tried(None, found, source, "code.tl") if found else tried
 
 
-def _no_contract(program: Program, gpu: Gpu) -> tuple[Diagnostic, ...]:
+def _no_contract(kernels: Kernels, gpu: Gpu) -> tuple[Diagnostic, ...]:
     try:
-        contract(program, gpu)
+        for program in kernels.programs:
+            contract(program, gpu)
     except Failed as failed:
         return _of_the_model(failed)
     return ()
@@ -231,12 +235,12 @@ def _trial(run: Run, code: CheckedCode, lane: Lane, given: Mapping[str, str]) ->
         run.gpu,
         lane.here,
         written=code.written,
-        programs={OWN: code.program},
         verdicts={OWN: code.verdict},
     )
     text = code.written.code
     files = {"spec.toml": run.artefacts["spec.toml"], **given, "code.tl": text}
-    return keep(keep(fresh.noting("code.tl", *code.warnings), files), run.reference)
+    fresh = keep(keep(fresh.noting("code.tl", *code.warnings), files), run.reference)
+    return stages.with_program(fresh, OWN, code.kernels)
 
 
 def _not_whole(trial: Run, given: Mapping[str, str]) -> Tried[CheckedCode]:
@@ -249,16 +253,19 @@ def _not_whole(trial: Run, given: Mapping[str, str]) -> Tried[CheckedCode]:
 
 def _judged(
     source: str, spec: AttentionSpec, gpu: Gpu, base: Path
-) -> tuple[Program | None, cpu.CpuVerdict | None, tuple[Diagnostic, ...]]:
-    """Code through the checker and the CPU run: program, verdict, and all that was found."""
+) -> tuple[Kernels | None, cpu.CpuVerdict | None, tuple[Diagnostic, ...]]:
+    """Code through the checker and the CPU run: kernels, verdict, and all that was found."""
     checked = check(parse(source), gpu, spec.dims)
-    if checked.program is None or _errors(checked.diagnostics):
+    if not checked.kernels or _errors(checked.diagnostics):
         return None, None, checked.diagnostics or (_NO_CODE,)
+    kernels = Kernels(checked.kernels)
+    if len(kernels.programs) > 1 and not spec.backward:
+        return None, None, (_ONE_KERNEL,)
     try:
-        verdict = cpu.judge(checked.program, spec, base=base)
+        verdict = cpu.judge(kernels, spec, base=base)
     except BadSpec as error:  # the user's own reference cannot be used
         raise Failed(*(Diagnostic("FW903", line) for line in error.lines)) from None
-    return checked.program, verdict, (*checked.diagnostics, *verdict.diagnostics)
+    return kernels, verdict, (*checked.diagnostics, *verdict.diagnostics)
 
 
 def _limited(function: Callable[..., T], source: str, run: Run) -> T:
@@ -272,6 +279,12 @@ _NO_CODE = Diagnostic(
     "FW207",
     "this is a sketch: it has no sizes and no grid",
     help="write code: params, a grid, allocations, and a tile and a coordinate for every Copy",
+)
+
+_ONE_KERNEL = Diagnostic(
+    "FW904",
+    "the attention is to be one kernel, and this program has several grids",
+    help="write one `grid`",
 )
 
 
