@@ -274,7 +274,7 @@ class Emulator(Sandbox):
         assert self.served is not None
         for tensor in package.plan.tensors if self.served.in_order else ():
             if tensor.name not in tensors:
-                new = poisoned(planned_shape(tensor, dims), tensor.dtype)
+                new = poisoned(tensor.padded(planned_shape(tensor, dims)), tensor.dtype)
                 if tensor.name in self.served.zeroed:
                     new[...] = np.zeros((), new.dtype)
                 tensors[tensor.name] = new
@@ -330,7 +330,8 @@ def _check_shapes(plan: LaunchPlan, tensors: Mapping[str, Array], dims: Mapping[
         array = tensors.get(tensor.name)
         if array is None:
             continue
-        wanted = (array.size,) if tensor.flat else planned_shape(tensor, dims)
+        planned = tensor.padded(planned_shape(tensor, dims))
+        wanted = (array.size,) if tensor.flat else planned
         if array.shape != wanted:
             text = f"launch.json: tensors.{tensor.name} has the shape {wanted}"
             raise Failed(Diagnostic("FW904", f"{text}, and the spec's has {array.shape}"))
