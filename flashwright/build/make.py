@@ -8,11 +8,16 @@ from functools import partial
 
 from flashwright.build import blame
 from flashwright.build.compile import Built, build
+from flashwright.build.steps import Steps
 from flashwright.build.toolchain import Toolchain
+from flashwright.check.check import checked_program
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.lang.format import format_tree
+from flashwright.lang.parse import parse
 from flashwright.lower.report import SPARING
 from flashwright.lower.translate import Translation, translate
+from flashwright.program.kernels import Kernels
 from flashwright.program.program import Program
 
 ADVICE = "smaller tiles or more warps leave more registers"
@@ -108,3 +113,12 @@ def _refused(least: _Attempt, tried: list[_Attempt]) -> Diagnostic:
     text = found.message + (f". Tried as well: {more}" if more else "")
     hint = f"{found.help}; --allow-spills {least.built.spills} takes it as it is"
     return replace(found, message=text, help=hint)
+
+
+def step_programs(kernels: Kernels, gpu: Gpu) -> dict[str, tuple[str, Program]]:
+    """Each kernel as a program of its own, by the name of its subfolder: its text, and checked."""
+    found = {}
+    for name, program in zip(Steps.of(kernels).steps, kernels.programs, strict=True):
+        text = format_tree(program.tree)
+        found[name] = text, checked_program(parse(text), gpu, part=True)
+    return found

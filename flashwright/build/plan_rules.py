@@ -141,8 +141,8 @@ def _wrong_tensor(tensor: PlanTensor, dims: tuple[str, ...]) -> Iterator[str]:
 
 def _wrong_map(one: PlanMap, tensor: PlanTensor) -> Iterator[str]:
     of, axes = f"maps: the map of `{one.tensor}`", len(tensor.axes) + tensor.flat
-    if not tensor.read and tensor.dtype != "fp32":
-        yield f"{of} is for loads and for sums in fp32, and it is neither read nor fp32"
+    if not tensor.read:
+        yield f"{of} is for loads, of a tensor that is read"
     if axes > _MOST_MAP_AXES:
         yield f"{of} has {axes} axes; TMA knows 1 to {_MOST_MAP_AXES}"
     if len(one.box) != axes:

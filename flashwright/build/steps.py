@@ -19,13 +19,8 @@ from flashwright.build.load import CHECK_ONLY, Kernel, unshown
 from flashwright.build.load import load as load_one
 from flashwright.build.package import STEPS
 from flashwright.build.reading import read_model, read_plan, unusable
-from flashwright.check.check import checked_program
-from flashwright.gpu import Gpu
-from flashwright.lang.format import format_tree
-from flashwright.lang.parse import parse
 from flashwright.lower.launch_plan import LaunchPlan, PlanTensor
 from flashwright.program.kernels import Kernels
-from flashwright.program.program import Program
 
 MOST_STEPS = 16
 _HINT = "`flashwright build` makes such packages"
@@ -52,15 +47,6 @@ class Steps(BaseModel):
     def dump(self) -> str:
         """As JSON text."""
         return self.model_dump_json(indent=1) + "\n"
-
-
-def step_programs(kernels: Kernels, gpu: Gpu) -> dict[str, tuple[str, Program]]:
-    """Each kernel as a program of its own, by the name of its subfolder: its text, and checked."""
-    found = {}
-    for name, program in zip(Steps.of(kernels).steps, kernels.programs, strict=True):
-        text = format_tree(program.tree)
-        found[name] = text, checked_program(parse(text), gpu, part=True)
-    return found
 
 
 def read(folder: Path) -> Steps | None:

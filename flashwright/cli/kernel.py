@@ -150,7 +150,8 @@ def _build_steps(
 ) -> None:
     """Build a program of several kernels: each in a subfolder, with its own part of the program."""
     from flashwright.build import package
-    from flashwright.build.steps import Steps, step_programs
+    from flashwright.build.make import step_programs
+    from flashwright.build.steps import Steps
 
     steps = Steps.of(kernels)
     files: dict[str, str | bytes] = {**_inputs(file, source), package.STEPS: steps.dump()}

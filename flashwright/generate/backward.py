@@ -11,9 +11,9 @@ from pathlib import Path
 from flashwright import gpu as gpus
 from flashwright import spec as specs
 from flashwright.build import package
-from flashwright.build.make import make
+from flashwright.build.make import make, step_programs
 from flashwright.build.reading import unusable
-from flashwright.build.steps import Steps, step_programs
+from flashwright.build.steps import Steps
 from flashwright.check.check import check, checked_program
 from flashwright.files import content, sha256, write
 from flashwright.generate import store

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from flashwright.author.builtin.backward import BackwardTiling, tilings
 from flashwright.build import toolchain
-from flashwright.build.make import make
-from flashwright.build.steps import step_programs
+from flashwright.build.make import make, step_programs
 from flashwright.check.check import check
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Failed

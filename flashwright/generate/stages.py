@@ -130,8 +130,9 @@ def check(run: Run, progress: Progress) -> Run:
 def with_program(run: Run, kernel: str, kernels: Kernels) -> Run:
     """A run with the checked code of a kernel. If that has several itself, each is a program of its
     own, in a subfolder."""
+    from flashwright.build.make import step_programs
     from flashwright.build.package import STEPS
-    from flashwright.build.steps import Steps, step_programs
+    from flashwright.build.steps import Steps
 
     if len(kernels.programs) == 1:
         return replace(run, programs={**run.programs, kernel: kernels.programs[0]})

@@ -48,7 +48,8 @@ class Rounding(NamedTuple):
     most: float
     """The greatest relative error: the roundoff."""
     least: float
-    """The greatest error of a number near 0: half of the smallest subnormal."""
+    """The greatest error of a number near 0: half of the smallest subnormal, or, as fp32 arithmetic
+    on a GPU may take subnormals for 0, the smallest normal number."""
 
     def variance(self, x: Any) -> Any:
         """R(x) = (rms x)^2 + least^2 / 3, and 0 for a 0, which is exact."""
@@ -61,9 +62,9 @@ class Rounding(NamedTuple):
 
 ROUNDING: Mapping[str, Rounding] = MappingProxyType(
     {
-        "bf16": Rounding(1.662e-3, 2.0**-8, 2.0**-134),
+        "bf16": Rounding(1.662e-3, 2.0**-8, 2.0**-126),
         "fp16": Rounding(2.077e-4, 2.0**-11, 2.0**-25),
-        "fp32": Rounding(0.425 * FP32, FP32, 2.0**-150),
+        "fp32": Rounding(0.425 * FP32, FP32, 2.0**-126),
     }
 )
 

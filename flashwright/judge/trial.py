@@ -391,7 +391,8 @@ def _viewed_names(problem: Problem, given: Mapping[str, Array]) -> Iterator[Sequ
     if problem.usual:
         yield every
     chance = np.random.default_rng([problem.seed, 3])
-    yield [str(name) for name in chance.choice(every, chance.integers(1, 3), replace=False)]
+    count = min(int(chance.integers(1, 3)), len(every))
+    yield [str(name) for name in chance.choice(every, count, replace=False)] if every else []
 
 
 def _symptom_name(result: oracle.Comparison, found: Array, wanted: Array) -> str:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
 from flashwright import gpu as gpus
-from flashwright.check.check import checked_program
+from flashwright.author.builtin.author import write_code, write_sketch
+from flashwright.author.builtin.backward import tilings
+from flashwright.author.builtin.variants import make_spec
+from flashwright.check.check import check, checked_program
+from flashwright.grad.grad import backward
+from flashwright.lang.format import format_tree
 from flashwright.lang.parse import parse
 from flashwright.lower.translate import translate
 
@@ -24,3 +30,56 @@ def test_dq_is_added_while_dk_is_under_way() -> None:
         *("S", "dP", "finish_products<1>", "finish_products<0>"),
         *("dV", "dQ", "dK", "finish_products<1>", "add_tile", "finish_products<0>"),
     ]
+
+
+@functools.cache
+def derived(causal: bool) -> str:
+    """The author's main kernel at head dim 128, on an H200."""
+    card = gpus.find("h200")
+    spec = make_spec("mha", head_dim=128, dtype="bf16", causal=causal)
+    forward = checked_program(parse(write_code(write_sketch(spec), spec, card).code))
+    _, sized = next(tilings(backward(forward).tree, card))
+    (main,) = (p for p in check(sized, card).kernels if "GEMM" in format_tree(p.tree))
+    return translate(main, card).source
+
+
+def in_loop(source: str) -> str:
+    """The consumers' loop."""
+    begin = source.rindex("CUTE_NO_UNROLL")
+    return source[begin : source.index("K_ring.release", begin)]
+
+
+def test_accumulators_that_a_step_fills_anew_are_declared_in_it() -> None:
+    loop = in_loop(derived(False))
+    for name in ("S", "dP", "dQ"):
+        assert f"auto {name} = fw::accumulator" in loop
+    for name in ("dK", "dV"):
+        assert f"auto {name} = fw::accumulator" not in loop
+
+
+def test_a_factor_that_nobody_reads_is_not_made_up_for() -> None:
+    assert "S(m, n) = S(m, n) * Scale" not in derived(False)
+
+
+def test_vectors_are_read_where_they_lie_and_handed_back_behind_that() -> None:
+    loop = in_loop(derived(False))
+    for name in ("Shift", "Delta"):
+        made, used = loop.index(f"auto const {name} = fw::cols_in_shared"), loop.index(f"{name}(n)")
+        assert made < used < loop.index(f"__syncwarp();\n      {name}_ring.release")
+
+
+def test_warpgroups_meet_once_in_a_step() -> None:
+    source = derived(False)
+    assert (in_loop(source).count("consumers_meet"), source.count("consumers_meet")) == (1, 2)
+    assert source.count("fw::to_shared<Warps>(dS_shared.stage(dS_shared_stage), dP)") == 1
+    assert "dS_shared_stage = 1 - dS_shared_stage" in source
+
+
+def test_dq_is_added_in_fragments_without_a_test() -> None:
+    (line,) = (x for x in derived(True).splitlines() if "add_fragments" in x)
+    assert line.strip().startswith("fw::add_fragments<RowWarps, Beside>(p.dQsum.tile(")
+
+
+def test_the_longest_tiles_come_first() -> None:
+    assert "fw::TileScheduler<2, true>" in derived(True)
+    assert "fw::TileScheduler<0>" in derived(False)

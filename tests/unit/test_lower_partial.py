@@ -55,7 +55,7 @@ def test_a_start_belongs_to_one_of_the_four_threads() -> None:
 @pytest.mark.parametrize(
     "also",
     [
-        "Compute Ssum * 0.5 and get Half",
+        "Compute Ssum * 0.5 and get Half\n  Compute S * Half and get new S",
         "Compute where(Ssum > 1, S, 0) and get new S",
         "Compute max(Ssum, 0) and get new Ssum",
         "Compute rowsum(S * Ssum) and accumulate Ssum",

@@ -52,7 +52,7 @@ def forward() -> tuple[Any, BackwardOrder]:
     return checked_program(parse(code)), BackwardOrder(code, CARD, SPEC)
 
 
-def attention(derived: Any, *check: rules.BackwardTrial) -> rules.Gradient:
+def attention(derived: Any, trial: rules.BackwardTrial = lambda *_: None) -> rules.Gradient:
     program, _ = forward()
 
     def run(*tensors: Any) -> Any:
@@ -62,7 +62,7 @@ def attention(derived: Any, *check: rules.BackwardTrial) -> rules.Gradient:
         return out, torch.from_numpy(found["LSE"])
 
     signature = Signature(translate(program, CARD).plan)
-    return rules.Gradient("gqa", signature, run, None, derived, *check)
+    return rules.Gradient("gqa", signature, run, None, derived, lambda of, *both: trial(*both))
 
 
 def leaves(q_len: int, kv_len: int) -> tuple[list[Any], Any, dict[str, Any]]:
@@ -97,7 +97,7 @@ def test_first_gradients_are_checked(wrong: str) -> None:
     code = forward()[1].code
     assert not wrong or WRONG[wrong][0] in code
     code = code.replace(*WRONG[wrong]) if wrong else code
-    out, _ = attention(lambda: Backward(code), GradientTrial(SPEC, None, None, {}))(*tensors)
+    out, _ = attention(lambda of: Backward(code), GradientTrial(SPEC, None, None, {}))(*tensors)
     if not wrong:
         out.backward(grad)
         return
@@ -109,7 +109,7 @@ def test_where_gradients_vanish_a_right_one_passes() -> None:
     """With one key, dQ and dK are 0, and a kernel that gets O in 16 bits has noise there."""
     tensors, grad, _ = leaves(1, 1)
     code = forward()[1].code
-    out, _ = attention(lambda: Backward(code), GradientTrial(SPEC, None, None, {}))(*tensors)
+    out, _ = attention(lambda of: Backward(code), GradientTrial(SPEC, None, None, {}))(*tensors)
     out.backward(grad)
 
 
@@ -118,7 +118,7 @@ def test_functions_of_the_user_are_what_is_checked() -> None:
     tensors, grad, _ = leaves(40, 40)
     code = forward()[1].code
     trial = GradientTrial(SPEC, lambda s, b, h, q, k: s + 0.5 * (k % 2), None, {})
-    out, _ = attention(lambda: Backward(code), trial)(*tensors)
+    out, _ = attention(lambda of: Backward(code), trial)(*tensors)
     with pytest.raises(WrongKernel):
         out.backward(grad)
 

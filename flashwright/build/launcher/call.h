@@ -89,10 +89,6 @@ class Call {
       const MapPlan& map = plan_.maps[m];
       const TensorPlan& plan = plan_.tensors[map.tensor];
       const Given& given = given_[map.tensor];
-      if (given.tensor == nullptr) {  // an output that nobody wants: the kernel does not store it
-        std::memset(packed_[m].bytes, 0, kMapBytes);
-        continue;
-      }
       size_t axes = plan.axes.size(), rank = map_rank(plan);
       std::array<uint64_t, kMaxMapAxes> sizes{}, strides{};  // the last axis first
       std::array<uint32_t, kMaxMapAxes> every{1, 1, 1, 1, 1};
