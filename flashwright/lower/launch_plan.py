@@ -121,6 +121,8 @@ class LaunchPlan(BaseModel):
         if self.maps:
             always = (n for n, one in enumerate(self.maps) if not one.optional)
             unsaid["maps"] = {n: {"optional"} for n in always}
+        plain = (n for n, one in enumerate(self.tensors) if not one.fragments)
+        unsaid["tensors"] = {n: {"fragments"} for n in plain}
         return self.model_dump_json(indent=1, exclude=unsaid) + "\n"
 
     def blocks(self, dims: Mapping[str, int], sms: int) -> tuple[int, ...]:

@@ -252,7 +252,8 @@ def _index_shifted(expr: Expr, by: int) -> Iterator[Expr]:
 
 def _with_coord(copy: Copy, i: int, coord: Coord | None) -> Copy:
     coords = copy.coords or ()
-    return replace(copy, coords=(*coords[:i], *([coord] if coord else []), *coords[i + 1 :]))
+    left = (*coords[:i], *([coord] if coord else []), *coords[i + 1 :])
+    return replace(copy, coords=left or None)
 
 
 _ENDS = {"low": ("First", "Start"), "high": ("Last", "Steps")}
