@@ -59,6 +59,7 @@ EQUIVALENT: dict[str, str] = {
     "bounded scores": "the maximum starts at 0 instead of -1e30, and a softcap of at most 5 "
     "bounds the scores so that no weight is lost",
     "no empty row": "the test for rows without a weight is dropped, and there are no such rows",
+    "one block of heads": "a tile of heads has room for all of the spec's: the only block is 0",
     "below the rounding": "a weight becomes 257 instead of 256 times itself in e4m3, which has a "
     "precision of one part in 16",
 }
@@ -94,6 +95,7 @@ class Subject:
     more_blocks: Callable[[Tree], bool] = lambda t: False
     # Whether the first block of the loop lies inside the keys, visited or not.
     first_inside: Callable[[], bool] = lambda: False
+    heads: int = 0
 
 
 Changes = Iterator[Mutant]
@@ -401,6 +403,20 @@ def offset_dropped(subject: Subject) -> Changes:
             yield _changed(subject, kind, site, new, equal)
 
 
+def _one_block_of_heads(subject: Subject, copy: Copy, coord: Coord) -> str:
+    """The rule, for a coordinate that counts tiles of heads."""
+    if coord.axis.id != "H" or coord.value != Name("block_idx") or not copy.shape:
+        return ""
+    sizes = {
+        s.name.id: float(s.value.text)
+        for s in statements(subject.tree.body)
+        if isinstance(s, Param) and isinstance(s.value, Num)
+    }
+    first = copy.shape[0]
+    room = sizes.get(first.id, 0) if isinstance(first, Name) else 0
+    return "one block of heads" if 0 < subject.heads <= room else ""
+
+
 def _hidden_blocks(subject: Subject, site: Site, new: Statement) -> str:
     more = subject.more_blocks(put(subject.tree, site.path, (new,)))
     return "hidden blocks" if more else ""
@@ -421,7 +437,8 @@ def place_dropped(subject: Subject) -> Changes:
                 for other in (_num(0), *map(Name, heads)):
                     if coord.value != other:
                         new = _with_coord(stmt, i, replace(coord, value=other))
-                        yield _changed(subject, kind, site, new)
+                        one = _one_block_of_heads(subject, stmt, coord) if other == _num(0) else ""
+                        yield _changed(subject, kind, site, new, one)
         elif isinstance(stmt, Let) and stmt.name.id == "kv_head":
             for other in (_num(0), Name("head_idx")):
                 yield _changed(subject, kind, site, replace(stmt, value=other))

@@ -84,6 +84,7 @@ class Case:
             lambda a, b, site: _same_condition(a, b, site, tree, self.spec),
             lambda other: _more_blocks(tree, other, self.spec),
             cache(lambda: not self.spec.backward and _first_inside(tree, self.spec)),
+            self.spec.heads or 0,
         )
 
 
