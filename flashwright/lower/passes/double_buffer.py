@@ -7,36 +7,58 @@ overwrites one has met all others since they have read it.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 
+from flashwright.gpu import Gpu
 from flashwright.lower import ir
 from flashwright.lower.names import Names, tile_name
+from flashwright.lower.targets.shared_memory import with_two_stages
 from flashwright.lower.term import ONE, ZERO, Var, binary
-from flashwright.program.program import Key
+from flashwright.program.program import Key, Program
+
+
+def double_buffered(
+    program: Program, gpu: Gpu, body: tuple[ir.Statement, ...], names: Names
+) -> tuple[Program, tuple[ir.Statement, ...]]:
+    """The consumers' statements, pipelined already, with two stages for such tiles, and the program
+    that has them."""
+    keys = passed_in_loops(body)
+    roomy = with_two_stages(program, gpu, keys)
+    if not keys or roomy is program:
+        return program, body
+    return roomy, alternating(body, keys, names)
 
 
 def passed_in_loops(body: tuple[ir.Statement, ...]) -> frozenset[Key]:
-    """The tiles that are written once, in a loop, and then read by products of the same body."""
-    nodes = list(ir.flat(body))
-    written = [n.dest for n in nodes if isinstance(n, (ir.Move, ir.Restage))]
-    found: set[Key] = set()
-    for loop in (n for n in nodes if isinstance(n, ir.Loop)):
-        for place, node in enumerate(loop.body):
-            if isinstance(node, ir.Move) and node.dest[1] == "shared":
-                behind = sum(_reads(n, node.dest) for n in loop.body[place:])
-                once = written.count(node.dest) == 1
-                if once and behind == sum(_reads(n, node.dest) for n in nodes):
-                    found.add(node.dest)
-    return frozenset(found)
+    """The tiles that only loops write, once in an iteration, and only products behind that, in the
+    same iteration, read."""
+    every = Counter(use for node in ir.flat(body) for use in _uses(node))
+    inside: Counter[tuple[str, Key]] = Counter()
+    for loop in (n for n in body if isinstance(n, ir.Loop)):
+        written: set[Key] = set()
+        for node in loop.body:
+            uses = list(_uses(node))
+            inside.update(u for u in uses if u[0] == "reads" and u[1] in written)
+            fresh = {k for use, k in uses if use == "writes"} - written
+            inside.update(("writes", k) for k in fresh)
+            written |= fresh
+    moved = {k for use, k in inside if use == "writes"}
+    kinds = ("reads", "writes")
+    return frozenset(k for k in moved if all(inside[u, k] == every[u, k] for u in kinds))
 
 
-def _reads(node: ir.Statement, key: Key) -> bool:
+def _uses(node: ir.Statement) -> Iterator[tuple[str, Key]]:
+    """Whether and how a statement itself uses shared tiles."""
     match node:
         case ir.Gemm():
-            return key in (node.left, node.right)
-        case ir.Move() | ir.Restage() | ir.Store():
-            return node.source == key
-    return False
+            yield from (("reads", k) for k in {node.left, node.right} if k[1] == "shared")
+        case ir.Move() | ir.Restage():
+            yield from (("reads", k) for k in (node.source,) if k[1] == "shared")
+            yield from (("writes", k) for k in (node.dest,) if k[1] == "shared")
+        case ir.Store(source) if source[1] == "shared":
+            yield "reads", source
 
 
 def alternating(
@@ -44,18 +66,16 @@ def alternating(
 ) -> tuple[ir.Statement, ...]:
     """The statements with two stages for these tiles, and consumers that meet once for them in an
     iteration, and once behind the loop."""
-    stages = {key: Var(names.fresh(f"{tile_name(key)}_stage"), "int") for key in sorted(keys)}
     out: list[ir.Statement] = []
     for node in body:
-        written = [k for k in stages if isinstance(node, ir.Loop) and _writes(node, k)]
-        if not isinstance(node, ir.Loop) or not written:
+        if not isinstance(node, ir.Loop) or not any(_writes(node, k) for k in keys):
             out.append(node)
             continue
-        out += [ir.Define(stages[k].name, ZERO, varies=True) for k in written]
-        inner = ir.changed(node.body, lambda n: _with_stage(n, stages))
-        turns = (
-            ir.Define(stages[k].name, binary("-", ONE, stages[k]), again=True) for k in written
-        )
+        written = sorted(k for k in keys if _writes(node, k))
+        stages = {key: Var(names.fresh(f"{tile_name(key)}_stage"), "int") for key in written}
+        out += [ir.Define(stage.name, ZERO, varies=True) for stage in stages.values()]
+        inner = ir.changed(node.body, lambda n, stages=stages: _with_stage(n, stages))  # type: ignore[misc]
+        turns = (ir.Define(s.name, binary("-", ONE, s), again=True) for s in stages.values())
         out += [replace(node, body=(*inner, *turns)), ir.Sync(tuple(written))]
     return tuple(out)
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from flashwright.gpu import Gpu
 from flashwright.lower import ir
 from flashwright.lower.names import Names, ring_name
-from flashwright.lower.passes.double_buffer import alternating, passed_in_loops
+from flashwright.lower.passes.double_buffer import double_buffered
 from flashwright.lower.passes.fills_by_tma import through_rings
 from flashwright.lower.passes.fp8_sums import can_step, in_steps, long_sums, with_steps
 from flashwright.lower.passes.fp8_transpose import landed, transposed_tiles, transposing
@@ -99,10 +99,7 @@ def specialize_warps(
     more = with_two_stages(with_two_stages(more, gpu, filled_by_helpers(body)), gpu, sources(body))
     seen = for_consumers(body)
     remark_single_stages(seen, more.buffers, report)
-    passed = passed_in_loops(seen)
-    roomy = with_two_stages(more, gpu, passed)
-    more, twice = roomy, frozenset() if roomy is more else passed
-    consumers, late = _consumers(more, seen, names, report, verifier, bool(split), twice)
+    more, consumers, late = _consumers(more, gpu, seen, names, report, verifier, bool(split))
     if split:
         consumers = exchanged(more, gpu, consumers, names)
         verifier.products(consumers, "splitting columns", more)
@@ -148,16 +145,16 @@ def _by_helpers(
 
 def _consumers(
     program: Program,
+    gpu: Gpu,
     body: tuple[ir.Statement, ...],
     names: Names,
     report: Report,
     verifier: Verifier,
     split: bool,
-    twice: frozenset[Key],
-) -> tuple[tuple[ir.Statement, ...], dict[str, frozenset[Key]]]:
+) -> tuple[Program, tuple[ir.Statement, ...], dict[str, frozenset[Key]]]:
     schedule = program.schedule
     keys = {n.dest for n in ir.flat(body) if isinstance(n, ir.Load)}
-    met = alternating(_with_syncs(body), twice, names)
+    met = _with_syncs(body)
     ping_pong = schedule.ping_pong and program.warps > 4 and not _meet_in_loops(met) and not split
     pipeline = SoftwarePipeline(
         program,
@@ -173,9 +170,10 @@ def _consumers(
     report.ping_pong = any(isinstance(n, ir.PingPong) for n in ir.flat(found))
     if not report.ping_pong:
         _no_ping_pong(program, met, report, split)
+    program, found = double_buffered(program, gpu, found, names)
     staged = ir.changed(found, lambda node: _staged(node, keys, program))
     waited = asynchronous(staged, late=program.warps > 8)
-    return verifier.products(waited, "wgmma groups", program), pipeline.late
+    return program, verifier.products(waited, "wgmma groups", program), pipeline.late
 
 
 def _meet_in_loops(body: tuple[ir.Statement, ...]) -> bool:
