@@ -59,9 +59,12 @@ def find_owner(scope: Scope) -> Owner:
         tl.Let(start, low),
         tl.Let(steps, call("max", ZERO, sub(call("ceil", high), start))),
     )
+    # All heads of a group see a tile of queries at the same time, and all blocks begin with the
+    # last one: what they read and add to stays in the L2.
+    done = call("floor", tl.Binary("/", count, size))
     inner = (
-        tl.Let(head, add(mul(kv, size), call("floor", tl.Binary("/", count, steps)))),
-        tl.Let(query, add(start, tl.Binary("%", count, steps))),
+        tl.Let(head, add(mul(kv, size), tl.Binary("%", count, size))),
+        tl.Let(query, sub(sub(add(start, steps), ONE), done)),
     )
     names |= {group.head: head, group.index: kv}
     return Owner(tl.Grid(tuple(grid)), lets, (count, ZERO, mul(size, steps)), inner, names)

@@ -370,10 +370,16 @@ class Drain(Node):
 @dataclass(frozen=True)
 class Sync(Node):
     """All consumers meet, on account of shared tiles that they write. With `publish`, what they
-    have written can then be read by wgmma."""
+    have written can then be read by wgmma.
+
+    In two steps, each warpgroup tells the others that it has written its part of a stage, and later
+    hears that the others have.
+    """
 
     keys: tuple[Key, ...]
     publish: bool = False
+    step: Literal["meet", "tell", "hear"] = "meet"
+    stage: Term | None = None
 
 
 @dataclass(frozen=True)

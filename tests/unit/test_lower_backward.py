@@ -35,10 +35,10 @@ def test_dq_is_added_while_dk_is_under_way() -> None:
 
 
 @functools.cache
-def derived(causal: bool) -> str:
-    """The author's main kernel at head dim 128, on an H200."""
+def derived(causal: bool, head_dim: int = 128) -> str:
+    """The author's main kernel, on an H200."""
     card = gpus.find("h200")
-    spec = make_spec("mha", head_dim=128, dtype="bf16", causal=causal)
+    spec = make_spec("mha", head_dim=head_dim, dtype="bf16", causal=causal)
     forward = checked_program(parse(write_code(write_sketch(spec), spec, card).code))
     _, sized = next(tilings(backward(forward).tree, card))
     (main,) = (p for p in check(sized, card).kernels if "GEMM" in format_tree(p.tree))
@@ -76,6 +76,16 @@ def test_warpgroups_meet_once_in_a_step() -> None:
     assert source.index("consumers_meet<Warps>()") > source.index("dS_shared_stage = 1 -")
     assert source.count("fw::to_shared<Warps>(dS_shared.stage(dS_shared_stage), dP)") == 1
     assert "dS_shared_stage = 1 - dS_shared_stage" in source
+
+
+def test_warpgroups_tell_each_other_of_ds_before_dv_and_hear_behind_it() -> None:
+    source = derived(False, head_dim=64)
+    steps = (
+        r"(to_shared|consumers_\w+)<Warps>\((?:group, dS_shared_stage|dS)|product<.*group, (d\w)"
+    )
+    found = [left or right for left, right in re.findall(steps, in_loop(source))]
+    assert found == ["dP", "to_shared", "consumers_tell", "dV", "consumers_hear", "dQ", "dK"]
+    assert source.count("consumers_meet") == 1  # behind the loop
 
 
 def test_dq_is_added_in_fragments_without_a_test() -> None:

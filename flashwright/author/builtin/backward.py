@@ -48,6 +48,8 @@ class BackwardTiling:
     """Whether numbers for each query come through shared memory."""
     beside: bool = False
     """Whether products run beside other work, so that their order matters."""
+    early: bool = False
+    """Whether dS goes to shared memory before the sum of dV begins."""
     apart: bool = False
     """Whether each gradient of the main kernel has a kernel of its own, which computes the scores
     again: of wide heads not all fit into registers."""
@@ -71,6 +73,7 @@ class BackwardTiling:
 
 
 WITH_WGMMA = (
+    BackwardTiling(128, 128, 8, 2, vectors=True, beside=True, early=True),
     BackwardTiling(128, 128, 8, 2, vectors=True, beside=True),
     BackwardTiling(64, 128, 8, 2, vectors=True, beside=True),
     BackwardTiling(64, 128, 8, 2, beside=True),
@@ -197,7 +200,7 @@ def _main(
             if tiling.apart and tiling.beside:  # ptxas serializes the products of split loops here
                 yield Param(Name("SplitMasked"), Num("0"))
         elif isinstance(stmt, For):
-            loop = ordered(stmt.body) if tiling.beside else stmt.body
+            loop = ordered(stmt.body, tiling.early) if tiling.beside else stmt.body
             yield replace(stmt, body=tuple(_loop(loop, staged)))
         else:
             yield stmt

@@ -15,8 +15,9 @@ from flashwright.program.needed import base_name, names
 from flashwright.program.vocabulary import split
 
 
-def ordered(body: Sequence[Statement]) -> list[Statement]:
-    """The statements of the main loop in a better order, if that changes no value."""
+def ordered(body: Sequence[Statement], early: bool) -> list[Statement]:
+    """The statements of the main loop in a better order, if that changes no value. `early`: what
+    goes to shared memory comes first at the end, before the sums from registers."""
     made = list(body)
     for stmt in [s for s in made if _leaves(s)]:
         place = made.index(stmt)
@@ -29,7 +30,7 @@ def ordered(body: Sequence[Statement]) -> list[Statement]:
         start -= 1
     tail = made[start:]
     moved = {base_name(s.name) for s in tail if isinstance(s, Copy) and s.dest == "shared"}
-    sorted_tail = sorted(tail, key=lambda s: _rank(s, moved))
+    sorted_tail = sorted(tail, key=lambda s: _rank(s, moved, early))
     return made[:start] + (sorted_tail if _same_values(tail, sorted_tail) else tail)
 
 
@@ -50,10 +51,10 @@ def _closing(stmt: Statement) -> bool:
     return gemm or stores or isinstance(stmt, Reshape)
 
 
-def _rank(stmt: Statement, moved: set[str]) -> int:
+def _rank(stmt: Statement, moved: set[str], early: bool) -> int:
     match stmt:
         case Copy(dest="shared"):
-            return 1
+            return -1 if early else 1
         case Copy():
             return 4
         case Reshape(name):

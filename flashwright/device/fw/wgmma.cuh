@@ -157,6 +157,22 @@ __device__ void consumers_meet() {
   asm volatile("bar.sync 8, %0;" ::"n"(32 * Warps) : "memory");
 }
 
+// The same in two steps, for tiles with two stages: a warpgroup tells the others that its part of a stage can be read, and
+// hears later that theirs can. Each has two barriers, so that nobody tells twice before it is heard.
+template <int Warps>
+__device__ void consumers_tell(int group, int stage) {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  CUTE_UNROLL
+  for (int n = 1; n < Warps / 4; ++n) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(10 + (group + n) % (Warps / 4) * 2 + stage), "n"(32 * Warps) : "memory");
+  }
+}
+
+template <int Warps>
+__device__ void consumers_hear(int group, int stage) {
+  asm volatile("bar.sync %0, %1;" ::"r"(10 + group * 2 + stage), "n"(32 * Warps) : "memory");
+}
+
 // Rows that `Beside` warpgroups share: values that each has found over its own columns become those of the whole rows.
 // They are left in shared memory for the others, in one of two places alternately, since a warpgroup may still be reading.
 template <int Warps, int Beside>

@@ -2,7 +2,8 @@
 
 With one, consumers meet twice in an iteration: before they overwrite the tile, which others may
 still read, and when it has been written. With two they take the other stage each time: whoever
-overwrites one has met all others since they have read it.
+overwrites one has met all others since they have read it. If other products stand between the copy
+and its readers, they meet in two steps, with those products between them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from flashwright.lower.targets.shared_memory import with_two_stages
 from flashwright.lower.term import ONE, ZERO, Var, binary
 from flashwright.program.program import Key, Program
 
+MOST_GROUPS = 3
+"""Warpgroups that have barriers of their own to wait for each other at: two each."""
+
 
 def double_buffered(
     program: Program, gpu: Gpu, body: tuple[ir.Statement, ...], names: Names
@@ -28,7 +32,7 @@ def double_buffered(
     roomy = with_two_stages(program, gpu, keys)
     if not keys or roomy is program:
         return program, body
-    return roomy, alternating(body, keys, names)
+    return roomy, alternating(body, keys, names, program.warps // 4)
 
 
 def passed_in_loops(body: tuple[ir.Statement, ...]) -> frozenset[Key]:
@@ -62,26 +66,48 @@ def _uses(node: ir.Statement) -> Iterator[tuple[str, Key]]:
 
 
 def alternating(
-    body: tuple[ir.Statement, ...], keys: frozenset[Key], names: Names
+    body: tuple[ir.Statement, ...], keys: frozenset[Key], names: Names, groups: int
 ) -> tuple[ir.Statement, ...]:
     """The statements with two stages for these tiles, and consumers that meet once for them in an
     iteration, and once behind the loop."""
     out: list[ir.Statement] = []
     for node in body:
-        if not isinstance(node, ir.Loop) or not any(_writes(node, k) for k in keys):
+        written = sorted(k for k in keys if isinstance(node, ir.Loop) and _writes(node, k))
+        if isinstance(node, ir.Loop) and written:
+            stages = {key: Var(names.fresh(f"{tile_name(key)}_stage"), "int") for key in written}
+            out += [ir.Define(stage.name, ZERO, varies=True) for stage in stages.values()]
+            out += [_alternating(node, stages, groups), ir.Sync(tuple(written))]
+        else:
             out.append(node)
-            continue
-        written = sorted(k for k in keys if _writes(node, k))
-        stages = {key: Var(names.fresh(f"{tile_name(key)}_stage"), "int") for key in written}
-        out += [ir.Define(stage.name, ZERO, varies=True) for stage in stages.values()]
-        inner = ir.changed(node.body, lambda n, stages=stages: _with_stage(n, stages))  # type: ignore[misc]
-        turns = (ir.Define(s.name, binary("-", ONE, s), again=True) for s in stages.values())
-        out += [replace(node, body=(*inner, *turns)), ir.Sync(tuple(written))]
     return tuple(out)
 
 
 def _writes(loop: ir.Loop, key: Key) -> bool:
     return any(isinstance(n, ir.Move) and n.dest == key for n in loop.body)
+
+
+def _alternating(loop: ir.Loop, stages: dict[Key, Var], groups: int) -> ir.Loop:
+    inner = ir.changed(loop.body, lambda node: _with_stage(node, stages))
+    if len(stages) == 1 and 1 < groups <= MOST_GROUPS:
+        inner = _in_two_steps(inner, *stages.items())
+    turns = (ir.Define(s.name, binary("-", ONE, s), again=True) for s in stages.values())
+    return replace(loop, body=(*inner, *turns))
+
+
+def _in_two_steps(
+    body: tuple[ir.Statement, ...], tile: tuple[Key, Var]
+) -> tuple[ir.Statement, ...]:
+    """The loop in which warpgroups tell each other that a tile has been written, start the products
+    that stand before those that read it, and only then wait for each other."""
+    key, stage = tile
+    told = next(n for n, s in enumerate(body) if isinstance(s, ir.Sync) and key in s.keys)
+    reads = next(n for n, s in enumerate(body) if n > told and ("reads", key) in _uses(s))
+    meeting, between = body[told], body[told + 1 : reads]
+    assert isinstance(meeting, ir.Sync)
+    if not any(isinstance(s, ir.Gemm) for s in between):
+        return body
+    tell, hear = (replace(meeting, step=step, stage=stage) for step in ("tell", "hear"))
+    return (*body[:told], tell, *between, hear, *body[reads:])
 
 
 def _with_stage(node: ir.Statement, stages: dict[Key, Var]) -> ir.Statement | None:

@@ -192,7 +192,7 @@ def _events(body: Body, env: Mapping[str, Any]) -> list[Event]:
             case ir.PingPong(step):
                 found.append((f"ping-pong {step}", None, node))
             case ir.Sync():
-                found.append(("meet", None, node))
+                found.append((node.step, None, node))
             case ir.Start(gemm):
                 found.append(("read", gemm, node))
             case ir.Move() if node.source[1] == "shared":
@@ -230,6 +230,8 @@ class _Actor:
     """How many values of a tile it has handed back."""
     held: set[Key] = field(default_factory=set)
     meets: int = 0
+    told: int = 0
+    heard: int = 0
     read: Reads = field(default_factory=dict)
 
 
@@ -301,6 +303,12 @@ class _Run:
                     raise BadIR(STAGE, node, "a ping-pong signal without a wait before it")
             case "meet":
                 return self._meet(actor)
+            case "tell":
+                actor.told += 1
+            case "hear":
+                if any(other.told <= actor.heard for other in self.consumers):
+                    return False
+                actor.heard += 1
             case "read":
                 self._read(actor, what, node)
         return True

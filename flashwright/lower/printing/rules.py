@@ -426,6 +426,13 @@ def _compute(at: Context, node: ir.Compute) -> Lines:
     yield from compute(node, at.place(node))
 
 
+def _sync(at: Context, node: ir.Sync) -> Lines:
+    if node.stage is None:
+        yield f"fw::consumers_meet<Warps{', true' if node.publish else ''}>();"
+    else:
+        yield f"fw::consumers_{node.step}<Warps>(group, {text(node.stage)});"
+
+
 RULES: dict[type, Callable[[Context, Any], Lines]] = {
     ir.Define: _define,
     ir.Load: _load,
@@ -438,9 +445,7 @@ RULES: dict[type, Callable[[Context, Any], Lines]] = {
     ir.Release: _release,
     ir.Refill: lambda at, node: iter([f"{ring_name(node.key)}.refill();"]),
     ir.Drain: lambda at, node: iter([f"{ring_name(node.key)}.drain();"]),
-    ir.Sync: lambda at, node: iter(
-        [f"fw::consumers_meet<Warps{', true' if node.publish else ''}>();"]
-    ),
+    ir.Sync: _sync,
     ir.Open: lambda at, node: iter([f"fw::open_products({_listed(node.targets)});"]),
     ir.Start: _start,
     ir.PingPong: lambda at, node: iter([f"fw::ping_pong_{node.step}<Warps / 4>(group);"]),
