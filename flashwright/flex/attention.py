@@ -201,6 +201,12 @@ def _run(
     if torch.compiler.is_compiling():
         return torch.compiler.disable(_run)(task, score_mod, mask_mod, given, lists, return_lse)
     q, k, v = given["q"], given["k"], given["v"]
+    if lists is not None and _trains(given) and _used(lists) is not None:
+        _tell_once(
+            "block_mask: the kernel visits the blocks within the mask's own bounds, since the one "
+            "that visits its lists has no gradient; without requires_grad the lists are used"
+        )
+        lists = None
     quick = _QUICK.get((task, score_mod, mask_mod)) if len(given) == 3 and lists is None else None
     if quick is not None and quick.watch.same() and q.shape[0] == k.shape[0]:
         return quick.operator(q, k, v, return_lse=return_lse)
@@ -265,6 +271,16 @@ def _new_entry(
             "every call (milliseconds); tensors and numbers that it names directly are watched"
         )
     return made
+
+
+def _trains(given: Mapping[str, Any]) -> bool:
+    """Whether a call's gradients may be asked for."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in given.values())
+
+
+@lru_cache
+def _tell_once(text: str) -> None:
+    tell(text)
 
 
 def _used(lists: Blocked | None) -> BlockLists | None:

@@ -61,7 +61,8 @@ class Interpreted:
 
     @staticmethod
     def _numpy(tensor: Any) -> Any:
-        return (tensor.float() if tensor.is_floating_point() else tensor).contiguous().numpy()
+        made = tensor.float() if tensor.is_floating_point() else tensor
+        return made.detach().contiguous().numpy()
 
 
 def _checked_only(order: store.Order, folder: Path, verified: bool) -> None:
@@ -354,6 +355,26 @@ def test_lists_of_blocks_are_visited_where_the_mask_bounds_no_keys(tmp_path: Pat
     assert "for i = 0:Visited * (KeyBlock / BN)" in text
     assert "Copy Document2 (BN) in coordinate [L = KeyTile]" in text
     assert "FullEnd" not in text
+
+
+def test_lists_are_left_where_a_gradient_is_wanted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kernel that visits lists has no backward."""
+    document = torch.arange(300) // 70
+
+    def documents(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return document[q] == document[kv]
+
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    given = qkv(q_len=300, kv_len=300)
+    given["k"].requires_grad_()
+    mask = create_block_mask(documents, None, None, 300, 300, device="cpu", BLOCK_SIZE=(128, 64))
+    found = run(given, None, documents, lists=blocked(mask, given["q"], given["k"]))
+    assert_like_pytorch(found, given, None, documents)
+    assert "Visited" not in only_program(tmp_path)
+    assert "the one that visits its lists has no gradient" in capsys.readouterr().err
 
 
 def halves(b: Any, h: Any, q: Any, kv: Any) -> Any:

@@ -126,7 +126,7 @@ def with_sizes(tree: Tree, tiling: BackwardTiling) -> Tree:
             made += _main(kernel, own, types)
         else:
             made += (_few_warps(s, tiling.bm // 16) for s in narrowed(kernel, shared))
-    return Tree((*(_in_fragments(shared, made) if tiling.beside else shared), *made))
+    return Tree((*_in_fragments(shared, made), *made))
 
 
 def _in_fragments(shared: Sequence[Statement], kernels: Sequence[Statement]) -> Iterator[Statement]:

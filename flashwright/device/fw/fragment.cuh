@@ -395,13 +395,22 @@ __device__ void load(Tile& tile, GlobalTile<T> src, Rows rows, Cols cols) {
   });
 }
 
-// Tensors in fragments: of every 16 rows and 8 columns the 128 elements lie together, as a warp holds them, 4 neighbours
-// for each thread, so that a warp moves 512 bytes in one go. There is memory for all rows of a tile, also beyond the end.
+// Tensors in fragments: of every 16 rows and 8 columns the 128 elements lie together, as a warp holds them. On Hopper the 4
+// of a thread are neighbours, so that a warp adds 512 bytes in one go; before it, 4 bytes are added at a time, and those of
+// the 32 threads are neighbours. There is memory for all rows of a tile, also beyond the end.
+#if __CUDA_ARCH__ >= 900
+constexpr int fragment_step = 1;
+#else
+constexpr int fragment_step = 32;
+#endif
+
 template <int Warps, int Beside, class Tile, class Body>
 __device__ void each_fragment(GlobalTile<float> at, Tile& tile, Body body) {
   constexpr int across = decltype(cute::size<1>(tile))::value / 2;
   int const warp = threadIdx.x / 32, share = Beside == 1 ? 0 : warp / Warps;
-  float* const first = at.at((warp - share * Warps) * 16, 0) + share * across * 128 + threadIdx.x % 32 * 4;
+  float* first = at.at((warp - share * Warps) * 16, 0) + share * across * 128;
+  first += threadIdx.x % 32 * (fragment_step == 1 ? 4 : 1);
+  asm volatile("" : "+l"(first));  // the others are steps from it
   CUTE_UNROLL
   for (int block = 0; block < decltype(cute::size<0>(tile))::value / 2; ++block) {
     CUTE_UNROLL
@@ -414,12 +423,18 @@ __device__ void each_fragment(GlobalTile<float> at, Tile& tile, Body body) {
 
 template <int Warps, int Beside = 1, class Tile>
 __device__ void add_fragments(GlobalTile<float> dst, Tile const& tile) {
+#if __CUDA_ARCH__ < 900
+  if (dst.data == nullptr) return;  // never: a branch keeps the products before and behind it apart, and so registers free
+#endif
   each_fragment<Warps, Beside>(dst, tile, [](float* to, float a, float b, float c, float d) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 #else
-    add_to(to, a, b);
-    add_to(to + 2, c, d);
+    float const values[4] = {a, b, c, d};
+    CUTE_UNROLL
+    for (int n = 0; n < 4; ++n) {
+      asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to + n * fragment_step), "f"(values[n]) : "memory");
+    }
 #endif
   });
 }
@@ -427,8 +442,12 @@ __device__ void add_fragments(GlobalTile<float> dst, Tile const& tile) {
 template <int Warps, int Beside = 1, class Tile>
 __device__ void load_fragments(Tile& tile, GlobalTile<float> src) {
   each_fragment<Warps, Beside>(src, tile, [](float const* from, float& a, float& b, float& c, float& d) {
+#if __CUDA_ARCH__ >= 900
     float4 const held = *reinterpret_cast<float4 const*>(from);
     a = held.x, b = held.y, c = held.z, d = held.w;
+#else
+    a = from[0], b = from[fragment_step], c = from[2 * fragment_step], d = from[3 * fragment_step];
+#endif
   });
 }
 

@@ -16,6 +16,8 @@ struct Descriptor {
   static constexpr uint32_t upper = swizzle << 30 | 8 * Tile::row_bytes >> 4;
   uint32_t lower;
 
+  Descriptor() = default;
+
   // The first stage's is the same all along; the others' are one step from it.
   __device__ explicit Descriptor(Tile tile)
       : lower(((cute::cast_smem_ptr_to_uint(tile.first()) & 0x3ffff) >> 4 | (Tile::atom_bytes >> 4 & 0x3fff) << 16) +
@@ -102,18 +104,27 @@ __device__ void start_product(int group, Acc& acc, A const& a, B b) {
   static_assert(Transposed || sizeof(T) == 2, "fp8 is multiplied along rows only");
   constexpr int steps = (Depth ? Depth : Transposed ? B::cols : B::rows) * sizeof(T) / 32;
   constexpr int columns = (Transposed ? B::rows : B::cols) / Beside;
-  static_assert(Beside == 1 || columns % (Transposed ? 8 : B::width) == 0, "a share is whole swizzle atoms");
+  // A share of whole swizzle atoms, or else pieces that each lie in one.
+  constexpr int piece = Beside == 1 || Transposed || columns % B::width == 0 ? columns : 32;
+  static_assert(columns % piece == 0 && (piece == columns || sizeof(T) == 2), "a share is halves of swizzle atoms");
   auto const left = left_steps(a, Beside == 1 ? group : 0);
-  Descriptor<B> right(b);
-  if constexpr (Beside > 1) {
-    constexpr int share = Transposed ? columns * B::row_bytes : columns / B::width * B::atom_bytes;
-    right.lower += group * (share >> 4);
-    keep_in_loop(right.lower);
+  Descriptor<B> right[columns / piece] = {Descriptor<B>(b)};
+  CUTE_UNROLL
+  for (int n = columns / piece - 1; n >= 0 && Beside > 1; --n) {
+    int const first = group * columns + n * piece;
+    int const share = Transposed ? first * B::row_bytes
+                                 : first / B::width * B::atom_bytes + first % B::width * static_cast<int>(sizeof(T));
+    right[n].lower = right[0].lower + (share >> 4);
+    keep_in_loop(right[n].lower);
   }
   CUTE_UNROLL
   for (int step = 0; step < steps; ++step) {
-    uint64_t const part = Transposed ? right.along_columns(step) : right.along_rows(step);
-    Wgmma<T, columns, !Transposed, decltype(left)::mn_major>::run(acc.data(), left(step), part, !Fresh || step > 0);
+    CUTE_UNROLL
+    for (int n = 0; n < columns / piece; ++n) {
+      uint64_t const part = Transposed ? right[n].along_columns(step) : right[n].along_rows(step);
+      Wgmma<T, piece, !Transposed, decltype(left)::mn_major>::run(acc.data() + n * piece / 2, left(step), part,
+                                                                 !Fresh || step > 0);
+    }
   }
 }
 
