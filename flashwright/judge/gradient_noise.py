@@ -40,6 +40,10 @@ FP32_LIMIT = 4.0
 """The certain error of the fp32 arithmetic, in units of its probable one."""
 
 
+FLUSHED = 2.0**-120
+"""The smallest normal number, 2^-126, times what a gradient multiplies such a weight by."""
+
+
 class Rounding(NamedTuple):
     """How a 16-bit type rounds a number x."""
 
@@ -49,7 +53,7 @@ class Rounding(NamedTuple):
     """The greatest relative error: the roundoff."""
     least: float
     """The greatest error of a number near 0: half of the smallest subnormal, or, as fp32 arithmetic
-    on a GPU may take subnormals for 0, the smallest normal number."""
+    on a GPU may take subnormals for 0, FLUSHED."""
 
     def variance(self, x: Any) -> Any:
         """R(x) = (rms x)^2 + least^2 / 3, and 0 for a 0, which is exact."""
@@ -62,9 +66,9 @@ class Rounding(NamedTuple):
 
 ROUNDING: Mapping[str, Rounding] = MappingProxyType(
     {
-        "bf16": Rounding(1.662e-3, 2.0**-8, 2.0**-126),
+        "bf16": Rounding(1.662e-3, 2.0**-8, FLUSHED),
         "fp16": Rounding(2.077e-4, 2.0**-11, 2.0**-25),
-        "fp32": Rounding(0.425 * FP32, FP32, 2.0**-126),
+        "fp32": Rounding(0.425 * FP32, FP32, FLUSHED),
     }
 )
 

@@ -31,7 +31,8 @@ from flashwright.spec import AttentionSpec
 
 MOST = 1.5  # the largest allowed ratio of a candidate's error to the library's
 SLACK = 0.05  # allowed units of roundoff beside it: at length 1 the library's error is 0
-SLACK_SINK = 1.0  # the library has no sinks: at length 1 it weighs by 1 exactly, a sink does not
+SLACK_OTHER = 1.0  # where the library computes another attention: without sinks it weighs by 1 at
+# length 1, and without slopes other gradients cancel than with them
 CLOSE = 0.1  # up to this relative RMS error an output counts as inexact, above it as wrong
 MAY_BE_LEFT_OUT = ("LSE", "dSlopes", "dSink")
 """Expected outputs that a candidate need not give. The verdict's notes report a missing one."""
@@ -253,7 +254,8 @@ class Trial:
         if case.library is None:
             return True
         outcome.ask("exactness")
-        slack = SLACK_SINK if self.spec.sink else SLACK
+        other = self.spec.sink or (self.spec.backward and self.spec.alibi)
+        slack = SLACK_OTHER if other else SLACK
         # If one outlier dominates each row, the ratio is that of a few roundings, so rows count.
         few = oracle.scatter(wanted[..., 0].size)
         limit = MOST * few * case.library + slack * oracle.ROUNDOFF[self.spec.dtype]
