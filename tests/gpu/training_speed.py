@@ -33,7 +33,7 @@ def pytorchs(q: Any, k: Any, v: Any) -> Any:
     return sdpa(q, k, v, is_causal=True, enable_gqa=True)
 
 
-class Layer(nn.Module):
+class Layer(nn.Module):  # type: ignore[misc]
     """Attention and a gated MLP, each behind a norm."""
 
     def __init__(self) -> None:
