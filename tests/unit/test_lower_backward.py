@@ -14,6 +14,10 @@ from flashwright.check.check import check, checked_program
 from flashwright.grad.grad import backward
 from flashwright.lang.format import format_tree
 from flashwright.lang.parse import parse
+from flashwright.lower import ir
+from flashwright.lower.names import Names
+from flashwright.lower.passes.double_buffer import alternating
+from flashwright.lower.term import ZERO
 from flashwright.lower.translate import translate
 from tests.unit.lowered import printed
 from tests.unit.tl_attention import attention
@@ -86,6 +90,29 @@ def test_warpgroups_tell_each_other_of_ds_before_dv_and_hear_behind_it() -> None
     found = [left or right for left, right in re.findall(steps, in_loop(source))]
     assert found == ["dP", "to_shared", "consumers_tell", "dV", "consumers_hear", "dQ", "dK"]
     assert source.count("consumers_meet") == 1  # behind the loop
+
+
+def test_a_meeting_for_another_tile_as_well_stays_one() -> None:
+    """They meet before P and for dS: whoever overwrites P would not wait for its readers."""
+    ds, other = ("dS", "shared"), ("P", "shared")
+    product = ir.Gemm(("dV", "register"), ("S", "register"), ("dO", "shared"), False, False)
+    body: tuple[ir.Statement, ...] = (
+        ir.Sync((ds,)),
+        ir.Move(("dP", "register"), ds),
+        ir.Sync((ds, other), publish=True),
+        ir.Move(("S", "register"), other),
+        ir.Sync((other,), publish=True),
+        product,
+        ir.Gemm(("dQ", "register"), ds, ("K", "shared"), False, True, left_transposed=True),
+        ir.Gemm(("dX", "register"), other, ("K", "shared"), False, True),
+    )
+    loop = ir.Loop("i", ZERO, ZERO, body)
+    for keys, steps in (((ds,), []), ((other,), ["tell", "hear"])):
+        made = alternating((loop,), frozenset(keys), Names(()), groups=2)
+        syncs = [n for n in ir.flat(made) if isinstance(n, ir.Sync)]
+        assert [n.step for n in syncs if n.step != "meet"] == steps
+        for sync in syncs:
+            assert sync.step == "meet" or sync.keys == keys
 
 
 def test_dq_is_added_in_fragments_without_a_test() -> None:

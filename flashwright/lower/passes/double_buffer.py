@@ -100,12 +100,13 @@ def _in_two_steps(
     """The loop in which warpgroups tell each other that a tile has been written, start the products
     that stand before those that read it, and only then wait for each other."""
     key, stage = tile
-    told = next(n for n, s in enumerate(body) if isinstance(s, ir.Sync) and key in s.keys)
+    told = next(n for n, s in enumerate(body) if ("writes", key) in _uses(s)) + 1
     reads = next(n for n, s in enumerate(body) if n > told and ("reads", key) in _uses(s))
     meeting, between = body[told], body[told + 1 : reads]
-    assert isinstance(meeting, ir.Sync)
-    if not any(isinstance(s, ir.Gemm) for s in between):
+    alone = isinstance(meeting, ir.Sync) and meeting.keys == (key,)  # nobody waits for more there
+    if not alone or not any(isinstance(s, ir.Gemm) for s in between):
         return body
+    assert isinstance(meeting, ir.Sync)
     tell, hear = (replace(meeting, step=step, stage=stage) for step in ("tell", "hear"))
     return (*body[:told], tell, *between, hear, *body[reads:])
 
