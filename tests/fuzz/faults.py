@@ -44,8 +44,8 @@ FAULTS = (
     Fault(
         "the second warpgroup multiplies the columns of the first",
         "device/fw/wgmma.cuh",
-        "right.lower += group * (share >> 4);",
-        "right.lower += 0 * (share >> 4);",
+        "int const first = group * columns + n * piece;",
+        "int const first = 0 * columns + n * piece;",
         HOPPER,
     ),
     Fault(
