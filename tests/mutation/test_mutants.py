@@ -102,7 +102,7 @@ def test_mutants_are_killed(name: str, operator: str) -> None:
 
 
 def test_mutants_of_a_backward_pass_are_killed() -> None:
-    """Two of each class, drawn by the program's name; the slow tests try all."""
+    """Two of each class, drawn by the program's name; the slow tests try more."""
     case = next(iter(backward_suite().values()))
     wrong = [fault(case, mutant) for mutant in sampled(case, 2)]
     assert not any(wrong), "\n".join(filter(None, wrong))
@@ -111,10 +111,11 @@ def test_mutants_of_a_backward_pass_are_killed() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("operator", [o.__name__ for o in OPERATORS])
 @pytest.mark.parametrize("name", backward_suite())
-def test_all_mutants_of_backward_passes_are_killed(name: str, operator: str) -> None:
-    case = backward_suite()[name]
+def test_a_third_of_the_mutants_of_backward_passes_is_killed(name: str, operator: str) -> None:
+    """Another third for each program. `python -m tests.mutation.report` tries all."""
+    case, third = backward_suite()[name], list(backward_suite()).index(name) % 3
     assert judge(case.kernels, case.spec, cases=problems(case)).ok
-    mutants = next(o for o in OPERATORS if o.__name__ == operator)(case.subject)
+    mutants = list(next(o for o in OPERATORS if o.__name__ == operator)(case.subject))[third::3]
     wrong = [fault(case, mutant) for mutant in mutants if mutant.tree != case.subject.tree]
     assert not any(wrong), "\n".join(filter(None, wrong))
 
