@@ -112,7 +112,7 @@ def test_mutants_of_a_backward_pass_are_killed() -> None:
 @pytest.mark.parametrize("operator", [o.__name__ for o in OPERATORS])
 @pytest.mark.parametrize("name", backward_suite())
 def test_a_third_of_the_mutants_of_backward_passes_is_killed(name: str, operator: str) -> None:
-    """Another third for each program. `python -m tests.mutation.report` tries all."""
+    """Another third for each of three programs: all of them take ten minutes."""
     case, third = backward_suite()[name], list(backward_suite()).index(name) % 3
     assert judge(case.kernels, case.spec, cases=problems(case)).ok
     mutants = list(next(o for o in OPERATORS if o.__name__ == operator)(case.subject))[third::3]
