@@ -46,7 +46,8 @@ with one head dim) and tries one mutant of each of the twelve classes in `STATED
 
 Derived [backward passes](gradients.md) are mutated too (`BACKWARD` in `tests/mutation/trial.py`):
 `make test` tries two mutants of each class in one of them, and `make test-slow` a third of all
-mutants of four, another one in each of three. Their run names the gradient that is wrong, and no line is asked of it.
+mutants of four, another one in each of three. Their run names the gradient that is wrong, and no
+line is asked of it.
 """
 Row = tuple[str, str, str, str, str]
 """Program, class, outcome (check, run, equal, misnamed, survived), what changed, why."""
