@@ -46,6 +46,8 @@ _PRODUCER_REGISTERS = 24
 _PRODUCER_WARPS = 4
 # No instruction can name more than 255 registers (guide: maximum 32-bit registers per thread).
 MOST_REGISTERS = 255
+# Columns of 16 bits in half of a row of the widest swizzle: warpgroups share columns by so many.
+HALF_SWIZZLE = 32
 # A warp is given registers in units of 256, so 8 for each of its 32 threads (CUDA occupancy
 # calculator, register allocation unit size, all of 7.5 to 12.0).
 REGISTER_UNIT = 8

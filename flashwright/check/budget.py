@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from flashwright.check.alive import Moment, moments
 from flashwright.check.names import Names
-from flashwright.gpu import Gpu
+from flashwright.gpu import HALF_SWIZZLE, Gpu
 from flashwright.lang.diagnostic import Diagnostic, Label
 from flashwright.lang.nodes import (
     Compute,
@@ -28,7 +28,6 @@ from flashwright.program.vocabulary import DTYPES
 from flashwright.semantics.machine import operand_dtypes
 
 KB = 1024
-HALF_ATOM = 32  # columns of 16 bits in half of a swizzled row of shared memory
 
 
 @dataclass(frozen=True)
@@ -271,7 +270,7 @@ def _mma(stmt: Compute, program: Program, gpu: Gpu) -> Iterator[Diagnostic]:
     columns = f"MMA tiles of {step_n} columns"
     less = ""
     if shares := _shares(m, right, program, gpu):
-        along, step_n = 4, shares * (16 if isinstance(stmt.args[1], Transpose) else HALF_ATOM)
+        along, step_n = 4, shares * (16 if isinstance(stmt.args[1], Transpose) else HALF_SWIZZLE)
         columns = f"{shares} warpgroups with the same {m} rows"
         less = f", or set Warps to {m // 16}"
     for size, step, what, reason in (

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ def line(name: str, ours: Call, theirs: Call) -> float:
 
 
 def mean(ratios: Sequence[float]) -> str:
-    found = math.exp(sum(map(math.log, ratios)) / len(ratios))
+    found = statistics.geometric_mean(ratios)
     return f"geometric mean {found:.3f}, worst {min(ratios):.3f}, of {len(ratios)}"
 
 
@@ -112,13 +112,14 @@ class Setting:
         ]
 
 
-def made(setting: Setting) -> str:
+@cache
+def package(setting: Setting) -> Path:
     """The package of a setting, from the store."""
-    return str(store.find_or_make(setting.order(), store.tell))
+    return store.find_or_make(setting.order(), store.tell)
 
 
 def ours(setting: Setting, tensors: Sequence[Any], out: Any, lse: Any) -> Call:
-    folder = store.find_or_make(setting.order(), store.tell)
+    folder = package(setting)
     record = steps.read(folder)
     assert record is not None
     kernel = steps.load(folder, record)
@@ -132,7 +133,7 @@ def ours(setting: Setting, tensors: Sequence[Any], out: Any, lse: Any) -> Call:
 def compared(settings: Sequence[Setting], peer: Callable[..., Any]) -> None:
     """A table of these settings beside a peer's forward, which gives O, LSE and the backward."""
     with ProcessPoolExecutor(8, get_context("spawn")) as pool:
-        list(pool.map(made, settings))
+        list(pool.map(package, settings))
     ratios = []
     print(f"{'':34} {'ours':>8} {'other':>8} ratio   difference")
     for setting in settings:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dis
 import importlib.util
-import math
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -174,7 +174,7 @@ def main() -> None:
             ratios.append(ratio)
             print(line, flush=True)
         if ratios:
-            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            mean = statistics.geometric_mean(ratios)
             print(f"geometric mean {mean:.2f}, worst {min(ratios):.2f}, of {len(ratios)}")
 
 

@@ -19,9 +19,6 @@ from flashwright.lower.targets.shared_memory import with_two_stages
 from flashwright.lower.term import ONE, ZERO, Var, binary
 from flashwright.program.program import Key, Program
 
-MOST_GROUPS = 3
-"""Warpgroups that have barriers of their own to wait for each other at: two each."""
-
 
 def double_buffered(
     program: Program, gpu: Gpu, body: tuple[ir.Statement, ...], names: Names
@@ -88,7 +85,7 @@ def _writes(loop: ir.Loop, key: Key) -> bool:
 
 def _alternating(loop: ir.Loop, stages: dict[Key, Var], groups: int) -> ir.Loop:
     inner = ir.changed(loop.body, lambda node: _with_stage(node, stages))
-    if len(stages) == 1 and 1 < groups <= MOST_GROUPS:
+    if len(stages) == 1 and groups > 1:  # each warpgroup has two barriers for one such tile
         inner = _in_two_steps(inner, *stages.items())
     turns = (ir.Define(s.name, binary("-", ONE, s), again=True) for s in stages.values())
     return replace(loop, body=(*inner, *turns))
@@ -102,13 +99,13 @@ def _in_two_steps(
     key, stage = tile
     told = next(n for n, s in enumerate(body) if ("writes", key) in _uses(s)) + 1
     reads = next(n for n, s in enumerate(body) if n > told and ("reads", key) in _uses(s))
-    meeting, between = body[told], body[told + 1 : reads]
-    alone = isinstance(meeting, ir.Sync) and meeting.keys == (key,)  # nobody waits for more there
-    if not alone or not any(isinstance(s, ir.Gemm) for s in between):
-        return body
-    assert isinstance(meeting, ir.Sync)
-    tell, hear = (replace(meeting, step=step, stage=stage) for step in ("tell", "hear"))
-    return (*body[:told], tell, *between, hear, *body[reads:])
+    between = body[told + 1 : reads]
+    match body[told]:
+        case ir.Sync(keys=(only,)) as meeting if only == key:  # nobody waits for more there
+            if any(isinstance(s, ir.Gemm) for s in between):
+                tell = replace(meeting, step="tell", stage=stage)
+                return (*body[:told], tell, *between, replace(tell, step="hear"), *body[reads:])
+    return body
 
 
 def _with_stage(node: ir.Statement, stages: dict[Key, Var]) -> ir.Statement | None:

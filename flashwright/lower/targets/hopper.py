@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from flashwright.gpu import Gpu
+from flashwright.gpu import HALF_SWIZZLE, Gpu
 from flashwright.lower import ir
 from flashwright.lower.passes.fp8_transpose import can_transpose, transposed_tiles
 from flashwright.lower.report import NO_TMA, NO_WGMMA, ParamEdit, Report
@@ -156,7 +156,7 @@ def _by_wgmma(
     depth, size = right.shape[1 if gemm.transposed else 0], DTYPES[right.dtype]
     beside = gpu.beside(rows, program.warps)
     all_rows = 16 * program.warps // beside
-    share = 16 if gemm.transposed else 32  # of columns: half of a swizzle's row
+    share = 16 if gemm.transposed else HALF_SWIZZLE  # of columns
     wanted = rows // 16 if rows % 64 == 0 and rows // 64 <= MOST_GROUPS else None
     return [
         _Check(size == 2 or (size == 1 and can_transpose(gemm, transposed)),
