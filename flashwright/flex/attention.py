@@ -201,18 +201,20 @@ def _run(
     if torch.compiler.is_compiling():
         return torch.compiler.disable(_run)(task, score_mod, mask_mod, given, lists, return_lse)
     q, k, v = given["q"], given["k"], given["v"]
-    if lists is not None and _trains(given) and _used(lists) is not None:
+    used = _used(lists)
+    if used is not None and used.per_head and q.shape[1] > k.shape[1] and _trains(given):
         _tell_once(
-            "block_mask: the kernel visits the blocks within the mask's own bounds, since the one "
-            "that visits its lists has no gradient; without requires_grad the lists are used"
+            "block_mask: the kernel visits the blocks within the mask's own bounds, since heads "
+            "that share keys have lists of their own, and these have no gradient; without "
+            "requires_grad, or with the same lists for all heads, the lists are used"
         )
-        lists = None
+        lists = used = None
     quick = _QUICK.get((task, score_mod, mask_mod)) if len(given) == 3 and lists is None else None
     if quick is not None and quick.watch.same() and q.shape[0] == k.shape[0]:
         return quick.operator(q, k, v, return_lse=return_lse)
     dims = dims_of(q, k)
     bias = Bias.of(given["bias"], dims) if "bias" in given else None
-    known = (task, score_mod, mask_mod, bias, _used(lists))
+    known = (task, score_mod, mask_mod, bias, used)
     entry = _KERNELS.get(known)
     if entry is not None and not entry.watch.same():
         entry = _KERNELS[known] = _renewed(

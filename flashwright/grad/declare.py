@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from flashwright.grad.algebra import renamed, values_in
 from flashwright.grad.derive import Backward
+from flashwright.grad.listed import OF_KEYS, Listed
 from flashwright.grad.normalise import KEY, QUERY, Axes, Forward, refuse
 from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_expr
@@ -51,6 +52,9 @@ class Scope:
     def notes(self) -> list[str]:
         """What a reader should know of the result, a sentence each."""
         made = [f"No gradient of {name}: {why}." for name, why in self.missing.items()]
+        if self.forward.listed is not None:
+            lists = ", ".join(name for name in self.globals if name.endswith(OF_KEYS))
+            made.append(f"{lists}: for each block of keys, which blocks of queries visit it.")
         for value, expr in self.back.again.items():
             bases = {v: tl.Name(v.split(".")[0]) for v in values_in(expr)}
             text = format_expr(renamed(expr, bases))
@@ -91,6 +95,14 @@ class Scope:
         """Declare a tensor of the forward program."""
         self.globals.setdefault(tensor.name, replace(tensor.declared, comment=None, gap=False))
 
+    def declare_lists(self, listed: Listed) -> None:
+        """Declare the lists of the blocks of queries that visit each block of keys."""
+        names, tensors = (listed.counts, listed.blocks), self.program.tensors
+        counts, blocks = (tensors[name].declared for name in names)
+        for name in (listed.counts, *listed.prefixes, listed.blocks):
+            stmt = listed.declared(name, counts, blocks)
+            self.globals.setdefault(stmt.name.id, stmt)
+
     def row_copy(self, value: str) -> tl.Copy:
         """The Copy of a value that lies along the queries, its tensor declared."""
         load = self.forward.loads.get(value)
@@ -119,7 +131,7 @@ class Scope:
         """The title, the params and dims that the kernels use, more params, and the tensors."""
         parts = [e for s in tl.statements(tuple(kernels)) for e in tl.expressions(s)]
         for part in parts:
-            if isinstance(part, tl.Index):
+            if isinstance(part, tl.Index) and part.tensor.id not in self.globals:
                 self.declare_input(self.program.tensors[part.tensor.id])
         tensors = sorted(self.globals.values(), key=self._rank)
         parts += [axis.size for t in tensors for axis in t.shape]
@@ -132,7 +144,7 @@ class Scope:
     def _rank(self, stmt: tl.Allocate) -> int:
         """The order of tensors: the forward's, the given gradients, scratch, the gradients."""
         name = stmt.name.id
-        if name in self.program.tensors:
+        if name in self.program.tensors or name.endswith(OF_KEYS):
             return 0
         return 1 if name in self.given else 3 if name in self.outputs else 2
 

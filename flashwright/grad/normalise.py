@@ -16,6 +16,7 @@ from flashwright.grad.algebra import (
     substitute,
     values_in,
 )
+from flashwright.grad.listed import Listed, find_listed
 from flashwright.lang import nodes as tl
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.format import format_expr
@@ -56,7 +57,8 @@ class Forward:
     """The forward pass: its loads, its steps in three parts, and what it stores.
 
     `carried` has for each value that passes from one iteration to the next, by its name at the
-    begin of the body, the name at the end; `first` has their values before the loop.
+    begin of the body, the name at the end; `first` has their values before the loop. `listed` are
+    the lists of blocks that the loop visits, if it does: then its variable stands for the tile.
     """
 
     program: Program
@@ -70,6 +72,7 @@ class Forward:
     body: list[Step] = field(default_factory=list)
     epilogue: list[Step] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
+    listed: Listed | None = None
 
     def spelt_out(self, expr: tl.Expr) -> tl.Expr:
         """A scalar expression with the lets in it replaced by their values."""
@@ -171,7 +174,7 @@ class _Walk:
         """Read one statement; Failed if it has no derived gradient."""
         match stmt:
             case tl.Let(name, value):
-                self.forward.lets[name.id] = value
+                self.forward.lets[name.id] = self._scalar(value)
             case tl.Copy():
                 self._copy(stmt)
             case tl.Compute():
@@ -184,6 +187,18 @@ class _Walk:
                 raise refuse(stmt.span, "a branch around computations has no derived gradient")
             case tl.For():
                 raise refuse(stmt.span, "a loop inside the loop over the keys")
+
+    def _scalar(self, value: tl.Expr) -> tl.Expr:
+        """The value of a let: for a tile of keys from lists, the loop's variable."""
+        forward = self.forward
+        size, axis = forward.query.high, forward.query.name
+        assert isinstance(size, tl.Binary)
+        high = forward.spelt_out(forward.loop.high)
+        listed = find_listed(forward.spelt_out(value), forward.loop, high, axis, size.right)
+        if listed is None or forward.listed not in (None, listed):
+            return value
+        forward.listed = listed
+        return forward.loop.var
 
     def loop(self, loop: tl.For) -> None:
         """The body, with the values that it carries and the Copies that run ahead of their use."""
@@ -375,6 +390,8 @@ class _Walk:
                 raise refuse(self.span, text, "tiles have other sizes here: use q_idx and kv_idx")
             case tl.Call(func, args):
                 return call(func.id.lower(), *map(self._read, args))
+            case tl.Binary("<") if found := self._prefix(expr):
+                return found
             case tl.Binary(op, left, right):
                 return tl.Binary(op, self._read(left), self._read(right))
             case tl.Unary(op, operand):
@@ -382,6 +399,14 @@ class _Walk:
             case tl.Index(tensor, args):
                 return tl.Index(tensor, tuple(map(self._read, args)))
         return expr
+
+    def _prefix(self, condition: tl.Binary) -> tl.Name | None:
+        """The name of a condition on the place of a block in its list."""
+        forward = self.forward
+        if forward.listed is None:
+            return None
+        end = forward.spelt_out(condition.right)
+        return forward.listed.prefix(condition, forward.loop.var, end)
 
     def _key(self, name: tl.Name) -> Key:
         """The buffer that a statement calls by this name."""

@@ -3,12 +3,14 @@ them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashwright.grad.algebra import ONE, ZERO, Product, add, call, div, mul, sub
 from flashwright.grad.declare import Scope
 from flashwright.grad.invert import query_bounds
-from flashwright.grad.normalise import KEY, Forward, Load, refuse
+from flashwright.grad.listed import in_prefix
+from flashwright.grad.normalise import KEY, QUERY, Forward, Load, refuse
 from flashwright.lang import nodes as tl
 
 
@@ -39,35 +41,84 @@ class _Group:
     index: str
 
 
+@dataclass(frozen=True)
+class _Steps:
+    """The tiles of queries that a block of keys visits for one head: lets before the loop, how many
+    tiles, the tile of a step, and the forward's scalars that depend on the step."""
+
+    lets: tuple[tl.Let, ...]
+    count: tl.Expr
+    tile: Callable[[tl.Expr], tl.Expr]
+    names: Callable[[tl.Expr], dict[str, tl.Expr]] = lambda step: {}
+
+
 def find_owner(scope: Scope) -> Owner:
     """The blocks of the main kernel; Failed if the heads that share keys cannot be found."""
-    forward = scope.forward
-    key, query = forward.query.name, scope.new_name("i")
-    low, high = query_bounds(forward, key)
+    forward, key, query = scope.forward, scope.forward.query.name, scope.new_name("i")
     group = _group(forward)
     names: dict[str, tl.Expr] = {forward.loop.var.id: key, key.id: query}
     axes = [a for a in forward.program.grid.axes if a is not forward.query]
     axes.insert(0, tl.GridAxis(key, ZERO, div(scope.key_length, scope.sizes[KEY])))
-    if group is None:
-        return Owner(tl.Grid(tuple(axes)), (), (query, low, high), (), names)
-    of_group = (group.head, group.index)
+    if group is None and forward.listed is None:
+        return Owner(tl.Grid(tuple(axes)), (), (query, *query_bounds(forward, key)), (), names)
+    of_group = (group.head, group.index) if group is not None else ()
     kv, head, count = (scope.new_name(name, *of_group) for name in ("kv_head", "head", "n"))
+    steps = _within_bounds(scope) if forward.listed is None else _in_lists(scope, group)
+    if group is None:
+        inner: tuple[tl.Let, ...] = (tl.Let(query, steps.tile(count)),)
+        names |= steps.names(count)
+        return Owner(tl.Grid(tuple(axes)), steps.lets, (count, ZERO, steps.count), inner, names)
     grid = (tl.GridAxis(kv, ZERO, group.count) if a.name.id == group.head else a for a in axes)
-    size, start, steps = map(scope.new_name, ("Group", "Start", "Steps"))
+    size, step = map(scope.new_name, ("Group", "step"))
+    # A whole number, as the launcher has checked.
+    lets = (tl.Let(size, call("floor", group.size)), *steps.lets)
+    # All heads of a group see a tile of queries at the same time.
+    inner = (
+        tl.Let(head, add(mul(kv, size), tl.Binary("%", count, size))),
+        tl.Let(step, call("floor", tl.Binary("/", count, size))),
+        tl.Let(query, steps.tile(step)),
+    )
+    names |= {group.head: head, group.index: kv, **steps.names(step)}
+    loop = (count, ZERO, mul(size, steps.count))
+    return Owner(tl.Grid(tuple(grid)), lets, loop, inner, names)
+
+
+def _within_bounds(scope: Scope) -> _Steps:
+    """The tiles within the inverted bounds of the forward's loop. All blocks begin with the last
+    one: what they read and add to stays in the L2."""
+    start, steps = map(scope.new_name, ("Start", "Steps"))
+    low, high = query_bounds(scope.forward, scope.forward.query.name)
     lets = (
-        tl.Let(size, call("floor", group.size)),  # a whole number, as the launcher has checked
         tl.Let(start, low),
         tl.Let(steps, call("max", ZERO, sub(call("ceil", high), start))),
     )
-    # All heads of a group see a tile of queries at the same time, and all blocks begin with the
-    # last one: what they read and add to stays in the L2.
-    done = call("floor", tl.Binary("/", count, size))
-    inner = (
-        tl.Let(head, add(mul(kv, size), tl.Binary("%", count, size))),
-        tl.Let(query, sub(sub(add(start, steps), ONE), done)),
+    return _Steps(lets, steps, lambda step: sub(sub(add(start, steps), ONE), step))
+
+
+def _in_lists(scope: Scope, group: _Group | None) -> _Steps:
+    """The tiles in the lists of the blocks that visit a block of keys."""
+    listed, key, size = scope.forward.listed, scope.forward.query.name, scope.sizes[QUERY]
+    assert listed is not None
+    if group is not None and any(
+        n.id == group.head for e in listed.place for n in tl.value_names(e)
+    ):
+        why = f"heads that share keys have lists of their own in `{listed.blocks}`"
+        raise refuse(scope.forward.loop.span, why, "give them the same lists")
+    scope.declare_lists(listed)
+    block, visited = map(scope.new_name, ("KeyBlockHere", "VisitedBy"))
+    tiles = div(listed.rows, size)
+    ends = {name: scope.new_name(f"{name}End", f"{name}End") for name in listed.prefixes}
+    lets = (
+        tl.Let(block, call("floor", div(mul(key, scope.sizes[KEY]), listed.columns))),
+        tl.Let(visited, listed.index(listed.counts, block)),
+        *(tl.Let(end, mul(listed.index(name, block), tiles)) for name, end in ends.items()),
     )
-    names |= {group.head: head, group.index: kv}
-    return Owner(tl.Grid(tuple(grid)), lets, (count, ZERO, mul(size, steps)), inner, names)
+    return _Steps(
+        lets,
+        mul(visited, tiles),
+        lambda step: listed.query_tile(block, step, size),
+        lambda step: {in_prefix(n).id: tl.Binary("<", step, end) for n, end in ends.items()},
+    )
 
 
 def _group(forward: Forward) -> _Group | None:

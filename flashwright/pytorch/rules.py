@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from flashwright.build.arrays import NO_GRADIENT
 from flashwright.build.plan_rules import caller_order
 from flashwright.lower.launch_plan import PlanTensor
+from flashwright.pytorch.lists import of_keys
 from flashwright.pytorch.signature import EXACT, LAYOUT, Signature, dtype_of
 
 NO_BACKWARD = "no_backward"
@@ -137,6 +138,7 @@ class Gradient:
                 for shape, asked in zip(ctx.shapes, needed, strict=True)
             ]
         assert not isinstance(made, str)
+        given |= of_keys(made.inputs, given)
         for name in set(made.inputs) - given.keys():  # an output that the caller has not used
             given[name] = torch.zeros_like(given[name.removeprefix("d")])
         results = made.op(*(_with_rows(given[name]) for name in made.inputs))

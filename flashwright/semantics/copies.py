@@ -79,7 +79,8 @@ class Copies:
         self, coord: Coord | None, tiled: int | None, tensor: Tensor, axis: TensorAxis, stmt: Copy
     ) -> int | Unknown:
         """The position at which the tile begins on one axis. It must be a whole number inside the
-        tensor; with `at` it may be negative. `tiled` is the tile's size on the axis, if any."""
+        tensor; with `at` it may be negative, and a tile whose place comes from a tensor may begin
+        past the end: a listed block may end there. `tiled` is the tile's size on the axis, if any."""
         expr, size = coord.value if coord is not None else None, tiled or 1
         value = self.machine.scalar(expr) if expr is not None else 0
         if isinstance(value, Unknown):
@@ -94,7 +95,8 @@ class Copies:
             text = f"axis {axis.label} of `{tensor.name}`: {value} is not a whole number"
             fix = rounded_down(expr) if expr is not None else None
             raise self.machine.halt("FW306", text, span, fix=fix, label=self.machine.problem())
-        if start >= extent or (start < 0 and not in_elements):
+        listed = expr is not None and tiled is not None and self.program.chosen(expr)
+        if (start >= extent and not listed) or (start < 0 and not in_elements):
             what = f"{start}..{start + size - 1}" if size > 1 else f"{start}"
             text = (
                 f"this reaches {what} on axis {axis.label} of `{tensor.name}`, which is "
@@ -122,10 +124,10 @@ class Copies:
             if have2 is not None and have2.value != place.value:
                 self._misplaced(stmt, f"{dim} {have2.value}", f"{dim} {place.value}", have2.copy)
         region = tuple((_known(p.start), p.size) for p in places)
-        if stmt.adds:
-            self._add(stmt, tensor, region, tile)
-        else:
+        if not stmt.adds:
             self.machine.stores.append((tensor.name, region, stmt))
+        elif not any(isinstance(p.start, Unknown) or p.chosen for p in places):
+            self._add(stmt, tensor, region, tile)  # else data decide what is added where
         if self.machine.math is not None:
             offset = self.machine.offset(tensor)
             self.machine.math.store(tensor, region, offset, tile.data, tile.shape, stmt.adds)

@@ -32,6 +32,7 @@ from flashwright.sandbox.tensors import DTYPES
 from flashwright.semantics.interpret import interpret_all, shape_of
 from flashwright.spec import AttentionSpec, load
 from tests.example_programs import EXAMPLES
+from tests.unit.test_grad import LISTS, drawn_lists, listed
 from tests.unit.together import SCHEDULES, Kernel, kernels
 
 pytestmark = pytest.mark.skipif(not toolchain.has_nvcc(), reason="there is no CUDA compiler here")
@@ -117,27 +118,35 @@ def test_gradients(gpu: str, options: list[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["a100", "h200"])
 def test_examples(gpu: str) -> None:
-    """Gradients of other tensors, two softmaxes, tiles side by side: as the interpreter has them,
-    which test_grad.py compares with fp64."""
+    """Gradients of other tensors, two softmaxes, tiles side by side, and blocks in lists."""
+    names = ("forgetting", "differential", "side_by_side", "bias_prefix")
+    given = [(load(EXAMPLES / f"{name}.toml"), read(EXAMPLES / f"{name}.tl")) for name in names]
+    given += [(make_spec(v, heads=4, dtype="bf16"), listed(v, gpu, **LISTS[v])) for v in LISTS]
     card, made = gpus.find(gpu), []
-    for name in ("forgetting", "differential", "side_by_side", "bias_prefix"):
-        spec = load(EXAMPLES / f"{name}.toml")
-        tree = backward(checked_program(parse(read(EXAMPLES / f"{name}.tl")))).tree
-        _, sized = next(tilings(tree, card))
+    for spec, text in given:
+        _, sized = next(tilings(backward(checked_program(parse(text))).tree, card))
         made.append((spec, check(sized, card).kernels))
     texts = [(format_tree(p.tree), spec) for spec, programs in made for p in programs]
     built = iter(kernels(texts, gpu))
     for spec, programs in made:
-        steps = [next(built) for _ in programs]
-        whole = Kernels(programs)
-        dims = {"batch": 1, "heads": spec.heads, "kv_heads": spec.kv_heads}
-        dims |= {"q_len": 70, "kv_len": 133}
-        rng = np.random.default_rng(0)
-        inputs = {t.name: rng.standard_normal(shape_of(t, programs[0], dims)) for t in whole.inputs}
-        given = {t.name: inputs[t.name].astype(DTYPES[t.dtype]) for t in whole.inputs}
-        expected = interpret_all(whole, given, dims)
-        found = launched(steps, Steps.of(whole), given, dims, SCHEDULES[0])
-        for name, array in expected.items():
-            error = found[name].astype(np.float64) - array.astype(np.float64)
-            size = np.sqrt(np.mean(array.astype(np.float64) ** 2))
-            assert np.sqrt(np.mean(error**2)) <= 2e-3 * size, (spec.variant, name)
+        as_interpreted([next(built) for _ in programs], Kernels(programs), spec)
+
+
+def as_interpreted(steps: Sequence[Kernel], whole: Kernels, spec: AttentionSpec) -> None:
+    """Kernels compute what the interpreter does, which test_grad.py compares with fp64."""
+    dims = {"batch": 1, "heads": spec.heads, "kv_heads": spec.kv_heads, "q_len": 70, "kv_len": 133}
+    rng = np.random.default_rng(0)
+    inputs = {
+        t.name: rng.standard_normal(shape_of(t, program, dims))
+        for program in whole.programs
+        for t in program.inputs
+    }
+    if "BlocksOfKeys" in inputs:
+        inputs |= drawn_lists(rng, dims, LISTS[spec.variant])
+    given = {t.name: inputs[t.name].astype(DTYPES[t.dtype]) for t in whole.inputs}
+    expected = interpret_all(whole, given, dims)
+    found = launched(steps, Steps.of(whole), given, dims, SCHEDULES[0])
+    for name, array in expected.items():
+        error = found[name].astype(np.float64) - array.astype(np.float64)
+        size = np.sqrt(np.mean(array.astype(np.float64) ** 2))
+        assert np.sqrt(np.mean(error**2)) <= 2e-3 * size, (spec.variant, name)

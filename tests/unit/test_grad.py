@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,14 @@ import pytest
 import typer
 
 from flashwright.author.builtin.author import write_code, write_sketch
+from flashwright.author.builtin.mods import BlockLists, Mods, Operand
 from flashwright.author.builtin.variants import make_spec
 from flashwright.check.check import check
 from flashwright.gpu import find
 from flashwright.grad.grad import backward
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.format import format_tree
+from flashwright.lang.nodes import Binary, Index, Name
 from flashwright.lang.parse import parse, read
 from flashwright.program.kernels import Kernels
 from flashwright.program.program import Program
@@ -24,6 +28,7 @@ from flashwright.semantics.interpret import NUMPY_DTYPES, interpret_all, shape_o
 from tests.example_programs import EXAMPLES
 
 torch = pytest.importorskip("torch")
+from flashwright.pytorch.lists import of_keys  # noqa: E402
 
 Array = Any
 Tensors = Mapping[str, Any]
@@ -278,6 +283,76 @@ def test_documents() -> None:
         return softmax(scores(t) / 8, (k >= t["Start"][:, None, :, None]) & (k <= q), t)
 
     agrees(example("documents"), attention, ((70, 100), (150, 150)), given=starts)
+
+
+DOCUMENTS = Mods(
+    mask=Binary(
+        "==",
+        Index(Name("Doc"), (Name("batch_idx"), Name("q_idx"))),
+        Index(Name("DocOfKey"), (Name("batch_idx"), Name("kv_idx"))),
+    ),
+    operands=(
+        Operand("Doc", ("batch", "q_len"), "int32"),
+        Operand("DocOfKey", ("batch", "kv_len"), "int32"),
+    ),
+)
+
+
+def listed(variant: str, gpu: str = "a100", **lists: bool) -> str:
+    """A program that visits the blocks in lists, of 128 queries and 64 keys."""
+    mods = replace(DOCUMENTS, lists=BlockLists(128, 64, **lists))
+    heads = {"heads": 4, "kv_heads": 2 if variant == "gqa" else 4}
+    spec = make_spec(variant, head_dim=64, dtype="bf16", **heads)
+    return write_code(write_sketch(spec, mods), spec, find(gpu), mods).code
+
+
+def drawn_lists(rng: Any, dims: Mapping[str, int], lists: Mapping[str, bool]) -> dict[str, Array]:
+    """Lists for blocks of queries and of keys, documents, and the table of blocks."""
+    shared = (dims["batch"] if lists["batched"] else 1, dims["heads"] if lists["per_head"] else 1)
+    blocks = (-(-dims["q_len"] // 128), -(-dims["kv_len"] // 64))
+    table = torch.tensor(rng.integers(0, 2 + lists["full"], (*shared, *blocks)))
+    order = table.sort(dim=-1, descending=True, stable=True).indices.int()
+    made = {"counts": (table > 0).sum(-1, dtype=torch.int32), "blocks": order}
+    if lists["full"]:
+        made["full"] = (table == 2).sum(-1, dtype=torch.int32)
+    made |= of_keys([f"{name}ofkeys" for name in made], made)
+    names = {name: name.capitalize().replace("ofkeys", "OfKeys") for name in made}
+    found = {names[name]: tensor.numpy() for name, tensor in made.items()}
+    for name, length in (("Doc", "q_len"), ("DocOfKey", "kv_len")):
+        found[name] = rng.integers(0, 2, (dims["batch"], dims[length])).astype(np.int32)
+    return found | {"Table": table.numpy().astype(np.int32)}
+
+
+LISTS = {
+    "mha": {"batched": True, "per_head": True, "full": True},
+    "gqa": {"batched": False, "per_head": False, "full": False},
+}
+
+
+@pytest.mark.parametrize("variant", LISTS)
+def test_listed_blocks(variant: str) -> None:
+    """Lists that are part of the mask: what is in none is hidden, what is full is all seen."""
+
+    def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
+        q, k = torch.arange(dims["q_len"]) // 128, torch.arange(dims["kv_len"]) // 64
+        kind = t["Table"][:, :, q][..., k]
+        same = t["Doc"][:, None, :, None] == t["DocOfKey"][:, None, None]
+        return softmax(scores(t) / 8, (kind == 2) | ((kind == 1) & same), t)
+
+    text, given = listed(variant, **LISTS[variant]), partial(drawn_lists, lists=LISTS[variant])
+    made = agrees(text, attention, ((300, 200), (70, 30)), given=given)
+    assert "BlocksOfKeys" in made
+
+
+def test_lists_of_heads_that_share_keys_are_refused() -> None:
+    text = listed("gqa", batched=True, per_head=True, full=True)
+    assert "heads that share keys have lists of their own" in refused(text)
+
+
+def test_tiles_that_do_not_divide_a_listed_block_are_refused() -> None:
+    made = derived(listed("mha", batched=True, per_head=True, full=True))
+    found = check(parse(made.replace("param BM = 64", "param BM = 256"))).errors
+    assert "not a whole number" in found[0].message
 
 
 def test_sigmoid_instead_of_softmax() -> None:
