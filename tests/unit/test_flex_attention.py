@@ -357,10 +357,11 @@ def test_lists_of_blocks_are_visited_where_the_mask_bounds_no_keys(tmp_path: Pat
     assert "FullEnd" not in text
 
 
-def test_lists_are_left_where_a_gradient_is_wanted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("heads", [None, 4])
+def test_lists_where_a_gradient_is_wanted(
+    heads: int | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The kernel that visits lists has no backward."""
+    """They are visited, unless heads that share keys have lists of their own."""
     document = torch.arange(300) // 70
 
     def documents(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -370,11 +371,12 @@ def test_lists_are_left_where_a_gradient_is_wanted(
 
     given = qkv(q_len=300, kv_len=300)
     given["k"].requires_grad_()
-    mask = create_block_mask(documents, None, None, 300, 300, device="cpu", BLOCK_SIZE=(128, 64))
+    mask = create_block_mask(documents, None, heads, 300, 300, device="cpu", BLOCK_SIZE=(128, 64))
     found = run(given, None, documents, lists=blocked(mask, given["q"], given["k"]))
     assert_like_pytorch(found, given, None, documents)
-    assert "Visited" not in only_program(tmp_path)
-    assert "the one that visits its lists has no gradient" in capsys.readouterr().err
+    assert ("Visited" in only_program(tmp_path)) == (heads is None)
+    told = "heads that share keys have lists of their own" in capsys.readouterr().err
+    assert told == (heads is not None)
 
 
 def halves(b: Any, h: Any, q: Any, kv: Any) -> Any:
