@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ from flashwright.cli.command import FINE, blaming, find_gpu, guarded, load_progr
 
 if TYPE_CHECKING:
     from flashwright.lang.nodes import Tree
-    from flashwright.program.program import Program
+    from flashwright.program.program import Program, Tensor
 
 
 def register(app: typer.Typer) -> None:
@@ -29,6 +30,16 @@ def _check_result(tree: Tree, program: Program) -> None:
         raise Failed(Diagnostic("FW908", text, program.grid.span))
 
 
+def _names(text: str, what: str, tensors: Iterable[Tensor]) -> list[str]:
+    """The names in a list of names; BadParameter if no tensor is called so."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    known = [t.name for t in tensors]
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"no {what} is called {name}: there are {', '.join(known)}")
+    return names
+
+
 @guarded
 def grad(
     file: Annotated[str, typer.Argument(metavar="FILE", help="TL code; - reads stdin.")],
@@ -37,6 +48,10 @@ def grad(
     ] = None,
     of: Annotated[
         str, typer.Option(metavar="NAMES", help="Outputs with a gradient beside O, as in `LSE`.")
+    ] = "",
+    wrt: Annotated[
+        str,
+        typer.Option(metavar="NAMES", help="Inputs to differentiate with respect to; default all."),
     ] = "",
     out: Annotated[
         Path | None,
@@ -50,13 +65,10 @@ def grad(
     from flashwright.lang.format import format_tree
 
     program, source = load_program(file)
-    names = [name.strip() for name in of.split(",") if name.strip()]
-    unknown = set(names) - {t.name for t in program.outputs}
-    if unknown:
-        there = ", ".join(t.name for t in program.outputs)
-        raise typer.BadParameter(f"no output is called {min(unknown)}: there are {there}")
+    outputs = _names(of, "output", program.outputs)
+    inputs = _names(wrt, "input", program.inputs) or None
     with blaming(shown_name(file), source):
-        made = backward(program, names)
+        made = backward(program, outputs, inputs)
         _check_result(made.tree, program)
     tree = made.tree
     if gpu is not None:

@@ -43,9 +43,13 @@ class BackwardOrder:
     """The forward's."""
     outputs: tuple[str, ...] = ()
     """The outputs that have a gradient, beside O."""
+    inputs: tuple[str, ...] | None = None
+    """The inputs whose gradients are wanted, in lower case; None for all."""
 
     @classmethod
-    def of(cls, folder: Path, outputs: tuple[str, ...] = ()) -> BackwardOrder:
+    def of(
+        cls, folder: Path, outputs: tuple[str, ...] = (), inputs: tuple[str, ...] | None = None
+    ) -> BackwardOrder:
         """For the kernel in a package. Raises Failed with FW852 if it says too little."""
         code = content(folder / CODE)
         try:
@@ -56,13 +60,16 @@ class BackwardOrder:
         if code is None:
             raise unusable(folder / CODE, "the program is missing, which a backward needs")
         spec = folder / SPEC
-        return cls(code.decode(), card, specs.load(spec) if spec.is_file() else None, outputs)
+        known = specs.load(spec) if spec.is_file() else None
+        return cls(code.decode(), card, known, outputs, inputs)
 
     @cached_property
     def code(self) -> str:
         """The text of the backward program. Raises Failed if it cannot be derived."""
         program = checked_program(parse(self.forward))
-        return format_tree(backward(program, self.outputs).tree)
+        names = self.inputs
+        wrt = None if names is None else [t.name for t in program.inputs if t.name.lower() in names]
+        return format_tree(backward(program, self.outputs, wrt).tree)
 
     @cached_property
     def key(self) -> str:
@@ -90,10 +97,12 @@ class BackwardOrder:
         write(folder / RESULT, json.dumps({"ok": True, "gpu": self.gpu.name}) + "\n")
 
 
-def find_or_make(folder: Path, outputs: tuple[str, ...], tell: store.Tell) -> tuple[Path, bool]:
-    """The backward package of a forward package, for gradients of these outputs and of O, and
-    whether it was made now."""
-    order = BackwardOrder.of(folder, outputs)
+def find_or_make(
+    folder: Path, outputs: tuple[str, ...], inputs: tuple[str, ...], tell: store.Tell
+) -> tuple[Path, bool]:
+    """The backward package of a forward package, for gradients of these outputs and of O with
+    respect to these inputs, and whether it was made now."""
+    order = BackwardOrder.of(folder, outputs, inputs)
     new = store.find(order) is None
     return store.find_or_make(order, tell), new
 

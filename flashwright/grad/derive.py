@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
-from flashwright.grad.adjoint import Grads, Reverse
+from flashwright.grad.adjoint import Grads, Leaf, Reverse
 from flashwright.grad.algebra import (
     ONE,
     ZERO,
@@ -55,11 +55,13 @@ class Backward:
     grads: Grads = field(default_factory=dict)
 
 
-def derive(program: Program, of: Collection[str] = ()) -> Backward:
-    """The backward pass of a checked program, for gradients of the outputs `of`; Failed with FW908
-    if it has none."""
+def derive(
+    program: Program, of: Collection[str] = (), wrt: Collection[str] | None = None
+) -> Backward:
+    """The backward pass of a checked program, for gradients of the outputs `of` with respect to
+    the inputs `wrt`, or to all; Failed with FW908 if it has none."""
     forward = normalise(program)
-    return _Derivation(forward, find_gauge(forward)).run(of)
+    return _Derivation(forward, find_gauge(forward), wrt).run(of)
 
 
 class _Derivation:
@@ -70,8 +72,9 @@ class _Derivation:
     says whether a gradient is a sum over the elements of tiles.
     """
 
-    def __init__(self, forward: Forward, gauge: Gauge) -> None:
+    def __init__(self, forward: Forward, gauge: Gauge, wrt: Collection[str] | None) -> None:
         self.forward, self.gauge, self.carried = forward, gauge, forward.carried
+        self.wrt = wrt
         self.result = Backward(forward)
         self.summed = False
         several = len(gauge.references) > 1
@@ -198,10 +201,17 @@ class _Derivation:
     def _add_row_grads(self, grads: Grads, change: Callable[[tl.Expr], tl.Expr]) -> None:
         """Add gradients of loads and elements to those of the preprocess kernel."""
         for leaf, ds in grads.items():
-            if not isinstance(leaf, str) or leaf in self.forward.loads:
+            known = not isinstance(leaf, str) or leaf in self.forward.loads
+            if known and self._wanted(leaf):
                 found = [change(d) for d in ds]
                 self._check_known(total(found))
                 self.result.row_grads.setdefault(leaf, []).extend(found)
+
+    def _wanted(self, leaf: Leaf) -> bool:
+        """Whether the gradient of a load or an element is wanted."""
+        loads = self.forward.loads
+        name = loads[leaf].tensor.name if isinstance(leaf, str) else leaf.tensor.id
+        return self.wrt is None or name in self.wrt
 
     def _keep(self, name: str, value: tl.Expr, end: str) -> tl.Expr:
         """A value of the preprocess kernel that the main kernel reads, if it is no tensor yet."""
@@ -278,11 +288,11 @@ class _Derivation:
                 )
         for shift in self.shifts.values():
             reverse.grads.pop(shift.id, None)
-        self.result.grads = reverse.grads
-        grads = [d for ds in reverse.grads.values() for d in ds]
+        self.result.grads = {v: ds for v, ds in reverse.grads.items() if self._wanted(v)}
+        grads = [d for ds in self.result.grads.values() for d in ds]
         calls = [e for d in grads for e in tl.expressions(d) if isinstance(e, tl.Call)]
         self.summed = any(e.func.id == "sum" for e in calls)
-        roots = {v for ds in reverse.grads.values() for d in ds for v in values_in(d)}
+        roots = {v for d in grads for v in values_in(d)}
         tidied = tidy([*steps, *reverse.steps], roots)
         self.result.body = [replace(s, value=self._without_tail(s.value)) for s in tidied]
 

@@ -438,7 +438,7 @@ class Kernel:
     operands: dict[Key, str]  # left operands in registers: their element types
     wide: frozenset[Key] = frozenset()  # accumulators whose threads hold 4 columns in every 16
     beside: frozenset[Key] = frozenset()  # register tiles whose columns warpgroups share
-    waves: int = 0  # of a group of tiles, where a persistent kernel takes the longest tiles first
+    waves: int = 0  # of a group of tiles (plan.py, scheduler_waves)
 
 
 def flat(body: tuple[Statement, ...]) -> Iterator[Statement]:

@@ -178,13 +178,15 @@ def ordered(program: Program, grid: tuple[ir.GridAxis, ...]) -> tuple[ir.GridAxi
 
 
 def scheduler_waves(program: Program, gpu: Gpu, kernel: ir.Kernel) -> int:
-    """The waves in a group of tiles (device/fw/tile_scheduler.cuh); 0 where all tiles take as long.
+    """The waves in a group of tiles (device/fw/tile_scheduler.cuh); 0 where all tiles take as long,
+    -1 where data decide how long.
 
     An even number, for which about all that the group's tiles read in their loops stays in the L2,
     with some room for what they write. Where memory is fast enough to be read anew by each tile, a
     group has twice as many waves, which balances the load better."""
     if kernel.grid[0].longest is None:
-        return 0
+        loops = (s for s in program.tree.body if isinstance(s, tl.For))
+        return -1 if any(program.sources(bound) for s in loops for bound in (s.low, s.high)) else 0
     inner = [n for lp in ir.flat(kernel.body) if isinstance(lp, ir.Loop) for n in ir.flat(lp.body)]
     loads = {n.dest for n in inner if isinstance(n, ir.Load)}
     tiles = [program.buffers[key] for key in loads if len(program.buffers[key].shape) == 2]

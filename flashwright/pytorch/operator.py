@@ -66,14 +66,17 @@ class Operator:
         if lse is None or (return_lse and len(self.outputs) < 2):
             given = ", ".join(self.outputs)
             raise ValueError(f"return_lse: the kernel has no LSE; its outputs are {given}")
-        found: Sequence[Any]
+        found = self.compute(*tensors, all_outputs=return_lse, **more)
+        return (found[0], found[lse]) if return_lse else found[0]
+
+    def compute(self, *tensors: Any, all_outputs: bool = True, **more: Any) -> Sequence[Any]:
+        """The outputs in their order; others than the first may be missing if not all are asked
+        for."""
         whole = len(tensors) == len(self.inputs) and not (more or self._dims)
         if whole and _undisturbed(tensors) and tensors[0].is_cuda:
-            found = self._on_cuda.launch(tensors, all_outputs=return_lse)
-        else:
-            results = self.op(*tensors, **more)
-            found = results if len(self.outputs) > 1 else (results,)
-        return (found[0], found[lse]) if return_lse else found[0]
+            return self._on_cuda.launch(tensors, all_outputs)
+        results = self.op(*tensors, **more)
+        return results if len(self.outputs) > 1 else (results,)
 
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -160,8 +163,8 @@ class _Package:
         self.digest = _digest(folder)
         self.spec = _spec(folder)
         self._lock = threading.Lock()
-        self._backward: dict[tuple[str, ...], Operator | str] = {}
-        self._new_backward: set[tuple[str, ...]] = set()
+        self._backward: dict[rules.Between, Operator | str] = {}
+        self._new_backward: set[rules.Between] = set()
         self.backward_trial: rules.BackwardTrial | None = None
         """What looks at the first gradients of a backward that was made now."""
 
@@ -174,19 +177,19 @@ class _Package:
                 raise Failed(Diagnostic("FW852", text, help=hint))
             return classes.load(self.folder)
 
-    def backward(self, of: tuple[str, ...]) -> Operator | str:
-        """The operator of the package's backward for gradients of these outputs, made at the first
-        call; why, if there is none."""
-        if of not in self._backward:
+    def backward(self, between: rules.Between) -> Operator | str:
+        """The operator of the package's backward for gradients of these outputs with respect to
+        these inputs, made at the first call; why, if there is none."""
+        if between not in self._backward:
             from flashwright.generate import backward, store  # here: a forward needs neither
 
             try:
-                folder, new = backward.find_or_make(self.folder, of, store.tell)
-                self._backward[of] = torch_operator(folder)
-                self._new_backward |= {of} if new else set()
+                folder, new = backward.find_or_make(self.folder, *between, store.tell)
+                self._backward[between] = torch_operator(folder)
+                self._new_backward |= {between} if new else set()
             except (Failed, specs.BadSpec) as error:
-                self._backward[of] = str(error)
-        return self._backward[of]
+                self._backward[between] = str(error)
+        return self._backward[between]
 
     @property
     def awaits_backward(self) -> bool:
@@ -194,17 +197,19 @@ class _Package:
         return not self._backward or bool(self._new_backward)
 
     def check_backward(
-        self, of: tuple[str, ...], given: Mapping[str, Any], found: Mapping[str, Any]
+        self, between: rules.Between, given: Mapping[str, Any], found: Mapping[str, Any]
     ) -> None:
         """Look at the first gradients of a backward that was made now, if they are those of one
         output. A wrong backward is removed from the store."""
-        if of not in self._new_backward or self.backward_trial is None or len(of) > 1:
+        outputs, _ = between
+        new = between in self._new_backward
+        if not new or self.backward_trial is None or len(outputs) > 1:
             return
-        self._new_backward.discard(of)
+        self._new_backward.discard(between)
         try:
             self.backward_trial(given, found)
         except Exception:
-            made = self._backward.pop(of)
+            made = self._backward.pop(between)
             if isinstance(made, Operator):
                 shutil.rmtree(made._package.folder, ignore_errors=True)
             raise

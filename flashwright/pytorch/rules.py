@@ -48,10 +48,14 @@ class Backward(Protocol):
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    op: Any
+
+    def compute(self, *tensors: Any) -> Sequence[Any]:
+        """All outputs."""
 
 
 Tensors = Mapping[str, Any]
+Between = tuple[tuple[str, ...], tuple[str, ...]]
+"""What a backward is between: outputs that have a gradient, and inputs that need one."""
 BackwardTrial = Callable[[Tensors, Tensors], None]
 """A look at gradients: the tensors of a backward by their names, and what it gave."""
 
@@ -65,13 +69,13 @@ class Gradient:
         signature: Signature,
         operator: Any,
         reference: Callable[..., Any] | None,
-        derived: Callable[[tuple[str, ...]], Backward | str],
-        check: Callable[[tuple[str, ...], Tensors, Tensors], None] = lambda of, given, found: None,
+        derived: Callable[[Between], Backward | str],
+        check: Callable[[Between, Tensors, Tensors], None] = lambda between, given, found: None,
     ) -> None:
         self.name, self.signature, self.operator = name, signature, operator
         self.reference = reference
         self.derived = derived
-        """The backward for gradients of these outputs, or why there is none."""
+        """The backward between outputs and inputs, or why there is none."""
         self.check = check
         methods = (self.forward, self.setup_context, self.backward, self.jvp)
         names = {method.__name__: staticmethod(method) for method in methods}
@@ -126,7 +130,8 @@ class Gradient:
     def _by_kernel(self, ctx: Any, grads: Sequence[Any], needed: Any) -> list[Any]:
         """The derived backward, or the operator that raises."""
         of = {n: g for n, g in zip(self.signature.outputs, grads, strict=True) if g is not None}
-        made = self.derived(tuple(of))
+        between = (tuple(of), self._wanted(needed))
+        made = self.derived(between)
         names = [*self.signature.inputs, *(name.lower() for name in self.signature.outputs)]
         given = dict(zip(names, ctx.saved_tensors, strict=True))
         given |= {f"d{name.lower()}": grad for name, grad in of.items()}
@@ -141,12 +146,18 @@ class Gradient:
         given |= of_keys(made.inputs, given)
         for name in set(made.inputs) - given.keys():  # an output that the caller has not used
             given[name] = torch.zeros_like(given[name.removeprefix("d")])
-        results = made.op(*(_with_rows(given[name]) for name in made.inputs))
+        results = made.compute(*(_with_rows(given[name]) for name in made.inputs))
         found = dict(zip((name.lower() for name in made.outputs), results, strict=True))
         if not any(isinstance(tensor, FakeTensor) for tensor in results):
-            self.check(tuple(of), given, found)
+            self.check(between, given, found)
         each = zip(self.signature.inputs, needed, strict=True)
         return [found[f"d{name}"] if asked else None for name, asked in each]
+
+    def _wanted(self, needed: Sequence[bool]) -> tuple[str, ...]:
+        """The inputs whose gradients are computed: those that need one, and always those of q, k
+        and v, so that there are few kernels."""
+        each = zip(self.signature.inputs, needed, strict=True)
+        return tuple(name for name, asked in each if asked or name in ("q", "k", "v"))
 
     def _obstacle(self, made: Backward, needed: Any) -> str | None:
         """Why a call cannot have its gradients, if so."""

@@ -80,7 +80,7 @@ class Copies:
     ) -> int | Unknown:
         """The position at which the tile begins on one axis. It must be a whole number inside the
         tensor; with `at` it may be negative, and a tile whose place comes from a tensor may begin
-        past the end: a listed block may end there. `tiled` is the tile's size on the axis, if any."""
+        past the end, as a listed block may. `tiled` is the tile's size on the axis, if any."""
         expr, size = coord.value if coord is not None else None, tiled or 1
         value = self.machine.scalar(expr) if expr is not None else 0
         if isinstance(value, Unknown):

@@ -42,7 +42,7 @@ GRIDS = [(1, 1, 1), (4, 3, 2), (5, 7, 1), (16, 2, 2), (3, 40, 1), (67, 1, 1), (2
 
 
 @needs_compilers
-@pytest.mark.parametrize("rounds", ["0", "2", "6", "2, true"])
+@pytest.mark.parametrize("rounds", ["-1", "0", "2", "6", "2, true"])
 @pytest.mark.parametrize("blocks", [1, 4, 13])
 def test_every_block_of_the_grid_is_taken_once(rounds: str, blocks: int) -> None:
     for grid in GRIDS:
@@ -60,6 +60,15 @@ def test_all_have_as_much_to_do_where_blocks_grow(rounds: str, width: int, colum
     for place, who in np.ndenumerate(order[0] % blocks):
         load[who] += width - place[1] if "true" in rounds else place[1] + 1
     assert max(load.values()) / (sum(load.values()) / blocks) < 1.06
+
+
+@needs_compilers
+def test_no_one_gets_the_same_place_of_each_row_where_data_decide() -> None:
+    """Every other tile is long, and the rows have an even length."""
+    blocks = 12
+    _, order = walked("-1", blocks, 16, 24, 1)
+    long = Counter((order[0] % blocks)[:, ::2].ravel().tolist())
+    assert max(long.values()) <= 16 * 24 // 2 // blocks + 1
 
 
 @needs_compilers

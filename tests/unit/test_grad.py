@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from flashwright.lang.diagnostic import Failed
 from flashwright.lang.format import format_tree
 from flashwright.lang.nodes import Binary, Index, Name
 from flashwright.lang.parse import parse, read
+from flashwright.lower.translate import translate
 from flashwright.program.kernels import Kernels
 from flashwright.program.program import Program
 from flashwright.semantics.interpret import NUMPY_DTYPES, interpret_all, shape_of
@@ -60,15 +61,15 @@ def example(name: str, lse: str = "") -> str:
     return text + LSE.format(value=lse) if lse else text
 
 
-def derived(text: str) -> str:
-    made = format_tree(backward(checked(text)).tree)
+def derived(text: str, wrt: Sequence[str] | None = None) -> str:
+    made = format_tree(backward(checked(text), wrt=wrt).tree)
     assert format_tree(parse(made)) == made
     return made
 
 
 def agrees(text: str, reference: Reference, lengths: Any = LENGTHS, **more: Any) -> str:
     """The derived backward pass agrees with autograd of the reference. Returns its text."""
-    program, made = checked(text), derived(text)
+    program, made = checked(text), derived(text, more.get("wrt"))
     verdict = check(parse(made))
     assert verdict.diagnostics == (), verdict.diagnostics
     kernels = Kernels(verdict.kernels)
@@ -342,6 +343,28 @@ def test_listed_blocks(variant: str) -> None:
     text, given = listed(variant, **LISTS[variant]), partial(drawn_lists, lists=LISTS[variant])
     made = agrees(text, attention, ((300, 200), (70, 30)), given=given)
     assert "BlocksOfKeys" in made
+
+
+def test_data_decide_how_long_a_block_takes() -> None:
+    made = derived(listed("mha", "h200", **LISTS["mha"]))
+    _, main, _ = check(parse(made), find("h200")).kernels
+    assert "fw::TileScheduler<-1>" in translate(main, find("h200")).source
+
+
+def test_gradients_of_some_inputs() -> None:
+    """What nobody asks for is not computed: the slopes need a sum over every score."""
+
+    def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
+        q, k = positions(dims)
+        s = scores(t) / 8 + t["Slopes"][:, None, None] * (k - q)
+        return softmax(s, k <= q, t)
+
+    text = authored("gqa", heads=4, kv_heads=2, head_dim=64, causal=True, alibi=True)
+    assert "dSlopes" in derived(text)
+    made = agrees(text, attention, wrt=("Q", "K", "V"))
+    assert "dSlopes" not in made
+    assert len(check(parse(made)).kernels) == 3
+    assert "dV" not in derived(text, wrt=("Q", "K"))
 
 
 def test_lists_of_heads_that_share_keys_are_refused() -> None:

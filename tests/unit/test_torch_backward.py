@@ -43,7 +43,7 @@ class Backward:
         kernel = StepsKernel([Interpreted(p) for p in programs], Steps.of(Kernels(programs)))
         self.inputs = tuple(name.lower() for name in kernel.inputs)
         self.outputs = kernel.outputs
-        self.op = lambda *given: kernel(*given, outputs=kernel.outputs)
+        self.compute = lambda *given: kernel(*given, outputs=kernel.outputs)
 
 
 @lru_cache

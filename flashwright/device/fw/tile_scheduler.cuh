@@ -11,6 +11,9 @@ namespace fw {
 // columns, each about so many waves of thread blocks. In a group the longest tiles come first, and every other wave goes
 // the other way, so that no thread block gets the longer tile each time; the next group begins with the thread blocks
 // that had fewer tiles.
+//
+// Waves < 0: data decide how long a tile takes. Each wave goes on with the next thread block, so that none gets the tile
+// of the same place in every row of tiles.
 template <int Waves, bool Falling = false>
 struct TileScheduler {
   int const width, columns, height;  // of the grid: along x, along y and z, along y
@@ -20,7 +23,7 @@ struct TileScheduler {
 
   __device__ TileScheduler(int width, int height = 1, int depth = 1)
       : width(width), columns(height * depth), height(height) {
-    int const whole = Waves * gridDim.x / (width > 0 ? width : 1);
+    int const whole = Waves > 0 ? Waves * gridDim.x / (width > 0 ? width : 1) : 0;
     many = min(columns, whole > 0 ? whole : 1);
     if (Waves > 0 && tile >= many * width) next_group();
   }
@@ -30,6 +33,9 @@ struct TileScheduler {
   __device__ void next() {
     if constexpr (Waves == 0) {
       tile += gridDim.x;
+    } else if constexpr (Waves < 0) {
+      slot = slot + 1 < gridDim.x ? slot + 1 : 0;
+      tile = ++wave * gridDim.x + slot;
     } else {
       ++wave;
       tile = wave * gridDim.x + (wave % 2 ? gridDim.x - 1 - slot : slot);
@@ -50,7 +56,7 @@ struct TileScheduler {
   }
 
   __device__ int x() const {
-    if constexpr (Waves == 0) return tile % width;
+    if constexpr (Waves <= 0) return tile % width;
     return Falling ? tile / many : width - 1 - tile / many;
   }
   __device__ int y() const { return column() % height; }

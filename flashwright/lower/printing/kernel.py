@@ -389,7 +389,7 @@ class Printer:
 
 def scheduler(kernel: ir.Kernel) -> str:
     """The type of the tile scheduler (device/fw/tile_scheduler.cuh)."""
-    first = ", true" if kernel.waves and kernel.grid[0].longest == "first" else ""
+    first = ", true" if kernel.waves > 0 and kernel.grid[0].longest == "first" else ""
     return f"fw::TileScheduler<{kernel.waves}{first}>"
 
 
