@@ -147,10 +147,10 @@ def test_why_there_is_none() -> None:
         out.backward(grad)
 
 
-def backward_of(of: tuple[str, ...]) -> Backward:
+def backward_of(between: rules.Between) -> Backward:
     """The backward that takes gradients of these outputs."""
     _, order = forward()
-    return Backward(replace(order, outputs=of).code)
+    return Backward(replace(order, outputs=between[0]).code)
 
 
 @pytest.mark.parametrize("weight", [0.0, 1.0])
