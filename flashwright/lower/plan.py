@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import reduce
@@ -170,8 +171,7 @@ def ordered(program: Program, grid: tuple[ir.GridAxis, ...]) -> tuple[ir.GridAxi
     loops = [s for s in program.tree.body if isinstance(s, tl.For)]
     if not loops:
         return grid
-    first = program.grid.axes[0].name.id
-    few, many = (_iterations(program, loops[0], first, n) for n in (0, 7))
+    few, many = (_iterations(program, loops[0], last) for last in (False, True))
     if few is None or many is None or many == few:
         return grid
     return (replace(grid[0], longest="last" if many > few else "first"), *grid[1:])
@@ -220,11 +220,15 @@ def _term(size: Postfix) -> Term:
     return found
 
 
-def _iterations(program: Program, loop: tl.For, axis: str, block: int) -> Any:
-    """Iterations of the loop in one block of a square problem of 4096 positions."""
+def _iterations(program: Program, loop: tl.For, last: bool) -> Any:
+    """Iterations of the loop in the first or the last block of a square problem of 4096
+    positions."""
+    axis = program.grid.axes[0]
     env: dict[str, Any] = {**program.params, **dict.fromkeys(program.dims, 4096)}
-    env |= {a.name.id: 0 for a in program.grid.axes} | {axis: block}
+    env |= {a.name.id: 0 for a in program.grid.axes}
     try:
+        if last:
+            env[axis.name.id] = math.ceil(evaluate(axis.high, env)) - 1  # type: ignore[arg-type]
         for stmt in program.tree.body:
             if isinstance(stmt, tl.Let):
                 env[stmt.name.id] = evaluate(stmt.value, env, lambda e, i: 0)

@@ -39,10 +39,10 @@ def test_dq_is_added_while_dk_is_under_way() -> None:
 
 
 @functools.cache
-def derived(causal: bool, head_dim: int = 128) -> str:
+def derived(causal: bool, head_dim: int = 128, **options: Any) -> str:
     """The author's main kernel, on an H200."""
     card = gpus.find("h200")
-    spec = make_spec("mha", head_dim=head_dim, dtype="bf16", causal=causal)
+    spec = make_spec("mha", head_dim=head_dim, dtype="bf16", causal=causal, **options)
     forward = checked_program(parse(write_code(write_sketch(spec), spec, card).code))
     _, sized = next(tilings(backward(forward).tree, card))
     (main,) = (p for p in check(sized, card).kernels if "GEMM" in format_tree(p.tree))
@@ -122,7 +122,15 @@ def test_dq_is_added_in_fragments_without_a_test() -> None:
 
 def test_the_longest_tiles_come_first() -> None:
     assert "fw::TileScheduler<2, true>" in derived(True)
+    assert "fw::TileScheduler<2, true>" in derived(True, window=512)  # shorter at the end alone
     assert "fw::TileScheduler<0>" in derived(False)
+
+
+def test_a_number_for_each_head_is_read_before_the_loop() -> None:
+    """A load in the loop would wait for the additions to dQ."""
+    source = derived(True, alibi=True)
+    assert source.count("*p.Slopes.at(head_idx)") == 1
+    assert "Slopes.at" not in in_loop(source)
 
 
 def test_a_tile_that_a_product_reads_one_iteration_late_has_one_stage() -> None:
