@@ -38,6 +38,9 @@ def grad(
     of: Annotated[
         str, typer.Option(metavar="NAMES", help="Outputs with a gradient beside O, as in `LSE`.")
     ] = "",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The same bits in every run.")
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", help="Output file; default stdout."),
@@ -56,7 +59,7 @@ def grad(
         there = ", ".join(t.name for t in program.outputs)
         raise typer.BadParameter(f"no output is called {min(unknown)}: there are {there}")
     with blaming(shown_name(file), source):
-        made = backward(program, names)
+        made = backward(program, names, deterministic)
         _check_result(made.tree, program)
     tree = made.tree
     if gpu is not None:

@@ -27,13 +27,15 @@ class Gradients:
     """Gradients that are missing, values that are computed again: a sentence each."""
 
 
-def backward(program: Program, of: Collection[str] = ()) -> Gradients:
+def backward(
+    program: Program, of: Collection[str] = (), deterministic: bool = False
+) -> Gradients:
     """The backward pass of a checked program. Raises Failed with FW908 if it has none.
 
     It takes the gradient of O, or of each tile if no output is called O, and those of the outputs
-    `of` (the log-sum-exp).
+    `of` (the log-sum-exp). A `deterministic` one gives the same bits in every run.
     """
-    scope = Scope(derive(without_views(program), of))
+    scope = Scope(derive(without_views(program), of), deterministic)
     note_missing(scope)
     mains = _main_kernels(scope)
     rows, parts = preprocess(scope)

@@ -7,20 +7,23 @@ from dataclasses import dataclass
 
 from flashwright.grad.algebra import ONE, ZERO, Product, add, call, div, mul, sub
 from flashwright.grad.declare import Scope
-from flashwright.grad.invert import query_bounds
+from flashwright.grad.invert import Visits, find_visits
 from flashwright.grad.normalise import KEY, Forward, Load, refuse
 from flashwright.lang import nodes as tl
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The main kernel's grid, lets, loop and lets in the loop; the forward's scalars in it."""
+    """The main kernel's grid, lets, loop and lets in the loop; the forward's scalars in it; the
+    block of queries of an iteration, and the first block of keys that adds to its gradients."""
 
     grid: tl.Grid
     lets: tuple[tl.Let, ...]
     loop: tuple[tl.Name, tl.Expr, tl.Expr]
     inner: tuple[tl.Let, ...]
     names: dict[str, tl.Expr]
+    query: tl.Name
+    first_key: tl.Expr
 
     @property
     def inside(self) -> set[str]:
@@ -43,31 +46,49 @@ def find_owner(scope: Scope) -> Owner:
     """The blocks of the main kernel; Failed if the heads that share keys cannot be found."""
     forward = scope.forward
     key, query = forward.query.name, scope.new_name("i")
-    low, high = query_bounds(forward, key)
+    visits = find_visits(forward, key, query)
     group = _group(forward)
     names: dict[str, tl.Expr] = {forward.loop.var.id: key, key.id: query}
     axes = [a for a in forward.program.grid.axes if a is not forward.query]
     axes.insert(0, tl.GridAxis(key, ZERO, div(scope.key_length, scope.sizes[KEY])))
-    if group is None:
-        return Owner(tl.Grid(tuple(axes)), (), (query, low, high), (), names)
-    of_group = (group.head, group.index)
+    if group is not None or scope.deterministic:
+        return _descending(scope, group, axes, names, visits)
+    loop = (query, visits.first, visits.end)
+    return Owner(tl.Grid(tuple(axes)), (), loop, (), names, query, visits.first_key)
+
+
+def _descending(
+    scope: Scope,
+    group: _Group | None,
+    axes: list[tl.GridAxis],
+    names: dict[str, tl.Expr],
+    visits: Visits,
+) -> Owner:
+    """The blocks that begin with the last tile of queries, and see it for all heads of a group at
+    the same time: what they read and add to stays in the L2. In causal attention all blocks see
+    that tile, so that those that take turns wait at the beginning only."""
+    query = names[axes[0].name.id]
+    assert isinstance(query, tl.Name)
+    start, steps = map(scope.new_name, ("Start", "Steps"))
+    lets = [
+        tl.Let(start, visits.first),
+        tl.Let(steps, call("max", ZERO, sub(call("ceil", visits.end), start))),
+    ]
+    inner: list[tl.Let] = []
+    of_group = (group.head, group.index) if group else ()
     kv, head, count = (scope.new_name(name, *of_group) for name in ("kv_head", "head", "n"))
-    grid = (tl.GridAxis(kv, ZERO, group.count) if a.name.id == group.head else a for a in axes)
-    size, start, steps = map(scope.new_name, ("Group", "Start", "Steps"))
-    lets = (
-        tl.Let(size, call("floor", group.size)),  # a whole number, as the launcher has checked
-        tl.Let(start, low),
-        tl.Let(steps, call("max", ZERO, sub(call("ceil", high), start))),
-    )
-    # All heads of a group see a tile of queries at the same time, and all blocks begin with the
-    # last one: what they read and add to stays in the L2.
-    done = call("floor", tl.Binary("/", count, size))
-    inner = (
-        tl.Let(head, add(mul(kv, size), tl.Binary("%", count, size))),
-        tl.Let(query, sub(sub(add(start, steps), ONE), done)),
-    )
-    names |= {group.head: head, group.index: kv}
-    return Owner(tl.Grid(tuple(grid)), lets, (count, ZERO, mul(size, steps)), inner, names)
+    done: tl.Expr = count
+    iterations: tl.Expr = steps
+    if group is not None:
+        size = scope.new_name("Group")
+        lets.insert(0, tl.Let(size, call("floor", group.size)))  # whole: the launcher has checked
+        axes = [tl.GridAxis(kv, ZERO, group.count) if a.name.id == group.head else a for a in axes]
+        inner.append(tl.Let(head, add(mul(kv, size), tl.Binary("%", count, size))))
+        names = {**names, group.head: head, group.index: kv}
+        done, iterations = call("floor", tl.Binary("/", count, size)), mul(size, steps)
+    inner.append(tl.Let(query, sub(sub(add(start, steps), ONE), done)))
+    grid, loop = tl.Grid(tuple(axes)), (count, ZERO, iterations)
+    return Owner(grid, tuple(lets), loop, tuple(inner), names, query, visits.first_key)
 
 
 def _group(forward: Forward) -> _Group | None:

@@ -33,6 +33,7 @@ BYTES_AT_ONCE = 16
 L2_SHARE = 0.4  # it has two halves, and what both read is in both
 REACHED = 0.6  # of the tensor cores' rate: about what the kernels do
 MEMORY_SHARE = 0.8  # of its bandwidth that keys may take
+WAVES_WITH_TURNS = 16
 _SIGNS = {"+": "+", "-": "-", "*": "*", "mod": "%", "floor_div": "/"}
 
 
@@ -50,7 +51,10 @@ def make_plan(program: Program, gpu: Gpu, kernel: ir.Kernel, shared: int) -> Lau
         grid=(reduce(_product, counts),) if roles else counts,
         stays=roles and program.schedule.persistent,
         dims=program.dims,
-        tensors=tuple(_tensor(t, program, kernel) for t in program.tensors.values()),
+        tensors=tuple(
+            _tensor(t, program, kernel)
+            for t in (*program.tensors.values(), *program.counters.values())
+        ),
         maps=tuple(_maps(program, kernel)) if roles else (),
     )
 
@@ -167,6 +171,8 @@ def ordered(program: Program, grid: tuple[ir.GridAxis, ...]) -> tuple[ir.GridAxi
     """The axes with their counts, and where the tiles with the most iterations are: these come
     first, so that no long one is left for the end."""
     grid = tuple(replace(a, count=_term(c)) for a, c in zip(grid, _counts(program), strict=True))
+    if program.counters:  # turns rise along the first axis: thread blocks wait for those before
+        return (replace(grid[0], longest="first"), *grid[1:])
     loops = [s for s in program.tree.body if isinstance(s, tl.For)]
     if not loops:
         return grid
@@ -182,9 +188,12 @@ def scheduler_waves(program: Program, gpu: Gpu, kernel: ir.Kernel) -> int:
 
     An even number, for which about all that the group's tiles read in their loops stays in the L2,
     with some room for what they write. Where memory is fast enough to be read anew by each tile, a
-    group has twice as many waves, which balances the load better."""
+    group has twice as many waves, which balances the load better. Where tiles take turns, many
+    columns at once let few tiles of each wait for one another."""
     if kernel.grid[0].longest is None:
         return 0
+    if program.counters:
+        return WAVES_WITH_TURNS
     inner = [n for lp in ir.flat(kernel.body) if isinstance(lp, ir.Loop) for n in ir.flat(lp.body)]
     loads = {n.dest for n in inner if isinstance(n, ir.Load)}
     tiles = [program.buffers[key] for key in loads if len(program.buffers[key].shape) == 2]

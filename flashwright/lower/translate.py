@@ -13,6 +13,7 @@ from flashwright.lower.launch_plan import LaunchPlan
 from flashwright.lower.names import Names, reserved
 from flashwright.lower.passes.bad_ir import BadIR
 from flashwright.lower.passes.dead_code import without_dead_code
+from flashwright.lower.passes.delay_turns import delay_turns
 from flashwright.lower.passes.partial_sums import keep_partial_sums
 from flashwright.lower.passes.place_barriers import Travel, place_barriers
 from flashwright.lower.passes.prefetch import run_copies_ahead
@@ -90,6 +91,7 @@ def _prepared(
     verifier = Verifier(program, kernel.grid)
     verifier.front_end(kernel.body)
     kernel = replace(kernel, body=verifier(without_dead_code(kernel.body), "dead code"))
+    kernel = replace(kernel, body=verifier(delay_turns(kernel.body), "delayed turns"))
     names = Names((*reserved(program), *ir.defined_names(kernel.body)))
     partial = verifier(keep_partial_sums(kernel.body), "partial sums")
     split = split_tiles(program, gpu, kernel)
