@@ -106,8 +106,8 @@ def run(
 
 
 def sms_of(program: EncodedKernel) -> int:
-    """The blocks of a persistent kernel. One that waits for others has a single one, which takes all
-    tiles in order: blocks run one after another."""
+    """The blocks of a persistent kernel. One that waits for others has a single block, which takes
+    all tiles in order: blocks run one after another."""
     return 1 if ACQUIRES in program.names else SMS
 
 

@@ -43,9 +43,13 @@ class BackwardOrder:
     """The forward's."""
     outputs: tuple[str, ...] = ()
     """The outputs that have a gradient, beside O."""
+    deterministic: bool = False
+    """Whether every run gives the same bits."""
 
     @classmethod
-    def of(cls, folder: Path, outputs: tuple[str, ...] = ()) -> BackwardOrder:
+    def of(
+        cls, folder: Path, outputs: tuple[str, ...] = (), deterministic: bool = False
+    ) -> BackwardOrder:
         """For the kernel in a package. Raises Failed with FW852 if it says too little."""
         code = content(folder / CODE)
         try:
@@ -56,13 +60,14 @@ class BackwardOrder:
         if code is None:
             raise unusable(folder / CODE, "the program is missing, which a backward needs")
         spec = folder / SPEC
-        return cls(code.decode(), card, specs.load(spec) if spec.is_file() else None, outputs)
+        known = specs.load(spec) if spec.is_file() else None
+        return cls(code.decode(), card, known, outputs, deterministic)
 
     @cached_property
     def code(self) -> str:
         """The text of the backward program. Raises Failed if it cannot be derived."""
         program = checked_program(parse(self.forward))
-        return format_tree(backward(program, self.outputs).tree)
+        return format_tree(backward(program, self.outputs, self.deterministic).tree)
 
     @cached_property
     def key(self) -> str:
@@ -77,12 +82,15 @@ class BackwardOrder:
     def in_words(self) -> str:
         """What it computes, for a line of progress."""
         what = f" of {self.spec.in_words}" if self.spec is not None else ""
-        return f"the backward pass{what}; {self.gpu.title}"
+        kind = "deterministic " if self.deterministic else ""
+        return f"the {kind}backward pass{what}; {self.gpu.title}"
 
     def make(self, folder: Path, verified: bool) -> None:
         """Write the package. Raises Failed if a kernel cannot be made."""
         spec = self.spec
-        told = {} if spec is None else {SPEC: specs.dump(spec.differentiated())}
+        told = {}
+        if spec is not None:
+            told[SPEC] = specs.dump(spec.differentiated(self.deterministic))
         _, tree = sized(parse(self.code), self.gpu)
         for name, data in built(tree, self.gpu, told).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -90,10 +98,12 @@ class BackwardOrder:
         write(folder / RESULT, json.dumps({"ok": True, "gpu": self.gpu.name}) + "\n")
 
 
-def find_or_make(folder: Path, outputs: tuple[str, ...], tell: store.Tell) -> tuple[Path, bool]:
+def find_or_make(
+    folder: Path, outputs: tuple[str, ...], deterministic: bool, tell: store.Tell
+) -> tuple[Path, bool]:
     """The backward package of a forward package, for gradients of these outputs and of O, and
     whether it was made now."""
-    order = BackwardOrder.of(folder, outputs)
+    order = BackwardOrder.of(folder, outputs, deterministic)
     new = store.find(order) is None
     return store.find_or_make(order, tell), new
 

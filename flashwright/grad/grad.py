@@ -27,9 +27,7 @@ class Gradients:
     """Gradients that are missing, values that are computed again: a sentence each."""
 
 
-def backward(
-    program: Program, of: Collection[str] = (), deterministic: bool = False
-) -> Gradients:
+def backward(program: Program, of: Collection[str] = (), deterministic: bool = False) -> Gradients:
     """The backward pass of a checked program. Raises Failed with FW908 if it has none.
 
     It takes the gradient of O, or of each tile if no output is called O, and those of the outputs

@@ -197,7 +197,7 @@ class Builder:
         keyword, name, tile, coords, _from, source, _to, dest, target, place = c
         found = target or {"mode": "get", "target": None}
         adds = found["mode"] == "accumulate"
-        where: dict[str, Expr] = dict([place] if place else [])
+        clauses: dict[str, Any] = dict([place] if place else [])
         return Copy(
             _name(name),
             tile,
@@ -206,7 +206,7 @@ class Builder:
             dest,
             found["target"],
             adds=adds,
-            **where,
+            **clauses,
             **keyword.stmt(),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import reduce
-from typing import Any
+from typing import Any, TypeVar
 
 from flashwright.gpu import Gpu
 from flashwright.lang import nodes as tl
@@ -29,6 +29,7 @@ from flashwright.program.program import Program, Tensor
 from flashwright.program.scalars import NotScalar, evaluate
 from flashwright.program.vocabulary import DTYPES
 
+Axis = TypeVar("Axis")
 BYTES_AT_ONCE = 16
 L2_SHARE = 0.4  # it has two halves, and what both read is in both
 REACHED = 0.6  # of the tensor cores' rate: about what the kernels do
@@ -48,7 +49,7 @@ def make_plan(program: Program, gpu: Gpu, kernel: ir.Kernel, shared: int) -> Lau
         arch=gpu.arch,
         threads=32 * program.warps + (128 if roles else 0),
         shared=shared,
-        grid=(reduce(_product, counts),) if roles else counts,
+        grid=(reduce(_product, counts),) if roles else launch_order(program, counts),
         stays=roles and program.schedule.persistent,
         dims=program.dims,
         tensors=tuple(
@@ -165,6 +166,12 @@ def _product(a: Postfix, b: Postfix) -> Postfix:
 
 
 # --- the order of blocks ----------------------------------------------------------------------
+
+
+def launch_order(program: Program, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    """The axes of the grid, the one along which thread blocks start first at the front. Where they
+    take turns, that is not the first one: those that wait for each other start far apart."""
+    return (*axes[1:], axes[0]) if program.counters else axes
 
 
 def ordered(program: Program, grid: tuple[ir.GridAxis, ...]) -> tuple[ir.GridAxis, ...]:

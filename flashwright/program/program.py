@@ -143,7 +143,7 @@ class Program:
 
     @cached_property
     def counters(self) -> Mapping[str, Tensor]:
-        """For each tensor that Copies add to at turns, its counters: for each tile and warp how many
+        """The counters of each tensor that Copies add to at turns: for each tile and warp how many
         additions are done. They are scratch that begins at 0."""
         copies = (s for s in statements(self.tree.body) if isinstance(s, Copy))
         return {self.dest(c)[0]: self._counter(c) for c in copies if c.turn is not None}

@@ -8,7 +8,11 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +40,20 @@ def fake_backward(grad: Any, size: Sequence[Any], name: str, why: str) -> Any:
     return grad.new_empty(size)
 
 
+_DETERMINISTIC: ContextVar[bool | None] = ContextVar("deterministic", default=None)
+
+
+@contextmanager
+def with_backward(deterministic: bool) -> Iterator[None]:
+    """Calls inside have a deterministic backward, or one that need not be, whatever PyTorch's
+    setting is."""
+    before = _DETERMINISTIC.set(deterministic)
+    try:
+        yield
+    finally:
+        _DETERMINISTIC.reset(before)
+
+
 def in_forward_mode() -> bool:
     """Whether forward-mode derivatives are computed."""
     return int(getattr(forward_ad, "_current_level", -1)) >= 0
@@ -55,6 +73,15 @@ BackwardTrial = Callable[[Tensors, Tensors], None]
 """A look at gradients: the tensors of a backward by their names, and what it gave."""
 
 
+@dataclass(frozen=True)
+class BackwardOf:
+    """Which backward a call needs: the outputs that have a gradient, and whether it is to have the
+    same bits in every run."""
+
+    outputs: tuple[str, ...]
+    deterministic: bool
+
+
 class Gradient:
     """Autograd: on the CPU the gradient of the reference, on a GPU the derived backward."""
 
@@ -64,13 +91,13 @@ class Gradient:
         signature: Signature,
         operator: Any,
         reference: Callable[..., Any] | None,
-        derived: Callable[[tuple[str, ...]], Backward | str],
-        check: Callable[[tuple[str, ...], Tensors, Tensors], None] = lambda of, given, found: None,
+        derived: Callable[[BackwardOf], Backward | str],
+        check: Callable[[BackwardOf, Tensors, Tensors], None] = lambda of, given, found: None,
     ) -> None:
         self.name, self.signature, self.operator = name, signature, operator
         self.reference = reference
         self.derived = derived
-        """The backward for gradients of these outputs, or why there is none."""
+        """The backward for a call, or why there is none."""
         self.check = check
         methods = (self.forward, self.setup_context, self.backward, self.jvp)
         names = {method.__name__: staticmethod(method) for method in methods}
@@ -107,6 +134,7 @@ class Gradient:
         tensors = self.signature.tensors(inputs)
         ctx.shapes = [t.shape for t in tensors]
         ctx.more = inputs[len(tensors) :]
+        ctx.deterministic = _DETERMINISTIC.get()
         ctx.on_cpu = tensors[0].device.type == "cpu" and self.reference is not None
         if ctx.on_cpu:
             ctx.save_for_backward(*tensors)
@@ -125,7 +153,7 @@ class Gradient:
     def _by_kernel(self, ctx: Any, grads: Sequence[Any], needed: Any) -> list[Any]:
         """The derived backward, or the operator that raises."""
         of = {n: g for n, g in zip(self.signature.outputs, grads, strict=True) if g is not None}
-        made = self.derived(tuple(of))
+        wanted, made = self._derived(tuple(of), ctx.deterministic)
         names = [*self.signature.inputs, *(name.lower() for name in self.signature.outputs)]
         given = dict(zip(names, ctx.saved_tensors, strict=True))
         given |= {f"d{name.lower()}": grad for name, grad in of.items()}
@@ -142,9 +170,25 @@ class Gradient:
         results = made.op(*(_with_rows(given[name]) for name in made.inputs))
         found = dict(zip((name.lower() for name in made.outputs), results, strict=True))
         if not any(isinstance(tensor, FakeTensor) for tensor in results):
-            self.check(tuple(of), given, found)
+            self.check(wanted, given, found)
         each = zip(self.signature.inputs, needed, strict=True)
         return [found[f"d{name}"] if asked else None for name, asked in each]
+
+    def _derived(
+        self, outputs: tuple[str, ...], deterministic: bool | None
+    ) -> tuple[BackwardOf, Backward | str]:
+        """The backward of a call, by PyTorch's setting if the call has none of its own. Where that
+        only warns, one that is not deterministic is better than none."""
+        of = BackwardOf(outputs, bool(deterministic))
+        if deterministic is None:
+            of = replace(of, deterministic=torch.are_deterministic_algorithms_enabled())
+        made = self.derived(of)
+        lenient = deterministic is None and torch.is_deterministic_algorithms_warn_only_enabled()
+        if isinstance(made, str) and of.deterministic and lenient:
+            warnings.warn(f"flashwright::{self.name} is not deterministic: {made}", stacklevel=2)
+            of = replace(of, deterministic=False)
+            made = self.derived(of)
+        return of, made
 
     def _obstacle(self, made: Backward, needed: Any) -> str | None:
         """Why a call cannot have its gradients, if so."""

@@ -153,7 +153,9 @@ class Copies:
         if value != len(taken):
             text = f"this is turn {value}, but turn {len(taken)} of this tile is next"
         elif taken and first < taken[-1]:
-            text = f"`{axis}` falls from {taken[-1]} to {first} between turns {value - 1} and {value}"
+            text = (
+                f"`{axis}` falls from {taken[-1]} to {first} between turns {value - 1} and {value}"
+            )
         taken.append(first)
         if text is not None:
             hint = "turns count from 0 in the order of the grid, and its first index never falls: "

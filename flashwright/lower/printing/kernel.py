@@ -21,6 +21,7 @@ from flashwright.lower.names import (
 )
 from flashwright.lower.passes.fp8_transpose import landing
 from flashwright.lower.passes.overlap import kept_vectors
+from flashwright.lower.plan import launch_order
 from flashwright.lower.printing.cpp import text
 from flashwright.lower.printing.local_products import local_products
 from flashwright.lower.printing.rules import RULES, Context, Lines
@@ -287,7 +288,8 @@ class Printer:
         dims = [cpp(d) for d in self.program.dims if cpp(d) in used]
         if dims:
             yield "int const " + ", ".join(f"{d} = p.{d}" for d in dims) + ";"
-        for axis, letter in zip(() if self.rings else self.kernel.grid, "xyz", strict=False):
+        axes = launch_order(self.program, self.kernel.grid)
+        for axis, letter in zip(() if self.rings else axes, "xyz", strict=False):
             value = f"blockIdx.{letter}"
             note = ""
             if axis.longest == "last":
