@@ -8,8 +8,6 @@ from flashwright.grad.normalise import refuse
 from flashwright.grad.owner import Owner
 from flashwright.lang import nodes as tl
 
-_WITHOUT = "derive it without --deterministic"
-
 
 def find_turn(scope: Scope, owner: Owner, copy: tl.Copy, tensor: str) -> tl.Expr | None:
     """How many thread blocks of the main kernel add to the tile of a Copy before this one does;
@@ -21,15 +19,17 @@ def find_turn(scope: Scope, owner: Owner, copy: tl.Copy, tensor: str) -> tl.Expr
     if not missing:
         return None
     key, looped = owner.grid.axes[0].name, bool(places & owner.inside)
-    turn = None
-    if missing == [key.id] and owner.query.id in places:
+    turn, why = None, ""
+    if any(c.in_elements for c in copy.coords or ()):
+        why = "its tiles begin at any element"
+    elif missing == [key.id] and owner.query.id in places:
         turn = sub(key, owner.first_key)
     elif key.id not in missing and looped == (owner.query.id in places):
         turn = _others(scope, owner, places, len(missing))
     if turn is None:
-        text = f"the additions to the gradient of `{tensor}` have no order: thread blocks that "
-        text += f"differ in {' and '.join(missing)} add to the same tile"
-        raise refuse(copy.span, text, _WITHOUT)
+        blocks = f"thread blocks that differ in {' and '.join(missing)} add to the same tile"
+        text = f"the additions to the gradient of `{tensor}` have no order: {why or blocks}"
+        raise refuse(copy.span, text, "derive it without --deterministic")
     return turn
 
 

@@ -20,10 +20,18 @@ def delay_turns(body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
             continue
         inner = delay_turns(node.body)
         place = _behind_gemms(inner)
-        passed = [n for n in inner[place:] if isinstance(n, ir.PassTurn)] if place else []
+        passed = _delayed(inner, place)
         rest = (n for n in inner[place:] if n not in passed)
         out += [replace(node, body=(*inner[:place], *passed, *rest)), *passed]
     return tuple(out)
+
+
+def _delayed(body: tuple[ir.Statement, ...], place: int) -> list[ir.PassTurn]:
+    """The turns to pass on at a place of the next iteration: a warp that takes several of a tensor
+    passes each on before it takes the next."""
+    taken = [n.counters.tensor.name for n in body if isinstance(n, ir.TakeTurn)]
+    passed = (n for n in body[place:] if isinstance(n, ir.PassTurn))
+    return [n for n in passed if place and taken.count(n.counters.name) == 1]
 
 
 def _behind_gemms(body: tuple[ir.Statement, ...]) -> int:
