@@ -243,12 +243,11 @@ def main_kernel(setting: str, gpu: str, head_dim: int = 64) -> str:
 def test_a_turn_is_passed_on_while_the_next_scores_are_computed(head_dim: int) -> None:
     source = main_kernel("mha causal", "h200", head_dim)
     loop = source[source.rindex("CUTE_NO_UNROLL") :]
-    order = re.findall(
-        r"start_product<[^(]*\(group, (\w+)|turns\.(take|pass)|(add_fragments)", loop
-    )
-    found = [next(filter(None, one)) for one in order]
+    steps = r"start_product<[^(]*\(group, (\w+)|turns\.(take|pass)|(add|finish\w*<\d>)"
+    found = [next(filter(None, one)) for one in re.findall(steps, loop)]
     assert found == [
-        *("S", "dP", "pass", "dV", "dQ", "dK", "take", "add_fragments"),
+        *("S", "dP", "finish_products<1>", "pass", "finish_products<0>"),
+        *("dV", "dQ", "dK", "take", "finish_products<1>", "add", "finish_products<0>"),
         "pass",  # behind the loop
     ]
 
@@ -273,6 +272,9 @@ def test_of_several_turns_each_is_passed_on_at_once() -> None:
     once, passed = turn_nodes()
     loop = ir.Loop("i", ZERO, ZERO, (gemm, once, passed))
     assert delay_turns((loop,)) == (ir.Loop("i", ZERO, ZERO, (gemm, passed, once)), passed)
+    store = ir.Store(gemm.target, once.counters, optional=False, adds=True)
+    looped = delay_turns((ir.Loop("i", ZERO, ZERO, (gemm, once, store, passed)),))
+    assert looped == (ir.Loop("i", ZERO, ZERO, (gemm, passed, once, store)), passed)
     twice = ir.Loop("i", ZERO, ZERO, (gemm, once, passed, once, passed))
     assert delay_turns((twice,)) == (twice,)
     alone = ir.Loop("i", ZERO, ZERO, (once, passed))
