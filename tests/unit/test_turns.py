@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from flashwright import gpu as gpus
 from flashwright.author.builtin.author import write_code, write_sketch
@@ -16,6 +17,7 @@ from flashwright.author.builtin.backward import tilings
 from flashwright.author.builtin.variants import make_spec
 from flashwright.build.steps import Steps
 from flashwright.check.check import check, checked_program
+from flashwright.cli.main import app
 from flashwright.grad.grad import backward
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.format import format_stmt, format_tree
@@ -227,6 +229,16 @@ def test_without_it_nothing_changes() -> None:
     spec = make_spec("mha", causal=True, head_dim=64, dtype="bf16")
     forward = checked_program(parse(write_code(write_sketch(spec), spec, gpus.find("h200")).code))
     assert set(turns(backward(forward).tree).values()) == {""}
+
+
+def test_the_commands() -> None:
+    run = CliRunner().invoke
+    example = str(EXAMPLES / "unscaled.tl")
+    assert "at turn block_idx\n" in run(app, ["grad", example, "--deterministic"]).output
+    assert "at turn" not in run(app, ["grad", example]).output
+    refused = run(app, ["generate", "mha", "--gpu", "h200", "--deterministic"])
+    assert refused.exit_code == 2
+    assert "only with --backward" in refused.output
 
 
 # --- kernels ------------------------------------------------------------------------------------
