@@ -207,9 +207,10 @@ class AttentionSpec(BaseModel):
         """Whether two runs with the same inputs must give the same bits of an output."""
         return self.repeatable or (self.backward and output in ("dK", "dV"))
 
-    def differentiated(self) -> Self:
-        """The spec of this attention's backward pass."""
-        return self.model_copy(update={"backward": True, "repeatable": False})
+    def differentiated(self, deterministic: bool = False) -> Self:
+        """The spec of this attention's backward pass; a `deterministic` one has the same bits of dQ
+        in every run."""
+        return self.model_copy(update={"backward": True, "repeatable": deterministic})
 
     def attention(self) -> Self:
         """The spec of the attention whose backward pass this is; it gives the log-sum-exp."""

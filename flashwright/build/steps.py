@@ -40,8 +40,8 @@ class Steps(BaseModel):
         """The steps of a program; the subfolders are numbered."""
         return cls(
             steps=tuple(str(n) for n in range(1, len(kernels.programs) + 1)),
-            scratch=tuple(t.name for t in kernels.scratch),
-            zeroed=tuple(t.name for t in kernels.zeroed),
+            scratch=tuple(t.name for t in (*kernels.scratch, *kernels.counters)),
+            zeroed=tuple(t.name for t in (*kernels.zeroed, *kernels.counters)),
         )
 
     def dump(self) -> str:

@@ -60,6 +60,25 @@ def check_fragments(programs: Sequence[Program]) -> Iterator[Diagnostic]:
             yield Diagnostic("FW612", text, tensor.declared.span, help=hint)
 
 
+def check_turns(programs: Sequence[Program]) -> Iterator[Diagnostic]:
+    """FW613 for turns that no counters can be kept for: the launcher of several kernels has them,
+    and those of a tensor count the additions of one kernel."""
+    seen: dict[str, Copy] = {}
+    for program in programs:
+        for name in program.counters:
+            stmt = next(s for s in _stores(program, name) if s.turn is not None)
+            if len(programs) == 1:
+                text = "`at turn` needs a program of several kernels"
+                hint = "leave it out, or let a second kernel read the sums"
+                yield Diagnostic("FW613", text, stmt.span, help=hint)
+            elif name in seen:
+                text = f"two kernels accumulate `{name}` at turns"
+                where = (Label(seen[name].span, "the first one does so here"),)
+                hint = "let each kernel accumulate a tensor of its own"
+                yield Diagnostic("FW613", text, stmt.span, secondary=where, help=hint)
+            seen.setdefault(name, stmt)
+
+
 def check_shared(tree: Tree, kernels: Sequence[Tree]) -> Iterator[Diagnostic]:
     """FW203 for declarations above the first grid that no kernel uses."""
     kept = {id(stmt) for kernel in kernels for stmt in kernel.body}

@@ -6,7 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from flashwright.check.between import check_between, check_fragments, check_shared
+from flashwright.check.between import (
+    check_between,
+    check_fragments,
+    check_shared,
+    check_turns,
+)
 from flashwright.check.names import Names
 from flashwright.check.operations import check_operations
 from flashwright.check.spaces import check_copies, check_operands
@@ -58,14 +63,14 @@ def check(
     parts = split_kernels(tree)
     if len(parts) == 1:
         one = _kernel(tree, gpu, dims or {}, found)
-        shown = [] if part else list(check_fragments(one.kernels))
+        shown = [] if part else [*check_fragments(one.kernels), *check_turns(one.kernels)]
         return _verdict("code", [*one.diagnostics, *shown], one.kernels) if shown else one
     found += check_shared(tree, parts)
     checked = [_kernel(part, gpu, dims or {}, []) for part in parts]
     found += [d for one in checked for d in one.diagnostics]
     programs = tuple(p for one in checked for p in one.kernels)
     if len(programs) == len(parts):
-        found += [*check_between(programs), *check_fragments(programs)]
+        found += [*check_between(programs), *check_fragments(programs), *check_turns(programs)]
     return _verdict("code", found, programs)
 
 

@@ -29,6 +29,10 @@ def check_operations(tree: Tree) -> Iterator[Diagnostic]:
             text = "`and accumulate` of a Copy adds to global memory"
             hint = "to add to a tile in registers: `Compute X and accumulate Y`"
             yield Diagnostic("FW205", text, stmt.span, help=hint)
+        if isinstance(stmt, Copy) and stmt.turn is not None and not stmt.adds:
+            text = "`at turn` orders additions, and this Copy does not add"
+            hint = "write `and accumulate` before it, or leave it out"
+            yield Diagnostic("FW205", text, stmt.turn.span, help=hint)
         if isinstance(stmt, Compute):
             yield from _verb(stmt)
             if stmt.verb is None or stmt.operation in VERBS:

@@ -287,6 +287,8 @@ def _copy(stmt: Copy, names: Names) -> Iterator[Diagnostic]:
         text = f"`and accumulate` adds in fp32, `{outer[0].name}` is {outer[0].dtype}"
         where = (Label(outer[0].declared.span, "its type is set here"),)
         yield Diagnostic("FW205", text, stmt.span, secondary=where)
+    if stmt.turn is not None and outer:
+        yield from _turns(stmt, outer[0], names)
     if not outer:
         if stmt.coords and "global" not in (stmt.source, stmt.dest):
             text = "a coordinate applies only to a Copy from or to global memory"
@@ -300,6 +302,26 @@ def _copy(stmt: Copy, names: Names) -> Iterator[Diagnostic]:
         yield Diagnostic("FW304", text, stmt.span, help=hint)
     else:
         yield from _coordinates(stmt, shape, outer[0], names)
+
+
+def _turns(stmt: Copy, tensor: Tensor, names: Names) -> Iterator[Diagnostic]:
+    """Findings about additions at turns that do not count the same tiles."""
+    assert stmt.turn is not None
+    for coord in stmt.coords or ():
+        if coord.in_elements:
+            text = f"`at turn` counts additions to tiles, and {coord.axis.id} is in elements"
+            hint = f"give it in tiles: `{coord.axis.id} = ...`"
+            yield Diagnostic("FW613", text, coord.span, help=hint)
+    copies = (s for s in statements(names.tree.body) if isinstance(s, Copy) and s.adds)
+    for other in copies:
+        same = split((other.target or other.name).id)[0] == tensor.name
+        if same and (other.turn is None or other.shape != stmt.shape):
+            text = f"`{tensor.name}` is also accumulated " + (
+                "without a turn" if other.turn is None else "in tiles of another size"
+            )
+            where = (Label(other.span, "here"),)
+            hint = "all additions to a tensor have a turn, and tiles of one size, or none has"
+            yield Diagnostic("FW613", text, stmt.span, secondary=where, help=hint)
 
 
 def _copy_into_columns(

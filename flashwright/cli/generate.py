@@ -106,6 +106,9 @@ def generate(
     backward: Annotated[
         bool, flag("--backward", help="Its gradients: a program of several kernels.")
     ] = False,
+    deterministic: Annotated[
+        bool, flag("--deterministic", help="With --backward: the same bits in every run.")
+    ] = False,
     reference: Annotated[
         str | None,
         typer.Option(metavar="FILE.py", help="A function that defines the right output."),
@@ -176,6 +179,8 @@ def generate(
         raise typer.BadParameter("name a variant or describe the operator", param_hint="VARIANT")
     if improve and until is not Until.VERDICT:
         raise typer.BadParameter("--improve needs the whole run", param_hint="--until")
+    if deterministic and not backward:
+        raise typer.BadParameter("only with --backward", param_hint="--deterministic")
     _refuse_empty(
         {"--model": model, "--sketch": sketch, "--params": params, "--translate": translate}
     )
@@ -216,6 +221,7 @@ def generate(
         "sink_tokens": sink_tokens,
         "lse": False if no_lse else None,
         "backward": backward or None,
+        "repeatable": deterministic or None,
     }
     card = find_gpu(gpu)
     request = read_request(variant or "mha", options, reference)

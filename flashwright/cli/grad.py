@@ -53,6 +53,9 @@ def grad(
         str,
         typer.Option(metavar="NAMES", help="Inputs to differentiate with respect to; default all."),
     ] = "",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The same bits in every run.")
+    ] = False,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", metavar="FILE", help="Output file; default stdout."),
@@ -68,7 +71,7 @@ def grad(
     outputs = _names(of, "output", program.outputs)
     inputs = _names(wrt, "input", program.inputs) or None
     with blaming(shown_name(file), source):
-        made = backward(program, outputs, inputs)
+        made = backward(program, outputs, inputs, deterministic)
         _check_result(made.tree, program)
     tree = made.tree
     if gpu is not None:

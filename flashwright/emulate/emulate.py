@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashwright.build.plan_rules import LAYOUTS, caller_order
-from flashwright.emulate.encode import MODULE, EncodedKernel, encode
+from flashwright.emulate.encode import ACQUIRES, MODULE, EncodedKernel, encode
 from flashwright.emulate.machine import Machine, here
 from flashwright.emulate.parse import bad, parse
 from flashwright.emulate.ptx import Instruction
@@ -100,9 +100,15 @@ def run(
     first. `machine` executes it.
     """
     regions, parameters = _memory(plan, arrays, dims)
-    grid, block = plan.blocks(dims, SMS), [plan.threads]
+    grid, block = plan.blocks(dims, sms_of(program)), [plan.threads]
     given = (regions, parameters, grid, block, plan.shared, schedule, variables)
     return launch(program, *given, machine)
+
+
+def sms_of(program: EncodedKernel) -> int:
+    """The blocks of a persistent kernel. One that waits for others has a single block, which takes
+    all tiles in order: blocks run one after another."""
+    return 1 if ACQUIRES in program.names else SMS
 
 
 def variables_of(program: EncodedKernel) -> Variables:

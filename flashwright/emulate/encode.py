@@ -50,6 +50,8 @@ SPECIALS = (
 # In the order of atomic.cpp.
 OPERATIONS = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
 TYPES = ("b32", "b64", "u32", "u64", "s32", "s64", "f32", "f64", "f16x2", "bf16x2")
+ACQUIRES = "ld.acquire.global"
+"""The load by which a thread block waits for others."""
 _ADDED_AT_ONCE = {f"red.global.add.v{count}.f32": count for count in (2, 4)}
 NORMAL, BRANCH, EXIT, SYNC, ARRIVE, MBARRIER, CLUSTER_ARRIVE, CLUSTER_WAIT, PRODUCTS = range(9)
 
@@ -317,7 +319,13 @@ class _Encoder:
         slots = [self._slot(v, width) for v in values]
         header = [size, width, int(kind[0] == "s"), len(slots)]
         spelled = f"{parts[0]}.{space}" if space else parts[0]
+        if spelled == "ld.global" and self._acquires():
+            spelled = ACQUIRES
         self._emit(spelled, [*header, *slots, *self._address(where)])
+
+    def _acquires(self) -> bool:
+        assert self.now is not None
+        return ".acquire" in self.now.opcode
 
     def _matrices(self, name: str, operands: Sequence[Operand]) -> None:
         kind = name.partition(".")[0]

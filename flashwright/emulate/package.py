@@ -13,7 +13,6 @@ from flashwright.build.classes import Classes
 from flashwright.build.compile import NAME, build
 from flashwright.build.reading import PTX, read_plan, read_ptx
 from flashwright.emulate.emulate import (
-    SMS,
     Array,
     Finding,
     LaunchResult,
@@ -21,6 +20,7 @@ from flashwright.emulate.emulate import (
     addresses,
     prepare,
     run,
+    sms_of,
 )
 from flashwright.emulate.encode import EncodedKernel
 from flashwright.emulate.machine import Machine, here
@@ -108,7 +108,7 @@ class Package:
 
     def origin(self, dims: Mapping[str, int], arrays: Mapping[str, Array] | None = None) -> Origin:
         """The maps from an instruction to TL, for a launch of these sizes and arrays."""
-        grid = self.plan.blocks(dims, SMS)
+        grid = self.plan.blocks(dims, sms_of(self.program))
         given = arrays or {}
         placed = addresses(self.plan, given)
         extents = tuple(Extent(name, base, given[name].nbytes) for name, base in placed.items())

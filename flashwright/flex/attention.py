@@ -133,6 +133,7 @@ def attention(
     mask_mod: Function | None = None,
     block_mask: Any = None,
     return_lse: bool = False,
+    deterministic: bool | None = None,
     fallback: bool = False,
 ) -> Any:
     """Attention of (batch, heads, length, dim) tensors, by a kernel that is made for it once.
@@ -140,8 +141,9 @@ def attention(
     The last query stands at the last key for `causal` and `window`. `sink` has a logit and `alibi`
     a slope for each head, `bias` a number for each score, broadcast from the last axes. `score_mod`
     comes after all of these, `mask_mod` and `block_mask` on top of the other masks; both are
-    FlexAttention's. With `fallback` PyTorch computes what no kernel can be made for, with a
-    warning; otherwise that is NoKernel with the reason.
+    FlexAttention's. With `deterministic` the gradients have the same bits in every run; by default
+    they do if PyTorch's deterministic algorithms are on. With `fallback` PyTorch computes what no
+    kernel can be made for, with a warning; otherwise that is NoKernel with the reason.
     """
     check_axes(query, key, value)
     lists = blocked(block_mask, query, key) if block_mask is not None else None
@@ -158,7 +160,7 @@ def attention(
             given["bias"] = bias
         try:
             task = task_of(query, key, value, (causal, window, softcap, scale), flags)
-            return _run(task, score_mod, mask_mod, given, lists, return_lse)
+            return _run(task, score_mod, mask_mod, given, lists, return_lse, deterministic)
         except NoKernel as error:
             if not fallback:
                 raise
@@ -193,25 +195,24 @@ def _run(
     given: Mapping[str, Any],
     lists: Blocked | None = None,
     return_lse: bool = True,
+    deterministic: bool | None = None,
 ) -> Any:
     """O of a call, or O and LSE. `given` has q, k, v, and slopes, sink and bias if there are any.
 
     torch.compile leaves its graph for this: what is looked up here is no part of a graph.
     """
     if torch.compiler.is_compiling():
-        return torch.compiler.disable(_run)(task, score_mod, mask_mod, given, lists, return_lse)
+        more = (lists, return_lse, deterministic)
+        return torch.compiler.disable(_run)(task, score_mod, mask_mod, given, *more)
     q, k, v = given["q"], given["k"], given["v"]
     used = _used(lists)
-    if used is not None and used.per_head and q.shape[1] > k.shape[1] and _trains(given):
-        _tell_once(
-            "block_mask: the kernel visits the blocks within the mask's own bounds, since heads "
-            "that share keys have lists of their own, and these have no gradient; without "
-            "requires_grad, or with the same lists for all heads, the lists are used"
-        )
+    why = _no_gradient(used, given, deterministic) if used is not None else ""
+    if why:
+        _tell_once(f"block_mask: the kernel visits the blocks within the mask's own bounds: {why}")
         lists = used = None
     quick = _QUICK.get((task, score_mod, mask_mod)) if len(given) == 3 and lists is None else None
     if quick is not None and quick.watch.same() and q.shape[0] == k.shape[0]:
-        return quick.operator(q, k, v, return_lse=return_lse)
+        return quick.operator(q, k, v, return_lse=return_lse, deterministic=deterministic)
     dims = dims_of(q, k)
     bias = Bias.of(given["bias"], dims) if "bias" in given else None
     known = (task, score_mod, mask_mod, bias, used)
@@ -235,7 +236,8 @@ def _run(
     if not extras or any(x.requires_grad for x in given.values()):  # these stay until a backward
         trial = GradientTrial(task.spec, score_mod, mask_mod, extras)
         entry.operator.check_first_backward(trial)
-    found = entry.operator(*(tensors[name] for name in inputs), return_lse=return_lse)
+    arguments = (tensors[name] for name in inputs)
+    found = entry.operator(*arguments, return_lse=return_lse, deterministic=deterministic)
     if entry.new:
         out = found[0] if return_lse else found
         try:
@@ -273,6 +275,17 @@ def _new_entry(
             "every call (milliseconds); tensors and numbers that it names directly are watched"
         )
     return made
+
+
+def _no_gradient(used: BlockLists, given: Mapping[str, Any], deterministic: bool | None) -> str:
+    """Why lists have no gradient that a call may ask for; empty if they have."""
+    if not _trains(given):
+        return ""
+    if used.per_head and given["q"].shape[1] > given["k"].shape[1]:
+        return "heads that share keys have lists of their own, which have no gradient"
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    return "blocks in lists have no order for deterministic gradients" if deterministic else ""
 
 
 def _trains(given: Mapping[str, Any]) -> bool:

@@ -45,10 +45,16 @@ class BackwardOrder:
     """The outputs that have a gradient, beside O."""
     inputs: tuple[str, ...] | None = None
     """The inputs whose gradients are wanted, in lower case; None for all."""
+    deterministic: bool = False
+    """Whether every run gives the same bits."""
 
     @classmethod
     def of(
-        cls, folder: Path, outputs: tuple[str, ...] = (), inputs: tuple[str, ...] | None = None
+        cls,
+        folder: Path,
+        outputs: tuple[str, ...] = (),
+        inputs: tuple[str, ...] | None = None,
+        deterministic: bool = False,
     ) -> BackwardOrder:
         """For the kernel in a package. Raises Failed with FW852 if it says too little."""
         code = content(folder / CODE)
@@ -61,7 +67,7 @@ class BackwardOrder:
             raise unusable(folder / CODE, "the program is missing, which a backward needs")
         spec = folder / SPEC
         known = specs.load(spec) if spec.is_file() else None
-        return cls(code.decode(), card, known, outputs, inputs)
+        return cls(code.decode(), card, known, outputs, inputs, deterministic)
 
     @cached_property
     def code(self) -> str:
@@ -69,7 +75,7 @@ class BackwardOrder:
         program = checked_program(parse(self.forward))
         names = self.inputs
         wrt = None if names is None else [t.name for t in program.inputs if t.name.lower() in names]
-        return format_tree(backward(program, self.outputs, wrt).tree)
+        return format_tree(backward(program, self.outputs, wrt, self.deterministic).tree)
 
     @cached_property
     def key(self) -> str:
@@ -84,12 +90,15 @@ class BackwardOrder:
     def in_words(self) -> str:
         """What it computes, for a line of progress."""
         what = f" of {self.spec.in_words}" if self.spec is not None else ""
-        return f"the backward pass{what}; {self.gpu.title}"
+        kind = "deterministic " if self.deterministic else ""
+        return f"the {kind}backward pass{what}; {self.gpu.title}"
 
     def make(self, folder: Path, verified: bool) -> None:
         """Write the package. Raises Failed if a kernel cannot be made."""
         spec = self.spec
-        told = {} if spec is None else {SPEC: specs.dump(spec.differentiated())}
+        told = {}
+        if spec is not None:
+            told[SPEC] = specs.dump(spec.differentiated(self.deterministic))
         _, tree = sized(parse(self.code), self.gpu)
         for name, data in built(tree, self.gpu, told).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -98,11 +107,15 @@ class BackwardOrder:
 
 
 def find_or_make(
-    folder: Path, outputs: tuple[str, ...], inputs: tuple[str, ...], tell: store.Tell
+    folder: Path,
+    outputs: tuple[str, ...],
+    inputs: tuple[str, ...],
+    deterministic: bool,
+    tell: store.Tell,
 ) -> tuple[Path, bool]:
     """The backward package of a forward package, for gradients of these outputs and of O with
     respect to these inputs, and whether it was made now."""
-    order = BackwardOrder.of(folder, outputs, inputs)
+    order = BackwardOrder.of(folder, outputs, inputs, deterministic)
     new = store.find(order) is None
     return store.find_or_make(order, tell), new
 

@@ -46,7 +46,8 @@ def _derived(run: Run) -> Run:
         forward = write_code(write_sketch(spec, run.mods), spec, run.gpu, run.mods).code
     run = keep(run, {FORWARD: forward})
     try:
-        made = backward(checked_program(parse(forward), run.gpu))
+        program = checked_program(parse(forward), run.gpu)
+        made = backward(program, deterministic=run.spec.repeatable)
     except Failed as failed:
         return run.noting(FORWARD, *failed.diagnostics)
     return keep(run, {DERIVED: format_tree(made.tree)})

@@ -24,11 +24,12 @@ class Scope:
     `globals` are the tensors declared so far, `missing` the inputs without a gradient and why.
     `sizes` has the tile's size along each axis, `pair` the order of axes in tiles of queries and
     keys (`turns`: the other order is possible too), `half` the type of GEMM operands, `output` the
-    store of the output.
+    store of the output. `deterministic`: additions to global memory have an order.
     """
 
-    def __init__(self, back: Backward) -> None:
+    def __init__(self, back: Backward, deterministic: bool = False) -> None:
         self.back, self.forward, self.program = back, back.forward, back.forward.program
+        self.deterministic = deterministic
         loads = self.forward.loads.values()
         shapes = [dict(zip(v.axes, v.copy.shape or (), strict=True)) for v in loads]
         self.sizes = {axis: size for shape in shapes for axis, size in shape.items()}

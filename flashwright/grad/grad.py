@@ -28,14 +28,18 @@ class Gradients:
 
 
 def backward(
-    program: Program, of: Collection[str] = (), wrt: Collection[str] | None = None
+    program: Program,
+    of: Collection[str] = (),
+    wrt: Collection[str] | None = None,
+    deterministic: bool = False,
 ) -> Gradients:
     """The backward pass of a checked program. Raises Failed with FW908 if it has none.
 
     It takes the gradient of O, or of each tile if no output is called O, and those of the outputs
-    `of` (the log-sum-exp). It gives the gradients of the inputs `wrt`, or of all.
+    `of` (the log-sum-exp). It gives the gradients of the inputs `wrt`, or of all. A `deterministic`
+    one gives the same bits in every run.
     """
-    scope = Scope(derive(without_views(program), of, wrt))
+    scope = Scope(derive(without_views(program), of, wrt), deterministic)
     note_missing(scope)
     mains = _main_kernels(scope)
     rows, parts = preprocess(scope)

@@ -7,9 +7,22 @@ the loop visits every key that a Mask shows, so the Mask alone decides.
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import reduce
 
-from flashwright.grad.algebra import ONE, ZERO, Product, add, call, constant, div, mul, renamed, sub
+from flashwright.grad.algebra import (
+    ONE,
+    ZERO,
+    Product,
+    add,
+    call,
+    constant,
+    div,
+    mul,
+    renamed,
+    sub,
+    substitute,
+)
 from flashwright.grad.normalise import KEY, Forward, refuse
 from flashwright.lang import nodes as tl
 
@@ -18,14 +31,25 @@ class Unsolved(Exception):
     """The inequality cannot be solved for the variable."""
 
 
-def query_bounds(forward: Forward, key_block: tl.Name) -> tuple[tl.Expr, tl.Expr]:
-    """The first block of queries that visits a block of keys, and the end of these blocks."""
+@dataclass(frozen=True)
+class Visits:
+    """The blocks of queries that visit a block of keys: the first one and their end. `first_key` is
+    the first block of keys that a block of queries visits."""
+
+    first: tl.Expr
+    end: tl.Expr
+    first_key: tl.Expr = ZERO
+
+
+def find_visits(forward: Forward, key_block: tl.Name, query_block: tl.Name) -> Visits:
+    """The visits of the forward's loop, by the names of both blocks."""
     var, at = forward.query.name.id, forward.loop.var.id
     _check_data(forward)
     first: tl.Expr = ZERO
+    first_key: tl.Expr = ZERO
     end = forward.query.high
     if not _in_order(forward):
-        return first, end
+        return Visits(first, end)
     low, high = (forward.spelt_out(e) for e in (forward.loop.low, forward.loop.high))
     solver, next_block = _Solver(forward, var), add(tl.Name(at), ONE)
     with suppress(Unsolved):
@@ -34,7 +58,9 @@ def query_bounds(forward: Forward, key_block: tl.Name) -> tuple[tl.Expr, tl.Expr
     with suppress(Unsolved):
         if (below := solver.bound(_without_floor(low), next_block, above=False)) is not None:
             end = _least(end, renamed(below, {at: key_block}))
-    return first, end
+            whole = call("floor", solver.alone(_without_floor(low)))
+            first_key = renamed(call("max", ZERO, whole), {var: query_block})
+    return Visits(first, end, first_key)
 
 
 def _in_order(forward: Forward) -> bool:
@@ -75,6 +101,18 @@ class _Solver:
     def _has(self, expr: tl.Expr) -> bool:
         """Whether an expression has the variable."""
         return any(n.id == self.var for n in tl.value_names(expr))
+
+    def alone(self, side: tl.Expr) -> tl.Expr:
+        """A lower bound without the parts that `bound` leaves out: those without the variable."""
+
+        def change(part: tl.Expr) -> tl.Expr | None:
+            match part:
+                case tl.Call(tl.Name("max"), args):
+                    kept = [self.alone(a) for a in args if self._has(a)]
+                    return call("max", *kept) if len(kept) > 1 else kept[0] if kept else ZERO
+            return None
+
+        return substitute(side, change)
 
     def bound(self, side: tl.Expr, other: tl.Expr, above: bool) -> tl.Expr | None:
         """The bound of the variable where `side` is above or below the other side; None if it does

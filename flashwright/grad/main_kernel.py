@@ -13,6 +13,7 @@ from flashwright.grad.owner import find_owner
 from flashwright.grad.reduce import Parts, declare_parts, kept_along
 from flashwright.grad.terms import common_factor, gemm_parts, gradient_terms
 from flashwright.grad.tiles import Writer
+from flashwright.grad.turns import find_turn
 from flashwright.lang import nodes as tl
 
 _TURNED: dict[tl.Side, tl.Side] = {"rows": "columns", "columns": "rows"}
@@ -139,7 +140,8 @@ class MainKernel:
             for c in (self.scope.output.copy.coords or ())[:3]
         )
         copy = tl.Copy(tl.Name(parts.name), (parts.tile,), coords, "register", "global", adds=True)
-        self.write.body.append(copy)
+        turn = find_turn(self.scope, self.owner, copy, leaf.tensor.id)
+        self.write.body.append(replace(copy, turn=turn))
 
     def _gradient(self, load: Load, terms: list[tl.Expr]) -> None:
         """The gradient of a load, added up in registers if the block owns it."""
@@ -209,7 +211,8 @@ class MainKernel:
         base = self.write.base[value]
         get = tl.Name(target) if base != target else None
         made = replace(copy, name=tl.Name(base), source="register", dest="global", target=get)
-        body.append(replace(made, gap=False, adds=not alone))
+        turn = find_turn(self.scope, self.owner, copy, load.tensor.name) if not alone else None
+        body.append(replace(made, gap=False, adds=not alone, turn=turn))
 
 
 def _disjoint(one: tl.Copy, other: tl.Copy) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from flashwright.grad.algebra import ONE, ZERO, Product, add, call, div, mul, sub
 from flashwright.grad.declare import Scope
-from flashwright.grad.invert import query_bounds
+from flashwright.grad.invert import Visits, find_visits
 from flashwright.grad.listed import in_prefix
 from flashwright.grad.normalise import KEY, QUERY, Forward, Load, refuse
 from flashwright.lang import nodes as tl
@@ -16,13 +16,16 @@ from flashwright.lang import nodes as tl
 
 @dataclass(frozen=True)
 class Owner:
-    """The main kernel's grid, lets, loop and lets in the loop; the forward's scalars in it."""
+    """The main kernel's grid, lets, loop and lets in the loop; the forward's scalars in it; the
+    block of queries of an iteration, and the first block of keys that adds to its gradients."""
 
     grid: tl.Grid
     lets: tuple[tl.Let, ...]
     loop: tuple[tl.Name, tl.Expr, tl.Expr]
     inner: tuple[tl.Let, ...]
     names: dict[str, tl.Expr]
+    query: tl.Name
+    first_key: tl.Expr
 
     @property
     def inside(self) -> set[str]:
@@ -44,66 +47,85 @@ class _Group:
 @dataclass(frozen=True)
 class _Steps:
     """The tiles of queries that a block of keys visits for one head: lets before the loop, how many
-    tiles, the tile of a step, and the forward's scalars that depend on the step."""
+    tiles, the tile of a step, the first block of keys that visits it, and the forward's scalars
+    that depend on the step."""
 
     lets: tuple[tl.Let, ...]
     count: tl.Expr
     tile: Callable[[tl.Expr], tl.Expr]
+    first_key: tl.Expr = ZERO
     names: Callable[[tl.Expr], dict[str, tl.Expr]] = lambda step: {}
 
 
 def find_owner(scope: Scope) -> Owner:
     """The blocks of the main kernel; Failed if the heads that share keys cannot be found."""
-    forward, key, query = scope.forward, scope.forward.query.name, scope.new_name("i")
+    forward = scope.forward
+    key, query = forward.query.name, scope.new_name("i")
     group = _group(forward)
     names: dict[str, tl.Expr] = {forward.loop.var.id: key, key.id: query}
     axes = [a for a in forward.program.grid.axes if a is not forward.query]
     axes.insert(0, tl.GridAxis(key, ZERO, div(scope.key_length, scope.sizes[KEY])))
-    if group is None and forward.listed is None:
-        return Owner(tl.Grid(tuple(axes)), (), (query, *query_bounds(forward, key)), (), names)
+    grid = tl.Grid(tuple(axes))
+    if forward.listed is not None:
+        return _looped(scope, group, grid, names, _in_lists(scope, group))
+    visits = find_visits(forward, key, query)
+    if group is not None or scope.deterministic:
+        return _looped(scope, group, grid, names, _descending(scope, visits))
+    loop = (query, visits.first, visits.end)
+    return Owner(grid, (), loop, (), names, query, visits.first_key)
+
+
+def _looped(
+    scope: Scope, group: _Group | None, grid: tl.Grid, names: dict[str, tl.Expr], steps: _Steps
+) -> Owner:
+    """The blocks with a loop over steps. All heads of a group see a tile of queries at the same
+    time."""
+    query = names[grid.axes[0].name.id]
+    assert isinstance(query, tl.Name)
     of_group = (group.head, group.index) if group is not None else ()
     kv, head, count = (scope.new_name(name, *of_group) for name in ("kv_head", "head", "n"))
-    steps = _within_bounds(scope) if forward.listed is None else _in_lists(scope, group)
-    if group is None:
-        inner: tuple[tl.Let, ...] = (tl.Let(query, steps.tile(count)),)
-        names |= steps.names(count)
-        return Owner(tl.Grid(tuple(axes)), steps.lets, (count, ZERO, steps.count), inner, names)
-    grid = (tl.GridAxis(kv, ZERO, group.count) if a.name.id == group.head else a for a in axes)
-    size, step = map(scope.new_name, ("Group", "step"))
-    # A whole number, as the launcher has checked.
-    lets = (tl.Let(size, call("floor", group.size)), *steps.lets)
-    # All heads of a group see a tile of queries at the same time.
-    inner = (
-        tl.Let(head, add(mul(kv, size), tl.Binary("%", count, size))),
-        tl.Let(step, call("floor", tl.Binary("/", count, size))),
-        tl.Let(query, steps.tile(step)),
-    )
-    names |= {group.head: head, group.index: kv, **steps.names(step)}
-    loop = (count, ZERO, mul(size, steps.count))
-    return Owner(tl.Grid(tuple(grid)), lets, loop, inner, names)
+    step, lets, inner, iterations = count, list(steps.lets), [], steps.count
+    if group is not None:
+        size, step = map(scope.new_name, ("Group", "step"))
+        lets.insert(0, tl.Let(size, call("floor", group.size)))  # whole: the launcher has checked
+        own = (
+            tl.GridAxis(kv, ZERO, group.count) if a.name.id == group.head else a for a in grid.axes
+        )
+        grid = tl.Grid(tuple(own))
+        inner.append(tl.Let(head, add(mul(kv, size), tl.Binary("%", count, size))))
+        inner.append(tl.Let(step, call("floor", tl.Binary("/", count, size))))
+        names = {**names, group.head: head, group.index: kv}
+        iterations = mul(size, steps.count)
+    inner.append(tl.Let(query, steps.tile(step)))
+    names = {**names, **steps.names(step)}
+    loop = (count, ZERO, iterations)
+    return Owner(grid, tuple(lets), loop, tuple(inner), names, query, steps.first_key)
 
 
-def _within_bounds(scope: Scope) -> _Steps:
-    """The tiles within the inverted bounds of the forward's loop. All blocks begin with the last
-    one: what they read and add to stays in the L2."""
+def _descending(scope: Scope, visits: Visits) -> _Steps:
+    """The tiles within the inverted bounds of the forward's loop, the last one first: what blocks
+    read and add to stays in the L2. In causal attention all blocks see that tile, so that those
+    that take turns wait at the beginning only."""
     start, steps = map(scope.new_name, ("Start", "Steps"))
-    low, high = query_bounds(scope.forward, scope.forward.query.name)
     lets = (
-        tl.Let(start, low),
-        tl.Let(steps, call("max", ZERO, sub(call("ceil", high), start))),
+        tl.Let(start, visits.first),
+        tl.Let(steps, call("max", ZERO, sub(call("ceil", visits.end), start))),
     )
-    return _Steps(lets, steps, lambda step: sub(sub(add(start, steps), ONE), step))
+    last = sub(add(start, steps), ONE)
+    return _Steps(lets, steps, lambda step: sub(last, step), visits.first_key)
 
 
 def _in_lists(scope: Scope, group: _Group | None) -> _Steps:
     """The tiles in the lists of the blocks that visit a block of keys."""
     listed, key, size = scope.forward.listed, scope.forward.query.name, scope.sizes[QUERY]
     assert listed is not None
-    if group is not None and any(
-        n.id == group.head for e in listed.place for n in tl.value_names(e)
-    ):
+    used = {n.id for e in listed.place for n in tl.value_names(e)}
+    if group is not None and group.head in used:
         why = f"heads that share keys have lists of their own in `{listed.blocks}`"
         raise refuse(scope.forward.loop.span, why, "give them the same lists")
+    if scope.deterministic:
+        why = f"the blocks in `{listed.blocks}` have no order in which they could be added"
+        raise refuse(scope.forward.loop.span, why, "derive it without --deterministic")
     scope.declare_lists(listed)
     block, visited = map(scope.new_name, ("KeyBlockHere", "VisitedBy"))
     tiles = div(listed.rows, size)
@@ -117,7 +139,7 @@ def _in_lists(scope: Scope, group: _Group | None) -> _Steps:
         lets,
         mul(visited, tiles),
         lambda step: listed.query_tile(block, step, size),
-        lambda step: {in_prefix(n).id: tl.Binary("<", step, end) for n, end in ends.items()},
+        names=lambda step: {in_prefix(n).id: tl.Binary("<", step, end) for n, end in ends.items()},
     )
 
 

@@ -65,6 +65,7 @@ def reduction(scope: Scope, parts: Iterable[Parts]) -> list[tl.Statement]:
     """The kernels that sum the parts, a block for some heads of one batch element."""
     made: list[tl.Statement] = []
     block, batch, step = map(tl.Name, ("block_idx", "batch_idx", "i"))
+    turn = batch if scope.deterministic else None
     for item in parts:
         name, rows = tl.Name(f"d{item.tensor.name}"), HEADS.name
         heads, scratch = item.tensor.axes[0], tl.Name(item.name)
@@ -83,6 +84,6 @@ def reduction(scope: Scope, parts: Iterable[Parts]) -> list[tl.Statement]:
             tl.Allocate(name, "register", (tl.Axis(None, rows),), tl.Name("fp32")),
             tl.Compute(None, (ZERO,), mode="get", target=name),
             tl.For(step, ZERO, div(item.length, item.tile), body),
-            tl.Copy(name, (rows,), place, "register", "global", adds=True),
+            tl.Copy(name, (rows,), place, "register", "global", adds=True, turn=turn),
         ]
     return made

@@ -194,11 +194,20 @@ class Builder:
         return cast(Space, c[0].type.lower())
 
     def copy(self, c: list[Any]) -> Copy:
-        keyword, name, tile, coords, _from, source, _to, dest, target, column = c
+        keyword, name, tile, coords, _from, source, _to, dest, target, place = c
         found = target or {"mode": "get", "target": None}
         adds = found["mode"] == "accumulate"
+        clauses: dict[str, Any] = dict([place] if place else [])
         return Copy(
-            _name(name), tile, coords, source, dest, found["target"], column, adds, **keyword.stmt()
+            _name(name),
+            tile,
+            coords,
+            source,
+            dest,
+            found["target"],
+            adds=adds,
+            **clauses,
+            **keyword.stmt(),
         )
 
     def added(self, c: list[Any]) -> dict[str, Any]:
@@ -214,8 +223,11 @@ class Builder:
         axis, *at, value = c
         return Coord(_name(axis), value, bool(at), span=axis.span.to(value.span))
 
-    def column(self, c: list[Any]) -> Expr:
-        return cast(Expr, c[2])
+    def column(self, c: list[Any]) -> tuple[str, Expr]:
+        return "column", c[2]
+
+    def turn(self, c: list[Any]) -> tuple[str, Expr]:
+        return "turn", c[2]
 
     def compute(self, c: list[Any]) -> Compute:
         keyword, verb, args, *clauses = c

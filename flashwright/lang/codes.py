@@ -69,6 +69,7 @@ CODES: dict[str, Code] = {
     "FW610": Code("an output is not written exactly once"),
     "FW611": Code("the program is too long to check completely", severity="warning"),
     "FW612": Code("kernels use a tensor in the wrong order"),
+    "FW613": Code("additions at turns that are not in order"),
     # the GPU
     "FW701": Code("not enough shared memory"),
     "FW702": Code("not enough registers"),

@@ -138,7 +138,9 @@ def _copy(stmt: Copy) -> str:
         text += " and accumulate"
     if stmt.target:
         text += f" {stmt.target.id}" if stmt.adds else f" and get {stmt.target.id}"
-    return f"{text} at column {format_expr(stmt.column)}" if stmt.column else text
+    if stmt.column:
+        text += f" at column {format_expr(stmt.column)}"
+    return f"{text} at turn {format_expr(stmt.turn)}" if stmt.turn else text
 
 
 def format_coord(coord: Coord) -> str:

@@ -27,10 +27,11 @@ _CODE = ("param", "grid", "allocate", "reshape")
 _ABOVE = {"sketch": ("comment",), "code": ("comment", "dim", "let")}
 # What the parser accepts and the formatter never writes: (rule, symbol).
 _UNWRITTEN = {("loop", "IN"), ("state", ","), ("space", "MEMORY"), ("loop", ":?"), ("branch", ":?")}
-_SIZES = ((Symbol("tile"),), (Symbol("column"),))  # parts of a Copy that only code has
+_SIZES = tuple((Symbol(name),) for name in ("tile", "column", "turn"))  # of a Copy in code only
 _RARE = (
     Symbol("ELSE"),
     Symbol("column"),
+    Symbol("turn"),
     Symbol("along"),
     Symbol("added"),
 )  # not in a bounded grammar

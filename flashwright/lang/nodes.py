@@ -229,7 +229,8 @@ class Copy(Stmt):
     """`Copy K (BN, HeadDim) in coordinate [L = i] from global to shared and get K2`.
 
     `column` is the first column to be filled where the Copy fills only some: `at column 128`.
-    `adds` is set by `and accumulate`: the tile is added to what is in global memory.
+    `adds` is set by `and accumulate`: the tile is added to what is in global memory. `turn` is how
+    many other additions to the same place come before this one: `at turn block_idx`.
     """
 
     name: Name
@@ -240,6 +241,7 @@ class Copy(Stmt):
     target: Name | None = None
     column: Expr | None = None
     adds: bool = False
+    turn: Expr | None = None
 
 
 Mode = Literal["get", "get new", "accumulate"]
@@ -314,7 +316,8 @@ class Tree:
         for stmt in statements(self.body):
             if isinstance(stmt, (Param, Grid, Allocate, Reshape)):
                 return "code"
-            if isinstance(stmt, Copy) and not (stmt.shape is None and stmt.column is None):
+            sizes = (stmt.shape, stmt.column, stmt.turn) if isinstance(stmt, Copy) else ()
+            if any(size is not None for size in sizes):
                 return "code"
         return "sketch"
 

@@ -26,7 +26,7 @@ MAX_DIAGNOSTICS = 20
 # Words that are keywords in one clause and names elsewhere; `where` is a clause after an operand.
 _CLAUSE_WORDS = (
     *("OFFSET", "STAGES", "MEMORY", "COORDINATE"),
-    *("AT", "ALONG", "ROWS", "COLUMN", "COLUMNS", "FRAGMENTS"),
+    *("AT", "ALONG", "ROWS", "COLUMN", "COLUMNS", "FRAGMENTS", "TURN"),
 )
 SOFT = ("WHERE", *_CLAUSE_WORDS)
 _OPERANDS = ("NAME", "NUMBER", "NOT", *_CLAUSE_WORDS)

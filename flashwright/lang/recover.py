@@ -59,6 +59,7 @@ _WORDS = {
     "COLUMN": "column",
     "COLUMNS": "columns",
     "FRAGMENTS": "fragments",
+    "TURN": "turn",
 }
 _CLAUSES = {
     "AND_GET": "and get",

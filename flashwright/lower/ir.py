@@ -199,6 +199,22 @@ class Store(Node):
 
 
 @dataclass(frozen=True)
+class TakeTurn(Node):
+    """Each warp waits until so many others have added their part to the same tile of a tensor.
+    `counters` is the place of those of the tile."""
+
+    counters: Window
+    turn: Term
+
+
+@dataclass(frozen=True)
+class PassTurn(Node):
+    """Each warp tells that its part is added, if it has taken a turn and not told so yet."""
+
+    counters: Tensor
+
+
+@dataclass(frozen=True)
 class Move(Node):
     """Between shared memory and registers."""
 
@@ -409,7 +425,7 @@ class Roles(Node):
 
 
 Statement = (
-    Define | Load | Put | Commit | Wait | Barrier | Fill | Store | Move
+    Define | Load | Put | Commit | Wait | Barrier | Fill | Store | TakeTurn | PassTurn | Move
     | Restage | Gemm | Operand | Compute
     | Loop | Branch | Await | Release | Refill | Drain | Sync | Roles | Open | Start | Finish
     | PingPong | Transpose | Exchange

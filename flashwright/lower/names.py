@@ -118,6 +118,7 @@ def reserved(program: Program) -> Iterator[str]:
     and what passes and the printer derive from these."""
     yield from (cpp(name) for name in (*program.params, *program.dims))
     yield from (cpp(axis.name.id) for axis in program.grid.axes)
+    yield from (cpp(tensor.name) for tensor in program.counters.values())
     yield tile_name(EXCHANGE)
     rings: list[Key] = [(name, "shared") for name, _ in program.buffers]  # also of register tiles
     for key in dict.fromkeys([*program.buffers, *rings]):

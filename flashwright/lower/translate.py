@@ -13,6 +13,7 @@ from flashwright.lower.launch_plan import LaunchPlan
 from flashwright.lower.names import Names, reserved
 from flashwright.lower.passes.bad_ir import BadIR
 from flashwright.lower.passes.dead_code import without_dead_code
+from flashwright.lower.passes.delay_turns import delay_turns
 from flashwright.lower.passes.early_reads import read_before_loops
 from flashwright.lower.passes.partial_sums import keep_partial_sums
 from flashwright.lower.passes.place_barriers import Travel, place_barriers
@@ -94,6 +95,7 @@ def _prepared(
     stored = frozenset(t.name for t in program.outputs)
     early = verifier(read_before_loops(kernel.body, names, stored), "reads before loops")
     kernel = replace(kernel, body=verifier(without_dead_code(early), "dead code"))
+    kernel = replace(kernel, body=verifier(delay_turns(kernel.body), "delayed turns"))
     partial = verifier(keep_partial_sums(kernel.body), "partial sums")
     split = split_tiles(program, gpu, kernel)
     roles = specialize_warps(

@@ -134,6 +134,11 @@ class Kernels:
         return tuple(found)
 
     @property
+    def counters(self) -> tuple[Tensor, ...]:
+        """The counters of additions at turns: scratch of one kernel, which begins at 0."""
+        return tuple(t for p in self.programs for t in p.counters.values())
+
+    @property
     def dims(self) -> tuple[str, ...]:
         """The run-time sizes of all kernels."""
         return tuple(dict.fromkeys(d for p in self.programs for d in p.dims))

@@ -10,6 +10,8 @@ from flashwright.lang.diagnostic import Label
 from flashwright.lang.nodes import (
     Allocate,
     Axis,
+    Binary,
+    Call,
     Compute,
     Copy,
     Expr,
@@ -19,6 +21,7 @@ from flashwright.lang.nodes import (
     Index,
     Let,
     Name,
+    Num,
     Param,
     Reshape,
     Side,
@@ -137,6 +140,28 @@ class Program:
     def outputs(self) -> tuple[Tensor, ...]:
         """The tensors that the kernel writes."""
         return tuple(t for t in self.tensors.values() if t.written)
+
+    @cached_property
+    def counters(self) -> Mapping[str, Tensor]:
+        """The counters of each tensor that Copies add to at turns: for each tile and warp how many
+        additions are done. They are scratch that begins at 0."""
+        copies = (s for s in statements(self.tree.body) if isinstance(s, Copy))
+        return {self.dest(c)[0]: self._counter(c) for c in copies if c.turn is not None}
+
+    def _counter(self, copy: Copy) -> Tensor:
+        tensor, sizes = self.tensors[self.dest(copy)[0]], self.moved(copy)
+        outer = len(tensor.axes) - len(sizes)
+        tiles = (
+            TensorAxis(a.label, Call(Name("ceil"), (Binary("/", a.size, Num(str(size))),)))
+            for a, size in zip(tensor.axes[outer:], sizes, strict=True)
+        )
+        axes = (*tensor.axes[:outer], *tiles, TensorAxis("W", Num(str(self.warps))))
+        name = f"{tensor.name}_turns"
+        while name in self.tensors or self.is_scalar(name):
+            name += "_"
+        shape = tuple(Axis(Name(axis.label), axis.size) for axis in axes)
+        declared = Allocate(Name(name), "global", shape, Name("int32"), span=tensor.declared.span)
+        return Tensor(name, axes, "int32", None, declared, read=True, written=True, added=True)
 
     def tile(self, name: Name | str) -> Key | None:
         """The tile a name means in a Compute: the one in registers, else in shared memory."""

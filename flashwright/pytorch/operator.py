@@ -56,27 +56,50 @@ class Operator:
         """A pickled operator is its folder: the process that reads it needs the package there."""
         return torch_operator, (str(self._package.folder),)
 
-    def __call__(self, *tensors: Any, return_lse: bool = False, **more: Any) -> Any:
+    def __call__(
+        self,
+        *tensors: Any,
+        return_lse: bool = False,
+        deterministic: bool | None = None,
+        **more: Any,
+    ) -> Any:
         """O, or O and LSE with `return_lse`.
 
         Tensors come in the order of `inputs`, or by name, as (batch, heads, length, dim). A
-        dimension that no tensor has as an axis is given by name, as in `tokens=4096`.
+        dimension that no tensor has as an axis is given by name, as in `tokens=4096`. With
+        `deterministic` the backward gives the same bits in every run; by default it does if
+        PyTorch's deterministic algorithms are on.
         """
         lse = self._lse if return_lse else 0
         if lse is None or (return_lse and len(self.outputs) < 2):
             given = ", ".join(self.outputs)
             raise ValueError(f"return_lse: the kernel has no LSE; its outputs are {given}")
-        found = self.compute(*tensors, all_outputs=return_lse, **more)
+        found = self.compute(*tensors, all_outputs=return_lse, deterministic=deterministic, **more)
         return (found[0], found[lse]) if return_lse else found[0]
 
-    def compute(self, *tensors: Any, all_outputs: bool = True, **more: Any) -> Sequence[Any]:
+    def compute(
+        self,
+        *tensors: Any,
+        all_outputs: bool = True,
+        deterministic: bool | None = None,
+        **more: Any,
+    ) -> Sequence[Any]:
         """The outputs in their order; others than the first may be missing if not all are asked
         for."""
         whole = len(tensors) == len(self.inputs) and not (more or self._dims)
         if whole and _undisturbed(tensors) and tensors[0].is_cuda:
             return self._on_cuda.launch(tensors, all_outputs)
-        results = self.op(*tensors, **more)
+        results = self._recorded(tensors, more, deterministic)
         return results if len(self.outputs) > 1 else (results,)
+
+    def _recorded(
+        self, tensors: Sequence[Any], more: Mapping[str, Any], deterministic: bool | None
+    ) -> Any:
+        """The operator's results, with what autograd needs to know."""
+        if deterministic is None:
+            return self.op(*tensors, **more)
+        with rules.with_backward(deterministic):
+            return self.op(*tensors, **more)
 
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -163,8 +186,8 @@ class _Package:
         self.digest = _digest(folder)
         self.spec = _spec(folder)
         self._lock = threading.Lock()
-        self._backward: dict[rules.Between, Operator | str] = {}
-        self._new_backward: set[rules.Between] = set()
+        self._backward: dict[rules.BackwardOf, Operator | str] = {}
+        self._new_backward: set[rules.BackwardOf] = set()
         self.backward_trial: rules.BackwardTrial | None = None
         """What looks at the first gradients of a backward that was made now."""
 
@@ -177,19 +200,20 @@ class _Package:
                 raise Failed(Diagnostic("FW852", text, help=hint))
             return classes.load(self.folder)
 
-    def backward(self, between: rules.Between) -> Operator | str:
-        """The operator of the package's backward for gradients of these outputs with respect to
-        these inputs, made at the first call; why, if there is none."""
-        if between not in self._backward:
+    def backward(self, of: rules.BackwardOf) -> Operator | str:
+        """The operator of a backward of the package, made at the first call; why, if there is
+        none."""
+        if of not in self._backward:
             from flashwright.generate import backward, store  # here: a forward needs neither
 
             try:
-                folder, new = backward.find_or_make(self.folder, *between, store.tell)
-                self._backward[between] = torch_operator(folder)
-                self._new_backward |= {between} if new else set()
+                asked = (of.outputs, of.inputs, of.deterministic)
+                folder, new = backward.find_or_make(self.folder, *asked, store.tell)
+                self._backward[of] = torch_operator(folder)
+                self._new_backward |= {of} if new else set()
             except (Failed, specs.BadSpec) as error:
-                self._backward[between] = str(error)
-        return self._backward[between]
+                self._backward[of] = str(error)
+        return self._backward[of]
 
     @property
     def awaits_backward(self) -> bool:
@@ -197,19 +221,17 @@ class _Package:
         return not self._backward or bool(self._new_backward)
 
     def check_backward(
-        self, between: rules.Between, given: Mapping[str, Any], found: Mapping[str, Any]
+        self, of: rules.BackwardOf, given: Mapping[str, Any], found: Mapping[str, Any]
     ) -> None:
         """Look at the first gradients of a backward that was made now, if they are those of one
         output. A wrong backward is removed from the store."""
-        outputs, _ = between
-        new = between in self._new_backward
-        if not new or self.backward_trial is None or len(outputs) > 1:
+        if of not in self._new_backward or self.backward_trial is None or len(of.outputs) > 1:
             return
-        self._new_backward.discard(between)
+        self._new_backward.discard(of)
         try:
             self.backward_trial(given, found)
         except Exception:
-            made = self._backward.pop(between)
+            made = self._backward.pop(of)
             if isinstance(made, Operator):
                 shutil.rmtree(made._package.folder, ignore_errors=True)
             raise

@@ -8,7 +8,11 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +41,20 @@ def fake_backward(grad: Any, size: Sequence[Any], name: str, why: str) -> Any:
     return grad.new_empty(size)
 
 
+_DETERMINISTIC: ContextVar[bool | None] = ContextVar("deterministic", default=None)
+
+
+@contextmanager
+def with_backward(deterministic: bool) -> Iterator[None]:
+    """Calls inside have a deterministic backward, or one that need not be, whatever PyTorch's
+    setting is."""
+    before = _DETERMINISTIC.set(deterministic)
+    try:
+        yield
+    finally:
+        _DETERMINISTIC.reset(before)
+
+
 def in_forward_mode() -> bool:
     """Whether forward-mode derivatives are computed."""
     return int(getattr(forward_ad, "_current_level", -1)) >= 0
@@ -54,10 +72,18 @@ class Backward(Protocol):
 
 
 Tensors = Mapping[str, Any]
-Between = tuple[tuple[str, ...], tuple[str, ...]]
-"""What a backward is between: outputs that have a gradient, and inputs that need one."""
 BackwardTrial = Callable[[Tensors, Tensors], None]
 """A look at gradients: the tensors of a backward by their names, and what it gave."""
+
+
+@dataclass(frozen=True)
+class BackwardOf:
+    """Which backward a call needs: the outputs that have a gradient, the inputs that need one, and
+    whether it is to have the same bits in every run."""
+
+    outputs: tuple[str, ...]
+    inputs: tuple[str, ...]
+    deterministic: bool
 
 
 class Gradient:
@@ -69,13 +95,13 @@ class Gradient:
         signature: Signature,
         operator: Any,
         reference: Callable[..., Any] | None,
-        derived: Callable[[Between], Backward | str],
-        check: Callable[[Between, Tensors, Tensors], None] = lambda between, given, found: None,
+        derived: Callable[[BackwardOf], Backward | str],
+        check: Callable[[BackwardOf, Tensors, Tensors], None] = lambda of, given, found: None,
     ) -> None:
         self.name, self.signature, self.operator = name, signature, operator
         self.reference = reference
         self.derived = derived
-        """The backward between outputs and inputs, or why there is none."""
+        """The backward for a call, or why there is none."""
         self.check = check
         methods = (self.forward, self.setup_context, self.backward, self.jvp)
         names = {method.__name__: staticmethod(method) for method in methods}
@@ -112,6 +138,7 @@ class Gradient:
         tensors = self.signature.tensors(inputs)
         ctx.shapes = [t.shape for t in tensors]
         ctx.more = inputs[len(tensors) :]
+        ctx.deterministic = _DETERMINISTIC.get()
         ctx.on_cpu = tensors[0].device.type == "cpu" and self.reference is not None
         if ctx.on_cpu:
             ctx.save_for_backward(*tensors)
@@ -130,8 +157,7 @@ class Gradient:
     def _by_kernel(self, ctx: Any, grads: Sequence[Any], needed: Any) -> list[Any]:
         """The derived backward, or the operator that raises."""
         of = {n: g for n, g in zip(self.signature.outputs, grads, strict=True) if g is not None}
-        between = (tuple(of), self._wanted(needed))
-        made = self.derived(between)
+        wanted, made = self._derived(tuple(of), self._wanted(needed), ctx.deterministic)
         names = [*self.signature.inputs, *(name.lower() for name in self.signature.outputs)]
         given = dict(zip(names, ctx.saved_tensors, strict=True))
         given |= {f"d{name.lower()}": grad for name, grad in of.items()}
@@ -149,7 +175,7 @@ class Gradient:
         results = made.compute(*(_with_rows(given[name]) for name in made.inputs))
         found = dict(zip((name.lower() for name in made.outputs), results, strict=True))
         if not any(isinstance(tensor, FakeTensor) for tensor in results):
-            self.check(between, given, found)
+            self.check(wanted, given, found)
         each = zip(self.signature.inputs, needed, strict=True)
         return [found[f"d{name}"] if asked else None for name, asked in each]
 
@@ -158,6 +184,22 @@ class Gradient:
         and v, so that there are few kernels."""
         each = zip(self.signature.inputs, needed, strict=True)
         return tuple(name for name, asked in each if asked or name in ("q", "k", "v"))
+
+    def _derived(
+        self, outputs: tuple[str, ...], inputs: tuple[str, ...], deterministic: bool | None
+    ) -> tuple[BackwardOf, Backward | str]:
+        """The backward of a call, by PyTorch's setting if the call has none of its own. Where that
+        only warns, one that is not deterministic is better than none."""
+        of = BackwardOf(outputs, inputs, bool(deterministic))
+        if deterministic is None:
+            of = replace(of, deterministic=torch.are_deterministic_algorithms_enabled())
+        made = self.derived(of)
+        lenient = deterministic is None and torch.is_deterministic_algorithms_warn_only_enabled()
+        if isinstance(made, str) and of.deterministic and lenient:
+            warnings.warn(f"flashwright::{self.name} is not deterministic: {made}", stacklevel=2)
+            of = replace(of, deterministic=False)
+            made = self.derived(of)
+        return of, made
 
     def _obstacle(self, made: Backward, needed: Any) -> str | None:
         """Why a call cannot have its gradients, if so."""

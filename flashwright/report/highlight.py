@@ -10,7 +10,7 @@ from flashwright.lang.recover import STATEMENTS
 
 _CLAUSES = (
     "and|get|new|accumulate|rescale|with|where|in|from|to|as|at|along|coordinate"
-    "|stages|offset|memory|or|not"
+    "|stages|offset|memory|turn|or|not"
 )
 TL = re.compile(
     r"(?P<comment>//.*)"

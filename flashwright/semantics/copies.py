@@ -124,6 +124,8 @@ class Copies:
             if have2 is not None and have2.value != place.value:
                 self._misplaced(stmt, f"{dim} {have2.value}", f"{dim} {place.value}", have2.copy)
         region = tuple((_known(p.start), p.size) for p in places)
+        if stmt.turn is not None and not self.machine.partial:
+            self._take_turn(stmt, stmt.turn, tensor, region)
         if not stmt.adds:
             self.machine.stores.append((tensor.name, region, stmt))
         elif not any(isinstance(p.start, Unknown) or p.chosen for p in places):
@@ -139,6 +141,30 @@ class Copies:
             covered = self.sums.covered("+", [before[0], tile], stmt)
             tile = replace(tile, covered=covered, masks=together([before[0], tile]))
         self.machine.added[tensor.name, region] = replace(tile, data=None), stmt
+
+    def _take_turn(self, stmt: Copy, turn: Expr, tensor: Tensor, region: Region) -> None:
+        """Report FW613 unless the turns at a region are 0, 1, 2, ... in the order in which thread
+        blocks start: the machine runs them in that order. A kernel may start those that differ in
+        other coordinates in another order, but the first coordinate always rises."""
+        machine, value = self.machine, self.machine.scalar(turn)
+        taken = machine.turns.setdefault((tensor.name, region), [])
+        axis = self.program.grid.axes[0].name.id
+        first = whole(machine.env[axis])
+        assert first is not None
+        text = None
+        if value != len(taken):
+            text = f"this is turn {value}, but turn {len(taken)} of this tile is next"
+        elif taken and first < taken[-1]:
+            text = (
+                f"`{axis}` falls from {taken[-1]} to {first} between turns {value - 1} and {value}"
+            )
+        taken.append(first)
+        if text is not None:
+            hint = "turns count from 0 in the order of the grid, and its first index never falls: "
+            hint += "a thread block waits for those that start before it"
+            grid = (Label(self.program.grid.span, "the grid"), *self.program.definitions(turn))
+            label = machine.problem()
+            machine.report("FW613", text, turn.span, label=label, secondary=grid, help=hint)
 
     def check_added(self) -> None:
         """Report FW604 for sums in global memory that lack a part after all thread blocks."""

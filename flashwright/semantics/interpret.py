@@ -54,6 +54,7 @@ def interpret(
     sizes = bind(program, inputs, dims or {})
     numbers = NumPy(program, inputs, sizes)
     machine = Machine(program, sizes, numbers, observe)
+    machine.partial = blocks is not None
     with np.errstate(all="ignore"):
         for block in list(machine.blocks()):
             if blocks is None or blocks(block):

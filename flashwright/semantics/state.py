@@ -91,6 +91,11 @@ class State:
         self.stores: list[tuple[str, Region, Copy]] = []
         self.added: dict[tuple[str, Region], tuple[Tile, Copy]] = {}
         """What Copies have added to each region of a tensor: the sum as a tile, the last Copy."""
+        self.turns: dict[tuple[str, Region], list[int]] = {}
+        """For each region that Copies add to at turns, in their order: the first coordinate of the
+        thread block."""
+        self.partial = False
+        """Whether only some of the thread blocks run, so that turns are left out."""
         self.elements: dict[str, list[tuple[Value, ...]]] = {}
         self.assumed: dict[str, int] = {}  # elements of the caller's tensors, by how they are read
         self._changed: dict[int, list[Key | None]] = {}

@@ -1,9 +1,10 @@
 """How fast gradients are, beside others, in one run on a GPU.
 
 `python -m tests.gpu.backward_speed PART`: `grid` (the paper's sizes, beside FlashAttention-3 if it
-is installed, else torch's flash backend), `older` (kernels for an A100 beside torch's flash
-backend), `mla` (beside cuDNN), `options` (beside compiled FlexAttention). Gradients are compared
-with the other library's before they are timed.
+is installed, else torch's flash backend), `deterministic` (the same with the same bits in every
+run, beside FlashAttention-3's deterministic backward), `older` (kernels for an A100 beside torch's
+flash backend), `mla` (beside cuDNN), `options` (beside compiled FlexAttention). Gradients are
+compared with the other library's before they are timed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -58,6 +59,12 @@ def difference(found: Sequence[Any], wanted: Sequence[Any]) -> float:
     return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
 
 
+def same_bits(call: Call, runs: int = 5) -> bool:
+    """Whether a call gives the same bits each time."""
+    first = [t.clone() for t in call()]
+    return all(all(map(torch.equal, call(), first)) for _ in range(runs))
+
+
 def line(name: str, ours: Call, theirs: Call) -> float:
     """Compare both, time both, print a line; theirs by ours."""
     off = difference(ours(), theirs())
@@ -85,6 +92,7 @@ class Setting:
     gpu: str = "h200"
     group: int = 1
     value_dim: int = 0
+    deterministic: bool = False
 
     @property
     def name(self) -> str:
@@ -98,7 +106,8 @@ class Setting:
         heads = WIDTH // (self.value_dim or self.dim)
         sizes = {"heads": heads, "kv_heads": heads // self.group, "head_dim": self.dim}
         spec = make_spec(self.variant, **sizes, causal=self.causal, dtype="bf16")
-        return BackwardOrder(write_code(write_sketch(spec), spec, card).code, card, spec)
+        forward = write_code(write_sketch(spec), spec, card).code
+        return BackwardOrder(forward, card, spec, deterministic=self.deterministic)
 
     def tensors(self, length: int) -> list[Any]:
         """Q, K, V and dO as (batch, length, heads, dim)."""
@@ -141,8 +150,10 @@ def compared(settings: Sequence[Setting], peer: Callable[..., Any]) -> None:
             tensors = setting.tensors(length)
             try:
                 out, lse, theirs = peer(setting, *tensors)
-                name = f"{setting.name} {length}"
-                ratios.append(line(name, ours(setting, tensors, out, lse), theirs))
+                own = ours(setting, tensors, out, lse)
+                if setting.deterministic and not same_bits(own):
+                    print(f"{setting.name} {length}: DIFFERENT BITS", flush=True)
+                ratios.append(line(f"{setting.name} {length}", own, theirs))
             except RuntimeError as error:
                 print(f"{setting.name} {length}: {str(error).splitlines()[0][:100]}", flush=True)
     if ratios:
@@ -157,7 +168,7 @@ def flash_attention_3(setting: Setting, q: Any, k: Any, v: Any, grad: Any) -> tu
     into = [torch.empty_like(t) for t in (q, k, v)]
 
     def backward() -> Sequence[Any]:
-        ops.bwd(grad, q, k, v, out, lse, *into, **how)
+        ops.bwd(grad, q, k, v, out, lse, *into, **how, deterministic=setting.deterministic)
         return into
 
     return out, lse, backward
@@ -191,14 +202,20 @@ def of_torch(name: str, setting: Setting, *tensors: Any) -> tuple[Any, Any, Call
     return out.transpose(1, 2), lse, backward
 
 
-def grid() -> None:
+def grid(deterministic: bool = False) -> None:
     """The paper's grid."""
     if importlib.util.find_spec("flash_attn_interface") is not None:
         importlib.import_module("flash_attn_interface")
     own = hasattr(torch.ops.flash_attn_3, "bwd")
     peer: Callable[..., Any] = flash_attention_3 if own else partial(of_torch, "flash")
-    mha = [Setting("mha", dim, causal) for dim in (64, 128) for causal in (False, True)]
-    compared([*mha, Setting("gqa", 128, causal=True, group=4)], peer)
+    settings = [Setting("mha", dim, causal) for dim in (64, 128) for causal in (False, True)]
+    settings.append(Setting("gqa", 128, causal=True, group=4))
+    compared([replace(one, deterministic=deterministic) for one in settings], peer)
+
+
+def deterministic() -> None:
+    """The paper's grid with the same bits in every run."""
+    grid(deterministic=True)
 
 
 def older() -> None:
@@ -280,7 +297,7 @@ def options() -> None:
 
 
 def parts() -> Iterator[Callable[[], None]]:
-    known = {part.__name__: part for part in (grid, older, mla, options)}
+    known = {part.__name__: part for part in (grid, deterministic, older, mla, options)}
     yield from (known[name] for name in sys.argv[1:] or known)
 
 

@@ -83,6 +83,50 @@ def test_the_judge_accepts_a_generated_backward(gpu: str, option: str, tmp_path:
     assert all(asked[name] for name in ("fp64", "repeat", "views", "mask", "guards", "exactness"))
 
 
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_deterministic_gradients_have_the_same_bits(dim: int, option: str) -> None:
+    """With many blocks of keys, while others run; and they are those of any order, but for
+    rounding."""
+    tensors, grad = problem(dim, torch.bfloat16, 4000, 4100)
+    exact = {**OPTIONS[option], "deterministic": True}
+    first = gradients(tensors, grad, exact, flashwright.attention)
+    for _ in range(10):
+        again = gradients(tensors, grad, exact, flashwright.attention)
+        assert all(map(torch.equal, again, first))
+    plain = gradients(tensors, grad, OPTIONS[option], flashwright.attention)
+    for name, one, other in zip("QKV", first, plain, strict=False):
+        error = (one.double() - other.double()).norm() / other.double().norm()
+        assert error < LIMIT[torch.bfloat16], f"d{name}: {error:.2g}"
+
+
+def test_pytorchs_setting_makes_gradients_deterministic() -> None:
+    tensors, grad = problem(64, torch.bfloat16, 2000, 2000)
+    how = {"causal": True, "deterministic": True}
+    wanted = gradients(tensors, grad, how, flashwright.attention)
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = gradients(tensors, grad, {"causal": True}, flashwright.attention)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("gpu", ["h200", "a100", "t4"])
+def test_the_judge_accepts_a_deterministic_backward(gpu: str, tmp_path: Path) -> None:
+    """It compares the bits of dQ, too."""
+    card = gpus.find(gpu)
+    if not driver.cards()[0].takes(card.arch):
+        pytest.skip(f"a kernel for {card.arch} does not run here")
+    dtype = "fp16" if gpu == "t4" else "bf16"
+    sizes = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": 64, "dtype": dtype}
+    spec = make_spec("gqa", causal=True, **sizes).differentiated(deterministic=True)
+    run = pipeline.generate(spec, card, tmp_path, Nobody(), last="verdict")
+    assert run.ok, run.failed
+    assert run.gpu_verdict is not None
+    assert {check.name: check.passed for check in run.gpu_verdict.checks}["repeat"]
+
+
 def test_checkpointed_and_compiled() -> None:
     tensors, grad = problem(64, torch.bfloat16, 256, 256)
     plain = gradients(tensors, grad, {"causal": True}, flashwright.attention)

@@ -32,7 +32,7 @@ from flashwright.sandbox.tensors import DTYPES
 from flashwright.semantics.interpret import interpret_all, shape_of
 from flashwright.spec import AttentionSpec, load
 from tests.example_programs import EXAMPLES
-from tests.unit.test_grad import LISTS, drawn_lists, listed
+from tests.unit.test_grad import LISTS, drawn_lists, listed, listed_spec
 from tests.unit.together import SCHEDULES, Kernel, kernels
 
 pytestmark = pytest.mark.skipif(not toolchain.has_nvcc(), reason="there is no CUDA compiler here")
@@ -53,13 +53,16 @@ DTYPE = {"t4": "fp16", "a100": "bf16", "h200": "bf16"}
 LENGTHS = ((1, 1), (70, 133), (144, 90))  # dQ is in fragments if the queries are a multiple of 16
 
 
-def derived(option: str, gpu: str) -> tuple[list[str], Steps, AttentionSpec]:
+def derived(
+    option: str, gpu: str, deterministic: bool = False
+) -> tuple[list[str], Steps, AttentionSpec]:
     """The kernels of a backward pass as programs, with the author's first sizes."""
     card = gpus.find(gpu)
     settings = {"variant": "gqa", "heads": 4, "kv_heads": 2, "head_dim": 64, **OPTIONS[option]}
     spec = make_spec(**{**settings, "dtype": DTYPE[gpu]})
     forward = write_code(write_sketch(spec), spec, card).code
-    _, sized = next(tilings(backward(checked_program(parse(forward))).tree, card))
+    made = backward(checked_program(parse(forward)), deterministic=deterministic)
+    _, sized = next(tilings(made.tree, card))
     programs = check(sized, card).kernels
     return [format_tree(p.tree) for p in programs], Steps.of(Kernels(programs)), spec
 
@@ -103,28 +106,68 @@ def test_gradients(gpu: str, options: list[str]) -> None:
     for codes, record, spec in made:
         steps = [next(built) for _ in codes]
         for (q_len, kv_len), how in zip(LENGTHS, SCHEDULES, strict=False):
-            dims = {"batch": 1, "heads": spec.heads, "kv_heads": spec.kv_heads}
-            dims |= {"q_len": q_len, "kv_len": kv_len}
-            drawn = make_inputs(spec.differentiated(), dims, 1, "normal")
-            given = backward_inputs(spec, drawn, oracle.attention(spec, drawn, dims), 0)
-            given = {name: given[name] for name in given if spec.lse or name != "LSE"}
-            found = launched(steps, record, given, dims, how)
-            for name, expected in gradients(spec, drawn, dims).items():
-                if name in found:
-                    compared = compare(found[name], expected)
-                    assert compared.ok, f"{spec.in_words} {dims} {name}: {compared.reason}"
+            right(steps, record, spec, (q_len, kv_len), how)
+
+
+def right(
+    steps: Sequence[Kernel], record: Steps, spec: AttentionSpec, lengths: tuple[int, int], how: str
+) -> dict[str, Any]:
+    """All tensors after the kernels have run, with gradients that agree with fp64."""
+    dims = {"batch": 1, "heads": spec.heads, "kv_heads": spec.kv_heads}
+    dims |= dict(zip(("q_len", "kv_len"), lengths, strict=True))
+    drawn = make_inputs(spec.differentiated(), dims, 1, "normal")
+    given = backward_inputs(spec, drawn, oracle.attention(spec, drawn, dims), 0)
+    given = {name: given[name] for name in given if spec.lse or name != "LSE"}
+    found = launched(steps, record, given, dims, how)
+    for name, expected in gradients(spec, drawn, dims).items():
+        if name in found:
+            compared = compare(found[name], expected)
+            assert compared.ok, f"{spec.in_words} {dims} {name}: {compared.reason}"
+    return found
+
+
+DETERMINISTIC = [
+    pytest.param("h200", ["causal"], id="h200"),
+    pytest.param(
+        *("h200", ["full", "window", "alibi", "wider", "mla"]),
+        marks=pytest.mark.slow,
+        id="h200-more",
+    ),
+    pytest.param("t4", ["causal", "window", "wider"], marks=pytest.mark.slow, id="t4"),
+    pytest.param("a100", ["causal", "alibi"], marks=pytest.mark.slow, id="a100"),
+]
+
+
+@pytest.mark.parametrize(("gpu", "options"), DETERMINISTIC)
+def test_deterministic_gradients(gpu: str, options: list[str]) -> None:
+    """Right, and of the same bits under every schedule. Each tile of queries has as many turns as
+    blocks of keys see it."""
+    made = [derived(option, gpu, deterministic=True) for option in options]
+    built = iter(kernels([(code, spec) for codes, _, spec in made for code in codes], gpu))
+    for codes, record, spec in made:
+        assert "dQsum_turns" in set(record.scratch) & set(record.zeroed)
+        steps = [next(built) for _ in codes]
+        for lengths in LENGTHS:
+            first, *more = (right(steps, record, spec, lengths, how) for how in SCHEDULES[:3])
+            for found in more:
+                assert all(found[n].tobytes() == first[n].tobytes() for n in ("dQ", "dK", "dV"))
+            assert first["dQsum_turns"].any()
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("gpu", ["a100", "h200"])
-def test_examples(gpu: str) -> None:
+def test_examples(gpu: str, deterministic: bool) -> None:
     """Gradients of other tensors, two softmaxes, tiles side by side, and blocks in lists."""
-    names = ("forgetting", "differential", "side_by_side", "bias_prefix")
+    names = ["differential", "side_by_side", "bias_prefix"]
+    names += [] if deterministic else ["forgetting"]
     given = [(load(EXAMPLES / f"{name}.toml"), read(EXAMPLES / f"{name}.tl")) for name in names]
-    given += [(make_spec(v, heads=4, dtype="bf16"), listed(v, gpu, **LISTS[v])) for v in LISTS]
+    if not deterministic:
+        given += [(listed_spec(v), listed(v, gpu, **LISTS[v])) for v in LISTS]
     card, made = gpus.find(gpu), []
     for spec, text in given:
-        _, sized = next(tilings(backward(checked_program(parse(text))).tree, card))
+        tree = backward(checked_program(parse(text)), deterministic=deterministic).tree
+        _, sized = next(tilings(tree, card))
         made.append((spec, check(sized, card).kernels))
     texts = [(format_tree(p.tree), spec) for spec, programs in made for p in programs]
     built = iter(kernels(texts, gpu))

@@ -77,3 +77,25 @@ def test_the_longest_of_a_section_come_first() -> None:
     turns = order[0] // 4
     for column in turns:
         assert list(np.argsort(-column, kind="stable")[:1]) == [0]
+
+
+@needs_compilers
+@pytest.mark.parametrize("rounds", ["0", "2, true", "16, true"])
+@pytest.mark.parametrize("blocks", [1, 4, 13])
+def test_tiles_that_wait_for_earlier_ones_come_to_an_end(rounds: str, blocks: int) -> None:
+    """Each waits for the one before it along x, and for the one before it along y and z, as turns
+    allow. (Blocks run one after another under emulation, so what would happen is followed here.)"""
+    for width, height, depth in GRIDS:
+        _, order = walked(rounds, blocks, width, height, depth)
+        order = order.reshape(height * depth, width)
+        places = sorted(np.ndindex(*order.shape), key=lambda place: order[place])
+        left = [[p for p in places if order[p] % blocks == block] for block in range(blocks)]
+        done: set[tuple[int, ...]] = set()
+        while any(left):
+            before = len(done)
+            for mine in left:
+                while mine and {(mine[0][0] - 1, mine[0][1]), (mine[0][0], mine[0][1] - 1)} <= (
+                    done | {(-1, mine[0][1]), (mine[0][0], -1)}
+                ):
+                    done.add(mine.pop(0))
+            assert len(done) > before, (width, height, depth)

@@ -50,7 +50,9 @@ class Interpreted:
     def check_first_backward(self, trial: Any) -> None:
         self.trial = trial
 
-    def __call__(self, *tensors: Any, return_lse: bool = False) -> Any:
+    def __call__(
+        self, *tensors: Any, return_lse: bool = False, deterministic: bool | None = None
+    ) -> Any:
         type(self).calls += 1
         named = zip(self.program.inputs, tensors, strict=True)
         arrays = {t.name: self._numpy(x) for t, x in named}
@@ -205,7 +207,7 @@ def test_first_gradients_are_looked_at_with_the_functions_of_the_call() -> None:
 
 def test_a_wrong_kernel_is_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(Interpreted):
-        def __call__(self, *tensors: Any, return_lse: bool = False) -> Any:
+        def __call__(self, *tensors: Any, **how: Any) -> Any:
             out, lse = super().__call__(*tensors, return_lse=True)
             return out.roll(1, dims=2), lse
 

@@ -26,6 +26,7 @@ from flashwright.lower.translate import translate
 from flashwright.program.kernels import Kernels
 from flashwright.program.program import Program
 from flashwright.semantics.interpret import NUMPY_DTYPES, interpret_all, shape_of
+from flashwright.spec import AttentionSpec
 from tests.example_programs import EXAMPLES
 
 torch = pytest.importorskip("torch")
@@ -188,9 +189,9 @@ def test_the_kernels_fit_the_gpu(gpu: str, width: int) -> None:
     assert verdict.errors == (), verdict.errors
 
 
-def refused(text: str) -> str:
+def refused(text: str, **how: Any) -> str:
     with pytest.raises(Failed) as failed:
-        backward(checked(text))
+        backward(checked(text), **how)
     (found,) = failed.value.diagnostics
     assert found.code == "FW908"
     assert found.span is not None
@@ -299,11 +300,14 @@ DOCUMENTS = Mods(
 )
 
 
+def listed_spec(variant: str) -> AttentionSpec:
+    heads = {"heads": 4, "kv_heads": 2 if variant == "gqa" else 4}
+    return make_spec(variant, head_dim=64, dtype="bf16", **heads)
+
+
 def listed(variant: str, gpu: str = "a100", **lists: bool) -> str:
     """A program that visits the blocks in lists, of 128 queries and 64 keys."""
-    mods = replace(DOCUMENTS, lists=BlockLists(128, 64, **lists))
-    heads = {"heads": 4, "kv_heads": 2 if variant == "gqa" else 4}
-    spec = make_spec(variant, head_dim=64, dtype="bf16", **heads)
+    mods, spec = replace(DOCUMENTS, lists=BlockLists(128, 64, **lists)), listed_spec(variant)
     return write_code(write_sketch(spec, mods), spec, find(gpu), mods).code
 
 
@@ -370,6 +374,10 @@ def test_gradients_of_some_inputs() -> None:
 def test_lists_of_heads_that_share_keys_are_refused() -> None:
     text = listed("gqa", batched=True, per_head=True, full=True)
     assert "heads that share keys have lists of their own" in refused(text)
+
+
+def test_blocks_in_lists_have_no_order() -> None:
+    assert "have no order" in refused(listed("mha", **LISTS["mha"]), deterministic=True)
 
 
 def test_tiles_that_do_not_divide_a_listed_block_are_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from pathlib import Path
+from typing import Any
 
 from flashwright import gpu as gpus
 from flashwright.author.builtin.author import write_code, write_sketch

@@ -147,10 +147,10 @@ def test_why_there_is_none() -> None:
         out.backward(grad)
 
 
-def backward_of(between: rules.Between) -> Backward:
+def backward_of(of: rules.BackwardOf) -> Backward:
     """The backward that takes gradients of these outputs."""
     _, order = forward()
-    return Backward(replace(order, outputs=between[0]).code)
+    return Backward(replace(order, outputs=of.outputs).code)
 
 
 @pytest.mark.parametrize("weight", [0.0, 1.0])
@@ -175,8 +175,56 @@ def test_a_gradient_of_the_lse(weight: float) -> None:
         assert error <= 5e-3 * expected.pow(2).mean().sqrt()
 
 
+@pytest.mark.parametrize("setting", [None, False, True])
+@pytest.mark.parametrize("asked", [None, False, True])
+def test_which_backward_is_deterministic(setting: bool | None, asked: bool | None) -> None:
+    """What the call asks for, else PyTorch's setting when the gradients are computed."""
+    tensors, grad, _ = leaves(20, 20)
+    seen: list[rules.BackwardOf] = []
+
+    def derived(of: rules.BackwardOf) -> Backward:
+        seen.append(of)
+        return Backward(replace(forward()[1], deterministic=of.deterministic).code)
+
+    if asked is None:
+        out, _ = attention(derived)(*tensors)
+    else:
+        with rules.with_backward(asked):
+            out, _ = attention(derived)(*tensors)
+    torch.use_deterministic_algorithms(bool(setting))
+    try:
+        out.backward(grad)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [
+        rules.BackwardOf(("O",), ("q", "k", "v"), bool(setting if asked is None else asked))
+    ]
+
+
+def test_a_warning_is_enough_where_pytorch_says_so() -> None:
+    tensors, grad, _ = leaves(20, 20)
+
+    def derived(of: rules.BackwardOf) -> Any:
+        return "line 3: no order" if of.deterministic else Backward(forward()[1].code)
+
+    out, _ = attention(derived)(*tensors)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match="line 3: no order"):
+            out.backward(grad, retain_graph=True)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with pytest.warns(UserWarning, match="is not deterministic: line 3: no order"):
+            out.backward(grad)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert tensors[0].grad is not None
+
+
 def test_the_package_has_a_spec_and_all_kernels() -> None:
     _, order = forward()
     assert order.name.startswith("a100-backward-")
     assert "the backward pass of" in order.in_words()
     assert len(check(parse(order.code), CARD).kernels) == 3
+    other = replace(order, deterministic=True)
+    assert other.name != order.name
+    assert "the deterministic backward pass of" in other.in_words()

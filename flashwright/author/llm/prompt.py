@@ -215,7 +215,8 @@ def _gradient_values(facts: Facts) -> dict[str, Any]:
     """What the template of a backward pass names."""
     spec = facts.spec.attention()
     told = facts.description or facts.reference
-    exact = "The same inputs must give the same bits: `and accumulate` adds in any order."
+    exact = "The same inputs must give the same bits: `and accumulate` adds in any order, but with "
+    exact += "`at turn N` after exactly N other additions to the same tile."
     loose = "dQ may be added up in any order; dK and dV must have the same bits in every call."
     more = [*["dSlopes"] * spec.alibi, *["dSink"] * spec.sink]
     return {

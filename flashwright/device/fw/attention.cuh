@@ -7,3 +7,4 @@
 #include <fw/math.cuh>
 #include <fw/mma.cuh>
 #include <fw/shared.cuh>
+#include <fw/turns.cuh>

@@ -77,7 +77,8 @@ uint8_t* Machine::shared(Context& context, int lane, uint64_t address, int bytes
 
 namespace {
 
-enum class Space { kGlobal, kShared, kGeneric, kParameter, kLocal };
+// kOrdered: global memory, by a load that orders threads as reductions do.
+enum class Space { kGlobal, kOrdered, kShared, kGeneric, kParameter, kLocal };
 
 uint8_t* within(Context& c, uint8_t* data, size_t size, int lane, uint64_t address, int bytes) {
   if (address + bytes <= size) return data + address;
@@ -98,7 +99,7 @@ uint8_t* local(Context& c, int lane, uint64_t address, int bytes) {
 
 Space resolve(Space space, uint64_t& address) {
   if (space != Space::kGeneric) {
-    if (space != Space::kGlobal) address %= kWindow;
+    if (space != Space::kGlobal && space != Space::kOrdered) address %= kWindow;
     return space;
   }
   uint64_t window = address / kWindow * kWindow;
@@ -114,7 +115,7 @@ uint8_t* at(Context& c, Space space, int lane, uint64_t address, int bytes, bool
     case Space::kParameter: return parameter(c, lane, address, bytes);
     case Space::kLocal: return local(c, lane, address, bytes);
     case Space::kShared: return c.machine->shared(c, lane, address, bytes, write);
-    default: return c.machine->global(c, lane, address, bytes, write);
+    default: return c.machine->global(c, lane, address, bytes, write, 0, space == Space::kOrdered);
   }
 }
 
@@ -164,7 +165,7 @@ void count(Context& c, Space space, const Traffic& traffic, int bytes) {
   Counts& counts = c.machine->counts[c.instruction];
   counts.bytes += int64_t{bytes} * traffic.count;
   if (space == Space::kShared) traffic.shared(counts, bytes);
-  if (space == Space::kGlobal) traffic.global(counts);
+  if (space == Space::kGlobal || space == Space::kOrdered) traffic.global(counts);
 }
 
 // --- loads and stores -----------------------------------------------------------------------------
@@ -364,6 +365,7 @@ void finish(Block& block, FullWarp& warp, Queue& queue, size_t kept) {
 void add_memory(Table& table) {
   table["ld.param"] = load<Space::kParameter>;
   table["ld.global"] = table["ld.const"] = load<Space::kGlobal>;
+  table["ld.acquire.global"] = load<Space::kOrdered>;
   table["ld.shared"] = load<Space::kShared>;
   table["ld.local"] = load<Space::kLocal>;
   table["ld"] = load<Space::kGeneric>;

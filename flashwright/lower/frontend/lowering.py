@@ -239,7 +239,11 @@ class Lowering(Body):
                 raise refused("a shared tile is stored by whole rows", stmt.span, hint)
             wanted = len(self.program.outputs) == 1 or tensor.declared.fragments
             optional = not wanted  # the caller asks for those it wants
-            self.emit(ir.Store(source, window, optional, stmt.adds, origin=ir.origin(stmt)))
+            store = ir.Store(source, window, optional, stmt.adds, origin=ir.origin(stmt))
+            if stmt.turn is not None:
+                self._store_at_turn(stmt, stmt.turn, store)
+            else:
+                self.emit(store)
         else:
             self.computes.settle(source)
             self.computes.forget(dest)
@@ -249,6 +253,18 @@ class Lowering(Body):
                 self.operands[dest] = self.program.buffers[dest].dtype
             self.emit(ir.Move(source, dest, operand=loaded, origin=ir.origin(stmt)))
             self.as_operand(dest)
+
+    def _store_at_turn(self, stmt: tl.Copy, turn: Expr, store: ir.Store) -> None:
+        """An addition between the wait for its turn and the news that it is done."""
+        counters = self.program.counters[store.window.tensor.name]
+        given = {c.axis.id: c.value for c in stmt.coords or ()}
+        places = (given.get(axis.label, ZERO) for axis in counters.axes[:-1])
+        start = tuple(self.scalars(place).as_int(stmt.span) for place in places)
+        number = self.scalars(turn).as_int(turn.span)
+        window = ir.Window(counters, start, rows=None, cols=None)
+        self.emit(ir.TakeTurn(window, number, origin=store.origin))
+        self.emit(replace(store, origin=store.origin.untitled))
+        self.emit(ir.PassTurn(counters, origin=store.origin.untitled))
 
     def _in_fragments(self, stmt: tl.Copy, key: Key) -> None:
         """Refuse copies of tensors in fragments that are not those of whole fragments."""

@@ -68,6 +68,10 @@ def effects(node: ir.Statement) -> Effects:
         case ir.Store(source, window):
             held: Resource = tile_name(source) if source[1] == "register" else source
             return _window(window) | Effects(frozenset([held])) | _writing(ORDER)
+        case ir.TakeTurn(counters, turn):
+            return _window(counters) | _reading(turn) | _writing(ORDER)
+        case ir.PassTurn():
+            return _writing(ORDER)
         case ir.Move(source, dest):
             read: Resource = tile_name(source) if source[1] == "register" else source
             return Effects(frozenset([read])) | _writing(_moved_to(node, dest))

@@ -245,6 +245,8 @@ def terms(node: ir.Statement) -> Iterator[Term]:
                 yield stage
         case ir.Fill(_, window) | ir.Store(_, window):
             yield from window.terms
+        case ir.TakeTurn(counters, turn):
+            yield from (*counters.terms, turn)
         case ir.Compute():
             # An early exit's end is read only where software_pipeline.py makes a name of it.
             yield from (t for t in (node.rows, node.cols, node.unless) if t is not None)

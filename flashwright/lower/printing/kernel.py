@@ -21,6 +21,7 @@ from flashwright.lower.names import (
 )
 from flashwright.lower.passes.fp8_transpose import landing
 from flashwright.lower.passes.overlap import kept_vectors
+from flashwright.lower.plan import launch_order
 from flashwright.lower.printing.cpp import text
 from flashwright.lower.printing.local_products import local_products
 from flashwright.lower.printing.rules import RULES, Context, Lines
@@ -160,7 +161,7 @@ class Printer:
             rows, cols = (self._size(buffer, axis) for axis in (0, 1))
             shown = cols if piece.width == buffer.shape[1] else str(piece.width)
             yield f"  fw::Map {self.context.maps[where]};  // tiles of {rows} x {shown}"
-        for tensor in self.program.tensors.values():
+        for tensor in (*self.program.tensors.values(), *self.program.counters.values()):
             sizes = ", ".join(format_expr(a.size) for a in tensor.axes)
             kind = f"fw::Global<{CPP_TYPES[tensor.dtype]}, {len(tensor.axes)}>"
             yield f"  {kind} {cpp(tensor.name)};  // ({sizes})"
@@ -189,10 +190,15 @@ class Printer:
             if not self.rings or buffer.space == "shared":
                 page.write(self._declare(key, buffer), _lines(buffer.declared), 1)
         if not self.rings:
+            page.write(self._turns(), None, 1)
             self._places(page, used)
         page.add(body)
         page.write(["}"])
         return page
+
+    def _turns(self) -> Lines:
+        for tensor in self.program.counters.values():
+            yield f"fw::Turns {cpp(tensor.name)};"
 
     def _places(self, page: Page, used: set[str]) -> None:
         for columns in sorted({b.shape[-1] for b in self.program.buffers.values()} | {0}):
@@ -242,6 +248,7 @@ class Printer:
         if any(isinstance(n, ir.Exchange) for n in ir.flat(node.consumers)):
             place = tile_name(EXCHANGE)
             page.write([f"fw::Exchange<RowWarps, Beside> exchange({place});"], None, 1)
+        page.write(self._turns(), None, 1)
         self._places(page, consumers.names)
         page.write(["int const group = fw::warpgroup();"], None, 1)
         page.add(consumers)
@@ -281,7 +288,8 @@ class Printer:
         dims = [cpp(d) for d in self.program.dims if cpp(d) in used]
         if dims:
             yield "int const " + ", ".join(f"{d} = p.{d}" for d in dims) + ";"
-        for axis, letter in zip(() if self.rings else self.kernel.grid, "xyz", strict=False):
+        axes = launch_order(self.program, self.kernel.grid)
+        for axis, letter in zip(() if self.rings else axes, "xyz", strict=False):
             value = f"blockIdx.{letter}"
             note = ""
             if axis.longest == "last":

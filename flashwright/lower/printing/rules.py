@@ -322,6 +322,11 @@ def _store(at: Context, node: ir.Store) -> Lines:
         yield store
 
 
+def _take_turn(at: Context, node: ir.TakeTurn) -> Lines:
+    counters = node.counters
+    yield f"{cpp(counters.tensor.name)}.take({at.window(counters, 'at')}, {text(node.turn)});"
+
+
 def _move(at: Context, node: ir.Move) -> Lines:
     source, dest = tile_name(node.source), tile_name(node.dest)
     if len(at.program.buffers[node.dest].shape) == 1:
@@ -455,6 +460,8 @@ RULES: dict[type, Callable[[Context, Any], Lines]] = {
     ir.Exchange: lambda at, node: iter([f"exchange.{node.op}({node.vector});"]),
     ir.Fill: _fill,
     ir.Store: _store,
+    ir.TakeTurn: _take_turn,
+    ir.PassTurn: lambda at, node: iter([f"{cpp(node.counters.name)}.pass();"]),
     ir.Move: _move,
     ir.Restage: _restage,
     ir.Gemm: _gemm,
