@@ -26,9 +26,13 @@ NO_BACKWARD_SCHEMA = f"{NO_BACKWARD}(Tensor grad, SymInt[] size, str name, str w
 _NARROW = ("fp16", "bf16")
 
 
+class NoBackward(RuntimeError):
+    """A gradient that no kernel computes, and why."""
+
+
 def refuse_backward(grad: Any, size: Sequence[int], name: str, why: str) -> Any:
     """The implementation of that operator."""
-    raise RuntimeError(f"backward of flashwright::{name}: {NO_GRADIENT} ({why})")
+    raise NoBackward(f"backward of flashwright::{name}: {NO_GRADIENT} ({why})")
 
 
 def fake_backward(grad: Any, size: Sequence[Any], name: str, why: str) -> Any:
