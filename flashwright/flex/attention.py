@@ -201,7 +201,7 @@ def _run(
     if torch.compiler.is_compiling():
         return torch.compiler.disable(_run)(task, score_mod, mask_mod, given, lists, return_lse)
     q, k, v = given["q"], given["k"], given["v"]
-    if lists is not None and _trains(given) and _used(lists) is not None:
+    if lists is not None and trains(given) and _used(lists) is not None:
         _tell_once(
             "block_mask: the kernel visits the blocks within the mask's own bounds, since the one "
             "that visits its lists has no gradient; without requires_grad the lists are used"
@@ -229,10 +229,8 @@ def _run(
     if lists is not None:
         tensors |= {"counts": lists.counts, "full": lists.full, "blocks": lists.blocks}
     inputs = entry.operator.inputs
-    extras = {name: x for name, x in given.items() if name not in ("q", "k", "v")}
-    if not extras or any(x.requires_grad for x in given.values()):  # these stay until a backward
-        trial = GradientTrial(task.spec, score_mod, mask_mod, extras)
-        entry.operator.check_first_backward(trial)
+    if len(given) == 3 or trains(given):  # a later call may be a quick one
+        check_first_gradients(entry.operator, task, score_mod, mask_mod, given)
     found = entry.operator(*(tensors[name] for name in inputs), return_lse=return_lse)
     if entry.new:
         out = found[0] if return_lse else found
@@ -273,9 +271,22 @@ def _new_entry(
     return made
 
 
-def _trains(given: Mapping[str, Any]) -> bool:
+def trains(given: Mapping[str, Any]) -> bool:
     """Whether a call's gradients may be asked for."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in given.values())
+
+
+def check_first_gradients(
+    operator: Operator,
+    task: Task,
+    score_mod: Function | None,
+    mask_mod: Function | None,
+    given: Mapping[str, Any],
+) -> None:
+    """Have the first gradients of a call compared with its functions, if there were none yet. What
+    the call reads beside q, k and v stays in memory until then."""
+    extras = {name: x for name, x in given.items() if name not in ("q", "k", "v")}
+    operator.check_first_backward(GradientTrial(task.spec, score_mod, mask_mod, extras))
 
 
 @lru_cache

@@ -131,13 +131,14 @@ class Gradient:
         of = {n: g for n, g in zip(self.signature.outputs, grads, strict=True) if g is not None}
         made = self.derived(tuple(of))
         names = [*self.signature.inputs, *(name.lower() for name in self.signature.outputs)]
-        given = dict(zip(names, ctx.saved_tensors, strict=True))
+        saved = ctx.saved_tensors  # once: torch.utils.checkpoint allows no more
+        given = dict(zip(names, saved, strict=True))
         given |= {f"d{name.lower()}": grad for name, grad in of.items()}
         why = made if isinstance(made, str) else self._obstacle(made, needed)
         if why is not None:
-            refuse, some = torch.ops.flashwright.no_backward, ctx.saved_tensors[0]
+            refuse = torch.ops.flashwright.no_backward
             return [
-                refuse(some, shape, self.name, why) if asked else None
+                refuse(saved[0], shape, self.name, why) if asked else None
                 for shape, asked in zip(ctx.shapes, needed, strict=True)
             ]
         assert not isinstance(made, str)

@@ -24,6 +24,7 @@ from flashwright.generate.backward import CODE, SPEC, BackwardOrder
 from flashwright.generate.folder import RESULT
 from flashwright.generate.pipeline import STAGES, generate
 from flashwright.gpu import Gpu
+from flashwright.lang.diagnostic import Failed
 from flashwright.lang.parse import parse
 from flashwright.lower.translate import translate
 from flashwright.program.kernels import Kernels
@@ -44,7 +45,10 @@ def make_forward(order: store.Order, folder: Path, verified: bool) -> None:
 
 def make_backward(order: BackwardOrder, folder: Path, verified: bool) -> None:
     """In place of BackwardOrder.make: the same for the derived backward."""
-    programs = check(parse(order.code)).kernels
+    verdict = check(parse(order.code))
+    if verdict.errors:
+        raise Failed(*verdict.errors)
+    programs = verdict.kernels
     record = Steps.of(Kernels(programs))
     files = {CODE: order.code, package.STEPS: record.dump(), **_record(order.gpu)}
     if order.spec is not None:
