@@ -154,12 +154,13 @@ class Scope:
 
 def _operand_type(forward: Forward) -> str:
     """The type of GEMM operands: that of the keys; Failed if it is no 16-bit type."""
-    keys = [v for v in forward.loads.values() if KEY in v.axes and len(v.axes) == 2]
+    tiles = [v for v in forward.loads.values() if KEY in v.axes and len(v.axes) == 2]
+    keys = [v for v in tiles if QUERY not in v.axes]
     for load in keys:
         if load.tensor.dtype not in ("fp16", "bf16"):
             why = f"`{load.tensor.name}` is {load.tensor.dtype}: gradients need fp16 or bf16"
             raise refuse(load.tensor.declared.span, why)
-    return next((load.tensor.dtype for load in keys if QUERY not in load.axes), "fp16")
+    return next((load.tensor.dtype for load in keys), "fp16")
 
 
 def place_names(copy: tl.Copy) -> set[str]:

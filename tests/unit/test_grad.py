@@ -258,13 +258,16 @@ def test_relative_bias() -> None:
     agrees(example("relative_bias"), attention)
 
 
-def test_bias_of_each_pair() -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_bias_of_each_pair(dtype: str) -> None:
     def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
         q, k = positions(dims)
         return softmax(scores(t) / 8 + t["Bias"], (k < 40) | (k <= q), t)
 
-    made = agrees(example("bias_prefix"), attention)
-    assert "dBias" in made
+    declared = "Allocate Bias in global (H: heads, L: q_len, M: kv_len) as"
+    text = example("bias_prefix").replace(f"{declared} bf16", f"{declared} {dtype}")
+    assert f"{declared} {dtype}" in text
+    assert "dBias" in agrees(text, attention)
 
 
 def test_documents() -> None:
