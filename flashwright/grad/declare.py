@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from flashwright.grad.algebra import renamed, values_in
 from flashwright.grad.derive import Backward
-from flashwright.grad.normalise import KEY, QUERY, Axes, Forward, refuse
+from flashwright.grad.normalise import KEY, QUERY, Axes, Forward, refuse, unused_name
 from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_expr
 from flashwright.program.program import Tensor
@@ -68,11 +68,7 @@ class Scope:
     def new_name(self, name: str, *replaced: str) -> tl.Name:
         """A name that the forward program does not use, or only for what it replaces here: the
         forward's loop variable, and `replaced`."""
-        taken = {base for base, _ in self.program.buffers} | self.program.tensors.keys()
-        free = (self.forward.loop.var.id, *replaced)
-        while name not in free and (name in taken or self.program.is_scalar(name)):
-            name += "_"
-        return tl.Name(name)
+        return tl.Name(unused_name(self.program, name, self.forward.loop.var.id, *replaced))
 
     def declare(self, name: str, like: Tensor, dtype: str, axes: int | None = None) -> None:
         """Declare a tensor with the axes of another one, or with the first of them."""

@@ -487,3 +487,12 @@ def test_a_gradient_that_would_lack_a_part_is_not_given() -> None:
 def test_names_of_the_forward_are_no_trouble(name: str) -> None:
     text = example("softmax_by_hand", "0.125 * Smax + log(Ssum)").replace("head_idx", name)
     assert check(parse(derived(text))).diagnostics == ()
+
+
+def test_tensors_of_the_forward_keep_their_names() -> None:
+    """The backward has a Shift and a Delta of its own."""
+    text = example("bias_prefix")
+    for name in ("Shift", "Delta"):
+        made = derived(text.replace("Bias", name))
+        assert check(parse(made)).diagnostics == ()
+        assert f"d{name}" in made
