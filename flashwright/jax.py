@@ -366,10 +366,9 @@ def _backward_package(given: Arrays, settings: _Settings) -> Path:
     forward = _forward_package(given, settings)
     try:
         order = BackwardOrder.of(forward, ("O", "LSE")[: 1 + settings.lse])
-        order.code  # noqa: B018  # derived now
+        return _package(order, partial(_check_first_gradients, given, settings))
     except (Failed, BadSpec) as error:
         raise NoKernel(f"{_NO_BACKWARD}: {error}: {_STOP}") from None
-    return _package(order, partial(_check_first_gradients, given, settings))
 
 
 def _package(order: store.Ordered, check: Callable[[], None]) -> Path:
