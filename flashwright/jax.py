@@ -300,7 +300,7 @@ def _by_kernel(*arrays: Any, names: Sequence[str], settings: _Settings) -> Any:
     folder = _forward_package(given, settings)
     serving = classes.serving(folder, dims_of(given["q"], given["k"]))
     outputs = ("O", "LSE")[: 1 + settings.lse]
-    target = _target(folder, serving, outputs, load)
+    target = _target(folder, serving, load, outputs)
     kinds = _result_types(given["q"], given["v"], settings.lse)
     ready = _arranged(given)
     inputs = (ready[name.lower()] for name in _KERNELS[target].inputs)
@@ -313,7 +313,7 @@ def _gradients_by_kernel(*arrays: Any, names: Sequence[str], settings: _Settings
     given = dict(zip(names, arrays, strict=True))
     own = {name: given[name] for name in _differentiated(names)}
     folder = _backward_package(own, settings)
-    target = _target(folder, folder, ("gradients",), classes.load)
+    target = _target(folder, folder, classes.load)
     kernel = _KERNELS[target]
     ready, pull = jax.vjp(_arranged, own)
     ready |= {name: given[name] for name in _FROM_FORWARD if name in given}
@@ -328,7 +328,7 @@ def _gradients_by_kernel(*arrays: Any, names: Sequence[str], settings: _Settings
     if missing:
         raise NoKernel(f"{_NO_BACKWARD}: it gives no gradient of {missing[0]}: {_STOP}")
     (grads,) = pull({name: found[f"d{name}"].astype(ready[name].dtype) for name in own})
-    return [*grads.values()]
+    return [grads[name] for name in own]
 
 
 _NO_BACKWARD = "backward of flashwright.jax.attention"
@@ -386,10 +386,10 @@ def _package(order: store.Ordered, check: Callable[[], None]) -> Path:
 
 
 def _target(
-    package: Path, folder: Path, outputs: Sequence[str], load: Callable[[Path], Any]
+    package: Path, folder: Path, load: Callable[[Path], Any], outputs: Sequence[str] = ()
 ) -> str:
-    """The name by which XLA calls a kernel of a package, the same in every process. Results are
-    `outputs`, or if there is scratch all outputs and it."""
+    """The name by which XLA calls a kernel of a package, the same in every process. Its results are
+    `outputs`; if none are named, all outputs and scratch."""
     name = "/".join(("flashwright", package.name, str(folder.relative_to(package)), *outputs))
     with _LOCK:
         if name in _KERNELS:
@@ -398,7 +398,7 @@ def _target(
             kernel = load(folder)
         except Failed as error:
             raise NoKernel(str(error)) from None
-        results = (*kernel.outputs, *kernel.scratch) if kernel.scratch else outputs
+        results = outputs or (*kernel.outputs, *kernel.scratch)
         # A CUDA graph may hold the launch: it copies the parameters and the tensor maps.
         jax_tvm_ffi.register_ffi_target(
             name,
