@@ -68,7 +68,8 @@ class _PlanWriter:
     def tensor(self, tensor: PlanTensor) -> None:
         self.words += [tensor.name, tensor.dtype]
         self.numbers += [*DTYPES[tensor.dtype], tensor.vector]
-        self.numbers += [tensor.read, tensor.written, tensor.flat, len(tensor.axes)]
+        self.numbers += [tensor.read, tensor.written, tensor.flat, tensor.fragments]
+        self.numbers.append(len(tensor.axes))
         for axis in tensor.axes:
             self.words.append(axis.label)
             self.size(axis.size)

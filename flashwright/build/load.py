@@ -35,6 +35,9 @@ CHECK_ONLY = 2
 
 # The source of the size of an output's axis: a number, the axis of an input, or an expression.
 Source = int | tuple[int, int] | Postfix
+DimSource = tuple[int, int, int]
+"""Where a dimension is read off: which tensor, its axis, and the divisor of the axis."""
+NO_DIMS: Mapping[str, DimSource] = {}
 
 
 def load(folder: str | Path) -> Kernel:
@@ -127,11 +130,23 @@ class Kernel:
         None if not given."""
         self.run(CHECK_ONLY if check_only else 0, *tensors, *dims)
 
-    def of_tensors(self, names: Sequence[str]) -> Any:
+    def of_tensors(self, names: Sequence[str], dims: Mapping[str, DimSource] = NO_DIMS) -> Any:
         """The launch as a tvm-ffi function of these tensors in this order, on tvm-ffi's current
-        stream. Outputs that are not named are not stored. It runs no Python."""
+        stream. Outputs that are not named are not stored. It runs no Python.
+
+        `dims` are the dimensions that no tensor of the kernel has: which of the tensors has them.
+        """
         places = [names.index(t.name) if t.name in names else -1 for t in self.plan.tensors]
-        return launcher().of_tensors(self.run, places + [-1] * len(self.plan.dims))
+        sources = (dims.get(name, (-1, 0, 1)) for name in self.plan.dims)
+        return launcher().of_tensors(self.run, places, [*itertools.chain(*sources)])
+
+    def memory(self, inputs: Sequence[Any]) -> dict[str, tuple[tuple[int, ...], str]]:
+        """The shape and the type of each output and of scratch, for inputs of these shapes."""
+        given, dims = self._arguments(inputs, {})
+        places = {name: self._index[name] for name in (*self.outputs, *self.scratch)}
+        shapes = {n: self._shapes[0].of(i, given, dims) for n, i in places.items()}
+        plans = {n: self.plan.tensors[i] for n, i in places.items()}
+        return {n: (plans[n].padded(shape), plans[n].dtype) for n, shape in shapes.items()}
 
     def _arguments(
         self, tensors: Sequence[Any], named: Mapping[str, Any]
@@ -289,10 +304,10 @@ class OutputShapes:
         return found
 
 
-def dim_sources(plan: LaunchPlan, layout: str) -> dict[str, tuple[int, int, int]]:
+def dim_sources(plan: LaunchPlan, layout: str) -> dict[str, DimSource]:
     """For each dimension an input that has it: its index, the axis, and the divisor of the axis."""
-    sources: dict[str, tuple[int, int, int]] = {}
-    split: tuple[int, int, int] | None = None
+    sources: dict[str, DimSource] = {}
+    split: DimSource | None = None
     for index, tensor in enumerate(plan.tensors):
         if not tensor.read or tensor.flat:
             continue

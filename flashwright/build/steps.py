@@ -8,15 +8,16 @@ tensors between them, which the framework allocates at each call:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from flashwright.build.arrays import Framework, framework_of
-from flashwright.build.load import CHECK_ONLY, Kernel, unshown
+from flashwright.build.load import CHECK_ONLY, NO_DIMS, DimSource, Kernel, unshown
 from flashwright.build.load import load as load_one
+from flashwright.build.native import launcher
 from flashwright.build.package import STEPS
 from flashwright.build.reading import read_model, read_plan, unusable
 from flashwright.lower.launch_plan import LaunchPlan, PlanTensor
@@ -126,9 +127,19 @@ class StepsKernel(Kernel):
             self._allocate(framework_of(given[self._positions[0]]), 0, self.scratch, given, dims)
         super().launch(given, dims, check_only)
 
-    def of_tensors(self, names: Sequence[str]) -> Any:
-        """A program of several kernels has no such form yet."""
-        raise NotImplementedError("a program of several kernels runs from Python only")
+    def of_tensors(self, names: Sequence[str], dims: Mapping[str, DimSource] = NO_DIMS) -> Any:
+        """All launches as a function of these tensors, as Kernel.of_tensors. Scratch is among them,
+        and what is `zeroed` has to be 0."""
+        tensors = [t.name for t in self.plan.tensors]
+        sources = {
+            dim: (names.index(tensors[place]), axis, part)
+            for dim, (place, axis, part) in self._shapes[0].sources.items()
+        }
+        made = []
+        for kernel in self._kernels:
+            hidden = {dim: sources[dim] for dim in unshown(kernel.plan) if dim in sources}
+            made.append(kernel.of_tensors(names, {**hidden, **dims}))
+        return launcher().in_order(made)
 
 
 def caller_plan(folder: Path, steps: Steps) -> LaunchPlan:

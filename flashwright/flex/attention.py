@@ -232,10 +232,8 @@ def _run(
     if lists is not None:
         tensors |= {"counts": lists.counts, "full": lists.full, "blocks": lists.blocks}
     inputs = entry.operator.inputs
-    extras = {name: x for name, x in given.items() if name not in ("q", "k", "v")}
-    if not extras or any(x.requires_grad for x in given.values()):  # these stay until a backward
-        trial = GradientTrial(task.spec, score_mod, mask_mod, extras)
-        entry.operator.check_first_backward(trial)
+    if len(given) == 3 or trains(given):  # a later call may be a quick one
+        check_first_gradients(entry.operator, task, score_mod, mask_mod, given)
     arguments = (tensors[name] for name in inputs)
     found = entry.operator(*arguments, return_lse=return_lse, deterministic=deterministic)
     if entry.new:
@@ -279,7 +277,7 @@ def _new_entry(
 
 def _no_gradient(used: BlockLists, given: Mapping[str, Any], deterministic: bool | None) -> str:
     """Why lists have no gradient that a call may ask for; empty if they have."""
-    if not _trains(given):
+    if not trains(given):
         return ""
     if used.per_head and given["q"].shape[1] > given["k"].shape[1]:
         return "heads that share keys have lists of their own, which have no gradient"
@@ -288,9 +286,22 @@ def _no_gradient(used: BlockLists, given: Mapping[str, Any], deterministic: bool
     return "blocks in lists have no order for deterministic gradients" if deterministic else ""
 
 
-def _trains(given: Mapping[str, Any]) -> bool:
+def trains(given: Mapping[str, Any]) -> bool:
     """Whether a call's gradients may be asked for."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in given.values())
+
+
+def check_first_gradients(
+    operator: Operator,
+    task: Task,
+    score_mod: Function | None,
+    mask_mod: Function | None,
+    given: Mapping[str, Any],
+) -> None:
+    """Have the first gradients of a call compared with its functions, if there were none yet. What
+    the call reads beside q, k and v stays in memory until then."""
+    extras = {name: x for name, x in given.items() if name not in ("q", "k", "v")}
+    operator.check_first_backward(GradientTrial(task.spec, score_mod, mask_mod, extras))
 
 
 @lru_cache

@@ -1,8 +1,10 @@
 """`torch.compile(model, backend="flashwright")`: kernels of ours for a model's flex_attention.
 
 Each call of flex_attention in the graph that Dynamo hands over becomes a kernel, made here if the
-store does not have it, and Inductor compiles the rest. A call that no kernel can be made for stays
-PyTorch's, with one warning that has the reason. On CPU tensors every call stays PyTorch's.
+store does not have it, and Inductor compiles the rest. If gradients may be asked for, the derived
+backward is made here too: AOTAutograd finds it by the rules of the kernel's operator. A call that
+no kernel or no backward can be made for stays PyTorch's, with one warning that has the reason. On
+CPU tensors every call stays PyTorch's.
 
 The backend is an entry point of PyTorch's (group `torch_dynamo_backends`): PyTorch imports this
 module when a model first asks for it.
@@ -24,6 +26,7 @@ from flashwright.author.builtin.mods_reference import evaluate
 from flashwright.flex import graphs
 from flashwright.flex.attention import card_of
 from flashwright.flex.capture import Captured, Function, Source, capture
+from flashwright.flex.gradient_trial import GradientTrial
 from flashwright.flex.graphs import FlexNode
 from flashwright.flex.lists import Extent, Seen, disagreement
 from flashwright.flex.task import NoKernel, Task, WrongKernel, dims_of, order_of, spec_of
@@ -32,6 +35,7 @@ from flashwright.generate import store
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.nodes import Name, expressions
 from flashwright.pytorch.operator import Operator, torch_operator
+from flashwright.pytorch.rules import NoBackward
 from flashwright.spec import scale_of
 
 Compiled = Callable[..., Any]
@@ -39,6 +43,8 @@ Compiler = Callable[[GraphModule, Sequence[Any]], Compiled]
 
 REST = "rest"
 """The option that names the backend of the rest of the graph."""
+MAX_SCORES = 2
+"""The number of that output of flex_attention, after O and LSE."""
 
 
 def backend(
@@ -129,7 +135,7 @@ class _Replacement:
             made = owner.graph.call_module(name, given)
         made.meta = {**node.meta, "example_value": node.meta["example_value"][:2]}
         for user in list(node.users):
-            if user.args[1] == 2:  # max_scores, which nothing reads
+            if user.args[1] == MAX_SCORES:  # which nothing reads
                 owner.graph.erase_node(user)
         node.replace_all_uses_with(made)
         owner.graph.erase_node(node)
@@ -148,7 +154,7 @@ class _Compilation:
 
     def replacement(self, call: FlexNode) -> _Replacement:
         """A kernel for a call. Raises _Stays with the reason if there is none."""
-        _check(call, self.graph)
+        _check(call)
         with _untraced():
             try:
                 guard = self._guard(call)
@@ -156,13 +162,13 @@ class _Compilation:
                 if key not in self.kernels:
                     self.kernels[key] = self._kernel(call)
                 return _Replacement(call, self.kernels[key], guard)
-            except (NoKernel, WrongKernel, ValueError) as error:
+            except (NoKernel, NoBackward, WrongKernel, ValueError) as error:
                 raise _Stays(str(error)) from None
             except Failed as error:
                 raise _Stays("; ".join(d.message for d in error.diagnostics)) from None
 
     def _kernel(self, call: FlexNode) -> _Kernel:
-        """The kernel, with its first output checked."""
+        """The kernel, with its first output and its first gradients checked."""
         query, key, value = (_random(call, node) for node in call.tensors)
         dims = dims_of(query, key)
         scale = scale_of(graphs.constant(call.scale), query.shape[3])
@@ -173,9 +179,12 @@ class _Compilation:
         captured = _plain(capture(*_functions(call, on_cpu), dims))
         operator = operator_of(order_of(task, captured))
         kernel = _Kernel(call, operator, captured, [on_cpu[b] for b in call.buffers])
-        out, _ = kernel(query, key, value, *(values[b] for b in call.buffers))
+        given = (query, key, value, *(values[b] for b in call.buffers))
         functions = _functions(call, values)
-        check(out, *functions, spec, dims, {"q": query, "k": key, "v": value})
+        check(kernel(*given)[0], *functions, spec, dims, {"q": query, "k": key, "v": value})
+        if any(call.wanted_grads):
+            operator.check_first_backward(GradientTrial(spec, *functions, {}))
+            _differentiate(call, kernel, given)
         return kernel
 
     def _guard(self, call: FlexNode) -> _Guard | None:
@@ -183,10 +192,14 @@ class _Compilation:
         it does not hold in the call that is compiled."""
         if not call.lists:
             return None
-        wanted = (*call.lists.values(), *call.lengths, *call.block_size, *call.mask_buffers)
+        node, inputs = graphs.outermost(self.graph, call)
+        own = (*call.lists.values(), *call.lengths, *call.block_size, *call.mask_buffers)
+        wanted = tuple(inputs.get(value, value) for value in own)
+        if any(isinstance(value, Node) and value.graph is not node.graph for value in wanted):
+            raise _Stays("its BlockMask is made inside torch.utils.checkpoint; make it outside")
         key = (wanted, call.mask_text)
         if key not in self.guards:
-            part, numbers = graphs.part(self.graph, wanted, call.node)
+            part, numbers = graphs.part(self.graph, wanted, node)
             guard = _Guard(call, part, numbers, self._differs(call), Seen())
             guard.check_now(self.real)
             self.guards[key] = guard
@@ -206,29 +219,27 @@ class _Compilation:
         return "batch_idx" in names and not one[0], "head_idx" in names and not one[1]
 
 
-def _check(call: FlexNode, graph: GraphModule) -> None:
+def _check(call: FlexNode) -> None:
     """Raise _Stays for a call that no kernel computes."""
     if not call.known:
         raise _Stays(f"PyTorch {torch.__version__} records it in a form that is not known here")
-    given = (*call.tensors, *call.buffers)
-    if call.grad and any(getattr(graphs.example(g), "requires_grad", False) for g in given):
-        raise _Stays(
-            "gradients are asked for, and a graph takes no derived backward yet; call the model "
-            "under torch.no_grad() for a kernel"
-        )
-    if any(user.args[1] == 2 and user.users for user in call.node.users):
+    if MAX_SCORES in call.wanted_outputs:
         raise _Stays("max_scores is no output of our kernels; ask for lse alone")
-    if call.lists and call.owner is not graph:
-        raise _Stays(
-            "the lists of its BlockMask cannot be checked inside torch.utils.checkpoint or another "
-            "nested region"
-        )
 
 
 def _functions(call: FlexNode, values: Mapping[Any, Any]) -> tuple[Function, Function]:
     """score_mod and mask_mod with values for what they captured."""
     score = call.score([values[b] for b in call.score_buffers])
     return score, call.mask([values[b] for b in call.mask_buffers])
+
+
+def _differentiate(call: FlexNode, kernel: _Kernel, given: Sequence[Any]) -> None:
+    """Run the backward that a call asks for, which makes it. Raises NoBackward if there is none."""
+    with torch.enable_grad():
+        pairs = zip(given, call.wanted_grads, strict=True)
+        found = kernel(*(tensor.detach().requires_grad_(wanted) for tensor, wanted in pairs))
+        used = [found[number] for number in call.wanted_outputs]
+        torch.autograd.backward(used, [torch.randn_like(result) for result in used])
 
 
 def _random(call: FlexNode, node: Node) -> Any:
@@ -383,11 +394,14 @@ class _PyTorchs:
 
 
 def _copied(graph: GraphModule) -> GraphModule:
-    """A copy of a graph, without the values that it was traced with."""
+    """A copy of a graph and of those inside it, without the values that they were traced with."""
     made = torch.fx.Graph()
     copies: dict[Node, Node] = {}
-    found = made.graph_copy(graph.graph, copies)
-    made.output(found)
+    made.output(made.graph_copy(graph.graph, copies))
     for node in made.nodes:
         node.meta = {n: v for n, v in node.meta.items() if n != "example_value"}
-    return GraphModule(graph, made)
+    found = GraphModule(graph, made)
+    for name, inside in graph.named_children():
+        if isinstance(inside, GraphModule):
+            setattr(found, name, _copied(inside))
+    return found

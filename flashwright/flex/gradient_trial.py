@@ -3,10 +3,10 @@ user's own functions in fp64.
 
 With x = scale * q.k and s = score_mod(x), P = exp(s - LSE) where the mask shows the key:
 
-    dX = P * (dO V^T - rowsum(dO * O)) * ds/dx      dQ = scale dX K, dK = scale dX^T Q, dV = P^T dO
+    dX = P * (dO V^T - Delta) * ds/dx      dQ = scale dX K, dK = scale dX^T Q, dV = P^T dO
 
-O and LSE are the forward's own outputs. What is allowed is relative to the sum of absolute values:
-a gradient may vanish, and the roundings of its terms do not.
+Delta is rowsum(dO * O) - dLSE. O and LSE are the forward's own outputs. What is allowed is relative
+to the sum of absolute values: a gradient may vanish, and the roundings of its terms do not.
 """
 
 from __future__ import annotations
@@ -82,8 +82,11 @@ class GradientTrial:
         empty = torch.isinf(lse)
         p = torch.where(seen & ~empty, torch.exp(score - torch.where(empty, 0, lse)), 0)
         dp, delta = do @ v.T, (do * out).sum(-1, keepdim=True)
+        if "dlse" in given:
+            delta = delta - given["dlse"][b, h, rows].double()[:, None]
         dx, most = p * (dp - delta) * chain, p * (abs(dp) + abs(delta)) * abs(chain)
-        terms = ((dx, most, k), (dx.T, most.T, q), (p.T, p.T, do))
+        least = torch.finfo(given["q"].dtype).smallest_normal  # a smaller number loses its digits
+        terms = ((dx, most + least, k), (dx.T, most.T + least, q), (p.T, p.T + least, do))
         factors = (scale, scale, 1.0)
         pairs = zip(terms, factors, strict=True)
         return [(f * a @ x, f * m @ abs(x)) for (a, m, x), f in pairs]

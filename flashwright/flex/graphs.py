@@ -46,7 +46,19 @@ class FlexNode:
         same = tuple(self.buffers.index(buffer) for buffer in self.buffers)
         strides = tuple(map(str, self.out.stride()))
         options = (str(example(self.scale)), self.natural_lse, self.out.dtype, strides)
-        return self._text(self.args[3]), self.mask_text, forms, same, options
+        functions = (self._text(self.args[3]), self.mask_text)
+        return *functions, forms, same, options, self.wanted_grads, self.wanted_outputs
+
+    @property
+    def wanted_grads(self) -> tuple[bool, ...]:
+        """For each tensor and buffer: whether autograd may ask for its gradient."""
+        given = (example(value) for value in (*self.tensors, *self.buffers))
+        return tuple(self.grad and getattr(one, "requires_grad", False) for one in given)
+
+    @property
+    def wanted_outputs(self) -> tuple[int, ...]:
+        """The outputs that the graph uses, by number: O, LSE and max_scores."""
+        return tuple(sorted({int(user.args[1]) for user in self.node.users if user.users}))
 
     @property
     def mask_text(self) -> Any:
@@ -215,6 +227,19 @@ def flex_nodes(graph: GraphModule) -> Iterator[FlexNode]:
                 modes.pop()
             elif node.target is torch.ops.higher_order.flex_attention:
                 yield FlexNode(owner, node, node.args, modes[-1])
+
+
+def outermost(graph: GraphModule, call: FlexNode) -> tuple[Node, dict[Node, Any]]:
+    """The node of a graph that runs a call, and what the inputs of a region around the call are in
+    the graph. Raises ValueError for a region other than torch.utils.checkpoint's."""
+    if call.owner is graph:
+        return call.node, {}
+    for node in graph.graph.nodes:
+        if node.target is torch.ops.higher_order.tag_activation_checkpoint:
+            body, *given = node.args
+            if getattr(graph, body.target) is call.owner:
+                return node, dict(zip(placeholders(call.owner), given, strict=True))
+    raise ValueError("the lists of its BlockMask cannot be checked in a nested region of the graph")
 
 
 def example(value: Any) -> Any:

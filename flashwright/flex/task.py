@@ -117,8 +117,8 @@ def samples(captured: Captured) -> dict[str, Sample]:
     return found
 
 
-def find_or_make(order: store.Order) -> tuple[Path, bool]:
-    """The package of a kernel, and whether it was made now, so that its first output is to be
+def find_or_make(order: store.Ordered) -> tuple[Path, bool]:
+    """The package of an order, and whether it was made now, so that its first output is to be
     checked. Raises NoKernel."""
     new = store.find(order) is None
     try:

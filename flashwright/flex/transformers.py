@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 
 from flashwright.author.builtin.mods import Mods
-from flashwright.build.arrays import NO_GRADIENT
 from flashwright.flex import attention as flex
 from flashwright.flex.capture import Captured, NotCaptured, Source, Watch, capture
 from flashwright.flex.form import Form, form_of
@@ -320,11 +319,8 @@ def attend(
     if not query.is_cuda:
         out = _by_pytorch(call, query, key, value)
     else:
-        tensors = (query, key, value, *call.tensors.values())
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            raise RuntimeError(NO_GRADIENT)
         try:
-            out = by_kernel(call, query, key, value)
+            out = by_kernel(call, *_autocast(query, key, value))
         except NoKernel as error:
             if not fallback:
                 raise
@@ -413,6 +409,14 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
+def _autocast(*tensors: Any) -> tuple[Any, ...]:
+    """The tensors in torch.autocast's type where it is on: rotary embeddings leave fp32 behind."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
+
+
 def _by_pytorch(call: LayerCall, query: Any, key: Any, value: Any) -> Any:
     from flashwright.flex import fallback
 
@@ -475,6 +479,8 @@ def _masked(task: Task, mask: ModelMask, form: Form, given: Mapping[str, Any]) -
         return flex._run(task, None, mask.mask_mod, given, return_lse=False)
     device = given["q"].device
     tensors = kernel.bound(form.tensors, device).tensors(given, dims)
+    if flex.trains(given):
+        flex.check_first_gradients(kernel.operator, task, None, mask.mask_mod, given)
     out = kernel.operator(*(tensors[name] for name in kernel.operator.inputs))
     if kernel.new and all(tensor.device == device for tensor in form.tensors):
         try:

@@ -89,9 +89,11 @@ class BackwardOrder:
 
     def in_words(self) -> str:
         """What it computes, for a line of progress."""
-        what = f" of {self.spec.in_words}" if self.spec is not None else ""
         kind = "deterministic " if self.deterministic else ""
-        return f"the {kind}backward pass{what}; {self.gpu.title}"
+        if self.spec is None:
+            return f"the {kind}backward pass; {self.gpu.title}"
+        spec = self.spec.model_copy(update={"reference": None})
+        return f"the {kind}backward pass of {spec.in_words}; {self.gpu.title}"
 
     def make(self, folder: Path, verified: bool) -> None:
         """Write the package. Raises Failed if a kernel cannot be made."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from flashwright.grad.algebra import renamed, values_in
 from flashwright.grad.derive import Backward
 from flashwright.grad.listed import OF_KEYS, Listed
-from flashwright.grad.normalise import KEY, QUERY, Axes, Forward, refuse
+from flashwright.grad.normalise import KEY, QUERY, Axes, Forward, refuse, unused_name
 from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_expr
 from flashwright.program.program import Tensor
@@ -73,11 +73,7 @@ class Scope:
     def new_name(self, name: str, *replaced: str) -> tl.Name:
         """A name that the forward program does not use, or only for what it replaces here: the
         forward's loop variable, and `replaced`."""
-        taken = {base for base, _ in self.program.buffers} | self.program.tensors.keys()
-        free = (self.forward.loop.var.id, *replaced)
-        while name not in free and (name in taken or self.program.is_scalar(name)):
-            name += "_"
-        return tl.Name(name)
+        return tl.Name(unused_name(self.program, name, self.forward.loop.var.id, *replaced))
 
     def declare(self, name: str, like: Tensor, dtype: str, axes: int | None = None) -> None:
         """Declare a tensor with the axes of another one, or with the first of them."""
@@ -167,12 +163,13 @@ class Scope:
 
 def _operand_type(forward: Forward) -> str:
     """The type of GEMM operands: that of the keys; Failed if it is no 16-bit type."""
-    keys = [v for v in forward.loads.values() if KEY in v.axes and len(v.axes) == 2]
+    tiles = [v for v in forward.loads.values() if KEY in v.axes and len(v.axes) == 2]
+    keys = [v for v in tiles if QUERY not in v.axes]
     for load in keys:
         if load.tensor.dtype not in ("fp16", "bf16"):
             why = f"`{load.tensor.name}` is {load.tensor.dtype}: gradients need fp16 or bf16"
             raise refuse(load.tensor.declared.span, why)
-    return next((load.tensor.dtype for load in keys if QUERY not in load.axes), "fp16")
+    return next((load.tensor.dtype for load in keys), "fp16")
 
 
 def place_names(copy: tl.Copy) -> set[str]:

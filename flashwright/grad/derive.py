@@ -27,7 +27,7 @@ from flashwright.grad.algebra import (
     values_in,
 )
 from flashwright.grad.gauge import Gauge, find_gauge
-from flashwright.grad.normalise import QUERY, Forward, Store, normalise, refuse
+from flashwright.grad.normalise import QUERY, Forward, Store, normalise, refuse, unused_name
 from flashwright.lang import nodes as tl
 from flashwright.program.program import Program
 from flashwright.program.vocabulary import POSITIONS
@@ -79,11 +79,15 @@ class _Derivation:
         self.summed = False
         several = len(gauge.references) > 1
         self.marks = {r: str(n) if several else "" for n, r in enumerate(gauge.references, 1)}
-        self.shifts = {r: tl.Name(f"Shift{mark}.0") for r, mark in self.marks.items()}
+        self.shifts = {r: tl.Name(self._name(f"Shift{mark}")) for r, mark in self.marks.items()}
         self.sums = {acc: r for r, (acc, _) in gauge.norms.items()}
         self.ones: dict[str, tl.Expr] = {self.carried[acc]: ONE for acc in self.sums}
         rows = (*(shift.id for shift in self.shifts.values()), *self.ones)
         forward.axes |= dict.fromkeys(rows, (QUERY,))
+
+    def _name(self, base: str) -> str:
+        """The name of a value for which the forward has no name."""
+        return f"{unused_name(self.forward.program, base)}.0"
 
     def run(self, of: Collection[str]) -> Backward:
         """The whole backward pass."""
@@ -191,7 +195,7 @@ class _Derivation:
             if value == ZERO:
                 continue
             if begin in self.sums:
-                delta = f"Delta{self.marks[self.sums[begin]]}.0"
+                delta = self._name(f"Delta{self.marks[self.sums[begin]]}")
                 seeds[end] = neg(self._keep(delta, neg(value), end))
             else:
                 seeds[end] = self._keep(f"dA{begin.split('.')[0].removeprefix('O')}.0", value, end)

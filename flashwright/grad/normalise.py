@@ -33,6 +33,14 @@ def refuse(span: tl.Span | None, why: str, help: str | None = None) -> Failed:
     return Failed(Diagnostic("FW908", why, span, help=help))
 
 
+def unused_name(program: Program, name: str, *allowed: str) -> str:
+    """A name that the program does not use, or one of those that are allowed."""
+    taken = {base for base, _ in program.buffers} | program.tensors.keys()
+    while name not in allowed and (name in taken or program.is_scalar(name)):
+        name += "_"
+    return name
+
+
 @dataclass(frozen=True)
 class Load:
     """A tile that a Copy brings from a tensor."""

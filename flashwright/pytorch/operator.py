@@ -223,9 +223,9 @@ class _Package:
     def check_backward(
         self, of: rules.BackwardOf, given: Mapping[str, Any], found: Mapping[str, Any]
     ) -> None:
-        """Look at the first gradients of a backward that was made now, if they are those of one
-        output. A wrong backward is removed from the store."""
-        if of not in self._new_backward or self.backward_trial is None or len(of.outputs) > 1:
+        """Look at the first gradients of a backward that was made now. A wrong backward is removed
+        from the store."""
+        if of not in self._new_backward or self.backward_trial is None:
             return
         self._new_backward.discard(of)
         try:

@@ -31,9 +31,13 @@ NO_BACKWARD_SCHEMA = f"{NO_BACKWARD}(Tensor grad, SymInt[] size, str name, str w
 _NARROW = ("fp16", "bf16")
 
 
+class NoBackward(RuntimeError):
+    """A gradient that no kernel computes, and why."""
+
+
 def refuse_backward(grad: Any, size: Sequence[int], name: str, why: str) -> Any:
     """The implementation of that operator."""
-    raise RuntimeError(f"backward of flashwright::{name}: {NO_GRADIENT} ({why})")
+    raise NoBackward(f"backward of flashwright::{name}: {NO_GRADIENT} ({why})")
 
 
 def fake_backward(grad: Any, size: Sequence[Any], name: str, why: str) -> Any:
@@ -159,13 +163,14 @@ class Gradient:
         of = {n: g for n, g in zip(self.signature.outputs, grads, strict=True) if g is not None}
         wanted, made = self._derived(tuple(of), self._wanted(needed), ctx.deterministic)
         names = [*self.signature.inputs, *(name.lower() for name in self.signature.outputs)]
-        given = dict(zip(names, ctx.saved_tensors, strict=True))
+        saved = ctx.saved_tensors  # once: torch.utils.checkpoint allows no more
+        given = dict(zip(names, saved, strict=True))
         given |= {f"d{name.lower()}": grad for name, grad in of.items()}
         why = made if isinstance(made, str) else self._obstacle(made, needed)
         if why is not None:
-            refuse, some = torch.ops.flashwright.no_backward, ctx.saved_tensors[0]
+            refuse = torch.ops.flashwright.no_backward
             return [
-                refuse(some, shape, self.name, why) if asked else None
+                refuse(saved[0], shape, self.name, why) if asked else None
                 for shape, asked in zip(ctx.shapes, needed, strict=True)
             ]
         assert not isinstance(made, str)

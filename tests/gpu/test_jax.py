@@ -87,7 +87,7 @@ def test_a_bias_and_one_batch_of_keys() -> None:
     np.testing.assert_allclose(np.array(out, np.float64), wanted, atol=0.005, rtol=0.01)
 
 
-def test_vmap_and_gradients() -> None:
+def test_vmap() -> None:
     _, _, given, how = problem(CASES[2], 130, 130)
     run = partial(fj.attention, **how)
     mapped = jax.vmap(lambda q: run(q[None], given["key"][:1], given["value"][:1])[0])
@@ -95,8 +95,66 @@ def test_vmap_and_gradients() -> None:
     for i in range(2):
         alone = run(given["query"][i : i + 1], given["key"][:1], given["value"][:1])[0]
         np.testing.assert_array_equal(np.array(found[i]), np.array(alone))
-    with pytest.raises(RuntimeError, match="this kernel has none"):
-        jax.grad(lambda q: run(**{**given, "query": q}).astype("float32").sum())(given["query"])
+
+
+def gradients(given: dict[str, Any], grads: list[Any], **how: Any) -> dict[str, Any]:
+    """Of all arrays, under jax.jit; of the LSE too if there are two `grads`."""
+    lse = len(grads) > 1
+
+    @jax.jit
+    def pulled(given: Any, grads: Any) -> Any:
+        _, pull = jax.vjp(lambda given: fj.attention(**given, **how, return_lse=lse), given)
+        return pull(tuple(grads) if lse else grads[0])[0]
+
+    return {name: np.array(x, np.float64) for name, x in pulled(given, grads).items()}
+
+
+def assert_gradients(given: dict[str, Any], lse: bool, **how: Any) -> None:
+    """They are those of the definition, which the CPU computes in fp32 from the same arrays."""
+    draw, q = np.random.default_rng(2), given["query"]
+    do, dlse = (draw.standard_normal(shape, np.float32) for shape in (q.shape, q.shape[:3]))
+    grads = [do.astype(q.dtype), dlse][: 1 + lse]
+    found = gradients(given, jax.device_put(grads), **how)
+    wide = {name: np.array(x, np.float32) for name, x in given.items()}
+    exact = jax.device_put((wide, [g.astype("float32") for g in grads]), jax.devices("cpu")[0])
+    for name, wanted in gradients(*exact, **how).items():
+        error = np.sqrt(np.mean((found[name] - wanted) ** 2) / np.mean(wanted**2))
+        assert error < (0.008 if wanted.ndim == 4 else 0.04), f"{name}: {error:.2g}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients(case: dict[str, Any]) -> None:
+    for lengths in ((300, 300), (130, 517)):
+        _, _, given, how = problem(case, *lengths)
+        assert_gradients(given, lse=lengths[0] == 130, **how)
+
+
+def test_gradients_of_a_bias_and_of_one_batch_of_keys() -> None:
+    draw = np.random.default_rng(0)
+    shapes = {"query": (3, 4, 200, 64), "key": (1, 2, 260, 64), "value": (1, 2, 260, 64)}
+    given = {n: draw.standard_normal(s).astype("float16") for n, s in shapes.items()}
+    given["bias"] = draw.standard_normal((4, 200, 260)).astype("float32")
+    assert_gradients(jax.device_put(given), lse=False)
+
+
+def test_a_layer_trains() -> None:
+    """The loss of a layer falls, with jax.checkpoint around its attention."""
+    draw = np.random.default_rng(0)
+    x = jax.device_put(draw.standard_normal((2, 300, 256), np.float32))
+    weights = jax.device_put(draw.standard_normal((256, 3 * 256), np.float32) / 16)
+
+    @jax.checkpoint
+    def layer(weights: Any) -> Any:
+        heads = (x @ weights).reshape(2, 300, 3, 4, 64).transpose(2, 0, 3, 1, 4)
+        return fj.attention(*heads.astype("bfloat16"), causal=True).astype("float32")
+
+    target = layer(-weights)
+    step = jax.jit(jax.value_and_grad(lambda w: ((layer(w) - target) ** 2).mean()))
+    losses = []
+    for _ in range(10):
+        loss, grad = step(weights)
+        weights, losses = weights - 30 * grad, [*losses, float(loss)]
+    assert losses[-1] < 0.9 * losses[0], losses
 
 
 def test_arrays_on_the_cpu_of_this_machine() -> None:

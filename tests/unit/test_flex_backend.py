@@ -20,9 +20,11 @@ from flashwright import gpu as gpus
 from flashwright.author.builtin.mods import Mods
 from flashwright.author.builtin.mods_reference import reference_text
 from flashwright.emulate.package import read_package
+from flashwright.generate import backward
 from flashwright.generate.store import Order, find_or_make
 from flashwright.judge.emulated import launch, new_outputs
-from tests.share import some
+from flashwright.lang.format import format_tree
+from tests.unit import uncompiled
 from tests.unit.emulated import needs_compilers
 
 torch = pytest.importorskip("torch")
@@ -36,6 +38,7 @@ from torch.nn.attention.flex_attention import (  # noqa: E402
 )
 
 from flashwright.flex import backend as ours  # noqa: E402
+from flashwright.flex import fallback  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = torch.library.Library("flashwright_test", "FRAGMENT")
@@ -379,29 +382,24 @@ def test_a_refused_operator_is_told_once_with_its_line(
     assert not kernels
 
 
-@pytest.mark.parametrize("under", some(["grad", "no_grad inside", "no_grad outside"], 3))
-def test_gradients_are_pytorchs(
-    under: str, kernels: list[InNumPy], recwarn: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("inside", [True, False])
+def test_under_no_grad_there_is_no_backward(
+    inside: bool, kernels: list[InNumPy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)  # no backward on a CPU
+    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
 
     def model(q: Any, k: Any, v: Any) -> Any:
-        if under == "no_grad inside":
-            with torch.no_grad():
-                return flex_attention(q, k, v, enable_gqa=True)
-        return flex_attention(q, k, v, enable_gqa=True)
+        if not inside:
+            return flex_attention(q, k, v, enable_gqa=True)
+        with torch.no_grad():
+            return flex_attention(q, k, v, enable_gqa=True)
 
-    given = [t.float() for t in problem()] if under == "grad" else problem()
+    given = problem()
     given[0] = given[0].detach().requires_grad_()
-    with torch.set_grad_enabled(under != "no_grad outside"):
+    with torch.set_grad_enabled(inside):
         found = compiled(model)(*given)
     torch.testing.assert_close(found.detach(), eager(model, *given), **CLOSE)
-    assert len(kernels) == (under != "grad")
-    assert len(told(recwarn)) == (under == "grad")
-    if under == "grad":
-        found.sum().backward()
-        assert given[0].grad.abs().sum() > 0
-        assert "gradients are asked for" in told(recwarn)[0]
+    assert len(kernels) == 1
 
 
 def test_a_type_without_kernels_is_told(kernels: list[InNumPy], recwarn: Any) -> None:
@@ -423,6 +421,160 @@ def test_autocast_decides_the_type(kernels: list[InNumPy]) -> None:
     assert found.dtype == wanted.dtype == torch.bfloat16
     torch.testing.assert_close(found, wanted, rtol=5e-2, atol=2e-2)
     assert [kernel.order.spec.dtype for kernel in kernels] == ["bf16"]
+
+
+# --- gradients --------------------------------------------------------------------------------
+
+FORWARD, BACKWARD = ("O", "LSE"), ("dK", "dV", "dQ")
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, ...]]:
+    """The outputs of each launch, of operators that are real but for their kernels."""
+    uncompiled.without_compiler(monkeypatch, tmp_path)
+    monkeypatch.setattr(ours, "takes", lambda device: True)
+    monkeypatch.setattr(ours, "card_of", lambda device: uncompiled.CARD)
+    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)  # no backward on a CPU
+    torch.manual_seed(0)  # the trial of gradients draws its tensors
+    return uncompiled.interpret_operators(monkeypatch)
+
+
+def leaves(*more: Any) -> list[Any]:
+    return [t.detach().clone().requires_grad_() for t in (*problem(width=64), *more)]
+
+
+def gradients(model: Callable[..., Any], given: list[Any]) -> list[Any]:
+    """Of a loss that takes all outputs of a model."""
+    found = model(*given)
+    found = found if isinstance(found, tuple) else (found,)
+    sum((out.double() * torch.arange(out.shape[2])[:, None]).sum() for out in found).backward()
+    return [tensor.grad for tensor in given]
+
+
+def by_definition(
+    q: Any, k: Any, v: Any, score_mod: Any = None, block_mask: Any = None, **more: Any
+) -> Any:
+    """flex_attention, by operators that autograd follows."""
+    mask_mod = block_mask.mask_mod if block_mask is not None else None
+    out, lse = fallback.dense(q, k, v, score_mod, mask_mod)
+    return (out, flex.AuxOutput(lse=lse)) if "return_aux" in more else out
+
+
+def assert_gradients(model: Callable[..., Any], given: list[Any], **more: Any) -> None:
+    """They are those of the model in fp64 without a compiler."""
+    found = gradients(compiled(model, **more), given)
+    exact = [t.detach().double().requires_grad_() for t in given]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{__name__}.flex_attention", by_definition)
+        wanted = gradients(model, exact)
+    for one, other in zip(found, wanted, strict=True):
+        assert (one - other).square().mean().sqrt() < 0.005 * other.square().mean().sqrt()
+
+
+def test_gradients_are_those_of_the_derived_backward(launched: list[Any], recwarn: Any) -> None:
+    """A score of one's own, whose gradient is a factor, and a gradient of the LSE."""
+
+    def model(q: Any, k: Any, v: Any) -> Any:
+        def capped(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return 2 * torch.tanh(score / 2)
+
+        aux = AuxRequest(lse=True)
+        out, found = flex_attention(q, k, v, capped, enable_gqa=True, return_aux=aux)
+        return out, found.lse[..., None]
+
+    assert_gradients(model, leaves())
+    assert not told(recwarn)
+    assert launched == [FORWARD, FORWARD, BACKWARD, FORWARD, BACKWARD]  # the first three: the trial
+
+
+def test_a_learned_slope(launched: list[Any], recwarn: Any) -> None:
+    def model(q: Any, k: Any, v: Any, slopes: Any) -> Any:
+        def alibi(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return score + slopes[h] * (j - i)
+
+        return flex_attention(q, k, v, alibi, enable_gqa=True)
+
+    assert_gradients(model, leaves(torch.rand(4)))
+    assert not told(recwarn)
+    assert "dSlopes" in launched[-1]
+
+
+@pytest.mark.parametrize("lists", ["", "later"])
+def test_activation_checkpointing(lists: str, launched: list[Any], recwarn: Any) -> None:
+    """The forward is launched again before the backward. If the lists of the BlockMask change,
+    PyTorch computes the layer in its own graph, which has no kernel of ours inside."""
+    document = documents(45)
+    block_mask = mask_of(document, 45)
+
+    def layer(q: Any, k: Any, v: Any) -> Any:
+        return flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True)
+
+    def model(q: Any, k: Any, v: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(layer, q, k, v, use_reentrant=False)
+
+    run, given = compiled(model), leaves()
+    assert_gradients(model, given)
+    assert launched[-3:] == [FORWARD, FORWARD, BACKWARD]
+    assert not told(recwarn)
+    if lists:
+        block_mask.kv_num_blocks.zero_()
+        launched.clear()
+        run(*given)
+        assert not launched
+        assert "the lists skip block (0, 0)" in told(recwarn)[0]
+
+
+def test_lists_that_are_made_inside_a_checkpoint_are_told(
+    launched: list[Any], recwarn: Any
+) -> None:
+    block_mask = mask_of(documents(45), 45)
+
+    def layer(q: Any, k: Any, v: Any, none: Any) -> Any:
+        counts = block_mask.kv_num_blocks + none
+        mask = BlockMask.from_kv_blocks(
+            counts, block_mask.kv_indices, mask_mod=block_mask.mask_mod, seq_lengths=(45, 45)
+        )
+        return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+    def model(*given: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(layer, *given, use_reentrant=False)
+
+    compiled(model)(*leaves(), torch.zeros((), dtype=torch.int32))
+    assert "is made inside torch.utils.checkpoint; make it outside" in told(recwarn)[0]
+    assert not launched
+
+
+def test_what_has_no_derived_backward_is_pytorchs(launched: list[Any], recwarn: Any) -> None:
+    """A kernel reads the table, and no backward gives its gradient."""
+
+    def model(q: Any, k: Any, v: Any, table: Any) -> Any:
+        def biased(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return score + table[h, (i - j).abs() // 8]
+
+        return flex_attention(q, k, v, biased, enable_gqa=True)
+
+    given = leaves(torch.randn(4, 8))
+    compiled(model)(*given).sum().backward()
+    assert given[3].grad is not None
+    assert "the backward gives no gradient of table" in told(recwarn)[0]
+    assert launched == [FORWARD, FORWARD]  # the check of the new kernel, and the trial
+
+
+def test_a_wrong_backward_is_pytorchs(
+    launched: list[Any], recwarn: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def model(q: Any, k: Any, v: Any) -> Any:
+        return flex_attention(q, k, v, lambda s, b, h, i, j: s + j % 2, enable_gqa=True)
+
+    def wrong(tree: Any) -> str:
+        text = format_tree(tree)
+        assert "Compute dQsum_register * Scale" in text
+        return text.replace("Compute dQsum_register * Scale", "Compute dQsum_register")
+
+    monkeypatch.setattr(backward, "format_tree", wrong)
+    compiled(model)(*leaves())
+    assert launched == [FORWARD, FORWARD, BACKWARD]
+    assert "a new backward is wrong" in told(recwarn)[0]
 
 
 # --- block masks that are not their function's ------------------------------------------------

@@ -265,13 +265,16 @@ def test_relative_bias() -> None:
     agrees(example("relative_bias"), attention)
 
 
-def test_bias_of_each_pair() -> None:
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_bias_of_each_pair(dtype: str) -> None:
     def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
         q, k = positions(dims)
         return softmax(scores(t) / 8 + t["Bias"], (k < 40) | (k <= q), t)
 
-    made = agrees(example("bias_prefix"), attention)
-    assert "dBias" in made
+    declared = "Allocate Bias in global (H: heads, L: q_len, M: kv_len) as"
+    text = example("bias_prefix").replace(f"{declared} bf16", f"{declared} {dtype}")
+    assert f"{declared} {dtype}" in text
+    assert "dBias" in agrees(text, attention)
 
 
 def test_documents() -> None:
@@ -590,3 +593,12 @@ def test_a_gradient_that_would_lack_a_part_is_not_given() -> None:
 def test_names_of_the_forward_are_no_trouble(name: str) -> None:
     text = example("softmax_by_hand", "0.125 * Smax + log(Ssum)").replace("head_idx", name)
     assert check(parse(derived(text))).diagnostics == ()
+
+
+def test_tensors_of_the_forward_keep_their_names() -> None:
+    """The backward has a Shift and a Delta of its own."""
+    text = example("bias_prefix")
+    for name in ("Shift", "Delta"):
+        made = derived(text.replace("Bias", name))
+        assert check(parse(made)).diagnostics == ()
+        assert f"d{name}" in made

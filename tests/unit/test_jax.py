@@ -24,12 +24,15 @@ import numpy as np
 import pytest
 
 from flashwright import gpu as gpus
-from flashwright.build.load import CUBIN, PLAN
+from flashwright.build import classes, steps
+from flashwright.build.load import CUBIN, PLAN, Kernel, read_plan
+from flashwright.build.steps import StepsKernel
 from flashwright.check.check import check
-from flashwright.generate import store
-from flashwright.generate.pipeline import STAGES, generate
+from flashwright.generate import backward, store
+from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.parse import parse
 from flashwright.semantics.interpret import interpret
+from tests.unit import uncompiled
 from tests.unit.fake_gpu import ATTENTION, Driver, Tensor, cubin, make_plan, on_fake_gpu, process
 
 jax = pytest.importorskip("jax", reason="JAX is not installed")
@@ -45,11 +48,17 @@ def ours() -> Any:
 
 
 def arrays(
-    batch: int = 2, heads: int = 4, kv_heads: int = 2, q_len: int = 12, kv_len: int = 15
+    batch: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    q_len: int = 12,
+    kv_len: int = 15,
+    width: int = 16,
 ) -> Arrays:
     draw = np.random.default_rng(0)
     shapes = {"query": (heads, q_len), "key": (kv_heads, kv_len), "value": (kv_heads, kv_len)}
-    return {n: draw.standard_normal((batch, h, m, 16), np.float32) for n, (h, m) in shapes.items()}
+    sizes = {n: (batch, h, m, width) for n, (h, m) in shapes.items()}
+    return {n: draw.standard_normal(size, np.float32) for n, size in sizes.items()}
 
 
 def extras(*shape: int) -> Arrays:
@@ -115,21 +124,79 @@ def test_vmap(mapped: tuple[str, ...]) -> None:
             np.testing.assert_allclose(np.array(got)[:, :, i], want, atol=1e-5, rtol=1e-5)
 
 
-def test_a_gradient_is_refused_and_never_lost() -> None:
+def exact_gradients(given: Arrays, grads: Sequence[Any], **settings: Any) -> Arrays:
+    """Those of PyTorch's function, in fp64."""
+    torch = pytest.importorskip("torch")
+    import flashwright
+
+    tensors = {n: torch.from_numpy(np.array(x, np.float64)) for n, x in given.items()}
+    leaves = [tensor.requires_grad_() for tensor in tensors.values()]
+    found = flashwright.attention(**tensors, **settings, return_lse=True)[: len(grads)]
+    torch.autograd.backward(found, [torch.from_numpy(np.array(x, np.float64)) for x in grads])
+    return dict(zip(given, (leaf.grad.numpy() for leaf in leaves), strict=True))
+
+
+def gradients(attention: Any, given: Arrays, grads: Sequence[Any], **settings: Any) -> Arrays:
+    """By jax.vjp, under jax.jit. Without a gradient of the LSE it is not asked for."""
+
+    def pulled(given: Arrays) -> Arrays:
+        lse = len(grads) > 1
+        _, pull = jax.vjp(lambda given: attention(**given, **settings, return_lse=lse), given)
+        found: Arrays = pull(tuple(grads) if lse else grads[0])[0]
+        return found
+
+    return dict(jax.jit(pulled)(given))
+
+
+def results(given: Arrays, lse: bool) -> list[Any]:
+    """Gradients of O, and of the LSE."""
+    draw, shape = np.random.default_rng(2), given["query"].shape
+    dtype = given["query"].dtype
+    grads = [draw.standard_normal(shape).astype(dtype), draw.standard_normal(shape[:3])]
+    return [grads[0], *([grads[1].astype("float32")] if lse else [])]
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "lse"),
+    [
+        (arrays(q_len=15, kv_len=12), {"causal": True}, False),  # three rows see no key
+        ({**arrays(), **extras(2, 1, 12, 15)}, {"causal": True, "softcap": 5.0}, True),
+        ({**arrays(), **extras(12, 1), **{n: arrays()[n][:1] for n in ("key", "value")}}, {}, True),
+    ],
+)
+def test_gradients_are_pytorchs(given: Arrays, settings: dict[str, Any], lse: bool) -> None:
+    grads = results(given, lse)
+    found = gradients(ours().attention, given, grads, **settings)
+    for name, wanted in exact_gradients(given, grads, **settings).items():
+        np.testing.assert_allclose(found[name], wanted, atol=2e-5, rtol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("mapped", [("query", "key", "value"), ("query",), ("value", "sink")])
+def test_vmap_of_gradients(mapped: tuple[str, ...]) -> None:
+    """The mapped axis joins the batch, or not where a sink is shared by the batch."""
+    given = {**arrays(), **({"sink": extras()["sink"]} if "sink" in mapped else {})}
+    stacked = {n: np.stack([given[n], 2 * given[n]]) for n in mapped}
+    fixed = {n: x for n, x in given.items() if n not in mapped}
+
+    def grad(each: Arrays) -> Any:
+        loss = jax.grad(lambda all_: (ours().attention(**all_, causal=True) ** 2).sum())
+        return loss({**fixed, **each})
+
+    found = jax.vmap(grad)(stacked)
+    for i in range(2):
+        for name, wanted in grad({n: x[i] for n, x in stacked.items()}).items():
+            np.testing.assert_allclose(found[name][i], wanted, atol=2e-5, rtol=1e-4, err_msg=name)
+
+
+def test_second_derivatives_are_refused() -> None:
     q, k, v = arrays().values()
-    attention, stop = ours().attention, jax.lax.stop_gradient
-
-    def loss(q: Any) -> Any:
-        return attention(q, k, v).sum()
-
-    told = "this kernel has none: call jax.lax.stop_gradient on its inputs or on its result"
-    grad = jax.grad(loss)
-    for derivative in (grad, jax.jit(grad), lambda q: jax.vmap(grad)(q[None])):
-        with pytest.raises(RuntimeError, match=f"flashwright.jax.attention: a tensor .*{told}"):
-            derivative(q)
-    for stopped in (lambda q: stop(attention(q, k, v)), lambda q: attention(stop(q), k, v)):
-        found = jax.grad(lambda q, f=stopped: (f(q) * q).sum())(q)
-        np.testing.assert_allclose(found, attention(q, k, v), atol=1e-6)
+    first = jax.grad(lambda q: ours().attention(q, k, v).sum())
+    told = "a second derivative has no kernel: call jax.lax.stop_gradient on the arrays"
+    for second in (jax.grad, jax.jacfwd):
+        with pytest.raises(NotImplementedError, match=told):
+            second(lambda q: first(q).sum())(q)
+    stopped = jax.grad(lambda q: (first(jax.lax.stop_gradient(q)) * q).sum())(q)
+    np.testing.assert_allclose(stopped, first(q), atol=1e-6)
 
 
 def zeros(shape: int | tuple[int, ...], dtype: str = "float32") -> Any:
@@ -170,6 +237,7 @@ class Interpreted:
     """A kernel that interprets the program of its package."""
 
     shift = 0
+    zeroed = scratch = ()
 
     def __init__(self, folder: Path) -> None:
         program = check(parse((folder / "code.tl").read_text()), gpus.find("h200")).program
@@ -187,27 +255,37 @@ class Interpreted:
         return run
 
 
+class InterpretedSteps(StepsKernel):
+    """A backward that interprets the programs of its package."""
+
+    factor = 1.0
+
+    def __init__(self, folder: Path) -> None:
+        record = steps.read(folder)
+        assert record is not None
+        kernels = [Kernel.__new__(Kernel) for _ in record.steps]
+        for kernel, name in zip(kernels, record.steps, strict=True):
+            kernel._describe(read_plan(folder / name), lambda *_: None)
+        super().__init__(kernels, record)
+        self.programs = check(parse((folder / "code.tl").read_text())).kernels
+
+    def of_tensors(self, names: Sequence[str], dims: Any = None) -> Any:
+        def run(*tensors: Any) -> None:
+            given = dict(zip(names, map(np.from_dlpack, tensors), strict=True))  # results come last
+            for program in self.programs:
+                read = [t.name for t in (*program.inputs, *program.outputs) if t.name in names]
+                kv_heads = {"kv_heads": given["K"].shape[1]}
+                found = interpret(program, {n: given[n] for n in read}, kv_heads)
+                for name, values in found.items():
+                    write(given[name], values * (self.factor if name == "dK" else 1))
+
+        return run
+
+
 def write(target: np.ndarray, values: np.ndarray) -> None:
     """Into memory that DLPack calls read-only."""
     made = np.ascontiguousarray(values, target.dtype)
     ctypes.memmove(target.ctypes.data, made.ctypes.data, made.nbytes)
-
-
-def checked_only(order: store.Order, folder: Path, verified: bool) -> None:
-    """A package up to its program: no compiler is needed."""
-    plan = [s for s in STAGES if s.name in ("sketch", "parameters", "check")]
-    reference = order.reference.encode() if order.reference is not None else None
-    run = generate(
-        order.spec,
-        order.gpu,
-        folder,
-        store._Quiet(),
-        mods=order.mods,
-        plan=plan,
-        last="check",
-        reference=reference,
-    )
-    assert run.ok, run.findings
 
 
 def register_on_cpu(name: str, function: Any, *, platform: str, allow_cuda_graph: bool) -> None:
@@ -224,25 +302,26 @@ def lowered_as_on_gpu(module: Any) -> Iterator[None]:
     """The lowering for GPUs in place of that for the CPU."""
     from jax.interpreters import mlir
 
-    def lower_by(rule: Any) -> None:
-        lowering = mlir.lower_fun(rule, multiple_results=True)
-        mlir.register_lowering(module._operation, lowering, platform="cpu")
+    def lower_as_on(platform: str) -> None:
+        for operation, rules in module._RULES.items():
+            lowering = mlir.lower_fun(rules[platform], multiple_results=True)
+            mlir.register_lowering(operation, lowering, platform="cpu")
         jax.clear_caches()
 
-    lower_by(module._by_kernel)
+    lower_as_on("cuda")
     try:
         yield
     finally:
-        lower_by(module._by_definition)
+        lower_as_on("cpu")
 
 
 @pytest.fixture
 def as_on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setenv("FLASHWRIGHT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(store, "_make", checked_only)
+    uncompiled.without_compiler(monkeypatch, tmp_path / "cache")
     module = ours()
     monkeypatch.setattr(module, "card", lambda number: gpus.find("h200"))
     monkeypatch.setattr(module, "load", Interpreted)
+    monkeypatch.setattr(classes, "load", InterpretedSteps)
     monkeypatch.setattr(module, "_PLATFORM", "cpu")
     monkeypatch.setattr(module, "_FOLDERS", {})
     fake = SimpleNamespace(register_ffi_target=register_on_cpu)
@@ -290,6 +369,47 @@ def test_a_wrong_kernel_is_not_used_and_not_kept(
         with pytest.raises(RuntimeError, match="a new kernel is wrong: at batch"):
             as_on_gpu.attention(**in_fp16(arrays()), scale=0.5)
         assert list((tmp_path / "cache" / store.PACKAGES).iterdir()) == []
+
+
+def test_gradients_are_those_of_the_derived_backward(
+    as_on_gpu: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a row of each kind of gradient: by query, by key, by head, by score, and of the batch's
+    sums; kernels that add up begin at 0."""
+    sizes = {"batch": 3, "q_len": 20, "width": 64}
+    given = in_fp16({**arrays(**sizes), **extras(20, 15)})
+    given |= {n: given[n][:1] for n in ("key", "value")}
+    settings = {"causal": True, "window": 9, "softcap": 4.0}
+    for lse in (False, True):
+        grads = results(given, lse)
+        found = gradients(as_on_gpu.attention, given, grads, **settings)
+        for name, wanted in exact_gradients(given, grads, **settings).items():
+            error = np.sqrt(np.mean((np.array(found[name], np.float64) - wanted) ** 2))
+            assert error < 0.01 * np.sqrt(np.mean(wanted**2)), name
+    assert capsys.readouterr().err.count("making a kernel, once: the backward pass of") == 2
+
+
+def test_a_wrong_backward_is_not_used_and_not_kept(
+    as_on_gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(InterpretedSteps, "factor", 1.5)
+    given = in_fp16(arrays(width=64))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a new backward is wrong: a row of dk is"):
+            gradients(as_on_gpu.attention, given, results(given, False), scale=0.2)
+        kept = (tmp_path / "cache" / store.PACKAGES).iterdir()
+        assert [f.name for f in kept if "backward" in f.name] == []
+
+
+def test_why_there_is_no_backward(as_on_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise Failed(Diagnostic("FW908", "line 3: top-k has no gradient"))
+
+    monkeypatch.setattr(backward, "backward", refuse)
+    given = in_fp16(arrays(width=64))
+    told = "line 3: top-k has no gradient: call jax.lax.stop_gradient on its inputs"
+    with pytest.raises(as_on_gpu.NoKernel, match=told):
+        gradients(as_on_gpu.attention, given, results(given, False), scale=0.3)
 
 
 def test_what_no_kernel_is_made_for_is_refused(as_on_gpu: Any) -> None:

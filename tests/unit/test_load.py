@@ -32,6 +32,7 @@ from flashwright.build.load import (
     unshown,
 )
 from flashwright.build.plan_rules import caller_order
+from flashwright.build.steps import Steps, StepsKernel
 from flashwright.lang.diagnostic import Failed
 from tests.unit.fake_gpu import (
     ATTENTION,
@@ -217,6 +218,36 @@ def test_dimensions_that_no_tensor_has_are_given_by_name() -> None:
         run(*inputs(), out=outputs(), tokens=-1)
     with refused(ValueError, "`q_len` is given as 7", "`Q` has 300"):
         run(*inputs(), out=outputs(), tokens=1, q_len=7)
+
+
+@on_fake_gpu
+def test_several_kernels_are_one_function_of_tensors() -> None:
+    """The last kernel has neither K, whose sizes it needs, nor Q: its scratch has whole tiles of
+    rows, and O says how many count."""
+    import tvm_ffi
+
+    driver, (q, k, *_), out = Driver(), inputs(), outputs()["O"]
+    scratch = plan_tensor("Sum", "B:batch H:heads L:q_len D:64", "fp32", fragments=True)
+    first = (*ATTENTION[:2], scratch.model_copy(update={"read": False, "written": True}))
+    steps = Steps(steps=("1", "2"), scratch=("Sum",), zeroed=("Sum",))
+    last = kernel(tensors=(scratch, ATTENTION[4]))
+    run = StepsKernel([kernel(tensors=first), last], steps)
+    memory = run.memory([q, k])
+    assert memory == {"O": ((2, 6, 300, 64), "fp16"), "Sum": ((2, 6, 384, 64), "fp32")}
+    padded = tensor(*memory["Sum"][0], dtype="float32")
+    before = driver.count("launches")
+    driver.set("size", 104)
+    given = [tvm_ffi.from_dlpack(t) for t in (q, k, padded, out)]
+    run.of_tensors(("Q", "K", "Sum", "O"))(*given)
+    assert driver.count("launches") == before + 2
+    assert list(driver.last.grid) == [3, 6, 2]
+    assert driver.parameters("Q4qQ4q5i") == (
+        *(padded.address, *padded.strides, out.address, *out.strides),
+        *(2, 6, 3, 300, 77),
+    )
+    short = tensor(2, 6, 320, 64, dtype="float32")
+    with refused(ValueError, "`Sum` must be 300 wide on axis L, not 320"):
+        run.of_tensors(("Q", "K", "Sum", "O"))(*given[:2], tvm_ffi.from_dlpack(short), given[3])
 
 
 @on_fake_gpu

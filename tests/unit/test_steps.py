@@ -50,7 +50,7 @@ class Interpreted(Kernel):
 
 
 def _numpy(tensor: Any) -> Any:
-    return tensor.float().numpy()
+    return (tensor.float() if tensor.is_floating_point() else tensor).numpy()
 
 
 @pytest.fixture(scope="module")

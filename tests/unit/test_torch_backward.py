@@ -147,6 +147,18 @@ def test_why_there_is_none() -> None:
         out.backward(grad)
 
 
+def test_why_there_is_none_in_a_checkpointed_layer() -> None:
+    """Its saved tensors may be asked for once only."""
+    tensors, grad, _ = leaves(20, 20)
+
+    def layer(*given: Any) -> Any:
+        return attention(lambda of: "line 3: top-k has no gradient")(*given)[0]
+
+    out = torch.utils.checkpoint.checkpoint(layer, *tensors, use_reentrant=False)
+    with pytest.raises(RuntimeError, match="line 3: top-k has no gradient"):
+        out.backward(grad)
+
+
 def backward_of(of: rules.BackwardOf) -> Backward:
     """The backward that takes gradients of these outputs."""
     _, order = forward()

@@ -214,7 +214,9 @@ class Call {
       string label;
       for (int64_t p : order[c]) {
         label += plan.axes[p].label;
-        if (plan.axes[p].size.is_dim()) {
+        if (plan.may_be_padded(p)) {
+          continue;  // another tensor has this size
+        } else if (plan.axes[p].size.is_dim()) {
           dim = plan.axes[p].size.tokens[0].value;
         } else if (order[c].size() > 1) {
           int64_t part = plan.axes[p].size.value(dims_);
@@ -280,7 +282,9 @@ class Call {
     for (size_t c = 0; c < order.size() && !plan.flat; ++c) {
       int64_t wanted = 1;
       for (int64_t p : order[c]) wanted *= plan.axes[p].size.value(dims_);
-      if (tensor.shape[c] != wanted) {
+      int64_t padded = (wanted + kFragmentRows - 1) / kFragmentRows * kFragmentRows;
+      bool more = plan.may_be_padded(order[c].back()) && tensor.shape[c] == padded;
+      if (tensor.shape[c] != wanted && !more) {
         FW_REFUSE(ValueError, plan) << "must be " << wanted << " wide on axis "
                                     << plan.axes[order[c][0]].label << ", not " << tensor.shape[c]
                                     << "; its shape is " << shape_of(tensor, tensor.shape);

@@ -178,17 +178,39 @@ ffi::Function make(ffi::Bytes cubin, ffi::Bytes ptx, ffi::Array<int64_t> numbers
       [launcher](const ffi::AnyView* args, int32_t count, ffi::Any*) { (*launcher)(args, count); });
 }
 
-// The launch as a function of tensors alone: argument i is the one at places[i], None where that is negative.
-ffi::Function of_tensors(ffi::Function launch, ffi::Array<int64_t> places) {
-  vector<int64_t> order(places.begin(), places.end());
-  return ffi::Function::FromPacked([launch, order](const ffi::AnyView* args, int32_t count, ffi::Any* result) {
-    vector<ffi::AnyView> all(1 + order.size());
-    all[0] = int64_t{0};  // the first layout
-    for (size_t i = 0; i < order.size(); ++i) {
-      if (order[i] >= count) TVM_FFI_THROW(TypeError) << "tensor " << order[i] << " is missing";
-      if (order[i] >= 0) all[1 + i] = args[order[i]];
+// Where a dimension is read off: an axis of an argument, whose size is a multiple of it.
+struct DimSource {
+  int64_t argument, axis, divisor;
+
+  int64_t value(const ffi::AnyView* args) const {
+    return args[argument].cast<DLTensor*>()->shape[axis] / divisor;
+  }
+};
+
+// The launch as a function of tensors alone: tensor i of the plan is the argument at tensors[i]. Three numbers for
+// each dimension are a DimSource. None where the first of them is negative.
+ffi::Function of_tensors(ffi::Function launch, ffi::Array<int64_t> tensors, ffi::Array<int64_t> dims) {
+  vector<int64_t> order(tensors.begin(), tensors.end());
+  vector<DimSource> sources;
+  for (size_t i = 0; i < dims.size(); i += 3) sources.push_back({dims[i], dims[i + 1], dims[i + 2]});
+  auto run = [launch, order, sources](const ffi::AnyView* args, int32_t count, ffi::Any* result) {
+    vector<ffi::AnyView> all{ffi::AnyView(int64_t{0})};  // the first layout
+    for (int64_t place : order) {
+      if (place >= count) TVM_FFI_THROW(TypeError) << "tensor " << place << " is missing";
+      all.push_back(place >= 0 ? args[place] : ffi::AnyView(nullptr));
+    }
+    for (const DimSource& dim : sources) {
+      all.push_back(dim.argument >= 0 ? ffi::AnyView(dim.value(args)) : ffi::AnyView(nullptr));
     }
     launch.CallPacked(all.data(), static_cast<int32_t>(all.size()), result);
+  };
+  return ffi::Function::FromPacked(run);
+}
+
+// Functions of the same arguments as one, which calls them in their order.
+ffi::Function in_order(ffi::Array<ffi::Function> functions) {
+  return ffi::Function::FromPacked([functions](const ffi::AnyView* args, int32_t count, ffi::Any* result) {
+    for (const ffi::Function& function : functions) function.CallPacked(args, count, result);
   });
 }
 
@@ -202,4 +224,5 @@ void synchronize(int64_t device) {
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(make, fw::make);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(of_tensors, fw::of_tensors);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(in_order, fw::in_order);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(synchronize, fw::synchronize);

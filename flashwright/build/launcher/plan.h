@@ -81,12 +81,19 @@ struct Axis {
 // For each axis of the caller's tensor, the plan's axes that it is made of, outermost first.
 using Order = vector<vector<int64_t>>;
 
+constexpr int64_t kFragmentRows = 128;  // FRAGMENT_ROWS of launch_plan.py
+
 struct TensorPlan {
   string name, dtype;
   int64_t code, bits, vector_width;
-  bool read, written, flat;
+  bool read, written, flat, fragments;
   vector<Axis> axes;
   std::array<Order, 2> orders;  // layout bhsd, layout bshd
+
+  // Whether a caller may give more than the rows that count: those of whole tiles of fragments.
+  bool may_be_padded(int64_t axis) const {
+    return fragments && axis == static_cast<int64_t>(axes.size()) - 2;
+  }
 };
 
 constexpr size_t kMapBytes = 128;  // sizeof(CUtensorMap)
@@ -131,6 +138,7 @@ class Reader {
     tensor.name = word(), tensor.dtype = word();
     tensor.code = number(), tensor.bits = number(), tensor.vector_width = number();
     tensor.read = number(), tensor.written = number(), tensor.flat = number();
+    tensor.fragments = number();
     for (int64_t n = number(); n > 0; --n) {
       string label = word();
       tensor.axes.push_back({label, size()});

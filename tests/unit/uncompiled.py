@@ -1,0 +1,113 @@
+"""Packages that are translated and not compiled, and torch operators that interpret their kernels.
+
+All of an operator but the launch is real: its registration, its rules for autograd, the backward
+that is derived for it, the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashwright import gpu as gpus
+from flashwright import spec as specs
+from flashwright.build import package, steps
+from flashwright.build.steps import Steps
+from flashwright.check.check import check
+from flashwright.files import write
+from flashwright.generate import store
+from flashwright.generate.backward import CODE, SPEC, BackwardOrder
+from flashwright.generate.folder import RESULT
+from flashwright.generate.pipeline import STAGES, generate
+from flashwright.gpu import Gpu
+from flashwright.lang.diagnostic import Failed
+from flashwright.lang.parse import parse
+from flashwright.lower.translate import translate
+from flashwright.program.kernels import Kernels
+from flashwright.program.program import Program
+
+CARD = gpus.find("h200")
+
+
+def make_forward(order: store.Order, folder: Path, verified: bool) -> None:
+    """In place of store._make: the package without its code for the GPU."""
+    plan = [s for s in STAGES if s.name in ("sketch", "parameters", "check")]
+    reference = order.reference.encode() if order.reference is not None else None
+    how = partial(generate, order.spec, order.gpu, folder, store._Quiet(), mods=order.mods)
+    run = how(plan=plan, last="check", reference=reference)
+    assert run.ok, run.findings
+    _write(folder, {**_translated(_programs(folder)[0], order.gpu), **_record(order.gpu)})
+
+
+def make_backward(order: BackwardOrder, folder: Path, verified: bool) -> None:
+    """In place of BackwardOrder.make: the same for the derived backward."""
+    verdict = check(parse(order.code))
+    if verdict.errors:
+        raise Failed(*verdict.errors)
+    programs = verdict.kernels
+    record = Steps.of(Kernels(programs))
+    files = {CODE: order.code, package.STEPS: record.dump(), **_record(order.gpu)}
+    if order.spec is not None:
+        files[SPEC] = specs.dump(order.spec.differentiated())
+    for name, program in zip(record.steps, programs, strict=True):
+        made = _translated(program, order.gpu)
+        files |= {f"{name}/{file}": text for file, text in made.items()}
+    _write(folder, {**files, RESULT: '{"ok": true}'})
+
+
+def _programs(folder: Path) -> tuple[Program, ...]:
+    """The kernels of a package as programs."""
+    return tuple(check(parse((folder / CODE).read_text())).kernels)
+
+
+def _translated(program: Program, gpu: Gpu) -> dict[str, str]:
+    return package.translated(translate(program, gpu))
+
+
+def _record(gpu: Gpu) -> dict[str, str]:
+    return {package.RECORD: f'{{"gpu": "{gpu.name}"}}'}
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write(folder / name, text)
+
+
+def without_compiler(patch: pytest.MonkeyPatch, cache: Path) -> None:
+    """A store of its own, whose packages are not compiled."""
+    patch.setenv("FLASHWRIGHT_CACHE", str(cache))
+    patch.setattr(store, "_make", make_forward)
+    patch.setattr(BackwardOrder, "make", make_backward)
+
+
+_LAUNCHED: list[tuple[str, ...]] = []
+"""One for all tests: an operator that one has registered stays."""
+
+
+def interpret_operators(patch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """Torch operators take CPU tensors as they take CUDA tensors, and interpret the programs. The
+    outputs of each launch are appended to the list."""
+    from flashwright.pytorch import operator, reference
+    from tests.unit.test_steps import Interpreted
+
+    _LAUNCHED.clear()
+
+    def load(package: operator._Package) -> Any:
+        kernels = [Interpreted(program) for program in _programs(package.folder)]
+        record = steps.read(package.folder)
+        return kernels[0] if record is None else steps.StepsKernel(kernels, record)
+
+    def launch(on_cpu: operator._OnCpu, *arguments: Any) -> Any:
+        called = operator._OPERATORS[on_cpu.name.partition("::")[2]]
+        _LAUNCHED.append(called.outputs)
+        return called._on_cuda(*arguments)
+
+    patch.setattr(operator._Package, "load", load)
+    patch.setattr(operator._OnCpu, "__call__", launch)
+    patch.setattr(reference, "obstacle", lambda spec, plan: "its kernels are interpreted")
+    return _LAUNCHED
