@@ -35,6 +35,7 @@ BYTES_AT_ONCE = 16
 L2_SHARE = 0.4  # it has two halves, and what both read is in both
 REACHED = 0.6  # of the tensor cores' rate: about what the kernels do
 MEMORY_SHARE = 0.8  # of its bandwidth that keys may take
+POSITIONS = 4096  # of queries and of keys, to see which blocks take longest
 WAVES_WITH_TURNS = 16  # simulated for 132 SMs: blocks wait 0 to 6 % of the time, with 2 up to 20 %
 _SIGNS = {"+": "+", "-": "-", "*": "*", "mod": "%", "floor_div": "/"}
 
@@ -184,7 +185,7 @@ def ordered(program: Program, grid: tuple[ir.GridAxis, ...]) -> tuple[ir.GridAxi
     loops = [s for s in program.tree.body if isinstance(s, tl.For)]
     if not loops:
         return grid
-    few, many = (_iterations(program, loops[0], last) for last in (False, True))
+    few, many = (_iterations(program, loops[0], block) for block in (0, 7))
     if few is None or many is None or many == few:
         return grid
     return (replace(grid[0], longest="last" if many > few else "first"), *grid[1:])
@@ -192,15 +193,16 @@ def ordered(program: Program, grid: tuple[ir.GridAxis, ...]) -> tuple[ir.GridAxi
 
 def scheduler_waves(program: Program, gpu: Gpu, kernel: ir.Kernel) -> int:
     """The waves in a group of tiles (device/fw/tile_scheduler.cuh); 0 where all tiles take as long,
-    -1 where data decide how long.
+    -1 where data decide how long, or where tiles at the end are shorter, as those of a window.
 
     An even number, for which about all that the group's tiles read in their loops stays in the L2,
     with some room for what they write. Where memory is fast enough to be read anew by each tile, a
     group has twice as many waves, which balances the load better. Where tiles take turns, many
     columns at once let few tiles of each wait for one another."""
     if kernel.grid[0].longest is None:
-        loops = (s for s in program.tree.body if isinstance(s, tl.For))
-        return -1 if any(program.sources(bound) for s in loops for bound in (s.low, s.high)) else 0
+        loops = [s for s in program.tree.body if isinstance(s, tl.For)]
+        by_data = any(program.sources(bound) for s in loops for bound in (s.low, s.high))
+        return -1 if by_data or (loops and _shorter_at_the_end(program, loops[0])) else 0
     if program.counters:
         return WAVES_WITH_TURNS
     inner = [n for lp in ir.flat(kernel.body) if isinstance(lp, ir.Loop) for n in ir.flat(lp.body)]
@@ -236,15 +238,22 @@ def _term(size: Postfix) -> Term:
     return found
 
 
-def _iterations(program: Program, loop: tl.For, last: bool) -> Any:
-    """Iterations of the loop in the first or the last block of a square problem of 4096
-    positions."""
-    axis = program.grid.axes[0]
-    env: dict[str, Any] = {**program.params, **dict.fromkeys(program.dims, 4096)}
-    env |= {a.name.id: 0 for a in program.grid.axes}
+def _shorter_at_the_end(program: Program, loop: tl.For) -> bool:
+    """Whether the last block of a square problem has other iterations than the first."""
+    high = program.grid.axes[0].high
     try:
-        if last:
-            env[axis.name.id] = math.ceil(evaluate(axis.high, env)) - 1  # type: ignore[arg-type]
+        blocks = evaluate(high, {**program.params, **dict.fromkeys(program.dims, POSITIONS)})
+    except NotScalar:
+        return False
+    last = math.ceil(blocks) - 1 if not isinstance(blocks, str) else 0
+    return bool(_iterations(program, loop, last) != _iterations(program, loop, 0))
+
+
+def _iterations(program: Program, loop: tl.For, block: int) -> Any:
+    """Iterations of the loop in one block of a square problem; None if data decide."""
+    env: dict[str, Any] = {**program.params, **dict.fromkeys(program.dims, POSITIONS)}
+    env |= {a.name.id: 0 for a in program.grid.axes} | {program.grid.axes[0].name.id: block}
+    try:
         for stmt in program.tree.body:
             if isinstance(stmt, tl.Let):
                 env[stmt.name.id] = evaluate(stmt.value, env, lambda e, i: 0)

@@ -12,8 +12,8 @@ namespace fw {
 // the other way, so that no thread block gets the longer tile each time; the next group begins with the thread blocks
 // that had fewer tiles.
 //
-// Waves < 0: data decide how long a tile takes. Each wave goes on with the next thread block, so that none gets the tile
-// of the same place in every row of tiles.
+// Waves < 0: data decide how long a tile takes, or some are shorter. Each wave goes on with the next thread block, so that
+// none gets the tile of the same place in every row of tiles.
 template <int Waves, bool Falling = false>
 struct TileScheduler {
   int const width, columns, height;  // of the grid: along x, along y and z, along y
