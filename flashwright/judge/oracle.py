@@ -355,9 +355,16 @@ def compare(
     return replace(result, ok=not reason, reason=reason)
 
 
-def scatter(count: int) -> float:
+def scatter(count: float) -> float:
     """The factor on the limit of a mean over `count` elements: a mean of few scatters more."""
     return float(1 + 4 / np.sqrt(max(count, 1)))
+
+
+def rows_that_count(array: Array) -> float:
+    """How many rows make up the sum of squares: all if they are alike, 1 if one is all of it."""
+    each = np.square(array, dtype=np.float64).sum(axis=-1)
+    most = float(np.square(each).sum())
+    return float(each.sum()) ** 2 / most if most else 0.0
 
 
 def variation(

@@ -256,8 +256,10 @@ class Trial:
         outcome.ask("exactness")
         other = self.spec.sink or (self.spec.backward and self.spec.alibi)
         slack = SLACK_OTHER if other else SLACK
-        # If one outlier dominates each row, the ratio is that of a few roundings, so rows count.
-        few = oracle.scatter(wanted[..., 0].size)
+        # If one outlier dominates each row, the ratio is that of a few roundings, so rows count. Of
+        # a gradient few rows may be most: the first keys, or those that a large dO reaches.
+        rows = oracle.rows_that_count(wanted) if self.spec.backward else wanted[..., 0].size
+        few = oracle.scatter(rows)
         limit = MOST * few * case.library + slack * oracle.ROUNDOFF[self.spec.dtype]
         if result.relative_rms > limit:
             text = f"{result.relative_rms:.2e}, torch's flash backend has {case.library:.2e}"

@@ -452,3 +452,14 @@ def test_run(tmp_path: Path) -> None:
     assert record["cases"][-1]["of_limit"] > 10
     assert f"`{output}` is wrong" in record["diagnostics"][0]["message"]
     assert Outcome("run", FILE, "--spec", INLINE.replace(", backward", "")).code == 2
+
+
+def test_of_a_gradient_the_rows_that_are_most_of_it_count() -> None:
+    """With outliers dK is a matter of few keys, so the ratio of two errors scatters more."""
+    spec, inputs, dims = problem(64, 64, causal=True)
+    even = gradients(spec, inputs, dims)["dQ"].value
+    _, inputs, _ = problem(64, 64, "outliers", causal=True)
+    uneven = gradients(spec, inputs, dims)["dK"].value
+    assert oracle.rows_that_count(np.ones((2, 3, 8))) == 6
+    assert oracle.rows_that_count(np.zeros((2, 3, 8))) == 0
+    assert oracle.rows_that_count(even) > 4 * oracle.rows_that_count(uneven)

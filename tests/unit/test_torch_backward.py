@@ -25,6 +25,7 @@ torch = pytest.importorskip("torch")
 from flashwright.flex.gradient_trial import GradientTrial  # noqa: E402
 from flashwright.flex.task import WrongKernel  # noqa: E402
 from flashwright.pytorch import operator, rules  # noqa: E402
+from flashwright.pytorch.lists import of_keys  # noqa: E402
 from flashwright.pytorch.signature import Signature  # noqa: E402
 from tests.unit.test_steps import Interpreted  # noqa: E402
 
@@ -230,6 +231,25 @@ def test_a_warning_is_enough_where_pytorch_says_so() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     assert tensors[0].grad is not None
+
+
+def test_lists_are_turned_once_and_anew_when_they_change() -> None:
+    lists = {
+        "counts": torch.tensor([[2, 1]], dtype=torch.int32),
+        "full": torch.tensor([[1, 0]], dtype=torch.int32),
+        "blocks": torch.tensor([[[2, 0, 1], [2, 1, 0]]], dtype=torch.int32),
+    }
+    names = [f"{name}ofkeys" for name in lists]
+    first = of_keys(names, lists)
+    assert first["countsofkeys"].tolist() == [[1, 0, 2]]
+    assert first["fullofkeys"].tolist() == [[0, 0, 1]]
+    assert first["blocksofkeys"][0, 2].tolist() == [0, 1]  # the full one first
+    assert of_keys(names, lists)["blocksofkeys"] is first["blocksofkeys"]
+    lists["counts"][0, 1] = 2
+    assert of_keys(names, lists)["countsofkeys"].tolist() == [[1, 1, 2]]
+    lists["counts"] = torch.tensor([[3, 0]], dtype=torch.int32)
+    assert of_keys(names, lists)["countsofkeys"].tolist() == [[1, 1, 1]]
+    assert of_keys(["q", "k"], {}) == {}
 
 
 def test_the_package_has_a_spec_and_all_kernels() -> None:
