@@ -32,7 +32,7 @@ class Listed:
     columns: tl.Expr
     size: tl.Expr
     """The keys of a tile."""
-    prefixes: list[str] = field(default_factory=list)
+    prefixes: list[str] = field(default_factory=list, compare=False)
     """The tensors that say how many blocks at the begin of a list have something in common."""
 
     def prefix(self, condition: tl.Binary, var: tl.Name, end: tl.Expr) -> tl.Name | None:

@@ -205,7 +205,7 @@ class _Walk:
         listed = find_listed(forward.spelt_out(value), forward.loop, high, axis, size.right)
         if listed is None or forward.listed not in (None, listed):
             return value
-        forward.listed = listed
+        forward.listed = forward.listed or listed
         return forward.loop.var
 
     def loop(self, loop: tl.For) -> None:

@@ -374,6 +374,17 @@ def test_gradients_of_some_inputs() -> None:
     assert "dV" not in derived(text, wrt=("Q", "K"))
 
 
+def test_a_listed_tile_by_two_names() -> None:
+    """As a person may write it: V has a tile of its own, which is the same."""
+    text = listed("mha", **LISTS["mha"])
+    (let,) = (line for line in text.splitlines() if "let KeyTile" in line)
+    again = text.replace(let, f"{let}\n{let.replace('KeyTile', 'ValueTile')}")
+    place = "Copy V (BN, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = "
+    again = again.replace(f"{place}KeyTile", f"{place}ValueTile")
+    assert "ValueTile]" in again
+    assert derived(again) == derived(text)
+
+
 def test_lists_of_heads_that_share_keys_are_refused() -> None:
     text = listed("gqa", batched=True, per_head=True, full=True)
     assert "heads that share keys have lists of their own" in refused(text)
