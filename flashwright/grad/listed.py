@@ -79,10 +79,9 @@ def find_listed(
     """The lists, if a loop's tile of keys (spelt out, as the loop's end) comes from them; `size` is
     the number of queries of the forward's tile."""
     match tile:
-        case tl.Binary("+", first, tl.Binary("%", tl.Name(i), _)) if i == loop.var.id:
-            for part in tl.expressions(first):
-                keys = _block_of(part, loop.var)
-                if keys is not None and loop.low == ZERO:
+        case tl.Binary("+", first, within) if loop.low == ZERO:
+            for keys in filter(None, (_block_of(e, loop.var) for e in tl.expressions(first))):
+                if within == tl.Binary("%", loop.var, div(keys[1], keys[0])):
                     blocks, counts = (_in_tiles(e, keys[1], keys[0]) for e in (first, high))
                     return _lists(blocks, counts, keys, query, size)
     return None

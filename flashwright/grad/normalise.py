@@ -196,6 +196,22 @@ class _Walk:
             case tl.For():
                 raise refuse(stmt.span, "a loop inside the loop over the keys")
 
+    def _check_listed(self) -> None:
+        """Refuse a loop over lists that also reads tiles by the number of an iteration."""
+        forward = self.forward
+        if forward.listed is None:
+            return
+        tiles = {name for name, value in forward.lets.items() if value == forward.loop.var}
+        plain = {name: value for name, value in forward.lets.items() if name not in tiles}
+        for load in forward.loads.values():
+            for coord in load.copy.coords or ():
+                value = coord.value
+                for _ in plain:
+                    value = renamed(value, plain)
+                if forward.loop.var in tl.value_names(value):
+                    text = f"`{load.tensor.name}` is read by the number of an iteration"
+                    raise refuse(load.copy.span, text, "take the place of all keys from the lists")
+
     def _scalar(self, value: tl.Expr) -> tl.Expr:
         """The value of a let: for a tile of keys from lists, the loop's variable."""
         forward = self.forward
@@ -222,6 +238,7 @@ class _Walk:
             starts[key] = self.current[key] = self._fresh(key, forward.axes[value])
             forward.first[starts[key]] = inlined(first[value], first)
         self.statements(loop.body)
+        self._check_listed()
         self.ahead.clear()
         forward.carried = {begin: self.current[key] for key, begin in starts.items()}
         forward.body, self.steps = self.steps, []

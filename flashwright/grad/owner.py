@@ -123,6 +123,9 @@ def _in_lists(scope: Scope, group: _Group | None) -> _Steps:
     if group is not None and group.head in used:
         why = f"heads that share keys have lists of their own in `{listed.blocks}`"
         raise refuse(scope.forward.loop.span, why, "give them the same lists")
+    if listed.size != scope.sizes[KEY]:
+        why = f"the blocks in `{listed.blocks}` are cut into other tiles than those that are read"
+        raise refuse(scope.forward.loop.span, why)
     if scope.deterministic:
         why = f"the blocks in `{listed.blocks}` have no order in which they could be added"
         raise refuse(scope.forward.loop.span, why, "derive it without --deterministic")

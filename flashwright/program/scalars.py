@@ -56,12 +56,6 @@ def _divide(a: Scalar, b: Scalar) -> Scalar:
     return _simple(Fraction(a) / Fraction(b))
 
 
-def _remainder(a: Scalar, b: Scalar) -> Scalar:
-    if isinstance(b, Fraction):
-        raise ValueError(f"the remainder of a division by {b}, which is not a whole number")
-    return _simple(a % b)
-
-
 def _sqrt(x: Scalar) -> Scalar:
     root = math.isqrt(int(x)) if x == int(x) and x >= 0 else 0
     return root if root * root == x else math.sqrt(x)
@@ -72,7 +66,7 @@ BINARY: dict[str, Callable[[Scalar, Scalar], Scalar]] = {
     "-": lambda a, b: _simple(a - b),
     "*": lambda a, b: _simple(a * b),
     "/": _divide,
-    "%": _remainder,
+    "%": lambda a, b: _simple(a % b),
     "<": lambda a, b: a < b,
     "<=": lambda a, b: a <= b,
     ">": lambda a, b: a > b,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 from flashwright.lang.diagnostic import Label
 from flashwright.lang.format import format_expr
-from flashwright.lang.nodes import Coord, Copy, Expr, Name
+from flashwright.lang.nodes import Binary, Coord, Copy, Expr, Name
 from flashwright.program.fixes import rounded_down
 from flashwright.program.program import Tensor, TensorAxis
 from flashwright.program.scalars import Scalar, Unknown, whole
@@ -82,6 +83,9 @@ class Copies:
         tensor; with `at` it may be negative, and a tile whose place comes from a tensor may begin
         past the end, as a listed block may. `tiled` is the tile's size on the axis, if any."""
         expr, size = coord.value if coord is not None else None, tiled or 1
+        listed = expr is not None and tiled is not None and self.program.chosen(expr)
+        if expr is not None and listed:
+            self._whole_tiles(expr, tensor)
         value = self.machine.scalar(expr) if expr is not None else 0
         if isinstance(value, Unknown):
             return value
@@ -95,7 +99,6 @@ class Copies:
             text = f"axis {axis.label} of `{tensor.name}`: {value} is not a whole number"
             fix = rounded_down(expr) if expr is not None else None
             raise self.machine.halt("FW306", text, span, fix=fix, label=self.machine.problem())
-        listed = expr is not None and tiled is not None and self.program.chosen(expr)
         if (start >= extent and not listed) or (start < 0 and not in_elements):
             what = f"{start}..{start + size - 1}" if size > 1 else f"{start}"
             text = (
@@ -109,6 +112,16 @@ class Copies:
                 "FW605", text, span, label=self.machine.problem(), secondary=where, help=hint
             )
         return start
+
+    def _whole_tiles(self, expr: Expr, tensor: Tensor) -> None:
+        """Halt with FW306 if a block that a tensor names is no whole number of tiles."""
+        for part in self.program.spelt_out(expr):
+            match part:
+                case Binary("%", _, count):
+                    tiles = self.machine.scalar(count)
+                    if isinstance(tiles, Fraction):
+                        text = f"a block of `{tensor.name}` has {tiles} tiles, not a whole number"
+                        raise self.machine.halt("FW306", text, expr.span)
 
     def _store(self, stmt: Copy, tensor: Tensor, tile: Tile) -> None:
         if not stmt.adds:

@@ -65,6 +65,8 @@ extern "C" __global__ void __launch_bounds__(Threads, 2)
     //  34 | Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = 0, L = First] from global to shared
     fw::copy_async<Threads>(K_shared, p.K.tile(batch_idx, 0, First * BN), kv_len - First * BN);
   }
+
+  float const Slopes_here = First * BN < Last_BN ? float(*p.Slopes.at(head_idx)) : 0.f;
   fw::commit();
 
   //  36 | for i = First:Last
@@ -115,11 +117,10 @@ extern "C" __global__ void __launch_bounds__(Threads, 2)
     CUTE_UNROLL
     for (int m = 0; m < cute::size<0>(S); ++m) {
       int const q_idx = block_idx * BM + at.row(m);
-      float const row_0 = float(*p.Slopes.at(head_idx)) * float(i * BN + at.first_col - q_idx
-          - (kv_len - q_len));
+      float const row_0 = Slopes_here * float(i * BN + at.first_col - q_idx - (kv_len - q_len));
       CUTE_UNROLL
       for (int n = 0; n < cute::size<1>(S); ++n) {
-        S(m, n) = S(m, n) * float(Softcap) + (row_0 + float(*p.Slopes.at(head_idx)) * at.step(n));
+        S(m, n) = S(m, n) * float(Softcap) + (row_0 + Slopes_here * at.step(n));
       }
     }
 

@@ -390,6 +390,34 @@ def test_lists_of_heads_that_share_keys_are_refused() -> None:
     assert "heads that share keys have lists of their own" in refused(text)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("i % (KeyBlock / BN)", "i % 2", "comes from a tensor"),
+        ("floor(i * BN / KeyBlock)", "i", "comes from a tensor"),
+    ],
+)
+def test_other_loops_over_lists_are_refused(old: str, new: str, says: str) -> None:
+    text = listed("mha", **LISTS["mha"])
+    assert old in text
+    found = check(parse(text.replace(old, new)))
+    assert found.program is not None
+    with pytest.raises(Failed, match=says):
+        backward(found.program)
+
+
+def test_lists_and_numbers_of_iterations_are_not_mixed() -> None:
+    text = listed("mha", **LISTS["mha"]).replace("grid block_idx", "dim slots\n\ngrid block_idx", 1)
+    more = "Allocate Weight in global (B: batch, S: slots) as fp32\nAllocate Counts in global"
+    text = text.replace("Allocate Counts in global", more, 1)
+    copy = "  Copy Weight (BN) in coordinate [B = batch_idx, S = i] from global to register\n"
+    text = text.replace("  Copy DocOfKey (BN) in", f"{copy}  Copy DocOfKey (BN) in", 1)
+    text = text.replace(
+        "Compute Multiply S, Scale and get", "Compute S * Scale + Weight and get", 1
+    )
+    assert "`Weight` is read by the number of an iteration" in refused(text)
+
+
 def test_blocks_in_lists_have_no_order() -> None:
     assert "have no order" in refused(listed("mha", **LISTS["mha"]), deterministic=True)
 

@@ -47,7 +47,7 @@ def _define(read: Read, name: str, loop: ir.Loop) -> ir.Define:
     """The read before the loop. One without iterations may have no such place."""
     once = substitute(loop.condition, {loop.var: loop.low})
     nothing = ZERO if read.type == "int" else real(0.0)
-    return ir.Define(name, Select(once, read, nothing), origin=loop.origin)
+    return ir.Define(name, Select(once, read, nothing), origin=loop.origin.untitled)
 
 
 def _steady(loop: ir.Loop, written: frozenset[str]) -> Iterator[Read]:

@@ -53,6 +53,7 @@ extern "C" __global__ void __launch_bounds__(Threads, 4)
   int const i_first = fw::floor_div(fw::max(0, block_idx * BM + kv_len - q_len - Window + 1), BN);
   int const i_end = fw::min(kv_len,
       (block_idx + 1) * BM + kv_len - q_len + Window - 1);  // BN times the loop's end
+  float const Slopes_here = i_first * BN < i_end ? float(*p.Slopes.at(head_idx)) : 0.f;
   if (i_first * BN < i_end) {
     //  27 | Copy K (BN, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = i] from global to shared
     fw::copy_async<Threads>(K_shared.stage(0), p.K.tile(batch_idx, head_idx, i_first * BN),
@@ -97,11 +98,10 @@ extern "C" __global__ void __launch_bounds__(Threads, 4)
     CUTE_UNROLL
     for (int m = 0; m < cute::size<0>(S); ++m) {
       int const q_idx = block_idx * BM + at.row(m);
-      float const row_0 = float(*p.Slopes.at(head_idx)) * float(i * BN + at.first_col - q_idx
-          - (kv_len - q_len));
+      float const row_0 = Slopes_here * float(i * BN + at.first_col - q_idx - (kv_len - q_len));
       CUTE_UNROLL
       for (int n = 0; n < cute::size<1>(S); ++n) {
-        S(m, n) = S(m, n) * Scale + (row_0 + float(*p.Slopes.at(head_idx)) * at.step(n));
+        S(m, n) = S(m, n) * Scale + (row_0 + Slopes_here * at.step(n));
       }
     }
 

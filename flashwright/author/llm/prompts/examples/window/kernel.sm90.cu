@@ -100,6 +100,7 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
     int const i_first = fw::floor_div(fw::max(0, block_idx * BM + kv_len - q_len - Window + 1), BN);
     int const i_end = fw::min(kv_len,
         (block_idx + 1) * BM + kv_len - q_len + Window - 1);  // BN times the loop's end
+    float const Slopes_here = i_first * BN < i_end ? float(*p.Slopes.at(head_idx)) : 0.f;
 
     //  22 | Copy Q (BM, HeadDim) in coordinate [B = batch_idx, H = head_idx, L = block_idx] from global to shared
     Q_ring.wait();
@@ -128,11 +129,10 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
       CUTE_UNROLL
       for (int m = 0; m < cute::size<0>(S); ++m) {
         int const q_idx = block_idx * BM + at.row(m);
-        float const row_0 = float(*p.Slopes.at(head_idx)) * float(i * BN + at.first_col - q_idx
-            - (kv_len - q_len));
+        float const row_0 = Slopes_here * float(i * BN + at.first_col - q_idx - (kv_len - q_len));
         CUTE_UNROLL
         for (int n = 0; n < cute::size<1>(S); ++n) {
-          S(m, n) = S(m, n) * Scale + (row_0 + float(*p.Slopes.at(head_idx)) * at.step(n));
+          S(m, n) = S(m, n) * Scale + (row_0 + Slopes_here * at.step(n));
         }
       }
 
@@ -211,11 +211,10 @@ extern "C" __global__ void __launch_bounds__(Threads, 1)
         CUTE_UNROLL
         for (int m = 0; m < cute::size<0>(S); ++m) {
           int const q_idx = block_idx * BM + at.row(m);
-          float const row_0 = float(*p.Slopes.at(head_idx)) * float(i * BN + at.first_col - q_idx
-              - (kv_len - q_len));
+          float const row_0 = Slopes_here * float(i * BN + at.first_col - q_idx - (kv_len - q_len));
           CUTE_UNROLL
           for (int n = 0; n < cute::size<1>(S); ++n) {
-            S(m, n) = S(m, n) * Scale + (row_0 + float(*p.Slopes.at(head_idx)) * at.step(n));
+            S(m, n) = S(m, n) * Scale + (row_0 + Slopes_here * at.step(n));
           }
         }
 
