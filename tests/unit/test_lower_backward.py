@@ -134,6 +134,13 @@ def test_a_number_for_each_head_is_read_before_the_loop() -> None:
     assert "Slopes.at" not in in_loop(source)
 
 
+def test_a_tile_that_not_only_products_read_has_one_stage() -> None:
+    """A copy to global memory would read the first stage each time."""
+    source = printed((CASES / "stored_in_a_loop.tl").read_text(), "h200", strict=False)
+    assert "to_shared" in source
+    assert "_shared_stage" not in source
+
+
 def test_a_tile_that_a_product_reads_one_iteration_late_has_one_stage() -> None:
     """P through shared memory, in a loop that is overlapped."""
     text = attention().replace(

@@ -19,7 +19,7 @@ from flashwright.lower import ir
 from flashwright.lower.element import Leaf, variable
 from flashwright.lower.frontend.lowering import lower
 from flashwright.lower.passes.bad_ir import BadIR
-from flashwright.lower.passes.verify import Verifier, enabled
+from flashwright.lower.passes.verify import Verifier, enabled, verify_stages
 from flashwright.lower.passes.verify_rings import verify_groups
 from flashwright.lower.term import Var, plus
 from flashwright.lower.translate import prepared, schedule, translate
@@ -436,3 +436,19 @@ def test_fuzzer_counts_a_refused_schedule_as_a_failure(monkeypatch: pytest.Monke
     outcome = prepare(load(CASES / "let_in_loop.tl"))
     assert isinstance(outcome, ProgramOutcome)
     assert (outcome.kind, outcome.failed) == ("unverified", True)
+
+
+def test_a_tile_with_stages_is_read_at_one() -> None:
+    tile, scores, stage = ("O", "shared"), ("O", "register"), Var("stage", "int")
+    write = ir.Move(scores, tile, stage=stage)
+    verify_stages(
+        (write, ir.Gemm(("S", "register"), tile, ("K", "shared"), True, True, left_stage=stage)),
+        "x",
+    )
+    for reader in (
+        ir.Gemm(("S", "register"), tile, ("K", "shared"), True, True),
+        ir.Move(tile, scores),
+        ir.Move(scores, tile),
+    ):
+        with pytest.raises(BadIR, match="O has stages, and none is named"):
+            verify_stages((write, reader), "x")

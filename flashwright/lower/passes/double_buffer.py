@@ -15,6 +15,7 @@ from dataclasses import replace
 from flashwright.gpu import Gpu
 from flashwright.lower import ir
 from flashwright.lower.names import Names, tile_name
+from flashwright.lower.passes.effects import effects
 from flashwright.lower.targets.shared_memory import with_two_stages
 from flashwright.lower.term import ONE, ZERO, Var, binary
 from flashwright.program.program import Key, Program
@@ -34,8 +35,9 @@ def double_buffered(
 
 def passed_in_loops(body: tuple[ir.Statement, ...]) -> frozenset[Key]:
     """The tiles that only loops write, once in an iteration, and only products behind that, in the
-    same iteration, read."""
+    same iteration, read; no other statement names them, since it would not know the stage."""
     every = Counter(use for node in ir.flat(body) for use in _uses(node))
+    others = {key for use, key in every if use == "otherwise"}
     inside: Counter[tuple[str, Key]] = Counter()
     for loop in (n for n in body if isinstance(n, ir.Loop)):
         written: set[Key] = set()
@@ -45,7 +47,7 @@ def passed_in_loops(body: tuple[ir.Statement, ...]) -> frozenset[Key]:
             fresh = {k for use, k in uses if use == "writes"} - written
             inside.update(("writes", k) for k in fresh)
             written |= fresh
-    moved = {k for use, k in inside if use == "writes"}
+    moved = {k for use, k in inside if use == "writes"} - others
     kinds = ("reads", "writes")
     return frozenset(k for k in moved if all(inside[u, k] == every[u, k] for u in kinds))
 
@@ -55,11 +57,12 @@ def _uses(node: ir.Statement) -> Iterator[tuple[str, Key]]:
     match node:
         case ir.Gemm():
             yield from (("reads", k) for k in {node.left, node.right} if k[1] == "shared")
-        case ir.Move() | ir.Restage():
-            yield from (("reads", k) for k in (node.source,) if k[1] == "shared")
-            yield from (("writes", k) for k in (node.dest,) if k[1] == "shared")
-        case ir.Store(source) if source[1] == "shared":
-            yield "reads", source
+        case ir.Move(source, dest) if dest[1] == "shared" and source[1] == "register":
+            yield "writes", dest
+        case ir.Loop() | ir.Branch() | ir.Roles() | ir.Start() | ir.Sync():
+            pass  # what is inside of them is a statement of its own
+        case _:
+            yield from (("otherwise", k) for k in effects(node).all if not isinstance(k, str))
 
 
 def alternating(

@@ -18,6 +18,7 @@ from flashwright.lower.element import LN_2, LOG2_E, Leaf, leaves, variable
 from flashwright.lower.frontend.masks import GROUP
 from flashwright.lower.names import cpp, tile_name
 from flashwright.lower.passes.bad_ir import BadIR
+from flashwright.lower.passes.effects import effects
 from flashwright.lower.passes.verify_copies import verify_copies
 from flashwright.lower.passes.verify_rings import verify_groups, verify_rings
 from flashwright.lower.passes.verify_runs import Problem, problems, verify_roles
@@ -73,6 +74,7 @@ class Verifier:
         """The same, with products started and waited for."""
         if self.on:
             self.consumers(body, stage, program)
+            verify_stages(body, stage)
             verify_groups(body, stage)
         return body
 
@@ -122,6 +124,25 @@ def verify(body: Body, stage: str, buffers: Mapping[Key, Buffer], names: frozens
     """Raise BadIR where a name is used that is not defined by then, a tile that there is not, or a
     position that is not known."""
     _Scopes(stage, buffers).body(body, _Scope(names))
+
+
+def verify_stages(body: Body, stage: str) -> None:
+    """Raise BadIR where a tile is written at one of its stages and read as if it had one."""
+    nodes = [
+        n for n in ir.flat(body) if not isinstance(n, ir.Loop | ir.Branch | ir.Start | ir.Sync)
+    ]
+    staged = {n.dest for n in nodes if isinstance(n, ir.Move) and n.stage and n.dest[1] == "shared"}
+    for node in nodes:
+        match node:
+            case ir.Gemm():
+                operands = ((node.left, node.left_stage), (node.right, node.right_stage))
+                named = {key for key, at in operands if at is None}
+            case ir.Move(_, dest, stage=at) if dest in staged:
+                named = {dest} if at is None else set()
+            case _:
+                named = {k for k in effects(node).all if not isinstance(k, str)}
+        if named & staged:
+            raise BadIR(stage, node, f"{min(named & staged)[0]} has stages, and none is named")
 
 
 @dataclass
