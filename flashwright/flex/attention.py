@@ -39,6 +39,7 @@ from flashwright.generate.store import tell
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Failed
 from flashwright.pytorch.operator import Operator, torch_operator
+from flashwright.pytorch.rules import is_deterministic
 
 Function = Callable[..., Any]
 
@@ -281,9 +282,8 @@ def _no_gradient(used: BlockLists, given: Mapping[str, Any], deterministic: bool
         return ""
     if used.per_head and given["q"].shape[1] > given["k"].shape[1]:
         return "heads that share keys have lists of their own, which have no gradient"
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    return "blocks in lists have no order for deterministic gradients" if deterministic else ""
+    ordered = is_deterministic(deterministic)
+    return "blocks in lists have no order for deterministic gradients" if ordered else ""
 
 
 def trains(given: Mapping[str, Any]) -> bool:

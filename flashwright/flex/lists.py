@@ -19,6 +19,7 @@ import torch.nn.functional as functional
 
 from flashwright.flex.capture import Function
 from flashwright.flex.fallback import over
+from flashwright.pytorch.lists import dense
 
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 """The names that a BlockMask has for its lists."""
@@ -64,21 +65,10 @@ def block_table(
     kv_num_blocks: Any, kv_indices: Any, full_kv_num_blocks: Any, full_kv_indices: Any
 ) -> Any:
     """For each pair of blocks: 0 skipped, 1 masked by the function, 2 fully visible."""
-    partial = _dense(kv_num_blocks, kv_indices)
+    partial = dense(kv_num_blocks, kv_indices)
     if full_kv_num_blocks is None:
         return partial
-    return torch.where(_dense(full_kv_num_blocks, full_kv_indices) == 1, 2, partial)
-
-
-def _dense(counts: Any, indices: Any) -> Any:
-    """Lists of blocks as a table of 0 and 1."""
-    listed = torch.arange(indices.shape[-1], device=indices.device) < counts[..., None]
-    table = torch.zeros(
-        (*indices.shape[:-1], indices.shape[-1] + 1), dtype=torch.int32, device=indices.device
-    )
-    places = torch.where(listed, indices, indices.shape[-1]).long()
-    table.scatter_(-1, places, 1)
-    return table[..., :-1].contiguous()
+    return torch.where(dense(full_kv_num_blocks, full_kv_indices) == 1, 2, partial)
 
 
 def _differing(table: Any, mask: Function, extent: Extent, place: tuple[int, int, int, int]) -> str:

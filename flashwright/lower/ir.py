@@ -6,13 +6,13 @@ passes can move it and the printer only has to say it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_stmt
-from flashwright.lower.element import ROW, Element, Leaf
+from flashwright.lower.element import ROW, Element, Leaf, with_leaves
 from flashwright.lower.term import ONE, Axes, Term
 from flashwright.program.program import Buffer, Key, Tensor
 from flashwright.program.vocabulary import DTYPES
@@ -476,6 +476,13 @@ def defined_names(body: tuple[Statement, ...]) -> set[str]:
     nodes = list(flat(body))
     found = {n.name for n in nodes if isinstance(n, Define)}
     return found | {n.var for n in nodes if isinstance(n, Loop)}
+
+
+def renamed(assign: Assign, new: Mapping[Term, Leaf]) -> Assign:
+    """An assignment with other leaves in the place of some; a target with another name lasts."""
+    target = new.get(assign.target.term, assign.target)
+    value = with_leaves(assign.value, new)
+    return replace(assign, target=target, value=value, kept=assign.kept or target != assign.target)
 
 
 def changed(

@@ -36,7 +36,7 @@ L2_SHARE = 0.4  # it has two halves, and what both read is in both
 REACHED = 0.6  # of the tensor cores' rate: about what the kernels do
 MEMORY_SHARE = 0.8  # of its bandwidth that keys may take
 POSITIONS = 4096  # of queries and of keys, to see which blocks take longest
-WAVES_WITH_TURNS = 16  # simulated for 132 SMs: blocks wait 0 to 6 % of the time, with 2 up to 20 %
+WAVES_WITH_TURNS = 16  # on an H200 about as fast as 4 (docs/performance.md)
 _SIGNS = {"+": "+", "-": "-", "*": "*", "mod": "%", "floor_div": "/"}
 
 

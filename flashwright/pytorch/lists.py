@@ -42,7 +42,7 @@ def _turned(blocks: Any, counts: list[Any]) -> list[Any]:
     """The blocks and the counts for blocks of keys, made once for the same tensors."""
     if isinstance(blocks, FakeTensor):
         return _turn(blocks, counts)
-    versions = [None if t.is_inference() else t._version for t in (blocks, *counts)]
+    versions = [t._version for t in (blocks, *counts)]
     known = _KNOWN.get(blocks)
     same = known is not None and all(map(operator.is_, known[0], counts)) and known[1] == versions
     if not same:
@@ -54,7 +54,7 @@ def _turned(blocks: Any, counts: list[Any]) -> list[Any]:
 def _turn(blocks: Any, counts: list[Any]) -> list[Any]:
     """The same without a look at those made before. Each count is of blocks at the begin of a list:
     what more counts include comes first."""
-    tables = [_listed(blocks, count) for count in counts]
+    tables = [dense(count, blocks) for count in counts]
     order = torch.stack(tables).sum(0).sort(dim=-2, descending=True, stable=True).indices
     return [
         order.transpose(-1, -2).int().contiguous(),
@@ -62,10 +62,12 @@ def _turn(blocks: Any, counts: list[Any]) -> list[Any]:
     ]
 
 
-def _listed(blocks: Any, count: Any) -> Any:
-    """For each block of queries and of keys, 1 if it is among the first `count` of its list."""
-    width = blocks.shape[-1]
-    inside = torch.arange(width, device=blocks.device) < count[..., None]
-    table = blocks.new_zeros((*blocks.shape[:-1], width + 1))
-    places = torch.where(inside, blocks, width).long()
-    return table.scatter(-1, places, 1)[..., :width]
+def dense(counts: Any, blocks: Any) -> Any:
+    """Lists of blocks as a table: 1 for the first `counts` of each list, 0 for the others."""
+    listed = torch.arange(blocks.shape[-1], device=blocks.device) < counts[..., None]
+    table = torch.zeros(
+        (*blocks.shape[:-1], blocks.shape[-1] + 1), dtype=torch.int32, device=blocks.device
+    )
+    places = torch.where(listed, blocks, blocks.shape[-1]).long()
+    table.scatter_(-1, places, 1)
+    return table[..., :-1].contiguous()

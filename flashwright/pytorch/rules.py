@@ -64,6 +64,11 @@ def in_forward_mode() -> bool:
     return int(getattr(forward_ad, "_current_level", -1)) >= 0
 
 
+def is_deterministic(asked: bool | None) -> bool:
+    """Whether gradients have the same bits in every run: as asked, else by PyTorch's setting."""
+    return torch.are_deterministic_algorithms_enabled() if asked is None else asked
+
+
 class Backward(Protocol):
     """The backward of a kernel as an operator: by their names it takes the kernel's inputs, its
     outputs and their gradients (`do`, `dlse`), and gives those of the inputs (`dQ`)."""
@@ -195,9 +200,7 @@ class Gradient:
     ) -> tuple[BackwardOf, Backward | str]:
         """The backward of a call, by PyTorch's setting if the call has none of its own. Where that
         only warns, one that is not deterministic is better than none."""
-        of = BackwardOf(outputs, inputs, bool(deterministic))
-        if deterministic is None:
-            of = replace(of, deterministic=torch.are_deterministic_algorithms_enabled())
+        of = BackwardOf(outputs, inputs, is_deterministic(deterministic))
         made = self.derived(of)
         lenient = deterministic is None and torch.is_deterministic_algorithms_warn_only_enabled()
         if isinstance(made, str) and of.deterministic and lenient:

@@ -6,7 +6,7 @@ Without a GPU the CUDA path is tried with an operator that interprets the progra
 from __future__ import annotations
 
 import math
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import pytest
 from flashwright import gpu as gpus
 from flashwright.check.check import check
 from flashwright.generate import store
-from flashwright.generate.pipeline import STAGES, generate
 from flashwright.lang.parse import parse
 from flashwright.semantics.interpret import interpret
 from flashwright.spec import AttentionSpec
@@ -28,6 +27,7 @@ from flashwright.flex import fallback, trial  # noqa: E402
 from flashwright.flex.blocks import blocked  # noqa: E402
 from flashwright.flex.task import NoKernel, Task, WrongKernel, spec_of  # noqa: E402
 from tests.share import some  # noqa: E402
+from tests.unit.uncompiled import make_program  # noqa: E402
 
 CARD = gpus.find("h200")
 Tensors = dict[str, Any]
@@ -67,20 +67,11 @@ class Interpreted:
         return made.detach().contiguous().numpy()
 
 
-def _checked_only(order: store.Order, folder: Path, verified: bool) -> None:
-    """A package up to its program: no compiler is needed."""
-    plan = [s for s in STAGES if s.name in ("sketch", "parameters", "check")]
-    reference = order.reference.encode() if order.reference is not None else None
-    how = partial(generate, order.spec, order.gpu, folder, store._Quiet(), mods=order.mods)
-    run = how(plan=plan, last="check", reference=reference)
-    assert run.ok, run.findings
-
-
 @pytest.fixture(autouse=True)
 def without_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHWRIGHT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(flex, "torch_operator", Interpreted)
-    monkeypatch.setattr(store, "_make", _checked_only)
+    monkeypatch.setattr(store, "_make", make_program)
     monkeypatch.setattr(flex, "_KERNELS", {})
     monkeypatch.setattr(flex, "_QUICK", {})
     torch.manual_seed(0)

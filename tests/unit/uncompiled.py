@@ -33,13 +33,18 @@ from flashwright.program.program import Program
 CARD = gpus.find("h200")
 
 
-def make_forward(order: store.Order, folder: Path, verified: bool) -> None:
-    """In place of store._make: the package without its code for the GPU."""
+def make_program(order: store.Order, folder: Path, verified: bool) -> None:
+    """In place of store._make: a package up to its program."""
     plan = [s for s in STAGES if s.name in ("sketch", "parameters", "check")]
     reference = order.reference.encode() if order.reference is not None else None
     how = partial(generate, order.spec, order.gpu, folder, store._Quiet(), mods=order.mods)
     run = how(plan=plan, last="check", reference=reference)
     assert run.ok, run.findings
+
+
+def make_forward(order: store.Order, folder: Path, verified: bool) -> None:
+    """In place of store._make: the package without its code for the GPU."""
+    make_program(order, folder, verified)
     _write(folder, {**_translated(_programs(folder)[0], order.gpu), **_record(order.gpu)})
 
 

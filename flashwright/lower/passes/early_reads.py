@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from flashwright.lower import ir
-from flashwright.lower.element import leaves, with_leaves
+from flashwright.lower.element import leaves
 from flashwright.lower.names import Names
 from flashwright.lower.term import (
     ZERO,
@@ -64,13 +64,9 @@ def _renamed(node: ir.Statement, found: dict[Read, str]) -> ir.Statement:
     """A computation with names in the place of reads."""
     if not isinstance(node, ir.Compute):
         return node
-    assigns = []
-    for assign in node.assigns:
-        new = {
-            leaf.term: replace(leaf, term=_named(leaf.term, found)) for leaf in leaves(assign.value)
-        }
-        assigns.append(replace(assign, value=with_leaves(assign.value, new)))
-    return replace(node, assigns=tuple(assigns))
+    each = (leaf for assign in node.assigns for leaf in leaves(assign.value))
+    new = {leaf.term: replace(leaf, term=_named(leaf.term, found)) for leaf in each}
+    return replace(node, assigns=tuple(ir.renamed(assign, new) for assign in node.assigns))
 
 
 def _named(term: Term, found: dict[Read, str]) -> Term:

@@ -483,14 +483,7 @@ def _uses(node: ir.Statement, name: Leaf) -> bool:
 
 def _renamed(node: ir.Statement, new: Mapping[Term, Leaf]) -> ir.Statement:
     assert isinstance(node, ir.Compute)
-    assigns = []
-    for assign in node.assigns:
-        target = new.get(assign.target.term, assign.target)
-        kept = assign.kept or target is not assign.target
-        assigns.append(
-            replace(assign, target=target, value=with_leaves(assign.value, new), kept=kept)
-        )
-    return replace(node, assigns=tuple(assigns))
+    return replace(node, assigns=tuple(ir.renamed(assign, new) for assign in node.assigns))
 
 
 def _known(middle: Sequence[ir.Statement]) -> str:

@@ -26,7 +26,6 @@ from flashwright.lower.element import (
     leaves,
     literal,
     variable,
-    with_leaves,
 )
 from flashwright.lower.frontend.masks import GROUP
 from flashwright.lower.frontend.scalars import refused
@@ -192,18 +191,12 @@ class _Split:
                     new[assign.target.term] = element(name, ROW)
         out = []
         for number, part in enumerate(parts):
-            assigns = tuple(_renamed(a, new) for a in part.assigns)
+            assigns = tuple(ir.renamed(a, new) for a in part.assigns)
             own = tuple(variable(a.target) for a in assigns if a.kept)
             title = part.origin if number == 0 else part.origin.untitled
             note = part.note if number == 0 else ""
             out.append(replace(part, assigns=assigns, kept=own, origin=title, note=note))
         return out
-
-
-def _renamed(assign: ir.Assign, new: dict[Term, Leaf]) -> ir.Assign:
-    target = new.get(assign.target.term, assign.target)
-    value = with_leaves(assign.value, new)
-    return replace(assign, target=target, value=value, kept=assign.kept or target != assign.target)
 
 
 def _reductions(x: Element) -> Sequence[Reduce]:
