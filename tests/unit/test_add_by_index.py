@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from flashwright import gpu as gpus
+from flashwright.author.builtin.variants import make_spec
+from flashwright.build import toolchain
 from flashwright.check.check import Checked, check
+from flashwright.emulate.emulate import run
 from flashwright.lang.format import format_stmt, format_tree
 from flashwright.lang.nodes import Copy, Name, Tree
 from flashwright.lang.parse import parse
 from flashwright.lower.translate import translate
 from flashwright.program.kernels import Kernels
 from flashwright.semantics.interpret import interpret_all
+from tests.unit.together import SCHEDULES, kernels
 
 INDEX = "kv_idx - q_idx + Reach"
 ADD = f"Copy S from register to global and accumulate Sums[head_idx, {INDEX}]"
@@ -89,14 +95,21 @@ def test_an_addition_from_shared_memory_is_an_error() -> None:
     assert found.help == "`Copy S from shared to register` first"
 
 
+DIMS = {"heads": 2, "q_len": 45, "kv_len": 30, "batch": 1, "kv_heads": 1}
+
+
+def drawn() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((2, n, 32)).astype(np.float16) / 4 for n in (45, 30))
+    return {"Q": q, "K": k, "Doc": rng.integers(-5, 40, 45).astype(np.int32)}
+
+
 def test_every_element_is_added_to_the_nearest_element_of_the_axis() -> None:
     found = checked()
     assert found.diagnostics == ()
-    dims = {"heads": 2, "q_len": 45, "kv_len": 30, "batch": 1, "kv_heads": 1}
-    rng = np.random.default_rng(0)
-    q, k = (rng.standard_normal((2, n, 32)).astype(np.float16) / 4 for n in (45, 30))
-    doc = rng.integers(-5, 40, 45).astype(np.int32)
-    made = interpret_all(Kernels(found.kernels), {"Q": q, "K": k, "Doc": doc}, dims)
+    given = drawn()
+    q, k, doc = given.values()
+    made = interpret_all(Kernels(found.kernels), given, DIMS)
     weights = np.exp(q.astype(float) @ k.astype(float).transpose(0, 2, 1))
     distance = np.arange(30) - np.arange(45)[:, None]
     sums, rows = np.zeros((2, 41)), np.zeros((2, 20))
@@ -114,3 +127,21 @@ def test_the_translation(gpu: str) -> None:
     index = "fw::min(fw::max(kv_idx - q_idx + Reach, 0), 40), p.Sums.step<1>());"
     assert f"fw::add_by_index(S(m, n), p.Sums.at(head_idx), {index}" in " ".join(source.split())
     assert "if (p.Rows.data != nullptr && fw::writes_rows<Warps>()) {" in source
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not toolchain.has_nvcc(), reason="there is no CUDA compiler here")
+@pytest.mark.parametrize("gpu", ["t4", "a100", "h200"])
+def test_the_kernel(gpu: str) -> None:
+    """Under emulation it adds what the interpreter adds: a tile, and a vector once for each row."""
+    (program,) = checked().kernels
+    spec = make_spec("mha", heads=2, head_dim=64, dtype="fp16")
+    (kernel,) = kernels([(format_tree(program.tree), spec)], gpu)
+    given = drawn()
+    expected = interpret_all(Kernels((program,)), given, DIMS)
+    found = {**given, **{name: np.zeros_like(sums) for name, sums in expected.items()}}
+    sizes = {name: DIMS[name] for name in kernel.plan.dims}
+    own = {tensor.name: found[tensor.name] for tensor in kernel.plan.tensors}
+    assert not run(kernel.program, kernel.plan, own, sizes, SCHEDULES[0]).findings
+    for name, sums in expected.items():
+        np.testing.assert_allclose(found[name], sums, rtol=1e-3)
