@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from flashwright.grad.conversion import conversion
 from flashwright.grad.declare import Scope
 from flashwright.grad.derive import derive
-from flashwright.grad.indexed import note_mixed
+from flashwright.grad.indexed import note_not_by_index
 from flashwright.grad.main_kernel import MainKernel
 from flashwright.grad.preprocess import note_missing, preprocess
 from flashwright.grad.recompute import recompute
@@ -42,7 +42,7 @@ def backward(
     """
     scope = Scope(derive(without_views(program), of, wrt), deterministic)
     note_missing(scope)
-    note_mixed(scope)
+    note_not_by_index(scope)
     mains = _main_kernels(scope)
     rows, parts = preprocess(scope)
     parts = [*(part for main in mains for part in main.parts), *parts]

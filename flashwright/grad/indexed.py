@@ -4,20 +4,28 @@ adds its part to the element that it has read."""
 from __future__ import annotations
 
 from flashwright.grad.algebra import ONE, is_value
-from flashwright.grad.declare import Scope, Sum
+from flashwright.grad.declare import FLOATS, Scope, Sum
 from flashwright.grad.normalise import QUERY, refuse
 from flashwright.grad.tiles import Writer
 from flashwright.lang import nodes as tl
 
+GRID_AXES = 3
+"""The most axes of a grid: one for each axis of the sums that a conversion kernel rounds."""
 
-def note_mixed(scope: Scope) -> None:
-    """Note the tensors that are read both in tiles and by index: each kind of gradient has its own
-    sum."""
+
+def note_not_by_index(scope: Scope) -> None:
+    """Note the tensors whose elements have gradients that cannot be added by index: those that are
+    read in tiles too, whose gradient is another sum, and those that no grid can round."""
     leaves = (*scope.back.grads, *scope.back.row_grads)
     tiled = {scope.forward.loads[leaf].tensor.name for leaf in leaves if isinstance(leaf, str)}
     for leaf in leaves:
-        if isinstance(leaf, tl.Index) and leaf.tensor.id in tiled:
-            scope.missing[leaf.tensor.id] = "it is read in tiles and by index"
+        if not isinstance(leaf, tl.Index):
+            continue
+        tensor = scope.program.tensors[leaf.tensor.id]
+        if tensor.name in tiled:
+            scope.missing[tensor.name] = "it is read in tiles and by index"
+        elif tensor.dtype in FLOATS and tensor.dtype != "fp32" and len(tensor.axes) > GRID_AXES:
+            scope.missing[tensor.name] = f"it has more than {GRID_AXES} axes and is not fp32"
 
 
 def add_by_index(scope: Scope, write: Writer, leaf: tl.Index, parts: tl.Expr) -> None:

@@ -331,6 +331,14 @@ def test_tables_by_index(case: str) -> None:
     assert "dTable" in agrees(relative(read, table), biased(bias), ((70, 100), (130, 40)))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_table_that_no_grid_can_round(dtype: str) -> None:
+    table = "Allocate Table in global (B: batch, H: heads, M: 2 * Reach, R: Reach) as"
+    made = derived(relative("Table[batch_idx, head_idx, q_idx, kv_idx]", f"{table} {dtype}"))
+    told = "No gradient of Table: it has more than 3 axes and is not fp32."
+    assert (told in made, "dTable" in made) == (dtype == "bf16", dtype == "fp32")
+
+
 def test_a_table_that_rows_read() -> None:
     def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
         made = softmax(scores(t) / 8, torch.ones(1, 1, dtype=torch.bool), t)
