@@ -135,7 +135,7 @@ def _tile_size(program: Program, dim: str) -> int:
     """The largest tile of any Copy on an axis of that length (1 if there is none)."""
     best = 1
     for stmt in statements(program.tree.body):
-        if not isinstance(stmt, Copy) or "global" not in (stmt.source, stmt.dest):
+        if not isinstance(stmt, Copy) or "global" not in (stmt.source, stmt.dest) or stmt.index:
             continue
         source, dest = program.source(stmt), program.dest(stmt)
         tensor = program.tensors[source[0] if stmt.source == "global" else dest[0]]

@@ -297,13 +297,15 @@ class Names:
             elif isinstance(expr, Call):
                 not_values.add(id(expr.func))
         tiles = isinstance(stmt, (Compute, Reshape))
+        index = stmt.index if isinstance(stmt, Copy) else ()
+        by_element = {id(e) for arg in index for e in expressions(arg)}
         for name in _tile_places(stmt):
             if name.id in (*self.scalars, *loops, *POSITIONS):
                 text = f"expected a tile, found the number `{name.id}`"
                 self.error("FW206", text, name.span)
         for expr in expressions(stmt):
             if isinstance(expr, Name) and id(expr) not in not_values:
-                self._value(expr, stmt, seen, loops, tiles)
+                self._value(expr, stmt, seen, loops, tiles or id(expr) in by_element)
         if isinstance(stmt, Copy):
             self._copy_uses(stmt, seen)
 

@@ -287,9 +287,11 @@ def _copy(stmt: Copy, names: Names) -> Iterator[Diagnostic]:
         text = f"`and accumulate` adds in fp32, `{outer[0].name}` is {outer[0].dtype}"
         where = (Label(outer[0].declared.span, "its type is set here"),)
         yield Diagnostic("FW205", text, stmt.span, secondary=where)
-    if stmt.turn is not None and outer:
+    if stmt.turn is not None and outer and not stmt.index:
         yield from _turns(stmt, outer[0], names)
-    if not outer:
+    if stmt.index:
+        yield from _by_index(stmt, shape, names)
+    elif not outer:
         if stmt.coords and "global" not in (stmt.source, stmt.dest):
             text = "a coordinate applies only to a Copy from or to global memory"
             yield Diagnostic("FW305", text, stmt.coords[0].span, help="leave it out here")
@@ -302,6 +304,21 @@ def _copy(stmt: Copy, names: Names) -> Iterator[Diagnostic]:
         yield Diagnostic("FW304", text, stmt.span, help=hint)
     else:
         yield from _coordinates(stmt, shape, outer[0], names)
+
+
+def _by_index(stmt: Copy, shape: Shape | None, names: Names) -> Iterator[Diagnostic]:
+    """Findings about an addition by index: clauses that it cannot have, tiles that do not fit."""
+    if stmt.coords:
+        text = "the index says where each element is added, so a coordinate has no meaning"
+        yield Diagnostic("FW305", text, stmt.coords[0].span, help="leave it out here")
+    if stmt.turn is not None:
+        text = "an addition by index has no turn: elements of several tiles meet at one place"
+        yield Diagnostic("FW613", text, stmt.turn.span, help="leave `at turn` out")
+    for arg in stmt.index if shape is not None else ():
+        try:
+            _fits(arg, shape or (), names)
+        except Misfit as misfit:
+            yield Diagnostic("FW303", str(misfit), misfit.expr.span)
 
 
 def _turns(stmt: Copy, tensor: Tensor, names: Names) -> Iterator[Diagnostic]:

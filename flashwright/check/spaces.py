@@ -17,6 +17,7 @@ from flashwright.lang.nodes import (
     Tree,
     expressions,
     statements,
+    value_names,
 )
 from flashwright.program.program import tile_of
 from flashwright.program.vocabulary import split
@@ -40,8 +41,11 @@ def check_copies(tree: Tree, gpu: Gpu | None) -> Iterator[Diagnostic]:
 
 
 def check_operands(names: Names) -> Iterator[Diagnostic]:
-    """Findings about operands of Compute statements that are in the wrong space."""
+    """Findings about operands of Compute statements, and of additions by index, that are in the
+    wrong space."""
     for stmt in statements(names.tree.body):
+        if isinstance(stmt, Copy) and stmt.index:
+            yield from _by_index(stmt, names)
         if not isinstance(stmt, Compute):
             continue
         if stmt.operation == "gemm" and len(stmt.args) == 2:
@@ -70,6 +74,15 @@ def _elementwise(stmt: Compute, names: Names) -> Iterator[Diagnostic]:
             continue
         if _space(expr, names) == "shared":
             yield in_registers(verb, expr)
+
+
+def _by_index(stmt: Copy, names: Names) -> Iterator[Diagnostic]:
+    verb = "An addition by index"
+    if stmt.source == "shared":
+        yield in_registers(verb, stmt.name)
+    for name in (n for arg in stmt.index for n in value_names(arg)):
+        if name.id not in names.scalars and _space(name, names) == "shared":
+            yield in_registers(verb, name)
 
 
 def in_registers(verb: str, name: Name) -> Diagnostic:

@@ -176,9 +176,11 @@ class Reverse:
         self._push(b, call("where", taken, ZERO, d), step)
 
     def _leaf(self, leaf: Leaf, d: tl.Expr) -> None:
-        """Add d to a value or an element, summed over the axes that it lacks."""
+        """Add d to a value or an element, summed over the axes that it lacks. Where each element of
+        a tile reads its own element of a tensor, d stays a tile."""
         own = self.forward.axes_of(tl.Name(leaf)) if isinstance(leaf, str) else ()
-        if set(self.forward.axes_of(d)) - set(own):
+        by_element = isinstance(leaf, tl.Index) and self.forward.axes_of(leaf)
+        if not by_element and set(self.forward.axes_of(d)) - set(own):
             rest, factor = split_scalars(d)
             d = mul(call("sum", rest, tl.Name("|".join(own))), factor)
         self.grads.setdefault(leaf, []).append(d)

@@ -2,52 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from flashwright.grad.algebra import ZERO, div, mul
-from flashwright.grad.declare import WARPS, Scope
-from flashwright.grad.normalise import KEY, QUERY, Load
+from flashwright.grad.declare import WARPS, Scope, Sum
+from flashwright.grad.normalise import KEY, QUERY
 from flashwright.lang import nodes as tl
 
-_INDEX = {"B": "batch_idx", "H": "head_idx", "L": "block_idx"}
+_INDEX = {"B": "batch_idx", "H": "head_idx"}
 
 
-@dataclass(frozen=True)
-class Sum:
-    """The gradient of a load, added up by several blocks, and the factor that is left."""
-
-    load: Load
-    factor: tl.Expr
-
-
-def conversion(scope: Scope, sums: Iterable[Sum]) -> list[tl.Statement]:
+def conversion(scope: Scope) -> list[tl.Statement]:
     """A kernel for all sums with the same grid."""
     groups: dict[tl.Grid, list[Sum]] = {}
-    for item in sums:
-        axes = [index for _, index, _ in _axes(scope, item.load) if index]
+    for item in scope.sums.values():
+        axes = [index for _, index, _ in _axes(scope, item) if index]
         groups.setdefault(tl.Grid(tuple(reversed(axes))), []).append(item)
     made: list[tl.Statement] = []
     for grid, items in groups.items():
-        names = ", ".join(f"d{item.load.tensor.name}" for item in items)
+        names = ", ".join(f"d{item.tensor.name}" for item in items)
         title = tl.Comment(f"Conversion: the sums of {names}, rounded.", gap=True)
         tiles, bodies = zip(*(_convert(scope, item) for item in items), strict=True)
         made += [title, grid, WARPS, *tiles, *(stmt for body in bodies for stmt in body)]
     return made
 
 
-def _axes(scope: Scope, load: Load) -> list[tuple[str, tl.GridAxis | None, tl.Expr | None]]:
+def _axes(scope: Scope, item: Sum) -> list[tuple[str, tl.GridAxis | None, tl.Expr | None]]:
     """The label of each axis of a tensor, the grid's axis along it if blocks divide it, and the
     size of a tile along it unless a block has one index."""
     made: list[tuple[str, tl.GridAxis | None, tl.Expr | None]] = []
-    tensor = load.tensor
-    sides = [None] * (len(tensor.axes) - len(load.axes)) + list(load.axes)
+    tensor = item.tensor
+    sides = [None] * (len(tensor.axes) - len(item.axes)) + list(item.axes)
     for axis, side in zip(tensor.axes, sides, strict=True):
         if side is None:
-            name = tl.Name(_INDEX.get(axis.label, f"{axis.label.lower()}_idx"))
+            name = tl.Name(_INDEX.get(axis.label, f"of_{axis.label}"))
             made.append((axis.label, tl.GridAxis(name, ZERO, axis.size), None))
         elif side in (QUERY, KEY):
-            name = tl.Name("block_idx" if side == load.axes[0] else "column_idx")
+            name = tl.Name("block_idx" if side == item.axes[0] else "column_idx")
             size = scope.sizes[side]
             made.append((axis.label, tl.GridAxis(name, ZERO, div(axis.size, size)), size))
         else:
@@ -57,7 +48,7 @@ def _axes(scope: Scope, load: Load) -> list[tuple[str, tl.GridAxis | None, tl.Ex
 
 def _convert(scope: Scope, item: Sum) -> tuple[tl.Allocate, list[tl.Statement]]:
     """The tile and the statements for one gradient."""
-    axes, name = _axes(scope, item.load), f"d{item.load.tensor.name}"
+    axes, name = _axes(scope, item), f"d{item.tensor.name}"
     coords = tuple(tl.Coord(tl.Name(label), index.name) for label, index, _ in axes if index)
     shape = tuple(size for _, _, size in axes if size)
     source, tile = (

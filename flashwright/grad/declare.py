@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from flashwright.grad.algebra import renamed, values_in
 from flashwright.grad.derive import Backward
@@ -18,10 +18,21 @@ WARPS = tl.Param(tl.Name("Warps"), tl.Num("4"))
 FLOATS = ("fp16", "bf16", "fp32")
 
 
+@dataclass(frozen=True)
+class Sum:
+    """A gradient that several blocks add up in fp32: its tensor, the axes of the tiles in which it
+    is rounded, and the factor that is left."""
+
+    tensor: Tensor
+    axes: Axes
+    factor: tl.Expr
+
+
 class Scope:
     """The tensors and sizes of a backward program.
 
-    `globals` are the tensors declared so far, `missing` the inputs without a gradient and why.
+    `globals` are the tensors declared so far, `missing` the inputs without a gradient and why,
+    `sums` the gradients in fp32 that are to be rounded, by the name of their scratch.
     `sizes` has the tile's size along each axis, `pair` the order of axes in tiles of queries and
     keys (`turns`: the other order is possible too), `half` the type of GEMM operands, `output` the
     store of the output. `deterministic`: additions to global memory have an order.
@@ -42,6 +53,7 @@ class Scope:
         self.given = {value.split(".")[0] for value in back.given}
         self.globals: dict[str, tl.Allocate] = {}
         self.missing: dict[str, str] = {}
+        self.sums: dict[str, Sum] = {}
 
     @property
     def outputs(self) -> list[str]:

@@ -294,8 +294,10 @@ class _Derivation:
             reverse.grads.pop(shift.id, None)
         self.result.grads = {v: ds for v, ds in reverse.grads.items() if self._wanted(v)}
         grads = [d for ds in self.result.grads.values() for d in ds]
+        elements = [leaf for leaf in self.result.grads if isinstance(leaf, tl.Index)]
         calls = [e for d in grads for e in tl.expressions(d) if isinstance(e, tl.Call)]
-        self.summed = any(e.func.id == "sum" for e in calls)
+        self.summed = bool(elements) or any(e.func.id == "sum" for e in calls)
+        grads += elements  # an index may need values too
         roots = {v for d in grads for v in values_in(d)}
         tidied = tidy([*steps, *reverse.steps], roots)
         self.result.body = [replace(s, value=self._without_tail(s.value)) for s in tidied]
@@ -306,10 +308,7 @@ class _Derivation:
         in any case."""
         match value:
             case tl.Call(tl.Name("mask"), (scores, condition)) if self.summed or _biased(scores):
-                length = self.forward.query.high
-                assert isinstance(length, tl.Binary)
-                inside = tl.Binary("<", tl.Name("q_idx"), length.left)
-                return call("mask", scores, tl.Binary("and", condition, inside))
+                return call("mask", scores, tl.Binary("and", condition, self.forward.inside))
         return value
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from flashwright.grad.conversion import conversion
 from flashwright.grad.declare import Scope
 from flashwright.grad.derive import derive
+from flashwright.grad.indexed import note_not_by_index
 from flashwright.grad.main_kernel import MainKernel
 from flashwright.grad.preprocess import note_missing, preprocess
 from flashwright.grad.recompute import recompute
@@ -41,15 +42,15 @@ def backward(
     """
     scope = Scope(derive(without_views(program), of, wrt), deterministic)
     note_missing(scope)
+    note_not_by_index(scope)
     mains = _main_kernels(scope)
     rows, parts = preprocess(scope)
     parts = [*(part for main in mains for part in main.parts), *parts]
-    sums = {target: item for main in mains for target, item in main.sums.items()}
     kernels = [
         *recompute(scope),
         *rows,
         *(stmt for main in mains for stmt in main.statements),
-        *conversion(scope, sums.values()),
+        *conversion(scope),
         *reduction(scope, parts),
     ]
     head = scope.head(kernels, [HEADS] if parts else [])

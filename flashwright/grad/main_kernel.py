@@ -6,11 +6,11 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from flashwright.grad.algebra import ONE, ZERO, div, gemm_operands, mul, renamed, total, values_in
-from flashwright.grad.conversion import Sum
-from flashwright.grad.declare import WARPS, Scope, place_names
+from flashwright.grad.declare import WARPS, Scope, Sum, place_names
+from flashwright.grad.indexed import add_by_index
 from flashwright.grad.normalise import KEY, QUERY, Load
 from flashwright.grad.owner import find_owner
-from flashwright.grad.reduce import Parts, declare_parts, kept_along
+from flashwright.grad.reduce import Parts, declare_parts, kept_along, per_head
 from flashwright.grad.terms import common_factor, gemm_parts, gradient_terms
 from flashwright.grad.tiles import Writer
 from flashwright.grad.turns import find_turn
@@ -20,8 +20,8 @@ _TURNED: dict[tl.Side, tl.Side] = {"rows": "columns", "columns": "rows"}
 
 
 class MainKernel:
-    """Writes a main kernel for all gradients, or for those of some loads; `sums` and `parts` are
-    the gradients that other kernels complete."""
+    """Writes a main kernel for all gradients, or for those of some loads; `parts` are the gradients
+    that reductions complete."""
 
     def __init__(self, scope: Scope, only: Collection[str] = ()) -> None:
         self.scope, self.back, self.forward = scope, scope.back, scope.forward
@@ -34,7 +34,6 @@ class MainKernel:
         self.write = Writer(scope, self.owner.names)
         self.before: list[tl.Statement] = []
         self.after: list[tl.Statement] = []
-        self.sums: dict[str, Sum] = {}
         self.parts: list[Parts] = []
         self.statements = self._kernel()
 
@@ -42,6 +41,7 @@ class MainKernel:
         """Declare the tensors that this kernel and the preprocess kernel read."""
         exprs = [s.value for s in self.back.body]
         exprs += [d for ds in self.back.grads.values() for d in ds]
+        exprs += [leaf for leaf in self.back.grads if isinstance(leaf, tl.Index)]
         read = {v for e in exprs for v in values_in(e)}
         for value, load in self.forward.loads.items():
             if value in read:
@@ -115,7 +115,11 @@ class MainKernel:
     def _gradients(self) -> None:
         """The GEMMs of the gradients, after everything that is computed element by element."""
         for element, terms in self.terms.elements.items():
-            self._element(element, terms)
+            if per_head(self.scope, element):
+                self._element(element, terms)
+            else:
+                parts = kept_along(self.forward, total(terms), self.scope.pair[0])
+                add_by_index(self.scope, self.write, element, parts)
         for leaf, terms in self.terms.loads.items():
             for value in [v for t in terms for v in gemm_parts(t)[:2] if v]:
                 # A GEMM takes its left operand from registers only as it lies there.
@@ -202,7 +206,7 @@ class MainKernel:
             target += "sum"
             self.scope.declare(target, load.tensor, "fp32")
             same = all(common_factor(self.back.grads[o.value]) == factor for o in others)
-            self.sums[target] = Sum(load, factor if same else ONE)
+            self.scope.sums[target] = Sum(load.tensor, load.axes, factor if same else ONE)
             left = ONE if same else factor
         if left != ONE:
             scaled = self.write.expr(mul(tl.Name(value), left))

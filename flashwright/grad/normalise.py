@@ -88,6 +88,12 @@ class Forward:
             expr = renamed(expr, self.lets)
         return expr
 
+    @property
+    def inside(self) -> tl.Expr:
+        """The condition that a query is not past the end."""
+        assert isinstance(self.query.high, tl.Binary)
+        return tl.Binary("<", tl.Name("q_idx"), self.query.high.left)
+
     def axes_of(self, expr: tl.Expr) -> Axes:
         """The axes of an expression's value: queries, then keys, then others."""
         match expr:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from flashwright.grad.algebra import ONE, ZERO, call, div, substitute
-from flashwright.grad.declare import FLOATS, WARPS, Scope
+from flashwright.grad.declare import WARPS, Scope
 from flashwright.grad.normalise import QUERY, Forward
 from flashwright.lang import nodes as tl
 from flashwright.program.program import Tensor
@@ -26,15 +26,13 @@ class Parts:
 
 
 def per_head(scope: Scope, leaf: tl.Index) -> bool:
-    """Whether an element is a number per head, so that its gradient is a sum over rows."""
+    """Whether an element is a number per head that the loop or the rows use, not both: its gradient
+    is a sum over rows. Those of other elements are added by index."""
     tensor, output = scope.program.tensors[leaf.tensor.id], scope.output
     heads = any(c.value == leaf.args[0] for c in output.copy.coords or ())
     single = len(leaf.args) == 1 and tensor.dtype == "fp32" and len(output.tensor.axes) == 4
-    if tensor.dtype in FLOATS and not (single and heads):
-        scope.missing[tensor.name] = "its index is not the head alone"
-    elif leaf in scope.back.grads and leaf in scope.back.row_grads:
-        scope.missing[tensor.name] = "the loop and the rows both use it"
-    return tensor.name not in scope.missing and tensor.dtype in FLOATS
+    both = leaf in scope.back.grads and leaf in scope.back.row_grads
+    return single and heads and not both
 
 
 def declare_parts(scope: Scope, leaf: tl.Index, side: str) -> Parts:

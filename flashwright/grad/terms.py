@@ -19,7 +19,6 @@ from flashwright.grad.algebra import (
 from flashwright.grad.declare import FLOATS, Scope
 from flashwright.grad.derive import tidy
 from flashwright.grad.normalise import KEY, QUERY
-from flashwright.grad.reduce import per_head
 from flashwright.lang import nodes as tl
 from flashwright.program.program import Tensor
 
@@ -27,7 +26,8 @@ from flashwright.program.program import Tensor
 @dataclass(frozen=True)
 class Terms:
     """The steps of a main kernel, the terms of each gradient of a load and of an element, all of
-    these terms, and the loads whose gradients need tiles with the axes in the other order."""
+    these terms and elements, and the loads whose gradients need tiles with the axes in the other
+    order."""
 
     steps: list[Step]
     loads: dict[str, list[tl.Expr]]
@@ -52,6 +52,7 @@ def gradient_terms(scope: Scope, only: Collection[str] = ()) -> Terms:
             loads[leaf] = terms if plain else _combined(scope, leaf, terms, steps)
     elements = {leaf: terms for leaf, terms in grads.items() if isinstance(leaf, tl.Index)}
     exprs = [d for ds in (*loads.values(), *elements.values()) for d in ds]
+    exprs += elements
     steps = tidy(steps, {v for d in exprs for v in values_in(d)})
     return Terms(steps, loads, elements, exprs, turned)
 
@@ -59,9 +60,7 @@ def gradient_terms(scope: Scope, only: Collection[str] = ()) -> Terms:
 def _expressible(scope: Scope) -> Grads:
     """The gradients that TL can express."""
     for leaf in scope.back.grads:
-        if isinstance(leaf, tl.Index):
-            per_head(scope, leaf)
-        elif not scope.turns and _needs_turning(scope, leaf):
+        if isinstance(leaf, str) and not scope.turns and _needs_turning(scope, leaf):
             scope.missing[_tensor(scope, leaf).name] = "TL has no sum over the rows of a tile"
     tensors = {leaf: _tensor(scope, leaf) for leaf in scope.back.grads}
     return {

@@ -206,12 +206,16 @@ class Builder:
             dest,
             found["target"],
             adds=adds,
+            index=found.get("index", ()),
             **clauses,
             **keyword.stmt(),
         )
 
     def added(self, c: list[Any]) -> dict[str, Any]:
-        return {"mode": "accumulate", "target": _name(c[-1]) if len(c) == 2 else None}
+        target = c[-1] if len(c) == 2 else None
+        if isinstance(target, Index):
+            return {"mode": "accumulate", "target": target.tensor, "index": target.args}
+        return {"mode": "accumulate", "target": _name(target) if target else None}
 
     def tile(self, c: list[Any]) -> tuple[Expr, ...]:
         return tuple(c)

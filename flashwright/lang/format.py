@@ -138,6 +138,8 @@ def _copy(stmt: Copy) -> str:
         text += " and accumulate"
     if stmt.target:
         text += f" {stmt.target.id}" if stmt.adds else f" and get {stmt.target.id}"
+    if stmt.index:
+        text += f"[{_exprs(stmt.index)}]"
     if stmt.column:
         text += f" at column {format_expr(stmt.column)}"
     return f"{text} at turn {format_expr(stmt.turn)}" if stmt.turn else text

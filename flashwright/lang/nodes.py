@@ -230,7 +230,9 @@ class Copy(Stmt):
 
     `column` is the first column to be filled where the Copy fills only some: `at column 128`.
     `adds` is set by `and accumulate`: the tile is added to what is in global memory. `turn` is how
-    many other additions to the same place come before this one: `at turn block_idx`.
+    many other additions to the same place come before this one: `at turn block_idx`. With an
+    `index` each element of the tile is added to its own element of the target:
+    `and accumulate T[kv_idx - q_idx]`.
     """
 
     name: Name
@@ -242,6 +244,14 @@ class Copy(Stmt):
     column: Expr | None = None
     adds: bool = False
     turn: Expr | None = None
+    index: tuple[Expr, ...] = ()
+
+    @property
+    def element(self) -> Index:
+        """The element of the target that an `index` names, as a Compute would read it."""
+        assert self.target is not None
+        span = self.target.span.to(self.index[-1].span)
+        return Index(self.target, self.index, span=span)
 
 
 Mode = Literal["get", "get new", "accumulate"]

@@ -12,7 +12,7 @@ from typing import Literal
 
 from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_stmt
-from flashwright.lower.element import ROW, Element, Leaf, with_leaves
+from flashwright.lower.element import ROW, Element, Leaf, leaves, with_leaves
 from flashwright.lower.term import ONE, Axes, Term
 from flashwright.program.program import Buffer, Key, Tensor
 from flashwright.program.vocabulary import DTYPES
@@ -199,6 +199,26 @@ class Store(Node):
 
 
 @dataclass(frozen=True)
+class Scatter(Node):
+    """Each element of a tile or vector in registers is added to the element of a tensor that its
+    index names, in fp32; zeros are not. `held` is its element, `place` the tensor's. `rows` and
+    `cols` are where the tile begins, for an index that speaks of positions."""
+
+    source: Key
+    held: Leaf
+    place: Element
+    tensor: Tensor
+    shape: tuple[int, ...]
+    rows: Term | None
+    cols: Term | None
+    optional: bool
+
+    def begin(self, axes: Axes) -> Term | None:
+        """Where the positions along its rows or its columns begin."""
+        return _begin(self, axes)
+
+
+@dataclass(frozen=True)
 class TakeTurn(Node):
     """Each warp waits until so many others have added their part to the same tile of a tensor.
     `counters` is the place of those of the tile."""
@@ -324,8 +344,13 @@ class Compute(Node):
     in_place: tuple[Key, ...] = ()  # vectors that it reads in shared memory
 
     def begin(self, axes: Axes) -> Term | None:
-        """Where the positions along its rows or its columns begin; a vector has only one axis."""
-        return self.rows if axes == ROW or len(self.shape) == 1 else self.cols
+        """Where the positions along its rows or its columns begin."""
+        return _begin(self, axes)
+
+
+def _begin(node: Compute | Scatter, axes: Axes) -> Term | None:
+    """Where positions along some axes begin; a vector has only one axis."""
+    return node.rows if axes == ROW or len(node.shape) == 1 else node.cols
 
 
 @dataclass(frozen=True)
@@ -425,8 +450,8 @@ class Roles(Node):
 
 
 Statement = (
-    Define | Load | Put | Commit | Wait | Barrier | Fill | Store | TakeTurn | PassTurn | Move
-    | Restage | Gemm | Operand | Compute
+    Define | Load | Put | Commit | Wait | Barrier | Fill | Store | Scatter | TakeTurn | PassTurn
+    | Move | Restage | Gemm | Operand | Compute
     | Loop | Branch | Await | Release | Refill | Drain | Sync | Roles | Open | Start | Finish
     | PingPong | Transpose | Exchange
 )  # fmt: skip
@@ -469,6 +494,15 @@ def flat(body: tuple[Statement, ...]) -> Iterator[Statement]:
             yield from flat((*node.producer, *node.helpers, *node.consumers))
         elif isinstance(node, Start):
             yield node.gemm
+
+
+def combined(body: tuple[Statement, ...]) -> Iterator[tuple[Leaf, ...]]:
+    """The elements, each time those that lie alike because they are computed with together."""
+    for node in flat(body):
+        if isinstance(node, Compute):
+            yield from ((a.target, *leaves(a.value)) for a in node.assigns)
+        elif isinstance(node, Scatter):
+            yield (node.held, *leaves(node.place))
 
 
 def defined_names(body: tuple[Statement, ...]) -> set[str]:

@@ -98,7 +98,8 @@ def _exact(stmt: Statement, tiles: set[tuple[str, Space]]) -> tuple[set[str], se
 
     match stmt:
         case Copy(name, shape, coords):
-            read = [e for part in (*(shape or ()), *(coords or ())) for e in expressions(part)]
+            parts = (*(shape or ()), *(coords or ()), *stmt.index)
+            read = [e for part in parts for e in expressions(part)]
             touched = {spelt(e) for e in read if isinstance(e, Name)}
             written = {spelt(stmt.target or name, stmt.dest)}
             return touched | written | {spelt(name, stmt.source)}, written

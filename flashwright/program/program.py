@@ -273,7 +273,9 @@ class Program:
         """The tiles in shared memory and registers that a statement reads."""
         match stmt:
             case Copy():
-                return {self.source(stmt)} - {(t, "global") for t in self.tensors}
+                inner = (e for i in stmt.index for e in expressions(i) if isinstance(e, Name))
+                keys = {self.source(stmt), *map(self.tile, inner)}
+                keys -= {(t, "global") for t in self.tensors}
             case Reshape(name):
                 keys = {self.tile(name)}
             case Compute():

@@ -11,17 +11,19 @@ from flashwright.lang.nodes import Binary, Coord, Copy, Expr, Name
 from flashwright.program.fixes import rounded_down
 from flashwright.program.program import Tensor, TensorAxis
 from flashwright.program.scalars import Scalar, Unknown, whole
+from flashwright.semantics.expressions import Expressions
+from flashwright.semantics.gather import scatter
 from flashwright.semantics.state import Region, State
-from flashwright.semantics.sums import Sums
-from flashwright.semantics.tiles import Place, Tile, Where, together
+from flashwright.semantics.tiles import Frame, Place, Tile, Where, together
 
 
 class Copies:
     """Executes Copy statements for a machine."""
 
-    def __init__(self, machine: State, sums: Sums) -> None:
+    def __init__(self, machine: State, values: Expressions) -> None:
         self.machine = machine
-        self.sums = sums
+        self.values = values
+        self.sums = values.sums
         self.program = machine.program
 
     def copy(self, stmt: Copy) -> None:
@@ -36,7 +38,9 @@ class Copies:
                 self.machine.write_columns(dest, column, tile, stmt)
             return
         tile = self.machine.read(source, stmt.name, stmt)
-        if stmt.dest == "global":
+        if stmt.index:
+            self._add_by_index(stmt, tile)
+        elif stmt.dest == "global":
             self._store(stmt, self.program.tensors[dest[0]], tile)
         else:
             self.machine.write(dest, replace(tile, layout=None), stmt)
@@ -154,6 +158,14 @@ class Copies:
             covered = self.sums.covered("+", [before[0], tile], stmt)
             tile = replace(tile, covered=covered, masks=together([before[0], tile]))
         self.machine.added[tensor.name, region] = replace(tile, data=None), stmt
+
+    def _add_by_index(self, stmt: Copy, tile: Tile) -> None:
+        """Add each element to the one that its index names. Those of a tile past the ends of a
+        sequence must be masked: their index is clamped, so they would be added as well."""
+        for axis in range(len(tile.axes)) if len(tile.axes) == 2 else ():
+            self.sums.no_tail(tile, stmt.span, axis)
+        frame = Frame(tile.shape, tile.axes)
+        scatter(self.machine, stmt.element, tile, lambda arg: self.values.index(arg, frame, stmt))
 
     def _take_turn(self, stmt: Copy, turn: Expr, tensor: Tensor, region: Region) -> None:
         """Report FW613 unless the turns at a region are 0, 1, 2, ... in the order in which thread

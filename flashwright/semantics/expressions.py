@@ -128,7 +128,7 @@ class Expressions:
         """The value of an expression over the rows and columns of a frame: a tile or a scalar."""
         match expr:
             case Index() if self.program.per_element(expr):
-                return gather(self.machine, expr, frame, lambda arg: self._index(arg, frame, stmt))
+                return gather(self.machine, expr, frame, lambda arg: self.index(arg, frame, stmt))
             case Num() | Index():
                 return self.machine.scalar(expr)
             case Name("q_idx" | "kv_idx"):
@@ -155,7 +155,8 @@ class Expressions:
             case Transpose():
                 raise AssertionError("operations.py lets `.T` into GEMMs only")
 
-    def _index(self, arg: Expr, frame: Frame, stmt: Statement) -> Operand:
+    def index(self, arg: Expr, frame: Frame, stmt: Statement) -> Operand:
+        """The value of an index that depends on the element."""
         value = self.value(arg, frame, stmt)
         if isinstance(value, Tile):
             self.sums.complete(value, stmt)
@@ -202,7 +203,7 @@ class Expressions:
         tile = self.tile(self.value(arg, frame, stmt), frame)
         self.sums.complete(tile, stmt)
         if op != "rowsum" or not self._only_copied(arg):  # zeros past the end add nothing
-            self.sums.no_tail(tile, stmt, arg.span)
+            self.sums.no_tail(tile, arg.span)
         return Tile(
             frame.shape[:1],
             frame.axes[:1],

@@ -1,4 +1,5 @@
-"""Gathers: each element of a tile reads its own tensor element, `T[head_idx, kv_idx - q_idx]`.
+"""Gathers and scatters: each element of a tile reads its own tensor element, or is added to it,
+`T[head_idx, kv_idx - q_idx]`.
 
 An index that depends on the element is clamped to its axis: masked elements and those past the ends
 of the sequences may have any index, and a kernel clamps more cheaply than it branches.
@@ -7,6 +8,7 @@ of the sequences may have any index, and a kernel clamps more cheaply than it br
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from flashwright.lang.nodes import (
     Binary,
@@ -19,7 +21,7 @@ from flashwright.lang.nodes import (
     Unary,
 )
 from flashwright.program.fixes import rounded_down
-from flashwright.program.program import Program
+from flashwright.program.program import Program, Tensor
 from flashwright.program.scalars import NotScalar, Unknown, Value, evaluate, whole
 from flashwright.program.vocabulary import POSITIONS
 from flashwright.semantics.state import State
@@ -29,6 +31,32 @@ from flashwright.semantics.tiles import Frame, Operand, Tile, together
 def gather(machine: State, expr: Index, frame: Frame, value_of: Callable[[Expr], Operand]) -> Tile:
     """The elements that an index reads over the rows and columns of a frame."""
     tensor = machine.program.tensors[expr.tensor.id]
+    places = _places(machine, expr, tensor, value_of)
+    tiles = [place for place in places if isinstance(place, Tile)]
+    data = None
+    if machine.math is not None:
+        data = machine.math.gather(tensor, _numbers(places), machine.offset(tensor))
+    return Tile(frame.shape, frame.axes, "fp32", masks=together(tiles), data=data)
+
+
+def scatter(machine: State, expr: Index, tile: Tile, value_of: Callable[[Expr], Operand]) -> None:
+    """Add each element of a tile to the tensor element that its index names."""
+    tensor = machine.program.tensors[expr.tensor.id]
+    places = _places(machine, expr, tensor, value_of)
+    if machine.math is not None:
+        offset = machine.offset(tensor)
+        machine.math.scatter(tensor, _numbers(places), offset, tile.data)
+
+
+def _numbers(places: list[Operand]) -> list[Any]:
+    """The index on each axis as a number, or as an array of them."""
+    return [place.data if isinstance(place, Tile) else place for place in places]
+
+
+def _places(
+    machine: State, expr: Index, tensor: Tensor, value_of: Callable[[Expr], Operand]
+) -> list[Operand]:
+    """The index on each axis of a tensor; a finding if there is no such element."""
     machine.same_rank(expr, tensor)
     places: list[Operand] = []
     for axis, arg in zip(tensor.axes, expr.args, strict=True):
@@ -41,12 +69,7 @@ def gather(machine: State, expr: Index, frame: Frame, value_of: Callable[[Expr],
         else:
             place = machine.place(tensor, axis, machine.scalar(arg), arg)
             places.append(Unknown() if place is None else place)
-    tiles = [place for place in places if isinstance(place, Tile)]
-    data = None
-    if machine.math is not None:
-        numbers = [place.data if isinstance(place, Tile) else place for place in places]
-        data = machine.math.gather(tensor, numbers, machine.offset(tensor))
-    return Tile(frame.shape, frame.axes, "fp32", masks=together(tiles), data=data)
+    return places
 
 
 def _whole(arg: Expr, machine: State) -> None:

@@ -203,12 +203,15 @@ class NumPy:
 
     def gather(self, tensor: Tensor, index: Sequence[Any], offset: int | None) -> Array:
         view = self._view(tensor, offset)
-        places = []
-        for length, given in zip(view.shape, index, strict=True):
-            place = np.nan_to_num(np.asarray(given, dtype=np.float64), nan=0.0)
-            places.append(np.clip(np.floor(place), 0, length - 1).astype(np.int64))
-        found: Array = view[tuple(np.broadcast_arrays(*places))]
+        found: Array = view[tuple(np.broadcast_arrays(*_clamped(index, view.shape)))]
         return found if tensor.dtype == "int32" else found.astype(np.float32)
+
+    def scatter(
+        self, tensor: Tensor, index: Sequence[Any], offset: int | None, data: Array
+    ) -> None:
+        view = self._view(tensor, offset)
+        *places, values = np.broadcast_arrays(*_clamped(index, view.shape), data)
+        np.add.at(view, tuple(places), self.round(values, tensor.dtype))
 
     def apply(self, op: str, args: Sequence[Any]) -> Array:
         plain = [float(a) if isinstance(a, Fraction) else a for a in args]
@@ -245,6 +248,15 @@ class NumPy:
         if dtype in _SATURATES:
             data = np.clip(data, -_SATURATES[dtype], _SATURATES[dtype])
         return data.astype(NUMPY_DTYPES[dtype]).astype(np.float32)
+
+
+def _clamped(index: Sequence[Any], shape: tuple[int, ...]) -> list[Array]:
+    """Indices by element, on each axis the nearest one inside it."""
+    places = []
+    for length, given in zip(shape, index, strict=True):
+        place = np.nan_to_num(np.asarray(given, dtype=np.float64), nan=0.0)
+        places.append(np.clip(np.floor(place), 0, length - 1).astype(np.int64))
+    return places
 
 
 def _clip(region: Region, shape: tuple[int, ...]) -> tuple[slice, ...]:

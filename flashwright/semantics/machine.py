@@ -58,7 +58,7 @@ class Machine(State):
         self.steps = steps
         self.decided = 0
         self.computer = Computer(self)
-        self.copies = Copies(self, self.computer.sums)
+        self.copies = Copies(self, self.computer.values)
         self._operand_dtype = operand_dtypes(program)
         self._reads: dict[int, set[Key]] = {}
         self._table_loops: dict[tuple[str, int], For | None] = {}

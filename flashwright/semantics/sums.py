@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from flashwright.lang.diagnostic import Label
 from flashwright.lang.nodes import Compute, Copy, For, Span, Statement
+from flashwright.program.vocabulary import POSITIONS
 from flashwright.semantics.masks import any_visible
 from flashwright.semantics.state import State
-from flashwright.semantics.tiles import Coverage, Covered, Operand, Tile, covering
+from flashwright.semantics.tiles import Coverage, Covered, Operand, Tile, axis_of, covering
 
 LINEAR = ("+", "-", "*")
 
@@ -127,21 +128,22 @@ class Sums:
             self._dims[name] = frozenset(self.machine.identity(axis.size) for axis in axes)
         return self._dims[name]
 
-    def no_tail(self, tile: Tile, stmt: Statement, span: Span) -> None:
-        """Report FW609 for keys outside the sequence that are not masked before a row reduction."""
-
-        cols = tile.axes[1]
-        for low, high in cols.outside() if cols is not None else ():
-            assert cols is not None
-            if not any_visible(tile.masks, cols.dim, low, high):
+    def no_tail(self, tile: Tile, span: Span, axis: int = 1) -> None:
+        """Report FW609 for columns (or rows, on axis 0) outside the sequence that are not masked
+        before they are added up."""
+        line, side = tile.axes[axis], ("rows", "columns")[axis]
+        for low, high in line.outside() if line is not None else ():
+            assert line is not None
+            if not any_visible(tile.masks, line.dim, low, high):
                 continue
-            end = str(cols.extent) if cols.dim.isdigit() else f"{cols.dim} = {cols.extent}"
-            past, bound = f"past {end}", f"kv_idx < {cols.dim}"
+            end = str(line.extent) if line.dim.isdigit() else f"{line.dim} = {line.extent}"
+            position = next(p for p in POSITIONS if axis_of(p, tile.axes) == axis)
+            past, bound = f"past {end}", f"{position} < {line.dim}"
             if low < 0:
-                past, bound = f"before the start of {cols.dim}", "kv_idx >= 0"
-            text = f"columns {past} are not masked and count as scores of 0"
+                past, bound = f"before the start of {line.dim}", f"{position} >= 0"
+            text = f"{side} {past} are not masked and count as scores of 0"
             hint = f"`Compute Mask ... where {bound}` before this line"
-            where = _masks(tile, cols.dim, "this mask lets them through")
+            where = _masks(tile, line.dim, "this mask lets them through")
             self.machine.report(
                 "FW609", text, span, secondary=where, help=hint, label=self.machine.problem()
             )

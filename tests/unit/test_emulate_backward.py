@@ -161,7 +161,7 @@ def test_deterministic_gradients(gpu: str, options: list[str]) -> None:
 def test_examples(gpu: str, deterministic: bool) -> None:
     """Gradients of other tensors, two softmaxes, tiles side by side, and blocks in lists."""
     names = ["differential", "side_by_side", "bias_prefix"]
-    names += [] if deterministic else ["forgetting"]
+    names += [] if deterministic else ["forgetting", "relative_bias"]
     given = [(load(EXAMPLES / f"{name}.toml"), read(EXAMPLES / f"{name}.tl")) for name in names]
     if not deterministic:
         given += [(listed_spec(v), listed(v, gpu, **LISTS[v])) for v in LISTS]

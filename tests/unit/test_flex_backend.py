@@ -499,6 +499,23 @@ def test_a_learned_slope(launched: list[Any], recwarn: Any) -> None:
     assert "dSlopes" in launched[-1]
 
 
+def test_a_learned_relative_bias(launched: list[Any], recwarn: Any) -> None:
+    """Tables that the score reads by index, in fp32 and in fp16, one of them longer than it needs
+    to be."""
+
+    def model(q: Any, k: Any, v: Any, table: Any, buckets: Any) -> Any:
+        def relative(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            near = table[h, torch.clamp(j - i + 20, 0, 40)]
+            return score + near + buckets[torch.clamp(torch.abs(i - j) // 16, 0, 5)]
+
+        return flex_attention(q, k, v, relative, enable_gqa=True)
+
+    given = leaves(torch.rand(4, 50), torch.rand(8).half())
+    assert_gradients(model, given)
+    assert not told(recwarn)
+    assert {"dTable", "dBuckets"} <= set(launched[-1])
+
+
 @pytest.mark.parametrize("lists", ["", "later"])
 def test_activation_checkpointing(lists: str, launched: list[Any], recwarn: Any) -> None:
     """The forward is launched again before the backward. If the lists of the BlockMask change,

@@ -256,13 +256,113 @@ def test_softmax_by_hand() -> None:
     )
 
 
-def test_relative_bias() -> None:
+TABLE = "Allocate Table in global (H: heads, R: 2 * Reach + 1) as fp32"
+READ = "Table[head_idx, kv_idx - q_idx - (kv_len - q_len) + Reach]"
+
+
+def relative(read: str, table: str, **more: str) -> str:
+    """The example with a relative bias, with another table and another index."""
+    text = example("relative_bias", "Smax + log(Ssum)")
+    for old, new in {TABLE: table, READ: read, **more}.items():
+        assert old in text, old
+        text = text.replace(old, new)
+    return text
+
+
+def biased(bias: Callable[[Tensors, Any, Any], Any]) -> Reference:
+    """Attention whose scores have a bias, made from the tensors and the positions."""
+
     def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
         q, k = positions(dims)
-        bias = t["Table"][:, (k - q + 100).clamp(0, 200)]
-        return softmax(scores(t) / 8 + bias, torch.ones(1, 1, dtype=torch.bool), t)
+        return softmax(scores(t) / 8 + bias(t, q, k), torch.ones(1, 1, dtype=torch.bool), t)
 
-    agrees(example("relative_bias"), attention)
+    return attention
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_relative_bias(dtype: str) -> None:
+    text = example("relative_bias").replace(TABLE, TABLE.replace("fp32", dtype))
+    made = agrees(text, biased(lambda t, q, k: t["Table"][:, (k - q + 100).clamp(0, 200)]))
+    total = "dTable" if dtype == "fp32" else "dTablesum"
+    assert f"and accumulate {total}[head, kv_idx - q_idx - (kv_len - q_len) + Reach]" in made
+    assert ("Conversion: the sums of dTable, rounded." in made) == (dtype != "fp32")
+
+
+BUCKET = "min(floor(abs(kv_idx - q_idx - (kv_len - q_len)) / 16), Reach)"
+TABLES: dict[str, tuple[str, str, Callable[[Tensors, Any, Any], Any]]] = {
+    "one axis, clamped": (
+        "2 * Table[kv_idx - q_idx]",
+        "Allocate Table in global (R: 2 * Reach + 1) as fp32",
+        lambda t, q, k: 2 * t["Table"][(k - (q - q[0])).clamp(0, 200)],
+    ),
+    "buckets of kv heads": (
+        f"Table[kv_head, {BUCKET}]",
+        "Allocate Table in global (H: kv_heads, R: Reach + 1) as bf16",
+        lambda t, q, k: t["Table"].repeat_interleave(2, 0)[:, ((k - q).abs() // 16).clamp(0, 100)],
+    ),
+    "buckets of the batch": (
+        f"Table[batch_idx, head_idx, {BUCKET}]",
+        "Allocate Table in global (B: batch, H: heads, R: Reach + 1) as fp32",
+        lambda t, q, k: t["Table"][:, :, ((k - q).abs() // 16).clamp(0, 100)],
+    ),
+    "keys": (
+        "Table[batch_idx, min(kv_idx, Reach)]",
+        "Allocate Table in global (B: batch, R: Reach + 1) as fp32",
+        lambda t, q, k: t["Table"][:, None, None, k.clamp(0, 100)],
+    ),
+    "a number for each batch element and head": (
+        "Table[batch_idx, head_idx] * (kv_idx % Reach % 3)",
+        "Allocate Table in global (B: batch, H: heads) as fp32",
+        lambda t, q, k: t["Table"][:, :, None, None] * (k % 100 % 3),
+    ),
+    "twice": (
+        f"Table[head_idx, {BUCKET}] + Table[0, min(kv_idx, Reach)]",
+        "Allocate Table in global (H: heads, R: Reach + 1) as fp32",
+        lambda t, q, k: (
+            t["Table"][:, ((k - q).abs() // 16).clamp(0, 100)] + t["Table"][0, k.clamp(0, 100)]
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_tables_by_index(case: str) -> None:
+    read, table, bias = TABLES[case]
+    assert "dTable" in agrees(relative(read, table), biased(bias), ((70, 100), (130, 40)))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_table_that_no_grid_can_round(dtype: str) -> None:
+    table = "Allocate Table in global (B: batch, H: heads, M: 2 * Reach, R: Reach) as"
+    made = derived(relative("Table[batch_idx, head_idx, q_idx, kv_idx]", f"{table} {dtype}"))
+    told = "No gradient of Table: it has more than 3 axes and is not fp32."
+    assert (told in made, "dTable" in made) == (dtype == "bf16", dtype == "fp32")
+
+
+def test_a_table_that_rows_read() -> None:
+    def attention(t: Tensors, dims: Mapping[str, int]) -> dict[str, Any]:
+        made = softmax(scores(t) / 8, torch.ones(1, 1, dtype=torch.bool), t)
+        rows = torch.arange(dims["q_len"]).clamp(0, 100)
+        return {**made, "O": made["O"] * t["Table"][:, rows, None]}
+
+    divided = "O_register / Ssum, 0)"
+    text = relative(
+        "0",
+        "Allocate Table in global (H: heads, R: Reach + 1) as fp32",
+        **{divided: f"{divided} * Factor", "Compute where": FACTOR},
+    )
+    agrees(text, attention)
+
+
+FACTOR = """Allocate Factor in register (BM) as fp32
+Compute 0 * Ssum + Table[head_idx, q_idx] and get Factor
+Compute where"""
+
+
+def test_additions_by_index_have_no_order() -> None:
+    told = refused(example("relative_bias"), deterministic=True)
+    assert "the additions to the gradient of `Table`, by index, have no order" in told
+    assert "dTable" not in derived(example("relative_bias"), wrt=("Q", "K", "V"))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

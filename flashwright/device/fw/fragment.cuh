@@ -189,12 +189,12 @@ __device__ auto place_along(Vector const&) {
 }
 
 // Whether a thread writes for all that have the same value of a vector along the rows, or the columns.
-template <int Warps, int Beside>
+template <int Warps, int Beside = 1>
 __device__ bool writes_rows() {
   return threadIdx.x % 4 == 0 && (Beside == 1 || threadIdx.x < 32 * Warps);
 }
 
-template <int Warps, int Beside>
+template <int Warps, int Beside = 1>
 __device__ bool writes_cols() {
   return (Beside == 1 ? threadIdx.x : threadIdx.x % (32 * Warps)) < 4;
 }

@@ -177,4 +177,16 @@ __device__ auto gather(T const* line, int places, Step step, More... more) {
   return gather(reinterpret_cast<T const*>(reinterpret_cast<char const*>(line) + bytes), more...);
 }
 
+// Adds a number to the element that lies so many steps along some axes from another one. Zeros, as masked elements are,
+// are not added.
+__device__ inline void add_by_index(float x, float* to) {
+  if (x != 0.f) add_to(to, x);
+}
+
+template <class Step, class... More>
+__device__ void add_by_index(float x, float* line, int places, Step step, More... more) {
+  uint64_t const bytes = static_cast<uint64_t>(static_cast<uint32_t>(places)) * step;
+  add_by_index(x, reinterpret_cast<float*>(reinterpret_cast<char*>(line) + bytes), more...);
+}
+
 }  // namespace fw

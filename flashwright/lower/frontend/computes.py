@@ -228,6 +228,27 @@ class Computes:
             self.pending[target] = factor, put_off
             self.made.emit(put_off)
 
+    def scatter(self, stmt: tl.Copy, optional: bool) -> None:
+        """Append the addition of a tile's elements to global memory by index."""
+        source = self.program.source(stmt)
+        self.settle(source)
+        buffer = self.program.buffers[source]
+        frame = Frame(buffer.shape, self.made.axes.get(source, (None,) * len(buffer.shape)), buffer)
+        place = gathered(self.made, stmt.element, frame, self.element)
+        rows, cols = self._origins(frame)
+        node = ir.Scatter(
+            source,
+            self.leaf(source),
+            place,
+            self.program.tensors[stmt.element.tensor.id],
+            buffer.shape,
+            rows,
+            cols,
+            optional,
+            origin=ir.origin(stmt),
+        )
+        self.made.emit(node)
+
     def _mask(self, stmt: tl.Compute) -> None:
         name = stmt.args[0]
         assert isinstance(name, Name)

@@ -227,6 +227,8 @@ class Lowering(Body):
             kind = ir.Load if stmt.dest == "shared" else ir.Fill
             self.emit(kind(dest, window, origin=ir.origin(stmt)))
             self.as_operand(dest)
+        elif stmt.index:
+            self.computes.scatter(stmt, self._optional(self.program.tensors[dest[0]]))
         elif stmt.dest == "global":
             tensor = self.program.tensors[dest[0]]
             self.computes.settle(source)
@@ -237,8 +239,7 @@ class Lowering(Body):
             if stmt.source == "shared" and (window.cols is not None or window.line):
                 hint = f"Copy `{source[0]}` to register and from there to global"
                 raise refused("a shared tile is stored by whole rows", stmt.span, hint)
-            wanted = len(self.program.outputs) == 1 or tensor.declared.fragments
-            optional = not wanted  # the caller asks for those it wants
+            optional = self._optional(tensor)
             store = ir.Store(source, window, optional, stmt.adds, origin=ir.origin(stmt))
             if stmt.turn is not None:
                 self._store_at_turn(stmt, stmt.turn, store)
@@ -253,6 +254,10 @@ class Lowering(Body):
                 self.operands[dest] = self.program.buffers[dest].dtype
             self.emit(ir.Move(source, dest, operand=loaded, origin=ir.origin(stmt)))
             self.as_operand(dest)
+
+    def _optional(self, tensor: Tensor) -> bool:
+        """Whether an output may be missing: the caller asks for those it wants."""
+        return len(self.program.outputs) > 1 and not tensor.declared.fragments
 
     def _store_at_turn(self, stmt: tl.Copy, turn: Expr, store: ir.Store) -> None:
         """An addition between the wait for its turn and the news that it is done."""

@@ -68,6 +68,9 @@ def effects(node: ir.Statement) -> Effects:
         case ir.Store(source, window):
             held: Resource = tile_name(source) if source[1] == "register" else source
             return _window(window) | Effects(frozenset([held])) | _writing(ORDER)
+        case ir.Scatter(_, held_leaf, place):
+            starts = (t for t in (node.rows, node.cols) if t is not None)
+            return _element(held_leaf) | _element(place) | _reading(*starts) | _writing(ORDER)
         case ir.TakeTurn(counters, turn):
             return _window(counters) | _reading(turn) | _writing(ORDER)
         case ir.PassTurn():

@@ -7,7 +7,8 @@ from dataclasses import replace
 from functools import partial
 
 from flashwright.lower import ir
-from flashwright.lower.element import Element, Leaf, Op, Reduce
+from flashwright.lower.element import Element, Leaf, Op, Reduce, leaves, variable
+from flashwright.lower.names import tile_name
 from flashwright.program.program import Buffer
 
 
@@ -70,6 +71,8 @@ def _copies(node: ir.Statement, buffer: Buffer) -> bool:
             return dest == key
         case ir.Store(source):
             return source == key
+        case ir.Scatter(_, held, place):
+            return tile_name(key) in {variable(x) for x in (held, *leaves(place))}
         case ir.Move(source, dest):
             return key in (source, dest)
     return False

@@ -49,14 +49,8 @@ def split_tiles(program: Program, gpu: Gpu, kernel: ir.Kernel) -> frozenset[Key]
     }
     named = {tile_name(k): k for k in registers}
     together = [
-        {
-            named[variable(x)]
-            for x in _leaves(a)
-            if x.axes in (TILE, COLUMN) and variable(x) in named
-        }
-        for node in ir.flat(kernel.body)
-        if isinstance(node, ir.Compute)
-        for a in node.assigns
+        {named[variable(x)] for x in xs if x.axes in (TILE, COLUMN) and variable(x) in named}
+        for xs in ir.combined(kernel.body)
     ]
     while more := {k for ks in together if ks & split for k in ks} & across - split:
         split |= more
@@ -66,10 +60,6 @@ def split_tiles(program: Program, gpu: Gpu, kernel: ir.Kernel) -> frozenset[Key]
             text = f"`{key[0]}` goes along tiles whose columns warpgroups share, and along others"
             raise refused(text, span, "Allocate two vectors")
     return frozenset(split)
-
-
-def _leaves(assign: ir.Assign) -> tuple[Leaf, ...]:
-    return (assign.target, *leaves(assign.value))
 
 
 def shared_operands(

@@ -192,6 +192,10 @@ class _Scopes:
                     self.body(part, scope.inner())
             case ir.Compute():
                 self._compute(node, scope.known)
+            case ir.Scatter(_, held, place):
+                for leaf in (held, *leaves(place)):
+                    self._term(leaf.term, node, scope.known)
+                    self._position(leaf, node)
             case ir.Start(gemm):
                 self._node(gemm, scope)
         for key in keys(node):
@@ -249,7 +253,7 @@ class _Scopes:
             if isinstance(part, Var) and part.name not in known | self.tiles | self.kept:
                 raise BadIR(self.stage, node, f"{part.name} is not defined here")
 
-    def _position(self, leaf: Leaf, node: ir.Compute) -> None:
+    def _position(self, leaf: Leaf, node: ir.Compute | ir.Scatter) -> None:
         if isinstance(leaf.term, Position) and node.begin(leaf.axes) is None:
             raise BadIR(self.stage, node, f"{leaf.term.name} is not known")
 
@@ -268,6 +272,8 @@ def terms(node: ir.Statement) -> Iterator[Term]:
             yield from window.terms
         case ir.TakeTurn(counters, turn):
             yield from (*counters.terms, turn)
+        case ir.Scatter():
+            yield from (t for t in (node.rows, node.cols) if t is not None)
         case ir.Compute():
             # An early exit's end is read only where software_pipeline.py makes a name of it.
             yield from (t for t in (node.rows, node.cols, node.unless) if t is not None)
@@ -284,7 +290,7 @@ def keys(node: ir.Statement) -> tuple[Key, ...]:
     match node:
         case ir.Load(dest) | ir.Put(dest) | ir.Fill(dest):
             return (dest,)
-        case ir.Store(source):
+        case ir.Store(source) | ir.Scatter(source):
             return (source,)
         case ir.Move(source, dest):
             return source, dest

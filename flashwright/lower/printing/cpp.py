@@ -68,12 +68,17 @@ def _text(x: Term) -> tuple[str, int]:
             if isinstance(x, Line):
                 return place, ATOM
             return (f"*{place}", UNARY) if kind == "int" else (f"float(*{place})", ATOM)
-        case Gather(line, axes, index):
-            pairs = zip(axes, index, strict=True)
-            steps = (f"{text(i)}, p.{cpp(line.tensor)}.step<{axis}>()" for axis, i in pairs)
-            return f"fw::gather({', '.join((text(line), *steps))})", ATOM
+        case Gather():
+            return f"fw::gather({element_place(x)})", ATOM
         case Convert(to, operand):
             return f"{to}({text(operand)})", ATOM
+
+
+def element_place(x: Gather) -> str:
+    """The element that an index chooses, as arguments: a line, then steps along axes."""
+    pairs = zip(x.axes, x.index, strict=True)
+    steps = (f"{text(i)}, p.{cpp(x.line.tensor)}.step<{axis}>()" for axis, i in pairs)
+    return ", ".join((text(x.line), *steps))
 
 
 def _is_power(x: int) -> bool:

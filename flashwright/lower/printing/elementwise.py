@@ -25,8 +25,8 @@ from flashwright.lower.element import (
     with_leaves,
 )
 from flashwright.lower.printing.column_bits import ColumnBits, linear, position, position_along
-from flashwright.lower.printing.cpp import text
-from flashwright.lower.term import At, Var, as_float
+from flashwright.lower.printing.cpp import element_place, text
+from flashwright.lower.term import At, Gather, Var, as_float
 
 UNROLL = "CUTE_UNROLL"
 COSTLY = ("exp", "exp2", "log", "log2", "quick_log2", "sigmoid", "sqrt", "tanh", "tanh2")
@@ -44,6 +44,25 @@ def compute(node: ir.Compute, at: str = "at") -> Iterator[str]:
         yield "}"
         return
     yield from _loops(node, at)
+
+
+def scatter(node: ir.Scatter, at: str) -> Iterator[str]:
+    """The lines that add each element to the one in global memory that its index names."""
+    row = _Row(ir.Compute(node.shape, (), node.rows, node.cols), at)
+    if node.held.axes == COLUMN:
+        lines = [*_column_position(row.node, node.place, at), _added(node.held, node.place)]
+        yield from _loop("n", f"cute::size({variable(node.held)})", lines)
+        return
+    row.scatter(node.held, node.place)
+    size = "cute::size<0>" if node.held.axes == TILE else "cute::size"
+    yield from _loop("m", f"{size}({variable(node.held)})", row.lines)
+
+
+def _added(held: Leaf, place: Element) -> str:
+    """The addition of one element."""
+    to = term(place)
+    assert isinstance(to, Gather)
+    return f"fw::add_by_index({text(held.term)}, {element_place(to)});"
 
 
 def _loops(node: ir.Compute, at: str) -> Iterator[str]:
@@ -70,10 +89,15 @@ def _filled(assign: ir.Assign) -> Iterator[str]:
     yield f"cute::clear({name});" if zero else f"cute::fill({name}, {value});"
 
 
-def _columns(node: ir.Compute, assign: ir.Assign, at: str) -> Iterator[str]:
-    if name := position_along(assign.value, COLUMN):
+def _column_position(node: ir.Compute, value: Element, at: str) -> Iterator[str]:
+    """The position of a vector's element, where an expression speaks of it."""
+    if name := position_along(value, COLUMN):
         place = position(node.begin(COLUMN), f"{at}.col(n)")
         yield f"int const {name.name} = {text(place)};"
+
+
+def _columns(node: ir.Compute, assign: ir.Assign, at: str) -> Iterator[str]:
+    yield from _column_position(node, assign.value, at)
     yield f"{text(assign.target.term)} = {converted(assign)};"
 
 
@@ -106,11 +130,7 @@ class _Row:
 
     def add(self, assign: ir.Assign) -> None:
         """Append one assignment, with the names that it needs for the row."""
-        name = position_along(assign.value, ROW)
-        if name is not None and not self.positioned:
-            place = text(position(self.node.rows, f"{self.at}.row(m)"))
-            self.lines.append(f"int const {name.name} = {place};")
-            self.positioned = True
+        self._position(assign.value)
         value = self._without_reductions(assign.value, assign.partial)
         target = assign.target
         if target.axes == TILE:
@@ -127,6 +147,23 @@ class _Row:
         else:
             self.lines.append(f"{text(target.term)} = {converted(replace(assign, value=value))};")
         self._stale(target)
+
+    def scatter(self, held: Leaf, place: Element) -> None:
+        """Append the addition of the row's elements, with the names that their index needs."""
+        self._position(place)
+        assert isinstance(place, Op)
+        line, *index = place.args
+        place = Op("gather", (line, *map(self._hoisted, index)))
+        step = _added(held, place)
+        self.lines += self._over_columns(held, step, place) if held.axes == TILE else [step]
+
+    def _position(self, value: Element) -> None:
+        """Name the position of the row, where an expression speaks of it, once."""
+        name = position_along(value, ROW)
+        if name is not None and not self.positioned:
+            place = text(position(self.node.rows, f"{self.at}.row(m)"))
+            self.lines.append(f"int const {name.name} = {place};")
+            self.positioned = True
 
     def _by_bits(self, value: Element, tile: str) -> Element:
         """A choice by position, with the row's columns as bits of a word."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,7 @@ from flashwright.lower.names import (
 )
 from flashwright.lower.passes.fp8_transpose import landing
 from flashwright.lower.printing.cpp import text
-from flashwright.lower.printing.elementwise import compute, converted
+from flashwright.lower.printing.elementwise import compute, converted, scatter
 from flashwright.lower.targets.atoms import CPP_TYPES
 from flashwright.lower.targets.tensor_maps import loaded_pieces, tma_optional_tiles
 from flashwright.lower.term import ZERO, At, Term, Var, integer
@@ -143,13 +143,12 @@ class Context:
         """The same of a vector, or of a tile that is never wide."""
         return "RowWarps, Beside" if key in self.kernel.beside else "Warps"
 
-    def place(self, node: ir.Compute) -> str:
-        """What knows the places of a tile's rows and columns."""
-        keys = {(a.buffer.name, a.buffer.space) for a in node.assigns if a.buffer}
-        named = {tile_name(k) for k in self.kernel.beside}
-        if any(variable(x) in named for a in node.assigns for x in (a.target, *leaves(a.value))):
-            return place_name(node.shape[-1] if len(node.shape) == 2 else 0)
-        return "wide_at" if keys & self.kernel.wide else "at"
+    def place(self, elements: Iterable[Leaf], shape: tuple[int, ...]) -> str:
+        """What knows the places of rows and columns of a tile with these elements."""
+        names = {variable(x) for x in elements}
+        if names & {tile_name(k) for k in self.kernel.beside}:
+            return place_name(shape[-1] if len(shape) == 2 else 0)
+        return "wide_at" if names & {tile_name(k) for k in self.kernel.wide} else "at"
 
     def side(self, key: Key) -> str:
         """Along what a vector lies."""
@@ -322,6 +321,19 @@ def _store(at: Context, node: ir.Store) -> Lines:
         yield store
 
 
+def _scatter(at: Context, node: ir.Scatter) -> Lines:
+    tests = [f"p.{cpp(node.tensor.name)}.data != nullptr"] if node.optional else []
+    if len(node.shape) == 1:  # several threads hold each element
+        tests.append(f"fw::writes_{at.side(node.source)}<{at.line(node.source)}>()")
+    lines = scatter(node, at.place((node.held, *leaves(node.place)), node.shape))
+    if not tests:
+        yield from lines
+        return
+    yield f"if ({' && '.join(tests)}) {{"
+    yield from (f"  {line}" for line in lines)
+    yield "}"
+
+
 def _take_turn(at: Context, node: ir.TakeTurn) -> Lines:
     counters = node.counters
     yield f"{cpp(counters.tensor.name)}.take({at.window(counters, 'at')}, {text(node.turn)});"
@@ -428,7 +440,8 @@ def _listed(keys: tuple[Key, ...]) -> str:
 
 
 def _compute(at: Context, node: ir.Compute) -> Lines:
-    yield from compute(node, at.place(node))
+    elements = (x for xs in ir.combined((node,)) for x in xs)
+    yield from compute(node, at.place(elements, node.shape))
 
 
 def _sync(at: Context, node: ir.Sync) -> Lines:
@@ -460,6 +473,7 @@ RULES: dict[type, Callable[[Context, Any], Lines]] = {
     ir.Exchange: lambda at, node: iter([f"exchange.{node.op}({node.vector});"]),
     ir.Fill: _fill,
     ir.Store: _store,
+    ir.Scatter: _scatter,
     ir.TakeTurn: _take_turn,
     ir.PassTurn: lambda at, node: iter([f"{cpp(node.counters.name)}.pass();"]),
     ir.Move: _move,

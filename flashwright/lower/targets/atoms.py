@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 
 from flashwright.gpu import Gpu
 from flashwright.lang.nodes import Span
 from flashwright.lower import ir
-from flashwright.lower.element import leaves, variable
+from flashwright.lower.element import Leaf, variable
 from flashwright.lower.frontend.scalars import refused
 from flashwright.lower.names import tile_name
 from flashwright.program.program import Buffer, Key, Program
@@ -101,7 +101,7 @@ def wide_tiles(body: tuple[ir.Statement, ...], program: Program) -> frozenset[Ke
     wide = {n.target for n in gemms if _leaves_wide(program, n)}
     if not wide:
         return frozenset()
-    together = [_columns(a, program) for n in nodes if isinstance(n, ir.Compute) for a in n.assigns]
+    together = [_columns(xs, program) for xs in ir.combined(body)]
     while more := {key for keys in together if keys & wide for key in keys} - wide:
         wide |= more
     narrow = {n.target for n in gemms if not _leaves_wide(program, n)}
@@ -118,8 +118,7 @@ def _leaves_wide(program: Program, node: ir.Gemm) -> bool:
     return not node.transposed and _bytes(program, node.right) == 1
 
 
-def _columns(assign: ir.Assign, program: Program) -> set[Key]:
-    """The tiles, and vectors along columns, of which an assignment combines elements."""
-    found = [x for x in (assign.target, *leaves(assign.value)) if "n" in x.axes]
-    named = {variable(x) for x in found}
+def _columns(elements: Iterable[Leaf], program: Program) -> set[Key]:
+    """The tiles, and vectors along columns, among elements that are combined."""
+    named = {variable(x) for x in elements if "n" in x.axes}
     return {k for k in program.buffers if k[1] == "register" and tile_name(k) in named}
