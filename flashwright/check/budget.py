@@ -12,7 +12,6 @@ from flashwright.lang.diagnostic import Diagnostic, Label
 from flashwright.lang.nodes import (
     Compute,
     Copy,
-    For,
     Name,
     Num,
     Param,
@@ -90,7 +89,7 @@ def _operands_apart(program: Program) -> set[int]:
     the tile runs beside the operand's: in all loops but those in which a tile goes to shared
     memory, which wait for each other."""
     found = {id(s) for s in statements(program.tree.body) if isinstance(s, Reshape)}
-    for loop in (s for s in program.tree.body if isinstance(s, For)):
+    for loop in program.outer_loops:
         inner = list(statements(loop.body))
         if any(isinstance(s, Copy) and (s.source, s.dest) == ("register", "shared") for s in inner):
             found -= {id(s) for s in inner}

@@ -19,7 +19,15 @@ from flashwright.program.scalars import NotScalar, evaluate, whole
 from flashwright.program.vocabulary import PREDEFINED_DIMS
 from flashwright.semantics.machine import GaveUp, Machine
 from flashwright.semantics.state import Region
-from flashwright.semantics.worlds import OF_SIZES, OF_SUMS, World, is_length, resized, worlds
+from flashwright.semantics.worlds import (
+    OF_SIZES,
+    OF_SUMS,
+    World,
+    is_length,
+    ranging,
+    resized,
+    worlds,
+)
 
 STEPS = 12_000
 """Statements one problem may execute before the check gives up (a 60-line program takes 2,000)."""
@@ -112,8 +120,14 @@ def problems(program: Program, given: Mapping[str, int]) -> Iterator[dict[str, i
     reach = _longest_reach(program, cols)
     if reach:
         lengths.append((one, rows + 3, reach + 3 * cols + 1))
+    ranged = {about.length: about.longest for about in ranging(program).values()}
     for heads, q_len, kv_len in lengths:
-        yield {**others, **given, **heads, "q_len": q_len, "kv_len": kv_len}
+        dims = {**others, **given, **heads, "q_len": q_len, "kv_len": kv_len}
+        for length, longest in ranged.items():
+            if isinstance(length, Name):  # all ranges but one are as long as the longest
+                less = dims[longest] // 2 if dims["batch"] > 1 else 0
+                dims[length.id] = dims["batch"] * dims[longest] - less
+        yield dims
 
 
 def _free(program: Program) -> list[str]:
@@ -132,8 +146,10 @@ def _stretched(
 
 
 def _tile_size(program: Program, dim: str) -> int:
-    """The largest tile of any Copy on an axis of that length (1 if there is none)."""
+    """The largest tile of any Copy on an axis of that length, or of ranges of at most that length
+    (1 if there is none)."""
     best = 1
+    lengths = {r.length for r in ranging(program).values() if r.longest == dim} | {Name(dim)}
     for stmt in statements(program.tree.body):
         if not isinstance(stmt, Copy) or "global" not in (stmt.source, stmt.dest) or stmt.index:
             continue
@@ -141,7 +157,7 @@ def _tile_size(program: Program, dim: str) -> int:
         tensor = program.tensors[source[0] if stmt.source == "global" else dest[0]]
         shape = program.buffers[dest if stmt.source == "global" else source].shape
         for axis, size in zip(tensor.axes[len(tensor.axes) - len(shape) :], shape, strict=True):
-            if isinstance(axis.size, Name) and axis.size.id == dim:
+            if axis.size in lengths:
                 best = max(best, size)
     return best
 

@@ -396,6 +396,11 @@ def _coordinates(stmt: Copy, shape: Shape, tensor: Tensor, names: Names) -> Iter
     if not set(given) <= set(labels):
         return
     tiled = labels[len(labels) - len(shape) :]
+    for coord in stmt.coords or ():
+        if coord.within is not None and coord.axis.id != tiled[0]:
+            text = f"a range is of the tile's rows, and {coord.axis.id} is not their axis"
+            hint = f"give `in ...` to axis {tiled[0]}, or leave it out"
+            yield Diagnostic("FW305", text, coord.span, help=hint)
     for axis in tensor.axes:
         spans = axis.label in tiled and _covers_axis(
             axis.size, shape[tiled.index(axis.label)], names

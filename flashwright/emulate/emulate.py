@@ -19,7 +19,15 @@ from flashwright.emulate.parse import bad, parse
 from flashwright.emulate.ptx import Instruction
 from flashwright.emulate.structs import FindingRecord, Launch, Region
 from flashwright.emulate.tensor_map import encode_tensor_map
-from flashwright.lower.launch_plan import LaunchPlan, PlanMap, PlanTensor, evaluate
+from flashwright.lower.launch_plan import (
+    RANGE,
+    RANGE_AXIS,
+    RANGE_STRIDE,
+    LaunchPlan,
+    PlanMap,
+    PlanTensor,
+    evaluate,
+)
 
 Array = NDArray[Any]
 Variables = NDArray[np.uint8]
@@ -289,11 +297,16 @@ def _map(
         view = math.prod(sizes)
         sizes = [array.size // view if view else 0, *sizes]
         strides = [view * array.itemsize, *strides]
-    if not all(sizes):
-        sizes, base = [1] * len(sizes), place[1]
-    if sizes[-1] > 1 and strides[-1] != array.itemsize:
+    empty = not all(sizes)
+    strides = [s if n > 1 else _TMA_UNIT for n, s in zip(sizes, strides, strict=True)]
+    if not empty and sizes[-1] > 1 and strides[-1] != array.itemsize:
         raise ValueError(f"`{tensor.name}` must be contiguous along its last axis")
-    outer = [s if n > 1 else _TMA_UNIT for n, s in zip(sizes, strides, strict=True)][:-1]
+    if one.ranges:  # two axes more, so that a tile ends where its range does
+        sizes = [RANGE_AXIS, RANGE_AXIS, *sizes[:-2], RANGE, sizes[-1]]
+        strides = [RANGE_STRIDE - strides[-2], strides[-2], *strides]
+    if empty:
+        sizes, base, strides = [1] * len(sizes), place[1], [_TMA_UNIT] * len(sizes)
+    outer = strides[:-1]
     swizzle, box = _SWIZZLES[one.swizzle], one.box[::-1]
     try:
         return encode_tensor_map(base, sizes[::-1], outer[::-1], box, array.itemsize, swizzle)

@@ -32,6 +32,7 @@ Plan = Mapping[str, Any]
 _GRID_LIMITS = (2**31 - 1, 2**16 - 1, 2**16 - 1)
 _MOST_PERSISTENT, _INT_MAX, _UINT_MAX = 1 << 30, 2**31 - 1, 2**32 - 1
 _MAP_BYTES, _TMA_UNIT, _TMA_FARTHEST = 128, 16, 1 << 40
+_RANGE, _RANGE_AXIS, _RANGE_STRIDE = 1 << 30, (1 << 31) - (1 << 16), 1 << 34
 _CACHED_FORMS = 512
 
 
@@ -325,7 +326,11 @@ def _map(
         sizes.append(math.prod(form[0]) // view if view else 0)
         strides.append(view * tensor["bytes"])
     strides = [_TMA_UNIT if n == 1 else s for n, s in zip(sizes, strides, strict=True)]
-    rank, empty = len(sizes), not all(sizes)
+    empty = not all(sizes)
+    if one["ranges"]:  # two axes more, so that a tile ends where its range does
+        sizes[1:] = [_RANGE, *sizes[2:], _RANGE_AXIS, _RANGE_AXIS]
+        strides += [strides[1], _RANGE_STRIDE - strides[1]]
+    rank = len(sizes)
     if empty:  # the driver takes no map of an empty tensor: it gets one of a single zero
         sizes, strides = [1] * rank, [_TMA_UNIT] * rank
     elif one["optional"]:

@@ -51,6 +51,9 @@ def _values(
         return np.cumsum(steps, axis=-1)
     if name == "Lengths":
         return rng.integers(1, dims["kv_len"] + 1, shape)
+    if name.startswith("Starts"):
+        side = "q" if name.endswith("Q") else "kv"
+        return _starts(shape[0] - 1, dims[f"{side}_tokens"], dims[f"{side}_len"], rng)
     if tensor.dtype == "int32":
         return rng.integers(0, 3, shape)
     if name.startswith("Keep"):
@@ -75,6 +78,18 @@ def _scored(case: FuzzCase, name: str, shape: tuple[int, ...], rng: np.random.Ge
         ramp = np.linspace(0.3, 2.0, shape[-2]) if shape[-2] > 1 else np.ones(1)
         values = values * (ramp if case.inputs == "rising" else ramp[::-1])[:, None]
     return np.asarray(values)
+
+
+def _starts(count: int, total: int, longest: int, rng: np.random.Generator) -> Array:
+    """Where sequences begin that lie behind each other, none longer than the longest, and the end
+    of the last; some have no tokens."""
+    starts = [0]
+    for left in reversed(range(count)):
+        rest = total - starts[-1]
+        least, most = max(0, rest - left * longest), min(longest, rest)
+        length = least if rng.random() < 0.2 else rng.integers(least, most + 1)
+        starts.append(starts[-1] + int(length))
+    return np.array(starts)
 
 
 def _pages(shape: tuple[int, ...], pages: int, rng: np.random.Generator) -> Array:

@@ -21,7 +21,7 @@ from flashwright.judge.tiling import Served, joined, spread_in, tiling_of
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.program.kernels import Kernels
 from flashwright.program.program import Program, Tensor
-from flashwright.semantics.interpret import interpret_all, shape_of
+from flashwright.semantics.interpret import axis_sizes, interpret_all, shape_of
 from flashwright.spec import AttentionSpec
 
 Array = NDArray[Any]
@@ -210,6 +210,7 @@ class CpuTrial:
         self.results: list[CaseResult] = []
         self.diagnostics: tuple[Diagnostic, ...] = ()
         self.inputs = _inputs(kernels, spec, dims, seed, reference, kind, spread)
+        self.dims = dims = {**axis_sizes(kernels, self.inputs), **dims}
         answer = reference or (lambda given, sizes: oracle.attention(spec, given, sizes))
         self.expected = Answer(answer(self.inputs, dims))
         if spec.backward:
@@ -333,6 +334,7 @@ def reference_spread(
     (small,) = default_cases(spec, [SMALL])
     dims = {**spec.dims, **small}
     made = _inputs(Kernels((program,)), spec, dims, 0, reference, "normal")
+    dims = {**axis_sizes(Kernels((program,)), made), **dims}
     arrays = {t.name: arrange(made[t.name], t, shape_of(t, program, dims)) for t in program.inputs}
     return spread_in(program, arrays, dims)
 

@@ -224,8 +224,12 @@ class Builder:
         return tuple(part for part in c if isinstance(part, Coord))
 
     def coord(self, c: list[Any]) -> Coord:
-        axis, *at, value = c
-        return Coord(_name(axis), value, bool(at), span=axis.span.to(value.span))
+        axis, *at, value, within = c
+        end = within[1] if within else value
+        return Coord(_name(axis), value, bool(at), within, span=axis.span.to(end.span))
+
+    def within(self, c: list[Any]) -> tuple[Expr, Expr]:
+        return c[1], c[3]
 
     def column(self, c: list[Any]) -> tuple[str, Expr]:
         return "column", c[2]

@@ -148,7 +148,11 @@ def _copy(stmt: Copy) -> str:
 def format_coord(coord: Coord) -> str:
     """One axis of a coordinate, in tiles (`L = i`) or in elements (`L at i * BN`)."""
     joint = "at" if coord.in_elements else "="
-    return f"{coord.axis.id} {joint} {format_expr(coord.value)}"
+    text = f"{coord.axis.id} {joint} {format_expr(coord.value)}"
+    if coord.within is None:
+        return text
+    first, last = map(format_expr, coord.within)
+    return f"{text} in {first}:{last}"
 
 
 def _compute(stmt: Compute) -> str:

@@ -280,7 +280,7 @@ class _Writer:
         """The place of a rule used in another: an expression in a statement has all its steps."""
         if self.limits and name in self.expressions and rule not in self.expressions:
             # Shapes and coordinates, of which there are lists, are plain.
-            listed = rule in ("axis", "tile", "coord", "operands")
+            listed = rule in ("axis", "tile", "coord", "within", "operands")
             return _Context(0, 0 if listed else self.limits.steps, place.plain)
         return place
 

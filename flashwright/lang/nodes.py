@@ -216,11 +216,14 @@ class Coord:
     """`L = i` inside `in coordinate [...]`: in tiles on an axis of the tile.
 
     `L at i * BN` has `in_elements` set: the value is the position at which the tile begins.
+    `L = i in First:Last` counts from position First and ends before Last: `within` one sequence of
+    several that lie behind each other.
     """
 
     axis: Name
     value: Expr
     in_elements: bool = False
+    within: tuple[Expr, Expr] | None = None
     span: Span = field(default=NOWHERE, compare=False, repr=False, kw_only=True)
 
 

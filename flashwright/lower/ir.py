@@ -13,11 +13,15 @@ from typing import Literal
 from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_stmt
 from flashwright.lower.element import ROW, Element, Leaf, leaves, with_leaves
-from flashwright.lower.term import ONE, Axes, Term
+from flashwright.lower.term import ONE, Axes, Term, Var, binary
 from flashwright.program.program import Buffer, Key, Tensor
 from flashwright.program.vocabulary import DTYPES
 
 Lines = tuple[int, int]
+
+
+RANGE_END = Var("fw::range_end")
+"""Where ranges of rows end in their tensor map (launch_plan.RANGE)."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class Window:
     view: Term | None = None  # which of the views that lie back to back in memory, where they do
     aligned: bool = True  # whether rows begin at multiples of 16 bytes, if all strides are such
     line: bool = False  # a vector
+    last: Term | None = None  # the end of the range whose rows are inside, where there is one
     converts: bool = False  # to another element type, on the way to shared memory
 
     @property
@@ -91,13 +96,18 @@ class Window:
 
     @property
     def coordinates(self) -> tuple[Term, ...]:
-        """Where it begins on every axis of a tensor map."""
-        return self.start if self.view is None else (self.view, *self.start)
+        """Where it begins on every axis of a tensor map. That of a range ends where its rows do
+        (launch_plan.RANGE): what is left of them says how far from there the tile begins."""
+        if self.last is None:
+            return self.start if self.view is None else (self.view, *self.start)
+        *outer, row, col = self.start
+        left = binary("-", RANGE_END, binary("-", self.last, row))
+        return RANGE_END, self.last, *outer, left, col
 
     @property
     def terms(self) -> tuple[Term, ...]:
         """All that a place and the bounds are made of."""
-        bounds = (self.rows, self.cols, self.offset, self.first_row, self.first_col)
+        bounds = (self.rows, self.cols, self.offset, self.first_row, self.first_col, self.last)
         return (*self.coordinates, *(t for t in bounds if t is not None))
 
     def changed(self, change: Callable[[Term], Term]) -> Window:
@@ -115,6 +125,7 @@ class Window:
             first_row=other(self.first_row),
             first_col=other(self.first_col),
             view=other(self.view),
+            last=other(self.last),
         )
 
 

@@ -34,6 +34,9 @@ OPERATORS: dict[str, Callable[[int, int], int]] = {
     "max": max,
 }
 FRAGMENT_ROWS = 128  # of a tile, at most, in memory that lies in fragments
+RANGE, RANGE_AXIS, RANGE_STRIDE = 2**30, 2**31 - 2**16, 2**34
+"""Of a tensor map for ranges: where rows end, how long the first two axes are, and the bytes that
+its first stride and that of a row are together."""
 DIVISIONS = ("ceil_div", "floor_div", "mod")
 GRID_LIMITS = (2**31 - 1, 2**16 - 1, 2**16 - 1)
 """Blocks along each axis of a grid (CUDA C++ Programming Guide, all of 7.5 to 9.0)."""
@@ -85,6 +88,13 @@ class PlanMap(BaseModel):
 
     A flat tensor's box has one axis more, the first: the memory is views of the axes' sizes, back
     to back, as many as fit into what the caller gives, and the kernel says which one it reads.
+
+    With one for `ranges` of rows, tiles end where a range does, though the tensor's rows go on. It
+    has two axes more, the first, on which the box is 1. Rows, the last axis but one, end at RANGE:
+    a tile with n rows left begins at RANGE - n. The second axis has the stride of a row, and its
+    coordinate is the end of the range in the tensor. These two are RANGE rows too far, which the
+    first takes back: its coordinate is RANGE, its stride 2^34 bytes less that of a row, and RANGE
+    times 2^34 is 2^64, where addresses begin again at 0.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -92,6 +102,7 @@ class PlanMap(BaseModel):
     box: tuple[int, ...]
     swizzle: int
     """In bytes: 0 (none), 32, 64 or 128."""
+    ranges: bool = False
     optional: bool = False
     """Of a tensor that TMA can load only if its address and strides, which are the caller's, are
     multiples of 16 bytes: otherwise the map is 128 zeros, and the kernel copies in another way."""
@@ -119,8 +130,10 @@ class LaunchPlan(BaseModel):
         """As JSON, one short line for each tensor's axis."""
         unsaid: dict[str, Any] = {n: True for n in ("maps", "stays") if not getattr(self, n)}
         if self.maps:
-            always = (n for n, one in enumerate(self.maps) if not one.optional)
-            unsaid["maps"] = {n: {"optional"} for n in always}
+            unsaid["maps"] = {
+                n: {name for name in ("optional", "ranges") if not getattr(one, name)}
+                for n, one in enumerate(self.maps)
+            }
         plain = (n for n, one in enumerate(self.tensors) if not one.fragments)
         unsaid["tensors"] = {n: {"fragments"} for n in plain}
         return self.model_dump_json(indent=1, exclude=unsaid) + "\n"

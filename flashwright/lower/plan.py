@@ -72,7 +72,13 @@ def _maps(program: Program, kernel: ir.Kernel) -> Iterator[PlanMap]:
         swizzle = swizzle_bytes(cols * size)
         outer = len(piece.window.coordinates) - 2
         box = (*(1,) * outer, rows, swizzle // size)
-        yield PlanMap(tensor=tensor, box=box, swizzle=swizzle, optional=key in optional)
+        yield PlanMap(
+            tensor=tensor,
+            box=box,
+            swizzle=swizzle,
+            ranges=piece.window.last is not None,
+            optional=key in optional,
+        )
 
 
 def _counts(program: Program) -> tuple[Postfix, ...]:
@@ -182,7 +188,7 @@ def ordered(program: Program, grid: tuple[ir.GridAxis, ...]) -> tuple[ir.GridAxi
     grid = tuple(replace(a, count=_term(c)) for a, c in zip(grid, _counts(program), strict=True))
     if program.counters:  # turns rise along the first axis: thread blocks wait for those before
         return (replace(grid[0], longest="first"), *grid[1:])
-    loops = [s for s in program.tree.body if isinstance(s, tl.For)]
+    loops = program.outer_loops
     if not loops:
         return grid
     few, many = (_iterations(program, loops[0], block) for block in (0, 7))
@@ -200,7 +206,7 @@ def scheduler_waves(program: Program, gpu: Gpu, kernel: ir.Kernel) -> int:
     group has twice as many waves, which balances the load better. Where tiles take turns, many
     columns at once let few tiles of each wait for one another."""
     if kernel.grid[0].longest is None:
-        loops = [s for s in program.tree.body if isinstance(s, tl.For)]
+        loops = program.outer_loops
         by_data = any(program.sources(bound) for s in loops for bound in (s.low, s.high))
         return -1 if by_data or (loops and _shorter_at_the_end(program, loops[0])) else 0
     if program.counters:

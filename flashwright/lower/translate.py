@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from flashwright.gpu import MOST_REGISTERS, REGISTER_UNIT, Gpu
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.lang.nodes import Copy, For, statements
+from flashwright.lang.nodes import Copy, statements
 from flashwright.lower import ir
 from flashwright.lower.frontend.lowering import lower
 from flashwright.lower.launch_plan import LaunchPlan
@@ -196,7 +196,6 @@ def _held(program: Program) -> int:
 
 def _travelling(program: Program) -> int:
     """Registers of a thread for the tiles that a loop fetches ahead, where there is no cp.async."""
-    loops = [s for s in program.tree.body if isinstance(s, For)]
-    copies = [s for f in loops for s in statements(f.body) if isinstance(s, Copy)]
+    copies = [s for f in program.outer_loops for s in statements(f.body) if isinstance(s, Copy)]
     keys = {program.dest(c) for c in copies if c.source == "global" and c.dest == "shared"}
     return sum(program.buffers[k].bytes // 4 // (32 * program.warps) for k in keys)

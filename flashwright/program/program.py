@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -140,6 +140,11 @@ class Program:
     def outputs(self) -> tuple[Tensor, ...]:
         """The tensors that the kernel writes."""
         return tuple(t for t in self.tensors.values() if t.written)
+
+    @cached_property
+    def outer_loops(self) -> tuple[For, ...]:
+        """The loops of a thread block that are in no other, those under a condition included."""
+        return tuple(_outer_loops(self.tree.body))
 
     @cached_property
     def counters(self) -> Mapping[str, Tensor]:
@@ -336,3 +341,11 @@ def tile_of(name: Name | str, buffers: Mapping[Key, Buffer]) -> Key | None:
         if (base, candidate) in buffers:
             return base, candidate
     return None
+
+
+def _outer_loops(body: tuple[Statement, ...]) -> Iterator[For]:
+    for stmt in body:
+        if isinstance(stmt, For):
+            yield stmt
+        elif isinstance(stmt, If):
+            yield from _outer_loops((*stmt.then, *stmt.orelse))

@@ -51,9 +51,8 @@ class Copies:
         axes = places[len(places) - len(shape) :]
         data = None
         if self.machine.math is not None:
-            region = tuple((_known(p.start), p.size) for p in places)
             offset = self.machine.offset(tensor)
-            data = self.machine.math.load(tensor, region, offset, len(shape))
+            data = self.machine.math.load(tensor, _region(places), offset, shape)
         if tensor.offset is not None:
             here = Place(self.machine.scalar(tensor.offset), tensor.name, stmt)
             at = {**at, f"offset of {tensor.name}": here}
@@ -71,23 +70,59 @@ class Copies:
             tiled = position >= first_tiled
             size = shape[position - first_tiled] if tiled else 1
             coord = coords.get(axis.label)
-            start = self._start(coord, size if tiled else None, tensor, axis, stmt)
+            first, extent = self._range(coord, tensor, axis)
+            start = self._start(coord, size if tiled else None, extent, tensor, axis, stmt)
             dim = self.machine.identity(axis.size)
-            extent = self.machine.extent(axis.size)
             chosen = coord is not None and self.program.chosen(coord.value)
-            places.append(Where(dim, start, size, extent, axis.label, tensor.name, stmt, chosen))
+            where = Where(dim, start, size, extent, axis.label, tensor.name, stmt, chosen)
+            places.append(replace(where, first=first))
             if not tiled:
                 at[dim] = Place(start, tensor.name, stmt, chosen)
+            elif first is not None:
+                at[f"the range of {dim}"] = Place(first, tensor.name, stmt)
         return places, at
 
+    def _range(
+        self, coord: Coord | None, tensor: Tensor, axis: TensorAxis
+    ) -> tuple[int | Unknown | None, int]:
+        """Where the positions that a coordinate counts begin in the tensor, and how many there are;
+        None and the axis's length unless it names a range."""
+        length = self.machine.extent(axis.size)
+        if coord is None or coord.within is None:
+            return None, length
+        bounds = [self.machine.scalar(expr) for expr in coord.within]
+        for value, expr in zip(bounds, coord.within, strict=True):
+            if isinstance(value, Unknown):
+                return value, length
+            if whole(value) is None:
+                text = f"axis {axis.label} of `{tensor.name}`: {value} is not a whole number"
+                raise self.machine.halt("FW306", text, expr.span, label=self.machine.problem())
+        first, last = (whole(value) or 0 for value in bounds if not isinstance(value, Unknown))
+        if not 0 <= first <= last <= length:
+            text = f"the range {first}:{last} is not inside axis {axis.label} of `{tensor.name}`, "
+            text += f"which is {format_expr(axis.size)} = {length} long"
+            where = self.program.definitions(*coord.within)
+            label = self.machine.problem()
+            span = coord.within[0].span.to(coord.within[1].span)
+            raise self.machine.halt("FW605", text, span, label=label, secondary=where)
+        return first, last - first
+
     def _start(
-        self, coord: Coord | None, tiled: int | None, tensor: Tensor, axis: TensorAxis, stmt: Copy
+        self,
+        coord: Coord | None,
+        tiled: int | None,
+        extent: int,
+        tensor: Tensor,
+        axis: TensorAxis,
+        stmt: Copy,
     ) -> int | Unknown:
         """The position at which the tile begins on one axis. It must be a whole number inside the
         tensor; with `at` it may be negative, and a tile whose place comes from a tensor may begin
-        past the end, as a listed block may. `tiled` is the tile's size on the axis, if any."""
+        past the end, as a listed block may. So may one in a range, as one sequence is shorter than
+        another. `tiled` is the tile's size on the axis, if any."""
         expr, size = coord.value if coord is not None else None, tiled or 1
         listed = expr is not None and tiled is not None and self.program.chosen(expr)
+        ranged = coord is not None and coord.within is not None
         if expr is not None and listed:
             self._whole_tiles(expr, tensor)
         value = self.machine.scalar(expr) if expr is not None else 0
@@ -95,15 +130,14 @@ class Copies:
             return value
         span = expr.span if expr is not None else stmt.span
         in_elements = coord is not None and coord.in_elements and tiled is not None
-        start, extent = (
-            whole(value if in_elements else value * size),
-            self.machine.extent(axis.size),
-        )
+        start = whole(value if in_elements else value * size)
         if start is None:
             text = f"axis {axis.label} of `{tensor.name}`: {value} is not a whole number"
             fix = rounded_down(expr) if expr is not None else None
             raise self.machine.halt("FW306", text, span, fix=fix, label=self.machine.problem())
-        if (start >= extent and not listed) or (start < 0 and not in_elements):
+        if (start >= extent and not (listed or ranged)) or (
+            start < 0 and (ranged or not in_elements)
+        ):
             what = f"{start}..{start + size - 1}" if size > 1 else f"{start}"
             text = (
                 f"this reaches {what} on axis {axis.label} of `{tensor.name}`, which is "
@@ -140,12 +174,12 @@ class Copies:
             have2 = tile.at.get(dim)
             if have2 is not None and have2.value != place.value:
                 self._misplaced(stmt, f"{dim} {have2.value}", f"{dim} {place.value}", have2.copy)
-        region = tuple((_known(p.start), p.size) for p in places)
+        region = _region(places)
         if stmt.turn is not None and not self.machine.partial:
             self._take_turn(stmt, stmt.turn, tensor, region)
         if not stmt.adds:
             self.machine.stores.append((tensor.name, region, stmt))
-        elif not any(isinstance(p.start, Unknown) or p.chosen for p in places):
+        elif not any(isinstance(p.begin, Unknown) or p.chosen for p in places):
             self._add(stmt, tensor, region, tile)  # else data decide what is added where
         if self.machine.math is not None:
             offset = self.machine.offset(tensor)
@@ -202,8 +236,15 @@ class Copies:
         self.machine.report("FW603", text, stmt.span, secondary=where, label=self.machine.problem())
 
 
-def _known(start: int | Unknown) -> int:
-    return 0 if isinstance(start, Unknown) else start
+def _region(places: list[Where]) -> Region:
+    """The part of a tensor that a tile lies in: of a range, what is inside of it."""
+    region = []
+    for place in places:
+        begin, size = place.begin, place.size
+        if place.first is not None and not isinstance(place.start, Unknown):
+            size = max(0, min(size, place.extent - place.start))
+        region.append((0 if isinstance(begin, Unknown) else begin, size))
+    return tuple(region)
 
 
 def _outside(value: Scalar, size: int, length: Expr) -> str | None:

@@ -68,14 +68,20 @@ def interpret_all(
     kernels: Kernels, inputs: Mapping[str, Array], dims: Mapping[str, int] | None = None
 ) -> dict[str, Array]:
     """The outputs of a program of several kernels, run one after another."""
-    sizes = dict(dims or {})
-    for tensor in kernels.inputs:
-        if tensor.name in inputs:
-            sizes = {**_sizes(tensor, inputs[tensor.name].shape, kernels.dims), **sizes}
+    sizes = {**axis_sizes(kernels, inputs), **(dims or {})}
     tensors = dict(inputs)
     for program in kernels.programs:
         tensors |= interpret(program, tensors, sizes)
     return {t.name: tensors[t.name] for t in kernels.outputs}
+
+
+def axis_sizes(kernels: Kernels, inputs: Mapping[str, Array]) -> dict[str, int]:
+    """The dims that the inputs' shapes show, if several do that of the first."""
+    sizes: dict[str, int] = {}
+    for tensor in kernels.inputs:
+        if tensor.name in inputs and inputs[tensor.name].ndim == len(tensor.axes):
+            sizes = {**_sizes(tensor, inputs[tensor.name].shape, kernels.dims), **sizes}
+    return sizes
 
 
 def bind(program: Program, inputs: Mapping[str, Array], dims: Mapping[str, int]) -> dict[str, int]:
@@ -168,15 +174,18 @@ class NumPy:
             raise Failed(Diagnostic("FW605", text, tensor.declared.span))
         return array.reshape(-1)[offset : offset + length].reshape(shape)
 
-    def load(self, tensor: Tensor, region: Region, offset: int | None, tile_rank: int) -> Array:
+    def load(
+        self, tensor: Tensor, region: Region, offset: int | None, shape: Sequence[int]
+    ) -> Array:
         view = self._view(tensor, offset)
         part = view[_clip(region, view.shape)]
         pad = []
-        for (start, size), have in zip(region, part.shape, strict=True):
+        sizes = (*(1 for _ in region[: len(region) - len(shape)]), *shape)
+        for (start, _), size, have in zip(region, sizes, part.shape, strict=True):
             before = _before(start, size)
             pad.append((before, size - before - have))
         whole_tile = np.pad(part, pad) if any(map(any, pad)) else part
-        return whole_tile.reshape(whole_tile.shape[len(region) - tile_rank :])
+        return whole_tile.reshape(tuple(shape))
 
     def store(
         self,

@@ -26,7 +26,7 @@ from flashwright.program.program import Key, Program, Tensor, TensorAxis
 from flashwright.program.scalars import NotScalar, Unknown, Value, evaluate, whole
 from flashwright.program.vocabulary import CONSTANTS, PREDEFINED_DIMS
 from flashwright.semantics.tiles import Cell, Place, Tile, Where, origins, side_by_side, unfilled
-from flashwright.semantics.worlds import World, deciding, placing
+from flashwright.semantics.worlds import World, told
 
 Region = tuple[tuple[int, int], ...]
 """For each axis of a tensor: start and length (before clipping to the tensor)."""
@@ -37,7 +37,9 @@ ASSUMED = 3
 class Arithmetic(Protocol):
     """The arithmetic on the numbers of the tiles; it chooses the type of its arrays."""
 
-    def load(self, tensor: Tensor, region: Region, offset: int | None, tile_rank: int) -> Any: ...
+    def load(
+        self, tensor: Tensor, region: Region, offset: int | None, shape: Sequence[int]
+    ) -> Any: ...
     def store(
         self,
         tensor: Tensor,
@@ -83,7 +85,7 @@ class State:
         self.dims = dict(dims)
         self.math = arithmetic
         self.world = world
-        self.told = deciding(program) - placing(program) if arithmetic is None else frozenset()
+        self.told = told(program) if arithmetic is None else frozenset()
         self.left_out = False
         self.findings: dict[tuple[str, Span | None], Diagnostic] = {}
         self.cells: dict[Key, Cell] = {}

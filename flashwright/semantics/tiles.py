@@ -36,6 +36,16 @@ class Where:
     """Whether `start` depends on tensor data: then no loop along the axis is expected."""
     parts: tuple[int, ...] = field(default=(), compare=False)
     """The widths of the tiles that several Copies put side by side along this axis."""
+    first: int | Unknown | None = field(default=None, compare=False)
+    """Where the range begins whose positions are counted, if there is one; `extent` is its length.
+    """
+
+    @property
+    def begin(self) -> int | Unknown:
+        """Where the tile begins in the tensor."""
+        if self.first is None or isinstance(self.start, Unknown):
+            return self.start
+        return self.first if isinstance(self.first, Unknown) else self.first + self.start
 
     def outside(self) -> Iterator[tuple[int, int]]:
         """The positions of the tile before the start of the tensor, and past its end."""

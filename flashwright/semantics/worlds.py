@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from math import ceil
 
 from flashwright.lang.nodes import (
@@ -32,6 +33,7 @@ from flashwright.lang.nodes import (
     statements,
 )
 from flashwright.program.program import Program, Tensor
+from flashwright.program.scalars import evaluate
 from flashwright.program.vocabulary import PREDEFINED_DIMS
 
 OF_SUMS = ("FW604", "FW606")
@@ -58,6 +60,8 @@ def worlds(program: Program, dims: Mapping[str, int], step: int) -> list[World]:
     most likely one."""
     kv_len, q_len = dims["kv_len"], dims["q_len"]
     natural = World(dims, constant(kv_len))
+    if ranging(program):
+        return [World(dims, data) for data in _packed(program, dims)]
     if not deciding(program):
         return [natural]
     if not deciding(program) - placing(program):
@@ -114,6 +118,66 @@ def _decisions(stmt: Statement) -> tuple[Expr, ...]:
         case Grid(axes):
             return tuple(bound for axis in axes for bound in (axis.low, axis.high))
     return ()
+
+
+def told(program: Program) -> frozenset[str]:
+    """The tensors whose elements a world decides."""
+    return (deciding(program) - placing(program)) | set(ranging(program))
+
+
+@dataclass(frozen=True)
+class Ranged:
+    """A tensor whose elements bound ranges of an axis: the axis's length, the longest range, and
+    whether the elements are where ranges begin, not how long they are."""
+
+    length: Expr
+    longest: str
+    starts: bool
+
+
+def ranging(program: Program) -> dict[str, Ranged]:
+    """The tensors that bound ranges. Those that results are stored in are of queries, so that none
+    is longer than `q_len`; the others are of keys."""
+    copies = [s for s in statements(program.tree.body) if isinstance(s, Copy)]
+    ranges = []
+    for copy in copies:
+        name = (program.source(copy) if copy.source == "global" else program.dest(copy))[0]
+        for coord in copy.coords or ():
+            if coord.within is not None:
+                axes = program.tensors[name].axes
+                length = next(a.size for a in axes if a.label == coord.axis.id)
+                ranges.append((copy, length, coord.within))
+    queries = {length for copy, length, _ in ranges if copy.dest == "global"}
+    starts = {name for _, _, (first, _) in ranges for name in program.sources(first)}
+    found: dict[str, Ranged] = {}
+    for _, length, (first, last) in ranges:
+        longest = "q_len" if length in queries else "kv_len"
+        for name in program.sources(first) | program.sources(last):
+            found.setdefault(name, Ranged(length, longest, name in starts))
+    return found
+
+
+def _packed(program: Program, dims: Mapping[str, int]) -> list[Data]:
+    """Data for ranges that lie behind each other and fill their axis, the shorter one at the end or
+    at the beginning; none is longer than the problem says."""
+
+    def begin(about: Ranged, number: int, short_first: bool) -> int:
+        total, longest = evaluate(about.length, {**dims, **program.params}), dims[about.longest]
+        assert isinstance(total, int | Fraction)
+        at = total - (dims["batch"] - number) * longest if short_first else number * longest
+        return int(min(max(at, 0), total))
+
+    def element(name: str, number: int, short_first: bool) -> int:
+        about = ranging(program).get(name)
+        if about is None:
+            return dims["kv_len"]
+        at = begin(about, number, short_first)
+        return at if about.starts else begin(about, number + 1, short_first) - at
+
+    return [
+        lambda tensor, index, _: element(tensor.name, index[-1], False),
+        lambda tensor, index, _: element(tensor.name, index[-1], True),
+    ]
 
 
 def placing(program: Program) -> frozenset[str]:

@@ -130,6 +130,11 @@ def _maps(printer: Printer, plan: LaunchPlan) -> Iterator[str]:
     for name, one in zip(names, plan.maps, strict=True):
         box = " x ".join(map(str, one.box))
         views = " (the first one counts its views, back to back)" if one.tensor in flat else ""
+        if one.ranges:
+            views = (
+                " (the first two are `fw::range_end` and the end of a range of rows, in elements;"
+            )
+            views += " rows are counted so that the range ends at `fw::range_end`)"
         yield (
             f"`p.{name}` is a tensor map of {one.tensor}: its box is {box} elements on "
             f"the axes as declared{views}, swizzled over {one.swizzle} bytes; elements beyond the "

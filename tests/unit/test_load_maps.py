@@ -178,6 +178,28 @@ def test_a_flat_tensor_is_views_back_to_back() -> None:
 
 
 @on_fake_gpu
+def test_a_map_for_ranges_ends_where_they_do() -> None:
+    """With `n` rows left of a range that ends at row `last`: no row past it, and the address wraps
+    around to that of the first."""
+    driver = Driver()
+    tensors = (plan_tensor("X", "H:batch L:length D:64", vector=8), plan_tensor("O", "B:batch"))
+    run = small(
+        *tensors, maps=(PlanMap(tensor="X", box=(1, 1, 1, 8, 64), swizzle=128, ranges=True),)
+    )
+    packed = np.zeros((50, 3, 64), np.float16)
+    for array in (packed.transpose(1, 0, 2), np.zeros((3, 1, 64), np.float16)):
+        run(Tensor(array), out=tensor(3))
+        sizes, strides = shape(driver.map(0))
+        assert sizes == [2**31 - 2**16, 2**31 - 2**16, 3, 2**30, 64]
+        row, last, left = strides[3], 37, 5
+        at = 2**30 * strides[0] + last * strides[1] + 2 * strides[2] + (2**30 - left) * strides[3]
+        head = array.strides[0]
+        assert at % 2**64 == (last - left) * row + 2 * head
+        assert row == (packed.strides[0] if array.shape[1] > 1 else 16)  # of one row any will do
+    assert list(driver.map(0).box) == [64, 8, 1, 1, 1]
+
+
+@on_fake_gpu
 def test_one_axis_and_every_type() -> None:
     driver = Driver()
     for dtype, number in TYPES.items():
@@ -201,8 +223,8 @@ def test_the_numbers_of_the_types() -> None:
         changes = {"dtype": dtype, "vector": 16}
         tensors = tuple(t.model_copy(update=changes) for t in ATTENTION)
         box = PlanMap(tensor="K", box=(1, 1, 64, 16), swizzle=64)
-        assert encode(make_plan(tensors=tensors, maps=(box,))).numbers[-9:] == (
-            *(1, 1, number, 2, False),
+        assert encode(make_plan(tensors=tensors, maps=(box,))).numbers[-10:] == (
+            *(1, 1, number, 2, False, False),
             *(1, 1, 64, 16),
         )
 

@@ -106,6 +106,11 @@ class Call {
         empty = empty || sizes[i] == 0;
         view *= sizes[i];
       }
+      if (map.ranges) {
+        sizes[1] = kRange, sizes[rank] = sizes[rank + 1] = kRangeAxis;
+        strides[rank] = strides[1], strides[rank + 1] = kRangeStride - strides[1];
+        rank += 2;
+      }
       if (empty) sizes.fill(1), strides.fill(kTmaUnit);
       if (map.optional && !empty && !fits_tma(plan, given, sizes, strides, rank)) {
         std::memset(packed_[m].bytes, 0, kMapBytes);

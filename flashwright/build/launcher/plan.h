@@ -102,10 +102,16 @@ constexpr size_t kMaxMapAxes = 5;
 // A flat tensor's map has one axis more: the views that lie back to back in its memory.
 inline size_t map_rank(const TensorPlan& tensor) { return tensor.axes.size() + tensor.flat; }
 
+// A map for ranges (launch_plan.py, PlanMap) has two more: their strides are those of a row, and what is missing to
+// 2^34 bytes.
+constexpr uint64_t kRange = uint64_t{1} << 30, kRangeAxis = (uint64_t{1} << 31) - (1 << 16);
+constexpr uint64_t kRangeStride = uint64_t{1} << 34;
+
 struct MapPlan {
   size_t tensor;                            // which of the plan's
   int type, swizzle;                        // CUtensorMapDataType, CUtensorMapSwizzle
   bool optional;                            // zeros where TMA cannot load what the caller gives
+  bool ranges;                              // ends where ranges of rows do
   std::array<uint32_t, kMaxMapAxes> box{};  // the last axis first, as the driver wants it
 };
 
@@ -155,8 +161,8 @@ class Reader {
     MapPlan map;
     map.tensor = static_cast<size_t>(number());
     map.type = static_cast<int>(number()), map.swizzle = static_cast<int>(number());
-    map.optional = number() != 0;
-    for (size_t a = map_rank(tensors[map.tensor]); a-- > 0;) {
+    map.optional = number() != 0, map.ranges = number() != 0;
+    for (size_t a = map_rank(tensors[map.tensor]) + 2 * map.ranges; a-- > 0;) {
       map.box[a] = static_cast<uint32_t>(number());
     }
     return map;

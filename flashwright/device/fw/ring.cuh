@@ -19,6 +19,9 @@ struct alignas(64) Map {
   }
 };
 
+// Where a range of rows ends on the axis of rows of a map for ranges: a tile with n rows left begins n before it.
+constexpr int range_end = 1 << 30;
+
 __device__ inline void mbarrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }

@@ -333,6 +333,7 @@ class Lowering(Body):
         before: list[Term | None] = []
         axes: list[Axis] = []
         aligned = True
+        last: Term | None = None
         for position, axis in enumerate(tensor.axes):
             given = coords.get(axis.label, Coord(Name(axis.label), ZERO))
             coord = given.value
@@ -347,9 +348,17 @@ class Lowering(Body):
                 full, dim = self.positions.full(coord), self._identity(axis.size)
                 axes.append(Where(dim, coord, size, axis.label, full, given.in_elements))
                 aligned = self._aligned(given, place, tensor)  # the last axis counts
-                fits = aligned and self._fits(given, axis.size, place, size)
-                inside.append(None if fits else self._inside(axis.size, place, stmt))
-                before.append(self._before(place, stmt) if given.in_elements else None)
+                if given.within is not None:
+                    place = self.scalars.binary(
+                        "+", self.scalars(given.within[0]), place, stmt.span
+                    )
+                    last = self.scalars(given.within[1]).as_int(given.within[1].span)
+                    inside.append(self._inside(given.within[1], place, stmt))
+                    before.append(None)
+                else:
+                    fits = aligned and self._fits(given, axis.size, place, size)
+                    inside.append(None if fits else self._inside(axis.size, place, stmt))
+                    before.append(self._before(place, stmt) if given.in_elements else None)
             start.append(place.as_int(stmt.span))
         rows, cols = inside[0], inside[1] if len(inside) > 1 else None
         first_row, first_col = before[0], before[1] if len(before) > 1 else None
@@ -371,6 +380,7 @@ class Lowering(Body):
             view,
             aligned,
             line=len(shape) == 1,
+            last=last,
         )
         return window, tuple(axes)
 

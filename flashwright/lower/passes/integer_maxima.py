@@ -40,7 +40,13 @@ def use_integer_maxima(
         if isinstance(node, ir.Loop):
             out.append(replace(node, body=use_integer_maxima(program, gpu, node.body)))
         elif isinstance(node, ir.Branch):
-            out.append(_loops(program, gpu, node))
+            made = _loops(program, gpu, node)
+            if made is node:
+                inner = use_integer_maxima(program, gpu, node.then)
+                made = replace(
+                    node, then=inner, orelse=use_integer_maxima(program, gpu, node.orelse)
+                )
+            out.append(made)
         else:
             out.append(node)
     return tuple(out)

@@ -128,7 +128,7 @@ def _by_tma(dest: Key, window: ir.Window, buffer: Buffer) -> list[_Check]:
         _Check(not window.converts, f"`{window.tensor.name}` is {window.tensor.dtype}, `{name}` in"
                f" shared memory {buffer.dtype}",
                f"`Allocate {name} in shared (...) as {window.tensor.dtype}`"),
-        _Check(window.offset is None or window.view is not None,
+        _Check(window.offset is None or (window.view is not None and window.last is None),
                f"the offset of `{window.tensor.name}` is no multiple of the view's size",
                "give the tensor axes for batch and head, and coordinates on them"),
         _Check(len(buffer.shape) == 2, f"`{name}` is a vector"),
