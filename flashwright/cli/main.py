@@ -26,6 +26,7 @@ from flashwright.cli import (
     grad,
     grammar,
     kernel,
+    pack,
     receipt,
     replay,
     report,
@@ -386,7 +387,7 @@ def gpus() -> int:
 
 
 for part in (
-    *(generate, kernel, grad, replay, emulate, verify, selftest, bench, tune, receipt),
+    *(generate, kernel, grad, pack, replay, emulate, verify, selftest, bench, tune, receipt),
     *(report, export, warm, study, fuzz, grammar, explain_mod),
 ):
     part.register(app)

@@ -164,6 +164,7 @@ CODES: dict[str, Code] = {
     "FW906": Code("unknown words in the description", bad_input=True),
     "FW907": Code("a function of FlexAttention that cannot become TL", bad_input=True),
     "FW908": Code("the program has no derived gradient"),
+    "FW909": Code("the program cannot be packed"),
     # language models
     "FW911": Code("the model cannot be reached", bad_input=True),
     "FW912": Code("unusable model reply"),

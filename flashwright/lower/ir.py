@@ -98,7 +98,7 @@ class Window:
     def coordinates(self) -> tuple[Term, ...]:
         """Where it begins on every axis of a tensor map. That of a range ends where its rows do
         (launch_plan.RANGE): what is left of them says how far from there the tile begins."""
-        if self.last is None:
+        if self.last is None or self.line:
             return self.start if self.view is None else (self.view, *self.start)
         *outer, row, col = self.start
         left = binary("-", RANGE_END, binary("-", self.last, row))

@@ -13,6 +13,7 @@ from flashwright.lang.nodes import (
     Binary,
     Call,
     Compute,
+    Coord,
     Copy,
     Expr,
     For,
@@ -145,6 +146,26 @@ class Program:
     def outer_loops(self) -> tuple[For, ...]:
         """The loops of a thread block that are in no other, those under a condition included."""
         return tuple(_outer_loops(self.tree.body))
+
+    @cached_property
+    def longest_ranges(self) -> Mapping[Expr, str]:
+        """By the length of an axis with ranges, the dim that none of them is longer than. Ranges
+        that results are stored in are of queries, the others of keys."""
+        found: dict[Expr, str] = {}
+        for copy in (s for s in statements(self.tree.body) if isinstance(s, Copy)):
+            for coord in copy.coords or ():
+                if coord.within is not None:
+                    key = self.source(copy) if copy.source == "global" else self.dest(copy)
+                    axes = self.tensors[key[0]].axes
+                    length = next(a.size for a in axes if a.label == coord.axis.id)
+                    stored = copy.dest == "global" or found.get(length) == "q_len"
+                    found[length] = "q_len" if stored else "kv_len"
+        return found
+
+    def positions_of(self, length: Expr, coord: Coord | None) -> Expr:
+        """The length that stands for the positions of an axis: of ranges, that of the longest."""
+        ranged = coord is not None and coord.within is not None
+        return Name(self.longest_ranges[length]) if ranged else length
 
     @cached_property
     def counters(self) -> Mapping[str, Tensor]:

@@ -52,7 +52,8 @@ class Copies:
         data = None
         if self.machine.math is not None:
             offset = self.machine.offset(tensor)
-            data = self.machine.math.load(tensor, _region(places), offset, shape)
+            lead = _lead(places, shape)
+            data = self.machine.math.load(tensor, _region(places), offset, shape, lead)
         if tensor.offset is not None:
             here = Place(self.machine.scalar(tensor.offset), tensor.name, stmt)
             at = {**at, f"offset of {tensor.name}": here}
@@ -72,7 +73,7 @@ class Copies:
             coord = coords.get(axis.label)
             first, extent = self._range(coord, tensor, axis)
             start = self._start(coord, size if tiled else None, extent, tensor, axis, stmt)
-            dim = self.machine.identity(axis.size)
+            dim = self.machine.identity(self.program.positions_of(axis.size, coord))
             chosen = coord is not None and self.program.chosen(coord.value)
             where = Where(dim, start, size, extent, axis.label, tensor.name, stmt, chosen)
             places.append(replace(where, first=first))
@@ -135,9 +136,7 @@ class Copies:
             text = f"axis {axis.label} of `{tensor.name}`: {value} is not a whole number"
             fix = rounded_down(expr) if expr is not None else None
             raise self.machine.halt("FW306", text, span, fix=fix, label=self.machine.problem())
-        if (start >= extent and not (listed or ranged)) or (
-            start < 0 and (ranged or not in_elements)
-        ):
+        if (start >= extent and not (listed or ranged)) or (start < 0 and not in_elements):
             what = f"{start}..{start + size - 1}" if size > 1 else f"{start}"
             text = (
                 f"this reaches {what} on axis {axis.label} of `{tensor.name}`, which is "
@@ -183,7 +182,8 @@ class Copies:
             self._add(stmt, tensor, region, tile)  # else data decide what is added where
         if self.machine.math is not None:
             offset = self.machine.offset(tensor)
-            self.machine.math.store(tensor, region, offset, tile.data, tile.shape, stmt.adds)
+            lead = _lead(places, tile.shape)
+            self.machine.math.store(tensor, region, offset, tile.data, tile.shape, stmt.adds, lead)
 
     def _add(self, stmt: Copy, tensor: Tensor, region: Region, tile: Tile) -> None:
         """Add to what other thread blocks have added: parts of the sequence, each once."""
@@ -241,10 +241,21 @@ def _region(places: list[Where]) -> Region:
     region = []
     for place in places:
         begin, size = place.begin, place.size
-        if place.first is not None and not isinstance(place.start, Unknown):
-            size = max(0, min(size, place.extent - place.start))
-        region.append((0 if isinstance(begin, Unknown) else begin, size))
+        if isinstance(begin, Unknown) or isinstance(place.start, Unknown):
+            begin = 0
+        elif place.first is not None:
+            begin -= min(place.start, 0)
+            size = max(0, min(place.start + size, place.extent) - max(place.start, 0))
+        region.append((begin, size))
     return tuple(region)
+
+
+def _lead(places: list[Where], shape: tuple[int, ...]) -> int:
+    """The rows of a tile before its range."""
+    rows = places[len(places) - len(shape)]
+    if rows.first is None or isinstance(rows.start, Unknown):
+        return 0
+    return min(max(-rows.start, 0), rows.size)
 
 
 def _outside(value: Scalar, size: int, length: Expr) -> str | None:

@@ -175,14 +175,22 @@ class NumPy:
         return array.reshape(-1)[offset : offset + length].reshape(shape)
 
     def load(
-        self, tensor: Tensor, region: Region, offset: int | None, shape: Sequence[int]
+        self,
+        tensor: Tensor,
+        region: Region,
+        offset: int | None,
+        shape: Sequence[int],
+        lead: int = 0,
     ) -> Array:
         view = self._view(tensor, offset)
         part = view[_clip(region, view.shape)]
         pad = []
-        sizes = (*(1 for _ in region[: len(region) - len(shape)]), *shape)
-        for (start, _), size, have in zip(region, sizes, part.shape, strict=True):
-            before = _before(start, size)
+        outer = len(region) - len(shape)
+        sizes = (*(1 for _ in range(outer)), *shape)
+        for axis, ((start, _), size, have) in enumerate(
+            zip(region, sizes, part.shape, strict=True)
+        ):
+            before = lead if lead and axis == outer else _before(start, size)
             pad.append((before, size - before - have))
         whole_tile = np.pad(part, pad) if any(map(any, pad)) else part
         return whole_tile.reshape(tuple(shape))
@@ -195,14 +203,14 @@ class NumPy:
         data: Array,
         shape: Sequence[int],
         adds: bool = False,
+        lead: int = 0,
     ) -> None:
         view = self._view(tensor, offset)
         place = _clip(region, view.shape)
         kept = view[place].shape
         tiled = list(zip(region, kept, strict=True))[len(kept) - len(shape) :]
-        inside = tuple(
-            slice(_before(start, size), _before(start, size) + n) for (start, size), n in tiled
-        )
+        leads = [lead or _before(*tiled[0][0]), *(_before(*r) for r, _ in tiled[1:])]
+        inside = tuple(slice(a, a + n) for a, (_, n) in zip(leads, tiled, strict=True))
         given = self.round(data[inside], tensor.dtype).reshape(kept)
         view[place] = view[place] + given if adds else given
 

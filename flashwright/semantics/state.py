@@ -38,7 +38,12 @@ class Arithmetic(Protocol):
     """The arithmetic on the numbers of the tiles; it chooses the type of its arrays."""
 
     def load(
-        self, tensor: Tensor, region: Region, offset: int | None, shape: Sequence[int]
+        self,
+        tensor: Tensor,
+        region: Region,
+        offset: int | None,
+        shape: Sequence[int],
+        lead: int = 0,
     ) -> Any: ...
     def store(
         self,
@@ -48,6 +53,7 @@ class Arithmetic(Protocol):
         data: Any,
         shape: Sequence[int],
         adds: bool = False,
+        lead: int = 0,
     ) -> None: ...
     def element(self, tensor: Tensor, index: Sequence[int], offset: int | None) -> Value: ...
     def gather(self, tensor: Tensor, index: Sequence[Any], offset: int | None) -> Any: ...

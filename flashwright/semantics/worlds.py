@@ -136,23 +136,20 @@ class Ranged:
 
 
 def ranging(program: Program) -> dict[str, Ranged]:
-    """The tensors that bound ranges. Those that results are stored in are of queries, so that none
-    is longer than `q_len`; the others are of keys."""
-    copies = [s for s in statements(program.tree.body) if isinstance(s, Copy)]
+    """The tensors that bound ranges."""
     ranges = []
-    for copy in copies:
+    for copy in (s for s in statements(program.tree.body) if isinstance(s, Copy)):
         name = (program.source(copy) if copy.source == "global" else program.dest(copy))[0]
         for coord in copy.coords or ():
             if coord.within is not None:
                 axes = program.tensors[name].axes
                 length = next(a.size for a in axes if a.label == coord.axis.id)
-                ranges.append((copy, length, coord.within))
-    queries = {length for copy, length, _ in ranges if copy.dest == "global"}
-    starts = {name for _, _, (first, _) in ranges for name in program.sources(first)}
+                ranges.append((length, *coord.within))
+    starts = {name for _, first, _ in ranges for name in program.sources(first)}
     found: dict[str, Ranged] = {}
-    for _, length, (first, last) in ranges:
-        longest = "q_len" if length in queries else "kv_len"
-        for name in program.sources(first) | program.sources(last):
+    for length, *bounds in ranges:
+        for name in {n for bound in bounds for n in program.sources(bound)}:
+            longest = program.longest_ranges[length]
             found.setdefault(name, Ranged(length, longest, name in starts))
     return found
 

@@ -47,11 +47,11 @@ def stored(where: str) -> tuple[str, str]:
     [
         (stored("L = block_idx in q_first:q_last + 1"), "FW605", "is not inside axis L"),
         (stored("L = block_idx in q_first:q_first + 3"), "FW610", "never written"),
-        (stored("L at q_first + block_idx * BM"), "FW603", "the tile holds q_tokens"),
+        (stored("L at q_first + block_idx * BM"), "FW603", "the tile holds q_len"),
         (stored("L = block_idx in q_first:q_last / 2"), "FW306", "is not a whole number"),
         (stored("L = block_idx in q_first:nowhere"), "FW201", "undefined name `nowhere`"),
         (("H = head_idx, L", "H = head_idx in 0:1, L"), "FW305", "a range is of the tile's rows"),
-        ((KEYS, KEYS.replace("k_first:", "q_first:")), "FW603", "on the range of kv_tokens"),
+        ((KEYS, KEYS.replace("k_first:", "q_first:")), "FW603", "on the range of kv_len"),
         (("kv_idx < k_last - k_first and", "kv_idx < 9999 or"), "FW609", "are not masked"),
         (("min(k_last - k_first,", "min(k_last - k_first - BN,"), "FW604", "is never added in"),
         (("if block_idx * BM < q_last - q_first", "if block_idx < 1"), "FW610", "never written"),

@@ -345,16 +345,18 @@ class Lowering(Body):
                     whole_axis = size == buffer.shape[number]
                     by = self.size(buffer, number) if whole_axis else Scalar(integer(size))
                     place = self.scalars.binary("*", place, by, stmt.span)
-                full, dim = self.positions.full(coord), self._identity(axis.size)
+                dim = self._identity(self.program.positions_of(axis.size, given))
+                full = self.positions.full(coord)
                 axes.append(Where(dim, coord, size, axis.label, full, given.in_elements))
                 aligned = self._aligned(given, place, tensor)  # the last axis counts
                 if given.within is not None:
+                    before_range = self._before(place, stmt) if given.in_elements else None
                     place = self.scalars.binary(
                         "+", self.scalars(given.within[0]), place, stmt.span
                     )
                     last = self.scalars(given.within[1]).as_int(given.within[1].span)
                     inside.append(self._inside(given.within[1], place, stmt))
-                    before.append(None)
+                    before.append(before_range)
                 else:
                     fits = aligned and self._fits(given, axis.size, place, size)
                     inside.append(None if fits else self._inside(axis.size, place, stmt))

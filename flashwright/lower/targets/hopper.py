@@ -132,6 +132,8 @@ def _by_tma(dest: Key, window: ir.Window, buffer: Buffer) -> list[_Check]:
                f"the offset of `{window.tensor.name}` is no multiple of the view's size",
                "give the tensor axes for batch and head, and coordinates on them"),
         _Check(len(buffer.shape) == 2, f"`{name}` is a vector"),
+        _Check(window.last is None or window.first_row is None,
+               f"the tile of `{window.tensor.name}` may begin before its range"),
         _Check(window.cols is None or window.aligned,
                f"the first column of `{name}` may not be a multiple of {unit}"),
         _Check(window.chunked and (window.view is None or _whole_rows(window, unit)),

@@ -1,0 +1,48 @@
+"""`flashwright pack`: a program for rectangular batches, as one for packed sequences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flashwright.cli.command import FINE, blaming, guarded, load_program, shown_name
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command(rich_help_panel="Work on TL")(pack)
+
+
+@guarded
+def pack(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="TL code; - reads stdin.")],
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Output file; default stdout."),
+    ] = None,
+) -> int:
+    """Print a program for packed sequences: those of a batch, of any lengths, behind each other.
+
+    StartsQ and StartsK say where they begin; q_len and kv_len become the longest lengths.
+    """
+    from flashwright.check.check import check
+    from flashwright.files import write
+    from flashwright.lang.diagnostic import Diagnostic, Failed
+    from flashwright.lang.format import format_tree
+    from flashwright.lang.parse import parse
+    from flashwright.serving.packed import packed
+
+    program, source = load_program(file)
+    with blaming(shown_name(file), source):
+        text = format_tree(packed(program))
+        for error in check(parse(text)).errors:
+            said = f"the packed program has an error: {error.message} ({error.code})"
+            raise Failed(Diagnostic("FW909", said, program.grid.span))
+    if out is None:
+        print(text, end="")
+    else:
+        write(out, text)
+        print(f"{out}: packed")
+    return FINE

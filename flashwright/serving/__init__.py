@@ -1,0 +1,1 @@
+"""Programs as inference engines call them: sequences of different lengths in one batch."""
