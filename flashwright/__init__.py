@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from flashwright.judge.verdict import Verdict
     from flashwright.pytorch.operator import Operator
     from flashwright.sandbox.candidate import Candidate
+    from flashwright.serving.varlen import flash_attn_varlen_func as flash_attn_varlen_func
     from flashwright.spec import AttentionSpec
 
 
@@ -126,13 +127,18 @@ def verify(
     return judge(candidate, spec, **options)
 
 
-_LATER = {"attention": "attention", "flex_attention": "attention", "NoKernel": "task"}
+_LATER = {
+    "attention": "flex.attention",
+    "flex_attention": "flex.attention",
+    "flash_attn_varlen_func": "serving.varlen",
+    "NoKernel": "flex.task",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Names of modules of flex/, imported when they are first used; the functions need PyTorch."""
+    """Names of modules that are imported when they are first used; the functions need PyTorch."""
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"flashwright.flex.{_LATER[name]}"), name)
+    found = getattr(importlib.import_module(f"flashwright.{_LATER[name]}"), name)
     globals()[name] = found
     return found

@@ -32,7 +32,7 @@ def pack(
     from flashwright.lang.diagnostic import Diagnostic, Failed
     from flashwright.lang.format import format_tree
     from flashwright.lang.parse import parse
-    from flashwright.serving.packed import packed
+    from flashwright.rewrite.packed import packed
 
     program, source = load_program(file)
     with blaming(shown_name(file), source):

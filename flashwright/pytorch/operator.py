@@ -30,13 +30,15 @@ _TAGS = ("pt2_compliant_tag", "needs_exact_strides")
 class Operator:
     """A kernel package as a torch operator. Call it with tensors on a CUDA device or on the CPU.
 
-    `inputs` are the names of its tensors, `outputs` those of its results, `op` is the operator as
-    torch has it (an OpOverload), which returns all outputs.
+    `inputs` are the names of its tensors, `dims` those of sizes that no tensor shows, `outputs`
+    those of its results; `op` is the operator as torch has it (an OpOverload), which returns all
+    outputs.
     """
 
     def __init__(self, signature: Signature, package: _Package, op: Any, on_cuda: _OnCuda) -> None:
         self.inputs, self.outputs, self.op = signature.inputs, signature.outputs, op
-        self._package, self._on_cuda, self._dims = package, on_cuda, signature.dims
+        self.dims = signature.dims
+        self._package, self._on_cuda = package, on_cuda
         self._lse = self.outputs.index("LSE") if "LSE" in self.outputs else None
 
     def __repr__(self) -> str:
@@ -86,9 +88,9 @@ class Operator:
     ) -> Sequence[Any]:
         """The outputs in their order; others than the first may be missing if not all are asked
         for."""
-        whole = len(tensors) == len(self.inputs) and not (more or self._dims)
+        whole = len(tensors) == len(self.inputs) and tuple(more) == self.dims
         if whole and _undisturbed(tensors) and tensors[0].is_cuda:
-            return self._on_cuda.launch(tensors, all_outputs)
+            return self._on_cuda.launch((*tensors, *more.values()), all_outputs)
         results = self._recorded(tensors, more, deterministic)
         return results if len(self.outputs) > 1 else (results,)
 

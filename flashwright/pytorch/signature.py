@@ -165,8 +165,9 @@ class Signature:
         for (index, like_first), kind in zip(self._written, types, strict=False):
             shape = self._shapes.of(index, given, dims)
             if like_first and _rows_outside(first):
-                _, heads, rows, width = shape
-                strides = (rows * heads * width, width, heads * width, 1)
+                *outer, heads, rows, width = shape
+                batch = (rows * heads * width,) if outer else ()
+                strides = (*batch, width, heads * width, 1)
                 found.append(first.new_empty_strided(shape, strides, dtype=kind))
             else:
                 found.append(first.new_empty(shape, dtype=kind))
@@ -193,13 +194,13 @@ class Signature:
 
 def _has_heads_and_rows(tensor: PlanTensor) -> bool:
     """Whether a caller may have a tensor in either order of heads and rows."""
-    one, other = (caller_order(tensor, layout) for layout in LAYOUTS)
-    return one != other
+    labels = [axis.label for axis in tensor.axes]
+    return len(set(labels)) == len(labels) and set("HLD") <= set(labels) <= set("BHGLD")
 
 
 def _rows_outside(tensor: Any) -> bool:
-    """Whether (batch, heads, rows, dim) lies in memory as (batch, rows, heads, dim)."""
-    _, heads, rows, _ = tensor.stride()
+    """Whether (..., heads, rows, dim) lies in memory as (..., rows, heads, dim)."""
+    *_, heads, rows, _ = tensor.stride()
     found = heads < rows
     return found if found is True or found is False else guard_or_false(found)
 

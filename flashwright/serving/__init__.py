@@ -1,1 +1,1 @@
-"""Programs as inference engines call them: sequences of different lengths in one batch."""
+"""Functions with the signatures that inference engines call."""

@@ -19,7 +19,7 @@ from flashwright.lang.diagnostic import Failed
 from flashwright.lang.format import format_tree
 from flashwright.lang.parse import parse
 from flashwright.lower.translate import translate
-from flashwright.serving.packed import packed
+from flashwright.rewrite.packed import packed
 from tests.unit.emulated import needs_compilers
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

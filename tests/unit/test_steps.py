@@ -44,7 +44,8 @@ class Interpreted(Kernel):
             return
         added = {t.name for t in self.program.outputs if t.added}
         given = {n: _numpy(x) for n, x in tensors.items() if n in self.inputs or n in added}
-        for name, found in interpret(self.program, given).items():
+        known = {name: size for name, size in dims.items() if size is not None}
+        for name, found in interpret(self.program, given, known).items():
             if tensors[name] is not None:
                 tensors[name].copy_(torch.from_numpy(found.astype(np.float32)))
 

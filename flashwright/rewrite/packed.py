@@ -52,13 +52,14 @@ class _Packing:
         dims = ", ".join(side.tokens for side in self.sides.values())
         behind = [s for s in above if isinstance(s, tl.Let)]
         kept = [s for s in above if not isinstance(s, tl.Let)]
-        rest = [self._statement(s) for s in (*behind, *below)]
+        tensors = [self._statement(s) for s in below if _is_tensor(s)]
+        rest = [self._statement(s) for s in (*behind, *below) if not _is_tensor(s)]
         begin = next((n for n, s in enumerate(rest) if not _declares(s)), len(rest))
         body, guard = tuple(rest[begin:]), self._guard()
         if guard is not None:
             body = (tl.If(guard, body),)
-        made = (*kept, *parse(f"dim {dims}").body, grid, *self._starts(), *rest[:begin], *body)
-        return tl.Tree(made)
+        head = (*kept, *parse(f"dim {dims}").body, grid, *tensors)
+        return tl.Tree((*head, *self._starts(), *rest[:begin], *body))
 
     def _around_the_grid(
         self,
@@ -234,6 +235,11 @@ def _length(tensor: Tensor) -> str | None:
 def _axis(tensor: Tensor) -> str:
     """The letter of the axis of positions."""
     return next(a.label for a in tensor.axes if isinstance(a.size, tl.Name) and a.size.id in SIDES)
+
+
+def _is_tensor(stmt: tl.Statement) -> bool:
+    """Whether it declares a tensor whose place needs no scalars of the thread block."""
+    return isinstance(stmt, tl.Allocate) and stmt.space == "global" and stmt.offset is None
 
 
 def _declares(stmt: tl.Statement) -> bool:

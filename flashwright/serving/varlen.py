@@ -1,0 +1,209 @@
+"""Attention of packed sequences, with the signature of FlashAttention's `flash_attn_varlen_func`.
+
+The first call for an operator makes its kernel or finds it in the store; later calls look it up.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashwright.flex.attention import card_of
+from flashwright.flex.task import ROWS, NoKernel, WrongKernel, compare_rows, find_or_make, spec_of
+from flashwright.generate.packed import PackedOrder
+from flashwright.gpu import Gpu
+from flashwright.lang.diagnostic import Failed
+from flashwright.pytorch import reference
+from flashwright.pytorch.operator import Operator, torch_operator
+from flashwright.spec import AttentionSpec
+
+Tensors = Mapping[str, Any]
+_CHECKED = 4  # sequences of a first output
+
+
+def flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    sink: Any = None,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Attention within each sequence of a packed batch: (tokens, heads, dim) tensors.
+
+    `cu_seqlens_q` and `cu_seqlens_k`, int32, say where the sequences begin, and where the last one
+    ends; none is longer than `max_seqlen_q` queries and `max_seqlen_k` keys. With `causal` and a
+    window the last query of a sequence stands at its last key. `window_size` has the keys to the
+    left and to the right that a query sees besides its own, -1 for all. `alibi_slopes` and `sink`
+    have a number for each head. Returns O, and with `return_softmax_lse` also the log-sum-exp
+    (heads, tokens). CPU tensors are computed by PyTorch. There is no gradient yet: `backward` on
+    CUDA tensors is an error. Raises NoKernel with the reason where no kernel can be made.
+    """
+    given = {"q": q, "k": k, "v": v, "startsq": cu_seqlens_q, "startsk": cu_seqlens_k}
+    _check(given)
+    settings = _settings(softmax_scale, causal, window_size, softcap)
+    for name, extra in (("slopes", alibi_slopes), ("sink", sink)):
+        if extra is not None:
+            given[name] = extra
+    if alibi_slopes is not None:
+        _check_slopes(alibi_slopes, causal, q.shape[1])
+        settings["alibi"] = True
+    if sink is not None:
+        settings["sink"] = True
+    heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    spec = spec_of(*heads_first, **settings)
+    if _on_cpu(q):
+        found = by_pytorch(spec, given)
+    else:
+        card = card_of(q.device)
+        found = run(spec, card, given, (max_seqlen_q, max_seqlen_k), return_softmax_lse)
+    return found if return_softmax_lse else found[0]
+
+
+def _on_cpu(tensor: Any) -> bool:
+    return bool(tensor.is_cpu)
+
+
+def _settings(
+    scale: float | None, causal: bool, window: Sequence[int], softcap: float
+) -> dict[str, Any]:
+    """The spec's settings for FlashAttention's."""
+    found: dict[str, Any] = {"causal": True} if causal else {}
+    left, right = window
+    if left >= 0 or (right >= 0 and not causal):
+        if left < 0 or not (causal or left == right):
+            text = (
+                f"window_size = {(left, right)}: kernels see as far to the left as to the right, "
+            )
+            raise NoKernel(text + "or to the left alone with causal=True")
+        found["window"] = left + 1
+    if softcap:
+        found["softcap"] = float(softcap)
+    if scale is not None:
+        found["scale"] = float(scale)
+    return found
+
+
+def _check(given: Tensors) -> None:
+    """Raise ValueError or TypeError, with the argument, for tensors that do not fit."""
+    for name in "qkv":
+        if given[name].ndim != 3:
+            shape = tuple(given[name].shape)
+            raise ValueError(
+                f"{name} must have the axes (tokens, heads, dim); its shape is {shape}"
+            )
+    if given["k"].shape[:2] != given["v"].shape[:2]:
+        raise ValueError("k and v must have the same tokens and heads")
+    for name, starts in (("cu_seqlens_q", given["startsq"]), ("cu_seqlens_k", given["startsk"])):
+        if starts.dtype != torch.int32 or starts.ndim != 1 or starts.shape[0] < 2:
+            text = f"{name} must be int32, with one element more than there are sequences"
+            raise TypeError(f"{text}; it is {starts.dtype}, of shape {tuple(starts.shape)}")
+        if starts.device != given["q"].device:
+            raise ValueError(f"{name} is on {starts.device}, q on {given['q'].device}")
+    if given["startsq"].shape != given["startsk"].shape:
+        raise ValueError("cu_seqlens_q and cu_seqlens_k must be of the same sequences")
+
+
+def _check_slopes(slopes: Any, causal: bool, heads: int) -> None:
+    if not causal:
+        raise NoKernel("alibi_slopes: kernels have ALiBi with causal=True alone")
+    if tuple(slopes.shape) != (heads,):
+        shape = tuple(slopes.shape)
+        raise NoKernel(f"alibi_slopes must have one slope for each of {heads} heads, not {shape}")
+
+
+# --- by a kernel --------------------------------------------------------------------------------
+
+
+@dataclass
+class _Entry:
+    operator: Operator
+    folder: Path
+    new: bool
+    """Whether the kernel was made now, so that its first output is checked."""
+
+
+_KERNELS: dict[tuple[AttentionSpec, str], _Entry] = {}
+
+
+def run(
+    spec: AttentionSpec, card: Gpu, given: Tensors, longest: tuple[int, int], lse: bool
+) -> tuple[Any, Any]:
+    """O and LSE (None if it is not asked for) by the kernel of a spec."""
+    entry = _KERNELS.get((spec, card.name))
+    if entry is None:
+        try:
+            folder, new = find_or_make(PackedOrder(spec, card))
+            entry = _Entry(torch_operator(folder), folder, new)
+        except Failed as error:
+            raise NoKernel(str(error)) from None
+        _KERNELS[spec, card.name] = entry
+    operator = entry.operator
+    turned = {name: given[name].transpose(0, 1) for name in "qkv"}
+    floats = {name: given[name].float() for name in ("slopes", "sink") if name in given}
+    tensors = [{**given, **turned, **floats}[name] for name in operator.inputs]
+    sizes = dict(zip(("q_len", "kv_len"), map(int, longest), strict=True))
+    sizes["batch"] = given["startsq"].shape[0] - 1
+    dims: dict[str, Any] = {name: sizes[name] for name in operator.dims}
+    found = operator.compute(*tensors, all_outputs=lse or entry.new, **dims)
+    out = found[0].transpose(0, 1)
+    if entry.new:
+        try:
+            check(spec, given, out)
+        except WrongKernel:
+            del _KERNELS[spec, card.name]
+            shutil.rmtree(entry.folder, ignore_errors=True)
+            raise
+        entry.new = False
+    return out, found[1] if lse else None
+
+
+def check(spec: AttentionSpec, given: Tensors, out: Any) -> None:
+    """Raise WrongKernel if rows of a first output are not what PyTorch gives in fp64."""
+    starts = given["startsq"].tolist()
+    filled = [b for b, n in enumerate(starts[:-1]) if starts[b + 1] > n]
+    with torch.no_grad():
+        for b in filled[:_CHECKED]:
+            wanted, _ = _sequence(spec, given, b, torch.float64)
+            found = out[starts[b] : starts[b + 1]].transpose(0, 1)
+            rows = torch.linspace(0, found.shape[1] - 1, min(ROWS, found.shape[1])).long()
+            for head in {0, found.shape[0] - 1}:
+                at = head, rows.to(found.device)
+                ours, right = (x[at].double().cpu().numpy() for x in (found, wanted))
+                compare_rows(ours, right, spec, (b, head))
+
+
+# --- by PyTorch ---------------------------------------------------------------------------------
+
+
+def by_pytorch(spec: AttentionSpec, given: Tensors) -> tuple[Any, Any]:
+    """O and LSE, a sequence at a time; every step is differentiable."""
+    count = given["startsq"].shape[0] - 1
+    found = [_sequence(spec, given, b, torch.float32) for b in range(count)]
+    out = torch.cat([o.transpose(0, 1) for o, _ in found]).to(given["q"].dtype)
+    return out, torch.cat([lse for _, lse in found], dim=1)
+
+
+def _sequence(spec: AttentionSpec, given: Tensors, b: int, kind: Any) -> tuple[Any, Any]:
+    """O (heads, tokens, dim) and LSE (heads, tokens) of one sequence."""
+    parts = []
+    for name, starts in (("q", "startsq"), ("k", "startsk"), ("v", "startsk")):
+        first, last = given[starts][b : b + 2].tolist()
+        parts.append(given[name][first:last].to(kind).transpose(0, 1)[None])
+    extras = {name: given[name] for name in ("slopes", "sink") if name in given}
+    out, lse = reference.attention(spec, *parts, **extras)
+    return out[0], lse[0]

@@ -1,0 +1,210 @@
+"""flash_attn_varlen_func: packed sequences in PyTorch. Without a GPU the CUDA path is tried with an
+operator that interprets the program that was made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from flashwright.author.builtin.variants import make_spec
+from flashwright.build import package
+from flashwright.build.reading import PTX
+from flashwright.check.check import checked_program
+from flashwright.emulate.package import read_package
+from flashwright.files import write
+from flashwright.generate.folder import RESULT
+from flashwright.generate.packed import CODE, PackedOrder
+from flashwright.judge.emulated import launch
+from flashwright.lang.parse import parse
+from flashwright.lower.translate import translate
+
+torch = pytest.importorskip("torch")
+import flashwright  # noqa: E402
+from flashwright.flex.task import NoKernel, WrongKernel, spec_of  # noqa: E402
+from flashwright.serving import varlen  # noqa: E402
+from tests.unit.emulated import needs_compilers  # noqa: E402
+from tests.unit.uncompiled import CARD, interpret_operators  # noqa: E402
+
+MAKE = PackedOrder.make
+QUERIES, KEYS = [3, 0, 70, 1], [9, 5, 70, 130]
+
+
+def make(order: PackedOrder, folder: Path, verified: bool) -> None:
+    """In place of PackedOrder.make: the package without its code for the GPU."""
+    folder.mkdir(parents=True)
+    made = translate(checked_program(parse(order.code()), order.gpu), order.gpu)
+    # In place of the PTX the program, so that each has an operator of its own.
+    files = {CODE: order.code(), PTX: order.code(), **package.translated(made)}
+    files |= {package.RECORD: f'{{"gpu": "{order.gpu.name}"}}', RESULT: '{"ok": true}'}
+    for name, text in files.items():
+        write(folder / name, text)
+
+
+@pytest.fixture(autouse=True)
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    monkeypatch.setenv("FLASHWRIGHT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(PackedOrder, "make", make)
+    monkeypatch.setattr(varlen, "_KERNELS", {})
+    torch.manual_seed(0)
+    return interpret_operators(monkeypatch)
+
+
+def starts(lengths: list[int]) -> Any:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def tensors(kind: Any = torch.bfloat16) -> list[Any]:
+    shapes = ((sum(QUERIES), 4), (sum(KEYS), 2), (sum(KEYS), 2))
+    made = [torch.randn(*shape, 64).to(kind) for shape in shapes]
+    return [*made, starts(QUERIES), starts(KEYS), max(QUERIES), max(KEYS)]
+
+
+def on_gpu(monkeypatch: pytest.MonkeyPatch, *given: Any, **settings: Any) -> Any:
+    """The call as it is with CUDA tensors."""
+    monkeypatch.setattr(varlen, "card_of", lambda device: CARD)
+    monkeypatch.setattr(varlen, "_on_cpu", lambda tensor: False)
+    return flashwright.flash_attn_varlen_func(*given, **settings)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True, "softmax_scale": 0.3},
+    "window": {"causal": True, "window_size": (15, 0), "softcap": 20.0},
+    "both sides": {"window_size": (7, 7)},
+    "alibi": {"causal": True, "alibi_slopes": torch.rand(4)},
+    "sink": {"causal": True, "sink": torch.randn(4)},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_kernel_computes_it(
+    name: str, monkeypatch: pytest.MonkeyPatch, launched: list[tuple[str, ...]]
+) -> None:
+    given, settings = tensors(), {**SETTINGS[name], "return_softmax_lse": True}
+    wanted = flashwright.flash_attn_varlen_func(*given, **settings)
+    assert not launched
+    found = on_gpu(monkeypatch, *given, **settings)
+    assert launched == [("O", "LSE")]
+    assert found[0].shape == given[0].shape
+    assert found[0].is_contiguous()
+    torch.testing.assert_close(found[0].float(), wanted[0].float(), atol=0.02, rtol=0.02)
+    torch.testing.assert_close(found[1], wanted[1], atol=1e-4, rtol=1e-4)
+
+
+def test_pytorch_computes_each_sequence_alone() -> None:
+    """As attention of a rectangular batch does."""
+    q, k, v, *sequences = tensors(torch.float32)
+    out = flashwright.flash_attn_varlen_func(q.half(), k.half(), v.half(), *sequences, causal=True)
+    rows, keys = slice(3, 73), slice(14, 84)
+    one = (x[at].half().transpose(0, 1)[None] for x, at in ((q, rows), (k, keys), (v, keys)))
+    alone = flashwright.attention(*one, causal=True)
+    torch.testing.assert_close(out[rows].transpose(0, 1)[None], alone)
+
+
+def test_a_kernel_is_made_once_and_its_first_output_checked(
+    monkeypatch: pytest.MonkeyPatch, launched: list[tuple[str, ...]]
+) -> None:
+    checked: list[Any] = []
+    right = varlen.check
+
+    def counted(*given: Any) -> None:
+        checked.append(given)
+        right(*given)
+
+    monkeypatch.setattr(varlen, "check", counted)
+    given = tensors()
+    for _ in range(2):
+        on_gpu(monkeypatch, *given, causal=True)
+    assert len(checked) == 1
+    assert len(launched) == 2
+
+    def wrong(*_: Any) -> None:
+        raise WrongKernel("it is wrong")
+
+    monkeypatch.setattr(varlen, "check", wrong)
+    monkeypatch.setattr(varlen, "_KERNELS", {})
+    assert on_gpu(monkeypatch, *given, causal=True) is not None  # from the store: checked before
+    with pytest.raises(WrongKernel):
+        on_gpu(monkeypatch, *given)
+    monkeypatch.setattr(varlen, "check", right)
+    assert on_gpu(monkeypatch, *given) is not None  # made again
+
+
+def test_the_check_finds_a_wrong_output() -> None:
+    given = tensors()
+    named = dict(zip(("q", "k", "v", "startsq", "startsk"), given, strict=False))
+    out = flashwright.flash_attn_varlen_func(*given, causal=True)
+    spec = spec_of(*(x.transpose(0, 1)[None] for x in given[:3]), causal=True)
+    varlen.check(spec, named, out)
+    out[3:73, 3] += 1
+    with pytest.raises(WrongKernel, match="batch 2, head 3"):
+        varlen.check(spec, named, out)
+
+
+def test_there_is_no_gradient_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, *others = tensors()
+    q.requires_grad_()
+    out = on_gpu(monkeypatch, q, *others, causal=True)
+    with pytest.raises(Exception, match="has another form"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({0: torch.zeros(2, 4, 10, 64)}, ValueError, "q must have the axes"),
+        ({3: torch.tensor([0, 74])}, TypeError, "cu_seqlens_q must be int32"),
+        ({4: starts([1, 2])}, ValueError, "of the same sequences"),
+        ({2: torch.zeros(214, 1, 64)}, ValueError, "k and v must have"),
+    ],
+)
+def test_tensors_that_do_not_fit(change: dict[int, Any], error: Any, message: str) -> None:
+    given = tensors()
+    for place, tensor in change.items():
+        given[place] = tensor
+    with pytest.raises(error, match=message):
+        flashwright.flash_attn_varlen_func(*given)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"window_size": (7, 3)},
+        {"window_size": (-1, 3)},
+        {"alibi_slopes": torch.rand(4)},
+        {"alibi_slopes": torch.rand(2, 4), "causal": True},
+    ],
+)
+def test_what_no_kernel_does_is_said(settings: dict[str, Any]) -> None:
+    with pytest.raises(NoKernel, match=r"window_size|alibi_slopes"):
+        flashwright.flash_attn_varlen_func(*tensors(), **settings)
+
+
+@needs_compilers
+@pytest.mark.slow
+def test_the_package_that_is_made_computes_it(tmp_path: Path) -> None:
+    """Compiled, and under emulation."""
+    spec = make_spec("gqa", heads=4, kv_heads=2, head_dim=64, dtype="bf16", causal=True)
+    MAKE(PackedOrder(spec, CARD), tmp_path / "made", False)
+    given = tensors()
+    wanted = flashwright.flash_attn_varlen_func(*given, causal=True, return_softmax_lse=True)
+    kinds = zip(("Q", "K", "V"), given, strict=False)
+    arrays = {n: x.transpose(0, 1).float().numpy().astype(ml_dtypes.bfloat16) for n, x in kinds}
+    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    arrays |= {"StartsQ": given[3].numpy(), "StartsK": given[4].numpy()}
+    out = {
+        "O": np.zeros((4, sum(QUERIES), 64), ml_dtypes.bfloat16),
+        "LSE": np.zeros((4, sum(QUERIES)), np.float32),
+    }
+    dims = {"batch": 4, "heads": 4, "kv_heads": 2, "q_len": max(QUERIES), "kv_len": max(KEYS)}
+    dims |= {"q_tokens": sum(QUERIES), "kv_tokens": sum(KEYS)}
+    package = read_package(tmp_path / "made")
+    result = launch(package, {**arrays, **out}, dims, "eager", 600.0)
+    assert not result.findings
+    found = torch.from_numpy(out["O"].astype(np.float32)).transpose(0, 1)
+    torch.testing.assert_close(found, wanted[0].float(), atol=0.02, rtol=0.02)
+    torch.testing.assert_close(torch.from_numpy(out["LSE"]), wanted[1], atol=1e-4, rtol=1e-4)
