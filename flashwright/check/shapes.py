@@ -397,8 +397,8 @@ def _coordinates(stmt: Copy, shape: Shape, tensor: Tensor, names: Names) -> Iter
         return
     tiled = labels[len(labels) - len(shape) :]
     for coord in stmt.coords or ():
-        if coord.within is not None and coord.axis.id != tiled[0]:
-            text = f"a range is of the tile's rows, and {coord.axis.id} is not their axis"
+        if coord.within is not None and coord.axis.id in tiled[1:]:
+            text = f"a range cannot be of the tile's columns, along {coord.axis.id}"
             hint = f"give `in ...` to axis {tiled[0]}, or leave it out"
             yield Diagnostic("FW305", text, coord.span, help=hint)
     for axis in tensor.axes:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from flashwright.check.check import checked_program
 from flashwright.fuzz.body import LoopBody
 from flashwright.fuzz.case import FuzzCase
 from flashwright.fuzz.choices import Choices
@@ -15,9 +16,14 @@ from flashwright.fuzz.masks import choose_masks
 from flashwright.fuzz.plan import ProgramPlan, choose_plan
 from flashwright.fuzz.sizes import GPUS, choose_gpu, choose_sizes, problems
 from flashwright.fuzz.spoil import spoil
+from flashwright.lang.diagnostic import Failed
+from flashwright.lang.format import format_tree
+from flashwright.lang.parse import parse
+from flashwright.rewrite.packed import packed
 
 ALIKE = 32  # programs of so many seeds in a row have one GPU and one set of tiles
 SPOILT = 0.1  # share of programs that are edited to be slightly invalid
+PACKED = 0.12  # of the others, the share that is rewritten for packed sequences
 _OTHER = {"fp16": "bf16", "bf16": "fp16"}
 _SWITCHES = ("Overlap", "PingPong", "SplitMasked", "Persistent")
 
@@ -43,6 +49,9 @@ def generate(
     if spoilt:
         text, how = spoil(c, text)
         draft.tag("spoilt", f"spoilt:{how}")
+    elif c.chance(PACKED) and (packed_text := _packed(text)) is not None:
+        text, given = packed_text, tuple(_packed_problem(c, dims) for dims in given)
+        draft.tag("packed")
     return FuzzCase(
         gpu=gpu,
         text=text,
@@ -55,6 +64,23 @@ def generate(
         spoilt=spoilt,
         sparing=sparing,
     )
+
+
+def _packed(text: str) -> str | None:
+    """The program for packed sequences; None if it cannot be packed, or is refused as it is."""
+    try:
+        return format_tree(packed(checked_program(parse(text))))
+    except Failed:
+        return None
+
+
+def _packed_problem(c: Choices, dims: Mapping[str, int]) -> dict[str, int]:
+    """Another sequence, and fewer tokens than if all were as long as the longest."""
+    found = {**dims, "batch": dims["batch"] + 1}
+    for side in ("q", "kv"):
+        longest = dims[f"{side}_len"]
+        found[f"{side}_tokens"] = max(1, found["batch"] * longest - c.below(longest + 1))
+    return found
 
 
 def _spread(plan: ProgramPlan) -> float:

@@ -52,7 +52,7 @@ def _values(
     if name == "Lengths":
         return rng.integers(1, dims["kv_len"] + 1, shape)
     if name.startswith("Starts"):
-        side = "q" if name.endswith("Q") else "kv"
+        side = "q" if "Q" in name else "kv"
         return _starts(shape[0] - 1, dims[f"{side}_tokens"], dims[f"{side}_len"], rng)
     if tensor.dtype == "int32":
         return rng.integers(0, 3, shape)

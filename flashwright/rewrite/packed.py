@@ -55,7 +55,8 @@ class _Packing:
         tensors = [self._statement(s) for s in below if _is_tensor(s)]
         rest = [self._statement(s) for s in (*behind, *below) if not _is_tensor(s)]
         begin = next((n for n, s in enumerate(rest) if not _declares(s)), len(rest))
-        body, guard = tuple(rest[begin:]), self._guard()
+        lets = {s.name.id for s in rest[:begin] if isinstance(s, tl.Let)}
+        body, guard = tuple(rest[begin:]), self._guard(lets)
         if guard is not None:
             body = (tl.If(guard, body),)
         head = (*kept, *parse(f"dim {dims}").body, grid, *tensors)
@@ -135,20 +136,26 @@ class _Packing:
     def _all(self) -> tuple[_Side, ...]:
         return tuple(self.sides.values())
 
-    def _guard(self) -> tl.Expr | None:
-        """Whether a thread block has queries; None where only its loops tell which ones it has."""
+    def _guard(self, lets: set[str]) -> tl.Expr | None:
+        """Whether a thread block has queries; None where only its loops tell which ones it has.
+        `lets` are the scalars that are known by then."""
         side = self.sides.get("q_len")
-        known = {axis.name.id for axis in self.program.grid.axes} | {*self.program.params}
+        grid = {axis.name.id for axis in self.program.grid.axes}
+        known = grid | lets | {*self.program.params, *self.sides}
         for copy, tensor in self._copies() if side is not None else ():
             if copy.dest != "global" or self.lengths[tensor.name] != "q_len":
                 continue
             place = next(c for c in copy.coords or () if c.axis.id == _axis(tensor))
             if not {n.id for n in tl.value_names(place.value)} <= known or not copy.shape:
                 return None
-            rows = copy.shape[0]
-            first = place.value if place.in_elements else tl.Binary("*", place.value, rows)
+            value, tiled = self._named(place.value), tensor.axes[-len(copy.shape) :]
+            counts = not place.in_elements and place.axis.id in (a.label for a in tiled)
+            first = tl.Binary("*", value, copy.shape[0]) if counts else value
             assert side is not None
-            return tl.Binary("<", first, tl.Name(side.length))
+            inside = tl.Binary("<", first, tl.Name(side.length))
+            if isinstance(value, tl.Name) and value.id in grid:
+                return inside
+            return tl.Binary("and", tl.Binary(">=", value, tl.Num("0")), inside)
         return None
 
     def _statement(self, stmt: tl.Statement) -> tl.Statement:

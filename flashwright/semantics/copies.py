@@ -79,7 +79,7 @@ class Copies:
             places.append(replace(where, first=first))
             if not tiled:
                 at[dim] = Place(start, tensor.name, stmt, chosen)
-            elif first is not None:
+            if first is not None:
                 at[f"the range of {dim}"] = Place(first, tensor.name, stmt)
         return places, at
 
@@ -123,7 +123,7 @@ class Copies:
         another. `tiled` is the tile's size on the axis, if any."""
         expr, size = coord.value if coord is not None else None, tiled or 1
         listed = expr is not None and tiled is not None and self.program.chosen(expr)
-        ranged = coord is not None and coord.within is not None
+        ranged = tiled is not None and coord is not None and coord.within is not None
         if expr is not None and listed:
             self._whole_tiles(expr, tensor)
         value = self.machine.scalar(expr) if expr is not None else 0
@@ -140,7 +140,7 @@ class Copies:
             what = f"{start}..{start + size - 1}" if size > 1 else f"{start}"
             text = (
                 f"this reaches {what} on axis {axis.label} of `{tensor.name}`, which is "
-                f"{format_expr(axis.size)} = {extent} long"
+                f"{_length(coord, axis)} = {extent} long"
             )
             where = self.program.guard(stmt)
             where += self.program.definitions(*([expr] if expr is not None else []))
@@ -256,6 +256,14 @@ def _lead(places: list[Where], shape: tuple[int, ...]) -> int:
     if rows.first is None or isinstance(rows.start, Unknown):
         return 0
     return min(max(-rows.start, 0), rows.size)
+
+
+def _length(coord: Coord | None, axis: TensorAxis) -> str:
+    """The length of an axis, or of the range on it, as the program has it."""
+    if coord is None or coord.within is None:
+        return format_expr(axis.size)
+    first, last = coord.within
+    return f"{format_expr(last)} - {format_expr(first)}"
 
 
 def _outside(value: Scalar, size: int, length: Expr) -> str | None:

@@ -50,7 +50,7 @@ def stored(where: str) -> tuple[str, str]:
         (stored("L at q_first + block_idx * BM"), "FW603", "the tile holds q_len"),
         (stored("L = block_idx in q_first:q_last / 2"), "FW306", "is not a whole number"),
         (stored("L = block_idx in q_first:nowhere"), "FW201", "undefined name `nowhere`"),
-        (("H = head_idx, L", "H = head_idx in 0:1, L"), "FW305", "a range is of the tile's rows"),
+        (stored("L = block_idx in q_first:q_last, D = 0 in 0:64"), "FW305", "the tile's columns"),
         ((KEYS, KEYS.replace("k_first:", "q_first:")), "FW603", "on the range of kv_len"),
         (("kv_idx < k_last - k_first and", "kv_idx < 9999 or"), "FW609", "are not masked"),
         (("min(k_last - k_first,", "min(k_last - k_first - BN,"), "FW604", "is never added in"),

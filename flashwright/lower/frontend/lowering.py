@@ -361,6 +361,8 @@ class Lowering(Body):
                     fits = aligned and self._fits(given, axis.size, place, size)
                     inside.append(None if fits else self._inside(axis.size, place, stmt))
                     before.append(self._before(place, stmt) if given.in_elements else None)
+            elif given.within is not None:
+                place = self.scalars.binary("+", self.scalars(given.within[0]), place, stmt.span)
             start.append(place.as_int(stmt.span))
         rows, cols = inside[0], inside[1] if len(inside) > 1 else None
         first_row, first_col = before[0], before[1] if len(before) > 1 else None
