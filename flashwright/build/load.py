@@ -304,6 +304,16 @@ class OutputShapes:
         return found
 
 
+def shown_dims(plan: LaunchPlan, arrays: Mapping[str, Any]) -> dict[str, int]:
+    """The dims that the shapes of inputs, in the caller's order of axes, show."""
+    found = {}
+    for dim, (index, axis, divisor) in dim_sources(plan, LAYOUTS[0]).items():
+        array = arrays.get(plan.tensors[index].name)
+        if array is not None and axis < len(array.shape):
+            found[dim] = array.shape[axis] // divisor
+    return found
+
+
 def dim_sources(plan: LaunchPlan, layout: str) -> dict[str, DimSource]:
     """For each dimension an input that has it: its index, the axis, and the divisor of the axis."""
     sources: dict[str, DimSource] = {}

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashwright.build.load import shown_dims
 from flashwright.build.plan_rules import LAYOUTS, caller_order
 from flashwright.emulate.encode import ACQUIRES, MODULE, EncodedKernel, encode
 from flashwright.emulate.machine import Machine, here
@@ -107,6 +108,7 @@ def run(
     `variables` are the module's, as an earlier launch has left them; without them the launch is the
     first. `machine` executes it.
     """
+    dims = {**shown_dims(plan, arrays), **dims}
     regions, parameters = _memory(plan, arrays, dims)
     grid, block = plan.blocks(dims, sms_of(program)), [plan.threads]
     given = (regions, parameters, grid, block, plan.shared, schedule, variables)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from flashwright.build.load import shown_dims
 from flashwright.build.reading import read_cubin, untied
 from flashwright.confine.start import CALLS, FILES
 from flashwright.emulate.emulate import (
@@ -308,6 +309,7 @@ def launch(
 
     Raises Ended if the launch does not finish, Failed with FW904 if the kernel takes other tensors.
     """
+    dims = {**shown_dims(package.plan, tensors), **dims}
     missing = [name for name in package.plan.dims if name not in dims]
     if missing:
         text = f"no value is given for {', '.join(missing)}"

@@ -17,7 +17,7 @@ from flashwright.judge.answer import FORWARD_OUTPUTS
 from flashwright.judge.problems import Problem
 from flashwright.judge.reference_process import ReferenceProcess
 from flashwright.lang.diagnostic import Diagnostic, Failed
-from flashwright.lower.launch_plan import LaunchPlan, PlanTensor, evaluate
+from flashwright.lower.launch_plan import OPERATORS, LaunchPlan, PlanTensor, evaluate
 from flashwright.sandbox.candidate import Candidate
 from flashwright.sandbox.tensors import DTYPES, Array
 from flashwright.spec import AttentionSpec
@@ -148,9 +148,10 @@ class PackageForm:
         made: Shapes = {}
         for tensor in self.plan.tensors:
             if tensor.written:
-                # The caller decides the size of a view's memory.
-                flat = tensor.flat and tensor.name in expected
-                shape = expected[tensor.name].shape if flat else self._shape(tensor, problem)
+                # The caller decides the size of a view's memory, and dims that only inputs show.
+                own = tensor.flat or not _dims_of(tensor) <= problem.dims.keys()
+                own = own and tensor.name in expected
+                shape = expected[tensor.name].shape if own else self._shape(tensor, problem)
                 made[tensor.name] = (tuple(shape), tensor.dtype)
         if not set(made) & set(expected):
             text = f"the kernel writes none of the outputs that the spec knows: {', '.join(made)}"
@@ -163,6 +164,12 @@ class PackageForm:
 
     def _shape(self, tensor: PlanTensor, problem: Problem) -> tuple[int, ...]:
         return planned_shape(tensor, problem.dims)
+
+
+def _dims_of(tensor: PlanTensor) -> set[str]:
+    """The dims that a tensor's sizes are made of."""
+    tokens = {token for axis in tensor.axes for token in axis.size}
+    return {token for token in tokens if isinstance(token, str) and token not in OPERATORS}
 
 
 def planned_shape(tensor: PlanTensor, dims: Mapping[str, int]) -> tuple[int, ...]:

@@ -26,12 +26,13 @@ LATER = [name for n, name in enumerate(CASES) if n % 40]
 SHARES = [
     pytest.param(GPUS[0], list(CASES)[::40], id=f"{GPUS[0]}-a-few"),
     pytest.param(GPUS[0], LATER, id=f"{GPUS[0]}-the-others", marks=pytest.mark.slow),
-    *(pytest.param(gpu, list(CASES), id=gpu, marks=pytest.mark.slow) for gpu in ("a100", "t4")),
+    pytest.param("a100", list(CASES)[::2], id="a100", marks=pytest.mark.slow),
+    pytest.param("t4", list(CASES)[1::2], id="t4", marks=pytest.mark.slow),
     pytest.param(
         "l40s", list(dict.fromkeys([*FP8, *list(CASES)[::4]])), id="l40s", marks=pytest.mark.slow
     ),
 ]
-"""Ada differs from Ampere in fp8, and in how much fits."""
+"""Ada differs from Ampere in fp8, and in how much fits. What Turing does not get, Ampere does."""
 
 
 @pytest.mark.parametrize(("gpu", "names"), SHARES)

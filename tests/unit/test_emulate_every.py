@@ -73,11 +73,13 @@ def built(wanted: Sequence[AttentionSpec], gpu: str) -> list[Kernel]:
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize(("gpu", "dtype"), MIXES)
 def test_built_in(gpu: str, dtype: str, option: str) -> None:
-    wanted = []
-    for causal in (False, True):
-        settings = {"dtype": dtype, "causal": causal, **OPTIONS[option]}
-        wanted += [make_spec("gqa", head_dim=width, **settings) for width in HEAD_DIMS]
-        wanted.append(make_spec("mla", **settings))
+    """Every other one is causal, others for the next option and the next GPU."""
+    first = MIXES.index((gpu, dtype)) + list(OPTIONS).index(option)
+    sizes: list[tuple[str, dict[str, Any]]] = [("gqa", {"head_dim": width}) for width in HEAD_DIMS]
+    wanted = [
+        make_spec(name, dtype=dtype, causal=number % 2 == 0, **size, **OPTIONS[option])
+        for number, (name, size) in enumerate([*sizes, ("mla", {})], first)
+    ]
     made = built(wanted, gpu)
     assert len(made) >= len(wanted) - 2
     for kernel in made:

@@ -274,4 +274,4 @@ def test_one_of_each_kind_meets_the_confined_compiler(world: World) -> None:
 def test_more_meet_the_confined_compiler(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the process may open the canary: its bytes still do not come out."""
     monkeypatch.setenv(process.READS, str(world.canary.parent))
-    assert _compiled(_for_the_compiler(world, 6)) >= 3
+    assert _compiled(_for_the_compiler(world, 3)) >= 2
