@@ -6,15 +6,27 @@ import numpy as np
 def make_inputs(rng, dims):
     made = {}
     for name, longest in (("Q", dims["q_len"]), ("K", dims["kv_len"])):
-        lengths = rng.integers(0, longest + 1, dims["batch"])
-        lengths[0] = longest
-        made[f"Starts{name}"] = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+        # How many tokens there are depends on the dims alone, how they are shared out does not.
+        made[f"Starts{name}"] = starts(
+            rng, dims["batch"], (dims["batch"] + 1) * longest // 2, longest
+        )
     heads, kv_heads, width = dims["heads"], dims["kv_heads"], 64
     q_tokens, kv_tokens = (int(made[name][-1]) for name in ("StartsQ", "StartsK"))
     made["Q"] = rng.standard_normal((heads, q_tokens, width))
     made["K"] = rng.standard_normal((kv_heads, kv_tokens, width))
     made["V"] = rng.standard_normal((kv_heads, kv_tokens, width))
     return made
+
+
+def starts(rng, count, tokens, longest):
+    """Where `count` sequences begin, none of which is longer than the longest, and the last ends."""
+    found = [0]
+    for left in reversed(range(count)):
+        rest = tokens - found[-1]
+        found.append(
+            found[-1] + rng.integers(max(0, rest - left * longest), min(longest, rest) + 1)
+        )
+    return np.array(found, dtype=np.int32)
 
 
 def reference(inputs, dims):
