@@ -19,7 +19,7 @@ def make_inputs(rng, dims):
 
 
 def starts(rng, count, tokens, longest):
-    """Where `count` sequences begin, none of which is longer than the longest, and the last ends."""
+    """Where `count` sequences begin, none longer than the longest, and where the last one ends."""
     found = [0]
     for left in reversed(range(count)):
         rest = tokens - found[-1]

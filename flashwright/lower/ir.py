@@ -481,6 +481,15 @@ class GridAxis:
 
 
 @dataclass(frozen=True)
+class Sequences:
+    """Sequences that lie behind each other: the tensor that says where they begin, and the rows of
+    a tile. The grid's first axis counts a sequence's tiles, the last one the sequences."""
+
+    starts: str
+    rows: int
+
+
+@dataclass(frozen=True)
 class Kernel:
     """A kernel: its grid, its statements, and how its register tiles lie."""
 
@@ -491,6 +500,7 @@ class Kernel:
     wide: frozenset[Key] = frozenset()  # accumulators whose threads hold 4 columns in every 16
     beside: frozenset[Key] = frozenset()  # register tiles whose columns warpgroups share
     waves: int = 0  # of a group of tiles (plan.py, scheduler_waves)
+    sequences: Sequences | None = None  # only tiles of these are visited
 
 
 def flat(body: tuple[Statement, ...]) -> Iterator[Statement]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from flashwright.gpu import Gpu
 from flashwright.lang import nodes as tl
-from flashwright.lang.nodes import Binary, Call, Expr, Name, Num, Unary
+from flashwright.lang.nodes import Binary, Call, Expr, Index, Name, Num, Unary
 from flashwright.lower import ir
 from flashwright.lower.frontend.scalars import refused
 from flashwright.lower.launch_plan import (
@@ -224,6 +224,43 @@ def scheduler_waves(program: Program, gpu: Gpu, kernel: ir.Kernel) -> int:
     fitting = 2 * max(1, round(L2_SHARE * gpu.l2_bytes / max(2 * gpu.sms * rows * line, 1)))
     enough = rate * line < MEMORY_SHARE * gpu.bandwidth * 2 * rows * widths
     return 2 * fitting if enough else fitting
+
+
+def sequences(program: Program) -> ir.Sequences | None:
+    """The sequences whose tiles are the only ones with work: a program that does everything under
+    `block_idx * BM < Starts[batch_idx + 1] - Starts[batch_idx]`."""
+    work = [s for s in program.tree.body if not isinstance(s, _DECLARING)]
+    axes = program.grid.axes
+    if len(work) != 1 or len(axes) != 3 or any(axis.low != Num("0") for axis in axes):
+        return None
+    lets = {s.name: s.value for s in program.tree.body if isinstance(s, tl.Let)}
+
+    def seen(expr: Expr) -> Expr:
+        while expr in lets:
+            expr = lets[expr]
+        return expr
+
+    match work[0], axes[0].high:
+        case tl.If(Binary("<", Binary("*", block, rows), length), _, ()), Binary("/", _, per):
+            if block != axes[0].name or rows != per:
+                return None
+            match seen(length):
+                case Binary("-", last, first):
+                    starts = _starts(seen(first), seen(last), axes[2].name)
+                    size = evaluate(rows, program.params)
+                    return ir.Sequences(starts, int(size)) if starts else None
+    return None
+
+
+_DECLARING = (tl.Param, tl.Dim, tl.Let, tl.Grid, tl.Allocate, tl.Comment)
+
+
+def _starts(first: Expr, last: Expr, sequence: Name) -> str | None:
+    """The tensor of which these are the elements of a sequence and of the next one."""
+    match first, last:
+        case Index(tensor, (one,)), Index(other, (Binary("+", at, Num("1")),)):
+            return tensor.id if tensor == other and one == at == sequence else None
+    return None
 
 
 def _term(size: Postfix) -> Term:

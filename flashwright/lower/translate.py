@@ -21,7 +21,7 @@ from flashwright.lower.passes.prefetch import run_copies_ahead
 from flashwright.lower.passes.specialize_warps import ring_offsets, specialize_warps
 from flashwright.lower.passes.split_columns import left_in_registers, split_tiles
 from flashwright.lower.passes.verify import Verifier, strict
-from flashwright.lower.plan import make_plan, ordered, scheduler_waves
+from flashwright.lower.plan import make_plan, ordered, scheduler_waves, sequences
 from flashwright.lower.printing.kernel import Printer, register_counts
 from flashwright.lower.report import NOT_AHEAD, UNVERIFIED, Report
 from flashwright.lower.source_map import SourceMap, source_map
@@ -112,7 +112,8 @@ def _prepared(
     wide = wide_tiles(body, program)
     kernel = replace(kernel, body=body, grid=ordered(program, kernel.grid), wide=wide)
     if roles:
-        kernel = replace(kernel, waves=scheduler_waves(program, gpu, kernel))
+        waves = scheduler_waves(program, gpu, kernel)
+        kernel = replace(kernel, waves=waves, sequences=sequences(program))
     stages: dict[Key, int] = {k: b.stages for k, b in program.buffers.items()}
     offsets, size = shared_layout(program, stages)
     blocks = _blocks(program, gpu, size, most)

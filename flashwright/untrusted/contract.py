@@ -18,7 +18,7 @@ from typing import Literal
 from flashwright.gpu import Gpu
 from flashwright.lower.launch_plan import LaunchPlan, PlanTensor
 from flashwright.lower.printing.cpp import text
-from flashwright.lower.printing.kernel import Printer, scheduler
+from flashwright.lower.printing.kernel import Printer, tile_loop
 from flashwright.lower.term import ZERO
 from flashwright.lower.translate import prepared
 from flashwright.program.program import Program
@@ -115,7 +115,7 @@ def _grid(printer: Printer, plan: LaunchPlan) -> Iterator[str]:
     names = ", ".join(axis.name for axis in axes)
     counts = ", ".join(text(axis.count) for axis in axes)
     yield f"The grid is one row: gridDim.x blocks for all of ({names}), of ({counts}) elements."
-    loop = f"`for ({scheduler(printer.kernel)} tile({counts}); tile.more(); tile.next())`"
+    loop = f"`{tile_loop(printer.kernel)}`"
     coordinates = ", ".join(
         f"{axis.name} = tile.{letter}()" for axis, letter in zip(axes, "xyz", strict=False)
     )

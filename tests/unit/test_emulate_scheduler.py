@@ -99,3 +99,44 @@ def test_tiles_that_wait_for_earlier_ones_come_to_an_end(rounds: str, blocks: in
                 ):
                     done.add(mine.pop(0))
             assert len(done) > before, (width, height, depth)
+
+
+SEQUENCES = """
+#include <fw/tile_scheduler.cuh>
+struct Params {
+  fw::Global<int, 1> starts;
+};
+extern "C" __global__ void walk(int* order, int* starts, int widest, int height, int depth) {
+  Params const p{{starts, {1}}};
+  int turn = 0;
+  for (fw::SequenceScheduler<64> tile(p.starts, height, depth); tile.more(); tile.next()) {
+    int const place = (tile.z() * height + tile.y()) * widest + tile.x();
+    atomicAdd(order + 2 * place, 1);
+    order[2 * place + 1] = gridDim.x * turn++ + blockIdx.x;
+  }
+}
+"""
+
+
+@needs_compilers
+@pytest.mark.parametrize("blocks", [1, 5])
+@pytest.mark.parametrize(
+    "lengths", [[1], [0], [64, 65, 0, 0, 200, 1], [0, 0, 640, 0], [300] * 3 + [0], []]
+)
+def test_only_tiles_of_sequences_are_taken(lengths: list[int], blocks: int) -> None:
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    order = np.zeros((max(len(lengths), 1), 3, 10, 2), np.int32)
+    done = packed_kernel()(blocks, 1, order, starts, 10, 3, len(lengths))
+    assert done.ok, done
+    for sequence, length in enumerate(lengths):
+        tiles = -(-length // 64)
+        assert (order[sequence, :, :tiles, 0] == 1).all()
+        assert not order[sequence, :, tiles:].any()
+        turns = order[sequence, :, :tiles, 1]
+        assert (np.diff(turns, axis=1) < 0).all()  # the last one first
+    assert order[..., 0].sum() == 3 * sum(-(-n // 64) for n in lengths)
+
+
+@functools.cache
+def packed_kernel() -> EmulatedKernel:
+    return flashwright.emulate.kernel(SEQUENCES)

@@ -3,6 +3,7 @@ the kernel, its tensor maps."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,21 @@ def test_tma_ends_where_a_sequence_does() -> None:
     assert [m.ranges for m in made.plan.maps] == [True] * 3
     assert made.plan.maps[0].box == (1, 1, 1, 64, 64)
     assert LaunchPlan.model_validate_json(made.plan.dump()) == made.plan
+
+
+def test_only_tiles_of_sequences_are_visited() -> None:
+    def scheduler(text: str) -> str:
+        source = translate(checked_program(parse(text)), gpus.find("h200")).source
+        found = re.search(r"fw::(\w+Scheduler<[^>]*>)", source)
+        assert found is not None
+        return found[1]
+
+    assert scheduler(PACKED) == "SequenceScheduler<64>"
+    guard = "if block_idx * BM < q_last - q_first"
+    named = PACKED.replace(guard, "let length = q_last - q_first\nif block_idx * BM < length")
+    assert scheduler(named) == "SequenceScheduler<64>"
+    for other in ("if q_last - q_first > block_idx * BM", "if block_idx * 64 < q_last - q_first"):
+        assert scheduler(PACKED.replace(guard, other)) == "TileScheduler<-1>"
 
 
 def test_a_tensor_with_four_axes_is_copied_by_helper_warps() -> None:

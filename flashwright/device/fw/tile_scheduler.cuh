@@ -2,6 +2,8 @@
 // program's grid, one after the other. The loads for the next tile are under way while the last one is being written.
 #pragma once
 
+#include <fw/global.cuh>
+
 namespace fw {
 
 // The tiles that a thread block takes. Rasterization is L2-aware: tiles that read the same keys are taken at the same
@@ -62,6 +64,46 @@ struct TileScheduler {
   __device__ int y() const { return column() % height; }
   __device__ int z() const { return column() / height; }
   __device__ int column() const { return Waves > 0 ? first + tile % many : tile / width; }
+};
+
+// The tiles of sequences that lie behind each other, and no others: `starts` has where each begins, and where the last
+// one ends; a tile has so many rows. A thread block passes every sequence once, as its tiles come in order: those of a
+// sequence's first head, the last one first (in causal attention it takes longest), then those of its next head.
+template <int Rows>
+struct SequenceScheduler {
+  Global<int, 1> const& starts;
+  int const height, depth;  // heads, sequences
+  int tile = blockIdx.x, sequence = 0, before = 0;
+  int width = 0;  // tiles of the sequence for one head
+
+  __device__ SequenceScheduler(Global<int, 1> const& starts, int height, int depth)
+      : starts(starts), height(height), depth(depth) {
+    if (depth > 0) width = tiles();
+    find();
+  }
+
+  __device__ bool more() const { return sequence < depth; }
+
+  __device__ void next() {
+    tile += gridDim.x;
+    find();
+  }
+
+  __device__ int tiles() const {
+    return (*starts.at(sequence + 1) - *starts.at(sequence) + Rows - 1) / Rows;
+  }
+
+  // To the sequence that has the tile.
+  __device__ void find() {
+    while (sequence < depth && tile - before >= width * height) {
+      before += width * height;
+      if (++sequence < depth) width = tiles();
+    }
+  }
+
+  __device__ int x() const { return width - 1 - (tile - before) % width; }
+  __device__ int y() const { return (tile - before) / width; }
+  __device__ int z() const { return sequence; }
 };
 
 }  // namespace fw

@@ -274,9 +274,7 @@ class Printer:
         """A role's work, for each tile of the grid that the scheduler gives its thread block."""
         part, lines, grid = Page([""], [None]), _lines(self.program.grid), self.kernel.grid
         self._body(part, body, indent + 1)
-        kind = scheduler(self.kernel)
-        counts = ", ".join(text(axis.count) for axis in grid)
-        page.write([f"for ({kind} tile({counts}); tile.more(); tile.next()) {{"], lines, indent)
+        page.write([f"{tile_loop(self.kernel)} {{"], lines, indent)
         for axis, letter in zip(grid, "xyz", strict=False):
             if axis.name in part.names:
                 low = "" if axis.low == ZERO else f"{text(axis.low)} + "
@@ -395,10 +393,15 @@ class Printer:
         page.write(["}"], lines, indent)
 
 
-def scheduler(kernel: ir.Kernel) -> str:
-    """The type of the tile scheduler (device/fw/tile_scheduler.cuh)."""
+def tile_loop(kernel: ir.Kernel) -> str:
+    """The head of the loop over a thread block's tiles (device/fw/tile_scheduler.cuh)."""
+    counts = [text(axis.count) for axis in kernel.grid]
     first = ", true" if kernel.waves > 0 and kernel.grid[0].longest == "first" else ""
-    return f"fw::TileScheduler<{kernel.waves}{first}>"
+    kind = f"TileScheduler<{kernel.waves}{first}>"
+    if kernel.sequences is not None:
+        kind = f"SequenceScheduler<{kernel.sequences.rows}>"
+        counts[0] = f"p.{cpp(kernel.sequences.starts)}"
+    return f"for (fw::{kind} tile({', '.join(counts)}); tile.more(); tile.next())"
 
 
 def register_counts(program: Program, roles: ir.Roles) -> tuple[int, int]:
