@@ -329,6 +329,9 @@ def _turns(stmt: Copy, tensor: Tensor, names: Names) -> Iterator[Diagnostic]:
             text = f"`at turn` counts additions to tiles, and {coord.axis.id} is in elements"
             hint = f"give it in tiles: `{coord.axis.id} = ...`"
             yield Diagnostic("FW613", text, coord.span, help=hint)
+        if coord.within is not None:
+            text = "`at turn` counts additions to tiles of the whole tensor, not of a range"
+            yield Diagnostic("FW613", text, coord.span)
     copies = (s for s in statements(names.tree.body) if isinstance(s, Copy) and s.adds)
     for other in copies:
         same = split((other.target or other.name).id)[0] == tensor.name

@@ -4,6 +4,7 @@ the kernel, its tensor maps."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,10 @@ from flashwright.judge.cpu import judge
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.format import format_tree
 from flashwright.lang.parse import parse
+from flashwright.lower import ir
+from flashwright.lower.frontend.lowering import lower
 from flashwright.lower.launch_plan import LaunchPlan
+from flashwright.lower.targets.hopper import mixed_ranges
 from flashwright.lower.translate import translate
 from flashwright.spec import load
 from tests.unit.together import kernels
@@ -108,6 +112,31 @@ def test_a_tensor_with_four_axes_is_copied_by_helper_warps() -> None:
     assert report is not None
     assert [m.tensor for m in made.plan.maps] == ["K", "V"]
     assert any("a tensor map has 2 to 5 axes, not 6" in r.text for r in report.remarks)
+
+
+def test_a_tile_with_and_without_a_range_has_no_map() -> None:
+    """A tensor map has one form: the coordinates of the other Copy would not be its own."""
+    body = lower(checked_program(parse(PACKED))).body
+    load = next(n for n in ir.flat(body) if isinstance(n, ir.Load))
+    plain = replace(load, window=replace(load.window, last=None))
+    assert mixed_ranges((load, plain)) == {load.dest}
+    assert not mixed_ranges((load, load))
+    assert not mixed_ranges((plain, plain))
+
+
+def test_turns_do_not_count_in_ranges() -> None:
+    text = "Copy dX (BM, HeadDim) in coordinate [L = block_idx in 0:9] from register to global"
+    program = f"""
+param BM = 64
+param HeadDim = 64
+Allocate dX in global (q_len, HeadDim) as fp32
+grid block_idx = 0:q_len / BM
+Allocate dX in register (BM, HeadDim) as fp32
+Compute 0 and get dX
+{text} and accumulate at turn 0
+"""
+    found = check(parse(program)).diagnostics
+    assert any(d.code == "FW613" and "not of a range" in d.message for d in found)
 
 
 def test_a_plan_with_ranges_of_a_vector_is_refused() -> None:

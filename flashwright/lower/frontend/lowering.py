@@ -280,7 +280,8 @@ class Lowering(Body):
         whole = len(shape) == 2 and shape[0] in (16, 32, 64, 128) and shape[1] % 8 == 0
         all_columns = self.fixed(tensor.axes[-1].size) == shape[-1]
         direct = "register" in (stmt.source, stmt.dest) and stmt.column is None
-        if not (whole and all_columns and direct) or any(c.in_elements for c in places):
+        moved = any(c.in_elements or c.within for c in places)
+        if not (whole and all_columns and direct) or moved:
             text = f"`{tensor.name}` is in fragments"
             hint = "copy 16, 32, 64 or 128 rows of all columns between register and global"
             raise refused(text, stmt.span, hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flashwright.gpu import HALF_SWIZZLE, Gpu
@@ -60,10 +61,14 @@ def copies(
         edit = ParamEdit("Warps", wanted) if wanted else None
         report.remark(NO_WGMMA, text, line_of(body, ir.Gemm), help, edit)
     written = {n.dest for n in nodes if isinstance(n, (ir.Move, ir.Restage))}
+    mixed = mixed_ranges(nodes)
     for node in nodes:
         checks: list[_Check] = []
         if isinstance(node, ir.Load):
             missing = missing_for_tma(node, program.buffers[node.dest], node.dest in transposed)
+            if missing is None and node.dest in mixed:
+                text = f"`{node.dest[0]}` is loaded with a range and without, by two Copies"
+                missing = _Check(False, text, "give one of them a tile of its own: `and get ...`")
             checks = _any_copy(node.dest, written, transposed, missing)
             if missing:
                 ways["tma_optional" if missing.shown_by_the_call else "helped"][node.dest] = None
@@ -82,6 +87,13 @@ def copies(
         return None
     helped = frozenset(ways["helped"])
     return Copies(helped, frozenset(ways["tma_optional"]) - helped) if fine else None
+
+
+def mixed_ranges(nodes: Sequence[ir.Statement]) -> frozenset[Key]:
+    """The tiles that some copies load from a range and others do not: a tensor map has one form."""
+    loads = [n for n in nodes if isinstance(n, ir.Load)]
+    ranged = {n.dest for n in loads if any(w.last is not None for w in n.windows)}
+    return frozenset(n.dest for n in loads if any(w.last is None for w in n.windows)) & ranged
 
 
 def missing_for_tma(node: ir.Load, buffer: Buffer, transposed: bool = False) -> _Check | None:
