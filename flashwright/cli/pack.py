@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flashwright.cli.command import FINE, blaming, guarded, load_program, shown_name
+from flashwright.cli.command import FINE, blaming, guarded, load_kernels, shown_name
 
 
 def register(app: typer.Typer) -> None:
@@ -34,12 +34,12 @@ def pack(
     from flashwright.lang.parse import parse
     from flashwright.rewrite.packed import packed
 
-    program, source = load_program(file)
+    kernels, source = load_kernels(file)
     with blaming(shown_name(file), source):
-        text = format_tree(packed(program))
+        text = format_tree(packed(parse(source)))
         for error in check(parse(text)).errors:
             said = f"the packed program has an error: {error.message} ({error.code})"
-            raise Failed(Diagnostic("FW909", said, program.grid.span))
+            raise Failed(Diagnostic("FW909", said, kernels.programs[0].grid.span))
     if out is None:
         print(text, end="")
     else:

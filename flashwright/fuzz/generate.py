@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from flashwright.check.check import checked_program
 from flashwright.fuzz.body import LoopBody
 from flashwright.fuzz.case import FuzzCase
 from flashwright.fuzz.choices import Choices
@@ -69,7 +68,7 @@ def generate(
 def _packed(text: str) -> str | None:
     """The program for packed sequences; None if it cannot be packed, or is refused as it is."""
     try:
-        return format_tree(packed(checked_program(parse(text))))
+        return format_tree(packed(parse(text)))
     except Failed:
         return None
 

@@ -27,6 +27,7 @@ from flashwright.lang.nodes import Tree
 from flashwright.lang.parse import parse
 from flashwright.measure.machine import translator
 from flashwright.program.kernels import Kernels
+from flashwright.rewrite.packed import packed
 from flashwright.spec import AttentionSpec
 
 CODE, SPEC = "code.tl", "spec.toml"
@@ -47,6 +48,8 @@ class BackwardOrder:
     """The inputs whose gradients are wanted, in lower case; None for all."""
     deterministic: bool = False
     """Whether every run gives the same bits."""
+    packed: bool = False
+    """Whether it is for packed sequences; `forward` is for rectangular batches all the same."""
 
     @classmethod
     def of(
@@ -70,12 +73,18 @@ class BackwardOrder:
         return cls(code.decode(), card, known, outputs, inputs, deterministic)
 
     @cached_property
-    def code(self) -> str:
-        """The text of the backward program. Raises Failed if it cannot be derived."""
+    def derived(self) -> Tree:
+        """The backward program, for rectangular batches. Raises Failed if it cannot be derived."""
         program = checked_program(parse(self.forward))
         names = self.inputs
         wrt = None if names is None else [t.name for t in program.inputs if t.name.lower() in names]
-        return format_tree(backward(program, self.outputs, wrt, self.deterministic).tree)
+        return backward(program, self.outputs, wrt, self.deterministic).tree
+
+    @cached_property
+    def code(self) -> str:
+        """The text of the backward program, before its sizes are chosen. Raises Failed if it cannot
+        be derived or packed."""
+        return format_tree(packed(self.derived) if self.packed else self.derived)
 
     @cached_property
     def key(self) -> str:
@@ -89,7 +98,8 @@ class BackwardOrder:
 
     def in_words(self) -> str:
         """What it computes, for a line of progress."""
-        kind = "deterministic " if self.deterministic else ""
+        kind = "packed " if self.packed else ""
+        kind += "deterministic " if self.deterministic else ""
         if self.spec is None:
             return f"the {kind}backward pass; {self.gpu.title}"
         spec = self.spec.model_copy(update={"reference": None})
@@ -99,9 +109,10 @@ class BackwardOrder:
         """Write the package. Raises Failed if a kernel cannot be made."""
         spec = self.spec
         told = {}
-        if spec is not None:
+        if spec is not None and not self.packed:
             told[SPEC] = specs.dump(spec.differentiated(self.deterministic))
-        _, tree = sized(parse(self.code), self.gpu)
+        _, tree = sized(parse(format_tree(self.derived)), self.gpu)
+        tree = packed(tree) if self.packed else tree
         for name, data in built(tree, self.gpu, told).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             write(folder / name, data)

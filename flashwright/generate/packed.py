@@ -14,6 +14,7 @@ from flashwright.build import package
 from flashwright.build.make import make
 from flashwright.check.check import checked_program
 from flashwright.files import sha256, write
+from flashwright.generate.backward import BackwardOrder
 from flashwright.generate.folder import RESULT
 from flashwright.generate.store import HEADROOMS
 from flashwright.gpu import Gpu
@@ -37,11 +38,21 @@ class PackedOrder:
 
     def code(self, headroom: int | None = None) -> str:
         """The program. Raises Failed with FW905 if no tiling fits the GPU."""
+        return format_tree(packed(parse(self.rectangular(headroom))))
+
+    def rectangular(self, headroom: int | None = None) -> str:
+        """The author's program for rectangular batches."""
         try:
             written = write_code(write_sketch(self.spec), self.spec, self.gpu, headroom=headroom)
         except NothingFits as error:
             raise Failed(Diagnostic("FW905", str(error))) from None
-        return format_tree(packed(checked_program(parse(written.code), self.gpu)))
+        return written.code
+
+    @property
+    def backward(self) -> BackwardOrder:
+        """The gradients of Q, K and V."""
+        wrt = ("q", "k", "v")
+        return BackwardOrder(self.rectangular(), self.gpu, self.spec, inputs=wrt, packed=True)
 
     @cached_property
     def key(self) -> str:

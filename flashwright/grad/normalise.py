@@ -298,7 +298,8 @@ class _Walk:
         if tensor.offset is not None:
             raise refuse(copy.span, f"`{tensor.name}` is a view with an offset")
         if any(c.within for c in copy.coords or ()):
-            raise refuse(copy.span, f"`{tensor.name}` is read in ranges")
+            hint = "derive the backward of the program for rectangular batches, and `pack` that"
+            raise refuse(copy.span, f"`{tensor.name}` is read in ranges", hint)
         given = {c.axis.id: self.forward.spelt_out(c.value) for c in copy.coords or ()}
         if any(isinstance(e, tl.Index) for value in given.values() for e in tl.expressions(value)):
             raise refuse(copy.span, f"the place of `{tensor.name}` comes from a tensor")

@@ -37,6 +37,7 @@ from flashwright.program.scalars import Scalar, evaluate, whole
 from flashwright.program.vocabulary import CONSTANTS, DTYPES, POSITIONS, SCHEDULE_PARAMS, split
 
 Key = tuple[str, Space]
+LENGTH_DIMS = ("q_len", "kv_len")
 
 
 @dataclass(frozen=True)
@@ -149,18 +150,27 @@ class Program:
 
     @cached_property
     def longest_ranges(self) -> Mapping[Expr, str]:
-        """By the length of an axis with ranges, the dim that none of them is longer than. Ranges
-        that results are stored in are of queries, the others of keys."""
-        found: dict[Expr, str] = {}
+        """By the length of an axis with ranges, the dim that none of them is longer than: the one
+        that the grid goes through with its coordinate. Of two axes the other has the other dim.
+        Where the grid does not tell, ranges that results are stored in are of queries."""
+        known: dict[Expr, str] = {}
+        stored: dict[Expr, bool] = {}
+        bounds = {axis.name: {*expressions(axis.high)} for axis in self.grid.axes}
         for copy in (s for s in statements(self.tree.body) if isinstance(s, Copy)):
             for coord in copy.coords or ():
                 if coord.within is not None:
                     key = self.source(copy) if copy.source == "global" else self.dest(copy)
                     axes = self.tensors[key[0]].axes
                     length = next(a.size for a in axes if a.label == coord.axis.id)
-                    stored = copy.dest == "global" or found.get(length) == "q_len"
-                    found[length] = "q_len" if stored else "kv_len"
-        return found
+                    stored[length] = stored.get(length, False) or copy.dest == "global"
+                    bound = bounds.get(coord.value, set()) if isinstance(coord.value, Name) else ()
+                    for dim in (d for d in LENGTH_DIMS if Name(d) in bound):
+                        known.setdefault(length, dim)
+        told = set(known.values())
+        for length, results in stored.items():
+            queries = "kv_len" in told if len(told) == 1 else results
+            known.setdefault(length, "q_len" if queries else "kv_len")
+        return known
 
     def positions_of(self, length: Expr, coord: Coord | None) -> Expr:
         """The length that stands for the positions of an axis: of ranges, that of the longest."""

@@ -8,22 +8,37 @@ of `q_len` or `kv_len`; these are the longest lengths, and blocks past a sequenc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
+from flashwright.check.check import check
 from flashwright.lang import nodes as tl
 from flashwright.lang.diagnostic import Diagnostic, Failed, Label
+from flashwright.lang.format import format_tree
 from flashwright.lang.parse import parse
+from flashwright.program.kernels import sections
 from flashwright.program.program import Program, Tensor
 
 Part = TypeVar("Part")
 SIDES = {"q_len": "q", "kv_len": "kv"}
 
 
-def packed(program: Program) -> tl.Tree:
-    """The program for packed sequences. Raises Failed with FW909 if it has none."""
-    return _Packing(program).tree()
+def packed(tree: tl.Tree) -> tl.Tree:
+    """The program for packed sequences. Raises Failed with the errors of a program that is wrong,
+    or with FW909 if it cannot be packed."""
+    verdict = check(tree)
+    if verdict.errors or not verdict.kernels:
+        raise Failed(*verdict.errors)
+    head, *bodies = sections(tree)
+    layout = _Layout(verdict.kernels)
+    kept = [layout.allocated(s) for s in head if not isinstance(s, tl.Let)]
+    dims = parse("".join(f"dim {side.tokens}\n" for side in layout.sides.values())).body
+    at = next((n for n, s in enumerate(kept) if isinstance(s, tl.Allocate)), len(kept))
+    made = [*kept[:at], *dims, *kept[at:]]
+    for program, own in zip(verdict.kernels, bodies, strict=True):
+        made += _Packing(program, layout).kernel(own)
+    return parse(format_tree(tl.Tree(tuple(made))))  # with spans that are those of one text
 
 
 @dataclass(frozen=True)
@@ -39,37 +54,22 @@ class _Side:
     length: str
 
 
-class _Packing:
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.lengths = {t.name: found for t in program.tensors.values() if (found := _length(t))}
+class _Layout:
+    """Which tensors are packed, and the names of what says where their sequences are."""
+
+    def __init__(self, programs: Sequence[Program]) -> None:
+        tensors = {t.name: t for program in programs for t in program.tensors.values()}
+        self.lengths = {name: found for name, t in tensors.items() if (found := _length(t))}
+        """Of each packed tensor, the dim of its positions."""
+        statements = [s for program in programs for s in tl.statements(program.tree.body)]
+        self.used = {e.id for s in statements for e in tl.expressions(s) if isinstance(e, tl.Name)}
+        self.tensors = tensors
+        self.declared: set[str] = set()
+        """The tensors of starts that a kernel has declared, for all that follow."""
         self.sides = {dim: self._side(dim) for dim in SIDES if dim in self.lengths.values()}
-        self.batch = self._batch()
-
-    def tree(self) -> tl.Tree:
-        """The whole program."""
-        above, grid, below = self._around_the_grid()
-        dims = ", ".join(side.tokens for side in self.sides.values())
-        behind = [s for s in above if isinstance(s, tl.Let)]
-        kept = [s for s in above if not isinstance(s, tl.Let)]
-        tensors = [self._statement(s) for s in below if _is_tensor(s)]
-        rest = [self._statement(s) for s in (*behind, *below) if not _is_tensor(s)]
-        begin = next((n for n, s in enumerate(rest) if not _declares(s)), len(rest))
-        lets = {s.name.id for s in rest[:begin] if isinstance(s, tl.Let)}
-        body, guard = tuple(rest[begin:]), self._guard(lets)
-        if guard is not None:
-            body = (tl.If(guard, body),)
-        head = (*kept, *parse(f"dim {dims}").body, grid, *tensors)
-        return tl.Tree((*head, *self._starts(), *rest[:begin], *body))
-
-    def _around_the_grid(
-        self,
-    ) -> tuple[tuple[tl.Statement, ...], tl.Grid, tuple[tl.Statement, ...]]:
-        body = self.program.tree.body
-        at = next(n for n, s in enumerate(body) if isinstance(s, tl.Grid))
-        return body[:at], self.program.grid, body[at + 1 :]
-
-    # --- names --------------------------------------------------------------------------------
+        if not self.sides:
+            text = "no tensor has an axis of the batch and one of `q_len` or `kv_len` positions"
+            raise _refused(text, programs[0].grid)
 
     def _side(self, dim: str) -> _Side:
         short = SIDES[dim]
@@ -77,10 +77,51 @@ class _Packing:
         return _Side(dim, *map(self._fresh, (*names, f"{short}_length")))
 
     def _fresh(self, name: str) -> str:
-        used = {e.id for s in tl.statements(self.program.tree.body) for e in _names(s)}
-        while name in used:
+        while name in self.used:
             name += "_"
         return name
+
+    def allocated(self, stmt: tl.Statement) -> tl.Statement:
+        """A statement with the axes of a packed tensor, if it declares one. In fragments it cannot
+        lie: sequences begin anywhere."""
+        if not isinstance(stmt, tl.Allocate) or stmt.space != "global":
+            return stmt
+        dim = self.lengths.get(stmt.name.id)
+        if dim is None:
+            return stmt
+        axes = [a for a in self.tensors[stmt.name.id].axes if a.size != tl.Name("batch")]
+        tokens = tl.Name(self.sides[dim].tokens)
+        shape = (
+            tl.Axis(tl.Name(a.label), tokens if a.size == tl.Name(dim) else a.size) for a in axes
+        )
+        return replace(stmt, shape=tuple(shape), fragments=False)
+
+
+class _Packing:
+    """Rewrites one kernel."""
+
+    def __init__(self, program: Program, layout: _Layout) -> None:
+        self.program, self.layout = program, layout
+        self.lengths, self.sides = layout.lengths, layout.sides
+        self.batch = self._batch()
+
+    def kernel(self, own: tuple[tl.Statement, ...]) -> list[tl.Statement]:
+        """Its statements, from the grid on."""
+        above = self.program.tree.body[: len(self.program.tree.body) - len(own)]
+        lets = [s for s in above if isinstance(s, tl.Let)]
+        grid, *below = own
+        tensors = [self.layout.allocated(s) for s in below if _is_tensor(s)]
+        rest = [self._statement(s) for s in (*lets, *below) if not _is_tensor(s)]
+        begin = next((n for n, s in enumerate(rest) if not _declares(s)), len(rest))
+        end = max((n for n, s in enumerate(rest) if not isinstance(s, tl.Comment)), default=-1) + 1
+        body = rest[begin:end]
+        guard = self._guard({s.name.id for s in rest[:begin] if isinstance(s, tl.Let)})
+        if guard is not None:
+            body = [tl.If(guard, tuple(body))]
+        work = [*rest[:begin], *body, *rest[end:]]  # a comment at the end is the next kernel's
+        return [grid, *tensors, *self._bounds(work), *work]
+
+    # --- names --------------------------------------------------------------------------------
 
     def _batch(self) -> tl.Expr:
         """Which sequence a thread block works on: the coordinate that all packed tensors have."""
@@ -92,8 +133,7 @@ class _Packing:
                 raise _refused(f"`{tensor.name}` is copied without an index of the batch", copy)
             found.setdefault(place, copy)
         if not found:
-            text = "no tensor has an axis of the batch and one of `q_len` or `kv_len` positions"
-            raise _refused(text, self.program.grid)
+            return tl.Num("0")  # a kernel that has to do with no sequence
         known = {axis.name.id for axis in self.program.grid.axes} | {*self.program.params}
         for place, copy in found.items():
             if not {n.id for n in tl.value_names(place)} <= known | {*self.program.dims}:
@@ -119,39 +159,40 @@ class _Packing:
 
     # --- statements ---------------------------------------------------------------------------
 
-    def _starts(self) -> tuple[tl.Statement, ...]:
-        """The tensors of starts, and what a thread block has to know of its sequence."""
-        lines = [f"Allocate {s.starts} in global (B: batch + 1) as int32" for s in self._all()]
-        made = list(parse("\n".join(lines)).body)
-        for side in self._all():
-            starts, one = tl.Name(side.starts), tl.Num("1")
-            place = self.batch
-            made.append(tl.Let(tl.Name(side.first), tl.Index(starts, (place,))))
-            behind = tl.Index(starts, (tl.Binary("+", place, one),))
-            made.append(tl.Let(tl.Name(side.last), behind))
-            length = tl.Binary("-", tl.Name(side.last), tl.Name(side.first))
-            made.append(tl.Let(tl.Name(side.length), length))
-        return tuple(made)
-
-    def _all(self) -> tuple[_Side, ...]:
-        return tuple(self.sides.values())
+    def _bounds(self, work: Sequence[tl.Statement]) -> list[tl.Statement]:
+        """What a thread block has to know of its sequence, and the tensors that say it, unless an
+        earlier kernel has declared them."""
+        used = {e.id for s in tl.statements(tuple(work)) for e in _names(s)}
+        starts: list[tl.Statement] = []
+        lets: list[tl.Statement] = []
+        for side in self.sides.values():
+            if not used & {side.first, side.last, side.length}:
+                continue
+            if side.starts not in self.layout.declared:
+                self.layout.declared.add(side.starts)
+                starts += parse(f"Allocate {side.starts} in global (B: batch + 1) as int32").body
+            tensor, behind = tl.Name(side.starts), tl.Binary("+", self.batch, tl.Num("1"))
+            lets.append(tl.Let(tl.Name(side.first), tl.Index(tensor, (self.batch,))))
+            lets.append(tl.Let(tl.Name(side.last), tl.Index(tensor, (behind,))))
+            if side.length in used:
+                length = tl.Binary("-", tl.Name(side.last), tl.Name(side.first))
+                lets.append(tl.Let(tl.Name(side.length), length))
+        return [*starts, *lets]
 
     def _guard(self, lets: set[str]) -> tl.Expr | None:
-        """Whether a thread block has queries; None where only its loops tell which ones it has.
+        """Whether a thread block has something to store; None where only its loops tell where.
         `lets` are the scalars that are known by then."""
-        side = self.sides.get("q_len")
         grid = {axis.name.id for axis in self.program.grid.axes}
         known = grid | lets | {*self.program.params, *self.sides}
-        for copy, tensor in self._copies() if side is not None else ():
-            if copy.dest != "global" or self.lengths[tensor.name] != "q_len":
-                continue
+        for copy, tensor in self._copies():
             place = next(c for c in copy.coords or () if c.axis.id == _axis(tensor))
-            if not {n.id for n in tl.value_names(place.value)} <= known or not copy.shape:
-                return None
+            names = {n.id for n in tl.value_names(place.value)}
+            if copy.dest != "global" or not names <= known or not copy.shape:
+                continue
             value, tiled = self._named(place.value), tensor.axes[-len(copy.shape) :]
             counts = not place.in_elements and place.axis.id in (a.label for a in tiled)
             first = tl.Binary("*", value, copy.shape[0]) if counts else value
-            assert side is not None
+            side = self.sides[self.lengths[tensor.name]]
             inside = tl.Binary("<", first, tl.Name(side.length))
             if isinstance(value, tl.Name) and value.id in grid:
                 return inside
@@ -167,26 +208,22 @@ class _Packing:
                 then, orelse = (tuple(map(self._statement, b)) for b in (stmt.then, stmt.orelse))
                 head = self._named(replace(stmt, then=(), orelse=()))
                 return replace(head, then=then, orelse=orelse)
-            case tl.Allocate(name, "global"):
-                return self._allocate(stmt) if name.id in self.lengths else stmt
+            case tl.Allocate(_, "global"):
+                return self.layout.allocated(stmt)
             case tl.Copy() if "global" in (stmt.source, stmt.dest):
                 return self._copy(self._named(stmt))
         return self._named(stmt)
-
-    def _allocate(self, stmt: tl.Allocate) -> tl.Allocate:
-        dim = self.lengths[stmt.name.id]
-        axes = [a for a in self.program.tensors[stmt.name.id].axes if a.size != tl.Name("batch")]
-        tokens = tl.Name(self.sides[dim].tokens)
-        shape = (
-            tl.Axis(tl.Name(a.label), tokens if a.size == tl.Name(dim) else a.size) for a in axes
-        )
-        return replace(stmt, shape=tuple(shape))
 
     def _copy(self, copy: tl.Copy) -> tl.Copy:
         key = self._outer(copy)
         if key not in self.lengths:
             return copy
         tensor, side = self.program.tensors[key], self.sides[self.lengths[key]]
+        columns = [axis.label for axis in tensor.axes[len(tensor.axes) - len(copy.shape or ()) :]][
+            1:
+        ]
+        if _axis(tensor) in columns:
+            raise _refused(f"the columns of a tile of `{tensor.name}` are positions", copy)
         batch = next(a.label for a in tensor.axes if a.size == tl.Name("batch"))
         within = tl.Name(side.first), tl.Name(side.last)
         coords = (

@@ -6,15 +6,25 @@ The first call for an operator makes its kernel or finds it in the store; later 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from flashwright.flex.attention import card_of
-from flashwright.flex.task import ROWS, NoKernel, WrongKernel, compare_rows, find_or_make, spec_of
+from flashwright.flex.task import (
+    LIMIT,
+    ROWS,
+    NoKernel,
+    WrongKernel,
+    compare_rows,
+    find_or_make,
+    spec_of,
+)
 from flashwright.generate.packed import PackedOrder
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Failed
@@ -23,7 +33,10 @@ from flashwright.pytorch.operator import Operator, torch_operator
 from flashwright.spec import AttentionSpec
 
 Tensors = Mapping[str, Any]
+Check = Callable[[AttentionSpec, Tensors, Tensors], None]
+"""A look at first results: the call's tensors, and the results by their names."""
 _CHECKED = 4  # sequences of a first output
+_MOST_SCORES = 1 << 20  # of the sequence whose first gradients are checked
 
 
 def flash_attn_varlen_func(
@@ -50,8 +63,9 @@ def flash_attn_varlen_func(
     window the last query of a sequence stands at its last key. `window_size` has the keys to the
     left and to the right that a query sees besides its own, -1 for all. `alibi_slopes` and `sink`
     have a number for each head. Returns O, and with `return_softmax_lse` also the log-sum-exp
-    (heads, tokens). CPU tensors are computed by PyTorch. There is no gradient yet: `backward` on
-    CUDA tensors is an error. Raises NoKernel with the reason where no kernel can be made.
+    (heads, tokens), which has no gradient. CPU tensors are computed by PyTorch. Gradients of q, k
+    and v come from the kernel's derived backward, packed as well; they are sums in any order.
+    Raises NoKernel with the reason where no kernel can be made.
     """
     given = {"q": q, "k": k, "v": v, "startsq": cu_seqlens_q, "startsk": cu_seqlens_k}
     _check(given)
@@ -69,8 +83,7 @@ def flash_attn_varlen_func(
     if _on_cpu(q):
         found = by_pytorch(spec, given)
     else:
-        card = card_of(q.device)
-        found = run(spec, card, given, (max_seqlen_q, max_seqlen_k), return_softmax_lse)
+        found = _by_kernel(_Call(spec, card_of(q.device), given, (max_seqlen_q, max_seqlen_k)))
     return found if return_softmax_lse else found[0]
 
 
@@ -134,47 +147,113 @@ class _Entry:
     operator: Operator
     folder: Path
     new: bool
-    """Whether the kernel was made now, so that its first output is checked."""
+    """Whether the kernel was made now, so that its first results are checked."""
 
 
-_KERNELS: dict[tuple[AttentionSpec, str], _Entry] = {}
+_KERNELS: dict[tuple[AttentionSpec, str, bool], _Entry] = {}
+"""By the spec, the GPU, and whether it is the backward."""
 
 
-def run(
-    spec: AttentionSpec, card: Gpu, given: Tensors, longest: tuple[int, int], lse: bool
-) -> tuple[Any, Any]:
-    """O and LSE (None if it is not asked for) by the kernel of a spec."""
-    entry = _KERNELS.get((spec, card.name))
-    if entry is None:
-        try:
-            folder, new = find_or_make(PackedOrder(spec, card))
-            entry = _Entry(torch_operator(folder), folder, new)
-        except Failed as error:
-            raise NoKernel(str(error)) from None
-        _KERNELS[spec, card.name] = entry
-    operator = entry.operator
-    turned = {name: given[name].transpose(0, 1) for name in "qkv"}
-    floats = {name: given[name].float() for name in ("slopes", "sink") if name in given}
-    tensors = [{**given, **turned, **floats}[name] for name in operator.inputs]
-    sizes = dict(zip(("q_len", "kv_len"), map(int, longest), strict=True))
-    sizes["batch"] = given["startsq"].shape[0] - 1
-    dims: dict[str, Any] = {name: sizes[name] for name in operator.dims}
-    found = operator.compute(*tensors, all_outputs=lse or entry.new, **dims)
-    out = found[0].transpose(0, 1)
-    if entry.new:
-        try:
-            check(spec, given, out)
-        except WrongKernel:
-            del _KERNELS[spec, card.name]
-            shutil.rmtree(entry.folder, ignore_errors=True)
-            raise
-        entry.new = False
-    return out, found[1] if lse else None
+@dataclass(frozen=True)
+class _Call:
+    """A call with CUDA tensors."""
+
+    spec: AttentionSpec
+    card: Gpu
+    given: Tensors
+    longest: tuple[int, int]
+
+    def run(self, tensors: Tensors, backward: bool, check: Check) -> dict[str, Any]:
+        """The results of the forward or the backward kernel by their names, from tensors with the
+        axes (heads, tokens, ...) and the others of the call. `check` sees the first ones."""
+        known = self.spec, self.card.name, backward
+        entry = _KERNELS.get(known) or _new_entry(self.spec, self.card, backward)
+        _KERNELS[known] = entry
+        operator = entry.operator
+        floats = {n: self.given[n].float() for n in ("slopes", "sink") if n in self.given}
+        named = {**self.given, **floats, **tensors}
+        sizes = dict(zip(("q_len", "kv_len"), map(int, self.longest), strict=True))
+        sizes["batch"] = self.given["startsq"].shape[0] - 1
+        dims: dict[str, Any] = {name: sizes[name] for name in operator.dims}
+        found = operator.compute(*(named[name] for name in operator.inputs), **dims)
+        results = {n.lower(): x for n, x in zip(operator.outputs, found, strict=True)}
+        if entry.new:
+            try:
+                check(self.spec, self.given, results)
+            except WrongKernel:
+                del _KERNELS[known]
+                shutil.rmtree(entry.folder, ignore_errors=True)
+                raise
+            entry.new = False
+        return results
 
 
-def check(spec: AttentionSpec, given: Tensors, out: Any) -> None:
+def _new_entry(spec: AttentionSpec, card: Gpu, backward: bool) -> _Entry:
+    order = PackedOrder(spec, card)
+    try:
+        folder, new = find_or_make(order.backward if backward else order)
+        return _Entry(torch_operator(folder), folder, new)
+    except Failed as error:
+        raise NoKernel(str(error)) from None
+
+
+def _by_kernel(call: _Call) -> tuple[Any, Any]:
+    """O and LSE, with gradients if they may be asked for."""
+    q, k, v = (call.given[name] for name in "qkv")
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in call.given.values()):
+        return _forward(call, q, k, v)
+    for name in ("slopes", "sink"):
+        if name in call.given and call.given[name].requires_grad:
+            raise NoKernel(f"packed sequences have no gradient of {_ARGUMENTS[name]}")
+    found: tuple[Any, Any] = _Attention.apply(q, k, v, call)
+    return found
+
+
+_ARGUMENTS = {"slopes": "alibi_slopes", "sink": "sink"}
+
+
+def _forward(call: _Call, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    turned = {name: x.transpose(0, 1) for name, x in (("q", q), ("k", k), ("v", v))}
+    found = call.run(turned, False, check)
+    return found["o"].transpose(0, 1), found["lse"]
+
+
+class _Attention(torch.autograd.Function):  # type: ignore[misc]
+    """The kernel and its derived backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, call: _Call) -> tuple[Any, Any]:
+        """O and LSE."""
+        out, lse = _forward(call, q, k, v)
+        ctx.call = call
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any, _: Any) -> tuple[Any, ...]:
+        """The gradients of q, k and v."""
+        _tell_if_not_deterministic()
+        *rows, lse = ctx.saved_tensors
+        names = ("q", "k", "v", "o", "do")
+        grad = grad.contiguous()  # it may be a number that is expanded
+        turned = {n: x.transpose(0, 1) for n, x in zip(names, (*rows, grad), strict=True)}
+        looked = partial(check_gradients, grad=grad)
+        found = ctx.call.run({**turned, "lse": lse}, True, looked)
+        return *(found[f"d{name}"].transpose(0, 1) for name in "qkv"), None
+
+
+def _tell_if_not_deterministic() -> None:
+    if torch.are_deterministic_algorithms_enabled():
+        text = "gradients of packed sequences are not deterministic: they are sums in any order"
+        if not torch.is_deterministic_algorithms_warn_only_enabled():
+            raise RuntimeError(text)
+        warnings.warn(text, stacklevel=2)
+
+
+def check(spec: AttentionSpec, given: Tensors, results: Tensors) -> None:
     """Raise WrongKernel if rows of a first output are not what PyTorch gives in fp64."""
-    starts = given["startsq"].tolist()
+    starts, out = given["startsq"].tolist(), results["o"].transpose(0, 1)
     filled = [b for b, n in enumerate(starts[:-1]) if starts[b + 1] > n]
     with torch.no_grad():
         for b in filled[:_CHECKED]:
@@ -185,6 +264,33 @@ def check(spec: AttentionSpec, given: Tensors, out: Any) -> None:
                 at = head, rows.to(found.device)
                 ours, right = (x[at].double().cpu().numpy() for x in (found, wanted))
                 compare_rows(ours, right, spec, (b, head))
+
+
+def check_gradients(spec: AttentionSpec, given: Tensors, results: Tensors, grad: Any) -> None:
+    """Raise WrongKernel if the first gradients of a short sequence are not PyTorch's in fp64."""
+    queries, keys = (given[name].tolist() for name in ("startsq", "startsk"))
+    sizes = [
+        (b, queries[b + 1] - queries[b], keys[b + 1] - keys[b]) for b in range(len(queries) - 1)
+    ]
+    short = [b for b, n, m in sizes if n and m and n * m <= _MOST_SCORES]
+    for b in short[:1]:
+        rows, places = slice(*queries[b : b + 2]), slice(*keys[b : b + 2])
+        own = {n: given[n].detach().double().requires_grad_() for n in "qkv"}
+        with torch.enable_grad():
+            out, _ = _sequence(spec, {**given, **own}, b, torch.float64)
+            wanted = torch.autograd.grad(
+                out, tuple(own.values()), grad[rows].transpose(0, 1).double()
+            )
+        for (name, at), right in zip(
+            (("q", rows), ("k", places), ("v", places)), wanted, strict=True
+        ):
+            found = results[f"d{name}"].transpose(0, 1)[at].double()
+            error = float((found - right[at]).norm() / right[at].norm().clamp(min=1e-6))
+            if not error <= LIMIT[spec.dtype]:
+                text = (
+                    f"a new backward is wrong: d{name} of sequence {b} is {error:.2g} of its norm"
+                )
+                raise WrongKernel(f"{text} from PyTorch's. Please report the shapes")
 
 
 # --- by PyTorch ---------------------------------------------------------------------------------

@@ -51,6 +51,24 @@ def test_each_sequence_is_attention(name: str, width: int) -> None:
     torch.testing.assert_close(lse.cpu(), wanted[1], atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("name", ["full", "causal", "window", "softcap"])
+def test_gradients_are_those_of_each_sequence(name: str, width: int) -> None:
+    given, settings = tensors(width), SETTINGS[name]
+    torch.manual_seed(1)
+    grad = torch.randn(sum(QUERIES), 8, width, device="cuda").bfloat16()
+
+    def gradients(moved: Any) -> Any:
+        leaves = [moved(x).requires_grad_() for x in given[:3]]
+        rest = [moved(x) if isinstance(x, torch.Tensor) else x for x in given[3:]]
+        out = flashwright.flash_attn_varlen_func(*leaves, *rest, **settings)
+        return torch.autograd.grad(out, leaves, moved(grad).to(out.dtype))
+
+    for ours, right in zip(gradients(lambda x: x), gradients(lambda x: x.cpu()), strict=True):
+        error = (ours.float().cpu() - right.float()).norm() / right.float().norm()
+        assert error < 0.02
+
+
 def test_slices_of_one_projection() -> None:
     """Q, K and V with strides, as a model's projection gives them."""
     packed = torch.randn(500, 12, 64, device="cuda").bfloat16()

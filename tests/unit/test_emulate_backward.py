@@ -28,6 +28,7 @@ from flashwright.judge.inputs import make_inputs
 from flashwright.lang.format import format_tree
 from flashwright.lang.parse import parse, read
 from flashwright.program.kernels import Kernels
+from flashwright.rewrite.packed import packed
 from flashwright.sandbox.tensors import DTYPES
 from flashwright.semantics.interpret import interpret_all, shape_of
 from flashwright.spec import AttentionSpec, load
@@ -194,3 +195,36 @@ def as_interpreted(steps: Sequence[Kernel], whole: Kernels, spec: AttentionSpec)
         error = found[name].astype(np.float64) - array.astype(np.float64)
         size = np.sqrt(np.mean(array.astype(np.float64) ** 2))
         assert np.sqrt(np.mean(error**2)) <= 2e-3 * size, (spec.variant, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("gpu", "option"), [("h200", "causal"), ("a100", "window")])
+def test_packed_gradients(gpu: str, option: str) -> None:
+    """Sequences behind each other, one of which has no queries, as if each were alone."""
+    card = gpus.find(gpu)
+    settings = {"variant": "gqa", "heads": 4, "kv_heads": 2, "head_dim": 64, **OPTIONS[option]}
+    spec = make_spec(**{**settings, "dtype": DTYPE[gpu]})
+    forward = write_code(write_sketch(spec), spec, card).code
+    _, sized = next(tilings(backward(checked_program(parse(forward))).tree, card))
+    programs = check(packed(sized), card).kernels
+    made = kernels([(format_tree(p.tree), spec) for p in programs], gpu)
+    parts, sequences = [], ((70, 133), (0, 5), (144, 90), (1, 1))
+    for seed, (q_len, kv_len) in enumerate(sequences):
+        dims = {"batch": 1, "heads": 4, "kv_heads": 2, "q_len": q_len, "kv_len": kv_len}
+        drawn = make_inputs(spec.differentiated(), dims, seed, "normal")
+        given = backward_inputs(spec, drawn, oracle.attention(spec, drawn, dims), 0)
+        right = gradients(spec, drawn, dims) if q_len else {}
+        zeros = {f"d{name}": np.zeros(drawn[name].shape) for name in "QKV"}
+        parts.append({**given, **zeros, **{n: g.value for n, g in right.items()}})
+    joined = {n: np.concatenate([p[n][0] for p in parts], axis=1) for n in parts[0]}
+    starts = np.cumsum([(0, 0), *sequences], axis=0).astype(np.int32)
+    joined |= {"StartsQ": starts[:, 0].copy(), "StartsK": starts[:, 1].copy()}
+    read = {t.name for k in made for t in k.plan.tensors if t.name in joined}
+    given = {n: joined[n] for n in read if n not in ("dQ", "dK", "dV")}
+    dims = {"batch": len(sequences), "heads": 4, "kv_heads": 2, "q_len": 144, "kv_len": 133}
+    dims |= {"q_tokens": int(starts[-1, 0]), "kv_tokens": int(starts[-1, 1])}
+    for how in SCHEDULES[:2]:
+        found = launched(made, Steps.of(Kernels(programs)), given, dims, how)
+        for name in ("dQ", "dK", "dV"):
+            error = np.linalg.norm(found[name].astype(np.float64) - joined[name])
+            assert error < 0.01 * np.linalg.norm(joined[name]), name

@@ -15,6 +15,7 @@ from flashwright.check.check import check, checked_program
 from flashwright.cli.pack import pack
 from flashwright.fuzz.case import FuzzCase, load
 from flashwright.fuzz.oracle import evaluate_cases
+from flashwright.grad.grad import backward
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.format import format_tree
 from flashwright.lang.parse import parse
@@ -25,6 +26,7 @@ from tests.unit.emulated import needs_compilers
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CASES = Path(__file__).parents[1] / "cases"
 RECTANGULAR = sorted({p.stem for p in EXAMPLES.glob("*.tl")} - {"packed", "paper"})
+GRADIENTS = ("sigmoid", "bias_prefix", "documents", "rope_split", "paper")
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "causal": ("gqa", {"causal": True, "head_dim": 128}),
     "full": ("mha", {"head_dim": 64}),
@@ -35,7 +37,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def made(text: str) -> str:
-    return format_tree(packed(checked_program(parse(text))))
+    return format_tree(packed(parse(text)))
 
 
 @pytest.mark.parametrize("name", RECTANGULAR)
@@ -44,6 +46,24 @@ def test_every_example_can_be_packed(name: str) -> None:
     assert not check(parse(text)).diagnostics
     assert "q_tokens" in text
     assert "B = batch_idx" not in text
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_backward_passes_can_be_packed(name: str) -> None:
+    derived = backward(checked_program(parse((EXAMPLES / f"{name}.tl").read_text()))).tree
+    text = format_tree(packed(derived))
+    assert not check(parse(text)).diagnostics
+    assert "in fragments" not in text
+    assert text.count("Allocate StartsQ") == 1
+    assert "if block_idx * BN < kv_length" in text
+
+
+def test_positions_as_columns_are_refused() -> None:
+    """The parts of a sink's gradient, which a tile of heads sums over the sequence."""
+    derived = backward(checked_program(parse((EXAMPLES / "sink_softcap.tl").read_text()))).tree
+    with pytest.raises(Failed) as failed:
+        packed(derived)
+    assert "the columns of a tile of `dSinkparts` are positions" in str(failed.value)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -83,7 +103,7 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_cannot_be_packed_is_said(message: str) -> None:
     with pytest.raises(Failed) as failed:
-        packed(checked_program(parse(REFUSED[message])))
+        packed(parse(REFUSED[message]))
     assert failed.value.diagnostics[0].code == "FW909"
     assert message in failed.value.diagnostics[0].message
 

@@ -16,6 +16,7 @@ from flashwright.build.reading import PTX
 from flashwright.check.check import checked_program
 from flashwright.emulate.package import read_package
 from flashwright.files import write
+from flashwright.generate.backward import BackwardOrder
 from flashwright.generate.folder import RESULT
 from flashwright.generate.packed import CODE, PackedOrder
 from flashwright.judge.emulated import launch
@@ -27,7 +28,7 @@ import flashwright  # noqa: E402
 from flashwright.flex.task import NoKernel, WrongKernel, spec_of  # noqa: E402
 from flashwright.serving import varlen  # noqa: E402
 from tests.unit.emulated import needs_compilers  # noqa: E402
-from tests.unit.uncompiled import CARD, interpret_operators  # noqa: E402
+from tests.unit.uncompiled import CARD, interpret_operators, make_backward  # noqa: E402
 
 MAKE = PackedOrder.make
 QUERIES, KEYS = [3, 0, 70, 1], [9, 5, 70, 130]
@@ -48,6 +49,7 @@ def make(order: PackedOrder, folder: Path, verified: bool) -> None:
 def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     monkeypatch.setenv("FLASHWRIGHT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(PackedOrder, "make", make)
+    monkeypatch.setattr(BackwardOrder, "make", make_backward)
     monkeypatch.setattr(varlen, "_KERNELS", {})
     torch.manual_seed(0)
     return interpret_operators(monkeypatch)
@@ -139,18 +141,63 @@ def test_the_check_finds_a_wrong_output() -> None:
     named = dict(zip(("q", "k", "v", "startsq", "startsk"), given, strict=False))
     out = flashwright.flash_attn_varlen_func(*given, causal=True)
     spec = spec_of(*(x.transpose(0, 1)[None] for x in given[:3]), causal=True)
-    varlen.check(spec, named, out)
+    varlen.check(spec, named, {"o": out.transpose(0, 1)})
     out[3:73, 3] += 1
     with pytest.raises(WrongKernel, match="batch 2, head 3"):
-        varlen.check(spec, named, out)
+        varlen.check(spec, named, {"o": out.transpose(0, 1)})
 
 
-def test_there_is_no_gradient_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["full", "causal", "window", "alibi"])
+def test_gradients_are_those_of_each_sequence(
+    name: str, monkeypatch: pytest.MonkeyPatch, launched: list[tuple[str, ...]]
+) -> None:
+    settings = SETTINGS[name]
+    *given, starts_q, starts_k, q_len, kv_len = tensors()
+    others = (starts_q, starts_k, q_len, kv_len)
+    grad = torch.randn(sum(QUERIES), 4, 64)
+
+    def gradients(kind: Any, call: Any) -> Any:
+        leaves = [x.to(kind).requires_grad_() for x in given]
+        out = call(*leaves, *others, **settings)
+        return torch.autograd.grad(out, leaves, grad.to(out.dtype))
+
+    found = gradients(torch.bfloat16, lambda *a, **s: on_gpu(monkeypatch, *a, **s))
+    assert launched == [("O", "LSE"), ("dK", "dV", "dQ")]
+    monkeypatch.undo()
+    wanted = gradients(torch.bfloat16, flashwright.flash_attn_varlen_func)
+    for ours, right in zip(found, wanted, strict=True):
+        assert ours.shape == right.shape
+        assert (ours.float() - right.float()).norm() < 0.02 * right.float().norm()
+
+
+def test_the_check_of_gradients_finds_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = tensors()
+    named = dict(zip(("q", "k", "v", "startsq", "startsk"), given, strict=False))
+    leaves = [x.requires_grad_() for x in given[:3]]
+    out = flashwright.flash_attn_varlen_func(*given, causal=True)
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, leaves, grad)
+    spec = spec_of(*(x.transpose(0, 1)[None] for x in given[:3]), causal=True)
+    results = {f"d{n}": x.transpose(0, 1) for n, x in zip("qkv", found, strict=True)}
+    varlen.check_gradients(spec, named, results, grad)
+    results["dk"] = results["dk"] * 1.1
+    with pytest.raises(WrongKernel, match="dk of sequence 0"):
+        varlen.check_gradients(spec, named, results, grad)
+
+
+def test_what_has_no_gradient_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     q, *others = tensors()
     q.requires_grad_()
+    sink = torch.zeros(4, requires_grad=True)
+    with pytest.raises(NoKernel, match="no gradient of sink"):
+        on_gpu(monkeypatch, q, *others, causal=True, sink=sink)
     out = on_gpu(monkeypatch, q, *others, causal=True)
-    with pytest.raises(Exception, match="has another form"):
-        out.sum().backward()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match="are not deterministic"):
+            out.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(
