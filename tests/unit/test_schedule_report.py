@@ -156,6 +156,11 @@ PINS: dict[tuple[str, str], tuple[str, str]] = {
         "mma.sync, cp.async; loop 30: copies do not run ahead",
         "FW818:31 FW818:32",
     ),
+    ("packed", "h200"): (
+        "wgmma, TMA, persistent; loop 40: overlapped, masked iterations split, early exit",
+        "FW815:43",
+    ),
+    ("packed", "a100"): ("mma.sync, cp.async", "FW818:41 FW818:42"),
     ("paged", "h200"): (
         "wgmma, TMA, persistent; loop 28: overlapped, masked iterations split",
         "FW818:30 FW818:31 FW815:32",
