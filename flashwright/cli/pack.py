@@ -36,10 +36,11 @@ def pack(
 
     kernels, source = load_kernels(file)
     with blaming(shown_name(file), source):
-        text = format_tree(packed(parse(source)))
-        for error in check(parse(text)).errors:
+        tree = packed(parse(source))
+        for error in check(tree).errors:
             said = f"the packed program has an error: {error.message} ({error.code})"
             raise Failed(Diagnostic("FW909", said, kernels.programs[0].grid.span))
+    text = format_tree(tree)
     if out is None:
         print(text, end="")
     else:

@@ -6,7 +6,6 @@ The first call for an operator captures its functions, makes the kernel or finds
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -26,11 +25,11 @@ from flashwright.flex.task import (
     Dims,
     NoKernel,
     Task,
-    WrongKernel,
     card,
     check_axes,
     dims_of,
     find_or_make,
+    first_results,
     order_of,
     spec_of,
 )
@@ -239,13 +238,8 @@ def _run(
     found = entry.operator(*arguments, return_lse=return_lse, deterministic=deterministic)
     if entry.new:
         out = found[0] if return_lse else found
-        try:
+        with first_results(entry, _KERNELS, known):
             check(out, score_mod, mask_mod, task.spec, dims, given)
-        except WrongKernel:
-            del _KERNELS[known]
-            shutil.rmtree(entry.folder, ignore_errors=True)
-            raise
-        entry.new = False
     if inputs == ("q", "k", "v") and lists is None:
         _QUICK[task, score_mod, mask_mod] = entry
     return found
@@ -353,7 +347,7 @@ def _renewed(
 # --- what a call asks for -----------------------------------------------------------------------
 
 
-_SETTINGS = ("causal", "window", "softcap", "scale")
+SETTINGS = ("causal", "window", "softcap", "scale")
 
 
 def task_of(
@@ -365,7 +359,7 @@ def task_of(
     known = (query.dtype, key.dtype, value.dtype, query.device, shapes, plain, flags)
     task = _TASKS.get(known)
     if task is None:
-        pairs = zip(_SETTINGS, plain, strict=True)
+        pairs = zip(SETTINGS, plain, strict=True)
         settings = {n: s for n, s in pairs if s is not None and s is not False}  # 0 is a mistake
         spec = spec_of(query, key, value, **settings, **dict.fromkeys(flags, True))
         task = _TASKS[known] = Task(spec, card_of(query.device))

@@ -5,10 +5,12 @@ Nothing here imports PyTorch or JAX. A tensor is anything with `shape`, `ndim` a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -125,6 +127,26 @@ def find_or_make(order: store.Ordered) -> tuple[Path, bool]:
         return store.find_or_make(order, tell), new
     except (Failed, BadSpec) as error:
         raise NoKernel(str(error)) from None
+
+
+class New(Protocol):
+    """A kernel in the store, and whether it was made now."""
+
+    folder: Path
+    new: bool
+
+
+@contextlib.contextmanager
+def first_results(kernel: New, kernels: dict[Any, Any], known: object) -> Iterator[None]:
+    """Around a look at the first results of a new kernel: a wrong one is forgotten, and removed
+    from the store."""
+    try:
+        yield
+    except WrongKernel:
+        del kernels[known]
+        shutil.rmtree(kernel.folder, ignore_errors=True)
+        raise
+    kernel.new = False
 
 
 def compare_rows(found: Any, wanted: Any, spec: AttentionSpec, place: tuple[int, int]) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import re
-import shutil
 import warnings
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
@@ -26,7 +25,15 @@ from flashwright.author.builtin.mods import Mods
 from flashwright.flex import attention as flex
 from flashwright.flex.capture import Captured, NotCaptured, Source, Watch, capture
 from flashwright.flex.form import Form, form_of
-from flashwright.flex.task import Bias, Dims, NoKernel, Task, WrongKernel, dims_of, order_of
+from flashwright.flex.task import (
+    Bias,
+    Dims,
+    NoKernel,
+    Task,
+    dims_of,
+    first_results,
+    order_of,
+)
 from flashwright.flex.trial import check
 from flashwright.generate import store
 from flashwright.gpu import Gpu
@@ -483,13 +490,8 @@ def _masked(task: Task, mask: ModelMask, form: Form, given: Mapping[str, Any]) -
         flex.check_first_gradients(kernel.operator, task, None, mask.mask_mod, given)
     out = kernel.operator(*(tensors[name] for name in kernel.operator.inputs))
     if kernel.new and all(tensor.device == device for tensor in form.tensors):
-        try:
+        with first_results(kernel, _MASKED, known):
             check(out, None, mask.mask_mod, task.spec, dims, given)
-        except WrongKernel:
-            del _MASKED[known]
-            shutil.rmtree(kernel.folder, ignore_errors=True)
-            raise
-        kernel.new = False
     return out
 
 

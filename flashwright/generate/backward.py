@@ -15,10 +15,10 @@ from flashwright.build.make import make, step_programs
 from flashwright.build.reading import unusable
 from flashwright.build.steps import Steps
 from flashwright.check.check import check, checked_program
-from flashwright.files import content, sha256, write
+from flashwright.files import content, sha256
 from flashwright.generate import store
 from flashwright.generate.backward_sizes import sized
-from flashwright.generate.folder import RESULT
+from flashwright.generate.folder import write_package
 from flashwright.gpu import Gpu
 from flashwright.grad.grad import backward
 from flashwright.lang.diagnostic import Failed
@@ -113,10 +113,7 @@ class BackwardOrder:
             told[SPEC] = specs.dump(spec.differentiated(self.deterministic))
         _, tree = sized(parse(format_tree(self.derived)), self.gpu)
         tree = packed(tree) if self.packed else tree
-        for name, data in built(tree, self.gpu, told).items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            write(folder / name, data)
-        write(folder / RESULT, json.dumps({"ok": True, "gpu": self.gpu.name}) + "\n")
+        write_package(folder, built(tree, self.gpu, told), self.gpu.name)
 
 
 def find_or_make(

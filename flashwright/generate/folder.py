@@ -37,6 +37,14 @@ ARTEFACTS = (
 )
 
 
+def write_package(folder: Path, files: Mapping[str, str | bytes], gpu: str) -> None:
+    """Write a finished kernel, made without a run's stages."""
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write(folder / name, data)
+    write(folder / RESULT, json.dumps({"ok": True, "gpu": gpu}) + "\n")
+
+
 def finished(folder: Path) -> bool:
     """Whether the folder has the result of a run that ended right."""
     try:

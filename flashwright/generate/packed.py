@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,9 +12,9 @@ from flashwright.author.builtin.choose import NothingFits
 from flashwright.build import package
 from flashwright.build.make import make
 from flashwright.check.check import checked_program
-from flashwright.files import sha256, write
-from flashwright.generate.backward import BackwardOrder
-from flashwright.generate.folder import RESULT
+from flashwright.files import sha256
+from flashwright.generate.backward import CODE, BackwardOrder
+from flashwright.generate.folder import write_package
 from flashwright.generate.store import HEADROOMS
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Diagnostic, Failed
@@ -24,8 +23,6 @@ from flashwright.lang.parse import parse
 from flashwright.measure.machine import translator
 from flashwright.rewrite.packed import packed
 from flashwright.spec import AttentionSpec
-
-CODE = "code.tl"
 
 
 @dataclass(frozen=True)
@@ -81,8 +78,5 @@ class PackedOrder:
                 raise
             files = {CODE: text, **package.translated(made), **package.compiled(built)}
             files[package.RECORD] = package.record(built, self.gpu, files, made.report)
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, data in files.items():
-                write(folder / name, data)
-            write(folder / RESULT, json.dumps({"ok": True, "gpu": self.gpu.name}) + "\n")
+            write_package(folder, files, self.gpu.name)
             return

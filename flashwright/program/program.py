@@ -149,6 +149,18 @@ class Program:
         return tuple(_outer_loops(self.tree.body))
 
     @cached_property
+    def ranges(self) -> tuple[tuple[Copy, Coord, Expr], ...]:
+        """The coordinates that name a range, each with its Copy and the length of its axis."""
+        found = []
+        for copy in (s for s in statements(self.tree.body) if isinstance(s, Copy)):
+            for coord in (c for c in copy.coords or () if c.within is not None):
+                key = self.source(copy) if copy.source == "global" else self.dest(copy)
+                axes = self.tensors[key[0]].axes
+                length = next(a.size for a in axes if a.label == coord.axis.id)
+                found.append((copy, coord, length))
+        return tuple(found)
+
+    @cached_property
     def longest_ranges(self) -> Mapping[Expr, str]:
         """By the length of an axis with ranges, the dim that none of them is longer than: the one
         that the grid goes through with its coordinate. Of two axes the other has the other dim.
@@ -156,16 +168,11 @@ class Program:
         known: dict[Expr, str] = {}
         stored: dict[Expr, bool] = {}
         bounds = {axis.name: {*expressions(axis.high)} for axis in self.grid.axes}
-        for copy in (s for s in statements(self.tree.body) if isinstance(s, Copy)):
-            for coord in copy.coords or ():
-                if coord.within is not None:
-                    key = self.source(copy) if copy.source == "global" else self.dest(copy)
-                    axes = self.tensors[key[0]].axes
-                    length = next(a.size for a in axes if a.label == coord.axis.id)
-                    stored[length] = stored.get(length, False) or copy.dest == "global"
-                    bound = bounds.get(coord.value, set()) if isinstance(coord.value, Name) else ()
-                    for dim in (d for d in LENGTH_DIMS if Name(d) in bound):
-                        known.setdefault(length, dim)
+        for copy, coord, length in self.ranges:
+            stored[length] = stored.get(length, False) or copy.dest == "global"
+            bound = bounds.get(coord.value, set()) if isinstance(coord.value, Name) else ()
+            for dim in (d for d in LENGTH_DIMS if Name(d) in bound):
+                known.setdefault(length, dim)
         told = set(known.values())
         for length, results in stored.items():
             queries = "kv_len" in told if len(told) == 1 else results

@@ -137,17 +137,10 @@ class Ranged:
 
 def ranging(program: Program) -> dict[str, Ranged]:
     """The tensors that bound ranges."""
-    ranges = []
-    for copy in (s for s in statements(program.tree.body) if isinstance(s, Copy)):
-        name = (program.source(copy) if copy.source == "global" else program.dest(copy))[0]
-        for coord in copy.coords or ():
-            if coord.within is not None:
-                axes = program.tensors[name].axes
-                length = next(a.size for a in axes if a.label == coord.axis.id)
-                ranges.append((length, *coord.within))
-    starts = {name for _, first, _ in ranges for name in program.sources(first)}
+    bounded = [(length, c.within) for _, c, length in program.ranges if c.within is not None]
+    starts = {name for _, (first, _) in bounded for name in program.sources(first)}
     found: dict[str, Ranged] = {}
-    for length, *bounds in ranges:
+    for length, bounds in bounded:
         for name in {n for bound in bounds for n in program.sources(bound)}:
             longest = program.longest_ranges[length]
             found.setdefault(name, Ranged(length, longest, name in starts))

@@ -5,7 +5,6 @@ The first call for an operator makes its kernel or finds it in the store; later 
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,18 +14,20 @@ from typing import Any
 
 import torch
 
-from flashwright.flex.attention import card_of
+from flashwright.flex.attention import SETTINGS, task_of
 from flashwright.flex.task import (
     LIMIT,
     ROWS,
     NoKernel,
+    Task,
     WrongKernel,
     compare_rows,
     find_or_make,
+    first_results,
     spec_of,
 )
 from flashwright.generate.packed import PackedOrder
-from flashwright.gpu import Gpu
+from flashwright.generate.store import tell
 from flashwright.lang.diagnostic import Failed
 from flashwright.pytorch import reference
 from flashwright.pytorch.operator import Operator, torch_operator
@@ -78,12 +79,14 @@ def flash_attn_varlen_func(
         settings["alibi"] = True
     if sink is not None:
         settings["sink"] = True
-    heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
-    spec = spec_of(*heads_first, **settings)
+    flags = tuple(name for name in ("alibi", "sink") if settings.pop(name, False))
+    query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
     if _on_cpu(q):
-        found = by_pytorch(spec, given)
+        settings |= dict.fromkeys(flags, True)
+        found = by_pytorch(spec_of(query, key, value, **settings), given)
     else:
-        found = _by_kernel(_Call(spec, card_of(q.device), given, (max_seqlen_q, max_seqlen_k)))
+        task = task_of(query, key, value, tuple(settings.get(name) for name in SETTINGS), flags)
+        found = _by_kernel(_Call(task, given, (max_seqlen_q, max_seqlen_k)))
     return found if return_softmax_lse else found[0]
 
 
@@ -150,24 +153,23 @@ class _Entry:
     """Whether the kernel was made now, so that its first results are checked."""
 
 
-_KERNELS: dict[tuple[AttentionSpec, str, bool], _Entry] = {}
-"""By the spec, the GPU, and whether it is the backward."""
+_KERNELS: dict[tuple[Task, bool], _Entry] = {}
+"""By the task, and whether it is the backward."""
 
 
 @dataclass(frozen=True)
 class _Call:
     """A call with CUDA tensors."""
 
-    spec: AttentionSpec
-    card: Gpu
+    task: Task
     given: Tensors
     longest: tuple[int, int]
 
     def run(self, tensors: Tensors, backward: bool, check: Check) -> dict[str, Any]:
         """The results of the forward or the backward kernel by their names, from tensors with the
         axes (heads, tokens, ...) and the others of the call. `check` sees the first ones."""
-        known = self.spec, self.card.name, backward
-        entry = _KERNELS.get(known) or _new_entry(self.spec, self.card, backward)
+        known = self.task, backward
+        entry = _KERNELS.get(known) or _new_entry(self.task, backward)
         _KERNELS[known] = entry
         operator = entry.operator
         floats = {n: self.given[n].float() for n in ("slopes", "sink") if n in self.given}
@@ -178,18 +180,13 @@ class _Call:
         found = operator.compute(*(named[name] for name in operator.inputs), **dims)
         results = {n.lower(): x for n, x in zip(operator.outputs, found, strict=True)}
         if entry.new:
-            try:
-                check(self.spec, self.given, results)
-            except WrongKernel:
-                del _KERNELS[known]
-                shutil.rmtree(entry.folder, ignore_errors=True)
-                raise
-            entry.new = False
+            with first_results(entry, _KERNELS, known):
+                check(self.task.spec, self.given, results)
         return results
 
 
-def _new_entry(spec: AttentionSpec, card: Gpu, backward: bool) -> _Entry:
-    order = PackedOrder(spec, card)
+def _new_entry(task: Task, backward: bool) -> _Entry:
+    order = PackedOrder(task.spec, task.card)
     try:
         folder, new = find_or_make(order.backward if backward else order)
         return _Entry(torch_operator(folder), folder, new)
@@ -273,6 +270,8 @@ def check_gradients(spec: AttentionSpec, given: Tensors, results: Tensors, grad:
         (b, queries[b + 1] - queries[b], keys[b + 1] - keys[b]) for b in range(len(queries) - 1)
     ]
     short = [b for b, n, m in sizes if n and m and n * m <= _MOST_SCORES]
+    if not short:
+        tell(f"the first gradients are not checked: no sequence has at most {_MOST_SCORES} scores")
     for b in short[:1]:
         rows, places = slice(*queries[b : b + 2]), slice(*keys[b : b + 2])
         own = {n: given[n].detach().double().requires_grad_() for n in "qkv"}

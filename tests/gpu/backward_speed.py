@@ -65,11 +65,11 @@ def same_bits(call: Call, runs: int = 5) -> bool:
     return all(all(map(torch.equal, call(), first)) for _ in range(runs))
 
 
-def line(name: str, ours: Call, theirs: Call) -> float:
+def line(name: str, ours: Call, theirs: Call, limit: float = LIMIT) -> float:
     """Compare both, time both, print a line; theirs by ours."""
     off = difference(ours(), theirs())
     a, b = times(ours, theirs)
-    wrong = "  WRONG" if not off < LIMIT else ""
+    wrong = "  WRONG" if not off < limit else ""
     print(f"{name:34} {a:8.3f} {b:8.3f} {b / a:6.3f}   {off:.1e}{wrong}", flush=True)
     return b / a
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import flashwright
-from tests.gpu.backward_speed import Call, difference, mean, times
+from tests.gpu.backward_speed import Call, line, mean
 
 TOKENS, HEADS, KV_HEADS = 32768, 32, 8
 LIMIT = 1e-2
@@ -89,18 +89,10 @@ def main() -> None:
                 def packed(given: list[Any] = given, causal: bool = causal) -> Sequence[Any]:
                     return (flashwright.flash_attn_varlen_func(*given, causal=causal),)
 
-                ratios.append(_line(kind, packed, theirs(given, causal)))
+                ratios.append(line(kind, packed, theirs(given, causal), LIMIT))
                 if name == "equal":
-                    _line(f"{kind}, rectangular", packed, rectangular(given, causal))
+                    line(f"{kind}, rectangular", packed, rectangular(given, causal), LIMIT)
     print(mean(ratios))
-
-
-def _line(name: str, ours: Call, others: Call) -> float:
-    off = difference(ours(), others())
-    a, b = times(ours, others)
-    wrong = "  WRONG" if not off < LIMIT else ""
-    print(f"{name:34} {a:8.3f} {b:8.3f} {b / a:6.3f}   {off:.1e}{wrong}", flush=True)
-    return b / a
 
 
 if __name__ == "__main__":

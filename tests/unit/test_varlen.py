@@ -25,6 +25,7 @@ from flashwright.lower.translate import translate
 
 torch = pytest.importorskip("torch")
 import flashwright  # noqa: E402
+from flashwright.flex import attention as flex  # noqa: E402
 from flashwright.flex.task import NoKernel, WrongKernel, spec_of  # noqa: E402
 from flashwright.serving import varlen  # noqa: E402
 from tests.unit.emulated import needs_compilers  # noqa: E402
@@ -51,6 +52,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
     monkeypatch.setattr(PackedOrder, "make", make)
     monkeypatch.setattr(BackwardOrder, "make", make_backward)
     monkeypatch.setattr(varlen, "_KERNELS", {})
+    monkeypatch.setattr(flex, "_TASKS", {})
     torch.manual_seed(0)
     return interpret_operators(monkeypatch)
 
@@ -67,7 +69,7 @@ def tensors(kind: Any = torch.bfloat16) -> list[Any]:
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, *given: Any, **settings: Any) -> Any:
     """The call as it is with CUDA tensors."""
-    monkeypatch.setattr(varlen, "card_of", lambda device: CARD)
+    monkeypatch.setattr(flex, "card_of", lambda device: CARD)
     monkeypatch.setattr(varlen, "_on_cpu", lambda tensor: False)
     return flashwright.flash_attn_varlen_func(*given, **settings)
 
