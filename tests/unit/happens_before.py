@@ -17,6 +17,7 @@ from typing import Any
 from flashwright.gpu import Gpu
 from flashwright.lower import ir
 from flashwright.lower.frontend.lowering import lower
+from flashwright.lower.launch_plan import RANGE
 from flashwright.lower.term import Term
 from flashwright.lower.term_value import value
 from flashwright.lower.translate import schedule
@@ -152,6 +153,7 @@ def block(
     """One thread block before it starts."""
     params = {n: v for n, v in program.params.items() if not isinstance(v, Fraction)}
     env: dict[str, Any] = {**params, **dict.fromkeys(program.dims, 2), **dims, **place}
+    env[ir.RANGE_END.name] = RANGE
     return Block(env, gpu.capability >= 80, **options)
 
 
