@@ -34,7 +34,14 @@ from flashwright.lang.nodes import (
     value_names,
 )
 from flashwright.program.scalars import Scalar, evaluate, whole
-from flashwright.program.vocabulary import CONSTANTS, DTYPES, POSITIONS, SCHEDULE_PARAMS, split
+from flashwright.program.vocabulary import (
+    CONSTANTS,
+    DTYPES,
+    POSITIONS,
+    PREDEFINED_DIMS,
+    SCHEDULE_PARAMS,
+    split,
+)
 
 Key = tuple[str, Space]
 LENGTH_DIMS = ("q_len", "kv_len")
@@ -147,6 +154,23 @@ class Program:
     def outer_loops(self) -> tuple[For, ...]:
         """The loops of a thread block that are in no other, those under a condition included."""
         return tuple(_outer_loops(self.tree.body))
+
+    @cached_property
+    def parts_stored(self) -> frozenset[str]:
+        """The program's own dims that count parts of a sum: the kernel stores one at each index of
+        an axis that no input has."""
+        return self._own_axes(self.outputs) - self._own_axes(self.inputs)
+
+    @cached_property
+    def parts_read(self) -> frozenset[str]:
+        """The program's own dims that no output has: what a kernel reads along them may be put
+        together."""
+        return self._own_axes(self.inputs) - self._own_axes(self.outputs)
+
+    def _own_axes(self, tensors: tuple[Tensor, ...]) -> frozenset[str]:
+        sizes = {axis.size for tensor in tensors for axis in tensor.axes}
+        own = (dim for dim in self.dims if dim not in PREDEFINED_DIMS)
+        return frozenset(dim for dim in own if Name(dim) in sizes)
 
     @cached_property
     def ranges(self) -> tuple[tuple[Copy, Coord, Expr], ...]:

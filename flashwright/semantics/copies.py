@@ -161,9 +161,9 @@ class Copies:
                         raise self.machine.halt("FW306", text, expr.span)
 
     def _store(self, stmt: Copy, tensor: Tensor, tile: Tile) -> None:
-        if not stmt.adds:
-            self.sums.complete(tile, stmt)
         places, at = self._places(stmt, tensor, tile.shape)
+        if not stmt.adds:
+            self._store_sum(stmt, tensor, tile, places)
         along = self.program.buffers[self.program.source(stmt)].along
         for have, want in zip(tile.axes, places[len(places) - len(tile.shape) :], strict=True):
             # With `along` a vector of one dimension's positions may stand for another's.
@@ -192,6 +192,18 @@ class Copies:
             covered = self.sums.covered("+", [before[0], tile], stmt)
             tile = replace(tile, covered=covered, masks=together([before[0], tile]))
         self.machine.added[tensor.name, region] = replace(tile, data=None), stmt
+
+    def _store_sum(self, stmt: Copy, tensor: Tensor, tile: Tile, places: list[Where]) -> None:
+        """A sum is complete, or one of the parts that the tensor has an axis for: these are added
+        up by their reader."""
+        outer = len(places) - len(tile.shape)
+        rest = [
+            p for n, p in enumerate(places) if n >= outer or p.dim not in self.program.parts_stored
+        ]
+        if len(rest) == len(places) or self.sums.is_complete(tile):
+            self.sums.complete(tile, stmt)
+        else:
+            self._add(stmt, tensor, _region(rest), tile)
 
     def _add_by_index(self, stmt: Copy, tile: Tile) -> None:
         """Add each element to the one that its index names. Those of a tile past the ends of a

@@ -344,7 +344,8 @@ class State:
         for tile in tiles:
             for dim, place in tile.at.items():
                 other = at.setdefault(dim, place)
-                if other.value != place.value:
+                parts = dim in self.program.parts_read and not (place.chosen or other.chosen)
+                if other.value != place.value and not parts:
                     text = (
                         f"`{other.tensor}` has index {other.value} on {dim}, "
                         f"`{place.tensor}` has {place.value}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from flashwright.lang.diagnostic import Label
@@ -83,7 +84,29 @@ class Sums:
 
     def complete(self, tile: Tile, stmt: Statement) -> None:
         """Report FW604 for a used sum that lacks keys visible through the masks."""
+        for part, low, high in self._missing(tile):
+            text = f"{part.axis} {low}..{high - 1} is never added in"
+            where = (
+                Label(stmt.span, "the sum is used here"),
+                *_masks(tile, part.dim, "the mask shows it"),
+                *self._bounds_of(part.stmt),
+                *self._blocks_of(stmt),
+            )
+            self.machine.report(
+                "FW604",
+                text,
+                part.stmt.span,
+                secondary=where,
+                label=self.machine.problem(),
+                help=stateless(stmt),
+            )
 
+    def is_complete(self, tile: Tile) -> bool:
+        """Whether no sum lacks keys that are visible through the masks."""
+        return not any(self._missing(tile))
+
+    def _missing(self, tile: Tile) -> Iterator[tuple[Coverage, int, int]]:
+        """The first visible keys that each sum of a tile lacks."""
         if self.machine.left_out:  # data-dependent: the expected keys are unknown
             return
         for part in tile.covered.values():
@@ -92,21 +115,7 @@ class Sums:
             told = [m.sources for m in tile.masks if m.side(part.dim) is not None]
             for low, high in part.missing(frozenset().union(*told)):
                 if any_visible(tile.masks, part.dim, low, high):
-                    text = f"{part.axis} {low}..{high - 1} is never added in"
-                    where = (
-                        Label(stmt.span, "the sum is used here"),
-                        *_masks(tile, part.dim, "the mask shows it"),
-                        *self._bounds_of(part.stmt),
-                        *self._blocks_of(stmt),
-                    )
-                    self.machine.report(
-                        "FW604",
-                        text,
-                        part.stmt.span,
-                        secondary=where,
-                        label=self.machine.problem(),
-                        help=stateless(stmt),
-                    )
+                    yield part, low, high
                     break
 
     def summing(self, tile: Tile, stmt: Statement) -> Covered:

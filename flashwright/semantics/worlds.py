@@ -90,9 +90,10 @@ def resized(
     program: Program, world: World, step: int, tiled: Callable[[str], bool]
 ) -> Iterator[World]:
     """The same world with other sizes of the program's own dims, if no tile lies on such an axis:
-    a table may have one entry per block of keys, or more."""
+    a table may have one entry per block of keys, or more. (A sum may have any number of parts.)"""
     kv_len, q_len = world.dims["kv_len"], world.dims["q_len"]
-    own = [d for d in program.dims if d not in PREDEFINED_DIMS and not tiled(d)]
+    counts = (*PREDEFINED_DIMS, *program.parts_stored)
+    own = [d for d in program.dims if d not in counts and not tiled(d)]
     for size in (ceil(kv_len / step), kv_len, q_len + kv_len + 8) if own else ():
         yield replace(world, dims={**world.dims, **dict.fromkeys(own, size)})
 
