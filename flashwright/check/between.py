@@ -81,10 +81,11 @@ def check_turns(programs: Sequence[Program]) -> Iterator[Diagnostic]:
 
 def check_shared(tree: Tree, kernels: Sequence[Tree]) -> Iterator[Diagnostic]:
     """FW203 for declarations above the first grid that no kernel uses."""
-    kept = {id(stmt) for kernel in kernels for stmt in kernel.body}
+    every = (stmt for kernel in kernels for stmt in kernel.body if isinstance(stmt, Declaration))
+    kept = set(RESERVED_PARAMS).union(*map(declared, every))
     for stmt in tree.body:
-        if isinstance(stmt, Declaration) and id(stmt) not in kept:
-            for name in sorted(declared(stmt) - set(RESERVED_PARAMS)):
+        if isinstance(stmt, Declaration):
+            for name in sorted(declared(stmt) - kept):
                 yield Diagnostic("FW203", f"`{name}` is not used by any kernel", stmt.span)
 
 

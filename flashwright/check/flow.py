@@ -124,7 +124,8 @@ def problems(program: Program, given: Mapping[str, int]) -> Iterator[dict[str, i
     for heads, q_len, kv_len in lengths:
         dims = {**others, **given, **heads, "q_len": q_len, "kv_len": kv_len}
         for length, longest in ranged.items():
-            if isinstance(length, Name):  # all ranges but one are as long as the longest
+            # all ranges but one are as long as the longest
+            if isinstance(length, Name) and length.id != longest:
                 less = dims[longest] // 2 if dims["batch"] > 1 else 0
                 dims[length.id] = dims["batch"] * dims[longest] - less
         yield dims
@@ -149,16 +150,10 @@ def _tile_size(program: Program, dim: str) -> int:
     """The largest tile of any Copy on an axis of that length, or of ranges of at most that length
     (1 if there is none)."""
     best = 1
-    lengths = {r.length for r in ranging(program).values() if r.longest == dim} | {Name(dim)}
     for stmt in statements(program.tree.body):
         if not isinstance(stmt, Copy) or "global" not in (stmt.source, stmt.dest) or stmt.index:
             continue
-        source, dest = program.source(stmt), program.dest(stmt)
-        tensor = program.tensors[source[0] if stmt.source == "global" else dest[0]]
-        shape = program.buffers[dest if stmt.source == "global" else source].shape
-        for axis, size in zip(tensor.axes[len(tensor.axes) - len(shape) :], shape, strict=True):
-            if axis.size in lengths:
-                best = max(best, size)
+        best = max((best, *(size for length, size in program.tiled(stmt) if length == Name(dim))))
     return best
 
 

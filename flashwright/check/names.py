@@ -40,6 +40,7 @@ from flashwright.program.vocabulary import (
     DEFAULT_LABELS,
     DTYPE_ALIASES,
     DTYPES,
+    PAGE,
     POSITIONS,
     PREDEFINED_DIMS,
     RESERVED_PARAMS,
@@ -117,7 +118,7 @@ class Names:
                 self._declare_reshape_target(stmt)
 
     def _define(self, name: Name) -> None:
-        if name.id in POSITIONS or name.id in CONSTANTS:
+        if name.id in (*POSITIONS, PAGE, *CONSTANTS):
             self.error("FW202", f"`{name.id}` is a reserved name", name.span)
         elif name.id in self.scalars:
             first = self.scalars[name.id]
@@ -280,7 +281,7 @@ class Names:
                 seen.add(id(stmt))
             self._uses(stmt, seen, loops)
             if isinstance(stmt, For):
-                if stmt.var.id in (*self.scalars, *loops):
+                if stmt.var.id in (*self.scalars, *loops, PAGE):
                     text = f"the loop variable `{stmt.var.id}` hides another name"
                     self.error("FW202", text, stmt.var.span)
                 self._walk(stmt.body, seen, (*loops, stmt.var.id))
@@ -321,6 +322,8 @@ class Names:
                 self.error("FW201", text, name.span, secondary=where, help="move it up")
             return
         if tiles and name.id in POSITIONS:
+            return
+        if name.id == PAGE and _is_coordinate(name, stmt):
             return
         key = tile_of(name, self.buffers)
         if tiles and key is not None:
@@ -368,7 +371,9 @@ class Names:
         if fix is None and name.id in self.missing:
             return  # reported once; a fix for a misspelling is offered at every use
         self.missing.add(name.id)
-        if name.id in POSITIONS:
+        if name.id == PAGE:
+            hint = "it is the page of a row, in a coordinate: `P = Table[batch_idx, page_idx]`"
+        elif name.id in POSITIONS:
             hint = "positions are of elements, in a Mask or a Compute; here one number is needed"
         elif fix is None and hint is None:
             hint = "declare it: `param`, `let`, `dim`, or `Allocate` for a tile"
@@ -444,6 +449,12 @@ def _tile_places(stmt: Statement) -> list[Name]:
         case Reshape(name):
             places = [name, stmt.target]
     return [p for p in places if isinstance(p, Name)]
+
+
+def _is_coordinate(name: Name, stmt: Statement) -> bool:
+    """Whether a name stands in a coordinate of a Copy (not in the bounds of its range)."""
+    coords = (stmt.coords or ()) if isinstance(stmt, Copy) else ()
+    return any(name is part for c in coords for part in expressions(c.value))
 
 
 def _word_ids(stmt: Statement) -> set[int]:

@@ -20,11 +20,12 @@ from flashwright.lang.nodes import (
     Reshape,
     Transpose,
     Unary,
+    expressions,
     statements,
 )
 from flashwright.program.program import Buffer, Key, Tensor, tile_of
 from flashwright.program.scalars import NotScalar, Unknown, evaluate, whole
-from flashwright.program.vocabulary import FUNCTIONS, VERBS, split
+from flashwright.program.vocabulary import FUNCTIONS, PAGE, VERBS, split
 from flashwright.semantics.compute import expression
 
 Shape = tuple[int, ...]
@@ -404,6 +405,7 @@ def _coordinates(stmt: Copy, shape: Shape, tensor: Tensor, names: Names) -> Iter
             text = f"a range cannot be of the tile's columns, along {coord.axis.id}"
             hint = f"give `in ...` to axis {tiled[0]}, or leave it out"
             yield Diagnostic("FW305", text, coord.span, help=hint)
+    yield from _pages(stmt, tiled, tensor, names)
     for axis in tensor.axes:
         spans = axis.label in tiled and _covers_axis(
             axis.size, shape[tiled.index(axis.label)], names
@@ -413,6 +415,34 @@ def _coordinates(stmt: Copy, shape: Shape, tensor: Tensor, names: Names) -> Iter
             where = (Label(tensor.declared.span, f"{axis.label} is {format_expr(axis.size)} long"),)
             hint = f"add `{axis.label} = ...` to the coordinate"
             yield Diagnostic("FW305", text, stmt.span, secondary=where, help=hint)
+
+
+def _pages(stmt: Copy, tiled: list[str], tensor: Tensor, names: Names) -> Iterator[Diagnostic]:
+    """Findings about a Copy whose rows lie in pages."""
+    coords = {c.axis.id: c for c in stmt.coords or ()}
+    naming = [c for c in coords.values() if Name(PAGE) in expressions(c.value)]
+    if not naming:
+        return
+    rows, size = tiled[0], next(a.size for a in tensor.axes if a.label == tiled[0])
+    if stmt.dest == "global":
+        yield Diagnostic("FW305", "pages are read, not written", naming[0].span)
+    for coord in (c for c in naming if c.axis.id in tiled):
+        text = f"`{PAGE}` says where a page is, and along {coord.axis.id} lies the tile"
+        yield Diagnostic(
+            "FW305", text, coord.span, help=f"count positions: `{rows} = i in 0:length`"
+        )
+    if rows not in coords or coords[rows].within is None:
+        text = "pages hold positions, and the Copy does not say how many there are"
+        at = coords[rows].span if rows in coords else stmt.span
+        hint = f"`{rows} = i in 0:length`: positions are counted over all pages of a sequence"
+        yield Diagnostic("FW305", text, at, help=hint)
+    try:
+        evaluate(size, names.params)
+    except NotScalar:
+        text = f"the length of a page is a number, and {rows} is {format_expr(size)} long"
+        where = (Label(tensor.declared.span, "allocated here"),)
+        hint = "let it be a param: `param PageSize = 64`"
+        yield Diagnostic("FW306", text, stmt.span, secondary=where, help=hint)
 
 
 def _covers_axis(size: Expr, tile: int, names: Names) -> bool:

@@ -100,12 +100,9 @@ def _global_tiles(program: Program) -> dict[str, int]:
     for stmt in statements(program.tree.body):
         if not isinstance(stmt, Copy) or "global" not in (stmt.source, stmt.dest):
             continue
-        source, dest = program.source(stmt), program.dest(stmt)
-        tensor = program.tensors[source[0] if stmt.source == "global" else dest[0]]
-        shape = program.buffers[dest if stmt.source == "global" else source].shape
-        for axis, size in zip(tensor.axes[len(tensor.axes) - len(shape) :], shape, strict=True):
-            if isinstance(axis.size, Name):
-                found[axis.size.id] = max(found.get(axis.size.id, 1), size)
+        for length, size in program.tiled(stmt):
+            if isinstance(length, Name):
+                found[length.id] = max(found.get(length.id, 1), size)
     return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashwright.lang.nodes import (
     Allocate,
@@ -60,6 +60,8 @@ def _used(shared: tuple[Statement, ...], own: tuple[Statement, ...]) -> list[Sta
     for stmt in reversed(shared):
         in_global = isinstance(stmt, Allocate) and stmt.space == "global"
         if not isinstance(stmt, Declaration) or declared(stmt) & (tensors if in_global else names):
+            if isinstance(stmt, Dim):
+                stmt = replace(stmt, names=tuple(n for n in stmt.names if n.id in names))
             names |= _names((stmt,))
             found.append(stmt)
     return found[::-1]

@@ -37,6 +37,7 @@ from flashwright.program.scalars import Scalar, evaluate, whole
 from flashwright.program.vocabulary import (
     CONSTANTS,
     DTYPES,
+    PAGE,
     POSITIONS,
     PREDEFINED_DIMS,
     SCHEDULE_PARAMS,
@@ -174,15 +175,33 @@ class Program:
 
     @cached_property
     def ranges(self) -> tuple[tuple[Copy, Coord, Expr], ...]:
-        """The coordinates that name a range, each with its Copy and the length of its axis."""
+        """The coordinates that name a range, each with its Copy and the length of its axis; pages
+        together are as long as the longest range."""
         found = []
         for copy in (s for s in statements(self.tree.body) if isinstance(s, Copy)):
             for coord in (c for c in copy.coords or () if c.within is not None):
-                key = self.source(copy) if copy.source == "global" else self.dest(copy)
-                axes = self.tensors[key[0]].axes
+                axes = self.outer(copy).axes
                 length = next(a.size for a in axes if a.label == coord.axis.id)
-                found.append((copy, coord, length))
+                found.append((copy, coord, Name("kv_len") if self.paged(copy) else length))
         return tuple(found)
+
+    def outer(self, copy: Copy) -> Tensor:
+        """The tensor in global memory that a Copy loads from or stores to."""
+        key = self.source(copy) if copy.source == "global" else self.dest(copy)
+        return self.tensors[key[0]]
+
+    def paged(self, copy: Copy) -> bool:
+        """Whether the rows of a tile lie in pages: a coordinate depends on the page."""
+        return any(e == Name(PAGE) for c in copy.coords or () for e in expressions(c.value))
+
+    def tiled(self, copy: Copy) -> Iterator[tuple[Expr, int]]:
+        """The axes of a Copy's tile: the length whose positions they count, and the tile's size."""
+        if copy.index:
+            return
+        shape, axes = self.moved(copy), self.outer(copy).axes
+        coords = {c.axis.id: c for c in copy.coords or ()}
+        for axis, size in zip(axes[len(axes) - len(shape) :], shape, strict=True):
+            yield self.positions_of(axis.size, coords.get(axis.label)), size
 
     @cached_property
     def longest_ranges(self) -> Mapping[Expr, str]:
@@ -205,8 +224,13 @@ class Program:
 
     def positions_of(self, length: Expr, coord: Coord | None) -> Expr:
         """The length that stands for the positions of an axis: of ranges, that of the longest."""
-        ranged = coord is not None and coord.within is not None
-        return Name(self.longest_ranges[length]) if ranged else length
+        dim = self._range_dims.get(id(coord))
+        return length if dim is None else Name(dim)
+
+    @cached_property
+    def _range_dims(self) -> Mapping[int, str]:
+        """The dims whose positions coordinates with ranges count, by their id."""
+        return {id(coord): self.longest_ranges[length] for _, coord, length in self.ranges}
 
     @cached_property
     def counters(self) -> Mapping[str, Tensor]:

@@ -22,6 +22,8 @@ DEFAULT_DTYPE: dict[Space, str] = {"global": "fp16", "shared": "fp16", "register
 
 PREDEFINED_DIMS = ("batch", "heads", "kv_heads", "q_len", "kv_len")
 POSITIONS = ("q_idx", "kv_idx")
+PAGE = "page_idx"
+"""In coordinates of a Copy: the page that a row of the tile lies in, counted in its sequence."""
 CONSTANTS = {"inf": float("inf")}
 SCHEDULE_PARAMS = ("Overlap", "PingPong", "SplitMasked", "Persistent")
 RESERVED_PARAMS = ("Warps", *SCHEDULE_PARAMS)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 from flashwright.lang.diagnostic import Label
 from flashwright.lang.format import format_expr
-from flashwright.lang.nodes import Binary, Coord, Copy, Expr, Name
+from flashwright.lang.nodes import Binary, Coord, Copy, Expr, Name, expressions
 from flashwright.program.fixes import rounded_down
 from flashwright.program.program import Tensor, TensorAxis
-from flashwright.program.scalars import Scalar, Unknown, whole
+from flashwright.program.scalars import Scalar, Unknown, Value, whole
+from flashwright.program.vocabulary import PAGE
 from flashwright.semantics.expressions import Expressions
 from flashwright.semantics.gather import scatter
 from flashwright.semantics.state import Region, State
@@ -50,7 +52,9 @@ class Copies:
         places, at = self._places(stmt, tensor, shape)
         axes = places[len(places) - len(shape) :]
         data = None
-        if self.machine.math is not None:
+        if self.machine.math is not None and self.program.paged(stmt):
+            data = self._load_pages(stmt, tensor, places, shape)
+        elif self.machine.math is not None:
             offset = self.machine.offset(tensor)
             lead = _lead(places, shape)
             data = self.machine.math.load(tensor, _region(places), offset, shape, lead)
@@ -71,7 +75,12 @@ class Copies:
             tiled = position >= first_tiled
             size = shape[position - first_tiled] if tiled else 1
             coord = coords.get(axis.label)
-            first, extent = self._range(coord, tensor, axis)
+            if coord is not None and Name(PAGE) in expressions(coord.value):
+                at[f"the pages along {axis.label}"] = self._pages(coord, stmt, tensor)
+                places.append(Where(axis.label, 0, 1, 1, axis.label, tensor.name, stmt))
+                continue
+            in_pages = position == first_tiled and self.program.paged(stmt)
+            first, extent = self._range(coord, tensor, axis, in_pages)
             start = self._start(coord, size if tiled else None, extent, tensor, axis, stmt)
             dim = self.machine.identity(self.program.positions_of(axis.size, coord))
             chosen = coord is not None and self.program.chosen(coord.value)
@@ -83,11 +92,46 @@ class Copies:
                 at[f"the range of {dim}"] = Place(first, tensor.name, stmt)
         return places, at
 
+    # --- pages ---------------------------------------------------------------------------------
+
+    def _pages(self, coord: Coord, stmt: Copy, tensor: Tensor) -> Place:
+        """What tells the pages of one sequence from those of others: where the first one is. With
+        numbers it is not asked for, since a sequence may have none."""
+        self.machine.env[PAGE] = 0
+        first: Value = 0 if self.machine.math is not None else self.machine.scalar(coord.value)
+        return Place(first, tensor.name, stmt)
+
+    def _load_pages(
+        self, stmt: Copy, tensor: Tensor, places: list[Where], shape: tuple[int, ...]
+    ) -> Any:
+        """The rows of a tile from the pages that they lie in; those outside of the range are 0."""
+        math, outer = self.machine.math, len(places) - len(shape)
+        assert math is not None
+        size = self.machine.extent(tensor.axes[outer].size)
+        ((begin, count),) = _region(places[outer : outer + 1])
+        parts, lead = [], _lead(places, shape)
+        for page in range(begin // size, -(-(begin + count) // size)):
+            self.machine.env[PAGE] = page
+            low, high = max(begin, page * size), min(begin + count, (page + 1) * size)
+            region = [self._on_axis(stmt, tensor, axis) for axis in tensor.axes[:outer]]
+            region += [(low - page * size, high - low), *_region(places[outer + 1 :])]
+            part = (high - low, *shape[1:])
+            parts.append(math.load(tensor, tuple(region), self.machine.offset(tensor), part))
+        return math.under_each_other(parts, lead, shape)
+
+    def _on_axis(self, stmt: Copy, tensor: Tensor, axis: TensorAxis) -> tuple[int, int]:
+        coord = next((c for c in stmt.coords or () if c.axis.id == axis.label), None)
+        start = self._start(coord, None, self.machine.extent(axis.size), tensor, axis, stmt)
+        assert isinstance(start, int)  # with numbers, all data are known
+        return start, 1
+
+    # --- ranges --------------------------------------------------------------------------------
+
     def _range(
-        self, coord: Coord | None, tensor: Tensor, axis: TensorAxis
+        self, coord: Coord | None, tensor: Tensor, axis: TensorAxis, in_pages: bool = False
     ) -> tuple[int | Unknown | None, int]:
         """Where the positions that a coordinate counts begin in the tensor, and how many there are;
-        None and the axis's length unless it names a range."""
+        None and the axis's length unless it names a range. Pages may be as many as it takes."""
         length = self.machine.extent(axis.size)
         if coord is None or coord.within is None:
             return None, length
@@ -99,7 +143,7 @@ class Copies:
                 text = f"axis {axis.label} of `{tensor.name}`: {value} is not a whole number"
                 raise self.machine.halt("FW306", text, expr.span, label=self.machine.problem())
         first, last = (whole(value) or 0 for value in bounds if not isinstance(value, Unknown))
-        if not 0 <= first <= last <= length:
+        if not 0 <= first <= last <= (last if in_pages else length):
             text = f"the range {first}:{last} is not inside axis {axis.label} of `{tensor.name}`, "
             text += f"which is {format_expr(axis.size)} = {length} long"
             where = self.program.definitions(*coord.within)

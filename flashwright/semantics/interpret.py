@@ -255,6 +255,13 @@ class NumPy:
     def side_by_side(self, pieces: Sequence[Array]) -> Array:
         return np.concatenate(pieces, axis=1)
 
+    def under_each_other(self, pieces: Sequence[Array], lead: int, shape: Sequence[int]) -> Array:
+        found = np.zeros(tuple(shape), dtype=np.float32)
+        for piece in pieces:
+            found[lead : lead + len(piece)] = piece
+            lead += len(piece)
+        return found
+
     def fill(self, data: Any, shape: Sequence[int]) -> Array:
         value = float(data) if isinstance(data, Fraction) else data
         return np.broadcast_to(np.asarray(value, dtype=np.float32), tuple(shape))

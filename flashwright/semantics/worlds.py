@@ -149,8 +149,8 @@ def ranging(program: Program) -> dict[str, Ranged]:
 
 
 def _packed(program: Program, dims: Mapping[str, int]) -> list[Data]:
-    """Data for ranges that lie behind each other and fill their axis, the shorter one at the end or
-    at the beginning; none is longer than the problem says."""
+    """Data for ranges that lie behind each other and fill their axis, or in pages, the shortest at
+    the end or at the beginning; none is longer than the problem says."""
 
     def begin(about: Ranged, number: int, short_first: bool) -> int:
         total, longest = evaluate(about.length, {**dims, **program.params}), dims[about.longest]
@@ -162,6 +162,9 @@ def _packed(program: Program, dims: Mapping[str, int]) -> list[Data]:
         about = ranging(program).get(name)
         if about is None:
             return dims["kv_len"]
+        if about.length == Name(about.longest):  # each has pages of its own
+            turn = dims["batch"] - 1 - number if short_first else number
+            return max(dims[about.longest] - turn * (dims[about.longest] // 2), 0)
         at = begin(about, number, short_first)
         return at if about.starts else begin(about, number + 1, short_first) - at
 
