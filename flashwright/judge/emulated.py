@@ -273,6 +273,7 @@ class Emulator(Sandbox):
     ) -> None:
         """Launch one kernel. `tensors` gets what it shares with those after it."""
         assert self.served is not None
+        dims = {**shown_dims(package.plan, tensors), **dims}
         for tensor in package.plan.tensors if self.served.in_order else ():
             if tensor.name not in tensors:
                 new = poisoned(tensor.padded(planned_shape(tensor, dims)), tensor.dtype)

@@ -15,7 +15,7 @@ from flashwright.lang.format import format_stmt
 from flashwright.lower.element import ROW, Element, Leaf, leaves, with_leaves
 from flashwright.lower.term import ONE, Axes, Term, Var, binary
 from flashwright.program.program import Buffer, Key, Tensor
-from flashwright.program.vocabulary import DTYPES
+from flashwright.program.vocabulary import DTYPES, PAGE
 
 Lines = tuple[int, int]
 
@@ -61,6 +61,19 @@ class Define(Node):
     again: bool = False  # it is there already, and gets a new value
 
 
+PAGE_IDX = Var(PAGE)
+"""In the coordinates of a window with pages: the page of a row."""
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Where the rows of a tile lie if a page is no whole number of tiles: position `first` of the
+    sequence and those that follow, so many in each page."""
+
+    first: Term
+    size: int
+
+
 @dataclass(frozen=True)
 class Window:
     """A tile of a tensor in global memory: where it begins on every axis, and how many of its rows
@@ -83,6 +96,7 @@ class Window:
     line: bool = False  # a vector
     last: Term | None = None  # the end of the range whose rows are inside, where there is one
     converts: bool = False  # to another element type, on the way to shared memory
+    pages: Pages | None = None  # where rows lie in several ones: `start` is that of each page
 
     @property
     def chunked(self) -> bool:
@@ -98,7 +112,7 @@ class Window:
     def coordinates(self) -> tuple[Term, ...]:
         """Where it begins on every axis of a tensor map. That of a range ends where its rows do
         (launch_plan.RANGE): what is left of them says how far from there the tile begins."""
-        if self.last is None or self.line:
+        if self.last is None or self.line or self.pages is not None:
             return self.start if self.view is None else (self.view, *self.start)
         *outer, row, col = self.start
         left = binary("-", RANGE_END, binary("-", self.last, row))
@@ -107,7 +121,9 @@ class Window:
     @property
     def terms(self) -> tuple[Term, ...]:
         """All that a place and the bounds are made of."""
-        bounds = (self.rows, self.cols, self.offset, self.first_row, self.first_col, self.last)
+        first = None if self.pages is None else self.pages.first
+        lows = (self.first_row, self.first_col, first)
+        bounds = (self.rows, self.cols, self.offset, *lows, self.last)
         return (*self.coordinates, *(t for t in bounds if t is not None))
 
     def changed(self, change: Callable[[Term], Term]) -> Window:
@@ -126,6 +142,7 @@ class Window:
             first_col=other(self.first_col),
             view=other(self.view),
             last=other(self.last),
+            pages=self.pages and replace(self.pages, first=change(self.pages.first)),
         )
 
 

@@ -65,22 +65,22 @@ __device__ int chunk_bytes(int row, Valid valid, int col, Cols cols) {
 
 // Starts the copy of a tile; rows outside of the `valid` ones are filled with zeros, and so are columns outside of `cols`,
 // which are whole chunks of 16 bytes. cp.async, sm_80 and later.
-template <int Threads, class Tile, class T, class Valid, class Cols = AllColumns>
-__device__ void copy_async(Tile dst, GlobalTile<T> src, Valid valid, Cols cols = {}, int thread = threadIdx.x) {
+template <int Threads, class Tile, class Source, class Valid, class Cols = AllColumns>
+__device__ void copy_async(Tile dst, Source src, Valid valid, Cols cols = {}, int thread = threadIdx.x) {
   Chunks<Threads, Tile>(thread).each(dst, [&](int, int row, int col, uint32_t to) {
-    T const* from = src.at(row, 0) + col;
+    auto const* from = src.at(row, 0) + col;
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                  "r"(chunk_bytes(row, valid, col, cols)));
   });
 }
 
 // The same for some columns, which are whole atoms, where several tiles lie side by side.
-template <int Threads, int Column, int Width, class Tile, class T, class Valid, class Cols = AllColumns>
-__device__ void copy_columns_async(Tile dst, GlobalTile<T> src, Valid valid, Cols cols = {}, int thread = threadIdx.x) {
+template <int Threads, int Column, int Width, class Tile, class Source, class Valid, class Cols = AllColumns>
+__device__ void copy_columns_async(Tile dst, Source src, Valid valid, Cols cols = {}, int thread = threadIdx.x) {
   using Way = Chunks<Threads, Tile>;
   Way(thread).each(dst, [&](int n, int row, int col, uint32_t to) {
     if (!Way::template among<Column, Width>(n)) return;
-    T const* from = src.at(row, 0) + (col - Column);
+    auto const* from = src.at(row, 0) + (col - Column);
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                  "r"(chunk_bytes(row, valid, col - Column, cols)));
   });
@@ -102,8 +102,8 @@ struct Staged {
   using Way = Chunks<Threads, Tile>;
   uint4 held[Way::count];
 
-  template <int Column = 0, int Width = 1 << 30, class T, class Valid, class Cols = AllColumns>
-  __device__ void load(GlobalTile<T> src, Valid valid, Cols cols = {}) {
+  template <int Column = 0, int Width = 1 << 30, class Source, class Valid, class Cols = AllColumns>
+  __device__ void load(Source src, Valid valid, Cols cols = {}) {
     Way{}.each(Tile{}, [&](int n, int row, int col, uint32_t) {
       if (!Way::template among<Column, Width>(n)) return;
       held[n] = make_uint4(0, 0, 0, 0);
@@ -147,8 +147,9 @@ __device__ To converted(From x) {
 }
 
 // Element by element, for tiles that may end within a row or get another type; rows and columns outside become 0.
-template <int Threads, class Tile, class T, class Rows, class Cols>
-__device__ void copy_elements(Tile dst, GlobalTile<T> src, Rows rows, Cols cols, int thread = threadIdx.x) {
+template <int Threads, class Tile, class Source, class Rows, class Cols>
+__device__ void copy_elements(Tile dst, Source src, Rows rows, Cols cols, int thread = threadIdx.x) {
+  using T = typename Source::value_type;
   constexpr int across = (Tile::cols + 31) / 32, at_once = across < 4 ? across : 4;  // asked for before the first is needed
   auto to = dst.tensor();
   CUTE_NO_UNROLL
@@ -172,8 +173,9 @@ __device__ void copy_elements(Tile dst, GlobalTile<T> src, Rows rows, Cols cols,
 }
 
 // A vector; what lies outside becomes 0.
-template <int Threads, class To, int Size, class T, class Valid>
-__device__ void copy_vector(SharedVector<To, Size> dst, GlobalTile<T> src, Valid valid) {
+template <int Threads, class To, int Size, class Source, class Valid>
+__device__ void copy_vector(SharedVector<To, Size> dst, Source src, Valid valid) {
+  using T = typename Source::value_type;
   for (int i = threadIdx.x; i < Size; i += Threads) dst.data[i] = converted<To>(inside(i, valid) ? *src.at(i, 0) : T(0));
 }
 

@@ -322,8 +322,10 @@ __device__ bool in_pairs(T const* first, uint32_t step, uint32_t line, int valid
   return step == 1 && aligned && (valid % 2 == 0 || valid >= Extent);
 }
 
+template <class Source>
+constexpr bool has_pairs = false;
 template <class T>
-constexpr bool has_pairs = is_16_bit<T> || sizeof(T) == 4;
+constexpr bool has_pairs<GlobalTile<T>> = is_16_bit<T> || sizeof(T) == 4;
 
 // Calls body(row of the tile, column of the tile, element, its right neighbour) for all pairs that a thread holds.
 template <int Warps, int Beside, class Tile, class Body>
@@ -377,9 +379,9 @@ __device__ void add_tile(GlobalTile<float> dst, Tile const& tile, Rows rows, Col
   }
 }
 
-template <int Warps, bool Wide = false, int Beside = 1, class T, class Tile, class Rows, class Cols>
-__device__ void load(Tile& tile, GlobalTile<T> src, Rows rows, Cols cols) {
-  if constexpr (!Wide && has_pairs<T> && cute::is_same_v<Cols, int>) {
+template <int Warps, bool Wide = false, int Beside = 1, class Source, class Tile, class Rows, class Cols>
+__device__ void load(Tile& tile, Source src, Rows rows, Cols cols) {
+  if constexpr (!Wide && has_pairs<Source> && cute::is_same_v<Cols, int>) {
     auto const place = place_of<Warps, Wide, Beside>(tile);
     if (in_pairs<4 * Beside * decltype(cute::size<1>(tile))::value>(src.data, src.col, src.row, cols)) {
       CUTE_UNROLL
@@ -646,8 +648,8 @@ __device__ void store_cols(To dst, Vector const& values, Valid valid) {
   }
 }
 
-template <int Warps, int Beside = 1, class T, class Vector, class Valid>
-__device__ void load_rows(Vector& values, GlobalTile<T> src, Valid valid) {
+template <int Warps, int Beside = 1, class Source, class Vector, class Valid>
+__device__ void load_rows(Vector& values, Source src, Valid valid) {
   using Value = typename Vector::value_type;
   Place<Warps, false, Beside> const place;
   CUTE_UNROLL
@@ -656,12 +658,12 @@ __device__ void load_rows(Vector& values, GlobalTile<T> src, Valid valid) {
   }
 }
 
-template <int Warps, int Beside = 1, class T, class Vector, class Valid>
-__device__ void load_cols(Vector& values, GlobalTile<T> src, Valid valid) {
+template <int Warps, int Beside = 1, class Source, class Vector, class Valid>
+__device__ void load_cols(Vector& values, Source src, Valid valid) {
   using Value = typename Vector::value_type;
   constexpr int count = decltype(cute::size(values))::value;
   auto const place = place_along<Warps, Beside>(values);
-  if constexpr (has_pairs<T> && cute::is_same_v<Valid, int>) {
+  if constexpr (has_pairs<Source> && cute::is_same_v<Valid, int>) {
     if (in_pairs<4 * Beside * count>(src.data, src.row, 0, valid)) {
       return load_line(values, src.data + place.col(0), valid - place.col(0));
     }

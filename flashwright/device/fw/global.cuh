@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 #include <cute/numeric/numeric_types.hpp>
 
@@ -21,6 +22,7 @@ __device__ inline uint64_t times(uint32_t count, uint32_t step) {
 // Where a tile begins, and how far its rows and columns are apart, in elements.
 template <class T>
 struct GlobalTile {
+  using value_type = T;
   T* data;
   uint32_t row;
   uint32_t col;
@@ -32,6 +34,25 @@ struct GlobalTile {
     return {data + rows * static_cast<int64_t>(row) + cols * static_cast<int64_t>(col), row, col};
   }
 };
+
+// A tile whose rows lie in pages of `Size` rows: those of a sequence from position `first` on. `page(n)` is its n-th page.
+// Of rows outside, from `rows` on or before the first position, only the nearest one's page is asked for.
+template <int Size, class Page>
+struct PagedTile {
+  using value_type = typename decltype(std::declval<Page>()(0))::value_type;
+  int first, rows;
+  Page page;
+
+  __device__ value_type* at(int r, int c) const {
+    uint32_t const place = ::max(first + ::min(r, rows - 1), 0);
+    return page(static_cast<int>(place / Size)).at(static_cast<int>(place % Size), c);
+  }
+};
+
+template <int Size, class Page>
+__device__ PagedTile<Size, Page> paged(int first, int rows, Page page) {
+  return {first, rows, page};
+}
 
 // Adds to a number in global memory, to which other threads may add at the same time: in which order, is open.
 __device__ inline void add_to(float* to, float x) {

@@ -40,8 +40,9 @@ __device__ void fill_stage(Tile tile, Ring<Stages>& ring, Fill fill) {
 
 // The same for a vector; what lies outside becomes 0. It is fetched before its stage is free, so that only the stores
 // wait for that.
-template <int Warps, class To, int Size, int Stages, class T, class Valid>
-__device__ void fill_vector_stage(SharedVector<To, Size> vector, Ring<Stages>& ring, GlobalTile<T> from, Valid valid) {
+template <int Warps, class To, int Size, int Stages, class Source, class Valid>
+__device__ void fill_vector_stage(SharedVector<To, Size> vector, Ring<Stages>& ring, Source from, Valid valid) {
+  using T = typename Source::value_type;
   constexpr int Threads = 32 * helpers, Each = (Size + Threads - 1) / Threads;
   int const first = threadIdx.x - 32 * (Warps + 4 - helpers);
   To held[Each];
@@ -59,10 +60,10 @@ __device__ void fill_vector_stage(SharedVector<To, Size> vector, Ring<Stages>& r
 }
 
 // A vector in global memory as the helpers use it: each element is fetched where it is needed.
-template <class T, class Valid>
+template <class Source, class Valid>
 struct Line {
-  using Value = cute::conditional_t<cute::is_same_v<T, int>, int, float>;
-  GlobalTile<T> from;
+  using Value = cute::conditional_t<cute::is_same_v<typename Source::value_type, int>, int, float>;
+  Source from;
   Valid valid;
 
   __device__ Value operator()(int n) const {
@@ -70,8 +71,8 @@ struct Line {
   }
 };
 
-template <class T, class Valid>
-Line(GlobalTile<T>, Valid) -> Line<T, Valid>;
+template <class Source, class Valid>
+Line(Source, Valid) -> Line<Source, Valid>;
 
 // Along the columns a thread needs 8 elements, the same for all rows; along the rows one for each row.
 template <class L>

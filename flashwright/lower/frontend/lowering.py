@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from flashwright.lang import nodes as tl
@@ -32,7 +33,7 @@ from flashwright.lower.term import (
     positive,
 )
 from flashwright.program.program import Buffer, Key, Program, Tensor
-from flashwright.program.vocabulary import DTYPES
+from flashwright.program.vocabulary import DTYPES, PAGE
 
 Axis = Where | None
 WALKS = 8
@@ -335,6 +336,7 @@ class Lowering(Body):
         axes: list[Axis] = []
         aligned = True
         last: Term | None = None
+        pages = self._pages(stmt, coords, tensor, shape) if self.program.paged(stmt) else None
         for position, axis in enumerate(tensor.axes):
             given = coords.get(axis.label, Coord(Name(axis.label), ZERO))
             coord = given.value
@@ -358,6 +360,8 @@ class Lowering(Body):
                     last = self.scalars(given.within[1]).as_int(given.within[1].span)
                     inside.append(self._inside(given.within[1], place, stmt))
                     before.append(before_range)
+                    if self.program.paged(stmt):
+                        place, last = self._in_page(pages, place, axis.size, inside[-1], stmt)
                 else:
                     fits = aligned and self._fits(given, axis.size, place, size)
                     inside.append(None if fits else self._inside(axis.size, place, stmt))
@@ -386,8 +390,45 @@ class Lowering(Body):
             aligned,
             line=len(shape) == 1,
             last=last,
+            pages=pages,
         )
         return window, tuple(axes)
+
+    def _pages(
+        self, stmt: tl.Copy, coords: Mapping[str, Coord], tensor: Tensor, shape: tuple[int, ...]
+    ) -> ir.Pages | None:
+        """Where the rows of a tile lie that may be in several pages; None if one page holds all of
+        them. Either way `page_idx` gets its meaning."""
+        axis = tensor.axes[len(tensor.axes) - len(shape)]
+        given, size = coords[axis.label], self.fixed(axis.size)
+        assert given.within is not None  # shapes.py has checked both
+        assert size is not None
+        place, first = self.scalars(given.value), self.scalars(given.within[0])
+        if not given.in_elements:
+            place = self.scalars.binary("*", place, Scalar(integer(shape[0])), stmt.span)
+        begins_a_tile = not given.in_elements and literal(first.term) == 0
+        place = self.scalars.binary("+", first, place, stmt.span)
+        if begins_a_tile and size % shape[0] == 0:
+            page = self.scalars.binary("/", place, Scalar(integer(size)), stmt.span)
+            self.scalars.define(PAGE, self.scalars.call("floor", [page]))
+            return None
+        self.scalars.define(PAGE, Scalar(ir.PAGE_IDX))
+        return ir.Pages(place.as_int(stmt.span), size)
+
+    def _in_page(
+        self,
+        pages: ir.Pages | None,
+        place: Scalar,
+        size: Expr,
+        inside: Term | None,
+        stmt: tl.Copy,
+    ) -> tuple[Scalar, Term | None]:
+        """The row of its page that a tile begins at, and the end of the range there."""
+        if pages is not None:
+            return Scalar(integer(0)), None
+        row = self.scalars.binary("%", place, self.scalars(size), stmt.span)
+        assert inside is not None
+        return row, plus(row.as_int(stmt.span), inside)
 
     def _aligned(self, given: Coord, start: Scalar, tensor: Tensor) -> bool:
         """Whether a tile begins at a multiple of 16 bytes, as all do that are counted in tiles."""

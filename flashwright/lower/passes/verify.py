@@ -117,7 +117,7 @@ def outer_names(program: Program, grid: tuple[ir.GridAxis, ...]) -> frozenset[st
     """The scalars that a kernel has before its statements."""
     names = {cpp(n) for n in (*CONSTANTS, *program.params, *program.dims)}
     names |= {axis.name for axis in grid} | {variable(LOG2_E), variable(LN_2), GROUP.name}
-    names.add(ir.RANGE_END.name)
+    names |= {ir.RANGE_END.name, ir.PAGE_IDX.name}
     return frozenset(names)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -86,6 +86,8 @@ class Context:
 
     def window(self, window: ir.Window, kind: str = "tile") -> str:
         """A tile in global memory."""
+        if window.pages is not None:
+            return self._paged(window, window.pages, kind)
         start = list(window.start)
         moved: list[Term] = [ZERO, ZERO]
         lows = (window.first_row, window.first_col)[: 1 if kind == "line" else 2]
@@ -100,6 +102,13 @@ class Context:
             tensor += f".from({text(window.offset)})"
         way = f".moved({', '.join(map(text, moved))})" if moved != [ZERO, ZERO] else ""
         return f"{tensor}.{kind}({places}){way}"
+
+    def _paged(self, window: ir.Window, pages: ir.Pages, kind: str) -> str:
+        """A tile whose rows lie in several pages."""
+        assert window.rows is not None  # they have a range
+        page = self.window(replace(window, pages=None, first_row=None), kind)
+        of = f"[&](int {ir.PAGE_IDX.name}) {{ return {page}; }}"
+        return f"fw::paged<{pages.size}>({text(pages.first)}, {text(window.rows)}, {of})"
 
     @cached_property
     def loaded(self) -> dict[MapKey, ir.Piece]:

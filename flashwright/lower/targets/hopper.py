@@ -144,6 +144,8 @@ def _by_tma(dest: Key, window: ir.Window, buffer: Buffer) -> list[_Check]:
                f"the offset of `{window.tensor.name}` is no multiple of the view's size",
                "give the tensor axes for batch and head, and coordinates on them"),
         _Check(len(buffer.shape) == 2, f"`{name}` is a vector"),
+        _Check(window.pages is None, f"a tile of `{window.tensor.name}` may lie in several pages",
+               "let a page be as long as the tile, or longer by a whole factor"),
         _Check(window.last is None or window.first_row is None,
                f"the tile of `{window.tensor.name}` may begin before its range"),
         _Check(window.cols is None or window.aligned,
