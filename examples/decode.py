@@ -15,8 +15,8 @@ def make_inputs(rng, dims):
 
 
 def paged(rng, lengths, longest, kv_heads):
-    """Pages in any order. Entries of the table past the end of a sequence name no page; pages that no
-    sequence has are full of NaN, and so are the last ones past the end."""
+    """Pages in any order. Entries of the table past the end of a sequence name no page; pages that
+    no sequence has are full of NaN, and so are the last ones past the end."""
     counts = -(-lengths // PAGE)
     most = len(lengths) * -(-longest // PAGE) + 1
     pages = rng.permutation(most)

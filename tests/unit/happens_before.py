@@ -153,7 +153,7 @@ def block(
     """One thread block before it starts."""
     params = {n: v for n, v in program.params.items() if not isinstance(v, Fraction)}
     env: dict[str, Any] = {**params, **dict.fromkeys(program.dims, 2), **dims, **place}
-    env[ir.RANGE_END.name] = RANGE
+    env |= {ir.RANGE_END.name: RANGE, ir.PAGE_IDX.name: 1}
     return Block(env, gpu.capability >= 80, **options)
 
 

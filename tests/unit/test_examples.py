@@ -11,8 +11,9 @@ from flashwright.gpu import GPUS
 from flashwright.judge.cpu import judge
 from flashwright.lang.format import format_tree
 from flashwright.lang.parse import parse, read
+from flashwright.program.kernels import Kernels
 from flashwright.spec import load
-from tests.example_programs import EXAMPLES, PROGRAMS
+from tests.example_programs import EXAMPLES, PROGRAMS, SEVERAL
 from tests.share import some
 
 
@@ -22,7 +23,7 @@ def test_there_are_examples() -> None:
     assert promised <= {p.stem for p in PROGRAMS}
 
 
-@pytest.mark.parametrize("path", some(PROGRAMS, 5), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", [*some(PROGRAMS, 5), *SEVERAL], ids=lambda p: p.stem)
 def test_example(path: Path) -> None:
     source = read(path)
     tree = parse(source)
@@ -32,7 +33,7 @@ def test_example(path: Path) -> None:
         if gpu.takes(spec.input_dtype):
             verdict = check(tree, gpu)
             assert not verdict.diagnostics, (gpu.name, verdict.diagnostics)
-    assert verdict.program is not None
-    result = judge(verdict.program, spec, base=EXAMPLES)
+    assert verdict.kernels is not None
+    result = judge(Kernels(verdict.kernels), spec, base=EXAMPLES)
     assert result.ok, result.diagnostics
     assert not result.unreached

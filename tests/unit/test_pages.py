@@ -1,0 +1,180 @@
+"""Rows in pages (`P = Table[batch_idx, page_idx]`), and sums whose parts one kernel stores and
+another puts together: the language, the checker, the kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from flashwright import gpu as gpus
+from flashwright.check.check import check, checked_program
+from flashwright.emulate.emulate import run
+from flashwright.lang.parse import parse
+from flashwright.lower.translate import translate
+from flashwright.spec import AttentionSpec, load
+from tests.example_programs import EXAMPLES
+from tests.unit.together import kernels
+
+DECODE = (EXAMPLES / "decode.tl").read_text()
+PAGES = "P = Table[batch_idx, page_idx]"
+KEYS = f"Copy K (BN, HeadDim) in coordinate [{PAGES}, H = kv_head, L = i in 0:length]"
+VALUES = KEYS.replace("Copy K", "Copy V")
+TILES = "let tiles = ceil(length / BN)"
+LOOP = "for i = floor(tiles * split_idx / splits):floor(tiles * (split_idx + 1) / splits)"
+
+
+def first_kernel(page: int, dtype: str = "bf16") -> str:
+    """The kernel that stores the parts, by itself."""
+    text = DECODE.split("// the parts of a row")[0].replace("bf16", dtype)
+    text = text.replace("param Rows = 16\n", "").replace("PageSize = 16", f"PageSize = {page}")
+    lines = text.splitlines(keepends=True)
+    return "".join(x for x in lines if not x.startswith(("Allocate O in global", "Allocate LSE")))
+
+
+# --- the checker --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("edit", "code", "message"),
+    [
+        ((KEYS, KEYS.replace(" in 0:length", "")), "FW305", "does not say how many there are"),
+        ((KEYS, KEYS.replace("L = i", "L = page_idx")), "FW305", "along L lies the tile"),
+        (("L: PageSize", "L: pages"), "FW306", "the length of a page is a number"),
+        (("let tiles", "let more = page_idx\nlet tiles"), "FW201", "undefined name `page_idx`"),
+        (("dim group", "dim page_idx, group"), "FW202", "`page_idx` is a reserved name"),
+        (("for i =", "for page_idx ="), "FW202", "the loop variable `page_idx`"),
+        ((VALUES, VALUES.replace("[batch_idx,", "[0,")), "FW603", "on the pages along P"),
+        ((VALUES, VALUES.replace("page_idx", "page_idx + 1")), "FW603", "on the pages along P"),
+        ((VALUES, VALUES.replace("L = i", "L = 0")), "FW603", "positions kv_len"),
+        (("kv_idx < length", "kv_idx < length + 9"), "FW609", "are not masked"),
+        ((TILES, TILES.replace("ceil", "floor")), "FW604", "is never added in"),
+        (
+            (LOOP, LOOP.replace("tiles * (split_idx + 1)", "(tiles - 1) * (split_idx + 1)")),
+            "FW604",
+            "",
+        ),
+        ((LOOP, LOOP.replace("(tiles * split_idx /", "(0 * split_idx /")), "FW60", ""),
+        (("N = n, B = batch_idx, H", "N = n, B = 0, H"), "FW603", "index 0 on batch"),
+    ],
+)
+def test_the_checker_knows_pages_and_parts(edit: tuple[str, str], code: str, message: str) -> None:
+    assert edit[0] in DECODE
+    found = check(parse(DECODE.replace(*edit, 1)), gpus.find("h200")).diagnostics
+    first = next(d for d in found if d.code.startswith("FW2" if code[2] == "2" else "FW"))
+    assert first.code.startswith(code), found
+    assert message in first.message
+
+
+def test_pages_are_read_only() -> None:
+    stored = "Copy O (BM, HeadDim) in coordinate [N = split_idx, B = batch_idx, H = kv_head, R = "
+    text = stored.replace("split_idx", "page_idx") + "block_idx in 0:group"
+    text = DECODE.replace(f"{stored}block_idx", text)
+    assert any("read, not written" in d.message for d in check(parse(text)).diagnostics)
+
+
+def test_a_dim_that_one_kernel_does_not_need() -> None:
+    """A line `dim a, b` is not all or nothing: each kernel has those it uses."""
+    assert not check(parse(DECODE)).diagnostics
+    unused = check(parse(DECODE.replace("dim group", "dim nothing, group"))).diagnostics
+    assert [(d.code, d.message) for d in unused] == [
+        ("FW203", "`nothing` is not used by any kernel")
+    ]
+
+
+# --- the kernel ---------------------------------------------------------------------------------
+
+
+def test_a_page_of_whole_tiles_is_one_place() -> None:
+    card = gpus.find("h200")
+    whole = translate(checked_program(parse(first_kernel(128))), card).source
+    assert "fw::paged" not in whole
+    assert "p.K.tile(*p.Table.at(batch_idx, fw::floor_div<128>(i * 64)), kv_head" in whole
+    assert "fw::paged<48>(" in translate(checked_program(parse(first_kernel(48))), card).source
+
+
+def test_tma_loads_pages_of_whole_tiles_where_a_map_has_axes_for_them() -> None:
+    """With one KV head there are three: it ends where the sequence does."""
+    text = first_kernel(64).replace("(P: pages, H: kv_heads, L:", "(P: pages, L:")
+    text = text.replace("page_idx], H = kv_head, L", "page_idx], L")
+    made = translate(checked_program(parse(text)), gpus.find("h200"))
+    assert {m.tensor: m.ranges for m in made.plan.maps} == {"Q": False, "K": True, "V": True}
+
+
+def cache(page: int, lengths: list[int], dtype: Any) -> dict[str, Any]:
+    """Pages in any order. What no sequence holds is NaN, and the table's tail names no page."""
+    drawn = np.random.default_rng(page)
+    counts = [-(-n // page) for n in lengths]
+    pages = drawn.permutation(sum(counts) + 2)
+    table = np.full((len(lengths), max(counts) + 1), 2**31 - 1, np.int32)
+    made = {"Table": table, "Lengths": np.array(lengths, np.int32)}
+    for name in "KV":
+        made[name] = np.full((len(pages), 2, page, 64), np.nan, np.float32).astype(dtype)
+    taken = 0
+    for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        table[row, :count] = pages[taken : taken + count]
+        taken += count
+        for at in range(length):
+            for name in "KV":
+                made[name][table[row, at // page], :, at % page] = drawn.standard_normal((2, 64))
+    return made
+
+
+def together(parts: dict[str, Any]) -> Any:
+    """O, from its parts."""
+    weights = np.exp(parts["PartMax"] - parts["PartMax"].max(axis=0))
+    total = (parts["PartSum"] * weights).sum(axis=0)
+    summed = (parts["PartO"] * weights[..., None]).sum(axis=0)
+    return summed / np.where(total == 0, 1, total)[..., None]
+
+
+def expected(given: dict[str, Any], page: int) -> Any:
+    outputs = np.zeros(given["Q"].shape)
+    for row, length in enumerate(given["Lengths"]):
+        held = given["Table"][row, : -(-length // page)]
+        k, v = (
+            given[n][held].astype(np.float64).swapaxes(0, 1).reshape(2, -1, 64)[:, :length]
+            for n in "KV"
+        )
+        scores = given["Q"][row].astype(np.float64) @ k.swapaxes(1, 2) / 8
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True, initial=-1e30))
+        outputs[row] = weights / np.maximum(weights.sum(-1, keepdims=True), 1e-30) @ v
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("gpu", "sizes"),
+    [
+        ("h200", (16, 128)),
+        pytest.param("h200", (1, 48, 64), marks=pytest.mark.slow),
+        pytest.param("a100", (1, 16, 48, 64, 256), marks=pytest.mark.slow),
+        pytest.param("t4", (16, 64), marks=pytest.mark.slow),
+    ],
+)
+def test_pages_of_any_size(gpu: str, sizes: tuple[int, ...]) -> None:
+    """Sequences of very different lengths, more splits than tiles; what lies past the end of a
+    sequence is NaN, in its last page and in its table."""
+    dtype = "fp16" if gpu == "t4" else "bf16"
+    kind = np.float16 if gpu == "t4" else ml_dtypes.bfloat16
+    spec = load(EXAMPLES / "decode.toml")
+    made = kernels([(first_kernel(page, dtype), spec) for page in sizes], gpu)
+    for page, kernel in zip(sizes, made, strict=True):
+        given = cache(page, [0, 1, 200, 65, 64], kind)
+        given["Q"] = np.random.default_rng(7).standard_normal((5, 2, 3, 64)).astype(kind)
+        for splits in (1, 5):
+            shape = (splits, 5, 2, 3)
+            parts = {n: np.full(shape, np.nan, np.float32) for n in ("PartMax", "PartSum")}
+            parts["PartO"] = np.full((*shape, 64), np.nan, np.float32)
+            dims = {"batch": 5, "heads": 6, "kv_heads": 2, "group": 3, "splits": splits}
+            dims |= {"pages": len(given["K"]), "max_pages": given["Table"].shape[1]}
+            dims |= {"q_len": 1, "kv_len": 200}
+            assert not run(kernel.program, kernel.plan, {**given, **parts}, dims).findings
+            error = np.abs(together(parts) - expected(given, page)).max()
+            assert error < 0.02, (page, splits)
+
+
+def test_the_example_is_one_query_a_sequence() -> None:
+    spec: AttentionSpec = load(EXAMPLES / "decode.toml")
+    assert spec.dims == {"splits": 3}
