@@ -4,77 +4,80 @@ The sequences of a packed batch lie behind each other: a tensor has an axis of a
 place of the axes of the batch and of positions. `StartsQ` and `StartsK` say where they begin. In
 the program the range of the sequence takes the place of the batch's coordinate, and its length that
 of `q_len` or `kv_len`; these are the longest lengths, and blocks past a sequence's end are skipped.
+
+Keys may also lie in a cache that has room for more: `LengthsK` says how many each sequence has. In
+a cache of pages `Table` names the pages of each sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 from flashwright.check.check import check
 from flashwright.lang import nodes as tl
 from flashwright.lang.diagnostic import Diagnostic, Failed, Label
-from flashwright.lang.format import format_tree
+from flashwright.lang.format import format_expr, format_tree
 from flashwright.lang.parse import parse
 from flashwright.program.kernels import sections
 from flashwright.program.program import Program, Tensor
+from flashwright.rewrite.sequences import Batch, Packed, Paged, Sequences, page_label
 
 Part = TypeVar("Part")
 SIDES = {"q_len": "q", "kv_len": "kv"}
+PACKED = Batch()
 
 
-def packed(tree: tl.Tree) -> tl.Tree:
+def packed(tree: tl.Tree, batch: Batch = PACKED) -> tl.Tree:
     """The program for packed sequences. Raises Failed with the errors of a program that is wrong,
     or with FW909 if it cannot be packed."""
     verdict = check(tree)
     if verdict.errors or not verdict.kernels:
         raise Failed(*verdict.errors)
     head, *bodies = sections(tree)
-    layout = _Layout(verdict.kernels)
+    layout = _Layout(verdict.kernels, batch)
     kept = [layout.allocated(s) for s in head if not isinstance(s, tl.Let)]
-    dims = parse("".join(f"dim {side.tokens}\n" for side in layout.sides.values())).body
+    sizes = parse("".join(side.sizes for side in layout.sides.values())).body
     at = next((n for n, s in enumerate(kept) if isinstance(s, tl.Allocate)), len(kept))
-    made = [*kept[:at], *dims, *kept[at:]]
+    made = [*kept[:at], *sizes, *kept[at:]]
     for program, own in zip(verdict.kernels, bodies, strict=True):
         made += _Packing(program, layout).kernel(own)
     return parse(format_tree(tl.Tree(tuple(made))))  # with spans that are those of one text
 
 
-@dataclass(frozen=True)
-class _Side:
-    """The names of one kind of sequence, of queries or of keys: the dim of the longest, that of all
-    tokens, the tensor of their starts, and first, last and length of the one at hand."""
-
-    longest: str
-    tokens: str
-    starts: str
-    first: str
-    last: str
-    length: str
-
-
 class _Layout:
     """Which tensors are packed, and the names of what says where their sequences are."""
 
-    def __init__(self, programs: Sequence[Program]) -> None:
+    def __init__(self, programs: Sequence[Program], batch: Batch) -> None:
         tensors = {t.name: t for program in programs for t in program.tensors.values()}
-        self.lengths = {name: found for name, t in tensors.items() if (found := _length(t))}
+        dims = tuple(SIDES) if batch.queries else ("kv_len",)
+        self.batch = batch
+        self.lengths = {name: found for name, t in tensors.items() if (found := _length(t, dims))}
         """Of each packed tensor, the dim of its positions."""
         statements = [s for program in programs for s in tl.statements(program.tree.body)]
         self.used = {e.id for s in statements for e in tl.expressions(s) if isinstance(e, tl.Name)}
         self.tensors = tensors
         self.declared: set[str] = set()
-        """The tensors of starts that a kernel has declared, for all that follow."""
+        """The sides whose tensors a kernel has declared, for all that follow."""
         self.sides = {dim: self._side(dim) for dim in SIDES if dim in self.lengths.values()}
         if not self.sides:
-            text = "no tensor has an axis of the batch and one of `q_len` or `kv_len` positions"
+            said = " or ".join(f"`{dim}`" for dim in dims)
+            text = f"no tensor has an axis of the batch and one of {said} positions"
             raise _refused(text, programs[0].grid)
 
-    def _side(self, dim: str) -> _Side:
-        short = SIDES[dim]
-        names = (f"{short}_tokens", f"Starts{short[0].upper()}", f"{short}_first", f"{short}_last")
-        return _Side(dim, *map(self._fresh, (*names, f"{short}_length")))
+    def _side(self, dim: str) -> Sequences:
+        short, fresh = SIDES[dim], self._fresh
+        keys = dim == "kv_len"
+        length = fresh(f"{short}_length")
+        if keys and self.batch.page is not None:
+            names = ("Table", "LengthsK", "pages", "max_pages", "PageSize")
+            table, lengths, pages, most, size = map(fresh, names)
+            return Paged(dim, length, table, lengths, pages, most, size, self.batch.page)
+        first, last, tokens = (fresh(f"{short}_{name}") for name in ("first", "last", "tokens"))
+        starts = fresh(f"Starts{short[0].upper()}")
+        own = fresh("LengthsK") if keys and self.batch.lengths else None
+        return Packed(dim, length, first, last, tokens, starts, own)
 
     def _fresh(self, name: str) -> str:
         while name in self.used:
@@ -89,12 +92,8 @@ class _Layout:
         dim = self.lengths.get(stmt.name.id)
         if dim is None:
             return stmt
-        axes = [a for a in self.tensors[stmt.name.id].axes if a.size != tl.Name("batch")]
-        tokens = tl.Name(self.sides[dim].tokens)
-        shape = (
-            tl.Axis(tl.Name(a.label), tokens if a.size == tl.Name(dim) else a.size) for a in axes
-        )
-        return replace(stmt, shape=tuple(shape), fragments=False)
+        shape = tuple(self.sides[dim].axes(self.tensors[stmt.name.id].axes))
+        return replace(stmt, shape=shape, fragments=False)
 
 
 class _Packing:
@@ -163,21 +162,16 @@ class _Packing:
         """What a thread block has to know of its sequence, and the tensors that say it, unless an
         earlier kernel has declared them."""
         used = {e.id for s in tl.statements(tuple(work)) for e in _names(s)}
-        starts: list[tl.Statement] = []
+        tensors: list[tl.Statement] = []
         lets: list[tl.Statement] = []
         for side in self.sides.values():
-            if not used & {side.first, side.last, side.length}:
+            if not used & side.names:
                 continue
-            if side.starts not in self.layout.declared:
-                self.layout.declared.add(side.starts)
-                starts += parse(f"Allocate {side.starts} in global (B: batch + 1) as int32").body
-            tensor, behind = tl.Name(side.starts), tl.Binary("+", self.batch, tl.Num("1"))
-            lets.append(tl.Let(tl.Name(side.first), tl.Index(tensor, (self.batch,))))
-            lets.append(tl.Let(tl.Name(side.last), tl.Index(tensor, (behind,))))
-            if side.length in used:
-                length = tl.Binary("-", tl.Name(side.last), tl.Name(side.first))
-                lets.append(tl.Let(tl.Name(side.length), length))
-        return [*starts, *lets]
+            if side.longest not in self.layout.declared:
+                self.layout.declared.add(side.longest)
+                tensors += parse(side.tensors()).body
+            lets += parse(side.lets(format_expr(self.batch, 5), used)).body
+        return [*tensors, *lets]
 
     def _guard(self, lets: set[str]) -> tl.Expr | None:
         """Whether a thread block has something to store; None where only its loops tell where.
@@ -225,12 +219,16 @@ class _Packing:
         if _axis(tensor) in columns:
             raise _refused(f"the columns of a tile of `{tensor.name}` are positions", copy)
         batch = next(a.label for a in tensor.axes if a.size == tl.Name("batch"))
-        within = tl.Name(side.first), tl.Name(side.last)
-        coords = (
-            replace(c, within=within) if c.axis.id == _axis(tensor) else c
-            for c in copy.coords or ()
-            if c.axis.id != batch
-        )
+        page = side.page(self.batch)
+        coords = []
+        for coord in copy.coords or ():
+            if coord.axis.id == _axis(tensor):
+                coords.append(replace(coord, within=side.within))
+            elif coord.axis.id != batch:
+                coords.append(coord)
+            elif page is not None:
+                label = tl.Name(page_label(tensor.axes))
+                coords.append(replace(coord, axis=label, value=page))
         return replace(copy, coords=tuple(coords))
 
     def _named(self, node: Part) -> Part:
@@ -253,7 +251,10 @@ class _Packing:
         dim = self.lengths.get(expr.tensor.id)
         if tensor is None or dim is None or len(expr.args) != len(tensor.axes):
             return expr
-        first = tl.Name(self.sides[dim].first)
+        side = self.sides[dim]
+        if isinstance(side, Paged):
+            raise _refused(f"an element of `{tensor.name}` is read, whose rows lie in pages", expr)
+        first = tl.Name(side.first)
         args = [
             tl.Binary("+", first, arg) if axis.size == tl.Name(dim) else arg
             for axis, arg in zip(tensor.axes, expr.args, strict=True)
@@ -262,11 +263,11 @@ class _Packing:
         return replace(expr, args=tuple(args))
 
 
-def _length(tensor: Tensor) -> str | None:
-    """The dim of a tensor's axis of positions, if the tensor has one for each sequence."""
+def _length(tensor: Tensor, dims: Sequence[str]) -> str | None:
+    """The dim of a tensor's axis of packed positions, if the tensor has one for each sequence."""
     sizes = [axis.size for axis in tensor.axes]
     found = [dim for dim in SIDES if tl.Name(dim) in sizes]
-    if tl.Name("batch") not in sizes or not found:
+    if tl.Name("batch") not in sizes or not set(found) & set(dims):
         return None
     if len(found) > 1:
         text = f"`{tensor.name}` has queries and keys of each sequence: it cannot be packed"
@@ -299,5 +300,5 @@ def _is_node(value: object) -> bool:
     return hasattr(value, "__dataclass_fields__") and not isinstance(value, tl.Span)
 
 
-def _refused(text: str, stmt: tl.Statement) -> Failed:
-    return Failed(Diagnostic("FW909", text, stmt.span))
+def _refused(text: str, node: tl.Statement | tl.Expr) -> Failed:
+    return Failed(Diagnostic("FW909", text, node.span))

@@ -17,10 +17,11 @@ from flashwright.fuzz.case import FuzzCase, load
 from flashwright.fuzz.oracle import evaluate_cases
 from flashwright.grad.grad import backward
 from flashwright.lang.diagnostic import Failed
-from flashwright.lang.format import format_tree
+from flashwright.lang.format import format_expr, format_tree
 from flashwright.lang.parse import parse
 from flashwright.lower.translate import translate
 from flashwright.rewrite.packed import packed
+from flashwright.rewrite.sequences import Batch
 from tests.unit.emulated import needs_compilers
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -80,6 +81,50 @@ def test_the_authors_kernels_keep_their_schedule(name: str) -> None:
     assert after.plan.stays
 
 
+CACHES = {
+    "rectangular queries": Batch(queries=False),
+    "lengths": Batch(lengths=True),
+    "rectangular queries, lengths": Batch(queries=False, lengths=True),
+    "pages": Batch(page=16),
+    "rectangular queries, pages": Batch(queries=False, page=48),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("kind", CACHES)
+def test_keys_in_a_cache(kind: str, name: str) -> None:
+    batch = CACHES[kind]
+    variant, settings = VARIANTS[name]
+    card, spec = gpus.find("h200"), make_spec(variant, **settings)
+    code = write_code(write_sketch(spec), spec, card).code
+    tree = parse(format_tree(packed(parse(code), batch)))
+    verdict = check(tree, card)
+    assert not verdict.diagnostics
+    (program,) = verdict.kernels
+    names = {t.name for t in program.tensors.values()}
+    assert ("StartsQ" in names) == batch.queries
+    assert ("StartsK" in names) == (batch.page is None)
+    assert ("LengthsK" in names) == (batch.lengths or batch.page is not None)
+    assert ("Table" in names) == (batch.page is not None)
+    lies = {a.label: format_expr(a.size) for a in program.tensors["K"].axes}
+    assert lies["L"] == ("kv_tokens" if batch.page is None else "PageSize")
+
+
+def test_elements_of_pages_are_refused() -> None:
+    text = (EXAMPLES / "sigmoid.tl").read_text()
+    text = text.replace(
+        "Allocate Q in", "Allocate W in global (B: batch, L: kv_len) as fp32\nAllocate Q in", 1
+    )
+    text = text.replace(
+        "  Compute S * Scale + Bias",
+        "  Compute S + W[batch_idx, kv_idx] and get new S\n  Compute S * Scale + Bias",
+    )
+    assert "W[kv_first + kv_idx]" in made(text)
+    with pytest.raises(Failed) as failed:
+        packed(parse(text), Batch(page=16))
+    assert "an element of `W` is read, whose rows lie in pages" in str(failed.value)
+
+
 def test_names_that_the_program_has_are_left_alone() -> None:
     text = (EXAMPLES / "sink_softcap.tl").read_text()
     again = made(text.replace("kv_head ", "q_first ").replace("kv_head,", "q_first,"))
@@ -108,20 +153,24 @@ def test_what_cannot_be_packed_is_said(message: str) -> None:
     assert message in failed.value.diagnostics[0].message
 
 
-def run(*args: Any) -> int:
+def run(*args: Any, **options: Any) -> int:
     with pytest.raises(typer.Exit) as ended:
-        pack(*args)
+        pack(*args, **options)
     return ended.value.exit_code
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "packed.tl"
-    assert run(str(EXAMPLES / "sigmoid.tl"), out) == 0
+    assert run(str(EXAMPLES / "sigmoid.tl"), out=out) == 0
     assert capsys.readouterr().out == f"{out}: packed\n"
-    assert run(str(EXAMPLES / "sigmoid.tl"), None) == 0
+    assert run(str(EXAMPLES / "sigmoid.tl")) == 0
     assert capsys.readouterr().out == out.read_text()
-    assert run(str(out), None) == 1
+    assert run(str(out)) == 1
     assert "error[FW909]" in capsys.readouterr().err
+    assert run(str(EXAMPLES / "sigmoid.tl"), pages=32, rectangular=True) == 0
+    shown = capsys.readouterr().out
+    assert "param PageSize = 32" in shown
+    assert "StartsQ" not in shown
 
 
 @needs_compilers
