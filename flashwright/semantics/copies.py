@@ -27,6 +27,8 @@ class Copies:
         self.values = values
         self.sums = values.sums
         self.program = machine.program
+        self._whole: dict[tuple[str, Region], list[tuple[Copy, Tile]]] = {}
+        """Sums that are complete, stored where other parts of the same sum may be."""
 
     def copy(self, stmt: Copy) -> None:
         """Execute one Copy statement on the machine; what is wrong becomes a finding."""
@@ -244,10 +246,16 @@ class Copies:
         rest = [
             p for n, p in enumerate(places) if n >= outer or p.dim not in self.program.parts_stored
         ]
-        if len(rest) == len(places) or self.sums.is_complete(tile):
+        if len(rest) == len(places):
             self.sums.complete(tile, stmt)
-        else:
-            self._add(stmt, tensor, _region(rest), tile)
+            return
+        key = (tensor.name, _region(rest))
+        if self.sums.is_complete(tile) and key not in self.machine.added:
+            self._whole.setdefault(key, []).append((stmt, tile))
+            return
+        # a part may have all that the masks show, and another one what they hide
+        for earlier in (*self._whole.pop(key, ()), (stmt, tile)):
+            self._add(earlier[0], tensor, key[1], earlier[1])
 
     def _add_by_index(self, stmt: Copy, tile: Tile) -> None:
         """Add each element to the one that its index names. Those of a tile past the ends of a
