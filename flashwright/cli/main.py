@@ -31,6 +31,7 @@ from flashwright.cli import (
     replay,
     report,
     selftest,
+    split,
     study,
     tune,
     verify,
@@ -387,8 +388,8 @@ def gpus() -> int:
 
 
 for part in (
-    *(generate, kernel, grad, pack, replay, emulate, verify, selftest, bench, tune, receipt),
-    *(report, export, warm, study, fuzz, grammar, explain_mod),
+    *(generate, kernel, grad, pack, split, replay, emulate, verify, selftest, bench, tune),
+    *(receipt, report, export, warm, study, fuzz, grammar, explain_mod),
 ):
     part.register(app)
 

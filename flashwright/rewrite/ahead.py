@@ -1,4 +1,4 @@
-"""Tiles that an iteration loads for the next one: the first of a share is loaded before its loop."""
+"""Tiles that an iteration loads for the next one; those of the first one are loaded before a loop."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Ahead:
         self.copies = [s for s in tl.statements(loop.body) if program.writes(s) & self.tiles]
 
     def loop(self) -> tl.For:
-        """The loop over a share. Raises Failed with FW910 unless the Copies are left out in its last
-        iteration, and only there."""
+        """The loop over a share. Raises Failed with FW910 unless the Copies are left out in its
+        last iteration, and only in that one."""
         loop, body = self.whole, list(self.whole.body)
         ends = {
             tl.Binary("<", loop.var, tl.Binary("-", loop.high, ONE)): self._minus_one(),
@@ -69,8 +69,8 @@ class Ahead:
             raise refused(text, next(iter(wanted.values())))
         changes: dict[int, Body] = {}
         for stmt in before:
-            if made := self._with(stmt, new):
-                changes[id(stmt)] = (made,) if changes else (*lets, made)
+            if (loaded := self._with(stmt, new)) is not None:
+                changes[id(stmt)] = (loaded,) if changes else (*lets, loaded)
         return changes
 
     def _at(self, copy: tl.Statement, iteration: tl.Expr) -> tl.Copy:

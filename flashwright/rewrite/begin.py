@@ -113,7 +113,7 @@ def _check_early(program: Program, early: Body, later: Body, carried: Carried) -
             raise refused("this stands between statements that add to the sums", stmt)
         for key in program.writes(stmt):
             if key in used and key not in carried.tiles:
-                text = f"`{key[0]}` is for the loop, but stands between statements that add to the sums"
+                text = f"`{key[0]}` of the loop is set between statements that add to the sums"
                 raise refused(text, stmt)
 
 

@@ -1,4 +1,5 @@
-"""What a loop carries from one iteration to the next: running softmaxes, sums, tiles loaded ahead."""
+"""What a loop carries from one iteration to the next: running softmaxes, sums, tiles that it loads
+ahead."""
 
 from __future__ import annotations
 
@@ -55,7 +56,10 @@ class Carried:
             return any({*mine.tiles} <= {*one.tiles} for one in self.softmaxes) and (
                 shared == {*mine.tiles}
             )
-        return len(shared) == 1 and _adds(program, stmt, *shared, self.softmaxes)
+        maxima = [one.maximum for one in self.softmaxes]
+        return any(
+            shared == {key} and _adds(program, stmt, key) for key in shared.difference(maxima)
+        )
 
 
 def carried_by(program: Program, loop: tl.For) -> Carried:
@@ -71,11 +75,11 @@ def carried_by(program: Program, loop: tl.For) -> Carried:
         if key not in (*found.tiles, *ahead):
             raise refused(f"`{key[0]}` passes from one iteration to the next", stmt)
     for stmt in own:
-        if shared := found.shared(program, stmt):
-            if not found.updates(program, stmt):
-                names = " and ".join(f"`{name}`" for name, _ in sorted(shared))
-                text = f"{names} passes from one iteration to the next, and this does not add to it"
-                raise refused(text, stmt, help=BY_HAND)
+        shared = found.shared(program, stmt)
+        if shared and not found.updates(program, stmt):
+            name, _ = min(shared)
+            text = f"`{name}` passes from one iteration to the next, and this does not add to it"
+            raise refused(text, stmt, help=BY_HAND)
     return found
 
 
@@ -150,13 +154,9 @@ def _tile(program: Program, name: tl.Name) -> Key:
     return key
 
 
-def _adds(
-    program: Program, stmt: tl.Compute, key: Key, softmaxes: Iterable[Softmax]
-) -> bool:
+def _adds(program: Program, stmt: tl.Compute, key: Key) -> bool:
     """Whether a Compute adds to a tile something that does not depend on the tile."""
     if stmt.target is None or program.tile(stmt.target) != key:
-        return False
-    if any(one.maximum == key for one in softmaxes):
         return False
     names = [e for arg in stmt.args for e in tl.expressions(arg) if isinstance(e, tl.Name)]
     times = sum(program.tile(name) == key for name in names)
@@ -183,8 +183,6 @@ def _loaded(program: Program, own: Iterable[tl.Statement], key: Key) -> bool:
     return all(isinstance(s, tl.Copy) and s.source == "global" for s in writers)
 
 
-def refused(
-    text: str, stmt: tl.Statement, *labels: Label, help: str | None = None
-) -> Failed:
+def refused(text: str, stmt: tl.Statement, *labels: Label, help: str | None = None) -> Failed:
     """What is raised where a program cannot be split."""
     return Failed(Diagnostic("FW910", text, stmt.span, secondary=labels, help=help))

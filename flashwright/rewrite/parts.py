@@ -1,5 +1,5 @@
-"""The parts of a loop's sums in global memory: one for each thread block that has a share of the keys,
-with an axis of their own beside those of a result."""
+"""The parts of a loop's sums in global memory: one for each thread block that has a share of the
+keys, with an axis of their own beside those of a result."""
 
 from __future__ import annotations
 
@@ -66,7 +66,12 @@ class Parts:
 
     @staticmethod
     def of(
-        program: Program, place: Place, splits: str, keys: Sequence[Key], carried: Carried, fresh: Fresh
+        program: Program,
+        place: Place,
+        splits: str,
+        keys: Sequence[Key],
+        carried: Carried,
+        fresh: Fresh,
     ) -> Parts:
         """The parts of some of the tiles that a loop carries, under names that are not taken."""
         names = {key: fresh(f"Part{key[0]}") for key in keys}
@@ -77,7 +82,8 @@ class Parts:
         """The tensors."""
         made = []
         for key, name in self.names.items():
-            axes = [(self.place.label, tl.Name(self.splits))]
+            splits: tl.Expr = tl.Name(self.splits)
+            axes = [(self.place.label, splits)]
             axes += [(axis.label, axis.size) for axis in self.place.axes]
             axes += [(self.place.column, size) for size in self._shape(key)[1:]]
             shape = tuple(tl.Axis(tl.Name(label), size) for label, size in axes)
@@ -115,15 +121,15 @@ class Parts:
         assert isinstance(declared, tl.Allocate)
         return tuple(axis.size for axis in declared.shape)
 
-    def new_maxima(self) -> Body:
-        """The tiles of the new maxima."""
-        made = []
+    def new_maxima(self) -> dict[tl.Span, tl.Allocate]:
+        """The tiles of the new maxima, each by the span of the maximum's Allocate."""
+        made = {}
         for key, name in self.maxima.items():
             declared = self.program.buffers[key].declared
             assert isinstance(declared, tl.Allocate)
             bare = replace(declared, name=tl.Name(name), comment=None, gap=False)
-            made.append(replace(bare, span=tl.NOWHERE))
-        return tuple(made)
+            made[declared.span] = replace(bare, span=tl.NOWHERE)
+        return made
 
     def put_together(self, softmaxes: Iterable[Softmax]) -> Body:
         """Adds a part of every sum to what the earlier ones gave."""

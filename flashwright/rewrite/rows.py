@@ -56,9 +56,10 @@ def _block(program: Program, grid: tl.Grid, size: tl.Expr) -> tl.Name | None:
         high = axis.high
         if isinstance(high, tl.Call) and high.func.id == "ceil":
             (high,) = high.args
-        if axis.low == tl.Num("0") and isinstance(high, tl.Binary) and high.op == "/":
-            if high.right == size and size not in tl.expressions(high.left):
-                return axis.name
+        match high:
+            case tl.Binary("/", length, divisor) if divisor == size and axis.low == tl.Num("0"):
+                if size not in tl.expressions(length):
+                    return axis.name
     return None
 
 
@@ -90,7 +91,7 @@ def _only_place(program: Program, stmt: tl.Statement, block: tl.Name, size: tl.N
         places, others = [stmt.cond], []
     else:
         others = tl.expressions(stmt)
-    start = {tl.Binary("*", block, size): tl.Num("0")}
+    start: dict[tl.Expr, tl.Expr] = {tl.Binary("*", block, size): tl.Num("0")}
     left_over = {e for p in places for e in tl.expressions(substituted(p, start))}
     return not {block, size} & {*left_over, *others}
 

@@ -216,10 +216,11 @@ class _Splitting:
         (frame,) = written(f"for {self.n} = 0:{self.splits}\nend\n")
         assert isinstance(frame, tl.For)
         changes = self.begin.left_out() | {id(self.loop): (replace(frame, body=(*loads, *steps)),)}
+        maxima = self.parts.new_maxima()
+        for stmt in tl.statements(self.body):
+            if stmt.span in maxima:
+                changes[id(stmt)] = (stmt, maxima[stmt.span])
         body = [s for s in edited(self.body, changes) if not _is_shared(s)]
-        tiles = [s for s in body if isinstance(s, tl.Allocate)]
-        at = body.index(tiles[-1]) + 1 if tiles else 0
-        body[at:at] = self.parts.new_maxima()
         stores = [s for s in tl.statements(tuple(body)) if is_store(s)]
         grid = replace(self.grid, gap=False, comment=None, span=tl.NOWHERE)
         return _gapped(_needed((grid, *body), stores))
@@ -237,7 +238,9 @@ class _Splitting:
 
 def _names(tree: tl.Tree) -> set[str]:
     """All names of a program."""
-    found = {e.id for s in tl.statements(tree.body) for e in tl.expressions(s) if isinstance(e, tl.Name)}
+    found = {
+        e.id for s in tl.statements(tree.body) for e in tl.expressions(s) if isinstance(e, tl.Name)
+    }
     return found | {*CONSTANTS}
 
 
