@@ -1,4 +1,4 @@
-"""Tiles that an iteration loads for the next one; those of the first one are loaded before a loop."""
+"""Tiles that an iteration loads for the next one. The first ones are loaded before the loop."""
 
 from __future__ import annotations
 

@@ -140,6 +140,9 @@ def _softmaxes(program: Program, own: Iterable[tl.Statement]) -> tuple[Softmax, 
                 raise refused(f"`{one.maximum[0]}` is the maximum of two softmaxes", stmt)
             rescaled = tuple(dict.fromkeys((*before.rescaled, *one.rescaled)))
             found[one.maximum] = Softmax(one.maximum, one.total, rescaled)
+            others = (two.tiles for key, two in found.items() if key != one.maximum)
+            if {*one.tiles} & {key for tiles in others for key in tiles}:
+                raise refused("two softmaxes share a tile of sums", stmt)
     return tuple(found.values())
 
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from flashwright.check.check import check
 from flashwright.lang import nodes as tl
 from flashwright.lang.diagnostic import Failed, Label
-from flashwright.lang.format import format_tree
+from flashwright.lang.format import format_expr, format_tree
 from flashwright.lang.parse import parse
 from flashwright.program.kernels import sections
 from flashwright.program.needed import is_store, needed
@@ -175,8 +175,9 @@ class _Splitting:
             changes |= ahead.prologue(self.before, lets)
             changes[id(loop)] = (ahead.loop(), *stores)
         else:
-            above = (replace(lets[0], gap=loop.gap), *lets[1:])
-            changes[id(loop)] = (*above, replace(share, gap=False), *stores)
+            first, *others = (*lets, share)
+            made = replace(first, gap=loop.gap), *(replace(s, gap=False) for s in others)
+            changes[id(loop)] = (*made, *stores)
         body = edited(up_to(self.body, loop), changes)
         kernel = (*self._first_grid(), *(s for s in body if not _is_shared(s)))
         return _gapped(_needed(kernel, stores))
@@ -190,9 +191,10 @@ class _Splitting:
             name = tl.Name(self.fresh("begin"))
             lets, low = (tl.Let(name, low),), name
         count = _sum("-", _ceil(self.program, loop.high), low)
-        lets += (tl.Let(tl.Name(self.tiles), count),)
+        if not isinstance(count, tl.Name | tl.Num):
+            lets, count = (*lets, tl.Let(tl.Name(self.tiles), count)), tl.Name(self.tiles)
         bounds = (
-            _sum("+", low, _expr(f"floor({self.tiles} * {part} / {self.splits})"))
+            _sum("+", low, _expr(f"floor({format_expr(count)} * {part} / {self.splits})"))
             for part in (self.split_idx, f"({self.split_idx} + 1)")
         )
         return lets, replace(loop, low=next(bounds), high=next(bounds))

@@ -62,6 +62,7 @@ class Machine(State):
         self._operand_dtype = operand_dtypes(program)
         self._reads: dict[int, set[Key]] = {}
         self._table_loops: dict[tuple[str, int], For | None] = {}
+        self._table_parts: dict[tuple[str, int, tuple[Value, ...]], set[Value]] = {}
 
     # --- running --------------------------------------------------------------------------
 
@@ -91,6 +92,8 @@ class Machine(State):
             self._step()
             self.run_block(block)
         self.copies.check_added()
+        for (name, position, _), seen in self._table_parts.items():
+            self._check_read(name, position, seen)
 
     def run_block(self, block: Mapping[str, int]) -> None:
         """Execute one thread block, starting with empty buffers."""
@@ -191,13 +194,29 @@ class Machine(State):
                 loop = self._table_loops[name, position]
                 if loop is None:
                     continue
-                seen = {r[position] for r in reads if not isinstance(r[position], Unknown)}
-                extent = self.extent(axis.size)
-                missed = [p for p in range(extent) if p not in seen]
-                if len(seen) > 1 and missed:
-                    text = f"this loop reads {len(seen)} of the {extent} elements"
-                    text += f" on axis {axis.label} of `{name}`"
-                    self.report("FW604", text, loop.span, label=self.problem())
+                if not self._in_parts(loop):
+                    self._check_read(name, position, {r[position] for r in reads})
+                    continue
+                for read in reads:
+                    others = (*read[:position], *read[position + 1 :])
+                    seen = self._table_parts.setdefault((name, position, others), set())
+                    seen.add(read[position])
+
+    def _in_parts(self, loop: For) -> bool:
+        """Whether several thread blocks share a loop and store parts of its sums."""
+        bounds = (*self.program.spelt_out(loop.low), *self.program.spelt_out(loop.high))
+        return any(Name(dim) in bounds for dim in self.program.parts_stored)
+
+    def _check_read(self, name: str, position: int, read: set[Value]) -> None:
+        """Report FW604 unless the elements that a loop reads on an axis are all there are."""
+        axis, loop = self.program.tensors[name].axes[position], self._table_loops[name, position]
+        assert loop is not None
+        seen = {place for place in read if not isinstance(place, Unknown)}
+        extent = self.extent(axis.size)
+        if len(seen) > 1 and not {*range(extent)} <= seen:
+            text = f"this loop reads {len(seen)} of the {extent} elements"
+            text += f" on axis {axis.label} of `{name}`"
+            self.report("FW604", text, loop.span, label=self.problem())
 
     def _loop_over(self, name: str, position: int, size: Expr) -> For | None:
         """The loop over an axis of an index tensor, if its bounds contain the axis's length. Where

@@ -103,6 +103,17 @@ def test_the_authors_programs_compute_attention(name: str) -> None:
         assert verdict.ok, (gpu, splits, verdict)
 
 
+def test_selected_blocks() -> None:
+    """A table that all thread blocks of a row read together, and one block of rows a query."""
+    spec = make_spec("nsa-selected", heads=4, kv_heads=2, top_k=4)
+    text = made(PackedOrder(spec, gpus.find("a100")).rectangular())
+    assert not check(parse(text), gpus.find("a100")).diagnostics
+    assert "for j = floor(TopK * split_idx / splits):" in text
+    assert judged(text, spec, 3).ok
+    unread = text.replace("floor(TopK *", "floor((TopK - 1) *")
+    assert "elements on axis T of `Idx`" in check(parse(unread)).diagnostics[0].message
+
+
 @pytest.mark.parametrize("name", SPLIT_EXAMPLES)
 def test_examples(name: str) -> None:
     text = made((EXAMPLES / f"{name}.tl").read_text())
