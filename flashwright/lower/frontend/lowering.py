@@ -413,7 +413,8 @@ class Lowering(Body):
             self.scalars.define(PAGE, self.scalars.call("floor", [page]))
             return None
         self.scalars.define(PAGE, Scalar(ir.PAGE_IDX))
-        return ir.Pages(place.as_int(stmt.span), size)
+        named = self.program.page_axis(stmt) is None
+        return ir.Pages(place.as_int(stmt.span), size, named)
 
     def _in_page(
         self,
