@@ -206,6 +206,23 @@ class Program:
             return None
         return next((a for a in self.outer(copy).axes if a.label == naming[0].axis.id), None)
 
+    def query_rows(self, rows: int) -> tuple[Copy, Coord] | None:
+        """A Copy of a tile with so many rows of queries, and the coordinate of its rows, if all
+        such Copies of a thread block have the same one."""
+        found: list[tuple[Copy, Coord]] = []
+        for copy in (s for s in statements(self.tree.body) if isinstance(s, Copy)):
+            if "global" not in (copy.source, copy.dest) or copy.index:
+                continue
+            shape, axes = self.moved(copy), self.outer(copy).axes
+            axis = axes[-len(shape)]
+            coord = next((c for c in copy.coords or () if c.axis.id == axis.label), None)
+            if coord is None or shape[0] != rows:
+                continue
+            if Name("q_len") in expressions(self.positions_of(axis.size, coord)):
+                found.append((copy, coord))
+        places = {(c.value, c.in_elements, c.within) for _, c in found}
+        return found[0] if len(places) == 1 else None
+
     def tiled(self, copy: Copy) -> Iterator[tuple[Expr, int]]:
         """The axes of a Copy's tile: the length whose positions they count, and the tile's size. Of
         rows in pages along an axis: that axis, and how many pages a tile needs."""
