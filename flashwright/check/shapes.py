@@ -424,8 +424,12 @@ def _pages(stmt: Copy, tiled: list[str], tensor: Tensor, names: Names) -> Iterat
     if not naming:
         return
     rows, size = tiled[0], next(a.size for a in tensor.axes if a.label == tiled[0])
-    if stmt.dest == "global":
-        yield Diagnostic("FW305", "pages are read, not written", naming[0].span)
+    if stmt.dest == "global" and [c.value for c in naming] != [Name(PAGE)]:
+        text = f"pages that `{PAGE}` does not name by itself are read, not written"
+        hint = f"rows are stored in pages along an axis: `{naming[0].axis.id} = {PAGE}`"
+        yield Diagnostic("FW305", text, naming[0].span, help=hint)
+    elif stmt.adds:
+        yield Diagnostic("FW305", "rows in pages are stored, not added to", naming[0].span)
     for coord in (c for c in naming if c.axis.id in tiled):
         text = f"`{PAGE}` says where a page is, and along {coord.axis.id} lies the tile"
         yield Diagnostic(

@@ -90,10 +90,11 @@ def _judged(
     options: RunOptions,
     step: Callable[[int, int, str], None] | None = None,
 ) -> CpuVerdict:
-    from flashwright.judge.cpu import judge
+    from flashwright.judge.cpu import has_groups, judge
     from flashwright.spec import BadSpec
 
-    cases = [problem(options.sizes, spec)] if options.sizes else None
+    whole = has_groups(kernels)
+    cases = [problem(options.sizes, spec, whole)] if options.sizes else None
     try:
         return judge(kernels, spec, cases=cases, seed=options.seed, base=base, progress=step)
     except BadSpec as error:  # the user's own reference cannot be used
@@ -101,7 +102,9 @@ def _judged(
         raise Blamed(found, spec.reference or "spec", "") from None
 
 
-def problem(sizes: Mapping[str, int], spec: AttentionSpec | None = None) -> dict[str, int]:
+def problem(
+    sizes: Mapping[str, int], spec: AttentionSpec | None = None, whole_groups: bool = False
+) -> dict[str, int]:
     """A problem with the given sizes and small defaults for the others."""
     q_len = sizes.get("q_len", sizes.get("kv_len", SMALL))
     kv_len = sizes.get("kv_len", q_len)
@@ -110,7 +113,7 @@ def problem(sizes: Mapping[str, int], spec: AttentionSpec | None = None) -> dict
         from flashwright.judge.cpu import default_cases
 
         # The judge knows what else a spec needs: in NSA's compressed branch kv_len counts tokens.
-        usual = default_cases(spec, [(q_len, kv_len)])[0]
+        usual = default_cases(spec, [(q_len, kv_len)], whole_groups)[0]
     group = usual["heads"] // usual["kv_heads"]
     kv_heads = sizes.get("kv_heads", max(sizes.get("heads", usual["heads"]) // group, 1))
     heads = sizes.get("heads", kv_heads * group)

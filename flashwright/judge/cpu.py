@@ -37,6 +37,8 @@ SMALL = (24, 24)
 
 # The caller's order of a tensor's axes; a head's group members are part of the head axis.
 _CALLER_ORDER = "BHGLD"
+HEADS_OF_GROUP = "G"
+"""The axis of the heads of a group."""
 
 
 @dataclass(frozen=True)
@@ -119,13 +121,16 @@ def judge(
     kernels = _kernels(program)
     _check_dtypes(kernels, spec)
     chosen = coverage(kernels, spec) if cases is None else None
-    listed = default_cases(spec, _lengths(chosen, spec)) if chosen is not None else cases or ()
+    whole = has_groups(kernels)
+    listed = cases or ()
+    if chosen is not None:
+        listed = default_cases(spec, _lengths(chosen, spec), whole)
     problems = [(dict(c), kind) for c in listed]
     spread = None
     if reference is not None and len(kernels.programs) == 1 and not spec.backward:
         spread = reference_spread(kernels.programs[0], spec, reference)
     if cases is None and reference is None and kind == "normal" and not spec.sink:
-        problems.append((default_cases(spec, [LOW])[0], "opposed"))
+        problems.append((default_cases(spec, [LOW], whole)[0], "opposed"))
     results: list[CaseResult] = []
     for number, (dims, drawn) in enumerate(problems):
         if progress is not None:
@@ -169,10 +174,19 @@ def _check_dtypes(kernels: Kernels, spec: AttentionSpec) -> None:
             raise Failed(Diagnostic("FW904", text, tensor.declared.span, help=hint))
 
 
+def has_groups(kernels: Kernels) -> bool:
+    """Whether a program has an axis for the heads of a group, so that it serves one group only."""
+    tensors = [t for program in kernels.programs for t in program.tensors.values()]
+    return any(axis.label == HEADS_OF_GROUP for tensor in tensors for axis in tensor.axes)
+
+
 def default_cases(
-    spec: AttentionSpec, lengths: Sequence[tuple[int, int]] = LENGTHS
+    spec: AttentionSpec,
+    lengths: Sequence[tuple[int, int]] = LENGTHS,
+    whole_groups: bool = False,
 ) -> list[dict[str, int]]:
-    """Small problems with the spec's kind of head sharing.
+    """Small problems with the spec's kind of head sharing, with two query heads for a kv head, or
+    all (`whole_groups`).
 
     The short ones have two batches and two kv heads, so that a wrong batch or head shows. The
     longer ones have one of each.
@@ -181,7 +195,7 @@ def default_cases(
     for q_len, kv_len in lengths:
         short = max(q_len, 16) * kv_len <= 10_000  # a row costs as much as a few
         kv_heads = min(spec.kv_heads, 2) if short else 1
-        group = spec.group if spec.branch == "selected" else min(spec.group, 2)
+        group = spec.group if whole_groups or spec.branch == "selected" else min(spec.group, 2)
         dims = {"batch": 2 if q_len * kv_len <= 300 else 1}
         dims |= {"heads": kv_heads * group, "kv_heads": kv_heads, "q_len": q_len}
         if spec.branch == "compressed":
@@ -331,7 +345,7 @@ def reference_spread(
     program: Program, spec: AttentionSpec, reference: ReferenceProcess
 ) -> float | None:
     """The spread of a program's scores on normal inputs, for a spec that gives no scale."""
-    (small,) = default_cases(spec, [SMALL])
+    (small,) = default_cases(spec, [SMALL], has_groups(Kernels((program,))))
     dims = {**spec.dims, **small}
     made = _inputs(Kernels((program,)), spec, dims, 0, reference, "normal")
     dims = {**axis_sizes(Kernels((program,)), made), **dims}

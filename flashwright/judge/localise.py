@@ -64,7 +64,10 @@ def _block_of(
     def after(stmt: Statement, machine: Machine) -> None:
         if isinstance(stmt, Copy) and machine.stores and machine.stores[-1][2] is stmt:
             name, region, _ = machine.stores[-1]
-            inside = all(s <= i < s + n for (s, n), i in zip(region, index, strict=False))
+            inside = any(
+                all(s <= i < s + n for (s, n), i in zip(part, index, strict=False))
+                for part in machine.last_stored
+            )
             if name == tensor.name and inside and len(region) == len(index):
                 hit.append(({n: int(machine.env[n]) for n in names}, stmt))
 

@@ -57,7 +57,10 @@ class Truth:
         b = at.get("batch")
         if b is None:
             return None
-        if rows.label == "L":
+        if rows.group:  # of each query the heads of a group
+            kv_head, (q, member) = at.get("kv_heads"), divmod(position, rows.group)
+            h = None if kv_head is None else kv_head * rows.group + member
+        elif rows.label == "L":
             h, q = at.get("heads"), position
         else:  # rows are the heads of a group, at one position
             kv_head, found = at.get("kv_heads", 0), at.get("q_len")

@@ -7,6 +7,7 @@ values so far. How a program scales and which maximum it uses does not matter.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -333,6 +334,8 @@ class Watch:
         name, region, stmt = machine.stores[-1]
         axes = self.program.tensors[name].axes
         at = {a.label: start for a, (start, _) in zip(axes, region, strict=True)}
+        if self.program.paged(stmt):
+            return self._stored_in_pages(name, machine)
         rank = len(self.program.buffers[self.program.source(stmt)].shape)
         label, (_, size) = axes[-rank].label, region[-rank]
         if not {"B", "H", "L"} <= at.keys() or label not in ("L", "G"):
@@ -343,6 +346,19 @@ class Watch:
         group = self.truth.spec.group
         heads = range(at["H"] * group + at["G"], at["H"] * group + min(at["G"] + size, group))
         return [(at["B"], h, at["L"]) for h in heads]
+
+    def _stored_in_pages(self, name: str, machine: Machine) -> list[tuple[int, int, int]] | None:
+        """The same where a page is the heads of a group, at one query."""
+        labels, group = [a.label for a in self.program.tensors[name].axes], self.truth.spec.group
+        if not {"B", "H", "L", "G"} <= set(labels):
+            return None
+        found = []
+        for region in machine.last_stored:
+            at = dict(zip(labels, region, strict=True))
+            (b, _), (h, _), (q, queries), (g, heads) = (at[x] for x in "BHLG")
+            members = itertools.product(range(q, q + queries), range(g, g + heads))
+            found += [(b, h * group + member, query) for query, member in members]
+        return found
 
     def _check_missed_keys(
         self, place: tuple[int, int, int], store: Copy, machine: Machine

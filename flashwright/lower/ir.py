@@ -72,6 +72,7 @@ class Pages:
 
     first: Term
     size: int
+    named: bool = True  # by a table; else they follow each other along an axis
 
 
 @dataclass(frozen=True)

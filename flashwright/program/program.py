@@ -175,14 +175,18 @@ class Program:
 
     @cached_property
     def ranges(self) -> tuple[tuple[Copy, Coord, Expr], ...]:
-        """The coordinates that name a range, each with its Copy and the length of its axis; pages
-        together are as long as the longest range."""
+        """The coordinates that name a range, each with its Copy and the length of its axis. Of rows
+        in pages that is the length of the pages' axis; those that a table names are together as
+        long as the longest range."""
         found = []
         for copy in (s for s in statements(self.tree.body) if isinstance(s, Copy)):
+            pages, paged = self.page_axis(copy), self.paged(copy)
             for coord in (c for c in copy.coords or () if c.within is not None):
                 axes = self.outer(copy).axes
                 length = next(a.size for a in axes if a.label == coord.axis.id)
-                found.append((copy, coord, Name("kv_len") if self.paged(copy) else length))
+                if paged:
+                    length = Name("kv_len") if pages is None else pages.size
+                found.append((copy, coord, length))
         return tuple(found)
 
     def outer(self, copy: Copy) -> Tensor:
@@ -194,14 +198,47 @@ class Program:
         """Whether the rows of a tile lie in pages: a coordinate depends on the page."""
         return any(e == Name(PAGE) for c in copy.coords or () for e in expressions(c.value))
 
+    def page_axis(self, copy: Copy) -> TensorAxis | None:
+        """The axis that the pages of a tile's rows lie along, in their order: its coordinate is
+        `page_idx`. None if rows do not lie in pages, or if a table names the pages."""
+        naming = [c for c in copy.coords or () if Name(PAGE) in expressions(c.value)]
+        if [c.value for c in naming] != [Name(PAGE)]:
+            return None
+        return next((a for a in self.outer(copy).axes if a.label == naming[0].axis.id), None)
+
+    def query_rows(self, rows: int) -> tuple[Copy, Coord] | None:
+        """A Copy of a tile with so many rows of queries, and the coordinate of its rows, if all
+        such Copies of a thread block have the same one."""
+        found: list[tuple[Copy, Coord]] = []
+        for copy in (s for s in statements(self.tree.body) if isinstance(s, Copy)):
+            if "global" not in (copy.source, copy.dest) or copy.index:
+                continue
+            shape, axes = self.moved(copy), self.outer(copy).axes
+            axis = axes[-len(shape)]
+            coord = next((c for c in copy.coords or () if c.axis.id == axis.label), None)
+            if coord is None or shape[0] != rows:
+                continue
+            if Name("q_len") in expressions(self.positions_of(axis.size, coord)):
+                found.append((copy, coord))
+        places = {(c.value, c.in_elements, c.within) for _, c in found}
+        return found[0] if len(places) == 1 else None
+
     def tiled(self, copy: Copy) -> Iterator[tuple[Expr, int]]:
-        """The axes of a Copy's tile: the length whose positions they count, and the tile's size."""
+        """The axes of a Copy's tile: the length whose positions they count, and the tile's size. Of
+        rows in pages along an axis: that axis, and how many pages a tile needs."""
         if copy.index:
             return
         shape, axes = self.moved(copy), self.outer(copy).axes
         coords = {c.axis.id: c for c in copy.coords or ()}
-        for axis, size in zip(axes[len(axes) - len(shape) :], shape, strict=True):
-            yield self.positions_of(axis.size, coords.get(axis.label)), size
+        pages = self.page_axis(copy)
+        for number, (axis, size) in enumerate(
+            zip(axes[len(axes) - len(shape) :], shape, strict=True)
+        ):
+            if number == 0 and pages is not None:
+                length = self.positions_of(pages.size, coords.get(pages.label))
+                yield length, -(-size // self._constant(axis.size))
+            else:
+                yield self.positions_of(axis.size, coords.get(axis.label)), size
 
     @cached_property
     def longest_ranges(self) -> Mapping[Expr, str]:
@@ -213,7 +250,11 @@ class Program:
         bounds = {axis.name: {*expressions(axis.high)} for axis in self.grid.axes}
         for copy, coord, length in self.ranges:
             stored[length] = stored.get(length, False) or copy.dest == "global"
-            bound = bounds.get(coord.value, set()) if isinstance(coord.value, Name) else ()
+            place = coord.value
+            if place == Name(PAGE):  # the pages that the rows of the tile are in
+                row = self.outer(copy).axes[-len(self.moved(copy))].label
+                place = next((c.value for c in copy.coords or () if c.axis.id == row), place)
+            bound = bounds.get(place, set()) if isinstance(place, Name) else ()
             for dim in (d for d in LENGTH_DIMS if Name(d) in bound):
                 known.setdefault(length, dim)
         told = set(known.values())
@@ -223,14 +264,24 @@ class Program:
         return known
 
     def positions_of(self, length: Expr, coord: Coord | None) -> Expr:
-        """The length that stands for the positions of an axis: of ranges, that of the longest."""
-        dim = self._range_dims.get(id(coord))
-        return length if dim is None else Name(dim)
+        """The length that stands for the positions of an axis: of ranges, that of the longest; of
+        rows in pages along an axis, that of all pages together."""
+        return self._ranged_lengths.get(id(coord), length)
 
     @cached_property
-    def _range_dims(self) -> Mapping[int, str]:
-        """The dims whose positions coordinates with ranges count, by their id."""
-        return {id(coord): self.longest_ranges[length] for _, coord, length in self.ranges}
+    def _ranged_lengths(self) -> Mapping[int, Expr]:
+        """The lengths whose positions coordinates with ranges count, by the coordinate's id."""
+        found: dict[int, Expr] = {}
+        for copy, coord, length in self.ranges:
+            longest, pages = Name(self.longest_ranges[length]), self.page_axis(copy)
+            found[id(coord)] = longest
+            if pages is not None and coord.axis.id != pages.label:
+                axes = self.outer(copy).axes
+                page = next(a.size for a in axes if a.label == coord.axis.id)
+                along = next(c for c in copy.coords or () if c.axis.id == pages.label)
+                number = pages.size if along.within is None else longest
+                found[id(coord)] = Binary("*", number, page)
+        return found
 
     @cached_property
     def counters(self) -> Mapping[str, Tensor]:

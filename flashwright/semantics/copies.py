@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 from flashwright.lang.diagnostic import Label
 from flashwright.lang.format import format_expr
@@ -53,13 +54,17 @@ class Copies:
         shape = self.program.moved(stmt)
         places, at = self._places(stmt, tensor, shape)
         axes = places[len(places) - len(shape) :]
-        data = None
-        if self.machine.math is not None and self.program.paged(stmt):
-            data = self._load_pages(stmt, tensor, places, shape)
-        elif self.machine.math is not None:
+        data, numbers, lead = None, self.machine.math, _lead(places, shape)
+        if numbers is not None and self.program.paged(stmt):
             offset = self.machine.offset(tensor)
-            lead = _lead(places, shape)
-            data = self.machine.math.load(tensor, _region(places), offset, shape, lead)
+            parts = [
+                numbers.load(tensor, region, offset, (rows, *shape[1:]))
+                for region, rows in self._by_page(stmt, tensor, places, shape)
+            ]
+            data = numbers.under_each_other(parts, lead, shape)
+        elif numbers is not None:
+            offset = self.machine.offset(tensor)
+            data = numbers.load(tensor, _region(places), offset, shape, lead)
         if tensor.offset is not None:
             here = Place(self.machine.scalar(tensor.offset), tensor.name, stmt)
             at = {**at, f"offset of {tensor.name}": here}
@@ -77,17 +82,27 @@ class Copies:
             tiled = position >= first_tiled
             size = shape[position - first_tiled] if tiled else 1
             coord = coords.get(axis.label)
+            dim = self.machine.identity(self.program.positions_of(axis.size, coord))
             if coord is not None and Name(PAGE) in expressions(coord.value):
-                at[f"the pages along {axis.label}"] = self._pages(coord, stmt, tensor)
+                if self.program.page_axis(stmt) is None:
+                    at[f"the pages along {axis.label}"] = self._pages(coord, stmt, tensor)
+                elif coord.within is not None:
+                    first, _ = self._range(coord, tensor, axis)
+                    at[f"the range of {dim}"] = Place(first or 0, tensor.name, stmt)
                 places.append(Where(axis.label, 0, 1, 1, axis.label, tensor.name, stmt))
                 continue
             in_pages = position == first_tiled and self.program.paged(stmt)
-            first, extent = self._range(coord, tensor, axis, in_pages)
+            if in_pages:
+                first, extent = self._range_of_pages(coord, tensor, axis, stmt)
+            else:
+                first, extent = self._range(coord, tensor, axis)
             start = self._start(coord, size if tiled else None, extent, tensor, axis, stmt)
-            dim = self.machine.identity(self.program.positions_of(axis.size, coord))
             chosen = coord is not None and self.program.chosen(coord.value)
-            where = Where(dim, start, size, extent, axis.label, tensor.name, stmt, chosen)
-            places.append(replace(where, first=first))
+            label = "L" if in_pages else axis.label  # positions, whatever the letter
+            where = Where(dim, start, size, extent, label, tensor.name, stmt, chosen)
+            grouped = in_pages and self.program.page_axis(stmt) is not None
+            group = self.machine.extent(axis.size) if grouped else 0
+            places.append(replace(where, first=first, group=group))
             if not tiled:
                 at[dim] = Place(start, tensor.name, stmt, chosen)
             if first is not None:
@@ -103,37 +118,81 @@ class Copies:
         first: Value = 0 if self.machine.math is not None else self.machine.scalar(coord.value)
         return Place(first, tensor.name, stmt)
 
-    def _load_pages(
+    def _by_page(
         self, stmt: Copy, tensor: Tensor, places: list[Where], shape: tuple[int, ...]
-    ) -> Any:
-        """The rows of a tile from the pages that they lie in; those outside of the range are 0."""
-        math, outer = self.machine.math, len(places) - len(shape)
-        assert math is not None
+    ) -> Iterator[tuple[Region, int]]:
+        """The regions that the rows of a tile lie in, one in each page, and the rows in each. Rows
+        outside of the range are in none."""
+        outer = len(places) - len(shape)
         size = self.machine.extent(tensor.axes[outer].size)
         ((begin, count),) = _region(places[outer : outer + 1])
-        parts, lead = [], _lead(places, shape)
         for page in range(begin // size, -(-(begin + count) // size)):
             self.machine.env[PAGE] = page
             low, high = max(begin, page * size), min(begin + count, (page + 1) * size)
             region = [self._on_axis(stmt, tensor, axis) for axis in tensor.axes[:outer]]
             region += [(low - page * size, high - low), *_region(places[outer + 1 :])]
-            part = (high - low, *shape[1:])
-            parts.append(math.load(tensor, tuple(region), self.machine.offset(tensor), part))
-        return math.under_each_other(parts, lead, shape)
+            yield tuple(region), high - low
 
     def _on_axis(self, stmt: Copy, tensor: Tensor, axis: TensorAxis) -> tuple[int, int]:
         coord = next((c for c in stmt.coords or () if c.axis.id == axis.label), None)
-        start = self._start(coord, None, self.machine.extent(axis.size), tensor, axis, stmt)
+        first, extent = self._range(coord, tensor, axis)
+        start = self._start(coord, None, extent, tensor, axis, stmt)
         assert isinstance(start, int)  # with numbers, all data are known
-        return start, 1
+        assert not isinstance(first, Unknown)
+        return start + (first or 0), 1
+
+    def _stored_pages(
+        self, stmt: Copy, tensor: Tensor, places: list[Where], shape: tuple[int, ...]
+    ) -> list[Region]:
+        """The regions of a tensor that a tile with rows in pages is stored to: rows of its first
+        page, whole pages, and rows of its last one."""
+        outer, pages = len(places) - len(shape), self.program.page_axis(stmt)
+        assert pages is not None  # shapes.py: no table names them
+        size = self.machine.extent(tensor.axes[outer].size)
+        ((begin, count),) = _region(places[outer : outer + 1])
+        end, number = begin + count, tensor.axes.index(pages)
+        coord = next(c for c in stmt.coords or () if c.axis.id == pages.label)
+        first, _ = self._range(coord, tensor, pages)
+        first = 0 if first is None or isinstance(first, Unknown) else first
+        full, last = -(-begin // size), end // size
+        parts = []
+        if begin < min(full * size, end):
+            parts.append((full - 1, 1, begin % size, min(full * size, end) - begin))
+        if full < last:
+            parts.append((full, last - full, 0, size))
+        if end % size and full <= last:
+            parts.append((last, 1, 0, end % size))
+        regions = []
+        for page, pages_in_it, low, rows in parts:
+            region = [*_region(places[:outer]), (low, rows), *_region(places[outer + 1 :])]
+            region[number] = (first + page, pages_in_it)
+            regions.append(tuple(region))
+        return regions
 
     # --- ranges --------------------------------------------------------------------------------
 
+    def _range_of_pages(
+        self, coord: Coord | None, tensor: Tensor, axis: TensorAxis, stmt: Copy
+    ) -> tuple[int | Unknown | None, int]:
+        """The range of a tile's rows, counted over pages. Those that a table names may be as many
+        as it takes; those along an axis are as many as the axis, or the range on it, has."""
+        pages = self.program.page_axis(stmt)
+        if pages is None:
+            return self._range(coord, tensor, axis, math.inf)
+        along = next(c for c in stmt.coords or () if c.axis.id == pages.label)
+        first, number = self._range(along, tensor, pages)
+        rows = number * self.machine.extent(axis.size)
+        return self._range(coord, tensor, axis, math.inf if isinstance(first, Unknown) else rows)
+
     def _range(
-        self, coord: Coord | None, tensor: Tensor, axis: TensorAxis, in_pages: bool = False
+        self,
+        coord: Coord | None,
+        tensor: Tensor,
+        axis: TensorAxis,
+        rows_in_pages: float | None = None,
     ) -> tuple[int | Unknown | None, int]:
         """Where the positions that a coordinate counts begin in the tensor, and how many there are;
-        None and the axis's length unless it names a range. Pages may be as many as it takes."""
+        None and the axis's length unless it names a range."""
         length = self.machine.extent(axis.size)
         if coord is None or coord.within is None:
             return None, length
@@ -145,9 +204,12 @@ class Copies:
                 text = f"axis {axis.label} of `{tensor.name}`: {value} is not a whole number"
                 raise self.machine.halt("FW306", text, expr.span, label=self.machine.problem())
         first, last = (whole(value) or 0 for value in bounds if not isinstance(value, Unknown))
-        if not 0 <= first <= last <= (last if in_pages else length):
+        if not 0 <= first <= last <= (length if rows_in_pages is None else rows_in_pages):
             text = f"the range {first}:{last} is not inside axis {axis.label} of `{tensor.name}`, "
             text += f"which is {format_expr(axis.size)} = {length} long"
+            if rows_in_pages is not None and math.isfinite(rows_in_pages):
+                text = f"the range {first}:{last} is longer than the pages of `{tensor.name}`, "
+                text += f"which have {rows_in_pages} rows together"
             where = self.program.definitions(*coord.within)
             label = self.machine.problem()
             span = coord.within[0].span.to(coord.within[1].span)
@@ -215,6 +277,9 @@ class Copies:
             # With `along` a vector of one dimension's positions may stand for another's.
             if have is not None and have != want and (have.dim == want.dim or along is None):
                 self._misplaced(stmt, f"{have}", f"{want}", have.copy)
+            elif have is not None and have.group and have.extent != want.extent:
+                held, room = (f"{w.dim} up to {w.extent - 1}" for w in (have, want))
+                self._misplaced(stmt, held, room, have.copy)
         for dim, place in at.items():
             have2 = tile.at.get(dim)
             if have2 is not None and have2.value != place.value:
@@ -223,13 +288,24 @@ class Copies:
         if stmt.turn is not None and not self.machine.partial:
             self._take_turn(stmt, stmt.turn, tensor, region)
         if not stmt.adds:
-            self.machine.stores.append((tensor.name, region, stmt))
+            paged = self.program.paged(stmt)
+            parts = self._stored_pages(stmt, tensor, places, tile.shape) if paged else [region]
+            self.machine.last_stored = parts
+            self.machine.stores += [(tensor.name, part, stmt) for part in parts]
         elif not any(isinstance(p.begin, Unknown) or p.chosen for p in places):
             self._add(stmt, tensor, region, tile)  # else data decide what is added where
         if self.machine.math is not None:
             offset = self.machine.offset(tensor)
             lead = _lead(places, tile.shape)
-            self.machine.math.store(tensor, region, offset, tile.data, tile.shape, stmt.adds, lead)
+            if not self.program.paged(stmt):
+                self.machine.math.store(
+                    tensor, region, offset, tile.data, tile.shape, stmt.adds, lead
+                )
+                return
+            for part, rows in self._by_page(stmt, tensor, places, tile.shape):
+                data, shape = tile.data[lead : lead + rows], (rows, *tile.shape[1:])
+                self.machine.math.store(tensor, part, offset, data, shape)
+                lead += rows
 
     def _add(self, stmt: Copy, tensor: Tensor, region: Region, tile: Tile) -> None:
         """Add to what other thread blocks have added: parts of the sequence, each once."""

@@ -26,7 +26,7 @@ from flashwright.lang.nodes import (
     value_names,
 )
 from flashwright.program.program import Key
-from flashwright.program.scalars import NotScalar, Unknown, Value
+from flashwright.program.scalars import NotScalar, Unknown, Value, whole
 from flashwright.program.scalars import apply as apply_scalar
 from flashwright.semantics import kinds
 from flashwright.semantics.gather import gather
@@ -80,18 +80,48 @@ class Expressions:
         tiles = [self.machine.cells[k].tile for k in keys]
         placed = [t for t in tiles if len(t.shape) == len(shape) and any(t.axes)]
         if not placed:
-            return Frame(shape, self._reduced_rows(expr) if len(shape) == 1 else (None, None))
+            return Frame(shape, self._rows(expr, shape[0]) if len(shape) == 1 else (None, None))
         if len(shape) == 2:
             placed.sort(key=_not_a_product)
         axes = (_position_of([t.axes[n] for t in placed]) for n in range(len(shape)))
         return Frame(placed[0].shape, tuple(axes))
 
-    def _reduced_rows(self, expr: Expr) -> tuple[Where | None]:
-        """The positions of the rows that a vector is reduced from."""
+    def _rows(self, expr: Expr, size: int) -> tuple[Where | None]:
+        """The positions of the rows that a vector is reduced from. With `q_idx` in it, those of
+        the queries that the thread block copies."""
         for part in expressions(expr):
             if isinstance(part, Call) and part.func.id.lower() in ("rowmax", "rowsum"):
                 return (self._inner(part.args[0]).axes[0],)
+        if Name("q_idx") in expressions(expr):
+            return (self._query_rows(size),)
         return (None,)
+
+    def _query_rows(self, size: int) -> Where | None:
+        """The positions of a thread block's queries; None if they cannot be told here."""
+        found = self.program.query_rows(size)
+        if found is None:
+            return None
+        copy, coord = found
+        bounds = coord.within or ()
+        names = {n.id for e in (coord.value, *bounds) for n in value_names(e)}
+        if not names <= self.machine.env.keys() | self.program.tensors.keys():
+            return None
+        tensor = self.program.outer(copy)
+        axis = tensor.axes[-len(self.program.moved(copy))]
+        length = self.program.positions_of(axis.size, coord)
+        numbers = [self._whole(e) for e in (coord.value, *bounds)]
+        if None in numbers:
+            return None
+        place, *ends = (n for n in numbers if n is not None)
+        extent = ends[1] - ends[0] if ends else self.machine.extent(length)
+        start = place if coord.in_elements else place * size
+        where = Where(self.machine.identity(length), start, size, extent, "L", tensor.name, copy)
+        group = 0 if self.program.page_axis(copy) is None else self.machine.extent(axis.size)
+        return replace(where, first=ends[0] if ends else None, group=group)
+
+    def _whole(self, expr: Expr) -> int | None:
+        value = self.machine.scalar(expr)
+        return None if isinstance(value, Unknown) else whole(value)
 
     def _inner(self, arg: Expr) -> Frame:
         """The rows and columns of the expression that a reduction reads."""

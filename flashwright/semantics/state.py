@@ -101,6 +101,9 @@ class State:
         self.loops: list[For] = []
         self.varying: set[str] = set()
         self.stores: list[tuple[str, Region, Copy]] = []
+        """What Copies have stored to. A tile whose rows lie in pages may be up to three regions."""
+        self.last_stored: list[Region] = []
+        """The regions of the last one."""
         self.added: dict[tuple[str, Region], tuple[Tile, Copy]] = {}
         """What Copies have added to each region of a tensor: the sum as a tile, the last Copy."""
         self.turns: dict[tuple[str, Region], list[int]] = {}

@@ -39,6 +39,8 @@ class Where:
     first: int | Unknown | None = field(default=None, compare=False)
     """Where the range begins whose positions are counted, if there is one; `extent` is its length.
     """
+    group: int = field(default=0, compare=False)
+    """The rows in a page, if the rows are counted over pages along an axis of the tensor."""
 
     @property
     def begin(self) -> int | Unknown:

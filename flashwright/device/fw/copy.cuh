@@ -124,8 +124,8 @@ struct Staged {
 };
 
 // A tile from shared memory to its `valid` rows in global memory.
-template <int Threads, class T, class Tile, class Valid>
-__device__ void copy_out(GlobalTile<T> dst, Tile src, Valid valid) {
+template <int Threads, class Dest, class Tile, class Valid>
+__device__ void copy_out(Dest dst, Tile src, Valid valid) {
   Chunks<Threads, Tile>{}.each(src, [&](int, int row, int col, uint32_t from) {
     uint4 x;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -18,8 +18,9 @@ __device__ inline void copy_line(uint32_t from, void* to, bool inside) {
 
 // Rounds an accumulator of 16 rows for each warp to 16 bits and stores its `valid` rows, of each the columns inside of
 // `kept`, which is a multiple of 8.
-template <int Warps, int Beside = 1, class T, class Tile, class Valid, class Cols = AllColumns>
-__device__ void store_epilogue(unsigned char* staging, GlobalTile<T> dst, Tile const& tile, Valid valid, Cols kept = {}) {
+template <int Warps, int Beside = 1, class Dest, class Tile, class Valid, class Cols = AllColumns>
+__device__ void store_epilogue(unsigned char* staging, Dest dst, Tile const& tile, Valid valid, Cols kept = {}) {
+  using T = typename Dest::value_type;
   constexpr int cols = 4 * decltype(cute::size<1>(tile))::value;
   static_assert(sizeof(T) == 2 && decltype(cute::size<0>(tile))::value == 2 && cols % 16 == 0);
   using Part = SharedTile<T, 16, cols % 32 ? 16 : cols % 64 ? 32 : 64>;
@@ -30,7 +31,13 @@ __device__ void store_epilogue(unsigned char* staging, GlobalTile<T> dst, Tile c
   int const first = (warp - share * Warps) * 16 + lane / chunks, begin = share * cols + lane % chunks * 8;
   T* line[16 / rows] = {dst.at(first, 0) + begin};
   CUTE_UNROLL
-  for (int n = 1; n < 16 / rows; ++n) line[n] = line[n - 1] + times(rows, dst.row);
+  for (int n = 1; n < 16 / rows; ++n) {
+    if constexpr (cute::is_same_v<Dest, GlobalTile<T>>) {
+      line[n] = line[n - 1] + times(rows, dst.row);
+    } else {
+      line[n] = dst.at(first + n * rows, 0) + begin;
+    }
+  }
   CUTE_UNROLL
   for (int col = 0; col < cols; col += Part::cols) {
     __syncwarp();

@@ -201,8 +201,9 @@ __device__ bool writes_cols() {
 
 // Rounds an accumulator to 16 bits and stores its `valid` rows, of each the columns inside of `kept_cols` (a multiple of
 // 8), 16 bytes at a time (8 where the tile is wide: its columns are neighbours already).
-template <int Warps, bool Wide = false, int Beside = 1, class T, class Tile, class Valid, class Cols = AllColumns>
-__device__ void store(GlobalTile<T> dst, Tile const& tile, Valid valid, Cols kept_cols = {}) {
+template <int Warps, bool Wide = false, int Beside = 1, class Dest, class Tile, class Valid, class Cols = AllColumns>
+__device__ void store(Dest dst, Tile const& tile, Valid valid, Cols kept_cols = {}) {
+  using T = typename Dest::value_type;
   constexpr int rows = decltype(cute::size<0>(tile))::value;
   constexpr int cols = decltype(cute::size<1>(tile))::value;
   static_assert(sizeof(T) == 2 && cols % 4 == 0);

@@ -77,9 +77,9 @@ struct AddedTile {
 __device__ inline AddedTile added(GlobalTile<float> tile) { return {tile}; }
 
 // An element of a tile gets a value, or has it added.
-template <class T, class U>
-__device__ void put(GlobalTile<T> dst, int row, int col, U x) {
-  *dst.at(row, col) = static_cast<T>(x);
+template <class Dest, class U>
+__device__ void put(Dest dst, int row, int col, U x) {
+  *dst.at(row, col) = static_cast<typename Dest::value_type>(x);
 }
 
 template <class U>

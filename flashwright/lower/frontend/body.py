@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashwright.lang import nodes as tl
+from flashwright.lang.format import format_expr
 from flashwright.lang.nodes import Expr
 from flashwright.lower import ir
 from flashwright.lower.frontend.positions import (
@@ -60,6 +61,20 @@ class Body:
         self.operands: dict[Key, str] = {}
         self.direct = direct_operands(program)
         self.only_offsets = only_offsets(program)
+
+    def rows_of(self, copy: tl.Copy, coord: tl.Coord) -> Where:
+        """Where the rows of a Copy's tile lie."""
+        shape = self.program.moved(copy)
+        axis = self.program.outer(copy).axes[-len(shape)]
+        length = self.program.positions_of(axis.size, coord)
+        full = self.positions.full(coord.value)
+        dim = self.identity(length)
+        return Where(dim, coord.value, shape[0], axis.label, full, coord.in_elements)
+
+    def identity(self, size: Expr) -> str:
+        """The identity of an axis, as the checker has it."""
+        fixed = self.fixed(size)
+        return str(fixed) if fixed is not None else format_expr(size)
 
     def emit(self, node: ir.Statement) -> None:
         """Append a node to the body under construction."""

@@ -367,14 +367,16 @@ class Computes:
                 axes = self.made.axes.get(key, ())
                 if len(buffers[key].shape) == rank == len(shape) and any(axes):
                     return Frame(buffers[key].shape, axes, buffers[key])
-        axes = self._reduced_rows(expr) if len(shape) == 1 else (None, None)
+        axes = self._rows(expr, shape[0]) if len(shape) == 1 else (None, None)
         return Frame(shape, axes, buffers[target])
 
-    def _reduced_rows(self, expr: Expr) -> Axes:
-        """The positions of the rows that a vector is reduced from."""
+    def _rows(self, expr: Expr, size: int) -> Axes:
+        """The positions of the rows that a vector is reduced from. With `q_idx` in it, those of
+        the queries that the thread block copies."""
         for arg in _reduced(expr)[:1]:
             return (self._inner(arg).axes[0],)
-        return (None,)
+        found = self.program.query_rows(size) if Name("q_idx") in tl.expressions(expr) else None
+        return (None,) if found is None else (self.made.rows_of(*found),)
 
     def _inner(self, arg: Expr) -> Frame:
         """The rows and columns of what is reduced."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from flashwright.lang import nodes as tl
-from flashwright.lang.format import format_expr
 from flashwright.lang.nodes import Coord, Expr, Name
 from flashwright.lower import ir
 from flashwright.lower.frontend.body import Body
@@ -348,7 +347,7 @@ class Lowering(Body):
                     whole_axis = size == buffer.shape[number]
                     by = self.size(buffer, number) if whole_axis else Scalar(integer(size))
                     place = self.scalars.binary("*", place, by, stmt.span)
-                dim = self._identity(self.program.positions_of(axis.size, given))
+                dim = self.identity(self.program.positions_of(axis.size, given))
                 full = self.positions.full(coord)
                 axes.append(Where(dim, coord, size, axis.label, full, given.in_elements))
                 aligned = self._aligned(given, place, tensor)  # the last axis counts
@@ -413,7 +412,8 @@ class Lowering(Body):
             self.scalars.define(PAGE, self.scalars.call("floor", [page]))
             return None
         self.scalars.define(PAGE, Scalar(ir.PAGE_IDX))
-        return ir.Pages(place.as_int(stmt.span), size)
+        named = self.program.page_axis(stmt) is None
+        return ir.Pages(place.as_int(stmt.span), size, named)
 
     def _in_page(
         self,
@@ -465,10 +465,6 @@ class Lowering(Body):
         """How much of the tile lies inside the tensor, if it is not longer than that."""
         length = self.scalars(extent)
         return self.scalars.binary("-", length, start, stmt.span).as_int(stmt.span)
-
-    def _identity(self, size: Expr) -> str:
-        fixed = self.fixed(size)
-        return str(fixed) if fixed is not None else format_expr(size)
 
     # --- Reshape --------------------------------------------------------------------------
 

@@ -145,7 +145,8 @@ def _by_tma(dest: Key, window: ir.Window, buffer: Buffer) -> list[_Check]:
                "give the tensor axes for batch and head, and coordinates on them"),
         _Check(len(buffer.shape) == 2, f"`{name}` is a vector"),
         _Check(window.pages is None, f"a tile of `{window.tensor.name}` may lie in several pages",
-               "let a page be as long as the tile, or longer by a whole factor"),
+               "let a page be as long as the tile, or longer by a whole factor"
+               if window.pages is not None and window.pages.named else ""),
         _Check(window.last is None or window.first_row is None,
                f"the tile of `{window.tensor.name}` may begin before its range"),
         _Check(window.cols is None or window.aligned,
