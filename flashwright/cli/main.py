@@ -25,6 +25,7 @@ from flashwright.cli import (
     generate,
     grad,
     grammar,
+    group,
     kernel,
     pack,
     receipt,
@@ -387,7 +388,7 @@ def gpus() -> int:
 
 
 for part in (
-    *(generate, kernel, grad, pack, replay, emulate, verify, selftest, bench, tune, receipt),
+    *(generate, kernel, grad, pack, group, replay, emulate, verify, selftest, bench, tune, receipt),
     *(report, export, warm, study, fuzz, grammar, explain_mod),
 ):
     part.register(app)

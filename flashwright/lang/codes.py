@@ -165,6 +165,7 @@ CODES: dict[str, Code] = {
     "FW907": Code("a function of FlexAttention that cannot become TL", bad_input=True),
     "FW908": Code("the program has no derived gradient"),
     "FW909": Code("the program cannot be packed"),
+    "FW916": Code("the heads of the program cannot be grouped"),
     # language models
     "FW911": Code("the model cannot be reached", bad_input=True),
     "FW912": Code("unusable model reply"),
