@@ -25,6 +25,7 @@ from flashwright.cli import (
     generate,
     grad,
     grammar,
+    group,
     kernel,
     pack,
     receipt,
@@ -388,7 +389,7 @@ def gpus() -> int:
 
 
 for part in (
-    *(generate, kernel, grad, pack, split, replay, emulate, verify, selftest, bench, tune),
+    *(generate, kernel, grad, pack, group, split, replay, emulate, verify, selftest, bench, tune),
     *(receipt, report, export, warm, study, fuzz, grammar, explain_mod),
 ):
     part.register(app)

@@ -166,6 +166,7 @@ CODES: dict[str, Code] = {
     "FW908": Code("the program has no derived gradient"),
     "FW909": Code("the program cannot be packed"),
     "FW910": Code("the program cannot be split"),
+    "FW916": Code("the heads of the program cannot be grouped"),
     # language models
     "FW911": Code("the model cannot be reached", bad_input=True),
     "FW912": Code("unusable model reply"),

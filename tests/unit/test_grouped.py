@@ -4,16 +4,26 @@ programs."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+import typer
 
 from flashwright import gpu as gpus
+from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.builtin.variants import make_spec
 from flashwright.check.check import check, checked_program
+from flashwright.cli.group import group as group_command
 from flashwright.judge.cpu import judge
 from flashwright.judge.problems import Problem
+from flashwright.lang.diagnostic import Failed
+from flashwright.lang.format import format_tree
 from flashwright.lang.parse import parse
 from flashwright.lower.translate import translate
-from flashwright.spec import AttentionSpec
+from flashwright.rewrite.grouped import grouped
+from flashwright.spec import AttentionSpec, load
+from tests.example_programs import EXAMPLES
 from tests.unit.emulated import needs_compilers
 from tests.unit.together import emulated, kernels
 
@@ -178,3 +188,202 @@ def test_the_kernels(gpu: str, groups: tuple[int, ...]) -> None:
             found, _, compared = emulated(kernel, Problem(dims, "normal", 3))
             assert not found.findings, dims
             assert compared.ok, dims
+
+
+# --- vectors ------------------------------------------------------------------------------------
+
+
+def with_sinks(text: str) -> str:
+    """The program with a sink logit for each head, which a vector of rows begins with."""
+    text = text.replace(
+        "Allocate LSE in global",
+        "Allocate Sink in global (H: heads) as fp32\nAllocate LSE in global",
+    )
+    text = text.replace("0 and get Ssum", "1 and get Ssum")
+    return text.replace("-1e30 and get Smax", "Sink[kv_head * Group + q_idx % Group] and get Smax")
+
+
+def test_a_vector_has_the_positions_of_the_queries() -> None:
+    """Before any tile of scores: the rows are those of Q and O."""
+    text, spec = of_group(5)
+    verdict = judge(
+        checked_program(parse(with_sinks(text))), spec.model_copy(update={"sink": True})
+    )
+    assert verdict.ok
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        (
+            "= page_idx, H = kv_head, G = block_idx in 0:q_len * Group] from global",
+            "= 0, H = kv_head, G = 0] from global",
+        ),
+        ("Smax in register (BM)", "Smax in register (BN)"),
+    ],
+)
+def test_a_vector_without_positions_is_an_error(edit: tuple[str, str]) -> None:
+    text = with_sinks(CAUSAL).replace("param BN = 64", "param BN = 32").replace(*edit)
+    if edit[1].endswith("from global"):
+        text = text.replace(
+            "G = block_idx in 0:q_len * Group] from register",
+            "G = 0 in 0:q_len * Group] from register",
+        )
+    assert check(parse(text)).errors
+
+
+# --- flashwright group --------------------------------------------------------------------------
+
+GROUPED = sorted(
+    {p.stem for p in EXAMPLES.glob("*.tl")}
+    - {"decode", "documents", "packed", "paper", "differential", "forgetting"}
+    - {"rope_split", "side_by_side"}
+)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True, "lse": True},
+    "window": {"causal": True, "window": 40, "sink_tokens": 4},
+    "sink": {"causal": True, "softcap": 30.0, "sink": True, "lse": True},
+    "alibi": {"causal": True, "alibi": True},
+}
+
+
+def written(group: int, gpu: str = "h200", **settings: Any) -> tuple[str, AttentionSpec]:
+    """The author's program for a variant, and what it computes."""
+    name = "mha" if group == 1 else "mqa" if group == 16 else "gqa"
+    kv_heads = 1 if name == "mqa" else 2
+    dtype = "fp16" if gpu == "t4" else "bf16"
+    sizes = {"heads": kv_heads * group, "kv_heads": kv_heads, "head_dim": 64, "dtype": dtype}
+    spec = make_spec(name, **{**sizes, **settings})
+    return write_code(write_sketch(spec), spec, gpus.find(gpu)).code, spec
+
+
+def made(text: str, group: int) -> str:
+    return format_tree(grouped(parse(text), group))
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_examples_are_grouped(name: str) -> None:
+    text = made((EXAMPLES / f"{name}.tl").read_text(), 5)
+    assert not check(parse(text)).diagnostics
+    assert "L = page_idx, H = kv_head, G = block_idx in 0:q_len * Group" in text
+    assert "head_idx" not in text
+
+
+def test_the_rewritten_program() -> None:
+    text = made((EXAMPLES / "sink_softcap.tl").read_text(), 4)
+    for line in (
+        "param Group = 4",
+        "grid block_idx = 0:q_len * Group / BM, kv_head = 0:kv_heads, batch_idx = 0:batch",
+        "Allocate LSE in global (B: batch, L: q_len, H: kv_heads, G: Group) as fp32",
+        "Compute Sink[kv_head * Group + q_idx % Group] and get SinkRow",
+        "Compute SinkRow and get Smax",
+        "for i = 0:min(kv_len, ceil((block_idx + 1) * BM / Group) + kv_len - q_len) / BN",
+        "  Compute Mask S where kv_idx <= floor(q_idx / Group) + kv_len - q_len",
+    ):
+        assert f"{line}\n" in text
+    window = made((EXAMPLES / "sink_tile.tl").read_text(), 4)
+    assert "floor(block_idx * BM / Group) + kv_len - q_len - Window + 1" in window
+
+
+@pytest.mark.parametrize("group", [1, 5, 16])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_grouped_program_computes_the_same(variant: str, group: int) -> None:
+    text, spec = written(group, **VARIANTS[variant])
+    program = checked_program(parse(made(text, group)))
+    kv_heads = spec.kv_heads
+    for q_len, kv_len in LENGTHS:
+        dims = {"batch": 1, "heads": kv_heads * group, "kv_heads": kv_heads}
+        verdict = judge(program, spec, cases=[{**dims, "q_len": q_len, "kv_len": kv_len}])
+        assert verdict.ok, verdict.diagnostics
+
+
+@pytest.mark.parametrize("group", [7, 8])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_grouped_program_at_all_lengths(variant: str, group: int) -> None:
+    text, spec = written(group, **VARIANTS[variant])
+    verdict = judge(checked_program(parse(made(text, group))), spec)
+    assert verdict.ok, verdict.diagnostics
+    assert not verdict.unreached
+
+
+def test_the_schedule_stays() -> None:
+    """But for TMA, which does not load rows of several queries."""
+    text, _ = written(8, causal=True, head_dim=128)
+    card = gpus.find("h200")
+    before = translate(checked_program(parse(text), card), card)
+    after = translate(checked_program(parse(made(text, 8)), card), card)
+    assert before.report is not None
+    assert after.report is not None
+    assert after.report.in_words().split(";")[1] == before.report.in_words().split(";")[1]
+    assert after.plan.stays
+
+
+Q_OF_G = "Q in global (G: batch, H: heads, L: q_len, D:"
+PLAIN = (EXAMPLES / "sigmoid.tl").read_text()
+REFUSED = {
+    "no tensor has an axis of `heads`": (EXAMPLES / "packed.tl").read_text(),
+    "`Start` has rows for queries": (EXAMPLES / "documents.tl").read_text(),
+    "for one query head, and a tile holds": (EXAMPLES / "forgetting.tl").read_text(),
+    "`Q` has an axis G": PLAIN.replace("Q in global (batch, heads, q_len,", Q_OF_G).replace(
+        "Copy Q (BM, HeadDim) in coordinate [B", "Copy Q (BM, HeadDim) in coordinate [G"
+    ),
+    "no axis of the grid is `0:heads`": PLAIN.replace("0:heads,", "0:heads * 1,"),
+    "no longer a block of BM queries": PLAIN.replace(
+        "0:min(kv_len, (b", "0:min(kv_len, (1 + 1 * b"
+    ),
+    "differs between the heads": PLAIN.replace(
+        "0:min(kv_len, (b", "0:min(kv_len + 0 * head_idx, (b"
+    ),
+    "is no name of a block": PLAIN.replace("L = block_idx]", "L at block_idx * BM]"),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_grouped_is_said(message: str) -> None:
+    with pytest.raises(Failed) as failed:
+        grouped(parse(REFUSED[message]), 5)
+    assert failed.value.diagnostics[0].code == "FW916"
+    assert message in failed.value.diagnostics[0].message
+
+
+def run(*args: Any) -> int:
+    with pytest.raises(typer.Exit) as ended:
+        group_command(*args)
+    return ended.value.exit_code
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "grouped.tl"
+    assert run(str(EXAMPLES / "sigmoid.tl"), 4, out) == 0
+    assert capsys.readouterr().out == f"{out}: grouped\n"
+    assert run(str(EXAMPLES / "sigmoid.tl"), 4, None) == 0
+    assert capsys.readouterr().out == out.read_text()
+    assert run(str(out), 4, None) == 1
+    assert "error[FW916]" in capsys.readouterr().err
+
+
+@needs_compilers
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["h200", "a100", "t4"])
+def test_the_grouped_kernels(gpu: str) -> None:
+    cases = [(5, "window"), (7, "sink"), (16, "alibi"), (1, "causal")]
+    codes = []
+    for group, variant in cases:
+        text, spec = written(group, gpu, **VARIANTS[variant])
+        codes.append((made(text, group), spec))
+    for kernel in kernels(codes, gpu):
+        spec = kernel.spec
+        for q_len, kv_len in LENGTHS:
+            dims = {"batch": 2, "heads": spec.heads, "kv_heads": spec.kv_heads}
+            problem = Problem({**dims, "q_len": q_len, "kv_len": kv_len}, "normal", 3)
+            found, _, compared = emulated(kernel, problem)
+            assert not found.findings, problem
+            assert compared.ok, problem
+
+
+def test_examples_with_a_spec_agree_when_grouped() -> None:
+    spec = load(EXAMPLES / "sink_tile.toml")
+    spec = spec.model_copy(update={"heads": 6, "kv_heads": 2})
+    text = made((EXAMPLES / "sink_tile.tl").read_text(), 3)
+    assert judge(checked_program(parse(text)), spec).ok
