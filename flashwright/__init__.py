@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from flashwright.judge.verdict import Verdict
     from flashwright.pytorch.operator import Operator
     from flashwright.sandbox.candidate import Candidate
+    from flashwright.serving.kvcache import flash_attn_with_kvcache as flash_attn_with_kvcache
     from flashwright.serving.varlen import flash_attn_varlen_func as flash_attn_varlen_func
     from flashwright.spec import AttentionSpec
 
@@ -131,6 +132,7 @@ _LATER = {
     "attention": "flex.attention",
     "flex_attention": "flex.attention",
     "flash_attn_varlen_func": "serving.varlen",
+    "flash_attn_with_kvcache": "serving.kvcache",
     "NoKernel": "flex.task",
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 from flashwright import gpu as gpus
 from flashwright import spec as specs
@@ -27,6 +28,7 @@ from flashwright.lang.nodes import Tree
 from flashwright.lang.parse import parse
 from flashwright.measure.machine import translator
 from flashwright.program.kernels import Kernels
+from flashwright.program.program import Program
 from flashwright.rewrite.packed import packed
 from flashwright.spec import AttentionSpec
 
@@ -130,19 +132,33 @@ def find_or_make(
     return store.find_or_make(order, tell), new
 
 
-def built(tree: Tree, gpu: Gpu, told: Mapping[str, str]) -> dict[str, str | bytes]:
-    """The files of a program of several kernels, compiled, beside those that are `told`."""
+def built(
+    tree: Tree, gpu: Gpu, told: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str | bytes]:
+    """The files of a program, compiled, beside those that are `told`."""
     verdict = check(tree, gpu)
     if verdict.errors:
         raise Failed(*verdict.errors)
+    if verdict.program is not None:
+        return _of_one(verdict.program, gpu, {CODE: format_tree(tree), **told})
     kernels = Kernels(verdict.kernels)
     steps = Steps.of(kernels).dump()
     files: dict[str, str | bytes] = {CODE: format_tree(tree), **told, package.STEPS: steps}
     found: dict[str, str | bytes] = {}
     for name, (text, program) in step_programs(kernels, gpu).items():
-        translation, made = make(program, gpu, tl=text)
-        own = {CODE: text, **package.translated(translation), **package.compiled(made)}
-        record = package.record(made, gpu, own, translation.report)
+        own = _of_one(program, gpu, {CODE: text})
         found |= {f"{name}/{file}": data for file, data in own.items()}
-        files[f"{name}/{package.RECORD}"] = record
+        files[f"{name}/{package.RECORD}"] = own[package.RECORD]
     return {**found, **files, package.RECORD: package.record_of_steps(gpu, files)}
+
+
+def _of_one(program: Program, gpu: Gpu, told: Mapping[str, str]) -> dict[str, str | bytes]:
+    """The files of one kernel, compiled."""
+    translation, made = make(program, gpu, tl=told[CODE])
+    files: dict[str, str | bytes] = {
+        **told,
+        **package.translated(translation),
+        **package.compiled(made),
+    }
+    files[package.RECORD] = package.record(made, gpu, files, translation.report)
+    return files

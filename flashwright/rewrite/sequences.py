@@ -65,10 +65,11 @@ class Packed:
 
     def tensors(self) -> str:
         """The declarations of the tensors that say where sequences are."""
-        text = f"Allocate {self.starts} in global (B: batch + 1) as int32\n"
-        if self.lengths:
-            text += f"Allocate {self.lengths} in global (B: batch) as int32\n"
-        return text
+        starts = f"Allocate {self.starts} in global"
+        if self.lengths is None:
+            return f"{starts} (B: batch + 1) as int32\n"
+        lengths = f"Allocate {self.lengths} in global"
+        return "".join(f"{tensor} (B: batch) as int32\n" for tensor in (starts, lengths))
 
     def lets(self, place: str, used: set[str]) -> str:
         """Where the sequence at that index of the batch is; its length only if it is used."""

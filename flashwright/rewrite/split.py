@@ -20,7 +20,7 @@ from flashwright.program.kernels import sections
 from flashwright.program.needed import is_store, needed
 from flashwright.program.program import Key, Program
 from flashwright.program.scalars import number
-from flashwright.program.vocabulary import CONSTANTS, RESERVED_PARAMS
+from flashwright.program.vocabulary import CONSTANTS, PAGE, RESERVED_PARAMS
 from flashwright.rewrite.ahead import Ahead
 from flashwright.rewrite.begin import Begin, adjacent
 from flashwright.rewrite.carried import accumulating, carried_by, read_before, refused
@@ -79,7 +79,7 @@ class _Splitting:
             self.fresh, names
         )
         rows = rows_of(program, self.live)
-        known = {*program.params, *program.dims, *(a.name.id for a in self.grid.axes)}
+        known = {*program.params, *program.dims, *(a.name.id for a in self.grid.axes), PAGE}
         known |= {s.name.id for s in self.before if isinstance(s, tl.Let)}
         place = place_of(program, self.loop, self.behind, known, rows)
         self.parts = Parts.of(program, place, self.splits, self.live, self.carried, self.fresh)

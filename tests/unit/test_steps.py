@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.builtin.variants import make_spec
 from flashwright.build import package, steps
 from flashwright.build.load import CHECK_ONLY, Kernel, unshown
+from flashwright.build.plan_rules import caller_order
 from flashwright.build.steps import Steps, StepsKernel
 from flashwright.check.check import check, checked_program
 from flashwright.grad.grad import backward as derive
 from flashwright.lang.diagnostic import Failed
 from flashwright.lang.parse import parse
+from flashwright.lower.launch_plan import PlanTensor
 from flashwright.lower.translate import translate
 from flashwright.program.kernels import Kernels
 from flashwright.program.program import Program
@@ -39,15 +42,29 @@ class Interpreted(Kernel):
     def interpret(self, mode: int, *arguments: Any) -> None:
         tensors = dict(zip((t.name for t in self.plan.tensors), arguments, strict=False))
         dims = dict(zip(self.plan.dims, arguments[len(tensors) :], strict=True))
-        assert all(dims[name] for name in unshown(self.plan)), "no tensor of this kernel says it"
+        # Where no tensor shows how many KV heads there are, there are as many as heads.
+        needed = {*unshown(self.plan)} - ({"kv_heads"} if "heads" in dims else set())
+        assert all(dims[name] for name in needed), "no tensor of this kernel says it"
         if mode & CHECK_ONLY:
             return
         added = {t.name for t in self.program.outputs if t.added}
-        given = {n: _numpy(x) for n, x in tensors.items() if n in self.inputs or n in added}
+        axes = {t.name: sum(caller_order(t, "bhsd"), ()) for t in self.plan.tensors}
+        read = (t for t in self.plan.tensors if t.name in self.inputs or t.name in added)
+        given = {t.name: self._declared(_numpy(tensors[t.name]), t) for t in read}
         known = {name: size for name, size in dims.items() if size is not None}
         for name, found in interpret(self.program, given, known).items():
             if tensors[name] is not None:
-                tensors[name].copy_(torch.from_numpy(found.astype(np.float32)))
+                turned = torch.from_numpy(found.astype(np.float32)).permute(axes[name])
+                tensors[name].copy_(turned.reshape(tensors[name].shape))
+
+    @staticmethod
+    def _declared(array: Any, tensor: PlanTensor) -> Any:
+        """A caller's array with the axes of the plan, which may have heads in groups."""
+        order, shape = caller_order(tensor, "bhsd"), []
+        for size, parts in zip(array.shape, order, strict=True):
+            inner = [tensor.axes[n].size[0] for n in parts[1:]]
+            shape += [size // math.prod(inner), *inner]
+        return array.reshape(shape).transpose(np.argsort(sum(order, ())))
 
 
 def _numpy(tensor: Any) -> Any:

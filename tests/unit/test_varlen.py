@@ -11,47 +11,34 @@ import numpy as np
 import pytest
 
 from flashwright.author.builtin.variants import make_spec
-from flashwright.build import package
-from flashwright.build.reading import PTX
-from flashwright.check.check import checked_program
 from flashwright.emulate.package import read_package
-from flashwright.files import write
 from flashwright.generate.backward import BackwardOrder
-from flashwright.generate.folder import RESULT
-from flashwright.generate.packed import CODE, PackedOrder
+from flashwright.generate.packed import PackedOrder
 from flashwright.judge.emulated import launch
-from flashwright.lang.parse import parse
-from flashwright.lower.translate import translate
 
 torch = pytest.importorskip("torch")
 import flashwright  # noqa: E402
 from flashwright.flex import attention as flex  # noqa: E402
 from flashwright.flex.task import NoKernel, WrongKernel, spec_of  # noqa: E402
-from flashwright.serving import varlen  # noqa: E402
+from flashwright.serving import kernels, reference, varlen  # noqa: E402
 from tests.unit.emulated import needs_compilers  # noqa: E402
-from tests.unit.uncompiled import CARD, interpret_operators, make_backward  # noqa: E402
+from tests.unit.uncompiled import (  # noqa: E402
+    CARD,
+    interpret_operators,
+    make_backward,
+    make_packed,
+)
 
 MAKE = PackedOrder.make
 QUERIES, KEYS = [3, 0, 70, 1], [9, 5, 70, 130]
 
 
-def make(order: PackedOrder, folder: Path, verified: bool) -> None:
-    """In place of PackedOrder.make: the package without its code for the GPU."""
-    folder.mkdir(parents=True)
-    made = translate(checked_program(parse(order.code()), order.gpu), order.gpu)
-    # In place of the PTX the program, so that each has an operator of its own.
-    files = {CODE: order.code(), PTX: order.code(), **package.translated(made)}
-    files |= {package.RECORD: f'{{"gpu": "{order.gpu.name}"}}', RESULT: '{"ok": true}'}
-    for name, text in files.items():
-        write(folder / name, text)
-
-
 @pytest.fixture(autouse=True)
 def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     monkeypatch.setenv("FLASHWRIGHT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(PackedOrder, "make", make)
+    monkeypatch.setattr(PackedOrder, "make", make_packed)
     monkeypatch.setattr(BackwardOrder, "make", make_backward)
-    monkeypatch.setattr(varlen, "_KERNELS", {})
+    monkeypatch.setattr(kernels, "_KERNELS", {})
     monkeypatch.setattr(flex, "_TASKS", {})
     torch.manual_seed(0)
     return interpret_operators(monkeypatch)
@@ -65,6 +52,22 @@ def tensors(kind: Any = torch.bfloat16) -> list[Any]:
     shapes = ((sum(QUERIES), 4), (sum(KEYS), 2), (sum(KEYS), 2))
     made = [torch.randn(*shape, 64).to(kind) for shape in shapes]
     return [*made, starts(QUERIES), starts(KEYS), max(QUERIES), max(KEYS)]
+
+
+def in_pages(size: int, sequences: list[tuple[Any, Any]]) -> tuple[Any, Any, Any]:
+    """A table, and pages in any order, NaN where no key is. The rest of the table names no page."""
+    counts = [-(-len(rows) // size) for rows, _ in sequences]
+    order = torch.randperm(sum(counts) + 2).int()
+    table = torch.full((len(counts), max(counts) + 1), 2**31 - 1, dtype=torch.int32)
+    caches = [torch.full((len(order), size, 2, 64), torch.nan).bfloat16() for _ in "kv"]
+    taken = 0
+    for b, (count, pair) in enumerate(zip(counts, sequences, strict=True)):
+        table[b, :count] = order[taken : taken + count]
+        taken += count
+        for cache, rows in zip(caches, pair, strict=True):
+            for n, part in enumerate(rows.split(size)[:count]):
+                cache[table[b, n], : len(part)] = part
+    return table, *caches
 
 
 def on_gpu(monkeypatch: pytest.MonkeyPatch, *given: Any, **settings: Any) -> Any:
@@ -99,6 +102,36 @@ def test_a_kernel_computes_it(
     torch.testing.assert_close(found[1], wanted[1], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["causal", "sink"])
+@pytest.mark.parametrize("page", [None, 16, 256])
+def test_keys_in_a_cache(
+    name: str, page: int | None, monkeypatch: pytest.MonkeyPatch, launched: list[tuple[str, ...]]
+) -> None:
+    """As if they lay behind each other; what is not a key of a sequence is NaN."""
+    q, k, v, begin, begin_k, *longest = tensors()
+    settings = {**SETTINGS[name], "return_softmax_lse": True}
+    wanted = flashwright.flash_attn_varlen_func(q, k, v, begin, begin_k, *longest, **settings)
+    used = torch.tensor(KEYS, dtype=torch.int32)
+    parts = zip(k.split(KEYS), v.split(KEYS), strict=True)
+    if page is None:
+        room = starts([n + 7 for n in KEYS])
+        caches = [torch.full((int(room[-1]), 2, 64), torch.nan).bfloat16() for _ in "kv"]
+        for b, pair in enumerate(parts):
+            for cache, rows in zip(caches, pair, strict=True):
+                cache[room[b] : room[b] + KEYS[b]] = rows
+        found = on_gpu(monkeypatch, q, *caches, begin, room, *longest, seqused_k=used, **settings)
+    else:
+        table, *caches = in_pages(page, list(parts))
+        found = on_gpu(
+            monkeypatch,
+            *(q, *caches, begin, None, *longest),
+            **{"seqused_k": used, "block_table": table, **settings},
+        )
+    assert launched == [("O", "LSE")]
+    torch.testing.assert_close(found[0].float(), wanted[0].float(), atol=0.02, rtol=0.02)
+    torch.testing.assert_close(found[1], wanted[1], atol=1e-4, rtol=1e-4)
+
+
 def test_pytorch_computes_each_sequence_alone() -> None:
     """As attention of a rectangular batch does."""
     q, k, v, *sequences = tensors(torch.float32)
@@ -113,13 +146,13 @@ def test_a_kernel_is_made_once_and_its_first_output_checked(
     monkeypatch: pytest.MonkeyPatch, launched: list[tuple[str, ...]]
 ) -> None:
     checked: list[Any] = []
-    right = varlen.check
+    right = reference.check
 
     def counted(*given: Any) -> None:
         checked.append(given)
         right(*given)
 
-    monkeypatch.setattr(varlen, "check", counted)
+    monkeypatch.setattr(reference, "check", counted)
     given = tensors()
     for _ in range(2):
         on_gpu(monkeypatch, *given, causal=True)
@@ -129,12 +162,12 @@ def test_a_kernel_is_made_once_and_its_first_output_checked(
     def wrong(*_: Any) -> None:
         raise WrongKernel("it is wrong")
 
-    monkeypatch.setattr(varlen, "check", wrong)
-    monkeypatch.setattr(varlen, "_KERNELS", {})
+    monkeypatch.setattr(reference, "check", wrong)
+    monkeypatch.setattr(kernels, "_KERNELS", {})
     assert on_gpu(monkeypatch, *given, causal=True) is not None  # from the store: checked before
     with pytest.raises(WrongKernel):
         on_gpu(monkeypatch, *given)
-    monkeypatch.setattr(varlen, "check", right)
+    monkeypatch.setattr(reference, "check", right)
     assert on_gpu(monkeypatch, *given) is not None  # made again
 
 
@@ -143,10 +176,10 @@ def test_the_check_finds_a_wrong_output() -> None:
     named = dict(zip(("q", "k", "v", "startsq", "startsk"), given, strict=False))
     out = flashwright.flash_attn_varlen_func(*given, causal=True)
     spec = spec_of(*(x.transpose(0, 1)[None] for x in given[:3]), causal=True)
-    varlen.check(spec, named, {"o": out.transpose(0, 1)})
+    reference.check(spec, named, {"o": out.transpose(0, 1)})
     out[3:73, 3] += 1
     with pytest.raises(WrongKernel, match="batch 2, head 3"):
-        varlen.check(spec, named, {"o": out.transpose(0, 1)})
+        reference.check(spec, named, {"o": out.transpose(0, 1)})
 
 
 @pytest.mark.parametrize("name", ["full", "causal", "window", "alibi"])
@@ -181,10 +214,10 @@ def test_the_check_of_gradients_finds_wrong_ones(monkeypatch: pytest.MonkeyPatch
     found = torch.autograd.grad(out, leaves, grad)
     spec = spec_of(*(x.transpose(0, 1)[None] for x in given[:3]), causal=True)
     results = {f"d{n}": x.transpose(0, 1) for n, x in zip("qkv", found, strict=True)}
-    varlen.check_gradients(spec, named, results, grad)
+    reference.check_gradients(spec, named, results, grad)
     results["dk"] = results["dk"] * 1.1
     with pytest.raises(WrongKernel, match="dk of sequence 0"):
-        varlen.check_gradients(spec, named, results, grad)
+        reference.check_gradients(spec, named, results, grad)
 
 
 def test_what_has_no_gradient_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +240,7 @@ def test_what_has_no_gradient_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({0: torch.zeros(2, 4, 10, 64)}, ValueError, "q must have the axes"),
         ({3: torch.tensor([0, 74])}, TypeError, "cu_seqlens_q must be int32"),
-        ({4: starts([1, 2])}, ValueError, "of the same sequences"),
+        ({4: starts([1, 2])}, TypeError, r"cu_seqlens_k must be int32 of shape \(5\)"),
         ({2: torch.zeros(214, 1, 64)}, ValueError, "k and v must have"),
     ],
 )
@@ -217,6 +250,25 @@ def test_tensors_that_do_not_fit(change: dict[int, Any], error: Any, message: st
         given[place] = tensor
     with pytest.raises(error, match=message):
         flashwright.flash_attn_varlen_func(*given)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"block_table": torch.zeros(4, 9, dtype=torch.int32)}, ValueError, "k must have the axes"),
+        ({"seqused_k": torch.zeros(4)}, TypeError, r"seqused_k must be int32 of shape \(4\)"),
+    ],
+)
+def test_caches_that_do_not_fit(settings: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        flashwright.flash_attn_varlen_func(*tensors(), **settings)
+
+
+def test_keys_in_a_cache_have_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, *others = tensors()
+    used = torch.tensor(KEYS, dtype=torch.int32)
+    with pytest.raises(NoKernel, match=r"keys in a cache .* have no gradient"):
+        on_gpu(monkeypatch, q.requires_grad_(), *others, seqused_k=used)
 
 
 @pytest.mark.parametrize(

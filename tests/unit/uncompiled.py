@@ -16,12 +16,14 @@ import pytest
 from flashwright import gpu as gpus
 from flashwright import spec as specs
 from flashwright.build import package, steps
+from flashwright.build.reading import PTX
 from flashwright.build.steps import Steps
 from flashwright.check.check import check
 from flashwright.files import write
 from flashwright.generate import store
 from flashwright.generate.backward import CODE, SPEC, BackwardOrder
 from flashwright.generate.folder import RESULT
+from flashwright.generate.packed import PackedOrder
 from flashwright.generate.pipeline import STAGES, generate
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Failed
@@ -50,18 +52,29 @@ def make_forward(order: store.Order, folder: Path, verified: bool) -> None:
 
 def make_backward(order: BackwardOrder, folder: Path, verified: bool) -> None:
     """In place of BackwardOrder.make: the same for the derived backward."""
-    verdict = check(parse(order.code))
+    told = {SPEC: specs.dump(order.spec.differentiated())} if order.spec is not None else {}
+    _make_code(order.code, order.gpu, folder, told)
+
+
+def make_packed(order: PackedOrder, folder: Path, verified: bool) -> None:
+    """In place of PackedOrder.make: the same for packed sequences and caches."""
+    text = order.code()
+    _make_code(text, order.gpu, folder, {PTX: text})  # each has an operator of its own
+
+
+def _make_code(text: str, gpu: Gpu, folder: Path, told: Mapping[str, str]) -> None:
+    verdict = check(parse(text))
     if verdict.errors:
         raise Failed(*verdict.errors)
-    programs = verdict.kernels
-    record = Steps.of(Kernels(programs))
-    files = {CODE: order.code, package.STEPS: record.dump(), **_record(order.gpu)}
-    if order.spec is not None:
-        files[SPEC] = specs.dump(order.spec.differentiated())
-    for name, program in zip(record.steps, programs, strict=True):
-        made = _translated(program, order.gpu)
-        files |= {f"{name}/{file}": text for file, text in made.items()}
-    _write(folder, {**files, RESULT: '{"ok": true}'})
+    files = {CODE: text, **told, **_record(gpu), RESULT: '{"ok": true}'}
+    if verdict.program is not None:
+        _write(folder, {**files, **_translated(verdict.program, gpu)})
+        return
+    record = Steps.of(Kernels(verdict.kernels))
+    files[package.STEPS] = record.dump()
+    for name, program in zip(record.steps, verdict.kernels, strict=True):
+        files |= {f"{name}/{file}": made for file, made in _translated(program, gpu).items()}
+    _write(folder, files)
 
 
 def _programs(folder: Path) -> tuple[Program, ...]:

@@ -1,0 +1,90 @@
+"""The arguments that FlashAttention's functions share, as a task for our kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from flashwright.flex.attention import SETTINGS, task_of
+from flashwright.flex.task import NoKernel, Task, spec_of
+from flashwright.spec import AttentionSpec
+
+Tensors = Mapping[str, Any]
+FLAGS = {"slopes": "alibi", "sink": "sink"}
+"""The settings of a spec that tensors of a call stand for."""
+ARGUMENTS = {"slopes": "alibi_slopes", "sink": "sink"}
+
+
+def settings_of(
+    scale: float | None, causal: bool, window: Sequence[int], softcap: float
+) -> dict[str, Any]:
+    """The spec's settings for FlashAttention's. Raises NoKernel for windows that no kernel has."""
+    found: dict[str, Any] = {"causal": True} if causal else {}
+    left, right = window
+    if left >= 0 or (right >= 0 and not causal):
+        if left < 0 or not (causal or left == right):
+            text = (
+                f"window_size = {(left, right)}: kernels see as far to the left as to the right, "
+            )
+            raise NoKernel(text + "or to the left alone with causal=True")
+        found["window"] = left + 1
+    if softcap:
+        found["softcap"] = float(softcap)
+    if scale is not None:
+        found["scale"] = float(scale)
+    return found
+
+
+def extras_of(slopes: Any, sink: Any, causal: bool, heads: int) -> dict[str, Any]:
+    """The tensors with a number for each head. Raises NoKernel for others."""
+    if slopes is not None and not causal:
+        raise NoKernel("alibi_slopes: kernels have ALiBi with causal=True alone")
+    found = {n: x for n, x in (("slopes", slopes), ("sink", sink)) if x is not None}
+    for name, tensor in found.items():
+        if tuple(tensor.shape) != (heads,):
+            text = f"{ARGUMENTS[name]} must have a number for each of {heads} heads"
+            raise NoKernel(f"{text}, not the shape {tuple(tensor.shape)}")
+    return found
+
+
+def task(given: Tensors, settings: Mapping[str, Any]) -> Task:
+    """The task of a call with tensors on a GPU: (..., tokens, heads, dim)."""
+    flags = tuple(flag for name, flag in FLAGS.items() if name in given)
+    query, key, value = _alike(given)
+    return task_of(query, key, value, tuple(settings.get(name) for name in SETTINGS), flags)
+
+
+def spec(given: Tensors, settings: Mapping[str, Any]) -> AttentionSpec:
+    """The spec of a call with tensors anywhere."""
+    flags = dict.fromkeys((flag for name, flag in FLAGS.items() if name in given), True)
+    query, key, value = _alike(given)
+    return spec_of(query, key, value, **settings, **flags)
+
+
+def _alike(given: Tensors) -> list[Any]:
+    """Q, K and V with the axes (batch, heads, tokens, dim), to read shapes and types from."""
+    turned = (given[name].transpose(-3, -2) for name in "qkv")
+    return [x if x.ndim == 4 else x[None] for x in turned]
+
+
+def check_axes(given: Tensors, axes: Mapping[str, str]) -> None:
+    """Raise ValueError for a tensor that has other axes than these, which are told by name."""
+    for name, wanted in axes.items():
+        if given[name].ndim != wanted.count(",") + 1:
+            shape = tuple(given[name].shape)
+            raise ValueError(f"{name} must have the axes ({wanted}); its shape is {shape}")
+
+
+def check_numbers(name: str, tensor: Any, device: Any, shape: Sequence[int | None]) -> None:
+    """Raise TypeError or ValueError unless a tensor has int32 numbers, of that shape and there."""
+    fits = tensor.ndim == len(shape) and all(
+        want in (None, have) for want, have in zip(shape, tensor.shape, strict=True)
+    )
+    if tensor.dtype != torch.int32 or not fits:
+        wanted = ", ".join("any" if n is None else str(n) for n in shape)
+        text = f"{name} must be int32 of shape ({wanted})"
+        raise TypeError(f"{text}; it is {tensor.dtype}, of shape {tuple(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, q on {device}")

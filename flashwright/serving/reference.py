@@ -1,0 +1,111 @@
+"""Attention of sequences that lie packed or in a cache, by PyTorch: a sequence at a time.
+
+The tensors of a call have these names. `q`: (tokens, heads, dim) with `startsq`, else (batch,
+tokens, heads, dim). `k` and `v`: (tokens, heads, dim) with `startsk`, and `lengthsk` if they end
+before the next sequence begins; or (pages, positions, heads, dim) with `table` and `lengthsk`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from flashwright.flex.task import LIMIT, ROWS, WrongKernel, compare_rows
+from flashwright.generate.store import tell
+from flashwright.pytorch import reference
+from flashwright.spec import AttentionSpec
+
+Tensors = Mapping[str, Any]
+_CHECKED = 4  # sequences of a first output
+_MOST_SCORES = 1 << 20  # of the sequence whose first gradients are checked
+
+
+def attention(spec: AttentionSpec, given: Tensors) -> tuple[Any, Any]:
+    """O, with the axes of `q`, and LSE; every step is differentiable."""
+    found = [_sequence(spec, given, b, torch.float32) for b in range(_count(given))]
+    rows, logs = (tuple(parts) for parts in zip(*found, strict=True))
+    if "startsq" in given:
+        out, lse = torch.cat([o.transpose(0, 1) for o in rows]), torch.cat(logs, dim=1)
+    else:
+        out, lse = torch.stack(rows).transpose(1, 2), torch.stack(logs)
+    return out.to(given["q"].dtype), lse
+
+
+def check(spec: AttentionSpec, given: Tensors, results: Tensors) -> None:
+    """Raise WrongKernel if rows of a first output are not what PyTorch gives in fp64."""
+    filled = [b for b in range(_count(given)) if _queries(given, b).shape[0]]
+    with torch.no_grad():
+        for b in filled[:_CHECKED]:
+            wanted, _ = _sequence(spec, given, b, torch.float64)
+            found = _queries({**given, "q": results["o"].transpose(-3, -2)}, b).transpose(0, 1)
+            rows = torch.linspace(0, found.shape[1] - 1, min(ROWS, found.shape[1])).long()
+            for head in {0, found.shape[0] - 1}:
+                at = head, rows.to(found.device)
+                ours, right = (x[at].double().cpu().numpy() for x in (found, wanted))
+                compare_rows(ours, right, spec, (b, head))
+
+
+def check_gradients(spec: AttentionSpec, given: Tensors, results: Tensors, grad: Any) -> None:
+    """Raise WrongKernel if the first gradients of a short packed sequence are not PyTorch's in
+    fp64."""
+    queries, keys = (given[name].tolist() for name in ("startsq", "startsk"))
+    sizes = [
+        (b, queries[b + 1] - queries[b], keys[b + 1] - keys[b]) for b in range(len(queries) - 1)
+    ]
+    short = [b for b, n, m in sizes if n and m and n * m <= _MOST_SCORES]
+    if not short:
+        tell(f"the first gradients are not checked: no sequence has at most {_MOST_SCORES} scores")
+    for b in short[:1]:
+        rows, places = slice(*queries[b : b + 2]), slice(*keys[b : b + 2])
+        own = {n: given[n].detach().double().requires_grad_() for n in "qkv"}
+        with torch.enable_grad():
+            out, _ = _sequence(spec, {**given, **own}, b, torch.float64)
+            wanted = torch.autograd.grad(
+                out, tuple(own.values()), grad[rows].transpose(0, 1).double()
+            )
+        for (name, at), right in zip(
+            (("q", rows), ("k", places), ("v", places)), wanted, strict=True
+        ):
+            found = results[f"d{name}"].transpose(0, 1)[at].double()
+            error = float((found - right[at]).norm() / right[at].norm().clamp(min=1e-6))
+            if not error <= LIMIT[spec.dtype]:
+                text = (
+                    f"a new backward is wrong: d{name} of sequence {b} is {error:.2g} of its norm"
+                )
+                raise WrongKernel(f"{text} from PyTorch's. Please report the shapes")
+
+
+def _count(given: Tensors) -> int:
+    """The sequences of the batch."""
+    return int(given["startsq"].shape[0] - 1 if "startsq" in given else given["q"].shape[0])
+
+
+def _sequence(spec: AttentionSpec, given: Tensors, b: int, kind: Any) -> tuple[Any, Any]:
+    """O (heads, tokens, dim) and LSE (heads, tokens) of one sequence."""
+    parts = [_queries(given, b), *(_keys(given, name, b) for name in "kv")]
+    extras = {name: given[name] for name in ("slopes", "sink") if name in given}
+    turned = (x.to(kind).transpose(0, 1)[None] for x in parts)
+    out, lse = reference.attention(spec, *turned, **extras)
+    return out[0], lse[0]
+
+
+def _queries(given: Tensors, b: int) -> Any:
+    """(tokens, heads, dim)."""
+    if "startsq" not in given:
+        return given["q"][b]
+    first, last = given["startsq"][b : b + 2].tolist()
+    return given["q"][first:last]
+
+
+def _keys(given: Tensors, name: str, b: int) -> Any:
+    """(tokens, heads, dim)."""
+    cache = given[name]
+    if "table" in given:
+        length, size = int(given["lengthsk"][b]), cache.shape[1]
+        pages = given["table"][b, : -(-length // size)].long()
+        return cache[pages].flatten(0, 1)[:length]
+    first = int(given["startsk"][b])
+    last = first + int(given["lengthsk"][b]) if "lengthsk" in given else given["startsk"][b + 1]
+    return cache[first : int(last)]

@@ -1,0 +1,85 @@
+"""How fast decode over a cache is, beside FlashAttention-3, in one run on a GPU.
+
+`python -m tests.gpu.decode_speed`: one query a sequence, contiguous and in pages of 16, 64 and 128,
+beside FlashAttention-3 (`flash_attn_interface`) if it is installed. Prints milliseconds and the
+GB/s of keys and values that are read. Outputs are compared before they are timed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from flashwright.serving.kvcache import flash_attn_with_kvcache
+from tests.gpu.backward_speed import Call, line, mean, times
+
+SHAPES = (
+    (1, 65536, 32, 8),
+    (8, 8192, 32, 8),
+    (32, 8192, 32, 8),
+    (64, 4096, 64, 8),
+    (128, 2048, 32, 8),
+    (256, 1024, 32, 8),
+    (16, 32768, 32, 4),
+)
+"""Sequences, keys, heads and KV heads."""
+WIDTH, LIMIT = 128, 1e-2
+
+
+def tensors(batch: int, keys: int, heads: int, kv_heads: int, page: int | None) -> dict[str, Any]:
+    """The arguments that both functions have."""
+    torch.manual_seed(0)
+    entries, rows = (batch, keys) if page is None else (batch * keys // page, page)
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    found = {"q": torch.randn(batch, 1, heads, WIDTH, **options)}
+    for name in ("k_cache", "v_cache"):
+        found[name] = torch.randn(entries, rows, kv_heads, WIDTH, **options)
+    found["cache_seqlens"] = torch.full((batch,), keys, dtype=torch.int32, device="cuda")
+    if page is not None:
+        found["table"] = torch.randperm(entries, device="cuda").int().reshape(batch, -1)
+    return found
+
+
+def ours(given: dict[str, Any]) -> Call:
+    table = given.get("table")
+    named = {name: x for name, x in given.items() if name != "table"}
+    return lambda: (flash_attn_with_kvcache(**named, block_table=table),)
+
+
+def theirs(given: dict[str, Any]) -> Call | None:
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return None
+    from flash_attn_interface import flash_attn_with_kvcache as by_flash_attention
+
+    named = {name: x for name, x in given.items() if name != "table"}
+
+    def call() -> Sequence[Any]:
+        table = given.get("table")
+        found = by_flash_attention(**named, page_table=table, pack_gqa=True)
+        return (found[0] if isinstance(found, tuple) else found,)
+
+    return call
+
+
+def main() -> None:
+    ratios = []
+    print(f"{'':34} {'ours':>8} {'theirs':>8} ratio    difference (ms)")
+    for page in (None, 16, 64, 128):
+        for shape in SHAPES:
+            batch, keys, heads, kv_heads = shape
+            given = tensors(*shape, page)
+            kind = f"{batch} x {keys}, {heads}/{kv_heads}" + (f", pages of {page}" if page else "")
+            call, other = ours(given), theirs(given)
+            if other is not None:
+                ratios.append(line(kind, call, other, LIMIT))
+            read = 4 * batch * keys * kv_heads * WIDTH
+            print(f"  {read / 1e6 / times(call)[0]:.0f} GB/s")
+    if ratios:
+        print(mean(ratios))
+
+
+if __name__ == "__main__":
+    main()

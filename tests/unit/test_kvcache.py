@@ -1,0 +1,307 @@
+"""flash_attn_with_kvcache: decode over a cache. Without a GPU the CUDA path is tried with an
+operator that interprets the program that was made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from flashwright import gpu as gpus
+from flashwright.author.builtin.variants import make_spec
+from flashwright.build.steps import Steps
+from flashwright.check.check import check
+from flashwright.generate.packed import PackedOrder
+from flashwright.lang.format import format_tree
+from flashwright.lang.parse import parse
+from flashwright.program.kernels import Kernels
+from flashwright.rewrite.sequences import Batch
+
+torch = pytest.importorskip("torch")
+import flashwright  # noqa: E402
+from flashwright.flex import attention as flex  # noqa: E402
+from flashwright.flex.task import NoKernel  # noqa: E402
+from flashwright.serving import kernels, kvcache  # noqa: E402
+from flashwright.serving.kvcache import flash_attn_with_kvcache, split_count  # noqa: E402
+from tests.unit.emulated import needs_compilers  # noqa: E402
+from tests.unit.test_emulate_backward import launched as emulated  # noqa: E402
+from tests.unit.test_varlen import in_pages  # noqa: E402
+from tests.unit.together import kernels as kernels_of  # noqa: E402
+from tests.unit.uncompiled import CARD, interpret_operators, make_packed  # noqa: E402
+
+LENGTHS = [0, 1, 17, 128, 200]
+ROOM = 208
+
+
+@pytest.fixture(autouse=True)
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    monkeypatch.setenv("FLASHWRIGHT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(PackedOrder, "make", make_packed)
+    monkeypatch.setattr(kernels, "_KERNELS", {})
+    monkeypatch.setattr(flex, "_TASKS", {})
+    torch.manual_seed(0)
+    return interpret_operators(monkeypatch)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The function as it is with CUDA tensors."""
+
+    def call(*given: Any, **settings: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(flex, "card_of", lambda device: CARD)
+            patch.setattr(kvcache, "_on_cpu", lambda tensor: False)
+            return flash_attn_with_kvcache(*given, **settings)
+
+    return call
+
+
+def problem(queries: int = 1, heads: int = 6) -> tuple[Any, list[tuple[Any, Any]], Any]:
+    """Queries, the keys and values of each sequence, and their lengths."""
+    q = torch.randn(len(LENGTHS), queries, heads, 64).bfloat16()
+    keys = [tuple(torch.randn(n, 2, 64).bfloat16() for _ in "kv") for n in LENGTHS]
+    return q, keys, torch.tensor(LENGTHS, dtype=torch.int32)  # type: ignore[return-value]
+
+
+def in_entries(keys: list[tuple[Any, Any]]) -> list[Any]:
+    """Caches with an entry for each sequence, NaN behind its keys."""
+    caches = [torch.full((len(keys), ROOM, 2, 64), torch.nan).bfloat16() for _ in "kv"]
+    for b, pair in enumerate(keys):
+        for cache, rows in zip(caches, pair, strict=True):
+            cache[b, : len(rows)] = rows
+    return caches
+
+
+def alone(q: Any, keys: list[tuple[Any, Any]], **settings: Any) -> tuple[Any, Any]:
+    """Each sequence by `flashwright.attention`; without keys 0 and -inf."""
+    found = []
+    for row, pair in zip(q, keys, strict=True):
+        if not len(pair[0]):
+            empty = torch.zeros_like(row.transpose(0, 1)[None])
+            found.append((empty, torch.full(empty.shape[:-1], -torch.inf)))
+            continue
+        one = (x.transpose(0, 1)[None] for x in (row, *pair))
+        found.append(flashwright.attention(*one, return_lse=True, **settings))
+    return torch.cat([o for o, _ in found]).transpose(1, 2), torch.cat([lse for _, lse in found])
+
+
+def close(found: Any, wanted: Any) -> None:
+    assert found[0].shape == wanted[0].shape
+    torch.testing.assert_close(found[0].float(), wanted[0].float(), atol=0.02, rtol=0.02)
+    torch.testing.assert_close(found[1], wanted[1], atol=1e-4, rtol=1e-4)
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "full": ({}, {}),
+    "causal": ({"causal": True, "softmax_scale": 0.3}, {"causal": True, "scale": 0.3}),
+    "window": (
+        {"causal": True, "window_size": (15, 0), "softcap": 20.0},
+        {"causal": True, "window": 16, "softcap": 20.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("queries", [1, 3])
+def test_pytorch_computes_each_sequence(name: str, queries: int) -> None:
+    ours, theirs = SETTINGS[name]
+    q, keys, lengths = problem(queries)
+    wanted = alone(q, keys, **theirs)
+    given = {"cache_seqlens": lengths, "return_softmax_lse": True, **ours}
+    close(flash_attn_with_kvcache(q, *in_entries(keys), **given), wanted)
+    table, *caches = in_pages(16, keys)
+    close(flash_attn_with_kvcache(q, *caches, block_table=table, **given), wanted)
+
+
+@pytest.mark.parametrize("page", [None, 1, 48, 64])
+@pytest.mark.parametrize("splits", [0, 1, 3])
+def test_a_kernel_computes_it(
+    page: int | None, splits: int, on_gpu: Any, launched: list[tuple[str, ...]]
+) -> None:
+    q, keys, lengths = problem()
+    caches, settings = in_entries(keys), {"cache_seqlens": lengths, "num_splits": splits}
+    if page is not None:
+        settings["block_table"], *caches = in_pages(page, keys)
+    found = on_gpu(q, *caches, return_softmax_lse=True, **settings)
+    assert launched == [("O", "LSE")]
+    close(found, alone(q, keys))
+
+
+@pytest.mark.parametrize("heads", [2, 10, 14, 32])
+@pytest.mark.parametrize("queries", [1, 2, 16])
+def test_heads_of_a_group_are_rows_of_a_tile(heads: int, queries: int, on_gpu: Any) -> None:
+    """Groups of 1, 5, 7 and 16."""
+    q, keys, lengths = problem(queries, heads)
+    settings = {"cache_seqlens": lengths, "causal": True, "return_softmax_lse": True}
+    close(on_gpu(q, *in_entries(keys), **settings), alone(q, keys, causal=True))
+
+
+EXTRAS: dict[str, dict[str, Any]] = {
+    "window": {"window_size": (15, 0)},
+    "softcap": {"softcap": 20.0},
+    "sink": {"sink": torch.randn(6)},
+    "slopes": {"alibi_slopes": torch.rand(6)},
+}
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_options(name: str, on_gpu: Any) -> None:
+    q, keys, lengths = problem(3)
+    table, *caches = in_pages(16, keys)
+    settings = {"cache_seqlens": lengths, "block_table": table, "causal": True, **EXTRAS[name]}
+    wanted = flash_attn_with_kvcache(q, *caches, return_softmax_lse=True, **settings)
+    close(on_gpu(q, *caches, return_softmax_lse=True, **settings), wanted)
+
+
+def test_entries_and_padding(on_gpu: Any) -> None:
+    """Sequences whose entries lie elsewhere, with unused positions before their keys."""
+    q, keys, lengths = problem()
+    entries = torch.tensor([4, 0, 6, 2, 1], dtype=torch.int32)
+    before = torch.tensor([0, 3, 5, 0, 8], dtype=torch.int32)
+    caches = [torch.full((7, ROOM, 2, 64), torch.nan).bfloat16() for _ in "kv"]
+    for entry, first, pair in zip(entries, before, keys, strict=True):
+        for cache, rows in zip(caches, pair, strict=True):
+            cache[entry, first : first + len(rows)] = rows
+    settings = {"cache_batch_idx": entries, "cache_leftpad": before, "return_softmax_lse": True}
+    wanted = alone(q, keys)
+    for call in (flash_attn_with_kvcache, on_gpu):
+        close(call(q, *caches, cache_seqlens=lengths + before, **settings), wanted)
+    wider = [torch.cat((x, x), dim=1)[:, :ROOM] for x in caches]  # entries that are further apart
+    close(on_gpu(q, *wider, cache_seqlens=lengths + before, **settings), wanted)
+
+
+@pytest.mark.parametrize("page", [None, 16])
+def test_new_keys_are_appended(page: int | None) -> None:
+    q, keys, lengths = problem(2)
+    new = [torch.randn(len(LENGTHS), 2, 2, 64).bfloat16() for _ in "kv"]
+    settings: dict[str, Any] = {"cache_seqlens": lengths, "causal": True}
+    caches = in_entries(keys)
+    if page is not None:
+        room = [tuple(torch.cat((x, x[:0].new_zeros(2, 2, 64))) for x in pair) for pair in keys]
+        settings["block_table"], *caches = in_pages(page, room)  # type: ignore[arg-type]
+    found = flash_attn_with_kvcache(q, *caches, *new, return_softmax_lse=True, **settings)
+    both = [
+        tuple(torch.cat(parts) for parts in zip(pair, rows, strict=True))
+        for pair, rows in zip(keys, zip(*new, strict=True), strict=True)
+    ]
+    close(found, alone(q, both, causal=True))  # type: ignore[arg-type]
+    again = flash_attn_with_kvcache(q, *caches, **{**settings, "cache_seqlens": lengths + 2})
+    torch.testing.assert_close(again, found[0])
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+def test_queries_and_new_keys_are_rotated(pairs: bool) -> None:
+    """Scores depend on distances alone: behind a cache they are as they are from the start."""
+    angles = torch.arange(ROOM)[:, None] * torch.tensor([1.0, 0.1, 0.01])
+    turn = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "rotary_interleaved": pairs}
+    q, new = torch.randn(1, 4, 2, 64), [torch.randn(1, 4, 2, 64) for _ in "kv"]
+    found = []
+    for first in (0, 9):
+        caches = [torch.zeros(1, ROOM, 2, 64) for _ in "kv"]
+        before = torch.tensor([first], dtype=torch.int32)
+        given = (x.half() for x in (q, *caches, *new))
+        settings = {"cache_seqlens": before, "cache_leftpad": before, "causal": True, **turn}
+        found.append(flash_attn_with_kvcache(*given, **settings))
+    torch.testing.assert_close(found[0], found[1], atol=2e-3, rtol=2e-3)
+    plain = flash_attn_with_kvcache(q.half(), *(x.half() for x in new), causal=True)
+    assert (found[0] - plain).abs().max() > 0.1
+
+
+def test_splits_fill_the_gpu() -> None:
+    card = gpus.find("h200")
+    assert split_count(card, 1000, 65536) == 1
+    assert split_count(card, 8, 65536) == 15  # 120 of 132 SMs: 16 would fill 97 %
+    assert split_count(card, 1, 100) == 2  # no more than there are steps
+    assert split_count(card, 1, 64) == 1
+    assert split_count(card, 100, 8192) == 5
+
+
+def test_lengths_are_read_by_the_kernel(on_gpu: Any, launched: list[tuple[str, ...]]) -> None:
+    """As a CUDA graph replays it: other lengths, and nothing else of the call changes."""
+    q, keys, lengths = problem()
+    caches = in_entries(keys)
+    first = on_gpu(q, *caches, cache_seqlens=lengths)
+    lengths.copy_(torch.tensor([0, 1, 10, 100, 30]))
+    other = on_gpu(q, *caches, cache_seqlens=lengths)
+    assert len(launched) == 2
+    torch.testing.assert_close(first[:2], other[:2])
+    shorter = [tuple(x[:n] for x in pair) for pair, n in zip(keys, lengths, strict=True)]
+    close((other, torch.zeros(())), (alone(q, shorter)[0], torch.zeros(())))  # type: ignore[arg-type]
+
+
+@needs_compilers
+@pytest.mark.parametrize(
+    ("gpu", "page"),
+    [
+        ("h200", 16),
+        pytest.param("h200", None, marks=pytest.mark.slow),
+        pytest.param("a100", 64, marks=pytest.mark.slow),
+    ],
+)
+def test_the_kernels_compute_it(gpu: str, page: int | None) -> None:
+    """Compiled, and under emulation: two queries a sequence, seven heads in a group."""
+    card, lengths = gpus.find(gpu), [0, 1, 130, 64, 17]
+    spec = make_spec("gqa", heads=14, kv_heads=2, head_dim=64, dtype="bf16", causal=True)
+    programs = check(parse(PackedOrder(spec, card, Batch(False, True, page), 16).code())).kernels
+    q = torch.randn(len(lengths), 2, 14, 64).bfloat16()
+    keys = [tuple(torch.randn(n, 2, 64).bfloat16() for _ in "kv") for n in lengths]
+    given = {"cache_seqlens": torch.tensor(lengths, dtype=torch.int32), "causal": True}
+    if page is None:
+        caches = in_entries(keys)  # type: ignore[arg-type]
+        arrays = {"StartsK": np.arange(len(lengths), dtype=np.int32) * ROOM}
+    else:
+        given["block_table"], *caches = in_pages(page, keys)  # type: ignore[arg-type]
+        arrays = {"Table": given["block_table"].numpy()}
+    arrays["LengthsK"] = given["cache_seqlens"].numpy()
+    arrays["Q"] = in_bf16(q.unflatten(2, (2, 7)))
+    laid = caches if page is not None else [x.flatten(0, 1) for x in caches]
+    arrays |= {n: in_bf16(x.transpose(-3, -2)) for n, x in zip("KV", laid, strict=True)}
+    dims = {"batch": len(lengths), "heads": 14, "kv_heads": 2, "q_len": 2, "kv_len": ROOM}
+    dims |= {"pages": len(caches[0]), "max_pages": 1, "kv_tokens": len(lengths) * ROOM, "splits": 3}
+    if page is not None:
+        dims["max_pages"] = given["block_table"].shape[1]
+    made = kernels_of([(format_tree(p.tree), spec) for p in programs], gpu)
+    found = emulated(made, Steps.of(Kernels(programs)), arrays, dims, "eager")
+    wanted = flash_attn_with_kvcache(q, *caches, return_softmax_lse=True, **given)
+    out = torch.from_numpy(found["O"].astype(np.float32)).flatten(2, 3)
+    lse = torch.from_numpy(found["LSE"]).flatten(2, 3).transpose(1, 2)
+    close((out, lse), wanted)
+
+
+def in_bf16(tensor: Any) -> Any:
+    return np.ascontiguousarray(tensor.float().numpy().astype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"cache_seqlens": torch.zeros(3)},
+            TypeError,
+            r"cache_seqlens must be int32 of shape \(5\)",
+        ),
+        ({"block_table": torch.zeros(5, 9)}, TypeError, "block_table must be int32"),
+        (
+            {"cache_seqlens": None, "block_table": torch.zeros(5, 9).int()},
+            ValueError,
+            "needs cache",
+        ),
+        ({"window_size": (7, 3)}, NoKernel, "window_size"),
+        ({"sink": torch.zeros(2)}, NoKernel, "sink must have a number for each of 6 heads"),
+    ],
+)
+def test_what_does_not_fit_is_said(change: dict[str, Any], error: Any, message: str) -> None:
+    q, keys, lengths = problem()
+    with pytest.raises(error, match=message):
+        flash_attn_with_kvcache(q, *in_entries(keys), **{"cache_seqlens": lengths, **change})
+
+
+def test_there_are_no_gradients() -> None:
+    q, keys, _ = problem()
+    with pytest.raises(NoKernel, match="has no gradient"):
+        flash_attn_with_kvcache(q.requires_grad_(), *in_entries(keys))
+    with torch.no_grad():
+        flash_attn_with_kvcache(q, *in_entries(keys))
