@@ -150,7 +150,7 @@ def test_a_packed_program() -> None:
 
 @pytest.mark.parametrize("name", ["sink_softcap", "sink_tile", "forgetting"])
 def test_packed_and_split(name: str) -> None:
-    """The example's first kernel as a program of its own, with the second one's end."""
+    """What `flashwright pack` makes, with sequences of several lengths: the numbers stay."""
     whole = packed(parse((EXAMPLES / f"{name}.tl").read_text()))
     two = parse(made(format_tree(whole)))
     drawn = np.random.default_rng(3)
