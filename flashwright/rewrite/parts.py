@@ -137,7 +137,7 @@ class Parts:
         for one in softmaxes:
             members |= {*one.tiles}
             text += self._softmax(one) if one.maximum in self.names else ""
-        for key in self.names.keys() - members:
+        for key in (k for k in self.names if k not in members):
             text += f"Compute {key[0]} + {self.names[key]} and get new {key[0]}\n"
         return written(text)
 

@@ -3,7 +3,7 @@ together has tiles of few rows, since it has little work for each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from flashwright.lang import nodes as tl
@@ -39,9 +39,6 @@ def small_tiles(program: Program, kernel: Body, tile: Key, rows: str) -> Body | 
     block = _block(program, grid, size)
     if block is None or not isinstance(size, tl.Name):
         return None
-    others = (p for p in _params(program) if not _is_reserved(p))
-    if any(size in tl.expressions(p.value) for p in others):
-        return None
     if not all(_only_place(program, s, block, size) for s in tl.statements(tuple(below))):
         return None
     made = substituted(tl.Tree((grid, *below)), {size: tl.Name(rows)}).body
@@ -61,10 +58,6 @@ def _block(program: Program, grid: tl.Grid, size: tl.Expr) -> tl.Name | None:
                 if size not in tl.expressions(length):
                     return axis.name
     return None
-
-
-def _params(program: Program) -> Iterator[tl.Param]:
-    return (s for s in tl.statements(program.tree.body) if isinstance(s, tl.Param))
 
 
 def _is_reserved(stmt: tl.Statement) -> bool:

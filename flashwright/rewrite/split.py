@@ -21,6 +21,7 @@ from flashwright.program.needed import is_store, needed
 from flashwright.program.program import Key, Program
 from flashwright.program.scalars import number
 from flashwright.program.vocabulary import CONSTANTS, PAGE, RESERVED_PARAMS
+from flashwright.program.vocabulary import split as split_space
 from flashwright.rewrite.ahead import Ahead
 from flashwright.rewrite.begin import Begin, adjacent
 from flashwright.rewrite.carried import accumulating, carried_by, read_before, refused
@@ -239,11 +240,11 @@ class _Splitting:
 
 
 def _names(tree: tl.Tree) -> set[str]:
-    """All names of a program."""
+    """All names of a program, those of tiles also without their space."""
     found = {
         e.id for s in tl.statements(tree.body) for e in tl.expressions(s) if isinstance(e, tl.Name)
     }
-    return found | {*CONSTANTS}
+    return found | {base for base, _ in map(split_space, found)} | {*CONSTANTS}
 
 
 def _is_shared(stmt: tl.Statement) -> bool:

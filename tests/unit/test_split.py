@@ -29,6 +29,7 @@ from flashwright.lower.translate import translate
 from flashwright.program.kernels import Kernels
 from flashwright.rewrite.packed import packed
 from flashwright.rewrite.split import split
+from flashwright.semantics.interpret import interpret_all
 from flashwright.spec import AttentionSpec, load
 from tests.example_programs import EXAMPLES
 from tests.share import some
@@ -152,6 +153,26 @@ def test_a_packed_program() -> None:
     assert all(m.ranges for m in first.plan.maps)
 
 
+@pytest.mark.parametrize("name", ["sink_softcap", "sink_tile", "forgetting"])
+def test_packed_and_split(name: str) -> None:
+    """What `flashwright pack` makes, with sequences of several lengths: the numbers stay."""
+    whole = packed(parse((EXAMPLES / f"{name}.tl").read_text()))
+    two = parse(made(format_tree(whole)))
+    drawn = np.random.default_rng(3)
+    starts = {"StartsQ": [0, 100, 101, 101, 131], "StartsK": [0, 300, 310, 375, 375]}
+    tokens = {"Q": (2, 131, 64), "K": (1, 375, 64), "V": (1, 375, 64), "Gates": (2, 375)}
+    given: dict[str, Any] = {n: np.array(at, np.int32) for n, at in starts.items()}
+    given |= {n: drawn.standard_normal(shape).astype(np.float32) for n, shape in tokens.items()}
+    given["Sink"] = np.array([2.5, -1.0], np.float32)
+    dims = {"batch": 4, "heads": 2, "kv_heads": 1, "q_len": 100, "kv_len": 300}
+    right = interpret_all(Kernels(check(whole).kernels), given, dims)
+    for splits in (1, 4):
+        outputs = interpret_all(Kernels(check(two).kernels), given, {**dims, "splits": splits})
+        assert outputs.keys() == right.keys()
+        for output, expected in right.items():
+            np.testing.assert_allclose(outputs[output], expected, rtol=0.01, atol=0.01)
+
+
 def test_a_cache_in_pages() -> None:
     """The example's first kernel as a program of its own, which ends as its second one does."""
     head, kernel, second = re.split(r"^(?=grid )", (EXAMPLES / "decode.tl").read_text(), flags=re.M)
@@ -183,8 +204,13 @@ def test_comments_stay_where_they_belong() -> None:
     assert note not in first
     assert f"{note}: its logit is the maximum so far, its weight is 1.\nCompute Sink" in second
     assert "  // never 0: the sink is in it" in second
-    for line in (line for line in SINK.splitlines() if line.lstrip().startswith("//")):
-        assert text.count(line) == 1
+    ranges = (EXAMPLES / "packed.tl").read_text()  # what both kernels need has a comment
+    for program, two in ((SINK, text), (ranges, made(ranges))):
+        for line in (line for line in program.splitlines() if line.lstrip().startswith("//")):
+            assert two.count(line) == 1
+    note = "// last token"
+    noted = made(ranges.replace("StartsQ[batch_idx + 1]", f"StartsQ[batch_idx + 1]  {note}"))
+    assert noted.count(note) == 1
 
 
 def test_kernels_hold_only_what_they_need() -> None:
@@ -329,6 +355,28 @@ Copy X (BM) in coordinate [B = b, H = h, L = block_idx] from register to global 
         "Compute 0 and get O_register\nCompute Ssum * 2 and get new Ssum",
     ),
 }
+
+
+@pytest.mark.parametrize("step", ["O * 0.5 and accumulate O", "O + O * 0.5 and get new O"])
+def test_what_depends_on_the_sum_is_no_sum(step: str) -> None:
+    gemm = "  Compute GEMM S, V_shared"
+    program = SIGMOID.replace(gemm, f"  Compute {step}\n{gemm}")
+    assert not check(parse(program)).errors
+    assert "`O` passes from one iteration to the next" in refusal(program).message
+
+
+@pytest.mark.parametrize("step", ["rowsum(S) and accumulate N", "N + rowsum(S) and get new N"])
+def test_forms_of_sums(step: str) -> None:
+    """A sum beside the others, which its own kernel stores."""
+    text = with_tile(
+        "N in register (BM) as fp32",
+        ("Compute 0 and get O_register", "Compute 0 and get O_register\nCompute 0 and get N"),
+        ("  Reshape S", f"  Compute {step}\n  Reshape S"),
+        (STORE, f"Compute where(N == 0, 0, O / N * N) and get new O\n{STORE}"),
+    )
+    two = made(text)
+    assert "Compute N + PartN and get new N" in two
+    assert judged(two, load(EXAMPLES / "sigmoid.toml"), 3).ok
 
 
 @pytest.mark.parametrize("message", REFUSED)
