@@ -25,14 +25,12 @@ from flashwright.cli import (
     generate,
     grad,
     grammar,
-    group,
     kernel,
-    pack,
     receipt,
     replay,
     report,
+    rewrite,
     selftest,
-    split,
     study,
     tune,
     verify,
@@ -389,7 +387,7 @@ def gpus() -> int:
 
 
 for part in (
-    *(generate, kernel, grad, pack, group, split, replay, emulate, verify, selftest, bench, tune),
+    *(generate, kernel, grad, rewrite, replay, emulate, verify, selftest, bench, tune),
     *(receipt, report, export, warm, study, fuzz, grammar, explain_mod),
 ):
     part.register(app)

@@ -14,7 +14,7 @@ from flashwright import gpu as gpus
 from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.builtin.variants import make_spec
 from flashwright.check.check import check, checked_program
-from flashwright.cli.group import group as group_command
+from flashwright.cli.rewrite import group as group_command
 from flashwright.judge.cpu import judge
 from flashwright.judge.problems import Problem
 from flashwright.lang.diagnostic import Failed

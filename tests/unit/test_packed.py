@@ -12,7 +12,7 @@ from flashwright import gpu as gpus
 from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.builtin.variants import make_spec
 from flashwright.check.check import check, checked_program
-from flashwright.cli.pack import pack
+from flashwright.cli.rewrite import pack
 from flashwright.fuzz.case import FuzzCase, load
 from flashwright.fuzz.oracle import evaluate_cases
 from flashwright.grad.grad import backward

@@ -16,7 +16,7 @@ from flashwright import gpu as gpus
 from flashwright.author.builtin.variants import make_spec
 from flashwright.build.steps import Steps
 from flashwright.check.check import check, checked_program
-from flashwright.cli.split import split as command
+from flashwright.cli.rewrite import split as command
 from flashwright.generate.packed import PackedOrder
 from flashwright.grad.grad import backward
 from flashwright.judge import oracle
