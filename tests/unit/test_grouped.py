@@ -7,6 +7,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 import typer
 
@@ -15,6 +17,7 @@ from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.builtin.variants import make_spec
 from flashwright.check.check import check, checked_program
 from flashwright.cli.group import group as group_command
+from flashwright.emulate.emulate import run as launch
 from flashwright.judge.cpu import judge
 from flashwright.judge.problems import Problem
 from flashwright.lang.diagnostic import Failed
@@ -22,6 +25,8 @@ from flashwright.lang.format import format_tree
 from flashwright.lang.parse import parse
 from flashwright.lower.translate import translate
 from flashwright.rewrite.grouped import grouped
+from flashwright.rewrite.packed import packed
+from flashwright.semantics.interpret import interpret
 from flashwright.spec import AttentionSpec, load
 from tests.example_programs import EXAMPLES
 from tests.unit.emulated import needs_compilers
@@ -387,3 +392,49 @@ def test_examples_with_a_spec_agree_when_grouped() -> None:
     spec = spec.model_copy(update={"heads": 6, "kv_heads": 2})
     text = made((EXAMPLES / "sink_tile.tl").read_text(), 3)
     assert judge(checked_program(parse(text)), spec).ok
+
+
+# --- packed sequences ---------------------------------------------------------------------------
+
+
+def of_sequences() -> tuple[dict[str, Any], dict[str, int]]:
+    """Three packed sequences, one of them without queries; heads are split in groups of 3."""
+    drawn = np.random.default_rng(5)
+    starts_q, starts_k = [0, 30, 30, 31], [0, 40, 49, 200]
+    dims = {"batch": 3, "heads": 6, "kv_heads": 2, "q_len": 30, "kv_len": 151}
+    dims |= {"q_tokens": 31, "kv_tokens": 200}
+    arrays = {name: drawn.standard_normal((2, 200, 64)).astype(np.float32) for name in "KV"}
+    arrays["Q"] = drawn.standard_normal((6, 31, 64)).astype(np.float32)
+    arrays |= {"StartsQ": np.array(starts_q, np.int32), "StartsK": np.array(starts_k, np.int32)}
+    return arrays, dims
+
+
+def test_a_grouped_program_can_be_packed() -> None:
+    """It gives what the packed program gives that is not grouped."""
+    arrays, dims = of_sequences()
+    plain = (EXAMPLES / "sink_tile.tl").read_text()
+    one = checked_program(packed(parse(plain)))
+    rows = packed(grouped(parse(plain), 3))
+    assert "if block_idx * BM < q_length * Group\n" in format_tree(rows)
+    results = interpret(one, arrays, dims)
+    queries = np.ascontiguousarray(arrays["Q"].reshape(2, 3, 31, 64).transpose(2, 0, 1, 3))
+    found = interpret(checked_program(rows), {**arrays, "Q": queries}, dims)["O"]
+    again = found.transpose(1, 2, 0, 3).reshape(6, 31, 64).astype(np.float32)
+    assert np.abs(again - results["O"].astype(np.float32)).max() < 0.01
+    assert np.abs(again).max() > 0.1
+
+
+@needs_compilers
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+def test_packed_kernels_with_groups(gpu: str) -> None:
+    """They get Q and O as the caller has them, with all heads in one axis."""
+    arrays, dims = of_sequences()
+    arrays = {n: a.astype(ml_dtypes.bfloat16) if n in "QKV" else a for n, a in arrays.items()}
+    plain = (EXAMPLES / "sink_tile.tl").read_text()
+    expected = interpret(checked_program(packed(parse(plain))), arrays, dims)["O"]
+    text = format_tree(packed(grouped(parse(plain), 3)))
+    (kernel,) = kernels([(text, load(EXAMPLES / "sink_tile.toml"))], gpu)
+    out = np.full((6, 31, 64), np.nan, np.float32).astype(ml_dtypes.bfloat16)
+    assert not launch(kernel.program, kernel.plan, {**arrays, "O": out}, dims).findings
+    assert np.abs(out.astype(np.float32) - expected.astype(np.float32)).max() < 0.02
