@@ -156,12 +156,34 @@ def test_all_cases_of_a_program_with_groups_have_whole_ones() -> None:
     assert {r.dims["heads"] // r.dims["kv_heads"] for r in verdict.cases} == {5}
 
 
-def test_what_is_wrong_is_found_at_its_statement() -> None:
+@pytest.mark.parametrize(
+    ("edit", "code", "message"),
+    [
+        (("S, Scale and", "S, 2 * Scale and"), "FW802", "the score of row 0, key 0"),
+        (("O_register / Ssum, 0", "2 * O_register / Ssum, 0"), "FW804", "row 0 of `O`"),
+        (("Smax + log(Ssum)", "Smax + 2 * log(Ssum)"), "FW804", "row 0 of `LSE`"),
+    ],
+)
+def test_what_is_wrong_is_found_at_its_statement(
+    edit: tuple[str, str], code: str, message: str
+) -> None:
+    """Rows are known as heads of queries."""
     text, spec = of_group(5)
-    wrong = text.replace("S, Scale and", "S, 2 * Scale and")
-    (found,) = judge(checked_program(parse(wrong)), spec).diagnostics[:1]
-    assert found.code.startswith("FW80")
-    assert "Multiply S" in wrong.splitlines()[found.span.line - 1]
+    wrong = text.replace(*edit)
+    case = of_lengths(5, 3, 130)
+    found = judge(checked_program(parse(wrong)), spec, cases=[case]).diagnostics[0]
+    assert (found.code, message in found.message) == (code, True)
+    assert edit[1] in wrong.splitlines()[found.span.line - 1]
+
+
+def test_queries_and_rows_are_not_the_same_positions() -> None:
+    """A vector with a number for each query does not line up with rows of several heads."""
+    start = "Allocate Start in global (B: batch, L: q_len) as int32"
+    text = CAUSAL.replace("Allocate LSE in global", f"{start}\nAllocate LSE in global")
+    load = "Copy Start (BM) in coordinate [B = batch_idx, L = block_idx] from global to register"
+    text = text.replace("Compute -1e30 and", f"{load}\nCompute -1e30 and")
+    text = text.replace("where kv_idx < kv_len", "where kv_idx >= Start and kv_idx < kv_len")
+    assert "FW603" in {d.code for d in check(parse(text)).errors}
 
 
 # --- the kernel ---------------------------------------------------------------------------------
@@ -172,6 +194,9 @@ def test_masked_and_unmasked_iterations_are_split() -> None:
     assert made.report is not None
     assert "masked iterations split, early exit" in made.report.in_words()
     assert {m.tensor for m in made.plan.maps} == {"K", "V"}
+    (remark,) = [r for r in made.report.remarks if r.code == "FW813"]
+    assert "a tile of `Q` may lie in several pages" in remark.text
+    assert not remark.help
 
 
 @needs_compilers
