@@ -37,8 +37,6 @@ SMALL = (24, 24)
 
 # The caller's order of a tensor's axes; a head's group members are part of the head axis.
 _CALLER_ORDER = "BHGLD"
-HEADS_OF_GROUP = "G"
-"""The axis of the heads of a group."""
 
 
 @dataclass(frozen=True)
@@ -176,8 +174,7 @@ def _check_dtypes(kernels: Kernels, spec: AttentionSpec) -> None:
 
 def has_groups(kernels: Kernels) -> bool:
     """Whether a program has an axis for the heads of a group, so that it serves one group only."""
-    tensors = [t for program in kernels.programs for t in program.tensors.values()]
-    return any(axis.label == HEADS_OF_GROUP for tensor in tensors for axis in tensor.axes)
+    return any(tiling_of(program).grouped for program in kernels.programs)
 
 
 def default_cases(

@@ -391,7 +391,8 @@ class _EmulatedRun(JudgeRun):
         if beyond and lengths is None:
             text = "the kernel for more than {} keys was not tried: too long for emulation"
             self.missing = text.format(beyond[0])
-        listed = problems(self.spec, self.seed, "emulated", lengths, bounds, self.chosen)
+        whole = any(kernel.tiling.grouped for kernel in self.kernels)
+        listed = problems(self.spec, self.seed, "emulated", lengths, bounds, self.chosen, whole)
         if self.most is None or lengths is not None:
             return listed
         rested = listed[: max(self.most, 1 + len(bounds))]  # problems at bounds follow the first

@@ -302,7 +302,7 @@ class JudgeRun:
                 self._repeat_small(trial, listed)
             if self.spec.reference is None and lengths is None:
                 progress(len(listed), total, "which keys it looks at")
-                problem = probed(self.spec, self.seed)
+                problem = probed(self.spec, self.seed, self._whole_groups)
                 try:
                     self._add_outcome(probe(trial, self.spec, problem))
                     self._check_launches(running, listed[0])
@@ -337,7 +337,12 @@ class JudgeRun:
         if lengths is None:
             self.chosen = coverage(self.spec, self.device, self.kernels)
         given = (self.spec, self.seed, self.device, lengths, bounds_of(self.candidate))
-        return problems(*given, self.chosen)
+        return problems(*given, self.chosen, self._whole_groups)
+
+    @property
+    def _whole_groups(self) -> bool:
+        """Whether the kernels are for one number of heads that share a kv head."""
+        return any(kernel.tiling.grouped for kernel in self.kernels)
 
     def _wants_fresh_inputs(self, number: int, problem: Problem) -> bool:
         """Whether a problem gets other inputs at the same addresses."""

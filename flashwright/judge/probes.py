@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from flashwright.judge import oracle
-from flashwright.judge.problems import Problem, sizes
+from flashwright.judge.problems import SHARED, Problem, sizes
 from flashwright.judge.trial import Outcome, Trial
 from flashwright.sandbox.process import Called
 from flashwright.sandbox.tensors import Array, bits
@@ -32,9 +32,10 @@ MOVED = ("KV", "V", "K")
 """The tensors that change at a key, in turn: who looks at one of them only has an old answer."""
 
 
-def probed(spec: AttentionSpec, seed: int) -> Problem:
+def probed(spec: AttentionSpec, seed: int, whole_groups: bool = False) -> Problem:
     """The problem whose keys are changed."""
-    return Problem({**spec.dims, **sizes(spec, *_lengths(spec), 2, 2)}, "normal", seed)
+    most = spec.group if whole_groups else SHARED
+    return Problem({**spec.dims, **sizes(spec, *_lengths(spec), 2, 2, most)}, "normal", seed)
 
 
 def probe(trial: Trial, spec: AttentionSpec, problem: Problem) -> Outcome:

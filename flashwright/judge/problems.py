@@ -78,13 +78,15 @@ def problems(
     lengths: Sequence[tuple[int, int]] | None = None,
     bounds: Sequence[int] = (),
     chosen: Coverage | None = None,
+    whole_groups: bool = False,
 ) -> list[Problem]:
     """All problems of a trial, or only those of the given lengths.
 
     `device` is cuda, cpu or emulated. Under emulation they are fewer and smaller, and ordered by
     the goals they reach. `bounds` are the numbers of keys at which the candidate changes to another
     kernel; each gets its problems. `chosen` are the lengths for the candidate's tile sizes; they
-    come from the spec by default.
+    come from the spec by default. With `whole_groups` a kv head has as many query heads as the spec
+    says, in all problems.
     """
     if lengths is not None:
         made = _from_lengths(spec, lengths)
@@ -94,9 +96,13 @@ def problems(
     if lengths is None:
         listed[1:1] = _at_bounds(spec, device, bounds)
     return [
-        Problem({**spec.dims, **dims}, kind, seed + number, usual)
+        Problem({**spec.dims, **_grouped(spec, dims, whole_groups)}, kind, seed + number, usual)
         for number, (dims, kind, usual) in enumerate(listed)
     ]
+
+
+def _grouped(spec: AttentionSpec, dims: dict[str, int], whole: bool) -> dict[str, int]:
+    return {**dims, "heads": dims["kv_heads"] * spec.group} if whole else dims
 
 
 def coverage(

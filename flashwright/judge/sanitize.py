@@ -21,8 +21,9 @@ from flashwright.judge.expected import Expected
 from flashwright.judge.form import form_of
 from flashwright.judge.judge import need_torch
 from flashwright.judge.offences import offence, once
-from flashwright.judge.problems import Problem, sizes
+from flashwright.judge.problems import SHARED, Problem, sizes
 from flashwright.judge.sass_lines import line_at, lines_of
+from flashwright.judge.tiling import served_by
 from flashwright.judge.verdict import Offence
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.lang.nodes import line_span
@@ -160,7 +161,9 @@ def _call(
 ) -> None:
     expected = Expected(spec, "cuda", base)
     form = form_of(candidate, spec)
-    problem = Problem({**spec.dims, **sizes(spec, *LENGTHS, 1, 2)}, "normal", 0)
+    served = served_by(Path(candidate.where)) if candidate.kind == "package" else ()
+    most = spec.group if any(kernel.tiling.grouped for kernel in served) else SHARED
+    problem = Problem({**spec.dims, **sizes(spec, *LENGTHS, 1, 2, most)}, "normal", 0)
     made = form.inputs(problem, expected.reference)
     made = expected.inputs(made, problem.dims, problem.seed)
     answer = expected.outputs(made, problem.dims)

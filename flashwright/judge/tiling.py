@@ -38,6 +38,8 @@ from flashwright.semantics.interpret import interpret
 from flashwright.semantics.machine import Machine
 
 CODE = "code.tl"
+HEADS_OF_GROUP = "G"
+"""The letter of the axis of the heads of a group."""
 _POSITIONS = ("q_idx", "kv_idx")
 _LENGTHS = (*_POSITIONS, "q_len", "kv_len", "tokens")
 
@@ -58,6 +60,8 @@ class Tiling:
     """Whether a mask compares the positions of queries and keys."""
     assumed: bool = False
     """Whether the sizes are a guess: a callable does not show its tiles."""
+    grouped: bool = False
+    """Whether tensors have an axis of the heads of a group: then all problems have whole groups."""
 
 
 def tiling_of(program: Program) -> Tiling:
@@ -80,6 +84,7 @@ def tiling_of(program: Program) -> Tiling:
             for part in expressions(s.where)
             if isinstance(part, Binary) and part.op in ("<", "<=", ">", ">=", "==", "!=")
         ),
+        grouped=any(a.label == HEADS_OF_GROUP for t in program.tensors.values() for a in t.axes),
     )
 
 
@@ -91,6 +96,7 @@ def joined(tilings: Sequence[Tiling]) -> Tiling:
         stages=max(t.stages for t in tilings),
         constants={name: value for t in tilings for name, value in t.constants.items()},
         diagonal=any(t.diagonal for t in tilings),
+        grouped=any(t.grouped for t in tilings),
     )
 
 

@@ -390,7 +390,7 @@ class Watch:
         rows = machine.cells[key].tile.axes[0]
         first = rows.start if rows is not None and not isinstance(rows.start, Unknown) else 0
         start = 0 if isinstance(cols.start, Unknown) else cols.start
-        what = "query" if rows is not None and rows.label == "L" else "row"
+        what = "query" if rows is not None and rows.label == "L" and not rows.group else "row"
         return f"{what} {first + row}, key {start + col} (row {row}, column {col} of the tile)"
 
     def _finding_at(

@@ -22,6 +22,7 @@ from flashwright.lang.format import format_expr, format_tree
 from flashwright.lang.parse import parse
 from flashwright.program.kernels import sections
 from flashwright.program.program import Program, Tensor
+from flashwright.program.vocabulary import PAGE
 from flashwright.rewrite.sequences import Batch, Packed, Paged, Sequences, page_label
 
 Part = TypeVar("Part")
@@ -180,14 +181,18 @@ class _Packing:
         known = grid | lets | {*self.program.params, *self.sides}
         for copy, tensor in self._copies():
             place = next(c for c in copy.coords or () if c.axis.id == _axis(tensor))
+            length: tl.Expr = tl.Name(self.sides[self.lengths[tensor.name]].length)
+            if place.value == tl.Name(PAGE) and copy.shape:  # rows of several heads
+                row = tensor.axes[-len(copy.shape)]
+                place = next(c for c in copy.coords or () if c.axis.id == row.label)
+                length = tl.Binary("*", length, row.size)
             names = {n.id for n in tl.value_names(place.value)}
             if copy.dest != "global" or not names <= known or not copy.shape:
                 continue
             value, tiled = self._named(place.value), tensor.axes[-len(copy.shape) :]
             counts = not place.in_elements and place.axis.id in (a.label for a in tiled)
             first = tl.Binary("*", value, copy.shape[0]) if counts else value
-            side = self.sides[self.lengths[tensor.name]]
-            inside = tl.Binary("<", first, tl.Name(side.length))
+            inside = tl.Binary("<", first, length)
             if isinstance(value, tl.Name) and value.id in grid:
                 return inside
             return tl.Binary("and", tl.Binary(">=", value, tl.Num("0")), inside)

@@ -7,6 +7,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 import typer
 
@@ -15,6 +17,7 @@ from flashwright.author.builtin.author import write_code, write_sketch
 from flashwright.author.builtin.variants import make_spec
 from flashwright.check.check import check, checked_program
 from flashwright.cli.rewrite import group as group_command
+from flashwright.emulate.emulate import run as launch
 from flashwright.judge.cpu import judge
 from flashwright.judge.problems import Problem
 from flashwright.lang.diagnostic import Failed
@@ -22,6 +25,8 @@ from flashwright.lang.format import format_tree
 from flashwright.lang.parse import parse
 from flashwright.lower.translate import translate
 from flashwright.rewrite.grouped import grouped
+from flashwright.rewrite.packed import packed
+from flashwright.semantics.interpret import interpret
 from flashwright.spec import AttentionSpec, load
 from tests.example_programs import EXAMPLES
 from tests.unit.emulated import needs_compilers
@@ -151,12 +156,34 @@ def test_all_cases_of_a_program_with_groups_have_whole_ones() -> None:
     assert {r.dims["heads"] // r.dims["kv_heads"] for r in verdict.cases} == {5}
 
 
-def test_what_is_wrong_is_found_at_its_statement() -> None:
+@pytest.mark.parametrize(
+    ("edit", "code", "message"),
+    [
+        (("S, Scale and", "S, 2 * Scale and"), "FW802", "the score of row 0, key 0"),
+        (("O_register / Ssum, 0", "2 * O_register / Ssum, 0"), "FW804", "row 0 of `O`"),
+        (("Smax + log(Ssum)", "Smax + 2 * log(Ssum)"), "FW804", "row 0 of `LSE`"),
+    ],
+)
+def test_what_is_wrong_is_found_at_its_statement(
+    edit: tuple[str, str], code: str, message: str
+) -> None:
+    """Rows are known as heads of queries."""
     text, spec = of_group(5)
-    wrong = text.replace("S, Scale and", "S, 2 * Scale and")
-    (found,) = judge(checked_program(parse(wrong)), spec).diagnostics[:1]
-    assert found.code.startswith("FW80")
-    assert "Multiply S" in wrong.splitlines()[found.span.line - 1]
+    wrong = text.replace(*edit)
+    case = of_lengths(5, 3, 130)
+    found = judge(checked_program(parse(wrong)), spec, cases=[case]).diagnostics[0]
+    assert (found.code, message in found.message) == (code, True)
+    assert edit[1] in wrong.splitlines()[found.span.line - 1]
+
+
+def test_queries_and_rows_are_not_the_same_positions() -> None:
+    """A vector with a number for each query does not line up with rows of several heads."""
+    start = "Allocate Start in global (B: batch, L: q_len) as int32"
+    text = CAUSAL.replace("Allocate LSE in global", f"{start}\nAllocate LSE in global")
+    load = "Copy Start (BM) in coordinate [B = batch_idx, L = block_idx] from global to register"
+    text = text.replace("Compute -1e30 and", f"{load}\nCompute -1e30 and")
+    text = text.replace("where kv_idx < kv_len", "where kv_idx >= Start and kv_idx < kv_len")
+    assert "FW603" in {d.code for d in check(parse(text)).errors}
 
 
 # --- the kernel ---------------------------------------------------------------------------------
@@ -167,6 +194,9 @@ def test_masked_and_unmasked_iterations_are_split() -> None:
     assert made.report is not None
     assert "masked iterations split, early exit" in made.report.in_words()
     assert {m.tensor for m in made.plan.maps} == {"K", "V"}
+    (remark,) = [r for r in made.report.remarks if r.code == "FW813"]
+    assert "a tile of `Q` may lie in several pages" in remark.text
+    assert not remark.help
 
 
 @needs_compilers
@@ -387,3 +417,49 @@ def test_examples_with_a_spec_agree_when_grouped() -> None:
     spec = spec.model_copy(update={"heads": 6, "kv_heads": 2})
     text = made((EXAMPLES / "sink_tile.tl").read_text(), 3)
     assert judge(checked_program(parse(text)), spec).ok
+
+
+# --- packed sequences ---------------------------------------------------------------------------
+
+
+def of_sequences() -> tuple[dict[str, Any], dict[str, int]]:
+    """Three packed sequences, one of them without queries; heads are split in groups of 3."""
+    drawn = np.random.default_rng(5)
+    starts_q, starts_k = [0, 30, 30, 31], [0, 40, 49, 200]
+    dims = {"batch": 3, "heads": 6, "kv_heads": 2, "q_len": 30, "kv_len": 151}
+    dims |= {"q_tokens": 31, "kv_tokens": 200}
+    arrays = {name: drawn.standard_normal((2, 200, 64)).astype(np.float32) for name in "KV"}
+    arrays["Q"] = drawn.standard_normal((6, 31, 64)).astype(np.float32)
+    arrays |= {"StartsQ": np.array(starts_q, np.int32), "StartsK": np.array(starts_k, np.int32)}
+    return arrays, dims
+
+
+def test_a_grouped_program_can_be_packed() -> None:
+    """It gives what the packed program gives that is not grouped."""
+    arrays, dims = of_sequences()
+    plain = (EXAMPLES / "sink_tile.tl").read_text()
+    one = checked_program(packed(parse(plain)))
+    rows = packed(grouped(parse(plain), 3))
+    assert "if block_idx * BM < q_length * Group\n" in format_tree(rows)
+    results = interpret(one, arrays, dims)
+    queries = np.ascontiguousarray(arrays["Q"].reshape(2, 3, 31, 64).transpose(2, 0, 1, 3))
+    found = interpret(checked_program(rows), {**arrays, "Q": queries}, dims)["O"]
+    again = found.transpose(1, 2, 0, 3).reshape(6, 31, 64).astype(np.float32)
+    assert np.abs(again - results["O"].astype(np.float32)).max() < 0.01
+    assert np.abs(again).max() > 0.1
+
+
+@needs_compilers
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+def test_packed_kernels_with_groups(gpu: str) -> None:
+    """They get Q and O as the caller has them, with all heads in one axis."""
+    arrays, dims = of_sequences()
+    arrays = {n: a.astype(ml_dtypes.bfloat16) if n in "QKV" else a for n, a in arrays.items()}
+    plain = (EXAMPLES / "sink_tile.tl").read_text()
+    expected = interpret(checked_program(packed(parse(plain))), arrays, dims)["O"]
+    text = format_tree(packed(grouped(parse(plain), 3)))
+    (kernel,) = kernels([(text, load(EXAMPLES / "sink_tile.toml"))], gpu)
+    out = np.full((6, 31, 64), np.nan, np.float32).astype(ml_dtypes.bfloat16)
+    assert not launch(kernel.program, kernel.plan, {**arrays, "O": out}, dims).findings
+    assert np.abs(out.astype(np.float32) - expected.astype(np.float32)).max() < 0.02
