@@ -20,6 +20,7 @@ from flashwright.author.builtin.needs import Tiling
 from flashwright.author.builtin.retile import retiled
 from flashwright.author.builtin.variants import make_spec
 from flashwright.check.check import check
+from flashwright.emulate.emulate import run
 from flashwright.emulate.package import read_package
 from flashwright.generate import store
 from flashwright.judge.emulated import launch, new_outputs
@@ -29,6 +30,7 @@ from flashwright.lang.parse import parse
 from flashwright.semantics.interpret import interpret
 from flashwright.spec import AttentionSpec
 from tests.unit.emulated import needs_compilers
+from tests.unit.together import Kernel, kernels
 
 torch = pytest.importorskip("torch")
 from flashwright.flex.blocks import blocked  # noqa: E402
@@ -311,17 +313,47 @@ def test_the_program_computes_what_flex_attention_does(name: str) -> None:
     assert_same(dict(out), expected(function, given, SMALL), spec)
 
 
+GROUPED: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": "bf16"}
 LARGE = {"batch": 1, "heads": 4, "kv_heads": 2, "q_len": 140, "kv_len": 210}
+
+
+PACKED = EVERY[::6]
+"""Those whose package is made, as a call makes it; of the others the program is compiled."""
+OTHERS = [f for f in EVERY if f not in PACKED]
 
 
 @pytest.mark.slow
 @needs_compilers
-@pytest.mark.parametrize("function", EVERY, ids=lambda f: f.__name__)
-def test_the_kernel_computes_what_flex_attention_does(
+@pytest.mark.parametrize("function", PACKED, ids=lambda f: f.__name__)
+def test_the_package_computes_what_flex_attention_does(
     function: Function, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel for an H200, by wgmma and TMA, under emulation."""
     emulate(captured(function, LARGE), function, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@needs_compilers
+@pytest.mark.parametrize("share", range(4))
+def test_the_kernels_compute_what_flex_attention_does(share: int) -> None:
+    """The same of several programs that are compiled at once."""
+    functions = OTHERS[share::4]
+    spec, card = make_spec("gqa", **GROUPED), gpus.find("h200")
+    found = [captured(function, LARGE) for function in functions]
+    codes = [write_code(write_sketch(spec, f.mods), spec, card, f.mods).code for f in found]
+    made = kernels([(code, spec) for code in codes], "h200")
+    for function, own, kernel in zip(functions, found, made, strict=True):
+        assert {"wgmma.mma_async", "cp.async.bulk"} <= {
+            ".".join(name.split(".")[: 3 if name.startswith("cp") else 2])
+            for name in kernel.program.names
+        }
+        assert kernel.plan.stays
+
+        def launched(arrays: dict[str, Any], dims: dict[str, int], kernel: Kernel = kernel) -> Any:
+            own = {name: dims[name] for name in kernel.plan.dims}
+            return run(kernel.program, kernel.plan, arrays, own, "eager")
+
+        agrees(own, function, spec, launched)
 
 
 @pytest.mark.slow
@@ -359,22 +391,32 @@ def emulate(
     from flashwright.flex.task import Task, order_of
 
     monkeypatch.setenv("FLASHWRIGHT_CACHE", str(folder))
-    spec = make_spec("gqa", heads=4, kv_heads=2, head_dim=64, dtype="bf16")
+    spec = make_spec("gqa", **GROUPED)
     made = store.find_or_make(order_of(Task(spec, gpus.find("h200")), found), print)
     schedule = json.loads((made / "build.json").read_text())["schedule"]
     assert (schedule["products"], schedule["copies"]) == ("wgmma", "TMA")
     assert schedule["persistent"]
+    package = read_package(made)
+    agrees(found, function, spec, lambda a, d: launch(package, a, d, "eager", 600.0), extra)
+    return (made / "code.tl").read_text()
+
+
+def agrees(
+    found: Captured,
+    function: Function,
+    spec: AttentionSpec,
+    launched: Callable[[dict[str, Any], dict[str, int]], Any],
+    extra: dict[str, Any] | None = None,
+) -> None:
+    """Compare what a launch computes with FlexAttention."""
     given = {**problem(found, LARGE, 64), **(extra or {})}
-    arrays = {name: numpy(tensor) for name, tensor in given.items()}
+    arrays = {name: np.ascontiguousarray(numpy(tensor)) for name, tensor in given.items()}
     wanted = expected(function, given, LARGE)
     kinds = {"O": "bf16", "LSE": "fp32"}
-    outputs = {name: (array.shape, kinds[name]) for name, array in wanted.items()}
-    dims = {**found.own_dims, **LARGE}
-    out = new_outputs(outputs)
-    result = launch(read_package(made), {**arrays, **out}, dims, "eager", 600.0)
-    assert not result.findings
+    out = new_outputs({name: (array.shape, kinds[name]) for name, array in wanted.items()})
+    result = launched({**arrays, **out}, {**found.own_dims, **LARGE})
+    assert not result.findings, function.__name__
     assert_same(out, wanted, spec)
-    return (made / "code.tl").read_text()
 
 
 # --- the command ------------------------------------------------------------------------------
