@@ -99,6 +99,7 @@ def emulate(
     from flashwright.cli import run as on_cpu
     from flashwright.cli import show
     from flashwright.emulate.machine import library_file
+    from flashwright.judge.tiling import HEADS_OF_GROUP
 
     given = {"q_len": q_len, "kv_len": kv_len, "batch": batch, "heads": heads}
     sizes = {n: s for n, s in {**given, "kv_heads": kv_heads}.items() if s is not None}
@@ -109,7 +110,9 @@ def emulate(
         step(0, len(schedules), "compiling the emulator itself, once")
         library_file()
         meant, base = _meant(what, spec)
-        dims = {**(dict(meant.dims) if meant else {}), **on_cpu.problem(sizes, meant)}
+        axes = (axis.label for tensor in package.plan.tensors for axis in tensor.axes)
+        usual = on_cpu.problem(sizes, meant, whole_groups=HEADS_OF_GROUP in axes)
+        dims = {**(dict(meant.dims) if meant else {}), **usual}
         serving = _serving(what, dims)
         if Path(serving) != Path(what):
             what, package = serving, _package(serving, gpu)

@@ -153,6 +153,9 @@ class _Cache:
         (k, step), (v, other) = _behind_each_other(self.k), _behind_each_other(self.v)
         if step != other:
             raise ValueError("k_cache and v_cache must have the same strides from entry to entry")
+        if self.entries is None and self.padding is None:
+            starts = _starts(lengths.shape[0], step, lengths.device)
+            return {"k": k, "v": v, "startsk": starts, "lengthsk": lengths}
         starts = self._entries(lengths) * step
         if self.padding is not None:
             starts, lengths = starts + self.padding, lengths - self.padding
@@ -175,11 +178,25 @@ class _Cache:
         return torch.arange(lengths.shape[0], dtype=torch.int32, device=lengths.device)
 
 
+_STARTS: dict[tuple[int, int, Any], Any] = {}
+
+
+def _starts(batch: int, step: int, device: Any) -> Any:
+    """Where the entries of a cache begin, as int32; made once."""
+    known = batch, step, device
+    starts = _STARTS.get(known)
+    if starts is None:
+        starts = torch.arange(batch, dtype=torch.int32, device=device) * step
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            _STARTS[known] = starts  # else it belongs to the graph, and has no numbers yet
+    return starts
+
+
 def _behind_each_other(cache: Any) -> tuple[Any, int]:
     """A cache of entries as one tensor of tokens, and the tokens from one entry to the next."""
     entries, positions, *rest = cache.shape
     far, near, *inner = cache.stride()
-    if far % near:
+    if not near or far % near:
         raise ValueError("the entries of a cache must be whole rows apart: make it contiguous")
     step = far // near if entries > 1 else positions
     tokens = (entries - 1) * step + positions
