@@ -47,6 +47,7 @@ def test_a_right_kernel_under_all_schedules(package: Path) -> None:
 
 
 @needs_compilers
+@pytest.mark.slow
 def test_the_answer_as_json(package: Path) -> None:
     done = Outcome("emulate", str(package), *SMALL, "--json", "--heads", "2", "--seed", "3")
     assert done.code == 0, done.err
@@ -101,6 +102,7 @@ def test_a_missing_barrier_is_named_at_its_lines_of_tl(tmp_path: Path) -> None:
 
 
 @needs_compilers
+@pytest.mark.slow
 def test_rows_past_the_end_are_named_with_their_tensor(tmp_path: Path) -> None:
     folder = emulated.write(tmp_path / "package")
     source = folder / "kernel.cu"

@@ -179,6 +179,7 @@ def test_a_missing_barrier_is_an_offence_at_its_line(tmp_path: Path) -> None:
 
 
 @needs_compilers
+@pytest.mark.slow
 def test_a_wrong_number_is_wrong_without_any_hazard(tmp_path: Path) -> None:
     folder = emulated.write(tmp_path / "package")
     ptx = folder / "kernel.ptx"

@@ -391,6 +391,7 @@ def of_reference(tmp_path: Path) -> AttentionSpec:
     return AttentionSpec.make(**(SPEC.model_dump() | settings))
 
 
+@pytest.mark.slow
 def test_the_gradients_of_a_reference(of_reference: AttentionSpec, tmp_path: Path) -> None:
     cases = default_cases(SPEC, [(1, 1), (33, 70), (70, 40)])  # NaN in PyTorch's empty rows
     found = judge(kernels(PROGRAM), of_reference, base=tmp_path, cases=cases)

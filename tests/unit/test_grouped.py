@@ -29,6 +29,7 @@ from flashwright.rewrite.packed import packed
 from flashwright.semantics.interpret import interpret
 from flashwright.spec import AttentionSpec, load
 from tests.example_programs import EXAMPLES
+from tests.share import some
 from tests.unit.emulated import needs_compilers
 from tests.unit.together import emulated, kernels
 
@@ -200,13 +201,13 @@ def test_masked_and_unmasked_iterations_are_split() -> None:
 
 
 @needs_compilers
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpu", "groups"),
     [
-        ("h200", (5, 16)),
-        pytest.param("h200", (1, 7, 64, 128), marks=pytest.mark.slow),
-        pytest.param("a100", (1, 5, 8, 64), marks=pytest.mark.slow),
-        pytest.param("t4", (5, 6), marks=pytest.mark.slow),
+        ("h200", (1, 5, 7, 16, 64, 128)),
+        ("a100", (1, 5, 8, 64)),
+        ("t4", (5, 6)),
     ],
 )
 def test_the_kernels(gpu: str, groups: tuple[int, ...]) -> None:
@@ -316,7 +317,7 @@ def test_the_rewritten_program() -> None:
     assert "floor(block_idx * BM / Group) + kv_len - q_len - Window + 1" in window
 
 
-@pytest.mark.parametrize("group", [1, 5, 16])
+@pytest.mark.parametrize("group", some([5, 16, 1], 3))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_grouped_program_computes_the_same(variant: str, group: int) -> None:
     text, spec = written(group, **VARIANTS[variant])
@@ -328,6 +329,7 @@ def test_the_grouped_program_computes_the_same(variant: str, group: int) -> None
         assert verdict.ok, verdict.diagnostics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [7, 8])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_grouped_program_at_all_lengths(variant: str, group: int) -> None:

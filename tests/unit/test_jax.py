@@ -389,6 +389,7 @@ def test_gradients_are_those_of_the_derived_backward(
     assert capsys.readouterr().err.count("making a kernel, once: the backward pass of") == 2
 
 
+@pytest.mark.slow
 def test_a_wrong_backward_is_not_used_and_not_kept(
     as_on_gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ from flashwright.flex import attention as flex  # noqa: E402
 from flashwright.flex.task import NoKernel  # noqa: E402
 from flashwright.serving import kernels, kvcache  # noqa: E402
 from flashwright.serving.kvcache import flash_attn_with_kvcache, split_count  # noqa: E402
+from tests.share import some  # noqa: E402
 from tests.unit.emulated import needs_compilers  # noqa: E402
 from tests.unit.test_emulate_backward import launched as emulated  # noqa: E402
 from tests.unit.test_varlen import in_pages  # noqa: E402
@@ -116,10 +117,16 @@ def test_pytorch_computes_each_sequence(name: str, queries: int) -> None:
     close(flash_attn_with_kvcache(q, *caches, block_table=table, **given), wanted)
 
 
-@pytest.mark.parametrize(("page", "splits"), [(None, 0), (None, 3), (1, 0), (48, 1), (64, 3)])
+CACHES: list[tuple[int | None, int]] = [(48, 3), (None, 3), (1, 0), (None, 0), (64, 1)]
+GROUPS = [(10, 2), (2, 16), (14, 1), (32, 1), (32, 16)]
+"""Heads and queries."""
+
+
+@pytest.mark.parametrize("cache", some(CACHES, 3), ids=str)
 def test_a_kernel_computes_it(
-    page: int | None, splits: int, on_gpu: Any, launched: list[tuple[str, ...]]
+    cache: tuple[int | None, int], on_gpu: Any, launched: list[tuple[str, ...]]
 ) -> None:
+    page, splits = cache
     q, keys, lengths = problem()
     caches, settings = in_entries(keys), {"cache_seqlens": lengths, "num_splits": splits}
     if page is not None:
@@ -129,9 +136,10 @@ def test_a_kernel_computes_it(
     close(found, alone(q, keys))
 
 
-@pytest.mark.parametrize(("heads", "queries"), [(2, 16), (10, 2), (14, 1), (32, 1), (32, 16)])
-def test_heads_of_a_group_are_rows_of_a_tile(heads: int, queries: int, on_gpu: Any) -> None:
+@pytest.mark.parametrize("group", some(GROUPS, 4), ids=str)
+def test_heads_of_a_group_are_rows_of_a_tile(group: tuple[int, int], on_gpu: Any) -> None:
     """Groups of 1, 5, 7 and 16."""
+    heads, queries = group
     q, keys, lengths = problem(queries, heads)
     settings = {"cache_seqlens": lengths, "causal": True, "return_softmax_lse": True}
     close(on_gpu(q, *in_entries(keys), **settings), alone(q, keys, causal=True))
@@ -145,7 +153,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", EXTRAS)
+@pytest.mark.parametrize("name", some(EXTRAS, 3))
 def test_options(name: str, on_gpu: Any) -> None:
     q, keys, lengths = problem(3)
     table, *caches = in_pages(16, keys)

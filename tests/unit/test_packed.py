@@ -22,6 +22,7 @@ from flashwright.lang.parse import parse
 from flashwright.lower.translate import translate
 from flashwright.rewrite.packed import packed
 from flashwright.rewrite.sequences import Batch
+from tests.share import some
 from tests.unit.emulated import needs_compilers
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -90,7 +91,7 @@ CACHES = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", some(VARIANTS, 3))
 @pytest.mark.parametrize("kind", CACHES)
 def test_keys_in_a_cache(kind: str, name: str) -> None:
     batch = CACHES[kind]

@@ -109,6 +109,7 @@ def test_the_authors_programs_compute_attention(name: str) -> None:
         assert verdict.ok, (gpu, splits, verdict)
 
 
+@pytest.mark.slow
 def test_selected_blocks() -> None:
     """A table that all thread blocks of a row read together, and one block of rows a query."""
     spec = make_spec("nsa-selected", heads=4, kv_heads=2, top_k=4)
@@ -424,11 +425,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @needs_compilers
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "gpu",
     [
         "h200",
-        pytest.param("t4", marks=pytest.mark.slow),
+        "t4",
     ],
 )
 def test_the_kernels_agree_with_fp64(gpu: str) -> None:

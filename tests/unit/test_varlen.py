@@ -102,7 +102,7 @@ def test_a_kernel_computes_it(
     torch.testing.assert_close(found[1], wanted[1], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["causal", "sink"])
+@pytest.mark.parametrize("name", ["causal", pytest.param("sink", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("page", [None, 16, 256])
 def test_keys_in_a_cache(
     name: str, page: int | None, monkeypatch: pytest.MonkeyPatch, launched: list[tuple[str, ...]]
