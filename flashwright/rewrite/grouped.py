@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from flashwright.check.check import check
@@ -23,6 +24,7 @@ from flashwright.program.kernels import sections
 from flashwright.program.program import Program, Tensor
 from flashwright.program.scalars import NotScalar, evaluate
 from flashwright.program.vocabulary import PAGE
+from flashwright.rewrite.tree import fresh, names_in
 
 Change = Callable[[Any], Any]
 HEADS, KV_HEADS, Q_LEN, Q_IDX = map(tl.Name, ("heads", "kv_heads", "q_len", "q_idx"))
@@ -56,25 +58,13 @@ class _Layout:
         }
         """Those with heads and queries."""
         self.count = count
-        self.used = {
-            e.id
-            for program in programs
-            for s in tl.statements(program.tree.body)
-            for e in tl.expressions(s)
-            if isinstance(e, tl.Name)
-        }
+        used = names_in(s for program in programs for s in program.tree.body)
+        self.fresh = partial(fresh, used=used)
         self.group = self.fresh("Group")
         self.axes = {name: self._axes(self.tensors[name]) for name in self.split}
         if not self.split:
             text = "no tensor has an axis of `heads` and one of `q_len` queries"
             raise _refused(text, programs[0].grid)
-
-    def fresh(self, name: str) -> str:
-        """A name that the program does not have."""
-        while name in self.used:
-            name += "_"
-        self.used.add(name)
-        return name
 
     def letters(self, tensor: Tensor) -> tuple[str, str, str]:
         """The letters of a tensor's queries, its kv heads and the heads of a group."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from flashwright.check.check import check
@@ -24,6 +25,7 @@ from flashwright.program.kernels import sections
 from flashwright.program.program import Program, Tensor
 from flashwright.program.vocabulary import PAGE
 from flashwright.rewrite.sequences import Batch, Packed, Paged, Sequences, page_label
+from flashwright.rewrite.tree import fresh, names_in
 
 Part = TypeVar("Part")
 SIDES = {"q_len": "q", "kv_len": "kv"}
@@ -56,8 +58,8 @@ class _Layout:
         self.batch = batch
         self.lengths = {name: found for name, t in tensors.items() if (found := _length(t, dims))}
         """Of each packed tensor, the dim of its positions."""
-        statements = [s for program in programs for s in tl.statements(program.tree.body)]
-        self.used = {e.id for s in statements for e in tl.expressions(s) if isinstance(e, tl.Name)}
+        used = names_in(s for program in programs for s in program.tree.body)
+        self._fresh = partial(fresh, used=used)
         self.tensors = tensors
         self.declared: set[str] = set()
         """The sides whose tensors a kernel has declared, for all that follow."""
@@ -79,11 +81,6 @@ class _Layout:
         starts = fresh(f"Starts{short[0].upper()}")
         own = fresh("LengthsK") if keys and self.batch.lengths else None
         return Packed(dim, length, first, last, tokens, starts, own)
-
-    def _fresh(self, name: str) -> str:
-        while name in self.used:
-            name += "_"
-        return name
 
     def allocated(self, stmt: tl.Statement) -> tl.Statement:
         """A statement with the axes of a packed tensor, if it declares one. In fragments it cannot

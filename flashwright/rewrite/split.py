@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from flashwright.check.check import check
 from flashwright.lang import nodes as tl
@@ -31,6 +31,8 @@ from flashwright.rewrite.tree import (
     Body,
     Comments,
     edited,
+    fresh,
+    names_in,
     path_to,
     up_to,
     without_comments,
@@ -61,7 +63,9 @@ class _Splitting:
         self.program = program
         self.comments = Comments.of(tree.body)
         self.head, own = sections(tl.Tree(without_comments(tree.body)))
-        self.used = _names(tree)
+        names = names_in(tree.body)  # those of tiles also without their space
+        bases = {base for base, _ in map(split_space, names)}
+        self.fresh = partial(fresh, used=names | bases | {*CONSTANTS})
         self.grid = program.grid
         self.body = own[1:]
         self.loop = self._loop()
@@ -71,22 +75,15 @@ class _Splitting:
         self.begin = Begin.of(program, self.before, self.loop, self.behind, self.carried)
         if self.begin.early and not adjacent(self.body, self.begin.early):
             raise refused("only some of what adds to the sums is under a condition", self.loop)
-        names = ("splits", "part_idx", "split_idx", "tiles", "n", ROWS)
+        wanted = ("splits", "part_idx", "split_idx", "tiles", "n", ROWS)
         self.splits, self.part_idx, self.split_idx, self.tiles, self.n, self.rows = map(
-            self.fresh, names
+            self.fresh, wanted
         )
         rows = rows_of(program, self.live)
         known = {*program.params, *program.dims, *(a.name.id for a in self.grid.axes), PAGE}
         known |= {s.name.id for s in self.before if isinstance(s, tl.Let)}
         place = place_of(program, self.loop, self.behind, known, rows)
         self.parts = Parts.of(program, place, self.splits, self.live, self.carried, self.fresh)
-
-    def fresh(self, name: str) -> str:
-        """A name that the program does not have."""
-        while name in self.used:
-            name += "_"
-        self.used.add(name)
-        return name
 
     # --- what the program is ----------------------------------------------------------------------
 
@@ -233,14 +230,6 @@ class _Splitting:
             if s.comment is not None and s.span in seen and not isinstance(s, tl.For | tl.If)
         }
         return edited(kernel, notes)
-
-
-def _names(tree: tl.Tree) -> set[str]:
-    """All names of a program, those of tiles also without their space."""
-    found = {
-        e.id for s in tl.statements(tree.body) for e in tl.expressions(s) if isinstance(e, tl.Name)
-    }
-    return found | {base for base, _ in map(split_space, found)} | {*CONSTANTS}
 
 
 def _is_shared(stmt: tl.Statement) -> bool:

@@ -13,6 +13,20 @@ Part = TypeVar("Part")
 Body = tuple[tl.Statement, ...]
 
 
+def names_in(body: Iterable[tl.Statement]) -> set[str]:
+    """All names of statements."""
+    every = (e for s in tl.statements(tuple(body)) for e in tl.expressions(s))
+    return {e.id for e in every if isinstance(e, tl.Name)}
+
+
+def fresh(name: str, used: set[str]) -> str:
+    """A name like this one that is not used yet; now it is."""
+    while name in used:
+        name += "_"
+    used.add(name)
+    return name
+
+
 def written(text: str) -> Body:
     """Statements from text, without spans: their lines are not those of the program."""
     return tuple(_without_span(stmt) for stmt in parse(text).body)
