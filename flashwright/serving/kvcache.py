@@ -72,6 +72,12 @@ def flash_attn_with_kvcache(
     no gradients. CPU tensors are computed by PyTorch. Raises NoKernel with the reason where no
     kernel can be made.
     """
+    for pair, one, other in (
+        ("k and v", k, v),
+        ("rotary_cos and rotary_sin", rotary_cos, rotary_sin),
+    ):
+        if (one is None) != (other is None):
+            raise ValueError(f"pass both {pair}, or neither")
     cache = _Cache(k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad)
     lengths = _lengths(q, cache, cache_seqlens)
     if rotary_cos is not None:
@@ -227,6 +233,10 @@ def _lengths(q: Any, cache: _Cache, lengths: Any) -> Any:
         raise ValueError(f"k_cache has {cache.k.shape[0]} entries and q {batch} sequences")
     if lengths is None or isinstance(lengths, int):
         count = cache.k.shape[1] if lengths is None else lengths
+        if not 0 <= count <= cache.longest:
+            raise ValueError(
+                f"cache_seqlens is {count}, and the cache has room for {cache.longest}"
+            )
         return torch.full((batch,), count, dtype=torch.int32, device=device)
     arguments.check_numbers("cache_seqlens", lengths, device, (batch,))
     return lengths

@@ -297,6 +297,8 @@ def in_bf16(tensor: Any) -> Any:
             "needs cache",
         ),
         ({"window_size": (7, 3)}, NoKernel, "window_size"),
+        ({"k": torch.zeros(5, 1, 2, 64)}, ValueError, "pass both k and v"),
+        ({"cache_seqlens": ROOM + 1}, ValueError, f"the cache has room for {ROOM}"),
         ({"sink": torch.zeros(2)}, NoKernel, "sink must have a number for each of 6 heads"),
     ],
 )
