@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from flashwright.gpu import Gpu
 from flashwright.lang import nodes as tl
@@ -27,7 +27,7 @@ from flashwright.lower.targets.swizzle import swizzle_bytes
 from flashwright.lower.targets.tensor_maps import loaded_pieces, tma_optional_tiles
 from flashwright.lower.term import Term, Var, binary, call, integer
 from flashwright.program.program import Program, Tensor
-from flashwright.program.scalars import NotScalar, evaluate
+from flashwright.program.scalars import NotScalar, Reader, Value, apply, evaluate
 from flashwright.program.vocabulary import DTYPES
 
 Axis = TypeVar("Axis")
@@ -188,13 +188,33 @@ def ordered(program: Program, grid: tuple[ir.GridAxis, ...]) -> tuple[ir.GridAxi
     grid = tuple(replace(a, count=_term(c)) for a, c in zip(grid, _counts(program), strict=True))
     if program.counters:  # turns rise along the first axis: thread blocks wait for those before
         return (replace(grid[0], longest="first"), *grid[1:])
+    return (replace(grid[0], longest=_longest(program)), *grid[1:])
+
+
+def _longest(program: Program) -> Literal["first", "last"] | None:
+    """Where the blocks with the most iterations are, among those of a sequence if there are such;
+    None if all have as many, or data decide."""
+    elements = (_rising,) if sequences(program) else (_zero, _rising)
+    found = {_longest_if(program, element) for element in elements}
+    return found.pop() if len(found) == 1 else None
+
+
+def _longest_if(program: Program, element: Reader) -> Literal["first", "last"] | None:
+    """The same for tensors with these elements."""
     loops = program.outer_loops
-    if not loops:
-        return grid
-    few, many = (_iterations(program, loops[0], block) for block in (0, 7))
+    few, many = (_iterations(program, loops[0], n, element) if loops else None for n in (0, 7))
     if few is None or many is None or many == few:
-        return grid
-    return (replace(grid[0], longest="last" if many > few else "first"), *grid[1:])
+        return None
+    return "last" if many > few else "first"
+
+
+def _zero(element: Index, place: Sequence[Value]) -> Value:
+    return 0
+
+
+def _rising(element: Index, place: Sequence[Value]) -> Value:
+    """Elements as those of a tensor that says where sequences begin, or how long they are."""
+    return apply("*", element, [POSITIONS, apply("+", element, [place[-1], 1])])
 
 
 def scheduler_waves(program: Program, gpu: Gpu, kernel: ir.Kernel) -> int:
@@ -289,17 +309,17 @@ def _shorter_at_the_end(program: Program, loop: tl.For) -> bool:
     except NotScalar:
         return False
     last = math.ceil(blocks) - 1 if not isinstance(blocks, str) else 0
-    return bool(_iterations(program, loop, last) != _iterations(program, loop, 0))
+    return bool(_iterations(program, loop, last, _zero) != _iterations(program, loop, 0, _zero))
 
 
-def _iterations(program: Program, loop: tl.For, block: int) -> Any:
+def _iterations(program: Program, loop: tl.For, block: int, element: Reader) -> Any:
     """Iterations of the loop in one block of a square problem; None if data decide."""
     env: dict[str, Any] = {**program.params, **dict.fromkeys(program.dims, POSITIONS)}
     env |= {a.name.id: 0 for a in program.grid.axes} | {program.grid.axes[0].name.id: block}
     try:
         for stmt in program.tree.body:
             if isinstance(stmt, tl.Let):
-                env[stmt.name.id] = evaluate(stmt.value, env, lambda e, i: 0)
+                env[stmt.name.id] = evaluate(stmt.value, env, element)
         return evaluate(loop.high, env) - evaluate(loop.low, env)  # type: ignore[operator]
     except (NotScalar, TypeError):
         return None

@@ -1,14 +1,16 @@
 """How fast decode over a cache is, beside FlashAttention-3, in one run on a GPU.
 
 `python -m tests.gpu.decode_speed`: one query a sequence, contiguous and in pages of 16, 64 and 128,
-beside FlashAttention-3 (`flash_attn_interface`) if it is installed. Prints milliseconds and the
-GB/s of keys and values that are read. Outputs are compared before they are timed.
+beside FlashAttention-3 (`flash_attn_interface`) if it is installed. Prints milliseconds of CUDA
+graphs, as engines launch a decode, and the GB/s of keys and values that are read; then what a call
+takes without a graph. Outputs are compared before they are timed.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -64,6 +66,34 @@ def theirs(given: dict[str, Any]) -> Call | None:
     return call
 
 
+def graphed(call: Call) -> Call:
+    """The call as a CUDA graph."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call()
+
+    def replay() -> Sequence[Any]:
+        graph.replay()
+        return found
+
+    return replay
+
+
+def host_time(call: Call, calls: int = 300) -> float:
+    """Microseconds of a call that the GPU does not hold up."""
+    for _ in range(20):
+        call()
+    torch.cuda.synchronize()
+    begin = perf_counter()
+    for _ in range(calls):
+        call()
+    found = (perf_counter() - begin) / calls
+    torch.cuda.synchronize()
+    return 1e6 * found
+
+
 def main() -> None:
     ratios = []
     print(f"{'':34} {'ours':>8} {'theirs':>8} ratio    difference (ms)")
@@ -72,13 +102,17 @@ def main() -> None:
             batch, keys, heads, kv_heads = shape
             given = tensors(*shape, page)
             kind = f"{batch} x {keys}, {heads}/{kv_heads}" + (f", pages of {page}" if page else "")
-            call, other = ours(given), theirs(given)
+            call, other = graphed(ours(given)), theirs(given)
             if other is not None:
-                ratios.append(line(kind, call, other, LIMIT))
+                ratios.append(line(kind, call, graphed(other), LIMIT))
             read = 4 * batch * keys * kv_heads * WIDTH
             print(f"  {read / 1e6 / times(call)[0]:.0f} GB/s")
     if ratios:
         print(mean(ratios))
+    for page in (None, 16):
+        given = tensors(4, 128, 32, 8, page)
+        found = [host_time(call) for call in (ours(given), theirs(given)) if call is not None]
+        print("host, us a call:", *(f"{us:.1f}" for us in found))
 
 
 if __name__ == "__main__":

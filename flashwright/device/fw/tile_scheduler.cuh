@@ -67,42 +67,60 @@ struct TileScheduler {
 };
 
 // The tiles of sequences that lie behind each other, and no others: `starts` has where each begins, and where the last
-// one ends; a tile has so many rows. A thread block passes every sequence once, as its tiles come in order: those of a
-// sequence's first head, the last one first (in causal attention it takes longest), then those of its next head.
-template <int Rows>
+// one ends; a tile has so many rows. A thread block passes every sequence once, as its tiles come in order.
+//
+// Order::rising: the further along a sequence a tile lies, the longer it takes (causal attention); falling: the shorter.
+// The longest tiles of all heads then come first, and every other wave of thread blocks goes the other way. A sequence
+// with many heads and many tiles is taken in groups of heads, so that tiles that read the same keys run together.
+enum class Order { even, rising, falling };
+
+template <int Rows, Order order = Order::even>
 struct SequenceScheduler {
   Global<int, 1> const& starts;
   int const height, depth;  // heads, sequences
-  int tile = blockIdx.x, sequence = 0, before = 0;
+  int tile = blockIdx.x, wave = 0, sequence = 0, before = 0;
   int width = 0;  // tiles of the sequence for one head
+  int many = 1;   // heads of a group
 
   __device__ SequenceScheduler(Global<int, 1> const& starts, int height, int depth)
       : starts(starts), height(height), depth(depth) {
-    if (depth > 0) width = tiles();
+    if (depth > 0) measure();
     find();
   }
 
   __device__ bool more() const { return sequence < depth; }
 
   __device__ void next() {
-    tile += gridDim.x;
+    ++wave;
+    int const slot = order != Order::even && wave % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    tile = wave * gridDim.x + slot;
     find();
   }
 
-  __device__ int tiles() const {
-    return (*starts.at(sequence + 1) - *starts.at(sequence) + Rows - 1) / Rows;
+  __device__ void measure() {
+    width = (*starts.at(sequence + 1) - *starts.at(sequence) + Rows - 1) / Rows;
+    int const filling = 16 * static_cast<int>(gridDim.x) / max(width, 1);  // of 16 waves
+    if (order != Order::even) many = max(1, min(height, max(32, filling)));
   }
 
   // To the sequence that has the tile.
   __device__ void find() {
     while (sequence < depth && tile - before >= width * height) {
       before += width * height;
-      if (++sequence < depth) width = tiles();
+      if (++sequence < depth) measure();
     }
   }
 
-  __device__ int x() const { return width - 1 - (tile - before) % width; }
-  __device__ int y() const { return (tile - before) / width; }
+  // The tile's number in its group, where that begins, and its heads.
+  __device__ int place() const { return (tile - before) % (many * width); }
+  __device__ int first() const { return (tile - before) / (many * width) * many; }
+  __device__ int heads() const { return min(many, height - first()); }
+
+  __device__ int x() const {
+    int const found = order == Order::even ? place() : place() / heads();
+    return order == Order::falling ? found : width - 1 - found;
+  }
+  __device__ int y() const { return first() + (order == Order::even ? 0 : place() % heads()); }
   __device__ int z() const { return sequence; }
 };
 

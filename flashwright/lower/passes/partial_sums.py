@@ -13,12 +13,15 @@ from flashwright.program.program import Buffer
 
 
 def keep_partial_sums(body: tuple[ir.Statement, ...]) -> tuple[ir.Statement, ...]:
-    """The top level of a program with its loops' sums kept in parts."""
+    """The top level of a program, or of a branch of it, with its loops' sums kept in parts."""
     out = list(body)
     position = 0
     while position < len(out):
         node = out[position]
         position += 1
+        if isinstance(node, ir.Branch):
+            then, orelse = map(keep_partial_sums, (node.then, node.orelse))
+            out[position - 1] = replace(node, then=then, orelse=orelse)
         if isinstance(node, ir.Loop):
             at = position - 1
             for target, buffer in _sums(node).items():

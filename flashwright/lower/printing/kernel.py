@@ -399,7 +399,8 @@ def tile_loop(kernel: ir.Kernel) -> str:
     first = ", true" if kernel.waves > 0 and kernel.grid[0].longest == "first" else ""
     kind = f"TileScheduler<{kernel.waves}{first}>"
     if kernel.sequences is not None:
-        kind = f"SequenceScheduler<{kernel.sequences.rows}>"
+        order = {None: "even", "last": "rising", "first": "falling"}[kernel.grid[0].longest]
+        kind = f"SequenceScheduler<{kernel.sequences.rows}, fw::Order::{order}>"
         counts[0] = f"p.{cpp(kernel.sequences.starts)}"
     return f"for (fw::{kind} tile({', '.join(counts)}); tile.more(); tile.next())"
 
