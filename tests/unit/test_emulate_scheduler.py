@@ -109,7 +109,8 @@ struct Params {
 extern "C" __global__ void walk(int* order, int* starts, int widest, int height, int depth) {
   Params const p{{starts, {1}}};
   int turn = 0;
-  for (fw::SequenceScheduler<64> tile(p.starts, height, depth); tile.more(); tile.next()) {
+  using Scheduler = fw::SequenceScheduler<64, fw::Order::%s>;
+  for (Scheduler tile(p.starts, height, depth); tile.more(); tile.next()) {
     int const place = (tile.z() * height + tile.y()) * widest + tile.x();
     atomicAdd(order + 2 * place, 1);
     order[2 * place + 1] = gridDim.x * turn++ + blockIdx.x;
@@ -118,25 +119,52 @@ extern "C" __global__ void walk(int* order, int* starts, int widest, int height,
 """
 
 
+@functools.cache
+def packed_kernel(order: str) -> EmulatedKernel:
+    return flashwright.emulate.kernel(SEQUENCES % order)
+
+
+def walked_sequences(order: str, blocks: int, heads: int, lengths: list[int]) -> np.ndarray:
+    """For each tile of the sequences, how often it is taken, and in which turn by whom."""
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    found = np.zeros((max(len(lengths), 1), heads, 10, 2), np.int32)
+    done = packed_kernel(order)(blocks, 1, found, starts, 10, heads, len(lengths))
+    assert done.ok, done
+    return found
+
+
 @needs_compilers
+@pytest.mark.parametrize("order", ["even", "rising", "falling"])
 @pytest.mark.parametrize("blocks", [1, 5])
 @pytest.mark.parametrize(
     "lengths", [[1], [0], [64, 65, 0, 0, 200, 1], [0, 0, 640, 0], [300] * 3 + [0], []]
 )
-def test_only_tiles_of_sequences_are_taken(lengths: list[int], blocks: int) -> None:
-    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    order = np.zeros((max(len(lengths), 1), 3, 10, 2), np.int32)
-    done = packed_kernel()(blocks, 1, order, starts, 10, 3, len(lengths))
-    assert done.ok, done
+def test_only_tiles_of_sequences_are_taken(lengths: list[int], blocks: int, order: str) -> None:
+    found = walked_sequences(order, blocks, 3, lengths)
     for sequence, length in enumerate(lengths):
         tiles = -(-length // 64)
-        assert (order[sequence, :, :tiles, 0] == 1).all()
-        assert not order[sequence, :, tiles:].any()
-        turns = order[sequence, :, :tiles, 1]
-        assert (np.diff(turns, axis=1) < 0).all()  # the last one first
-    assert order[..., 0].sum() == 3 * sum(-(-n // 64) for n in lengths)
+        assert (found[sequence, :, :tiles, 0] == 1).all()
+        assert not found[sequence, :, tiles:].any()
+        if blocks == 1:
+            steps = np.diff(found[sequence, :, :tiles, 1], axis=1)
+            assert ((steps < 0) if order != "falling" else (steps > 0)).all()  # the longest first
+    assert found[..., 0].sum() == 3 * sum(-(-n // 64) for n in lengths)
 
 
-@functools.cache
-def packed_kernel() -> EmulatedKernel:
-    return flashwright.emulate.kernel(SEQUENCES)
+@needs_compilers
+def test_heads_in_groups_are_all_taken() -> None:
+    """A group has 32 heads where these fill 16 waves of thread blocks; the last one has fewer."""
+    found = walked_sequences("rising", 1, 70, [640, 100])
+    assert (found[0, ..., 0] == 1).all()
+    assert found[0, :32, :, 1].max() < found[0, 32:, :, 1].min()
+
+
+@needs_compilers
+@pytest.mark.parametrize("order", ["rising", "falling"])
+def test_thread_blocks_have_as_much_to_do_where_a_sequence_s_tiles_grow(order: str) -> None:
+    blocks, tiles = 12, 4  # without the order each block would get the same tile of each head
+    found = walked_sequences(order, blocks, 36, [64 * tiles] * 3)[:3, :, :tiles, 1]
+    load: Counter[int] = Counter()
+    for place, who in np.ndenumerate(found % blocks):
+        load[who] += place[2] + 1 if order == "rising" else tiles - place[2]
+    assert max(load.values()) / (sum(load.values()) / blocks) < 1.1

@@ -94,10 +94,12 @@ def test_only_tiles_of_sequences_are_visited() -> None:
         assert found is not None
         return found[1]
 
-    assert scheduler(PACKED) == "SequenceScheduler<64>"
+    assert scheduler(PACKED) == "SequenceScheduler<64, fw::Order::rising>"
     guard = "if block_idx * BM < q_last - q_first"
     named = PACKED.replace(guard, "let length = q_last - q_first\nif block_idx * BM < length")
-    assert scheduler(named) == "SequenceScheduler<64>"
+    assert scheduler(named) == "SequenceScheduler<64, fw::Order::rising>"
+    full = re.sub(r"min\((k_last - k_first), .*\) / BN", r"(\1) / BN", PACKED)
+    assert scheduler(full) == "SequenceScheduler<64, fw::Order::even>"
     for other in ("if q_last - q_first > block_idx * BM", "if block_idx * 64 < q_last - q_first"):
         assert scheduler(PACKED.replace(guard, other)) == "TileScheduler<-1>"
 

@@ -252,9 +252,16 @@ __device__ void each_element(Tile& tile, Body body) {
 // Any tile of any element type to and from global memory, element by element; outside: 0, not stored.
 template <int Warps, bool Wide = false, int Beside = 1, class To, class Tile, class Rows, class Cols>
 __device__ void store_elements(To dst, Tile const& tile, Rows rows, Cols cols) {
-  each_element<Warps, Wide, Beside>(tile, [&](int row, int col, auto const& x) {
-    if (inside(row, rows) && inside(col, cols)) put(dst, row, col, x);
-  });
+  auto const place = place_of<Warps, Wide, Beside>(tile);
+  CUTE_UNROLL
+  for (int m = 0; m < decltype(cute::size<0>(tile))::value; ++m) {
+    if (!inside(place.row(m), rows)) continue;
+    auto const line = row_of(dst, place.row(m));
+    CUTE_UNROLL
+    for (int n = 0; n < decltype(cute::size<1>(tile))::value; ++n) {
+      if (inside(place.col(n), cols)) put(line, 0, place.col(n), tile(m, n));
+    }
+  }
 }
 
 template <class T>
@@ -393,9 +400,23 @@ __device__ void load(Tile& tile, Source src, Rows rows, Cols cols) {
       return;
     }
   }
-  each_element<Warps, Wide, Beside>(tile, [&](int row, int col, auto& x) {
-    x = inside(row, rows) && inside(col, cols) ? static_cast<float>(*src.at(row, col)) : 0.f;
-  });
+  auto const place = place_of<Warps, Wide, Beside>(tile);
+  constexpr int count = decltype(cute::size<1>(tile))::value;
+  CUTE_UNROLL
+  for (int m = 0; m < decltype(cute::size<0>(tile))::value; ++m) {
+    bool const there = inside(place.row(m), rows);
+    auto const line = row_of(src, place.row(m));
+    if constexpr (!Wide && has_pairs<std::remove_const_t<decltype(line)>> && cute::is_same_v<Cols, int>) {
+      if (in_pairs<4 * Beside * count>(line.data, line.col, 0, cols)) {
+        load_line(tile(m, cute::_), line.data + place.col(0), there ? cols - place.col(0) : 0);
+        continue;
+      }
+    }
+    CUTE_UNROLL
+    for (int n = 0; n < count; ++n) {
+      tile(m, n) = there && inside(place.col(n), cols) ? static_cast<float>(*line.at(0, place.col(n))) : 0.f;
+    }
+  }
 }
 
 // Tensors in fragments: of every 16 rows and 8 columns the 128 elements lie together, as a warp holds them. On Hopper the 4

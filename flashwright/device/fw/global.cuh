@@ -29,6 +29,9 @@ struct GlobalTile {
 
   __device__ T* at(int r, int c) const { return data + times(r, row) + times(c, col); }
 
+  // A row, and what follows it.
+  __device__ GlobalTile from_row(int r) const { return {data + times(r, row), row, col}; }
+
   // So many rows and columns further, or back, where that is before the start of the tensor.
   __device__ GlobalTile moved(int rows, int cols) const {
     return {data + rows * static_cast<int64_t>(row) + cols * static_cast<int64_t>(col), row, col};
@@ -43,10 +46,13 @@ struct PagedTile {
   int first, rows;
   Page page;
 
-  __device__ value_type* at(int r, int c) const {
+  // A row: no other one is at a place that is known from it.
+  __device__ GlobalTile<value_type> from_row(int r) const {
     uint32_t const place = ::max(first + ::min(r, rows - 1), 0);
-    return page(static_cast<int>(place / Size)).at(static_cast<int>(place % Size), c);
+    return page(static_cast<int>(place / Size)).from_row(static_cast<int>(place % Size));
   }
+
+  __device__ value_type* at(int r, int c) const { return from_row(r).at(0, c); }
 };
 
 template <int Size, class Page>
@@ -75,6 +81,14 @@ struct AddedTile {
 };
 
 __device__ inline AddedTile added(GlobalTile<float> tile) { return {tile}; }
+
+// One row of a tile.
+template <class Tile>
+__device__ auto row_of(Tile tile, int r) {
+  return tile.from_row(r);
+}
+
+__device__ inline AddedTile row_of(AddedTile tile, int r) { return added(tile.tile.from_row(r)); }
 
 // An element of a tile gets a value, or has it added.
 template <class Dest, class U>
