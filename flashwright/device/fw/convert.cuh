@@ -5,17 +5,21 @@
 
 namespace fw {
 
-// Two 8-bit numbers as fp16. All of them are numbers in fp16.
+// Four 8-bit numbers as pairs of fp16, which has all of them.
 #if __CUDA_ARCH__ >= 890
 template <class From>
-__device__ uint32_t two_halves(uint16_t both) {
-  uint32_t pair;
+__device__ void to_halves(uint32_t four, uint32_t (&pair)[2]) {
   if constexpr (cute::is_same_v<From, e4m3>) {
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(both));
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+        : "=r"(pair[0]), "=r"(pair[1])
+        : "r"(four));
   } else {
-    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(pair) : "h"(both));
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e5m2x2 %0, low;\ncvt.rn.f16x2.e5m2x2 %1, high;\n}"
+        : "=r"(pair[0]), "=r"(pair[1])
+        : "r"(four));
   }
-  return pair;
 }
 #endif
 
@@ -23,9 +27,9 @@ __device__ uint32_t two_halves(uint16_t both) {
 template <class To, class From>
 __device__ void convert_four(uint32_t four, uint32_t (&pair)[2]) {
 #if __CUDA_ARCH__ >= 890
+  to_halves<From>(four, pair);
   CUTE_UNROLL
   for (int i = 0; i < 2; ++i) {
-    pair[i] = two_halves<From>(static_cast<uint16_t>(i == 0 ? four & 0xffff : four >> 16));
     if constexpr (cute::is_same_v<To, bf16>) {
       float low, high;
       unpack<fp16>(pair[i], low, high);
