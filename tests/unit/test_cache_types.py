@@ -125,3 +125,107 @@ def test_the_kernels_compute_it(gpu: str, page: int | None, dtype: str, width: i
     found = emulated(steps, Steps.of(Kernels(programs)), arrays, dims, "eager")
     out = torch.from_numpy(found["O"].astype(np.float32)).transpose(1, 2)
     close((out, torch.from_numpy(found["LSE"])), wanted_of(q, wide))
+
+
+@pytest.fixture
+def on_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """The functions as they are with CUDA tensors, by an operator that interprets the program."""
+    monkeypatch.setenv("FLASHWRIGHT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(PackedOrder, "make", make_packed)
+    monkeypatch.setattr(kernels, "_KERNELS", {})
+    monkeypatch.setattr(flex, "_TASKS", {})
+    monkeypatch.setattr(flex, "card_of", lambda device: CARD)
+    launched = interpret_operators(monkeypatch)
+    for module in (kvcache, varlen):
+        monkeypatch.setattr(module, "_on_cpu", lambda tensor: False)
+    return launched
+
+
+def test_pytorch_scales_keys_and_values() -> None:
+    q, caches, scales, wide = problem()
+    wanted = wanted_of(q, wide)
+    close(flash_attn_with_kvcache(q, *caches, **settings_of(scales)), wanted)
+    table, pages = in_pages(16, caches)
+    close(flash_attn_with_kvcache(q, *pages, block_table=table, **settings_of(scales)), wanted)
+
+
+@pytest.mark.parametrize("page", [None, 16])
+def test_a_kernel_scales_them(page: int | None, on_gpu: list[tuple[str, ...]]) -> None:
+    q, caches, scales, wide = problem()
+    settings = settings_of(scales)
+    if page is not None:
+        settings["block_table"], caches = in_pages(page, caches)
+    found = flash_attn_with_kvcache(q, *caches, **settings)
+    assert on_gpu == [("O", "LSE")]
+    close(found, wanted_of_cpu(q, wide))
+
+
+def wanted_of_cpu(q: Any, wide: list[Any]) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kvcache, "_on_cpu", lambda tensor: True)
+        return wanted_of(q, wide)
+
+
+@pytest.mark.parametrize("scale", [None, 0.25, torch.full((1,), 0.25)])
+def test_a_number_scales_all(scale: Any, on_gpu: list[tuple[str, ...]]) -> None:
+    q, caches, _, _ = problem(heads=2)
+    factor = 1.0 if scale is None else 0.25
+    settings = settings_of([scale, scale])
+    wanted = wanted_of_cpu(q, [x.float() * factor for x in caches])
+    close(flash_attn_with_kvcache(q, *caches, **settings), wanted)
+
+
+def test_packed_queries_over_pages(on_gpu: list[tuple[str, ...]]) -> None:
+    """Each sequence has as many queries as keys, at most 40."""
+    q, caches, scales, wide = problem(queries=40)
+    counts = [min(n, 40) for n in LENGTHS]
+    table, pages = in_pages(16, caches)
+    rows = torch.cat([x[40 - n :] for x, n in zip(q, counts, strict=True)])
+    starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+    used = torch.tensor(LENGTHS, dtype=torch.int32)
+    given = {"seqused_k": used, "block_table": table, "causal": True, "return_softmax_lse": True}
+    named = {"k_descale": scales[0], "v_descale": scales[1], **given}
+    out, _ = flash_attn_varlen_func(rows, *pages, starts, None, 40, ROOM, **named)
+    wanted, _ = wanted_of_cpu(q, wide)
+    wanted = torch.cat([x[40 - n :] for x, n in zip(wanted, counts, strict=True)])
+    torch.testing.assert_close(out.float(), wanted.float(), atol=0.03, rtol=0.02)
+
+
+def test_new_keys_are_divided_by_the_scales() -> None:
+    q, caches, scales, _ = problem()
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    new = [torch.randn(len(LENGTHS), 2, HEADS, 64).bfloat16() for _ in "kv"]
+    new[0][0, 0, 0, 0] = 3e4  # beyond the type's range
+    settings = {**settings_of(scales), "causal": False}
+    flash_attn_with_kvcache(q, *caches, *new, **settings)
+    for cache, scale, rows in zip(caches, scales, new, strict=True):
+        for b, n in enumerate(lengths):
+            found = cache[b, n : n + 2].float() * scale[b, :, None]
+            most = 448 * scale[b, :, None]
+            right = rows[b].float().clamp(-most, most)
+            torch.testing.assert_close(found, right, atol=0.01, rtol=2.0**-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"k_descale": torch.ones(3, 2)}, ValueError, "k_descale must be a number, or"),
+        ({"v_descale": torch.ones(5, 2).half()}, TypeError, "v_descale must be float32"),
+    ],
+)
+def test_scales_that_do_not_fit(change: dict[str, Any], error: Any, message: str) -> None:
+    q, caches, scales, _ = problem()
+    with pytest.raises(error, match=message):
+        flash_attn_with_kvcache(q, *caches, **{**settings_of(scales), **change})
+
+
+def test_scales_are_for_narrow_caches() -> None:
+    q, _, scales, wide = problem()
+    with pytest.raises(NoKernel, match="k_descale and v_descale are for keys in"):
+        flash_attn_with_kvcache(q, *(x.bfloat16() for x in wide), **settings_of(scales))
+
+
+def test_both_caches_have_one_type() -> None:
+    q, caches, scales, wide = problem()
+    with pytest.raises(ValueError, match=r"value is torch\.bfloat16"):
+        flash_attn_with_kvcache(q, caches[0], wide[1].bfloat16(), **settings_of(scales))
