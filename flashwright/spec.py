@@ -40,7 +40,7 @@ FLOAT_RANGE = (1e-30, 1e30)  # kernels hold these numbers in fp32
 RUN_TIME_DIMS = ("batch", "heads", "kv_heads", "q_len", "kv_len")
 _ALWAYS_DUMPED = ("variant", "heads", "kv_heads", "head_dim", "dtype")
 _PYTHON = r"[^\0\ud800-\udfff]*\.py(:[A-Za-z_][A-Za-z0-9_]*)?"
-_TEXT_FIELDS = ("variant", "dtype", "branch", "reference")
+_TEXT_FIELDS = ("variant", "dtype", "kv_dtype", "branch", "reference")
 _REPEATABLE = {True: "repeatable to the bit", False: "not repeatable to the bit"}
 
 
@@ -69,6 +69,9 @@ class AttentionSpec(BaseModel):
     """Columns of V and O. None: head_dim."""
     dtype: Literal["fp16", "bf16", "fp8"] = "fp16"
     """The type of Q, K, V and O; fp8 means e4m3 inputs and a bf16 output."""
+    kv_dtype: Literal["fp8"] | None = None
+    """The type of K and V if they have another one than Q, as in a cache; fp8 means e4m3. They are
+    multiplied by inputs `KDescale` and `VDescale` (batch, kv_heads) fp32. None: dtype."""
     causal: bool = False
     """Query q_idx sees key kv_idx when kv_idx <= q_idx + kv_len - q_len."""
     window: int | None = None
@@ -128,6 +131,11 @@ class AttentionSpec(BaseModel):
         return "e4m3" if self.dtype == "fp8" else self.dtype
 
     @property
+    def key_dtype(self) -> Literal["fp16", "bf16", "e4m3"]:
+        """The element type of K and V."""
+        return self.input_dtype if self.kv_dtype is None else "e4m3"
+
+    @property
     def output_dtype(self) -> Literal["fp16", "bf16"]:
         """The element type of O: the spec's dtype, or bf16 for fp8."""
         return "bf16" if self.dtype == "fp8" else self.dtype
@@ -169,6 +177,7 @@ class AttentionSpec(BaseModel):
             "" if self._is_usual("repeatable") else _REPEATABLE[self.repeatable],
         ]
         dtype = "fp8 in, bf16 out" if self.dtype == "fp8" else self.dtype
+        dtype += f", K and V in {self.kv_dtype}" if self.kv_dtype is not None else ""
         return ", ".join(filter(None, [*extras, heads, width, dtype]))
 
     @property
@@ -258,7 +267,7 @@ class AttentionSpec(BaseModel):
     def _as_recorded(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """The record without fields that earlier versions lack, if they have their default."""
         found: dict[str, Any] = dumped(self)
-        for name in ("repeatable", "backward"):
+        for name in ("repeatable", "backward", "kv_dtype"):
             if self._is_usual(name):
                 found.pop(name, None)
         return found
@@ -365,7 +374,17 @@ class AttentionSpec(BaseModel):
             raise _wrong("branch 'selected' never looks ahead: set causal = true", "causal")
         if self.backward and self.dtype == "fp8":
             raise _wrong('gradients have no fp8: set dtype = "bf16" or "fp16"', "backward")
+        if self.kv_dtype is not None:
+            self._check_kv_dtype()
         return self
+
+    def _check_kv_dtype(self) -> None:
+        if self.dtype == "fp8":
+            raise _wrong("dtype fp8 is K's and V's already: leave it out", "kv_dtype")
+        if self.backward:
+            raise _wrong("gradients have no fp8: leave it out", "kv_dtype")
+        if self.branch is not None:
+            raise _wrong(f"branch '{self.branch}' has K and V in dtype: leave it out", "kv_dtype")
 
 
 def scale_of(scale: float | None, head_dim: int) -> float | None:

@@ -1,15 +1,17 @@
 """Live ranges of register tiles, statement by statement.
 
 A tile is live from the statement that writes it to the last one that reads it; a tile that a loop
-carries from one iteration to the next is live throughout the loop.
+carries from one iteration to the next is live throughout the loop. Tiles that are converted a few
+elements at a time are never live.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashwright.lang.nodes import Compute, For, If, Reshape, Statement
+from flashwright.program.conversions import converted_tiles
 from flashwright.program.program import Key, Program
 
 Alive = frozenset[Key]
@@ -27,7 +29,9 @@ def moments(program: Program) -> Iterator[Moment]:
     """Every statement that reads or writes tiles, with the tiles that are live there."""
     found: dict[int, Moment] = {}
     _body(program, program.tree.body, frozenset(), found)
-    yield from found.values()
+    passing = converted_tiles(program)
+    for moment in found.values():
+        yield replace(moment, tiles=moment.tiles - passing) if passing else moment
 
 
 def _body(

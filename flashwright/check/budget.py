@@ -22,6 +22,7 @@ from flashwright.lang.nodes import (
     expressions,
     statements,
 )
+from flashwright.program.conversions import converted_tiles
 from flashwright.program.program import Buffer, Program
 from flashwright.program.vocabulary import DTYPES
 from flashwright.semantics.machine import operand_dtypes
@@ -89,9 +90,11 @@ def _operands_apart(program: Program) -> set[int]:
     the tile runs beside the operand's: in all loops but those in which a tile goes to shared
     memory, which wait for each other."""
     found = {id(s) for s in statements(program.tree.body) if isinstance(s, Reshape)}
+    passing = converted_tiles(program)
     for loop in program.outer_loops:
         inner = list(statements(loop.body))
-        if any(isinstance(s, Copy) and (s.source, s.dest) == ("register", "shared") for s in inner):
+        stored = (s for s in inner if isinstance(s, Copy) and s.dest == "shared")
+        if any(s.source == "register" and program.source(s) not in passing for s in stored):
             found -= {id(s) for s in inner}
     return found
 

@@ -347,19 +347,20 @@ def _renewed(
 # --- what a call asks for -----------------------------------------------------------------------
 
 
-SETTINGS = ("causal", "window", "softcap", "scale")
+SETTINGS = ("causal", "window", "softcap", "scale", "kv_dtype")
 
 
 def task_of(
     query: Any, key: Any, value: Any, plain: tuple[Any, ...], flags: tuple[str, ...]
 ) -> Task:
-    """The task of a call: `plain` are the values of causal, window, softcap and scale."""
+    """The task of a call: `plain` are the values of SETTINGS, without the last ones if they are
+    None."""
     shape = query.shape
     shapes = (shape[1], shape[3], key.shape[1], value.shape[3])
     known = (query.dtype, key.dtype, value.dtype, query.device, shapes, plain, flags)
     task = _TASKS.get(known)
     if task is None:
-        pairs = zip(SETTINGS, plain, strict=True)
+        pairs = zip(SETTINGS, plain, strict=False)
         settings = {n: s for n, s in pairs if s is not None and s is not False}  # 0 is a mistake
         spec = spec_of(query, key, value, **settings, **dict.fromkeys(flags, True))
         task = _TASKS[known] = Task(spec, card_of(query.device))

@@ -164,7 +164,7 @@ def compare_rows(found: Any, wanted: Any, spec: AttentionSpec, place: tuple[int,
 def spec_of(query: Any, key: Any, value: Any, **settings: Any) -> AttentionSpec:
     """The spec of a call. Raises NoKernel or ValueError with the tensor and the fix."""
     check_axes(query, key, value)
-    check_types(query, key, value)
+    check_types(query, key, value, settings.get("kv_dtype"))
     dtype = DTYPES.get(str(query.dtype).removeprefix("torch."))
     if dtype is None:
         raise NoKernel(f"query is {query.dtype}: kernels take float16, bfloat16 and float8_e4m3fn")
@@ -195,11 +195,13 @@ def check_axes(query: Any, key: Any, value: Any) -> None:
             raise ValueError(f"{name} has {tensor.ndim} axes: pass (batch, heads, length, dim)")
 
 
-def check_types(query: Any, key: Any, value: Any) -> None:
-    """Raises ValueError for a tensor of another type than the query."""
+def check_types(query: Any, key: Any, value: Any, kv_dtype: str | None = None) -> None:
+    """Raises ValueError for a tensor of another type than the query, or than `kv_dtype`."""
     for name, tensor in (("key", key), ("value", value)):
-        if tensor.dtype != query.dtype:
+        if kv_dtype is None and tensor.dtype != query.dtype:
             raise ValueError(f"{name} is {tensor.dtype} and query {query.dtype}: make them alike")
+        if kv_dtype is not None and DTYPES.get(str(tensor.dtype).split(".")[-1]) != kv_dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, and not {kv_dtype} as the other one")
 
 
 def dims_of(query: Any, key: Any) -> dict[str, int]:

@@ -161,7 +161,8 @@ def _lengths(chosen: Coverage, spec: AttentionSpec) -> list[tuple[int, int]]:
 
 def _check_dtypes(kernels: Kernels, spec: AttentionSpec) -> None:
     """Fail if a tensor's element type is not the spec's: the error limit would be the wrong one."""
-    meant: dict[str, str] = {**dict.fromkeys("QKV", spec.input_dtype), "O": spec.output_dtype}
+    meant: dict[str, str] = {"Q": spec.input_dtype, "O": spec.output_dtype}
+    meant |= dict.fromkeys("KV", spec.key_dtype)
     if spec.backward:
         meant |= dict.fromkeys(("dO", "dQ", "dK", "dV"), spec.output_dtype) | {"LSE": "fp32"}
     for tensor in (t for program in kernels.programs for t in program.tensors.values()):

@@ -90,7 +90,8 @@ def make_inputs(
     kind: str = "normal",
     spread: float | None = None,
 ) -> dict[str, Array]:
-    """Q, K, V in the input dtype, and Slopes, Sink, Idx and the gradient dO if the spec has them.
+    """Q, K, V in their types, and Slopes, Sink, Idx, the scales of K and V and the gradient dO if
+    the spec has them.
 
     `dims` has batch, q_len, kv_len, and heads and kv_heads if they differ from the spec's. `spread`
     is the spread of the scores of standard normal inputs (default: from the spec's scale). Each
@@ -105,13 +106,13 @@ def make_inputs(
     }
     plain = kind if kind in _ELEMENTWISE else "normal"
     spread = spread_of(spec) if spread is None else spread
-    factor = factor_of(spread, spec.input_dtype)
+    factor = factor_of(spread, spec.key_dtype)
     if kind == "spectrum":
         factor = math.sqrt(_JITTER / spread)
     inputs = {
         name: random_tensor(
             shape,
-            spec.input_dtype,
+            spec.input_dtype if name == "Q" else spec.key_dtype,
             _stream(seed, name),
             kind if name == "V" and kind in ("one_hot_v", "large") else plain,
             1.0 if name == "V" else factor,
@@ -122,13 +123,18 @@ def make_inputs(
         inputs["K"][:] = inputs["K"][:, :, :1]
     scale = spread / math.sqrt(spec.head_dim)
     if kind in _ARRANGED and kv_len:
-        _ARRANGED[kind](inputs, scale, spec.input_dtype)
+        _ARRANGED[kind](inputs, scale, spec.key_dtype)
     if kind == "opposed":  # every score far below 0: a maximum that starts at 0 shows
         inputs["K"] = -inputs["K"]
     if spec.alibi:
         inputs["Slopes"] = (2.0 ** (-8 * np.arange(1, heads + 1) / heads)).astype(np.float32)
     if spec.sink:
         inputs["Sink"] = _sinks(spec, inputs, _stream(seed, "Sink"))
+    if spec.kv_dtype is not None:  # 1 where the kind is about the size of weights
+        exponent = 0.0 if kind in _ARRANGED else 1.0
+        for name in ("KDescale", "VDescale"):
+            drawn = _stream(seed, name).uniform(-exponent, exponent, (batch, kv_heads))
+            inputs[name] = (2.0**drawn).astype(np.float32)
     if kind == "spectrum":
         _neutralise_bias(inputs, spec.input_dtype)
     if spec.backward:

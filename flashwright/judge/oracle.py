@@ -173,7 +173,10 @@ def _kv_head(tensor: Array, b: int, h: int, heads: int) -> Array:
 
 
 def _head(inputs: Inputs, name: str, b: int, h: int, heads: int) -> Floats:
-    return _kv_head(inputs[name], b, h, heads).astype(np.float64)
+    """The keys or values that a query head reads, times their scale."""
+    found: Floats = _kv_head(inputs[name], b, h, heads).astype(np.float64)
+    scales = inputs.get(f"{name}Descale")
+    return found if scales is None else found * float(_kv_head(scales, b, h, heads))
 
 
 def _check_sizes(spec: AttentionSpec, inputs: Inputs, dims: Dims) -> tuple[int, int, int]:
@@ -195,6 +198,8 @@ def _check_sizes(spec: AttentionSpec, inputs: Inputs, dims: Dims) -> tuple[int, 
         wanted["Slopes"] = (heads,)
     if spec.sink:
         wanted["Sink"] = (heads,)
+    if spec.kv_dtype is not None:
+        wanted |= dict.fromkeys(("KDescale", "VDescale"), (batch, kv_heads))
     if spec.branch == "selected":
         wanted["Idx"] = (batch, kv_heads, q_len, spec.top_k)
     for name, shape in wanted.items():

@@ -95,13 +95,22 @@ class Truth:
         keys = np.arange(cols.start, min(cols.start + cols.size, cols.extent))
         shape = (tile.shape[0], len(keys))
         scores, weights, products = np.full(shape, -np.inf), np.zeros(shape), np.zeros(shape)
+        scales = np.ones((tile.shape[0], 1))
         for row, (b, h, q) in enumerate(places):
             head = self.head(b, h)
             scores[row], weights[row] = head.scores[q, keys], head.weights[q, keys]
             k = self.inputs["K"][b, self.kv_head(h)][keys].astype(np.float64)
             products[row] = k @ self.inputs["Q"][b, h, q].astype(np.float64)
+            scales[row] = self._scale("K", b, h)
         valid = np.arange(tile.shape[0]) < len(places)
-        return Scores(scores, weights, valid, self._stages(products, scores), keys)
+        stages = self._stages(products * scales, scores)
+        own = (products,) if self.spec.kv_dtype is not None else ()
+        return Scores(scores, weights, valid, (*own, *stages), keys)
+
+    def _scale(self, name: str, b: int, h: int) -> float:
+        """The factor of K's or V's elements for a query head."""
+        scales = self.inputs.get(f"{name}Descale")
+        return 1.0 if scales is None else float(scales[b, self.kv_head(h)])
 
     def _stages(self, products: Floats, scores: Floats) -> tuple[Floats, ...]:
         scaled = products * self.spec.softmax_scale

@@ -286,6 +286,11 @@ class Restage(Node):
     stage: Term | None = None
     helped: bool = False  # by helper warps, into a ring
 
+    @property
+    def converts(self) -> bool:
+        """Whether the tile gets another element type and nothing else is done."""
+        return self.value == self.held
+
 
 @dataclass(frozen=True)
 class Gemm(Node):

@@ -15,6 +15,7 @@ from flashwright.lower.passes.bad_ir import BadIR
 from flashwright.lower.passes.dead_code import without_dead_code
 from flashwright.lower.passes.delay_turns import delay_turns
 from flashwright.lower.passes.early_reads import read_before_loops
+from flashwright.lower.passes.fuse_staging import fuse_conversions
 from flashwright.lower.passes.partial_sums import keep_partial_sums
 from flashwright.lower.passes.place_barriers import Travel, place_barriers
 from flashwright.lower.passes.prefetch import run_copies_ahead
@@ -107,7 +108,8 @@ def _prepared(
         program, body = roles[0], (roles[1],)
         kernel = replace(kernel, beside=split, operands=left_in_registers(kernel, body))
     else:
-        written = ir.changed(kernel.body, _sparing) if sparing else kernel.body
+        program, fused = fuse_conversions(program, kernel.body)
+        written = ir.changed(fused, _sparing) if sparing else fused
         body = schedule(program, gpu, written, report, verifier)
     wide = wide_tiles(body, program)
     kernel = replace(kernel, body=body, grid=ordered(program, kernel.grid), wide=wide)

@@ -57,7 +57,7 @@ class TimedProblem:
         made = {}
         for name, (batch, heads, length, width) in self.shapes.items():
             inner = (length, heads) if self.layout == "bshd" else (heads, length)
-            dtype = torch_dtype(self.spec.input_dtype)
+            dtype = torch_dtype(self.spec.input_dtype if name == "Q" else self.spec.key_dtype)
             made[name] = torch.empty(batch, *inner, width, dtype=dtype, device=device)
         return {n: x.transpose(1, 2) if self.layout == "bshd" else x for n, x in made.items()}
 

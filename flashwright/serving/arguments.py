@@ -15,6 +15,8 @@ Tensors = Mapping[str, Any]
 FLAGS = {"slopes": "alibi", "sink": "sink"}
 """The settings of a spec that tensors of a call stand for."""
 ARGUMENTS = {"slopes": "alibi_slopes", "sink": "sink"}
+CACHE_TYPES = {torch.float8_e4m3fn: "fp8"}
+"""The types that keys and values may have beside 16-bit queries."""
 
 
 def settings_of(
@@ -47,6 +49,55 @@ def extras_of(slopes: Any, sink: Any, causal: bool, heads: int) -> dict[str, Any
             text = f"{ARGUMENTS[name]} must have a number for each of {heads} heads"
             raise NoKernel(f"{text}, not the shape {tuple(tensor.shape)}")
     return found
+
+
+def scales_of(
+    given: Tensors, batch: int, k_descale: Any, v_descale: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings and the tensors of a call whose keys and values have 8 bits and queries 16.
+    Raises NoKernel or ValueError for scales without such, and for those of another shape."""
+    query, key = given["q"], given["k"]
+    named = {"k_descale": k_descale, "v_descale": v_descale}
+    if key.dtype == query.dtype or key.dtype not in CACHE_TYPES:
+        if any(scale is not None for scale in named.values()):
+            kinds = " or ".join(str(kind) for kind in CACHE_TYPES)
+            raise NoKernel(f"k_descale and v_descale are for keys in {kinds} and 16-bit queries")
+        return {}, {}
+    shape = batch, key.shape[-2]
+    tensors = {
+        name.replace("_", ""): _scale(name, scale, shape, query.device)
+        for name, scale in named.items()
+    }
+    return {"kv_dtype": CACHE_TYPES[key.dtype]}, tensors
+
+
+_NUMBERS: dict[tuple[float, Any], Any] = {}
+
+
+def _number(number: float, device: Any) -> Any:
+    """A number as a tensor with two axes; made once."""
+    known = number, device
+    tensor = _NUMBERS.get(known)
+    if tensor is None:
+        tensor = torch.full((1, 1), number, device=device)
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            _NUMBERS[known] = tensor  # else it belongs to the graph
+    return tensor
+
+
+def _scale(name: str, scale: Any, shape: tuple[int, int], device: Any) -> Any:
+    """A scale as (batch, KV heads) in fp32, from such a tensor, or from a number for all."""
+    if scale is None or isinstance(scale, (int, float)):
+        return _number(1.0 if scale is None else float(scale), device).expand(shape)
+    if scale.dtype != torch.float32 or scale.device != device:
+        kind = f"{scale.dtype} on {scale.device}"
+        raise TypeError(f"{name} must be float32 on {device}; it is {kind}")
+    if scale.numel() == 1:
+        return scale.reshape(1, 1).expand(shape)
+    if tuple(scale.shape) != shape:
+        wanted = "a number, or (batch, KV heads)"
+        raise ValueError(f"{name} must be {wanted} = {shape}, not {tuple(scale.shape)}")
+    return scale
 
 
 def task(given: Tensors, settings: Mapping[str, Any]) -> Task:

@@ -7,7 +7,7 @@ are split over thread blocks. A second kernel puts the parts together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import ceil
@@ -53,6 +53,8 @@ def flash_attn_with_kvcache(
     softcap: float = 0.0,
     alibi_slopes: Any = None,
     sink: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
@@ -67,6 +69,10 @@ def flash_attn_with_kvcache(
     With `causal` the last query stands at the last key. `num_splits` thread blocks share the keys
     of a sequence; 0 chooses for the GPU and the batch. Lengths may change between the replays of a
     CUDA graph.
+
+    Beside 16-bit q the caches may be float8_e4m3fn. Keys are then `k_descale`, a number or float32
+    (batch, KV heads), times what the cache has, values `v_descale` times; new ones are divided by
+    it, unless they are float8_e4m3fn, too.
 
     Returns O, and with `return_softmax_lse` also the log-sum-exp (batch, heads, tokens). There are
     no gradients. CPU tensors are computed by PyTorch. Raises NoKernel with the reason where no
@@ -85,12 +91,14 @@ def flash_attn_with_kvcache(
         turn = partial(_rotated, cos=rotary_cos, sin=rotary_sin, pairs=rotary_interleaved)
         q = turn(q, _positions(lengths, q.shape[1] if every else 1))
         k = turn(k, _positions(lengths, k.shape[1])) if k is not None else None
+    pair = {"q": q, "k": k_cache}
+    narrow, scales = arguments.scales_of(pair, q.shape[0], k_descale, v_descale)
     if k is not None:
-        cache.append(k, v, lengths)
+        cache.append(k, v, lengths, scales)
         lengths = lengths + k.shape[1]
-    given = {"q": q, **cache.tensors(lengths)}
+    given = {"q": q, **cache.tensors(lengths), **scales}
     given |= arguments.extras_of(alibi_slopes, sink, causal, q.shape[2])
-    settings = arguments.settings_of(softmax_scale, causal, window_size, softcap)
+    settings = arguments.settings_of(softmax_scale, causal, window_size, softcap) | narrow
     if torch.is_grad_enabled() and any(x.requires_grad for x in given.values()):
         raise NoKernel("attention over a cache has no gradient: use torch.no_grad()")
     if _on_cpu(q):
@@ -167,21 +175,36 @@ class _Cache:
             starts, lengths = starts + self.padding, lengths - self.padding
         return {"k": k, "v": v, "startsk": starts.int(), "lengthsk": lengths.int()}
 
-    def append(self, k: Any, v: Any, lengths: Any) -> None:
-        """Write new keys and values behind those that are there."""
+    def append(self, k: Any, v: Any, lengths: Any, scales: Mapping[str, Any]) -> None:
+        """Write new keys and values behind those that are there, divided by the scales of 8-bit
+        ones."""
         places = _positions(lengths, k.shape[1]).long()
         if self.table is not None:
             size = self.k.shape[1]
             outer, places = self.table.long().gather(1, places // size), places % size
         else:
             outer = self._entries(lengths).long()[:, None]
-        self.k[outer, places] = k.to(self.k.dtype)
-        self.v[outer, places] = v.to(self.v.dtype)
+        for cache, new, scale in (
+            (self.k, k, scales.get("kdescale")),
+            (self.v, v, scales.get("vdescale")),
+        ):
+            if scale is not None and new.dtype != cache.dtype:
+                new = _narrowed(new.float() / scale[:, None, :, None], cache.dtype)
+            rows = new.to(cache.dtype)
+            if rows.element_size() == 1:  # 8-bit floats have no index
+                cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
+            cache[outer, places] = rows
 
     def _entries(self, lengths: Any) -> Any:
         if self.entries is not None:
             return self.entries
         return torch.arange(lengths.shape[0], dtype=torch.int32, device=lengths.device)
+
+
+def _narrowed(x: Any, kind: Any) -> Any:
+    """Numbers within the range of a type, which has no infinity."""
+    most = torch.finfo(kind).max
+    return x.clamp(-most, most)
 
 
 _STARTS: dict[tuple[int, int, Any], Any] = {}

@@ -3,6 +3,7 @@
 The tensors of a call have these names. `q`: (tokens, heads, dim) with `startsq`, else (batch,
 tokens, heads, dim). `k` and `v`: (tokens, heads, dim) with `startsk`, and `lengthsk` if they end
 before the next sequence begins; or (pages, positions, heads, dim) with `table` and `lengthsk`.
+`kdescale` and `vdescale`: (batch, heads), by which keys and values of 8 bits are multiplied.
 """
 
 from __future__ import annotations
@@ -84,9 +85,9 @@ def _count(given: Tensors) -> int:
 
 def _sequence(spec: AttentionSpec, given: Tensors, b: int, kind: Any) -> tuple[Any, Any]:
     """O (heads, tokens, dim) and LSE (heads, tokens) of one sequence."""
-    parts = [_queries(given, b), *(_keys(given, name, b) for name in "kv")]
+    parts = [_queries(given, b).to(kind), *(_scaled_keys(given, name, b, kind) for name in "kv")]
     extras = {name: given[name] for name in ("slopes", "sink") if name in given}
-    turned = (x.to(kind).transpose(0, 1)[None] for x in parts)
+    turned = (x.transpose(0, 1)[None] for x in parts)
     out, lse = reference.attention(spec, *turned, **extras)
     return out[0], lse[0]
 
@@ -99,13 +100,21 @@ def _queries(given: Tensors, b: int) -> Any:
     return given["q"][first:last]
 
 
-def _keys(given: Tensors, name: str, b: int) -> Any:
+def _scaled_keys(given: Tensors, name: str, b: int, kind: Any) -> Any:
     """(tokens, heads, dim)."""
+    keys = _keys(given, name, b).to(kind)
+    scales = given.get(f"{name}descale")
+    return keys if scales is None else keys * scales[b, :, None].to(kind)
+
+
+def _keys(given: Tensors, name: str, b: int) -> Any:
+    """(tokens, heads, dim), as they are in memory."""
     cache = given[name]
     if "table" in given:
         length, size = int(given["lengthsk"][b]), cache.shape[1]
         pages = given["table"][b, : -(-length // size)].long()
-        return cache[pages].flatten(0, 1)[:length]
+        plain = cache.view(torch.uint8) if cache.element_size() == 1 else cache  # no index else
+        return plain[pages].view(cache.dtype).flatten(0, 1)[:length]
     first = int(given["startsk"][b])
     last = first + int(given["lengthsk"][b]) if "lengthsk" in given else given["startsk"][b + 1]
     return cache[first : int(last)]

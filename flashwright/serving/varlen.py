@@ -38,6 +38,8 @@ def flash_attn_varlen_func(
     alibi_slopes: Any = None,
     sink: Any = None,
     block_table: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
     return_softmax_lse: bool = False,
 ) -> Any:
     """Attention within each sequence of a packed batch: (tokens, heads, dim) tensors.
@@ -47,8 +49,10 @@ def flash_attn_varlen_func(
     many keys each has, where there is room for more. With `block_table` k and v lie in pages,
     (pages, positions, heads, dim): row b of the table names those of sequence b, `seqused_k` says
     how many keys it has, and `cu_seqlens_k` is None. With `causal` and a window the last query of a
-    sequence stands at its last key. `window_size` has the keys to the left and to the right that a
-    query sees besides its own, -1 for all. `alibi_slopes` and `sink` have a number for each head.
+    sequence stands at its last key. Beside 16-bit q, k and v may be float8_e4m3fn, multiplied by
+    `k_descale` and `v_descale`, numbers or float32 (batch, KV heads). `window_size` has the keys to
+    the left and to the right that a query sees besides its own, -1 for all. `alibi_slopes` and
+    `sink` have a number for each head.
 
     Returns O, and with `return_softmax_lse` also the log-sum-exp (heads, tokens), which has no
     gradient. CPU tensors are computed by PyTorch. Gradients of q, k and v come from the kernel's
@@ -64,7 +68,9 @@ def flash_attn_varlen_func(
         if tensor is not None:
             given[name] = tensor
     _check(given)
-    settings = arguments.settings_of(softmax_scale, causal, window_size, softcap)
+    narrow, scales = arguments.scales_of(given, cu_seqlens_q.shape[0] - 1, k_descale, v_descale)
+    given |= scales
+    settings = arguments.settings_of(softmax_scale, causal, window_size, softcap) | narrow
     given |= arguments.extras_of(alibi_slopes, sink, causal, q.shape[1])
     if _on_cpu(q):
         found = reference.attention(arguments.spec(given, settings), given)
@@ -141,6 +147,8 @@ def _by_kernel(call: _Call) -> tuple[Any, Any]:
     for name in arguments.FLAGS:
         if name in call.given and call.given[name].requires_grad:
             raise NoKernel(f"packed sequences have no gradient of {arguments.ARGUMENTS[name]}")
+    if "kdescale" in call.given:
+        raise NoKernel("keys and values of 8 bits have no gradient: use no_grad()")
     if "lengthsk" in call.given:
         raise NoKernel("keys in a cache (seqused_k, block_table) have no gradient: use no_grad()")
     found: tuple[Any, Any] = _Attention.apply(q, k, v, call)

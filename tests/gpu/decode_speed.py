@@ -3,11 +3,13 @@
 `python -m tests.gpu.decode_speed`: one query a sequence, contiguous and in pages of 16, 64 and 128,
 beside FlashAttention-3 (`flash_attn_interface`) if it is installed. Prints milliseconds of CUDA
 graphs, as engines launch a decode, and the GB/s of keys and values that are read; then what a call
-takes without a graph. Outputs are compared before they are timed.
+takes without a graph. Outputs are compared before they are timed. `--cache fp8` times caches in
+e4m3 beside the same numbers in bf16, both ours.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 from collections.abc import Sequence
 from time import perf_counter
@@ -94,7 +96,35 @@ def host_time(call: Call, calls: int = 300) -> float:
     return 1e6 * found
 
 
+def narrow(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with caches in e4m3, and the first ones with the numbers that these have."""
+    small = {name: given[name].to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
+    given.update({name: x.to(torch.bfloat16) for name, x in small.items()})
+    return {**given, **small, "k_descale": 1.0, "v_descale": 1.0}
+
+
+def compare_caches() -> None:
+    """e4m3 beside bf16: milliseconds, the ratio, and GB/s of the caches in e4m3."""
+    print(f"{'':34} {'fp8':>8} {'bf16':>8} ratio    difference (ms)")
+    ratios = []
+    for page in (None, 16, 64, 128):
+        for shape in SHAPES:
+            batch, keys, heads, kv_heads = shape
+            given = tensors(*shape, page)
+            kind = f"{batch} x {keys}, {heads}/{kv_heads}" + (f", pages of {page}" if page else "")
+            call = graphed(ours(narrow(given)))
+            ratios.append(line(kind, call, graphed(ours(given)), LIMIT))
+            read = 2 * batch * keys * kv_heads * WIDTH
+            print(f"  {read / 1e6 / times(call)[0]:.0f} GB/s")
+    print(mean(ratios))
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cache", choices=("bf16", "fp8"), default="bf16")
+    if parser.parse_args().cache == "fp8":
+        compare_caches()
+        return
     ratios = []
     print(f"{'':34} {'ours':>8} {'theirs':>8} ratio    difference (ms)")
     for page in (None, 16, 64, 128):

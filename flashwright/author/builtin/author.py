@@ -33,6 +33,7 @@ from flashwright.lang.nodes import (
 )
 from flashwright.lang.parse import parse
 from flashwright.program.vocabulary import DTYPES
+from flashwright.rewrite.tree import substituted
 from flashwright.spec import AttentionSpec
 
 # Options that add work to every score (counted in the cost model).
@@ -85,6 +86,8 @@ def write_sketch(spec: AttentionSpec, mods: Mods | None = None) -> str:
     if spec.dtype == "fp8":
         body = _insert(body, _is_softmax, (), _load("options/fp8_weights.tl"))
         body = _insert(body, lambda s: isinstance(s, For), (), _load("options/fp8_sum.tl"))
+    if spec.kv_dtype is not None:
+        body = _with_converted_keys(body, spec)
     if spec.sink:
         body = (body[0], *_load("options/sink.tl"), *body[1:])
     if not spec.lse:
@@ -132,6 +135,7 @@ def workload(spec: AttentionSpec) -> Workload:
         qk_dim=spec.head_dim,
         v_dim=spec.value_dim,
         dtype=spec.input_dtype,
+        kv_dtype=None if spec.kv_dtype is None else spec.key_dtype,
         heads=spec.heads,
         kv_heads=spec.kv_heads,
         kv_len=keys,
@@ -206,6 +210,29 @@ def _with_own_mask(
     assert isinstance(loop, For)
     loop = replace(loop, body=(*inside, *loop.body))
     return (*body[:first], *before, loop, *body[first + 1 :])
+
+
+def _with_converted_keys(body: Body, spec: AttentionSpec) -> Body:
+    """The sketch with K and V of 8 bits, converted in shared memory right before the GEMMs that
+    read them. Their scales are factors of the scores and of O."""
+    head = "head_idx" if spec.kv_heads == spec.heads else "kv_head" if spec.kv_heads > 1 else "0"
+
+    def scaled(tile: str, name: str) -> Body:
+        return parse(f"Compute {tile} * {name}[batch_idx, {head}] and get new {tile}").body
+
+    for name in ("K", "V"):
+        copies = f"Copy {name} from shared to register\n"
+        copies += f"Copy {name} from register to shared and get {name}16"
+        shared, converted = Name(f"{name}_shared"), Name(f"{name}16_shared")
+
+        def reads(stmt: Statement, shared: Name = shared) -> bool:
+            return isinstance(stmt, Compute) and shared in expressions(stmt)
+
+        body = _insert(
+            body, reads, parse(copies).body, scaled("S", "KDescale") if name == "K" else ()
+        )
+        body = tuple(substituted(stmt, {shared: converted}) for stmt in body)
+    return _insert(body, lambda s: isinstance(s, For), (), scaled("O_register", "VDescale"))
 
 
 def _with_extras(work: Workload, mods: Mods) -> Workload:

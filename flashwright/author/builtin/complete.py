@@ -155,8 +155,9 @@ class _Completion:
             pairs = [part.split(":") for part in text.split()]
             sizes = tuple(self._size(size) for _, size in pairs)
             labels = tuple(label for label, _ in pairs)
-            dtype = {"LSE": "fp32", "Slopes": "fp32", "Sink": "fp32", "Idx": "int32"}.get(name)
-            dtype = dtype or (spec.output_dtype if name == "O" else spec.input_dtype)
+            types = {"Q": spec.input_dtype, "O": spec.output_dtype, "Idx": "int32"}
+            types |= dict.fromkeys("KV", spec.key_dtype)
+            dtype = types.get(name, "fp32")
             if name in used:
                 yield Tensor(name, labels, sizes, dtype)
         for operand in self.mods.tensors:
@@ -223,6 +224,8 @@ class _Completion:
             match stmt:
                 case Copy() if "global" in (stmt.source, stmt.dest):
                     stmt = self._copy(stmt, loop)
+                case Copy(source="register", dest="shared", target=Name(target)):
+                    self.copied[target] = self.copied[split(stmt.name.id)[0]]
                 case For():
                     inner = tuple(self._staged(stmt.body))
                     stmt = replace(stmt, body=self._body(inner, stmt.var.id))
@@ -388,7 +391,11 @@ class _Completion:
             if stmt is copy:
                 continue
             yield stmt
-            if any(isinstance(e, Name) and e.id == shared for e in expressions(stmt)):
+            converted = isinstance(stmt, Copy) and (stmt.name, stmt.source) == (
+                copy.name,
+                "register",
+            )
+            if converted or any(isinstance(e, Name) and e.id == shared for e in expressions(stmt)):
                 following = line(f"if {var} < Last - 1\nend", "the next block, under the softmax")
                 assert isinstance(following, If)
                 yield replace(following, then=(_at(copy, var, f"{var} + 1"),))
@@ -418,11 +425,22 @@ class _Completion:
         for name, shape in self.copied.items():
             number = "Stages" if name in self.streamed else "QStages"
             several = self.tiling.stages if name in self.streamed else self.tiling.q_stages
+            several = (
+                several if name in self.tensors else 1
+            )  # it is converted: the translator decides
             stages = f" with stages {number}" if several > 1 else ""
-            dtype = self.tensors[name].dtype
+            dtype = self.tensors[name].dtype if name in self.tensors else self._multiplied(name)
             yield line(f"Allocate {name} in shared ({', '.join(shape)}) as {dtype}{stages}")
         for name, shape in self.shapes.items():
             yield line(f"Allocate {name} in register ({', '.join(shape)}) as fp32")
+
+    def _multiplied(self, name: str) -> str:
+        """The type that a tile is converted to: that of Q, and fp16 beside weights, which are at
+        most 1 and have more digits in it than in bf16."""
+        gemms = (s for s in statements(self.sketch.body) if isinstance(s, Compute))
+        lefts = [s.args[0] for s in gemms if s.operation == "gemm" and _is_tile(s.args[1], name)]
+        queries = any(isinstance(e, Name) and split(e.id)[1] == "shared" for e in lefts)
+        return self.spec.input_dtype if queries else "fp16"
 
     def _choices(self, body: tuple[Statement, ...]) -> tuple[ParamChoice, ...]:
         used = {e.id for s in statements(body) for e in expressions(s) if isinstance(e, Name)}
@@ -473,6 +491,12 @@ def _global_names(tree: Tree) -> Iterator[str]:
         if isinstance(stmt, Copy) and "global" in (stmt.source, stmt.dest):
             yield split((stmt.target or stmt.name).id)[0]
         yield from (e.tensor.id for e in expressions(stmt) if isinstance(e, Index))
+
+
+def _is_tile(operand: Expr, name: str) -> bool:
+    """Whether the operand of a GEMM is a tile of that base name."""
+    tile = operand.operand if isinstance(operand, Transpose) else operand
+    return isinstance(tile, Name) and split(tile.id)[0] == name
 
 
 def _reads(expr: Expr) -> bool:

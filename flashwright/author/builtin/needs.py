@@ -33,12 +33,14 @@ class Workload:
     (a selected block). Where keys are selected, kv_len is how many of them a query reads. `options`
     add work to every score. `score_bytes` are those of further tensors with an element for each
     score (a bias), and `key_vectors` have a number for each key. `listed` are the queries and keys
-    of a block, where lists say which blocks are visited: tiles divide them.
+    of a block, where lists say which blocks are visited: tiles divide them. With `kv_dtype` K and V
+    have that type in memory, and are converted to `dtype` in shared memory.
     """
 
     qk_dim: int
     v_dim: int
     dtype: str = "fp16"
+    kv_dtype: str | None = None
     batch: int = 4
     heads: int = 16
     kv_heads: int = 16
@@ -56,7 +58,7 @@ class Workload:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element of Q, K and V."""
+        """Bytes of one element of Q, K and V, as they are multiplied."""
         return ELEMENT_BYTES[self.dtype]
 
     @property
@@ -67,7 +69,7 @@ class Workload:
     @property
     def key_bytes(self) -> int:
         """Bytes of one key with its value."""
-        return (self.qk_dim + self.v_dim) * self.element_bytes
+        return (self.qk_dim + self.v_dim) * ELEMENT_BYTES[self.kv_dtype or self.dtype]
 
 
 @dataclass(frozen=True, order=True)
@@ -124,7 +126,8 @@ def tile_width(columns: int, workload: Workload, gpu: Gpu) -> int:
     tensor time than with multiples of 16. A multiple of 64 columns would cost 30 % at 80. All of
     this is counted, not timed.
     """
-    step = 32 if takes_wgmma(workload, gpu) or workload.element_bytes == 1 else 16
+    narrow = workload.element_bytes == 1 or workload.kv_dtype is not None
+    step = 32 if takes_wgmma(workload, gpu) or narrow else 16
     if columns == workload.v_dim and shares_columns(workload, gpu):
         step = 128  # a swizzle's row of 64 columns for each of two warpgroups
     return -(-columns // step) * step
@@ -167,6 +170,10 @@ def footprint(workload: Workload, tiling: Tiling, gpu: Gpu) -> Footprint:
     qk_dim, v_dim = (tile_width(d, workload, gpu) for d in (workload.qk_dim, workload.v_dim))
     queries = tiling.q_stages * bm * qk_dim * size
     shared = queries + tiling.stages * bn * (qk_dim + v_dim) * size
+    if workload.kv_dtype is not None:  # and what K and V are converted to
+        converted = 2 if uses_wgmma(workload, tiling, gpu) else 1
+        bytes_of_column = tiling.stages * ELEMENT_BYTES[workload.kv_dtype] + converted * size
+        shared = queries + bn * (qk_dim + v_dim) * bytes_of_column
     tiles = bm * v_dim * 4 + bm * bn * (4 + workload.score_bytes)
     if uses_wgmma(workload, tiling, gpu):  # copied ahead; of vectors a few numbers at a time
         shared += tiling.stages * bn * (bm * workload.score_bytes + 4 * workload.key_vectors)

@@ -82,6 +82,7 @@ class Choice(BaseModel):
             and w.q_len == w.kv_len
             and w.rows_fixed is None
             and w.cols_fixed is None
+            and w.kv_dtype is None
             and self.gpu == gpu.name
             and w.dtype in self.dtypes
             and (self.qk_dim, self.v_dim, self.causal) == (w.qk_dim, w.v_dim, w.causal)

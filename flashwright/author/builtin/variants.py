@@ -20,6 +20,8 @@ DENSE: dict[str, str] = {
     "LSE": "B:batch H:heads L:q_len",
     "Slopes": "H:heads",
     "Sink": "H:heads",
+    "KDescale": "B:batch H:kv_heads",
+    "VDescale": "B:batch H:kv_heads",
 }
 GROUPED: dict[str, str] = {
     "Q": "B:batch L:q_len H:kv_heads G:Group D:HeadDim",

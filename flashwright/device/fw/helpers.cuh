@@ -3,6 +3,7 @@
 // lies the other way and is transposed.
 #pragma once
 
+#include <fw/convert.cuh>
 #include <fw/copy.cuh>
 #include <fw/fragment.cuh>
 #include <fw/mma.cuh>
@@ -163,6 +164,12 @@ __device__ void restage_stage(To to, Ring<Stages>& ring, From from, F f, Vectors
       restage_columns(stage, from, atom, f, vectors.columns(first)...);
     }
   });
+}
+
+// A tile in another type, in the next stage of another.
+template <int Warps, class To, int Stages, class From>
+__device__ void convert_stage(To to, Ring<Stages>& ring, From from) {
+  fill_stage<Warps>(to, ring, [&](To stage, int thread) { convert_tile<32 * helpers>(stage, from, thread); });
 }
 
 // 32 rows and 16 columns of an fp8 tile, transposed. ldmatrix transposes units of 16 bits, so that a thread gets two columns at

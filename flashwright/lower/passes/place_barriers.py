@@ -282,6 +282,8 @@ def _touched(node: ir.Statement) -> tuple[set[Key], set[Key]]:
     elif isinstance(node, ir.Move):
         reads = {node.source} if node.source[1] == "shared" else set()
         writes = {node.dest} if node.dest[1] == "shared" else set()
+    elif isinstance(node, ir.Restage):
+        reads, writes = {node.source}, {node.dest}
     elif isinstance(node, ir.Store) and node.source[1] == "shared":
         reads = {node.source}
     return reads, writes

@@ -73,6 +73,10 @@ class _Copies:
                     self._write(node, _place(dest, stage, env), made, "move")
                 else:
                     self.registers[dest] = self.held[_place(source, stage, env)].content
+            case ir.Restage(source, dest, stage=stage):
+                self._take(node, source, stage, env)
+                made = (MADE, self.held[_place(source, stage, env)].content)
+                self._write(node, _place(dest, None, env), made, "move")
             case ir.Store(source):
                 self._take(node, source, None, env)
 
@@ -101,7 +105,11 @@ class _Copies:
         return self.held[place]
 
     def _take(
-        self, node: ir.Gemm | ir.Move | ir.Store, key: Key, stage: Term | None, env: dict[str, Any]
+        self,
+        node: ir.Gemm | ir.Move | ir.Restage | ir.Store,
+        key: Key,
+        stage: Term | None,
+        env: dict[str, Any],
     ) -> None:
         if key[1] != "shared":
             return
@@ -121,7 +129,8 @@ def _place(key: Key, stage: Term | None, env: Mapping[str, Any]) -> tuple[Key, i
 
 def verify_copies(body: Body, meant: Body, asynchronous: bool, problem: Problem) -> None:
     """Raise BadIR for a race in shared memory, or a tile that is not the one meant."""
-    kinds = (ir.Load, ir.Put, ir.Commit, ir.Wait, ir.Barrier, ir.Gemm, ir.Move, ir.Store)
+    waits = (ir.Commit, ir.Wait, ir.Barrier)
+    kinds = (ir.Load, ir.Put, *waits, ir.Gemm, ir.Move, ir.Restage, ir.Store)
     for env in problem.blocks:
         copies = _Copies(asynchronous)
         try:

@@ -387,6 +387,12 @@ def _release(at: Context, node: ir.Release) -> Lines:
 def _restage(at: Context, node: ir.Restage) -> Lines:
     value = with_leaves(node.value, {node.held.term: Leaf(Var("x", "float"), node.held.axes)})
     dest, source = tile_name(node.dest), at.shared(node.source, node.stage)
+    if node.converts:
+        if node.helped:
+            yield f"fw::convert_stage<Warps>({dest}, {ring_name(node.dest)}, {source});"
+        else:
+            yield f"fw::convert_tile<32 * Warps>({dest}, {source}, threadIdx.x);"
+        return
     rounded = node.buffer.dtype != at.program.buffers[node.dest].dtype  # once is enough
     one = converted(ir.Assign(node.held, value, node.buffer if rounded else None))
     if node.helped:

@@ -10,6 +10,7 @@ from flashwright.lower import ir
 from flashwright.lower.element import Leaf, variable
 from flashwright.lower.frontend.scalars import refused
 from flashwright.lower.names import tile_name
+from flashwright.program.conversions import converted_tiles
 from flashwright.program.program import Buffer, Key, Program
 from flashwright.program.vocabulary import DTYPES
 
@@ -58,10 +59,11 @@ def check_registers(
     program: Program, sides: Mapping[Key, ir.Side], split: Set[Key], why: str
 ) -> None:
     """Rows are dealt to the warps 16 at a time, columns to the threads of a row 8 at a time; the
-    columns of tiles in `split` to warpgroups before that. `why` there is no wgmma, if not."""
-    warps = program.warps
+    columns of tiles in `split` to warpgroups before that. Tiles that are converted a few elements at
+    a time are in no registers. `why` there is no wgmma, if not."""
+    warps, passing = program.warps, converted_tiles(program)
     for key, buffer in program.buffers.items():
-        if buffer.space != "register":
+        if buffer.space != "register" or key in passing:
             continue
         by_rows, by_columns = (64, 8 * (warps // 4)) if key in split else (16 * warps, 8)
         named = f"{by_rows}" if key in split else f"16 * Warps = {by_rows}"

@@ -1,0 +1,141 @@
+// Tiles of 8-bit elements in shared memory as tiles of 16-bit elements, which an MMA multiplies with other 16-bit ones.
+#pragma once
+
+#include <fw/fragment.cuh>
+
+namespace fw {
+
+// Four 8-bit numbers as pairs of fp16, which has all of them.
+#if __CUDA_ARCH__ >= 890
+template <class From>
+__device__ void to_halves(uint32_t four, uint32_t (&pair)[2]) {
+  if constexpr (cute::is_same_v<From, e4m3>) {
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+        : "=r"(pair[0]), "=r"(pair[1])
+        : "r"(four));
+  } else {
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\n"
+        "cvt.rn.f16x2.e5m2x2 %0, low;\ncvt.rn.f16x2.e5m2x2 %1, high;\n}"
+        : "=r"(pair[0]), "=r"(pair[1])
+        : "r"(four));
+  }
+}
+#endif
+
+// Four 8-bit numbers as two pairs of 16 bits.
+template <class To, class From>
+__device__ void convert_four(uint32_t four, uint32_t (&pair)[2]) {
+#if __CUDA_ARCH__ >= 890
+  to_halves<From>(four, pair);
+  CUTE_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    if constexpr (cute::is_same_v<To, bf16>) {
+      float low, high;
+      unpack<fp16>(pair[i], low, high);
+      pair[i] = pack<bf16>(low, high);
+    }
+  }
+#else
+  constexpr int mantissa = cute::is_same_v<From, e4m3> ? 3 : 2;  // bits
+  constexpr int down = 8 - ((cute::is_same_v<To, bf16> ? 7 : 10) - mantissa);  // from the upper byte of 16 bits
+  CUTE_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    uint32_t const upper = __byte_perm(four, 0, i == 0 ? 0x1404 : 0x3424);
+    pair[i] = (upper & 0x80008000u) | ((upper & 0x7f007f00u) >> down);
+    if constexpr (cute::is_same_v<To, bf16>) {  // the exponent counts from elsewhere: it is 2^120 or 2^112 too small
+      constexpr uint32_t factor = mantissa == 3 ? 0x7b807b80u : 0x77807780u;
+      asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(pair[i]) : "r"(factor), "r"(0x80008000u));
+    } else if constexpr (mantissa == 3) {
+      asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(pair[i]) : "r"(0x5c005c00u));
+    }
+  }
+  // What is no number has all bits set in e4m3; in e5m2 the exponent's.
+  constexpr uint32_t least = mantissa == 3 ? 0x7f : 0x7c;
+  uint32_t const special = ((four & 0x7f7f7f7fu) + 0x01010101u * (0x80 - least)) & 0x80808080u;
+  if (special != 0 && (mantissa == 3 || cute::is_same_v<To, bf16>)) {
+    CUTE_UNROLL
+    for (int n = 0; n < 4; ++n) {
+      uint32_t const byte = four >> 8 * n & 0xff, infinity = cute::is_same_v<To, bf16> ? 0x7f80 : 0x7c00;
+      if ((byte & 0x7f) < least) continue;
+      uint32_t const found = infinity | (byte & 0x80) << 8 | (mantissa == 3 || (byte & 3) != 0 ? 0x40 : 0);
+      pair[n / 2] = n % 2 == 0 ? (pair[n / 2] & 0xffff0000u) | found : (pair[n / 2] & 0xffffu) | found << 16;
+    }
+  }
+#endif
+}
+
+// Which 16-byte chunk of 8-bit elements each thread of a warp takes, in `down` rows of a column of atoms. It becomes two
+// chunks. If their atoms are half as wide, eight threads that work at once take the left chunks of one row and
+// the right ones of the next: what they read, and what they write, lies in different banks.
+template <class To, class From>
+struct ChunkPairs {
+  static constexpr bool halves = From::width == 2 * To::width;
+  static_assert(halves || From::width == To::width);
+  static constexpr int down = 32 / From::chunks;
+  int row, chunk;
+
+  __device__ explicit ChunkPairs(int lane) {
+    if constexpr (halves) {
+      int const next = lane / 4 % 2;
+      row = lane / 16 * 2 + next;
+      chunk = lane % 4 + (lane / 8 % 2 ^ next) * 4;
+    } else {
+      row = lane / From::chunks;
+      chunk = lane % From::chunks;
+    }
+  }
+};
+
+// A tile in another type, by `Threads` threads: some rows of a column of atoms at a time.
+template <int Threads, class To, class From>
+__device__ void convert_tile(To to, From from, int thread) {
+  using T = typename To::value_type;
+  using U = typename From::value_type;
+  using Way = ChunkPairs<To, From>;
+  static_assert(is_16_bit<T> && To::rows == From::rows && To::cols == From::cols && From::cols % 16 == 0);
+  constexpr int least = Way::down < 8 ? 8 : Way::down;  // rows: with them the swizzle repeats
+  constexpr int rows = From::rows % (2 * least) == 0 && Way::down <= 8 ? 2 * least : least, steps = rows / Way::down;
+  static_assert(From::rows % rows == 0);
+  Way const own(thread % 32);
+  int const first = thread / 32 * rows + own.row;
+  uint32_t const source = from.chunk_address(first, own.chunk);
+  int const pair = 2 * (own.chunk % (To::chunks / 2));
+  uint32_t target = to.chunk_address(first, pair);
+  if constexpr (Way::halves) target += own.chunk / (To::chunks / 2) * To::atom_bytes;
+  CUTE_NO_UNROLL
+  for (int atom = 0; atom < From::cols / From::width; ++atom) {
+    uint32_t in = source + atom * From::atom_bytes;
+    uint32_t out = target + atom * (From::width / To::width) * To::atom_bytes;
+    CUTE_NO_UNROLL
+    for (int row = first; row < From::rows; row += Threads / 32 * rows) {
+      uint32_t x[steps][4];
+      CUTE_UNROLL
+      for (int i = 0; i < steps; ++i) {  // with rows that are 4 apart, one bit of the swizzle differs
+        uint32_t const at = Way::down < 8 ? in ^ i % 2 * 64 : in;
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x[i][0]), "=r"(x[i][1]), "=r"(x[i][2]), "=r"(x[i][3])
+                     : "r"(at + i * Way::down * From::row_bytes)
+                     : "memory");
+      }
+      CUTE_UNROLL
+      for (int i = 0; i < steps; ++i) {
+        uint32_t const at = (Way::down < 8 ? out ^ i % 2 * 64 : out) + i * Way::down * To::row_bytes;
+        CUTE_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          uint32_t low[2], high[2];
+          convert_four<T, U>(x[i][2 * half], low);
+          convert_four<T, U>(x[i][2 * half + 1], high);
+          asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(half == 0 ? at : at ^ 16), "r"(low[0]),
+                       "r"(low[1]), "r"(high[0]), "r"(high[1])
+                       : "memory");
+        }
+      }
+      in += Threads / 32 * rows * From::row_bytes;
+      out += Threads / 32 * rows * To::row_bytes;
+    }
+  }
+  __syncwarp();  // one of the warp may hand the stage back next
+}
+
+}  // namespace fw
