@@ -15,6 +15,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -37,10 +38,14 @@ MAX_INT = 2**31 - 1  # kernels index with 32-bit integers
 LONGEST_SLUG = 80  # characters of a folder's name
 FLOAT_RANGE = (1e-30, 1e30)  # kernels hold these numbers in fp32
 
+MOST_QUERIES = 128  # of a decode; for more there are packed queries
+
 RUN_TIME_DIMS = ("batch", "heads", "kv_heads", "q_len", "kv_len")
 _ALWAYS_DUMPED = ("variant", "heads", "kv_heads", "head_dim", "dtype")
 _PYTHON = r"[^\0\ud800-\udfff]*\.py(:[A-Za-z_][A-Za-z0-9_]*)?"
 _TEXT_FIELDS = ("variant", "dtype", "kv_dtype", "branch", "reference")
+_SEQUENCES = ("packed", "decode", "cache", "page")
+"""The fields that say how sequences lie."""
 _REPEATABLE = {True: "repeatable to the bit", False: "not repeatable to the bit"}
 
 
@@ -50,6 +55,20 @@ class BadSpec(ValueError):
     def __init__(self, *lines: str) -> None:
         super().__init__("\n".join(lines))
         self.lines = lines
+
+
+@dataclass(frozen=True)
+class Batch:
+    """How sequences of any lengths lie in memory."""
+
+    queries: bool = True
+    """Whether queries are packed; else all sequences have `q_len` of them."""
+    lengths: bool = False
+    """Whether `LengthsK` says how many keys a sequence has, of those up to the next one's start."""
+    page: int | None = None
+    """The positions in a page, if keys lie in pages; `LengthsK` says how many a sequence has."""
+    decode: int | None = None
+    """The most queries that a sequence has, where these are few."""
 
 
 class AttentionSpec(BaseModel):
@@ -102,6 +121,19 @@ class AttentionSpec(BaseModel):
     """NSA: tokens in one selected block."""
     top_k: int = 16
     """NSA: selected blocks per query."""
+    packed: bool = False
+    """Sequences have any lengths and lie behind each other: Q is (heads, tokens, dim), and
+    `StartsQ` (batch + 1) says where each begins. So do K and V, by `StartsK`, unless they lie in a
+    cache or in pages."""
+    decode: int | None = None
+    """Sequences have few queries, at most so many each, and their keys lie in a cache or in pages.
+    The dim `splits` says how many thread blocks share the keys of a sequence."""
+    cache: bool = False
+    """K and V have room for more keys: (kv_heads, tokens, dim). `StartsK` (batch) says where those
+    of each sequence begin, `LengthsK` (batch) how many there are."""
+    page: int | None = None
+    """Positions in a page: K and V are (pages, kv_heads, positions, dim). Row b of `Table` names
+    the pages of sequence b, `LengthsK` (batch) says how many keys it has."""
     reference: str | None = None
     """A Python file with a function that computes the expected output, as FILE.py or
     FILE.py:function. The path is relative to the spec's file."""
@@ -156,6 +188,25 @@ class AttentionSpec(BaseModel):
         return 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
 
     @property
+    def batch(self) -> Batch | None:
+        """How sequences of any lengths lie; None for rectangular batches."""
+        kept = self.cache or self.decode is not None or self.page is not None
+        found = Batch(self.packed, kept, self.page, self.decode)
+        return found if self.packed or kept else None
+
+    @property
+    def each(self) -> Self:
+        """The spec of one sequence alone."""
+        rectangular = {"packed": False, "decode": None, "cache": False, "page": None}
+        return self.model_copy(update=rectangular)
+
+    def of_sequences(self, batch: Batch) -> Self:
+        """The spec of this attention where sequences lie so."""
+        known = batch.page is not None or batch.decode is not None
+        lie = {"packed": batch.queries, "cache": batch.lengths and not known}
+        return self.model_copy(update={**lie, "page": batch.page, "decode": batch.decode})
+
+    @property
     def in_words(self) -> str:
         """A description in words, for messages and reports."""
         heads = f"{self.heads} heads"
@@ -173,12 +224,24 @@ class AttentionSpec(BaseModel):
             "sink logit" if self.sink else "",
             f"scale {_exact(self.scale)}" if self.scale is not None else "",
             "" if self.lse else "no log-sum-exp",
+            self._batch_in_words,
             "backward" if self.backward else "",
             "" if self._is_usual("repeatable") else _REPEATABLE[self.repeatable],
         ]
         dtype = "fp8 in, bf16 out" if self.dtype == "fp8" else self.dtype
         dtype += f", K and V in {self.kv_dtype}" if self.kv_dtype is not None else ""
         return ", ".join(filter(None, [*extras, heads, width, dtype]))
+
+    @property
+    def _batch_in_words(self) -> str:
+        if self.batch is None:
+            return ""
+        queries = "packed sequences" if self.packed else "sequences of any number of keys"
+        if self.decode is not None:
+            queries = f"decode of {self.decode} quer{'y' if self.decode == 1 else 'ies'}"
+        if self.page is not None:
+            return f"{queries}, keys in pages of {self.page}"
+        return f"{queries}, keys in a cache" if self.batch.lengths else queries
 
     @property
     def _mask_in_words(self) -> str:
@@ -267,7 +330,7 @@ class AttentionSpec(BaseModel):
     def _as_recorded(self, dumped: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """The record without fields that earlier versions lack, if they have their default."""
         found: dict[str, Any] = dumped(self)
-        for name in ("repeatable", "backward", "kv_dtype"):
+        for name in ("repeatable", "backward", "kv_dtype", *_SEQUENCES):
             if self._is_usual(name):
                 found.pop(name, None)
         return found
@@ -306,7 +369,16 @@ class AttentionSpec(BaseModel):
             raise _wrong(f"must be a multiple of 8, not {value}: use {choice}")
         return value
 
-    @field_validator("window", "sink_tokens", "block", "stride", "selected_block", "top_k")
+    @field_validator("decode")
+    @classmethod
+    def _queries(cls, value: int | None) -> int | None:
+        if value is not None:
+            _check_count(value, MOST_QUERIES)
+        return value
+
+    @field_validator(
+        *("window", "sink_tokens", "block", "stride", "selected_block", "top_k", "page")
+    )
     @classmethod
     def _count(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value is not None:
@@ -385,6 +457,25 @@ class AttentionSpec(BaseModel):
             raise _wrong("gradients have no fp8: leave it out", "kv_dtype")
         if self.branch is not None:
             raise _wrong(f"branch '{self.branch}' has K and V in dtype: leave it out", "kv_dtype")
+
+    @model_validator(mode="after")
+    def _sequences(self) -> Self:
+        given = [name for name in _SEQUENCES if not self._is_usual(name)]
+        if not given:
+            return self
+        if self.packed and self.decode is not None:
+            raise _wrong("queries are packed or as many for each sequence: leave one out", "decode")
+        if self.cache and (self.decode is not None or self.page is not None):
+            other = "decode" if self.decode is not None else "page"
+            raise _wrong(f"{other} says that keys lie in a cache: leave it out", "cache")
+        for wrong, why in (
+            (self.reference is not None, "a reference says how sequences lie"),
+            (self.branch is not None, "native sparse attention has rectangular batches"),
+            (self.backward, "a backward pass has rectangular batches"),
+        ):
+            if wrong:
+                raise _wrong(f"{why}: leave it out", given[0])
+        return self
 
 
 def scale_of(scale: float | None, head_dim: int) -> float | None:

@@ -9,7 +9,7 @@ from functools import partial
 from flashwright.build import blame
 from flashwright.build.compile import Built, build
 from flashwright.build.steps import Steps
-from flashwright.build.toolchain import Toolchain
+from flashwright.build.toolchain import Toolchain, has_nvcc
 from flashwright.check.check import checked_program
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Diagnostic, Failed
@@ -113,6 +113,23 @@ def _refused(least: _Attempt, tried: list[_Attempt]) -> Diagnostic:
     text = found.message + (f". Tried as well: {more}" if more else "")
     hint = f"{found.help}; --allow-spills {least.built.spills} takes it as it is"
     return replace(found, message=text, help=hint)
+
+
+def spilled(kernels: Kernels, gpu: Gpu) -> Failed | None:
+    """Why the kernels of a program do not compile well: all their translations spill, or ptxas
+    serializes wgmma (FW823, FW824). None if they do, or without a compiler. A build finds them in
+    the cache. Raises Failed for other errors."""
+    if not has_nvcc():
+        return None
+    named = step_programs(kernels, gpu) if len(kernels.programs) > 1 else {}
+    try:
+        for text, program in named.values() or ((format_tree(p.tree), p) for p in kernels.programs):
+            make(program, gpu, tl=text)
+    except Failed as failed:
+        if any(d.code not in ("FW823", "FW824") for d in failed.diagnostics):
+            raise
+        return failed
+    return None
 
 
 def step_programs(kernels: Kernels, gpu: Gpu) -> dict[str, tuple[str, Program]]:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from flashwright.generate.by_model.speed import SpeedGoal
     from flashwright.generate.state import Run
     from flashwright.gpu import Gpu
+    from flashwright.spec import AttentionSpec
 
 BUILTIN = "builtin"
 
@@ -109,6 +110,19 @@ def generate(
     deterministic: Annotated[
         bool, flag("--deterministic", help="With --backward: the same bits in every run.")
     ] = False,
+    packed: Annotated[
+        bool, flag("--packed", help="Sequences of any lengths, behind each other.")
+    ] = False,
+    decode: Annotated[
+        int | None,
+        typer.Option(metavar="QUERIES", help="So few queries a sequence, over keys in a cache."),
+    ] = None,
+    cache: Annotated[
+        bool, flag("--cache", help="Keys lie in a cache that has room for more.")
+    ] = False,
+    paged: Annotated[
+        int | None, typer.Option(metavar="N", help="Keys lie in pages of N positions.")
+    ] = None,
     reference: Annotated[
         str | None,
         typer.Option(metavar="FILE.py", help="A function that defines the right output."),
@@ -222,9 +236,14 @@ def generate(
         "lse": False if no_lse else None,
         "backward": backward or None,
         "repeatable": deterministic or None,
+        "packed": packed or None,
+        "decode": decode,
+        "cache": cache or None,
+        "page": paged,
     }
     card = find_gpu(gpu)
     request = read_request(variant or "mha", options, reference)
+    _refuse_models_for_sequences(request.spec, names)
     folder = out or Path("out", f"{request.spec.slug}-{card.name}")
     budget = read_budget(attempts, tokens, minutes, dollars, price)
     speed = (improve, _goal(faster_than))
@@ -291,6 +310,14 @@ def _refuse_for_gradients(given: Mapping[str, bool]) -> None:
         if is_given:
             why = "not with --backward: a model writes its TL (--params), nothing else"
             raise typer.BadParameter(why, param_hint=option)
+
+
+def _refuse_models_for_sequences(spec: AttentionSpec, names: Mapping[str, str]) -> None:
+    """Refuse models for sequences of any lengths: the built-in author's program is rewritten."""
+    named = [name for name in names.values() if name != BUILTIN]
+    if spec.batch is not None and named:
+        why = "the built-in author alone makes kernels for packed sequences, caches and decode"
+        raise typer.BadParameter(why, param_hint=named[0])
 
 
 def _refuse_without_model(given: Mapping[str, bool]) -> None:

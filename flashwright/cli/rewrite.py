@@ -47,7 +47,7 @@ def pack(
     also lie in a cache: --lengths where it has room for more, --pages where it is cut into pages.
     """
     from flashwright.rewrite.packed import packed
-    from flashwright.rewrite.sequences import Batch
+    from flashwright.spec import Batch
 
     batch = Batch(not rectangular, lengths, pages)
     return _print(file, out, lambda tree: packed(tree, batch), "packed", "FW909")

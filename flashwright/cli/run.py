@@ -120,7 +120,8 @@ def problem(
     if heads % kv_heads:
         text = f"kv heads ({kv_heads}) must divide the query heads ({heads})"
         raise Failed(Diagnostic("FW901", text, help="give --heads and --kv-heads"))
-    batch = sizes.get("batch", 1)
+    several = spec is not None and spec.batch is not None
+    batch = sizes.get("batch", usual["batch"] if several else 1)
     return {**usual, "batch": batch, "heads": heads, "kv_heads": kv_heads}
 
 

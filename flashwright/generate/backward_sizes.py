@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from flashwright.author.builtin.backward import BackwardTiling, tilings
-from flashwright.build import toolchain
-from flashwright.build.make import make, step_programs
+from flashwright.build.make import spilled
 from flashwright.check.check import check
 from flashwright.gpu import Gpu
 from flashwright.lang.diagnostic import Failed
@@ -18,18 +17,10 @@ def sized(tree: Tree, gpu: Gpu) -> tuple[BackwardTiling, Tree]:
 
     The kernels are compiled for this; a build finds them in the cache.
     """
-    spilled: Failed | None = None
+    why: Failed | None = None
     for tiling, made in tilings(tree, gpu):
-        if not toolchain.has_nvcc():
+        why = spilled(Kernels(check(made, gpu).kernels), gpu)
+        if why is None:
             return tiling, made
-        try:
-            for text, program in step_programs(Kernels(check(made, gpu).kernels), gpu).values():
-                make(program, gpu, tl=text)
-        except Failed as failed:
-            if any(d.code not in ("FW823", "FW824") for d in failed.diagnostics):
-                raise
-            spilled = failed
-            continue
-        return tiling, made
-    assert spilled is not None
-    raise spilled
+    assert why is not None
+    raise why

@@ -30,8 +30,10 @@ ASIDE = ".making"
 RESULT = "result.json"
 FORWARD, DERIVED = "forward.tl", "derived.tl"
 """The attention whose backward pass is made, and that backward pass without sizes for the GPU."""
+RECTANGULAR = "rectangular.tl"
+"""The program for rectangular batches, of which one for sequences of any lengths is made."""
 ARTEFACTS = (
-    *("spec.toml", "sketch.tl", FORWARD, DERIVED, "code.tl", "reasoning.md"),
+    *("spec.toml", "sketch.tl", FORWARD, DERIVED, RECTANGULAR, "code.tl", "reasoning.md"),
     *("kernel.cu", "kernel.map.json", "launch.json"),
     *("kernel.cubin", "kernel.ptx", "build.json"),
 )

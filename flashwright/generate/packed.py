@@ -3,101 +3,156 @@ Each is made once."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from flashwright import spec as specs
-from flashwright.author.builtin.author import write_code, write_sketch
-from flashwright.author.builtin.choose import NothingFits
+from flashwright.author.builtin.author import Written, write_code, write_sketch
+from flashwright.author.builtin.choose import NothingFits, fitting
+from flashwright.author.builtin.mods import Mods
+from flashwright.build.make import spilled
+from flashwright.check.check import check
 from flashwright.files import sha256
 from flashwright.generate.backward import BackwardOrder, built
 from flashwright.generate.folder import write_package
 from flashwright.generate.store import HEADROOMS
 from flashwright.gpu import Gpu
-from flashwright.lang.diagnostic import Diagnostic, Failed
+from flashwright.lang.diagnostic import Failed
 from flashwright.lang.format import format_tree
+from flashwright.lang.nodes import Tree
 from flashwright.lang.parse import parse
 from flashwright.measure.machine import translator
+from flashwright.program.kernels import Kernels
 from flashwright.rewrite.grouped import grouped
-from flashwright.rewrite.packed import PACKED, packed
-from flashwright.rewrite.sequences import Batch
+from flashwright.rewrite.packed import packed
 from flashwright.rewrite.split import split
 from flashwright.spec import AttentionSpec
 
 _STEP = 64
 """Keys of a step, where queries are few."""
+ROWS = (16, 64, 128)
+"""A decode's kernel is made for so many rows of a tile: the heads of a group, for each query."""
+
+
+def rows_for(count: int) -> int:
+    """Which of ROWS a decode with so many rows of a kv head takes."""
+    return next((rows for rows in ROWS if count <= rows), ROWS[-1])
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A program for sequences of any lengths, and the one it is made of."""
+
+    rectangular: Written
+    """The author's, for rectangular batches, with one tiling."""
+    tree: Tree
+
+
+def rewritten(
+    sketch: str,
+    spec: AttentionSpec,
+    gpu: Gpu,
+    mods: Mods | None = None,
+    headrooms: Sequence[int | None] = HEADROOMS,
+    may_spill: bool = False,
+) -> Rewritten:
+    """The author's program for a spec's sequences: the first whose kernels do not spill, with more
+    and more registers left free; without a compiler the first. Raises NothingFits if no tiling
+    fits the GPU, Failed if it cannot be rewritten."""
+    why: Failed | None = None
+    for headroom in headrooms:
+        try:
+            whole = rectangular(sketch, spec, gpu, mods, headroom)
+        except NothingFits:
+            if why is None:
+                raise
+            break
+        made = Rewritten(whole, sequenced(parse(whole.code), spec))
+        verdict = check(made.tree, gpu)
+        if verdict.errors:
+            raise Failed(*verdict.errors)
+        why = None if may_spill else spilled(Kernels(verdict.kernels), gpu)
+        if why is None:
+            return made
+    assert why is not None
+    raise why
+
+
+def rectangular(
+    sketch: str,
+    spec: AttentionSpec,
+    gpu: Gpu,
+    mods: Mods | None = None,
+    headroom: int | None = None,
+) -> Written:
+    """The author's program for rectangular batches, with one tiling: `sequenced` makes of it what
+    the spec asks for. Raises NothingFits."""
+    few = None
+    if spec.decode is not None:  # a page of whole steps is one place in memory
+        keys = spec.page if spec.page is not None and spec.page % _STEP == 0 else 2 * _STEP
+        few = rows_for(spec.decode * spec.group), keys
+    return write_code(sketch, spec.each, gpu, mods, headroom, few).alone()
+
+
+def sequenced(tree: Tree, spec: AttentionSpec) -> Tree:
+    """A program for rectangular batches, rewritten for a spec's sequences. In a decode the heads of
+    a group that share keys are rows of one tile, and the keys are split over thread blocks."""
+    assert spec.batch is not None
+    made = packed(tree, spec.batch)
+    if spec.decode is None:
+        return made
+    return split(grouped(made, spec.group) if spec.group > 1 else made)
 
 
 @dataclass(frozen=True)
 class PackedOrder:
-    """Attention as a spec defines it, of sequences of any lengths: a kernel to find or to make."""
+    """Attention of sequences of any lengths, as a spec says: a kernel to find or to make."""
 
     spec: AttentionSpec
-    """Of each sequence."""
     gpu: Gpu
-    batch: Batch = PACKED
-    """How the sequences lie in memory."""
-    rows: int | None = None
-    """The most rows of a tile that have work, where queries are few (decode): the heads of a group
-    that share keys are rows of one tile, and the keys are split over thread blocks."""
+    mods: Mods | None = None
+    """A score and a mask on top of the spec's."""
 
-    def code(self, headroom: int | None = None) -> str:
-        """The program. Raises Failed with FW905 if no tiling fits the GPU."""
-        tree = packed(parse(self.rectangular(headroom)), self.batch)
-        if self.rows is not None:
-            tree = split(grouped(tree, self.spec.group) if self.spec.group > 1 else tree)
-        return format_tree(tree)
+    def code(self) -> str:
+        """The program, before it is known whether it spills. Raises Failed with FW905 if no tiling
+        fits the GPU."""
+        return format_tree(sequenced(parse(self.rectangular()), self.spec))
 
-    def rectangular(self, headroom: int | None = None) -> str:
-        """The author's program for rectangular batches."""
-        sketch = write_sketch(self.spec)
-        try:
-            written = write_code(sketch, self.spec, self.gpu, headroom=headroom, few=self._few)
-        except NothingFits as error:
-            raise Failed(Diagnostic("FW905", str(error))) from None
-        return written.code
-
-    @property
-    def _few(self) -> tuple[int, int] | None:
-        """What the author has to know of a decode: a page of whole steps is one place in memory."""
-        page = self.batch.page
-        keys = page if page is not None and page % _STEP == 0 else 2 * _STEP
-        return (self.rows, keys) if self.rows is not None else None
+    def rectangular(self) -> str:
+        """The author's program for rectangular batches. Raises Failed with FW905."""
+        sketch = write_sketch(self.spec, self.mods)
+        with fitting():
+            return rectangular(sketch, self.spec, self.gpu, self.mods).code
 
     @property
     def backward(self) -> BackwardOrder:
         """The gradients of Q, K and V."""
         wrt = ("q", "k", "v")
-        return BackwardOrder(self.rectangular(), self.gpu, self.spec, inputs=wrt, packed=True)
+        each = self.spec.each
+        return BackwardOrder(self.rectangular(), self.gpu, each, inputs=wrt, packed=True)
 
     @cached_property
     def key(self) -> str:
         """A digest of what is computed, for which GPU, and of the translator."""
-        how = repr((self.batch, self.rows))
+        how = repr(self.mods)
         return sha256("\0".join((how, specs.dump(self.spec), self.gpu.name, translator())))
 
     @property
     def name(self) -> str:
         """The name of its package."""
-        kind = "packed" if self.rows is None else "decode"
-        return f"{self.gpu.name}-{kind}-{self.spec.slug}-{self.key[:16]}"
+        own = "-own" if self.mods is not None else ""
+        return f"{self.gpu.name}-{self.spec.slug}{own}-{self.key[:16]}"
 
     def in_words(self) -> str:
         """What it computes, for a line of progress."""
-        kind = "packed sequences" if self.rows is None else f"decode, {self.rows} rows"
-        pages = f", keys in pages of {self.batch.page}" if self.batch.page is not None else ""
-        return f"{kind}{pages}, {self.spec.in_words}; {self.gpu.title}"
+        own = ", a mask or a score on top" if self.mods is not None else ""
+        return f"{self.spec.in_words}{own}; {self.gpu.title}"
 
     def make(self, folder: Path, verified: bool) -> None:
-        """Write the package; if it spills, again with more registers free."""
-        for number, headroom in enumerate(HEADROOMS, 1):
-            try:
-                files = built(parse(self.code(headroom)), self.gpu)
-            except Failed as failed:
-                spills = any(d.code == "FW823" for d in failed.diagnostics)
-                if spills and number < len(HEADROOMS):
-                    continue
-                raise
-            write_package(folder, files, self.gpu.name)
-            return
+        """Write the package."""
+        sketch = write_sketch(self.spec, self.mods)
+        with fitting():
+            made = rewritten(sketch, self.spec, self.gpu, self.mods)
+        write_package(folder, built(made.tree, self.gpu), self.gpu.name)

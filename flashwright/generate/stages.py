@@ -5,14 +5,12 @@ The same stages check the work of every author; for a model (by_model/), they ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from flashwright.build.package import OWN, RECORD, inside
-from flashwright.generate.folder import DERIVED, FORWARD, clear, keep
+from flashwright.generate.folder import DERIVED, FORWARD, RECTANGULAR, clear, keep
 from flashwright.generate.state import Finding, Progress, Run, Skipped
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.program.kernels import Kernels
@@ -36,13 +34,14 @@ def sketch(run: Run, progress: Progress) -> Run:
 def _derived(run: Run) -> Run:
     """The backward pass of the attention that the built-in author writes, without sizes."""
     from flashwright.author.builtin.author import write_code, write_sketch
+    from flashwright.author.builtin.choose import fitting
     from flashwright.check.check import checked_program
     from flashwright.grad.grad import backward
     from flashwright.lang.format import format_tree
     from flashwright.lang.parse import parse
 
     spec = run.spec.attention()
-    with _fitting():
+    with fitting():
         forward = write_code(write_sketch(spec, run.mods), spec, run.gpu, run.mods).code
     run = keep(run, {FORWARD: forward})
     try:
@@ -57,10 +56,13 @@ def parameters(run: Run, progress: Progress) -> Run:
     """The sketch with all its sizes, and the reason for each, by the built-in author."""
     if run.spec.backward:
         return _sized(run)
+    if run.spec.batch is not None:
+        return _rewritten(run)
     from flashwright.author.builtin.author import write_code
+    from flashwright.author.builtin.choose import fitting
     from flashwright.author.builtin.reasoning import reasoning
 
-    with _fitting():
+    with fitting():
         sketch = run.artefacts["sketch.tl"]
         written = write_code(sketch, run.spec, run.gpu, run.mods, run.headroom)
         if run.one_tiling:
@@ -85,18 +87,21 @@ def _sized(run: Run) -> Run:
     return keep(replace(run, written=written), {"code.tl": written.code})
 
 
-@contextmanager
-def _fitting() -> Iterator[None]:
-    """Raises Failed with FW905 if nothing that the built-in author knows fits the GPU."""
-    from flashwright.author.builtin.choose import NothingFits
+def _rewritten(run: Run) -> Run:
+    """The program for rectangular batches with its sizes, rewritten for the spec's sequences."""
+    from flashwright.author.builtin.choose import fitting
+    from flashwright.author.builtin.reasoning import reasoning
+    from flashwright.generate.packed import HEADROOMS, rewritten
+    from flashwright.lang.format import format_tree
 
-    try:
-        yield
-    except NothingFits as error:
-        hint = (
-            "another --gpu, --dtype or a smaller --head-dim may fit; `flashwright gpus` lists them"
-        )
-        raise Failed(Diagnostic("FW905", str(error), help=hint)) from None
+    rooms = HEADROOMS if run.headroom is None else (run.headroom,)
+    given = (run.artefacts["sketch.tl"], run.spec, run.gpu, run.mods)
+    with fitting():
+        made = rewritten(*given, rooms, may_spill=run.allow_spills > 0)
+    whole, code = made.rectangular, format_tree(made.tree)
+    files = {RECTANGULAR: whole.code, "code.tl": code}
+    files["reasoning.md"] = reasoning(run.spec, run.gpu, whole)
+    return keep(replace(run, written=replace(whole, code=code)), files)
 
 
 def _spec_inside(run: Run) -> str:

@@ -66,7 +66,7 @@ class Answer(dict[str, Array]):
 
 def placeholders(spec: AttentionSpec, inputs: Inputs) -> Answer:
     """Arrays with the shapes of the outputs that the spec knows, before their values are known."""
-    rows = inputs["Q"].shape[:3]
+    rows = inputs["Q"].shape[:-1]
     shapes: dict[str, tuple[int, ...]] = {"O": (*rows, spec.value_dim), "LSE": rows}
     if spec.backward:
         shapes = {f"d{name}": inputs[name].shape for name in names(spec)}
@@ -128,6 +128,8 @@ def compare(
     kind: str = "normal",
 ) -> oracle.Comparison:
     """Compare one output with the expected one, by the rule for its name and kind of inputs."""
+    if spec.batch is not None and found.shape == expected[name].shape:
+        return _compare_sequences(spec, name, found, expected, kind)
     if name == "LSE":
         return oracle.compare_lse(spec, found, expected[name])
     limits = expected.limits.get(name)
@@ -140,6 +142,22 @@ def compare(
         return result
     shown = weight_shown(spec.value_dim)
     return oracle.compare_weights(result, found, expected[name], noise, shown, spec.dtype)
+
+
+def _compare_sequences(
+    spec: AttentionSpec, name: str, found: Array, expected: Answer, kind: str
+) -> oracle.Comparison:
+    """The same for the rows of all sequences: those that none has must be as they were, NaN."""
+    free = np.isnan(expected[name])
+    stray = int((free & ~np.isnan(found)).sum())
+    if stray:
+        first = tuple(int(n) for n in np.argwhere(free & ~np.isnan(found))[0])
+        text = f"{stray} elements that belong to no sequence are written, the first at {first}"
+        return oracle.Comparison(False, text, found.size, bad=stray, stray=stray)
+    known = Answer({name: np.where(free, 0.0, expected[name])})
+    if name in expected.noise:
+        known.noise[name] = np.where(free, 0.0, expected.noise[name])
+    return compare(spec.each, name, np.where(free, 0, found), known, kind)
 
 
 def variation(spec: AttentionSpec, name: str, one: Array, other: Array) -> tuple[float, float]:

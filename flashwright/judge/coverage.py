@@ -106,6 +106,9 @@ def cover(
     if spec.reference and not spec.dims:
         goals.append(Goal(f"kv_len {LONG} or more", lambda q, kv: kv >= LONG and q >= FEW))
         keys.add(LONG)
+    if spec.decode is not None:
+        queries = {min(n, spec.decode) for n in (*queries, spec.decode)}
+        given = [(min(q, spec.decode), kv) for q, kv in given]
     everything = [(q, kv) for q in sorted(queries) for kv in sorted(keys) if q > 0 and kv > 0]
     goals = [g for g in goals if any(g.reached(*pair) for pair in everything)]
     table = {pair: frozenset(g.name for g in goals if g.reached(*pair)) for pair in everything}
@@ -185,6 +188,7 @@ class _KernelGoals:
     def __init__(self, kernel: Served, spec: AttentionSpec) -> None:
         self.kernel, self.spec = kernel, spec
         self.rows, self.tile = kernel.tiling.rows, kernel.tiling.keys
+        self.few = min(FEW, spec.decode or FEW)
         self.queries: set[int] = set()
         self.keys: set[int] = set()
         self.goals: list[Goal] = []
@@ -213,7 +217,7 @@ class _KernelGoals:
         self.goals.append(Goal(name, reached))
 
     def _add_tile_goals(self) -> None:
-        rows, tile = self.rows, self.tile
+        rows, tile, few = self.rows, self.tile, self.few
         if self.kernel.tiling.assumed:
             return
         if rows > 1:
@@ -231,7 +235,7 @@ class _KernelGoals:
             self._add(f"kv_len 1 short of a multiple of {tile}", lambda q, kv: -kv % tile == 1)
             self._add(
                 "3 key blocks, the last ragged",
-                lambda q, kv: q >= min(FEW, rows) and kv > 2 * tile and kv % tile > 0,
+                lambda q, kv: q >= min(few, rows) and kv > 2 * tile and kv % tile > 0,
             )
             self.keys |= {2 * tile + 1, 3 * tile - 1}
 
@@ -248,7 +252,7 @@ class _KernelGoals:
     def _add_constant_goals(self) -> None:
         for name, value in self.constants.items():
             told = name if name == str(value) else f"{name} {value}"
-            enough = min(FEW, max(2, value // 2))
+            enough = min(self.few, max(2, value // 2))
             for more in (0, 1):
                 label = f"kv_len = {told}" + (" + 1" if more else "")
                 count = value + more
@@ -257,7 +261,7 @@ class _KernelGoals:
 
     def _add_skip_goals(self) -> None:
         """Key blocks that no query of a thread block sees, on both sides; blocks that all see."""
-        spec, rows, tile = self.spec, self.rows, self.tile
+        spec, rows, tile, few = self.spec, self.rows, self.tile, self.few
         if spec.branch == "selected" or tile < 2:
             return
         many, per_key = SKIPPED * tile, spec.stride if spec.branch == "compressed" else 1
@@ -281,14 +285,14 @@ class _KernelGoals:
         if diagonal and not behind:
             self._add(
                 f"{SKIPPED} key blocks that a query block sees whole",
-                lambda q, kv: q >= FEW and kv - min(q, rows) >= many,
+                lambda q, kv: q >= few and kv - min(q, rows) >= many,
             )
             self.keys |= {many + rows, many + FEW, many + rows + 1}
         if behind:
             names = " + ".join(self.constants)
             self._add(
                 f"{SKIPPED} key blocks past {names}",
-                lambda q, kv: q >= FEW and kv - min(q, rows) - behind >= many,
+                lambda q, kv: q >= few and kv - min(q, rows) - behind >= many,
             )
             self._add(
                 f"two query blocks and a key block past {names}",

@@ -17,6 +17,7 @@ from flashwright.judge.answer import Answer, backward_inputs, compare, expected_
 from flashwright.judge.coverage import BOUNDED, LENGTHS, Budget, Coverage, cover, tokens_of
 from flashwright.judge.localise import blame_kernel, localise
 from flashwright.judge.reference_process import ReferenceProcess
+from flashwright.judge.sequences import sized
 from flashwright.judge.tiling import Served, joined, spread_in, tiling_of
 from flashwright.lang.diagnostic import Diagnostic, Failed
 from flashwright.program.kernels import Kernels
@@ -201,7 +202,7 @@ def default_cases(
             dims |= {"kv_len": spec.compressed_blocks(tokens), "tokens": tokens}
         else:
             dims |= {"kv_len": kv_len}
-        cases.append(dims)
+        cases.append(sized(spec, dims))
     return cases
 
 
@@ -260,7 +261,7 @@ class CpuTrial:
             result = self._comparison(tensor, found[tensor.name])
             self.results.append(CaseResult(self.dims, tensor.name, result))
             if not result.ok and not self.diagnostics:
-                self.diagnostics = self._blame(tensor, result, standard)
+                self.diagnostics = self._blame(tensor, result, standard and not self.spec.batch)
 
     def _blame(
         self, tensor: Tensor, result: oracle.Comparison, standard: bool

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from flashwright.judge import flash, oracle, oracle_device
+from flashwright.judge import flash, oracle, oracle_device, sequences
 from flashwright.judge.answer import Answer, backward_inputs, expected_gradients
 from flashwright.judge.reference_process import ReferenceProcess
 from flashwright.lang.diagnostic import Diagnostic, Failed
@@ -61,9 +61,15 @@ class Expected:
             return dict(self.reference(inputs, dims))
         if self.device == "cpu":
             return dict(oracle.attention(self.spec, inputs, dims, noise=True))
+        if self.spec.batch is not None:
+            return sequences.attention(self.spec, inputs, lambda one: self._on_device(one, {}))
+        return self._on_device(inputs, dims)
+
+    def _on_device(self, inputs: Mapping[str, Array], dims: Mapping[str, int]) -> dict[str, Array]:
+        """The attention of a rectangular batch, on the judge's GPU."""
         lib, moved = self._library
         self._tensors = {n: moved(x) for n, x in inputs.items()}
-        answer = oracle_device.attention(lib, self.spec, self._tensors, dims, noise=True)
+        answer = oracle_device.attention(lib, self.spec.each, self._tensors, dims, noise=True)
         return {name: value.cpu().numpy() for name, value in answer.items()}
 
     @property

@@ -22,6 +22,8 @@ def unable(spec: AttentionSpec) -> str | None:
     """Why the library cannot run this spec; None if it can."""
     if spec.reference is not None:
         return "the program has a reference of its own"
+    if spec.batch is not None:
+        return "torch's flash backend is called with rectangular batches alone"
     if spec.dtype == "fp8":
         return "torch's flash backend has no fp8"
     if spec.branch in ("compressed", "selected"):

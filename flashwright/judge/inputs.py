@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from flashwright.judge import sequences
 from flashwright.sandbox.tensors import DTYPES
 from flashwright.spec import AttentionSpec
 
@@ -96,7 +97,11 @@ def make_inputs(
     `dims` has batch, q_len, kv_len, and heads and kv_heads if they differ from the spec's. `spread`
     is the spread of the scores of standard normal inputs (default: from the spec's scale). Each
     tensor has its own random stream: an option that adds a tensor does not change the others.
+    Sequences of any lengths lie as the spec says, and are as long as sequences.py draws them.
     """
+    if spec.batch is not None:
+        made = make_inputs(spec.each, dims, seed, kind, spread)
+        return sequences.laid(spec, made, sequences.lengths(spec, dims, seed), seed)
     batch, q_len, kv_len = (_size(dims, name) for name in ("batch", "q_len", "kv_len"))
     heads, kv_heads = dims.get("heads", spec.heads), dims.get("kv_heads", spec.kv_heads)
     shapes = {

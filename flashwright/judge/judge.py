@@ -350,7 +350,8 @@ class JudgeRun:
 
     def _wants_far_batches(self, problem: Problem, lengths: object) -> bool:
         """Whether this problem gets batches with offsets past 2^31: one problem of a trial does."""
-        known = self.spec.reference is None and self.spec.dtype != "fp8"
+        plain = self.spec.reference is None and self.spec.batch is None
+        known = plain and self.spec.dtype != "fp8"
         enough = known and problem.dims.get("batch", 1) == FAR_BATCHES
         wanted = lengths is None and enough and not self.far_tried
         self.far_tried |= wanted

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from flashwright.judge import sequences
 from flashwright.spec import AttentionSpec
 
 Array = NDArray[Any]
@@ -109,8 +110,12 @@ def attention(
 
     A row without visible keys has O = 0 and LSE = -inf, or the sink's logit with a sink. `noise`
     adds the noise of O: the error of O if each of its terms has an error of 1 (see compare). A
-    subnormal weight has the absolute error of the smallest normal one.
+    subnormal weight has the absolute error of the smallest normal one. Of sequences of any lengths
+    each is computed alone; the outputs lie as Q does, and are NaN where no sequence is.
     """
+    if spec.batch is not None:
+        each = spec.each
+        return sequences.attention(spec, inputs, lambda one: attention(each, one, noise=noise))
     batch, heads, q_len = _check_sizes(spec, inputs, dims or {})
     out = np.zeros((batch, heads, q_len, spec.value_dim))
     spread = np.zeros_like(out) if noise else None
@@ -294,6 +299,8 @@ class Comparison:
     """Elements outside their limit."""
     nonfinite: int = 0
     """Number of NaN and infinities at elements whose expected value is finite."""
+    stray: int = 0
+    """Number of elements written that belong to no sequence."""
     first: Miss | None = None
     worst: Miss | None = None
     of_limit: float | None = None

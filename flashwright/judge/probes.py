@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashwright.judge import oracle
+from flashwright.judge import oracle, sequences
 from flashwright.judge.problems import SHARED, Problem, sizes
 from flashwright.judge.trial import Outcome, Trial
 from flashwright.sandbox.process import Called
@@ -49,21 +49,36 @@ def probe(trial: Trial, spec: AttentionSpec, problem: Problem) -> Outcome:
     before = trial.sandbox.call(trial.form.taken(made), shapes, trial.form.dims(problem))
     if name not in before.outputs or before.outputs[name].array.shape != expected[name].shape:
         return outcome
-    keys = made["K"].shape[2]
-    some = rng.choice(keys, min(PROBES, keys), replace=False)
-    edge = spec.sink_tokens or 0  # the first key that is no sink token, and the last that is one
-    edges = [key for key in (edge, edge - 1) if 0 < edge < keys]
-    chosen = dict.fromkeys([keys - 1, 0, *edges, *(int(k) for k in some)])
-    places = rng.permutation([*np.ndindex(*made["K"].shape[:2])])  # every batch and head in turn
-    for number, key in enumerate(chosen):
-        b, g = (int(n) for n in places[number % len(places)])
-        moved = _changed(drawn, MOVED[number % len(MOVED)], b, g, key)
+    for number, place in enumerate(_places(spec, made, rng)):
+        moved = _changed(spec, drawn, MOVED[number % len(MOVED)], place)
         changed = trial.expected.inputs(moved, problem.dims, problem.seed)
         after = trial.sandbox.call(trial.form.taken(changed), shapes, trial.form.dims(problem))
         wanted = trial.expected.outputs(changed, problem.dims)[name]
-        place = (b, g, key)
         _watch(outcome, spec, place, made, (expected[name], wanted), (before, after))
     return outcome
+
+
+def _places(
+    spec: AttentionSpec, made: dict[str, Array], rng: np.random.Generator
+) -> list[tuple[int, int, int]]:
+    """Batch, kv head and key of those that are changed: every batch and head in turn."""
+    if spec.batch is None:
+        counts = [made["K"].shape[2]] * len(made["K"])
+    else:
+        counts = [sequences.keys(made, b) for b in range(sequences.count(made))]
+    most = max(counts)
+    some = rng.choice(most, min(PROBES, most), replace=False)
+    edge = spec.sink_tokens or 0  # the first key that is no sink token, and the last that is one
+    edges = [key for key in (edge, edge - 1) if 0 < edge < most]
+    chosen = dict.fromkeys([most - 1, 0, *edges, *(int(k) for k in some)])
+    heads = made["K"].shape[0 if made["K"].ndim == 3 else 1]
+    turns = rng.permutation([*np.ndindex(len(counts), heads)])
+    found = []
+    for number, key in enumerate(chosen):
+        b, g = (int(n) for n in turns[number % len(turns)])
+        b = b if counts[b] else int(np.argmax(counts))
+        found.append((b, g, min(key, counts[b] - 1)))
+    return found
 
 
 def _rows_in(spec: AttentionSpec) -> str:
@@ -78,12 +93,15 @@ def _lengths(spec: AttentionSpec) -> tuple[int, int]:
     return FEW, spec.window + (spec.sink_tokens or 0) + BEYOND
 
 
-def _changed(made: dict[str, Array], names: str, b: int, g: int, key: int) -> dict[str, Array]:
+def _changed(
+    spec: AttentionSpec, made: dict[str, Array], names: str, place: tuple[int, int, int]
+) -> dict[str, Array]:
     changed = {name: array.copy() for name, array in made.items()}
+    at = place if spec.batch is None else sequences.key(made, *place)
     for name in names:
-        row = changed[name][b, g, key].astype(np.float64)
+        row = changed[name][at].astype(np.float64)
         moved = row + PUSH if name == "V" else -row
-        changed[name][b, g, key] = moved.astype(changed[name].dtype)
+        changed[name][at] = moved.astype(changed[name].dtype)
     return changed
 
 
@@ -137,11 +155,15 @@ def _unit(spec: AttentionSpec) -> float:
 def _seen(
     spec: AttentionSpec, problem: Problem, made: dict[str, Array], place: tuple[int, int, int]
 ) -> Array:
-    """Which rows (batch, heads, q_len) see a key."""
+    """Which rows (batch, heads, q_len) see a key; of packed queries (heads, tokens)."""
     b, g, key = place
-    batch, heads, q_len = made["Q"].shape[:3]
-    group = heads // made["K"].shape[1]
-    sees = np.zeros((batch, heads, q_len), np.bool_)
+    sees = np.zeros(made["Q"].shape[:-1], np.bool_)
+    if spec.batch is not None:
+        alone = Problem({}, problem.kind, problem.seed)
+        one = sequences.one(made, b)
+        sees[sequences.rows(made, b)] = _seen(spec.each, alone, one, (0, g, key))[0]
+        return sees
+    group = made["Q"].shape[1] // made["K"].shape[1]
     for head in range(g * group, (g + 1) * group):
         scores = oracle.weights(spec, made, problem.dims, b, head).scores
         sees[b, head] = scores[:, key] > -np.inf

@@ -14,6 +14,7 @@ import numpy as np
 from flashwright.judge.coverage import BOUNDED, Budget, Coverage, Pair, cover, tokens_of
 from flashwright.judge.coverage import LENGTHS as SHORT
 from flashwright.judge.inputs import KINDS
+from flashwright.judge.sequences import sized
 from flashwright.judge.tiling import Served
 from flashwright.spec import AttentionSpec
 
@@ -181,7 +182,7 @@ def _emulated(spec: AttentionSpec, seed: int, chosen: Coverage) -> Made:
     rng = np.random.default_rng(seed)
     for _ in range(DRAWN):
         dims, kind, usual = _random_problem(spec, rng, "emulated")
-        yield {**dims, "batch": 1}, kind, usual
+        yield sized(spec, {**dims, "batch": 1}), kind, usual
 
 
 def _from_lengths(spec: AttentionSpec, lengths: Sequence[tuple[int, int]]) -> Made:
@@ -259,4 +260,4 @@ def sizes(
     if spec.branch == "compressed":
         tokens = max(kv_len, spec.block)
         return dims | {"kv_len": spec.compressed_blocks(tokens), "tokens": tokens}
-    return dims | {"kv_len": kv_len}
+    return sized(spec, dims | {"kv_len": kv_len})

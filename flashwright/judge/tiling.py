@@ -67,13 +67,14 @@ class Tiling:
 def tiling_of(program: Program) -> Tiling:
     """The tiling of a checked program."""
     tiles = _global_tiles(program)
-    # With paged keys, no axis is as long as kv_len.
+    # Of packed queries and of keys in a cache, no axis is as long as q_len or kv_len.
     shared = [b for b in program.buffers.values() if b.space == "shared"]
-    paged = [b.shape[0] for b in shared if b.name in ("K", "V")]
-    keys = tiles.get("kv_len") or max(paged, default=1)
+    packed = [b.shape[0] for b in program.buffers.values() if b.name == "Q"]
+    cached = [b.shape[0] for b in shared if b.name in ("K", "V")]
+    keys = tiles.get("kv_len") or max(cached, default=1)
     buffers = [b for b in shared if b.shape[0] == keys]
     return Tiling(
-        rows=tiles.get("q_len", 1),
+        rows=tiles.get("q_len") or max(packed, default=1),
         keys=keys,
         stages=max((b.stages for b in buffers), default=1),
         constants=_constants(program),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from flashwright.judge import oracle
+from flashwright.judge import oracle, sequences
 from flashwright.judge.answer import Answer, compare, placeholders, variation
 from flashwright.judge.expected import Expected, error_map
 from flashwright.judge.form import Form, Shapes
@@ -300,8 +300,10 @@ class Trial:
         whole = self.form.inputs(problem, self.expected.reference)
         every = [whole]
         same = self.form.inputs(outcome.problem, self.expected.reference)
+        if self.spec.batch is not None:  # elsewhere, and another Q
+            every += [sequences.reordered(same), {**same, "Q": -same["Q"]}]
         keys = same["V"].shape[2] if self.expected.reference is None else 0
-        if keys >= 8:
+        if keys >= 8 and self.spec.batch is None:
             # Part of V: a cache that compares only the first and last elements. Q alone: one that
             # compares K and V.
             middle = slice(keys // 4, keys - keys // 4)
@@ -401,6 +403,8 @@ def _viewed_names(problem: Problem, given: Mapping[str, Array]) -> Iterator[Sequ
 
 def _symptom_name(result: oracle.Comparison, found: Array, wanted: Array) -> str:
     """The name of a wrong output, from the output alone: zeros, nonfinite, inexact or wrong."""
+    if result.stray:
+        return "out_of_bounds"
     if result.nonfinite:
         untouched = (bits(found).reshape(wanted.shape) == -1) & np.isfinite(wanted)
         return "unwritten" if untouched.any() else "nonfinite"

@@ -24,8 +24,9 @@ from flashwright.lang.parse import parse
 from flashwright.program.kernels import sections
 from flashwright.program.program import Program, Tensor
 from flashwright.program.vocabulary import PAGE
-from flashwright.rewrite.sequences import Batch, Packed, Paged, Sequences, page_label
+from flashwright.rewrite.sequences import Packed, Paged, Sequences, page_label
 from flashwright.rewrite.tree import fresh, names_in
+from flashwright.spec import Batch
 
 Part = TypeVar("Part")
 SIDES = {"q_len": "q", "kv_len": "kv"}

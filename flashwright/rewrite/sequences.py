@@ -11,18 +11,6 @@ from flashwright.program.vocabulary import PAGE
 
 
 @dataclass(frozen=True)
-class Batch:
-    """How a batch lies in memory."""
-
-    queries: bool = True
-    """Whether queries are packed; else all sequences have `q_len` of them."""
-    lengths: bool = False
-    """Whether `LengthsK` says how many keys a sequence has, of those up to the next one's start."""
-    page: int | None = None
-    """The positions in a page, if keys lie in pages; `LengthsK` says how many a sequence has."""
-
-
-@dataclass(frozen=True)
 class Packed:
     """Sequences that lie behind each other: a tensor has an axis of all tokens."""
 

@@ -218,11 +218,11 @@ class Layout:
 
 
 def _steps(shape: tuple[int, ...], gap: int) -> tuple[int, ...]:
-    """Contiguous strides; with a gap: (batch, length, heads + gap, dim) in memory."""
-    if gap and len(shape) == 4:
-        _, heads, length, dim = shape
+    """Contiguous strides; with a gap: (..., length, heads + gap, dim) in memory."""
+    if gap and len(shape) in (3, 4):
+        heads, length, dim = shape[-3:]
         row = (heads + gap) * dim
-        return length * row, dim, row, 1
+        return (length * row, dim, row, 1)[-len(shape) :]
     steps = [1]
     for size in reversed(shape[1:]):
         steps.append(steps[-1] * size)

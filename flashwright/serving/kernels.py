@@ -16,7 +16,7 @@ from flashwright.flex.task import (
 from flashwright.generate.packed import PackedOrder
 from flashwright.lang.diagnostic import Failed
 from flashwright.pytorch.operator import Operator, torch_operator
-from flashwright.rewrite.sequences import Batch
+from flashwright.spec import Batch
 
 Tensors = Mapping[str, Any]
 Check = Callable[[Tensors], None]
@@ -29,14 +29,12 @@ class Wanted:
 
     task: Task
     batch: Batch
-    rows: int | None = None
-    """The most rows of a tile that have work, where queries are few (decode)."""
     backward: bool = False
 
     @property
     def order(self) -> Any:
         """What the store finds or makes."""
-        order = PackedOrder(self.task.spec, self.task.card, self.batch, self.rows)
+        order = PackedOrder(self.task.spec.of_sequences(self.batch), self.task.card)
         return order.backward if self.backward else order
 
     def run(self, tensors: Tensors, sizes: Mapping[str, int], check: Check) -> dict[str, Any]:

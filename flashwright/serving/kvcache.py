@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from flashwright.flex.task import NoKernel
+from flashwright.generate.packed import rows_for
 from flashwright.gpu import Gpu
-from flashwright.rewrite.sequences import Batch
 from flashwright.serving import arguments, reference
 from flashwright.serving.kernels import Wanted
 from flashwright.serving.varlen import kernel_tensors
+from flashwright.spec import Batch
 
 MOST_SPLITS = 128
 _FULL = 0.8
@@ -29,8 +30,6 @@ _NEAR = 0.85
 """Of the best efficiency: the fewest splits that reach it are taken."""
 _KEYS = 64
 """Of one step, roughly; a split has at least one."""
-ROWS = (16, 64, 128)
-"""Kernels are made for so many rows of a tile: the heads of a group, for each query."""
 
 
 def flash_attn_with_kvcache(
@@ -117,12 +116,13 @@ def _by_kernel(
 ) -> tuple[Any, Any]:
     """O and LSE."""
     task = arguments.task(given, settings)
-    batch, queries, heads = given["q"].shape[:3]
-    rows = queries * (heads // task.spec.kv_heads)
-    few = next((n for n in ROWS if rows <= n), ROWS[-1])
+    batch, queries = given["q"].shape[:2]
+    group = task.spec.group
+    few = rows_for(queries * group)
     page = cache.k.shape[1] if cache.table is not None else None
-    wanted = Wanted(task, Batch(queries=False, lengths=True, page=page), few)
-    blocks = batch * task.spec.kv_heads * ceil(rows / few)
+    most = max(1, few // group)  # one kernel for all numbers of queries that take such tiles
+    wanted = Wanted(task, Batch(queries=False, lengths=True, page=page, decode=most))
+    blocks = batch * task.spec.kv_heads * ceil(queries * group / few)
     sizes = {"splits": splits or split_count(task.card, blocks, cache.longest)}
     sizes |= {"q_len": queries, "kv_len": cache.longest, "batch": batch}
     found = wanted.run(kernel_tensors(given), sizes, partial(reference.check, task.spec, given))

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from flashwright.flex.task import NoKernel
-from flashwright.rewrite.sequences import Batch
 from flashwright.serving import arguments, reference
 from flashwright.serving.kernels import Check, Wanted
+from flashwright.spec import Batch
 
 Tensors = Mapping[str, Any]
 

@@ -18,7 +18,7 @@ from flashwright.generate.packed import PackedOrder
 from flashwright.lang.format import format_tree
 from flashwright.lang.parse import parse
 from flashwright.program.kernels import Kernels
-from flashwright.rewrite.sequences import Batch
+from flashwright.spec import Batch
 
 torch = pytest.importorskip("torch")
 import flashwright  # noqa: E402
@@ -251,7 +251,8 @@ def test_the_kernels_compute_it(gpu: str, page: int | None) -> None:
     """Compiled, and under emulation: two queries a sequence, seven heads in a group."""
     card, lengths = gpus.find(gpu), [0, 1, 130, 64, 17]
     spec = make_spec("gqa", heads=14, kv_heads=2, head_dim=64, dtype="bf16", causal=True)
-    programs = check(parse(PackedOrder(spec, card, Batch(False, True, page), 16).code())).kernels
+    order = PackedOrder(spec.of_sequences(Batch(False, True, page, 2)), card)
+    programs = check(parse(order.code())).kernels
     q = torch.randn(len(lengths), 2, 14, 64).bfloat16()
     keys = [tuple(torch.randn(n, 2, 64).bfloat16() for _ in "kv") for n in lengths]
     given = {"cache_seqlens": torch.tensor(lengths, dtype=torch.int32), "causal": True}

@@ -21,7 +21,7 @@ from flashwright.lang.format import format_expr, format_tree
 from flashwright.lang.parse import parse
 from flashwright.lower.translate import translate
 from flashwright.rewrite.packed import packed
-from flashwright.rewrite.sequences import Batch
+from flashwright.spec import Batch
 from tests.share import some
 from tests.unit.emulated import needs_compilers
 

@@ -15,6 +15,7 @@ from flashwright.emulate.package import read_package
 from flashwright.generate.backward import BackwardOrder
 from flashwright.generate.packed import PackedOrder
 from flashwright.judge.emulated import launch
+from flashwright.spec import Batch
 
 torch = pytest.importorskip("torch")
 import flashwright  # noqa: E402
@@ -290,7 +291,7 @@ def test_what_no_kernel_does_is_said(settings: dict[str, Any]) -> None:
 def test_the_package_that_is_made_computes_it(tmp_path: Path) -> None:
     """Compiled, and under emulation."""
     spec = make_spec("gqa", heads=4, kv_heads=2, head_dim=64, dtype="bf16", causal=True)
-    MAKE(PackedOrder(spec, CARD), tmp_path / "made", False)
+    MAKE(PackedOrder(spec.of_sequences(Batch()), CARD), tmp_path / "made", False)
     given = tensors()
     wanted = flashwright.flash_attn_varlen_func(*given, causal=True, return_softmax_lse=True)
     kinds = zip(("Q", "K", "V"), given, strict=False)

@@ -18,6 +18,7 @@ differ where they do:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from flashwright.author.builtin import tuned
@@ -34,6 +35,7 @@ from flashwright.author.builtin.needs import (
     turns_tiles,
 )
 from flashwright.gpu import Gpu
+from flashwright.lang.diagnostic import Diagnostic, Failed
 
 # The accuracy of the model: among estimates this close the simplest tiling is taken.
 TIE = 0.02
@@ -51,6 +53,18 @@ _WARPS = (1, 2, 4, 8)
 
 class NothingFits(ValueError):
     """No tiling fits the GPU; the message names the nearest one and what it exceeds."""
+
+
+@contextmanager
+def fitting() -> Iterator[None]:
+    """Raises Failed with FW905 if nothing that the built-in author knows fits the GPU."""
+    try:
+        yield
+    except NothingFits as error:
+        hint = (
+            "another --gpu, --dtype or a smaller --head-dim may fit; `flashwright gpus` lists them"
+        )
+        raise Failed(Diagnostic("FW905", str(error), help=hint)) from None
 
 
 @dataclass(frozen=True)
