@@ -63,7 +63,8 @@ class _PlanWriter:
         for one in plan.maps:
             index = names.index(one.tensor)
             self.numbers += [index, MAP_TYPES[plan.tensors[index].dtype]]
-            self.numbers += [SWIZZLES.index(one.swizzle), one.optional, one.ranges, *one.box]
+            kinds = (one.optional, one.ranges, one.pages)
+            self.numbers += [SWIZZLES.index(one.swizzle), *kinds, *one.box]
 
     def tensor(self, tensor: PlanTensor) -> None:
         self.words += [tensor.name, tensor.dtype]

@@ -306,6 +306,10 @@ def _map(
     if one.ranges:  # two axes more, so that a tile ends where its range does
         sizes = [RANGE_AXIS, RANGE_AXIS, *sizes[:-2], RANGE, sizes[-1]]
         strides = [RANGE_STRIDE - strides[-2], strides[-2], *strides]
+    if one.pages:  # one axis more, and a memory that begins a box before the tensor
+        base = (base - one.box[-2] * strides[-2]) % 2**64
+        sizes = [sizes[-2] + 1, *sizes[:-2], one.box[-2], sizes[-1]]
+        strides = [strides[-2], *strides]
     if empty:
         sizes, base, strides = [1] * len(sizes), place[1], [_TMA_UNIT] * len(sizes)
     outer = strides[:-1]

@@ -163,8 +163,8 @@ def _map(one: PlanMap, plan: LaunchPlan) -> str:
     box = ", ".join(map(str, one.box))
     kinds = f"{MAP_TYPES[tensor.dtype]}, {SWIZZLES.index(one.swizzle)}"
     flat = "true" if tensor.flat else "false"
-    ranges = "true" if one.ranges else "false"
-    arguments = f"p.{one.tensor}, {one.tensor}, {{{box}}}, {kinds}, {flat}, {ranges}"
+    ranges, pages = ("true" if kind else "false" for kind in (one.ranges, one.pages))
+    arguments = f"p.{one.tensor}, {one.tensor}, {{{box}}}, {kinds}, {flat}, {ranges}, {pages}"
     return f"host::encode(p.{one.tensor}_map, {arguments});"
 
 

@@ -140,6 +140,8 @@ class TensorMap(NamedTuple):
     strides: Any
     box: Any
     steps: Any
+    before: int
+    """How many bytes before the tensor its memory is taken to begin."""
     empty: bool
     optional: bool
 
@@ -330,6 +332,12 @@ def _map(
     if one["ranges"]:  # two axes more, so that a tile ends where its range does
         sizes[1:] = [_RANGE, *sizes[2:], _RANGE_AXIS, _RANGE_AXIS]
         strides += [strides[1], _RANGE_STRIDE - strides[1]]
+    before = 0
+    if one["pages"]:  # one axis more, and a memory that begins a box before the tensor
+        rows = one["box"][-2]
+        before = rows * strides[1]
+        sizes[1:] = [rows, *sizes[2:], sizes[1] + 1]
+        strides.append(strides[1])
     rank = len(sizes)
     if empty:  # the driver takes no map of an empty tensor: it gets one of a single zero
         sizes, strides = [1] * rank, [_TMA_UNIT] * rank
@@ -346,6 +354,7 @@ def _map(
         (ctypes.c_uint64 * max(rank - 1, 1))(*strides[1:]),
         (ctypes.c_uint32 * rank)(*reversed(one["box"])),
         (ctypes.c_uint32 * rank)(*[1] * rank),
+        before,
         empty,
         one["optional"],
     )
@@ -469,7 +478,7 @@ class Kernel:
         if one.optional and not one.empty and address % _TMA_UNIT:
             return  # zeros: the kernel copies in another way
         cuda = _cuda()
-        where = self._zeros_on(device) if one.empty else address
+        where = self._zeros_on(device) if one.empty else address - one.before
         # No interleaving, and zeros beyond the ends of the tensor.
         result = cuda.cuTensorMapEncodeTiled(
             *(ctypes.c_void_p(target), one.type, one.rank, ctypes.c_void_p(where)),

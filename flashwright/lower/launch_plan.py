@@ -95,6 +95,12 @@ class PlanMap(BaseModel):
     coordinate is the end of the range in the tensor. These two are RANGE rows too far, which the
     first takes back: its coordinate is RANGE, its stride 2^34 bytes less that of a row, and RANGE
     times 2^34 is 2^64, where addresses begin again at 0.
+
+    With one for `pages` of rows, too, a tile ends where its rows do, though those of the page go on.
+    It has one axis more, the first, with the stride of a row, as long as a page and one more, on
+    which the box is 1. The axis of rows is as long as the box: of n rows, a tile begins n before the
+    end there, and its coordinate on the first axis is where its rows end in the page. Together these
+    are a box too far, so the memory is taken to begin as many rows before the tensor.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -103,6 +109,7 @@ class PlanMap(BaseModel):
     swizzle: int
     """In bytes: 0 (none), 32, 64 or 128."""
     ranges: bool = False
+    pages: bool = False
     optional: bool = False
     """Of a tensor that TMA can load only if its address and strides, which are the caller's, are
     multiples of 16 bytes: otherwise the map is 128 zeros, and the kernel copies in another way."""
@@ -131,7 +138,7 @@ class LaunchPlan(BaseModel):
         unsaid: dict[str, Any] = {n: True for n in ("maps", "stays") if not getattr(self, n)}
         if self.maps:
             unsaid["maps"] = {
-                n: {name for name in ("optional", "ranges") if not getattr(one, name)}
+                n: {name for name in ("optional", "ranges", "pages") if not getattr(one, name)}
                 for n, one in enumerate(self.maps)
             }
         plain = (n for n, one in enumerate(self.tensors) if not one.fragments)

@@ -135,6 +135,11 @@ def _maps(printer: Printer, plan: LaunchPlan) -> Iterator[str]:
                 " (the first two are `fw::range_end` and the end of a range of rows, in elements;"
             )
             views += " rows are counted so that the range ends at `fw::range_end`)"
+        if one.pages:
+            views = (
+                " (the first one is the end of the tile's rows in their page, in elements; rows are"
+                f" counted so that the tile ends at {one.box[-2]})"
+            )
         yield (
             f"`p.{name}` is a tensor map of {one.tensor}: its box is {box} elements on "
             f"the axes as declared{views}, swizzled over {one.swizzle} bytes; elements beyond the "

@@ -111,13 +111,18 @@ class Call {
         strides[rank] = strides[1], strides[rank + 1] = kRangeStride - strides[1];
         rank += 2;
       }
+      if (map.pages) {
+        sizes[rank] = sizes[1] + 1, sizes[1] = map.box[1];
+        strides[rank++] = strides[1];
+      }
+      uint64_t before = map.pages ? map.box[1] * strides[1] : 0;  // where its memory is taken to begin
       if (empty) sizes.fill(1), strides.fill(kTmaUnit);
       if (map.optional && !empty && !fits_tma(plan, given, sizes, strides, rank)) {
         std::memset(packed_[m].bytes, 0, kMapBytes);
         continue;
       }
       Result result = map_driver().cuTensorMapEncodeTiled(
-          packed_[m].bytes, map.type, static_cast<uint32_t>(rank), empty ? zeros() : given.address(),
+          packed_[m].bytes, map.type, static_cast<uint32_t>(rank), empty ? zeros() : given.address() - before,
           sizes.data(), strides.data() + 1, map.box.data(), every.data(), kNoInterleave, map.swizzle,
           kPromote128, kFillZeros);
       if (result != 0) driver().check(result, map_of(plan, given).c_str());
