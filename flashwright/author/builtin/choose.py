@@ -49,6 +49,8 @@ _BN_WGMMA = (32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 224, 256)
 # kernel serves short sequences too, where they leave SMs without a block.
 _BM = (16, 32, 64, 128)
 _WARPS = (1, 2, 4, 8)
+HEADROOMS = (None, 24, 40, 64)
+"""Registers to leave free: more, if the kernel spills with fewer."""
 
 
 class NothingFits(ValueError):
