@@ -53,6 +53,7 @@ def make_plan(program: Program, gpu: Gpu, kernel: ir.Kernel, shared: int) -> Lau
         shared=shared,
         grid=(reduce(_product, counts),) if roles else launch_order(program, counts),
         stays=roles and program.schedule.persistent,
+        counter=kernel.sequences is not None,
         dims=program.dims,
         tensors=tuple(
             _tensor(t, program, kernel)

@@ -118,7 +118,7 @@ struct MapPlan {
 
 struct Plan {
   string entry, arch;
-  int64_t threads, shared, stays, heads, kv_heads;  // the last two: which dims these are, or -1
+  int64_t threads, shared, stays, counter, heads, kv_heads;  // the last two: which dims these are, or -1
   vector<string> dims;
   vector<TensorPlan> tensors;
   vector<Size> grid;
@@ -131,7 +131,8 @@ class Reader {
       : numbers_(numbers), words_(words) {}
 
   Plan plan() {
-    Plan plan{word(), word(), number(), number(), number(), number(), number(), {}, {}, {}, {}};
+    Plan plan{word(), word(), number(), number(), number(),
+              number(), number(), number(), {}, {}, {}, {}};
     for (int64_t n = number(); n > 0; --n) plan.dims.push_back(word());
     for (int64_t n = number(); n > 0; --n) plan.tensors.push_back(tensor());
     for (int64_t n = number(); n > 0; --n) plan.grid.push_back(size());
