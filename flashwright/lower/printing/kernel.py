@@ -163,6 +163,8 @@ class Printer:
             buffer = self.program.buffers[where[0]]
             rows, cols = (self._size(buffer, axis) for axis in (0, 1))
             shown = cols if piece.width == buffer.shape[1] else str(piece.width)
+            if piece.window.pages is not None:
+                rows = str(piece.window.page_rows)
             yield f"  fw::Map {self.context.maps[where]};  // tiles of {rows} x {shown}"
         for tensor in (*self.program.tensors.values(), *self.program.counters.values()):
             sizes = ", ".join(format_expr(a.size) for a in tensor.axes)
