@@ -21,6 +21,8 @@ from flashwright.rewrite.packed import packed
 from flashwright.rewrite.split import split
 from flashwright.spec import AttentionSpec, Batch
 
+_USUAL_KEYS = 2048
+"""Of a sequence: the tiling is the best one for so many. For longer ones it costs little."""
 _STEP = 64
 """Keys of a step, where queries are few."""
 ROWS = (16, 64, 128)
@@ -89,9 +91,9 @@ def rectangular(
     the spec asks for. Raises NothingFits."""
     few = None
     if spec.decode is not None:  # a page of whole steps is one place in memory
-        keys = spec.page if spec.page is not None and spec.page % _STEP == 0 else 2 * _STEP
-        few = rows_for(spec.decode * spec.group), keys
-    return write_code(sketch, spec.each, gpu, mods, headroom, few).alone()
+        behind = spec.page if spec.page is not None and spec.page % _STEP == 0 else 2 * _STEP
+        few = rows_for(spec.decode * spec.group), behind
+    return write_code(sketch, spec.each, gpu, mods, headroom, few, _USUAL_KEYS)
 
 
 def sequenced(tree: Tree, spec: AttentionSpec) -> Tree:
