@@ -19,7 +19,7 @@ from flashwright.program.kernels import Kernels
 from flashwright.rewrite.grouped import grouped
 from flashwright.rewrite.packed import packed
 from flashwright.rewrite.split import split
-from flashwright.spec import AttentionSpec
+from flashwright.spec import AttentionSpec, Batch
 
 _USUAL_KEYS = 2048
 """Of a sequence: the tiling is the best one for so many. For longer ones it costs little."""
@@ -32,6 +32,13 @@ ROWS = (16, 64, 128)
 def rows_for(count: int) -> int:
     """Which of ROWS a decode with so many rows of a kv head takes."""
     return next((rows for rows in ROWS if count <= rows), ROWS[-1])
+
+
+def batch_of_few(queries: int, group: int, page: int | None = None) -> Batch:
+    """The sequences of the kernel that serves so many queries a sequence: as many as fill its
+    tiles, of keys in a cache or in pages."""
+    most = max(1, rows_for(queries * group) // group)
+    return Batch(queries=False, lengths=True, page=page, decode=most)
 
 
 @dataclass(frozen=True)

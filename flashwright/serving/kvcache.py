@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 from flashwright.flex.task import NoKernel
-from flashwright.generate.packed_sizes import rows_for
+from flashwright.generate.packed_sizes import batch_of_few, rows_for
 from flashwright.gpu import Gpu
 from flashwright.serving import arguments, reference
 from flashwright.serving.kernels import Wanted
 from flashwright.serving.varlen import kernel_tensors
-from flashwright.spec import Batch
 
 MOST_SPLITS = 128
 _FULL = 0.8
@@ -120,8 +119,7 @@ def _by_kernel(
     group = task.spec.group
     few = rows_for(queries * group)
     page = cache.k.shape[1] if cache.table is not None else None
-    most = max(1, few // group)  # one kernel for all numbers of queries that take such tiles
-    wanted = Wanted(task, Batch(queries=False, lengths=True, page=page, decode=most))
+    wanted = Wanted(task, batch_of_few(queries, group, page))
     blocks = batch * task.spec.kv_heads * ceil(queries * group / few)
     sizes = {"splits": splits or split_count(task.card, blocks, cache.longest)}
     sizes |= {"q_len": queries, "kv_len": cache.longest, "batch": batch}
