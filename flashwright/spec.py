@@ -185,6 +185,10 @@ class AttentionSpec(BaseModel):
         """Columns of V and O."""
         return self.head_dim if self.v_dim is None else self.v_dim
 
+    def values(self, tensors: Mapping[str, Any]) -> Any:
+        """V among the tensors of a call: with `latent` the first columns of K."""
+        return tensors["K"][..., : self.value_dim] if self.latent else tensors["V"]
+
     @property
     def softmax_scale(self) -> float:
         """The factor on Q K^T."""
