@@ -12,6 +12,7 @@ from flashwright import spec as specs
 from flashwright.author.builtin.author import Written, write_code, write_sketch
 from flashwright.author.builtin.choose import NothingFits, fitting
 from flashwright.author.builtin.mods import Mods
+from flashwright.author.builtin.needs import WIDEST
 from flashwright.build.make import spilled
 from flashwright.check.check import check
 from flashwright.files import sha256
@@ -34,10 +35,14 @@ _STEP = 64
 """Keys of a step, where queries are few."""
 ROWS = (16, 64, 128)
 """A decode's kernel is made for so many rows of a tile: the heads of a group, for each query."""
+SHARED_ROWS = 64
+"""Those of tiles whose columns warpgroups share."""
 
 
-def rows_for(count: int) -> int:
+def rows_for(count: int, v_dim: int) -> int:
     """Which of ROWS a decode with so many rows of a kv head takes."""
+    if v_dim > WIDEST:
+        return SHARED_ROWS
     return next((rows for rows in ROWS if count <= rows), ROWS[-1])
 
 
@@ -92,7 +97,7 @@ def rectangular(
     few = None
     if spec.decode is not None:  # a page of whole steps is one place in memory
         keys = spec.page if spec.page is not None and spec.page % _STEP == 0 else 2 * _STEP
-        few = rows_for(spec.decode * spec.group), keys
+        few = rows_for(spec.decode * spec.group, spec.value_dim), keys
     return write_code(sketch, spec.each, gpu, mods, headroom, few).alone()
 
 
