@@ -138,7 +138,7 @@ class _Splitting:
             note = "rows of a block that puts parts together"
             small = written(f"param {self.rows} = 16  // {note}\n")
             second = made
-        letters = {name: self.parts.place.column for name in self.parts.names.values()}
+        letters = dict.fromkeys(self.parts.names.values(), self.parts.place.column)
         pieces = in_pieces(self.program, second, letters, self.fresh)
         if pieces is not None:
             small, second = (*small, *pieces[0]), pieces[1]

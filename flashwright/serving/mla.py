@@ -19,7 +19,7 @@ TYPES = (torch.bfloat16, torch.float16)
 
 
 class SchedulerMetadata:
-    """What FlashMLA plans for a batch. Our kernels read the lengths themselves: nothing is in it."""
+    """What FlashMLA plans for a batch. It is empty: our kernels read the lengths themselves."""
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[SchedulerMetadata, None]:

@@ -62,8 +62,8 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 def problem(
     queries: int, heads: int, width: int, lengths: list[int] = LENGTHS
 ) -> tuple[tuple[Any, Any, Any, Any], list[Any]]:
-    """Q, a cache in pages, its table and the lengths; and the keys of each sequence. Where no key is
-    the pages are NaN, and the table names none."""
+    """Q, a cache in pages, its table and the lengths; and the keys of each sequence. Where no key
+    is the pages are NaN, and the table names none."""
     q = torch.randn(len(lengths), queries, heads, width).bfloat16()
     keys = [torch.randn(n, width).bfloat16() for n in lengths]
     counts = [-(-n // PAGE) for n in lengths]

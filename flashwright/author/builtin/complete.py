@@ -359,9 +359,9 @@ class _Completion:
                 starts.setdefault(name.id, start)
             if stmt.mode == "get" and stmt.target is not None:
                 made.add(stmt.target.id)
-            if stmt.mode == "accumulate" and stmt.target is not None:
-                if stmt.target.id not in made:
-                    starts.setdefault(stmt.target.id, "0")
+            added = stmt.target if stmt.mode == "accumulate" else None
+            if added is not None and added.id not in made:
+                starts.setdefault(added.id, "0")
         lines = [
             line(f"Compute {start} and get {name}")
             for name, start in starts.items()

@@ -66,7 +66,7 @@ VARIANTS: dict[str, Variant] = {
         ),
         Variant(
             "mla-decode",
-            "multi-head latent attention, decode (absorbed): Q and the cache 576 wide, V its first 512",
+            "absorbed MLA, decode: Q and the latent cache 576 wide, V its first 512 columns",
             "latent.tl",
             defaults={
                 "heads": 128,
