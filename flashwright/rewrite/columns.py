@@ -22,8 +22,8 @@ def in_pieces(
     program: Program, kernel: Body, letters: Mapping[str, str], fresh: Fresh
 ) -> tuple[Body, Body] | None:
     """A param, and a kernel whose wide tiles have so many columns; None where none is wide, or
-    where its statements need whole rows. `letters` are those of the columns of tensors that the program
-    does not have. A result without columns is stored by the block that has the first ones."""
+    where its statements need whole rows. `letters` are those of the columns of tensors that the
+    program does not have. A result without columns is stored by the block that has the first ones."""
     size = _width(program, kernel)
     if size is None:
         return None
