@@ -458,8 +458,8 @@ class AttentionSpec(BaseModel):
         if self.kv_dtype is not None:
             self._check_kv_dtype()
         if self.value_dim > MAX_V_DIM:
-            text = f"V has head_dim = {self.head_dim} columns, and at most {MAX_V_DIM} are possible"
-            raise _wrong(f"{text}: set v_dim", "v_dim")
+            text = f"must be at most {MAX_V_DIM}, not {self.head_dim}"
+            raise _wrong(f"{text}, where V is as wide: set v_dim", "head_dim")
         if self.latent:
             self._check_latent()
         return self
