@@ -23,7 +23,7 @@ def in_pieces(
 ) -> tuple[Body, Body] | None:
     """A param, and a kernel whose wide tiles have so many columns; None where none is wide, or
     where its statements need whole rows. `letters` are those of the columns of tensors that the
-    program does not have. A result without columns is stored by the block that has the first ones."""
+    program does not have. A result without columns is stored with the first ones."""
     size = _width(program, kernel)
     if size is None:
         return None
