@@ -63,11 +63,11 @@ def register_transformers(name: str = "wright", *, fallback: bool = False) -> No
     the reason. Raises ImportError without PyTorch or transformers.
     """
     try:
-        from flashwright.flex import transformers
+        from flashwright.serving import decode_layers
     except ImportError as error:
         text = f"this needs PyTorch, which cannot be imported ({error}): "
         raise ImportError(text + "pip install 'flashwright[transformers]'") from error
-    transformers.register_transformers(name, fallback=fallback)
+    decode_layers.register_transformers(name, fallback=fallback)
 
 
 def warm(

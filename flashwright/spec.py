@@ -236,7 +236,7 @@ class AttentionSpec(BaseModel):
             "backward" if self.backward else "",
             "" if self._is_usual("repeatable") else _REPEATABLE[self.repeatable],
         ]
-        dtype = "fp8 in, bf16 out" if self.dtype == "fp8" else self.dtype
+        dtype: str = "fp8 in, bf16 out" if self.dtype == "fp8" else self.dtype
         dtype += f", K and V in {self.kv_dtype}" if self.kv_dtype is not None else ""
         return ", ".join(filter(None, [*extras, heads, width, dtype]))
 

@@ -113,8 +113,8 @@ class BackwardOrder:
         told = {}
         if spec is not None and not self.packed:
             told[SPEC] = specs.dump(spec.differentiated(self.deterministic))
-        _, tree = sized(parse(format_tree(self.derived)), self.gpu)
-        tree = packed(tree) if self.packed else tree
+        rewrite = [packed] if self.packed else []
+        _, tree = sized(parse(format_tree(self.derived)), self.gpu, *rewrite)
         write_package(folder, built(tree, self.gpu, told), self.gpu.name)
 
 

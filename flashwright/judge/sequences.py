@@ -139,7 +139,7 @@ def _in_pages(
 def reordered(inputs: Inputs) -> dict[str, Array]:
     """The same tensors with the sequences in the reverse order: other starts, lengths and pages."""
     found = dict(inputs)
-    for name in ("LengthsK", "Table"):
+    for name in ("LengthsK", "Table", *_SCALES):
         if name in inputs:
             found[name] = np.ascontiguousarray(inputs[name][::-1])
     for name in ("StartsQ", "StartsK"):
@@ -188,10 +188,12 @@ def one(inputs: Inputs, b: int) -> dict[str, Array]:
     found["Q"] = inputs["Q"][rows(inputs, b)][None]
     for name in _held(inputs):
         found[name] = _keys(inputs, name, b)[None]
-    return found
+    return found | {name: inputs[name][b : b + 1] for name in _SCALES if name in inputs}
 
 
 _PLACES = ("StartsQ", "StartsK", "LengthsK", "Table")
+_SCALES = ("KDescale", "VDescale")
+"""The tensors with numbers for each sequence and head."""
 
 
 def _keys(inputs: Inputs, name: str, b: int) -> Array:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from flashwright.flex.task import NoKernel
-from flashwright.generate.packed import rows_for
+from flashwright.generate.packed_sizes import rows_for
 from flashwright.gpu import Gpu
 from flashwright.serving import arguments, reference
 from flashwright.serving.kernels import Wanted
@@ -77,12 +77,12 @@ def flash_attn_with_kvcache(
     no gradients. CPU tensors are computed by PyTorch. Raises NoKernel with the reason where no
     kernel can be made.
     """
-    for pair, one, other in (
+    for both, one, other in (
         ("k and v", k, v),
         ("rotary_cos and rotary_sin", rotary_cos, rotary_sin),
     ):
         if (one is None) != (other is None):
-            raise ValueError(f"pass both {pair}, or neither")
+            raise ValueError(f"pass both {both}, or neither")
     cache = _Cache(k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad)
     lengths = _lengths(q, cache, cache_seqlens)
     if rotary_cos is not None:

@@ -69,14 +69,14 @@ def theirs(given: dict[str, Any]) -> Call | None:
 
 
 def graphed(call: Call) -> Call:
-    """The call as a CUDA graph."""
+    """The call as a CUDA graph, which keeps the call's tensors."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = call()
 
-    def replay() -> Sequence[Any]:
+    def replay(_kept: Call = call) -> Sequence[Any]:
         graph.replay()
         return found
 

@@ -81,6 +81,11 @@ class Call {
   void* stream() const { return TVMFFIEnvGetStream(kDLCUDA, device_.device_id); }
   void* parameters() { return packed_.data(); }
 
+  // Where the launch's counter is, if the plan wants one.
+  void count_at(void* address) {
+    std::memcpy(reinterpret_cast<char*>(packed_.data()) + counter_, &address, sizeof address);
+  }
+
   // The maps, which are the first in the struct; in the device's context. `zeros` gives the address of
   // zeros there: the driver takes no map of a tensor without elements, so it gets one of a single zero.
   template <typename Zeros>
@@ -111,13 +116,18 @@ class Call {
         strides[rank] = strides[1], strides[rank + 1] = kRangeStride - strides[1];
         rank += 2;
       }
+      if (map.pages) {
+        sizes[rank] = sizes[1] + 1, sizes[1] = map.box[1];
+        strides[rank++] = strides[1];
+      }
+      uint64_t before = map.pages ? map.box[1] * strides[1] : 0;  // where its memory is taken to begin
       if (empty) sizes.fill(1), strides.fill(kTmaUnit);
       if (map.optional && !empty && !fits_tma(plan, given, sizes, strides, rank)) {
         std::memset(packed_[m].bytes, 0, kMapBytes);
         continue;
       }
       Result result = map_driver().cuTensorMapEncodeTiled(
-          packed_[m].bytes, map.type, static_cast<uint32_t>(rank), empty ? zeros() : given.address(),
+          packed_[m].bytes, map.type, static_cast<uint32_t>(rank), empty ? zeros() : given.address() - before,
           sizes.data(), strides.data() + 1, map.box.data(), every.data(), kNoInterleave, map.swizzle,
           kPromote128, kFillZeros);
       if (result != 0) driver().check(result, map_of(plan, given).c_str());
@@ -313,11 +323,11 @@ class Call {
     TVM_FFI_THROW(ValueError) << "kv_heads = " << kv_heads << " must divide heads = " << heads;
   }
 
-  // The parameter struct: room for the maps, for each tensor its address and strides, then the
-  // dimensions as int32.
+  // The parameter struct: room for the maps, for each tensor its address and strides, room for the
+  // counter's address, then the dimensions as int32.
   void pack() {
     used_ = plan_.maps.size() * kMapBytes;
-    size_t bytes = used_ + plan_.dims.size() * sizeof(int32_t);
+    size_t bytes = used_ + plan_.counter * sizeof(void*) + plan_.dims.size() * sizeof(int32_t);
     for (const TensorPlan& plan : plan_.tensors) bytes += (1 + plan.axes.size()) * sizeof(int64_t);
     packed_.resize((bytes + sizeof(Block) - 1) / sizeof(Block));
     for (size_t i = 0; i < plan_.tensors.size(); ++i) {
@@ -328,6 +338,8 @@ class Call {
       if (there) plan.flat ? dense_strides(plan, given.parts) : split_strides(i, given.parts);
       for (size_t a = 0; a < plan.axes.size(); ++a) push<int64_t>(given.parts[a]);
     }
+    counter_ = used_;
+    if (plan_.counter) push<void*>(nullptr);
     for (size_t d = 0; d < plan_.dims.size(); ++d) push<int32_t>(static_cast<int32_t>(dims_[d]));
   }
 
@@ -425,7 +437,7 @@ class Call {
   DLDevice device_{};
   const char* device_owner_ = nullptr;
   vector<Block> packed_;
-  size_t used_ = 0;  // bytes
+  size_t used_ = 0, counter_ = 0;  // bytes; where the counter's address is
 };
 
 }  // namespace fw

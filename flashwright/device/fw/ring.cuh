@@ -155,10 +155,38 @@ __device__ bool is_producer() {
   return threadIdx.x == 32 * Warps;
 }
 
-// Some columns of a tile start on their way to a stage that was acquired; the first element of them is at the coordinates
-// (one for each axis). A box is as wide as a swizzle atom; what lies outside of the tensor becomes 0.
+// Where TMA finds a tile whose rows lie in pages of `Size` rows: boxes of `Rows` rows, each in one page. `first` is the
+// position of the tile in its sequence, which has so many `rows` from there on; `page` has the coordinates of each box on
+// the axes before that of rows.
+template <int Size, int Rows, int Count, class Page>
+struct PageBoxes {
+  int first, rows;
+  Page page[Count];
+};
+
+template <class... Coords>
+__device__ cute::array<int, sizeof...(Coords)> coordinates(Coords... coords) {
+  return {{coords...}};
+}
+
+// `page(n)` gives the coordinates of the n-th page. All are asked for before a stage is free, so that nothing waits for a
+// table then. Boxes behind the last row have those of the last page: nothing is read there.
+template <int Size, int Rows, int Count, class Page>
+__device__ auto page_boxes(int first, int rows, Page page) {
+  PageBoxes<Size, Rows, Count, decltype(page(0))> boxes{first, rows, {}};
+  CUTE_UNROLL
+  for (int n = 0; n < Count; ++n) {
+    uint32_t const place = ::max(first + ::min(n * Rows, rows - 1), 0);
+    boxes.page[n] = page(static_cast<int>(place / Size));
+  }
+  return boxes;
+}
+
+// Some columns of a box start on their way to a stage that was acquired, from a row of its tile on; the first element of
+// them is at the coordinates (one for each axis). They are as wide as a swizzle atom; what lies outside of the tensor
+// becomes 0.
 template <int Column, int Width, class Tile, int Stages, class... Coords>
-__device__ void fetch_columns(Tile tile, Ring<Stages> const& ring, Map const& map, Coords... coords) {
+__device__ void fetch_box(Tile tile, Ring<Stages> const& ring, Map const& map, int row, Coords... coords) {
   static_assert(sizeof...(Coords) >= 2 && sizeof...(Coords) <= 5);
   int at[] = {coords...};
   constexpr int rank = sizeof...(Coords);
@@ -166,7 +194,7 @@ __device__ void fetch_columns(Tile tile, Ring<Stages> const& ring, Map const& ma
   uint32_t const barrier = ring.full + 8 * ring.stage;
   CUTE_UNROLL
   for (int col = Column; col < Column + Width; col += Tile::width) {
-    uint32_t const dst = cute::cast_smem_ptr_to_uint(to.data) + col * Tile::rows * sizeof(*to.data);
+    uint32_t const dst = cute::cast_smem_ptr_to_uint(to.data) + col * Tile::rows * sizeof(*to.data) + row * Tile::row_bytes;
     int const x = at[rank - 1] + (col - Column);
     if constexpr (rank == 2) {
       asm volatile(
@@ -188,6 +216,32 @@ __device__ void fetch_columns(Tile tile, Ring<Stages> const& ring, Map const& ma
           "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::
               "r"(dst), "l"(&map), "r"(barrier), "r"(x), "r"(at[3]), "r"(at[2]), "r"(at[1]), "r"(at[0])
           : "memory");
+    }
+  }
+}
+
+// Some columns of a tile, in one box.
+template <int Column, int Width, class Tile, int Stages, class... Coords>
+__device__ void fetch_columns(Tile tile, Ring<Stages> const& ring, Map const& map, Coords... coords) {
+  fetch_box<Column, Width>(tile, ring, map, 0, coords...);
+}
+
+// The same in boxes of pages, from column `x` of the tensor on. The map's axis of rows is as long as a box: one with n rows
+// left begins n before its end. Its first axis says where these end in the page.
+template <int Column, int Width, class Tile, int Stages, int Size, int Rows, int Count, class Page>
+__device__ void fetch_columns(Tile tile, Ring<Stages> const& ring, Map const& map,
+                              PageBoxes<Size, Rows, Count, Page> const& boxes, int x) {
+  constexpr int axes = sizeof(Page) / sizeof(int);
+  static_assert(Rows * Count == Tile::rows && Rows % 8 == 0 && Size % Rows == 0 && axes <= 2);
+  CUTE_UNROLL
+  for (int n = 0; n < Count; ++n) {
+    int const row = n * Rows, left = ::min(boxes.rows - row, Rows);
+    int const end = left + static_cast<int>(static_cast<uint32_t>(boxes.first + row) % Size);
+    auto const& page = boxes.page[n];
+    if constexpr (axes == 1) {
+      fetch_box<Column, Width>(tile, ring, map, row, Rows == Size ? left : end, page[0], Rows - left, x);
+    } else {
+      fetch_box<Column, Width>(tile, ring, map, row, Rows == Size ? left : end, page[0], page[1], Rows - left, x);
     }
   }
 }

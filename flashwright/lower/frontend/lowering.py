@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import gcd
 
 from flashwright.lang import nodes as tl
 from flashwright.lang.nodes import Coord, Expr, Name
@@ -335,7 +336,10 @@ class Lowering(Body):
         axes: list[Axis] = []
         aligned = True
         last: Term | None = None
-        pages = self._pages(stmt, coords, tensor, shape) if self.program.paged(stmt) else None
+        pages: ir.Pages | None = None
+        page_rows: int | None = None
+        if self.program.paged(stmt):
+            pages, page_rows = self._pages(stmt, coords, tensor, shape)
         for position, axis in enumerate(tensor.axes):
             given = coords.get(axis.label, Coord(Name(axis.label), ZERO))
             coord = given.value
@@ -392,14 +396,16 @@ class Lowering(Body):
             line=len(shape) == 1,
             last=last,
             pages=pages,
+            page_rows=page_rows,
         )
         return window, tuple(axes)
 
     def _pages(
         self, stmt: tl.Copy, coords: Mapping[str, Coord], tensor: Tensor, shape: tuple[int, ...]
-    ) -> ir.Pages | None:
-        """Where the rows of a tile lie that may be in several pages; None if one page holds all of
-        them. Either way `page_idx` gets its meaning."""
+    ) -> tuple[ir.Pages | None, int | None]:
+        """Where the rows of a tile lie that may be in several pages, None if one page holds all of
+        them; and how many at once lie in one page that a table names, None if that depends on where
+        the tile begins. Either way `page_idx` gets its meaning."""
         axis = tensor.axes[len(tensor.axes) - len(shape)]
         given, size = coords[axis.label], self.fixed(axis.size)
         assert given.within is not None  # shapes.py has checked both
@@ -409,13 +415,14 @@ class Lowering(Body):
             place = self.scalars.binary("*", place, Scalar(integer(shape[0])), stmt.span)
         begins_a_tile = not given.in_elements and literal(first.term) == 0
         place = self.scalars.binary("+", first, place, stmt.span)
+        named = self.program.page_axis(stmt) is None
+        page_rows = gcd(size, shape[0]) if named and begins_a_tile else None
         if begins_a_tile and size % shape[0] == 0:
             page = self.scalars.binary("/", place, Scalar(integer(size)), stmt.span)
             self.scalars.define(PAGE, self.scalars.call("floor", [page]))
-            return None
+            return None, page_rows
         self.scalars.define(PAGE, Scalar(ir.PAGE_IDX))
-        named = self.program.page_axis(stmt) is None
-        return ir.Pages(place.as_int(stmt.span), size, named)
+        return ir.Pages(place.as_int(stmt.span), size, named), page_rows
 
     def _in_page(
         self,

@@ -10,6 +10,7 @@ from flashwright.gpu import Gpu
 from flashwright.lang import nodes as tl
 from flashwright.lang.format import format_expr
 from flashwright.lower import ir
+from flashwright.lower.launch_plan import COUNTER
 from flashwright.lower.names import (
     EXCHANGE,
     by_tma,
@@ -90,6 +91,7 @@ class Printer:
         blocks: int,
         rings: dict[Key, int] | None = None,
         epilogue: int | None = None,
+        queue: int = 0,
     ) -> None:
         self.program = program
         self.gpu = gpu
@@ -97,6 +99,7 @@ class Printer:
         self.offsets = offsets
         self.blocks = blocks
         self.rings = rings or {}
+        self.queue = queue
         self.context = Context(program, kernel, gpu.cp_async, bool(rings), epilogue)
         self.local: dict[int, list[Key]] = {}  # by loop, the accumulators that it declares
 
@@ -169,6 +172,8 @@ class Printer:
             sizes = ", ".join(format_expr(a.size) for a in tensor.axes)
             kind = f"fw::Global<{CPP_TYPES[tensor.dtype]}, {len(tensor.axes)}>"
             yield f"  {kind} {cpp(tensor.name)};  // ({sizes})"
+        if self.kernel.sequences is not None:
+            yield f"  int* {COUNTER};  // by thread blocks, beyond their first ones"
         yield f"  int {', '.join(map(cpp, self.program.dims))};"
         yield "};"
         yield ""
@@ -193,6 +198,8 @@ class Printer:
         for key, buffer in self.program.buffers.items():
             if not self.rings or buffer.space == "shared":
                 page.write(self._declare(key, buffer), _lines(buffer.declared), 1)
+        if self.kernel.sequences is not None:
+            page.write([f"fw::TileQueue const tile_queue(shared + {self.queue});"], None, 1)
         if not self.rings:
             page.write(self._turns(), None, 1)
             self._places(page, used)
@@ -224,11 +231,14 @@ class Printer:
             page.write([f"bool const {by_tma(key)} = {' && '.join(given)};"], None, 1)
         page.write(["if (threadIdx.x == 0) {"], None, 1)
         page.write([f"{ring_name(key)}.init({self._users(key)});" for key in self.rings], None, 2)
+        if self.kernel.sequences is not None:
+            helpers = " + fw::helpers" if node.helpers else ""
+            page.write([f"tile_queue.init(Warps{helpers});"], None, 2)
         page.write(["}", "fw::rings_ready();", "", "if (threadIdx.x >= 32 * Warps) {"], None, 1)
         if producer:
             page.write([f"fw::dealloc_registers<{producer}>();"], None, 2)
         page.write(["if (fw::is_producer<Warps>()) {"], None, 2)
-        self._scheduled(page, node.producer, 3)
+        self._scheduled(page, node.producer, 3, producer=True)
         if node.helpers:
             page.write(["} else if (fw::is_helper<Warps>()) {"], None, 2)
             self._scheduled(page, node.helpers, 3)
@@ -274,11 +284,13 @@ class Printer:
         kinds = (ir.Release, ir.Drain)
         return {n.key for n in ir.flat(roles.consumers) if isinstance(n, kinds)}
 
-    def _scheduled(self, page: Page, body: tuple[ir.Statement, ...], indent: int) -> None:
+    def _scheduled(
+        self, page: Page, body: tuple[ir.Statement, ...], indent: int, producer: bool = False
+    ) -> None:
         """A role's work, for each tile of the grid that the scheduler gives its thread block."""
         part, lines, grid = Page([""], [None]), _lines(self.program.grid), self.kernel.grid
         self._body(part, body, indent + 1)
-        page.write([f"{tile_loop(self.kernel)} {{"], lines, indent)
+        page.write([f"{tile_loop(self.kernel, producer)} {{"], lines, indent)
         for axis, letter in zip(grid, "xyz", strict=False):
             if axis.name in part.names:
                 low = "" if axis.low == ZERO else f"{text(axis.low)} + "
@@ -397,15 +409,18 @@ class Printer:
         page.write(["}"], lines, indent)
 
 
-def tile_loop(kernel: ir.Kernel) -> str:
-    """The head of the loop over a thread block's tiles (device/fw/tile_scheduler.cuh)."""
+def tile_loop(kernel: ir.Kernel, producer: bool = False) -> str:
+    """The head of the loop over a thread block's tiles (device/fw/tile_scheduler.cuh). Tiles of
+    sequences are taken by the producer, and handed on."""
     counts = [text(axis.count) for axis in kernel.grid]
     first = ", true" if kernel.waves > 0 and kernel.grid[0].longest == "first" else ""
     kind = f"TileScheduler<{kernel.waves}{first}>"
-    if kernel.sequences is not None:
+    if kernel.sequences is not None and producer:
         order = {None: "even", "last": "rising", "first": "falling"}[kernel.grid[0].longest]
-        kind = f"SequenceScheduler<{kernel.sequences.rows}, fw::Order::{order}>"
-        counts[0] = f"p.{cpp(kernel.sequences.starts)}"
+        kind = f"TilesToTake<{kernel.sequences.rows}, fw::Order::{order}>"
+        counts = [f"p.{cpp(kernel.sequences.starts)}", *counts[1:], "tile_queue", f"p.{COUNTER}"]
+    elif kernel.sequences is not None:
+        kind, counts = "TakenTiles", ["tile_queue"]
     return f"for (fw::{kind} tile({', '.join(counts)}); tile.more(); tile.next())"
 
 
