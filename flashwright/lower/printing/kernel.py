@@ -36,7 +36,7 @@ WIDTH = 100
 REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}
 REGISTERS_WIDE = {1: (0, 0), 2: (32, 232), 3: (32, 160)}  # where a tile is more than 4 boxes,
 REGISTERS_HELPED = {1: (0, 0), 2: (40, 232), 3: (32, 160)}  # where there are helper warps or a queue,
-REGISTERS_STAGING = {1: (0, 0), 2: (56, 224), 3: (56, 152)}  # and where helper warps compute
+REGISTERS_STAGING = {1: (0, 0), 2: (56, 224), 3: (56, 152)}  # and helper warps with more to do
 LOOSEST = (("?", ":"), ("||",), ("&&",), ("|",), ("&",), ("+", "-"))
 BREAKS = re.compile(  # an angle bracket stands right behind a name, a comparison between spaces
     r"(?P<open>[({\[]|(?<=\w)<)|(?P<close>[)}\]]|(?<=\S)>)|(?P<comma>,)|(?P<end>;(?= ))"
@@ -427,11 +427,18 @@ def register_counts(program: Program, kernel: ir.Kernel, roles: ir.Roles) -> tup
     groups = program.warps // 4
     if any(_by_element(n) for n in ir.flat(roles.helpers)):
         return REGISTERS_STAGING[groups]
+    if roles.helpers and _wide(program, roles.helpers):
+        return REGISTERS_STAGING[groups]
     if roles.helpers or kernel.sequences is not None:
         return REGISTERS_HELPED[groups]
-    loads = (n for n in ir.flat(roles.producer) if isinstance(n, ir.Load))
-    wide = any(program.buffers[n.dest].shape[-1] > 256 for n in loads)
+    wide = _wide(program, roles.producer)
     return (REGISTERS_WIDE if wide else REGISTERS)[groups]
+
+
+def _wide(program: Program, body: tuple[ir.Statement, ...]) -> bool:
+    """Whether some copied tile is more than 4 boxes of TMA wide."""
+    loads = (n for n in ir.flat(body) if isinstance(n, ir.Load))
+    return any(program.buffers[n.dest].shape[-1] > 256 for n in loads)
 
 
 def _by_element(node: ir.Statement) -> bool:
