@@ -19,7 +19,7 @@ from flashwright.flex.task import NoKernel
 from flashwright.generate.packed import rows_for
 from flashwright.gpu import Gpu
 from flashwright.serving import arguments, reference
-from flashwright.serving.kernels import Wanted
+from flashwright.serving.kernels import Asked, Wanted, attend
 from flashwright.serving.varlen import kernel_tensors
 from flashwright.spec import Batch
 
@@ -77,56 +77,87 @@ def flash_attn_with_kvcache(
     no gradients. CPU tensors are computed by PyTorch. Raises NoKernel with the reason where no
     kernel can be made.
     """
-    for pair, one, other in (
-        ("k and v", k, v),
-        ("rotary_cos and rotary_sin", rotary_cos, rotary_sin),
+    if (k is None) != (v is None):
+        raise ValueError("pass both k and v, or neither")
+    if (rotary_cos is None) != (rotary_sin is None):
+        raise ValueError("pass both rotary_cos and rotary_sin, or neither")
+    starts = None
+    if not (
+        k is rotary_cos is cache_batch_idx is cache_leftpad is None
+        and (cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor))
     ):
-        if (one is None) != (other is None):
-            raise ValueError(f"pass both {pair}, or neither")
-    cache = _Cache(k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad)
-    lengths = _lengths(q, cache, cache_seqlens)
-    if rotary_cos is not None:
-        every = causal or tuple(window_size) != (-1, -1)
-        turn = partial(_rotated, cos=rotary_cos, sin=rotary_sin, pairs=rotary_interleaved)
-        q = turn(q, _positions(lengths, q.shape[1] if every else 1))
-        k = turn(k, _positions(lengths, k.shape[1])) if k is not None else None
-    pair = {"q": q, "k": k_cache}
-    narrow, scales = arguments.scales_of(pair, q.shape[0], k_descale, v_descale)
-    if k is not None:
-        cache.append(k, v, lengths, scales)
-        lengths = lengths + k.shape[1]
-    given = {"q": q, **cache.tensors(lengths), **scales}
-    given |= arguments.extras_of(alibi_slopes, sink, causal, q.shape[2])
-    settings = arguments.settings_of(softmax_scale, causal, window_size, softcap) | narrow
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given.values()):
-        raise NoKernel("attention over a cache has no gradient: use torch.no_grad()")
+        cache = _Cache(k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad)
+        cache_seqlens = _lengths(q, cache, cache_seqlens)
+        if rotary_cos is not None:
+            sees = causal or tuple(window_size) != (-1, -1)
+            turn = partial(_rotated, cos=rotary_cos, sin=rotary_sin, pairs=rotary_interleaved)
+            q = turn(q, _positions(cache_seqlens, q.shape[1] if sees else 1))
+            k = turn(k, _positions(cache_seqlens, k.shape[1])) if k is not None else None
+        if k is not None:
+            pair = {"q": q, "k": k_cache}
+            _, scales = arguments.scales_of(pair, q.shape[0], k_descale, v_descale)
+            cache.append(k, v, cache_seqlens, scales)
+            cache_seqlens = cache_seqlens + k.shape[1]
+        starts, cache_seqlens = cache.range(cache_seqlens)
+    tensors = {
+        "q": q,
+        "k": k_cache,
+        "v": v_cache,
+        "table": block_table,
+        "startsk": starts,
+        "lengthsk": cache_seqlens,
+        "slopes": arguments.in_fp32(alibi_slopes),
+        "sink": arguments.in_fp32(sink),
+    }
+    options: tuple[Any, ...] = (softmax_scale, causal, tuple(window_size), softcap, num_splits)
+    options = (*options, *arguments.take_scales(tensors, k_descale, v_descale))
     if _on_cpu(q):
-        found = reference.attention(arguments.spec(given, settings), given)
+        given, settings = _given(tensors, options)
+        found: Sequence[Any] = reference.attention(arguments.spec(given, settings), given)
     else:
-        found = _by_kernel(given, settings, cache, num_splits)
-    return found if return_softmax_lse else found[0]
+        prepare = partial(_asked, tensors, options)
+        found = attend(("kvcache", *options), tensors, return_softmax_lse, prepare)
+    return (found[0], found[1]) if return_softmax_lse else found[0]
 
 
 def _on_cpu(tensor: Any) -> bool:
     return bool(tensor.is_cpu)
 
 
-def _by_kernel(
-    given: dict[str, Any], settings: dict[str, Any], cache: _Cache, splits: int
-) -> tuple[Any, Any]:
-    """O and LSE."""
+def _given(
+    tensors: Mapping[str, Any], options: tuple[Any, ...]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors of a call, as reference.py names them, and the settings of its spec. Raises an
+    error with the argument for what does not fit."""
+    scale, causal, window, softcap, _, *numbers = options
+    q, k, v, table, starts, lengths, slopes, sink, *_ = tensors.values()
+    cache = _Cache(k, v, table, None, None, starts)
+    lengths = _lengths(q, cache, lengths)
+    given = {"q": q, **cache.tensors(lengths)}
+    scales = arguments.given_scales(tensors, numbers)
+    narrow, own = arguments.scales_of({"q": q, "k": k}, q.shape[0], *scales)
+    given |= own | arguments.extras_of(slopes, sink, causal, q.shape[2])
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given.values()):
+        raise NoKernel("attention over a cache has no gradient: use torch.no_grad()")
+    return given, arguments.settings_of(scale, causal, window, softcap) | narrow
+
+
+def _asked(tensors: Mapping[str, Any], options: tuple[Any, ...]) -> Asked:
+    """What a kernel is made for and called with."""
+    given, settings = _given(tensors, options)
     task = arguments.task(given, settings)
     batch, queries = given["q"].shape[:2]
     group = task.spec.group
     few = rows_for(queries * group)
+    cache = _Cache(tensors["k"], tensors["v"], tensors["table"])
     page = cache.k.shape[1] if cache.table is not None else None
     most = max(1, few // group)  # one kernel for all numbers of queries that take such tiles
     wanted = Wanted(task, Batch(queries=False, lengths=True, page=page, decode=most))
     blocks = batch * task.spec.kv_heads * ceil(queries * group / few)
-    sizes = {"splits": splits or split_count(task.card, blocks, cache.longest)}
+    sizes = {"splits": options[4] or split_count(task.card, blocks, cache.longest)}
     sizes |= {"q_len": queries, "kv_len": cache.longest, "batch": batch}
-    found = wanted.run(kernel_tensors(given), sizes, partial(reference.check, task.spec, given))
-    return found["o"].transpose(1, 2), found["lse"]
+    check = partial(reference.check, task.spec, given)
+    return Asked(wanted, kernel_tensors(given), sizes, check)
 
 
 def split_count(gpu: Gpu, blocks: int, longest: int) -> int:
@@ -151,8 +182,10 @@ class _Cache:
     k: Any
     v: Any
     table: Any
-    entries: Any
-    padding: Any
+    entries: Any = None
+    padding: Any = None
+    starts: Any = None
+    """Where the keys of each sequence begin, if it is known."""
 
     @property
     def longest(self) -> int:
@@ -167,13 +200,20 @@ class _Cache:
         (k, step), (v, other) = _behind_each_other(self.k), _behind_each_other(self.v)
         if step != other:
             raise ValueError("k_cache and v_cache must have the same strides from entry to entry")
-        if self.entries is None and self.padding is None:
+        starts = self.starts
+        if starts is None:
             starts = _starts(lengths.shape[0], step, lengths.device)
-            return {"k": k, "v": v, "startsk": starts, "lengthsk": lengths}
-        starts = self._entries(lengths) * step
+        return {"k": k, "v": v, "startsk": starts, "lengthsk": lengths}
+
+    def range(self, lengths: Any) -> tuple[Any, Any]:
+        """Where the keys of each sequence begin in a cache of entries, None if as many entries from
+        one to the next, and how many there are."""
+        if self.entries is None and self.padding is None:
+            return None, lengths
+        starts = self._entries(lengths) * _behind_each_other(self.k)[1]
         if self.padding is not None:
             starts, lengths = starts + self.padding, lengths - self.padding
-        return {"k": k, "v": v, "startsk": starts.int(), "lengthsk": lengths.int()}
+        return starts.int(), lengths.int()
 
     def append(self, k: Any, v: Any, lengths: Any, scales: Mapping[str, Any]) -> None:
         """Write new keys and values behind those that are there, divided by the scales of 8-bit
@@ -252,7 +292,8 @@ def _lengths(q: Any, cache: _Cache, lengths: Any) -> Any:
     for name, numbers in (("cache_batch_idx", cache.entries), ("cache_leftpad", cache.padding)):
         if numbers is not None:
             arguments.check_numbers(name, numbers, device, (batch,))
-    if cache.table is None and cache.entries is None and cache.k.shape[0] != batch:
+    anywhere = cache.table is not None or cache.entries is not None or cache.starts is not None
+    if not anywhere and cache.k.shape[0] != batch:
         raise ValueError(f"k_cache has {cache.k.shape[0]} entries and q {batch} sequences")
     if lengths is None or isinstance(lengths, int):
         count = cache.k.shape[1] if lengths is None else lengths

@@ -42,6 +42,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str,
     monkeypatch.setenv("FLASHWRIGHT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(PackedOrder, "make", make_packed)
     monkeypatch.setattr(kernels, "_KERNELS", {})
+    monkeypatch.setattr(kernels, "_READY", {})
     monkeypatch.setattr(flex, "_TASKS", {})
     torch.manual_seed(0)
     return interpret_operators(monkeypatch)
@@ -236,6 +237,48 @@ def test_lengths_are_read_by_the_kernel(on_gpu: Any, launched: list[tuple[str, .
     torch.testing.assert_close(first[:2], other[:2])
     shorter = [tuple(x[:n] for x in pair) for pair, n in zip(keys, lengths, strict=True)]
     close((other, torch.zeros(())), (alone(q, shorter)[0], torch.zeros(())))  # type: ignore[arg-type]
+
+
+def test_arguments_of_a_known_form_are_not_looked_at_again(
+    on_gpu: Any, launched: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other tensors of the same shapes and strides, anywhere in memory."""
+    looks: list[Any] = []
+    look = kvcache._given
+
+    def counted(*given: Any) -> Any:
+        looks.append(given)
+        return look(*given)
+
+    monkeypatch.setattr(kvcache, "_given", counted)
+    for n, width in enumerate((ROOM, ROOM, ROOM + 8)):
+        q, keys, lengths = problem()
+        caches = [torch.cat((x, x), dim=1)[:, :width] for x in in_entries(keys)]
+        settings = {"cache_seqlens": lengths.clone(), "return_softmax_lse": True}
+        close(on_gpu(q, *caches, **settings), alone(q, keys))
+        assert len(looks) == (1 if n < 2 else 2)
+        assert launched[n] == ("O", "LSE")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": lambda q: q.half()}, ValueError, "make them alike"),
+        ({"cache_seqlens": lambda n: n.long()}, TypeError, "cache_seqlens must be int32"),
+        ({"k_cache": lambda k: k[:, :-1]}, ValueError, "the same positions"),
+        ({"q": lambda q: q.clone().requires_grad_()}, NoKernel, "no gradient"),
+        ({"sink": lambda s: torch.zeros(2)}, NoKernel, "sink must have a number for each"),
+    ],
+)
+def test_another_form_is_looked_at(
+    change: dict[str, Any], error: Any, message: str, on_gpu: Any
+) -> None:
+    q, keys, lengths = problem()
+    caches = dict(zip(("k_cache", "v_cache"), in_entries(keys), strict=True))
+    given = {"q": q, **caches, "cache_seqlens": lengths}
+    on_gpu(**given)
+    with pytest.raises(error, match=message):
+        on_gpu(**given | {name: other(given.get(name)) for name, other in change.items()})
 
 
 @needs_compilers
