@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from flashwright.author.builtin.mods import Mods
 from flashwright.flex.task import (
     NoKernel,
     Task,
@@ -37,12 +38,14 @@ class Wanted:
 
     task: Task
     batch: Batch
+    mods: Mods | None = None
+    """A mask on top of the task's."""
     backward: bool = False
 
     @property
     def order(self) -> Any:
         """What the store finds or makes."""
-        order = PackedOrder(self.task.spec.of_sequences(self.batch), self.task.card)
+        order = PackedOrder(self.task.spec.of_sequences(self.batch), self.task.card, self.mods)
         return order.backward if self.backward else order
 
     def run(self, tensors: Tensors, sizes: Mapping[str, int], check: Check) -> dict[str, Any]:

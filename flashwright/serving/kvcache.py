@@ -18,7 +18,7 @@ import torch
 from flashwright.flex.task import NoKernel
 from flashwright.generate.packed import rows_for
 from flashwright.gpu import Gpu
-from flashwright.serving import arguments, reference
+from flashwright.serving import arguments, reference, tree
 from flashwright.serving.kernels import Asked, Wanted, attend
 from flashwright.serving.varlen import kernel_tensors
 from flashwright.spec import Batch
@@ -52,6 +52,7 @@ def flash_attn_with_kvcache(
     softcap: float = 0.0,
     alibi_slopes: Any = None,
     sink: Any = None,
+    tree_mask: Any = None,
     k_descale: Any = None,
     v_descale: Any = None,
     num_splits: int = 0,
@@ -69,6 +70,11 @@ def flash_attn_with_kvcache(
     of a sequence; 0 chooses for the GPU and the batch. Lengths may change between the replays of a
     CUDA graph.
 
+    `tree_mask` says which of the newest `tokens` keys each query sees, on top of the other masks:
+    bool or uint8 (batch, tokens, tokens), or int64 (batch, tokens) with a bit for each key, the
+    lowest for the first. Every query sees the keys before these. A window and ALiBi count places
+    in the cache.
+
     Beside 16-bit q the caches may be float8_e4m3fn. Keys are then `k_descale`, a number or float32
     (batch, KV heads), times what the cache has, values `v_descale` times; new ones are divided by
     it, unless they are float8_e4m3fn, too.
@@ -82,6 +88,8 @@ def flash_attn_with_kvcache(
     if (rotary_cos is None) != (rotary_sin is None):
         raise ValueError("pass both rotary_cos and rotary_sin, or neither")
     starts = None
+    if tree_mask is not None and tree_mask.dtype != torch.bool:
+        tree_mask = tree.as_bools(tree_mask, q)
     if not (
         k is rotary_cos is cache_batch_idx is cache_leftpad is None
         and (cache_seqlens is None or isinstance(cache_seqlens, torch.Tensor))
@@ -108,6 +116,7 @@ def flash_attn_with_kvcache(
         "lengthsk": cache_seqlens,
         "slopes": arguments.in_fp32(alibi_slopes),
         "sink": arguments.in_fp32(sink),
+        "tree": tree_mask,
     }
     options: tuple[Any, ...] = (softmax_scale, causal, tuple(window_size), softcap, num_splits)
     options = (*options, *arguments.take_scales(tensors, k_descale, v_descale))
@@ -130,13 +139,15 @@ def _given(
     """The tensors of a call, as reference.py names them, and the settings of its spec. Raises an
     error with the argument for what does not fit."""
     scale, causal, window, softcap, _, *numbers = options
-    q, k, v, table, starts, lengths, slopes, sink, *_ = tensors.values()
+    q, k, v, table, starts, lengths, slopes, sink, mask, *_ = tensors.values()
     cache = _Cache(k, v, table, None, None, starts)
     lengths = _lengths(q, cache, lengths)
     given = {"q": q, **cache.tensors(lengths)}
     scales = arguments.given_scales(tensors, numbers)
     narrow, own = arguments.scales_of({"q": q, "k": k}, q.shape[0], *scales)
     given |= own | arguments.extras_of(slopes, sink, causal, q.shape[2])
+    if mask is not None:
+        given["tree"] = tree.as_bools(mask, q)
     if torch.is_grad_enabled() and any(x.requires_grad for x in given.values()):
         raise NoKernel("attention over a cache has no gradient: use torch.no_grad()")
     return given, arguments.settings_of(scale, causal, window, softcap) | narrow
@@ -152,12 +163,16 @@ def _asked(tensors: Mapping[str, Any], options: tuple[Any, ...]) -> Asked:
     cache = _Cache(tensors["k"], tensors["v"], tensors["table"])
     page = cache.k.shape[1] if cache.table is not None else None
     most = max(1, few // group)  # one kernel for all numbers of queries that take such tiles
-    wanted = Wanted(task, Batch(queries=False, lengths=True, page=page, decode=most))
+    form = Batch(queries=False, lengths=True, page=page, decode=most)
+    wanted = Wanted(task, form, tree.mods() if "tree" in given else None)
     blocks = batch * task.spec.kv_heads * ceil(queries * group / few)
     sizes = {"splits": options[4] or split_count(task.card, blocks, cache.longest)}
     sizes |= {"q_len": queries, "kv_len": cache.longest, "batch": batch}
     check = partial(reference.check, task.spec, given)
-    return Asked(wanted, kernel_tensors(given), sizes, check)
+    read = kernel_tensors(given)
+    if "tree" in read:
+        read["tree"] = read["tree"].view(torch.float8_e4m3fn)
+    return Asked(wanted, read, sizes, check)
 
 
 def split_count(gpu: Gpu, blocks: int, longest: int) -> int:

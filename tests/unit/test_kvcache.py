@@ -24,7 +24,7 @@ torch = pytest.importorskip("torch")
 import flashwright  # noqa: E402
 from flashwright.flex import attention as flex  # noqa: E402
 from flashwright.flex.task import NoKernel  # noqa: E402
-from flashwright.serving import kernels, kvcache  # noqa: E402
+from flashwright.serving import kernels, kvcache, tree  # noqa: E402
 from flashwright.serving.kvcache import flash_attn_with_kvcache, split_count  # noqa: E402
 from tests.share import some  # noqa: E402
 from tests.unit.emulated import needs_compilers  # noqa: E402
@@ -163,6 +163,49 @@ def test_options(name: str, on_gpu: Any) -> None:
     close(on_gpu(q, *caches, return_softmax_lse=True, **settings), wanted)
 
 
+def tree_of(queries: int) -> Any:
+    """Chains of two: token n has token n - 2 and its ancestors before it."""
+    distance = torch.arange(queries)[:, None] - torch.arange(queries)
+    return ((distance >= 0) & (distance % 2 == 0)).expand(len(LENGTHS), -1, -1)
+
+
+@pytest.mark.parametrize("page", [None, 16])
+def test_a_tree_of_queries(page: int | None, on_gpu: Any, launched: list[tuple[str, ...]]) -> None:
+    """As its chains, each a sequence of its own behind the same keys."""
+    q, keys, lengths = problem(5)
+    keys, lengths = keys[2:], lengths[2:]
+    q, mask = q[2:], tree_of(5)[2:].clone()
+    caches, settings = in_entries(keys), {"cache_seqlens": lengths, "return_softmax_lse": True}
+    if page is not None:
+        settings["block_table"], *caches = in_pages(page, keys)
+    found = [
+        flash_attn_with_kvcache(q, *caches, tree_mask=mask, **settings),
+        on_gpu(q, *caches, tree_mask=mask, num_splits=3, **settings),
+    ]
+    assert launched == [("O", "LSE")]
+    for first in (0, 1):
+        own = torch.arange(first, 5, 2)
+        rows = [tuple(torch.cat((x[:-5], x[-5:][own])) for x in pair) for pair in keys]
+        wanted = alone(q[:, own], rows, causal=True)  # type: ignore[arg-type]
+        for out, lse in found:
+            close((out[:, own], lse[:, :, own]), wanted)
+
+
+def test_a_tree_as_bytes_and_as_bits() -> None:
+    q, keys, lengths = problem(5)
+    caches, settings = in_entries(keys), {"cache_seqlens": lengths, "causal": True}
+    mask = tree_of(5) & (torch.rand(len(LENGTHS), 5, 5) < 0.7)
+    wanted = flash_attn_with_kvcache(q, *caches, tree_mask=mask, **settings)
+    bits = (mask.long() << torch.arange(5)).sum(-1)
+    for other in (128 * mask.byte(), bits):
+        torch.testing.assert_close(
+            flash_attn_with_kvcache(q, *caches, tree_mask=other, **settings), wanted
+        )
+    for bad, error in ((bits[:, 1:], ValueError), (bits.int(), TypeError), (mask[1:], ValueError)):
+        with pytest.raises(error, match="tree_mask"):
+            flash_attn_with_kvcache(q, *caches, tree_mask=bad, **settings)
+
+
 def test_entries_and_padding(on_gpu: Any) -> None:
     """Sequences whose entries lie elsewhere, with unused positions before their keys."""
     q, keys, lengths = problem()
@@ -283,20 +326,23 @@ def test_another_form_is_looked_at(
 
 @needs_compilers
 @pytest.mark.parametrize(
-    ("gpu", "page"),
+    ("gpu", "page", "queries"),
     [
-        ("h200", None),
-        pytest.param("h200", 16, marks=pytest.mark.slow),
-        pytest.param("a100", 64, marks=pytest.mark.slow),
+        ("h200", None, 2),
+        pytest.param("h200", 16, 2, marks=pytest.mark.slow),
+        pytest.param("a100", 64, 2, marks=pytest.mark.slow),
+        pytest.param("h200", 16, 5, marks=pytest.mark.slow),
     ],
 )
-def test_the_kernels_compute_it(gpu: str, page: int | None) -> None:
-    """Compiled, and under emulation: two queries a sequence, seven heads in a group."""
+def test_the_kernels_compute_it(gpu: str, page: int | None, queries: int) -> None:
+    """Compiled, and under emulation: two queries a sequence, or a tree of five; seven heads in a
+    group."""
     card, lengths = gpus.find(gpu), [0, 1, 130, 64, 17]
     spec = make_spec("gqa", heads=14, kv_heads=2, head_dim=64, dtype="bf16", causal=True)
-    order = PackedOrder(spec.of_sequences(Batch(False, True, page, 2)), card)
+    mods = tree.mods() if queries > 2 else None
+    order = PackedOrder(spec.of_sequences(Batch(False, True, page, queries)), card, mods)
     programs = check(parse(order.code())).kernels
-    q = torch.randn(len(lengths), 2, 14, 64).bfloat16()
+    q = torch.randn(len(lengths), queries, 14, 64).bfloat16()
     keys = [tuple(torch.randn(n, 2, 64).bfloat16() for _ in "kv") for n in lengths]
     given = {"cache_seqlens": torch.tensor(lengths, dtype=torch.int32), "causal": True}
     if page is None:
@@ -305,13 +351,16 @@ def test_the_kernels_compute_it(gpu: str, page: int | None) -> None:
     else:
         given["block_table"], *caches = in_pages(page, keys)  # type: ignore[arg-type]
         arrays = {"Table": given["block_table"].numpy()}
+    if mods is not None:
+        given["tree_mask"] = tree_of(queries).clone()
+        arrays["Tree"] = given["tree_mask"].numpy().view(ml_dtypes.float8_e4m3fn)
     arrays["LengthsK"] = given["cache_seqlens"].numpy()
     arrays["Q"] = in_bf16(q.transpose(1, 2))
     arrays["O"] = np.full_like(arrays["Q"], np.nan)
     arrays["LSE"] = np.full(arrays["Q"].shape[:-1], np.nan, np.float32)
     laid = caches if page is not None else [x.flatten(0, 1) for x in caches]
     arrays |= {n: in_bf16(x.transpose(-3, -2)) for n, x in zip("KV", laid, strict=True)}
-    dims = {"batch": len(lengths), "heads": 14, "kv_heads": 2, "q_len": 2, "kv_len": ROOM}
+    dims = {"batch": len(lengths), "heads": 14, "kv_heads": 2, "q_len": queries, "kv_len": ROOM}
     dims |= {"pages": len(caches[0]), "max_pages": 1, "kv_tokens": len(lengths) * ROOM, "splits": 3}
     if page is not None:
         dims["max_pages"] = given["block_table"].shape[1]
