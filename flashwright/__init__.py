@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from flashwright.pytorch.operator import Operator
     from flashwright.sandbox.candidate import Candidate
     from flashwright.serving.kvcache import flash_attn_with_kvcache as flash_attn_with_kvcache
+    from flashwright.serving.merge import merge_states as merge_states
     from flashwright.serving.varlen import flash_attn_varlen_func as flash_attn_varlen_func
     from flashwright.spec import AttentionSpec
 
@@ -133,6 +134,7 @@ _LATER = {
     "flex_attention": "flex.attention",
     "flash_attn_varlen_func": "serving.varlen",
     "flash_attn_with_kvcache": "serving.kvcache",
+    "merge_states": "serving.merge",
     "NoKernel": "flex.task",
 }
 

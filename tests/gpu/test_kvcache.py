@@ -72,6 +72,13 @@ def test_trees_of_queries(queries: int, splits: int) -> None:
     compare(on_gpu(q, cache, tree_mask=tree, num_splits=splits), q, cache, tree_mask=tree)
 
 
+@pytest.mark.parametrize("length", [1, 777, 20000])
+def test_prefixes_that_sequences_share(length: int) -> None:
+    q, cache = problem([0, 20, 3000] * 11, 16, 2, 8)
+    pair = {name: torch.randn(length, 2, 64).bfloat16() for name in ("prefix_k", "prefix_v")}
+    compare(on_gpu(q, cache, causal=True, **pair), q, cache, causal=True, **pair)
+
+
 def test_a_cache_without_pages() -> None:
     q, cache = problem([0, 700, 4000], 4096, 1, 8)
     order = cache.pop("block_table")[:, 0].clamp(max=len(cache["k_cache"]) - 1)

@@ -206,6 +206,38 @@ def test_a_tree_as_bytes_and_as_bits() -> None:
             flash_attn_with_kvcache(q, *caches, tree_mask=bad, **settings)
 
 
+@pytest.mark.parametrize("settings", [{}, {"causal": True, "sink": torch.randn(6)}], ids=len)
+def test_a_prefix_that_sequences_share(
+    settings: dict[str, Any], on_gpu: Any, launched: list[tuple[str, ...]]
+) -> None:
+    """As if each sequence had it before its own keys."""
+    q, keys, lengths = (x[2:] if settings else x for x in problem(3))  # as many keys as queries
+    common = [torch.randn(70, 2, 64).bfloat16() for _ in "kv"]
+    whole = [tuple(torch.cat(parts) for parts in zip(common, pair, strict=True)) for pair in keys]
+    wanted = alone(q, whole, **settings)  # type: ignore[arg-type]
+    given = {"cache_seqlens": lengths, "prefix_k": common[0], "prefix_v": common[1]}
+    for call in (flash_attn_with_kvcache, on_gpu):
+        close(call(q, *in_entries(keys), return_softmax_lse=True, **given, **settings), wanted)
+    assert launched == [("O", "LSE")] * 2
+
+
+def test_states_of_parts_of_the_keys() -> None:
+    q, k, v = (torch.randn(1, 2, n, 16).half() for n in (5, 40, 40))
+    wanted = flashwright.attention(q, k, v, return_lse=True)
+    parts = [(k[:, :, at], v[:, :, at]) for at in (slice(13), slice(13, None))]
+    states = [flashwright.attention(q, *part, return_lse=True) for part in parts]
+    rows = [(out.transpose(1, 2), lse) for out, lse in states]
+    close(flashwright.merge_states(*rows[0], *rows[1]), (wanted[0].transpose(1, 2), wanted[1]))
+    empty = torch.zeros_like(rows[0][0]), torch.full_like(rows[0][1], -torch.inf)
+    close(flashwright.merge_states(*rows[0], *empty), rows[0])
+    close(flashwright.merge_states(*empty, *rows[0]), rows[0])
+    both, none = flashwright.merge_states(*empty, *empty)
+    assert not both.any()
+    assert (none == -torch.inf).all()
+    with pytest.raises(ValueError, match="lse2 must have"):
+        flashwright.merge_states(*rows[0], rows[1][0], rows[1][1].mT)
+
+
 def test_entries_and_padding(on_gpu: Any) -> None:
     """Sequences whose entries lie elsewhere, with unused positions before their keys."""
     q, keys, lengths = problem()
@@ -391,6 +423,12 @@ def in_bf16(tensor: Any) -> Any:
         ),
         ({"window_size": (7, 3)}, NoKernel, "window_size"),
         ({"k": torch.zeros(5, 1, 2, 64)}, ValueError, "pass both k and v"),
+        ({"prefix_k": torch.zeros(9, 2, 64)}, ValueError, "pass both prefix_k and prefix_v"),
+        (
+            dict.fromkeys(("prefix_k", "prefix_v"), torch.zeros(9, 1, 64).bfloat16()),
+            ValueError,
+            "the heads of k_cache",
+        ),
         ({"cache_seqlens": ROOM + 1}, ValueError, f"the cache has room for {ROOM}"),
         ({"sink": torch.zeros(2)}, NoKernel, "sink must have a number for each of 6 heads"),
     ],
