@@ -317,6 +317,7 @@ class Gemm(Node):
     right_stage: Term | None = None
     sparing: bool = False  # slower, but fewer operands are in flight
     depth: int | None = None  # columns of both operands that count: zeros follow
+    ahead: bool = False  # the right tile is the younger one of two values that are held
 
 
 @dataclass(frozen=True)
@@ -425,9 +426,11 @@ class Branch(Node):
 
 @dataclass(frozen=True)
 class Await(Node):
-    """A consumer waits until a tile has been filled."""
+    """A consumer waits until a tile has been filled: `ahead` while it still holds the value
+    before."""
 
     key: Key
+    ahead: bool = False
 
 
 @dataclass(frozen=True)

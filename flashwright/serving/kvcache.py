@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 from flashwright.flex.task import NoKernel
-from flashwright.generate.packed_sizes import rows_for
+from flashwright.generate.packed_sizes import batch_of_few, rows_for
 from flashwright.gpu import Gpu
 from flashwright.serving import arguments, reference
 from flashwright.serving.kernels import Wanted
 from flashwright.serving.varlen import kernel_tensors
-from flashwright.spec import Batch
 
 MOST_SPLITS = 128
 _FULL = 0.8
@@ -103,7 +102,8 @@ def flash_attn_with_kvcache(
     if _on_cpu(q):
         found = reference.attention(arguments.spec(given, settings), given)
     else:
-        found = _by_kernel(given, settings, cache, num_splits)
+        page = cache.k.shape[1] if cache.table is not None else None
+        found = by_kernel(given, settings, cache.longest, page, num_splits)
     return found if return_softmax_lse else found[0]
 
 
@@ -111,20 +111,19 @@ def _on_cpu(tensor: Any) -> bool:
     return bool(tensor.is_cpu)
 
 
-def _by_kernel(
-    given: dict[str, Any], settings: dict[str, Any], cache: _Cache, splits: int
+def by_kernel(
+    given: dict[str, Any], settings: dict[str, Any], longest: int, page: int | None, splits: int
 ) -> tuple[Any, Any]:
-    """O and LSE."""
+    """O and LSE of a decode over a cache, or over pages of some size. No sequence has more keys
+    than `longest`; with 0 `splits` their number is chosen."""
     task = arguments.task(given, settings)
     batch, queries = given["q"].shape[:2]
     group = task.spec.group
-    few = rows_for(queries * group)
-    page = cache.k.shape[1] if cache.table is not None else None
-    most = max(1, few // group)  # one kernel for all numbers of queries that take such tiles
-    wanted = Wanted(task, Batch(queries=False, lengths=True, page=page, decode=most))
+    few = rows_for(queries * group, task.spec.value_dim)
+    wanted = Wanted(task, batch_of_few(queries, group, task.spec.value_dim, page))
     blocks = batch * task.spec.kv_heads * ceil(queries * group / few)
-    sizes = {"splits": splits or split_count(task.card, blocks, cache.longest)}
-    sizes |= {"q_len": queries, "kv_len": cache.longest, "batch": batch}
+    sizes = {"splits": splits or split_count(task.card, blocks, longest)}
+    sizes |= {"q_len": queries, "kv_len": longest, "batch": batch}
     found = wanted.run(kernel_tensors(given), sizes, partial(reference.check, task.spec, given))
     return found["o"].transpose(1, 2), found["lse"]
 

@@ -95,6 +95,10 @@ struct Ring {
   // A consumer: until the stage has been filled; and when its warp is done with it.
   __device__ void wait() const { mbarrier_wait(full + 8 * stage, phase); }
 
+  // The stage behind the one that is held, and a consumer's wait for it: then it holds both.
+  __device__ int ahead() const { return stage + 1 == Stages ? 0 : stage + 1; }
+  __device__ void wait_ahead() const { mbarrier_wait(full + 8 * ahead(), phase ^ (stage + 1 == Stages)); }
+
   __device__ void release() {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(empty(stage));
     next();

@@ -490,7 +490,9 @@ RULES: dict[type, Callable[[Context, Any], Lines]] = {
     ir.Commit: lambda at, node: iter(["fw::commit();"]),
     ir.Wait: lambda at, node: iter([f"fw::wait<{node.left}>();"]),
     ir.Barrier: lambda at, node: iter(["__syncthreads();"]),
-    ir.Await: lambda at, node: iter([f"{ring_name(node.key)}.wait();"]),
+    ir.Await: lambda at, node: iter(
+        [f"{ring_name(node.key)}.wait{'_ahead' if node.ahead else ''}();"]
+    ),
     ir.Release: _release,
     ir.Refill: lambda at, node: iter([f"{ring_name(node.key)}.refill();"]),
     ir.Drain: lambda at, node: iter([f"{ring_name(node.key)}.drain();"]),
