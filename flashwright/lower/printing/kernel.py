@@ -35,7 +35,11 @@ WIDTH = 100
 # Registers of a producer and of a consumer thread, by consumer warpgroups: setmaxnreg.
 REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}
 REGISTERS_WIDE = {1: (0, 0), 2: (32, 232), 3: (32, 160)}  # where a tile is more than 4 boxes,
-REGISTERS_HELPED = {1: (0, 0), 2: (40, 232), 3: (32, 160)}  # where there are helper warps or a queue,
+REGISTERS_HELPED = {
+    1: (0, 0),
+    2: (40, 232),
+    3: (32, 160),
+}  # where there are helper warps or a queue,
 REGISTERS_STAGING = {1: (0, 0), 2: (56, 224), 3: (56, 152)}  # and helper warps with more to do
 LOOSEST = (("?", ":"), ("||",), ("&&",), ("|",), ("&",), ("+", "-"))
 BREAKS = re.compile(  # an angle bracket stands right behind a name, a comparison between spaces
@@ -427,12 +431,19 @@ def register_counts(program: Program, kernel: ir.Kernel, roles: ir.Roles) -> tup
     groups = program.warps // 4
     if any(_by_element(n) for n in ir.flat(roles.helpers)):
         return REGISTERS_STAGING[groups]
-    if roles.helpers and _wide(program, roles.helpers):
+    if _reads_table(roles) or (roles.helpers and _wide(program, roles.helpers)):
         return REGISTERS_STAGING[groups]
     if roles.helpers or kernel.sequences is not None:
         return REGISTERS_HELPED[groups]
     wide = _wide(program, roles.producer)
     return (REGISTERS_WIDE if wide else REGISTERS)[groups]
+
+
+def _reads_table(roles: ir.Roles) -> bool:
+    """Whether rows of a copied tile lie in several pages that a table names."""
+    loads = (n for n in ir.flat((*roles.producer, *roles.helpers)) if isinstance(n, ir.Load))
+    pages = (window.pages for n in loads for window in n.windows)
+    return any(one.named for one in pages if one is not None)
 
 
 def _wide(program: Program, body: tuple[ir.Statement, ...]) -> bool:
