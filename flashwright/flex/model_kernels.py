@@ -85,7 +85,7 @@ def step_of(spec: AttentionSpec) -> AttentionSpec:
     """The spec of a layer's decode steps, with padding or without: its mask is a range of keys,
     which is data."""
     every = spec.model_copy(update={"causal": False, "window": None})
-    return every.of_sequences(batch_of_few(1, spec.group))
+    return every.of_sequences(batch_of_few(1, spec.group, spec.value_dim))
 
 
 def _padded(spec: AttentionSpec, gpu: Gpu) -> store.Order:

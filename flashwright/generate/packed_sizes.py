@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from flashwright.author.builtin.author import Written, write_code
 from flashwright.author.builtin.choose import HEADROOMS, NothingFits
 from flashwright.author.builtin.mods import Mods
+from flashwright.author.builtin.needs import WIDEST
 from flashwright.build.make import spilled
 from flashwright.check.check import check
 from flashwright.gpu import Gpu
@@ -28,16 +29,21 @@ _STEP = 64
 ROWS = (16, 64, 128)
 """A decode's kernel is made for so many rows of a tile: the heads of a group, for each query."""
 
+SHARED_ROWS = 64
+"""Those of tiles whose columns warpgroups share."""
 
-def rows_for(count: int) -> int:
+
+def rows_for(count: int, v_dim: int) -> int:
     """Which of ROWS a decode with so many rows of a kv head takes."""
+    if v_dim > WIDEST:
+        return SHARED_ROWS
     return next((rows for rows in ROWS if count <= rows), ROWS[-1])
 
 
-def batch_of_few(queries: int, group: int, page: int | None = None) -> Batch:
+def batch_of_few(queries: int, group: int, v_dim: int, page: int | None = None) -> Batch:
     """The sequences of the kernel that serves so many queries a sequence: as many as fill its
     tiles, of keys in a cache or in pages."""
-    most = max(1, rows_for(queries * group) // group)
+    most = max(1, rows_for(queries * group, v_dim) // group)
     return Batch(queries=False, lengths=True, page=page, decode=most)
 
 
@@ -92,7 +98,7 @@ def rectangular(
     few = None
     if spec.decode is not None:  # a page of whole steps is one place in memory
         behind = spec.page if spec.page is not None and spec.page % _STEP == 0 else 2 * _STEP
-        few = rows_for(spec.decode * spec.group), behind
+        few = rows_for(spec.decode * spec.group, spec.value_dim), behind
     return write_code(sketch, spec.each, gpu, mods, headroom, few, _USUAL_KEYS)
 
 

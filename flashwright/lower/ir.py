@@ -113,8 +113,8 @@ class Window:
     @property
     def coordinates(self) -> tuple[Term, ...]:
         """Where it begins on every axis of a tensor map. That of a range ends where its rows do
-        (launch_plan.RANGE), that of pages where those of a box do: what is left of them says how far
-        from there the tile begins. If rows lie in several pages, it is where those of one begin."""
+        (launch_plan.RANGE), that of pages where those of a box do: what is left of them says how
+        far from there the tile begins. If rows lie in several pages, it is where one's begin."""
         if self.page_rows is not None:
             return self._in_page(self.page_rows)
         if self.last is None or self.line or self.pages is not None:
@@ -317,6 +317,7 @@ class Gemm(Node):
     right_stage: Term | None = None
     sparing: bool = False  # slower, but fewer operands are in flight
     depth: int | None = None  # columns of both operands that count: zeros follow
+    ahead: bool = False  # the right tile is the younger one of two values that are held
 
 
 @dataclass(frozen=True)
@@ -425,9 +426,11 @@ class Branch(Node):
 
 @dataclass(frozen=True)
 class Await(Node):
-    """A consumer waits until a tile has been filled."""
+    """A consumer waits until a tile has been filled: `ahead` while it still holds the value
+    before."""
 
     key: Key
+    ahead: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,7 +74,8 @@ def _make_code(text: str, gpu: Gpu, folder: Path, told: Mapping[str, str]) -> No
     record = Steps.of(Kernels(verdict.kernels))
     files[package.STEPS] = record.dump()
     for name, program in zip(record.steps, verdict.kernels, strict=True):
-        files |= {f"{name}/{file}": made for file, made in _translated(program, gpu).items()}
+        own = {**_translated(program, gpu), **{f: x for f, x in told.items() if f == PTX}}
+        files |= {f"{name}/{file}": made for file, made in own.items()}
     _write(folder, files)
 
 
@@ -110,7 +112,7 @@ _LAUNCHED: list[tuple[str, ...]] = []
 def interpret_operators(patch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """Torch operators take CPU tensors as they take CUDA tensors, and interpret the programs. The
     outputs of each launch are appended to the list."""
-    from flashwright.pytorch import operator, reference
+    from flashwright.pytorch import bound, operator, reference
     from tests.unit.test_steps import Interpreted
 
     _LAUNCHED.clear()
@@ -125,6 +127,16 @@ def interpret_operators(patch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
         _LAUNCHED.append(called.outputs)
         return called._on_cuda(*arguments)
 
+    def in_order(functions: list[Any]) -> Any:
+        return lambda *tensors: [function(*tensors) for function in functions]
+
+    def call(found: bound.Bound, *tensors: Any) -> Any:
+        _LAUNCHED.append(found.outputs)
+        return again(found, *tensors)
+
+    again = bound.Bound.__call__
+    patch.setattr(bound.Bound, "__call__", call)
+    patch.setattr(steps, "launcher", lambda: SimpleNamespace(in_order=in_order))
     patch.setattr(operator._Package, "load", load)
     patch.setattr(operator._OnCpu, "__call__", launch)
     patch.setattr(reference, "obstacle", lambda spec, plan: "its kernels are interpreted")

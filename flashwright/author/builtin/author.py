@@ -135,6 +135,7 @@ def workload(spec: AttentionSpec) -> Workload:
     return Workload(
         qk_dim=spec.head_dim,
         v_dim=spec.value_dim,
+        latent=spec.latent,
         dtype=spec.input_dtype,
         kv_dtype=None if spec.kv_dtype is None else spec.key_dtype,
         heads=spec.heads,

@@ -365,6 +365,8 @@ class Lowering(Body):
                     before.append(before_range)
                     if self.program.paged(stmt):
                         place, last = self._in_page(pages, place, axis.size, inside[-1], stmt)
+                        if pages is None and self._all_pages(given, tensor, axis.size, stmt):
+                            last = None  # behind the range nothing is left of the tensor
                 else:
                     fits = aligned and self._fits(given, axis.size, place, size)
                     inside.append(None if fits else self._inside(axis.size, place, stmt))
@@ -437,20 +439,34 @@ class Lowering(Body):
         assert inside is not None
         return row, plus(row.as_int(stmt.span), inside)
 
+    def _all_pages(self, given: Coord, tensor: Tensor, size: Expr, stmt: tl.Copy) -> bool:
+        """Whether a range of rows is that of all pages along an axis."""
+        pages = self.program.page_axis(stmt)
+        if pages is None or given.within is None:
+            return False
+        rows = tl.Binary("*", pages.size, size)
+        full = self.positions.full
+        return given.within[0] == ZERO and full(given.within[1]) == full(rows)
+
     def _aligned(self, given: Coord, start: Scalar, tensor: Tensor) -> bool:
         """Whether a tile begins at a multiple of 16 bytes, as all do that are counted in tiles."""
-        first = literal(start.term) if start.whole else None
+        first = self._number(given, start)
         known = first is not None and first >= 0 and first * DTYPES[tensor.dtype] % 16 == 0
         return known or not given.in_elements
 
     def _fits(self, given: Coord, extent: Expr, start: Scalar, size: int) -> bool:
         """Whether a tile is inside of the tensor, whatever the problem."""
-        first, fixed = literal(start.term), self.fixed(extent)
+        first, fixed = self._number(given, start), self.fixed(extent)
         if fixed is None:
             return False
-        if not given.in_elements:
-            return fixed % size == 0
-        return first is not None and 0 <= first <= fixed - size
+        if first is None:
+            return not given.in_elements and fixed % size == 0
+        return 0 <= first <= fixed - size
+
+    def _number(self, given: Coord, start: Scalar) -> int | None:
+        """Where a tile begins, if that is a number."""
+        first = literal(start.term) if start.whole else None
+        return self.fixed(given.value) if first is None and given.in_elements else first
 
     def _before(self, start: Scalar, stmt: tl.Copy) -> Term | None:
         """The first row inside of the tensor; None where a tile cannot begin before the start."""
