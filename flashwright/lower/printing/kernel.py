@@ -35,6 +35,7 @@ WIDTH = 100
 # Registers of a producer and of a consumer thread, by consumer warpgroups: setmaxnreg.
 REGISTERS = {1: (0, 0), 2: (24, 240), 3: (32, 160)}
 REGISTERS_WIDE = {1: (0, 0), 2: (32, 232), 3: (32, 160)}  # where a tile is more than 4 boxes,
+REGISTERS_PAGED = {1: (0, 0), 2: (72, 216), 3: (56, 152)}  # where its rows lie in pages,
 REGISTERS_HELPED = {1: (0, 0), 2: (40, 232), 3: (32, 160)}  # where are helpers or a queue,
 REGISTERS_STAGING = {1: (0, 0), 2: (56, 224), 3: (56, 152)}  # and helper warps with more to do
 LOOSEST = (("?", ":"), ("||",), ("&&",), ("|",), ("&",), ("+", "-"))
@@ -438,6 +439,8 @@ def tile_loop(kernel: ir.Kernel, producer: bool = False) -> str:
 def register_counts(program: Program, kernel: ir.Kernel, roles: ir.Roles) -> tuple[int, int]:
     """What setmaxnreg leaves a producer thread and gives a consumer one; 0 where it is not used."""
     groups = program.warps // 4
+    if any(isinstance(n, ir.Load) and n.window.page_rows for n in ir.flat(roles.producer)):
+        return REGISTERS_PAGED[groups]
     if any(_by_element(n) for n in ir.flat(roles.helpers)):
         return REGISTERS_STAGING[groups]
     if _reads_table(roles) or (roles.helpers and _wide(program, roles.helpers)):
