@@ -6,6 +6,7 @@ and devices of its tensors. Later calls of that form only pass on where their te
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,6 +133,7 @@ class _Ready:
         return self._bound(*[every[place] for place in self._places])
 
 
+_LOCK = threading.Lock()
 _READY: dict[Form, _Ready] = {}
 _MOST = 1024
 """Forms to remember."""
@@ -164,9 +166,10 @@ def attend(
     found = ready(tensors)
     asked.wanted.entry().look(asked.wanted, {"o": _rows_first(found)[0]}, asked.check)
     if not _captured(found[0]):  # else what was made for the form belongs to the graph
-        while len(_READY) >= _MOST:
-            del _READY[next(iter(_READY))]
-        _READY[form] = ready
+        with _LOCK:
+            while len(_READY) >= _MOST:
+                del _READY[next(iter(_READY))]
+            _READY[form] = ready
     return found
 
 
